@@ -1,0 +1,2 @@
+//! The rdmux command.
+fn main() {}
