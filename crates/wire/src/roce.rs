@@ -1,0 +1,835 @@
+//! RoCEv2 packets: BTH, extension headers, payload, pad and ICRC inside a UDP datagram. IBTA Vol 1, chapter 9 and annex
+//! A17 (RoCEv2), annex A19 (FLUSH, ATOMIC WRITE).
+//!
+//! [`Packet::parse`] checks that a datagram has the length its opcode asks for; the ICRC is checked apart
+//! ([`crate::icrc`]), because it needs the addresses too.
+
+use bitflags::bitflags;
+
+use crate::{Malformed, Psn, Qpn, RKey, be16, be24, be32, be64, need, put, put24};
+
+/// UDP destination port of RoCEv2. IBTA Vol 1, A17.4.
+pub const UDP_PORT: u16 = 4791;
+/// Bytes of the invariant CRC at the end of every packet.
+pub const ICRC_LEN: usize = 4;
+/// The default partition key with full membership. IBTA Vol 1, 10.9.1.2.
+pub const PKEY_DEFAULT: u16 = 0xffff;
+/// Q_Key of the general services QP. IBTA Vol 1, 10.2.4.2.
+pub const GSI_QKEY: u32 = 0x8001_0000;
+/// The longest message of any transport service, in bytes. IBTA Vol 1, 9.7.7.
+pub const MESSAGE_BYTES_MAX: u32 = 1 << 31;
+
+/// Payload bytes of a full packet. IBTA Vol 1, 9.7.7 and 12.7.8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names are the values")]
+pub enum PathMtu {
+    Bytes256 = 1,
+    Bytes512 = 2,
+    Bytes1024 = 3,
+    Bytes2048 = 4,
+    Bytes4096 = 5,
+}
+
+impl PathMtu {
+    /// All values, smallest first.
+    pub const ALL: [PathMtu; 5] = [
+        PathMtu::Bytes256,
+        PathMtu::Bytes512,
+        PathMtu::Bytes1024,
+        PathMtu::Bytes2048,
+        PathMtu::Bytes4096,
+    ];
+
+    /// Payload bytes of a full packet.
+    pub const fn bytes(self) -> u32 {
+        128 << self as u8
+    }
+
+    /// The code in CM messages and in verbs.
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The value with this code.
+    pub fn from_code(code: u8) -> Option<PathMtu> {
+        PathMtu::ALL.into_iter().find(|mtu| mtu.code() == code)
+    }
+
+    /// The value with this many bytes.
+    pub fn from_bytes(bytes: u32) -> Option<PathMtu> {
+        PathMtu::ALL.into_iter().find(|mtu| mtu.bytes() == bytes)
+    }
+
+    /// The largest that a link with `mtu` bytes carries, IP, UDP and all headers included; Linux leaves the same 80 bytes for
+    /// them, so that both ends of a link come to the same value. `None` below 336.
+    pub fn of_link(mtu: u32) -> Option<PathMtu> {
+        PathMtu::ALL
+            .into_iter()
+            .rev()
+            .find(|path| path.bytes() + 80 <= mtu)
+    }
+}
+
+/// Transport service, the upper bits of the opcode. IBTA Vol 1, 9.2.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// Reliable connection.
+    Rc,
+    /// Unreliable connection.
+    Uc,
+    /// Unreliable datagram.
+    Ud,
+    /// Extended reliable connection. IBTA Vol 1, annex A14.
+    Xrc,
+}
+
+/// What a packet is for, the lower five bits of the opcode. IBTA Vol 1, 9.2.1, A17.9.3 and A19.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names are the specification's own")]
+pub enum Operation {
+    SendFirst = 0x00,
+    SendMiddle = 0x01,
+    SendLast = 0x02,
+    SendLastImm = 0x03,
+    SendOnly = 0x04,
+    SendOnlyImm = 0x05,
+    WriteFirst = 0x06,
+    WriteMiddle = 0x07,
+    WriteLast = 0x08,
+    WriteLastImm = 0x09,
+    WriteOnly = 0x0a,
+    WriteOnlyImm = 0x0b,
+    ReadRequest = 0x0c,
+    ReadResponseFirst = 0x0d,
+    ReadResponseMiddle = 0x0e,
+    ReadResponseLast = 0x0f,
+    ReadResponseOnly = 0x10,
+    Acknowledge = 0x11,
+    AtomicAcknowledge = 0x12,
+    CompareSwap = 0x13,
+    FetchAdd = 0x14,
+    SendLastInvalidate = 0x16,
+    SendOnlyInvalidate = 0x17,
+    Flush = 0x1c,
+    AtomicWrite = 0x1d,
+}
+
+/// Where a packet stands in its message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Position {
+    /// More packets follow.
+    First,
+    /// Between first and last.
+    Middle,
+    /// Ends a message of several packets.
+    Last,
+    /// The whole message.
+    Only,
+}
+
+impl Position {
+    /// Whether a message begins with this packet.
+    pub const fn begins(self) -> bool {
+        matches!(self, Position::First | Position::Only)
+    }
+
+    /// Whether a message ends with this packet.
+    pub const fn ends(self) -> bool {
+        matches!(self, Position::Last | Position::Only)
+    }
+}
+
+bitflags! {
+    /// The extension headers that follow the BTH, in the order in which they stand.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Ext: u16 {
+        /// Datagram: Q_Key and source QPN, 8 bytes.
+        const DETH = 1 << 0;
+        /// XRC SRQ number, 4 bytes.
+        const XRCETH = 1 << 1;
+        /// FLUSH type and selectivity, 4 bytes.
+        const FETH = 1 << 2;
+        /// RDMA address, key and length, 16 bytes.
+        const RETH = 1 << 3;
+        /// Atomic operands, 28 bytes.
+        const ATOMIC = 1 << 4;
+        /// Acknowledgement, 4 bytes.
+        const AETH = 1 << 5;
+        /// Atomic's original value, 8 bytes.
+        const ATOMIC_ACK = 1 << 6;
+        /// Immediate data, 4 bytes.
+        const IMM = 1 << 7;
+        /// Key to invalidate, 4 bytes.
+        const IETH = 1 << 8;
+    }
+}
+
+const EXT_LEN: [(Ext, usize); 9] = [
+    (Ext::DETH, 8),
+    (Ext::XRCETH, 4),
+    (Ext::FETH, 4),
+    (Ext::RETH, 16),
+    (Ext::ATOMIC, 28),
+    (Ext::AETH, 4),
+    (Ext::ATOMIC_ACK, 8),
+    (Ext::IMM, 4),
+    (Ext::IETH, 4),
+];
+
+impl Ext {
+    /// Bytes of all headers in the set.
+    #[expect(clippy::len_without_is_empty, reason = "bitflags makes is_empty")]
+    pub fn len(self) -> usize {
+        EXT_LEN
+            .iter()
+            .filter(|(e, _)| self.contains(*e))
+            .map(|(_, n)| n)
+            .sum()
+    }
+
+    /// Where header `ext` begins, counted from the end of the BTH.
+    fn offset(self, ext: Ext) -> usize {
+        debug_assert!(self.contains(ext));
+        EXT_LEN
+            .iter()
+            .take_while(|(e, _)| *e != ext)
+            .filter(|(e, _)| self.contains(*e))
+            .map(|(_, n)| n)
+            .sum()
+    }
+}
+
+/// Opcode: transport service and operation. IBTA Vol 1, 9.2.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opcode {
+    /// Transport service.
+    pub transport: Transport,
+    /// Operation.
+    pub operation: Operation,
+}
+
+impl Operation {
+    /// All operations, in the order of their codes.
+    pub const ALL: [Operation; 25] = {
+        use Operation::*;
+        [
+            SendFirst,
+            SendMiddle,
+            SendLast,
+            SendLastImm,
+            SendOnly,
+            SendOnlyImm,
+            WriteFirst,
+            WriteMiddle,
+            WriteLast,
+            WriteLastImm,
+            WriteOnly,
+            WriteOnlyImm,
+            ReadRequest,
+            ReadResponseFirst,
+            ReadResponseMiddle,
+            ReadResponseLast,
+            ReadResponseOnly,
+            Acknowledge,
+            AtomicAcknowledge,
+            CompareSwap,
+            FetchAdd,
+            SendLastInvalidate,
+            SendOnlyInvalidate,
+            Flush,
+            AtomicWrite,
+        ]
+    };
+
+    fn from_code(code: u8) -> Option<Operation> {
+        // The codes are dense but for three holes (0x15, 0x18 to 0x1b).
+        let at = match code {
+            0x00..=0x14 => code,
+            0x16 | 0x17 => code - 1,
+            0x1c | 0x1d => code - 5,
+            _ => return None,
+        };
+        Some(Operation::ALL[usize::from(at)])
+    }
+
+    /// Place in the message; what is always one packet is [`Position::Only`].
+    pub const fn position(self) -> Position {
+        use Operation::*;
+        match self {
+            SendFirst | WriteFirst | ReadResponseFirst => Position::First,
+            SendMiddle | WriteMiddle | ReadResponseMiddle => Position::Middle,
+            SendLast | SendLastImm | SendLastInvalidate | WriteLast | WriteLastImm | ReadResponseLast => {
+                Position::Last
+            }
+            _ => Position::Only,
+        }
+    }
+
+    /// SEND in any form.
+    pub const fn is_send(self) -> bool {
+        use Operation::*;
+        matches!(
+            self,
+            SendFirst
+                | SendMiddle
+                | SendLast
+                | SendLastImm
+                | SendOnly
+                | SendOnlyImm
+                | SendLastInvalidate
+                | SendOnlyInvalidate
+        )
+    }
+
+    /// RDMA WRITE in any form.
+    pub const fn is_write(self) -> bool {
+        use Operation::*;
+        matches!(
+            self,
+            WriteFirst | WriteMiddle | WriteLast | WriteLastImm | WriteOnly | WriteOnlyImm
+        )
+    }
+
+    /// READ response in any form (FLUSH and ATOMIC WRITE are answered by one too).
+    pub const fn is_read_response(self) -> bool {
+        use Operation::*;
+        matches!(
+            self,
+            ReadResponseFirst | ReadResponseMiddle | ReadResponseLast | ReadResponseOnly
+        )
+    }
+
+    /// Goes from responder to requester.
+    pub const fn is_response(self) -> bool {
+        self.is_read_response() || matches!(self, Operation::Acknowledge | Operation::AtomicAcknowledge)
+    }
+}
+
+impl Opcode {
+    /// An RC opcode.
+    pub const fn rc(operation: Operation) -> Opcode {
+        Opcode {
+            transport: Transport::Rc,
+            operation,
+        }
+    }
+
+    /// The code on the wire.
+    pub const fn code(self) -> u8 {
+        let base = match self.transport {
+            Transport::Rc => 0x00,
+            Transport::Uc => 0x20,
+            Transport::Ud => 0x60,
+            Transport::Xrc => 0xa0,
+        };
+        base + self.operation as u8
+    }
+
+    /// The opcode of a code on the wire, if the specification defines one.
+    pub fn from_code(code: u8) -> Option<Opcode> {
+        use Operation::*;
+        let operation = Operation::from_code(code & 0x1f)?;
+        let transport = match code & 0xe0 {
+            0x00 => Transport::Rc,
+            0x20 if (operation as u8) <= WriteOnlyImm as u8 => Transport::Uc,
+            0x60 if matches!(operation, SendOnly | SendOnlyImm) => Transport::Ud,
+            0xa0 => Transport::Xrc,
+            _ => return None,
+        };
+        Some(Opcode { transport, operation })
+    }
+
+    /// The extension headers that packets of this opcode carry.
+    pub fn ext(self) -> Ext {
+        use Operation::*;
+        let of_operation = match self.operation {
+            SendFirst | SendMiddle | SendLast | SendOnly | WriteMiddle | WriteLast | ReadResponseMiddle => {
+                Ext::empty()
+            }
+            SendLastImm | SendOnlyImm | WriteLastImm => Ext::IMM,
+            WriteFirst | WriteOnly | ReadRequest | AtomicWrite => Ext::RETH,
+            WriteOnlyImm => Ext::RETH.union(Ext::IMM),
+            ReadResponseFirst | ReadResponseLast | ReadResponseOnly | Acknowledge => Ext::AETH,
+            AtomicAcknowledge => Ext::AETH.union(Ext::ATOMIC_ACK),
+            CompareSwap | FetchAdd => Ext::ATOMIC,
+            SendLastInvalidate | SendOnlyInvalidate => Ext::IETH,
+            Flush => Ext::FETH.union(Ext::RETH),
+        };
+        match self.transport {
+            Transport::Ud => of_operation | Ext::DETH,
+            Transport::Xrc if !self.operation.is_response() => of_operation | Ext::XRCETH,
+            _ => of_operation,
+        }
+    }
+}
+
+/// Base transport header, 12 bytes. IBTA Vol 1, 9.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bth {
+    /// Transport service and operation.
+    pub opcode: Opcode,
+    /// Solicited event: the receiver may wake a waiter that asked for solicited events only.
+    pub solicited: bool,
+    /// Migration request; sent as 1, ignored on receive (some hardware expects 1).
+    pub migreq: bool,
+    /// Pad bytes after the payload, 0 to 3.
+    pub pad: u8,
+    /// Partition key.
+    pub pkey: u16,
+    /// Forward congestion notification. Not covered by the ICRC.
+    pub fecn: bool,
+    /// Backward congestion notification. Not covered by the ICRC.
+    pub becn: bool,
+    /// The QP that the packet is for.
+    pub dest_qpn: Qpn,
+    /// The sender asks for an acknowledgement.
+    pub ack_req: bool,
+    /// Sequence number.
+    pub psn: Psn,
+}
+
+impl Bth {
+    /// Bytes of the header.
+    pub const LEN: usize = 12;
+
+    /// A header with everything at its usual value.
+    pub const fn new(opcode: Opcode, dest_qpn: Qpn, psn: Psn) -> Bth {
+        Bth {
+            opcode,
+            solicited: false,
+            migreq: true,
+            pad: 0,
+            pkey: PKEY_DEFAULT,
+            fecn: false,
+            becn: false,
+            dest_qpn,
+            ack_req: false,
+            psn,
+        }
+    }
+
+    /// Reads the header at the start of `b`.
+    pub fn parse(b: &[u8]) -> Result<Bth, Malformed> {
+        need("BTH", b, Bth::LEN)?;
+        let undefined = |what, value: u8| Malformed::Undefined {
+            what,
+            value: value.into(),
+        };
+        if b[1] & 0x0f != 0 {
+            return Err(undefined("BTH transport version", b[1] & 0x0f));
+        }
+        Ok(Bth {
+            opcode: Opcode::from_code(b[0]).ok_or_else(|| undefined("BTH opcode", b[0]))?,
+            solicited: b[1] & 0x80 != 0,
+            migreq: b[1] & 0x40 != 0,
+            pad: (b[1] >> 4) & 3,
+            pkey: be16(b, 2),
+            fecn: b[4] & 0x80 != 0,
+            becn: b[4] & 0x40 != 0,
+            dest_qpn: Qpn::new(be24(b, 5)),
+            ack_req: b[8] & 0x80 != 0,
+            psn: Psn::new(be24(b, 9)),
+        })
+    }
+
+    /// Writes the header to the first 12 bytes of `b`.
+    pub fn emit(&self, b: &mut [u8]) {
+        b[0] = self.opcode.code();
+        b[1] = u8::from(self.solicited) << 7 | u8::from(self.migreq) << 6 | (self.pad & 3) << 4;
+        put(b, 2, &self.pkey.to_be_bytes());
+        b[4] = u8::from(self.fecn) << 7 | u8::from(self.becn) << 6;
+        put24(b, 5, self.dest_qpn.value());
+        b[8] = u8::from(self.ack_req) << 7;
+        put24(b, 9, self.psn.value());
+    }
+}
+
+/// RDMA extended transport header, 16 bytes. IBTA Vol 1, 9.3.3.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reth {
+    /// Virtual address at the responder.
+    pub va: u64,
+    /// Key of the region there.
+    pub rkey: RKey,
+    /// Bytes of the whole message (DMA length).
+    pub length: u32,
+}
+
+impl Reth {
+    /// Bytes of the header.
+    pub const LEN: usize = 16;
+
+    fn parse(b: &[u8]) -> Reth {
+        Reth {
+            va: be64(b, 0),
+            rkey: RKey(be32(b, 8)),
+            length: be32(b, 12),
+        }
+    }
+
+    /// Writes the header to the first 16 bytes of `b`.
+    pub fn emit(&self, b: &mut [u8]) {
+        put(b, 0, &self.va.to_be_bytes());
+        put(b, 8, &self.rkey.0.to_be_bytes());
+        put(b, 12, &self.length.to_be_bytes());
+    }
+}
+
+/// Datagram extended transport header, 8 bytes. IBTA Vol 1, 9.3.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deth {
+    /// Q_Key, which must equal the receiving QP's.
+    pub qkey: u32,
+    /// The QP that sent the packet.
+    pub src_qpn: Qpn,
+}
+
+impl Deth {
+    /// Bytes of the header.
+    pub const LEN: usize = 8;
+
+    fn parse(b: &[u8]) -> Deth {
+        Deth {
+            qkey: be32(b, 0),
+            src_qpn: Qpn::new(be24(b, 5)),
+        }
+    }
+
+    /// Writes the header to the first 8 bytes of `b`.
+    pub fn emit(&self, b: &mut [u8]) {
+        put(b, 0, &self.qkey.to_be_bytes());
+        b[4] = 0;
+        put24(b, 5, self.src_qpn.value());
+    }
+}
+
+/// What a negative acknowledgement says. IBTA Vol 1, table 45 (9.7.5.2.1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum NakCode {
+    /// A packet is missing before this one.
+    PsnSequence = 0,
+    /// Opcode, order or length that the responder cannot accept.
+    InvalidRequest = 1,
+    /// Key, bounds or access rights do not allow it.
+    RemoteAccess = 2,
+    /// The responder failed while doing it.
+    RemoteOperation = 3,
+}
+
+/// AETH syndrome. IBTA Vol 1, 9.3.5 and 9.7.5.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Syndrome {
+    /// Positive; carries the end-to-end credit code, 31 meaning no limit.
+    Ack {
+        /// Credit code, 0 to 31.
+        credit: u8,
+    },
+    /// Receiver not ready: try again after [`rnr_timer_ns`].
+    RnrNak {
+        /// Timer code, 0 to 31.
+        timer: u8,
+    },
+    /// Negative.
+    Nak(NakCode),
+}
+
+impl Syndrome {
+    /// A positive acknowledgement without a credit limit.
+    pub const ACK: Syndrome = Syndrome::Ack { credit: 31 };
+
+    fn parse(code: u8) -> Result<Syndrome, Malformed> {
+        let low = code & 0x1f;
+        Ok(match (code >> 5, low) {
+            (0, credit) => Syndrome::Ack { credit },
+            (1, timer) => Syndrome::RnrNak { timer },
+            (3, 0) => Syndrome::Nak(NakCode::PsnSequence),
+            (3, 1) => Syndrome::Nak(NakCode::InvalidRequest),
+            (3, 2) => Syndrome::Nak(NakCode::RemoteAccess),
+            (3, 3) => Syndrome::Nak(NakCode::RemoteOperation),
+            _ => {
+                return Err(Malformed::Undefined {
+                    what: "AETH syndrome",
+                    value: code.into(),
+                });
+            }
+        })
+    }
+
+    const fn code(self) -> u8 {
+        match self {
+            Syndrome::Ack { credit } => credit & 0x1f,
+            Syndrome::RnrNak { timer } => 0x20 | (timer & 0x1f),
+            Syndrome::Nak(code) => 0x60 | code as u8,
+        }
+    }
+}
+
+/// Time that RNR timer `code` stands for, in nanoseconds. IBTA Vol 1, table 46 (9.7.5.2.8).
+pub const fn rnr_timer_ns(code: u8) -> u64 {
+    const US: [u64; 32] = [
+        655_360, 10, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640, 960, 1_280, 1_920, 2_560, 3_840,
+        5_120, 7_680, 10_240, 15_360, 20_480, 30_720, 40_960, 61_440, 81_920, 122_880, 163_840, 245_760,
+        327_680, 491_520,
+    ];
+    US[(code & 31) as usize] * 1_000
+}
+
+/// Time that local ACK timeout `code` stands for, in nanoseconds; `None` for 0, no timeout. IBTA Vol 1, 9.7.6.1.3.
+pub const fn ack_timeout_ns(code: u8) -> Option<u64> {
+    match code & 31 {
+        0 => None,
+        n => Some(4_096u64 << n),
+    }
+}
+
+/// ACK extended transport header, 4 bytes. IBTA Vol 1, 9.3.5.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Aeth {
+    /// Acknowledgement or its refusal.
+    pub syndrome: Syndrome,
+    /// Message sequence number: messages completed by the responder, 24 bits.
+    pub msn: u32,
+}
+
+impl Aeth {
+    /// Bytes of the header.
+    pub const LEN: usize = 4;
+
+    fn parse(b: &[u8]) -> Result<Aeth, Malformed> {
+        Ok(Aeth {
+            syndrome: Syndrome::parse(b[0])?,
+            msn: be24(b, 1),
+        })
+    }
+
+    /// Writes the header to the first 4 bytes of `b`.
+    pub fn emit(&self, b: &mut [u8]) {
+        b[0] = self.syndrome.code();
+        put24(b, 1, self.msn);
+    }
+}
+
+/// Atomic extended transport header, 28 bytes. IBTA Vol 1, 9.3.4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AtomicEth {
+    /// Virtual address at the responder, 8-aligned.
+    pub va: u64,
+    /// Key of the region there.
+    pub rkey: RKey,
+    /// Value to swap in, or to add.
+    pub swap_or_add: u64,
+    /// Value to compare with (compare-and-swap only).
+    pub compare: u64,
+}
+
+impl AtomicEth {
+    /// Bytes of the header.
+    pub const LEN: usize = 28;
+
+    fn parse(b: &[u8]) -> AtomicEth {
+        AtomicEth {
+            va: be64(b, 0),
+            rkey: RKey(be32(b, 8)),
+            swap_or_add: be64(b, 12),
+            compare: be64(b, 20),
+        }
+    }
+
+    /// Writes the header to the first 28 bytes of `b`.
+    pub fn emit(&self, b: &mut [u8]) {
+        put(b, 0, &self.va.to_be_bytes());
+        put(b, 8, &self.rkey.0.to_be_bytes());
+        put(b, 12, &self.swap_or_add.to_be_bytes());
+        put(b, 20, &self.compare.to_be_bytes());
+    }
+}
+
+bitflags! {
+    /// Placement types that a FLUSH asks for. IBTA Vol 1, A19.4.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+    pub struct Placement: u8 {
+        /// Bytes are visible to every processor and device of the responder.
+        const GLOBAL = 1;
+        /// Bytes survive a loss of power.
+        const PERSISTENT = 2;
+    }
+}
+
+/// What part of the region a FLUSH covers. IBTA Vol 1, A19.4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Selectivity {
+    /// Address and length of the RETH.
+    Range,
+    /// The whole memory region of the RETH's key.
+    MemoryRegion,
+}
+
+/// FLUSH extended transport header, 4 bytes. IBTA Vol 1, A19.4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Feth {
+    /// Placement types.
+    pub placement: Placement,
+    /// Selectivity level.
+    pub selectivity: Selectivity,
+}
+
+impl Feth {
+    /// Bytes of the header.
+    pub const LEN: usize = 4;
+
+    fn parse(b: &[u8]) -> Result<Feth, Malformed> {
+        let selectivity = match (b[3] >> 4) & 3 {
+            0 => Selectivity::Range,
+            1 => Selectivity::MemoryRegion,
+            other => {
+                return Err(Malformed::Undefined {
+                    what: "FETH selectivity",
+                    value: other.into(),
+                });
+            }
+        };
+        let placement = Placement::from_bits(b[3] & 0x0f)
+            .filter(|p| !p.is_empty())
+            .ok_or_else(|| Malformed::Undefined {
+                what: "FETH placement type",
+                value: (b[3] & 0x0f).into(),
+            })?;
+        Ok(Feth {
+            placement,
+            selectivity,
+        })
+    }
+
+    /// Writes the header to the first 4 bytes of `b`.
+    pub fn emit(&self, b: &mut [u8]) {
+        let selectivity = match self.selectivity {
+            Selectivity::Range => 0,
+            Selectivity::MemoryRegion => 1,
+        };
+        put(b, 0, &[0, 0, 0, self.placement.bits() | selectivity << 4]);
+    }
+}
+
+/// One RoCEv2 packet: the bytes of a UDP payload, checked to be as long as its opcode asks.
+#[derive(Clone, Copy, Debug)]
+pub struct Packet<'a> {
+    /// Base header.
+    pub bth: Bth,
+    ext: Ext,
+    bytes: &'a [u8],
+}
+
+impl<'a> Packet<'a> {
+    /// Checks lengths, opcode, version and those extension headers that can be wrong in themselves.
+    pub fn parse(bytes: &'a [u8]) -> Result<Packet<'a>, Malformed> {
+        let bth = Bth::parse(bytes)?;
+        let ext = bth.opcode.ext();
+        let packet = Packet { bth, ext, bytes };
+        need(
+            "packet",
+            bytes,
+            Bth::LEN + ext.len() + usize::from(bth.pad) + ICRC_LEN,
+        )?;
+        if ext.contains(Ext::AETH) {
+            Aeth::parse(packet.ext_bytes(Ext::AETH))?;
+        }
+        if ext.contains(Ext::FETH) {
+            Feth::parse(packet.ext_bytes(Ext::FETH))?;
+        }
+        Ok(packet)
+    }
+
+    fn ext_bytes(&self, ext: Ext) -> &'a [u8] {
+        &self.bytes[Bth::LEN + self.ext.offset(ext)..]
+    }
+
+    /// Payload without pad and ICRC.
+    pub fn payload(&self) -> &'a [u8] {
+        let end = self.bytes.len() - ICRC_LEN - usize::from(self.bth.pad);
+        &self.bytes[Bth::LEN + self.ext.len()..end]
+    }
+
+    /// The ICRC as it stands in the packet (little endian on the wire).
+    pub fn icrc(&self) -> u32 {
+        let at = self.bytes.len() - ICRC_LEN;
+        u32::from_le_bytes([
+            self.bytes[at],
+            self.bytes[at + 1],
+            self.bytes[at + 2],
+            self.bytes[at + 3],
+        ])
+    }
+
+    /// All bytes of the UDP payload, ICRC included.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// RDMA header, when the opcode has one.
+    pub fn reth(&self) -> Option<Reth> {
+        self.ext
+            .contains(Ext::RETH)
+            .then(|| Reth::parse(self.ext_bytes(Ext::RETH)))
+    }
+
+    /// Datagram header, when the opcode has one.
+    pub fn deth(&self) -> Option<Deth> {
+        self.ext
+            .contains(Ext::DETH)
+            .then(|| Deth::parse(self.ext_bytes(Ext::DETH)))
+    }
+
+    /// Acknowledge header, when the opcode has one.
+    pub fn aeth(&self) -> Option<Aeth> {
+        if !self.ext.contains(Ext::AETH) {
+            return None;
+        }
+        Aeth::parse(self.ext_bytes(Ext::AETH)).ok()
+    }
+
+    /// FLUSH header, when the opcode has one.
+    pub fn feth(&self) -> Option<Feth> {
+        if !self.ext.contains(Ext::FETH) {
+            return None;
+        }
+        Feth::parse(self.ext_bytes(Ext::FETH)).ok()
+    }
+
+    /// Atomic header, when the opcode has one.
+    pub fn atomic(&self) -> Option<AtomicEth> {
+        self.ext
+            .contains(Ext::ATOMIC)
+            .then(|| AtomicEth::parse(self.ext_bytes(Ext::ATOMIC)))
+    }
+
+    /// Original value in an atomic acknowledgement.
+    pub fn atomic_ack(&self) -> Option<u64> {
+        self.ext
+            .contains(Ext::ATOMIC_ACK)
+            .then(|| be64(self.ext_bytes(Ext::ATOMIC_ACK), 0))
+    }
+
+    /// Immediate data, when the opcode has it.
+    pub fn imm(&self) -> Option<u32> {
+        self.ext
+            .contains(Ext::IMM)
+            .then(|| be32(self.ext_bytes(Ext::IMM), 0))
+    }
+
+    /// Key to invalidate, when the opcode has it.
+    pub fn invalidate(&self) -> Option<RKey> {
+        self.ext
+            .contains(Ext::IETH)
+            .then(|| RKey(be32(self.ext_bytes(Ext::IETH), 0)))
+    }
+
+    /// XRC SRQ number, when the opcode has it.
+    pub fn xrc_srqn(&self) -> Option<u32> {
+        self.ext
+            .contains(Ext::XRCETH)
+            .then(|| be24(self.ext_bytes(Ext::XRCETH), 1))
+    }
+}
