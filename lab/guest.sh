@@ -1,21 +1,42 @@
-# Sourced by the scripts in lab/tests, which run as root in the guest.
+# Sourced by the scripts in lab/tests, which run as root in the guest. Status 77 says that a test was skipped.
 set -euo pipefail
 
-# Runs a command until it succeeds: under emulation a server needs seconds before it listens, and nothing tells when.
+skip() { echo "skipped: $*"; exit 77; }
+
+# Runs a command until it succeeds: for servers that do not say when they listen, and under emulation need seconds to.
 retry() {
   local tries=0
   until "$@"; do
     tries=$((tries + 1))
-    [ $tries -lt 20 ] || { echo "gave up after $tries tries: $*"; return 1; }
+    [ $tries -lt 40 ] || { echo "gave up after $tries tries: $*"; return 1; }
     sleep 0.5
   done
 }
 
-# rxe0 on v1 (10.9.0.1, fd09::1) in the first namespace, the only one where rxe lives; v2 (10.9.0.2, fd09::2) in the
-# namespace n2, for our peer. An MTU of 4200 gives a path MTU of 4096.
-setup_rxe() {
-  [ ! -e /sys/class/infiniband/rxe0 ] || return 0
-  modprobe -a veth rdma_rxe ib_uverbs rdma_ucm
+# Starts a program in the background and returns when it has printed a line with the given word.
+#   start NAME WORD COMMAND...     finish NAME: its exit status, once it has ended, and its output
+declare -A started
+start() {
+  local name=$1 word=$2
+  shift 2
+  "$@" >"/run/$name.log" 2>&1 & started[$name]=$!
+  until grep -q "$word" "/run/$name.log"; do
+    kill -0 "${started[$name]}" 2>/dev/null || { echo "$name ended:"; cat "/run/$name.log"; return 1; }
+    sleep 0.1
+  done
+}
+finish() {
+  local status=0
+  wait "${started[$1]}" || status=$?
+  sed "s/^/$1: /" "/run/$1.log"
+  return $status
+}
+
+# v1 (10.9.0.1, fd09::1) in the first namespace and v2 (10.9.0.2, fd09::2) in the namespace n2. An MTU of 4200 gives a path
+# MTU of 4096.
+setup_net() {
+  [ ! -e /sys/class/net/v1 ] || return 0
+  modprobe veth
   ip netns add n2
   ip link add v1 type veth peer name v2 netns n2
   ip addr add 10.9.0.1/24 dev v1
@@ -25,6 +46,13 @@ setup_rxe() {
   ip -n n2 addr add fd09::2/64 dev v2 nodad
   ip -n n2 link set v2 mtu 4200 up
   ip -n n2 link set lo up
+}
+
+# rxe0 on v1: the kernel has rxe in the first namespace only, so our peer is the one in n2.
+setup_rxe() {
+  setup_net
+  [ ! -e /sys/class/infiniband/rxe0 ] || return 0
+  modprobe -a rdma_rxe ib_uverbs rdma_ucm
   rdma link add rxe0 type rxe netdev v1
   retry grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state
 }
@@ -34,4 +62,6 @@ in_n2() { ip netns exec n2 "$@"; }
 # A counter of rxe0, by its name under hw_counters.
 counter() { cat "/sys/class/infiniband/rxe0/ports/1/hw_counters/$1"; }
 
-skip() { echo "skipped: $*"; exit 77; }
+# Captures what crosses v1 to /lab/NAME.pcap, for the test rxe-packets.
+capture() { start tcpdump listening tcpdump -i v1 -U -s 0 -w "/lab/$1.pcap" udp port 4791; }
+capture_end() { kill -INT "${started[tcpdump]}"; finish tcpdump; }

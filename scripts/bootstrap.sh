@@ -1,0 +1,103 @@
+# Sourced by run, test and lab/bare in the repository's root. Finds what they need, and installs what is missing.
+#
+#   bootstrap WHAT...          build: a Rust toolchain and a C linker; test; lab; bench; bare
+#   bootstrap_missing WHAT...  prints the packages that bootstrap would install
+
+rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
+
+have() { command -v "$1" >/dev/null 2>&1; }
+at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$2" ]; }
+
+# A toolchain that satisfies rust-version is used as it is: the one in PATH, rustup's, or a versioned one of Ubuntu.
+find_rust() {
+  local dir version
+  for dir in "" "${CARGO_HOME:-${HOME:-/root}/.cargo}/bin" $(printf '%s\n' /usr/lib/rust-*/bin | sort -rV); do
+    version=$(PATH=${dir:+$dir:}$PATH; have cargo && cargo --version >/dev/null 2>&1 && rustc --version 2>/dev/null) || continue
+    version=${version#rustc }
+    at_least "${version%% *}" "$rust_wanted" || continue
+    PATH=${dir:+$dir:}$PATH
+    return
+  done
+  return 1
+}
+
+candidate() { apt-cache policy "$1" 2>/dev/null | sed -n 's/^  Candidate: \([^(].*\)$/\1/p'; }
+
+# The distribution's own pair, if one is new enough, else nothing: then rustup's installer is the way.
+rust_packages() {
+  local pair number
+  for pair in "rustc cargo" "rustc-web cargo-web" \
+    $(apt-cache pkgnames rustc-1. 2>/dev/null | grep -E '^rustc-1\.[0-9]+$' | sort -rV | sed 's/^rustc-\(.*\)/rustc-\1,cargo-\1/'); do
+    set -- ${pair/,/ }
+    number=$(candidate "$1")
+    [ -n "$number" ] && [ -n "$(candidate "$2")" ] && at_least "$number" "$rust_wanted" || continue
+    echo "$@"
+    # The formatter and the linter have names of their own in each family; either may be missing.
+    case $1 in
+      rustc) set -- rustfmt rust-clippy ;;
+      rustc-web) set -- rustfmt-web rust-clippy-web ;;
+      *) set -- "rustfmt-${1#rustc-}" "rust-${1#rustc-}-clippy" ;;
+    esac
+    for pair; do [ -z "$(candidate "$pair")" ] || echo "$pair"; done
+    return
+  done
+}
+
+bootstrap_missing() {
+  local what
+  for what; do
+    case $what in
+      build)
+        have cc || echo gcc libc6-dev
+        [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
+        find_rust || rust_packages ;;
+      test) have ip || echo iproute2 ;;
+      lab)
+        have qemu-system-x86_64 || echo qemu-system-x86
+        have xz || echo xz-utils
+        [ -n "${RDMUX_LAB_KEYRING:-}" ] || [ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || echo debian-archive-keyring ;;
+      bench)
+        have ucx_perftest || echo ucx-utils
+        have fi_pingpong || echo libfabric-bin ;;
+      bare) have mmdebstrap || echo mmdebstrap ;;
+    esac
+  done | tr ' ' '\n' | sort -u | tr '\n' ' '
+}
+
+bootstrap() {
+  local packages rustup='' as_root=()
+  packages=$(bootstrap_missing "$@")
+  case " $* " in *" build "*) find_rust || rustup=yes ;; esac
+  [ -n "$packages$rustup" ] || return 0
+
+  if have apt-get; then
+    [ "$(id -u)" = 0 ] || as_root=(sudo)
+    if [ "$(id -u)" = 0 ] || { have sudo && { [ -t 0 ] || sudo -n true 2>/dev/null; }; }; then
+      # What the package lists offer decides about Rust, so they come first.
+      "${as_root[@]}" apt-get -qq update
+      packages=$(bootstrap_missing "$@")
+      case $packages in *rustc*) rustup='' ;; esac
+      if [ -n "$packages" ]; then
+        echo "installing: $packages" >&2
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $packages >&2
+      fi
+    elif [ -n "$packages" ]; then
+      echo "These packages are missing. Type this line, then start again:" >&2
+      echo "  sudo apt-get update && sudo apt-get install -y --no-install-recommends $packages" >&2
+      return 1
+    fi
+  elif [ -n "$packages" ]; then
+    echo "These are missing (by their names in Debian), and this machine has no apt-get: $packages" >&2
+    return 1
+  fi
+
+  if [ -n "$rustup" ]; then
+    have curl || { echo "Rust $rust_wanted or newer is missing: install it from https://rustup.rs (or curl, then start again)" >&2; return 1; }
+    echo "installing: Rust, by rustup, in ${CARGO_HOME:-$HOME/.cargo} and ${RUSTUP_HOME:-$HOME/.rustup}" >&2
+    curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs | sh -s -- -q -y --no-modify-path --profile minimal -c rustfmt -c clippy >&2
+  fi
+  case " $* " in
+    *" build "*) find_rust || { echo "no Rust $rust_wanted or newer is to be had here; install one from https://rustup.rs" >&2; return 1; } ;;
+  esac
+  hash -r
+}
