@@ -166,6 +166,20 @@ mod tests {
     }
 
     #[test]
+    fn icrc__as_scapy_computes_it() {
+        for vector in crate::vectors::all() {
+            let (packet, icrc) = vector.packet.split_last_chunk::<4>().unwrap();
+            let computed = vector.flow.icrc(packet, vector.ip_id);
+            assert_eq!(computed.to_le_bytes(), *icrc, "{}", vector.name);
+            if vector.flow.src.is_ipv4() {
+                let difference = u32::from_le_bytes(*icrc) ^ vector.flow.icrc(packet, 0);
+                let basis = IdBasis::new(vector.packet.len());
+                assert_eq!(basis.solve(difference), Some(vector.ip_id), "{}", vector.name);
+            }
+        }
+    }
+
+    #[test]
     fn solve__finds_every_identification() {
         for len in [16usize, 20, 60, 300, 1_040, 4_128] {
             let packet: Vec<u8> = (0..len - 4).map(|i| (i * 31 + len) as u8).collect();

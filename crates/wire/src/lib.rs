@@ -17,6 +17,8 @@ mod id;
 pub mod pcapng;
 pub mod push;
 pub mod roce;
+#[cfg(test)]
+mod vectors;
 
 pub use id::{LKey, Psn, Qpn, RKey};
 
