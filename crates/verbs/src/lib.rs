@@ -1,1 +1,3 @@
-//! See the sections below.
+//! The RDMA vocabulary of rdmux and its providers.
+
+pub mod soft;

@@ -1,0 +1,3 @@
+//! The `soft` provider: the RNIC in user space, over UDP.
+
+pub mod udp;
