@@ -1,1 +1,37 @@
-//! See the sections below.
+//! The RDMA transport as a state machine. It does no I/O, reads no clock, starts no thread and draws no random number that
+//! it was not seeded with: whoever drives it feeds in datagrams and the time, and sends what it wants sent. The `soft`
+//! provider of `rdmux-verbs` drives it over UDP, the simulator over links that lose packets under a virtual clock.
+//!
+//! Begin with [`Rnic`], whose documentation is the calling contract, and [`Memory`], by which all bytes are reached.
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
+
+#[macro_use]
+pub mod mutant;
+
+pub mod cm;
+mod counters;
+mod cq;
+mod device;
+mod flush;
+mod memory;
+mod qp;
+mod region;
+#[cfg(test)]
+mod tests;
+mod time;
+mod transmit;
+mod work;
+
+pub use counters::Counters;
+pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
+pub use device::{Config, QpInfo, Rnic};
+pub use flush::{FlushId, FlushJob};
+pub use memory::{Access, Fault, HeapMemory, Memory, Placement};
+pub use qp::{AttrMask, Event, ModifyError, QpAttributes, QpInit, QpState};
+pub use rdmux_wire::roce::Selectivity;
+pub use rdmux_wire::{LKey, Psn, Qpn, RKey};
+pub use region::{Pd, RegionSpec, RegisterError};
+pub use time::Time;
+pub use transmit::{Path, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Train, TransmitBuf};
+pub use work::{Operation, PostError, RecvRequest, SGE_MAX, SendFlags, SendRequest, Sge, SgeList};

@@ -1,0 +1,63 @@
+//! Counters of a device. They only grow. Names follow rxe's and mlx5's `hw_counters` where those have one.
+
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
+        /// What a device counted since it was made.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Counters {
+            $($(#[doc = $doc])+ pub $name: u64,)+
+        }
+
+        impl Counters {
+            /// Name, value and meaning of each counter.
+            pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64, &'static str)> {
+                [$((stringify!($name), self.$name, concat!($($doc),+).trim_ascii_start())),+].into_iter()
+            }
+        }
+    };
+}
+
+counters! {
+    /// RoCEv2 packets received, good or bad.
+    rcvd_pkts,
+    /// RoCEv2 packets built to be sent.
+    sent_pkts,
+    /// Packets dropped because they are malformed.
+    malformed,
+    /// Packets dropped because their ICRC is wrong.
+    rx_icrc_encapsulated,
+    /// Packets dropped because no QP has their number, or one of another transport.
+    no_qp,
+    /// Packets dropped because their addresses are not those of the QP's peer.
+    wrong_peer,
+    /// Packets dropped because their partition key does not match.
+    bad_pkey,
+    /// Packets dropped because the QP's state takes none.
+    wrong_state,
+    /// Requests dropped because the peer has more of them open than it may.
+    dropped_busy,
+    /// Requests that had been executed before.
+    duplicate_request,
+    /// Requests after a gap.
+    out_of_sequence,
+    /// Answers to requests that are no longer, or were never, open.
+    stale_responses,
+    /// READ responses after a gap.
+    out_of_seq_responses,
+    /// NAKs received that report a gap.
+    packet_seq_err,
+    /// RNR NAKs received.
+    rcvd_rnr_err,
+    /// RNR NAKs sent.
+    resources_rnr_nak,
+    /// NAKs sent that end a connection.
+    sent_naks,
+    /// Timeouts of the local ACK timer.
+    local_ack_timeout_err,
+    /// Packets sent again.
+    retransmitted_packets,
+    /// Requests that ended because no retry was left.
+    retry_exceeded_err,
+    /// IPv4 packets whose identification was found by solving the ICRC for it, with 16 check bits left.
+    icrc_residual_16,
+}

@@ -1,0 +1,142 @@
+//! Completion queues. IBTA Vol 1, 10.8 and 11.4.2.
+
+use std::collections::VecDeque;
+
+use rdmux_wire::Qpn;
+
+/// Handle of a completion queue of one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Cqn(pub u32);
+
+/// How a work request ended. The names are those of `enum ibv_wc_status`; IBTA Vol 1, 11.6.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum Status {
+    /// Done.
+    #[error("success")]
+    Success,
+    /// A receive buffer too small, or a message longer than allowed.
+    #[error("local length error")]
+    LocalLength,
+    /// The request's own memory keys or bounds are wrong.
+    #[error("local protection error")]
+    LocalProtection,
+    /// The request's own memory failed while it was read or written.
+    #[error("local QP operation error")]
+    LocalQpOperation,
+    /// Not done: the QP was in error.
+    #[error("work request flushed error")]
+    Flushed,
+    /// The peer's answer does not fit the request.
+    #[error("bad response error")]
+    BadResponse,
+    /// The peer found the request invalid: opcode, length, or a right missing on its QP.
+    #[error("remote invalid request error")]
+    RemoteInvalidRequest,
+    /// The peer's memory key, bounds or rights did not allow it.
+    #[error("remote access error")]
+    RemoteAccess,
+    /// The peer failed while doing it.
+    #[error("remote operation error")]
+    RemoteOperation,
+    /// No answer within the retries.
+    #[error("transport retry counter exceeded")]
+    RetryExceeded,
+    /// The peer had no receive posted within the retries.
+    #[error("RNR retry counter exceeded")]
+    RnrRetryExceeded,
+}
+
+/// What kind of work request completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "the names are the verbs' own")]
+pub enum WcOpcode {
+    Send,
+    Write,
+    Read,
+    Flush,
+    Recv,
+    RecvWithImm,
+}
+
+/// A work completion. IBTA Vol 1, 11.4.2.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkCompletion {
+    /// The request's own number.
+    pub wr_id: u64,
+    /// How it ended. With anything but success, only `wr_id`, `status` and `qpn` are meaningful.
+    pub status: Status,
+    /// What it was.
+    pub opcode: WcOpcode,
+    /// Bytes received or read.
+    pub byte_len: u32,
+    /// Immediate data of a receive.
+    pub imm: Option<u32>,
+    /// The QP it was posted to.
+    pub qpn: Qpn,
+}
+
+/// When an armed queue speaks up. IBTA Vol 1, 11.4.2.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arm {
+    /// At the next completion.
+    Next,
+    /// At the next receive that was sent as solicited, or the next error.
+    Solicited,
+}
+
+#[derive(Debug)]
+pub(crate) struct CompletionQueue {
+    queue: VecDeque<WorkCompletion>,
+    depth: usize,
+    armed: Option<Arm>,
+    pub(crate) overrun: bool,
+}
+
+impl CompletionQueue {
+    pub(crate) fn new(depth: usize) -> CompletionQueue {
+        CompletionQueue {
+            queue: VecDeque::with_capacity(depth.min(1024)),
+            depth,
+            armed: None,
+            overrun: false,
+        }
+    }
+
+    /// Adds a completion; true when an armed waiter is to be told.
+    pub(crate) fn push(&mut self, wc: WorkCompletion, solicited: bool) -> bool {
+        if self.queue.len() == self.depth {
+            // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.
+            self.overrun = true;
+            return self.armed.take().is_some();
+        }
+        self.queue.push_back(wc);
+        let tell = match self.armed {
+            Some(Arm::Next) => true,
+            Some(Arm::Solicited) => solicited || wc.status != Status::Success,
+            None => false,
+        };
+        if tell {
+            self.armed = None;
+        }
+        tell
+    }
+
+    pub(crate) fn poll(&mut self) -> Option<WorkCompletion> {
+        self.queue.pop_front()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    pub(crate) fn arm(&mut self, arm: Arm) {
+        // A request for any completion is the wider one and stays.
+        if self.armed != Some(Arm::Next) {
+            self.armed = Some(arm);
+        }
+    }
+
+    pub(crate) fn forget(&mut self, qpn: Qpn) {
+        self.queue.retain(|wc| wc.qpn != qpn);
+    }
+}

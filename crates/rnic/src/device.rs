@@ -1,0 +1,533 @@
+//! The device: objects, packets in, packets out, timers.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::net::IpAddr;
+
+use rand_chacha::ChaCha12Rng;
+use rand_core::{RngCore, SeedableRng};
+use rdmux_wire::icrc::{Flow, IdBasis};
+use rdmux_wire::roce::{Bth, Deth, GSI_QKEY, ICRC_LEN, Opcode, Operation as Op, Packet, Transport, UDP_PORT};
+use rdmux_wire::{LKey, Psn, Qpn, RKey};
+
+use crate::cm::Cm;
+use crate::counters::Counters;
+use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
+use crate::flush::{FlushId, FlushJob, Flushes};
+use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState};
+use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError};
+use crate::time::Time;
+use crate::transmit::{Path, TransmitBuf};
+use crate::work::{PostError, RecvRequest, SendRequest};
+
+/// The identification that segment 127 of a train has: our own peers number from 0 and send no longer trains.
+const RDMUX_IP_ID_MAX: u16 = 127;
+/// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
+const PACKET_BYTES_MAX: usize = 4_096 + 128;
+
+/// What a device is made with.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// Its address, which is its GID.
+    pub address: IpAddr,
+    /// The top byte of every QPN and of every CM communication id: the processes that share an address divide by it.
+    pub slot: u8,
+    /// Seed of keys, QPNs, PSNs and communication ids. They are as unpredictable as this seed.
+    pub seed: [u8; 32],
+    /// GUID of the channel adapter, in CM messages.
+    pub guid: u64,
+    /// UDP source port of what is sent to other general services QPs.
+    pub gsi_src_port: u16,
+    /// Bytes in flight per connection that this end can take; told to peers that are rdmux.
+    pub receive_window_bytes: u32,
+}
+
+/// What is known about a QP.
+#[derive(Clone, Copy, Debug)]
+pub struct QpInfo {
+    /// State.
+    pub state: QpState,
+    /// The peer's QPN.
+    pub dest_qpn: Qpn,
+    /// Addresses, once set.
+    pub path: Option<Path>,
+    /// Path MTU in bytes.
+    pub path_mtu: u32,
+    /// Send requests posted and not complete.
+    pub send_outstanding: usize,
+    /// Receive requests posted and not used.
+    pub recv_posted: usize,
+}
+
+/// An RDMA device.
+///
+/// # Calling contract
+/// - *Verbs* (`alloc_pd` ... `post_recv`, `poll_cq`, and the methods of [`Rnic::cm`]) may be called at any time.
+/// - *Input*: [`Rnic::handle_datagram`] for what arrives on UDP port 4791, [`Rnic::handle_timeout`] when the time of
+///   [`Rnic::poll_timeout`] has come, [`Rnic::handle_flush`] when a flush job is done. Input may be given in any order;
+///   `now` never runs backwards.
+/// - After verbs or input, poll until nothing is left, in any order: [`Rnic::poll_transmit`] for packets, [`Rnic::poll_flush`]
+///   for flushes to carry out, [`Rnic::poll_event`] for what to tell the application, and `cm().poll_event()`.
+///   [`Rnic::poll_timeout`] comes last, since all others change it.
+///
+/// Datagrams that `poll_transmit` gave out may be lost, duplicated, delayed or sent twice: the protocol mends it.
+#[derive(Debug)]
+pub struct Rnic {
+    config: Config,
+    rng: ChaCha12Rng,
+    regions: Regions,
+    cqs: NumberMap<CompletionQueue>,
+    next_cqn: u32,
+    qps: NumberMap<Qp>,
+    /// QPs that have packets to send.
+    ready: VecDeque<Qpn>,
+    /// QPs that owe only an acknowledgement, which may wait for the next call that asks for these.
+    ack_ready: VecDeque<Qpn>,
+    timers: BinaryHeap<Reverse<(Time, Qpn)>>,
+    flushes: Flushes,
+    events: VecDeque<Event>,
+    counters: Counters,
+    id_bases: Vec<Option<Box<IdBasis>>>,
+    cm: Cm,
+    gsi_psn: Psn,
+}
+
+impl Rnic {
+    /// A device without objects.
+    pub fn new(config: Config) -> Rnic {
+        let mut rng = ChaCha12Rng::from_seed(config.seed);
+        let cm = Cm::new(&config, rng.next_u64());
+        let gsi_psn = Psn::new(rng.next_u32());
+        Rnic {
+            config,
+            rng,
+            regions: Regions::default(),
+            cqs: NumberMap::default(),
+            next_cqn: 0,
+            qps: NumberMap::default(),
+            ready: VecDeque::new(),
+            ack_ready: VecDeque::new(),
+            timers: BinaryHeap::new(),
+            flushes: Flushes::default(),
+            events: VecDeque::new(),
+            counters: Counters::default(),
+            id_bases: vec![None; PACKET_BYTES_MAX],
+            cm,
+            gsi_psn,
+        }
+    }
+
+    // Objects.
+
+    /// Makes a protection domain. IBTA Vol 1, 11.2.1.5.
+    pub fn alloc_pd(&mut self) -> Pd {
+        self.regions.alloc_pd()
+    }
+
+    /// Ends a protection domain and every region in it. Its QPs must have been destroyed.
+    pub fn dealloc_pd(&mut self, pd: Pd) {
+        self.regions.dealloc_pd(pd);
+    }
+
+    /// Registers memory. IBTA Vol 1, 11.2.8.2.
+    pub fn reg_mr(&mut self, pd: Pd, spec: RegionSpec) -> Result<(LKey, RKey), RegisterError> {
+        self.regions.register(&mut self.rng, pd, spec)
+    }
+
+    /// Ends a region: once this returns nothing reaches its memory through it. False when there is none.
+    pub fn dereg_mr(&mut self, lkey: LKey) -> bool {
+        self.regions.deregister(lkey)
+    }
+
+    /// Makes a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
+    pub fn create_cq(&mut self, depth: u32) -> Cqn {
+        self.next_cqn += 1;
+        self.cqs
+            .insert(self.next_cqn, CompletionQueue::new(depth.max(1) as usize));
+        Cqn(self.next_cqn)
+    }
+
+    /// Ends a completion queue. Its QPs must have been destroyed.
+    pub fn destroy_cq(&mut self, cq: Cqn) {
+        self.cqs.remove(&cq.0);
+    }
+
+    /// Makes an RC QP. IBTA Vol 1, 11.2.4.1. `None`: the PD or a CQ does not exist, or all QPNs are taken.
+    pub fn create_qp(&mut self, init: QpInit) -> Option<Qpn> {
+        let cqs = [init.send_cq, init.recv_cq];
+        // 16 bits of a QPN are ours; half of them stay free, so that a number rests after its QP has gone.
+        if !self.regions.has_pd(init.pd)
+            || cqs.iter().any(|cq| !self.cqs.contains_key(&cq.0))
+            || self.qps.len() >= 1 << 15
+        {
+            return None;
+        }
+        let qpn = loop {
+            let qpn = Qpn::new(u32::from(self.config.slot) << 16 | self.rng.next_u32() & 0xffff);
+            if qpn.value() > 1 && !self.qps.contains_key(&qpn.value()) {
+                break qpn;
+            }
+        };
+        self.qps.insert(qpn.value(), Qp::new(qpn, init));
+        Some(qpn)
+    }
+
+    /// Ends a QP; nothing completes any more.
+    pub fn destroy_qp(&mut self, qpn: Qpn) {
+        if self.qps.remove(&qpn.value()).is_some() {
+            self.flushes.forget(qpn);
+        }
+    }
+
+    /// Changes attributes and state of a QP. IBTA Vol 1, 11.2.4.2.
+    pub fn modify_qp(
+        &mut self,
+        now: Time,
+        qpn: Qpn,
+        to: QpState,
+        attr: &QpAttributes,
+    ) -> Result<(), ModifyError> {
+        let result = self.with_qp(now, qpn, |qp, env| qp.modify(env, to, attr));
+        result.unwrap_or(Err(ModifyError::NoQp))
+    }
+
+    /// What is known about a QP.
+    pub fn query_qp(&self, qpn: Qpn) -> Option<QpInfo> {
+        let qp = self.qps.get(&qpn.value())?;
+        Some(QpInfo {
+            state: qp.head.state,
+            dest_qpn: qp.head.dest_qpn,
+            path: qp.head.path,
+            path_mtu: qp.head.mtu,
+            send_outstanding: qp.requester.outstanding(),
+            recv_posted: qp.responder.posted(),
+        })
+    }
+
+    /// A random number of the device's own generator, for a starting PSN and the like.
+    pub fn random(&mut self) -> u32 {
+        self.rng.next_u32()
+    }
+
+    /// Counters.
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// What the device was made with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// QPs, regions and completion queues there are.
+    pub fn object_counts(&self) -> (usize, usize, usize) {
+        (self.qps.len(), self.regions.len(), self.cqs.len())
+    }
+
+    // Work.
+
+    /// Posts a send request. IBTA Vol 1, 11.4.1.1.
+    pub fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
+        self.with_qp(now, qpn, |qp, env| qp.requester.post(env, &qp.head, request))
+            .unwrap_or(Err(PostError::NoQp))
+    }
+
+    /// Posts a receive request. IBTA Vol 1, 11.4.1.2.
+    pub fn post_recv(&mut self, now: Time, qpn: Qpn, request: RecvRequest) -> Result<(), PostError> {
+        self.with_qp(now, qpn, |qp, env| qp.responder.post(env, &qp.head, request))
+            .unwrap_or(Err(PostError::NoQp))
+    }
+
+    /// Takes the oldest completion. IBTA Vol 1, 11.4.2.1.
+    pub fn poll_cq(&mut self, cq: Cqn) -> Option<WorkCompletion> {
+        self.cqs.get_mut(&cq.0)?.poll()
+    }
+
+    /// Asks for an [`Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is there already makes none: poll after
+    /// arming.
+    pub fn arm_cq(&mut self, cq: Cqn, arm: Arm) {
+        if let Some(queue) = self.cqs.get_mut(&cq.0) {
+            queue.arm(arm);
+        }
+    }
+
+    /// Completions that wait in a queue, and whether it overran.
+    pub fn cq_state(&self, cq: Cqn) -> Option<(usize, bool)> {
+        self.cqs.get(&cq.0).map(|queue| (queue.len(), queue.overrun))
+    }
+
+    /// Connection management. IBTA Vol 1, chapter 12.
+    pub fn cm(&mut self) -> &mut Cm {
+        &mut self.cm
+    }
+
+    // Input.
+
+    /// Handles what arrived on UDP port 4791 from `src`. The bytes are one packet, or several of `segment_bytes` each (the last
+    /// may be shorter) that the system received as one.
+    pub fn handle_datagram(
+        &mut self,
+        now: Time,
+        src: IpAddr,
+        src_port: u16,
+        bytes: &[u8],
+        segment_bytes: usize,
+    ) {
+        let flow = Flow {
+            src,
+            dst: self.config.address,
+            src_port,
+            dst_port: UDP_PORT,
+        };
+        if bytes.is_empty() || segment_bytes == 0 {
+            self.counters.malformed += 1;
+            return;
+        }
+        for segment in bytes.chunks(segment_bytes) {
+            self.counters.rcvd_pkts += 1;
+            self.handle_packet(now, &flow, segment);
+        }
+    }
+
+    /// Whether the ICRC is right; see `rdmux_wire::icrc` for the IPv4 identification. `narrow`: the peer is known to be rdmux.
+    fn icrc_is_right(&mut self, flow: &Flow, packet: &Packet<'_>, narrow: bool) -> bool {
+        let bytes = packet.bytes();
+        let difference = flow.icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ packet.icrc();
+        if difference == 0 || mutant!(IcrcIgnored) {
+            return true;
+        }
+        if flow.src.is_ipv6() {
+            return false;
+        }
+        let basis = self.id_bases[bytes.len()].get_or_insert_with(|| Box::new(IdBasis::new(bytes.len())));
+        match basis.solve(difference) {
+            Some(id) if id <= RDMUX_IP_ID_MAX => true,
+            Some(_) if !narrow => {
+                self.counters.icrc_residual_16 += 1;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Checks in the order of rxe and the specification (9.6.1), the ICRC last but before anything takes effect.
+    fn handle_packet(&mut self, now: Time, flow: &Flow, bytes: &[u8]) {
+        let Ok(packet) = Packet::parse(bytes) else {
+            self.counters.malformed += 1;
+            return;
+        };
+        if bytes.len() >= PACKET_BYTES_MAX {
+            self.counters.malformed += 1;
+            return;
+        }
+        if packet.bth.pkey & 0x7fff != 0x7fff {
+            self.counters.bad_pkey += 1;
+            return;
+        }
+        let qpn = packet.bth.dest_qpn;
+        if qpn == Qpn::GSI {
+            return self.handle_gsi(now, flow, &packet);
+        }
+        let Some(qp) = self
+            .qps
+            .get(&qpn.value())
+            .filter(|_| packet.bth.opcode.transport == Transport::Rc)
+        else {
+            self.counters.no_qp += 1;
+            return;
+        };
+        let response = packet.bth.opcode.operation.is_response();
+        let takes = match qp.head.state {
+            QpState::Rts => true,
+            QpState::Rtr => !response,
+            QpState::Reset | QpState::Init | QpState::Error => false,
+        };
+        if !takes {
+            self.counters.wrong_state += 1;
+            return;
+        }
+        let narrow = qp.head.peer_is_rdmux;
+        if qp.head.path.is_none_or(|path| path.dst != flow.src) {
+            self.counters.wrong_peer += 1;
+            return;
+        }
+        if !self.icrc_is_right(flow, &packet, narrow) {
+            self.counters.rx_icrc_encapsulated += 1;
+            return;
+        }
+        self.with_qp(now, qpn, |qp, env| {
+            if response {
+                if let Err(broken) = qp.requester.handle_response(env, &qp.head, &packet) {
+                    qp.requester.end_broken(env, &qp.head, broken);
+                    qp.fail(env, Some(broken.status));
+                }
+            } else if let Some(status) = qp.responder.handle_request(env, &qp.head, &packet) {
+                qp.fail(env, Some(status));
+            }
+        });
+    }
+
+    fn handle_gsi(&mut self, now: Time, flow: &Flow, packet: &Packet<'_>) {
+        let good = packet.bth.opcode.transport == Transport::Ud
+            && packet.deth().is_some_and(|deth| deth.qkey == GSI_QKEY)
+            && packet.payload().len() == rdmux_wire::cm::MAD_LEN;
+        if !good {
+            self.counters.malformed += 1;
+        } else if !self.icrc_is_right(flow, packet, false) {
+            self.counters.rx_icrc_encapsulated += 1;
+        } else {
+            self.cm.handle_mad(now, flow.src, packet.payload());
+        }
+    }
+
+    /// The driver finished a flush job; an error is final for the connection that asked.
+    pub fn handle_flush(&mut self, now: Time, id: FlushId, result: Result<(), crate::memory::Fault>) {
+        let Some((qpn, psn)) = self.flushes.finish(id) else {
+            return;
+        };
+        self.with_qp(now, qpn, |qp, env| {
+            if qp.responder.handle_flush(psn, result.is_ok()) {
+                env.counters.sent_naks += 1;
+                qp.fail(env, Some(Status::RemoteOperation));
+            }
+        });
+    }
+
+    /// The time of [`Rnic::poll_timeout`] has come.
+    pub fn handle_timeout(&mut self, now: Time) {
+        self.cm.handle_timeout(now);
+        while let Some(Reverse((at, qpn))) = self.timers.peek().copied() {
+            if at > now {
+                break;
+            }
+            self.timers.pop();
+            self.with_qp(now, qpn, |qp, env| {
+                if qp.head.timer == Some(at) {
+                    qp.head.timer = None;
+                }
+                if let Err(broken) = qp.requester.handle_timeout(env) {
+                    qp.requester.end_broken(env, &qp.head, broken);
+                    qp.fail(env, Some(broken.status));
+                }
+            });
+        }
+    }
+
+    // Output.
+
+    /// Fills `buf` with packets to send. Acknowledgements that may wait for company are left out unless `all`; ask for them
+    /// when there is nothing else to do. Call again while it returns true.
+    pub fn poll_transmit(&mut self, now: Time, buf: &mut TransmitBuf, all: bool) -> bool {
+        while !buf.is_full()
+            && let Some((dst, src_port, mad)) = self.cm.poll_transmit(now)
+        {
+            self.push_mad(buf, dst, src_port, &mad[..]);
+        }
+        if all {
+            self.ready.append(&mut self.ack_ready);
+        }
+        let mut turns = self.ready.len();
+        while turns > 0 && !buf.is_full() {
+            turns -= 1;
+            let Some(qpn) = self.ready.pop_front() else { break };
+            self.with_qp(now, qpn, |qp, env| {
+                qp.head.listed = false;
+                qp.head.ack_listed = false;
+                if let Err(broken) = qp.requester.transmit(env, &qp.head, buf) {
+                    qp.requester.end_broken(env, &qp.head, broken);
+                    qp.fail(env, Some(broken.status));
+                }
+                // After the requests: an acknowledgement is short and ends the train.
+                if let Some(status) = qp.responder.transmit(env, &qp.head, buf) {
+                    qp.fail(env, Some(status));
+                }
+            });
+        }
+        !self.ready.is_empty()
+    }
+
+    fn push_mad(&mut self, buf: &mut TransmitBuf, dst: IpAddr, src_port: u16, mad: &[u8]) {
+        let path = Path {
+            src: self.config.address,
+            dst,
+            src_port,
+            traffic_class: 0,
+        };
+        if path.src.is_ipv4() != path.dst.is_ipv4() {
+            return;
+        }
+        let bth = Bth::new(
+            Opcode {
+                transport: Transport::Ud,
+                operation: Op::SendOnly,
+            },
+            Qpn::GSI,
+            self.gsi_psn,
+        );
+        self.gsi_psn = self.gsi_psn.plus(1);
+        let built = buf.push(&path, Bth::LEN + Deth::LEN + mad.len(), |b| {
+            bth.emit(b);
+            Deth {
+                qkey: GSI_QKEY,
+                src_qpn: Qpn::GSI,
+            }
+            .emit(&mut b[Bth::LEN..]);
+            b[Bth::LEN + Deth::LEN..].copy_from_slice(mad);
+            Ok::<_, std::convert::Infallible>(())
+        });
+        let Ok(()) = built;
+        self.counters.sent_pkts += 1;
+    }
+
+    /// A flush to carry out where blocking does no harm.
+    pub fn poll_flush(&mut self) -> Option<FlushJob> {
+        self.flushes.poll()
+    }
+
+    /// Something to tell the application.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// When [`Rnic::handle_timeout`] is due next.
+    pub fn poll_timeout(&self) -> Option<Time> {
+        let timer = self.timers.peek().map(|Reverse((at, _))| *at);
+        match (timer, self.cm.poll_timeout()) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// Calls `f` on a QP and what it needs of the device, then lists it for sending and for its timer.
+    fn with_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
+        let qp = self.qps.get_mut(&qpn.value())?;
+        let mut env = Env {
+            regions: &self.regions,
+            cqs: &mut self.cqs,
+            events: &mut self.events,
+            flushes: &mut self.flushes,
+            counters: &mut self.counters,
+            now,
+        };
+        let result = f(qp, &mut env);
+        if !qp.head.listed && qp.wants_transmit(now) {
+            if qp.responder.owes_only_ack() && !qp.requester.wants_transmit(&qp.head, now) {
+                if !qp.head.ack_listed {
+                    qp.head.ack_listed = true;
+                    self.ack_ready.push_back(qpn);
+                }
+            } else {
+                qp.head.listed = true;
+                self.ready.push_back(qpn);
+            }
+        }
+        // An entry that is too early is put right when it fires, so that progress costs nothing.
+        if let Some(deadline) = qp.requester.deadline()
+            && qp.head.timer.is_none_or(|timer| deadline < timer)
+        {
+            qp.head.timer = Some(deadline);
+            self.timers.push(Reverse((deadline, qpn)));
+        }
+        Some(result)
+    }
+}

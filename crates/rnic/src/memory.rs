@@ -1,0 +1,158 @@
+//! Memory as the engine sees it: every access is done, or a fault. A fault becomes the NAK that the specification gives.
+
+use std::fmt;
+
+use bitflags::bitflags;
+pub use rdmux_wire::roce::Placement;
+
+bitflags! {
+    /// What may be done with a region or on a QP. The values are those of `enum ibv_access_flags`; IBTA Vol 1, 10.6.3.1.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct Access: u32 {
+        /// The device may write it for its owner: receives and READ destinations.
+        const LOCAL_WRITE = 1 << 0;
+        /// A peer may WRITE.
+        const REMOTE_WRITE = 1 << 1;
+        /// A peer may READ.
+        const REMOTE_READ = 1 << 2;
+        /// A peer may FLUSH with placement type global visibility. A19.4.
+        const FLUSH_GLOBAL = 1 << 8;
+        /// A peer may FLUSH with placement type persistence. A19.4.
+        const FLUSH_PERSISTENT = 1 << 9;
+    }
+}
+
+impl Access {
+    /// The access that a FLUSH of these placement types needs.
+    pub fn for_flush(placement: Placement) -> Access {
+        let mut access = Access::empty();
+        access.set(Access::FLUSH_GLOBAL, placement.contains(Placement::GLOBAL));
+        access.set(
+            Access::FLUSH_PERSISTENT,
+            placement.contains(Placement::PERSISTENT),
+        );
+        access
+    }
+}
+
+/// Why memory could not be read, written or flushed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// There is no memory at that place, or no longer: unmapped, truncated, revoked.
+    #[error("no memory at this offset (unmapped or truncated)")]
+    Unmapped,
+    /// The medium has no room for the bytes.
+    #[error("no space left")]
+    NoSpace,
+    /// The medium failed; the number is the system's errno.
+    #[error("input/output error (errno {0})")]
+    Io(i32),
+    /// This memory cannot do that: a persistent flush of volatile memory.
+    #[error("not supported by this memory")]
+    NotSupported,
+}
+
+/// Memory that regions are registered over.
+///
+/// Offsets count from the start of the memory. An access outside of it is [`Fault::Unmapped`], never a panic. Bytes are
+/// placed in ascending order and the last word with release semantics, since programs poll it.
+pub trait Memory: fmt::Debug + Send + Sync {
+    /// Bytes of it.
+    fn len(&self) -> u64;
+
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Copies `out.len()` bytes at `offset` out.
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault>;
+
+    /// Places `bytes` at `offset`.
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault>;
+
+    /// The placement types that a flush of this memory can honour.
+    fn placement(&self) -> Placement;
+
+    /// Whether [`Memory::flush`] of this placement type returns without waiting for a medium. Then the engine calls it
+    /// itself; else it hands the flush to the driver ([`crate::Rnic::poll_flush`]).
+    fn flush_is_immediate(&self, placement: Placement) -> bool;
+
+    /// Brings `length` bytes at `offset` to the placement asked for. May block when not immediate.
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault>;
+}
+
+/// Plain bytes in the process's heap: for tests and the simulator.
+pub struct HeapMemory {
+    bytes: std::sync::Mutex<Vec<u8>>,
+    len: u64,
+}
+
+impl fmt::Debug for HeapMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HeapMemory({} bytes)", self.len)
+    }
+}
+
+impl HeapMemory {
+    /// `len` zero bytes.
+    pub fn new(len: usize) -> HeapMemory {
+        HeapMemory {
+            bytes: std::sync::Mutex::new(vec![0; len]),
+            len: len as u64,
+        }
+    }
+
+    /// Calls `f` on the bytes.
+    pub fn with<R>(&self, f: impl FnOnce(&mut [u8]) -> R) -> R {
+        f(&mut self
+            .bytes
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    fn range(&self, offset: u64, len: usize) -> Result<std::ops::Range<usize>, Fault> {
+        let end = offset
+            .checked_add(len as u64)
+            .filter(|end| *end <= self.len)
+            .ok_or(Fault::Unmapped)?;
+        Ok(offset as usize..end as usize)
+    }
+}
+
+impl Memory for HeapMemory {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        let range = self.range(offset, out.len())?;
+        self.with(|bytes| out.copy_from_slice(&bytes[range]));
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let range = self.range(offset, bytes.len())?;
+        self.with(|all| all[range].copy_from_slice(bytes));
+        Ok(())
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        if placement.contains(Placement::PERSISTENT) {
+            return Err(Fault::NotSupported);
+        }
+        if offset.checked_add(length).is_none_or(|end| end > self.len) {
+            return Err(Fault::Unmapped);
+        }
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        Ok(())
+    }
+}

@@ -1,0 +1,85 @@
+//! Deliberate defects, one at a time, by which the tests prove that they can fail. Compiled in by feature `mutants` only.
+
+/// Whether a defect is switched on; constant `false` without feature `mutants`.
+macro_rules! mutant {
+    ($name:ident) => {{
+        #[cfg(feature = "mutants")]
+        {
+            $crate::mutant::is_on($crate::mutant::Mutant::$name)
+        }
+        #[cfg(not(feature = "mutants"))]
+        {
+            false
+        }
+    }};
+}
+
+#[cfg(feature = "mutants")]
+mod switch {
+    use std::cell::Cell;
+
+    /// A defect of the engine.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum Mutant {
+        /// A region reaches one byte too far.
+        BoundOffByOne,
+        /// A request is acknowledged although its bytes were not placed.
+        AckBeforePlacement,
+        /// A duplicate SEND is executed again.
+        DuplicateExecuted,
+        /// A packet after a gap is executed.
+        GapAccepted,
+        /// A PSN comparison does not wrap.
+        PsnDoesNotWrap,
+        /// A negative acknowledgement restarts one packet too late.
+        RewindOneLate,
+        /// An RNR NAK is taken as an acknowledgement.
+        RnrIsAck,
+        /// A READ response is placed one packet too low.
+        ReadPlacedLow,
+        /// A FLUSH is answered before it has finished.
+        FlushAnsweredEarly,
+        /// An acknowledgement past a READ completes it without its data.
+        AckCompletesRead,
+        /// The ICRC is not checked.
+        IcrcIgnored,
+        /// The last packet of a message is never sent again.
+        LastNotResent,
+    }
+
+    impl Mutant {
+        /// Every defect.
+        pub const ALL: [Mutant; 12] = [
+            Mutant::BoundOffByOne,
+            Mutant::AckBeforePlacement,
+            Mutant::DuplicateExecuted,
+            Mutant::GapAccepted,
+            Mutant::PsnDoesNotWrap,
+            Mutant::RewindOneLate,
+            Mutant::RnrIsAck,
+            Mutant::ReadPlacedLow,
+            Mutant::FlushAnsweredEarly,
+            Mutant::AckCompletesRead,
+            Mutant::IcrcIgnored,
+            Mutant::LastNotResent,
+        ];
+    }
+
+    thread_local! {
+        static ON: Cell<Option<Mutant>> = const { Cell::new(None) };
+    }
+
+    /// Switches one defect on for engines driven by this thread, or all off.
+    pub fn set(mutant: Option<Mutant>) {
+        ON.set(mutant);
+    }
+
+    pub(crate) fn is_on(mutant: Mutant) -> bool {
+        ON.get() == Some(mutant)
+    }
+}
+
+#[cfg(feature = "mutants")]
+pub(crate) use switch::is_on;
+#[cfg(feature = "mutants")]
+pub use switch::{Mutant, set};

@@ -1,0 +1,253 @@
+//! Queue pairs: one half asks ([`requester`]), the other answers ([`responder`], which calls [`execute`]).
+
+use rdmux_wire::{Psn, Qpn};
+
+use crate::cq::{CompletionQueue, Cqn, Status, WcOpcode, WorkCompletion};
+use crate::memory::Access;
+use crate::region::{NumberMap, Pd, Regions};
+use crate::time::Time;
+use crate::transmit::Path;
+
+pub(crate) mod execute;
+pub(crate) mod requester;
+pub(crate) mod responder;
+pub(crate) mod state;
+
+use requester::Requester;
+use responder::Responder;
+pub use state::{AttrMask, ModifyError, QpState};
+
+/// What a QP is made with.
+#[derive(Clone, Copy, Debug)]
+pub struct QpInit {
+    /// Protection domain.
+    pub pd: Pd,
+    /// Where send completions go.
+    pub send_cq: Cqn,
+    /// Where receive completions go.
+    pub recv_cq: Cqn,
+    /// Send requests it holds.
+    pub max_send_wr: u32,
+    /// Receive requests it holds.
+    pub max_recv_wr: u32,
+}
+
+/// Attributes to set; `None` leaves one as it is. IBTA Vol 1, 11.2.4.2.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QpAttributes {
+    /// What peers may do on this QP.
+    pub access: Option<Access>,
+    /// Addresses.
+    pub path: Option<Path>,
+    /// Path MTU in bytes: 256, 512, 1024, 2048 or 4096.
+    pub path_mtu: Option<u32>,
+    /// The peer's QPN.
+    pub dest_qpn: Option<Qpn>,
+    /// First PSN to be received.
+    pub rq_psn: Option<Psn>,
+    /// READs, atomics and FLUSHes of the peer that can be kept for replay, 1 to 255.
+    pub max_dest_rd_atomic: Option<u8>,
+    /// RNR timer code to ask for when no receive is posted.
+    pub min_rnr_timer: Option<u8>,
+    /// First PSN to be sent.
+    pub sq_psn: Option<Psn>,
+    /// Local ACK timeout code, 4.096 us x 2^code; 0 for none.
+    pub timeout: Option<u8>,
+    /// Retries on timeout, 0 to 7.
+    pub retry_count: Option<u8>,
+    /// Retries on RNR NAK, 0 to 6; 7 is for ever.
+    pub rnr_retry: Option<u8>,
+    /// READs, atomics and FLUSHes under way, 1 to 255.
+    pub max_rd_atomic: Option<u8>,
+    /// Bytes in flight that both ends can take; both told each other when they connected.
+    pub window_bytes: Option<u32>,
+    /// The peer numbers the IPv4 identification of a train from 0, so the ICRC check can be narrower.
+    pub peer_is_rdmux: Option<bool>,
+}
+
+impl QpAttributes {
+    fn mask(&self) -> AttrMask {
+        let mut mask = AttrMask::empty();
+        mask.set(AttrMask::ACCESS, self.access.is_some());
+        mask.set(AttrMask::PATH, self.path.is_some());
+        mask.set(AttrMask::PATH_MTU, self.path_mtu.is_some());
+        mask.set(AttrMask::DEST_QPN, self.dest_qpn.is_some());
+        mask.set(AttrMask::RQ_PSN, self.rq_psn.is_some());
+        mask.set(AttrMask::MAX_DEST_RD_ATOMIC, self.max_dest_rd_atomic.is_some());
+        mask.set(AttrMask::MIN_RNR_TIMER, self.min_rnr_timer.is_some());
+        mask.set(AttrMask::SQ_PSN, self.sq_psn.is_some());
+        mask.set(AttrMask::TIMEOUT, self.timeout.is_some());
+        mask.set(AttrMask::RETRY_COUNT, self.retry_count.is_some());
+        mask.set(AttrMask::RNR_RETRY, self.rnr_retry.is_some());
+        mask.set(AttrMask::MAX_RD_ATOMIC, self.max_rd_atomic.is_some());
+        mask.set(AttrMask::WINDOW, self.window_bytes.is_some());
+        mask.set(AttrMask::PEER_IS_RDMUX, self.peer_is_rdmux.is_some());
+        mask
+    }
+}
+
+/// Something to tell the driver about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A completion queue that was armed has a completion.
+    Completion(Cqn),
+    /// A QP went to error on its own: asynchronous event of IBTA Vol 1, 11.6.3.
+    QpError(Qpn, Status),
+    /// A request came in on a QP in RTR: the connection stands although its last message is missing. 11.6.3.1.
+    CommunicationEstablished(Qpn),
+}
+
+/// What both halves of a QP need of the rest of the device.
+#[derive(Debug)]
+pub(crate) struct Env<'a> {
+    pub(crate) regions: &'a Regions,
+    pub(crate) cqs: &'a mut NumberMap<CompletionQueue>,
+    pub(crate) events: &'a mut std::collections::VecDeque<Event>,
+    pub(crate) flushes: &'a mut crate::flush::Flushes,
+    pub(crate) counters: &'a mut crate::Counters,
+    pub(crate) now: Time,
+}
+
+impl Env<'_> {
+    /// Posts a completion and tells who waits for it.
+    pub(crate) fn complete(&mut self, cq: Cqn, wc: WorkCompletion, solicited: bool) {
+        if let Some(queue) = self.cqs.get_mut(&cq.0)
+            && queue.push(wc, solicited)
+        {
+            self.events.push_back(Event::Completion(cq));
+        }
+    }
+}
+
+/// Attributes of a QP and its two halves.
+#[derive(Debug)]
+pub(crate) struct Qp {
+    pub(crate) head: Head,
+    pub(crate) requester: Requester,
+    pub(crate) responder: Responder,
+}
+
+/// What both halves of a QP read.
+#[derive(Debug)]
+pub(crate) struct Head {
+    pub(crate) qpn: Qpn,
+    pub(crate) init: QpInit,
+    pub(crate) state: QpState,
+    pub(crate) access: Access,
+    pub(crate) path: Option<Path>,
+    pub(crate) mtu: u32,
+    pub(crate) dest_qpn: Qpn,
+    pub(crate) peer_is_rdmux: bool,
+    /// The device's list of QPs that have something to send holds this one.
+    pub(crate) listed: bool,
+    /// The list of QPs that owe only an acknowledgement holds this one.
+    pub(crate) ack_listed: bool,
+    /// The device's timers hold an entry for this QP at this time.
+    pub(crate) timer: Option<Time>,
+}
+
+impl Qp {
+    pub(crate) fn new(qpn: Qpn, init: QpInit) -> Qp {
+        let head = Head {
+            qpn,
+            init,
+            state: QpState::Reset,
+            access: Access::empty(),
+            path: None,
+            mtu: 1024,
+            dest_qpn: Qpn::new(0),
+            peer_is_rdmux: false,
+            listed: false,
+            ack_listed: false,
+            timer: None,
+        };
+        Qp {
+            head,
+            requester: Requester::new(),
+            responder: Responder::new(),
+        }
+    }
+
+    pub(crate) fn modify(
+        &mut self,
+        env: &mut Env<'_>,
+        to: QpState,
+        attr: &QpAttributes,
+    ) -> Result<(), ModifyError> {
+        state::check(self.head.state, to, attr.mask())?;
+        let within = |what, value: Option<u8>, max: u8| match value {
+            Some(v) if v > max => Err(ModifyError::Value(what)),
+            _ => Ok(()),
+        };
+        within("min_rnr_timer", attr.min_rnr_timer, 31)?;
+        within("timeout", attr.timeout, 31)?;
+        within("retry_count", attr.retry_count, 7)?;
+        within("rnr_retry", attr.rnr_retry, 7)?;
+        if attr
+            .path_mtu
+            .is_some_and(|mtu| !matches!(mtu, 256 | 512 | 1024 | 2048 | 4096))
+        {
+            return Err(ModifyError::Value("path_mtu"));
+        }
+        if attr.path.is_some_and(|p| p.src.is_ipv4() != p.dst.is_ipv4()) {
+            return Err(ModifyError::Value("path"));
+        }
+
+        let (head, requester, responder) = (&mut self.head, &mut self.requester, &mut self.responder);
+        head.access = attr.access.unwrap_or(head.access);
+        head.path = attr.path.or(head.path);
+        head.mtu = attr.path_mtu.unwrap_or(head.mtu);
+        head.dest_qpn = attr.dest_qpn.unwrap_or(head.dest_qpn);
+        head.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(head.peer_is_rdmux);
+        responder.set(attr);
+        requester.set(attr, head.mtu);
+        match to {
+            QpState::Error => self.fail(env, None),
+            QpState::Reset => {
+                // Nothing completes: what was posted is forgotten, with what completed already. 10.3.1.
+                for cq in [self.head.init.send_cq, self.head.init.recv_cq] {
+                    if let Some(queue) = env.cqs.get_mut(&cq.0) {
+                        queue.forget(self.head.qpn);
+                    }
+                }
+                env.flushes.forget(self.head.qpn);
+                let mut fresh = Qp::new(self.head.qpn, self.head.init);
+                fresh.head.listed = self.head.listed;
+                fresh.head.ack_listed = self.head.ack_listed;
+                fresh.head.timer = self.head.timer;
+                *self = fresh;
+            }
+            _ => self.head.state = to,
+        }
+        Ok(())
+    }
+
+    /// To Error: every posted request completes as flushed. `cause` is told as an asynchronous event.
+    pub(crate) fn fail(&mut self, env: &mut Env<'_>, cause: Option<Status>) {
+        if self.head.state == QpState::Error {
+            return;
+        }
+        self.head.state = QpState::Error;
+        self.requester.flush(env, &self.head);
+        self.responder.flush(env, &self.head);
+        if let Some(cause) = cause {
+            env.events.push_back(Event::QpError(self.head.qpn, cause));
+        }
+    }
+
+    pub(crate) fn wants_transmit(&self, now: Time) -> bool {
+        self.responder.wants_transmit() || self.requester.wants_transmit(&self.head, now)
+    }
+}
+
+/// A completion without data.
+pub(crate) fn bare_completion(qpn: Qpn, wr_id: u64, status: Status, opcode: WcOpcode) -> WorkCompletion {
+    WorkCompletion {
+        wr_id,
+        status,
+        opcode,
+        byte_len: 0,
+        imm: None,
+        qpn,
+    }
+}

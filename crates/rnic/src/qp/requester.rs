@@ -1,0 +1,904 @@
+//! The asking half of an RC QP: send queue, window, retransmission. IBTA Vol 1, 9.7.
+//!
+//! PSNs are given to a request when its first packet is built. `cursor` says what goes out next; going back to resend is
+//! moving the cursor, since packets are built anew from the request's own memory. A READ takes as many PSNs as its response
+//! has packets and is asked for in pieces that fit the window, so that the answer never overruns our own receive buffer.
+//!
+//! Retries: a timeout without progress resends from the oldest unanswered packet. The specification lets a period last up to
+//! four times the timeout (9.7.6.1.3), so each of the `retry_count` retries resends twice within its period and the period
+//! grows to four times: a lost resend costs one timeout instead of a retry.
+
+use std::collections::VecDeque;
+
+use rdmux_wire::roce::{
+    Aeth, Bth, Feth, NakCode, Opcode, Operation as Op, Packet, Position, Reth, Syndrome, ack_timeout_ns,
+    rnr_timer_ns,
+};
+use rdmux_wire::{Psn, RKey};
+
+use crate::cq::{Status, WcOpcode};
+use crate::memory::Access;
+use crate::qp::{Env, Head, QpAttributes, QpState, bare_completion};
+use crate::time::Time;
+use crate::transmit::TransmitBuf;
+use crate::work::{Operation, PostError, SGE_MAX, SendFlags, SendRequest, SgeList};
+
+/// Packets in flight towards a peer that did not say what it can take: what rxe allows itself.
+const WINDOW_PACKETS_DEFAULT: u32 = 64;
+/// Fewest packets in flight, however often packets are lost.
+const WINDOW_PACKETS_MIN: u32 = 4;
+/// An acknowledgement is asked for at least this often within a message.
+const ACK_REQ_PACKETS: u32 = 16;
+/// Packets that one QP sends before others have their turn.
+const TURN_PACKETS: u32 = 64;
+
+#[derive(Debug)]
+struct Wqe {
+    request: SendRequest,
+    /// Bytes that travel as payload, there or back.
+    bytes: u32,
+    /// PSNs that it takes.
+    packets: u32,
+    /// PSN of the first packet, once it was built.
+    first: Option<Psn>,
+}
+
+impl Wqe {
+    fn is_read(&self) -> bool {
+        matches!(self.request.operation, Operation::Read { .. })
+    }
+
+    fn opcode(&self) -> WcOpcode {
+        match self.request.operation {
+            Operation::Send { .. } => WcOpcode::Send,
+            Operation::Write { .. } => WcOpcode::Write,
+            Operation::Read { .. } => WcOpcode::Read,
+            Operation::Flush { .. } => WcOpcode::Flush,
+        }
+    }
+
+    /// Whether it takes one of the responder's replay resources.
+    fn takes_resource(&self) -> bool {
+        matches!(
+            self.request.operation,
+            Operation::Read { .. } | Operation::Flush { .. }
+        )
+    }
+}
+
+/// The next packet to build.
+#[derive(Clone, Copy, Debug, Default)]
+struct Cursor {
+    wqe: usize,
+    packet: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Requester {
+    queue: VecDeque<Wqe>,
+    cursor: Cursor,
+    /// Oldest PSN that is not answered.
+    una: Psn,
+    /// PSN that the next request begins with.
+    next: Psn,
+    /// First PSN that was never sent.
+    high: Psn,
+    /// READ requests and FLUSHes that were sent and are not answered: first PSN and PSNs taken. What is resent must lie inside
+    /// of one request that the peer may know, so these only ever get finer.
+    resources: VecDeque<(Psn, u32)>,
+    since_ack_req: u32,
+
+    window: u32,
+    congestion_window: u32,
+    acked_since_growth: u32,
+    /// Losses before this PSN belong to a congestion event that was answered already.
+    recover: Psn,
+
+    timeout_ns: Option<u64>,
+    retry_count: u8,
+    rnr_retry: u8,
+    max_rd_atomic: u8,
+
+    resends: u8,
+    rnr_tries: u8,
+    deadline: Option<Time>,
+    rnr_until: Option<Time>,
+    /// A hole before `una` was seen and resent; wait for the timer before doing so again.
+    gap_resent: bool,
+}
+
+/// The requester cannot go on: one request ends with this status and the QP goes to Error.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Broken {
+    pub(crate) status: Status,
+    /// Which of the posted requests, counted from the oldest.
+    request: usize,
+}
+
+impl Broken {
+    fn oldest(status: Status) -> Broken {
+        Broken { status, request: 0 }
+    }
+}
+
+impl Requester {
+    pub(crate) fn new() -> Requester {
+        let zero = Psn::new(0);
+        Requester {
+            queue: VecDeque::new(),
+            cursor: Cursor::default(),
+            una: zero,
+            next: zero,
+            high: zero,
+            resources: VecDeque::new(),
+            since_ack_req: 0,
+            window: WINDOW_PACKETS_DEFAULT,
+            congestion_window: WINDOW_PACKETS_DEFAULT,
+            acked_since_growth: 0,
+            recover: zero,
+            timeout_ns: None,
+            retry_count: 0,
+            rnr_retry: 0,
+            max_rd_atomic: 1,
+            resends: 0,
+            rnr_tries: 0,
+            deadline: None,
+            rnr_until: None,
+            gap_resent: false,
+        }
+    }
+
+    pub(crate) fn set(&mut self, attr: &QpAttributes, mtu: u32) {
+        if let Some(psn) = attr.sq_psn {
+            (self.una, self.next, self.high, self.recover) = (psn, psn, psn, psn);
+        }
+        if let Some(bytes) = attr.window_bytes {
+            self.window = (bytes / mtu).clamp(WINDOW_PACKETS_MIN, 1 << 16);
+            self.congestion_window = self.window;
+        }
+        if let Some(code) = attr.timeout {
+            self.timeout_ns = ack_timeout_ns(code);
+        }
+        self.retry_count = attr.retry_count.unwrap_or(self.retry_count);
+        self.rnr_retry = attr.rnr_retry.unwrap_or(self.rnr_retry);
+        self.max_rd_atomic = attr.max_rd_atomic.map_or(self.max_rd_atomic, |n| n.max(1));
+    }
+
+    /// Takes a send request. In Error it completes at once, as flushed.
+    pub(crate) fn post(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        request: SendRequest,
+    ) -> Result<(), PostError> {
+        match head.state {
+            QpState::Rts => {}
+            QpState::Error => {
+                let opcode = Wqe {
+                    request: request.clone(),
+                    bytes: 0,
+                    packets: 0,
+                    first: None,
+                }
+                .opcode();
+                env.complete(
+                    head.init.send_cq,
+                    bare_completion(head.qpn, request.wr_id, Status::Flushed, opcode),
+                    false,
+                );
+                return Ok(());
+            }
+            QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
+        }
+        if self.queue.len() >= head.init.max_send_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        if request.sges.as_slice().len() > SGE_MAX {
+            return Err(PostError::TooManySges);
+        }
+        let bytes = request.sges.bytes();
+        if bytes > u64::from(rdmux_wire::roce::MESSAGE_BYTES_MAX) {
+            return Err(PostError::TooLong);
+        }
+        let bytes = bytes as u32;
+        let packets = if matches!(request.operation, Operation::Flush { .. }) {
+            1
+        } else {
+            bytes.div_ceil(head.mtu).max(1)
+        };
+        self.queue.push_back(Wqe {
+            request,
+            bytes,
+            packets,
+            first: None,
+        });
+        Ok(())
+    }
+
+    /// Ends every request as flushed.
+    pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        for wqe in std::mem::take(&mut self.queue) {
+            let wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Flushed, wqe.opcode());
+            env.complete(head.init.send_cq, wc, false);
+        }
+        self.cursor = Cursor::default();
+        self.resources.clear();
+        self.deadline = None;
+        self.rnr_until = None;
+    }
+
+    /// Ends the request that broke, and those before it as flushed; the caller then fails the QP.
+    pub(crate) fn end_broken(&mut self, env: &mut Env<'_>, head: &Head, broken: Broken) {
+        for i in 0..=broken.request {
+            let Some(wqe) = self.queue.pop_front() else { break };
+            let status = if i == broken.request {
+                broken.status
+            } else {
+                Status::Flushed
+            };
+            env.complete(
+                head.init.send_cq,
+                bare_completion(head.qpn, wqe.request.wr_id, status, wqe.opcode()),
+                false,
+            );
+        }
+    }
+
+    pub(crate) fn outstanding(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// The moment at which [`Requester::handle_timeout`] is due.
+    pub(crate) fn deadline(&self) -> Option<Time> {
+        match (self.deadline, self.rnr_until) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) -> Result<(), Broken> {
+        if self.rnr_until.is_some_and(|until| until <= env.now) {
+            self.rnr_until = None;
+        }
+        if self.deadline.is_some_and(|deadline| deadline <= env.now) {
+            self.deadline = None;
+            env.counters.local_ack_timeout_err += 1;
+            self.congested();
+            self.gap_resent = false;
+            self.resend_from(env, self.una)?;
+        }
+        Ok(())
+    }
+
+    // Sending.
+
+    fn cursor_psn(&self) -> Psn {
+        match self.queue.get(self.cursor.wqe).and_then(|wqe| wqe.first) {
+            Some(first) => first.plus(self.cursor.packet),
+            None => self.next,
+        }
+    }
+
+    /// PSNs that may still go out before an answer must come in.
+    fn room(&self) -> u32 {
+        let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
+        self.window.min(self.congestion_window).saturating_sub(in_flight)
+    }
+
+    pub(crate) fn wants_transmit(&self, head: &Head, _now: Time) -> bool {
+        if head.state != QpState::Rts || self.rnr_until.is_some() {
+            return false;
+        }
+        let Some(wqe) = self.queue.get(self.cursor.wqe) else {
+            return false;
+        };
+        let room = self.room();
+        if room == 0 {
+            return false;
+        }
+        let cursor = self.cursor_psn();
+        let before = self
+            .resources
+            .iter()
+            .take_while(|(first, _)| first.since(cursor) < 0)
+            .count();
+        if wqe.takes_resource() && before >= usize::from(self.max_rd_atomic) {
+            return false;
+        }
+        if wqe.request.flags.contains(SendFlags::FENCE)
+            && self.cursor.packet == 0
+            && self.reads_before_cursor()
+        {
+            return false;
+        }
+        // Ask for a READ in few pieces: wait until half the window is free, unless the rest fits.
+        !wqe.is_read()
+            || room
+                >= (wqe.packets - self.cursor.packet).min(self.window.min(self.congestion_window).div_ceil(2))
+    }
+
+    fn reads_before_cursor(&self) -> bool {
+        self.queue.iter().take(self.cursor.wqe).any(Wqe::is_read)
+    }
+
+    /// Builds packets until the window, the buffer or this QP's turn is used up.
+    pub(crate) fn transmit(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        buf: &mut TransmitBuf,
+    ) -> Result<(), Broken> {
+        let mut turn = 0;
+        while turn < TURN_PACKETS && !buf.is_full() && self.wants_transmit(head, env.now) {
+            let request = self.cursor.wqe;
+            self.transmit_one(env, head, buf)
+                .map_err(|status| Broken { status, request })?;
+            turn += 1;
+        }
+        Ok(())
+    }
+
+    fn transmit_one(&mut self, env: &mut Env<'_>, head: &Head, buf: &mut TransmitBuf) -> Result<(), Status> {
+        let room = self.room();
+        let Some(path) = head.path else {
+            return Err(Status::LocalQpOperation);
+        };
+        let at = self.cursor;
+        let wqe = &mut self.queue[at.wqe];
+        let first = *wqe.first.get_or_insert_with(|| {
+            let first = self.next;
+            self.next = self.next.plus(wqe.packets);
+            first
+        });
+        let psn = first.plus(at.packet);
+        let mut bth = Bth::new(Opcode::rc(Op::ReadRequest), head.dest_qpn, psn);
+        bth.ack_req = true;
+        let mut packets = 1;
+
+        match wqe.request.operation {
+            Operation::Read { va, rkey } => {
+                let asked = self
+                    .resources
+                    .iter()
+                    .find(|(first, n)| psn.since(*first) >= 0 && psn.since(first.plus(*n)) < 0);
+                let left = asked.map_or(wqe.packets - at.packet, |(first, n)| {
+                    first.plus(*n).since(psn) as u32
+                });
+                packets = room.min(left);
+                let done = at.packet * head.mtu;
+                let length = (packets * head.mtu).min(wqe.bytes - done);
+                let reth = Reth {
+                    va: va.wrapping_add(u64::from(done)),
+                    rkey,
+                    length,
+                };
+                buf.push(&path, Bth::LEN + Reth::LEN, |b| {
+                    bth.emit(b);
+                    reth.emit(&mut b[Bth::LEN..]);
+                    Ok::<_, Status>(())
+                })?;
+            }
+            Operation::Flush {
+                va,
+                rkey,
+                length,
+                placement,
+                selectivity,
+            } => {
+                bth.opcode = Opcode::rc(Op::Flush);
+                buf.push(&path, Bth::LEN + Feth::LEN + Reth::LEN, |b| {
+                    bth.emit(b);
+                    Feth {
+                        placement,
+                        selectivity,
+                    }
+                    .emit(&mut b[Bth::LEN..]);
+                    Reth { va, rkey, length }.emit(&mut b[Bth::LEN + Feth::LEN..]);
+                    Ok::<_, Status>(())
+                })?;
+            }
+            Operation::Send { imm } => {
+                let edge = room == 1 || self.since_ack_req + 1 >= ACK_REQ_PACKETS;
+                bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, (None, imm), edge)?;
+            }
+            Operation::Write { va, rkey, imm } => {
+                let edge = room == 1 || self.since_ack_req + 1 >= ACK_REQ_PACKETS;
+                bth.ack_req = push_data(
+                    env,
+                    head,
+                    buf,
+                    &path,
+                    wqe,
+                    at.packet,
+                    bth,
+                    (Some((va, rkey)), imm),
+                    edge,
+                )?;
+            }
+        }
+        let (whole, takes_resource) = (at.packet + packets == wqe.packets, wqe.takes_resource());
+        if takes_resource {
+            self.keep_resource(psn, packets);
+        }
+        self.cursor = if whole {
+            Cursor {
+                wqe: at.wqe + 1,
+                packet: 0,
+            }
+        } else {
+            Cursor {
+                packet: at.packet + packets,
+                ..at
+            }
+        };
+        self.since_ack_req = if bth.ack_req { 0 } else { self.since_ack_req + 1 };
+        let end = psn.plus(packets);
+        if end.since(self.high) > 0 {
+            self.high = end;
+        } else {
+            env.counters.retransmitted_packets += 1;
+        }
+        env.counters.sent_pkts += 1;
+        if self.deadline.is_none() {
+            self.arm(env.now);
+        }
+        Ok(())
+    }
+
+    /// Remembers a request: as a new one, or as a part cut out of the one that it lies in.
+    fn keep_resource(&mut self, psn: Psn, packets: u32) {
+        let covers = |&(first, n): &(Psn, u32)| psn.since(first) >= 0 && psn.since(first.plus(n)) < 0;
+        let Some(at) = self.resources.iter().position(covers) else {
+            self.resources.push_back((psn, packets));
+            return;
+        };
+        let (first, n) = self.resources[at];
+        let (before, end) = (psn.since(first) as u32, psn.plus(packets));
+        let after = first.plus(n).since(end) as u32;
+        let parts = [(first, before), (psn, packets), (end, after)];
+        self.resources.remove(at);
+        for part in parts.into_iter().rev().filter(|(_, n)| *n > 0) {
+            self.resources.insert(at, part);
+        }
+    }
+
+    fn arm(&mut self, now: Time) {
+        let shift = u32::from(self.resends / 2).min(2);
+        self.deadline = self.timeout_ns.map(|ns| now + (ns << shift));
+    }
+
+    // Answers.
+
+    pub(crate) fn handle_response(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+    ) -> Result<(), Broken> {
+        let psn = packet.bth.psn;
+        // Only what is in flight can be answered; anything else is stale or made up. 9.7.5.1.1.
+        if psn.since(self.high) >= 0 || psn.since(self.una) < -1 {
+            env.counters.stale_responses += 1;
+            return Ok(());
+        }
+        if packet.bth.opcode.operation.is_read_response() {
+            return self.handle_read_response(env, head, packet);
+        }
+        let Some(Aeth { syndrome, .. }) = packet.aeth() else {
+            return Ok(());
+        };
+        match syndrome {
+            Syndrome::Ack { .. } => {
+                self.acknowledge(env, head, psn.plus(1))?;
+            }
+            Syndrome::RnrNak { timer } => {
+                env.counters.rcvd_rnr_err += 1;
+                if psn.since(self.una) < 0 {
+                    return Ok(());
+                }
+                if mutant!(RnrIsAck) {
+                    return self.acknowledge(env, head, psn.plus(1)).map(|_| ());
+                }
+                if !self.acknowledge(env, head, psn)? {
+                    return Ok(());
+                }
+                if self.rnr_retry < 7 {
+                    if self.rnr_tries >= self.rnr_retry {
+                        return Err(Broken::oldest(Status::RnrRetryExceeded));
+                    }
+                    self.rnr_tries += 1;
+                }
+                // The peer lives, so this is no timeout in the making.
+                self.resends = 0;
+                self.deadline = None;
+                self.rnr_until = Some(env.now + rnr_timer_ns(timer));
+                self.rewind(psn);
+            }
+            Syndrome::Nak(NakCode::PsnSequence) => {
+                env.counters.packet_seq_err += 1;
+                if psn.since(self.una) < 0 {
+                    return Ok(());
+                }
+                if self.acknowledge(env, head, psn)? {
+                    self.congested();
+                    let from = if mutant!(RewindOneLate) { psn.plus(1) } else { psn };
+                    self.resend_from(env, from)?;
+                }
+            }
+            Syndrome::Nak(code) => {
+                if psn.since(self.una) < 0 {
+                    return Ok(());
+                }
+                self.acknowledge(env, head, psn)?;
+                return Err(Broken::oldest(match code {
+                    NakCode::RemoteAccess => Status::RemoteAccess,
+                    NakCode::RemoteOperation => Status::RemoteOperation,
+                    NakCode::InvalidRequest | NakCode::PsnSequence => Status::RemoteInvalidRequest,
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything before `upto` is done at the peer. False when a READ before it still lacks data: its response was lost, and
+    /// it was resent. 9.7.5.1.1.
+    fn acknowledge(&mut self, env: &mut Env<'_>, head: &Head, upto: Psn) -> Result<bool, Broken> {
+        while let Some(wqe) = self.queue.front() {
+            let Some(first) = wqe.first else { break };
+            if first.since(upto) >= 0 {
+                break;
+            }
+            if wqe.is_read() && !mutant!(AckCompletesRead) {
+                // All before the READ is done; the READ itself is only done by its data.
+                if first.since(self.una) > 0 {
+                    self.progress(env, first);
+                }
+                if !self.gap_resent {
+                    self.gap_resent = true;
+                    self.congested();
+                    self.resend_from(env, self.una)?;
+                }
+                return Ok(false);
+            }
+            if first.plus(wqe.packets).since(upto) > 0 {
+                break;
+            }
+            self.complete_oldest(env, head);
+        }
+        if upto.since(self.una) > 0 {
+            self.progress(env, upto);
+        }
+        Ok(true)
+    }
+
+    fn complete_oldest(&mut self, env: &mut Env<'_>, head: &Head) {
+        let Some(wqe) = self.queue.pop_front() else { return };
+        if wqe.request.flags.contains(SendFlags::SIGNALED) {
+            let mut wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Success, wqe.opcode());
+            wc.byte_len = wqe.bytes;
+            env.complete(head.init.send_cq, wc, false);
+        }
+        self.cursor = match self.cursor.wqe.checked_sub(1) {
+            Some(wqe) => Cursor { wqe, ..self.cursor },
+            None => Cursor::default(),
+        };
+    }
+
+    /// `una` moves on: the peer lives, and the window opens.
+    fn progress(&mut self, env: &Env<'_>, una: Psn) {
+        let acked = una.since(self.una).max(0) as u32;
+        self.una = una;
+        while self
+            .resources
+            .front()
+            .is_some_and(|(first, n)| una.since(first.plus(*n)) >= 0)
+        {
+            self.resources.pop_front();
+        }
+        if self.cursor_psn().since(una) < 0 {
+            self.cursor = self.locate(una);
+        }
+        self.resends = 0;
+        self.rnr_tries = 0;
+        self.gap_resent = false;
+        self.rnr_until = None;
+        if self.high == una {
+            self.deadline = None;
+        } else {
+            self.arm(env.now);
+        }
+        self.acked_since_growth += acked;
+        if self.acked_since_growth >= self.congestion_window {
+            self.acked_since_growth = 0;
+            self.congestion_window =
+                (self.congestion_window + 1 + self.congestion_window / 16).min(self.window);
+        }
+    }
+
+    fn handle_read_response(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+    ) -> Result<(), Broken> {
+        let psn = packet.bth.psn;
+        if psn.since(self.una) < 0 {
+            env.counters.stale_responses += 1;
+            return Ok(());
+        }
+        if packet
+            .aeth()
+            .is_some_and(|aeth| !matches!(aeth.syndrome, Syndrome::Ack { .. }))
+        {
+            return Err(Broken::oldest(Status::BadResponse));
+        }
+        // It acknowledges all requests before the one that it answers.
+        let at = self.locate(psn);
+        let Some(wqe) = self.queue.get(at.wqe) else {
+            return Ok(());
+        };
+        let Some(first) = wqe.first else { return Ok(()) };
+        if !self.acknowledge(env, head, first)? {
+            return Ok(());
+        }
+        // What it answers is now the oldest request.
+        let Some(wqe) = self.queue.front() else {
+            return Ok(());
+        };
+        match wqe.request.operation {
+            Operation::Flush { .. } => {
+                if packet.bth.opcode.operation != Op::ReadResponseOnly || !packet.payload().is_empty() {
+                    return Err(Broken::oldest(Status::BadResponse));
+                }
+                self.acknowledge(env, head, psn.plus(1))?;
+            }
+            Operation::Read { .. } => {
+                if psn != self.una {
+                    env.counters.out_of_seq_responses += 1;
+                    if !self.gap_resent {
+                        self.gap_resent = true;
+                        self.congested();
+                        self.resend_from(env, self.una)?;
+                    }
+                    return Ok(());
+                }
+                let done = at.packet * head.mtu;
+                let expected = head.mtu.min(wqe.bytes - done) as usize;
+                let position = packet.bth.opcode.operation.position();
+                let more = at.packet + 1 < wqe.packets;
+                if packet.payload().len() != expected || (!more && !position.ends()) {
+                    return Err(Broken::oldest(Status::BadResponse));
+                }
+                let place_at = if mutant!(ReadPlacedLow) {
+                    done.saturating_sub(head.mtu)
+                } else {
+                    done
+                };
+                scatter(
+                    env,
+                    head,
+                    &wqe.request.sges,
+                    u64::from(place_at),
+                    packet.payload(),
+                )
+                .map_err(Broken::oldest)?;
+                if !more {
+                    self.complete_oldest(env, head);
+                }
+                self.progress(env, psn.plus(1));
+            }
+            // A READ response to a request that was no READ: 9.7.5.1.1, ghost; not ours to act on.
+            Operation::Send { .. } | Operation::Write { .. } => env.counters.stale_responses += 1,
+        }
+        Ok(())
+    }
+
+    // Going back.
+
+    fn locate(&self, psn: Psn) -> Cursor {
+        for (i, wqe) in self.queue.iter().enumerate() {
+            let Some(first) = wqe.first else {
+                return Cursor { wqe: i, packet: 0 };
+            };
+            let packet = psn.since(first);
+            if packet >= 0 && (packet as u32) < wqe.packets {
+                return Cursor {
+                    wqe: i,
+                    packet: packet as u32,
+                };
+            }
+        }
+        Cursor {
+            wqe: self.queue.len(),
+            packet: 0,
+        }
+    }
+
+    fn rewind(&mut self, psn: Psn) {
+        self.cursor = self.locate(psn);
+    }
+
+    fn resend_from(&mut self, env: &mut Env<'_>, psn: Psn) -> Result<(), Broken> {
+        if self.queue.is_empty() {
+            return Ok(());
+        }
+        if self.resends >= 2 * self.retry_count {
+            env.counters.retry_exceeded_err += 1;
+            return Err(Broken::oldest(Status::RetryExceeded));
+        }
+        self.resends += 1;
+        self.rewind(psn);
+        if mutant!(LastNotResent)
+            && self
+                .queue
+                .get(self.cursor.wqe)
+                .is_some_and(|w| self.cursor.packet + 1 == w.packets)
+        {
+            self.cursor = Cursor {
+                wqe: self.cursor.wqe + 1,
+                packet: 0,
+            };
+        }
+        self.arm(env.now);
+        Ok(())
+    }
+
+    /// Packets were lost: fewer in flight from now on, once for all losses of one window.
+    fn congested(&mut self) {
+        if self.una.since(self.recover) >= 0 {
+            self.congestion_window = (self.congestion_window / 2).max(WINDOW_PACKETS_MIN);
+            self.acked_since_growth = 0;
+            self.recover = self.high;
+        }
+    }
+}
+
+/// Builds one packet of a SEND or WRITE; returns whether it asks for an acknowledgement.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "one call of one place, apart for its length"
+)]
+fn push_data(
+    env: &mut Env<'_>,
+    head: &Head,
+    buf: &mut TransmitBuf,
+    path: &crate::transmit::Path,
+    wqe: &Wqe,
+    index: u32,
+    mut bth: Bth,
+    (write, imm): (Option<(u64, RKey)>, Option<u32>),
+    edge: bool,
+) -> Result<bool, Status> {
+    let last = index + 1 == wqe.packets;
+    let position = match (index, last) {
+        (0, true) => Position::Only,
+        (0, false) => Position::First,
+        (_, false) => Position::Middle,
+        (_, true) => Position::Last,
+    };
+    let operation = match (write.is_some(), position, imm.is_some()) {
+        (false, Position::First, _) => Op::SendFirst,
+        (false, Position::Middle, _) => Op::SendMiddle,
+        (false, Position::Last, false) => Op::SendLast,
+        (false, Position::Last, true) => Op::SendLastImm,
+        (false, Position::Only, false) => Op::SendOnly,
+        (false, Position::Only, true) => Op::SendOnlyImm,
+        (true, Position::First, _) => Op::WriteFirst,
+        (true, Position::Middle, _) => Op::WriteMiddle,
+        (true, Position::Last, false) => Op::WriteLast,
+        (true, Position::Last, true) => Op::WriteLastImm,
+        (true, Position::Only, false) => Op::WriteOnly,
+        (true, Position::Only, true) => Op::WriteOnlyImm,
+    };
+    let done = index * head.mtu;
+    let bytes = (wqe.bytes - done).min(head.mtu) as usize;
+    bth.opcode = Opcode::rc(operation);
+    bth.pad = ((4 - bytes % 4) % 4) as u8;
+    bth.ack_req = last || edge;
+    bth.solicited =
+        last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
+    let ext = bth.opcode.ext().len();
+    buf.push(path, Bth::LEN + ext + bytes + usize::from(bth.pad), |b| {
+        bth.emit(b);
+        let mut at = Bth::LEN;
+        if let Some((va, rkey)) = write
+            && position.begins()
+        {
+            Reth {
+                va,
+                rkey,
+                length: wqe.bytes,
+            }
+            .emit(&mut b[at..]);
+            at += Reth::LEN;
+        }
+        if let Some(imm) = imm
+            && last
+        {
+            b[at..at + 4].copy_from_slice(&imm.to_be_bytes());
+            at += 4;
+        }
+        gather(
+            env,
+            head,
+            &wqe.request.sges,
+            u64::from(done),
+            &mut b[at..at + bytes],
+        )
+    })?;
+    Ok(bth.ack_req)
+}
+
+/// The parts of a list that bytes `[skip, skip + len)` of the message fall in: `(element, offset in it, bytes)`.
+pub(crate) fn pieces(
+    sges: &SgeList,
+    skip: u64,
+    len: usize,
+) -> impl Iterator<Item = (&crate::work::Sge, u64, usize)> {
+    let (mut skip, mut left) = (skip, len);
+    sges.as_slice().iter().filter_map(move |sge| {
+        let length = u64::from(sge.length);
+        if skip >= length {
+            skip -= length;
+            return None;
+        }
+        let n = (length - skip).min(left as u64) as usize;
+        let at = std::mem::take(&mut skip);
+        left -= n;
+        (n > 0).then_some((sge, at, n))
+    })
+}
+
+/// Copies a part of the message out of its own memory.
+fn gather(env: &Env<'_>, head: &Head, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
+    let mut done = 0;
+    for (sge, at, n) in pieces(sges, skip, out.len()) {
+        let region = env
+            .regions
+            .get(sge.lkey, head.init.pd, Access::empty())
+            .ok_or(Status::LocalProtection)?;
+        let offset = region
+            .offset_of(sge.addr, u64::from(sge.length))
+            .ok_or(Status::LocalProtection)?
+            + at;
+        region
+            .spec
+            .memory
+            .read(offset, &mut out[done..done + n])
+            .map_err(|_| Status::LocalQpOperation)?;
+        done += n;
+    }
+    Ok(())
+}
+
+/// Places a part of a message into its own memory.
+pub(crate) fn scatter(
+    env: &Env<'_>,
+    head: &Head,
+    sges: &SgeList,
+    skip: u64,
+    bytes: &[u8],
+) -> Result<(), Status> {
+    let mut done = 0;
+    for (sge, at, n) in pieces(sges, skip, bytes.len()) {
+        let region = env
+            .regions
+            .get(sge.lkey, head.init.pd, Access::LOCAL_WRITE)
+            .ok_or(Status::LocalProtection)?;
+        let offset = region
+            .offset_of(sge.addr, u64::from(sge.length))
+            .ok_or(Status::LocalProtection)?
+            + at;
+        region
+            .spec
+            .memory
+            .write(offset, &bytes[done..done + n])
+            .map_err(|_| Status::LocalQpOperation)?;
+        done += n;
+    }
+    if done < bytes.len() {
+        Err(Status::LocalLength)
+    } else {
+        Ok(())
+    }
+}

@@ -1,0 +1,663 @@
+//! The answering half of an RC QP: sequence, duplicates, answers in order. IBTA Vol 1, 9.7.
+//!
+//! What a request does is [`super::execute`]'s. Here it is decided whether a packet is the next one, a repeat, or one after a
+//! gap, and what is owed for it. Answers leave in the order of the requests: a READ's data and a FLUSH's end hold back the
+//! acknowledgements of later requests, so that an acknowledgement always means that everything before it is done.
+
+use std::collections::VecDeque;
+
+use rdmux_wire::Psn;
+use rdmux_wire::roce::{Aeth, Bth, NakCode, Opcode, Operation as Op, Packet, Position, Reth, Syndrome};
+
+use crate::cq::Status;
+use crate::memory::Access;
+use crate::qp::execute::{Effect, Execution, FlushSpec, Refusal, Request, Source, region};
+use crate::qp::{Env, Event, Head, QpAttributes, QpState};
+use crate::transmit::TransmitBuf;
+use crate::work::{PostError, RecvRequest, SGE_MAX};
+
+/// RNR timer code by which a repeated FLUSH is put off while it runs: 10.24 ms.
+const FLUSH_RUNS_TIMER: u8 = 20;
+/// Packets of READ data that one QP sends before others have their turn.
+const TURN_PACKETS: u32 = 64;
+/// Requests acknowledged together at most while the acknowledgement may wait for company.
+const ACK_WAITS_FOR: u32 = 16;
+
+/// Answers owed at most; requests beyond are dropped, and come again. Only a peer that ignores its initiator depth gets here.
+const ANSWERS_MAX: usize = 1024;
+
+/// An answer owed, in the order of the requests.
+#[derive(Debug)]
+enum Answer {
+    Ack {
+        psn: Psn,
+        msn: u32,
+        syndrome: Syndrome,
+    },
+    Read {
+        psn: Psn,
+        msn: u32,
+        source: Source,
+        begun: bool,
+    },
+    Flush {
+        psn: Psn,
+        msn: u32,
+        state: FlushState,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FlushState {
+    Runs,
+    Done,
+    Failed,
+}
+
+/// A request that is replayed, not executed, when it comes again. 9.7.5.1.5 (responder resources).
+#[derive(Clone, Copy, Debug)]
+enum Resource {
+    Read {
+        psn: Psn,
+        packets: u32,
+        msn: u32,
+        source: Source,
+    },
+    Flush {
+        psn: Psn,
+        msn: u32,
+    },
+}
+
+#[derive(Debug)]
+pub(crate) struct Responder {
+    execution: Execution,
+    /// PSN of the next new request.
+    expected: Psn,
+    msn: u32,
+    /// The gap before `expected` was reported; silence until it closes. 9.7.5.2.8.
+    nak_sent: bool,
+    answers: VecDeque<Answer>,
+    /// Requests that the youngest acknowledgement in `answers` stands for.
+    ack_covers: u32,
+    resources: VecDeque<Resource>,
+    max_resources: u8,
+    min_rnr_timer: u8,
+    established: bool,
+}
+
+impl Responder {
+    pub(crate) fn new() -> Responder {
+        Responder {
+            execution: Execution::default(),
+            expected: Psn::new(0),
+            msn: 0,
+            nak_sent: false,
+            answers: VecDeque::new(),
+            ack_covers: 0,
+            resources: VecDeque::new(),
+            max_resources: 1,
+            min_rnr_timer: 0,
+            established: false,
+        }
+    }
+
+    pub(crate) fn set(&mut self, attr: &QpAttributes) {
+        self.expected = attr.rq_psn.unwrap_or(self.expected);
+        self.max_resources = attr.max_dest_rd_atomic.map_or(self.max_resources, |n| n.max(1));
+        self.min_rnr_timer = attr.min_rnr_timer.unwrap_or(self.min_rnr_timer);
+    }
+
+    /// Takes a receive request. In Error it completes at once, as flushed.
+    pub(crate) fn post(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        request: RecvRequest,
+    ) -> Result<(), PostError> {
+        if head.state == QpState::Reset {
+            return Err(PostError::WrongState);
+        }
+        if request.sges.as_slice().len() > SGE_MAX {
+            return Err(PostError::TooManySges);
+        }
+        if self.execution.recv.len() >= head.init.max_recv_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        self.execution.recv.push_back(request);
+        if head.state == QpState::Error {
+            self.execution.flush(env, head);
+        }
+        Ok(())
+    }
+
+    /// Ends every receive as flushed. Answers owed stay: the last of them may be the NAK that tells the peer why.
+    pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        self.execution.flush(env, head);
+        if !matches!(
+            self.answers.back(),
+            Some(
+                Answer::Ack {
+                    syndrome: Syndrome::Nak(_),
+                    ..
+                } | Answer::Flush {
+                    state: FlushState::Failed,
+                    ..
+                }
+            )
+        ) {
+            self.answers.clear();
+            env.flushes.forget(head.qpn);
+        }
+    }
+
+    pub(crate) fn posted(&self) -> usize {
+        self.execution.recv.len()
+    }
+
+    // Requests.
+
+    /// Handles a request packet. `Some`: it was refused, the NAK is owed, and the QP is to fail with this status.
+    pub(crate) fn handle_request(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+    ) -> Option<Status> {
+        if self.answers.len() >= ANSWERS_MAX {
+            env.counters.dropped_busy += 1;
+            return None;
+        }
+        let psn = packet.bth.psn;
+        let ahead = if mutant!(PsnDoesNotWrap) {
+            psn.value() as i32 - self.expected.value() as i32
+        } else {
+            psn.since(self.expected)
+        };
+        if ahead > 0 && !mutant!(GapAccepted) {
+            env.counters.out_of_sequence += 1;
+            if !self.nak_sent {
+                self.nak_sent = true;
+                self.owe(self.expected, Syndrome::Nak(NakCode::PsnSequence));
+            }
+            return None;
+        }
+        if ahead < 0 {
+            env.counters.duplicate_request += 1;
+            if !mutant!(DuplicateExecuted) || !packet.bth.opcode.operation.is_send() {
+                self.handle_duplicate(env, head, packet);
+                return None;
+            }
+        }
+        if !self.established {
+            self.established = true;
+            if head.state == QpState::Rtr {
+                env.events.push_back(Event::CommunicationEstablished(head.qpn));
+            }
+        }
+        match self.handle_next(env, head, packet) {
+            Ok(()) => {
+                self.nak_sent = false;
+                None
+            }
+            Err(Refusal::NotReady) => {
+                env.counters.resources_rnr_nak += 1;
+                // Later packets of the window follow and must not be taken for a gap.
+                self.nak_sent = true;
+                self.owe(
+                    psn,
+                    Syndrome::RnrNak {
+                        timer: self.min_rnr_timer,
+                    },
+                );
+                None
+            }
+            Err(refusal) => {
+                let (code, status) = match refusal {
+                    Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
+                    Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
+                    Refusal::RemoteOperation | Refusal::NotReady => {
+                        (NakCode::RemoteOperation, Status::RemoteOperation)
+                    }
+                };
+                env.counters.sent_naks += 1;
+                self.owe(psn, Syndrome::Nak(code));
+                Some(status)
+            }
+        }
+    }
+
+    fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
+        let operation = packet.bth.opcode.operation;
+        let (position, payload) = (operation.position(), packet.payload());
+        let mtu = head.mtu as usize;
+        let fits = match position {
+            Position::First | Position::Middle => payload.len() == mtu && packet.bth.pad == 0,
+            Position::Last => (1..=mtu).contains(&payload.len()),
+            Position::Only => payload.len() <= mtu,
+        };
+        if !fits {
+            return Err(Refusal::InvalidRequest);
+        }
+        let (imm, solicited) = (packet.imm(), packet.bth.solicited);
+        let request = match (operation, packet.reth(), packet.feth()) {
+            (Op::ReadRequest, Some(reth), _) => Request::Read { reth },
+            (Op::Flush, Some(reth), Some(feth)) => Request::Flush { reth, feth },
+            (op, ..) if op.is_send() && packet.invalidate().is_none() => Request::Send {
+                position,
+                payload,
+                imm,
+                solicited,
+            },
+            (op, reth, _) if op.is_write() => Request::Write {
+                position,
+                reth,
+                payload,
+                imm,
+                solicited,
+            },
+            _ => return Err(Refusal::InvalidRequest),
+        };
+        let psn = packet.bth.psn;
+        let effect = self.execution.execute(env, head, request)?;
+        let msn_next = (self.msn + 1) & 0xff_ffff;
+        match effect {
+            Effect::Partial => {
+                self.expected = psn.plus(1);
+                if packet.bth.ack_req {
+                    self.owe(psn, Syndrome::ACK);
+                }
+            }
+            Effect::Complete => {
+                self.expected = psn.plus(1);
+                self.msn = msn_next;
+                if packet.bth.ack_req {
+                    self.owe(psn, Syndrome::ACK);
+                }
+            }
+            Effect::Read(source) => {
+                let packets = source.bytes.div_ceil(head.mtu).max(1);
+                self.expected = psn.plus(packets);
+                self.msn = msn_next;
+                self.keep(Resource::Read {
+                    psn,
+                    packets,
+                    msn: self.msn,
+                    source,
+                });
+                self.answers.push_back(Answer::Read {
+                    psn,
+                    msn: self.msn,
+                    source,
+                    begun: false,
+                });
+            }
+            Effect::Flush(spec) => {
+                self.expected = psn.plus(1);
+                self.msn = msn_next;
+                self.keep(Resource::Flush { psn, msn: self.msn });
+                let state = self.start_flush(env, head, psn, spec);
+                self.answers.push_back(Answer::Flush {
+                    psn,
+                    msn: self.msn,
+                    state,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn start_flush(&mut self, env: &mut Env<'_>, head: &Head, psn: Psn, spec: FlushSpec) -> FlushState {
+        if spec.memory.flush_is_immediate(spec.placement) {
+            return match spec.memory.flush(spec.offset, spec.length, spec.placement) {
+                Ok(()) => FlushState::Done,
+                Err(_) => FlushState::Failed,
+            };
+        }
+        env.flushes.start(
+            (head.qpn, psn),
+            spec.memory,
+            spec.offset,
+            spec.length,
+            spec.placement,
+        );
+        if mutant!(FlushAnsweredEarly) {
+            FlushState::Done
+        } else {
+            FlushState::Runs
+        }
+    }
+
+    /// The driver finished a flush. True when the QP is to fail: durability was promised to nobody, and will not be.
+    pub(crate) fn handle_flush(&mut self, psn: Psn, ok: bool) -> bool {
+        let owed = self
+            .answers
+            .iter()
+            .position(|a| matches!(a, Answer::Flush { psn: p, .. } if *p == psn));
+        let Some(at) = owed else { return false };
+        if let Some(Answer::Flush { state, .. }) = self.answers.get_mut(at) {
+            *state = if ok { FlushState::Done } else { FlushState::Failed };
+        }
+        if !ok {
+            // Nothing behind a failed flush is answered.
+            self.answers.truncate(at + 1);
+        }
+        !ok
+    }
+
+    fn keep(&mut self, resource: Resource) {
+        while self.resources.len() >= usize::from(self.max_resources) {
+            self.resources.pop_front();
+        }
+        self.resources.push_back(resource);
+    }
+
+    fn owe(&mut self, psn: Psn, syndrome: Syndrome) {
+        let msn = self.msn;
+        if syndrome == Syndrome::ACK
+            && let Some(Answer::Ack {
+                psn: last,
+                msn: last_msn,
+                syndrome: Syndrome::ACK,
+            }) = self.answers.back_mut()
+        {
+            // One acknowledgement stands for all before it.
+            if psn.since(*last) > 0 {
+                (*last, *last_msn) = (psn, msn);
+            }
+            self.ack_covers += 1;
+            return;
+        }
+        self.ack_covers = 1;
+        self.answers.push_back(Answer::Ack { psn, msn, syndrome });
+    }
+
+    /// A request that was executed before. 9.7.5.1.4.
+    fn handle_duplicate(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
+        let psn = packet.bth.psn;
+        match packet.bth.opcode.operation {
+            Op::ReadRequest => {
+                if let Some(reth) = packet.reth() {
+                    self.replay_read(env, head, psn, reth);
+                }
+            }
+            Op::Flush => self.replay_flush(psn),
+            _ => {
+                // While answers are owed they will say it all.
+                if self.answers.is_empty() {
+                    self.owe(self.expected.minus(1), Syndrome::ACK);
+                }
+            }
+        }
+    }
+
+    fn replay_read(&mut self, env: &mut Env<'_>, head: &Head, at: Psn, reth: Reth) {
+        // Still in hand: go back to where the peer wants it again.
+        for answer in &mut self.answers {
+            if let Answer::Read {
+                psn, source, begun, ..
+            } = answer
+            {
+                if at.since(*psn) >= 0 && at.since(psn.plus(source.bytes.div_ceil(head.mtu).max(1))) < 0 {
+                    return;
+                }
+                let first = resource_covering(&self.resources, *psn);
+                if let Some(Resource::Read {
+                    psn: first,
+                    source: whole,
+                    ..
+                }) = first
+                    && at.since(first) >= 0
+                    && at.since(*psn) < 0
+                {
+                    let skip = at.since(first) as u32 * head.mtu;
+                    *psn = at;
+                    *source = Source {
+                        va: whole.va.wrapping_add(skip.into()),
+                        bytes: whole.bytes - skip,
+                        ..whole
+                    };
+                    *begun = false;
+                    return;
+                }
+            }
+        }
+        let Some(Resource::Read {
+            psn: first,
+            packets,
+            msn,
+            source,
+        }) = resource_covering(&self.resources, at)
+        else {
+            return;
+        };
+        // Only what was asked for and allowed the first time. 9.7.5.1.5.
+        let skip = at.since(first) as u32 * head.mtu;
+        let inside = reth.rkey == source.rkey
+            && at.since(first.plus(packets)) < 0
+            && reth.va == source.va.wrapping_add(skip.into())
+            && reth.length <= source.bytes - skip.min(source.bytes);
+        let allowed = reth.length == 0 || region(env, head, reth, Access::REMOTE_READ).is_ok();
+        if inside && allowed {
+            let source = Source {
+                va: reth.va,
+                rkey: reth.rkey,
+                bytes: reth.length,
+            };
+            self.answers.push_back(Answer::Read {
+                psn: at,
+                msn,
+                source,
+                begun: false,
+            });
+        }
+    }
+
+    fn replay_flush(&mut self, at: Psn) {
+        let owed = self
+            .answers
+            .iter()
+            .position(|a| matches!(a, Answer::Flush { psn, .. } if *psn == at));
+        match owed {
+            // It runs: let the peer come back later instead of counting it as lost.
+            Some(0) => {
+                if let Some(Answer::Flush {
+                    psn,
+                    msn,
+                    state: FlushState::Runs,
+                }) = self.answers.front()
+                {
+                    let syndrome = Syndrome::RnrNak {
+                        timer: FLUSH_RUNS_TIMER,
+                    };
+                    let answer = Answer::Ack {
+                        psn: *psn,
+                        msn: *msn,
+                        syndrome,
+                    };
+                    self.answers.push_front(answer);
+                }
+            }
+            Some(_) => {}
+            None => {
+                if let Some(Resource::Flush { psn, msn }) = resource_covering(&self.resources, at) {
+                    self.answers.push_back(Answer::Flush {
+                        psn,
+                        msn,
+                        state: FlushState::Done,
+                    });
+                }
+            }
+        }
+    }
+
+    // Answers.
+
+    pub(crate) fn wants_transmit(&self) -> bool {
+        !matches!(
+            self.answers.front(),
+            None | Some(Answer::Flush {
+                state: FlushState::Runs,
+                ..
+            })
+        )
+    }
+
+    /// Nothing but an acknowledgement is owed, which may wait a little for company.
+    pub(crate) fn owes_only_ack(&self) -> bool {
+        self.answers.len() == 1
+            && self.ack_covers < ACK_WAITS_FOR
+            && matches!(
+                self.answers.front(),
+                Some(Answer::Ack {
+                    syndrome: Syndrome::Ack { .. },
+                    ..
+                })
+            )
+    }
+
+    /// Builds the packets owed, until the buffer or this QP's turn is used up. `Some`: memory failed under a READ, and the QP
+    /// is to fail with this status.
+    pub(crate) fn transmit(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        buf: &mut TransmitBuf,
+    ) -> Option<Status> {
+        let mut turn = 0;
+        while turn < TURN_PACKETS && !buf.is_full() && self.wants_transmit() {
+            turn += 1;
+            let path = head.path?;
+            let answer = self.answers.front_mut()?;
+            let (psn, msn, syndrome) = match answer {
+                Answer::Ack { psn, msn, syndrome } => (*psn, *msn, *syndrome),
+                Answer::Flush {
+                    psn,
+                    msn,
+                    state: FlushState::Failed,
+                } => (*psn, *msn, Syndrome::Nak(NakCode::RemoteOperation)),
+                Answer::Flush { psn, msn, .. } => {
+                    let (psn, msn) = (*psn, *msn);
+                    self.answers.pop_front();
+                    env.counters.sent_pkts += 1;
+                    let bth = Bth::new(Opcode::rc(Op::ReadResponseOnly), head.dest_qpn, psn);
+                    let Ok(()) = emit(
+                        buf,
+                        &path,
+                        bth,
+                        Some(Aeth {
+                            syndrome: Syndrome::ACK,
+                            msn,
+                        }),
+                        0,
+                        |_| Ok::<_, Refusal>(()),
+                    ) else {
+                        continue;
+                    };
+                    continue;
+                }
+                Answer::Read {
+                    psn,
+                    msn,
+                    source,
+                    begun,
+                } => {
+                    let bytes = source.bytes.min(head.mtu);
+                    let more = source.bytes > bytes;
+                    let op = match (*begun, more) {
+                        (false, true) => Op::ReadResponseFirst,
+                        (true, true) => Op::ReadResponseMiddle,
+                        (true, false) => Op::ReadResponseLast,
+                        (false, false) => Op::ReadResponseOnly,
+                    };
+                    let aeth = (op != Op::ReadResponseMiddle).then_some(Aeth {
+                        syndrome: Syndrome::ACK,
+                        msn: *msn,
+                    });
+                    let bth = Bth::new(Opcode::rc(op), head.dest_qpn, *psn);
+                    let reth = Reth {
+                        va: source.va,
+                        rkey: source.rkey,
+                        length: bytes,
+                    };
+                    let built = emit(buf, &path, bth, aeth, bytes as usize, |out| {
+                        if out.is_empty() {
+                            return Ok(());
+                        }
+                        let (memory, offset) = region(env, head, reth, Access::REMOTE_READ)?;
+                        Ok(memory.read(offset, out)?)
+                    });
+                    match built {
+                        Ok(()) => {
+                            env.counters.sent_pkts += 1;
+                            *begun = true;
+                            *psn = psn.plus(1);
+                            source.va = source.va.wrapping_add(bytes.into());
+                            source.bytes -= bytes;
+                            if !more {
+                                self.answers.pop_front();
+                            }
+                            continue;
+                        }
+                        Err(refusal) => {
+                            // The memory was there when the READ was accepted and is gone now.
+                            let (psn, msn) = (*psn, *msn);
+                            let code = match refusal {
+                                Refusal::RemoteAccess => NakCode::RemoteAccess,
+                                _ => NakCode::RemoteOperation,
+                            };
+                            env.counters.sent_naks += 1;
+                            self.answers.clear();
+                            self.answers.push_back(Answer::Ack {
+                                psn,
+                                msn,
+                                syndrome: Syndrome::Nak(code),
+                            });
+                            return Some(Status::RemoteAccess);
+                        }
+                    }
+                }
+            };
+            self.answers.pop_front();
+            env.counters.sent_pkts += 1;
+            let bth = Bth::new(Opcode::rc(Op::Acknowledge), head.dest_qpn, psn);
+            let _ = emit(buf, &path, bth, Some(Aeth { syndrome, msn }), 0, |_| {
+                Ok::<_, Refusal>(())
+            });
+        }
+        None
+    }
+}
+
+fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource> {
+    resources
+        .iter()
+        .rev()
+        .find(|resource| {
+            let (psn, packets) = match resource {
+                Resource::Read { psn, packets, .. } => (*psn, *packets),
+                Resource::Flush { psn, .. } => (*psn, 1),
+            };
+            at.since(psn) >= 0 && at.since(psn.plus(packets)) < 0
+        })
+        .copied()
+}
+
+fn emit<E>(
+    buf: &mut TransmitBuf,
+    path: &crate::transmit::Path,
+    mut bth: Bth,
+    aeth: Option<Aeth>,
+    bytes: usize,
+    fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+) -> Result<(), E> {
+    bth.pad = ((4 - bytes % 4) % 4) as u8;
+    let head = Bth::LEN + aeth.map_or(0, |_| Aeth::LEN);
+    buf.push(path, head + bytes + usize::from(bth.pad), |b| {
+        bth.emit(b);
+        if let Some(aeth) = aeth {
+            aeth.emit(&mut b[Bth::LEN..]);
+        }
+        fill(&mut b[head..head + bytes])
+    })
+}

@@ -1,0 +1,235 @@
+//! Operations between two devices, without and with loss.
+
+use super::util::*;
+use crate::*;
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
+}
+
+fn ok(pair: &mut Pair, side: usize) -> Vec<WorkCompletion> {
+    let completions = pair.sides[side].completions();
+    for wc in &completions {
+        assert_eq!(wc.status, Status::Success, "{wc:?}");
+    }
+    completions
+}
+
+#[test]
+fn write__of_every_interesting_length_lands_where_it_should() {
+    for length in [0usize, 1, 3, 8, 1023, 1024, 1025, 2048, 100_000, 1 << 20] {
+        let mut pair = Pair::new();
+        pair.sides[0]
+            .memory
+            .with(|m| m[..length].copy_from_slice(&pattern(length)));
+        pair.write(0, 4096, length as u32);
+        pair.run();
+        assert_eq!(ok(&mut pair, 0).len(), 1, "length {length}");
+        pair.sides[1].memory.with(|m| {
+            assert_eq!(&m[4096..4096 + length], pattern(length), "length {length}");
+            assert!(
+                m[..4096].iter().chain(&m[4096 + length..]).all(|b| *b == 0),
+                "only there, length {length}"
+            );
+        });
+    }
+}
+
+#[test]
+fn read__of_every_interesting_length_brings_the_bytes() {
+    for length in [0usize, 1, 8, 1024, 1025, 100_000, 1 << 20] {
+        let mut pair = Pair::new();
+        pair.sides[1]
+            .memory
+            .with(|m| m[64..64 + length].copy_from_slice(&pattern(length)));
+        let operation = Operation::Read {
+            va: IOVA + 64,
+            rkey: pair.sides[1].rkey,
+        };
+        let sges = pair.sides[0].sge(128, length as u32);
+        pair.post(0, operation, sges);
+        pair.run();
+        assert_eq!(ok(&mut pair, 0)[0].byte_len as usize, length);
+        pair.sides[0]
+            .memory
+            .with(|m| assert_eq!(&m[128..128 + length], pattern(length), "length {length}"));
+    }
+}
+
+#[test]
+fn send__fills_the_receive_and_carries_immediate_data() {
+    let mut pair = Pair::new();
+    pair.sides[0]
+        .memory
+        .with(|m| m[..5000].copy_from_slice(&pattern(5000)));
+    let sges = pair.sides[1].sge(0, 6000);
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    pair.sides[1]
+        .rnic
+        .post_recv(now, qpn, RecvRequest { wr_id: 9, sges })
+        .unwrap();
+    let sges = pair.sides[0].sge(0, 5000);
+    pair.post(0, Operation::Send { imm: Some(0xabcd) }, sges);
+    pair.run();
+    assert_eq!(ok(&mut pair, 0).len(), 1);
+    let received = ok(&mut pair, 1);
+    assert_eq!(received.len(), 1);
+    assert_eq!(
+        (received[0].wr_id, received[0].byte_len, received[0].imm),
+        (9, 5000, Some(0xabcd))
+    );
+    pair.sides[1]
+        .memory
+        .with(|m| assert_eq!(&m[..5000], pattern(5000)));
+}
+
+#[test]
+fn send__without_receive_waits_and_then_arrives() {
+    let mut pair = Pair::new();
+    let sges = pair.sides[0].sge(0, 3000);
+    pair.post(0, Operation::Send { imm: None }, sges);
+    for _ in 0..20 {
+        pair.step();
+    }
+    assert!(pair.sides[0].rnic.counters().rcvd_rnr_err > 0);
+    assert!(pair.sides[0].completions().is_empty());
+    let sges = pair.sides[1].sge(0, 3000);
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    pair.sides[1]
+        .rnic
+        .post_recv(now, qpn, RecvRequest { wr_id: 9, sges })
+        .unwrap();
+    pair.run();
+    assert_eq!(ok(&mut pair, 0).len(), 1);
+    assert_eq!(ok(&mut pair, 1).len(), 1);
+}
+
+#[test]
+fn flush__global_completes_and_persistent_is_refused_on_volatile_memory() {
+    let mut pair = Pair::new();
+    let flush = |rkey, placement| Operation::Flush {
+        va: IOVA,
+        rkey,
+        length: 4096,
+        placement,
+        selectivity: Selectivity::Range,
+    };
+    let rkey = pair.sides[1].rkey;
+    pair.post(0, flush(rkey, Placement::GLOBAL), SgeList::EMPTY);
+    pair.run();
+    assert_eq!(ok(&mut pair, 0)[0].opcode, WcOpcode::Flush);
+    pair.post(0, flush(rkey, Placement::PERSISTENT), SgeList::EMPTY);
+    pair.run();
+    assert_eq!(pair.sides[0].completions()[0].status, Status::RemoteAccess);
+}
+
+#[test]
+fn completions__come_in_the_order_of_posting() {
+    let mut pair = Pair::new();
+    let rkey = pair.sides[1].rkey;
+    for i in 0..50u64 {
+        let operation = match i % 3 {
+            0 => Operation::Write {
+                va: IOVA + i * 5000,
+                rkey,
+                imm: None,
+            },
+            1 => Operation::Read {
+                va: IOVA + i * 5000,
+                rkey,
+            },
+            _ => Operation::Flush {
+                va: IOVA,
+                rkey,
+                length: 10,
+                placement: Placement::GLOBAL,
+                selectivity: Selectivity::MemoryRegion,
+            },
+        };
+        let sges = if i % 3 == 2 {
+            SgeList::EMPTY
+        } else {
+            pair.sides[0].sge(i * 5000, 5000)
+        };
+        let request = SendRequest {
+            wr_id: i,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+        };
+        let (now, qpn) = (pair.now, pair.sides[0].qpn);
+        pair.sides[0].rnic.post_send(now, qpn, request).unwrap();
+    }
+    pair.run();
+    let order: Vec<u64> = ok(&mut pair, 0).iter().map(|wc| wc.wr_id).collect();
+    assert_eq!(order, (0..50).collect::<Vec<_>>());
+}
+
+#[test]
+fn loss__of_a_sixth_of_all_datagrams_changes_nothing_but_the_time() {
+    let mut pair = Pair::new();
+    let mut n = 1u32;
+    pair.deliver = Box::new(move |_, _| {
+        n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        !(n >> 16).is_multiple_of(6)
+    });
+    let rkey = pair.sides[1].rkey;
+    pair.sides[0]
+        .memory
+        .with(|m| m[..1 << 20].copy_from_slice(&pattern(1 << 20)));
+    pair.write(0, 0, 1 << 20);
+    let sges = pair.sides[0].sge(2 << 20, 1 << 20);
+    pair.post(0, Operation::Read { va: IOVA, rkey }, sges);
+    pair.run();
+    assert_eq!(ok(&mut pair, 0).len(), 2);
+    assert!(pair.sides[0].rnic.counters().retransmitted_packets > 0);
+    pair.sides[0]
+        .memory
+        .with(|m| assert_eq!(&m[2 << 20..3 << 20], pattern(1 << 20)));
+}
+
+#[test]
+fn retry__ends_when_the_peer_is_silent_and_the_rest_is_flushed() {
+    let mut pair = Pair::new();
+    pair.deliver = Box::new(|_, _| false);
+    pair.write(0, 0, 100);
+    pair.write(0, 0, 100);
+    pair.run();
+    let completions = pair.sides[0].completions();
+    let statuses: Vec<Status> = completions.iter().map(|wc| wc.status).collect();
+    assert_eq!(statuses, [Status::RetryExceeded, Status::Flushed]);
+    let qpn = pair.sides[0].qpn;
+    assert_eq!(pair.sides[0].rnic.query_qp(qpn).unwrap().state, QpState::Error);
+}
+
+#[test]
+fn deregistration__stops_a_read_under_way() {
+    let mut pair = Pair::new();
+    let operation = Operation::Read {
+        va: IOVA,
+        rkey: pair.sides[1].rkey,
+    };
+    let sges = pair.sides[0].sge(0, 1 << 20);
+    pair.post(0, operation, sges);
+    pair.step();
+    let lkey = pair.sides[1].lkey;
+    assert!(pair.sides[1].rnic.dereg_mr(lkey));
+    pair.run();
+    assert_eq!(pair.sides[0].completions()[0].status, Status::RemoteAccess);
+}
+
+#[test]
+fn train__of_full_packets_is_one_and_a_longer_first_packet_ends_its_own() {
+    let mut pair = Pair::new();
+    pair.write(0, 0, 40 * 1024);
+    let mut buf = TransmitBuf::new(1 << 18, true);
+    let now = pair.now;
+    pair.sides[0].rnic.poll_transmit(now, &mut buf, true);
+    let shape: Vec<(usize, usize)> = buf
+        .trains()
+        .iter()
+        .map(|t| (t.packets, t.segment_bytes))
+        .collect();
+    // WRITE First is longer than Middle by its RETH: one Middle may follow it and ends the train. Last is as long as Middle.
+    assert_eq!(shape, [(2, 12 + 16 + 1024 + 4), (38, 12 + 1024 + 4)]);
+}

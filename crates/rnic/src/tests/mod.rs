@@ -1,0 +1,5 @@
+//! The engine over a virtual network.
+
+mod basic;
+mod malformed;
+mod util;

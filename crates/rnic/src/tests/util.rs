@@ -1,0 +1,248 @@
+//! Two devices, a virtual clock and a link between them.
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use rdmux_wire::roce::ICRC_LEN;
+
+use crate::*;
+
+/// Bytes of each side's memory.
+pub(super) const MEMORY: usize = 4 << 20;
+/// Address by which each side's memory is named.
+pub(super) const IOVA: u64 = 0x7000_0000_0000;
+pub(super) const ALL_ACCESS: Access = Access::LOCAL_WRITE
+    .union(Access::REMOTE_WRITE)
+    .union(Access::REMOTE_READ)
+    .union(Access::FLUSH_GLOBAL);
+
+pub(super) struct Side {
+    pub(super) rnic: Rnic,
+    pub(super) memory: Arc<HeapMemory>,
+    pub(super) pd: Pd,
+    pub(super) lkey: LKey,
+    pub(super) rkey: RKey,
+    pub(super) cq: Cqn,
+    pub(super) qpn: Qpn,
+    address: IpAddr,
+    /// Datagrams on their way to this side: bytes and segment size.
+    pub(super) inbox: VecDeque<(Vec<u8>, usize)>,
+}
+
+impl Side {
+    fn new(last: u8) -> Side {
+        let address = IpAddr::from([10, 0, 0, last]);
+        let config = Config {
+            address,
+            slot: last,
+            seed: [last; 32],
+            guid: u64::from(last),
+            gsi_src_port: 0xc000,
+            receive_window_bytes: 1 << 18,
+        };
+        let mut rnic = Rnic::new(config);
+        let memory = Arc::new(HeapMemory::new(MEMORY));
+        let pd = rnic.alloc_pd();
+        let spec = RegionSpec {
+            memory: memory.clone(),
+            memory_offset: 0,
+            length: MEMORY as u64,
+            iova: IOVA,
+            access: ALL_ACCESS,
+        };
+        let (lkey, rkey) = rnic.reg_mr(pd, spec).unwrap();
+        let cq = rnic.create_cq(1 << 16);
+        let init = QpInit {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            max_send_wr: 1 << 12,
+            max_recv_wr: 1 << 12,
+        };
+        let qpn = rnic.create_qp(init).unwrap();
+        Side {
+            rnic,
+            memory,
+            pd,
+            lkey,
+            rkey,
+            cq,
+            qpn,
+            address,
+            inbox: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn sge(&self, offset: u64, length: u32) -> SgeList {
+        Sge::new(IOVA + offset, length, self.lkey).into()
+    }
+
+    pub(super) fn completions(&mut self) -> Vec<WorkCompletion> {
+        std::iter::from_fn(|| self.rnic.poll_cq(self.cq)).collect()
+    }
+}
+
+/// A connected pair of RC QPs; side 0 is called the requester in tests, though both can ask.
+pub(super) struct Pair {
+    pub(super) sides: [Side; 2],
+    pub(super) now: Time,
+    /// Called with each datagram and where it goes: false loses it.
+    pub(super) deliver: Box<dyn FnMut(usize, &mut Vec<u8>) -> bool>,
+    buf: TransmitBuf,
+}
+
+pub(super) const PSN: u32 = 0xff_fff0;
+
+impl Pair {
+    pub(super) fn new() -> Pair {
+        let mut pair = Pair {
+            sides: [Side::new(1), Side::new(2)],
+            now: Time(1),
+            deliver: Box::new(|_, _| true),
+            buf: TransmitBuf::new(1 << 18, true),
+        };
+        for i in 0..2 {
+            pair.connect(i);
+        }
+        pair
+    }
+
+    fn connect(&mut self, i: usize) {
+        let (src, dst, dest_qpn) = (
+            self.sides[i].address,
+            self.sides[1 - i].address,
+            self.sides[1 - i].qpn,
+        );
+        let side = &mut self.sides[i];
+        let init = QpAttributes {
+            access: Some(ALL_ACCESS | Access::FLUSH_PERSISTENT),
+            ..Default::default()
+        };
+        side.rnic
+            .modify_qp(self.now, side.qpn, QpState::Init, &init)
+            .unwrap();
+        let rtr = QpAttributes {
+            path: Some(Path {
+                src,
+                dst,
+                src_port: 0xc001,
+                traffic_class: 0,
+            }),
+            path_mtu: Some(1024),
+            dest_qpn: Some(dest_qpn),
+            rq_psn: Some(Psn::new(PSN)),
+            max_dest_rd_atomic: Some(16),
+            min_rnr_timer: Some(1),
+            window_bytes: Some(64 << 10),
+            peer_is_rdmux: Some(true),
+            ..Default::default()
+        };
+        side.rnic
+            .modify_qp(self.now, side.qpn, QpState::Rtr, &rtr)
+            .unwrap();
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(PSN)),
+            timeout: Some(10),
+            retry_count: Some(7),
+            rnr_retry: Some(7),
+            max_rd_atomic: Some(16),
+            ..Default::default()
+        };
+        side.rnic
+            .modify_qp(self.now, side.qpn, QpState::Rts, &rts)
+            .unwrap();
+    }
+
+    pub(super) fn post(&mut self, i: usize, operation: Operation, sges: SgeList) {
+        let request = SendRequest {
+            wr_id: 7,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+        };
+        let side = &mut self.sides[i];
+        side.rnic.post_send(self.now, side.qpn, request).unwrap();
+    }
+
+    pub(super) fn write(&mut self, from: u64, to: u64, length: u32) {
+        let operation = Operation::Write {
+            va: IOVA + to,
+            rkey: self.sides[1].rkey,
+            imm: None,
+        };
+        let sges = self.sides[0].sge(from, length);
+        self.post(0, operation, sges);
+    }
+
+    /// Moves what is on its way, in both directions, until nothing is; then lets time pass to the next timer. Ends when no
+    /// timer is left.
+    pub(super) fn run(&mut self) {
+        for _ in 0..100_000 {
+            if self.step() {
+                continue;
+            }
+            let timers = self.sides.iter().filter_map(|side| side.rnic.poll_timeout());
+            let Some(next) = timers.min() else { return };
+            // A timer left over from progress that came before it fires without effect.
+            self.now = self.now.max(next);
+            for side in &mut self.sides {
+                side.rnic.handle_timeout(self.now);
+            }
+        }
+        panic!("the pair does not come to rest");
+    }
+
+    /// One exchange; false when nothing moved.
+    pub(super) fn step(&mut self) -> bool {
+        let mut moved = false;
+        for i in 0..2 {
+            loop {
+                self.buf.clear();
+                let more = self.sides[i].rnic.poll_transmit(self.now, &mut self.buf, true);
+                for train in self.buf.trains() {
+                    moved = true;
+                    let mut bytes = self.buf.bytes()[train.range.clone()].to_vec();
+                    if (self.deliver)(1 - i, &mut bytes) {
+                        self.sides[1 - i].inbox.push_back((bytes, train.segment_bytes));
+                    }
+                }
+                if !more {
+                    break;
+                }
+            }
+        }
+        for i in 0..2 {
+            let src = self.sides[1 - i].address;
+            while let Some((bytes, segment)) = self.sides[i].inbox.pop_front() {
+                self.sides[i]
+                    .rnic
+                    .handle_datagram(self.now, src, 0xc001, &bytes, segment);
+            }
+        }
+        moved
+    }
+
+    /// A packet as side 0 would send it to side 1's QP, ICRC included.
+    pub(super) fn craft(&self, packet_without_icrc: &[u8]) -> Vec<u8> {
+        let path = Path {
+            src: self.sides[0].address,
+            dst: self.sides[1].address,
+            src_port: 0xc001,
+            traffic_class: 0,
+        };
+        let icrc = path.flow().icrc(packet_without_icrc, 0);
+        let mut bytes = packet_without_icrc.to_vec();
+        bytes.extend_from_slice(&icrc.to_le_bytes());
+        debug_assert_eq!(bytes.len(), packet_without_icrc.len() + ICRC_LEN);
+        bytes
+    }
+
+    /// Gives side 1 a datagram from side 0.
+    pub(super) fn inject(&mut self, bytes: &[u8]) {
+        let src = self.sides[0].address;
+        self.sides[1]
+            .rnic
+            .handle_datagram(self.now, src, 0xc001, bytes, bytes.len());
+    }
+}

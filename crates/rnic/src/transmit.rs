@@ -1,0 +1,155 @@
+//! Packets on their way out, gathered into trains that one system call can send.
+//!
+//! A train is a run of packets to one destination that are all as long as the first, but for a shorter last one: what
+//! UDP segmentation offload takes. The kernel numbers the IPv4 identification of its segments from 0, so the ICRC of packet
+//! *i* of a train is computed with identification *i*.
+
+use std::net::IpAddr;
+use std::ops::Range;
+
+use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
+
+/// Most packets of a train: the segment limit of older kernels.
+pub const TRAIN_PACKETS_MAX: usize = 64;
+/// Most bytes of a train: the largest UDP payload over IPv4.
+pub const TRAIN_BYTES_MAX: usize = 65_507;
+
+/// Where a QP's packets go and how. The address vector of IBTA Vol 1, 11.2.2.1, reduced to what RoCEv2 needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Path {
+    /// Own address.
+    pub src: IpAddr,
+    /// The peer's address.
+    pub dst: IpAddr,
+    /// UDP source port; covered by the ICRC, otherwise free.
+    pub src_port: u16,
+    /// Traffic class (IPv6) or TOS (IPv4): DSCP and ECN.
+    pub traffic_class: u8,
+}
+
+impl Path {
+    /// What the ICRC covers of this path.
+    pub fn flow(&self) -> Flow {
+        Flow {
+            src: self.src,
+            dst: self.dst,
+            src_port: self.src_port,
+            dst_port: UDP_PORT,
+        }
+    }
+}
+
+/// A train inside of a [`TransmitBuf`].
+#[derive(Clone, Debug)]
+pub struct Train {
+    /// Where it goes.
+    pub path: Path,
+    /// Its bytes in [`TransmitBuf::bytes`].
+    pub range: Range<usize>,
+    /// Bytes of each packet but the last.
+    pub segment_bytes: usize,
+    /// Packets.
+    pub packets: usize,
+    closed: bool,
+}
+
+/// A buffer that the engine fills with trains.
+#[derive(Debug)]
+pub struct TransmitBuf {
+    bytes: Vec<u8>,
+    trains: Vec<Train>,
+    limit_bytes: usize,
+    train_packets_max: usize,
+}
+
+impl TransmitBuf {
+    /// A buffer for up to `limit_bytes`; with `gso` false every train is one packet.
+    pub fn new(limit_bytes: usize, gso: bool) -> TransmitBuf {
+        TransmitBuf {
+            bytes: Vec::with_capacity(limit_bytes + TRAIN_BYTES_MAX),
+            trains: Vec::with_capacity(64),
+            limit_bytes,
+            train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
+        }
+    }
+
+    /// Empties the buffer.
+    pub fn clear(&mut self) {
+        self.bytes.clear();
+        self.trains.clear();
+    }
+
+    /// The trains in the order in which they must be sent.
+    pub fn trains(&self) -> &[Train] {
+        &self.trains
+    }
+
+    /// All bytes; trains name ranges of them.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Whether nothing is to be sent.
+    pub fn is_empty(&self) -> bool {
+        self.trains.is_empty()
+    }
+
+    /// Whether it took all that it should take before it is sent.
+    pub fn is_full(&self) -> bool {
+        self.bytes.len() >= self.limit_bytes
+    }
+
+    /// From now on every train is one packet: the system cannot segment.
+    pub fn disable_gso(&mut self) {
+        self.train_packets_max = 1;
+    }
+
+    /// Adds a packet of `len` bytes before the ICRC. `fill` writes it; the ICRC is added here. When `fill` fails the packet
+    /// is taken back.
+    pub(crate) fn push<E>(
+        &mut self,
+        path: &Path,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let total = len + ICRC_LEN;
+        let start = self.bytes.len();
+        self.bytes.resize(start + total, 0);
+        let packet = &mut self.bytes[start..start + len];
+        if let Err(error) = fill(packet) {
+            self.bytes.truncate(start);
+            return Err(error);
+        }
+        let joins = self.trains.last().is_some_and(|t| {
+            !t.closed
+                && t.path == *path
+                && total <= t.segment_bytes
+                && t.packets < self.train_packets_max
+                && t.range.len() + total <= TRAIN_BYTES_MAX
+        });
+        let index = if joins {
+            self.trains.last().map_or(0, |t| t.packets)
+        } else {
+            0
+        };
+        debug_assert!(len >= Bth::LEN);
+        let icrc = path.flow().icrc(&self.bytes[start..start + len], index as u16);
+        self.bytes[start + len..].copy_from_slice(&icrc.to_le_bytes());
+        if joins && let Some(train) = self.trains.last_mut() {
+            train.range.end = start + total;
+            train.packets += 1;
+            train.closed = total < train.segment_bytes;
+        } else {
+            let range = start..start + total;
+            self.trains.push(Train {
+                path: *path,
+                range,
+                segment_bytes: total,
+                packets: 1,
+                closed: false,
+            });
+        }
+        Ok(())
+    }
+}
