@@ -65,7 +65,7 @@ bootstrap_missing() {
 }
 
 bootstrap() {
-  local packages rustup='' as_root=()
+  local packages rustup='' log as_root=()
   packages=$(bootstrap_missing "$@")
   case " $* " in *" build "*) find_rust || rustup=yes ;; esac
   [ -n "$packages$rustup" ] || return 0
@@ -79,7 +79,10 @@ bootstrap() {
       case $packages in *rustc*) rustup='' ;; esac
       if [ -n "$packages" ]; then
         echo "installing: $packages" >&2
-        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $packages >&2
+        log=$(mktemp)
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends install $packages >"$log" 2>&1 ||
+          { cat "$log" >&2; rm -f "$log"; return 1; }
+        rm -f "$log"
       fi
     elif [ -n "$packages" ]; then
       echo "These packages are missing. Type this line, then start again:" >&2
