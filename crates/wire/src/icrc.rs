@@ -31,8 +31,8 @@ pub struct Flow {
 
 impl Flow {
     /// CRC state after the LRH, IP and UDP headers of a packet with `udp_payload` bytes. `ip_id` is the IPv4
-    /// identification (DF is taken as set); IPv6 has none.
-    fn prefix(&self, udp_payload: usize, ip_id: u16) -> Hasher {
+    /// identification; IPv6 has none, nor a DF.
+    fn prefix(&self, udp_payload: usize, ip_id: u16, dont_fragment: bool) -> Hasher {
         let mut hasher = Hasher::new_with_initial(LRH_CRC);
         let udp_len = (udp_payload + UDP_HEADER) as u16;
         let mut head = [0u8; 48];
@@ -42,7 +42,7 @@ impl Flow {
                 head[1] = 0xff; // TOS
                 head[2..4].copy_from_slice(&((udp_payload + UDP_HEADER + IPV4_HEADER) as u16).to_be_bytes());
                 head[4..6].copy_from_slice(&ip_id.to_be_bytes());
-                head[6] = 0x40; // DF
+                head[6] = u8::from(dont_fragment) << 6;
                 head[8] = 0xff; // TTL
                 head[9] = 17;
                 head[10..12].copy_from_slice(&[0xff, 0xff]); // header checksum
@@ -72,10 +72,16 @@ impl Flow {
         hasher
     }
 
-    /// ICRC of `packet`, which is a UDP payload *without* its last four bytes, the ICRC itself.
+    /// ICRC of `packet`, which is a UDP payload *without* its last four bytes, the ICRC itself. DF is taken as set: RoCEv2 is
+    /// never fragmented (IBTA Vol 1, A17.4.4), and a UDP receiver could not see it.
     pub fn icrc(&self, packet: &[u8], ip_id: u16) -> u32 {
+        self.icrc_as_captured(packet, ip_id, true)
+    }
+
+    /// As [`Flow::icrc`], for a packet whose IPv4 header was seen.
+    pub fn icrc_as_captured(&self, packet: &[u8], ip_id: u16, dont_fragment: bool) -> u32 {
         debug_assert!(packet.len() >= crate::roce::Bth::LEN);
-        let mut hasher = self.prefix(packet.len() + crate::roce::ICRC_LEN, ip_id);
+        let mut hasher = self.prefix(packet.len() + crate::roce::ICRC_LEN, ip_id, dont_fragment);
         let (bth, rest) = packet.split_at(crate::roce::Bth::LEN.min(packet.len()));
         let mut masked = [0u8; crate::roce::Bth::LEN];
         masked[..bth.len()].copy_from_slice(bth);

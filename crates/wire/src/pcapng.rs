@@ -522,6 +522,9 @@ fn ipv4_udp(ip: &[u8]) -> Result<UdpDatagram<'_>, NoUdp> {
     if ip.len() < 20 {
         return Err(NoUdp::Truncated);
     }
+    if ip[9] != 17 {
+        return Err(NoUdp::Other);
+    }
     let header_len = usize::from(ip[0] & 0x0f) * 4;
     // A train longer than 64 KiB has no room for its length here (RFC 791) and captures show 0.
     let total = match usize::from(be16(ip, 2)) {
@@ -530,9 +533,6 @@ fn ipv4_udp(ip: &[u8]) -> Result<UdpDatagram<'_>, NoUdp> {
     };
     if header_len < 20 || total < header_len || ip.len() < total {
         return Err(NoUdp::Truncated);
-    }
-    if ip[9] != 17 {
-        return Err(NoUdp::Other);
     }
     if be16(ip, 6) & 0x3fff != 0 {
         return Err(NoUdp::Fragment);

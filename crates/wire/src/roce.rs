@@ -4,6 +4,8 @@
 //! [`Packet::parse`] checks that a datagram has the length its opcode asks for; the ICRC is checked apart
 //! ([`crate::icrc`]), because it needs the addresses too.
 
+use std::fmt;
+
 use bitflags::bitflags;
 
 use crate::{Malformed, Psn, Qpn, RKey, be16, be24, be32, be64, need, put, put24};
@@ -362,6 +364,18 @@ impl Opcode {
             Transport::Xrc if !self.operation.is_response() => of_operation | Ext::XRCETH,
             _ => of_operation,
         }
+    }
+}
+
+impl fmt::Display for Opcode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let transport = match self.transport {
+            Transport::Rc => "RC",
+            Transport::Uc => "UC",
+            Transport::Ud => "UD",
+            Transport::Xrc => "XRC",
+        };
+        write!(f, "{transport} {:?}", self.operation)
     }
 }
 
