@@ -16,7 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let ip = std::env::args()
         .skip(1)
         .find_map(|a| a.parse().ok())
-        .unwrap_or(IpAddr::from(Ipv4Addr::LOCALHOST));
+        .unwrap_or_else(|| Ipv4Addr::LOCALHOST.into());
     println!("address {ip}, CPUs {CPUS:?}");
     system_calls(ip)?;
     for (name, calls) in [

@@ -1,3 +1,4 @@
 //! The `soft` provider: the RNIC in user space, over UDP.
 
+pub mod group;
 pub mod udp;

@@ -1,0 +1,634 @@
+//! The engine's driver: it moves datagrams between sockets and the [`Rnic`], keeps its timers, carries out its flushes and
+//! wakes who waits.
+//!
+//! Whoever holds the lock on [`Core`] drives. Normally that is the engine's thread, which sleeps in epoll until a datagram, a
+//! timer or a kick. A caller that polls a completion queue drives as well, and while one does ([`POLLER_LEASE`]) the thread
+//! leaves the socket to it: two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the
+//! socket back at once.
+
+use std::collections::HashMap;
+use std::io::{self, IoSlice};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::cm::{CmEvent, CmId};
+use rdmux_rnic::{Config, Counters, Cqn, Event, FlushJob, Qpn, Rnic, Time, TransmitBuf};
+use rdmux_wire::cm::ServiceId;
+use rdmux_wire::roce::PathMtu;
+use rustix::event::{EventfdFlags, epoll, eventfd};
+
+use super::group::{Group, GroupError, MadDatagram, SLOTS};
+use super::udp::{Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
+
+/// How long after its last call a polling caller is trusted to come back.
+const POLLER_LEASE: Duration = Duration::from_millis(10);
+/// Receives before others have their turn: transmit, timers.
+const RECEIVES_PER_TURN: usize = 8;
+/// Bytes gathered before they are sent.
+const TRANSMIT_BYTES: usize = 256 << 10;
+/// How long an idle flusher thread waits for more.
+const FLUSHER_IDLE: Duration = Duration::from_secs(5);
+
+/// What an application does while it waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Waiting {
+    /// The engine's thread sleeps until something arrives.
+    #[default]
+    Blocked,
+    /// The engine's thread spins: lowest latency, one CPU always busy.
+    Polled,
+}
+
+/// How a device is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// What the engine's thread does while nothing happens.
+    pub waiting: Waiting,
+    /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
+    pub receive_buffer_bytes: Option<usize>,
+}
+
+/// Why a device could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The address cannot be used, its port is taken, or another user has it.
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    /// A system call failed.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+/// Someone who sleeps until the engine tells. A pollable descriptor, so that programs can wait for other things too.
+#[derive(Debug)]
+pub(crate) struct Waker(OwnedFd);
+
+impl Waker {
+    pub(crate) fn new() -> io::Result<Waker> {
+        Ok(Waker(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
+    }
+
+    pub(crate) fn wake(&self) {
+        // Fails only when it was woken 2^64 times without anybody looking.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    /// Sleeps until woken or the time is over; false when it is over.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let timeout = timeout.map(|t| Timespec {
+            tv_sec: t.as_secs().min(i64::MAX as u64 / 2) as i64,
+            tv_nsec: t.subsec_nanos().into(),
+        });
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(0) => false,
+            Ok(_) => {
+                self.reset();
+                true
+            }
+            Err(_) => true,
+        }
+    }
+
+    pub(crate) fn reset(&self) {
+        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+    }
+
+    pub(crate) fn fd(&self) -> &OwnedFd {
+        &self.0
+    }
+}
+
+/// Who hears of what happens to a connection, or to all requests of a service.
+pub(crate) type CmSink = mpsc::Sender<CmEvent>;
+
+/// What is reached under the engine's lock.
+pub(crate) struct Core {
+    pub(crate) rnic: Rnic,
+    rx: RxSocket,
+    batch: RxBatch,
+    /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
+    tx: [Option<TxSocket>; SLOTS],
+    buf: TransmitBuf,
+    /// Trains of `buf` that were sent already; the rest waits for the socket.
+    sent: usize,
+    blocked: bool,
+    gso: bool,
+    address: IpAddr,
+    start: Instant,
+    pub(crate) cq_wakers: HashMap<Cqn, Weak<Waker>>,
+    pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
+    pub(crate) cm_sinks: HashMap<CmId, (CmSink, Arc<Waker>)>,
+    pub(crate) listeners: HashMap<ServiceId, (CmSink, Arc<Waker>)>,
+    /// Sends that failed, by reason; told once per reason is enough for a person.
+    pub(crate) send_errors: u64,
+    flushers: Arc<Flushers>,
+}
+
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Core").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// A device's engine, shared by all its objects.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    core: Mutex<Core>,
+    kick: Waker,
+    start: Instant,
+    polled_at_ns: AtomicU64,
+    /// The thread sleeps without looking at the socket.
+    leased: AtomicBool,
+    stop: AtomicBool,
+    waiting: Waiting,
+    group: Mutex<Option<Group>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Engine {
+    pub(crate) fn open(address: IpAddr, options: Options) -> Result<Arc<Engine>, OpenError> {
+        let io = |what| move |source| OpenError::Io { what, source };
+        // The group's thread may hear of a connection before the engine stands: it waits for the slot here.
+        let slot: Arc<Mutex<Weak<Engine>>> = Arc::default();
+        let deliver = {
+            let slot = slot.clone();
+            move |mad: MadDatagram| {
+                let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+                if let Some(engine) = engine {
+                    engine.handle_mad(&mad);
+                }
+            }
+        };
+        let group = Group::join(address, Box::new(deliver))?;
+        let rx = group.socket().map_err(io("UDP socket"))?;
+        if let Some(bytes) = options.receive_buffer_bytes {
+            rx.set_buffer_bytes(bytes).map_err(io("UDP receive buffer"))?;
+        }
+        let buffer_bytes = rx.buffer_bytes().map_err(io("UDP receive buffer"))?;
+        let gsi = TxSocket::bind(address).map_err(io("UDP socket"))?;
+        let gso = gsi.self_test().map_err(io("UDP self-test"))?;
+
+        let mut seed = [0u8; 32];
+        fill_random(&mut seed).map_err(io("random numbers"))?;
+        let guid = u64::from_le_bytes([seed[0], seed[1], seed[2], seed[3], seed[4], seed[5], seed[6], seed[7]]);
+        let config = Config {
+            address,
+            slot: group.slot(),
+            seed,
+            guid,
+            gsi_src_port: gsi.local_addr().port(),
+            receive_window_bytes: window_for(buffer_bytes),
+        };
+        let start = Instant::now();
+        let mut tx = [const { None }; SLOTS];
+        tx[0] = Some(gsi);
+        let core = Core {
+            rnic: Rnic::new(config),
+            rx,
+            batch: RxBatch::new(),
+            tx,
+            buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
+            sent: 0,
+            blocked: false,
+            gso,
+            address,
+            start,
+            cq_wakers: HashMap::new(),
+            qp_errors: HashMap::new(),
+            cm_sinks: HashMap::new(),
+            listeners: HashMap::new(),
+            send_errors: 0,
+            flushers: Arc::default(),
+        };
+        let engine = Arc::new(Engine {
+            core: Mutex::new(core),
+            kick: Waker::new().map_err(io("eventfd"))?,
+            start,
+            polled_at_ns: AtomicU64::new(0),
+            leased: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            waiting: options.waiting,
+            group: Mutex::new(Some(group)),
+            thread: Mutex::new(None),
+        });
+        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        *engine.lock().flushers.engine.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        let thread = thread::Builder::new()
+            .name("rdmux-nic".into())
+            .spawn({
+                let engine = engine.clone();
+                move || engine.run()
+            })
+            .map_err(io("engine thread"))?;
+        *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(engine)
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Core> {
+        // A panic under the lock is a defect of ours; the protocol state is still one that the peer can deal with.
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn now(&self) -> Time {
+        Time(self.start.elapsed().as_nanos() as u64)
+    }
+
+    /// Drives on behalf of a caller that polls. Acknowledgements wait while requests keep coming in.
+    pub(crate) fn poll(&self) -> MutexGuard<'_, Core> {
+        let mut core = self.lock();
+        let now = self.now();
+        self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
+        let received = core.receive(now);
+        core.finish(now, received == 0);
+        core
+    }
+
+    /// Calls `f` on the device, then sends what it wants sent.
+    pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Core, Time) -> R) -> R {
+        let mut core = self.lock();
+        let now = self.now();
+        let before = core.rnic.poll_timeout();
+        let result = f(&mut core, now);
+        core.finish(now, false);
+        let after = core.rnic.poll_timeout();
+        drop(core);
+        // The thread sleeps until `before`; an earlier timer must wake it, unless a caller polls.
+        if after.is_some_and(|after| before.is_none_or(|before| after < before)) && !self.is_polled(now) {
+            self.kick.wake();
+        }
+        result
+    }
+
+    /// A caller goes to sleep: the thread has the socket from now on.
+    pub(crate) fn hand_over(&self) {
+        self.polled_at_ns.store(0, Ordering::Relaxed);
+        if self.leased.load(Ordering::Acquire) {
+            self.kick.wake();
+        }
+    }
+
+    fn is_polled(&self, now: Time) -> bool {
+        let at = self.polled_at_ns.load(Ordering::Relaxed);
+        at != 0 && now.since_ns(Time(at)) < POLLER_LEASE.as_nanos() as u64
+    }
+
+    fn handle_mad(&self, mad: &MadDatagram) {
+        self.with(|core, now| {
+            core.rnic.handle_datagram(now, mad.src.ip(), mad.src.port(), &mad.bytes, mad.segment_size);
+        });
+    }
+
+    /// Reserves a service id for this process among those that share the address.
+    pub(crate) fn register_service(&self, service: ServiceId) -> Result<(), GroupError> {
+        match &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(group) => group.register_service(service.0),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn unregister_service(&self, service: ServiceId) {
+        if let Some(group) = &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
+            group.unregister_service(service.0);
+        }
+    }
+
+    pub(crate) fn counters(&self) -> Counters {
+        *self.lock().rnic.counters()
+    }
+
+    /// The engine's thread.
+    fn run(self: Arc<Engine>) {
+        let Ok(epoll) = Epoll::new(&self) else { return };
+        while !self.stop.load(Ordering::Acquire) {
+            let now = self.now();
+            if self.waiting == Waiting::Blocked && self.is_polled(now) {
+                // Look again when the lease is over, or when the caller says that it sleeps.
+                self.leased.store(true, Ordering::Release);
+                if self.is_polled(now) {
+                    self.kick.wait(Some(POLLER_LEASE));
+                }
+                self.leased.store(false, Ordering::Release);
+                continue;
+            }
+            let (timeout, blocked) = {
+                let mut core = self.lock();
+                let now = self.now();
+                let received = core.receive(now);
+                core.finish(now, true);
+                if received > 0 || self.waiting == Waiting::Polled {
+                    continue;
+                }
+                (core.rnic.poll_timeout().map(|at| at.since_ns(now)), core.blocked)
+            };
+            epoll.wait(&self, timeout, blocked);
+        }
+    }
+
+    /// Ends the engine: its thread and its membership of the address's group.
+    pub(crate) fn close(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.kick.wake();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread
+            && thread.thread().id() != thread::current().id()
+        {
+            let _ = thread.join();
+        }
+        let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(group);
+    }
+}
+
+/// Bytes in flight that one connection may have towards a socket with this buffer. The kernel charges more than the payload,
+/// and several connections share the buffer: losses teach those to take less.
+fn window_for(buffer_bytes: usize) -> u32 {
+    (buffer_bytes / 4).clamp(16 << 10, 512 << 10) as u32
+}
+
+fn fill_random(seed: &mut [u8]) -> io::Result<()> {
+    use rand_core::TryRngCore;
+    rand_core::OsRng.try_fill_bytes(seed).map_err(io::Error::other)
+}
+
+impl Core {
+    /// Takes in what has arrived; returns how many datagrams.
+    fn receive(&mut self, now: Time) -> usize {
+        let mut total = 0;
+        for _ in 0..RECEIVES_PER_TURN {
+            // An error is one of another datagram's (an ICMP message); the next receive goes on.
+            let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
+            if n == 0 {
+                break;
+            }
+            total += n;
+            for datagram in self.batch.iter() {
+                let (src, bytes) = (datagram.src, datagram.bytes);
+                self.rnic.handle_datagram(now, src.ip(), src.port(), bytes, datagram.segment_size);
+            }
+            // Many requests in, many acknowledgements out: the sender's window must not run dry meanwhile.
+            if self.rnic.has_urgent_transmit() {
+                self.transmit(now, false);
+            }
+        }
+        if self.rnic.poll_timeout().is_some_and(|at| at <= now) {
+            self.rnic.handle_timeout(now);
+        }
+        total
+    }
+
+    /// Gives out what the engine wants done: packets, flushes, events. `all`: acknowledgements too.
+    pub(crate) fn finish(&mut self, now: Time, all: bool) {
+        self.transmit(now, all);
+        while let Some(job) = self.rnic.poll_flush() {
+            Flushers::submit(&self.flushers, job);
+        }
+        while let Some(event) = self.rnic.poll_event() {
+            match event {
+                Event::Completion(cqn) => {
+                    if let Some(waker) = self.cq_wakers.get(&cqn).and_then(Weak::upgrade) {
+                        waker.wake();
+                    }
+                }
+                Event::QpError(qpn, status) => {
+                    self.qp_errors.insert(qpn, status);
+                }
+                Event::CommunicationEstablished(_) => {}
+            }
+        }
+        while let Some(event) = self.rnic.cm().poll_event() {
+            self.dispatch(event);
+        }
+    }
+
+    fn dispatch(&mut self, event: CmEvent) {
+        let (id, ends) = match &event {
+            CmEvent::Request { id, service, .. } => {
+                let taken = self.listeners.get(service).is_some_and(|(sink, waker)| {
+                    let sent = sink.send(event.clone()).is_ok();
+                    waker.wake();
+                    sent
+                });
+                if !taken {
+                    self.rnic.cm().reject(*id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
+                }
+                return;
+            }
+            CmEvent::Reply { id, .. } | CmEvent::Established { id } => (*id, false),
+            CmEvent::Rejected { id, .. } | CmEvent::Unreachable { id } | CmEvent::Disconnected { id } => (*id, true),
+        };
+        if let Some((sink, waker)) = self.cm_sinks.get(&id) {
+            let _ = sink.send(event);
+            waker.wake();
+        }
+        if ends {
+            self.cm_sinks.remove(&id);
+        }
+    }
+
+    /// The UDP source port of packets to a QPN; its socket is made when it is first needed.
+    pub(crate) fn source_port(&mut self, dest_qpn: Qpn) -> io::Result<u16> {
+        let slot = (dest_qpn.value() >> 16) as usize % SLOTS;
+        let socket = match &mut self.tx[slot] {
+            Some(socket) => socket,
+            empty => empty.insert(TxSocket::bind(self.address)?),
+        };
+        Ok(socket.local_addr().port())
+    }
+
+    fn transmit(&mut self, now: Time, all: bool) {
+        loop {
+            self.send_pending();
+            if self.blocked {
+                return;
+            }
+            self.buf.clear();
+            self.sent = 0;
+            let more = self.rnic.poll_transmit(now, &mut self.buf, all);
+            if self.buf.is_empty() {
+                return;
+            }
+            if !more {
+                self.send_pending();
+                return;
+            }
+        }
+    }
+
+    /// Sends the trains in the buffer, until the socket takes no more.
+    fn send_pending(&mut self) {
+        self.blocked = false;
+        let trains = self.buf.trains();
+        while self.sent < trains.len() {
+            // A run of trains that leave by one socket is one system call.
+            let port = trains[self.sent].path.src_port;
+            let run = trains[self.sent..].iter().take_while(|t| t.path.src_port == port).count().min(16);
+            let Some(socket) = self.tx.iter().flatten().find(|s| s.local_addr().port() == port) else {
+                self.sent += run;
+                continue;
+            };
+            let run = &trains[self.sent..self.sent + run];
+            let bytes = self.buf.bytes();
+            let slices: [[IoSlice<'_>; 1]; 16] =
+                std::array::from_fn(|i| [IoSlice::new(run.get(i).map_or(&[], |t| &bytes[t.range.clone()]))]);
+            let outgoing: [Outgoing<'_>; 16] = std::array::from_fn(|i| {
+                let train = run.get(i).unwrap_or(&run[0]);
+                Outgoing {
+                    dst: SocketAddr::new(train.path.dst, ROCE_PORT),
+                    segment_size: (train.packets > 1).then_some(train.segment_bytes as u16),
+                    tos: train.path.traffic_class,
+                    parts: &slices[i],
+                }
+            });
+            match socket.send_batch(&outgoing[..run.len()]) {
+                Ok(n) => {
+                    self.sent += n;
+                    if n < run.len() {
+                        self.blocked = true;
+                        break;
+                    }
+                }
+                Err(error) => {
+                    // As good as lost on the way: the protocol notices, and the counter tells why.
+                    self.send_errors += 1;
+                    self.sent += error.index + 1;
+                }
+            }
+            if self.gso && !socket.gso() {
+                self.gso = false;
+            }
+        }
+        if !self.gso {
+            self.buf.disable_gso();
+        }
+    }
+
+    pub(crate) fn clock(&self) -> Time {
+        Time(self.start.elapsed().as_nanos() as u64)
+    }
+}
+
+/// The path MTU towards a peer: the largest that the interface's MTU carries.
+pub(crate) fn path_mtu_to(local: IpAddr, peer: IpAddr) -> io::Result<PathMtu> {
+    let mtu = super::udp::link_mtu_to(local, peer)?;
+    PathMtu::of_link(mtu).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::Unsupported, format!("link MTU {mtu} is too small for RoCEv2, which needs 336"))
+    })
+}
+
+/// Where the engine's thread sleeps.
+struct Epoll {
+    epoll: OwnedFd,
+}
+
+const SOCKET: u64 = 0;
+const KICK: u64 = 1;
+
+impl Epoll {
+    fn new(engine: &Engine) -> io::Result<Epoll> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let core = engine.lock();
+        epoll::add(&epoll, core.rx.as_fd(), epoll::EventData::new_u64(SOCKET), epoll::EventFlags::empty())?;
+        epoll::add(&epoll, engine.kick.fd(), epoll::EventData::new_u64(KICK), epoll::EventFlags::IN)?;
+        Ok(Epoll { epoll })
+    }
+
+    fn wait(&self, engine: &Engine, timeout_ns: Option<u64>, blocked: bool) {
+        {
+            let core = engine.lock();
+            // Armed for one event: while a caller polls, datagrams must not wake this thread.
+            let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+            let _ = epoll::modify(&self.epoll, core.rx.as_fd(), epoll::EventData::new_u64(SOCKET), flags);
+        }
+        // A full send buffer empties by itself in well under a millisecond.
+        let timeout_ns = if blocked { Some(timeout_ns.unwrap_or(u64::MAX).min(500_000)) } else { timeout_ns };
+        let timeout = timeout_ns.map(|ns| rustix::event::Timespec {
+            tv_sec: (ns / 1_000_000_000) as i64,
+            tv_nsec: (ns % 1_000_000_000) as _,
+        });
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 2];
+        if let Ok(n) = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
+            for event in &events[..n] {
+                if event.data.u64() == KICK {
+                    engine.kick.reset();
+                }
+            }
+        }
+    }
+}
+
+/// Threads that carry out flushes, one per memory that is being flushed, so that a slow medium holds up nobody else.
+#[derive(Debug, Default)]
+struct Flushers {
+    engine: Mutex<Weak<Engine>>,
+    /// Jobs by memory, as long as its thread lives.
+    jobs: Mutex<HashMap<usize, Vec<FlushJob>>>,
+    more: Condvar,
+}
+
+impl Flushers {
+    fn submit(this: &Arc<Flushers>, job: FlushJob) {
+        let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
+        let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(queue) = jobs.get_mut(&key) {
+            queue.push(job);
+            this.more.notify_all();
+            return;
+        }
+        jobs.insert(key, vec![job]);
+        drop(jobs);
+        let flushers = this.clone();
+        let spawned = thread::Builder::new().name("rdmux-flush".into()).spawn(move || flushers.run(key));
+        if spawned.is_err() {
+            // No thread to be had: flush here rather than never.
+            this.run(key);
+        }
+    }
+
+    fn run(&self, key: usize) {
+        loop {
+            let batch = {
+                let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+                if jobs.get(&key).is_some_and(Vec::is_empty) {
+                    let wait = |jobs: &mut HashMap<usize, Vec<FlushJob>>| jobs.get(&key).is_some_and(Vec::is_empty);
+                    let (guard, _) =
+                        self.more.wait_timeout_while(jobs, FLUSHER_IDLE, wait).unwrap_or_else(PoisonError::into_inner);
+                    jobs = guard;
+                }
+                match jobs.get_mut(&key) {
+                    Some(queue) if !queue.is_empty() => std::mem::take(queue),
+                    _ => {
+                        jobs.remove(&key);
+                        return;
+                    }
+                }
+            };
+            // One flush of all that is asked for serves every waiter: whatever each of them covers was placed before.
+            let (Some(start), Some(end)) =
+                (batch.iter().map(|j| j.offset).min(), batch.iter().map(|j| j.offset.saturating_add(j.length)).max())
+            else {
+                continue;
+            };
+            let placement = batch.iter().fold(batch[0].placement, |all, job| all | job.placement);
+            let result = batch[0].memory.flush(start, end - start, placement);
+            let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+            let Some(engine) = engine else { return };
+            engine.with(|core, now| {
+                for job in batch {
+                    core.rnic.handle_flush(now, job.id, result);
+                }
+                core.finish(now, true);
+            });
+        }
+    }
+}

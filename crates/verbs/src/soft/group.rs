@@ -1,0 +1,533 @@
+//! The group of processes that share UDP port 4791 of one local address.
+//!
+//! The first process of an address binds [`SLOTS`] sockets to the port, all at once, and a filter that chooses among
+//! them by the top byte of the destination QPN. Every later process of the same user gets all of them, so that none is
+//! ever closed while one process lives: closing one would move live QPs to other sockets. Each process reads the socket
+//! of its own slot and no other.
+//!
+//! Connection management uses QPN 1, which lies in slot 0. One process, the *holder*, reads that socket and hands each
+//! message to the process that it is for: by the slot in the top byte of the communication id, or by the service that a
+//! request asks for. The others are *members*, each with a connection to the holder; when the holder ends, in whatever
+//! way, the connections do too, one member becomes holder and the rest connect to it.
+//!
+//! What must survive every death lies with the kernel, under abstract Unix socket names, which vanish with the process
+//! that bound them and are scoped by network namespace just as the port is: who is holder, which slots are taken, which
+//! services are offered. Messages between processes only speed up the finding. So two processes never have one slot or
+//! service, and a new holder knows for whom it must wait before it says that a service does not exist.
+//!
+//! Only processes of one user share a port: both ends of each connection check the other's credentials. What another user
+//! binds among the names can keep us from starting, as a socket on the port can, but it is never sent anything.
+
+mod message;
+mod names;
+mod worker;
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
+
+use rdmux_wire::Qpn;
+use rdmux_wire::cm::{self, Destination, ServiceId};
+use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+
+use self::message::Message;
+use self::names::Names;
+use self::worker::{Role, Worker};
+use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
+
+/// Sockets of a group. Slot 0 carries connection management alone, so 15 processes can share an address.
+pub const SLOTS: usize = 16;
+
+/// Services that one process may offer on one address.
+pub const SERVICES_MAX: usize = 512;
+
+/// The slot of QPN 1.
+const CM_SLOT: u8 = 0;
+
+/// How long `join` waits for the survivors of a holder to agree, or for a holder's answer.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why a process cannot have a place on the port.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GroupError {
+    /// The port is shared by processes of another user.
+    #[error(
+        "{addr}: UDP port {ROCE_PORT} is in use by process {pid} of user {uid}, and only processes of one user can share \
+         it: run as that user, or use another local address or network namespace"
+    )]
+    OtherUser {
+        /// The local address.
+        addr: IpAddr,
+        /// Whose it is.
+        uid: u32,
+        /// The process that holds it; 0 when it is in another PID namespace.
+        pid: i32,
+    },
+    /// The port belongs to something that is no group: the kernel's rxe driver, or another program.
+    #[error(
+        "{addr}: UDP port {ROCE_PORT} is in use by another program or by the kernel's rdma_rxe (see `ss -ulnp` and \
+         `rdma link`): stop it, or use another local address or network namespace"
+    )]
+    PortInUse {
+        /// The local address.
+        addr: IpAddr,
+    },
+    /// Each slot has its process.
+    #[error("{addr}: all {} places on UDP port {ROCE_PORT} are taken: end one of those processes", SLOTS - 1)]
+    Full {
+        /// The local address.
+        addr: IpAddr,
+    },
+    /// The process that holds the port does not answer: it is stopped, or it is no rdmux.
+    #[error("{addr}: process {pid}, which holds UDP port {ROCE_PORT}, does not answer: continue or end it")]
+    NoAnswer {
+        /// The local address.
+        addr: IpAddr,
+        /// The process; 0 when it is in another PID namespace.
+        pid: i32,
+    },
+    /// The process that holds the port speaks another version of the group's protocol.
+    #[error(
+        "{addr}: process {pid}, which holds UDP port {ROCE_PORT}, runs another version of rdmux: use the same version, or \
+         another local address"
+    )]
+    OtherVersion {
+        /// The local address.
+        addr: IpAddr,
+        /// The process; 0 when it is in another PID namespace.
+        pid: i32,
+    },
+    /// The service is offered already, by this process or another one.
+    #[error("{addr}: {service:?} is offered already on this address")]
+    ServiceInUse {
+        /// The local address.
+        addr: IpAddr,
+        /// The service.
+        service: ServiceId,
+    },
+    /// This process offers [`SERVICES_MAX`] services.
+    #[error("{addr}: no more than {SERVICES_MAX} services on an address")]
+    TooManyServices {
+        /// The local address.
+        addr: IpAddr,
+    },
+    /// A system call failed.
+    #[error("{addr}: {what}: {source}")]
+    Io {
+        /// The local address.
+        addr: IpAddr,
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+/// A connection-management datagram for this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MadDatagram {
+    /// The sender.
+    pub src: SocketAddr,
+    /// The UDP payload, from BTH to ICRC. The ICRC is not checked yet.
+    pub bytes: Vec<u8>,
+}
+
+/// Takes the messages for this process, on the group's own thread. It must not call back into the [`Group`], and while it
+/// works no message moves on the address.
+pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
+
+/// What became of the datagrams that the holder read; all zero in the other processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GroupCounters {
+    /// Handed on to another process.
+    pub forwarded: u64,
+    /// Delivered to this process.
+    pub delivered: u64,
+    /// No message of connection management.
+    pub malformed: u64,
+    /// For a process that lives but could not take it: stopped, or still finding the new holder. The sender repeats it.
+    pub undeliverable: u64,
+}
+
+/// This process's place on port 4791 of an address.
+///
+/// A process may have several, on one address or on many. Dropping it leaves the group. A child that is forked and does
+/// not `exec` keeps its parent's place taken, and must end before the place is free.
+pub struct Group {
+    shared: Arc<Shared>,
+    sockets: Sockets,
+    slot: u8,
+    thread: Option<JoinHandle<()>>,
+    thread_id: ThreadId,
+    _slot_claim: OwnedFd,
+}
+
+/// The sockets by slot.
+type Sockets = Arc<Vec<RxSocket>>;
+
+/// What the group's thread and its user both touch.
+struct Shared {
+    names: Names,
+    wake: OwnedFd,
+    stop: AtomicBool,
+    state: Mutex<State>,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct State {
+    slot: u8,
+    /// Services of this process, with the names that reserve them.
+    services: Vec<(ServiceId, OwnedFd)>,
+    /// The connection to the holder, in a member.
+    link: Option<OwnedFd>,
+}
+
+#[derive(Default)]
+struct Counters {
+    forwarded: AtomicU64,
+    delivered: AtomicU64,
+    malformed: AtomicU64,
+    undeliverable: AtomicU64,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // No invariant spans a panic: each change of the state is one push, removal or assignment.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Tells the holder our slot and services. A connection that cannot take it is ended, and the thread makes a new one,
+    /// which begins with this message.
+    fn announce(&mut self) {
+        let Some(link) = &self.link else { return };
+        let services = self.services.iter().map(|(id, _)| *id).collect();
+        if message::send(
+            link,
+            &Message::Announce {
+                slot: self.slot,
+                services,
+            },
+        )
+        .is_err()
+        {
+            let _ = rustix::net::shutdown(link, rustix::net::Shutdown::Both);
+            self.link = None;
+        }
+    }
+}
+
+impl Group {
+    /// Takes a place on port 4791 of the local address `addr`, and becomes the first process there if there is none.
+    ///
+    /// # Errors
+    /// A [`GroupError`] that says who has the port. Where it belongs to a foreign program the call takes 2 s, during
+    /// which the survivors of a holder would have come forward.
+    pub fn join(addr: IpAddr, deliver: Deliver) -> Result<Group, GroupError> {
+        let io = |what| {
+            move |e: Errno| GroupError::Io {
+                addr,
+                what,
+                source: e.into(),
+            }
+        };
+        let names = Names::new(addr);
+        let deadline = Instant::now() + JOIN_TIMEOUT;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            let failure = match names.claim_holder() {
+                Ok(listener) => match bind_all(addr) {
+                    Ok(sockets) => {
+                        rustix::net::listen(&listener, worker::BACKLOG)
+                            .map_err(io("listen on a Unix socket"))?;
+                        // A random start: the slots of processes that ended a moment ago are not the first to be reused.
+                        let start = (names::random() % (SLOTS as u64 - 1)) as u8 + 1;
+                        return Self::start(names, sockets, start, Role::holder(listener), deliver);
+                    }
+                    Err(e) if e.kind() == io::ErrorKind::AddrInUse => GroupError::PortInUse { addr },
+                    Err(source) => {
+                        return Err(GroupError::Io {
+                            addr,
+                            what: "bind UDP port 4791",
+                            source,
+                        });
+                    }
+                },
+                Err(Errno::ADDRINUSE) => match enter(&names, deadline)? {
+                    Entry::Welcome {
+                        link,
+                        sockets,
+                        next_slot,
+                    } => {
+                        return Self::start(names, sockets, next_slot, Role::Member(link), deliver);
+                    }
+                    Entry::Retry(failure) => failure,
+                },
+                Err(e) => return Err(io("bind an abstract Unix socket")(e)),
+            };
+            if Instant::now() >= deadline {
+                return Err(failure);
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_millis(50));
+        }
+    }
+
+    fn start(
+        names: Names,
+        sockets: Sockets,
+        first_slot: u8,
+        role: Role,
+        deliver: Deliver,
+    ) -> Result<Group, GroupError> {
+        let addr = names.addr();
+        let io = |what| move |source| GroupError::Io { addr, what, source };
+        let (slot, slot_claim) = names
+            .claim_a_slot(first_slot)
+            .map_err(|e| io("bind an abstract Unix socket")(e.into()))?
+            .ok_or(GroupError::Full { addr })?;
+        discard_queue(&sockets[usize::from(slot)]).map_err(io("read UDP port 4791"))?;
+
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| io("make an eventfd")(e.into()))?;
+        let shared = Arc::new(Shared {
+            names,
+            wake,
+            stop: AtomicBool::new(false),
+            state: Mutex::new(State {
+                slot,
+                ..State::default()
+            }),
+            counters: Counters::default(),
+        });
+        let worker = Worker::new(Arc::clone(&shared), Arc::clone(&sockets), slot, role, deliver)
+            .map_err(io("duplicate a descriptor"))?;
+        let thread = thread::Builder::new()
+            .name("rdmux-cm".to_owned())
+            .spawn(move || worker.run())
+            .map_err(io("start a thread"))?;
+        let thread_id = thread.thread().id();
+        Ok(Group {
+            shared,
+            sockets,
+            slot,
+            thread: Some(thread),
+            thread_id,
+            _slot_claim: slot_claim,
+        })
+    }
+
+    /// The slot of this process: the top byte of all its QPNs and communication ids.
+    #[must_use]
+    pub fn slot(&self) -> u8 {
+        self.slot
+    }
+
+    /// The local address.
+    #[must_use]
+    pub fn addr(&self) -> IpAddr {
+        self.shared.names.addr()
+    }
+
+    /// The socket of this process's slot: it receives what is sent to the QPNs of the slot.
+    ///
+    /// # Errors
+    /// Those of `fcntl(F_DUPFD_CLOEXEC)`.
+    pub fn socket(&self) -> io::Result<RxSocket> {
+        self.sockets[usize::from(self.slot)].try_clone()
+    }
+
+    /// Offers `service`: from the return on, requests for it that arrive on this address come to this process.
+    ///
+    /// # Errors
+    /// [`GroupError::ServiceInUse`], and those of making the socket whose name reserves the service.
+    pub fn register_service(&self, service: ServiceId) -> Result<(), GroupError> {
+        let addr = self.addr();
+        let mut state = self.shared.state();
+        if state.services.len() >= SERVICES_MAX {
+            return Err(GroupError::TooManyServices { addr });
+        }
+        let claim = self.shared.names.claim_service(service).map_err(|e| match e {
+            Errno::ADDRINUSE => GroupError::ServiceInUse { addr, service },
+            e => GroupError::Io {
+                addr,
+                what: "bind an abstract Unix socket",
+                source: e.into(),
+            },
+        })?;
+        state.services.push((service, claim));
+        state.announce();
+        Ok(())
+    }
+
+    /// Takes back an offer; one that was not made is ignored.
+    pub fn unregister_service(&self, service: ServiceId) {
+        let mut state = self.shared.state();
+        state.services.retain(|(id, _)| *id != service);
+        state.announce();
+    }
+
+    /// What this process did as the holder.
+    #[must_use]
+    pub fn counters(&self) -> GroupCounters {
+        let c = &self.shared.counters;
+        GroupCounters {
+            forwarded: c.forwarded.load(Relaxed),
+            delivered: c.delivered.load(Relaxed),
+            malformed: c.malformed.load(Relaxed),
+            undeliverable: c.undeliverable.load(Relaxed),
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Relaxed);
+        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+        // Dropped by its own callback, the thread ends by itself.
+        if let Some(thread) = self
+            .thread
+            .take()
+            .filter(|_| thread::current().id() != self.thread_id)
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group")
+            .field("addr", &self.addr())
+            .field("slot", &self.slot)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Whom a datagram to QPN 1 is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// The process that offers the service.
+    Service(ServiceId),
+    /// The process that gave out the communication id.
+    Slot(u8),
+}
+
+/// Whom the UDP payload `payload` is for; `None` when it is no message of connection management.
+#[must_use]
+pub fn route(payload: &[u8]) -> Option<Route> {
+    let packet = Packet::parse(payload).ok()?;
+    let Opcode { transport, operation } = packet.bth.opcode;
+    if (packet.bth.dest_qpn, transport, operation) != (Qpn::GSI, Transport::Ud, Operation::SendOnly) {
+        return None;
+    }
+    Some(match cm::destination(packet.payload())? {
+        Destination::Service(service) => Route::Service(service),
+        Destination::CommId(id) => Route::Slot((id >> 24) as u8),
+    })
+}
+
+/// Binds all sockets of a new group. The caller is the holder of the address.
+fn bind_all(addr: IpAddr) -> io::Result<Sockets> {
+    let local = SocketAddr::new(addr, ROCE_PORT);
+    // A socket that shares with nobody proves that nobody is there: neither the survivors of a holder that ended, whose
+    // group must not grow, nor a program that would share and so shift all slots.
+    drop(RxSocket::bind(local, false)?);
+    let first = RxSocket::bind(local, true)?;
+    udp::attach_qpn_filter(&first)?;
+    let mut sockets = vec![first];
+    while sockets.len() < SLOTS {
+        sockets.push(RxSocket::bind(local, true)?);
+    }
+    Ok(Arc::new(sockets))
+}
+
+/// The answer to an attempt to become a member.
+enum Entry {
+    Welcome {
+        link: OwnedFd,
+        sockets: Sockets,
+        next_slot: u8,
+    },
+    /// The holder went away, or is about to come; with the error to report when there is no more time.
+    Retry(GroupError),
+}
+
+/// Asks the holder for the sockets.
+fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
+    let addr = names.addr();
+    let io = |what| {
+        move |e: Errno| GroupError::Io {
+            addr,
+            what,
+            source: e.into(),
+        }
+    };
+    let link = match names.connect_holder() {
+        Ok(link) => link,
+        // Between its bind and its listen, or not there any more, or too many at its door.
+        Err(Errno::CONNREFUSED | Errno::AGAIN) => return Ok(Entry::Retry(GroupError::PortInUse { addr })),
+        Err(e) => return Err(io("connect to the holder of the port")(e)),
+    };
+    let (uid, pid) = udp::peer_credentials(&link).map_err(|source| GroupError::Io {
+        addr,
+        what: "read the credentials of the holder of the port",
+        source,
+    })?;
+    if uid != rustix::process::geteuid().as_raw() {
+        return Err(GroupError::OtherUser { addr, uid, pid });
+    }
+    let no_answer = GroupError::NoAnswer { addr, pid };
+    if !message::wait_readable(link.as_fd(), deadline).map_err(io("poll"))? {
+        return Err(no_answer);
+    }
+    let mut buffer = [0; message::LEN_MAX];
+    let Ok((len, descriptors)) = message::receive_with_descriptors(&link, &mut buffer) else {
+        return Ok(Entry::Retry(no_answer));
+    };
+    match Message::decode(&buffer[..len]) {
+        Some(Message::Welcome {
+            version: message::VERSION,
+            next_slot,
+        }) => {
+            let sockets: io::Result<Vec<_>> = descriptors.into_iter().map(RxSocket::from_fd).collect();
+            let is_ours = |s: &RxSocket| s.local_addr() == SocketAddr::new(addr, ROCE_PORT);
+            match sockets {
+                Ok(sockets) if sockets.len() == SLOTS && sockets.iter().all(is_ours) => Ok(Entry::Welcome {
+                    link,
+                    sockets: Arc::new(sockets),
+                    next_slot,
+                }),
+                _ => Err(no_answer),
+            }
+        }
+        Some(Message::Welcome { .. }) => Err(GroupError::OtherVersion { addr, pid }),
+        _ if len == 0 => Ok(Entry::Retry(no_answer)),
+        _ => Err(no_answer),
+    }
+}
+
+/// Throws away what came for the former process of a slot.
+fn discard_queue(socket: &RxSocket) -> io::Result<()> {
+    const BATCHES_MAX: usize = 4096; // more than any buffer holds; a sender must not keep us here
+    let mut batch = RxBatch::new();
+    for _ in 0..BATCHES_MAX {
+        if socket.recv_batch(&mut batch)? == 0 {
+            break;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! The abstract Unix socket names under which the kernel keeps the group's state.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+
+use rdmux_wire::cm::ServiceId;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with};
+
+use super::SLOTS;
+
+/// The names of one address.
+#[derive(Clone, Debug)]
+pub(super) struct Names {
+    addr: IpAddr,
+}
+
+impl Names {
+    pub(super) fn new(addr: IpAddr) -> Self {
+        Self { addr }
+    }
+
+    pub(super) fn addr(&self) -> IpAddr {
+        self.addr
+    }
+
+    /// Becomes the holder: a socket to listen on. `ADDRINUSE` when there is one.
+    pub(super) fn claim_holder(&self) -> Result<OwnedFd, Errno> {
+        let fd = unix_socket(SocketType::SEQPACKET)?;
+        bind(&fd, &self.name("")?)?;
+        Ok(fd)
+    }
+
+    /// A connection to the holder.
+    pub(super) fn connect_holder(&self) -> Result<OwnedFd, Errno> {
+        let fd = unix_socket(SocketType::SEQPACKET)?;
+        connect(&fd, &self.name("")?)?;
+        Ok(fd)
+    }
+
+    /// Takes the first free slot from `first` on, in a circle; `None` when there is none.
+    pub(super) fn claim_a_slot(&self, first: u8) -> Result<Option<(u8, OwnedFd)>, Errno> {
+        let processes = SLOTS as u8 - 1;
+        for i in 0..processes {
+            let slot = first.wrapping_sub(1).wrapping_add(i) % processes + 1;
+            match self.claim(&slot_suffix(slot)) {
+                Ok(claim) => return Ok(Some((slot, claim))),
+                Err(Errno::ADDRINUSE) => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Reserves `service`. `ADDRINUSE` when a process offers it.
+    pub(super) fn claim_service(&self, service: ServiceId) -> Result<OwnedFd, Errno> {
+        self.claim(&service_suffix(service))
+    }
+
+    /// Whether a process has `slot`.
+    pub(super) fn is_slot_claimed(&self, slot: u8) -> bool {
+        self.is_claimed(&slot_suffix(slot))
+    }
+
+    /// Whether a process offers `service`.
+    pub(super) fn is_service_claimed(&self, service: ServiceId) -> bool {
+        self.is_claimed(&service_suffix(service))
+    }
+
+    fn claim(&self, suffix: &str) -> Result<OwnedFd, Errno> {
+        let fd = unix_socket(SocketType::DGRAM)?;
+        bind(&fd, &self.name(suffix)?)?;
+        Ok(fd)
+    }
+
+    /// A datagram socket connects to a bound name at once, without its owner's help. In doubt the answer is yes: then a
+    /// message is dropped and repeated, where a no would refuse a service that exists.
+    fn is_claimed(&self, suffix: &str) -> bool {
+        let connected = unix_socket(SocketType::DGRAM).and_then(|fd| connect(&fd, &self.name(suffix)?));
+        connected != Err(Errno::CONNREFUSED)
+    }
+
+    fn name(&self, suffix: &str) -> Result<SocketAddrUnix, Errno> {
+        SocketAddrUnix::new_abstract_name(format!("rdmux-4791-{}{suffix}", self.addr).as_bytes())
+    }
+}
+
+fn slot_suffix(slot: u8) -> String {
+    format!("-slot-{slot}")
+}
+
+fn service_suffix(service: ServiceId) -> String {
+    format!("-service-{:016x}", service.0)
+}
+
+fn unix_socket(kind: SocketType) -> Result<OwnedFd, Errno> {
+    socket_with(
+        AddressFamily::UNIX,
+        kind,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )
+}
+
+/// A number that differs from process to process; no secret.
+pub(super) fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}

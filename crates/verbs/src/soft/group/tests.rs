@@ -1,0 +1,70 @@
+#![allow(non_snake_case, reason = "names of tests are function__case")]
+
+use super::*;
+
+const REQ: u8 = 0x10;
+const REJ: u8 = 0x12;
+const REP: u8 = 0x13;
+const SIDR_REQ: u8 = 0x17;
+const SIDR_REP: u8 = 0x18;
+
+/// A datagram to QPN 1 with attribute `attribute`, whose message begins with `body`.
+fn datagram(attribute: u8, body: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0; 12 + 8 + 256 + 4];
+    bytes[..4].copy_from_slice(&[0x64, 0, 0xff, 0xff]);
+    bytes[7] = 1;
+    bytes[20..24].copy_from_slice(&[1, 0x07, 2, 3]);
+    bytes[37] = attribute;
+    bytes[44..][..body.len()].copy_from_slice(body);
+    bytes
+}
+
+#[test]
+fn route__request_goes_by_service() {
+    let service = ServiceId::tcp(7174);
+    let body: Vec<u8> = [[0x0b; 8], service.0.to_be_bytes()].concat();
+    for attribute in [REQ, SIDR_REQ] {
+        assert_eq!(route(&datagram(attribute, &body)), Some(Route::Service(service)));
+    }
+}
+
+#[test]
+fn route__the_rest_goes_by_the_slot_in_the_remote_id() {
+    for attribute in (0x11..=0x16).chain([0x19, 0x1a]) {
+        let bytes = datagram(attribute, &[1, 2, 3, 4, 9, 6, 7, 8]);
+        assert_eq!(route(&bytes), Some(Route::Slot(9)), "attribute {attribute:#x}");
+    }
+    assert_eq!(
+        route(&datagram(SIDR_REP, &[7, 2, 3, 4, 9, 6, 7, 8])),
+        Some(Route::Slot(7))
+    );
+}
+
+#[test]
+fn route__what_is_no_message_of_connection_management() {
+    let good = datagram(REJ, &[0; 8]);
+    assert!(route(&good).is_some());
+    for len in [0, 1, 11, 12, 20, 43, 52, good.len() - 1] {
+        assert_eq!(route(&good[..len]), None, "length {len}");
+    }
+    // Opcode (RC, with immediate, unknown), version, QPN, class, class version, method, attribute.
+    let breaks = [
+        (0, 0x04),
+        (0, 0x65),
+        (0, 0xff),
+        (1, 1),
+        (7, 2),
+        (5, 1),
+        (21, 3),
+        (22, 1),
+        (23, 1),
+        (37, 0x0f),
+        (36, 1),
+    ];
+    for (at, value) in breaks {
+        let mut bad = good.clone();
+        bad[at] = value;
+        assert_eq!(route(&bad), None, "byte {at} = {value:#x}");
+    }
+    assert_eq!(route(&datagram(REP + 0x10, &[0; 8])), None);
+}

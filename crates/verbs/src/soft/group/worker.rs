@@ -1,0 +1,400 @@
+//! The group's thread: holder, member, or on the way from one to the other.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use rdmux_wire::cm::ServiceId;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+
+use super::message::{self, Message};
+use super::{CM_SLOT, Deliver, MadDatagram, Route, SLOTS, Shared, Sockets, route};
+use crate::soft::udp::{self, RxBatch, RxSocket};
+
+/// Connections that wait to be accepted.
+pub(super) const BACKLOG: i32 = 64;
+
+/// Connections of a holder: each slot, and as many that have not said who they are.
+const PEERS_MAX: usize = 2 * SLOTS;
+
+/// Messages taken from one connection at a time, so that no peer keeps the others waiting.
+const MESSAGES_PER_TURN: usize = 16;
+
+/// How long a new holder leaves connection management unread while living members have not announced themselves.
+const SETTLE_TIME: Duration = Duration::from_secs(1);
+
+/// Pauses between attempts to find the new holder.
+const SEEK_PAUSE_MIN: Duration = Duration::from_millis(1);
+const SEEK_PAUSE_MAX: Duration = Duration::from_millis(100);
+
+/// ... and while the name of the holder belongs to another user.
+const FOREIGN_PAUSE: Duration = Duration::from_secs(1);
+
+pub(super) enum Role {
+    Holder(Holder),
+    /// Connected to the holder.
+    Member(OwnedFd),
+    /// The holder ended.
+    Seeking {
+        pause: Duration,
+    },
+}
+
+impl Role {
+    /// The first process of an address: there is no member that it could have to wait for.
+    pub(super) fn holder(listener: OwnedFd) -> Self {
+        Role::Holder(Holder {
+            listener,
+            peers: Vec::new(),
+            settle_until: None,
+        })
+    }
+}
+
+pub(super) struct Holder {
+    listener: OwnedFd,
+    /// In the order of their coming.
+    peers: Vec<Peer>,
+    settle_until: Option<Instant>,
+}
+
+struct Peer {
+    fd: OwnedFd,
+    /// `None` until the peer announces itself.
+    slot: Option<u8>,
+    services: Vec<ServiceId>,
+    /// The connection is at its end, or broke the rules.
+    gone: bool,
+}
+
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    sockets: Sockets,
+    cm_socket: RxSocket,
+    slot: u8,
+    role: Role,
+    next_slot: u8,
+    deliver: Deliver,
+    batch: RxBatch,
+    buffer: Vec<u8>,
+}
+
+impl Worker {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        sockets: Sockets,
+        slot: u8,
+        role: Role,
+        deliver: Deliver,
+    ) -> io::Result<Self> {
+        let cm_socket = sockets[usize::from(CM_SLOT)].try_clone()?;
+        if let Role::Member(link) = &role {
+            let mut state = shared.state();
+            state.link = Some(link.try_clone()?);
+            state.announce();
+        }
+        let next_slot = after(slot);
+        let (batch, buffer) = (RxBatch::new(), vec![0; message::LEN_MAX]);
+        Ok(Self {
+            shared,
+            sockets,
+            cm_socket,
+            slot,
+            role,
+            next_slot,
+            deliver,
+            batch,
+            buffer,
+        })
+    }
+
+    /// Runs until the group is dropped.
+    pub(super) fn run(mut self) {
+        loop {
+            self.wait();
+            if self.shared.stop.load(Relaxed) {
+                return;
+            }
+            match self.role {
+                Role::Holder(_) => self.hold(),
+                Role::Member(_) => self.follow(),
+                Role::Seeking { .. } => self.seek(),
+            }
+        }
+    }
+
+    /// Sleeps until there is something to do for the role.
+    fn wait(&mut self) {
+        let input = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let mut fds = vec![input(self.shared.wake.as_fd())];
+        let mut timeout = None;
+        match &self.role {
+            Role::Holder(holder) => {
+                fds.push(input(holder.listener.as_fd()));
+                fds.extend(holder.peers.iter().map(|p| input(p.fd.as_fd())));
+                match holder.settle_until {
+                    None => fds.push(input(self.cm_socket.as_fd())),
+                    // Whoever we wait for may also die, which nothing tells.
+                    Some(_) => timeout = Some(Duration::from_millis(10)),
+                }
+            }
+            Role::Member(link) => fds.push(input(link.as_fd())),
+            Role::Seeking { pause } => timeout = Some(*pause),
+        }
+        let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            // Out of memory: nothing else is possible for these descriptors. Trying again at once would spin.
+            Err(_) => std::thread::sleep(SEEK_PAUSE_MAX),
+        }
+    }
+
+    fn hold(&mut self) {
+        self.serve_peers();
+        let Role::Holder(holder) = &mut self.role else {
+            return;
+        };
+        if let Some(until) = holder.settle_until {
+            let missing = |slot| {
+                slot != self.slot
+                    && !holder.peers.iter().any(|p| p.slot == Some(slot))
+                    && self.shared.names.is_slot_claimed(slot)
+            };
+            if Instant::now() < until && (1..SLOTS as u8).any(missing) {
+                return;
+            }
+            holder.settle_until = None;
+        }
+        match self.cm_socket.recv_batch(&mut self.batch) {
+            Ok(0) | Err(_) => return,
+            Ok(_) => {}
+        }
+        // A process that offers a service has said so before anyone can ask for it: what it said is read first.
+        self.serve_peers();
+        let Role::Holder(holder) = &mut self.role else {
+            return;
+        };
+        for datagram in self.batch.iter() {
+            for bytes in datagram.segments() {
+                let counters = &self.shared.counters;
+                let target = match route(bytes).filter(|_| bytes.len() <= message::MAD_BYTES_MAX) {
+                    None => {
+                        counters.malformed.fetch_add(1, Relaxed);
+                        continue;
+                    }
+                    Some(to) => target(&self.shared, &holder.peers, self.slot, to),
+                };
+                match target {
+                    Target::Own => {
+                        counters.delivered.fetch_add(1, Relaxed);
+                        (self.deliver)(MadDatagram {
+                            src: datagram.src,
+                            bytes: bytes.to_vec(),
+                        });
+                    }
+                    Target::Peer(i) => {
+                        let peer = &mut holder.peers[i];
+                        match message::send(
+                            &peer.fd,
+                            &Message::Mad {
+                                src: datagram.src,
+                                bytes,
+                            },
+                        ) {
+                            Ok(()) => counters.forwarded.fetch_add(1, Relaxed),
+                            Err(e) => {
+                                peer.gone = e != Errno::AGAIN;
+                                counters.undeliverable.fetch_add(1, Relaxed)
+                            }
+                        };
+                    }
+                    Target::Absent => {
+                        counters.undeliverable.fetch_add(1, Relaxed);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes in new connections and what the others have said.
+    fn serve_peers(&mut self) {
+        let Role::Holder(holder) = &mut self.role else {
+            return;
+        };
+        for _ in 0..BACKLOG {
+            let Ok(fd) = accept_with(&holder.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
+                break;
+            };
+            let own_uid = rustix::process::geteuid().as_raw();
+            // Another user learns who we are from our credentials, and gets nothing.
+            if !udp::peer_credentials(&fd).is_ok_and(|(uid, _)| uid == own_uid) {
+                continue;
+            }
+            if holder.peers.len() >= PEERS_MAX {
+                // Those that never said who they are make place, the oldest first.
+                let Some(i) = holder.peers.iter().position(|p| p.slot.is_none()) else {
+                    continue;
+                };
+                holder.peers.remove(i);
+            }
+            let descriptors: Vec<BorrowedFd<'_>> = self.sockets.iter().map(|s| s.as_fd()).collect();
+            let welcome = Message::Welcome {
+                version: message::VERSION,
+                next_slot: self.next_slot,
+            };
+            if message::send_with_descriptors(&fd, &welcome, &descriptors).is_ok() {
+                holder.peers.push(Peer {
+                    fd,
+                    slot: None,
+                    services: Vec::new(),
+                    gone: false,
+                });
+            }
+        }
+
+        let next_slot = self.next_slot;
+        for i in 0..holder.peers.len() {
+            for _ in 0..MESSAGES_PER_TURN {
+                let peer = &mut holder.peers[i];
+                let len = match message::receive(&peer.fd, &mut self.buffer) {
+                    Err(Errno::AGAIN) => break,
+                    Err(_) | Ok(0) => {
+                        peer.gone = true;
+                        break;
+                    }
+                    Ok(len) => len,
+                };
+                match Message::decode(&self.buffer[..len]) {
+                    Some(Message::Announce { slot, services }) if slot != self.slot => {
+                        if peer.slot != Some(slot) {
+                            self.next_slot = after(slot);
+                        }
+                        peer.slot = Some(slot);
+                        peer.services = services;
+                        // A slot has one process, and its latest connection counts.
+                        for other in holder.peers.iter_mut().enumerate().filter(|(j, _)| *j != i) {
+                            other.1.gone |= other.1.slot == Some(slot);
+                        }
+                    }
+                    _ => {
+                        peer.gone = true;
+                        break;
+                    }
+                }
+            }
+        }
+        holder.peers.retain(|p| !p.gone);
+        if self.next_slot != next_slot {
+            for peer in &holder.peers {
+                // One that does not read misses a hint.
+                let _ = message::send(&peer.fd, &Message::NextSlot(self.next_slot));
+            }
+        }
+    }
+
+    fn follow(&mut self) {
+        let Role::Member(link) = &self.role else { return };
+        for _ in 0..MESSAGES_PER_TURN {
+            let received = match message::receive(link, &mut self.buffer) {
+                Err(Errno::AGAIN) => return,
+                Err(_) | Ok(0) => None,
+                Ok(len) => Message::decode(&self.buffer[..len]),
+            };
+            match received {
+                Some(Message::Mad { src, bytes }) => (self.deliver)(MadDatagram {
+                    src,
+                    bytes: bytes.to_vec(),
+                }),
+                Some(Message::NextSlot(slot)) => self.next_slot = slot,
+                // The greeting of a new holder; we have its sockets.
+                Some(Message::Welcome {
+                    version: message::VERSION,
+                    ..
+                }) => {}
+                _ => {
+                    self.shared.state().link = None;
+                    self.role = Role::Seeking {
+                        pause: Duration::ZERO,
+                    };
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Becomes the holder, or finds it. Its name belongs to one process at a time, so at most one succeeds in the first.
+    fn seek(&mut self) {
+        let Role::Seeking { pause } = &mut self.role else {
+            return;
+        };
+        *pause = (*pause * 2).clamp(SEEK_PAUSE_MIN, SEEK_PAUSE_MAX);
+        if let Ok(listener) = self.shared.names.claim_holder() {
+            if rustix::net::listen(&listener, BACKLOG).is_ok() {
+                let settle_until = Some(Instant::now() + SETTLE_TIME);
+                self.role = Role::Holder(Holder {
+                    listener,
+                    peers: Vec::new(),
+                    settle_until,
+                });
+            }
+            return;
+        }
+        let Ok(link) = self.shared.names.connect_holder() else {
+            return;
+        };
+        let own_uid = rustix::process::geteuid().as_raw();
+        if !udp::peer_credentials(&link).is_ok_and(|(uid, _)| uid == own_uid) {
+            *pause = FOREIGN_PAUSE;
+            return;
+        }
+        let Ok(for_state) = link.try_clone() else { return };
+        let mut state = self.shared.state();
+        state.link = Some(for_state);
+        state.announce();
+        if state.link.is_some() {
+            drop(state);
+            self.role = Role::Member(link);
+        }
+    }
+}
+
+/// Who gets a datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Target {
+    /// We: it is ours, or nobody's, and then our connection management refuses it.
+    Own,
+    Peer(usize),
+    /// A process that lives and has not announced itself.
+    Absent,
+}
+
+fn target(shared: &Shared, peers: &[Peer], own_slot: u8, to: Route) -> Target {
+    let peer = |found: &dyn Fn(&Peer) -> bool| peers.iter().position(|p| !p.gone && found(p));
+    match to {
+        Route::Slot(slot) if slot == own_slot => Target::Own,
+        Route::Slot(slot) => match peer(&|p| p.slot == Some(slot)) {
+            Some(i) => Target::Peer(i),
+            None if (1..SLOTS as u8).contains(&slot) && shared.names.is_slot_claimed(slot) => Target::Absent,
+            None => Target::Own,
+        },
+        Route::Service(service) => {
+            if shared.state().services.iter().any(|(id, _)| *id == service) {
+                return Target::Own;
+            }
+            match peer(&|p| p.services.contains(&service)) {
+                Some(i) => Target::Peer(i),
+                None if shared.names.is_service_claimed(service) => Target::Absent,
+                None => Target::Own,
+            }
+        }
+    }
+}
+
+/// The slot after `slot`, in the circle of those that processes have.
+fn after(slot: u8) -> u8 {
+    slot % (SLOTS as u8 - 1) + 1
+}

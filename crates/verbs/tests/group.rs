@@ -1,0 +1,557 @@
+//! The group that owns port 4791, with real processes. Each test has a loopback address of its own.
+#![allow(non_snake_case, reason = "names of tests are function__case")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::soft::group::{Group, GroupError, MadDatagram, SLOTS};
+use rdmux_verbs::soft::udp::{ROCE_PORT, RxBatch, RxSocket};
+use rdmux_wire::cm::ServiceId;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const NOBODY: u32 = 65_534;
+
+/// A process with a place on the port: this test binary, started again to run `child` alone.
+struct Member {
+    process: std::process::Child,
+    stdin: Option<ChildStdin>,
+    events: Receiver<String>,
+    slot: u8,
+}
+
+impl Member {
+    /// Starts a process, as an ordinary user in any case, and waits until it has joined or failed.
+    fn start(addr: IpAddr, uid: u32) -> Result<Member, String> {
+        // The link to ourselves can be followed by a user who cannot reach the build folder.
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["--exact", "child", "--nocapture", "--test-threads=1"]);
+        command.env("RDMUX_GROUP_ADDR", addr.to_string()).current_dir("/");
+        if rustix::process::geteuid().is_root() {
+            command.uid(uid).gid(uid);
+        }
+        let mut process = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = process.stdout.take().unwrap();
+        let (tx, events) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if let Some((_, event)) = line.split_once("@ ") {
+                    let _ = tx.send(event.to_owned());
+                }
+            }
+        });
+        let stdin = process.stdin.take();
+        let mut member = Member {
+            process,
+            stdin,
+            events,
+            slot: 0,
+        };
+        let event = member.next().expect("an answer of the process");
+        match event.strip_prefix("joined ") {
+            Some(slot) => {
+                member.slot = slot.parse().unwrap();
+                Ok(member)
+            }
+            None => Err(event),
+        }
+    }
+
+    fn next(&self) -> Option<String> {
+        match self.events.recv_timeout(DEADLINE) {
+            Ok(event) => Some(event),
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => panic!("process in slot {}: no event", self.slot),
+        }
+    }
+
+    #[track_caller]
+    fn expect(&self, event: &str) {
+        assert_eq!(
+            self.next().as_deref(),
+            Some(event),
+            "process in slot {}",
+            self.slot
+        );
+    }
+
+    /// Whether nothing arrived until now, as far as an answer to a later command shows.
+    #[track_caller]
+    fn expect_nothing_before_an_answer(&mut self) {
+        self.tell("ping");
+        self.expect("pong");
+    }
+
+    fn tell(&mut self, line: &str) {
+        writeln!(self.stdin.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    #[track_caller]
+    fn register(&mut self, service: ServiceId) {
+        self.tell(&format!("register {}", service.0));
+        self.expect("registered");
+    }
+
+    fn pid(&self) -> i32 {
+        self.process.id() as i32
+    }
+
+    fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    /// The process leaves the group and ends.
+    fn leave(mut self) {
+        self.stdin = None;
+        assert!(self.process.wait().unwrap().success());
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What the processes run. It reports what happens, one line each.
+#[test]
+fn child() {
+    let Ok(addr) = std::env::var("RDMUX_GROUP_ADDR") else {
+        return;
+    };
+    let group = match Group::join(
+        addr.parse().unwrap(),
+        Box::new(|mad| println!("@ mad {}", describe(&mad))),
+    ) {
+        Ok(group) => group,
+        Err(e) => return println!("@ {e:?}"),
+    };
+    println!("@ joined {}", group.slot());
+    let socket = group.socket().unwrap();
+    thread::spawn(move || {
+        let mut batch = RxBatch::new();
+        loop {
+            poll(&mut [PollFd::new(&socket, PollFlags::IN)], None).unwrap();
+            socket.recv_batch(&mut batch).unwrap();
+            for bytes in batch.iter().flat_map(|d| d.segments().collect::<Vec<_>>()) {
+                println!("@ data {} {}", bytes[5], String::from_utf8_lossy(&bytes[12..]));
+            }
+        }
+    });
+    for line in std::io::stdin().lines().map_while(Result::ok) {
+        match line.split_once(' ') {
+            Some(("register", id)) => match group.register_service(ServiceId(id.parse().unwrap())) {
+                Ok(()) => println!("@ registered"),
+                Err(e) => println!("@ {e:?}"),
+            },
+            Some(("unregister", id)) => {
+                group.unregister_service(ServiceId(id.parse().unwrap()));
+                println!("@ unregistered");
+            }
+            _ => println!("@ pong"),
+        }
+    }
+}
+
+/// The tag at the end of the message.
+fn describe(mad: &MadDatagram) -> String {
+    assert_eq!(mad.bytes.len(), 280);
+    String::from_utf8_lossy(&mad.bytes[240..276])
+        .trim_end_matches('\0')
+        .to_owned()
+}
+
+/// Sends to port 4791 of one address.
+struct Sender {
+    socket: UdpSocket,
+    dst: SocketAddr,
+}
+
+impl Sender {
+    fn new(addr: IpAddr) -> Self {
+        Self {
+            socket: UdpSocket::bind((addr, 0)).unwrap(),
+            dst: SocketAddr::new(addr, ROCE_PORT),
+        }
+    }
+
+    /// An RC SEND Only to a QPN of `slot`.
+    fn data(&self, slot: u8, text: &str) {
+        let bytes = [
+            &[0x04, 0, 0xff, 0xff, 0, slot, 0x12, 0x34, 0, 0, 0, 1],
+            text.as_bytes(),
+        ]
+        .concat();
+        self.socket.send_to(&bytes, self.dst).unwrap();
+    }
+
+    fn mad(&self, attribute: u8, body: &[u8], tag: &str) {
+        let mut bytes = vec![0; 280];
+        bytes[..4].copy_from_slice(&[0x64, 0, 0xff, 0xff]);
+        bytes[7] = 1;
+        bytes[20..24].copy_from_slice(&[1, 0x07, 2, 3]);
+        bytes[37] = attribute;
+        bytes[44..][..body.len()].copy_from_slice(body);
+        bytes[240..][..tag.len()].copy_from_slice(tag.as_bytes());
+        self.socket.send_to(&bytes, self.dst).unwrap();
+    }
+
+    fn req(&self, service: ServiceId, tag: &str) {
+        self.mad(0x10, &[[0; 8], service.0.to_be_bytes()].concat(), tag);
+    }
+
+    fn rtu(&self, slot: u8, tag: &str) {
+        self.mad(0x14, &[0, 0, 0, 0, slot, 1, 2, 3], tag);
+    }
+}
+
+/// The service that the process in `slot` offers.
+fn service_of(slot: u8) -> ServiceId {
+    ServiceId::tcp(5000 + u16::from(slot))
+}
+
+/// Each process gets what is for its slot and its service, and nothing else.
+fn check_all(sender: &Sender, members: &mut [Member], round: &str) {
+    for member in members.iter() {
+        let slot = member.slot;
+        sender.data(slot, round);
+        member.expect(&format!("data {slot} {round}"));
+        sender.rtu(slot, &format!("rtu {slot} {round}"));
+        member.expect(&format!("mad rtu {slot} {round}"));
+        sender.req(service_of(slot), &format!("req {slot} {round}"));
+        member.expect(&format!("mad req {slot} {round}"));
+    }
+    for member in members {
+        member.expect_nothing_before_an_answer();
+    }
+}
+
+fn holder_name(addr: IpAddr) -> SocketAddrUnix {
+    SocketAddrUnix::new_abstract_name(format!("rdmux-4791-{addr}").as_bytes()).unwrap()
+}
+
+fn connect_to_holder(addr: IpAddr) -> rustix::io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    rustix::net::connect(&fd, &holder_name(addr))?;
+    Ok(fd)
+}
+
+/// Takes the process that holds the address out of `members`. Waits until there is one.
+fn take_holder(addr: IpAddr, members: &mut Vec<Member>) -> Member {
+    let start = Instant::now();
+    let pid = loop {
+        match connect_to_holder(addr) {
+            Ok(fd) => {
+                break rustix::net::sockopt::socket_peercred(fd)
+                    .unwrap()
+                    .pid
+                    .as_raw_nonzero()
+                    .get();
+            }
+            Err(e) => assert!(start.elapsed() < DEADLINE, "no holder: {e}"),
+        }
+        thread::yield_now();
+    };
+    members.remove(members.iter().position(|m| m.pid() == pid).unwrap())
+}
+
+fn start_members(addr: IpAddr, count: usize) -> Vec<Member> {
+    (0..count)
+        .map(|_| {
+            let mut member = Member::start(addr, NOBODY).unwrap();
+            member.register(service_of(member.slot));
+            member
+        })
+        .collect()
+}
+
+/// A server and three clients; then holders and others are killed, one after the other.
+fn share_and_survive(addr: IpAddr) {
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 6);
+    let mut slots: Vec<u8> = members.iter().map(|m| m.slot).collect();
+    slots.sort_unstable();
+    slots.dedup();
+    assert_eq!(slots.len(), 6);
+    assert!(slots.iter().all(|s| (1..SLOTS as u8).contains(s)));
+    check_all(&sender, &mut members, "start");
+
+    for round in ["first", "second", "third"] {
+        let holder = take_holder(addr, &mut members);
+        let service = service_of(holder.slot);
+        holder.kill();
+        check_all(&sender, &mut members, round);
+
+        // What the dead offered is nobody's: the holder's own connection management answers.
+        sender.req(service, round);
+        let holder = take_holder(addr, &mut members);
+        holder.expect(&format!("mad {round}"));
+        members.push(holder);
+    }
+
+    let holder = take_holder(addr, &mut members);
+    members.remove(0).kill();
+    members.push(holder);
+    check_all(&sender, &mut members, "member");
+    take_holder(addr, &mut members).leave();
+    check_all(&sender, &mut members, "left");
+}
+
+#[test]
+fn group__survives_its_holders_ipv4() {
+    share_and_survive([127, 0, 0, 41].into());
+}
+
+#[test]
+fn group__survives_its_holders_ipv6() {
+    share_and_survive("::1".parse().unwrap());
+}
+
+#[test]
+fn group__newcomers_while_the_holder_dies() {
+    let addr = IpAddr::from([127, 0, 0, 42]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 3);
+    for round in ["first", "second", "third", "fourth"] {
+        let holder = take_holder(addr, &mut members);
+        let newcomer = thread::spawn(move || Member::start(addr, NOBODY).unwrap());
+        let other = thread::spawn(move || Member::start(addr, NOBODY).unwrap());
+        holder.kill();
+        for newcomer in [newcomer, other] {
+            let mut newcomer = newcomer.join().unwrap();
+            newcomer.register(service_of(newcomer.slot));
+            members.push(newcomer);
+        }
+        check_all(&sender, &mut members, round);
+    }
+    assert_eq!(members.len(), 7);
+}
+
+#[test]
+fn register_service__one_process_at_a_time() {
+    let addr = IpAddr::from([127, 0, 0, 43]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 2);
+    let service = ServiceId::tcp(7174);
+    members[1].register(service);
+    members[0].tell(&format!("register {}", service.0));
+    let refused = members[0].next().unwrap();
+    assert!(refused.starts_with("ServiceInUse"), "{refused}");
+    members[1].tell(&format!("register {}", service.0));
+    assert!(members[1].next().unwrap().starts_with("ServiceInUse"));
+
+    members[1].tell(&format!("unregister {}", service.0));
+    members[1].expect("unregistered");
+    members[0].register(service);
+    sender.req(service, "moved");
+    members[0].expect("mad moved");
+
+    // A dead process offers nothing.
+    let taken = service_of(members[0].slot);
+    members.remove(0).kill();
+    members[0].register(taken);
+    sender.req(taken, "inherited");
+    members[0].expect("mad inherited");
+}
+
+#[test]
+fn join__freed_slot_is_not_the_next_to_be_used() {
+    let addr = IpAddr::from([127, 0, 0, 44]);
+    let mut members = start_members(addr, 3);
+    for _ in 0..4 {
+        let freed = members.pop().unwrap();
+        let slot = freed.slot;
+        freed.kill();
+        members.push(Member::start(addr, NOBODY).unwrap());
+        assert_ne!(members.last().unwrap().slot, slot);
+    }
+}
+
+#[test]
+fn join__another_user_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: needs root to start a process of another user");
+        return;
+    }
+    let addr = IpAddr::from([127, 0, 0, 45]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 1);
+    let Err(refused) = Member::start(addr, NOBODY - 1) else {
+        panic!("another user joined")
+    };
+    assert!(
+        refused.starts_with("OtherUser") && refused.contains("uid: 65534"),
+        "{refused}"
+    );
+    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    assert!(refused.to_string().contains("in use by process"), "{refused}");
+    check_all(&sender, &mut members, "after");
+}
+
+#[test]
+fn join__foreign_socket_on_the_port() {
+    let addr = IpAddr::from([127, 0, 0, 46]);
+    let foreign = UdpSocket::bind((addr, ROCE_PORT)).unwrap();
+    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    assert!(matches!(refused, GroupError::PortInUse { .. }), "{refused:?}");
+    drop(foreign);
+    // A program that would share the port shifts all slots, so it is foreign too.
+    let sharing = RxSocket::bind(SocketAddr::new(addr, ROCE_PORT), true).unwrap();
+    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    assert!(matches!(refused, GroupError::PortInUse { .. }), "{refused:?}");
+    drop(sharing);
+    drop(Group::join(addr, Box::new(|_| {})).unwrap());
+}
+
+#[test]
+fn join__address_of_another_host() {
+    let refused = Group::join(IpAddr::from([192, 0, 2, 1]), Box::new(|_| {})).unwrap_err();
+    assert!(matches!(refused, GroupError::Io { .. }), "{refused:?}");
+}
+
+/// Repeats `attempt` until it succeeds: other tests of this process start programs, and between fork and exec those have
+/// our descriptors too.
+fn until_forks_are_over(mut attempt: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !attempt() {
+        assert!(start.elapsed() < DEADLINE);
+        thread::yield_now();
+    }
+}
+
+/// A group in this process and what it is given.
+fn join(addr: IpAddr) -> (Group, Receiver<MadDatagram>) {
+    let (tx, rx) = mpsc::channel();
+    let group = Group::join(addr, Box::new(move |mad| drop(tx.send(mad)))).unwrap();
+    (group, rx)
+}
+
+#[test]
+fn join__as_many_as_there_are_slots_in_one_process() {
+    let addr = IpAddr::from([127, 0, 0, 47]);
+    let sender = Sender::new(addr);
+    let mut groups: Vec<_> = (1..SLOTS).map(|_| join(addr)).collect();
+    let full = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    assert!(matches!(full, GroupError::Full { .. }), "{full:?}");
+    // The holder is the first: the others have to find the new one.
+    for _ in 0..3 {
+        let (left, _) = groups.remove(0);
+        let slot = left.slot();
+        drop(left);
+        until_forks_are_over(|| {
+            let (tx, rx) = mpsc::channel();
+            let group = Group::join(addr, Box::new(move |mad| drop(tx.send(mad))));
+            group.map(|group| groups.push((group, rx))).is_ok()
+        });
+        assert_eq!(groups.last().unwrap().0.slot(), slot);
+        for (group, mads) in &groups {
+            sender.rtu(group.slot(), "x");
+            assert_eq!(describe(&mads.recv_timeout(DEADLINE).unwrap()), "x");
+        }
+    }
+    let sum = |f: fn(&Group) -> u64| groups.iter().map(|(g, _)| f(g)).sum::<u64>();
+    assert_eq!(sum(|g| g.counters().undeliverable + g.counters().malformed), 0);
+}
+
+#[test]
+fn holder__unread_and_broken_connections_do_no_harm() {
+    let addr = IpAddr::from([127, 0, 0, 48]);
+    let sender = Sender::new(addr);
+    let (holder, holder_mads) = join(addr);
+    let (member, member_mads) = join(addr);
+
+    let mut broken = Vec::new();
+    for i in 0..100_u8 {
+        // The door may be full for a moment.
+        let start = Instant::now();
+        let fd = loop {
+            match connect_to_holder(addr) {
+                Ok(fd) => break fd,
+                Err(e) => assert!(start.elapsed() < DEADLINE, "{e}"),
+            }
+            thread::yield_now();
+        };
+        let junk = vec![i; usize::from(i) * 40];
+        let _ = rustix::net::send(&fd, &junk, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        broken.push(fd);
+    }
+    // One takes a slot and never reads what is sent there.
+    let slot = (1..SLOTS as u8)
+        .find(|s| ![holder.slot(), member.slot()].contains(s))
+        .unwrap();
+    let claim = rustix::net::socket(AddressFamily::UNIX, SocketType::DGRAM, None).unwrap();
+    let name = format!("rdmux-4791-{addr}-slot-{slot}");
+    rustix::net::bind(
+        &claim,
+        &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap(),
+    )
+    .unwrap();
+    let stuck = connect_to_holder(addr).unwrap();
+    rustix::net::send(&stuck, &[2, slot], SendFlags::NOSIGNAL).unwrap();
+    for _ in 0..1000 {
+        sender.rtu(slot, "stuck");
+    }
+    for bytes in [&b""[..], b"x", &[0x64; 11], &[0xff; 2000]] {
+        sender.socket.send_to(bytes, sender.dst).unwrap();
+    }
+
+    sender.rtu(member.slot(), "member");
+    assert_eq!(describe(&member_mads.recv_timeout(DEADLINE).unwrap()), "member");
+    sender.rtu(holder.slot(), "holder");
+    assert_eq!(describe(&holder_mads.recv_timeout(DEADLINE).unwrap()), "holder");
+    let (third, third_mads) = join(addr);
+    sender.rtu(third.slot(), "third");
+    assert_eq!(describe(&third_mads.recv_timeout(DEADLINE).unwrap()), "third");
+    assert!(holder.counters().undeliverable > 0);
+    assert!(holder.counters().malformed > 0);
+}
+
+#[test]
+fn join__holder_that_does_not_answer() {
+    let addr = IpAddr::from([127, 0, 0, 49]);
+    let flags = SocketFlags::CLOEXEC;
+    let silent = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    rustix::net::bind(&silent, &holder_name(addr)).unwrap();
+    rustix::net::listen(&silent, 4).unwrap();
+    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    assert!(
+        matches!(refused, GroupError::NoAnswer { pid, .. } if pid == std::process::id() as i32),
+        "{refused:?}"
+    );
+
+    let answering = thread::spawn(move || {
+        // The connection of the first attempt is still at the door.
+        for _ in 0..2 {
+            let fd = rustix::net::accept(silent.as_fd()).unwrap();
+            let _ = rustix::net::send(&fd, &[1, 1, 77, 77], SendFlags::NOSIGNAL);
+        }
+    });
+    let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
+    assert!(matches!(refused, GroupError::OtherVersion { .. }), "{refused:?}");
+    answering.join().unwrap();
+}
+
+#[test]
+fn drop__leaves_nothing_behind() {
+    let addr = IpAddr::from([127, 0, 0, 50]);
+    for _ in 0..20 {
+        let (group, _mads) = join(addr);
+        group.register_service(ServiceId::tcp(1)).unwrap();
+        drop(group);
+        until_forks_are_over(|| UdpSocket::bind((addr, ROCE_PORT)).is_ok());
+    }
+}
