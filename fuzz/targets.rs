@@ -1,0 +1,177 @@
+//! What is fuzzed: one function a parser. Each panics when something is wrong.
+//!
+//! Two programs share this file: the coverage-guided targets in `fuzz_targets/`, and `crates/wire/tests/fuzz.rs`, which runs
+//! on stable Rust in every test run.
+#![allow(dead_code, reason = "each coverage-guided target uses one of them")]
+
+use std::net::IpAddr;
+
+use rdmux_wire::check::Checker;
+use rdmux_wire::cm::{self, IpAddressing, MAD_LEN, Message};
+use rdmux_wire::icrc::{Flow, IdBasis};
+use rdmux_wire::pcapng::{self, LinkType, Reader};
+use rdmux_wire::push;
+use rdmux_wire::roce::{Bth, ICRC_LEN, Packet};
+
+fn flow(v6: bool, forth: bool) -> Flow {
+    let [a, b]: [IpAddr; 2] = if v6 {
+        [
+            [0xfd00, 0, 0, 0, 0, 0, 0, 1].into(),
+            [0xfd00, 0, 0, 0, 0, 0, 0, 2].into(),
+        ]
+    } else {
+        [[10, 9, 0, 1].into(), [10, 9, 0, 2].into()]
+    };
+    let (src, dst) = if forth { (a, b) } else { (b, a) };
+    Flow {
+        src,
+        dst,
+        src_port: 0xc001,
+        dst_port: 4791,
+    }
+}
+
+/// A UDP payload: accessors do not panic, agree with the opcode's headers, and what is emitted parses to the same.
+pub(crate) fn roce(input: &[u8]) {
+    let Ok(packet) = Packet::parse(input) else { return };
+    let ext = packet.bth.opcode.ext();
+    assert_eq!(
+        Bth::LEN + ext.len() + packet.payload().len() + usize::from(packet.bth.pad) + ICRC_LEN,
+        input.len()
+    );
+    let mut emitted = input.to_vec();
+    packet.bth.emit(&mut emitted);
+    let at = |offset: usize| Bth::LEN + offset;
+    if let Some(deth) = packet.deth() {
+        deth.emit(&mut emitted[at(0)..]);
+    }
+    if let Some(feth) = packet.feth() {
+        let xrc = if packet.xrc_srqn().is_some() { 4 } else { 0 };
+        feth.emit(&mut emitted[at(xrc)..]);
+    }
+    if let Some(reth) = packet.reth() {
+        let before = 4 * (usize::from(packet.xrc_srqn().is_some()) + usize::from(packet.feth().is_some()));
+        reth.emit(&mut emitted[at(before)..]);
+    }
+    if let Some(aeth) = packet.aeth() {
+        aeth.emit(&mut emitted[at(0)..]);
+    }
+    if let Some(atomic) = packet.atomic() {
+        let before = if packet.xrc_srqn().is_some() { 4 } else { 0 };
+        atomic.emit(&mut emitted[at(before)..]);
+    }
+    let again = Packet::parse(&emitted).expect("what was emitted parses");
+    assert_eq!(again.bth, packet.bth);
+    assert_eq!(
+        (again.reth(), again.deth(), again.aeth(), again.feth()),
+        (packet.reth(), packet.deth(), packet.aeth(), packet.feth())
+    );
+    assert_eq!(
+        (again.atomic(), again.atomic_ack(), again.imm()),
+        (packet.atomic(), packet.atomic_ack(), packet.imm())
+    );
+    assert_eq!(
+        (again.invalidate(), again.xrc_srqn(), again.icrc()),
+        (packet.invalidate(), packet.xrc_srqn(), packet.icrc())
+    );
+    if input.len() <= 65_507 {
+        let body = &input[..input.len() - ICRC_LEN];
+        let id = u16::from_be_bytes([input[10], input[11]]);
+        let difference = flow(false, true).icrc(body, id) ^ flow(false, true).icrc(body, 0);
+        assert_eq!(IdBasis::new(input.len()).solve(difference), Some(id));
+    }
+}
+
+/// A MAD: parse, emit and parse again give the same message, and its destination agrees with it.
+pub(crate) fn cm(input: &[u8]) {
+    let destination = cm::destination(input);
+    if let Ok((tid, message)) = Message::parse(input) {
+        assert!(destination.is_some());
+        let mut mad = [0xee; MAD_LEN];
+        message.emit(tid, &mut mad);
+        assert_eq!(Message::parse(&mad), Ok((tid, message)));
+        assert_eq!(cm::destination(&mad), destination);
+        let private: &[u8] = match &message {
+            Message::Req(req) => req.private_data.bytes(),
+            Message::SidrReq(req) => req.private_data.bytes(),
+            _ => return,
+        };
+        if let Ok(addressing) = IpAddressing::parse(private) {
+            let mut bytes = [0xee; IpAddressing::LEN];
+            addressing.emit(&mut bytes);
+            assert_eq!(IpAddressing::parse(&bytes), Ok(addressing));
+        }
+    }
+}
+
+/// A push message: there is one way to write each, so emitting gives back the input.
+pub(crate) fn push(input: &[u8]) {
+    if let Ok((request, message)) = push::Message::parse(input) {
+        let mut bytes = Vec::new();
+        message.emit(request, &mut bytes);
+        assert_eq!(bytes, input);
+    }
+}
+
+/// A capture file: what is read from it can be written and read again, and it can be checked.
+pub(crate) fn capture(input: &[u8]) {
+    let Ok(reader) = Reader::new(input) else { return };
+    for captured in reader.flatten() {
+        let _ = pcapng::ip_udp(captured.link, captured.data);
+        let mut bytes = Vec::new();
+        pcapng::write_section(&mut bytes);
+        pcapng::write_interface(&mut bytes, captured.link, None);
+        let pcapng::Captured {
+            link,
+            timestamp_ns,
+            original_len,
+            data,
+            comment,
+        } = captured;
+        pcapng::write_packet(&mut bytes, 0, timestamp_ns, original_len, data, comment);
+        let again = Reader::new(&bytes).expect("a capture").next();
+        assert_eq!(
+            again,
+            Some(Ok(pcapng::Captured {
+                link,
+                timestamp_ns,
+                original_len,
+                data,
+                comment
+            }))
+        );
+    }
+    let mut checker = Checker::new();
+    let _ = checker.file(input);
+    let _ = checker.report().to_string();
+}
+
+/// Packets between two hosts, each behind three bytes: flags and length. The ICRC is put right here, so that what lies behind
+/// that check is reached.
+///
+/// Flags: 1 to the other host, 2 IPv6, 4 joined to the packet before into one datagram.
+pub(crate) fn check(input: &[u8]) {
+    let mut checker = Checker::new();
+    let (mut rest, mut train, mut index) = (input, Vec::new(), 0);
+    while let [flags, high, low, tail @ ..] = rest {
+        let len = usize::from(u16::from_be_bytes([*high, *low]) % 5_000).min(tail.len());
+        let (packet, behind) = tail.split_at(len);
+        rest = behind;
+        if flags & 4 == 0 || train.len() + len > 60_000 {
+            train.clear();
+            index = 0;
+        }
+        let flow = flow(flags & 2 != 0, flags & 1 == 0);
+        train.extend_from_slice(packet);
+        if packet.len() >= Bth::LEN {
+            train.extend_from_slice(&flow.icrc(packet, index).to_le_bytes());
+        }
+        index += 1;
+        let mut ip = Vec::new();
+        pcapng::write_ip_udp(&mut ip, &flow, 0, 0, &train);
+        checker.packet(LinkType::RAW, &ip);
+    }
+    let report = checker.report();
+    assert!(report.errors.len() as u64 <= report.errors_total);
+    let _ = report.to_string();
+}
