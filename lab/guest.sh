@@ -63,5 +63,5 @@ in_n2() { ip netns exec n2 "$@"; }
 counter() { cat "/sys/class/infiniband/rxe0/ports/1/hw_counters/$1"; }
 
 # Captures what crosses v1 to /lab/NAME.pcap, for the test rxe-packets.
-capture() { start tcpdump listening tcpdump -i v1 -U -s 0 -w "/lab/$1.pcap" udp port 4791; }
+capture() { start tcpdump listening tcpdump -Z root -i v1 -U -s 0 -w "/lab/$1.pcap" udp port 4791; }
 capture_end() { kill -INT "${started[tcpdump]}"; finish tcpdump; }
