@@ -446,6 +446,11 @@ impl Rnic {
         !self.ready.is_empty()
     }
 
+    /// Whether [`Rnic::poll_transmit`] has more than acknowledgements that may wait.
+    pub fn has_urgent_transmit(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
     fn push_mad(&mut self, buf: &mut TransmitBuf, dst: IpAddr, src_port: u16, mad: &[u8]) {
         let path = Path {
             src: self.config.address,

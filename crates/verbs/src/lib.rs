@@ -1,3 +1,46 @@
-//! The RDMA vocabulary of rdmux and its providers.
+//! The RDMA vocabulary of rdmux: [`Device`], [`ProtectionDomain`], [`MemoryRegion`], [`CompletionQueue`], [`QueuePair`], and
+//! [`Listener`] and [`Connection`] to connect them. The words and their meaning are those of the InfiniBand verbs.
+//!
+//! Its provider is [`soft`]: an RNIC in user space that speaks RoCEv2 over UDP.
+//!
+//! ```no_run
+//! use rdmux_verbs::{Access, AnonymousMemory, ConnectParams, Device, Operation, QpOptions, SendFlags, SendRequest};
+//! use std::{sync::Arc, time::Duration};
+//!
+//! let device = Device::open("127.0.0.1".parse()?)?;
+//! let pd = device.alloc_pd();
+//! let cq = device.create_cq(16)?;
+//! let qp = pd.create_qp(&QpOptions::new(&cq))?;
+//! let memory = Arc::new(AnonymousMemory::new(4096)?);
+//! let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;
+//! let connection = device.connect(&qp, "127.0.0.1:7174".parse()?, &ConnectParams::default(), b"hello")?;
+//! qp.post_send(SendRequest {
+//!     wr_id: 1,
+//!     operation: Operation::Send { imm: None },
+//!     sges: mr.sge(0, 64).into(),
+//!     flags: SendFlags::SIGNALED,
+//! })?;
+//! let completion = cq.wait(Duration::from_secs(1))?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
+mod cm;
+mod device;
+pub mod memory;
 pub mod soft;
+
+pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
+pub use device::{
+    CompletionQueue, CreateError, Device, MemoryRegion, OpenError, Options, ProtectionDomain, QpOptions,
+    QueuePair, Waiting,
+};
+pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};
+pub use rdmux_rnic::cm::Endpoint;
+pub use rdmux_rnic::{
+    Access, Arm, Counters, Fault, LKey, Memory, ModifyError, Operation, Placement, PostError, Psn,
+    QpAttributes, QpInfo, QpState, Qpn, RKey, RecvRequest, RegisterError, Selectivity, SendFlags,
+    SendRequest, Sge, SgeList, Status, WcOpcode, WorkCompletion,
+};
+pub use rdmux_wire::cm::{RejReason, ServiceId};
+pub use rdmux_wire::roce::PathMtu;

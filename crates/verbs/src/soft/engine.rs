@@ -9,14 +9,17 @@
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId};
-use rdmux_rnic::{Config, Counters, Cqn, Event, FlushJob, Qpn, Rnic, Time, TransmitBuf};
+use rdmux_rnic::{
+    Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, QpAttributes, QpState, Qpn, Rnic, Time,
+    TransmitBuf,
+};
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{EventfdFlags, epoll, eventfd};
@@ -112,6 +115,14 @@ impl Waker {
 /// Who hears of what happens to a connection, or to all requests of a service.
 pub(crate) type CmSink = mpsc::Sender<CmEvent>;
 
+/// A connection that an application holds.
+#[derive(Debug)]
+pub(crate) struct ConnectionEntry {
+    pub(crate) sink: CmSink,
+    pub(crate) waker: Arc<Waker>,
+    pub(crate) qpn: Qpn,
+}
+
 /// What is reached under the engine's lock.
 pub(crate) struct Core {
     pub(crate) rnic: Rnic,
@@ -125,10 +136,9 @@ pub(crate) struct Core {
     blocked: bool,
     gso: bool,
     address: IpAddr,
-    start: Instant,
     pub(crate) cq_wakers: HashMap<Cqn, Weak<Waker>>,
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
-    pub(crate) cm_sinks: HashMap<CmId, (CmSink, Arc<Waker>)>,
+    pub(crate) connections: HashMap<CmId, ConnectionEntry>,
     pub(crate) listeners: HashMap<ServiceId, (CmSink, Arc<Waker>)>,
     /// Sends that failed, by reason; told once per reason is enough for a person.
     pub(crate) send_errors: u64,
@@ -137,7 +147,9 @@ pub(crate) struct Core {
 
 impl std::fmt::Debug for Core {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Core").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("Core")
+            .field("address", &self.address)
+            .finish_non_exhaustive()
     }
 }
 
@@ -181,7 +193,9 @@ impl Engine {
 
         let mut seed = [0u8; 32];
         fill_random(&mut seed).map_err(io("random numbers"))?;
-        let guid = u64::from_le_bytes([seed[0], seed[1], seed[2], seed[3], seed[4], seed[5], seed[6], seed[7]]);
+        let guid = u64::from_le_bytes([
+            seed[0], seed[1], seed[2], seed[3], seed[4], seed[5], seed[6], seed[7],
+        ]);
         let config = Config {
             address,
             slot: group.slot(),
@@ -203,10 +217,9 @@ impl Engine {
             blocked: false,
             gso,
             address,
-            start,
             cq_wakers: HashMap::new(),
             qp_errors: HashMap::new(),
-            cm_sinks: HashMap::new(),
+            connections: HashMap::new(),
             listeners: HashMap::new(),
             send_errors: 0,
             flushers: Arc::default(),
@@ -223,7 +236,12 @@ impl Engine {
             thread: Mutex::new(None),
         });
         *slot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
-        *engine.lock().flushers.engine.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        *engine
+            .lock()
+            .flushers
+            .engine
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
         let thread = thread::Builder::new()
             .name("rdmux-nic".into())
             .spawn({
@@ -285,21 +303,22 @@ impl Engine {
 
     fn handle_mad(&self, mad: &MadDatagram) {
         self.with(|core, now| {
-            core.rnic.handle_datagram(now, mad.src.ip(), mad.src.port(), &mad.bytes, mad.segment_size);
+            core.rnic
+                .handle_datagram(now, mad.src.ip(), mad.src.port(), &mad.bytes, mad.bytes.len());
         });
     }
 
     /// Reserves a service id for this process among those that share the address.
     pub(crate) fn register_service(&self, service: ServiceId) -> Result<(), GroupError> {
         match &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(group) => group.register_service(service.0),
+            Some(group) => group.register_service(service),
             None => Ok(()),
         }
     }
 
     pub(crate) fn unregister_service(&self, service: ServiceId) {
         if let Some(group) = &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
-            group.unregister_service(service.0);
+            group.unregister_service(service);
         }
     }
 
@@ -374,7 +393,8 @@ impl Core {
             total += n;
             for datagram in self.batch.iter() {
                 let (src, bytes) = (datagram.src, datagram.bytes);
-                self.rnic.handle_datagram(now, src.ip(), src.port(), bytes, datagram.segment_size);
+                self.rnic
+                    .handle_datagram(now, src.ip(), src.port(), bytes, datagram.segment_size);
             }
             // Many requests in, many acknowledgements out: the sender's window must not run dry meanwhile.
             if self.rnic.has_urgent_transmit() {
@@ -391,7 +411,13 @@ impl Core {
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
         self.transmit(now, all);
         while let Some(job) = self.rnic.poll_flush() {
-            Flushers::submit(&self.flushers, job);
+            if let Err(id) = Flushers::submit(&self.flushers, job) {
+                self.rnic
+                    .handle_flush(now, id, Err(Fault::Io(rustix::io::Errno::AGAIN.raw_os_error())));
+            }
+        }
+        while let Some(event) = self.rnic.cm().poll_event() {
+            self.dispatch(now, event);
         }
         while let Some(event) = self.rnic.poll_event() {
             match event {
@@ -406,12 +432,9 @@ impl Core {
                 Event::CommunicationEstablished(_) => {}
             }
         }
-        while let Some(event) = self.rnic.cm().poll_event() {
-            self.dispatch(event);
-        }
     }
 
-    fn dispatch(&mut self, event: CmEvent) {
+    fn dispatch(&mut self, now: Time, event: CmEvent) {
         let (id, ends) = match &event {
             CmEvent::Request { id, service, .. } => {
                 let taken = self.listeners.get(service).is_some_and(|(sink, waker)| {
@@ -420,19 +443,31 @@ impl Core {
                     sent
                 });
                 if !taken {
-                    self.rnic.cm().reject(*id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
+                    self.rnic
+                        .cm()
+                        .reject(*id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
                 }
                 return;
             }
             CmEvent::Reply { id, .. } | CmEvent::Established { id } => (*id, false),
-            CmEvent::Rejected { id, .. } | CmEvent::Unreachable { id } | CmEvent::Disconnected { id } => (*id, true),
+            CmEvent::Rejected { id, .. } | CmEvent::Unreachable { id } | CmEvent::Disconnected { id } => {
+                (*id, true)
+            }
         };
-        if let Some((sink, waker)) = self.cm_sinks.get(&id) {
-            let _ = sink.send(event);
-            waker.wake();
-        }
+        let Some(entry) = self.connections.get(&id) else {
+            return;
+        };
+        let qpn = entry.qpn;
         if ends {
-            self.cm_sinks.remove(&id);
+            // What is posted completes as flushed, so that whoever waits for it learns of the end.
+            let _ = self
+                .rnic
+                .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
+        }
+        let _ = entry.sink.send(event);
+        entry.waker.wake();
+        if ends {
+            self.connections.remove(&id);
         }
     }
 
@@ -472,7 +507,11 @@ impl Core {
         while self.sent < trains.len() {
             // A run of trains that leave by one socket is one system call.
             let port = trains[self.sent].path.src_port;
-            let run = trains[self.sent..].iter().take_while(|t| t.path.src_port == port).count().min(16);
+            let run = trains[self.sent..]
+                .iter()
+                .take_while(|t| t.path.src_port == port)
+                .count()
+                .min(16);
             let Some(socket) = self.tx.iter().flatten().find(|s| s.local_addr().port() == port) else {
                 self.sent += run;
                 continue;
@@ -512,17 +551,34 @@ impl Core {
             self.buf.disable_gso();
         }
     }
-
-    pub(crate) fn clock(&self) -> Time {
-        Time(self.start.elapsed().as_nanos() as u64)
-    }
 }
 
 /// The path MTU towards a peer: the largest that the interface's MTU carries.
 pub(crate) fn path_mtu_to(local: IpAddr, peer: IpAddr) -> io::Result<PathMtu> {
-    let mtu = super::udp::link_mtu_to(local, peer)?;
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket, sockopt};
+    // Only a connected socket tells its path's MTU; nothing is sent.
+    let v4 = peer.is_ipv4();
+    let probe = socket(
+        if v4 {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        },
+        SocketType::DGRAM,
+        None,
+    )?;
+    bind(&probe, &SocketAddr::new(local, 0))?;
+    connect(&probe, &SocketAddr::new(peer, ROCE_PORT))?;
+    let mtu = if v4 {
+        sockopt::ip_mtu(&probe)
+    } else {
+        sockopt::ipv6_mtu(&probe)
+    }?;
     PathMtu::of_link(mtu).ok_or_else(|| {
-        io::Error::new(io::ErrorKind::Unsupported, format!("link MTU {mtu} is too small for RoCEv2, which needs 336"))
+        io::Error::new(
+            io::ErrorKind::Unsupported,
+            format!("link MTU {mtu} is too small for RoCEv2, which needs 336"),
+        )
     })
 }
 
@@ -538,8 +594,18 @@ impl Epoll {
     fn new(engine: &Engine) -> io::Result<Epoll> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let core = engine.lock();
-        epoll::add(&epoll, core.rx.as_fd(), epoll::EventData::new_u64(SOCKET), epoll::EventFlags::empty())?;
-        epoll::add(&epoll, engine.kick.fd(), epoll::EventData::new_u64(KICK), epoll::EventFlags::IN)?;
+        epoll::add(
+            &epoll,
+            core.rx.as_fd(),
+            epoll::EventData::new_u64(SOCKET),
+            epoll::EventFlags::empty(),
+        )?;
+        epoll::add(
+            &epoll,
+            engine.kick.fd(),
+            epoll::EventData::new_u64(KICK),
+            epoll::EventFlags::IN,
+        )?;
         Ok(Epoll { epoll })
     }
 
@@ -548,15 +614,27 @@ impl Epoll {
             let core = engine.lock();
             // Armed for one event: while a caller polls, datagrams must not wake this thread.
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
-            let _ = epoll::modify(&self.epoll, core.rx.as_fd(), epoll::EventData::new_u64(SOCKET), flags);
+            let _ = epoll::modify(
+                &self.epoll,
+                core.rx.as_fd(),
+                epoll::EventData::new_u64(SOCKET),
+                flags,
+            );
         }
         // A full send buffer empties by itself in well under a millisecond.
-        let timeout_ns = if blocked { Some(timeout_ns.unwrap_or(u64::MAX).min(500_000)) } else { timeout_ns };
+        let timeout_ns = if blocked {
+            Some(timeout_ns.unwrap_or(u64::MAX).min(500_000))
+        } else {
+            timeout_ns
+        };
         let timeout = timeout_ns.map(|ns| rustix::event::Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as _,
         });
-        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 2];
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 2];
         if let Ok(n) = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
             for event in &events[..n] {
                 if event.data.u64() == KICK {
@@ -577,22 +655,30 @@ struct Flushers {
 }
 
 impl Flushers {
-    fn submit(this: &Arc<Flushers>, job: FlushJob) {
+    /// Queues a job. Fails when no thread is to be had.
+    fn submit(this: &Arc<Flushers>, job: FlushJob) -> Result<(), FlushId> {
+        let id = job.id;
         let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
         let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(queue) = jobs.get_mut(&key) {
             queue.push(job);
             this.more.notify_all();
-            return;
+            return Ok(());
         }
         jobs.insert(key, vec![job]);
         drop(jobs);
         let flushers = this.clone();
-        let spawned = thread::Builder::new().name("rdmux-flush".into()).spawn(move || flushers.run(key));
+        let spawned = thread::Builder::new()
+            .name("rdmux-flush".into())
+            .spawn(move || flushers.run(key));
         if spawned.is_err() {
-            // No thread to be had: flush here rather than never.
-            this.run(key);
+            this.jobs
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&key);
+            return Err(id);
         }
+        Ok(())
     }
 
     fn run(&self, key: usize) {
@@ -600,9 +686,12 @@ impl Flushers {
             let batch = {
                 let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
                 if jobs.get(&key).is_some_and(Vec::is_empty) {
-                    let wait = |jobs: &mut HashMap<usize, Vec<FlushJob>>| jobs.get(&key).is_some_and(Vec::is_empty);
-                    let (guard, _) =
-                        self.more.wait_timeout_while(jobs, FLUSHER_IDLE, wait).unwrap_or_else(PoisonError::into_inner);
+                    let wait =
+                        |jobs: &mut HashMap<usize, Vec<FlushJob>>| jobs.get(&key).is_some_and(Vec::is_empty);
+                    let (guard, _) = self
+                        .more
+                        .wait_timeout_while(jobs, FLUSHER_IDLE, wait)
+                        .unwrap_or_else(PoisonError::into_inner);
                     jobs = guard;
                 }
                 match jobs.get_mut(&key) {
@@ -614,14 +703,21 @@ impl Flushers {
                 }
             };
             // One flush of all that is asked for serves every waiter: whatever each of them covers was placed before.
-            let (Some(start), Some(end)) =
-                (batch.iter().map(|j| j.offset).min(), batch.iter().map(|j| j.offset.saturating_add(j.length)).max())
-            else {
+            let (Some(start), Some(end)) = (
+                batch.iter().map(|j| j.offset).min(),
+                batch.iter().map(|j| j.offset.saturating_add(j.length)).max(),
+            ) else {
                 continue;
             };
-            let placement = batch.iter().fold(batch[0].placement, |all, job| all | job.placement);
+            let placement = batch
+                .iter()
+                .fold(batch[0].placement, |all, job| all | job.placement);
             let result = batch[0].memory.flush(start, end - start, placement);
-            let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+            let engine = self
+                .engine
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .upgrade();
             let Some(engine) = engine else { return };
             engine.with(|core, now| {
                 for job in batch {

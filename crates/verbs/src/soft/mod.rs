@@ -1,4 +1,5 @@
 //! The `soft` provider: the RNIC in user space, over UDP.
 
+pub(crate) mod engine;
 pub mod group;
 pub mod udp;

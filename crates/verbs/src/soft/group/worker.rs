@@ -21,8 +21,8 @@ pub(super) const BACKLOG: i32 = 64;
 /// Connections of a holder: each slot, and as many that have not said who they are.
 const PEERS_MAX: usize = 2 * SLOTS;
 
-/// Messages taken from one connection at a time, so that no peer keeps the others waiting.
-const MESSAGES_PER_TURN: usize = 16;
+/// Messages taken from one connection at a time, so that no peer keeps the others waiting: more than its queue holds.
+const MESSAGES_PER_TURN: usize = 512;
 
 /// How long a new holder leaves connection management unread while living members have not announced themselves.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
@@ -220,22 +220,27 @@ impl Worker {
         }
     }
 
-    /// Takes in new connections and what the others have said.
+    /// Takes in new connections and reads what all have said.
     fn serve_peers(&mut self) {
-        let Role::Holder(holder) = &mut self.role else {
-            return;
-        };
+        self.read_peers();
+        let own_uid = rustix::process::geteuid().as_raw();
         for _ in 0..BACKLOG {
+            let Role::Holder(holder) = &self.role else { return };
             let Ok(fd) = accept_with(&holder.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
                 break;
             };
-            let own_uid = rustix::process::geteuid().as_raw();
             // Another user learns who we are from our credentials, and gets nothing.
             if !udp::peer_credentials(&fd).is_ok_and(|(uid, _)| uid == own_uid) {
                 continue;
             }
             if holder.peers.len() >= PEERS_MAX {
-                // Those that never said who they are make place, the oldest first.
+                self.read_peers();
+            }
+            let Role::Holder(holder) = &mut self.role else {
+                return;
+            };
+            if holder.peers.len() >= PEERS_MAX {
+                // Those that did not say who they are make place, the oldest first.
                 let Some(i) = holder.peers.iter().position(|p| p.slot.is_none()) else {
                     continue;
                 };
@@ -255,7 +260,13 @@ impl Worker {
                 });
             }
         }
+        self.read_peers();
+    }
 
+    fn read_peers(&mut self) {
+        let Role::Holder(holder) = &mut self.role else {
+            return;
+        };
         let next_slot = self.next_slot;
         for i in 0..holder.peers.len() {
             for _ in 0..MESSAGES_PER_TURN {

@@ -1,0 +1,592 @@
+//! Connecting queue pairs by address and port, with the messages that rdma_cm speaks.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
+use rdmux_rnic::{Access, ModifyError, Path, Psn, QpAttributes, QpState, Qpn};
+use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
+use rdmux_wire::roce::PathMtu;
+
+use crate::device::{Device, QueuePair};
+use crate::soft::engine::{CmSink, ConnectionEntry, Core, Waker, path_mtu_to};
+use crate::soft::group::GroupError;
+
+/// The window towards a peer that is not rdmux and so does not say what it can take.
+const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
+/// Longest wait for the peer's last message.
+const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What is asked for when connecting.
+#[derive(Clone, Debug)]
+pub struct ConnectParams {
+    /// What the peer may do on this queue pair.
+    pub access: Access,
+    /// Own READs, FLUSHes and atomics under way at a time.
+    pub initiator_depth: u8,
+    /// The peer's READs, FLUSHes and atomics that can be answered at a time.
+    pub responder_resources: u8,
+    /// Local ACK timeout code: 4.096 us x 2^code. 14 is 67 ms.
+    pub ack_timeout: u8,
+    /// Retries on timeout, 0 to 7.
+    pub retry_count: u8,
+    /// Retries on RNR NAK, 7 for ever.
+    pub rnr_retry: u8,
+    /// RNR timer code that the peer is asked to wait.
+    pub min_rnr_timer: u8,
+    /// Largest path MTU to use; the link may allow less.
+    pub path_mtu_max: PathMtu,
+}
+
+impl Default for ConnectParams {
+    fn default() -> ConnectParams {
+        ConnectParams {
+            access: Access::LOCAL_WRITE
+                | Access::REMOTE_WRITE
+                | Access::REMOTE_READ
+                | Access::FLUSH_GLOBAL
+                | Access::FLUSH_PERSISTENT,
+            initiator_depth: 16,
+            responder_resources: 16,
+            ack_timeout: 14,
+            retry_count: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 12,
+            path_mtu_max: PathMtu::Bytes4096,
+        }
+    }
+}
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The peer said no.
+    #[error("the peer refused the connection: {reason}")]
+    Rejected {
+        /// Why.
+        reason: RejReason,
+        /// What its user said.
+        private_data: Vec<u8>,
+    },
+    /// No answer.
+    #[error(
+        "no answer from {0}: is the address right, is rdmux running there, does UDP port 4791 get through?"
+    )]
+    Unreachable(IpAddr),
+    /// The peer is of the other address family.
+    #[error("{peer} cannot be reached from {local}: one is IPv4, the other IPv6")]
+    Family {
+        /// Own address.
+        local: IpAddr,
+        /// The peer's address.
+        peer: IpAddr,
+    },
+    /// More private data than the message holds.
+    #[error("too much private data")]
+    PrivateData,
+    /// The queue pair cannot be connected in its state.
+    #[error("queue pair: {0}")]
+    Modify(#[from] ModifyError),
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Why a port cannot be listened on.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    /// Another process of this address has it, or the group failed.
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Events of one connection or listener, with someone to wake.
+#[derive(Debug)]
+struct Events {
+    receiver: Mutex<mpsc::Receiver<CmEvent>>,
+    waker: Arc<Waker>,
+}
+
+impl Events {
+    fn new() -> io::Result<(CmSink, Events)> {
+        let (sink, receiver) = mpsc::channel();
+        Ok((
+            sink,
+            Events {
+                receiver: Mutex::new(receiver),
+                waker: Arc::new(Waker::new()?),
+            },
+        ))
+    }
+
+    fn poll(&self) -> Option<CmEvent> {
+        self.receiver
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .try_recv()
+            .ok()
+    }
+
+    fn wait(&self, device: &Device, timeout: Duration) -> Option<CmEvent> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(event) = self.poll() {
+                return Some(event);
+            }
+            device.engine().hand_over();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.waker.wait(Some(left)) {
+                return self.poll();
+            }
+        }
+    }
+}
+
+impl Device {
+    /// Listens on a port (RDMA_PS_TCP).
+    pub fn listen(&self, port: u16) -> Result<Listener, ListenError> {
+        let service = ServiceId::tcp(port);
+        self.engine().register_service(service)?;
+        let (sink, events) = Events::new()?;
+        let mut core = self.engine().lock();
+        core.listeners.insert(service, (sink, events.waker.clone()));
+        core.rnic.cm().listen(service);
+        drop(core);
+        Ok(Listener {
+            device: self.clone(),
+            service,
+            events,
+        })
+    }
+
+    /// Connects a queue pair that was just made to whoever listens on an address and port. Waits for the answer.
+    pub fn connect(
+        &self,
+        qp: &QueuePair,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        let local = self.address();
+        if local.is_ipv4() != peer.is_ipv4() {
+            return Err(ConnectError::Family {
+                local,
+                peer: peer.ip(),
+            });
+        }
+        let path_mtu = path_mtu_to(local, peer.ip())?.min(params.path_mtu_max);
+        let (sink, events) = Events::new()?;
+        let addressing = IpAddressing {
+            src_port: 0,
+            src: local,
+            dst: peer.ip(),
+        };
+        let (id, starting_psn) = self.engine().with(|core, now| {
+            let starting_psn = Psn::new(core.rnic.random());
+            let endpoint = local_endpoint(qp.qpn(), starting_psn, params, path_mtu);
+            let service = ServiceId::tcp(peer.port());
+            let id =
+                core.rnic
+                    .cm()
+                    .connect(now, peer.ip(), service, Some(addressing), &endpoint, private_data);
+            if let Some(id) = id {
+                core.connections.insert(
+                    id,
+                    ConnectionEntry {
+                        sink,
+                        waker: events.waker.clone(),
+                        qpn: qp.qpn(),
+                    },
+                );
+            }
+            id.map(|id| (id, starting_psn)).ok_or(ConnectError::PrivateData)
+        })?;
+        let mut connection = Connection::new(self, qp, id, events, peer.ip());
+        loop {
+            match connection.events.wait(self, Duration::from_secs(60)) {
+                Some(CmEvent::Reply {
+                    remote, private_data, ..
+                }) => {
+                    connection.remote = Some(remote);
+                    connection.private_data = private_data;
+                    let remote = Endpoint { path_mtu, ..remote };
+                    self.engine().with(|core, now| {
+                        let qpn = qp.qpn();
+                        let retries = (params.ack_timeout, params.retry_count);
+                        bring_up(core, now, qpn, peer.ip(), params, &remote, starting_psn, retries)?;
+                        core.rnic.cm().establish(id);
+                        Ok::<_, ConnectError>(())
+                    })?;
+                    return Ok(connection);
+                }
+                Some(CmEvent::Rejected {
+                    reason, private_data, ..
+                }) => {
+                    return Err(ConnectError::Rejected { reason, private_data });
+                }
+                Some(CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. }) | None => {
+                    return Err(ConnectError::Unreachable(peer.ip()));
+                }
+                Some(CmEvent::Request { .. } | CmEvent::Established { .. }) => {}
+            }
+        }
+    }
+}
+
+fn local_endpoint(qpn: Qpn, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
+    Endpoint {
+        qpn,
+        starting_psn,
+        responder_resources: params.responder_resources,
+        initiator_depth: params.initiator_depth,
+        rnr_retry_count: params.rnr_retry,
+        retry_count: params.retry_count,
+        ack_timeout: params.ack_timeout,
+        path_mtu,
+        extensions: None,
+    }
+}
+
+/// Moves a queue pair from Reset to RTS as both ends agreed.
+#[expect(clippy::too_many_arguments, reason = "what two ends agree on")]
+fn bring_up(
+    core: &mut Core,
+    now: rdmux_rnic::Time,
+    qpn: Qpn,
+    peer: IpAddr,
+    params: &ConnectParams,
+    remote: &Endpoint,
+    rq_psn: Psn,
+    (ack_timeout, retry_count): (u8, u8),
+) -> Result<(), ConnectError> {
+    let src_port = core.source_port(remote.qpn)?;
+    let config = *core.rnic.config();
+    let window = match remote.extensions {
+        Some(extensions) => (1u32 << extensions.receive_window_log2.min(30)).min(config.receive_window_bytes),
+        None => FOREIGN_WINDOW_BYTES.min(config.receive_window_bytes),
+    };
+    let init = QpAttributes {
+        access: Some(params.access),
+        ..Default::default()
+    };
+    core.rnic.modify_qp(now, qpn, QpState::Init, &init)?;
+    let rtr = QpAttributes {
+        path: Some(Path {
+            src: config.address,
+            dst: peer,
+            src_port,
+            traffic_class: 0,
+        }),
+        path_mtu: Some(remote.path_mtu.bytes()),
+        dest_qpn: Some(remote.qpn),
+        rq_psn: Some(rq_psn),
+        max_dest_rd_atomic: Some(params.responder_resources),
+        min_rnr_timer: Some(params.min_rnr_timer),
+        window_bytes: Some(window),
+        peer_is_rdmux: Some(remote.extensions.is_some()),
+        ..Default::default()
+    };
+    core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?;
+    let rts = QpAttributes {
+        sq_psn: Some(remote.starting_psn),
+        timeout: Some(ack_timeout),
+        retry_count: Some(retry_count),
+        rnr_retry: Some(remote.rnr_retry_count.min(7)),
+        // What the peer can answer bounds what we may ask.
+        max_rd_atomic: Some(params.initiator_depth.min(remote.responder_resources).max(1)),
+        ..Default::default()
+    };
+    core.rnic.modify_qp(now, qpn, QpState::Rts, &rts)?;
+    Ok(())
+}
+
+/// A port that connections come in on.
+#[derive(Debug)]
+pub struct Listener {
+    device: Device,
+    service: ServiceId,
+    events: Events,
+}
+
+impl Listener {
+    /// Waits for a request. `None`: the time is over.
+    pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.wait(&self.device, left)? {
+                CmEvent::Request {
+                    id,
+                    peer,
+                    remote,
+                    private_data,
+                    ..
+                } => {
+                    let device = self.device.clone();
+                    return Some(ConnectionRequest {
+                        device,
+                        id,
+                        peer,
+                        remote,
+                        private_data,
+                        decided: false,
+                    });
+                }
+                _ => continue,
+            }
+        }
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let mut core = self.device.engine().lock();
+        core.rnic.cm().unlisten(self.service);
+        core.listeners.remove(&self.service);
+        drop(core);
+        self.device.engine().unregister_service(self.service);
+    }
+}
+
+/// A peer's request to connect. Dropped undecided, it is refused.
+#[derive(Debug)]
+pub struct ConnectionRequest {
+    device: Device,
+    id: CmId,
+    peer: IpAddr,
+    remote: Endpoint,
+    private_data: Vec<u8>,
+    decided: bool,
+}
+
+impl ConnectionRequest {
+    /// The peer's address.
+    pub fn peer(&self) -> IpAddr {
+        self.peer
+    }
+
+    /// The peer's side.
+    pub fn remote(&self) -> &Endpoint {
+        &self.remote
+    }
+
+    /// What the peer's user sent, filled up with zeros.
+    pub fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    /// Accepts with a queue pair that was just made; post receives to it only after this returns. The peer may send at
+    /// once; [`Connection::wait_established`] tells when its last message has come.
+    pub fn accept(
+        mut self,
+        qp: &QueuePair,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        self.accept_after(qp, params, private_data, || Ok(()))
+    }
+
+    /// Accepts as [`ConnectionRequest::accept`] does, but calls `prepare` when the queue pair takes receives and before the
+    /// peer hears of it: what it posts is there in time.
+    pub fn accept_after(
+        &mut self,
+        qp: &QueuePair,
+        params: &ConnectParams,
+        private_data: &[u8],
+        prepare: impl FnOnce() -> Result<(), ConnectError>,
+    ) -> Result<Connection, ConnectError> {
+        let local_mtu = path_mtu_to(self.device.address(), self.peer)?;
+        if self.remote.path_mtu > local_mtu {
+            self.reject_with(RejReason::INVALID_PATH_MTU, &[]);
+            return Err(ConnectError::Rejected {
+                reason: RejReason::INVALID_PATH_MTU,
+                private_data: Vec::new(),
+            });
+        }
+        let (sink, events) = Events::new()?;
+        let (id, peer, remote) = (self.id, self.peer, self.remote);
+        let mut psn = Psn::new(0);
+        self.device.engine().with(|core, now| {
+            psn = Psn::new(core.rnic.random());
+            let retries = (remote.ack_timeout.max(1), remote.retry_count);
+            bring_up(core, now, qp.qpn(), peer, params, &remote, psn, retries)
+        })?;
+        let mut connection = Connection::new(&self.device, qp, id, events, peer);
+        prepare()?;
+        let accepted = self.device.engine().with(|core, now| {
+            let waker = connection.events.waker.clone();
+            core.connections.insert(
+                id,
+                ConnectionEntry {
+                    sink,
+                    waker,
+                    qpn: qp.qpn(),
+                },
+            );
+            let mut local = local_endpoint(qp.qpn(), psn, params, remote.path_mtu);
+            local.initiator_depth = params.initiator_depth.min(remote.responder_resources);
+            core.rnic.cm().accept(now, id, &local, private_data)
+        });
+        self.decided = true;
+        if !accepted {
+            return Err(ConnectError::PrivateData);
+        }
+        connection.remote = Some(remote);
+        connection.private_data = std::mem::take(&mut self.private_data);
+        Ok(connection)
+    }
+
+    /// Refuses.
+    pub fn reject(mut self, private_data: &[u8]) {
+        self.reject_with(RejReason::CONSUMER, private_data);
+    }
+
+    fn reject_with(&mut self, reason: RejReason, private_data: &[u8]) {
+        self.decided = true;
+        let id = self.id;
+        self.device
+            .engine()
+            .with(|core, _| core.rnic.cm().reject(id, reason, private_data));
+    }
+}
+
+impl Drop for ConnectionRequest {
+    fn drop(&mut self) {
+        if !self.decided {
+            self.reject_with(RejReason::CONSUMER, &[]);
+        }
+    }
+}
+
+/// A connection of a queue pair. Dropped, it is ended.
+#[derive(Debug)]
+pub struct Connection {
+    device: Device,
+    qp: QueuePair,
+    id: CmId,
+    events: Events,
+    peer: IpAddr,
+    remote: Option<Endpoint>,
+    private_data: Vec<u8>,
+    ended: Mutex<bool>,
+}
+
+impl Connection {
+    fn new(device: &Device, qp: &QueuePair, id: CmId, events: Events, peer: IpAddr) -> Connection {
+        Connection {
+            device: device.clone(),
+            qp: qp.clone(),
+            id,
+            events,
+            peer,
+            remote: None,
+            private_data: Vec::new(),
+            ended: Mutex::new(false),
+        }
+    }
+
+    /// The peer's address.
+    pub fn peer(&self) -> IpAddr {
+        self.peer
+    }
+
+    /// The peer's side.
+    pub fn remote(&self) -> Option<&Endpoint> {
+        self.remote.as_ref()
+    }
+
+    /// What the peer's user sent when connecting, filled up with zeros.
+    pub fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    /// The queue pair.
+    pub fn qp(&self) -> &QueuePair {
+        &self.qp
+    }
+
+    /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
+    pub fn wait_established(&self) -> bool {
+        let deadline = Instant::now() + ESTABLISH_TIMEOUT;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.wait(&self.device, left) {
+                Some(CmEvent::Established { .. }) => return true,
+                Some(
+                    CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. },
+                )
+                | None => {
+                    self.set_ended();
+                    return false;
+                }
+                Some(CmEvent::Request { .. } | CmEvent::Reply { .. }) => {}
+            }
+        }
+    }
+
+    fn set_ended(&self) -> bool {
+        std::mem::replace(
+            &mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner),
+            true,
+        )
+    }
+
+    /// Whether the peer has ended the connection. When it has, the queue pair is in Error: what was posted is flushed.
+    pub fn is_ended(&self) -> bool {
+        while let Some(event) = self.events.poll() {
+            if matches!(
+                event,
+                CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. }
+            ) {
+                self.set_ended();
+            }
+        }
+        *self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the connection: the queue pair goes to Error and the peer is told.
+    pub fn disconnect(&self) {
+        let told = self.set_ended();
+        let (id, qpn) = (self.id, self.qp.qpn());
+        self.device.engine().with(|core, now| {
+            let _ = core
+                .rnic
+                .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
+            if !told {
+                core.rnic.cm().disconnect(now, id);
+            }
+        });
+    }
+
+    /// Ends the connection and waits until the peer has agreed, or does not answer.
+    pub fn disconnect_and_wait(&self, timeout: Duration) {
+        if self.is_ended() {
+            return self.disconnect();
+        }
+        self.disconnect();
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.wait(&self.device, left) {
+                None | Some(CmEvent::Disconnected { .. }) => return,
+                Some(_) => {}
+            }
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.disconnect();
+    }
+}

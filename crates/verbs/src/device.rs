@@ -1,0 +1,406 @@
+//! Devices and their objects. Each ends its part of the device when it is dropped.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::{
+    Access, Arm, Counters, Cqn, LKey, Memory, ModifyError, Pd, PostError, QpAttributes, QpInfo, QpInit,
+    QpState, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendRequest, Sge, Status, WorkCompletion,
+};
+
+use crate::soft::engine::{Engine, Waker};
+pub use crate::soft::engine::{OpenError, Options, Waiting};
+
+/// Why an object could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateError {
+    /// The device has no room for another.
+    #[error("the device has no room for another queue pair")]
+    NoRoom,
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// The handle that closes the engine when the last object of the device has gone.
+#[derive(Debug)]
+pub(crate) struct Handle(pub(crate) Arc<Engine>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// An RDMA device with one address (GID).
+#[derive(Clone, Debug)]
+pub struct Device {
+    pub(crate) handle: Arc<Handle>,
+    address: IpAddr,
+}
+
+impl Device {
+    /// Opens the soft RNIC on a local address.
+    pub fn open(address: IpAddr) -> Result<Device, OpenError> {
+        Device::open_with(address, Options::default())
+    }
+
+    /// Opens the soft RNIC on a local address, with options.
+    pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
+        Ok(Device {
+            handle: Arc::new(Handle(Engine::open(address, options)?)),
+            address,
+        })
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.handle.0
+    }
+
+    /// The device's address.
+    pub fn address(&self) -> IpAddr {
+        self.address
+    }
+
+    /// Makes a protection domain.
+    pub fn alloc_pd(&self) -> ProtectionDomain {
+        let pd = self.engine().lock().rnic.alloc_pd();
+        ProtectionDomain(Arc::new(PdInner {
+            device: self.clone(),
+            pd,
+        }))
+    }
+
+    /// Makes a completion queue for `depth` completions.
+    pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
+        let waker = Arc::new(Waker::new()?);
+        let mut core = self.engine().lock();
+        let cqn = core.rnic.create_cq(depth);
+        core.cq_wakers.insert(cqn, Arc::downgrade(&waker));
+        drop(core);
+        Ok(CompletionQueue(Arc::new(CqInner {
+            device: self.clone(),
+            cqn,
+            waker,
+        })))
+    }
+
+    /// Lets the caller drive the device: takes in what has arrived and sends what is owed. A program that polls memory
+    /// instead of a completion queue calls this in its loop.
+    pub fn progress(&self) {
+        drop(self.engine().poll());
+    }
+
+    /// What the device counted.
+    pub fn counters(&self) -> Counters {
+        self.engine().counters()
+    }
+
+    /// Queue pairs, memory regions and completion queues there are.
+    pub fn object_counts(&self) -> (usize, usize, usize) {
+        self.engine().lock().rnic.object_counts()
+    }
+}
+
+#[derive(Debug)]
+struct PdInner {
+    device: Device,
+    pd: Pd,
+}
+
+impl Drop for PdInner {
+    fn drop(&mut self) {
+        self.device.engine().lock().rnic.dealloc_pd(self.pd);
+    }
+}
+
+/// Protection domain: queue pairs reach the regions of their own domain only.
+#[derive(Clone, Debug)]
+pub struct ProtectionDomain(Arc<PdInner>);
+
+impl ProtectionDomain {
+    /// The device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Registers `length` bytes at `offset` of a memory under the address `iova`.
+    pub fn reg_mr(
+        &self,
+        memory: Arc<dyn Memory>,
+        offset: u64,
+        length: u64,
+        iova: u64,
+        access: Access,
+    ) -> Result<MemoryRegion, RegisterError> {
+        let spec = RegionSpec {
+            memory,
+            memory_offset: offset,
+            length,
+            iova,
+            access,
+        };
+        let (lkey, rkey) = self.0.device.engine().lock().rnic.reg_mr(self.0.pd, spec)?;
+        Ok(MemoryRegion {
+            pd: self.clone(),
+            lkey,
+            rkey,
+            iova,
+            length,
+        })
+    }
+
+    /// Registers a whole memory under the address `iova`.
+    pub fn reg_mr_all(
+        &self,
+        memory: Arc<dyn Memory>,
+        iova: u64,
+        access: Access,
+    ) -> Result<MemoryRegion, RegisterError> {
+        let length = memory.len();
+        self.reg_mr(memory, 0, length, iova, access)
+    }
+
+    /// Makes an RC queue pair.
+    pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let init = QpInit {
+            pd: self.0.pd,
+            send_cq: options.send_cq.0.cqn,
+            recv_cq: options.recv_cq.0.cqn,
+            max_send_wr: options.max_send_wr,
+            max_recv_wr: options.max_recv_wr,
+        };
+        let qpn = self
+            .0
+            .device
+            .engine()
+            .lock()
+            .rnic
+            .create_qp(init)
+            .ok_or(CreateError::NoRoom)?;
+        let cqs = [options.send_cq.clone(), options.recv_cq.clone()];
+        Ok(QueuePair(Arc::new(QpInner {
+            pd: self.clone(),
+            _cqs: cqs,
+            qpn,
+        })))
+    }
+}
+
+/// Registered memory. Dropping it deregisters: when the drop returns, no peer reaches the memory any more.
+#[derive(Debug)]
+pub struct MemoryRegion {
+    pd: ProtectionDomain,
+    lkey: LKey,
+    rkey: RKey,
+    iova: u64,
+    length: u64,
+}
+
+impl MemoryRegion {
+    /// The key for own requests.
+    pub fn lkey(&self) -> LKey {
+        self.lkey
+    }
+
+    /// The key for peers' requests.
+    pub fn rkey(&self) -> RKey {
+        self.rkey
+    }
+
+    /// The address of the first byte.
+    pub fn iova(&self) -> u64 {
+        self.iova
+    }
+
+    /// Bytes.
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// A scatter/gather element: `length` bytes at `offset` of the region.
+    pub fn sge(&self, offset: u64, length: u32) -> Sge {
+        Sge::new(self.iova.wrapping_add(offset), length, self.lkey)
+    }
+}
+
+impl Drop for MemoryRegion {
+    fn drop(&mut self) {
+        self.pd.device().engine().lock().rnic.dereg_mr(self.lkey);
+    }
+}
+
+#[derive(Debug)]
+struct CqInner {
+    device: Device,
+    cqn: Cqn,
+    waker: Arc<Waker>,
+}
+
+impl Drop for CqInner {
+    fn drop(&mut self) {
+        let mut core = self.device.engine().lock();
+        core.rnic.destroy_cq(self.cqn);
+        core.cq_wakers.remove(&self.cqn);
+    }
+}
+
+/// Completion queue with a completion channel of its own.
+#[derive(Clone, Debug)]
+pub struct CompletionQueue(Arc<CqInner>);
+
+impl CompletionQueue {
+    /// Takes the oldest completion, driving the device when there is none. Never sleeps.
+    pub fn poll(&self) -> Option<WorkCompletion> {
+        self.0.device.engine().poll().rnic.poll_cq(self.0.cqn)
+    }
+
+    /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device once.
+    pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
+        let mut core = self.0.device.engine().poll();
+        let mut n = 0;
+        while n < max
+            && let Some(wc) = core.rnic.poll_cq(self.0.cqn)
+        {
+            into.push_back(wc);
+            n += 1;
+        }
+        n
+    }
+
+    /// Asks for a wake-up through [`CompletionQueue::as_fd`]. A completion that is there already makes none: poll after
+    /// arming.
+    pub fn arm(&self, arm: Arm) {
+        let engine = self.0.device.engine();
+        engine.lock().rnic.arm_cq(self.0.cqn, arm);
+        engine.hand_over();
+    }
+
+    /// Takes the oldest completion; sleeps until there is one, without using a CPU. `None`: the time is over.
+    pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
+        let deadline = Instant::now() + timeout;
+        let engine = self.0.device.engine();
+        loop {
+            {
+                let mut core = engine.lock();
+                if let Some(wc) = core.rnic.poll_cq(self.0.cqn) {
+                    return Ok(Some(wc));
+                }
+                core.rnic.arm_cq(self.0.cqn, Arm::Next);
+            }
+            engine.hand_over();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.0.waker.wait(Some(left)) {
+                return Ok(engine.lock().rnic.poll_cq(self.0.cqn));
+            }
+        }
+    }
+}
+
+impl AsFd for CompletionQueue {
+    /// Readable when an armed queue has a completion. Read eight bytes to reset it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.waker.fd().as_fd()
+    }
+}
+
+/// How a queue pair is made.
+#[derive(Clone, Debug)]
+pub struct QpOptions {
+    /// Where send completions go.
+    pub send_cq: CompletionQueue,
+    /// Where receive completions go.
+    pub recv_cq: CompletionQueue,
+    /// Send requests it holds.
+    pub max_send_wr: u32,
+    /// Receive requests it holds.
+    pub max_recv_wr: u32,
+}
+
+impl QpOptions {
+    /// Both kinds of completion to one queue, 128 requests each way.
+    pub fn new(cq: &CompletionQueue) -> QpOptions {
+        QpOptions {
+            send_cq: cq.clone(),
+            recv_cq: cq.clone(),
+            max_send_wr: 128,
+            max_recv_wr: 128,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct QpInner {
+    pd: ProtectionDomain,
+    _cqs: [CompletionQueue; 2],
+    qpn: Qpn,
+}
+
+impl Drop for QpInner {
+    fn drop(&mut self) {
+        let mut core = self.pd.device().engine().lock();
+        core.rnic.destroy_qp(self.qpn);
+        core.qp_errors.remove(&self.qpn);
+    }
+}
+
+/// RC queue pair.
+#[derive(Clone, Debug)]
+pub struct QueuePair(Arc<QpInner>);
+
+impl QueuePair {
+    /// Its number.
+    pub fn qpn(&self) -> Qpn {
+        self.0.qpn
+    }
+
+    /// Its protection domain.
+    pub fn pd(&self) -> &ProtectionDomain {
+        &self.0.pd
+    }
+
+    fn engine(&self) -> &Engine {
+        self.0.pd.device().engine()
+    }
+
+    /// Posts a send request and sends what the window allows.
+    pub fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        self.engine()
+            .with(|core, now| core.rnic.post_send(now, self.0.qpn, request))
+    }
+
+    /// Posts send requests in order, as one doorbell. Fails at the first that is not taken; those before it are posted.
+    pub fn post_send_list(&self, requests: impl IntoIterator<Item = SendRequest>) -> Result<(), PostError> {
+        self.engine().with(|core, now| {
+            requests
+                .into_iter()
+                .try_for_each(|request| core.rnic.post_send(now, self.0.qpn, request))
+        })
+    }
+
+    /// Posts a receive request.
+    pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+        let engine = self.engine();
+        engine.lock().rnic.post_recv(engine.now(), self.0.qpn, request)
+    }
+
+    /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.
+    pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
+        self.engine()
+            .with(|core, now| core.rnic.modify_qp(now, self.0.qpn, to, attributes))
+    }
+
+    /// What is known about it.
+    pub fn query(&self) -> Option<QpInfo> {
+        self.engine().lock().rnic.query_qp(self.0.qpn)
+    }
+
+    /// Why it went to Error on its own, if it did.
+    pub fn error(&self) -> Option<Status> {
+        self.engine().lock().qp_errors.get(&self.0.qpn).copied()
+    }
+}

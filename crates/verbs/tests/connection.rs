@@ -1,0 +1,167 @@
+//! Two devices on one host: connect, move bytes, end.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdmux_verbs::*;
+
+const LONG: Duration = Duration::from_secs(20);
+
+struct End {
+    _device: Device,
+    cq: CompletionQueue,
+    qp: QueuePair,
+    memory: Arc<AnonymousMemory>,
+    mr: MemoryRegion,
+}
+
+fn end(address: IpAddr, bytes: usize) -> End {
+    let device = Device::open(address).unwrap();
+    let pd = device.alloc_pd();
+    let cq = device.create_cq(256).unwrap();
+    let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
+    let memory = Arc::new(AnonymousMemory::new(bytes).unwrap());
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL;
+    let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
+    End {
+        _device: device,
+        cq,
+        qp,
+        memory,
+        mr,
+    }
+}
+
+/// A connected pair: (client, its connection, server, its connection).
+fn connected(address: IpAddr, bytes: usize) -> (End, Connection, End, Connection) {
+    let (client, server) = (end(address, bytes), end(address, bytes));
+    let listener = server._device.listen(7174).unwrap();
+    let (c, s) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let request = listener.accept(LONG).expect("a request");
+            assert_eq!(&request.private_data()[..5], b"hello");
+            let connection = request
+                .accept(&server.qp, &ConnectParams::default(), b"welcome")
+                .unwrap();
+            assert!(connection.wait_established());
+            connection
+        });
+        let peer = SocketAddr::new(address, 7174);
+        let c = client
+            ._device
+            .connect(&client.qp, peer, &ConnectParams::default(), b"hello")
+            .unwrap();
+        assert_eq!(&c.private_data()[..7], b"welcome");
+        (c, accepting.join().unwrap())
+    });
+    (client, c, server, s)
+}
+
+fn send(wr_id: u64, operation: Operation, sges: SgeList) -> SendRequest {
+    SendRequest {
+        wr_id,
+        operation,
+        sges,
+        flags: SendFlags::SIGNALED,
+    }
+}
+
+fn write_read_send(address: &str) {
+    let (client, c, server, _s) = connected(address.parse().unwrap(), 4 << 20);
+    let bytes: Vec<u8> = (0..3usize << 20).map(|i| (i * 7 + i / 255) as u8).collect();
+    client.memory.write(0, &bytes).unwrap();
+    let (va, rkey) = (server.mr.iova(), server.mr.rkey());
+    let whole = client.mr.sge(0, bytes.len() as u32);
+    client
+        .qp
+        .post_send(send(1, Operation::Write { va, rkey, imm: None }, whole.into()))
+        .unwrap();
+    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    assert_eq!((wc.wr_id, wc.status), (1, Status::Success));
+    let mut there = vec![0; bytes.len()];
+    server.memory.read(0, &mut there).unwrap();
+    assert!(there == bytes, "written bytes differ");
+
+    client.memory.write(0, &vec![0; bytes.len()]).unwrap();
+    client
+        .qp
+        .post_send(send(2, Operation::Read { va, rkey }, whole.into()))
+        .unwrap();
+    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    assert_eq!((wc.wr_id, wc.status), (2, Status::Success));
+    client.memory.read(0, &mut there).unwrap();
+    assert!(there == bytes, "read bytes differ");
+
+    server
+        .qp
+        .post_recv(RecvRequest {
+            wr_id: 3,
+            sges: server.mr.sge(0, 100).into(),
+        })
+        .unwrap();
+    client
+        .qp
+        .post_send(send(
+            4,
+            Operation::Send { imm: Some(5) },
+            client.mr.sge(0, 100).into(),
+        ))
+        .unwrap();
+    let wc = server.cq.wait(LONG).unwrap().expect("a receive");
+    assert_eq!(
+        (wc.wr_id, wc.status, wc.byte_len, wc.imm),
+        (3, Status::Success, 100, Some(5))
+    );
+
+    server
+        .qp
+        .post_recv(RecvRequest {
+            wr_id: 6,
+            sges: server.mr.sge(0, 100).into(),
+        })
+        .unwrap();
+    c.disconnect_and_wait(LONG);
+    let wc = server.cq.wait(LONG).unwrap().expect("the end");
+    assert_eq!((wc.wr_id, wc.status), (6, Status::Flushed));
+}
+
+#[test]
+fn connection__moves_bytes_over_ipv4() {
+    write_read_send("127.0.0.31");
+}
+
+#[test]
+fn connection__moves_bytes_over_ipv6() {
+    write_read_send("::1");
+}
+
+#[test]
+fn connect__to_a_port_nobody_listens_on_is_refused_at_once() {
+    let client = end("127.0.0.32".parse().unwrap(), 4096);
+    let result = client._device.connect(
+        &client.qp,
+        "127.0.0.32:7174".parse().unwrap(),
+        &ConnectParams::default(),
+        &[],
+    );
+    assert!(
+        matches!(
+            result,
+            Err(ConnectError::Rejected {
+                reason: RejReason::INVALID_SERVICE_ID,
+                ..
+            })
+        ),
+        "{result:?}"
+    );
+}
+
+#[test]
+fn listen__on_a_port_that_another_device_of_the_address_has_fails() {
+    let address = "127.0.0.33".parse().unwrap();
+    let (one, two) = (end(address, 4096), end(address, 4096));
+    let _listener = one._device.listen(7174).unwrap();
+    assert!(two._device.listen(7174).is_err());
+}
