@@ -1,2 +1,63 @@
-//! The rdmux command.
-fn main() {}
+//! rdmux: RDMA for every process on every Linux box. The one binary; each command is a module of [`cmd`].
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
+
+mod cmd;
+mod output;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// RDMA for every process on every Linux box: remote memory over RoCEv2, on a NIC in user space.
+#[derive(Parser, Debug)]
+#[command(name = "rdmux", version, arg_required_else_help = true, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Offer files and memory to be pushed to and pulled from.
+    Serve(cmd::serve::Args),
+    /// Write a file into a remote region and make it durable there.
+    Push(cmd::push::Args),
+    /// Read a remote region into a file.
+    Pull(cmd::pull::Args),
+    /// Measure latency or bandwidth, as perftest does.
+    Perf(cmd::perf::Args),
+    /// Show what rdmux does, end to end, on this host.
+    Demo(cmd::demo::Args),
+    /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
+    Sim(cmd::sim::Args),
+    /// Look at captures of RoCEv2 traffic.
+    Capture(cmd::capture::Args),
+    #[command(hide = true)]
+    LabPeer(cmd::lab_peer::Args),
+    #[command(hide = true)]
+    Bench(cmd::bench::Args),
+}
+
+fn main() -> ExitCode {
+    // Usage errors end here, with status 2.
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Serve(args) => cmd::serve::run(args),
+        Command::Push(args) => cmd::push::run(args),
+        Command::Pull(args) => cmd::pull::run(args),
+        Command::Perf(args) => cmd::perf::run(&args),
+        Command::Demo(args) => cmd::demo::run(args),
+        Command::Sim(args) => cmd::sim::run(&args),
+        Command::Capture(args) => cmd::capture::run(&args),
+        Command::LabPeer(args) => cmd::lab_peer::run(&args),
+        Command::Bench(args) => cmd::bench::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! The commands, one module each: `Args` for the command line, `run` for the work.
+
+pub(crate) mod bench;
+pub(crate) mod capture;
+pub(crate) mod demo;
+pub(crate) mod lab_peer;
+pub(crate) mod perf;
+pub(crate) mod pull;
+pub(crate) mod push;
+pub(crate) mod serve;
+pub(crate) mod sim;
