@@ -10,6 +10,19 @@ fn v6() -> IpAddr {
     Ipv6Addr::LOCALHOST.into()
 }
 
+/// The loopback addresses of this host; some containers have no IPv6.
+fn loopbacks() -> Vec<IpAddr> {
+    let mut all = vec![v4(), v6()];
+    all.retain(|ip| {
+        let works = std::net::UdpSocket::bind((*ip, 0)).is_ok();
+        if !works {
+            println!("skipped: {ip} is no address of this host");
+        }
+        works
+    });
+    all
+}
+
 fn pair(ip: IpAddr) -> (RxSocket, TxSocket) {
     (
         RxSocket::bind(SocketAddr::new(ip, 0), false).unwrap(),
@@ -33,7 +46,7 @@ fn receive(rx: &RxSocket, count: usize) -> Vec<(SocketAddr, u8, Vec<u8>)> {
 
 #[test]
 fn send_batch__one_datagram_in_parts() {
-    for ip in [v4(), v6()] {
+    for ip in loopbacks() {
         let (rx, tx) = pair(ip);
         let parts = [IoSlice::new(b"head"), IoSlice::new(b""), IoSlice::new(b"payload")];
         let one = Outgoing {
@@ -52,7 +65,7 @@ fn send_batch__one_datagram_in_parts() {
 
 #[test]
 fn send_batch__more_entries_than_one_call_takes() {
-    for ip in [v4(), v6()] {
+    for ip in loopbacks() {
         let (rx, tx) = pair(ip);
         let payloads: Vec<[u8; 2]> = (0..TX_BATCH as u16 * 2 + 3).map(u16::to_be_bytes).collect();
         let parts: Vec<[IoSlice<'_>; 1]> = payloads.iter().map(|p| [IoSlice::new(p)]).collect();
@@ -76,7 +89,7 @@ fn send_batch__more_entries_than_one_call_takes() {
 
 #[test]
 fn send_batch__train_is_cut_into_segments() {
-    for ip in [v4(), v6()] {
+    for ip in loopbacks() {
         let (rx, tx) = pair(ip);
         let bytes: Vec<u8> = (0..10_000_u32).map(|i| (i % 251) as u8).collect();
         let parts = [IoSlice::new(&bytes[..17]), IoSlice::new(&bytes[17..])];
@@ -204,7 +217,7 @@ fn send_batch__no_route_names_the_entry() {
 
 #[test]
 fn self_test__works_on_loopback() {
-    for ip in [v4(), v6()] {
+    for ip in loopbacks() {
         assert!(TxSocket::bind(ip).unwrap().self_test().unwrap());
     }
 }
