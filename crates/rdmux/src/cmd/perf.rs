@@ -1,6 +1,725 @@
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {}
+//! `rdmux perf`: latency and bandwidth of one operation, with perftest's columns and flags.
+//!
+//! The server has no host argument, the client has one. They meet by CM on the port, the client's private data says what will
+//! be done, and the server's says where its buffer lies:
+//!
+//! ```text
+//! client  "RDPF" | version 1 | test u8 | queue pairs u16 | bytes u32 | iterations u32 | depth u32    big endian
+//! server  va u64 | rkey u32 | bytes u32
+//! ```
 
-pub(crate) fn run(_: &Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built")
+use std::io::Write;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Parser, ValueEnum};
+use rdmux_verbs::{
+    Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Memory, MemoryRegion, Operation, Placement,
+    QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status, Waiting,
+};
+use serde::Serialize;
+
+/// How long a server waits for its client, and either for the other's next move.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Largest message of `-a`: 8 MiB, as perftest.
+const ALL_SIZES_MAX: u32 = 1 << 23;
+
+/// What is measured.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "operation and figure")]
+pub(crate) enum Test {
+    WriteLat,
+    WriteBw,
+    ReadLat,
+    ReadBw,
+    SendLat,
+    SendBw,
+    FlushLat,
+    FlushBw,
+}
+
+impl Test {
+    const ALL: [Test; 8] = [
+        Test::WriteLat,
+        Test::WriteBw,
+        Test::ReadLat,
+        Test::ReadBw,
+        Test::SendLat,
+        Test::SendBw,
+        Test::FlushLat,
+        Test::FlushBw,
+    ];
+
+    fn is_latency(self) -> bool {
+        matches!(self, Test::WriteLat | Test::ReadLat | Test::SendLat | Test::FlushLat)
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Test::WriteLat => "RDMA_Write Latency Test",
+            Test::WriteBw => "RDMA_Write BW Test",
+            Test::ReadLat => "RDMA_Read Latency Test",
+            Test::ReadBw => "RDMA_Read BW Test",
+            Test::SendLat => "Send Latency Test",
+            Test::SendBw => "Send BW Test",
+            Test::FlushLat => "RDMA_Write + Flush Latency Test",
+            Test::FlushBw => "RDMA_Write + Flush BW Test",
+        }
+    }
+
+    fn default_size(self) -> u32 {
+        if self.is_latency() { 2 } else { 65_536 }
+    }
+
+    fn default_iterations(self) -> u32 {
+        if self.is_latency() { 1_000 } else { 5_000 }
+    }
+}
+
+/// Measure latency or bandwidth, as perftest does.
+///
+/// Run it without a host on the server, and with the server's name or address on the client. WRITE and SEND latency is half
+/// a round trip; READ and FLUSH latency a whole one (WRITE, then FLUSH with global visibility). Both ends poll, so each
+/// keeps one CPU busy.
+#[derive(Parser, Debug, Clone)]
+pub(crate) struct Args {
+    /// What to measure.
+    #[arg(value_enum)]
+    pub(crate) test: Test,
+    /// The server's name or address; without it this is the server.
+    pub(crate) host: Option<String>,
+    /// Bytes of a message [default: 2 for latency, 65536 for bandwidth].
+    #[arg(short, long)]
+    pub(crate) size: Option<u32>,
+    /// Iterations [default: 1000 for latency, 5000 for bandwidth].
+    #[arg(short = 'n', long)]
+    pub(crate) iters: Option<u32>,
+    /// Run for this many seconds instead of a number of iterations.
+    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iters")]
+    pub(crate) duration: Option<u32>,
+    /// Queue pairs (bandwidth).
+    #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
+    pub(crate) qp: u16,
+    /// All sizes from 2 bytes to 8 MiB.
+    #[arg(short, long)]
+    pub(crate) all: bool,
+    /// Requests under way on each queue pair (bandwidth).
+    #[arg(short, long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) tx_depth: u32,
+    /// Taken for perftest's sake: CPU frequency is never looked at.
+    #[arg(short = 'F', long = "CPU-freq")]
+    pub(crate) ignore_cpu_frequency: bool,
+    /// Report Gb/sec instead of MiB/sec.
+    #[arg(long)]
+    pub(crate) report_gbits: bool,
+    /// Port of the service.
+    #[arg(short, long, default_value_t = 18515)]
+    pub(crate) port: u16,
+    /// Own address to use [default: 127.0.0.1 for the server, the route's for the client].
+    #[arg(short, long, value_name = "ADDRESS")]
+    pub(crate) bind: Option<IpAddr>,
+    /// Run on this CPU.
+    #[arg(long, value_name = "CPU")]
+    pub(crate) pin: Option<usize>,
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// One line of results. Keys as in perftest's JSON.
+#[derive(Serialize, Debug, Clone)]
+pub(crate) struct Row {
+    #[serde(rename = "MsgSize")]
+    pub(crate) bytes: u32,
+    #[serde(rename = "n_iterations")]
+    pub(crate) iterations: u64,
+    #[serde(flatten)]
+    pub(crate) figures: Figures,
+}
+
+/// The figures of a line.
+#[derive(Serialize, Debug, Clone)]
+#[serde(untagged)]
+pub(crate) enum Figures {
+    Latency {
+        t_min: f64,
+        t_max: f64,
+        t_typical: f64,
+        t_avg: f64,
+        t_stdev: f64,
+        percentile_99: f64,
+        #[serde(rename = "percentile_99.9")]
+        percentile_99_9: f64,
+    },
+    Bandwidth {
+        #[serde(rename = "BW_peak")]
+        peak: f64,
+        #[serde(rename = "BW_average")]
+        average: f64,
+        #[serde(rename = "MsgRate")]
+        message_rate: f64,
+    },
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    if let Some(cpu) = args.pin {
+        super::bench::pin(cpu)?;
+    }
+    match &args.host {
+        None => serve(args),
+        Some(host) => {
+            let rows = client(args, host)?;
+            if args.json {
+                let mut out = std::io::stdout().lock();
+                serde_json::to_writer_pretty(&mut out, &serde_json::json!({ "test": args.test.title(), "results": rows }))?;
+                writeln!(out)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// What the client asks for.
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    test: Test,
+    qps: u16,
+    bytes: u32,
+    depth: u32,
+}
+
+impl Request {
+    const LEN: usize = 20;
+
+    fn emit(&self) -> [u8; Request::LEN] {
+        let mut b = [0; Request::LEN];
+        b[..4].copy_from_slice(b"RDPF");
+        b[4] = 1;
+        b[5] = Test::ALL.iter().position(|t| *t == self.test).unwrap_or(0) as u8;
+        b[6..8].copy_from_slice(&self.qps.to_be_bytes());
+        b[8..12].copy_from_slice(&self.bytes.to_be_bytes());
+        b[16..20].copy_from_slice(&self.depth.to_be_bytes());
+        b
+    }
+
+    fn parse(b: &[u8]) -> Result<Request> {
+        ensure!(b.len() >= Request::LEN && b[..4] == *b"RDPF", "the client is no `rdmux perf`");
+        ensure!(b[4] == 1, "the client speaks version {} of the perf protocol, this is version 1", b[4]);
+        let word = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
+        let request = Request {
+            test: *Test::ALL.get(usize::from(b[5])).context("the client asks for a test that this version lacks")?,
+            qps: u16::from_be_bytes([b[6], b[7]]),
+            bytes: word(8),
+            depth: word(16),
+        };
+        ensure!((1..=128).contains(&request.qps), "the client asks for {} queue pairs; 1 to 128 are served", request.qps);
+        ensure!(request.bytes <= 1 << 30, "the client asks for messages of {} bytes; 1 GiB is served", request.bytes);
+        ensure!((1..=4096).contains(&request.depth), "the client asks for depth {}; 1 to 4096 are served", request.depth);
+        Ok(request)
+    }
+}
+
+/// Queue pairs and buffer of one side.
+struct Side {
+    cq: CompletionQueue,
+    qps: Vec<QueuePair>,
+    memory: Arc<AnonymousMemory>,
+    mr: MemoryRegion,
+}
+
+/// Two buffers: the lower half is sent from, the upper half written to, each with room for one message per queue pair.
+fn side(device: &Device, request: &Request) -> Result<Side> {
+    let pd = device.alloc_pd();
+    let entries = u32::from(request.qps) * (request.depth + 8) * 2;
+    let cq = device.create_cq(entries)?;
+    let half = slot_bytes(request) * u64::from(request.qps);
+    let memory = Arc::new(AnonymousMemory::new(2 * half as usize).context("memory for the buffers")?);
+    // Touch it now: the first access of a page costs a fault.
+    for at in (0..2 * half).step_by(4096) {
+        memory.write(at, &[0]).ok();
+    }
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL;
+    let mr = pd.reg_mr_all(memory.clone(), memory.address(), access)?;
+    let options = QpOptions {
+        send_cq: cq.clone(),
+        recv_cq: cq.clone(),
+        max_send_wr: 2 * request.depth + 2,
+        max_recv_wr: 2 * request.depth + 2,
+    };
+    let qps = (0..request.qps).map(|_| pd.create_qp(&options)).collect::<Result<Vec<_>, _>>()?;
+    Ok(Side { cq, qps, memory, mr })
+}
+
+fn slot_bytes(request: &Request) -> u64 {
+    u64::from(request.bytes).max(64).next_multiple_of(64)
+}
+
+fn serve(args: &Args) -> Result<()> {
+    let address = args.bind.unwrap_or(IpAddr::from([127, 0, 0, 1]));
+    let device = Device::open(address)?;
+    let listener = device.listen(args.port)?;
+    if !args.json {
+        println!("\n************************************\n* Waiting for client to connect... *\n************************************");
+    }
+    let first = listener.accept(Duration::from_secs(3600)).context("no client within an hour")?;
+    // A client that measures several sizes connects once for each.
+    let mut next = Some(first);
+    while let Some(connecting) = next.take() {
+        let request = match Request::parse(connecting.private_data()) {
+            Ok(request) => request,
+            Err(error) => {
+                connecting.reject(b"perf");
+                return Err(error);
+            }
+        };
+        ensure!(
+            request.test == args.test,
+            "the client measures {}, this server {}: start both with the same test",
+            request.test.title(),
+            args.test.title()
+        );
+        let side = side(&device, &request)?;
+        let half = slot_bytes(&request) * u64::from(request.qps);
+        let mut answer = [0; 16];
+        answer[..8].copy_from_slice(&(side.mr.iova() + half).to_be_bytes());
+        answer[8..12].copy_from_slice(&side.mr.rkey().0.to_be_bytes());
+        answer[12..].copy_from_slice(&request.bytes.to_be_bytes());
+        let mut connecting = Some(connecting);
+        let mut connections = Vec::new();
+        let mut sink = (0, RKey(0));
+        for qp in &side.qps {
+            let mut one = match connecting.take() {
+                Some(one) => one,
+                None => listener.accept(PATIENCE).context("the client made fewer connections than it said")?,
+            };
+            let receives = if matches!(request.test, Test::SendLat | Test::SendBw) { 2 * request.depth } else { 0 };
+            if request.test == Test::WriteLat {
+                let data = one.private_data();
+                let word = |at: usize, n: usize| data[at..at + n].iter().fold(0u64, |v, b| v << 8 | u64::from(*b));
+                sink = (word(20, 8), RKey(word(28, 4) as u32));
+            }
+            let connection = one.accept_after(qp, &params(), &answer, || {
+                for i in 0..receives {
+                    post_recv(qp, &side, &request, u64::from(i)).map_err(std::io::Error::other)?;
+                }
+                Ok(())
+            })?;
+            connections.push(connection);
+        }
+        for connection in &connections {
+            ensure!(connection.wait_established(), "the client went away while connecting");
+        }
+        answer_client(&request, &device, &side, &connections, sink)?;
+        drop(connections);
+        if !args.all {
+            break;
+        }
+        next = listener.accept(Duration::from_secs(2));
+    }
+    Ok(())
+}
+
+/// The server's part of a test, until the client disconnects.
+fn answer_client(request: &Request, device: &Device, side: &Side, connections: &[Connection], sink: (u64, RKey)) -> Result<()> {
+    let qp = &side.qps[0];
+    let half = slot_bytes(request) * u64::from(request.qps);
+    let ended = || connections.iter().all(Connection::is_ended);
+    match request.test {
+        Test::WriteLat => {
+            let last = half + u64::from(request.bytes.max(1)) - 1;
+            let mut turn = 0u8;
+            let mut idle = 0u32;
+            loop {
+                device.progress();
+                let expected = turn.wrapping_add(1);
+                if request.bytes == 0 || side.memory.load_u8(last) != expected {
+                    idle += 1;
+                    if idle.is_multiple_of(1 << 14) && ended() {
+                        return Ok(());
+                    }
+                    continue;
+                }
+                idle = 0;
+                turn = expected;
+                side.memory.write(u64::from(request.bytes) - 1, &[turn]).ok();
+                let operation = Operation::Write { va: sink.0, rkey: sink.1, imm: None };
+                let sges = side.mr.sge(0, request.bytes).into();
+                // A completion in 64 keeps the queue from filling up.
+                let flags = if turn.is_multiple_of(64) { SendFlags::SIGNALED } else { SendFlags::empty() };
+                if qp.post_send(SendRequest { wr_id: 0, operation, sges, flags }).is_err() {
+                    return Ok(());
+                }
+                while side.cq.poll().is_some() {}
+            }
+        }
+        Test::SendLat => loop {
+            let Some(wc) = side.cq.poll() else { continue };
+            if wc.status != Status::Success {
+                return Ok(());
+            }
+            if wc.opcode != rdmux_verbs::WcOpcode::Recv {
+                continue;
+            }
+            post_recv(qp, side, request, wc.wr_id)?;
+            let sges = side.mr.sge(0, request.bytes).into();
+            let operation = Operation::Send { imm: None };
+            if qp.post_send(SendRequest { wr_id: 0, operation, sges, flags: SendFlags::empty() }).is_err() {
+                return Ok(());
+            }
+        },
+        Test::SendBw => {
+            let by_qpn: Vec<_> = side.qps.iter().map(|qp| (qp.qpn(), qp)).collect();
+            let mut idle = 0u32;
+            loop {
+                let Some(wc) = side.cq.poll() else {
+                    idle += 1;
+                    if idle.is_multiple_of(1 << 14) && ended() {
+                        return Ok(());
+                    }
+                    continue;
+                };
+                if wc.status != Status::Success {
+                    if ended() {
+                        return Ok(());
+                    }
+                    continue;
+                }
+                if let Some((_, qp)) = by_qpn.iter().find(|(qpn, _)| *qpn == wc.qpn) {
+                    post_recv(qp, side, request, wc.wr_id)?;
+                }
+            }
+        }
+        // One-sided: the NIC answers; this side only drives it.
+        Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => {
+            let mut turns = 0u32;
+            loop {
+                device.progress();
+                turns = turns.wrapping_add(1);
+                if turns.is_multiple_of(1 << 14) && ended() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+fn post_recv(qp: &QueuePair, side: &Side, request: &Request, wr_id: u64) -> Result<()> {
+    let half = slot_bytes(request) * u64::from(request.qps);
+    Ok(qp.post_recv(RecvRequest { wr_id, sges: side.mr.sge(half, request.bytes).into() })?)
+}
+
+fn params() -> ConnectParams {
+    ConnectParams::default()
+}
+
+/// Own address on the route to a peer.
+pub(crate) fn route_to(peer: SocketAddr) -> Result<IpAddr> {
+    let any: SocketAddr = if peer.is_ipv4() { ([0, 0, 0, 0], 0).into() } else { ([0u16; 8], 0).into() };
+    let probe = UdpSocket::bind(any).context("UDP socket")?;
+    probe.connect(peer).with_context(|| format!("no route to {}", peer.ip()))?;
+    Ok(probe.local_addr()?.ip())
+}
+
+/// Connects, measures every size asked for, and prints unless JSON is asked for.
+pub(crate) fn client(args: &Args, host: &str) -> Result<Vec<Row>> {
+    let peer = (host, args.port).to_socket_addrs().with_context(|| format!("cannot resolve {host}"))?.next();
+    let peer = peer.with_context(|| format!("{host} has no address"))?;
+    let address = match args.bind {
+        Some(address) => address,
+        None => route_to(peer)?,
+    };
+    let options = rdmux_verbs::Options { waiting: Waiting::Blocked, ..Default::default() };
+    let device = Device::open_with(address, options)?;
+    let sizes: Vec<u32> = if args.all {
+        (1..=ALL_SIZES_MAX.ilog2()).map(|n| 1 << n).collect()
+    } else {
+        vec![args.size.unwrap_or(args.test.default_size())]
+    };
+    let iterations = args.iters.unwrap_or(args.test.default_iterations());
+    if !args.json {
+        print_header(args);
+    }
+    let mut rows = Vec::new();
+    for bytes in sizes {
+        let qps = if args.test.is_latency() { 1 } else { args.qp };
+        let depth = if args.test.is_latency() { 128 } else { args.tx_depth.min(iterations.max(1)) };
+        let request = Request { test: args.test, qps, bytes, depth };
+        let row = measure(&device, peer, &request, iterations, args)?;
+        if !args.json {
+            print_row(&row);
+        }
+        rows.push(row);
+    }
+    if !args.json {
+        println!("{:-<87}", "");
+    }
+    Ok(rows)
+}
+
+fn measure(device: &Device, peer: SocketAddr, request: &Request, iterations: u32, args: &Args) -> Result<Row> {
+    let side = side(device, request)?;
+    let half = slot_bytes(request) * u64::from(request.qps);
+    let mut connections = Vec::new();
+    let mut private = request.emit().to_vec();
+    private.extend_from_slice(&(side.mr.iova() + half).to_be_bytes());
+    private.extend_from_slice(&side.mr.rkey().0.to_be_bytes());
+    for qp in &side.qps {
+        connections.push(device.connect(qp, peer, &params(), &private)?);
+    }
+    let answer = connections[0].private_data();
+    let va = u64::from_be_bytes(answer[..8].try_into().context("a short answer")?);
+    let rkey = RKey(u32::from_be_bytes(answer[8..12].try_into().context("a short answer")?));
+    let run = Run { request, device, side: &side, va, rkey };
+    let until = args.duration.map(|s| Instant::now() + Duration::from_secs(s.into()));
+    let row = if request.test.is_latency() { run.latency(iterations, until)? } else { run.bandwidth(iterations, until, args)? };
+    for connection in &connections {
+        connection.disconnect_and_wait(Duration::from_secs(2));
+    }
+    Ok(row)
+}
+
+struct Run<'a> {
+    request: &'a Request,
+    device: &'a Device,
+    side: &'a Side,
+    va: u64,
+    rkey: RKey,
+}
+
+impl Run<'_> {
+    fn data(&self) -> SgeList {
+        self.side.mr.sge(0, self.request.bytes).into()
+    }
+
+    fn flush(&self) -> Operation {
+        Operation::Flush {
+            va: self.va,
+            rkey: self.rkey,
+            length: self.request.bytes,
+            placement: Placement::GLOBAL,
+            selectivity: Selectivity::Range,
+        }
+    }
+
+    fn wait(&self) -> Result<()> {
+        let mut spins = 0u32;
+        let mut deadline = None;
+        loop {
+            if let Some(wc) = self.side.cq.poll() {
+                ensure!(wc.status == Status::Success, "the connection broke: {}", wc.status);
+                return Ok(());
+            }
+            spins += 1;
+            if spins.is_multiple_of(1 << 16) {
+                let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
+                ensure!(Instant::now() < *deadline, "no answer from the server for {} s", PATIENCE.as_secs());
+            }
+        }
+    }
+
+    /// Waits for the peer's WRITE: the last byte changes.
+    fn wait_byte(&self, at: u64, expected: u8) -> Result<()> {
+        let mut spins = 0u32;
+        let mut deadline = None;
+        loop {
+            self.device.progress();
+            if self.side.memory.load_u8(at) == expected {
+                return Ok(());
+            }
+            spins += 1;
+            if spins.is_multiple_of(1 << 16) {
+                let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
+                ensure!(Instant::now() < *deadline, "no answer from the server for {} s", PATIENCE.as_secs());
+                ensure!(self.side.qps[0].error().is_none(), "the connection broke");
+            }
+        }
+    }
+
+    fn latency(&self, iterations: u32, until: Option<Instant>) -> Result<Row> {
+        let Run { request, side, va, rkey, .. } = self;
+        let qp = &side.qps[0];
+        let half = slot_bytes(request);
+        let (last_out, last_in) = (u64::from(request.bytes.max(1)) - 1, half + u64::from(request.bytes.max(1)) - 1);
+        // WRITE and SEND go there and back; READ and FLUSH are answered by the NIC.
+        let halves = if matches!(request.test, Test::WriteLat | Test::SendLat) { 2.0 } else { 1.0 };
+        let mut samples: Vec<u64> = Vec::with_capacity(iterations as usize);
+        if request.test == Test::SendLat {
+            for i in 0..64 {
+                post_recv(qp, side, request, i)?;
+            }
+        }
+        let warm_up = iterations.min(1000) / 10;
+        let mut turn = 0u8;
+        let mut i = 0u64;
+        loop {
+            let measured = i.saturating_sub(warm_up.into());
+            if until.map_or(measured >= iterations.into(), |until| measured > 0 && Instant::now() >= until) {
+                break;
+            }
+            let begin = Instant::now();
+            let signaled = SendFlags::SIGNALED;
+            let request_of = |operation, sges, flags| SendRequest { wr_id: 0, operation, sges, flags };
+            match request.test {
+                Test::WriteLat => {
+                    turn = turn.wrapping_add(1);
+                    side.memory.write(last_out, &[turn]).ok();
+                    let flags = if turn.is_multiple_of(64) { signaled } else { SendFlags::empty() };
+                    qp.post_send(request_of(Operation::Write { va: *va, rkey: *rkey, imm: None }, self.data(), flags))?;
+                    self.wait_byte(last_in, turn)?;
+                    if turn.is_multiple_of(64) {
+                        while side.cq.poll().is_some() {}
+                    }
+                }
+                Test::SendLat => {
+                    qp.post_send(request_of(Operation::Send { imm: None }, self.data(), SendFlags::empty()))?;
+                    self.wait()?;
+                    post_recv(qp, side, request, 0)?;
+                }
+                Test::ReadLat => {
+                    qp.post_send(request_of(Operation::Read { va: *va, rkey: *rkey }, self.data(), signaled))?;
+                    self.wait()?;
+                }
+                _ => {
+                    let write = Operation::Write { va: *va, rkey: *rkey, imm: None };
+                    qp.post_send_list([
+                        request_of(write, self.data(), SendFlags::empty()),
+                        request_of(self.flush(), SgeList::EMPTY, signaled),
+                    ])?;
+                    self.wait()?;
+                }
+            }
+            if i >= warm_up.into() {
+                samples.push(begin.elapsed().as_nanos() as u64);
+            }
+            i += 1;
+        }
+        Ok(latency_row(request.bytes, samples, halves))
+    }
+
+    fn bandwidth(&self, iterations: u32, until: Option<Instant>, args: &Args) -> Result<Row> {
+        let Run { request, side, va, rkey, .. } = self;
+        let total = u64::from(iterations) * u64::from(request.qps);
+        let mut posted = vec![0u64; side.qps.len()];
+        let mut in_flight = vec![0u32; side.qps.len()];
+        let index_of: std::collections::HashMap<_, _> = side.qps.iter().enumerate().map(|(i, qp)| (qp.qpn(), i)).collect();
+        let mut done = 0u64;
+        let mut peak = 0f64;
+        let begin = Instant::now();
+        let mut last_progress = begin;
+        let (mut mark_time, mut mark_done) = (begin, 0u64);
+        let mut completions = std::collections::VecDeque::new();
+        loop {
+            let over = until.is_some_and(|until| Instant::now() >= until);
+            for (i, qp) in side.qps.iter().enumerate() {
+                let wanted = if until.is_some() { u64::MAX } else { iterations.into() };
+                let room = if over { 0 } else { u64::from(request.depth - in_flight[i]).min(wanted - posted[i]) };
+                if room == 0 {
+                    continue;
+                }
+                let requests = (0..room).flat_map(|_| self.requests(*va, *rkey));
+                qp.post_send_list(requests)?;
+                posted[i] += room;
+                in_flight[i] += room as u32;
+            }
+            let n = side.cq.poll_many(256, &mut completions);
+            for wc in completions.drain(..) {
+                ensure!(wc.status == Status::Success, "the connection broke: {}", wc.status);
+                if let Some(i) = index_of.get(&wc.qpn) {
+                    in_flight[*i] -= 1;
+                }
+                done += 1;
+            }
+            if n > 0 {
+                last_progress = Instant::now();
+                // The best stretch of a hundredth of the run.
+                if done - mark_done >= (total / 100).max(1) {
+                    let rate = (done - mark_done) as f64 / last_progress.duration_since(mark_time).as_secs_f64();
+                    peak = peak.max(rate);
+                    (mark_time, mark_done) = (last_progress, done);
+                }
+            } else if last_progress.elapsed() > PATIENCE {
+                bail!("no answer from the server for {} s", PATIENCE.as_secs());
+            }
+            if (until.is_none() && done == total) || (over && in_flight.iter().all(|n| *n == 0)) {
+                break;
+            }
+        }
+        let seconds = begin.elapsed().as_secs_f64();
+        let rate = done as f64 / seconds;
+        let scale = if args.report_gbits { 8e-9 } else { 1.0 / f64::from(1 << 20) } * f64::from(request.bytes);
+        Ok(Row {
+            bytes: request.bytes,
+            iterations: done,
+            figures: Figures::Bandwidth { peak: peak.max(rate) * scale, average: rate * scale, message_rate: rate / 1e6 },
+        })
+    }
+
+    fn requests(&self, va: u64, rkey: RKey) -> impl Iterator<Item = SendRequest> {
+        let request_of = |operation, sges, flags| SendRequest { wr_id: 0, operation, sges, flags };
+        let write = || Operation::Write { va, rkey, imm: None };
+        let signaled = SendFlags::SIGNALED;
+        let (first, second) = match self.request.test {
+            Test::ReadBw => (request_of(Operation::Read { va, rkey }, self.data(), signaled), None),
+            Test::SendBw => (request_of(Operation::Send { imm: None }, self.data(), signaled), None),
+            Test::FlushBw => (
+                request_of(write(), self.data(), SendFlags::empty()),
+                Some(request_of(self.flush(), SgeList::EMPTY, signaled)),
+            ),
+            _ => (request_of(write(), self.data(), signaled), None),
+        };
+        std::iter::once(first).chain(second)
+    }
+}
+
+/// Figures of round trips in nanoseconds; `parts` is 2 where half of one counts.
+fn latency_row(bytes: u32, mut samples: Vec<u64>, parts: f64) -> Row {
+    samples.sort_unstable();
+    let n = samples.len();
+    let us = |ns: f64| ns / parts / 1e3;
+    let at = |p: f64| samples.get(((n as f64 * p) as usize).min(n.saturating_sub(1))).map_or(0.0, |ns| us(*ns as f64));
+    let mean = samples.iter().sum::<u64>() as f64 / n.max(1) as f64;
+    let variance = samples.iter().map(|ns| (*ns as f64 - mean).powi(2)).sum::<f64>() / n.max(1) as f64;
+    Row {
+        bytes,
+        iterations: n as u64,
+        figures: Figures::Latency {
+            t_min: at(0.0),
+            t_max: at(1.0),
+            t_typical: at(0.5),
+            t_avg: us(mean),
+            t_stdev: us(variance.sqrt()),
+            percentile_99: at(0.99),
+            percentile_99_9: at(0.999),
+        },
+    }
+}
+
+fn print_header(args: &Args) {
+    println!("{:-<87}", "");
+    println!("{:^87}", args.test.title());
+    println!(" Provider        : soft (RoCEv2 over UDP)    Placement : own, both ends poll");
+    println!(" Number of qps   : {:<25} Transport : RC", if args.test.is_latency() { 1 } else { args.qp });
+    println!("{:-<87}", "");
+    if args.test.is_latency() {
+        println!(
+            " #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]    t_stdev[usec]   99% percentile[usec]   99.9% percentile[usec]"
+        );
+    } else {
+        let unit = if args.report_gbits { "Gb/sec" } else { "MiB/sec" };
+        println!(" #bytes     #iterations    BW peak[{unit}]    BW average[{unit}]   MsgRate[Mpps]");
+    }
+}
+
+fn print_row(row: &Row) {
+    let Row { bytes, iterations, .. } = row;
+    match &row.figures {
+        Figures::Latency { t_min, t_max, t_typical, t_avg, t_stdev, percentile_99, percentile_99_9 } => println!(
+            " {bytes:<7} {iterations:<13} {t_min:<14.2} {t_max:<14.2} {t_typical:<16.2} {t_avg:<14.2} {t_stdev:<15.2} {percentile_99:<22.2} {percentile_99_9:<22.2}"
+        ),
+        Figures::Bandwidth { peak, average, message_rate } => {
+            println!(" {bytes:<10} {iterations:<14} {peak:<19.2} {average:<20.2} {message_rate:<10.6}");
+        }
+    }
 }
