@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -345,6 +346,13 @@ impl Listener {
     /// The device.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+}
+
+impl AsFd for Listener {
+    /// Readable when a request may have come. Read eight bytes to reset it, then accept until there is none.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.events.waker.fd().as_fd()
     }
 }
 

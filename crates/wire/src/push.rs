@@ -22,7 +22,7 @@
 //!                     count u16, count times: offset u64, length u64, va u64, rkey u32
 //!  7  Unmap           mapping u64
 //!  8  Unmapped
-//!  9  Stat            name
+//!  9  Stat            name, transfer u64
 //! 10  Region          region: name, bytes u64, domain u8, placement u8, read_only u8, transfer u64, durable u64
 //! 11  List
 //! 12  Regions         total u32, count u16, count times: region as in 10
@@ -148,7 +148,7 @@ pub struct Region {
     pub placement: Placement,
     /// No one may write to it.
     pub read_only: bool,
-    /// The upload that wrote to it last; 0 when there was none.
+    /// The upload asked about, else the one that wrote to it last; 0 when there was none.
     pub transfer: u64,
     /// Bytes of that upload, counted from its first offset without a gap, that are durable.
     pub durable: u64,
@@ -274,6 +274,8 @@ pub enum Message {
     Stat {
         /// The region.
         region: Name,
+        /// The upload whose progress is asked for; 0 for the one that wrote last.
+        transfer: u64,
     },
     /// Server: the region asked about.
     Region(Region),
@@ -389,7 +391,10 @@ impl Message {
             }
             7 => Message::Unmap { mapping: r.u64()? },
             8 => Message::Unmapped,
-            9 => Message::Stat { region: r.name()? },
+            9 => Message::Stat {
+                region: r.name()?,
+                transfer: r.u64()?,
+            },
             10 => Message::Region(r.region()?),
             11 => Message::List,
             12 => {
@@ -499,7 +504,10 @@ impl Message {
                 }
             }
             Message::Unmap { mapping } => out.extend_from_slice(&mapping.to_be_bytes()),
-            Message::Stat { region } => put_name(out, region),
+            Message::Stat { region, transfer } => {
+                put_name(out, region);
+                out.extend_from_slice(&transfer.to_be_bytes());
+            }
             Message::Region(region) => put_region(out, region),
             Message::Regions { total, regions } => {
                 out.extend_from_slice(&total.to_be_bytes());
@@ -727,7 +735,10 @@ mod tests {
             },
             Message::Unmap { mapping: 3 },
             Message::Unmapped,
-            Message::Stat { region: name("a") },
+            Message::Stat {
+                region: name("a"),
+                transfer: 5,
+            },
             Message::Region(region("database.img")),
             Message::List,
             Message::Regions {
@@ -763,11 +774,14 @@ mod tests {
     #[test]
     fn emit__stat_as_documented() {
         let mut bytes = Vec::new();
-        Message::Stat { region: name("ab") }.emit(0x0102_0304_0506_0708, &mut bytes);
-        assert_eq!(
-            bytes,
-            [0, 9, 0, 1, 0, 0, 0, 19, 1, 2, 3, 4, 5, 6, 7, 8, 2, b'a', b'b']
-        );
+        let stat = Message::Stat {
+            region: name("ab"),
+            transfer: 0x1112,
+        };
+        stat.emit(0x0102_0304_0506_0708, &mut bytes);
+        let (header, body) = bytes.split_at(HEADER_LEN);
+        assert_eq!(header, [0, 9, 0, 1, 0, 0, 0, 27, 1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(body, [2, b'a', b'b', 0, 0, 0, 0, 0, 0, 0x11, 0x12]);
     }
 
     #[test]
@@ -817,7 +831,10 @@ mod tests {
         broken(&Message::Goodbye, 1, 17); // type
         broken(&Message::Goodbye, 1, 0);
         broken(&Message::Goodbye, 3, 2); // version
-        let stat = Message::Stat { region: name("ab") };
+        let stat = Message::Stat {
+            region: name("ab"),
+            transfer: 0,
+        };
         broken(&stat, 16, 0); // empty name
         broken(&stat, 17, 0xff); // not UTF-8
         broken(&stat, 17, 0x1b); // control character
