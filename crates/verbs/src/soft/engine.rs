@@ -29,7 +29,8 @@ use super::udp::{Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
 
 /// How long after its last call a polling caller is trusted to come back.
 const POLLER_LEASE: Duration = Duration::from_millis(10);
-/// Receives before others have their turn: transmit, timers.
+/// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
+/// looking again after a hit would delay what it waits for by a system call.
 const RECEIVES_PER_TURN: usize = 8;
 /// Bytes gathered before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
@@ -267,7 +268,7 @@ impl Engine {
         let mut core = self.lock();
         let now = self.now();
         self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
-        let received = core.receive(now);
+        let received = core.receive(now, 1);
         core.finish(now, received == 0);
         core
     }
@@ -343,7 +344,7 @@ impl Engine {
             let (timeout, blocked) = {
                 let mut core = self.lock();
                 let now = self.now();
-                let received = core.receive(now);
+                let received = core.receive(now, RECEIVES_PER_TURN);
                 core.finish(now, true);
                 if received > 0 || self.waiting == Waiting::Polled {
                     continue;
@@ -382,9 +383,9 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 
 impl Core {
     /// Takes in what has arrived; returns how many datagrams.
-    fn receive(&mut self, now: Time) -> usize {
+    fn receive(&mut self, now: Time, turns: usize) -> usize {
         let mut total = 0;
-        for _ in 0..RECEIVES_PER_TURN {
+        for _ in 0..turns {
             // An error is one of another datagram's (an ICMP message); the next receive goes on.
             let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
             if n == 0 {
