@@ -133,6 +133,8 @@ struct Connection {
     remote_id: u32,
     remote_guid: u64,
     remote_qpn: Qpn,
+    /// Passive: the REQ had our extensions.
+    extended: bool,
     tid: u64,
     /// The message that is sent again until it is answered, or when its cause comes again.
     message: Box<[u8; MAD_LEN]>,
@@ -252,6 +254,7 @@ impl Cm {
             remote_id: 0,
             remote_guid: 0,
             remote_qpn: Qpn::new(0),
+            extended: false,
             tid,
             message: emit(&Message::Req(req), tid),
             tries: 0,
@@ -264,7 +267,7 @@ impl Cm {
 
     /// Accepts a request. False: there is no such request any more, or the private data is longer than 196 bytes.
     pub fn accept(&mut self, now: Time, id: CmId, local: &Endpoint, private_data: &[u8]) -> bool {
-        let (ece, guid) = (self.ece(), self.guid);
+        let (extensions, guid) = (self.ece(), self.guid);
         let Some(c) = self
             .connections
             .get_mut(&id.0)
@@ -278,7 +281,8 @@ impl Cm {
         let rep = Rep {
             local_comm_id: id.0,
             remote_comm_id: c.remote_id,
-            ece,
+            // Only to one that asked: librdmacm gives up a connection when its device knows nothing of the ECE in a REP.
+            ece: extensions.filter(|_| c.extended),
             qkey: 0,
             qpn: local.qpn,
             eecn: 0,
@@ -489,12 +493,14 @@ impl Cm {
         } else {
             0
         };
+        let extensions = req.ece.and_then(Extensions::from_ece);
         let connection = Connection {
             state: State::ReqReceived,
             peer,
             remote_id: req.local_comm_id,
             remote_guid: req.ca_guid,
             remote_qpn: req.qpn,
+            extended: extensions.is_some(),
             tid,
             message: Box::new([0; MAD_LEN]),
             tries: 0,
@@ -516,7 +522,7 @@ impl Cm {
                 retry_count: req.retry_count,
                 ack_timeout: req.local_ack_timeout,
                 path_mtu: req.path_mtu,
-                extensions: req.ece.and_then(Extensions::from_ece),
+                extensions,
             },
             private_data: data[skip..].to_vec(),
         });

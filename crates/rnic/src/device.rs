@@ -1,7 +1,6 @@
 //! The device: objects, packets in, packets out, timers.
 
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
 
 use rand_chacha::ChaCha12Rng;
@@ -83,7 +82,8 @@ pub struct Rnic {
     ready: VecDeque<Qpn>,
     /// QPs that owe only an acknowledgement, which may wait for the next call that asks for these.
     ack_ready: VecDeque<Qpn>,
-    timers: BinaryHeap<Reverse<(Time, Qpn)>>,
+    /// At most one entry for each QP, the one that its head names.
+    timers: BTreeSet<(Time, u32)>,
     flushes: Flushes,
     events: VecDeque<Event>,
     counters: Counters,
@@ -107,7 +107,7 @@ impl Rnic {
             qps: NumberMap::default(),
             ready: VecDeque::new(),
             ack_ready: VecDeque::new(),
-            timers: BinaryHeap::new(),
+            timers: BTreeSet::new(),
             flushes: Flushes::default(),
             events: VecDeque::new(),
             counters: Counters::default(),
@@ -174,8 +174,11 @@ impl Rnic {
 
     /// Ends a QP; nothing completes any more.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
-        if self.qps.remove(&qpn.value()).is_some() {
+        if let Some(qp) = self.qps.remove(&qpn.value()) {
             self.flushes.forget(qpn);
+            if let Some(at) = qp.head.timer {
+                self.timers.remove(&(at, qpn.value()));
+            }
         }
     }
 
@@ -396,15 +399,12 @@ impl Rnic {
     /// The time of [`Rnic::poll_timeout`] has come.
     pub fn handle_timeout(&mut self, now: Time) {
         self.cm.handle_timeout(now);
-        while let Some(Reverse((at, qpn))) = self.timers.peek().copied() {
-            if at > now {
-                break;
-            }
-            self.timers.pop();
-            self.with_qp(now, qpn, |qp, env| {
-                if qp.head.timer == Some(at) {
-                    qp.head.timer = None;
-                }
+        while let Some((at, qpn)) = self.timers.first().copied()
+            && at <= now
+        {
+            self.timers.pop_first();
+            self.with_qp(now, Qpn::new(qpn), |qp, env| {
+                qp.head.timer = None;
                 if let Err(broken) = qp.requester.handle_timeout(env) {
                     qp.requester.end_broken(env, &qp.head, broken);
                     qp.fail(env, Some(broken.status));
@@ -424,7 +424,14 @@ impl Rnic {
             self.push_mad(buf, dst, src_port, &mad[..]);
         }
         if all {
-            self.ready.append(&mut self.ack_ready);
+            for qpn in self.ack_ready.drain(..) {
+                if let Some(qp) = self.qps.get_mut(&qpn.value()) {
+                    qp.head.ack_listed = false;
+                    if !std::mem::replace(&mut qp.head.listed, true) {
+                        self.ready.push_back(qpn);
+                    }
+                }
+            }
         }
         let mut turns = self.ready.len();
         while turns > 0 && !buf.is_full() {
@@ -432,7 +439,6 @@ impl Rnic {
             let Some(qpn) = self.ready.pop_front() else { break };
             self.with_qp(now, qpn, |qp, env| {
                 qp.head.listed = false;
-                qp.head.ack_listed = false;
                 if let Err(broken) = qp.requester.transmit(env, &qp.head, buf) {
                     qp.requester.end_broken(env, &qp.head, broken);
                     qp.fail(env, Some(broken.status));
@@ -496,7 +502,7 @@ impl Rnic {
 
     /// When [`Rnic::handle_timeout`] is due next.
     pub fn poll_timeout(&self) -> Option<Time> {
-        let timer = self.timers.peek().map(|Reverse((at, _))| *at);
+        let timer = self.timers.first().map(|(at, _)| *at);
         match (timer, self.cm.poll_timeout()) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
@@ -530,8 +536,10 @@ impl Rnic {
         if let Some(deadline) = qp.requester.deadline()
             && qp.head.timer.is_none_or(|timer| deadline < timer)
         {
-            qp.head.timer = Some(deadline);
-            self.timers.push(Reverse((deadline, qpn)));
+            if let Some(later) = qp.head.timer.replace(deadline) {
+                self.timers.remove(&(later, qpn.value()));
+            }
+            self.timers.insert((deadline, qpn.value()));
         }
         Some(result)
     }

@@ -31,8 +31,8 @@ mod switch {
         GapAccepted,
         /// A PSN comparison does not wrap.
         PsnDoesNotWrap,
-        /// A negative acknowledgement restarts one packet too late.
-        RewindOneLate,
+        /// A NAK that reports a gap acknowledges the packet that it asks for.
+        GapNakAcknowledges,
         /// An RNR NAK is taken as an acknowledgement.
         RnrIsAck,
         /// A READ response is placed one packet too low.
@@ -45,23 +45,32 @@ mod switch {
         IcrcIgnored,
         /// The last packet of a message is never sent again.
         LastNotResent,
+        /// A READ or FLUSH that is replayed waits behind answers to later requests.
+        ReplayBehindAll,
+        /// Retries are not counted.
+        RetriesNeverEnd,
+        /// A QP in error does not flush its receives.
+        ReceivesForgotten,
     }
 
     impl Mutant {
         /// Every defect.
-        pub const ALL: [Mutant; 12] = [
+        pub const ALL: [Mutant; 15] = [
             Mutant::BoundOffByOne,
             Mutant::AckBeforePlacement,
             Mutant::DuplicateExecuted,
             Mutant::GapAccepted,
             Mutant::PsnDoesNotWrap,
-            Mutant::RewindOneLate,
+            Mutant::GapNakAcknowledges,
             Mutant::RnrIsAck,
             Mutant::ReadPlacedLow,
             Mutant::FlushAnsweredEarly,
             Mutant::AckCompletesRead,
             Mutant::IcrcIgnored,
             Mutant::LastNotResent,
+            Mutant::ReplayBehindAll,
+            Mutant::RetriesNeverEnd,
+            Mutant::ReceivesForgotten,
         ];
     }
 

@@ -325,6 +325,9 @@ impl Execution {
         if let Some(Message::Send { recv, .. }) = self.message.take() {
             self.recv.push_front(recv);
         }
+        if mutant!(ReceivesForgotten) {
+            self.recv.clear();
+        }
         for recv in std::mem::take(&mut self.recv) {
             let wc = bare_completion(head.qpn, recv.wr_id, Status::Flushed, WcOpcode::Recv);
             env.complete(head.init.recv_cq, wc, false);

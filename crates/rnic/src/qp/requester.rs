@@ -297,10 +297,11 @@ impl Requester {
             return false;
         }
         let cursor = self.cursor_psn();
+        // The request that the cursor is inside of holds a resource already and is only resent in part.
         let before = self
             .resources
             .iter()
-            .take_while(|(first, _)| first.since(cursor) < 0)
+            .take_while(|(first, n)| first.plus(*n).since(cursor) <= 0)
             .count();
         if wqe.takes_resource() && before >= usize::from(self.max_rd_atomic) {
             return false;
@@ -457,7 +458,9 @@ impl Requester {
         let after = first.plus(n).since(end) as u32;
         let parts = [(first, before), (psn, packets), (end, after)];
         self.resources.remove(at);
-        for part in parts.into_iter().rev().filter(|(_, n)| *n > 0) {
+        // What lies before `una` is answered and counts no more.
+        let open = |(first, n): &(Psn, u32)| *n > 0 && first.plus(*n).since(self.una) > 0;
+        for part in parts.into_iter().rev().filter(open) {
             self.resources.insert(at, part);
         }
     }
@@ -519,9 +522,13 @@ impl Requester {
                 if psn.since(self.una) < 0 {
                     return Ok(());
                 }
-                if self.acknowledge(env, head, psn)? {
+                let from = if mutant!(GapNakAcknowledges) {
+                    psn.plus(1)
+                } else {
+                    psn
+                };
+                if self.acknowledge(env, head, from)? {
                     self.congested();
-                    let from = if mutant!(RewindOneLate) { psn.plus(1) } else { psn };
                     self.resend_from(env, from)?;
                 }
             }
@@ -722,11 +729,11 @@ impl Requester {
         if self.queue.is_empty() {
             return Ok(());
         }
-        if self.resends >= 2 * self.retry_count {
+        if self.resends >= 2 * self.retry_count && !mutant!(RetriesNeverEnd) {
             env.counters.retry_exceeded_err += 1;
             return Err(Broken::oldest(Status::RetryExceeded));
         }
-        self.resends += 1;
+        self.resends = self.resends.saturating_add(1);
         self.rewind(psn);
         if mutant!(LastNotResent)
             && self

@@ -47,6 +47,14 @@ enum Answer {
     },
 }
 
+impl Answer {
+    fn psn(&self) -> Psn {
+        match self {
+            Answer::Ack { psn, .. } | Answer::Read { psn, .. } | Answer::Flush { psn, .. } => *psn,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FlushState {
     Runs,
@@ -293,10 +301,10 @@ impl Responder {
                 });
             }
             Effect::Flush(spec) => {
+                let state = self.start_flush(env, head, psn, spec)?;
                 self.expected = psn.plus(1);
                 self.msn = msn_next;
                 self.keep(Resource::Flush { psn, msn: self.msn });
-                let state = self.start_flush(env, head, psn, spec);
                 self.answers.push_back(Answer::Flush {
                     psn,
                     msn: self.msn,
@@ -307,11 +315,18 @@ impl Responder {
         Ok(())
     }
 
-    fn start_flush(&mut self, env: &mut Env<'_>, head: &Head, psn: Psn, spec: FlushSpec) -> FlushState {
+    fn start_flush(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        psn: Psn,
+        spec: FlushSpec,
+    ) -> Result<FlushState, Refusal> {
         if spec.memory.flush_is_immediate(spec.placement) {
+            // Whatever the fault is, the right to flush was checked: it is the operation that failed. A19.4.
             return match spec.memory.flush(spec.offset, spec.length, spec.placement) {
-                Ok(()) => FlushState::Done,
-                Err(_) => FlushState::Failed,
+                Ok(()) => Ok(FlushState::Done),
+                Err(_) => Err(Refusal::RemoteOperation),
             };
         }
         env.flushes.start(
@@ -321,11 +336,11 @@ impl Responder {
             spec.length,
             spec.placement,
         );
-        if mutant!(FlushAnsweredEarly) {
+        Ok(if mutant!(FlushAnsweredEarly) {
             FlushState::Done
         } else {
             FlushState::Runs
-        }
+        })
     }
 
     /// The driver finished a flush. True when the QP is to fail: durability was promised to nobody, and will not be.
@@ -383,9 +398,23 @@ impl Responder {
             }
             Op::Flush => self.replay_flush(psn),
             _ => {
-                // While answers are owed they will say it all.
-                if self.answers.is_empty() {
-                    self.owe(self.expected.minus(1), Syndrome::ACK);
+                match self.answers.front() {
+                    None => self.owe(self.expected.minus(1), Syndrome::ACK),
+                    // It may run for longer than the peer's retries last, so what is done before it is said now.
+                    Some(Answer::Flush {
+                        psn,
+                        msn,
+                        state: FlushState::Runs,
+                    }) => {
+                        let answer = Answer::Ack {
+                            psn: psn.minus(1),
+                            msn: msn.wrapping_sub(1) & 0xff_ffff,
+                            syndrome: Syndrome::ACK,
+                        };
+                        self.answers.push_front(answer);
+                    }
+                    // The answers that are owed will say it all.
+                    Some(_) => {}
                 }
             }
         }
@@ -444,13 +473,24 @@ impl Responder {
                 rkey: reth.rkey,
                 bytes: reth.length,
             };
-            self.answers.push_back(Answer::Read {
+            self.insert(Answer::Read {
                 psn: at,
                 msn,
                 source,
                 begun: false,
             });
         }
+    }
+
+    /// Puts a replayed answer where it stands in the order of requests: before a FLUSH that still runs, say, for the peer may
+    /// not take what is behind before it has this.
+    fn insert(&mut self, answer: Answer) {
+        let at = answer.psn();
+        let after = self
+            .answers
+            .iter()
+            .position(|a| a.psn().since(at) > 0 && !mutant!(ReplayBehindAll));
+        self.answers.insert(after.unwrap_or(self.answers.len()), answer);
     }
 
     fn replay_flush(&mut self, at: Psn) {
@@ -481,7 +521,7 @@ impl Responder {
             Some(_) => {}
             None => {
                 if let Some(Resource::Flush { psn, msn }) = resource_covering(&self.resources, at) {
-                    self.answers.push_back(Answer::Flush {
+                    self.insert(Answer::Flush {
                         psn,
                         msn,
                         state: FlushState::Done,

@@ -233,3 +233,83 @@ fn train__of_full_packets_is_one_and_a_longer_first_packet_ends_its_own() {
     // WRITE First is longer than Middle by its RETH: one Middle may follow it and ends the train. Last is as long as Middle.
     assert_eq!(shape, [(2, 12 + 16 + 1024 + 4), (38, 12 + 1024 + 4)]);
 }
+
+#[test]
+fn read__resumes_in_its_middle_with_an_initiator_depth_of_one() {
+    let mut pair = Pair::with(|rtr, rts| {
+        rtr.max_dest_rd_atomic = Some(1);
+        rts.max_rd_atomic = Some(1);
+    });
+    let mut answers = 0;
+    pair.deliver = Box::new(move |to, _| {
+        answers += usize::from(to == 0);
+        to == 1 || answers != 3
+    });
+    let rkey = pair.sides[1].rkey;
+    let sges = pair.sides[0].sge(0, 200_000);
+    pair.post(0, Operation::Read { va: IOVA, rkey }, sges);
+    pair.run();
+    assert_eq!(ok(&mut pair, 0).len(), 1);
+}
+
+#[test]
+fn read__whose_answer_was_lost_is_replayed_before_a_flush_that_still_runs() {
+    let mut pair = Pair::new();
+    let rkey = pair.slow_region(false, Ok(()));
+    let mut answers = 0;
+    pair.deliver = Box::new(move |to, _| {
+        answers += usize::from(to == 0);
+        to == 1 || answers != 1
+    });
+    let sges = pair.sides[0].sge(0, 100);
+    pair.post(0, Operation::Read { va: IOVA, rkey }, sges);
+    pair.flush(rkey);
+    // Many times longer than all retries last.
+    pair.pass(10_000_000_000);
+    assert_eq!(ok(&mut pair, 0)[0].opcode, WcOpcode::Read);
+    let job = pair.sides[1].rnic.poll_flush().unwrap();
+    pair.sides[1].rnic.handle_flush(pair.now, job.id, Ok(()));
+    pair.run();
+    assert_eq!(ok(&mut pair, 0)[0].opcode, WcOpcode::Flush);
+}
+
+#[test]
+fn write__whose_answer_was_lost_is_acknowledged_although_a_flush_behind_it_runs() {
+    // The window is too small for the repeated WRITE to bring the FLUSH along.
+    let mut pair = Pair::with(|rtr, _| rtr.window_bytes = Some(4 * 1024));
+    pair.disable_trains();
+    let rkey = pair.slow_region(false, Ok(()));
+    let mut flush_came = false;
+    pair.deliver = Box::new(move |to, bytes| {
+        flush_came |= to == 1 && bytes[0] == 0x1c;
+        // Nothing is answered until the FLUSH has been taken, but what opens the window for it.
+        to == 1 || !flush_came
+    });
+    let operation = Operation::Write {
+        va: IOVA,
+        rkey,
+        imm: None,
+    };
+    let sges = pair.sides[0].sge(0, 3 * 1024);
+    pair.post(0, operation, sges);
+    pair.flush(rkey);
+    pair.pass(20_000_000);
+    pair.deliver = Box::new(|to, bytes| to == 0 || bytes[0] != 0x1c);
+    pair.pass(10_000_000);
+    assert_eq!(ok(&mut pair, 0)[0].opcode, WcOpcode::Write);
+}
+
+#[test]
+fn poll_timeout__is_none_when_all_is_done_and_after_destruction() {
+    let mut pair = Pair::new();
+    pair.write(0, 0, 100);
+    pair.run();
+    assert_eq!(pair.sides[0].rnic.poll_timeout(), None);
+    pair.deliver = Box::new(|_, _| false);
+    pair.write(0, 0, 100);
+    pair.step();
+    assert!(pair.sides[0].rnic.poll_timeout().is_some());
+    let qpn = pair.sides[0].qpn;
+    pair.sides[0].rnic.destroy_qp(qpn);
+    assert_eq!(pair.sides[0].rnic.poll_timeout(), None);
+}

@@ -1,5 +1,6 @@
-//! The engine over a virtual network.
+//! The engine over a virtual link.
 
 mod basic;
+mod cm;
 mod malformed;
 mod util;

@@ -4,8 +4,6 @@ use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use rdmux_wire::roce::ICRC_LEN;
-
 use crate::*;
 
 /// Bytes of each side's memory.
@@ -83,12 +81,48 @@ impl Side {
     }
 }
 
+/// Memory whose persistent flush is carried out by the driver; `immediate` ones end with `result` at once.
+#[derive(Debug)]
+pub(super) struct SlowMemory {
+    pub(super) heap: HeapMemory,
+    pub(super) immediate: bool,
+    pub(super) result: Result<(), Fault>,
+}
+
+impl Memory for SlowMemory {
+    fn len(&self) -> u64 {
+        self.heap.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.heap.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.heap.write(offset, bytes)
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL | Placement::PERSISTENT
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        self.immediate || !placement.contains(Placement::PERSISTENT)
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        self.result
+    }
+}
+
+type Deliver = dyn FnMut(usize, &mut Vec<u8>) -> bool;
+
 /// A connected pair of RC QPs; side 0 is called the requester in tests, though both can ask.
 pub(super) struct Pair {
     pub(super) sides: [Side; 2],
     pub(super) now: Time,
     /// Called with each datagram and where it goes: false loses it.
-    pub(super) deliver: Box<dyn FnMut(usize, &mut Vec<u8>) -> bool>,
+    pub(super) deliver: Box<Deliver>,
     buf: TransmitBuf,
 }
 
@@ -96,6 +130,11 @@ pub(super) const PSN: u32 = 0xff_fff0;
 
 impl Pair {
     pub(super) fn new() -> Pair {
+        Pair::with(|_, _| {})
+    }
+
+    /// A pair whose attributes `change` had a say in: those to RTR and those to RTS.
+    pub(super) fn with(change: impl Fn(&mut QpAttributes, &mut QpAttributes)) -> Pair {
         let mut pair = Pair {
             sides: [Side::new(1), Side::new(2)],
             now: Time(1),
@@ -103,32 +142,36 @@ impl Pair {
             buf: TransmitBuf::new(1 << 18, true),
         };
         for i in 0..2 {
-            pair.connect(i);
+            pair.connect(i, &change);
         }
         pair
     }
 
-    fn connect(&mut self, i: usize) {
-        let (src, dst, dest_qpn) = (
-            self.sides[i].address,
-            self.sides[1 - i].address,
-            self.sides[1 - i].qpn,
-        );
-        let side = &mut self.sides[i];
+    fn connect(&mut self, i: usize, change: &impl Fn(&mut QpAttributes, &mut QpAttributes)) {
+        let (qpn, dest_qpn) = (self.sides[i].qpn, self.sides[1 - i].qpn);
+        self.connect_qp(i, qpn, dest_qpn, change, QpState::Rts);
+    }
+
+    fn connect_qp(
+        &mut self,
+        i: usize,
+        qpn: Qpn,
+        dest_qpn: Qpn,
+        change: &impl Fn(&mut QpAttributes, &mut QpAttributes),
+        to: QpState,
+    ) {
+        let path = Path {
+            src: self.sides[i].address,
+            dst: self.sides[1 - i].address,
+            src_port: 0xc001,
+            traffic_class: 0,
+        };
         let init = QpAttributes {
             access: Some(ALL_ACCESS | Access::FLUSH_PERSISTENT),
             ..Default::default()
         };
-        side.rnic
-            .modify_qp(self.now, side.qpn, QpState::Init, &init)
-            .unwrap();
-        let rtr = QpAttributes {
-            path: Some(Path {
-                src,
-                dst,
-                src_port: 0xc001,
-                traffic_class: 0,
-            }),
+        let mut rtr = QpAttributes {
+            path: Some(path),
             path_mtu: Some(1024),
             dest_qpn: Some(dest_qpn),
             rq_psn: Some(Psn::new(PSN)),
@@ -138,10 +181,7 @@ impl Pair {
             peer_is_rdmux: Some(true),
             ..Default::default()
         };
-        side.rnic
-            .modify_qp(self.now, side.qpn, QpState::Rtr, &rtr)
-            .unwrap();
-        let rts = QpAttributes {
+        let mut rts = QpAttributes {
             sq_psn: Some(Psn::new(PSN)),
             timeout: Some(10),
             retry_count: Some(7),
@@ -149,9 +189,43 @@ impl Pair {
             max_rd_atomic: Some(16),
             ..Default::default()
         };
-        side.rnic
-            .modify_qp(self.now, side.qpn, QpState::Rts, &rts)
+        change(&mut rtr, &mut rts);
+        let rnic = &mut self.sides[i].rnic;
+        for (state, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+            rnic.modify_qp(self.now, qpn, state, &attr).unwrap();
+            if state == to {
+                break;
+            }
+        }
+    }
+
+    /// Takes a side's QP back to RTR, as if it had never been further.
+    pub(super) fn back_to_rtr(&mut self, i: usize) {
+        let (qpn, dest_qpn) = (self.sides[i].qpn, self.sides[1 - i].qpn);
+        let reset = QpAttributes::default();
+        self.sides[i]
+            .rnic
+            .modify_qp(self.now, qpn, QpState::Reset, &reset)
             .unwrap();
+        self.connect_qp(i, qpn, dest_qpn, &|_, _| {}, QpState::Rtr);
+    }
+
+    /// A second connection between the same sides.
+    pub(super) fn second_qps(&mut self) -> (Qpn, Qpn) {
+        let [a, b] = [0, 1].map(|i| {
+            let side = &mut self.sides[i];
+            let init = QpInit {
+                pd: side.pd,
+                send_cq: side.cq,
+                recv_cq: side.cq,
+                max_send_wr: 16,
+                max_recv_wr: 16,
+            };
+            side.rnic.create_qp(init).unwrap()
+        });
+        self.connect_qp(0, a, b, &|_, _| {}, QpState::Rts);
+        self.connect_qp(1, b, a, &|_, _| {}, QpState::Rts);
+        (a, b)
     }
 
     pub(super) fn post(&mut self, i: usize, operation: Operation, sges: SgeList) {
@@ -163,6 +237,57 @@ impl Pair {
         };
         let side = &mut self.sides[i];
         side.rnic.post_send(self.now, side.qpn, request).unwrap();
+    }
+
+    /// From now on every packet is a datagram of its own.
+    pub(super) fn disable_trains(&mut self) {
+        self.buf.disable_gso();
+    }
+
+    /// Registers memory at side 1 that takes persistent flushes.
+    pub(super) fn slow_region(&mut self, immediate: bool, result: Result<(), Fault>) -> RKey {
+        let spec = RegionSpec {
+            memory: Arc::new(SlowMemory {
+                heap: HeapMemory::new(1 << 16),
+                immediate,
+                result,
+            }),
+            memory_offset: 0,
+            length: 1 << 16,
+            iova: IOVA,
+            access: ALL_ACCESS | Access::FLUSH_PERSISTENT,
+        };
+        let side = &mut self.sides[1];
+        side.rnic.reg_mr(side.pd, spec).unwrap().1
+    }
+
+    /// Posts a persistent FLUSH of the whole region at side 0.
+    pub(super) fn flush(&mut self, rkey: RKey) {
+        let operation = Operation::Flush {
+            va: 0,
+            rkey,
+            length: 0,
+            placement: Placement::PERSISTENT,
+            selectivity: Selectivity::MemoryRegion,
+        };
+        self.post(0, operation, SgeList::EMPTY);
+    }
+
+    /// Lets time pass to the next timer, if it comes within `ns`.
+    pub(super) fn pass(&mut self, ns: u64) {
+        let end = self.now + ns;
+        loop {
+            while self.step() {}
+            let timers = self.sides.iter().filter_map(|side| side.rnic.poll_timeout());
+            let Some(next) = timers.min().filter(|at| *at <= end) else {
+                break;
+            };
+            self.now = self.now.max(next);
+            for side in &mut self.sides {
+                side.rnic.handle_timeout(self.now);
+            }
+        }
+        self.now = end;
     }
 
     pub(super) fn write(&mut self, from: u64, to: u64, length: u32) {
@@ -225,17 +350,34 @@ impl Pair {
 
     /// A packet as side 0 would send it to side 1's QP, ICRC included.
     pub(super) fn craft(&self, packet_without_icrc: &[u8]) -> Vec<u8> {
+        self.craft_with_id(packet_without_icrc, 0)
+    }
+
+    /// The same, under an IPv4 identification.
+    pub(super) fn craft_with_id(&self, packet_without_icrc: &[u8], ip_id: u16) -> Vec<u8> {
+        self.craft_from(0, packet_without_icrc, ip_id)
+    }
+
+    fn craft_from(&self, from: usize, packet_without_icrc: &[u8], ip_id: u16) -> Vec<u8> {
         let path = Path {
-            src: self.sides[0].address,
-            dst: self.sides[1].address,
+            src: self.sides[from].address,
+            dst: self.sides[1 - from].address,
             src_port: 0xc001,
             traffic_class: 0,
         };
-        let icrc = path.flow().icrc(packet_without_icrc, 0);
+        let icrc = path.flow().icrc(packet_without_icrc, ip_id);
         let mut bytes = packet_without_icrc.to_vec();
         bytes.extend_from_slice(&icrc.to_le_bytes());
-        debug_assert_eq!(bytes.len(), packet_without_icrc.len() + ICRC_LEN);
         bytes
+    }
+
+    /// Gives side 0 a packet from side 1; the ICRC is added here.
+    pub(super) fn inject_back(&mut self, packet_without_icrc: &[u8]) {
+        let bytes = self.craft_from(1, packet_without_icrc, 0);
+        let src = self.sides[1].address;
+        self.sides[0]
+            .rnic
+            .handle_datagram(self.now, src, 0xc001, &bytes, bytes.len());
     }
 
     /// Gives side 1 a datagram from side 0.
