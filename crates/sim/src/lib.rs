@@ -1,1 +1,114 @@
-//! See the sections below.
+//! Simulation of the engine: two devices, a virtual clock, and links that lose, duplicate, reorder, corrupt and delay packets.
+//! Everything is drawn from one seed, so a run that fails can be run again; nothing here reads a clock or the system's
+//! random numbers, and no packet leaves the process.
+//!
+//! Begin with [`Settings`] and [`run`], which gives a [`Report`].
+#![forbid(unsafe_code)]
+
+mod dice;
+mod memory;
+mod report;
+mod workload;
+mod world;
+
+pub use report::{Counted, Report};
+
+/// What ends before its time in a run, at a random moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Ending {
+    /// Nothing: every operation succeeds.
+    #[default]
+    None,
+    /// One host falls silent.
+    PeerVanishes,
+    /// The user moves a QP to Error.
+    UserError,
+    /// A region that is in use is deregistered.
+    Deregister,
+    /// A request reaches one byte out of its region.
+    OutOfBounds,
+}
+
+impl Ending {
+    /// All endings but none.
+    pub const ALL: [Ending; 4] = [
+        Ending::PeerVanishes,
+        Ending::UserError,
+        Ending::Deregister,
+        Ending::OutOfBounds,
+    ];
+}
+
+/// What a run is made of. What is not said here (path MTU, windows, depths, address family, latency, starting PSNs, ...) is
+/// drawn from the seed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// Seed of everything.
+    pub seed: u64,
+    /// Packets lost, in percent.
+    pub loss_percent: f64,
+    /// Packets that arrive twice, in percent.
+    pub dup_percent: f64,
+    /// Packets overtaken by later ones, in percent.
+    pub reorder_percent: f64,
+    /// Packets with changed bytes, in percent.
+    pub corrupt_percent: f64,
+    /// Operations, over all QPs and both directions.
+    pub operations: u32,
+    /// QPs between the two devices.
+    pub qps: u32,
+    /// Longest operation in bytes.
+    pub bytes_max: u32,
+    /// What ends before its time.
+    pub ending: Ending,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            seed: 1,
+            loss_percent: 1.0,
+            dup_percent: 0.0,
+            reorder_percent: 0.0,
+            corrupt_percent: 0.0,
+            operations: 1000,
+            qps: 4,
+            bytes_max: 1 << 20,
+            ending: Ending::None,
+        }
+    }
+}
+
+impl Settings {
+    /// A run of at least 200 operations over at least 4 QPs, faults and sizes drawn from the seed.
+    pub fn drawn(seed: u64) -> Settings {
+        let mut dice = dice::Dice::new(seed, 2);
+        let mut up_to = |max: f64| match dice.below(4) {
+            0 => 0.0,
+            1 => max,
+            _ => max * dice.below(1000) as f64 / 1000.0,
+        };
+        let (loss, dup, reorder, corrupt) = (up_to(10.0), up_to(5.0), up_to(5.0), up_to(1.0));
+        Settings {
+            seed,
+            loss_percent: loss,
+            dup_percent: dup,
+            reorder_percent: reorder,
+            corrupt_percent: corrupt,
+            operations: 200 + dice.below(40) as u32,
+            qps: 4 + dice.below(5) as u32,
+            bytes_max: match dice.below(40) {
+                0..2 => 1 << 20,
+                2..8 => 64 << 10,
+                8..12 => 512,
+                _ => 16 << 10,
+            },
+            ending: Ending::None,
+        }
+    }
+}
+
+/// Runs the simulation.
+pub fn run(settings: &Settings) -> Report {
+    workload::Workload::new(settings).run()
+}

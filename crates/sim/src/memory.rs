@@ -1,0 +1,147 @@
+//! Memory that knows what a loss of power would leave, doors to it that can be shut, and an allocator.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdmux_rnic::{Fault, Memory, Placement};
+
+/// Bytes, and their image on the medium: what flushes brought there.
+#[derive(Debug)]
+pub(crate) struct Image {
+    pub(crate) bytes: Vec<u8>,
+    pub(crate) medium: Vec<u8>,
+}
+
+/// A host's memory.
+#[derive(Debug)]
+pub(crate) struct SimMemory {
+    image: Mutex<Image>,
+    len: usize,
+}
+
+impl SimMemory {
+    pub(crate) fn new(bytes: Vec<u8>) -> SimMemory {
+        let len = bytes.len();
+        let medium = vec![0; len];
+        SimMemory {
+            image: Mutex::new(Image { bytes, medium }),
+            len,
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Image> {
+        self.image.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn range(&self, offset: u64, len: u64) -> Result<Range<usize>, Fault> {
+        let end = offset.checked_add(len).filter(|end| *end <= self.len as u64);
+        Ok(offset as usize..end.ok_or(Fault::Unmapped)? as usize)
+    }
+}
+
+/// What a region is registered over: memory behind a door. Nobody may pass once the region was deregistered.
+#[derive(Debug)]
+pub(crate) struct Door {
+    pub(crate) memory: Arc<SimMemory>,
+    pub(crate) shut: AtomicBool,
+    /// Reads and writes that came through although it was shut.
+    pub(crate) trespasses: AtomicU64,
+}
+
+impl Door {
+    pub(crate) fn new(memory: Arc<SimMemory>) -> Door {
+        Door {
+            memory,
+            shut: AtomicBool::new(false),
+            trespasses: AtomicU64::new(0),
+        }
+    }
+
+    fn pass(&self) {
+        if self.shut.load(Ordering::Relaxed) {
+            self.trespasses.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Memory for Door {
+    fn len(&self) -> u64 {
+        self.memory.len as u64
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.pass();
+        let range = self.memory.range(offset, out.len() as u64)?;
+        out.copy_from_slice(&self.memory.lock().bytes[range]);
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.pass();
+        let range = self.memory.range(offset, bytes.len() as u64)?;
+        self.memory.lock().bytes[range].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL | Placement::PERSISTENT
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        !placement.contains(Placement::PERSISTENT)
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        let range = self.memory.range(offset, length)?;
+        if placement.contains(Placement::PERSISTENT) {
+            let mut image = self.memory.lock();
+            let Image { bytes, medium } = &mut *image;
+            medium[range.clone()].copy_from_slice(&bytes[range]);
+        }
+        Ok(())
+    }
+}
+
+/// Which parts of a memory are in use by operations under way.
+#[derive(Debug)]
+pub(crate) struct Space {
+    /// Free ranges: offset to length.
+    free: BTreeMap<u64, u64>,
+}
+
+impl Space {
+    pub(crate) fn new(range: Range<u64>) -> Space {
+        Space {
+            free: BTreeMap::from([(range.start, range.end - range.start)]),
+        }
+    }
+
+    /// First fit: what was freed is soon used again, so a write that comes too late hits something.
+    pub(crate) fn take(&mut self, len: u64) -> Option<u64> {
+        let (at, room) = self.free.iter().find(|(_, room)| **room >= len)?;
+        let (at, room) = (*at, *room);
+        self.free.remove(&at);
+        if room > len {
+            self.free.insert(at + len, room - len);
+        }
+        Some(at)
+    }
+
+    pub(crate) fn give(&mut self, mut at: u64, mut len: u64) {
+        if len == 0 {
+            return;
+        }
+        if let Some((before, room)) = self.free.range(..at).next_back()
+            && before + room == at
+        {
+            (at, len) = (*before, room + len);
+            self.free.remove(&at);
+        }
+        if let Some(room) = self.free.remove(&(at + len)) {
+            len += room;
+        }
+        self.free.insert(at, len);
+    }
+}

@@ -1,0 +1,351 @@
+//! Two hosts, a clock and the links between them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
+
+use rdmux_rnic::cm::CmEvent;
+use rdmux_rnic::{Config, Cqn, Event, FlushId, FlushJob, Rnic, Time, TransmitBuf};
+
+use crate::dice::Dice;
+
+/// What a link does to packets, in percent of them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Faults {
+    pub(crate) loss: f64,
+    pub(crate) dup: f64,
+    pub(crate) reorder: f64,
+    pub(crate) corrupt: f64,
+}
+
+/// What links did.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Carried {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) lost: u64,
+    pub(crate) duplicated: u64,
+    pub(crate) reordered: u64,
+    pub(crate) corrupted: u64,
+}
+
+/// How the two hosts are put together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) ipv6: bool,
+    pub(crate) gso: bool,
+    pub(crate) gro: bool,
+    /// Acknowledgements are asked for only when a host has been idle for a while.
+    pub(crate) lazy_acks: bool,
+    pub(crate) latency_ns: u64,
+    /// Longest that a flush takes.
+    pub(crate) flush_ns_max: u64,
+}
+
+enum Happening {
+    Arrive {
+        to: usize,
+        src_port: u16,
+        bytes: Vec<u8>,
+        segment_bytes: usize,
+    },
+    FlushRuns(usize, FlushJob),
+    FlushEnds(usize, FlushId, Result<(), rdmux_rnic::Fault>),
+    Idle(usize),
+    User(u64),
+}
+
+pub(crate) struct Host {
+    pub(crate) rnic: Rnic,
+    pub(crate) address: IpAddr,
+    /// An armed completion queue spoke up.
+    pub(crate) completed: Vec<Cqn>,
+    pub(crate) events: VecDeque<Event>,
+    pub(crate) cm_events: VecDeque<CmEvent>,
+    /// Nothing goes in or out any more.
+    pub(crate) vanished: bool,
+    idle_pending: bool,
+    arrival_last: Time,
+}
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Nothing is left to happen.
+    Rest,
+    Moved,
+    /// An event of the user's own.
+    User(u64),
+}
+
+pub(crate) struct World {
+    pub(crate) now: Time,
+    pub(crate) hosts: [Host; 2],
+    pub(crate) faults: Faults,
+    pub(crate) carried: Carried,
+    pub(crate) steps: u64,
+    pub(crate) flushes_running: u32,
+    shape: Shape,
+    agenda: BTreeMap<(Time, u64), Happening>,
+    next: u64,
+    dice: Dice,
+    buf: TransmitBuf,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, shape: Shape, faults: Faults, receive_window_bytes: u32) -> World {
+        let mut dice = Dice::new(seed, 1);
+        let hosts = [1u8, 2].map(|n| {
+            let address = if shape.ipv6 {
+                IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, u16::from(n)])
+            } else {
+                IpAddr::from([10, 0, 0, n])
+            };
+            let mut seed = [0; 32];
+            dice.fill(&mut seed);
+            Host {
+                rnic: Rnic::new(Config {
+                    address,
+                    slot: n,
+                    seed,
+                    guid: 0x1000 + u64::from(n),
+                    gsi_src_port: 0xc000 + u16::from(n),
+                    receive_window_bytes,
+                }),
+                address,
+                completed: Vec::new(),
+                events: VecDeque::new(),
+                cm_events: VecDeque::new(),
+                vanished: false,
+                idle_pending: false,
+                arrival_last: Time(0),
+            }
+        });
+        World {
+            now: Time(1),
+            hosts,
+            faults,
+            carried: Carried::default(),
+            steps: 0,
+            flushes_running: 0,
+            shape,
+            agenda: BTreeMap::new(),
+            next: 0,
+            dice,
+            buf: TransmitBuf::new(32 << 10, shape.gso),
+        }
+    }
+
+    /// Calls a verb; what comes of it is carried on.
+    pub(crate) fn with<R>(&mut self, host: usize, f: impl FnOnce(&mut Rnic, Time) -> R) -> R {
+        let result = f(&mut self.hosts[host].rnic, self.now);
+        self.settle(host);
+        result
+    }
+
+    /// `Step::User(tag)` will come after `delay_ns`.
+    pub(crate) fn call_back(&mut self, delay_ns: u64, tag: u64) {
+        self.plan(self.now + delay_ns, Happening::User(tag));
+    }
+
+    fn plan(&mut self, at: Time, happening: Happening) {
+        self.next += 1;
+        self.agenda.insert((at, self.next), happening);
+    }
+
+    /// Lets the next thing happen.
+    pub(crate) fn step(&mut self) -> Step {
+        self.steps += 1;
+        let timer = |host: &Host| host.rnic.poll_timeout().unwrap_or(Time(u64::MAX));
+        let timers = [timer(&self.hosts[0]), timer(&self.hosts[1])];
+        let planned = self.agenda.keys().next().map_or(Time(u64::MAX), |key| key.0);
+        let at = timers[0].min(timers[1]).min(planned);
+        if at == Time(u64::MAX) {
+            return Step::Rest;
+        }
+        self.now = self.now.max(at);
+        if planned > at {
+            let host = usize::from(timers[1] < timers[0]);
+            self.hosts[host].rnic.handle_timeout(self.now);
+            self.settle(host);
+            return Step::Moved;
+        }
+        let Some((_, happening)) = self.agenda.pop_first() else {
+            return Step::Rest;
+        };
+        match happening {
+            Happening::Arrive {
+                to,
+                src_port,
+                bytes,
+                segment_bytes,
+            } => {
+                if !self.hosts[to].vanished {
+                    let src = self.hosts[1 - to].address;
+                    self.hosts[to]
+                        .rnic
+                        .handle_datagram(self.now, src, src_port, &bytes, segment_bytes);
+                    self.settle(to);
+                }
+            }
+            Happening::FlushRuns(host, job) => {
+                // It may have done its work long before it says so.
+                let result = job.memory.flush(job.offset, job.length, job.placement);
+                let rest = if self.dice.one_in(2) {
+                    0
+                } else {
+                    self.dice.log_uniform(self.shape.flush_ns_max)
+                };
+                self.plan(self.now + rest, Happening::FlushEnds(host, job.id, result));
+            }
+            Happening::FlushEnds(host, id, result) => {
+                self.flushes_running -= 1;
+                self.hosts[host].rnic.handle_flush(self.now, id, result);
+                self.settle(host);
+            }
+            Happening::Idle(host) => {
+                self.hosts[host].idle_pending = false;
+                self.transmit(host, true);
+                self.collect(host);
+            }
+            Happening::User(tag) => return Step::User(tag),
+        }
+        Step::Moved
+    }
+
+    /// Polls all that a host has to say.
+    fn settle(&mut self, host: usize) {
+        if self.shape.lazy_acks {
+            self.transmit(host, false);
+            if !self.hosts[host].idle_pending {
+                self.hosts[host].idle_pending = true;
+                let delay = self.dice.between(1, 20_000);
+                self.plan(self.now + delay, Happening::Idle(host));
+            }
+        } else {
+            self.transmit(host, true);
+        }
+        self.collect(host);
+    }
+
+    fn collect(&mut self, host: usize) {
+        while let Some(job) = self.hosts[host].rnic.poll_flush() {
+            self.flushes_running += 1;
+            let delay = self.dice.log_uniform(self.shape.flush_ns_max);
+            self.plan(self.now + delay, Happening::FlushRuns(host, job));
+        }
+        let this = &mut self.hosts[host];
+        while let Some(event) = this.rnic.poll_event() {
+            match event {
+                Event::Completion(cq) => this.completed.push(cq),
+                other => this.events.push_back(other),
+            }
+        }
+        while let Some(event) = this.rnic.cm().poll_event() {
+            this.cm_events.push_back(event);
+        }
+    }
+
+    fn transmit(&mut self, from: usize, all: bool) {
+        let mut buf = std::mem::replace(&mut self.buf, TransmitBuf::new(0, false));
+        loop {
+            buf.clear();
+            let more = self.hosts[from].rnic.poll_transmit(self.now, &mut buf, all);
+            for train in buf.trains() {
+                if !self.hosts[from].vanished {
+                    let bytes = &buf.bytes()[train.range.clone()];
+                    self.carry(1 - from, train.path.src_port, bytes, train.segment_bytes);
+                }
+            }
+            if !more {
+                break;
+            }
+        }
+        self.buf = buf;
+    }
+
+    /// Takes a train over the link, packet by packet; neighbours that make it side by side may arrive as one.
+    fn carry(&mut self, to: usize, src_port: u16, bytes: &[u8], segment_bytes: usize) {
+        let latency = self.shape.latency_ns;
+        let mut joined: Vec<u8> = Vec::new();
+        let mut at = self.now + latency + self.dice.below(latency / 4 + 1);
+        at = at.max(self.hosts[to].arrival_last);
+        for packet in bytes.chunks(segment_bytes) {
+            self.carried.packets += 1;
+            self.carried.bytes += packet.len() as u64;
+            if self.dice.percent(self.faults.loss) {
+                self.carried.lost += 1;
+                self.arrive(at, to, src_port, std::mem::take(&mut joined), segment_bytes);
+                continue;
+            }
+            let mut packet = packet.to_vec();
+            if self.dice.percent(self.faults.corrupt) {
+                self.carried.corrupted += 1;
+                self.corrupt(&mut packet);
+            }
+            if self.dice.percent(self.faults.dup) {
+                self.carried.duplicated += 1;
+                let late = at + self.dice.below(latency * 3);
+                let copy = packet.clone();
+                let segment = copy.len();
+                self.arrive(late, to, src_port, copy, segment);
+            }
+            if self.dice.percent(self.faults.reorder) {
+                self.carried.reordered += 1;
+                let late = at + self.dice.below(latency * 3);
+                let segment = packet.len();
+                self.arrive(late, to, src_port, packet, segment);
+                continue;
+            }
+            let short = packet.len() != segment_bytes;
+            if packet.len() > segment_bytes {
+                let segment = packet.len();
+                self.arrive(at, to, src_port, packet, segment);
+                continue;
+            }
+            joined.append(&mut packet);
+            if short || !self.shape.gro {
+                self.arrive(at, to, src_port, std::mem::take(&mut joined), segment_bytes);
+            }
+        }
+        self.arrive(at, to, src_port, joined, segment_bytes);
+        self.hosts[to].arrival_last = at;
+    }
+
+    fn corrupt(&mut self, packet: &mut Vec<u8>) {
+        let bit = |dice: &mut Dice, packet: &mut Vec<u8>| {
+            let bit = dice.below(packet.len() as u64 * 8) as usize;
+            packet[bit / 8] ^= 1 << (bit % 8);
+        };
+        match self.dice.below(4) {
+            0 => bit(&mut self.dice, packet),
+            1 => {
+                for _ in 0..self.dice.between(2, 9) {
+                    bit(&mut self.dice, packet);
+                }
+            }
+            2 => {
+                let at = self.dice.below(packet.len() as u64) as usize;
+                let end = (at + 1 + self.dice.below(32) as usize).min(packet.len());
+                self.dice.fill(&mut packet[at..end]);
+            }
+            _ => {
+                let len = self.dice.between(1, packet.len() as u64) as usize;
+                packet.truncate(len);
+            }
+        }
+    }
+
+    fn arrive(&mut self, at: Time, to: usize, src_port: u16, bytes: Vec<u8>, segment_bytes: usize) {
+        if !bytes.is_empty() {
+            self.plan(
+                at,
+                Happening::Arrive {
+                    to,
+                    src_port,
+                    bytes,
+                    segment_bytes,
+                },
+            );
+        }
+    }
+}
