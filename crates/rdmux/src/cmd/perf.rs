@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Memory, MemoryRegion, Operation, Placement,
-    QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status, Waiting,
+    Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Counters, Device, Memory,
+    MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags,
+    SendRequest, SgeList, Status, Waiting,
 };
 use serde::Serialize;
 
@@ -53,7 +54,10 @@ impl Test {
     ];
 
     fn is_latency(self) -> bool {
-        matches!(self, Test::WriteLat | Test::ReadLat | Test::SendLat | Test::FlushLat)
+        matches!(
+            self,
+            Test::WriteLat | Test::ReadLat | Test::SendLat | Test::FlushLat
+        )
     }
 
     fn title(self) -> &'static str {
@@ -170,11 +174,16 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     match &args.host {
         None => serve(args),
         Some(host) => {
-            let rows = client(args, host)?;
+            let (rows, counters) = client(args, host)?;
             if args.json {
-                let mut out = std::io::stdout().lock();
-                serde_json::to_writer_pretty(&mut out, &serde_json::json!({ "test": args.test.title(), "results": rows }))?;
-                writeln!(out)?;
+                let counters: serde_json::Map<_, _> = counters
+                    .iter()
+                    .filter(|c| c.1 > 0)
+                    .map(|(name, value, _)| (name.to_owned(), value.into()))
+                    .collect();
+                let value =
+                    serde_json::json!({ "test": args.test.title(), "results": rows, "counters": counters });
+                writeln!(std::io::stdout().lock(), "{value:#}")?;
             }
             Ok(())
         }
@@ -205,18 +214,39 @@ impl Request {
     }
 
     fn parse(b: &[u8]) -> Result<Request> {
-        ensure!(b.len() >= Request::LEN && b[..4] == *b"RDPF", "the client is no `rdmux perf`");
-        ensure!(b[4] == 1, "the client speaks version {} of the perf protocol, this is version 1", b[4]);
+        ensure!(
+            b.len() >= Request::LEN && b[..4] == *b"RDPF",
+            "the client is no `rdmux perf`"
+        );
+        ensure!(
+            b[4] == 1,
+            "the client speaks version {} of the perf protocol, this is version 1",
+            b[4]
+        );
         let word = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
         let request = Request {
-            test: *Test::ALL.get(usize::from(b[5])).context("the client asks for a test that this version lacks")?,
+            test: *Test::ALL
+                .get(usize::from(b[5]))
+                .context("the client asks for a test that this version lacks")?,
             qps: u16::from_be_bytes([b[6], b[7]]),
             bytes: word(8),
             depth: word(16),
         };
-        ensure!((1..=128).contains(&request.qps), "the client asks for {} queue pairs; 1 to 128 are served", request.qps);
-        ensure!(request.bytes <= 1 << 30, "the client asks for messages of {} bytes; 1 GiB is served", request.bytes);
-        ensure!((1..=4096).contains(&request.depth), "the client asks for depth {}; 1 to 4096 are served", request.depth);
+        ensure!(
+            (1..=128).contains(&request.qps),
+            "the client asks for {} queue pairs; 1 to 128 are served",
+            request.qps
+        );
+        ensure!(
+            request.bytes <= 1 << 30,
+            "the client asks for messages of {} bytes; 1 GiB is served",
+            request.bytes
+        );
+        ensure!(
+            (1..=4096).contains(&request.depth),
+            "the client asks for depth {}; 1 to 4096 are served",
+            request.depth
+        );
         Ok(request)
     }
 }
@@ -248,7 +278,9 @@ fn side(device: &Device, request: &Request) -> Result<Side> {
         max_send_wr: 2 * request.depth + 2,
         max_recv_wr: 2 * request.depth + 2,
     };
-    let qps = (0..request.qps).map(|_| pd.create_qp(&options)).collect::<Result<Vec<_>, _>>()?;
+    let qps = (0..request.qps)
+        .map(|_| pd.create_qp(&options))
+        .collect::<Result<Vec<_>, _>>()?;
     Ok(Side { cq, qps, memory, mr })
 }
 
@@ -261,9 +293,13 @@ fn serve(args: &Args) -> Result<()> {
     let device = Device::open(address)?;
     let listener = device.listen(args.port)?;
     if !args.json {
-        println!("\n************************************\n* Waiting for client to connect... *\n************************************");
+        println!(
+            "\n************************************\n* Waiting for client to connect... *\n************************************"
+        );
     }
-    let first = listener.accept(Duration::from_secs(3600)).context("no client within an hour")?;
+    let first = listener
+        .accept(Duration::from_secs(3600))
+        .context("no client within an hour")?;
     // A client that measures several sizes connects once for each.
     let mut next = Some(first);
     while let Some(connecting) = next.take() {
@@ -292,12 +328,19 @@ fn serve(args: &Args) -> Result<()> {
         for qp in &side.qps {
             let mut one = match connecting.take() {
                 Some(one) => one,
-                None => listener.accept(PATIENCE).context("the client made fewer connections than it said")?,
+                None => listener
+                    .accept(PATIENCE)
+                    .context("the client made fewer connections than it said")?,
             };
-            let receives = if matches!(request.test, Test::SendLat | Test::SendBw) { 2 * request.depth } else { 0 };
+            let receives = if matches!(request.test, Test::SendLat | Test::SendBw) {
+                2 * request.depth
+            } else {
+                0
+            };
             if request.test == Test::WriteLat {
                 let data = one.private_data();
-                let word = |at: usize, n: usize| data[at..at + n].iter().fold(0u64, |v, b| v << 8 | u64::from(*b));
+                let word =
+                    |at: usize, n: usize| data[at..at + n].iter().fold(0u64, |v, b| v << 8 | u64::from(*b));
                 sink = (word(20, 8), RKey(word(28, 4) as u32));
             }
             let connection = one.accept_after(qp, &params(), &answer, || {
@@ -309,7 +352,10 @@ fn serve(args: &Args) -> Result<()> {
             connections.push(connection);
         }
         for connection in &connections {
-            ensure!(connection.wait_established(), "the client went away while connecting");
+            ensure!(
+                connection.wait_established(),
+                "the client went away while connecting"
+            );
         }
         answer_client(&request, &device, &side, &connections, sink)?;
         drop(connections);
@@ -322,7 +368,13 @@ fn serve(args: &Args) -> Result<()> {
 }
 
 /// The server's part of a test, until the client disconnects.
-fn answer_client(request: &Request, device: &Device, side: &Side, connections: &[Connection], sink: (u64, RKey)) -> Result<()> {
+fn answer_client(
+    request: &Request,
+    device: &Device,
+    side: &Side,
+    connections: &[Connection],
+    sink: (u64, RKey),
+) -> Result<()> {
     let qp = &side.qps[0];
     let half = slot_bytes(request) * u64::from(request.qps);
     let ended = || connections.iter().all(Connection::is_ended);
@@ -344,11 +396,27 @@ fn answer_client(request: &Request, device: &Device, side: &Side, connections: &
                 idle = 0;
                 turn = expected;
                 side.memory.write(u64::from(request.bytes) - 1, &[turn]).ok();
-                let operation = Operation::Write { va: sink.0, rkey: sink.1, imm: None };
+                let operation = Operation::Write {
+                    va: sink.0,
+                    rkey: sink.1,
+                    imm: None,
+                };
                 let sges = side.mr.sge(0, request.bytes).into();
                 // A completion in 64 keeps the queue from filling up.
-                let flags = if turn.is_multiple_of(64) { SendFlags::SIGNALED } else { SendFlags::empty() };
-                if qp.post_send(SendRequest { wr_id: 0, operation, sges, flags }).is_err() {
+                let flags = if turn.is_multiple_of(64) {
+                    SendFlags::SIGNALED
+                } else {
+                    SendFlags::empty()
+                };
+                if qp
+                    .post_send(SendRequest {
+                        wr_id: 0,
+                        operation,
+                        sges,
+                        flags,
+                    })
+                    .is_err()
+                {
                     return Ok(());
                 }
                 while side.cq.poll().is_some() {}
@@ -365,7 +433,15 @@ fn answer_client(request: &Request, device: &Device, side: &Side, connections: &
             post_recv(qp, side, request, wc.wr_id)?;
             let sges = side.mr.sge(0, request.bytes).into();
             let operation = Operation::Send { imm: None };
-            if qp.post_send(SendRequest { wr_id: 0, operation, sges, flags: SendFlags::empty() }).is_err() {
+            if qp
+                .post_send(SendRequest {
+                    wr_id: 0,
+                    operation,
+                    sges,
+                    flags: SendFlags::empty(),
+                })
+                .is_err()
+            {
                 return Ok(());
             }
         },
@@ -407,7 +483,10 @@ fn answer_client(request: &Request, device: &Device, side: &Side, connections: &
 
 fn post_recv(qp: &QueuePair, side: &Side, request: &Request, wr_id: u64) -> Result<()> {
     let half = slot_bytes(request) * u64::from(request.qps);
-    Ok(qp.post_recv(RecvRequest { wr_id, sges: side.mr.sge(half, request.bytes).into() })?)
+    Ok(qp.post_recv(RecvRequest {
+        wr_id,
+        sges: side.mr.sge(half, request.bytes).into(),
+    })?)
 }
 
 fn params() -> ConnectParams {
@@ -416,21 +495,33 @@ fn params() -> ConnectParams {
 
 /// Own address on the route to a peer.
 pub(crate) fn route_to(peer: SocketAddr) -> Result<IpAddr> {
-    let any: SocketAddr = if peer.is_ipv4() { ([0, 0, 0, 0], 0).into() } else { ([0u16; 8], 0).into() };
+    let any: SocketAddr = if peer.is_ipv4() {
+        ([0, 0, 0, 0], 0).into()
+    } else {
+        ([0u16; 8], 0).into()
+    };
     let probe = UdpSocket::bind(any).context("UDP socket")?;
-    probe.connect(peer).with_context(|| format!("no route to {}", peer.ip()))?;
+    probe
+        .connect(peer)
+        .with_context(|| format!("no route to {}", peer.ip()))?;
     Ok(probe.local_addr()?.ip())
 }
 
 /// Connects, measures every size asked for, and prints unless JSON is asked for.
-pub(crate) fn client(args: &Args, host: &str) -> Result<Vec<Row>> {
-    let peer = (host, args.port).to_socket_addrs().with_context(|| format!("cannot resolve {host}"))?.next();
+fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
+    let peer = (host, args.port)
+        .to_socket_addrs()
+        .with_context(|| format!("cannot resolve {host}"))?
+        .next();
     let peer = peer.with_context(|| format!("{host} has no address"))?;
     let address = match args.bind {
         Some(address) => address,
         None => route_to(peer)?,
     };
-    let options = rdmux_verbs::Options { waiting: Waiting::Blocked, ..Default::default() };
+    let options = rdmux_verbs::Options {
+        waiting: Waiting::Blocked,
+        ..Default::default()
+    };
     let device = Device::open_with(address, options)?;
     let sizes: Vec<u32> = if args.all {
         (1..=ALL_SIZES_MAX.ilog2()).map(|n| 1 << n).collect()
@@ -444,8 +535,17 @@ pub(crate) fn client(args: &Args, host: &str) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for bytes in sizes {
         let qps = if args.test.is_latency() { 1 } else { args.qp };
-        let depth = if args.test.is_latency() { 128 } else { args.tx_depth.min(iterations.max(1)) };
-        let request = Request { test: args.test, qps, bytes, depth };
+        let depth = if args.test.is_latency() {
+            128
+        } else {
+            args.tx_depth.min(iterations.max(1))
+        };
+        let request = Request {
+            test: args.test,
+            qps,
+            bytes,
+            depth,
+        };
         let row = measure(&device, peer, &request, iterations, args)?;
         if !args.json {
             print_row(&row);
@@ -455,10 +555,16 @@ pub(crate) fn client(args: &Args, host: &str) -> Result<Vec<Row>> {
     if !args.json {
         println!("{:-<87}", "");
     }
-    Ok(rows)
+    Ok((rows, device.counters()))
 }
 
-fn measure(device: &Device, peer: SocketAddr, request: &Request, iterations: u32, args: &Args) -> Result<Row> {
+fn measure(
+    device: &Device,
+    peer: SocketAddr,
+    request: &Request,
+    iterations: u32,
+    args: &Args,
+) -> Result<Row> {
     let side = side(device, request)?;
     let half = slot_bytes(request) * u64::from(request.qps);
     let mut connections = Vec::new();
@@ -470,10 +576,24 @@ fn measure(device: &Device, peer: SocketAddr, request: &Request, iterations: u32
     }
     let answer = connections[0].private_data();
     let va = u64::from_be_bytes(answer[..8].try_into().context("a short answer")?);
-    let rkey = RKey(u32::from_be_bytes(answer[8..12].try_into().context("a short answer")?));
-    let run = Run { request, device, side: &side, va, rkey };
-    let until = args.duration.map(|s| Instant::now() + Duration::from_secs(s.into()));
-    let row = if request.test.is_latency() { run.latency(iterations, until)? } else { run.bandwidth(iterations, until, args)? };
+    let rkey = RKey(u32::from_be_bytes(
+        answer[8..12].try_into().context("a short answer")?,
+    ));
+    let run = Run {
+        request,
+        device,
+        side: &side,
+        va,
+        rkey,
+    };
+    let until = args
+        .duration
+        .map(|s| Instant::now() + Duration::from_secs(s.into()));
+    let row = if request.test.is_latency() {
+        run.latency(iterations, until)?
+    } else {
+        run.bandwidth(iterations, until, args)?
+    };
     for connection in &connections {
         connection.disconnect_and_wait(Duration::from_secs(2));
     }
@@ -508,13 +628,21 @@ impl Run<'_> {
         let mut deadline = None;
         loop {
             if let Some(wc) = self.side.cq.poll() {
-                ensure!(wc.status == Status::Success, "the connection broke: {}", wc.status);
+                ensure!(
+                    wc.status == Status::Success,
+                    "the connection broke: {}",
+                    wc.status
+                );
                 return Ok(());
             }
             spins += 1;
             if spins.is_multiple_of(1 << 16) {
                 let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
-                ensure!(Instant::now() < *deadline, "no answer from the server for {} s", PATIENCE.as_secs());
+                ensure!(
+                    Instant::now() < *deadline,
+                    "no answer from the server for {} s",
+                    PATIENCE.as_secs()
+                );
             }
         }
     }
@@ -531,19 +659,36 @@ impl Run<'_> {
             spins += 1;
             if spins.is_multiple_of(1 << 16) {
                 let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
-                ensure!(Instant::now() < *deadline, "no answer from the server for {} s", PATIENCE.as_secs());
+                ensure!(
+                    Instant::now() < *deadline,
+                    "no answer from the server for {} s",
+                    PATIENCE.as_secs()
+                );
                 ensure!(self.side.qps[0].error().is_none(), "the connection broke");
             }
         }
     }
 
     fn latency(&self, iterations: u32, until: Option<Instant>) -> Result<Row> {
-        let Run { request, side, va, rkey, .. } = self;
+        let Run {
+            request,
+            side,
+            va,
+            rkey,
+            ..
+        } = self;
         let qp = &side.qps[0];
         let half = slot_bytes(request);
-        let (last_out, last_in) = (u64::from(request.bytes.max(1)) - 1, half + u64::from(request.bytes.max(1)) - 1);
+        let (last_out, last_in) = (
+            u64::from(request.bytes.max(1)) - 1,
+            half + u64::from(request.bytes.max(1)) - 1,
+        );
         // WRITE and SEND go there and back; READ and FLUSH are answered by the NIC.
-        let halves = if matches!(request.test, Test::WriteLat | Test::SendLat) { 2.0 } else { 1.0 };
+        let halves = if matches!(request.test, Test::WriteLat | Test::SendLat) {
+            2.0
+        } else {
+            1.0
+        };
         let mut samples: Vec<u64> = Vec::with_capacity(iterations as usize);
         if request.test == Test::SendLat {
             for i in 0..64 {
@@ -555,34 +700,65 @@ impl Run<'_> {
         let mut i = 0u64;
         loop {
             let measured = i.saturating_sub(warm_up.into());
-            if until.map_or(measured >= iterations.into(), |until| measured > 0 && Instant::now() >= until) {
+            if until.map_or(measured >= iterations.into(), |until| {
+                measured > 0 && Instant::now() >= until
+            }) {
                 break;
             }
             let begin = Instant::now();
             let signaled = SendFlags::SIGNALED;
-            let request_of = |operation, sges, flags| SendRequest { wr_id: 0, operation, sges, flags };
+            let request_of = |operation, sges, flags| SendRequest {
+                wr_id: 0,
+                operation,
+                sges,
+                flags,
+            };
             match request.test {
                 Test::WriteLat => {
                     turn = turn.wrapping_add(1);
                     side.memory.write(last_out, &[turn]).ok();
-                    let flags = if turn.is_multiple_of(64) { signaled } else { SendFlags::empty() };
-                    qp.post_send(request_of(Operation::Write { va: *va, rkey: *rkey, imm: None }, self.data(), flags))?;
+                    let flags = if turn.is_multiple_of(64) {
+                        signaled
+                    } else {
+                        SendFlags::empty()
+                    };
+                    qp.post_send(request_of(
+                        Operation::Write {
+                            va: *va,
+                            rkey: *rkey,
+                            imm: None,
+                        },
+                        self.data(),
+                        flags,
+                    ))?;
                     self.wait_byte(last_in, turn)?;
                     if turn.is_multiple_of(64) {
                         while side.cq.poll().is_some() {}
                     }
                 }
                 Test::SendLat => {
-                    qp.post_send(request_of(Operation::Send { imm: None }, self.data(), SendFlags::empty()))?;
+                    qp.post_send(request_of(
+                        Operation::Send { imm: None },
+                        self.data(),
+                        SendFlags::empty(),
+                    ))?;
                     self.wait()?;
                     post_recv(qp, side, request, 0)?;
                 }
                 Test::ReadLat => {
-                    qp.post_send(request_of(Operation::Read { va: *va, rkey: *rkey }, self.data(), signaled))?;
+                    qp.post_send(request_of(
+                        Operation::Read { va: *va, rkey: *rkey },
+                        self.data(),
+                        signaled,
+                    ))?;
                     self.wait()?;
                 }
                 _ => {
-                    let write = Operation::Write { va: *va, rkey: *rkey, imm: None };
+                    let write = Operation::Write {
+                        va: *va,
+                        rkey: *rkey,
+                        imm: None,
+                    };
                     qp.post_send_list([
                         request_of(write, self.data(), SendFlags::empty()),
                         request_of(self.flush(), SgeList::EMPTY, signaled),
@@ -599,11 +775,18 @@ impl Run<'_> {
     }
 
     fn bandwidth(&self, iterations: u32, until: Option<Instant>, args: &Args) -> Result<Row> {
-        let Run { request, side, va, rkey, .. } = self;
+        let Run {
+            request,
+            side,
+            va,
+            rkey,
+            ..
+        } = self;
         let total = u64::from(iterations) * u64::from(request.qps);
         let mut posted = vec![0u64; side.qps.len()];
         let mut in_flight = vec![0u32; side.qps.len()];
-        let index_of: std::collections::HashMap<_, _> = side.qps.iter().enumerate().map(|(i, qp)| (qp.qpn(), i)).collect();
+        let index_of: std::collections::HashMap<_, _> =
+            side.qps.iter().enumerate().map(|(i, qp)| (qp.qpn(), i)).collect();
         let mut done = 0u64;
         let mut peak = 0f64;
         let begin = Instant::now();
@@ -613,8 +796,16 @@ impl Run<'_> {
         loop {
             let over = until.is_some_and(|until| Instant::now() >= until);
             for (i, qp) in side.qps.iter().enumerate() {
-                let wanted = if until.is_some() { u64::MAX } else { iterations.into() };
-                let room = if over { 0 } else { u64::from(request.depth - in_flight[i]).min(wanted - posted[i]) };
+                let wanted = if until.is_some() {
+                    u64::MAX
+                } else {
+                    iterations.into()
+                };
+                let room = if over {
+                    0
+                } else {
+                    u64::from(request.depth - in_flight[i]).min(wanted - posted[i])
+                };
                 if room == 0 {
                     continue;
                 }
@@ -625,7 +816,11 @@ impl Run<'_> {
             }
             let n = side.cq.poll_many(256, &mut completions);
             for wc in completions.drain(..) {
-                ensure!(wc.status == Status::Success, "the connection broke: {}", wc.status);
+                ensure!(
+                    wc.status == Status::Success,
+                    "the connection broke: {}",
+                    wc.status
+                );
                 if let Some(i) = index_of.get(&wc.qpn) {
                     in_flight[*i] -= 1;
                 }
@@ -635,7 +830,8 @@ impl Run<'_> {
                 last_progress = Instant::now();
                 // The best stretch of a hundredth of the run.
                 if done - mark_done >= (total / 100).max(1) {
-                    let rate = (done - mark_done) as f64 / last_progress.duration_since(mark_time).as_secs_f64();
+                    let rate =
+                        (done - mark_done) as f64 / last_progress.duration_since(mark_time).as_secs_f64();
                     peak = peak.max(rate);
                     (mark_time, mark_done) = (last_progress, done);
                 }
@@ -648,21 +844,40 @@ impl Run<'_> {
         }
         let seconds = begin.elapsed().as_secs_f64();
         let rate = done as f64 / seconds;
-        let scale = if args.report_gbits { 8e-9 } else { 1.0 / f64::from(1 << 20) } * f64::from(request.bytes);
+        let scale = if args.report_gbits {
+            8e-9
+        } else {
+            1.0 / f64::from(1 << 20)
+        } * f64::from(request.bytes);
         Ok(Row {
             bytes: request.bytes,
             iterations: done,
-            figures: Figures::Bandwidth { peak: peak.max(rate) * scale, average: rate * scale, message_rate: rate / 1e6 },
+            figures: Figures::Bandwidth {
+                peak: peak.max(rate) * scale,
+                average: rate * scale,
+                message_rate: rate / 1e6,
+            },
         })
     }
 
     fn requests(&self, va: u64, rkey: RKey) -> impl Iterator<Item = SendRequest> {
-        let request_of = |operation, sges, flags| SendRequest { wr_id: 0, operation, sges, flags };
+        let request_of = |operation, sges, flags| SendRequest {
+            wr_id: 0,
+            operation,
+            sges,
+            flags,
+        };
         let write = || Operation::Write { va, rkey, imm: None };
         let signaled = SendFlags::SIGNALED;
         let (first, second) = match self.request.test {
-            Test::ReadBw => (request_of(Operation::Read { va, rkey }, self.data(), signaled), None),
-            Test::SendBw => (request_of(Operation::Send { imm: None }, self.data(), signaled), None),
+            Test::ReadBw => (
+                request_of(Operation::Read { va, rkey }, self.data(), signaled),
+                None,
+            ),
+            Test::SendBw => (
+                request_of(Operation::Send { imm: None }, self.data(), signaled),
+                None,
+            ),
             Test::FlushBw => (
                 request_of(write(), self.data(), SendFlags::empty()),
                 Some(request_of(self.flush(), SgeList::EMPTY, signaled)),
@@ -678,7 +893,11 @@ fn latency_row(bytes: u32, mut samples: Vec<u64>, parts: f64) -> Row {
     samples.sort_unstable();
     let n = samples.len();
     let us = |ns: f64| ns / parts / 1e3;
-    let at = |p: f64| samples.get(((n as f64 * p) as usize).min(n.saturating_sub(1))).map_or(0.0, |ns| us(*ns as f64));
+    let at = |p: f64| {
+        samples
+            .get(((n as f64 * p) as usize).min(n.saturating_sub(1)))
+            .map_or(0.0, |ns| us(*ns as f64))
+    };
     let mean = samples.iter().sum::<u64>() as f64 / n.max(1) as f64;
     let variance = samples.iter().map(|ns| (*ns as f64 - mean).powi(2)).sum::<f64>() / n.max(1) as f64;
     Row {
@@ -700,7 +919,10 @@ fn print_header(args: &Args) {
     println!("{:-<87}", "");
     println!("{:^87}", args.test.title());
     println!(" Provider        : soft (RoCEv2 over UDP)    Placement : own, both ends poll");
-    println!(" Number of qps   : {:<25} Transport : RC", if args.test.is_latency() { 1 } else { args.qp });
+    println!(
+        " Number of qps   : {:<25} Transport : RC",
+        if args.test.is_latency() { 1 } else { args.qp }
+    );
     println!("{:-<87}", "");
     if args.test.is_latency() {
         println!(
@@ -713,12 +935,26 @@ fn print_header(args: &Args) {
 }
 
 fn print_row(row: &Row) {
-    let Row { bytes, iterations, .. } = row;
+    let Row {
+        bytes, iterations, ..
+    } = row;
     match &row.figures {
-        Figures::Latency { t_min, t_max, t_typical, t_avg, t_stdev, percentile_99, percentile_99_9 } => println!(
+        Figures::Latency {
+            t_min,
+            t_max,
+            t_typical,
+            t_avg,
+            t_stdev,
+            percentile_99,
+            percentile_99_9,
+        } => println!(
             " {bytes:<7} {iterations:<13} {t_min:<14.2} {t_max:<14.2} {t_typical:<16.2} {t_avg:<14.2} {t_stdev:<15.2} {percentile_99:<22.2} {percentile_99_9:<22.2}"
         ),
-        Figures::Bandwidth { peak, average, message_rate } => {
+        Figures::Bandwidth {
+            peak,
+            average,
+            message_rate,
+        } => {
             println!(" {bytes:<10} {iterations:<14} {peak:<19.2} {average:<20.2} {message_rate:<10.6}");
         }
     }

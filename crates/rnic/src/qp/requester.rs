@@ -10,6 +10,7 @@
 
 use std::collections::VecDeque;
 
+use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{
     Aeth, Bth, Feth, NakCode, Opcode, Operation as Op, Packet, Position, Reth, Syndrome, ack_timeout_ns,
     rnr_timer_ns,
@@ -18,6 +19,7 @@ use rdmux_wire::{Psn, RKey};
 
 use crate::cq::{Status, WcOpcode};
 use crate::memory::Access;
+use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::{Env, Head, QpAttributes, QpState, bare_completion};
 use crate::time::Time;
 use crate::transmit::TransmitBuf;
@@ -28,7 +30,9 @@ const WINDOW_PACKETS_DEFAULT: u32 = 64;
 /// Fewest packets in flight, however often packets are lost.
 const WINDOW_PACKETS_MIN: u32 = 4;
 /// An acknowledgement is asked for at least this often within a message.
-const ACK_REQ_PACKETS: u32 = 16;
+const ACK_REQ_PACKETS: u32 = 32;
+/// Packets of a train that fills a datagram at path MTU 4096.
+const TRAIN_PACKETS: u32 = 15;
 /// Packets that one QP sends before others have their turn.
 const TURN_PACKETS: u32 = 64;
 
@@ -105,6 +109,7 @@ pub(crate) struct Requester {
     rnr_until: Option<Time>,
     /// A hole before `una` was seen and resent; wait for the timer before doing so again.
     gap_resent: bool,
+    pub(crate) flush_icrc: FlushIcrc,
 }
 
 /// The requester cannot go on: one request ends with this status and the QP goes to Error.
@@ -145,6 +150,7 @@ impl Requester {
             deadline: None,
             rnr_until: None,
             gap_resent: false,
+            flush_icrc: FlushIcrc::default(),
         }
     }
 
@@ -162,6 +168,9 @@ impl Requester {
         self.retry_count = attr.retry_count.unwrap_or(self.retry_count);
         self.rnr_retry = attr.rnr_retry.unwrap_or(self.rnr_retry);
         self.max_rd_atomic = attr.max_rd_atomic.map_or(self.max_rd_atomic, |n| n.max(1));
+        if attr.peer_is_rdmux == Some(true) {
+            self.flush_icrc.settle(false);
+        }
     }
 
     /// Takes a send request. In Error it completes at once, as flushed.
@@ -285,15 +294,23 @@ impl Requester {
         self.window.min(self.congestion_window).saturating_sub(in_flight)
     }
 
+    /// Whether packets can go out that are worth sending.
     pub(crate) fn wants_transmit(&self, head: &Head, _now: Time) -> bool {
+        let least = self.queue.get(self.cursor.wqe).map_or(1, |wqe| {
+            self.worth_sending(wqe.is_read(), wqe.packets - self.cursor.packet)
+        });
+        self.may_transmit(head, least)
+    }
+
+    /// Whether the next packet can go out with `least` PSNs free in the window.
+    fn may_transmit(&self, head: &Head, least: u32) -> bool {
         if head.state != QpState::Rts || self.rnr_until.is_some() {
             return false;
         }
         let Some(wqe) = self.queue.get(self.cursor.wqe) else {
             return false;
         };
-        let room = self.room();
-        if room == 0 {
+        if self.room() < least.max(1) {
             return false;
         }
         let cursor = self.cursor_psn();
@@ -306,16 +323,20 @@ impl Requester {
         if wqe.takes_resource() && before >= usize::from(self.max_rd_atomic) {
             return false;
         }
-        if wqe.request.flags.contains(SendFlags::FENCE)
+        !(wqe.request.flags.contains(SendFlags::FENCE)
             && self.cursor.packet == 0
-            && self.reads_before_cursor()
-        {
-            return false;
-        }
-        // Ask for a READ in few pieces: wait until half the window is free, unless the rest fits.
-        !wqe.is_read()
-            || room
-                >= (wqe.packets - self.cursor.packet).min(self.window.min(self.congestion_window).div_ceil(2))
+            && self.reads_before_cursor())
+    }
+
+    /// PSNs that must be free before the next ones of a request with `left` go out: a READ is asked for in few pieces, and
+    /// data leaves in trains that are worth their system call.
+    fn worth_sending(&self, is_read: bool, left: u32) -> u32 {
+        let window = self.window.min(self.congestion_window);
+        left.min(if is_read {
+            window.div_ceil(2)
+        } else {
+            (window / 4).clamp(1, TRAIN_PACKETS)
+        })
     }
 
     fn reads_before_cursor(&self) -> bool {
@@ -330,7 +351,16 @@ impl Requester {
         buf: &mut TransmitBuf,
     ) -> Result<(), Broken> {
         let mut turn = 0;
-        while turn < TURN_PACKETS && !buf.is_full() && self.wants_transmit(head, env.now) {
+        while turn < TURN_PACKETS && !buf.is_full() {
+            // A train that was worth beginning goes on to the window's edge.
+            let begun = turn > 0 && self.queue.get(self.cursor.wqe).is_some_and(|wqe| !wqe.is_read());
+            if !(if begun {
+                self.may_transmit(head, 1)
+            } else {
+                self.wants_transmit(head, env.now)
+            }) {
+                break;
+            }
             let request = self.cursor.wqe;
             self.transmit_one(env, head, buf)
                 .map_err(|status| Broken { status, request })?;
@@ -341,6 +371,8 @@ impl Requester {
 
     fn transmit_one(&mut self, env: &mut Env<'_>, head: &Head, buf: &mut TransmitBuf) -> Result<(), Status> {
         let room = self.room();
+        // Whatever stops the train, an acknowledgement that opens the window again is on its way.
+        let ack_every = (self.window.min(self.congestion_window) / 2).clamp(1, ACK_REQ_PACKETS);
         let Some(path) = head.path else {
             return Err(Status::LocalQpOperation);
         };
@@ -387,7 +419,9 @@ impl Requester {
                 selectivity,
             } => {
                 bth.opcode = Opcode::rc(Op::Flush);
-                buf.push(&path, Bth::LEN + Feth::LEN + Reth::LEN, |b| {
+                let of_rxe = self.flush_icrc.is_of_rxe();
+                let icrc = if of_rxe { Flow::rxe_flush_icrc } else { Flow::icrc };
+                buf.push_with_icrc(&path, Bth::LEN + Feth::LEN + Reth::LEN, icrc, |b| {
                     bth.emit(b);
                     Feth {
                         placement,
@@ -399,11 +433,11 @@ impl Requester {
                 })?;
             }
             Operation::Send { imm } => {
-                let edge = room == 1 || self.since_ack_req + 1 >= ACK_REQ_PACKETS;
+                let edge = room == 1 || self.since_ack_req + 1 >= ack_every;
                 bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, (None, imm), edge)?;
             }
             Operation::Write { va, rkey, imm } => {
-                let edge = room == 1 || self.since_ack_req + 1 >= ACK_REQ_PACKETS;
+                let edge = room == 1 || self.since_ack_req + 1 >= ack_every;
                 bth.ack_req = push_data(
                     env,
                     head,
@@ -657,6 +691,7 @@ impl Requester {
                 if packet.bth.opcode.operation != Op::ReadResponseOnly || !packet.payload().is_empty() {
                     return Err(Broken::oldest(Status::BadResponse));
                 }
+                self.flush_icrc.answered();
                 self.acknowledge(env, head, psn.plus(1))?;
             }
             Operation::Read { .. } => {
@@ -735,6 +770,13 @@ impl Requester {
         }
         self.resends = self.resends.saturating_add(1);
         self.rewind(psn);
+        if self
+            .queue
+            .get(self.cursor.wqe)
+            .is_some_and(|wqe| wqe.opcode() == WcOpcode::Flush)
+        {
+            self.flush_icrc.resend();
+        }
         if mutant!(LastNotResent)
             && self
                 .queue
