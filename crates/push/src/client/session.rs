@@ -1,0 +1,181 @@
+//! The client's side of the handshake. No I/O.
+
+use rdmux_wire::push::{ErrorCode, Message, VERSION};
+
+use crate::key::{Key, Role, Transcript};
+
+/// How a handshake fails.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// The keys differ.
+    WrongKey,
+    /// The server said no.
+    Refused(ErrorCode, String),
+    /// Not what a server says now.
+    Protocol,
+}
+
+/// What to do next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// Send this and give what comes to [`Handshake::handle`].
+    Send(Message),
+    /// Done.
+    Welcome {
+        /// A silent client is taken for dead after so long.
+        keepalive_ms: u32,
+        /// Mappings that one connection may hold.
+        mappings_max: u32,
+    },
+}
+
+/// The handshake: send [`Handshake::hello`], then follow [`Handshake::handle`].
+#[derive(Debug)]
+pub struct Handshake {
+    key: Key,
+    nonce: [u8; 32],
+    proved: bool,
+}
+
+impl Handshake {
+    /// A handshake; `nonce` is random.
+    pub fn new(key: Key, nonce: [u8; 32]) -> Handshake {
+        Handshake {
+            key,
+            nonce,
+            proved: false,
+        }
+    }
+
+    /// The first message.
+    pub fn hello(&self) -> Message {
+        Message::Hello {
+            version_min: VERSION,
+            version_max: VERSION,
+            client_nonce: self.nonce,
+        }
+    }
+
+    /// Takes a message of the server's.
+    pub fn handle(&mut self, message: Message) -> Result<Next, Failure> {
+        match (message, self.proved) {
+            (
+                Message::Challenge {
+                    version,
+                    server_nonce,
+                    server_proof,
+                },
+                false,
+            ) => {
+                if version != VERSION {
+                    return Err(Failure::Protocol);
+                }
+                let transcript = Transcript {
+                    version_min: VERSION,
+                    version_max: VERSION,
+                    version,
+                    client_nonce: self.nonce,
+                    server_nonce,
+                };
+                // Who cannot show that it has the key gets no proof of ours.
+                if !self.key.verify(Role::Server, &transcript, &server_proof) {
+                    return Err(Failure::WrongKey);
+                }
+                self.proved = true;
+                Ok(Next::Send(Message::Proof {
+                    client_proof: self.key.proof(Role::Client, &transcript),
+                }))
+            }
+            (
+                Message::Welcome {
+                    keepalive_ms,
+                    mappings_max,
+                },
+                true,
+            ) => Ok(Next::Welcome {
+                keepalive_ms,
+                mappings_max,
+            }),
+            (
+                Message::Error {
+                    code: ErrorCode::BadKey,
+                    ..
+                },
+                _,
+            ) => Err(Failure::WrongKey),
+            (Message::Error { code, text }, _) => Err(Failure::Refused(code, text)),
+            _ => Err(Failure::Protocol),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::server::{Action, Session, Shared};
+
+    fn run(client_key: u8, server_key: u8) -> Result<Next, Failure> {
+        let shared = Arc::new(Shared {
+            key: Key::new([server_key; 32]),
+            regions: Vec::new(),
+            keepalive_ms: 5,
+            mappings_max: 6,
+        });
+        let mut server = Session::new(shared, [2; 32]);
+        let mut client = Handshake::new(Key::new([client_key; 32]), [3; 32]);
+        let mut message = client.hello();
+        loop {
+            let mut bytes = Vec::new();
+            message.emit(1, &mut bytes);
+            let answer = match server.handle(&bytes).1 {
+                Action::Send(answer) | Action::End(Some(answer), _) => answer,
+                other => panic!("{other:?}"),
+            };
+            match client.handle(answer)? {
+                Next::Send(next) => message = next,
+                welcome => return Ok(welcome),
+            }
+        }
+    }
+
+    #[test]
+    fn handle__one_key_is_welcome_and_two_are_not() {
+        let welcome = Next::Welcome {
+            keepalive_ms: 5,
+            mappings_max: 6,
+        };
+        assert_eq!(run(1, 1), Ok(welcome));
+        assert_eq!(run(1, 2), Err(Failure::WrongKey));
+    }
+
+    #[test]
+    fn handle__welcome_without_proof_of_the_server() {
+        let mut client = Handshake::new(Key::new([1; 32]), [3; 32]);
+        let welcome = Message::Welcome {
+            keepalive_ms: 5,
+            mappings_max: 6,
+        };
+        assert_eq!(client.handle(welcome), Err(Failure::Protocol));
+    }
+
+    #[test]
+    fn handle__a_proof_that_is_a_reflection_of_ones_own() {
+        let key = Key::new([1; 32]);
+        let mut client = Handshake::new(key.clone(), [3; 32]);
+        let transcript = Transcript {
+            version_min: 1,
+            version_max: 1,
+            version: 1,
+            client_nonce: [3; 32],
+            server_nonce: [3; 32],
+        };
+        let challenge = Message::Challenge {
+            version: 1,
+            server_nonce: [3; 32],
+            server_proof: key.proof(Role::Client, &transcript),
+        };
+        assert_eq!(client.handle(challenge), Err(Failure::WrongKey));
+    }
+}

@@ -1,0 +1,72 @@
+//! The checksum by which both ends compare what is there: CRC-64/NVME.
+
+use crc_fast::{CrcAlgorithm, Digest};
+use rdmux_verbs::{Fault, Memory};
+
+/// Bytes read at a time.
+const CHUNK: usize = 1 << 20;
+
+/// A CRC-64/NVME that grows with the bytes given.
+#[derive(Clone, Debug)]
+pub struct Crc64(Digest);
+
+impl Default for Crc64 {
+    fn default() -> Crc64 {
+        Crc64(Digest::new(CrcAlgorithm::Crc64Nvme))
+    }
+}
+
+impl Crc64 {
+    /// Adds bytes.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all bytes so far.
+    pub fn value(&self) -> u64 {
+        self.0.finalize()
+    }
+}
+
+/// The checksum of a part of a memory.
+pub fn crc64_of(memory: &dyn Memory, offset: u64, length: u64) -> Result<u64, Fault> {
+    let mut crc = Crc64::default();
+    let mut buffer = vec![0; CHUNK.min(length.try_into().unwrap_or(usize::MAX))];
+    let (mut at, mut left) = (offset, length);
+    while left > 0 {
+        let chunk = &mut buffer[..left.min(CHUNK as u64) as usize];
+        memory.read(at, chunk)?;
+        crc.update(chunk);
+        at += chunk.len() as u64;
+        left -= chunk.len() as u64;
+    }
+    Ok(crc.value())
+}
+
+#[cfg(test)]
+mod tests {
+    use rdmux_verbs::AnonymousMemory;
+
+    use super::*;
+
+    #[test]
+    fn value__of_the_check_string() {
+        let mut crc = Crc64::default();
+        crc.update(b"12345");
+        crc.update(b"6789");
+        // The check value of CRC-64/NVME; NVMe NVM Command Set specification, 5.2.1.3.4.
+        assert_eq!(crc.value(), 0xae8b_1486_0a79_9888);
+    }
+
+    #[test]
+    fn crc64_of__a_part_over_several_chunks() {
+        let memory = AnonymousMemory::new(3 * CHUNK).unwrap();
+        let bytes: Vec<u8> = (0..2 * CHUNK + 77).map(|i| (i * 31 + i / 251) as u8).collect();
+        memory.write(5, &bytes).unwrap();
+        let mut crc = Crc64::default();
+        crc.update(&bytes);
+        assert_eq!(crc64_of(&memory, 5, bytes.len() as u64), Ok(crc.value()));
+        assert_eq!(crc64_of(&memory, 5, 0), Ok(Crc64::default().value()));
+        assert_eq!(crc64_of(&memory, 3 << 20, 1), Err(Fault::Unmapped));
+    }
+}

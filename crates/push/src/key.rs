@@ -1,0 +1,349 @@
+//! The key that both ends share, and the proofs that they have it. The key itself is never sent.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use hmac::{Hmac, Mac};
+use rand_core::{OsRng, TryRngCore};
+use sha2::Sha256;
+use subtle::ConstantTimeEq;
+
+/// Bytes of a key.
+const KEY_LEN: usize = 32;
+/// More than a key file holds.
+const FILE_LEN_MAX: u64 = 4096;
+
+/// Why there is no key.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    /// The file cannot be read or made.
+    #[error("key file {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No such file, and it was named explicitly.
+    #[error(
+        "key file {} does not exist: copy the server's key file to it, or make a new one for both ends with \
+         `(umask 077; openssl rand -hex 32 > FILE)`",
+        path.display()
+    )]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Others could have read it.
+    #[error(
+        "key file {} can be read by others (mode {mode:03o}): make a new one, or `chmod 600` it if nobody has",
+        path.display()
+    )]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// It belongs to another user.
+    #[error("key file {} belongs to uid {owner}, not to you (uid {user})", path.display())]
+    Owner {
+        /// The file.
+        path: PathBuf,
+        /// Who has it.
+        owner: u32,
+        /// Who asks.
+        user: u32,
+    },
+    /// Not 64 hexadecimal digits.
+    #[error("key file {} does not hold a key: it needs 64 hexadecimal digits, 32 random bytes", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+    },
+    /// There is no home folder to keep it in.
+    #[error("no place for the key file: set HOME or XDG_CONFIG_HOME, or name a file with --key FILE")]
+    NoHome,
+}
+
+/// Which end a proof is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    Server,
+    Client,
+}
+
+/// What both ends know of a handshake. All of it is under the proofs, so that nobody in between can change it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Transcript {
+    pub(crate) version_min: u16,
+    pub(crate) version_max: u16,
+    pub(crate) version: u16,
+    pub(crate) client_nonce: [u8; 32],
+    pub(crate) server_nonce: [u8; 32],
+}
+
+/// A shared secret of 32 bytes.
+#[derive(Clone)]
+pub struct Key([u8; KEY_LEN]);
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Key")
+    }
+}
+
+impl Key {
+    /// The key with these bytes.
+    pub fn new(bytes: [u8; KEY_LEN]) -> Key {
+        Key(bytes)
+    }
+
+    /// Reads a key file. It must belong to the caller and be closed to everybody else.
+    pub fn load(path: &Path) -> Result<Key, KeyError> {
+        let io = |source| KeyError::Io {
+            path: path.into(),
+            source,
+        };
+        let file = File::open(path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => KeyError::Missing { path: path.into() },
+            _ => io(error),
+        })?;
+        // Of the open file, so that it cannot be exchanged between look and read.
+        let meta = file.metadata().map_err(io)?;
+        if !meta.is_file() {
+            return Err(KeyError::Malformed { path: path.into() });
+        }
+        let user = rustix::process::geteuid().as_raw();
+        if meta.uid() != user {
+            return Err(KeyError::Owner {
+                path: path.into(),
+                owner: meta.uid(),
+                user,
+            });
+        }
+        if meta.mode() & 0o077 != 0 {
+            return Err(KeyError::Open {
+                path: path.into(),
+                mode: meta.mode() & 0o777,
+            });
+        }
+        let mut text = String::new();
+        file.take(FILE_LEN_MAX)
+            .read_to_string(&mut text)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::InvalidData => KeyError::Malformed { path: path.into() },
+                _ => io(error),
+            })?;
+        parse(text.trim_end()).ok_or_else(|| KeyError::Malformed { path: path.into() })
+    }
+
+    /// The user's own key file, made with a new key when there is none.
+    pub fn load_or_create() -> Result<Key, KeyError> {
+        Key::load_or_create_at(&default_path().ok_or(KeyError::NoHome)?)
+    }
+
+    /// A key file, made with a new key when there is none. Of several processes that make it at a time, all get the same.
+    pub fn load_or_create_at(path: &Path) -> Result<Key, KeyError> {
+        match Key::load(path) {
+            Err(KeyError::Missing { .. }) => {}
+            result => return result,
+        }
+        create(path).map_err(|source| KeyError::Io {
+            path: path.into(),
+            source,
+        })?;
+        Key::load(path)
+    }
+
+    /// What proves to the other end that `role` has the key.
+    pub(crate) fn proof(&self, role: Role, transcript: &Transcript) -> [u8; 32] {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
+        mac.update(match role {
+            Role::Server => b"rdmux push: proof of the server\0",
+            Role::Client => b"rdmux push: proof of the client\0",
+        });
+        for version in [transcript.version_min, transcript.version_max, transcript.version] {
+            mac.update(&version.to_be_bytes());
+        }
+        mac.update(&transcript.client_nonce);
+        mac.update(&transcript.server_nonce);
+        mac.finalize().into_bytes().into()
+    }
+
+    /// Whether a proof is right, in a time that does not tell where it is wrong.
+    pub(crate) fn verify(&self, role: Role, transcript: &Transcript, proof: &[u8; 32]) -> bool {
+        self.proof(role, transcript).ct_eq(proof).into()
+    }
+}
+
+/// `${XDG_CONFIG_HOME:-~/.config}/rdmux/key`.
+pub fn default_path() -> Option<PathBuf> {
+    let set = |name| {
+        std::env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
+    let config = set("XDG_CONFIG_HOME")
+        .filter(|path| path.is_absolute())
+        .or_else(|| set("HOME").map(|home| home.join(".config")))?;
+    Some(config.join("rdmux").join("key"))
+}
+
+/// 32 random bytes of the operating system's.
+pub(crate) fn random_nonce() -> io::Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    OsRng.try_fill_bytes(&mut nonce).map_err(io::Error::other)?;
+    Ok(nonce)
+}
+
+fn parse(text: &str) -> Option<Key> {
+    let digits: Vec<u8> = text
+        .chars()
+        .map(|c| c.to_digit(16).map(|d| d as u8))
+        .collect::<Option<_>>()?;
+    if digits.len() != 2 * KEY_LEN {
+        return None;
+    }
+    let mut key = [0; KEY_LEN];
+    for (byte, pair) in key.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+    Some(Key(key))
+}
+
+/// Makes a key file, complete from the moment on that it has its name. One that is there already stays.
+fn create(path: &Path) -> io::Result<()> {
+    let folder = path
+        .parent()
+        .filter(|folder| !folder.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    let secret = random_nonce()?;
+    let temporary = {
+        let name = random_nonce()?;
+        folder.join(format!(
+            ".key.{:016x}",
+            u64::from_ne_bytes(name[..8].try_into().unwrap_or_default())
+        ))
+    };
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&temporary)?;
+    let mut text: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+    text.push('\n');
+    // A link, unlike a rename, fails when somebody was faster; then theirs is the key.
+    let result = file
+        .write_all(text.as_bytes())
+        .and_then(|()| file.sync_all())
+        .and_then(|()| match std::fs::hard_link(&temporary, path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            result => result,
+        });
+    let _ = std::fs::remove_file(&temporary);
+    result?;
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn transcript() -> Transcript {
+        Transcript {
+            version_min: 1,
+            version_max: 2,
+            version: 1,
+            client_nonce: [3; 32],
+            server_nonce: [4; 32],
+        }
+    }
+
+    #[test]
+    fn load_or_create_at__makes_a_private_file_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a/b/key");
+        let key = Key::load_or_create_at(&path).unwrap();
+        let meta = std::fs::metadata(&path).unwrap();
+        assert_eq!((meta.mode() & 0o777, meta.len()), (0o600, 65));
+        assert_eq!(Key::load_or_create_at(&path).unwrap().0, key.0);
+        let entries = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
+        assert_eq!(entries, 1, "no temporary file stays");
+    }
+
+    #[test]
+    fn load_or_create_at__of_many_at_a_time_agree() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
+        let keys: Vec<Key> = std::thread::scope(|scope| {
+            let all: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| Key::load_or_create_at(&path).unwrap()))
+                .collect();
+            all.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        assert!(keys.iter().all(|key| key.0 == keys[0].0));
+    }
+
+    #[test]
+    fn load__refuses_what_is_no_private_key_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
+        assert!(matches!(Key::load(&path), Err(KeyError::Missing { .. })));
+        let good = "0123456789abcdefABCDEF00".repeat(3)[..64].to_owned();
+        for (text, mode, fits) in [
+            (good.clone() + "\n", 0o600, true),
+            (good.clone(), 0o400, true),
+            (good.clone(), 0o640, false),
+            (good.clone(), 0o604, false),
+            (good[..63].to_owned(), 0o600, false),
+            (good.clone() + "0", 0o600, false),
+            (good.replace('1', "g"), 0o600, false),
+            (String::new(), 0o600, false),
+            ("\u{661}".repeat(64), 0o600, false),
+        ] {
+            let _ = std::fs::remove_file(&path);
+            std::fs::write(&path, &text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(Key::load(&path).is_ok(), fits, "{text:?} with mode {mode:o}");
+        }
+    }
+
+    #[test]
+    fn verify__depends_on_key_role_and_all_that_was_said() {
+        let key = Key::new([1; 32]);
+        let proof = key.proof(Role::Client, &transcript());
+        assert!(key.verify(Role::Client, &transcript(), &proof));
+        assert!(!key.verify(Role::Server, &transcript(), &proof));
+        assert!(!Key::new([2; 32]).verify(Role::Client, &transcript(), &proof));
+        for change in [
+            Transcript {
+                version_min: 0,
+                ..transcript()
+            },
+            Transcript {
+                version_max: 3,
+                ..transcript()
+            },
+            Transcript {
+                version: 2,
+                ..transcript()
+            },
+            Transcript {
+                client_nonce: [4; 32],
+                ..transcript()
+            },
+            Transcript {
+                server_nonce: [3; 32],
+                ..transcript()
+            },
+        ] {
+            assert!(!key.verify(Role::Client, &change, &proof), "{change:?}");
+        }
+    }
+}

@@ -1,0 +1,568 @@
+//! Regions: memory that a server offers by name, and how far uploads into it have got.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdmux_verbs::{AnonymousMemory, Fault, FileMemory, Memory, PersistenceDomain, Placement};
+use rdmux_wire::push::{self, Domain, Name};
+
+/// Uploads that a region remembers; the oldest is forgotten first.
+const UPLOADS_MAX: usize = 64;
+
+/// Why a region cannot be offered.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}: {source}")]
+pub struct RegionError {
+    what: String,
+    source: io::Error,
+}
+
+/// Memory that is offered by name.
+#[derive(Debug)]
+pub struct Region {
+    name: Name,
+    memory: Arc<dyn Memory>,
+    domain: Domain,
+    read_only: bool,
+    place: Place,
+    state: Mutex<State>,
+}
+
+/// Where a region's bytes are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In a file, on a file system of this kind.
+    File(PathBuf, String),
+    /// In the server's memory.
+    Memory,
+    /// Elsewhere.
+    Other,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Oldest first.
+    uploads: Vec<Arc<Upload>>,
+    failed: Option<Fault>,
+}
+
+impl Region {
+    /// A file; `size` creates it or grows it to that many bytes.
+    pub fn file(name: Name, path: &Path, size: Option<u64>, read_only: bool) -> Result<Region, RegionError> {
+        let failed = |source: io::Error| RegionError {
+            what: path.display().to_string(),
+            source: match source.kind() {
+                io::ErrorKind::NotFound if size.is_none() => {
+                    io::Error::new(source.kind(), "no such file: create it with ,size=N")
+                }
+                _ => source,
+            },
+        };
+        let memory = FileMemory::open(path, size, read_only).map_err(failed)?;
+        let domain = match memory.domain() {
+            PersistenceDomain::None => Domain::None,
+            PersistenceDomain::File => Domain::File,
+        };
+        // Shown to people only, so that a path that has no absolute form does no harm.
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let kind = file_system_of(&path);
+        Ok(Region {
+            place: Place::File(path, kind),
+            ..Region::new(name, Arc::new(memory), domain, read_only)
+        })
+    }
+
+    /// Pages of this process's own, zero at first.
+    pub fn anonymous(name: Name, bytes: u64) -> Result<Region, RegionError> {
+        let memory = usize::try_from(bytes)
+            .ok()
+            .filter(|bytes| *bytes <= isize::MAX as usize)
+            .ok_or(io::ErrorKind::OutOfMemory.into())
+            .and_then(AnonymousMemory::new)
+            .map_err(|source| RegionError {
+                what: format!("memory region {name} of {bytes} bytes"),
+                source,
+            })?;
+        // Whole pages are mapped; only what was asked for is offered.
+        let memory = Truncated(memory, bytes);
+        Ok(Region {
+            place: Place::Memory,
+            ..Region::new(name, Arc::new(memory), Domain::None, false)
+        })
+    }
+
+    /// Any memory.
+    pub fn new(name: Name, memory: Arc<dyn Memory>, domain: Domain, read_only: bool) -> Region {
+        Region {
+            name,
+            memory,
+            domain,
+            read_only,
+            place: Place::Other,
+            state: Mutex::default(),
+        }
+    }
+
+    /// The same region, but persistent flushes do nothing and claim to be done: proof that a crash test can fail.
+    pub fn without_flush(mut self) -> Region {
+        self.memory = Arc::new(WithoutFlush(self.memory));
+        self
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &Name {
+        &self.name
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.memory.len()
+    }
+
+    /// What of it survives a loss of power.
+    pub fn domain(&self) -> Domain {
+        self.domain
+    }
+
+    /// The kinds of flush it offers.
+    pub fn placement(&self) -> Placement {
+        self.memory.placement()
+    }
+
+    /// Whether nobody may write to it.
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Where its bytes are.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Its bytes.
+    pub fn memory(&self) -> &Arc<dyn Memory> {
+        &self.memory
+    }
+
+    /// The failure of its medium, which is final.
+    pub fn failed(&self) -> Option<Fault> {
+        self.lock().failed
+    }
+
+    /// What is told of it to clients. `transfer`: the upload they ask about, 0 for the last.
+    pub fn describe(&self, transfer: u64) -> push::Region {
+        let state = self.lock();
+        let upload = match transfer {
+            0 => state.uploads.last(),
+            id => state.uploads.iter().find(|upload| upload.id == id),
+        };
+        push::Region {
+            name: self.name.clone(),
+            bytes: self.bytes(),
+            domain: self.domain,
+            placement: self.placement(),
+            read_only: self.read_only,
+            transfer: upload.map_or(0, |upload| upload.id),
+            durable: upload.map_or(0, |upload| upload.durable()),
+        }
+    }
+
+    /// Makes the memory of a mapping of `offset..offset + length`. One that may write ends what was durable of other
+    /// uploads there.
+    pub fn open(self: &Arc<Region>, write: bool, offset: u64, length: u64, transfer: u64) -> Arc<Mapped> {
+        let mut upload = None;
+        if write {
+            let mut state = self.lock();
+            for other in &state.uploads {
+                if other.id != transfer {
+                    other.cut(offset, length);
+                }
+            }
+            if transfer != 0 {
+                let known = state.uploads.iter().position(|upload| upload.id == transfer);
+                let known = known.map(|at| state.uploads.remove(at));
+                let same = known.filter(|upload| upload.base == offset && upload.length == length);
+                let this = same.unwrap_or_else(|| Arc::new(Upload::new(transfer, offset, length)));
+                if state.uploads.len() == UPLOADS_MAX {
+                    state.uploads.remove(0);
+                }
+                state.uploads.push(this.clone());
+                upload = Some(this);
+            }
+        }
+        // What makes bytes durable here is the strongest flush that there is.
+        let counts = if self.placement().contains(Placement::PERSISTENT) {
+            Placement::PERSISTENT
+        } else {
+            Placement::GLOBAL
+        };
+        Arc::new(Mapped {
+            region: self.clone(),
+            upload,
+            counts,
+            fault: Mutex::new(None),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How far an upload has got: all positions are relative to its first byte.
+#[derive(Debug)]
+struct Upload {
+    id: u64,
+    base: u64,
+    length: u64,
+    progress: Mutex<Progress>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    /// Bytes placed without a gap.
+    written: u64,
+    /// Bytes flushed without a gap.
+    durable: u64,
+    /// Counts writes to what was written before: a flush that ran meanwhile says nothing of them.
+    rewrites: u64,
+}
+
+impl Upload {
+    fn new(id: u64, base: u64, length: u64) -> Upload {
+        Upload {
+            id,
+            base,
+            length,
+            progress: Mutex::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn durable(&self) -> u64 {
+        self.lock().durable
+    }
+
+    /// The part of a range that is the upload's, relative to its first byte.
+    fn part(&self, offset: u64, length: u64) -> Option<(u64, u64)> {
+        let end = offset.saturating_add(length).min(self.base + self.length);
+        let start = offset.max(self.base);
+        (start < end).then(|| (start - self.base, end - self.base))
+    }
+
+    /// Somebody else may write there.
+    fn cut(&self, offset: u64, length: u64) {
+        if let Some((start, _)) = self.part(offset, length) {
+            let mut progress = self.lock();
+            progress.written = progress.written.min(start);
+            progress.durable = progress.durable.min(start);
+            progress.rewrites += 1;
+        }
+    }
+
+    fn before_write(&self, offset: u64, length: u64) {
+        if let Some((start, _)) = self.part(offset, length) {
+            let mut progress = self.lock();
+            if start < progress.written {
+                progress.rewrites += 1;
+                progress.durable = progress.durable.min(start);
+            }
+        }
+    }
+
+    fn after_write(&self, offset: u64, length: u64) {
+        if let Some((start, end)) = self.part(offset, length) {
+            let mut progress = self.lock();
+            if start <= progress.written {
+                progress.written = progress.written.max(end);
+            }
+        }
+    }
+
+    fn after_flush(&self, offset: u64, length: u64, before: Progress) {
+        if let Some((start, end)) = self.part(offset, length) {
+            let mut progress = self.lock();
+            if start <= progress.durable && progress.rewrites == before.rewrites {
+                progress.durable = progress.durable.max(end.min(before.written));
+            }
+        }
+    }
+}
+
+/// The memory of one mapping: the region's, with a note of what was written and flushed, and of what failed.
+#[derive(Debug)]
+pub struct Mapped {
+    region: Arc<Region>,
+    upload: Option<Arc<Upload>>,
+    counts: Placement,
+    fault: Mutex<Option<Fault>>,
+}
+
+impl Mapped {
+    /// The region.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// What failed last.
+    pub fn fault(&self) -> Option<Fault> {
+        *self.fault.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note<T>(&self, result: Result<T, Fault>) -> Result<T, Fault> {
+        if let Err(fault) = &result {
+            *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some(*fault);
+        }
+        result
+    }
+}
+
+impl Memory for Mapped {
+    fn len(&self) -> u64 {
+        self.region.memory.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.note(self.region.memory.read(offset, out))
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let Some(upload) = &self.upload else {
+            return self.note(self.region.memory.write(offset, bytes));
+        };
+        upload.before_write(offset, bytes.len() as u64);
+        self.note(self.region.memory.write(offset, bytes))?;
+        upload.after_write(offset, bytes.len() as u64);
+        Ok(())
+    }
+
+    fn placement(&self) -> Placement {
+        self.region.memory.placement()
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        self.region.memory.flush_is_immediate(placement)
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        let before = self.upload.as_ref().map(|upload| *upload.lock());
+        let result = self.note(self.region.memory.flush(offset, length, placement));
+        if let Err(fault @ (Fault::Io(_) | Fault::NoSpace)) = result {
+            self.region.lock().failed = Some(fault);
+        }
+        result?;
+        if let (Some(upload), Some(before)) = (&self.upload, before)
+            && placement.contains(self.counts)
+        {
+            upload.after_flush(offset, length, before);
+        }
+        Ok(())
+    }
+}
+
+/// The first bytes of a memory.
+#[derive(Debug)]
+struct Truncated<M>(M, u64);
+
+impl<M: Memory> Truncated<M> {
+    fn check(&self, offset: u64, length: u64) -> Result<(), Fault> {
+        let fits = offset.checked_add(length).is_some_and(|end| end <= self.1);
+        fits.then_some(()).ok_or(Fault::Unmapped)
+    }
+}
+
+impl<M: Memory> Memory for Truncated<M> {
+    fn len(&self) -> u64 {
+        self.1
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.check(offset, out.len() as u64)?;
+        self.0.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.check(offset, bytes.len() as u64)?;
+        self.0.write(offset, bytes)
+    }
+
+    fn placement(&self) -> Placement {
+        self.0.placement()
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        self.0.flush_is_immediate(placement)
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        self.check(offset, length)?;
+        self.0.flush(offset, length, placement)
+    }
+}
+
+/// A memory whose persistent flushes are left out.
+#[derive(Debug)]
+struct WithoutFlush(Arc<dyn Memory>);
+
+impl Memory for WithoutFlush {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.0.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.0.write(offset, bytes)
+    }
+
+    fn placement(&self) -> Placement {
+        self.0.placement()
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        if !self.placement().contains(placement) {
+            return Err(Fault::NotSupported);
+        }
+        self.0.flush(offset, length, Placement::GLOBAL)
+    }
+}
+
+/// The kind of the file system that a path is on, as mounted: `ext4`, `tmpfs`.
+pub fn file_system_of(path: &Path) -> String {
+    let path = path.canonicalize().unwrap_or_else(|_| path.into());
+    let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = String::from_utf8_lossy(&mounts);
+    // mount-id parent major:minor root mount-point options... - type source options; the longest mount point wins, and of
+    // equal ones the last.
+    let mut best: Option<(usize, &str)> = None;
+    for line in mounts.lines() {
+        let (Some((mount, rest)), true) = (line.split_once(" - "), line.len() < 1 << 16) else {
+            continue;
+        };
+        let (Some(point), Some(kind)) = (mount.split(' ').nth(4), rest.split(' ').next()) else {
+            continue;
+        };
+        let point = point.replace("\\040", " ");
+        if path.starts_with(&point) && best.is_none_or(|(len, _)| point.len() >= len) {
+            best = Some((point.len(), kind));
+        }
+    }
+    best.map_or_else(|| "an unknown file system".into(), |(_, kind)| kind.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn region(bytes: u64) -> Arc<Region> {
+        Arc::new(Region::anonymous(Name::new("r").unwrap(), bytes).unwrap())
+    }
+
+    fn durable(region: &Region, transfer: u64) -> u64 {
+        region.describe(transfer).durable
+    }
+
+    #[test]
+    fn describe__durable_is_what_was_written_and_then_flushed_without_a_gap() {
+        let region = region(1 << 20);
+        let memory = region.open(true, 4096, 65536, 7);
+        memory.flush(4096, 65536, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 0, "nothing was written");
+        memory.write(4096, &[1; 1000]).unwrap();
+        assert_eq!(durable(&region, 7), 0, "nothing was flushed");
+        memory.flush(4096, 65536, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 1000, "no more than was written");
+        memory.write(4096 + 2000, &[1; 1000]).unwrap();
+        memory.flush(4096, 3000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 1000, "there is a gap");
+        memory.write(4096 + 1000, &[1; 1000]).unwrap();
+        memory.write(4096 + 2000, &[1; 1000]).unwrap();
+        memory.flush(4096 + 2000, 1000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 1000, "the flush leaves a gap");
+        memory.flush(4096 + 1000, 1500, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 2500, "no more than was flushed");
+        assert_eq!(region.describe(0).transfer, 7);
+        assert_eq!(region.describe(8).transfer, 0);
+    }
+
+    #[test]
+    fn describe__durable_survives_a_mapping_and_ends_where_it_is_written_again() {
+        let region = region(1 << 20);
+        let memory = region.open(true, 0, 65536, 7);
+        memory.write(0, &[1; 5000]).unwrap();
+        memory.flush(0, 5000, Placement::GLOBAL).unwrap();
+        drop(memory);
+        let memory = region.open(true, 0, 65536, 7);
+        assert_eq!(durable(&region, 7), 5000);
+        memory.write(3000, &[2; 10]).unwrap();
+        assert_eq!(durable(&region, 7), 3000);
+        memory.flush(3000, 2000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 5000);
+        drop(region.open(true, 0, 70000, 7));
+        assert_eq!(durable(&region, 7), 0, "another range is another upload");
+    }
+
+    #[test]
+    fn open__a_writer_ends_what_was_durable_of_others() {
+        let region = region(1 << 20);
+        for id in 1..=2 {
+            let memory = region.open(true, id * 65536, 65536, id);
+            memory.write(id * 65536, &[1; 5000]).unwrap();
+            memory.flush(id * 65536, 5000, Placement::GLOBAL).unwrap();
+        }
+        drop(region.open(false, 0, 1 << 20, 0));
+        assert_eq!((durable(&region, 1), durable(&region, 2)), (5000, 5000));
+        drop(region.open(true, 2 * 65536 + 100, 1, 0));
+        assert_eq!((durable(&region, 1), durable(&region, 2)), (5000, 100));
+    }
+
+    #[test]
+    fn open__forgets_the_oldest_upload_first() {
+        let region = region(1 << 20);
+        for id in 1..=UPLOADS_MAX as u64 + 1 {
+            drop(region.open(true, id * 10, 10, id));
+        }
+        assert_eq!((region.describe(1).transfer, region.describe(2).transfer), (0, 2));
+    }
+
+    #[test]
+    fn anonymous__offers_what_was_asked_for_only() {
+        let region = region(100);
+        assert_eq!(region.bytes(), 100);
+        assert_eq!(region.memory().write(100, &[1]), Err(Fault::Unmapped));
+        assert_eq!(
+            region.memory().flush(0, 100, Placement::PERSISTENT),
+            Err(Fault::NotSupported)
+        );
+    }
+
+    #[test]
+    fn file__errors_name_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new("r").unwrap();
+        let missing = folder.path().join("missing");
+        let error = Region::file(name.clone(), &missing, None, false)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("missing") && error.contains("size=N"), "{error}");
+        let error = Region::file(name, folder.path(), None, true)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("regular file"), "{error}");
+    }
+
+    #[test]
+    fn file_system_of__proc() {
+        assert_eq!(file_system_of(Path::new("/proc/self/stat")), "proc");
+    }
+}

@@ -1,0 +1,210 @@
+//! Where a push goes: `rdmux://HOST[:PORT]/REGION[@OFFSET]`.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+
+use rdmux_wire::push::Name;
+
+use crate::size::parse_size;
+
+/// The port of the push service.
+pub const DEFAULT_PORT: u16 = 7174;
+
+/// Why an address is none.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// Not of the form.
+    #[error("'{text}' is not rdmux://HOST[:PORT]/REGION[@OFFSET]: {why}")]
+    Malformed {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// No address of that name.
+    #[error("{host}: {source}")]
+    Resolve {
+        /// The name.
+        host: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// No way there.
+    #[error("no route to {peer}: {source}")]
+    Route {
+        /// Where.
+        peer: IpAddr,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A region of a server, and where in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Name or address.
+    pub host: String,
+    /// Port.
+    pub port: u16,
+    /// The region.
+    pub region: Name,
+    /// First byte in it.
+    pub offset: u64,
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let brackets = self.host.contains(':');
+        let host = if brackets {
+            format!("[{}]", self.host)
+        } else {
+            self.host.clone()
+        };
+        write!(f, "rdmux://{host}:{}/{}", self.port, self.region)?;
+        if self.offset != 0 {
+            write!(f, "@{}", self.offset)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::str::FromStr for Target {
+    type Err = TargetError;
+
+    fn from_str(text: &str) -> Result<Target, TargetError> {
+        let malformed = |why| TargetError::Malformed {
+            text: text.into(),
+            why,
+        };
+        let rest = text
+            .strip_prefix("rdmux://")
+            .ok_or_else(|| malformed("it does not begin with rdmux://"))?;
+        let (authority, path) = rest
+            .split_once('/')
+            .ok_or_else(|| malformed("the region is missing"))?;
+        let (host, port) = split_port(authority).ok_or_else(|| malformed("host or port is wrong"))?;
+        // A region may have an @ in its name: only what is a number after the last one is an offset.
+        let (region, offset) = match path.rsplit_once('@').map(|(name, at)| (name, parse_size(at))) {
+            Some((name, Some(offset))) => (name, offset),
+            _ => (path, 0),
+        };
+        Ok(Target {
+            host: host.into(),
+            port: port.unwrap_or(DEFAULT_PORT),
+            region: Name::new(region).ok_or_else(|| malformed("the region's name is empty or too long"))?,
+            offset,
+        })
+    }
+}
+
+impl Target {
+    /// The addresses of the host.
+    pub fn resolve(&self) -> Result<Vec<SocketAddr>, TargetError> {
+        let failed = |source| TargetError::Resolve {
+            host: self.host.clone(),
+            source,
+        };
+        let all: Vec<_> = (self.host.as_str(), self.port)
+            .to_socket_addrs()
+            .map_err(failed)?
+            .collect();
+        if all.is_empty() {
+            return Err(failed(io::ErrorKind::NotFound.into()));
+        }
+        Ok(all)
+    }
+}
+
+/// Host and port of `HOST`, `HOST:PORT`, `[V6]` or `[V6]:PORT`; a bare IPv6 address is taken too.
+pub fn split_port(text: &str) -> Option<(&str, Option<u16>)> {
+    if let Some(rest) = text.strip_prefix('[') {
+        let (host, after) = rest.split_once(']')?;
+        host.parse::<Ipv6Addr>().ok()?;
+        return match after.strip_prefix(':') {
+            Some(port) => Some((host, Some(parse_port(port)?))),
+            None => after.is_empty().then_some((host, None)),
+        };
+    }
+    if text.parse::<Ipv6Addr>().is_ok() {
+        return Some((text, None));
+    }
+    let (host, port) = match text.split_once(':') {
+        Some((host, port)) => (host, Some(parse_port(port)?)),
+        None => (text, None),
+    };
+    (!host.is_empty() && !host.contains([':', '@', '[', ']'])).then_some((host, port))
+}
+
+fn parse_port(text: &str) -> Option<u16> {
+    text.bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| text.parse().ok())
+        .flatten()
+        .filter(|port| *port != 0)
+}
+
+/// The address of this host from which packets to `peer` leave. Nothing is sent.
+pub fn local_address_towards(peer: IpAddr) -> Result<IpAddr, TargetError> {
+    let route = || -> io::Result<IpAddr> {
+        let any: IpAddr = match peer {
+            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let socket = UdpSocket::bind((any, 0))?;
+        socket.connect((peer, DEFAULT_PORT))?;
+        Ok(socket.local_addr()?.ip())
+    };
+    route().map_err(|source| TargetError::Route { peer, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn from_str__each_form() {
+        for (text, host, port, region, offset) in [
+            ("rdmux://h/a", "h", 7174, "a", 0),
+            ("rdmux://127.0.0.1:99/a b", "127.0.0.1", 99, "a b", 0),
+            ("rdmux://[::1]/x@64K", "::1", 7174, "x", 65536),
+            ("rdmux://[fe80::1]:8/x/y@z@1", "fe80::1", 8, "x/y@z", 1),
+            ("rdmux://::1/a@b", "::1", 7174, "a@b", 0),
+        ] {
+            let target: Target = text.parse().unwrap();
+            let got = (
+                target.host.as_str(),
+                target.port,
+                target.region.as_str(),
+                target.offset,
+            );
+            assert_eq!(got, (host, port, region, offset), "{text}");
+            assert_eq!(target.to_string().parse::<Target>().unwrap(), target);
+        }
+    }
+
+    #[test]
+    fn from_str__malformed() {
+        for text in [
+            "",
+            "h/a",
+            "http://h/a",
+            "rdmux://h",
+            "rdmux:///a",
+            "rdmux://h/",
+            "rdmux://h:0/a",
+            "rdmux://h:70000/a",
+            "rdmux://h:+1/a",
+            "rdmux://[::1/a",
+            "rdmux://[::1]x/a",
+            "rdmux://h/a\u{1b}",
+        ] {
+            assert!(text.parse::<Target>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn local_address_towards__loopback_is_loopback() {
+        let peer = "127.0.0.9".parse().unwrap();
+        assert!(local_address_towards(peer).unwrap().is_loopback());
+    }
+}
