@@ -153,8 +153,8 @@ pub struct Cm {
     next_id: u32,
     listeners: HashSet<ServiceId>,
     connections: HashMap<u32, Connection>,
-    /// Passive side: (peer's GUID, peer's communication id) to ours.
-    by_remote: HashMap<(u64, u32), u32>,
+    /// Passive side: (peer's address, its GUID, its communication id) to ours.
+    by_remote: HashMap<(IpAddr, u64, u32), u32>,
     out: VecDeque<(IpAddr, Box<[u8; MAD_LEN]>)>,
     events: VecDeque<CmEvent>,
     /// UDP source port of what is sent to general services QPs.
@@ -441,15 +441,13 @@ impl Cm {
     }
 
     fn handle_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &Req) {
-        let key = (req.ca_guid, req.local_comm_id);
+        let key = (peer, req.ca_guid, req.local_comm_id);
         if let Some(id) = self.by_remote.get(&key).copied() {
-            // The same request again: the answer, if there is one yet.
-            if self
-                .connections
-                .get(&id)
-                .is_some_and(|c| c.state == State::RepSent)
+            // The same request again: the answer, if there is one yet. That costs none of our own tries.
+            if let Some(c) = self.connections.get(&id)
+                && c.state == State::RepSent
             {
-                self.send_again(now, id);
+                self.out.push_back((c.peer, c.message.clone()));
             }
             return;
         }
@@ -464,10 +462,11 @@ impl Cm {
             );
         };
         // The peer uses a QP that we still take for connected: it has forgotten us. 12.9.8.3.1.
-        let stale = self
-            .connections
-            .iter()
-            .find(|(_, c)| c.remote_guid == req.ca_guid && c.remote_qpn == req.qpn && c.peer == peer);
+        let stale = self.connections.iter().find(|(_, c)| {
+            // Before its answer nothing is known of a peer.
+            let known = c.state != State::ReqSent;
+            known && c.peer == peer && c.remote_guid == req.ca_guid && c.remote_qpn == req.qpn
+        });
         if let Some(id) = stale.map(|(id, _)| *id) {
             reject(self, RejReason::STALE_CONNECTION);
             self.disconnect(now, CmId(id));

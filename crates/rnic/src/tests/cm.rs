@@ -1,1 +1,556 @@
-//! Connections between two devices.
+//! Connections between two devices: side 0 is the active one.
+
+use std::net::IpAddr;
+
+use rdmux_wire::cm::{
+    Answered, IpAddressing, MAD_LEN, Message, Mra, PrivateData, RejReason, Rep, Req, ServiceId,
+};
+use rdmux_wire::roce::{Bth, Deth, PathMtu};
+
+use super::util::*;
+use crate::cm::{CmEvent, CmId, Endpoint};
+use crate::*;
+
+const SERVICE: ServiceId = ServiceId::tcp(7174);
+const SECOND: u64 = 1_000_000_000;
+
+fn endpoint(pair: &Pair, side: usize) -> Endpoint {
+    Endpoint {
+        qpn: pair.sides[side].qpn,
+        starting_psn: Psn::new(100 + side as u32),
+        responder_resources: 3,
+        initiator_depth: 5,
+        rnr_retry_count: 7,
+        retry_count: 6,
+        ack_timeout: 14,
+        path_mtu: PathMtu::Bytes1024,
+        extensions: None,
+    }
+}
+
+fn address(pair: &Pair, side: usize) -> IpAddr {
+    pair.sides[side].rnic.config().address
+}
+
+fn event(pair: &mut Pair, side: usize) -> Option<CmEvent> {
+    pair.sides[side].rnic.cm().poll_event()
+}
+
+fn connections(pair: &mut Pair) -> [usize; 2] {
+    [0, 1].map(|side| pair.sides[side].rnic.cm().len())
+}
+
+fn connect(pair: &mut Pair) -> CmId {
+    let (local, peer, now) = (endpoint(pair, 0), address(pair, 1), pair.now);
+    pair.sides[0]
+        .rnic
+        .cm()
+        .connect(now, peer, SERVICE, None, &local, b"hello")
+        .unwrap()
+}
+
+/// Connects as far as the request at side 1.
+fn requested(pair: &mut Pair) -> (CmId, CmId) {
+    pair.sides[1].rnic.cm().listen(SERVICE);
+    let active = connect(pair);
+    pair.step();
+    let Some(CmEvent::Request { id, .. }) = event(pair, 1) else {
+        panic!("no request came");
+    };
+    (active, id)
+}
+
+fn accept(pair: &mut Pair, id: CmId) {
+    let (local, now) = (endpoint(pair, 1), pair.now);
+    assert!(pair.sides[1].rnic.cm().accept(now, id, &local, b"welcome"));
+}
+
+fn established(pair: &mut Pair) -> (CmId, CmId) {
+    let (active, passive) = requested(pair);
+    accept(pair, passive);
+    pair.step();
+    assert!(matches!(event(pair, 0), Some(CmEvent::Reply { .. })));
+    pair.sides[0].rnic.cm().establish(active);
+    pair.step();
+    assert_eq!(event(pair, 1), Some(CmEvent::Established { id: passive }));
+    (active, passive)
+}
+
+fn disconnect(pair: &mut Pair, side: usize, id: CmId) {
+    let now = pair.now;
+    pair.sides[side].rnic.cm().disconnect(now, id);
+}
+
+/// Which CM message a datagram is; `None` for other packets.
+fn attribute(bytes: &[u8]) -> Option<u8> {
+    let mad = bytes.get(Bth::LEN + Deth::LEN..)?;
+    (bytes[0] == 0x64 && mad.len() >= MAD_LEN).then(|| mad[17])
+}
+
+const REQ: u8 = 0x10;
+const REP: u8 = 0x13;
+const RTU: u8 = 0x14;
+const DREQ: u8 = 0x15;
+const DREP: u8 = 0x16;
+
+/// Loses the first `n` messages of a kind.
+fn lose(pair: &mut Pair, kind: u8, mut n: u32) {
+    pair.deliver = Box::new(move |_, bytes| {
+        if attribute(bytes) == Some(kind) && n > 0 {
+            n -= 1;
+            return false;
+        }
+        true
+    });
+}
+
+#[test]
+fn connect__tells_each_side_of_the_other_and_disconnects() {
+    let mut pair = Pair::new();
+    pair.sides[1].rnic.cm().listen(SERVICE);
+    let active = connect(&mut pair);
+    pair.step();
+    let Some(CmEvent::Request {
+        id: passive,
+        service,
+        peer,
+        addressing,
+        remote,
+        private_data,
+    }) = event(&mut pair, 1)
+    else {
+        panic!("no request came");
+    };
+    assert_eq!((service, peer, addressing), (SERVICE, address(&pair, 0), None));
+    let told = endpoint(&pair, 0);
+    assert_eq!(
+        remote,
+        Endpoint {
+            extensions: remote.extensions,
+            ..told
+        }
+    );
+    assert_eq!(remote.extensions.unwrap().receive_window_log2, 18);
+    assert_eq!(private_data.len(), 92);
+    assert_eq!(&private_data[..5], b"hello");
+
+    accept(&mut pair, passive);
+    pair.step();
+    let Some(CmEvent::Reply {
+        id,
+        remote,
+        private_data,
+    }) = event(&mut pair, 0)
+    else {
+        panic!("no reply came");
+    };
+    assert_eq!(id, active);
+    let told = endpoint(&pair, 1);
+    assert_eq!(
+        (remote.qpn, remote.starting_psn, remote.responder_resources),
+        (told.qpn, told.starting_psn, 3)
+    );
+    assert_eq!((private_data.len(), &private_data[..7]), (196, &b"welcome"[..]));
+    pair.sides[0].rnic.cm().establish(active);
+    pair.step();
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Established { id: passive }));
+
+    disconnect(&mut pair, 1, passive);
+    pair.run();
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn connect__carries_private_data_of_full_size_and_refuses_more() {
+    let addressing = IpAddressing {
+        src_port: 1234,
+        src: [10, 0, 0, 1].into(),
+        dst: [10, 0, 0, 2].into(),
+    };
+    for (addressing, room) in [(None, 92), (Some(addressing), 56)] {
+        let mut pair = Pair::new();
+        pair.sides[1].rnic.cm().listen(SERVICE);
+        let (local, peer, now) = (endpoint(&pair, 0), address(&pair, 1), pair.now);
+        let data: Vec<u8> = (1..=room as u8).collect();
+        let cm = pair.sides[0].rnic.cm();
+        assert_eq!(
+            cm.connect(now, peer, SERVICE, addressing, &local, &vec![1; room + 1]),
+            None
+        );
+        cm.connect(now, peer, SERVICE, addressing, &local, &data).unwrap();
+        pair.step();
+        let Some(CmEvent::Request {
+            id,
+            private_data,
+            addressing: told,
+            ..
+        }) = event(&mut pair, 1)
+        else {
+            panic!("no request came");
+        };
+        assert_eq!((private_data, told), (data, addressing));
+        let local = endpoint(&pair, 1);
+        let now = pair.now;
+        let cm = pair.sides[1].rnic.cm();
+        assert!(!cm.accept(now, id, &local, &[1; 197]));
+        assert!(cm.accept(now, id, &local, &[1; 196]));
+        pair.step();
+        assert!(
+            matches!(event(&mut pair, 0), Some(CmEvent::Reply { private_data, .. }) if private_data == [1; 196])
+        );
+    }
+}
+
+#[test]
+fn connect__to_a_service_that_nobody_offers_is_rejected() {
+    let mut pair = Pair::new();
+    let id = connect(&mut pair);
+    pair.run();
+    let Some(CmEvent::Rejected {
+        id: rejected, reason, ..
+    }) = event(&mut pair, 0)
+    else {
+        panic!("not rejected");
+    };
+    assert_eq!((rejected, reason), (id, RejReason::INVALID_SERVICE_ID));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn connect__to_silence_is_unreachable() {
+    let mut pair = Pair::new();
+    pair.deliver = Box::new(|_, _| false);
+    let id = connect(&mut pair);
+    pair.run();
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Unreachable { id }));
+    assert_eq!(connections(&mut pair), [0, 0]);
+    assert!(
+        pair.now.0 > 8 * SECOND && pair.now.0 < 9 * SECOND,
+        "{:?}",
+        pair.now
+    );
+}
+
+#[test]
+fn reject__carries_reason_and_private_data() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    pair.sides[1]
+        .rnic
+        .cm()
+        .reject(passive, RejReason::CONSUMER, &[7; 148]);
+    pair.run();
+    assert_eq!(
+        event(&mut pair, 0),
+        Some(CmEvent::Rejected {
+            id: active,
+            reason: RejReason::CONSUMER,
+            private_data: vec![7; 148],
+        })
+    );
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn reject__of_a_reply_ends_the_passive_side() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    accept(&mut pair, passive);
+    pair.step();
+    event(&mut pair, 0);
+    // The rejection is lost: the reply that comes again is for nobody, and rejected as that.
+    let mut lost = false;
+    pair.deliver = Box::new(move |to, _| to == 0 || std::mem::replace(&mut lost, true));
+    pair.sides[0].rnic.cm().reject(active, RejReason::CONSUMER, b"no");
+    pair.run();
+    assert!(
+        matches!(event(&mut pair, 1), Some(CmEvent::Rejected { id, reason: RejReason::INVALID_COMM_ID, .. }) if id == passive)
+    );
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn lost__messages_of_each_kind_come_again() {
+    for kind in [REQ, REP, RTU, DREQ, DREP] {
+        let mut pair = Pair::new();
+        lose(&mut pair, kind, 3);
+        pair.sides[1].rnic.cm().listen(SERVICE);
+        let active = connect(&mut pair);
+        let (mut seen, mut passive) = (Vec::new(), None);
+        for _ in 0..400 {
+            pair.pass(50_000_000);
+            while let Some(event) = event(&mut pair, 1) {
+                seen.push(format!("{event:?}").split(' ').next().unwrap().to_owned());
+                match event {
+                    CmEvent::Request { id, .. } => {
+                        passive = Some(id);
+                        accept(&mut pair, id);
+                    }
+                    CmEvent::Established { id } => disconnect(&mut pair, 1, id),
+                    _ => {}
+                }
+            }
+            while let Some(event) = event(&mut pair, 0) {
+                seen.push(format!("{event:?}").split(' ').next().unwrap().to_owned());
+                if let CmEvent::Reply { id, .. } = event {
+                    assert_eq!(id, active);
+                    pair.sides[0].rnic.cm().establish(id);
+                }
+            }
+        }
+        seen.sort();
+        assert_eq!(
+            seen,
+            ["Disconnected", "Disconnected", "Established", "Reply", "Request"],
+            "messages of kind {kind:#x} lost"
+        );
+        assert!(passive.is_some());
+        assert_eq!(connections(&mut pair), [0, 0]);
+    }
+}
+
+#[test]
+fn duplicate__request_makes_one_connection_and_uses_up_no_tries() {
+    let mut pair = Pair::new();
+    let (_, passive) = requested(&mut pair);
+    accept(&mut pair, passive);
+    // The reply is lost again and again while the peer keeps asking.
+    pair.deliver = Box::new(|to, _| to == 1);
+    pair.pass(3 * SECOND);
+    assert_eq!(event(&mut pair, 1), None, "neither a request nor the end of it");
+    pair.deliver = Box::new(|_, _| true);
+    pair.pass(4 * SECOND);
+    assert!(matches!(event(&mut pair, 0), Some(CmEvent::Reply { .. })));
+}
+
+#[test]
+fn duplicate__every_message_twice_changes_nothing() {
+    let mut pair = Pair::new();
+    let log = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let keep = log.clone();
+    pair.deliver = Box::new(move |to, bytes| {
+        keep.lock().unwrap().push((to, bytes.clone()));
+        true
+    });
+    let again = |pair: &mut Pair| {
+        for (to, bytes) in std::mem::take(&mut *log.lock().unwrap()) {
+            let src = address(pair, 1 - to);
+            let now = pair.now;
+            pair.sides[to]
+                .rnic
+                .handle_datagram(now, src, 0xc000, &bytes, bytes.len());
+        }
+        pair.step();
+        log.lock().unwrap().clear();
+    };
+    let (active, passive) = requested(&mut pair);
+    again(&mut pair);
+    accept(&mut pair, passive);
+    pair.step();
+    again(&mut pair);
+    assert!(matches!(event(&mut pair, 0), Some(CmEvent::Reply { .. })));
+    pair.sides[0].rnic.cm().establish(active);
+    pair.step();
+    again(&mut pair);
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Established { id: passive }));
+    disconnect(&mut pair, 0, active);
+    pair.step();
+    pair.step();
+    again(&mut pair);
+    for side in [0, 1] {
+        assert!(matches!(
+            event(&mut pair, side),
+            Some(CmEvent::Disconnected { .. })
+        ));
+        assert_eq!(event(&mut pair, side), None);
+    }
+    pair.run();
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn disconnect__from_both_sides_at_once_ends_once_each() {
+    let mut pair = Pair::new();
+    let (active, passive) = established(&mut pair);
+    disconnect(&mut pair, 0, active);
+    disconnect(&mut pair, 1, passive);
+    pair.run();
+    for (side, id) in [(0, active), (1, passive)] {
+        assert_eq!(event(&mut pair, side), Some(CmEvent::Disconnected { id }));
+        assert_eq!(event(&mut pair, side), None);
+    }
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn disconnect__from_a_silent_peer_ends_all_the_same() {
+    let mut pair = Pair::new();
+    let (active, _) = established(&mut pair);
+    pair.deliver = Box::new(|_, _| false);
+    disconnect(&mut pair, 0, active);
+    pair.run();
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));
+}
+
+#[test]
+fn disconnect__while_the_request_is_decided_on_leaves_nothing() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    disconnect(&mut pair, 0, active);
+    accept(&mut pair, passive);
+    pair.run();
+    assert!(matches!(event(&mut pair, 1), Some(CmEvent::Rejected { id, .. }) if id == passive));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn establish__on_data_before_the_last_message() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    accept(&mut pair, passive);
+    pair.step();
+    event(&mut pair, 0);
+    lose(&mut pair, RTU, u32::MAX);
+    pair.sides[0].rnic.cm().establish(active);
+    pair.sides[1].rnic.cm().establish(passive);
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Established { id: passive }));
+    pair.run();
+    assert_eq!(event(&mut pair, 1), None);
+    assert_eq!(connections(&mut pair), [1, 1]);
+}
+
+#[test]
+fn stale__qp_of_a_peer_that_forgot_is_rejected_and_the_old_connection_ended() {
+    let mut pair = Pair::new();
+    let (active, passive) = established(&mut pair);
+    pair.sides[0].rnic.cm().destroy(active);
+    let again = connect(&mut pair);
+    pair.run();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, reason: RejReason::STALE_CONNECTION, .. }) if id == again)
+    );
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
+    assert_eq!(connections(&mut pair), [0, 0]);
+    // Now that both have forgotten, it works.
+    connect(&mut pair);
+    pair.step();
+    assert!(matches!(event(&mut pair, 1), Some(CmEvent::Request { .. })));
+}
+
+/// Gives side 0 a MAD from `src`.
+fn mad(pair: &mut Pair, message: &Message) {
+    let mut mad = [0; MAD_LEN];
+    message.emit(1, &mut mad);
+    let (src, now) = (address(pair, 1), pair.now);
+    pair.sides[0].rnic.cm().handle_mad(now, src, &mad);
+}
+
+#[test]
+fn mra__makes_the_active_side_wait_as_long_as_it_says() {
+    let mut pair = Pair::new();
+    let mut requests = 0;
+    let (count, counted) = std::sync::mpsc::channel();
+    pair.deliver = Box::new(move |_, bytes| {
+        requests += u32::from(attribute(bytes) == Some(REQ));
+        let _ = count.send(requests);
+        false
+    });
+    let id = connect(&mut pair);
+    pair.step();
+    let mra = Mra {
+        local_comm_id: 99,
+        remote_comm_id: id.0,
+        answered: Answered::Req,
+        service_timeout: 20,
+        private_data: PrivateData::default(),
+    };
+    mad(&mut pair, &Message::Mra(mra));
+    pair.pass(4 * SECOND);
+    assert_eq!(counted.try_iter().last(), Some(1), "4.3 s have not passed");
+    pair.pass(SECOND / 2);
+    assert!(counted.try_iter().last() > Some(1));
+}
+
+#[test]
+fn unknown__messages_make_no_connection_and_no_event() {
+    let mut pair = Pair::new();
+    let id = connect(&mut pair);
+    for remote_comm_id in [0, id.0 ^ 1, u32::MAX] {
+        let rtu = rdmux_wire::cm::Rtu {
+            local_comm_id: 1,
+            remote_comm_id,
+            private_data: PrivateData::default(),
+        };
+        mad(&mut pair, &Message::Rtu(rtu));
+        let dreq = rdmux_wire::cm::Dreq {
+            local_comm_id: 1,
+            remote_comm_id,
+            remote_qpn: Qpn::new(5),
+            private_data: PrivateData::default(),
+        };
+        mad(&mut pair, &Message::Dreq(dreq));
+    }
+    assert_eq!(event(&mut pair, 0), None);
+    assert_eq!(pair.sides[0].rnic.cm().len(), 1);
+}
+
+#[test]
+fn request__of_a_nameless_peer_does_not_end_what_is_being_made() {
+    // A QPN and a GUID of zero are what a connection has before its answer came.
+    let mut pair = Pair::new();
+    let id = connect(&mut pair);
+    pair.sides[0].rnic.cm().listen(SERVICE);
+    let (mut seen, mut req) = (None, None);
+    let mut buf = TransmitBuf::new(1 << 16, false);
+    let now = pair.now;
+    pair.sides[0].rnic.poll_transmit(now, &mut buf, true);
+    if let Ok((_, Message::Req(sent))) = Message::parse(&buf.bytes()[Bth::LEN + Deth::LEN..][..MAD_LEN]) {
+        req = Some(Req {
+            ca_guid: 0,
+            qpn: Qpn::new(0),
+            dst_gid: sent.src_gid,
+            ..sent
+        });
+    }
+    mad(&mut pair, &Message::Req(req.unwrap()));
+    while let Some(event) = event(&mut pair, 0) {
+        seen = Some(event);
+    }
+    assert!(matches!(seen, Some(CmEvent::Request { .. })));
+    assert_eq!(pair.sides[0].rnic.cm().len(), 2);
+    disconnect(&mut pair, 0, id);
+    assert_eq!(pair.sides[0].rnic.cm().len(), 1);
+}
+
+#[test]
+fn reply__that_nobody_waits_for_is_rejected() {
+    let mut pair = Pair::new();
+    let rep = Rep {
+        local_comm_id: 42,
+        remote_comm_id: 43,
+        ece: None,
+        qkey: 0,
+        qpn: Qpn::new(9),
+        eecn: 0,
+        starting_psn: Psn::new(0),
+        responder_resources: 1,
+        initiator_depth: 1,
+        target_ack_delay: 0,
+        failover: 0,
+        flow_control: false,
+        rnr_retry_count: 0,
+        srq: false,
+        ca_guid: 1,
+        private_data: PrivateData::default(),
+    };
+    mad(&mut pair, &Message::Rep(rep));
+    let mut buf = TransmitBuf::new(1 << 16, false);
+    let now = pair.now;
+    pair.sides[0].rnic.poll_transmit(now, &mut buf, true);
+    let (_, message) = Message::parse(&buf.bytes()[Bth::LEN + Deth::LEN..][..MAD_LEN]).unwrap();
+    assert!(
+        matches!(message, Message::Rej(rej) if rej.reason == RejReason::INVALID_COMM_ID && rej.remote_comm_id == 42)
+    );
+}

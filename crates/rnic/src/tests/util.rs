@@ -24,8 +24,8 @@ pub(super) struct Side {
     pub(super) cq: Cqn,
     pub(super) qpn: Qpn,
     address: IpAddr,
-    /// Datagrams on their way to this side: bytes and segment size.
-    pub(super) inbox: VecDeque<(Vec<u8>, usize)>,
+    /// Datagrams on their way to this side: source port, bytes and segment size.
+    pub(super) inbox: VecDeque<(u16, Vec<u8>, usize)>,
 }
 
 impl Side {
@@ -329,7 +329,10 @@ impl Pair {
                     moved = true;
                     let mut bytes = self.buf.bytes()[train.range.clone()].to_vec();
                     if (self.deliver)(1 - i, &mut bytes) {
-                        self.sides[1 - i].inbox.push_back((bytes, train.segment_bytes));
+                        let port = train.path.src_port;
+                        self.sides[1 - i]
+                            .inbox
+                            .push_back((port, bytes, train.segment_bytes));
                     }
                 }
                 if !more {
@@ -339,10 +342,10 @@ impl Pair {
         }
         for i in 0..2 {
             let src = self.sides[1 - i].address;
-            while let Some((bytes, segment)) = self.sides[i].inbox.pop_front() {
+            while let Some((port, bytes, segment)) = self.sides[i].inbox.pop_front() {
                 self.sides[i]
                     .rnic
-                    .handle_datagram(self.now, src, 0xc001, &bytes, segment);
+                    .handle_datagram(self.now, src, port, &bytes, segment);
             }
         }
         moved
