@@ -183,11 +183,11 @@ impl fmt::Display for Report {
             self.virtual_ns as f64 / 1e6
         )?;
         match &self.violation {
-            None => write!(
+            None => writeln!(
                 f,
                 "\nEvery operation completed exactly once and in order; both memories equal the model."
             ),
-            Some(what) => write!(f, "\nVIOLATION: {what}"),
+            Some(what) => writeln!(f, "\nVIOLATION: {what}"),
         }
     }
 }
