@@ -58,6 +58,8 @@ counters! {
     retransmitted_packets,
     /// Requests that ended because no retry was left.
     retry_exceeded_err,
+    /// FLUSHes with the ICRC of rxe.
+    rxe_flush_icrc,
     /// IPv4 packets whose identification was found by solving the ICRC for it, with 16 check bits left.
     icrc_residual_16,
 }

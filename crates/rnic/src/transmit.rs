@@ -113,6 +113,17 @@ impl TransmitBuf {
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.push_with_icrc(path, len, Flow::icrc, fill)
+    }
+
+    /// As [`TransmitBuf::push`], with an ICRC of its own: a function of the packet and its IPv4 identification.
+    pub(crate) fn push_with_icrc<E>(
+        &mut self,
+        path: &Path,
+        len: usize,
+        icrc: impl FnOnce(&Flow, &[u8], u16) -> u32,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let total = len + ICRC_LEN;
         let start = self.bytes.len();
         self.bytes.resize(start + total, 0);
@@ -134,7 +145,7 @@ impl TransmitBuf {
             0
         };
         debug_assert!(len >= Bth::LEN);
-        let icrc = path.flow().icrc(&self.bytes[start..start + len], index as u16);
+        let icrc = icrc(&path.flow(), &self.bytes[start..start + len], index as u16);
         self.bytes[start + len..].copy_from_slice(&icrc.to_le_bytes());
         if joins && let Some(train) = self.trains.last_mut() {
             train.range.end = start + total;

@@ -562,6 +562,24 @@ impl Connection {
         *self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until the peer has ended the connection. False: the time is over.
+    pub fn wait_ended(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        while !self.is_ended() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.wait(&self.device, left) {
+                None => return self.is_ended(),
+                Some(
+                    CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. },
+                ) => {
+                    self.set_ended();
+                }
+                Some(CmEvent::Request { .. } | CmEvent::Reply { .. } | CmEvent::Established { .. }) => {}
+            }
+        }
+        true
+    }
+
     /// Ends the connection: the queue pair goes to Error and the peer is told.
     pub fn disconnect(&self) {
         let told = self.set_ended();

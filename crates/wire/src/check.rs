@@ -65,6 +65,10 @@ pub struct Report {
     pub naks: u64,
     /// Receiver-not-ready.
     pub rnr_naks: u64,
+    /// FLUSHes with the ICRC that rxe gives them ([`Flow::rxe_flush_icrc`]) instead of the specification's.
+    ///
+    /// [`Flow::rxe_flush_icrc`]: crate::icrc::Flow::rxe_flush_icrc
+    pub rxe_flushes: u64,
     /// Responses to requests that the capture does not hold, as when it begins in the middle of a connection.
     pub unmatched: u64,
     /// Number of errors.
@@ -96,6 +100,7 @@ impl fmt::Display for Report {
         line("NAKs", self.naks)?;
         line("receiver-not-ready NAKs", self.rnr_naks)?;
         for (name, count) in [
+            ("FLUSHes with the ICRC of rxe", self.rxe_flushes),
             ("unmatched responses", self.unmatched),
             ("IP fragments", self.fragments),
         ] {
@@ -270,7 +275,7 @@ impl Checker {
             return;
         }
         if payload.len() <= PACKET_LEN_MAX && icrc_fits(datagram, payload, datagram.ip_id) {
-            self.roce(datagram, payload);
+            self.roce(datagram, payload, datagram.ip_id);
             return;
         }
         let Some(segment_len) = self.segment_len(datagram) else {
@@ -309,7 +314,7 @@ impl Checker {
                 id = 0;
             }
             if icrc_fits(datagram, segment, id) {
-                self.roce(datagram, segment);
+                self.roce(datagram, segment, id);
             } else {
                 self.report.roce += 1;
                 self.error(format!(
@@ -338,9 +343,10 @@ impl Checker {
             .find(fits)
     }
 
-    /// Checks one RoCEv2 packet, whose ICRC is right.
-    fn roce(&mut self, datagram: &UdpDatagram<'_>, bytes: &[u8]) {
+    /// Checks one RoCEv2 packet, whose ICRC is right with the identification `id`.
+    fn roce(&mut self, datagram: &UdpDatagram<'_>, bytes: &[u8], id: u16) {
         self.report.roce += 1;
+        self.report.rxe_flushes += u64::from(is_flush_of_rxe(datagram, bytes, id));
         *self.report.opcodes.entry(bytes[0]).or_default() += 1;
         if bytes[0] == CNP {
             if bytes.len() != Bth::LEN + 16 + ICRC_LEN {
@@ -730,10 +736,20 @@ fn icrc_of(datagram: &UdpDatagram<'_>, packet: &[u8], id: u16) -> u32 {
     datagram.flow.icrc_as_captured(packet, id, datagram.dont_fragment)
 }
 
-/// Whether `packet`, with its ICRC at the end, has the right one. At least [`PACKET_LEN_MIN`] bytes.
-fn icrc_fits(datagram: &UdpDatagram<'_>, packet: &[u8], id: u16) -> bool {
+/// Whether a packet has the right ICRC at its end. At least [`PACKET_LEN_MIN`] bytes.
+fn icrc_fits(datagram: &UdpDatagram<'_>, whole: &[u8], id: u16) -> bool {
+    let (packet, icrc) = whole.split_at(whole.len() - ICRC_LEN);
+    icrc_of(datagram, packet, id).to_le_bytes() == icrc || is_flush_of_rxe(datagram, whole, id)
+}
+
+fn is_flush_of_rxe(datagram: &UdpDatagram<'_>, packet: &[u8], id: u16) -> bool {
     let (packet, icrc) = packet.split_at(packet.len() - ICRC_LEN);
-    icrc_of(datagram, packet, id).to_le_bytes() == icrc
+    packet[0] == Opcode::rc(Operation::Flush).code()
+        && datagram
+            .flow
+            .rxe_flush_icrc_as_captured(packet, id, datagram.dont_fragment)
+            .to_le_bytes()
+            == icrc
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -80,6 +80,23 @@ impl Flow {
 
     /// As [`Flow::icrc`], for a packet whose IPv4 header was seen.
     pub fn icrc_as_captured(&self, packet: &[u8], ip_id: u16, dont_fragment: bool) -> u32 {
+        self.covered(packet, ip_id, dont_fragment).finalize()
+    }
+
+    /// What Linux's rxe takes for the ICRC of a FLUSH, up to 6.12 at least: it covers the packet's headers a second time, with
+    /// nothing masked. rxe's table of opcodes has no payload offset for FLUSH, so it takes the headers for payload too.
+    pub fn rxe_flush_icrc(&self, packet: &[u8], ip_id: u16) -> u32 {
+        self.rxe_flush_icrc_as_captured(packet, ip_id, true)
+    }
+
+    /// As [`Flow::rxe_flush_icrc`], for a packet whose IPv4 header was seen.
+    pub fn rxe_flush_icrc_as_captured(&self, packet: &[u8], ip_id: u16, dont_fragment: bool) -> u32 {
+        let mut hasher = self.covered(packet, ip_id, dont_fragment);
+        hasher.update(packet);
+        hasher.finalize()
+    }
+
+    fn covered(&self, packet: &[u8], ip_id: u16, dont_fragment: bool) -> Hasher {
         debug_assert!(packet.len() >= crate::roce::Bth::LEN);
         let mut hasher = self.prefix(packet.len() + crate::roce::ICRC_LEN, ip_id, dont_fragment);
         let (bth, rest) = packet.split_at(crate::roce::Bth::LEN.min(packet.len()));
@@ -88,7 +105,7 @@ impl Flow {
         masked[4] = 0xff; // FECN, BECN and reserved bits
         hasher.update(&masked[..bth.len()]);
         hasher.update(rest);
-        hasher.finalize()
+        hasher
     }
 }
 
@@ -102,8 +119,17 @@ pub struct IdBasis {
 impl IdBasis {
     /// The basis for packets with `udp_payload` bytes, ICRC included.
     pub fn new(udp_payload: usize) -> IdBasis {
+        IdBasis::with_covered(udp_payload.saturating_sub(crate::roce::ICRC_LEN))
+    }
+
+    /// The basis for FLUSHes with `udp_payload` bytes whose ICRC is that of [`Flow::rxe_flush_icrc`].
+    pub fn of_rxe_flush(udp_payload: usize) -> IdBasis {
+        IdBasis::with_covered(2 * udp_payload.saturating_sub(crate::roce::ICRC_LEN))
+    }
+
+    fn with_covered(packet: usize) -> IdBasis {
         // Bytes that the CRC covers after the identification: the rest of the IP and UDP headers, and the packet.
-        let tail = IPV4_HEADER - 6 + UDP_HEADER + udp_payload.saturating_sub(crate::roce::ICRC_LEN);
+        let tail = IPV4_HEADER - 6 + UDP_HEADER + packet;
         let zeros = vec![0u8; tail];
         let crc = |id: u16| {
             let mut hasher = Hasher::new();
@@ -183,6 +209,24 @@ mod tests {
                 assert_eq!(basis.solve(difference), Some(vector.ip_id), "{}", vector.name);
             }
         }
+    }
+
+    #[test]
+    fn rxe_flush_icrc__as_rxe_sends_it() {
+        // Captured from rxe0 of Linux 6.12.107.
+        let flow = Flow {
+            src_port: 0xe7ec,
+            ..flow()
+        };
+        let packet = [
+            0x1c, 0x00, 0xff, 0xff, 0x00, 0x07, 0x22, 0xf8, 0x80, 0x16, 0x6d, 0xd2, 0, 0, 0, 1, 0, 0, 0x7f,
+            0xba, 0x7f, 0x58, 0x80, 0x00, 0xee, 0xaa, 0x84, 0x12, 0x00, 0x10, 0x00, 0x00,
+        ];
+        let icrc = 0xae0e_191a;
+        assert_eq!(flow.rxe_flush_icrc(&packet, 60_930), icrc);
+        assert_ne!(flow.icrc(&packet, 60_930), icrc);
+        let basis = IdBasis::of_rxe_flush(packet.len() + 4);
+        assert_eq!(basis.solve(icrc ^ flow.rxe_flush_icrc(&packet, 0)), Some(60_930));
     }
 
     #[test]

@@ -1,6 +1,408 @@
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {}
+//! `rdmux lab-peer`: the peer of lab/peer/peer.c, whose head describes the protocol.
 
-pub(crate) fn run(_: &Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built")
+use std::io::Write;
+use std::net::{IpAddr, SocketAddr};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rdmux_verbs::{
+    Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Listener, Memory,
+    MemoryRegion, Operation, Placement, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
+    Selectivity, SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+};
+
+/// FNV-1a 64, length 4, number of data bytes 4.
+const MESSAGE_HEADER: usize = 16;
+const MESSAGE_DATA: usize = 6000;
+const MESSAGE: usize = MESSAGE_HEADER + MESSAGE_DATA;
+/// Longest wait for the peer.
+const WAIT: Duration = Duration::from_secs(20);
+/// Bytes of memory on each side of the connections of "refused".
+const REFUSED_BYTES: u32 = 8192;
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    role: Role,
+    /// Of the server.
+    address: IpAddr,
+    /// Port of the RDMA CM's port space TCP.
+    port: u16,
+    /// Length of the own memory.
+    #[arg(default_value_t = 1 << 20)]
+    bytes: u32,
+    /// Clients to serve, one after another.
+    #[arg(default_value_t = 1)]
+    connections: u32,
+}
+
+#[derive(clap::ValueEnum, Clone, Copy, Debug)]
+enum Role {
+    Server,
+    Client,
+    Refused,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let peer = SocketAddr::new(args.address, args.port);
+    match args.role {
+        Role::Server => server(peer, args.bytes, args.connections),
+        Role::Client => client(&Device::open(super::perf::route_to(peer)?)?, peer, args.bytes),
+        Role::Refused => refused(&Device::open(super::perf::route_to(peer)?)?, peer),
+    }
+}
+
+fn server(address: SocketAddr, bytes: u32, connections: u32) -> Result<()> {
+    let device = Device::open(address.ip())?;
+    let listener = device.listen(address.port())?;
+    say("listening")?;
+    for i in 0..connections {
+        let (end, connection) = accept_one(&listener, bytes)?;
+        ensure!(connection.wait_ended(WAIT), "the client did not disconnect");
+        if i + 1 == connections {
+            end.check_served()?;
+        }
+    }
+    Ok(())
+}
+
+fn accept_one(listener: &Listener, bytes: u32) -> Result<(End, Connection)> {
+    let mut request = listener.accept(WAIT).context("no client came")?;
+    let end = End::new(listener.device(), bytes)?;
+    let connection = request.accept_after(&end.qp, &params(), &end.told_memory(), || {
+        let sges = end.message_mr.sge(0, MESSAGE as u32).into();
+        end.qp
+            .post_recv(RecvRequest { wr_id: 0, sges })
+            .map_err(std::io::Error::other)?;
+        Ok(())
+    })?;
+    ensure!(
+        connection.wait_established(),
+        "the client went away while connecting"
+    );
+    PeerMemory::parse(connection.private_data())?;
+    Ok((end, connection))
+}
+
+fn client(device: &Device, peer: SocketAddr, bytes: u32) -> Result<()> {
+    let (end, connection, there) = connect_to(device, peer, bytes)?;
+    let length = there.length.min(bytes);
+    for cut in [0..1, 1..4097, 4097..length] {
+        let cut = cut.start.min(length)..cut.end.min(length);
+        let name = format!("WRITE [{}, {})", cut.start, cut.end);
+        end.expect(&name, end.write(&there, there.rkey, cut)?, Status::Success)?;
+    }
+    let flushed = end.flush(&there, Placement::GLOBAL, there.va, length)?;
+    end.expect("FLUSH global", flushed, Status::Success)?;
+    end.expect("READ", end.read(&there, there.va, length)?, Status::Success)?;
+    expect_pattern("READ", &*end.memory, 0, length)?;
+    end.expect("SEND", end.send(length)?, Status::Success)?;
+    connection.disconnect_and_wait(WAIT);
+    say(&format!("ok CLIENT {length}"))
+}
+
+fn refused(device: &Device, peer: SocketAddr) -> Result<()> {
+    for i in 0..6 {
+        let (end, connection, there) = connect_to(device, peer, REFUSED_BYTES)?;
+        let past = there.va + u64::from(there.length) - 63;
+        let beyond = PeerMemory { va: past, ..there };
+        let (name, wc, wanted) = match i {
+            0 => (
+                "WRITE, wrong rkey",
+                end.write(&there, RKey(there.rkey.0 ^ 0x100), 0..64)?,
+                Status::RemoteAccess,
+            ),
+            1 => (
+                "WRITE past the end",
+                end.write(&beyond, there.rkey, 0..64)?,
+                Status::RemoteAccess,
+            ),
+            2 => (
+                "READ past the end",
+                end.read(&there, past, 64)?,
+                Status::RemoteAccess,
+            ),
+            3 => (
+                "FLUSH past the end",
+                end.flush(&there, Placement::GLOBAL, past, 64)?,
+                Status::RemoteAccess,
+            ),
+            4 => {
+                let wc = end.flush(&there, Placement::PERSISTENT, there.va, 64)?;
+                ("FLUSH to persistence", wc, Status::RemoteAccess)
+            }
+            _ => ("SEND", end.send(0)?, Status::Success),
+        };
+        end.expect(name, wc, wanted)?;
+        connection.disconnect_and_wait(WAIT);
+    }
+    say("ok REFUSED")
+}
+
+fn connect_to(device: &Device, peer: SocketAddr, bytes: u32) -> Result<(End, Connection, PeerMemory)> {
+    let end = End::new(device, bytes)?;
+    let connection = device.connect(&end.qp, peer, &params(), &end.told_memory())?;
+    let there = PeerMemory::parse(connection.private_data())?;
+    Ok((end, connection, there))
+}
+
+/// As peer.c asks for.
+fn params() -> ConnectParams {
+    ConnectParams {
+        responder_resources: 4,
+        initiator_depth: 4,
+        ..ConnectParams::default()
+    }
+}
+
+/// What the private data tells of the peer's memory.
+#[derive(Clone, Copy, Debug)]
+struct PeerMemory {
+    va: u64,
+    rkey: RKey,
+    length: u32,
+}
+
+impl PeerMemory {
+    fn parse(private_data: &[u8]) -> Result<PeerMemory> {
+        let bytes = private_data
+            .first_chunk::<16>()
+            .context("the peer told no memory")?;
+        let number = u128::from_be_bytes(*bytes);
+        let there = PeerMemory {
+            va: (number >> 64) as u64,
+            rkey: RKey((number >> 32) as u32),
+            length: number as u32,
+        };
+        ensure!(
+            there.va.checked_add(u64::from(there.length)).is_some(),
+            "the peer's memory wraps around"
+        );
+        ensure!(
+            there.length >= 64,
+            "the peer's memory has only {} bytes",
+            there.length
+        );
+        say(&format!(
+            "peer: va {:#018x} rkey {:#010x} length {}",
+            there.va, there.rkey.0, there.length
+        ))?;
+        Ok(there)
+    }
+}
+
+/// One end of a connection. The message's memory is apart: nobody may reach it from outside.
+struct End {
+    cq: CompletionQueue,
+    qp: QueuePair,
+    /// What the peer may reach; the client's READ lands here.
+    memory: Arc<AnonymousMemory>,
+    memory_mr: MemoryRegion,
+    /// The client's pattern.
+    source_mr: MemoryRegion,
+    message: Arc<AnonymousMemory>,
+    message_mr: MemoryRegion,
+    bytes: u32,
+}
+
+impl End {
+    fn new(device: &Device, bytes: u32) -> Result<End> {
+        let pd = device.alloc_pd();
+        let cq = device.create_cq(16)?;
+        let qp = pd.create_qp(&QpOptions {
+            max_send_wr: 4,
+            max_recv_wr: 4,
+            ..QpOptions::new(&cq)
+        })?;
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL;
+        let (memory, memory_mr) = region(&pd, bytes, access)?;
+        let (source, source_mr) = region(&pd, bytes, Access::empty())?;
+        let pattern: Vec<u8> = (0..bytes).map(pattern).collect();
+        source.write(0, &pattern)?;
+        let (message, message_mr) = region(&pd, MESSAGE as u32, Access::LOCAL_WRITE)?;
+        Ok(End {
+            cq,
+            qp,
+            memory,
+            memory_mr,
+            source_mr,
+            message,
+            message_mr,
+            bytes,
+        })
+    }
+
+    fn told_memory(&self) -> [u8; 24] {
+        let mut info = [0; 24];
+        info[..8].copy_from_slice(&self.memory_mr.iova().to_be_bytes());
+        info[8..12].copy_from_slice(&self.memory_mr.rkey().0.to_be_bytes());
+        info[12..16].copy_from_slice(&self.bytes.to_be_bytes());
+        info
+    }
+
+    fn request(&self, operation: Operation, sges: SgeList) -> Result<WorkCompletion> {
+        self.qp.post_send(SendRequest {
+            wr_id: 1,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+        })?;
+        self.cq.wait(WAIT)?.context("no completion")
+    }
+
+    fn write(&self, there: &PeerMemory, rkey: RKey, range: Range<u32>) -> Result<WorkCompletion> {
+        let (from, length) = (u64::from(range.start), range.end - range.start);
+        let operation = Operation::Write {
+            va: there.va + from,
+            rkey,
+            imm: None,
+        };
+        self.request(operation, self.source_mr.sge(from, length).into())
+    }
+
+    fn read(&self, there: &PeerMemory, va: u64, length: u32) -> Result<WorkCompletion> {
+        let operation = Operation::Read { va, rkey: there.rkey };
+        self.request(operation, self.memory_mr.sge(0, length).into())
+    }
+
+    fn flush(
+        &self,
+        there: &PeerMemory,
+        placement: Placement,
+        va: u64,
+        length: u32,
+    ) -> Result<WorkCompletion> {
+        let selectivity = Selectivity::Range;
+        self.request(
+            Operation::Flush {
+                va,
+                rkey: there.rkey,
+                length,
+                placement,
+                selectivity,
+            },
+            SgeList::EMPTY,
+        )
+    }
+
+    fn send(&self, length: u32) -> Result<WorkCompletion> {
+        let data = length.min(MESSAGE_DATA as u32);
+        let mut message = Vec::with_capacity(MESSAGE);
+        message.extend_from_slice(&fnv1a_of_pattern(length).to_be_bytes());
+        message.extend_from_slice(&length.to_be_bytes());
+        message.extend_from_slice(&data.to_be_bytes());
+        message.extend((0..data).map(pattern));
+        self.message.write(0, &message)?;
+        self.request(
+            Operation::Send { imm: None },
+            self.message_mr.sge(0, message.len() as u32).into(),
+        )
+    }
+
+    fn expect(&self, name: &str, wc: WorkCompletion, wanted: Status) -> Result<()> {
+        say(&format!("{name}: {}", wc.status))?;
+        ensure!(wc.status == wanted, "{name}: \"{}\", not \"{wanted}\"", wc.status);
+        Ok(())
+    }
+
+    fn check_served(&self) -> Result<()> {
+        let wc = self.cq.wait(WAIT)?.context("no message came")?;
+        self.expect("receive", wc, Status::Success)?;
+        let mut header = [0; MESSAGE_HEADER];
+        self.message.read(0, &mut header)?;
+        let number = u128::from_be_bytes(header);
+        let (hash, length, data) = ((number >> 64) as u64, (number >> 32) as u32, number as u32);
+        ensure!(
+            length <= self.bytes && data <= length && data as usize <= MESSAGE_DATA,
+            "the message's lengths {length} and {data} are out of bounds"
+        );
+        ensure!(
+            wc.byte_len as usize == MESSAGE_HEADER + data as usize,
+            "the message has {} bytes, not as many as it says",
+            wc.byte_len
+        );
+        ensure!(
+            hash == fnv1a_of_pattern(length),
+            "the message's checksum is not the pattern's"
+        );
+        expect_pattern("message", &*self.message, MESSAGE_HEADER as u64, data)?;
+        expect_pattern("memory", &*self.memory, 0, length)?;
+        say(&format!("ok SERVER {length}"))
+    }
+}
+
+fn region(pd: &ProtectionDomain, bytes: u32, access: Access) -> Result<(Arc<AnonymousMemory>, MemoryRegion)> {
+    let memory = Arc::new(AnonymousMemory::new(bytes as usize).context("memory")?);
+    let mr = pd.reg_mr(memory.clone(), 0, u64::from(bytes), memory.address(), access)?;
+    Ok((memory, mr))
+}
+
+/// The byte at offset `i`.
+fn pattern(i: u32) -> u8 {
+    (i.wrapping_add(1).wrapping_mul(2_654_435_761) >> 24) as u8
+}
+
+fn fnv1a_of_pattern(length: u32) -> u64 {
+    (0..length).fold(0xcbf2_9ce4_8422_2325, |hash: u64, i| {
+        (hash ^ u64::from(pattern(i))).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+fn expect_pattern(what: &str, memory: &dyn Memory, from: u64, length: u32) -> Result<()> {
+    let mut bytes = vec![0; length as usize];
+    memory.read(from, &mut bytes)?;
+    match bytes.iter().zip(0..).find(|(byte, i)| **byte != pattern(*i)) {
+        Some((byte, i)) => bail!("{what}: byte {i} is {byte:#04x}, not {:#04x}", pattern(i)),
+        None => Ok(()),
+    }
+}
+
+/// The tests wait for these lines.
+fn say(line: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fnv1a_of_pattern__is_that_of_the_c_program() {
+        // Printed by peer.c's functions.
+        assert_eq!((pattern(0), pattern(1), pattern(0xffff_ffff)), (0x9e, 0x3c, 0));
+        assert_eq!(fnv1a_of_pattern(0), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(fnv1a_of_pattern(1), 0xaf64_534c_8602_b6c1);
+        assert_eq!(fnv1a_of_pattern(1 << 20), 0x0c4d_f310_5707_f9a7);
+    }
+
+    #[test]
+    fn client_and_refused__pass_against_our_own_server() {
+        let address: IpAddr = "127.0.0.91".parse().unwrap();
+        let device = Device::open(address).unwrap();
+        for (port, bytes, connections) in [(7471, 1 << 20, 1), (7472, REFUSED_BYTES, 6)] {
+            let listener = device.listen(port).unwrap();
+            std::thread::scope(|scope| {
+                let serving = scope.spawn(|| {
+                    for i in 0..connections {
+                        let (end, connection) = accept_one(&listener, bytes).unwrap();
+                        assert!(connection.wait_ended(WAIT));
+                        if i + 1 == connections {
+                            end.check_served().unwrap();
+                        }
+                    }
+                });
+                let own = Device::open(address).unwrap();
+                let peer = SocketAddr::new(address, port);
+                if connections == 1 {
+                    client(&own, peer, bytes).unwrap()
+                } else {
+                    refused(&own, peer).unwrap()
+                }
+                serving.join().unwrap();
+            });
+        }
+    }
 }

@@ -9,6 +9,7 @@ use crate::time::Time;
 use crate::transmit::Path;
 
 pub(crate) mod execute;
+pub(crate) mod flush_icrc;
 pub(crate) mod requester;
 pub(crate) mod responder;
 pub(crate) mod state;

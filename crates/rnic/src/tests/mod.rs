@@ -3,4 +3,5 @@
 mod basic;
 mod cm;
 mod malformed;
+mod rxe;
 mod util;

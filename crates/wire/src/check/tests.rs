@@ -661,3 +661,37 @@ errors                                      1
 ";
     assert_eq!(wire.checker.report().to_string(), expected);
 }
+
+#[test]
+fn icrc__of_rxe_is_taken_for_a_flush_and_counted() {
+    for v6 in [false, true] {
+        let mut wire = Wire {
+            ip_id: if v6 { 0 } else { 0x4711 },
+            v6,
+            ..Wire::new()
+        };
+        let mut packet = wire.build(
+            true,
+            bth(Flush, 1),
+            &[&[0, 0, 0, 1], reth(64).as_slice()].concat(),
+            &[],
+            wire.ip_id,
+        );
+        let end = packet.len() - 4;
+        let icrc = wire.flow(true).rxe_flush_icrc(&packet[..end], wire.ip_id);
+        packet[end..].copy_from_slice(&icrc.to_le_bytes());
+        wire.feed(true, &packet);
+        assert_eq!(wire.good().rxe_flushes, 1);
+        packet[end] ^= 1;
+        wire.feed(true, &packet);
+        wire.bad("ICRC");
+    }
+    // Not on other packets.
+    let mut wire = Wire::new();
+    let mut packet = wire.build(true, bth(SendOnly, 1), &[], &[1; 20], 0);
+    let end = packet.len() - 4;
+    let icrc = wire.flow(true).rxe_flush_icrc(&packet[..end], 0);
+    packet[end..].copy_from_slice(&icrc.to_le_bytes());
+    wire.feed(true, &packet);
+    wire.bad("ICRC");
+}
