@@ -18,7 +18,11 @@ struct End {
 }
 
 fn end(address: IpAddr, bytes: usize) -> End {
-    let device = Device::open(address).unwrap();
+    end_with(address, bytes, Options::default())
+}
+
+fn end_with(address: IpAddr, bytes: usize, options: Options) -> End {
+    let device = Device::open_with(address, options).unwrap();
     let pd = device.alloc_pd();
     let cq = device.create_cq(256).unwrap();
     let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
@@ -164,4 +168,73 @@ fn listen__on_a_port_that_another_device_of_the_address_has_fails() {
     let (one, two) = (end(address, 4096), end(address, 4096));
     let _listener = one._device.listen(7174).unwrap();
     assert!(two._device.listen(7174).is_err());
+}
+
+/// What an ordinary user's socket holds by default: the kernel doubles what is asked for to 212,992.
+const DEFAULT_BUFFER_BYTES: usize = 106_496;
+
+#[test]
+fn write__of_several_clients_at_once_survives_default_socket_buffers() {
+    const BYTES: usize = 4 << 20;
+    const CLIENTS: usize = 4;
+    let address: IpAddr = "127.0.0.34".parse().unwrap();
+    let small = Options {
+        receive_buffer_bytes: Some(DEFAULT_BUFFER_BYTES),
+        ..Default::default()
+    };
+    let server = end_with(address, CLIENTS * BYTES, small);
+    let listener = server._device.listen(7174).unwrap();
+    std::thread::scope(|scope| {
+        for i in 0..CLIENTS {
+            let (va, rkey) = (server.mr.iova() + (i * BYTES) as u64, server.mr.rkey());
+            scope.spawn(move || {
+                let client = end_with(address, BYTES, small);
+                let bytes: Vec<u8> = (0..BYTES).map(|j| (j * 13 + j / 253 + i) as u8).collect();
+                client.memory.write(0, &bytes).unwrap();
+                let peer = SocketAddr::new(address, 7174);
+                let c = client
+                    ._device
+                    .connect(&client.qp, peer, &ConnectParams::default(), &[])
+                    .unwrap();
+                for round in 0..4 {
+                    let whole = client.mr.sge(0, BYTES as u32);
+                    client
+                        .qp
+                        .post_send(send(
+                            round,
+                            Operation::Write { va, rkey, imm: None },
+                            whole.into(),
+                        ))
+                        .unwrap();
+                    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+                    assert_eq!((wc.wr_id, wc.status), (round, Status::Success), "client {i}");
+                }
+                let back = client.mr.sge(0, BYTES as u32);
+                client.memory.write(0, &vec![0; BYTES]).unwrap();
+                client
+                    .qp
+                    .post_send(send(9, Operation::Read { va, rkey }, back.into()))
+                    .unwrap();
+                let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+                assert_eq!((wc.wr_id, wc.status), (9, Status::Success), "client {i}");
+                let mut there = vec![0; BYTES];
+                client.memory.read(0, &mut there).unwrap();
+                assert!(there == bytes, "client {i} reads back what it wrote");
+                c.disconnect_and_wait(LONG);
+            });
+        }
+        let mut held = Vec::new();
+        for _ in 0..CLIENTS {
+            let request = listener.accept(LONG).expect("a request");
+            // All QPs of a server may share its domain when all may reach the same region.
+            let qp = server.qp.pd().create_qp(&QpOptions::new(&server.cq)).unwrap();
+            held.push(request.accept(&qp, &ConnectParams::default(), &[]).unwrap());
+        }
+        for connection in &held {
+            assert!(connection.wait_established());
+            while !connection.is_ended() {
+                std::thread::yield_now();
+            }
+        }
+    });
 }

@@ -1,0 +1,149 @@
+//! Lint where the compiler cannot help: the direction of crates, the files with unsafe code, dead files, stray prints.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What each crate may use of this workspace, as ARCHITECTURE.md draws it.
+const MAY_USE: [(&str, &[&str]); 6] = [
+    ("wire", &[]),
+    ("rnic", &["wire"]),
+    ("verbs", &["rnic", "wire"]),
+    ("push", &["verbs", "wire"]),
+    ("sim", &["rnic", "wire"]),
+    ("rdmux", &["push", "sim", "verbs", "wire"]),
+];
+
+/// Files that may hold unsafe code.
+const UNSAFE_FILES: [&str; 2] = ["crates/verbs/src/memory.rs", "crates/verbs/src/soft/udp.rs"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../..")
+        .canonicalize()
+        .unwrap()
+}
+
+/// Every Rust file below the crates' `src`, as a path from the root, with its text.
+fn sources() -> Vec<(String, String)> {
+    let root = root();
+    let mut found = Vec::new();
+    let mut folders: Vec<PathBuf> = MAY_USE
+        .iter()
+        .map(|(name, _)| root.join("crates").join(name).join("src"))
+        .collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+                found.push((name, fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    assert!(found.len() > 30, "the sources are where this test looks");
+    found
+}
+
+/// The line without comments and strings' contents, roughly.
+fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or("")
+}
+
+#[test]
+fn crates__use_only_what_is_below_them() {
+    for (name, may) in MAY_USE {
+        let manifest = fs::read_to_string(root().join("crates").join(name).join("Cargo.toml")).unwrap();
+        let dependencies = manifest.split("[dependencies]").nth(1).unwrap_or("");
+        // Tests may use more: they stand above everything.
+        let dependencies = dependencies.split("[dev-dependencies]").next().unwrap_or("");
+        for line in dependencies.lines() {
+            if let Some(used) = line
+                .strip_prefix("rdmux-")
+                .map(|l| l.split(['.', ' ', '=']).next().unwrap_or(""))
+            {
+                assert!(
+                    may.contains(&used),
+                    "crate {name} uses {used}, which is not below it"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn unsafe_code__stands_only_in_the_files_that_are_named() {
+    let with_unsafe: BTreeSet<String> = sources()
+        .into_iter()
+        .filter(|(_, text)| {
+            text.lines().any(|line| {
+                let code = code(line);
+                ["unsafe {", "unsafe fn", "unsafe impl", "unsafe extern"]
+                    .iter()
+                    .any(|word| code.contains(word))
+            })
+        })
+        .map(|(name, _)| name)
+        .collect();
+    let allowed: BTreeSet<String> = UNSAFE_FILES.iter().map(|f| (*f).to_owned()).collect();
+    assert_eq!(with_unsafe, allowed);
+}
+
+#[test]
+fn libraries__print_nothing() {
+    for (name, text) in sources() {
+        if name.starts_with("crates/rdmux/") || name.ends_with("tests.rs") || name.contains("/tests/") {
+            continue;
+        }
+        let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or("");
+        for word in ["println!", "eprintln!", "print!(", "dbg!"] {
+            let stray = text.lines().map(code).find(|line| line.contains(word));
+            assert!(stray.is_none(), "{name}: {word} in a library: {stray:?}");
+        }
+    }
+}
+
+#[test]
+fn files__are_all_part_of_a_crate() {
+    let sources = sources();
+    for (name, _) in &sources {
+        let path = Path::new(name);
+        let stem = path.file_stem().unwrap().to_str().unwrap();
+        if ["lib", "main", "mod"].contains(&stem) {
+            continue;
+        }
+        // `a/b.rs` is declared in `a.rs`, `a/mod.rs`, or the crate's root when `a` is `src`.
+        let folder = path.parent().unwrap();
+        let declaration = format!("mod {stem};");
+        let parents = [
+            folder.join("mod.rs"),
+            folder.join("lib.rs"),
+            folder.join("main.rs"),
+            folder.with_extension("rs"),
+        ];
+        let declared = sources
+            .iter()
+            .filter(|(other, _)| parents.iter().any(|p| p == Path::new(other)))
+            .any(|(_, text)| text.contains(&declaration));
+        assert!(declared, "{name} belongs to no module");
+    }
+}
+
+#[test]
+fn words__of_unfinished_work_are_nowhere() {
+    let words = [
+        concat!("TO", "DO"),
+        concat!("FIX", "ME"),
+        concat!("XX", "X"),
+        concat!("unimpl", "emented!"),
+        concat!("to", "do!("),
+    ];
+    for (name, text) in sources() {
+        for word in words {
+            assert!(!text.contains(word), "{name} says {word}");
+        }
+    }
+}
