@@ -159,6 +159,9 @@ pub struct Cm {
     events: VecDeque<CmEvent>,
     /// UDP source port of what is sent to general services QPs.
     src_port: u16,
+    /// No connection has a deadline before this. An answer that cancels one leaves it: waking once for nothing costs less
+    /// than looking through all connections at each poll.
+    wake_at: Option<Time>,
 }
 
 impl Cm {
@@ -176,6 +179,7 @@ impl Cm {
             out: VecDeque::new(),
             events: VecDeque::new(),
             src_port: config.gsi_src_port,
+            wake_at: None,
         }
     }
 
@@ -394,11 +398,13 @@ impl Cm {
     }
 
     pub(crate) fn poll_timeout(&self) -> Option<Time> {
-        // Only connections that are being made or ended have a deadline.
-        self.connections.values().filter_map(|c| c.deadline).min()
+        self.wake_at
     }
 
     pub(crate) fn handle_timeout(&mut self, now: Time) {
+        if self.wake_at.is_none_or(|at| at > now) {
+            return;
+        }
         let due: Vec<u32> = self
             .connections
             .iter()
@@ -408,6 +414,7 @@ impl Cm {
         for id in due {
             self.send_again(now, id);
         }
+        self.wake_at = self.connections.values().filter_map(|c| c.deadline).min();
     }
 
     pub(crate) fn handle_mad(&mut self, now: Time, peer: IpAddr, mad: &[u8]) {
@@ -612,7 +619,9 @@ impl Cm {
             .get_mut(&mra.remote_comm_id)
             .filter(|c| c.peer == peer && c.deadline.is_some())
         {
-            c.deadline = Some(now + (4_096u64 << mra.service_timeout.min(24)));
+            let deadline = now + (4_096u64 << mra.service_timeout.min(24));
+            c.deadline = Some(deadline);
+            self.wake_at = Some(self.wake_at.map_or(deadline, |at| at.min(deadline)));
         }
     }
 
@@ -651,7 +660,9 @@ impl Cm {
             });
             return;
         }
-        c.deadline = Some(now + (FIRST_WAIT_NS << c.tries));
+        let deadline = now + (FIRST_WAIT_NS << c.tries);
+        c.deadline = Some(deadline);
+        self.wake_at = Some(self.wake_at.map_or(deadline, |at| at.min(deadline)));
         c.tries += 1;
         self.out.push_back((c.peer, c.message.clone()));
     }
