@@ -43,6 +43,17 @@ pub fn crc64_of(memory: &dyn Memory, offset: u64, length: u64) -> Result<u64, Fa
     Ok(crc.value())
 }
 
+/// Names an upload, so that it can be resumed: the same for the same source and place. It is the CRC-64/NVME of the source's
+/// size, its modification time and the offset in the region, each as 16 big-endian bytes, and the source's base name; never 0.
+pub fn transfer_id(name: &[u8], size: u64, modified_ns: i128, offset: u64) -> u64 {
+    let mut crc = Crc64::default();
+    for number in [size.into(), modified_ns, offset.into()] {
+        crc.update(&number.to_be_bytes());
+    }
+    crc.update(name);
+    crc.value().max(1)
+}
+
 #[cfg(test)]
 mod tests {
     use rdmux_verbs::AnonymousMemory;
@@ -56,6 +67,20 @@ mod tests {
         crc.update(b"6789");
         // The check value of CRC-64/NVME; NVMe NVM Command Set specification, 5.2.1.3.4.
         assert_eq!(crc.value(), 0xae8b_1486_0a79_9888);
+    }
+
+    #[test]
+    fn transfer_id__depends_on_all_that_it_is_made_of() {
+        let id = transfer_id(b"a", 1, 2, 3);
+        assert_eq!(id, transfer_id(b"a", 1, 2, 3));
+        for other in [
+            transfer_id(b"b", 1, 2, 3),
+            transfer_id(b"a", 2, 2, 3),
+            transfer_id(b"a", 1, 3, 3),
+            transfer_id(b"a", 1, 2, 4),
+        ] {
+            assert_ne!(id, other);
+        }
     }
 
     #[test]

@@ -30,7 +30,7 @@ mod size;
 mod target;
 
 pub use client::{Client, Error, Mapping, Options};
-pub use crc::{Crc64, crc64_of};
+pub use crc::{Crc64, crc64_of, transfer_id};
 pub use key::{Key, KeyError, default_path as default_key_path};
 pub use rdmux_verbs::Placement;
 pub use rdmux_wire::push::{Access, Domain, ErrorCode, Name};

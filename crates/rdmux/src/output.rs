@@ -29,5 +29,72 @@ pub(crate) fn bytes(bytes: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    if value.fract() == 0.0 { format!("{value:.0} {}", UNITS[unit]) } else { format!("{value:.1} {}", UNITS[unit]) }
+    if value.fract() == 0.0 {
+        format!("{value:.0} {}", UNITS[unit])
+    } else {
+        format!("{value:.1} {}", UNITS[unit])
+    }
+}
+
+/// Writes a line to stdout. A pipe that nobody reads any more is no reason to fail.
+pub(crate) fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+/// How a column of a [`table`] is aligned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Align {
+    Left,
+    Right,
+}
+
+/// Rows under a header, in aligned columns two spaces apart; no line ends in spaces.
+pub(crate) fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
+    let widths: Vec<usize> = columns
+        .iter()
+        .enumerate()
+        .map(|(i, (title, _))| {
+            let cells = rows
+                .iter()
+                .filter_map(|row| row.get(i))
+                .map(|cell| cell.chars().count());
+            cells.chain([title.chars().count()]).max().unwrap_or(0)
+        })
+        .collect();
+    let line = |cells: &mut dyn Iterator<Item = &str>| {
+        let mut line = String::new();
+        for ((cell, (_, align)), width) in cells.zip(columns).zip(&widths) {
+            let pad = " ".repeat(width - cell.chars().count());
+            match align {
+                Align::Left => line.extend([cell, &pad, "  "]),
+                Align::Right => line.extend([&pad, cell, "  "]),
+            }
+        }
+        line.truncate(line.trim_end().len());
+        line
+    };
+    let header = line(&mut columns.iter().map(|(title, _)| *title));
+    let body = rows.iter().map(|row| line(&mut row.iter().map(String::as_str)));
+    std::iter::once(header).chain(body).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table__aligns_by_the_widest_cell() {
+        let rows = vec![vec!["a".into(), "1".into()], vec!["long".into(), "1000".into()]];
+        let text = table(&[("name", Align::Left), ("n", Align::Right)], &rows);
+        assert_eq!(text, "name     n\na        1\nlong  1000");
+    }
+
+    #[test]
+    fn bytes__units() {
+        assert_eq!(
+            [bytes(0), bytes(4096), bytes(1536), bytes(5 << 40)],
+            ["0 B", "4 KiB", "1.5 KiB", "5 TiB"]
+        );
+    }
 }

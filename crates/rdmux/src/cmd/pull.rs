@@ -1,6 +1,159 @@
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {}
+//! `rdmux pull`: reads a remote region into a file.
 
-pub(crate) fn run(_: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built")
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use indicatif::ProgressBar;
+use rdmux_push::{Access, Client, Crc64, Mapping, Target, parse_size};
+use rdmux_verbs::Memory;
+use serde_json::json;
+
+use super::push::{
+    Common, connect, folder_of, gigabytes_per_second, interrupted, progress_bar, take_interrupts,
+};
+use crate::output;
+
+/// Read a remote region into a file.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    /// Where from: rdmux://HOST[:PORT]/REGION[@OFFSET].
+    #[arg(value_name = "SOURCE")]
+    source: Target,
+    /// The file; it is replaced when all is there.
+    file: PathBuf,
+    /// Read so many bytes [default: to the region's end].
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    bytes: Option<u64>,
+    #[command(flatten)]
+    common: Common,
+}
+
+fn parse_bytes(text: &str) -> Result<u64, String> {
+    parse_size(text)
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(|| "give bytes, or a number with K, M, G or T".into())
+}
+
+/// A file in the making; removed unless it is finished.
+struct Part(Option<PathBuf>);
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let common = &args.common;
+    ensure!(
+        !args.file.is_dir(),
+        "{}: is a folder: name a file in it",
+        args.file.display()
+    );
+    let mut name = args
+        .file
+        .file_name()
+        .map(OsString::from)
+        .with_context(|| format!("{}: not the name of a file", args.file.display()))?;
+    name.push(".part");
+    let part_path = args.file.with_file_name(name);
+    take_interrupts()?;
+    let mut client = connect(&args.source, common)?;
+    let offset = args.source.offset;
+    let mapping = client.map(
+        &args.source.region,
+        Access::READ,
+        offset,
+        args.bytes.unwrap_or(0),
+        0,
+    )?;
+    let length: u64 = mapping.extents().iter().map(|extent| extent.length).sum();
+    let mut file = File::create(&part_path).with_context(|| part_path.display().to_string())?;
+    let mut part = Part(Some(part_path.clone()));
+    let bar = progress_bar(length, common);
+    let start = Instant::now();
+    let crc = receive(&mut client, &mapping, &args, length, &mut file, &part_path, &bar);
+    bar.finish_and_clear();
+    let crc = crc.context("nothing was kept")?;
+    file.sync_all().with_context(|| part_path.display().to_string())?;
+    let elapsed = start.elapsed();
+    let there = client.checksum(&args.source.region, offset, length)?;
+    ensure!(
+        there == crc,
+        "{} changed while it was pulled (CRC-64 {there:016x} there, {crc:016x} here): pull it again",
+        args.source
+    );
+    client.close();
+    fs::rename(&part_path, &args.file).with_context(|| args.file.display().to_string())?;
+    part.0 = None;
+    File::open(folder_of(&args.file))?.sync_all()?;
+    let rate = gigabytes_per_second(length, elapsed);
+    if common.json {
+        let report = json!({
+            "bytes": length,
+            "seconds": elapsed.as_secs_f64(),
+            "gigabytes_per_second": rate,
+            "crc64": format!("{crc:016x}"),
+        });
+        output::say(&report.to_string());
+    } else if !common.quiet {
+        output::say(&format!(
+            "pulled {length} bytes from {} in {:.2} s, {rate:.2} GB/s",
+            args.source,
+            elapsed.as_secs_f64()
+        ));
+        output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
+    }
+    Ok(())
+}
+
+fn receive(
+    client: &mut Client,
+    mapping: &Mapping,
+    args: &Args,
+    length: u64,
+    file: &mut File,
+    path: &Path,
+    bar: &ProgressBar,
+) -> Result<u64> {
+    let (chunk, depth) = (u64::from(args.common.chunk), u64::from(args.common.depth));
+    let buffer = client.buffer((chunk * depth) as usize)?;
+    let mut bytes = vec![0; chunk as usize];
+    let mut crc = Crc64::default();
+    let (mut asked, mut reads, mut got) = (0u64, 0u64, 0u64);
+    while got < length {
+        if interrupted() {
+            bail!("interrupted");
+        }
+        if asked < length && reads - got.div_ceil(chunk) < depth {
+            let part = (length - asked).min(chunk);
+            let at = reads % depth * chunk;
+            client.post_read(
+                mapping,
+                args.source.offset + asked,
+                &buffer,
+                at,
+                part as u32,
+                reads,
+            )?;
+            reads += 1;
+            asked += part;
+            continue;
+        }
+        // Requests complete in order: this is the chunk at `got`.
+        let token = client.next()?.token;
+        let part = &mut bytes[..(length - got).min(chunk) as usize];
+        buffer.memory().read(token % depth * chunk, part)?;
+        crc.update(part);
+        file.write_all(part).with_context(|| path.display().to_string())?;
+        got += part.len() as u64;
+        bar.set_position(got);
+    }
+    Ok(crc.value())
 }

@@ -1,6 +1,368 @@
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {}
+//! `rdmux push`: writes a file into a remote region and makes it durable there.
 
-pub(crate) fn run(_: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built")
+use std::fs::{File, OpenOptions};
+use std::io::{IsTerminal, Write};
+use std::net::IpAddr;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use rdmux_push::client::DEPTH_MAX;
+use rdmux_push::{
+    Access, Client, Crc64, Domain, Error, Key, Options, Placement, Target, parse_size, transfer_id,
+};
+use rdmux_verbs::Memory;
+use serde_json::json;
+
+use super::serve::load_key;
+use crate::output;
+
+/// Tokens of flushes carry this bit, and the position up to which they flush.
+const FLUSH: u64 = 1 << 62;
+
+/// Write a file into a remote region and make it durable there.
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    /// The file.
+    file: PathBuf,
+    /// Where to: rdmux://HOST[:PORT]/REGION[@OFFSET].
+    #[arg(value_name = "TARGET")]
+    target: Target,
+    /// Go on where an earlier push of the same file ended.
+    #[arg(long)]
+    resume: bool,
+    /// Flush after so many bytes; an interrupted push resumes at a flush.
+    #[arg(long, value_name = "BYTES", default_value = "32M", value_parser = parse_flush_every)]
+    flush_every: u64,
+    #[command(flatten)]
+    common: Common,
+    /// Append `ACK <bytes>` to a file for each flush that was acknowledged, and sync it: for crash tests.
+    #[arg(long, value_name = "FILE", hide = true)]
+    ack_log: Option<PathBuf>,
+}
+
+/// What push and pull have in common.
+#[derive(clap::Args, Debug)]
+pub(super) struct Common {
+    /// Bytes of a request.
+    #[arg(long, value_name = "BYTES", default_value = "1M", value_parser = parse_chunk)]
+    pub(super) chunk: u32,
+    /// Requests under way at a time.
+    #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u16).range(1..=DEPTH_MAX as i64 / 2))]
+    pub(super) depth: u16,
+    /// File with the server's key [default: your own, made on first use].
+    #[arg(long, value_name = "FILE")]
+    pub(super) key: Option<PathBuf>,
+    /// Own address to send from [default: the one that the route to the host takes].
+    #[arg(long, value_name = "ADDR")]
+    pub(super) from: Option<IpAddr>,
+    /// Report in JSON.
+    #[arg(long)]
+    pub(super) json: bool,
+    /// Report nothing but errors.
+    #[arg(short, long)]
+    pub(super) quiet: bool,
+}
+
+fn parse_chunk(text: &str) -> Result<u32, String> {
+    parse_size(text)
+        .filter(|bytes| (1..=64 << 20).contains(bytes))
+        .map(|bytes| bytes as u32)
+        .ok_or_else(|| "give bytes, 1 to 64M".into())
+}
+
+fn parse_flush_every(text: &str) -> Result<u64, String> {
+    parse_size(text)
+        .filter(|bytes| (1..=1 << 30).contains(bytes))
+        .ok_or_else(|| "give bytes, 1 to 1G".into())
+}
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// From now on Ctrl-C is noticed by [`interrupted`]; the second one ends the process.
+pub(super) fn take_interrupts() -> Result<()> {
+    ctrlc::set_handler(|| {
+        if INTERRUPTED.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })
+    .context("cannot take signals")
+}
+
+/// Whether the user wants to end.
+pub(super) fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
+
+/// Connects to a target's host.
+pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
+    let key: Key = load_key(common.key.as_deref())?;
+    let options = Options {
+        from: common.from,
+        ..Options::default()
+    };
+    let mut first = None;
+    for address in target.resolve()? {
+        match Client::connect(address, &key, &options) {
+            Ok(client) => return Ok(client),
+            // Another address of the host may be the one that it serves on.
+            Err(
+                error @ (Error::NobodyListens(_) | Error::Connect { .. } | Error::Target(_) | Error::Open(_)),
+            ) => {
+                first.get_or_insert(error);
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(first.map_or_else(|| anyhow!("{}: no address", target.host), Into::into))
+}
+
+/// A bar on a terminal, nothing elsewhere.
+pub(super) fn progress_bar(bytes: u64, common: &Common) -> ProgressBar {
+    if common.quiet || common.json || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(10));
+    let style = "{bar:30} {percent:>3} %  {binary_bytes:>11} of {binary_total_bytes}  {binary_bytes_per_sec}  {eta} left";
+    match ProgressStyle::with_template(style) {
+        Ok(style) => bar.with_style(style.progress_chars("=> ")),
+        Err(_) => bar,
+    }
+}
+
+/// What an acknowledged flush of such memory means.
+pub(super) fn durability_words(domain: Domain) -> &'static str {
+    match domain {
+        Domain::None => "visible, not durable: memory or a file in memory",
+        Domain::File => "durable: file, written through to its disk",
+        Domain::Adr | Domain::Eadr => "durable: persistent memory",
+        Domain::WholeSystem => "durable: the whole system survives a loss of power",
+    }
+}
+
+pub(super) fn gigabytes_per_second(bytes: u64, elapsed: Duration) -> f64 {
+    bytes as f64 / elapsed.as_secs_f64().max(1e-9) / 1e9
+}
+
+/// An upload under way.
+struct Upload {
+    file: File,
+    path: PathBuf,
+    length: u64,
+    crc: Crc64,
+    /// Position up to which the server has acknowledged a flush.
+    acknowledged: u64,
+    ack_log: Option<File>,
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let common = &args.common;
+    let file = File::open(&args.file).with_context(|| args.file.display().to_string())?;
+    let meta = file.metadata()?;
+    ensure!(meta.is_file(), "{}: not a regular file", args.file.display());
+    ensure!(
+        meta.len() > 0,
+        "{}: the file is empty: there is nothing to push",
+        args.file.display()
+    );
+    let ack_log = match &args.ack_log {
+        Some(path) => {
+            let log = OpenOptions::new().create(true).append(true).open(path);
+            Some(log.with_context(|| path.display().to_string())?)
+        }
+        None => None,
+    };
+    take_interrupts()?;
+    let mut client = connect(&args.target, common)?;
+    let (region, offset) = (args.target.region.clone(), args.target.offset);
+    let name = args.file.file_name().unwrap_or_default().as_encoded_bytes();
+    let modified_ns = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
+    let transfer = transfer_id(name, meta.len(), modified_ns, offset);
+    let mut upload = Upload {
+        file,
+        path: args.file.clone(),
+        length: meta.len(),
+        crc: Crc64::default(),
+        acknowledged: 0,
+        ack_log,
+    };
+    // The mapping comes first: it ends a predecessor that still writes.
+    let mapping = client.map(&region, Access::WRITE, offset, upload.length, transfer)?;
+    if args.resume {
+        upload.resume(&mut client, &args, transfer)?;
+    }
+    let resumed_from = upload.acknowledged;
+    let bar = progress_bar(upload.length, common);
+    let start = Instant::now();
+    let result = upload.send(&mut client, &mapping, &args, &bar);
+    let elapsed = start.elapsed();
+    bar.finish_and_clear();
+    let durable = mapping.strongest() == Placement::PERSISTENT;
+    if let Err(error) = result {
+        let worth = if durable { "durable" } else { "in place" };
+        let state = format!(
+            "{} of {} bytes are {worth} there",
+            upload.acknowledged, upload.length
+        );
+        return match error.downcast_ref::<Error>() {
+            Some(Error::Lost { .. }) => Err(anyhow!(
+                "{error}; {state}: go on with the same command and --resume"
+            )),
+            _ => Err(error.context(state)),
+        };
+    }
+    let crc = upload.crc.value();
+    let there = client.checksum(&region, offset, upload.length)?;
+    let now = upload.file.metadata()?;
+    ensure!(
+        (now.len(), now.mtime(), now.mtime_nsec()) == (meta.len(), meta.mtime(), meta.mtime_nsec()),
+        "{} changed while it was pushed: push it again",
+        args.file.display()
+    );
+    ensure!(
+        there == crc,
+        "what {} holds differs from {} (CRC-64 {there:016x} there, {crc:016x} here): another writer? push it again",
+        args.target,
+        args.file.display()
+    );
+    client.close();
+    let sent = upload.length - resumed_from;
+    let rate = gigabytes_per_second(sent, elapsed);
+    if common.json {
+        let report = json!({
+            "bytes": upload.length,
+            "resumed_from": resumed_from,
+            "seconds": elapsed.as_secs_f64(),
+            "gigabytes_per_second": rate,
+            "durable": durable,
+            "crc64": format!("{crc:016x}"),
+        });
+        output::say(&report.to_string());
+    } else if !common.quiet {
+        output::say(&format!(
+            "pushed {sent} bytes to {} in {:.2} s, {rate:.2} GB/s",
+            args.target,
+            elapsed.as_secs_f64()
+        ));
+        output::say(&durability_words(mapping.domain()));
+        output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
+    }
+    Ok(())
+}
+
+impl Upload {
+    /// Finds out how much of the file is there already.
+    fn resume(&mut self, client: &mut Client, args: &Args, transfer: u64) -> Result<()> {
+        let tell = |text: &str| {
+            if !args.common.quiet && !args.common.json {
+                output::say(text);
+            }
+        };
+        let known = client.stat(&args.target.region, transfer)?;
+        let durable = known.durable.min(self.length);
+        if known.transfer != transfer || durable == 0 {
+            tell("the server knows of no earlier push of this file: starting at 0");
+            return Ok(());
+        }
+        let there = client.checksum(&args.target.region, args.target.offset, durable)?;
+        let mut crc = Crc64::default();
+        let mut buffer = vec![0; 1 << 20];
+        let mut at = 0;
+        while at < durable {
+            let chunk = &mut buffer[..(durable - at).min(1 << 20) as usize];
+            self.read(at, chunk)?;
+            crc.update(chunk);
+            at += chunk.len() as u64;
+        }
+        if crc.value() == there {
+            tell(&format!("going on at {durable} of {} bytes", self.length));
+            self.crc = crc;
+            self.acknowledged = durable;
+        } else {
+            tell(&format!(
+                "the first {durable} bytes there differ from this file: starting at 0"
+            ));
+        }
+        Ok(())
+    }
+
+    fn read(&self, at: u64, chunk: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(chunk, at).with_context(|| {
+            format!(
+                "{}: cannot read {} bytes at {at}",
+                self.path.display(),
+                chunk.len()
+            )
+        })
+    }
+
+    /// Writes what is missing and flushes it.
+    fn send(
+        &mut self,
+        client: &mut Client,
+        mapping: &rdmux_push::Mapping,
+        args: &Args,
+        bar: &ProgressBar,
+    ) -> Result<()> {
+        let (chunk, depth) = (u64::from(args.common.chunk), u64::from(args.common.depth));
+        let buffer = client.buffer((chunk * depth) as usize)?;
+        let mut bytes = vec![0; chunk as usize];
+        let base = args.target.offset;
+        let mut next = self.acknowledged;
+        let mut flushed = self.acknowledged;
+        let mut writes = 0u64;
+        let mut done = 0u64;
+        bar.set_position(next);
+        while self.acknowledged < self.length {
+            if interrupted() {
+                bail!("interrupted");
+            }
+            if next < self.length && writes - done < depth {
+                let part = &mut bytes[..(self.length - next).min(chunk) as usize];
+                self.read(next, part)?;
+                self.crc.update(part);
+                // Requests complete in order, so the oldest chunk's place is free.
+                let at = writes % depth * chunk;
+                buffer.memory().write(at, part)?;
+                client.post_write(mapping, base + next, &buffer, at, part.len() as u32, next)?;
+                writes += 1;
+                next += part.len() as u64;
+                if next - flushed >= args.flush_every || next == self.length {
+                    client.post_flush(
+                        mapping,
+                        base + flushed,
+                        next - flushed,
+                        mapping.strongest(),
+                        FLUSH | next,
+                    )?;
+                    flushed = next;
+                }
+                continue;
+            }
+            let token = client.next()?.token;
+            if token & FLUSH == 0 {
+                done += 1;
+                bar.set_position(token);
+                continue;
+            }
+            self.acknowledged = token & !FLUSH;
+            if let Some(log) = &mut self.ack_log {
+                log.write_all(format!("ACK {}\n", self.acknowledged).as_bytes())
+                    .and_then(|()| log.sync_data())
+                    .context("acknowledgement log")?;
+            }
+        }
+        client.drain()?;
+        Ok(())
+    }
+}
+
+/// The folder that a file is in.
+pub(super) fn folder_of(path: &Path) -> &Path {
+    path.parent()
+        .filter(|folder| !folder.as_os_str().is_empty())
+        .unwrap_or(Path::new("."))
 }

@@ -1,6 +1,330 @@
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {}
+//! `rdmux serve`: offers files and memory to be pushed to and pulled from.
 
-pub(crate) fn run(_: Args) -> anyhow::Result<()> {
-    anyhow::bail!("not built")
+use std::io::Write;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rdmux_push::{
+    DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, parse_size, server, split_port,
+};
+use serde_json::json;
+
+use crate::output::{self, Align};
+
+/// Offer files and memory to be pushed to and pulled from, until Ctrl-C.
+#[derive(clap::Args, Debug)]
+#[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
+pub(crate) struct Args {
+    /// Address to listen on, any number of times: only the loopback interface unless another address is given.
+    #[arg(long, value_name = "ADDR[:PORT]", default_value = "127.0.0.1", value_parser = parse_listen)]
+    listen: Vec<SocketAddr>,
+    /// Offer a file, under its base name unless `name=` gives another; `size=` creates it or grows it, `ro` lets nobody write.
+    #[arg(long = "file", id = "files", value_name = "PATH[,size=N][,name=NAME][,ro]", value_parser = FileSpec::parse)]
+    files: Vec<FileSpec>,
+    /// Offer memory of this process, zero at first and gone at its end.
+    #[arg(long = "mem", id = "memories", value_name = "NAME,size=N", value_parser = MemorySpec::parse)]
+    memories: Vec<MemorySpec>,
+    /// File with the key that clients need [default: your own, made on first use].
+    #[arg(long, value_name = "FILE")]
+    key: Option<PathBuf>,
+    /// Take a client for dead that does not answer for so long; its mappings end.
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_keepalive)]
+    keepalive: Duration,
+    /// Describe the regions in JSON.
+    #[arg(long)]
+    json: bool,
+    /// Report nothing about clients.
+    #[arg(short, long)]
+    quiet: bool,
+    /// Acknowledge persistent flushes without doing them: the negative control of a crash test.
+    #[arg(long, hide = true)]
+    unsafe_no_flush: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct FileSpec {
+    path: PathBuf,
+    name: Name,
+    size: Option<u64>,
+    read_only: bool,
+}
+
+impl FileSpec {
+    fn parse(text: &str) -> Result<FileSpec, String> {
+        let (mut path, mut size, mut name, mut read_only) = (text, None, None, false);
+        // Options are taken off the end, so that a path may hold commas.
+        while let Some((rest, option)) = path.rsplit_once(',') {
+            if let Some(value) = option.strip_prefix("size=") {
+                size = Some(parse_positive(value)?);
+            } else if let Some(value) = option.strip_prefix("name=") {
+                name = Some(parse_name(value)?);
+            } else if option == "ro" {
+                read_only = true;
+            } else {
+                break;
+            }
+            path = rest;
+        }
+        if read_only && size.is_some() {
+            return Err("a read-only file cannot get a size: leave out ro or size=".into());
+        }
+        let path = PathBuf::from(path);
+        let name = match name {
+            Some(name) => name,
+            None => {
+                let base = path.file_name().ok_or("there is no file name in the path")?;
+                parse_name(
+                    base.to_str()
+                        .ok_or("the file's name is not UTF-8: add name=NAME")?,
+                )?
+            }
+        };
+        Ok(FileSpec {
+            path,
+            name,
+            size,
+            read_only,
+        })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct MemorySpec {
+    name: Name,
+    size: u64,
+}
+
+impl MemorySpec {
+    fn parse(text: &str) -> Result<MemorySpec, String> {
+        let (name, size) = text.rsplit_once(",size=").ok_or("it needs a size: NAME,size=N")?;
+        Ok(MemorySpec {
+            name: parse_name(name)?,
+            size: parse_positive(size)?,
+        })
+    }
+}
+
+fn parse_positive(text: &str) -> Result<u64, String> {
+    parse_size(text)
+        .filter(|bytes| (1..=i64::MAX as u64).contains(bytes))
+        .ok_or_else(|| format!("'{text}' is not a size: give bytes, or a number with K, M, G or T"))
+}
+
+fn parse_name(text: &str) -> Result<Name, String> {
+    Name::new(text).ok_or_else(|| "a region's name has 1 to 255 bytes and no control characters".into())
+}
+
+fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    let (host, port) = split_port(text).ok_or("give ADDR or ADDR:PORT, an IPv6 address in brackets")?;
+    let host = if host == "localhost" { "127.0.0.1" } else { host };
+    let address: IpAddr = host
+        .parse()
+        .map_err(|_| format!("'{host}' is not an IP address of this host"))?;
+    if address.is_unspecified() || address.is_multicast() {
+        return Err(format!(
+            "{address} is not one address: give each address to listen on with its own --listen"
+        ));
+    }
+    Ok(SocketAddr::new(address, port.unwrap_or(DEFAULT_PORT)))
+}
+
+fn parse_keepalive(text: &str) -> Result<Duration, String> {
+    text.parse()
+        .ok()
+        .filter(|seconds: &f64| (0.4..=3600.0).contains(seconds))
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| "give seconds, 0.4 to 3600".into())
+}
+
+pub(crate) fn run(args: Args) -> Result<()> {
+    let key = load_key(args.key.as_deref())?;
+    let mut regions = Vec::new();
+    for spec in args.files {
+        let region = Region::file(spec.name, &spec.path, spec.size, spec.read_only)
+            .with_context(|| format!("cannot serve {}", spec.path.display()))?;
+        regions.push(if args.unsafe_no_flush {
+            region.without_flush()
+        } else {
+            region
+        });
+    }
+    for spec in args.memories {
+        regions.push(Region::anonymous(spec.name, spec.size)?);
+    }
+    if args.unsafe_no_flush {
+        let _ = writeln!(
+            std::io::stderr(),
+            "rdmux: WARNING: --unsafe-no-flush: flushes are acknowledged and NOT done; nothing here is durable"
+        );
+    }
+    let server = Server::bind(server::Config {
+        listen: args.listen.clone(),
+        key,
+        regions,
+        keepalive: args.keepalive,
+        device: rdmux_verbs::Options::default(),
+    })?;
+    let stopper = server.stopper();
+    ctrlc::set_handler(move || stopper.stop()).context("cannot take signals")?;
+    output::say(&if args.json {
+        describe_json(&args.listen, server.regions())
+    } else {
+        describe(&args.listen, server.regions())
+    });
+    server.run(|event| {
+        if !args.quiet {
+            let _ = writeln!(std::io::stderr(), "rdmux serve: {event}");
+        }
+    })?;
+    Ok(())
+}
+
+/// The key of a file, or the user's own.
+pub(super) fn load_key(file: Option<&Path>) -> Result<Key> {
+    Ok(match file {
+        Some(file) => Key::load(file)?,
+        None => Key::load_or_create()?,
+    })
+}
+
+/// What a flush of a region is worth.
+pub(super) fn domain_words(domain: Domain) -> &'static str {
+    match domain {
+        Domain::None => "none",
+        Domain::File => "file",
+        Domain::Adr => "ADR",
+        Domain::Eadr => "eADR",
+        Domain::WholeSystem => "whole system",
+    }
+}
+
+fn flush_kinds(placement: Placement) -> Vec<&'static str> {
+    let kinds = [(Placement::GLOBAL, "visible"), (Placement::PERSISTENT, "durable")];
+    kinds
+        .iter()
+        .filter(|(kind, _)| placement.contains(*kind))
+        .map(|(_, word)| *word)
+        .collect()
+}
+
+fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String {
+    let rows: Vec<Vec<String>> = regions
+        .iter()
+        .map(|region| {
+            let place = match region.place() {
+                Place::File(path, kind) => format!("{} on {kind}", path.display()),
+                Place::Memory | Place::Other => "memory of this process".into(),
+            };
+            let mut flush = flush_kinds(region.placement()).join(", ");
+            if region.read_only() {
+                flush = "read-only".into();
+            }
+            vec![
+                region.name().to_string(),
+                region.bytes().to_string(),
+                place,
+                domain_words(region.domain()).into(),
+                flush,
+            ]
+        })
+        .collect();
+    let columns = [
+        ("region", Align::Left),
+        ("bytes", Align::Right),
+        ("where", Align::Left),
+        ("survives", Align::Left),
+        ("flush", Align::Left),
+    ];
+    let mut text = output::table(&columns, &rows);
+    for address in listen {
+        text += &format!("\nlistening on rdmux://{address}");
+    }
+    text + "; end with Ctrl-C"
+}
+
+fn describe_json(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String {
+    let regions: Vec<_> = regions
+        .iter()
+        .map(|region| {
+            let (path, kind) = match region.place() {
+                Place::File(path, kind) => (Some(path.display().to_string()), Some(kind)),
+                Place::Memory | Place::Other => (None, None),
+            };
+            json!({
+                "name": region.name().as_str(),
+                "bytes": region.bytes(),
+                "path": path,
+                "file_system": kind,
+                "domain": domain_words(region.domain()),
+                "flush": flush_kinds(region.placement()),
+                "read_only": region.read_only(),
+            })
+        })
+        .collect();
+    let listen: Vec<String> = listen.iter().map(SocketAddr::to_string).collect();
+    json!({ "listen": listen, "regions": regions }).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &str, name: &str, size: Option<u64>, read_only: bool) -> FileSpec {
+        FileSpec {
+            path: path.into(),
+            name: Name::new(name).unwrap(),
+            size,
+            read_only,
+        }
+    }
+
+    #[test]
+    fn file_spec__each_form() {
+        for (text, spec) in [
+            ("/a/b.img", file("/a/b.img", "b.img", None, false)),
+            ("b,size=1M", file("b", "b", Some(1 << 20), false)),
+            ("b,ro,name=x y", file("b", "x y", None, true)),
+            ("a,b,size=9,name=n", file("a,b", "n", Some(9), false)),
+            ("d/a,rox", file("d/a,rox", "a,rox", None, false)),
+        ] {
+            assert_eq!(FileSpec::parse(text), Ok(spec), "{text}");
+        }
+        for text in ["", "/", "a,size=0", "a,size=x", "a,name=", "a,ro,size=1"] {
+            assert!(FileSpec::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn memory_spec__needs_name_and_size() {
+        let spec = MemorySpec::parse("a,b,size=64K").unwrap();
+        assert_eq!((spec.name.as_str(), spec.size), ("a,b", 65536));
+        for text in ["a", ",size=1", "a,size=", "a,size=0", "a,size=16777216T"] {
+            assert!(MemorySpec::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn parse_listen__addresses_and_ports() {
+        for (text, address) in [
+            ("127.0.0.1", "127.0.0.1:7174"),
+            ("localhost:80", "127.0.0.1:80"),
+            ("[::1]:7175", "[::1]:7175"),
+            ("::1", "[::1]:7174"),
+        ] {
+            assert_eq!(parse_listen(text), Ok(address.parse().unwrap()), "{text}");
+        }
+        for text in [
+            "",
+            "0.0.0.0",
+            "[::]",
+            "host",
+            "1.2.3.4:0",
+            "1.2.3.4:x",
+            "224.0.0.1",
+        ] {
+            assert!(parse_listen(text).is_err(), "{text}");
+        }
+    }
 }
