@@ -163,6 +163,8 @@ pub(crate) struct Engine {
     polled_at_ns: AtomicU64,
     /// The thread sleeps without looking at the socket.
     leased: AtomicBool,
+    /// Until when the thread sleeps at most; 0 while it is awake or will look again by itself. Written under the lock.
+    sleeps_until_ns: AtomicU64,
     stop: AtomicBool,
     waiting: Waiting,
     group: Mutex<Option<Group>>,
@@ -231,6 +233,7 @@ impl Engine {
             start,
             polled_at_ns: AtomicU64::new(0),
             leased: AtomicBool::new(false),
+            sleeps_until_ns: AtomicU64::new(0),
             stop: AtomicBool::new(false),
             waiting: options.waiting,
             group: Mutex::new(Some(group)),
@@ -277,13 +280,14 @@ impl Engine {
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Core, Time) -> R) -> R {
         let mut core = self.lock();
         let now = self.now();
-        let before = core.rnic.poll_timeout();
         let result = f(&mut core, now);
         core.finish(now, false);
-        let after = core.rnic.poll_timeout();
+        // A timer that is due before the thread wakes must wake it. Requests that follow each other set later timers, so
+        // this happens once in a timeout, not once a request.
+        let due = core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0);
+        let early = due < self.sleeps_until_ns.load(Ordering::Relaxed);
         drop(core);
-        // The thread sleeps until `before`; an earlier timer must wake it, unless a caller polls.
-        if after.is_some_and(|after| before.is_none_or(|before| after < before)) && !self.is_polled(now) {
+        if early {
             self.kick.wake();
         }
         result
@@ -291,14 +295,15 @@ impl Engine {
 
     /// A caller goes to sleep: the thread has the socket from now on.
     pub(crate) fn hand_over(&self) {
-        self.polled_at_ns.store(0, Ordering::Relaxed);
-        if self.leased.load(Ordering::Acquire) {
+        // Either the thread sees that nobody polls, or this sees that it sleeps: both orders are sequentially consistent.
+        self.polled_at_ns.store(0, Ordering::SeqCst);
+        if self.leased.load(Ordering::SeqCst) {
             self.kick.wake();
         }
     }
 
     fn is_polled(&self, now: Time) -> bool {
-        let at = self.polled_at_ns.load(Ordering::Relaxed);
+        let at = self.polled_at_ns.load(Ordering::SeqCst);
         at != 0 && now.since_ns(Time(at)) < POLLER_LEASE.as_nanos() as u64
     }
 
@@ -334,11 +339,11 @@ impl Engine {
             let now = self.now();
             if self.waiting == Waiting::Blocked && self.is_polled(now) {
                 // Look again when the lease is over, or when the caller says that it sleeps.
-                self.leased.store(true, Ordering::Release);
+                self.leased.store(true, Ordering::SeqCst);
                 if self.is_polled(now) {
                     self.kick.wait(Some(POLLER_LEASE));
                 }
-                self.leased.store(false, Ordering::Release);
+                self.leased.store(false, Ordering::SeqCst);
                 continue;
             }
             let (timeout, blocked) = {
@@ -349,9 +354,13 @@ impl Engine {
                 if received > 0 || self.waiting == Waiting::Polled {
                     continue;
                 }
-                (core.rnic.poll_timeout().map(|at| at.since_ns(now)), core.blocked)
+                let due = core.rnic.poll_timeout();
+                self.sleeps_until_ns
+                    .store(due.map_or(u64::MAX, |at| at.0), Ordering::Relaxed);
+                (due.map(|at| at.since_ns(now)), core.blocked)
             };
             epoll.wait(&self, timeout, blocked);
+            self.sleeps_until_ns.store(0, Ordering::Relaxed);
         }
     }
 
