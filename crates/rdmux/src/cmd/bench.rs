@@ -42,14 +42,23 @@ struct Line {
 
 impl Line {
     fn new(name: &'static str, measure: impl Fn(usize) -> Result<f64> + 'static) -> Line {
-        Line { name, measure: Box::new(measure), values: Vec::new(), missing: None }
+        Line {
+            name,
+            measure: Box::new(measure),
+            values: Vec::new(),
+            missing: None,
+        }
     }
 
     fn round(&mut self, sizes: &[usize]) {
         if self.missing.is_some() {
             return;
         }
-        match sizes.iter().map(|size| (self.measure)(*size)).collect::<Result<Vec<f64>>>() {
+        match sizes
+            .iter()
+            .map(|size| (self.measure)(*size))
+            .collect::<Result<Vec<f64>>>()
+        {
             Ok(values) => self.values.push(values),
             Err(error) => self.missing = Some(format!("{error:#}")),
         }
@@ -76,7 +85,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Line::new("TCP", tcp_latency),
         Line::new("rdmux WRITE", |size| perf("write-lat", size, 10_000, "t_typical")),
         Line::new("rdmux SEND", |size| perf("send-lat", size, 10_000, "t_typical")),
-        Line::new("rdmux READ (whole trip / 2)", |size| Ok(perf("read-lat", size, 10_000, "t_typical")? / 2.0)),
+        Line::new("rdmux READ (whole trip / 2)", |size| {
+            Ok(perf("read-lat", size, 10_000, "t_typical")? / 2.0)
+        }),
         Line::new("UCX put, tcp", |size| ucx("ucp_put_lat", size, 3_000, 1)),
         Line::new("UCX am, tcp", |size| ucx("ucp_am_lat", size, 3_000, 1)),
         Line::new("libfabric msg, tcp", |size| libfabric(size, 3_000, 6)),
@@ -84,14 +95,28 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let bandwidth_sizes = [64 << 10, 1 << 20];
     let mut bandwidth = [
         Line::new("raw UDP (GSO + GRO)", |_| {
-            Ok(raw_udp_bandwidth(LOOPBACK, CPUS, SEGMENT_BYTES, None, Duration::from_millis(700))?.bytes_per_s / 1e6)
+            Ok(
+                raw_udp_bandwidth(LOOPBACK, CPUS, SEGMENT_BYTES, None, Duration::from_millis(700))?
+                    .bytes_per_s
+                    / 1e6,
+            )
         }),
         Line::new("TCP stream", tcp_bandwidth),
-        Line::new("rdmux WRITE", |size| megabytes(perf("write-bw", size, count(size), "BW_average")?)),
-        Line::new("rdmux READ", |size| megabytes(perf("read-bw", size, count(size), "BW_average")?)),
-        Line::new("rdmux SEND", |size| megabytes(perf("send-bw", size, count(size), "BW_average")?)),
-        Line::new("UCX put, tcp", |size| Ok(ucx("ucp_put_bw", size, count(size) / 4, 5)? * 1.048_576)),
-        Line::new("libfabric msg ping-pong, tcp", |size| libfabric(size, count(size) / 4, 5)),
+        Line::new("rdmux WRITE", |size| {
+            megabytes(perf("write-bw", size, count(size), "BW_average")?)
+        }),
+        Line::new("rdmux READ", |size| {
+            megabytes(perf("read-bw", size, count(size), "BW_average")?)
+        }),
+        Line::new("rdmux SEND", |size| {
+            megabytes(perf("send-bw", size, count(size), "BW_average")?)
+        }),
+        Line::new("UCX put, tcp", |size| {
+            Ok(ucx("ucp_put_bw", size, count(size) / 4, 5)? * 1.048_576)
+        }),
+        Line::new("libfabric msg ping-pong, tcp", |size| {
+            libfabric(size, count(size) / 4, 5)
+        }),
     ];
 
     let bar = indicatif::ProgressBar::new(u64::from(args.rounds) * (latency.len() + bandwidth.len()) as u64);
@@ -133,14 +158,28 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         writeln!(out, "{value:#}")?;
         return Ok(());
     }
-    writeln!(out, "Medians (lowest to highest) of {} interleaved rounds on CPU 0 and 1, both sides spinning.", args.rounds)?;
-    print(&mut out, "Half round trip, p50, us", &latency, ["8 B", "4 KiB"], 2)?;
+    writeln!(
+        out,
+        "Medians (lowest to highest) of {} interleaved rounds on CPU 0 and 1, both sides spinning.",
+        args.rounds
+    )?;
+    print(
+        &mut out,
+        "Half round trip, p50, us",
+        &latency,
+        ["8 B", "4 KiB"],
+        2,
+    )?;
     print(&mut out, "Bandwidth, MB/s", &bandwidth, ["64 KiB", "1 MiB"], 0)?;
     Ok(())
 }
 
 fn print(out: &mut impl Write, title: &str, lines: &[Line], sizes: [&str; 2], digits: usize) -> Result<()> {
-    writeln!(out, "\n{title:<30} {:>23} {:>5}  {:>23} {:>5}", sizes[0], "ratio", sizes[1], "ratio")?;
+    writeln!(
+        out,
+        "\n{title:<30} {:>23} {:>5}  {:>23} {:>5}",
+        sizes[0], "ratio", sizes[1], "ratio"
+    )?;
     let floor: Vec<Option<f64>> = (0..2).map(|i| lines[0].spread(i).map(|s| s.1)).collect();
     for line in lines {
         write!(out, "{:<30}", line.name)?;
@@ -191,19 +230,37 @@ fn perf(test: &str, size: usize, iterations: u32, key: &str) -> Result<f64> {
     let exe = std::env::current_exe()?;
     let command = |cpu: &str| {
         let mut command = Command::new(&exe);
-        command.args(["perf", test, "--json", "--pin", cpu, "--bind", "127.0.0.1", "-t", "32"]);
+        command.args([
+            "perf",
+            test,
+            "--json",
+            "--pin",
+            cpu,
+            "--bind",
+            "127.0.0.1",
+            "-t",
+            "32",
+        ]);
         command.stdin(Stdio::null());
         command
     };
     let _server = Server(command("1").stdout(Stdio::null()).stderr(Stdio::null()).spawn()?);
     let (size, iterations) = (size.to_string(), iterations.to_string());
     let output = retry(|| {
-        let output = command("0").args(["127.0.0.1", "-s", &size, "-n", &iterations]).output()?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr).trim());
+        let output = command("0")
+            .args(["127.0.0.1", "-s", &size, "-n", &iterations])
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
         Ok(output)
     })?;
     let value: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-    value["results"][0][key].as_f64().context("no figure in perf's output")
+    value["results"][0][key]
+        .as_f64()
+        .context("no figure in perf's output")
 }
 
 /// Starts `client` again until the server listens.
@@ -222,8 +279,13 @@ fn retry<T>(mut client: impl FnMut() -> Result<T>) -> Result<T> {
 /// A foreign program pinned to a CPU, killed when it takes too long.
 fn peer(cpu: &str, program: &str, args: &[&str]) -> Command {
     let mut command = Command::new("timeout");
-    command.args(["-s", "KILL", "60", "taskset", "-c", cpu, program]).args(args);
-    command.env("UCX_TLS", "tcp").env("UCX_NET_DEVICES", "lo").env("UCX_WARN_UNUSED_ENV_VARS", "n");
+    command
+        .args(["-s", "KILL", "60", "taskset", "-c", cpu, program])
+        .args(args);
+    command
+        .env("UCX_TLS", "tcp")
+        .env("UCX_NET_DEVICES", "lo")
+        .env("UCX_WARN_UNUSED_ENV_VARS", "n");
     command.stdin(Stdio::null()).stderr(Stdio::null());
     command
 }
@@ -233,7 +295,8 @@ fn free_port() -> Result<String> {
 }
 
 fn installed(program: &str) -> Result<()> {
-    let found = std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()));
+    let found = std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()));
     ensure!(found, "{program} is not installed");
     Ok(())
 }
@@ -242,14 +305,43 @@ fn installed(program: &str) -> Result<()> {
 fn ucx(test: &str, size: usize, iterations: u32, column: usize) -> Result<f64> {
     installed("ucx_perftest")?;
     let port = free_port()?;
-    let _server = Server(peer("1", "ucx_perftest", &["-p", &port, "-f"]).stdout(Stdio::null()).spawn()?);
-    let (size, iterations, warm_up) = (size.to_string(), iterations.to_string(), (iterations / 10).to_string());
+    let _server = Server(
+        peer("1", "ucx_perftest", &["-p", &port, "-f"])
+            .stdout(Stdio::null())
+            .spawn()?,
+    );
+    let (size, iterations, warm_up) = (
+        size.to_string(),
+        iterations.to_string(),
+        (iterations / 10).to_string(),
+    );
     retry(|| {
-        let args = ["127.0.0.1", "-p", &port, "-t", test, "-s", &size, "-n", &iterations, "-w", &warm_up, "-f", "-v"];
+        let args = [
+            "127.0.0.1",
+            "-p",
+            &port,
+            "-t",
+            test,
+            "-s",
+            &size,
+            "-n",
+            &iterations,
+            "-w",
+            &warm_up,
+            "-f",
+            "-v",
+        ];
         let output = peer("0", "ucx_perftest", &args).output()?;
         let text = String::from_utf8_lossy(&output.stdout);
-        let line = text.lines().last().filter(|_| output.status.success()).context("ucx_perftest failed")?;
-        line.split(',').nth(column).and_then(|field| field.trim().parse().ok()).context("ucx_perftest printed no figure")
+        let line = text
+            .lines()
+            .last()
+            .filter(|_| output.status.success())
+            .context("ucx_perftest failed")?;
+        line.split(',')
+            .nth(column)
+            .and_then(|field| field.trim().parse().ok())
+            .context("ucx_perftest printed no figure")
     })
 }
 
@@ -259,12 +351,28 @@ fn libfabric(size: usize, iterations: u32, column: usize) -> Result<f64> {
     let port = free_port()?;
     let (size, iterations) = (size.to_string(), iterations.to_string());
     let common = ["-p", "tcp", "-e", "msg", "-S", &size, "-I", &iterations];
-    let _server = Server(peer("1", "fi_pingpong", &[&common[..], &["-B", &port]].concat()).stdout(Stdio::null()).spawn()?);
+    let _server = Server(
+        peer("1", "fi_pingpong", &[&common[..], &["-B", &port]].concat())
+            .stdout(Stdio::null())
+            .spawn()?,
+    );
     retry(|| {
-        let output = peer("0", "fi_pingpong", &[&common[..], &["-P", &port, "127.0.0.1"]].concat()).output()?;
+        let output = peer(
+            "0",
+            "fi_pingpong",
+            &[&common[..], &["-P", &port, "127.0.0.1"]].concat(),
+        )
+        .output()?;
         let text = String::from_utf8_lossy(&output.stdout);
-        let line = text.lines().last().filter(|_| output.status.success()).context("fi_pingpong failed")?;
-        line.split_whitespace().nth(column).and_then(|field| field.parse().ok()).context("fi_pingpong printed no figure")
+        let line = text
+            .lines()
+            .last()
+            .filter(|_| output.status.success())
+            .context("fi_pingpong failed")?;
+        line.split_whitespace()
+            .nth(column)
+            .and_then(|field| field.parse().ok())
+            .context("fi_pingpong printed no figure")
     })
 }
 
@@ -280,7 +388,11 @@ fn spin_read(stream: &mut TcpStream, buffer: &mut [u8]) -> std::io::Result<usize
 fn spin_exchange(stream: &mut TcpStream, buffer: &mut [u8], write: bool) -> Result<()> {
     let mut done = 0;
     while done < buffer.len() {
-        let result = if write { stream.write(&buffer[done..]) } else { stream.read(&mut buffer[done..]) };
+        let result = if write {
+            stream.write(&buffer[done..])
+        } else {
+            stream.read(&mut buffer[done..])
+        };
         match result {
             Ok(0) => bail!("the TCP connection ended"),
             Ok(n) => done += n,
@@ -329,8 +441,11 @@ fn tcp_latency(size: usize) -> Result<f64> {
             samples.sort_unstable();
             Ok(samples[ROUNDS / 2] as f64 / 2e3)
         });
-        let half = ping.join().map_err(|_| anyhow::anyhow!("the TCP client failed"))?;
-        echo.join().map_err(|_| anyhow::anyhow!("the TCP server failed"))??;
+        let half = ping
+            .join()
+            .map_err(|_| anyhow::anyhow!("the TCP client failed"))?;
+        echo.join()
+            .map_err(|_| anyhow::anyhow!("the TCP server failed"))??;
         half
     })
 }
@@ -359,6 +474,7 @@ fn tcp_bandwidth(size: usize) -> Result<f64> {
             }
             Ok(())
         });
-        sink.join().map_err(|_| anyhow::anyhow!("the TCP server failed"))?
+        sink.join()
+            .map_err(|_| anyhow::anyhow!("the TCP server failed"))?
     })
 }

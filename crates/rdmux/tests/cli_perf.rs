@@ -1,0 +1,216 @@
+//! `rdmux perf` and `rdmux sim` as a person or a script sees them.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn rdmux(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+/// A child that is ended with the value.
+struct Server(Child);
+
+impl Server {
+    fn perf(test: &str, address: &str, more: &[&str]) -> Server {
+        let mut command = rdmux(&["perf", test, "--bind", address]);
+        Server(
+            command
+                .args(more)
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap(),
+        )
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs a client again while nothing listens yet.
+fn client(args: &[&str]) -> Output {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let output = rdmux(args).output().unwrap();
+        let early = String::from_utf8_lossy(&output.stderr).contains("nothing listens")
+            || String::from_utf8_lossy(&output.stderr).contains("no answer");
+        if !early || Instant::now() > deadline {
+            return output;
+        }
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+#[test]
+fn perf__every_test_ends_with_figures_that_are_possible() {
+    let tests = [
+        "write-lat",
+        "read-lat",
+        "send-lat",
+        "flush-lat",
+        "write-bw",
+        "read-bw",
+        "send-bw",
+        "flush-bw",
+    ];
+    for (i, test) in tests.into_iter().enumerate() {
+        let address = format!("127.0.1.{}", i + 1);
+        let _server = Server::perf(test, &address, &[]);
+        let output = client(&["perf", test, &address, "-s", "4000", "-n", "50", "--json", "-F"]);
+        assert!(output.status.success(), "{test}: {}", text(&output.stderr));
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let row = &value["results"][0];
+        assert_eq!(row["MsgSize"], 4000, "{test}");
+        assert_eq!(row["n_iterations"], 50, "{test}");
+        let key = if test.ends_with("lat") {
+            "t_typical"
+        } else {
+            "BW_average"
+        };
+        assert!(row[key].as_f64().unwrap() > 0.0, "{test}: {row}");
+        if test.ends_with("lat") {
+            let [min, typical, max] = ["t_min", "t_typical", "t_max"].map(|key| row[key].as_f64().unwrap());
+            assert!(min <= typical && typical <= max, "{test}: {row}");
+        }
+    }
+}
+
+#[test]
+fn perf__prints_the_columns_of_perftest() {
+    let _server = Server::perf("write-lat", "127.0.1.20", &[]);
+    let output = client(&["perf", "write-lat", "127.0.1.20", "-n", "10"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let columns = " #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]    t_stdev[usec]   99% percentile[usec]   99.9% percentile[usec]";
+    assert!(text(&output.stdout).contains(columns), "{}", text(&output.stdout));
+    let _server = Server::perf("write-bw", "127.0.1.21", &[]);
+    let output = client(&["perf", "write-bw", "127.0.1.21", "-n", "10", "-q", "3"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let columns = " #bytes     #iterations    BW peak[MiB/sec]    BW average[MiB/sec]   MsgRate[Mpps]";
+    assert!(text(&output.stdout).contains(columns), "{}", text(&output.stdout));
+    assert!(
+        text(&output.stdout).contains(" 65536      30 "),
+        "three queue pairs of ten: {}",
+        text(&output.stdout)
+    );
+}
+
+#[test]
+fn perf__runs_for_a_duration() {
+    let _server = Server::perf("read-bw", "127.0.1.22", &[]);
+    let output = client(&["perf", "read-bw", "127.0.1.22", "-s", "1024", "-D", "1", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(value["results"][0]["n_iterations"].as_u64().unwrap() > 0);
+}
+
+#[test]
+fn perf__all_sizes_go_from_2_bytes_to_8_mib() {
+    let _server = Server::perf("write-bw", "127.0.1.23", &["-a"]);
+    let output = client(&["perf", "write-bw", "127.0.1.23", "-a", "-n", "5", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let sizes: Vec<u64> = value["results"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|r| r["MsgSize"].as_u64().unwrap())
+        .collect();
+    assert_eq!(sizes, (1..=23).map(|n| 1 << n).collect::<Vec<u64>>());
+}
+
+#[test]
+fn perf__without_a_server_is_one_line_and_status_1() {
+    // Another process of the address answers that nothing listens on the port; until it is up, nobody does.
+    let _other = Server::perf("write-lat", "127.0.1.24", &["-p", "18000"]);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let output = loop {
+        let output = rdmux(&["perf", "write-lat", "127.0.1.24", "-p", "18001", "-n", "10"])
+            .output()
+            .unwrap();
+        if text(&output.stderr).contains("nothing listens") || Instant::now() > deadline {
+            break output;
+        }
+    };
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        output.stdout.is_empty() || !text(&output.stdout).contains("usec]\n 2"),
+        "no figures"
+    );
+    assert_eq!(
+        text(&output.stderr).lines().count(),
+        1,
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn perf__tests_that_differ_are_refused_by_the_server() {
+    let mut server = Server::perf("write-lat", "127.0.1.25", &[]);
+    let output = client(&["perf", "read-lat", "127.0.1.25", "-n", "10"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(server.0.wait().unwrap().code(), Some(1));
+    let mut said = String::new();
+    std::io::Read::read_to_string(server.0.stderr.as_mut().unwrap(), &mut said).unwrap();
+    assert!(said.contains("start both with the same test"), "{said}");
+}
+
+#[test]
+fn usage__errors_have_status_2() {
+    for args in [
+        &["perf"][..],
+        &["perf", "write-lat", "--size", "x"],
+        &["sim", "--loss", "90%"],
+        &["nothing"],
+        &[],
+    ] {
+        assert_eq!(rdmux(args).output().unwrap().status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn sim__is_a_function_of_its_seed() {
+    let run = |seed| {
+        let output = rdmux(&[
+            "sim",
+            "--seed",
+            seed,
+            "--loss",
+            "3%",
+            "--dup",
+            "1%",
+            "--reorder",
+            "2",
+            "--operations",
+            "300",
+        ])
+        .output()
+        .unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    assert_eq!(run("5"), run("5"));
+    assert_ne!(run("5"), run("6"));
+}
+
+#[test]
+fn sim__json_says_what_the_links_did() {
+    let output = rdmux(&["sim", "--seed", "9", "--loss", "5%", "--json"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(value["seed"], 9);
+    assert!(value["lost"].as_u64().unwrap() > 0);
+    assert!(value["violation"].is_null());
+}
