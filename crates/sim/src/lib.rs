@@ -5,7 +5,9 @@
 //! Begin with [`Settings`] and [`run`], which gives a [`Report`].
 #![forbid(unsafe_code)]
 
+mod connect;
 mod dice;
+pub mod fuzz;
 mod memory;
 mod report;
 mod workload;
@@ -111,4 +113,10 @@ impl Settings {
 /// Runs the simulation.
 pub fn run(settings: &Settings) -> Report {
     workload::Workload::new(settings).run()
+}
+
+/// Runs the simulation of connection management: `settings.operations` is the number of connections, made and ended between
+/// two devices at random moments; QPs and sizes do not matter.
+pub fn run_connections(settings: &Settings) -> Report {
+    connect::run(settings)
 }

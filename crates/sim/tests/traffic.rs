@@ -4,7 +4,7 @@ use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rdmux_sim::{Ending, Settings, run};
+use rdmux_sim::{Ending, Report, Settings, run, run_connections};
 
 fn env(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
@@ -16,7 +16,7 @@ fn env(name: &str) -> Option<u64> {
 }
 
 /// Runs `settings_of` for many seeds on all cores; prints the seeds that fail.
-fn many(test: &str, runs: u64, settings_of: impl Fn(u64) -> Settings + Sync) {
+fn many(test: &str, runs: u64, run: fn(&Settings) -> Report, settings_of: impl Fn(u64) -> Settings + Sync) {
     if let Some(seed) = env("RDMUX_SIM_SEED") {
         let report = run(&settings_of(seed));
         println!("{report}");
@@ -60,13 +60,33 @@ const RUNS: u64 = if cfg!(debug_assertions) { 300 } else { 10_000 };
 
 #[test]
 fn every_operation_succeeds_exactly_once() {
-    many("every_operation_succeeds_exactly_once", RUNS, Settings::drawn);
+    many(
+        "every_operation_succeeds_exactly_once",
+        RUNS,
+        run,
+        Settings::drawn,
+    );
 }
 
 #[test]
 fn what_ends_early_ends_as_specified() {
-    many("what_ends_early_ends_as_specified", RUNS / 10, |seed| Settings {
-        ending: Ending::ALL[seed as usize % Ending::ALL.len()],
-        ..Settings::drawn(seed)
+    many("what_ends_early_ends_as_specified", RUNS / 10, run, |seed| {
+        Settings {
+            ending: Ending::ALL[seed as usize % Ending::ALL.len()],
+            ..Settings::drawn(seed)
+        }
     });
+}
+
+#[test]
+fn connections_come_and_go_as_their_users_want() {
+    many(
+        "connections_come_and_go_as_their_users_want",
+        RUNS / 4,
+        run_connections,
+        |seed| Settings {
+            operations: 20,
+            ..Settings::drawn(seed)
+        },
+    );
 }
