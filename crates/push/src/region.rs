@@ -59,7 +59,14 @@ impl Region {
                 _ => source,
             },
         };
-        let memory = FileMemory::open(path, size, read_only).map_err(failed)?;
+        let is_new = size.is_some() && std::fs::symlink_metadata(path).is_err();
+        let memory = FileMemory::open(path, size, read_only).map_err(|error| {
+            if is_new {
+                // It holds nothing: a disk that is full must not keep it.
+                let _ = std::fs::remove_file(path);
+            }
+            failed(error)
+        })?;
         let domain = match memory.domain() {
             PersistenceDomain::None => Domain::None,
             PersistenceDomain::File => Domain::File,

@@ -202,7 +202,7 @@ impl FileMemory {
                 let parent = path
                     .parent()
                     .filter(|p| !p.as_os_str().is_empty())
-                    .unwrap_or(Path::new("."));
+                    .unwrap_or_else(|| Path::new("."));
                 File::open(parent)?.sync_all()?;
             }
         }

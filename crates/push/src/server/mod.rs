@@ -2,7 +2,7 @@
 
 mod session;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
@@ -27,6 +27,8 @@ use crate::region::{Mapped, Region};
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// An ending connection has so long to take the last message.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
+/// A connection that failed stays so long before its client is told to disconnect, so that the NAK that says why comes first.
+const LINGER: Duration = Duration::from_millis(200);
 /// Clients that have not shown yet that they have the key.
 const HALF_OPEN_MAX: usize = 64;
 /// Clients at a time, on one address.
@@ -272,6 +274,8 @@ pub struct Server {
     shared: Arc<Shared>,
     endpoints: Vec<Endpoint>,
     clients: HashMap<ConnectionKey, Client>,
+    /// Failed connections, and when they go. The oldest is first.
+    lingering: VecDeque<(Instant, Client)>,
     clients_so_far: u64,
     keepalive: Duration,
     /// When live clients are probed next; and when those that were probed must have answered.
@@ -331,6 +335,7 @@ impl Server {
             shared,
             endpoints,
             clients: HashMap::new(),
+            lingering: VecDeque::new(),
             clients_so_far: 0,
             keepalive: config.keepalive,
             next_probe: Instant::now(),
@@ -735,8 +740,12 @@ impl Server {
         for (key, reason) in late {
             self.end(key, reason);
         }
+        while self.lingering.front().is_some_and(|(until, _)| *until <= now) {
+            self.lingering.pop_front();
+        }
         let deadlines = self.clients.values().filter_map(|client| client.deadline);
-        let next = deadlines.chain(self.probe_deadline).min();
+        let lingering = self.lingering.front().map(|(until, _)| *until);
+        let next = deadlines.chain(self.probe_deadline).chain(lingering).min();
         next.map_or(self.next_probe, |next| next.min(self.next_probe))
     }
 
@@ -748,13 +757,16 @@ impl Server {
         // The mappings first: from here on nothing of the client reaches a region.
         let mappings = client.mappings.len();
         client.mappings.clear();
-        client.connection.disconnect();
+        let failed = matches!(reason, EndReason::Failed(_));
         self.events.push(Event::Ended {
             client: client.number,
             peer: client.connection.peer(),
             reason,
             mappings,
         });
+        if failed && self.lingering.len() < CONNECTIONS_MAX {
+            self.lingering.push_back((Instant::now() + LINGER, client));
+        }
     }
 }
 
