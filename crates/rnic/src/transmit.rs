@@ -15,6 +15,11 @@ pub const TRAIN_PACKETS_MAX: usize = 64;
 /// Most bytes of a train: the largest UDP payload over IPv4.
 pub const TRAIN_BYTES_MAX: usize = 65_507;
 
+/// Bytes of BTH and the longest extension headers, rounded up.
+const HEADERS_MAX: usize = 64;
+/// Most pad bytes of a packet.
+const PAD_MAX: usize = 3;
+
 /// Where a QP's packets go and how. The address vector of IBTA Vol 1, 11.2.2.1, reduced to what RoCEv2 needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Path {
@@ -57,7 +62,9 @@ pub struct Train {
 /// A buffer that the engine fills with trains.
 #[derive(Debug)]
 pub struct TransmitBuf {
+    /// Grows to what was ever used and is not cleared between uses: most of a packet is overwritten anyway.
     bytes: Vec<u8>,
+    used: usize,
     trains: Vec<Train>,
     limit_bytes: usize,
     train_packets_max: usize,
@@ -67,7 +74,8 @@ impl TransmitBuf {
     /// A buffer for up to `limit_bytes`; with `gso` false every train is one packet.
     pub fn new(limit_bytes: usize, gso: bool) -> TransmitBuf {
         TransmitBuf {
-            bytes: Vec::with_capacity(limit_bytes + TRAIN_BYTES_MAX),
+            bytes: Vec::new(),
+            used: 0,
             trains: Vec::with_capacity(64),
             limit_bytes,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
@@ -76,7 +84,7 @@ impl TransmitBuf {
 
     /// Empties the buffer.
     pub fn clear(&mut self) {
-        self.bytes.clear();
+        self.used = 0;
         self.trains.clear();
     }
 
@@ -87,7 +95,7 @@ impl TransmitBuf {
 
     /// All bytes; trains name ranges of them.
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes
+        &self.bytes[..self.used]
     }
 
     /// Whether nothing is to be sent.
@@ -97,7 +105,7 @@ impl TransmitBuf {
 
     /// Whether it took all that it should take before it is sent.
     pub fn is_full(&self) -> bool {
-        self.bytes.len() >= self.limit_bytes
+        self.used >= self.limit_bytes
     }
 
     /// From now on every train is one packet: the system cannot segment.
@@ -125,13 +133,17 @@ impl TransmitBuf {
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let total = len + ICRC_LEN;
-        let start = self.bytes.len();
-        self.bytes.resize(start + total, 0);
-        let packet = &mut self.bytes[start..start + len];
-        if let Err(error) = fill(packet) {
-            self.bytes.truncate(start);
-            return Err(error);
+        let start = self.used;
+        if self.bytes.len() < start + total {
+            self.bytes.resize(start + total, 0);
         }
+        let packet = &mut self.bytes[start..start + len];
+        // Reserved fields of the headers, and the pad, are zero; the payload between is written by `fill`.
+        let (headers, pad) = (len.min(HEADERS_MAX), len.saturating_sub(PAD_MAX));
+        packet[..headers].fill(0);
+        packet[pad..].fill(0);
+        fill(packet)?;
+        self.used = start + total;
         let joins = self.trains.last().is_some_and(|t| {
             !t.closed
                 && t.path == *path
@@ -146,7 +158,7 @@ impl TransmitBuf {
         };
         debug_assert!(len >= Bth::LEN);
         let icrc = icrc(&path.flow(), &self.bytes[start..start + len], index as u16);
-        self.bytes[start + len..].copy_from_slice(&icrc.to_le_bytes());
+        self.bytes[start + len..start + total].copy_from_slice(&icrc.to_le_bytes());
         if joins && let Some(train) = self.trains.last_mut() {
             train.range.end = start + total;
             train.packets += 1;
