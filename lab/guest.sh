@@ -57,11 +57,36 @@ setup_rxe() {
   retry grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state
 }
 
+# Sets the MTU of the link, and waits until rxe's path MTU has followed.
+#   set_mtu BYTES PATH_MTU
+set_mtu() {
+  ip link set v1 mtu "$1"
+  ip -n n2 link set v2 mtu "$1"
+  retry ibv_shows "active_mtu:[[:space:]]*$2 "
+}
+ibv_shows() { ibv_devinfo -d rxe0 | grep "$1" >/dev/null; }
+
 in_n2() { ip netns exec n2 "$@"; }
 
 # A counter of rxe0, by its name under hw_counters.
 counter() { cat "/sys/class/infiniband/rxe0/ports/1/hw_counters/$1"; }
 
-# Captures what crosses v1 to /lab/NAME.pcap, for the test rxe-packets.
-capture() { start tcpdump listening tcpdump -Z root -i v1 -U -s 0 -w "/lab/$1.pcap" udp port 4791; }
-capture_end() { kill -INT "${started[tcpdump]}"; finish tcpdump; }
+# Prints those of rxe0's counters that are not 0.
+counters() { (cd /sys/class/infiniband/rxe0/ports/1/hw_counters; grep -H . * | sed -n 's/^\(.*\):\([1-9].*\)$/rxe0: \1 \2/p'); }
+
+# Captures what crosses v1 to /lab/NAME.pcap, for the test rxe-packets. When tcpdump is told to end it leaves what it has not
+# read yet, so it is told once the file has stopped growing.
+capture() {
+  captured=/lab/$1.pcap
+  start tcpdump listening tcpdump -Z root -i v1 -U -B 32768 -s 0 -w "$captured" udp port 4791
+}
+capture_end() {
+  local size=-1
+  until [ $size = "$(stat -c %s "$captured")" ]; do
+    size=$(stat -c %s "$captured")
+    sleep 2
+  done
+  kill -INT "${started[tcpdump]}"
+  finish tcpdump
+  grep -q '^0 packets dropped' /run/tcpdump.log || { echo "the capture has gaps"; return 1; }
+}

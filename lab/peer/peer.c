@@ -33,6 +33,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { MESSAGE_HEADER = 16, MESSAGE_DATA = 6000, TIMEOUT_MS = 20000 };
 
@@ -348,6 +349,7 @@ static void usage(void) { fail("usage: lab-peer {server|client|refused} ADDR POR
 
 int main(int argc, char **argv) {
   setvbuf(stdout, NULL, _IOLBF, 0);
+  alarm(60);  // a request or message that is never answered
   struct sockaddr_storage address;
   if (argc < 4 || argc > 6) usage();
   uint32_t bytes = argc > 4 ? strtoul(argv[4], NULL, 10) : 1 << 20;
