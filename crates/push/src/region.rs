@@ -85,7 +85,7 @@ impl Region {
         let memory = usize::try_from(bytes)
             .ok()
             .filter(|bytes| *bytes <= isize::MAX as usize)
-            .ok_or(io::ErrorKind::OutOfMemory.into())
+            .ok_or_else(|| io::ErrorKind::OutOfMemory.into())
             .and_then(AnonymousMemory::new)
             .map_err(|source| RegionError {
                 what: format!("memory region {name} of {bytes} bytes"),

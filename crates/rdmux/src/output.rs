@@ -49,19 +49,21 @@ pub(crate) enum Align {
     Right,
 }
 
-/// Rows under a header, in aligned columns two spaces apart; no line ends in spaces.
-pub(crate) fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
-    let widths: Vec<usize> = columns
+/// The width of each column of a [`table`].
+pub(crate) fn widths(columns: &[(&str, Align)], rows: &[Vec<String>]) -> Vec<usize> {
+    columns
         .iter()
         .enumerate()
         .map(|(i, (title, _))| {
-            let cells = rows
-                .iter()
-                .filter_map(|row| row.get(i))
-                .map(|cell| cell.chars().count());
+            let cells = rows.iter().filter_map(|row| row.get(i)).map(|cell| cell.chars().count());
             cells.chain([title.chars().count()]).max().unwrap_or(0)
         })
-        .collect();
+        .collect()
+}
+
+/// Rows under a header, in aligned columns two spaces apart; no line ends in spaces.
+pub(crate) fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
+    let widths = widths(columns, rows);
     let line = |cells: &mut dyn Iterator<Item = &str>| {
         let mut line = String::new();
         for ((cell, (_, align)), width) in cells.zip(columns).zip(&widths) {

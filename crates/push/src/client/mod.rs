@@ -246,7 +246,7 @@ pub struct Done {
 }
 
 /// A connection to a server. Data requests are posted with a number of the caller's own and complete in order
-/// ([`Client::next`]); everything else asks and waits.
+/// ([`Client::next_done`]); everything else asks and waits.
 #[derive(Debug)]
 pub struct Client {
     connection: Connection,
@@ -465,7 +465,7 @@ impl Client {
         Ok(Buffer { mr, memory })
     }
 
-    /// Data requests that are not done, or not taken by [`Client::next`].
+    /// Data requests that are not done, or not taken by [`Client::next_done`].
     pub fn in_flight(&self) -> usize {
         self.in_flight
     }
@@ -548,7 +548,7 @@ impl Client {
     }
 
     /// Waits for the oldest data request.
-    pub fn next(&mut self) -> Result<Done, Error> {
+    pub fn next_done(&mut self) -> Result<Done, Error> {
         loop {
             if let Some(done) = self.done.pop_front() {
                 self.in_flight -= 1;
@@ -563,7 +563,7 @@ impl Client {
     /// Waits until no data request is under way.
     pub fn drain(&mut self) -> Result<(), Error> {
         while self.in_flight > 0 {
-            self.next()?;
+            self.next_done()?;
         }
         Ok(())
     }
@@ -581,7 +581,7 @@ impl Client {
             length_u32(mapping, offset, bytes.len())?,
             0,
         )?;
-        self.next().map(drop)
+        self.next_done().map(drop)
     }
 
     /// Reads bytes. For speed, post requests instead.
@@ -596,7 +596,7 @@ impl Client {
             length_u32(mapping, offset, out.len())?,
             0,
         )?;
-        self.next()?;
+        self.next_done()?;
         Ok(buffer.memory.read(0, out)?)
     }
 
@@ -610,7 +610,7 @@ impl Client {
     ) -> Result<(), Error> {
         self.drain()?;
         self.post_flush(mapping, offset, length, placement, 0)?;
-        self.next().map(drop)
+        self.next_done().map(drop)
     }
 
     /// Says goodbye and ends the connection.

@@ -806,6 +806,7 @@ fn why_ended(client: &Client, status: Status) -> EndReason {
         other => Some(other),
     };
     match status {
+        None if !client.session.is_ready() => EndReason::LeftHandshake,
         None => EndReason::Goodbye,
         Some(Status::RetryExceeded) => EndReason::Dead,
         Some(Status::RemoteAccess) => EndReason::Failed("access outside of its mappings".into()),

@@ -71,6 +71,8 @@ pub struct Map {
 pub enum EndReason {
     /// The client said goodbye, or disconnected.
     Goodbye,
+    /// The client left before it had shown that it has the key.
+    LeftHandshake,
     /// The client has another key.
     WrongKey,
     /// The client's version does not fit.
@@ -93,6 +95,7 @@ impl std::fmt::Display for EndReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             EndReason::Goodbye => f.write_str("goodbye"),
+            EndReason::LeftHandshake => f.write_str("it left during the handshake: it may have another key"),
             EndReason::WrongKey => f.write_str("wrong key"),
             EndReason::Version => f.write_str("no version in common"),
             EndReason::Protocol(why) => write!(f, "protocol error: {why}"),

@@ -147,7 +147,7 @@ fn receive(
             continue;
         }
         // Requests complete in order: this is the chunk at `got`.
-        let token = client.next()?.token;
+        let token = client.next_done()?.token;
         let part = &mut bytes[..(length - got).min(chunk) as usize];
         buffer.memory().read(token % depth * chunk, part)?;
         crc.update(part);

@@ -42,6 +42,9 @@ pub(crate) struct Args {
     /// Append `ACK <bytes>` to a file for each flush that was acknowledged, and sync it: for crash tests.
     #[arg(long, value_name = "FILE", hide = true)]
     ack_log: Option<PathBuf>,
+    /// Stop when so many bytes are acknowledged, and wait to be killed.
+    #[arg(long, value_name = "BYTES", hide = true)]
+    hold_at: Option<u64>,
 }
 
 /// What push and pull have in common.
@@ -342,7 +345,7 @@ impl Upload {
                 }
                 continue;
             }
-            let token = client.next()?.token;
+            let token = client.next_done()?.token;
             if token & FLUSH == 0 {
                 done += 1;
                 bar.set_position(token);
@@ -350,9 +353,13 @@ impl Upload {
             }
             self.acknowledged = token & !FLUSH;
             if let Some(log) = &mut self.ack_log {
+                let is_file = log.metadata().is_ok_and(|meta| meta.is_file());
                 log.write_all(format!("ACK {}\n", self.acknowledged).as_bytes())
-                    .and_then(|()| log.sync_data())
+                    .and_then(|()| if is_file { log.sync_data() } else { Ok(()) })
                     .context("acknowledgement log")?;
+            }
+            while args.hold_at.is_some_and(|at| self.acknowledged >= at) && !interrupted() {
+                std::thread::sleep(Duration::from_secs(1));
             }
         }
         client.drain()?;

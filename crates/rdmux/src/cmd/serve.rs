@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use rdmux_push::{
     DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, parse_size, server, split_port,
 };
+use rdmux_verbs::Waiting;
 use serde_json::json;
 
 use crate::output::{self, Align};
@@ -41,6 +42,12 @@ pub(crate) struct Args {
     /// Acknowledge persistent flushes without doing them: the negative control of a crash test.
     #[arg(long, hide = true)]
     unsafe_no_flush: bool,
+    /// Spin instead of sleeping.
+    #[arg(long, hide = true)]
+    poll: bool,
+    /// Run on this CPU only.
+    #[arg(long, hide = true)]
+    cpu: Option<usize>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -139,6 +146,9 @@ fn parse_keepalive(text: &str) -> Result<Duration, String> {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
+    if let Some(cpu) = args.cpu {
+        pin(cpu)?;
+    }
     let key = load_key(args.key.as_deref())?;
     let mut regions = Vec::new();
     for spec in args.files {
@@ -164,7 +174,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
         key,
         regions,
         keepalive: args.keepalive,
-        device: rdmux_verbs::Options::default(),
+        device: rdmux_verbs::Options {
+            waiting: if args.poll { Waiting::Polled } else { Waiting::Blocked },
+            ..Default::default()
+        },
     })?;
     let stopper = server.stopper();
     ctrlc::set_handler(move || stopper.stop()).context("cannot take signals")?;
@@ -179,6 +192,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// Binds this process, and the threads that it starts from now on, to one CPU.
+pub(super) fn pin(cpu: usize) -> Result<()> {
+    let mut set = rustix::thread::CpuSet::new();
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("cannot run on CPU {cpu}"))
 }
 
 /// The key of a file, or the user's own.
