@@ -29,7 +29,6 @@ const ALL_SIZES_MAX: u32 = 1 << 23;
 
 /// What is measured.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "operation and figure")]
 pub(crate) enum Test {
     WriteLat,
     WriteBw,
