@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -351,7 +351,16 @@ impl Engine {
                 let now = self.now();
                 let received = core.receive(now, RECEIVES_PER_TURN);
                 core.finish(now, true);
-                if received > 0 || self.waiting == Waiting::Polled {
+                if received > 0 {
+                    continue;
+                }
+                if self.waiting == Waiting::Polled {
+                    let flushing = core.flushers.busy.load(Ordering::Relaxed) > 0;
+                    drop(core);
+                    if flushing {
+                        // On one CPU, a spinning thread that is never off the lock starves the flush that it waits for.
+                        thread::yield_now();
+                    }
                     continue;
                 }
                 let due = core.rnic.poll_timeout();
@@ -662,6 +671,8 @@ struct Flushers {
     /// Jobs by memory, as long as its thread lives.
     jobs: Mutex<HashMap<usize, Vec<FlushJob>>>,
     more: Condvar,
+    /// Jobs that are not done.
+    busy: AtomicUsize,
 }
 
 impl Flushers {
@@ -670,6 +681,7 @@ impl Flushers {
         let id = job.id;
         let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
         let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        this.busy.fetch_add(1, Ordering::Relaxed);
         if let Some(queue) = jobs.get_mut(&key) {
             queue.push(job);
             this.more.notify_all();
@@ -686,6 +698,7 @@ impl Flushers {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .remove(&key);
+            this.busy.fetch_sub(1, Ordering::Relaxed);
             return Err(id);
         }
         Ok(())
@@ -729,12 +742,14 @@ impl Flushers {
                 .unwrap_or_else(PoisonError::into_inner)
                 .upgrade();
             let Some(engine) = engine else { return };
+            let jobs = batch.len();
             engine.with(|core, now| {
                 for job in batch {
                     core.rnic.handle_flush(now, job.id, result);
                 }
                 core.finish(now, true);
             });
+            self.busy.fetch_sub(jobs, Ordering::Relaxed);
         }
     }
 }
