@@ -55,7 +55,10 @@ pub(crate) fn widths(columns: &[(&str, Align)], rows: &[Vec<String>]) -> Vec<usi
         .iter()
         .enumerate()
         .map(|(i, (title, _))| {
-            let cells = rows.iter().filter_map(|row| row.get(i)).map(|cell| cell.chars().count());
+            let cells = rows
+                .iter()
+                .filter_map(|row| row.get(i))
+                .map(|cell| cell.chars().count());
             cells.chain([title.chars().count()]).max().unwrap_or(0)
         })
         .collect()

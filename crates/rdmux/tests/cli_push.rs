@@ -445,6 +445,24 @@ fn push__server_killed_says_so_in_one_line() {
 }
 
 #[test]
+fn push__interrupted_ends_its_connection_and_can_be_resumed() {
+    let place = Place::new();
+    let source = place.write("source", &pattern(64 << 20, 11));
+    let spec = file_spec(&place, "d", ",size=64M");
+    let serve = Serve::start(&place, "127.0.10.21", &["--file", &spec]);
+    let mut pushing = Pushing::start(&place, &source, &serve.url("d"));
+    pushing.ack().unwrap();
+    let pid = rustix::process::Pid::from_child(&pushing.process.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    let output = pushing.process.wait_with_output();
+    let (_, err) = texts(&output);
+    assert_eq!((output.status.code(), err.lines().count()), (Some(1), 1), "{err}");
+    assert!(err.contains("interrupted") && err.contains("--resume"), "{err}");
+    serve.logged("ended: goodbye");
+    place.ok(&["push", &source, &serve.url("d"), "--resume"]);
+}
+
+#[test]
 fn pull__server_killed_keeps_nothing() {
     let place = Place::new();
     let serve_args = ["--mem", "m,size=512M"];
@@ -716,4 +734,79 @@ fn pull__replaces_a_file_at_the_end_only() {
     assert_eq!(fs::read(&old).unwrap(), [0; 4096]);
     let left: Vec<_> = fs::read_dir(Path::new(place.folder.path())).unwrap().collect();
     assert_eq!(left.len(), 2, "{left:?}");
+}
+
+/// Folders that demos of this process left.
+fn demo_folders(parent: &Path) -> usize {
+    let names = fs::read_dir(parent)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name());
+    names
+        .filter(|name| name.to_string_lossy().starts_with("rdmux-demo-"))
+        .count()
+}
+
+#[test]
+fn demo__push_reports_all_that_it_measured_and_cleans_up() {
+    let place = Place::new();
+    let source = place.write("source", &pattern(3 << 20, 12));
+    let folder = place.folder.path().to_str().unwrap();
+    let out = place.ok(&[
+        "demo", "push", &source, "--json", "--dir", folder, "--wait", "block",
+    ]);
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(report["bytes"].as_u64(), Some(3 << 20));
+    let (killed, resumed) = (&report["killed_at"], &report["resumed"]["resumed_from"]);
+    assert!(
+        killed.as_u64().unwrap() >= 3 << 19 && resumed.as_u64() >= killed.as_u64(),
+        "{killed} {resumed}"
+    );
+    assert_eq!(report["resumed"]["crc64"], report["pulled"]["crc64"]);
+    let cells = report["cells"].as_array().unwrap();
+    assert_eq!(cells.len(), 2 * 3 * 2 * 3);
+    for cell in cells {
+        assert!(cell["gigabytes_per_second"].as_f64().unwrap() > 0.0, "{cell}");
+        assert!(cell["p99_us"].as_f64() >= cell["p50_us"].as_f64(), "{cell}");
+    }
+    assert_eq!(demo_folders(place.folder.path()), 0);
+}
+
+#[test]
+fn demo__of_a_file_of_one_byte_and_without_a_file() {
+    let place = Place::new();
+    let empty = place.write("empty", b"");
+    let err = place.fails(&["demo", "push", &empty], 1);
+    assert!(err.contains("empty"), "{err}");
+    let err = place.fails(&["demo", "push", &place.arg("missing")], 1);
+    assert!(err.contains("missing: No such file"), "{err}");
+    place.fails(&["demo"], 2);
+}
+
+#[test]
+fn demo__push_interrupted_leaves_nothing() {
+    let place = Place::new();
+    let source = place.write("source", &pattern(8 << 20, 13));
+    let folder = place.folder.path().to_str().unwrap();
+    let mut child = place
+        .rdmux(&["demo", "push", &source, "--dir", folder])
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut process = Process(child);
+    while !lines.next().expect("a line").unwrap().starts_with("measure") {}
+    assert_eq!(demo_folders(place.folder.path()), 1);
+    let pid = rustix::process::Pid::from_child(&process.0);
+    let children =
+        fs::read_to_string(format!("/proc/{0}/task/{0}/children", process.0.id())).unwrap_or_default();
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(process.0.wait().unwrap().code(), Some(130));
+    assert_eq!(demo_folders(place.folder.path()), 0);
+    for child in children.split_whitespace() {
+        // Killed; whoever adopted it may not have waited for it yet.
+        let stat = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
+        let state = stat
+            .rsplit_once(") ")
+            .map_or('Z', |(_, rest)| rest.chars().next().unwrap_or('Z'));
+        assert!(matches!(state, 'Z' | 'X'), "{stat}");
+    }
 }

@@ -461,6 +461,7 @@ impl Server {
         at: usize,
         mut request: ConnectionRequest,
     ) -> Result<(), Box<dyn std::error::Error>> {
+        let nonce = random_nonce()?;
         let endpoint = &mut self.endpoints[at];
         // A domain for each client: no key of one is good for another.
         let pd = endpoint.device.alloc_pd();
@@ -481,7 +482,7 @@ impl Server {
         endpoint.connections += 1;
         let client = Client {
             number: self.clients_so_far,
-            session: Session::new(self.shared.clone(), random_nonce()?),
+            session: Session::new(self.shared.clone(), nonce),
             mappings: HashMap::new(),
             connection,
             slots,

@@ -41,6 +41,10 @@ enum Demo {
 }
 
 #[derive(clap::Args, Debug)]
+#[command(after_help = "\
+JSON: one object: file, bytes, file_system, durable, killed_at (bytes), resumed and pulled (as push and pull --json report),
+wait, client_cpu, server_cpu, and cells: an array of system (rdmux or tcp), operation, bytes, depth, gigabytes_per_second,
+p50_us, p99_us, and CPU seconds per GB as client_app, client_nic, server_app, server_nic.")]
 struct PushArgs {
     /// The file [default: a large one that this machine has].
     file: Option<PathBuf>,
@@ -88,14 +92,25 @@ fn push(args: &PushArgs) -> Result<()> {
     let kind = file_system_of(stage.folder());
     let durable = !matches!(kind.as_str(), "tmpfs" | "ramfs");
     let ip = args.listen.unwrap_or_else(unused_loopback);
-    tell(&format!("file    {}, {}", source.display(), output::bytes(length)));
+    tell(&format!(
+        "file    {}, {}",
+        source.display(),
+        output::bytes(length)
+    ));
     tell(&format!(
         "served  {} on {kind}: {}",
         stage.path("region").display(),
-        if durable { "durable once it is flushed" } else { "NOT DURABLE, the file system is in memory" }
+        if durable {
+            "durable once it is flushed"
+        } else {
+            "NOT DURABLE, the file system is in memory"
+        }
     ));
 
-    let server = stage.serve(&["--file", &format!("{},size={length}", stage.arg("region")?)], ip)?;
+    let server = stage.serve(
+        &["--file", &format!("{},size={length}", stage.arg("region")?)],
+        ip,
+    )?;
     let url = format!("rdmux://{}/region", SocketAddr::new(ip, DEFAULT_PORT));
     let killed = push_and_kill(&mut stage, &source, length, &url)?;
     tell(&format!(
@@ -118,7 +133,11 @@ fn push(args: &PushArgs) -> Result<()> {
 
     let back = stage.path("back");
     let pulled = stage.report(&["pull", &url, &stage.arg("back")?, "--json"])?;
-    ensure!(same(&source, &back)?, "what was pulled differs from {}", source.display());
+    ensure!(
+        same(&source, &back)?,
+        "what was pulled differs from {}",
+        source.display()
+    );
     std::fs::remove_file(&back)?;
     tell(&format!(
         "pull    {length} bytes in {:.2} s, {:.2} GB/s; the same, byte for byte",
@@ -128,7 +147,9 @@ fn push(args: &PushArgs) -> Result<()> {
     stage.end(server)?;
 
     let cpus = stage::cpus()?;
-    let wait = args.wait.unwrap_or(if cpus.len() >= 2 { Wait::Poll } else { Wait::Block });
+    let wait = args
+        .wait
+        .unwrap_or(if cpus.len() >= 2 { Wait::Poll } else { Wait::Block });
     // The server beside the client, when there is a CPU for it.
     let (client_cpu, server_cpu) = (cpus[0], *cpus.get(1).unwrap_or(&cpus[0]));
     tell(&format!(
@@ -163,10 +184,16 @@ fn push(args: &PushArgs) -> Result<()> {
     } else {
         "flush = write, then FLUSH for visibility: this file system is in memory, nothing is durable; latencies in µs"
     });
-    output::say("CPU seconds per GB: app = the program's threads, NIC = the soft NIC's; s.app of TCP = its server");
+    output::say(
+        "CPU seconds per GB: app = the program's threads, NIC = the soft NIC's; s.app of TCP = its server",
+    );
     output::say("");
-    output::say("next: rdmux serve --file data.img,size=1G     then     rdmux push FILE rdmux://127.0.0.1/data.img");
-    output::say("      rdmux push --help: --resume, --depth, --chunk; rdmux perf --help: latency and bandwidth alone");
+    output::say(
+        "next: rdmux serve --file data.img,size=1G     then     rdmux push FILE rdmux://127.0.0.1/data.img",
+    );
+    output::say(
+        "      rdmux push --help: --resume, --depth, --chunk; rdmux perf --help: latency and bandwidth alone",
+    );
     Ok(())
 }
 
@@ -206,7 +233,13 @@ fn push_and_kill(stage: &mut Stage, source: &Path, length: u64, url: &str) -> Re
     Ok(acknowledged)
 }
 
-fn measure_both(stage: &mut Stage, ip: IpAddr, wait: Wait, client_cpu: usize, server_cpu: usize) -> Result<Vec<Cell>> {
+fn measure_both(
+    stage: &mut Stage,
+    ip: IpAddr,
+    wait: Wait,
+    client_cpu: usize,
+    server_cpu: usize,
+) -> Result<Vec<Cell>> {
     let (client_cpu, server_cpu) = (client_cpu.to_string(), server_cpu.to_string());
     let spec = format!("{},name=measured,size={MEASURED_BYTES}", stage.arg("measured")?);
     let mut serve = vec!["--file", &spec, "--cpu", &server_cpu];
@@ -226,7 +259,18 @@ fn measure_both(stage: &mut Stage, ip: IpAddr, wait: Wait, client_cpu: usize, se
     // The same file again: its blocks are allocated.
     let path = stage.arg("measured")?;
     let ip = ip.to_string();
-    let serve = ["demo", "tcp-serve", "--file", &path, "--listen", &ip, "--wait", wait.word(), "--cpu", &server_cpu];
+    let serve = [
+        "demo",
+        "tcp-serve",
+        "--file",
+        &path,
+        "--listen",
+        &ip,
+        "--wait",
+        wait.word(),
+        "--cpu",
+        &server_cpu,
+    ];
     let (server, address) = stage.tcp_serve(&serve)?;
     let pid = server.pid().to_string();
     let mut client = vec!["demo", "measure", "--tcp", &address, "--server-pid", &pid];
@@ -246,14 +290,29 @@ fn unused_loopback() -> IpAddr {
 fn find_file() -> Result<PathBuf> {
     let exe = std::env::current_exe().context("cannot find this program's own file: name a file")?;
     let mut best = (std::fs::metadata(&exe)?.len(), exe.clone());
-    let folders = ["/usr/bin", "/usr/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"];
-    for entry in folders.iter().flat_map(std::fs::read_dir).flatten().flatten().take(50_000) {
+    let folders = [
+        "/usr/bin",
+        "/usr/lib",
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+    ];
+    for entry in folders
+        .iter()
+        .flat_map(std::fs::read_dir)
+        .flatten()
+        .flatten()
+        .take(50_000)
+    {
         if best.0 >= FILE_BYTES_WANTED {
             break;
         }
         // The entry's own kind: links are left out.
         let Ok(meta) = entry.metadata() else { continue };
-        if meta.is_file() && (best.0..FILE_BYTES_MAX).contains(&meta.len()) && File::open(entry.path()).is_ok() {
+        if meta.is_file()
+            && (best.0..FILE_BYTES_MAX).contains(&meta.len())
+            && File::open(entry.path()).is_ok()
+        {
             best = (meta.len(), entry.path());
         }
     }
@@ -275,7 +334,7 @@ fn same(one: &Path, two: &Path) -> Result<bool> {
     }
 }
 
-/// Three significant digits, at most one after the point beyond ten.
+/// Two significant digits and more, no more than two after the point.
 fn short(value: f64) -> String {
     match value {
         v if v >= 9.95 => format!("{v:.0}"),
@@ -285,15 +344,19 @@ fn short(value: f64) -> String {
 }
 
 fn rate(value: f64) -> String {
-    if value < 0.1 { format!("{value:.4}") } else { format!("{value:.2}") }
+    if value < 0.1 {
+        format!("{value:.3}")
+    } else {
+        format!("{value:.2}")
+    }
 }
 
 fn table(cells: &[Cell]) -> String {
     let columns: Vec<(&str, Align)> = std::iter::once(("", Align::Left))
         .chain(
             [
-                "size", "QD", "GB/s", "p50", "p99", "c.app", "c.NIC", "s.app", "s.NIC", "GB/s", "p50", "p99", "c.app",
-                "s.app",
+                "size", "QD", "GB/s", "p50", "p99", "c.app", "c.NIC", "s.app", "s.NIC", "GB/s", "p50", "p99",
+                "c.app", "s.app",
             ]
             .map(|title| (title, Align::Right)),
         )
@@ -308,7 +371,11 @@ fn table(cells: &[Cell]) -> String {
         for bytes in SIZES {
             for depth in QUEUE_DEPTHS {
                 let key = (operation.word(), bytes, depth);
-                let mut row = vec![operation.word().into(), format!("{}K", bytes >> 10), depth.to_string()];
+                let mut row = vec![
+                    operation.word().into(),
+                    format!("{}K", bytes >> 10),
+                    depth.to_string(),
+                ];
                 for system in ["rdmux", "tcp"] {
                     let Some(cell) = find(system, key) else { continue };
                     row.push(rate(cell.gigabytes_per_second));

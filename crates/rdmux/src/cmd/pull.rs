@@ -19,6 +19,7 @@ use crate::output;
 
 /// Read a remote region into a file.
 #[derive(clap::Args, Debug)]
+#[command(after_help = "JSON: one object: bytes, seconds, gigabytes_per_second, crc64.")]
 pub(crate) struct Args {
     /// Where from: rdmux://HOST[:PORT]/REGION[@OFFSET].
     #[arg(value_name = "SOURCE")]

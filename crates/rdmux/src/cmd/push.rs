@@ -25,6 +25,8 @@ const FLUSH: u64 = 1 << 62;
 
 /// Write a file into a remote region and make it durable there.
 #[derive(clap::Args, Debug)]
+#[command(after_help = "\
+JSON: one object: bytes, resumed_from (bytes that were there), seconds, gigabytes_per_second, durable (true or false), crc64.")]
 pub(crate) struct Args {
     /// The file.
     file: PathBuf,
@@ -210,11 +212,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
             "{} of {} bytes are {worth} there",
             upload.acknowledged, upload.length
         );
-        return match error.downcast_ref::<Error>() {
-            Some(Error::Lost { .. }) => Err(anyhow!(
-                "{error}; {state}: go on with the same command and --resume"
-            )),
-            _ => Err(error.context(state)),
+        let lost = matches!(error.downcast_ref(), Some(Error::Lost { .. }));
+        return if lost || interrupted() {
+            Err(anyhow!("{error}; {state}: go on with the same command and --resume"))
+        } else {
+            Err(error.context(state))
         };
     }
     let crc = upload.crc.value();
@@ -250,7 +252,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
             args.target,
             elapsed.as_secs_f64()
         ));
-        output::say(&durability_words(mapping.domain()));
+        output::say(durability_words(mapping.domain()));
         output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
     }
     Ok(())

@@ -16,6 +16,9 @@ use crate::output::{self, Align};
 
 /// Offer files and memory to be pushed to and pulled from, until Ctrl-C.
 #[derive(clap::Args, Debug)]
+#[command(after_help = "\
+JSON: one object when it listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
+read_only; path and file_system are null for memory).")]
 #[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
 pub(crate) struct Args {
     /// Address to listen on, any number of times: only the loopback interface unless another address is given.
@@ -175,7 +178,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
         regions,
         keepalive: args.keepalive,
         device: rdmux_verbs::Options {
-            waiting: if args.poll { Waiting::Polled } else { Waiting::Blocked },
+            waiting: if args.poll {
+                Waiting::Polled
+            } else {
+                Waiting::Blocked
+            },
             ..Default::default()
         },
     })?;

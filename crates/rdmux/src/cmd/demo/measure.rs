@@ -138,14 +138,28 @@ pub(super) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn measure(subject: &mut dyn Subject, operation: Operation, bytes: u32, depth: usize, server: u32) -> Result<Cell> {
+fn measure(
+    subject: &mut dyn Subject,
+    operation: Operation,
+    bytes: u32,
+    depth: usize,
+    server: u32,
+) -> Result<Cell> {
     let mut offset = 0;
     drive(subject, operation, bytes, depth, WARM_UP, &mut offset, None)?;
     let mut latency_ns = Histogram::<u64>::new_with_bounds(1, 60_000_000_000, 3)?;
     let me = std::process::id();
     let before = (Cpu::of(me), Cpu::of(server));
     let begun = Instant::now();
-    let done = drive(subject, operation, bytes, depth, CELL, &mut offset, Some(&mut latency_ns))?;
+    let done = drive(
+        subject,
+        operation,
+        bytes,
+        depth,
+        CELL,
+        &mut offset,
+        Some(&mut latency_ns),
+    )?;
     let elapsed = begun.elapsed();
     let after = (Cpu::of(me), Cpu::of(server));
     let gigabytes = (done * u64::from(bytes)) as f64 / 1e9;
@@ -207,10 +221,21 @@ struct Cpu {
 impl Cpu {
     fn of(pid: u32) -> Cpu {
         let mut cpu = Cpu::default();
-        for task in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+        for task in std::fs::read_dir(format!("/proc/{pid}/task"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
             let read = |name| std::fs::read_to_string(task.path().join(name)).unwrap_or_default();
-            let on_cpu_ns = read("schedstat").split(' ').next().and_then(|ns| ns.parse::<u64>().ok());
-            let part = if read("comm").starts_with("rdmux-") { &mut cpu.nic_ns } else { &mut cpu.app_ns };
+            let on_cpu_ns = read("schedstat")
+                .split(' ')
+                .next()
+                .and_then(|ns| ns.parse::<u64>().ok());
+            let part = if read("comm").starts_with("rdmux-") {
+                &mut cpu.nic_ns
+            } else {
+                &mut cpu.app_ns
+            };
             *part += on_cpu_ns.unwrap_or(0);
         }
         cpu
@@ -389,7 +414,10 @@ pub(super) fn tcp_serve(args: &TcpServeArgs) -> Result<()> {
             return Ok(());
         }
         let [code, _, _, _, a, b, c, d, offset @ ..] = head;
-        let (bytes, offset) = (u32::from_be_bytes([a, b, c, d]) as usize, u64::from_be_bytes(offset));
+        let (bytes, offset) = (
+            u32::from_be_bytes([a, b, c, d]) as usize,
+            u64::from_be_bytes(offset),
+        );
         let (Some(operation), Some(data)) = (Operation::of(code), data.get_mut(..bytes)) else {
             bail!("a request that is none");
         };

@@ -93,7 +93,9 @@ impl Stage {
     /// A new folder in `parent`, or where there is a disk.
     pub(super) fn new(parent: Option<&Path>, prefix: Option<&str>) -> Result<Stage> {
         ctrlc::set_handler(|| {
-            clean_up(&mut litter());
+            // Held to the end: the main thread, whose children vanish, must not end the process its own way.
+            let mut litter = litter();
+            clean_up(&mut litter);
             std::process::exit(130);
         })
         .context("cannot take signals")?;
@@ -117,7 +119,11 @@ impl Stage {
                     litter.folder = Some(folder.clone());
                     drop(litter);
                     Key::load_or_create_at(&folder.join("key"))?;
-                    let prefix = prefix.unwrap_or_default().split_whitespace().map(str::to_owned).collect();
+                    let prefix = prefix
+                        .unwrap_or_default()
+                        .split_whitespace()
+                        .map(str::to_owned)
+                        .collect();
                     return Ok(Stage { folder, exe, prefix });
                 }
                 Err(error) => failure = Some(format!("{}: {error}", parent.display())),
@@ -140,7 +146,9 @@ impl Stage {
     }
 
     pub(super) fn arg_of(&self, path: &Path) -> Result<String> {
-        let path = path.to_str().with_context(|| format!("{}: its name is not UTF-8", path.display()))?;
+        let path = path
+            .to_str()
+            .with_context(|| format!("{}: its name is not UTF-8", path.display()))?;
         Ok(path.to_owned())
     }
 
@@ -214,7 +222,11 @@ impl Stage {
     pub(super) fn end(&self, mut server: Actor) -> Result<()> {
         kill_process(Pid::from_child(&server.0), Signal::TERM)?;
         let status = server.0.wait()?;
-        ensure!(status.success(), "the server ended with {status}: {}", server.complaint());
+        ensure!(
+            status.success(),
+            "the server ended with {status}: {}",
+            server.complaint()
+        );
         Ok(())
     }
 }
@@ -237,7 +249,9 @@ fn first_line(actor: &mut Actor) -> Result<String> {
 /// CPUs that this process may run on.
 pub(super) fn cpus() -> Result<Vec<usize>> {
     let set = rustix::thread::sched_getaffinity(None)?;
-    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect();
+    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)
+        .filter(|cpu| set.is_set(*cpu))
+        .collect();
     ensure!(!cpus.is_empty(), "no CPU to run on");
     Ok(cpus)
 }
