@@ -3,6 +3,7 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,8 @@ use crate::soft::group::GroupError;
 
 /// The window towards a peer that is not rdmux and so does not say what it can take.
 const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
+/// Longest wait for the peer's answer, MRAs included.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest wait for the peer's last message.
 const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -133,19 +136,24 @@ impl Events {
             .ok()
     }
 
-    fn wait(&self, device: &Device, timeout: Duration) -> Option<CmEvent> {
-        let deadline = Instant::now() + timeout;
+    /// The next event; sleeps until there is one. `None`: the time is over. One thread waits at a time.
+    fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<CmEvent> {
         loop {
             if let Some(event) = self.poll() {
                 return Some(event);
             }
             device.engine().hand_over();
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || !self.waker.wait(Some(left)) {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) || !self.waker.wait(left) {
                 return self.poll();
             }
         }
     }
+}
+
+/// When a wait of `timeout` ends; `None`: never.
+pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
+    Instant::now().checked_add(timeout)
 }
 
 impl Device {
@@ -180,7 +188,30 @@ impl Device {
                 peer: peer.ip(),
             });
         }
-        let path_mtu = path_mtu_to(local, peer.ip())?.min(params.path_mtu_max);
+        let mut path_mtu = path_mtu_to(local, peer.ip())?.min(params.path_mtu_max);
+        loop {
+            match self.connect_at(qp, peer, params, private_data, path_mtu) {
+                // The peer's link carries less than ours: ask for less.
+                Err(ConnectError::Rejected {
+                    reason: RejReason::INVALID_PATH_MTU,
+                    ..
+                }) if path_mtu > PathMtu::Bytes256 => {
+                    path_mtu = PathMtu::from_bytes(path_mtu.bytes() / 2).unwrap_or(PathMtu::Bytes256);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    fn connect_at(
+        &self,
+        qp: &QueuePair,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+        path_mtu: PathMtu,
+    ) -> Result<Connection, ConnectError> {
+        let local = self.address();
         let (sink, events) = Events::new()?;
         let addressing = IpAddressing {
             src_port: 0,
@@ -201,7 +232,7 @@ impl Device {
                     ConnectionEntry {
                         sink,
                         waker: events.waker.clone(),
-                        qpn: qp.qpn(),
+                        qpn: Some(qp.qpn()),
                     },
                 );
             }
@@ -209,7 +240,7 @@ impl Device {
         })?;
         let mut connection = Connection::new(self, qp, id, events, peer.ip());
         loop {
-            match connection.events.wait(self, Duration::from_secs(60)) {
+            match connection.events.wait(self, deadline_after(CONNECT_TIMEOUT)) {
                 Some(CmEvent::Reply {
                     remote, private_data, ..
                 }) => {
@@ -223,14 +254,26 @@ impl Device {
                         core.rnic.cm().establish(id);
                         Ok::<_, ConnectError>(())
                     })?;
+                    connection
+                        .phase
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .established = true;
                     return Ok(connection);
                 }
+                // The queue pair stays as it was: it can be connected again.
                 Some(CmEvent::Rejected {
                     reason, private_data, ..
                 }) => {
+                    connection.left.store(true, Ordering::Release);
                     return Err(ConnectError::Rejected { reason, private_data });
                 }
                 Some(CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. }) | None => {
+                    connection.left.store(true, Ordering::Release);
+                    self.engine().with(|core, _| {
+                        core.rnic.cm().destroy(id);
+                        core.connections.remove(&id);
+                    });
                     return Err(ConnectError::Unreachable(peer.ip()));
                 }
                 Some(CmEvent::Request { .. } | CmEvent::Established { .. }) => {}
@@ -317,10 +360,9 @@ pub struct Listener {
 impl Listener {
     /// Waits for a request. `None`: the time is over.
     pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.wait(&self.device, left)? {
+            match self.events.wait(&self.device, deadline)? {
                 CmEvent::Request {
                     id,
                     peer,
@@ -413,7 +455,7 @@ impl ConnectionRequest {
         private_data: &[u8],
         prepare: impl FnOnce() -> Result<(), ConnectError>,
     ) -> Result<Connection, ConnectError> {
-        let local_mtu = path_mtu_to(self.device.address(), self.peer)?;
+        let local_mtu = path_mtu_to(self.device.address(), self.peer)?.min(params.path_mtu_max);
         if self.remote.path_mtu > local_mtu {
             self.reject_with(RejReason::INVALID_PATH_MTU, &[]);
             return Err(ConnectError::Rejected {
@@ -432,18 +474,15 @@ impl ConnectionRequest {
         let mut connection = Connection::new(&self.device, qp, id, events, peer);
         prepare()?;
         let accepted = self.device.engine().with(|core, now| {
-            let waker = connection.events.waker.clone();
-            core.connections.insert(
-                id,
-                ConnectionEntry {
-                    sink,
-                    waker,
-                    qpn: qp.qpn(),
-                },
-            );
             let mut local = local_endpoint(qp.qpn(), psn, params, remote.path_mtu);
             local.initiator_depth = params.initiator_depth.min(remote.responder_resources);
-            core.rnic.cm().accept(now, id, &local, private_data)
+            let accepted = core.rnic.cm().accept(now, id, &local, private_data);
+            // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
+            if accepted {
+                let (waker, qpn) = (connection.events.waker.clone(), Some(qp.qpn()));
+                core.connections.insert(id, ConnectionEntry { sink, waker, qpn });
+            }
+            accepted
         });
         self.decided = true;
         if !accepted {
@@ -486,7 +525,16 @@ pub struct Connection {
     peer: IpAddr,
     remote: Option<Endpoint>,
     private_data: Vec<u8>,
-    ended: Mutex<bool>,
+    phase: Mutex<Phase>,
+    /// This side has ended it.
+    left: AtomicBool,
+}
+
+/// How far a connection has come. One that ended may have been established before anybody looked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Phase {
+    established: bool,
+    ended: bool,
 }
 
 impl Connection {
@@ -499,7 +547,8 @@ impl Connection {
             peer,
             remote: None,
             private_data: Vec::new(),
-            ended: Mutex::new(false),
+            phase: Mutex::default(),
+            left: AtomicBool::new(false),
         }
     }
 
@@ -523,91 +572,91 @@ impl Connection {
         &self.qp
     }
 
-    /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
-    pub fn wait_established(&self) -> bool {
-        let deadline = Instant::now() + ESTABLISH_TIMEOUT;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.wait(&self.device, left) {
-                Some(CmEvent::Established { .. }) => return true,
-                Some(
-                    CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. },
-                )
-                | None => {
-                    self.set_ended();
-                    return false;
-                }
-                Some(CmEvent::Request { .. } | CmEvent::Reply { .. }) => {}
+    fn note(&self, event: &CmEvent) -> Phase {
+        let mut phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        match event {
+            CmEvent::Established { .. } => phase.established = true,
+            CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. } => {
+                phase.ended = true
             }
+            CmEvent::Request { .. } | CmEvent::Reply { .. } => {}
         }
+        *phase
     }
 
-    fn set_ended(&self) -> bool {
-        std::mem::replace(
-            &mut *self.ended.lock().unwrap_or_else(PoisonError::into_inner),
-            true,
-        )
-    }
-
-    /// Whether the peer has ended the connection. When it has, the queue pair is in Error: what was posted is flushed.
-    pub fn is_ended(&self) -> bool {
+    /// How far it has come by what is known now.
+    fn phase(&self) -> Phase {
         while let Some(event) = self.events.poll() {
-            if matches!(
-                event,
-                CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. }
-            ) {
-                self.set_ended();
-            }
+            self.note(&event);
         }
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the peer has ended the connection. False: the time is over.
-    pub fn wait_ended(&self, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
-        while !self.is_ended() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.wait(&self.device, left) {
-                None => return self.is_ended(),
-                Some(
-                    CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. },
-                ) => {
-                    self.set_ended();
-                }
-                Some(CmEvent::Request { .. } | CmEvent::Reply { .. } | CmEvent::Established { .. }) => {}
-            }
+    /// Waits until `done`; false when the time is over.
+    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Phase) -> bool) -> bool {
+        while !done(self.phase()) {
+            match self.events.wait(&self.device, deadline) {
+                Some(event) => self.note(&event),
+                None => return done(self.phase()),
+            };
         }
         true
     }
 
-    /// Ends the connection: the queue pair goes to Error and the peer is told.
+    /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
+    pub fn wait_established(&self) -> bool {
+        self.wait_until(deadline_after(ESTABLISH_TIMEOUT), |phase| {
+            phase.established || phase.ended
+        });
+        let established = self.phase().established;
+        if !established {
+            self.disconnect();
+        }
+        established
+    }
+
+    /// Whether the peer has ended the connection. When it has, the queue pair is in Error: what was posted is flushed.
+    pub fn is_ended(&self) -> bool {
+        self.phase().ended
+    }
+
+    /// Waits until the peer has ended the connection. False: the time is over.
+    pub fn wait_ended(&self, timeout: Duration) -> bool {
+        self.wait_until(deadline_after(timeout), |phase| phase.ended)
+    }
+
+    /// Ends the connection: what is owed to the peer is sent, the queue pair goes to Error and the peer is told. Does nothing
+    /// the second time.
     pub fn disconnect(&self) {
-        let told = self.set_ended();
+        if self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
         let (id, qpn) = (self.id, self.qp.qpn());
+        let established = self.phase().established;
         self.device.engine().with(|core, now| {
+            core.finish(now, true);
             let _ = core
                 .rnic
                 .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
-            if !told {
-                core.rnic.cm().disconnect(now, id);
+            // From now on the queue pair is its owner's to use again: the end of this connection no longer concerns it.
+            if let Some(entry) = core.connections.get_mut(&id) {
+                entry.qpn = None;
+            }
+            core.rnic.cm().disconnect(now, id);
+            if !established {
+                // Nothing more will be heard of it.
+                core.connections.remove(&id);
             }
         });
+        if !established {
+            self.phase.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
+        }
     }
 
     /// Ends the connection and waits until the peer has agreed, or does not answer.
     pub fn disconnect_and_wait(&self, timeout: Duration) {
-        if self.is_ended() {
-            return self.disconnect();
-        }
         self.disconnect();
-        let deadline = Instant::now() + timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.wait(&self.device, left) {
-                None | Some(CmEvent::Disconnected { .. }) => return,
-                Some(_) => {}
-            }
-        }
+        self.wait_until(deadline_after(timeout), |phase| phase.ended);
     }
 }
 

@@ -12,6 +12,7 @@ use rdmux_rnic::{
     QpState, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendRequest, Sge, Status, WorkCompletion,
 };
 
+use crate::cm::deadline_after;
 use crate::soft::engine::{Engine, Waker};
 pub use crate::soft::engine::{OpenError, Options, Waiting};
 
@@ -92,7 +93,12 @@ impl Device {
     /// Lets the caller drive the device: takes in what has arrived and sends what is owed. A program that polls memory
     /// instead of a completion queue calls this in its loop.
     pub fn progress(&self) {
-        drop(self.engine().poll());
+        self.engine().poll(|_| None::<()>);
+    }
+
+    /// Datagram trains that the system refused to send; the protocol took them for lost.
+    pub fn send_errors(&self) -> u64 {
+        self.engine().lock().send_errors
     }
 
     /// What the device counted.
@@ -256,20 +262,21 @@ pub struct CompletionQueue(Arc<CqInner>);
 impl CompletionQueue {
     /// Takes the oldest completion, driving the device when there is none. Never sleeps.
     pub fn poll(&self) -> Option<WorkCompletion> {
-        self.0.device.engine().poll().rnic.poll_cq(self.0.cqn)
+        self.0.device.engine().poll(|core| core.rnic.poll_cq(self.0.cqn))
     }
 
-    /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device once.
+    /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device when there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let mut core = self.0.device.engine().poll();
-        let mut n = 0;
-        while n < max
-            && let Some(wc) = core.rnic.poll_cq(self.0.cqn)
-        {
-            into.push_back(wc);
-            n += 1;
-        }
-        n
+        let before = into.len();
+        self.0.device.engine().poll(|core| {
+            while into.len() - before < max
+                && let Some(wc) = core.rnic.poll_cq(self.0.cqn)
+            {
+                into.push_back(wc);
+            }
+            (into.len() > before).then_some(())
+        });
+        into.len() - before
     }
 
     /// Asks for a wake-up through [`CompletionQueue::as_fd`]. A completion that is there already makes none: poll after
@@ -282,19 +289,23 @@ impl CompletionQueue {
 
     /// Takes the oldest completion; sleeps until there is one, without using a CPU. `None`: the time is over.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline_after(timeout);
         let engine = self.0.device.engine();
         loop {
             {
                 let mut core = engine.lock();
                 if let Some(wc) = core.rnic.poll_cq(self.0.cqn) {
+                    if core.rnic.cq_state(self.0.cqn).is_some_and(|(left, _)| left > 0) {
+                        // Another thread may wait for it: one wake-up can stand for several completions.
+                        self.0.waker.wake();
+                    }
                     return Ok(Some(wc));
                 }
                 core.rnic.arm_cq(self.0.cqn, Arm::Next);
             }
             engine.hand_over();
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || !self.0.waker.wait(Some(left)) {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) || !self.0.waker.wait(left) {
                 return Ok(engine.lock().rnic.poll_cq(self.0.cqn));
             }
         }
@@ -342,7 +353,10 @@ struct QpInner {
 
 impl Drop for QpInner {
     fn drop(&mut self) {
-        let mut core = self.pd.device().engine().lock();
+        let engine = self.pd.device().engine();
+        let mut core = engine.lock();
+        // Acknowledgements that waited for company are sent: what they stand for has been done.
+        core.finish(engine.now(), true);
         core.rnic.destroy_qp(self.qpn);
         core.qp_errors.remove(&self.qpn);
     }

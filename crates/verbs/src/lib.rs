@@ -9,7 +9,7 @@
 //!
 //! let device = Device::open("127.0.0.1".parse()?)?;
 //! let pd = device.alloc_pd();
-//! let cq = device.create_cq(16)?;
+//! let cq = device.create_cq(256)?;
 //! let qp = pd.create_qp(&QpOptions::new(&cq))?;
 //! let memory = Arc::new(AnonymousMemory::new(4096)?);
 //! let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;

@@ -13,7 +13,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr::{NonNull, copy_nonoverlapping};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use rdmux_rnic::{Fault, Memory, Placement};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync, fstat, fstatfs};
@@ -158,8 +159,9 @@ pub struct FileMemory {
     read_only: bool,
     /// All blocks were allocated at first, so that fewer later mean a truncation, even one that was grown over again.
     blocks_known: bool,
-    /// A flush failed: what was written since may be lost though later flushes would succeed. It stays failed.
-    failed: AtomicBool,
+    /// A flush failed: what was written since may be lost though later flushes would succeed. It stays failed. Held while a
+    /// flush runs, since the kernel tells a failure to one caller alone.
+    failed: Mutex<bool>,
 }
 
 impl FileMemory {
@@ -214,7 +216,7 @@ impl FileMemory {
             domain,
             read_only,
             blocks_known,
-            failed: AtomicBool::new(false),
+            failed: Mutex::new(false),
         })
     }
 
@@ -288,12 +290,13 @@ impl Memory for FileMemory {
             // The page cache is what every processor sees.
             return Ok(());
         }
-        if self.failed.load(Ordering::Acquire) {
+        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+        if *failed {
             return Err(Fault::Io(Errno::IO.raw_os_error()));
         }
         if let Err(error) = fdatasync(&self.file) {
             // The kernel reports a failed write-back once and forgets the pages: no later success may hide it.
-            self.failed.store(true, Ordering::Release);
+            *failed = true;
             return Err(fault(error));
         }
         self.check(offset, length)

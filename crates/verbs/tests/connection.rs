@@ -238,3 +238,137 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
         }
     });
 }
+
+#[test]
+fn disconnect__sends_the_acknowledgement_that_is_owed() {
+    let (client, _c, server, s) = connected("127.0.0.35".parse().unwrap(), 1 << 16);
+    server
+        .qp
+        .post_recv(RecvRequest {
+            wr_id: 1,
+            sges: server.mr.sge(0, 100).into(),
+        })
+        .unwrap();
+    client
+        .qp
+        .post_send(send(
+            2,
+            Operation::Send { imm: None },
+            client.mr.sge(0, 100).into(),
+        ))
+        .unwrap();
+    // A polling caller takes the message and leaves at once.
+    while server.cq.poll().is_none() {}
+    s.disconnect();
+    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    assert_eq!((wc.wr_id, wc.status), (2, Status::Success), "it was delivered");
+}
+
+#[test]
+fn connection__that_is_dropped_does_not_end_the_next_one_of_its_queue_pair() {
+    let address: IpAddr = "127.0.0.36".parse().unwrap();
+    let (client, first, server, _s) = connected(address, 1 << 16);
+    drop(first);
+    client
+        .qp
+        .modify(QpState::Reset, &QpAttributes::default())
+        .unwrap();
+    let listener = server._device.listen(7175).unwrap();
+    let qp = server.qp.pd().create_qp(&QpOptions::new(&server.cq)).unwrap();
+    let (c, _s) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let connection = listener
+                .accept(LONG)
+                .unwrap()
+                .accept(&qp, &ConnectParams::default(), &[])
+                .unwrap();
+            assert!(connection.wait_established());
+            connection
+        });
+        let peer = SocketAddr::new(address, 7175);
+        let c = client
+            ._device
+            .connect(&client.qp, peer, &ConnectParams::default(), &[])
+            .unwrap();
+        (c, accepting.join().unwrap())
+    });
+    assert!(!c.is_ended());
+    let operation = Operation::Write {
+        va: server.mr.iova(),
+        rkey: server.mr.rkey(),
+        imm: None,
+    };
+    client
+        .qp
+        .post_send(send(5, operation, client.mr.sge(0, 100).into()))
+        .unwrap();
+    let wc = client.cq.wait(LONG).unwrap().expect("a completion");
+    assert_eq!((wc.wr_id, wc.status), (5, Status::Success));
+}
+
+#[test]
+fn post_recv__in_error_wakes_who_waits() {
+    let (client, c, _server, _s) = connected("127.0.0.37".parse().unwrap(), 1 << 16);
+    c.disconnect();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| client.cq.wait(LONG).unwrap());
+        // Whether it is posted before or after the other thread sleeps, it must be seen.
+        client
+            .qp
+            .post_recv(RecvRequest {
+                wr_id: 8,
+                sges: SgeList::EMPTY,
+            })
+            .unwrap();
+        let wc = waiting.join().unwrap().expect("a completion");
+        assert_eq!((wc.wr_id, wc.status), (8, Status::Flushed));
+    });
+}
+
+#[test]
+fn connect__asks_for_a_smaller_packet_when_the_peer_wants_less() {
+    let address: IpAddr = "127.0.0.38".parse().unwrap();
+    let (client, server) = (end(address, 1 << 16), end(address, 1 << 16));
+    let listener = server._device.listen(7174).unwrap();
+    std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let small = ConnectParams {
+                path_mtu_max: PathMtu::Bytes1024,
+                ..Default::default()
+            };
+            loop {
+                if let Ok(connection) =
+                    listener
+                        .accept(LONG)
+                        .expect("a request")
+                        .accept(&server.qp, &small, &[])
+                {
+                    assert!(connection.wait_established());
+                    return connection;
+                }
+            }
+        });
+        let peer = SocketAddr::new(address, 7174);
+        let c = client
+            ._device
+            .connect(&client.qp, peer, &ConnectParams::default(), &[])
+            .unwrap();
+        assert_eq!(client.qp.query().unwrap().path_mtu, 1024);
+        drop(c);
+        drop(accepting.join().unwrap());
+    });
+}
+
+#[test]
+fn wait__for_ever_is_a_duration_too() {
+    let (client, c, _server, _s) = connected("127.0.0.39".parse().unwrap(), 1 << 16);
+    client
+        .qp
+        .post_recv(RecvRequest {
+            wr_id: 1,
+            sges: SgeList::EMPTY,
+        })
+        .unwrap();
+    c.disconnect();
+    assert!(client.cq.wait(Duration::MAX).unwrap().is_some());
+}

@@ -34,6 +34,8 @@ const POLLER_LEASE: Duration = Duration::from_millis(10);
 const RECEIVES_PER_TURN: usize = 8;
 /// Bytes gathered before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
+/// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
+const SOCKET_FULL_NS: u64 = 2_000_000;
 /// How long an idle flusher thread waits for more.
 const FLUSHER_IDLE: Duration = Duration::from_secs(5);
 
@@ -121,7 +123,8 @@ pub(crate) type CmSink = mpsc::Sender<CmEvent>;
 pub(crate) struct ConnectionEntry {
     pub(crate) sink: CmSink,
     pub(crate) waker: Arc<Waker>,
-    pub(crate) qpn: Qpn,
+    /// The queue pair that ends with it, until this side has ended the connection.
+    pub(crate) qpn: Option<Qpn>,
 }
 
 /// What is reached under the engine's lock.
@@ -134,14 +137,15 @@ pub(crate) struct Core {
     buf: TransmitBuf,
     /// Trains of `buf` that were sent already; the rest waits for the socket.
     sent: usize,
-    blocked: bool,
+    /// Since when a socket takes no more.
+    blocked: Option<Time>,
     gso: bool,
     address: IpAddr,
     pub(crate) cq_wakers: HashMap<Cqn, Weak<Waker>>,
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
     pub(crate) listeners: HashMap<ServiceId, (CmSink, Arc<Waker>)>,
-    /// Sends that failed, by reason; told once per reason is enough for a person.
+    /// Trains that could not be sent.
     pub(crate) send_errors: u64,
     flushers: Arc<Flushers>,
 }
@@ -196,14 +200,14 @@ impl Engine {
 
         let mut seed = [0u8; 32];
         fill_random(&mut seed).map_err(io("random numbers"))?;
-        let guid = u64::from_le_bytes([
-            seed[0], seed[1], seed[2], seed[3], seed[4], seed[5], seed[6], seed[7],
-        ]);
+        // Not of the seed: the GUID is told to peers.
+        let mut guid = [0u8; 8];
+        fill_random(&mut guid).map_err(io("random numbers"))?;
         let config = Config {
             address,
             slot: group.slot(),
             seed,
-            guid,
+            guid: u64::from_le_bytes(guid),
             gsi_src_port: gsi.local_addr().port(),
             receive_window_bytes: window_for(buffer_bytes),
         };
@@ -217,7 +221,7 @@ impl Engine {
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
             sent: 0,
-            blocked: false,
+            blocked: None,
             gso,
             address,
             cq_wakers: HashMap::new(),
@@ -246,11 +250,12 @@ impl Engine {
             .engine
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        let epoll = Epoll::new(&engine).map_err(io("epoll"))?;
         let thread = thread::Builder::new()
             .name("rdmux-nic".into())
             .spawn({
                 let engine = engine.clone();
-                move || engine.run()
+                move || engine.run(&epoll)
             })
             .map_err(io("engine thread"))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
@@ -266,14 +271,24 @@ impl Engine {
         Time(self.start.elapsed().as_nanos() as u64)
     }
 
-    /// Drives on behalf of a caller that polls. Acknowledgements wait while requests keep coming in.
-    pub(crate) fn poll(&self) -> MutexGuard<'_, Core> {
+    /// Drives on behalf of a caller that polls, unless `f` finds what it looks for without. Acknowledgements wait while
+    /// requests keep coming in.
+    pub(crate) fn poll<R>(&self, mut f: impl FnMut(&mut Core) -> Option<R>) -> Option<R> {
         let mut core = self.lock();
+        if let Some(found) = f(&mut core) {
+            return Some(found);
+        }
         let now = self.now();
         self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
         let received = core.receive(now, 1);
         core.finish(now, received == 0);
-        core
+        let found = f(&mut core);
+        drop(core);
+        if received > 0 && !self.leased.load(Ordering::Relaxed) {
+            // The caller may never come back for what it left owing: let the thread begin to watch it.
+            self.kick.wake();
+        }
+        found
     }
 
     /// Calls `f` on the device, then sends what it wants sent.
@@ -282,10 +297,7 @@ impl Engine {
         let now = self.now();
         let result = f(&mut core, now);
         core.finish(now, false);
-        // A timer that is due before the thread wakes must wake it. Requests that follow each other set later timers, so
-        // this happens once in a timeout, not once a request.
-        let due = core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0);
-        let early = due < self.sleeps_until_ns.load(Ordering::Relaxed);
+        let early = self.is_due_early(&core);
         drop(core);
         if early {
             self.kick.wake();
@@ -293,11 +305,26 @@ impl Engine {
         result
     }
 
-    /// A caller goes to sleep: the thread has the socket from now on.
+    /// Whether the thread sleeps past something that is to be done. Requests that follow each other set later timers, so this
+    /// happens once in a timeout, not once a request.
+    fn is_due_early(&self, core: &Core) -> bool {
+        let due = if core.blocked.is_some() {
+            1
+        } else {
+            core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0)
+        };
+        due < self.sleeps_until_ns.load(Ordering::Relaxed)
+    }
+
+    /// A caller goes to sleep: what it left owing is sent, and the thread has the socket from now on.
     pub(crate) fn hand_over(&self) {
+        let mut core = self.lock();
+        core.finish(self.now(), true);
+        let early = self.is_due_early(&core);
+        drop(core);
         // Either the thread sees that nobody polls, or this sees that it sleeps: both orders are sequentially consistent.
         self.polled_at_ns.store(0, Ordering::SeqCst);
-        if self.leased.load(Ordering::SeqCst) {
+        if early || self.leased.load(Ordering::SeqCst) {
             self.kick.wake();
         }
     }
@@ -309,6 +336,8 @@ impl Engine {
 
     fn handle_mad(&self, mad: &MadDatagram) {
         self.with(|core, now| {
+            // Data that the peer sent before this message came by another socket: a DREQ must not overtake the last answer.
+            core.receive(now, RECEIVES_PER_TURN);
             core.rnic
                 .handle_datagram(now, mad.src.ip(), mad.src.port(), &mad.bytes, mad.bytes.len());
         });
@@ -333,8 +362,7 @@ impl Engine {
     }
 
     /// The engine's thread.
-    fn run(self: Arc<Engine>) {
-        let Ok(epoll) = Epoll::new(&self) else { return };
+    fn run(self: Arc<Engine>, epoll: &Epoll) {
         while !self.stop.load(Ordering::Acquire) {
             let now = self.now();
             if self.waiting == Waiting::Blocked && self.is_polled(now) {
@@ -366,7 +394,7 @@ impl Engine {
                 let due = core.rnic.poll_timeout();
                 self.sleeps_until_ns
                     .store(due.map_or(u64::MAX, |at| at.0), Ordering::Relaxed);
-                (due.map(|at| at.since_ns(now)), core.blocked)
+                (due.map(|at| at.since_ns(now)), core.blocked.is_some())
             };
             epoll.wait(&self, timeout, blocked);
             self.sleeps_until_ns.store(0, Ordering::Relaxed);
@@ -476,8 +504,13 @@ impl Core {
         let Some(entry) = self.connections.get(&id) else {
             return;
         };
-        let qpn = entry.qpn;
-        if ends {
+        if let Some(qpn) = entry.qpn
+            && ends
+            && self
+                .rnic
+                .query_qp(qpn)
+                .is_some_and(|qp| qp.state != QpState::Reset)
+        {
             // What is posted completes as flushed, so that whoever waits for it learns of the end.
             let _ = self
                 .rnic
@@ -502,8 +535,8 @@ impl Core {
 
     fn transmit(&mut self, now: Time, all: bool) {
         loop {
-            self.send_pending();
-            if self.blocked {
+            self.send_pending(now);
+            if self.blocked.is_some() {
                 return;
             }
             self.buf.clear();
@@ -513,15 +546,15 @@ impl Core {
                 return;
             }
             if !more {
-                self.send_pending();
+                self.send_pending(now);
                 return;
             }
         }
     }
 
-    /// Sends the trains in the buffer, until the socket takes no more.
-    fn send_pending(&mut self) {
-        self.blocked = false;
+    /// Sends the trains in the buffer, until a socket takes no more. One that stays full drops its trains: a neighbour that
+    /// does not answer must not hold up everybody else's.
+    fn send_pending(&mut self, now: Time) {
         let trains = self.buf.trains();
         while self.sent < trains.len() {
             // A run of trains that leave by one socket is one system call.
@@ -551,9 +584,18 @@ impl Core {
             match socket.send_batch(&outgoing[..run.len()]) {
                 Ok(n) => {
                     self.sent += n;
-                    if n < run.len() {
-                        self.blocked = true;
-                        break;
+                    let full = n < run.len();
+                    let since = self.blocked.unwrap_or(now);
+                    self.blocked = full.then_some(since);
+                    let is_mad = self.tx[0]
+                        .as_ref()
+                        .is_some_and(|gsi| gsi.local_addr().port() == port);
+                    if full && (is_mad || now.since_ns(since) >= SOCKET_FULL_NS) {
+                        self.blocked = None;
+                        self.send_errors += 1;
+                        self.sent += 1;
+                    } else if full {
+                        return;
                     }
                 }
                 Err(error) => {

@@ -22,13 +22,13 @@ use libc::{c_int, c_void};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 /// The UDP destination port of RoCEv2. IBTA Vol 1, Annex A17.
-pub const ROCE_PORT: u16 = 4791;
+pub const ROCE_PORT: u16 = rdmux_wire::roce::UDP_PORT;
 
 /// The most segments of one GSO train: what every kernel that has `UDP_SEGMENT` accepts (newer ones take 128).
-pub const GSO_SEGMENTS_MAX: usize = 64;
+pub const GSO_SEGMENTS_MAX: usize = rdmux_rnic::TRAIN_PACKETS_MAX;
 
 /// The most bytes of one GSO train, and of one datagram: what fits an IPv4 packet.
-pub const GSO_BYTES_MAX: usize = 65_507;
+pub const GSO_BYTES_MAX: usize = rdmux_rnic::TRAIN_BYTES_MAX;
 
 /// Datagrams that one [`RxSocket::recv_batch`] returns at most.
 pub const RX_BATCH: usize = 8;
