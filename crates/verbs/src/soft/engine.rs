@@ -379,16 +379,11 @@ impl Engine {
                 let now = self.now();
                 let received = core.receive(now, RECEIVES_PER_TURN);
                 core.finish(now, true);
-                if received > 0 {
-                    continue;
-                }
-                if self.waiting == Waiting::Polled {
-                    let flushing = core.flushers.busy.load(Ordering::Relaxed) > 0;
-                    drop(core);
-                    if flushing {
-                        // On one CPU, a spinning thread that is never off the lock starves the flush that it waits for.
-                        thread::yield_now();
-                    }
+                // While a flush runs the thread sleeps even when it is to spin: on one CPU it would hold up the flush, and
+                // who waits for one waits for a disk.
+                let spins =
+                    self.waiting == Waiting::Polled && core.flushers.busy.load(Ordering::Relaxed) == 0;
+                if received > 0 || spins {
                     continue;
                 }
                 let due = core.rnic.poll_timeout();
