@@ -278,9 +278,8 @@ pub struct Server {
     lingering: VecDeque<(Instant, Client)>,
     clients_so_far: u64,
     keepalive: Duration,
-    /// When live clients are probed next; and when those that were probed must have answered.
+    /// When live clients are probed next.
     next_probe: Instant,
-    probe_deadline: Option<Instant>,
     wake: Arc<OwnedFd>,
     done_tx: mpsc::Sender<Done>,
     done_rx: mpsc::Receiver<Done>,
@@ -339,7 +338,6 @@ impl Server {
             clients_so_far: 0,
             keepalive: config.keepalive,
             next_probe: Instant::now(),
-            probe_deadline: None,
             wake,
             done_tx,
             done_rx,
@@ -360,7 +358,7 @@ impl Server {
 
     /// Serves until stopped. `log` hears of what happens.
     pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
-        self.next_probe = Instant::now() + self.keepalive * 3 / 4;
+        self.next_probe = Instant::now() + self.keepalive / 2;
         let mut stop = false;
         while !stop {
             for at in 0..self.endpoints.len() {
@@ -722,21 +720,20 @@ impl Server {
                 late.push((*key, client.closing.take().unwrap_or(EndReason::HandshakeTimeout)));
             }
         }
-        if self.probe_deadline.is_some_and(|deadline| deadline <= now) {
-            self.probe_deadline = None;
-            let dead = self.clients.iter().filter(|(_, client)| client.probing);
-            late.extend(dead.map(|(key, _)| (*key, EndReason::Dead)));
-        }
         if self.next_probe <= now {
-            // All at once, so that the machine wakes up once. A WRITE of nothing is answered by the peer's NIC alone.
+            // All at once, so that the machine wakes up once. A WRITE of nothing is answered by the peer's NIC alone; who has
+            // not answered the last one by now was silent for half of the keep-alive time, and before it for no more than that.
             for (key, client) in self.clients.iter_mut().filter(|(_, c)| c.session.is_ready()) {
+                if client.probing {
+                    late.push((*key, EndReason::Dead));
+                    continue;
+                }
                 client.probing = true;
                 if client.qp.post_send(probe()).is_err() {
                     late.push((*key, EndReason::Failed("connection lost".into())));
                 }
             }
-            self.probe_deadline = Some(now + self.keepalive / 4);
-            self.next_probe = now + self.keepalive * 3 / 4;
+            self.next_probe = now + self.keepalive / 2;
         }
         for (key, reason) in late {
             self.end(key, reason);
@@ -746,7 +743,7 @@ impl Server {
         }
         let deadlines = self.clients.values().filter_map(|client| client.deadline);
         let lingering = self.lingering.front().map(|(until, _)| *until);
-        let next = deadlines.chain(self.probe_deadline).chain(lingering).min();
+        let next = deadlines.chain(lingering).min();
         next.map_or(self.next_probe, |next| next.min(self.next_probe))
     }
 

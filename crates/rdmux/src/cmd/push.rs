@@ -214,7 +214,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
         );
         let lost = matches!(error.downcast_ref(), Some(Error::Lost { .. }));
         return if lost || interrupted() {
-            Err(anyhow!("{error}; {state}: go on with the same command and --resume"))
+            Err(anyhow!(
+                "{error}; {state}: go on with the same command and --resume"
+            ))
         } else {
             Err(error.context(state))
         };
