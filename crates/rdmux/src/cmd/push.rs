@@ -105,21 +105,27 @@ pub(super) fn interrupted() -> bool {
 /// Connects to a target's host.
 pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
     let key: Key = load_key(common.key.as_deref())?;
-    let options = Options {
-        from: common.from,
-        ..Options::default()
-    };
     let mut first = None;
     for address in target.resolve()? {
-        match Client::connect(address, &key, &options) {
-            Ok(client) => return Ok(client),
-            // Another address of the host may be the one that it serves on.
-            Err(
-                error @ (Error::NobodyListens(_) | Error::Connect { .. } | Error::Target(_) | Error::Open(_)),
-            ) => {
-                first.get_or_insert(error);
+        // Where another user has the loopback address that the route takes, the server's own may do.
+        let again = (common.from.is_none() && address.ip().is_loopback()).then_some(address.ip());
+        for from in [Some(common.from), again.map(Some)].into_iter().flatten() {
+            let options = Options {
+                from,
+                ..Options::default()
+            };
+            match Client::connect(address, &key, &options) {
+                Ok(client) => return Ok(client),
+                Err(error @ Error::Open(_)) => {
+                    first.get_or_insert(error);
+                }
+                // Another address of the host may be the one that it serves on.
+                Err(error @ (Error::NobodyListens(_) | Error::Connect { .. } | Error::Target(_))) => {
+                    first.get_or_insert(error);
+                    break;
+                }
+                Err(error) => return Err(error.into()),
             }
-            Err(error) => return Err(error.into()),
         }
     }
     Err(first.map_or_else(|| anyhow!("{}: no address", target.host), Into::into))

@@ -254,6 +254,8 @@ impl Rdma {
     fn connect(target: &Target, key: &std::path::Path, wait: Wait) -> Result<Rdma> {
         let address = *target.resolve()?.first().context("no address")?;
         let options = Options {
+            // The demo's own address: another user may have 127.0.0.1.
+            from: address.ip().is_loopback().then_some(address.ip()),
             wait: match wait {
                 Wait::Poll => ClientWait::Polled,
                 Wait::Block => ClientWait::Blocked,
