@@ -282,8 +282,9 @@ fn measure_both(
 
 /// An address of the loopback interface that is most likely nobody else's.
 fn unused_loopback() -> IpAddr {
+    // Process ids have 22 bits at most: every process has an address of its own.
     let pid = std::process::id().to_be_bytes();
-    Ipv4Addr::new(127, 71, pid[2], pid[3] | 1).into()
+    Ipv4Addr::new(127, 64 | pid[1] & 0x3f, pid[2], pid[3]).into()
 }
 
 /// This program, or a larger file where system programs and libraries are.
