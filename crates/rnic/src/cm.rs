@@ -8,9 +8,11 @@
 //!
 //! Both sides say through ECE what rdmux needs to know, never in the user's private data.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 
+use rand_chacha::ChaCha12Rng;
+use rand_core::RngCore;
 use rdmux_wire::cm::{
     Answered, Drep, Dreq, Extensions, IpAddressing, MAD_LEN, Message, Mra, PrivateData, Rej, RejReason, Rep,
     Req, Rtu, ServiceId, to_gid,
@@ -29,10 +31,30 @@ const FIRST_WAIT_NS: u64 = 64_000_000;
 const TRIES: u8 = 7;
 /// Connections under way in all; more are refused.
 const CONNECTIONS_MAX: usize = 1 << 16;
+/// Requests of one service that its user has not decided on; more are dropped, and come again.
+pub(crate) const BACKLOG_MAX: usize = 128;
+/// Time that a user has to decide on a request. No peer asks for that long.
+const DECISION_NS: u64 = 60_000_000_000;
+/// Messages that wait to be sent; more are dropped, and come again.
+pub(crate) const OUT_MAX: usize = 256;
 
 /// Local communication id: names a connection of this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CmId(pub u32);
+
+/// Why a connection was not asked for or accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CmError {
+    /// There is no such request, or no longer: withdrawn, expired, or decided on before.
+    #[error("there is no such connection request any more")]
+    NoSuchRequest,
+    /// More private data than the message holds.
+    #[error("too much private data for the message")]
+    PrivateDataTooLong,
+    /// As many connections as there can be.
+    #[error("too many connections")]
+    NoResources,
+}
 
 /// What one side brings into a connection, and learns of the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +125,7 @@ pub enum CmEvent {
         /// The connection.
         id: CmId,
     },
-    /// The connection has ended, by either side; the id is gone.
+    /// The connection has ended, by either side, or its request was not decided on within a minute; the id is gone.
     Disconnected {
         /// The connection.
         id: CmId,
@@ -126,10 +148,18 @@ enum State {
     DreqSent,
 }
 
+/// Names a request: the peer's address, its GUID, its communication id.
+type RequestKey = (IpAddr, u64, u32);
+/// Names a peer's QP: its address, its GUID, its QPN.
+type QpKey = (IpAddr, u64, Qpn);
+
 #[derive(Debug)]
 struct Connection {
     state: State,
+    service: ServiceId,
     peer: IpAddr,
+    /// Passive: the request that it came from.
+    request: Option<RequestKey>,
     remote_id: u32,
     remote_guid: u64,
     remote_qpn: Qpn,
@@ -142,6 +172,12 @@ struct Connection {
     deadline: Option<Time>,
 }
 
+impl Connection {
+    fn qp_key(&self) -> QpKey {
+        (self.peer, self.remote_guid, self.remote_qpn)
+    }
+}
+
 /// The connections of a device.
 #[derive(Debug)]
 pub struct Cm {
@@ -149,12 +185,15 @@ pub struct Cm {
     guid: u64,
     slot: u8,
     window_log2: u8,
+    rng: ChaCha12Rng,
     next_tid: u64,
-    next_id: u32,
-    listeners: HashSet<ServiceId>,
+    /// Services that are listened on, each with its requests that are not decided on.
+    listeners: HashMap<ServiceId, usize>,
     connections: HashMap<u32, Connection>,
-    /// Passive side: (peer's address, its GUID, its communication id) to ours.
-    by_remote: HashMap<(IpAddr, u64, u32), u32>,
+    /// Passive side: requests to connections.
+    by_request: HashMap<RequestKey, u32>,
+    /// The peers' QPs, as far as they are known, to connections.
+    by_qp: HashMap<QpKey, u32>,
     out: VecDeque<(IpAddr, Box<[u8; MAD_LEN]>)>,
     events: VecDeque<CmEvent>,
     /// UDP source port of what is sent to general services QPs.
@@ -165,17 +204,18 @@ pub struct Cm {
 }
 
 impl Cm {
-    pub(crate) fn new(config: &Config, random: u64) -> Cm {
+    pub(crate) fn new(config: &Config, mut rng: ChaCha12Rng) -> Cm {
         Cm {
             address: config.address,
             guid: config.guid,
             slot: config.slot,
             window_log2: config.receive_window_bytes.max(1).ilog2() as u8,
-            next_tid: random,
-            next_id: (random >> 32) as u32 & 0xff_ffff,
-            listeners: HashSet::new(),
+            next_tid: rng.next_u64(),
+            rng,
+            listeners: HashMap::new(),
             connections: HashMap::new(),
-            by_remote: HashMap::new(),
+            by_request: HashMap::new(),
+            by_qp: HashMap::new(),
             out: VecDeque::new(),
             events: VecDeque::new(),
             src_port: config.gsi_src_port,
@@ -193,15 +233,27 @@ impl Cm {
 
     /// Accepts requests for a service from now on.
     pub fn listen(&mut self, service: ServiceId) {
-        self.listeners.insert(service);
+        self.listeners.entry(service).or_insert(0);
     }
 
-    /// Refuses requests for a service from now on.
+    /// Refuses requests for a service from now on, and those that were not decided on.
     pub fn unlisten(&mut self, service: ServiceId) {
+        let undecided = |c: &Connection| c.state == State::ReqReceived && c.service == service;
+        let mut ids: Vec<u32> = self
+            .connections
+            .iter()
+            .filter(|(_, c)| undecided(c))
+            .map(|(id, _)| *id)
+            .collect();
+        // A run must not depend on the order of a hash map.
+        ids.sort_unstable();
+        for id in ids {
+            self.reject(CmId(id), RejReason::INVALID_SERVICE_ID, &[]);
+        }
         self.listeners.remove(&service);
     }
 
-    /// Asks the device at `peer` for a connection to `service`. `None`: private data too long, or too many connections.
+    /// Asks the device at `peer` for a connection to `service`. Private data: 92 bytes, or 56 beside addressing.
     pub fn connect(
         &mut self,
         now: Time,
@@ -210,7 +262,7 @@ impl Cm {
         addressing: Option<IpAddressing>,
         local: &Endpoint,
         private_data: &[u8],
-    ) -> Option<CmId> {
+    ) -> Result<CmId, CmError> {
         let mut data = [0u8; 92];
         let room = match addressing {
             Some(addressing) => {
@@ -219,8 +271,10 @@ impl Cm {
             }
             None => &mut data[..],
         };
-        room.get_mut(..private_data.len())?.copy_from_slice(private_data);
-        let id = self.new_id()?;
+        room.get_mut(..private_data.len())
+            .ok_or(CmError::PrivateDataTooLong)?
+            .copy_from_slice(private_data);
+        let id = self.new_id().ok_or(CmError::NoResources)?;
         let tid = self.new_tid();
         let req = Req {
             local_comm_id: id,
@@ -250,11 +304,13 @@ impl Cm {
             hop_limit: 64,
             service_level: 0,
             local_ack_timeout: local.ack_timeout,
-            private_data: PrivateData::new(&data)?,
+            private_data: PrivateData::new(&data).ok_or(CmError::PrivateDataTooLong)?,
         };
         let connection = Connection {
             state: State::ReqSent,
+            service,
             peer,
+            request: None,
             remote_id: 0,
             remote_guid: 0,
             remote_qpn: Qpn::new(0),
@@ -266,22 +322,24 @@ impl Cm {
         };
         self.connections.insert(id, connection);
         self.send_again(now, id);
-        Some(CmId(id))
+        Ok(CmId(id))
     }
 
-    /// Accepts a request. False: there is no such request any more, or the private data is longer than 196 bytes.
-    pub fn accept(&mut self, now: Time, id: CmId, local: &Endpoint, private_data: &[u8]) -> bool {
+    /// Accepts a request. Private data: 196 bytes. After an error the request stands as it did.
+    pub fn accept(
+        &mut self,
+        now: Time,
+        id: CmId,
+        local: &Endpoint,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
         let (extensions, guid) = (self.ece(), self.guid);
-        let Some(c) = self
+        let c = self
             .connections
             .get_mut(&id.0)
             .filter(|c| c.state == State::ReqReceived)
-        else {
-            return false;
-        };
-        let Some(private_data) = PrivateData::new(private_data) else {
-            return false;
-        };
+            .ok_or(CmError::NoSuchRequest)?;
+        let private_data = PrivateData::new(private_data).ok_or(CmError::PrivateDataTooLong)?;
         let rep = Rep {
             local_comm_id: id.0,
             remote_comm_id: c.remote_id,
@@ -304,11 +362,13 @@ impl Cm {
         c.message = emit(&Message::Rep(rep), c.tid);
         c.state = State::RepSent;
         c.tries = 0;
+        let service = c.service;
+        self.decided(service);
         self.send_again(now, id.0);
-        true
+        Ok(())
     }
 
-    /// Refuses a request, or a reply.
+    /// Refuses a request, or a reply. Private data beyond 148 bytes is cut off.
     pub fn reject(&mut self, id: CmId, reason: RejReason, private_data: &[u8]) {
         let Some(c) = self.forget(id.0) else { return };
         let answered = if c.state == State::ReqReceived {
@@ -316,7 +376,7 @@ impl Cm {
         } else {
             Answered::Rep
         };
-        let data = PrivateData::new(private_data).unwrap_or_default();
+        let data = PrivateData::new(&private_data[..private_data.len().min(148)]).unwrap_or_default();
         self.send_rej(c.peer, c.tid, (id.0, c.remote_id), answered, reason, data);
     }
 
@@ -333,13 +393,17 @@ impl Cm {
                     private_data: PrivateData::default(),
                 };
                 c.message = emit(&Message::Rtu(rtu), c.tid);
-                self.out.push_back((c.peer, c.message.clone()));
             }
             State::RepSent => self.events.push_back(CmEvent::Established { id }),
             _ => return,
         }
+        let tell = c.state == State::RepReceived;
         c.state = State::Established;
         c.deadline = None;
+        if tell {
+            let (peer, message) = (c.peer, c.message.clone());
+            self.send(peer, message);
+        }
     }
 
     /// Ends a connection; [`CmEvent::Disconnected`] follows when the peer has agreed or does not answer.
@@ -392,7 +456,7 @@ impl Cm {
 
     // Driven by the device.
 
-    pub(crate) fn poll_transmit(&mut self, _now: Time) -> Option<(IpAddr, u16, Box<[u8; MAD_LEN]>)> {
+    pub(crate) fn poll_transmit(&mut self) -> Option<(IpAddr, u16, Box<[u8; MAD_LEN]>)> {
         let (peer, mad) = self.out.pop_front()?;
         Some((peer, self.src_port, mad))
     }
@@ -405,12 +469,13 @@ impl Cm {
         if self.wake_at.is_none_or(|at| at > now) {
             return;
         }
-        let due: Vec<u32> = self
+        let mut due: Vec<u32> = self
             .connections
             .iter()
             .filter(|(_, c)| c.deadline.is_some_and(|at| at <= now))
             .map(|(id, _)| *id)
             .collect();
+        due.sort_unstable();
         for id in due {
             self.send_again(now, id);
         }
@@ -449,12 +514,13 @@ impl Cm {
 
     fn handle_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &Req) {
         let key = (peer, req.ca_guid, req.local_comm_id);
-        if let Some(id) = self.by_remote.get(&key).copied() {
+        if let Some(id) = self.by_request.get(&key).copied() {
             // The same request again: the answer, if there is one yet. That costs none of our own tries.
             if let Some(c) = self.connections.get(&id)
                 && c.state == State::RepSent
             {
-                self.out.push_back((c.peer, c.message.clone()));
+                let message = c.message.clone();
+                self.send(peer, message);
             }
             return;
         }
@@ -468,25 +534,24 @@ impl Cm {
                 PrivateData::default(),
             );
         };
+        let Some(undecided) = self.listeners.get(&req.service_id).copied() else {
+            return reject(self, RejReason::INVALID_SERVICE_ID);
+        };
+        if req.transport != Transport::Rc {
+            return reject(self, RejReason::INVALID_TRANSPORT);
+        }
+        if req.dst_gid != to_gid(self.address) {
+            return reject(self, RejReason::INVALID_GID);
+        }
         // The peer uses a QP that we still take for connected: it has forgotten us. 12.9.8.3.1.
-        let stale = self.connections.iter().find(|(_, c)| {
-            // Before its answer nothing is known of a peer.
-            let known = c.state != State::ReqSent;
-            known && c.peer == peer && c.remote_guid == req.ca_guid && c.remote_qpn == req.qpn
-        });
-        if let Some(id) = stale.map(|(id, _)| *id) {
+        if let Some(id) = self.by_qp.get(&(peer, req.ca_guid, req.qpn)).copied() {
             reject(self, RejReason::STALE_CONNECTION);
             self.disconnect(now, CmId(id));
             return;
         }
-        if req.transport != Transport::Rc {
-            return reject(self, RejReason::INVALID_TRANSPORT);
-        }
-        if !self.listeners.contains(&req.service_id) {
-            return reject(self, RejReason::INVALID_SERVICE_ID);
-        }
-        if req.dst_gid != to_gid(self.address) {
-            return reject(self, RejReason::INVALID_GID);
+        // In silence, as TCP does: the peer asks again, and there may be room then.
+        if undecided >= BACKLOG_MAX {
+            return;
         }
         let Some(id) = self.new_id() else {
             return reject(self, RejReason::NO_RESOURCES);
@@ -502,7 +567,9 @@ impl Cm {
         let extensions = req.ece.and_then(Extensions::from_ece);
         let connection = Connection {
             state: State::ReqReceived,
+            service: req.service_id,
             peer,
+            request: Some(key),
             remote_id: req.local_comm_id,
             remote_guid: req.ca_guid,
             remote_qpn: req.qpn,
@@ -512,8 +579,11 @@ impl Cm {
             tries: 0,
             deadline: None,
         };
+        self.by_request.insert(key, id);
+        self.by_qp.insert(connection.qp_key(), id);
         self.connections.insert(id, connection);
-        self.by_remote.insert(key, id);
+        self.listeners.insert(req.service_id, undecided + 1);
+        self.wait_until(id, now + DECISION_NS);
         self.events.push_back(CmEvent::Request {
             id: CmId(id),
             service: req.service_id,
@@ -537,7 +607,8 @@ impl Cm {
     fn handle_rep(&mut self, peer: IpAddr, tid: u64, rep: &Rep) {
         let id = rep.remote_comm_id;
         let Some(c) = self.connections.get_mut(&id).filter(|c| c.peer == peer) else {
-            let ids = (0, rep.local_comm_id);
+            // The id that the peer takes for ours, by which it knows that it is meant.
+            let ids = (id, rep.local_comm_id);
             return self.send_rej(
                 peer,
                 tid,
@@ -554,6 +625,7 @@ impl Cm {
                 c.remote_guid = rep.ca_guid;
                 c.remote_qpn = rep.qpn;
                 c.deadline = None;
+                self.by_qp.insert(c.qp_key(), id);
                 self.events.push_back(CmEvent::Reply {
                     id: CmId(id),
                     remote: Endpoint {
@@ -572,7 +644,8 @@ impl Cm {
             }
             // Our RTU was lost.
             State::Established if c.remote_id == rep.local_comm_id => {
-                self.out.push_back((peer, c.message.clone()))
+                let message = c.message.clone();
+                self.send(peer, message);
             }
             _ => {}
         }
@@ -590,12 +663,11 @@ impl Cm {
 
     fn handle_rej(&mut self, peer: IpAddr, rej: &Rej) {
         let id = rej.remote_comm_id;
-        // A REJ of a REQ may not know the peer's id yet; one that names another connection of the peer is stale.
+        // Until the peer has answered, its id is not known. Afterwards a REJ that names another one is stale or made up.
         let Some(c) = self.connections.get(&id).filter(|c| c.peer == peer) else {
             return;
         };
-        let ours = c.state == State::ReqSent || c.remote_id == rej.local_comm_id || rej.local_comm_id == 0;
-        if !ours {
+        if c.state != State::ReqSent && c.remote_id != rej.local_comm_id {
             return;
         }
         let established = matches!(c.state, State::Established | State::DreqSent);
@@ -614,14 +686,10 @@ impl Cm {
 
     fn handle_mra(&mut self, now: Time, peer: IpAddr, mra: &Mra) {
         // The peer needs more time: wait that long, once, before asking again. 12.6.6.
-        if let Some(c) = self
-            .connections
-            .get_mut(&mra.remote_comm_id)
-            .filter(|c| c.peer == peer && c.deadline.is_some())
-        {
-            let deadline = now + (4_096u64 << mra.service_timeout.min(24));
-            c.deadline = Some(deadline);
-            self.wake_at = Some(self.wake_at.map_or(deadline, |at| at.min(deadline)));
+        let id = mra.remote_comm_id;
+        let asked = |c: &Connection| c.peer == peer && c.deadline.is_some() && c.state != State::ReqReceived;
+        if self.connections.get(&id).is_some_and(asked) {
+            self.wait_until(id, now + (4_096u64 << mra.service_timeout.min(24)));
         }
     }
 
@@ -633,7 +701,7 @@ impl Cm {
             private_data: PrivateData::default(),
         };
         // Also for a connection that has gone: the peer only wants to hear that it has.
-        self.out.push_back((peer, emit(&Message::Drep(drep), tid)));
+        self.send(peer, emit(&Message::Drep(drep), tid));
         let in_use = |c: &mut Connection| !matches!(c.state, State::ReqSent | State::ReqReceived);
         if self.known(id, peer, dreq.local_comm_id).is_some_and(in_use) {
             self.ended(id);
@@ -646,13 +714,38 @@ impl Cm {
         }
     }
 
-    /// Sends a connection's message, or gives up after the last try.
+    /// A request of a service is undecided no longer.
+    fn decided(&mut self, service: ServiceId) {
+        if let Some(undecided) = self.listeners.get_mut(&service) {
+            *undecided = undecided.saturating_sub(1);
+        }
+    }
+
+    fn wait_until(&mut self, id: u32, deadline: Time) {
+        if let Some(c) = self.connections.get_mut(&id) {
+            c.deadline = Some(deadline);
+            self.wake_at = Some(self.wake_at.map_or(deadline, |at| at.min(deadline)));
+        }
+    }
+
+    fn send(&mut self, peer: IpAddr, message: Box<[u8; MAD_LEN]>) {
+        if self.out.len() < OUT_MAX {
+            self.out.push_back((peer, message));
+        }
+    }
+
+    /// Sends a connection's message, or gives up after the last try or when nobody decides.
     fn send_again(&mut self, now: Time, id: u32) {
         let Some(c) = self.connections.get_mut(&id) else {
             return;
         };
+        let state = c.state;
+        if state == State::ReqReceived {
+            self.reject(CmId(id), RejReason::TIMEOUT, &[]);
+            self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
+            return;
+        }
         if c.tries == TRIES {
-            let state = c.state;
             self.forget(id);
             self.events.push_back(match state {
                 State::DreqSent | State::Established => CmEvent::Disconnected { id: CmId(id) },
@@ -661,10 +754,10 @@ impl Cm {
             return;
         }
         let deadline = now + (FIRST_WAIT_NS << c.tries);
-        c.deadline = Some(deadline);
-        self.wake_at = Some(self.wake_at.map_or(deadline, |at| at.min(deadline)));
         c.tries += 1;
-        self.out.push_back((c.peer, c.message.clone()));
+        let (peer, message) = (c.peer, c.message.clone());
+        self.wait_until(id, deadline);
+        self.send(peer, message);
     }
 
     fn send_rej(
@@ -685,12 +778,20 @@ impl Cm {
             ari: [0; 72],
             private_data,
         };
-        self.out.push_back((peer, emit(&Message::Rej(rej), tid)));
+        self.send(peer, emit(&Message::Rej(rej), tid));
     }
 
     fn forget(&mut self, id: u32) -> Option<Connection> {
         let connection = self.connections.remove(&id)?;
-        self.by_remote.retain(|_, ours| *ours != id);
+        if let Some(request) = connection.request {
+            self.by_request.remove(&request);
+        }
+        if self.by_qp.get(&connection.qp_key()) == Some(&id) {
+            self.by_qp.remove(&connection.qp_key());
+        }
+        if connection.state == State::ReqReceived {
+            self.decided(connection.service);
+        }
         Some(connection)
     }
 
@@ -698,9 +799,9 @@ impl Cm {
         if self.connections.len() >= CONNECTIONS_MAX {
             return None;
         }
+        // A peer must not guess the id of somebody else's connection. 2^24 ids for 2^16 connections: this ends soon.
         loop {
-            self.next_id = (self.next_id + 1) & 0xff_ffff;
-            let id = u32::from(self.slot) << 24 | self.next_id;
+            let id = u32::from(self.slot) << 24 | self.rng.next_u32() & 0xff_ffff;
             if id != 0 && !self.connections.contains_key(&id) {
                 return Some(id);
             }

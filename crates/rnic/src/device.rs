@@ -97,7 +97,7 @@ impl Rnic {
     /// A device without objects.
     pub fn new(config: Config) -> Rnic {
         let mut rng = ChaCha12Rng::from_seed(config.seed);
-        let cm = Cm::new(&config, rng.next_u64());
+        let cm = Cm::new(&config, ChaCha12Rng::from_rng(&mut rng));
         let gsi_psn = Psn::new(rng.next_u32());
         Rnic {
             config,
@@ -442,7 +442,7 @@ impl Rnic {
     /// when there is nothing else to do. Call again while it returns true.
     pub fn poll_transmit(&mut self, now: Time, buf: &mut TransmitBuf, all: bool) -> bool {
         while !buf.is_full()
-            && let Some((dst, src_port, mad)) = self.cm.poll_transmit(now)
+            && let Some((dst, src_port, mad)) = self.cm.poll_transmit()
         {
             self.push_mad(buf, dst, src_port, &mad[..]);
         }

@@ -231,7 +231,9 @@ impl Run {
                     rnic.cm().accept(now, id, &local, &(!connection).to_be_bytes())
                 });
                 // A newer request of the same QP may have displaced it.
-                if !accepted && let Some(side) = self.sides.get_mut(&(host, id)) {
+                if accepted.is_err()
+                    && let Some(side) = self.sides.get_mut(&(host, id))
+                {
                     side.seen = Seen::Over;
                 }
             }

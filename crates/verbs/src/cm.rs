@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
+use rdmux_rnic::cm::{CmError, CmEvent, CmId, Endpoint};
 use rdmux_rnic::{Access, ModifyError, Path, Psn, QpAttributes, QpState, Qpn};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -96,6 +96,15 @@ pub enum ConnectError {
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
+}
+
+impl From<CmError> for ConnectError {
+    fn from(error: CmError) -> ConnectError {
+        match error {
+            CmError::PrivateDataTooLong => ConnectError::PrivateData,
+            CmError::NoSuchRequest | CmError::NoResources => ConnectError::Io(io::Error::other(error)),
+        }
+    }
 }
 
 /// Why a port cannot be listened on.
@@ -226,7 +235,7 @@ impl Device {
                 core.rnic
                     .cm()
                     .connect(now, peer.ip(), service, Some(addressing), &endpoint, private_data);
-            if let Some(id) = id {
+            if let Ok(id) = id {
                 core.connections.insert(
                     id,
                     ConnectionEntry {
@@ -236,7 +245,7 @@ impl Device {
                     },
                 );
             }
-            id.map(|id| (id, starting_psn)).ok_or(ConnectError::PrivateData)
+            id.map(|id| (id, starting_psn)).map_err(ConnectError::from)
         })?;
         let mut connection = Connection::new(self, qp, id, events, peer.ip());
         loop {
@@ -400,10 +409,10 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let mut core = self.device.engine().lock();
-        core.rnic.cm().unlisten(self.service);
-        core.listeners.remove(&self.service);
-        drop(core);
+        self.device.engine().with(|core, _| {
+            core.rnic.cm().unlisten(self.service);
+            core.listeners.remove(&self.service);
+        });
         self.device.engine().unregister_service(self.service);
     }
 }
@@ -478,16 +487,14 @@ impl ConnectionRequest {
             local.initiator_depth = params.initiator_depth.min(remote.responder_resources);
             let accepted = core.rnic.cm().accept(now, id, &local, private_data);
             // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
-            if accepted {
+            if accepted.is_ok() {
                 let (waker, qpn) = (connection.events.waker.clone(), Some(qp.qpn()));
                 core.connections.insert(id, ConnectionEntry { sink, waker, qpn });
             }
             accepted
         });
         self.decided = true;
-        if !accepted {
-            return Err(ConnectError::PrivateData);
-        }
+        accepted?;
         connection.remote = Some(remote);
         connection.private_data = std::mem::take(&mut self.private_data);
         Ok(connection)

@@ -3,12 +3,12 @@
 use std::net::IpAddr;
 
 use rdmux_wire::cm::{
-    Answered, IpAddressing, MAD_LEN, Message, Mra, PrivateData, RejReason, Rep, Req, ServiceId,
+    Answered, Dreq, IpAddressing, MAD_LEN, Message, Mra, PrivateData, Rej, RejReason, Rep, Req, ServiceId,
 };
 use rdmux_wire::roce::{Bth, Deth, PathMtu};
 
 use super::util::*;
-use crate::cm::{CmEvent, CmId, Endpoint};
+use crate::cm::{BACKLOG_MAX, CmError, CmEvent, CmId, Endpoint, OUT_MAX};
 use crate::*;
 
 const SERVICE: ServiceId = ServiceId::tcp(7174);
@@ -62,7 +62,8 @@ fn requested(pair: &mut Pair) -> (CmId, CmId) {
 
 fn accept(pair: &mut Pair, id: CmId) {
     let (local, now) = (endpoint(pair, 1), pair.now);
-    assert!(pair.sides[1].rnic.cm().accept(now, id, &local, b"welcome"));
+    let accepted = pair.sides[1].rnic.cm().accept(now, id, &local, b"welcome");
+    assert_eq!(accepted, Ok(()));
 }
 
 fn established(pair: &mut Pair) -> (CmId, CmId) {
@@ -177,7 +178,7 @@ fn connect__carries_private_data_of_full_size_and_refuses_more() {
         let cm = pair.sides[0].rnic.cm();
         assert_eq!(
             cm.connect(now, peer, SERVICE, addressing, &local, &vec![1; room + 1]),
-            None
+            Err(CmError::PrivateDataTooLong)
         );
         cm.connect(now, peer, SERVICE, addressing, &local, &data).unwrap();
         pair.step();
@@ -194,8 +195,10 @@ fn connect__carries_private_data_of_full_size_and_refuses_more() {
         let local = endpoint(&pair, 1);
         let now = pair.now;
         let cm = pair.sides[1].rnic.cm();
-        assert!(!cm.accept(now, id, &local, &[1; 197]));
-        assert!(cm.accept(now, id, &local, &[1; 196]));
+        let mut accept = |bytes| cm.accept(now, id, &local, &vec![1; bytes]);
+        assert_eq!(accept(197), Err(CmError::PrivateDataTooLong));
+        assert_eq!(accept(196), Ok(()));
+        assert_eq!(accept(196), Err(CmError::NoSuchRequest));
         pair.step();
         assert!(
             matches!(event(&mut pair, 0), Some(CmEvent::Reply { private_data, .. }) if private_data == [1; 196])
@@ -439,6 +442,60 @@ fn stale__qp_of_a_peer_that_forgot_is_rejected_and_the_old_connection_ended() {
     assert!(matches!(event(&mut pair, 1), Some(CmEvent::Request { .. })));
 }
 
+/// The messages that side 0 has to send.
+fn said(pair: &mut Pair) -> Vec<Message> {
+    let mut buf = TransmitBuf::new(1 << 20, false);
+    let now = pair.now;
+    while pair.sides[0].rnic.poll_transmit(now, &mut buf, true) {}
+    let mads = buf.trains().iter().map(|train| {
+        let bytes = &buf.bytes()[train.range.clone()];
+        Message::parse(&bytes[Bth::LEN + Deth::LEN..][..MAD_LEN])
+            .unwrap()
+            .1
+    });
+    mads.collect()
+}
+
+/// A request to side 0, made of side 0's own that it has to send first; each number makes another one.
+fn request_of(pair: &mut Pair, n: u32) -> Req {
+    let said = said(pair);
+    let Some(Message::Req(sent)) = said.first() else {
+        panic!("no request is to be sent: {said:?}");
+    };
+    numbered(sent, n)
+}
+
+fn numbered(sent: &Req, n: u32) -> Req {
+    Req {
+        local_comm_id: n,
+        ca_guid: 77,
+        qpn: Qpn::new(n),
+        dst_gid: sent.src_gid,
+        ..*sent
+    }
+}
+
+/// Side 0 with a listener and a connection of its own under way, and a request to it.
+fn listening() -> (Pair, CmId, Req) {
+    let mut pair = Pair::new();
+    let id = connect(&mut pair);
+    let req = request_of(&mut pair, 1);
+    pair.sides[0].rnic.cm().listen(SERVICE);
+    (pair, id, req)
+}
+
+fn rej(local_comm_id: u32, remote_comm_id: u32) -> Message {
+    Message::Rej(Rej {
+        local_comm_id,
+        remote_comm_id,
+        answered: Answered::Rep,
+        reason: RejReason::CONSUMER,
+        ari_len: 0,
+        ari: [0; 72],
+        private_data: PrivateData::default(),
+    })
+}
+
 /// Gives side 0 a MAD from `src`.
 fn mad(pair: &mut Pair, message: &Message) {
     let mut mad = [0; MAD_LEN];
@@ -484,7 +541,7 @@ fn unknown__messages_make_no_connection_and_no_event() {
             private_data: PrivateData::default(),
         };
         mad(&mut pair, &Message::Rtu(rtu));
-        let dreq = rdmux_wire::cm::Dreq {
+        let dreq = Dreq {
             local_comm_id: 1,
             remote_comm_id,
             remote_qpn: Qpn::new(5),
@@ -502,19 +559,13 @@ fn request__of_a_nameless_peer_does_not_end_what_is_being_made() {
     let mut pair = Pair::new();
     let id = connect(&mut pair);
     pair.sides[0].rnic.cm().listen(SERVICE);
-    let (mut seen, mut req) = (None, None);
-    let mut buf = TransmitBuf::new(1 << 16, false);
-    let now = pair.now;
-    pair.sides[0].rnic.poll_transmit(now, &mut buf, true);
-    if let Ok((_, Message::Req(sent))) = Message::parse(&buf.bytes()[Bth::LEN + Deth::LEN..][..MAD_LEN]) {
-        req = Some(Req {
-            ca_guid: 0,
-            qpn: Qpn::new(0),
-            dst_gid: sent.src_gid,
-            ..sent
-        });
-    }
-    mad(&mut pair, &Message::Req(req.unwrap()));
+    let mut seen = None;
+    let req = Req {
+        ca_guid: 0,
+        qpn: Qpn::new(0),
+        ..request_of(&mut pair, 1)
+    };
+    mad(&mut pair, &Message::Req(req));
     while let Some(event) = event(&mut pair, 0) {
         seen = Some(event);
     }
@@ -552,5 +603,158 @@ fn reply__that_nobody_waits_for_is_rejected() {
     let (_, message) = Message::parse(&buf.bytes()[Bth::LEN + Deth::LEN..][..MAD_LEN]).unwrap();
     assert!(
         matches!(message, Message::Rej(rej) if rej.reason == RejReason::INVALID_COMM_ID && rej.remote_comm_id == 42)
+    );
+}
+
+#[test]
+fn out__of_a_flood_that_cannot_be_answered_is_bounded() {
+    let mut pair = Pair::new();
+    for local_comm_id in 0..2 * OUT_MAX as u32 {
+        let dreq = Dreq {
+            local_comm_id,
+            remote_comm_id: 1,
+            remote_qpn: Qpn::new(5),
+            private_data: PrivateData::default(),
+        };
+        mad(&mut pair, &Message::Dreq(dreq));
+    }
+    assert_eq!(said(&mut pair).len(), OUT_MAX);
+}
+
+#[test]
+fn backlog__takes_so_many_requests_and_again_as_many_as_are_decided_on() {
+    let (mut pair, _, req) = listening();
+    for n in 1..=BACKLOG_MAX as u32 + 10 {
+        mad(&mut pair, &Message::Req(numbered(&req, n)));
+    }
+    let ids: Vec<CmId> = std::iter::from_fn(|| event(&mut pair, 0))
+        .map(|event| match event {
+            CmEvent::Request { id, .. } => id,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(ids.len(), BACKLOG_MAX);
+    assert!(
+        said(&mut pair).is_empty(),
+        "what is too much is dropped in silence"
+    );
+    let (local, now) = (endpoint(&pair, 0), pair.now);
+    let cm = pair.sides[0].rnic.cm();
+    cm.accept(now, ids[0], &local, &[]).unwrap();
+    cm.reject(ids[1], RejReason::CONSUMER, &[]);
+    cm.destroy(ids[2]);
+    for n in 1_000..1_010 {
+        mad(&mut pair, &Message::Req(numbered(&req, n)));
+    }
+    let taken = std::iter::from_fn(|| event(&mut pair, 0)).count();
+    assert_eq!(taken, 3);
+}
+
+#[test]
+fn request__that_nobody_decides_on_expires() {
+    let mut pair = Pair::new();
+    let (_, passive) = requested(&mut pair);
+    pair.pass(59 * SECOND);
+    assert_eq!(event(&mut pair, 1), None);
+    pair.pass(2 * SECOND);
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn request__with_a_qp_that_is_known_to_a_service_that_is_not_is_rejected_as_that() {
+    let mut pair = Pair::new();
+    let (active, passive) = established(&mut pair);
+    pair.sides[1].rnic.cm().unlisten(SERVICE);
+    pair.sides[0].rnic.cm().destroy(active);
+    let again = connect(&mut pair);
+    pair.step();
+    pair.step();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, reason: RejReason::INVALID_SERVICE_ID, .. }) if id == again)
+    );
+    assert_eq!(event(&mut pair, 1), None, "{passive:?} goes on");
+}
+
+#[test]
+fn rejection__without_the_right_id_ends_nothing_once_the_peer_has_answered() {
+    for wrong in [0, 99] {
+        // Requested, replied to, established, asked to end: on the passive side.
+        let (mut pair, _, req) = listening();
+        mad(&mut pair, &Message::Req(req));
+        let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
+            panic!("no request came");
+        };
+        let (local, now) = (endpoint(&pair, 0), pair.now);
+        for step in 0..4 {
+            mad(&mut pair, &rej(wrong, id.0));
+            assert_eq!(event(&mut pair, 0), None, "step {step}, id {wrong}");
+            let cm = pair.sides[0].rnic.cm();
+            match step {
+                0 => cm.accept(now, id, &local, &[]).unwrap(),
+                1 => cm.establish(id),
+                _ => cm.disconnect(now, id),
+            }
+            while pair.sides[0].rnic.cm().poll_event().is_some() {}
+        }
+        mad(&mut pair, &rej(1, id.0));
+        assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id }));
+    }
+}
+
+#[test]
+fn rejection__of_a_request_may_come_under_any_id() {
+    for local in [0, 99] {
+        let (mut pair, id, _) = listening();
+        mad(&mut pair, &rej(local, id.0));
+        assert!(
+            matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id: rejected, .. }) if rejected == id)
+        );
+    }
+}
+
+#[test]
+fn ids__do_not_count_up() {
+    let mut pair = Pair::new();
+    let ids: Vec<u32> = (0..100).map(|_| connect(&mut pair).0).collect();
+    assert!(ids.iter().all(|id| id >> 24 == 1));
+    let near = ids.windows(2).filter(|w| w[0].abs_diff(w[1]) < 1_000).count();
+    assert!(near < 5, "{ids:x?}");
+}
+
+#[test]
+fn unlisten__rejects_what_is_not_decided_on() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    pair.sides[1].rnic.cm().unlisten(SERVICE);
+    pair.step();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, reason: RejReason::INVALID_SERVICE_ID, .. }) if id == active)
+    );
+    assert_eq!(connections(&mut pair), [0, 0]);
+    let (local, now) = (endpoint(&pair, 1), pair.now);
+    let cm = pair.sides[1].rnic.cm();
+    assert_eq!(cm.accept(now, passive, &local, &[]), Err(CmError::NoSuchRequest));
+}
+
+#[test]
+fn unlisten__leaves_what_was_accepted() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    accept(&mut pair, passive);
+    pair.sides[1].rnic.cm().unlisten(SERVICE);
+    pair.step();
+    assert!(matches!(event(&mut pair, 0), Some(CmEvent::Reply { id, .. }) if id == active));
+}
+
+#[test]
+fn reject__cuts_off_private_data_that_is_too_long() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    let cm = pair.sides[1].rnic.cm();
+    cm.reject(passive, RejReason::CONSUMER, &[7; 149]);
+    pair.step();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, private_data, .. }) if id == active && private_data == [7; 148])
     );
 }
