@@ -351,6 +351,10 @@ impl Memory for Mapped {
         self.region.memory.placement()
     }
 
+    fn gathers(&self) -> bool {
+        self.region.memory.gathers()
+    }
+
     fn flush_is_immediate(&self, placement: Placement) -> bool {
         self.region.memory.flush_is_immediate(placement)
     }
@@ -401,6 +405,10 @@ impl<M: Memory> Memory for Truncated<M> {
         self.0.placement()
     }
 
+    fn gathers(&self) -> bool {
+        self.0.gathers()
+    }
+
     fn flush_is_immediate(&self, placement: Placement) -> bool {
         self.0.flush_is_immediate(placement)
     }
@@ -430,6 +438,10 @@ impl Memory for WithoutFlush {
 
     fn placement(&self) -> Placement {
         self.0.placement()
+    }
+
+    fn gathers(&self) -> bool {
+        self.0.gathers()
     }
 
     fn flush_is_immediate(&self, _: Placement) -> bool {

@@ -84,6 +84,8 @@ pub struct Rnic {
     ack_ready: VecDeque<Qpn>,
     /// At most one entry for each QP, the one that its head names.
     timers: BTreeSet<(Time, u32)>,
+    /// QPs with bytes of the datagram under way that are not placed yet.
+    gathering: Vec<Qpn>,
     flushes: Flushes,
     events: VecDeque<Event>,
     counters: Counters,
@@ -109,6 +111,7 @@ impl Rnic {
             ready: VecDeque::new(),
             ack_ready: VecDeque::new(),
             timers: BTreeSet::new(),
+            gathering: Vec::new(),
             flushes: Flushes::default(),
             events: VecDeque::new(),
             counters: Counters::default(),
@@ -292,6 +295,13 @@ impl Rnic {
             self.counters.rcvd_pkts += 1;
             self.handle_packet(now, &flow, segment);
         }
+        while let Some(qpn) = self.gathering.pop() {
+            self.with_qp(now, qpn, |qp, env| {
+                if let Some(status) = qp.responder.place_gathered(env, &qp.head) {
+                    qp.fail(env, Some(status));
+                }
+            });
+        }
     }
 
     /// Whether the ICRC is right; see `rdmux_wire::icrc` for the IPv4 identification. `narrow`: the peer is known to be rdmux.
@@ -391,6 +401,13 @@ impl Rnic {
                 qp.fail(env, Some(status));
             }
         });
+        let waits = self
+            .qps
+            .get(&qpn.value())
+            .is_some_and(|qp| qp.responder.has_gathered());
+        if waits && self.gathering.last() != Some(&qpn) {
+            self.gathering.push(qpn);
+        }
     }
 
     fn handle_gsi(&mut self, now: Time, flow: &Flow, packet: &Packet<'_>) {

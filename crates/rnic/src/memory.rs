@@ -78,6 +78,12 @@ pub trait Memory: fmt::Debug + Send + Sync {
     /// itself; else it hands the flush to the driver ([`crate::Rnic::poll_flush`]).
     fn flush_is_immediate(&self, placement: Placement) -> bool;
 
+    /// Whether one large access is much cheaper than many small ones, as it is where each is a system call. Then what arrives
+    /// or leaves together is placed or read together.
+    fn gathers(&self) -> bool {
+        false
+    }
+
     /// Brings `length` bytes at `offset` to the placement asked for. May block when not immediate.
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault>;
 }

@@ -19,15 +19,18 @@ pub(crate) struct Image {
 pub(crate) struct SimMemory {
     image: Mutex<Image>,
     len: usize,
+    gathers: bool,
 }
 
 impl SimMemory {
-    pub(crate) fn new(bytes: Vec<u8>) -> SimMemory {
+    /// Memory with these bytes; with `gathers` the engine places together what arrives together.
+    pub(crate) fn new(bytes: Vec<u8>, gathers: bool) -> SimMemory {
         let len = bytes.len();
         let medium = vec![0; len];
         SimMemory {
             image: Mutex::new(Image { bytes, medium }),
             len,
+            gathers,
         }
     }
 
@@ -87,6 +90,10 @@ impl Memory for Door {
 
     fn placement(&self) -> Placement {
         Placement::GLOBAL | Placement::PERSISTENT
+    }
+
+    fn gathers(&self) -> bool {
+        self.memory.gathers
     }
 
     fn flush_is_immediate(&self, placement: Placement) -> bool {

@@ -1056,7 +1056,7 @@ impl Side {
     fn new(world: &mut World, host: usize, dice: &mut Dice, qps: usize, room: u64) -> Side {
         let mut model = vec![0; (room + 2 * GUARD) as usize];
         dice.fill(&mut model);
-        let memory = Arc::new(SimMemory::new(model.clone()));
+        let memory = Arc::new(SimMemory::new(model.clone(), dice.below(2) == 0));
         let rnic = &mut world.hosts[host].rnic;
         let pd = rnic.alloc_pd();
         let cq = rnic.create_cq(1 << 16);

@@ -277,6 +277,10 @@ impl Memory for FileMemory {
         }
     }
 
+    fn gathers(&self) -> bool {
+        true
+    }
+
     fn flush_is_immediate(&self, placement: Placement) -> bool {
         !placement.contains(Placement::PERSISTENT)
     }

@@ -13,6 +13,9 @@ use crate::qp::requester::scatter;
 use crate::qp::{Env, Head, bare_completion};
 use crate::work::RecvRequest;
 
+/// Bytes that are placed or read together at most.
+pub(crate) const GATHER_BYTES: usize = 64 << 10;
+
 /// A request, or one packet's part of one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Request<'a> {
@@ -91,6 +94,48 @@ impl From<Fault> for Refusal {
 pub(crate) struct Execution {
     pub(crate) recv: VecDeque<RecvRequest>,
     message: Option<Message>,
+    gathered: Gathered,
+}
+
+/// Bytes of the WRITE under way that were taken in and are not placed yet. They never outlive the datagram that brought
+/// them, so nothing is answered before it is placed.
+#[derive(Debug)]
+struct Gathered {
+    va: u64,
+    rkey: RKey,
+    bytes: Vec<u8>,
+}
+
+impl Default for Gathered {
+    fn default() -> Gathered {
+        Gathered {
+            va: 0,
+            rkey: RKey(0),
+            bytes: Vec::new(),
+        }
+    }
+}
+
+impl Gathered {
+    fn push(&mut self, va: u64, rkey: RKey, payload: &[u8]) {
+        if self.bytes.is_empty() {
+            (self.va, self.rkey) = (va, rkey);
+        }
+        self.bytes.extend_from_slice(payload);
+    }
+
+    fn place(&mut self, env: &Env<'_>, head: &Head) -> Result<(), Refusal> {
+        let reth = Reth {
+            va: self.va,
+            rkey: self.rkey,
+            length: self.bytes.len() as u32,
+        };
+        // Looked up again: the region may have gone since the packet came.
+        let placed = region(env, head, reth, Access::REMOTE_WRITE)
+            .and_then(|(memory, offset)| Ok(memory.write(offset, &self.bytes)?));
+        self.bytes.clear();
+        placed
+    }
 }
 
 #[derive(Debug)]
@@ -278,7 +323,14 @@ impl Execution {
                 length: bytes,
             };
             let (memory, offset) = region(env, head, reth, Access::REMOTE_WRITE)?;
-            memory.write(offset, payload)?;
+            if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
+                self.gathered.push(*va, *rkey, payload);
+                if position.ends() || self.gathered.bytes.len() >= GATHER_BYTES {
+                    self.gathered.place(env, head)?;
+                }
+            } else {
+                memory.write(offset, payload)?;
+            }
         }
         *va = va.wrapping_add(u64::from(bytes));
         *left -= bytes;
@@ -320,8 +372,23 @@ impl Execution {
         env.complete(head.init.recv_cq, wc, solicited);
     }
 
+    /// Whether bytes wait to be placed.
+    pub(crate) fn has_gathered(&self) -> bool {
+        !self.gathered.bytes.is_empty()
+    }
+
+    /// Places what waits: the datagram has ended.
+    pub(crate) fn place_gathered(&mut self, env: &Env<'_>, head: &Head) -> Result<(), Refusal> {
+        if self.has_gathered() {
+            self.gathered.place(env, head)
+        } else {
+            Ok(())
+        }
+    }
+
     /// Ends every receive as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        self.gathered.bytes.clear();
         if let Some(Message::Send { recv, .. }) = self.message.take() {
             self.recv.push_front(recv);
         }

@@ -6,12 +6,12 @@
 
 use std::collections::VecDeque;
 
-use rdmux_wire::Psn;
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Opcode, Operation as Op, Packet, Position, Reth, Syndrome};
+use rdmux_wire::{Psn, RKey};
 
 use crate::cq::Status;
 use crate::memory::Access;
-use crate::qp::execute::{Effect, Execution, FlushSpec, Refusal, Request, Source, region};
+use crate::qp::execute::{Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Source, region};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
 use crate::transmit::TransmitBuf;
 use crate::work::{PostError, RecvRequest, SGE_MAX};
@@ -220,19 +220,33 @@ impl Responder {
                 );
                 None
             }
-            Err(refusal) => {
-                let (code, status) = match refusal {
-                    Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
-                    Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-                    Refusal::RemoteOperation | Refusal::NotReady => {
-                        (NakCode::RemoteOperation, Status::RemoteOperation)
-                    }
-                };
-                env.counters.sent_naks += 1;
-                self.owe(psn, Syndrome::Nak(code));
-                Some(status)
-            }
+            Err(refusal) => Some(self.refuse(env, psn, refusal)),
         }
+    }
+
+    /// Owes the NAK that ends the connection, and says with which status.
+    fn refuse(&mut self, env: &mut Env<'_>, psn: Psn, refusal: Refusal) -> Status {
+        let (code, status) = match refusal {
+            Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
+            Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
+            Refusal::RemoteOperation | Refusal::NotReady => {
+                (NakCode::RemoteOperation, Status::RemoteOperation)
+            }
+        };
+        env.counters.sent_naks += 1;
+        self.owe(psn, Syndrome::Nak(code));
+        status
+    }
+
+    /// Whether bytes of a WRITE wait for the end of their datagram.
+    pub(crate) fn has_gathered(&self) -> bool {
+        self.execution.has_gathered()
+    }
+
+    /// The datagram has ended: places what waits. `Some`: that failed, and the QP is to fail with this status.
+    pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
+        let refusal = self.execution.place_gathered(env, head).err()?;
+        Some(self.refuse(env, self.expected.minus(1), refusal))
     }
 
     fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
@@ -565,6 +579,7 @@ impl Responder {
         buf: &mut TransmitBuf,
     ) -> Option<Status> {
         let mut turn = 0;
+        let mut ahead = ReadAhead::default();
         while turn < TURN_PACKETS && !buf.is_full() && self.wants_transmit() {
             turn += 1;
             let path = head.path?;
@@ -620,12 +635,17 @@ impl Responder {
                         rkey: source.rkey,
                         length: bytes,
                     };
+                    let left = source.bytes;
                     let built = emit(buf, &path, bth, aeth, bytes as usize, |out| {
                         if out.is_empty() {
                             return Ok(());
                         }
                         let (memory, offset) = region(env, head, reth, Access::REMOTE_READ)?;
-                        Ok(memory.read(offset, out)?)
+                        if !memory.gathers() || !ahead.fill(env, head, reth, left)? {
+                            return Ok(memory.read(offset, out)?);
+                        }
+                        out.copy_from_slice(ahead.take(reth));
+                        Ok(())
                     });
                     match built {
                         Ok(()) => {
@@ -666,6 +686,44 @@ impl Responder {
             });
         }
         None
+    }
+}
+
+/// Bytes read at once for several READ response packets of one turn.
+#[derive(Debug, Default)]
+struct ReadAhead {
+    va: u64,
+    rkey: Option<RKey>,
+    bytes: Vec<u8>,
+}
+
+impl ReadAhead {
+    fn offset(&self, reth: Reth) -> Option<usize> {
+        let at = usize::try_from(reth.va.checked_sub(self.va)?).ok()?;
+        let inside = at + reth.length as usize <= self.bytes.len() && self.rkey == Some(reth.rkey);
+        inside.then_some(at)
+    }
+
+    /// Makes sure that a packet's bytes are here; false when it is the only one, `left` bytes being left of the READ.
+    fn fill(&mut self, env: &Env<'_>, head: &Head, packet: Reth, left: u32) -> Result<bool, Refusal> {
+        if self.offset(packet).is_some() {
+            return Ok(true);
+        }
+        let length = left.min(GATHER_BYTES as u32);
+        if length <= packet.length {
+            return Ok(false);
+        }
+        let (memory, offset) = region(env, head, Reth { length, ..packet }, Access::REMOTE_READ)?;
+        self.bytes.resize(length as usize, 0);
+        memory.read(offset, &mut self.bytes)?;
+        (self.va, self.rkey) = (packet.va, Some(packet.rkey));
+        Ok(true)
+    }
+
+    /// A packet's bytes, after [`ReadAhead::fill`] said yes.
+    fn take(&self, packet: Reth) -> &[u8] {
+        let at = self.offset(packet).unwrap_or(0);
+        &self.bytes[at..at + packet.length as usize]
     }
 }
 

@@ -313,3 +313,83 @@ fn poll_timeout__is_none_when_all_is_done_and_after_destruction() {
     pair.sides[0].rnic.destroy_qp(qpn);
     assert_eq!(pair.sides[0].rnic.poll_timeout(), None);
 }
+
+/// Memory that counts its accesses and wants few.
+#[derive(Debug)]
+struct Counting(HeapMemory, std::sync::atomic::AtomicUsize);
+
+impl Memory for Counting {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.0.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.0.write(offset, bytes)
+    }
+
+    fn placement(&self) -> Placement {
+        self.0.placement()
+    }
+
+    fn gathers(&self) -> bool {
+        true
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        self.0.flush_is_immediate(placement)
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        self.0.flush(offset, length, placement)
+    }
+}
+
+#[test]
+fn gathering_memory__is_reached_once_a_train_and_holds_the_same_bytes() {
+    let mut pair = Pair::new();
+    let memory = std::sync::Arc::new(Counting(HeapMemory::new(1 << 20), Default::default()));
+    let spec = RegionSpec {
+        memory: memory.clone(),
+        memory_offset: 0,
+        length: 1 << 20,
+        iova: IOVA,
+        access: ALL_ACCESS,
+    };
+    let pd = pair.sides[1].pd;
+    let (_, rkey) = pair.sides[1].rnic.reg_mr(pd, spec).unwrap();
+    let length = 300_001;
+    pair.sides[0]
+        .memory
+        .with(|m| m[..length].copy_from_slice(&pattern(length)));
+    let sges = pair.sides[0].sge(0, length as u32);
+    pair.post(
+        0,
+        Operation::Write {
+            va: IOVA + 5,
+            rkey,
+            imm: None,
+        },
+        sges,
+    );
+    pair.run();
+    ok(&mut pair, 0);
+    memory.0.with(|m| assert_eq!(&m[5..5 + length], pattern(length)));
+    let writes = memory.1.swap(0, std::sync::atomic::Ordering::Relaxed);
+    assert!(writes <= 20, "{writes} accesses for 293 packets");
+
+    let sges = pair.sides[0].sge(1 << 20, length as u32);
+    pair.post(0, Operation::Read { va: IOVA + 5, rkey }, sges);
+    pair.run();
+    ok(&mut pair, 0);
+    pair.sides[0]
+        .memory
+        .with(|m| assert_eq!(&m[1 << 20..(1 << 20) + length], pattern(length)));
+    let reads = memory.1.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(reads <= 20, "{reads} accesses for 293 packets");
+}
