@@ -417,7 +417,10 @@ impl Side {
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 16,
         });
-        let memory = Arc::new(SimMemory::new(vec![GUARD_BYTE; (REGION + 2 * GUARD) as usize]));
+        let memory = Arc::new(SimMemory::new(
+            vec![GUARD_BYTE; (REGION + 2 * GUARD) as usize],
+            true,
+        ));
         let pd = rnic.alloc_pd();
         let door: Arc<dyn Memory> = Arc::new(Door::new(memory.clone()));
         let spec = RegionSpec {
