@@ -561,8 +561,8 @@ impl Rnic {
             now,
         };
         let result = f(qp, &mut env);
-        if !qp.head.listed && qp.wants_transmit(now) {
-            if qp.responder.owes_only_ack() && !qp.requester.wants_transmit(&qp.head, now) {
+        if !qp.head.listed && qp.wants_transmit() {
+            if qp.responder.owes_only_ack() && !qp.requester.wants_transmit(&qp.head) {
                 if !qp.head.ack_listed {
                     qp.head.ack_listed = true;
                     self.ack_ready.push_back(qpn);

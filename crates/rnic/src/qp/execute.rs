@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use rdmux_wire::RKey;
-use rdmux_wire::roce::{Feth, Placement, Position, Reth, Selectivity};
+use rdmux_wire::roce::{Feth, MESSAGE_BYTES_MAX, Placement, Position, Reth, Selectivity};
 
 use crate::cq::{Status, WcOpcode, WorkCompletion};
 use crate::memory::{Access, Fault, Memory};
@@ -175,7 +175,7 @@ impl Execution {
             } => self.write(env, head, position, reth, payload, imm, solicited),
             Request::Read { reth } => {
                 self.begins(true)?;
-                if !head.access.contains(Access::REMOTE_READ) {
+                if !head.access.contains(Access::REMOTE_READ) || reth.length > MESSAGE_BYTES_MAX {
                     return Err(Refusal::InvalidRequest);
                 }
                 // A READ of nothing names no memory: neither key nor address is looked at. 9.7.4.1.5.
@@ -280,13 +280,14 @@ impl Execution {
         imm: Option<u32>,
         solicited: bool,
     ) -> Result<Effect, Refusal> {
+        let mut found = None;
         if let Some(reth) = reth {
             self.begins(true)?;
-            if !head.access.contains(Access::REMOTE_WRITE) {
+            if !head.access.contains(Access::REMOTE_WRITE) || reth.length > MESSAGE_BYTES_MAX {
                 return Err(Refusal::InvalidRequest);
             }
             if reth.length > 0 {
-                region(env, head, reth, Access::REMOTE_WRITE)?;
+                found = Some(region(env, head, reth, Access::REMOTE_WRITE)?);
             }
             self.message = Some(Message::Write {
                 va: reth.va,
@@ -322,7 +323,10 @@ impl Execution {
                 rkey: *rkey,
                 length: bytes,
             };
-            let (memory, offset) = region(env, head, reth, Access::REMOTE_WRITE)?;
+            let (memory, offset) = match found {
+                Some(found) => found,
+                None => region(env, head, reth, Access::REMOTE_WRITE)?,
+            };
             if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
                 self.gathered.push(*va, *rkey, payload);
                 if position.ends() || self.gathered.bytes.len() >= GATHER_BYTES {

@@ -236,8 +236,8 @@ impl Qp {
         }
     }
 
-    pub(crate) fn wants_transmit(&self, now: Time) -> bool {
-        self.responder.wants_transmit() || self.requester.wants_transmit(&self.head, now)
+    pub(crate) fn wants_transmit(&self) -> bool {
+        self.responder.wants_transmit() || self.requester.wants_transmit(&self.head)
     }
 }
 

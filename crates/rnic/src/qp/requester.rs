@@ -295,7 +295,7 @@ impl Requester {
     }
 
     /// Whether packets can go out that are worth sending.
-    pub(crate) fn wants_transmit(&self, head: &Head, _now: Time) -> bool {
+    pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
         let least = self.queue.get(self.cursor.wqe).map_or(1, |wqe| {
             self.worth_sending(wqe.is_read(), wqe.packets - self.cursor.packet)
         });
@@ -357,7 +357,7 @@ impl Requester {
             if !(if begun {
                 self.may_transmit(head, 1)
             } else {
-                self.wants_transmit(head, env.now)
+                self.wants_transmit(head)
             }) {
                 break;
             }
@@ -570,12 +570,15 @@ impl Requester {
                 if psn.since(self.una) < 0 {
                     return Ok(());
                 }
-                self.acknowledge(env, head, psn)?;
-                return Err(Broken::oldest(match code {
+                // A READ before it may still lack its data; nothing brings that any more, and the retries do not matter.
+                let _ = self.acknowledge(env, head, psn);
+                let status = match code {
                     NakCode::RemoteAccess => Status::RemoteAccess,
                     NakCode::RemoteOperation => Status::RemoteOperation,
                     NakCode::InvalidRequest | NakCode::PsnSequence => Status::RemoteInvalidRequest,
-                }));
+                };
+                let request = self.locate(psn).wqe;
+                return Err(Broken { status, request });
             }
         }
         Ok(())

@@ -139,7 +139,8 @@ impl Responder {
         Ok(())
     }
 
-    /// Ends every receive as flushed. Answers owed stay: the last of them may be the NAK that tells the peer why.
+    /// Ends every receive as flushed. When the last answer owed is the NAK that tells the peer why, all stay; else those at
+    /// the front that only say what is done already: the peer must not take a SEND that was received for one that was not.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         self.execution.flush(env, head);
         if !matches!(
@@ -154,7 +155,20 @@ impl Responder {
                 }
             )
         ) {
-            self.answers.clear();
+            let done = |answer: &Answer| {
+                matches!(
+                    answer,
+                    Answer::Ack {
+                        syndrome: Syndrome::Ack { .. },
+                        ..
+                    } | Answer::Flush {
+                        state: FlushState::Done,
+                        ..
+                    }
+                )
+            };
+            let kept = self.answers.iter().take_while(|answer| done(answer)).count();
+            self.answers.truncate(kept);
             env.flushes.forget(head.qpn);
         }
     }
@@ -258,7 +272,9 @@ impl Responder {
             Position::Last => (1..=mtu).contains(&payload.len()),
             Position::Only => payload.len() <= mtu,
         };
-        if !fits {
+        // What asks for bytes or for a flush brings none. 9.4.4 and A19.4.
+        let bare = matches!(operation, Op::ReadRequest | Op::Flush);
+        if !fits || (bare && !payload.is_empty()) {
             return Err(Refusal::InvalidRequest);
         }
         let (imm, solicited) = (packet.imm(), packet.bth.solicited);
@@ -662,9 +678,9 @@ impl Responder {
                         Err(refusal) => {
                             // The memory was there when the READ was accepted and is gone now.
                             let (psn, msn) = (*psn, *msn);
-                            let code = match refusal {
-                                Refusal::RemoteAccess => NakCode::RemoteAccess,
-                                _ => NakCode::RemoteOperation,
+                            let (code, status) = match refusal {
+                                Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
+                                _ => (NakCode::RemoteOperation, Status::RemoteOperation),
                             };
                             env.counters.sent_naks += 1;
                             self.answers.clear();
@@ -673,7 +689,7 @@ impl Responder {
                                 msn,
                                 syndrome: Syndrome::Nak(code),
                             });
-                            return Some(Status::RemoteAccess);
+                            return Some(status);
                         }
                     }
                 }

@@ -351,6 +351,23 @@ fn state__rtr_takes_requests_but_no_answers_and_tells_of_the_first() {
     assert_eq!(pair.sides[1].rnic.counters().wrong_state, 1);
 }
 
+#[test]
+fn state__error_still_acknowledges_what_was_done() {
+    let mut pair = Pair::new();
+    recv(&mut pair, 64);
+    recv(&mut pair, 64);
+    give(&mut pair, Op::SendOnly, 0, &[], &[1; 4]);
+    let ext = own(&pair, 0, 4);
+    give(&mut pair, Op::ReadRequest, 1, &ext, &[]);
+    give(&mut pair, Op::SendOnly, 2, &[], &[1; 4]);
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    let error = QpAttributes::default();
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.modify_qp(now, qpn, QpState::Error, &error).unwrap();
+    // The last SEND was received too, but to say so would be to say that the READ was answered.
+    assert_eq!(says(&mut pair, 1), [ack(0, Syndrome::ACK)]);
+}
+
 // Sequence.
 
 #[test]
@@ -546,6 +563,89 @@ fn receive__missing_at_the_last_packet_repeats_only_that() {
 }
 
 // Rights and bounds.
+
+#[test]
+fn length__beyond_the_longest_message_is_an_invalid_request() {
+    for op in [Op::ReadRequest, Op::WriteFirst] {
+        let mut pair = Pair::new();
+        let rkey = pair.sides[1].rkey;
+        let payload = vec![1; if op == Op::WriteFirst { 1024 } else { 0 }];
+        let longest = 1 << 31;
+        let answers = ask(&mut pair, op, 0, &reth(IOVA, rkey, longest + 1), &payload);
+        refused(&mut pair, &answers, 0, NAK_INVALID);
+        // One byte less is only beyond the region.
+        let mut pair = Pair::new();
+        let answers = ask(&mut pair, op, 0, &reth(IOVA, rkey, longest), &payload);
+        refused(&mut pair, &answers, 0, NAK_ACCESS);
+    }
+}
+
+#[test]
+fn payload__of_a_read_or_flush_is_an_invalid_request() {
+    for op in [Op::ReadRequest, Op::Flush] {
+        let mut pair = Pair::new();
+        let rkey = pair.sides[1].rkey;
+        let ext = match op {
+            Op::Flush => flush_headers(IOVA, rkey, 4, Placement::GLOBAL),
+            _ => reth(IOVA, rkey, 4).to_vec(),
+        };
+        let answers = ask(&mut pair, op, 0, &ext, &[1; 4]);
+        refused(&mut pair, &answers, 0, NAK_INVALID);
+    }
+}
+
+/// Memory that can be registered and not be read.
+#[derive(Debug)]
+struct Unreadable(Fault);
+
+impl Memory for Unreadable {
+    fn len(&self) -> u64 {
+        4096
+    }
+
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), Fault> {
+        Err(self.0)
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Fault> {
+        Err(self.0)
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        Err(self.0)
+    }
+}
+
+#[test]
+fn read__of_memory_that_fails_tells_both_ends_the_same() {
+    for (fault, nak, status) in [
+        (Fault::Io(5), NAK_OPERATION, Status::RemoteOperation),
+        (Fault::Unmapped, NAK_ACCESS, Status::RemoteAccess),
+    ] {
+        let mut pair = Pair::new();
+        let spec = RegionSpec {
+            memory: std::sync::Arc::new(Unreadable(fault)),
+            memory_offset: 0,
+            length: 4096,
+            iova: IOVA,
+            access: ALL_ACCESS,
+        };
+        let side = &mut pair.sides[1];
+        let (_, rkey) = side.rnic.reg_mr(side.pd, spec).unwrap();
+        let answers = ask(&mut pair, Op::ReadRequest, 0, &reth(IOVA, rkey, 4), &[]);
+        refused(&mut pair, &answers, 0, nak);
+        let qpn = pair.sides[1].qpn;
+        assert_eq!(pair.sides[1].rnic.poll_event(), Some(Event::QpError(qpn, status)));
+    }
+}
 
 #[test]
 fn rkey__unknown_is_a_remote_access_error() {
@@ -892,6 +992,32 @@ fn nak__acknowledges_what_is_before_it() {
     let mut pair = writing();
     answer(&mut pair, Op::Acknowledge, 2, NAK_ACCESS, &[]);
     assert_eq!(statuses(&mut pair, 0), [Status::Success, Status::RemoteAccess]);
+}
+
+#[test]
+fn nak__behind_a_read_that_lacks_its_data_ends_the_request_that_it_names() {
+    let mut pair = Pair::new();
+    pair.deliver = Box::new(|_, _| false);
+    let operation = Operation::Read {
+        va: IOVA,
+        rkey: pair.sides[1].rkey,
+    };
+    let sges = pair.sides[0].sge(0, 100);
+    pair.write(0, 0, 10);
+    pair.post(0, operation, sges);
+    pair.write(0, 0, 10);
+    pair.write(0, 0, 10);
+    pair.step();
+    answer(&mut pair, Op::Acknowledge, 2, NAK_ACCESS, &[]);
+    assert_eq!(
+        statuses(&mut pair, 0),
+        [
+            Status::Success,
+            Status::Flushed,
+            Status::RemoteAccess,
+            Status::Flushed
+        ]
+    );
 }
 
 #[test]
