@@ -214,3 +214,33 @@ fn sim__json_says_what_the_links_did() {
     assert!(value["lost"].as_u64().unwrap() > 0);
     assert!(value["violation"].is_null());
 }
+
+#[test]
+fn perf__server_ends_when_its_client_is_killed() {
+    let mut server = Server::perf("write-lat", "127.0.1.26", &[]);
+    // Wait for one that gets through, then for one that is killed in the middle.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let mut busy = rdmux(&["perf", "write-lat", "127.0.1.26", "-n", "100000000"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        // It either ends at once, since nothing listens yet, or runs until it is killed.
+        let until = Instant::now() + Duration::from_secs(1);
+        while busy.try_wait().unwrap().is_none() && Instant::now() < until {
+            std::thread::yield_now();
+        }
+        let ran = busy.try_wait().unwrap().is_none();
+        let _ = busy.kill();
+        busy.wait().unwrap();
+        if ran || Instant::now() > deadline {
+            break;
+        }
+    }
+    assert_eq!(
+        server.0.wait().unwrap().code(),
+        Some(1),
+        "its last WRITE is never acknowledged"
+    );
+}

@@ -94,7 +94,7 @@ pub(crate) struct Args {
     /// The server's name or address; without it this is the server.
     pub(crate) host: Option<String>,
     /// Bytes of a message [default: 2 for latency, 65536 for bandwidth].
-    #[arg(short, long)]
+    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=1 << 30))]
     pub(crate) size: Option<u32>,
     /// Iterations [default: 1000 for latency, 5000 for bandwidth].
     #[arg(short = 'n', long)]
@@ -376,23 +376,26 @@ fn answer_client(
 ) -> Result<()> {
     let qp = &side.qps[0];
     let half = slot_bytes(request) * u64::from(request.qps);
-    let ended = || connections.iter().all(Connection::is_ended);
+    let mut watch = Watch {
+        device,
+        connections,
+        spins: 0,
+        packets: 0,
+        since: Instant::now(),
+    };
     match request.test {
         Test::WriteLat => {
             let last = half + u64::from(request.bytes.max(1)) - 1;
             let mut turn = 0u8;
-            let mut idle = 0u32;
             loop {
                 device.progress();
                 let expected = turn.wrapping_add(1);
-                if request.bytes == 0 || side.memory.load_u8(last) != expected {
-                    idle += 1;
-                    if idle.is_multiple_of(1 << 14) && ended() {
+                if side.memory.load_u8(last) != expected {
+                    if watch.is_over()? {
                         return Ok(());
                     }
                     continue;
                 }
-                idle = 0;
                 turn = expected;
                 side.memory.write(u64::from(request.bytes) - 1, &[turn]).ok();
                 let operation = Operation::Write {
@@ -422,7 +425,12 @@ fn answer_client(
             }
         }
         Test::SendLat => loop {
-            let Some(wc) = side.cq.poll() else { continue };
+            let Some(wc) = side.cq.poll() else {
+                if watch.is_over()? {
+                    return Ok(());
+                }
+                continue;
+            };
             if wc.status != Status::Success {
                 return Ok(());
             }
@@ -446,19 +454,14 @@ fn answer_client(
         },
         Test::SendBw => {
             let by_qpn: Vec<_> = side.qps.iter().map(|qp| (qp.qpn(), qp)).collect();
-            let mut idle = 0u32;
             loop {
                 let Some(wc) = side.cq.poll() else {
-                    idle += 1;
-                    if idle.is_multiple_of(1 << 14) && ended() {
+                    if watch.is_over()? {
                         return Ok(());
                     }
                     continue;
                 };
                 if wc.status != Status::Success {
-                    if ended() {
-                        return Ok(());
-                    }
                     continue;
                 }
                 if let Some((_, qp)) = by_qpn.iter().find(|(qpn, _)| *qpn == wc.qpn) {
@@ -467,16 +470,50 @@ fn answer_client(
             }
         }
         // One-sided: the NIC answers; this side only drives it.
-        Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => {
-            let mut turns = 0u32;
-            loop {
-                device.progress();
-                turns = turns.wrapping_add(1);
-                if turns.is_multiple_of(1 << 14) && ended() {
-                    return Ok(());
-                }
+        Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => loop {
+            device.progress();
+            if watch.is_over()? {
+                return Ok(());
             }
+        },
+    }
+}
+
+/// Whether a client is still there, looked at now and then by a server that spins.
+struct Watch<'a> {
+    device: &'a Device,
+    connections: &'a [Connection],
+    spins: u32,
+    packets: u64,
+    since: Instant,
+}
+
+impl Watch<'_> {
+    /// True when the test is over. Fails when the client has said nothing for too long: it was killed, or cut off.
+    fn is_over(&mut self) -> Result<bool> {
+        self.spins = self.spins.wrapping_add(1);
+        if !self.spins.is_multiple_of(1 << 14) {
+            return Ok(false);
         }
+        if self.connections.iter().all(Connection::is_ended) {
+            return Ok(true);
+        }
+        let broken = self.connections.iter().find_map(|c| c.qp().error());
+        ensure!(
+            broken.is_none(),
+            "the connection broke: {}",
+            broken.unwrap_or(Status::Flushed)
+        );
+        let packets = self.device.counters().rcvd_pkts;
+        if packets != self.packets {
+            (self.packets, self.since) = (packets, Instant::now());
+        }
+        ensure!(
+            self.since.elapsed() < PATIENCE,
+            "the client has been silent for {} s",
+            PATIENCE.as_secs()
+        );
+        Ok(false)
     }
 }
 

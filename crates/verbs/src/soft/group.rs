@@ -106,7 +106,7 @@ pub enum GroupError {
         pid: i32,
     },
     /// The service is offered already, by this process or another one.
-    #[error("{addr}: {service:?} is offered already on this address")]
+    #[error("{} of {addr} is in use by another process", service_words(*service))]
     ServiceInUse {
         /// The local address.
         addr: IpAddr,
@@ -129,6 +129,13 @@ pub enum GroupError {
         /// Why it failed.
         source: io::Error,
     },
+}
+
+/// A service as a person knows it.
+fn service_words(service: ServiceId) -> String {
+    service
+        .port()
+        .map_or_else(|| format!("{service:?}"), |port| format!("port {port}"))
 }
 
 /// A connection-management datagram for this process.
