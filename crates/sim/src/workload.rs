@@ -78,6 +78,8 @@ struct Flow {
     failed: bool,
     recv_failed: bool,
     own_failed: bool,
+    /// A READ whose data was lost was flushed: the refusal of a request behind it is to come.
+    refusal_owed: bool,
     paused: bool,
 }
 
@@ -800,13 +802,28 @@ impl Workload {
             flow.outstanding.drain(..at).collect()
         };
         let op = flow.outstanding.pop_front().ok_or("nothing open")?;
-        // The request that found its own memory gone may have older ones before it, which end as flushed.
+        // The request that found its own memory gone may have older ones before it, which end as flushed; so may one that the
+        // peer refused, behind a READ whose data was lost.
         let own =
             self.ending == Ending::Deregister && wc.status == Status::LocalProtection && !flow.own_failed;
         flow.own_failed |= own;
-        let first = !std::mem::replace(&mut flow.failed, true) || own;
+        let refused =
+            flow.refusal_owed && matches!(wc.status, Status::RemoteAccess | Status::RemoteOperation);
+        flow.refusal_owed &= !refused;
+        let first = !std::mem::replace(&mut flow.failed, true) || own || refused;
+        let refuses = match self.ending {
+            Ending::OutOfBounds => self.ending_at.0 == host,
+            Ending::Deregister => self.ending_at.0 != host,
+            Ending::None | Ending::PeerVanishes | Ending::UserError => false,
+        };
         if let Some(passed) = before.iter().find(|op| op.signaled || !first) {
             return Err(format!("#{} was passed over", passed.wr_id));
+        }
+        if first && refuses && op.kind == Kind::Read && wc.status == Status::Flushed {
+            flow.refusal_owed = true;
+            self.report.failed += 1;
+            self.sides[host].unknown.extend(op.local);
+            return before.into_iter().try_for_each(|op| self.done(qp, host, op));
         }
         for op in before {
             self.done(qp, host, op)?;
@@ -1015,6 +1032,9 @@ impl Workload {
         if !affected && info.state != QpState::Rts {
             return Err(format!("in {:?}", info.state));
         }
+        if flow.refusal_owed {
+            return Err("a READ was flushed, and nothing behind it was refused".to_owned());
+        }
         if flow.failed && info.state != QpState::Error {
             return Err(format!("an operation failed, yet the QP is in {:?}", info.state));
         }
@@ -1047,6 +1067,7 @@ impl Flow {
             failed: false,
             recv_failed: false,
             own_failed: false,
+            refusal_owed: false,
             paused: false,
         }
     }
