@@ -84,6 +84,17 @@ pub enum Arm {
     Solicited,
 }
 
+/// What a completion did to its queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pushed {
+    /// Nobody is to be told.
+    Quiet,
+    /// An armed waiter is to be told.
+    Tell,
+    /// The queue had no room, or was in error for that already: the completion is lost.
+    Overrun { first: bool },
+}
+
 #[derive(Debug)]
 pub(crate) struct CompletionQueue {
     queue: VecDeque<WorkCompletion>,
@@ -102,12 +113,13 @@ impl CompletionQueue {
         }
     }
 
-    /// Adds a completion; true when an armed waiter is to be told.
-    pub(crate) fn push(&mut self, wc: WorkCompletion, solicited: bool) -> bool {
-        if self.queue.len() == self.depth {
+    /// Adds a completion.
+    pub(crate) fn push(&mut self, wc: WorkCompletion, solicited: bool) -> Pushed {
+        if self.overrun || self.queue.len() == self.depth {
             // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.
-            self.overrun = true;
-            return self.armed.take().is_some();
+            let first = !std::mem::replace(&mut self.overrun, true);
+            self.armed = None;
+            return Pushed::Overrun { first };
         }
         self.queue.push_back(wc);
         let tell = match self.armed {
@@ -117,8 +129,10 @@ impl CompletionQueue {
         };
         if tell {
             self.armed = None;
+            Pushed::Tell
+        } else {
+            Pushed::Quiet
         }
-        tell
     }
 
     pub(crate) fn poll(&mut self) -> Option<WorkCompletion> {

@@ -88,6 +88,8 @@ pub struct Rnic {
     gathering: Vec<Qpn>,
     flushes: Flushes,
     events: VecDeque<Event>,
+    /// Queues that overran during the call under way.
+    overrun: Vec<Cqn>,
     counters: Counters,
     id_bases: Vec<Option<Box<IdBasis>>>,
     rxe_flush_basis: Option<Box<IdBasis>>,
@@ -114,6 +116,7 @@ impl Rnic {
             gathering: Vec::new(),
             flushes: Flushes::default(),
             events: VecDeque::new(),
+            overrun: Vec::new(),
             counters: Counters::default(),
             id_bases: vec![None; PACKET_BYTES_MAX],
             rxe_flush_basis: None,
@@ -246,7 +249,7 @@ impl Rnic {
             .unwrap_or(Err(PostError::NoQp))
     }
 
-    /// Takes the oldest completion. IBTA Vol 1, 11.4.2.1.
+    /// Takes the oldest completion, also of a queue that overran. IBTA Vol 1, 11.4.2.1.
     pub fn poll_cq(&mut self, cq: Cqn) -> Option<WorkCompletion> {
         self.cqs.get_mut(&cq.0)?.poll()
     }
@@ -259,7 +262,7 @@ impl Rnic {
         }
     }
 
-    /// Completions that wait in a queue, and whether it overran.
+    /// Completions that wait in a queue, and whether it overran: then no more come.
     pub fn cq_state(&self, cq: Cqn) -> Option<(usize, bool)> {
         self.cqs.get(&cq.0).map(|queue| (queue.len(), queue.overrun))
     }
@@ -549,8 +552,27 @@ impl Rnic {
         }
     }
 
-    /// Calls `f` on a QP and what it needs of the device, then lists it for sending and for its timer.
+    /// Calls `f` on a QP and what it needs of the device; QPs whose completion queue overran thereby go to error.
     fn with_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
+        let result = self.on_qp(now, qpn, f);
+        // A QP fails once, so this ends; what it flushes may overrun the next queue.
+        while let Some(cq) = self.overrun.pop() {
+            let uses = |qp: &Qp| [qp.head.init.send_cq, qp.head.init.recv_cq].contains(&cq);
+            let works = |qp: &Qp| !matches!(qp.head.state, QpState::Reset | QpState::Error);
+            let failing = self.qps.iter().filter(|(_, qp)| uses(qp) && works(qp));
+            let mut failing: Vec<u32> = failing.map(|(qpn, _)| *qpn).collect();
+            failing.sort_unstable();
+            for qpn in failing {
+                self.on_qp(now, Qpn::new(qpn), |qp, env| {
+                    qp.fail(env, Some(Status::LocalQpOperation));
+                });
+            }
+        }
+        result
+    }
+
+    /// Calls `f` on a QP and what it needs of the device, then lists it for sending and for its timer.
+    fn on_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let qp = self.qps.get_mut(&qpn.value())?;
         let mut env = Env {
             regions: &self.regions,
@@ -558,6 +580,7 @@ impl Rnic {
             events: &mut self.events,
             flushes: &mut self.flushes,
             counters: &mut self.counters,
+            overrun: &mut self.overrun,
             now,
         };
         let result = f(qp, &mut env);

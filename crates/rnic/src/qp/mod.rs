@@ -2,7 +2,7 @@
 
 use rdmux_wire::{Psn, Qpn};
 
-use crate::cq::{CompletionQueue, Cqn, Status, WcOpcode, WorkCompletion};
+use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::memory::Access;
 use crate::region::{NumberMap, Pd, Regions};
 use crate::time::Time;
@@ -92,6 +92,9 @@ impl QpAttributes {
 pub enum Event {
     /// A completion queue that was armed has a completion.
     Completion(Cqn),
+    /// A completion queue overran: it takes no more completions, and the QPs that complete to it go to error. What is in it
+    /// can still be polled. Asynchronous event of IBTA Vol 1, 11.6.3.
+    CqError(Cqn),
     /// A QP went to error on its own: asynchronous event of IBTA Vol 1, 11.6.3.
     QpError(Qpn, Status),
     /// A request came in on a QP in RTR: the connection stands although its last message is missing. 11.6.3.1.
@@ -106,16 +109,29 @@ pub(crate) struct Env<'a> {
     pub(crate) events: &'a mut std::collections::VecDeque<Event>,
     pub(crate) flushes: &'a mut crate::flush::Flushes,
     pub(crate) counters: &'a mut crate::Counters,
+    /// Queues that overran: their QPs are to fail.
+    pub(crate) overrun: &'a mut Vec<Cqn>,
     pub(crate) now: Time,
 }
 
 impl Env<'_> {
     /// Posts a completion and tells who waits for it.
     pub(crate) fn complete(&mut self, cq: Cqn, wc: WorkCompletion, solicited: bool) {
-        if let Some(queue) = self.cqs.get_mut(&cq.0)
-            && queue.push(wc, solicited)
-        {
-            self.events.push_back(Event::Completion(cq));
+        let Some(queue) = self.cqs.get_mut(&cq.0) else {
+            return;
+        };
+        match queue.push(wc, solicited) {
+            Pushed::Quiet => {}
+            Pushed::Tell => self.events.push_back(Event::Completion(cq)),
+            Pushed::Overrun { first } => {
+                if first {
+                    self.events.push_back(Event::CqError(cq));
+                }
+                // Later too: a QP may have been brought up again since.
+                if !self.overrun.contains(&cq) {
+                    self.overrun.push(cq);
+                }
+            }
         }
     }
 }

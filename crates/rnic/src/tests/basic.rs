@@ -219,6 +219,91 @@ fn deregistration__stops_a_read_under_way() {
 }
 
 #[test]
+fn overrun__of_a_completion_queue_fails_all_of_its_qps_and_no_other() {
+    let mut pair = Pair::new();
+    let (first, old_cq) = (pair.sides[0].qpn, pair.sides[0].cq);
+    let cq = pair.sides[0].rnic.create_cq(2);
+    pair.sides[0].cq = cq;
+    let (busy, _) = pair.second_qps();
+    let (idle, _) = pair.second_qps();
+    let now = pair.now;
+    for wr_id in 0..4 {
+        let request = SendRequest {
+            wr_id,
+            operation: Operation::Write {
+                va: IOVA,
+                rkey: pair.sides[1].rkey,
+                imm: None,
+            },
+            sges: pair.sides[0].sge(0, 8),
+            flags: SendFlags::SIGNALED,
+        };
+        pair.sides[0].rnic.post_send(now, busy, request).unwrap();
+    }
+    pair.sides[0].rnic.arm_cq(cq, Arm::Next);
+    pair.run();
+    let rnic = &mut pair.sides[0].rnic;
+    let state = |rnic: &Rnic, qpn| rnic.query_qp(qpn).unwrap().state;
+    assert_eq!(state(rnic, busy), QpState::Error);
+    assert_eq!(state(rnic, idle), QpState::Error);
+    assert_eq!(state(rnic, first), QpState::Rts);
+    let events: Vec<Event> = std::iter::from_fn(|| rnic.poll_event()).collect();
+    assert_eq!(events[..2], [Event::Completion(cq), Event::CqError(cq)]);
+    assert_eq!(events.len(), 4, "{events:?}");
+    for qpn in [busy, idle] {
+        assert!(events.contains(&Event::QpError(qpn, Status::LocalQpOperation)));
+    }
+    assert_eq!(rnic.cq_state(cq), Some((2, true)));
+    assert_eq!(rnic.cq_state(old_cq), Some((0, false)));
+    let queued: Vec<u64> = std::iter::from_fn(|| rnic.poll_cq(cq))
+        .map(|wc| wc.wr_id)
+        .collect();
+    assert_eq!(queued, [0, 1]);
+    // In error for good: what is flushed now is lost too.
+    let request = RecvRequest {
+        wr_id: 9,
+        sges: SgeList::EMPTY,
+    };
+    rnic.post_recv(now, busy, request).unwrap();
+    assert_eq!(rnic.poll_cq(cq), None);
+    assert_eq!(rnic.poll_event(), None);
+}
+
+#[test]
+fn overrun__by_the_flush_of_another_spreads_to_the_queue_that_it_fills() {
+    // The QP's sends complete to a queue of one, its receives to another of one that a second QP uses too.
+    let mut pair = Pair::new();
+    let side = &mut pair.sides[0];
+    let (sends, receives) = (side.rnic.create_cq(1), side.rnic.create_cq(1));
+    let now = pair.now;
+    let [a, b] = [sends, receives].map(|send_cq| {
+        let init = QpInit {
+            pd: side.pd,
+            send_cq,
+            recv_cq: receives,
+            max_send_wr: 4,
+            max_recv_wr: 4,
+        };
+        let qpn = side.rnic.create_qp(init).unwrap();
+        let attr = QpAttributes {
+            access: Some(ALL_ACCESS),
+            ..Default::default()
+        };
+        side.rnic.modify_qp(now, qpn, QpState::Init, &attr).unwrap();
+        qpn
+    });
+    for wr_id in 0..2 {
+        let sges = SgeList::EMPTY;
+        side.rnic.post_recv(now, a, RecvRequest { wr_id, sges }).unwrap();
+    }
+    let error = QpAttributes::default();
+    side.rnic.modify_qp(now, a, QpState::Error, &error).unwrap();
+    assert_eq!(side.rnic.query_qp(b).unwrap().state, QpState::Error);
+    assert_eq!(side.rnic.poll_event(), Some(Event::CqError(receives)));
+    assert_eq!(side.rnic.cq_state(sends), Some((0, false)));
+}
+
+#[test]
 fn train__of_full_packets_is_one_and_a_longer_first_packet_ends_its_own() {
     let mut pair = Pair::new();
     pair.write(0, 0, 40 * 1024);

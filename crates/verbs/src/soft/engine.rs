@@ -463,7 +463,7 @@ impl Core {
         }
         while let Some(event) = self.rnic.poll_event() {
             match event {
-                Event::Completion(cqn) => {
+                Event::Completion(cqn) | Event::CqError(cqn) => {
                     if let Some(waker) = self.cq_wakers.get(&cqn).and_then(Weak::upgrade) {
                         waker.wake();
                     }
