@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use rand_chacha::ChaCha12Rng;
 use rand_core::{RngCore, SeedableRng};
@@ -13,6 +14,7 @@ use crate::cm::Cm;
 use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
 use crate::flush::{FlushId, FlushJob, Flushes};
+use crate::memory::Memory;
 use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError};
 use crate::time::Time;
@@ -132,9 +134,10 @@ impl Rnic {
         self.regions.alloc_pd()
     }
 
-    /// Ends a protection domain and every region in it. Its QPs must have been destroyed.
-    pub fn dealloc_pd(&mut self, pd: Pd) {
-        self.regions.dealloc_pd(pd);
+    /// Ends a protection domain and every region in it. Its QPs must have been destroyed. The regions' memories come back, for
+    /// the caller to drop where what that runs does no harm.
+    pub fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
+        self.regions.dealloc_pd(pd)
     }
 
     /// Registers memory. IBTA Vol 1, 11.2.8.2.
@@ -142,8 +145,9 @@ impl Rnic {
         self.regions.register(&mut self.rng, pd, spec)
     }
 
-    /// Ends a region: once this returns nothing reaches its memory through it. False when there is none.
-    pub fn dereg_mr(&mut self, lkey: LKey) -> bool {
+    /// Ends a region: once this returns nothing reaches its memory through it. The memory comes back, for the caller to drop
+    /// where what that runs does no harm. `None`: there is no such region.
+    pub fn dereg_mr(&mut self, lkey: LKey) -> Option<Arc<dyn Memory>> {
         self.regions.deregister(lkey)
     }
 

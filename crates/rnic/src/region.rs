@@ -99,12 +99,14 @@ impl Regions {
         Pd(free as u32)
     }
 
-    /// Ends a PD; whatever was registered in it goes with it.
-    pub(crate) fn dealloc_pd(&mut self, pd: Pd) {
-        self.regions.retain(|_, region| region.pd != pd);
+    /// Ends a PD; whatever was registered in it goes with it, and its memory is returned.
+    pub(crate) fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
+        let gone = self.regions.extract_if(|_, region| region.pd == pd);
+        let memories = gone.map(|(_, region)| region.spec.memory).collect();
         if let Some(used) = self.pds.get_mut(pd.0 as usize) {
             *used = false;
         }
+        memories
     }
 
     pub(crate) fn has_pd(&self, pd: Pd) -> bool {
@@ -146,8 +148,8 @@ impl Regions {
     }
 
     /// After this no access through the key succeeds; those under way were complete when they returned.
-    pub(crate) fn deregister(&mut self, lkey: LKey) -> bool {
-        self.regions.remove(&lkey.0).is_some()
+    pub(crate) fn deregister(&mut self, lkey: LKey) -> Option<Arc<dyn Memory>> {
+        Some(self.regions.remove(&lkey.0)?.spec.memory)
     }
 
     /// The region of a key, when it belongs to `pd` and grants `access`.

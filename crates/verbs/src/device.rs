@@ -120,7 +120,9 @@ struct PdInner {
 
 impl Drop for PdInner {
     fn drop(&mut self) {
-        self.device.engine().lock().rnic.dealloc_pd(self.pd);
+        // Dropped when the engine is unlocked again: memory may unmap, close, or run its owner's code.
+        let memories = self.device.engine().lock().rnic.dealloc_pd(self.pd);
+        drop(memories);
     }
 }
 
@@ -236,7 +238,9 @@ impl MemoryRegion {
 
 impl Drop for MemoryRegion {
     fn drop(&mut self) {
-        self.pd.device().engine().lock().rnic.dereg_mr(self.lkey);
+        // Dropped when the engine is unlocked again: memory may unmap, close, or run its owner's code.
+        let memory = self.pd.device().engine().lock().rnic.dereg_mr(self.lkey);
+        drop(memory);
     }
 }
 

@@ -213,9 +213,32 @@ fn deregistration__stops_a_read_under_way() {
     pair.post(0, operation, sges);
     pair.step();
     let lkey = pair.sides[1].lkey;
-    assert!(pair.sides[1].rnic.dereg_mr(lkey));
+    let memory = pair.sides[1].rnic.dereg_mr(lkey);
+    assert_eq!(memory.map(|m| m.len()), Some(MEMORY as u64));
+    assert!(pair.sides[1].rnic.dereg_mr(lkey).is_none());
     pair.run();
     assert_eq!(pair.sides[0].completions()[0].status, Status::RemoteAccess);
+}
+
+#[test]
+fn dealloc_pd__returns_the_memories_of_its_own_regions() {
+    let mut pair = Pair::new();
+    let side = &mut pair.sides[0];
+    let pd = side.rnic.alloc_pd();
+    let memory: std::sync::Arc<dyn Memory> = std::sync::Arc::new(HeapMemory::new(64));
+    let spec = RegionSpec {
+        memory: memory.clone(),
+        memory_offset: 0,
+        length: 64,
+        iova: 0,
+        access: ALL_ACCESS,
+    };
+    side.rnic.reg_mr(pd, spec).unwrap();
+    let returned = side.rnic.dealloc_pd(pd);
+    assert_eq!(returned.len(), 1);
+    assert!(std::sync::Arc::ptr_eq(&returned[0], &memory));
+    assert_eq!(std::sync::Arc::strong_count(&memory), 2, "the device keeps none");
+    assert_eq!(side.rnic.object_counts().1, 1, "the other domain's stays");
 }
 
 #[test]
