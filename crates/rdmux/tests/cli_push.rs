@@ -724,6 +724,30 @@ fn serve__unsafe_no_flush_says_so() {
 }
 
 #[test]
+fn pull__into_what_is_no_file_is_refused_and_leaves_it_alone() {
+    let place = Place::new();
+    let serve = Serve::start(&place, "127.0.10.21", &["--mem", "m,size=64K"]);
+    let fifo = place.path("fifo");
+    let made = Command::new("mkfifo").arg(&fifo).status().unwrap();
+    assert!(made.success());
+    let url = serve.url("m");
+    let said = place.fails(&["pull", &url, fifo.to_str().unwrap()], 1);
+    assert!(said.contains("not a regular file"), "{said}");
+    let kind = std::os::unix::fs::FileTypeExt::is_fifo(&fs::symlink_metadata(&fifo).unwrap().file_type());
+    assert!(kind, "the FIFO is still one");
+
+    let (real, link) = (place.path("real"), place.path("link"));
+    fs::write(&real, b"old").unwrap();
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    place.ok(&["pull", &url, link.to_str().unwrap()]);
+    assert!(
+        fs::symlink_metadata(&link).unwrap().is_symlink(),
+        "a link stays a link"
+    );
+    assert_eq!(fs::metadata(&real).unwrap().len(), 65_536);
+}
+
+#[test]
 fn pull__replaces_a_file_at_the_end_only() {
     let place = Place::new();
     let old = place.write("back", b"old");

@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -57,13 +57,27 @@ pub(crate) fn run(args: Args) -> Result<()> {
         "{}: is a folder: name a file in it",
         args.file.display()
     );
-    let mut name = args
-        .file
+    // What is there is replaced at the end, in one step; only a file may be.
+    let existing = match fs::metadata(&args.file) {
+        Ok(meta) if !meta.is_file() => {
+            bail!("{} is not a regular file: pull into a file", args.file.display())
+        }
+        Ok(meta) => Some(meta),
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) => return Err(error).with_context(|| args.file.display().to_string()),
+    };
+    // Behind a link, the file that it leads to.
+    let target = if existing.is_some() {
+        fs::canonicalize(&args.file).with_context(|| args.file.display().to_string())?
+    } else {
+        args.file.clone()
+    };
+    let mut name = target
         .file_name()
         .map(OsString::from)
         .with_context(|| format!("{}: not the name of a file", args.file.display()))?;
     name.push(".part");
-    let part_path = args.file.with_file_name(name);
+    let part_path = target.with_file_name(name);
     take_interrupts()?;
     let mut client = connect(&args.source, common)?;
     let offset = args.source.offset;
@@ -75,7 +89,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
         0,
     )?;
     let length: u64 = mapping.extents().iter().map(|extent| extent.length).sum();
-    let mut file = File::create(&part_path).with_context(|| part_path.display().to_string())?;
+    // One that a killed pull left is ours to replace; a link that somebody put there is not followed.
+    let _ = fs::remove_file(&part_path);
+    let mut file = File::options()
+        .write(true)
+        .create_new(true)
+        .open(&part_path)
+        .with_context(|| part_path.display().to_string())?;
+    if let Some(meta) = &existing {
+        file.set_permissions(meta.permissions())?;
+    }
     let mut part = Part(Some(part_path.clone()));
     let bar = progress_bar(length, common);
     let start = Instant::now();
@@ -91,9 +114,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
         args.source
     );
     client.close();
-    fs::rename(&part_path, &args.file).with_context(|| args.file.display().to_string())?;
+    fs::rename(&part_path, &target).with_context(|| args.file.display().to_string())?;
     part.0 = None;
-    File::open(folder_of(&args.file))?.sync_all()?;
+    File::open(folder_of(&target))?.sync_all()?;
     let rate = gigabytes_per_second(length, elapsed);
     if common.json {
         let report = json!({

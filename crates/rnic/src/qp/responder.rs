@@ -260,7 +260,13 @@ impl Responder {
     /// The datagram has ended: places what waits. `Some`: that failed, and the QP is to fail with this status.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
         let refusal = self.execution.place_gathered(env, head).err()?;
-        Some(self.refuse(env, self.expected.minus(1), refusal))
+        let last = self.expected.minus(1);
+        // An acknowledgement of the same packet may be owed already; it was not sent, since the datagram ended just now.
+        if matches!(self.answers.back(), Some(Answer::Ack { psn, syndrome: Syndrome::ACK, .. }) if *psn == last)
+        {
+            self.answers.pop_back();
+        }
+        Some(self.refuse(env, last, refusal))
     }
 
     fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
