@@ -608,7 +608,12 @@ fn measure(
     private.extend_from_slice(&(side.mr.iova() + half).to_be_bytes());
     private.extend_from_slice(&side.mr.rkey().0.to_be_bytes());
     for qp in &side.qps {
-        connections.push(device.connect(qp, peer, &params(), &private)?);
+        let connection = device.connect(qp, peer, &params(), &private).with_context(|| {
+            let test = request.test.to_possible_value();
+            let name = test.as_ref().map_or("...", |test| test.get_name());
+            format!("no server at {peer}, start `rdmux perf {name}` there first")
+        })?;
+        connections.push(connection);
     }
     let answer = connections[0].private_data();
     let va = u64::from_be_bytes(answer[..8].try_into().context("a short answer")?);
