@@ -8,7 +8,9 @@
 mod connect;
 mod dice;
 pub mod fuzz;
+pub mod goodput;
 mod memory;
+mod network;
 mod report;
 mod workload;
 mod world;
