@@ -17,6 +17,7 @@ use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::memory::Memory;
 use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError};
+use crate::sched::{CLASSES, Policy, Scheduler};
 use crate::time::Time;
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest, SendRequest};
@@ -41,6 +42,15 @@ pub struct Config {
     pub gsi_src_port: u16,
     /// Bytes in flight per connection that this end can take; told to peers that are rdmux.
     pub receive_window_bytes: u32,
+    /// How QPs share what the device sends.
+    pub traffic: Traffic,
+}
+
+/// How QPs share what a device sends.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Traffic {
+    /// How each traffic class is served. A QP's class is that of its [`Path::traffic_class`].
+    pub classes: [Policy; CLASSES],
 }
 
 /// What is known about a QP.
@@ -81,7 +91,7 @@ pub struct Rnic {
     next_cqn: u32,
     qps: NumberMap<Qp>,
     /// QPs that have packets to send.
-    ready: VecDeque<Qpn>,
+    ready: Scheduler<Qpn>,
     /// QPs that owe only an acknowledgement, which may wait for the next call that asks for these.
     ack_ready: VecDeque<Qpn>,
     /// At most one entry for each QP, the one that its head names.
@@ -112,7 +122,7 @@ impl Rnic {
             cqs: NumberMap::default(),
             next_cqn: 0,
             qps: NumberMap::default(),
-            ready: VecDeque::new(),
+            ready: Scheduler::new(config.traffic.classes),
             ack_ready: VecDeque::new(),
             timers: BTreeSet::new(),
             gathering: Vec::new(),
@@ -188,6 +198,9 @@ impl Rnic {
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
             self.flushes.forget(qpn);
+            if qp.head.listed {
+                self.ready.forget(qpn);
+            }
             if let Some(at) = qp.head.timer {
                 self.timers.remove(&(at, qpn.value()));
             }
@@ -475,17 +488,17 @@ impl Rnic {
                 if let Some(qp) = self.qps.get_mut(&qpn.value()) {
                     qp.head.ack_listed = false;
                     if !std::mem::replace(&mut qp.head.listed, true) {
-                        self.ready.push_back(qpn);
+                        self.ready.push(qp.head.class(), qpn);
                     }
                 }
             }
         }
-        let mut turns = self.ready.len();
-        while turns > 0 && !buf.is_full() {
-            turns -= 1;
-            let Some(qpn) = self.ready.pop_front() else { break };
+        while !buf.is_full()
+            && let Some(turn) = self.ready.pick()
+        {
+            let (qpn, before) = (turn.id, buf.bytes().len());
+            buf.begin_turn(turn.bytes);
             self.with_qp(now, qpn, |qp, env| {
-                qp.head.listed = false;
                 if let Err(broken) = qp.requester.transmit(env, &qp.head, buf) {
                     qp.requester.end_broken(env, &qp.head, broken);
                     qp.fail(env, Some(broken.status));
@@ -495,6 +508,17 @@ impl Rnic {
                     qp.fail(env, Some(status));
                 }
             });
+            buf.end_turn();
+            let sent = buf.bytes().len() - before;
+            let qp = self.qps.get_mut(&qpn.value());
+            let more = qp.as_ref().is_some_and(|qp| qp.wants_turn());
+            self.ready.end(turn, sent, more);
+            if let Some(qp) = qp
+                && !more
+            {
+                qp.head.listed = false;
+                list(qp, &mut self.ready, &mut self.ack_ready);
+            }
         }
         !self.ready.is_empty()
     }
@@ -588,17 +612,7 @@ impl Rnic {
             now,
         };
         let result = f(qp, &mut env);
-        if !qp.head.listed && qp.wants_transmit() {
-            if qp.responder.owes_only_ack() && !qp.requester.wants_transmit(&qp.head) {
-                if !qp.head.ack_listed {
-                    qp.head.ack_listed = true;
-                    self.ack_ready.push_back(qpn);
-                }
-            } else {
-                qp.head.listed = true;
-                self.ready.push_back(qpn);
-            }
-        }
+        list(qp, &mut self.ready, &mut self.ack_ready);
         // An entry that is too early is put right when it fires, so that progress costs nothing.
         if let Some(deadline) = qp.requester.deadline()
             && qp.head.timer.is_none_or(|timer| deadline < timer)
@@ -609,5 +623,18 @@ impl Rnic {
             self.timers.insert((deadline, qpn.value()));
         }
         Some(result)
+    }
+}
+
+/// Lists a QP that has something to send.
+fn list(qp: &mut Qp, ready: &mut Scheduler<Qpn>, ack_ready: &mut VecDeque<Qpn>) {
+    if qp.head.listed || !qp.wants_transmit() {
+        return;
+    }
+    if qp.wants_turn() {
+        qp.head.listed = true;
+        ready.push(qp.head.class(), qp.head.qpn);
+    } else if !std::mem::replace(&mut qp.head.ack_listed, true) {
+        ack_ready.push_back(qp.head.qpn);
     }
 }

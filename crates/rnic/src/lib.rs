@@ -17,6 +17,7 @@ mod flush;
 mod memory;
 mod qp;
 mod region;
+pub mod sched;
 #[cfg(test)]
 mod tests;
 mod time;
@@ -25,7 +26,7 @@ mod work;
 
 pub use counters::Counters;
 pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
-pub use device::{Config, QpInfo, Rnic};
+pub use device::{Config, QpInfo, Rnic, Traffic};
 pub use flush::{FlushId, FlushJob};
 pub use memory::{Access, Fault, HeapMemory, Memory, Placement};
 pub use qp::{AttrMask, Event, ModifyError, QpAttributes, QpInit, QpState};

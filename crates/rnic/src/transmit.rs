@@ -67,6 +67,8 @@ pub struct TransmitBuf {
     used: usize,
     trains: Vec<Train>,
     limit_bytes: usize,
+    /// Where the turn under way ends.
+    turn_end: usize,
     train_packets_max: usize,
 }
 
@@ -78,6 +80,7 @@ impl TransmitBuf {
             used: 0,
             trains: Vec::with_capacity(64),
             limit_bytes,
+            turn_end: usize::MAX,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
         }
     }
@@ -103,9 +106,19 @@ impl TransmitBuf {
         self.trains.is_empty()
     }
 
-    /// Whether it took all that it should take before it is sent.
+    /// Whether it took all that it should take before it is sent, or in the turn under way.
     pub fn is_full(&self) -> bool {
-        self.used >= self.limit_bytes
+        self.used >= self.limit_bytes.min(self.turn_end)
+    }
+
+    /// It is full after another `bytes`, until [`TransmitBuf::end_turn`].
+    pub(crate) fn begin_turn(&mut self, bytes: u32) {
+        self.turn_end = self.used + bytes as usize;
+    }
+
+    /// Lifts the limit of the turn.
+    pub(crate) fn end_turn(&mut self) {
+        self.turn_end = usize::MAX;
     }
 
     /// From now on every train is one packet: the system cannot segment.

@@ -416,6 +416,7 @@ impl Side {
             guid: u64::from(n),
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 16,
+            traffic: rdmux_rnic::Traffic::default(),
         });
         let memory = Arc::new(SimMemory::new(
             vec![GUARD_BYTE; (REGION + 2 * GUARD) as usize],

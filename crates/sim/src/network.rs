@@ -114,6 +114,7 @@ impl Network {
                     guid: n.into(),
                     gsi_src_port: 0xc000,
                     receive_window_bytes: 1 << 20,
+                    traffic: rdmux_rnic::Traffic::default(),
                 }),
                 address,
                 interface_free: Time(0),

@@ -110,6 +110,7 @@ impl World {
                     guid: 0x1000 + u64::from(n),
                     gsi_src_port: 0xc000 + u16::from(n),
                     receive_window_bytes,
+                    traffic: rdmux_rnic::Traffic::default(),
                 }),
                 address,
                 completed: Vec::new(),

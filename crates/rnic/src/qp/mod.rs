@@ -5,6 +5,7 @@ use rdmux_wire::{Psn, Qpn};
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::memory::Access;
 use crate::region::{NumberMap, Pd, Regions};
+use crate::sched::class_of;
 use crate::time::Time;
 use crate::transmit::Path;
 
@@ -163,6 +164,13 @@ pub(crate) struct Head {
     pub(crate) timer: Option<Time>,
 }
 
+impl Head {
+    /// Traffic class of what is sent.
+    pub(crate) fn class(&self) -> usize {
+        self.path.map_or(0, |path| class_of(path.traffic_class))
+    }
+}
+
 impl Qp {
     pub(crate) fn new(qpn: Qpn, init: QpInit) -> Qp {
         let head = Head {
@@ -254,6 +262,12 @@ impl Qp {
 
     pub(crate) fn wants_transmit(&self) -> bool {
         self.responder.wants_transmit() || self.requester.wants_transmit(&self.head)
+    }
+
+    /// Whether it has more to send than an acknowledgement that may wait.
+    pub(crate) fn wants_turn(&self) -> bool {
+        self.requester.wants_transmit(&self.head)
+            || (self.responder.wants_transmit() && !self.responder.owes_only_ack())
     }
 }
 

@@ -33,8 +33,6 @@ const WINDOW_PACKETS_MIN: u32 = 4;
 const ACK_REQ_PACKETS: u32 = 32;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
-/// Packets that one QP sends before others have their turn.
-const TURN_PACKETS: u32 = 64;
 
 #[derive(Debug)]
 struct Wqe {
@@ -343,17 +341,17 @@ impl Requester {
         self.queue.iter().take(self.cursor.wqe).any(Wqe::is_read)
     }
 
-    /// Builds packets until the window, the buffer or this QP's turn is used up.
+    /// Builds packets until the window is used up, or the buffer is full for this turn.
     pub(crate) fn transmit(
         &mut self,
         env: &mut Env<'_>,
         head: &Head,
         buf: &mut TransmitBuf,
     ) -> Result<(), Broken> {
-        let mut turn = 0;
-        while turn < TURN_PACKETS && !buf.is_full() {
+        let mut sent = false;
+        while !buf.is_full() {
             // A train that was worth beginning goes on to the window's edge.
-            let begun = turn > 0 && self.queue.get(self.cursor.wqe).is_some_and(|wqe| !wqe.is_read());
+            let begun = sent && self.queue.get(self.cursor.wqe).is_some_and(|wqe| !wqe.is_read());
             if !(if begun {
                 self.may_transmit(head, 1)
             } else {
@@ -364,7 +362,7 @@ impl Requester {
             let request = self.cursor.wqe;
             self.transmit_one(env, head, buf)
                 .map_err(|status| Broken { status, request })?;
-            turn += 1;
+            sent = true;
         }
         Ok(())
     }

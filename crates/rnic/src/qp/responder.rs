@@ -18,8 +18,6 @@ use crate::work::{PostError, RecvRequest, SGE_MAX};
 
 /// RNR timer code by which a repeated FLUSH is put off while it runs: 10.24 ms.
 const FLUSH_RUNS_TIMER: u8 = 20;
-/// Packets of READ data that one QP sends before others have their turn.
-const TURN_PACKETS: u32 = 64;
 /// Requests acknowledged together at most while the acknowledgement may wait for company.
 const ACK_WAITS_FOR: u32 = 16;
 
@@ -592,7 +590,7 @@ impl Responder {
             )
     }
 
-    /// Builds the packets owed, until the buffer or this QP's turn is used up. `Some`: memory failed under a READ, and the QP
+    /// Builds the packets owed, until the buffer is full for this turn. `Some`: memory failed under a READ, and the QP
     /// is to fail with this status.
     pub(crate) fn transmit(
         &mut self,
@@ -600,10 +598,8 @@ impl Responder {
         head: &Head,
         buf: &mut TransmitBuf,
     ) -> Option<Status> {
-        let mut turn = 0;
         let mut ahead = ReadAhead::default();
-        while turn < TURN_PACKETS && !buf.is_full() && self.wants_transmit() {
-            turn += 1;
+        while !buf.is_full() && self.wants_transmit() {
             let path = head.path?;
             let answer = self.answers.front_mut()?;
             let (psn, msn, syndrome) = match answer {

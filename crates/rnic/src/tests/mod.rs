@@ -4,4 +4,5 @@ mod basic;
 mod cm;
 mod malformed;
 mod rxe;
+mod traffic;
 mod util;

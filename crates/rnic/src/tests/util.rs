@@ -29,7 +29,7 @@ pub(super) struct Side {
 }
 
 impl Side {
-    fn new(last: u8) -> Side {
+    fn new(last: u8, traffic: Traffic) -> Side {
         let address = IpAddr::from([10, 0, 0, last]);
         let config = Config {
             address,
@@ -38,6 +38,7 @@ impl Side {
             guid: u64::from(last),
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 18,
+            traffic,
         };
         let mut rnic = Rnic::new(config);
         let memory = Arc::new(HeapMemory::new(MEMORY));
@@ -135,8 +136,16 @@ impl Pair {
 
     /// A pair whose attributes `change` had a say in: those to RTR and those to RTS.
     pub(super) fn with(change: impl Fn(&mut QpAttributes, &mut QpAttributes)) -> Pair {
+        Pair::with_traffic(Traffic::default(), change)
+    }
+
+    /// The same, between devices that share what they send in another way.
+    pub(super) fn with_traffic(
+        traffic: Traffic,
+        change: impl Fn(&mut QpAttributes, &mut QpAttributes),
+    ) -> Pair {
         let mut pair = Pair {
-            sides: [Side::new(1), Side::new(2)],
+            sides: [Side::new(1, traffic), Side::new(2, traffic)],
             now: Time(1),
             deliver: Box::new(|_, _| true),
             buf: TransmitBuf::new(1 << 18, true),

@@ -210,6 +210,7 @@ impl Engine {
             guid: u64::from_le_bytes(guid),
             gsi_src_port: gsi.local_addr().port(),
             receive_window_bytes: window_for(buffer_bytes),
+            traffic: rdmux_rnic::Traffic::default(),
         };
         let start = Instant::now();
         let mut tx = [const { None }; SLOTS];

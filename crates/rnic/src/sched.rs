@@ -1,0 +1,354 @@
+//! The transmit scheduler: who sends next, and how much. IEEE 802.1Qaz: strict classes first, the highest before the others;
+//! the rest share by weights, in bytes (deficit round robin). Inside of a class everybody takes turns of the same bytes.
+//!
+//! It knows nothing of what it schedules but an id: the device schedules QPs by it, whoever shares a device its sharers.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU8;
+
+/// Traffic classes.
+pub const CLASSES: usize = 8;
+/// Bytes of one turn: a little less than a train takes, so that one turn is one train.
+pub const TURN_BYTES: u32 = 60_000;
+
+/// How a class is served: the transmission selection of IEEE 802.1Qaz.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// Before all classes below it, and before all that share.
+    Strict,
+    /// Enhanced transmission selection: shares what strict classes leave, in proportion to this weight.
+    Ets(NonZeroU8),
+}
+
+impl Default for Policy {
+    /// An equal share. (A port that nobody configured is strict by the standard; but here any program chooses its class, and
+    /// with equal shares none of them can starve the others.)
+    fn default() -> Policy {
+        Policy::Ets(NonZeroU8::MIN)
+    }
+}
+
+/// The class of a packet: the class selector of its DSCP, which is how NICs map DSCP to priority unless told otherwise. Class n
+/// is what CSn (DSCP 8 n) asks for. `tos` is the IPv4 TOS or the IPv6 traffic class.
+pub const fn class_of(tos: u8) -> usize {
+    (tos >> 5) as usize
+}
+
+/// A turn of `id`: it may send until it has sent `bytes`, the last packet may go over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "every turn ends with `Scheduler::end`"]
+pub struct Turn<Id> {
+    /// Whose turn it is.
+    pub id: Id,
+    /// Bytes that it may begin packets within.
+    pub bytes: u32,
+    class: usize,
+    credit: i64,
+}
+
+#[derive(Debug)]
+struct Class<Id> {
+    /// Bytes that a visit brings; `None` for a strict class.
+    quantum: Option<i64>,
+    /// Bytes that the class may still send in this visit; less than 0 when its last packet went over.
+    credit: i64,
+    /// Who waits, with what is left of its turn; less than 0 when its last packet went over.
+    waiting: VecDeque<(Id, i64)>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Scheduler<Id> {
+    classes: [Class<Id>; CLASSES],
+    /// The sharing class that is visited.
+    visited: usize,
+    waiting: usize,
+}
+
+impl<Id: Copy + PartialEq> Scheduler<Id> {
+    /// A scheduler with nobody waiting.
+    pub fn new(policies: [Policy; CLASSES]) -> Scheduler<Id> {
+        let weight = |policy| match policy {
+            Policy::Strict => None,
+            Policy::Ets(weight) => Some(i64::from(weight.get())),
+        };
+        let least = policies.into_iter().filter_map(weight).min().unwrap_or(1);
+        Scheduler {
+            classes: policies.map(|policy| Class {
+                // The smallest quantum is a turn, which is more than a packet may go over: one visit always pays the debt.
+                quantum: weight(policy).map(|weight| i64::from(TURN_BYTES) * weight / least),
+                credit: 0,
+                waiting: VecDeque::new(),
+            }),
+            visited: 0,
+            waiting: 0,
+        }
+    }
+
+    /// `id`, which does not wait yet, has something to send. `class` is below [`CLASSES`].
+    pub fn push(&mut self, class: usize, id: Id) {
+        self.waiting += 1;
+        self.classes[class].waiting.push_back((id, 0));
+    }
+
+    /// How many wait.
+    pub fn len(&self) -> usize {
+        self.waiting
+    }
+
+    /// Whether nobody waits.
+    pub fn is_empty(&self) -> bool {
+        self.waiting == 0
+    }
+
+    /// Forgets `id`. Unlike all else this looks at everybody who waits.
+    pub fn forget(&mut self, id: Id) {
+        for class in &mut self.classes {
+            class.waiting.retain(|(other, _)| *other != id);
+        }
+        self.waiting = self.classes.iter().map(|class| class.waiting.len()).sum();
+    }
+
+    /// Whose turn it is. Until [`Scheduler::end`] it does not wait.
+    pub fn pick(&mut self) -> Option<Turn<Id>> {
+        let at = self.strict().or_else(|| self.visit())?;
+        let class = &mut self.classes[at];
+        let (id, mut credit) = class.waiting.pop_front()?;
+        self.waiting -= 1;
+        if credit <= 0 {
+            credit = (credit + i64::from(TURN_BYTES)).max(1);
+        }
+        let bytes = class.quantum.map_or(credit, |_| credit.min(class.credit));
+        Some(Turn {
+            id,
+            bytes: bytes as u32,
+            class: at,
+            credit,
+        })
+    }
+
+    /// The turn is over: `sent` bytes went out, and there is `more` to send or not. Who could not use up its turn goes on with
+    /// it when its class is picked next.
+    pub fn end(&mut self, turn: Turn<Id>, sent: usize, more: bool) {
+        let sent = sent as i64;
+        let class = &mut self.classes[turn.class];
+        if class.quantum.is_some() {
+            class.credit -= sent;
+        }
+        if more {
+            self.waiting += 1;
+            let left = turn.credit - sent;
+            if left > 0 && sent > 0 {
+                class.waiting.push_front((turn.id, left));
+            } else {
+                class.waiting.push_back((turn.id, left.min(0)));
+            }
+        } else if class.waiting.is_empty() {
+            // Nothing is saved up for later.
+            class.credit = class.credit.min(0);
+        }
+    }
+
+    fn strict(&self) -> Option<usize> {
+        let strict = |class: &Class<Id>| class.quantum.is_none() && !class.waiting.is_empty();
+        self.classes.iter().rposition(strict)
+    }
+
+    /// The sharing class to serve: the one that is visited until its credit is used up, then the next one with somebody waiting.
+    fn visit(&mut self) -> Option<usize> {
+        for step in 0..=CLASSES {
+            let at = (self.visited + step) % CLASSES;
+            let class = &mut self.classes[at];
+            let Some(quantum) = class.quantum.filter(|_| !class.waiting.is_empty()) else {
+                continue;
+            };
+            if step > 0 {
+                class.credit = (class.credit + quantum).clamp(1, quantum);
+            }
+            if class.credit > 0 {
+                self.visited = at;
+                return Some(at);
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand_chacha::ChaCha8Rng;
+    use rand_core::{RngCore, SeedableRng};
+
+    use super::*;
+
+    fn ets(weight: u8) -> Policy {
+        Policy::Ets(NonZeroU8::new(weight).unwrap())
+    }
+
+    /// Lets those who wait send packets of `packet_bytes(id)` until `total` bytes went out; returns the bytes of each id.
+    fn run(
+        scheduler: &mut Scheduler<usize>,
+        ids: usize,
+        total: usize,
+        mut packet_bytes: impl FnMut(usize) -> usize,
+    ) -> Vec<usize> {
+        let mut bytes = vec![0; ids];
+        let mut all = 0;
+        while all < total {
+            let turn = scheduler.pick().unwrap();
+            let mut sent = 0;
+            while sent < turn.bytes as usize {
+                sent += packet_bytes(turn.id);
+            }
+            bytes[turn.id] += sent;
+            all += sent;
+            scheduler.end(turn, sent, true);
+        }
+        bytes
+    }
+
+    #[test]
+    fn pick__highest_strict_class_first() {
+        let mut rng = ChaCha8Rng::seed_from_u64(1);
+        let mut policies = [Policy::Strict; CLASSES];
+        policies[2] = ets(1);
+        policies[5] = ets(200);
+        let mut scheduler = Scheduler::new(policies);
+        let mut waiting = [0; CLASSES];
+        for _ in 0..10_000 {
+            let class = rng.next_u32() as usize % CLASSES;
+            if rng.next_u32() % 2 == 0 {
+                scheduler.push(class, class);
+                waiting[class] += 1;
+            } else if let Some(turn) = scheduler.pick() {
+                waiting[turn.id] -= 1;
+                let strict = |class: &usize| policies[*class] == Policy::Strict;
+                let waits = |class: &usize| strict(class) && waiting[*class] > 0;
+                let highest = (0..CLASSES).filter(waits).max();
+                let picked = Some(turn.id).filter(strict);
+                assert!(highest <= picked, "class {highest:?} waited for {}", turn.id);
+                scheduler.end(turn, 1500, false);
+            }
+            assert_eq!(scheduler.len(), waiting.iter().sum::<usize>());
+        }
+    }
+
+    #[test]
+    fn pick__classes_share_by_weight() {
+        let mut rng = ChaCha8Rng::seed_from_u64(2);
+        for _ in 0..10 {
+            let weights: [u8; CLASSES] = std::array::from_fn(|_| rng.next_u32() as u8 % 100 + 1);
+            let mut scheduler = Scheduler::new(weights.map(ets));
+            for class in 0..CLASSES {
+                scheduler.push(class, class);
+            }
+            let sizes: [usize; CLASSES] = std::array::from_fn(|_| rng.next_u32() as usize % 4200 + 64);
+            let total = 20_000_000_000;
+            // Large packets stand for many small ones.
+            let bytes = run(&mut scheduler, CLASSES, total, |id| sizes[id] * 14);
+            let sum: f64 = weights.iter().map(|w| f64::from(*w)).sum();
+            for class in 0..CLASSES {
+                let expected = f64::from(weights[class]) / sum;
+                let share = bytes[class] as f64 / bytes.iter().sum::<usize>() as f64;
+                assert!(
+                    (share / expected - 1.0).abs() < 0.01,
+                    "weights {weights:?}: class {class} got {share}, not {expected}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn pick__what_a_class_leaves_goes_to_the_others() {
+        let mut scheduler = Scheduler::new([50, 30, 20, 1, 1, 1, 1, 1].map(ets));
+        scheduler.push(1, 1);
+        scheduler.push(2, 2);
+        let bytes = run(&mut scheduler, 3, 100_000_000, |_| 1040);
+        let share = bytes[1] as f64 / (bytes[1] + bytes[2]) as f64;
+        assert!((share - 0.6).abs() < 0.006, "{share}");
+    }
+
+    #[test]
+    fn pick__equal_bytes_inside_of_a_class_whatever_the_packets() {
+        let mut rng = ChaCha8Rng::seed_from_u64(3);
+        for policy in [Policy::Strict, Policy::default()] {
+            let mut scheduler = Scheduler::new([policy; CLASSES]);
+            let ids = 9;
+            for id in 0..ids {
+                scheduler.push(4, id);
+            }
+            let sizes: Vec<usize> = (0..ids).map(|_| rng.next_u32() as usize % 4200 + 64).collect();
+            let bytes = run(&mut scheduler, ids, 200_000_000, |id| sizes[id]);
+            let (least, most) = (bytes.iter().min().unwrap(), bytes.iter().max().unwrap());
+            assert!(
+                most - least <= 2 * TURN_BYTES as usize,
+                "{bytes:?} with {sizes:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn pick__nobody_in_a_class_starves() {
+        // Everybody has its turn before anybody has its second, also when some come and go and the buffer ends turns early.
+        let mut rng = ChaCha8Rng::seed_from_u64(4);
+        let mut scheduler = Scheduler::new([Policy::default(); CLASSES]);
+        let ids = 20;
+        let mut since = vec![0u64; ids];
+        let mut waits = vec![true; ids];
+        (0..ids).for_each(|id| scheduler.push(id % 2, id));
+        for _ in 0..100_000 {
+            let Some(turn) = scheduler.pick() else { break };
+            since.iter_mut().for_each(|n| *n += 1);
+            since[turn.id] = 0;
+            let sent = if rng.next_u32() % 4 == 0 {
+                turn.bytes / 2
+            } else {
+                turn.bytes + 900
+            };
+            waits[turn.id] = rng.next_u32() % 3 != 0;
+            scheduler.end(turn, sent as usize, waits[turn.id]);
+            for id in 0..ids {
+                if !waits[id] && rng.next_u32() % 2 == 0 {
+                    (waits[id], since[id]) = (true, 0);
+                    scheduler.push(id % 2, id);
+                }
+            }
+            let longest = (0..ids).filter(|id| waits[*id]).map(|id| since[id]).max();
+            assert!(
+                longest <= Some(20 * ids as u64),
+                "somebody waited for {longest:?} turns"
+            );
+        }
+    }
+
+    #[test]
+    fn end__a_turn_cut_short_goes_on() {
+        let mut scheduler = Scheduler::new([Policy::Strict; CLASSES]);
+        scheduler.push(0, 'a');
+        scheduler.push(0, 'b');
+        let turn = scheduler.pick().unwrap();
+        assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES));
+        scheduler.end(turn, 1000, true);
+        let turn = scheduler.pick().unwrap();
+        assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES - 1000));
+        // What goes over is paid back in the next turn.
+        scheduler.end(turn, TURN_BYTES as usize, true);
+        let turn = scheduler.pick().unwrap();
+        assert_eq!((turn.id, turn.bytes), ('b', TURN_BYTES));
+        scheduler.end(turn, 5, false);
+        let turn = scheduler.pick().unwrap();
+        assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES - 1000));
+        scheduler.end(turn, 0, true);
+        scheduler.forget('a');
+        assert!(scheduler.is_empty());
+    }
+
+    #[test]
+    fn class_of__class_selectors() {
+        for class in 0..CLASSES {
+            let dscp = 8 * class as u8;
+            assert_eq!(class_of(dscp << 2), class);
+            assert_eq!(class_of((dscp + 7) << 2 | 3), class);
+        }
+    }
+}
