@@ -186,7 +186,7 @@ impl Rnic {
         }
         let qpn = loop {
             let qpn = Qpn::new(u32::from(self.config.slot) << 16 | self.rng.next_u32() & 0xffff);
-            if qpn.value() > 1 && !self.qps.contains_key(&qpn.value()) {
+            if qpn.value() > 1 && !self.qps.contains_key(&qpn.value()) && !self.cm.is_resting(qpn) {
                 break qpn;
             }
         };

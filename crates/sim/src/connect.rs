@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use rdmux_rnic::QpInit;
 use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
 use rdmux_wire::cm::{RejReason, ServiceId};
-use rdmux_wire::roce::PathMtu;
+use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::dice::Dice;
@@ -178,12 +178,14 @@ impl Run {
 
     fn endpoint(&self, plan: &Plan, role: usize) -> Endpoint {
         Endpoint {
+            transport: Transport::Rc,
             qpn: plan.qpns[role],
             starting_psn: Psn::new(plan.qpns[role].value() ^ 0x55),
             responder_resources: 4,
             initiator_depth: 4,
             rnr_retry_count: 7,
             retry_count: 7,
+            srq: false,
             ack_timeout: 14,
             path_mtu: PathMtu::Bytes1024,
             extensions: None,
@@ -220,9 +222,9 @@ impl Run {
         match (what, side.passive) {
             (DECIDE, true) if plan.passive_rejects => {
                 side.seen = Seen::Over;
-                self.world.with(host, |rnic, _| {
+                self.world.with(host, |rnic, now| {
                     rnic.cm()
-                        .reject(id, RejReason::CONSUMER, &connection.to_be_bytes());
+                        .reject(now, id, RejReason::CONSUMER, &connection.to_be_bytes());
                 });
             }
             (DECIDE, true) => {
@@ -239,8 +241,9 @@ impl Run {
             }
             (DECIDE, false) if plan.active_rejects => {
                 side.seen = Seen::Over;
-                self.world
-                    .with(host, |rnic, _| rnic.cm().reject(id, RejReason::CONSUMER, &[]));
+                self.world.with(host, |rnic, now| {
+                    rnic.cm().reject(now, id, RejReason::CONSUMER, &[])
+                });
             }
             (DECIDE, false) => {
                 side.seen = Seen::Open;
@@ -299,6 +302,8 @@ impl Run {
         | CmEvent::Rejected { id, .. }
         | CmEvent::Unreachable { id }
         | CmEvent::Disconnected { id }
+        | CmEvent::SidrRequest { id, .. }
+        | CmEvent::SidrReply { id, .. }
         | CmEvent::Request { id, .. }) = event;
         let Some(side) = self.sides.get_mut(&(host, *id)) else {
             return Err("an event of an unknown connection".to_owned());
@@ -360,7 +365,7 @@ impl Run {
                 }
             }
             CmEvent::Disconnected { .. } => side.seen = Seen::Over,
-            CmEvent::Request { .. } => {}
+            CmEvent::Request { .. } | CmEvent::SidrRequest { .. } | CmEvent::SidrReply { .. } => {}
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::{CmError, CmEvent, CmId, Endpoint};
 use rdmux_rnic::{Access, ModifyError, Path, Psn, QpAttributes, QpState, Qpn};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
-use rdmux_wire::roce::PathMtu;
+use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
 use crate::soft::engine::{CmSink, ConnectionEntry, Core, Waker, path_mtu_to};
@@ -102,7 +102,9 @@ impl From<CmError> for ConnectError {
     fn from(error: CmError) -> ConnectError {
         match error {
             CmError::PrivateDataTooLong => ConnectError::PrivateData,
-            CmError::NoSuchRequest | CmError::NoResources => ConnectError::Io(io::Error::other(error)),
+            CmError::NoSuchRequest | CmError::NoResources | CmError::InvalidTransport => {
+                ConnectError::Io(io::Error::other(error))
+            }
         }
     }
 }
@@ -279,13 +281,13 @@ impl Device {
                 }
                 Some(CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. }) | None => {
                     connection.left.store(true, Ordering::Release);
-                    self.engine().with(|core, _| {
-                        core.rnic.cm().destroy(id);
+                    self.engine().with(|core, now| {
+                        core.rnic.cm().disconnect(now, id);
                         core.connections.remove(&id);
                     });
                     return Err(ConnectError::Unreachable(peer.ip()));
                 }
-                Some(CmEvent::Request { .. } | CmEvent::Established { .. }) => {}
+                Some(_) => {}
             }
         }
     }
@@ -293,12 +295,14 @@ impl Device {
 
 fn local_endpoint(qpn: Qpn, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
     Endpoint {
+        transport: Transport::Rc,
         qpn,
         starting_psn,
         responder_resources: params.responder_resources,
         initiator_depth: params.initiator_depth,
         rnr_retry_count: params.rnr_retry,
         retry_count: params.retry_count,
+        srq: false,
         ack_timeout: params.ack_timeout,
         path_mtu,
         extensions: None,
@@ -372,6 +376,12 @@ impl Listener {
         let deadline = deadline_after(timeout);
         loop {
             match self.events.wait(&self.device, deadline)? {
+                CmEvent::Request { id, remote, .. } if remote.transport != Transport::Rc => {
+                    self.device.engine().with(|core, now| {
+                        let cm = core.rnic.cm();
+                        cm.reject(now, id, RejReason::INVALID_TRANSPORT, &[]);
+                    });
+                }
                 CmEvent::Request {
                     id,
                     peer,
@@ -409,8 +419,8 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.device.engine().with(|core, _| {
-            core.rnic.cm().unlisten(self.service);
+        self.device.engine().with(|core, now| {
+            core.rnic.cm().unlisten(now, self.service);
             core.listeners.remove(&self.service);
         });
         self.device.engine().unregister_service(self.service);
@@ -466,7 +476,7 @@ impl ConnectionRequest {
     ) -> Result<Connection, ConnectError> {
         let local_mtu = path_mtu_to(self.device.address(), self.peer)?.min(params.path_mtu_max);
         if self.remote.path_mtu > local_mtu {
-            self.reject_with(RejReason::INVALID_PATH_MTU, &[]);
+            self.reject_with(RejReason::INVALID_PATH_MTU, &[local_mtu.code()], &[]);
             return Err(ConnectError::Rejected {
                 reason: RejReason::INVALID_PATH_MTU,
                 private_data: Vec::new(),
@@ -502,22 +512,22 @@ impl ConnectionRequest {
 
     /// Refuses.
     pub fn reject(mut self, private_data: &[u8]) {
-        self.reject_with(RejReason::CONSUMER, private_data);
+        self.reject_with(RejReason::CONSUMER, &[], private_data);
     }
 
-    fn reject_with(&mut self, reason: RejReason, private_data: &[u8]) {
+    fn reject_with(&mut self, reason: RejReason, ari: &[u8], private_data: &[u8]) {
         self.decided = true;
         let id = self.id;
         self.device
             .engine()
-            .with(|core, _| core.rnic.cm().reject(id, reason, private_data));
+            .with(|core, now| core.rnic.cm().reject_with(now, id, reason, ari, private_data));
     }
 }
 
 impl Drop for ConnectionRequest {
     fn drop(&mut self) {
         if !self.decided {
-            self.reject_with(RejReason::CONSUMER, &[]);
+            self.reject_with(RejReason::CONSUMER, &[], &[]);
         }
     }
 }
@@ -586,7 +596,7 @@ impl Connection {
             CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. } => {
                 phase.ended = true
             }
-            CmEvent::Request { .. } | CmEvent::Reply { .. } => {}
+            _ => {}
         }
         *phase
     }

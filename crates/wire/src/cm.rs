@@ -685,6 +685,43 @@ pub struct SidrReq {
     pub private_data: PrivateData<216>,
 }
 
+/// Asks to load an alternate path, which does not exist on RoCE: the fields of the path are written as zero and not read.
+/// IBTA Vol 1, 12.8.1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lap {
+    /// Communication id of the sender.
+    pub local_comm_id: u32,
+    /// Communication id of the receiver.
+    pub remote_comm_id: u32,
+}
+
+/// Outcome of the loading of an alternate path. IBTA Vol 1, 12.8.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AprStatus(
+    /// The code.
+    pub u8,
+);
+
+impl AprStatus {
+    /// The communication id is not known.
+    pub const INVALID_COMM_ID: AprStatus = AprStatus(1);
+    /// Alternate paths are not supported.
+    pub const UNSUPPORTED: AprStatus = AprStatus(2);
+}
+
+/// Answer to a [`Lap`]. IBTA Vol 1, 12.8.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Apr {
+    /// Communication id of the sender.
+    pub local_comm_id: u32,
+    /// Communication id of the receiver.
+    pub remote_comm_id: u32,
+    /// Outcome.
+    pub status: AprStatus,
+    /// Private data.
+    pub private_data: PrivateData<148>,
+}
+
 /// Outcome of a service id resolution. IBTA Vol 1, 12.11.2.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SidrStatus(
@@ -737,6 +774,8 @@ pub enum Message {
     Drep(Drep),
     SidrReq(SidrReq),
     SidrRep(SidrRep),
+    Lap(Lap),
+    Apr(Apr),
 }
 
 impl Message {
@@ -829,6 +868,16 @@ impl Message {
                 qkey: be32(b, 20),
                 private_data: PrivateData::parse(b, 96),
             }),
+            attribute::LAP => Message::Lap(Lap {
+                local_comm_id,
+                remote_comm_id,
+            }),
+            attribute::APR => Message::Apr(Apr {
+                local_comm_id,
+                remote_comm_id,
+                status: AprStatus(b[9]),
+                private_data: PrivateData::parse(b, 84),
+            }),
             other => {
                 return Err(Malformed::Undefined {
                     what: "CM attribute",
@@ -917,6 +966,12 @@ impl Message {
                 put(b, 20, &m.qkey.to_be_bytes());
                 put(b, 96, m.private_data.bytes());
             }
+            Message::Lap(m) => ids(b, m.local_comm_id, m.remote_comm_id),
+            Message::Apr(m) => {
+                ids(b, m.local_comm_id, m.remote_comm_id);
+                b[9] = m.status.0;
+                put(b, 84, m.private_data.bytes());
+            }
         }
     }
 
@@ -932,6 +987,8 @@ impl Message {
             Message::Drep(_) => attribute::DREP,
             Message::SidrReq(_) => attribute::SIDR_REQ,
             Message::SidrRep(_) => attribute::SIDR_REP,
+            Message::Lap(_) => attribute::LAP,
+            Message::Apr(_) => attribute::APR,
         }
     }
 }
@@ -1077,6 +1134,16 @@ mod tests {
                 qkey: 0x0123_4567,
                 private_data: private(),
             }),
+            Message::Lap(Lap {
+                local_comm_id,
+                remote_comm_id,
+            }),
+            Message::Apr(Apr {
+                local_comm_id,
+                remote_comm_id,
+                status: AprStatus::UNSUPPORTED,
+                private_data: private(),
+            }),
         ]
     }
 
@@ -1198,7 +1265,7 @@ mod tests {
             assert!(matches!(error, Malformed::Undefined { .. }), "{error}");
         };
         let req = Message::Req(req());
-        for (at, value) in [(0, 2), (1, 4), (2, 1), (3, 0x81), (17, 0x19), (17, 0x1b), (16, 1)] {
+        for (at, value) in [(0, 2), (1, 4), (2, 1), (3, 0x81), (17, 0x0f), (17, 0x1b), (16, 1)] {
             broken(&req, at, value);
         }
         broken(&req, 24 + 43, 2 << 1); // transport: reliable datagram

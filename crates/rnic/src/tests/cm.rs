@@ -4,11 +4,12 @@ use std::net::IpAddr;
 
 use rdmux_wire::cm::{
     Answered, Dreq, IpAddressing, MAD_LEN, Message, Mra, PrivateData, Rej, RejReason, Rep, Req, ServiceId,
+    SidrReq, SidrStatus,
 };
-use rdmux_wire::roce::{Bth, Deth, PathMtu};
+use rdmux_wire::roce::{Bth, Deth, PathMtu, Transport};
 
 use super::util::*;
-use crate::cm::{BACKLOG_MAX, CmError, CmEvent, CmId, Endpoint, OUT_MAX};
+use crate::cm::{BACKLOG_MAX, CmError, CmEvent, CmId, Endpoint, OUT_MAX, RESTING_MAX};
 use crate::*;
 
 const SERVICE: ServiceId = ServiceId::tcp(7174);
@@ -16,12 +17,14 @@ const SECOND: u64 = 1_000_000_000;
 
 fn endpoint(pair: &Pair, side: usize) -> Endpoint {
     Endpoint {
+        transport: Transport::Rc,
         qpn: pair.sides[side].qpn,
         starting_psn: Psn::new(100 + side as u32),
         responder_resources: 3,
         initiator_depth: 5,
         rnr_retry_count: 7,
         retry_count: 6,
+        srq: false,
         ack_timeout: 14,
         path_mtu: PathMtu::Bytes1024,
         extensions: None,
@@ -240,16 +243,18 @@ fn connect__to_silence_is_unreachable() {
 fn reject__carries_reason_and_private_data() {
     let mut pair = Pair::new();
     let (active, passive) = requested(&mut pair);
+    let now = pair.now;
     pair.sides[1]
         .rnic
         .cm()
-        .reject(passive, RejReason::CONSUMER, &[7; 148]);
+        .reject(now, passive, RejReason::CONSUMER, &[7; 148]);
     pair.run();
     assert_eq!(
         event(&mut pair, 0),
         Some(CmEvent::Rejected {
             id: active,
             reason: RejReason::CONSUMER,
+            ari: vec![],
             private_data: vec![7; 148],
         })
     );
@@ -266,7 +271,11 @@ fn reject__of_a_reply_ends_the_passive_side() {
     // The rejection is lost: the reply that comes again is for nobody, and rejected as that.
     let mut lost = false;
     pair.deliver = Box::new(move |to, _| to == 0 || std::mem::replace(&mut lost, true));
-    pair.sides[0].rnic.cm().reject(active, RejReason::CONSUMER, b"no");
+    let now = pair.now;
+    pair.sides[0]
+        .rnic
+        .cm()
+        .reject(now, active, RejReason::CONSUMER, b"no");
     pair.run();
     assert!(
         matches!(event(&mut pair, 1), Some(CmEvent::Rejected { id, reason: RejReason::INVALID_COMM_ID, .. }) if id == passive)
@@ -641,7 +650,7 @@ fn backlog__takes_so_many_requests_and_again_as_many_as_are_decided_on() {
     let (local, now) = (endpoint(&pair, 0), pair.now);
     let cm = pair.sides[0].rnic.cm();
     cm.accept(now, ids[0], &local, &[]).unwrap();
-    cm.reject(ids[1], RejReason::CONSUMER, &[]);
+    cm.reject(now, ids[1], RejReason::CONSUMER, &[]);
     cm.destroy(ids[2]);
     for n in 1_000..1_010 {
         mad(&mut pair, &Message::Req(numbered(&req, n)));
@@ -665,7 +674,8 @@ fn request__that_nobody_decides_on_expires() {
 fn request__with_a_qp_that_is_known_to_a_service_that_is_not_is_rejected_as_that() {
     let mut pair = Pair::new();
     let (active, passive) = established(&mut pair);
-    pair.sides[1].rnic.cm().unlisten(SERVICE);
+    let now = pair.now;
+    pair.sides[1].rnic.cm().unlisten(now, SERVICE);
     pair.sides[0].rnic.cm().destroy(active);
     let again = connect(&mut pair);
     pair.step();
@@ -726,7 +736,8 @@ fn ids__do_not_count_up() {
 fn unlisten__rejects_what_is_not_decided_on() {
     let mut pair = Pair::new();
     let (active, passive) = requested(&mut pair);
-    pair.sides[1].rnic.cm().unlisten(SERVICE);
+    let now = pair.now;
+    pair.sides[1].rnic.cm().unlisten(now, SERVICE);
     pair.step();
     assert!(
         matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, reason: RejReason::INVALID_SERVICE_ID, .. }) if id == active)
@@ -742,7 +753,8 @@ fn unlisten__leaves_what_was_accepted() {
     let mut pair = Pair::new();
     let (active, passive) = requested(&mut pair);
     accept(&mut pair, passive);
-    pair.sides[1].rnic.cm().unlisten(SERVICE);
+    let now = pair.now;
+    pair.sides[1].rnic.cm().unlisten(now, SERVICE);
     pair.step();
     assert!(matches!(event(&mut pair, 0), Some(CmEvent::Reply { id, .. }) if id == active));
 }
@@ -751,10 +763,391 @@ fn unlisten__leaves_what_was_accepted() {
 fn reject__cuts_off_private_data_that_is_too_long() {
     let mut pair = Pair::new();
     let (active, passive) = requested(&mut pair);
+    let now = pair.now;
     let cm = pair.sides[1].rnic.cm();
-    cm.reject(passive, RejReason::CONSUMER, &[7; 149]);
+    cm.reject(now, passive, RejReason::CONSUMER, &[7; 149]);
     pair.step();
     assert!(
         matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, private_data, .. }) if id == active && private_data == [7; 148])
     );
+}
+
+/// The kinds of what a side has to send, and nothing is delivered.
+fn kinds(pair: &mut Pair) -> Vec<u16> {
+    said(pair).iter().map(Message::attribute).collect()
+}
+
+#[test]
+fn mra__of_a_slow_user_comes_at_half_the_time_that_the_peer_gives() {
+    let (mut pair, id, req) = listening();
+    pair.sides[0].rnic.cm().destroy(id);
+    let request = Req {
+        remote_response_timeout: 18,
+        ..req
+    };
+    mad(&mut pair, &Message::Req(request));
+    pair.now = pair.sides[0].rnic.poll_timeout().unwrap();
+    assert_eq!(pair.now.0, 1 + (4_096 << 18) / 2);
+    let now = pair.now;
+    pair.sides[0].rnic.handle_timeout(now);
+    let said = said(&mut pair);
+    assert!(
+        matches!(said[..], [Message::Mra(mra)] if mra.answered == Answered::Req && mra.remote_comm_id == 1)
+    );
+}
+
+#[test]
+fn mra__lets_a_user_think_for_half_a_minute() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    pair.pass(30 * SECOND);
+    assert_eq!(event(&mut pair, 0), None);
+    accept(&mut pair, passive);
+    pair.step();
+    assert!(matches!(event(&mut pair, 0), Some(CmEvent::Reply { id, .. }) if id == active));
+    pair.pass(30 * SECOND);
+    assert_eq!(event(&mut pair, 1), None);
+    pair.sides[0].rnic.cm().establish(active);
+    pair.step();
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Established { id: passive }));
+}
+
+#[test]
+fn accept__repeats_no_more_often_than_the_peer_allows() {
+    for (max_cm_retries, sent) in [(0, 1), (2, 3), (15, 7)] {
+        let (mut pair, id, req) = listening();
+        pair.sides[0].rnic.cm().destroy(id);
+        let request = Req {
+            max_cm_retries,
+            local_response_timeout: 19,
+            ..req
+        };
+        mad(&mut pair, &Message::Req(request));
+        let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
+            panic!("no request came");
+        };
+        let (local, start) = (endpoint(&pair, 0), pair.now);
+        let accepted = pair.sides[0].rnic.cm().accept(start, id, &local, &[]);
+        assert_eq!(accepted, Ok(()));
+        let mut seen = Vec::new();
+        while event(&mut pair, 0).is_none() {
+            seen.extend(kinds(&mut pair));
+            pair.now = pair.sides[0].rnic.poll_timeout().unwrap();
+            let now = pair.now;
+            pair.sides[0].rnic.handle_timeout(now);
+        }
+        assert_eq!(seen, vec![u16::from(REP); sent]);
+        let waited = pair.now.since_ns(start);
+        assert!(
+            waited >= 4_096 << 19,
+            "{waited} ns are less than the peer may take"
+        );
+        assert_eq!(kinds(&mut pair), [0x12], "the peer hears that nobody waits");
+    }
+}
+
+#[test]
+fn disconnect__withdraws_a_request_before_it_is_decided_on() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    disconnect(&mut pair, 0, active);
+    pair.step();
+    assert!(
+        matches!(event(&mut pair, 1), Some(CmEvent::Rejected { id, reason: RejReason::TIMEOUT, .. }) if id == passive)
+    );
+    let (local, now) = (endpoint(&pair, 1), pair.now);
+    let cm = pair.sides[1].rnic.cm();
+    assert_eq!(cm.accept(now, passive, &local, &[]), Err(CmError::NoSuchRequest));
+    assert_eq!(event(&mut pair, 0), None);
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn reject__says_what_would_be_accepted() {
+    let mut pair = Pair::new();
+    let (active, passive) = requested(&mut pair);
+    let now = pair.now;
+    let cm = pair.sides[1].rnic.cm();
+    cm.reject_with(now, passive, RejReason::INVALID_PATH_MTU, &[2], &[]);
+    pair.step();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, ari, .. }) if id == active && ari == [2])
+    );
+    // A GID of somebody else's: ours is told.
+    let (mut pair, id, req) = listening();
+    pair.sides[0].rnic.cm().destroy(id);
+    let request = Req {
+        dst_gid: std::net::Ipv6Addr::LOCALHOST,
+        ..req
+    };
+    mad(&mut pair, &Message::Req(request));
+    let said = said(&mut pair);
+    assert!(
+        matches!(&said[..], [Message::Rej(rej)] if rej.reason == RejReason::INVALID_GID
+        && rej.ari[..usize::from(rej.ari_len)] == req.dst_gid.octets())
+    );
+}
+
+#[test]
+fn stale__qp_in_a_reply_is_rejected_and_the_old_connection_ended() {
+    let mut pair = Pair::new();
+    let (old, forgotten) = established(&mut pair);
+    pair.sides[1].rnic.cm().destroy(forgotten);
+    // Another QP of ours, so that the peer has nothing against the request.
+    let (peer, now) = (address(&pair, 1), pair.now);
+    let local = Endpoint {
+        qpn: Qpn::new(0x01_4321),
+        ..endpoint(&pair, 0)
+    };
+    let cm = pair.sides[0].rnic.cm();
+    let again = cm.connect(now, peer, SERVICE, None, &local, &[]).unwrap();
+    pair.step();
+    let Some(CmEvent::Request { id, .. }) = event(&mut pair, 1) else {
+        panic!("no request came");
+    };
+    accept(&mut pair, id);
+    pair.run();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, reason: RejReason::STALE_CONNECTION, .. }) if id == again)
+    );
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: old }));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn time_wait__keeps_the_qpn_and_the_id() {
+    let mut pair = Pair::new();
+    let (active, _) = established(&mut pair);
+    let qpn = pair.sides[0].qpn;
+    disconnect(&mut pair, 0, active);
+    pair.step();
+    pair.step();
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));
+    let cm = pair.sides[0].rnic.cm();
+    assert_eq!((cm.len(), cm.resting(), cm.is_resting(qpn)), (0, 1, true));
+    pair.pass(SECOND);
+    let cm = pair.sides[0].rnic.cm();
+    assert_eq!((cm.resting(), cm.is_resting(qpn)), (0, false));
+}
+
+#[test]
+fn time_wait__has_so_many_entries() {
+    let mut pair = Pair::new();
+    for _ in 0..RESTING_MAX + 10 {
+        let id = connect(&mut pair);
+        disconnect(&mut pair, 0, id);
+    }
+    let cm = pair.sides[0].rnic.cm();
+    assert_eq!((cm.len(), cm.resting()), (0, RESTING_MAX));
+    pair.pass(10 * SECOND);
+    assert_eq!(pair.sides[0].rnic.cm().resting(), 0);
+    assert_eq!(pair.sides[0].rnic.poll_timeout(), None);
+}
+
+#[test]
+fn connect__tells_transport_and_shared_receive_queue() {
+    for transport in [Transport::Rc, Transport::Uc, Transport::Xrc] {
+        let mut pair = Pair::new();
+        pair.sides[1].rnic.cm().listen(SERVICE);
+        let (peer, now) = (address(&pair, 1), pair.now);
+        let of = |pair: &Pair, side| Endpoint {
+            transport,
+            srq: true,
+            ..endpoint(pair, side)
+        };
+        let (local, answer) = (of(&pair, 0), of(&pair, 1));
+        let cm = pair.sides[0].rnic.cm();
+        cm.connect(now, peer, SERVICE, None, &local, &[]).unwrap();
+        pair.step();
+        let Some(CmEvent::Request { id, remote, .. }) = event(&mut pair, 1) else {
+            panic!("no request came");
+        };
+        assert_eq!(
+            (remote.transport, remote.srq, remote.qpn),
+            (transport, true, local.qpn)
+        );
+        pair.sides[1].rnic.cm().accept(now, id, &answer, &[]).unwrap();
+        pair.step();
+        let Some(CmEvent::Reply { remote, .. }) = event(&mut pair, 0) else {
+            panic!("no reply came");
+        };
+        assert_eq!(
+            (remote.transport, remote.srq, remote.qpn),
+            (transport, true, answer.qpn)
+        );
+    }
+    let mut pair = Pair::new();
+    let (peer, now) = (address(&pair, 1), pair.now);
+    let local = Endpoint {
+        transport: Transport::Ud,
+        ..endpoint(&pair, 0)
+    };
+    let refused = pair.sides[0]
+        .rnic
+        .cm()
+        .connect(now, peer, SERVICE, None, &local, &[]);
+    assert_eq!(refused, Err(CmError::InvalidTransport));
+}
+
+const DATAGRAMS: ServiceId = ServiceId::udp(7174);
+
+fn resolve(pair: &mut Pair) -> CmId {
+    let (peer, now) = (address(pair, 1), pair.now);
+    let resolved = pair.sides[0]
+        .rnic
+        .cm()
+        .resolve(now, peer, DATAGRAMS, None, b"who");
+    resolved.unwrap()
+}
+
+fn answer(pair: &mut Pair, id: CmId) {
+    let (now, qpn) = (pair.now, Qpn::new(0x02_0042));
+    let cm = pair.sides[1].rnic.cm();
+    let answered = cm.answer(now, id, SidrStatus::VALID, qpn, 0x0123_4567, b"I");
+    assert_eq!(answered, Ok(()));
+}
+
+/// Resolves as far as the request at side 1.
+fn asked(pair: &mut Pair) -> (CmId, CmId) {
+    pair.sides[1].rnic.cm().listen(DATAGRAMS);
+    let id = resolve(pair);
+    pair.step();
+    let Some(CmEvent::SidrRequest { id: request, .. }) = event(pair, 1) else {
+        panic!("no request came");
+    };
+    (id, request)
+}
+
+#[test]
+fn resolve__tells_qpn_and_qkey() {
+    let mut pair = Pair::new();
+    let (id, request) = asked(&mut pair);
+    answer(&mut pair, request);
+    pair.step();
+    let Some(CmEvent::SidrReply {
+        id: answered,
+        status,
+        qpn,
+        qkey,
+        private_data,
+    }) = event(&mut pair, 0)
+    else {
+        panic!("no answer came");
+    };
+    assert_eq!((answered, status), (id, SidrStatus::VALID));
+    assert_eq!((qpn, qkey), (Qpn::new(0x02_0042), 0x0123_4567));
+    assert_eq!((private_data.len(), private_data[0]), (136, b'I'));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn resolve__carries_private_data_of_full_size_and_refuses_more() {
+    let addressing = IpAddressing {
+        src_port: 1234,
+        src: [10, 0, 0, 1].into(),
+        dst: [10, 0, 0, 2].into(),
+    };
+    for (addressing, room) in [(None, 216), (Some(addressing), 180)] {
+        let mut pair = Pair::new();
+        pair.sides[1].rnic.cm().listen(DATAGRAMS);
+        let (peer, now) = (address(&pair, 1), pair.now);
+        let data: Vec<u8> = (1..=room as u8).collect();
+        let cm = pair.sides[0].rnic.cm();
+        assert_eq!(
+            cm.resolve(now, peer, DATAGRAMS, addressing, &vec![1; room + 1]),
+            Err(CmError::PrivateDataTooLong)
+        );
+        cm.resolve(now, peer, DATAGRAMS, addressing, &data).unwrap();
+        pair.step();
+        let Some(CmEvent::SidrRequest {
+            id,
+            service,
+            addressing: told,
+            private_data,
+            ..
+        }) = event(&mut pair, 1)
+        else {
+            panic!("no request came");
+        };
+        assert_eq!((service, told, private_data), (DATAGRAMS, addressing, data));
+        let cm = pair.sides[1].rnic.cm();
+        let mut answer = |n| cm.answer(now, id, SidrStatus::REJECT, Qpn::new(0), 0, &vec![1; n]);
+        assert_eq!(answer(137), Err(CmError::PrivateDataTooLong));
+        assert_eq!(answer(136), Ok(()));
+        assert_eq!(answer(136), Err(CmError::NoSuchRequest));
+        pair.step();
+        assert!(
+            matches!(event(&mut pair, 0), Some(CmEvent::SidrReply { status: SidrStatus::REJECT, private_data, .. }) if private_data == [1; 136])
+        );
+    }
+}
+
+#[test]
+fn resolve__lost_messages_come_again_and_the_answer_is_remembered() {
+    for kind in [0x17, 0x18] {
+        let mut pair = Pair::new();
+        lose(&mut pair, kind, 3);
+        pair.sides[1].rnic.cm().listen(DATAGRAMS);
+        let id = resolve(&mut pair);
+        let (mut requests, mut replies) = (0, 0);
+        for _ in 0..400 {
+            pair.pass(10_000_000);
+            while let Some(event) = event(&mut pair, 1) {
+                if let CmEvent::SidrRequest { id, .. } = event {
+                    requests += 1;
+                    answer(&mut pair, id);
+                }
+            }
+            while let Some(event) = event(&mut pair, 0) {
+                assert!(matches!(event, CmEvent::SidrReply { id: answered, .. } if answered == id));
+                replies += 1;
+            }
+        }
+        assert_eq!((requests, replies), (1, 1), "messages of kind {kind:#x} lost");
+    }
+}
+
+#[test]
+fn resolve__of_a_service_that_nobody_offers_or_from_silence() {
+    let mut pair = Pair::new();
+    let id = resolve(&mut pair);
+    pair.run();
+    assert!(
+        matches!(event(&mut pair, 0), Some(CmEvent::SidrReply { id: refused, status: SidrStatus::UNSUPPORTED, .. }) if refused == id)
+    );
+    pair.deliver = Box::new(|_, _| false);
+    let id = resolve(&mut pair);
+    pair.run();
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Unreachable { id }));
+}
+
+#[test]
+fn resolve__takes_so_many_requests_and_again_as_many_as_are_answered() {
+    let mut pair = Pair::new();
+    pair.sides[0].rnic.cm().listen(DATAGRAMS);
+    let ask = |pair: &mut Pair, request_id| {
+        let req = SidrReq {
+            request_id,
+            pkey: 0xffff,
+            service_id: DATAGRAMS,
+            private_data: PrivateData::default(),
+        };
+        mad(pair, &Message::SidrReq(req));
+    };
+    for n in 0..BACKLOG_MAX as u32 + 10 {
+        ask(&mut pair, n);
+    }
+    let ids: Vec<_> = std::iter::from_fn(|| event(&mut pair, 0)).collect();
+    assert_eq!(ids.len(), BACKLOG_MAX);
+    assert!(said(&mut pair).is_empty());
+    let CmEvent::SidrRequest { id, .. } = ids[0] else {
+        panic!("{:?}", ids[0])
+    };
+    let now = pair.now;
+    let cm = pair.sides[0].rnic.cm();
+    cm.answer(now, id, SidrStatus::NO_QP, Qpn::new(0), 0, &[])
+        .unwrap();
+    ask(&mut pair, 1_000);
+    ask(&mut pair, 1_001);
+    assert_eq!(std::iter::from_fn(|| event(&mut pair, 0)).count(), 1);
 }

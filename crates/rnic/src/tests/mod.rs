@@ -2,6 +2,7 @@
 
 mod basic;
 mod cm;
+mod cm_table;
 mod malformed;
 mod rxe;
 mod traffic;

@@ -169,6 +169,8 @@ fn rep_ece(req_with_ece: bool) -> Option<rdmux_wire::cm::Ece> {
     let mut pair = Pair::new();
     let now = pair.now;
     let endpoint = Endpoint {
+        transport: rdmux_wire::roce::Transport::Rc,
+        srq: false,
         qpn: pair.sides[0].qpn,
         starting_psn: Psn::new(1),
         responder_resources: 1,

@@ -488,7 +488,7 @@ impl Core {
                 if !taken {
                     self.rnic
                         .cm()
-                        .reject(*id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
+                        .reject(now, *id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
                 }
                 return;
             }
@@ -496,6 +496,11 @@ impl Core {
             CmEvent::Rejected { id, .. } | CmEvent::Unreachable { id } | CmEvent::Disconnected { id } => {
                 (*id, true)
             }
+            CmEvent::SidrRequest { id, .. } => {
+                let cm = self.rnic.cm();
+                return cm.reject(now, *id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
+            }
+            CmEvent::SidrReply { .. } => return,
         };
         let Some(entry) = self.connections.get(&id) else {
             return;

@@ -1,0 +1,543 @@
+//! Connections: made, refused, ended. IBTA Vol 1, 12.6 and 12.9.
+
+use std::net::IpAddr;
+
+use rdmux_wire::Qpn;
+use rdmux_wire::cm::{
+    Answered, Apr, AprStatus, Drep, Dreq, Extensions, IpAddressing, Lap, Message, Mra, PrivateData, Rej,
+    RejReason, Rep, Req, Rtu, ServiceId, SidrStatus, to_gid,
+};
+use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
+
+use super::{
+    BACKLOG_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint, RESPONSE_TIMEOUT,
+    SERVICE_TIMEOUT, State, TRIES, cut, emit, nanoseconds, rej, rej_with, with_addressing,
+    without_addressing,
+};
+use crate::time::Time;
+
+/// Codes of the shortest and the longest rest that a connection gets: 67 ms and 2.1 s.
+const REST_MIN: u8 = 14;
+const REST_MAX: u8 = 19;
+
+impl Cm {
+    fn ece(&self) -> Option<rdmux_wire::cm::Ece> {
+        let extensions = Extensions {
+            version: Extensions::VERSION,
+            receive_window_log2: self.window_log2,
+        };
+        Some(extensions.to_ece())
+    }
+
+    /// Asks the device at `peer` for a connection to `service`. Private data: 92 bytes, or 56 beside addressing.
+    pub fn connect(
+        &mut self,
+        now: Time,
+        peer: IpAddr,
+        service: ServiceId,
+        addressing: Option<IpAddressing>,
+        local: &Endpoint,
+        private_data: &[u8],
+    ) -> Result<CmId, CmError> {
+        if local.transport == Transport::Ud {
+            return Err(CmError::InvalidTransport);
+        }
+        let private_data = with_addressing(addressing, private_data)?;
+        let id = self.new_id().ok_or(CmError::NoResources)?;
+        let tid = self.new_tid();
+        let req = Req {
+            local_comm_id: id,
+            ece: self.ece(),
+            service_id: service,
+            ca_guid: self.guid,
+            qkey: 0,
+            qpn: local.qpn,
+            responder_resources: local.responder_resources,
+            initiator_depth: local.initiator_depth,
+            remote_response_timeout: RESPONSE_TIMEOUT,
+            transport: local.transport,
+            flow_control: false,
+            starting_psn: local.starting_psn,
+            local_response_timeout: RESPONSE_TIMEOUT,
+            retry_count: local.retry_count,
+            pkey: PKEY_DEFAULT,
+            path_mtu: local.path_mtu,
+            rnr_retry_count: local.rnr_retry_count,
+            max_cm_retries: 15,
+            srq: local.srq,
+            src_gid: to_gid(self.address),
+            dst_gid: to_gid(peer),
+            flow_label: 0,
+            packet_rate: 0,
+            traffic_class: 0,
+            hop_limit: 64,
+            service_level: 0,
+            local_ack_timeout: local.ack_timeout,
+            private_data,
+        };
+        let mut connection = Connection::new(State::ReqSent, service, peer, tid);
+        connection.transport = local.transport;
+        connection.local_qpn = local.qpn;
+        connection.rest = local.ack_timeout.clamp(REST_MIN, REST_MAX);
+        connection.message = emit(&Message::Req(req), tid);
+        self.connections.insert(id, connection);
+        self.send_again(now, id);
+        Ok(CmId(id))
+    }
+
+    /// Accepts a request. Private data: 196 bytes. After an error the request stands as it did.
+    pub fn accept(
+        &mut self,
+        now: Time,
+        id: CmId,
+        local: &Endpoint,
+        private_data: &[u8],
+    ) -> Result<(), CmError> {
+        let (extensions, guid) = (self.ece(), self.guid);
+        let c = self
+            .connections
+            .get_mut(&id.0)
+            .filter(|c| matches!(c.state, State::ReqReceived | State::MraReqSent))
+            .ok_or(CmError::NoSuchRequest)?;
+        let private_data = PrivateData::new(private_data).ok_or(CmError::PrivateDataTooLong)?;
+        let rep = Rep {
+            local_comm_id: id.0,
+            remote_comm_id: c.remote_id,
+            // Only to one that asked: librdmacm gives up a connection when its device knows nothing of the ECE in a REP.
+            ece: extensions.filter(|_| c.extended),
+            qkey: 0,
+            qpn: local.qpn,
+            // In XRC the target's QPN stands here. 12.6.8.
+            eecn: if c.transport == Transport::Xrc {
+                local.qpn.value()
+            } else {
+                0
+            },
+            starting_psn: local.starting_psn,
+            responder_resources: local.responder_resources,
+            initiator_depth: local.initiator_depth,
+            target_ack_delay: 15,
+            failover: 0,
+            flow_control: false,
+            rnr_retry_count: local.rnr_retry_count,
+            srq: local.srq,
+            ca_guid: guid,
+            private_data,
+        };
+        c.message = emit(&Message::Rep(rep), c.tid);
+        c.state = State::RepSent;
+        c.local_qpn = local.qpn;
+        let service = c.service;
+        self.decided(service);
+        self.send_again(now, id.0);
+        Ok(())
+    }
+
+    /// Refuses a request, or a reply. Private data beyond 148 bytes (136 of a resolution) is cut off.
+    pub fn reject(&mut self, now: Time, id: CmId, reason: RejReason, private_data: &[u8]) {
+        self.reject_with(now, id, reason, &[], private_data);
+    }
+
+    /// Refuses as [`Cm::reject`] does and says in up to 72 bytes what would be accepted: for
+    /// [`RejReason::INVALID_PATH_MTU`] the code of the largest path MTU. 12.6.7.2.
+    pub fn reject_with(&mut self, now: Time, id: CmId, reason: RejReason, ari: &[u8], private_data: &[u8]) {
+        let Some(c) = self.connections.get(&id.0) else {
+            return;
+        };
+        let answered = match c.state {
+            State::ReqReceived | State::MraReqSent => Answered::Req,
+            State::RepReceived | State::MraRepSent => Answered::Rep,
+            State::SidrReqReceived => {
+                let status = match reason {
+                    RejReason::INVALID_SERVICE_ID => SidrStatus::UNSUPPORTED,
+                    _ => SidrStatus::REJECT,
+                };
+                let data = cut::<136>(private_data);
+                let _ = self.answer(now, id, status, Qpn::new(0), 0, data.bytes());
+                return;
+            }
+            _ => return,
+        };
+        let message = rej_with(c.tid, (id.0, c.remote_id), answered, reason, ari, private_data);
+        let peer = c.peer;
+        self.rest(now, id.0, Some(message.clone()));
+        self.send(peer, message);
+    }
+
+    /// The user's QP is ready: after a reply the peer is told; on the passive side data came before the peer's own message.
+    pub fn establish(&mut self, id: CmId) {
+        let Some(c) = self.connections.get_mut(&id.0) else {
+            return;
+        };
+        match c.state {
+            State::RepReceived | State::MraRepSent => {
+                let rtu = Rtu {
+                    local_comm_id: id.0,
+                    remote_comm_id: c.remote_id,
+                    private_data: PrivateData::default(),
+                };
+                c.message = emit(&Message::Rtu(rtu), c.tid);
+                c.state = State::Established;
+                self.repeat(id.0);
+            }
+            State::RepSent | State::MraRepReceived => {
+                c.state = State::Established;
+                self.events.push_back(CmEvent::Established { id });
+            }
+            _ => return,
+        }
+        self.set_deadline(id.0, None);
+    }
+
+    /// Ends a connection; [`CmEvent::Disconnected`] follows when the peer has agreed or does not answer. A request that was
+    /// not answered yet is withdrawn, one that was not decided on refused; of these nothing more is heard.
+    pub fn disconnect(&mut self, now: Time, id: CmId) {
+        let tid = self.new_tid();
+        let Some(c) = self.connections.get_mut(&id.0) else {
+            return;
+        };
+        match c.state {
+            State::RepReceived
+            | State::MraRepSent
+            | State::RepSent
+            | State::MraRepReceived
+            | State::Established => {
+                let dreq = Dreq {
+                    local_comm_id: id.0,
+                    remote_comm_id: c.remote_id,
+                    remote_qpn: c.remote_qpn,
+                    private_data: PrivateData::default(),
+                };
+                c.tid = tid;
+                c.message = emit(&Message::Dreq(dreq), tid);
+                c.state = State::DreqSent;
+                c.tries = 0;
+                self.send_again(now, id.0);
+            }
+            State::ReqReceived | State::MraReqSent | State::SidrReqReceived => {
+                self.reject(now, id, RejReason::CONSUMER, &[]);
+            }
+            State::ReqSent | State::MraReqReceived => self.withdraw(now, id.0),
+            State::SidrReqSent => self.rest(now, id.0, None),
+            State::DreqSent | State::TimeWait => {}
+        }
+    }
+
+    /// Tells the peer that nobody waits for its answer any more. It may not have told its id: the GUID names us. 12.6.7.2.
+    pub(super) fn withdraw(&mut self, now: Time, id: u32) {
+        let Some(c) = self.connections.get(&id) else {
+            return;
+        };
+        let guid = self.guid.to_be_bytes();
+        let message = rej_with(
+            c.tid,
+            (id, c.remote_id),
+            Answered::Other,
+            RejReason::TIMEOUT,
+            &guid,
+            &[],
+        );
+        let peer = c.peer;
+        self.rest(now, id, Some(message.clone()));
+        self.send(peer, message);
+    }
+
+    /// Tells the peer that the user takes its time: it waits before it asks again. 12.6.6.
+    pub(super) fn send_mra(&mut self, id: u32) {
+        let Some(c) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let (answered, state, deadline) = match c.state {
+            State::ReqReceived | State::MraReqSent => (Answered::Req, State::MraReqSent, Some(c.decide_by)),
+            State::RepReceived | State::MraRepSent => (Answered::Rep, State::MraRepSent, None),
+            _ => return,
+        };
+        c.state = state;
+        let mra = Mra {
+            local_comm_id: id,
+            remote_comm_id: c.remote_id,
+            answered,
+            service_timeout: SERVICE_TIMEOUT,
+            private_data: PrivateData::default(),
+        };
+        let (peer, message) = (c.peer, emit(&Message::Mra(mra), c.tid));
+        self.set_deadline(id, deadline);
+        self.send(peer, message);
+    }
+
+    pub(super) fn handle_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &Req) {
+        let key = (peer, Some(req.ca_guid), req.local_comm_id);
+        if let Some(id) = self.by_request.get(&key).copied() {
+            return self.handle_req_again(id);
+        }
+        let refuse = |cm: &mut Cm, reason, ari: &[u8]| {
+            let ids = (0, req.local_comm_id);
+            cm.send(peer, rej_with(tid, ids, Answered::Req, reason, ari, &[]));
+        };
+        let Some(undecided) = self.listeners.get(&req.service_id).copied() else {
+            return refuse(self, RejReason::INVALID_SERVICE_ID, &[]);
+        };
+        let gid = to_gid(self.address);
+        if req.dst_gid != gid {
+            return refuse(self, RejReason::INVALID_GID, &gid.octets());
+        }
+        // The peer uses a QP that we still take for connected: it has forgotten us. 12.9.8.3.1.
+        if let Some(id) = self.by_qp.get(&(peer, req.ca_guid, req.qpn)).copied() {
+            refuse(self, RejReason::STALE_CONNECTION, &[]);
+            self.disconnect(now, CmId(id));
+            return;
+        }
+        // In silence, as TCP does: the peer asks again, and there may be room then.
+        if undecided >= BACKLOG_MAX {
+            return;
+        }
+        let Some(id) = self.new_id() else {
+            return refuse(self, RejReason::NO_RESOURCES, &[]);
+        };
+        let (addressing, private_data) = without_addressing(req.service_id, req.private_data.bytes());
+        let extensions = req.ece.and_then(Extensions::from_ece);
+        let mut connection = Connection::new(State::ReqReceived, req.service_id, peer, tid);
+        connection.transport = req.transport;
+        connection.request = Some(key);
+        connection.remote_id = req.local_comm_id;
+        connection.remote_guid = req.ca_guid;
+        connection.remote_qpn = req.qpn;
+        connection.extended = extensions.is_some();
+        connection.tries_max = TRIES.min(req.max_cm_retries + 1);
+        connection.peer_response = req.local_response_timeout;
+        connection.rest = req.local_ack_timeout.clamp(REST_MIN, REST_MAX);
+        connection.decide_by = now + DECISION_NS;
+        // Within what the peer gives us, the way back included.
+        let half = now + nanoseconds(req.remote_response_timeout) / 2;
+        let deadline = half.min(connection.decide_by);
+        self.by_request.insert(key, id);
+        self.by_qp.insert(connection.qp_key(), id);
+        self.connections.insert(id, connection);
+        self.listeners.insert(req.service_id, undecided + 1);
+        self.set_deadline(id, Some(deadline));
+        self.events.push_back(CmEvent::Request {
+            id: CmId(id),
+            service: req.service_id,
+            peer,
+            addressing,
+            remote: Endpoint {
+                transport: req.transport,
+                qpn: req.qpn,
+                starting_psn: req.starting_psn,
+                responder_resources: req.responder_resources,
+                initiator_depth: req.initiator_depth,
+                rnr_retry_count: req.rnr_retry_count,
+                retry_count: req.retry_count,
+                srq: req.srq,
+                ack_timeout: req.local_ack_timeout,
+                path_mtu: req.path_mtu,
+                extensions,
+            },
+            private_data,
+        });
+    }
+
+    /// A request came again: it gets the answer that it had, or hears that there is none yet.
+    fn handle_req_again(&mut self, id: u32) {
+        match self.connections.get(&id).map(|c| c.state) {
+            Some(State::ReqReceived | State::MraReqSent) => self.send_mra(id),
+            Some(State::RepSent | State::TimeWait) => self.repeat(id),
+            _ => {}
+        }
+    }
+
+    pub(super) fn handle_rep(&mut self, now: Time, peer: IpAddr, tid: u64, rep: &Rep) {
+        let id = rep.remote_comm_id;
+        let Some(c) = self
+            .connections
+            .get(&id)
+            .filter(|c| c.peer == peer && c.state != State::TimeWait)
+        else {
+            // The id that the peer takes for ours, by which it knows that it is meant.
+            let ids = (id, rep.local_comm_id);
+            return self.send(peer, rej(tid, ids, Answered::Rep, RejReason::INVALID_COMM_ID));
+        };
+        match c.state {
+            State::ReqSent | State::MraReqReceived => self.handle_first_rep(now, id, rep),
+            _ if c.remote_id != rep.local_comm_id || c.request.is_some() => {}
+            State::RepReceived | State::MraRepSent => self.send_mra(id),
+            // Our RTU was lost.
+            State::Established => self.repeat(id),
+            _ => {}
+        }
+    }
+
+    fn handle_first_rep(&mut self, now: Time, id: u32, rep: &Rep) {
+        let Some(c) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let mut qpn = rep.qpn;
+        if c.transport == Transport::Xrc {
+            qpn = Qpn::new(rep.eecn);
+        }
+        c.remote_id = rep.local_comm_id;
+        c.remote_guid = rep.ca_guid;
+        c.remote_qpn = qpn;
+        c.state = State::RepReceived;
+        let key = c.qp_key();
+        // As for a request: the peer has forgotten the connection that this QP has. 12.9.8.3.1.
+        if let Some(old) = self.by_qp.get(&key).copied() {
+            self.reject(now, CmId(id), RejReason::STALE_CONNECTION, &[]);
+            self.events.push_back(CmEvent::Rejected {
+                id: CmId(id),
+                reason: RejReason::STALE_CONNECTION,
+                ari: Vec::new(),
+                private_data: Vec::new(),
+            });
+            return self.disconnect(now, CmId(old));
+        }
+        self.by_qp.insert(key, id);
+        self.set_deadline(id, Some(now + nanoseconds(RESPONSE_TIMEOUT) / 2));
+        self.events.push_back(CmEvent::Reply {
+            id: CmId(id),
+            remote: Endpoint {
+                transport: self.connections[&id].transport,
+                qpn,
+                starting_psn: rep.starting_psn,
+                responder_resources: rep.responder_resources,
+                initiator_depth: rep.initiator_depth,
+                rnr_retry_count: rep.rnr_retry_count,
+                retry_count: 0,
+                srq: rep.srq,
+                ack_timeout: 0,
+                path_mtu: PathMtu::Bytes4096,
+                extensions: rep.ece.and_then(Extensions::from_ece),
+            },
+            private_data: rep.private_data.bytes().to_vec(),
+        });
+    }
+
+    pub(super) fn handle_rtu(&mut self, peer: IpAddr, tid: u64, rtu: &Rtu) {
+        let id = rtu.remote_comm_id;
+        match self.known(id, peer, rtu.local_comm_id).map(|c| c.state) {
+            Some(State::RepSent | State::MraRepReceived) => self.establish(CmId(id)),
+            Some(_) => {}
+            // The peer takes for connected what has been given up here.
+            None => {
+                let ids = (id, rtu.local_comm_id);
+                self.send(peer, rej(tid, ids, Answered::Other, RejReason::INVALID_COMM_ID));
+            }
+        }
+    }
+
+    /// The connection that a REJ is about. One that gives up waiting for us may not know our id. 12.6.7.2.
+    fn rejected(&self, peer: IpAddr, rej: &Rej) -> Option<u32> {
+        if rej.remote_comm_id != 0 || rej.reason != RejReason::TIMEOUT {
+            return Some(rej.remote_comm_id);
+        }
+        let guid = u64::from_be_bytes(*rej.ari.first_chunk()?);
+        self.by_request
+            .get(&(peer, Some(guid), rej.local_comm_id))
+            .copied()
+    }
+
+    pub(super) fn handle_rej(&mut self, now: Time, peer: IpAddr, rej: &Rej) {
+        let Some(id) = self.rejected(peer, rej) else {
+            return;
+        };
+        let Some(c) = self.connections.get(&id).filter(|c| c.peer == peer) else {
+            return;
+        };
+        // Until the peer has answered, its id is not known. Afterwards a REJ that names another one is stale or made up.
+        let unknown = matches!(c.state, State::ReqSent | State::MraReqReceived);
+        if !unknown && c.remote_id != rej.local_comm_id {
+            return;
+        }
+        let event = match c.state {
+            State::TimeWait | State::SidrReqSent | State::SidrReqReceived => return,
+            State::Established | State::DreqSent => CmEvent::Disconnected { id: CmId(id) },
+            _ => CmEvent::Rejected {
+                id: CmId(id),
+                reason: rej.reason,
+                ari: rej.ari[..usize::from(rej.ari_len.min(72))].to_vec(),
+                private_data: rej.private_data.bytes().to_vec(),
+            },
+        };
+        self.rest(now, id, None);
+        self.events.push_back(event);
+    }
+
+    /// The peer needs more time: wait that long before asking again. 12.6.6.
+    pub(super) fn handle_mra(&mut self, now: Time, peer: IpAddr, mra: &Mra) {
+        let id = mra.remote_comm_id;
+        let Some(c) = self.connections.get_mut(&id).filter(|c| c.peer == peer) else {
+            return;
+        };
+        match (c.state, mra.answered) {
+            (State::ReqSent | State::MraReqReceived, Answered::Req) => {
+                c.state = State::MraReqReceived;
+                c.remote_id = mra.local_comm_id;
+            }
+            (State::RepSent | State::MraRepReceived, Answered::Rep) if c.remote_id == mra.local_comm_id => {
+                c.state = State::MraRepReceived;
+            }
+            _ => return,
+        }
+        self.set_deadline(id, Some(now + nanoseconds(mra.service_timeout.min(24))));
+    }
+
+    pub(super) fn handle_dreq(&mut self, now: Time, peer: IpAddr, tid: u64, dreq: &Dreq) {
+        let id = dreq.remote_comm_id;
+        let known = self.known(id, peer, dreq.local_comm_id);
+        // The ids of a connection with the QPN of another one: neither is meant.
+        if known
+            .as_ref()
+            .is_some_and(|c| !c.state.is_undecided() && c.local_qpn != dreq.remote_qpn)
+        {
+            return;
+        }
+        let ends = known.is_some_and(|c| {
+            matches!(
+                c.state,
+                State::RepReceived
+                    | State::MraRepSent
+                    | State::RepSent
+                    | State::MraRepReceived
+                    | State::Established
+                    | State::DreqSent
+            )
+        });
+        let drep = Drep {
+            local_comm_id: id,
+            remote_comm_id: dreq.local_comm_id,
+            private_data: PrivateData::default(),
+        };
+        // Also for a connection that has gone: the peer only wants to hear that it has.
+        self.send(peer, emit(&Message::Drep(drep), tid));
+        if ends {
+            self.rest(now, id, None);
+            self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
+        }
+    }
+
+    pub(super) fn handle_drep(&mut self, now: Time, peer: IpAddr, drep: &Drep) {
+        let id = drep.remote_comm_id;
+        let known = self.known(id, peer, drep.local_comm_id);
+        if known.is_some_and(|c| c.state == State::DreqSent) {
+            self.rest(now, id, None);
+            self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
+        }
+    }
+
+    /// There is one path between two addresses. 12.8.
+    pub(super) fn handle_lap(&mut self, peer: IpAddr, tid: u64, lap: &Lap) {
+        let id = lap.remote_comm_id;
+        let status = match self.known(id, peer, lap.local_comm_id).map(|c| c.state) {
+            Some(State::Established) => AprStatus::UNSUPPORTED,
+            Some(_) => return,
+            None => AprStatus::INVALID_COMM_ID,
+        };
+        let apr = Apr {
+            local_comm_id: id,
+            remote_comm_id: lap.local_comm_id,
+            status,
+            private_data: PrivateData::default(),
+        };
+        self.send(peer, emit(&Message::Apr(apr), tid));
+    }
+}

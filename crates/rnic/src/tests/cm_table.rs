@@ -1,0 +1,634 @@
+//! Connection management as a table: each state with each event. IBTA Vol 1, 12.9.6 and 12.9.7 (connections), 12.11
+//! (resolutions); the last column has the section of the event.
+//!
+//! A cell says what becomes of the connection: its next state (`=` as before, `gone` forgotten), the messages that are sent
+//! and what the user is told (`-` nothing); `.` stands for `= - -`. A number after REJ is the reason, after SIDR_REP and
+//! APR the status. `!` is an error of the user's call.
+
+use std::net::IpAddr;
+
+use rand_chacha::ChaCha12Rng;
+use rand_core::SeedableRng;
+use rdmux_wire::cm::{
+    Answered, Apr, AprStatus, Drep, Dreq, Lap, MAD_LEN, Message, Mra, PrivateData, Rej, RejReason, Rep, Req,
+    Rtu, ServiceId, SidrRep, SidrReq, SidrStatus, to_gid,
+};
+use rdmux_wire::roce::{PathMtu, Transport};
+use rdmux_wire::{Psn, Qpn};
+
+use crate::cm::{Cm, CmError, CmEvent, CmId, Endpoint, State};
+use crate::{Config, Time};
+
+/// The active side, from the request on. EstablishedA: by its reply.
+const ACTIVE: &str = "
+event           | ReqSent                   | MraReqReceived        | RepReceived                | MraRepSent                 | EstablishedA               | section
+REQ             | = - Request               | = - Request           | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.6.5
+REQ same QP     | = - Request               | = - Request           | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
+MRA of REQ      | MraReqReceived - -        | .                     | .                          | .                          | .                          | 12.6.6
+MRA of REP      | .                         | .                     | .                          | .                          | .                          | 12.6.6
+REJ             | TimeWait - Rejected28     | TimeWait - Rejected28 | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
+REJ other id    | TimeWait - Rejected28     | TimeWait - Rejected28 | .                          | .                          | .                          | 12.6.7
+REJ by GUID     | .                         | .                     | .                          | .                          | .                          | 12.6.7.2
+REP             | RepReceived - Reply       | RepReceived - Reply   | MraRepSent MRA -           | = MRA -                    | = RTU -                    | 12.6.8
+RTU             | = REJ6 -                  | .                     | .                          | .                          | .                          | 12.6.9
+DREQ            | = DREP -                  | = DREP -              | TimeWait DREP Disconnected | TimeWait DREP Disconnected | TimeWait DREP Disconnected | 12.6.10
+DREQ other QP   | = DREP -                  | .                     | .                          | .                          | .                          | 12.6.10
+DREP            | .                         | .                     | .                          | .                          | .                          | 12.6.11
+LAP             | = APR1 -                  | .                     | .                          | .                          | = APR2 -                   | 12.8.1
+APR             | .                         | .                     | .                          | .                          | .                          | 12.8.2
+SIDR_REQ        | = - SidrRequest           | = - SidrRequest       | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | 12.11.1
+SIDR_REP        | .                         | .                     | .                          | .                          | .                          | 12.11.2
+timeout         | = REQ -                   | ReqSent REQ -         | MraRepSent MRA -           | .                          | .                          | 12.9.7
+timeouts to end | TimeWait REJ4 Unreachable | ReqSent REQ -         | MraRepSent MRA -           | .                          | .                          | 12.9.7
+accept          | = - !NoSuchRequest        | = - !NoSuchRequest    | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
+reject          | .                         | .                     | TimeWait REJ28 -           | TimeWait REJ28 -           | .                          | 12.6.7
+establish       | .                         | .                     | Established RTU -          | Established RTU -          | .                          | 12.9.7
+disconnect      | TimeWait REJ4 -           | TimeWait REJ4 -       | DreqSent DREQ -            | DreqSent DREQ -            | DreqSent DREQ -            | 12.9.8
+answer          | = - !NoSuchRequest        | = - !NoSuchRequest    | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
+unlisten        | .                         | .                     | .                          | .                          | .                          | 12.6.7
+destroy         | gone - -                  | gone - -              | gone - -                   | gone - -                   | gone - -                   | -
+";
+
+/// The passive side. EstablishedP: by the RTU, or by data.
+const PASSIVE: &str = "
+event           | ReqReceived            | MraReqSent                 | RepSent                    | MraRepReceived             | EstablishedP               | section
+REQ             | MraReqSent MRA -       | = MRA -                    | = REP -                    | .                          | .                          | 12.6.5
+REQ same QP     | TimeWait REJ10+REJ28 - | TimeWait REJ10+REJ28 -     | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
+MRA of REQ      | .                      | .                          | .                          | .                          | .                          | 12.6.6
+MRA of REP      | .                      | .                          | MraRepReceived - -         | .                          | .                          | 12.6.6
+REJ             | TimeWait - Rejected28  | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
+REJ other id    | .                      | .                          | .                          | .                          | .                          | 12.6.7
+REJ by GUID     | TimeWait - Rejected4   | TimeWait - Rejected4       | TimeWait - Rejected4       | TimeWait - Rejected4       | TimeWait - Disconnected    | 12.6.7.2
+REP             | .                      | .                          | .                          | .                          | .                          | 12.6.8
+RTU             | .                      | .                          | Established - Established  | Established - Established  | .                          | 12.6.9
+DREQ            | = DREP -               | = DREP -                   | TimeWait DREP Disconnected | TimeWait DREP Disconnected | TimeWait DREP Disconnected | 12.6.10
+DREQ other QP   | = DREP -               | = DREP -                   | .                          | .                          | .                          | 12.6.10
+DREP            | .                      | .                          | .                          | .                          | .                          | 12.6.11
+LAP             | .                      | .                          | .                          | .                          | = APR2 -                   | 12.8.1
+APR             | .                      | .                          | .                          | .                          | .                          | 12.8.2
+SIDR_REQ        | = - SidrRequest        | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | 12.11.1
+SIDR_REP        | .                      | .                          | .                          | .                          | .                          | 12.11.2
+timeout         | MraReqSent MRA -       | TimeWait REJ4 Disconnected | = REP -                    | RepSent REP -              | .                          | 12.9.7
+timeouts to end | MraReqSent MRA -       | TimeWait REJ4 Disconnected | TimeWait REJ4 Unreachable  | RepSent REP -              | .                          | 12.9.7
+accept          | RepSent REP -          | RepSent REP -              | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
+reject          | TimeWait REJ28 -       | TimeWait REJ28 -           | .                          | .                          | .                          | 12.6.7
+establish       | .                      | .                          | Established - Established  | Established - Established  | .                          | 12.9.7
+disconnect      | TimeWait REJ28 -       | TimeWait REJ28 -           | DreqSent DREQ -            | DreqSent DREQ -            | DreqSent DREQ -            | 12.9.8
+answer          | = - !NoSuchRequest     | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
+unlisten        | TimeWait REJ8 -        | TimeWait REJ8 -            | .                          | .                          | .                          | 12.6.7
+destroy         | gone - -               | gone - -                   | gone - -                   | gone - -                   | gone - -                   | -
+";
+
+/// The end: DreqSent and TimeWait of a connection that was made passively; an id that is not known.
+const END: &str = "
+event           | DreqSent                   | TimeWait           | Unknown            | section
+REQ             | .                          | = REJ10 -          | = - Request        | 12.6.5
+REQ same QP     | = REJ10 -                  | = - Request        | = - Request        | 12.9.8.3.1
+MRA of REQ      | .                          | .                  | .                  | 12.6.6
+MRA of REP      | .                          | .                  | .                  | 12.6.6
+REJ             | TimeWait - Disconnected    | .                  | .                  | 12.6.7
+REJ other id    | .                          | .                  | .                  | 12.6.7
+REJ by GUID     | TimeWait - Disconnected    | .                  | .                  | 12.6.7.2
+REP             | .                          | = REJ6 -           | = REJ6 -           | 12.6.8
+RTU             | .                          | = REJ6 -           | = REJ6 -           | 12.6.9
+DREQ            | TimeWait DREP Disconnected | = DREP -           | = DREP -           | 12.6.10
+DREQ other QP   | .                          | = DREP -           | = DREP -           | 12.6.10
+DREP            | TimeWait - Disconnected    | .                  | .                  | 12.6.11
+LAP             | .                          | = APR1 -           | = APR1 -           | 12.8.1
+APR             | .                          | .                  | .                  | 12.8.2
+SIDR_REQ        | = - SidrRequest            | = - SidrRequest    | = - SidrRequest    | 12.11.1
+SIDR_REP        | .                          | .                  | .                  | 12.11.2
+timeout         | = DREQ -                   | gone - -           | .                  | 12.9.7
+timeouts to end | TimeWait - Disconnected    | gone - -           | .                  | 12.9.7
+accept          | = - !NoSuchRequest         | = - !NoSuchRequest | = - !NoSuchRequest | 12.9.7
+reject          | .                          | .                  | .                  | 12.6.7
+establish       | .                          | .                  | .                  | 12.9.7
+disconnect      | .                          | .                  | .                  | 12.9.8
+answer          | = - !NoSuchRequest         | = - !NoSuchRequest | = - !NoSuchRequest | 12.11.2
+unlisten        | .                          | .                  | .                  | 12.6.7
+destroy         | gone - -                   | gone - -           | .                  | -
+";
+
+/// Resolutions; SidrAnswered is the TimeWait of one that was answered.
+const SIDR: &str = "
+event           | SidrReqSent            | SidrReqReceived                 | SidrAnswered       | section
+REQ             | = - Request            | = - Request                     | = - Request        | 12.6.5
+REQ same QP     | = - Request            | = - Request                     | = - Request        | 12.9.8.3.1
+MRA of REQ      | .                      | .                               | .                  | 12.6.6
+MRA of REP      | .                      | .                               | .                  | 12.6.6
+REJ             | .                      | .                               | .                  | 12.6.7
+REJ other id    | .                      | .                               | .                  | 12.6.7
+REJ by GUID     | .                      | .                               | .                  | 12.6.7.2
+REP             | .                      | .                               | = REJ6 -           | 12.6.8
+RTU             | = REJ6 -               | .                               | = REJ6 -           | 12.6.9
+DREQ            | = DREP -               | = DREP -                        | = DREP -           | 12.6.10
+DREQ other QP   | = DREP -               | = DREP -                        | = DREP -           | 12.6.10
+DREP            | .                      | .                               | .                  | 12.6.11
+LAP             | = APR1 -               | .                               | = APR1 -           | 12.8.1
+APR             | .                      | .                               | .                  | 12.8.2
+SIDR_REQ        | = - SidrRequest        | .                               | = SIDR_REP0 -      | 12.11.1
+SIDR_REP        | TimeWait - SidrReply0  | .                               | .                  | 12.11.2
+timeout         | = SIDR_REQ -           | TimeWait SIDR_REP2 Disconnected | gone - -           | 12.9.7
+timeouts to end | TimeWait - Unreachable | TimeWait SIDR_REP2 Disconnected | gone - -           | 12.9.7
+accept          | = - !NoSuchRequest     | = - !NoSuchRequest              | = - !NoSuchRequest | 12.9.7
+reject          | .                      | TimeWait SIDR_REP2 -            | .                  | 12.6.7
+establish       | .                      | .                               | .                  | 12.9.7
+disconnect      | TimeWait - -           | TimeWait SIDR_REP2 -            | .                  | 12.9.8
+answer          | = - !NoSuchRequest     | TimeWait SIDR_REP0 -            | = - !NoSuchRequest | 12.11.2
+unlisten        | .                      | TimeWait SIDR_REP1 -            | .                  | 12.6.7
+destroy         | gone - -               | gone - -                        | gone - -           | -
+";
+
+const OURS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 1));
+const PEER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 2));
+const STRANGER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 3));
+const SERVICE: ServiceId = ServiceId::udp(7174);
+const OUR_QPN: Qpn = Qpn::new(0x01_0005);
+const THEIR_QPN: Qpn = Qpn::new(0x02_0007);
+const THEIR_ID: u32 = 0x0200_0009;
+const THEIR_GUID: u64 = 77;
+const TID: u64 = 5;
+
+fn local() -> Endpoint {
+    Endpoint {
+        transport: Transport::Rc,
+        qpn: OUR_QPN,
+        starting_psn: Psn::new(1),
+        responder_resources: 1,
+        initiator_depth: 1,
+        rnr_retry_count: 7,
+        retry_count: 7,
+        srq: false,
+        ack_timeout: 14,
+        path_mtu: PathMtu::Bytes1024,
+        extensions: None,
+    }
+}
+
+fn req(local_comm_id: u32) -> Message {
+    Message::Req(Req {
+        local_comm_id,
+        ece: None,
+        service_id: SERVICE,
+        ca_guid: THEIR_GUID,
+        qkey: 0,
+        qpn: THEIR_QPN,
+        responder_resources: 1,
+        initiator_depth: 1,
+        remote_response_timeout: 20,
+        transport: Transport::Rc,
+        flow_control: false,
+        starting_psn: Psn::new(2),
+        local_response_timeout: 20,
+        retry_count: 7,
+        pkey: 0xffff,
+        path_mtu: PathMtu::Bytes1024,
+        rnr_retry_count: 7,
+        max_cm_retries: 15,
+        srq: false,
+        src_gid: to_gid(PEER),
+        dst_gid: to_gid(OURS),
+        flow_label: 0,
+        packet_rate: 0,
+        traffic_class: 0,
+        hop_limit: 64,
+        service_level: 0,
+        local_ack_timeout: 14,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn mra(to: CmId, answered: Answered) -> Message {
+    Message::Mra(Mra {
+        local_comm_id: THEIR_ID,
+        remote_comm_id: to.0,
+        answered,
+        service_timeout: 20,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn rej(from: u32, to: u32, answered: Answered, reason: RejReason) -> Message {
+    let mut ari = [0; 72];
+    ari[..8].copy_from_slice(&THEIR_GUID.to_be_bytes());
+    Message::Rej(Rej {
+        local_comm_id: from,
+        remote_comm_id: to,
+        answered,
+        reason,
+        ari_len: 8,
+        ari,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn rep(to: CmId) -> Message {
+    Message::Rep(Rep {
+        local_comm_id: THEIR_ID,
+        remote_comm_id: to.0,
+        ece: None,
+        qkey: 0,
+        qpn: THEIR_QPN,
+        eecn: 0,
+        starting_psn: Psn::new(2),
+        responder_resources: 1,
+        initiator_depth: 1,
+        target_ack_delay: 15,
+        failover: 0,
+        flow_control: false,
+        rnr_retry_count: 7,
+        srq: false,
+        ca_guid: THEIR_GUID,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn rtu(to: CmId) -> Message {
+    Message::Rtu(Rtu {
+        local_comm_id: THEIR_ID,
+        remote_comm_id: to.0,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn dreq(to: CmId, remote_qpn: Qpn) -> Message {
+    Message::Dreq(Dreq {
+        local_comm_id: THEIR_ID,
+        remote_comm_id: to.0,
+        remote_qpn,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn sidr_req() -> Message {
+    Message::SidrReq(SidrReq {
+        request_id: THEIR_ID,
+        pkey: 0xffff,
+        service_id: SERVICE,
+        private_data: PrivateData::default(),
+    })
+}
+
+/// The messages, by the names of the table's rows.
+fn message(event: &str, id: CmId) -> Option<Message> {
+    Some(match event {
+        "REQ" => req(THEIR_ID),
+        "REQ same QP" => req(THEIR_ID + 1),
+        "MRA of REQ" => mra(id, Answered::Req),
+        "MRA of REP" => mra(id, Answered::Rep),
+        "REJ" => rej(THEIR_ID, id.0, Answered::Other, RejReason::CONSUMER),
+        "REJ other id" => rej(THEIR_ID + 1, id.0, Answered::Other, RejReason::CONSUMER),
+        "REJ by GUID" => rej(THEIR_ID, 0, Answered::Other, RejReason::TIMEOUT),
+        "REP" => rep(id),
+        "RTU" => rtu(id),
+        "DREQ" => dreq(id, OUR_QPN),
+        "DREQ other QP" => dreq(id, Qpn::new(9)),
+        "DREP" => Message::Drep(Drep {
+            local_comm_id: THEIR_ID,
+            remote_comm_id: id.0,
+            private_data: PrivateData::default(),
+        }),
+        "LAP" => Message::Lap(Lap {
+            local_comm_id: THEIR_ID,
+            remote_comm_id: id.0,
+        }),
+        "APR" => Message::Apr(Apr {
+            local_comm_id: THEIR_ID,
+            remote_comm_id: id.0,
+            status: AprStatus::UNSUPPORTED,
+            private_data: PrivateData::default(),
+        }),
+        "SIDR_REQ" => sidr_req(),
+        "SIDR_REP" => Message::SidrRep(SidrRep {
+            request_id: id.0,
+            status: SidrStatus::VALID,
+            qpn: THEIR_QPN,
+            service_id: SERVICE,
+            qkey: 1,
+            private_data: PrivateData::default(),
+        }),
+        _ => return None,
+    })
+}
+
+/// A connection manager with one connection in some state.
+struct Bench {
+    cm: Cm,
+    now: Time,
+    id: CmId,
+}
+
+impl Bench {
+    /// Drives a connection into the state of a column.
+    fn in_state(column: &str) -> Bench {
+        let config = Config {
+            address: OURS,
+            slot: 1,
+            seed: [1; 32],
+            guid: 1,
+            gsi_src_port: 0xc000,
+            receive_window_bytes: 1 << 18,
+        };
+        let mut bench = Bench {
+            cm: Cm::new(&config, ChaCha12Rng::from_seed([1; 32])),
+            now: Time(1),
+            id: CmId(0x0100_0001),
+        };
+        bench.cm.listen(SERVICE);
+        match column {
+            "Unknown" => {}
+            "ReqSent" => bench.connect(),
+            "MraReqReceived" => bench.connected(&["MRA of REQ"]),
+            "RepReceived" => bench.connected(&["REP"]),
+            "MraRepSent" => bench.connected(&["REP", "REP"]),
+            "EstablishedA" => bench.connected(&["REP", "establish"]),
+            "ReqReceived" => bench.requested(&[]),
+            "MraReqSent" => bench.requested(&["REQ"]),
+            "RepSent" => bench.requested(&["accept"]),
+            "MraRepReceived" => bench.requested(&["accept", "MRA of REP"]),
+            "EstablishedP" => bench.requested(&["accept", "RTU"]),
+            "DreqSent" => bench.requested(&["accept", "RTU", "disconnect"]),
+            "TimeWait" => bench.requested(&["accept", "RTU", "disconnect", "DREP"]),
+            "SidrReqSent" => {
+                bench.id = bench
+                    .cm
+                    .resolve(bench.now, PEER, SERVICE, None, &[])
+                    .expect("there are ids");
+            }
+            "SidrReqReceived" => bench.asked(&[]),
+            "SidrAnswered" => bench.asked(&["answer"]),
+            other => panic!("no state {other}"),
+        }
+        bench.outcome();
+        let state = bench.state();
+        let expected = column.trim_end_matches(['A', 'P']);
+        let expected = if column == "SidrAnswered" {
+            "TimeWait"
+        } else {
+            expected
+        };
+        assert!(state == expected || column == "Unknown" && state == "gone");
+        bench
+    }
+
+    fn connect(&mut self) {
+        let connected = self.cm.connect(self.now, PEER, SERVICE, None, &local(), &[]);
+        self.id = connected.expect("there are ids");
+    }
+
+    fn connected(&mut self, events: &[&str]) {
+        self.connect();
+        events.iter().for_each(|event| self.happen(event, PEER));
+    }
+
+    fn requested(&mut self, events: &[&str]) {
+        self.arrive(&req(THEIR_ID), PEER);
+        let Some(CmEvent::Request { id, .. }) = self.cm.poll_event() else {
+            panic!("no request")
+        };
+        self.id = id;
+        events.iter().for_each(|event| self.happen(event, PEER));
+    }
+
+    fn asked(&mut self, events: &[&str]) {
+        self.arrive(&sidr_req(), PEER);
+        let Some(CmEvent::SidrRequest { id, .. }) = self.cm.poll_event() else {
+            panic!("no request")
+        };
+        self.id = id;
+        events.iter().for_each(|event| self.happen(event, PEER));
+    }
+
+    fn arrive(&mut self, message: &Message, from: IpAddr) {
+        let mut mad = [0; MAD_LEN];
+        message.emit(TID, &mut mad);
+        self.cm.handle_mad(self.now, from, &mad);
+    }
+
+    fn happen(&mut self, event: &str, from: IpAddr) {
+        let refused = self.apply(event, from);
+        assert_eq!(refused, None, "{event}");
+    }
+
+    /// Applies an event of the table; the error of a user's call.
+    fn apply(&mut self, event: &str, from: IpAddr) -> Option<CmError> {
+        if let Some(message) = message(event, self.id) {
+            self.arrive(&message, from);
+            return None;
+        }
+        let (now, id) = (self.now, self.id);
+        match event {
+            "timeout" => self.time_out(),
+            "timeouts to end" => {
+                // What is shown is the last one, or the first that leads elsewhere.
+                let before = self.state();
+                for _ in 0..20 {
+                    self.outcome();
+                    self.time_out();
+                    if self.state() != before {
+                        break;
+                    }
+                }
+            }
+            "accept" => return self.cm.accept(now, id, &local(), &[]).err(),
+            "reject" => self.cm.reject(now, id, RejReason::CONSUMER, &[]),
+            "establish" => self.cm.establish(id),
+            "disconnect" => self.cm.disconnect(now, id),
+            "answer" => {
+                return self.cm.answer(now, id, SidrStatus::VALID, OUR_QPN, 1, &[]).err();
+            }
+            "unlisten" => self.cm.unlisten(now, SERVICE),
+            "destroy" => self.cm.destroy(id),
+            other => panic!("no event {other}"),
+        }
+        None
+    }
+
+    fn time_out(&mut self) {
+        if let Some(at) = self.cm.poll_timeout() {
+            self.now = at;
+            self.cm.handle_timeout(at);
+        }
+    }
+
+    fn state(&self) -> String {
+        self.cm
+            .state(self.id)
+            .map_or_else(|| "gone".to_owned(), |state| format!("{state:?}"))
+    }
+
+    /// What is sent and what the user is told.
+    fn outcome(&mut self) -> (String, String) {
+        let sent = std::iter::from_fn(|| self.cm.poll_transmit())
+            .map(|(_, _, mad)| sent_name(&mad[..]))
+            .collect::<Vec<_>>();
+        let told = std::iter::from_fn(|| self.cm.poll_event())
+            .map(|event| told_name(&event))
+            .collect::<Vec<_>>();
+        let or_nothing = |all: Vec<String>| match all.is_empty() {
+            true => "-".to_owned(),
+            false => all.join("+"),
+        };
+        (or_nothing(sent), or_nothing(told))
+    }
+}
+
+fn sent_name(mad: &[u8]) -> String {
+    match Message::parse(mad).expect("what is sent can be read").1 {
+        Message::Req(_) => "REQ".into(),
+        Message::Mra(_) => "MRA".into(),
+        Message::Rej(rej) => format!("REJ{}", rej.reason.0),
+        Message::Rep(_) => "REP".into(),
+        Message::Rtu(_) => "RTU".into(),
+        Message::Dreq(_) => "DREQ".into(),
+        Message::Drep(_) => "DREP".into(),
+        Message::SidrReq(_) => "SIDR_REQ".into(),
+        Message::SidrRep(rep) => format!("SIDR_REP{}", rep.status.0),
+        Message::Lap(_) => "LAP".into(),
+        Message::Apr(apr) => format!("APR{}", apr.status.0),
+    }
+}
+
+fn told_name(event: &CmEvent) -> String {
+    match event {
+        CmEvent::Request { .. } => "Request".into(),
+        CmEvent::Reply { .. } => "Reply".into(),
+        CmEvent::Established { .. } => "Established".into(),
+        CmEvent::Rejected { reason, .. } => format!("Rejected{}", reason.0),
+        CmEvent::Unreachable { .. } => "Unreachable".into(),
+        CmEvent::Disconnected { .. } => "Disconnected".into(),
+        CmEvent::SidrRequest { .. } => "SidrRequest".into(),
+        CmEvent::SidrReply { status, .. } => format!("SidrReply{}", status.0),
+    }
+}
+
+/// What a cell of the table would have to say.
+fn observed(column: &str, event: &str) -> String {
+    let mut bench = Bench::in_state(column);
+    let before = bench.state();
+    let refused = bench.apply(event, PEER);
+    let after = bench.state();
+    let next = if after == before { "=".to_owned() } else { after };
+    let (sent, mut told) = bench.outcome();
+    if let Some(error) = refused {
+        told = format!("!{error:?}");
+    }
+    match format!("{next} {sent} {told}") {
+        cell if cell == "= - -" => ".".to_owned(),
+        cell => cell,
+    }
+}
+
+fn cells(line: &str) -> Vec<&str> {
+    line.split('|').map(str::trim).collect()
+}
+
+/// The columns' states and the rows: event, cells, section.
+fn parse(table: &str) -> (Vec<&str>, Vec<Vec<&str>>) {
+    let mut lines = table.trim().lines();
+    let header = cells(lines.next().expect("a header"));
+    let columns = header[1..header.len() - 1].to_vec();
+    (columns, lines.map(cells).collect())
+}
+
+/// Every event, in the order of the rows.
+const EVENTS: [&str; 25] = [
+    "REQ",
+    "REQ same QP",
+    "MRA of REQ",
+    "MRA of REP",
+    "REJ",
+    "REJ other id",
+    "REJ by GUID",
+    "REP",
+    "RTU",
+    "DREQ",
+    "DREQ other QP",
+    "DREP",
+    "LAP",
+    "APR",
+    "SIDR_REQ",
+    "SIDR_REP",
+    "timeout",
+    "timeouts to end",
+    "accept",
+    "reject",
+    "establish",
+    "disconnect",
+    "answer",
+    "unlisten",
+    "destroy",
+];
+
+/// Asserts every cell. A table that does not hold is printed as it would have to be.
+fn check(table: &str) {
+    let (columns, rows) = parse(table);
+    let events: Vec<&str> = rows.iter().map(|row| row[0]).collect();
+    assert_eq!(events, EVENTS, "a row for each event");
+    let mut wrong = Vec::new();
+    let mut right = String::new();
+    for row in &rows {
+        let cells: Vec<String> = columns.iter().map(|column| observed(column, row[0])).collect();
+        for ((column, cell), is) in columns.iter().zip(&row[1..]).zip(&cells) {
+            if cell != is {
+                wrong.push(format!("{column}, {}: {is}, not {cell}", row[0]));
+            }
+        }
+        right += &format!("{} | {} | {}\n", row[0], cells.join(" | "), row[row.len() - 1]);
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}\n{right}");
+}
+
+#[test]
+fn table__active() {
+    check(ACTIVE);
+}
+
+#[test]
+fn table__passive() {
+    check(PASSIVE);
+}
+
+#[test]
+fn table__end() {
+    check(END);
+}
+
+#[test]
+fn table__sidr() {
+    check(SIDR);
+}
+
+#[test]
+fn table__has_every_state() {
+    let columns: Vec<&str> = [ACTIVE, PASSIVE, END, SIDR]
+        .iter()
+        .flat_map(|table| parse(table).0)
+        .collect();
+    let states: std::collections::BTreeSet<String> = columns
+        .into_iter()
+        .map(|column| Bench::in_state(column).state())
+        .collect();
+    assert_eq!(states.len(), State::COUNT + 1, "{states:?}");
+}
+
+#[test]
+fn message__from_another_address_changes_nothing() {
+    for table in [ACTIVE, PASSIVE, END, SIDR] {
+        for column in parse(table).0 {
+            for event in EVENTS {
+                let mut bench = Bench::in_state(column);
+                let before = bench.state();
+                if message(event, bench.id).is_some() {
+                    bench.apply(event, STRANGER);
+                    assert_eq!(bench.state(), before, "{column}, {event}");
+                    let told = bench.outcome().1;
+                    assert!(
+                        ["-", "Request", "SidrRequest"].contains(&told.as_str()),
+                        "{column}, {event}: {told}"
+                    );
+                }
+            }
+        }
+    }
+}
