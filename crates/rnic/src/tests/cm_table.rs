@@ -328,6 +328,7 @@ impl Bench {
             guid: 1,
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 18,
+            traffic: crate::Traffic::default(),
         };
         let mut bench = Bench {
             cm: Cm::new(&config, ChaCha12Rng::from_seed([1; 32])),
