@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_verbs::{AnonymousMemory, Fault, FileMemory, Memory, PersistenceDomain, Placement};
+use rdmux_verbs::{AnonymousMemory, Atomic, Fault, FileMemory, Memory, PersistenceDomain, Placement};
 use rdmux_wire::push::{self, Domain, Name};
 
 /// Uploads that a region remembers; the oldest is forgotten first.
@@ -347,6 +347,16 @@ impl Memory for Mapped {
         Ok(())
     }
 
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        let Some(upload) = &self.upload else {
+            return self.note(self.region.memory.atomic(offset, atomic));
+        };
+        upload.before_write(offset, 8);
+        let before = self.note(self.region.memory.atomic(offset, atomic))?;
+        upload.after_write(offset, 8);
+        Ok(before)
+    }
+
     fn placement(&self) -> Placement {
         self.region.memory.placement()
     }
@@ -401,6 +411,11 @@ impl<M: Memory> Memory for Truncated<M> {
         self.0.write(offset, bytes)
     }
 
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.check(offset, 8)?;
+        self.0.atomic(offset, atomic)
+    }
+
     fn placement(&self) -> Placement {
         self.0.placement()
     }
@@ -434,6 +449,10 @@ impl Memory for WithoutFlush {
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.0.write(offset, bytes)
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.0.atomic(offset, atomic)
     }
 
     fn placement(&self) -> Placement {

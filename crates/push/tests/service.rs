@@ -12,9 +12,9 @@ use rdmux_push::{
     Access, Client, Crc64, Domain, Error, ErrorCode, Key, Name, Options, Placement, Region, Server,
 };
 use rdmux_verbs::{
-    AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Fault, FileMemory, Memory,
+    AnonymousMemory, Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, FileMemory, Memory,
     MemoryRegion, Operation, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest,
-    SgeList, Status,
+    SgeList, Status, Target,
 };
 use rdmux_wire::push::{MESSAGE_LEN_MAX, Message};
 
@@ -314,6 +314,7 @@ impl Raw {
             operation,
             sges,
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         };
         self.qp.post_send(request).unwrap();
     }
@@ -539,6 +540,10 @@ impl Memory for Disk {
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.memory.write(offset, bytes)
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.memory.atomic(offset, atomic)
     }
 
     fn placement(&self) -> Placement {

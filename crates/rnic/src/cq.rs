@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use rdmux_wire::Qpn;
+use rdmux_wire::{Qpn, RKey};
 
 /// Handle of a completion queue of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,6 +44,12 @@ pub enum Status {
     /// The peer had no receive posted within the retries.
     #[error("RNR retry counter exceeded")]
     RnrRetryExceeded,
+    /// A memory window could not be bound: rights, bounds, or not one's own.
+    #[error("memory window bind error")]
+    MemoryBind,
+    /// The peer ended the message: XRC without its shared receive queue.
+    #[error("remote aborted error")]
+    RemoteAborted,
 }
 
 /// What kind of work request completed.
@@ -53,9 +59,15 @@ pub enum WcOpcode {
     Send,
     Write,
     Read,
+    CompareSwap,
+    FetchAdd,
+    AtomicWrite,
     Flush,
+    BindWindow,
+    Register,
+    LocalInvalidate,
     Recv,
-    RecvWithImm,
+    RecvRdmaWithImm,
 }
 
 /// A work completion. IBTA Vol 1, 11.4.2.1.
@@ -71,8 +83,12 @@ pub struct WorkCompletion {
     pub byte_len: u32,
     /// Immediate data of a receive.
     pub imm: Option<u32>,
-    /// The QP it was posted to.
+    /// The QP it was posted to, or that used it up.
     pub qpn: Qpn,
+    /// Receives: the key that the message ended (SEND with invalidate).
+    pub invalidated: Option<RKey>,
+    /// Receives of UD: where the message came from; its first 40 bytes are the GRH.
+    pub src_qpn: Option<Qpn>,
 }
 
 /// When an armed queue speaks up. IBTA Vol 1, 11.4.2.2.

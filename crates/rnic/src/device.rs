@@ -15,12 +15,13 @@ use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::memory::Memory;
-use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState};
-use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError};
+use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
+use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::sched::{CLASSES, Policy, Scheduler};
+use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
 use crate::transmit::{Path, TransmitBuf};
-use crate::work::{PostError, RecvRequest, SendRequest};
+use crate::work::{Bind, Operation, PostError, RecvRequest, SendFlags, SendRequest, SgeList, Target};
 
 /// The identification that segment 127 of a train has: our own peers number from 0 and send no longer trains.
 const RDMUX_IP_ID_MAX: u16 = 127;
@@ -89,6 +90,8 @@ pub struct Rnic {
     regions: Regions,
     cqs: NumberMap<CompletionQueue>,
     next_cqn: u32,
+    srqs: NumberMap<SharedReceiveQueue>,
+    xrcds: Vec<bool>,
     qps: NumberMap<Qp>,
     /// QPs that have packets to send.
     ready: Scheduler<Qpn>,
@@ -121,6 +124,8 @@ impl Rnic {
             regions: Regions::default(),
             cqs: NumberMap::default(),
             next_cqn: 0,
+            srqs: NumberMap::default(),
+            xrcds: Vec::new(),
             qps: NumberMap::default(),
             ready: Scheduler::new(config.traffic.classes),
             ack_ready: VecDeque::new(),
@@ -155,10 +160,129 @@ impl Rnic {
         self.regions.register(&mut self.rng, pd, spec)
     }
 
-    /// Ends a region: once this returns nothing reaches its memory through it. The memory comes back, for the caller to drop
-    /// where what that runs does no harm. `None`: there is no such region.
+    /// Makes a region without memory, for up to `length_max` bytes: work requests give it its memory and take it away. IBTA
+    /// Vol 1, 11.2.8.1.
+    pub fn alloc_mr(&mut self, pd: Pd, length_max: u64) -> Result<(LKey, RKey), RegisterError> {
+        self.regions.alloc_region(&mut self.rng, pd, length_max)
+    }
+
+    /// Changes memory, rights or protection domain of a region; its keys stay. The memory that it had comes back. After an error
+    /// the region is as it was. IBTA Vol 1, 11.2.8.5.
+    pub fn rereg_mr(
+        &mut self,
+        lkey: LKey,
+        pd: Option<Pd>,
+        change: impl FnOnce(&mut RegionSpec),
+    ) -> Result<Arc<dyn Memory>, RegisterError> {
+        self.regions.reregister(lkey, pd, change)
+    }
+
+    /// Ends a region: once this returns nothing reaches its memory through it, nor through windows bound to it. The memory comes
+    /// back, for the caller to drop where what that runs does no harm. `None`: there was none.
     pub fn dereg_mr(&mut self, lkey: LKey) -> Option<Arc<dyn Memory>> {
-        self.regions.deregister(lkey)
+        self.regions.deregister(lkey).flatten()
+    }
+
+    /// Makes a memory window. IBTA Vol 1, 11.2.8.9.
+    pub fn alloc_mw(&mut self, pd: Pd, window_type: WindowType) -> Result<RKey, RegisterError> {
+        self.regions.alloc_window(&mut self.rng, pd, window_type)
+    }
+
+    /// Ends a memory window, bound or not; any key that it ever had names it. False: there is none.
+    pub fn dealloc_mw(&mut self, window: RKey) -> bool {
+        self.regions.dealloc_window(window)
+    }
+
+    /// Posts the binding of a type 1 window and gives its new key, by which peers reach it once the request has completed.
+    /// `bind.window` is its key so far. IBTA Vol 1, 11.2.8.11.
+    pub fn bind_mw(
+        &mut self,
+        now: Time,
+        qpn: Qpn,
+        wr_id: u64,
+        bind: Bind,
+        flags: SendFlags,
+    ) -> Result<RKey, PostError> {
+        let window = self
+            .regions
+            .next_window_key(bind.window)
+            .ok_or(PostError::Invalid)?;
+        let request = SendRequest {
+            wr_id,
+            operation: Operation::Bind(Bind { window, ..bind }),
+            sges: SgeList::EMPTY,
+            flags,
+            to: Target::Connected,
+        };
+        self.post_send(now, qpn, request)?;
+        Ok(window)
+    }
+
+    /// Makes an XRC domain. IBTA Vol 1, A14.
+    pub fn alloc_xrcd(&mut self) -> Xrcd {
+        let free = self.xrcds.iter().position(|used| !used).unwrap_or_else(|| {
+            self.xrcds.push(false);
+            self.xrcds.len() - 1
+        });
+        self.xrcds[free] = true;
+        Xrcd(free as u32)
+    }
+
+    /// Ends an XRC domain. Its queues and QPs must have been destroyed.
+    pub fn dealloc_xrcd(&mut self, xrcd: Xrcd) {
+        if let Some(used) = self.xrcds.get_mut(xrcd.0 as usize) {
+            *used = false;
+        }
+    }
+
+    fn has_xrcd(&self, xrcd: Xrcd) -> bool {
+        self.xrcds.get(xrcd.0 as usize).copied().unwrap_or(false)
+    }
+
+    /// Makes a shared receive queue. IBTA Vol 1, 11.2.9.1. `None`: the PD, the XRC domain or its CQ does not exist.
+    pub fn create_srq(&mut self, init: SrqInit) -> Option<Srqn> {
+        let xrc_is_there = |(xrcd, cq): (Xrcd, Cqn)| self.has_xrcd(xrcd) && self.cqs.contains_key(&cq.0);
+        if !self.regions.has_pd(init.pd) || !init.xrc.is_none_or(xrc_is_there) || self.srqs.len() >= 1 << 15 {
+            return None;
+        }
+        let srqn = loop {
+            let srqn = self.new_number();
+            if srqn != 0 && !self.srqs.contains_key(&srqn) {
+                break srqn;
+            }
+        };
+        self.srqs.insert(srqn, SharedReceiveQueue::new(init));
+        Some(Srqn(srqn))
+    }
+
+    /// Resizes a shared receive queue, or arms its limit (0 disarms). IBTA Vol 1, 11.2.9.3.
+    pub fn modify_srq(
+        &mut self,
+        srqn: Srqn,
+        max_wr: Option<u32>,
+        limit: Option<u32>,
+    ) -> Result<(), SrqError> {
+        let srq = self.srqs.get_mut(&srqn.0).ok_or(SrqError::NoSrq)?;
+        srq.modify(max_wr, limit)
+    }
+
+    /// What is known about a shared receive queue.
+    pub fn query_srq(&self, srqn: Srqn) -> Option<SrqInfo> {
+        Some(self.srqs.get(&srqn.0)?.info())
+    }
+
+    /// Ends a shared receive queue that no QP uses; nothing completes any more. IBTA Vol 1, 11.2.9.5.
+    pub fn destroy_srq(&mut self, srqn: Srqn) -> Result<(), SrqError> {
+        if self.qps.values().any(|qp| qp.head.init.srq == Some(srqn)) {
+            return Err(SrqError::Busy);
+        }
+        self.srqs.remove(&srqn.0).map(drop).ok_or(SrqError::NoSrq)
+    }
+
+    /// Posts a receive request to a shared receive queue. IBTA Vol 1, 11.4.1.3.
+    pub fn post_srq_recv(&mut self, srqn: Srqn, request: RecvRequest) -> Result<(), PostError> {
+        let srq = self.srqs.get_mut(&srqn.0).ok_or(PostError::NoSrq)?;
+        srq.post(request)
     }
 
     /// Makes a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
@@ -174,24 +298,45 @@ impl Rnic {
         self.cqs.remove(&cq.0);
     }
 
-    /// Makes an RC QP. IBTA Vol 1, 11.2.4.1. `None`: the PD or a CQ does not exist, or all QPNs are taken.
+    /// 24 bits: the slot, and 16 that are random.
+    fn new_number(&mut self) -> u32 {
+        u32::from(self.config.slot) << 16 | self.rng.next_u32() & 0xffff
+    }
+
+    /// Makes a QP. IBTA Vol 1, 11.2.4.1. `None`: the PD, a CQ, the shared receive queue or the XRC domain does not exist or does
+    /// not go with the transport service, or all QPNs are taken.
     pub fn create_qp(&mut self, init: QpInit) -> Option<Qpn> {
         let cqs = [init.send_cq, init.recv_cq];
         // 16 bits of a QPN are ours; half of them stay free, so that a number rests after its QP has gone.
         if !self.regions.has_pd(init.pd)
             || cqs.iter().any(|cq| !self.cqs.contains_key(&cq.0))
+            || !self.receives_from_exist(&init)
             || self.qps.len() >= 1 << 15
         {
             return None;
         }
         let qpn = loop {
-            let qpn = Qpn::new(u32::from(self.config.slot) << 16 | self.rng.next_u32() & 0xffff);
+            let qpn = Qpn::new(self.new_number());
             if qpn.value() > 1 && !self.qps.contains_key(&qpn.value()) && !self.cm.is_resting(qpn) {
                 break qpn;
             }
         };
         self.qps.insert(qpn.value(), Qp::new(qpn, init));
         Some(qpn)
+    }
+
+    /// Whether where a QP is to take its receives from is there, and is what its transport service takes.
+    fn receives_from_exist(&self, init: &QpInit) -> bool {
+        let srq_fits = init.srq.is_none_or(|srqn| {
+            let srq = self.srqs.get(&srqn.0);
+            srq.is_some_and(|srq| srq.init.xrc.is_none())
+        });
+        match init.qp_type {
+            QpType::Rc => srq_fits && init.xrcd.is_none(),
+            QpType::XrcSend => init.srq.is_none() && init.xrcd.is_none(),
+            QpType::XrcRecv => init.srq.is_none() && init.xrcd.is_some_and(|xrcd| self.has_xrcd(xrcd)),
+            QpType::Uc | QpType::Ud => false,
+        }
     }
 
     /// Ends a QP; nothing completes any more.
@@ -382,14 +527,14 @@ impl Rnic {
         let Some(qp) = self
             .qps
             .get(&qpn.value())
-            .filter(|_| packet.bth.opcode.transport == Transport::Rc)
+            .filter(|qp| qp.head.takes(packet.bth.opcode))
         else {
             self.counters.no_qp += 1;
             return;
         };
         let response = packet.bth.opcode.operation.is_response();
         let takes = match qp.head.state {
-            QpState::Rts => true,
+            QpState::Rts | QpState::Sqd | QpState::Sqe => true,
             QpState::Rtr => !response,
             QpState::Reset | QpState::Init | QpState::Error => false,
         };
@@ -603,7 +748,8 @@ impl Rnic {
     fn on_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let qp = self.qps.get_mut(&qpn.value())?;
         let mut env = Env {
-            regions: &self.regions,
+            regions: &mut self.regions,
+            srqs: &mut self.srqs,
             cqs: &mut self.cqs,
             events: &mut self.events,
             flushes: &mut self.flushes,

@@ -18,6 +18,7 @@ mod memory;
 mod qp;
 mod region;
 pub mod sched;
+mod srq;
 #[cfg(test)]
 mod tests;
 mod time;
@@ -28,11 +29,15 @@ pub use counters::Counters;
 pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
 pub use device::{Config, QpInfo, Rnic, Traffic};
 pub use flush::{FlushId, FlushJob};
-pub use memory::{Access, Fault, HeapMemory, Memory, Placement};
-pub use qp::{AttrMask, Event, ModifyError, QpAttributes, QpInit, QpState};
+pub use memory::{Access, Atomic, Fault, HeapMemory, Memory, Placement};
+pub use qp::{AttrMask, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
 pub use rdmux_wire::roce::Selectivity;
 pub use rdmux_wire::{LKey, Psn, Qpn, RKey};
-pub use region::{Pd, RegionSpec, RegisterError};
+pub use region::{Pd, RegionSpec, RegisterError, WindowType};
+pub use srq::{SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 pub use time::Time;
 pub use transmit::{Path, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Train, TransmitBuf};
-pub use work::{Operation, PostError, RecvRequest, SGE_MAX, SendFlags, SendRequest, Sge, SgeList};
+pub use work::{
+    Bind, INLINE_BYTES_MAX, Operation, PostError, RecvRequest, Registration, SGE_MAX, SendFlags, SendRequest,
+    Sge, SgeList, Target,
+};

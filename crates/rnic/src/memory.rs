@@ -15,10 +15,22 @@ bitflags! {
         const REMOTE_WRITE = 1 << 1;
         /// A peer may READ.
         const REMOTE_READ = 1 << 2;
+        /// A peer may compare-and-swap, fetch-and-add and ATOMIC WRITE.
+        const REMOTE_ATOMIC = 1 << 3;
+        /// Memory windows may be bound to it. IBTA Vol 1, 10.6.7.2.
+        const MW_BIND = 1 << 4;
+        /// Addresses count from the start of the region or window. IBTA Vol 1, 10.6.3.1.
+        const ZERO_BASED = 1 << 5;
+        /// Pages need not be there when registered. Always so here: registration never pins.
+        const ON_DEMAND = 1 << 6;
+        /// The pages are huge ones; a hint.
+        const HUGETLB = 1 << 7;
         /// A peer may FLUSH with placement type global visibility. A19.4.
         const FLUSH_GLOBAL = 1 << 8;
         /// A peer may FLUSH with placement type persistence. A19.4.
         const FLUSH_PERSISTENT = 1 << 9;
+        /// Writes may be seen out of order; a hint.
+        const RELAXED_ORDERING = 1 << 20;
     }
 }
 
@@ -52,6 +64,36 @@ pub enum Fault {
     NotSupported,
 }
 
+/// An operation on 8 aligned bytes that nobody sees half done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Atomic {
+    /// Store `swap` when the number is `compare`.
+    CompareSwap {
+        /// To be found.
+        compare: u64,
+        /// To be stored.
+        swap: u64,
+    },
+    /// Add, wrapping.
+    FetchAdd(u64),
+    /// Store these bytes as they are.
+    Write([u8; 8]),
+}
+
+impl Atomic {
+    /// What stands there afterwards.
+    pub fn apply(self, before: [u8; 8]) -> [u8; 8] {
+        match self {
+            Atomic::CompareSwap { compare, swap } if u64::from_ne_bytes(before) == compare => {
+                swap.to_ne_bytes()
+            }
+            Atomic::CompareSwap { .. } => before,
+            Atomic::FetchAdd(add) => u64::from_ne_bytes(before).wrapping_add(add).to_ne_bytes(),
+            Atomic::Write(bytes) => bytes,
+        }
+    }
+}
+
 /// Memory that regions are registered over.
 ///
 /// Offsets count from the start of the memory. An access outside of it is [`Fault::Unmapped`], never a panic. Bytes are
@@ -70,6 +112,11 @@ pub trait Memory: fmt::Debug + Send + Sync {
 
     /// Places `bytes` at `offset`.
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault>;
+
+    /// Does an atomic operation on the 8 bytes at `offset` and gives back what they held as a number of the host. Where the
+    /// bytes can be loaded and stored it is atomic to the CPUs too; else to all accesses through this `Memory`. An `offset`
+    /// whose address is no multiple of 8 is [`Fault::NotSupported`].
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault>;
 
     /// The placement types that a flush of this memory can honour.
     fn placement(&self) -> Placement;
@@ -141,6 +188,16 @@ impl Memory for HeapMemory {
         let range = self.range(offset, bytes.len())?;
         self.with(|all| all[range].copy_from_slice(bytes));
         Ok(())
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        let range = self.range(offset, 8)?;
+        self.with(|all| {
+            let mut before = [0; 8];
+            before.copy_from_slice(&all[range.clone()]);
+            all[range].copy_from_slice(&atomic.apply(before));
+            Ok(u64::from_ne_bytes(before))
+        })
     }
 
     fn placement(&self) -> Placement {

@@ -51,11 +51,23 @@ mod switch {
         RetriesNeverEnd,
         /// A QP in error does not flush its receives.
         ReceivesForgotten,
+        /// A type 2 window serves every QP.
+        WindowOfAnyQp,
+        /// A SEND with invalidate leaves the key as it was.
+        InvalidateForgotten,
+        /// A QP in SQD begins new requests.
+        SqdBeginsNew,
+        /// A fenced request does not wait.
+        FenceIgnored,
+        /// An atomic operation takes any address.
+        AtomicMisaligned,
+        /// An atomic operation does not wait for a FLUSH before it.
+        AtomicPassesFlush,
     }
 
     impl Mutant {
         /// Every defect.
-        pub const ALL: [Mutant; 15] = [
+        pub const ALL: [Mutant; 21] = [
             Mutant::BoundOffByOne,
             Mutant::AckBeforePlacement,
             Mutant::DuplicateExecuted,
@@ -71,6 +83,12 @@ mod switch {
             Mutant::ReplayBehindAll,
             Mutant::RetriesNeverEnd,
             Mutant::ReceivesForgotten,
+            Mutant::WindowOfAnyQp,
+            Mutant::InvalidateForgotten,
+            Mutant::SqdBeginsNew,
+            Mutant::FenceIgnored,
+            Mutant::AtomicMisaligned,
+            Mutant::AtomicPassesFlush,
         ];
     }
 

@@ -5,9 +5,10 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use rand_core::RngCore;
-use rdmux_wire::{LKey, RKey};
+use rdmux_wire::{LKey, Qpn, RKey};
 
 use crate::memory::{Access, Memory};
+use crate::work::{Bind, Registration};
 
 /// Handle of a protection domain of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,12 +23,27 @@ pub enum RegisterError {
     /// Flush rights were asked for that this memory cannot honour.
     #[error("this memory cannot honour the flush asked for: it keeps nothing over a loss of power")]
     FlushNotSupported,
-    /// Remote write rights need local write rights. IBTA Vol 1, 10.6.3.1.
-    #[error("remote write needs local write")]
+    /// Remote write and atomic rights need local write rights. IBTA Vol 1, 10.6.3.1.
+    #[error("remote write and remote atomics need local write")]
     NeedsLocalWrite,
     /// No such protection domain.
     #[error("no such protection domain")]
     NoPd,
+    /// No such region.
+    #[error("no such memory region")]
+    NoRegion,
+    /// As many regions and windows as there can be.
+    #[error("too many memory regions and windows")]
+    NoResources,
+}
+
+/// Types of memory windows. IBTA Vol 1, 10.6.7.2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WindowType {
+    /// Every QP of its protection domain serves it; bound by a verb.
+    One,
+    /// Only the QP that bound it serves it (type 2B); bound and ended by work requests.
+    Two,
 }
 
 /// What to register.
@@ -45,19 +61,37 @@ pub struct RegionSpec {
     pub access: Access,
 }
 
-#[derive(Debug)]
-pub(crate) struct Region {
-    pub(crate) pd: Pd,
-    pub(crate) spec: RegionSpec,
-}
+impl RegionSpec {
+    fn checked(self) -> Result<RegionSpec, RegisterError> {
+        let inside = self
+            .memory_offset
+            .checked_add(self.length)
+            .is_some_and(|end| end <= self.memory.len());
+        if !inside || self.iova.checked_add(self.length).is_none() {
+            return Err(RegisterError::OutOfRange);
+        }
+        let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        if self.access.intersects(writes) && !self.access.contains(Access::LOCAL_WRITE) {
+            return Err(RegisterError::NeedsLocalWrite);
+        }
+        let flushes = self.access & (Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT);
+        if !Access::for_flush(self.memory.placement()).contains(flushes) {
+            return Err(RegisterError::FlushNotSupported);
+        }
+        Ok(self)
+    }
 
-impl Region {
-    /// Offset in the memory of `length` bytes at `va`, when they lie inside of the region.
-    pub(crate) fn offset_of(&self, va: u64, length: u64) -> Option<u64> {
-        let at = va.checked_sub(self.spec.iova)?;
-        let end = at.checked_add(length)?;
-        let limit = self.spec.length + u64::from(mutant!(BoundOffByOne));
-        (end <= limit).then(|| self.spec.memory_offset + at)
+    fn view(&self) -> View<'_> {
+        View {
+            memory: &self.memory,
+            memory_offset: self.memory_offset,
+            length: self.length,
+            iova: if self.access.contains(Access::ZERO_BASED) {
+                0
+            } else {
+                self.iova
+            },
+        }
     }
 }
 
@@ -82,12 +116,80 @@ impl Hasher for NumberHasher {
 
 pub(crate) type NumberMap<V> = HashMap<u32, V, BuildHasherDefault<NumberHasher>>;
 
-/// All protection domains and regions of a device.
+/// Memory that a key grants access to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a> {
+    pub(crate) memory: &'a Arc<dyn Memory>,
+    /// Where in the memory it begins.
+    pub(crate) memory_offset: u64,
+    pub(crate) length: u64,
+    /// Address of its first byte.
+    pub(crate) iova: u64,
+}
+
+impl View<'_> {
+    /// Offset in the memory of `length` bytes at `va`, when they lie inside.
+    pub(crate) fn offset_of(&self, va: u64, length: u64) -> Option<u64> {
+        let at = va.checked_sub(self.iova)?;
+        let end = at.checked_add(length)?;
+        let limit = self.length + u64::from(mutant!(BoundOffByOne));
+        (end <= limit).then(|| self.memory_offset + at)
+    }
+}
+
+/// What a key stands for.
+#[derive(Debug)]
+struct Entry {
+    key: u32,
+    pd: Pd,
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Region(RegionSpec),
+    /// Memory is given and taken by work requests.
+    Fast {
+        length_max: u64,
+        spec: Option<RegionSpec>,
+    },
+    Window {
+        kind: WindowType,
+        bound: Option<Bound>,
+    },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Bound {
+    bind: Bind,
+    /// The QP that bound it.
+    qpn: Qpn,
+}
+
+impl Entry {
+    fn spec(&self) -> Option<&RegionSpec> {
+        match &self.kind {
+            Kind::Region(spec) => Some(spec),
+            Kind::Fast { spec, .. } => spec.as_ref(),
+            Kind::Window { .. } => None,
+        }
+    }
+}
+
+/// A work request on keys was not done: they are not there, not one's own, or in the wrong state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KeyError;
+
+/// All protection domains, regions and windows of a device.
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
-    regions: NumberMap<Region>,
+    /// By the high 24 bits of their keys: the low 8 are their user's to change.
+    entries: NumberMap<Entry>,
     pds: Vec<bool>,
 }
+
+/// Entries there can be; the rest of the keys stays free, so that one is soon found and a guess seldom hits.
+const ENTRIES_MAX: usize = 1 << 20;
 
 impl Regions {
     pub(crate) fn alloc_pd(&mut self) -> Pd {
@@ -101,8 +203,9 @@ impl Regions {
 
     /// Ends a PD; whatever was registered in it goes with it, and its memory is returned.
     pub(crate) fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
-        let gone = self.regions.extract_if(|_, region| region.pd == pd);
-        let memories = gone.map(|(_, region)| region.spec.memory).collect();
+        let gone = self.entries.extract_if(|_, entry| entry.pd == pd);
+        let memories = gone.filter_map(|(_, entry)| Some(entry.spec()?.memory.clone()));
+        let memories = memories.collect();
         if let Some(used) = self.pds.get_mut(pd.0 as usize) {
             *used = false;
         }
@@ -113,53 +216,224 @@ impl Regions {
         self.pds.get(pd.0 as usize).copied().unwrap_or(false)
     }
 
+    /// A peer must not guess a key: all 32 bits are random. Key 0 stays free, as peers use it for "none".
+    fn insert(&mut self, rng: &mut impl RngCore, pd: Pd, kind: Kind) -> Result<u32, RegisterError> {
+        if !self.has_pd(pd) {
+            return Err(RegisterError::NoPd);
+        }
+        if self.entries.len() >= ENTRIES_MAX {
+            return Err(RegisterError::NoResources);
+        }
+        let key = loop {
+            let key = rng.next_u32();
+            if key >> 8 != 0 && !self.entries.contains_key(&(key >> 8)) {
+                break key;
+            }
+        };
+        self.entries.insert(key >> 8, Entry { key, pd, kind });
+        Ok(key)
+    }
+
     pub(crate) fn register(
         &mut self,
         rng: &mut impl RngCore,
         pd: Pd,
         spec: RegionSpec,
     ) -> Result<(LKey, RKey), RegisterError> {
-        if !self.has_pd(pd) {
-            return Err(RegisterError::NoPd);
-        }
-        let inside = spec
-            .memory_offset
-            .checked_add(spec.length)
-            .is_some_and(|end| end <= spec.memory.len());
-        if !inside || spec.iova.checked_add(spec.length).is_none() {
-            return Err(RegisterError::OutOfRange);
-        }
-        if spec.access.contains(Access::REMOTE_WRITE) && !spec.access.contains(Access::LOCAL_WRITE) {
-            return Err(RegisterError::NeedsLocalWrite);
-        }
-        let flushes = spec.access & (Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT);
-        if !Access::for_flush(spec.memory.placement()).contains(flushes) {
-            return Err(RegisterError::FlushNotSupported);
-        }
-        // A peer must not guess a key: all 32 bits are random. Key 0 stays free, as peers use it for "none".
-        let key = loop {
-            let key = rng.next_u32();
-            if key != 0 && !self.regions.contains_key(&key) {
-                break key;
-            }
-        };
-        self.regions.insert(key, Region { pd, spec });
+        let spec = spec.checked()?;
+        let key = self.insert(rng, pd, Kind::Region(spec))?;
         Ok((LKey(key), RKey(key)))
     }
 
-    /// After this no access through the key succeeds; those under way were complete when they returned.
-    pub(crate) fn deregister(&mut self, lkey: LKey) -> Option<Arc<dyn Memory>> {
-        Some(self.regions.remove(&lkey.0)?.spec.memory)
+    pub(crate) fn alloc_region(
+        &mut self,
+        rng: &mut impl RngCore,
+        pd: Pd,
+        length_max: u64,
+    ) -> Result<(LKey, RKey), RegisterError> {
+        let fast = Kind::Fast {
+            length_max,
+            spec: None,
+        };
+        let key = self.insert(rng, pd, fast)?;
+        Ok((LKey(key), RKey(key)))
     }
 
-    /// The region of a key, when it belongs to `pd` and grants `access`.
-    pub(crate) fn get(&self, key: u32, pd: Pd, access: Access) -> Option<&Region> {
-        self.regions
-            .get(&key)
-            .filter(|r| r.pd == pd && r.spec.access.contains(access))
+    pub(crate) fn alloc_window(
+        &mut self,
+        rng: &mut impl RngCore,
+        pd: Pd,
+        kind: WindowType,
+    ) -> Result<RKey, RegisterError> {
+        let key = self.insert(rng, pd, Kind::Window { kind, bound: None })?;
+        Ok(RKey(key))
+    }
+
+    /// Changes a region in place: its keys stay. After an error it is as it was.
+    pub(crate) fn reregister(
+        &mut self,
+        lkey: LKey,
+        pd: Option<Pd>,
+        change: impl FnOnce(&mut RegionSpec),
+    ) -> Result<Arc<dyn Memory>, RegisterError> {
+        if pd.is_some_and(|pd| !self.has_pd(pd)) {
+            return Err(RegisterError::NoPd);
+        }
+        let entry = self.exact_mut(lkey.0).ok_or(RegisterError::NoRegion)?;
+        let Kind::Region(spec) = &mut entry.kind else {
+            return Err(RegisterError::NoRegion);
+        };
+        let mut changed = spec.clone();
+        change(&mut changed);
+        let before = std::mem::replace(spec, changed.checked()?);
+        entry.pd = pd.unwrap_or(entry.pd);
+        Ok(before.memory)
+    }
+
+    /// After this no access through the key, or through windows bound to it, succeeds; those under way were complete when
+    /// they returned.
+    pub(crate) fn deregister(&mut self, lkey: LKey) -> Option<Option<Arc<dyn Memory>>> {
+        let entry = self.exact(lkey.0)?;
+        if matches!(entry.kind, Kind::Window { .. }) {
+            return None;
+        }
+        let entry = self.entries.remove(&(lkey.0 >> 8))?;
+        Some(entry.spec().map(|spec| spec.memory.clone()))
+    }
+
+    pub(crate) fn dealloc_window(&mut self, rkey: RKey) -> bool {
+        let is_window = self
+            .entries
+            .get(&(rkey.0 >> 8))
+            .is_some_and(|entry| matches!(entry.kind, Kind::Window { .. }));
+        is_window && self.entries.remove(&(rkey.0 >> 8)).is_some()
+    }
+
+    fn exact(&self, key: u32) -> Option<&Entry> {
+        self.entries.get(&(key >> 8)).filter(|entry| entry.key == key)
+    }
+
+    fn exact_mut(&mut self, key: u32) -> Option<&mut Entry> {
+        self.entries.get_mut(&(key >> 8)).filter(|entry| entry.key == key)
+    }
+
+    /// The region of a local key, when it belongs to `pd` and grants `access`.
+    pub(crate) fn local(&self, lkey: u32, pd: Pd, access: Access) -> Option<View<'_>> {
+        let entry = self.exact(lkey).filter(|entry| entry.pd == pd)?;
+        entry
+            .spec()
+            .filter(|spec| spec.access.contains(access))
+            .map(RegionSpec::view)
+    }
+
+    /// The region or window of a remote key, when it grants `access` to requests that come in on this QP. IBTA Vol 1, 10.6.7.
+    pub(crate) fn remote(&self, rkey: u32, pd: Pd, qpn: Qpn, access: Access) -> Option<View<'_>> {
+        let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
+        let Kind::Window { kind, bound } = &entry.kind else {
+            return entry
+                .spec()
+                .filter(|spec| spec.access.contains(access))
+                .map(RegionSpec::view);
+        };
+        let bound = bound.filter(|bound| {
+            bound.bind.access.contains(access)
+                && (*kind == WindowType::One || bound.qpn == qpn || mutant!(WindowOfAnyQp))
+        })?;
+        let Bind {
+            region,
+            va,
+            length,
+            access: granted,
+            ..
+        } = bound.bind;
+        let region = self.local(region.0, pd, Access::MW_BIND)?;
+        Some(View {
+            memory: region.memory,
+            memory_offset: region.offset_of(va, length)?,
+            length,
+            iova: if granted.contains(Access::ZERO_BASED) {
+                0
+            } else {
+                va
+            },
+        })
+    }
+
+    /// Binds a window by a work request of a QP. IBTA Vol 1, 10.6.7.2.
+    pub(crate) fn bind(&mut self, bind: &Bind, pd: Pd, qpn: Qpn) -> Result<(), KeyError> {
+        let rights = bind.access.difference(Access::ZERO_BASED);
+        let remote = Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
+        if bind.length > 0 {
+            let region = self.exact(bind.region.0).filter(|entry| entry.pd == pd);
+            let spec = region.and_then(Entry::spec).ok_or(KeyError)?;
+            let writes = rights.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
+            let allowed = spec.access.contains(Access::MW_BIND)
+                && remote.contains(rights)
+                && (!writes || spec.access.contains(Access::LOCAL_WRITE))
+                && spec.view().offset_of(bind.va, bind.length).is_some();
+            if !allowed {
+                return Err(KeyError);
+            }
+        }
+        let entry = self.entries.get_mut(&(bind.window.0 >> 8)).ok_or(KeyError)?;
+        let Kind::Window { kind, bound } = &mut entry.kind else {
+            return Err(KeyError);
+        };
+        // A type 2 window is ended before it is bound anew, and with another key, so that the old one grants nothing.
+        let refused =
+            *kind == WindowType::Two && (bound.is_some() || bind.length == 0 || bind.window.0 == entry.key);
+        if entry.pd != pd || refused {
+            return Err(KeyError);
+        }
+        *bound = (bind.length > 0).then_some(Bound { bind: *bind, qpn });
+        entry.key = bind.window.0;
+        Ok(())
+    }
+
+    /// The key that a type 1 window gets when it is bound next.
+    pub(crate) fn next_window_key(&self, window: RKey) -> Option<RKey> {
+        let entry = self.exact(window.0)?;
+        let is_one = matches!(
+            entry.kind,
+            Kind::Window {
+                kind: WindowType::One,
+                ..
+            }
+        );
+        is_one.then(|| RKey(window.0 & !0xff | window.0.wrapping_add(1) & 0xff))
+    }
+
+    /// Gives a region its memory by a work request. IBTA Vol 1, 10.6.3.4.
+    pub(crate) fn fill(&mut self, registration: &Registration, pd: Pd) -> Result<(), KeyError> {
+        let key = registration.key.0;
+        let entry = self.entries.get_mut(&(key >> 8)).filter(|entry| entry.pd == pd);
+        let entry = entry.ok_or(KeyError)?;
+        let Kind::Fast { length_max, spec } = &mut entry.kind else {
+            return Err(KeyError);
+        };
+        if spec.is_some() || registration.spec.length > *length_max {
+            return Err(KeyError);
+        }
+        *spec = Some(registration.spec.clone().checked().map_err(|_| KeyError)?);
+        entry.key = key;
+        Ok(())
+    }
+
+    /// Ends what a key grants until it is registered or bound again. IBTA Vol 1, 10.6.7.2.3.
+    pub(crate) fn invalidate(&mut self, rkey: RKey, pd: Pd, qpn: Qpn) -> Result<(), KeyError> {
+        let entry = self.exact_mut(rkey.0).filter(|entry| entry.pd == pd);
+        match &mut entry.ok_or(KeyError)?.kind {
+            Kind::Fast { spec, .. } if spec.is_some() => *spec = None,
+            Kind::Window {
+                kind: WindowType::Two,
+                bound,
+            } if bound.is_some_and(|bound| bound.qpn == qpn) => *bound = None,
+            _ => return Err(KeyError),
+        }
+        Ok(())
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.regions.len()
+        self.entries.len()
     }
 }

@@ -84,11 +84,9 @@ pub(crate) fn run(settings: &Settings) -> Report {
         rnic.cm().listen(SERVICE);
         let (pd, cq) = (rnic.alloc_pd(), rnic.create_cq(16));
         QpInit {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
             max_send_wr: 1,
             max_recv_wr: 1,
+            ..QpInit::new(pd, cq)
         }
     });
     let plans: Vec<Plan> = (0..settings.operations)

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use rdmux_rnic::{
     Access, Config, Cqn, FlushId, LKey, Memory, Operation, Path, Placement, QpAttributes, QpInit, QpState,
-    RKey, RecvRequest, RegionSpec, Rnic, Selectivity, SendFlags, SendRequest, Sge, Time, TransmitBuf,
+    RKey, RecvRequest, RegionSpec, Rnic, Selectivity, SendFlags, SendRequest, Sge, Target, Time, TransmitBuf,
 };
 use rdmux_wire::roce::{Bth, GSI_QKEY, ICRC_LEN};
 use rdmux_wire::{Psn, Qpn};
@@ -296,6 +296,7 @@ impl Pair {
             operation,
             sges,
             flags,
+            to: Target::Connected,
         };
         side.posted += usize::from(side.rnic.post_send(self.now, side.qpn, request).is_ok());
     }
@@ -434,11 +435,9 @@ impl Side {
         let (lkey, rkey) = rnic.reg_mr(pd, spec).expect("a region inside of its memory");
         let cq = rnic.create_cq(1 << 16);
         let init = QpInit {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
             max_send_wr: SEND_WR_MAX,
             max_recv_wr: 64,
+            ..QpInit::new(pd, cq)
         };
         let qpn = rnic.create_qp(init).expect("there are QPNs");
         rnic.cm().listen(rdmux_wire::cm::ServiceId(0));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rdmux_rnic::{
     Access, Cqn, HeapMemory, LKey, Operation, Path, Psn, QpAttributes, QpInit, QpState, Qpn, RKey,
-    RegionSpec, SendFlags, SendRequest, Sge, Status,
+    RegionSpec, SendFlags, SendRequest, Sge, Status, Target,
 };
 
 use crate::network::Network;
@@ -113,6 +113,7 @@ fn post(network: &mut Network, host: usize, own: &End, rkey: RKey, bytes: u32) {
         },
         sges: Sge::new(IOVA, bytes, own.lkey).into(),
         flags: SendFlags::SIGNALED,
+        to: Target::Connected,
     };
     let posted = network.with(host, |rnic, now| rnic.post_send(now, own.qpn, request));
     posted.expect("room for as many as were posted before");
@@ -153,11 +154,9 @@ fn make_end(network: &mut Network, host: usize, streams: &Streams) -> End {
             .expect("the region lies inside of its memory");
         let cq = rnic.create_cq(streams.posted);
         let init = QpInit {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
             max_send_wr: streams.posted,
             max_recv_wr: 0,
+            ..QpInit::new(pd, cq)
         };
         let qpn = rnic.create_qp(init).expect("PD and CQ were just made");
         End { qpn, cq, lkey, rkey }

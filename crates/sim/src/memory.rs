@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_rnic::{Fault, Memory, Placement};
+use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 /// Bytes, and their image on the medium: what flushes brought there.
 #[derive(Debug)]
@@ -86,6 +86,16 @@ impl Memory for Door {
         let range = self.memory.range(offset, bytes.len() as u64)?;
         self.memory.lock().bytes[range].copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.pass();
+        let range = self.memory.range(offset, 8)?;
+        let mut image = self.memory.lock();
+        let mut before = [0; 8];
+        before.copy_from_slice(&image.bytes[range.clone()]);
+        image.bytes[range].copy_from_slice(&atomic.apply(before));
+        Ok(u64::from_ne_bytes(before))
     }
 
     fn placement(&self) -> Placement {

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use rdmux_rnic::{
     Access, Arm, Cqn, LKey, Operation, Path, Pd, Placement, QpAttributes, QpInit, QpState, RKey, RecvRequest,
-    RegionSpec, Selectivity, SendFlags, SendRequest, Sge, SgeList, Status, WcOpcode, WorkCompletion,
+    RegionSpec, Selectivity, SendFlags, SendRequest, Sge, SgeList, Status, Target, WcOpcode, WorkCompletion,
 };
 use rdmux_wire::{Psn, Qpn};
 
@@ -61,6 +61,7 @@ struct Recv {
     pieces: Vec<Piece>,
     byte_len: u32,
     imm: Option<u32>,
+    opcode: WcOpcode,
 }
 
 /// What goes one way on one QP.
@@ -517,6 +518,7 @@ impl Workload {
             operation,
             sges: SgeList::from(&lists[..]),
             flags,
+            to: Target::Connected,
         };
         let flow = &mut self.flows[qp][host];
         flow.next_wr_id += 1;
@@ -540,6 +542,11 @@ impl Workload {
                 pieces: recv_pieces,
                 byte_len: bytes as u32,
                 imm,
+                opcode: if kind == Kind::Write {
+                    WcOpcode::RecvRdmaWithImm
+                } else {
+                    WcOpcode::Recv
+                },
             });
             if self.dice.percent(self.rnr_percent) {
                 let delay = self.dice.log_uniform(10_000_000);
@@ -774,12 +781,7 @@ impl Workload {
         if flow.recv_failed {
             return Err("a receive succeeded after one that failed".to_owned());
         }
-        let opcode = if recv.imm.is_some() {
-            WcOpcode::RecvWithImm
-        } else {
-            WcOpcode::Recv
-        };
-        if (wc.opcode, wc.byte_len, wc.imm) != (opcode, recv.byte_len, recv.imm) {
+        if (wc.opcode, wc.byte_len, wc.imm) != (recv.opcode, recv.byte_len, recv.imm) {
             return Err(format!("expected {} bytes, imm {:?}", recv.byte_len, recv.imm));
         }
         self.report.received += 1;
@@ -930,6 +932,7 @@ impl Workload {
             operation,
             sges: SgeList::from(&self.sides[host].sges(qp, &local)[..]),
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         };
         let qpn = self.sides[host].ends[qp].qpn;
         self.world
@@ -1098,11 +1101,9 @@ impl Side {
                 };
                 let (lkey, rkey) = rnic.reg_mr(pd, spec).expect("a region inside of its memory");
                 let init = QpInit {
-                    pd,
-                    send_cq: cq,
-                    recv_cq: cq,
                     max_send_wr: 64,
                     max_recv_wr: 4096,
+                    ..QpInit::new(pd, cq)
                 };
                 let qpn = rnic.create_qp(init).expect("there are QPNs");
                 End {

@@ -176,11 +176,10 @@ impl ProtectionDomain {
     /// Makes an RC queue pair.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let init = QpInit {
-            pd: self.0.pd,
-            send_cq: options.send_cq.0.cqn,
-            recv_cq: options.recv_cq.0.cqn,
             max_send_wr: options.max_send_wr,
             max_recv_wr: options.max_recv_wr,
+            recv_cq: options.recv_cq.0.cqn,
+            ..QpInit::new(self.0.pd, options.send_cq.0.cqn)
         };
         let qpn = self
             .0

@@ -4,7 +4,7 @@
 //! Its provider is [`soft`]: an RNIC in user space that speaks RoCEv2 over UDP.
 //!
 //! ```no_run
-//! use rdmux_verbs::{Access, AnonymousMemory, ConnectParams, Device, Operation, QpOptions, SendFlags, SendRequest};
+//! use rdmux_verbs::{Access, AnonymousMemory, ConnectParams, Device, Operation, QpOptions, SendFlags, SendRequest, Target};
 //! use std::{sync::Arc, time::Duration};
 //!
 //! let device = Device::open("127.0.0.1".parse()?)?;
@@ -19,6 +19,7 @@
 //!     operation: Operation::Send { imm: None },
 //!     sges: mr.sge(0, 64).into(),
 //!     flags: SendFlags::SIGNALED,
+//!     to: Target::Connected,
 //! })?;
 //! let completion = cq.wait(Duration::from_secs(1))?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -38,9 +39,9 @@ pub use device::{
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::Endpoint;
 pub use rdmux_rnic::{
-    Access, Arm, Counters, Fault, LKey, Memory, ModifyError, Operation, Placement, PostError, Psn,
-    QpAttributes, QpInfo, QpState, Qpn, RKey, RecvRequest, RegisterError, Selectivity, SendFlags,
-    SendRequest, Sge, SgeList, Status, WcOpcode, WorkCompletion,
+    Access, Arm, Atomic, Bind, Counters, Fault, LKey, Memory, ModifyError, Operation, Placement, PostError,
+    Psn, QpAttributes, QpInfo, QpState, Qpn, RKey, RecvRequest, RegisterError, Selectivity, SendFlags,
+    SendRequest, Sge, SgeList, Srqn, Status, Target, WcOpcode, WorkCompletion,
 };
 pub use rdmux_wire::cm::{RejReason, ServiceId};
 pub use rdmux_wire::roce::PathMtu;

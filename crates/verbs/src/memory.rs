@@ -16,7 +16,7 @@ use std::ptr::{NonNull, copy_nonoverlapping};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use rdmux_rnic::{Fault, Memory, Placement};
+use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync, fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -131,6 +131,22 @@ impl Memory for AnonymousMemory {
         Ok(())
     }
 
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        let at = self.at(offset, 8)?;
+        if !at.addr().is_multiple_of(8) {
+            return Err(Fault::NotSupported);
+        }
+        // SAFETY: eight bytes inside of the mapping (checked by `at`), aligned, which lives as long as `self`.
+        let word = unsafe { AtomicU64::from_ptr(at.cast()) };
+        Ok(match atomic {
+            Atomic::CompareSwap { compare, swap } => word
+                .compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire)
+                .unwrap_or_else(|found| found),
+            Atomic::FetchAdd(add) => word.fetch_add(add, Ordering::AcqRel),
+            Atomic::Write(bytes) => word.swap(u64::from_ne_bytes(bytes), Ordering::AcqRel),
+        })
+    }
+
     fn placement(&self) -> Placement {
         Placement::GLOBAL
     }
@@ -162,6 +178,8 @@ pub struct FileMemory {
     /// A flush failed: what was written since may be lost though later flushes would succeed. It stays failed. Held while a
     /// flush runs, since the kernel tells a failure to one caller alone.
     failed: Mutex<bool>,
+    /// Held from the read to the write of an atomic operation.
+    atomics: Mutex<()>,
 }
 
 impl FileMemory {
@@ -217,6 +235,7 @@ impl FileMemory {
             read_only,
             blocks_known,
             failed: Mutex::new(false),
+            atomics: Mutex::new(()),
         })
     }
 
@@ -268,6 +287,18 @@ impl Memory for FileMemory {
         self.file
             .write_all_at(bytes, offset)
             .map_err(|error| io_fault(&error))
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        if !offset.is_multiple_of(8) {
+            return Err(Fault::NotSupported);
+        }
+        // Atomic to all that comes this way; a processor that maps the file may see it come between read and write.
+        let _one_at_a_time = self.atomics.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = [0; 8];
+        self.read(offset, &mut before)?;
+        self.write(offset, &atomic.apply(before))?;
+        Ok(u64::from_ne_bytes(before))
     }
 
     fn placement(&self) -> Placement {

@@ -69,6 +69,7 @@ fn send(wr_id: u64, operation: Operation, sges: SgeList) -> SendRequest {
         operation,
         sges,
         flags: SendFlags::SIGNALED,
+        to: Target::Connected,
     }
 }
 

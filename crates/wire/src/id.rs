@@ -9,6 +9,8 @@ pub struct Qpn(u32);
 impl Qpn {
     /// The general services QP: connection management. IBTA Vol 1, 3.5.10.
     pub const GSI: Qpn = Qpn(1);
+    /// All QPs attached to a multicast group. IBTA Vol 1, 10.5.2.1.
+    pub const MULTICAST: Qpn = Qpn(0xff_ffff);
 
     /// A QPN of the low 24 bits of `value`.
     pub const fn new(value: u32) -> Qpn {

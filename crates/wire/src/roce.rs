@@ -297,6 +297,14 @@ impl Operation {
         )
     }
 
+    /// Compare-and-swap, fetch-and-add, ATOMIC WRITE.
+    pub const fn is_atomic(self) -> bool {
+        matches!(
+            self,
+            Operation::CompareSwap | Operation::FetchAdd | Operation::AtomicWrite
+        )
+    }
+
     /// Goes from responder to requester.
     pub const fn is_response(self) -> bool {
         self.is_read_response() || matches!(self, Operation::Acknowledge | Operation::AtomicAcknowledge)

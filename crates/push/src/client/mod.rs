@@ -12,7 +12,7 @@ use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, CreateError, Device,
     Fault, Memory, MemoryRegion, OpenError, Operation, Placement, PostError, ProtectionDomain, QpOptions,
     QueuePair, RKey, RecvRequest, RegisterError, RejReason, Selectivity, SendFlags, SendRequest, SgeList,
-    Status, WcOpcode, WorkCompletion,
+    Status, Target, WcOpcode, WorkCompletion,
 };
 use rdmux_wire::push::{self, Domain, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name};
 
@@ -542,6 +542,7 @@ impl Client {
             operation,
             sges,
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         })?;
         self.in_flight += 1;
         Ok(())
@@ -659,6 +660,7 @@ impl Client {
             operation: Operation::Send { imm: None },
             sges: self.slots_mr.sge(at, bytes.len() as u32).into(),
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         })?;
         self.control_sends += 1;
         Ok(self.last_request)
@@ -704,6 +706,7 @@ impl Client {
                 },
                 sges: SgeList::EMPTY,
                 flags: SendFlags::SIGNALED,
+                to: Target::Connected,
             })?;
         }
         Ok(wc)

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest,
     CreateError, Device, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation, ProtectionDomain,
-    QpOptions, QueuePair, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+    QpOptions, QueuePair, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 use rdmux_wire::push::{self, ErrorCode, Extent, MESSAGE_LEN_MAX, Message};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -705,6 +705,7 @@ impl Server {
                     operation: Operation::Send { imm: None },
                     sges: client.slots_mr.sge(at, bytes.len() as u32).into(),
                     flags: SendFlags::SIGNALED,
+                    to: Target::Connected,
                 })
                 .is_ok();
         if !sent {
@@ -778,6 +779,7 @@ fn probe() -> SendRequest {
         },
         sges: SgeList::EMPTY,
         flags: SendFlags::SIGNALED,
+        to: Target::Connected,
     }
 }
 

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Listener, Memory,
     MemoryRegion, Operation, Placement, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
-    Selectivity, SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 
 /// FNV-1a 64, length 4, number of data bytes 4.
@@ -247,6 +247,7 @@ impl End {
             operation,
             sges,
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         })?;
         self.cq.wait(WAIT)?.context("no completion")
     }

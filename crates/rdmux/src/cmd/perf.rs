@@ -18,7 +18,7 @@ use clap::{Parser, ValueEnum};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Counters, Device, Memory,
     MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags,
-    SendRequest, SgeList, Status, Waiting,
+    SendRequest, SgeList, Status, Target, Waiting,
 };
 use serde::Serialize;
 
@@ -416,6 +416,7 @@ fn answer_client(
                         operation,
                         sges,
                         flags,
+                        to: Target::Connected,
                     })
                     .is_err()
                 {
@@ -446,6 +447,7 @@ fn answer_client(
                     operation,
                     sges,
                     flags: SendFlags::empty(),
+                    to: Target::Connected,
                 })
                 .is_err()
             {
@@ -753,6 +755,7 @@ impl Run<'_> {
                 operation,
                 sges,
                 flags,
+                to: Target::Connected,
             };
             match request.test {
                 Test::WriteLat => {
@@ -907,6 +910,7 @@ impl Run<'_> {
             operation,
             sges,
             flags,
+            to: Target::Connected,
         };
         let write = || Operation::Write { va, rkey, imm: None };
         let signaled = SendFlags::SIGNALED;

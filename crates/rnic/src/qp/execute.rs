@@ -4,17 +4,54 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use rdmux_wire::RKey;
-use rdmux_wire::roce::{Feth, MESSAGE_BYTES_MAX, Placement, Position, Reth, Selectivity};
+use rdmux_wire::roce::{AtomicEth, Feth, MESSAGE_BYTES_MAX, Placement, Position, Reth, Selectivity};
+use rdmux_wire::{Qpn, RKey};
 
-use crate::cq::{Status, WcOpcode, WorkCompletion};
-use crate::memory::{Access, Fault, Memory};
+use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
+use crate::memory::{Access, Atomic, Fault, Memory};
 use crate::qp::requester::scatter;
-use crate::qp::{Env, Head, bare_completion};
+use crate::qp::{Env, Event, Head, QpType, bare_completion};
+use crate::region::{Pd, View};
+use crate::srq::Srqn;
 use crate::work::RecvRequest;
 
 /// Bytes that are placed or read together at most.
 pub(crate) const GATHER_BYTES: usize = 64 << 10;
+
+/// On whose behalf a request is done: that of the QP, or on XRC that of the shared receive queue which the packet names.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scope {
+    pub(crate) pd: Pd,
+    pub(crate) qpn: Qpn,
+    pub(crate) recv_cq: Cqn,
+    pub(crate) srq: Option<Srqn>,
+}
+
+impl Scope {
+    /// The scope of a request that came in on a QP; `named`: the shared receive queue in its XRC header. IBTA Vol 1, A14.
+    pub(crate) fn of(env: &Env<'_>, head: &Head, named: Option<u32>) -> Result<Scope, Refusal> {
+        let init = &head.init;
+        if init.qp_type != QpType::XrcRecv {
+            return Ok(Scope {
+                pd: init.pd,
+                qpn: head.qpn,
+                recv_cq: init.recv_cq,
+                srq: init.srq,
+            });
+        }
+        let srqn = named.ok_or(Refusal::InvalidRequest)?;
+        let srq = env.srqs.get(&srqn).ok_or(Refusal::InvalidRequest)?;
+        match srq.init.xrc {
+            Some((xrcd, recv_cq)) if Some(xrcd) == init.xrcd => Ok(Scope {
+                pd: srq.init.pd,
+                qpn: head.qpn,
+                recv_cq,
+                srq: Some(Srqn(srqn)),
+            }),
+            _ => Err(Refusal::InvalidRequest),
+        }
+    }
+}
 
 /// A request, or one packet's part of one.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +60,7 @@ pub(crate) enum Request<'a> {
         position: Position,
         payload: &'a [u8],
         imm: Option<u32>,
+        invalidate: Option<RKey>,
         solicited: bool,
     },
     Write {
@@ -34,6 +72,15 @@ pub(crate) enum Request<'a> {
     },
     Read {
         reth: Reth,
+    },
+    Atomic {
+        eth: AtomicEth,
+        /// Add, else compare and swap.
+        add: bool,
+    },
+    AtomicWrite {
+        reth: Reth,
+        payload: &'a [u8],
     },
     Flush {
         reth: Reth,
@@ -50,6 +97,10 @@ pub(crate) enum Effect {
     Complete,
     /// To be answered with this memory's bytes.
     Read(Source),
+    /// Done; to be answered with what the memory held.
+    Atomic(u64),
+    /// Done; to be answered without data.
+    AtomicWrite,
     /// To be answered when this flush has finished.
     Flush(FlushSpec),
 }
@@ -60,6 +111,7 @@ pub(crate) struct Source {
     pub(crate) va: u64,
     pub(crate) rkey: RKey,
     pub(crate) bytes: u32,
+    pub(crate) pd: Pd,
 }
 
 /// A flush that was allowed.
@@ -78,6 +130,8 @@ pub(crate) enum Refusal {
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
+    /// A SEND came whole and its key could not be invalidated: class J of IBTA Vol 1, 9.9.3, of which the peer is not told.
+    Invalidation,
 }
 
 impl From<Fault> for Refusal {
@@ -99,42 +153,37 @@ pub(crate) struct Execution {
 
 /// Bytes of the WRITE under way that were taken in and are not placed yet. They never outlive the datagram that brought
 /// them, so nothing is answered before it is placed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Gathered {
-    va: u64,
-    rkey: RKey,
+    at: Option<(u64, RKey, Pd)>,
     bytes: Vec<u8>,
 }
 
-impl Default for Gathered {
-    fn default() -> Gathered {
-        Gathered {
-            va: 0,
-            rkey: RKey(0),
-            bytes: Vec::new(),
-        }
-    }
-}
-
 impl Gathered {
-    fn push(&mut self, va: u64, rkey: RKey, payload: &[u8]) {
-        if self.bytes.is_empty() {
-            (self.va, self.rkey) = (va, rkey);
-        }
+    fn push(&mut self, at: (u64, RKey, Pd), payload: &[u8]) {
+        self.at.get_or_insert(at);
         self.bytes.extend_from_slice(payload);
     }
 
     fn place(&mut self, env: &Env<'_>, head: &Head) -> Result<(), Refusal> {
+        let Some((va, rkey, pd)) = self.at.take() else {
+            return Ok(());
+        };
         let reth = Reth {
-            va: self.va,
-            rkey: self.rkey,
+            va,
+            rkey,
             length: self.bytes.len() as u32,
         };
         // Looked up again: the region may have gone since the packet came.
-        let placed = region(env, head, reth, Access::REMOTE_WRITE)
+        let placed = region(env, pd, head.qpn, reth, Access::REMOTE_WRITE)
             .and_then(|(memory, offset)| Ok(memory.write(offset, &self.bytes)?));
         self.bytes.clear();
         placed
+    }
+
+    fn forget(&mut self) {
+        self.at = None;
+        self.bytes.clear();
     }
 }
 
@@ -143,12 +192,14 @@ enum Message {
     Send {
         recv: RecvRequest,
         received: u64,
+        scope: Scope,
     },
     Write {
         va: u64,
         rkey: RKey,
         left: u32,
         total: u32,
+        scope: Scope,
     },
 }
 
@@ -157,22 +208,25 @@ impl Execution {
         &mut self,
         env: &mut Env<'_>,
         head: &Head,
+        scope: Scope,
         request: Request<'_>,
     ) -> Result<Effect, Refusal> {
+        let Scope { pd, qpn, .. } = scope;
         match request {
             Request::Send {
                 position,
                 payload,
                 imm,
+                invalidate,
                 solicited,
-            } => self.send(env, head, position, payload, imm, solicited),
+            } => self.send(env, scope, position, payload, (imm, invalidate), solicited),
             Request::Write {
                 position,
                 reth,
                 payload,
                 imm,
                 solicited,
-            } => self.write(env, head, position, reth, payload, imm, solicited),
+            } => self.write(env, head, scope, position, reth, payload, imm, solicited),
             Request::Read { reth } => {
                 self.begins(true)?;
                 if !head.access.contains(Access::REMOTE_READ) || reth.length > MESSAGE_BYTES_MAX {
@@ -180,13 +234,45 @@ impl Execution {
                 }
                 // A READ of nothing names no memory: neither key nor address is looked at. 9.7.4.1.5.
                 if reth.length > 0 {
-                    region(env, head, reth, Access::REMOTE_READ)?;
+                    region(env, pd, qpn, reth, Access::REMOTE_READ)?;
                 }
                 Ok(Effect::Read(Source {
                     va: reth.va,
                     rkey: reth.rkey,
                     bytes: reth.length,
+                    pd,
                 }))
+            }
+            Request::Atomic { eth, add } => {
+                self.begins(true)?;
+                let atomic = if add {
+                    Atomic::FetchAdd(eth.swap_or_add)
+                } else {
+                    Atomic::CompareSwap {
+                        compare: eth.compare,
+                        swap: eth.swap_or_add,
+                    }
+                };
+                do_atomic(
+                    env,
+                    head,
+                    scope,
+                    (eth.va, eth.rkey),
+                    Access::REMOTE_ATOMIC,
+                    atomic,
+                )
+                .map(Effect::Atomic)
+            }
+            Request::AtomicWrite { reth, payload } => {
+                self.begins(true)?;
+                let bytes = <[u8; 8]>::try_from(payload).map_err(|_| Refusal::InvalidRequest)?;
+                if reth.length != 8 {
+                    return Err(Refusal::InvalidRequest);
+                }
+                let at = (reth.va, reth.rkey);
+                // It is a WRITE by its rights. A19.4.
+                do_atomic(env, head, scope, at, Access::REMOTE_WRITE, Atomic::Write(bytes))?;
+                Ok(Effect::AtomicWrite)
             }
             Request::Flush { reth, feth } => {
                 self.begins(true)?;
@@ -196,11 +282,10 @@ impl Execution {
                 }
                 let region = env
                     .regions
-                    .get(reth.rkey.0, head.init.pd, needs)
+                    .remote(reth.rkey.0, pd, qpn, needs)
                     .ok_or(Refusal::RemoteAccess)?;
-                let spec = &region.spec;
                 let (offset, length) = match feth.selectivity {
-                    Selectivity::MemoryRegion => (spec.memory_offset, spec.length),
+                    Selectivity::MemoryRegion => (region.memory_offset, region.length),
                     Selectivity::Range => {
                         let length = u64::from(reth.length);
                         (
@@ -209,7 +294,7 @@ impl Execution {
                         )
                     }
                 };
-                let memory = spec.memory.clone();
+                let memory = region.memory.clone();
                 Ok(Effect::Flush(FlushSpec {
                     memory,
                     offset,
@@ -229,28 +314,50 @@ impl Execution {
         }
     }
 
+    /// The receive that a message uses up: the QP's own, or one of its shared receive queue.
+    fn take_recv(&mut self, env: &mut Env<'_>, srq: Option<Srqn>) -> Option<RecvRequest> {
+        let Some(srqn) = srq else {
+            return self.recv.pop_front();
+        };
+        let (taken, limit_reached) = env.srqs.get_mut(&srqn.0)?.take();
+        if limit_reached {
+            env.events.push_back(Event::SrqLimitReached(srqn));
+        }
+        taken
+    }
+
     fn send(
         &mut self,
         env: &mut Env<'_>,
-        head: &Head,
+        scope: Scope,
         position: Position,
         payload: &[u8],
-        imm: Option<u32>,
+        (imm, invalidate): (Option<u32>, Option<RKey>),
         solicited: bool,
     ) -> Result<Effect, Refusal> {
         self.begins(position.begins())?;
         if position.begins() {
-            let recv = self.recv.pop_front().ok_or(Refusal::NotReady)?;
-            self.message = Some(Message::Send { recv, received: 0 });
+            let recv = self.take_recv(env, scope.srq).ok_or(Refusal::NotReady)?;
+            self.message = Some(Message::Send {
+                recv,
+                received: 0,
+                scope,
+            });
         }
-        let Some(Message::Send { recv, received }) = &mut self.message else {
+        let Some(Message::Send {
+            recv,
+            received,
+            scope,
+        }) = &mut self.message
+        else {
             return Err(Refusal::InvalidRequest);
         };
+        let Scope { pd, qpn, recv_cq, .. } = *scope;
         if !mutant!(AckBeforePlacement)
-            && let Err(status) = scatter(env, head, &recv.sges, *received, payload)
+            && let Err(status) = scatter(env, pd, &recv.sges, *received, payload)
         {
-            let wc = bare_completion(head.qpn, recv.wr_id, status, WcOpcode::Recv);
-            env.complete(head.init.recv_cq, wc, true);
+            let wc = bare_completion(qpn, recv.wr_id, status, WcOpcode::Recv);
+            env.complete(recv_cq, wc, true);
             self.message = None;
             // 9.7.4.1.7 for a message that does not fit; 9.9.2.2 for memory of our own that failed.
             return Err(if status == Status::LocalLength {
@@ -263,9 +370,23 @@ impl Execution {
         if !position.ends() {
             return Ok(Effect::Partial);
         }
-        let (wr_id, bytes) = (recv.wr_id, *received as u32);
+        let (wr_id, byte_len) = (recv.wr_id, *received as u32);
         self.message = None;
-        self.received(env, head, wr_id, bytes, imm, solicited);
+        if let Some(rkey) = invalidate
+            && !mutant!(InvalidateForgotten)
+            && env.regions.invalidate(rkey, pd, qpn).is_err()
+        {
+            let wc = bare_completion(qpn, wr_id, Status::RemoteInvalidRequest, WcOpcode::Recv);
+            env.complete(recv_cq, wc, true);
+            return Err(Refusal::Invalidation);
+        }
+        let wc = WorkCompletion {
+            byte_len,
+            imm,
+            invalidated: invalidate,
+            ..bare_completion(qpn, wr_id, Status::Success, WcOpcode::Recv)
+        };
+        env.complete(recv_cq, wc, solicited);
         Ok(Effect::Complete)
     }
 
@@ -274,6 +395,7 @@ impl Execution {
         &mut self,
         env: &mut Env<'_>,
         head: &Head,
+        scope: Scope,
         position: Position,
         reth: Option<Reth>,
         payload: &[u8],
@@ -287,13 +409,14 @@ impl Execution {
                 return Err(Refusal::InvalidRequest);
             }
             if reth.length > 0 {
-                found = Some(region(env, head, reth, Access::REMOTE_WRITE)?);
+                found = Some(region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?);
             }
             self.message = Some(Message::Write {
                 va: reth.va,
                 rkey: reth.rkey,
                 left: reth.length,
                 total: reth.length,
+                scope,
             });
         }
         let Some(Message::Write {
@@ -301,17 +424,23 @@ impl Execution {
             rkey,
             left,
             total,
+            scope,
         }) = &mut self.message
         else {
             return Err(Refusal::InvalidRequest);
         };
+        let (scope, total) = (*scope, *total);
         // The length announced is the length that comes: no more, and no less at the end. 9.7.4.1.6.
         let bytes = payload.len() as u32;
         if bytes > *left || (position.ends() && bytes != *left) {
             return Err(Refusal::InvalidRequest);
         }
         // A receive must be there before the last packet takes effect, for it is the packet that comes again.
-        if imm.is_some() && self.recv.is_empty() {
+        let has_recv = match scope.srq {
+            Some(srqn) => env.srqs.get(&srqn.0).is_some_and(|srq| !srq.is_empty()),
+            None => !self.recv.is_empty(),
+        };
+        if imm.is_some() && !has_recv {
             if position == Position::Only {
                 self.message = None;
             }
@@ -325,10 +454,10 @@ impl Execution {
             };
             let (memory, offset) = match found {
                 Some(found) => found,
-                None => region(env, head, reth, Access::REMOTE_WRITE)?,
+                None => region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?,
             };
             if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
-                self.gathered.push(*va, *rkey, payload);
+                self.gathered.push((*va, *rkey, scope.pd), payload);
                 if position.ends() || self.gathered.bytes.len() >= GATHER_BYTES {
                     self.gathered.place(env, head)?;
                 }
@@ -341,39 +470,18 @@ impl Execution {
         if !position.ends() {
             return Ok(Effect::Partial);
         }
-        let total = *total;
         self.message = None;
         if imm.is_some()
-            && let Some(recv) = self.recv.pop_front()
+            && let Some(recv) = self.take_recv(env, scope.srq)
         {
-            self.received(env, head, recv.wr_id, total, imm, solicited);
+            let wc = WorkCompletion {
+                byte_len: total,
+                imm,
+                ..bare_completion(scope.qpn, recv.wr_id, Status::Success, WcOpcode::RecvRdmaWithImm)
+            };
+            env.complete(scope.recv_cq, wc, solicited);
         }
         Ok(Effect::Complete)
-    }
-
-    fn received(
-        &self,
-        env: &mut Env<'_>,
-        head: &Head,
-        wr_id: u64,
-        byte_len: u32,
-        imm: Option<u32>,
-        solicited: bool,
-    ) {
-        let opcode = if imm.is_some() {
-            WcOpcode::RecvWithImm
-        } else {
-            WcOpcode::Recv
-        };
-        let wc = WorkCompletion {
-            wr_id,
-            status: Status::Success,
-            opcode,
-            byte_len,
-            imm,
-            qpn: head.qpn,
-        };
-        env.complete(head.init.recv_cq, wc, solicited);
     }
 
     /// Whether bytes wait to be placed.
@@ -392,33 +500,49 @@ impl Execution {
 
     /// Ends every receive as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
-        self.gathered.bytes.clear();
-        if let Some(Message::Send { recv, .. }) = self.message.take() {
+        self.gathered.forget();
+        let mut recv_cq = head.init.recv_cq;
+        if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
             self.recv.push_front(recv);
+            recv_cq = scope.recv_cq;
         }
         if mutant!(ReceivesForgotten) {
             self.recv.clear();
         }
         for recv in std::mem::take(&mut self.recv) {
             let wc = bare_completion(head.qpn, recv.wr_id, Status::Flushed, WcOpcode::Recv);
-            env.complete(head.init.recv_cq, wc, false);
+            env.complete(recv_cq, wc, false);
         }
     }
 }
 
-/// The memory that a header names, when rights and bounds allow it.
-pub(crate) fn region<'a>(
-    env: &Env<'a>,
+/// An atomic operation: rights, alignment (9.4.5: of the address as the peer names it), bounds, memory.
+fn do_atomic(
+    env: &Env<'_>,
     head: &Head,
+    scope: Scope,
+    (va, rkey): (u64, RKey),
+    access: Access,
+    atomic: Atomic,
+) -> Result<u64, Refusal> {
+    if !head.access.contains(access) || (!va.is_multiple_of(8) && !mutant!(AtomicMisaligned)) {
+        return Err(Refusal::InvalidRequest);
+    }
+    let reth = Reth { va, rkey, length: 8 };
+    let (memory, offset) = region(env, scope.pd, scope.qpn, reth, access)?;
+    Ok(memory.atomic(offset, atomic)?)
+}
+
+/// The memory that a header names, when rights and bounds allow it to requests that come in on this QP.
+pub(crate) fn region<'a>(
+    env: &'a Env<'_>,
+    pd: Pd,
+    qpn: Qpn,
     reth: Reth,
     access: Access,
 ) -> Result<(&'a Arc<dyn Memory>, u64), Refusal> {
-    let region = env
-        .regions
-        .get(reth.rkey.0, head.init.pd, access)
-        .ok_or(Refusal::RemoteAccess)?;
-    let offset = region
-        .offset_of(reth.va, u64::from(reth.length))
-        .ok_or(Refusal::RemoteAccess)?;
-    Ok((&region.spec.memory, offset))
+    let view = env.regions.remote(reth.rkey.0, pd, qpn, access);
+    let view: View<'a> = view.ok_or(Refusal::RemoteAccess)?;
+    let offset = view.offset_of(reth.va, u64::from(reth.length));
+    Ok((view.memory, offset.ok_or(Refusal::RemoteAccess)?))
 }

@@ -1,11 +1,13 @@
 //! Queue pairs: one half asks ([`requester`]), the other answers ([`responder`], which calls [`execute`]).
 
+use rdmux_wire::roce::{Opcode, Operation, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::memory::Access;
 use crate::region::{NumberMap, Pd, Regions};
 use crate::sched::class_of;
+use crate::srq::{SharedReceiveQueue, Srqn, Xrcd};
 use crate::time::Time;
 use crate::transmit::Path;
 
@@ -19,9 +21,26 @@ use requester::Requester;
 use responder::Responder;
 pub use state::{AttrMask, ModifyError, QpState};
 
+/// Transport services. IBTA Vol 1, 9.7 to 9.8 and A14; the names are those of `enum ibv_qp_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QpType {
+    /// Reliable connected.
+    Rc,
+    /// Unreliable connected.
+    Uc,
+    /// Unreliable datagram.
+    Ud,
+    /// Extended reliable connected, initiator.
+    XrcSend,
+    /// Extended reliable connected, target.
+    XrcRecv,
+}
+
 /// What a QP is made with.
 #[derive(Clone, Copy, Debug)]
 pub struct QpInit {
+    /// Transport service.
+    pub qp_type: QpType,
     /// Protection domain.
     pub pd: Pd,
     /// Where send completions go.
@@ -30,8 +49,28 @@ pub struct QpInit {
     pub recv_cq: Cqn,
     /// Send requests it holds.
     pub max_send_wr: u32,
-    /// Receive requests it holds.
+    /// Receive requests it holds; without meaning beside a shared receive queue.
     pub max_recv_wr: u32,
+    /// Takes its receives from here. IBTA Vol 1, 10.2.9.
+    pub srq: Option<Srqn>,
+    /// XRC target: the domain whose shared receive queues peers may name.
+    pub xrcd: Option<Xrcd>,
+}
+
+impl QpInit {
+    /// An RC QP with one completion queue, 128 send and 128 receive requests, to be changed as needed.
+    pub fn new(pd: Pd, cq: Cqn) -> QpInit {
+        QpInit {
+            qp_type: QpType::Rc,
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            max_send_wr: 128,
+            max_recv_wr: 128,
+            srq: None,
+            xrcd: None,
+        }
+    }
 }
 
 /// Attributes to set; `None` leaves one as it is. IBTA Vol 1, 11.2.4.2.
@@ -65,6 +104,8 @@ pub struct QpAttributes {
     pub window_bytes: Option<u32>,
     /// The peer numbers the IPv4 identification of a train from 0, so the ICRC check can be narrower.
     pub peer_is_rdmux: Option<bool>,
+    /// UD: the Q_Key that datagrams must show. IBTA Vol 1, 10.2.5.
+    pub qkey: Option<u32>,
 }
 
 impl QpAttributes {
@@ -84,6 +125,7 @@ impl QpAttributes {
         mask.set(AttrMask::MAX_RD_ATOMIC, self.max_rd_atomic.is_some());
         mask.set(AttrMask::WINDOW, self.window_bytes.is_some());
         mask.set(AttrMask::PEER_IS_RDMUX, self.peer_is_rdmux.is_some());
+        mask.set(AttrMask::QKEY, self.qkey.is_some());
         mask
     }
 }
@@ -100,12 +142,27 @@ pub enum Event {
     QpError(Qpn, Status),
     /// A request came in on a QP in RTR: the connection stands although its last message is missing. 11.6.3.1.
     CommunicationEstablished(Qpn),
+    /// The send queue of a QP in SQD has drained. 11.6.3.1.
+    SqDrained(Qpn),
+    /// A QP with a shared receive queue is in error and uses up no more of its receives. 11.6.3.1.
+    LastWqeReached(Qpn),
+    /// Fewer receives than the limit are left in a shared receive queue; the limit is disarmed. 11.6.3.1.
+    SrqLimitReached(Srqn),
+    /// A shared receive queue's own memory failed. 11.6.3.2.
+    SrqError(Srqn),
+    /// The device's port works again: its address is there. 11.6.3.3.
+    PortActive,
+    /// The device's port does not work: its address or its network has gone. 11.6.3.4.
+    PortError,
+    /// The device does not work any more. 11.6.3.4.
+    DeviceFatal,
 }
 
 /// What both halves of a QP need of the rest of the device.
 #[derive(Debug)]
 pub(crate) struct Env<'a> {
-    pub(crate) regions: &'a Regions,
+    pub(crate) regions: &'a mut Regions,
+    pub(crate) srqs: &'a mut NumberMap<SharedReceiveQueue>,
     pub(crate) cqs: &'a mut NumberMap<CompletionQueue>,
     pub(crate) events: &'a mut std::collections::VecDeque<Event>,
     pub(crate) flushes: &'a mut crate::flush::Flushes,
@@ -156,6 +213,7 @@ pub(crate) struct Head {
     pub(crate) mtu: u32,
     pub(crate) dest_qpn: Qpn,
     pub(crate) peer_is_rdmux: bool,
+    pub(crate) qkey: u32,
     /// The device's list of QPs that have something to send holds this one.
     pub(crate) listed: bool,
     /// The list of QPs that owe only an acknowledgement holds this one.
@@ -168,6 +226,28 @@ impl Head {
     /// Traffic class of what is sent.
     pub(crate) fn class(&self) -> usize {
         self.path.map_or(0, |path| class_of(path.traffic_class))
+    }
+
+    /// The opcode of an operation on this QP's transport.
+    pub(crate) fn opcode(&self, operation: Operation) -> Opcode {
+        let transport = match self.init.qp_type {
+            QpType::Rc => Transport::Rc,
+            QpType::Uc => Transport::Uc,
+            QpType::Ud => Transport::Ud,
+            QpType::XrcSend | QpType::XrcRecv => Transport::Xrc,
+        };
+        Opcode { transport, operation }
+    }
+
+    /// Whether packets of this opcode may be for this QP: one of its transport, and of the half that it has.
+    pub(crate) fn takes(&self, opcode: Opcode) -> bool {
+        let response = opcode.operation.is_response();
+        let half = match self.init.qp_type {
+            QpType::Rc => true,
+            QpType::XrcSend => response,
+            QpType::Uc | QpType::Ud | QpType::XrcRecv => !response,
+        };
+        half && opcode == self.opcode(opcode.operation)
     }
 }
 
@@ -182,6 +262,7 @@ impl Qp {
             mtu: 1024,
             dest_qpn: Qpn::new(0),
             peer_is_rdmux: false,
+            qkey: 0,
             listed: false,
             ack_listed: false,
             timer: None,
@@ -199,7 +280,7 @@ impl Qp {
         to: QpState,
         attr: &QpAttributes,
     ) -> Result<(), ModifyError> {
-        state::check(self.head.state, to, attr.mask())?;
+        state::check(self.head.init.qp_type, self.head.state, to, attr.mask())?;
         let within = |what, value: Option<u8>, max: u8| match value {
             Some(v) if v > max => Err(ModifyError::Value(what)),
             _ => Ok(()),
@@ -223,11 +304,17 @@ impl Qp {
         head.path = attr.path.or(head.path);
         head.mtu = attr.path_mtu.unwrap_or(head.mtu);
         head.dest_qpn = attr.dest_qpn.unwrap_or(head.dest_qpn);
+        head.qkey = attr.qkey.unwrap_or(head.qkey);
         head.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(head.peer_is_rdmux);
         responder.set(attr);
         requester.set(attr, head.mtu);
         match to {
             QpState::Error => self.fail(env, None),
+            QpState::Sqd => {
+                self.head.state = to;
+                self.requester.drain();
+                self.requester.tell_drained(env, &self.head);
+            }
             QpState::Reset => {
                 // Nothing completes: what was posted is forgotten, with what completed already. 10.3.1.
                 for cq in [self.head.init.send_cq, self.head.init.recv_cq] {
@@ -255,6 +342,9 @@ impl Qp {
         self.head.state = QpState::Error;
         self.requester.flush(env, &self.head);
         self.responder.flush(env, &self.head);
+        if self.head.init.srq.is_some() {
+            env.events.push_back(Event::LastWqeReached(self.head.qpn));
+        }
         if let Some(cause) = cause {
             env.events.push_back(Event::QpError(self.head.qpn, cause));
         }
@@ -280,5 +370,7 @@ pub(crate) fn bare_completion(qpn: Qpn, wr_id: u64, status: Status, opcode: WcOp
         byte_len: 0,
         imm: None,
         qpn,
+        invalidated: None,
+        src_qpn: None,
     }
 }

@@ -10,20 +10,22 @@
 
 use std::collections::VecDeque;
 
+use rdmux_wire::Psn;
 use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{
-    Aeth, Bth, Feth, NakCode, Opcode, Operation as Op, Packet, Position, Reth, Syndrome, ack_timeout_ns,
+    Aeth, AtomicEth, Bth, Feth, NakCode, Operation as Op, Packet, Position, Reth, Syndrome, ack_timeout_ns,
     rnr_timer_ns,
 };
-use rdmux_wire::{Psn, RKey};
 
 use crate::cq::{Status, WcOpcode};
 use crate::memory::Access;
 use crate::qp::flush_icrc::FlushIcrc;
-use crate::qp::{Env, Head, QpAttributes, QpState, bare_completion};
+use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
+use crate::region::Pd;
+use crate::srq::Srqn;
 use crate::time::Time;
 use crate::transmit::TransmitBuf;
-use crate::work::{Operation, PostError, SGE_MAX, SendFlags, SendRequest, SgeList};
+use crate::work::{Operation, PostError, SendFlags, SendRequest, SgeList, Target};
 
 /// Packets in flight towards a peer that did not say what it can take: what rxe allows itself.
 const WINDOW_PACKETS_DEFAULT: u32 = 64;
@@ -31,6 +33,8 @@ const WINDOW_PACKETS_DEFAULT: u32 = 64;
 const WINDOW_PACKETS_MIN: u32 = 4;
 /// An acknowledgement is asked for at least this often within a message.
 const ACK_REQ_PACKETS: u32 = 32;
+/// Bytes of the XRC extended transport header. A14.
+const XRCETH_LEN: usize = 4;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
 
@@ -41,7 +45,7 @@ struct Wqe {
     bytes: u32,
     /// PSNs that it takes.
     packets: u32,
-    /// PSN of the first packet, once it was built.
+    /// PSN of the first packet, once it was built; of a local operation that of the next packet, once it was done.
     first: Option<Psn>,
 }
 
@@ -50,21 +54,40 @@ impl Wqe {
         matches!(self.request.operation, Operation::Read { .. })
     }
 
-    fn opcode(&self) -> WcOpcode {
-        match self.request.operation {
-            Operation::Send { .. } => WcOpcode::Send,
-            Operation::Write { .. } => WcOpcode::Write,
-            Operation::Read { .. } => WcOpcode::Read,
-            Operation::Flush { .. } => WcOpcode::Flush,
-        }
+    /// Whether only data from the peer completes it: READ and atomics.
+    fn takes_answer(&self) -> bool {
+        self.request.operation.takes_answer()
+    }
+
+    fn is_local(&self) -> bool {
+        self.request.operation.is_local()
     }
 
     /// Whether it takes one of the responder's replay resources.
     fn takes_resource(&self) -> bool {
         matches!(
             self.request.operation,
-            Operation::Read { .. } | Operation::Flush { .. }
+            Operation::Read { .. }
+                | Operation::Flush { .. }
+                | Operation::CompareSwap { .. }
+                | Operation::FetchAdd { .. }
+                | Operation::AtomicWrite { .. }
         )
+    }
+}
+
+fn opcode_of(operation: &Operation) -> WcOpcode {
+    match operation {
+        Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
+        Operation::Write { .. } => WcOpcode::Write,
+        Operation::Read { .. } => WcOpcode::Read,
+        Operation::CompareSwap { .. } => WcOpcode::CompareSwap,
+        Operation::FetchAdd { .. } => WcOpcode::FetchAdd,
+        Operation::AtomicWrite { .. } => WcOpcode::AtomicWrite,
+        Operation::Flush { .. } => WcOpcode::Flush,
+        Operation::Bind(_) => WcOpcode::BindWindow,
+        Operation::Register(_) => WcOpcode::Register,
+        Operation::LocalInvalidate { .. } => WcOpcode::LocalInvalidate,
     }
 }
 
@@ -107,6 +130,8 @@ pub(crate) struct Requester {
     rnr_until: Option<Time>,
     /// A hole before `una` was seen and resent; wait for the timer before doing so again.
     gap_resent: bool,
+    /// The QP went to SQD and was not told yet that the send queue has drained.
+    draining: bool,
     pub(crate) flush_icrc: FlushIcrc,
 }
 
@@ -148,6 +173,7 @@ impl Requester {
             deadline: None,
             rnr_until: None,
             gap_resent: false,
+            draining: false,
             flush_icrc: FlushIcrc::default(),
         }
     }
@@ -179,20 +205,12 @@ impl Requester {
         request: SendRequest,
     ) -> Result<(), PostError> {
         match head.state {
-            QpState::Rts => {}
-            QpState::Error => {
-                let opcode = Wqe {
-                    request: request.clone(),
-                    bytes: 0,
-                    packets: 0,
-                    first: None,
-                }
-                .opcode();
-                env.complete(
-                    head.init.send_cq,
-                    bare_completion(head.qpn, request.wr_id, Status::Flushed, opcode),
-                    false,
-                );
+            // Taken in SQD too, and begun when the QP is back in RTS. 10.3.1.5.
+            QpState::Rts | QpState::Sqd => {}
+            QpState::Error | QpState::Sqe => {
+                let opcode = opcode_of(&request.operation);
+                let wc = bare_completion(head.qpn, request.wr_id, Status::Flushed, opcode);
+                env.complete(head.init.send_cq, wc, false);
                 return Ok(());
             }
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
@@ -200,16 +218,16 @@ impl Requester {
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
         }
-        if request.sges.as_slice().len() > SGE_MAX {
-            return Err(PostError::TooManySges);
+        let addressed = match head.init.qp_type {
+            QpType::XrcSend => matches!(request.to, Target::Srq(_)),
+            _ => request.to == Target::Connected,
+        };
+        if !addressed {
+            return Err(PostError::Invalid);
         }
-        let bytes = request.sges.bytes();
-        if bytes > u64::from(rdmux_wire::roce::MESSAGE_BYTES_MAX) {
-            return Err(PostError::TooLong);
-        }
-        let bytes = bytes as u32;
-        let packets = if matches!(request.operation, Operation::Flush { .. }) {
-            1
+        let bytes = request.check()?;
+        let packets = if request.operation.is_local() {
+            0
         } else {
             bytes.div_ceil(head.mtu).max(1)
         };
@@ -225,7 +243,12 @@ impl Requester {
     /// Ends every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         for wqe in std::mem::take(&mut self.queue) {
-            let wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Flushed, wqe.opcode());
+            let wc = bare_completion(
+                head.qpn,
+                wqe.request.wr_id,
+                Status::Flushed,
+                opcode_of(&wqe.request.operation),
+            );
             env.complete(head.init.send_cq, wc, false);
         }
         self.cursor = Cursor::default();
@@ -245,7 +268,12 @@ impl Requester {
             };
             env.complete(
                 head.init.send_cq,
-                bare_completion(head.qpn, wqe.request.wr_id, status, wqe.opcode()),
+                bare_completion(
+                    head.qpn,
+                    wqe.request.wr_id,
+                    status,
+                    opcode_of(&wqe.request.operation),
+                ),
                 false,
             );
         }
@@ -292,6 +320,20 @@ impl Requester {
         self.window.min(self.congestion_window).saturating_sub(in_flight)
     }
 
+    /// The QP goes to SQD: it is told once when what was begun has ended.
+    pub(crate) fn drain(&mut self) {
+        self.draining = true;
+    }
+
+    /// Tells that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
+    pub(crate) fn tell_drained(&mut self, env: &mut Env<'_>, head: &Head) {
+        let begun = self.queue.front().is_some_and(|wqe| wqe.first.is_some());
+        if self.draining && head.state == QpState::Sqd && !begun {
+            self.draining = false;
+            env.events.push_back(Event::SqDrained(head.qpn));
+        }
+    }
+
     /// Whether packets can go out that are worth sending.
     pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
         let least = self.queue.get(self.cursor.wqe).map_or(1, |wqe| {
@@ -302,12 +344,25 @@ impl Requester {
 
     /// Whether the next packet can go out with `least` PSNs free in the window.
     fn may_transmit(&self, head: &Head, least: u32) -> bool {
-        if head.state != QpState::Rts || self.rnr_until.is_some() {
+        if !matches!(head.state, QpState::Rts | QpState::Sqd) || self.rnr_until.is_some() {
             return false;
         }
         let Some(wqe) = self.queue.get(self.cursor.wqe) else {
             return false;
         };
+        if wqe.first.is_none() && head.state == QpState::Sqd && !mutant!(SqdBeginsNew) {
+            return false;
+        }
+        let fenced = wqe.request.flags.contains(SendFlags::FENCE)
+            && self.cursor.packet == 0
+            && self.answers_wait_before_cursor()
+            && !mutant!(FenceIgnored);
+        if fenced {
+            return false;
+        }
+        if wqe.is_local() {
+            return true;
+        }
         if self.room() < least.max(1) {
             return false;
         }
@@ -318,12 +373,7 @@ impl Requester {
             .iter()
             .take_while(|(first, n)| first.plus(*n).since(cursor) <= 0)
             .count();
-        if wqe.takes_resource() && before >= usize::from(self.max_rd_atomic) {
-            return false;
-        }
-        !(wqe.request.flags.contains(SendFlags::FENCE)
-            && self.cursor.packet == 0
-            && self.reads_before_cursor())
+        !(wqe.takes_resource() && before >= usize::from(self.max_rd_atomic))
     }
 
     /// PSNs that must be free before the next ones of a request with `left` go out: a READ is asked for in few pieces, and
@@ -337,8 +387,8 @@ impl Requester {
         })
     }
 
-    fn reads_before_cursor(&self) -> bool {
-        self.queue.iter().take(self.cursor.wqe).any(Wqe::is_read)
+    fn answers_wait_before_cursor(&self) -> bool {
+        self.queue.iter().take(self.cursor.wqe).any(Wqe::takes_answer)
     }
 
     /// Builds packets until the window is used up, or the buffer is full for this turn.
@@ -360,11 +410,53 @@ impl Requester {
                 break;
             }
             let request = self.cursor.wqe;
-            self.transmit_one(env, head, buf)
-                .map_err(|status| Broken { status, request })?;
+            if self.queue[request].is_local() {
+                self.do_local(env, head)
+            } else {
+                self.transmit_one(env, head, buf)
+            }
+            .map_err(|status| Broken { status, request })?;
             sent = true;
         }
         Ok(())
+    }
+
+    /// Does the local operation at the cursor, in its turn.
+    fn do_local(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Status> {
+        let wqe = &mut self.queue[self.cursor.wqe];
+        if wqe.first.is_none() {
+            let (pd, qpn) = (head.init.pd, head.qpn);
+            match &wqe.request.operation {
+                Operation::Bind(bind) => env.regions.bind(bind, pd, qpn).map_err(|_| Status::MemoryBind),
+                Operation::Register(registration) => {
+                    let done = env.regions.fill(registration, pd);
+                    done.map_err(|_| Status::LocalQpOperation)
+                }
+                Operation::LocalInvalidate { rkey } => {
+                    let done = env.regions.invalidate(*rkey, pd, qpn);
+                    done.map_err(|_| Status::LocalQpOperation)
+                }
+                _ => Ok(()),
+            }?;
+            wqe.first = Some(self.next);
+        }
+        self.cursor = Cursor {
+            wqe: self.cursor.wqe + 1,
+            packet: 0,
+        };
+        self.complete_local(env, head);
+        Ok(())
+    }
+
+    /// Completes local operations that nothing before them holds back.
+    fn complete_local(&mut self, env: &mut Env<'_>, head: &Head) {
+        while self
+            .queue
+            .front()
+            .is_some_and(|wqe| wqe.is_local() && wqe.first.is_some())
+        {
+            self.complete_oldest(env, head);
+        }
     }
 
     fn transmit_one(&mut self, env: &mut Env<'_>, head: &Head, buf: &mut TransmitBuf) -> Result<(), Status> {
@@ -382,9 +474,14 @@ impl Requester {
             first
         });
         let psn = first.plus(at.packet);
-        let mut bth = Bth::new(Opcode::rc(Op::ReadRequest), head.dest_qpn, psn);
+        let mut bth = Bth::new(head.opcode(Op::ReadRequest), head.dest_qpn, psn);
         bth.ack_req = true;
         let mut packets = 1;
+        // On XRC its extended header comes first of all. A14.
+        let (srqn, ext) = match wqe.request.to {
+            Target::Srq(srqn) => (Some(srqn), Bth::LEN + XRCETH_LEN),
+            Target::Connected | Target::Datagram { .. } => (None, Bth::LEN),
+        };
 
         match wqe.request.operation {
             Operation::Read { va, rkey } => {
@@ -403,10 +500,43 @@ impl Requester {
                     rkey,
                     length,
                 };
-                buf.push(&path, Bth::LEN + Reth::LEN, |b| {
-                    bth.emit(b);
-                    reth.emit(&mut b[Bth::LEN..]);
+                buf.push(&path, ext + Reth::LEN, |b| {
+                    emit_heads(b, &bth, srqn);
+                    reth.emit(&mut b[ext..]);
                     Ok::<_, Status>(())
+                })?;
+            }
+            Operation::CompareSwap {
+                va,
+                rkey,
+                compare,
+                swap,
+            } => {
+                bth.opcode = head.opcode(Op::CompareSwap);
+                let eth = AtomicEth {
+                    va,
+                    rkey,
+                    swap_or_add: swap,
+                    compare,
+                };
+                push_atomic(buf, &path, &bth, srqn, eth)?;
+            }
+            Operation::FetchAdd { va, rkey, add } => {
+                bth.opcode = head.opcode(Op::FetchAdd);
+                let eth = AtomicEth {
+                    va,
+                    rkey,
+                    swap_or_add: add,
+                    compare: 0,
+                };
+                push_atomic(buf, &path, &bth, srqn, eth)?;
+            }
+            Operation::AtomicWrite { va, rkey } => {
+                bth.opcode = head.opcode(Op::AtomicWrite);
+                buf.push(&path, ext + Reth::LEN + 8, |b| {
+                    emit_heads(b, &bth, srqn);
+                    Reth { va, rkey, length: 8 }.emit(&mut b[ext..]);
+                    gather(env, head.init.pd, &wqe.request.sges, 0, &mut b[ext + Reth::LEN..])
                 })?;
             }
             Operation::Flush {
@@ -416,38 +546,26 @@ impl Requester {
                 placement,
                 selectivity,
             } => {
-                bth.opcode = Opcode::rc(Op::Flush);
+                bth.opcode = head.opcode(Op::Flush);
                 let of_rxe = self.flush_icrc.is_of_rxe();
                 let icrc = if of_rxe { Flow::rxe_flush_icrc } else { Flow::icrc };
-                buf.push_with_icrc(&path, Bth::LEN + Feth::LEN + Reth::LEN, icrc, |b| {
-                    bth.emit(b);
+                buf.push_with_icrc(&path, ext + Feth::LEN + Reth::LEN, icrc, |b| {
+                    emit_heads(b, &bth, srqn);
                     Feth {
                         placement,
                         selectivity,
                     }
-                    .emit(&mut b[Bth::LEN..]);
-                    Reth { va, rkey, length }.emit(&mut b[Bth::LEN + Feth::LEN..]);
+                    .emit(&mut b[ext..]);
+                    Reth { va, rkey, length }.emit(&mut b[ext + Feth::LEN..]);
                     Ok::<_, Status>(())
                 })?;
             }
-            Operation::Send { imm } => {
+            Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
                 let edge = room == 1 || self.since_ack_req + 1 >= ack_every;
-                bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, (None, imm), edge)?;
+                bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, srqn, edge)?;
             }
-            Operation::Write { va, rkey, imm } => {
-                let edge = room == 1 || self.since_ack_req + 1 >= ack_every;
-                bth.ack_req = push_data(
-                    env,
-                    head,
-                    buf,
-                    &path,
-                    wqe,
-                    at.packet,
-                    bth,
-                    (Some((va, rkey)), imm),
-                    edge,
-                )?;
-            }
+            // Done without packets, by `do_local`.
+            Operation::Bind(_) | Operation::Register(_) | Operation::LocalInvalidate { .. } => return Ok(()),
         }
         let (whole, takes_resource) = (at.packet + packets == wqe.packets, wqe.takes_resource());
         if takes_resource {
@@ -516,8 +634,9 @@ impl Requester {
             env.counters.stale_responses += 1;
             return Ok(());
         }
-        if packet.bth.opcode.operation.is_read_response() {
-            return self.handle_read_response(env, head, packet);
+        let operation = packet.bth.opcode.operation;
+        if operation.is_read_response() || operation == Op::AtomicAcknowledge {
+            return self.handle_data_response(env, head, packet);
         }
         let Some(Aeth { syndrome, .. }) = packet.aeth() else {
             return Ok(());
@@ -590,7 +709,11 @@ impl Requester {
             if first.since(upto) >= 0 {
                 break;
             }
-            if wqe.is_read() && !mutant!(AckCompletesRead) {
+            if wqe.is_local() {
+                self.complete_oldest(env, head);
+                continue;
+            }
+            if wqe.takes_answer() && !mutant!(AckCompletesRead) {
                 // All before the READ is done; the READ itself is only done by its data.
                 if first.since(self.una) > 0 {
                     self.progress(env, first);
@@ -607,16 +730,23 @@ impl Requester {
             }
             self.complete_oldest(env, head);
         }
+        self.complete_local(env, head);
         if upto.since(self.una) > 0 {
             self.progress(env, upto);
         }
+        self.tell_drained(env, head);
         Ok(true)
     }
 
     fn complete_oldest(&mut self, env: &mut Env<'_>, head: &Head) {
         let Some(wqe) = self.queue.pop_front() else { return };
         if wqe.request.flags.contains(SendFlags::SIGNALED) {
-            let mut wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Success, wqe.opcode());
+            let mut wc = bare_completion(
+                head.qpn,
+                wqe.request.wr_id,
+                Status::Success,
+                opcode_of(&wqe.request.operation),
+            );
             wc.byte_len = wqe.bytes;
             env.complete(head.init.send_cq, wc, false);
         }
@@ -657,7 +787,7 @@ impl Requester {
         }
     }
 
-    fn handle_read_response(
+    fn handle_data_response(
         &mut self,
         env: &mut Env<'_>,
         head: &Head,
@@ -687,7 +817,26 @@ impl Requester {
         let Some(wqe) = self.queue.front() else {
             return Ok(());
         };
+        let is_atomic = packet.bth.opcode.operation == Op::AtomicAcknowledge;
         match wqe.request.operation {
+            Operation::CompareSwap { .. } | Operation::FetchAdd { .. } if psn == self.una => {
+                let Some(original) = packet.atomic_ack().filter(|_| is_atomic) else {
+                    return Err(Broken::oldest(Status::BadResponse));
+                };
+                let bytes = original.to_ne_bytes();
+                scatter(env, head.init.pd, &wqe.request.sges, 0, &bytes).map_err(Broken::oldest)?;
+                self.complete_oldest(env, head);
+                self.complete_local(env, head);
+                self.progress(env, psn.plus(1));
+                self.tell_drained(env, head);
+            }
+            _ if is_atomic => return Err(Broken::oldest(Status::BadResponse)),
+            Operation::AtomicWrite { .. } => {
+                if packet.bth.opcode.operation != Op::ReadResponseOnly || !packet.payload().is_empty() {
+                    return Err(Broken::oldest(Status::BadResponse));
+                }
+                self.acknowledge(env, head, psn.plus(1))?;
+            }
             Operation::Flush { .. } => {
                 if packet.bth.opcode.operation != Op::ReadResponseOnly || !packet.payload().is_empty() {
                     return Err(Broken::oldest(Status::BadResponse));
@@ -717,21 +866,17 @@ impl Requester {
                 } else {
                     done
                 };
-                scatter(
-                    env,
-                    head,
-                    &wqe.request.sges,
-                    u64::from(place_at),
-                    packet.payload(),
-                )
-                .map_err(Broken::oldest)?;
+                let (list, at) = (&wqe.request.sges, u64::from(place_at));
+                scatter(env, head.init.pd, list, at, packet.payload()).map_err(Broken::oldest)?;
                 if !more {
                     self.complete_oldest(env, head);
+                    self.complete_local(env, head);
                 }
                 self.progress(env, psn.plus(1));
+                self.tell_drained(env, head);
             }
             // A READ response to a request that was no READ: 9.7.5.1.1, ghost; not ours to act on.
-            Operation::Send { .. } | Operation::Write { .. } => env.counters.stale_responses += 1,
+            _ => env.counters.stale_responses += 1,
         }
         Ok(())
     }
@@ -774,7 +919,7 @@ impl Requester {
         if self
             .queue
             .get(self.cursor.wqe)
-            .is_some_and(|wqe| wqe.opcode() == WcOpcode::Flush)
+            .is_some_and(|wqe| matches!(wqe.request.operation, Operation::Flush { .. }))
         {
             self.flush_icrc.resend();
         }
@@ -816,7 +961,7 @@ fn push_data(
     wqe: &Wqe,
     index: u32,
     mut bth: Bth,
-    (write, imm): (Option<(u64, RKey)>, Option<u32>),
+    srqn: Option<Srqn>,
     edge: bool,
 ) -> Result<bool, Status> {
     let last = index + 1 == wqe.packets;
@@ -826,7 +971,15 @@ fn push_data(
         (_, false) => Position::Middle,
         (_, true) => Position::Last,
     };
+    let (write, imm, invalidate) = match wqe.request.operation {
+        Operation::Write { va, rkey, imm } => (Some((va, rkey)), imm, None),
+        Operation::SendInvalidate { rkey } => (None, None, Some(rkey)),
+        Operation::Send { imm } => (None, imm, None),
+        _ => return Err(Status::LocalQpOperation),
+    };
     let operation = match (write.is_some(), position, imm.is_some()) {
+        (false, Position::Last, false) if invalidate.is_some() => Op::SendLastInvalidate,
+        (false, Position::Only, false) if invalidate.is_some() => Op::SendOnlyInvalidate,
         (false, Position::First, _) => Op::SendFirst,
         (false, Position::Middle, _) => Op::SendMiddle,
         (false, Position::Last, false) => Op::SendLast,
@@ -842,15 +995,14 @@ fn push_data(
     };
     let done = index * head.mtu;
     let bytes = (wqe.bytes - done).min(head.mtu) as usize;
-    bth.opcode = Opcode::rc(operation);
+    bth.opcode = head.opcode(operation);
     bth.pad = ((4 - bytes % 4) % 4) as u8;
     bth.ack_req = last || edge;
     bth.solicited =
         last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
     let ext = bth.opcode.ext().len();
     buf.push(path, Bth::LEN + ext + bytes + usize::from(bth.pad), |b| {
-        bth.emit(b);
-        let mut at = Bth::LEN;
+        let mut at = emit_heads(b, &bth, srqn);
         if let Some((va, rkey)) = write
             && position.begins()
         {
@@ -862,21 +1014,46 @@ fn push_data(
             .emit(&mut b[at..]);
             at += Reth::LEN;
         }
-        if let Some(imm) = imm
+        if let Some(word) = imm.or(invalidate.map(|rkey| rkey.0))
             && last
         {
-            b[at..at + 4].copy_from_slice(&imm.to_be_bytes());
+            b[at..at + 4].copy_from_slice(&word.to_be_bytes());
             at += 4;
         }
         gather(
             env,
-            head,
+            head.init.pd,
             &wqe.request.sges,
             u64::from(done),
             &mut b[at..at + bytes],
         )
     })?;
     Ok(bth.ack_req)
+}
+
+/// Writes the headers that every request begins with; gives their length.
+fn emit_heads(b: &mut [u8], bth: &Bth, srqn: Option<Srqn>) -> usize {
+    bth.emit(b);
+    let Some(Srqn(number)) = srqn else {
+        return Bth::LEN;
+    };
+    b[Bth::LEN..Bth::LEN + XRCETH_LEN].copy_from_slice(&number.to_be_bytes());
+    Bth::LEN + XRCETH_LEN
+}
+
+fn push_atomic(
+    buf: &mut TransmitBuf,
+    path: &crate::transmit::Path,
+    bth: &Bth,
+    srqn: Option<Srqn>,
+    eth: AtomicEth,
+) -> Result<(), Status> {
+    let heads = Bth::LEN + srqn.map_or(0, |_| XRCETH_LEN);
+    buf.push(path, heads + AtomicEth::LEN, |b| {
+        emit_heads(b, bth, srqn);
+        eth.emit(&mut b[heads..]);
+        Ok(())
+    })
 }
 
 /// The parts of a list that bytes `[skip, skip + len)` of the message fall in: `(element, offset in it, bytes)`.
@@ -900,19 +1077,22 @@ pub(crate) fn pieces(
 }
 
 /// Copies a part of the message out of its own memory.
-fn gather(env: &Env<'_>, head: &Head, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
+pub(crate) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
+    if let Some(bytes) = sges.as_inline() {
+        let at = skip as usize;
+        let part = bytes.get(at..at + out.len()).ok_or(Status::LocalLength)?;
+        out.copy_from_slice(part);
+        return Ok(());
+    }
     let mut done = 0;
     for (sge, at, n) in pieces(sges, skip, out.len()) {
-        let region = env
-            .regions
-            .get(sge.lkey, head.init.pd, Access::empty())
-            .ok_or(Status::LocalProtection)?;
+        let region = env.regions.local(sge.lkey, pd, Access::empty());
+        let region = region.ok_or(Status::LocalProtection)?;
         let offset = region
             .offset_of(sge.addr, u64::from(sge.length))
             .ok_or(Status::LocalProtection)?
             + at;
         region
-            .spec
             .memory
             .read(offset, &mut out[done..done + n])
             .map_err(|_| Status::LocalQpOperation)?;
@@ -922,25 +1102,16 @@ fn gather(env: &Env<'_>, head: &Head, sges: &SgeList, skip: u64, out: &mut [u8])
 }
 
 /// Places a part of a message into its own memory.
-pub(crate) fn scatter(
-    env: &Env<'_>,
-    head: &Head,
-    sges: &SgeList,
-    skip: u64,
-    bytes: &[u8],
-) -> Result<(), Status> {
+pub(crate) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &[u8]) -> Result<(), Status> {
     let mut done = 0;
     for (sge, at, n) in pieces(sges, skip, bytes.len()) {
-        let region = env
-            .regions
-            .get(sge.lkey, head.init.pd, Access::LOCAL_WRITE)
-            .ok_or(Status::LocalProtection)?;
+        let region = env.regions.local(sge.lkey, pd, Access::LOCAL_WRITE);
+        let region = region.ok_or(Status::LocalProtection)?;
         let offset = region
             .offset_of(sge.addr, u64::from(sge.length))
             .ok_or(Status::LocalProtection)?
             + at;
         region
-            .spec
             .memory
             .write(offset, &bytes[done..done + n])
             .map_err(|_| Status::LocalQpOperation)?;

@@ -6,18 +6,24 @@
 
 use std::collections::VecDeque;
 
-use rdmux_wire::roce::{Aeth, Bth, NakCode, Opcode, Operation as Op, Packet, Position, Reth, Syndrome};
+use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Position, Reth, Syndrome};
 use rdmux_wire::{Psn, RKey};
 
 use crate::cq::Status;
 use crate::memory::Access;
-use crate::qp::execute::{Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Source, region};
+use crate::qp::execute::{
+    Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Scope, Source, region,
+};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
+use crate::region::Pd;
 use crate::transmit::TransmitBuf;
-use crate::work::{PostError, RecvRequest, SGE_MAX};
+use crate::work::{PostError, RecvRequest};
 
 /// RNR timer code by which a repeated FLUSH is put off while it runs: 10.24 ms.
 const FLUSH_RUNS_TIMER: u8 = 20;
+/// RNR timer code by which an atomic operation is put off while a FLUSH before it runs: 0.64 ms. It may not take effect before
+/// what the FLUSH covers is safe. A19.
+const ATOMIC_WAITS_TIMER: u8 = 12;
 /// Requests acknowledged together at most while the acknowledgement may wait for company.
 const ACK_WAITS_FOR: u32 = 16;
 
@@ -38,17 +44,26 @@ enum Answer {
         source: Source,
         begun: bool,
     },
+    /// A READ response without data: FLUSH, and ATOMIC WRITE (which is done from the start). A19.
     Flush {
         psn: Psn,
         msn: u32,
         state: FlushState,
+    },
+    Atomic {
+        psn: Psn,
+        msn: u32,
+        original: u64,
     },
 }
 
 impl Answer {
     fn psn(&self) -> Psn {
         match self {
-            Answer::Ack { psn, .. } | Answer::Read { psn, .. } | Answer::Flush { psn, .. } => *psn,
+            Answer::Ack { psn, .. }
+            | Answer::Read { psn, .. }
+            | Answer::Flush { psn, .. }
+            | Answer::Atomic { psn, .. } => *psn,
         }
     }
 }
@@ -69,9 +84,15 @@ enum Resource {
         msn: u32,
         source: Source,
     },
+    /// FLUSH and ATOMIC WRITE.
     Flush {
         psn: Psn,
         msn: u32,
+    },
+    Atomic {
+        psn: Psn,
+        msn: u32,
+        original: u64,
     },
 }
 
@@ -124,9 +145,10 @@ impl Responder {
         if head.state == QpState::Reset {
             return Err(PostError::WrongState);
         }
-        if request.sges.as_slice().len() > SGE_MAX {
-            return Err(PostError::TooManySges);
+        if head.init.srq.is_some() {
+            return Err(PostError::HasSrq);
         }
+        request.check()?;
         if self.execution.recv.len() >= head.init.max_recv_wr as usize {
             return Err(PostError::QueueFull);
         }
@@ -162,7 +184,7 @@ impl Responder {
                     } | Answer::Flush {
                         state: FlushState::Done,
                         ..
-                    }
+                    } | Answer::Atomic { .. }
                 )
             };
             let kept = self.answers.iter().take_while(|answer| done(answer)).count();
@@ -224,14 +246,15 @@ impl Responder {
                 env.counters.resources_rnr_nak += 1;
                 // Later packets of the window follow and must not be taken for a gap.
                 self.nak_sent = true;
-                self.owe(
-                    psn,
-                    Syndrome::RnrNak {
-                        timer: self.min_rnr_timer,
-                    },
-                );
+                let timer = if packet.bth.opcode.operation.is_atomic() {
+                    ATOMIC_WAITS_TIMER
+                } else {
+                    self.min_rnr_timer
+                };
+                self.owe(psn, Syndrome::RnrNak { timer });
                 None
             }
+            Err(Refusal::Invalidation) => Some(Status::RemoteInvalidRequest),
             Err(refusal) => Some(self.refuse(env, psn, refusal)),
         }
     }
@@ -241,7 +264,7 @@ impl Responder {
         let (code, status) = match refusal {
             Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
             Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-            Refusal::RemoteOperation | Refusal::NotReady => {
+            Refusal::RemoteOperation | Refusal::NotReady | Refusal::Invalidation => {
                 (NakCode::RemoteOperation, Status::RemoteOperation)
             }
         };
@@ -277,18 +300,28 @@ impl Responder {
             Position::Only => payload.len() <= mtu,
         };
         // What asks for bytes or for a flush brings none. 9.4.4 and A19.4.
-        let bare = matches!(operation, Op::ReadRequest | Op::Flush);
+        let bare = matches!(
+            operation,
+            Op::ReadRequest | Op::Flush | Op::CompareSwap | Op::FetchAdd
+        );
         if !fits || (bare && !payload.is_empty()) {
             return Err(Refusal::InvalidRequest);
         }
         let (imm, solicited) = (packet.imm(), packet.bth.solicited);
+        let atomic = packet.atomic();
         let request = match (operation, packet.reth(), packet.feth()) {
             (Op::ReadRequest, Some(reth), _) => Request::Read { reth },
             (Op::Flush, Some(reth), Some(feth)) => Request::Flush { reth, feth },
-            (op, ..) if op.is_send() && packet.invalidate().is_none() => Request::Send {
+            (Op::AtomicWrite, Some(reth), _) => Request::AtomicWrite { reth, payload },
+            (Op::CompareSwap | Op::FetchAdd, ..) => Request::Atomic {
+                eth: atomic.ok_or(Refusal::InvalidRequest)?,
+                add: operation == Op::FetchAdd,
+            },
+            (op, ..) if op.is_send() => Request::Send {
                 position,
                 payload,
                 imm,
+                invalidate: packet.invalidate(),
                 solicited,
             },
             (op, reth, _) if op.is_write() => Request::Write {
@@ -301,7 +334,20 @@ impl Responder {
             _ => return Err(Refusal::InvalidRequest),
         };
         let psn = packet.bth.psn;
-        let effect = self.execution.execute(env, head, request)?;
+        let flush_runs = |answer: &Answer| {
+            matches!(
+                answer,
+                Answer::Flush {
+                    state: FlushState::Runs,
+                    ..
+                }
+            )
+        };
+        if operation.is_atomic() && self.answers.iter().any(flush_runs) && !mutant!(AtomicPassesFlush) {
+            return Err(Refusal::NotReady);
+        }
+        let scope = Scope::of(env, head, packet.xrc_srqn())?;
+        let effect = self.execution.execute(env, head, scope, request)?;
         let msn_next = (self.msn + 1) & 0xff_ffff;
         match effect {
             Effect::Partial => {
@@ -332,6 +378,23 @@ impl Responder {
                     msn: self.msn,
                     source,
                     begun: false,
+                });
+            }
+            Effect::Atomic(original) => {
+                self.expected = psn.plus(1);
+                self.msn = msn_next;
+                let msn = self.msn;
+                self.keep(Resource::Atomic { psn, msn, original });
+                self.answers.push_back(Answer::Atomic { psn, msn, original });
+            }
+            Effect::AtomicWrite => {
+                self.expected = psn.plus(1);
+                self.msn = msn_next;
+                self.keep(Resource::Flush { psn, msn: self.msn });
+                self.answers.push_back(Answer::Flush {
+                    psn,
+                    msn: self.msn,
+                    state: FlushState::Done,
                 });
             }
             Effect::Flush(spec) => {
@@ -430,7 +493,16 @@ impl Responder {
                     self.replay_read(env, head, psn, reth);
                 }
             }
-            Op::Flush => self.replay_flush(psn),
+            Op::Flush | Op::AtomicWrite => self.replay_flush(psn),
+            Op::CompareSwap | Op::FetchAdd => {
+                let owed = |answer: &Answer| matches!(answer, Answer::Atomic { psn: p, .. } if *p == psn);
+                if !self.answers.iter().any(owed)
+                    && let Some(Resource::Atomic { psn, msn, original }) =
+                        resource_covering(&self.resources, psn)
+                {
+                    self.insert(Answer::Atomic { psn, msn, original });
+                }
+            }
             _ => {
                 match self.answers.front() {
                     None => self.owe(self.expected.minus(1), Syndrome::ACK),
@@ -500,12 +572,13 @@ impl Responder {
             && at.since(first.plus(packets)) < 0
             && reth.va == source.va.wrapping_add(skip.into())
             && reth.length <= source.bytes - skip.min(source.bytes);
-        let allowed = reth.length == 0 || region(env, head, reth, Access::REMOTE_READ).is_ok();
+        let allowed = reth.length == 0 || region(env, source.pd, head.qpn, reth, Access::REMOTE_READ).is_ok();
         if inside && allowed {
             let source = Source {
                 va: reth.va,
                 rkey: reth.rkey,
                 bytes: reth.length,
+                pd: source.pd,
             };
             self.insert(Answer::Read {
                 psn: at,
@@ -610,23 +683,30 @@ impl Responder {
                     state: FlushState::Failed,
                 } => (*psn, *msn, Syndrome::Nak(NakCode::RemoteOperation)),
                 Answer::Flush { psn, msn, .. } => {
-                    let (psn, msn) = (*psn, *msn);
+                    let bth = Bth::new(head.opcode(Op::ReadResponseOnly), head.dest_qpn, *psn);
+                    let aeth = Aeth {
+                        syndrome: Syndrome::ACK,
+                        msn: *msn,
+                    };
                     self.answers.pop_front();
                     env.counters.sent_pkts += 1;
-                    let bth = Bth::new(Opcode::rc(Op::ReadResponseOnly), head.dest_qpn, psn);
-                    let Ok(()) = emit(
-                        buf,
-                        &path,
-                        bth,
-                        Some(Aeth {
-                            syndrome: Syndrome::ACK,
-                            msn,
-                        }),
-                        0,
-                        |_| Ok::<_, Refusal>(()),
-                    ) else {
-                        continue;
+                    let _ = emit(buf, &path, bth, Some(aeth), 0, |_| Ok::<_, Refusal>(()));
+                    continue;
+                }
+                Answer::Atomic { psn, msn, original } => {
+                    let bth = Bth::new(head.opcode(Op::AtomicAcknowledge), head.dest_qpn, *psn);
+                    let aeth = Aeth {
+                        syndrome: Syndrome::ACK,
+                        msn: *msn,
                     };
+                    // AtomicAckETH stands where a payload would. 9.3.5.
+                    let original = original.to_be_bytes();
+                    self.answers.pop_front();
+                    env.counters.sent_pkts += 1;
+                    let _ = emit(buf, &path, bth, Some(aeth), 8, |out| {
+                        out.copy_from_slice(&original);
+                        Ok::<_, Refusal>(())
+                    });
                     continue;
                 }
                 Answer::Read {
@@ -647,19 +727,19 @@ impl Responder {
                         syndrome: Syndrome::ACK,
                         msn: *msn,
                     });
-                    let bth = Bth::new(Opcode::rc(op), head.dest_qpn, *psn);
+                    let bth = Bth::new(head.opcode(op), head.dest_qpn, *psn);
                     let reth = Reth {
                         va: source.va,
                         rkey: source.rkey,
                         length: bytes,
                     };
-                    let left = source.bytes;
+                    let (left, pd) = (source.bytes, source.pd);
                     let built = emit(buf, &path, bth, aeth, bytes as usize, |out| {
                         if out.is_empty() {
                             return Ok(());
                         }
-                        let (memory, offset) = region(env, head, reth, Access::REMOTE_READ)?;
-                        if !memory.gathers() || !ahead.fill(env, head, reth, left)? {
+                        let (memory, offset) = region(env, pd, head.qpn, reth, Access::REMOTE_READ)?;
+                        if !memory.gathers() || !ahead.fill(env, head, pd, reth, left)? {
                             return Ok(memory.read(offset, out)?);
                         }
                         out.copy_from_slice(ahead.take(reth));
@@ -698,7 +778,7 @@ impl Responder {
             };
             self.answers.pop_front();
             env.counters.sent_pkts += 1;
-            let bth = Bth::new(Opcode::rc(Op::Acknowledge), head.dest_qpn, psn);
+            let bth = Bth::new(head.opcode(Op::Acknowledge), head.dest_qpn, psn);
             let _ = emit(buf, &path, bth, Some(Aeth { syndrome, msn }), 0, |_| {
                 Ok::<_, Refusal>(())
             });
@@ -723,7 +803,7 @@ impl ReadAhead {
     }
 
     /// Makes sure that a packet's bytes are here; false when it is the only one, `left` bytes being left of the READ.
-    fn fill(&mut self, env: &Env<'_>, head: &Head, packet: Reth, left: u32) -> Result<bool, Refusal> {
+    fn fill(&mut self, env: &Env<'_>, head: &Head, pd: Pd, packet: Reth, left: u32) -> Result<bool, Refusal> {
         if self.offset(packet).is_some() {
             return Ok(true);
         }
@@ -731,7 +811,7 @@ impl ReadAhead {
         if length <= packet.length {
             return Ok(false);
         }
-        let (memory, offset) = region(env, head, Reth { length, ..packet }, Access::REMOTE_READ)?;
+        let (memory, offset) = region(env, pd, head.qpn, Reth { length, ..packet }, Access::REMOTE_READ)?;
         self.bytes.resize(length as usize, 0);
         memory.read(offset, &mut self.bytes)?;
         (self.va, self.rkey) = (packet.va, Some(packet.rkey));
@@ -752,7 +832,7 @@ fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource
         .find(|resource| {
             let (psn, packets) = match resource {
                 Resource::Read { psn, packets, .. } => (*psn, *packets),
-                Resource::Flush { psn, .. } => (*psn, 1),
+                Resource::Flush { psn, .. } | Resource::Atomic { psn, .. } => (*psn, 1),
             };
             at.since(psn) >= 0 && at.since(psn.plus(packets)) < 0
         })

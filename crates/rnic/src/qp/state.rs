@@ -2,6 +2,8 @@
 
 use bitflags::bitflags;
 
+use crate::qp::QpType;
+
 /// State of a QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QpState {
@@ -13,6 +15,10 @@ pub enum QpState {
     Rtr,
     /// Ready to send.
     Rts,
+    /// Send queue drained: what was begun ends, nothing new begins; then attributes may be changed.
+    Sqd,
+    /// Send queue error, UC and UD: sends are flushed, receives go on.
+    Sqe,
     /// In error: everything posted is flushed.
     Error,
 }
@@ -49,49 +55,89 @@ bitflags! {
         const WINDOW = 1 << 12;
         /// The peer numbers the IPv4 identification of a train from 0.
         const PEER_IS_RDMUX = 1 << 13;
+        /// The Q_Key that datagrams must show.
+        const QKEY = 1 << 14;
     }
 }
 
 /// A transition: from, to, attributes that must be given, attributes that may be given.
 pub(crate) type Transition = (QpState, QpState, AttrMask, AttrMask);
 
-const RTR_NEEDS: AttrMask = AttrMask::PATH
-    .union(AttrMask::PATH_MTU)
-    .union(AttrMask::DEST_QPN)
-    .union(AttrMask::RQ_PSN)
-    .union(AttrMask::MAX_DEST_RD_ATOMIC)
-    .union(AttrMask::MIN_RNR_TIMER);
-const RTS_NEEDS: AttrMask = AttrMask::SQ_PSN
-    .union(AttrMask::TIMEOUT)
-    .union(AttrMask::RETRY_COUNT)
-    .union(AttrMask::RNR_RETRY)
-    .union(AttrMask::MAX_RD_ATOMIC);
-const EXTENSIONS: AttrMask = AttrMask::WINDOW.union(AttrMask::PEER_IS_RDMUX);
+impl QpType {
+    /// Attributes that Init needs.
+    fn init_needs(self) -> AttrMask {
+        match self {
+            QpType::Ud => AttrMask::QKEY,
+            QpType::Rc | QpType::Uc | QpType::XrcSend | QpType::XrcRecv => AttrMask::ACCESS,
+        }
+    }
 
-/// Every transition of an RC QP that is allowed; any state may also go to Reset and to Error. IBTA Vol 1, table 91
-/// (11.2.4.2).
-pub(crate) const TRANSITIONS: [Transition; 5] = [
-    (QpState::Reset, QpState::Init, AttrMask::ACCESS, AttrMask::empty()),
-    (QpState::Init, QpState::Init, AttrMask::empty(), AttrMask::ACCESS),
-    (
-        QpState::Init,
-        QpState::Rtr,
-        RTR_NEEDS,
-        EXTENSIONS.union(AttrMask::ACCESS),
-    ),
-    (
-        QpState::Rtr,
-        QpState::Rts,
-        RTS_NEEDS,
-        EXTENSIONS.union(AttrMask::ACCESS).union(AttrMask::MIN_RNR_TIMER),
-    ),
-    (
-        QpState::Rts,
-        QpState::Rts,
-        AttrMask::empty(),
-        EXTENSIONS.union(AttrMask::ACCESS).union(AttrMask::MIN_RNR_TIMER),
-    ),
-];
+    /// Attributes that ready-to-receive needs.
+    fn rtr_needs(self) -> AttrMask {
+        let connected = AttrMask::PATH | AttrMask::PATH_MTU | AttrMask::DEST_QPN | AttrMask::RQ_PSN;
+        match self {
+            QpType::Ud => AttrMask::empty(),
+            QpType::Uc | QpType::XrcSend => connected,
+            QpType::Rc | QpType::XrcRecv => {
+                connected | AttrMask::MAX_DEST_RD_ATOMIC | AttrMask::MIN_RNR_TIMER
+            }
+        }
+    }
+
+    /// Attributes that ready-to-send needs.
+    fn rts_needs(self) -> AttrMask {
+        let retries = AttrMask::TIMEOUT | AttrMask::RETRY_COUNT | AttrMask::RNR_RETRY;
+        match self {
+            QpType::Ud | QpType::Uc => AttrMask::SQ_PSN,
+            QpType::XrcRecv => AttrMask::SQ_PSN | AttrMask::TIMEOUT,
+            QpType::Rc | QpType::XrcSend => AttrMask::SQ_PSN | AttrMask::MAX_RD_ATOMIC | retries,
+        }
+    }
+
+    /// Attributes that may change while the QP works.
+    fn while_working(self) -> AttrMask {
+        let extensions = AttrMask::WINDOW | AttrMask::PEER_IS_RDMUX;
+        match self {
+            QpType::Ud => AttrMask::QKEY,
+            QpType::Uc => AttrMask::ACCESS,
+            QpType::XrcSend => AttrMask::ACCESS | extensions,
+            QpType::Rc | QpType::XrcRecv => AttrMask::ACCESS | AttrMask::MIN_RNR_TIMER | extensions,
+        }
+    }
+
+    /// Attributes that may change while the send queue is drained.
+    fn while_drained(self) -> AttrMask {
+        let path = match self {
+            QpType::Ud => AttrMask::empty(),
+            QpType::Uc | QpType::Rc | QpType::XrcSend | QpType::XrcRecv => AttrMask::PATH,
+        };
+        let drained = self.rts_needs().difference(AttrMask::SQ_PSN);
+        let depth = self.rtr_needs() & AttrMask::MAX_DEST_RD_ATOMIC;
+        self.while_working() | path | drained | depth
+    }
+
+    /// Every transition that is allowed; any state may also go to Reset and to Error. IBTA Vol 1, table 91 (11.2.4.2); Linux's
+    /// `qp_state_table` where that says more (XRC).
+    pub(crate) fn transitions(self) -> Vec<Transition> {
+        use QpState::{Init, Reset, Rtr, Rts, Sqd, Sqe};
+        let none = AttrMask::empty();
+        let (init, working, drained) = (self.init_needs(), self.while_working(), self.while_drained());
+        let mut all = vec![
+            (Reset, Init, init, none),
+            (Init, Init, none, init),
+            (Init, Rtr, self.rtr_needs(), working | init),
+            (Rtr, Rts, self.rts_needs(), working),
+            (Rts, Rts, none, working),
+            (Rts, Sqd, none, none),
+            (Sqd, Sqd, none, drained),
+            (Sqd, Rts, none, working),
+        ];
+        if matches!(self, QpType::Uc | QpType::Ud) {
+            all.push((Sqe, Rts, none, working));
+        }
+        all
+    }
+}
 
 /// Why a QP was not modified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -133,11 +179,14 @@ pub enum ModifyError {
 }
 
 /// Checks a transition against the table.
-pub(crate) fn check(from: QpState, to: QpState, given: AttrMask) -> Result<(), ModifyError> {
+pub(crate) fn check(qp_type: QpType, from: QpState, to: QpState, given: AttrMask) -> Result<(), ModifyError> {
     let (needs, may) = if matches!(to, QpState::Reset | QpState::Error) {
         (AttrMask::empty(), AttrMask::empty())
     } else {
-        let row = TRANSITIONS.iter().find(|t| t.0 == from && t.1 == to);
+        let row = qp_type
+            .transitions()
+            .into_iter()
+            .find(|t| t.0 == from && t.1 == to);
         let row = row.ok_or(ModifyError::Transition { from, to })?;
         (row.2, row.3)
     };
@@ -156,44 +205,55 @@ pub(crate) fn check(from: QpState, to: QpState, given: AttrMask) -> Result<(), M
 mod tests {
     use super::*;
 
-    const STATES: [QpState; 5] = [
+    const STATES: [QpState; 7] = [
         QpState::Reset,
         QpState::Init,
         QpState::Rtr,
         QpState::Rts,
+        QpState::Sqd,
+        QpState::Sqe,
         QpState::Error,
     ];
+    const TYPES: [QpType; 5] = [
+        QpType::Rc,
+        QpType::Uc,
+        QpType::Ud,
+        QpType::XrcSend,
+        QpType::XrcRecv,
+    ];
+
+    /// Attributes that a transition needs.
+    fn needs(qp_type: QpType, from: QpState, to: QpState) -> AttrMask {
+        let rows = qp_type.transitions();
+        let row = rows.iter().find(|t| t.0 == from && t.1 == to);
+        row.map_or(AttrMask::empty(), |t| t.2)
+    }
 
     #[test]
     fn check__every_pair_of_states() {
-        // Rows: from; columns: to, both in the order of STATES. IBTA Vol 1, figure 124 (10.3.1).
+        // Rows: from; columns: to, both in the order of STATES; u: UC and UD alone. IBTA Vol 1, figure 124 (10.3.1).
         let allowed = [
-            [true, true, false, false, true],
-            [true, true, true, false, true],
-            [true, false, false, true, true],
-            [true, false, false, true, true],
-            [true, false, false, false, true],
+            //   Reset Init RTR RTS SQD SQE Error
+            /* Reset */ "yy....y",
+            /* Init  */ "yyy...y", /* RTR   */ "y..y..y", /* RTS   */ "y..yy.y",
+            /* SQD   */ "y..yy.y", /* SQE   */ "y..u..y", /* Error */ "y.....y",
         ];
-        for (i, from) in STATES.into_iter().enumerate() {
-            for (j, to) in STATES.into_iter().enumerate() {
-                let needs = TRANSITIONS
-                    .iter()
-                    .find(|t| t.0 == from && t.1 == to)
-                    .map_or(AttrMask::empty(), |t| t.2);
-                assert_eq!(
-                    check(from, to, needs).is_ok(),
-                    allowed[i][j],
-                    "{from:?} to {to:?}"
-                );
+        for qp_type in TYPES {
+            for (from, row) in STATES.into_iter().zip(allowed) {
+                for (to, cell) in STATES.into_iter().zip(row.chars()) {
+                    let may = cell == 'y' || cell == 'u' && matches!(qp_type, QpType::Uc | QpType::Ud);
+                    let got = check(qp_type, from, to, needs(qp_type, from, to));
+                    assert_eq!(got.is_ok(), may, "{qp_type:?}: {from:?} to {to:?}");
+                }
             }
         }
     }
 
     #[test]
     fn check__names_what_is_missing_and_what_is_extra() {
-        let missing = RTR_NEEDS.difference(AttrMask::RQ_PSN);
+        let missing = needs(QpType::Rc, QpState::Init, QpState::Rtr).difference(AttrMask::RQ_PSN);
         assert_eq!(
-            check(QpState::Init, QpState::Rtr, missing),
+            check(QpType::Rc, QpState::Init, QpState::Rtr, missing),
             Err(ModifyError::Missing {
                 from: QpState::Init,
                 to: QpState::Rtr,
@@ -201,7 +261,12 @@ mod tests {
             })
         );
         assert_eq!(
-            check(QpState::Reset, QpState::Init, AttrMask::ACCESS | AttrMask::SQ_PSN),
+            check(
+                QpType::Rc,
+                QpState::Reset,
+                QpState::Init,
+                AttrMask::ACCESS | AttrMask::SQ_PSN
+            ),
             Err(ModifyError::Extra {
                 from: QpState::Reset,
                 to: QpState::Init,

@@ -156,6 +156,7 @@ fn completions__come_in_the_order_of_posting() {
             operation,
             sges,
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         };
         let (now, qpn) = (pair.now, pair.sides[0].qpn);
         pair.sides[0].rnic.post_send(now, qpn, request).unwrap();
@@ -260,6 +261,7 @@ fn overrun__of_a_completion_queue_fails_all_of_its_qps_and_no_other() {
             },
             sges: pair.sides[0].sge(0, 8),
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         };
         pair.sides[0].rnic.post_send(now, busy, request).unwrap();
     }
@@ -301,11 +303,10 @@ fn overrun__by_the_flush_of_another_spreads_to_the_queue_that_it_fills() {
     let now = pair.now;
     let [a, b] = [sends, receives].map(|send_cq| {
         let init = QpInit {
-            pd: side.pd,
-            send_cq,
-            recv_cq: receives,
             max_send_wr: 4,
             max_recv_wr: 4,
+            recv_cq: receives,
+            ..QpInit::new(side.pd, send_cq)
         };
         let qpn = side.rnic.create_qp(init).unwrap();
         let attr = QpAttributes {
@@ -439,6 +440,10 @@ impl Memory for Counting {
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         self.0.write(offset, bytes)
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.0.atomic(offset, atomic)
     }
 
     fn placement(&self) -> Placement {

@@ -2,7 +2,7 @@
 //! hand.
 
 use rdmux_wire::roce::{
-    Aeth, Bth, Feth, NakCode, Opcode, Operation as Op, Packet, Reth, Syndrome, Transport,
+    Aeth, AtomicEth, Bth, Feth, NakCode, Opcode, Operation as Op, Packet, Reth, Syndrome, Transport,
 };
 
 use super::util::*;
@@ -611,6 +611,10 @@ impl Memory for Unreadable {
         Err(self.0)
     }
 
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(self.0)
+    }
+
     fn placement(&self) -> Placement {
         Placement::GLOBAL
     }
@@ -777,21 +781,27 @@ fn access__missing_on_the_region_is_a_remote_access_error() {
 }
 
 #[test]
-fn opcode__that_is_not_supported_is_an_invalid_request() {
-    for op in [
-        Op::CompareSwap,
-        Op::FetchAdd,
-        Op::AtomicWrite,
-        Op::SendOnlyInvalidate,
+fn atomic__misaligned_or_of_another_length_is_an_invalid_request() {
+    let rkey = RKey(1);
+    let atomic = |va| {
+        let mut b = [0; AtomicEth::LEN];
+        AtomicEth {
+            va,
+            rkey,
+            swap_or_add: 0,
+            compare: 0,
+        }
+        .emit(&mut b);
+        b.to_vec()
+    };
+    for (op, ext, payload) in [
+        (Op::CompareSwap, atomic(IOVA + 4), &[][..]),
+        (Op::FetchAdd, atomic(IOVA + 1), &[]),
+        (Op::AtomicWrite, reth(IOVA + 4, rkey, 8).to_vec(), &[1; 8]),
+        (Op::AtomicWrite, reth(IOVA, rkey, 16).to_vec(), &[1; 8]),
+        (Op::AtomicWrite, reth(IOVA, rkey, 8).to_vec(), &[1; 4]),
     ] {
         let mut pair = Pair::new();
-        recv(&mut pair, 64);
-        let ext = vec![0; Opcode::rc(op).ext().len()];
-        let payload: &[u8] = match op {
-            Op::AtomicWrite => &[1; 8],
-            Op::SendOnlyInvalidate => &[1; 4],
-            _ => &[],
-        };
         let answers = ask(&mut pair, op, 0, &ext, payload);
         refused(&mut pair, &answers, 0, NAK_INVALID);
     }
@@ -935,6 +945,7 @@ fn flush__that_never_ends_holds_back_its_own_qp_only() {
         },
         sges: pair.sides[0].sge(0, 100),
         flags: SendFlags::SIGNALED,
+        to: Target::Connected,
     };
     let now = pair.now;
     pair.sides[0].rnic.post_send(now, other0, write).unwrap();

@@ -18,6 +18,7 @@ fn post(pair: &mut Pair, qpn: Qpn, bytes: u32) {
         },
         sges: side.sge(0, bytes),
         flags: SendFlags::SIGNALED,
+        to: Target::Connected,
     };
     side.rnic.post_send(pair.now, qpn, request).unwrap();
 }

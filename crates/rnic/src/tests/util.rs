@@ -13,6 +13,8 @@ pub(super) const IOVA: u64 = 0x7000_0000_0000;
 pub(super) const ALL_ACCESS: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
     .union(Access::REMOTE_READ)
+    .union(Access::REMOTE_ATOMIC)
+    .union(Access::MW_BIND)
     .union(Access::FLUSH_GLOBAL);
 
 pub(super) struct Side {
@@ -53,11 +55,9 @@ impl Side {
         let (lkey, rkey) = rnic.reg_mr(pd, spec).unwrap();
         let cq = rnic.create_cq(1 << 16);
         let init = QpInit {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
             max_send_wr: 1 << 12,
             max_recv_wr: 1 << 12,
+            ..QpInit::new(pd, cq)
         };
         let qpn = rnic.create_qp(init).unwrap();
         Side {
@@ -101,6 +101,10 @@ impl Memory for SlowMemory {
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.heap.write(offset, bytes)
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.heap.atomic(offset, atomic)
     }
 
     fn placement(&self) -> Placement {
@@ -224,11 +228,9 @@ impl Pair {
         let [a, b] = [0, 1].map(|i| {
             let side = &mut self.sides[i];
             let init = QpInit {
-                pd: side.pd,
-                send_cq: side.cq,
-                recv_cq: side.cq,
                 max_send_wr: 16,
                 max_recv_wr: 16,
+                ..QpInit::new(side.pd, side.cq)
             };
             side.rnic.create_qp(init).unwrap()
         });
@@ -243,6 +245,7 @@ impl Pair {
             operation,
             sges,
             flags: SendFlags::SIGNALED,
+            to: Target::Connected,
         };
         let side = &mut self.sides[i];
         side.rnic.post_send(self.now, side.qpn, request).unwrap();

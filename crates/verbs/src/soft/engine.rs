@@ -472,7 +472,14 @@ impl Core {
                 Event::QpError(qpn, status) => {
                     self.qp_errors.insert(qpn, status);
                 }
-                Event::CommunicationEstablished(_) => {}
+                Event::CommunicationEstablished(_)
+                | Event::SqDrained(_)
+                | Event::LastWqeReached(_)
+                | Event::SrqLimitReached(_)
+                | Event::SrqError(_)
+                | Event::PortActive
+                | Event::PortError
+                | Event::DeviceFatal => {}
             }
         }
     }
