@@ -1,363 +1,233 @@
 // lab-peer: a program of the kernel's side of the lab. It speaks to an RDMA device by libibverbs and librdmacm, in the
 // guest rxe, and does by turns what rdmux does, so that each can be the other's peer.
 //
-//   lab-peer server ADDR PORT [BYTES [N]]   serves BYTES (1048576) of zeroes to N (1) connections, one after another
-//   lab-peer client ADDR PORT [BYTES]       connects and makes the requests below
-//   lab-peer refused ADDR PORT              connects and expects the requests that no responder may carry out to fail
+//   lab-peer server ADDR PORT [BYTES [N]]   transfer.c: serves BYTES (1048576) of zeroes to N (1) connections in turn
+//   lab-peer client ADDR PORT [BYTES]       transfer.c: connects and transfers
+//   lab-peer refused ADDR PORT              transfer.c: connects and makes requests that must fail
+//   lab-peer answer ADDR PORT               scenarios of verbs.c and cm.c: the side that is asked, at ADDR
+//   lab-peer ask ADDR PORT OWN [-l] [NAME...]   the side that asks, at OWN: those named, or all. -l: the link is lossy
 //
-// The protocol, over one RC connection by RDMA CM (port space TCP), all integers big endian:
+// Scenarios are carried out by two programs that hold each other's hands over TCP, at the same address and port:
+// * The asker begins with 16 bytes: "lossy", or "whole", and zeroes. For each scenario it sends its name and zeroes, 16
+//   bytes; at the end it closes the connection.
+// * In a scenario both swap, at points that both know, eight integers of 64 bits, big endian; where no more is meant
+//   than that both have come there, they are zeroes (a barrier). A scenario ends with a barrier.
 //
-// * The private data of REQ (after RDMA CM's own 36-byte header) and of REP begin with the sender's memory, 24 bytes:
-//   va 8, rkey 4, length 4, zero 8. It allows REMOTE_WRITE, REMOTE_READ and FLUSH_GLOBAL, never FLUSH_PERSISTENT.
-// * The client requests and the server answers. L = the smaller of the two lengths. The pattern's byte at offset i is the
-//   top byte of the 32-bit product (i + 1) * 2654435761. The client, one request after the other, each awaited:
-//     1. WRITE L bytes of pattern to the server's va, in three requests: [0, 1), [1, 4097) and [4097, L)
-//     2. FLUSH global visibility of the range [0, L) of the server's memory
-//     3. READ [0, L), and compare
-//     4. SEND 16 + N bytes, N = the smaller of L and 6000: the FNV-1a (64 bits) of the pattern's L bytes 8, L 4,
-//        N 4, then the pattern's first N bytes
-//     5. disconnect (DREQ)
-// * The server has one receive of 16 + 6000 bytes posted before it accepts. When the last client is gone it compares its
-//   memory and the message with the pattern and prints "ok SERVER L" or what differed.
-// * "refused" makes one connection for each of: a WRITE with a wrong rkey, a WRITE and a READ past the end, a FLUSH past
-//   the end, a FLUSH to persistence. Each must complete with a remote access error and leave the next connection unharmed; a
-//   SEND as in 4, but with L = 0 and N = 0, then follows on a last one. Its server must serve six connections.
-//
-// Exit status 0 when all held.
+// Exit status 0 when all held. A line "ok NAME" says that a scenario did.
+#include "peer.h"
+
 #include <arpa/inet.h>
 #include <endian.h>
 #include <errno.h>
-#include <infiniband/verbs.h>
-#include <rdma/rdma_cma.h>
-#include <stdint.h>
+#include <sched.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-enum { MESSAGE_HEADER = 16, MESSAGE_DATA = 6000, TIMEOUT_MS = 20000 };
+enum { NAME = 16, SCENARIO_SECONDS = 30 };
 
-struct memory_info {
-  uint64_t va;
-  uint32_t rkey;
-  uint32_t length;
-  uint64_t zero;
-} __attribute__((packed));
-
-struct connection {
-  struct rdma_event_channel *events;
-  struct rdma_cm_id *listener;
-  struct rdma_cm_id *id;
-  struct ibv_cq *cq;
-  struct ibv_mr *memory_mr, *source_mr, *message_mr;
-  unsigned char *memory;  // what the peer may reach; the client's READ lands here
-  unsigned char *source;  // the client's pattern
-  unsigned char message[MESSAGE_HEADER + MESSAGE_DATA];
-  uint32_t length;
-  struct memory_info peer;
-};
-
-static void die(const char *what) {
+void die(const char *what) {
   fprintf(stderr, "lab-peer: %s: %s\n", what, strerror(errno));
   exit(1);
 }
 
-static void fail(const char *what) {
-  fprintf(stderr, "lab-peer: %s\n", what);
+void fail(const char *format, ...) {
+  va_list values;
+  va_start(values, format);
+  fprintf(stderr, "lab-peer: ");
+  vfprintf(stderr, format, values);
+  fprintf(stderr, "\n");
   exit(1);
 }
 
-static unsigned char pattern(uint32_t i) { return (uint32_t)((i + 1) * 2654435761u) >> 24; }
+unsigned char pattern(uint32_t i) { return (uint32_t)((i + 1) * 2654435761u) >> 24; }
 
-static uint64_t fnv1a_of_pattern(uint32_t length) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (uint32_t i = 0; i < length; i++) hash = (hash ^ pattern(i)) * 0x100000001b3u;
-  return hash;
+void put_pattern(unsigned char *to, uint32_t from, uint32_t length) {
+  for (uint32_t i = 0; i < length; i++) to[i] = pattern(from + i);
 }
 
-static void expect_pattern(const char *what, const unsigned char *bytes, uint32_t length) {
+void expect_pattern(const char *what, const unsigned char *bytes, uint32_t from, uint32_t length) {
   for (uint32_t i = 0; i < length; i++)
-    if (bytes[i] != pattern(i)) {
-      fprintf(stderr, "lab-peer: %s: byte %u is 0x%02x, not 0x%02x\n", what, i, bytes[i], pattern(i));
-      exit(1);
-    }
+    if (bytes[i] != pattern(from + i)) fail("%s: byte %u is 0x%02x, not 0x%02x", what, i, bytes[i], pattern(from + i));
 }
 
-// Waits for the next CM event, which must be the wanted one, and acknowledges it after taking the peer's memory from it.
-static struct rdma_cm_id *await_event(struct connection *c, enum rdma_cm_event_type wanted) {
-  struct rdma_cm_event *event;
-  if (rdma_get_cm_event(c->events, &event)) die("rdma_get_cm_event");
-  if (event->event != wanted) {
-    fprintf(stderr, "lab-peer: CM event %s (status %d), not %s\n", rdma_event_str(event->event), event->status,
-            rdma_event_str(wanted));
-    exit(1);
-  }
-  struct rdma_cm_id *id = event->id;
-  if (wanted == RDMA_CM_EVENT_CONNECT_REQUEST || (wanted == RDMA_CM_EVENT_ESTABLISHED && !c->listener)) {
-    const struct rdma_conn_param *param = &event->param.conn;
-    if (!param->private_data || param->private_data_len < sizeof c->peer) fail("the peer told no memory");
-    memcpy(&c->peer, param->private_data, sizeof c->peer);
-    c->peer.va = be64toh(c->peer.va);
-    c->peer.rkey = be32toh(c->peer.rkey);
-    c->peer.length = be32toh(c->peer.length);
-    printf("peer: va 0x%016lx rkey 0x%08x length %u\n", c->peer.va, c->peer.rkey, c->peer.length);
-  }
-  rdma_ack_cm_event(event);
-  return id;
+void expect_value(const char *what, uint64_t value, uint64_t wanted) {
+  if (value != wanted) fail("%s is 0x%lx, not 0x%lx", what, value, wanted);
 }
 
-static void make_resources(struct connection *c) {
-  struct ibv_pd *pd = ibv_alloc_pd(c->id->verbs);
-  if (!pd) die("ibv_alloc_pd");
-  c->cq = ibv_create_cq(c->id->verbs, 16, NULL, NULL, 0);
-  if (!c->cq) die("ibv_create_cq");
-  struct ibv_qp_init_attr_ex attr = {
-      .qp_type = IBV_QPT_RC,
-      .send_cq = c->cq,
-      .recv_cq = c->cq,
-      .cap = {.max_send_wr = 4, .max_recv_wr = 4, .max_send_sge = 1, .max_recv_sge = 1},
-      .comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
-      .pd = pd,
-      .send_ops_flags = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_FLUSH,
-      .sq_sig_all = 1,
-  };
-  if (rdma_create_qp_ex(c->id, &attr)) die("rdma_create_qp_ex");
-  c->memory = aligned_alloc(4096, (c->length + 4095) / 4096 * 4096);
-  c->source = malloc(c->length);
-  if (!c->memory || !c->source) die("malloc");
-  memset(c->memory, 0, c->length);
-  for (uint32_t i = 0; i < c->length; i++) c->source[i] = pattern(i);
-  int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_FLUSH_GLOBAL;
-  c->memory_mr = ibv_reg_mr(pd, c->memory, c->length, access);
-  c->source_mr = ibv_reg_mr(pd, c->source, c->length, 0);
-  c->message_mr = ibv_reg_mr(pd, c->message, sizeof c->message, IBV_ACCESS_LOCAL_WRITE);
-  if (!c->memory_mr || !c->source_mr || !c->message_mr) die("ibv_reg_mr");
+void expect_status(const char *what, enum ibv_wc_status status, enum ibv_wc_status wanted) {
+  if (status != wanted) fail("%s: \"%s\", not \"%s\"", what, ibv_wc_status_str(status), ibv_wc_status_str(wanted));
 }
 
-static void free_resources(struct connection *c) {
-  struct ibv_pd *pd = c->id->pd ? c->id->pd : c->memory_mr->pd;
-  rdma_destroy_qp(c->id);
-  ibv_dereg_mr(c->memory_mr);
-  ibv_dereg_mr(c->source_mr);
-  ibv_dereg_mr(c->message_mr);
-  ibv_destroy_cq(c->cq);
-  ibv_dealloc_pd(pd);
-  rdma_destroy_id(c->id);
-  free(c->memory);
-  free(c->source);
-}
-
-static struct rdma_conn_param told_memory(const struct connection *c, struct memory_info *info) {
-  *info = (struct memory_info){htobe64((uintptr_t)c->memory), htobe32(c->memory_mr->rkey), htobe32(c->length), 0};
-  return (struct rdma_conn_param){
-      .private_data = info,
-      .private_data_len = sizeof *info,
-      .responder_resources = 4,
-      .initiator_depth = 4,
-      .retry_count = 7,
-      .rnr_retry_count = 7,
-  };
-}
-
-// Polls for one completion; its status, which the caller judges.
-static struct ibv_wc await_completion(struct connection *c) {
+// Gives way while it waits: in the guest both sides share one CPU.
+struct ibv_wc await_completion(struct ibv_cq *cq) {
   struct ibv_wc wc;
   int n;
-  do n = ibv_poll_cq(c->cq, 1, &wc);
-  while (n == 0);
+  while ((n = ibv_poll_cq(cq, 1, &wc)) == 0) sched_yield();
   if (n < 0) die("ibv_poll_cq");
   return wc;
 }
 
-static struct ibv_wc finish_request(struct connection *c, struct ibv_qp_ex *qp) {
-  errno = ibv_wr_complete(qp);
-  if (errno) die("ibv_wr_complete");
-  return await_completion(c);
-}
-
-static void expect_status(const char *what, struct ibv_wc wc, enum ibv_wc_status wanted) {
-  printf("%s: %s\n", what, ibv_wc_status_str(wc.status));
-  if (wc.status != wanted) {
-    fprintf(stderr, "lab-peer: %s: expected \"%s\"\n", what, ibv_wc_status_str(wanted));
-    exit(1);
+// False when the other side has closed the connection before the first byte.
+static int read_all(int from, void *bytes, size_t length) {
+  for (size_t done = 0; done < length;) {
+    ssize_t n = read(from, (char *)bytes + done, length - done);
+    if (n == 0 && done == 0) return 0;
+    if (n <= 0) fail("the other side went away");
+    done += n;
   }
+  return 1;
 }
 
-static struct ibv_qp_ex *start_request(struct connection *c) {
-  struct ibv_qp_ex *qp = ibv_qp_to_qp_ex(c->id->qp);
-  ibv_wr_start(qp);
-  return qp;
+static void write_all(int to, const void *bytes, size_t length) {
+  if (write(to, bytes, length) != (ssize_t)length) fail("the other side went away");
 }
 
-static struct ibv_wc write_bytes(struct connection *c, uint32_t rkey, uint32_t from, uint32_t to) {
-  struct ibv_qp_ex *qp = start_request(c);
-  ibv_wr_rdma_write(qp, rkey, c->peer.va + from);
-  ibv_wr_set_sge(qp, c->source_mr->lkey, (uintptr_t)c->source + from, to - from);
-  return finish_request(c, qp);
+struct told swap_told(struct side *s, struct told mine) {
+  struct told theirs;
+  for (int i = 0; i < 8; i++) mine.value[i] = htobe64(mine.value[i]);
+  write_all(s->control, &mine, sizeof mine);
+  if (!read_all(s->control, &theirs, sizeof theirs)) fail("the other side went away");
+  for (int i = 0; i < 8; i++) theirs.value[i] = be64toh(theirs.value[i]);
+  return theirs;
 }
 
-static struct ibv_wc read_bytes(struct connection *c, uint64_t va, uint32_t length) {
-  struct ibv_qp_ex *qp = start_request(c);
-  ibv_wr_rdma_read(qp, c->peer.rkey, va);
-  ibv_wr_set_sge(qp, c->memory_mr->lkey, (uintptr_t)c->memory, length);
-  return finish_request(c, qp);
-}
+void barrier(struct side *s) { swap_told(s, (struct told){0}); }
 
-static struct ibv_wc flush_range(struct connection *c, uint8_t type, uint64_t va, uint32_t length) {
-  struct ibv_qp_ex *qp = start_request(c);
-  ibv_wr_flush(qp, c->peer.rkey, va, length, type, IBV_FLUSH_RANGE);
-  return finish_request(c, qp);
-}
-
-static struct ibv_wc send_message(struct connection *c, uint32_t length) {
-  uint32_t data = length < MESSAGE_DATA ? length : MESSAGE_DATA;
-  uint64_t hash = htobe64(fnv1a_of_pattern(length));
-  uint32_t lengths[2] = {htobe32(length), htobe32(data)};
-  memcpy(c->message, &hash, 8);
-  memcpy(c->message + 8, lengths, 8);
-  memcpy(c->message + MESSAGE_HEADER, c->source, data);
-  struct ibv_qp_ex *qp = start_request(c);
-  ibv_wr_send(qp);
-  ibv_wr_set_sge(qp, c->message_mr->lkey, (uintptr_t)c->message, MESSAGE_HEADER + data);
-  return finish_request(c, qp);
-}
-
-static void connect_to(struct connection *c, struct sockaddr_storage *address, uint32_t length) {
-  c->length = length;
-  if (!c->events && !(c->events = rdma_create_event_channel())) die("rdma_create_event_channel");
-  if (rdma_create_id(c->events, &c->id, NULL, RDMA_PS_TCP)) die("rdma_create_id");
-  if (rdma_resolve_addr(c->id, NULL, (struct sockaddr *)address, TIMEOUT_MS)) die("rdma_resolve_addr");
-  await_event(c, RDMA_CM_EVENT_ADDR_RESOLVED);
-  if (rdma_resolve_route(c->id, TIMEOUT_MS)) die("rdma_resolve_route");
-  await_event(c, RDMA_CM_EVENT_ROUTE_RESOLVED);
-  make_resources(c);
-  struct memory_info info;
-  struct rdma_conn_param param = told_memory(c, &info);
-  if (rdma_connect(c->id, &param)) die("rdma_connect");
-  await_event(c, RDMA_CM_EVENT_ESTABLISHED);
-}
-
-static void hang_up(struct connection *c) {
-  if (rdma_disconnect(c->id)) die("rdma_disconnect");
-  await_event(c, RDMA_CM_EVENT_DISCONNECTED);
-  free_resources(c);
-}
-
-static void client(struct sockaddr_storage *address, uint32_t bytes) {
-  struct connection c = {0};
-  connect_to(&c, address, bytes);
-  uint32_t length = c.peer.length < bytes ? c.peer.length : bytes;
-  uint32_t cuts[] = {0, 1, 4097, length};
-  for (int i = 0; i < 3; i++) {
-    uint32_t from = cuts[i] < length ? cuts[i] : length, to = cuts[i + 1] < length ? cuts[i + 1] : length;
-    expect_status("WRITE", write_bytes(&c, c.peer.rkey, from, to), IBV_WC_SUCCESS);
-  }
-  expect_status("FLUSH global", flush_range(&c, IBV_FLUSH_GLOBAL, c.peer.va, length), IBV_WC_SUCCESS);
-  expect_status("READ", read_bytes(&c, c.peer.va, length), IBV_WC_SUCCESS);
-  expect_pattern("READ", c.memory, length);
-  expect_status("SEND", send_message(&c, length), IBV_WC_SUCCESS);
-  hang_up(&c);
-  printf("ok CLIENT %u\n", length);
-}
-
-static void refused(struct sockaddr_storage *address) {
-  struct connection c = {0};
-  for (int i = 0; i < 6; i++) {
-    connect_to(&c, address, 8192);
-    uint64_t end = c.peer.va + c.peer.length;
-    switch (i) {
-      case 0: expect_status("WRITE, wrong rkey", write_bytes(&c, c.peer.rkey ^ 0x100, 0, 64), IBV_WC_REM_ACCESS_ERR); break;
-      case 1:
-        c.peer.va = end - 63;
-        expect_status("WRITE past the end", write_bytes(&c, c.peer.rkey, 0, 64), IBV_WC_REM_ACCESS_ERR);
-        break;
-      case 2: expect_status("READ past the end", read_bytes(&c, end - 63, 64), IBV_WC_REM_ACCESS_ERR); break;
-      case 3:
-        expect_status("FLUSH past the end", flush_range(&c, IBV_FLUSH_GLOBAL, end - 63, 64), IBV_WC_REM_ACCESS_ERR);
-        break;
-      case 4:
-        expect_status("FLUSH to persistence", flush_range(&c, IBV_FLUSH_PERSISTENT, c.peer.va, 64), IBV_WC_REM_ACCESS_ERR);
-        break;
-      case 5: expect_status("SEND", send_message(&c, 0), IBV_WC_SUCCESS); break;
-    }
-    hang_up(&c);
-  }
-  printf("ok REFUSED\n");
-}
-
-static void accept_one(struct connection *c, uint32_t bytes) {
-  c->length = bytes;
-  c->id = await_event(c, RDMA_CM_EVENT_CONNECT_REQUEST);
-  make_resources(c);
-  struct ibv_sge sge = {(uintptr_t)c->message, sizeof c->message, c->message_mr->lkey};
-  struct ibv_recv_wr *bad, receive = {.sg_list = &sge, .num_sge = 1};
-  errno = ibv_post_recv(c->id->qp, &receive, &bad);
-  if (errno) die("ibv_post_recv");
-  struct memory_info info;
-  struct rdma_conn_param param = told_memory(c, &info);
-  if (rdma_accept(c->id, &param)) die("rdma_accept");
-  await_event(c, RDMA_CM_EVENT_ESTABLISHED);
-}
-
-static void check_served(struct connection *c) {
-  struct ibv_wc wc = await_completion(c);
-  expect_status("receive", wc, IBV_WC_SUCCESS);
-  uint64_t hash;
-  uint32_t lengths[2];
-  memcpy(&hash, c->message, 8);
-  memcpy(lengths, c->message + 8, 8);
-  uint32_t length = be32toh(lengths[0]), data = be32toh(lengths[1]);
-  if (length > c->length || data > MESSAGE_DATA || data > length) fail("the message's lengths are out of bounds");
-  if (wc.byte_len != MESSAGE_HEADER + data) fail("the message has another length than it says");
-  if (be64toh(hash) != fnv1a_of_pattern(length)) fail("the message's checksum is not the pattern's");
-  expect_pattern("message", c->message + MESSAGE_HEADER, data);
-  expect_pattern("memory", c->memory, length);
-  printf("ok SERVER %u\n", length);
-}
-
-static void server(struct sockaddr_storage *address, uint32_t bytes, int connections) {
-  struct connection c = {0};
-  if (!(c.events = rdma_create_event_channel())) die("rdma_create_event_channel");
-  if (rdma_create_id(c.events, &c.listener, NULL, RDMA_PS_TCP)) die("rdma_create_id");
-  if (rdma_bind_addr(c.listener, (struct sockaddr *)address)) die("rdma_bind_addr");
-  if (rdma_listen(c.listener, 8)) die("rdma_listen");
-  printf("listening\n");
-  while (connections-- > 0) {
-    accept_one(&c, bytes);
-    await_event(&c, RDMA_CM_EVENT_DISCONNECTED);
-    if (connections == 0) check_served(&c);
-    free_resources(&c);
-  }
-}
-
-static void parse_address(const char *host, const char *port, struct sockaddr_storage *address) {
+static socklen_t parse_address(const char *host, const char *port, struct sockaddr_storage *address) {
   struct sockaddr_in *v4 = (struct sockaddr_in *)address;
   struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)address;
   memset(address, 0, sizeof *address);
   if (inet_pton(AF_INET, host, &v4->sin_addr) == 1) {
     v4->sin_family = AF_INET;
     v4->sin_port = htons(atoi(port));
-  } else if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
+    return sizeof *v4;
+  }
+  if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
     v6->sin6_family = AF_INET6;
     v6->sin6_port = htons(atoi(port));
-  } else {
-    fail("ADDR is no IPv4 or IPv6 address");
+    return sizeof *v6;
+  }
+  fail("%s is no IPv4 or IPv6 address", host);
+}
+
+// Finds the device and the index of the GID that is this address.
+static void open_device(struct side *s, const struct sockaddr_storage *own) {
+  union ibv_gid gid = {.raw = {[10] = 0xff, [11] = 0xff}};
+  if (own->ss_family == AF_INET) memcpy(gid.raw + 12, &((struct sockaddr_in *)own)->sin_addr, 4);
+  else memcpy(gid.raw, &((struct sockaddr_in6 *)own)->sin6_addr, 16);
+  int n;
+  struct ibv_device **devices = ibv_get_device_list(&n);
+  for (int i = 0; i < n; i++) {
+    struct ibv_context *verbs = ibv_open_device(devices[i]);
+    struct ibv_gid_entry entries[64];
+    int m = verbs ? ibv_query_gid_table(verbs, entries, 64, 0) : 0;
+    for (int j = 0; j < m; j++)
+      if (entries[j].gid_type == IBV_GID_TYPE_ROCE_V2 && !memcmp(&entries[j].gid, &gid, sizeof gid)) {
+        struct ibv_port_attr port;
+        errno = ibv_query_port(verbs, 1, &port);
+        if (errno) die("ibv_query_port");
+        s->verbs = verbs;
+        s->gid = gid;
+        s->gid_index = entries[j].gid_index;
+        s->mtu = port.active_mtu;
+        return;
+      }
+  }
+  fail("no RDMA device has the address");
+}
+
+static void open_side(struct side *s, const struct sockaddr_storage *own) {
+  open_device(s, own);
+  if (!(s->pd = ibv_alloc_pd(s->verbs))) die("ibv_alloc_pd");
+  s->memory = aligned_alloc(4096, MEMORY);
+  s->local = aligned_alloc(4096, MEMORY);
+  if (!s->memory || !s->local) die("aligned_alloc");
+  s->memory_mr = ibv_reg_mr(s->pd, s->memory, MEMORY, ALL_RIGHTS);
+  s->local_mr = ibv_reg_mr(s->pd, s->local, MEMORY, IBV_ACCESS_LOCAL_WRITE);
+  if (!s->memory_mr || !s->local_mr) die("ibv_reg_mr");
+}
+
+// Names none: all.
+static const struct scenario *find_scenario(const char *name) {
+  const struct scenario *lists[] = {verbs_scenarios, cm_scenarios};
+  for (int i = 0; i < 2; i++)
+    for (const struct scenario *one = lists[i]; one->name; one++)
+      if (!strcmp(one->name, name)) return one;
+  fail("no scenario %s", name);
+}
+
+static void run_scenario(struct side *s, const char *name) {
+  const struct scenario *one = find_scenario(name);
+  alarm(SCENARIO_SECONDS);  // a request or message that is never answered
+  memset(s->memory, 0, MEMORY);
+  memset(s->local, 0, MEMORY);
+  one->run(s);
+  barrier(s);
+  printf("ok %s\n", name);
+}
+
+static void answer(const struct sockaddr_storage *address, socklen_t length) {
+  struct side s = {.address = *address};
+  open_side(&s, address);
+  int listener = socket(address->ss_family, SOCK_STREAM, 0), on = 1;
+  setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (bind(listener, (const struct sockaddr *)address, length) || listen(listener, 1)) die("bind");
+  printf("listening\n");
+  if ((s.control = accept(listener, NULL, NULL)) < 0) die("accept");
+  char name[NAME + 1] = "";
+  if (!read_all(s.control, name, NAME)) fail("the asker said nothing");
+  s.lossy = !strcmp(name, "lossy");
+  while (read_all(s.control, name, NAME)) run_scenario(&s, name);
+}
+
+static void ask_for(struct side *s, const char *name) {
+  char padded[NAME + 1] = "";
+  snprintf(padded, sizeof padded, "%s", name);
+  write_all(s->control, padded, NAME);
+}
+
+static void ask(const struct sockaddr_storage *address, socklen_t length, const char *own, char **names) {
+  struct side s = {.asks = 1, .address = *address};
+  struct sockaddr_storage own_address;
+  parse_address(own, "0", &own_address);
+  open_side(&s, &own_address);
+  s.control = socket(address->ss_family, SOCK_STREAM, 0);
+  if (connect(s.control, (const struct sockaddr *)address, length)) die("connect");
+  if (*names && !strcmp(*names, "-l")) {
+    s.lossy = 1;
+    names++;
+  }
+  ask_for(&s, s.lossy ? "lossy" : "whole");
+  const char *all[32] = {0};
+  int n = 0;
+  for (const struct scenario *one = verbs_scenarios; one->name; one++) all[n++] = one->name;
+  for (const struct scenario *one = cm_scenarios; one->name; one++) all[n++] = one->name;
+  for (const char **name = *names ? (const char **)names : all; *name; name++) {
+    ask_for(&s, *name);
+    run_scenario(&s, *name);
   }
 }
 
-static void usage(void) { fail("usage: lab-peer {server|client|refused} ADDR PORT [BYTES [CONNECTIONS]]"); }
+static void usage(void) {
+  fail("usage: lab-peer server|client|refused ADDR PORT [BYTES [CONNECTIONS]], "
+       "lab-peer answer ADDR PORT, lab-peer ask ADDR PORT OWN [-l] [NAME...]");
+}
 
 int main(int argc, char **argv) {
   setvbuf(stdout, NULL, _IOLBF, 0);
-  alarm(60);  // a request or message that is never answered
+  alarm(60);  // a peer that never comes or never answers
+  if (argc < 4) usage();
   struct sockaddr_storage address;
-  if (argc < 4 || argc > 6) usage();
+  socklen_t length = parse_address(argv[2], argv[3], &address);
   uint32_t bytes = argc > 4 ? strtoul(argv[4], NULL, 10) : 1 << 20;
-  int connections = argc > 5 ? atoi(argv[5]) : 1;
-  parse_address(argv[2], argv[3], &address);
-  if (!strcmp(argv[1], "server")) server(&address, bytes, connections);
+  if (!strcmp(argv[1], "server")) serve(&address, bytes, argc > 5 ? atoi(argv[5]) : 1);
   else if (!strcmp(argv[1], "client")) client(&address, bytes);
   else if (!strcmp(argv[1], "refused")) refused(&address);
+  else if (!strcmp(argv[1], "answer")) answer(&address, length);
+  else if (!strcmp(argv[1], "ask") && argc > 4) ask(&address, length, argv[4], argv + 5);
   else usage();
   return 0;
 }

@@ -1,4 +1,4 @@
-//! `rdmux lab-peer`: the peer of lab/peer/peer.c, whose head describes the protocol.
+//! `rdmux lab-peer`: the peer of lab/peer, whose sources describe the protocols.
 
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
@@ -147,7 +147,7 @@ fn connect_to(device: &Device, peer: SocketAddr, bytes: u32) -> Result<(End, Con
     Ok((end, connection, there))
 }
 
-/// As peer.c asks for.
+/// As transfer.c asks for.
 fn params() -> ConnectParams {
     ConnectParams {
         responder_resources: 4,
