@@ -244,6 +244,7 @@ impl Device {
                         sink,
                         waker: events.waker.clone(),
                         qpn: Some(qp.qpn()),
+                        record: None,
                     },
                 );
             }
@@ -499,7 +500,15 @@ impl ConnectionRequest {
             // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
             if accepted.is_ok() {
                 let (waker, qpn) = (connection.events.waker.clone(), Some(qp.qpn()));
-                core.connections.insert(id, ConnectionEntry { sink, waker, qpn });
+                let record = None;
+                let entry = ConnectionEntry {
+                    sink,
+                    waker,
+                    qpn,
+                    record,
+                };
+                core.connections.insert(id, entry);
+                core.record(id);
             }
             accepted
         });

@@ -326,6 +326,24 @@ fn share_and_survive(addr: IpAddr) {
 }
 
 #[test]
+fn group__everyone_hears_of_a_rejection_without_an_id() {
+    let addr = IpAddr::from([127, 0, 0, 51]);
+    let (groups, mads): (Vec<_>, Vec<_>) = (0..3).map(|_| join(addr)).unzip();
+    let sender = Sender::new(addr);
+    // Each has announced itself once it gets what is for it alone.
+    for (group, mads) in groups.iter().zip(&mads) {
+        while mads.recv_timeout(Duration::from_millis(100)).is_err() {
+            sender.rtu(group.slot(), "there");
+        }
+        while mads.recv_timeout(Duration::from_millis(100)).is_ok() {}
+    }
+    sender.mad(0x12, &[2, 0, 0, 9, 0, 0, 0, 0], "withdrawn");
+    for mads in &mads {
+        assert_eq!(describe(&mads.recv_timeout(DEADLINE).unwrap()), "withdrawn");
+    }
+}
+
+#[test]
 fn group__survives_its_holders_ipv4() {
     share_and_survive([127, 0, 0, 41].into());
 }

@@ -55,6 +55,8 @@ pub enum Destination {
     Service(ServiceId),
     /// Goes on with what the receiver began under this communication id (or SIDR request id).
     CommId(u32),
+    /// A REJ by one that gave up before it knew the receiver's id: whoever has the request knows. IBTA Vol 1, 12.6.7.2.
+    Everyone,
 }
 
 /// Where a MAD goes, read from its fixed fields without parsing the rest. `None` when it is no CM message.
@@ -66,6 +68,7 @@ pub fn destination(mad: &[u8]) -> Option<Destination> {
     match be16(mad, 16) {
         attribute::REQ | attribute::SIDR_REQ => Some(Destination::Service(ServiceId(be64(body, 8)))),
         attribute::SIDR_REP => Some(Destination::CommId(be32(body, 0))),
+        attribute::REJ if be32(body, 4) == 0 => Some(Destination::Everyone),
         attribute::MRA
         | attribute::REJ
         | attribute::REP
@@ -1302,6 +1305,12 @@ mod tests {
                 _ => Destination::CommId(0x0506_0708),
             };
             assert_eq!(destination(&emit(&message)), Some(expected), "{message:?}");
+        }
+        for message in each() {
+            let mut mad = emit(&message);
+            mad[HEADER_LEN + 4..][..4].fill(0);
+            let is_rej = matches!(message, Message::Rej(_));
+            assert_eq!(destination(&mad) == Some(Destination::Everyone), is_rej);
         }
         let mut lap = emit(&each()[6]);
         lap[17] = 0x19;

@@ -10,8 +10,8 @@ use rdmux_wire::cm::{
 use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
 
 use super::{
-    BACKLOG_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint, RESPONSE_TIMEOUT,
-    SERVICE_TIMEOUT, State, TRIES, cut, emit, nanoseconds, rej, rej_with, with_addressing,
+    BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint, Peering,
+    RESPONSE_TIMEOUT, SERVICE_TIMEOUT, State, TRIES, cut, emit, nanoseconds, rej, rej_with, with_addressing,
     without_addressing,
 };
 use crate::time::Time;
@@ -221,6 +221,42 @@ impl Cm {
             State::SidrReqSent => self.rest(now, id.0, None),
             State::DreqSent | State::TimeWait => {}
         }
+    }
+
+    /// Both ends of a connection that the peer may take for one: accepted or replied to, and not ended.
+    pub fn peering(&self, id: CmId) -> Option<Peering> {
+        let c = self.connections.get(&id.0)?;
+        matches!(
+            c.state,
+            State::RepReceived
+                | State::MraRepSent
+                | State::RepSent
+                | State::MraRepReceived
+                | State::Established
+                | State::DreqSent
+        )
+        .then_some(Peering {
+            id,
+            local_qpn: c.local_qpn,
+            peer: c.peer,
+            remote_id: c.remote_id,
+            remote_qpn: c.remote_qpn,
+        })
+    }
+
+    /// Ends a connection that another device of this address had, which has gone without doing so: its peer gets a DREQ as
+    /// from that device. [`CmEvent::Disconnected`] follows.
+    pub fn bury(&mut self, now: Time, peering: &Peering) {
+        let id = peering.id;
+        if self.len() >= CONNECTIONS_MAX || self.connections.contains_key(&id.0) {
+            return;
+        }
+        let mut connection = Connection::new(State::Established, ServiceId(0), peering.peer, 0);
+        connection.local_qpn = peering.local_qpn;
+        connection.remote_id = peering.remote_id;
+        connection.remote_qpn = peering.remote_qpn;
+        self.connections.insert(id.0, connection);
+        self.disconnect(now, id);
     }
 
     /// Tells the peer that nobody waits for its answer any more. It may not have told its id: the GUID names us. 12.6.7.2.

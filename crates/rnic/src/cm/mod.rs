@@ -99,6 +99,21 @@ pub struct Endpoint {
     pub extensions: Option<Extensions>,
 }
 
+/// Names both ends of a connection: enough to end it when the device that had it has gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peering {
+    /// The connection.
+    pub id: CmId,
+    /// Own QPN.
+    pub local_qpn: Qpn,
+    /// The peer's address.
+    pub peer: IpAddr,
+    /// The peer's communication id.
+    pub remote_id: u32,
+    /// The peer's QPN.
+    pub remote_qpn: Qpn,
+}
+
 /// What happened to a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CmEvent {

@@ -1151,3 +1151,20 @@ fn resolve__takes_so_many_requests_and_again_as_many_as_are_answered() {
     ask(&mut pair, 1_001);
     assert_eq!(std::iter::from_fn(|| event(&mut pair, 0)).count(), 1);
 }
+
+#[test]
+fn bury__ends_the_connection_of_a_device_that_has_gone() {
+    let mut pair = Pair::new();
+    let (active, passive) = established(&mut pair);
+    let peering = pair.sides[0].rnic.cm().peering(active).unwrap();
+    pair.sides[0].rnic.cm().destroy(active);
+    lose(&mut pair, DREQ, 2);
+    let now = pair.now;
+    pair.sides[0].rnic.cm().bury(now, &peering);
+    pair.sides[0].rnic.cm().bury(now, &peering);
+    pair.run();
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
+    assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));
+    assert_eq!(event(&mut pair, 0), None);
+    assert_eq!(connections(&mut pair), [0, 0]);
+}

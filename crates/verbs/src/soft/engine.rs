@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::cm::{CmEvent, CmId};
+use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
     Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, QpAttributes, QpState, Qpn, Rnic, Time,
     TransmitBuf,
@@ -24,7 +24,7 @@ use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
-use super::group::{Group, GroupError, MadDatagram, SLOTS};
+use super::group::{Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::udp::{Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
 
 /// How long after its last call a polling caller is trusted to come back.
@@ -125,6 +125,8 @@ pub(crate) struct ConnectionEntry {
     pub(crate) waker: Arc<Waker>,
     /// The queue pair that ends with it, until this side has ended the connection.
     pub(crate) qpn: Option<Qpn>,
+    /// Its place in the ledger of the address, as soon as the peer may take it for connected.
+    pub(crate) record: Option<Record>,
 }
 
 /// What is reached under the engine's lock.
@@ -147,6 +149,7 @@ pub(crate) struct Core {
     pub(crate) listeners: HashMap<ServiceId, (CmSink, Arc<Waker>)>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
+    records: Arc<OwnRecords>,
     flushers: Arc<Flushers>,
 }
 
@@ -189,7 +192,20 @@ impl Engine {
                 }
             }
         };
-        let group = Group::join(address, Box::new(deliver))?;
+        let bury = {
+            let slot = slot.clone();
+            move |dead: Vec<Peering>| {
+                let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+                if let Some(engine) = engine {
+                    engine.with(|core, now| {
+                        for peering in &dead {
+                            core.rnic.cm().bury(now, peering);
+                        }
+                    });
+                }
+            }
+        };
+        let group = Group::join_and_bury(address, Box::new(deliver), Box::new(bury))?;
         let rx = group.socket().map_err(io("UDP socket"))?;
         if let Some(bytes) = options.receive_buffer_bytes {
             rx.set_buffer_bytes(bytes).map_err(io("UDP receive buffer"))?;
@@ -230,6 +246,7 @@ impl Engine {
             connections: HashMap::new(),
             listeners: HashMap::new(),
             send_errors: 0,
+            records: group.records(),
             flushers: Arc::default(),
         };
         let engine = Arc::new(Engine {
@@ -524,10 +541,25 @@ impl Core {
                 .rnic
                 .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
         }
+        if let CmEvent::Reply { id, .. } = event {
+            self.record(id);
+        }
+        let Some(entry) = self.connections.get(&id) else {
+            return;
+        };
         let _ = entry.sink.send(event);
         entry.waker.wake();
         if ends {
             self.connections.remove(&id);
+        }
+    }
+
+    /// Records a connection, so that it can be ended should this process die.
+    pub(crate) fn record(&mut self, id: CmId) {
+        if let Some(peering) = self.rnic.cm().peering(id)
+            && let Some(entry) = self.connections.get_mut(&id)
+        {
+            entry.record = self.records.record(&peering);
         }
     }
 

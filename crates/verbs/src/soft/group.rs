@@ -15,9 +15,14 @@
 //! services are offered. Messages between processes only speed up the finding. So two processes never have one slot or
 //! service, and a new holder knows for whom it must wait before it says that a service does not exist.
 //!
+//! A process that ends without ending its connections leaves their names in the group's *ledger*. The holder sends the DREQs
+//! in its place, so that peers need not find out by retries, and its slot rests meanwhile: no new process gets it as long
+//! as there is another. When no process is left, the ledger is gone too, and the peers' retries tell them.
+//!
 //! Only processes of one user share a port: both ends of each connection check the other's credentials. What another user
 //! binds among the names can keep us from starting, as a socket on the port can, but it is never sent anything.
 
+mod ledger;
 mod message;
 mod names;
 mod worker;
@@ -31,12 +36,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use rdmux_rnic::cm::Peering;
 use rdmux_wire::Qpn;
 use rdmux_wire::cm::{self, Destination, ServiceId};
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
+use self::ledger::Ledger;
+pub(crate) use self::ledger::{OwnRecords, Record};
 use self::message::Message;
 use self::names::Names;
 use self::worker::{Role, Worker};
@@ -151,6 +159,10 @@ pub struct MadDatagram {
 /// works no message moves on the address.
 pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
 
+/// Takes the connections of a process that has gone, on the same thread and with the same restrictions: who holds the
+/// address ends them in its place.
+pub type Bury = Box<dyn Fn(Vec<Peering>) + Send>;
+
 /// What became of the datagrams that the holder read; all zero in the other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupCounters {
@@ -172,6 +184,7 @@ pub struct Group {
     shared: Arc<Shared>,
     sockets: Sockets,
     slot: u8,
+    records: Arc<OwnRecords>,
     thread: Option<JoinHandle<()>>,
     thread_id: ThreadId,
     _slot_claim: OwnedFd,
@@ -179,6 +192,9 @@ pub struct Group {
 
 /// The sockets by slot.
 type Sockets = Arc<Vec<RxSocket>>;
+
+/// What all processes of a group hold.
+type Shares = (Sockets, Arc<Ledger>);
 
 /// What the group's thread and its user both touch.
 struct Shared {
@@ -241,6 +257,14 @@ impl Group {
     /// A [`GroupError`] that says who has the port. Where it belongs to a foreign program the call takes 2 s, during
     /// which the survivors of a holder would have come forward.
     pub fn join(addr: IpAddr, deliver: Deliver) -> Result<Group, GroupError> {
+        Self::join_and_bury(addr, deliver, Box::new(|_| {}))
+    }
+
+    /// Takes a place as [`Group::join`] does, and ends the connections of processes that die.
+    ///
+    /// # Errors
+    /// Those of [`Group::join`].
+    pub fn join_and_bury(addr: IpAddr, deliver: Deliver, bury: Bury) -> Result<Group, GroupError> {
         let io = |what| {
             move |e: Errno| GroupError::Io {
                 addr,
@@ -259,7 +283,13 @@ impl Group {
                             .map_err(io("listen on a Unix socket"))?;
                         // A random start: the slots of processes that ended a moment ago are not the first to be reused.
                         let start = (names::random() % (SLOTS as u64 - 1)) as u8 + 1;
-                        return Self::start(names, sockets, start, Role::holder(listener), deliver);
+                        let ledger = Ledger::create().map_err(|source| GroupError::Io {
+                            addr,
+                            what: "make a file in memory",
+                            source,
+                        })?;
+                        let shares = (sockets, Arc::new(ledger));
+                        return Self::start(names, shares, start, Role::holder(listener), (deliver, bury));
                     }
                     Err(e) if e.kind() == io::ErrorKind::AddrInUse => GroupError::PortInUse { addr },
                     Err(source) => {
@@ -273,10 +303,10 @@ impl Group {
                 Err(Errno::ADDRINUSE) => match enter(&names, deadline)? {
                     Entry::Welcome {
                         link,
-                        sockets,
+                        shares,
                         next_slot,
                     } => {
-                        return Self::start(names, sockets, next_slot, Role::Member(link), deliver);
+                        return Self::start(names, shares, next_slot, Role::Member(link), (deliver, bury));
                     }
                     Entry::Retry(failure) => failure,
                 },
@@ -292,15 +322,15 @@ impl Group {
 
     fn start(
         names: Names,
-        sockets: Sockets,
+        (sockets, ledger): Shares,
         first_slot: u8,
         role: Role,
-        deliver: Deliver,
+        calls: (Deliver, Bury),
     ) -> Result<Group, GroupError> {
         let addr = names.addr();
         let io = |what| move |source| GroupError::Io { addr, what, source };
         let (slot, slot_claim) = names
-            .claim_a_slot(first_slot)
+            .claim_a_slot(first_slot, |slot| ledger.is_dirty(slot))
             .map_err(|e| io("bind an abstract Unix socket")(e.into()))?
             .ok_or(GroupError::Full { addr })?;
         discard_queue(&sockets[usize::from(slot)]).map_err(io("read UDP port 4791"))?;
@@ -317,7 +347,9 @@ impl Group {
             }),
             counters: Counters::default(),
         });
-        let worker = Worker::new(Arc::clone(&shared), Arc::clone(&sockets), slot, role, deliver)
+        let records = Arc::new(OwnRecords::new(Arc::clone(&ledger), slot));
+        let shares = (Arc::clone(&sockets), ledger);
+        let worker = Worker::new(Arc::clone(&shared), shares, slot, role, calls)
             .map_err(io("duplicate a descriptor"))?;
         let thread = thread::Builder::new()
             .name("rdmux-cm".to_owned())
@@ -328,6 +360,7 @@ impl Group {
             shared,
             sockets,
             slot,
+            records,
             thread: Some(thread),
             thread_id,
             _slot_claim: slot_claim,
@@ -338,6 +371,11 @@ impl Group {
     #[must_use]
     pub fn slot(&self) -> u8 {
         self.slot
+    }
+
+    /// Where the connections of this process are recorded.
+    pub(crate) fn records(&self) -> Arc<OwnRecords> {
+        Arc::clone(&self.records)
     }
 
     /// The local address.
@@ -399,6 +437,8 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
+        // What is left is the holder's to end, and the region another process's to use.
+        self.records.abandon();
         self.shared.stop.store(true, Relaxed);
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
         // Dropped by its own callback, the thread ends by itself.
@@ -428,6 +468,8 @@ pub enum Route {
     Service(ServiceId),
     /// The process that gave out the communication id.
     Slot(u8),
+    /// All processes: one of them may know more.
+    Everyone,
 }
 
 /// Whom the UDP payload `payload` is for; `None` when it is no message of connection management.
@@ -441,6 +483,7 @@ pub fn route(payload: &[u8]) -> Option<Route> {
     Some(match cm::destination(packet.payload())? {
         Destination::Service(service) => Route::Service(service),
         Destination::CommId(id) => Route::Slot((id >> 24) as u8),
+        Destination::Everyone => Route::Everyone,
     })
 }
 
@@ -463,7 +506,7 @@ fn bind_all(addr: IpAddr) -> io::Result<Sockets> {
 enum Entry {
     Welcome {
         link: OwnedFd,
-        sockets: Sockets,
+        shares: Shares,
         next_slot: u8,
     },
     /// The holder went away, or is about to come; with the error to report when there is no more time.
@@ -499,7 +542,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
         return Err(no_answer);
     }
     let mut buffer = [0; message::LEN_MAX];
-    let Ok((len, descriptors)) = message::receive_with_descriptors(&link, &mut buffer) else {
+    let Ok((len, mut descriptors)) = message::receive_with_descriptors(&link, &mut buffer) else {
         return Ok(Entry::Retry(no_answer));
     };
     match Message::decode(&buffer[..len]) {
@@ -507,14 +550,18 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
             version: message::VERSION,
             next_slot,
         }) => {
+            let ledger = descriptors.pop().and_then(Ledger::from_fd);
             let sockets: io::Result<Vec<_>> = descriptors.into_iter().map(RxSocket::from_fd).collect();
             let is_ours = |s: &RxSocket| s.local_addr() == SocketAddr::new(addr, ROCE_PORT);
-            match sockets {
-                Ok(sockets) if sockets.len() == SLOTS && sockets.iter().all(is_ours) => Ok(Entry::Welcome {
-                    link,
-                    sockets: Arc::new(sockets),
-                    next_slot,
-                }),
+            match (sockets, ledger) {
+                (Ok(sockets), Some(ledger)) if sockets.len() == SLOTS && sockets.iter().all(is_ours) => {
+                    let shares = (Arc::new(sockets), Arc::new(ledger));
+                    Ok(Entry::Welcome {
+                        link,
+                        shares,
+                        next_slot,
+                    })
+                }
                 _ => Err(no_answer),
             }
         }

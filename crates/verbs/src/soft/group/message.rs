@@ -18,7 +18,10 @@ use rustix::net::{
 use super::{SERVICES_MAX, SLOTS};
 
 /// Both ends must have the same.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
+
+/// Descriptors of a welcome: all sockets and the ledger.
+pub(super) const DESCRIPTORS: usize = SLOTS + 1;
 
 /// A datagram of connection management is shorter: BTH, DETH, 256 bytes, ICRC.
 pub(super) const MAD_BYTES_MAX: usize = 512;
@@ -33,7 +36,7 @@ const MAD: u8 = 4;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message<'a> {
-    /// Holder to new connection, with all sockets of the group.
+    /// Holder to new connection, with all sockets of the group and its ledger.
     Welcome { version: u16, next_slot: u8 },
     /// Member to holder: who it is and what it offers, again at each change.
     Announce { slot: u8, services: Vec<ServiceId> },
@@ -135,13 +138,13 @@ pub(super) fn send(fd: impl AsFd, message: &Message<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Sends with the descriptors of all `sockets`.
+/// Sends with `descriptors`.
 pub(super) fn send_with_descriptors(
     fd: impl AsFd,
     message: &Message<'_>,
     descriptors: &[BorrowedFd<'_>],
 ) -> Result<(), Errno> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS))];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
         return Err(Errno::INVAL);
@@ -167,12 +170,12 @@ pub(super) fn receive(fd: impl AsFd, buffer: &mut [u8]) -> Result<usize, Errno> 
     }
 }
 
-/// Receives one message and at most [`SLOTS`] descriptors, without waiting.
+/// Receives one message and at most [`DESCRIPTORS`] descriptors, without waiting.
 pub(super) fn receive_with_descriptors(
     fd: impl AsFd,
     buffer: &mut [u8],
 ) -> Result<(usize, Vec<OwnedFd>), Errno> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(SLOTS))];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = recvmsg(fd, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;

@@ -40,18 +40,29 @@ impl Names {
         Ok(fd)
     }
 
-    /// Takes the first free slot from `first` on, in a circle; `None` when there is none.
-    pub(super) fn claim_a_slot(&self, first: u8) -> Result<Option<(u8, OwnedFd)>, Errno> {
+    /// Takes the first free slot from `first` on, in a circle; `None` when there is none. Those that `rests` come last.
+    pub(super) fn claim_a_slot(
+        &self,
+        first: u8,
+        rests: impl Fn(u8) -> bool,
+    ) -> Result<Option<(u8, OwnedFd)>, Errno> {
         let processes = SLOTS as u8 - 1;
-        for i in 0..processes {
-            let slot = first.wrapping_sub(1).wrapping_add(i) % processes + 1;
-            match self.claim(&slot_suffix(slot)) {
+        let slot_at = |i| first.wrapping_sub(1).wrapping_add(i) % processes + 1;
+        let mut slots: Vec<u8> = (0..processes).map(slot_at).collect();
+        slots.sort_by_key(|slot| rests(*slot));
+        for slot in slots {
+            match self.claim_slot(slot) {
                 Ok(claim) => return Ok(Some((slot, claim))),
                 Err(Errno::ADDRINUSE) => {}
                 Err(e) => return Err(e),
             }
         }
         Ok(None)
+    }
+
+    /// Takes a slot. `ADDRINUSE` when a process has it.
+    pub(super) fn claim_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
+        self.claim(&slot_suffix(slot))
     }
 
     /// Reserves `service`. `ADDRINUSE` when a process offers it.

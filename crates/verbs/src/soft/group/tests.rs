@@ -41,6 +41,12 @@ fn route__the_rest_goes_by_the_slot_in_the_remote_id() {
 }
 
 #[test]
+fn route__of_a_rejection_without_the_remote_id_is_everyone() {
+    assert_eq!(route(&datagram(REJ, &[1, 2, 3, 4])), Some(Route::Everyone));
+    assert_eq!(route(&datagram(REP, &[1, 2, 3, 4])), Some(Route::Slot(0)));
+}
+
+#[test]
 fn route__what_is_no_message_of_connection_management() {
     let good = datagram(REJ, &[0; 8]);
     assert!(route(&good).is_some());

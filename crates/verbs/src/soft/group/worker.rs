@@ -11,8 +11,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
+use super::ledger::Ledger;
 use super::message::{self, Message};
-use super::{CM_SLOT, Deliver, MadDatagram, Route, SLOTS, Shared, Sockets, route};
+use super::{Bury, CM_SLOT, Deliver, MadDatagram, Route, SLOTS, Shared, Shares, Sockets, route};
 use crate::soft::udp::{self, RxBatch, RxSocket};
 
 /// Connections that wait to be accepted.
@@ -26,6 +27,15 @@ const MESSAGES_PER_TURN: usize = 512;
 
 /// How long a new holder leaves connection management unread while living members have not announced themselves.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
+
+/// How long after a connection's end its process may take to vanish.
+const INSPECTION_TIME: Duration = Duration::from_secs(1);
+
+/// How long the slot of a process that died with connections rests: its peers have been told or given up by then.
+const REST_TIME: Duration = Duration::from_secs(10);
+
+/// How often something is looked at that nothing tells of.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Pauses between attempts to find the new holder.
 const SEEK_PAUSE_MIN: Duration = Duration::from_millis(1);
@@ -51,6 +61,8 @@ impl Role {
             listener,
             peers: Vec::new(),
             settle_until: None,
+            inspect_until: None,
+            buried: Vec::new(),
         })
     }
 }
@@ -60,6 +72,10 @@ pub(super) struct Holder {
     /// In the order of their coming.
     peers: Vec<Peer>,
     settle_until: Option<Instant>,
+    /// Some process ended: until then slots are looked through for what it left.
+    inspect_until: Option<Instant>,
+    /// Slots whose connections are being ended, and when that is over.
+    buried: Vec<(u8, Instant)>,
 }
 
 struct Peer {
@@ -74,11 +90,13 @@ struct Peer {
 pub(super) struct Worker {
     shared: Arc<Shared>,
     sockets: Sockets,
+    ledger: Arc<Ledger>,
     cm_socket: RxSocket,
     slot: u8,
     role: Role,
     next_slot: u8,
     deliver: Deliver,
+    bury: Bury,
     batch: RxBatch,
     buffer: Vec<u8>,
 }
@@ -86,10 +104,10 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn new(
         shared: Arc<Shared>,
-        sockets: Sockets,
+        (sockets, ledger): Shares,
         slot: u8,
         role: Role,
-        deliver: Deliver,
+        (deliver, bury): (Deliver, Bury),
     ) -> io::Result<Self> {
         let cm_socket = sockets[usize::from(CM_SLOT)].try_clone()?;
         if let Role::Member(link) = &role {
@@ -102,11 +120,13 @@ impl Worker {
         Ok(Self {
             shared,
             sockets,
+            ledger,
             cm_socket,
             slot,
             role,
             next_slot,
             deliver,
+            bury,
             batch,
             buffer,
         })
@@ -139,7 +159,13 @@ impl Worker {
                 match holder.settle_until {
                     None => fds.push(input(self.cm_socket.as_fd())),
                     // Whoever we wait for may also die, which nothing tells.
-                    Some(_) => timeout = Some(Duration::from_millis(10)),
+                    Some(_) => timeout = Some(LOOK_AGAIN),
+                }
+                if holder.inspect_until.is_some() {
+                    timeout = Some(LOOK_AGAIN);
+                } else if let Some(end) = holder.buried.iter().map(|(_, end)| *end).min() {
+                    let left = end.saturating_duration_since(Instant::now());
+                    timeout = Some(timeout.map_or(left, |t| t.min(left)));
                 }
             }
             Role::Member(link) => fds.push(input(link.as_fd())),
@@ -168,7 +194,10 @@ impl Worker {
                 return;
             }
             holder.settle_until = None;
+            // The former holder, and who died with it.
+            holder.inspect_until = Some(Instant::now() + INSPECTION_TIME);
         }
+        self.bury_the_dead();
         match self.cm_socket.recv_batch(&mut self.batch) {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
@@ -185,6 +214,13 @@ impl Worker {
                     None => {
                         counters.malformed.fetch_add(1, Relaxed);
                         continue;
+                    }
+                    Some(Route::Everyone) => {
+                        for peer in &holder.peers {
+                            let src = datagram.src;
+                            let _ = message::send(&peer.fd, &Message::Mad { src, bytes });
+                        }
+                        Target::Own
                     }
                     Some(to) => target(&self.shared, &holder.peers, self.slot, to),
                 };
@@ -220,6 +256,34 @@ impl Worker {
         }
     }
 
+    /// Ends the connections of processes that did not, and lets their slots rest meanwhile.
+    fn bury_the_dead(&mut self) {
+        let Role::Holder(holder) = &mut self.role else {
+            return;
+        };
+        let (now, names, ledger) = (Instant::now(), &self.shared.names, &self.ledger);
+        if let Some(until) = holder.inspect_until {
+            for slot in (1..SLOTS as u8).filter(|slot| *slot != self.slot) {
+                let is_buried = holder.buried.iter().any(|(buried, _)| *buried == slot);
+                if !is_buried && ledger.is_dirty(slot) && !names.is_slot_claimed(slot) {
+                    holder.buried.push((slot, now + REST_TIME));
+                    (self.bury)(ledger.read(slot));
+                }
+            }
+            holder.inspect_until = Some(until).filter(|until| now < *until);
+        }
+        holder.buried.retain(|(slot, end)| {
+            if now < *end {
+                return true;
+            }
+            // With its name in our hands nobody else begins to use the slot.
+            if let Ok(_claim) = names.claim_slot(*slot) {
+                ledger.clear(*slot);
+            }
+            false
+        });
+    }
+
     /// Takes in new connections and reads what all have said.
     fn serve_peers(&mut self) {
         self.read_peers();
@@ -246,7 +310,8 @@ impl Worker {
                 };
                 holder.peers.remove(i);
             }
-            let descriptors: Vec<BorrowedFd<'_>> = self.sockets.iter().map(|s| s.as_fd()).collect();
+            let sockets = self.sockets.iter().map(|s| s.as_fd());
+            let descriptors: Vec<BorrowedFd<'_>> = sockets.chain([self.ledger.as_fd()]).collect();
             let welcome = Message::Welcome {
                 version: message::VERSION,
                 next_slot: self.next_slot,
@@ -283,6 +348,8 @@ impl Worker {
                     Some(Message::Announce { slot, services }) if slot != self.slot => {
                         if peer.slot != Some(slot) {
                             self.next_slot = after(slot);
+                            // Its new process has cleared it.
+                            holder.buried.retain(|(buried, _)| *buried != slot);
                         }
                         peer.slot = Some(slot);
                         peer.services = services;
@@ -297,6 +364,9 @@ impl Worker {
                     }
                 }
             }
+        }
+        if holder.peers.iter().any(|p| p.gone && p.slot.is_some()) {
+            holder.inspect_until = Some(Instant::now() + INSPECTION_TIME);
         }
         holder.peers.retain(|p| !p.gone);
         if self.next_slot != next_slot {
@@ -350,6 +420,8 @@ impl Worker {
                     listener,
                     peers: Vec::new(),
                     settle_until,
+                    inspect_until: None,
+                    buried: Vec::new(),
                 });
             }
             return;
@@ -386,6 +458,7 @@ enum Target {
 fn target(shared: &Shared, peers: &[Peer], own_slot: u8, to: Route) -> Target {
     let peer = |found: &dyn Fn(&Peer) -> bool| peers.iter().position(|p| !p.gone && found(p));
     match to {
+        Route::Everyone => Target::Own,
         Route::Slot(slot) if slot == own_slot => Target::Own,
         Route::Slot(slot) => match peer(&|p| p.slot == Some(slot)) {
             Some(i) => Target::Peer(i),
