@@ -58,6 +58,12 @@ counters! {
     retransmitted_packets,
     /// Requests that ended because no retry was left.
     retry_exceeded_err,
+    /// Packets of connections received that a switch had marked (ECN).
+    np_ecn_marked_roce_packets,
+    /// Congestion notification packets sent.
+    np_cnp_sent,
+    /// Congestion notification packets received that slowed a QP down.
+    rp_cnp_handled,
     /// FLUSHes with the ICRC of rxe.
     rxe_flush_icrc,
     /// IPv4 packets whose identification was found by solving the ICRC for it, with 16 check bits left.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use rand_chacha::ChaCha12Rng;
 use rand_core::{RngCore, SeedableRng};
+use rdmux_wire::cnp::Cnp;
 use rdmux_wire::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, Deth, GSI_QKEY, ICRC_LEN, Opcode, Operation as Op, Packet, Transport, UDP_PORT};
 use rdmux_wire::{LKey, Psn, Qpn, RKey};
@@ -13,6 +14,7 @@ use rdmux_wire::{LKey, Psn, Qpn, RKey};
 use crate::cm::Cm;
 use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
+use crate::dcqcn::Parameters;
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::memory::Memory;
 use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
@@ -20,13 +22,16 @@ use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowTyp
 use crate::sched::{CLASSES, Policy, Scheduler};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
-use crate::transmit::{Path, TransmitBuf};
+use crate::transmit::{ECN_MARKED, Path, TransmitBuf};
 use crate::work::{Bind, Operation, PostError, RecvRequest, SendFlags, SendRequest, SgeList, Target};
 
 /// The identification that segment 127 of a train has: our own peers number from 0 and send no longer trains.
 const RDMUX_IP_ID_MAX: u16 = 127;
 /// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
+
+/// Traffic class of congestion notifications: DSCP 48 (CS6).
+const CNP_TRAFFIC_CLASS: u8 = 48 << 2;
 
 /// What a device is made with.
 #[derive(Clone, Copy, Debug)]
@@ -48,10 +53,21 @@ pub struct Config {
 }
 
 /// How QPs share what a device sends.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub struct Traffic {
     /// How each traffic class is served. A QP's class is that of its [`Path::traffic_class`].
     pub classes: [Policy; CLASSES],
+    /// Congestion control of connections that leave the host; `None` switches it off.
+    pub congestion: Option<Parameters>,
+}
+
+impl Default for Traffic {
+    fn default() -> Traffic {
+        Traffic {
+            classes: Default::default(),
+            congestion: Some(Parameters::default()),
+        }
+    }
 }
 
 /// What is known about a QP.
@@ -97,6 +113,8 @@ pub struct Rnic {
     ready: Scheduler<Qpn>,
     /// QPs that owe only an acknowledgement, which may wait for the next call that asks for these.
     ack_ready: VecDeque<Qpn>,
+    /// QPs that owe a congestion notification.
+    cnps: VecDeque<Qpn>,
     /// At most one entry for each QP, the one that its head names.
     timers: BTreeSet<(Time, u32)>,
     /// QPs with bytes of the datagram under way that are not placed yet.
@@ -129,6 +147,7 @@ impl Rnic {
             qps: NumberMap::default(),
             ready: Scheduler::new(config.traffic.classes),
             ack_ready: VecDeque::new(),
+            cnps: VecDeque::new(),
             timers: BTreeSet::new(),
             gathering: Vec::new(),
             flushes: Flushes::default(),
@@ -446,6 +465,19 @@ impl Rnic {
         bytes: &[u8],
         segment_bytes: usize,
     ) {
+        self.handle_datagram_with_tos(now, src, src_port, 0, bytes, segment_bytes);
+    }
+
+    /// As [`Rnic::handle_datagram`], for packets whose IPv4 TOS or IPv6 traffic class is known: it says whether they were marked.
+    pub fn handle_datagram_with_tos(
+        &mut self,
+        now: Time,
+        src: IpAddr,
+        src_port: u16,
+        tos: u8,
+        bytes: &[u8],
+        segment_bytes: usize,
+    ) {
         let flow = Flow {
             src,
             dst: self.config.address,
@@ -458,7 +490,11 @@ impl Rnic {
         }
         for segment in bytes.chunks(segment_bytes) {
             self.counters.rcvd_pkts += 1;
-            self.handle_packet(now, &flow, segment);
+            if Cnp::is_cnp(segment) {
+                self.handle_cnp(now, &flow, segment);
+            } else {
+                self.handle_packet(now, &flow, tos & ECN_MARKED == ECN_MARKED, segment);
+            }
         }
         while let Some(qpn) = self.gathering.pop() {
             self.with_qp(now, qpn, |qp, env| {
@@ -470,9 +506,8 @@ impl Rnic {
     }
 
     /// Whether the ICRC is right; see `rdmux_wire::icrc` for the IPv4 identification. `narrow`: the peer is known to be rdmux.
-    fn icrc_is_right(&mut self, flow: &Flow, packet: &Packet<'_>, narrow: bool) -> bool {
-        let bytes = packet.bytes();
-        let difference = flow.icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ packet.icrc();
+    fn icrc_is_right(&mut self, flow: &Flow, bytes: &[u8], icrc: u32, narrow: bool) -> bool {
+        let difference = flow.icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ icrc;
         if difference == 0 || mutant!(IcrcIgnored) {
             return true;
         }
@@ -507,7 +542,7 @@ impl Rnic {
     }
 
     /// Checks in the order of rxe and the specification (9.6.1), the ICRC last but before anything takes effect.
-    fn handle_packet(&mut self, now: Time, flow: &Flow, bytes: &[u8]) {
+    fn handle_packet(&mut self, now: Time, flow: &Flow, marked: bool, bytes: &[u8]) {
         let Ok(packet) = Packet::parse(bytes) else {
             self.counters.malformed += 1;
             return;
@@ -547,7 +582,7 @@ impl Rnic {
             self.counters.wrong_peer += 1;
             return;
         }
-        if !self.icrc_is_right(flow, &packet, narrow) {
+        if !self.icrc_is_right(flow, bytes, packet.icrc(), narrow) {
             if narrow || !self.is_flush_of_rxe(flow, &packet) {
                 self.counters.rx_icrc_encapsulated += 1;
                 return;
@@ -555,6 +590,9 @@ impl Rnic {
             if let Some(qp) = self.qps.get_mut(&qpn.value()) {
                 qp.requester.flush_icrc.settle(true);
             }
+        }
+        if marked {
+            self.handle_marked(now, qpn);
         }
         self.with_qp(now, qpn, |qp, env| {
             if response {
@@ -575,13 +613,57 @@ impl Rnic {
         }
     }
 
+    /// A packet for this QP was marked on its way. IBTA Vol 1, A17.9.3.
+    fn handle_marked(&mut self, now: Time, qpn: Qpn) {
+        let Some(qp) = self.qps.get_mut(&qpn.value()) else {
+            return;
+        };
+        if let Some(with) = qp.head.congestion(&self.config.traffic) {
+            self.counters.np_ecn_marked_roce_packets += 1;
+            if qp.head.rate.handle_marked(now, &with) {
+                self.cnps.push_back(qpn);
+            }
+        }
+    }
+
+    /// Checks a congestion notification as any other packet of a connection.
+    fn handle_cnp(&mut self, now: Time, flow: &Flow, bytes: &[u8]) {
+        let Ok((cnp, icrc)) = Cnp::parse(bytes) else {
+            self.counters.malformed += 1;
+            return;
+        };
+        if cnp.pkey & 0x7fff != 0x7fff {
+            self.counters.bad_pkey += 1;
+            return;
+        }
+        let Some(qp) = self.qps.get(&cnp.dest_qpn.value()) else {
+            self.counters.no_qp += 1;
+            return;
+        };
+        let narrow = qp.head.peer_is_rdmux;
+        if matches!(qp.head.state, QpState::Reset | QpState::Init | QpState::Error) {
+            self.counters.wrong_state += 1;
+        } else if qp.head.path.is_none_or(|path| path.dst != flow.src) {
+            self.counters.wrong_peer += 1;
+        } else if !self.icrc_is_right(flow, bytes, icrc, narrow) {
+            self.counters.rx_icrc_encapsulated += 1;
+        } else {
+            self.with_qp(now, cnp.dest_qpn, |qp, env| {
+                if let Some(with) = qp.head.congestion(env.traffic) {
+                    env.counters.rp_cnp_handled += 1;
+                    qp.head.rate.handle_cnp(now, &with);
+                }
+            });
+        }
+    }
+
     fn handle_gsi(&mut self, now: Time, flow: &Flow, packet: &Packet<'_>) {
         let good = packet.bth.opcode.transport == Transport::Ud
             && packet.deth().is_some_and(|deth| deth.qkey == GSI_QKEY)
             && packet.payload().len() == rdmux_wire::cm::MAD_LEN;
         if !good {
             self.counters.malformed += 1;
-        } else if !self.icrc_is_right(flow, packet, false) {
+        } else if !self.icrc_is_right(flow, packet.bytes(), packet.icrc(), false) {
             self.counters.rx_icrc_encapsulated += 1;
         } else {
             self.cm.handle_mad(now, flow.src, packet.payload());
@@ -628,6 +710,11 @@ impl Rnic {
         {
             self.push_mad(buf, dst, src_port, &mad[..]);
         }
+        while !buf.is_full()
+            && let Some(qpn) = self.cnps.pop_front()
+        {
+            self.push_cnp(buf, qpn);
+        }
         if all {
             for qpn in self.ack_ready.drain(..) {
                 if let Some(qp) = self.qps.get_mut(&qpn.value()) {
@@ -642,18 +729,7 @@ impl Rnic {
             && let Some(turn) = self.ready.pick()
         {
             let (qpn, before) = (turn.id, buf.bytes().len());
-            buf.begin_turn(turn.bytes);
-            self.with_qp(now, qpn, |qp, env| {
-                if let Err(broken) = qp.requester.transmit(env, &qp.head, buf) {
-                    qp.requester.end_broken(env, &qp.head, broken);
-                    qp.fail(env, Some(broken.status));
-                }
-                // After the requests: an acknowledgement is short and ends the train.
-                if let Some(status) = qp.responder.transmit(env, &qp.head, buf) {
-                    qp.fail(env, Some(status));
-                }
-            });
-            buf.end_turn();
+            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, turn.bytes));
             let sent = buf.bytes().len() - before;
             let qp = self.qps.get_mut(&qpn.value());
             let more = qp.as_ref().is_some_and(|qp| qp.wants_turn());
@@ -665,12 +741,35 @@ impl Rnic {
                 list(qp, &mut self.ready, &mut self.ack_ready);
             }
         }
-        !self.ready.is_empty()
+        self.has_urgent_transmit()
     }
 
     /// Whether [`Rnic::poll_transmit`] has more than acknowledgements that may wait.
     pub fn has_urgent_transmit(&self) -> bool {
-        !self.ready.is_empty()
+        !self.ready.is_empty() || !self.cnps.is_empty()
+    }
+
+    /// Sends the congestion notification that a QP owes, in a class of its own as NICs do (mlx5: DSCP 48).
+    fn push_cnp(&mut self, buf: &mut TransmitBuf, qpn: Qpn) {
+        let Some(qp) = self.qps.get_mut(&qpn.value()) else {
+            return;
+        };
+        let (owed, path) = (std::mem::take(&mut qp.head.rate.cnp_owed), qp.head.path);
+        let Some(path) = path.filter(|_| owed && qp.head.state != QpState::Error) else {
+            return;
+        };
+        let path = Path {
+            traffic_class: CNP_TRAFFIC_CLASS,
+            ..path
+        };
+        let cnp = Cnp::new(qp.head.dest_qpn);
+        let built = buf.push(&path, Cnp::LEN, |b| {
+            cnp.emit(b);
+            Ok::<_, std::convert::Infallible>(())
+        });
+        let Ok(()) = built;
+        self.counters.sent_pkts += 1;
+        self.counters.np_cnp_sent += 1;
     }
 
     fn push_mad(&mut self, buf: &mut TransmitBuf, dst: IpAddr, src_port: u16, mad: &[u8]) {
@@ -755,12 +854,14 @@ impl Rnic {
             flushes: &mut self.flushes,
             counters: &mut self.counters,
             overrun: &mut self.overrun,
+            traffic: &self.config.traffic,
             now,
         };
+        qp.head.look_at_rate(&env);
         let result = f(qp, &mut env);
         list(qp, &mut self.ready, &mut self.ack_ready);
         // An entry that is too early is put right when it fires, so that progress costs nothing.
-        if let Some(deadline) = qp.requester.deadline()
+        if let Some(deadline) = qp.deadline()
             && qp.head.timer.is_none_or(|timer| deadline < timer)
         {
             if let Some(later) = qp.head.timer.replace(deadline) {

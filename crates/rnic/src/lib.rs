@@ -12,9 +12,11 @@ pub mod mutant;
 pub mod cm;
 mod counters;
 mod cq;
+pub mod dcqcn;
 mod device;
 mod flush;
 mod memory;
+mod pacer;
 mod qp;
 mod region;
 pub mod sched;
@@ -36,7 +38,7 @@ pub use rdmux_wire::{LKey, Psn, Qpn, RKey};
 pub use region::{Pd, RegionSpec, RegisterError, WindowType};
 pub use srq::{SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 pub use time::Time;
-pub use transmit::{Path, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Train, TransmitBuf};
+pub use transmit::{ECN_CAPABLE, ECN_MARKED, Path, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Train, TransmitBuf};
 pub use work::{
     Bind, INLINE_BYTES_MAX, Operation, PostError, RecvRequest, Registration, SGE_MAX, SendFlags, SendRequest,
     Sge, SgeList, Target,

@@ -29,11 +29,22 @@ pub struct Path {
     pub dst: IpAddr,
     /// UDP source port; covered by the ICRC, otherwise free.
     pub src_port: u16,
-    /// Traffic class (IPv6) or TOS (IPv4): DSCP and ECN.
+    /// Traffic class (IPv6) or TOS (IPv4): DSCP and ECN. The DSCP chooses the QP's class here ([`crate::sched::class_of`]);
+    /// ECN is the device's to set towards peers that are rdmux, and taken as it is towards others.
     pub traffic_class: u8,
 }
 
+/// ECN field of a packet whose sender heeds marks: ECT(0). RFC 3168.
+pub const ECN_CAPABLE: u8 = 0b10;
+/// ECN field of a packet that was marked on its way: CE. RFC 3168.
+pub const ECN_MARKED: u8 = 0b11;
+
 impl Path {
+    /// Whether it never leaves the host.
+    pub fn is_loopback(&self) -> bool {
+        self.src == self.dst || self.dst.is_loopback()
+    }
+
     /// What the ICRC covers of this path.
     pub fn flow(&self) -> Flow {
         Flow {
@@ -109,6 +120,11 @@ impl TransmitBuf {
     /// Whether it took all that it should take before it is sent, or in the turn under way.
     pub fn is_full(&self) -> bool {
         self.used >= self.limit_bytes.min(self.turn_end)
+    }
+
+    /// Whether a packet of this many bytes fills it.
+    pub(crate) fn is_filled_by(&self, bytes: u32) -> bool {
+        self.used + bytes as usize >= self.limit_bytes.min(self.turn_end)
     }
 
     /// It is full after another `bytes`, until [`TransmitBuf::end_turn`].

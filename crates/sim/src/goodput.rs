@@ -41,7 +41,9 @@ pub struct Streams {
 pub struct Goodput {
     /// Payload bytes of the WRITEs that each sender completed while it was measured.
     pub bytes: Vec<u64>,
-    /// What the switch did, from the beginning.
+    /// What the switch did before the measurement began.
+    pub before: Switched,
+    /// What it did from then on.
     pub switched: Switched,
 }
 
@@ -79,13 +81,16 @@ pub fn measure(link: &Link, streams: &Streams) -> Goodput {
         network.now + streams.warm_up_ns,
         network.now + (streams.warm_up_ns + streams.measured_ns),
     );
-    let mut bytes = vec![0; senders];
+    let (mut bytes, mut before) = (vec![0; senders], None);
     for (sender, (own, peer)) in ends.iter().enumerate() {
         for _ in 0..streams.posted {
             post(&mut network, sender, own, peer.rkey, streams.message_bytes);
         }
     }
     while let Some(host) = network.step(end) {
+        if before.is_none() && network.now >= begin {
+            before = Some(std::mem::take(&mut network.switched));
+        }
         let Some((own, peer)) = ends.get(host) else {
             continue;
         };
@@ -99,6 +104,7 @@ pub fn measure(link: &Link, streams: &Streams) -> Goodput {
     }
     Goodput {
         bytes,
+        before: before.unwrap_or_default(),
         switched: network.switched,
     }
 }

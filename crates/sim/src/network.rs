@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use rdmux_rnic::{Config, Rnic, Time, TransmitBuf};
+use rdmux_rnic::dcqcn::Parameters;
+use rdmux_rnic::{Config, ECN_MARKED, Rnic, Time, Traffic, TransmitBuf};
 
 use crate::dice::Dice;
 
@@ -51,6 +52,7 @@ struct Packet {
     from: usize,
     to: usize,
     src_port: u16,
+    tos: u8,
     bytes: Vec<u8>,
 }
 
@@ -102,6 +104,13 @@ pub(crate) struct Network {
 impl Network {
     pub(crate) fn new(seed: u64, link: Link, hosts: u8) -> Network {
         let mut dice = Dice::new(seed, 4);
+        let traffic = Traffic {
+            congestion: Some(Parameters {
+                line_bps: link.bits_per_second,
+                ..Parameters::default()
+            }),
+            ..Traffic::default()
+        };
         let hosts = (1..=hosts).map(|n| {
             let address = IpAddr::from([10, 0, 0, n]);
             let mut seed = [0; 32];
@@ -114,7 +123,7 @@ impl Network {
                     guid: n.into(),
                     gsi_src_port: 0xc000,
                     receive_window_bytes: 1 << 20,
-                    traffic: rdmux_rnic::Traffic::default(),
+                    traffic,
                 }),
                 address,
                 interface_free: Time(0),
@@ -167,10 +176,15 @@ impl Network {
             }
             Happening::Arrive(packet) => {
                 let src = self.hosts[packet.from].address;
-                let (bytes, length) = (&packet.bytes, packet.bytes.len());
-                self.hosts[packet.to]
-                    .rnic
-                    .handle_datagram(self.now, src, packet.src_port, bytes, length);
+                let (port, tos, bytes) = (packet.src_port, packet.tos, &packet.bytes);
+                self.hosts[packet.to].rnic.handle_datagram_with_tos(
+                    self.now,
+                    src,
+                    port,
+                    tos,
+                    bytes,
+                    bytes.len(),
+                );
                 packet.to
             }
         };
@@ -201,6 +215,7 @@ impl Network {
                     from,
                     to,
                     src_port: train.path.src_port,
+                    tos: train.path.traffic_class,
                     bytes: bytes.to_vec(),
                 };
                 self.plan(free + self.link.round_trip_ns / 4, Happening::Switch(packet));
@@ -213,7 +228,7 @@ impl Network {
         self.buf = buf;
     }
 
-    fn switch(&mut self, packet: Packet) {
+    fn switch(&mut self, mut packet: Packet) {
         self.switched.packets += 1;
         if self.dice.percent(self.link.loss_percent) {
             self.switched.lost += 1;
@@ -228,7 +243,8 @@ impl Network {
             return;
         }
         self.switched.queue_bytes_max = self.switched.queue_bytes_max.max(with_this);
-        if self.marks(waiting) {
+        if packet.tos & ECN_MARKED != 0 && self.marks(waiting) {
+            packet.tos |= ECN_MARKED;
             self.switched.marked += 1;
         }
         let sent = free + self.link.wire_ns(packet.bytes.len());

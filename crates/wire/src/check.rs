@@ -20,6 +20,7 @@ use std::mem;
 use std::net::IpAddr;
 
 use crate::cm::Message;
+use crate::cnp::Cnp;
 use crate::pcapng::{Captured, LinkType, NoUdp, Reader, UdpDatagram, ip_udp};
 use crate::roce::{
     Bth, GSI_QKEY, ICRC_LEN, Opcode, Operation, Packet, PathMtu, Position, Reth, Syndrome, Transport,
@@ -27,8 +28,6 @@ use crate::roce::{
 };
 use crate::{Malformed, Psn, Qpn};
 
-/// Opcode of a congestion notification packet. IBTA Vol 1, A17.9.3.
-const CNP: u8 = 0x81;
 /// No packet is longer: the largest path MTU, and the most that headers, pad and ICRC can take.
 const PACKET_LEN_MAX: usize = 4096 + 100;
 const PACKET_LEN_MIN: usize = Bth::LEN + ICRC_LEN;
@@ -348,9 +347,9 @@ impl Checker {
         self.report.roce += 1;
         self.report.rxe_flushes += u64::from(is_flush_of_rxe(datagram, bytes, id));
         *self.report.opcodes.entry(bytes[0]).or_default() += 1;
-        if bytes[0] == CNP {
-            if bytes.len() != Bth::LEN + 16 + ICRC_LEN {
-                self.error(format!("CNP of {} bytes", bytes.len()));
+        if Cnp::is_cnp(bytes) {
+            if let Err(error) = Cnp::parse(bytes) {
+                self.error(error.to_string());
             }
             return;
         }

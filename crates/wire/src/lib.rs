@@ -12,6 +12,7 @@
 
 pub mod check;
 pub mod cm;
+pub mod cnp;
 pub mod icrc;
 mod id;
 pub mod pcapng;

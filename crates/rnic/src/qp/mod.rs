@@ -4,19 +4,23 @@ use rdmux_wire::roce::{Opcode, Operation, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
+use crate::dcqcn::Parameters;
+use crate::device::Traffic;
 use crate::memory::Access;
 use crate::region::{NumberMap, Pd, Regions};
 use crate::sched::class_of;
 use crate::srq::{SharedReceiveQueue, Srqn, Xrcd};
 use crate::time::Time;
-use crate::transmit::Path;
+use crate::transmit::{ECN_CAPABLE, ECN_MARKED, Path, TransmitBuf};
 
 pub(crate) mod execute;
 pub(crate) mod flush_icrc;
+pub(crate) mod rate;
 pub(crate) mod requester;
 pub(crate) mod responder;
 pub(crate) mod state;
 
+use rate::Rate;
 use requester::Requester;
 use responder::Responder;
 pub use state::{AttrMask, ModifyError, QpState};
@@ -104,6 +108,8 @@ pub struct QpAttributes {
     pub window_bytes: Option<u32>,
     /// The peer numbers the IPv4 identification of a train from 0, so the ICRC check can be narrower.
     pub peer_is_rdmux: Option<bool>,
+    /// Highest rate of what is sent, in bits per second; 0 for none.
+    pub rate_limit_bps: Option<u64>,
     /// UD: the Q_Key that datagrams must show. IBTA Vol 1, 10.2.5.
     pub qkey: Option<u32>,
 }
@@ -126,6 +132,7 @@ impl QpAttributes {
         mask.set(AttrMask::WINDOW, self.window_bytes.is_some());
         mask.set(AttrMask::PEER_IS_RDMUX, self.peer_is_rdmux.is_some());
         mask.set(AttrMask::QKEY, self.qkey.is_some());
+        mask.set(AttrMask::RATE_LIMIT, self.rate_limit_bps.is_some());
         mask
     }
 }
@@ -169,6 +176,7 @@ pub(crate) struct Env<'a> {
     pub(crate) counters: &'a mut crate::Counters,
     /// Queues that overran: their QPs are to fail.
     pub(crate) overrun: &'a mut Vec<Cqn>,
+    pub(crate) traffic: &'a Traffic,
     pub(crate) now: Time,
 }
 
@@ -214,6 +222,7 @@ pub(crate) struct Head {
     pub(crate) dest_qpn: Qpn,
     pub(crate) peer_is_rdmux: bool,
     pub(crate) qkey: u32,
+    pub(crate) rate: Rate,
     /// The device's list of QPs that have something to send holds this one.
     pub(crate) listed: bool,
     /// The list of QPs that owe only an acknowledgement holds this one.
@@ -226,6 +235,29 @@ impl Head {
     /// Traffic class of what is sent.
     pub(crate) fn class(&self) -> usize {
         self.path.map_or(0, |path| class_of(path.traffic_class))
+    }
+
+    /// What congestion control of this QP is made with, if it has any: nothing marks packets on loopback.
+    pub(crate) fn congestion(&self, traffic: &Traffic) -> Option<Parameters> {
+        let marks = |path: Path| !path.is_loopback() && self.init.qp_type != QpType::Ud;
+        traffic.congestion.filter(|_| self.path.is_some_and(marks))
+    }
+
+    /// Sets the ECN field of what is sent. A peer that is not known to answer marks gets none that the user did not ask for.
+    fn set_ecn(&mut self, traffic: &Traffic) {
+        let capable = self.congestion(traffic).is_some();
+        let Some(path) = &mut self.path else { return };
+        if !capable {
+            path.traffic_class &= !ECN_MARKED;
+        } else if self.peer_is_rdmux {
+            path.traffic_class = path.traffic_class & !ECN_MARKED | ECN_CAPABLE;
+        }
+    }
+
+    /// Brings the rate up to date.
+    pub(crate) fn look_at_rate(&mut self, env: &Env<'_>) {
+        let with = self.congestion(env.traffic);
+        self.rate.look(env.now, with.as_ref(), self.mtu);
     }
 
     /// The opcode of an operation on this QP's transport.
@@ -263,6 +295,7 @@ impl Qp {
             dest_qpn: Qpn::new(0),
             peer_is_rdmux: false,
             qkey: 0,
+            rate: Rate::default(),
             listed: false,
             ack_listed: false,
             timer: None,
@@ -306,6 +339,8 @@ impl Qp {
         head.dest_qpn = attr.dest_qpn.unwrap_or(head.dest_qpn);
         head.qkey = attr.qkey.unwrap_or(head.qkey);
         head.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(head.peer_is_rdmux);
+        head.rate.limit_bps = attr.rate_limit_bps.unwrap_or(head.rate.limit_bps);
+        head.set_ecn(env.traffic);
         responder.set(attr);
         requester.set(attr, head.mtu);
         match to {
@@ -351,13 +386,41 @@ impl Qp {
     }
 
     pub(crate) fn wants_transmit(&self) -> bool {
-        self.responder.wants_transmit() || self.requester.wants_transmit(&self.head)
+        self.responder.wants_transmit(&self.head) || self.requester.wants_transmit(&self.head)
+    }
+
+    /// Builds the packets of a turn of `bytes`.
+    pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32) {
+        let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
+        buf.begin_turn(bytes.min(self.head.rate.burst_bytes));
+        if let Err(broken) = self.requester.transmit(env, &self.head, buf) {
+            self.requester.end_broken(env, &self.head, broken);
+            self.fail(env, Some(broken.status));
+        }
+        // After the requests: an acknowledgement is short and ends the train.
+        if let Some(status) = self.responder.transmit(env, &self.head, buf) {
+            self.fail(env, Some(status));
+        }
+        buf.end_turn();
+        // Acknowledgements do not wait for the rate and are not charged to it.
+        if !held {
+            let sent = (buf.bytes().len() - before) as u64;
+            let with = self.head.congestion(env.traffic);
+            self.head.rate.charge(env.now, sent, with.as_ref(), self.head.mtu);
+            self.head.look_at_rate(env);
+        }
+    }
+
+    /// When it is to be looked at again although nothing comes in.
+    pub(crate) fn deadline(&self) -> Option<Time> {
+        let deadlines = [self.requester.deadline(), self.head.rate.held_until];
+        deadlines.into_iter().flatten().min()
     }
 
     /// Whether it has more to send than an acknowledgement that may wait.
     pub(crate) fn wants_turn(&self) -> bool {
         self.requester.wants_transmit(&self.head)
-            || (self.responder.wants_transmit() && !self.responder.owes_only_ack())
+            || (self.responder.wants_transmit(&self.head) && !self.responder.owes_only_ack())
     }
 }
 

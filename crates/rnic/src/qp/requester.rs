@@ -363,7 +363,7 @@ impl Requester {
         if wqe.is_local() {
             return true;
         }
-        if self.room() < least.max(1) {
+        if self.room() < least.max(1) || head.rate.held_until.is_some() {
             return false;
         }
         let cursor = self.cursor_psn();
@@ -462,6 +462,7 @@ impl Requester {
     fn transmit_one(&mut self, env: &mut Env<'_>, head: &Head, buf: &mut TransmitBuf) -> Result<(), Status> {
         let room = self.room();
         // Whatever stops the train, an acknowledgement that opens the window again is on its way.
+        let pauses = head.rate.is_limited() && buf.is_filled_by(head.mtu);
         let ack_every = (self.window.min(self.congestion_window) / 2).clamp(1, ACK_REQ_PACKETS);
         let Some(path) = head.path else {
             return Err(Status::LocalQpOperation);
@@ -561,7 +562,7 @@ impl Requester {
                 })?;
             }
             Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
-                let edge = room == 1 || self.since_ack_req + 1 >= ack_every;
+                let edge = room == 1 || pauses || self.since_ack_req + 1 >= ack_every;
                 bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, srqn, edge)?;
             }
             // Done without packets, by `do_local`.

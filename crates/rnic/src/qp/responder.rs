@@ -640,14 +640,13 @@ impl Responder {
 
     // Answers.
 
-    pub(crate) fn wants_transmit(&self) -> bool {
-        !matches!(
-            self.answers.front(),
-            None | Some(Answer::Flush {
-                state: FlushState::Runs,
-                ..
-            })
-        )
+    pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
+        match self.answers.front() {
+            None => false,
+            Some(Answer::Flush { state, .. }) => *state != FlushState::Runs,
+            Some(Answer::Read { .. }) => head.rate.held_until.is_none(),
+            Some(Answer::Ack { .. } | Answer::Atomic { .. }) => true,
+        }
     }
 
     /// Nothing but an acknowledgement is owed, which may wait a little for company.
@@ -672,7 +671,7 @@ impl Responder {
         buf: &mut TransmitBuf,
     ) -> Option<Status> {
         let mut ahead = ReadAhead::default();
-        while !buf.is_full() && self.wants_transmit() {
+        while !buf.is_full() && self.wants_transmit(head) {
             let path = head.path?;
             let answer = self.answers.front_mut()?;
             let (psn, msn, syndrome) = match answer {

@@ -57,6 +57,8 @@ bitflags! {
         const PEER_IS_RDMUX = 1 << 13;
         /// The Q_Key that datagrams must show.
         const QKEY = 1 << 14;
+        /// Highest rate.
+        const RATE_LIMIT = 1 << 15;
     }
 }
 
@@ -97,12 +99,13 @@ impl QpType {
     /// Attributes that may change while the QP works.
     fn while_working(self) -> AttrMask {
         let extensions = AttrMask::WINDOW | AttrMask::PEER_IS_RDMUX;
-        match self {
+        let of_type = match self {
             QpType::Ud => AttrMask::QKEY,
             QpType::Uc => AttrMask::ACCESS,
             QpType::XrcSend => AttrMask::ACCESS | extensions,
             QpType::Rc | QpType::XrcRecv => AttrMask::ACCESS | AttrMask::MIN_RNR_TIMER | extensions,
-        }
+        };
+        of_type | AttrMask::RATE_LIMIT
     }
 
     /// Attributes that may change while the send queue is drained.

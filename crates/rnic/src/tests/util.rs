@@ -26,8 +26,8 @@ pub(super) struct Side {
     pub(super) cq: Cqn,
     pub(super) qpn: Qpn,
     address: IpAddr,
-    /// Datagrams on their way to this side: source port, bytes and segment size.
-    pub(super) inbox: VecDeque<(u16, Vec<u8>, usize)>,
+    /// Datagrams on their way to this side: source port, traffic class, bytes and segment size.
+    pub(super) inbox: VecDeque<(u16, u8, Vec<u8>, usize)>,
 }
 
 impl Side {
@@ -128,6 +128,8 @@ pub(super) struct Pair {
     pub(super) now: Time,
     /// Called with each datagram and where it goes: false loses it.
     pub(super) deliver: Box<Deliver>,
+    /// Whether what goes to each side is marked on its way, where it may be.
+    pub(super) marked: [bool; 2],
     buf: TransmitBuf,
 }
 
@@ -152,6 +154,7 @@ impl Pair {
             sides: [Side::new(1, traffic), Side::new(2, traffic)],
             now: Time(1),
             deliver: Box::new(|_, _| true),
+            marked: [false; 2],
             buf: TransmitBuf::new(1 << 18, true),
         };
         for i in 0..2 {
@@ -341,10 +344,16 @@ impl Pair {
                     moved = true;
                     let mut bytes = self.buf.bytes()[train.range.clone()].to_vec();
                     if (self.deliver)(1 - i, &mut bytes) {
-                        let port = train.path.src_port;
-                        self.sides[1 - i]
-                            .inbox
-                            .push_back((port, bytes, train.segment_bytes));
+                        let Path {
+                            src_port,
+                            mut traffic_class,
+                            ..
+                        } = train.path;
+                        if self.marked[1 - i] && traffic_class & ECN_MARKED != 0 {
+                            traffic_class |= ECN_MARKED;
+                        }
+                        let datagram = (src_port, traffic_class, bytes, train.segment_bytes);
+                        self.sides[1 - i].inbox.push_back(datagram);
                     }
                 }
                 if !more {
@@ -354,10 +363,10 @@ impl Pair {
         }
         for i in 0..2 {
             let src = self.sides[1 - i].address;
-            while let Some((port, bytes, segment)) = self.sides[i].inbox.pop_front() {
+            while let Some((port, tos, bytes, segment)) = self.sides[i].inbox.pop_front() {
                 self.sides[i]
                     .rnic
-                    .handle_datagram(self.now, src, port, &bytes, segment);
+                    .handle_datagram_with_tos(self.now, src, port, tos, &bytes, segment);
             }
         }
         moved

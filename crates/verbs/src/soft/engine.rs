@@ -452,9 +452,15 @@ impl Core {
             }
             total += n;
             for datagram in self.batch.iter() {
-                let (src, bytes) = (datagram.src, datagram.bytes);
-                self.rnic
-                    .handle_datagram(now, src.ip(), src.port(), bytes, datagram.segment_size);
+                let (src, tos, bytes) = (datagram.src, datagram.tos, datagram.bytes);
+                self.rnic.handle_datagram_with_tos(
+                    now,
+                    src.ip(),
+                    src.port(),
+                    tos,
+                    bytes,
+                    datagram.segment_size,
+                );
             }
             // Many requests in, many acknowledgements out: the sender's window must not run dry meanwhile.
             if self.rnic.has_urgent_transmit() {

@@ -615,12 +615,12 @@ fn packet__what_is_not_roce() {
 #[test]
 fn packet__cnp_is_counted() {
     let mut wire = Wire::new();
-    let mut bytes = vec![0; 28];
-    bytes[0] = CNP;
+    let mut bytes = vec![0; Cnp::LEN];
+    Cnp::new(Qpn::new(7)).emit(&mut bytes);
     let icrc = wire.flow(true).icrc(&bytes, 0);
     bytes.extend_from_slice(&icrc.to_le_bytes());
     wire.feed(true, &bytes);
-    assert_eq!(wire.good().opcodes[&CNP], 1);
+    assert_eq!(wire.good().opcodes[&Cnp::OPCODE], 1);
 }
 
 #[test]

@@ -1,0 +1,96 @@
+//! A token bucket that holds one burst, kept as the time at which the next burst may begin.
+
+use crate::sched::TURN_BYTES;
+use crate::time::Time;
+
+/// A burst is what the rate allows in this time, but for the bounds of [`burst_bytes`]: timers that fire more often cost more
+/// than smoother sending brings, and CNPs do not come more often either.
+const BURST_NS: u64 = 50_000;
+
+/// Bytes that may go out together at a rate: a packet at least, a train at most.
+pub(crate) fn burst_bytes(rate_bps: u64, packet_bytes: u32) -> u32 {
+    let bytes = u128::from(rate_bps) * u128::from(BURST_NS) / 8_000_000_000;
+    (bytes.min(u128::from(TURN_BYTES)) as u32).max(packet_bytes)
+}
+
+/// See the module.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Pacer {
+    /// When the next burst may begin; what lies in the past is credit.
+    next: Time,
+}
+
+impl Pacer {
+    /// When the next burst may begin, if that is not yet.
+    pub(crate) fn waits_until(&self, now: Time) -> Option<Time> {
+        (self.next > now).then_some(self.next)
+    }
+
+    /// `bytes` went out. Who comes late may catch up by one burst, and no more.
+    pub(crate) fn charge(&mut self, now: Time, bytes: u64, rate_bps: u64, burst_bytes: u32) {
+        let ns = |bytes: u64| {
+            let ns = u128::from(bytes) * 8_000_000_000 / u128::from(rate_bps.max(1));
+            u64::try_from(ns).unwrap_or(u64::MAX)
+        };
+        let earliest = Time(now.0.saturating_sub(ns(burst_bytes.into())));
+        self.next = self.next.max(earliest) + ns(bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RATE: u64 = 1_000_000_000;
+
+    /// Bytes sent in `total_ns` by one who sends a burst as soon as it may, `late_ns(n)` late at its nth.
+    fn sent(total_ns: u64, rate_bps: u64, late_ns: impl Fn(u64) -> u64) -> u64 {
+        let (mut pacer, mut now, mut sent, mut n) = (Pacer::default(), Time(1_000_000_000), 0, 0);
+        let end = now + total_ns;
+        let burst = burst_bytes(rate_bps, 1024);
+        while now < end {
+            match pacer.waits_until(now) {
+                Some(at) => {
+                    now = at + late_ns(n);
+                    n += 1;
+                }
+                None => {
+                    // The last packet goes over.
+                    let bytes = u64::from(burst) + n % 500;
+                    sent += bytes;
+                    pacer.charge(now, bytes, rate_bps, burst);
+                }
+            }
+        }
+        sent
+    }
+
+    #[test]
+    fn charge__holds_the_rate() {
+        for rate in [10_000_000, RATE, 25_000_000_000] {
+            let bytes = sent(1_000_000_000, rate, |_| 0) as f64;
+            let expected = rate as f64 / 8.0;
+            assert!(
+                (bytes / expected - 1.0).abs() < 0.01,
+                "{rate}: {bytes} of {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn charge__a_late_timer_is_made_up_for_by_one_burst() {
+        let bytes = sent(1_000_000_000, RATE, |_| 30_000) as f64;
+        assert!((bytes / (RATE as f64 / 8.0) - 1.0).abs() < 0.01, "{bytes}");
+        // Always a millisecond late: two bursts each time, the one that is due and the one saved up.
+        let bytes = sent(1_000_000_000, RATE, |_| 1_000_000) as f64;
+        let burst = f64::from(burst_bytes(RATE, 1024));
+        assert!(bytes <= 1000.0 * 2.2 * burst, "{bytes}");
+    }
+
+    #[test]
+    fn burst_bytes__between_a_packet_and_a_train() {
+        assert_eq!(burst_bytes(1, 1024), 1024);
+        assert_eq!(burst_bytes(RATE, 1024), 6250);
+        assert_eq!(burst_bytes(u64::MAX, 1024), TURN_BYTES);
+    }
+}

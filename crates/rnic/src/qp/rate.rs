@@ -1,0 +1,81 @@
+//! How fast a QP may send, and what it owes its peer for marked packets.
+
+use crate::dcqcn::{NotificationPoint, Parameters, ReactionPoint};
+use crate::pacer::{Pacer, burst_bytes};
+use crate::time::Time;
+
+/// The rate of one QP: the lower of what congestion control leaves and of its own limit.
+#[derive(Debug)]
+pub(crate) struct Rate {
+    reaction: ReactionPoint,
+    notification: NotificationPoint,
+    /// The user's limit; 0 for none.
+    pub(crate) limit_bps: u64,
+    pacer: Pacer,
+    /// A CNP is owed, and the device's list of those holds this QP.
+    pub(crate) cnp_owed: bool,
+    /// No data goes out before this moment.
+    pub(crate) held_until: Option<Time>,
+    /// Bytes that go out together; no limit where no rate limits the QP.
+    pub(crate) burst_bytes: u32,
+}
+
+impl Default for Rate {
+    fn default() -> Rate {
+        Rate {
+            reaction: ReactionPoint::default(),
+            notification: NotificationPoint::default(),
+            limit_bps: 0,
+            pacer: Pacer::default(),
+            cnp_owed: false,
+            held_until: None,
+            burst_bytes: u32::MAX,
+        }
+    }
+}
+
+impl Rate {
+    /// A marked packet came in; returns whether a CNP has come to be owed.
+    pub(crate) fn handle_marked(&mut self, now: Time, with: &Parameters) -> bool {
+        let owed = !self.cnp_owed && self.notification.handle_marked(now, with);
+        self.cnp_owed |= owed;
+        owed
+    }
+
+    /// The peer says that packets of this QP were marked.
+    pub(crate) fn handle_cnp(&mut self, now: Time, with: &Parameters) {
+        self.reaction.handle_cnp(now, with);
+    }
+
+    /// Brings `held_until` and `burst_bytes` up to date.
+    pub(crate) fn look(&mut self, now: Time, with: Option<&Parameters>, packet_bytes: u32) {
+        let rate_bps = self.bps(now, with);
+        self.held_until = rate_bps.and_then(|_| self.pacer.waits_until(now));
+        self.burst_bytes = rate_bps.map_or(u32::MAX, |bps| burst_bytes(bps, packet_bytes));
+    }
+
+    /// Whether some rate limits the QP.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.burst_bytes != u32::MAX
+    }
+
+    /// `bytes` went out.
+    pub(crate) fn charge(&mut self, now: Time, bytes: u64, with: Option<&Parameters>, packet_bytes: u32) {
+        if let Some(with) = with {
+            self.reaction.handle_sent(now, bytes, with);
+        }
+        if let Some(rate_bps) = self.bps(now, with) {
+            let burst = burst_bytes(rate_bps, packet_bytes);
+            self.pacer.charge(now, bytes, rate_bps, burst);
+        }
+    }
+
+    fn bps(&mut self, now: Time, with: Option<&Parameters>) -> Option<u64> {
+        let congestion = with.and_then(|with| self.reaction.rate_bps(now, with));
+        let limit = Some(self.limit_bps).filter(|bps| *bps > 0);
+        match (congestion, limit) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+}
