@@ -17,7 +17,7 @@ use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::memory::Memory;
-use crate::qp::{Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
+use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::sched::{CLASSES, Policy, Scheduler};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
@@ -499,7 +499,7 @@ impl Rnic {
         while let Some(qpn) = self.gathering.pop() {
             self.with_qp(now, qpn, |qp, env| {
                 if let Some(status) = qp.responder.place_gathered(env, &qp.head) {
-                    qp.fail(env, Some(status));
+                    qp.fail(env, Some((status, Cause::PeerRequest)));
                 }
             });
         }
@@ -598,10 +598,10 @@ impl Rnic {
             if response {
                 if let Err(broken) = qp.requester.handle_response(env, &qp.head, &packet) {
                     qp.requester.end_broken(env, &qp.head, broken);
-                    qp.fail(env, Some(broken.status));
+                    qp.fail(env, Some((broken.status, Cause::OwnRequest)));
                 }
             } else if let Some(status) = qp.responder.handle_request(env, &qp.head, &packet) {
-                qp.fail(env, Some(status));
+                qp.fail(env, Some((status, Cause::PeerRequest)));
             }
         });
         let waits = self
@@ -678,7 +678,7 @@ impl Rnic {
         self.with_qp(now, qpn, |qp, env| {
             if qp.responder.handle_flush(psn, result.is_ok()) {
                 env.counters.sent_naks += 1;
-                qp.fail(env, Some(Status::RemoteOperation));
+                qp.fail(env, Some((Status::RemoteOperation, Cause::PeerRequest)));
             }
         });
     }
@@ -694,7 +694,7 @@ impl Rnic {
                 qp.head.timer = None;
                 if let Err(broken) = qp.requester.handle_timeout(env) {
                     qp.requester.end_broken(env, &qp.head, broken);
-                    qp.fail(env, Some(broken.status));
+                    qp.fail(env, Some((broken.status, Cause::OwnRequest)));
                 }
             });
         }
@@ -836,7 +836,7 @@ impl Rnic {
             failing.sort_unstable();
             for qpn in failing {
                 self.on_qp(now, Qpn::new(qpn), |qp, env| {
-                    qp.fail(env, Some(Status::LocalQpOperation));
+                    qp.fail(env, Some((Status::LocalQpOperation, Cause::QueueOverrun)));
                 });
             }
         }

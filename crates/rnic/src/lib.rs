@@ -32,7 +32,7 @@ pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
 pub use device::{Config, QpInfo, Rnic, Traffic};
 pub use flush::{FlushId, FlushJob};
 pub use memory::{Access, Atomic, Fault, HeapMemory, Memory, Placement};
-pub use qp::{AttrMask, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
+pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
 pub use rdmux_wire::roce::Selectivity;
 pub use rdmux_wire::{LKey, Psn, Qpn, RKey};
 pub use region::{Pd, RegionSpec, RegisterError, WindowType};

@@ -293,8 +293,14 @@ impl Regions {
     /// After this no access through the key, or through windows bound to it, succeeds; those under way were complete when
     /// they returned.
     pub(crate) fn deregister(&mut self, lkey: LKey) -> Option<Option<Arc<dyn Memory>>> {
-        let entry = self.exact(lkey.0)?;
-        if matches!(entry.kind, Kind::Window { .. }) {
+        let entry = self.entries.get(&(lkey.0 >> 8))?;
+        let named = match entry.kind {
+            Kind::Region(_) => entry.key == lkey.0,
+            // Its key has changed with each registration.
+            Kind::Fast { .. } => true,
+            Kind::Window { .. } => false,
+        };
+        if !named {
             return None;
         }
         let entry = self.entries.remove(&(lkey.0 >> 8))?;
@@ -400,7 +406,7 @@ impl Regions {
                 ..
             }
         );
-        is_one.then(|| RKey(window.0 & !0xff | window.0.wrapping_add(1) & 0xff))
+        is_one.then(|| window.next())
     }
 
     /// Gives a region its memory by a work request. IBTA Vol 1, 10.6.3.4.

@@ -3,24 +3,28 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::IpAddr;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{
-    Access, Arm, Counters, Cqn, LKey, Memory, ModifyError, Pd, PostError, QpAttributes, QpInfo, QpInit,
-    QpState, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, SendRequest, Sge, Status, WorkCompletion,
+    Access, Arm, Bind, Counters, Cqn, ModifyError, Pd, PostError, QpAttributes, QpInfo, QpInit, QpState,
+    QpType, Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
 };
 
 use crate::cm::deadline_after;
+use crate::event::AsyncEvent;
+use crate::region::{MemoryRegion, MemoryWindow};
 use crate::soft::engine::{Engine, Waker};
 pub use crate::soft::engine::{OpenError, Options, Waiting};
+use crate::srq::{SharedReceiveQueue, XrcDomain};
 
 /// Why an object could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateError {
     /// The device has no room for another.
-    #[error("the device has no room for another queue pair")]
+    #[error("the device has no room for another object, or what it is to use does not fit it")]
     NoRoom,
     /// A system call failed.
     #[error(transparent)]
@@ -106,6 +110,26 @@ impl Device {
         self.engine().counters()
     }
 
+    /// Takes the oldest asynchronous event. IBTA Vol 1, 11.6.3.
+    pub fn poll_async_event(&self) -> Option<AsyncEvent> {
+        self.engine().lock().async_events.take()
+    }
+
+    /// Takes the oldest asynchronous event; sleeps until there is one. `None`: the time is over.
+    pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
+        let deadline = deadline_after(timeout);
+        let waker = self.engine().lock().async_events.waker();
+        loop {
+            if let Some(event) = self.poll_async_event() {
+                return Some(event);
+            }
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) || !waker.wait(left) {
+                return self.poll_async_event();
+            }
+        }
+    }
+
     /// Queue pairs, memory regions and completion queues there are.
     pub fn object_counts(&self) -> (usize, usize, usize) {
         self.engine().lock().rnic.object_counts()
@@ -131,51 +155,21 @@ impl Drop for PdInner {
 pub struct ProtectionDomain(Arc<PdInner>);
 
 impl ProtectionDomain {
+    pub(crate) fn number(&self) -> Pd {
+        self.0.pd
+    }
+
     /// The device.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Registers `length` bytes at `offset` of a memory under the address `iova`.
-    pub fn reg_mr(
-        &self,
-        memory: Arc<dyn Memory>,
-        offset: u64,
-        length: u64,
-        iova: u64,
-        access: Access,
-    ) -> Result<MemoryRegion, RegisterError> {
-        let spec = RegionSpec {
-            memory,
-            memory_offset: offset,
-            length,
-            iova,
-            access,
-        };
-        let (lkey, rkey) = self.0.device.engine().lock().rnic.reg_mr(self.0.pd, spec)?;
-        Ok(MemoryRegion {
-            pd: self.clone(),
-            lkey,
-            rkey,
-            iova,
-            length,
-        })
-    }
-
-    /// Registers a whole memory under the address `iova`.
-    pub fn reg_mr_all(
-        &self,
-        memory: Arc<dyn Memory>,
-        iova: u64,
-        access: Access,
-    ) -> Result<MemoryRegion, RegisterError> {
-        let length = memory.len();
-        self.reg_mr(memory, 0, length, iova, access)
-    }
-
-    /// Makes an RC queue pair.
+    /// Makes a queue pair.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let init = QpInit {
+            qp_type: options.qp_type,
+            srq: options.srq.as_ref().map(SharedReceiveQueue::srqn),
+            xrcd: options.xrcd.as_ref().map(XrcDomain::number),
             max_send_wr: options.max_send_wr,
             max_recv_wr: options.max_recv_wr,
             recv_cq: options.recv_cq.0.cqn,
@@ -189,57 +183,11 @@ impl ProtectionDomain {
             .rnic
             .create_qp(init)
             .ok_or(CreateError::NoRoom)?;
-        let cqs = [options.send_cq.clone(), options.recv_cq.clone()];
         Ok(QueuePair(Arc::new(QpInner {
             pd: self.clone(),
-            _cqs: cqs,
             qpn,
+            _options: options.clone(),
         })))
-    }
-}
-
-/// Registered memory. Dropping it deregisters: when the drop returns, no peer reaches the memory any more.
-#[derive(Debug)]
-pub struct MemoryRegion {
-    pd: ProtectionDomain,
-    lkey: LKey,
-    rkey: RKey,
-    iova: u64,
-    length: u64,
-}
-
-impl MemoryRegion {
-    /// The key for own requests.
-    pub fn lkey(&self) -> LKey {
-        self.lkey
-    }
-
-    /// The key for peers' requests.
-    pub fn rkey(&self) -> RKey {
-        self.rkey
-    }
-
-    /// The address of the first byte.
-    pub fn iova(&self) -> u64 {
-        self.iova
-    }
-
-    /// Bytes.
-    pub fn length(&self) -> u64 {
-        self.length
-    }
-
-    /// A scatter/gather element: `length` bytes at `offset` of the region.
-    pub fn sge(&self, offset: u64, length: u32) -> Sge {
-        Sge::new(self.iova.wrapping_add(offset), length, self.lkey)
-    }
-}
-
-impl Drop for MemoryRegion {
-    fn drop(&mut self) {
-        // Dropped when the engine is unlocked again: memory may unmap, close, or run its owner's code.
-        let memory = self.pd.device().engine().lock().rnic.dereg_mr(self.lkey);
-        drop(memory);
     }
 }
 
@@ -263,6 +211,10 @@ impl Drop for CqInner {
 pub struct CompletionQueue(Arc<CqInner>);
 
 impl CompletionQueue {
+    pub(crate) fn number(&self) -> Cqn {
+        self.0.cqn
+    }
+
     /// Takes the oldest completion, driving the device when there is none. Never sleeps.
     pub fn poll(&self) -> Option<WorkCompletion> {
         self.0.device.engine().poll(|core| core.rnic.poll_cq(self.0.cqn))
@@ -325,6 +277,8 @@ impl AsFd for CompletionQueue {
 /// How a queue pair is made.
 #[derive(Clone, Debug)]
 pub struct QpOptions {
+    /// Transport service.
+    pub qp_type: QpType,
     /// Where send completions go.
     pub send_cq: CompletionQueue,
     /// Where receive completions go.
@@ -333,16 +287,23 @@ pub struct QpOptions {
     pub max_send_wr: u32,
     /// Receive requests it holds.
     pub max_recv_wr: u32,
+    /// Takes its receives from here.
+    pub srq: Option<SharedReceiveQueue>,
+    /// XRC target: the domain whose shared receive queues peers may name.
+    pub xrcd: Option<XrcDomain>,
 }
 
 impl QpOptions {
-    /// Both kinds of completion to one queue, 128 requests each way.
+    /// RC, both kinds of completion to one queue, 128 requests each way.
     pub fn new(cq: &CompletionQueue) -> QpOptions {
         QpOptions {
+            qp_type: QpType::Rc,
             send_cq: cq.clone(),
             recv_cq: cq.clone(),
             max_send_wr: 128,
             max_recv_wr: 128,
+            srq: None,
+            xrcd: None,
         }
     }
 }
@@ -350,8 +311,9 @@ impl QpOptions {
 #[derive(Debug)]
 struct QpInner {
     pd: ProtectionDomain,
-    _cqs: [CompletionQueue; 2],
     qpn: Qpn,
+    /// What it uses lives as long as it does.
+    _options: QpOptions,
 }
 
 impl Drop for QpInner {
@@ -365,7 +327,7 @@ impl Drop for QpInner {
     }
 }
 
-/// RC queue pair.
+/// Queue pair.
 #[derive(Clone, Debug)]
 pub struct QueuePair(Arc<QpInner>);
 
@@ -397,6 +359,33 @@ impl QueuePair {
                 .into_iter()
                 .try_for_each(|request| core.rnic.post_send(now, self.0.qpn, request))
         })
+    }
+
+    /// Posts the binding of a type 1 window to a range of addresses of a region, and gives the key by which peers reach them
+    /// once the request has completed. Type 2 windows are bound by [`Operation::Bind`].
+    ///
+    /// [`Operation::Bind`]: rdmux_rnic::Operation::Bind
+    pub fn bind_mw(
+        &self,
+        wr_id: u64,
+        window: &MemoryWindow,
+        region: &MemoryRegion,
+        range: Range<u64>,
+        access: Access,
+        flags: SendFlags,
+    ) -> Result<RKey, PostError> {
+        let bind = Bind {
+            window: window.rkey(),
+            region: region.lkey(),
+            va: range.start,
+            length: range.end.saturating_sub(range.start),
+            access,
+        };
+        let key = self
+            .engine()
+            .with(|core, now| core.rnic.bind_mw(now, self.0.qpn, wr_id, bind, flags))?;
+        window.set_rkey(key);
+        Ok(key)
     }
 
     /// Posts a receive request.

@@ -28,20 +28,26 @@
 
 mod cm;
 mod device;
+mod event;
 pub mod memory;
+mod region;
 pub mod soft;
+mod srq;
 
 pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
 pub use device::{
-    CompletionQueue, CreateError, Device, MemoryRegion, OpenError, Options, ProtectionDomain, QpOptions,
-    QueuePair, Waiting,
+    CompletionQueue, CreateError, Device, OpenError, Options, ProtectionDomain, QpOptions, QueuePair, Waiting,
 };
+pub use event::AsyncEvent;
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::Endpoint;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, Bind, Counters, Fault, LKey, Memory, ModifyError, Operation, Placement, PostError,
-    Psn, QpAttributes, QpInfo, QpState, Qpn, RKey, RecvRequest, RegisterError, Selectivity, SendFlags,
-    SendRequest, Sge, SgeList, Srqn, Status, Target, WcOpcode, WorkCompletion,
+    Access, Arm, Atomic, Bind, Counters, Fault, LKey, Memory, ModifyError, Operation, Path, Placement,
+    PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError,
+    Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn, Status, Target,
+    WcOpcode, WindowType, WorkCompletion,
 };
 pub use rdmux_wire::cm::{RejReason, ServiceId};
 pub use rdmux_wire::roce::PathMtu;
+pub use region::{MemoryRegion, MemoryWindow};
+pub use srq::{SharedReceiveQueue, XrcDomain};

@@ -100,6 +100,13 @@ key! {
     RKey
 }
 
+impl RKey {
+    /// The key with its low 8 bits, which belong to the key's user, counted up. As `ibv_inc_rkey`.
+    pub const fn next(self) -> RKey {
+        RKey(self.0 & !0xff | self.0.wrapping_add(1) & 0xff)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -272,10 +272,9 @@ fn side(device: &Device, request: &Request) -> Result<Side> {
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL;
     let mr = pd.reg_mr_all(memory.clone(), memory.address(), access)?;
     let options = QpOptions {
-        send_cq: cq.clone(),
-        recv_cq: cq.clone(),
         max_send_wr: 2 * request.depth + 2,
         max_recv_wr: 2 * request.depth + 2,
+        ..QpOptions::new(&cq)
     };
     let qps = (0..request.qps)
         .map(|_| pd.create_qp(&options))

@@ -137,6 +137,17 @@ impl QpAttributes {
     }
 }
 
+/// What sent a QP to error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// A send request of its own, whose completion says so.
+    OwnRequest,
+    /// A request of its peer.
+    PeerRequest,
+    /// A completion queue that overran.
+    QueueOverrun,
+}
+
 /// Something to tell the driver about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
@@ -145,8 +156,8 @@ pub enum Event {
     /// A completion queue overran: it takes no more completions, and the QPs that complete to it go to error. What is in it
     /// can still be polled. Asynchronous event of IBTA Vol 1, 11.6.3.
     CqError(Cqn),
-    /// A QP went to error on its own: asynchronous event of IBTA Vol 1, 11.6.3.
-    QpError(Qpn, Status),
+    /// A QP went to error on its own. IBTA Vol 1, 11.6.3.1 where a request of its own is not the cause.
+    QpError(Qpn, Status, Cause),
     /// A request came in on a QP in RTR: the connection stands although its last message is missing. 11.6.3.1.
     CommunicationEstablished(Qpn),
     /// The send queue of a QP in SQD has drained. 11.6.3.1.
@@ -155,14 +166,6 @@ pub enum Event {
     LastWqeReached(Qpn),
     /// Fewer receives than the limit are left in a shared receive queue; the limit is disarmed. 11.6.3.1.
     SrqLimitReached(Srqn),
-    /// A shared receive queue's own memory failed. 11.6.3.2.
-    SrqError(Srqn),
-    /// The device's port works again: its address is there. 11.6.3.3.
-    PortActive,
-    /// The device's port does not work: its address or its network has gone. 11.6.3.4.
-    PortError,
-    /// The device does not work any more. 11.6.3.4.
-    DeviceFatal,
 }
 
 /// What both halves of a QP need of the rest of the device.
@@ -370,7 +373,7 @@ impl Qp {
     }
 
     /// To Error: every posted request completes as flushed. `cause` is told as an asynchronous event.
-    pub(crate) fn fail(&mut self, env: &mut Env<'_>, cause: Option<Status>) {
+    pub(crate) fn fail(&mut self, env: &mut Env<'_>, cause: Option<(Status, Cause)>) {
         if self.head.state == QpState::Error {
             return;
         }
@@ -380,8 +383,8 @@ impl Qp {
         if self.head.init.srq.is_some() {
             env.events.push_back(Event::LastWqeReached(self.head.qpn));
         }
-        if let Some(cause) = cause {
-            env.events.push_back(Event::QpError(self.head.qpn, cause));
+        if let Some((status, cause)) = cause {
+            env.events.push_back(Event::QpError(self.head.qpn, status, cause));
         }
     }
 
@@ -395,11 +398,11 @@ impl Qp {
         buf.begin_turn(bytes.min(self.head.rate.burst_bytes));
         if let Err(broken) = self.requester.transmit(env, &self.head, buf) {
             self.requester.end_broken(env, &self.head, broken);
-            self.fail(env, Some(broken.status));
+            self.fail(env, Some((broken.status, Cause::OwnRequest)));
         }
         // After the requests: an acknowledgement is short and ends the train.
         if let Some(status) = self.responder.transmit(env, &self.head, buf) {
-            self.fail(env, Some(status));
+            self.fail(env, Some((status, Cause::PeerRequest)));
         }
         buf.end_turn();
         // Acknowledgements do not wait for the rate and are not charged to it.

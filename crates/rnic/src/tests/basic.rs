@@ -276,7 +276,11 @@ fn overrun__of_a_completion_queue_fails_all_of_its_qps_and_no_other() {
     assert_eq!(events[..2], [Event::Completion(cq), Event::CqError(cq)]);
     assert_eq!(events.len(), 4, "{events:?}");
     for qpn in [busy, idle] {
-        assert!(events.contains(&Event::QpError(qpn, Status::LocalQpOperation)));
+        assert!(events.contains(&Event::QpError(
+            qpn,
+            Status::LocalQpOperation,
+            Cause::QueueOverrun
+        )));
     }
     assert_eq!(rnic.cq_state(cq), Some((2, true)));
     assert_eq!(rnic.cq_state(old_cq), Some((0, false)));

@@ -647,7 +647,10 @@ fn read__of_memory_that_fails_tells_both_ends_the_same() {
         let answers = ask(&mut pair, Op::ReadRequest, 0, &reth(IOVA, rkey, 4), &[]);
         refused(&mut pair, &answers, 0, nak);
         let qpn = pair.sides[1].qpn;
-        assert_eq!(pair.sides[1].rnic.poll_event(), Some(Event::QpError(qpn, status)));
+        assert_eq!(
+            pair.sides[1].rnic.poll_event(),
+            Some(Event::QpError(qpn, status, Cause::PeerRequest))
+        );
     }
 }
 
@@ -994,7 +997,10 @@ fn nak__codes_end_the_oldest_request_and_flush_the_rest() {
         assert_eq!(statuses(&mut pair, 0), [status, Status::Flushed]);
         assert_eq!(state(&pair, 0), QpState::Error);
         let qpn = pair.sides[0].qpn;
-        assert_eq!(pair.sides[0].rnic.poll_event(), Some(Event::QpError(qpn, status)));
+        assert_eq!(
+            pair.sides[0].rnic.poll_event(),
+            Some(Event::QpError(qpn, status, Cause::OwnRequest))
+        );
     }
 }
 

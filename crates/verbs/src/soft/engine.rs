@@ -24,6 +24,8 @@ use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
+use crate::event::{AsyncEvent, AsyncEvents};
+
 use super::group::{Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::udp::{Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
 
@@ -145,6 +147,9 @@ pub(crate) struct Core {
     address: IpAddr,
     pub(crate) cq_wakers: HashMap<Cqn, Weak<Waker>>,
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
+    pub(crate) async_events: AsyncEvents,
+    /// The network took no packets the last time.
+    port_down: bool,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
     pub(crate) listeners: HashMap<ServiceId, (CmSink, Arc<Waker>)>,
     /// Trains that could not be sent.
@@ -243,6 +248,8 @@ impl Engine {
             address,
             cq_wakers: HashMap::new(),
             qp_errors: HashMap::new(),
+            async_events: AsyncEvents::new().map_err(io("eventfd"))?,
+            port_down: false,
             connections: HashMap::new(),
             listeners: HashMap::new(),
             send_errors: 0,
@@ -488,21 +495,25 @@ impl Core {
         while let Some(event) = self.rnic.poll_event() {
             match event {
                 Event::Completion(cqn) | Event::CqError(cqn) => {
+                    if matches!(event, Event::CqError(_)) {
+                        self.async_events.push(AsyncEvent::CqError(cqn));
+                    }
                     if let Some(waker) = self.cq_wakers.get(&cqn).and_then(Weak::upgrade) {
                         waker.wake();
                     }
                 }
-                Event::QpError(qpn, status) => {
+                Event::QpError(qpn, status, cause) => {
                     self.qp_errors.insert(qpn, status);
+                    if let Some(event) = AsyncEvent::of_qp_error(qpn, status, cause) {
+                        self.async_events.push(event);
+                    }
                 }
-                Event::CommunicationEstablished(_)
-                | Event::SqDrained(_)
-                | Event::LastWqeReached(_)
-                | Event::SrqLimitReached(_)
-                | Event::SrqError(_)
-                | Event::PortActive
-                | Event::PortError
-                | Event::DeviceFatal => {}
+                Event::CommunicationEstablished(qpn) => {
+                    self.async_events.push(AsyncEvent::CommunicationEstablished(qpn));
+                }
+                Event::SqDrained(qpn) => self.async_events.push(AsyncEvent::SqDrained(qpn)),
+                Event::LastWqeReached(qpn) => self.async_events.push(AsyncEvent::LastWqeReached(qpn)),
+                Event::SrqLimitReached(srqn) => self.async_events.push(AsyncEvent::SrqLimitReached(srqn)),
             }
         }
     }
@@ -630,6 +641,9 @@ impl Core {
             match socket.send_batch(&outgoing[..run.len()]) {
                 Ok(n) => {
                     self.sent += n;
+                    if n > 0 && std::mem::take(&mut self.port_down) {
+                        self.async_events.push(AsyncEvent::PortActive);
+                    }
                     let full = n < run.len();
                     let since = self.blocked.unwrap_or(now);
                     self.blocked = full.then_some(since);
@@ -648,6 +662,9 @@ impl Core {
                     // As good as lost on the way: the protocol notices, and the counter tells why.
                     self.send_errors += 1;
                     self.sent += error.index + 1;
+                    if port_is_down(&error.source) && !std::mem::replace(&mut self.port_down, true) {
+                        self.async_events.push(AsyncEvent::PortError);
+                    }
                 }
             }
             if self.gso && !socket.gso() {
@@ -658,6 +675,18 @@ impl Core {
             self.buf.disable_gso();
         }
     }
+}
+
+/// Whether sending failed because the device's address or its interface has gone.
+fn port_is_down(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let down = [
+        Errno::NETDOWN,
+        Errno::NETUNREACH,
+        Errno::NODEV,
+        Errno::ADDRNOTAVAIL,
+    ];
+    Errno::from_io_error(error).is_some_and(|errno| down.contains(&errno))
 }
 
 /// The path MTU towards a peer: the largest that the interface's MTU carries.

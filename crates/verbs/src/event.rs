@@ -1,0 +1,81 @@
+//! Asynchronous events: what happens to objects without a request of theirs completing. IBTA Vol 1, 11.6.3.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+use rdmux_rnic::{Cause, Cqn, Qpn, Srqn, Status};
+
+use crate::soft::engine::Waker;
+
+/// Events kept for a program that does not take them; the oldest are dropped.
+const KEPT_MAX: usize = 1024;
+
+/// An asynchronous event. The names are those of `enum ibv_event_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsyncEvent {
+    /// A completion queue overran; its queue pairs are in error.
+    CqError(Cqn),
+    /// A queue pair went to error for a reason of its own device: its memory failed, or its completion queue overran.
+    QpFatal(Qpn),
+    /// A queue pair went to error: its peer asked for something invalid.
+    QpRequestError(Qpn),
+    /// A queue pair went to error: its peer asked for memory that it may not reach.
+    QpAccessError(Qpn),
+    /// Data came in on a queue pair that is still in RTR.
+    CommunicationEstablished(Qpn),
+    /// The send queue of a queue pair in SQD has drained.
+    SqDrained(Qpn),
+    /// A queue pair in error uses up no more receives of its shared receive queue.
+    LastWqeReached(Qpn),
+    /// Fewer receives than the limit are left in a shared receive queue.
+    SrqLimitReached(Srqn),
+    /// The network takes packets again.
+    PortActive,
+    /// The network takes no packets: the address or its interface has gone.
+    PortError,
+}
+
+impl AsyncEvent {
+    /// The event of a queue pair that went to error; none where the completion of its own request says it all.
+    pub(crate) fn of_qp_error(qpn: Qpn, status: Status, cause: Cause) -> Option<AsyncEvent> {
+        match (cause, status) {
+            (Cause::OwnRequest, _) => None,
+            (Cause::PeerRequest, Status::RemoteInvalidRequest) => Some(AsyncEvent::QpRequestError(qpn)),
+            (Cause::PeerRequest, Status::RemoteAccess) => Some(AsyncEvent::QpAccessError(qpn)),
+            (Cause::PeerRequest | Cause::QueueOverrun, _) => Some(AsyncEvent::QpFatal(qpn)),
+        }
+    }
+}
+
+/// Events that wait for the program.
+#[derive(Debug)]
+pub(crate) struct AsyncEvents {
+    queue: VecDeque<AsyncEvent>,
+    waker: Arc<Waker>,
+}
+
+impl AsyncEvents {
+    pub(crate) fn new() -> io::Result<AsyncEvents> {
+        Ok(AsyncEvents {
+            queue: VecDeque::new(),
+            waker: Arc::new(Waker::new()?),
+        })
+    }
+
+    pub(crate) fn push(&mut self, event: AsyncEvent) {
+        if self.queue.len() == KEPT_MAX {
+            self.queue.pop_front();
+        }
+        self.queue.push_back(event);
+        self.waker.wake();
+    }
+
+    pub(crate) fn take(&mut self) -> Option<AsyncEvent> {
+        self.queue.pop_front()
+    }
+
+    pub(crate) fn waker(&self) -> Arc<Waker> {
+        self.waker.clone()
+    }
+}
