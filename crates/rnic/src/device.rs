@@ -73,6 +73,8 @@ impl Default for Traffic {
 /// What is known about a QP.
 #[derive(Clone, Copy, Debug)]
 pub struct QpInfo {
+    /// Transport service.
+    pub qp_type: QpType,
     /// State.
     pub state: QpState,
     /// The peer's QPN.
@@ -387,6 +389,7 @@ impl Rnic {
     pub fn query_qp(&self, qpn: Qpn) -> Option<QpInfo> {
         let qp = self.qps.get(&qpn.value())?;
         Some(QpInfo {
+            qp_type: qp.head.init.qp_type,
             state: qp.head.state,
             dest_qpn: qp.head.dest_qpn,
             path: qp.head.path,

@@ -357,7 +357,9 @@ impl Requester {
             && self.cursor.packet == 0
             && self.answers_wait_before_cursor()
             && !mutant!(FenceIgnored);
-        if fenced {
+        // What is sent again is read again: a key ends when nothing before can need it any more. 10.8.3.3.
+        let ends_key = matches!(wqe.request.operation, Operation::LocalInvalidate { .. });
+        if fenced || ends_key && self.cursor.wqe > 0 {
             return false;
         }
         if wqe.is_local() {

@@ -3,10 +3,6 @@
 use super::util::*;
 use crate::*;
 
-fn pattern(len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
-}
-
 fn ok(pair: &mut Pair, side: usize) -> Vec<WorkCompletion> {
     let completions = pair.sides[side].completions();
     for wc in &completions {

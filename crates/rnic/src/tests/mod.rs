@@ -4,6 +4,7 @@ mod basic;
 mod cm;
 mod cm_table;
 mod malformed;
+mod operations;
 mod rxe;
 mod traffic;
 mod util;

@@ -207,6 +207,11 @@ impl Pair {
         };
         change(&mut rtr, &mut rts);
         let rnic = &mut self.sides[i].rnic;
+        match rnic.query_qp(qpn).unwrap().qp_type {
+            QpType::XrcSend => (rtr.max_dest_rd_atomic, rtr.min_rnr_timer) = (None, None),
+            QpType::XrcRecv => (rts.retry_count, rts.rnr_retry, rts.max_rd_atomic) = (None, None, None),
+            QpType::Rc | QpType::Uc | QpType::Ud => {}
+        }
         for (state, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
             rnic.modify_qp(self.now, qpn, state, &attr).unwrap();
             if state == to {
@@ -240,6 +245,25 @@ impl Pair {
         self.connect_qp(0, a, b, &|_, _| {}, QpState::Rts);
         self.connect_qp(1, b, a, &|_, _| {}, QpState::Rts);
         (a, b)
+    }
+
+    /// Puts other QPs in the place of the first ones: side 0's of another type, side 1's of its own making.
+    pub(super) fn replace_qps(&mut self, asking: impl Fn(&Side) -> QpType, answering: Option<QpInit>) {
+        let qp_type = asking(&self.sides[0]);
+        let init = QpInit {
+            qp_type,
+            ..QpInit::new(self.sides[0].pd, self.sides[0].cq)
+        };
+        let inits = [Some(init), answering];
+        for (side, init) in self.sides.iter_mut().zip(inits) {
+            if let Some(init) = init {
+                side.rnic.destroy_qp(side.qpn);
+                side.qpn = side.rnic.create_qp(init).unwrap();
+            }
+        }
+        for i in 0..2 {
+            self.connect(i, &|_, _| {});
+        }
     }
 
     pub(super) fn post(&mut self, i: usize, operation: Operation, sges: SgeList) {
@@ -411,4 +435,9 @@ impl Pair {
             .rnic
             .handle_datagram(self.now, src, 0xc001, bytes, bytes.len());
     }
+}
+
+/// Bytes that tell where they are from.
+pub(super) fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
 }
