@@ -73,6 +73,11 @@ struct Limited {
 }
 
 impl ReactionPoint {
+    /// Whether nothing limits the QP.
+    pub fn is_idle(&self) -> bool {
+        self.0.is_none()
+    }
+
     /// The rate that the QP may send at; `None` while nothing limits it.
     pub fn rate_bps(&mut self, now: Time, with: &Parameters) -> Option<u64> {
         self.pass_time(now, with);

@@ -59,6 +59,8 @@ pub struct Traffic {
     pub classes: [Policy; CLASSES],
     /// Congestion control of connections that leave the host; `None` switches it off.
     pub congestion: Option<Parameters>,
+    /// Congestion control of connections that never leave the host, too. Nothing marks their packets, unless somebody makes it.
+    pub congestion_on_loopback: bool,
 }
 
 impl Default for Traffic {
@@ -66,6 +68,7 @@ impl Default for Traffic {
         Traffic {
             classes: Default::default(),
             congestion: Some(Parameters::default()),
+            congestion_on_loopback: false,
         }
     }
 }
@@ -623,7 +626,7 @@ impl Rnic {
         };
         if let Some(with) = qp.head.congestion(&self.config.traffic) {
             self.counters.np_ecn_marked_roce_packets += 1;
-            if qp.head.rate.handle_marked(now, &with) {
+            if qp.head.rate.handle_marked(now, with) {
                 self.cnps.push_back(qpn);
             }
         }
@@ -654,7 +657,7 @@ impl Rnic {
             self.with_qp(now, cnp.dest_qpn, |qp, env| {
                 if let Some(with) = qp.head.congestion(env.traffic) {
                     env.counters.rp_cnp_handled += 1;
-                    qp.head.rate.handle_cnp(now, &with);
+                    qp.head.rate.handle_cnp(now, with);
                 }
             });
         }

@@ -42,7 +42,7 @@ pub const ECN_MARKED: u8 = 0b11;
 impl Path {
     /// Whether it never leaves the host.
     pub fn is_loopback(&self) -> bool {
-        self.src == self.dst || self.dst.is_loopback()
+        self.src == self.dst || self.src.is_loopback() || self.dst.is_loopback()
     }
 
     /// What the ICRC covers of this path.

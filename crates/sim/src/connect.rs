@@ -186,6 +186,7 @@ impl Run {
             srq: false,
             ack_timeout: 14,
             path_mtu: PathMtu::Bytes1024,
+            traffic_class: 0,
             extensions: None,
         }
     }

@@ -42,6 +42,9 @@ pub struct ConnectParams {
     pub min_rnr_timer: u8,
     /// Largest path MTU to use; the link may allow less.
     pub path_mtu_max: PathMtu,
+    /// IPv4 TOS or IPv6 traffic class; its DSCP chooses the traffic class. Who accepts takes that of the request. ECN is set
+    /// towards peers that are rdmux; towards others its bits are sent as they stand here.
+    pub traffic_class: u8,
 }
 
 impl Default for ConnectParams {
@@ -59,6 +62,7 @@ impl Default for ConnectParams {
             rnr_retry: 7,
             min_rnr_timer: 12,
             path_mtu_max: PathMtu::Bytes4096,
+            traffic_class: 0,
         }
     }
 }
@@ -258,7 +262,11 @@ impl Device {
                 }) => {
                     connection.remote = Some(remote);
                     connection.private_data = private_data;
-                    let remote = Endpoint { path_mtu, ..remote };
+                    let remote = Endpoint {
+                        path_mtu,
+                        traffic_class: params.traffic_class,
+                        ..remote
+                    };
                     self.engine().with(|core, now| {
                         let qpn = qp.qpn();
                         let retries = (params.ack_timeout, params.retry_count);
@@ -306,6 +314,7 @@ fn local_endpoint(qpn: Qpn, starting_psn: Psn, params: &ConnectParams, path_mtu:
         srq: false,
         ack_timeout: params.ack_timeout,
         path_mtu,
+        traffic_class: params.traffic_class,
         extensions: None,
     }
 }
@@ -338,7 +347,7 @@ fn bring_up(
             src: config.address,
             dst: peer,
             src_port,
-            traffic_class: 0,
+            traffic_class: remote.traffic_class,
         }),
         path_mtu: Some(remote.path_mtu.bytes()),
         dest_qpn: Some(remote.qpn),

@@ -105,6 +105,11 @@ impl Device {
         self.engine().lock().send_errors
     }
 
+    /// The UDP source port of packets to a queue pair of a peer, for programs that bring theirs up themselves ([`Path::src_port`]).
+    pub fn source_port(&self, peer: Qpn) -> io::Result<u16> {
+        self.engine().lock().source_port(peer)
+    }
+
     /// What the device counted.
     pub fn counters(&self) -> Counters {
         self.engine().counters()

@@ -45,7 +45,7 @@ pub use rdmux_rnic::{
     Access, Arm, Atomic, Bind, Counters, Fault, LKey, Memory, ModifyError, Operation, Path, Placement,
     PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError,
     Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn, Status, Target,
-    WcOpcode, WindowType, WorkCompletion,
+    Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
 };
 pub use rdmux_wire::cm::{RejReason, ServiceId};
 pub use rdmux_wire::roce::PathMtu;

@@ -15,6 +15,7 @@ use super::{
     without_addressing,
 };
 use crate::time::Time;
+use crate::transmit::ECN_MARKED;
 
 /// Codes of the shortest and the longest rest that a connection gets: 67 ms and 2.1 s.
 const REST_MIN: u8 = 14;
@@ -69,7 +70,7 @@ impl Cm {
             dst_gid: to_gid(peer),
             flow_label: 0,
             packet_rate: 0,
-            traffic_class: 0,
+            traffic_class: local.traffic_class & !ECN_MARKED,
             hop_limit: 64,
             service_level: 0,
             local_ack_timeout: local.ack_timeout,
@@ -367,6 +368,7 @@ impl Cm {
                 srq: req.srq,
                 ack_timeout: req.local_ack_timeout,
                 path_mtu: req.path_mtu,
+                traffic_class: req.traffic_class & !ECN_MARKED,
                 extensions,
             },
             private_data,
@@ -442,6 +444,7 @@ impl Cm {
                 srq: rep.srq,
                 ack_timeout: 0,
                 path_mtu: PathMtu::Bytes4096,
+                traffic_class: 0,
                 extensions: rep.ece.and_then(Extensions::from_ece),
             },
             private_data: rep.private_data.bytes().to_vec(),

@@ -95,6 +95,8 @@ pub struct Endpoint {
     pub ack_timeout: u8,
     /// Path MTU (in a REQ only).
     pub path_mtu: PathMtu,
+    /// Traffic class of the path, ECN left out (in a REQ only).
+    pub traffic_class: u8,
     /// What an rdmux peer told besides; `None` for any other peer. Filled in by the device when sending.
     pub extensions: Option<Extensions>,
 }

@@ -241,9 +241,10 @@ impl Head {
     }
 
     /// What congestion control of this QP is made with, if it has any: nothing marks packets on loopback.
-    pub(crate) fn congestion(&self, traffic: &Traffic) -> Option<Parameters> {
-        let marks = |path: Path| !path.is_loopback() && self.init.qp_type != QpType::Ud;
-        traffic.congestion.filter(|_| self.path.is_some_and(marks))
+    pub(crate) fn congestion<'a>(&self, traffic: &'a Traffic) -> Option<&'a Parameters> {
+        let leaves = |path: Path| traffic.congestion_on_loopback || !path.is_loopback();
+        let has = self.init.qp_type != QpType::Ud && self.path.is_some_and(leaves);
+        traffic.congestion.as_ref().filter(|_| has)
     }
 
     /// Sets the ECN field of what is sent. A peer that is not known to answer marks gets none that the user did not ask for.
@@ -259,8 +260,10 @@ impl Head {
 
     /// Brings the rate up to date.
     pub(crate) fn look_at_rate(&mut self, env: &Env<'_>) {
-        let with = self.congestion(env.traffic);
-        self.rate.look(env.now, with.as_ref(), self.mtu);
+        if !self.rate.is_free() {
+            let with = self.congestion(env.traffic);
+            self.rate.look(env.now, with, self.mtu);
+        }
     }
 
     /// The opcode of an operation on this QP's transport.
@@ -406,10 +409,10 @@ impl Qp {
         }
         buf.end_turn();
         // Acknowledgements do not wait for the rate and are not charged to it.
-        if !held {
+        if !held && !self.head.rate.is_free() {
             let sent = (buf.bytes().len() - before) as u64;
             let with = self.head.congestion(env.traffic);
-            self.head.rate.charge(env.now, sent, with.as_ref(), self.head.mtu);
+            self.head.rate.charge(env.now, sent, with, self.head.mtu);
             self.head.look_at_rate(env);
         }
     }

@@ -54,6 +54,11 @@ impl Rate {
         self.burst_bytes = rate_bps.map_or(u32::MAX, |bps| burst_bytes(bps, packet_bytes));
     }
 
+    /// Whether nothing limits it, so that there is nothing to look at: as it is with most, most of the time.
+    pub(crate) fn is_free(&self) -> bool {
+        self.burst_bytes == u32::MAX && self.limit_bps == 0 && self.reaction.is_idle()
+    }
+
     /// Whether some rate limits the QP.
     pub(crate) fn is_limited(&self) -> bool {
         self.burst_bytes != u32::MAX

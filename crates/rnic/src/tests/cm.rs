@@ -27,6 +27,7 @@ fn endpoint(pair: &Pair, side: usize) -> Endpoint {
         srq: false,
         ack_timeout: 14,
         path_mtu: PathMtu::Bytes1024,
+        traffic_class: 0,
         extensions: None,
     }
 }

@@ -161,6 +161,7 @@ fn local() -> Endpoint {
         srq: false,
         ack_timeout: 14,
         path_mtu: PathMtu::Bytes1024,
+        traffic_class: 0,
         extensions: None,
     }
 }

@@ -179,6 +179,7 @@ fn rep_ece(req_with_ece: bool) -> Option<rdmux_wire::cm::Ece> {
         retry_count: 7,
         ack_timeout: 14,
         path_mtu: rdmux_wire::roce::PathMtu::Bytes1024,
+        traffic_class: 0,
         extensions: None,
     };
     let service = rdmux_wire::cm::ServiceId::tcp(7174);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, QpAttributes, QpState, Qpn, Rnic, Time,
+    Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, QpAttributes, QpState, Qpn, Rnic, Time, Traffic,
     TransmitBuf,
 };
 use rdmux_wire::cm::ServiceId;
@@ -58,6 +58,8 @@ pub struct Options {
     pub waiting: Waiting,
     /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
     pub receive_buffer_bytes: Option<usize>,
+    /// How queue pairs share what the device sends, and how congestion is met.
+    pub traffic: Traffic,
 }
 
 /// Why a device could not be opened.
@@ -231,7 +233,7 @@ impl Engine {
             guid: u64::from_le_bytes(guid),
             gsi_src_port: gsi.local_addr().port(),
             receive_window_bytes: window_for(buffer_bytes),
-            traffic: rdmux_rnic::Traffic::default(),
+            traffic: options.traffic,
         };
         let start = Instant::now();
         let mut tx = [const { None }; SLOTS];
