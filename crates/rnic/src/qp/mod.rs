@@ -352,8 +352,10 @@ impl Qp {
         match to {
             QpState::Error => self.fail(env, None),
             QpState::Sqd => {
+                if self.head.state == QpState::Rts {
+                    self.requester.drain();
+                }
                 self.head.state = to;
-                self.requester.drain();
                 self.requester.tell_drained(env, &self.head);
             }
             QpState::Reset => {

@@ -878,8 +878,8 @@ impl Requester {
                 self.progress(env, psn.plus(1));
                 self.tell_drained(env, head);
             }
-            // A READ response to a request that was no READ: 9.7.5.1.1, ghost; not ours to act on.
-            _ => env.counters.stale_responses += 1,
+            // An answer of a kind that nobody asked for. 9.9.2.1.
+            _ => return Err(Broken::oldest(Status::BadResponse)),
         }
         Ok(())
     }

@@ -5,6 +5,8 @@ mod cm;
 mod cm_table;
 mod malformed;
 mod operations;
+mod qp_table;
 mod rxe;
+mod table;
 mod traffic;
 mod util;

@@ -168,6 +168,42 @@ impl Pair {
         self.connect_qp(i, qpn, dest_qpn, change, QpState::Rts);
     }
 
+    /// What a QP of a side is given on the way to a state, from the one before.
+    pub(super) fn attributes(&self, i: usize, dest_qpn: Qpn, to: QpState) -> QpAttributes {
+        let path = Path {
+            src: self.sides[i].address,
+            dst: self.sides[1 - i].address,
+            src_port: 0xc001,
+            traffic_class: 0,
+        };
+        match to {
+            QpState::Init => QpAttributes {
+                access: Some(ALL_ACCESS | Access::FLUSH_PERSISTENT),
+                ..Default::default()
+            },
+            QpState::Rtr => QpAttributes {
+                path: Some(path),
+                path_mtu: Some(1024),
+                dest_qpn: Some(dest_qpn),
+                rq_psn: Some(Psn::new(PSN)),
+                max_dest_rd_atomic: Some(16),
+                min_rnr_timer: Some(1),
+                window_bytes: Some(64 << 10),
+                peer_is_rdmux: Some(true),
+                ..Default::default()
+            },
+            QpState::Rts => QpAttributes {
+                sq_psn: Some(Psn::new(PSN)),
+                timeout: Some(10),
+                retry_count: Some(7),
+                rnr_retry: Some(7),
+                max_rd_atomic: Some(16),
+                ..Default::default()
+            },
+            QpState::Reset | QpState::Sqd | QpState::Sqe | QpState::Error => QpAttributes::default(),
+        }
+    }
+
     fn connect_qp(
         &mut self,
         i: usize,
@@ -176,35 +212,8 @@ impl Pair {
         change: &impl Fn(&mut QpAttributes, &mut QpAttributes),
         to: QpState,
     ) {
-        let path = Path {
-            src: self.sides[i].address,
-            dst: self.sides[1 - i].address,
-            src_port: 0xc001,
-            traffic_class: 0,
-        };
-        let init = QpAttributes {
-            access: Some(ALL_ACCESS | Access::FLUSH_PERSISTENT),
-            ..Default::default()
-        };
-        let mut rtr = QpAttributes {
-            path: Some(path),
-            path_mtu: Some(1024),
-            dest_qpn: Some(dest_qpn),
-            rq_psn: Some(Psn::new(PSN)),
-            max_dest_rd_atomic: Some(16),
-            min_rnr_timer: Some(1),
-            window_bytes: Some(64 << 10),
-            peer_is_rdmux: Some(true),
-            ..Default::default()
-        };
-        let mut rts = QpAttributes {
-            sq_psn: Some(Psn::new(PSN)),
-            timeout: Some(10),
-            retry_count: Some(7),
-            rnr_retry: Some(7),
-            max_rd_atomic: Some(16),
-            ..Default::default()
-        };
+        let [init, mut rtr, mut rts] =
+            [QpState::Init, QpState::Rtr, QpState::Rts].map(|state| self.attributes(i, dest_qpn, state));
         change(&mut rtr, &mut rts);
         let rnic = &mut self.sides[i].rnic;
         match rnic.query_qp(qpn).unwrap().qp_type {
