@@ -1,10 +1,14 @@
-//! Connections under faults: made, refused, ended by either side or both, forgotten by one of them.
+//! Connection management under faults: connections and resolutions that are made, refused, withdrawn, left undecided, ended by
+//! either side or both, forgotten by one of them; by users who take their time, on hosts that restart.
+//!
+//! What must hold whatever happens: every user hears how its connection ended, once; private data arrives as it was given;
+//! in the end no connection, no id at rest and no timer is left. Without restarts, and with losses that the retries are
+//! made for, both ends of a connection also come to the same opinion of it, and nobody is unreachable.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use rdmux_rnic::QpInit;
 use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
-use rdmux_wire::cm::{RejReason, ServiceId};
+use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
@@ -13,17 +17,36 @@ use crate::world::{Faults, Shape, Step, World};
 use crate::{Report, Settings};
 
 const SERVICE: ServiceId = ServiceId::tcp(7174);
+const DATAGRAMS: ServiceId = ServiceId::udp(7174);
 const NOBODYS: ServiceId = ServiceId::tcp(7175);
+const QKEY: u32 = 0x0123_4567;
+const SECOND: u64 = 1_000_000_000;
+/// Up to this loss, in percent, seven tries each way are enough: one in ten million connections would fail.
+const RELIABLE_LOSS: f64 = 5.0;
+
+/// What a user answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Decision {
+    Yes,
+    No,
+    /// The passive user never decides; the active one withdraws its request before it is answered, or ends its connection
+    /// instead of establishing it.
+    Neither,
+}
 
 /// What both users will do with a connection.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     active_host: usize,
+    /// Asks for the QP of a datagram service instead.
+    resolution: bool,
     /// Nobody listens on what is asked for.
     unknown_service: bool,
-    passive_rejects: bool,
-    active_rejects: bool,
-    decision_ns: u64,
+    with_addressing: bool,
+    transport: Transport,
+    /// By the active and the passive user, and how long each takes.
+    decisions: [Decision; 2],
+    decision_ns: [u64; 2],
     /// When each side (active, passive) ends it after it was established; `None` leaves it to the other.
     end_ns: [Option<u64>; 2],
     /// The active side forgets it instead of ending it.
@@ -49,16 +72,78 @@ struct Side {
 const ASK: u64 = 0;
 const DECIDE: u64 = 1;
 const END: u64 = 2;
+const WITHDRAW: u64 = 3;
+const RESTART: u64 = 4;
 
 fn tag(what: u64, host: usize, id: u32) -> u64 {
     what << 40 | (host as u64) << 32 | u64::from(id)
 }
 
+/// Which message carries private data.
+#[derive(Clone, Copy, Debug)]
+enum Carrier {
+    Req,
+    Rep,
+    Rej,
+    RejOfRep,
+    SidrReq,
+    SidrRep,
+}
+
+/// Private data of full size, different for each connection and message; it begins with the connection's number.
+fn private_data(connection: usize, carrier: Carrier, len: usize) -> Vec<u8> {
+    let mut data = (connection as u32).to_be_bytes().to_vec();
+    let mut value = connection as u8 ^ (carrier as u8) << 5;
+    while data.len() < len {
+        value = value.wrapping_mul(5).wrapping_add(73);
+        data.push(value | 1);
+    }
+    data
+}
+
 struct Run {
     world: World,
     plans: Vec<Plan>,
-    sides: HashMap<(usize, CmId), Side>,
-    loss_percent: f64,
+    sides: BTreeMap<(usize, u32), Side>,
+    /// Connections that a restart may have cut.
+    disturbed: BTreeSet<usize>,
+    is_lossy: bool,
+}
+
+fn draw_plan(dice: &mut Dice, number: u32) -> Plan {
+    let decision = |dice: &mut Dice, no: u64, neither: u64| match () {
+        () if dice.one_in(no) => Decision::No,
+        () if dice.one_in(neither) => Decision::Neither,
+        () => Decision::Yes,
+    };
+    let thought = |dice: &mut Dice| match dice.below(8) {
+        0..5 => 0,
+        5..7 => dice.log_uniform(SECOND),
+        _ => dice.log_uniform(30 * SECOND),
+    };
+    let after = |dice: &mut Dice| Some(dice.log_uniform(2 * SECOND));
+    let end_ns = match dice.below(5) {
+        0 => [after(dice), None],
+        1 => [None, after(dice)],
+        2 => [None, None],
+        _ => [after(dice), after(dice)],
+    };
+    // Sometimes those of an earlier connection, as after a restart.
+    let qpn = if dice.one_in(16) { number / 2 } else { number };
+    let active_host = dice.below(2) as usize;
+    let qpns = [active_host, 1 - active_host].map(|host| Qpn::new((host as u32 + 1) << 16 | (16 + qpn)));
+    Plan {
+        active_host,
+        resolution: dice.one_in(4),
+        unknown_service: dice.one_in(8),
+        with_addressing: dice.one_in(2),
+        transport: dice.pick(&[Transport::Rc, Transport::Rc, Transport::Uc, Transport::Xrc]),
+        decisions: [decision(dice, 10, 10), decision(dice, 6, 10)],
+        decision_ns: [thought(dice), thought(dice)],
+        end_ns,
+        active_forgets: end_ns[1].is_some() && dice.one_in(4),
+        qpns,
+    }
 }
 
 /// Runs `settings.operations` connections between two devices.
@@ -79,56 +164,24 @@ pub(crate) fn run(settings: &Settings) -> Report {
         corrupt: settings.corrupt_percent,
     };
     let mut world = World::new(settings.seed, shape, faults, 1 << 18);
-    let inits = [0, 1].map(|host: usize| {
-        let rnic = &mut world.hosts[host].rnic;
-        rnic.cm().listen(SERVICE);
-        let (pd, cq) = (rnic.alloc_pd(), rnic.create_cq(16));
-        QpInit {
-            max_send_wr: 1,
-            max_recv_wr: 1,
-            ..QpInit::new(pd, cq)
-        }
-    });
     let plans: Vec<Plan> = (0..settings.operations)
-        .map(|_| {
-            let active_host = dice.below(2) as usize;
-            let after = |dice: &mut Dice| dice.log_uniform(2_000_000_000);
-            let end_ns = match dice.below(3) {
-                0 => [Some(after(&mut dice)), None],
-                1 => [None, Some(after(&mut dice))],
-                _ => [Some(after(&mut dice)), Some(after(&mut dice))],
-            };
-            let active_forgets = end_ns[1].is_some() && dice.one_in(4);
-            let qpns = [0, 1].map(|role: usize| {
-                let host = active_host ^ role;
-                let qp = world.hosts[host].rnic.create_qp(inits[host]);
-                qp.expect("there are QPNs")
-            });
-            Plan {
-                active_host,
-                unknown_service: dice.one_in(8),
-                passive_rejects: dice.one_in(6),
-                active_rejects: dice.one_in(10),
-                decision_ns: if dice.one_in(2) {
-                    0
-                } else {
-                    dice.log_uniform(1_000_000_000)
-                },
-                end_ns,
-                active_forgets,
-                qpns,
-            }
-        })
+        .map(|number| draw_plan(&mut dice, number))
         .collect();
     for connection in 0..plans.len() as u32 {
-        let delay = dice.below(3_000_000_000);
-        world.call_back(delay, tag(ASK, 0, connection));
+        world.call_back(dice.below(3 * SECOND), tag(ASK, 0, connection));
+    }
+    if dice.one_in(3) {
+        for _ in 0..dice.between(1, 3) {
+            let host = dice.below(2) as usize;
+            world.call_back(dice.below(5 * SECOND), tag(RESTART, host, 0));
+        }
     }
     let mut run = Run {
         world,
         plans,
-        sides: HashMap::new(),
-        loss_percent: settings.loss_percent + settings.corrupt_percent,
+        sides: BTreeMap::new(),
+        disturbed: BTreeSet::new(),
+        is_lossy: settings.loss_percent + settings.corrupt_percent >= RELIABLE_LOSS,
     };
     let mut report = Report::new(settings);
     report.address_family = if shape.ipv6 { "IPv6" } else { "IPv4" };
@@ -143,9 +196,43 @@ pub(crate) fn run(settings: &Settings) -> Report {
 
 impl Run {
     fn drive(&mut self) -> Result<(), String> {
+        for host in 0..2 {
+            self.listen(host);
+        }
+        self.drive_to_rest()?;
+        self.check_opinions()?;
+        // Those that nobody ended, or whose other side was lost.
+        let open: Vec<(usize, u32)> = self
+            .sides
+            .iter()
+            .filter(|(_, side)| side.seen == Seen::Open)
+            .map(|(at, _)| *at)
+            .collect();
+        for (host, id) in open {
+            self.world
+                .with(host, |rnic, now| rnic.cm().disconnect(now, CmId(id)));
+        }
+        self.drive_to_rest()?;
+        for host in 0..2 {
+            let rnic = &mut self.world.hosts[host].rnic;
+            let (left, resting) = (rnic.cm().len(), rnic.cm().resting());
+            if left + resting > 0 || rnic.poll_timeout().is_some() {
+                return Err(format!(
+                    "host {host}: left over: {left} connections, {resting} at rest, timer at {:?}",
+                    rnic.poll_timeout()
+                ));
+            }
+        }
+        match self.sides.iter().find(|(_, side)| side.seen != Seen::Over) {
+            Some((at, side)) => Err(format!("{at:?}: {side:?}: never told how it ended")),
+            None => Ok(()),
+        }
+    }
+
+    fn drive_to_rest(&mut self) -> Result<(), String> {
         loop {
             match self.world.step() {
-                Step::Rest => break,
+                Step::Rest => return Ok(()),
                 Step::Moved => {}
                 Step::User(tag) => self.user(tag >> 40, (tag >> 32 & 1) as usize, tag as u32),
             }
@@ -155,35 +242,48 @@ impl Run {
                         .map_err(|what| format!("host {host}: {what} ({event:?})"))?;
                 }
             }
-            if self.world.steps > 100_000 + 20_000 * self.plans.len() as u64 {
+            if self.world.steps > 200_000 + 40_000 * self.plans.len() as u64 {
                 return Err("connections do not come to rest".to_owned());
             }
         }
-        for host in 0..2 {
-            let cm = self.world.hosts[host].rnic.cm();
-            if !cm.is_empty() {
-                return Err(format!("host {host}: {} connections are left over", cm.len()));
-            }
-            if self.world.hosts[host].rnic.poll_timeout().is_some() {
-                return Err(format!("host {host}: a timer is left over"));
+    }
+
+    /// When nothing is under way any more, a connection is open at both ends or at none.
+    fn check_opinions(&self) -> Result<(), String> {
+        if let Some((at, side)) = self.sides.iter().find(|(_, side)| side.seen == Seen::Asked) {
+            return Err(format!("{at:?}: {side:?}: nothing came of it"));
+        }
+        for connection in (0..self.plans.len()).filter(|n| self.is_calm(*n)) {
+            let open = |side: &&Side| side.connection == connection && side.seen == Seen::Open;
+            if self.sides.values().filter(open).count() == 1 {
+                return Err(format!("connection {connection} is open at one end"));
             }
         }
-        match self.sides.iter().find(|(_, side)| side.seen != Seen::Over) {
-            Some((at, side)) => Err(format!("{at:?}: {side:?}: never told how it ended")),
-            None => Ok(()),
-        }
+        Ok(())
+    }
+
+    /// Whether a connection's messages get through, sooner or later.
+    fn is_calm(&self, connection: usize) -> bool {
+        !self.is_lossy && !self.disturbed.contains(&connection)
+    }
+
+    fn listen(&mut self, host: usize) {
+        self.world.with(host, |rnic, _| {
+            rnic.cm().listen(SERVICE);
+            rnic.cm().listen(DATAGRAMS);
+        });
     }
 
     fn endpoint(&self, plan: &Plan, role: usize) -> Endpoint {
         Endpoint {
-            transport: Transport::Rc,
+            transport: plan.transport,
             qpn: plan.qpns[role],
             starting_psn: Psn::new(plan.qpns[role].value() ^ 0x55),
             responder_resources: 4,
             initiator_depth: 4,
             rnr_retry_count: 7,
             retry_count: 7,
-            srq: false,
+            srq: plan.qpns[role].value() & 1 != 0,
             ack_timeout: 14,
             path_mtu: PathMtu::Bytes1024,
             traffic_class: 0,
@@ -191,110 +291,240 @@ impl Run {
         }
     }
 
+    /// What a side was told of the other, but for what a REP does not say.
+    fn is_told(&self, remote: &Endpoint, plan: &Plan, role: usize) -> bool {
+        let told = self.endpoint(plan, role);
+        (remote.transport, remote.qpn, remote.srq, remote.starting_psn)
+            == (told.transport, told.qpn, told.srq, told.starting_psn)
+    }
+
+    fn addressing(&self, plan: &Plan) -> Option<IpAddressing> {
+        let [src, dst] = [plan.active_host, 1 - plan.active_host].map(|host| self.world.hosts[host].address);
+        plan.with_addressing.then_some(IpAddressing {
+            src_port: 7,
+            src,
+            dst,
+        })
+    }
+
     fn user(&mut self, what: u64, host: usize, id: u32) {
-        if what == ASK {
-            let connection = id as usize;
-            let plan = self.plans[connection];
-            let (host, local) = (plan.active_host, self.endpoint(&plan, 0));
-            let service = if plan.unknown_service { NOBODYS } else { SERVICE };
-            let peer = self.world.hosts[1 - host].address;
-            let data = id.to_be_bytes();
-            let id = self.world.with(host, |rnic, now| {
-                rnic.cm().connect(now, peer, service, None, &local, &data)
-            });
-            let side = Side {
-                connection,
-                passive: false,
-                seen: Seen::Asked,
-            };
-            self.sides.insert((host, id.expect("there are ids")), side);
-            return;
+        match what {
+            ASK => return self.ask(id as usize),
+            RESTART => return self.restart(host),
+            _ => {}
         }
-        let id = CmId(id);
-        let Some(side) = self.sides.get_mut(&(host, id)) else {
+        let Some(side) = self.sides.get(&(host, id)) else {
             return;
         };
-        if side.seen == Seen::Over {
-            return;
-        }
-        let (plan, connection) = (self.plans[side.connection], side.connection as u32);
-        match (what, side.passive) {
-            (DECIDE, true) if plan.passive_rejects => {
-                side.seen = Seen::Over;
-                self.world.with(host, |rnic, now| {
-                    rnic.cm()
-                        .reject(now, id, RejReason::CONSUMER, &connection.to_be_bytes());
-                });
+        let (connection, passive, seen) = (side.connection, side.passive, side.seen);
+        let plan = self.plans[connection];
+        let id = CmId(id);
+        match what {
+            _ if seen == Seen::Over => {}
+            DECIDE if plan.resolution => self.answer(host, id, connection),
+            DECIDE if passive => self.decide_request(host, id, connection),
+            DECIDE => self.decide_reply(host, id, connection),
+            WITHDRAW if seen == Seen::Asked => {
+                self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id));
+                self.over_unless_it_is_ending(host, id);
             }
-            (DECIDE, true) => {
-                let local = self.endpoint(&plan, 1);
-                let accepted = self.world.with(host, |rnic, now| {
-                    rnic.cm().accept(now, id, &local, &(!connection).to_be_bytes())
-                });
-                // A newer request of the same QP may have displaced it.
-                if accepted.is_err()
-                    && let Some(side) = self.sides.get_mut(&(host, id))
-                {
-                    side.seen = Seen::Over;
-                }
-            }
-            (DECIDE, false) if plan.active_rejects => {
-                side.seen = Seen::Over;
-                self.world.with(host, |rnic, now| {
-                    rnic.cm().reject(now, id, RejReason::CONSUMER, &[])
-                });
-            }
-            (DECIDE, false) => {
-                side.seen = Seen::Open;
-                self.world.with(host, |rnic, _| rnic.cm().establish(id));
-                self.plan_end(host, id, &plan, 0);
-            }
-            (_, false) if plan.active_forgets => {
-                side.seen = Seen::Over;
+            END if !passive && plan.active_forgets => {
+                self.set_seen(host, id, Seen::Over);
                 self.world.with(host, |rnic, _| rnic.cm().destroy(id));
             }
-            _ => self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id)),
+            END => self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id)),
+            _ => {}
         }
     }
 
-    fn plan_end(&mut self, host: usize, id: CmId, plan: &Plan, role: usize) {
-        if let Some(delay) = plan.end_ns[role] {
+    fn ask(&mut self, connection: usize) {
+        let plan = self.plans[connection];
+        let host = plan.active_host;
+        let (local, addressing) = (self.endpoint(&plan, 0), self.addressing(&plan));
+        let peer = self.world.hosts[1 - host].address;
+        let head = addressing.map_or(0, |_| IpAddressing::LEN);
+        let id = self.world.with(host, |rnic, now| {
+            let cm = rnic.cm();
+            if plan.resolution {
+                let service = if plan.unknown_service { NOBODYS } else { DATAGRAMS };
+                let data = private_data(connection, Carrier::SidrReq, 216 - head);
+                cm.resolve(now, peer, service, addressing, &data)
+            } else {
+                let service = if plan.unknown_service { NOBODYS } else { SERVICE };
+                let data = private_data(connection, Carrier::Req, 92 - head);
+                cm.connect(now, peer, service, addressing, &local, &data)
+            }
+        });
+        let id = id.expect("there are ids");
+        let side = Side {
+            connection,
+            passive: false,
+            seen: Seen::Asked,
+        };
+        self.sides.insert((host, id.0), side);
+        if plan.decisions[0] == Decision::Neither {
+            self.world
+                .call_back(plan.decision_ns[0], tag(WITHDRAW, host, id.0));
+        }
+    }
+
+    fn restart(&mut self, host: usize) {
+        self.world.restart(host);
+        self.listen(host);
+        // Whatever has begun may have messages under way or a side that is lost.
+        let begun: Vec<usize> = self.sides.values().map(|side| side.connection).collect();
+        self.disturbed.extend(begun);
+        self.sides.retain(|(at, _), _| *at != host);
+    }
+
+    fn answer(&mut self, host: usize, id: CmId, connection: usize) {
+        let status = match self.plans[connection].decisions[1] {
+            Decision::Yes => SidrStatus::VALID,
+            Decision::No => SidrStatus::REJECT,
+            Decision::Neither => return,
+        };
+        self.set_seen(host, id, Seen::Over);
+        let qpn = self.plans[connection].qpns[1];
+        let data = private_data(connection, Carrier::SidrRep, 136);
+        // Too late when it was not decided on in time.
+        let _ = self.world.with(host, |rnic, now| {
+            rnic.cm().answer(now, id, status, qpn, QKEY, &data)
+        });
+    }
+
+    fn decide_request(&mut self, host: usize, id: CmId, connection: usize) {
+        let plan = self.plans[connection];
+        match plan.decisions[1] {
+            Decision::Neither => {}
+            Decision::No => {
+                self.set_seen(host, id, Seen::Over);
+                let data = private_data(connection, Carrier::Rej, 148);
+                self.world.with(host, |rnic, now| {
+                    rnic.cm().reject(now, id, RejReason::CONSUMER, &data);
+                });
+            }
+            Decision::Yes => {
+                let local = self.endpoint(&plan, 1);
+                let data = private_data(connection, Carrier::Rep, 196);
+                let accepted = self
+                    .world
+                    .with(host, |rnic, now| rnic.cm().accept(now, id, &local, &data));
+                // A newer request of the same QP may have displaced it.
+                if accepted.is_err() {
+                    self.set_seen(host, id, Seen::Over);
+                }
+            }
+        }
+    }
+
+    fn decide_reply(&mut self, host: usize, id: CmId, connection: usize) {
+        match self.plans[connection].decisions[0] {
+            // It withdraws at a time of its own, or has done so.
+            Decision::Neither => {
+                self.set_seen(host, id, Seen::Open);
+                self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id));
+            }
+            Decision::No => {
+                let data = private_data(connection, Carrier::RejOfRep, 148);
+                self.world.with(host, |rnic, now| {
+                    rnic.cm().reject(now, id, RejReason::CONSUMER, &data);
+                });
+                self.over_unless_it_is_ending(host, id);
+            }
+            Decision::Yes => {
+                self.set_seen(host, id, Seen::Open);
+                self.world.with(host, |rnic, _| rnic.cm().establish(id));
+                self.plan_end(host, id, connection, 0);
+            }
+        }
+    }
+
+    /// Of a request or reply that is refused nothing more is heard, unless its end was under way already.
+    fn over_unless_it_is_ending(&mut self, host: usize, id: CmId) {
+        let is_ending = self.world.hosts[host].rnic.cm().peering(id).is_some();
+        self.set_seen(host, id, if is_ending { Seen::Open } else { Seen::Over });
+    }
+
+    fn set_seen(&mut self, host: usize, id: CmId, seen: Seen) {
+        if let Some(side) = self.sides.get_mut(&(host, id.0)) {
+            side.seen = seen;
+        }
+    }
+
+    fn plan_end(&mut self, host: usize, id: CmId, connection: usize, role: usize) {
+        if let Some(delay) = self.plans[connection].end_ns[role] {
             self.world.call_back(delay, tag(END, host, id.0));
         }
     }
 
-    fn event(&mut self, host: usize, event: &CmEvent) -> Result<(), String> {
+    /// A request has come: to which connection it belongs.
+    fn requested(
+        &mut self,
+        host: usize,
+        id: CmId,
+        resolution: bool,
+        told: (Option<IpAddressing>, &[u8]),
+    ) -> Result<Plan, String> {
         let number = |data: &[u8]| data.first_chunk().map_or(0, |n| u32::from_be_bytes(*n));
-        if let CmEvent::Request {
-            id,
-            service,
-            remote,
-            private_data,
-            ..
-        } = event
-        {
-            let connection = number(private_data) as usize;
-            let Some(plan) = self.plans.get(connection) else {
-                return Err("a request that nobody made".to_owned());
-            };
-            if *service != SERVICE || plan.active_host == host || remote.qpn != plan.qpns[0] {
-                return Err("a request that differs from what was asked".to_owned());
+        let connection = number(told.1) as usize;
+        let Some(plan) = self.plans.get(connection).copied() else {
+            return Err("a request that nobody made".to_owned());
+        };
+        let carrier = if resolution {
+            Carrier::SidrReq
+        } else {
+            Carrier::Req
+        };
+        let addressing = self.addressing(&plan);
+        let differs = plan.resolution != resolution
+            || plan.unknown_service
+            || plan.active_host == host
+            || told.0 != addressing
+            || told.1 != private_data(connection, carrier, told.1.len());
+        if differs {
+            return Err("a request that differs from what was asked".to_owned());
+        }
+        // A repeated request may come when its connection has ended already; never while that lives.
+        let alive = |side: &&Side| side.connection == connection && side.passive && side.seen != Seen::Over;
+        if self.sides.values().any(|side| alive(&side)) {
+            return Err("a second request for a connection that lives".to_owned());
+        }
+        let side = Side {
+            connection,
+            passive: true,
+            seen: Seen::Asked,
+        };
+        self.sides.insert((host, id.0), side);
+        self.world.call_back(plan.decision_ns[1], tag(DECIDE, host, id.0));
+        Ok(plan)
+    }
+
+    fn event(&mut self, host: usize, event: &CmEvent) -> Result<(), String> {
+        match event {
+            CmEvent::Request {
+                id,
+                service,
+                addressing,
+                remote,
+                private_data,
+                ..
+            } => {
+                let plan = self.requested(host, *id, false, (*addressing, private_data))?;
+                if *service != SERVICE || !self.is_told(remote, &plan, 0) {
+                    return Err("a request that differs from what was asked".to_owned());
+                }
+                return Ok(());
             }
-            // A repeated request may come when its connection has ended already; never while that lives.
-            let alive =
-                |side: &&Side| side.connection == connection && side.passive && side.seen != Seen::Over;
-            if self.sides.values().any(|side| alive(&side)) {
-                return Err("a second request for a connection that lives".to_owned());
+            CmEvent::SidrRequest {
+                id,
+                addressing,
+                private_data,
+                ..
+            } => {
+                self.requested(host, *id, true, (*addressing, private_data))?;
+                return Ok(());
             }
-            let side = Side {
-                connection,
-                passive: true,
-                seen: Seen::Asked,
-            };
-            let delay = plan.decision_ns;
-            self.sides.insert((host, *id), side);
-            self.world.call_back(delay, tag(DECIDE, host, id.0));
-            return Ok(());
+            _ => {}
         }
         let (CmEvent::Reply { id, .. }
         | CmEvent::Established { id }
@@ -304,68 +534,108 @@ impl Run {
         | CmEvent::SidrRequest { id, .. }
         | CmEvent::SidrReply { id, .. }
         | CmEvent::Request { id, .. }) = event;
-        let Some(side) = self.sides.get_mut(&(host, *id)) else {
+        let Some(side) = self.sides.get(&(host, id.0)) else {
             return Err("an event of an unknown connection".to_owned());
         };
         if side.seen == Seen::Over {
             return Err("an event of a connection that is over".to_owned());
         }
-        let connection = side.connection as u32;
-        let plan = self.plans[side.connection];
-        match event {
+        let (connection, passive, seen) = (side.connection, side.passive, side.seen);
+        let plan = self.plans[connection];
+        let is_right = match event {
             CmEvent::Reply {
-                remote, private_data, ..
+                remote,
+                private_data: data,
+                ..
             } => {
-                if side.passive || remote.qpn != plan.qpns[1] || number(private_data) != !connection {
-                    return Err("a reply that differs from what was answered".to_owned());
-                }
-                let delay = plan.decision_ns / 2;
-                self.world.call_back(delay, tag(DECIDE, host, id.0));
+                self.world.call_back(plan.decision_ns[0], tag(DECIDE, host, id.0));
+                !passive
+                    && self.is_told(remote, &plan, 1)
+                    && *data == private_data(connection, Carrier::Rep, 196)
             }
             CmEvent::Established { .. } => {
-                if !side.passive || side.seen != Seen::Asked {
-                    return Err("established twice, or on the active side".to_owned());
-                }
-                side.seen = Seen::Open;
-                self.plan_end(host, *id, &plan, 1);
+                self.set_seen(host, *id, Seen::Open);
+                self.plan_end(host, *id, connection, 1);
+                passive && seen == Seen::Asked
             }
             CmEvent::Rejected {
-                reason, private_data, ..
+                reason,
+                private_data: data,
+                ..
             } => {
-                side.seen = Seen::Over;
-                let expected = if side.passive {
-                    // By the other user, or since the other side has gone.
-                    [RejReason::CONSUMER, RejReason::INVALID_COMM_ID].contains(reason)
-                } else if plan.unknown_service {
-                    *reason == RejReason::INVALID_SERVICE_ID
-                } else {
-                    plan.passive_rejects
-                        && *reason == RejReason::CONSUMER
-                        && number(private_data) == connection
-                };
-                if !expected {
-                    return Err("rejected for another reason".to_owned());
-                }
+                self.set_seen(host, *id, Seen::Over);
+                self.is_fair(connection, passive, *reason, data)
             }
             CmEvent::Unreachable { .. } => {
-                side.seen = Seen::Over;
-                // Seven tries each way: below this loss it is never seen.
-                if self.loss_percent < 5.0 {
-                    return Err("unreachable".to_owned());
-                }
-                // The other side may take the connection for open, and waits for this one to end it.
-                let others = self
-                    .sides
-                    .iter()
-                    .filter(|(_, side)| side.connection == connection as usize);
-                let others: Vec<(usize, CmId)> = others.map(|(at, _)| *at).collect();
-                for (host, id) in others {
-                    self.world.call_back(20_000_000_000, tag(END, host, id.0));
-                }
+                self.set_seen(host, *id, Seen::Over);
+                // Who resolves has no MRA to wait for: while a user decides its tries run out.
+                let slow = plan.decisions[1] == Decision::Neither || plan.decision_ns[1] > SECOND / 20;
+                !self.is_calm(connection) || plan.resolution && slow
             }
-            CmEvent::Disconnected { .. } => side.seen = Seen::Over,
-            CmEvent::Request { .. } | CmEvent::SidrRequest { .. } | CmEvent::SidrReply { .. } => {}
+            CmEvent::Disconnected { .. } => {
+                self.set_seen(host, *id, Seen::Over);
+                true
+            }
+            CmEvent::SidrReply {
+                status,
+                qpn,
+                qkey,
+                private_data: data,
+                ..
+            } => {
+                self.set_seen(host, *id, Seen::Over);
+                let expected = match plan.decisions[1] {
+                    _ if plan.unknown_service => SidrStatus::UNSUPPORTED,
+                    Decision::Yes => SidrStatus::VALID,
+                    _ => SidrStatus::REJECT,
+                };
+                let told = plan.unknown_service
+                    || (*qpn, *qkey) == (plan.qpns[1], QKEY)
+                        && *data == private_data(connection, Carrier::SidrRep, 136);
+                *status == expected && told
+            }
+            CmEvent::Request { .. } | CmEvent::SidrRequest { .. } => true,
+        };
+        match is_right {
+            true => Ok(()),
+            false => Err(format!(
+                "connection {connection}: not what its users did: {plan:?}"
+            )),
         }
-        Ok(())
+    }
+
+    /// Whether a rejection can have this reason.
+    fn is_fair(&self, connection: usize, passive: bool, reason: RejReason, data: &[u8]) -> bool {
+        let plan = self.plans[connection];
+        let by_user = |decision, carrier| {
+            reason == RejReason::CONSUMER
+                && decision == Decision::No
+                && data == private_data(connection, carrier, 148)
+        };
+        if !self.is_calm(connection) {
+            return true;
+        }
+        // By who still knows the QPN of an earlier connection, and by who has gone for that reason.
+        let same_qpn = |other: &&Plan| other.qpns.iter().any(|qpn| plan.qpns.contains(qpn));
+        if [RejReason::STALE_CONNECTION, RejReason::INVALID_COMM_ID].contains(&reason)
+            && self.plans.iter().filter(same_qpn).count() > 1
+        {
+            return true;
+        }
+        if passive {
+            return by_user(plan.decisions[0], Carrier::RejOfRep)
+                // Withdrawn, as far as the peer still knew.
+                || plan.decisions[0] == Decision::Neither
+                    && [RejReason::TIMEOUT, RejReason::INVALID_COMM_ID].contains(&reason)
+                // The rejection by the user was lost.
+                || plan.decisions[0] == Decision::No && reason == RejReason::INVALID_COMM_ID
+                || plan.active_forgets && reason == RejReason::INVALID_COMM_ID;
+        }
+        match plan.decisions[1] {
+            _ if plan.unknown_service => reason == RejReason::INVALID_SERVICE_ID,
+            Decision::No => by_user(Decision::No, Carrier::Rej),
+            Decision::Neither => reason == RejReason::TIMEOUT,
+            Decision::Yes => false,
+        }
     }
 }

@@ -143,6 +143,17 @@ impl World {
         result
     }
 
+    /// A host loses all that it had and comes back at once, with the same address and GUID.
+    pub(crate) fn restart(&mut self, host: usize) {
+        let mut config = *self.hosts[host].rnic.config();
+        self.dice.fill(&mut config.seed);
+        let host = &mut self.hosts[host];
+        host.rnic = Rnic::new(config);
+        host.completed.clear();
+        host.events.clear();
+        host.cm_events.clear();
+    }
+
     /// `Step::User(tag)` will come after `delay_ns`.
     pub(crate) fn call_back(&mut self, delay_ns: u64, tag: u64) {
         self.plan(self.now + delay_ns, Happening::User(tag));

@@ -10,9 +10,9 @@ use rdmux_wire::cm::{
 use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
 
 use super::{
-    BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint, Peering,
-    RESPONSE_TIMEOUT, SERVICE_TIMEOUT, State, TRIES, cut, emit, nanoseconds, rej, rej_with, with_addressing,
-    without_addressing,
+    ANSWER_KEPT, BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint,
+    FIRST_WAIT_NS, Peering, RESPONSE_TIMEOUT, SERVICE_TIMEOUT, State, TRIES, cut, emit, nanoseconds, rej,
+    rej_with, with_addressing, without_addressing,
 };
 use crate::time::Time;
 use crate::transmit::ECN_MARKED;
@@ -142,11 +142,19 @@ impl Cm {
     /// Refuses as [`Cm::reject`] does and says in up to 72 bytes what would be accepted: for
     /// [`RejReason::INVALID_PATH_MTU`] the code of the largest path MTU. 12.6.7.2.
     pub fn reject_with(&mut self, now: Time, id: CmId, reason: RejReason, ari: &[u8], private_data: &[u8]) {
-        let Some(c) = self.connections.get(&id.0) else {
+        let Some(c) = self.connections.get_mut(&id.0) else {
             return;
         };
         let answered = match c.state {
-            State::ReqReceived | State::MraReqSent => Answered::Req,
+            // A rejection that is lost is asked for again, after an MRA only when its time is over.
+            State::ReqReceived => {
+                c.rest = ANSWER_KEPT;
+                Answered::Req
+            }
+            State::MraReqSent => {
+                c.rest = SERVICE_TIMEOUT + 1;
+                Answered::Req
+            }
             State::RepReceived | State::MraRepSent => Answered::Rep,
             State::SidrReqReceived => {
                 let status = match reason {
@@ -321,8 +329,7 @@ impl Cm {
         // The peer uses a QP that we still take for connected: it has forgotten us. 12.9.8.3.1.
         if let Some(id) = self.by_qp.get(&(peer, req.ca_guid, req.qpn)).copied() {
             refuse(self, RejReason::STALE_CONNECTION, &[]);
-            self.disconnect(now, CmId(id));
-            return;
+            return self.end_stale(now, id);
         }
         // In silence, as TCP does: the peer asks again, and there may be room then.
         if undecided >= BACKLOG_MAX {
@@ -373,6 +380,16 @@ impl Cm {
             },
             private_data,
         });
+    }
+
+    /// Ends a connection whose peer has forgotten it: its user hears of it.
+    fn end_stale(&mut self, now: Time, id: u32) {
+        if self.connections.get(&id).is_some_and(|c| c.state.is_undecided()) {
+            self.reject(now, CmId(id), RejReason::STALE_CONNECTION, &[]);
+            self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
+        } else {
+            self.disconnect(now, CmId(id));
+        }
     }
 
     /// A request came again: it gets the answer that it had, or hears that there is none yet.
@@ -427,7 +444,7 @@ impl Cm {
                 ari: Vec::new(),
                 private_data: Vec::new(),
             });
-            return self.disconnect(now, CmId(old));
+            return self.end_stale(now, old);
         }
         self.by_qp.insert(key, id);
         self.set_deadline(id, Some(now + nanoseconds(RESPONSE_TIMEOUT) / 2));
@@ -501,7 +518,7 @@ impl Cm {
         self.events.push_back(event);
     }
 
-    /// The peer needs more time: wait that long before asking again. 12.6.6.
+    /// The peer needs more time: wait that long before asking again. What it has answered in this way costs no try. 12.6.6.
     pub(super) fn handle_mra(&mut self, now: Time, peer: IpAddr, mra: &Mra) {
         let id = mra.remote_comm_id;
         let Some(c) = self.connections.get_mut(&id).filter(|c| c.peer == peer) else {
@@ -517,7 +534,9 @@ impl Cm {
             }
             _ => return,
         }
-        self.set_deadline(id, Some(now + nanoseconds(mra.service_timeout.min(24))));
+        c.tries = c.tries.saturating_sub(1);
+        let wait = nanoseconds(mra.service_timeout.min(24)).max(FIRST_WAIT_NS);
+        self.set_deadline(id, Some(now + wait));
     }
 
     pub(super) fn handle_dreq(&mut self, now: Time, peer: IpAddr, tid: u64, dreq: &Dreq) {

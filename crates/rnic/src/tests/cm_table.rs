@@ -54,7 +54,7 @@ destroy         | gone - -                  | gone - -              | gone - -  
 const PASSIVE: &str = "
 event           | ReqReceived            | MraReqSent                 | RepSent                    | MraRepReceived             | EstablishedP               | section
 REQ             | MraReqSent MRA -       | = MRA -                    | = REP -                    | .                          | .                          | 12.6.5
-REQ same QP     | TimeWait REJ10+REJ28 - | TimeWait REJ10+REJ28 -     | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
+REQ same QP     | TimeWait REJ10+REJ10 Disconnected | TimeWait REJ10+REJ10 Disconnected | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
 MRA of REQ      | .                      | .                          | .                          | .                          | .                          | 12.6.6
 MRA of REP      | .                      | .                          | MraRepReceived - -         | .                          | .                          | 12.6.6
 REJ             | TimeWait - Rejected28  | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
