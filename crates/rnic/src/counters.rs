@@ -34,6 +34,12 @@ counters! {
     bad_pkey,
     /// Packets dropped because the QP's state takes none.
     wrong_state,
+    /// Datagrams dropped because their Q_Key is not that of the QP. IBTA Vol 1, 10.2.5.
+    bad_qkey,
+    /// Messages of UC and UD dropped because no receive was posted.
+    resources_dropped,
+    /// Messages of UC dropped because a packet is missing, does not fit in its place, or may not do what it asks for.
+    dropped_messages,
     /// Requests dropped because the peer has more of them open than it may.
     dropped_busy,
     /// Requests that had been executed before.

@@ -16,6 +16,7 @@ use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::flush::{FlushId, FlushJob, Flushes};
+use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
@@ -50,6 +51,8 @@ pub struct Config {
     pub receive_window_bytes: u32,
     /// How QPs share what the device sends.
     pub traffic: Traffic,
+    /// Bytes of payload that a packet on its link carries: the longest message of UD. 256, 512, 1024, 2048 or 4096.
+    pub mtu: u32,
 }
 
 /// How QPs share what a device sends.
@@ -69,6 +72,35 @@ impl Default for Traffic {
             classes: Default::default(),
             congestion: Some(Parameters::default()),
             congestion_on_loopback: false,
+        }
+    }
+}
+
+/// What arrived on UDP port 4791: one packet, or several that the system received as one.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrival<'a> {
+    /// The sender's address.
+    pub src: IpAddr,
+    /// The sender's UDP port.
+    pub src_port: u16,
+    /// The address that it was sent to: the device's own, or that of a multicast group.
+    pub dst: IpAddr,
+    /// IPv4 TOS or IPv6 traffic class.
+    pub traffic_class: u8,
+    /// The UDP payloads, one after the other.
+    pub bytes: &'a [u8],
+    /// Bytes of each of them; the last may be shorter.
+    pub segment_bytes: usize,
+}
+
+impl Arrival<'_> {
+    /// What the ICRC covers of its way.
+    pub(crate) fn flow(&self) -> Flow {
+        Flow {
+            src: self.src,
+            dst: self.dst,
+            src_port: self.src_port,
+            dst_port: UDP_PORT,
         }
     }
 }
@@ -114,6 +146,7 @@ pub struct Rnic {
     srqs: NumberMap<SharedReceiveQueue>,
     xrcds: Vec<bool>,
     qps: NumberMap<Qp>,
+    groups: Groups,
     /// QPs that have packets to send.
     ready: Scheduler<Qpn>,
     /// QPs that owe only an acknowledgement, which may wait for the next call that asks for these.
@@ -150,6 +183,7 @@ impl Rnic {
             srqs: NumberMap::default(),
             xrcds: Vec::new(),
             qps: NumberMap::default(),
+            groups: Groups::default(),
             ready: Scheduler::new(config.traffic.classes),
             ack_ready: VecDeque::new(),
             cnps: VecDeque::new(),
@@ -345,7 +379,7 @@ impl Rnic {
                 break qpn;
             }
         };
-        self.qps.insert(qpn.value(), Qp::new(qpn, init));
+        self.qps.insert(qpn.value(), Qp::new(qpn, init, self.config.mtu));
         Some(qpn)
     }
 
@@ -356,10 +390,9 @@ impl Rnic {
             srq.is_some_and(|srq| srq.init.xrc.is_none())
         });
         match init.qp_type {
-            QpType::Rc => srq_fits && init.xrcd.is_none(),
+            QpType::Rc | QpType::Uc | QpType::Ud => srq_fits && init.xrcd.is_none(),
             QpType::XrcSend => init.srq.is_none() && init.xrcd.is_none(),
             QpType::XrcRecv => init.srq.is_none() && init.xrcd.is_some_and(|xrcd| self.has_xrcd(xrcd)),
-            QpType::Uc | QpType::Ud => false,
         }
     }
 
@@ -367,6 +400,7 @@ impl Rnic {
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
             self.flushes.forget(qpn);
+            self.groups.forget(qpn);
             if qp.head.listed {
                 self.ready.forget(qpn);
             }
@@ -388,6 +422,29 @@ impl Rnic {
         result.unwrap_or(Err(ModifyError::NoQp))
     }
 
+    /// Attaches a UD QP to a multicast group: what is sent to the group's address is delivered to it too. IBTA Vol 1, 11.3.1.
+    pub fn attach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), McastError> {
+        let group = group.to_canonical();
+        let qp = self.qps.get(&qpn.value()).ok_or(McastError::NoQp)?;
+        if qp.head.init.qp_type != QpType::Ud {
+            return Err(McastError::NotUd);
+        }
+        if !group.is_multicast() || group.is_ipv4() != self.config.address.is_ipv4() {
+            return Err(McastError::BadAddress);
+        }
+        self.groups.attach(group, qpn)
+    }
+
+    /// Detaches a QP from a multicast group. IBTA Vol 1, 11.3.2.
+    pub fn detach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), McastError> {
+        self.groups.detach(group.to_canonical(), qpn)
+    }
+
+    /// Whether a QP is attached to a multicast group: what is sent to it is to be handed in.
+    pub fn has_mcast_group(&self, group: IpAddr) -> bool {
+        !self.groups.attached(group.to_canonical()).is_empty()
+    }
+
     /// What is known about a QP.
     pub fn query_qp(&self, qpn: Qpn) -> Option<QpInfo> {
         let qp = self.qps.get(&qpn.value())?;
@@ -397,8 +454,8 @@ impl Rnic {
             dest_qpn: qp.head.dest_qpn,
             path: qp.head.path,
             path_mtu: qp.head.mtu,
-            send_outstanding: qp.requester.outstanding(),
-            recv_posted: qp.responder.posted(),
+            send_outstanding: qp.send_outstanding(),
+            recv_posted: qp.recv_posted(),
         })
     }
 
@@ -426,13 +483,13 @@ impl Rnic {
 
     /// Posts a send request. IBTA Vol 1, 11.4.1.1.
     pub fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
-        self.with_qp(now, qpn, |qp, env| qp.requester.post(env, &qp.head, request))
+        self.with_qp(now, qpn, |qp, env| qp.post_send(env, request))
             .unwrap_or(Err(PostError::NoQp))
     }
 
     /// Posts a receive request. IBTA Vol 1, 11.4.1.2.
     pub fn post_recv(&mut self, now: Time, qpn: Qpn, request: RecvRequest) -> Result<(), PostError> {
-        self.with_qp(now, qpn, |qp, env| qp.responder.post(env, &qp.head, request))
+        self.with_qp(now, qpn, |qp, env| qp.post_recv(env, request))
             .unwrap_or(Err(PostError::NoQp))
     }
 
@@ -461,8 +518,8 @@ impl Rnic {
 
     // Input.
 
-    /// Handles what arrived on UDP port 4791 from `src`. The bytes are one packet, or several of `segment_bytes` each (the last
-    /// may be shorter) that the system received as one.
+    /// Handles what arrived on UDP port 4791 from `src`, sent to the device's own address in traffic class 0. The bytes are one
+    /// packet, or several of `segment_bytes` each (the last may be shorter) that the system received as one.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -471,43 +528,33 @@ impl Rnic {
         bytes: &[u8],
         segment_bytes: usize,
     ) {
-        self.handle_datagram_with_tos(now, src, src_port, 0, bytes, segment_bytes);
+        let arrival = Arrival {
+            src,
+            src_port,
+            dst: self.config.address,
+            traffic_class: 0,
+            bytes,
+            segment_bytes,
+        };
+        self.handle_arrival(now, &arrival);
     }
 
-    /// As [`Rnic::handle_datagram`], for packets whose IPv4 TOS or IPv6 traffic class is known: it says whether they were marked.
-    pub fn handle_datagram_with_tos(
-        &mut self,
-        now: Time,
-        src: IpAddr,
-        src_port: u16,
-        tos: u8,
-        bytes: &[u8],
-        segment_bytes: usize,
-    ) {
-        let flow = Flow {
-            src,
-            dst: self.config.address,
-            src_port,
-            dst_port: UDP_PORT,
-        };
-        if bytes.is_empty() || segment_bytes == 0 {
+    /// Handles what arrived on UDP port 4791.
+    pub fn handle_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
+        if arrival.bytes.is_empty() || arrival.segment_bytes == 0 {
             self.counters.malformed += 1;
             return;
         }
-        for segment in bytes.chunks(segment_bytes) {
+        for segment in arrival.bytes.chunks(arrival.segment_bytes) {
             self.counters.rcvd_pkts += 1;
             if Cnp::is_cnp(segment) {
-                self.handle_cnp(now, &flow, segment);
+                self.handle_cnp(now, &arrival.flow(), segment);
             } else {
-                self.handle_packet(now, &flow, tos & ECN_MARKED == ECN_MARKED, segment);
+                self.handle_packet(now, arrival, segment);
             }
         }
         while let Some(qpn) = self.gathering.pop() {
-            self.with_qp(now, qpn, |qp, env| {
-                if let Some(status) = qp.responder.place_gathered(env, &qp.head) {
-                    qp.fail(env, Some((status, Cause::PeerRequest)));
-                }
-            });
+            self.with_qp(now, qpn, |qp, env| qp.place_gathered(env));
         }
     }
 
@@ -548,7 +595,7 @@ impl Rnic {
     }
 
     /// Checks in the order of rxe and the specification (9.6.1), the ICRC last but before anything takes effect.
-    fn handle_packet(&mut self, now: Time, flow: &Flow, marked: bool, bytes: &[u8]) {
+    fn handle_packet(&mut self, now: Time, arrival: &Arrival<'_>, bytes: &[u8]) {
         let Ok(packet) = Packet::parse(bytes) else {
             self.counters.malformed += 1;
             return;
@@ -561,9 +608,13 @@ impl Rnic {
             self.counters.bad_pkey += 1;
             return;
         }
+        let flow = arrival.flow();
         let qpn = packet.bth.dest_qpn;
+        if qpn == Qpn::MULTICAST || flow.dst.is_multicast() {
+            return self.handle_multicast(now, arrival, &packet);
+        }
         if qpn == Qpn::GSI {
-            return self.handle_gsi(now, flow, &packet);
+            return self.handle_gsi(now, &flow, &packet);
         }
         let Some(qp) = self
             .qps
@@ -573,47 +624,29 @@ impl Rnic {
             self.counters.no_qp += 1;
             return;
         };
-        let response = packet.bth.opcode.operation.is_response();
-        let takes = match qp.head.state {
-            QpState::Rts | QpState::Sqd | QpState::Sqe => true,
-            QpState::Rtr => !response,
-            QpState::Reset | QpState::Init | QpState::Error => false,
-        };
-        if !takes {
+        if !qp.head.takes_now(packet.bth.opcode) {
             self.counters.wrong_state += 1;
             return;
         }
         let narrow = qp.head.peer_is_rdmux;
-        if qp.head.path.is_none_or(|path| path.dst != flow.src) {
+        if !qp.head.is_from_peer(flow.src) {
             self.counters.wrong_peer += 1;
             return;
         }
-        if !self.icrc_is_right(flow, bytes, packet.icrc(), narrow) {
-            if narrow || !self.is_flush_of_rxe(flow, &packet) {
+        if !self.icrc_is_right(&flow, bytes, packet.icrc(), narrow) {
+            if narrow || !self.is_flush_of_rxe(&flow, &packet) {
                 self.counters.rx_icrc_encapsulated += 1;
                 return;
             }
             if let Some(qp) = self.qps.get_mut(&qpn.value()) {
-                qp.requester.flush_icrc.settle(true);
+                qp.settle_flush_icrc();
             }
         }
-        if marked {
+        if arrival.traffic_class & ECN_MARKED == ECN_MARKED {
             self.handle_marked(now, qpn);
         }
-        self.with_qp(now, qpn, |qp, env| {
-            if response {
-                if let Err(broken) = qp.requester.handle_response(env, &qp.head, &packet) {
-                    qp.requester.end_broken(env, &qp.head, broken);
-                    qp.fail(env, Some((broken.status, Cause::OwnRequest)));
-                }
-            } else if let Some(status) = qp.responder.handle_request(env, &qp.head, &packet) {
-                qp.fail(env, Some((status, Cause::PeerRequest)));
-            }
-        });
-        let waits = self
-            .qps
-            .get(&qpn.value())
-            .is_some_and(|qp| qp.responder.has_gathered());
+        self.with_qp(now, qpn, |qp, env| qp.handle_packet(env, arrival, &packet));
+        let waits = self.qps.get(&qpn.value()).is_some_and(Qp::has_gathered);
         if waits && self.gathering.last() != Some(&qpn) {
             self.gathering.push(qpn);
         }
@@ -663,6 +696,35 @@ impl Rnic {
         }
     }
 
+    /// Gives a copy to every QP that is attached to the group, the sender's own too. IBTA Vol 1, 10.5.2.1.
+    fn handle_multicast(&mut self, now: Time, arrival: &Arrival<'_>, packet: &Packet<'_>) {
+        let flow = arrival.flow();
+        let attached = if mutant!(McastToAll) {
+            self.qps.keys().map(|qpn| Qpn::new(*qpn)).collect()
+        } else {
+            self.groups.attached(flow.dst).to_vec()
+        };
+        // Both the address and the QPN say that it is for a group.
+        if packet.bth.dest_qpn != Qpn::MULTICAST || attached.is_empty() {
+            self.counters.no_qp += 1;
+            return;
+        }
+        if !self.icrc_is_right(&flow, packet.bytes(), packet.icrc(), false) {
+            self.counters.rx_icrc_encapsulated += 1;
+            return;
+        }
+        for qpn in attached {
+            let takes = self.with_qp(now, qpn, |qp, env| {
+                let takes = qp.head.takes(packet.bth.opcode) && qp.head.takes_now(packet.bth.opcode);
+                if takes {
+                    qp.handle_packet(env, arrival, packet);
+                }
+                takes
+            });
+            self.counters.wrong_state += u64::from(takes == Some(false));
+        }
+    }
+
     fn handle_gsi(&mut self, now: Time, flow: &Flow, packet: &Packet<'_>) {
         let good = packet.bth.opcode.transport == Transport::Ud
             && packet.deth().is_some_and(|deth| deth.qkey == GSI_QKEY)
@@ -681,12 +743,7 @@ impl Rnic {
         let Some((qpn, psn)) = self.flushes.finish(id) else {
             return;
         };
-        self.with_qp(now, qpn, |qp, env| {
-            if qp.responder.handle_flush(psn, result.is_ok()) {
-                env.counters.sent_naks += 1;
-                qp.fail(env, Some((Status::RemoteOperation, Cause::PeerRequest)));
-            }
-        });
+        self.with_qp(now, qpn, |qp, env| qp.handle_flush(env, psn, result.is_ok()));
     }
 
     /// The time of [`Rnic::poll_timeout`] has come.
@@ -696,13 +753,7 @@ impl Rnic {
             && at <= now
         {
             self.timers.pop_first();
-            self.with_qp(now, Qpn::new(qpn), |qp, env| {
-                qp.head.timer = None;
-                if let Err(broken) = qp.requester.handle_timeout(env) {
-                    qp.requester.end_broken(env, &qp.head, broken);
-                    qp.fail(env, Some((broken.status, Cause::OwnRequest)));
-                }
-            });
+            self.with_qp(now, Qpn::new(qpn), |qp, env| qp.handle_timeout(env));
         }
     }
 
@@ -726,7 +777,7 @@ impl Rnic {
                 if let Some(qp) = self.qps.get_mut(&qpn.value()) {
                     qp.head.ack_listed = false;
                     if !std::mem::replace(&mut qp.head.listed, true) {
-                        self.ready.push(qp.head.class(), qpn);
+                        self.ready.push(qp.class(), qpn);
                     }
                 }
             }
@@ -886,7 +937,7 @@ fn list(qp: &mut Qp, ready: &mut Scheduler<Qpn>, ack_ready: &mut VecDeque<Qpn>) 
     }
     if qp.wants_turn() {
         qp.head.listed = true;
-        ready.push(qp.head.class(), qp.head.qpn);
+        ready.push(qp.class(), qp.head.qpn);
     } else if !std::mem::replace(&mut qp.head.ack_listed, true) {
         ack_ready.push_back(qp.head.qpn);
     }

@@ -15,6 +15,7 @@ mod cq;
 pub mod dcqcn;
 mod device;
 mod flush;
+mod mcast;
 mod memory;
 mod pacer;
 mod qp;
@@ -29,8 +30,9 @@ mod work;
 
 pub use counters::Counters;
 pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
-pub use device::{Config, QpInfo, Rnic, Traffic};
+pub use device::{Arrival, Config, QpInfo, Rnic, Traffic};
 pub use flush::{FlushId, FlushJob};
+pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{Access, Atomic, Fault, HeapMemory, Memory, Placement};
 pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
 pub use rdmux_wire::roce::Selectivity;

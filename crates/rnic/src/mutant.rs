@@ -63,6 +63,22 @@ mod switch {
         AtomicMisaligned,
         /// An atomic operation does not wait for a FLUSH before it.
         AtomicPassesFlush,
+        /// A message of UC goes on after a gap.
+        UcGapAccepted,
+        /// A packet of UC that is late or a copy begins a message.
+        UcLateAccepted,
+        /// A message of UC that is dropped uses up its receive.
+        UcDropUsesReceive,
+        /// A send request of UC or UD that fails leaves the QP in RTS.
+        SqeNotEntered,
+        /// The Q_Key is not checked.
+        QkeyIgnored,
+        /// A datagram's header is not placed.
+        GrhLeftOut,
+        /// The header is not counted among a datagram's bytes.
+        GrhNotCounted,
+        /// What is sent to a group reaches QPs that are not attached.
+        McastToAll,
     }
 
     impl Mutant {

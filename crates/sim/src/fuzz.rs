@@ -418,6 +418,7 @@ impl Side {
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 16,
             traffic: rdmux_rnic::Traffic::default(),
+            mtu: 4096,
         });
         let memory = Arc::new(SimMemory::new(
             vec![GUARD_BYTE; (REGION + 2 * GUARD) as usize],

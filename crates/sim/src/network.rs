@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use rdmux_rnic::dcqcn::Parameters;
-use rdmux_rnic::{Config, ECN_MARKED, Rnic, Time, Traffic, TransmitBuf};
+use rdmux_rnic::{Arrival, Config, ECN_MARKED, Rnic, Time, Traffic, TransmitBuf};
 
 use crate::dice::Dice;
 
@@ -124,6 +124,7 @@ impl Network {
                     gsi_src_port: 0xc000,
                     receive_window_bytes: 1 << 20,
                     traffic,
+                    mtu: 4096,
                 }),
                 address,
                 interface_free: Time(0),
@@ -175,16 +176,15 @@ impl Network {
                 return Some(from);
             }
             Happening::Arrive(packet) => {
-                let src = self.hosts[packet.from].address;
-                let (port, tos, bytes) = (packet.src_port, packet.tos, &packet.bytes);
-                self.hosts[packet.to].rnic.handle_datagram_with_tos(
-                    self.now,
-                    src,
-                    port,
-                    tos,
-                    bytes,
-                    bytes.len(),
-                );
+                let arrival = Arrival {
+                    src: self.hosts[packet.from].address,
+                    src_port: packet.src_port,
+                    dst: self.hosts[packet.to].address,
+                    traffic_class: packet.tos,
+                    bytes: &packet.bytes,
+                    segment_bytes: packet.bytes.len(),
+                };
+                self.hosts[packet.to].rnic.handle_arrival(self.now, &arrival);
                 packet.to
             }
         };

@@ -111,6 +111,7 @@ impl World {
                     gsi_src_port: 0xc000 + u16::from(n),
                     receive_window_bytes,
                     traffic: rdmux_rnic::Traffic::default(),
+                    mtu: 4096,
                 }),
                 address,
                 completed: Vec::new(),

@@ -328,6 +328,7 @@ impl Drop for QpInner {
         // Acknowledgements that waited for company are sent: what they stand for has been done.
         core.finish(engine.now(), true);
         core.rnic.destroy_qp(self.qpn);
+        core.leave_groups();
         core.qp_errors.remove(&self.qpn);
     }
 }
@@ -347,7 +348,7 @@ impl QueuePair {
         &self.0.pd
     }
 
-    fn engine(&self) -> &Engine {
+    pub(crate) fn engine(&self) -> &Engine {
         self.0.pd.device().engine()
     }
 

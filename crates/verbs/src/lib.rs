@@ -27,6 +27,7 @@
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod cm;
+mod datagram;
 mod device;
 mod event;
 pub mod memory;
@@ -35,6 +36,7 @@ pub mod soft;
 mod srq;
 
 pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
+pub use datagram::AddressHandle;
 pub use device::{
     CompletionQueue, CreateError, Device, OpenError, Options, ProtectionDomain, QpOptions, QueuePair, Waiting,
 };
@@ -42,12 +44,13 @@ pub use event::AsyncEvent;
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::Endpoint;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, Bind, Counters, Fault, LKey, Memory, ModifyError, Operation, Path, Placement,
-    PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError,
-    Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn, Status, Target,
-    Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
+    Access, Arm, Atomic, Bind, Counters, Fault, LKey, McastError, Memory, ModifyError, Operation, Path,
+    Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec,
+    RegisterError, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn,
+    Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
 };
 pub use rdmux_wire::cm::{RejReason, ServiceId};
 pub use rdmux_wire::roce::PathMtu;
 pub use region::{MemoryRegion, MemoryWindow};
+pub use soft::engine::AttachError;
 pub use srq::{SharedReceiveQueue, XrcDomain};

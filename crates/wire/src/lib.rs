@@ -13,6 +13,7 @@
 pub mod check;
 pub mod cm;
 pub mod cnp;
+pub mod grh;
 pub mod icrc;
 mod id;
 pub mod pcapng;

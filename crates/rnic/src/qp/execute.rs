@@ -4,16 +4,17 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use rdmux_wire::grh::GRH_LEN;
 use rdmux_wire::roce::{AtomicEth, Feth, MESSAGE_BYTES_MAX, Placement, Position, Reth, Selectivity};
 use rdmux_wire::{Qpn, RKey};
 
 use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
 use crate::memory::{Access, Atomic, Fault, Memory};
 use crate::qp::requester::scatter;
-use crate::qp::{Env, Event, Head, QpType, bare_completion};
+use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::region::{Pd, View};
 use crate::srq::Srqn;
-use crate::work::RecvRequest;
+use crate::work::{PostError, RecvRequest};
 
 /// Bytes that are placed or read together at most.
 pub(crate) const GATHER_BYTES: usize = 64 << 10;
@@ -61,6 +62,14 @@ pub(crate) enum Request<'a> {
         payload: &'a [u8],
         imm: Option<u32>,
         invalidate: Option<RKey>,
+        solicited: bool,
+    },
+    /// A SEND of UD, whose receive gets the header first.
+    Datagram {
+        grh: [u8; GRH_LEN],
+        payload: &'a [u8],
+        imm: Option<u32>,
+        src_qpn: Qpn,
         solicited: bool,
     },
     Write {
@@ -130,6 +139,8 @@ pub(crate) enum Refusal {
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
+    /// The message's receive ended with this status: it is too short, or its own memory failed.
+    Receive(Status),
     /// A SEND came whole and its key could not be invalidated: class J of IBTA Vol 1, 9.9.3, of which the peer is not told.
     Invalidation,
 }
@@ -204,6 +215,30 @@ enum Message {
 }
 
 impl Execution {
+    /// Takes a receive request. In Error it completes at once, as flushed.
+    pub(crate) fn post(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        request: RecvRequest,
+    ) -> Result<(), PostError> {
+        if head.state == QpState::Reset {
+            return Err(PostError::WrongState);
+        }
+        if head.init.srq.is_some() {
+            return Err(PostError::HasSrq);
+        }
+        request.check()?;
+        if self.recv.len() >= head.init.max_recv_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        self.recv.push_back(request);
+        if head.state == QpState::Error {
+            self.flush(env, head);
+        }
+        Ok(())
+    }
+
     pub(crate) fn execute(
         &mut self,
         env: &mut Env<'_>,
@@ -220,6 +255,13 @@ impl Execution {
                 invalidate,
                 solicited,
             } => self.send(env, scope, position, payload, (imm, invalidate), solicited),
+            Request::Datagram {
+                grh,
+                payload,
+                imm,
+                src_qpn,
+                solicited,
+            } => self.datagram(env, scope, &grh, payload, (imm, src_qpn), solicited),
             Request::Write {
                 position,
                 reth,
@@ -314,11 +356,13 @@ impl Execution {
         }
     }
 
-    /// The receive that a message uses up: the QP's own, or one of its shared receive queue.
+    /// The receive that a message uses up: the QP's own or one left over from a message that was given up, else one of its
+    /// shared receive queue.
     fn take_recv(&mut self, env: &mut Env<'_>, srq: Option<Srqn>) -> Option<RecvRequest> {
-        let Some(srqn) = srq else {
-            return self.recv.pop_front();
-        };
+        if let Some(own) = self.recv.pop_front() {
+            return Some(own);
+        }
+        let srqn = srq?;
         let (taken, limit_reached) = env.srqs.get_mut(&srqn.0)?.take();
         if limit_reached {
             env.events.push_back(Event::SrqLimitReached(srqn));
@@ -359,12 +403,7 @@ impl Execution {
             let wc = bare_completion(qpn, recv.wr_id, status, WcOpcode::Recv);
             env.complete(recv_cq, wc, true);
             self.message = None;
-            // 9.7.4.1.7 for a message that does not fit; 9.9.2.2 for memory of our own that failed.
-            return Err(if status == Status::LocalLength {
-                Refusal::InvalidRequest
-            } else {
-                Refusal::RemoteOperation
-            });
+            return Err(Refusal::Receive(status));
         }
         *received += payload.len() as u64;
         if !position.ends() {
@@ -388,6 +427,57 @@ impl Execution {
         };
         env.complete(recv_cq, wc, solicited);
         Ok(Effect::Complete)
+    }
+
+    fn datagram(
+        &mut self,
+        env: &mut Env<'_>,
+        Scope {
+            pd,
+            qpn,
+            recv_cq,
+            srq,
+        }: Scope,
+        grh: &[u8],
+        payload: &[u8],
+        (imm, src_qpn): (Option<u32>, Qpn),
+        solicited: bool,
+    ) -> Result<Effect, Refusal> {
+        let recv = self.take_recv(env, srq).ok_or(Refusal::NotReady)?;
+        let grh = if mutant!(GrhLeftOut) { &[] } else { grh };
+        let placed = scatter(env, pd, &recv.sges, 0, grh)
+            .and_then(|()| scatter(env, pd, &recv.sges, grh.len() as u64, payload));
+        if let Err(status) = placed {
+            env.complete(
+                recv_cq,
+                bare_completion(qpn, recv.wr_id, status, WcOpcode::Recv),
+                true,
+            );
+            return Err(Refusal::Receive(status));
+        }
+        let counted = if mutant!(GrhNotCounted) { 0 } else { GRH_LEN };
+        let wc = WorkCompletion {
+            byte_len: (counted + payload.len()) as u32,
+            imm,
+            src_qpn: Some(src_qpn),
+            ..bare_completion(qpn, recv.wr_id, Status::Success, WcOpcode::Recv)
+        };
+        env.complete(recv_cq, wc, solicited);
+        Ok(Effect::Complete)
+    }
+
+    /// Whether a message has begun and not ended.
+    pub(crate) fn is_inside_message(&self) -> bool {
+        self.message.is_some()
+    }
+
+    /// Gives up the message under way: its receive is there for the next one. IBTA Vol 1, 9.8.2.2.
+    pub(crate) fn give_up_message(&mut self) {
+        if let Some(Message::Send { recv, .. }) = self.message.take()
+            && !mutant!(UcDropUsesReceive)
+        {
+            self.recv.push_front(recv);
+        }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
@@ -436,10 +526,8 @@ impl Execution {
             return Err(Refusal::InvalidRequest);
         }
         // A receive must be there before the last packet takes effect, for it is the packet that comes again.
-        let has_recv = match scope.srq {
-            Some(srqn) => env.srqs.get(&srqn.0).is_some_and(|srq| !srq.is_empty()),
-            None => !self.recv.is_empty(),
-        };
+        let shared = scope.srq.and_then(|srqn| env.srqs.get(&srqn.0));
+        let has_recv = !self.recv.is_empty() || shared.is_some_and(|srq| !srq.is_empty());
         if imm.is_some() && !has_recv {
             if position == Position::Only {
                 self.message = None;

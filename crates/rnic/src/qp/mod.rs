@@ -1,17 +1,19 @@
-//! Queue pairs: one half asks ([`requester`]), the other answers ([`responder`], which calls [`execute`]).
+//! Queue pairs. One half asks, the other answers: [`requester`] and [`responder`] where delivery is reliable, [`unreliable`] and
+//! [`uc`] or [`ud`] where it is not. What a peer asks for is done in [`execute`] alone.
 
-use rdmux_wire::roce::{Opcode, Operation, Transport};
+use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
-use crate::device::Traffic;
+use crate::device::{Arrival, Traffic};
 use crate::memory::Access;
 use crate::region::{NumberMap, Pd, Regions};
 use crate::sched::class_of;
 use crate::srq::{SharedReceiveQueue, Srqn, Xrcd};
 use crate::time::Time;
 use crate::transmit::{ECN_CAPABLE, ECN_MARKED, Path, TransmitBuf};
+use crate::work::{PostError, RecvRequest, SendRequest};
 
 pub(crate) mod execute;
 pub(crate) mod flush_icrc;
@@ -19,11 +21,17 @@ pub(crate) mod rate;
 pub(crate) mod requester;
 pub(crate) mod responder;
 pub(crate) mod state;
+pub(crate) mod uc;
+pub(crate) mod ud;
+pub(crate) mod unreliable;
 
 use rate::Rate;
-use requester::Requester;
+use requester::{Broken, Requester};
 use responder::Responder;
 pub use state::{AttrMask, ModifyError, QpState};
+use uc::UcReceiver;
+use ud::UdReceiver;
+use unreliable::Sender;
 
 /// Transport services. IBTA Vol 1, 9.7 to 9.8 and A14; the names are those of `enum ibv_qp_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -209,8 +217,27 @@ impl Env<'_> {
 #[derive(Debug)]
 pub(crate) struct Qp {
     pub(crate) head: Head,
-    pub(crate) requester: Requester,
-    pub(crate) responder: Responder,
+    halves: Halves,
+}
+
+/// The halves of a QP, by what its transport service promises.
+#[derive(Debug)]
+enum Halves {
+    Reliable(Requester, Responder),
+    Uc(Sender, UcReceiver),
+    Ud(Sender, UdReceiver),
+}
+
+impl Halves {
+    fn new(qp_type: QpType) -> Halves {
+        match qp_type {
+            QpType::Rc | QpType::XrcSend | QpType::XrcRecv => {
+                Halves::Reliable(Requester::new(), Responder::new())
+            }
+            QpType::Uc => Halves::Uc(Sender::new(), UcReceiver::new()),
+            QpType::Ud => Halves::Ud(Sender::new(), UdReceiver::default()),
+        }
+    }
 }
 
 /// What both halves of a QP read.
@@ -235,11 +262,6 @@ pub(crate) struct Head {
 }
 
 impl Head {
-    /// Traffic class of what is sent.
-    pub(crate) fn class(&self) -> usize {
-        self.path.map_or(0, |path| class_of(path.traffic_class))
-    }
-
     /// What congestion control of this QP is made with, if it has any: nothing marks packets on loopback.
     pub(crate) fn congestion<'a>(&self, traffic: &'a Traffic) -> Option<&'a Parameters> {
         let leaves = |path: Path| traffic.congestion_on_loopback || !path.is_loopback();
@@ -287,17 +309,32 @@ impl Head {
         };
         half && opcode == self.opcode(opcode.operation)
     }
+
+    /// Whether its state takes them. 10.3.1.
+    pub(crate) fn takes_now(&self, opcode: Opcode) -> bool {
+        match self.state {
+            QpState::Rts | QpState::Sqd | QpState::Sqe => true,
+            QpState::Rtr => !opcode.operation.is_response(),
+            QpState::Reset | QpState::Init | QpState::Error => false,
+        }
+    }
+
+    /// Whether packets from this address may be for this QP: only UD has no peer.
+    pub(crate) fn is_from_peer(&self, src: std::net::IpAddr) -> bool {
+        self.init.qp_type == QpType::Ud || self.path.is_some_and(|path| path.dst == src)
+    }
 }
 
 impl Qp {
-    pub(crate) fn new(qpn: Qpn, init: QpInit) -> Qp {
+    /// `mtu`: bytes of payload that the device's link takes.
+    pub(crate) fn new(qpn: Qpn, init: QpInit, mtu: u32) -> Qp {
         let head = Head {
             qpn,
             init,
             state: QpState::Reset,
             access: Access::empty(),
             path: None,
-            mtu: 1024,
+            mtu,
             dest_qpn: Qpn::new(0),
             peer_is_rdmux: false,
             qkey: 0,
@@ -308,8 +345,7 @@ impl Qp {
         };
         Qp {
             head,
-            requester: Requester::new(),
-            responder: Responder::new(),
+            halves: Halves::new(init.qp_type),
         }
     }
 
@@ -338,7 +374,7 @@ impl Qp {
             return Err(ModifyError::Value("path"));
         }
 
-        let (head, requester, responder) = (&mut self.head, &mut self.requester, &mut self.responder);
+        let head = &mut self.head;
         head.access = attr.access.unwrap_or(head.access);
         head.path = attr.path.or(head.path);
         head.mtu = attr.path_mtu.unwrap_or(head.mtu);
@@ -347,16 +383,36 @@ impl Qp {
         head.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(head.peer_is_rdmux);
         head.rate.limit_bps = attr.rate_limit_bps.unwrap_or(head.rate.limit_bps);
         head.set_ecn(env.traffic);
-        responder.set(attr);
-        requester.set(attr, head.mtu);
+        match &mut self.halves {
+            Halves::Reliable(requester, responder) => {
+                responder.set(attr);
+                requester.set(attr, head.mtu);
+            }
+            Halves::Uc(sender, receiver) => {
+                sender.set(attr);
+                receiver.set(attr);
+            }
+            Halves::Ud(sender, _) => sender.set(attr),
+        }
         match to {
             QpState::Error => self.fail(env, None),
             QpState::Sqd => {
-                if self.head.state == QpState::Rts {
-                    self.requester.drain();
-                }
+                let begins = self.head.state == QpState::Rts;
                 self.head.state = to;
-                self.requester.tell_drained(env, &self.head);
+                match &mut self.halves {
+                    Halves::Reliable(requester, _) => {
+                        if begins {
+                            requester.drain();
+                        }
+                        requester.tell_drained(env, &self.head);
+                    }
+                    Halves::Uc(sender, _) | Halves::Ud(sender, _) => {
+                        if begins {
+                            sender.drain();
+                        }
+                        sender.tell_drained(env, &self.head);
+                    }
+                }
             }
             QpState::Reset => {
                 // Nothing completes: what was posted is forgotten, with what completed already. 10.3.1.
@@ -366,7 +422,7 @@ impl Qp {
                     }
                 }
                 env.flushes.forget(self.head.qpn);
-                let mut fresh = Qp::new(self.head.qpn, self.head.init);
+                let mut fresh = Qp::new(self.head.qpn, self.head.init, self.head.mtu);
                 fresh.head.listed = self.head.listed;
                 fresh.head.ack_listed = self.head.ack_listed;
                 fresh.head.timer = self.head.timer;
@@ -383,8 +439,17 @@ impl Qp {
             return;
         }
         self.head.state = QpState::Error;
-        self.requester.flush(env, &self.head);
-        self.responder.flush(env, &self.head);
+        match &mut self.halves {
+            Halves::Reliable(requester, responder) => {
+                requester.flush(env, &self.head);
+                responder.flush(env, &self.head);
+            }
+            Halves::Uc(sender, UcReceiver { execution, .. })
+            | Halves::Ud(sender, UdReceiver { execution }) => {
+                sender.flush(env, &self.head);
+                execution.flush(env, &self.head);
+            }
+        }
         if self.head.init.srq.is_some() {
             env.events.push_back(Event::LastWqeReached(self.head.qpn));
         }
@@ -393,20 +458,183 @@ impl Qp {
         }
     }
 
+    // Work.
+
+    pub(crate) fn post_send(&mut self, env: &mut Env<'_>, request: SendRequest) -> Result<(), PostError> {
+        match &mut self.halves {
+            Halves::Reliable(requester, _) => requester.post(env, &self.head, request),
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.post(env, &self.head, request),
+        }
+    }
+
+    /// Takes a receive request. In Error it completes at once, as flushed.
+    pub(crate) fn post_recv(&mut self, env: &mut Env<'_>, request: RecvRequest) -> Result<(), PostError> {
+        match &mut self.halves {
+            Halves::Reliable(_, responder) => responder.post(env, &self.head, request),
+            Halves::Uc(_, UcReceiver { execution, .. }) | Halves::Ud(_, UdReceiver { execution }) => {
+                execution.post(env, &self.head, request)
+            }
+        }
+    }
+
+    /// Send requests posted and not complete.
+    pub(crate) fn send_outstanding(&self) -> usize {
+        match &self.halves {
+            Halves::Reliable(requester, _) => requester.outstanding(),
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.outstanding(),
+        }
+    }
+
+    /// Receive requests posted and not used.
+    pub(crate) fn recv_posted(&self) -> usize {
+        match &self.halves {
+            Halves::Reliable(_, responder) => responder.posted(),
+            Halves::Uc(_, UcReceiver { execution, .. }) | Halves::Ud(_, UdReceiver { execution }) => {
+                execution.recv.len()
+            }
+        }
+    }
+
+    // Input.
+
+    /// Handles a packet that was found to be for this QP.
+    pub(crate) fn handle_packet(&mut self, env: &mut Env<'_>, arrival: &Arrival<'_>, packet: &Packet<'_>) {
+        let head = &self.head;
+        let failed = match &mut self.halves {
+            Halves::Reliable(requester, _) if packet.bth.opcode.operation.is_response() => {
+                let answered = requester.handle_response(env, head, packet);
+                return self.end_if_broken(env, answered);
+            }
+            Halves::Reliable(_, responder) => responder.handle_request(env, head, packet),
+            Halves::Uc(_, receiver) => receiver.handle_request(env, head, packet),
+            Halves::Ud(_, receiver) => receiver.handle_request(env, head, arrival, packet),
+        };
+        if let Some(status) = failed {
+            self.fail(env, Some((status, Cause::PeerRequest)));
+        }
+    }
+
+    /// A FLUSH with the ICRC of rxe came: so are its own to be sent.
+    pub(crate) fn settle_flush_icrc(&mut self) {
+        if let Halves::Reliable(requester, _) = &mut self.halves {
+            requester.flush_icrc.settle(true);
+        }
+    }
+
+    /// Whether bytes wait for the end of their datagram.
+    pub(crate) fn has_gathered(&self) -> bool {
+        match &self.halves {
+            Halves::Reliable(_, responder) => responder.has_gathered(),
+            Halves::Uc(_, receiver) => receiver.execution.has_gathered(),
+            Halves::Ud(..) => false,
+        }
+    }
+
+    /// The datagram has ended: places what waits.
+    pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) {
+        match &mut self.halves {
+            Halves::Reliable(_, responder) => {
+                if let Some(status) = responder.place_gathered(env, &self.head) {
+                    self.fail(env, Some((status, Cause::PeerRequest)));
+                }
+            }
+            Halves::Uc(_, receiver) => receiver.place_gathered(env, &self.head),
+            Halves::Ud(..) => {}
+        }
+    }
+
+    /// The flush that began with this PSN has finished.
+    pub(crate) fn handle_flush(&mut self, env: &mut Env<'_>, psn: Psn, done: bool) {
+        if let Halves::Reliable(_, responder) = &mut self.halves
+            && responder.handle_flush(psn, done)
+        {
+            env.counters.sent_naks += 1;
+            self.fail(env, Some((Status::RemoteOperation, Cause::PeerRequest)));
+        }
+    }
+
+    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) {
+        self.head.timer = None;
+        if let Halves::Reliable(requester, _) = &mut self.halves {
+            let result = requester.handle_timeout(env);
+            self.end_if_broken(env, result);
+        }
+    }
+
+    fn end_if_broken(&mut self, env: &mut Env<'_>, result: Result<(), Broken>) {
+        if let Halves::Reliable(requester, _) = &mut self.halves
+            && let Err(broken) = result
+        {
+            requester.end_broken(env, &self.head, broken);
+            self.fail(env, Some((broken.status, Cause::OwnRequest)));
+        }
+    }
+
+    /// When [`Qp::handle_timeout`] is due, or it is to be looked at again although nothing comes in.
+    pub(crate) fn deadline(&self) -> Option<Time> {
+        let answer = match &self.halves {
+            Halves::Reliable(requester, _) => requester.deadline(),
+            Halves::Uc(..) | Halves::Ud(..) => None,
+        };
+        let deadlines = [answer, self.head.rate.held_until];
+        deadlines.into_iter().flatten().min()
+    }
+
+    // Output.
+
+    /// Traffic class of what is sent next.
+    pub(crate) fn class(&self) -> usize {
+        let of_request = match &self.halves {
+            Halves::Ud(sender, _) => sender.class(),
+            Halves::Reliable(..) | Halves::Uc(..) => None,
+        };
+        let of_path = || self.head.path.map(|path| class_of(path.traffic_class));
+        of_request.or_else(of_path).unwrap_or(0)
+    }
+
     pub(crate) fn wants_transmit(&self) -> bool {
-        self.responder.wants_transmit(&self.head) || self.requester.wants_transmit(&self.head)
+        match &self.halves {
+            Halves::Reliable(requester, responder) => {
+                responder.wants_transmit(&self.head) || requester.wants_transmit(&self.head)
+            }
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.wants_transmit(&self.head),
+        }
+    }
+
+    /// Whether it has more to send than an acknowledgement that may wait.
+    pub(crate) fn wants_turn(&self) -> bool {
+        match &self.halves {
+            Halves::Reliable(requester, responder) => {
+                requester.wants_transmit(&self.head)
+                    || (responder.wants_transmit(&self.head) && !responder.owes_only_ack())
+            }
+            Halves::Uc(..) | Halves::Ud(..) => self.wants_transmit(),
+        }
     }
 
     /// Builds the packets of a turn of `bytes`.
     pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32) {
         let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
         buf.begin_turn(bytes.min(self.head.rate.burst_bytes));
-        if let Err(broken) = self.requester.transmit(env, &self.head, buf) {
-            self.requester.end_broken(env, &self.head, broken);
-            self.fail(env, Some((broken.status, Cause::OwnRequest)));
+        match &mut self.halves {
+            Halves::Reliable(requester, _) => {
+                let sent = requester.transmit(env, &self.head, buf);
+                self.end_if_broken(env, sent);
+            }
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => {
+                if let Err(status) = sender.transmit(env, &self.head, buf) {
+                    // What was received is not touched by it. 10.3.1.6.
+                    if !mutant!(SqeNotEntered) {
+                        self.head.state = QpState::Sqe;
+                    }
+                    sender.break_off(env, &self.head, status);
+                }
+            }
         }
         // After the requests: an acknowledgement is short and ends the train.
-        if let Some(status) = self.responder.transmit(env, &self.head, buf) {
+        if let Halves::Reliable(_, responder) = &mut self.halves
+            && let Some(status) = responder.transmit(env, &self.head, buf)
+        {
             self.fail(env, Some((status, Cause::PeerRequest)));
         }
         buf.end_turn();
@@ -417,18 +645,6 @@ impl Qp {
             self.head.rate.charge(env.now, sent, with, self.head.mtu);
             self.head.look_at_rate(env);
         }
-    }
-
-    /// When it is to be looked at again although nothing comes in.
-    pub(crate) fn deadline(&self) -> Option<Time> {
-        let deadlines = [self.requester.deadline(), self.head.rate.held_until];
-        deadlines.into_iter().flatten().min()
-    }
-
-    /// Whether it has more to send than an acknowledgement that may wait.
-    pub(crate) fn wants_turn(&self) -> bool {
-        self.requester.wants_transmit(&self.head)
-            || (self.responder.wants_transmit(&self.head) && !self.responder.owes_only_ack())
     }
 }
 

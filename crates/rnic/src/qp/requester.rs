@@ -76,7 +76,7 @@ impl Wqe {
     }
 }
 
-fn opcode_of(operation: &Operation) -> WcOpcode {
+pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
     match operation {
         Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
         Operation::Write { .. } => WcOpcode::Write,
@@ -427,19 +427,7 @@ impl Requester {
     fn do_local(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Status> {
         let wqe = &mut self.queue[self.cursor.wqe];
         if wqe.first.is_none() {
-            let (pd, qpn) = (head.init.pd, head.qpn);
-            match &wqe.request.operation {
-                Operation::Bind(bind) => env.regions.bind(bind, pd, qpn).map_err(|_| Status::MemoryBind),
-                Operation::Register(registration) => {
-                    let done = env.regions.fill(registration, pd);
-                    done.map_err(|_| Status::LocalQpOperation)
-                }
-                Operation::LocalInvalidate { rkey } => {
-                    let done = env.regions.invalidate(*rkey, pd, qpn);
-                    done.map_err(|_| Status::LocalQpOperation)
-                }
-                _ => Ok(()),
-            }?;
+            perform_local(env, head, &wqe.request.operation)?;
             wqe.first = Some(self.next);
         }
         self.cursor = Cursor {
@@ -951,6 +939,23 @@ impl Requester {
     }
 }
 
+/// Does an operation that needs no packet.
+pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operation) -> Result<(), Status> {
+    let (pd, qpn) = (head.init.pd, head.qpn);
+    match operation {
+        Operation::Bind(bind) => env.regions.bind(bind, pd, qpn).map_err(|_| Status::MemoryBind),
+        Operation::Register(registration) => {
+            let done = env.regions.fill(registration, pd);
+            done.map_err(|_| Status::LocalQpOperation)
+        }
+        Operation::LocalInvalidate { rkey } => {
+            let done = env.regions.invalidate(*rkey, pd, qpn);
+            done.map_err(|_| Status::LocalQpOperation)
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Builds one packet of a SEND or WRITE; returns whether it asks for an acknowledgement.
 #[expect(
     clippy::too_many_arguments,
@@ -968,34 +973,14 @@ fn push_data(
     edge: bool,
 ) -> Result<bool, Status> {
     let last = index + 1 == wqe.packets;
-    let position = match (index, last) {
-        (0, true) => Position::Only,
-        (0, false) => Position::First,
-        (_, false) => Position::Middle,
-        (_, true) => Position::Last,
-    };
+    let position = position_of(index, wqe.packets);
     let (write, imm, invalidate) = match wqe.request.operation {
         Operation::Write { va, rkey, imm } => (Some((va, rkey)), imm, None),
         Operation::SendInvalidate { rkey } => (None, None, Some(rkey)),
         Operation::Send { imm } => (None, imm, None),
         _ => return Err(Status::LocalQpOperation),
     };
-    let operation = match (write.is_some(), position, imm.is_some()) {
-        (false, Position::Last, false) if invalidate.is_some() => Op::SendLastInvalidate,
-        (false, Position::Only, false) if invalidate.is_some() => Op::SendOnlyInvalidate,
-        (false, Position::First, _) => Op::SendFirst,
-        (false, Position::Middle, _) => Op::SendMiddle,
-        (false, Position::Last, false) => Op::SendLast,
-        (false, Position::Last, true) => Op::SendLastImm,
-        (false, Position::Only, false) => Op::SendOnly,
-        (false, Position::Only, true) => Op::SendOnlyImm,
-        (true, Position::First, _) => Op::WriteFirst,
-        (true, Position::Middle, _) => Op::WriteMiddle,
-        (true, Position::Last, false) => Op::WriteLast,
-        (true, Position::Last, true) => Op::WriteLastImm,
-        (true, Position::Only, false) => Op::WriteOnly,
-        (true, Position::Only, true) => Op::WriteOnlyImm,
-    };
+    let operation = data_operation(write.is_some(), position, imm.is_some(), invalidate.is_some());
     let done = index * head.mtu;
     let bytes = (wqe.bytes - done).min(head.mtu) as usize;
     bth.opcode = head.opcode(operation);
@@ -1032,6 +1017,36 @@ fn push_data(
         )
     })?;
     Ok(bth.ack_req)
+}
+
+/// Where packet `index` of `packets` stands.
+pub(super) fn position_of(index: u32, packets: u32) -> Position {
+    match (index, index + 1 == packets) {
+        (0, true) => Position::Only,
+        (0, false) => Position::First,
+        (_, false) => Position::Middle,
+        (_, true) => Position::Last,
+    }
+}
+
+/// The operation of a packet of a SEND or WRITE whose last one has immediate data, or a key to invalidate, or neither.
+pub(super) fn data_operation(write: bool, position: Position, imm: bool, invalidate: bool) -> Op {
+    match (write, position, imm) {
+        (false, Position::Last, false) if invalidate => Op::SendLastInvalidate,
+        (false, Position::Only, false) if invalidate => Op::SendOnlyInvalidate,
+        (false, Position::First, _) => Op::SendFirst,
+        (false, Position::Middle, _) => Op::SendMiddle,
+        (false, Position::Last, false) => Op::SendLast,
+        (false, Position::Last, true) => Op::SendLastImm,
+        (false, Position::Only, false) => Op::SendOnly,
+        (false, Position::Only, true) => Op::SendOnlyImm,
+        (true, Position::First, _) => Op::WriteFirst,
+        (true, Position::Middle, _) => Op::WriteMiddle,
+        (true, Position::Last, false) => Op::WriteLast,
+        (true, Position::Last, true) => Op::WriteLastImm,
+        (true, Position::Only, false) => Op::WriteOnly,
+        (true, Position::Only, true) => Op::WriteOnlyImm,
+    }
 }
 
 /// Writes the headers that every request begins with; gives their length.

@@ -142,21 +142,7 @@ impl Responder {
         head: &Head,
         request: RecvRequest,
     ) -> Result<(), PostError> {
-        if head.state == QpState::Reset {
-            return Err(PostError::WrongState);
-        }
-        if head.init.srq.is_some() {
-            return Err(PostError::HasSrq);
-        }
-        request.check()?;
-        if self.execution.recv.len() >= head.init.max_recv_wr as usize {
-            return Err(PostError::QueueFull);
-        }
-        self.execution.recv.push_back(request);
-        if head.state == QpState::Error {
-            self.execution.flush(env, head);
-        }
-        Ok(())
+        self.execution.post(env, head, request)
     }
 
     /// Ends every receive as flushed. When the last answer owed is the NAK that tells the peer why, all stay; else those at
@@ -264,7 +250,9 @@ impl Responder {
         let (code, status) = match refusal {
             Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
             Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-            Refusal::RemoteOperation | Refusal::NotReady | Refusal::Invalidation => {
+            // 9.7.4.1.7 for a message that does not fit; 9.9.2.2 for memory of our own that failed.
+            Refusal::Receive(Status::LocalLength) => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
+            Refusal::RemoteOperation | Refusal::Receive(_) | Refusal::NotReady | Refusal::Invalidation => {
                 (NakCode::RemoteOperation, Status::RemoteOperation)
             }
         };

@@ -331,6 +331,7 @@ impl Bench {
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 18,
             traffic: crate::Traffic::default(),
+            mtu: 1024,
         };
         let mut bench = Bench {
             cm: Cm::new(&config, ChaCha12Rng::from_seed([1; 32])),

@@ -9,4 +9,6 @@ mod qp_table;
 mod rxe;
 mod table;
 mod traffic;
+mod uc;
+mod ud;
 mod util;

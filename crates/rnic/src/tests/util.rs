@@ -25,9 +25,9 @@ pub(super) struct Side {
     pub(super) rkey: RKey,
     pub(super) cq: Cqn,
     pub(super) qpn: Qpn,
-    address: IpAddr,
-    /// Datagrams on their way to this side: source port, traffic class, bytes and segment size.
-    pub(super) inbox: VecDeque<(u16, u8, Vec<u8>, usize)>,
+    pub(super) address: IpAddr,
+    /// Datagrams on their way to this side: path, bytes and segment size.
+    pub(super) inbox: VecDeque<(Path, Vec<u8>, usize)>,
 }
 
 impl Side {
@@ -41,6 +41,7 @@ impl Side {
             gsi_src_port: 0xc000,
             receive_window_bytes: 1 << 18,
             traffic,
+            mtu: 1024,
         };
         let mut rnic = Rnic::new(config);
         let memory = Arc::new(HeapMemory::new(MEMORY));
@@ -229,6 +230,82 @@ impl Pair {
         }
     }
 
+    /// A QP of another type on a side, not brought up.
+    pub(super) fn create_qp(&mut self, i: usize, qp_type: QpType) -> Qpn {
+        let side = &mut self.sides[i];
+        let init = QpInit {
+            qp_type,
+            ..QpInit::new(side.pd, side.cq)
+        };
+        side.rnic.create_qp(init).unwrap()
+    }
+
+    /// A UD QP that is ready to send.
+    pub(super) fn ud_qp(&mut self, i: usize, qkey: u32) -> Qpn {
+        let qpn = self.create_qp(i, QpType::Ud);
+        self.ready_datagram(i, qpn, qkey);
+        qpn
+    }
+
+    pub(super) fn ready_datagram(&mut self, i: usize, qpn: Qpn, qkey: u32) {
+        let init = QpAttributes {
+            qkey: Some(qkey),
+            ..Default::default()
+        };
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(PSN)),
+            ..Default::default()
+        };
+        let steps = [
+            (QpState::Init, init),
+            (QpState::Rtr, QpAttributes::default()),
+            (QpState::Rts, rts),
+        ];
+        for (to, attr) in steps {
+            self.sides[i].rnic.modify_qp(self.now, qpn, to, &attr).unwrap();
+        }
+    }
+
+    /// A pair of connected UC QPs.
+    pub(super) fn uc_qps(&mut self) -> [Qpn; 2] {
+        let qpns = [0, 1].map(|i| self.create_qp(i, QpType::Uc));
+        for i in 0..2 {
+            self.connect_uc(i, qpns[i], qpns[1 - i]);
+        }
+        qpns
+    }
+
+    pub(super) fn connect_uc(&mut self, i: usize, qpn: Qpn, dest_qpn: Qpn) {
+        let init = QpAttributes {
+            access: Some(ALL_ACCESS),
+            ..Default::default()
+        };
+        let rtr = QpAttributes {
+            path: Some(self.path(i, self.sides[1 - i].address)),
+            path_mtu: Some(1024),
+            dest_qpn: Some(dest_qpn),
+            rq_psn: Some(Psn::new(PSN)),
+            ..Default::default()
+        };
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(PSN)),
+            ..Default::default()
+        };
+        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+            self.sides[i].rnic.modify_qp(self.now, qpn, to, &attr).unwrap();
+        }
+    }
+
+    /// The way from a side to an address.
+    pub(super) fn path(&self, from: usize, dst: IpAddr) -> Path {
+        Path {
+            src: self.sides[from].address,
+            dst,
+            src_port: 0xc001,
+            traffic_class: 0,
+        }
+    }
+
     /// Takes a side's QP back to RTR, as if it had never been further.
     pub(super) fn back_to_rtr(&mut self, i: usize) {
         let (qpn, dest_qpn) = (self.sides[i].qpn, self.sides[1 - i].qpn);
@@ -375,18 +452,19 @@ impl Pair {
                 let more = self.sides[i].rnic.poll_transmit(self.now, &mut self.buf, true);
                 for train in self.buf.trains() {
                     moved = true;
-                    let mut bytes = self.buf.bytes()[train.range.clone()].to_vec();
-                    if (self.deliver)(1 - i, &mut bytes) {
-                        let Path {
-                            src_port,
-                            mut traffic_class,
-                            ..
-                        } = train.path;
-                        if self.marked[1 - i] && traffic_class & ECN_MARKED != 0 {
-                            traffic_class |= ECN_MARKED;
+                    let dst = train.path.dst;
+                    for to in 0..2 {
+                        if dst != self.sides[to].address && !dst.is_multicast() {
+                            continue;
                         }
-                        let datagram = (src_port, traffic_class, bytes, train.segment_bytes);
-                        self.sides[1 - i].inbox.push_back(datagram);
+                        let mut path = train.path;
+                        if self.marked[to] && path.traffic_class & ECN_MARKED != 0 {
+                            path.traffic_class |= ECN_MARKED;
+                        }
+                        let mut bytes = self.buf.bytes()[train.range.clone()].to_vec();
+                        if (self.deliver)(to, &mut bytes) {
+                            self.sides[to].inbox.push_back((path, bytes, train.segment_bytes));
+                        }
                     }
                 }
                 if !more {
@@ -394,12 +472,17 @@ impl Pair {
                 }
             }
         }
-        for i in 0..2 {
-            let src = self.sides[1 - i].address;
-            while let Some((port, tos, bytes, segment)) = self.sides[i].inbox.pop_front() {
-                self.sides[i]
-                    .rnic
-                    .handle_datagram_with_tos(self.now, src, port, tos, &bytes, segment);
+        for side in &mut self.sides {
+            while let Some((path, bytes, segment_bytes)) = side.inbox.pop_front() {
+                let arrival = Arrival {
+                    src: path.src,
+                    src_port: path.src_port,
+                    dst: path.dst,
+                    traffic_class: path.traffic_class,
+                    bytes: &bytes,
+                    segment_bytes,
+                };
+                side.rnic.handle_arrival(self.now, &arrival);
             }
         }
         moved

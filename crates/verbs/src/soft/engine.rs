@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, QpAttributes, QpState, Qpn, Rnic, Time, Traffic,
-    TransmitBuf,
+    Arrival, Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, McastError, QpAttributes, QpState, Qpn,
+    Rnic, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
@@ -27,7 +27,8 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 use crate::event::{AsyncEvent, AsyncEvents};
 
 use super::group::{Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
-use super::udp::{Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket};
+use super::mcast::Memberships;
+use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 
 /// How long after its last call a polling caller is trusted to come back.
 const POLLER_LEASE: Duration = Duration::from_millis(10);
@@ -74,6 +75,22 @@ pub enum OpenError {
         /// What was tried.
         what: &'static str,
         /// Why it failed.
+        source: io::Error,
+    },
+}
+
+/// Why a queue pair was not attached to a multicast group.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The device does not attach it.
+    #[error(transparent)]
+    Refused(#[from] McastError),
+    /// The system did not let the device join.
+    #[error("joining {group}: {source}")]
+    Join {
+        /// The group.
+        group: IpAddr,
+        /// Why.
         source: io::Error,
     },
 }
@@ -137,6 +154,7 @@ pub(crate) struct ConnectionEntry {
 pub(crate) struct Core {
     pub(crate) rnic: Rnic,
     rx: RxSocket,
+    memberships: Memberships,
     batch: RxBatch,
     /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
     tx: [Option<TxSocket>; SLOTS],
@@ -234,6 +252,7 @@ impl Engine {
             gsi_src_port: gsi.local_addr().port(),
             receive_window_bytes: window_for(buffer_bytes),
             traffic: options.traffic,
+            mtu: device_mtu(address).bytes(),
         };
         let start = Instant::now();
         let mut tx = [const { None }; SLOTS];
@@ -241,6 +260,7 @@ impl Engine {
         let core = Core {
             rnic: Rnic::new(config),
             rx,
+            memberships: Memberships::new().map_err(io("epoll"))?,
             batch: RxBatch::new(),
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -452,7 +472,7 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 impl Core {
     /// Takes in what has arrived; returns how many datagrams.
     fn receive(&mut self, now: Time, turns: usize) -> usize {
-        let mut total = 0;
+        let mut total = self.receive_multicast(now);
         for _ in 0..turns {
             // An error is one of another datagram's (an ICMP message); the next receive goes on.
             let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
@@ -461,15 +481,7 @@ impl Core {
             }
             total += n;
             for datagram in self.batch.iter() {
-                let (src, tos, bytes) = (datagram.src, datagram.tos, datagram.bytes);
-                self.rnic.handle_datagram_with_tos(
-                    now,
-                    src.ip(),
-                    src.port(),
-                    tos,
-                    bytes,
-                    datagram.segment_size,
-                );
+                self.rnic.handle_arrival(now, &arrival(&datagram, self.address));
             }
             // Many requests in, many acknowledgements out: the sender's window must not run dry meanwhile.
             if self.rnic.has_urgent_transmit() {
@@ -480,6 +492,35 @@ impl Core {
             self.rnic.handle_timeout(now);
         }
         total
+    }
+
+    /// Takes in what was sent to the device's groups; returns how many datagrams.
+    fn receive_multicast(&mut self, now: Time) -> usize {
+        let mut total = 0;
+        for membership in self.memberships.ready() {
+            total += membership.socket.recv_batch(&mut self.batch).unwrap_or(0);
+            for datagram in self.batch.iter() {
+                self.rnic
+                    .handle_arrival(now, &arrival(&datagram, membership.group));
+            }
+        }
+        total
+    }
+
+    /// Attaches a queue pair to a multicast group, which the device joins.
+    pub(crate) fn attach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), AttachError> {
+        self.rnic.attach_mcast(qpn, group)?;
+        let group = group.to_canonical();
+        self.memberships.join(self.address, group).map_err(|source| {
+            let _ = self.rnic.detach_mcast(qpn, group);
+            AttachError::Join { group, source }
+        })
+    }
+
+    /// Leaves the groups that no queue pair is attached to any more.
+    pub(crate) fn leave_groups(&mut self) {
+        let rnic = &self.rnic;
+        self.memberships.leave(|group| rnic.has_mcast_group(group));
     }
 
     /// Gives out what the engine wants done: packets, flushes, events. `all`: acknowledgements too.
@@ -691,6 +732,26 @@ fn port_is_down(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| down.contains(&errno))
 }
 
+/// What a socket received that is bound to `dst`.
+fn arrival<'a>(datagram: &Datagram<'a>, dst: IpAddr) -> Arrival<'a> {
+    Arrival {
+        src: datagram.src.ip(),
+        src_port: datagram.src.port(),
+        dst,
+        traffic_class: datagram.tos,
+        bytes: datagram.bytes,
+        segment_bytes: datagram.segment_size,
+    }
+}
+
+/// The path MTU that the device's own link carries. Where the address is on no link, as routers have them, what every Ethernet
+/// carries.
+fn device_mtu(address: IpAddr) -> PathMtu {
+    let link = interface_of(address).ok();
+    link.and_then(|link| PathMtu::of_link(link.mtu))
+        .unwrap_or(PathMtu::Bytes1024)
+}
+
 /// The path MTU towards a peer: the largest that the interface's MTU carries.
 pub(crate) fn path_mtu_to(local: IpAddr, peer: IpAddr) -> io::Result<PathMtu> {
     use rustix::net::{AddressFamily, SocketType, bind, connect, socket, sockopt};
@@ -727,6 +788,7 @@ struct Epoll {
 
 const SOCKET: u64 = 0;
 const KICK: u64 = 1;
+const GROUPS: u64 = 2;
 
 impl Epoll {
     fn new(engine: &Engine) -> io::Result<Epoll> {
@@ -736,6 +798,12 @@ impl Epoll {
             &epoll,
             core.rx.as_fd(),
             epoll::EventData::new_u64(SOCKET),
+            epoll::EventFlags::empty(),
+        )?;
+        epoll::add(
+            &epoll,
+            core.memberships.as_fd(),
+            epoll::EventData::new_u64(GROUPS),
             epoll::EventFlags::empty(),
         )?;
         epoll::add(
@@ -752,12 +820,9 @@ impl Epoll {
             let core = engine.lock();
             // Armed for one event: while a caller polls, datagrams must not wake this thread.
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
-            let _ = epoll::modify(
-                &self.epoll,
-                core.rx.as_fd(),
-                epoll::EventData::new_u64(SOCKET),
-                flags,
-            );
+            for (fd, data) in [(core.rx.as_fd(), SOCKET), (core.memberships.as_fd(), GROUPS)] {
+                let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(data), flags);
+            }
         }
         // A full send buffer empties by itself in well under a millisecond.
         let timeout_ns = if blocked {
@@ -772,7 +837,7 @@ impl Epoll {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
-        }; 2];
+        }; 3];
         if let Ok(n) = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
             for event in &events[..n] {
                 if event.data.u64() == KICK {

@@ -2,4 +2,5 @@
 
 pub(crate) mod engine;
 pub mod group;
+mod mcast;
 pub mod udp;

@@ -10,6 +10,7 @@
 
 pub mod floor;
 
+use std::ffi::CStr;
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -42,6 +43,9 @@ const RX_BUFFER_BYTES: usize = 1 << 16;
 /// What receive and send buffers ask for; the kernel grants an ordinary user `net.core.{r,w}mem_max`.
 const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 
+/// Hop limit of what is sent to a group: a group may reach as far as a host does.
+const MULTICAST_HOPS: u32 = 64;
+
 /// A socket that receives RoCEv2 datagrams.
 #[derive(Debug)]
 pub struct RxSocket {
@@ -68,6 +72,41 @@ impl RxSocket {
         }
         ask_buffer(&fd, Buffer::Receive, SOCKET_BUFFER_BYTES)?;
         rustix::net::bind(&fd, &local)?;
+        Self::from_fd(fd)
+    }
+
+    /// Binds a socket to a multicast group's address and joins the group on an interface. Any process may do the same: each
+    /// socket gets a copy.
+    ///
+    /// # Errors
+    /// Those of `socket`, `setsockopt` and `bind`; `AddrInUse` where the port belongs to a socket that shares nothing.
+    pub fn join(group: IpAddr, interface: u32) -> io::Result<Self> {
+        let fd = udp_socket(group)?;
+        sockopt::set_socket_reuseaddr(&fd, true)?;
+        set_int(&fd, libc::SOL_UDP, libc::UDP_GRO, 1)?;
+        let local = match group {
+            IpAddr::V4(group) => {
+                sockopt::set_ip_recvtos(&fd, true)?;
+                // Only what arrives by this interface, not what other sockets joined the group for.
+                set_int(&fd, libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)?;
+                SocketAddr::new(group.into(), ROCE_PORT)
+            }
+            IpAddr::V6(group) => {
+                sockopt::set_ipv6_recvtclass(&fd, true)?;
+                set_int(&fd, libc::SOL_UDP, libc::UDP_NO_CHECK6_RX, 1)?;
+                set_int(&fd, libc::IPPROTO_IPV6, libc::IPV6_MULTICAST_ALL, 0)?;
+                SocketAddrV6::new(group, ROCE_PORT, 0, interface).into()
+            }
+        };
+        ask_buffer(&fd, Buffer::Receive, SOCKET_BUFFER_BYTES)?;
+        rustix::net::bind(&fd, &local)?;
+        match group {
+            IpAddr::V4(group) => {
+                let any = Ipv4Addr::UNSPECIFIED;
+                sockopt::set_ip_add_membership_with_ifindex(&fd, &group, &any, interface)?;
+            }
+            IpAddr::V6(group) => sockopt::set_ipv6_add_membership(&fd, &group, interface)?,
+        }
         Self::from_fd(fd)
     }
 
@@ -373,6 +412,7 @@ impl TxSocket {
         // Nobody reads this socket: what strangers send to it must not take memory.
         sockopt::set_socket_recv_buffer_size(&fd, 1)?;
         rustix::net::bind(&fd, &SocketAddr::new(local, 0))?;
+        send_multicast_by(&fd, local)?;
         let local = local_addr(&fd)?;
         Ok(Self {
             fd,
@@ -695,6 +735,103 @@ fn udp_socket(local: IpAddr) -> io::Result<OwnedFd> {
 fn local_addr(fd: &OwnedFd) -> io::Result<SocketAddr> {
     let name = rustix::net::getsockname(fd)?;
     SocketAddr::try_from(name).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+/// Makes a socket send what is for a group by the interface that has the address `local`, and to this host too.
+fn send_multicast_by(fd: &OwnedFd, local: IpAddr) -> io::Result<()> {
+    match local {
+        IpAddr::V4(local) => {
+            // Fails where the address is on no interface; then the routes choose one.
+            let _ = sockopt::set_ip_multicast_if(fd, &local);
+            sockopt::set_ip_multicast_loop(fd, true)?;
+            sockopt::set_ip_multicast_ttl(fd, MULTICAST_HOPS)?;
+        }
+        IpAddr::V6(_) => {
+            if let Ok(interface) = interface_of(local) {
+                sockopt::set_ipv6_multicast_if(fd, interface.index)?;
+            }
+            sockopt::set_ipv6_multicast_loop(fd, true)?;
+            sockopt::set_ipv6_multicast_hops(fd, MULTICAST_HOPS)?;
+        }
+    }
+    Ok(())
+}
+
+/// A network interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Interface {
+    pub(crate) index: u32,
+    pub(crate) mtu: u32,
+}
+
+/// The network interface that has a local address. All of 127.0.0.0/8 is the loopback interface's.
+pub(crate) fn interface_of(address: IpAddr) -> io::Result<Interface> {
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: the call writes the head of a list that it allocates, or fails; it is freed below.
+    if unsafe { libc::getifaddrs(&raw mut list) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let (mut at, mut found) = (list.cast_const(), None);
+    // SAFETY: `at` is null or an entry of the list, which is not freed yet.
+    while let Some(entry) = unsafe { at.as_ref() } {
+        let on_loopback = address.is_ipv4() && address.is_loopback();
+        let is_loopback = entry.ifa_flags & libc::IFF_LOOPBACK as libc::c_uint != 0;
+        if (on_loopback && is_loopback) || interface_address(entry) == Some(address) {
+            // SAFETY: the name of an entry is a string that ends with 0, and lives as long as the list.
+            found = Some(unsafe { CStr::from_ptr(entry.ifa_name) }.to_owned());
+            break;
+        }
+        at = entry.ifa_next;
+    }
+    // SAFETY: the list is one that getifaddrs made, and nothing refers to it any more.
+    unsafe { libc::freeifaddrs(list) };
+    let name = found.ok_or_else(|| {
+        let what = format!("no network interface has the address {address}");
+        io::Error::new(io::ErrorKind::AddrNotAvailable, what)
+    })?;
+    let fd = udp_socket(address)?;
+    let index = rustix::net::netdevice::name_to_index(&fd, &name.to_string_lossy())?;
+    let mtu = interface_mtu(&fd, &name)?;
+    Ok(Interface { index, mtu })
+}
+
+/// The address of an entry, if it is one of IP.
+fn interface_address(entry: &libc::ifaddrs) -> Option<IpAddr> {
+    // SAFETY: the address is null or a sockaddr, whose family is there whatever it is.
+    let family = unsafe { entry.ifa_addr.as_ref() }?.sa_family;
+    match c_int::from(family) {
+        libc::AF_INET => {
+            // SAFETY: an address of this family is a sockaddr_in; it is read wherever it lies.
+            let v4 = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some(Ipv4Addr::from(v4.sin_addr.s_addr.to_ne_bytes()).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: an address of this family is a sockaddr_in6; it is read wherever it lies.
+            let v6 = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned() };
+            Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
+        }
+        _ => None,
+    }
+}
+
+fn interface_mtu(fd: &OwnedFd, name: &CStr) -> io::Result<u32> {
+    // SAFETY: an ifreq is integers, bytes and pointers; zero is a value of each.
+    let mut request: libc::ifreq = unsafe { MaybeUninit::zeroed().assume_init() };
+    let bytes = name.to_bytes();
+    if bytes.len() >= request.ifr_name.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(bytes) {
+        *to = *from as _;
+    }
+    // SAFETY: the request takes a name that ends with 0 and writes an int into the same ifreq, alive during the call.
+    let rc = unsafe { libc::ioctl(fd.as_raw_fd(), libc::SIOCGIFMTU as _, &raw mut request) };
+    if rc < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call wrote this field.
+    let mtu = unsafe { request.ifr_ifru.ifru_mtu };
+    u32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
 #[derive(Clone, Copy)]

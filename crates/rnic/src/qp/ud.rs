@@ -1,0 +1,53 @@
+//! The receiving half of a UD QP: a packet is a message from anybody who knows the Q_Key. IBTA Vol 1, 9.8.3.
+
+use rdmux_wire::grh::grh;
+use rdmux_wire::roce::Packet;
+
+use crate::cq::Status;
+use crate::device::Arrival;
+use crate::qp::execute::{Execution, Refusal, Request, Scope};
+use crate::qp::{Env, Head};
+
+#[derive(Debug, Default)]
+pub(crate) struct UdReceiver {
+    pub(crate) execution: Execution,
+}
+
+impl UdReceiver {
+    /// Handles a datagram. `Some`: a receive ended with this status, and the QP is to fail with it.
+    pub(crate) fn handle_request(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        arrival: &Arrival<'_>,
+        packet: &Packet<'_>,
+    ) -> Option<Status> {
+        let Some(deth) = packet
+            .deth()
+            .filter(|_| packet.payload().len() <= head.mtu as usize)
+        else {
+            env.counters.malformed += 1;
+            return None;
+        };
+        if deth.qkey != head.qkey && !mutant!(QkeyIgnored) {
+            env.counters.bad_qkey += 1;
+            return None;
+        }
+        let request = Request::Datagram {
+            grh: grh(&arrival.flow(), arrival.traffic_class, packet.bytes().len()),
+            payload: packet.payload(),
+            imm: packet.imm(),
+            src_qpn: deth.src_qpn,
+            solicited: packet.bth.solicited,
+        };
+        let scope = Scope::of(env, head, None).ok()?;
+        match self.execution.execute(env, head, scope, request) {
+            Ok(_) => None,
+            Err(Refusal::Receive(status)) => Some(status),
+            Err(_) => {
+                env.counters.resources_dropped += 1;
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The sending half of UC and UD QPs. Requests leave in order, as fast as the device sends them; one is complete when its
+//! last packet is built, since nobody answers. IBTA Vol 1, 9.8.
+
+use std::collections::VecDeque;
+
+use rdmux_wire::roce::{Bth, Deth, Reth};
+use rdmux_wire::{Psn, Qpn};
+
+use crate::cq::Status;
+use crate::qp::requester::{data_operation, gather, opcode_of, perform_local, position_of};
+use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
+use crate::sched::class_of;
+use crate::transmit::TransmitBuf;
+use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
+
+/// Of this and higher Q_Keys the QP's own is sent. IBTA Vol 1, 10.2.5.
+const QKEY_OF_QP: u32 = 0x8000_0000;
+
+#[derive(Debug)]
+struct Wqe {
+    request: SendRequest,
+    bytes: u32,
+    /// 0 for what the device does alone.
+    packets: u32,
+}
+
+#[derive(Debug)]
+pub(crate) struct Sender {
+    queue: VecDeque<Wqe>,
+    /// Packets of the oldest request that were built.
+    built: u32,
+    next: Psn,
+    /// The QP went to SQD and was not told yet that the send queue has drained.
+    draining: bool,
+}
+
+impl Sender {
+    pub(crate) fn new() -> Sender {
+        Sender {
+            queue: VecDeque::new(),
+            built: 0,
+            next: Psn::new(0),
+            draining: false,
+        }
+    }
+
+    pub(crate) fn set(&mut self, attr: &QpAttributes) {
+        self.next = attr.sq_psn.unwrap_or(self.next);
+    }
+
+    /// Takes a send request. In SQE and Error it completes at once, as flushed.
+    pub(crate) fn post(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        request: SendRequest,
+    ) -> Result<(), PostError> {
+        match head.state {
+            QpState::Rts | QpState::Sqd => {}
+            QpState::Error | QpState::Sqe => {
+                complete(env, head, &request, Status::Flushed, 0);
+                return Ok(());
+            }
+            QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
+        }
+        if self.queue.len() >= head.init.max_send_wr as usize {
+            return Err(PostError::QueueFull);
+        }
+        if !takes(head.init.qp_type, &request.operation) || !is_addressed(head.init.qp_type, &request.to) {
+            return Err(PostError::Invalid);
+        }
+        let bytes = request.check()?;
+        if head.init.qp_type == QpType::Ud && bytes > head.mtu {
+            return Err(PostError::TooLong);
+        }
+        let packets = if request.operation.is_local() {
+            0
+        } else {
+            bytes.div_ceil(head.mtu).max(1)
+        };
+        self.queue.push_back(Wqe {
+            request,
+            bytes,
+            packets,
+        });
+        Ok(())
+    }
+
+    pub(crate) fn outstanding(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Ends every request as flushed.
+    pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        for wqe in std::mem::take(&mut self.queue) {
+            complete(env, head, &wqe.request, Status::Flushed, 0);
+        }
+        self.built = 0;
+    }
+
+    /// Ends the oldest request with this status, and those behind it as flushed.
+    pub(crate) fn break_off(&mut self, env: &mut Env<'_>, head: &Head, status: Status) {
+        if let Some(wqe) = self.queue.pop_front() {
+            complete(env, head, &wqe.request, status, 0);
+        }
+        self.flush(env, head);
+    }
+
+    /// The QP goes to SQD: it is told once when what was begun has ended.
+    pub(crate) fn drain(&mut self) {
+        self.draining = true;
+    }
+
+    /// Tells that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
+    pub(crate) fn tell_drained(&mut self, env: &mut Env<'_>, head: &Head) {
+        if self.draining && head.state == QpState::Sqd && self.built == 0 {
+            self.draining = false;
+            env.events.push_back(Event::SqDrained(head.qpn));
+        }
+    }
+
+    /// Traffic class of what leaves next, when that does not depend on the QP.
+    pub(crate) fn class(&self) -> Option<usize> {
+        match self.queue.front()?.request.to {
+            Target::Datagram { path, .. } => Some(class_of(path.traffic_class)),
+            Target::Connected | Target::Srq(_) => None,
+        }
+    }
+
+    pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
+        let may_begin = head.state == QpState::Rts || (head.state == QpState::Sqd && self.built > 0);
+        may_begin && head.rate.held_until.is_none() && !self.queue.is_empty()
+    }
+
+    /// Builds packets until the buffer is full for this turn. An error is that of the oldest request.
+    pub(crate) fn transmit(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        buf: &mut TransmitBuf,
+    ) -> Result<(), Status> {
+        while !buf.is_full()
+            && self.wants_transmit(head)
+            && let Some(wqe) = self.queue.front()
+        {
+            if wqe.packets == 0 {
+                perform_local(env, head, &wqe.request.operation)?;
+            } else {
+                push_packet(env, head, buf, wqe, self.built, self.next)?;
+                self.next = self.next.plus(1);
+                self.built += 1;
+                env.counters.sent_pkts += 1;
+            }
+            if self.built == wqe.packets {
+                if wqe.request.flags.contains(SendFlags::SIGNALED) {
+                    complete(env, head, &wqe.request, Status::Success, wqe.bytes);
+                }
+                self.queue.pop_front();
+                self.built = 0;
+            }
+        }
+        self.tell_drained(env, head);
+        Ok(())
+    }
+}
+
+/// Which operations a transport service has. IBTA Vol 1, 9.4 and 10.8.2: UC neither reads nor invalidates at the peer, UD only
+/// sends.
+fn takes(qp_type: QpType, operation: &Operation) -> bool {
+    match operation {
+        Operation::Send { .. } => true,
+        Operation::Write { .. } => qp_type == QpType::Uc,
+        _ => qp_type == QpType::Uc && operation.is_local(),
+    }
+}
+
+/// Whether a request says to whom it goes as its transport service asks for. A group is addressed as such twice: by its
+/// address and by its QPN. IBTA Vol 1, 10.5.2.1.
+fn is_addressed(qp_type: QpType, to: &Target) -> bool {
+    match to {
+        Target::Connected => qp_type == QpType::Uc,
+        Target::Datagram { path, qpn, .. } => {
+            qp_type == QpType::Ud
+                && path.src.is_ipv4() == path.dst.is_ipv4()
+                && !path.dst.is_unspecified()
+                && path.dst.is_multicast() == (*qpn == Qpn::MULTICAST)
+        }
+        Target::Srq(_) => false,
+    }
+}
+
+fn complete(env: &mut Env<'_>, head: &Head, request: &SendRequest, status: Status, byte_len: u32) {
+    let mut wc = bare_completion(head.qpn, request.wr_id, status, opcode_of(&request.operation));
+    wc.byte_len = byte_len;
+    env.complete(head.init.send_cq, wc, false);
+}
+
+/// Builds packet `index` of a request.
+fn push_packet(
+    env: &Env<'_>,
+    head: &Head,
+    buf: &mut TransmitBuf,
+    wqe: &Wqe,
+    index: u32,
+    psn: Psn,
+) -> Result<(), Status> {
+    let (path, dest_qpn, deth) = match wqe.request.to {
+        Target::Datagram { path, qpn, qkey } => {
+            let qkey = if qkey < QKEY_OF_QP { qkey } else { head.qkey };
+            let src_qpn = head.qpn;
+            (path, qpn, Some(Deth { qkey, src_qpn }))
+        }
+        Target::Connected | Target::Srq(_) => {
+            (head.path.ok_or(Status::LocalQpOperation)?, head.dest_qpn, None)
+        }
+    };
+    let position = position_of(index, wqe.packets);
+    let (reth, imm) = match wqe.request.operation {
+        Operation::Write { va, rkey, imm } => {
+            let length = wqe.bytes;
+            (Some(Reth { va, rkey, length }), imm)
+        }
+        Operation::Send { imm } => (None, imm),
+        _ => return Err(Status::LocalQpOperation),
+    };
+    let operation = data_operation(reth.is_some(), position, imm.is_some(), false);
+    let done = index * head.mtu;
+    let bytes = (wqe.bytes - done).min(head.mtu) as usize;
+    let mut bth = Bth::new(head.opcode(operation), dest_qpn, psn);
+    bth.pad = ((4 - bytes % 4) % 4) as u8;
+    // Only what uses up a receive can wake somebody there.
+    bth.solicited = position.ends()
+        && (reth.is_none() || imm.is_some())
+        && wqe.request.flags.contains(SendFlags::SOLICITED);
+    let heads = Bth::LEN + bth.opcode.ext().len();
+    buf.push(&path, heads + bytes + usize::from(bth.pad), |b| {
+        bth.emit(b);
+        let mut at = Bth::LEN;
+        if let Some(deth) = deth {
+            deth.emit(&mut b[at..]);
+            at += Deth::LEN;
+        }
+        if let Some(reth) = reth.filter(|_| position.begins()) {
+            reth.emit(&mut b[at..]);
+            at += Reth::LEN;
+        }
+        if let Some(imm) = imm.filter(|_| position.ends()) {
+            b[at..at + 4].copy_from_slice(&imm.to_be_bytes());
+            at += 4;
+        }
+        let out = &mut b[at..at + bytes];
+        gather(env, head.init.pd, &wqe.request.sges, done.into(), out)
+    })
+}

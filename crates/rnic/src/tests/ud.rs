@@ -1,0 +1,676 @@
+//! Unreliable datagrams and multicast. IBTA Vol 1, 9.8.3, 10.2.5, 10.5.
+
+use std::net::IpAddr;
+
+use super::util::*;
+use crate::*;
+
+const QKEY: u32 = 0x1234_5678;
+
+struct Datagrams {
+    pair: Pair,
+    qpns: [Qpn; 2],
+}
+
+impl Datagrams {
+    fn new() -> Datagrams {
+        let mut pair = Pair::new();
+        pair.sides[0].memory.with(|m| {
+            m[..4096]
+                .iter_mut()
+                .enumerate()
+                .for_each(|(i, b)| *b = (i * 3) as u8)
+        });
+        let qpns = [0, 1].map(|i| pair.ud_qp(i, QKEY));
+        Datagrams { pair, qpns }
+    }
+
+    fn to_peer(&self) -> Target {
+        Target::Datagram {
+            path: self.pair.path(0, self.pair.sides[1].address),
+            qpn: self.qpns[1],
+            qkey: QKEY,
+        }
+    }
+
+    fn to_group(&self, group: IpAddr) -> Target {
+        Target::Datagram {
+            path: self.pair.path(0, group),
+            qpn: Qpn::MULTICAST,
+            qkey: QKEY,
+        }
+    }
+
+    fn recv(&mut self, i: usize, wr_id: u64, offset: u64, length: u32) {
+        self.recv_at(i, self.qpns[i], wr_id, offset, length);
+    }
+
+    fn recv_at(&mut self, i: usize, qpn: Qpn, wr_id: u64, offset: u64, length: u32) {
+        let side = &mut self.pair.sides[i];
+        let sges = side.sge(offset, length);
+        let request = RecvRequest { wr_id, sges };
+        side.rnic.post_recv(self.pair.now, qpn, request).unwrap();
+    }
+
+    fn try_send(&mut self, to: Target, operation: Operation, sges: SgeList) -> Result<(), PostError> {
+        let request = SendRequest {
+            wr_id: 7,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to,
+        };
+        let (now, qpn) = (self.pair.now, self.qpns[0]);
+        self.pair.sides[0].rnic.post_send(now, qpn, request)
+    }
+
+    fn send(&mut self, to: Target, length: u32) {
+        let sges = self.pair.sides[0].sge(0, length);
+        self.try_send(to, Operation::Send { imm: None }, sges).unwrap();
+        self.pair.run();
+    }
+
+    fn completed(&mut self, i: usize) -> Vec<(u64, Status)> {
+        let all = self.pair.sides[i].completions();
+        all.iter().map(|wc| (wc.wr_id, wc.status)).collect()
+    }
+
+    fn state(&self, i: usize) -> QpState {
+        self.pair.sides[i].rnic.query_qp(self.qpns[i]).unwrap().state
+    }
+}
+
+#[test]
+fn send__is_placed_behind_the_header_and_completes_with_its_source() {
+    let mut net = Datagrams::new();
+    net.recv(1, 9, 100, 40 + 1024);
+    let sges = net.pair.sides[0].sge(0, 1000);
+    let to = net.to_peer();
+    net.try_send(to, Operation::Send { imm: Some(0xfeed) }, sges)
+        .unwrap();
+    net.pair.run();
+    assert_eq!(net.completed(0), [(7, Status::Success)]);
+    let received = net.pair.sides[1].completions();
+    assert_eq!(received.len(), 1);
+    assert_eq!(
+        (
+            received[0].wr_id,
+            received[0].byte_len,
+            received[0].imm,
+            received[0].src_qpn
+        ),
+        (9, 1040, Some(0xfeed), Some(net.qpns[0]))
+    );
+    net.pair.sides[1].memory.with(|m| {
+        assert_eq!(m[100..120], [0; 20]);
+        assert_eq!(m[120], 0x45);
+        assert_eq!(m[132..140], [10, 0, 0, 1, 10, 0, 0, 2]);
+        let sent: Vec<u8> = (0..1000).map(|i| (i * 3) as u8).collect();
+        assert_eq!(m[140..1140], sent);
+        assert!(m[1140..4096].iter().all(|b| *b == 0), "only there");
+    });
+}
+
+#[test]
+fn send__of_nothing_brings_the_header_alone() {
+    let mut net = Datagrams::new();
+    net.recv(1, 9, 0, 40);
+    let to = net.to_peer();
+    net.send(to, 0);
+    assert_eq!(net.pair.sides[1].completions()[0].byte_len, 40);
+}
+
+#[test]
+fn send__gathers_and_takes_bytes_inline() {
+    let mut net = Datagrams::new();
+    net.recv(1, 9, 0, 100);
+    let to = net.to_peer();
+    net.try_send(to, Operation::Send { imm: None }, SgeList::inline(b"hello"))
+        .unwrap();
+    net.pair.run();
+    net.pair.sides[1]
+        .memory
+        .with(|m| assert_eq!(&m[40..45], b"hello"));
+}
+
+#[test]
+fn send__to_a_qp_of_the_same_device() {
+    let mut net = Datagrams::new();
+    let other = net.pair.ud_qp(0, QKEY);
+    net.recv_at(0, other, 9, 8192, 2000);
+    let to = Target::Datagram {
+        path: net.pair.path(0, net.pair.sides[0].address),
+        qpn: other,
+        qkey: QKEY,
+    };
+    net.send(to, 10);
+    assert_eq!(net.completed(0), [(7, Status::Success), (9, Status::Success)]);
+}
+
+#[test]
+fn send__from_many_senders_uses_the_receives_in_order() {
+    let mut net = Datagrams::new();
+    for n in 0..3 {
+        net.recv(1, n, n * 2000, 2000);
+    }
+    let to = net.to_peer();
+    net.send(to, 10);
+    let other = net.pair.ud_qp(0, QKEY);
+    let mine = std::mem::replace(&mut net.qpns[0], other);
+    net.send(to, 20);
+    net.qpns[0] = mine;
+    net.send(to, 30);
+    let received = net.pair.sides[1].completions();
+    let seen: Vec<_> = received
+        .iter()
+        .map(|wc| (wc.wr_id, wc.byte_len, wc.src_qpn))
+        .collect();
+    assert_eq!(
+        seen,
+        [(0, 50, Some(mine)), (1, 60, Some(other)), (2, 70, Some(mine))]
+    );
+}
+
+#[test]
+fn send__qkey_with_the_high_bit_is_the_senders_own() {
+    let mut net = Datagrams::new();
+    net.recv(1, 9, 0, 100);
+    let Target::Datagram { path, qpn, .. } = net.to_peer() else {
+        unreachable!()
+    };
+    let to = Target::Datagram {
+        path,
+        qpn,
+        qkey: 0x8000_0001,
+    };
+    net.send(to, 1);
+    assert_eq!(net.completed(1), [(9, Status::Success)]);
+}
+
+#[test]
+fn send__psns_count_on() {
+    let mut net = Datagrams::new();
+    let psns = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
+    let seen = psns.clone();
+    net.pair.deliver = Box::new(move |_, bytes| {
+        seen.borrow_mut()
+            .push(u32::from_be_bytes([0, bytes[9], bytes[10], bytes[11]]));
+        true
+    });
+    for _ in 0..3 {
+        let to = net.to_peer();
+        net.send(to, 1);
+    }
+    assert_eq!(*psns.borrow(), [PSN, PSN + 1, PSN + 2]);
+}
+
+#[test]
+fn receive__wrong_qkey_is_dropped_and_counted() {
+    let mut net = Datagrams::new();
+    net.recv(1, 9, 0, 100);
+    let Target::Datagram { path, qpn, .. } = net.to_peer() else {
+        unreachable!()
+    };
+    net.send(
+        Target::Datagram {
+            path,
+            qpn,
+            qkey: QKEY ^ 1,
+        },
+        1,
+    );
+    assert_eq!(net.completed(0), [(7, Status::Success)]);
+    assert_eq!(net.completed(1), []);
+    assert_eq!(net.pair.sides[1].rnic.counters().bad_qkey, 1);
+    let to = net.to_peer();
+    net.send(to, 1);
+    assert_eq!(
+        net.completed(1),
+        [(9, Status::Success)],
+        "the receive is still there"
+    );
+}
+
+#[test]
+fn receive__none_posted_is_dropped_and_counted() {
+    let mut net = Datagrams::new();
+    let to = net.to_peer();
+    net.send(to, 1);
+    assert_eq!(net.pair.sides[1].rnic.counters().resources_dropped, 1);
+    assert_eq!((net.completed(1), net.state(1)), (vec![], QpState::Rts));
+}
+
+#[test]
+fn receive__too_short_ends_the_qp() {
+    for length in [0, 39, 40 + 99] {
+        let mut net = Datagrams::new();
+        net.recv(1, 1, 0, length);
+        net.recv(1, 2, 4096, 2000);
+        let to = net.to_peer();
+        net.send(to, 100);
+        assert_eq!(
+            net.completed(1),
+            [(1, Status::LocalLength), (2, Status::Flushed)],
+            "{length} bytes"
+        );
+        assert_eq!(net.state(1), QpState::Error);
+        assert_eq!(
+            net.completed(0),
+            [(7, Status::Success)],
+            "nobody tells the sender"
+        );
+    }
+}
+
+#[test]
+fn receive__memory_that_is_not_there_ends_the_qp() {
+    let mut net = Datagrams::new();
+    let sge = Sge::new(IOVA, 1000, LKey(0x55));
+    let (now, qpn) = (net.pair.now, net.qpns[1]);
+    let request = RecvRequest {
+        wr_id: 1,
+        sges: sge.into(),
+    };
+    net.pair.sides[1].rnic.post_recv(now, qpn, request).unwrap();
+    let to = net.to_peer();
+    net.send(to, 100);
+    assert_eq!(net.completed(1), [(1, Status::LocalProtection)]);
+    assert_eq!(net.state(1), QpState::Error);
+}
+
+#[test]
+fn receive__from_a_shared_receive_queue() {
+    let mut net = Datagrams::new();
+    let side = &mut net.pair.sides[1];
+    let srq = side.rnic.create_srq(SrqInit {
+        pd: side.pd,
+        max_wr: 4,
+        xrc: None,
+    });
+    let init = QpInit {
+        qp_type: QpType::Ud,
+        srq,
+        ..QpInit::new(side.pd, side.cq)
+    };
+    net.qpns[1] = side.rnic.create_qp(init).unwrap();
+    let sges = side.sge(0, 100);
+    side.rnic
+        .post_srq_recv(srq.unwrap(), RecvRequest { wr_id: 5, sges })
+        .unwrap();
+    net.pair.ready_datagram(1, net.qpns[1], QKEY);
+    let to = net.to_peer();
+    net.send(to, 60);
+    assert_eq!(net.completed(1), [(5, Status::Success)]);
+}
+
+#[test]
+fn receive__states_that_take_no_datagram() {
+    for to in [QpState::Reset, QpState::Init, QpState::Error] {
+        let mut net = Datagrams::new();
+        let qpn = net.pair.create_qp(1, QpType::Ud);
+        let init = QpAttributes {
+            qkey: Some(QKEY),
+            ..Default::default()
+        };
+        let (now, rnic) = (net.pair.now, &mut net.pair.sides[1].rnic);
+        if to != QpState::Reset {
+            rnic.modify_qp(now, qpn, QpState::Init, &init).unwrap();
+        }
+        if to == QpState::Error {
+            rnic.modify_qp(now, qpn, to, &QpAttributes::default()).unwrap();
+        }
+        net.qpns[1] = qpn;
+        let target = net.to_peer();
+        net.send(target, 1);
+        assert_eq!(net.pair.sides[1].rnic.counters().wrong_state, 1, "{to:?}");
+    }
+}
+
+#[test]
+fn receive__other_transports_are_dropped() {
+    let mut net = Datagrams::new();
+    let Target::Datagram { path, qkey, .. } = net.to_peer() else {
+        unreachable!()
+    };
+    let rc = net.pair.sides[1].qpn;
+    net.send(Target::Datagram { path, qpn: rc, qkey }, 1);
+    assert_eq!(net.pair.sides[1].rnic.counters().no_qp, 1);
+}
+
+#[test]
+fn post_send__refusals() {
+    let mut net = Datagrams::new();
+    let sges = net.pair.sides[0].sge(0, 8);
+    let (rkey, va) = (net.pair.sides[1].rkey, IOVA);
+    let bind = Bind {
+        window: rkey,
+        region: net.pair.sides[0].lkey,
+        va,
+        length: 1,
+        access: Access::REMOTE_READ,
+    };
+    let operations = [
+        Operation::SendInvalidate { rkey },
+        Operation::Write { va, rkey, imm: None },
+        Operation::Read { va, rkey },
+        Operation::CompareSwap {
+            va,
+            rkey,
+            compare: 0,
+            swap: 0,
+        },
+        Operation::FetchAdd { va, rkey, add: 1 },
+        Operation::AtomicWrite { va, rkey },
+        Operation::Bind(bind),
+        Operation::LocalInvalidate { rkey },
+    ];
+    let to = net.to_peer();
+    for operation in operations {
+        let refused = net.try_send(to, operation.clone(), sges.clone());
+        assert_eq!(refused, Err(PostError::Invalid), "{operation:?}");
+    }
+    let Target::Datagram { path, qpn, qkey } = to else {
+        unreachable!()
+    };
+    let group = IpAddr::from([224, 1, 2, 3]);
+    let targets = [
+        Target::Connected,
+        Target::Srq(Srqn(1)),
+        Target::Datagram {
+            path: Path {
+                dst: [0xfd00, 0, 0, 0, 0, 0, 0, 1].into(),
+                ..path
+            },
+            qpn,
+            qkey,
+        },
+        // A group without the QPN of groups, and the other way round.
+        Target::Datagram {
+            path: Path { dst: group, ..path },
+            qpn,
+            qkey,
+        },
+        Target::Datagram {
+            path,
+            qpn: Qpn::MULTICAST,
+            qkey,
+        },
+        Target::Datagram {
+            path: Path {
+                dst: [0, 0, 0, 0].into(),
+                ..path
+            },
+            qpn,
+            qkey,
+        },
+    ];
+    let send = Operation::Send { imm: None };
+    for to in targets {
+        let refused = net.try_send(to, send.clone(), sges.clone());
+        assert_eq!(refused, Err(PostError::Invalid), "{to:?}");
+    }
+    let long = net.pair.sides[0].sge(0, 1025);
+    assert_eq!(net.try_send(to, send.clone(), long), Err(PostError::TooLong));
+    let fits = net.pair.sides[0].sge(0, 1024);
+    assert_eq!(net.try_send(to, send, fits), Ok(()));
+}
+
+#[test]
+fn post_send__a_connected_qp_takes_no_datagram() {
+    let mut net = Datagrams::new();
+    let to = net.to_peer();
+    let sges = net.pair.sides[0].sge(0, 8);
+    let uc = net.pair.uc_qps()[0];
+    for qpn in [net.pair.sides[0].qpn, uc] {
+        net.qpns[0] = qpn;
+        let refused = net.try_send(to, Operation::Send { imm: None }, sges.clone());
+        assert_eq!(refused, Err(PostError::Invalid));
+    }
+}
+
+#[test]
+fn sqe__flushes_sends_takes_receives_and_ends_by_modify() {
+    let mut net = Datagrams::new();
+    net.recv(0, 3, 0, 200);
+    let to = net.to_peer();
+    let bad: SgeList = Sge::new(IOVA, 10, LKey(0x55)).into();
+    let send = Operation::Send { imm: None };
+    let good = net.pair.sides[0].sge(0, 10);
+    for sges in [good.clone(), bad, good.clone()] {
+        net.try_send(to, send.clone(), sges).unwrap();
+    }
+    net.pair.run();
+    assert_eq!(
+        net.completed(0),
+        [
+            (7, Status::Success),
+            (7, Status::LocalProtection),
+            (7, Status::Flushed)
+        ]
+    );
+    assert_eq!(net.state(0), QpState::Sqe);
+    net.try_send(to, send.clone(), good.clone()).unwrap();
+    assert_eq!(net.completed(0), [(7, Status::Flushed)]);
+    // Receives go on.
+    let back = Target::Datagram {
+        path: net.pair.path(1, net.pair.sides[0].address),
+        qpn: net.qpns[0],
+        qkey: QKEY,
+    };
+    let request = SendRequest {
+        wr_id: 8,
+        operation: send.clone(),
+        sges: net.pair.sides[1].sge(0, 10),
+        flags: SendFlags::empty(),
+        to: back,
+    };
+    let (now, peer) = (net.pair.now, net.qpns[1]);
+    net.pair.sides[1].rnic.post_send(now, peer, request).unwrap();
+    net.pair.run();
+    assert_eq!(net.completed(0), [(3, Status::Success)]);
+
+    let (now, qpn) = (net.pair.now, net.qpns[0]);
+    net.pair.sides[0]
+        .rnic
+        .modify_qp(now, qpn, QpState::Rts, &QpAttributes::default())
+        .unwrap();
+    net.recv(1, 9, 0, 200);
+    net.try_send(to, send, good).unwrap();
+    net.pair.run();
+    assert_eq!(net.completed(0), [(7, Status::Success)]);
+    assert_eq!(net.completed(1), [(9, Status::Success)]);
+}
+
+#[test]
+fn sqd__holds_sends_back_and_tells_at_once() {
+    let mut net = Datagrams::new();
+    let (now, qpn, none) = (net.pair.now, net.qpns[0], QpAttributes::default());
+    net.recv(1, 9, 0, 200);
+    net.pair.sides[0]
+        .rnic
+        .modify_qp(now, qpn, QpState::Sqd, &none)
+        .unwrap();
+    let events: Vec<Event> = std::iter::from_fn(|| net.pair.sides[0].rnic.poll_event()).collect();
+    assert_eq!(events, [Event::SqDrained(qpn)]);
+    let to = net.to_peer();
+    net.send(to, 10);
+    assert_eq!((net.completed(0), net.completed(1)), (vec![], vec![]));
+    net.pair.sides[0]
+        .rnic
+        .modify_qp(now, qpn, QpState::Rts, &none)
+        .unwrap();
+    net.pair.run();
+    assert_eq!(net.completed(1), [(9, Status::Success)]);
+}
+
+#[test]
+fn error__flushes_sends_and_receives_in_order() {
+    let mut net = Datagrams::new();
+    net.recv(0, 1, 0, 100);
+    net.recv(0, 2, 0, 100);
+    let (now, qpn) = (net.pair.now, net.qpns[0]);
+    let to = net.to_peer();
+    let sges = net.pair.sides[0].sge(0, 10);
+    net.try_send(to, Operation::Send { imm: None }, sges).unwrap();
+    net.pair.sides[0]
+        .rnic
+        .modify_qp(now, qpn, QpState::Error, &QpAttributes::default())
+        .unwrap();
+    let flushed = |wr_id| (wr_id, Status::Flushed);
+    assert_eq!(net.completed(0), [flushed(7), flushed(1), flushed(2)]);
+    net.recv(0, 3, 0, 100);
+    assert_eq!(net.completed(0), [flushed(3)]);
+}
+
+// Multicast.
+
+fn group() -> IpAddr {
+    [239, 1, 2, 3].into()
+}
+
+#[test]
+fn multicast__every_attached_qp_gets_a_copy_the_senders_too() {
+    let mut net = Datagrams::new();
+    let second = net.pair.ud_qp(1, QKEY);
+    let stranger = net.pair.ud_qp(1, QKEY);
+    let sender = net.qpns[0];
+    for (i, qpn, wr_id) in [
+        (0, sender, 1),
+        (1, net.qpns[1], 2),
+        (1, second, 3),
+        (1, stranger, 4),
+    ] {
+        net.recv_at(i, qpn, wr_id, 4096 * wr_id, 200);
+        if qpn != stranger {
+            net.pair.sides[i].rnic.attach_mcast(qpn, group()).unwrap();
+        }
+    }
+    // Twice is once.
+    net.pair.sides[1].rnic.attach_mcast(second, group()).unwrap();
+    let to = net.to_group(group());
+    net.send(to, 100);
+    assert_eq!(net.completed(0), [(7, Status::Success), (1, Status::Success)]);
+    assert_eq!(net.completed(1), [(2, Status::Success), (3, Status::Success)]);
+    net.pair.sides[1].memory.with(|m| {
+        for at in [8192, 12288] {
+            assert_eq!(
+                m[at + 36..at + 40],
+                [239, 1, 2, 3],
+                "the group's address is the destination"
+            );
+            assert_eq!(m[at + 40 + 50], 150);
+        }
+    });
+}
+
+#[test]
+fn multicast__detached_qps_get_nothing() {
+    let mut net = Datagrams::new();
+    let rnic = &mut net.pair.sides[1].rnic;
+    rnic.attach_mcast(net.qpns[1], group()).unwrap();
+    rnic.detach_mcast(net.qpns[1], group()).unwrap();
+    assert_eq!(
+        rnic.detach_mcast(net.qpns[1], group()),
+        Err(McastError::NotAttached)
+    );
+    assert!(!rnic.has_mcast_group(group()));
+    net.recv(1, 9, 0, 100);
+    let to = net.to_group(group());
+    net.send(to, 10);
+    assert_eq!(net.completed(1), []);
+    assert_eq!(net.pair.sides[1].rnic.counters().no_qp, 1);
+}
+
+#[test]
+fn multicast__a_destroyed_qp_is_detached() {
+    let mut net = Datagrams::new();
+    let rnic = &mut net.pair.sides[1].rnic;
+    rnic.attach_mcast(net.qpns[1], group()).unwrap();
+    assert!(rnic.has_mcast_group(group()));
+    rnic.destroy_qp(net.qpns[1]);
+    assert!(!rnic.has_mcast_group(group()));
+}
+
+#[test]
+fn multicast__qkey_and_receives_are_each_qps_own() {
+    let mut net = Datagrams::new();
+    let other_key = net.pair.ud_qp(1, QKEY + 1);
+    for qpn in [net.qpns[1], other_key] {
+        net.pair.sides[1].rnic.attach_mcast(qpn, group()).unwrap();
+    }
+    net.recv_at(1, other_key, 5, 0, 100);
+    let to = net.to_group(group());
+    net.send(to, 10);
+    let counters = net.pair.sides[1].rnic.counters();
+    assert_eq!((counters.bad_qkey, counters.resources_dropped), (1, 1));
+    assert_eq!(net.completed(1), []);
+}
+
+#[test]
+fn multicast__both_address_and_qpn_must_say_so() {
+    // A packet to a QP under a group's address, and one to the QPN of groups under the device's address.
+    let mut net = Datagrams::new();
+    net.recv(1, 9, 0, 100);
+    let rnic = &mut net.pair.sides[1].rnic;
+    rnic.attach_mcast(net.qpns[1], group()).unwrap();
+    for (dst, qpn) in [
+        (group(), net.qpns[1]),
+        (net.pair.sides[1].address, Qpn::MULTICAST),
+    ] {
+        let path = net.pair.path(0, dst);
+        let mut packet = vec![0x64, 0x40, 0xff, 0xff, 0];
+        packet.extend_from_slice(&qpn.value().to_be_bytes()[1..]);
+        packet.extend_from_slice(&[0, 0, 0, 1]);
+        packet.extend_from_slice(&QKEY.to_be_bytes());
+        packet.extend_from_slice(&[0, 0, 0, 77]);
+        let icrc = path.flow().icrc(&packet, 0);
+        packet.extend_from_slice(&icrc.to_le_bytes());
+        let arrival = Arrival {
+            src: path.src,
+            src_port: path.src_port,
+            dst,
+            traffic_class: 0,
+            bytes: &packet,
+            segment_bytes: packet.len(),
+        };
+        net.pair.sides[1].rnic.handle_arrival(net.pair.now, &arrival);
+    }
+    assert_eq!(net.completed(1), []);
+    assert_eq!(net.pair.sides[1].rnic.counters().no_qp, 2);
+}
+
+#[test]
+fn attach_mcast__refusals() {
+    let mut net = Datagrams::new();
+    let rc = net.pair.sides[0].qpn;
+    let uc = net.pair.create_qp(0, QpType::Uc);
+    let ud = net.qpns[0];
+    let rnic = &mut net.pair.sides[0].rnic;
+    assert_eq!(rnic.attach_mcast(rc, group()), Err(McastError::NotUd));
+    assert_eq!(rnic.attach_mcast(uc, group()), Err(McastError::NotUd));
+    assert_eq!(rnic.attach_mcast(Qpn::new(5), group()), Err(McastError::NoQp));
+    for bad in ["10.0.0.2", "0.0.0.0", "255.255.255.255", "ff0e::1", "::1"] {
+        let refused = rnic.attach_mcast(ud, bad.parse().unwrap());
+        assert_eq!(refused, Err(McastError::BadAddress), "{bad}");
+    }
+    // An IPv4 group as a GID writes it.
+    rnic.attach_mcast(ud, "::ffff:239.1.2.3".parse().unwrap())
+        .unwrap();
+    assert!(rnic.has_mcast_group(group()));
+    for n in 1..MCAST_GROUPS_MAX as u32 {
+        rnic.attach_mcast(ud, IpAddr::from((0xe100_0000 + n).to_be_bytes()))
+            .unwrap();
+    }
+    let one_more = rnic.attach_mcast(ud, [226, 0, 0, 0].into());
+    assert_eq!(one_more, Err(McastError::TooManyGroups));
+    for n in 1..=MCAST_QPS_MAX {
+        let qpn = net.pair.create_qp(0, QpType::Ud);
+        let result = net.pair.sides[0].rnic.attach_mcast(qpn, group());
+        let expected = if n < MCAST_QPS_MAX {
+            Ok(())
+        } else {
+            Err(McastError::TooManyQps)
+        };
+        assert_eq!(result, expected, "QP {n}");
+    }
+}

@@ -1,0 +1,89 @@
+//! Datagrams: address handles, and queue pairs that are not connected.
+
+use std::io;
+use std::net::IpAddr;
+
+use rdmux_rnic::{McastError, ModifyError, Path, Psn, QpAttributes, QpState, Qpn, Target};
+
+use crate::device::{Device, QueuePair};
+use crate::soft::engine::AttachError;
+
+/// How to get to a host or a multicast group. IBTA Vol 1, 11.2.2.1.
+#[derive(Clone, Debug)]
+pub struct AddressHandle {
+    device: Device,
+    address: IpAddr,
+    traffic_class: u8,
+}
+
+impl Device {
+    /// Makes an address handle. `traffic_class` is the IPv4 TOS or the IPv6 traffic class of what is sent by it.
+    pub fn create_ah(&self, address: IpAddr, traffic_class: u8) -> AddressHandle {
+        AddressHandle {
+            device: self.clone(),
+            address: address.to_canonical(),
+            traffic_class,
+        }
+    }
+}
+
+impl AddressHandle {
+    /// Whom a send request of a UD queue pair is for: a queue pair there, and what it asks to be shown.
+    ///
+    /// # Errors
+    /// Those of making a socket.
+    pub fn to(&self, qpn: Qpn, qkey: u32) -> io::Result<Target> {
+        let path = Path {
+            src: self.device.address(),
+            dst: self.address,
+            src_port: self.device.source_port(qpn)?,
+            traffic_class: self.traffic_class,
+        };
+        Ok(Target::Datagram { path, qpn, qkey })
+    }
+
+    /// The same for all queue pairs that are attached to the multicast group whose address this is.
+    ///
+    /// # Errors
+    /// Those of making a socket.
+    pub fn to_group(&self, qkey: u32) -> io::Result<Target> {
+        self.to(Qpn::MULTICAST, qkey)
+    }
+}
+
+impl QueuePair {
+    /// Makes a UD queue pair ready to receive and send; datagrams must show `qkey`.
+    pub fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+        self.engine().with(|core, now| {
+            let init = QpAttributes {
+                qkey: Some(qkey),
+                ..Default::default()
+            };
+            let rts = QpAttributes {
+                sq_psn: Some(Psn::new(core.rnic.random())),
+                ..Default::default()
+            };
+            let steps = [
+                (QpState::Init, init),
+                (QpState::Rtr, QpAttributes::default()),
+                (QpState::Rts, rts),
+            ];
+            let mut modify = |(to, attr)| core.rnic.modify_qp(now, self.qpn(), to, &attr);
+            steps.into_iter().try_for_each(&mut modify)
+        })
+    }
+
+    /// Attaches a UD queue pair to a multicast group: what is sent to the group is delivered to it too, also what it sends
+    /// itself. IPv6 groups of link-local scope are those of the link that has the device's address.
+    pub fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+        self.engine().with(|core, _| core.attach_mcast(self.qpn(), group))
+    }
+
+    /// Detaches it from a multicast group.
+    pub fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
+        let mut core = self.engine().lock();
+        core.rnic.detach_mcast(self.qpn(), group)?;
+        core.leave_groups();
+        Ok(())
+    }
+}

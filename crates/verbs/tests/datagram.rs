@@ -1,0 +1,293 @@
+//! Datagrams, multicast and unreliable connections over sockets, between devices and between processes.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::io::{BufRead, BufReader};
+use std::net::IpAddr;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdmux_verbs::*;
+
+const LONG: Duration = Duration::from_secs(20);
+/// Long enough to see that nothing comes, if something would come at once.
+const SHORT: Duration = Duration::from_millis(100);
+const QKEY: u32 = 0x0123_4567;
+
+struct End {
+    device: Device,
+    cq: CompletionQueue,
+    qp: QueuePair,
+    memory: Arc<AnonymousMemory>,
+    mr: MemoryRegion,
+}
+
+impl End {
+    fn new(address: IpAddr, qp_type: QpType) -> End {
+        let device = Device::open(address).unwrap();
+        let (pd, cq) = (device.alloc_pd(), device.create_cq(256).unwrap());
+        let options = QpOptions {
+            qp_type,
+            ..QpOptions::new(&cq)
+        };
+        let qp = pd.create_qp(&options).unwrap();
+        let memory = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
+        End {
+            device,
+            cq,
+            qp,
+            memory,
+            mr,
+        }
+    }
+
+    fn ud(address: impl Into<IpAddr>) -> End {
+        let end = End::new(address.into(), QpType::Ud);
+        end.qp.ready_datagram(QKEY).unwrap();
+        end
+    }
+
+    /// A UC QP on its way to `peer`.
+    fn connect(&self, peer: &End) {
+        let init = QpAttributes {
+            access: Some(Access::REMOTE_WRITE),
+            ..Default::default()
+        };
+        let path = Path {
+            src: self.device.address(),
+            dst: peer.device.address(),
+            src_port: self.device.source_port(peer.qp.qpn()).unwrap(),
+            traffic_class: 0,
+        };
+        let rtr = QpAttributes {
+            path: Some(path),
+            path_mtu: Some(1024),
+            dest_qpn: Some(peer.qp.qpn()),
+            rq_psn: Some(Psn::new(7)),
+            ..Default::default()
+        };
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(7)),
+            ..Default::default()
+        };
+        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+            self.qp.modify(to, &attr).unwrap();
+        }
+    }
+
+    fn recv(&self, wr_id: u64) {
+        let sges = self.mr.sge(wr_id * 8192, 8192).into();
+        self.qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+
+    fn send(&self, to: Target, operation: Operation, sges: SgeList) {
+        let request = SendRequest {
+            wr_id: 0,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to,
+        };
+        self.qp.post_send(request).unwrap();
+        assert_eq!(self.next().opcode, WcOpcode::Send);
+    }
+
+    fn send_text(&self, to: Target, text: &[u8]) {
+        self.send(to, Operation::Send { imm: None }, SgeList::inline(text));
+    }
+
+    fn next(&self) -> WorkCompletion {
+        let wc = self.cq.wait(LONG).unwrap().expect("a completion");
+        assert_eq!(wc.status, Status::Success);
+        wc
+    }
+
+    fn bytes(&self, wc: &WorkCompletion) -> Vec<u8> {
+        let mut bytes = vec![0; wc.byte_len as usize];
+        self.memory.read(wc.wr_id * 8192, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+#[test]
+fn ud__there_and_back() {
+    let (a, b) = (End::ud([127, 0, 30, 1]), End::ud([127, 0, 30, 2]));
+    a.recv(1);
+    b.recv(1);
+    let to = a.device.create_ah(b.device.address(), 0x40);
+    let to = to.to(b.qp.qpn(), QKEY).unwrap();
+    a.send(to, Operation::Send { imm: Some(9) }, SgeList::inline(b"ping"));
+    let wc = b.next();
+    assert_eq!((wc.imm, wc.byte_len, wc.src_qpn), (Some(9), 44, Some(a.qp.qpn())));
+    let bytes = b.bytes(&wc);
+    // The traffic class is the one that the socket saw.
+    assert_eq!((bytes[20], bytes[21]), (0x45, 0x40));
+    assert_eq!(bytes[32..40], [127, 0, 30, 1, 127, 0, 30, 2]);
+    assert_eq!(bytes[40..], *b"ping");
+    let back = b.device.create_ah(a.device.address(), 0);
+    let back = back.to(wc.src_qpn.unwrap(), QKEY).unwrap();
+    b.send_text(back, b"pong");
+    let wc = a.next();
+    assert_eq!(a.bytes(&wc)[40..], *b"pong");
+}
+
+#[test]
+fn ud__over_ipv6_and_to_itself() {
+    let address: IpAddr = [0, 0, 0, 0, 0, 0, 0, 1].into();
+    let end = End::ud(address);
+    end.recv(1);
+    let to = end.device.create_ah(address, 0);
+    let to = to.to(end.qp.qpn(), QKEY).unwrap();
+    let full = vec![5; 4096];
+    end.memory.write(0, &full).unwrap();
+    end.send(to, Operation::Send { imm: None }, end.mr.sge(0, 4096).into());
+    let wc = end.next();
+    assert_eq!(wc.byte_len, 4096 + 40);
+    let bytes = end.bytes(&wc);
+    assert_eq!((bytes[0] >> 4, bytes[23], bytes[39]), (6, 1, 1));
+    assert_eq!(bytes[40..], full);
+    // Longer than what the loopback interface's MTU allows a packet.
+    let request = SendRequest {
+        wr_id: 0,
+        operation: Operation::Send { imm: None },
+        sges: end.mr.sge(0, 4097).into(),
+        flags: SendFlags::empty(),
+        to,
+    };
+    assert_eq!(end.qp.post_send(request), Err(PostError::TooLong));
+}
+
+#[test]
+fn uc__messages_and_writes() {
+    let a = End::new([127, 0, 30, 3].into(), QpType::Uc);
+    let b = End::new([127, 0, 30, 4].into(), QpType::Uc);
+    a.connect(&b);
+    b.connect(&a);
+    b.recv(1);
+    b.recv(2);
+    let text: Vec<u8> = (0..5000).map(|i| i as u8).collect();
+    a.memory.write(0, &text).unwrap();
+    a.send(
+        Target::Connected,
+        Operation::Send { imm: None },
+        a.mr.sge(0, 5000).into(),
+    );
+    let wc = b.next();
+    assert_eq!((wc.wr_id, b.bytes(&wc)), (1, text.clone()));
+    let write = SendRequest {
+        wr_id: 0,
+        operation: Operation::Write {
+            va: b.mr.iova() + 40_000,
+            rkey: b.mr.rkey(),
+            imm: Some(77),
+        },
+        sges: a.mr.sge(0, 5000).into(),
+        flags: SendFlags::SIGNALED,
+        to: Target::Connected,
+    };
+    a.qp.post_send(write).unwrap();
+    assert_eq!(a.next().opcode, WcOpcode::Write);
+    let wc = b.next();
+    assert_eq!((wc.imm, wc.byte_len), (Some(77), 5000));
+    let mut there = vec![0; 5000];
+    b.memory.read(40_000, &mut there).unwrap();
+    assert_eq!(there, text);
+}
+
+#[test]
+fn multicast__devices_of_one_host() {
+    let group: IpAddr = [239, 30, 0, 1].into();
+    // Two share an address, as processes do.
+    let ends = [[127, 0, 30, 5], [127, 0, 30, 6], [127, 0, 30, 6]].map(End::ud);
+    let stranger = End::ud([127, 0, 30, 7]);
+    for end in ends.iter().chain([&stranger]) {
+        end.recv(1);
+    }
+    for end in &ends {
+        end.qp.attach_mcast(group).unwrap();
+    }
+    let other: IpAddr = [239, 30, 0, 2].into();
+    stranger.qp.attach_mcast(other).unwrap();
+    let to = ends[0].device.create_ah(group, 0).to_group(QKEY).unwrap();
+    ends[0].send_text(to, b"to all");
+    for end in &ends {
+        let wc = end.next();
+        let bytes = end.bytes(&wc);
+        assert_eq!(bytes[36..40], [239, 30, 0, 1]);
+        assert_eq!(
+            (&bytes[40..], wc.src_qpn),
+            (&b"to all"[..], Some(ends[0].qp.qpn()))
+        );
+    }
+    assert_eq!(stranger.cq.wait(SHORT).unwrap(), None);
+
+    ends[1].qp.detach_mcast(group).unwrap();
+    for end in &ends {
+        end.recv(2);
+    }
+    ends[0].send_text(to, b"to two");
+    assert_eq!(ends[2].next().wr_id, 2);
+    assert_eq!(ends[0].next().wr_id, 2);
+    assert_eq!(ends[1].cq.wait(SHORT).unwrap(), None);
+}
+
+#[test]
+fn attach_mcast__refusals() {
+    let end = End::ud([127, 0, 30, 8]);
+    let refused = end.qp.attach_mcast([10, 0, 0, 1].into());
+    assert!(matches!(
+        refused,
+        Err(AttachError::Refused(McastError::BadAddress))
+    ));
+    let uc = End::new([127, 0, 30, 8].into(), QpType::Uc);
+    let refused = uc.qp.attach_mcast([239, 30, 0, 3].into());
+    assert!(matches!(refused, Err(AttachError::Refused(McastError::NotUd))));
+    let refused = end.qp.detach_mcast([239, 30, 0, 3].into());
+    assert_eq!(refused, Err(McastError::NotAttached));
+}
+
+// Between processes.
+
+/// The other process: this test binary again. It joins, says so, and says what it received.
+#[test]
+fn child() {
+    let Ok(address) = std::env::var("RDMUX_DATAGRAM_AT") else {
+        return;
+    };
+    let end = End::ud(address.parse::<IpAddr>().unwrap());
+    end.recv(1);
+    end.qp.attach_mcast([239, 30, 0, 9].into()).unwrap();
+    println!("@ ready");
+    let wc = end.next();
+    println!("@ {}", String::from_utf8_lossy(&end.bytes(&wc)[40..]));
+}
+
+#[test]
+fn multicast__each_process_of_a_host_gets_a_copy() {
+    let sender = End::ud([127, 0, 30, 10]);
+    // The first shares the sender's address, the others one of their own.
+    let children = ["127.0.30.10", "127.0.30.11", "127.0.30.11"].map(|address| {
+        let mut child = Command::new("/proc/self/exe")
+            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+            .env("RDMUX_DATAGRAM_AT", address)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut next = move || {
+            let said = lines.by_ref().map_while(Result::ok);
+            said.into_iter()
+                .find_map(|line| Some(line.split_once("@ ")?.1.to_owned()))
+        };
+        assert_eq!(next().as_deref(), Some("ready"));
+        (child, next)
+    });
+    let group = sender.device.create_ah([239, 30, 0, 9].into(), 0);
+    sender.send_text(group.to_group(QKEY).unwrap(), b"hello, all");
+    for (mut child, mut next) in children {
+        assert_eq!(next().as_deref(), Some("hello, all"));
+        assert!(child.wait().unwrap().success());
+    }
+}
