@@ -53,6 +53,7 @@ impl Default for ConnectParams {
             access: Access::LOCAL_WRITE
                 | Access::REMOTE_WRITE
                 | Access::REMOTE_READ
+                | Access::REMOTE_ATOMIC
                 | Access::FLUSH_GLOBAL
                 | Access::FLUSH_PERSISTENT,
             initiator_depth: 16,

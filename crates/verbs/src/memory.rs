@@ -53,7 +53,8 @@ impl AnonymousMemory {
                 std::ptr::null_mut(),
                 len,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
+                // Pages come when they are touched, and are not accounted for before.
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
             )
         }?;
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;

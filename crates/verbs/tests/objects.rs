@@ -1,0 +1,220 @@
+//! Windows, shared receive queues, XRC and asynchronous events between two devices on one host.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::*;
+
+const LONG: Duration = Duration::from_secs(20);
+const ACCESS: Access = Access::LOCAL_WRITE
+    .union(Access::REMOTE_WRITE)
+    .union(Access::REMOTE_READ)
+    .union(Access::REMOTE_ATOMIC)
+    .union(Access::MW_BIND);
+
+struct End {
+    device: Device,
+    pd: ProtectionDomain,
+    cq: CompletionQueue,
+    qp: QueuePair,
+    memory: Arc<AnonymousMemory>,
+    mr: MemoryRegion,
+}
+
+fn end(address: IpAddr, options: impl FnOnce(&Device, &ProtectionDomain, QpOptions) -> QpOptions) -> End {
+    let device = Device::open(address).unwrap();
+    let pd = device.alloc_pd();
+    let cq = device.create_cq(256).unwrap();
+    let qp = pd.create_qp(&options(&device, &pd, QpOptions::new(&cq))).unwrap();
+    let memory = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
+    let mr = pd.reg_mr_all(memory.clone(), memory.address(), ACCESS).unwrap();
+    End {
+        device,
+        pd,
+        cq,
+        qp,
+        memory,
+        mr,
+    }
+}
+
+/// A connected pair, the second with a shared receive queue of 16.
+fn connected(address: &str) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
+    let address = address.parse().unwrap();
+    let client = end(address, |_, _, options| options);
+    let mut queue = None;
+    let server = end(address, |_, pd, options| QpOptions {
+        srq: Some(queue.insert(pd.create_srq(16).unwrap()).clone()),
+        ..options
+    });
+    let listener = server.device.listen(7174).unwrap();
+    let connections = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let request = listener.accept(LONG).expect("a request");
+            request
+                .accept(&server.qp, &ConnectParams::default(), b"")
+                .unwrap()
+        });
+        let peer = SocketAddr::new(address, 7174);
+        let own = client
+            .device
+            .connect(&client.qp, peer, &ConnectParams::default(), b"");
+        [own.unwrap(), accepting.join().unwrap()]
+    });
+    (client, server, queue.unwrap(), connections)
+}
+
+impl End {
+    /// Posts a request and waits for how it ends.
+    fn does(&self, operation: Operation, sges: SgeList) -> WorkCompletion {
+        let request = SendRequest {
+            wr_id: 1,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        self.qp.post_send(request).unwrap();
+        self.cq.wait(LONG).unwrap().expect("a completion")
+    }
+
+    fn word(&self, offset: u64) -> u64 {
+        let mut bytes = [0; 8];
+        self.memory.read(offset, &mut bytes).unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+}
+
+#[test]
+fn atomics__are_done_in_the_peers_memory() {
+    let (client, server, _, _held) = connected("127.0.11.1");
+    let (va, rkey) = (server.mr.iova() + 64, server.mr.rkey());
+    let own = || client.mr.sge(0, 8).into();
+    assert_eq!(
+        client
+            .does(Operation::FetchAdd { va, rkey, add: 5 }, own())
+            .status,
+        Status::Success
+    );
+    let (compare, swap) = (5, 9);
+    let swapped = client.does(
+        Operation::CompareSwap {
+            va,
+            rkey,
+            compare,
+            swap,
+        },
+        own(),
+    );
+    assert_eq!((swapped.status, client.word(0)), (Status::Success, 5));
+    assert_eq!(server.word(64), 9);
+    let written = client.does(
+        Operation::AtomicWrite { va, rkey },
+        SgeList::inline(&7u64.to_ne_bytes()),
+    );
+    assert_eq!((written.status, server.word(64)), (Status::Success, 7));
+}
+
+#[test]
+fn window__opens_and_closes_a_part_of_a_region() {
+    let (client, server, queue, _held) = connected("127.0.11.2");
+    let window = server.pd.alloc_mw(WindowType::One).unwrap();
+    let range = server.mr.iova()..server.mr.iova() + 16;
+    let bind = |range, access| {
+        server
+            .qp
+            .bind_mw(2, &window, &server.mr, range, access, SendFlags::SIGNALED)
+    };
+    let rkey = bind(range.clone(), Access::REMOTE_WRITE).unwrap();
+    assert_eq!(
+        server.cq.wait(LONG).unwrap().unwrap().opcode,
+        WcOpcode::BindWindow
+    );
+    let write = |va, rkey| Operation::Write { va, rkey, imm: None };
+    assert_eq!(
+        client
+            .does(write(range.start + 8, rkey), SgeList::inline(&[1; 8]))
+            .status,
+        Status::Success
+    );
+
+    // Type 2: ended by the peer's own message.
+    let window = server.pd.alloc_mw(WindowType::Two).unwrap();
+    let rkey = window.rkey().next();
+    let bind = Bind {
+        window: rkey,
+        region: server.mr.lkey(),
+        va: range.start,
+        length: 16,
+        access: Access::REMOTE_WRITE,
+    };
+    assert_eq!(
+        server.does(Operation::Bind(bind), SgeList::EMPTY).status,
+        Status::Success
+    );
+    let sges = server.mr.sge(1024, 64).into();
+    queue.post_recv(RecvRequest { wr_id: 5, sges }).unwrap();
+    assert_eq!(
+        client
+            .does(Operation::SendInvalidate { rkey }, SgeList::EMPTY)
+            .status,
+        Status::Success
+    );
+    assert_eq!(server.cq.wait(LONG).unwrap().unwrap().invalidated, Some(rkey));
+    assert_eq!(
+        client
+            .does(write(range.start, rkey), SgeList::inline(&[1; 8]))
+            .status,
+        Status::RemoteAccess
+    );
+    let told = std::iter::from_fn(|| server.device.wait_async_event(LONG))
+        .find(|event| !matches!(event, AsyncEvent::CommunicationEstablished(_)));
+    assert_eq!(told, Some(AsyncEvent::LastWqeReached(server.qp.qpn())));
+    assert_eq!(
+        server.device.wait_async_event(LONG),
+        Some(AsyncEvent::QpAccessError(server.qp.qpn()))
+    );
+}
+
+#[test]
+fn srq__tells_when_its_limit_is_reached() {
+    let (client, server, queue, _held) = connected("127.0.11.3");
+    for wr_id in 0..2 {
+        let sges = server.mr.sge(wr_id * 64, 64).into();
+        queue.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    queue.modify(Some(32), Some(2)).unwrap();
+    assert_eq!(
+        client
+            .does(Operation::Send { imm: None }, SgeList::inline(b"x"))
+            .status,
+        Status::Success
+    );
+    let limit = std::iter::from_fn(|| server.device.wait_async_event(LONG))
+        .find(|event| !matches!(event, AsyncEvent::CommunicationEstablished(_)));
+    assert_eq!(limit, Some(AsyncEvent::SrqLimitReached(queue.srqn())));
+    assert_eq!(
+        queue.query().map(|info| (info.max_wr, info.posted)),
+        Some((32, 1))
+    );
+}
+
+#[test]
+fn reg_mr__of_256_gib_neither_pins_nor_touches_them() {
+    let device = Device::open("127.0.11.4".parse().unwrap()).unwrap();
+    let pd = device.alloc_pd();
+    let memory = Arc::new(AnonymousMemory::new(256 << 30).unwrap());
+    let resident = || {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let (before, start) = (resident(), Instant::now());
+    let mr = pd
+        .reg_mr_all(memory.clone(), memory.address(), ACCESS | Access::ON_DEMAND)
+        .unwrap();
+    println!("registered in {:?}", start.elapsed());
+    assert_eq!(mr.length(), 256 << 30);
+    assert!(resident() - before < 256, "pages were touched");
+}
