@@ -12,6 +12,7 @@ use rdmux_wire::icrc::{Flow, IdBasis};
 use rdmux_wire::pcapng::{self, LinkType, Reader};
 use rdmux_wire::push;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet};
+use rdmux_wire::sack::Sack;
 
 fn flow(v6: bool, forth: bool) -> Flow {
     let [a, b]: [IpAddr; 2] = if v6 {
@@ -74,6 +75,17 @@ pub(crate) fn roce(input: &[u8]) {
         (again.invalidate(), again.xrc_srqn(), again.icrc()),
         (packet.invalidate(), packet.xrc_srqn(), packet.icrc())
     );
+    if let Some(Ok(sack)) = Sack::of(&packet) {
+        let mut bytes = packet.payload().to_vec();
+        Sack::emit((1..=sack.last()).filter(|n| sack.holds(*n)), &mut bytes);
+        assert_eq!(
+            (bytes.as_slice(), sack.count()),
+            (
+                packet.payload(),
+                (1..=4096).filter(|n| sack.holds(*n)).count() as u32
+            )
+        );
+    }
     if input.len() <= 65_507 {
         let body = &input[..input.len() - ICRC_LEN];
         let id = u16::from_be_bytes([input[10], input[11]]);

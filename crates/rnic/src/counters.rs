@@ -46,6 +46,12 @@ counters! {
     duplicate_request,
     /// Requests after a gap.
     out_of_sequence,
+    /// Requests after a gap that were kept for their turn.
+    kept_requests,
+    /// READ responses after a gap that were kept for their turn.
+    kept_responses,
+    /// Packets sent to hear of losses when no answer came.
+    tail_probes,
     /// Answers to requests that are no longer, or were never, open.
     stale_responses,
     /// READ responses after a gap.

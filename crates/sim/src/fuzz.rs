@@ -116,6 +116,7 @@ impl Pair {
             min_rnr_timer: Some(1),
             window_bytes: Some(if shape & 16 == 0 { 1 } else { 1 << 16 }),
             peer_is_rdmux: Some(shape & 32 == 0),
+            selective: Some(shape & 128 == 0),
             ..Default::default()
         };
         let rts = QpAttributes {

@@ -28,6 +28,8 @@ pub struct Streams {
     pub path_mtu: u32,
     /// Bytes that each QP may have in flight.
     pub window_bytes: u32,
+    /// Both ends retransmit selectively.
+    pub selective: bool,
     /// Local ACK timeout code.
     pub timeout: u8,
     /// Time before the measurement begins.
@@ -183,6 +185,7 @@ fn bring_up(network: &mut Network, host: usize, own: &End, peer: Qpn, path: Path
         min_rnr_timer: Some(1),
         window_bytes: Some(streams.window_bytes),
         peer_is_rdmux: Some(true),
+        selective: Some(streams.selective),
         ..Default::default()
     };
     let to_send = QpAttributes {

@@ -205,6 +205,7 @@ impl Workload {
         timeout += self.dice.below(3) as u8;
         for qp in 0..self.flows.len() {
             let near_wrap = self.dice.one_in(2);
+            let selective = self.dice.one_in(2);
             let psns = [0, 1].map(|_| {
                 if near_wrap {
                     Psn::new(0x100_0000 - self.dice.log_uniform(400) as u32)
@@ -240,6 +241,7 @@ impl Workload {
                     min_rnr_timer: Some(rnr_timer),
                     window_bytes: Some(window_bytes),
                     peer_is_rdmux: Some(true),
+                    selective: Some(selective),
                     ..Default::default()
                 };
                 let rts = QpAttributes {

@@ -27,6 +27,7 @@ fn flows(link: &Link, seed: u64) -> (f64, f64, Goodput) {
         posted: 32,
         path_mtu: 1024,
         window_bytes: WINDOW_BYTES,
+        selective: true,
         timeout: 14,
         warm_up_ns: 20_000_000,
         measured_ns: 100_000_000,

@@ -22,7 +22,7 @@ fn link(loss_percent: f64, round_trip_ns: u64) -> Link {
 }
 
 /// One sender; time enough for many losses.
-fn stream(loss_percent: f64, message_bytes: u32) -> Streams {
+fn stream(loss_percent: f64, message_bytes: u32, selective: bool) -> Streams {
     Streams {
         seed: 1,
         senders: 1,
@@ -31,6 +31,7 @@ fn stream(loss_percent: f64, message_bytes: u32) -> Streams {
         posted: ((4 << 20) / message_bytes).max(4),
         path_mtu: 1024,
         window_bytes: 2 << 20,
+        selective,
         timeout: 14,
         warm_up_ns: 5_000_000,
         measured_ns: if loss_percent == 0.0 {
@@ -41,10 +42,10 @@ fn stream(loss_percent: f64, message_bytes: u32) -> Streams {
     }
 }
 
-fn measured(loss_percent: f64, round_trip_ns: u64, message_bytes: u32) -> (Goodput, f64) {
+fn measured(loss_percent: f64, round_trip_ns: u64, message_bytes: u32, selective: bool) -> (Goodput, f64) {
     let (link, streams) = (
         link(loss_percent, round_trip_ns),
-        stream(loss_percent, message_bytes),
+        stream(loss_percent, message_bytes, selective),
     );
     let goodput = measure(&link, &streams);
     let share = goodput.share_of(&link, &streams);
@@ -55,16 +56,28 @@ fn table() -> String {
     let mut text = String::from(
         "Payload of WRITEs that complete, as a share of a link of 10 Gbit/s; path MTU 1024, 4 MiB posted, timeout 14.\n\
          Headers leave 0.926.\n\n\
-         message  round trip    loss 0 %     0.1 %       1 %       5 %\n",
+         resent     message  round trip    loss 0 %     0.1 %       1 %       5 %\n",
     );
-    for (message_bytes, name) in MESSAGES {
-        for round_trip_ns in ROUND_TRIPS_NS {
-            let _ = write!(text, "{name}    {:>7} us", round_trip_ns / 1000);
-            for loss_percent in LOSSES_PERCENT {
-                let (_, share) = measured(loss_percent, round_trip_ns, message_bytes);
-                let _ = write!(text, "{share:>10.3}");
+    for (selective, resent) in [(true, "selective"), (false, "go back N")] {
+        for (message_bytes, name) in MESSAGES {
+            for round_trip_ns in ROUND_TRIPS_NS {
+                let _ = write!(text, "{resent}  {name}    {:>7} us", round_trip_ns / 1000);
+                let mut without_loss = 0.0;
+                for loss_percent in LOSSES_PERCENT {
+                    let (_, share) = measured(loss_percent, round_trip_ns, message_bytes, selective);
+                    let _ = write!(text, "{share:>10.3}");
+                    if loss_percent == 0.0 {
+                        without_loss = share;
+                    }
+                    if selective && loss_percent <= 1.0 {
+                        assert!(
+                            share >= 0.9 * without_loss,
+                            "{text} is less than 0.9 of {without_loss}"
+                        );
+                    }
+                }
+                text.push('\n');
             }
-            text.push('\n');
         }
     }
     text

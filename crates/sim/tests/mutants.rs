@@ -6,7 +6,7 @@ use rdmux_rnic::mutant::{self, Mutant};
 use rdmux_sim::{Ending, Settings, run};
 
 /// Runs tried for each defect.
-const SEEDS: u64 = 300;
+const SEEDS: u64 = 1000;
 
 /// The first seed whose run shows the defect, and what it shows.
 fn caught(mutant: Mutant) -> Option<(u64, String)> {

@@ -357,6 +357,7 @@ fn bring_up(
         min_rnr_timer: Some(params.min_rnr_timer),
         window_bytes: Some(window),
         peer_is_rdmux: Some(remote.extensions.is_some()),
+        selective: Some(remote.extensions.is_some_and(|extensions| extensions.selective)),
         ..Default::default()
     };
     core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?;

@@ -26,6 +26,7 @@ use crate::roce::{
     Bth, GSI_QKEY, ICRC_LEN, Opcode, Operation, Packet, PathMtu, Position, Reth, Syndrome, Transport,
     UDP_PORT,
 };
+use crate::sack::Sack;
 use crate::{Malformed, Psn, Qpn};
 
 /// No packet is longer: the largest path MTU, and the most that headers, pad and ICRC can take.
@@ -395,6 +396,10 @@ impl Checker {
     fn payload_len(&mut self, direction: Direction, packet: &Packet<'_>) -> Result<(), String> {
         use Operation::*;
         let len = packet.payload().len() as u32;
+        // What rdmux says to itself about a gap.
+        if let Some(sack) = Sack::of(packet) {
+            return sack.map(|_| ()).map_err(|error| error.to_string());
+        }
         let fixed = match packet.bth.opcode.operation {
             ReadRequest | Acknowledge | AtomicAcknowledge | CompareSwap | FetchAdd | Flush => Some(0),
             AtomicWrite => Some(8),

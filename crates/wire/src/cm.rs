@@ -180,14 +180,18 @@ impl Ece {
 /// What rdmux endpoints tell each other through ECE.
 ///
 /// ```text
-/// options  31..28 version   27..5 zero, ignored on receive   4..0 log2 of the receive window in bytes
+/// options  31..28 version   27..6 zero, ignored on receive   5 selective   4..0 log2 of the receive window in bytes
 /// ```
+///
+/// A bit that one side does not know it takes for 0, so that what a bit stands for is used only when both sides set it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extensions {
     /// Version of these extensions, 1 to 15.
     pub version: u8,
     /// Log2 of the bytes that the sender of the message can have in flight towards it, 0 to 31.
     pub receive_window_log2: u8,
+    /// The sender of the message keeps packets behind a gap and sends and understands [`crate::sack::Sack`].
+    pub selective: bool,
 }
 
 impl Extensions {
@@ -195,6 +199,7 @@ impl Extensions {
     pub const VENDOR: u32 = 0x52_44_4d;
     /// The version described here.
     pub const VERSION: u8 = 1;
+    const SELECTIVE: u32 = 1 << 5;
 
     /// The extensions that `ece` holds; `None` when it is another vendor's.
     pub fn from_ece(ece: Ece) -> Option<Extensions> {
@@ -205,12 +210,15 @@ impl Extensions {
         Some(Extensions {
             version,
             receive_window_log2: (ece.options & 0x1f) as u8,
+            selective: ece.options & Extensions::SELECTIVE != 0,
         })
     }
 
     /// As ECE.
     pub fn to_ece(self) -> Ece {
-        let options = u32::from(self.version & 0x0f) << 28 | u32::from(self.receive_window_log2 & 0x1f);
+        let selective = if self.selective { Extensions::SELECTIVE } else { 0 };
+        let options =
+            u32::from(self.version & 0x0f) << 28 | selective | u32::from(self.receive_window_log2 & 0x1f);
         Ece {
             vendor: Extensions::VENDOR,
             options,
@@ -1090,6 +1098,7 @@ mod tests {
                     Extensions {
                         version: 1,
                         receive_window_log2: 17,
+                        selective: true,
                     }
                     .to_ece(),
                 ),
@@ -1355,6 +1364,7 @@ mod tests {
         let ours = Extensions {
             version: 1,
             receive_window_log2: 17,
+            selective: false,
         };
         assert_eq!(
             ours.to_ece(),
@@ -1366,10 +1376,16 @@ mod tests {
         assert_eq!(
             Extensions::from_ece(Ece {
                 vendor: 0x52_444d,
-                options: 0x1fff_fff1
+                options: 0x1fff_ffd1
             }),
             Some(ours)
         );
+        let selective = Extensions {
+            selective: true,
+            ..ours
+        };
+        assert_eq!(selective.to_ece().options, 0x1000_0031);
+        assert_eq!(Extensions::from_ece(selective.to_ece()), Some(selective));
         assert_eq!(
             Extensions::from_ece(Ece {
                 vendor: 0x15b3,

@@ -26,6 +26,7 @@ impl Cm {
         let extensions = Extensions {
             version: Extensions::VERSION,
             receive_window_log2: self.window_log2,
+            selective: true,
         };
         Some(extensions.to_ece())
     }

@@ -2,6 +2,7 @@
 //! [`uc`] or [`ud`] where it is not. What a peer asks for is done in [`execute`] alone.
 
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
+use rdmux_wire::sack::Sack;
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
@@ -18,6 +19,7 @@ use crate::work::{PostError, RecvRequest, SendRequest};
 pub(crate) mod execute;
 pub(crate) mod flush_icrc;
 pub(crate) mod rate;
+pub(crate) mod reorder;
 pub(crate) mod requester;
 pub(crate) mod responder;
 pub(crate) mod state;
@@ -47,6 +49,14 @@ pub enum QpType {
     /// Extended reliable connected, target.
     XrcRecv,
 }
+
+/// Packets in flight towards a peer that did not say what it can take: what rxe allows itself.
+pub(crate) const WINDOW_PACKETS_DEFAULT: u32 = 64;
+/// Fewest packets in flight, however often packets are lost.
+pub(crate) const WINDOW_PACKETS_MIN: u32 = 4;
+const WINDOW_PACKETS_MAX: u32 = 1 << 16;
+/// Windows that are kept out of order at most.
+const REACH_WINDOWS: u32 = 4;
 
 /// What a QP is made with.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +130,9 @@ pub struct QpAttributes {
     pub rate_limit_bps: Option<u64>,
     /// UD: the Q_Key that datagrams must show. IBTA Vol 1, 10.2.5.
     pub qkey: Option<u32>,
+    /// Both ends said that they retransmit selectively: what comes after a gap is kept, and reported by
+    /// [`rdmux_wire::sack::Sack`].
+    pub selective: Option<bool>,
 }
 
 impl QpAttributes {
@@ -141,6 +154,7 @@ impl QpAttributes {
         mask.set(AttrMask::PEER_IS_RDMUX, self.peer_is_rdmux.is_some());
         mask.set(AttrMask::QKEY, self.qkey.is_some());
         mask.set(AttrMask::RATE_LIMIT, self.rate_limit_bps.is_some());
+        mask.set(AttrMask::SELECTIVE, self.selective.is_some());
         mask
     }
 }
@@ -222,6 +236,10 @@ pub(crate) struct Qp {
 
 /// The halves of a QP, by what its transport service promises.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most QPs are reliable, and a box would cost each of their packets a step"
+)]
 enum Halves {
     Reliable(Requester, Responder),
     Uc(Sender, UcReceiver),
@@ -253,6 +271,10 @@ pub(crate) struct Head {
     pub(crate) peer_is_rdmux: bool,
     pub(crate) qkey: u32,
     pub(crate) rate: Rate,
+    /// Both ends retransmit selectively.
+    pub(crate) selective: bool,
+    /// Packets in flight that both ends can take.
+    pub(crate) window: u32,
     /// The device's list of QPs that have something to send holds this one.
     pub(crate) listed: bool,
     /// The list of QPs that owe only an acknowledgement holds this one.
@@ -339,6 +361,8 @@ impl Qp {
             peer_is_rdmux: false,
             qkey: 0,
             rate: Rate::default(),
+            selective: false,
+            window: WINDOW_PACKETS_DEFAULT,
             listed: false,
             ack_listed: false,
             timer: None,
@@ -383,10 +407,14 @@ impl Qp {
         head.peer_is_rdmux = attr.peer_is_rdmux.unwrap_or(head.peer_is_rdmux);
         head.rate.limit_bps = attr.rate_limit_bps.unwrap_or(head.rate.limit_bps);
         head.set_ecn(env.traffic);
+        head.selective = attr.selective.unwrap_or(head.selective);
+        if let Some(bytes) = attr.window_bytes {
+            head.window = (bytes / head.mtu).clamp(WINDOW_PACKETS_MIN, WINDOW_PACKETS_MAX);
+        }
         match &mut self.halves {
             Halves::Reliable(requester, responder) => {
                 responder.set(attr);
-                requester.set(attr, head.mtu);
+                requester.set(attr, head);
             }
             Halves::Uc(sender, receiver) => {
                 sender.set(attr);
@@ -645,6 +673,14 @@ impl Qp {
             self.head.rate.charge(env.now, sent, with, self.head.mtu);
             self.head.look_at_rate(env);
         }
+    }
+}
+
+impl Head {
+    /// PSNs after the oldest missing one that are kept out of order: as many windows as let the sender go on while a packet is
+    /// lost, and lost again.
+    pub(crate) fn reach(&self) -> u32 {
+        (REACH_WINDOWS * self.window).min(Sack::reach(self.mtu))
     }
 }
 

@@ -8,6 +8,9 @@
 //! four times the timeout (9.7.6.1.3), so each of the `retry_count` retries resends twice within its period and the period
 //! grows to four times: a lost resend costs one timeout instead of a retry.
 
+mod rtt;
+mod selective;
+
 use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
@@ -16,27 +19,29 @@ use rdmux_wire::roce::{
     Aeth, AtomicEth, Bth, Feth, NakCode, Operation as Op, Packet, Position, Reth, Syndrome, ack_timeout_ns,
     rnr_timer_ns,
 };
+use rdmux_wire::sack::Sack;
 
 use crate::cq::{Status, WcOpcode};
 use crate::memory::Access;
 use crate::qp::flush_icrc::FlushIcrc;
-use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
+use crate::qp::{
+    Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
+    bare_completion,
+};
 use crate::region::Pd;
 use crate::srq::Srqn;
 use crate::time::Time;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, SgeList, Target};
 
-/// Packets in flight towards a peer that did not say what it can take: what rxe allows itself.
-const WINDOW_PACKETS_DEFAULT: u32 = 64;
-/// Fewest packets in flight, however often packets are lost.
-const WINDOW_PACKETS_MIN: u32 = 4;
 /// An acknowledgement is asked for at least this often within a message.
 const ACK_REQ_PACKETS: u32 = 32;
 /// Bytes of the XRC extended transport header. A14.
 const XRCETH_LEN: usize = 4;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
+
+use selective::Selective;
 
 #[derive(Debug)]
 struct Wqe {
@@ -57,6 +62,10 @@ impl Wqe {
     /// Whether only data from the peer completes it: READ and atomics.
     fn takes_answer(&self) -> bool {
         self.request.operation.takes_answer()
+    }
+
+    fn is_flush(&self) -> bool {
+        matches!(self.request.operation, Operation::Flush { .. })
     }
 
     fn is_local(&self) -> bool {
@@ -133,6 +142,8 @@ pub(crate) struct Requester {
     /// The QP went to SQD and was not told yet that the send queue has drained.
     draining: bool,
     pub(crate) flush_icrc: FlushIcrc,
+    /// When the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
+    selective: Option<Box<Selective>>,
 }
 
 /// The requester cannot go on: one request ends with this status and the QP goes to Error.
@@ -175,16 +186,24 @@ impl Requester {
             gap_resent: false,
             draining: false,
             flush_icrc: FlushIcrc::default(),
+            selective: None,
         }
     }
 
-    pub(crate) fn set(&mut self, attr: &QpAttributes, mtu: u32) {
+    pub(crate) fn set(&mut self, attr: &QpAttributes, head: &Head) {
         if let Some(psn) = attr.sq_psn {
             (self.una, self.next, self.high, self.recover) = (psn, psn, psn, psn);
         }
-        if let Some(bytes) = attr.window_bytes {
-            self.window = (bytes / mtu).clamp(WINDOW_PACKETS_MIN, 1 << 16);
+        if attr.window_bytes.is_some() {
+            self.window = head.window;
             self.congestion_window = self.window;
+        }
+        if head.selective {
+            self.window = self.window.min(head.reach());
+            self.congestion_window = self.congestion_window.min(self.window);
+            if attr.selective.is_some() || attr.sq_psn.is_some() {
+                self.selective = Some(Box::new(Selective::new(self.una, head.reach())));
+            }
         }
         if let Some(code) = attr.timeout {
             self.timeout_ns = ack_timeout_ns(code);
@@ -255,6 +274,9 @@ impl Requester {
         self.resources.clear();
         self.deadline = None;
         self.rnr_until = None;
+        if let Some(selective) = &mut self.selective {
+            selective.clear();
+        }
     }
 
     /// Ends the request that broke, and those before it as flushed; the caller then fails the QP.
@@ -285,15 +307,20 @@ impl Requester {
 
     /// The moment at which [`Requester::handle_timeout`] is due.
     pub(crate) fn deadline(&self) -> Option<Time> {
-        match (self.deadline, self.rnr_until) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        let selective = self.selective.as_deref().and_then(Selective::deadline);
+        [self.deadline, self.rnr_until, selective]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) -> Result<(), Broken> {
         if self.rnr_until.is_some_and(|until| until <= env.now) {
             self.rnr_until = None;
+            // What the peer had no receive for may have got there meanwhile, with nothing to be sent again.
+            if self.selective.is_some() && self.high != self.una {
+                self.arm(env.now);
+            }
         }
         if self.deadline.is_some_and(|deadline| deadline <= env.now) {
             self.deadline = None;
@@ -302,6 +329,7 @@ impl Requester {
             self.gap_resent = false;
             self.resend_from(env, self.una)?;
         }
+        self.selective_timeout(env);
         Ok(())
     }
 
@@ -317,7 +345,19 @@ impl Requester {
     /// PSNs that may still go out before an answer must come in.
     fn room(&self) -> u32 {
         let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
-        self.window.min(self.congestion_window).saturating_sub(in_flight)
+        let window = self.window.min(self.congestion_window);
+        match &self.selective {
+            None => window.saturating_sub(in_flight),
+            Some(selective) => selective.room(window, in_flight),
+        }
+    }
+
+    /// Whether there is something to be sent again, out of turn.
+    fn has_due(&self, head: &Head) -> bool {
+        self.selective.as_deref().is_some_and(Selective::has_due)
+            && matches!(head.state, QpState::Rts | QpState::Sqd)
+            && self.rnr_until.is_none()
+            && head.rate.held_until.is_none()
     }
 
     /// The QP goes to SQD: it is told once when what was begun has ended.
@@ -336,6 +376,9 @@ impl Requester {
 
     /// Whether packets can go out that are worth sending.
     pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
+        if self.has_due(head) {
+            return true;
+        }
         let least = self.queue.get(self.cursor.wqe).map_or(1, |wqe| {
             self.worth_sending(wqe.is_read(), wqe.packets - self.cursor.packet)
         });
@@ -402,6 +445,10 @@ impl Requester {
     ) -> Result<(), Broken> {
         let mut sent = false;
         while !buf.is_full() {
+            if self.has_due(head) {
+                self.transmit_due(env, head, buf)?;
+                continue;
+            }
             // A train that was worth beginning goes on to the window's edge.
             let begun = sent && self.queue.get(self.cursor.wqe).is_some_and(|wqe| !wqe.is_read());
             if !(if begun {
@@ -415,7 +462,7 @@ impl Requester {
             if self.queue[request].is_local() {
                 self.do_local(env, head)
             } else {
-                self.transmit_one(env, head, buf)
+                self.transmit_one(env, head, buf, self.cursor, None)
             }
             .map_err(|status| Broken { status, request })?;
             sent = true;
@@ -449,15 +496,22 @@ impl Requester {
         }
     }
 
-    fn transmit_one(&mut self, env: &mut Env<'_>, head: &Head, buf: &mut TransmitBuf) -> Result<(), Status> {
-        let room = self.room();
+    /// Builds the packet at `at`: the cursor's, which moves on, or one that fills a hole of `hole` PSNs.
+    fn transmit_one(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        buf: &mut TransmitBuf,
+        at: Cursor,
+        hole: Option<u32>,
+    ) -> Result<(), Status> {
+        let room = hole.unwrap_or_else(|| self.room());
         // Whatever stops the train, an acknowledgement that opens the window again is on its way.
         let pauses = head.rate.is_limited() && buf.is_filled_by(head.mtu);
         let ack_every = (self.window.min(self.congestion_window) / 2).clamp(1, ACK_REQ_PACKETS);
         let Some(path) = head.path else {
             return Err(Status::LocalQpOperation);
         };
-        let at = self.cursor;
         let wqe = &mut self.queue[at.wqe];
         let first = *wqe.first.get_or_insert_with(|| {
             let first = self.next;
@@ -558,6 +612,14 @@ impl Requester {
             // Done without packets, by `do_local`.
             Operation::Bind(_) | Operation::Register(_) | Operation::LocalInvalidate { .. } => return Ok(()),
         }
+        if hole.is_some() {
+            env.counters.retransmitted_packets += 1;
+            env.counters.sent_pkts += 1;
+            if self.deadline.is_none() {
+                self.arm(env.now);
+            }
+            return Ok(());
+        }
         let (whole, takes_resource) = (at.packet + packets == wqe.packets, wqe.takes_resource());
         if takes_resource {
             self.keep_resource(psn, packets);
@@ -579,6 +641,12 @@ impl Requester {
             self.high = end;
         } else {
             env.counters.retransmitted_packets += 1;
+        }
+        if let Some(selective) = &mut self.selective {
+            selective.sent(psn, bth.ack_req, self.una, env.now);
+            if bth.opcode.operation == Op::Flush {
+                selective.sent_flush(psn);
+            }
         }
         env.counters.sent_pkts += 1;
         if self.deadline.is_none() {
@@ -609,6 +677,9 @@ impl Requester {
     fn arm(&mut self, now: Time) {
         let shift = u32::from(self.resends / 2).min(2);
         self.deadline = self.timeout_ns.map(|ns| now + (ns << shift));
+        if let Some(selective) = &mut self.selective {
+            selective.arm(now, self.deadline);
+        }
     }
 
     // Answers.
@@ -644,7 +715,7 @@ impl Requester {
                 if mutant!(RnrIsAck) {
                     return self.acknowledge(env, head, psn.plus(1)).map(|_| ());
                 }
-                if !self.acknowledge(env, head, psn)? {
+                if !self.acknowledge(env, head, psn)? && self.selective.is_none() {
                     return Ok(());
                 }
                 if self.rnr_retry < 7 {
@@ -657,12 +728,20 @@ impl Requester {
                 self.resends = 0;
                 self.deadline = None;
                 self.rnr_until = Some(env.now + rnr_timer_ns(timer));
-                self.rewind(psn);
+                if self.selective.is_some() {
+                    self.fill_again(env.now, psn);
+                } else {
+                    self.rewind(psn);
+                }
             }
             Syndrome::Nak(NakCode::PsnSequence) => {
                 env.counters.packet_seq_err += 1;
                 if psn.since(self.una) < 0 {
                     return Ok(());
+                }
+                if self.selective.is_some() {
+                    let sack = Sack::of(packet).and_then(Result::ok);
+                    return self.handle_sack(env, head, psn, sack);
                 }
                 let from = if mutant!(GapNakAcknowledges) {
                     psn.plus(1)
@@ -709,7 +788,9 @@ impl Requester {
                 if first.since(self.una) > 0 {
                     self.progress(env, first);
                 }
-                if !self.gap_resent {
+                if self.selective.is_some() {
+                    self.done_without_data(env, upto);
+                } else if !self.gap_resent {
                     self.gap_resent = true;
                     self.congested();
                     self.resend_from(env, self.una)?;
@@ -765,8 +846,14 @@ impl Requester {
         self.rnr_tries = 0;
         self.gap_resent = false;
         self.rnr_until = None;
+        if let Some(selective) = &mut self.selective {
+            selective.progress(una, env.now);
+        }
         if self.high == una {
             self.deadline = None;
+            if let Some(selective) = &mut self.selective {
+                selective.disarm();
+            }
         } else {
             self.arm(env.now);
         }
@@ -795,6 +882,17 @@ impl Requester {
         {
             return Err(Broken::oldest(Status::BadResponse));
         }
+        if self.is_early(psn) {
+            self.keep_response(env, head, packet);
+            return Ok(());
+        }
+        self.take_response(env, head, packet)?;
+        self.handle_kept(env, head)
+    }
+
+    /// Handles a response in its turn.
+    fn take_response(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Broken> {
+        let psn = packet.bth.psn;
         // It acknowledges all requests before the one that it answers.
         let at = self.locate(psn);
         let Some(wqe) = self.queue.get(at.wqe) else {
@@ -875,22 +973,16 @@ impl Requester {
     // Going back.
 
     fn locate(&self, psn: Psn) -> Cursor {
-        for (i, wqe) in self.queue.iter().enumerate() {
-            let Some(first) = wqe.first else {
-                return Cursor { wqe: i, packet: 0 };
-            };
-            let packet = psn.since(first);
-            if packet >= 0 && (packet as u32) < wqe.packets {
-                return Cursor {
-                    wqe: i,
-                    packet: packet as u32,
-                };
-            }
-        }
-        Cursor {
-            wqe: self.queue.len(),
+        let begun = |wqe: &Wqe| wqe.first.is_some_and(|first| psn.since(first) >= 0);
+        let behind = self.queue.partition_point(begun);
+        let inside = behind.checked_sub(1).and_then(|wqe| {
+            let packet = psn.since(self.queue[wqe].first?) as u32;
+            (packet < self.queue[wqe].packets).then_some(Cursor { wqe, packet })
+        });
+        inside.unwrap_or(Cursor {
+            wqe: behind,
             packet: 0,
-        }
+        })
     }
 
     fn rewind(&mut self, psn: Psn) {
@@ -906,6 +998,11 @@ impl Requester {
             return Err(Broken::oldest(Status::RetryExceeded));
         }
         self.resends = self.resends.saturating_add(1);
+        if self.selective.is_some() {
+            self.probe(env);
+            self.arm(env.now);
+            return Ok(());
+        }
         self.rewind(psn);
         if self
             .queue

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Position, Reth, Syndrome};
+use rdmux_wire::sack::Sack;
 use rdmux_wire::{Psn, RKey};
 
 use crate::cq::Status;
@@ -14,9 +15,10 @@ use crate::memory::Access;
 use crate::qp::execute::{
     Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Scope, Source, region,
 };
+use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
 use crate::region::Pd;
-use crate::transmit::TransmitBuf;
+use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
 
 /// RNR timer code by which a repeated FLUSH is put off while it runs: 10.24 ms.
@@ -111,6 +113,10 @@ pub(crate) struct Responder {
     max_resources: u8,
     min_rnr_timer: u8,
     established: bool,
+    /// Requests after the gap, when the peer agreed to selective retransmission.
+    early: Reorder,
+    /// The peer is to be told what is missing and what is there.
+    sack_owed: bool,
 }
 
 impl Responder {
@@ -126,6 +132,8 @@ impl Responder {
             max_resources: 1,
             min_rnr_timer: 0,
             established: false,
+            early: Reorder::default(),
+            sack_owed: false,
         }
     }
 
@@ -149,6 +157,8 @@ impl Responder {
     /// the front that only say what is done already: the peer must not take a SEND that was received for one that was not.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         self.execution.flush(env, head);
+        self.early.clear();
+        self.sack_owed = false;
         if !matches!(
             self.answers.back(),
             Some(
@@ -204,7 +214,9 @@ impl Responder {
         };
         if ahead > 0 && !mutant!(GapAccepted) {
             env.counters.out_of_sequence += 1;
-            if !self.nak_sent {
+            if head.selective {
+                self.keep_early(env, head, packet);
+            } else if !self.nak_sent {
                 self.nak_sent = true;
                 self.owe(self.expected, Syndrome::Nak(NakCode::PsnSequence));
             }
@@ -226,23 +238,92 @@ impl Responder {
         match self.handle_next(env, head, packet) {
             Ok(()) => {
                 self.nak_sent = false;
-                None
+                if head.selective {
+                    self.gap_narrowed(env, head)
+                } else {
+                    None
+                }
             }
-            Err(Refusal::NotReady) => {
+            Err(refusal) => self.refused(env, packet, refusal),
+        }
+    }
+
+    /// A request cannot be done now, or never. `Some`: the QP is to fail with this status.
+    fn refused(&mut self, env: &mut Env<'_>, packet: &Packet<'_>, refusal: Refusal) -> Option<Status> {
+        match refusal {
+            Refusal::NotReady => {
                 env.counters.resources_rnr_nak += 1;
                 // Later packets of the window follow and must not be taken for a gap.
                 self.nak_sent = true;
+                self.sack_owed = false;
                 let timer = if packet.bth.opcode.operation.is_atomic() {
                     ATOMIC_WAITS_TIMER
                 } else {
                     self.min_rnr_timer
                 };
-                self.owe(psn, Syndrome::RnrNak { timer });
+                self.owe(packet.bth.psn, Syndrome::RnrNak { timer });
                 None
             }
-            Err(Refusal::Invalidation) => Some(Status::RemoteInvalidRequest),
-            Err(refusal) => Some(self.refuse(env, psn, refusal)),
+            Refusal::Invalidation => Some(Status::RemoteInvalidRequest),
+            refusal => Some(self.refuse(env, packet.bth.psn, refusal)),
         }
+    }
+
+    // Selective retransmission.
+
+    /// Keeps a request that came after a gap, if that is not too wide, and owes the peer word of it.
+    fn keep_early(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
+        let psn = packet.bth.psn;
+        let within = psn.since(self.expected) as u32 <= head.reach();
+        let fits = packet.payload().len() <= head.mtu as usize;
+        if within && fits && self.early.keep(psn, packet.bytes()) {
+            env.counters.kept_requests += 1;
+        }
+        // A peer that was told to wait with the missing one knows of it.
+        self.sack_owed |= !self.nak_sent;
+    }
+
+    /// The request that was missing was done: those kept behind it are next, up to the next gap. `Some`: one was refused, and
+    /// the QP is to fail with this status.
+    fn gap_narrowed(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
+        self.sack_owed = false;
+        if self.early.is_empty() {
+            return None;
+        }
+        while self.answers.len() < ANSWERS_MAX
+            && let Some(bytes) = self.early.take(self.expected)
+        {
+            let Ok(packet) = Packet::parse(&bytes) else { break };
+            if let Err(refusal) = self.handle_next(env, head, &packet) {
+                return self.refused(env, &packet, refusal);
+            }
+        }
+        // The peer waits for this, whether or not the last packet asked for it.
+        if self.early.is_empty() {
+            self.owe(self.expected.minus(1), Syndrome::ACK);
+        } else {
+            self.sack_owed = true;
+        }
+        None
+    }
+
+    /// Builds the NAK that says what is missing and what is there. All answers that were owed before it have left.
+    fn transmit_sack(&mut self, env: &mut Env<'_>, head: &Head, path: &Path, buf: &mut TransmitBuf) {
+        self.sack_owed = false;
+        let expected = self.expected;
+        let last = self.early.psns().next_back();
+        let bytes = Sack::len_for(last.map_or(0, |last| last.since(expected) as u32));
+        let bth = Bth::new(head.opcode(Op::Acknowledge), head.dest_qpn, expected);
+        let aeth = Aeth {
+            syndrome: Syndrome::Nak(NakCode::PsnSequence),
+            msn: self.msn,
+        };
+        env.counters.sent_pkts += 1;
+        let offsets = self.early.psns().map(|psn| psn.since(expected) as u32);
+        let Ok(()) = emit(buf, path, bth, Some(aeth), bytes, |out| {
+            Sack::emit(offsets, out);
+            Ok::<_, std::convert::Infallible>(())
+        });
     }
 
     /// Owes the NAK that ends the connection, and says with which status.
@@ -493,6 +574,7 @@ impl Responder {
             }
             _ => {
                 match self.answers.front() {
+                    None if !self.early.is_empty() => self.sack_owed = true,
                     None => self.owe(self.expected.minus(1), Syndrome::ACK),
                     // It may run for longer than the peer's retries last, so what is done before it is said now.
                     Some(Answer::Flush {
@@ -525,11 +607,13 @@ impl Responder {
                     return;
                 }
                 let first = resource_covering(&self.resources, *psn);
-                if let Some(Resource::Read {
-                    psn: first,
-                    source: whole,
-                    ..
-                }) = first
+                // A peer that asks selectively wants only what it asks for, besides what is on its way.
+                if !head.selective
+                    && let Some(Resource::Read {
+                        psn: first,
+                        source: whole,
+                        ..
+                    }) = first
                     && at.since(first) >= 0
                     && at.since(*psn) < 0
                 {
@@ -630,7 +714,7 @@ impl Responder {
 
     pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
         match self.answers.front() {
-            None => false,
+            None => self.sack_owed,
             Some(Answer::Flush { state, .. }) => *state != FlushState::Runs,
             Some(Answer::Read { .. }) => head.rate.held_until.is_none(),
             Some(Answer::Ack { .. } | Answer::Atomic { .. }) => true,
@@ -640,6 +724,7 @@ impl Responder {
     /// Nothing but an acknowledgement is owed, which may wait a little for company.
     pub(crate) fn owes_only_ack(&self) -> bool {
         self.answers.len() == 1
+            && !self.sack_owed
             && self.ack_covers < ACK_WAITS_FOR
             && matches!(
                 self.answers.front(),
@@ -661,6 +746,10 @@ impl Responder {
         let mut ahead = ReadAhead::default();
         while !buf.is_full() && self.wants_transmit(head) {
             let path = head.path?;
+            if self.answers.is_empty() {
+                self.transmit_sack(env, head, &path, buf);
+                continue;
+            }
             let answer = self.answers.front_mut()?;
             let (psn, msn, syndrome) = match answer {
                 Answer::Ack { psn, msn, syndrome } => (*psn, *msn, *syndrome),
@@ -828,7 +917,7 @@ fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource
 
 fn emit<E>(
     buf: &mut TransmitBuf,
-    path: &crate::transmit::Path,
+    path: &Path,
     mut bth: Bth,
     aeth: Option<Aeth>,
     bytes: usize,

@@ -59,6 +59,8 @@ bitflags! {
         const QKEY = 1 << 14;
         /// Highest rate.
         const RATE_LIMIT = 1 << 15;
+        /// Both ends retransmit selectively.
+        const SELECTIVE = 1 << 16;
     }
 }
 
@@ -96,6 +98,14 @@ impl QpType {
         }
     }
 
+    /// What both ends must be of one mind about from the first packet on.
+    fn agreed(self) -> AttrMask {
+        match self {
+            QpType::Rc | QpType::XrcSend | QpType::XrcRecv => AttrMask::SELECTIVE,
+            QpType::Uc | QpType::Ud => AttrMask::empty(),
+        }
+    }
+
     /// Attributes that may change while the QP works.
     fn while_working(self) -> AttrMask {
         let extensions = AttrMask::WINDOW | AttrMask::PEER_IS_RDMUX;
@@ -128,7 +138,7 @@ impl QpType {
         let mut all = vec![
             (Reset, Init, init, none),
             (Init, Init, none, init),
-            (Init, Rtr, self.rtr_needs(), working | init),
+            (Init, Rtr, self.rtr_needs(), working | init | self.agreed()),
             (Rtr, Rts, self.rts_needs(), working),
             (Rts, Rts, none, working),
             (Rts, Sqd, none, none),

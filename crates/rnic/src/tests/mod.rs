@@ -7,6 +7,7 @@ mod malformed;
 mod operations;
 mod qp_table;
 mod rxe;
+mod selective;
 mod table;
 mod traffic;
 mod uc;

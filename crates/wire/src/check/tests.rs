@@ -453,6 +453,21 @@ fn responses__naks_are_counted() {
 }
 
 #[test]
+fn responses__selective_naks() {
+    let nak = Syndrome::Nak(NakCode::PsnSequence);
+    let answered = |syndrome, len| {
+        let mut wire = Wire::new();
+        wire.send(SendOnly, 5, &[], 0);
+        wire.answer(Acknowledge, 5, Some(syndrome), len);
+        wire
+    };
+    assert_eq!(answered(nak, 4).good().naks, 1);
+    answered(nak, 516).bad("selective acknowledgement");
+    answered(nak, 6).bad("selective acknowledgement");
+    answered(Syndrome::ACK, 4).bad("payload of 4 bytes, not 0");
+}
+
+#[test]
 fn responses__of_a_connection_begun_before() {
     let mut wire = Wire::new();
     wire.ack(5);
