@@ -713,7 +713,8 @@ impl Rnic {
             self.counters.rx_icrc_encapsulated += 1;
             return;
         }
-        for qpn in attached {
+        let one = if mutant!(McastToFirst) { 1 } else { usize::MAX };
+        for qpn in attached.into_iter().take(one) {
             let takes = self.with_qp(now, qpn, |qp, env| {
                 let takes = qp.head.takes(packet.bth.opcode) && qp.head.takes_now(packet.bth.opcode);
                 if takes {

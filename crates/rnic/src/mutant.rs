@@ -79,11 +79,15 @@ mod switch {
         GrhNotCounted,
         /// What is sent to a group reaches QPs that are not attached.
         McastToAll,
+        /// What is sent to a group reaches one of the attached QPs alone.
+        McastToFirst,
+        /// A send request of UC or UD that fails takes the QP to Error.
+        SqeIsError,
     }
 
     impl Mutant {
         /// Every defect.
-        pub const ALL: [Mutant; 21] = [
+        pub const ALL: [Mutant; 31] = [
             Mutant::BoundOffByOne,
             Mutant::AckBeforePlacement,
             Mutant::DuplicateExecuted,
@@ -105,6 +109,16 @@ mod switch {
             Mutant::FenceIgnored,
             Mutant::AtomicMisaligned,
             Mutant::AtomicPassesFlush,
+            Mutant::UcGapAccepted,
+            Mutant::UcLateAccepted,
+            Mutant::UcDropUsesReceive,
+            Mutant::SqeNotEntered,
+            Mutant::QkeyIgnored,
+            Mutant::GrhLeftOut,
+            Mutant::GrhNotCounted,
+            Mutant::McastToAll,
+            Mutant::McastToFirst,
+            Mutant::SqeIsError,
         ];
     }
 

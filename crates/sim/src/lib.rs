@@ -12,6 +12,7 @@ pub mod goodput;
 mod memory;
 mod network;
 mod report;
+mod unreliable;
 mod workload;
 mod world;
 
@@ -121,4 +122,10 @@ pub fn run(settings: &Settings) -> Report {
 /// two devices at random moments; QPs and sizes do not matter.
 pub fn run_connections(settings: &Settings) -> Report {
     connect::run(settings)
+}
+
+/// Runs the simulation of UC and UD queue pairs and of multicast. What arrives must be what was sent, whole and to whom it was
+/// sent; how much arrives is up to the links.
+pub fn run_unreliable(settings: &Settings) -> Report {
+    unreliable::run(settings)
 }

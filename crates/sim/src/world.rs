@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 
 use rdmux_rnic::cm::CmEvent;
-use rdmux_rnic::{Config, Cqn, Event, FlushId, FlushJob, Rnic, Time, TransmitBuf};
+use rdmux_rnic::{Arrival, Config, Cqn, Event, FlushId, FlushJob, Path, Rnic, Time, TransmitBuf};
 
 use crate::dice::Dice;
 
@@ -44,7 +44,7 @@ pub(crate) struct Shape {
 enum Happening {
     Arrive {
         to: usize,
-        src_port: u16,
+        path: Path,
         bytes: Vec<u8>,
         segment_bytes: usize,
     },
@@ -188,15 +188,20 @@ impl World {
         match happening {
             Happening::Arrive {
                 to,
-                src_port,
+                path,
                 bytes,
                 segment_bytes,
             } => {
                 if !self.hosts[to].vanished {
-                    let src = self.hosts[1 - to].address;
-                    self.hosts[to]
-                        .rnic
-                        .handle_datagram(self.now, src, src_port, &bytes, segment_bytes);
+                    let arrival = Arrival {
+                        src: path.src,
+                        src_port: path.src_port,
+                        dst: path.dst,
+                        traffic_class: path.traffic_class,
+                        bytes: &bytes,
+                        segment_bytes,
+                    };
+                    self.hosts[to].rnic.handle_arrival(self.now, &arrival);
                     self.settle(to);
                 }
             }
@@ -264,9 +269,13 @@ impl World {
             buf.clear();
             let more = self.hosts[from].rnic.poll_transmit(self.now, &mut buf, all);
             for train in buf.trains() {
-                if !self.hosts[from].vanished {
-                    let bytes = &buf.bytes()[train.range.clone()];
-                    self.carry(1 - from, train.path.src_port, bytes, train.segment_bytes);
+                let dst = train.path.dst;
+                for to in 0..2 {
+                    let reaches = dst.is_multicast() || dst == self.hosts[to].address;
+                    if reaches && !self.hosts[from].vanished {
+                        let bytes = &buf.bytes()[train.range.clone()];
+                        self.carry(to, train.path, bytes, train.segment_bytes);
+                    }
                 }
             }
             if !more {
@@ -277,7 +286,7 @@ impl World {
     }
 
     /// Takes a train over the link, packet by packet; neighbours that make it side by side may arrive as one.
-    fn carry(&mut self, to: usize, src_port: u16, bytes: &[u8], segment_bytes: usize) {
+    fn carry(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
         let latency = self.shape.latency_ns;
         let mut joined: Vec<u8> = Vec::new();
         let mut at = self.now + latency + self.dice.below(latency / 4 + 1);
@@ -287,7 +296,7 @@ impl World {
             self.carried.bytes += packet.len() as u64;
             if self.dice.percent(self.faults.loss) {
                 self.carried.lost += 1;
-                self.arrive(at, to, src_port, std::mem::take(&mut joined), segment_bytes);
+                self.arrive(at, to, path, std::mem::take(&mut joined), segment_bytes);
                 continue;
             }
             let mut packet = packet.to_vec();
@@ -300,27 +309,27 @@ impl World {
                 let late = at + self.dice.below(latency * 3);
                 let copy = packet.clone();
                 let segment = copy.len();
-                self.arrive(late, to, src_port, copy, segment);
+                self.arrive(late, to, path, copy, segment);
             }
             if self.dice.percent(self.faults.reorder) {
                 self.carried.reordered += 1;
                 let late = at + self.dice.below(latency * 3);
                 let segment = packet.len();
-                self.arrive(late, to, src_port, packet, segment);
+                self.arrive(late, to, path, packet, segment);
                 continue;
             }
             let short = packet.len() != segment_bytes;
             if packet.len() > segment_bytes {
                 let segment = packet.len();
-                self.arrive(at, to, src_port, packet, segment);
+                self.arrive(at, to, path, packet, segment);
                 continue;
             }
             joined.append(&mut packet);
             if short || !self.shape.gro {
-                self.arrive(at, to, src_port, std::mem::take(&mut joined), segment_bytes);
+                self.arrive(at, to, path, std::mem::take(&mut joined), segment_bytes);
             }
         }
-        self.arrive(at, to, src_port, joined, segment_bytes);
+        self.arrive(at, to, path, joined, segment_bytes);
         self.hosts[to].arrival_last = at;
     }
 
@@ -348,13 +357,13 @@ impl World {
         }
     }
 
-    fn arrive(&mut self, at: Time, to: usize, src_port: u16, bytes: Vec<u8>, segment_bytes: usize) {
+    fn arrive(&mut self, at: Time, to: usize, path: Path, bytes: Vec<u8>, segment_bytes: usize) {
         if !bytes.is_empty() {
             self.plan(
                 at,
                 Happening::Arrive {
                     to,
-                    src_port,
+                    path,
                     bytes,
                     segment_bytes,
                 },

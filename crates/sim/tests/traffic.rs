@@ -4,7 +4,7 @@ use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rdmux_sim::{Ending, Report, Settings, run, run_connections};
+use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
 
 fn env(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
@@ -88,5 +88,15 @@ fn connections_come_and_go_as_their_users_want() {
             operations: 20,
             ..Settings::drawn(seed)
         },
+    );
+}
+
+#[test]
+fn what_arrives_unreliably_is_what_was_sent() {
+    many(
+        "what_arrives_unreliably_is_what_was_sent",
+        RUNS / 2,
+        run_unreliable,
+        Settings::drawn,
     );
 }

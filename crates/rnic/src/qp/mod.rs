@@ -656,6 +656,9 @@ impl Qp {
                         self.head.state = QpState::Sqe;
                     }
                     sender.break_off(env, &self.head, status);
+                    if mutant!(SqeIsError) {
+                        self.fail(env, None);
+                    }
                 }
             }
         }

@@ -111,7 +111,7 @@ impl QpType {
         let extensions = AttrMask::WINDOW | AttrMask::PEER_IS_RDMUX;
         let of_type = match self {
             QpType::Ud => AttrMask::QKEY,
-            QpType::Uc => AttrMask::ACCESS,
+            QpType::Uc => AttrMask::ACCESS | AttrMask::PEER_IS_RDMUX,
             QpType::XrcSend => AttrMask::ACCESS | extensions,
             QpType::Rc | QpType::XrcRecv => AttrMask::ACCESS | AttrMask::MIN_RNR_TIMER | extensions,
         };
