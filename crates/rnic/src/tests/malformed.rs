@@ -784,7 +784,7 @@ fn access__missing_on_the_region_is_a_remote_access_error() {
 }
 
 #[test]
-fn atomic__misaligned_or_of_another_length_is_an_invalid_request() {
+pub(super) fn atomic__misaligned_or_of_another_length_is_an_invalid_request() {
     let rkey = RKey(1);
     let atomic = |va| {
         let mut b = [0; AtomicEth::LEN];

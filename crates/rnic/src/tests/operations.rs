@@ -160,7 +160,7 @@ fn atomic__without_the_right_on_the_qp_or_the_region_is_refused() {
 }
 
 #[test]
-fn atomic__behind_a_flush_waits_until_it_has_finished() {
+pub(super) fn atomic__behind_a_flush_waits_until_it_has_finished() {
     let mut pair = Pair::new();
     let rkey = pair.slow_region(false, Ok(()));
     pair.flush(rkey);
@@ -192,7 +192,7 @@ fn atomic__behind_a_flush_waits_until_it_has_finished() {
 }
 
 #[test]
-fn fence__waits_for_atomics() {
+pub(super) fn fence__waits_for_atomics() {
     let mut pair = Pair::new();
     let (operation, sges) = (fetch_add(&pair, 1), pair.sides[0].sge(8, 8));
     pair.post(0, operation, sges);
@@ -360,7 +360,7 @@ fn register__gives_memory_until_it_is_invalidated() {
 }
 
 #[test]
-fn send_invalidate__ends_the_key_before_its_receive_completes() {
+pub(super) fn send_invalidate__ends_the_key_before_its_receive_completes() {
     let mut pair = Pair::new();
     let pd = pair.sides[1].pd;
     let (_, rkey) = pair.sides[1].rnic.alloc_mr(pd, 0x1000).unwrap();
@@ -466,7 +466,7 @@ fn window__grants_neither_more_bytes_nor_more_rights_than_it_was_bound_with() {
 }
 
 #[test]
-fn window__of_type_2_serves_only_the_qp_that_bound_it_and_ends_by_either_side() {
+pub(super) fn window__of_type_2_serves_only_the_qp_that_bound_it_and_ends_by_either_side() {
     let mut pair = Pair::new();
     let pd = pair.sides[1].pd;
     let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::Two).unwrap().next();
@@ -622,7 +622,7 @@ fn rereg_mr__changes_rights_and_memory_and_keeps_the_keys() {
 // SQD. IBTA Vol 1, 10.3.1.5.
 
 #[test]
-fn sqd__ends_what_was_begun_tells_and_begins_the_rest_later() {
+pub(super) fn sqd__ends_what_was_begun_tells_and_begins_the_rest_later() {
     let mut pair = Pair::with(|rtr, _| rtr.window_bytes = Some(4096));
     pair.write(0, 0, 16 << 10);
     pair.step();
