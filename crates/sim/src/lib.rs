@@ -16,7 +16,7 @@ mod unreliable;
 mod workload;
 mod world;
 
-pub use report::{Counted, Report};
+pub use report::{Counted, KINDS, Report};
 
 /// What ends before its time in a run, at a random moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,15 +32,45 @@ pub enum Ending {
     Deregister,
     /// A request reaches one byte out of its region.
     OutOfBounds,
+    /// A request names a key that was bound, registered or valid before and is no more.
+    EndedKey,
+    /// A SEND is longer than the receive that it finds.
+    ShortReceive,
+    /// A SEND finds no receive within its retries.
+    NoReceive,
+    /// An atomic operation names an address that is not aligned.
+    Misaligned,
+    /// A request names own memory by a key that does not exist.
+    BadLocalKey,
+    /// A window is to be bound beyond its region.
+    BadBind,
+    /// A SEND is to end the key of a region that only a verb may end.
+    BadInvalidate,
+    /// A region's memory fails.
+    MemoryFails,
+    /// A QP is destroyed.
+    DestroyQp,
+    /// A host loses its state and comes back, and both make new connections.
+    Restart,
 }
 
 impl Ending {
     /// All endings but none.
-    pub const ALL: [Ending; 4] = [
+    pub const ALL: [Ending; 14] = [
         Ending::PeerVanishes,
         Ending::UserError,
         Ending::Deregister,
         Ending::OutOfBounds,
+        Ending::EndedKey,
+        Ending::ShortReceive,
+        Ending::NoReceive,
+        Ending::Misaligned,
+        Ending::BadLocalKey,
+        Ending::BadBind,
+        Ending::BadInvalidate,
+        Ending::MemoryFails,
+        Ending::DestroyQp,
+        Ending::Restart,
     ];
 }
 

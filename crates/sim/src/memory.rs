@@ -12,6 +12,29 @@ use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 pub(crate) struct Image {
     pub(crate) bytes: Vec<u8>,
     pub(crate) medium: Vec<u8>,
+    /// What ATOMIC WRITEs under way say by their taking effect.
+    pub(crate) promises: Vec<Promise>,
+    /// Promises that were not true when they were made.
+    pub(crate) promises_broken: u64,
+}
+
+/// Once these eight bytes stand at this place, these ranges are on the medium: a FLUSH stands before the ATOMIC WRITE.
+#[derive(Debug)]
+pub(crate) struct Promise {
+    pub(crate) at: u64,
+    pub(crate) value: [u8; 8],
+    pub(crate) ranges: Vec<Range<usize>>,
+}
+
+impl Image {
+    /// An ATOMIC WRITE takes effect.
+    fn publish(&mut self, at: u64, value: [u8; 8]) {
+        let made = self.promises.iter().position(|p| p.at == at && p.value == value);
+        if let Some(promise) = made.map(|i| self.promises.swap_remove(i)) {
+            let kept = |range: &Range<usize>| self.medium[range.clone()] == self.bytes[range.clone()];
+            self.promises_broken += u64::from(!promise.ranges.iter().all(kept));
+        }
+    }
 }
 
 /// A host's memory.
@@ -28,7 +51,12 @@ impl SimMemory {
         let len = bytes.len();
         let medium = vec![0; len];
         SimMemory {
-            image: Mutex::new(Image { bytes, medium }),
+            image: Mutex::new(Image {
+                bytes,
+                medium,
+                promises: Vec::new(),
+                promises_broken: 0,
+            }),
             len,
             gathers,
         }
@@ -51,6 +79,8 @@ pub(crate) struct Door {
     pub(crate) shut: AtomicBool,
     /// Reads and writes that came through although it was shut.
     pub(crate) trespasses: AtomicU64,
+    /// Every access is a fault.
+    pub(crate) fails: AtomicBool,
 }
 
 impl Door {
@@ -59,12 +89,18 @@ impl Door {
             memory,
             shut: AtomicBool::new(false),
             trespasses: AtomicU64::new(0),
+            fails: AtomicBool::new(false),
         }
     }
 
-    fn pass(&self) {
+    fn pass(&self) -> Result<(), Fault> {
         if self.shut.load(Ordering::Relaxed) {
             self.trespasses.fetch_add(1, Ordering::Relaxed);
+        }
+        if self.fails.load(Ordering::Relaxed) {
+            Err(Fault::Io(5))
+        } else {
+            Ok(())
         }
     }
 }
@@ -75,25 +111,28 @@ impl Memory for Door {
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
-        self.pass();
+        self.pass()?;
         let range = self.memory.range(offset, out.len() as u64)?;
         out.copy_from_slice(&self.memory.lock().bytes[range]);
         Ok(())
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        self.pass();
+        self.pass()?;
         let range = self.memory.range(offset, bytes.len() as u64)?;
         self.memory.lock().bytes[range].copy_from_slice(bytes);
         Ok(())
     }
 
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
-        self.pass();
+        self.pass()?;
         let range = self.memory.range(offset, 8)?;
         let mut image = self.memory.lock();
         let mut before = [0; 8];
         before.copy_from_slice(&image.bytes[range.clone()]);
+        if let Atomic::Write(value) = atomic {
+            image.publish(offset, value);
+        }
         image.bytes[range].copy_from_slice(&atomic.apply(before));
         Ok(u64::from_ne_bytes(before))
     }
@@ -112,9 +151,12 @@ impl Memory for Door {
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
         let range = self.memory.range(offset, length)?;
+        if self.fails.load(Ordering::Relaxed) {
+            return Err(Fault::Io(5));
+        }
         if placement.contains(Placement::PERSISTENT) {
             let mut image = self.memory.lock();
-            let Image { bytes, medium } = &mut *image;
+            let Image { bytes, medium, .. } = &mut *image;
             medium[range.clone()].copy_from_slice(&bytes[range]);
         }
         Ok(())

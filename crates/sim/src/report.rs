@@ -35,8 +35,8 @@ pub struct Report {
     pub trains: bool,
     /// Operations posted.
     pub posted: u64,
-    /// SEND, WRITE, READ and FLUSH operations that succeeded.
-    pub done: [Counted; 4],
+    /// Operations that succeeded, by the kinds of [`KINDS`].
+    pub done: [Counted; 7],
     /// Receives that succeeded.
     pub received: u64,
     /// Operations that failed, as they had to.
@@ -71,8 +71,16 @@ pub struct Report {
     pub discarded: u64,
 }
 
-/// Names of the kinds in [`Report::done`].
-pub(crate) const KINDS: [&str; 4] = ["SEND", "WRITE", "READ", "FLUSH"];
+/// Names of the kinds in [`Report::done`]; `LOCAL` are bindings, registrations and invalidations.
+pub const KINDS: [&str; 7] = [
+    "SEND",
+    "WRITE",
+    "READ",
+    "FLUSH",
+    "ATOMIC",
+    "ATOMIC WRITE",
+    "LOCAL",
+];
 
 impl Report {
     pub(crate) fn new(settings: &Settings) -> Report {
@@ -85,7 +93,7 @@ impl Report {
             latency_ns: 0,
             trains: false,
             posted: 0,
-            done: [Counted::default(); 4],
+            done: [Counted::default(); 7],
             received: 0,
             failed: 0,
             virtual_ns: 0,

@@ -148,6 +148,12 @@ impl World {
     pub(crate) fn restart(&mut self, host: usize) {
         let mut config = *self.hosts[host].rnic.config();
         self.dice.fill(&mut config.seed);
+        let before = self.agenda.len();
+        self.agenda.retain(|_, happening| match happening {
+            Happening::FlushRuns(of, _) | Happening::FlushEnds(of, ..) => *of != host,
+            _ => true,
+        });
+        self.flushes_running -= (before - self.agenda.len()) as u32;
         let host = &mut self.hosts[host];
         host.rnic = Rnic::new(config);
         host.completed.clear();

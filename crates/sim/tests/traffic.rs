@@ -25,6 +25,7 @@ fn many(test: &str, runs: u64, run: fn(&Settings) -> Report, settings_of: impl F
     }
     let runs = env("RDMUX_SIM_RUNS").unwrap_or(runs);
     let (next, failures) = (AtomicU64::new(0), Mutex::new(Vec::new()));
+    let operations = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
@@ -35,7 +36,10 @@ fn many(test: &str, runs: u64, run: fn(&Settings) -> Report, settings_of: impl F
                     }
                     let settings = settings_of(seed);
                     let what = match catch_unwind(|| run(&settings)) {
-                        Ok(report) => report.violation,
+                        Ok(report) => {
+                            operations.fetch_add(report.posted, Ordering::Relaxed);
+                            report.violation
+                        }
                         Err(_) => Some("panic".to_owned()),
                     };
                     if let Some(what) = what {
@@ -53,7 +57,7 @@ fn many(test: &str, runs: u64, run: fn(&Settings) -> Report, settings_of: impl F
         );
     }
     assert!(failures.is_empty(), "{} of {runs} runs failed", failures.len());
-    println!("{test}: {runs} runs");
+    println!("{test}: {runs} runs, {} operations", operations.into_inner());
 }
 
 const RUNS: u64 = if cfg!(debug_assertions) { 300 } else { 10_000 };

@@ -70,12 +70,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         };
         let report = rdmux_sim::run(&settings);
         if args.json {
-            let done: serde_json::Map<String, serde_json::Value> = ["send", "write", "read", "flush"]
+            let done: serde_json::Map<String, serde_json::Value> = rdmux_sim::KINDS
                 .iter()
                 .zip(&report.done)
                 .map(|(name, kind)| {
                     (
-                        (*name).into(),
+                        name.to_lowercase().replace(' ', "_"),
                         json!({ "operations": kind.operations, "bytes": kind.bytes }),
                     )
                 })

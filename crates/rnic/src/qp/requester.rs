@@ -241,7 +241,7 @@ impl Requester {
             QpType::XrcSend => matches!(request.to, Target::Srq(_)),
             _ => request.to == Target::Connected,
         };
-        if !addressed {
+        if !addressed && !request.operation.is_local() {
             return Err(PostError::Invalid);
         }
         let bytes = request.check()?;

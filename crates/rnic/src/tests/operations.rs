@@ -884,6 +884,25 @@ fn xrc__a_queue_that_is_not_of_the_domain_is_an_invalid_request() {
 }
 
 #[test]
+fn xrc__an_initiator_carries_out_local_operations_which_name_no_queue() {
+    let (mut pair, _) = xrc();
+    let side = &mut pair.sides[0];
+    let window = side.rnic.alloc_mw(side.pd, WindowType::One).unwrap();
+    let bind = Bind {
+        window,
+        region: side.lkey,
+        va: IOVA,
+        length: 64,
+        access: Access::REMOTE_READ,
+    };
+    side.rnic
+        .bind_mw(pair.now, side.qpn, 1, bind, SendFlags::SIGNALED)
+        .unwrap();
+    pair.run();
+    assert_eq!(one(&mut pair, 0).status, Status::Success);
+}
+
+#[test]
 fn create_qp__refuses_what_does_not_go_together() {
     let (mut pair, srqn) = xrc();
     let side = &mut pair.sides[1];

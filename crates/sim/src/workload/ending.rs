@@ -1,0 +1,246 @@
+//! What ends before its time, and how operations may end then.
+
+use std::sync::atomic::Ordering;
+
+use rdmux_rnic::{
+    Access, Bind, LKey, Operation, QpAttributes, QpState, RKey, SendFlags, Sge, SgeList, Status,
+};
+
+use super::side::Objects;
+use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
+use crate::Ending;
+
+impl Workload {
+    pub(super) fn end_something(&mut self) -> Checked {
+        self.ended = true;
+        let (host, qp) = self.ending_at;
+        match self.ending {
+            Ending::None => {}
+            Ending::PeerVanishes => self.world.hosts[host].vanished = true,
+            Ending::UserError => {
+                let end = &self.sides[host].ends[qp];
+                for qpn in [end.send_qpn, end.recv_qpn] {
+                    self.modify(host, qpn, QpState::Error, &QpAttributes::default())?;
+                }
+            }
+            Ending::Deregister => {
+                let reg = self.sides[host].ends[qp].reg.clone();
+                self.world.with(host, |rnic, _| rnic.dereg_mr(reg.lkey));
+                reg.door.shut.store(true, Ordering::Relaxed);
+            }
+            Ending::MemoryFails => {
+                let door = &self.sides[host].ends[qp].reg.door;
+                door.fails.store(true, Ordering::Relaxed);
+            }
+            Ending::DestroyQp => {
+                self.poll_lazy_quietly(host)?;
+                let end = &mut self.sides[host].ends[qp];
+                let qpns = [end.send_qpn, end.recv_qpn];
+                end.gone = true;
+                self.world
+                    .with(host, |rnic, _| qpns.map(|qpn| rnic.destroy_qp(qpn)));
+            }
+            Ending::Restart => self.restart(host)?,
+            _ => self.probe(qp, host)?,
+        }
+        self.take_events()?;
+        self.take_completions()
+    }
+
+    /// Takes what completed, so that nothing of a QP that goes is left.
+    fn poll_lazy_quietly(&mut self, host: usize) -> Checked {
+        let waits = self.sides[host].objects.lazy_cq;
+        let told = self.world.hosts[host].completed.contains(&waits);
+        self.world.hosts[host].completed.retain(|cq| *cq != waits);
+        self.poll_lazy(host, told)
+    }
+
+    /// A host loses all state; later both make new connections.
+    fn restart(&mut self, host: usize) -> Checked {
+        self.world.restart(host);
+        let side = &mut self.sides[host];
+        for end in &mut side.ends {
+            end.gone = true;
+            for door in std::iter::once(&end.reg.door).chain(end.keys.iter().filter_map(|key| key.door())) {
+                door.shut.store(true, Ordering::Relaxed);
+                side.shut.push(door.clone());
+            }
+        }
+        let common = side.objects.common.door.clone();
+        common.shut.store(true, Ordering::Relaxed);
+        side.shut.push(common);
+        // Messages may have come in part.
+        let receives = side.objects.shared.iter();
+        let receives: Vec<Piece> = receives
+            .flat_map(|shared| shared.recvs.values().copied())
+            .collect();
+        side.accept(&receives);
+        side.objects = Objects::new(&mut self.world, host, &mut self.dice, &side.memory, self.layout);
+        for n in 0..side.objects.shared.len() {
+            self.fill(host, n)?;
+        }
+        let delay = self.dice.log_uniform(20_000_000);
+        self.world.call_back(delay, tag(USER_RECONNECT, 0, host));
+        Ok(())
+    }
+
+    pub(super) fn reconnect(&mut self) -> Checked {
+        let first = self.flows.len();
+        self.second = first..2 * first;
+        let operations = self.report.settings.operations / 2;
+        self.add_connections(first, operations);
+        self.begin(self.second.clone())
+    }
+
+    /// Posts a request that is to be refused, here or there.
+    fn probe(&mut self, qp: usize, host: usize) -> Checked {
+        let peer = 1 - host;
+        let shared = self.shared_of(qp, peer);
+        let length = match self.ending {
+            Ending::Misaligned => 8,
+            Ending::BadBind | Ending::BadInvalidate => 0,
+            Ending::ShortReceive => shared.map_or_else(
+                || self.dice.between(1, 3 * self.mtu),
+                |n| self.sides[peer].objects.shared[n].len + 1,
+            ),
+            _ => self.dice.between(1, 3 * self.mtu),
+        };
+        let Some(at) = self.sides[host].space.take(length) else {
+            return Ok(());
+        };
+        let local = vec![Piece { at, len: length }];
+        let mut sges = SgeList::from(&self.sides[host].ends[qp].reg.sges(&local)[..]);
+        let access = |dice: &mut crate::dice::Dice, va, rkey| match dice.below(3) {
+            0 => Operation::Read { va, rkey },
+            _ => Operation::Write { va, rkey, imm: None },
+        };
+        let size = self.sides[peer].length;
+        let end = &self.sides[peer].ends[qp];
+        let (reg, common) = (&end.reg, &self.sides[peer].objects.common);
+        let operation = match self.ending {
+            Ending::EndedKey => {
+                let nothing = end.keys.iter().find_map(|key| key.nothing());
+                let (rkey, va) = nothing.unwrap_or((RKey(reg.rkey.0 ^ 0x1234_5600), reg.iova));
+                access(&mut self.dice, va, rkey)
+            }
+            Ending::Misaligned => Operation::FetchAdd {
+                va: common.iova + self.dice.between(1, 7),
+                rkey: common.rkey,
+                add: 1,
+            },
+            Ending::BadLocalKey => {
+                let lkey = LKey(self.sides[host].ends[qp].reg.lkey.0 ^ 0x1234_5600);
+                sges = Sge::new(0, length as u32, lkey).into();
+                let (va, rkey, imm) = (reg.iova, reg.rkey, None);
+                Operation::Write { va, rkey, imm }
+            }
+            Ending::BadBind => {
+                sges = SgeList::EMPTY;
+                let own = &self.sides[host];
+                Operation::Bind(Bind {
+                    window: RKey(self.dice.next() as u32),
+                    region: own.ends[qp].reg.lkey,
+                    va: own.ends[qp].reg.iova,
+                    length: own.length + 1,
+                    access: Access::REMOTE_READ,
+                })
+            }
+            Ending::ShortReceive | Ending::NoReceive => Operation::Send { imm: None },
+            Ending::BadInvalidate => Operation::SendInvalidate { rkey: reg.rkey },
+            _ => {
+                let before = self.dice.one_in(4);
+                let va = if before {
+                    reg.iova - 1
+                } else {
+                    reg.iova + size + 1 - length
+                };
+                access(&mut self.dice, va, reg.rkey)
+            }
+        };
+        if matches!(self.ending, Ending::ShortReceive | Ending::BadInvalidate) && shared.is_none() {
+            self.receive_for_probe(qp, host, length.saturating_sub(1))?;
+        }
+        let op = Op {
+            bytes: length,
+            local,
+            ..Op::bare(Kind::Probe)
+        };
+        self.submit(qp, host, op, operation, sges, SendFlags::empty(), shared)
+    }
+
+    /// Posts all receives that are to come, and one for the probe.
+    fn receive_for_probe(&mut self, qp: usize, host: usize, length: u64) -> Checked {
+        while self.flows[qp][host].recvs_posted < self.flows[qp][host].recvs.len() {
+            self.post_recv(qp, host)?;
+        }
+        let peer = 1 - host;
+        let at = self.sides[peer].space.take(length).ok_or("no room")?;
+        let flow = &mut self.flows[qp][host];
+        let wr_id = flow.next_recv_id;
+        flow.next_recv_id += 1;
+        flow.recvs.push_back(Recv {
+            wr_id,
+            pieces: vec![Piece { at, len: length }],
+            shared: None,
+            data: Vec::new(),
+            byte_len: 0,
+            imm: None,
+            opcode: rdmux_rnic::WcOpcode::Recv,
+            solicited: false,
+            invalidates: None,
+        });
+        self.post_recv(qp, host)
+    }
+
+    /// Whether requests of `host` may be refused by its peer.
+    pub(super) fn peer_refuses(&self, host: usize) -> bool {
+        let own = self.ending_at.0 == host;
+        match self.ending {
+            Ending::OutOfBounds | Ending::EndedKey | Ending::ShortReceive | Ending::Misaligned => own,
+            Ending::Deregister | Ending::MemoryFails => !own,
+            _ => false,
+        }
+    }
+
+    /// How a receive of an affected QP may end but for being flushed.
+    pub(super) fn expected_of_receive(&self) -> Option<Status> {
+        match self.ending {
+            Ending::Deregister => Some(Status::LocalProtection),
+            Ending::ShortReceive => Some(Status::LocalLength),
+            Ending::BadInvalidate => Some(Status::RemoteInvalidRequest),
+            Ending::MemoryFails => Some(Status::LocalQpOperation),
+            _ => None,
+        }
+    }
+
+    /// How the first operation of `host` that fails may end.
+    pub(super) fn expected(&self, host: usize, op: &Op) -> &'static [Status] {
+        use Status::{
+            Flushed, LocalProtection, LocalQpOperation, MemoryBind, RemoteAccess, RemoteInvalidRequest,
+            RemoteOperation, RetryExceeded, RnrRetryExceeded,
+        };
+        let sure = op.kind == Kind::Probe && self.lossless;
+        match (self.ending, self.ending_at.0 == host) {
+            (Ending::None, _) => &[],
+            (Ending::PeerVanishes, _) => &[RetryExceeded],
+            (Ending::Restart | Ending::DestroyQp, true) => &[],
+            (Ending::Restart | Ending::DestroyQp, false) => &[RetryExceeded],
+            (Ending::UserError, true) => &[Flushed],
+            (Ending::UserError, false) => &[RetryExceeded],
+            (Ending::Deregister, true) => &[LocalProtection, MemoryBind, Flushed, RetryExceeded],
+            (Ending::Deregister, false) => &[RemoteAccess, RemoteOperation, RetryExceeded],
+            (Ending::MemoryFails, true) => &[LocalQpOperation, Flushed, RetryExceeded],
+            (Ending::MemoryFails, false) => &[RemoteOperation, RetryExceeded],
+            (Ending::OutOfBounds | Ending::EndedKey, true) if sure => &[RemoteAccess],
+            (Ending::OutOfBounds | Ending::EndedKey, true) => &[RemoteAccess, RetryExceeded],
+            (Ending::ShortReceive | Ending::Misaligned, true) if sure => &[RemoteInvalidRequest],
+            (Ending::ShortReceive | Ending::Misaligned, true) => &[RemoteInvalidRequest, RetryExceeded],
+            (Ending::NoReceive, true) if sure => &[RnrRetryExceeded],
+            (Ending::NoReceive, true) => &[RnrRetryExceeded, RetryExceeded],
+            (Ending::BadLocalKey, true) => &[LocalProtection, Flushed],
+            (Ending::BadBind, true) => &[MemoryBind, Flushed],
+            (Ending::BadInvalidate, true) => &[RetryExceeded],
+            (_, false) => &[Flushed, RetryExceeded],
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! Keys that come and go while operations are under way: memory windows, and regions that work requests or re-registration
+//! give other memory.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rdmux_rnic::{Access, Bind, LKey, Operation, Pd, RKey, RegionSpec, Registration, Rnic, WindowType};
+
+use super::side::{Piece, Reg, Service};
+use crate::dice::Dice;
+use crate::memory::{Door, SimMemory, Space};
+
+/// Most bytes that one of these keys grants.
+const BYTES_MAX: u64 = 32 << 10;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    WindowOne,
+    WindowTwo,
+    /// Registered by work requests.
+    Fast,
+    /// Registered anew by a verb.
+    Region,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Idle,
+    /// The work request that opens it is under way.
+    Opening,
+    Open,
+    /// What ends it is under way.
+    Closing,
+    /// It has ended; operations that used it are not complete yet.
+    Ended,
+}
+
+/// A key of one end, for its peer.
+#[derive(Debug)]
+pub(super) struct Key {
+    pub(super) kind: Kind,
+    pub(super) state: State,
+    pub(super) rkey: RKey,
+    arena: Piece,
+    /// The arena that a type 1 window is bound to until the new binding is done.
+    before: Option<Piece>,
+    /// What of the arena is free.
+    space: Space,
+    /// Address of the arena's first byte.
+    iova: u64,
+    uses_left: u32,
+    users: u32,
+    door: Option<Arc<Door>>,
+    /// A key that grants nothing any more, and an address that it granted.
+    ended: Option<(RKey, u64)>,
+}
+
+impl Key {
+    pub(super) fn some(rnic: &mut Rnic, pd: Pd, dice: &mut Dice, service: Service) -> Vec<Key> {
+        let kinds = [Kind::WindowOne, Kind::WindowTwo, Kind::Fast, Kind::Region];
+        // A type 2 window serves the QP that bound it: on XRC that is none which takes requests.
+        let kinds = kinds
+            .into_iter()
+            .filter(|kind| service == Service::Rc || *kind != Kind::WindowTwo);
+        let kinds: Vec<Kind> = kinds.filter(|_| dice.one_in(2)).collect();
+        kinds.into_iter().map(|kind| Key::new(rnic, pd, kind)).collect()
+    }
+
+    fn new(rnic: &mut Rnic, pd: Pd, kind: Kind) -> Key {
+        let made = match kind {
+            Kind::WindowOne => rnic.alloc_mw(pd, WindowType::One),
+            Kind::WindowTwo => rnic.alloc_mw(pd, WindowType::Two),
+            Kind::Fast => rnic.alloc_mr(pd, BYTES_MAX).map(|(_, rkey)| rkey),
+            Kind::Region => Ok(RKey(0)),
+        };
+        let nothing = Piece { at: 0, len: 0 };
+        Key {
+            kind,
+            state: State::Idle,
+            rkey: made.expect("there are keys"),
+            arena: nothing,
+            before: None,
+            space: Space::new(0..0),
+            iova: 0,
+            uses_left: 0,
+            users: 0,
+            door: None,
+            ended: None,
+        }
+    }
+
+    /// Draws how long it lives and gives it memory.
+    fn take_arena(&mut self, space: &mut Space, dice: &mut Dice) -> bool {
+        let len = dice.log_uniform(BYTES_MAX);
+        let Some(at) = space.take(len) else { return false };
+        if self.state == State::Open {
+            self.before = Some(self.arena);
+            self.ended = Some((self.rkey, self.iova));
+        }
+        self.arena = Piece { at, len };
+        self.space = Space::new(at..at + len);
+        self.uses_left = dice.between(1, 6) as u32;
+        true
+    }
+
+    fn spec(&self, memory: &Arc<SimMemory>) -> (Arc<Door>, RegionSpec) {
+        let door = Arc::new(Door::new(memory.clone()));
+        let spec = RegionSpec {
+            memory: door.clone(),
+            memory_offset: self.arena.at,
+            length: self.arena.len,
+            iova: self.iova,
+            access: Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ,
+        };
+        (door, spec)
+    }
+
+    /// Opens it where that takes a work request, and gives the request; for a type 1 window the key is the one so far.
+    pub(super) fn open(
+        &mut self,
+        reg: &Reg,
+        memory: &Arc<SimMemory>,
+        space: &mut Space,
+        dice: &mut Dice,
+    ) -> Option<Operation> {
+        if !self.take_arena(space, dice) {
+            return None;
+        }
+        self.state = State::Opening;
+        if self.kind == Kind::Fast {
+            self.iova = dice.below(1 << 47);
+            self.rkey = self.rkey.next();
+            let (door, spec) = self.spec(memory);
+            self.door = Some(door);
+            let registration = Registration { key: self.rkey, spec };
+            return Some(Operation::Register(Box::new(registration)));
+        }
+        let zero_based = dice.one_in(3);
+        let va = reg.va(self.arena.at);
+        self.iova = if zero_based { 0 } else { va };
+        if self.kind == Kind::WindowTwo {
+            self.rkey = self.rkey.next();
+        }
+        let mut access = Access::REMOTE_WRITE | Access::REMOTE_READ;
+        access.set(Access::ZERO_BASED, zero_based);
+        Some(Operation::Bind(Bind {
+            window: self.rkey,
+            region: reg.lkey,
+            va,
+            length: self.arena.len,
+            access,
+        }))
+    }
+
+    /// Opens it by a verb.
+    pub(super) fn register(
+        &mut self,
+        rnic: &mut Rnic,
+        pd: Pd,
+        memory: &Arc<SimMemory>,
+        space: &mut Space,
+        dice: &mut Dice,
+    ) -> Result<(), String> {
+        if !self.take_arena(space, dice) {
+            return Ok(());
+        }
+        self.iova = dice.below(1 << 47);
+        let (door, spec) = self.spec(memory);
+        let done = if self.rkey == RKey(0) {
+            rnic.reg_mr(pd, spec).map(|(_, rkey)| self.rkey = rkey)
+        } else {
+            rnic.rereg_mr(LKey(self.rkey.0), None, |old| *old = spec)
+                .map(drop)
+        };
+        self.door = Some(door);
+        self.state = State::Open;
+        done.map_err(|error| format!("registering anew: {error}"))
+    }
+
+    /// The request that ends a type 1 window.
+    pub(super) fn unbind(&self, reg: &Reg) -> Option<Operation> {
+        (self.kind == Kind::WindowOne).then(|| {
+            Operation::Bind(Bind {
+                window: self.rkey,
+                region: reg.lkey,
+                va: 0,
+                length: 0,
+                access: Access::empty(),
+            })
+        })
+    }
+
+    /// A key and an address that grant nothing.
+    pub(super) fn nothing(&self) -> Option<(RKey, u64)> {
+        let open = matches!(self.state, State::Open | State::Closing | State::Opening);
+        self.ended
+            .filter(|(rkey, _)| self.kind != Kind::Region && (!open || *rkey != self.rkey))
+    }
+
+    pub(super) fn door(&self) -> Option<&Arc<Door>> {
+        self.door.as_ref()
+    }
+
+    /// The request that opens it is done. The memory that it had before comes back.
+    pub(super) fn opened(&mut self) -> Option<Piece> {
+        self.state = State::Open;
+        self.before.take()
+    }
+
+    pub(super) fn wants_close(&self) -> bool {
+        self.state == State::Open && self.uses_left == 0
+    }
+
+    /// Whether its own user may end it: nobody needs it any more.
+    pub(super) fn may_close(&self) -> bool {
+        self.wants_close() && self.users == 0
+    }
+
+    /// Takes memory for an operation of the peer: where it is, and by which address.
+    pub(super) fn use_it(&mut self, bytes: u64) -> Option<(Piece, u64)> {
+        if self.state != State::Open || self.uses_left == 0 {
+            return None;
+        }
+        let at = self.space.take(bytes)?;
+        self.uses_left -= 1;
+        self.users += 1;
+        Some((Piece { at, len: bytes }, self.iova + at - self.arena.at))
+    }
+
+    /// The operation was never posted.
+    pub(super) fn not_used(&mut self, piece: Piece) {
+        self.uses_left += 1;
+        self.users -= 1;
+        self.space.give(piece.at, piece.len);
+    }
+
+    /// An operation that used it is complete. The memory comes back that is not needed any more.
+    pub(super) fn used(&mut self, piece: Piece) -> Option<Piece> {
+        self.users -= 1;
+        self.space.give(piece.at, piece.len);
+        self.rest()
+    }
+
+    /// It grants nothing any more. The memory comes back that is not needed any more, and the door that was shut.
+    pub(super) fn close(&mut self) -> (Option<Piece>, Option<Arc<Door>>) {
+        self.ended = Some((self.rkey, self.iova));
+        self.state = State::Ended;
+        let door = self.door.take();
+        if let Some(door) = &door {
+            door.shut.store(true, Ordering::Relaxed);
+        }
+        (self.rest(), door)
+    }
+
+    fn rest(&mut self) -> Option<Piece> {
+        if self.state != State::Ended || self.users > 0 {
+            return None;
+        }
+        self.state = State::Idle;
+        Some(self.arena)
+    }
+}

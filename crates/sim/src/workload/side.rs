@@ -1,0 +1,361 @@
+//! A host of a run: its objects in the engine, its memory, and the model of both.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rdmux_rnic::{
+    Access, Arm, Cqn, LKey, Pd, QpInit, QpType, Qpn, RKey, RegionSpec, Rnic, Sge, SrqInit, Xrcd,
+};
+
+use super::Checked;
+use super::keys::Key;
+use super::shared::Shared;
+use super::words::Words;
+use crate::dice::Dice;
+use crate::memory::{Door, SimMemory, Space};
+use crate::world::World;
+
+/// Bytes before and after every region that nobody may touch.
+pub(super) const GUARD: u64 = 4096;
+
+/// All that a peer may do here.
+pub(super) const RIGHTS: Access = Access::LOCAL_WRITE
+    .union(Access::REMOTE_WRITE)
+    .union(Access::REMOTE_READ)
+    .union(Access::REMOTE_ATOMIC)
+    .union(Access::MW_BIND)
+    .union(Access::FLUSH_GLOBAL)
+    .union(Access::FLUSH_PERSISTENT);
+
+/// A piece of a host's memory, taken from its [`Space`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub(super) at: u64,
+    pub(super) len: u64,
+}
+
+/// A region over all of a host's memory but the guards.
+#[derive(Clone, Debug)]
+pub(super) struct Reg {
+    pub(super) door: Arc<Door>,
+    pub(super) lkey: LKey,
+    pub(super) rkey: RKey,
+    pub(super) iova: u64,
+}
+
+impl Reg {
+    pub(super) fn new(rnic: &mut Rnic, pd: Pd, memory: &Arc<SimMemory>, length: u64, iova: u64) -> Reg {
+        let door = Arc::new(Door::new(memory.clone()));
+        let spec = RegionSpec {
+            memory: door.clone(),
+            memory_offset: GUARD,
+            length,
+            iova,
+            access: RIGHTS,
+        };
+        let (lkey, rkey) = rnic.reg_mr(pd, spec).expect("a region inside of its memory");
+        Reg {
+            door,
+            lkey,
+            rkey,
+            iova,
+        }
+    }
+
+    pub(super) fn va(&self, at: u64) -> u64 {
+        self.iova + at - GUARD
+    }
+
+    pub(super) fn sges(&self, pieces: &[Piece]) -> Vec<Sge> {
+        let sge = |p: &Piece| Sge::new(self.va(p.at), p.len as u32, self.lkey);
+        pieces.iter().map(sge).collect()
+    }
+}
+
+/// One end of a connection: an RC QP, or an XRC initiator and the target of the peer's.
+#[derive(Debug)]
+pub(super) struct End {
+    pub(super) send_qpn: Qpn,
+    pub(super) recv_qpn: Qpn,
+    pub(super) xrc: bool,
+    /// Takes its receives from this shared receive queue.
+    pub(super) srq: Option<usize>,
+    pub(super) reg: Reg,
+    pub(super) keys: Vec<Key>,
+    /// Destroyed, or lost with its host: it completes nothing.
+    pub(super) gone: bool,
+    /// Asynchronous events that came.
+    pub(super) errors: u32,
+    pub(super) last_wqe: u32,
+    pub(super) established: u32,
+}
+
+impl End {
+    pub(super) fn has(&self, qpn: Qpn) -> bool {
+        !self.gone && (self.send_qpn == qpn || self.recv_qpn == qpn)
+    }
+}
+
+/// What a host's users share in the engine.
+#[derive(Debug)]
+pub(super) struct Objects {
+    pub(super) pd: Pd,
+    pub(super) xrcd: Xrcd,
+    /// Polled at each completion.
+    pub(super) cq: Cqn,
+    /// Armed for solicited events, and polled now and then.
+    pub(super) lazy_cq: Cqn,
+    /// For words and shared receive queues.
+    pub(super) common: Reg,
+    pub(super) shared: Vec<Shared>,
+}
+
+pub(super) struct Side {
+    pub(super) objects: Objects,
+    pub(super) memory: Arc<SimMemory>,
+    pub(super) model: Vec<u8>,
+    pub(super) space: Space,
+    /// Bytes of each region.
+    pub(super) length: u64,
+    pub(super) words: Words,
+    /// Bytes that failed operations may or may not have changed.
+    pub(super) unknown: Vec<Piece>,
+    pub(super) ends: Vec<End>,
+    /// Doors of regions that ended.
+    pub(super) shut: Vec<Arc<Door>>,
+    pub(super) lazy_poll_planned: bool,
+}
+
+/// How the memory of a host is divided.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Layout {
+    /// Bytes for operations.
+    pub(super) room: u64,
+    /// Bytes for the receives of each shared receive queue.
+    pub(super) shared_room: u64,
+    /// Flows, whose words for ATOMIC WRITE follow those for atomics.
+    pub(super) flows: usize,
+}
+
+/// Shared receive queues of a host: the first for RC, the others for XRC.
+pub(super) const SHARED: u64 = 3;
+
+impl Layout {
+    fn words_at(self) -> u64 {
+        GUARD + self.room + SHARED * self.shared_room
+    }
+
+    fn length(self) -> u64 {
+        self.words_at() - GUARD + Words::bytes(self.flows)
+    }
+}
+
+impl Side {
+    pub(super) fn new(world: &mut World, host: usize, dice: &mut Dice, layout: Layout) -> Side {
+        let length = layout.length();
+        let mut model = vec![0; (length + 2 * GUARD) as usize];
+        dice.fill(&mut model);
+        let words = Words::new(dice, layout.words_at(), &model);
+        let memory = Arc::new(SimMemory::new(model.clone(), dice.below(2) == 0));
+        let objects = Objects::new(world, host, dice, &memory, layout);
+        Side {
+            objects,
+            memory,
+            model,
+            space: Space::new(GUARD..GUARD + layout.room),
+            length,
+            words,
+            unknown: Vec::new(),
+            ends: Vec::new(),
+            shut: Vec::new(),
+            lazy_poll_planned: false,
+        }
+    }
+
+    /// Makes an end in Reset; a plain one has receives of its own.
+    pub(super) fn add_end(
+        &mut self,
+        world: &mut World,
+        host: usize,
+        dice: &mut Dice,
+        kind: Service,
+        plain: bool,
+    ) {
+        let rnic = &mut world.hosts[host].rnic;
+        let objects = &self.objects;
+        let pd = objects.pd;
+        let iova = dice.below(1 << 47) + (1 << 20);
+        let reg = Reg::new(rnic, pd, &self.memory, self.length, iova);
+        let srq = (kind == Service::Rc && !plain && dice.one_in(3)).then_some(0);
+        let recv_cq = if dice.one_in(3) {
+            objects.lazy_cq
+        } else {
+            objects.cq
+        };
+        let init = QpInit {
+            max_send_wr: 64,
+            max_recv_wr: 4096,
+            recv_cq,
+            srq: srq.map(|srq: usize| objects.shared[srq].srqn),
+            ..QpInit::new(pd, objects.cq)
+        };
+        let mut create = |init| rnic.create_qp(init).expect("there are QPNs");
+        let (send_qpn, recv_qpn) = match kind {
+            Service::Rc => {
+                let qpn = create(init);
+                (qpn, qpn)
+            }
+            Service::Xrc => {
+                let send = QpInit {
+                    qp_type: QpType::XrcSend,
+                    ..init
+                };
+                let recv = QpInit {
+                    qp_type: QpType::XrcRecv,
+                    xrcd: Some(objects.xrcd),
+                    ..init
+                };
+                (create(send), create(recv))
+            }
+        };
+        let keys = Key::some(rnic, pd, dice, kind);
+        self.ends.push(End {
+            send_qpn,
+            recv_qpn,
+            xrc: kind == Service::Xrc,
+            srq,
+            reg,
+            keys,
+            gone: false,
+            errors: 0,
+            last_wqe: 0,
+            established: 0,
+        });
+    }
+
+    pub(super) fn end_of(&self, qpn: Qpn) -> Option<usize> {
+        self.ends.iter().rposition(|end| end.has(qpn))
+    }
+
+    /// Writes `data` into the pieces, as far as it goes.
+    pub(super) fn write_model(&mut self, pieces: &[Piece], mut data: &[u8]) {
+        for piece in pieces {
+            let n = (piece.len as usize).min(data.len());
+            let at = piece.at as usize;
+            self.model[at..at + n].copy_from_slice(&data[..n]);
+            data = &data[n..];
+        }
+    }
+
+    /// Writes `data` as the application would.
+    pub(super) fn write_both(&mut self, pieces: &[Piece], mut data: &[u8]) {
+        self.write_model(pieces, data);
+        let mut image = self.memory.lock();
+        for piece in pieces {
+            let n = piece.len as usize;
+            let at = piece.at as usize;
+            image.bytes[at..at + n].copy_from_slice(&data[..n]);
+            data = &data[n..];
+        }
+    }
+
+    /// Takes what is there for right, and gives it.
+    pub(super) fn accept(&mut self, pieces: &[Piece]) -> Vec<u8> {
+        let image = self.memory.lock();
+        let mut all = Vec::new();
+        for piece in pieces {
+            let range = piece.at as usize..(piece.at + piece.len) as usize;
+            self.model[range.clone()].copy_from_slice(&image.bytes[range.clone()]);
+            all.extend_from_slice(&image.bytes[range]);
+        }
+        all
+    }
+
+    pub(super) fn check(&self, pieces: &[Piece], what: &str) -> Checked {
+        let image = self.memory.lock();
+        for piece in pieces {
+            let range = piece.at as usize..(piece.at + piece.len) as usize;
+            if image.bytes[range.clone()] != self.model[range] {
+                return Err(format!("{what}: {} bytes at {} are wrong", piece.len, piece.at));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn give(&mut self, pieces: &[Piece]) {
+        for piece in pieces {
+            self.space.give(piece.at, piece.len);
+        }
+    }
+
+    /// All of memory is as the model has it, but for what is unknown, and nothing came through a door after it was shut.
+    pub(super) fn compare_all(&mut self) -> Checked {
+        let words = self.words.check(&self.memory.lock().bytes);
+        words?;
+        let mut unknown = std::mem::take(&mut self.unknown);
+        unknown.push(self.words.of_atomics());
+        self.accept(&unknown);
+        let image = self.memory.lock();
+        if image.promises_broken > 0 {
+            return Err("an ATOMIC WRITE took effect before the FLUSH in front of it".to_owned());
+        }
+        let trespasses: u64 = (self.shut.iter())
+            .map(|door| door.trespasses.load(Ordering::Relaxed))
+            .sum();
+        if trespasses > 0 {
+            return Err(format!("{trespasses} accesses through a region that ended"));
+        }
+        if image.bytes == self.model {
+            return Ok(());
+        }
+        let at = image.bytes.iter().zip(&self.model).position(|(a, b)| a != b);
+        Err(format!("memory differs from the model first at {at:?}"))
+    }
+}
+
+/// What an end is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Service {
+    Rc,
+    Xrc,
+}
+
+impl Objects {
+    pub(super) fn new(
+        world: &mut World,
+        host: usize,
+        dice: &mut Dice,
+        memory: &Arc<SimMemory>,
+        layout: Layout,
+    ) -> Objects {
+        let rnic = &mut world.hosts[host].rnic;
+        let pd = rnic.alloc_pd();
+        let xrcd = rnic.alloc_xrcd();
+        let (cq, lazy_cq) = (rnic.create_cq(1 << 16), rnic.create_cq(1 << 16));
+        rnic.arm_cq(cq, Arm::Next);
+        rnic.arm_cq(lazy_cq, Arm::Solicited);
+        let iova = (dice.below(1 << 47) + (1 << 20)) & !7;
+        let common = Reg::new(rnic, pd, memory, layout.length(), iova);
+        let shared = (0..SHARED).map(|n| {
+            let completions = if dice.one_in(2) { cq } else { lazy_cq };
+            let depth = dice.between(2, 24) as u32;
+            let init = SrqInit {
+                pd,
+                max_wr: depth,
+                xrc: (n > 0).then_some((xrcd, completions)),
+            };
+            let srqn = rnic.create_srq(init).expect("its PD and CQ are there");
+            let begin = GUARD + layout.room + n * layout.shared_room;
+            Shared::new(srqn, depth, begin..begin + layout.shared_room, dice)
+        });
+        let shared = shared.collect();
+        Objects {
+            pd,
+            xrcd,
+            cq,
+            lazy_cq,
+            common,
+            shared,
+        }
+    }
+}
