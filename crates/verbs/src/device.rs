@@ -12,11 +12,12 @@ use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, ModifyError, Pd, PostError, QpAttributes, QpInfo, QpInit, QpState,
     QpType, Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
 };
+use rdmux_wire::roce::PathMtu;
 
 use crate::cm::deadline_after;
 use crate::event::AsyncEvent;
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft::engine::{Engine, Waker};
+use crate::soft::engine::{self, Engine, Waker};
 pub use crate::soft::engine::{OpenError, Options, Waiting};
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
@@ -103,6 +104,11 @@ impl Device {
     /// Datagram trains that the system refused to send; the protocol took them for lost.
     pub fn send_errors(&self) -> u64 {
         self.engine().lock().send_errors
+    }
+
+    /// The path MTU towards a peer: the largest that the interface's MTU carries.
+    pub fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
+        engine::path_mtu_to(self.address, peer)
     }
 
     /// The UDP source port of packets to a queue pair of a peer, for programs that bring theirs up themselves ([`Path::src_port`]).
