@@ -90,3 +90,57 @@ capture_end() {
   finish tcpdump
   grep -q '^0 packets dropped' /run/tcpdump.log || { echo "the capture has gaps"; return 1; }
 }
+
+# The scenarios that rdmux has too: those for any link, and those for one that loses nothing.
+common="send solicited not-ready write read atomics atomic-write flush window-1 window-2 send-invalidate srq refusals
+  wrong-invalidate uc-many ud-many cm-connect cm-reject"
+whole="uc ud"
+
+# Runs scenarios between rdmux, at 10.9.0.2 and fd09::2, and rxe: the first address answers, the second asks.
+#   scenarios PORT ANSWERER ASKER [-l] [NAME...]
+scenarios() {
+  local port=$1 answerer=$2 asker=$3
+  shift 3
+  start answerer listening $(peer_at $answerer) answer $answerer $port
+  $(peer_at $asker) ask $answerer $port $asker "$@"
+  finish answerer
+}
+peer_at() {
+  case $1 in
+    *2) echo in_n2 rdmux lab-peer ;;
+    *) echo lab-peer ;;
+  esac
+}
+
+# Loses a share of the RoCEv2 packets over IPv4 in both directions, behind the point where tcpdump looks: what arrives at v1 and
+# at v2 passes through a queue that drops at random, by seed. v2 splits its trains first, so that packets are lost and not trains.
+#   lose PERCENT SEED     lost: says how many     lose_nothing: ends it
+lose() {
+  modprobe -a ifb sch_netem sch_ingress cls_flower act_mirred
+  ip -n n2 link set v2 gso_max_segs 1
+  lose_at 1 v1 "$1" "$2"
+  in_n2 bash -c "$(declare -f lose_at); lose_at 2 v2 $1 $(($2 + 1))"
+}
+lose_at() {
+  ip link add "ifb$1" type ifb
+  ip link set "ifb$1" up
+  tc qdisc add dev "ifb$1" root netem loss "$3%" seed "$4" limit 100000
+  tc qdisc add dev "$2" ingress
+  tc filter add dev "$2" ingress protocol ip flower ip_proto udp dst_port 4791 action mirred egress redirect dev "ifb$1"
+}
+# Prints how many packets each direction lost, which must be some.
+lost() {
+  local from
+  for from in 'ifb1' '-n n2 ifb2'; do
+    set -- $from
+    tc ${3:+$1 $2} -s qdisc show dev "${3:-$1}" | grep -o 'dropped [0-9]*' | tee /run/lost
+    ! grep -q 'dropped 0' /run/lost
+  done
+}
+lose_nothing() {
+  ip link del ifb1
+  ip -n n2 link del ifb2
+  tc qdisc del dev v1 ingress
+  tc -n n2 qdisc del dev v2 ingress
+  ip -n n2 link set v2 gso_max_segs 65535
+}

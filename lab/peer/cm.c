@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <rdma/rdma_cma.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -155,10 +156,27 @@ static void cm_connect(struct side *s) {
   end_call(&c);
 }
 
+// Rejects what comes until the asker is done: a request whose REJ got lost comes again, and to the kernel is a new one.
+static void reject_requests(struct call *c) {
+  unsigned char data[REJ_DATA];
+  struct pollfd fds[2] = {{.fd = c->events->fd, .events = POLLIN}, {.fd = c->side->control, .events = POLLIN}};
+  put_pattern(data, 300, REJ_DATA);
+  for (;;) {
+    if (poll(fds, 2, -1) < 0) die("poll");
+    if (!fds[0].revents) return;
+    struct rdma_cm_event *event = await_event(c, RDMA_CM_EVENT_CONNECT_REQUEST, 0);
+    expect_data(event, 0, 100, REQ_DATA);
+    struct rdma_cm_id *id = event->id;
+    rdma_ack_cm_event(event);
+    if (rdma_reject(id, data, REJ_DATA)) die("rdma_reject");
+    rdma_destroy_id(id);
+  }
+}
+
 // A request that the answerer's program rejects, and one for a port where nobody listens.
 static void cm_reject(struct side *s) {
   struct call c = make_call(s, RDMA_PS_TCP);
-  unsigned char data[REJ_DATA];
+  unsigned char data[REQ_DATA];
   barrier(s);
   if (s->asks) {
     for (int i = 0; i < 2; i++) {
@@ -172,13 +190,7 @@ static void cm_reject(struct side *s) {
       free_qp(&c);
     }
   } else {
-    struct rdma_cm_event *event = await_event(&c, RDMA_CM_EVENT_CONNECT_REQUEST, 0);
-    expect_data(event, 0, 100, REQ_DATA);
-    c.id = event->id;
-    rdma_ack_cm_event(event);
-    put_pattern(data, 300, REJ_DATA);
-    if (rdma_reject(c.id, data, REJ_DATA)) die("rdma_reject");
-    rdma_destroy_id(c.id);
+    reject_requests(&c);
   }
   barrier(s);
   end_call(&c);

@@ -1,59 +1,26 @@
-//! `rdmux lab-peer`: the peer of lab/peer, whose sources describe the protocols.
+//! The peer of lab/peer/transfer.c.
 
-use std::io::Write;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Listener, Memory,
     MemoryRegion, Operation, Placement, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
     Selectivity, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 
+use super::{WAIT, pattern, say};
+
 /// FNV-1a 64, length 4, number of data bytes 4.
 const MESSAGE_HEADER: usize = 16;
 const MESSAGE_DATA: usize = 6000;
 const MESSAGE: usize = MESSAGE_HEADER + MESSAGE_DATA;
-/// Longest wait for the peer.
-const WAIT: Duration = Duration::from_secs(20);
 /// Bytes of memory on each side of the connections of "refused".
 const REFUSED_BYTES: u32 = 8192;
 
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {
-    role: Role,
-    /// Of the server.
-    address: IpAddr,
-    /// Port of the RDMA CM's port space TCP.
-    port: u16,
-    /// Length of the own memory.
-    #[arg(default_value_t = 1 << 20)]
-    bytes: u32,
-    /// Clients to serve, one after another.
-    #[arg(default_value_t = 1)]
-    connections: u32,
-}
-
-#[derive(clap::ValueEnum, Clone, Copy, Debug)]
-enum Role {
-    Server,
-    Client,
-    Refused,
-}
-
-pub(crate) fn run(args: &Args) -> Result<()> {
-    let peer = SocketAddr::new(args.address, args.port);
-    match args.role {
-        Role::Server => server(peer, args.bytes, args.connections),
-        Role::Client => client(&Device::open(super::perf::route_to(peer)?)?, peer, args.bytes),
-        Role::Refused => refused(&Device::open(super::perf::route_to(peer)?)?, peer),
-    }
-}
-
-fn server(address: SocketAddr, bytes: u32, connections: u32) -> Result<()> {
+pub(super) fn server(address: SocketAddr, bytes: u32, connections: u32) -> Result<()> {
     let device = Device::open(address.ip())?;
     let listener = device.listen(address.port())?;
     say("listening")?;
@@ -85,7 +52,11 @@ fn accept_one(listener: &Listener, bytes: u32) -> Result<(End, Connection)> {
     Ok((end, connection))
 }
 
-fn client(device: &Device, peer: SocketAddr, bytes: u32) -> Result<()> {
+pub(super) fn client(peer: SocketAddr, bytes: u32) -> Result<()> {
+    client_on(&Device::open(crate::cmd::perf::route_to(peer)?)?, peer, bytes)
+}
+
+fn client_on(device: &Device, peer: SocketAddr, bytes: u32) -> Result<()> {
     let (end, connection, there) = connect_to(device, peer, bytes)?;
     let length = there.length.min(bytes);
     for cut in [0..1, 1..4097, 4097..length] {
@@ -102,7 +73,11 @@ fn client(device: &Device, peer: SocketAddr, bytes: u32) -> Result<()> {
     say(&format!("ok CLIENT {length}"))
 }
 
-fn refused(device: &Device, peer: SocketAddr) -> Result<()> {
+pub(super) fn refused(peer: SocketAddr) -> Result<()> {
+    refused_on(&Device::open(crate::cmd::perf::route_to(peer)?)?, peer)
+}
+
+fn refused_on(device: &Device, peer: SocketAddr) -> Result<()> {
     for i in 0..6 {
         let (end, connection, there) = connect_to(device, peer, REFUSED_BYTES)?;
         let past = there.va + u64::from(there.length) - 63;
@@ -339,11 +314,6 @@ fn region(pd: &ProtectionDomain, bytes: u32, access: Access) -> Result<(Arc<Anon
     Ok((memory, mr))
 }
 
-/// The byte at offset `i`.
-fn pattern(i: u32) -> u8 {
-    (i.wrapping_add(1).wrapping_mul(2_654_435_761) >> 24) as u8
-}
-
 fn fnv1a_of_pattern(length: u32) -> u64 {
     (0..length).fold(0xcbf2_9ce4_8422_2325, |hash: u64, i| {
         (hash ^ u64::from(pattern(i))).wrapping_mul(0x0100_0000_01b3)
@@ -353,21 +323,13 @@ fn fnv1a_of_pattern(length: u32) -> u64 {
 fn expect_pattern(what: &str, memory: &dyn Memory, from: u64, length: u32) -> Result<()> {
     let mut bytes = vec![0; length as usize];
     memory.read(from, &mut bytes)?;
-    match bytes.iter().zip(0..).find(|(byte, i)| **byte != pattern(*i)) {
-        Some((byte, i)) => bail!("{what}: byte {i} is {byte:#04x}, not {:#04x}", pattern(i)),
-        None => Ok(()),
-    }
-}
-
-/// The tests wait for these lines.
-fn say(line: &str) -> Result<()> {
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}")?;
-    Ok(out.flush()?)
+    super::expect_pattern(what, &bytes, 0)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use super::*;
 
     #[test]
@@ -398,9 +360,9 @@ mod tests {
                 let own = Device::open(address).unwrap();
                 let peer = SocketAddr::new(address, port);
                 if connections == 1 {
-                    client(&own, peer, bytes).unwrap()
+                    client_on(&own, peer, bytes).unwrap()
                 } else {
-                    refused(&own, peer).unwrap()
+                    refused_on(&own, peer).unwrap()
                 }
                 serving.join().unwrap();
             });

@@ -1,0 +1,204 @@
+//! `rdmux lab-peer`: the peer of lab/peer, whose sources describe the protocols.
+
+mod cm;
+mod side;
+mod transfer;
+mod verbs;
+
+use std::fmt::{Debug, LowerHex};
+use std::io::Write;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use rdmux_verbs::{Status, WorkCompletion};
+
+use side::Side;
+
+/// Longest wait for the peer.
+const WAIT: Duration = Duration::from_secs(20);
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    role: Role,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Role {
+    /// Serves memory to clients, one after another.
+    Server {
+        address: IpAddr,
+        port: u16,
+        #[arg(default_value_t = 1 << 20)]
+        bytes: u32,
+        #[arg(default_value_t = 1)]
+        connections: u32,
+    },
+    /// Connects and transfers.
+    Client {
+        address: IpAddr,
+        port: u16,
+        #[arg(default_value_t = 1 << 20)]
+        bytes: u32,
+    },
+    /// Connects and makes requests that must fail.
+    Refused { address: IpAddr, port: u16 },
+    /// The side of scenarios that is asked.
+    Answer { address: IpAddr, port: u16 },
+    /// The side of scenarios that asks, from an address of its own.
+    Ask {
+        address: IpAddr,
+        port: u16,
+        own: IpAddr,
+        /// The link loses datagrams.
+        #[arg(short)]
+        lossy: bool,
+        /// None: all.
+        names: Vec<String>,
+    },
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    match &args.role {
+        Role::Server {
+            address,
+            port,
+            bytes,
+            connections,
+        } => transfer::server(SocketAddr::new(*address, *port), *bytes, *connections),
+        Role::Client { address, port, bytes } => transfer::client(SocketAddr::new(*address, *port), *bytes),
+        Role::Refused { address, port } => transfer::refused(SocketAddr::new(*address, *port)),
+        Role::Answer { address, port } => answer(SocketAddr::new(*address, *port)),
+        Role::Ask {
+            address,
+            port,
+            own,
+            lossy,
+            names,
+        } => ask(SocketAddr::new(*address, *port), *own, *lossy, names),
+    }
+}
+
+type Scenario = (&'static str, fn(&Side) -> Result<()>);
+
+fn answer(address: SocketAddr) -> Result<()> {
+    let listener = TcpListener::bind(address)?;
+    say("listening")?;
+    answer_on(&listener)
+}
+
+fn answer_on(listener: &TcpListener) -> Result<()> {
+    let (side, mut names) = Side::answer(listener)?;
+    while let Some(name) = names.next()? {
+        run_scenario(&side, &name)?;
+    }
+    Ok(())
+}
+
+fn ask(address: SocketAddr, own: IpAddr, lossy: bool, names: &[String]) -> Result<()> {
+    let side = Side::ask(address, own, lossy)?;
+    let all = verbs::SCENARIOS.iter().chain(cm::SCENARIOS);
+    let named = names.iter().map(String::as_str);
+    let names: Vec<&str> = match names {
+        [] => all.map(|(name, _)| *name).collect(),
+        _ => named.collect(),
+    };
+    for name in names {
+        side.ask_for(name)?;
+        run_scenario(&side, name)?;
+    }
+    Ok(())
+}
+
+fn run_scenario(side: &Side, name: &str) -> Result<()> {
+    let mut all = verbs::SCENARIOS.iter().chain(cm::SCENARIOS);
+    let Some((_, run)) = all.find(|(n, _)| *n == name) else {
+        bail!("no scenario {name}");
+    };
+    side.clear()?;
+    run(side)?;
+    side.barrier()?;
+    say(&format!("ok {name}"))
+}
+
+/// The byte at offset `i`.
+fn pattern(i: u32) -> u8 {
+    (i.wrapping_add(1).wrapping_mul(2_654_435_761) >> 24) as u8
+}
+
+fn pattern_bytes(from: u32, length: u32) -> Vec<u8> {
+    (from..from + length).map(pattern).collect()
+}
+
+fn expect_pattern(what: &str, bytes: &[u8], from: u32) -> Result<()> {
+    match bytes.iter().zip(from..).find(|(byte, i)| **byte != pattern(*i)) {
+        Some((byte, i)) => bail!(
+            "{what}: byte {} is {byte:#04x}, not {:#04x}",
+            i - from,
+            pattern(i)
+        ),
+        None => Ok(()),
+    }
+}
+
+fn expect<T: PartialEq + Debug + LowerHex>(what: &str, value: T, wanted: T) -> Result<()> {
+    ensure!(value == wanted, "{what} is {value:#x}, not {wanted:#x}");
+    Ok(())
+}
+
+fn expect_status(what: &str, wc: &WorkCompletion, wanted: Status) -> Result<()> {
+    ensure!(wc.status == wanted, "{what}: \"{}\", not \"{wanted}\"", wc.status);
+    Ok(())
+}
+
+/// The tests wait for these lines.
+fn say(line: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scenarios__pass_against_ourselves() {
+        let names = [
+            "send",
+            "solicited",
+            "not-ready",
+            "write",
+            "read",
+            "atomics",
+            "atomic-write",
+            "flush",
+            "window-1",
+            "window-2",
+            "send-invalidate",
+            "srq",
+            "refusals",
+            "uc",
+            "uc-many",
+            "ud",
+            "ud-many",
+            "cm-connect",
+            "cm-reject",
+        ];
+        let listener = TcpListener::bind("127.0.0.94:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::scope(|scope| {
+            let answering = scope.spawn(|| answer_on(&listener));
+            let asked = ask(
+                address,
+                "127.0.0.95".parse().unwrap(),
+                false,
+                &names.map(String::from),
+            );
+            let answered = answering.join().unwrap();
+            asked.unwrap();
+            answered.unwrap();
+        });
+    }
+}
