@@ -1,4 +1,4 @@
-//! A token bucket that holds one burst, kept as the time at which the next burst may begin.
+//! A token bucket that holds one train, kept as the time at which the next burst may begin.
 
 use crate::sched::TURN_BYTES;
 use crate::time::Time;
@@ -26,13 +26,13 @@ impl Pacer {
         (self.next > now).then_some(self.next)
     }
 
-    /// `bytes` went out. Who comes late may catch up by one burst, and no more.
-    pub(crate) fn charge(&mut self, now: Time, bytes: u64, rate_bps: u64, burst_bytes: u32) {
+    /// `bytes` went out. Who comes late may catch up by one train, and no more.
+    pub(crate) fn charge(&mut self, now: Time, bytes: u64, rate_bps: u64) {
         let ns = |bytes: u64| {
             let ns = u128::from(bytes) * 8_000_000_000 / u128::from(rate_bps.max(1));
             u64::try_from(ns).unwrap_or(u64::MAX)
         };
-        let earliest = Time(now.0.saturating_sub(ns(burst_bytes.into())));
+        let earliest = Time(now.0.saturating_sub(ns(TURN_BYTES.into())));
         self.next = self.next.max(earliest) + ns(bytes);
     }
 }
@@ -58,7 +58,7 @@ mod tests {
                     // The last packet goes over.
                     let bytes = u64::from(burst) + n % 500;
                     sent += bytes;
-                    pacer.charge(now, bytes, rate_bps, burst);
+                    pacer.charge(now, bytes, rate_bps);
                 }
             }
         }
@@ -68,7 +68,8 @@ mod tests {
     #[test]
     fn charge__holds_the_rate() {
         for rate in [10_000_000, RATE, 25_000_000_000] {
-            let bytes = sent(1_000_000_000, rate, |_| 0) as f64;
+            // At first there is credit for a train.
+            let bytes = (sent(1_000_000_000, rate, |_| 0) - u64::from(TURN_BYTES)) as f64;
             let expected = rate as f64 / 8.0;
             assert!(
                 (bytes / expected - 1.0).abs() < 0.01,
@@ -78,13 +79,12 @@ mod tests {
     }
 
     #[test]
-    fn charge__a_late_timer_is_made_up_for_by_one_burst() {
-        let bytes = sent(1_000_000_000, RATE, |_| 30_000) as f64;
+    fn charge__a_late_timer_is_made_up_for_by_one_train() {
+        let bytes = sent(1_000_000_000, RATE, |_| 300_000) as f64;
         assert!((bytes / (RATE as f64 / 8.0) - 1.0).abs() < 0.01, "{bytes}");
-        // Always a millisecond late: two bursts each time, the one that is due and the one saved up.
-        let bytes = sent(1_000_000_000, RATE, |_| 1_000_000) as f64;
-        let burst = f64::from(burst_bytes(RATE, 1024));
-        assert!(bytes <= 1000.0 * 2.2 * burst, "{bytes}");
+        // Always 10 ms late: the burst that is due, and the train saved up.
+        let bytes = sent(1_000_000_000, RATE, |_| 10_000_000) as f64;
+        assert!(bytes <= 101.0 * (f64::from(TURN_BYTES) + 20_000.0), "{bytes}");
     }
 
     #[test]

@@ -673,7 +673,7 @@ impl Qp {
         if !held && !self.head.rate.is_free() {
             let sent = (buf.bytes().len() - before) as u64;
             let with = self.head.congestion(env.traffic);
-            self.head.rate.charge(env.now, sent, with, self.head.mtu);
+            self.head.rate.charge(env.now, sent, with);
             self.head.look_at_rate(env);
         }
     }

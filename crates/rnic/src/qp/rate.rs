@@ -65,13 +65,12 @@ impl Rate {
     }
 
     /// `bytes` went out.
-    pub(crate) fn charge(&mut self, now: Time, bytes: u64, with: Option<&Parameters>, packet_bytes: u32) {
+    pub(crate) fn charge(&mut self, now: Time, bytes: u64, with: Option<&Parameters>) {
         if let Some(with) = with {
             self.reaction.handle_sent(now, bytes, with);
         }
         if let Some(rate_bps) = self.bps(now, with) {
-            let burst = burst_bytes(rate_bps, packet_bytes);
-            self.pacer.charge(now, bytes, rate_bps, burst);
+            self.pacer.charge(now, bytes, rate_bps);
         }
     }
 

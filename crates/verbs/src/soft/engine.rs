@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
@@ -22,7 +23,7 @@ use rdmux_rnic::{
 };
 use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
-use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 
 use crate::event::{AsyncEvent, AsyncEvents};
 
@@ -39,6 +40,8 @@ const RECEIVES_PER_TURN: usize = 8;
 const TRANSMIT_BYTES: usize = 256 << 10;
 /// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
 const SOCKET_FULL_NS: u64 = 2_000_000;
+/// Sleeps shorter than this end when they should, not at the next millisecond.
+const PRECISE_NS: u64 = 10_000_000;
 /// How long an idle flusher thread waits for more.
 const FLUSHER_IDLE: Duration = Duration::from_secs(5);
 
@@ -111,7 +114,6 @@ impl Waker {
 
     /// Sleeps until woken or the time is over; false when it is over.
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let timeout = timeout.map(|t| Timespec {
             tv_sec: t.as_secs().min(i64::MAX as u64 / 2) as i64,
             tv_nsec: t.subsec_nanos().into(),
@@ -410,6 +412,8 @@ impl Engine {
 
     /// The engine's thread.
     fn run(self: Arc<Engine>, epoll: &Epoll) {
+        // Pacing needs timers that fire on time; what cannot be had is done without.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
         while !self.stop.load(Ordering::Acquire) {
             let now = self.now();
             if self.waiting == Waiting::Blocked && self.is_polled(now) {
@@ -830,10 +834,19 @@ impl Epoll {
         } else {
             timeout_ns
         };
-        let timeout = timeout_ns.map(|ns| rustix::event::Timespec {
+        let timeout = timeout_ns.map(|ns| Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as _,
         });
+        // epoll counts in milliseconds, a paced queue pair in microseconds.
+        let timeout = match timeout {
+            Some(precise) if timeout_ns < Some(PRECISE_NS) => {
+                let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
+                let _ = poll(&mut fds, Some(&precise));
+                Some(Timespec::default())
+            }
+            other => other,
+        };
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
