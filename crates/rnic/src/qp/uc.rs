@@ -65,9 +65,9 @@ impl UcReceiver {
         }
         match self.execute(env, head, packet) {
             Ok(_) => None,
-            // Of the receive's own making: class A of 9.9.3.
+            // Of the receive's own making. 9.9.3.
             Err(Refusal::Receive(status)) => Some(status),
-            // Of the peer's making, who is not told: classes D and D1.
+            // Of the peer's making, who is not told.
             Err(refusal) => {
                 match refusal {
                     Refusal::NotReady => env.counters.resources_dropped += 1,

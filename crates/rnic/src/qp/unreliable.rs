@@ -55,6 +55,14 @@ impl Sender {
         head: &Head,
         request: SendRequest,
     ) -> Result<(), PostError> {
+        // What is no request of this transport service is none in any state.
+        if !takes(head.init.qp_type, &request.operation) || !is_addressed(head.init.qp_type, &request.to) {
+            return Err(PostError::Invalid);
+        }
+        let bytes = request.check()?;
+        if head.init.qp_type == QpType::Ud && bytes > head.mtu {
+            return Err(PostError::TooLong);
+        }
         match head.state {
             QpState::Rts | QpState::Sqd => {}
             QpState::Error | QpState::Sqe => {
@@ -65,13 +73,6 @@ impl Sender {
         }
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
-        }
-        if !takes(head.init.qp_type, &request.operation) || !is_addressed(head.init.qp_type, &request.to) {
-            return Err(PostError::Invalid);
-        }
-        let bytes = request.check()?;
-        if head.init.qp_type == QpType::Ud && bytes > head.mtu {
-            return Err(PostError::TooLong);
         }
         let packets = if request.operation.is_local() {
             0

@@ -14,4 +14,5 @@ mod table;
 mod traffic;
 mod uc;
 mod ud;
+mod unreliable_table;
 mod util;

@@ -438,7 +438,7 @@ fn sent_name(packet: &Packet<'_>) -> String {
     }
 }
 
-fn completion_name(wc: &WorkCompletion) -> String {
+pub(super) fn completion_name(wc: &WorkCompletion) -> String {
     match wc.status {
         Status::Success => format!("{:?}", wc.opcode),
         status => format!("{:?}!{}", wc.opcode, status_name(status)),
@@ -449,6 +449,7 @@ fn status_name(status: Status) -> &'static str {
     match status {
         Status::Flushed => "Flush",
         Status::LocalLength => "Length",
+        Status::LocalProtection => "Protection",
         Status::RemoteInvalidRequest => "InvReq",
         Status::RemoteAccess => "Access",
         Status::RemoteOperation => "Op",
@@ -460,7 +461,7 @@ fn status_name(status: Status) -> &'static str {
 }
 
 /// The name of an asynchronous event.
-fn event_name(event: &Event) -> Option<String> {
+pub(super) fn event_name(event: &Event) -> Option<String> {
     match event {
         Event::QpError(_, status, Cause::PeerRequest) => Some(format!("QP:{}", status_name(*status))),
         // The completion says it.
