@@ -198,7 +198,11 @@ struct Pushing {
 
 impl Pushing {
     fn start(place: &Place, file: &str, url: &str) -> Pushing {
-        let args = [
+        Pushing::start_with(place, file, url, &[])
+    }
+
+    fn start_with(place: &Place, file: &str, url: &str, more: &[&str]) -> Pushing {
+        let mut args = vec![
             "push",
             file,
             url,
@@ -210,6 +214,7 @@ impl Pushing {
             "--ack-log",
             "/dev/stdout",
         ];
+        args.extend(more);
         let mut child = place.rdmux(&args).spawn().unwrap();
         let acks = BufReader::new(child.stdout.take().unwrap()).lines();
         Pushing {
@@ -660,14 +665,35 @@ fn serve__dead_client_ends_within_the_keep_alive_time() {
     let spec = file_spec(&place, "d", ",size=64M");
     let serve = Serve::start(&place, "127.0.10.17", &["--file", &spec, "--keepalive", "2"]);
     let mut living = serve.client(&place);
-    let mut pushing = Pushing::start(&place, &source, &serve.url("d"));
+    // An address of its own: nobody is there to disconnect in its place.
+    let from = ["--from", "127.0.10.117"];
+    let mut pushing = Pushing::start_with(&place, &source, &serve.url("d"), &from);
     pushing.kill(1 << 20);
     let killed = Instant::now();
-    let (ended, line) = serve.logged("dead");
-    assert!(line.contains("its mapping ended too"), "{line}");
+    let (ended, line) = serve.logged("ended");
+    assert!(
+        line.contains("is dead") && line.contains("its mapping ended too"),
+        "{line}"
+    );
     let took = ended.saturating_duration_since(killed);
     // Half a second more than promised, for a busy machine.
     assert!(took < Duration::from_millis(2500), "{took:?}");
+    living.stat(&Name::new("d").unwrap(), 0).unwrap();
+}
+
+#[test]
+fn serve__dead_client_ends_at_once_if_its_address_has_others() {
+    let place = Place::new();
+    let source = place.write("source", &pattern(64 << 20, 10));
+    let spec = file_spec(&place, "d", ",size=64M");
+    let serve = Serve::start(&place, "127.0.10.23", &["--file", &spec, "--keepalive", "1000"]);
+    // A client on the server's address, where the other comes from too.
+    let mut living = serve.client(&place);
+    let from = ["--from", "127.0.10.23"];
+    let mut pushing = Pushing::start_with(&place, &source, &serve.url("d"), &from);
+    pushing.kill(1 << 20);
+    let (_, line) = serve.logged("ended");
+    assert!(line.contains("disconnected without a goodbye"), "{line}");
     living.stat(&Name::new("d").unwrap(), 0).unwrap();
 }
 

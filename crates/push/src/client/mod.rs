@@ -616,8 +616,19 @@ impl Client {
 
     /// Says goodbye and ends the connection.
     pub fn close(mut self) {
-        let _ = self.send(&Message::Goodbye);
+        // The end of the connection would overtake a goodbye that has not arrived.
+        let _ = self.say_goodbye(Instant::now() + Duration::from_secs(1));
         self.connection.disconnect_and_wait(Duration::from_secs(1));
+    }
+
+    fn say_goodbye(&mut self, deadline: Instant) -> Result<(), Error> {
+        self.send(&Message::Goodbye)?;
+        while self.control_sends > 0
+            && let Some(wc) = self.poll(Some(deadline))?
+        {
+            self.handle(&wc)?;
+        }
+        Ok(())
     }
 
     /// Asks and waits for the answer.

@@ -807,7 +807,7 @@ fn why_ended(client: &Client, status: Status) -> EndReason {
     };
     match status {
         None if !client.session.is_ready() => EndReason::LeftHandshake,
-        None => EndReason::Goodbye,
+        None => EndReason::Disconnected,
         Some(Status::RetryExceeded) => EndReason::Dead,
         Some(Status::RemoteAccess) => EndReason::Failed("access outside of its mappings".into()),
         Some(other) => EndReason::Failed(other.to_string()),

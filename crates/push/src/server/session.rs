@@ -69,7 +69,7 @@ pub struct Map {
 /// Why a connection ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EndReason {
-    /// The client said goodbye, or disconnected.
+    /// The client said goodbye.
     Goodbye,
     /// The client left before it had shown that it has the key.
     LeftHandshake,
@@ -81,6 +81,8 @@ pub enum EndReason {
     Protocol(String),
     /// The handshake took too long.
     HandshakeTimeout,
+    /// The client disconnected without a goodbye, or those who share its address did when it died.
+    Disconnected,
     /// The client's NIC does not answer any more.
     Dead,
     /// The connection failed: an access outside of a mapping, or memory that failed.
@@ -100,6 +102,7 @@ impl std::fmt::Display for EndReason {
             EndReason::Version => f.write_str("no version in common"),
             EndReason::Protocol(why) => write!(f, "protocol error: {why}"),
             EndReason::HandshakeTimeout => f.write_str("handshake not finished in time"),
+            EndReason::Disconnected => f.write_str("client disconnected without a goodbye, or died"),
             EndReason::Dead => f.write_str("client is dead: no answer within the keep-alive time"),
             EndReason::Failed(why) => f.write_str(why),
             EndReason::TakenOver => f.write_str("another connection goes on with its upload"),

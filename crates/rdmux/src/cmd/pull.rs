@@ -104,7 +104,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let start = Instant::now();
     let crc = receive(&mut client, &mapping, &args, length, &mut file, &part_path, &bar);
     bar.finish_and_clear();
-    let crc = crc.context("nothing was kept")?;
+    let crc = match crc {
+        Ok(crc) => crc,
+        Err(error) => {
+            client.close();
+            return Err(error.context("nothing was kept"));
+        }
+    };
     file.sync_all().with_context(|| part_path.display().to_string())?;
     let elapsed = start.elapsed();
     let there = client.checksum(&args.source.region, offset, length)?;

@@ -219,6 +219,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
             upload.acknowledged, upload.length
         );
         let lost = matches!(error.downcast_ref(), Some(Error::Lost { .. }));
+        if !lost {
+            client.close();
+        }
         return if lost || interrupted() {
             Err(anyhow!(
                 "{error}; {state}: go on with the same command and --resume"
