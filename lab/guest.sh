@@ -94,7 +94,7 @@ capture_end() {
 # The scenarios that rdmux has too: those for any link, and those for one that loses nothing.
 common="send solicited not-ready write read atomics atomic-write flush window-1 window-2 send-invalidate srq refusals
   wrong-invalidate uc-many ud-many cm-connect cm-reject"
-whole="uc ud"
+whole="uc ud cm-datagram"
 
 # Runs scenarios between rdmux, at 10.9.0.2 and fd09::2, and rxe: the first address answers, the second asks.
 #   scenarios PORT ANSWERER ASKER [-l] [NAME...]

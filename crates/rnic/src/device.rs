@@ -118,6 +118,8 @@ pub struct QpInfo {
     pub path: Option<Path>,
     /// Path MTU in bytes.
     pub path_mtu: u32,
+    /// UD: the Q_Key that datagrams must show.
+    pub qkey: u32,
     /// Send requests posted and not complete.
     pub send_outstanding: usize,
     /// Receive requests posted and not used.
@@ -454,6 +456,7 @@ impl Rnic {
             dest_qpn: qp.head.dest_qpn,
             path: qp.head.path,
             path_mtu: qp.head.mtu,
+            qkey: qp.head.qkey,
             send_outstanding: qp.send_outstanding(),
             recv_posted: qp.recv_posted(),
         })

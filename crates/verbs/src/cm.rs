@@ -13,7 +13,7 @@ use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
-use crate::soft::engine::{CmSink, ConnectionEntry, Core, Waker, path_mtu_to};
+use crate::soft::engine::{CmSink, ConnectionEntry, Core, ListenerEntry, Waker, path_mtu_to};
 use crate::soft::group::GroupError;
 
 /// The window towards a peer that is not rdmux and so does not say what it can take.
@@ -127,21 +127,26 @@ pub enum ListenError {
 
 /// Events of one connection or listener, with someone to wake.
 #[derive(Debug)]
-struct Events {
+pub(crate) struct Events {
     receiver: Mutex<mpsc::Receiver<CmEvent>>,
     waker: Arc<Waker>,
 }
 
 impl Events {
-    fn new() -> io::Result<(CmSink, Events)> {
-        let (sink, receiver) = mpsc::channel();
-        Ok((
-            sink,
-            Events {
-                receiver: Mutex::new(receiver),
-                waker: Arc::new(Waker::new()?),
-            },
-        ))
+    pub(crate) fn new() -> io::Result<(CmSink, Events)> {
+        let (events, receiver) = mpsc::channel();
+        let waker = Arc::new(Waker::new()?);
+        let sink = CmSink {
+            events,
+            waker: waker.clone(),
+        };
+        let receiver = Mutex::new(receiver);
+        Ok((sink, Events { receiver, waker }))
+    }
+
+    /// Readable when there may be an event.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.waker.fd().as_fd()
     }
 
     fn poll(&self) -> Option<CmEvent> {
@@ -153,7 +158,7 @@ impl Events {
     }
 
     /// The next event; sleeps until there is one. `None`: the time is over. One thread waits at a time.
-    fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<CmEvent> {
+    pub(crate) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<CmEvent> {
         loop {
             if let Some(event) = self.poll() {
                 return Some(event);
@@ -175,18 +180,7 @@ pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
 impl Device {
     /// Listens on a port (RDMA_PS_TCP).
     pub fn listen(&self, port: u16) -> Result<Listener, ListenError> {
-        let service = ServiceId::tcp(port);
-        self.engine().register_service(service)?;
-        let (sink, events) = Events::new()?;
-        let mut core = self.engine().lock();
-        core.listeners.insert(service, (sink, events.waker.clone()));
-        core.rnic.cm().listen(service);
-        drop(core);
-        Ok(Listener {
-            device: self.clone(),
-            service,
-            events,
-        })
+        Ok(Listener(Service::offer(self, ServiceId::tcp(port), false)?))
     }
 
     /// Connects a queue pair that was just made to whoever listens on an address and port. Waits for the answer.
@@ -247,7 +241,6 @@ impl Device {
                     id,
                     ConnectionEntry {
                         sink,
-                        waker: events.waker.clone(),
                         qpn: Some(qp.qpn()),
                         record: None,
                     },
@@ -374,22 +367,59 @@ fn bring_up(
     Ok(())
 }
 
-/// A port that connections come in on.
+/// A service that a device offers, until it is dropped.
 #[derive(Debug)]
-pub struct Listener {
-    device: Device,
-    service: ServiceId,
+pub(crate) struct Service {
+    pub(crate) device: Device,
+    id: ServiceId,
     events: Events,
 }
+
+impl Service {
+    pub(crate) fn offer(device: &Device, id: ServiceId, datagrams: bool) -> Result<Service, ListenError> {
+        device.engine().register_service(id)?;
+        let (sink, events) = Events::new()?;
+        let mut core = device.engine().lock();
+        core.listeners.insert(id, ListenerEntry { sink, datagrams });
+        core.rnic.cm().listen(id);
+        drop(core);
+        let device = device.clone();
+        Ok(Service { device, id, events })
+    }
+
+    /// The next request. `None`: the time is over.
+    pub(crate) fn wait(&self, deadline: Option<Instant>) -> Option<CmEvent> {
+        self.events.wait(&self.device, deadline)
+    }
+
+    /// Readable when a request may have come.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.events.fd()
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.device.engine().with(|core, now| {
+            core.rnic.cm().unlisten(now, self.id);
+            core.listeners.remove(&self.id);
+        });
+        self.device.engine().unregister_service(self.id);
+    }
+}
+
+/// A port that connections come in on.
+#[derive(Debug)]
+pub struct Listener(Service);
 
 impl Listener {
     /// Waits for a request. `None`: the time is over.
     pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
         let deadline = deadline_after(timeout);
         loop {
-            match self.events.wait(&self.device, deadline)? {
+            match self.0.wait(deadline)? {
                 CmEvent::Request { id, remote, .. } if remote.transport != Transport::Rc => {
-                    self.device.engine().with(|core, now| {
+                    self.0.device.engine().with(|core, now| {
                         let cm = core.rnic.cm();
                         cm.reject(now, id, RejReason::INVALID_TRANSPORT, &[]);
                     });
@@ -401,7 +431,7 @@ impl Listener {
                     private_data,
                     ..
                 } => {
-                    let device = self.device.clone();
+                    let device = self.0.device.clone();
                     return Some(ConnectionRequest {
                         device,
                         id,
@@ -418,24 +448,14 @@ impl Listener {
 
     /// The device.
     pub fn device(&self) -> &Device {
-        &self.device
+        &self.0.device
     }
 }
 
 impl AsFd for Listener {
     /// Readable when a request may have come. Read eight bytes to reset it, then accept until there is none.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.events.waker.fd().as_fd()
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        self.device.engine().with(|core, now| {
-            core.rnic.cm().unlisten(now, self.service);
-            core.listeners.remove(&self.service);
-        });
-        self.device.engine().unregister_service(self.service);
+        self.0.fd()
     }
 }
 
@@ -510,14 +530,8 @@ impl ConnectionRequest {
             let accepted = core.rnic.cm().accept(now, id, &local, private_data);
             // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
             if accepted.is_ok() {
-                let (waker, qpn) = (connection.events.waker.clone(), Some(qp.qpn()));
-                let record = None;
-                let entry = ConnectionEntry {
-                    sink,
-                    waker,
-                    qpn,
-                    record,
-                };
+                let (qpn, record) = (Some(qp.qpn()), None);
+                let entry = ConnectionEntry { sink, qpn, record };
                 core.connections.insert(id, entry);
                 core.record(id);
             }

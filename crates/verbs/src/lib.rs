@@ -1,5 +1,6 @@
 //! The RDMA vocabulary of rdmux: [`Device`], [`ProtectionDomain`], [`MemoryRegion`], [`CompletionQueue`], [`QueuePair`], and
-//! [`Listener`] and [`Connection`] to connect them. The words and their meaning are those of the InfiniBand verbs.
+//! [`Listener`] and [`Connection`] to connect them, [`DatagramListener`] and [`DatagramService`] where there are no connections.
+//! The words and their meaning are those of the InfiniBand verbs.
 //!
 //! Its provider is [`soft`]: an RNIC in user space that speaks RoCEv2 over UDP.
 //!
@@ -32,6 +33,7 @@ mod device;
 mod event;
 pub mod memory;
 mod region;
+mod sidr;
 pub mod soft;
 mod srq;
 
@@ -49,8 +51,9 @@ pub use rdmux_rnic::{
     RegisterError, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn,
     Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
 };
-pub use rdmux_wire::cm::{RejReason, ServiceId};
+pub use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::PathMtu;
 pub use region::{MemoryRegion, MemoryWindow};
+pub use sidr::{AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, ResolveError, ServiceRequest};
 pub use soft::engine::AttachError;
 pub use srq::{SharedReceiveQueue, XrcDomain};

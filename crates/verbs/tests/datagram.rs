@@ -2,9 +2,10 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::io::{BufRead, BufReader};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::*;
@@ -12,7 +13,7 @@ use rdmux_verbs::*;
 const LONG: Duration = Duration::from_secs(20);
 /// Long enough to see that nothing comes, if something would come at once.
 const SHORT: Duration = Duration::from_millis(100);
-const QKEY: u32 = 0x0123_4567;
+const QKEY: u32 = RDMA_UDP_QKEY;
 
 struct End {
     device: Device,
@@ -248,14 +249,230 @@ fn attach_mcast__refusals() {
     assert_eq!(refused, Err(McastError::NotAttached));
 }
 
+// Services.
+
+/// Runs both at once: who is asked, and who asks.
+fn together<A: Send, B>(asked: impl FnOnce() -> A + Send, asks: impl FnOnce() -> B) -> (A, B) {
+    thread::scope(|scope| {
+        let answering = scope.spawn(asked);
+        let result = asks();
+        (answering.join().unwrap(), result)
+    })
+}
+
+#[test]
+fn resolve__finds_the_queue_pair_and_carries_private_data_of_full_size() {
+    let (a, b) = (End::ud([127, 0, 30, 13]), End::ud([127, 0, 30, 14]));
+    let listener = b.device.listen_datagram(7174).unwrap();
+    b.recv(1);
+    let (question, answer) = ([3; 180], [4; 136]);
+    let (_, service) = together(
+        || {
+            let request = listener.accept(LONG).expect("a request");
+            assert_eq!(request.peer(), a.device.address());
+            assert_eq!(request.private_data(), question);
+            request.accept(&b.qp, &answer).unwrap();
+        },
+        || a.device.resolve("127.0.30.14:7174".parse().unwrap(), &question),
+    );
+    let service = service.unwrap();
+    assert_eq!((service.qpn(), service.qkey()), (b.qp.qpn(), QKEY));
+    assert_eq!(service.private_data(), answer);
+    a.send_text(service.target(0).unwrap(), b"found");
+    let wc = b.next();
+    assert_eq!(b.bytes(&wc)[40..], *b"found");
+}
+
+#[test]
+fn resolve__over_ipv6_and_to_itself() {
+    let address: IpAddr = [0, 0, 0, 0, 0, 0, 0, 1].into();
+    let end = End::ud(address);
+    let listener = end.device.listen_datagram(7175).unwrap();
+    let (answered, service) = together(
+        || listener.accept(LONG).expect("a request").accept(&end.qp, b""),
+        || end.device.resolve(SocketAddr::new(address, 7175), b""),
+    );
+    answered.unwrap();
+    assert_eq!(service.unwrap().qpn(), end.qp.qpn());
+}
+
+fn refusal(result: Result<DatagramService, ResolveError>) -> (SidrStatus, Vec<u8>) {
+    match result {
+        Err(ResolveError::Refused { status, private_data }) => (status, private_data),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn resolve__refusals() {
+    let (a, b) = (End::ud([127, 0, 30, 15]), End::ud([127, 0, 30, 16]));
+    let (at, elsewhere) = ([127, 0, 30, 16].into(), [127, 0, 30, 17]);
+    let listener = b.device.listen_datagram(7174).unwrap();
+    // Ports of connections are others.
+    let _connections = b.device.listen(7175).unwrap();
+    let ask = |port| refusal(a.device.resolve(SocketAddr::new(at, port), b""));
+    assert_eq!(ask(7175).0, SidrStatus::UNSUPPORTED);
+    assert_eq!(ask(7176).0, SidrStatus::UNSUPPORTED);
+
+    let request = || listener.accept(LONG).expect("a request");
+    let (_, (status, told)) = together(|| request().reject(&[9; 136]), || ask(7174));
+    assert_eq!((status, told), (SidrStatus::REJECT, vec![9; 136]));
+    let (_, (status, _)) = together(|| drop(request()), || ask(7174));
+    assert_eq!(status, SidrStatus::REJECT);
+
+    // What cannot serve is no answer, and the peer hears of it.
+    let uc = End::new(elsewhere.into(), QpType::Uc);
+    let raw = End::new(elsewhere.into(), QpType::Ud);
+    for qp in [&uc.qp, &raw.qp] {
+        let (answered, (status, _)) = together(|| request().accept(qp, b""), || ask(7174));
+        assert_eq!(
+            (answered, status),
+            (Err(AnswerError::NotReady), SidrStatus::REJECT)
+        );
+    }
+    let (answered, (status, _)) = together(|| request().accept(&b.qp, &[0; 137]), || ask(7174));
+    assert_eq!(
+        (answered, status),
+        (Err(AnswerError::PrivateData), SidrStatus::REJECT)
+    );
+
+    // Nor may a peer connect to a datagram service, or the other way round.
+    let rc = End::new(elsewhere.into(), QpType::Rc);
+    let connected = rc
+        .device
+        .connect(&rc.qp, SocketAddr::new(at, 7174), &ConnectParams::default(), b"");
+    assert!(matches!(
+        connected,
+        Err(ConnectError::Rejected {
+            reason: RejReason::INVALID_SERVICE_ID,
+            ..
+        })
+    ));
+    let long = a.device.resolve(SocketAddr::new(at, 7174), &[0; 181]);
+    assert!(matches!(long, Err(ResolveError::PrivateData)));
+    let v6 = a.device.resolve("[::1]:7174".parse().unwrap(), b"");
+    assert!(matches!(v6, Err(ResolveError::Family { .. })));
+    drop(listener);
+    assert_eq!(ask(7174).0, SidrStatus::UNSUPPORTED);
+}
+
+#[test]
+fn resolve__of_a_service_that_does_not_answer_ends() {
+    let end = End::ud([127, 0, 30, 18]);
+    let listener = end.device.listen_datagram(7174).unwrap();
+    let at = SocketAddr::new(end.device.address(), 7174);
+    let (nobody, ignored) = together(
+        || end.device.resolve("127.0.30.19:7174".parse().unwrap(), b""),
+        || end.device.resolve(at, b""),
+    );
+    for result in [nobody, ignored] {
+        assert!(matches!(result, Err(ResolveError::Unreachable(_))), "{result:?}");
+    }
+    // Who answers too late hears nothing of it, and does no harm.
+    listener
+        .accept(LONG)
+        .expect("a request")
+        .accept(&end.qp, b"")
+        .unwrap();
+}
+
 // Between processes.
 
-/// The other process: this test binary again. It joins, says so, and says what it received.
+struct Child {
+    process: std::process::Child,
+    said: Box<dyn FnMut() -> Option<String>>,
+}
+
+impl Child {
+    /// Starts the other process, this test binary again, and waits until it is ready.
+    fn start(address: &str, role: &str) -> Child {
+        let mut process = Command::new("/proc/self/exe")
+            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+            .env("RDMUX_DATAGRAM_AT", address)
+            .env("RDMUX_DATAGRAM_ROLE", role)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let said = Box::new(move || {
+            let said = lines.by_ref().map_while(Result::ok);
+            said.into_iter()
+                .find_map(|line| Some(line.split_once("@ ")?.1.to_owned()))
+        });
+        let mut child = Child { process, said };
+        assert_eq!((child.said)().as_deref(), Some("ready"));
+        child
+    }
+
+    fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What the other process does.
 #[test]
 fn child() {
     let Ok(address) = std::env::var("RDMUX_DATAGRAM_AT") else {
         return;
     };
+    let role = std::env::var("RDMUX_DATAGRAM_ROLE").unwrap();
+    match role.parse() {
+        Ok(port) => serve(&address, port),
+        Err(_) => join_and_receive(&address),
+    }
+}
+
+/// Answers who asks for its port, and says what it receives.
+fn serve(address: &str, port: u16) {
+    let end = End::ud(address.parse::<IpAddr>().unwrap());
+    let listener = end.device.listen_datagram(port).unwrap();
+    end.recv(1);
+    println!("@ ready");
+    let request = listener.accept(LONG).expect("a request");
+    request.accept(&end.qp, &port.to_be_bytes()).unwrap();
+    let wc = end.next();
+    println!("@ {}", String::from_utf8_lossy(&end.bytes(&wc)[40..]));
+    // Until it is killed.
+    let _ = std::io::stdin().lines().map_while(Result::ok).count();
+}
+
+#[test]
+fn resolve__each_process_of_an_address_has_its_own_services() {
+    let at = "127.0.30.20";
+    let mut children = [7001, 7002, 7003].map(|port: u16| (port, Child::start(at, &port.to_string())));
+    // One asks from the same address, one from another.
+    let ends = [End::ud([127, 0, 30, 20]), End::ud([127, 0, 30, 21])];
+    let ask = |end: &End, port| {
+        end.device
+            .resolve(SocketAddr::new(at.parse().unwrap(), port), b"")
+    };
+    for (i, (port, child)) in children.iter_mut().enumerate() {
+        let end = &ends[i % 2];
+        let service = ask(end, *port).unwrap();
+        assert_eq!(service.private_data()[..2], port.to_be_bytes());
+        end.send_text(service.target(0).unwrap(), format!("for {port}").as_bytes());
+        assert_eq!((child.said)(), Some(format!("for {port}")));
+    }
+    // A service ends with its process, whoever holds the port then.
+    for (port, child) in &mut children {
+        child.kill();
+        for end in &ends {
+            assert_eq!(refusal(ask(end, *port)).0, SidrStatus::UNSUPPORTED);
+        }
+    }
+}
+
+/// Joins a group and says what it receives.
+fn join_and_receive(address: &str) {
     let end = End::ud(address.parse::<IpAddr>().unwrap());
     end.recv(1);
     end.qp.attach_mcast([239, 30, 0, 9].into()).unwrap();
@@ -268,26 +485,11 @@ fn child() {
 fn multicast__each_process_of_a_host_gets_a_copy() {
     let sender = End::ud([127, 0, 30, 10]);
     // The first shares the sender's address, the others one of their own.
-    let children = ["127.0.30.10", "127.0.30.11", "127.0.30.11"].map(|address| {
-        let mut child = Command::new("/proc/self/exe")
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env("RDMUX_DATAGRAM_AT", address)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let mut next = move || {
-            let said = lines.by_ref().map_while(Result::ok);
-            said.into_iter()
-                .find_map(|line| Some(line.split_once("@ ")?.1.to_owned()))
-        };
-        assert_eq!(next().as_deref(), Some("ready"));
-        (child, next)
-    });
+    let children = ["127.0.30.10", "127.0.30.11", "127.0.30.11"].map(|address| Child::start(address, "join"));
     let group = sender.device.create_ah([239, 30, 0, 9].into(), 0);
     sender.send_text(group.to_group(QKEY).unwrap(), b"hello, all");
-    for (mut child, mut next) in children {
-        assert_eq!(next().as_deref(), Some("hello, all"));
-        assert!(child.wait().unwrap().success());
+    for mut child in children {
+        assert_eq!((child.said)().as_deref(), Some("hello, all"));
+        assert!(child.process.wait().unwrap().success());
     }
 }

@@ -755,6 +755,21 @@ impl SidrStatus {
     pub const UNSUPPORTED_VERSION: SidrStatus = SidrStatus(5);
 }
 
+impl fmt::Display for SidrStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match *self {
+            SidrStatus::VALID => "it is served",
+            SidrStatus::UNSUPPORTED => "no such service",
+            SidrStatus::REJECT => "its program refused",
+            SidrStatus::NO_QP => "no queue pair is available",
+            SidrStatus::REDIRECT => "the service is elsewhere",
+            SidrStatus::UNSUPPORTED_VERSION => "another version of the message is wanted",
+            SidrStatus(_) => "resolution refused",
+        };
+        write!(f, "{text} (status {})", self.0)
+    }
+}
+
 /// Answer to a [`SidrReq`]. IBTA Vol 1, 12.11.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SidrRep {

@@ -21,7 +21,7 @@ use rdmux_rnic::{
     Arrival, Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, McastError, QpAttributes, QpState, Qpn,
     Rnic, Time, Traffic, TransmitBuf,
 };
-use rdmux_wire::cm::ServiceId;
+use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 
@@ -139,13 +139,33 @@ impl Waker {
 }
 
 /// Who hears of what happens to a connection, or to all requests of a service.
-pub(crate) type CmSink = mpsc::Sender<CmEvent>;
+#[derive(Clone, Debug)]
+pub(crate) struct CmSink {
+    pub(crate) events: mpsc::Sender<CmEvent>,
+    pub(crate) waker: Arc<Waker>,
+}
 
-/// A connection that an application holds.
+impl CmSink {
+    /// Whether there is still someone who hears of it.
+    fn tell(&self, event: CmEvent) -> bool {
+        let told = self.events.send(event).is_ok();
+        self.waker.wake();
+        told
+    }
+}
+
+/// A service that an application offers.
+#[derive(Debug)]
+pub(crate) struct ListenerEntry {
+    pub(crate) sink: CmSink,
+    /// It is asked for datagrams, not for connections.
+    pub(crate) datagrams: bool,
+}
+
+/// A connection that an application holds, or a service that it asks for.
 #[derive(Debug)]
 pub(crate) struct ConnectionEntry {
     pub(crate) sink: CmSink,
-    pub(crate) waker: Arc<Waker>,
     /// The queue pair that ends with it, until this side has ended the connection.
     pub(crate) qpn: Option<Qpn>,
     /// Its place in the ledger of the address, as soon as the peer may take it for connected.
@@ -173,7 +193,7 @@ pub(crate) struct Core {
     /// The network took no packets the last time.
     port_down: bool,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
-    pub(crate) listeners: HashMap<ServiceId, (CmSink, Arc<Waker>)>,
+    pub(crate) listeners: HashMap<ServiceId, ListenerEntry>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
     records: Arc<OwnRecords>,
@@ -536,8 +556,9 @@ impl Core {
                     .handle_flush(now, id, Err(Fault::Io(rustix::io::Errno::AGAIN.raw_os_error())));
             }
         }
-        while let Some(event) = self.rnic.cm().poll_event() {
-            self.dispatch(now, event);
+        if self.tell_of_connections(now) {
+            // What was refused is refused at once.
+            self.transmit(now, all);
         }
         while let Some(event) = self.rnic.poll_event() {
             match event {
@@ -565,30 +586,29 @@ impl Core {
         }
     }
 
+    /// Whether there was anything to tell.
+    fn tell_of_connections(&mut self, now: Time) -> bool {
+        let mut any = false;
+        while let Some(event) = self.rnic.cm().poll_event() {
+            self.dispatch(now, event);
+            any = true;
+        }
+        any
+    }
+
     fn dispatch(&mut self, now: Time, event: CmEvent) {
         let (id, ends) = match &event {
             CmEvent::Request { id, service, .. } => {
-                let taken = self.listeners.get(service).is_some_and(|(sink, waker)| {
-                    let sent = sink.send(event.clone()).is_ok();
-                    waker.wake();
-                    sent
-                });
-                if !taken {
-                    self.rnic
-                        .cm()
-                        .reject(now, *id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
-                }
-                return;
+                return self.ask_listener(now, *id, *service, false, event);
+            }
+            CmEvent::SidrRequest { id, service, .. } => {
+                return self.ask_listener(now, *id, *service, true, event);
             }
             CmEvent::Reply { id, .. } | CmEvent::Established { id } => (*id, false),
-            CmEvent::Rejected { id, .. } | CmEvent::Unreachable { id } | CmEvent::Disconnected { id } => {
-                (*id, true)
-            }
-            CmEvent::SidrRequest { id, .. } => {
-                let cm = self.rnic.cm();
-                return cm.reject(now, *id, rdmux_wire::cm::RejReason::INVALID_SERVICE_ID, &[]);
-            }
-            CmEvent::SidrReply { .. } => return,
+            CmEvent::Rejected { id, .. }
+            | CmEvent::Unreachable { id }
+            | CmEvent::Disconnected { id }
+            | CmEvent::SidrReply { id, .. } => (*id, true),
         };
         let Some(entry) = self.connections.get(&id) else {
             return;
@@ -611,10 +631,18 @@ impl Core {
         let Some(entry) = self.connections.get(&id) else {
             return;
         };
-        let _ = entry.sink.send(event);
-        entry.waker.wake();
+        entry.sink.tell(event);
         if ends {
             self.connections.remove(&id);
+        }
+    }
+
+    /// Hands a request to who listens; a request of the other kind is for nobody.
+    fn ask_listener(&mut self, now: Time, id: CmId, service: ServiceId, datagrams: bool, event: CmEvent) {
+        let listener = self.listeners.get(&service).filter(|l| l.datagrams == datagrams);
+        if !listener.is_some_and(|listener| listener.sink.tell(event)) {
+            let cm = self.rnic.cm();
+            cm.reject(now, id, RejReason::INVALID_SERVICE_ID, &[]);
         }
     }
 

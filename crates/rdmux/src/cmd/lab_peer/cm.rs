@@ -4,18 +4,26 @@ use std::net::SocketAddr;
 
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_verbs::{
-    CompletionQueue, ConnectError, ConnectParams, Connection, Listener, Operation, QpOptions, QueuePair,
-    RecvRequest, RejReason, SendFlags, SendRequest, SgeList, Status, Target,
+    CompletionQueue, ConnectError, ConnectParams, Connection, DatagramListener, Listener, Operation,
+    QpOptions, QpType, QueuePair, RDMA_UDP_QKEY, RecvRequest, RejReason, ResolveError, SendFlags,
+    SendRequest, SgeList, SidrStatus, Status, Target,
 };
 
-use super::side::Side;
-use super::{Scenario, WAIT, expect_pattern, expect_status, pattern_bytes};
+use super::side::{GRH, Side};
+use super::{Scenario, WAIT, expect, expect_pattern, expect_status, pattern_bytes};
 
 const REQ_DATA: u32 = 56;
 const REP_DATA: u32 = 196;
 const REJ_DATA: u32 = 148;
 
-pub(super) const SCENARIOS: &[Scenario] = &[("cm-connect", connect), ("cm-reject", reject)];
+const SIDR_REQ_DATA: u32 = 180;
+const SIDR_REP_DATA: u32 = 136;
+
+pub(super) const SCENARIOS: &[Scenario] = &[
+    ("cm-connect", connect),
+    ("cm-reject", reject),
+    ("cm-datagram", datagram),
+];
 
 struct Call<'a> {
     side: &'a Side,
@@ -40,13 +48,7 @@ fn make_call(side: &Side) -> Result<Call<'_>> {
 
 impl Call<'_> {
     fn qp(&self) -> Result<(CompletionQueue, QueuePair)> {
-        let cq = self.side.device.create_cq(8)?;
-        let qp = self.side.pd.create_qp(&QpOptions {
-            max_send_wr: 2,
-            max_recv_wr: 2,
-            ..QpOptions::new(&cq)
-        })?;
-        Ok((cq, qp))
+        make_qp(self.side, QpType::Rc)
     }
 
     fn connect_once(&self) -> Result<Line> {
@@ -78,18 +80,33 @@ impl Call<'_> {
                 connection
             }
         };
-        qp.post_send(SendRequest {
-            wr_id: 1,
-            operation: Operation::Send { imm: None },
-            sges: SgeList::EMPTY,
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        })?;
+        qp.post_send(send_nothing(Target::Connected))?;
         for _ in 0..2 {
             let wc = cq.wait(WAIT)?.context("no completion")?;
             expect_status("SEND or receive", &wc, Status::Success)?;
         }
         Ok(Line { cq, qp, connection })
+    }
+}
+
+fn make_qp(side: &Side, qp_type: QpType) -> Result<(CompletionQueue, QueuePair)> {
+    let cq = side.device.create_cq(8)?;
+    let qp = side.pd.create_qp(&QpOptions {
+        qp_type,
+        max_send_wr: 2,
+        max_recv_wr: 2,
+        ..QpOptions::new(&cq)
+    })?;
+    Ok((cq, qp))
+}
+
+fn send_nothing(to: Target) -> SendRequest {
+    SendRequest {
+        wr_id: 1,
+        operation: Operation::Send { imm: None },
+        sges: SgeList::EMPTY,
+        flags: SendFlags::SIGNALED,
+        to,
     }
 }
 
@@ -150,4 +167,61 @@ fn reject(s: &Side) -> Result<()> {
         }
     }
     s.barrier()
+}
+
+fn datagram(s: &Side) -> Result<()> {
+    if s.asks {
+        s.barrier()?;
+        ask_services(s)?;
+        return s.barrier();
+    }
+    let listener = s.device.listen_datagram(s.address.port())?;
+    s.barrier()?;
+    serve_datagram(s, &listener)?;
+    let request = listener.accept(WAIT).context("no request came")?;
+    expect_data(request.private_data(), 400, SIDR_REQ_DATA)?;
+    request.reject(&[]);
+    // Until the asker has done: an answer that got lost is asked for again.
+    s.barrier()
+}
+
+fn serve_datagram(s: &Side, listener: &DatagramListener) -> Result<()> {
+    let (cq, qp) = make_qp(s, QpType::Ud)?;
+    qp.ready_datagram(RDMA_UDP_QKEY)?;
+    let request = listener.accept(WAIT).context("no request came")?;
+    expect_data(request.private_data(), 400, SIDR_REQ_DATA)?;
+    qp.post_recv(s.receive(0, 0, GRH))?;
+    request.accept(&qp, &pattern_bytes(500, SIDR_REP_DATA))?;
+    let wc = cq.wait(WAIT)?.context("no datagram came")?;
+    expect_status("receive", &wc, Status::Success)?;
+    expect("bytes received", wc.byte_len, GRH)?;
+    s.barrier()
+}
+
+/// One that serves, one that is rejected, one that nobody has.
+fn ask_services(s: &Side) -> Result<()> {
+    let resolve = |port_offset| {
+        let to = SocketAddr::new(s.address.ip(), s.address.port() + port_offset);
+        s.device.resolve(to, &pattern_bytes(400, SIDR_REQ_DATA))
+    };
+    let service = resolve(0)?;
+    expect_data(service.private_data(), 500, SIDR_REP_DATA)?;
+    let (cq, qp) = make_qp(s, QpType::Ud)?;
+    qp.ready_datagram(RDMA_UDP_QKEY)?;
+    for _ in 0..if s.lossy { 16 } else { 1 } {
+        qp.post_send(send_nothing(service.target(0)?))?;
+        let wc = cq.wait(WAIT)?.context("no completion")?;
+        expect_status("SEND", &wc, Status::Success)?;
+    }
+    s.barrier()?;
+    for (port_offset, wanted) in [(0, SidrStatus::REJECT), (1, SidrStatus::UNSUPPORTED)] {
+        match resolve(port_offset) {
+            Err(ResolveError::Refused { status, .. }) => {
+                ensure!(status == wanted, "refused: {status}, not {wanted}");
+            }
+            Err(error) => return Err(error.into()),
+            Ok(_) => bail!("a service was found"),
+        }
+    }
+    Ok(())
 }

@@ -185,6 +185,7 @@ mod tests {
             "ud-many",
             "cm-connect",
             "cm-reject",
+            "cm-datagram",
         ];
         let listener = TcpListener::bind("127.0.0.94:0").unwrap();
         let address = listener.local_addr().unwrap();
