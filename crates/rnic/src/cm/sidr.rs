@@ -49,12 +49,12 @@ impl Cm {
         qkey: u32,
         private_data: &[u8],
     ) -> Result<(), CmError> {
-        let private_data = PrivateData::new(private_data).ok_or(CmError::PrivateDataTooLong)?;
         let c = self
             .connections
             .get(&id.0)
             .filter(|c| c.state == State::SidrReqReceived)
             .ok_or(CmError::NoSuchRequest)?;
+        let private_data = PrivateData::new(private_data).ok_or(CmError::PrivateDataTooLong)?;
         let rep = SidrRep {
             request_id: c.remote_id,
             status,

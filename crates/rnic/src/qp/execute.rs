@@ -222,6 +222,10 @@ impl Execution {
         head: &Head,
         request: RecvRequest,
     ) -> Result<(), PostError> {
+        // An XRC initiator receives nothing, and a target into the queues of its domain. A14.
+        if matches!(head.init.qp_type, QpType::XrcSend | QpType::XrcRecv) {
+            return Err(PostError::Invalid);
+        }
         if head.state == QpState::Reset {
             return Err(PostError::WrongState);
         }

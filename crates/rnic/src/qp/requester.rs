@@ -223,6 +223,17 @@ impl Requester {
         head: &Head,
         request: SendRequest,
     ) -> Result<(), PostError> {
+        // What is no request of this transport service is none in any state. An XRC target has no send queue. A14.
+        let is_addressed = match (head.init.qp_type, request.to) {
+            (QpType::XrcRecv, _) => false,
+            (QpType::XrcSend, Target::Srq(_)) | (QpType::Rc, Target::Connected) => true,
+            (QpType::XrcSend, _) => request.operation.is_local(),
+            _ => false,
+        };
+        if !is_addressed {
+            return Err(PostError::Invalid);
+        }
+        let bytes = request.check()?;
         match head.state {
             // Taken in SQD too, and begun when the QP is back in RTS. 10.3.1.5.
             QpState::Rts | QpState::Sqd => {}
@@ -237,14 +248,6 @@ impl Requester {
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
         }
-        let addressed = match head.init.qp_type {
-            QpType::XrcSend => matches!(request.to, Target::Srq(_)),
-            _ => request.to == Target::Connected,
-        };
-        if !addressed && !request.operation.is_local() {
-            return Err(PostError::Invalid);
-        }
-        let bytes = request.check()?;
         let packets = if request.operation.is_local() {
             0
         } else {

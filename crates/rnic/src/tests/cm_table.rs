@@ -17,133 +17,183 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use super::table::{check, parse};
-use crate::cm::{Cm, CmError, CmEvent, CmId, Endpoint, State};
+use crate::cm::{Cm, CmError, CmEvent, CmId, Endpoint, Peering, State};
 use crate::{Config, Time};
 
 /// The active side, from the request on. EstablishedA: by its reply.
 const ACTIVE: &str = "
-event           | ReqSent                   | MraReqReceived        | RepReceived                | MraRepSent                 | EstablishedA               | section
-REQ             | = - Request               | = - Request           | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.6.5
-REQ same QP     | = - Request               | = - Request           | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
-MRA of REQ      | MraReqReceived - -        | .                     | .                          | .                          | .                          | 12.6.6
-MRA of REP      | .                         | .                     | .                          | .                          | .                          | 12.6.6
-REJ             | TimeWait - Rejected28     | TimeWait - Rejected28 | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
-REJ other id    | TimeWait - Rejected28     | TimeWait - Rejected28 | .                          | .                          | .                          | 12.6.7
-REJ by GUID     | .                         | .                     | .                          | .                          | .                          | 12.6.7.2
-REP             | RepReceived - Reply       | RepReceived - Reply   | MraRepSent MRA -           | = MRA -                    | = RTU -                    | 12.6.8
-RTU             | = REJ6 -                  | .                     | .                          | .                          | .                          | 12.6.9
-DREQ            | = DREP -                  | = DREP -              | TimeWait DREP Disconnected | TimeWait DREP Disconnected | TimeWait DREP Disconnected | 12.6.10
-DREQ other QP   | = DREP -                  | .                     | .                          | .                          | .                          | 12.6.10
-DREP            | .                         | .                     | .                          | .                          | .                          | 12.6.11
-LAP             | = APR1 -                  | .                     | .                          | .                          | = APR2 -                   | 12.8.1
-APR             | .                         | .                     | .                          | .                          | .                          | 12.8.2
-SIDR_REQ        | = - SidrRequest           | = - SidrRequest       | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | 12.11.1
-SIDR_REP        | .                         | .                     | .                          | .                          | .                          | 12.11.2
-timeout         | = REQ -                   | ReqSent REQ -         | MraRepSent MRA -           | .                          | .                          | 12.9.7
-timeouts to end | TimeWait REJ4 Unreachable | ReqSent REQ -         | MraRepSent MRA -           | .                          | .                          | 12.9.7
-accept          | = - !NoSuchRequest        | = - !NoSuchRequest    | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
-reject          | .                         | .                     | TimeWait REJ28 -           | TimeWait REJ28 -           | .                          | 12.6.7
-establish       | .                         | .                     | Established RTU -          | Established RTU -          | .                          | 12.9.7
-disconnect      | TimeWait REJ4 -           | TimeWait REJ4 -       | DreqSent DREQ -            | DreqSent DREQ -            | DreqSent DREQ -            | 12.9.8
-answer          | = - !NoSuchRequest        | = - !NoSuchRequest    | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
-unlisten        | .                         | .                     | .                          | .                          | .                          | 12.6.7
-destroy         | gone - -                  | gone - -              | gone - -                   | gone - -                   | gone - -                   | -
+event                  | ReqSent                   | MraReqReceived          | RepReceived                | MraRepSent                 | EstablishedA               | section
+REQ                    | = - Request               | = - Request             | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.6.5
+REQ same QP            | = - Request               | = - Request             | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
+REQ other service      | = REJ8 -                  | = REJ8 -                | = REJ8 -                   | = REJ8 -                   | = REJ8 -                   | 12.6.7
+REQ other GID          | = REJ12 -                 | = REJ12 -               | = REJ12 -                  | = REJ12 -                  | = REJ12 -                  | 12.6.7.2
+MRA of REQ             | MraReqReceived - -        | .                       | .                          | .                          | .                          | 12.6.6
+MRA of REP             | .                         | .                       | .                          | .                          | .                          | 12.6.6
+MRA of LAP             | .                         | .                       | .                          | .                          | .                          | 12.6.6
+REJ                    | TimeWait - Rejected28     | TimeWait - Rejected28   | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
+REJ other id           | TimeWait - Rejected28     | TimeWait - Rejected28   | .                          | .                          | .                          | 12.6.7
+REJ by GUID            | .                         | .                       | .                          | .                          | .                          | 12.6.7.2
+REP                    | RepReceived - Reply       | RepReceived - Reply     | MraRepSent MRA -           | = MRA -                    | = RTU -                    | 12.6.8
+REP other id           | RepReceived - Reply       | RepReceived - Reply     | .                          | .                          | .                          | 12.6.8
+RTU                    | = REJ6 -                  | .                       | .                          | .                          | .                          | 12.6.9
+RTU other id           | = REJ6 -                  | = REJ6 -                | = REJ6 -                   | = REJ6 -                   | = REJ6 -                   | 12.6.9
+DREQ                   | = DREP -                  | = DREP -                | TimeWait DREP Disconnected | TimeWait DREP Disconnected | TimeWait DREP Disconnected | 12.6.10
+DREQ other QP          | = DREP -                  | .                       | .                          | .                          | .                          | 12.6.10
+DREQ other id          | = DREP -                  | = DREP -                | = DREP -                   | = DREP -                   | = DREP -                   | 12.6.10
+DREP                   | .                         | .                       | .                          | .                          | .                          | 12.6.11
+DREP other id          | .                         | .                       | .                          | .                          | .                          | 12.6.11
+LAP                    | = APR1 -                  | .                       | .                          | .                          | = APR2 -                   | 12.8.1
+APR                    | .                         | .                       | .                          | .                          | .                          | 12.8.2
+SIDR_REQ               | = - SidrRequest           | = - SidrRequest         | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | 12.11.1
+SIDR_REQ other service | = SIDR_REP1 -             | = SIDR_REP1 -           | = SIDR_REP1 -              | = SIDR_REP1 -              | = SIDR_REP1 -              | 12.11.2
+SIDR_REP               | .                         | .                       | .                          | .                          | .                          | 12.11.2
+SIDR_REP other id      | .                         | .                       | .                          | .                          | .                          | 12.11.2
+timeout                | = REQ -                   | ReqSent REQ -           | MraRepSent MRA -           | .                          | .                          | 12.9.7
+timeouts to end        | TimeWait REJ4 Unreachable | ReqSent REQ -           | MraRepSent MRA -           | .                          | .                          | 12.9.7
+accept                 | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
+accept, too much       | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.6.8
+reject                 | .                         | .                       | TimeWait REJ28 -           | TimeWait REJ28 -           | .                          | 12.6.7
+establish              | .                         | .                       | Established RTU -          | Established RTU -          | .                          | 12.9.7
+disconnect             | TimeWait REJ4 -           | TimeWait REJ4 -         | DreqSent DREQ -            | DreqSent DREQ -            | DreqSent DREQ -            | 12.9.8
+answer                 | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
+answer, too much       | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
+unlisten               | .                         | .                       | .                          | .                          | .                          | 12.6.7
+bury                   | .                         | .                       | .                          | .                          | .                          | 12.9.8
+destroy                | gone - -                  | gone - -                | gone - -                   | gone - -                   | gone - -                   | -
 ";
 
 /// The passive side. EstablishedP: by the RTU, or by data.
 const PASSIVE: &str = "
-event           | ReqReceived            | MraReqSent                 | RepSent                    | MraRepReceived             | EstablishedP               | section
-REQ             | MraReqSent MRA -       | = MRA -                    | = REP -                    | .                          | .                          | 12.6.5
-REQ same QP     | TimeWait REJ10+REJ10 Disconnected | TimeWait REJ10+REJ10 Disconnected | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
-MRA of REQ      | .                      | .                          | .                          | .                          | .                          | 12.6.6
-MRA of REP      | .                      | .                          | MraRepReceived - -         | .                          | .                          | 12.6.6
-REJ             | TimeWait - Rejected28  | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
-REJ other id    | .                      | .                          | .                          | .                          | .                          | 12.6.7
-REJ by GUID     | TimeWait - Rejected4   | TimeWait - Rejected4       | TimeWait - Rejected4       | TimeWait - Rejected4       | TimeWait - Disconnected    | 12.6.7.2
-REP             | .                      | .                          | .                          | .                          | .                          | 12.6.8
-RTU             | .                      | .                          | Established - Established  | Established - Established  | .                          | 12.6.9
-DREQ            | = DREP -               | = DREP -                   | TimeWait DREP Disconnected | TimeWait DREP Disconnected | TimeWait DREP Disconnected | 12.6.10
-DREQ other QP   | = DREP -               | = DREP -                   | .                          | .                          | .                          | 12.6.10
-DREP            | .                      | .                          | .                          | .                          | .                          | 12.6.11
-LAP             | .                      | .                          | .                          | .                          | = APR2 -                   | 12.8.1
-APR             | .                      | .                          | .                          | .                          | .                          | 12.8.2
-SIDR_REQ        | = - SidrRequest        | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | 12.11.1
-SIDR_REP        | .                      | .                          | .                          | .                          | .                          | 12.11.2
-timeout         | MraReqSent MRA -       | TimeWait REJ4 Disconnected | = REP -                    | RepSent REP -              | .                          | 12.9.7
-timeouts to end | MraReqSent MRA -       | TimeWait REJ4 Disconnected | TimeWait REJ4 Unreachable  | RepSent REP -              | .                          | 12.9.7
-accept          | RepSent REP -          | RepSent REP -              | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
-reject          | TimeWait REJ28 -       | TimeWait REJ28 -           | .                          | .                          | .                          | 12.6.7
-establish       | .                      | .                          | Established - Established  | Established - Established  | .                          | 12.9.7
-disconnect      | TimeWait REJ28 -       | TimeWait REJ28 -           | DreqSent DREQ -            | DreqSent DREQ -            | DreqSent DREQ -            | 12.9.8
-answer          | = - !NoSuchRequest     | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
-unlisten        | TimeWait REJ8 -        | TimeWait REJ8 -            | .                          | .                          | .                          | 12.6.7
-destroy         | gone - -               | gone - -                   | gone - -                   | gone - -                   | gone - -                   | -
+event                  | ReqReceived                       | MraReqSent                        | RepSent                    | MraRepReceived             | EstablishedP               | section
+REQ                    | MraReqSent MRA -                  | = MRA -                           | = REP -                    | .                          | .                          | 12.6.5
+REQ same QP            | TimeWait REJ10+REJ10 Disconnected | TimeWait REJ10+REJ10 Disconnected | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.9.8.3.1
+REQ other service      | = REJ8 -                          | = REJ8 -                          | = REJ8 -                   | = REJ8 -                   | = REJ8 -                   | 12.6.7
+REQ other GID          | = REJ12 -                         | = REJ12 -                         | = REJ12 -                  | = REJ12 -                  | = REJ12 -                  | 12.6.7.2
+MRA of REQ             | .                                 | .                                 | .                          | .                          | .                          | 12.6.6
+MRA of REP             | .                                 | .                                 | MraRepReceived - -         | .                          | .                          | 12.6.6
+MRA of LAP             | .                                 | .                                 | .                          | .                          | .                          | 12.6.6
+REJ                    | TimeWait - Rejected28             | TimeWait - Rejected28             | TimeWait - Rejected28      | TimeWait - Rejected28      | TimeWait - Disconnected    | 12.6.7
+REJ other id           | .                                 | .                                 | .                          | .                          | .                          | 12.6.7
+REJ by GUID            | TimeWait - Rejected4              | TimeWait - Rejected4              | TimeWait - Rejected4       | TimeWait - Rejected4       | TimeWait - Disconnected    | 12.6.7.2
+REP                    | .                                 | .                                 | .                          | .                          | .                          | 12.6.8
+REP other id           | .                                 | .                                 | .                          | .                          | .                          | 12.6.8
+RTU                    | .                                 | .                                 | Established - Established  | Established - Established  | .                          | 12.6.9
+RTU other id           | = REJ6 -                          | = REJ6 -                          | = REJ6 -                   | = REJ6 -                   | = REJ6 -                   | 12.6.9
+DREQ                   | = DREP -                          | = DREP -                          | TimeWait DREP Disconnected | TimeWait DREP Disconnected | TimeWait DREP Disconnected | 12.6.10
+DREQ other QP          | = DREP -                          | = DREP -                          | .                          | .                          | .                          | 12.6.10
+DREQ other id          | = DREP -                          | = DREP -                          | = DREP -                   | = DREP -                   | = DREP -                   | 12.6.10
+DREP                   | .                                 | .                                 | .                          | .                          | .                          | 12.6.11
+DREP other id          | .                                 | .                                 | .                          | .                          | .                          | 12.6.11
+LAP                    | .                                 | .                                 | .                          | .                          | = APR2 -                   | 12.8.1
+APR                    | .                                 | .                                 | .                          | .                          | .                          | 12.8.2
+SIDR_REQ               | = - SidrRequest                   | = - SidrRequest                   | = - SidrRequest            | = - SidrRequest            | = - SidrRequest            | 12.11.1
+SIDR_REQ other service | = SIDR_REP1 -                     | = SIDR_REP1 -                     | = SIDR_REP1 -              | = SIDR_REP1 -              | = SIDR_REP1 -              | 12.11.2
+SIDR_REP               | .                                 | .                                 | .                          | .                          | .                          | 12.11.2
+SIDR_REP other id      | .                                 | .                                 | .                          | .                          | .                          | 12.11.2
+timeout                | MraReqSent MRA -                  | TimeWait REJ4 Disconnected        | = REP -                    | RepSent REP -              | .                          | 12.9.7
+timeouts to end        | MraReqSent MRA -                  | TimeWait REJ4 Disconnected        | TimeWait REJ4 Unreachable  | RepSent REP -              | .                          | 12.9.7
+accept                 | RepSent REP -                     | RepSent REP -                     | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
+accept, too much       | = - !PrivateDataTooLong           | = - !PrivateDataTooLong           | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.6.8
+reject                 | TimeWait REJ28 -                  | TimeWait REJ28 -                  | .                          | .                          | .                          | 12.6.7
+establish              | .                                 | .                                 | Established - Established  | Established - Established  | .                          | 12.9.7
+disconnect             | TimeWait REJ28 -                  | TimeWait REJ28 -                  | DreqSent DREQ -            | DreqSent DREQ -            | DreqSent DREQ -            | 12.9.8
+answer                 | = - !NoSuchRequest                | = - !NoSuchRequest                | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
+answer, too much       | = - !NoSuchRequest                | = - !NoSuchRequest                | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
+unlisten               | TimeWait REJ8 -                   | TimeWait REJ8 -                   | .                          | .                          | .                          | 12.6.7
+bury                   | .                                 | .                                 | .                          | .                          | .                          | 12.9.8
+destroy                | gone - -                          | gone - -                          | gone - -                   | gone - -                   | gone - -                   | -
 ";
 
 /// The end: DreqSent and TimeWait of a connection that was made passively; an id that is not known.
 const END: &str = "
-event           | DreqSent                   | TimeWait           | Unknown            | section
-REQ             | .                          | = REJ10 -          | = - Request        | 12.6.5
-REQ same QP     | = REJ10 -                  | = - Request        | = - Request        | 12.9.8.3.1
-MRA of REQ      | .                          | .                  | .                  | 12.6.6
-MRA of REP      | .                          | .                  | .                  | 12.6.6
-REJ             | TimeWait - Disconnected    | .                  | .                  | 12.6.7
-REJ other id    | .                          | .                  | .                  | 12.6.7
-REJ by GUID     | TimeWait - Disconnected    | .                  | .                  | 12.6.7.2
-REP             | .                          | = REJ6 -           | = REJ6 -           | 12.6.8
-RTU             | .                          | = REJ6 -           | = REJ6 -           | 12.6.9
-DREQ            | TimeWait DREP Disconnected | = DREP -           | = DREP -           | 12.6.10
-DREQ other QP   | .                          | = DREP -           | = DREP -           | 12.6.10
-DREP            | TimeWait - Disconnected    | .                  | .                  | 12.6.11
-LAP             | .                          | = APR1 -           | = APR1 -           | 12.8.1
-APR             | .                          | .                  | .                  | 12.8.2
-SIDR_REQ        | = - SidrRequest            | = - SidrRequest    | = - SidrRequest    | 12.11.1
-SIDR_REP        | .                          | .                  | .                  | 12.11.2
-timeout         | = DREQ -                   | gone - -           | .                  | 12.9.7
-timeouts to end | TimeWait - Disconnected    | gone - -           | .                  | 12.9.7
-accept          | = - !NoSuchRequest         | = - !NoSuchRequest | = - !NoSuchRequest | 12.9.7
-reject          | .                          | .                  | .                  | 12.6.7
-establish       | .                          | .                  | .                  | 12.9.7
-disconnect      | .                          | .                  | .                  | 12.9.8
-answer          | = - !NoSuchRequest         | = - !NoSuchRequest | = - !NoSuchRequest | 12.11.2
-unlisten        | .                          | .                  | .                  | 12.6.7
-destroy         | gone - -                   | gone - -           | .                  | -
+event                  | DreqSent                   | TimeWait                | Unknown                 | section
+REQ                    | .                          | = REJ10 -               | = - Request             | 12.6.5
+REQ same QP            | = REJ10 -                  | = - Request             | = - Request             | 12.9.8.3.1
+REQ other service      | = REJ8 -                   | = REJ8 -                | = REJ8 -                | 12.6.7
+REQ other GID          | = REJ12 -                  | = REJ12 -               | = REJ12 -               | 12.6.7.2
+MRA of REQ             | .                          | .                       | .                       | 12.6.6
+MRA of REP             | .                          | .                       | .                       | 12.6.6
+MRA of LAP             | .                          | .                       | .                       | 12.6.6
+REJ                    | TimeWait - Disconnected    | .                       | .                       | 12.6.7
+REJ other id           | .                          | .                       | .                       | 12.6.7
+REJ by GUID            | TimeWait - Disconnected    | .                       | .                       | 12.6.7.2
+REP                    | .                          | = REJ6 -                | = REJ6 -                | 12.6.8
+REP other id           | .                          | = REJ6 -                | = REJ6 -                | 12.6.8
+RTU                    | .                          | = REJ6 -                | = REJ6 -                | 12.6.9
+RTU other id           | = REJ6 -                   | = REJ6 -                | = REJ6 -                | 12.6.9
+DREQ                   | TimeWait DREP Disconnected | = DREP -                | = DREP -                | 12.6.10
+DREQ other QP          | .                          | = DREP -                | = DREP -                | 12.6.10
+DREQ other id          | = DREP -                   | = DREP -                | = DREP -                | 12.6.10
+DREP                   | TimeWait - Disconnected    | .                       | .                       | 12.6.11
+DREP other id          | .                          | .                       | .                       | 12.6.11
+LAP                    | .                          | = APR1 -                | = APR1 -                | 12.8.1
+APR                    | .                          | .                       | .                       | 12.8.2
+SIDR_REQ               | = - SidrRequest            | = - SidrRequest         | = - SidrRequest         | 12.11.1
+SIDR_REQ other service | = SIDR_REP1 -              | = SIDR_REP1 -           | = SIDR_REP1 -           | 12.11.2
+SIDR_REP               | .                          | .                       | .                       | 12.11.2
+SIDR_REP other id      | .                          | .                       | .                       | 12.11.2
+timeout                | = DREQ -                   | gone - -                | .                       | 12.9.7
+timeouts to end        | TimeWait - Disconnected    | gone - -                | .                       | 12.9.7
+accept                 | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.9.7
+accept, too much       | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.6.8
+reject                 | .                          | .                       | .                       | 12.6.7
+establish              | .                          | .                       | .                       | 12.9.7
+disconnect             | .                          | .                       | .                       | 12.9.8
+answer                 | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.11.2
+answer, too much       | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.11.2
+unlisten               | .                          | .                       | .                       | 12.6.7
+bury                   | .                          | .                       | DreqSent DREQ -         | 12.9.8
+destroy                | gone - -                   | gone - -                | .                       | -
 ";
 
 /// Resolutions; SidrAnswered is the TimeWait of one that was answered.
 const SIDR: &str = "
-event           | SidrReqSent            | SidrReqReceived                 | SidrAnswered       | section
-REQ             | = - Request            | = - Request                     | = - Request        | 12.6.5
-REQ same QP     | = - Request            | = - Request                     | = - Request        | 12.9.8.3.1
-MRA of REQ      | .                      | .                               | .                  | 12.6.6
-MRA of REP      | .                      | .                               | .                  | 12.6.6
-REJ             | .                      | .                               | .                  | 12.6.7
-REJ other id    | .                      | .                               | .                  | 12.6.7
-REJ by GUID     | .                      | .                               | .                  | 12.6.7.2
-REP             | .                      | .                               | = REJ6 -           | 12.6.8
-RTU             | = REJ6 -               | .                               | = REJ6 -           | 12.6.9
-DREQ            | = DREP -               | = DREP -                        | = DREP -           | 12.6.10
-DREQ other QP   | = DREP -               | = DREP -                        | = DREP -           | 12.6.10
-DREP            | .                      | .                               | .                  | 12.6.11
-LAP             | = APR1 -               | .                               | = APR1 -           | 12.8.1
-APR             | .                      | .                               | .                  | 12.8.2
-SIDR_REQ        | = - SidrRequest        | .                               | = SIDR_REP0 -      | 12.11.1
-SIDR_REP        | TimeWait - SidrReply0  | .                               | .                  | 12.11.2
-timeout         | = SIDR_REQ -           | TimeWait SIDR_REP2 Disconnected | gone - -           | 12.9.7
-timeouts to end | TimeWait - Unreachable | TimeWait SIDR_REP2 Disconnected | gone - -           | 12.9.7
-accept          | = - !NoSuchRequest     | = - !NoSuchRequest              | = - !NoSuchRequest | 12.9.7
-reject          | .                      | TimeWait SIDR_REP2 -            | .                  | 12.6.7
-establish       | .                      | .                               | .                  | 12.9.7
-disconnect      | TimeWait - -           | TimeWait SIDR_REP2 -            | .                  | 12.9.8
-answer          | = - !NoSuchRequest     | TimeWait SIDR_REP0 -            | = - !NoSuchRequest | 12.11.2
-unlisten        | .                      | TimeWait SIDR_REP1 -            | .                  | 12.6.7
-destroy         | gone - -               | gone - -                        | gone - -           | -
+event                  | SidrReqSent             | SidrReqReceived                 | SidrAnswered            | section
+REQ                    | = - Request             | = - Request                     | = - Request             | 12.6.5
+REQ same QP            | = - Request             | = - Request                     | = - Request             | 12.9.8.3.1
+REQ other service      | = REJ8 -                | = REJ8 -                        | = REJ8 -                | 12.6.7
+REQ other GID          | = REJ12 -               | = REJ12 -                       | = REJ12 -               | 12.6.7.2
+MRA of REQ             | .                       | .                               | .                       | 12.6.6
+MRA of REP             | .                       | .                               | .                       | 12.6.6
+MRA of LAP             | .                       | .                               | .                       | 12.6.6
+REJ                    | .                       | .                               | .                       | 12.6.7
+REJ other id           | .                       | .                               | .                       | 12.6.7
+REJ by GUID            | .                       | .                               | .                       | 12.6.7.2
+REP                    | .                       | .                               | = REJ6 -                | 12.6.8
+REP other id           | .                       | .                               | = REJ6 -                | 12.6.8
+RTU                    | = REJ6 -                | .                               | = REJ6 -                | 12.6.9
+RTU other id           | = REJ6 -                | = REJ6 -                        | = REJ6 -                | 12.6.9
+DREQ                   | = DREP -                | = DREP -                        | = DREP -                | 12.6.10
+DREQ other QP          | = DREP -                | = DREP -                        | = DREP -                | 12.6.10
+DREQ other id          | = DREP -                | = DREP -                        | = DREP -                | 12.6.10
+DREP                   | .                       | .                               | .                       | 12.6.11
+DREP other id          | .                       | .                               | .                       | 12.6.11
+LAP                    | = APR1 -                | .                               | = APR1 -                | 12.8.1
+APR                    | .                       | .                               | .                       | 12.8.2
+SIDR_REQ               | = - SidrRequest         | .                               | = SIDR_REP0 -           | 12.11.1
+SIDR_REQ other service | = SIDR_REP1 -           | = SIDR_REP1 -                   | = SIDR_REP1 -           | 12.11.2
+SIDR_REP               | TimeWait - SidrReply0   | .                               | .                       | 12.11.2
+SIDR_REP other id      | .                       | .                               | .                       | 12.11.2
+timeout                | = SIDR_REQ -            | TimeWait SIDR_REP2 Disconnected | gone - -                | 12.9.7
+timeouts to end        | TimeWait - Unreachable  | TimeWait SIDR_REP2 Disconnected | gone - -                | 12.9.7
+accept                 | = - !NoSuchRequest      | = - !NoSuchRequest              | = - !NoSuchRequest      | 12.9.7
+accept, too much       | = - !NoSuchRequest      | = - !NoSuchRequest              | = - !NoSuchRequest      | 12.6.8
+reject                 | .                       | TimeWait SIDR_REP2 -            | .                       | 12.6.7
+establish              | .                       | .                               | .                       | 12.9.7
+disconnect             | TimeWait - -            | TimeWait SIDR_REP2 -            | .                       | 12.9.8
+answer                 | = - !NoSuchRequest      | TimeWait SIDR_REP0 -            | = - !NoSuchRequest      | 12.11.2
+answer, too much       | = - !NoSuchRequest      | = - !PrivateDataTooLong         | = - !NoSuchRequest      | 12.11.2
+unlisten               | .                       | TimeWait SIDR_REP1 -            | .                       | 12.6.7
+bury                   | .                       | .                               | .                       | 12.9.8
+destroy                | gone - -                | gone - -                        | gone - -                | -
 ";
 
 const OURS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 1));
 const PEER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 2));
 const STRANGER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 3));
 const SERVICE: ServiceId = ServiceId::udp(7174);
+/// One that nobody listens on.
+const OTHER_SERVICE: ServiceId = ServiceId::udp(7175);
 const OUR_QPN: Qpn = Qpn::new(0x01_0005);
 const THEIR_QPN: Qpn = Qpn::new(0x02_0007);
 const THEIR_ID: u32 = 0x0200_0009;
@@ -200,6 +250,16 @@ fn req(local_comm_id: u32) -> Message {
     })
 }
 
+/// A request of another QP that the peer would have.
+fn req_with(change: impl FnOnce(&mut Req)) -> Message {
+    let Message::Req(mut req) = req(THEIR_ID + 2) else {
+        unreachable!("a REQ")
+    };
+    req.qpn = Qpn::new(0x02_0008);
+    change(&mut req);
+    Message::Req(req)
+}
+
 fn mra(to: CmId, answered: Answered) -> Message {
     Message::Mra(Mra {
         local_comm_id: THEIR_ID,
@@ -224,9 +284,9 @@ fn rej(from: u32, to: u32, answered: Answered, reason: RejReason) -> Message {
     })
 }
 
-fn rep(to: CmId) -> Message {
+fn rep(to: CmId, local_comm_id: u32) -> Message {
     Message::Rep(Rep {
-        local_comm_id: THEIR_ID,
+        local_comm_id,
         remote_comm_id: to.0,
         ece: None,
         qkey: 0,
@@ -245,28 +305,36 @@ fn rep(to: CmId) -> Message {
     })
 }
 
-fn rtu(to: CmId) -> Message {
+fn rtu(to: CmId, local_comm_id: u32) -> Message {
     Message::Rtu(Rtu {
-        local_comm_id: THEIR_ID,
+        local_comm_id,
         remote_comm_id: to.0,
         private_data: PrivateData::default(),
     })
 }
 
-fn dreq(to: CmId, remote_qpn: Qpn) -> Message {
+fn drep(to: CmId, local_comm_id: u32) -> Message {
+    Message::Drep(Drep {
+        local_comm_id,
+        remote_comm_id: to.0,
+        private_data: PrivateData::default(),
+    })
+}
+
+fn dreq(to: CmId, local_comm_id: u32, remote_qpn: Qpn) -> Message {
     Message::Dreq(Dreq {
-        local_comm_id: THEIR_ID,
+        local_comm_id,
         remote_comm_id: to.0,
         remote_qpn,
         private_data: PrivateData::default(),
     })
 }
 
-fn sidr_req() -> Message {
+fn sidr_req(request_id: u32, service_id: ServiceId) -> Message {
     Message::SidrReq(SidrReq {
-        request_id: THEIR_ID,
+        request_id,
         pkey: 0xffff,
-        service_id: SERVICE,
+        service_id,
         private_data: PrivateData::default(),
     })
 }
@@ -276,20 +344,23 @@ fn message(event: &str, id: CmId) -> Option<Message> {
     Some(match event {
         "REQ" => req(THEIR_ID),
         "REQ same QP" => req(THEIR_ID + 1),
+        "REQ other service" => req_with(|req| req.service_id = OTHER_SERVICE),
+        "REQ other GID" => req_with(|req| req.dst_gid = to_gid(STRANGER)),
+        "MRA of LAP" => mra(id, Answered::Other),
         "MRA of REQ" => mra(id, Answered::Req),
         "MRA of REP" => mra(id, Answered::Rep),
         "REJ" => rej(THEIR_ID, id.0, Answered::Other, RejReason::CONSUMER),
         "REJ other id" => rej(THEIR_ID + 1, id.0, Answered::Other, RejReason::CONSUMER),
         "REJ by GUID" => rej(THEIR_ID, 0, Answered::Other, RejReason::TIMEOUT),
-        "REP" => rep(id),
-        "RTU" => rtu(id),
-        "DREQ" => dreq(id, OUR_QPN),
-        "DREQ other QP" => dreq(id, Qpn::new(9)),
-        "DREP" => Message::Drep(Drep {
-            local_comm_id: THEIR_ID,
-            remote_comm_id: id.0,
-            private_data: PrivateData::default(),
-        }),
+        "REP" => rep(id, THEIR_ID),
+        "REP other id" => rep(id, THEIR_ID + 1),
+        "RTU" => rtu(id, THEIR_ID),
+        "RTU other id" => rtu(id, THEIR_ID + 1),
+        "DREQ" => dreq(id, THEIR_ID, OUR_QPN),
+        "DREQ other QP" => dreq(id, THEIR_ID, Qpn::new(9)),
+        "DREQ other id" => dreq(id, THEIR_ID + 1, OUR_QPN),
+        "DREP" => drep(id, THEIR_ID),
+        "DREP other id" => drep(id, THEIR_ID + 1),
         "LAP" => Message::Lap(Lap {
             local_comm_id: THEIR_ID,
             remote_comm_id: id.0,
@@ -300,9 +371,10 @@ fn message(event: &str, id: CmId) -> Option<Message> {
             status: AprStatus::UNSUPPORTED,
             private_data: PrivateData::default(),
         }),
-        "SIDR_REQ" => sidr_req(),
-        "SIDR_REP" => Message::SidrRep(SidrRep {
-            request_id: id.0,
+        "SIDR_REQ" => sidr_req(THEIR_ID, SERVICE),
+        "SIDR_REQ other service" => sidr_req(THEIR_ID + 1, OTHER_SERVICE),
+        "SIDR_REP" | "SIDR_REP other id" => Message::SidrRep(SidrRep {
+            request_id: id.0 ^ u32::from(event.ends_with("other id")),
             status: SidrStatus::VALID,
             qpn: THEIR_QPN,
             service_id: SERVICE,
@@ -395,7 +467,7 @@ impl Bench {
     }
 
     fn asked(&mut self, events: &[&str]) {
-        self.arrive(&sidr_req(), PEER);
+        self.arrive(&sidr_req(THEIR_ID, SERVICE), PEER);
         let Some(CmEvent::SidrRequest { id, .. }) = self.cm.poll_event() else {
             panic!("no request")
         };
@@ -435,11 +507,27 @@ impl Bench {
                 }
             }
             "accept" => return self.cm.accept(now, id, &local(), &[]).err(),
+            "accept, too much" => return self.cm.accept(now, id, &local(), &[0; MAD_LEN]).err(),
             "reject" => self.cm.reject(now, id, RejReason::CONSUMER, &[]),
             "establish" => self.cm.establish(id),
             "disconnect" => self.cm.disconnect(now, id),
             "answer" => {
                 return self.cm.answer(now, id, SidrStatus::VALID, OUR_QPN, 1, &[]).err();
+            }
+            "answer, too much" => {
+                let status = SidrStatus::VALID;
+                let answered = self.cm.answer(now, id, status, OUR_QPN, 1, &[0; MAD_LEN]);
+                return answered.err();
+            }
+            "bury" => {
+                let peering = Peering {
+                    id,
+                    local_qpn: OUR_QPN,
+                    peer: PEER,
+                    remote_id: THEIR_ID,
+                    remote_qpn: THEIR_QPN,
+                };
+                self.cm.bury(now, &peering);
             }
             "unlisten" => self.cm.unlisten(now, SERVICE),
             "destroy" => self.cm.destroy(id),
@@ -524,31 +612,43 @@ fn observed(column: &str, event: &str) -> String {
 }
 
 /// Every event, in the order of the rows.
-const EVENTS: [&str; 25] = [
+const EVENTS: [&str; 37] = [
     "REQ",
     "REQ same QP",
+    "REQ other service",
+    "REQ other GID",
     "MRA of REQ",
     "MRA of REP",
+    "MRA of LAP",
     "REJ",
     "REJ other id",
     "REJ by GUID",
     "REP",
+    "REP other id",
     "RTU",
+    "RTU other id",
     "DREQ",
     "DREQ other QP",
+    "DREQ other id",
     "DREP",
+    "DREP other id",
     "LAP",
     "APR",
     "SIDR_REQ",
+    "SIDR_REQ other service",
     "SIDR_REP",
+    "SIDR_REP other id",
     "timeout",
     "timeouts to end",
     "accept",
+    "accept, too much",
     "reject",
     "establish",
     "disconnect",
     "answer",
+    "answer, too much",
     "unlisten",
+    "bury",
     "destroy",
 ];
 

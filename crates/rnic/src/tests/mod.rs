@@ -14,5 +14,4 @@ mod table;
 mod traffic;
 mod uc;
 mod ud;
-mod unreliable_table;
 mod util;

@@ -1,5 +1,8 @@
 //! State machines as tables in the source: a column for each state, a row for each event.
 
+/// The row that speaks for every event which has none of its own.
+const OTHERS: &str = "others";
+
 fn cells(line: &str) -> Vec<&str> {
     line.split('|').map(str::trim).collect()
 }
@@ -12,22 +15,73 @@ pub(super) fn parse(table: &str) -> (Vec<&str>, Vec<Vec<&str>>) {
     (columns, lines.map(cells).collect())
 }
 
+/// A table with some of its rows changed.
+pub(super) fn with_rows(table: &str, changed: &str) -> String {
+    let changed = changed.trim().lines();
+    let changed: Vec<(&str, &str)> = changed.map(|line| (cells(line)[0], line)).collect();
+    let line = |line| {
+        let of_event = |(event, _): &&(&str, &str)| *event == cells(line)[0];
+        changed.iter().find(of_event).map_or(line, |(_, line)| *line)
+    };
+    table.trim().lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
 /// Asserts every cell: `observed` gives what that of a state and an event would have to say. A table that does not hold is
 /// printed as it would have to be.
-pub(super) fn check(table: &str, events: &[&str], observed: fn(&str, &str) -> String) {
+pub(super) fn check(table: &str, events: &[&str], observed: impl Fn(&str, &str) -> String) {
     let (columns, rows) = parse(table);
-    let named: Vec<&str> = rows.iter().map(|row| row[0]).collect();
-    assert_eq!(named, events, "a row for each event");
+    let named: Vec<&str> = rows
+        .iter()
+        .map(|row| row[0])
+        .filter(|row| *row != OTHERS)
+        .collect();
+    let known: Vec<&str> = events
+        .iter()
+        .copied()
+        .filter(|event| named.contains(event))
+        .collect();
+    assert_eq!(named, known, "rows are events, in their order");
+    assert!(
+        known.len() == events.len() || rows.len() > named.len(),
+        "a row for each event, or for the others"
+    );
     let mut wrong = Vec::new();
-    let mut right = String::new();
+    let mut right = vec![cells(table.trim().lines().next().expect("a header")).join("|")];
     for row in &rows {
-        let cells: Vec<String> = columns.iter().map(|column| observed(column, row[0])).collect();
-        for ((column, cell), is) in columns.iter().zip(&row[1..]).zip(&cells) {
-            if cell != is {
-                wrong.push(format!("{column}, {}: {is}, not {cell}", row[0]));
+        let of_row = |event: &&&str| **event == row[0] || row[0] == OTHERS && !named.contains(*event);
+        let mut first = None;
+        for event in events.iter().filter(of_row) {
+            let cells: Vec<String> = columns.iter().map(|column| observed(column, event)).collect();
+            for (i, (column, is)) in columns.iter().zip(&cells).enumerate() {
+                let cell = row[1..row.len() - 1].get(i).unwrap_or(&"");
+                if cell != is {
+                    wrong.push(format!("{column}, {event}: {is}, not {cell}"));
+                }
             }
+            first.get_or_insert(cells);
         }
-        right += &format!("{} | {} | {}\n", row[0], cells.join(" | "), row[row.len() - 1]);
+        let cells = first.unwrap_or_default().join("|");
+        right.push(format!("{}|{cells}|{}", row[0], row[row.len() - 1]));
     }
-    assert!(wrong.is_empty(), "{wrong:#?}\n{right}");
+    assert!(wrong.is_empty(), "{wrong:#?}\n{}", aligned(&right));
+}
+
+/// The lines of a table with their columns below each other.
+fn aligned(lines: &[String]) -> String {
+    let rows: Vec<Vec<&str>> = lines.iter().map(|line| cells(line)).collect();
+    let width = |column: usize| {
+        let widths = rows
+            .iter()
+            .map(|row| row.get(column).map_or(0, |cell| cell.len()));
+        widths.max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    let line = |row: &Vec<&str>| {
+        let cells = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:width$}"));
+        cells.collect::<Vec<_>>().join(" | ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
