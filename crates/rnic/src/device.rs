@@ -360,6 +360,10 @@ impl Rnic {
 
     /// 24 bits: the slot, and 16 that are random.
     fn new_number(&mut self) -> u32 {
+        if mutant!(NumbersBeginAgain) {
+            let taken = self.qps.len() + self.srqs.len() + 16;
+            return u32::from(self.config.slot) << 16 | taken as u32;
+        }
         u32::from(self.config.slot) << 16 | self.rng.next_u32() & 0xffff
     }
 
@@ -439,6 +443,9 @@ impl Rnic {
 
     /// Detaches a QP from a multicast group. IBTA Vol 1, 11.3.2.
     pub fn detach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), McastError> {
+        if mutant!(DetachForgotten) {
+            return Ok(());
+        }
         self.groups.detach(group.to_canonical(), qpn)
     }
 

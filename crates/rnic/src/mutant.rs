@@ -18,9 +18,22 @@ macro_rules! mutant {
 mod switch {
     use std::cell::Cell;
 
-    /// A defect of the engine.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub enum Mutant {
+    macro_rules! mutants {
+        ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
+            /// A defect of the engine.
+            #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+            pub enum Mutant {
+                $($(#[doc = $doc])+ $name,)+
+            }
+
+            impl Mutant {
+                /// All of them.
+                pub const ALL: &[Mutant] = &[$(Mutant::$name),+];
+            }
+        };
+    }
+
+    mutants! {
         /// A region reaches one byte too far.
         BoundOffByOne,
         /// A request is acknowledged although its bytes were not placed.
@@ -83,37 +96,114 @@ mod switch {
         McastToFirst,
         /// A send request of UC or UD that fails takes the QP to Error.
         SqeIsError,
-    }
-
-    impl Mutant {
-        /// The defects that the simulation's traffic comes upon.
-        pub const SIMULATED: [Mutant; 25] = [
-            Mutant::BoundOffByOne,
-            Mutant::AckBeforePlacement,
-            Mutant::DuplicateExecuted,
-            Mutant::GapAccepted,
-            Mutant::PsnDoesNotWrap,
-            Mutant::GapNakAcknowledges,
-            Mutant::RnrIsAck,
-            Mutant::ReadPlacedLow,
-            Mutant::FlushAnsweredEarly,
-            Mutant::AckCompletesRead,
-            Mutant::IcrcIgnored,
-            Mutant::LastNotResent,
-            Mutant::ReplayBehindAll,
-            Mutant::RetriesNeverEnd,
-            Mutant::ReceivesForgotten,
-            Mutant::UcGapAccepted,
-            Mutant::UcLateAccepted,
-            Mutant::UcDropUsesReceive,
-            Mutant::SqeNotEntered,
-            Mutant::QkeyIgnored,
-            Mutant::GrhLeftOut,
-            Mutant::GrhNotCounted,
-            Mutant::McastToAll,
-            Mutant::McastToFirst,
-            Mutant::SqeIsError,
-        ];
+        /// A gap is reported by bitmap to a peer that did not agree to it.
+        SackUnagreed,
+        /// A gap is kept to oneself.
+        SackNeverSent,
+        /// A bitmap begins one packet too late.
+        SackBeginsLate,
+        /// A bitmap acknowledges the packet that it asks for.
+        SackAcknowledgesHole,
+        /// What comes after a gap is dropped.
+        KeptNothing,
+        /// What was kept is executed before all that is missing has come.
+        KeptBeforeGapCloses,
+        /// A message that was kept is not solicited any more.
+        KeptSolicitedLost,
+        /// A request that was kept and finds no receive is passed over.
+        KeptRefusedSkipped,
+        /// What was kept behind the next gap is acknowledged.
+        AckPastHole,
+        /// A hole counts as filled without a packet.
+        HoleNeverResent,
+        /// A hole that was filled in vain is not filled again.
+        HoleFilledOnce,
+        /// Nobody asks what the peer has when no answer comes.
+        ProbeNeverSent,
+        /// READ data that came late completes all that was sent.
+        AnsweredIsAll,
+        /// Packets that are reported as arrived count as under way.
+        ArrivedStillInFlight,
+        /// Every loss halves the window.
+        EveryLossHalves,
+        /// The limit of a shared receive queue is not disarmed when it was told.
+        SrqLimitStaysArmed,
+        /// The limit of a shared receive queue is not told.
+        SrqLimitUntold,
+        /// Nobody is told that a QP in error uses no more of a shared receive queue.
+        LastWqeUntold,
+        /// A message of XRC takes its receive from another queue than it names.
+        XrcSrqIgnored,
+        /// A solicited message wakes nobody.
+        SolicitedIgnored,
+        /// A key is looked up without its tag.
+        TagIgnored,
+        /// Binding a window does not change its key.
+        WindowKeyStays,
+        /// A window may be bound beyond its region.
+        BindUnchecked,
+        /// A local invalidation leaves the key as it was.
+        LocalInvalidateForgotten,
+        /// A region that is registered anew keeps its old memory.
+        ReregisterKeepsMemory,
+        /// A region that is deregistered stays.
+        DeregisterForgotten,
+        /// A repeated atomic operation is executed again.
+        AtomicReplayExecutes,
+        /// A repeated atomic operation is answered without what it found.
+        AtomicReplayLost,
+        /// A repeated ATOMIC WRITE is executed again.
+        AtomicWriteReplayExecutes,
+        /// A FLUSH leaves out its last byte.
+        FlushShort,
+        /// A FLUSH that failed is answered as one that succeeded.
+        FailedFlushAnswered,
+        /// A part of a READ that is asked for again is taken from its beginning.
+        ReadReplayedFromStart,
+        /// The responder remembers one request less than it promised.
+        ResourceForgotten,
+        /// More requests are sent than the peer can remember.
+        InitiatorDepthIgnored,
+        /// The send queue is said to have drained while requests are under way.
+        SqDrainedEarly,
+        /// Nobody is told that the send queue has drained.
+        SqDrainedUntold,
+        /// RNR retries are not counted.
+        RnrRetriesNeverEnd,
+        /// A QP in error flushes its send requests in the wrong order.
+        FlushedBackwards,
+        /// Nobody is told that a QP went to error.
+        QpErrorUntold,
+        /// Nobody is told of the first request in RTR.
+        EstablishedUntold,
+        /// A device that was restarted numbers its QPs from the beginning.
+        NumbersBeginAgain,
+        /// A new path is not taken.
+        PathStays,
+        /// A request that comes again when its connection has ended gets no answer.
+        CmAnswerNotRepeated,
+        /// A connection that has ended is forgotten at once.
+        TimeWaitSkipped,
+        /// A DREQ is not answered.
+        DreqUnanswered,
+        /// A peer that asks for time gets none.
+        MraIgnored,
+        /// A request by a QP that is connected opens a second connection.
+        StaleUnnoticed,
+        /// A request that comes again is taken for a new one.
+        RequestTaken,
+        /// An RTU that was lost is not repeated.
+        RtuNotRepeated,
+        /// The answer to a resolution that comes again is not repeated.
+        SidrAnswerNotRepeated,
+        /// The passive user is not told that the connection stands.
+        CmEstablishedUntold,
+        /// A QP that is detached from a group stays attached.
+        DetachForgotten,
+        /// A datagram longer than the path MTU is sent.
+        UdTooLongSent,
+        /// An address handle's traffic class is not sent.
+        UdTrafficClassLost,
     }
 
     thread_local! {

@@ -285,7 +285,11 @@ impl Regions {
         };
         let mut changed = spec.clone();
         change(&mut changed);
-        let before = std::mem::replace(spec, changed.checked()?);
+        let mut changed = changed.checked()?;
+        if mutant!(ReregisterKeepsMemory) {
+            changed.memory = spec.memory.clone();
+        }
+        let before = std::mem::replace(spec, changed);
         entry.pd = pd.unwrap_or(entry.pd);
         Ok(before.memory)
     }
@@ -300,7 +304,7 @@ impl Regions {
             Kind::Fast { .. } => true,
             Kind::Window { .. } => false,
         };
-        if !named {
+        if !named || mutant!(DeregisterForgotten) {
             return None;
         }
         let entry = self.entries.remove(&(lkey.0 >> 8))?;
@@ -316,7 +320,8 @@ impl Regions {
     }
 
     fn exact(&self, key: u32) -> Option<&Entry> {
-        self.entries.get(&(key >> 8)).filter(|entry| entry.key == key)
+        let exact = |entry: &&Entry| entry.key == key || mutant!(TagIgnored);
+        self.entries.get(&(key >> 8)).filter(exact)
     }
 
     fn exact_mut(&mut self, key: u32) -> Option<&mut Entry> {
@@ -377,7 +382,7 @@ impl Regions {
                 && remote.contains(rights)
                 && (!writes || spec.access.contains(Access::LOCAL_WRITE))
                 && spec.view().offset_of(bind.va, bind.length).is_some();
-            if !allowed {
+            if !allowed && !mutant!(BindUnchecked) {
                 return Err(KeyError);
             }
         }
@@ -392,7 +397,9 @@ impl Regions {
             return Err(KeyError);
         }
         *bound = (bind.length > 0).then_some(Bound { bind: *bind, qpn });
-        entry.key = bind.window.0;
+        if !mutant!(WindowKeyStays) {
+            entry.key = bind.window.0;
+        }
         Ok(())
     }
 

@@ -85,10 +85,10 @@ impl SharedReceiveQueue {
     pub(crate) fn take(&mut self) -> (Option<RecvRequest>, bool) {
         let taken = self.queue.pop_front();
         let reached = taken.is_some() && self.limit.is_some_and(|limit| self.queue.len() < limit as usize);
-        if reached {
+        if reached && !mutant!(SrqLimitStaysArmed) {
             self.limit = None;
         }
-        (taken, reached)
+        (taken, reached && !mutant!(SrqLimitUntold))
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rdmux_rnic::Time;
 use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{PathMtu, Transport};
@@ -23,6 +24,9 @@ const QKEY: u32 = 0x0123_4567;
 const SECOND: u64 = 1_000_000_000;
 /// Up to this loss, in percent, seven tries each way are enough: one in ten million connections would fail.
 const RELIABLE_LOSS: f64 = 5.0;
+
+/// An end that is not agreed to by then is not answered: the tries are over soon after.
+const ANSWERED_NS: u64 = 8 * SECOND;
 
 /// What a user answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +111,8 @@ struct Run {
     sides: BTreeMap<(usize, u32), Side>,
     /// Connections that a restart may have cut.
     disturbed: BTreeSet<usize>,
+    /// Since when sides wait for the peer to agree to the end.
+    ending: BTreeMap<(usize, u32), Time>,
     is_lossy: bool,
 }
 
@@ -129,7 +135,7 @@ fn draw_plan(dice: &mut Dice, number: u32) -> Plan {
         _ => [after(dice), after(dice)],
     };
     // Sometimes those of an earlier connection, as after a restart.
-    let qpn = if dice.one_in(16) { number / 2 } else { number };
+    let qpn = if dice.one_in(8) { number / 2 } else { number };
     let active_host = dice.below(2) as usize;
     let qpns = [active_host, 1 - active_host].map(|host| Qpn::new((host as u32 + 1) << 16 | (16 + qpn)));
     Plan {
@@ -181,6 +187,7 @@ pub(crate) fn run(settings: &Settings) -> Report {
         plans,
         sides: BTreeMap::new(),
         disturbed: BTreeSet::new(),
+        ending: BTreeMap::new(),
         is_lossy: settings.loss_percent + settings.corrupt_percent >= RELIABLE_LOSS,
     };
     let mut report = Report::new(settings);
@@ -209,8 +216,7 @@ impl Run {
             .map(|(at, _)| *at)
             .collect();
         for (host, id) in open {
-            self.world
-                .with(host, |rnic, now| rnic.cm().disconnect(now, CmId(id)));
+            self.disconnect(host, CmId(id));
         }
         self.drive_to_rest()?;
         for host in 0..2 {
@@ -332,9 +338,14 @@ impl Run {
                 self.set_seen(host, id, Seen::Over);
                 self.world.with(host, |rnic, _| rnic.cm().destroy(id));
             }
-            END => self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id)),
+            END => self.disconnect(host, id),
             _ => {}
         }
+    }
+
+    fn disconnect(&mut self, host: usize, id: CmId) {
+        self.ending.entry((host, id.0)).or_insert(self.world.now);
+        self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id));
     }
 
     fn ask(&mut self, connection: usize) {
@@ -422,7 +433,7 @@ impl Run {
             // It withdraws at a time of its own, or has done so.
             Decision::Neither => {
                 self.set_seen(host, id, Seen::Open);
-                self.world.with(host, |rnic, now| rnic.cm().disconnect(now, id));
+                self.disconnect(host, id);
             }
             Decision::No => {
                 let data = private_data(connection, Carrier::RejOfRep, 148);
@@ -488,6 +499,14 @@ impl Run {
         let alive = |side: &&Side| side.connection == connection && side.passive && side.seen != Seen::Over;
         if self.sides.values().any(|side| alive(&side)) {
             return Err("a second request for a connection that lives".to_owned());
+        }
+        let connected = |side: &&Side| {
+            let peer = self.plans[side.connection].qpns[usize::from(!side.passive)];
+            side.seen == Seen::Open && !resolution && peer == plan.qpns[0]
+        };
+        let here = self.sides.iter().filter(|((at, _), _)| *at == host);
+        if here.map(|(_, side)| side).any(|side| connected(&side)) {
+            return Err("a request by a QP that is connected".to_owned());
         }
         let side = Side {
             connection,
@@ -574,7 +593,9 @@ impl Run {
             }
             CmEvent::Disconnected { .. } => {
                 self.set_seen(host, *id, Seen::Over);
-                true
+                let since = self.ending.remove(&(host, id.0));
+                let in_time = since.is_none_or(|since| self.world.now.since_ns(since) < ANSWERED_NS);
+                in_time || !self.is_calm(connection)
             }
             CmEvent::SidrReply {
                 status,

@@ -12,6 +12,7 @@ pub mod goodput;
 mod memory;
 mod network;
 mod report;
+mod tap;
 mod unreliable;
 mod workload;
 mod world;

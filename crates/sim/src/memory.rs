@@ -81,6 +81,8 @@ pub(crate) struct Door {
     pub(crate) trespasses: AtomicU64,
     /// Every access is a fault.
     pub(crate) fails: AtomicBool,
+    /// Every flush is a fault.
+    pub(crate) flush_fails: AtomicBool,
 }
 
 impl Door {
@@ -90,6 +92,7 @@ impl Door {
             shut: AtomicBool::new(false),
             trespasses: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            flush_fails: AtomicBool::new(false),
         }
     }
 
@@ -151,7 +154,7 @@ impl Memory for Door {
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
         let range = self.memory.range(offset, length)?;
-        if self.fails.load(Ordering::Relaxed) {
+        if self.fails.load(Ordering::Relaxed) || self.flush_fails.load(Ordering::Relaxed) {
             return Err(Fault::Io(5));
         }
         if placement.contains(Placement::PERSISTENT) {

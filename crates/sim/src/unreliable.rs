@@ -9,7 +9,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use rdmux_rnic::{
-    Access, Cqn, LKey, Operation, Path, Pd, Psn, QpAttributes, QpInit, QpState, QpType, Qpn, RKey,
+    Access, Cqn, LKey, Operation, Path, Pd, PostError, Psn, QpAttributes, QpInit, QpState, QpType, Qpn, RKey,
     RecvRequest, RegionSpec, SendFlags, SendRequest, Sge, SgeList, Status, Target, WcOpcode, WorkCompletion,
 };
 
@@ -25,6 +25,8 @@ const MEMORY: u64 = 3 << 20;
 const GUARD: u64 = 4096;
 const IOVA: u64 = 1 << 40;
 const GRH: usize = 40;
+/// Longest datagram: the device's own.
+const DATAGRAM_MAX: u64 = 4096;
 const KEY: u32 = 0x1111_1111;
 /// A run that takes more steps than this for each message does not come to rest.
 const STEPS_PER_MESSAGE: u64 = 2_000;
@@ -48,6 +50,9 @@ struct Message {
     receivers: BTreeSet<usize>,
     /// How often each had it.
     had: BTreeMap<usize, u32>,
+    /// QPs that left the group before they had it.
+    excused: BTreeSet<usize>,
+    traffic_class: u8,
 }
 
 #[derive(Debug)]
@@ -152,7 +157,7 @@ impl Run {
             seed: settings.seed,
             left: settings.operations,
             bytes_max: u64::from(settings.bytes_max).min(8 << 10),
-            datagram_max: dice.log_uniform(4096),
+            datagram_max: dice.log_uniform(DATAGRAM_MAX),
             faultless: faults.loss + faults.dup + faults.reorder + faults.corrupt == 0.0,
             dice,
             report,
@@ -439,6 +444,8 @@ impl Run {
             placed,
             receivers: BTreeSet::from([peer]),
             had: BTreeMap::new(),
+            excused: BTreeSet::new(),
+            traffic_class: 0,
         };
         let Some((number, sges)) = self.message(message) else {
             return Ok(());
@@ -495,9 +502,55 @@ impl Run {
         (Target::Datagram { path, qpn, qkey }, dst, receivers)
     }
 
+    /// Posts a datagram that no packet holds: it is refused at once.
+    fn post_too_long(&mut self, qp: usize) -> Checked {
+        let (to, ..) = self.choose_target(qp);
+        let Queue { host, qpn, .. } = self.queues[qp];
+        let request = SendRequest {
+            wr_id: 0,
+            operation: Operation::Send { imm: None },
+            sges: Sge::new(IOVA, DATAGRAM_MAX as u32 + 1, self.sides[host].lkey).into(),
+            flags: SendFlags::SIGNALED,
+            to,
+        };
+        match (self.world).with(host, |rnic, now| rnic.post_send(now, qpn, request)) {
+            Err(PostError::TooLong) => Ok(()),
+            other => Err(format!("a datagram that is too long: {other:?}")),
+        }
+    }
+
+    /// A QP leaves a group that it is in.
+    fn detach(&mut self, qp: usize) -> Checked {
+        let queue = &mut self.queues[qp];
+        let Some(group) = queue.groups.pop() else {
+            return Ok(());
+        };
+        let rnic = &mut self.world.hosts[queue.host].rnic;
+        let done = rnic.detach_mcast(queue.qpn, group);
+        for message in self
+            .messages
+            .iter_mut()
+            .filter(|message| message.dst == Some(group))
+        {
+            message.excused.insert(qp);
+        }
+        done.map_err(|error| format!("out of a group: {error}"))
+    }
+
     fn post_datagram(&mut self, qp: usize) -> Checked {
+        if self.dice.one_in(30) {
+            self.detach(qp)?;
+        }
+        if self.dice.one_in(30) {
+            return self.post_too_long(qp);
+        }
         let bytes = self.dice.below(self.datagram_max + 1) as usize;
-        let (to, dst, receivers) = self.choose_target(qp);
+        let (mut to, dst, receivers) = self.choose_target(qp);
+        // The service type of an address handle is its own.
+        let traffic_class = self.dice.next() as u8 & !3;
+        if let Target::Datagram { path, .. } = &mut to {
+            path.traffic_class = traffic_class;
+        }
         let message = Message {
             from: qp,
             bytes,
@@ -505,6 +558,8 @@ impl Run {
             placed: None,
             receivers,
             had: BTreeMap::new(),
+            excused: BTreeSet::new(),
+            traffic_class,
         };
         let Some((number, sges)) = self.message(message) else {
             return Ok(());
@@ -589,7 +644,8 @@ impl Run {
                 if wc.src_qpn != Some(from.qpn) {
                     return Err("from another QP".to_owned());
                 }
-                check_grh(bytes(piece.at, GRH), self.world.hosts[from.host].address, dst)?;
+                let src = self.world.hosts[from.host].address;
+                check_grh(bytes(piece.at, GRH), src, dst, message.traffic_class)?;
                 (GRH, WcOpcode::Recv)
             }
             None => {
@@ -641,7 +697,7 @@ impl Run {
         }
         if self.faultless {
             for (number, message) in self.messages.iter().enumerate() {
-                let had = |qp: &usize| message.had.contains_key(qp);
+                let had = |qp: &usize| message.had.contains_key(qp) || message.excused.contains(qp);
                 if !message.receivers.iter().all(had) {
                     return Err(format!("message {number} did not arrive: {message:?}"));
                 }
@@ -663,18 +719,23 @@ impl Run {
     }
 }
 
-/// The header before a datagram: addresses, next protocol, version.
-fn check_grh(grh: &[u8], src: IpAddr, dst: IpAddr) -> Checked {
+/// The header before a datagram: addresses, next protocol, version, traffic class.
+fn check_grh(grh: &[u8], src: IpAddr, dst: IpAddr, traffic_class: u8) -> Checked {
     let right = match (src, dst) {
         (IpAddr::V4(src), IpAddr::V4(dst)) => {
             grh[..20] == [0; 20]
                 && grh[20] == 0x45
+                && grh[21] == traffic_class
                 && grh[29] == 17
                 && grh[32..36] == src.octets()
                 && grh[36..] == dst.octets()
         }
         (IpAddr::V6(src), IpAddr::V6(dst)) => {
-            grh[0] >> 4 == 6 && grh[6] == 17 && grh[8..24] == src.octets() && grh[24..] == dst.octets()
+            grh[0] >> 4 == 6
+                && grh[0] << 4 | grh[1] >> 4 == traffic_class
+                && grh[6] == 17
+                && grh[8..24] == src.octets()
+                && grh[24..] == dst.octets()
         }
         _ => false,
     };

@@ -7,6 +7,7 @@ use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::{Arrival, Config, Cqn, Event, FlushId, FlushJob, Path, Rnic, Time, TransmitBuf};
 
 use crate::dice::Dice;
+use crate::tap::Tap;
 
 /// What a link does to packets, in percent of them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -82,6 +83,7 @@ pub(crate) struct World {
     pub(crate) hosts: [Host; 2],
     pub(crate) faults: Faults,
     pub(crate) carried: Carried,
+    pub(crate) tap: Tap,
     pub(crate) steps: u64,
     pub(crate) flushes_running: u32,
     shape: Shape,
@@ -127,6 +129,7 @@ impl World {
             hosts,
             faults,
             carried: Carried::default(),
+            tap: Tap::default(),
             steps: 0,
             flushes_running: 0,
             shape,
@@ -275,6 +278,9 @@ impl World {
             buf.clear();
             let more = self.hosts[from].rnic.poll_transmit(self.now, &mut buf, all);
             for train in buf.trains() {
+                for packet in buf.bytes()[train.range.clone()].chunks(train.segment_bytes) {
+                    self.tap.look(from, &train.path, packet);
+                }
                 let dst = train.path.dst;
                 for to in 0..2 {
                     let reaches = dst.is_multicast() || dst == self.hosts[to].address;

@@ -1,32 +1,88 @@
-//! Each deliberate defect of the engine is caught by a run within a bounded number of seeds.
+//! Each deliberate defect of the engine is caught by a simulated run within a bounded number of seeds.
 
 use std::panic::catch_unwind;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rdmux_rnic::mutant::{self, Mutant};
-use rdmux_sim::{Ending, Report, Settings, run, run_unreliable};
+use rdmux_sim::goodput::{Link, Streams, measure};
+use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
 
-/// Runs tried for each defect.
-const SEEDS: u64 = 1000;
+/// Seeds tried for each defect.
+const SEEDS: u64 = 600;
+/// Seeds after which goodput is looked at too: what harms it alone shows in no other way.
+const GOODPUT_AFTER: u64 = 30;
 
-/// The first seed whose run shows the defect, and what it shows.
-fn caught(mutant: Mutant) -> Option<(u64, String)> {
+/// A kind of run: its name, and its runs for each of [`SEEDS`] (some are shorter than others).
+type Kind = (&'static str, fn(&Settings) -> Report, u64);
+
+const KINDS: [Kind; 3] = [
+    ("traffic", run, 1),
+    ("unreliable", run_unreliable, 1),
+    ("connections", run_connections, 4),
+];
+
+/// A run; the endings take turns, with none among them.
+fn settings(kind: &str, seed: u64) -> Settings {
+    let drawn = Settings::drawn(seed);
+    match kind {
+        "traffic" => Settings {
+            ending: match seed as usize % (Ending::ALL.len() + 1) {
+                0 => Ending::None,
+                n => Ending::ALL[n - 1],
+            },
+            ..drawn
+        },
+        "connections" => Settings {
+            operations: 20,
+            ..drawn
+        },
+        _ => drawn,
+    }
+}
+
+/// Share of a link that a stream gets at a loss of 5 %, retransmitting selectively.
+fn goodput() -> f64 {
+    let link = Link {
+        bits_per_second: 10_000_000_000,
+        round_trip_ns: 1_000_000,
+        loss_percent: 5.0,
+        queue_bytes_max: 1 << 20,
+        marking: None,
+    };
+    let streams = Streams {
+        seed: 1,
+        senders: 1,
+        message_bytes: 1 << 20,
+        posted: 4,
+        path_mtu: 1024,
+        window_bytes: 2 << 20,
+        selective: true,
+        timeout: 14,
+        warm_up_ns: 5_000_000,
+        measured_ns: 100_000_000,
+    };
+    measure(&link, &streams).share_of(&link, &streams)
+}
+
+/// The first run that shows the defect, and what it shows.
+fn caught(mutant: Mutant, healthy: f64) -> Option<String> {
     mutant::set(Some(mutant));
     let found = (0..SEEDS).find_map(|seed| {
-        let settings = Settings {
-            ending: match seed % 6 {
-                3 => Ending::PeerVanishes,
-                4 => Ending::UserError,
-                5 => Ending::OutOfBounds,
-                _ => Ending::None,
-            },
-            ..Settings::drawn(seed)
-        };
-        let runs: [fn(&Settings) -> Report; 2] = [run_unreliable, run];
-        let violation = |run: fn(&Settings) -> Report| match catch_unwind(|| run(&settings)) {
-            Ok(report) => report.violation,
-            Err(_) => Some("panic".to_owned()),
-        };
-        Some((seed, runs.into_iter().find_map(violation)?))
+        let in_a_run = KINDS.into_iter().find_map(|(kind, run, runs)| {
+            (seed * runs..(seed + 1) * runs).find_map(|seed| {
+                let what = match catch_unwind(|| run(&settings(kind, seed))) {
+                    Ok(report) => report.violation?,
+                    Err(_) => "panic".to_owned(),
+                };
+                Some(format!("{kind:<11} seed {seed:>4}: {what}"))
+            })
+        });
+        in_a_run.or_else(|| {
+            let share = (seed == GOODPUT_AFTER).then(|| catch_unwind(goodput).unwrap_or(0.0))?;
+            (share < 0.95 * healthy)
+                .then(|| format!("{:<11} seed    1: {share:.3} instead of {healthy:.3}", "goodput"))
+        })
     });
     mutant::set(None);
     found
@@ -34,22 +90,33 @@ fn caught(mutant: Mutant) -> Option<(u64, String)> {
 
 #[test]
 fn every_mutant_is_caught() {
-    let mut missed = Vec::new();
-    for mutant in Mutant::SIMULATED {
-        match caught(mutant) {
-            Some((seed, what)) => println!("{:<22} seed {seed:>3}: {what}", format!("{mutant:?}")),
-            None => missed.push(mutant),
+    let healthy = goodput();
+    let (next, missed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let look = || {
+        while let Some(mutant) = Mutant::ALL.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match caught(*mutant, healthy) {
+                Some(what) => println!("{:<26} {what}", format!("{mutant:?}")),
+                None => missed.lock().unwrap().push(*mutant),
+            }
         }
-    }
+    };
+    // The switch is a thread's own, so defects can be tried side by side.
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(look);
+        }
+    });
+    let missed = missed.into_inner().unwrap();
+    assert!(Mutant::ALL.len() >= 50, "there are only {}", Mutant::ALL.len());
     assert!(missed.is_empty(), "not caught within {SEEDS} seeds: {missed:?}");
 }
 
 #[test]
 fn without_a_mutant_nothing_is_caught() {
-    mutant::set(None);
-    for seed in 0..20 {
-        for run in [run, run_unreliable] {
-            assert_eq!(run(&Settings::drawn(seed)).violation, None, "seed {seed}");
+    for (kind, run, _) in KINDS {
+        for seed in 0..30 {
+            assert_eq!(run(&settings(kind, seed)).violation, None, "{kind} seed {seed}");
         }
     }
 }

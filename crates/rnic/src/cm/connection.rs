@@ -192,7 +192,9 @@ impl Cm {
             }
             State::RepSent | State::MraRepReceived => {
                 c.state = State::Established;
-                self.events.push_back(CmEvent::Established { id });
+                if !mutant!(CmEstablishedUntold) {
+                    self.events.push_back(CmEvent::Established { id });
+                }
             }
             _ => return,
         }
@@ -313,7 +315,8 @@ impl Cm {
 
     pub(super) fn handle_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &Req) {
         let key = (peer, Some(req.ca_guid), req.local_comm_id);
-        if let Some(id) = self.by_request.get(&key).copied() {
+        let known = self.by_request.get(&key).copied();
+        if let Some(id) = known.filter(|_| !mutant!(RequestTaken)) {
             return self.handle_req_again(id);
         }
         let refuse = |cm: &mut Cm, reason, ari: &[u8]| {
@@ -328,7 +331,8 @@ impl Cm {
             return refuse(self, RejReason::INVALID_GID, &gid.octets());
         }
         // The peer uses a QP that we still take for connected: it has forgotten us. 12.9.8.3.1.
-        if let Some(id) = self.by_qp.get(&(peer, req.ca_guid, req.qpn)).copied() {
+        let stale = self.by_qp.get(&(peer, req.ca_guid, req.qpn)).copied();
+        if let Some(id) = stale.filter(|_| !mutant!(StaleUnnoticed)) {
             refuse(self, RejReason::STALE_CONNECTION, &[]);
             return self.end_stale(now, id);
         }
@@ -397,6 +401,7 @@ impl Cm {
     fn handle_req_again(&mut self, id: u32) {
         match self.connections.get(&id).map(|c| c.state) {
             Some(State::ReqReceived | State::MraReqSent) => self.send_mra(id),
+            Some(State::TimeWait) if mutant!(CmAnswerNotRepeated) => {}
             Some(State::RepSent | State::TimeWait) => self.repeat(id),
             _ => {}
         }
@@ -417,6 +422,7 @@ impl Cm {
             State::ReqSent | State::MraReqReceived => self.handle_first_rep(now, id, rep),
             _ if c.remote_id != rep.local_comm_id || c.request.is_some() => {}
             State::RepReceived | State::MraRepSent => self.send_mra(id),
+            State::Established if mutant!(RtuNotRepeated) => {}
             // Our RTU was lost.
             State::Established => self.repeat(id),
             _ => {}
@@ -526,6 +532,7 @@ impl Cm {
             return;
         };
         match (c.state, mra.answered) {
+            _ if mutant!(MraIgnored) => return,
             (State::ReqSent | State::MraReqReceived, Answered::Req) => {
                 c.state = State::MraReqReceived;
                 c.remote_id = mra.local_comm_id;
@@ -567,7 +574,9 @@ impl Cm {
             private_data: PrivateData::default(),
         };
         // Also for a connection that has gone: the peer only wants to hear that it has.
-        self.send(peer, emit(&Message::Drep(drep), tid));
+        if !mutant!(DreqUnanswered) {
+            self.send(peer, emit(&Message::Drep(drep), tid));
+        }
         if ends {
             self.rest(now, id, None);
             self.events.push_back(CmEvent::Disconnected { id: CmId(id) });

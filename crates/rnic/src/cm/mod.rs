@@ -582,6 +582,9 @@ impl Cm {
         if self.by_qp.get(&key) == Some(&id) {
             self.by_qp.remove(&key);
         }
+        if mutant!(TimeWaitSkipped) {
+            return self.forget(id);
+        }
         self.set_deadline(id, Some(until));
         self.resting.insert((until, id));
         self.resting_qpns.insert((qpn, id));

@@ -77,6 +77,7 @@ impl Cm {
                 .connections
                 .get(&id)
                 .is_some_and(|c| c.state == State::TimeWait)
+                && !mutant!(SidrAnswerNotRepeated)
             {
                 self.repeat(id);
             }

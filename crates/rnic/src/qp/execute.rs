@@ -40,7 +40,11 @@ impl Scope {
                 srq: init.srq,
             });
         }
-        let srqn = named.ok_or(Refusal::InvalidRequest)?;
+        let mut srqn = named.ok_or(Refusal::InvalidRequest)?;
+        if mutant!(XrcSrqIgnored) {
+            let of_xrc = env.srqs.iter().filter(|(_, srq)| srq.init.xrc.is_some());
+            srqn = of_xrc.map(|(srqn, _)| *srqn).min().unwrap_or(srqn);
+        }
         let srq = env.srqs.get(&srqn).ok_or(Refusal::InvalidRequest)?;
         match srq.init.xrc {
             Some((xrcd, recv_cq)) if Some(xrcd) == init.xrcd => Ok(Scope {

@@ -400,7 +400,8 @@ impl Qp {
 
         let head = &mut self.head;
         head.access = attr.access.unwrap_or(head.access);
-        head.path = attr.path.or(head.path);
+        let path_stays = head.path.is_some() && mutant!(PathStays);
+        head.path = attr.path.filter(|_| !path_stays).or(head.path);
         head.mtu = attr.path_mtu.unwrap_or(head.mtu);
         head.dest_qpn = attr.dest_qpn.unwrap_or(head.dest_qpn);
         head.qkey = attr.qkey.unwrap_or(head.qkey);
@@ -478,10 +479,12 @@ impl Qp {
                 execution.flush(env, &self.head);
             }
         }
-        if self.head.init.srq.is_some() {
+        if self.head.init.srq.is_some() && !mutant!(LastWqeUntold) {
             env.events.push_back(Event::LastWqeReached(self.head.qpn));
         }
-        if let Some((status, cause)) = cause {
+        if let Some((status, cause)) = cause
+            && !mutant!(QpErrorUntold)
+        {
             env.events.push_back(Event::QpError(self.head.qpn, status, cause));
         }
     }

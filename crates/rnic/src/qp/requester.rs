@@ -264,6 +264,9 @@ impl Requester {
 
     /// Ends every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        if mutant!(FlushedBackwards) {
+            self.queue.make_contiguous().reverse();
+        }
         for wqe in std::mem::take(&mut self.queue) {
             let wc = bare_completion(
                 head.qpn,
@@ -370,8 +373,8 @@ impl Requester {
 
     /// Tells that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
     pub(crate) fn tell_drained(&mut self, env: &mut Env<'_>, head: &Head) {
-        let begun = self.queue.front().is_some_and(|wqe| wqe.first.is_some());
-        if self.draining && head.state == QpState::Sqd && !begun {
+        let begun = self.queue.front().is_some_and(|wqe| wqe.first.is_some()) && !mutant!(SqDrainedEarly);
+        if self.draining && head.state == QpState::Sqd && !begun && !mutant!(SqDrainedUntold) {
             self.draining = false;
             env.events.push_back(Event::SqDrained(head.qpn));
         }
@@ -421,7 +424,8 @@ impl Requester {
             .iter()
             .take_while(|(first, n)| first.plus(*n).since(cursor) <= 0)
             .count();
-        !(wqe.takes_resource() && before >= usize::from(self.max_rd_atomic))
+        let waits = wqe.takes_resource() && before >= usize::from(self.max_rd_atomic);
+        !waits || mutant!(InitiatorDepthIgnored)
     }
 
     /// PSNs that must be free before the next ones of a request with `left` go out: a READ is asked for in few pieces, and
@@ -722,7 +726,7 @@ impl Requester {
                     return Ok(());
                 }
                 if self.rnr_retry < 7 {
-                    if self.rnr_tries >= self.rnr_retry {
+                    if self.rnr_tries >= self.rnr_retry && !mutant!(RnrRetriesNeverEnd) {
                         return Err(Broken::oldest(Status::RnrRetryExceeded));
                     }
                     self.rnr_tries += 1;
@@ -1048,6 +1052,7 @@ pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operatio
             let done = env.regions.fill(registration, pd);
             done.map_err(|_| Status::LocalQpOperation)
         }
+        Operation::LocalInvalidate { .. } if mutant!(LocalInvalidateForgotten) => Ok(()),
         Operation::LocalInvalidate { rkey } => {
             let done = env.regions.invalidate(*rkey, pd, qpn);
             done.map_err(|_| Status::LocalQpOperation)

@@ -214,7 +214,7 @@ impl Responder {
         };
         if ahead > 0 && !mutant!(GapAccepted) {
             env.counters.out_of_sequence += 1;
-            if head.selective {
+            if head.selective || mutant!(SackUnagreed) {
                 self.keep_early(env, head, packet);
             } else if !self.nak_sent {
                 self.nak_sent = true;
@@ -231,7 +231,7 @@ impl Responder {
         }
         if !self.established {
             self.established = true;
-            if head.state == QpState::Rtr {
+            if head.state == QpState::Rtr && !mutant!(EstablishedUntold) {
                 env.events.push_back(Event::CommunicationEstablished(head.qpn));
             }
         }
@@ -276,11 +276,11 @@ impl Responder {
         let psn = packet.bth.psn;
         let within = psn.since(self.expected) as u32 <= head.reach();
         let fits = packet.payload().len() <= head.mtu as usize;
-        if within && fits && self.early.keep(psn, packet.bytes()) {
+        if within && fits && !mutant!(KeptNothing) && self.early.keep(psn, packet.bytes()) {
             env.counters.kept_requests += 1;
         }
         // A peer that was told to wait with the missing one knows of it.
-        self.sack_owed |= !self.nak_sent;
+        self.sack_owed |= !self.nak_sent && !mutant!(SackNeverSent);
     }
 
     /// The request that was missing was done: those kept behind it are next, up to the next gap. `Some`: one was refused, and
@@ -291,12 +291,22 @@ impl Responder {
             return None;
         }
         while self.answers.len() < ANSWERS_MAX
-            && let Some(bytes) = self.early.take(self.expected)
+            && let Some(bytes) = self.take_kept()
         {
-            let Ok(packet) = Packet::parse(&bytes) else { break };
+            let Ok(mut packet) = Packet::parse(&bytes) else {
+                break;
+            };
+            packet.bth.solicited &= !mutant!(KeptSolicitedLost);
             if let Err(refusal) = self.handle_next(env, head, &packet) {
+                if mutant!(KeptRefusedSkipped) {
+                    self.expected = self.expected.plus(1);
+                }
                 return self.refused(env, &packet, refusal);
             }
+        }
+        let last = self.early.psns().next_back();
+        if let Some(last) = last.filter(|_| mutant!(AckPastHole)) {
+            self.owe(last, Syndrome::ACK);
         }
         // The peer waits for this, whether or not the last packet asked for it.
         if self.early.is_empty() {
@@ -305,6 +315,12 @@ impl Responder {
             self.sack_owed = true;
         }
         None
+    }
+
+    /// Takes the request that is next, if it is kept.
+    fn take_kept(&mut self) -> Option<Box<[u8]>> {
+        let first = self.early.first().filter(|_| mutant!(KeptBeforeGapCloses));
+        self.early.take(first.unwrap_or(self.expected))
     }
 
     /// Builds the NAK that says what is missing and what is there. All answers that were owed before it have left.
@@ -319,7 +335,8 @@ impl Responder {
             msn: self.msn,
         };
         env.counters.sent_pkts += 1;
-        let offsets = self.early.psns().map(|psn| psn.since(expected) as u32);
+        let late = u32::from(mutant!(SackBeginsLate));
+        let offsets = self.early.psns().map(|psn| psn.since(expected) as u32 + late);
         let Ok(()) = emit(buf, path, bth, Some(aeth), bytes, |out| {
             Sack::emit(offsets, out);
             Ok::<_, std::convert::Infallible>(())
@@ -499,7 +516,7 @@ impl Responder {
             (head.qpn, psn),
             spec.memory,
             spec.offset,
-            spec.length,
+            spec.length.saturating_sub(u64::from(mutant!(FlushShort))),
             spec.placement,
         );
         Ok(if mutant!(FlushAnsweredEarly) {
@@ -517,17 +534,23 @@ impl Responder {
             .position(|a| matches!(a, Answer::Flush { psn: p, .. } if *p == psn));
         let Some(at) = owed else { return false };
         if let Some(Answer::Flush { state, .. }) = self.answers.get_mut(at) {
-            *state = if ok { FlushState::Done } else { FlushState::Failed };
+            *state = if ok || mutant!(FailedFlushAnswered) {
+                FlushState::Done
+            } else {
+                FlushState::Failed
+            };
         }
-        if !ok {
+        let failed = !ok && !mutant!(FailedFlushAnswered);
+        if failed {
             // Nothing behind a failed flush is answered.
             self.answers.truncate(at + 1);
         }
-        !ok
+        failed
     }
 
     fn keep(&mut self, resource: Resource) {
-        while self.resources.len() >= usize::from(self.max_resources) {
+        let most = self.max_resources - u8::from(mutant!(ResourceForgotten));
+        while self.resources.len() >= usize::from(most).max(1) {
             self.resources.pop_front();
         }
         self.resources.push_back(resource);
@@ -562,13 +585,20 @@ impl Responder {
                     self.replay_read(env, head, psn, reth);
                 }
             }
+            Op::AtomicWrite if mutant!(AtomicWriteReplayExecutes) => {
+                self.replay_by_executing(env, head, packet);
+            }
             Op::Flush | Op::AtomicWrite => self.replay_flush(psn),
+            Op::CompareSwap | Op::FetchAdd if mutant!(AtomicReplayExecutes) => {
+                self.replay_by_executing(env, head, packet);
+            }
             Op::CompareSwap | Op::FetchAdd => {
                 let owed = |answer: &Answer| matches!(answer, Answer::Atomic { psn: p, .. } if *p == psn);
                 if !self.answers.iter().any(owed)
                     && let Some(Resource::Atomic { psn, msn, original }) =
                         resource_covering(&self.resources, psn)
                 {
+                    let original = if mutant!(AtomicReplayLost) { 0 } else { original };
                     self.insert(Answer::Atomic { psn, msn, original });
                 }
             }
@@ -594,6 +624,13 @@ impl Responder {
                 }
             }
         }
+    }
+
+    /// A deliberate defect: a repeated request is executed again, after those that came since.
+    fn replay_by_executing(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
+        let (expected, msn) = (self.expected, self.msn);
+        let _ = self.handle_next(env, head, packet);
+        (self.expected, self.msn) = (expected, msn);
     }
 
     fn replay_read(&mut self, env: &mut Env<'_>, head: &Head, at: Psn, reth: Reth) {
@@ -647,7 +684,11 @@ impl Responder {
         let allowed = reth.length == 0 || region(env, source.pd, head.qpn, reth, Access::REMOTE_READ).is_ok();
         if inside && allowed {
             let source = Source {
-                va: reth.va,
+                va: if mutant!(ReadReplayedFromStart) {
+                    source.va
+                } else {
+                    reth.va
+                },
                 rkey: reth.rkey,
                 bytes: reth.length,
                 pd: source.pd,

@@ -60,7 +60,7 @@ impl Sender {
             return Err(PostError::Invalid);
         }
         let bytes = request.check()?;
-        if head.init.qp_type == QpType::Ud && bytes > head.mtu {
+        if head.init.qp_type == QpType::Ud && bytes > head.mtu && !mutant!(UdTooLongSent) {
             return Err(PostError::TooLong);
         }
         match head.state {
@@ -209,6 +209,10 @@ fn push_packet(
         Target::Datagram { path, qpn, qkey } => {
             let qkey = if qkey < QKEY_OF_QP { qkey } else { head.qkey };
             let src_qpn = head.qpn;
+            let mut path = path;
+            if mutant!(UdTrafficClassLost) {
+                path.traffic_class = 0;
+            }
             (path, qpn, Some(Deth { qkey, src_qpn }))
         }
         Target::Connected | Target::Srq(_) => {

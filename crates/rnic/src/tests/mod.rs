@@ -4,8 +4,6 @@ mod basic;
 mod cm;
 mod cm_table;
 mod malformed;
-#[cfg(feature = "mutants")]
-mod mutants;
 mod operations;
 mod qp_table;
 mod rxe;

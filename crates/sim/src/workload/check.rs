@@ -112,6 +112,7 @@ impl Workload {
     pub(super) fn done(&mut self, qp: usize, host: usize, op: Op) -> Checked {
         let peer = 1 - host;
         self.report.book(op.kind.index(), op.bytes);
+        self.sides[peer].ends[qp].served |= !op.kind.is_local();
         match op.kind {
             Kind::Write => {
                 self.sides[peer].check(op.remote.as_slice(), "bytes written")?;
@@ -515,6 +516,15 @@ impl Workload {
             }
         } else if !affected && (recv.recv_posted != 0 || !recvs.recvs.is_empty()) {
             return Err(format!("{} receives are left over", recv.recv_posted));
+        }
+        let by_user = self.ending == crate::Ending::UserError && self.ending_at == (host, qp);
+        let failed = [send.state, recv.state].map(|state| state == QpState::Error);
+        let errors = u32::from(failed[0]) + u32::from(failed[1] && end.xrc);
+        if end.errors != errors && !by_user {
+            return Err(format!("{errors} QPs are in error, told were {}", end.errors));
+        }
+        if recv.state == QpState::Rtr && u32::from(end.served) > end.established {
+            return Err("nobody was told that requests came in".to_owned());
         }
         if !affected && send.state != QpState::Rts {
             return Err(format!("in {:?}", send.state));

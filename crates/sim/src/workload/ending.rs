@@ -10,7 +10,21 @@ use super::side::Objects;
 use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
 use crate::Ending;
 
+/// Operations for which an ending waits for a FLUSH.
+const WAITS_FOR_FLUSH: u32 = 60;
+
 impl Workload {
+    /// Whether the ending is due. Memory fails under a FLUSH, if there is one soon.
+    pub(super) fn is_time(&self) -> bool {
+        let done = self.report.completed();
+        let (host, qp) = self.ending_at;
+        let mut open = self.flows[qp][1 - host].outstanding.iter();
+        let waits = self.ending == Ending::MemoryFails
+            && done < self.ending_after + WAITS_FOR_FLUSH
+            && !open.any(|op| !op.covers.is_empty() && op.kind == Kind::Flush);
+        done >= self.ending_after && !waits
+    }
+
     pub(super) fn end_something(&mut self) -> Checked {
         self.ended = true;
         let (host, qp) = self.ending_at;
@@ -30,7 +44,9 @@ impl Workload {
             }
             Ending::MemoryFails => {
                 let door = &self.sides[host].ends[qp].reg.door;
-                door.fails.store(true, Ordering::Relaxed);
+                // A medium may fail while what is cached is still served.
+                door.flush_fails.store(true, Ordering::Relaxed);
+                door.fails.store(self.dice.one_in(2), Ordering::Relaxed);
             }
             Ending::DestroyQp => {
                 self.poll_lazy_quietly(host)?;
@@ -98,6 +114,8 @@ impl Workload {
         let shared = self.shared_of(qp, peer);
         let length = match self.ending {
             Ending::Misaligned => 8,
+            // Any key that still granted something would grant this.
+            Ending::EndedKey => 1,
             Ending::BadBind | Ending::BadInvalidate => 0,
             Ending::ShortReceive => shared.map_or_else(
                 || self.dice.between(1, 3 * self.mtu),
@@ -119,8 +137,20 @@ impl Workload {
         let (reg, common) = (&end.reg, &self.sides[peer].objects.common);
         let operation = match self.ending {
             Ending::EndedKey => {
-                let nothing = end.keys.iter().find_map(|key| key.nothing());
-                let (rkey, va) = nothing.unwrap_or((RKey(reg.rkey.0 ^ 0x1234_5600), reg.iova));
+                let ends = self.sides[peer].ends.iter().enumerate();
+                let others = ends
+                    .filter(|(other, _)| *other != qp)
+                    .flat_map(|(_, end)| &end.keys);
+                let foreign: Vec<_> = others.filter_map(|key| key.foreign()).collect();
+                let nothing = end.keys.iter().filter_map(|key| key.nothing());
+                let mut nothing: Vec<_> = nothing.collect();
+                if nothing.is_empty() || self.dice.one_in(2) {
+                    nothing.extend(foreign);
+                }
+                // Another key, or the same with another tag.
+                let wrong = [0x1234_5600, self.dice.between(1, 255) as u32];
+                nothing.extend(wrong.map(|bits| (RKey(reg.rkey.0 ^ bits), reg.iova)));
+                let (rkey, va) = self.dice.pick(&nothing);
                 access(&mut self.dice, va, rkey)
             }
             Ending::Misaligned => Operation::FetchAdd {
@@ -137,8 +167,10 @@ impl Workload {
             Ending::BadBind => {
                 sges = SgeList::EMPTY;
                 let own = &self.sides[host];
+                let mut keys = own.ends.iter().flat_map(|end| &end.keys);
+                let window = keys.find_map(|key| key.to_bind());
                 Operation::Bind(Bind {
-                    window: RKey(self.dice.next() as u32),
+                    window: window.unwrap_or(RKey(self.dice.next() as u32)),
                     region: own.ends[qp].reg.lkey,
                     va: own.ends[qp].reg.iova,
                     length: own.length + 1,

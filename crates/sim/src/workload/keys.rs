@@ -192,9 +192,23 @@ impl Key {
 
     /// A key and an address that grant nothing.
     pub(super) fn nothing(&self) -> Option<(RKey, u64)> {
-        let open = matches!(self.state, State::Open | State::Closing | State::Opening);
-        self.ended
-            .filter(|(rkey, _)| self.kind != Kind::Region && (!open || *rkey != self.rkey))
+        let (rkey, iova) = self.ended.filter(|_| self.kind != Kind::Region)?;
+        match self.state {
+            State::Open | State::Closing | State::Opening if rkey == self.rkey => None,
+            // Another tag, and an address that the key itself grants.
+            State::Open => Some((rkey, self.iova)),
+            _ => Some((rkey, iova)),
+        }
+    }
+
+    /// A key and an address that grant something on the QP of its end alone.
+    pub(super) fn foreign(&self) -> Option<(RKey, u64)> {
+        (self.kind == Kind::WindowTwo && self.state == State::Open).then_some((self.rkey, self.iova))
+    }
+
+    /// The key that a window would be bound with, while it is not.
+    pub(super) fn to_bind(&self) -> Option<RKey> {
+        (self.kind == Kind::WindowTwo && self.state == State::Idle).then(|| self.rkey.next())
     }
 
     pub(super) fn door(&self) -> Option<&Arc<Door>> {

@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use rdmux_rnic::{Access, Arm, Cause, Event, Path, Psn, QpAttributes, QpState, Qpn, Status, WcOpcode};
 
 use crate::dice::Dice;
+use crate::tap::Agreed;
 use crate::world::{Faults, Shape, Step, World};
 use crate::{Ending, Report, Settings};
 
@@ -127,6 +128,8 @@ pub(crate) struct Workload {
     ending_after: u32,
     /// Connections made after a restart.
     second: std::ops::Range<usize>,
+    /// First PSNs of both ways of each connection.
+    psns: Vec<[Psn; 2]>,
     lossless: bool,
     report: Report,
     scratch: Vec<u8>,
@@ -209,6 +212,7 @@ impl Workload {
             ended: false,
             ending_after,
             second: 0..0,
+            psns: Vec::new(),
             lossless: settings.loss_percent + settings.corrupt_percent + settings.reorder_percent == 0.0,
             dice,
             report,
@@ -258,13 +262,18 @@ impl Workload {
         let near_wrap = self.dice.one_in(2);
         let selective = self.dice.one_in(2);
         // One sequence each way, on RC and on XRC.
-        let psns = [0, 1].map(|_| {
-            if near_wrap {
+        let before = self.psns.get(qp.wrapping_sub(self.second.start)).copied();
+        let psns = [0, 1].map(|host| {
+            if let Some(psns) = before.filter(|_| !self.second.is_empty()) {
+                // What is under way from before the restart would fit.
+                psns[host].plus(self.dice.below(40) as u32)
+            } else if near_wrap {
                 Psn::new(0x100_0000 - self.dice.log_uniform(400) as u32)
             } else {
                 Psn::new(self.dice.next() as u32)
             }
         });
+        self.psns.push(psns);
         let depths = [0, 1].map(|_| self.dice.pick(&[1u8, 1, 2, 4, 16, 128]));
         let rnr_timer = self.dice.between(1, 16) as u8;
         let few = self.ending == Ending::NoReceive && qp == self.ending_at.1;
@@ -318,6 +327,9 @@ impl Workload {
                 ways = vec![(own.send_qpn, send, Some(rts)), (own.recv_qpn, rtr, target)];
             }
             for (qpn, rtr, rts) in ways {
+                if let Some(peer) = rtr.dest_qpn {
+                    self.world.tap.agree(host, peer, Agreed { path, selective });
+                }
                 self.world.with(host, |rnic, now| {
                     let steps = [
                         Some((QpState::Init, init)),
@@ -370,7 +382,10 @@ impl Workload {
             }
             self.take_events()?;
             self.take_completions()?;
-            if !self.ended && self.ending != Ending::None && self.report.completed() >= self.ending_after {
+            if let Some(what) = self.world.tap.violation.take() {
+                return Err(what);
+            }
+            if !self.ended && self.ending != Ending::None && self.is_time() {
                 self.end_something()?;
             }
             if self.world.steps > limit {
@@ -464,14 +479,17 @@ impl Workload {
         if self.dice.one_in(2)
             && let Some(path) = info.path
         {
+            let before = path;
+            let path = Path {
+                src_port: 0xc000 | self.dice.next() as u16,
+                traffic_class: (self.dice.next() as u8) & !3,
+                ..path
+            };
             let attr = QpAttributes {
-                path: Some(Path {
-                    src_port: 0xc000 | self.dice.next() as u16,
-                    traffic_class: (self.dice.next() as u8) & !3,
-                    ..path
-                }),
+                path: Some(path),
                 ..Default::default()
             };
+            self.world.tap.reroute(host, info.dest_qpn, before, path);
             self.modify(host, qpn, QpState::Sqd, &attr)?;
             let longer = QpAttributes {
                 path_mtu: Some(4096),
@@ -629,6 +647,11 @@ impl Kind {
             Kind::Register => WcOpcode::Register,
             Kind::LocalInvalidate => WcOpcode::LocalInvalidate,
         }
+    }
+
+    /// Whether it needs no peer.
+    fn is_local(self) -> bool {
+        matches!(self, Kind::Bind | Kind::Register | Kind::LocalInvalidate)
     }
 
     /// Whether only data from the peer completes it.

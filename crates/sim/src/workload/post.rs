@@ -123,7 +123,12 @@ impl Workload {
     /// False: there is no room now.
     fn post_one(&mut self, qp: usize, host: usize) -> Result<bool, String> {
         let may_tend = self.flows[qp][host].to_publish.is_none();
-        if may_tend && self.dice.one_in(8) && self.tend_keys(qp, host)? {
+        let seldom = if self.ending == crate::Ending::EndedKey {
+            3
+        } else {
+            8
+        };
+        if may_tend && self.dice.one_in(seldom) && self.tend_keys(qp, host)? {
             return Ok(true);
         }
         let peer = 1 - host;

@@ -121,7 +121,11 @@ impl Selective {
 
     /// PSNs that may go out when `in_flight` are not answered, with a window of `window`.
     pub(super) fn room(&self, window: u32, in_flight: u32) -> u32 {
-        let arrived = self.reported.1 + self.early.len() as u32;
+        let arrived = if mutant!(ArrivedStillInFlight) {
+            0
+        } else {
+            self.reported.1 + self.early.len() as u32
+        };
         window
             .saturating_sub(in_flight.saturating_sub(arrived))
             .min(self.reach.saturating_sub(in_flight))
@@ -307,7 +311,7 @@ impl Selective {
                 }
                 continue;
             };
-            if now.since_ns(sent) >= answer_ns {
+            if now.since_ns(sent) >= answer_ns && !mutant!(HoleFilledOnce) {
                 hole.due = true;
                 self.due += 1;
             }
@@ -438,7 +442,11 @@ impl Requester {
         }
         match &self.selective {
             Some(selective) if selective.answered.since(self.una) > 0 => {
-                let answered = selective.answered;
+                let answered = if mutant!(AnsweredIsAll) {
+                    self.high
+                } else {
+                    selective.answered
+                };
                 self.acknowledge(env, head, answered).map(|_| ())
             }
             _ => Ok(()),
@@ -492,7 +500,8 @@ impl Requester {
         expected: Psn,
         sack: Option<Sack<'_>>,
     ) -> Result<(), Broken> {
-        self.acknowledge(env, head, expected)?;
+        let before = expected.plus(u32::from(mutant!(SackAcknowledgesHole)));
+        self.acknowledge(env, head, before)?;
         let Some(mut selective) = self.selective.take() else {
             return Ok(());
         };
@@ -568,7 +577,11 @@ impl Requester {
             self.recover = self.high;
             selective.lost = 0;
         }
-        let tolerated = (self.congestion_window / LOST_PART).max(WINDOW_PACKETS_MIN);
+        let tolerated = if mutant!(EveryLossHalves) {
+            0
+        } else {
+            (self.congestion_window / LOST_PART).max(WINDOW_PACKETS_MIN)
+        };
         let before = selective.lost;
         selective.lost += selective.judge(now, self.timeout_ns);
         if before <= tolerated && selective.lost > tolerated {
@@ -588,6 +601,9 @@ impl Requester {
 
     /// Nothing was heard for too long: the oldest packet and the last go out again, with whatever is known to be missing.
     pub(super) fn probe(&mut self, env: &mut Env<'_>) {
+        if mutant!(ProbeNeverSent) {
+            return;
+        }
         let Some(mut selective) = self.selective.take() else {
             return;
         };
@@ -681,7 +697,8 @@ impl Requester {
             selective.rtt.give_up();
         }
         let at = self.locate(psn);
-        if self.queue.get(at.wqe).is_none_or(|wqe| wqe.first.is_none()) {
+        let is_open = self.queue.get(at.wqe).is_some_and(|wqe| wqe.first.is_some());
+        if !is_open || mutant!(HoleNeverResent) {
             return Ok(());
         }
         self.transmit_one(env, head, buf, at, Some(packets))

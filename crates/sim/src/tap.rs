@@ -1,0 +1,73 @@
+//! What can be said of packets by looking at the wire alone.
+
+use std::collections::BTreeMap;
+
+use rdmux_rnic::{Path, Qpn};
+use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN};
+
+/// Opcodes of an Acknowledge, on RC and on XRC, and of a congestion notification.
+const ACKNOWLEDGE: [u8; 2] = [0x11, 0xb1];
+const CNP: u8 = 0x81;
+/// Bits of the traffic class that are ECN's.
+const ECN: u8 = 3;
+
+/// What a host may send to a QP of the other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Agreed {
+    pub(crate) path: Path,
+    pub(crate) selective: bool,
+}
+
+/// Looks at every packet that leaves a host.
+#[derive(Debug, Default)]
+pub(crate) struct Tap {
+    /// By sending host and destination QPN: what both ends agreed on. After a restart a QPN may be another QP's, while the
+    /// peer of the first has not given up yet.
+    agreed: BTreeMap<(usize, u32), Vec<Agreed>>,
+    /// The first packet that was not to be sent.
+    pub(crate) violation: Option<String>,
+}
+
+impl Tap {
+    /// From now on `host` sends to `qpn` as agreed.
+    pub(crate) fn agree(&mut self, host: usize, qpn: Qpn, agreed: Agreed) {
+        self.agreed.entry((host, qpn.value())).or_default().push(agreed);
+    }
+
+    /// From now on `host` sends to `qpn` over this path, which was `before`.
+    pub(crate) fn reroute(&mut self, host: usize, qpn: Qpn, before: Path, path: Path) {
+        let all = self.agreed.entry((host, qpn.value())).or_default();
+        let moved = |agreed: &&mut Agreed| without_ecn(agreed.path) == without_ecn(before);
+        if let Some(agreed) = all.iter_mut().find(moved) {
+            agreed.path = path;
+        }
+    }
+
+    pub(crate) fn look(&mut self, host: usize, path: &Path, packet: &[u8]) {
+        let &[opcode, _, _, _, _, high, middle, low, ..] = packet else {
+            return;
+        };
+        let qpn = u32::from_be_bytes([0, high, middle, low]);
+        let Some(agreed) = self.agreed.get(&(host, qpn)).filter(|_| opcode != CNP) else {
+            return;
+        };
+        let bare = Bth::LEN + Aeth::LEN + ICRC_LEN;
+        let has_bitmap = ACKNOWLEDGE.contains(&opcode) && packet.len() > bare;
+        let what = if has_bitmap && !agreed.iter().any(|agreed| agreed.selective) {
+            "a bitmap to a peer that did not agree to it"
+        } else if !(agreed.iter()).any(|agreed| without_ecn(*path) == without_ecn(agreed.path)) {
+            "over another path than was set"
+        } else {
+            return;
+        };
+        self.violation
+            .get_or_insert_with(|| format!("host {host} sent {what}, to {qpn:#x}: {path:?}"));
+    }
+}
+
+fn without_ecn(path: Path) -> Path {
+    Path {
+        traffic_class: path.traffic_class & !ECN,
+        ..path
+    }
+}
