@@ -6,7 +6,8 @@
 //!
 //! Retries: a timeout without progress resends from the oldest unanswered packet. The specification lets a period last up to
 //! four times the timeout (9.7.6.1.3), so each of the `retry_count` retries resends twice within its period and the period
-//! grows to four times: a lost resend costs one timeout instead of a retry.
+//! grows to four times: a lost resend costs one timeout instead of a retry. It grows that far, too, for answers that were
+//! measured to take longer than the timeout.
 
 mod rtt;
 mod selective;
@@ -683,7 +684,10 @@ impl Requester {
 
     fn arm(&mut self, now: Time) {
         let shift = u32::from(self.resends / 2).min(2);
-        self.deadline = self.timeout_ns.map(|ns| now + (ns << shift));
+        let answer_ns = self.selective.as_deref().and_then(Selective::answer_ns);
+        self.deadline = self
+            .timeout_ns
+            .map(|ns| now + (ns << shift).max(answer_ns.unwrap_or(0)).min(ns << 2));
         if let Some(selective) = &mut self.selective {
             selective.arm(now, self.deadline);
         }

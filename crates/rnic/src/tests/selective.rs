@@ -278,3 +278,26 @@ fn nak__tells_what_was_kept_only_to_peers_that_agreed() {
         assert_eq!(counters(&pair, 1).kept_requests, if selective { 3 } else { 0 });
     }
 }
+
+#[test]
+fn timeout__gives_the_answer_the_time_that_answers_were_seen_to_take() {
+    let mut pair = Pair::with(|rtr, _| rtr.selective = Some(true));
+    pair.disable_trains();
+    let answer: Rc<RefCell<Option<Vec<u8>>>> = Rc::default();
+    let hold = answer.clone();
+    pair.deliver = Box::new(move |side, bytes| {
+        if side == 0 {
+            *hold.borrow_mut() = Some(bytes[..bytes.len() - 4].to_vec());
+        }
+        side == 1
+    });
+    // The timeout of code 10 is 4.2 ms.
+    for ms in [3, 6] {
+        pair.write(0, 0, 8);
+        pair.pass(ms * 1_000_000);
+        let answer = answer.borrow_mut().take().unwrap();
+        pair.inject_back(&answer);
+        assert_eq!(pair.sides[0].completions().len(), 1);
+        assert_eq!(counters(&pair, 0).local_ack_timeout_err, 0);
+    }
+}

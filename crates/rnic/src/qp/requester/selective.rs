@@ -178,6 +178,11 @@ impl Selective {
         }
     }
 
+    /// The time in which an answer comes, once it was measured.
+    pub(super) fn answer_ns(&self) -> Option<u64> {
+        self.rtt.answer_ns()
+    }
+
     /// Waits for an answer from now on, at most until `latest`.
     pub(super) fn arm(&mut self, now: Time, latest: Option<Time>) {
         let at = self.rtt.probe_ns().map(|ns| now + (ns << self.probes.min(16)));
