@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmError, CmEvent, CmId, Endpoint};
-use rdmux_rnic::{Access, ModifyError, Path, Psn, QpAttributes, QpState, Qpn};
+use rdmux_rnic::{Access, ModifyError, Path, Psn, QpAttributes, QpState, QpType};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
-use crate::soft::engine::{CmSink, ConnectionEntry, Core, ListenerEntry, Waker, path_mtu_to};
+use crate::soft::engine::{Accepted, CmSink, ConnectionEntry, Core, ListenerEntry, Waker, path_mtu_to};
 use crate::soft::group::GroupError;
 
 /// The window towards a peer that is not rdmux and so does not say what it can take.
@@ -95,6 +95,9 @@ pub enum ConnectError {
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
+    /// No connection of this kind is made with such a queue pair: RC and UC connect to their like, XRC initiators to targets.
+    #[error("a {0:?} queue pair cannot be connected so")]
+    QpType(QpType),
     /// The queue pair cannot be connected in its state.
     #[error("queue pair: {0}")]
     Modify(#[from] ModifyError),
@@ -178,12 +181,21 @@ pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
 }
 
 impl Device {
-    /// Listens on a port (RDMA_PS_TCP).
+    /// Listens on a port (RDMA_PS_TCP) for connections of RC.
     pub fn listen(&self, port: u16) -> Result<Listener, ListenError> {
-        Ok(Listener(Service::offer(self, ServiceId::tcp(port), false)?))
+        self.listen_for(port, &[QpType::Rc])
     }
 
-    /// Connects a queue pair that was just made to whoever listens on an address and port. Waits for the answer.
+    /// Listens on a port (RDMA_PS_TCP) for connections to queue pairs of these types: RC, UC and XRC targets. Peers that ask for
+    /// others are refused.
+    pub fn listen_for(&self, port: u16, qp_types: &[QpType]) -> Result<Listener, ListenError> {
+        let service = Service::offer(self, ServiceId::tcp(port), false)?;
+        let qp_types = qp_types.to_vec();
+        Ok(Listener { service, qp_types })
+    }
+
+    /// Connects a queue pair that was just made, RC, UC or an XRC initiator, to whoever listens on an address and port. Waits for
+    /// the answer.
     pub fn connect(
         &self,
         qp: &QueuePair,
@@ -197,6 +209,9 @@ impl Device {
                 local,
                 peer: peer.ip(),
             });
+        }
+        if qp.qp_type() == QpType::XrcRecv || transport_of(qp.qp_type()).is_none() {
+            return Err(ConnectError::QpType(qp.qp_type()));
         }
         let mut path_mtu = path_mtu_to(local, peer.ip())?.min(params.path_mtu_max);
         loop {
@@ -230,7 +245,7 @@ impl Device {
         };
         let (id, starting_psn) = self.engine().with(|core, now| {
             let starting_psn = Psn::new(core.rnic.random());
-            let endpoint = local_endpoint(qp.qpn(), starting_psn, params, path_mtu);
+            let endpoint = local_endpoint(qp, starting_psn, params, path_mtu);
             let service = ServiceId::tcp(peer.port());
             let id =
                 core.rnic
@@ -262,9 +277,10 @@ impl Device {
                         ..remote
                     };
                     self.engine().with(|core, now| {
-                        let qpn = qp.qpn();
                         let retries = (params.ack_timeout, params.retry_count);
-                        bring_up(core, now, qpn, peer.ip(), params, &remote, starting_psn, retries)?;
+                        let rts = ready_to_send(qp, params, &remote, retries);
+                        ready_to_receive(core, now, qp, peer.ip(), params, &remote, starting_psn)?;
+                        core.rnic.modify_qp(now, qp.qpn(), QpState::Rts, &rts)?;
                         core.rnic.cm().establish(id);
                         Ok::<_, ConnectError>(())
                     })?;
@@ -296,16 +312,39 @@ impl Device {
     }
 }
 
-fn local_endpoint(qpn: Qpn, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
+/// The transport service of connections of a queue pair; `None`: it has none.
+fn transport_of(qp_type: QpType) -> Option<Transport> {
+    match qp_type {
+        QpType::Rc => Some(Transport::Rc),
+        QpType::Uc => Some(Transport::Uc),
+        QpType::XrcSend | QpType::XrcRecv => Some(Transport::Xrc),
+        QpType::Ud => None,
+    }
+}
+
+/// The type of the queue pair that accepts a request for a transport service.
+fn accepting_type(transport: Transport) -> QpType {
+    match transport {
+        Transport::Rc => QpType::Rc,
+        Transport::Uc => QpType::Uc,
+        Transport::Xrc => QpType::XrcRecv,
+        Transport::Ud => QpType::Ud,
+    }
+}
+
+fn local_endpoint(qp: &QueuePair, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
+    // What is not acknowledged has no READs, and no retries.
+    let reliable = qp.qp_type() != QpType::Uc;
+    let if_reliable = |value: u8| if reliable { value } else { 0 };
     Endpoint {
-        transport: Transport::Rc,
-        qpn,
+        transport: transport_of(qp.qp_type()).unwrap_or(Transport::Rc),
+        qpn: qp.qpn(),
         starting_psn,
-        responder_resources: params.responder_resources,
-        initiator_depth: params.initiator_depth,
-        rnr_retry_count: params.rnr_retry,
-        retry_count: params.retry_count,
-        srq: false,
+        responder_resources: if_reliable(params.responder_resources),
+        initiator_depth: if_reliable(params.initiator_depth),
+        rnr_retry_count: if_reliable(params.rnr_retry),
+        retry_count: if_reliable(params.retry_count),
+        srq: qp.has_srq(),
         ack_timeout: params.ack_timeout,
         path_mtu,
         traffic_class: params.traffic_class,
@@ -313,24 +352,26 @@ fn local_endpoint(qpn: Qpn, starting_psn: Psn, params: &ConnectParams, path_mtu:
     }
 }
 
-/// Moves a queue pair from Reset to RTS as both ends agreed.
-#[expect(clippy::too_many_arguments, reason = "what two ends agree on")]
-fn bring_up(
+/// Moves a queue pair from Reset to RTR as both ends agreed.
+fn ready_to_receive(
     core: &mut Core,
     now: rdmux_rnic::Time,
-    qpn: Qpn,
+    qp: &QueuePair,
     peer: IpAddr,
     params: &ConnectParams,
     remote: &Endpoint,
     rq_psn: Psn,
-    (ack_timeout, retry_count): (u8, u8),
 ) -> Result<(), ConnectError> {
+    let (qpn, qp_type) = (qp.qpn(), qp.qp_type());
+    let reliable = qp_type != QpType::Uc;
+    let answers = reliable && qp_type != QpType::XrcSend;
     let src_port = core.source_port(remote.qpn)?;
     let config = *core.rnic.config();
     let window = match remote.extensions {
         Some(extensions) => (1u32 << extensions.receive_window_log2.min(30)).min(config.receive_window_bytes),
         None => FOREIGN_WINDOW_BYTES.min(config.receive_window_bytes),
     };
+    let selective = remote.extensions.is_some_and(|extensions| extensions.selective);
     let init = QpAttributes {
         access: Some(params.access),
         ..Default::default()
@@ -346,25 +387,35 @@ fn bring_up(
         path_mtu: Some(remote.path_mtu.bytes()),
         dest_qpn: Some(remote.qpn),
         rq_psn: Some(rq_psn),
-        max_dest_rd_atomic: Some(params.responder_resources),
-        min_rnr_timer: Some(params.min_rnr_timer),
-        window_bytes: Some(window),
+        max_dest_rd_atomic: answers.then_some(params.responder_resources),
+        min_rnr_timer: answers.then_some(params.min_rnr_timer),
+        window_bytes: reliable.then_some(window),
         peer_is_rdmux: Some(remote.extensions.is_some()),
-        selective: Some(remote.extensions.is_some_and(|extensions| extensions.selective)),
+        selective: reliable.then_some(selective),
         ..Default::default()
     };
-    core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?;
-    let rts = QpAttributes {
+    Ok(core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?)
+}
+
+/// With what a queue pair goes from RTR to RTS as both ends agreed.
+fn ready_to_send(
+    qp: &QueuePair,
+    params: &ConnectParams,
+    remote: &Endpoint,
+    (ack_timeout, retry_count): (u8, u8),
+) -> QpAttributes {
+    let reliable = qp.qp_type() != QpType::Uc;
+    let asks = reliable && qp.qp_type() != QpType::XrcRecv;
+    // What the peer can answer bounds what we may ask.
+    let depth = params.initiator_depth.min(remote.responder_resources).max(1);
+    QpAttributes {
         sq_psn: Some(remote.starting_psn),
-        timeout: Some(ack_timeout),
-        retry_count: Some(retry_count),
-        rnr_retry: Some(remote.rnr_retry_count.min(7)),
-        // What the peer can answer bounds what we may ask.
-        max_rd_atomic: Some(params.initiator_depth.min(remote.responder_resources).max(1)),
+        timeout: reliable.then_some(ack_timeout),
+        retry_count: asks.then_some(retry_count),
+        rnr_retry: asks.then_some(remote.rnr_retry_count.min(7)),
+        max_rd_atomic: asks.then_some(depth),
         ..Default::default()
-    };
-    core.rnic.modify_qp(now, qpn, QpState::Rts, &rts)?;
-    Ok(())
+    }
 }
 
 /// A service that a device offers, until it is dropped.
@@ -410,52 +461,51 @@ impl Drop for Service {
 
 /// A port that connections come in on.
 #[derive(Debug)]
-pub struct Listener(Service);
+pub struct Listener {
+    service: Service,
+    qp_types: Vec<QpType>,
+}
 
 impl Listener {
     /// Waits for a request. `None`: the time is over.
     pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
         let deadline = deadline_after(timeout);
         loop {
-            match self.0.wait(deadline)? {
-                CmEvent::Request { id, remote, .. } if remote.transport != Transport::Rc => {
-                    self.0.device.engine().with(|core, now| {
-                        let cm = core.rnic.cm();
-                        cm.reject(now, id, RejReason::INVALID_TRANSPORT, &[]);
-                    });
-                }
-                CmEvent::Request {
-                    id,
-                    peer,
-                    remote,
-                    private_data,
-                    ..
-                } => {
-                    let device = self.0.device.clone();
-                    return Some(ConnectionRequest {
-                        device,
-                        id,
-                        peer,
-                        remote,
-                        private_data,
-                        decided: false,
-                    });
-                }
-                _ => continue,
+            let CmEvent::Request {
+                id,
+                peer,
+                remote,
+                private_data,
+                ..
+            } = self.service.wait(deadline)?
+            else {
+                continue;
+            };
+            let mut request = ConnectionRequest {
+                device: self.service.device.clone(),
+                id,
+                peer,
+                remote,
+                private_data,
+                decided: false,
+            };
+            if self.qp_types.contains(&request.qp_type()) {
+                return Some(request);
             }
+            request.reject_with(RejReason::INVALID_TRANSPORT, &[], &[]);
         }
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.service.device
     }
 }
 
 impl AsFd for Listener {
     /// Readable when a request may have come. Read eight bytes to reset it, then accept until there is none.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.fd()
+        self.service.fd()
     }
 }
 
@@ -476,6 +526,11 @@ impl ConnectionRequest {
         self.peer
     }
 
+    /// The type of queue pair that it can be accepted with.
+    pub fn qp_type(&self) -> QpType {
+        accepting_type(self.remote.transport)
+    }
+
     /// The peer's side.
     pub fn remote(&self) -> &Endpoint {
         &self.remote
@@ -487,7 +542,8 @@ impl ConnectionRequest {
     }
 
     /// Accepts with a queue pair that was just made; post receives to it only after this returns. The peer may send at
-    /// once; [`Connection::wait_established`] tells when its last message has come.
+    /// once; the queue pair sends when the peer's last message has come, or its first request: see
+    /// [`Connection::wait_established`].
     pub fn accept(
         mut self,
         qp: &QueuePair,
@@ -506,6 +562,9 @@ impl ConnectionRequest {
         private_data: &[u8],
         prepare: impl FnOnce() -> Result<(), ConnectError>,
     ) -> Result<Connection, ConnectError> {
+        if qp.qp_type() != self.qp_type() {
+            return Err(ConnectError::QpType(qp.qp_type()));
+        }
         let local_mtu = path_mtu_to(self.device.address(), self.peer)?.min(params.path_mtu_max);
         if self.remote.path_mtu > local_mtu {
             self.reject_with(RejReason::INVALID_PATH_MTU, &[local_mtu.code()], &[]);
@@ -519,20 +578,22 @@ impl ConnectionRequest {
         let mut psn = Psn::new(0);
         self.device.engine().with(|core, now| {
             psn = Psn::new(core.rnic.random());
-            let retries = (remote.ack_timeout.max(1), remote.retry_count);
-            bring_up(core, now, qp.qpn(), peer, params, &remote, psn, retries)
+            ready_to_receive(core, now, qp, peer, params, &remote, psn)
         })?;
+        let retries = (remote.ack_timeout.max(1), remote.retry_count);
+        let rts = ready_to_send(qp, params, &remote, retries);
         let mut connection = Connection::new(&self.device, qp, id, events, peer);
         prepare()?;
         let accepted = self.device.engine().with(|core, now| {
-            let mut local = local_endpoint(qp.qpn(), psn, params, remote.path_mtu);
-            local.initiator_depth = params.initiator_depth.min(remote.responder_resources);
+            let mut local = local_endpoint(qp, psn, params, remote.path_mtu);
+            local.initiator_depth = local.initiator_depth.min(remote.responder_resources);
             let accepted = core.rnic.cm().accept(now, id, &local, private_data);
             // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
             if accepted.is_ok() {
                 let (qpn, record) = (Some(qp.qpn()), None);
                 let entry = ConnectionEntry { sink, qpn, record };
                 core.connections.insert(id, entry);
+                core.accepted.insert(qp.qpn(), Accepted { id, rts });
                 core.record(id);
             }
             accepted
@@ -654,7 +715,8 @@ impl Connection {
         true
     }
 
-    /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
+    /// Passive side: waits for the peer's last message, or its first request, which says as much. False when neither came: then
+    /// the connection is over.
     pub fn wait_established(&self) -> bool {
         self.wait_until(deadline_after(ESTABLISH_TIMEOUT), |phase| {
             phase.established || phase.ended
@@ -692,6 +754,7 @@ impl Connection {
             // From now on the queue pair is its owner's to use again: the end of this connection no longer concerns it.
             if let Some(entry) = core.connections.get_mut(&id) {
                 entry.qpn = None;
+                core.accepted.remove(&qpn);
             }
             core.rnic.cm().disconnect(now, id);
             if !established {

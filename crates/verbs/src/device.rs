@@ -197,7 +197,7 @@ impl ProtectionDomain {
         Ok(QueuePair(Arc::new(QpInner {
             pd: self.clone(),
             qpn,
-            _options: options.clone(),
+            options: options.clone(),
         })))
     }
 }
@@ -324,7 +324,7 @@ struct QpInner {
     pd: ProtectionDomain,
     qpn: Qpn,
     /// What it uses lives as long as it does.
-    _options: QpOptions,
+    options: QpOptions,
 }
 
 impl Drop for QpInner {
@@ -347,6 +347,15 @@ impl QueuePair {
     /// Its number.
     pub fn qpn(&self) -> Qpn {
         self.0.qpn
+    }
+
+    /// Transport service.
+    pub fn qp_type(&self) -> QpType {
+        self.0.options.qp_type
+    }
+
+    pub(crate) fn has_srq(&self) -> bool {
+        self.0.options.srq.is_some() || self.qp_type() == QpType::XrcRecv
     }
 
     /// Its protection domain.

@@ -373,3 +373,191 @@ fn wait__for_ever_is_a_duration_too() {
     c.disconnect();
     assert!(client.cq.wait(Duration::MAX).unwrap().is_some());
 }
+
+/// A device and a queue pair of a type on it, connected by nobody.
+fn typed(
+    address: [u8; 4],
+    qp_type: QpType,
+) -> (Device, ProtectionDomain, CompletionQueue, QueuePair, XrcDomain) {
+    let device = Device::open(address.into()).unwrap();
+    let (pd, cq, xrcd) = (
+        device.alloc_pd(),
+        device.create_cq(16).unwrap(),
+        device.alloc_xrcd(),
+    );
+    let options = QpOptions {
+        qp_type,
+        xrcd: (qp_type == QpType::XrcRecv).then(|| xrcd.clone()),
+        ..QpOptions::new(&cq)
+    };
+    let qp = pd.create_qp(&options).unwrap();
+    (device, pd, cq, qp, xrcd)
+}
+
+#[test]
+fn connect__uc() {
+    let address = [127, 0, 0, 40];
+    let (client, _, client_cq, a, _) = typed(address, QpType::Uc);
+    let (server, _, server_cq, b, _) = typed(address, QpType::Uc);
+    let listener = server.listen_for(7174, &[QpType::Rc, QpType::Uc]).unwrap();
+    let nothing = || RecvRequest {
+        wr_id: 9,
+        sges: SgeList::EMPTY,
+    };
+    let (c, s) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let mut request = listener.accept(LONG).expect("a request");
+            assert_eq!(request.qp_type(), QpType::Uc);
+            let prepare = || {
+                b.post_recv(nothing()).unwrap();
+                Ok(())
+            };
+            let accepted = request.accept_after(&b, &ConnectParams::default(), &[], prepare);
+            let connection = accepted.unwrap();
+            assert!(connection.wait_established());
+            connection
+        });
+        let peer = SocketAddr::new(address.into(), 7174);
+        let c = client.connect(&a, peer, &ConnectParams::default(), &[]).unwrap();
+        (c, accepting.join().unwrap())
+    });
+    a.post_recv(nothing()).unwrap();
+    for (qp, own, others) in [(&a, &client_cq, &server_cq), (&b, &server_cq, &client_cq)] {
+        let operation = Operation::Send { imm: Some(7) };
+        qp.post_send(send(1, operation, SgeList::EMPTY)).unwrap();
+        assert_eq!(own.wait(LONG).unwrap().unwrap().status, Status::Success);
+        let wc = others.wait(LONG).unwrap().unwrap();
+        assert_eq!((wc.wr_id, wc.status, wc.imm), (9, Status::Success, Some(7)));
+    }
+    b.post_recv(nothing()).unwrap();
+    c.disconnect_and_wait(LONG);
+    assert!(s.wait_ended(LONG));
+    assert_eq!(server_cq.wait(LONG).unwrap().unwrap().status, Status::Flushed);
+}
+
+#[test]
+fn connect__xrc() {
+    let address = [127, 0, 0, 51];
+    let (client, _, client_cq, a, _) = typed(address, QpType::XrcSend);
+    let (server, pd, server_cq, b, xrcd) = typed(address, QpType::XrcRecv);
+    let srq = pd.create_xrc_srq(4, &xrcd, &server_cq).unwrap();
+    let memory = Arc::new(AnonymousMemory::new(4096).unwrap());
+    let mr = pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE).unwrap();
+    let sges = mr.sge(0, 64).into();
+    srq.post_recv(RecvRequest { wr_id: 9, sges }).unwrap();
+    let listener = server.listen_for(7174, &[QpType::XrcRecv]).unwrap();
+    let (c, s) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let request = listener.accept(LONG).expect("a request");
+            let number = srq.srqn().0.to_be_bytes();
+            let accepted = request.accept(&b, &ConnectParams::default(), &number);
+            let connection = accepted.unwrap();
+            assert!(connection.wait_established());
+            connection
+        });
+        let peer = SocketAddr::new(address.into(), 7174);
+        let c = client.connect(&a, peer, &ConnectParams::default(), &[]).unwrap();
+        (c, accepting.join().unwrap())
+    });
+    let srqn = Srqn(u32::from_be_bytes(*c.private_data().first_chunk().unwrap()));
+    assert!(c.remote().unwrap().srq);
+    let request = SendRequest {
+        to: Target::Srq(srqn),
+        ..send(1, Operation::Send { imm: None }, SgeList::inline(b"to the queue"))
+    };
+    a.post_send(request).unwrap();
+    assert_eq!(client_cq.wait(LONG).unwrap().unwrap().status, Status::Success);
+    let wc = server_cq.wait(LONG).unwrap().unwrap();
+    assert_eq!((wc.wr_id, wc.status, wc.byte_len), (9, Status::Success, 12));
+    c.disconnect_and_wait(LONG);
+    assert!(s.wait_ended(LONG));
+}
+
+#[test]
+fn listen_for__refuses_what_it_does_not_offer() {
+    let address = [127, 0, 0, 52];
+    let (server, ..) = typed(address, QpType::Rc);
+    let connected = server.listen(7174).unwrap();
+    let unreliable = server.listen_for(7175, &[QpType::Uc]).unwrap();
+    let cases = [
+        (&connected, 7174, QpType::Rc, QpType::Uc),
+        (&unreliable, 7175, QpType::Uc, QpType::Rc),
+    ];
+    for (listener, port, offered, other) in cases {
+        std::thread::scope(|scope| {
+            // The request that may come is dropped, and so refused by the program.
+            let refusing = scope.spawn(|| listener.accept(LONG).map(|request| request.qp_type()));
+            for qp_type in [QpType::XrcSend, other, offered] {
+                let (client, _, _, qp, _) = typed(address, qp_type);
+                let peer = SocketAddr::new(address.into(), port);
+                let refused = client.connect(&qp, peer, &ConnectParams::default(), &[]);
+                let wanted = match qp_type == offered {
+                    true => RejReason::CONSUMER,
+                    false => RejReason::INVALID_TRANSPORT,
+                };
+                assert!(
+                    matches!(refused, Err(ConnectError::Rejected { reason, .. }) if reason == wanted),
+                    "{qp_type:?} at {port}: {refused:?}"
+                );
+            }
+            assert_eq!(refusing.join().unwrap(), Some(offered));
+        });
+    }
+}
+
+#[test]
+fn connect__with_a_queue_pair_that_is_not_for_it() {
+    let address = [127, 0, 0, 53];
+    let peer = SocketAddr::new(address.into(), 7174);
+    for qp_type in [QpType::Ud, QpType::XrcRecv] {
+        let (device, _, _, qp, _) = typed(address, qp_type);
+        let refused = device.connect(&qp, peer, &ConnectParams::default(), &[]);
+        assert!(matches!(refused, Err(ConnectError::QpType(t)) if t == qp_type));
+    }
+    let (server, _, _, uc, _) = typed(address, QpType::Uc);
+    let listener = server.listen(7174).unwrap();
+    let (client, _, _, rc, _) = typed(address, QpType::Rc);
+    std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let request = listener.accept(LONG).expect("a request");
+            request.accept(&uc, &ConnectParams::default(), &[]).map(drop)
+        });
+        let refused = client.connect(&rc, peer, &ConnectParams::default(), &[]);
+        assert!(matches!(refused, Err(ConnectError::Rejected { .. })));
+        let accepted = accepting.join().unwrap();
+        assert!(matches!(accepted, Err(ConnectError::QpType(QpType::Uc))));
+    });
+}
+
+#[test]
+fn connect__private_data_of_full_size_and_no_more() {
+    let address: IpAddr = "127.0.0.54".parse().unwrap();
+    let (client, server) = (end(address, 4096), end(address, 4096));
+    let listener = server._device.listen(7174).unwrap();
+    let peer = SocketAddr::new(address, 7174);
+    let connect = |data: &[u8]| {
+        client
+            ._device
+            .connect(&client.qp, peer, &ConnectParams::default(), data)
+    };
+    assert!(matches!(connect(&[1; 57]), Err(ConnectError::PrivateData)));
+    std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let request = listener.accept(LONG).unwrap();
+            request.reject(&[3; 148]);
+            let request = listener.accept(LONG).unwrap();
+            assert_eq!(request.private_data(), [1; 56]);
+            request
+                .accept(&server.qp, &ConnectParams::default(), &[2; 196])
+                .unwrap()
+        });
+        match connect(&[1; 56]) {
+            Err(ConnectError::Rejected { reason, private_data }) => {
+                assert_eq!((reason, private_data), (RejReason::CONSUMER, vec![3; 148]));
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(connect(&[1; 56]).unwrap().private_data(), [2; 196]);
+        accepting.join().unwrap();
+    });
+}

@@ -53,9 +53,11 @@ fn connected(address: &str) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
     let connections = std::thread::scope(|scope| {
         let accepting = scope.spawn(|| {
             let request = listener.accept(LONG).expect("a request");
-            request
+            let connection = request
                 .accept(&server.qp, &ConnectParams::default(), b"")
-                .unwrap()
+                .unwrap();
+            assert!(connection.wait_established());
+            connection
         });
         let peer = SocketAddr::new(address, 7174);
         let own = client

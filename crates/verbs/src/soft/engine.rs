@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, McastError, QpAttributes, QpState, Qpn,
-    Rnic, Time, Traffic, TransmitBuf,
+    Arrival, Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, McastError, QpAttributes, QpInfo,
+    QpState, Qpn, Rnic, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -172,6 +172,14 @@ pub(crate) struct ConnectionEntry {
     pub(crate) record: Option<Record>,
 }
 
+/// A connection that was accepted. Its queue pair receives; it sends once the connection stands. IBTA Vol 1, 12.9.7.
+#[derive(Debug)]
+pub(crate) struct Accepted {
+    pub(crate) id: CmId,
+    /// With which it goes to RTS.
+    pub(crate) rts: QpAttributes,
+}
+
 /// What is reached under the engine's lock.
 pub(crate) struct Core {
     pub(crate) rnic: Rnic,
@@ -193,6 +201,8 @@ pub(crate) struct Core {
     /// The network took no packets the last time.
     port_down: bool,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
+    /// Connections that were accepted and wait for the peer's last message, or its first request, by their queue pairs.
+    pub(crate) accepted: HashMap<Qpn, Accepted>,
     pub(crate) listeners: HashMap<ServiceId, ListenerEntry>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
@@ -295,6 +305,7 @@ impl Engine {
             async_events: AsyncEvents::new().map_err(io("eventfd"))?,
             port_down: false,
             connections: HashMap::new(),
+            accepted: HashMap::new(),
             listeners: HashMap::new(),
             send_errors: 0,
             records: group.records(),
@@ -556,44 +567,55 @@ impl Core {
                     .handle_flush(now, id, Err(Fault::Io(rustix::io::Errno::AGAIN.raw_os_error())));
             }
         }
-        if self.tell_of_connections(now) {
-            // What was refused is refused at once.
+        if self.tell(now) {
+            // What connection management answers, it answers at once.
             self.transmit(now, all);
         }
-        while let Some(event) = self.rnic.poll_event() {
-            match event {
-                Event::Completion(cqn) | Event::CqError(cqn) => {
-                    if matches!(event, Event::CqError(_)) {
-                        self.async_events.push(AsyncEvent::CqError(cqn));
-                    }
-                    if let Some(waker) = self.cq_wakers.get(&cqn).and_then(Weak::upgrade) {
-                        waker.wake();
-                    }
-                }
-                Event::QpError(qpn, status, cause) => {
-                    self.qp_errors.insert(qpn, status);
-                    if let Some(event) = AsyncEvent::of_qp_error(qpn, status, cause) {
-                        self.async_events.push(event);
-                    }
-                }
-                Event::CommunicationEstablished(qpn) => {
-                    self.async_events.push(AsyncEvent::CommunicationEstablished(qpn));
-                }
-                Event::SqDrained(qpn) => self.async_events.push(AsyncEvent::SqDrained(qpn)),
-                Event::LastWqeReached(qpn) => self.async_events.push(AsyncEvent::LastWqeReached(qpn)),
-                Event::SrqLimitReached(srqn) => self.async_events.push(AsyncEvent::SrqLimitReached(srqn)),
+    }
+
+    /// Tells whom events concern; returns whether some were of connections.
+    fn tell(&mut self, now: Time) -> bool {
+        let mut connections = false;
+        loop {
+            if let Some(event) = self.rnic.poll_event() {
+                self.tell_event(event);
+            } else if let Some(event) = self.rnic.cm().poll_event() {
+                self.dispatch(now, event);
+                connections = true;
+            } else {
+                return connections;
             }
         }
     }
 
-    /// Whether there was anything to tell.
-    fn tell_of_connections(&mut self, now: Time) -> bool {
-        let mut any = false;
-        while let Some(event) = self.rnic.cm().poll_event() {
-            self.dispatch(now, event);
-            any = true;
+    fn tell_event(&mut self, event: Event) {
+        match event {
+            Event::Completion(cqn) | Event::CqError(cqn) => {
+                if matches!(event, Event::CqError(_)) {
+                    self.async_events.push(AsyncEvent::CqError(cqn));
+                }
+                if let Some(waker) = self.cq_wakers.get(&cqn).and_then(Weak::upgrade) {
+                    waker.wake();
+                }
+            }
+            Event::QpError(qpn, status, cause) => {
+                self.qp_errors.insert(qpn, status);
+                if let Some(event) = AsyncEvent::of_qp_error(qpn, status, cause) {
+                    self.async_events.push(event);
+                }
+            }
+            Event::CommunicationEstablished(qpn) => {
+                self.async_events.push(AsyncEvent::CommunicationEstablished(qpn));
+                // The peer's last message is late or lost: its request says as much.
+                if let Some(Accepted { id, .. }) = self.accepted.get(&qpn) {
+                    let id = *id;
+                    self.rnic.cm().establish(id);
+                }
+            }
+            Event::SqDrained(qpn) => self.async_events.push(AsyncEvent::SqDrained(qpn)),
+            Event::LastWqeReached(qpn) => self.async_events.push(AsyncEvent::LastWqeReached(qpn)),
+            Event::SrqLimitReached(srqn) => self.async_events.push(AsyncEvent::SrqLimitReached(srqn)),
         }
-        any
     }
 
     fn dispatch(&mut self, now: Time, event: CmEvent) {
@@ -613,17 +635,18 @@ impl Core {
         let Some(entry) = self.connections.get(&id) else {
             return;
         };
-        if let Some(qpn) = entry.qpn
-            && ends
-            && self
-                .rnic
-                .query_qp(qpn)
-                .is_some_and(|qp| qp.state != QpState::Reset)
-        {
-            // What is posted completes as flushed, so that whoever waits for it learns of the end.
-            let _ = self
-                .rnic
-                .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
+        if let Some(qpn) = entry.qpn {
+            let accepted = self.accepted.remove(&qpn);
+            let reset = |qp: QpInfo| qp.state == QpState::Reset;
+            if ends && !self.rnic.query_qp(qpn).is_some_and(reset) {
+                // What is posted completes as flushed, so that whoever waits for it learns of the end.
+                let _ = self
+                    .rnic
+                    .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
+            } else if let Some(Accepted { rts, .. }) = accepted {
+                // Fails for a queue pair that its owner has moved meanwhile.
+                let _ = self.rnic.modify_qp(now, qpn, QpState::Rts, &rts);
+            }
         }
         if let CmEvent::Reply { id, .. } = event {
             self.record(id);
