@@ -46,6 +46,12 @@ setup_net() {
   ip -n n2 addr add fd09::2/64 dev v2 nodad
   ip -n n2 link set v2 mtu 4200 up
   ip -n n2 link set lo up
+  # On veth ARP is answered while it is asked, and the kernel's rdma_resolve_addr, which looks for the answer a moment later,
+  # misses it and waits for its time to be over.
+  local mac
+  mac=$(in_n2 cat /sys/class/net/v2/address)
+  ip neigh replace 10.9.0.2 lladdr "$mac" nud permanent dev v1
+  ip neigh replace fd09::2 lladdr "$mac" nud permanent dev v1
 }
 
 # rxe0 on v1: the kernel has rxe in the first namespace only, so our peer is the one in n2.
