@@ -78,6 +78,7 @@ const DECIDE: u64 = 1;
 const END: u64 = 2;
 const WITHDRAW: u64 = 3;
 const RESTART: u64 = 4;
+const PATH: u64 = 5;
 
 fn tag(what: u64, host: usize, id: u32) -> u64 {
     what << 40 | (host as u64) << 32 | u64::from(id)
@@ -180,6 +181,12 @@ pub(crate) fn run(settings: &Settings) -> Report {
         for _ in 0..dice.between(1, 3) {
             let host = dice.below(2) as usize;
             world.call_back(dice.below(5 * SECOND), tag(RESTART, host, 0));
+        }
+    }
+    if settings.path_changes {
+        for _ in 0..dice.between(1, 5) {
+            let latency_ns = dice.log_uniform(10_000_000) as u32;
+            world.call_back(dice.below(5 * SECOND), tag(PATH, 0, latency_ns));
         }
     }
     let mut run = Run {
@@ -317,6 +324,7 @@ impl Run {
         match what {
             ASK => return self.ask(id as usize),
             RESTART => return self.restart(host),
+            PATH => return self.world.change_latency(id.into()),
             _ => {}
         }
         let Some(side) = self.sides.get(&(host, id)) else {

@@ -53,11 +53,13 @@ pub enum Ending {
     DestroyQp,
     /// A host loses its state and comes back, and both make new connections.
     Restart,
+    /// The links break for a while, maybe for longer than the retries last.
+    LinkDown,
 }
 
 impl Ending {
     /// All endings but none.
-    pub const ALL: [Ending; 14] = [
+    pub const ALL: [Ending; 15] = [
         Ending::PeerVanishes,
         Ending::UserError,
         Ending::Deregister,
@@ -72,6 +74,7 @@ impl Ending {
         Ending::MemoryFails,
         Ending::DestroyQp,
         Ending::Restart,
+        Ending::LinkDown,
     ];
 }
 
@@ -97,6 +100,8 @@ pub struct Settings {
     pub bytes_max: u32,
     /// What ends before its time.
     pub ending: Ending,
+    /// The path between the hosts changes now and then: its latency up and down, and it breaks for a moment.
+    pub path_changes: bool,
 }
 
 impl Default for Settings {
@@ -111,6 +116,7 @@ impl Default for Settings {
             qps: 4,
             bytes_max: 1 << 20,
             ending: Ending::None,
+            path_changes: false,
         }
     }
 }
@@ -140,6 +146,7 @@ impl Settings {
                 _ => 16 << 10,
             },
             ending: Ending::None,
+            path_changes: dice.one_in(2),
         }
     }
 }

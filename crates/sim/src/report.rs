@@ -57,6 +57,8 @@ pub struct Report {
     pub reordered: u64,
     /// Packets corrupted.
     pub corrupted: u64,
+    /// Times that the path between the hosts changed or broke.
+    pub path_changes: u64,
     /// Packets sent again, by both devices.
     pub retransmitted: u64,
     /// Timeouts of the local ACK timer.
@@ -104,6 +106,7 @@ impl Report {
             duplicated: 0,
             reordered: 0,
             corrupted: 0,
+            path_changes: 0,
             retransmitted: 0,
             timeouts: 0,
             sequence_naks: 0,
@@ -130,6 +133,7 @@ impl Report {
         self.duplicated = carried.duplicated;
         self.reordered = carried.reordered;
         self.corrupted = carried.corrupted;
+        self.path_changes = carried.path_changes;
     }
 
     pub(crate) fn count(&mut self, counters: &Counters) {
@@ -177,6 +181,7 @@ impl fmt::Display for Report {
             ("  corrupted", self.corrupted),
             ("  discarded", self.discarded),
             ("  sent again", self.retransmitted),
+            ("path changes", self.path_changes),
             ("timeouts", self.timeouts),
             ("NAK sequence", self.sequence_naks),
             ("NAK RNR", self.rnr_naks),

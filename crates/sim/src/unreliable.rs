@@ -31,6 +31,9 @@ const KEY: u32 = 0x1111_1111;
 /// A run that takes more steps than this for each message does not come to rest.
 const STEPS_PER_MESSAGE: u64 = 2_000;
 
+const ACT: u64 = 0;
+const PATH: u64 = 1;
+
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     at: u64,
@@ -158,7 +161,8 @@ impl Run {
             left: settings.operations,
             bytes_max: u64::from(settings.bytes_max).min(8 << 10),
             datagram_max: dice.log_uniform(DATAGRAM_MAX),
-            faultless: faults.loss + faults.dup + faults.reorder + faults.corrupt == 0.0,
+            faultless: faults.loss + faults.dup + faults.reorder + faults.corrupt == 0.0
+                && !settings.path_changes,
             dice,
             report,
         };
@@ -283,17 +287,24 @@ impl Run {
         for qp in 0..self.queues.len() {
             self.post_recvs(qp)?;
         }
-        self.world.call_back(1, 0);
+        self.world.call_back(1, ACT);
+        if self.report.settings.path_changes {
+            for _ in 0..self.dice.between(1, 4) {
+                let delay = self.dice.log_uniform(40 * self.report.latency_ns);
+                self.world.call_back(delay, PATH);
+            }
+        }
         let limit = STEPS_PER_MESSAGE * u64::from(self.left.max(10));
         loop {
             match self.world.step() {
                 Step::Rest => break,
                 Step::Moved => {}
+                Step::User(PATH) => self.change_path(),
                 Step::User(_) => {
                     self.act()?;
                     if self.left > 0 {
                         let delay = self.dice.log_uniform(self.report.latency_ns);
-                        self.world.call_back(delay, 0);
+                        self.world.call_back(delay, ACT);
                     }
                 }
             }
@@ -303,6 +314,14 @@ impl Run {
             }
         }
         self.check_rest()
+    }
+
+    fn change_path(&mut self) {
+        let for_ns = 10 * self.report.latency_ns;
+        match self.dice.below(4) {
+            0 => self.world.lose_more(for_ns),
+            _ => self.world.change_latency(self.dice.log_uniform(for_ns)),
+        }
     }
 
     fn post_recvs(&mut self, qp: usize) -> Checked {

@@ -27,6 +27,8 @@ pub(crate) struct Carried {
     pub(crate) duplicated: u64,
     pub(crate) reordered: u64,
     pub(crate) corrupted: u64,
+    /// Times that the path between the hosts became another one.
+    pub(crate) path_changes: u64,
 }
 
 /// How the two hosts are put together.
@@ -66,6 +68,8 @@ pub(crate) struct Host {
     pub(crate) vanished: bool,
     idle_pending: bool,
     arrival_last: Time,
+    /// Until when nothing reaches it.
+    cut_off_until: Time,
 }
 
 /// What a step did.
@@ -87,6 +91,9 @@ pub(crate) struct World {
     pub(crate) steps: u64,
     pub(crate) flushes_running: u32,
     shape: Shape,
+    latency_ns: u64,
+    /// Until when every other packet is lost.
+    lossy_until: Time,
     agenda: BTreeMap<(Time, u64), Happening>,
     next: u64,
     dice: Dice,
@@ -122,6 +129,7 @@ impl World {
                 vanished: false,
                 idle_pending: false,
                 arrival_last: Time(0),
+                cut_off_until: Time(0),
             }
         });
         World {
@@ -133,6 +141,8 @@ impl World {
             steps: 0,
             flushes_running: 0,
             shape,
+            latency_ns: shape.latency_ns,
+            lossy_until: Time(0),
             agenda: BTreeMap::new(),
             next: 0,
             dice,
@@ -162,6 +172,27 @@ impl World {
         host.completed.clear();
         host.events.clear();
         host.cm_events.clear();
+    }
+
+    /// From now on packets take a path of this latency; those under way stay on theirs.
+    pub(crate) fn change_latency(&mut self, latency_ns: u64) {
+        self.carried.path_changes += 1;
+        self.latency_ns = latency_ns;
+        for host in &mut self.hosts {
+            host.arrival_last = Time(0);
+        }
+    }
+
+    /// Nothing that is sent to this host for a while reaches it.
+    pub(crate) fn break_link(&mut self, to: usize, for_ns: u64) {
+        self.carried.path_changes += 1;
+        self.hosts[to].cut_off_until = self.now + for_ns;
+    }
+
+    /// Every other packet is lost for a while.
+    pub(crate) fn lose_more(&mut self, for_ns: u64) {
+        self.carried.path_changes += 1;
+        self.lossy_until = self.now + for_ns;
     }
 
     /// `Step::User(tag)` will come after `delay_ns`.
@@ -299,14 +330,19 @@ impl World {
 
     /// Takes a train over the link, packet by packet; neighbours that make it side by side may arrive as one.
     fn carry(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
-        let latency = self.shape.latency_ns;
+        let latency = self.latency_ns;
+        let loss = match () {
+            () if self.now < self.hosts[to].cut_off_until => 100.0,
+            () if self.now < self.lossy_until => 50.0_f64.max(self.faults.loss),
+            () => self.faults.loss,
+        };
         let mut joined: Vec<u8> = Vec::new();
         let mut at = self.now + latency + self.dice.below(latency / 4 + 1);
         at = at.max(self.hosts[to].arrival_last);
         for packet in bytes.chunks(segment_bytes) {
             self.carried.packets += 1;
             self.carried.bytes += packet.len() as u64;
-            if self.dice.percent(self.faults.loss) {
+            if self.dice.percent(loss) {
                 self.carried.lost += 1;
                 self.arrive(at, to, path, std::mem::take(&mut joined), segment_bytes);
                 continue;

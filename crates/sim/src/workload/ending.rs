@@ -11,7 +11,7 @@ use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
 use crate::Ending;
 
 /// Operations for which an ending waits for a FLUSH.
-const WAITS_FOR_FLUSH: u32 = 60;
+const WAITS_FOR_FLUSH: u32 = 150;
 
 impl Workload {
     /// Whether the ending is due. Memory fails under a FLUSH, if there is one soon.
@@ -46,7 +46,7 @@ impl Workload {
                 let door = &self.sides[host].ends[qp].reg.door;
                 // A medium may fail while what is cached is still served.
                 door.flush_fails.store(true, Ordering::Relaxed);
-                door.fails.store(self.dice.one_in(2), Ordering::Relaxed);
+                door.fails.store(self.dice.one_in(3), Ordering::Relaxed);
             }
             Ending::DestroyQp => {
                 self.poll_lazy_quietly(host)?;
@@ -57,6 +57,7 @@ impl Workload {
                     .with(host, |rnic, _| qpns.map(|qpn| rnic.destroy_qp(qpn)));
             }
             Ending::Restart => self.restart(host)?,
+            Ending::LinkDown => self.break_for_long(),
             _ => self.probe(qp, host)?,
         }
         self.take_events()?;
@@ -254,7 +255,7 @@ impl Workload {
         let sure = op.kind == Kind::Probe && self.lossless;
         match (self.ending, self.ending_at.0 == host) {
             (Ending::None, _) => &[],
-            (Ending::PeerVanishes, _) => &[RetryExceeded],
+            (Ending::PeerVanishes | Ending::LinkDown, _) => &[RetryExceeded],
             (Ending::Restart | Ending::DestroyQp, true) => &[],
             (Ending::Restart | Ending::DestroyQp, false) => &[RetryExceeded],
             (Ending::UserError, true) => &[Flushed],

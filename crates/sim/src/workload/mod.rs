@@ -17,6 +17,7 @@ use crate::{Ending, Report, Settings};
 mod check;
 mod ending;
 mod keys;
+mod path;
 mod post;
 mod shared;
 mod side;
@@ -131,6 +132,10 @@ pub(crate) struct Workload {
     /// First PSNs of both ways of each connection.
     psns: Vec<[Psn; 2]>,
     lossless: bool,
+    /// The shortest local ACK timeout.
+    timeout_ns: u64,
+    /// The outage was longer than what every connection bears.
+    outage_ends_all: bool,
     report: Report,
     scratch: Vec<u8>,
 }
@@ -144,6 +149,7 @@ const USER_RTS: u64 = 3;
 const USER_POLL: u64 = 4;
 const USER_FILL: u64 = 5;
 const USER_RECONNECT: u64 = 6;
+const USER_PATH: u64 = 7;
 
 fn tag(what: u64, qp: usize, host: usize) -> u64 {
     what << 32 | (qp as u64) << 1 | host as u64
@@ -213,12 +219,18 @@ impl Workload {
             ending_after,
             second: 0..0,
             psns: Vec::new(),
-            lossless: settings.loss_percent + settings.corrupt_percent + settings.reorder_percent == 0.0,
+            lossless: settings.loss_percent + settings.corrupt_percent + settings.reorder_percent == 0.0
+                && !settings.path_changes,
+            timeout_ns: u64::MAX,
+            outage_ends_all: false,
             dice,
             report,
             scratch: Vec::new(),
         };
         workload.add_connections(qps, settings.operations);
+        if settings.path_changes {
+            workload.plan_path_changes();
+        }
         workload
     }
 
@@ -254,7 +266,9 @@ impl Workload {
         while 4_096u64 << timeout < 12 * self.report.latency_ns + 100_000 {
             timeout += 1;
         }
-        timeout + self.dice.below(3) as u8
+        let timeout = timeout + self.dice.below(3) as u8;
+        self.timeout_ns = self.timeout_ns.min(4_096 << timeout);
+        timeout
     }
 
     /// Brings both ends to RTS, by hand: connection management has its own runs.
@@ -423,6 +437,10 @@ impl Workload {
                 self.poll_lazy(host, false)
             }
             USER_FILL => self.fill(host, qp),
+            USER_PATH => {
+                self.change_path();
+                Ok(())
+            }
             _ => self.reconnect(),
         }
     }
@@ -447,8 +465,9 @@ impl Workload {
 
     /// Whether the ending concerns this QP, so that its operations may fail.
     fn is_affected(&self, qp: usize) -> bool {
-        let all = matches!(self.ending, Ending::PeerVanishes | Ending::Restart);
-        self.ended && !self.second.contains(&qp) && (all || self.ending_at.1 == qp)
+        let all = self.ending_is_everywhere();
+        let concerned = all || self.ending != Ending::LinkDown && self.ending_at.1 == qp;
+        self.ended && !self.second.contains(&qp) && concerned
     }
 
     // SQD. IBTA Vol 1, 10.3.1.5.

@@ -1,8 +1,8 @@
 //! Which operations are posted.
 
 use rdmux_rnic::{
-    INLINE_BYTES_MAX, Operation, Placement, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList,
-    Target, WcOpcode,
+    INLINE_BYTES_MAX, Operation, Placement, QpState, RKey, RecvRequest, Selectivity, SendFlags, SendRequest,
+    SgeList, Target, WcOpcode,
 };
 
 use super::keys;
@@ -52,13 +52,22 @@ impl Workload {
         }
     }
 
+    /// Whether a QP that an outage may have ended still works.
+    fn goes_on(&self, qp: usize, host: usize) -> bool {
+        let qpn = self.sides[host].ends[qp].send_qpn;
+        let info = self.world.hosts[host].rnic.query_qp(qpn);
+        self.ending == crate::Ending::LinkDown
+            && self.flows[qp][host].failed.is_none()
+            && info.is_some_and(|info| matches!(info.state, QpState::Rts | QpState::Sqd))
+    }
+
     pub(super) fn post_some(&mut self, qp: usize, host: usize) -> Checked {
         loop {
             let flow = &self.flows[qp][host];
             if flow.todo == 0 || flow.paused || flow.outstanding.len() >= flow.depth {
                 return Ok(());
             }
-            if self.is_affected(qp) {
+            if self.is_affected(qp) && !self.goes_on(qp, host) {
                 return Ok(());
             }
             if self.dice.one_in(12) {

@@ -1,0 +1,60 @@
+//! Paths that change under traffic: they get slower or faster, so that old packets come after new ones; they break for a while,
+//! in one direction or both, or lose every other packet.
+
+use super::{USER_PATH, Workload, tag};
+use crate::Ending;
+
+/// How much slower a path gets at most than the timeouts are made for, and how much faster. Timeouts allow for twelve times
+/// the latency, and all retries together for 46 timeouts: an answer that takes ten times as long is in time.
+const SLOWER: u64 = 10;
+const FASTER: u64 = 100;
+/// Timeouts for which a path breaks at most: four of the fourteen times that the oldest packet is sent again.
+const BROKEN_TIMEOUTS: u64 = 2;
+/// Timeouts that an outage lasts at most which ends connections.
+const OUTAGE_TIMEOUTS: u64 = 120;
+
+impl Workload {
+    /// Plans the changes of a run.
+    pub(super) fn plan_path_changes(&mut self) {
+        for _ in 0..self.dice.between(1, 4) {
+            let delay = self.dice.log_uniform(40 * self.report.latency_ns + 5_000_000);
+            self.world.call_back(delay, tag(USER_PATH, 0, 0));
+        }
+    }
+
+    pub(super) fn change_path(&mut self) {
+        let for_ns = self.dice.log_uniform(BROKEN_TIMEOUTS * self.timeout_ns);
+        match self.dice.below(6) {
+            0 => self.break_links(for_ns),
+            1 => self.world.lose_more(for_ns),
+            _ => {
+                let step = (self.report.latency_ns / FASTER).max(1);
+                let latency_ns = step * self.dice.log_uniform(SLOWER * FASTER);
+                self.world.change_latency(latency_ns);
+            }
+        }
+    }
+
+    fn break_links(&mut self, for_ns: u64) {
+        match self.dice.below(3) {
+            2 => (0..2).for_each(|host| self.world.break_link(host, for_ns)),
+            host => self.world.break_link(host as usize, for_ns),
+        }
+    }
+
+    /// The ending that is an outage: less or more than the retries bear.
+    pub(super) fn break_for_long(&mut self) {
+        let timeouts = self.dice.log_uniform(OUTAGE_TIMEOUTS);
+        self.outage_ends_all = timeouts > BROKEN_TIMEOUTS;
+        self.break_links(timeouts * self.timeout_ns);
+    }
+
+    /// Whether what has ended may concern every connection.
+    pub(super) fn ending_is_everywhere(&self) -> bool {
+        match self.ending {
+            Ending::PeerVanishes | Ending::Restart => true,
+            Ending::LinkDown => self.outage_ends_all,
+            _ => false,
+        }
+    }
+}
