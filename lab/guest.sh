@@ -52,6 +52,9 @@ setup_net() {
   mac=$(in_n2 cat /sys/class/net/v2/address)
   ip neigh replace 10.9.0.2 lladdr "$mac" nud permanent dev v1
   ip neigh replace fd09::2 lladdr "$mac" nud permanent dev v1
+  # Of the addresses for multicast only IPv6's have a route of their own.
+  ip route add 239.9.0.0/16 dev v1
+  ip -n n2 route add 239.9.0.0/16 dev v2
 }
 
 # rxe0 on v1: the kernel has rxe in the first namespace only, so our peer is the one in n2.
@@ -100,7 +103,7 @@ capture_end() {
 # The scenarios that rdmux has too: those for any link, and those for one that loses nothing.
 common="send solicited not-ready write read atomics atomic-write flush window-1 window-2 send-invalidate srq refusals
   wrong-invalidate uc-many ud-many cm-connect cm-reject"
-whole="uc ud cm-datagram"
+whole="uc ud multicast cm-datagram"
 
 # Runs scenarios between rdmux, at 10.9.0.2 and fd09::2, and rxe: the first address answers, the second asks.
 #   scenarios PORT ANSWERER ASKER [-l] [NAME...]

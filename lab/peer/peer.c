@@ -132,6 +132,7 @@ static void open_device(struct side *s, const struct sockaddr_storage *own) {
         s->verbs = verbs;
         s->gid = gid;
         s->gid_index = entries[j].gid_index;
+        s->interface = entries[j].ndev_ifindex;
         s->mtu = port.active_mtu;
         return;
       }

@@ -20,6 +20,7 @@ struct side {
   struct ibv_pd *pd;
   union ibv_gid gid;
   int gid_index;
+  uint32_t interface;  // of the device, its index
   enum ibv_mtu mtu;
   unsigned char *memory;     // what peers reach, zeroed before each scenario
   unsigned char *local;      // own source of requests and target of receives

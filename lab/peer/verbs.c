@@ -5,10 +5,12 @@
 // In all of them the asker sends the pattern from its local memory, and the answerer's receives go to its own.
 #include "peer.h"
 
+#include <arpa/inet.h>
 #include <endian.h>
 #include <errno.h>
 #include <netinet/in.h>
 #include <poll.h>
+#include <rdma/rdma_cma.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -799,6 +801,106 @@ static void many(struct side *s, enum ibv_qp_type type, uint32_t length) {
   close_end(&e);
 }
 
+// The group of the scenarios, in the address family of the link.
+static struct sockaddr_storage group_of(const struct side *s) {
+  struct sockaddr_storage group = {.ss_family = s->address.ss_family};
+  const char *text = group.ss_family == AF_INET ? "239.9.0.9" : "ff05::909";
+  void *to = group.ss_family == AF_INET ? (void *)&((struct sockaddr_in *)&group)->sin_addr
+                                        : (void *)&((struct sockaddr_in6 *)&group)->sin6_addr;
+  inet_pton(group.ss_family, text, to);
+  return group;
+}
+
+static union ibv_gid gid_of(const struct sockaddr_storage *address) {
+  union ibv_gid gid = {.raw = {[10] = 0xff, [11] = 0xff}};
+  if (address->ss_family == AF_INET) memcpy(gid.raw + 12, &((struct sockaddr_in *)address)->sin_addr, 4);
+  else memcpy(gid.raw, &((struct sockaddr_in6 *)address)->sin6_addr, 16);
+  return gid;
+}
+
+// What has our interface receive what is sent to a group; the QP is attached by ibv_attach_mcast.
+struct membership {
+  struct rdma_cm_id *id;  // IPv4: the kernel's RDMA CM has joined
+  int socket;             // IPv6: it does not join such groups (ENOTSUPP), a socket has
+};
+
+static struct membership join_group(struct side *s, struct sockaddr_storage *group) {
+  struct membership m = {.socket = -1};
+  if (group->ss_family == AF_INET6) {
+    struct ipv6_mreq request = {((struct sockaddr_in6 *)group)->sin6_addr, s->interface};
+    if ((m.socket = socket(AF_INET6, SOCK_DGRAM, 0)) < 0) die("socket");
+    if (setsockopt(m.socket, IPPROTO_IPV6, IPV6_JOIN_GROUP, &request, sizeof request)) die("IPV6_JOIN_GROUP");
+    return m;
+  }
+  struct sockaddr_in own = {.sin_family = AF_INET};
+  memcpy(&own.sin_addr, s->gid.raw + 12, 4);
+  struct rdma_event_channel *channel = rdma_create_event_channel();
+  struct rdma_cm_event *event;
+  if (!channel || rdma_create_id(channel, &m.id, NULL, RDMA_PS_UDP)) die("rdma_create_id");
+  if (rdma_bind_addr(m.id, (struct sockaddr *)&own)) die("rdma_bind_addr");
+  if (rdma_join_multicast(m.id, (struct sockaddr *)group, NULL)) die("rdma_join_multicast");
+  if (rdma_get_cm_event(channel, &event)) die("rdma_get_cm_event");
+  expect_value("event of joining the group", event->event, RDMA_CM_EVENT_MULTICAST_JOIN);
+  union ibv_gid wanted = gid_of(group);
+  if (memcmp(&event->param.ud.ah_attr.grh.dgid, &wanted, 16)) fail("the group's GID");
+  rdma_ack_cm_event(event);
+  return m;
+}
+
+static void leave_group(struct membership m, struct sockaddr_storage *group) {
+  if (m.socket >= 0) {
+    close(m.socket);
+    return;
+  }
+  struct rdma_event_channel *channel = m.id->channel;
+  if (rdma_leave_multicast(m.id, (struct sockaddr *)group) || rdma_destroy_id(m.id)) die("rdma_leave_multicast");
+  rdma_destroy_event_channel(channel);
+}
+
+// UD multicast: the answerer gets what is sent to the group until it leaves; then the asker does.
+static void multicast(struct side *s) {
+  struct sockaddr_storage group = group_of(s);
+  union ibv_gid gid = gid_of(&group);
+  struct end e = make_end(s, IBV_QPT_UD, 0, NULL);
+  receive(&e, 0, 0, GRH + 1000);
+  put_pattern(s->local + 8000, 0, 2000);
+  join(&e, s->memory_mr);
+  struct ibv_ah_attr way = way_to(s, &gid);
+  struct ibv_ah *to_peer = e.ah;
+  uint32_t peer_qpn = e.peer_qpn;
+  if (!(e.ah = ibv_create_ah(s->pd, &way))) die("ibv_create_ah of the group");
+  e.peer_qpn = 0xffffff;
+  for (int receiver_asks = 0; receiver_asks < 2; receiver_asks++) {
+    if (s->asks == receiver_asks) {
+      struct membership member = join_group(s, &group);
+      errno = ibv_attach_mcast(e.qp, &gid, 0);
+      if (errno) die("ibv_attach_mcast");
+      barrier(s);
+      struct ibv_wc wc = await_receive(&e, 0, GRH + 1000);
+      expect_value("source QP", wc.src_qp, peer_qpn);
+      expect_header(s->local, &e.peer_gid, &gid);
+      expect_pattern("multicast", s->local + GRH, receiver_asks, 1000);
+      receive(&e, 1, 0, GRH + 1000);
+      errno = ibv_detach_mcast(e.qp, &gid, 0);
+      if (errno) die("ibv_detach_mcast");
+      leave_group(member, &group);
+      barrier(s);
+      barrier(s);
+      usleep(200000);
+      if (ibv_poll_cq(e.cq, 1, &wc)) fail("a datagram after the QP was detached");
+    } else {
+      barrier(s);
+      request(&e, "SEND to the group", (struct request){.kind = SEND, .from = 8000 + receiver_asks, .length = 1000});
+      barrier(s);
+      request(&e, "SEND to the group", (struct request){.kind = SEND, .from = 8000, .length = 1000});
+      barrier(s);
+    }
+    barrier(s);
+  }
+  ibv_destroy_ah(to_peer);
+  close_end(&e);
+}
+
 static void uc_many(struct side *s) { many(s, IBV_QPT_UC, 3000); }
 static void ud_many(struct side *s) { many(s, IBV_QPT_UD, 1000); }
 
@@ -821,5 +923,6 @@ const struct scenario verbs_scenarios[] = {
     {"uc-many", uc_many},
     {"ud", datagrams},
     {"ud-many", ud_many},
+    {"multicast", multicast},
     {NULL, NULL},
 };

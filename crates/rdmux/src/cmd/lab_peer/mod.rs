@@ -183,6 +183,7 @@ mod tests {
             "uc-many",
             "ud",
             "ud-many",
+            "multicast",
             "cm-connect",
             "cm-reject",
             "cm-datagram",

@@ -371,6 +371,14 @@ impl<'a> End<'a> {
         self.request(Operation::Send { imm: Some(imm) }, local, length)
     }
 
+    pub(super) fn send_to_group(&self, group: IpAddr, local: u32, length: u32) -> Result<SendRequest> {
+        let to = self.side.device.create_ah(group, 0).to_group(QKEY)?;
+        Ok(SendRequest {
+            to,
+            ..self.send(local, length)
+        })
+    }
+
     pub(super) fn write(&self, rkey: RKey, at: u32, local: u32, length: u32) -> SendRequest {
         let (va, imm) = (self.va(at), None);
         self.request(Operation::Write { va, rkey, imm }, local, length)

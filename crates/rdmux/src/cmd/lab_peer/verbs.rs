@@ -36,6 +36,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     ("uc-many", |side| many(side, QpType::Uc, 3000)),
     ("ud", datagrams),
     ("ud-many", |side| many(side, QpType::Ud, 1000)),
+    ("multicast", multicast),
 ];
 
 fn send(s: &Side) -> Result<()> {
@@ -794,6 +795,49 @@ fn answer_datagram(s: &Side, e: &End<'_>, qpn: Option<Qpn>) -> Result<()> {
         (*path, *to) = (s.path_to(from, qpn)?, qpn);
     }
     e.run("UD answer", vec![request])
+}
+
+fn multicast(s: &Side) -> Result<()> {
+    let group: IpAddr = match s.device.address() {
+        IpAddr::V4(_) => [239, 9, 0, 9].into(),
+        IpAddr::V6(_) => [0xff05, 0, 0, 0, 0, 0, 0, 0x909].into(),
+    };
+    let mut e = End::new(s, QpType::Ud, Access::empty())?;
+    e.post_receive(0, 0, GRH + 1000)?;
+    s.put_pattern(8000, 2000)?;
+    e.join(&s.memory_mr)?;
+    for receiver_asks in [false, true] {
+        let from = receiver_asks.into();
+        if s.asks == receiver_asks {
+            e.qp.attach_mcast(group)?;
+            s.barrier()?;
+            let wc = e.received(0, GRH + 1000)?;
+            ensure!(wc.src_qpn == Some(e.peer_qpn()), "source QP {:?}", wc.src_qpn);
+            let addresses = header_addresses(&s.local(0, GRH)?)?;
+            ensure!(
+                addresses == (e.peer_address(), group),
+                "from and to {addresses:?}"
+            );
+            expect_pattern("multicast", &s.local(GRH, 1000)?, from)?;
+            e.post_receive(1, 0, GRH + 1000)?;
+            e.qp.detach_mcast(group)?;
+            s.barrier()?;
+            s.barrier()?;
+            sleep(SETTLE);
+            ensure!(e.cq.poll().is_none(), "a datagram after the QP was detached");
+        } else {
+            s.barrier()?;
+            e.run(
+                "SEND to the group",
+                vec![e.send_to_group(group, 8000 + from, 1000)?],
+            )?;
+            s.barrier()?;
+            e.run("SEND to the group", vec![e.send_to_group(group, 8000, 1000)?])?;
+            s.barrier()?;
+        }
+        s.barrier()?;
+    }
+    e.close()
 }
 
 fn many(s: &Side, qp_type: QpType, length: u32) -> Result<()> {
