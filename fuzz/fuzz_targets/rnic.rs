@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| rdmux_sim::fuzz::rnic(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| drop(rdmux_sim::fuzz::rnic(input)));

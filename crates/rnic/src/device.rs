@@ -11,6 +11,7 @@ use rdmux_wire::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, Deth, GSI_QKEY, ICRC_LEN, Opcode, Operation as Op, Packet, Transport, UDP_PORT};
 use rdmux_wire::{LKey, Psn, Qpn, RKey};
 
+use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
@@ -482,6 +483,15 @@ impl Rnic {
     /// What the device was made with.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// How much it keeps because of its peers.
+    pub fn backlog(&self) -> Backlog {
+        let mut backlog = self.cm.backlog();
+        for qp in self.qps.values() {
+            qp.add_backlog(&mut backlog);
+        }
+        backlog
     }
 
     /// QPs, regions and completion queues there are.

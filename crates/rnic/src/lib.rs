@@ -9,6 +9,7 @@
 #[macro_use]
 pub mod mutant;
 
+mod backlog;
 pub mod cm;
 mod counters;
 mod cq;
@@ -28,6 +29,7 @@ mod time;
 mod transmit;
 mod work;
 
+pub use backlog::Backlog;
 pub use counters::Counters;
 pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
 pub use device::{Arrival, Config, QpInfo, Rnic, Traffic};

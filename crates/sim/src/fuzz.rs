@@ -1,325 +1,725 @@
-//! Fuzzing of the engine: the input says what users, links and clocks do to two connected QPs, hostile packets with a right
-//! ICRC included. It runs under the coverage-guided fuzzer and, by stable means, in every test run.
+//! Fuzzing of the engine: the input says what users, links and clocks do to two devices with QPs of every transport service,
+//! hostile packets with a right ICRC included. It runs under the coverage-guided fuzzer and, by stable means, in every test
+//! run.
+
+mod input;
+mod packet;
+mod side;
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::sync::Arc;
 
+use rdmux_rnic::cm::{CmId, Endpoint, Peering};
 use rdmux_rnic::{
-    Access, Config, Cqn, FlushId, LKey, Memory, Operation, Path, Placement, QpAttributes, QpInit, QpState,
-    RKey, RecvRequest, RegionSpec, Rnic, Selectivity, SendFlags, SendRequest, Sge, Target, Time, TransmitBuf,
+    Access, Arm, Arrival, Bind, Fault, Operation, Path, Placement, QpAttributes, QpState, QpType, Qpn,
+    Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, Srqn, Target, Time, TransmitBuf,
 };
-use rdmux_wire::roce::{Bth, GSI_QKEY, ICRC_LEN};
-use rdmux_wire::{Psn, Qpn};
+use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
+use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
+use rdmux_wire::{LKey, Psn};
 
-use crate::memory::{Door, SimMemory};
+use input::Input;
+pub use input::Reach;
+use side::{FENCED, IOVA, Kind, PSN, QKEY, REGION, Side};
 
-const IOVA: u64 = 0x1000;
-const REGION: u64 = 1 << 14;
-const GUARD: u64 = 256;
-const GUARD_BYTE: u8 = 0xa5;
-const SEND_WR_MAX: u32 = 64;
 /// Packets that wait on the link at most.
 const LINK_PACKETS: usize = 512;
-/// Packets that one input event may cause: a few windows of both QPs and what they owe.
+/// Packets that one input event may cause: a few windows of all QPs and what they owe.
 const BURST_PACKETS: usize = 1 << 15;
 /// Timers that fire at most until a device whose peer is silent comes to rest.
-const TIMERS_TO_REST: usize = 2_000;
+const TIMERS_TO_REST: usize = 20_000;
+/// Exchanges after which all is done when nothing is lost any more.
+const STEPS_TO_FINISH: usize = 100_000;
 
-struct Side {
-    rnic: Rnic,
-    address: IpAddr,
-    memory: Arc<SimMemory>,
-    lkey: LKey,
-    rkey: RKey,
-    cq: Cqn,
-    qpn: Qpn,
-    flushes: Vec<FlushId>,
-    posted: usize,
-    completed: usize,
-    /// On their way to this side: source port and bytes.
-    link: VecDeque<(u16, Vec<u8>)>,
+/// A packet on its way.
+#[derive(Clone, Debug)]
+struct Wire {
+    path: Path,
+    bytes: Vec<u8>,
 }
 
-/// What is left of the input.
-struct Input<'a>(&'a [u8]);
-
-impl Input<'_> {
-    fn byte(&mut self) -> u8 {
-        let Some((first, rest)) = self.0.split_first() else {
-            return 0;
-        };
-        self.0 = rest;
-        *first
-    }
-
-    fn word(&mut self) -> u16 {
-        u16::from_be_bytes([self.byte(), self.byte()])
-    }
-
-    fn bytes(&mut self, n: usize) -> Vec<u8> {
-        let (taken, rest) = self.0.split_at(n.min(self.0.len()));
-        self.0 = rest;
-        taken.to_vec()
-    }
-}
-
-/// Panics when the engine does, or when one of its invariants is broken.
-pub fn rnic(input: &[u8]) {
+/// Panics when the engine does, or when one of its invariants is broken. Says what was reached.
+pub fn rnic(input: &[u8]) -> Reach {
     let mut input = Input(input);
-    let shape = input.byte();
-    let mut pair = Pair::new(shape);
+    let mut pair = Pair::new(&mut input);
     while !input.0.is_empty() {
         pair.event(&mut input);
         pair.settle();
     }
+    if pair.heals {
+        pair.finish();
+    }
     pair.rest();
+    for side in &pair.sides {
+        side.check_rest();
+    }
+    let [mut reach, other] = pair.sides.map(|mut side| side.take_reach());
+    reach.add(other);
+    reach
 }
 
 struct Pair {
     now: Time,
     sides: [Side; 2],
+    /// Packets on their way to each side.
+    links: [VecDeque<Wire>; 2],
     buf: TransmitBuf,
+    shape: u8,
+    /// The QPs that this input is about.
+    focus: Vec<usize>,
+    /// Whether it is about connections instead.
+    connects: bool,
+    /// Whether the link is whole at the end, else it is cut.
+    heals: bool,
 }
 
 impl Pair {
-    fn new(shape: u8) -> Pair {
-        let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0));
+    fn new(input: &mut Input<'_>) -> Pair {
+        let (shape, focus) = (input.byte(), input.byte());
+        let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0, focus & 1 != 0));
+        // Few QPs, so that something comes of each.
+        let first = usize::from(focus >> 1) % Kind::ALL.len();
+        let (second, ends) = (usize::from(focus >> 5), input.byte());
         let mut pair = Pair {
             now: Time(1),
             sides,
+            links: Default::default(),
             buf: TransmitBuf::new(64 << 10, shape & 2 != 0),
+            shape,
+            focus: vec![first, peer_of(first), second % Kind::ALL.len()],
+            connects: ends & 3 == 3,
+            heals: ends & 4 != 0,
         };
-        for i in 0..2 {
-            pair.connect(i, shape);
+        for at in 0..Kind::ALL.len() {
+            pair.connect(0, at, shape, QpState::Rts);
+            pair.connect(1, at, shape, QpState::Rts);
         }
         pair
     }
 
-    fn connect(&mut self, i: usize, shape: u8) {
-        let psn = |side: usize| Psn::new(0xff_fffe + side as u32);
-        let init = QpAttributes {
-            access: Some(Side::ACCESS),
-            ..Default::default()
-        };
-        let rtr = QpAttributes {
-            path: Some(Path {
-                src: self.sides[i].address,
-                dst: self.sides[1 - i].address,
-                src_port: 0xc001,
-                traffic_class: 0,
-            }),
-            path_mtu: Some(if shape & 4 == 0 { 256 } else { 1024 }),
-            dest_qpn: Some(self.sides[1 - i].qpn),
-            rq_psn: Some(psn(1 - i)),
-            max_dest_rd_atomic: Some(if shape & 8 == 0 { 1 } else { 8 }),
-            min_rnr_timer: Some(1),
-            window_bytes: Some(if shape & 16 == 0 { 1 } else { 1 << 16 }),
-            peer_is_rdmux: Some(shape & 32 == 0),
-            selective: Some(shape & 128 == 0),
-            ..Default::default()
-        };
-        let rts = QpAttributes {
-            sq_psn: Some(psn(i)),
-            timeout: Some(8),
-            retry_count: Some(7),
-            rnr_retry: Some(if shape & 64 == 0 { 7 } else { 1 }),
-            max_rd_atomic: Some(if shape & 8 == 0 { 1 } else { 8 }),
-            ..Default::default()
-        };
-        let (now, qpn) = (self.now, self.sides[i].qpn);
-        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
-            // After a reset in mid-run this is the way back.
-            let _ = self.sides[i].rnic.modify_qp(now, qpn, to, &attr);
+    /// Path MTU of all connections.
+    fn mtu(&self) -> u32 {
+        if self.shape & 4 == 0 { 256 } else { 1024 }
+    }
+
+    fn path(&self, from: usize) -> Path {
+        Path {
+            src: self.sides[from].address,
+            dst: self.sides[1 - from].address,
+            src_port: 0xc001,
+            traffic_class: self.shape & 0xe0,
+        }
+    }
+
+    /// What a transition of a QP needs.
+    fn attributes(&self, i: usize, at: usize, to: QpState, shape: u8) -> QpAttributes {
+        let kind = self.sides[i].queues[at].kind;
+        let qp_type = kind.qp_type();
+        let is_ud = qp_type == QpType::Ud;
+        let answers = matches!(qp_type, QpType::Rc | QpType::XrcRecv);
+        let asks = matches!(qp_type, QpType::Rc | QpType::XrcSend);
+        let deep = if shape & 8 == 0 { 1 } else { 8 };
+        let access = Access::REMOTE_WRITE
+            | Access::REMOTE_READ
+            | Access::REMOTE_ATOMIC
+            | Access::FLUSH_GLOBAL
+            | Access::FLUSH_PERSISTENT;
+        match to {
+            QpState::Init => QpAttributes {
+                access: (!is_ud).then_some(access),
+                qkey: is_ud.then_some(QKEY),
+                ..Default::default()
+            },
+            QpState::Rtr if is_ud => QpAttributes::default(),
+            QpState::Rtr => QpAttributes {
+                path: Some(self.path(i)),
+                path_mtu: Some(self.mtu()),
+                dest_qpn: Some(self.sides[1 - i].queues[peer_of(at)].qpn),
+                rq_psn: Some(Psn::new(PSN)),
+                max_dest_rd_atomic: answers.then_some(deep),
+                min_rnr_timer: answers.then_some(1),
+                window_bytes: (answers || asks).then_some(if shape & 16 == 0 { 1 } else { 1 << 16 }),
+                peer_is_rdmux: Some(shape & 32 == 0),
+                selective: (kind == Kind::Selective).then_some(true),
+                ..Default::default()
+            },
+            QpState::Rts => QpAttributes {
+                sq_psn: Some(Psn::new(PSN)),
+                timeout: (answers || asks).then_some(if shape & 128 == 0 { 8 } else { 0 }),
+                retry_count: asks.then_some(7),
+                rnr_retry: asks.then_some(if shape & 64 == 0 { 7 } else { 1 }),
+                max_rd_atomic: asks.then_some(deep),
+                ..Default::default()
+            },
+            QpState::Reset | QpState::Sqd | QpState::Sqe | QpState::Error => QpAttributes::default(),
+        }
+    }
+
+    /// Brings a QP from Reset to a state on the way to RTS.
+    fn connect(&mut self, i: usize, at: usize, shape: u8, last: QpState) {
+        for to in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            let attr = self.attributes(i, at, to, shape);
+            let side = &mut self.sides[i];
+            let qpn = side.queues[at].qpn;
+            let brought = side.rnic.modify_qp(self.now, qpn, to, &attr);
+            // Unless its completion queue overran.
+            assert!(brought.is_ok() || side.state(at) == QpState::Error);
+            side.queues[at].set_timeout(attr.timeout);
+            if to == last {
+                break;
+            }
         }
     }
 
     fn event(&mut self, input: &mut Input<'_>) {
         let what = input.byte();
         let i = usize::from(what & 1);
-        match what >> 1 & 15 {
-            0 | 1 => self.post(i, input),
-            2 | 3 => {
-                for _ in 0..=input.byte() {
-                    let Some((port, bytes)) = self.sides[i].link.pop_front() else {
+        let at = self.focus[usize::from(what >> 1) % self.focus.len()];
+        match input.byte() % 64 {
+            0..=11 if self.connects => self.connections(i, at, input),
+            0..=13 => {
+                let many = if input.one_in(8) { input.byte() % 32 } else { 0 };
+                for _ in 0..=many {
+                    self.post(i, at, input);
+                }
+            }
+            14..=18 => self.post_recv(i, at, input),
+            19..=28 => {
+                for _ in 0..=input.byte() / 4 {
+                    let Some(wire) = self.links[i].pop_front() else {
                         break;
                     };
-                    self.deliver(i, port, &bytes);
+                    self.deliver(i, &wire);
                 }
             }
-            4 => drop(self.sides[i].link.pop_front()),
-            5 => {
-                if let Some(packet) = self.sides[i].link.front().cloned() {
-                    self.sides[i].link.push_back(packet);
+            29..=38 => {
+                let bytes = packet::forged(&self.sides[i], at, self.mtu() as usize, input);
+                // Rarely as many as a peer could send that knows no bounds.
+                let many = if input.one_in(16) { input.word() % 2048 } else { 0 };
+                for n in 0..=u32::from(many) {
+                    let mut bytes = bytes.clone();
+                    packet::count_on(&mut bytes, n);
+                    self.seal_and_deliver(i, bytes, 0);
                 }
             }
-            6 => {
-                // Changed on the way by somebody who can compute an ICRC.
-                if let Some((port, mut bytes)) = self.sides[i].link.pop_front() {
-                    for _ in 0..=input.byte() & 3 {
-                        let at = usize::from(input.byte()) % (bytes.len() - ICRC_LEN);
-                        bytes[at] = input.byte();
-                    }
-                    self.seal(i, port, &mut bytes);
-                    self.deliver(i, port, &bytes);
-                }
+            39 | 40 => self.damage(i, input),
+            41 => {
+                let qpn = self.sides[i].queues[at].qpn;
+                let bytes = packet::raw(qpn, input);
+                self.seal_and_deliver(i, bytes, u16::from(input.byte()));
             }
-            7 => {
-                let n = usize::from(input.byte());
-                let mut bytes = input.bytes(n);
-                bytes.resize(bytes.len().max(Bth::LEN) + ICRC_LEN, 0);
-                let qpn = self.sides[i].qpn.value().to_be_bytes();
-                bytes[1] &= 0xf0;
-                bytes[2..4].fill(0xff);
-                bytes[5..8].copy_from_slice(&qpn[1..]);
-                // Near the window, or nothing would ever happen.
-                let psn = 0xff_fffe_u32.wrapping_add(u32::from(bytes[11])).to_be_bytes();
-                bytes[9..12].copy_from_slice(&psn[1..]);
-                self.seal(i, 0xc001, &mut bytes);
-                self.deliver(i, 0xc001, &bytes);
+            42 => {
+                let bytes = packet::mad(input);
+                self.seal_and_deliver(i, bytes, u16::from(input.byte() & 3) << 7);
             }
-            8 => {
-                self.now = self.now + (u64::from(input.word()) << (input.byte() % 24));
-                for i in 0..2 {
-                    self.fire(i);
-                }
-            }
-            9 | 10 => {
-                let length = u32::from(input.word() % 2048);
-                let side = &mut self.sides[i];
-                let sge = Sge::new(IOVA + u64::from(input.word() % 0x3800), length, side.lkey);
-                let request = RecvRequest {
-                    wr_id: 1,
-                    sges: sge.into(),
-                };
-                side.posted += usize::from(side.rnic.post_recv(self.now, side.qpn, request).is_ok());
-            }
-            11 => {
-                let side = &mut self.sides[i];
-                if !side.flushes.is_empty() {
-                    let at = usize::from(input.byte()) % side.flushes.len();
-                    let id = side.flushes.swap_remove(at);
-                    let result = if input.byte() & 15 == 15 {
-                        Err(rdmux_rnic::Fault::Io(5))
-                    } else {
-                        Ok(())
-                    };
-                    side.rnic.handle_flush(self.now, id, result);
-                }
-            }
-            12 => {
-                let side = &mut self.sides[i];
-                match input.byte() & 7 {
-                    0 => drop(side.rnic.dereg_mr(side.lkey)),
-                    1 => {
-                        let to = QpAttributes::default();
-                        let _ = side.rnic.modify_qp(self.now, side.qpn, QpState::Error, &to);
-                    }
-                    2 => {
-                        let to = QpAttributes::default();
-                        let _ = side.rnic.modify_qp(self.now, side.qpn, QpState::Reset, &to);
-                        let shape = input.byte();
-                        // What was posted is forgotten without a completion.
-                        side.posted = side.completed;
-                        self.connect(i, shape);
-                    }
-                    _ => {}
-                }
-            }
-            13 => {
-                let mut bytes = vec![0; Bth::LEN + 8];
-                bytes[0] = 0x64;
-                bytes[2..4].fill(0xff);
-                bytes[7] = 1;
-                bytes[12..16].copy_from_slice(&GSI_QKEY.to_be_bytes());
-                let mad = [1, 7, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
-                bytes.extend_from_slice(&mad);
-                bytes.push(0x10 + input.byte() % 12);
-                let n = usize::from(input.byte());
-                bytes.extend(input.bytes(n));
-                bytes.resize(Bth::LEN + 8 + 256 + ICRC_LEN, 0);
-                self.seal(i, 0xc000, &mut bytes);
-                self.deliver(i, 0xc000, &bytes);
-            }
-            14 => {
+            43 => {
                 let n = usize::from(input.byte());
                 let (bytes, segment) = (input.bytes(n), usize::from(input.byte()));
                 let src = self.sides[1 - i].address;
-                self.sides[i]
-                    .rnic
-                    .handle_datagram(self.now, src, 0xc001, &bytes, segment);
+                let rnic = &mut self.sides[i].rnic;
+                rnic.handle_datagram(self.now, src, 0xc001, &bytes, segment);
+            }
+            44 => drop(self.links[i].pop_front()),
+            45 => self.deliver_in_vain(i, input),
+            46 => {
+                if let Some(wire) = self.links[i].front().cloned() {
+                    self.links[i].push_back(wire);
+                }
+            }
+            47 if input.one_in(2) => self.links[i].make_contiguous().reverse(),
+            47 => {
+                let n = usize::from(input.byte()) % self.links[i].len().max(1);
+                self.links[i].rotate_left(n);
+            }
+            48 => {
+                for wire in self.links[i].iter_mut().take(usize::from(input.byte())) {
+                    wire.path.traffic_class |= 3;
+                }
+            }
+            49..=52 => {
+                self.now = self.now + (u64::from(input.word()) << (input.byte() % 24));
+                self.fire(0);
+                self.fire(1);
+            }
+            53 => {
+                // To the next timer, as a driver that is in time.
+                if let Some(at) = self.sides[i].rnic.poll_timeout() {
+                    self.now = self.now.max(at);
+                    self.fire(0);
+                    self.fire(1);
+                }
+            }
+            54 | 55 => self.finish_flush(i, input),
+            56 | 57 => self.modify(i, at, input),
+            58 => self.renew(at, input),
+            59 | 60 => self.objects(i, at, input),
+            _ => self.connections(i, at, input),
+        }
+    }
+
+    // What users do.
+
+    fn post(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
+        let (kind, modes) = (input.byte(), input.byte());
+        let length = match modes & 15 {
+            0 => 0,
+            1 => u32::from(input.word()) << 15,
+            2 | 3 => u32::from(input.word() % 8192),
+            _ => u32::from(input.byte()) * 5,
+        };
+        let operation = self.operation(i, kind, length, input);
+        let side = &self.sides[i];
+        let sges = match operation {
+            Operation::CompareSwap { .. } | Operation::FetchAdd { .. } | Operation::AtomicWrite { .. } => {
+                Sge::new(IOVA + u64::from(input.byte()) * 8, 8, side.lkey).into()
+            }
+            Operation::Flush { .. }
+            | Operation::Bind(_)
+            | Operation::Register(_)
+            | Operation::LocalInvalidate { .. } => SgeList::EMPTY,
+            _ => self.own(i, length, modes >> 4, input),
+        };
+        let mut flags = SendFlags::empty();
+        flags.set(SendFlags::SIGNALED, kind & 0xc0 != 0);
+        flags.set(SendFlags::FENCE, modes & 0x80 != 0);
+        flags.set(SendFlags::SOLICITED, modes & 0x40 != 0);
+        let to = self.target(i, at, input);
+        let side = &mut self.sides[i];
+        let (qpn, wr_id) = (side.queues[at].qpn, side.send_number());
+        let taken = match operation {
+            Operation::Bind(bind) if bind.window == side.keys[3] => {
+                let bound = side.rnic.bind_mw(self.now, qpn, wr_id, bind, flags);
+                bound.map(|key| side.keys[3] = key)
+            }
+            operation => {
+                let request = SendRequest {
+                    wr_id,
+                    operation,
+                    sges,
+                    flags,
+                    to,
+                };
+                side.rnic.post_send(self.now, qpn, request)
+            }
+        };
+        if taken.is_ok() {
+            side.sent(at, wr_id, flags.contains(SendFlags::SIGNALED));
+        }
+    }
+
+    fn operation(&mut self, i: usize, kind: u8, length: u32, input: &mut Input<'_>) -> Operation {
+        // Most lie inside of the region, some at its end, some do not.
+        let va = match input.byte() {
+            n @ 0..=7 => (IOVA + REGION + u64::from(n & 1)).wrapping_sub(length.into()),
+            _ => IOVA + u64::from(input.word()) % (REGION - 0x800),
+        };
+        let aligned = if input.one_in(32) { va | 1 } else { va & !7 };
+        let rkey = match input.byte() {
+            n @ 0..=31 => self.sides[1 - i].keys[usize::from(n) % 6],
+            _ => self.sides[1 - i].keys[0],
+        };
+        let imm = (kind & 32 != 0).then_some(7);
+        match kind & 31 {
+            0..=6 => Operation::Send { imm },
+            7 => Operation::SendInvalidate { rkey },
+            8..=13 => Operation::Write { va, rkey, imm },
+            14..=18 => Operation::Read { va, rkey },
+            19 | 20 => Operation::CompareSwap {
+                va: aligned,
+                rkey,
+                compare: 0,
+                swap: va,
+            },
+            21 | 22 => Operation::FetchAdd {
+                va: aligned,
+                rkey,
+                add: 1,
+            },
+            23 => Operation::AtomicWrite { va: aligned, rkey },
+            24..=26 => Operation::Flush {
+                va,
+                rkey,
+                length,
+                placement: input.pick(&[Placement::PERSISTENT, Placement::GLOBAL, Placement::all()]),
+                selectivity: input.pick(&[Selectivity::Range, Selectivity::MemoryRegion]),
+            },
+            27 | 28 => {
+                let side = &mut self.sides[i];
+                let own = usize::from(3 + (input.byte() & 1));
+                // A type 2 window takes its new key from its user.
+                if own == 4 {
+                    side.keys[4] = side.keys[4].next();
+                }
+                Operation::Bind(Bind {
+                    window: side.keys[own],
+                    region: side.lkey,
+                    va: aligned,
+                    length: u64::from(input.word() % 0x1000),
+                    access: input.pick(&[
+                        Access::REMOTE_WRITE | Access::REMOTE_READ,
+                        Access::REMOTE_READ,
+                        Access::REMOTE_ATOMIC | Access::REMOTE_WRITE | Access::ZERO_BASED,
+                        Access::all(),
+                    ]),
+                })
+            }
+            29 | 30 => {
+                let side = &mut self.sides[i];
+                side.keys[5] = side.keys[5].next();
+                let (at, length) = (u64::from(input.byte()) * 8, u64::from(input.word()));
+                let (key, spec) = (side.keys[5], side.spec(at, length % REGION));
+                Operation::Register(Box::new(Registration { key, spec }))
             }
             _ => {
-                let links = self.sides[i].link.make_contiguous();
-                links.reverse();
+                let keys = self.sides[i].keys;
+                let rkey = input.pick(&[keys[5], keys[4], keys[0]]);
+                Operation::LocalInvalidate { rkey }
             }
         }
     }
 
-    fn post(&mut self, i: usize, input: &mut Input<'_>) {
-        let kind = input.byte();
-        let length = u32::from(input.word() % 4096);
-        // Most lie inside of the region, some do not.
-        let (from, to) = (u64::from(input.word()) % 0x3400, u64::from(input.word()) % 0x3400);
-        let (va, rkey) = (IOVA + to, self.sides[1 - i].rkey);
-        let operation = match kind & 7 {
-            0 | 1 => Operation::Send {
-                imm: (kind & 8 != 0).then_some(7),
-            },
-            2 | 3 => Operation::Write {
-                va,
-                rkey,
-                imm: (kind & 8 != 0).then_some(7),
-            },
-            4 | 5 => Operation::Read { va, rkey },
-            _ => Operation::Flush {
-                va,
-                rkey,
-                length,
-                placement: if kind & 8 == 0 {
-                    Placement::PERSISTENT
-                } else {
-                    Placement::GLOBAL
-                },
-                selectivity: Selectivity::Range,
-            },
+    /// Own memory of a request.
+    fn own(&self, i: usize, length: u32, mode: u8, input: &mut Input<'_>) -> SgeList {
+        let lkey = match input.byte() {
+            0 => LKey(0x55),
+            1 => LKey(self.sides[i].keys[1].0),
+            _ => self.sides[i].lkey,
         };
+        let from = IOVA + u64::from(input.word()) % (REGION - 0x800);
+        match mode & 7 {
+            0 => SgeList::inline(&vec![7; length.min(1100) as usize]),
+            1 => {
+                let n = u32::from(input.byte() % 34) + 1;
+                let pieces =
+                    (0..n).map(|n| Sge::new(from + u64::from(n) * 16, length / 8 % 64 + n % 3, lkey));
+                pieces.collect::<Vec<_>>().as_slice().into()
+            }
+            2 => [
+                Sge::new(from, length / 2, lkey),
+                Sge::new(IOVA, length.div_ceil(2), lkey),
+            ][..]
+                .into(),
+            _ => Sge::new(from, length, lkey).into(),
+        }
+    }
+
+    fn target(&self, i: usize, at: usize, input: &mut Input<'_>) -> Target {
+        let peer = &self.sides[1 - i];
+        let how = input.byte();
+        match self.sides[i].queues[at].kind {
+            _ if how == 0 => Target::Connected,
+            Kind::XrcSend => Target::Srq(if how < 8 { Srqn(7) } else { peer.xrc_srq }),
+            Kind::Ud => {
+                let is_group = how & 3 == 3;
+                Target::Datagram {
+                    path: Path {
+                        dst: if is_group { group(self.shape) } else { peer.address },
+                        ..self.path(i)
+                    },
+                    qpn: match how {
+                        _ if is_group => Qpn::MULTICAST,
+                        1 => Qpn::GSI,
+                        _ => peer.queues[at].qpn,
+                    },
+                    qkey: if how == 2 { 0x8000_0000 } else { QKEY },
+                }
+            }
+            _ => Target::Connected,
+        }
+    }
+
+    fn post_recv(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
+        let length = u32::from(input.word() % 2048);
+        for _ in 0..=input.byte() % 4 {
+            let sges = self.own(i, length, 3, input);
+            let side = &mut self.sides[i];
+            match side.queues[at].kind {
+                Kind::Shared => side.post_srq_recv(false, sges),
+                Kind::XrcRecv => side.post_srq_recv(true, sges),
+                _ => side.post_recv(self.now, at, sges),
+            }
+        }
+    }
+
+    fn finish_flush(&mut self, i: usize, input: &mut Input<'_>) {
         let side = &mut self.sides[i];
-        let sges = if kind & 7 >= 6 {
-            rdmux_rnic::SgeList::EMPTY
+        if side.flushes.is_empty() {
+            return;
+        }
+        let job = side
+            .flushes
+            .swap_remove(usize::from(input.byte()) % side.flushes.len());
+        let result = if input.one_in(16) {
+            Err(Fault::Io(5))
         } else {
-            Sge::new(IOVA + from, length, side.lkey).into()
+            job.memory.flush(job.offset, job.length, job.placement)
         };
-        let mut flags = SendFlags::SIGNALED;
-        flags.set(SendFlags::FENCE, kind & 16 != 0);
-        let request = SendRequest {
-            wr_id: 2,
-            operation,
-            sges,
-            flags,
-            to: Target::Connected,
-        };
-        side.posted += usize::from(side.rnic.post_send(self.now, side.qpn, request).is_ok());
+        side.rnic.handle_flush(self.now, job.id, result);
     }
 
-    /// Puts the right ICRC at the end.
-    fn seal(&self, to: usize, src_port: u16, bytes: &mut [u8]) {
-        let path = Path {
-            src: self.sides[1 - to].address,
-            dst: self.sides[to].address,
-            src_port,
-            traffic_class: 0,
+    fn modify(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
+        let to = input.pick(&[
+            QpState::Rts,
+            QpState::Rts,
+            QpState::Sqd,
+            QpState::Sqd,
+            QpState::Rtr,
+            QpState::Init,
+            QpState::Error,
+        ]);
+        let before = self.sides[i].state(at);
+        let mut attr = match (before, to) {
+            (QpState::Rts | QpState::Sqd | QpState::Sqe, _) => QpAttributes::default(),
+            _ => self.attributes(i, at, to, self.shape),
         };
-        let body = bytes.len() - ICRC_LEN;
-        let icrc = path.flow().icrc(&bytes[..body], 0);
-        bytes[body..].copy_from_slice(&icrc.to_le_bytes());
+        match input.byte() & 15 {
+            0 => attr.rate_limit_bps = Some(1 << (input.byte() % 40)),
+            1 => attr.rate_limit_bps = Some(0),
+            2 => attr.access = Some(Access::REMOTE_READ),
+            3 => attr.min_rnr_timer = Some(input.byte()),
+            4 => attr.window_bytes = Some(1 << (input.byte() % 32)),
+            5 => attr.path_mtu = Some(input.word().into()),
+            6 => attr.qkey = Some(QKEY),
+            7 => attr.max_dest_rd_atomic = Some(input.byte()),
+            8 => (attr.timeout, attr.retry_count) = (Some(input.byte() % 33), Some(input.byte() % 8)),
+            9 => attr.path = Some(self.path(usize::from(input.byte() & 1))),
+            10 => attr.max_rd_atomic = Some(input.byte()),
+            _ => {}
+        }
+        let side = &mut self.sides[i];
+        let qpn = side.queues[at].qpn;
+        let modified = side.rnic.modify_qp(self.now, qpn, to, &attr);
+        assert!(modified.is_err() || side.state(at) == to);
+        if modified.is_ok() {
+            side.queues[at].repaired();
+            side.queues[at].set_timeout(attr.timeout);
+        }
+        assert!(
+            modified.is_ok() || side.state(at) == before,
+            "changed by a refusal"
+        );
     }
 
-    fn deliver(&mut self, to: usize, src_port: u16, bytes: &[u8]) {
-        let src = self.sides[1 - to].address;
-        self.sides[to]
-            .rnic
-            .handle_datagram(self.now, src, src_port, bytes, bytes.len());
+    /// A connection ends and another begins, of the same QPs or of new ones.
+    fn renew(&mut self, at: usize, input: &mut Input<'_>) {
+        let (how, shape) = (input.byte(), input.byte());
+        let ends = [(0, at), (1, peer_of(at))];
+        for (i, at) in ends {
+            let side = &mut self.sides[i];
+            // Its completion queue would not work any more.
+            if how & (1 << i) != 0 || side.is_overrun(side.queues[at].cq) {
+                side.renew(at);
+            } else {
+                let reset = QpAttributes::default();
+                let qpn = side.queues[at].qpn;
+                let done = side.rnic.modify_qp(self.now, qpn, QpState::Reset, &reset);
+                done.expect("from any state to Reset");
+                side.queues[at].forget();
+            }
+        }
+        for (i, at) in ends {
+            let waits = i == 1 && how & 8 != 0;
+            self.connect(i, at, shape, if waits { QpState::Rtr } else { QpState::Rts });
+        }
+    }
+
+    fn objects(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
+        let group = group(self.shape);
+        let side = &mut self.sides[i];
+        let qpn = side.queues[at].qpn;
+        let n = input.byte();
+        match n % 16 {
+            0 => drop(
+                side.rnic
+                    .rereg_mr(side.lkey, None, |spec| spec.access = Access::LOCAL_WRITE),
+            ),
+            1 => side.renew_region(),
+            2..=5 => drop(side.rnic.attach_mcast(side.queues[Kind::Ud as usize].qpn, group)),
+            6 => drop(side.rnic.detach_mcast(qpn, group)),
+            7 => drop(
+                side.rnic
+                    .modify_srq(side.srq, Some(64), Some(u32::from(input.byte() % 70))),
+            ),
+            8 => drop(side.rnic.modify_srq(side.xrc_srq, None, Some(3))),
+            9 => assert!(side.rnic.destroy_srq(side.srq).is_err(), "it is in use"),
+            10 | 11 => {
+                let at = usize::from(n & 1);
+                let arm = input.pick(&[Arm::Next, Arm::Solicited]);
+                side.rnic.arm_cq(side.cqs[at], arm);
+            }
+            12 => {
+                // Windows end, bound or not, and others take their place.
+                let of = usize::from(3 + (input.byte() & 1));
+                side.rnic.dealloc_mw(side.keys[of]);
+                let types = [rdmux_rnic::WindowType::One, rdmux_rnic::WindowType::Two];
+                let window = side.rnic.alloc_mw(side.pd, types[of - 3]);
+                side.keys[of] = window.expect("there are keys");
+            }
+            13 => {
+                drop(side.rnic.dereg_mr(LKey(side.keys[5].0)));
+                let (_, key) = side.rnic.alloc_mr(side.pd, REGION).expect("there are keys");
+                side.keys[5] = key;
+            }
+            14 => {
+                // Another PD with a region, which goes at once.
+                let pd = side.rnic.alloc_pd();
+                let spec = side.spec(0, FENCED);
+                side.rnic.reg_mr(pd, spec).expect("it is inside");
+                assert_eq!(side.rnic.dealloc_pd(pd).len(), 1);
+            }
+            _ => drop(side.rnic.query_qp(Qpn::new(input.word().into()))),
+        }
+    }
+
+    fn connections(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
+        let peer = self.sides[1 - i].address;
+        let service = input.pick(&[0, 0, 0, 0x0111_1c06, 0x0111_1c06, 9].map(ServiceId));
+        let now = self.now;
+        let what = input.byte();
+        let private = vec![3; usize::from(input.byte()) / if what & 0x80 == 0 { 4 } else { 1 }];
+        let side = &mut self.sides[i];
+        let local = endpoint(side.queues[at].qpn, side.queues[at].kind);
+        // Mostly the newest.
+        let back = usize::from(input.byte() / 64);
+        let known = side.cm_ids.iter().rev().nth(back).copied();
+        let id = known.unwrap_or(CmId(u32::from(input.byte())));
+        match what % 16 {
+            0 | 1 => {
+                if let Ok(id) = side.rnic.cm().connect(now, peer, service, None, &local, &private) {
+                    side.cm_begins(id);
+                }
+            }
+            2 => {
+                if let Ok(id) = side.rnic.cm().resolve(now, peer, service, None, &private) {
+                    side.cm_begins(id);
+                }
+            }
+            3..=5 => drop(side.rnic.cm().accept(now, id, &local, &private)),
+            6 => {
+                let reason = RejReason(u16::from(input.byte()));
+                side.rnic.cm().reject_with(now, id, reason, &private, &private);
+            }
+            7..=9 => side.rnic.cm().establish(id),
+            10 => side.rnic.cm().disconnect(now, id),
+            11 => {
+                side.rnic.cm().destroy(id);
+                side.cm_ends(id);
+            }
+            12 | 13 => {
+                let status = SidrStatus(input.byte() % 4);
+                let qpn = side.queues[Kind::Ud as usize].qpn;
+                let _ = side.rnic.cm().answer(now, id, status, qpn, QKEY, &private);
+            }
+            14 => {
+                if input.one_in(4) {
+                    side.rnic.cm().unlisten(now, service);
+                } else {
+                    side.rnic.cm().listen(service);
+                }
+            }
+            _ => {
+                // As after the death of another process: its connection ends here.
+                let peering = Peering {
+                    id: CmId(u32::from(input.word())),
+                    local_qpn: side.queues[at].qpn,
+                    peer,
+                    remote_id: input.word().into(),
+                    remote_qpn: Qpn::new(9),
+                };
+                side.cm_begins(peering.id);
+                side.rnic.cm().bury(now, &peering);
+            }
+        }
+    }
+
+    // What the link does.
+
+    /// A packet is changed on its way by somebody who can compute an ICRC.
+    fn damage(&mut self, i: usize, input: &mut Input<'_>) {
+        let Some(mut wire) = self.links[i].pop_front() else {
+            return;
+        };
+        let body = wire.bytes.len() - ICRC_LEN;
+        for _ in 0..=input.byte() & 3 {
+            let at = usize::from(input.byte()) % body;
+            wire.bytes[at] = input.byte();
+        }
+        let icrc = wire.path.flow().icrc(&wire.bytes[..body], 0);
+        wire.bytes[body..].copy_from_slice(&icrc.to_le_bytes());
+        self.deliver(i, &wire);
+    }
+
+    /// The next packet comes from somebody else, or was damaged: nothing may come of it.
+    fn deliver_in_vain(&mut self, i: usize, input: &mut Input<'_>) {
+        let Some(mut wire) = self.links[i].pop_front() else {
+            return;
+        };
+        let dest_qpn = Bth::parse(&wire.bytes).map_or(Qpn::new(0), |bth| bth.dest_qpn);
+        let connected = self.sides[i]
+            .queue_of(dest_qpn)
+            .is_some_and(|at| at != Kind::Ud as usize);
+        // IPv4 hides a field that the ICRC covers, so that some wrong ones are as good as right.
+        if wire.path.src.is_ipv6() {
+            let at = usize::from(input.byte()) % wire.bytes.len();
+            // What the ICRC does not cover.
+            let covered = at != 4;
+            wire.bytes[at] ^= if covered { 1 << (input.byte() & 7) } else { 0 };
+            if !covered {
+                return;
+            }
+        } else if connected {
+            wire.path.src = IpAddr::from([10, 0, 0, 9]);
+        } else {
+            return;
+        }
+        let before = self.sides[i].snapshot();
+        self.deliver(i, &wire);
+        self.sides[i].assert_unchanged(&before);
+    }
+
+    /// Puts the right ICRC for an IPv4 identification at the end of a packet of the other side's, and delivers it.
+    fn seal_and_deliver(&mut self, to: usize, mut bytes: Vec<u8>, ip_id: u16) {
+        let path = self.path(1 - to);
+        let icrc = path.flow().icrc(&bytes, ip_id);
+        bytes.extend_from_slice(&icrc.to_le_bytes());
+        self.note_psn(to, &bytes);
+        self.deliver(to, &Wire { path, bytes });
+    }
+
+    fn deliver(&mut self, to: usize, wire: &Wire) {
+        let side = &mut self.sides[to];
+        if let Ok(packet) = Packet::parse(&wire.bytes)
+            && let Some(at) = side.queue_of(packet.bth.dest_qpn)
+        {
+            let kind = side.queues[at].kind as u8;
+            let state = side.state(at) as u8;
+            side.reach.packets.insert((kind, state, wire.bytes[0]));
+        }
+        let arrival = Arrival {
+            src: wire.path.src,
+            src_port: wire.path.src_port,
+            dst: wire.path.dst,
+            traffic_class: wire.path.traffic_class,
+            bytes: &wire.bytes,
+            segment_bytes: wire.bytes.len(),
+        };
+        side.rnic.handle_arrival(self.now, &arrival);
+    }
+
+    /// Remembers where the window of a connection is.
+    fn note_psn(&mut self, to: usize, bytes: &[u8]) {
+        let Ok(bth) = Bth::parse(bytes) else { return };
+        let Some(at) = self.sides[to].queue_of(bth.dest_qpn) else {
+            return;
+        };
+        if bth.opcode.operation.is_response() {
+            return;
+        }
+        let receiver = &mut self.sides[to].queues[at].near.0;
+        if (0..64).contains(&bth.psn.since(*receiver)) {
+            *receiver = bth.psn;
+        }
+        self.sides[1 - to].queues[peer_of(at)].near.1 = bth.psn;
     }
 
     fn fire(&mut self, i: usize) {
@@ -334,53 +734,76 @@ impl Pair {
     /// Polls both sides empty and checks what must hold between any two events.
     fn settle(&mut self) {
         for i in 0..2 {
-            let mut packets = 0;
-            loop {
-                self.buf.clear();
-                let more = self.sides[i].rnic.poll_transmit(self.now, &mut self.buf, true);
-                for train in self.buf.trains() {
-                    assert!(train.range.len() <= rdmux_rnic::TRAIN_BYTES_MAX);
-                    packets += train.packets;
-                    for bytes in self.buf.bytes()[train.range.clone()].chunks(train.segment_bytes) {
-                        if self.sides[1 - i].link.len() < LINK_PACKETS {
-                            let packet = (train.path.src_port, bytes.to_vec());
-                            self.sides[1 - i].link.push_back(packet);
-                        }
-                    }
-                }
-                assert!(packets < BURST_PACKETS, "packets without end");
-                if !more {
-                    break;
-                }
-            }
+            self.transmit(i);
             let side = &mut self.sides[i];
             while let Some(job) = side.rnic.poll_flush() {
-                side.flushes.push(job.id);
+                side.flushes.push(job);
             }
-            while side.rnic.poll_event().is_some() {}
-            while side.rnic.cm().poll_event().is_some() {}
-            while side.rnic.poll_cq(side.cq).is_some() {
-                side.completed += 1;
-            }
-            assert!(side.completed <= side.posted, "more completions than requests");
-            if let Some(info) = side.rnic.query_qp(side.qpn) {
-                assert!(info.send_outstanding <= SEND_WR_MAX as usize);
-                let open = info.send_outstanding + info.recv_posted;
-                assert!(side.completed + open <= side.posted, "completed and still open");
-                let idle = matches!(info.state, QpState::Error | QpState::Reset);
-                assert!(!idle || open == 0, "requests open in {:?}", info.state);
-            }
-            let image = side.memory.lock();
-            let len = image.bytes.len();
-            let guards = [
-                &image.bytes[..GUARD as usize],
-                &image.bytes[len - GUARD as usize..],
-            ];
-            assert!(
-                guards.iter().all(|guard| guard.iter().all(|b| *b == GUARD_BYTE)),
-                "bytes outside of the region changed"
-            );
+            side.hear();
+            side.check();
         }
+    }
+
+    fn transmit(&mut self, i: usize) {
+        let mut packets = 0;
+        loop {
+            self.buf.clear();
+            let more = self.sides[i].rnic.poll_transmit(self.now, &mut self.buf, true);
+            let mut sent = Vec::new();
+            for train in self.buf.trains() {
+                assert!(train.range.len() <= rdmux_rnic::TRAIN_BYTES_MAX);
+                packets += train.packets;
+                let bytes = &self.buf.bytes()[train.range.clone()];
+                sent.extend(bytes.chunks(train.segment_bytes).map(|bytes| Wire {
+                    path: train.path,
+                    bytes: bytes.to_vec(),
+                }));
+            }
+            for wire in sent {
+                for to in 0..2 {
+                    let is_there = wire.path.dst == self.sides[to].address;
+                    if (is_there || wire.path.dst.is_multicast()) && self.links[to].len() < LINK_PACKETS {
+                        self.note_psn(to, &wire.bytes);
+                        self.links[to].push_back(wire.clone());
+                    }
+                }
+            }
+            assert!(packets < BURST_PACKETS, "packets without end");
+            if !more {
+                return;
+            }
+        }
+    }
+
+    /// From now on the link loses nothing, flushes succeed and receives are there: what is open comes to an end.
+    fn finish(&mut self) {
+        for _ in 0..STEPS_TO_FINISH {
+            self.settle();
+            for i in 0..2 {
+                let side = &mut self.sides[i];
+                for job in std::mem::take(&mut side.flushes) {
+                    side.rnic.handle_flush(self.now, job.id, Ok(()));
+                }
+                side.post_missing_recvs(self.now);
+                // Users decide on all connections.
+                for id in std::mem::take(&mut side.cm_ids) {
+                    side.rnic.cm().disconnect(self.now, id);
+                }
+                while let Some(wire) = self.links[i].pop_front() {
+                    self.deliver(i, &wire);
+                }
+            }
+            self.settle();
+            if self.links.iter().any(|link| !link.is_empty()) {
+                continue;
+            }
+            let timers = self.sides.iter().filter_map(|side| side.rnic.poll_timeout());
+            let Some(next) = timers.min() else { return };
+            self.now = self.now.max(next);
+            self.fire(0);
+            self.fire(1);
+        }
+        panic!("what is open does not come to an end");
     }
 
     /// From now on nothing arrives: every retry runs out and no timer is left.
@@ -398,63 +821,37 @@ impl Pair {
     }
 }
 
-impl Side {
-    const ACCESS: Access = Access::LOCAL_WRITE
-        .union(Access::REMOTE_WRITE)
-        .union(Access::REMOTE_READ)
-        .union(Access::FLUSH_GLOBAL)
-        .union(Access::FLUSH_PERSISTENT);
+/// The place of a QP's peer among the QPs of the other side.
+fn peer_of(at: usize) -> usize {
+    Kind::ALL[at].of_peer() as usize
+}
 
-    fn new(n: u8, ipv6: bool) -> Side {
-        let address = if ipv6 {
-            IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, u16::from(n)])
-        } else {
-            IpAddr::from([10, 0, 0, n])
-        };
-        let mut rnic = Rnic::new(Config {
-            address,
-            slot: n,
-            seed: [n; 32],
-            guid: u64::from(n),
-            gsi_src_port: 0xc000,
-            receive_window_bytes: 1 << 16,
-            traffic: rdmux_rnic::Traffic::default(),
-            mtu: 4096,
-        });
-        let memory = Arc::new(SimMemory::new(
-            vec![GUARD_BYTE; (REGION + 2 * GUARD) as usize],
-            true,
-        ));
-        let pd = rnic.alloc_pd();
-        let door: Arc<dyn Memory> = Arc::new(Door::new(memory.clone()));
-        let spec = RegionSpec {
-            memory: door,
-            memory_offset: GUARD,
-            length: REGION,
-            iova: IOVA,
-            access: Side::ACCESS,
-        };
-        let (lkey, rkey) = rnic.reg_mr(pd, spec).expect("a region inside of its memory");
-        let cq = rnic.create_cq(1 << 16);
-        let init = QpInit {
-            max_send_wr: SEND_WR_MAX,
-            max_recv_wr: 64,
-            ..QpInit::new(pd, cq)
-        };
-        let qpn = rnic.create_qp(init).expect("there are QPNs");
-        rnic.cm().listen(rdmux_wire::cm::ServiceId(0));
-        Side {
-            rnic,
-            address,
-            memory,
-            lkey,
-            rkey,
-            cq,
-            qpn,
-            flushes: Vec::new(),
-            posted: 0,
-            completed: 0,
-            link: VecDeque::new(),
-        }
+fn group(shape: u8) -> IpAddr {
+    if shape & 1 != 0 {
+        IpAddr::from([0xff0e, 0, 0, 0, 0, 0, 0, 1])
+    } else {
+        IpAddr::from([239, 0, 0, 1])
+    }
+}
+
+fn endpoint(qpn: Qpn, kind: Kind) -> Endpoint {
+    Endpoint {
+        transport: match kind.qp_type() {
+            QpType::Rc => Transport::Rc,
+            QpType::Uc => Transport::Uc,
+            QpType::Ud => Transport::Ud,
+            QpType::XrcSend | QpType::XrcRecv => Transport::Xrc,
+        },
+        qpn,
+        starting_psn: Psn::new(PSN),
+        responder_resources: 1,
+        initiator_depth: 1,
+        rnr_retry_count: 7,
+        retry_count: 7,
+        srq: kind == Kind::Shared,
+        ack_timeout: 14,
+        path_mtu: PathMtu::Bytes1024,
+        traffic_class: 0,
+        extensions: None,
     }
 }

@@ -27,6 +27,7 @@ use rdmux_wire::cm::{
 use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
+use crate::backlog::Backlog;
 use crate::device::Config;
 use crate::time::Time;
 
@@ -402,6 +403,14 @@ impl Cm {
     }
 
     // Driven by the device.
+
+    pub(crate) fn backlog(&self) -> Backlog {
+        Backlog {
+            cm_messages: self.out.len(),
+            cm_resting: self.resting.len(),
+            ..Default::default()
+        }
+    }
 
     pub(crate) fn poll_transmit(&mut self) -> Option<(IpAddr, u16, Mad)> {
         let (peer, mad) = self.out.pop_front()?;

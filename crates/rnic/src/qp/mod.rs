@@ -5,6 +5,7 @@ use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rdmux_wire::sack::Sack;
 use rdmux_wire::{Psn, Qpn};
 
+use crate::backlog::Backlog;
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Traffic};
@@ -523,6 +524,15 @@ impl Qp {
             Halves::Uc(_, UcReceiver { execution, .. }) | Halves::Ud(_, UdReceiver { execution }) => {
                 execution.recv.len()
             }
+        }
+    }
+
+    /// Adds what it keeps because of its peer.
+    pub(crate) fn add_backlog(&self, backlog: &mut Backlog) {
+        if let Halves::Reliable(requester, responder) = &self.halves {
+            let (kept, answers) = responder.backlog();
+            backlog.kept_packets += kept + requester.kept();
+            backlog.answers += answers;
         }
     }
 

@@ -308,6 +308,11 @@ impl Requester {
         }
     }
 
+    /// Packets kept.
+    pub(crate) fn kept(&self) -> usize {
+        self.selective.as_deref().map_or(0, Selective::kept)
+    }
+
     pub(crate) fn outstanding(&self) -> usize {
         self.queue.len()
     }

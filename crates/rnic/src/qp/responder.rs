@@ -30,7 +30,7 @@ const ATOMIC_WAITS_TIMER: u8 = 12;
 const ACK_WAITS_FOR: u32 = 16;
 
 /// Answers owed at most; requests beyond are dropped, and come again. Only a peer that ignores its initiator depth gets here.
-const ANSWERS_MAX: usize = 1024;
+pub(crate) const ANSWERS_MAX: usize = 1024;
 
 /// An answer owed, in the order of the requests.
 #[derive(Debug)]
@@ -187,6 +187,11 @@ impl Responder {
             self.answers.truncate(kept);
             env.flushes.forget(head.qpn);
         }
+    }
+
+    /// Packets kept and answers owed.
+    pub(crate) fn backlog(&self) -> (usize, usize) {
+        (self.early.len(), self.answers.len())
     }
 
     pub(crate) fn posted(&self) -> usize {

@@ -107,6 +107,10 @@ impl Selective {
         }
     }
 
+    pub(super) fn kept(&self) -> usize {
+        self.early.len()
+    }
+
     pub(super) fn has_due(&self) -> bool {
         self.due > 0
     }
