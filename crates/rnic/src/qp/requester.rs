@@ -42,7 +42,7 @@ const XRCETH_LEN: usize = 4;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
 
-use selective::Selective;
+use selective::{Selective, later};
 
 #[derive(Debug)]
 struct Wqe {
@@ -656,7 +656,7 @@ impl Requester {
             env.counters.retransmitted_packets += 1;
         }
         if let Some(selective) = &mut self.selective {
-            selective.sent(psn, bth.ack_req, self.una, env.now);
+            selective.sent(psn, bth.ack_req, env.now);
             if bth.opcode.operation == Op::Flush {
                 selective.sent_flush(psn);
             }
@@ -848,6 +848,8 @@ impl Requester {
     fn progress(&mut self, env: &Env<'_>, una: Psn) {
         let acked = una.since(self.una).max(0) as u32;
         self.una = una;
+        // Half of the PSNs further it would lie ahead.
+        self.recover = later(self.recover, una);
         while self
             .resources
             .front()

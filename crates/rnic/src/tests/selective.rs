@@ -301,3 +301,43 @@ fn timeout__gives_the_answer_the_time_that_answers_were_seen_to_take() {
         assert_eq!(counters(&pair, 0).local_ack_timeout_err, 0);
     }
 }
+
+#[test]
+fn after_half_of_the_psns__loss_is_seen_and_mended_as_before() {
+    let mut pair = Pair::with(|rtr, _| {
+        rtr.selective = Some(true);
+        rtr.path_mtu = Some(256);
+    });
+    for _ in 0..=(1 << 23) / (MEMORY / 256) {
+        pair.write(0, 0, MEMORY as u32);
+        pair.run();
+        assert_eq!(pair.sides[0].completions()[0].status, Status::Success);
+    }
+    pair.disable_trains();
+
+    let mut writes = 0;
+    pair.deliver = Box::new(move |side, bytes| {
+        writes += u32::from(side == 1 && Packet::parse(bytes).unwrap().bth.opcode.operation.is_write());
+        side == 0 || writes != 5
+    });
+    let before = *counters(&pair, 0);
+    pair.write(0, 1 << 20, 30 * 256);
+    pair.run();
+    let after = counters(&pair, 0);
+    assert_eq!(after.local_ack_timeout_err, before.local_ack_timeout_err);
+    assert_eq!(after.tail_probes, before.tail_probes);
+    assert_eq!(after.retransmitted_packets, before.retransmitted_packets + 1);
+    assert_eq!(pair.sides[0].completions().len(), 1);
+
+    // A READ completes no WRITE behind it.
+    pair.deliver =
+        Box::new(|side, bytes| side == 0 || !Packet::parse(bytes).unwrap().bth.opcode.operation.is_write());
+    let (rkey, sges) = (pair.sides[1].rkey, pair.sides[0].sge(1 << 20, 8));
+    pair.post(0, Operation::Read { va: IOVA, rkey }, sges);
+    pair.write(0, 1 << 20, 1024);
+    for _ in 0..10 {
+        pair.step();
+    }
+    let done = pair.sides[0].completions();
+    assert_eq!((done.len(), done[0].opcode), (1, WcOpcode::Read));
+}

@@ -63,7 +63,8 @@ pub(super) struct Selective {
     due: u32,
     /// Responses that came before their turn.
     early: Reorder,
-    /// All requests before this PSN were done by the peer, although READ data may be missing. Means nothing when before `una`.
+    /// All requests before this PSN were done by the peer, although READ data may be missing. Not before `una`,
+    /// as the two below.
     told: Psn,
     /// Everything before this PSN was answered by the peer: what has not come is late or lost. Not after `told`.
     answered: Psn,
@@ -136,9 +137,8 @@ impl Selective {
     }
 
     /// A packet went out for the first time.
-    pub(super) fn sent(&mut self, psn: Psn, ack_req: bool, una: Psn, now: Time) {
-        let flushing = self.flush.is_some_and(|flush| flush.since(una) >= 0);
-        if ack_req && !flushing && !self.rtt.is_timing() {
+    pub(super) fn sent(&mut self, psn: Psn, ack_req: bool, now: Time) {
+        if ack_req && self.flush.is_none() && !self.rtt.is_timing() {
             self.rtt.begin(psn, now);
         }
     }
@@ -161,6 +161,11 @@ impl Selective {
             }
         }
         self.probes = 0;
+        // Half of the PSNs further a mark that stayed behind would lie ahead.
+        for mark in [&mut self.told, &mut self.answered, &mut self.requests_upto] {
+            *mark = later(*mark, una);
+        }
+        self.flush = self.flush.filter(|flush| flush.since(una) >= 0);
         if una.since(self.reported.0) > 0 {
             self.reported = (una, 0);
         }
@@ -274,8 +279,8 @@ impl Selective {
     }
 
     /// All requests before `upto` were done.
-    fn tell(&mut self, upto: Psn, una: Psn) {
-        let told = later(self.told, una);
+    fn tell(&mut self, upto: Psn) {
+        let told = self.told;
         if upto.since(told) > 0 {
             self.told = upto;
             // What was missing there has arrived; whether its data has, is another matter.
@@ -330,7 +335,7 @@ impl Selective {
     }
 }
 
-fn later(a: Psn, b: Psn) -> Psn {
+pub(super) fn later(a: Psn, b: Psn) -> Psn {
     if a.since(b) > 0 { a } else { b }
 }
 
@@ -420,7 +425,7 @@ impl Requester {
             .resource_covering(psn)
             .map_or(psn.plus(1), |(first, n)| first.plus(n));
         if let Some(selective) = &mut self.selective {
-            selective.tell(end, self.una);
+            selective.tell(end);
         }
         self.data_is_missing(env, psn.plus(1));
         self.hear(env);
@@ -468,7 +473,7 @@ impl Requester {
             return;
         };
         if upto.since(selective.answered) > 0 {
-            selective.tell(upto, self.una);
+            selective.tell(upto);
             self.data_is_missing(env, upto);
             self.hear(env);
         }
@@ -530,7 +535,7 @@ impl Requester {
         if overtaken > 0 {
             selective.overtaken(overtaken as u32);
         }
-        let told = later(selective.told, self.una);
+        let told = selective.told;
         let from = later(later(expected, told), selective.requests_upto);
         for unit in self.units(from) {
             // The missing one itself counts, even when nothing behind it could be kept.
