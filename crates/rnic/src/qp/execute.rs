@@ -143,7 +143,9 @@ pub(crate) enum Refusal {
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
-    /// The message's receive ended with this status: it is too short, or its own memory failed.
+    /// The message does not fit into its receive, which is still there.
+    TooLong,
+    /// The message's receive ended with this status: its own memory failed.
     Receive(Status),
     /// A SEND came whole and its key could not be invalidated: class J of IBTA Vol 1, 9.9.3, of which the peer is not told.
     Invalidation,
@@ -405,15 +407,17 @@ impl Execution {
             return Err(Refusal::InvalidRequest);
         };
         let Scope { pd, qpn, recv_cq, .. } = *scope;
+        let end = *received + payload.len() as u64;
+        if recv.sges.bytes() < end {
+            return Err(Refusal::TooLong);
+        }
         if !mutant!(AckBeforePlacement)
             && let Err(status) = scatter(env, pd, &recv.sges, *received, payload)
         {
-            let wc = bare_completion(qpn, recv.wr_id, status, WcOpcode::Recv);
-            env.complete(recv_cq, wc, true);
-            self.message = None;
+            self.end_receive(env, status);
             return Err(Refusal::Receive(status));
         }
-        *received += payload.len() as u64;
+        *received = end;
         if !position.ends() {
             return Ok(Effect::Partial);
         }
@@ -452,6 +456,10 @@ impl Execution {
         solicited: bool,
     ) -> Result<Effect, Refusal> {
         let recv = self.take_recv(env, srq).ok_or(Refusal::NotReady)?;
+        if recv.sges.bytes() < (grh.len() + payload.len()) as u64 {
+            self.recv.push_front(recv);
+            return Err(Refusal::TooLong);
+        }
         let grh = if mutant!(GrhLeftOut) { &[] } else { grh };
         let placed = scatter(env, pd, &recv.sges, 0, grh)
             .and_then(|()| scatter(env, pd, &recv.sges, grh.len() as u64, payload));
@@ -477,6 +485,14 @@ impl Execution {
     /// Whether a message has begun and not ended.
     pub(crate) fn is_inside_message(&self) -> bool {
         self.message.is_some()
+    }
+
+    /// Ends the message under way: the receive of a SEND completes with this status.
+    pub(crate) fn end_receive(&mut self, env: &mut Env<'_>, status: Status) {
+        if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
+            let wc = bare_completion(scope.qpn, recv.wr_id, status, WcOpcode::Recv);
+            env.complete(scope.recv_cq, wc, true);
+        }
     }
 
     /// Gives up the message under way: its receive is there for the next one. IBTA Vol 1, 9.8.2.2.

@@ -353,8 +353,12 @@ impl Responder {
         let (code, status) = match refusal {
             Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
             Refusal::RemoteAccess => (NakCode::RemoteAccess, Status::RemoteAccess),
-            // 9.7.4.1.7 for a message that does not fit; 9.9.2.2 for memory of our own that failed.
-            Refusal::Receive(Status::LocalLength) => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
+            // 9.7.4.1.7.
+            Refusal::TooLong => {
+                self.execution.end_receive(env, Status::LocalLength);
+                (NakCode::InvalidRequest, Status::RemoteInvalidRequest)
+            }
+            // 9.9.2.2 for memory of our own that failed.
             Refusal::RemoteOperation | Refusal::Receive(_) | Refusal::NotReady | Refusal::Invalidation => {
                 (NakCode::RemoteOperation, Status::RemoteOperation)
             }

@@ -44,6 +44,11 @@ impl UdReceiver {
         match self.execution.execute(env, head, scope, request) {
             Ok(_) => None,
             Err(Refusal::Receive(status)) => Some(status),
+            // Of the sender's making, who may be anybody: class D of 9.9.3.
+            Err(Refusal::TooLong) => {
+                env.counters.dropped_messages += 1;
+                None
+            }
             Err(_) => {
                 env.counters.resources_dropped += 1;
                 None
