@@ -792,7 +792,7 @@ impl Requester {
     fn acknowledge(&mut self, env: &mut Env<'_>, head: &Head, upto: Psn) -> Result<bool, Broken> {
         while let Some(wqe) = self.queue.front() {
             let Some(first) = wqe.first else { break };
-            if first.since(upto) >= 0 {
+            if !self.begins_before(first, upto) {
                 break;
             }
             if wqe.is_local() {
@@ -824,6 +824,12 @@ impl Requester {
         }
         self.tell_drained(env, head);
         Ok(true)
+    }
+
+    /// Whether a request that began with `first` began before `psn`, which is not before `una`. Counted from `una`, since the
+    /// longest message takes half of all PSNs.
+    fn begins_before(&self, first: Psn, psn: Psn) -> bool {
+        first.since(self.una) < psn.since(self.una)
     }
 
     fn complete_oldest(&mut self, env: &mut Env<'_>, head: &Head) {
@@ -991,7 +997,7 @@ impl Requester {
     // Going back.
 
     fn locate(&self, psn: Psn) -> Cursor {
-        let begun = |wqe: &Wqe| wqe.first.is_some_and(|first| psn.since(first) >= 0);
+        let begun = |wqe: &Wqe| wqe.first.is_some_and(|first| self.begins_before(first, psn.plus(1)));
         let behind = self.queue.partition_point(begun);
         let inside = behind.checked_sub(1).and_then(|wqe| {
             let packet = psn.since(self.queue[wqe].first?) as u32;
@@ -1255,5 +1261,73 @@ pub(crate) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &
         Err(Status::LocalLength)
     } else {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+    use crate::device::Traffic;
+    use crate::qp::{Qp, QpInit};
+    use crate::region::{NumberMap, Regions};
+    use crate::{Counters, Cqn, Qpn};
+
+    /// Two WRITEs that were sent, the first as long as can be in packets of 256 bytes: 2^23 PSNs, of which the last 4 are not
+    /// answered.
+    fn longest() -> (Requester, Psn) {
+        let first = Psn::new(0xff_0000);
+        let behind = first.plus(1 << 23);
+        let wqe = |first, bytes: u32| Wqe {
+            request: SendRequest {
+                wr_id: 0,
+                operation: Operation::Send { imm: None },
+                sges: SgeList::EMPTY,
+                flags: SendFlags::empty(),
+                to: Target::Connected,
+            },
+            bytes,
+            packets: bytes.div_ceil(256).max(1),
+            first: Some(first),
+        };
+        let mut requester = Requester::new();
+        requester.queue = VecDeque::from([wqe(first, 1 << 31), wqe(behind, 1024)]);
+        (requester.una, requester.next) = (behind.minus(4), behind.plus(4));
+        requester.high = requester.next;
+        requester.cursor = Cursor { wqe: 2, packet: 0 };
+        (requester, behind)
+    }
+
+    #[test]
+    fn acknowledge__past_the_longest_message() {
+        let (mut requester, behind) = longest();
+        let mut env = Env {
+            regions: &mut Regions::default(),
+            srqs: &mut NumberMap::default(),
+            cqs: &mut NumberMap::default(),
+            events: &mut VecDeque::new(),
+            flushes: &mut Default::default(),
+            counters: &mut Counters::default(),
+            overrun: &mut Vec::new(),
+            traffic: &Traffic::default(),
+            now: Time(1),
+        };
+        let qp = Qp::new(Qpn::new(5), QpInit::new(Pd(0), Cqn(0)), 256);
+        let done = requester.acknowledge(&mut env, &qp.head, behind.plus(2));
+        assert!(done.is_ok_and(|done| done));
+        assert_eq!((requester.outstanding(), requester.una), (1, behind.plus(2)));
+    }
+
+    #[test]
+    fn locate__behind_the_longest_message() {
+        let (requester, behind) = longest();
+        let at = |psn| {
+            let Cursor { wqe, packet } = requester.locate(psn);
+            (wqe, packet)
+        };
+        assert_eq!(at(behind.minus(1)), (0, (1 << 23) - 1));
+        assert_eq!(at(behind), (1, 0));
+        assert_eq!(at(behind.plus(3)), (1, 3));
     }
 }
