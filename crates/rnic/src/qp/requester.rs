@@ -204,6 +204,8 @@ impl Requester {
             self.congestion_window = self.congestion_window.min(self.window);
             if attr.selective.is_some() || attr.sq_psn.is_some() {
                 self.selective = Some(Box::new(Selective::new(self.una, head.reach())));
+            } else if let Some(selective) = &mut self.selective {
+                selective.set_reach(head.reach());
             }
         }
         if let Some(code) = attr.timeout {
@@ -997,7 +999,10 @@ impl Requester {
     // Going back.
 
     fn locate(&self, psn: Psn) -> Cursor {
-        let begun = |wqe: &Wqe| wqe.first.is_some_and(|first| self.begins_before(first, psn.plus(1)));
+        let begun = |wqe: &Wqe| {
+            wqe.first
+                .is_some_and(|first| self.begins_before(first, psn.plus(1)))
+        };
         let behind = self.queue.partition_point(begun);
         let inside = behind.checked_sub(1).and_then(|wqe| {
             let packet = psn.since(self.queue[wqe].first?) as u32;

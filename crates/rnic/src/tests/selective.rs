@@ -341,3 +341,29 @@ fn after_half_of_the_psns__loss_is_seen_and_mended_as_before() {
     let done = pair.sides[0].completions();
     assert_eq!((done.len(), done[0].opcode), (1, WcOpcode::Read));
 }
+
+#[test]
+fn modify__of_the_window_moves_the_reach_with_it() {
+    // The narrowest window reaches over 16 packets.
+    let mut pair = Pair::with(|rtr, _| (rtr.selective, rtr.window_bytes) = (Some(true), Some(1)));
+    let wider = QpAttributes {
+        window_bytes: Some(1 << 20),
+        ..Default::default()
+    };
+    for i in 0..2 {
+        let side = &mut pair.sides[i];
+        side.rnic
+            .modify_qp(pair.now, side.qpn, QpState::Rts, &wider)
+            .unwrap();
+    }
+    let bytes = fill(&pair, 1, 0, 40 * 1024);
+    let read = Operation::Read {
+        va: IOVA,
+        rkey: pair.sides[1].rkey,
+    };
+    let sges = pair.sides[0].sge(1 << 20, 40 * 1024);
+    pair.post(0, read, sges);
+    pair.run();
+    assert_eq!(pair.sides[0].completions().len(), 1);
+    assert!(holds(&pair, 0, 1 << 20, &bytes));
+}

@@ -108,6 +108,11 @@ impl Selective {
         }
     }
 
+    /// The window was changed.
+    pub(super) fn set_reach(&mut self, reach: u32) {
+        self.reach = reach;
+    }
+
     pub(super) fn kept(&self) -> usize {
         self.early.len()
     }
