@@ -174,6 +174,8 @@ mod switch {
         FlushedBackwards,
         /// Nobody is told that a QP went to error.
         QpErrorUntold,
+        /// Nobody is told that a completion queue overran.
+        OverrunUntold,
         /// Nobody is told of the first request in RTR.
         EstablishedUntold,
         /// A device that was restarted numbers its QPs from the beginning.

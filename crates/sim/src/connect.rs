@@ -202,9 +202,7 @@ pub(crate) fn run(settings: &Settings) -> Report {
     report.latency_ns = shape.latency_ns;
     report.posted = u64::from(settings.operations);
     report.violation = run.drive().err();
-    report.virtual_ns = run.world.now.0;
-    report.steps = run.world.steps;
-    report.link(&run.world.carried);
+    report.world(&run.world);
     report
 }
 

@@ -12,12 +12,14 @@ pub mod goodput;
 mod memory;
 mod network;
 mod report;
+mod seen;
 mod tap;
 mod unreliable;
 mod workload;
 mod world;
 
 pub use report::{Counted, KINDS, Report};
+pub use seen::Seen;
 
 /// What ends before its time in a run, at a random moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,11 +57,15 @@ pub enum Ending {
     Restart,
     /// The links break for a while, maybe for longer than the retries last.
     LinkDown,
+    /// A completion queue overruns.
+    Overrun,
+    /// A host answers what was not asked.
+    FalseAnswer,
 }
 
 impl Ending {
     /// All endings but none.
-    pub const ALL: [Ending; 15] = [
+    pub const ALL: [Ending; 17] = [
         Ending::PeerVanishes,
         Ending::UserError,
         Ending::Deregister,
@@ -75,6 +81,8 @@ impl Ending {
         Ending::DestroyQp,
         Ending::Restart,
         Ending::LinkDown,
+        Ending::Overrun,
+        Ending::FalseAnswer,
     ];
 }
 

@@ -5,7 +5,8 @@ use std::fmt;
 use rdmux_rnic::Counters;
 
 use crate::Settings;
-use crate::world::Carried;
+use crate::seen::Seen;
+use crate::world::{Carried, World};
 
 /// Operations of one kind that succeeded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,6 +72,8 @@ pub struct Report {
     pub duplicate_requests: u64,
     /// Packets dropped as malformed or for a wrong ICRC.
     pub discarded: u64,
+    /// What came to pass, by name.
+    pub seen: Seen,
 }
 
 /// Names of the kinds in [`Report::done`]; `LOCAL` are bindings, registrations and invalidations.
@@ -113,6 +116,7 @@ impl Report {
             rnr_naks: 0,
             duplicate_requests: 0,
             discarded: 0,
+            seen: Seen::default(),
         }
     }
 
@@ -126,7 +130,19 @@ impl Report {
         self.done[kind].bytes += bytes;
     }
 
-    pub(crate) fn link(&mut self, carried: &Carried) {
+    /// What a world looks like at the end of its run.
+    pub(crate) fn world(&mut self, world: &World) {
+        self.virtual_ns = world.now.0;
+        self.steps = world.steps;
+        self.link(&world.carried);
+        self.seen = world.seen.clone();
+        world.tap.count(&mut self.seen);
+        for host in &world.hosts {
+            self.count(host.rnic.counters());
+        }
+    }
+
+    fn link(&mut self, carried: &Carried) {
         self.packets = carried.packets;
         self.packet_bytes = carried.bytes;
         self.lost = carried.lost;
@@ -136,7 +152,7 @@ impl Report {
         self.path_changes = carried.path_changes;
     }
 
-    pub(crate) fn count(&mut self, counters: &Counters) {
+    fn count(&mut self, counters: &Counters) {
         self.retransmitted += counters.retransmitted_packets;
         self.timeouts += counters.local_ack_timeout_err;
         self.sequence_naks += counters.packet_seq_err;

@@ -3,11 +3,16 @@
 use std::collections::BTreeMap;
 
 use rdmux_rnic::{Path, Qpn};
-use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN};
+use rdmux_wire::roce::{Aeth, Bth, Deth, ICRC_LEN};
+
+use crate::seen::Seen;
 
 /// Opcodes of an Acknowledge, on RC and on XRC, and of a congestion notification.
 const ACKNOWLEDGE: [u8; 2] = [0x11, 0xb1];
 const CNP: u8 = 0x81;
+/// UD SEND Only, and where a MAD that it carries names the message.
+const DATAGRAM: u8 = 0x64;
+const ATTRIBUTE_AT: usize = Bth::LEN + Deth::LEN + 16;
 /// Bits of the traffic class that are ECN's.
 const ECN: u8 = 3;
 
@@ -24,6 +29,9 @@ pub(crate) struct Tap {
     /// By sending host and destination QPN: what both ends agreed on. After a restart a QPN may be another QP's, while the
     /// peer of the first has not given up yet.
     agreed: BTreeMap<(usize, u32), Vec<Agreed>>,
+    /// Packets by opcode, and CM messages by attribute id.
+    opcodes: BTreeMap<u8, u64>,
+    messages: BTreeMap<u16, u64>,
     /// The first packet that was not to be sent.
     pub(crate) violation: Option<String>,
 }
@@ -43,11 +51,27 @@ impl Tap {
         }
     }
 
+    pub(crate) fn count(&self, seen: &mut Seen) {
+        for (code, times) in &self.opcodes {
+            seen.packets(*code, *times);
+        }
+        for (attribute, times) in &self.messages {
+            seen.messages(*attribute, *times);
+        }
+    }
+
     pub(crate) fn look(&mut self, host: usize, path: &Path, packet: &[u8]) {
         let &[opcode, _, _, _, _, high, middle, low, ..] = packet else {
             return;
         };
         let qpn = u32::from_be_bytes([0, high, middle, low]);
+        *self.opcodes.entry(opcode).or_default() += 1;
+        if (opcode, qpn) == (DATAGRAM, Qpn::GSI.value())
+            && let Some([high, low]) = packet.get(ATTRIBUTE_AT..ATTRIBUTE_AT + 2)
+        {
+            let attribute = u16::from_be_bytes([*high, *low]);
+            *self.messages.entry(attribute).or_default() += 1;
+        }
         let Some(agreed) = self.agreed.get(&(host, qpn)).filter(|_| opcode != CNP) else {
             return;
         };

@@ -1,7 +1,7 @@
 //! UC, UD and multicast by seed, and what must come of them.
 //!
-//! Every message has a number, from which its bytes follow; its receiver gets it as immediate data. So each receive tells which
-//! message it took, and that message says what the receive must hold, who may have it and how often. The receives of a QP
+//! Every message has a number, from which its bytes follow; its receiver gets it as immediate data, or knows it by the bytes.
+//! So each receive tells which message it took, and that message says what the receive must hold, who may have it and how often. The receives of a QP
 //! are used in their order and none is lost; the messages of a UC connection keep theirs.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -25,6 +25,8 @@ const MEMORY: u64 = 3 << 20;
 const GUARD: u64 = 4096;
 const IOVA: u64 = 1 << 40;
 const GRH: usize = 40;
+/// Messages of as many bytes are told apart by these.
+const KNOWN_BY_BYTES: u64 = 16;
 /// Longest datagram: the device's own.
 const DATAGRAM_MAX: u64 = 4096;
 const KEY: u32 = 0x1111_1111;
@@ -56,6 +58,8 @@ struct Message {
     /// QPs that left the group before they had it.
     excused: BTreeSet<usize>,
     traffic_class: u8,
+    /// Without immediate data.
+    is_plain: bool,
 }
 
 #[derive(Debug)]
@@ -110,12 +114,7 @@ pub(crate) fn run(settings: &Settings) -> Report {
     let mut run = Run::new(settings);
     let result = run.drive();
     run.report.violation = result.err();
-    run.report.virtual_ns = run.world.now.0;
-    run.report.steps = run.world.steps;
-    run.report.link(&run.world.carried);
-    for host in &run.world.hosts {
-        run.report.count(host.rnic.counters());
-    }
+    run.report.world(&run.world);
     run.report
 }
 
@@ -447,6 +446,8 @@ impl Run {
         let longest = self.dice.log_uniform(self.bytes_max);
         let bytes = self.dice.below(longest + 1);
         let writes = self.dice.one_in(3);
+        // Few bytes might be those of another message too.
+        let is_plain = bytes >= KNOWN_BY_BYTES && self.dice.one_in(3);
         let there = &mut self.sides[1 - host];
         let placed = if writes {
             let len = bytes;
@@ -461,15 +462,17 @@ impl Run {
             bytes: bytes as usize,
             dst: None,
             placed,
-            receivers: BTreeSet::from([peer]),
+            // A WRITE without immediate data takes no receive.
+            receivers: (!(writes && is_plain)).then_some(peer).into_iter().collect(),
             had: BTreeMap::new(),
             excused: BTreeSet::new(),
             traffic_class: 0,
+            is_plain,
         };
         let Some((number, sges)) = self.message(message) else {
             return Ok(());
         };
-        let imm = Some(number);
+        let imm = (!is_plain).then_some(number);
         let request = SendRequest {
             wr_id: 0,
             operation: match placed {
@@ -579,6 +582,7 @@ impl Run {
             had: BTreeMap::new(),
             excused: BTreeSet::new(),
             traffic_class,
+            is_plain: false,
         };
         let Some((number, sges)) = self.message(message) else {
             return Ok(());
@@ -599,7 +603,7 @@ impl Run {
     fn take_completions(&mut self) -> Checked {
         for host in 0..2 {
             let cq = self.sides[host].cq;
-            while let Some(wc) = self.world.hosts[host].rnic.poll_cq(cq) {
+            while let Some(wc) = self.world.poll_cq(host, cq) {
                 let qp = self.queues.iter().position(|queue| queue.qpn == wc.qpn);
                 let qp = qp.ok_or("a completion of no QP")?;
                 let taken = if matches!(wc.opcode, WcOpcode::Recv | WcOpcode::RecvRdmaWithImm) {
@@ -627,6 +631,33 @@ impl Run {
         Ok(())
     }
 
+    /// The message to a QP whose bytes these are.
+    fn known_by_bytes(&self, qp: usize, piece: Piece, len: usize) -> Option<u32> {
+        let image = self.sides[self.queues[qp].host].memory.lock();
+        let bytes = &image.bytes[piece.at as usize..piece.at as usize + len];
+        let fits = |(_, message): &(usize, &Message)| {
+            message.is_plain && message.bytes == len && message.receivers.contains(&qp)
+        };
+        let mut fitting = self.messages.iter().enumerate().filter(fits);
+        let found = fitting.find(|(number, _)| self.contents(*number as u32, len) == bytes);
+        found.map(|(number, _)| number as u32)
+    }
+
+    /// The bytes of a WRITE that took no receive are there.
+    fn check_plain_write(&self, number: usize, message: &Message) -> Checked {
+        let Some(piece) = message.placed.filter(|_| message.is_plain) else {
+            return Ok(());
+        };
+        let image = self.sides[1 - self.queues[message.from].host].memory.lock();
+        let bytes = &image.bytes[piece.at as usize..(piece.at + piece.len) as usize];
+        match bytes == self.contents(number as u32, message.bytes) {
+            true => Ok(()),
+            false => Err(format!(
+                "the bytes of message {number} are not there: {message:?}"
+            )),
+        }
+    }
+
     fn take_recv(&mut self, qp: usize, wc: &WorkCompletion) -> Checked {
         let queue = &mut self.queues[qp];
         let host = queue.host;
@@ -639,7 +670,8 @@ impl Run {
         if wc.status != Status::Success {
             return Err("a receive failed".to_owned());
         }
-        let number = wc.imm.ok_or("without immediate data")?;
+        let by_bytes = || self.known_by_bytes(qp, piece, wc.byte_len as usize);
+        let number = wc.imm.or_else(by_bytes).ok_or("without immediate data")?;
         let contents = {
             let message = self.messages.get(number as usize).ok_or("a message of nobody")?;
             self.contents(number, message.bytes)
@@ -720,6 +752,7 @@ impl Run {
                 if !message.receivers.iter().all(had) {
                     return Err(format!("message {number} did not arrive: {message:?}"));
                 }
+                self.check_plain_write(number, message)?;
             }
         }
         for queue in &self.queues {

@@ -4,10 +4,22 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 
 use rdmux_rnic::cm::CmEvent;
-use rdmux_rnic::{Arrival, Config, Cqn, Event, FlushId, FlushJob, Path, Rnic, Time, TransmitBuf};
+use rdmux_rnic::{
+    Arrival, Config, Cqn, Event, FlushId, FlushJob, Path, Rnic, Time, TransmitBuf, WorkCompletion,
+};
+
+use rdmux_rnic::ECN_MARKED;
+use rdmux_wire::Qpn;
+use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN, Operation, UDP_PORT};
 
 use crate::dice::Dice;
+use crate::seen::Seen;
 use crate::tap::Tap;
+
+/// Bytes of a READ response without data, and the syndrome of a NAK, which none has.
+const FORGED_BYTES: usize = Bth::LEN + Aeth::LEN + ICRC_LEN;
+const NAK_SEQUENCE: u8 = 0x60;
 
 /// What a link does to packets, in percent of them.
 #[derive(Clone, Copy, Debug, Default)]
@@ -88,12 +100,17 @@ pub(crate) struct World {
     pub(crate) faults: Faults,
     pub(crate) carried: Carried,
     pub(crate) tap: Tap,
+    pub(crate) seen: Seen,
     pub(crate) steps: u64,
     pub(crate) flushes_running: u32,
     shape: Shape,
     latency_ns: u64,
     /// Until when every other packet is lost.
     lossy_until: Time,
+    /// Until when switches mark what may be marked (ECN).
+    marking_until: Time,
+    /// What this host sends as acknowledgement to this QP becomes an answer that was not asked for.
+    forged: Option<(usize, Qpn)>,
     agenda: BTreeMap<(Time, u64), Happening>,
     next: u64,
     dice: Dice,
@@ -138,11 +155,14 @@ impl World {
             faults,
             carried: Carried::default(),
             tap: Tap::default(),
+            seen: Seen::default(),
             steps: 0,
             flushes_running: 0,
             shape,
             latency_ns: shape.latency_ns,
             lossy_until: Time(0),
+            marking_until: Time(0),
+            forged: None,
             agenda: BTreeMap::new(),
             next: 0,
             dice,
@@ -155,6 +175,13 @@ impl World {
         let result = f(&mut self.hosts[host].rnic, self.now);
         self.settle(host);
         result
+    }
+
+    /// Takes the oldest completion of a host's queue.
+    pub(crate) fn poll_cq(&mut self, host: usize, cq: Cqn) -> Option<WorkCompletion> {
+        let wc = self.hosts[host].rnic.poll_cq(cq)?;
+        self.seen.completion(wc.opcode, wc.status);
+        Some(wc)
     }
 
     /// A host loses all that it had and comes back at once, with the same address and GUID.
@@ -193,6 +220,17 @@ impl World {
     pub(crate) fn lose_more(&mut self, for_ns: u64) {
         self.carried.path_changes += 1;
         self.lossy_until = self.now + for_ns;
+    }
+
+    /// Switches mark packets for a while.
+    pub(crate) fn mark(&mut self, for_ns: u64) {
+        self.carried.path_changes += 1;
+        self.marking_until = self.now + for_ns;
+    }
+
+    /// From now on a host acknowledges nothing to this QP of the other, but answers it falsely.
+    pub(crate) fn forge(&mut self, host: usize, to: Qpn) {
+        self.forged = Some((host, to));
     }
 
     /// `Step::User(tag)` will come after `delay_ns`.
@@ -293,12 +331,14 @@ impl World {
         }
         let this = &mut self.hosts[host];
         while let Some(event) = this.rnic.poll_event() {
+            self.seen.event(&event);
             match event {
                 Event::Completion(cq) => this.completed.push(cq),
                 other => this.events.push_back(other),
             }
         }
         while let Some(event) = this.rnic.cm().poll_event() {
+            self.seen.cm_event(&event);
             this.cm_events.push_back(event);
         }
     }
@@ -317,7 +357,11 @@ impl World {
                     let reaches = dst.is_multicast() || dst == self.hosts[to].address;
                     if reaches && !self.hosts[from].vanished {
                         let bytes = &buf.bytes()[train.range.clone()];
-                        self.carry(to, train.path, bytes, train.segment_bytes);
+                        let mut path = train.path;
+                        if self.now < self.marking_until && path.traffic_class & ECN_MARKED != 0 {
+                            path.traffic_class |= ECN_MARKED;
+                        }
+                        self.carry(to, path, bytes, train.segment_bytes);
                     }
                 }
             }
@@ -348,6 +392,9 @@ impl World {
                 continue;
             }
             let mut packet = packet.to_vec();
+            if self.forged.is_some_and(|(from, _)| from != to) {
+                self.forge_answer(&path, &mut packet);
+            }
             if self.dice.percent(self.faults.corrupt) {
                 self.carried.corrupted += 1;
                 self.corrupt(&mut packet);
@@ -379,6 +426,28 @@ impl World {
         }
         self.arrive(at, to, path, joined, segment_bytes);
         self.hosts[to].arrival_last = at;
+    }
+
+    /// Makes a READ response that refuses of an acknowledgement.
+    fn forge_answer(&self, path: &Path, packet: &mut Vec<u8>) {
+        let acknowledges = matches!(packet[0] & 0x1f, 0x10..=0x12) && packet[0] >> 5 != 3;
+        let to_forged = self.forged.is_some_and(|(_, qpn)| {
+            packet[5..8] == qpn.value().to_be_bytes()[1..] && packet.len() >= FORGED_BYTES
+        });
+        if acknowledges && to_forged {
+            packet.truncate(FORGED_BYTES - ICRC_LEN);
+            packet[0] = packet[0] & 0xe0 | Operation::ReadResponseOnly as u8;
+            packet[1] &= !0x30;
+            packet[Bth::LEN] = NAK_SEQUENCE;
+            let flow = Flow {
+                src: path.src,
+                dst: path.dst,
+                src_port: path.src_port,
+                dst_port: UDP_PORT,
+            };
+            let icrc = flow.icrc(packet, 0).to_le_bytes();
+            packet.extend_from_slice(&icrc);
+        }
     }
 
     fn corrupt(&mut self, packet: &mut Vec<u8>) {

@@ -1,10 +1,14 @@
-//! Many runs by seed. `RDMUX_SIM_RUNS` sets how many; `RDMUX_SIM_SEED=N` replays one and prints its report.
+//! Many runs by seed, of four kinds, and whether they saw all that the engine has. `RDMUX_SIM_RUNS` sets how many there are of
+//! each kind; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and prints its report.
 
 use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
+use rdmux_sim::{Ending, Report, Seen, Settings, run, run_connections, run_unreliable};
+
+/// Operations that the runs of a test in release post at least.
+const OPERATIONS_MIN: u64 = 1_000_000;
 
 fn env(name: &str) -> Option<u64> {
     let value = std::env::var(name).ok()?;
@@ -15,92 +19,174 @@ fn env(name: &str) -> Option<u64> {
     )
 }
 
-/// Runs `settings_of` for many seeds on all cores; prints the seeds that fail.
-fn many(test: &str, runs: u64, run: fn(&Settings) -> Report, settings_of: impl Fn(u64) -> Settings + Sync) {
-    if let Some(seed) = env("RDMUX_SIM_SEED") {
-        let report = run(&settings_of(seed));
-        println!("{report}");
-        assert_eq!(report.violation, None);
-        return;
-    }
-    let runs = env("RDMUX_SIM_RUNS").unwrap_or(runs);
-    let (next, failures) = (AtomicU64::new(0), Mutex::new(Vec::new()));
-    let operations = AtomicU64::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if seed >= runs || failures.lock().unwrap().len() >= 5 {
-                        return;
-                    }
-                    let settings = settings_of(seed);
-                    let what = match catch_unwind(|| run(&settings)) {
-                        Ok(report) => {
-                            operations.fetch_add(report.posted, Ordering::Relaxed);
-                            report.violation
-                        }
-                        Err(_) => Some("panic".to_owned()),
-                    };
-                    if let Some(what) = what {
-                        failures.lock().unwrap().push((seed, what));
-                    }
-                }
-            });
-        }
-    });
-    let failures = failures.into_inner().unwrap();
-    for (seed, what) in &failures {
-        println!("seed {seed}: {what}");
-        println!(
-            "  replay: RDMUX_SIM_SEED={seed} cargo test --release -p rdmux-sim --test traffic {test} -- --nocapture"
-        );
-    }
-    assert!(failures.is_empty(), "{} of {runs} runs failed", failures.len());
-    println!("{test}: {runs} runs, {} operations", operations.into_inner());
+/// A kind of run.
+struct Kind {
+    /// What must hold.
+    name: &'static str,
+    /// Runs of it in release.
+    runs: u64,
+    run: fn(&Settings) -> Report,
+    settings_of: fn(u64) -> Settings,
 }
 
-const RUNS: u64 = if cfg!(debug_assertions) { 300 } else { 10_000 };
-
-#[test]
-fn every_operation_succeeds_exactly_once() {
-    many(
-        "every_operation_succeeds_exactly_once",
-        RUNS,
+const KINDS: [Kind; 4] = [
+    Kind {
+        name: "every_operation_succeeds_exactly_once",
+        runs: 8_000,
         run,
-        Settings::drawn,
-    );
-}
-
-#[test]
-fn what_ends_early_ends_as_specified() {
-    many("what_ends_early_ends_as_specified", RUNS / 10, run, |seed| {
-        Settings {
+        settings_of: Settings::drawn,
+    },
+    Kind {
+        name: "what_ends_early_ends_as_specified",
+        runs: 5_100,
+        run,
+        settings_of: |seed| Settings {
             ending: Ending::ALL[seed as usize % Ending::ALL.len()],
             ..Settings::drawn(seed)
-        }
-    });
-}
-
-#[test]
-fn connections_come_and_go_as_their_users_want() {
-    many(
-        "connections_come_and_go_as_their_users_want",
-        RUNS / 4,
-        run_connections,
-        |seed| Settings {
+        },
+    },
+    Kind {
+        name: "connections_come_and_go_as_their_users_want",
+        runs: 8_000,
+        run: run_connections,
+        settings_of: |seed| Settings {
             operations: 20,
             ..Settings::drawn(seed)
         },
-    );
+    },
+    Kind {
+        name: "what_arrives_unreliably_is_what_was_sent",
+        runs: 5_000,
+        run: run_unreliable,
+        settings_of: Settings::drawn,
+    },
+];
+
+/// What came of many runs.
+#[derive(Default)]
+struct Total {
+    operations: u64,
+    seen: Seen,
+    failures: Vec<(u64, String)>,
+}
+
+impl Kind {
+    fn runs(&self) -> u64 {
+        let runs = if cfg!(debug_assertions) {
+            self.runs / 20
+        } else {
+            self.runs
+        };
+        env("RDMUX_SIM_RUNS").unwrap_or(runs)
+    }
+
+    /// Runs it for many seeds on all cores.
+    fn many(&self) -> Total {
+        let (next, total) = (AtomicU64::new(0), Mutex::new(Total::default()));
+        let work = || {
+            let mut own = Total::default();
+            loop {
+                let seed = next.fetch_add(1, Ordering::Relaxed);
+                if seed >= self.runs() || total.lock().unwrap().failures.len() >= 5 {
+                    break;
+                }
+                let settings = (self.settings_of)(seed);
+                let what = match catch_unwind(|| (self.run)(&settings)) {
+                    Ok(report) => {
+                        own.operations += report.posted;
+                        own.seen.add(&report.seen);
+                        report.violation
+                    }
+                    Err(_) => Some("panic".to_owned()),
+                };
+                if let Some(what) = what {
+                    total.lock().unwrap().failures.push((seed, what));
+                }
+            }
+            let mut total = total.lock().unwrap();
+            total.operations += own.operations;
+            total.seen.add(&own.seen);
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+                scope.spawn(work);
+            }
+        });
+        total.into_inner().unwrap()
+    }
+
+    fn replay(&self, seed: u64) {
+        let report = (self.run)(&(self.settings_of)(seed));
+        println!("{report}");
+        assert_eq!(report.violation, None);
+    }
+
+    fn print_failures(&self, failures: &[(u64, String)]) {
+        for (seed, what) in failures {
+            println!("{} seed {seed}: {what}", self.name);
+            println!(
+                "  replay: RDMUX_SIM_SEED={seed} cargo test --release -p rdmux-sim --test traffic replay::{} -- --nocapture",
+                self.name
+            );
+        }
+    }
 }
 
 #[test]
-fn what_arrives_unreliably_is_what_was_sent() {
-    many(
-        "what_arrives_unreliably_is_what_was_sent",
-        RUNS / 2,
-        run_unreliable,
-        Settings::drawn,
-    );
+fn all_runs_hold_and_see_everything() {
+    if env("RDMUX_SIM_SEED").is_some() {
+        return;
+    }
+    let (mut operations, mut failed, mut seen) = (0, 0, Seen::default());
+    for kind in &KINDS {
+        let total = kind.many();
+        kind.print_failures(&total.failures);
+        println!(
+            "{:<44} {:>8} runs {:>10} operations",
+            kind.name,
+            kind.runs(),
+            total.operations
+        );
+        operations += total.operations;
+        failed += total.failures.len();
+        seen.add(&total.seen);
+    }
+    assert_eq!(failed, 0, "runs failed");
+    println!("{operations} operations in all\n\n{seen}");
+    if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
+        assert!(operations >= OPERATIONS_MIN, "{operations} operations");
+        assert_eq!(seen.missing(), [""; 0], "never seen");
+    }
+}
+
+/// Each kind of run by one seed, when there is one.
+mod replay {
+    use super::{KINDS, env};
+
+    fn kind(name: &str) {
+        if let Some(seed) = env("RDMUX_SIM_SEED") {
+            let kind = KINDS.iter().find(|kind| kind.name == name);
+            kind.expect("a kind of that name").replay(seed);
+        }
+    }
+
+    #[test]
+    fn every_operation_succeeds_exactly_once() {
+        kind("every_operation_succeeds_exactly_once");
+    }
+
+    #[test]
+    fn what_ends_early_ends_as_specified() {
+        kind("what_ends_early_ends_as_specified");
+    }
+
+    #[test]
+    fn connections_come_and_go_as_their_users_want() {
+        kind("connections_come_and_go_as_their_users_want");
+    }
+
+    #[test]
+    fn what_arrives_unreliably_is_what_was_sent() {
+        kind("what_arrives_unreliably_is_what_was_sent");
+    }
 }

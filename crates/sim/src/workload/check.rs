@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use rdmux_rnic::{QpState, Qpn, Status, WorkCompletion};
+use rdmux_rnic::{Arm, Cqn, QpState, Qpn, Status, WorkCompletion};
 
 use super::post::untag;
 use super::{Checked, Drain, Kind, Op, USER_POLL, Workload, keys, tag};
@@ -15,8 +15,11 @@ impl Workload {
                     self.poll_lazy(host, true)?;
                     continue;
                 }
-                self.arm(host, false);
-                while let Some(wc) = self.world.hosts[host].rnic.poll_cq(cq) {
+                if self.is_unpolled(host, cq) {
+                    continue;
+                }
+                self.world.hosts[host].rnic.arm_cq(cq, Arm::Next);
+                while let Some(wc) = self.world.poll_cq(host, cq) {
                     self.completion(host, &wc)?;
                 }
             }
@@ -31,7 +34,12 @@ impl Workload {
         Ok(())
     }
 
-    fn completion(&mut self, host: usize, wc: &WorkCompletion) -> Checked {
+    fn is_unpolled(&self, host: usize, cq: Cqn) -> bool {
+        let end = &self.sides[host].ends[self.ending_at.1];
+        end.narrow == Some(cq) && end.narrow_unpolled
+    }
+
+    pub(super) fn completion(&mut self, host: usize, wc: &WorkCompletion) -> Checked {
         let Some(qp) = self.sides[host].end_of(wc.qpn) else {
             return Err(format!("host {host}: completion of an unknown QP: {wc:?}"));
         };
@@ -45,10 +53,10 @@ impl Workload {
 
     /// Polls the queue that speaks up for solicited messages and errors only.
     pub(super) fn poll_lazy(&mut self, host: usize, told: bool) -> Checked {
-        self.arm(host, true);
         let cq = self.sides[host].objects.lazy_cq;
+        self.world.hosts[host].rnic.arm_cq(cq, Arm::Solicited);
         let mut any = false;
-        while let Some(wc) = self.world.hosts[host].rnic.poll_cq(cq) {
+        while let Some(wc) = self.world.poll_cq(host, cq) {
             let Some(qp) = self.sides[host].end_of(wc.qpn) else {
                 return Err(format!("host {host}: completion of an unknown QP: {wc:?}"));
             };
@@ -451,6 +459,8 @@ impl Workload {
     fn destroy_all(&mut self, host: usize) -> Checked {
         let side = &self.sides[host];
         let objects = &side.objects;
+        let ends = side.ends.iter().filter(|end| !end.gone);
+        let narrow: Vec<_> = ends.filter_map(|end| end.narrow).collect();
         for cq in [objects.cq, objects.lazy_cq] {
             if self.world.hosts[host].rnic.cq_state(cq) != Some((0, false)) {
                 return Err(format!("host {host}: the completion queue is not at rest"));
@@ -469,7 +479,7 @@ impl Workload {
             }
             rnic.dealloc_xrcd(xrcd);
             rnic.dealloc_pd(pd);
-            for cq in cqs {
+            for cq in cqs.into_iter().chain(narrow) {
                 rnic.destroy_cq(cq);
             }
             Ok::<_, String>((rnic.object_counts(), rnic.poll_timeout()))
@@ -493,7 +503,7 @@ impl Workload {
         let silent = flow.outstanding.iter().all(|op| !op.signaled);
         let affected = self.is_affected(qp);
         // An operation that completes silently stays in our books when nothing after it was posted.
-        if !(flow.outstanding.is_empty() || affected && silent) || send.send_outstanding != 0 {
+        if !(flow.outstanding.is_empty() || affected && silent || end.overrun) || send.send_outstanding != 0 {
             return Err(format!(
                 "{} operations are open, {} in the engine",
                 flow.outstanding.len(),
@@ -534,6 +544,9 @@ impl Workload {
         }
         if flow.failed.is_some() && send.state != QpState::Error {
             return Err(format!("an operation failed, yet the QP is in {:?}", send.state));
+        }
+        if end.narrow_unpolled && !end.overrun && flow.failed.is_none() {
+            return Err("more completed than the queue takes, and nobody was told".to_owned());
         }
         let trespasses = end.reg.door.trespasses.load(Ordering::Relaxed);
         if trespasses != 0 {

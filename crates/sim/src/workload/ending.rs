@@ -6,7 +6,7 @@ use rdmux_rnic::{
     Access, Bind, LKey, Operation, QpAttributes, QpState, RKey, SendFlags, Sge, SgeList, Status,
 };
 
-use super::side::Objects;
+use super::side::{NARROW, Objects};
 use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
 use crate::Ending;
 
@@ -58,10 +58,36 @@ impl Workload {
             }
             Ending::Restart => self.restart(host)?,
             Ending::LinkDown => self.break_for_long(),
+            Ending::FalseAnswer => {
+                let asks = self.sides[host].ends[qp].send_qpn;
+                self.world.forge(1 - host, asks);
+            }
+            Ending::Overrun => self.overrun(qp, host)?,
             _ => self.probe(qp, host)?,
         }
         self.take_events()?;
         self.take_completions()
+    }
+
+    /// Posts more requests than the completion queue takes, and polls it no more.
+    fn overrun(&mut self, qp: usize, host: usize) -> Checked {
+        self.sides[host].ends[qp].narrow_unpolled = true;
+        for _ in 0..2 * NARROW {
+            let (va, rkey, imm) = (self.dice.next(), RKey(0), None);
+            let operation = Operation::Write { va, rkey, imm };
+            let shared = self.shared_of(qp, 1 - host);
+            let op = Op::bare(Kind::Write);
+            self.submit(
+                qp,
+                host,
+                op,
+                operation,
+                SgeList::EMPTY,
+                SendFlags::empty(),
+                shared,
+            )?;
+        }
+        Ok(())
     }
 
     /// Takes what completed, so that nothing of a QP that goes is left.
@@ -249,8 +275,8 @@ impl Workload {
     /// How the first operation of `host` that fails may end.
     pub(super) fn expected(&self, host: usize, op: &Op) -> &'static [Status] {
         use Status::{
-            Flushed, LocalProtection, LocalQpOperation, MemoryBind, RemoteAccess, RemoteInvalidRequest,
-            RemoteOperation, RetryExceeded, RnrRetryExceeded,
+            BadResponse, Flushed, LocalProtection, LocalQpOperation, MemoryBind, RemoteAccess,
+            RemoteInvalidRequest, RemoteOperation, RetryExceeded, RnrRetryExceeded,
         };
         let sure = op.kind == Kind::Probe && self.lossless;
         match (self.ending, self.ending_at.0 == host) {
@@ -273,6 +299,8 @@ impl Workload {
             (Ending::BadLocalKey, true) => &[LocalProtection, Flushed],
             (Ending::BadBind, true) => &[MemoryBind, Flushed],
             (Ending::BadInvalidate, true) => &[RetryExceeded],
+            (Ending::FalseAnswer, true) => &[BadResponse, RetryExceeded],
+            (Ending::Overrun, true) => &[],
             (_, false) => &[Flushed, RetryExceeded],
         }
     }

@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 
-use rdmux_rnic::{Access, Arm, Cause, Event, Path, Psn, QpAttributes, QpState, Qpn, Status, WcOpcode};
+use rdmux_rnic::{Access, Cause, Cqn, Event, Path, Psn, QpAttributes, QpState, Qpn, Status, WcOpcode};
 
 use crate::dice::Dice;
 use crate::tap::Agreed;
@@ -23,7 +23,7 @@ mod shared;
 mod side;
 mod words;
 
-use side::{GUARD, Layout, Piece, SHARED, Service, Side};
+use side::{GUARD, Layout, NARROW, Piece, SHARED, Service, Side};
 use words::WordOp;
 
 /// A run that needs more steps than this for each operation does not come to rest.
@@ -246,12 +246,16 @@ impl Workload {
             } else {
                 Service::Rc
             };
-            for host in 0..2 {
-                self.sides[host].add_end(&mut self.world, host, &mut self.dice, service, plain);
+            let is_narrow = |host| self.ending == Ending::Overrun && self.ending_at == (host, qp);
+            let narrow = [0, 1].map(is_narrow);
+            for (host, narrow) in narrow.into_iter().enumerate() {
+                let shape = (plain, narrow);
+                self.sides[host].add_end(&mut self.world, host, &mut self.dice, service, shape);
             }
             let flows = [0, 1].map(|host| {
                 let extra = operations % parts > 2 * qp as u32 + host;
-                let depth = self.dice.log_uniform(32) as usize;
+                let deepest = if narrow[host as usize] { NARROW } else { 32 };
+                let depth = self.dice.log_uniform(deepest.into()) as usize;
                 Flow::new(operations / parts + u32::from(extra), depth)
             });
             self.flows.push(flows);
@@ -362,12 +366,7 @@ impl Workload {
         let result = self.drive();
         let report = &mut self.report;
         report.violation = result.err();
-        report.virtual_ns = self.world.now.0;
-        report.steps = self.world.steps;
-        report.link(&self.world.carried);
-        for host in &self.world.hosts {
-            report.count(host.rnic.counters());
-        }
+        report.world(&self.world);
         self.report
     }
 
@@ -551,6 +550,7 @@ impl Workload {
 
     fn event(&mut self, host: usize, event: &Event) -> Checked {
         let qpn = match event {
+            Event::CqError(cq) => return self.queue_overran(host, *cq),
             Event::SrqLimitReached(srqn) => return self.limit_reached(host, *srqn),
             Event::QpError(qpn, ..)
             | Event::CommunicationEstablished(qpn)
@@ -599,6 +599,25 @@ impl Workload {
         Ok(())
     }
 
+    /// What the queue holds can be polled still; nothing more comes.
+    fn queue_overran(&mut self, host: usize, cq: Cqn) -> Checked {
+        let (at, qp) = self.ending_at;
+        let end = &mut self.sides[host].ends[qp];
+        if at != host || end.narrow != Some(cq) || !end.narrow_unpolled || end.overrun {
+            return Err("not to be expected".to_owned());
+        }
+        end.overrun = true;
+        let mut held = 0;
+        while let Some(wc) = self.world.poll_cq(host, cq) {
+            held += 1;
+            self.completion(host, &wc)?;
+        }
+        if held != NARROW {
+            return Err(format!("an overrun queue of {NARROW} held {held}"));
+        }
+        Ok(())
+    }
+
     // Shared receive queues.
 
     fn limit_reached(&mut self, host: usize, srqn: rdmux_rnic::Srqn) -> Checked {
@@ -625,17 +644,6 @@ impl Workload {
                 post::recv_tag(Some(n)),
             )
             .map_err(|what| format!("host {host}: {what}"))
-    }
-
-    /// Arms a queue again, as it is polled.
-    fn arm(&mut self, host: usize, lazy: bool) {
-        let objects = &self.sides[host].objects;
-        let (cq, arm) = if lazy {
-            (objects.lazy_cq, Arm::Solicited)
-        } else {
-            (objects.cq, Arm::Next)
-        };
-        self.world.hosts[host].rnic.arm_cq(cq, arm);
     }
 }
 

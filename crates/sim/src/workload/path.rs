@@ -10,6 +10,8 @@ const SLOWER: u64 = 10;
 const FASTER: u64 = 100;
 /// Timeouts for which a path breaks at most: four of the fourteen times that the oldest packet is sent again.
 const BROKEN_TIMEOUTS: u64 = 2;
+/// A few congestion notifications: rates stay such that timeouts are long enough.
+const MARKED_NS_MAX: u64 = 200_000;
 /// Timeouts that an outage lasts at most which ends connections.
 const OUTAGE_TIMEOUTS: u64 = 120;
 
@@ -24,9 +26,10 @@ impl Workload {
 
     pub(super) fn change_path(&mut self) {
         let for_ns = self.dice.log_uniform(BROKEN_TIMEOUTS * self.timeout_ns);
-        match self.dice.below(6) {
+        match self.dice.below(7) {
             0 => self.break_links(for_ns),
             1 => self.world.lose_more(for_ns),
+            2 => self.world.mark(for_ns.min(MARKED_NS_MAX)),
             _ => {
                 let step = (self.report.latency_ns / FASTER).max(1);
                 let latency_ns = step * self.dice.log_uniform(SLOWER * FASTER);

@@ -27,6 +27,9 @@ pub(super) const RIGHTS: Access = Access::LOCAL_WRITE
     .union(Access::FLUSH_GLOBAL)
     .union(Access::FLUSH_PERSISTENT);
 
+/// Completions that a small completion queue holds.
+pub(super) const NARROW: u32 = 16;
+
 /// A piece of a host's memory, taken from its [`Space`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Piece {
@@ -82,6 +85,11 @@ pub(super) struct End {
     pub(super) srq: Option<usize>,
     pub(super) reg: Reg,
     pub(super) keys: Vec<Key>,
+    /// The small completion queue of its own that its requests complete to, and whether nobody polls that.
+    pub(super) narrow: Option<Cqn>,
+    pub(super) narrow_unpolled: bool,
+    /// That queue overran.
+    pub(super) overrun: bool,
     /// Destroyed, or lost with its host: it completes nothing.
     pub(super) gone: bool,
     /// Asynchronous events that came.
@@ -177,14 +185,14 @@ impl Side {
         }
     }
 
-    /// Makes an end in Reset; a plain one has receives of its own.
+    /// Makes an end in Reset; a plain one has receives of its own, a narrow one a small completion queue.
     pub(super) fn add_end(
         &mut self,
         world: &mut World,
         host: usize,
         dice: &mut Dice,
         kind: Service,
-        plain: bool,
+        (plain, narrow): (bool, bool),
     ) {
         let rnic = &mut world.hosts[host].rnic;
         let objects = &self.objects;
@@ -197,12 +205,16 @@ impl Side {
         } else {
             objects.cq
         };
+        let narrow = narrow.then(|| rnic.create_cq(NARROW));
+        if let Some(cq) = narrow {
+            rnic.arm_cq(cq, Arm::Next);
+        }
         let init = QpInit {
             max_send_wr: 64,
             max_recv_wr: 4096,
             recv_cq,
             srq: srq.map(|srq: usize| objects.shared[srq].srqn),
-            ..QpInit::new(pd, objects.cq)
+            ..QpInit::new(pd, narrow.unwrap_or(objects.cq))
         };
         let before: Vec<Qpn> = (self.ends.iter())
             .flat_map(|end| [end.send_qpn, end.recv_qpn])
@@ -242,6 +254,9 @@ impl Side {
             srq,
             reg,
             keys,
+            narrow,
+            narrow_unpolled: false,
+            overrun: false,
             gone: false,
             errors: 0,
             last_wqe: 0,

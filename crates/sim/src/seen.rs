@@ -1,0 +1,185 @@
+//! What came to pass in runs, by name: so that a test can say that nothing which the engine has was left out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use rdmux_rnic::cm::CmEvent;
+use rdmux_rnic::{Cause, Event, Status, WcOpcode};
+use rdmux_wire::roce::Opcode;
+
+/// Congestion notification, which is no opcode of a transport service. IBTA Vol 1, A17.9.3.
+const CNP: u8 = 0x81;
+/// CM messages by attribute id, from 0x10 on, without LAP and APR: nobody asks for another path. 12.6.
+const CM_MESSAGES: [&str; 9] = [
+    "REQ", "MRA", "REJ", "REP", "RTU", "DREQ", "DREP", "SIDR_REQ", "SIDR_REP",
+];
+const CM_MESSAGE_FIRST: u16 = 0x10;
+
+const WC_OPCODES: [WcOpcode; 12] = [
+    WcOpcode::Send,
+    WcOpcode::Write,
+    WcOpcode::Read,
+    WcOpcode::CompareSwap,
+    WcOpcode::FetchAdd,
+    WcOpcode::AtomicWrite,
+    WcOpcode::Flush,
+    WcOpcode::BindWindow,
+    WcOpcode::Register,
+    WcOpcode::LocalInvalidate,
+    WcOpcode::Recv,
+    WcOpcode::RecvRdmaWithImm,
+];
+/// All but `RemoteAborted`, which is only a name: no request of the engine ends so.
+const STATUSES: [Status; 12] = [
+    Status::Success,
+    Status::LocalLength,
+    Status::LocalProtection,
+    Status::LocalQpOperation,
+    Status::Flushed,
+    Status::BadResponse,
+    Status::RemoteInvalidRequest,
+    Status::RemoteAccess,
+    Status::RemoteOperation,
+    Status::RetryExceeded,
+    Status::RnrRetryExceeded,
+    Status::MemoryBind,
+];
+const EVENTS: [&str; 9] = [
+    "Completion",
+    "CqError",
+    "QpError by its own request",
+    "QpError by a request of its peer",
+    "QpError by an overrun queue",
+    "CommunicationEstablished",
+    "SqDrained",
+    "LastWqeReached",
+    "SrqLimitReached",
+];
+const CM_EVENTS: [&str; 8] = [
+    "Request",
+    "Reply",
+    "Established",
+    "Rejected",
+    "Unreachable",
+    "Disconnected",
+    "SidrRequest",
+    "SidrReply",
+];
+
+type Name = (&'static str, String);
+
+/// How often each thing came to pass. Things are named by their kind and name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seen(BTreeMap<Name, u64>);
+
+const PACKET: &str = "packet";
+const MESSAGE: &str = "CM message";
+const COMPLETED: &str = "completed";
+const STATUS: &str = "status";
+const EVENT: &str = "event";
+const CM_EVENT: &str = "CM event";
+
+impl Seen {
+    /// Adds what another run saw.
+    pub fn add(&mut self, other: &Seen) {
+        for (name, times) in &other.0 {
+            *self.0.entry(name.clone()).or_default() += times;
+        }
+    }
+
+    /// What the engine has and was not seen.
+    pub fn missing(&self) -> Vec<String> {
+        let missing = all().into_iter().filter(|name| !self.0.contains_key(name));
+        missing.map(|(kind, name)| format!("{kind} {name}")).collect()
+    }
+
+    fn note(&mut self, kind: &'static str, name: impl Into<String>, times: u64) {
+        *self.0.entry((kind, name.into())).or_default() += times;
+    }
+
+    pub(crate) fn completion(&mut self, opcode: WcOpcode, status: Status) {
+        self.note(STATUS, format!("{status:?}"), 1);
+        if status == Status::Success {
+            self.note(COMPLETED, format!("{opcode:?}"), 1);
+        }
+    }
+
+    pub(crate) fn event(&mut self, event: &Event) {
+        self.note(EVENT, EVENTS[event_at(event)], 1);
+    }
+
+    pub(crate) fn cm_event(&mut self, event: &CmEvent) {
+        self.note(CM_EVENT, CM_EVENTS[cm_event_at(event)], 1);
+    }
+
+    /// Packets with this opcode.
+    pub(crate) fn packets(&mut self, code: u8, times: u64) {
+        if let Some(name) = packet_name(code).filter(|_| times > 0) {
+            self.note(PACKET, name, times);
+        }
+    }
+
+    /// CM messages with this attribute id.
+    pub(crate) fn messages(&mut self, attribute: u16, times: u64) {
+        let at = usize::from(attribute.wrapping_sub(CM_MESSAGE_FIRST));
+        if let Some(name) = CM_MESSAGES.get(at) {
+            self.note(MESSAGE, *name, times);
+        }
+    }
+}
+
+fn packet_name(code: u8) -> Option<String> {
+    if code == CNP {
+        return Some("CNP".to_owned());
+    }
+    let Opcode { transport, operation } = Opcode::from_code(code)?;
+    Some(format!("{transport:?} {operation:?}"))
+}
+
+fn event_at(event: &Event) -> usize {
+    match event {
+        Event::Completion(_) => 0,
+        Event::CqError(_) => 1,
+        Event::QpError(_, _, Cause::OwnRequest) => 2,
+        Event::QpError(_, _, Cause::PeerRequest) => 3,
+        Event::QpError(_, _, Cause::QueueOverrun) => 4,
+        Event::CommunicationEstablished(_) => 5,
+        Event::SqDrained(_) => 6,
+        Event::LastWqeReached(_) => 7,
+        Event::SrqLimitReached(_) => 8,
+    }
+}
+
+fn cm_event_at(event: &CmEvent) -> usize {
+    match event {
+        CmEvent::Request { .. } => 0,
+        CmEvent::Reply { .. } => 1,
+        CmEvent::Established { .. } => 2,
+        CmEvent::Rejected { .. } => 3,
+        CmEvent::Unreachable { .. } => 4,
+        CmEvent::Disconnected { .. } => 5,
+        CmEvent::SidrRequest { .. } => 6,
+        CmEvent::SidrReply { .. } => 7,
+    }
+}
+
+/// What the engine has.
+fn all() -> BTreeSet<Name> {
+    let mut all = BTreeSet::new();
+    all.extend((0..=u8::MAX).filter_map(|code| Some((PACKET, packet_name(code)?))));
+    all.extend(CM_MESSAGES.map(|name| (MESSAGE, name.to_owned())));
+    all.extend(WC_OPCODES.map(|opcode| (COMPLETED, format!("{opcode:?}"))));
+    all.extend(STATUSES.map(|status| (STATUS, format!("{status:?}"))));
+    all.extend(EVENTS.map(|name| (EVENT, name.to_owned())));
+    all.extend(CM_EVENTS.map(|name| (CM_EVENT, name.to_owned())));
+    all
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for ((kind, name), times) in &self.0 {
+            writeln!(f, "{kind:<12} {name:<34} {times:>12}")?;
+        }
+        Ok(())
+    }
+}
