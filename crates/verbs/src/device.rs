@@ -329,13 +329,13 @@ struct QpInner {
 
 impl Drop for QpInner {
     fn drop(&mut self) {
-        let engine = self.pd.device().engine();
-        let mut core = engine.lock();
-        // Acknowledgements that waited for company are sent: what they stand for has been done.
-        core.finish(engine.now(), true);
-        core.rnic.destroy_qp(self.qpn);
-        core.leave_groups();
-        core.qp_errors.remove(&self.qpn);
+        self.pd.device().engine().with(|core, now| {
+            // Acknowledgements that waited for company are sent: what they stand for has been done.
+            core.finish(now, true);
+            core.rnic.destroy_qp(self.qpn);
+            core.leave_groups();
+            core.qp_errors.remove(&self.qpn);
+        });
     }
 }
 
@@ -411,8 +411,9 @@ impl QueuePair {
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        let engine = self.engine();
-        engine.lock().rnic.post_recv(engine.now(), self.0.qpn, request)
+        // In Error it completes at once.
+        self.engine()
+            .with(|core, now| core.rnic.post_recv(now, self.0.qpn, request))
     }
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.

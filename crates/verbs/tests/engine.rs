@@ -1,0 +1,79 @@
+//! What callers rely on whatever the engine is at: who waits is woken, and memory ends outside of the engine's lock.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+
+use rdmux_verbs::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// Whether a descriptor becomes readable in good time.
+fn becomes_readable(fd: impl AsFd) -> bool {
+    let deadline = Timespec {
+        tv_sec: 5,
+        tv_nsec: 0,
+    };
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&deadline)) == Ok(1)
+}
+
+struct End {
+    device: Device,
+    cq: CompletionQueue,
+    qp: QueuePair,
+}
+
+impl End {
+    fn new(address: [u8; 4]) -> End {
+        let device = Device::open(IpAddr::from(address)).unwrap();
+        let cq = device.create_cq(64).unwrap();
+        let qp = device.alloc_pd().create_qp(&QpOptions::new(&cq)).unwrap();
+        End { device, cq, qp }
+    }
+
+    /// Connects the queue pair to itself.
+    fn ready(self) -> End {
+        let address = self.device.address();
+        let init = QpAttributes {
+            access: Some(Access::empty()),
+            ..Default::default()
+        };
+        let rtr = QpAttributes {
+            path: Some(Path {
+                src: address,
+                dst: address,
+                src_port: self.device.source_port(self.qp.qpn()).unwrap(),
+                traffic_class: 0,
+            }),
+            path_mtu: Some(1024),
+            dest_qpn: Some(self.qp.qpn()),
+            rq_psn: Some(Psn::new(0)),
+            max_dest_rd_atomic: Some(1),
+            min_rnr_timer: Some(1),
+            ..Default::default()
+        };
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(0)),
+            timeout: Some(14),
+            retry_count: Some(7),
+            rnr_retry: Some(7),
+            max_rd_atomic: Some(1),
+            ..Default::default()
+        };
+        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+            self.qp.modify(to, &attr).unwrap();
+        }
+        self
+    }
+}
+
+#[test]
+fn post_recv__on_a_queue_pair_in_error_wakes_who_waits() {
+    let end = End::new([127, 0, 14, 1]).ready();
+    end.qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    end.cq.arm(Arm::Next);
+    let sges = SgeList::EMPTY;
+    end.qp.post_recv(RecvRequest { wr_id: 3, sges }).unwrap();
+    assert!(becomes_readable(&end.cq), "nobody is woken");
+    let wc = end.cq.poll().expect("a completion");
+    assert_eq!((wc.wr_id, wc.status), (3, Status::Flushed));
+}
