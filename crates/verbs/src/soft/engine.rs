@@ -11,6 +11,7 @@ use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::thread::{self, JoinHandle};
@@ -562,17 +563,28 @@ impl Core {
 
     /// Gives out what the engine wants done: packets, flushes, events. `all`: acknowledgements too.
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
-        self.transmit(now, all);
-        while let Some(job) = self.rnic.poll_flush() {
-            if let Err(id) = Flushers::submit(&self.flushers, job) {
-                self.rnic
-                    .handle_flush(now, id, Err(Fault::Io(rustix::io::Errno::AGAIN.raw_os_error())));
+        loop {
+            self.transmit(now, all);
+            let refused = self.start_flushes(now);
+            let connections = self.tell(now);
+            // What connection management answers, and a flush that was refused, is sent at once.
+            if !refused && !connections {
+                return;
             }
         }
-        if self.tell(now) {
-            // What connection management answers, it answers at once.
-            self.transmit(now, all);
+    }
+
+    /// Hands flushes to their threads; returns whether some found none.
+    fn start_flushes(&mut self, now: Time) -> bool {
+        let mut refused = false;
+        while let Some(job) = self.rnic.poll_flush() {
+            if let Err(id) = Flushers::submit(&self.flushers, job) {
+                let again = rustix::io::Errno::AGAIN.raw_os_error();
+                self.rnic.handle_flush(now, id, Err(Fault::Io(again)));
+                refused = true;
+            }
         }
+        refused
     }
 
     /// Tells whom events concern; returns whether some were of connections.
@@ -940,9 +952,7 @@ impl Flushers {
         jobs.insert(key, vec![job]);
         drop(jobs);
         let flushers = this.clone();
-        let spawned = thread::Builder::new()
-            .name("rdmux-flush".into())
-            .spawn(move || flushers.run(key));
+        let spawned = spawn_flusher(move || flushers.run(key));
         if spawned.is_err() {
             this.jobs
                 .lock()
@@ -985,7 +995,10 @@ impl Flushers {
             let placement = batch
                 .iter()
                 .fold(batch[0].placement, |all, job| all | job.placement);
-            let result = batch[0].memory.flush(start, end - start, placement);
+            // What panics has not flushed. The thread goes on: its memory's later flushes come here too.
+            let flush = || batch[0].memory.flush(start, end - start, placement);
+            let result = panic::catch_unwind(AssertUnwindSafe(flush))
+                .unwrap_or(Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())));
             let engine = self
                 .engine
                 .lock()
@@ -1002,6 +1015,17 @@ impl Flushers {
             self.busy.fetch_sub(jobs, Ordering::Relaxed);
         }
     }
+}
+
+fn spawn_flusher(run: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    #[cfg(test)]
+    if tests::NO_THREADS.get() {
+        return Err(io::ErrorKind::WouldBlock.into());
+    }
+    thread::Builder::new()
+        .name("rdmux-flush".into())
+        .spawn(run)
+        .map(drop)
 }
 
 #[cfg(test)]

@@ -1,28 +1,47 @@
 //! The driver without its thread: the test takes each turn itself.
 
-use rdmux_rnic::{Access, Operation, Path, Psn, RecvRequest, SendFlags, SendRequest, SgeList, Target};
+use std::cell::Cell;
+
+use rdmux_rnic::{
+    Access, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, Selectivity, SendFlags,
+    SendRequest, SgeList, Status, Target,
+};
 
 use super::*;
-use crate::device::{Device, QpOptions, QueuePair};
+use crate::device::{CompletionQueue, Device, QpOptions, QueuePair};
+use crate::region::MemoryRegion;
+
+thread_local! {
+    /// No thread is to be had by flushes that this one drives.
+    pub(super) static NO_THREADS: Cell<bool> = const { Cell::new(false) };
+}
 
 const LONG: Duration = Duration::from_secs(20);
 
 /// Two queue pairs of one device that are connected to each other.
 struct Pair {
     device: Device,
+    cqs: [CompletionQueue; 2],
     qps: [QueuePair; 2],
 }
 
 impl Pair {
     fn new(address: [u8; 4]) -> Pair {
-        let device = Device::open(IpAddr::from(address)).unwrap();
-        let cq = device.create_cq(64).unwrap();
+        Pair::on(&Device::open(IpAddr::from(address)).unwrap())
+    }
+
+    fn on(device: &Device) -> Pair {
+        let cqs = [(); 2].map(|()| device.create_cq(64).unwrap());
         let pd = device.alloc_pd();
-        let qps = [(); 2].map(|()| pd.create_qp(&QpOptions::new(&cq)).unwrap());
+        let qps = [0, 1].map(|i| pd.create_qp(&QpOptions::new(&cqs[i])).unwrap());
         for (qp, peer) in [(&qps[0], &qps[1]), (&qps[1], &qps[0])] {
-            connect(&device, qp, peer.qpn());
+            connect(device, qp, peer.qpn());
         }
-        Pair { device, qps }
+        Pair {
+            device: device.clone(),
+            cqs,
+            qps,
+        }
     }
 
     fn engine(&self) -> &Engine {
@@ -36,6 +55,30 @@ impl Pair {
         while !self.engine().leased.load(Ordering::SeqCst) {
             thread::yield_now();
         }
+    }
+
+    /// Calls `turn` until it takes in what was sent. Nobody looks at the socket after that: what is owed then stays owed.
+    fn take_in(&self, turn: impl Fn()) {
+        let deadline = Instant::now() + LONG;
+        while self.device.counters().rcvd_pkts == 0 && Instant::now() < deadline {
+            turn();
+        }
+    }
+
+    /// Registers a memory that the first queue pair's peer may be asked to flush.
+    fn register(&self, memory: Arc<dyn Memory>) -> MemoryRegion {
+        let pd = self.qps[1].pd();
+        pd.reg_mr_all(memory, 0, Access::FLUSH_PERSISTENT).unwrap()
+    }
+
+    fn post_flush(&self, region: &MemoryRegion) {
+        self.post(Operation::Flush {
+            va: 0,
+            rkey: region.rkey(),
+            length: 8,
+            placement: Placement::PERSISTENT,
+            selectivity: Selectivity::Range,
+        });
     }
 
     /// Posts a request to the first queue pair.
@@ -84,6 +127,40 @@ fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
     }
 }
 
+/// Memory on a medium; its flush panics.
+#[derive(Debug)]
+struct Panics;
+
+impl Memory for Panics {
+    fn len(&self) -> u64 {
+        4096
+    }
+
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::PERSISTENT
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        false
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        panic!("no such medium");
+    }
+}
+
 #[test]
 fn handle_mad__acknowledges_the_data_that_it_takes_in() {
     let pair = Pair::new([127, 0, 14, 2]);
@@ -95,10 +172,33 @@ fn handle_mad__acknowledges_the_data_that_it_takes_in() {
         src: SocketAddr::new(pair.device.address(), ROCE_PORT),
         bytes: Vec::new(),
     };
-    let deadline = Instant::now() + LONG;
-    while pair.device.counters().rcvd_pkts == 0 && Instant::now() < deadline {
-        pair.engine().handle_mad(&empty);
-    }
-    // Nobody looks at the socket any more: what is owed now stays owed.
+    pair.take_in(|| pair.engine().handle_mad(&empty));
     assert_eq!(pair.device.counters().sent_pkts, 2, "the request and its answer");
+}
+
+#[test]
+fn finish__refuses_a_flush_for_which_there_is_no_thread() {
+    let pair = Pair::new([127, 0, 14, 3]);
+    let region = pair.register(Arc::new(Panics));
+    pair.take_over();
+    pair.post_flush(&region);
+    NO_THREADS.set(true);
+    pair.take_in(|| pair.device.progress());
+    assert_eq!(pair.device.counters().sent_pkts, 2, "the request and its NAK");
+    let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
+    assert_eq!(wc.status, Status::RemoteOperation);
+}
+
+#[test]
+fn flush__that_panics_has_failed() {
+    let device = Device::open(IpAddr::from([127, 0, 14, 4])).unwrap();
+    let memory = Arc::new(Panics);
+    // The second asks the thread of the first, since both are of one memory.
+    for _ in 0..2 {
+        let pair = Pair::on(&device);
+        let region = pair.register(memory.clone());
+        pair.post_flush(&region);
+        let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
+        assert_eq!(wc.status, Status::RemoteOperation);
+    }
 }
