@@ -4,7 +4,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmError, CmEvent, CmId, Endpoint};
@@ -13,7 +13,7 @@ use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
-use crate::soft::engine::{Accepted, CmSink, ConnectionEntry, Core, ListenerEntry, Waker, path_mtu_to};
+use crate::soft::engine::{Accepted, CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
 use crate::soft::group::GroupError;
 
 /// The window towards a peer that is not rdmux and so does not say what it can take.
@@ -130,46 +130,29 @@ pub enum ListenError {
 
 /// Events of one connection or listener, with someone to wake.
 #[derive(Debug)]
-pub(crate) struct Events {
-    receiver: Mutex<mpsc::Receiver<CmEvent>>,
-    waker: Arc<Waker>,
-}
+pub(crate) struct Events(Arc<CmQueue>);
 
 impl Events {
     pub(crate) fn new() -> io::Result<(CmSink, Events)> {
-        let (events, receiver) = mpsc::channel();
-        let waker = Arc::new(Waker::new()?);
-        let sink = CmSink {
-            events,
-            waker: waker.clone(),
-        };
-        let receiver = Mutex::new(receiver);
-        Ok((sink, Events { receiver, waker }))
+        let queue = Arc::new(CmQueue::new()?);
+        Ok((CmSink(Arc::downgrade(&queue)), Events(queue)))
     }
 
     /// Readable when there may be an event.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.waker.fd().as_fd()
-    }
-
-    fn poll(&self) -> Option<CmEvent> {
-        self.receiver
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .try_recv()
-            .ok()
+        self.0.waker().fd().as_fd()
     }
 
     /// The next event; sleeps until there is one. `None`: the time is over. One thread waits at a time.
     pub(crate) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<CmEvent> {
         loop {
-            if let Some(event) = self.poll() {
+            if let Some(event) = self.0.poll() {
                 return Some(event);
             }
             device.engine().hand_over();
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !self.waker.wait(left) {
-                return self.poll();
+            if left.is_some_and(|left| left.is_zero()) || !self.0.waker().wait(left) {
+                return self.0.poll();
             }
         }
     }
@@ -698,7 +681,7 @@ impl Connection {
 
     /// How far it has come by what is known now.
     fn phase(&self) -> Phase {
-        while let Some(event) = self.events.poll() {
+        while let Some(event) = self.events.0.poll() {
             self.note(&event);
         }
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner)

@@ -111,9 +111,9 @@ impl Peer {
         }
     }
 
-    /// Connects as far as it can: what is left is that the other side hears of it.
-    fn connect(&mut self, to: IpAddr) -> CmId {
-        let (now, own_psn) = (self.now(), Psn::new(100));
+    /// Asks for a connection.
+    fn ask(&mut self, to: IpAddr, own_psn: Psn) -> CmId {
+        let now = self.now();
         let local = Endpoint {
             transport: Transport::Rc,
             qpn: self.qpn,
@@ -130,7 +130,13 @@ impl Peer {
         };
         let service = ServiceId::tcp(PORT);
         let id = self.rnic.cm().connect(now, to, service, None, &local, b"");
-        let id = id.unwrap();
+        id.unwrap()
+    }
+
+    /// Connects as far as it can: what is left is that the other side hears of it.
+    fn connect(&mut self, to: IpAddr) -> CmId {
+        let (now, own_psn) = (self.now(), Psn::new(100));
+        let id = self.ask(to, own_psn);
         let remote = self.until(|rnic| match rnic.cm().poll_event()? {
             CmEvent::Reply { remote, .. } => Some(remote),
             other => panic!("{other:?}"),
@@ -290,6 +296,25 @@ fn accept__ends_when_neither_the_last_message_nor_a_request_comes() {
             other => panic!("{other:?}"),
         });
         assert!(peer.lost > 2);
+        serving.join().unwrap();
+    });
+}
+
+#[test]
+fn accept__hands_out_no_request_that_was_withdrawn() {
+    let server = Server::new([127, 0, 32, 5].into());
+    let mut peer = Peer::new([127, 0, 32, 6].into());
+    for n in 0..300 {
+        let id = peer.ask(server.device.address(), Psn::new(n));
+        peer.turn();
+        let now = peer.now();
+        peer.rnic.cm().disconnect(now, id);
+        peer.turn();
+    }
+    thread::scope(|scope| {
+        // The first to be handed out is the one that stands.
+        let serving = scope.spawn(|| server.accept());
+        peer.connect(server.device.address());
         serving.join().unwrap();
     });
 }

@@ -6,14 +6,14 @@
 //! leaves the socket to it: two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the
 //! socket back at once.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -139,19 +139,57 @@ impl Waker {
     }
 }
 
-/// Who hears of what happens to a connection, or to all requests of a service.
-#[derive(Clone, Debug)]
-pub(crate) struct CmSink {
-    pub(crate) events: mpsc::Sender<CmEvent>,
-    pub(crate) waker: Arc<Waker>,
+/// What happened to a connection, or the requests of a service, for its user to take.
+#[derive(Debug)]
+pub(crate) struct CmQueue {
+    events: Mutex<VecDeque<CmEvent>>,
+    waker: Waker,
 }
+
+impl CmQueue {
+    pub(crate) fn new() -> io::Result<CmQueue> {
+        Ok(CmQueue {
+            events: Mutex::default(),
+            waker: Waker::new()?,
+        })
+    }
+
+    fn events(&self) -> MutexGuard<'_, VecDeque<CmEvent>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn poll(&self) -> Option<CmEvent> {
+        self.events().pop_front()
+    }
+
+    pub(crate) fn waker(&self) -> &Waker {
+        &self.waker
+    }
+
+    /// A request has ended: nobody can decide on it any more.
+    fn withdraw(&self, ended: CmId) {
+        self.events().retain(|event| {
+            let (CmEvent::Request { id, .. } | CmEvent::SidrRequest { id, .. }) = event else {
+                return true;
+            };
+            *id != ended
+        });
+    }
+}
+
+/// The engine's side of a [`CmQueue`].
+#[derive(Clone, Debug)]
+pub(crate) struct CmSink(pub(crate) Weak<CmQueue>);
 
 impl CmSink {
     /// Whether there is still someone who hears of it.
     fn tell(&self, event: CmEvent) -> bool {
-        let told = self.events.send(event).is_ok();
-        self.waker.wake();
-        told
+        let Some(queue) = self.0.upgrade() else {
+            return false;
+        };
+        queue.events().push_back(event);
+        queue.waker.wake();
+        true
     }
 }
 
@@ -647,6 +685,9 @@ impl Core {
             | CmEvent::SidrReply { id, .. } => (*id, true),
         };
         let Some(entry) = self.connections.get(&id) else {
+            // So that peers that ask and give up fill no listener's queue.
+            let queues = self.listeners.values().filter_map(|l| l.sink.0.upgrade());
+            queues.for_each(|queue| queue.withdraw(id));
             return;
         };
         if let Some(qpn) = entry.qpn {
