@@ -824,7 +824,7 @@ impl Rnic {
 
     /// Whether [`Rnic::poll_transmit`] has more than acknowledgements that may wait.
     pub fn has_urgent_transmit(&self) -> bool {
-        !self.ready.is_empty() || !self.cnps.is_empty()
+        !self.ready.is_empty() || !self.cnps.is_empty() || self.cm.has_transmit()
     }
 
     /// Sends the congestion notification that a QP owes, in a class of its own as NICs do (mlx5: DSCP 48).

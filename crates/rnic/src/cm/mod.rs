@@ -417,6 +417,10 @@ impl Cm {
         Some((peer, self.src_port, mad))
     }
 
+    pub(crate) fn has_transmit(&self) -> bool {
+        !self.out.is_empty()
+    }
+
     pub(crate) fn poll_timeout(&self) -> Option<Time> {
         self.timers.first().map(|(at, _)| *at)
     }

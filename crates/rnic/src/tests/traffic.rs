@@ -50,6 +50,24 @@ fn poll_transmit__qps_of_a_class_take_turns() {
 }
 
 #[test]
+fn poll_transmit__says_that_messages_of_the_cm_are_left() {
+    let mut pair = Pair::new();
+    let (now, peer) = (pair.now, pair.sides[1].address);
+    let rnic = &mut pair.sides[0].rnic;
+    for port in 0..8 {
+        let service = rdmux_wire::cm::ServiceId::udp(port);
+        rnic.cm().resolve(now, peer, service, None, b"").unwrap();
+    }
+    let (mut buf, mut packets, mut more) = (TransmitBuf::new(1000, true), 0, true);
+    while more {
+        buf.clear();
+        more = rnic.poll_transmit(now, &mut buf, true);
+        packets += buf.trains().iter().map(|train| train.packets).sum::<usize>();
+    }
+    assert_eq!(packets, 8);
+}
+
+#[test]
 fn poll_transmit__a_strict_class_goes_first() {
     let mut classes = [Policy::default(); CLASSES];
     classes[6] = Policy::Strict;
