@@ -255,7 +255,7 @@ impl Rnic {
     }
 
     /// Posts the binding of a type 1 window and gives its new key, by which peers reach it once the request has completed.
-    /// `bind.window` is its key so far. IBTA Vol 1, 11.2.8.11.
+    /// `bind.window` is its key so far, whether or not the binding that gave it has completed. IBTA Vol 1, 11.2.8.11.
     pub fn bind_mw(
         &mut self,
         now: Time,
@@ -276,6 +276,7 @@ impl Rnic {
             to: Target::Connected,
         };
         self.post_send(now, qpn, request)?;
+        self.regions.keep_window_key(window);
         Ok(window)
     }
 

@@ -156,6 +156,8 @@ enum Kind {
     Window {
         kind: WindowType,
         bound: Option<Bound>,
+        /// Type 1: the key of the youngest binding that was posted, which may wait in a queue.
+        posted: RKey,
     },
 }
 
@@ -265,7 +267,13 @@ impl Regions {
         pd: Pd,
         kind: WindowType,
     ) -> Result<RKey, RegisterError> {
-        let key = self.insert(rng, pd, Kind::Window { kind, bound: None })?;
+        let window = Kind::Window {
+            kind,
+            bound: None,
+            posted: RKey(0),
+        };
+        let key = self.insert(rng, pd, window)?;
+        self.keep_window_key(RKey(key));
         Ok(RKey(key))
     }
 
@@ -340,7 +348,7 @@ impl Regions {
     /// The region or window of a remote key, when it grants `access` to requests that come in on this QP. IBTA Vol 1, 10.6.7.
     pub(crate) fn remote(&self, rkey: u32, pd: Pd, qpn: Qpn, access: Access) -> Option<View<'_>> {
         let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
-        let Kind::Window { kind, bound } = &entry.kind else {
+        let Kind::Window { kind, bound, .. } = &entry.kind else {
             return entry
                 .spec()
                 .filter(|spec| spec.access.contains(access))
@@ -387,7 +395,7 @@ impl Regions {
             }
         }
         let entry = self.entries.get_mut(&(bind.window.0 >> 8)).ok_or(KeyError)?;
-        let Kind::Window { kind, bound } = &mut entry.kind else {
+        let Kind::Window { kind, bound, .. } = &mut entry.kind else {
             return Err(KeyError);
         };
         // A type 2 window is ended before it is bound anew, and with another key, so that the old one grants nothing.
@@ -403,17 +411,26 @@ impl Regions {
         Ok(())
     }
 
-    /// The key that a type 1 window gets when it is bound next.
+    /// The key that a type 1 window gets by a binding that is posted now: bindings before it may still wait in a queue.
+    /// `window` is the key by which it is reached now, or that of the youngest binding.
     pub(crate) fn next_window_key(&self, window: RKey) -> Option<RKey> {
-        let entry = self.exact(window.0)?;
-        let is_one = matches!(
-            entry.kind,
+        let entry = self.entries.get(&(window.0 >> 8))?;
+        match entry.kind {
             Kind::Window {
                 kind: WindowType::One,
+                posted,
                 ..
-            }
-        );
-        is_one.then(|| window.next())
+            } if [entry.key, posted.0].contains(&window.0) => Some(posted.next()),
+            _ => None,
+        }
+    }
+
+    /// The binding of a type 1 window with this key was posted.
+    pub(crate) fn keep_window_key(&mut self, window: RKey) {
+        let entry = self.entries.get_mut(&(window.0 >> 8));
+        if let Some(Kind::Window { posted, .. }) = entry.map(|entry| &mut entry.kind) {
+            *posted = window;
+        }
     }
 
     /// Gives a region its memory by a work request. IBTA Vol 1, 10.6.3.4.
@@ -440,6 +457,7 @@ impl Regions {
             Kind::Window {
                 kind: WindowType::Two,
                 bound,
+                ..
             } if bound.is_some_and(|bound| bound.qpn == qpn) => *bound = None,
             _ => return Err(KeyError),
         }

@@ -432,6 +432,38 @@ fn window__of_type_1_is_bound_rebound_and_unbound() {
 }
 
 #[test]
+fn bind_mw__while_an_earlier_binding_waits_in_the_queue() {
+    let mut pair = Pair::new();
+    let (pd, qpn, now) = (pair.sides[1].pd, pair.sides[1].qpn, pair.now);
+    let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::One).unwrap();
+    let mut bind_mw = |window, length| {
+        let bind = bind(&pair, window, length, Access::REMOTE_WRITE);
+        let side = &mut pair.sides[1];
+        side.rnic.bind_mw(now, qpn, 3, bind, SendFlags::SIGNALED)
+    };
+    let first = bind_mw(window, 0x100).unwrap();
+    let second = bind_mw(first, 0x80).unwrap();
+    let third = bind_mw(window, 0x40).unwrap();
+    assert_eq!(
+        [first, second, third],
+        [1, 2, 3].map(|n| RKey(window.0 & !0xff | (window.0 + n) & 0xff))
+    );
+    assert_eq!(
+        bind_mw(second, 0x100),
+        Err(PostError::Invalid),
+        "neither the oldest nor the youngest"
+    );
+    pair.run();
+    let statuses: Vec<Status> = pair.sides[1].completions().iter().map(|wc| wc.status).collect();
+    assert_eq!(statuses, [Status::Success; 3]);
+    assert_eq!(write_status(&mut pair, IOVA + 0x138, third), Status::Success);
+    assert_eq!(
+        write_status(&mut pair, IOVA + 0x100, second),
+        Status::RemoteAccess
+    );
+}
+
+#[test]
 fn window__grants_neither_more_bytes_nor_more_rights_than_it_was_bound_with() {
     for (at, zero_based, status) in [
         (IOVA + 0x1f8, false, Status::Success),
