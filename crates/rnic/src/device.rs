@@ -162,8 +162,8 @@ pub struct Rnic {
     gathering: Vec<Qpn>,
     flushes: Flushes,
     events: VecDeque<Event>,
-    /// Queues that overran during the call under way.
-    overrun: Vec<Cqn>,
+    /// Queues that overran during the call under way, each with the QP whose completion was lost.
+    overrun: Vec<(Cqn, Qpn)>,
     counters: Counters,
     id_bases: Vec<Option<Box<IdBasis>>>,
     rxe_flush_basis: Option<Box<IdBasis>>,
@@ -907,8 +907,10 @@ impl Rnic {
     fn with_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let result = self.on_qp(now, qpn, f);
         // A QP fails once, so this ends; what it flushes may overrun the next queue.
-        while let Some(cq) = self.overrun.pop() {
-            let uses = |qp: &Qp| [qp.head.init.send_cq, qp.head.init.recv_cq].contains(&cq);
+        while let Some((cq, lost_of)) = self.overrun.pop() {
+            let uses = |qp: &Qp| {
+                [qp.head.init.send_cq, qp.head.init.recv_cq].contains(&cq) || qp.head.qpn == lost_of
+            };
             let works = |qp: &Qp| !matches!(qp.head.state, QpState::Reset | QpState::Error);
             let failing = self.qps.iter().filter(|(_, qp)| uses(qp) && works(qp));
             let mut failing: Vec<u32> = failing.map(|(qpn, _)| *qpn).collect();

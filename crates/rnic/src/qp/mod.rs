@@ -200,8 +200,9 @@ pub(crate) struct Env<'a> {
     pub(crate) events: &'a mut std::collections::VecDeque<Event>,
     pub(crate) flushes: &'a mut crate::flush::Flushes,
     pub(crate) counters: &'a mut crate::Counters,
-    /// Queues that overran: their QPs are to fail.
-    pub(crate) overrun: &'a mut Vec<Cqn>,
+    /// Queues that overran, each with the QP whose completion was lost: their QPs are to fail, and so is that one, which on XRC
+    /// completes to the queue of a shared receive queue.
+    pub(crate) overrun: &'a mut Vec<(Cqn, Qpn)>,
     pub(crate) traffic: &'a Traffic,
     pub(crate) now: Time,
 }
@@ -220,8 +221,8 @@ impl Env<'_> {
                     self.events.push_back(Event::CqError(cq));
                 }
                 // Later too: a QP may have been brought up again since.
-                if !self.overrun.contains(&cq) {
-                    self.overrun.push(cq);
+                if !self.overrun.contains(&(cq, wc.qpn)) {
+                    self.overrun.push((cq, wc.qpn));
                 }
             }
         }

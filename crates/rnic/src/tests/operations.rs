@@ -916,6 +916,36 @@ fn xrc__a_queue_that_is_not_of_the_domain_is_an_invalid_request() {
 }
 
 #[test]
+fn xrc__an_overrun_of_the_shared_queues_completions_ends_the_target() {
+    let mut pair = Pair::new();
+    let side = &mut pair.sides[1];
+    let xrcd = side.rnic.alloc_xrcd();
+    let small = side.rnic.create_cq(1);
+    let init = SrqInit {
+        pd: side.pd,
+        max_wr: 8,
+        xrc: Some((xrcd, small)),
+    };
+    let srqn = side.rnic.create_srq(init).unwrap();
+    let init = QpInit {
+        qp_type: QpType::XrcRecv,
+        xrcd: Some(xrcd),
+        ..QpInit::new(side.pd, side.cq)
+    };
+    pair.replace_qps(|_| QpType::XrcSend, Some(init));
+    for wr_id in 0..3 {
+        let sges = pair.sides[1].sge(0x8000, 64);
+        let request = RecvRequest { wr_id, sges };
+        pair.sides[1].rnic.post_srq_recv(srqn, request).unwrap();
+        xrc_post(&mut pair, srqn, Operation::Send { imm: None }, SgeList::EMPTY);
+        pair.run();
+        let expected = if wr_id == 0 { QpState::Rts } else { QpState::Error };
+        assert_eq!(state(&pair, 1), expected, "{wr_id}");
+    }
+    assert!(events(&mut pair, 1).contains(&Event::CqError(small)));
+}
+
+#[test]
 fn xrc__an_initiator_carries_out_local_operations_which_name_no_queue() {
     let (mut pair, _) = xrc();
     let side = &mut pair.sides[0];
