@@ -22,7 +22,10 @@ pub(crate) const GATHER_BYTES: usize = 64 << 10;
 /// On whose behalf a request is done: that of the QP, or on XRC that of the shared receive queue which the packet names.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scope {
+    /// Where the keys that the peer names must be.
     pub(crate) pd: Pd,
+    /// Where the memory of the receives must be: the shared receive queue's, if there is one. IBTA Vol 1, 10.2.9.
+    pub(crate) recv_pd: Pd,
     pub(crate) qpn: Qpn,
     pub(crate) recv_cq: Cqn,
     pub(crate) srq: Option<Srqn>,
@@ -33,8 +36,10 @@ impl Scope {
     pub(crate) fn of(env: &Env<'_>, head: &Head, named: Option<u32>) -> Result<Scope, Refusal> {
         let init = &head.init;
         if init.qp_type != QpType::XrcRecv {
+            let shared = init.srq.and_then(|srqn| env.srqs.get(&srqn.0));
             return Ok(Scope {
                 pd: init.pd,
+                recv_pd: shared.map_or(init.pd, |srq| srq.init.pd),
                 qpn: head.qpn,
                 recv_cq: init.recv_cq,
                 srq: init.srq,
@@ -49,6 +54,7 @@ impl Scope {
         match srq.init.xrc {
             Some((xrcd, recv_cq)) if Some(xrcd) == init.xrcd => Ok(Scope {
                 pd: srq.init.pd,
+                recv_pd: srq.init.pd,
                 qpn: head.qpn,
                 recv_cq,
                 srq: Some(Srqn(srqn)),
@@ -406,13 +412,19 @@ impl Execution {
         else {
             return Err(Refusal::InvalidRequest);
         };
-        let Scope { pd, qpn, recv_cq, .. } = *scope;
+        let Scope {
+            pd,
+            recv_pd,
+            qpn,
+            recv_cq,
+            ..
+        } = *scope;
         let end = *received + payload.len() as u64;
         if recv.sges.bytes() < end {
             return Err(Refusal::TooLong);
         }
         if !mutant!(AckBeforePlacement)
-            && let Err(status) = scatter(env, pd, &recv.sges, *received, payload)
+            && let Err(status) = scatter(env, recv_pd, &recv.sges, *received, payload)
         {
             self.end_receive(env, status);
             return Err(Refusal::Receive(status));
@@ -445,10 +457,11 @@ impl Execution {
         &mut self,
         env: &mut Env<'_>,
         Scope {
-            pd,
+            recv_pd,
             qpn,
             recv_cq,
             srq,
+            ..
         }: Scope,
         grh: &[u8],
         payload: &[u8],
@@ -461,8 +474,8 @@ impl Execution {
             return Err(Refusal::TooLong);
         }
         let grh = if mutant!(GrhLeftOut) { &[] } else { grh };
-        let placed = scatter(env, pd, &recv.sges, 0, grh)
-            .and_then(|()| scatter(env, pd, &recv.sges, grh.len() as u64, payload));
+        let placed = scatter(env, recv_pd, &recv.sges, 0, grh)
+            .and_then(|()| scatter(env, recv_pd, &recv.sges, grh.len() as u64, payload));
         if let Err(status) = placed {
             env.complete(
                 recv_cq,

@@ -742,6 +742,35 @@ fn srq__feeds_its_qps_and_tells_once_when_its_limit_is_reached() {
 }
 
 #[test]
+fn srq__has_its_own_domain_for_the_memory_of_its_receives() {
+    for (own, status) in [(true, Status::Success), (false, Status::RemoteOperation)] {
+        let (mut pair, _) = shared(0);
+        let spec = spec_of(&pair, 1, ALL_ACCESS);
+        let side = &mut pair.sides[1];
+        let (of_qp, of_queue) = (side.pd, side.rnic.alloc_pd());
+        let registered_in = if own { of_queue } else { of_qp };
+        let (lkey, _) = side.rnic.reg_mr(registered_in, spec).unwrap();
+        let init = SrqInit {
+            pd: of_queue,
+            max_wr: 8,
+            xrc: None,
+        };
+        let srqn = side.rnic.create_srq(init).unwrap();
+        let init = QpInit {
+            srq: Some(srqn),
+            ..QpInit::new(of_qp, side.cq)
+        };
+        pair.replace_qps(|_| QpType::Rc, Some(init));
+        let sges = Sge::new(0x5_0000, 64, lkey).into();
+        let request = RecvRequest { wr_id: 3, sges };
+        pair.sides[1].rnic.post_srq_recv(srqn, request).unwrap();
+        send(&mut pair);
+        pair.run();
+        assert_eq!(one(&mut pair, 0).status, status);
+    }
+}
+
+#[test]
 fn srq__that_is_empty_makes_the_sender_wait() {
     let (mut pair, srqn) = shared(0);
     send(&mut pair);
