@@ -323,6 +323,9 @@ impl RecvRequest {
             Err(PostError::Invalid)
         } else if self.sges.as_slice().len() > SGE_MAX {
             Err(PostError::TooManySges)
+        } else if self.sges.bytes() > u64::from(MESSAGE_BYTES_MAX) {
+            // So a SEND that is longer than a message may be fits no receive. 9.7.4.1.7.
+            Err(PostError::TooLong)
         } else {
             Ok(())
         }

@@ -264,6 +264,27 @@ fn post_send__refuses_what_does_not_fit() {
 }
 
 #[test]
+fn post_recv__takes_no_more_bytes_than_a_message_may_have() {
+    let (mut pair, srqn) = shared(0);
+    let side = &mut pair.sides[0];
+    for (last, accepted) in [(0, Ok(())), (1, Err(PostError::TooLong))] {
+        let lengths = [1 << 30, 1 << 30, last];
+        let sges: Vec<Sge> = lengths.iter().map(|n| Sge::new(IOVA, *n, side.lkey)).collect();
+        let request = RecvRequest {
+            wr_id: 1,
+            sges: sges.as_slice().into(),
+        };
+        assert_eq!(side.rnic.post_recv(pair.now, side.qpn, request), accepted);
+    }
+    let too_long = [Sge::new(IOVA, u32::MAX, pair.sides[1].lkey)];
+    let sges = too_long.as_slice().into();
+    let posted = pair.sides[1]
+        .rnic
+        .post_srq_recv(srqn, RecvRequest { wr_id: 1, sges });
+    assert_eq!(posted, Err(PostError::TooLong));
+}
+
+#[test]
 fn send__of_32_elements_and_inline_arrives_whole() {
     let mut pair = Pair::new();
     pair.sides[0]
