@@ -11,11 +11,11 @@ bitflags! {
     pub struct Access: u32 {
         /// The device may write it for its owner: receives and READ destinations.
         const LOCAL_WRITE = 1 << 0;
-        /// A peer may WRITE.
+        /// A peer may WRITE and ATOMIC WRITE.
         const REMOTE_WRITE = 1 << 1;
         /// A peer may READ.
         const REMOTE_READ = 1 << 2;
-        /// A peer may compare-and-swap, fetch-and-add and ATOMIC WRITE.
+        /// A peer may compare-and-swap and fetch-and-add.
         const REMOTE_ATOMIC = 1 << 3;
         /// Memory windows may be bound to it. IBTA Vol 1, 10.6.7.2.
         const MW_BIND = 1 << 4;

@@ -344,7 +344,7 @@ pub enum PostError {
     /// The queue holds as many requests as it was made for.
     #[error("the work queue is full")]
     QueueFull,
-    /// More elements than the QP was made for.
+    /// More elements than [`SGE_MAX`].
     #[error("too many scatter/gather elements")]
     TooManySges,
     /// Longer than a message may be: 2^31 bytes, the path MTU on UD, the limit of inline data.

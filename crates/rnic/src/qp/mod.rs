@@ -103,7 +103,8 @@ pub struct QpAttributes {
     pub access: Option<Access>,
     /// Addresses.
     pub path: Option<Path>,
-    /// Path MTU in bytes: 256, 512, 1024, 2048 or 4096.
+    /// Path MTU in bytes: 256, 512, 1024, 2048 or 4096. More than the device's link takes where the way to the peer does not
+    /// leave the host.
     pub path_mtu: Option<u32>,
     /// The peer's QPN.
     pub dest_qpn: Option<Qpn>,
