@@ -120,7 +120,7 @@ pub struct QpAttributes {
     pub timeout: Option<u8>,
     /// Retries on timeout, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Retries on RNR NAK, 0 to 6; 7 is for ever.
+    /// Retries on RNR NAK, 0 to 6; 7 is for ever. What waits for a FLUSH in that way is waited for as long as it takes.
     pub rnr_retry: Option<u8>,
     /// READs, atomics and FLUSHes under way, 1 to 255.
     pub max_rd_atomic: Option<u8>,

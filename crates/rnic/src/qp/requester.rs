@@ -73,6 +73,11 @@ impl Wqe {
         self.request.operation.is_local()
     }
 
+    /// Whether a peer that is not ready for it has a FLUSH to end first, however long that takes: it lacks no receive.
+    fn may_wait_for_flush(&self) -> bool {
+        self.takes_resource() && !self.is_read()
+    }
+
     /// Whether it takes one of the responder's replay resources.
     fn takes_resource(&self) -> bool {
         matches!(
@@ -138,6 +143,8 @@ pub(crate) struct Requester {
     rnr_tries: u8,
     deadline: Option<Time>,
     rnr_until: Option<Time>,
+    /// The packet that the peer was not ready for, while that is waited out.
+    rnr_psn: Psn,
     /// A hole before `una` was seen and resent; wait for the timer before doing so again.
     gap_resent: bool,
     /// The QP went to SQD and was not told yet that the send queue has drained.
@@ -184,6 +191,7 @@ impl Requester {
             rnr_tries: 0,
             deadline: None,
             rnr_until: None,
+            rnr_psn: zero,
             gap_resent: false,
             draining: false,
             flush_icrc: FlushIcrc::default(),
@@ -727,7 +735,8 @@ impl Requester {
             }
             Syndrome::RnrNak { timer } => {
                 env.counters.rcvd_rnr_err += 1;
-                if psn.since(self.una) < 0 {
+                // A copy of one that is being waited out says nothing new.
+                if psn.since(self.una) < 0 || self.rnr_until.is_some() && psn == self.rnr_psn {
                     return Ok(());
                 }
                 if mutant!(RnrIsAck) {
@@ -736,9 +745,12 @@ impl Requester {
                 if !self.acknowledge(env, head, psn)? && self.selective.is_none() {
                     return Ok(());
                 }
-                if self.rnr_retry < 7 {
+                let request = self.locate(psn).wqe;
+                let counts = !self.queue.get(request).is_some_and(Wqe::may_wait_for_flush);
+                if self.rnr_retry < 7 && counts {
                     if self.rnr_tries >= self.rnr_retry && !mutant!(RnrRetriesNeverEnd) {
-                        return Err(Broken::oldest(Status::RnrRetryExceeded));
+                        let status = Status::RnrRetryExceeded;
+                        return Err(Broken { status, request });
                     }
                     self.rnr_tries += 1;
                 }
@@ -746,6 +758,7 @@ impl Requester {
                 self.resends = 0;
                 self.deadline = None;
                 self.rnr_until = Some(env.now + rnr_timer_ns(timer));
+                self.rnr_psn = psn;
                 if self.selective.is_some() {
                     self.fill_again(env.now, psn);
                 } else {

@@ -1057,6 +1057,57 @@ fn rnr__within_its_retries_waits_and_beyond_them_ends() {
 }
 
 #[test]
+fn rnr__a_copy_of_what_is_being_waited_out_counts_as_no_retry() {
+    for selective in [false, true] {
+        let mut pair = Pair::with(|rtr, rts| {
+            rts.rnr_retry = Some(1);
+            rtr.selective = Some(selective);
+        });
+        pair.post(0, Operation::Send { imm: None }, SgeList::inline(b"hello"));
+        pair.step();
+        let rnr = Syndrome::RnrNak { timer: 1 };
+        for _ in 0..2 {
+            answer(&mut pair, Op::Acknowledge, 0, rnr, &[]);
+        }
+        recv(&mut pair, 64);
+        pair.run();
+        assert_eq!(
+            statuses(&mut pair, 0),
+            [Status::Success],
+            "selective: {selective}"
+        );
+    }
+}
+
+#[test]
+fn rnr__a_flush_that_runs_for_long_is_waited_for() {
+    for selective in [false, true] {
+        let mut pair = Pair::with(|rtr, rts| {
+            rts.rnr_retry = Some(6);
+            rtr.selective = Some(selective);
+        });
+        let rkey = pair.slow_region(false, Ok(()));
+        pair.flush(rkey);
+        let add = Operation::FetchAdd {
+            va: IOVA,
+            rkey: pair.sides[1].rkey,
+            add: 1,
+        };
+        let sges = pair.sides[0].sge(0, 8);
+        pair.post(0, add, sges);
+        pair.pass(500_000_000);
+        let job = pair.sides[1].rnic.poll_flush().unwrap();
+        pair.sides[1].rnic.handle_flush(pair.now, job.id, Ok(()));
+        pair.run();
+        assert_eq!(
+            statuses(&mut pair, 0),
+            [Status::Success; 2],
+            "selective: {selective}"
+        );
+    }
+}
+
+#[test]
 fn ghost__acknowledgements_are_ignored() {
     let mut pair = writing();
     // Of what was never sent, and of long ago.
