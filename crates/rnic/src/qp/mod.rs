@@ -110,7 +110,7 @@ pub struct QpAttributes {
     pub dest_qpn: Option<Qpn>,
     /// First PSN to be received.
     pub rq_psn: Option<Psn>,
-    /// READs, atomics and FLUSHes of the peer that can be kept for replay, 1 to 255.
+    /// READs, atomics and FLUSHes of the peer that can be kept for replay; with 0 these are refused.
     pub max_dest_rd_atomic: Option<u8>,
     /// RNR timer code to ask for when no receive is posted.
     pub min_rnr_timer: Option<u8>,
@@ -122,7 +122,7 @@ pub struct QpAttributes {
     pub retry_count: Option<u8>,
     /// Retries on RNR NAK, 0 to 6; 7 is for ever. What waits for a FLUSH in that way is waited for as long as it takes.
     pub rnr_retry: Option<u8>,
-    /// READs, atomics and FLUSHes under way, 1 to 255.
+    /// READs, atomics and FLUSHes under way; with 0 these are not taken.
     pub max_rd_atomic: Option<u8>,
     /// Bytes in flight that both ends can take; both told each other when they connected.
     pub window_bytes: Option<u32>,

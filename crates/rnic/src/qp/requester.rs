@@ -221,7 +221,7 @@ impl Requester {
         }
         self.retry_count = attr.retry_count.unwrap_or(self.retry_count);
         self.rnr_retry = attr.rnr_retry.unwrap_or(self.rnr_retry);
-        self.max_rd_atomic = attr.max_rd_atomic.map_or(self.max_rd_atomic, |n| n.max(1));
+        self.max_rd_atomic = attr.max_rd_atomic.unwrap_or(self.max_rd_atomic);
         if attr.peer_is_rdmux == Some(true) {
             self.flush_icrc.settle(false);
         }
@@ -264,12 +264,17 @@ impl Requester {
         } else {
             bytes.div_ceil(head.mtu).max(1)
         };
-        self.queue.push_back(Wqe {
+        let wqe = Wqe {
             request,
             bytes,
             packets,
             first: None,
-        });
+        };
+        // The peer remembers none, or the user wants none.
+        if wqe.takes_resource() && self.max_rd_atomic == 0 {
+            return Err(PostError::Invalid);
+        }
+        self.queue.push_back(wqe);
         Ok(())
     }
 
@@ -440,7 +445,8 @@ impl Requester {
             .iter()
             .take_while(|(first, n)| first.plus(*n).since(cursor) <= 0)
             .count();
-        let waits = wqe.takes_resource() && before >= usize::from(self.max_rd_atomic);
+        // What was posted before the depth became 0 goes out all the same.
+        let waits = wqe.takes_resource() && before >= usize::from(self.max_rd_atomic.max(1));
         !waits || mutant!(InitiatorDepthIgnored)
     }
 

@@ -139,7 +139,7 @@ impl Responder {
 
     pub(crate) fn set(&mut self, attr: &QpAttributes) {
         self.expected = attr.rq_psn.unwrap_or(self.expected);
-        self.max_resources = attr.max_dest_rd_atomic.map_or(self.max_resources, |n| n.max(1));
+        self.max_resources = attr.max_dest_rd_atomic.unwrap_or(self.max_resources);
         self.min_rnr_timer = attr.min_rnr_timer.unwrap_or(self.min_rnr_timer);
     }
 
@@ -429,6 +429,11 @@ impl Responder {
             _ => return Err(Refusal::InvalidRequest),
         };
         let psn = packet.bth.psn;
+        // None was promised.
+        let takes_resource = operation.is_atomic() || matches!(operation, Op::ReadRequest | Op::Flush);
+        if takes_resource && self.max_resources == 0 {
+            return Err(Refusal::InvalidRequest);
+        }
         let flush_runs = |answer: &Answer| {
             matches!(
                 answer,
@@ -558,7 +563,9 @@ impl Responder {
     }
 
     fn keep(&mut self, resource: Resource) {
-        let most = self.max_resources - u8::from(mutant!(ResourceForgotten));
+        let most = self
+            .max_resources
+            .saturating_sub(mutant!(ResourceForgotten).into());
         while self.resources.len() >= usize::from(most).max(1) {
             self.resources.pop_front();
         }

@@ -263,6 +263,59 @@ fn post_send__refuses_what_does_not_fit() {
     );
 }
 
+/// Operations that the responder must remember.
+fn remembered(pair: &Pair) -> [(Operation, SgeList); 4] {
+    let (va, rkey) = (IOVA, pair.sides[1].rkey);
+    let sges = pair.sides[0].sge(0, 8);
+    let flush = Operation::Flush {
+        va,
+        rkey,
+        length: 8,
+        placement: Placement::GLOBAL,
+        selectivity: Selectivity::Range,
+    };
+    [
+        (Operation::Read { va, rkey }, sges.clone()),
+        (fetch_add(pair, 1), sges.clone()),
+        (Operation::AtomicWrite { va, rkey }, sges),
+        (flush, SgeList::EMPTY),
+    ]
+}
+
+#[test]
+fn max_rd_atomic__of_none_takes_none() {
+    let mut pair = Pair::with(|_, rts| rts.max_rd_atomic = Some(0));
+    for (operation, sges) in remembered(&pair) {
+        let request = SendRequest {
+            wr_id: 1,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        let side = &mut pair.sides[0];
+        let posted = side.rnic.post_send(pair.now, side.qpn, request);
+        assert_eq!(posted, Err(PostError::Invalid));
+    }
+    pair.write(0, 0, 8);
+    pair.run();
+    assert_eq!(one(&mut pair, 0).status, Status::Success);
+}
+
+#[test]
+fn max_dest_rd_atomic__of_none_refuses_all() {
+    for n in 0..4 {
+        let mut pair = Pair::with(|rtr, _| rtr.max_dest_rd_atomic = Some(0));
+        let [.., (operation, sges)] = &remembered(&pair)[..=n] else {
+            unreachable!("n is less than 4");
+        };
+        pair.post(0, operation.clone(), sges.clone());
+        pair.run();
+        assert_eq!(one(&mut pair, 0).status, Status::RemoteInvalidRequest);
+        assert_eq!(state(&pair, 1), QpState::Error);
+    }
+}
+
 #[test]
 fn post_recv__takes_no_more_bytes_than_a_message_may_have() {
     let (mut pair, srqn) = shared(0);
