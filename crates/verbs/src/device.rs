@@ -57,6 +57,7 @@ impl Device {
 
     /// Opens the soft RNIC on a local address, with options.
     pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
+        let address = address.to_canonical();
         Ok(Device {
             handle: Arc::new(Handle(Engine::open(address, options)?)),
             address,

@@ -77,3 +77,25 @@ fn post_recv__on_a_queue_pair_in_error_wakes_who_waits() {
     let wc = end.cq.poll().expect("a completion");
     assert_eq!((wc.wr_id, wc.status), (3, Status::Flushed));
 }
+
+#[test]
+fn open__takes_only_the_address_of_one_host() {
+    for address in [
+        "0.0.0.0",
+        "::",
+        "224.1.2.3",
+        "ff02::1",
+        "255.255.255.255",
+        "127.255.255.255",
+        "::ffff:0.0.0.0",
+    ] {
+        let address: IpAddr = address.parse().unwrap();
+        let opened = Device::open(address).map(|_| ());
+        assert!(
+            matches!(opened, Err(OpenError::NotOneHost(_))),
+            "{address}: {opened:?}"
+        );
+    }
+    let mapped = Device::open("::ffff:127.0.14.5".parse().unwrap()).unwrap();
+    assert_eq!(mapped.address(), IpAddr::from([127, 0, 14, 5]));
+}

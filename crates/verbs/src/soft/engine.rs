@@ -25,6 +25,7 @@ use rdmux_rnic::{
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::io::Errno;
 
 use crate::event::{AsyncEvent, AsyncEvents};
 
@@ -70,6 +71,9 @@ pub struct Options {
 /// Why a device could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
+    /// The address stands for several hosts, or for any: peers could not send to it.
+    #[error("{0} is not the address of one host: open a device on each address that peers are to use")]
+    NotOneHost(IpAddr),
     /// The address cannot be used, its port is taken, or another user has it.
     #[error(transparent)]
     Group(#[from] GroupError),
@@ -277,6 +281,9 @@ pub(crate) struct Engine {
 impl Engine {
     pub(crate) fn open(address: IpAddr, options: Options) -> Result<Arc<Engine>, OpenError> {
         let io = |what| move |source| OpenError::Io { what, source };
+        if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
+            return Err(OpenError::NotOneHost(address));
+        }
         // The group's thread may hear of a connection before the engine stands: it waits for the slot here.
         let slot: Arc<Mutex<Weak<Engine>>> = Arc::default();
         let deliver = {
@@ -617,7 +624,7 @@ impl Core {
         let mut refused = false;
         while let Some(job) = self.rnic.poll_flush() {
             if let Err(id) = Flushers::submit(&self.flushers, job) {
-                let again = rustix::io::Errno::AGAIN.raw_os_error();
+                let again = Errno::AGAIN.raw_os_error();
                 self.rnic.handle_flush(now, id, Err(Fault::Io(again)));
                 refused = true;
             }
@@ -832,7 +839,6 @@ impl Core {
 
 /// Whether sending failed because the device's address or its interface has gone.
 fn port_is_down(error: &io::Error) -> bool {
-    use rustix::io::Errno;
     let down = [
         Errno::NETDOWN,
         Errno::NETUNREACH,
@@ -852,6 +858,16 @@ fn arrival<'a>(datagram: &Datagram<'a>, dst: IpAddr) -> Arrival<'a> {
         bytes: datagram.bytes,
         segment_bytes: datagram.segment_size,
     }
+}
+
+/// Whether an address is a broadcast address, of all networks or of one that this host is on.
+fn is_broadcast(address: IpAddr) -> bool {
+    use rustix::net::{AddressFamily, SocketType, connect, socket};
+    let IpAddr::V4(v4) = address else { return false };
+    // Only the kernel knows the networks: it connects no socket to a broadcast address that has not asked for it.
+    v4.is_broadcast()
+        || socket(AddressFamily::INET, SocketType::DGRAM, None)
+            .is_ok_and(|probe| connect(&probe, &SocketAddr::new(address, ROCE_PORT)) == Err(Errno::ACCESS))
 }
 
 /// The path MTU that the device's own link carries. Where the address is on no link, as routers have them, what every Ethernet
@@ -1039,7 +1055,7 @@ impl Flushers {
             // What panics has not flushed. The thread goes on: its memory's later flushes come here too.
             let flush = || batch[0].memory.flush(start, end - start, placement);
             let result = panic::catch_unwind(AssertUnwindSafe(flush))
-                .unwrap_or(Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())));
+                .unwrap_or(Err(Fault::Io(Errno::IO.raw_os_error())));
             let engine = self
                 .engine
                 .lock()
