@@ -389,8 +389,8 @@ fn ready_to_send(
 ) -> QpAttributes {
     let reliable = qp.qp_type() != QpType::Uc;
     let asks = reliable && qp.qp_type() != QpType::XrcRecv;
-    // What the peer can answer bounds what we may ask.
-    let depth = params.initiator_depth.min(remote.responder_resources).max(1);
+    // What the peer can answer bounds what we may ask: of some peers nothing.
+    let depth = params.initiator_depth.min(remote.responder_resources);
     QpAttributes {
         sq_psn: Some(remote.starting_psn),
         timeout: reliable.then_some(ack_timeout),
@@ -760,5 +760,27 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.disconnect();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::QpOptions;
+
+    #[test]
+    fn ready_to_send__asks_nothing_of_a_peer_that_answers_nothing() {
+        let device = Device::open(IpAddr::from([127, 0, 14, 6])).unwrap();
+        let cq = device.create_cq(16).unwrap();
+        let qp = device.alloc_pd().create_qp(&QpOptions::new(&cq)).unwrap();
+        let params = ConnectParams::default();
+        for (resources, depth) in [(0, 0), (4, 4), (255, params.initiator_depth)] {
+            let remote = Endpoint {
+                responder_resources: resources,
+                ..local_endpoint(&qp, Psn::new(0), &params, PathMtu::Bytes1024)
+            };
+            let rts = ready_to_send(&qp, &params, &remote, (14, 7));
+            assert_eq!(rts.max_rd_atomic, Some(depth));
+        }
     }
 }
