@@ -411,8 +411,9 @@ pub(crate) struct Service {
 
 impl Service {
     pub(crate) fn offer(device: &Device, id: ServiceId, datagrams: bool) -> Result<Service, ListenError> {
-        device.engine().register_service(id)?;
         let (sink, events) = Events::new()?;
+        // Last of what can fail: only a service that stands is given back when it is dropped.
+        device.engine().register_service(id)?;
         let mut core = device.engine().lock();
         core.listeners.insert(id, ListenerEntry { sink, datagrams });
         core.rnic.cm().listen(id);
