@@ -131,13 +131,15 @@ impl Device {
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         let deadline = deadline_after(timeout);
         let waker = self.engine().lock().async_events.waker();
+        let take = || self.engine().lock().async_events.take_and_pass_on();
         loop {
-            if let Some(event) = self.poll_async_event() {
+            if let Some(event) = take() {
                 return Some(event);
             }
+            self.engine().hand_over();
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) || !waker.wait(left) {
-                return self.poll_async_event();
+                return take();
             }
         }
     }

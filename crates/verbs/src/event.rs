@@ -75,7 +75,38 @@ impl AsyncEvents {
         self.queue.pop_front()
     }
 
+    /// Takes the oldest on behalf of one who waits. One wake-up can stand for several events: while there are more, the next who
+    /// waits is woken.
+    pub(crate) fn take_and_pass_on(&mut self) -> Option<AsyncEvent> {
+        let event = self.take();
+        if !self.queue.is_empty() {
+            self.waker.wake();
+        }
+        event
+    }
+
     pub(crate) fn waker(&self) -> Arc<Waker> {
         self.waker.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn take_and_pass_on__wakes_the_next_while_there_are_more() {
+        let mut events = AsyncEvents::new().unwrap();
+        events.push(AsyncEvent::PortError);
+        events.push(AsyncEvent::PortActive);
+        let waker = events.waker();
+        let is_woken = || waker.wait(Some(Duration::ZERO));
+        assert!(is_woken() && !is_woken(), "both events are one wake-up");
+        assert_eq!(events.take_and_pass_on(), Some(AsyncEvent::PortError));
+        assert!(is_woken(), "one more is there");
+        assert_eq!(events.take_and_pass_on(), Some(AsyncEvent::PortActive));
+        assert!(!is_woken(), "none is there");
     }
 }
