@@ -127,10 +127,14 @@ impl Device {
         self.engine().lock().async_events.take()
     }
 
+    /// Readable when there may be an asynchronous event. Read eight bytes to reset it, then take events until there is none.
+    pub fn async_event_fd(&self) -> BorrowedFd<'_> {
+        self.engine().async_waker.fd().as_fd()
+    }
+
     /// Takes the oldest asynchronous event; sleeps until there is one. `None`: the time is over.
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         let deadline = deadline_after(timeout);
-        let waker = self.engine().lock().async_events.waker();
         let take = || self.engine().lock().async_events.take_and_pass_on();
         loop {
             if let Some(event) = take() {
@@ -138,7 +142,7 @@ impl Device {
             }
             self.engine().hand_over();
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !waker.wait(left) {
+            if left.is_some_and(|left| left.is_zero()) || !self.engine().async_waker.wait(left) {
                 return take();
             }
         }
@@ -225,7 +229,8 @@ impl Drop for CqInner {
 pub struct CompletionQueue(Arc<CqInner>);
 
 impl CompletionQueue {
-    pub(crate) fn number(&self) -> Cqn {
+    /// Its number, by which [`AsyncEvent::CqError`] names it.
+    pub fn cqn(&self) -> Cqn {
         self.0.cqn
     }
 

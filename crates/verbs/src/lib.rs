@@ -46,13 +46,14 @@ pub use event::AsyncEvent;
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::Endpoint;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, Bind, Counters, Fault, LKey, McastError, Memory, ModifyError, Operation, Path,
-    Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec,
-    RegisterError, Registration, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn,
-    Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
+    Access, Arm, Atomic, AttrMask, Bind, Counters, Cqn, Fault, INLINE_BYTES_MAX, LKey, MCAST_GROUPS_MAX,
+    MCAST_QPS_MAX, McastError, Memory, ModifyError, Operation, Path, Placement, PostError, Psn, QpAttributes,
+    QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, Registration, SGE_MAX,
+    Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn, Status, Target, Traffic,
+    WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
 };
-pub use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
-pub use rdmux_wire::roce::PathMtu;
+pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
+pub use rdmux_wire::roce::{PathMtu, Transport};
 pub use region::{MemoryRegion, MemoryWindow};
 pub use sidr::{AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, ResolveError, ServiceRequest};
 pub use soft::engine::AttachError;

@@ -49,7 +49,7 @@ impl ProtectionDomain {
         let init = SrqInit {
             pd: self.number(),
             max_wr,
-            xrc: xrc.as_ref().map(|(xrcd, cq)| (xrcd.number(), cq.number())),
+            xrc: xrc.as_ref().map(|(xrcd, cq)| (xrcd.number(), cq.cqn())),
         };
         let srqn = self.device().engine().lock().rnic.create_srq(init);
         Ok(SharedReceiveQueue(Arc::new(SrqInner {

@@ -79,6 +79,49 @@ fn post_recv__on_a_queue_pair_in_error_wakes_who_waits() {
 }
 
 #[test]
+fn async_event_fd__tells_which_completion_queue_overran() {
+    let end = End::new([127, 0, 14, 7]).ready();
+    let small = end.device.create_cq(1).unwrap();
+    let options = QpOptions {
+        recv_cq: small.clone(),
+        ..QpOptions::new(&end.cq)
+    };
+    let qp = end.qp.pd().create_qp(&options).unwrap();
+    let init = QpAttributes {
+        access: Some(Access::empty()),
+        ..Default::default()
+    };
+    qp.modify(QpState::Init, &init).unwrap();
+    for wr_id in 0..2 {
+        let sges = SgeList::EMPTY;
+        qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    assert_eq!(end.device.poll_async_event(), None);
+    qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
+    assert!(becomes_readable(end.device.async_event_fd()));
+    assert_eq!(
+        end.device.poll_async_event(),
+        Some(AsyncEvent::CqError(small.cqn()))
+    );
+}
+
+/// Whatever a public signature names can be named by who uses the crate alone.
+#[test]
+fn exports__are_all_that_signatures_name() {
+    fn attributes(error: ModifyError) -> Option<AttrMask> {
+        match error {
+            ModifyError::Missing { missing, .. } => Some(missing),
+            _ => None,
+        }
+    }
+    fn peer(endpoint: Endpoint) -> (Transport, PathMtu, Option<Extensions>) {
+        (endpoint.transport, endpoint.path_mtu, endpoint.extensions)
+    }
+    let _ = (attributes, peer);
+    assert_eq!((SGE_MAX, INLINE_BYTES_MAX, Cqn(1).0), (32, 1024, 1));
+}
+
+#[test]
 fn open__takes_only_the_address_of_one_host() {
     for address in [
         "0.0.0.0",

@@ -276,6 +276,8 @@ pub(crate) struct Engine {
     waiting: Waiting,
     group: Mutex<Option<Group>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Woken by asynchronous events.
+    pub(crate) async_waker: Arc<Waker>,
 }
 
 impl Engine {
@@ -358,6 +360,7 @@ impl Engine {
             flushers: Arc::default(),
         };
         let engine = Arc::new(Engine {
+            async_waker: core.async_events.waker(),
             core: Mutex::new(core),
             kick: Waker::new().map_err(io("eventfd"))?,
             start,

@@ -161,7 +161,7 @@ pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
 
 /// Takes the connections of a process that has gone, on the same thread and with the same restrictions: who holds the
 /// address ends them in its place.
-pub type Bury = Box<dyn Fn(Vec<Peering>) + Send>;
+pub(crate) type Bury = Box<dyn Fn(Vec<Peering>) + Send>;
 
 /// What became of the datagrams that the holder read; all zero in the other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -264,7 +264,7 @@ impl Group {
     ///
     /// # Errors
     /// Those of [`Group::join`].
-    pub fn join_and_bury(addr: IpAddr, deliver: Deliver, bury: Bury) -> Result<Group, GroupError> {
+    pub(crate) fn join_and_bury(addr: IpAddr, deliver: Deliver, bury: Bury) -> Result<Group, GroupError> {
         let io = |what| {
             move |e: Errno| GroupError::Io {
                 addr,
