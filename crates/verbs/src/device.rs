@@ -32,6 +32,16 @@ pub enum CreateError {
     Io(#[from] io::Error),
 }
 
+/// Why a list of work requests was not taken whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("request {index} of the list: {source}")]
+pub struct PostListError {
+    /// Which request was the first that was not taken, counted from 0: those before it are posted, those behind it are not.
+    pub index: usize,
+    /// Why.
+    pub source: PostError,
+}
+
 /// The handle that closes the engine when the last object of the device has gone.
 #[derive(Debug)]
 pub(crate) struct Handle(pub(crate) Arc<Engine>);
@@ -382,11 +392,18 @@ impl QueuePair {
     }
 
     /// Posts send requests in order, as one doorbell. Fails at the first that is not taken; those before it are posted.
-    pub fn post_send_list(&self, requests: impl IntoIterator<Item = SendRequest>) -> Result<(), PostError> {
+    pub fn post_send_list(
+        &self,
+        requests: impl IntoIterator<Item = SendRequest>,
+    ) -> Result<(), PostListError> {
+        // What makes them is the caller's code, and may use the device: it runs before the engine is locked.
+        let requests: Vec<SendRequest> = requests.into_iter().collect();
         self.engine().with(|core, now| {
-            requests
-                .into_iter()
-                .try_for_each(|request| core.rnic.post_send(now, self.0.qpn, request))
+            let mut post = |request| core.rnic.post_send(now, self.0.qpn, request);
+            let mut numbered = requests.into_iter().enumerate();
+            numbered.try_for_each(|(index, request)| {
+                post(request).map_err(|source| PostListError { index, source })
+            })
         })
     }
 

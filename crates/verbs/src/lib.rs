@@ -40,7 +40,8 @@ mod srq;
 pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
 pub use datagram::AddressHandle;
 pub use device::{
-    CompletionQueue, CreateError, Device, OpenError, Options, ProtectionDomain, QpOptions, QueuePair, Waiting,
+    CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain, QpOptions,
+    QueuePair, Waiting,
 };
 pub use event::AsyncEvent;
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};

@@ -78,6 +78,34 @@ fn post_recv__on_a_queue_pair_in_error_wakes_who_waits() {
     assert_eq!((wc.wr_id, wc.status), (3, Status::Flushed));
 }
 
+fn send(wr_id: u64, bytes: &[u8]) -> SendRequest {
+    SendRequest {
+        wr_id,
+        operation: Operation::Send { imm: None },
+        sges: SgeList::inline(bytes),
+        flags: SendFlags::SIGNALED,
+        to: Target::Connected,
+    }
+}
+
+#[test]
+fn post_send_list__says_which_request_was_not_taken() {
+    let end = End::new([127, 0, 14, 8]).ready();
+    let too_long = vec![0; INLINE_BYTES_MAX + 1];
+    // What makes the requests may use the device.
+    let lists = [&too_long[..1], &too_long[..2], &too_long, &too_long[..3]];
+    let requests = lists.into_iter().map(|bytes| {
+        assert!(end.qp.query().is_some());
+        send(bytes.len() as u64, bytes)
+    });
+    let source = PostError::TooLong;
+    assert_eq!(
+        end.qp.post_send_list(requests),
+        Err(PostListError { index: 2, source })
+    );
+    assert_eq!(end.qp.query().unwrap().send_outstanding, 2);
+}
+
 #[test]
 fn async_event_fd__tells_which_completion_queue_overran() {
     let end = End::new([127, 0, 14, 7]).ready();
