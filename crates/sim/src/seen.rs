@@ -7,6 +7,8 @@ use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::{Cause, Event, Status, WcOpcode};
 use rdmux_wire::roce::Opcode;
 
+use crate::Ending;
+
 /// Congestion notification, which is no opcode of a transport service. IBTA Vol 1, A17.9.3.
 const CNP: u8 = 0x81;
 /// CM messages by attribute id, from 0x10 on, without LAP and APR: nobody asks for another path. 12.6.
@@ -66,6 +68,24 @@ const CM_EVENTS: [&str; 8] = [
     "SidrReply",
 ];
 
+/// What befell whole runs, besides each [`Ending`].
+pub(crate) const RESTARTED_SELECTIVE: &str = "Restart under selective traffic";
+pub(crate) const RESTARTED_GO_BACK: &str = "Restart under go-back-N traffic";
+pub(crate) const OLD_PACKETS: &str = "packets of before a restart came";
+pub(crate) const OUTAGE_SHORT: &str = "LinkDown, short";
+pub(crate) const OUTAGE_LONG: &str = "LinkDown, long";
+pub(crate) const SLOWER: &str = "path became ten times slower";
+pub(crate) const FASTER: &str = "path became ten times faster";
+const HAPPENED: [&str; 7] = [
+    RESTARTED_SELECTIVE,
+    RESTARTED_GO_BACK,
+    OLD_PACKETS,
+    OUTAGE_SHORT,
+    OUTAGE_LONG,
+    SLOWER,
+    FASTER,
+];
+
 type Name = (&'static str, String);
 
 /// How often each thing came to pass. Things are named by their kind and name.
@@ -78,6 +98,7 @@ const COMPLETED: &str = "completed";
 const STATUS: &str = "status";
 const EVENT: &str = "event";
 const CM_EVENT: &str = "CM event";
+const RUN: &str = "run";
 
 impl Seen {
     /// Adds what another run saw.
@@ -95,6 +116,10 @@ impl Seen {
 
     fn note(&mut self, kind: &'static str, name: impl Into<String>, times: u64) {
         *self.0.entry((kind, name.into())).or_default() += times;
+    }
+
+    pub(crate) fn happened(&mut self, what: impl Into<String>) {
+        self.note(RUN, what, 1);
     }
 
     pub(crate) fn completion(&mut self, opcode: WcOpcode, status: Status) {
@@ -172,6 +197,8 @@ fn all() -> BTreeSet<Name> {
     all.extend(STATUSES.map(|status| (STATUS, format!("{status:?}"))));
     all.extend(EVENTS.map(|name| (EVENT, name.to_owned())));
     all.extend(CM_EVENTS.map(|name| (CM_EVENT, name.to_owned())));
+    all.extend(HAPPENED.map(|name| (RUN, name.to_owned())));
+    all.extend(Ending::ALL.map(|ending| (RUN, format!("{ending:?}"))));
     all
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rdmux_rnic::{Path, Qpn};
+use rdmux_rnic::{Path, Psn, Qpn};
 use rdmux_wire::roce::{Aeth, Bth, Deth, ICRC_LEN};
 
 use crate::seen::Seen;
@@ -10,6 +10,9 @@ use crate::seen::Seen;
 /// Opcodes of an Acknowledge, on RC and on XRC, and of a congestion notification.
 const ACKNOWLEDGE: [u8; 2] = [0x11, 0xb1];
 const CNP: u8 = 0x81;
+/// Bits of the opcode that say what the packet is, and those of answers.
+const OPERATION: u8 = 0x1f;
+const ANSWERS: std::ops::RangeInclusive<u8> = 0x0d..=0x12;
 /// UD SEND Only, and where a MAD that it carries names the message.
 const DATAGRAM: u8 = 0x64;
 const ATTRIBUTE_AT: usize = Bth::LEN + Deth::LEN + 16;
@@ -29,6 +32,8 @@ pub(crate) struct Tap {
     /// By sending host and destination QPN: what both ends agreed on. After a restart a QPN may be another QP's, while the
     /// peer of the first has not given up yet.
     agreed: BTreeMap<(usize, u32), Vec<Agreed>>,
+    /// By sending host and destination QPN: the PSN of the last request.
+    requested: BTreeMap<(usize, u32), Psn>,
     /// Packets by opcode, and CM messages by attribute id.
     opcodes: BTreeMap<u8, u64>,
     messages: BTreeMap<u16, u64>,
@@ -51,6 +56,11 @@ impl Tap {
         }
     }
 
+    /// PSN of the last request that a host sent to a QP.
+    pub(crate) fn requested(&self, host: usize, qpn: Qpn) -> Option<Psn> {
+        self.requested.get(&(host, qpn.value())).copied()
+    }
+
     pub(crate) fn count(&self, seen: &mut Seen) {
         for (code, times) in &self.opcodes {
             seen.packets(*code, *times);
@@ -61,7 +71,22 @@ impl Tap {
     }
 
     pub(crate) fn look(&mut self, host: usize, path: &Path, packet: &[u8]) {
-        let &[opcode, _, _, _, _, high, middle, low, ..] = packet else {
+        let &[
+            opcode,
+            _,
+            _,
+            _,
+            _,
+            high,
+            middle,
+            low,
+            _,
+            psn_high,
+            psn_middle,
+            psn_low,
+            ..,
+        ] = packet
+        else {
             return;
         };
         let qpn = u32::from_be_bytes([0, high, middle, low]);
@@ -75,6 +100,10 @@ impl Tap {
         let Some(agreed) = self.agreed.get(&(host, qpn)).filter(|_| opcode != CNP) else {
             return;
         };
+        if !ANSWERS.contains(&(opcode & OPERATION)) {
+            let psn = Psn::new(u32::from_be_bytes([0, psn_high, psn_middle, psn_low]));
+            self.requested.insert((host, qpn), psn);
+        }
         let bare = Bth::LEN + Aeth::LEN + ICRC_LEN;
         let has_bitmap = ACKNOWLEDGE.contains(&opcode) && packet.len() > bare;
         let what = if has_bitmap && !agreed.iter().any(|agreed| agreed.selective) {

@@ -201,6 +201,10 @@ impl World {
         host.cm_events.clear();
     }
 
+    pub(crate) fn latency_ns(&self) -> u64 {
+        self.latency_ns
+    }
+
     /// From now on packets take a path of this latency; those under way stay on theirs.
     pub(crate) fn change_latency(&mut self, latency_ns: u64) {
         self.carried.path_changes += 1;

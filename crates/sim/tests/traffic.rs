@@ -1,5 +1,6 @@
 //! Many runs by seed, of four kinds, and whether they saw all that the engine has. `RDMUX_SIM_RUNS` sets how many there are of
-//! each kind; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and prints its report.
+//! each kind, `RDMUX_SIM_FIRST` their first seed; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and
+//! prints its report.
 
 use std::panic::catch_unwind;
 use std::sync::Mutex;
@@ -73,7 +74,7 @@ struct Total {
 impl Kind {
     fn runs(&self) -> u64 {
         let runs = if cfg!(debug_assertions) {
-            self.runs / 20
+            self.runs / 40
         } else {
             self.runs
         };
@@ -82,12 +83,14 @@ impl Kind {
 
     /// Runs it for many seeds on all cores.
     fn many(&self) -> Total {
-        let (next, total) = (AtomicU64::new(0), Mutex::new(Total::default()));
+        let first = env("RDMUX_SIM_FIRST").unwrap_or(0);
+        let (next, end) = (AtomicU64::new(first), first + self.runs());
+        let total = Mutex::new(Total::default());
         let work = || {
             let mut own = Total::default();
             loop {
                 let seed = next.fetch_add(1, Ordering::Relaxed);
-                if seed >= self.runs() || total.lock().unwrap().failures.len() >= 5 {
+                if seed >= end || total.lock().unwrap().failures.len() >= 5 {
                     break;
                 }
                 let settings = (self.settings_of)(seed);

@@ -8,10 +8,7 @@ use rdmux_rnic::{
 
 use super::side::{NARROW, Objects};
 use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
-use crate::Ending;
-
-/// Operations for which an ending waits for a FLUSH.
-const WAITS_FOR_FLUSH: u32 = 150;
+use crate::{Ending, seen};
 
 impl Workload {
     /// Whether the ending is due. Memory fails under a FLUSH, if there is one soon.
@@ -20,7 +17,7 @@ impl Workload {
         let (host, qp) = self.ending_at;
         let mut open = self.flows[qp][1 - host].outstanding.iter();
         let waits = self.ending == Ending::MemoryFails
-            && done < self.ending_after + WAITS_FOR_FLUSH
+            && done < self.report.settings.operations * 3 / 4
             && !open.any(|op| !op.covers.is_empty() && op.kind == Kind::Flush);
         done >= self.ending_after && !waits
     }
@@ -28,6 +25,7 @@ impl Workload {
     pub(super) fn end_something(&mut self) -> Checked {
         self.ended = true;
         let (host, qp) = self.ending_at;
+        self.world.seen.happened(format!("{:?}", self.ending));
         match self.ending {
             Ending::None => {}
             Ending::PeerVanishes => self.world.hosts[host].vanished = true,
@@ -100,7 +98,12 @@ impl Workload {
 
     /// A host loses all state; later both make new connections.
     fn restart(&mut self, host: usize) -> Checked {
+        self.note_restart();
         self.world.restart(host);
+        if self.dice.one_in(2) {
+            // What is under way is then overtaken by what the new connections send.
+            self.world.change_latency((self.report.latency_ns / 100).max(1));
+        }
         let side = &mut self.sides[host];
         for end in &mut side.ends {
             end.gone = true;
@@ -125,6 +128,15 @@ impl Workload {
         let delay = self.dice.log_uniform(20_000_000);
         self.world.call_back(delay, tag(USER_RECONNECT, 0, host));
         Ok(())
+    }
+
+    fn note_restart(&mut self) {
+        let flows = self.flows.iter().zip(&self.selective);
+        let busy = flows.filter(|(flows, _)| flows.iter().any(|flow| !flow.outstanding.is_empty()));
+        for (_, selective) in busy {
+            let what = [seen::RESTARTED_GO_BACK, seen::RESTARTED_SELECTIVE][usize::from(*selective)];
+            self.world.seen.happened(what);
+        }
     }
 
     pub(super) fn reconnect(&mut self) -> Checked {

@@ -12,7 +12,7 @@ use rdmux_rnic::{Access, Cause, Cqn, Event, Path, Psn, QpAttributes, QpState, Qp
 use crate::dice::Dice;
 use crate::tap::Agreed;
 use crate::world::{Faults, Shape, Step, World};
-use crate::{Ending, Report, Settings};
+use crate::{Ending, Report, Settings, seen};
 
 mod check;
 mod ending;
@@ -129,8 +129,8 @@ pub(crate) struct Workload {
     ending_after: u32,
     /// Connections made after a restart.
     second: std::ops::Range<usize>,
-    /// First PSNs of both ways of each connection.
-    psns: Vec<[Psn; 2]>,
+    /// Whether each connection retransmits selectively.
+    selective: Vec<bool>,
     lossless: bool,
     /// The shortest local ACK timeout.
     timeout_ns: u64,
@@ -218,7 +218,7 @@ impl Workload {
             ended: false,
             ending_after,
             second: 0..0,
-            psns: Vec::new(),
+            selective: Vec::new(),
             lossless: settings.loss_percent + settings.corrupt_percent + settings.reorder_percent == 0.0
                 && !settings.path_changes,
             timeout_ns: u64::MAX,
@@ -275,23 +275,33 @@ impl Workload {
         timeout
     }
 
+    /// A PSN by which packets of before the restart would fit into a connection that was made after it.
+    fn psn_before_restart(&mut self, qp: usize, host: usize) -> Option<Psn> {
+        let before = qp.checked_sub(self.second.start)?;
+        let to = self.sides[1 - host].ends[before].recv_qpn;
+        let psn = self
+            .world
+            .tap
+            .requested(host, to)
+            .filter(|_| self.second.contains(&qp))?;
+        Some(psn.minus(self.dice.below(4) as u32))
+    }
+
     /// Brings both ends to RTS, by hand: connection management has its own runs.
     fn connect(&mut self, qp: usize, service: Service, timeout: u8) {
         let near_wrap = self.dice.one_in(2);
         let selective = self.dice.one_in(2);
         // One sequence each way, on RC and on XRC.
-        let before = self.psns.get(qp.wrapping_sub(self.second.start)).copied();
         let psns = [0, 1].map(|host| {
-            if let Some(psns) = before.filter(|_| !self.second.is_empty()) {
-                // What is under way from before the restart would fit.
-                psns[host].plus(self.dice.below(40) as u32)
+            if let Some(psn) = self.psn_before_restart(qp, host) {
+                psn
             } else if near_wrap {
                 Psn::new(0x100_0000 - self.dice.log_uniform(400) as u32)
             } else {
                 Psn::new(self.dice.next() as u32)
             }
         });
-        self.psns.push(psns);
+        self.selective.push(selective);
         let depths = [0, 1].map(|_| self.dice.pick(&[1u8, 1, 2, 4, 16, 128]));
         let rnr_timer = self.dice.between(1, 16) as u8;
         let few = self.ending == Ending::NoReceive && qp == self.ending_at.1;
@@ -366,6 +376,12 @@ impl Workload {
         let result = self.drive();
         let report = &mut self.report;
         report.violation = result.err();
+        let strangers: u64 = (self.world.hosts.iter())
+            .map(|host| host.rnic.counters().no_qp)
+            .sum();
+        if self.ended && self.ending == Ending::Restart && strangers > 0 {
+            self.world.seen.happened(seen::OLD_PACKETS);
+        }
         report.world(&self.world);
         self.report
     }

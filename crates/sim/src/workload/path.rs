@@ -2,7 +2,7 @@
 //! in one direction or both, or lose every other packet.
 
 use super::{USER_PATH, Workload, tag};
-use crate::Ending;
+use crate::{Ending, seen};
 
 /// How much slower a path gets at most than the timeouts are made for, and how much faster. Timeouts allow for twelve times
 /// the latency, and all retries together for 46 timeouts: an answer that takes ten times as long is in time.
@@ -33,6 +33,12 @@ impl Workload {
             _ => {
                 let step = (self.report.latency_ns / FASTER).max(1);
                 let latency_ns = step * self.dice.log_uniform(SLOWER * FASTER);
+                let (tenfold, before) = (10 * latency_ns, self.world.latency_ns());
+                if latency_ns >= 10 * before {
+                    self.world.seen.happened(seen::SLOWER);
+                } else if tenfold <= before {
+                    self.world.seen.happened(seen::FASTER);
+                }
                 self.world.change_latency(latency_ns);
             }
         }
@@ -49,6 +55,8 @@ impl Workload {
     pub(super) fn break_for_long(&mut self) {
         let timeouts = self.dice.log_uniform(OUTAGE_TIMEOUTS);
         self.outage_ends_all = timeouts > BROKEN_TIMEOUTS;
+        let what = [seen::OUTAGE_SHORT, seen::OUTAGE_LONG][usize::from(self.outage_ends_all)];
+        self.world.seen.happened(what);
         self.break_links(timeouts * self.timeout_ns);
     }
 
