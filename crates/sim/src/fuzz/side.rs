@@ -352,6 +352,13 @@ impl Side {
         while let Some(event) = self.rnic.cm().poll_event() {
             self.cm_event(&event);
         }
+        // Only here: of one that ends sooner, what was said by then would still be heard.
+        while self.cm_ids.len() > CM_IDS
+            && let Some(oldest) = self.cm_ids.pop_front()
+        {
+            self.rnic.cm().destroy(oldest);
+            self.cm_ends(oldest);
+        }
     }
 
     /// A request completes at most once, in the order of its queue, and after one that failed as flushed.
@@ -412,13 +419,8 @@ impl Side {
     /// A connection begins, under an id that may have been another's.
     pub(super) fn cm_begins(&mut self, id: CmId) {
         self.cm_gone.remove(&id.0);
+        self.cm_ids.retain(|other| *other != id);
         self.cm_ids.push_back(id);
-        if self.cm_ids.len() > CM_IDS
-            && let Some(oldest) = self.cm_ids.pop_front()
-        {
-            self.rnic.cm().destroy(oldest);
-            self.cm_ends(oldest);
-        }
     }
 
     pub(super) fn cm_ends(&mut self, id: CmId) {
