@@ -13,7 +13,7 @@ pub struct Backlog {
     pub answers: usize,
     /// Messages of the connection manager that wait to be sent.
     pub cm_messages: usize,
-    /// Connections at rest.
+    /// Connections and requests at rest.
     pub cm_resting: usize,
 }
 
@@ -27,6 +27,6 @@ impl Backlog {
         self.kept_packets <= qps * kept_max
             && self.answers <= qps * answers_max
             && self.cm_messages <= cm::OUT_MAX
-            && self.cm_resting <= cm::RESTING_MAX
+            && self.cm_resting <= 2 * cm::RESTING_MAX
     }
 }

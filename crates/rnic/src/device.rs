@@ -32,6 +32,9 @@ const RDMUX_IP_ID_MAX: u16 = 127;
 /// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
 
+/// Random numbers tried for a QPN. Half of them at least are no QP's; connections whose QPs have gone hold few of the others.
+const QPN_TRIES: u32 = 1_000;
+
 /// Traffic class of congestion notifications: DSCP 48 (CS6).
 const CNP_TRAFFIC_CLASS: u8 = 48 << 2;
 
@@ -381,12 +384,11 @@ impl Rnic {
         {
             return None;
         }
-        let qpn = loop {
+        let qpn = (0..QPN_TRIES).find_map(|_| {
             let qpn = Qpn::new(self.new_number());
-            if qpn.value() > 1 && !self.qps.contains_key(&qpn.value()) && !self.cm.is_resting(qpn) {
-                break qpn;
-            }
-        };
+            let taken = self.qps.contains_key(&qpn.value()) || self.cm.has_qpn(qpn);
+            (qpn.value() > 1 && !taken).then_some(qpn)
+        })?;
         self.qps.insert(qpn.value(), Qp::new(qpn, init, self.config.mtu));
         Some(qpn)
     }

@@ -82,6 +82,7 @@ impl Cm {
         connection.local_qpn = local.qpn;
         connection.rest = local.ack_timeout.clamp(REST_MIN, REST_MAX);
         connection.message = emit(&Message::Req(req), tid);
+        self.qpns.insert((local.qpn, id));
         self.connections.insert(id, connection);
         self.send_again(now, id);
         Ok(CmId(id))
@@ -130,6 +131,7 @@ impl Cm {
         c.state = State::RepSent;
         c.local_qpn = local.qpn;
         let service = c.service;
+        self.qpns.insert((local.qpn, id.0));
         self.decided(service);
         self.send_again(now, id.0);
         Ok(())
@@ -267,6 +269,7 @@ impl Cm {
         connection.local_qpn = peering.local_qpn;
         connection.remote_id = peering.remote_id;
         connection.remote_qpn = peering.remote_qpn;
+        self.qpns.insert((peering.local_qpn, id.0));
         self.connections.insert(id.0, connection);
         self.disconnect(now, id);
     }

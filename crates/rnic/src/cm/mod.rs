@@ -45,7 +45,7 @@ const CONNECTIONS_MAX: usize = 1 << 16;
 pub(crate) const BACKLOG_MAX: usize = 128;
 /// Time that a user has to decide on a request. No peer asks for that long.
 const DECISION_NS: u64 = 60_000_000_000;
-/// Ids at rest; the one that has rested longest makes place for the next.
+/// Connections at rest, and apart from them as many requests: the one whose rest ends first makes place for the next.
 pub(crate) const RESTING_MAX: usize = 4_096;
 /// How long an answer to a request is kept for repetitions of the request: the kernel repeats after 4.3 s.
 const ANSWER_KEPT: u8 = 21;
@@ -242,6 +242,9 @@ impl State {
     }
 }
 
+/// The QPN of a connection that has no QP here yet.
+const NO_QPN: Qpn = Qpn::new(0);
+
 /// Names a request: the peer's address, its GUID (`None` for a resolution), its communication or request id.
 type RequestKey = (IpAddr, Option<u64>, u32);
 /// Names a peer's QP: its address, its GUID, its QPN.
@@ -285,7 +288,7 @@ impl Connection {
             transport: Transport::Rc,
             peer,
             request: None,
-            local_qpn: Qpn::new(0),
+            local_qpn: NO_QPN,
             remote_id: 0,
             remote_guid: 0,
             remote_qpn: Qpn::new(0),
@@ -324,8 +327,10 @@ pub struct Cm {
     by_qp: HashMap<QpKey, u32>,
     /// Connections in TimeWait, by when that ends.
     resting: BTreeSet<(Time, u32)>,
-    /// Own QPNs of those.
-    resting_qpns: BTreeSet<(Qpn, u32)>,
+    /// The same of requests and resolutions, which never had a QP here. They cost a peer little, so they displace none of those.
+    answered: BTreeSet<(Time, u32)>,
+    /// Own QPNs of connections in any state.
+    qpns: BTreeSet<(Qpn, u32)>,
     timers: BTreeSet<(Time, u32)>,
     out: VecDeque<(IpAddr, Mad)>,
     events: VecDeque<CmEvent>,
@@ -347,7 +352,8 @@ impl Cm {
             by_request: HashMap::new(),
             by_qp: HashMap::new(),
             resting: BTreeSet::new(),
-            resting_qpns: BTreeSet::new(),
+            answered: BTreeSet::new(),
+            qpns: BTreeSet::new(),
             timers: BTreeSet::new(),
             out: VecDeque::new(),
             events: VecDeque::new(),
@@ -389,7 +395,7 @@ impl Cm {
 
     /// Connections and resolutions there are, in any state but TimeWait.
     pub fn len(&self) -> usize {
-        self.connections.len() - self.resting.len()
+        self.connections.len() - self.resting()
     }
 
     /// Whether there is no connection.
@@ -397,9 +403,9 @@ impl Cm {
         self.len() == 0
     }
 
-    /// Connections in TimeWait: their ids and QPNs are not given out.
+    /// Connections and resolutions in TimeWait: their ids and QPNs are not given out.
     pub fn resting(&self) -> usize {
-        self.resting.len()
+        self.resting.len() + self.answered.len()
     }
 
     // Driven by the device.
@@ -434,9 +440,10 @@ impl Cm {
         }
     }
 
-    /// Whether a QPN was a connection's a moment ago, so that packets to it may still be under way. 12.9.8.4.
-    pub(crate) fn is_resting(&self, qpn: Qpn) -> bool {
-        self.resting_qpns
+    /// Whether a QPN is a connection's, whose QP may have gone, or was a moment ago: packets to it may still be under way.
+    /// 12.9.8.4.
+    pub(crate) fn has_qpn(&self, qpn: Qpn) -> bool {
+        self.qpns
             .range((qpn, 0)..)
             .next()
             .is_some_and(|(at, _)| *at == qpn)
@@ -588,7 +595,7 @@ impl Cm {
             )
         });
         let until = now + nanoseconds(c.rest);
-        let qpn = c.local_qpn;
+        let had_qp = c.local_qpn != NO_QPN;
         if undecided {
             self.decided(service);
         }
@@ -599,10 +606,14 @@ impl Cm {
             return self.forget(id);
         }
         self.set_deadline(id, Some(until));
-        self.resting.insert((until, id));
-        self.resting_qpns.insert((qpn, id));
-        if self.resting.len() > RESTING_MAX
-            && let Some((_, first)) = self.resting.first().copied()
+        let at_rest = if had_qp {
+            &mut self.resting
+        } else {
+            &mut self.answered
+        };
+        at_rest.insert((until, id));
+        if at_rest.len() > RESTING_MAX
+            && let Some((_, first)) = at_rest.first().copied()
         {
             self.forget(first);
         }
@@ -615,8 +626,9 @@ impl Cm {
         if let Some(at) = c.deadline {
             self.timers.remove(&(at, id));
             self.resting.remove(&(at, id));
+            self.answered.remove(&(at, id));
         }
-        self.resting_qpns.remove(&(c.local_qpn, id));
+        self.qpns.remove(&(c.local_qpn, id));
         if let Some(request) = c.request {
             self.by_request.remove(&request);
         }

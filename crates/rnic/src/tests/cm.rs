@@ -926,10 +926,39 @@ fn time_wait__keeps_the_qpn_and_the_id() {
     pair.step();
     assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));
     let cm = pair.sides[0].rnic.cm();
-    assert_eq!((cm.len(), cm.resting(), cm.is_resting(qpn)), (0, 1, true));
+    assert_eq!((cm.len(), cm.resting(), cm.has_qpn(qpn)), (0, 1, true));
     pair.pass(SECOND);
     let cm = pair.sides[0].rnic.cm();
-    assert_eq!((cm.resting(), cm.is_resting(qpn)), (0, false));
+    assert_eq!((cm.resting(), cm.has_qpn(qpn)), (0, false));
+}
+
+#[test]
+fn disconnect__keeps_the_qpn_until_the_peer_has_agreed() {
+    let mut pair = Pair::new();
+    let (active, _) = established(&mut pair);
+    let qpn = pair.sides[0].qpn;
+    disconnect(&mut pair, 0, active);
+    pair.sides[0].rnic.destroy_qp(qpn);
+    assert!(pair.sides[0].rnic.cm().has_qpn(qpn));
+    pair.run();
+    assert!(!pair.sides[0].rnic.cm().has_qpn(qpn));
+}
+
+#[test]
+fn time_wait__of_requests_does_not_end_that_of_connections() {
+    let (mut pair, id, req) = listening();
+    let qpn = pair.sides[0].qpn;
+    disconnect(&mut pair, 0, id);
+    for n in 1..=RESTING_MAX as u32 + 10 {
+        mad(&mut pair, &Message::Req(numbered(&req, n)));
+        let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
+            panic!("request {n} was not told");
+        };
+        let now = pair.now;
+        pair.sides[0].rnic.cm().reject(now, id, RejReason::CONSUMER, &[]);
+    }
+    let cm = pair.sides[0].rnic.cm();
+    assert_eq!((cm.resting(), cm.has_qpn(qpn)), (RESTING_MAX + 1, true));
 }
 
 #[test]
