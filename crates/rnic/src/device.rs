@@ -230,8 +230,8 @@ impl Rnic {
         self.regions.alloc_region(&mut self.rng, pd, length_max)
     }
 
-    /// Changes memory, rights or protection domain of a region; its keys stay. The memory that it had comes back. After an error
-    /// the region is as it was. IBTA Vol 1, 11.2.8.5.
+    /// Changes memory, rights or protection domain of a region that no windows are bound to; its keys stay. The memory that it
+    /// had comes back. After an error the region is as it was. IBTA Vol 1, 11.2.8.5.
     pub fn rereg_mr(
         &mut self,
         lkey: LKey,
@@ -241,10 +241,15 @@ impl Rnic {
         self.regions.reregister(lkey, pd, change)
     }
 
-    /// Ends a region: once this returns nothing reaches its memory through it, nor through windows bound to it. The memory comes
-    /// back, for the caller to drop where what that runs does no harm. `None`: there was none.
-    pub fn dereg_mr(&mut self, lkey: LKey) -> Option<Arc<dyn Memory>> {
-        self.regions.deregister(lkey).flatten()
+    /// Ends a region that no windows are bound to: once this returns nothing reaches its memory through it. The memory, if it
+    /// had any, comes back, for the caller to drop where what that runs does no harm.
+    pub fn dereg_mr(&mut self, lkey: LKey) -> Result<Option<Arc<dyn Memory>>, RegisterError> {
+        self.regions.deregister(lkey)
+    }
+
+    /// Unbinds all windows of a region, as if each had been ended by who bound it: for an owner who cannot wait for that.
+    pub fn unbind_mws(&mut self, lkey: LKey) {
+        self.regions.unbind_all(lkey);
     }
 
     /// Makes a memory window. IBTA Vol 1, 11.2.8.9.
@@ -406,11 +411,12 @@ impl Rnic {
         }
     }
 
-    /// Ends a QP; nothing completes any more.
+    /// Ends a QP; nothing completes any more. Type 2 windows that it bound are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
             self.flushes.forget(qpn);
             self.groups.forget(qpn);
+            self.regions.forget_qp(qpn);
             if qp.head.listed {
                 self.ready.forget(qpn);
             }

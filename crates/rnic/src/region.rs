@@ -1,6 +1,6 @@
 //! Protection domains and memory regions. IBTA Vol 1, 10.6.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
@@ -32,6 +32,9 @@ pub enum RegisterError {
     /// No such region.
     #[error("no such memory region")]
     NoRegion,
+    /// Memory windows are bound to the region: it ends, or gets other memory, when they have been unbound. IBTA Vol 1, 10.6.7.2.
+    #[error("memory windows are bound to the region")]
+    WindowsBound,
     /// As many regions and windows as there can be.
     #[error("too many memory regions and windows")]
     NoResources,
@@ -143,6 +146,8 @@ struct Entry {
     key: u32,
     pd: Pd,
     kind: Kind,
+    /// Windows that are bound to it. As long as there are any, it stays as it is.
+    windows: u32,
 }
 
 #[derive(Debug)]
@@ -187,6 +192,8 @@ pub(crate) struct KeyError;
 pub(crate) struct Regions {
     /// By the high 24 bits of their keys: the low 8 are their user's to change.
     entries: NumberMap<Entry>,
+    /// Type 2 windows by the QP that bound them, each by its key without the low 8 bits.
+    bound_on: BTreeSet<(Qpn, u32)>,
     pds: Vec<bool>,
 }
 
@@ -205,9 +212,12 @@ impl Regions {
 
     /// Ends a PD; whatever was registered in it goes with it, and its memory is returned.
     pub(crate) fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
+        // Windows are of their region's domain, so what is bound together goes together.
         let gone = self.entries.extract_if(|_, entry| entry.pd == pd);
         let memories = gone.filter_map(|(_, entry)| Some(entry.spec()?.memory.clone()));
         let memories = memories.collect();
+        let entries = &self.entries;
+        self.bound_on.retain(|(_, window)| entries.contains_key(window));
         if let Some(used) = self.pds.get_mut(pd.0 as usize) {
             *used = false;
         }
@@ -232,7 +242,13 @@ impl Regions {
                 break key;
             }
         };
-        self.entries.insert(key >> 8, Entry { key, pd, kind });
+        let entry = Entry {
+            key,
+            pd,
+            kind,
+            windows: 0,
+        };
+        self.entries.insert(key >> 8, entry);
         Ok(key)
     }
 
@@ -291,6 +307,9 @@ impl Regions {
         let Kind::Region(spec) = &mut entry.kind else {
             return Err(RegisterError::NoRegion);
         };
+        if entry.windows > 0 {
+            return Err(RegisterError::WindowsBound);
+        }
         let mut changed = spec.clone();
         change(&mut changed);
         let mut changed = changed.checked()?;
@@ -302,10 +321,9 @@ impl Regions {
         Ok(before.memory)
     }
 
-    /// After this no access through the key, or through windows bound to it, succeeds; those under way were complete when
-    /// they returned.
-    pub(crate) fn deregister(&mut self, lkey: LKey) -> Option<Option<Arc<dyn Memory>>> {
-        let entry = self.entries.get(&(lkey.0 >> 8))?;
+    /// After this no access through the key succeeds; those under way were complete when they returned.
+    pub(crate) fn deregister(&mut self, lkey: LKey) -> Result<Option<Arc<dyn Memory>>, RegisterError> {
+        let entry = self.entries.get(&(lkey.0 >> 8)).ok_or(RegisterError::NoRegion)?;
         let named = match entry.kind {
             Kind::Region(_) => entry.key == lkey.0,
             // Its key has changed with each registration.
@@ -313,10 +331,13 @@ impl Regions {
             Kind::Window { .. } => false,
         };
         if !named || mutant!(DeregisterForgotten) {
-            return None;
+            return Err(RegisterError::NoRegion);
         }
-        let entry = self.entries.remove(&(lkey.0 >> 8))?;
-        Some(entry.spec().map(|spec| spec.memory.clone()))
+        if entry.windows > 0 {
+            return Err(RegisterError::WindowsBound);
+        }
+        let entry = self.entries.remove(&(lkey.0 >> 8));
+        Ok(entry.and_then(|entry| Some(entry.spec()?.memory.clone())))
     }
 
     pub(crate) fn dealloc_window(&mut self, rkey: RKey) -> bool {
@@ -324,7 +345,61 @@ impl Regions {
             .entries
             .get(&(rkey.0 >> 8))
             .is_some_and(|entry| matches!(entry.kind, Kind::Window { .. }));
-        is_window && self.entries.remove(&(rkey.0 >> 8)).is_some()
+        if is_window {
+            self.rebind(rkey.0 >> 8, None);
+            self.entries.remove(&(rkey.0 >> 8));
+        }
+        is_window
+    }
+
+    /// Unbinds all windows of a region.
+    pub(crate) fn unbind_all(&mut self, lkey: LKey) {
+        let region = lkey.0 >> 8;
+        if self.entries.get(&region).is_none_or(|entry| entry.windows == 0) {
+            return;
+        }
+        let is_bound_to_it = |entry: &Entry| match entry.kind {
+            Kind::Window { bound, .. } => bound.is_some_and(|bound| bound.bind.region.0 >> 8 == region),
+            Kind::Region(_) | Kind::Fast { .. } => false,
+        };
+        let windows = self.entries.iter().filter(|(_, entry)| is_bound_to_it(entry));
+        let windows: Vec<u32> = windows.map(|(window, _)| *window).collect();
+        for window in windows {
+            self.rebind(window, None);
+        }
+    }
+
+    /// A QP is gone: the windows that it alone served serve no other that gets its number.
+    pub(crate) fn forget_qp(&mut self, qpn: Qpn) {
+        while let Some((_, window)) = self.bound_on.range((qpn, 0)..=(qpn, u32::MAX)).next().copied() {
+            self.rebind(window, None);
+        }
+    }
+
+    /// Binds a window, named by its key without the low 8 bits, to something else.
+    fn rebind(&mut self, window: u32, to: Option<Bound>) {
+        let entry = self.entries.get_mut(&window);
+        let Some(Kind::Window { kind, bound, .. }) = entry.map(|entry| &mut entry.kind) else {
+            return;
+        };
+        let of_qp = *kind == WindowType::Two;
+        let before = std::mem::replace(bound, to);
+        if let Some(bound) = before {
+            self.bound_on.remove(&(bound.qpn, window));
+            self.change_windows(bound.bind.region, -1);
+        }
+        if let Some(bound) = to {
+            if of_qp {
+                self.bound_on.insert((bound.qpn, window));
+            }
+            self.change_windows(bound.bind.region, 1);
+        }
+    }
+
+    fn change_windows(&mut self, region: LKey, by: i32) {
+        if let Some(entry) = self.entries.get_mut(&(region.0 >> 8)) {
+            entry.windows = entry.windows.saturating_add_signed(by);
+        }
     }
 
     fn exact(&self, key: u32) -> Option<&Entry> {
@@ -404,10 +479,11 @@ impl Regions {
         if entry.pd != pd || refused {
             return Err(KeyError);
         }
-        *bound = (bind.length > 0).then_some(Bound { bind: *bind, qpn });
         if !mutant!(WindowKeyStays) {
             entry.key = bind.window.0;
         }
+        let to = (bind.length > 0).then_some(Bound { bind: *bind, qpn });
+        self.rebind(bind.window.0 >> 8, to);
         Ok(())
     }
 
@@ -449,16 +525,18 @@ impl Regions {
         Ok(())
     }
 
-    /// Ends what a key grants until it is registered or bound again. IBTA Vol 1, 10.6.7.2.3.
+    /// Ends what a key grants until it is registered or bound again; not of a region that windows are bound to. IBTA Vol 1,
+    /// 10.6.7.2.3.
     pub(crate) fn invalidate(&mut self, rkey: RKey, pd: Pd, qpn: Qpn) -> Result<(), KeyError> {
         let entry = self.exact_mut(rkey.0).filter(|entry| entry.pd == pd);
-        match &mut entry.ok_or(KeyError)?.kind {
-            Kind::Fast { spec, .. } if spec.is_some() => *spec = None,
+        let entry = entry.ok_or(KeyError)?;
+        match &mut entry.kind {
+            Kind::Fast { spec, .. } if spec.is_some() && entry.windows == 0 => *spec = None,
             Kind::Window {
                 kind: WindowType::Two,
                 bound,
                 ..
-            } if bound.is_some_and(|bound| bound.qpn == qpn) => *bound = None,
+            } if bound.is_some_and(|bound| bound.qpn == qpn) => self.rebind(rkey.0 >> 8, None),
             _ => return Err(KeyError),
         }
         Ok(())

@@ -75,7 +75,8 @@ impl ProtectionDomain {
     }
 }
 
-/// Registered memory. Dropping it deregisters: when the drop returns, no peer reaches the memory any more.
+/// Registered memory. Dropping it unbinds its windows and deregisters: when the drop returns, no peer reaches the memory any
+/// more.
 #[derive(Debug)]
 pub struct MemoryRegion {
     pd: ProtectionDomain,
@@ -107,7 +108,7 @@ impl MemoryRegion {
     }
 
     /// Puts other memory behind the region, or changes its rights; keys stay. What was behind it is reached no more when this
-    /// returns. After an error the region is as it was.
+    /// returns. After an error, as while windows are bound to it, the region is as it was.
     pub fn rereg(
         &mut self,
         memory: Arc<dyn Memory>,
@@ -140,8 +141,11 @@ impl MemoryRegion {
 
 impl Drop for MemoryRegion {
     fn drop(&mut self) {
-        // Dropped when the engine is unlocked again: memory may unmap, close, or run its owner's code.
-        let memory = self.pd.device().engine().lock().rnic.dereg_mr(self.lkey);
+        let mut core = self.pd.device().engine().lock();
+        core.rnic.unbind_mws(self.lkey);
+        let memory = core.rnic.dereg_mr(self.lkey);
+        drop(core);
+        // Dropped when the engine is unlocked: memory may unmap, close, or run its owner's code.
         drop(memory);
     }
 }

@@ -210,9 +210,10 @@ fn deregistration__stops_a_read_under_way() {
     pair.post(0, operation, sges);
     pair.step();
     let lkey = pair.sides[1].lkey;
-    let memory = pair.sides[1].rnic.dereg_mr(lkey);
+    let memory = pair.sides[1].rnic.dereg_mr(lkey).unwrap();
     assert_eq!(memory.map(|m| m.len()), Some(MEMORY as u64));
-    assert!(pair.sides[1].rnic.dereg_mr(lkey).is_none());
+    let again = pair.sides[1].rnic.dereg_mr(lkey);
+    assert_eq!(again.unwrap_err(), RegisterError::NoRegion);
     pair.run();
     assert_eq!(pair.sides[0].completions()[0].status, Status::RemoteAccess);
 }

@@ -519,7 +519,7 @@ fn receive__with_a_key_that_is_gone_is_a_remote_operation_error() {
     let mut pair = Pair::new();
     recv(&mut pair, 100);
     let lkey = pair.sides[1].lkey;
-    pair.sides[1].rnic.dereg_mr(lkey);
+    pair.sides[1].rnic.dereg_mr(lkey).unwrap();
     let answers = ask(&mut pair, Op::SendOnly, 0, &[], &[1; 100]);
     refused(&mut pair, &answers, 0, NAK_OPERATION);
     assert_eq!(statuses(&mut pair, 1), [Status::LocalProtection]);

@@ -610,6 +610,116 @@ pub(super) fn window__of_type_2_serves_only_the_qp_that_bound_it_and_ends_by_eit
     assert_eq!(write_status(&mut pair, IOVA + 0x100, again), Status::RemoteAccess);
 }
 
+/// A region that windows can be bound to at side 1, by work requests: its keys, and a type 2 window of it.
+fn bound(pair: &mut Pair) -> (LKey, RKey, RKey) {
+    let pd = pair.sides[1].pd;
+    let (lkey, rkey) = pair.sides[1].rnic.alloc_mr(pd, 0x1000).unwrap();
+    let operation = register_at(pair, rkey);
+    assert_eq!(at_peer(pair, operation), Status::Success);
+    let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::Two).unwrap();
+    let operation = bind_to(lkey, window.next());
+    assert_eq!(at_peer(pair, operation), Status::Success);
+    (lkey, rkey, window.next())
+}
+
+fn register_at(pair: &Pair, key: RKey) -> Operation {
+    let spec = spec_of(pair, 1, ALL_ACCESS);
+    Operation::Register(Box::new(Registration { key, spec }))
+}
+
+fn bind_to(region: LKey, window: RKey) -> Operation {
+    Operation::Bind(Bind {
+        window,
+        region,
+        va: 0x5_0000,
+        length: 64,
+        access: Access::REMOTE_WRITE,
+    })
+}
+
+#[test]
+fn window__keeps_its_region_from_being_invalidated() {
+    // By its owner.
+    let mut pair = Pair::new();
+    let (_, rkey, _) = bound(&mut pair);
+    let invalidate = Operation::LocalInvalidate { rkey };
+    assert_eq!(at_peer(&mut pair, invalidate), Status::LocalQpOperation);
+
+    // By its peer.
+    let mut pair = Pair::new();
+    let (_, rkey, _) = bound(&mut pair);
+    recv(&mut pair, 64);
+    pair.post(0, Operation::SendInvalidate { rkey }, SgeList::EMPTY);
+    pair.run();
+    assert_eq!(one(&mut pair, 1).status, Status::RemoteInvalidRequest);
+
+    // When the window has ended the region can end too, and the window's key does not reach what it is given next.
+    let mut pair = Pair::new();
+    let (lkey, rkey, window) = bound(&mut pair);
+    for rkey in [window, rkey] {
+        let invalidate = Operation::LocalInvalidate { rkey };
+        assert_eq!(at_peer(&mut pair, invalidate), Status::Success);
+    }
+    let operation = register_at(&pair, rkey);
+    assert_eq!(at_peer(&mut pair, operation), Status::Success);
+    assert_eq!(at_peer(&mut pair, bind_to(lkey, window.next())), Status::Success);
+    assert_eq!(write_status(&mut pair, 0x5_0000, window), Status::RemoteAccess);
+}
+
+#[test]
+fn window__keeps_its_region_from_being_changed_and_deregistered() {
+    let mut pair = Pair::new();
+    let (pd, lkey) = (pair.sides[1].pd, pair.sides[1].lkey);
+    let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::One).unwrap();
+    let mut key = window;
+    for length in [64, 32, 0, 64] {
+        let (qpn, now) = (pair.sides[1].qpn, pair.now);
+        let bind = bind(&pair, key, length, Access::REMOTE_WRITE);
+        let rnic = &mut pair.sides[1].rnic;
+        key = rnic.bind_mw(now, qpn, 1, bind, SendFlags::SIGNALED).unwrap();
+        pair.run();
+        assert_eq!(one(&mut pair, 1).status, Status::Success);
+        let changed = pair.sides[1].rnic.rereg_mr(lkey, None, |_| {}).map(drop);
+        let expected = match length {
+            0 => Ok(()),
+            _ => Err(RegisterError::WindowsBound),
+        };
+        assert_eq!(changed, expected, "bound to {length} bytes");
+    }
+    let rnic = &mut pair.sides[1].rnic;
+    assert_eq!(rnic.dereg_mr(lkey).unwrap_err(), RegisterError::WindowsBound);
+    assert_eq!(
+        write_status(&mut pair, IOVA + 0x100, key),
+        Status::Success,
+        "as it was"
+    );
+    let rnic = &mut pair.sides[1].rnic;
+    assert!(rnic.dealloc_mw(key));
+    assert!(rnic.dereg_mr(lkey).is_ok());
+}
+
+#[test]
+fn unbind_mws__ends_all_windows_of_a_region_and_no_other() {
+    let mut pair = Pair::new();
+    let (lkey, _, window) = bound(&mut pair);
+    let (_, _, other) = bound(&mut pair);
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.unbind_mws(lkey);
+    assert!(rnic.dereg_mr(lkey).is_ok());
+    assert_eq!(write_status(&mut pair, 0x5_0000, other), Status::Success);
+    assert_eq!(write_status(&mut pair, 0x5_0000, window), Status::RemoteAccess);
+}
+
+#[test]
+fn destroy_qp__ends_the_windows_that_it_alone_served() {
+    let mut pair = Pair::new();
+    let (lkey, ..) = bound(&mut pair);
+    let side = &mut pair.sides[1];
+    assert_eq!(side.rnic.dereg_mr(lkey).unwrap_err(), RegisterError::WindowsBound);
+    side.rnic.destroy_qp(side.qpn);
+    assert!(side.rnic.dereg_mr(lkey).is_ok());
+}
+
 #[test]
 fn bind__of_what_may_not_be_bound_is_a_bind_error() {
     type Change = fn(&mut Bind, &mut Pair);

@@ -37,7 +37,11 @@ impl Workload {
             }
             Ending::Deregister => {
                 let reg = self.sides[host].ends[qp].reg.clone();
-                self.world.with(host, |rnic, _| rnic.dereg_mr(reg.lkey));
+                let ended = self.world.with(host, |rnic, _| {
+                    rnic.unbind_mws(reg.lkey);
+                    rnic.dereg_mr(reg.lkey)
+                });
+                ended.map_err(|error| format!("deregistering: {error}"))?;
                 reg.door.shut.store(true, Ordering::Relaxed);
             }
             Ending::MemoryFails => {
@@ -274,13 +278,14 @@ impl Workload {
     }
 
     /// How a receive of an affected QP may end but for being flushed.
-    pub(super) fn expected_of_receive(&self) -> Option<Status> {
+    pub(super) fn expected_of_receive(&self) -> &'static [Status] {
         match self.ending {
-            Ending::Deregister => Some(Status::LocalProtection),
-            Ending::ShortReceive => Some(Status::LocalLength),
-            Ending::BadInvalidate => Some(Status::RemoteInvalidRequest),
-            Ending::MemoryFails => Some(Status::LocalQpOperation),
-            _ => None,
+            // The latter of a message that was to end a window.
+            Ending::Deregister => &[Status::LocalProtection, Status::RemoteInvalidRequest],
+            Ending::ShortReceive => &[Status::LocalLength],
+            Ending::BadInvalidate => &[Status::RemoteInvalidRequest],
+            Ending::MemoryFails => &[Status::LocalQpOperation],
+            _ => &[],
         }
     }
 
@@ -298,7 +303,13 @@ impl Workload {
             (Ending::Restart | Ending::DestroyQp, false) => &[RetryExceeded],
             (Ending::UserError, true) => &[Flushed],
             (Ending::UserError, false) => &[RetryExceeded],
-            (Ending::Deregister, true) => &[LocalProtection, MemoryBind, Flushed, RetryExceeded],
+            (Ending::Deregister, true) => &[
+                LocalProtection,
+                LocalQpOperation,
+                MemoryBind,
+                Flushed,
+                RetryExceeded,
+            ],
             (Ending::Deregister, false) => &[RemoteAccess, RemoteOperation, RetryExceeded],
             (Ending::MemoryFails, true) => &[LocalQpOperation, Flushed, RetryExceeded],
             (Ending::MemoryFails, false) => &[RemoteOperation, RetryExceeded],
