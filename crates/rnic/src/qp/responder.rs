@@ -98,6 +98,20 @@ enum Resource {
     },
 }
 
+impl Resource {
+    fn psn(&self) -> Psn {
+        match self {
+            Resource::Read { psn, .. } | Resource::Flush { psn, .. } | Resource::Atomic { psn, .. } => *psn,
+        }
+    }
+
+    fn msn(&self) -> u32 {
+        match self {
+            Resource::Read { msn, .. } | Resource::Flush { msn, .. } | Resource::Atomic { msn, .. } => *msn,
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Responder {
     execution: Execution,
@@ -573,7 +587,10 @@ impl Responder {
     }
 
     fn owe(&mut self, psn: Psn, syndrome: Syndrome) {
-        let msn = self.msn;
+        self.owe_with(psn, self.msn, syndrome);
+    }
+
+    fn owe_with(&mut self, psn: Psn, msn: u32, syndrome: Syndrome) {
         if syndrome == Syndrome::ACK
             && let Some(Answer::Ack {
                 psn: last,
@@ -619,9 +636,9 @@ impl Responder {
                 }
             }
             _ => {
+                let (done, done_msn) = self.done_after(head, psn);
                 match self.answers.front() {
                     None if !self.early.is_empty() => self.sack_owed = true,
-                    None => self.owe(self.expected.minus(1), Syndrome::ACK),
                     // It may run for longer than the peer's retries last, so what is done before it is said now.
                     Some(Answer::Flush {
                         psn,
@@ -635,10 +652,27 @@ impl Responder {
                         };
                         self.answers.push_front(answer);
                     }
-                    // The answers that are owed will say it all.
-                    Some(_) => {}
+                    _ => {
+                        let told = |answer: &Answer| answer.psn().since(done) >= 0;
+                        if !self.answers.back().is_some_and(told) {
+                            self.owe_with(done, done_msn, Syndrome::ACK);
+                        }
+                    }
                 }
             }
+        }
+    }
+
+    /// What the acknowledgement of a repeated request says that is done, with its MSN. To a peer that is not rdmux, nothing from the
+    /// next READ or atomic on: rxe takes an acknowledgement that has the PSN of one for its answer, and goes without the data.
+    fn done_after(&self, head: &Head, psn: Psn) -> (Psn, u32) {
+        let next = self.resources.iter().find(|r| r.psn().since(psn) > 0);
+        match next.filter(|_| !head.selective) {
+            Some(resource) => (
+                resource.psn().minus(1),
+                resource.msn().wrapping_sub(1) & 0xff_ffff,
+            ),
+            None => (self.expected.minus(1), self.msn),
         }
     }
 

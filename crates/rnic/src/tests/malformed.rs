@@ -826,6 +826,24 @@ fn duplicate_read__inside_of_the_stored_request_is_replayed() {
 }
 
 #[test]
+fn duplicate_write__is_acknowledged_up_to_the_next_read() {
+    let mut pair = Pair::new();
+    let ext = own(&pair, 0, 4);
+    let write = |pair: &mut Pair, psn| ask(pair, Op::WriteOnly, psn, &ext, &[1; 4]);
+    let ack = |psn| [ack(psn, Syndrome::ACK)];
+    assert_eq!(write(&mut pair, 0), ack(0));
+    assert_eq!(write(&mut pair, 1), ack(1));
+    assert_eq!(ask(&mut pair, Op::ReadRequest, 2, &ext, &[]).len(), 1);
+    assert_eq!(write(&mut pair, 0), ack(1));
+    assert_eq!(write(&mut pair, 3), ack(3));
+    assert_eq!(write(&mut pair, 1), ack(1));
+    assert_eq!(write(&mut pair, 3), ack(3));
+    // Two at once: one acknowledgement stands for both, and it is no READ's.
+    give(&mut pair, Op::WriteOnly, 0, &ext, &[1; 4]);
+    assert_eq!(write(&mut pair, 3), ack(3));
+}
+
+#[test]
 fn duplicate_read__outside_of_the_stored_request_is_dropped() {
     let mut pair = Pair::new();
     let ext = own(&pair, 0, 2048);
