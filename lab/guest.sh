@@ -102,8 +102,8 @@ capture_end() {
 
 # The scenarios that rdmux has too: those for any link, and those for one that loses nothing.
 common="send solicited not-ready write read atomics atomic-write flush window-1 window-2 send-invalidate srq refusals
-  wrong-invalidate uc-many ud-many cm-connect cm-reject"
-whole="uc ud multicast cm-datagram"
+  wrong-invalidate uc-many ud-many cm-connect cm-reject cm-datagram"
+whole="uc ud multicast"
 
 # Runs scenarios between rdmux, at 10.9.0.2 and fd09::2, and rxe: the first address answers, the second asks.
 #   scenarios PORT ANSWERER ASKER [-l] [NAME...]
@@ -123,19 +123,24 @@ peer_at() {
 
 # Loses a share of the RoCEv2 packets over IPv4 in both directions, behind the point where tcpdump looks: what arrives at v1 and
 # at v2 passes through a queue that drops at random, by seed. v2 splits its trains first, so that packets are lost and not trains.
-#   lose PERCENT SEED     lost: says how many     lose_nothing: ends it
+#   lose PERCENT SEED [NETEM...]     with more for the queue to do
+#   lost: says how many     lose_nothing: ends it
 lose() {
+  local percent=$1 seed=$2
+  shift 2
   modprobe -a ifb sch_netem sch_ingress cls_flower act_mirred
   ip -n n2 link set v2 gso_max_segs 1
-  lose_at 1 v1 "$1" "$2"
-  in_n2 bash -c "$(declare -f lose_at); lose_at 2 v2 $1 $(($2 + 1))"
+  lose_at 1 v1 loss "$percent%" seed "$seed" "$@"
+  in_n2 bash -c "$(declare -f lose_at); lose_at 2 v2 loss $percent% seed $((seed + 1)) $*"
 }
 lose_at() {
-  ip link add "ifb$1" type ifb
-  ip link set "ifb$1" up
-  tc qdisc add dev "ifb$1" root netem loss "$3%" seed "$4" limit 100000
-  tc qdisc add dev "$2" ingress
-  tc filter add dev "$2" ingress protocol ip flower ip_proto udp dst_port 4791 action mirred egress redirect dev "ifb$1"
+  local ifb=ifb$1 link=$2
+  shift 2
+  ip link add "$ifb" type ifb
+  ip link set "$ifb" up
+  tc qdisc add dev "$ifb" root netem limit 100000 "$@"
+  tc qdisc add dev "$link" ingress
+  tc filter add dev "$link" ingress protocol ip flower ip_proto udp dst_port 4791 action mirred egress redirect dev "$ifb"
 }
 # Prints how many packets each direction lost, which must be some.
 lost() {

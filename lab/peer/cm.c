@@ -156,8 +156,8 @@ static void cm_connect(struct side *s) {
   end_call(&c);
 }
 
-// Rejects what comes until the asker is done: a request whose REJ got lost comes again, and to the kernel is a new one.
-static void reject_requests(struct call *c) {
+// Rejects what comes until the asker is done: a request whose answer got lost comes again, and to the kernel is a new one.
+static void reject_requests(struct call *c, int datagram, uint32_t from, uint32_t length) {
   unsigned char data[REJ_DATA];
   struct pollfd fds[2] = {{.fd = c->events->fd, .events = POLLIN}, {.fd = c->side->control, .events = POLLIN}};
   put_pattern(data, 300, REJ_DATA);
@@ -165,10 +165,10 @@ static void reject_requests(struct call *c) {
     if (poll(fds, 2, -1) < 0) die("poll");
     if (!fds[0].revents) return;
     struct rdma_cm_event *event = await_event(c, RDMA_CM_EVENT_CONNECT_REQUEST, 0);
-    expect_data(event, 0, 100, REQ_DATA);
+    expect_data(event, datagram, from, length);
     struct rdma_cm_id *id = event->id;
     rdma_ack_cm_event(event);
-    if (rdma_reject(id, data, REJ_DATA)) die("rdma_reject");
+    if (rdma_reject(id, data, datagram ? 0 : REJ_DATA)) die("rdma_reject");
     rdma_destroy_id(id);
   }
 }
@@ -190,62 +190,89 @@ static void cm_reject(struct side *s) {
       free_qp(&c);
     }
   } else {
-    reject_requests(&c);
+    reject_requests(&c, 0, 100, REQ_DATA);
   }
   barrier(s);
   end_call(&c);
 }
 
+// Answers what comes until a datagram has.
+static struct ibv_wc answer_until_received(struct call *c, struct rdma_conn_param *with) {
+  struct pollfd event_there = {.fd = c->events->fd, .events = POLLIN};
+  struct ibv_wc wc;
+  int n;
+  while ((n = ibv_poll_cq(c->cq, 1, &wc)) == 0) {
+    if (poll(&event_there, 1, 10) <= 0) continue;
+    struct rdma_cm_event *event = await_event(c, RDMA_CM_EVENT_CONNECT_REQUEST, 0);
+    expect_data(event, 1, 400, SIDR_REQ_DATA);
+    struct rdma_cm_id *id = event->id;
+    rdma_ack_cm_event(event);
+    if (rdma_accept(id, with)) die("rdma_accept");
+    rdma_destroy_id(id);
+  }
+  if (n < 0) die("ibv_poll_cq");
+  return wc;
+}
+
+// Serves one datagram. The QP is that of the first request.
+static void serve_datagram(struct call *c) {
+  unsigned char data[SIDR_REP_DATA];
+  struct rdma_cm_event *event = await_event(c, RDMA_CM_EVENT_CONNECT_REQUEST, 0);
+  expect_data(event, 1, 400, SIDR_REQ_DATA);
+  c->id = event->id;
+  rdma_ack_cm_event(event);
+  make_qp(c, IBV_QPT_UD);
+  struct ibv_mr *mr = ibv_reg_mr(c->id->pd, c->side->local, MEMORY, IBV_ACCESS_LOCAL_WRITE);
+  if (!mr) die("ibv_reg_mr");
+  post_receive(c, mr);
+  struct rdma_conn_param with = param(data, 500, SIDR_REP_DATA);
+  with.qp_num = c->id->qp->qp_num;
+  if (rdma_accept(c->id, &with)) die("rdma_accept");
+  struct ibv_wc wc = answer_until_received(c, &with);
+  expect_status("receive", wc.status, IBV_WC_SUCCESS);
+  expect_value("bytes received", wc.byte_len, GRH);
+  barrier(c->side);
+  ibv_dereg_mr(mr);
+  free_qp(c);
+}
+
+static void use_service(struct call *c, const struct rdma_ud_param *ud) {
+  struct ibv_ah *ah = ibv_create_ah(c->id->pd, (struct ibv_ah_attr *)&ud->ah_attr);
+  if (!ah) die("ibv_create_ah");
+  for (int tries = 0; tries < (c->side->lossy ? 16 : 1); tries++) send_nothing(c, ah, ud->qp_num, ud->qkey);
+  barrier(c->side);
+  ibv_destroy_ah(ah);
+}
+
+// One that serves, one that is rejected, one that nobody has.
+static void ask_services(struct call *c) {
+  static const int outcome[3] = {0, SIDR_REJECTED, SIDR_NO_SERVICE};
+  unsigned char data[SIDR_REQ_DATA];
+  for (int i = 0; i < 3; i++) {
+    resolve(c, RDMA_PS_UDP, i == 2);
+    make_qp(c, IBV_QPT_UD);
+    struct rdma_conn_param with = param(data, 400, SIDR_REQ_DATA);
+    if (rdma_connect(c->id, &with)) die("rdma_connect");
+    struct rdma_cm_event *event =
+        await_event(c, i == 0 ? RDMA_CM_EVENT_ESTABLISHED : RDMA_CM_EVENT_UNREACHABLE, outcome[i]);
+    if (i == 0) {
+      expect_data(event, 1, 500, SIDR_REP_DATA);
+      use_service(c, &event->param.ud);
+    }
+    rdma_ack_cm_event(event);
+    free_qp(c);
+  }
+}
+
 // UD: the service's QP is found by SIDR and gets a message; then a request is rejected, and one finds nobody.
 static void cm_datagram(struct side *s) {
   struct call c = make_call(s, RDMA_PS_UDP);
-  unsigned char data[SIDR_REQ_DATA];
   barrier(s);
-  for (int i = 0; i < 3; i++) {
-    if (s->asks) {
-      resolve(&c, RDMA_PS_UDP, i == 2);
-      make_qp(&c, IBV_QPT_UD);
-      struct rdma_conn_param with = param(data, 400, SIDR_REQ_DATA);
-      if (rdma_connect(c.id, &with)) die("rdma_connect");
-      struct rdma_cm_event *event;
-      if (i == 0) {
-        event = await_event(&c, RDMA_CM_EVENT_ESTABLISHED, 0);
-        struct rdma_ud_param *ud = &event->param.ud;
-        expect_data(event, 1, 500, SIDR_REP_DATA);
-        struct ibv_ah *ah = ibv_create_ah(c.id->pd, &ud->ah_attr);
-        if (!ah) die("ibv_create_ah");
-        for (int tries = 0; tries < (s->lossy ? 16 : 1); tries++) send_nothing(&c, ah, ud->qp_num, ud->qkey);
-        barrier(s);
-        ibv_destroy_ah(ah);
-      } else {
-        event = await_event(&c, RDMA_CM_EVENT_UNREACHABLE, i == 1 ? SIDR_REJECTED : SIDR_NO_SERVICE);
-      }
-      rdma_ack_cm_event(event);
-      free_qp(&c);
-    } else if (i < 2) {
-      struct rdma_cm_event *event = await_event(&c, RDMA_CM_EVENT_CONNECT_REQUEST, 0);
-      expect_data(event, 1, 400, SIDR_REQ_DATA);
-      c.id = event->id;
-      rdma_ack_cm_event(event);
-      if (i == 1) {
-        if (rdma_reject(c.id, NULL, 0)) die("rdma_reject");
-        rdma_destroy_id(c.id);
-        continue;
-      }
-      make_qp(&c, IBV_QPT_UD);
-      struct ibv_mr *mr = ibv_reg_mr(c.id->pd, s->local, MEMORY, IBV_ACCESS_LOCAL_WRITE);
-      if (!mr) die("ibv_reg_mr");
-      post_receive(&c, mr);
-      struct rdma_conn_param with = param(data, 500, SIDR_REP_DATA);
-      with.qp_num = c.id->qp->qp_num;
-      if (rdma_accept(c.id, &with)) die("rdma_accept");
-      struct ibv_wc wc = await_completion(c.cq);
-      expect_status("receive", wc.status, IBV_WC_SUCCESS);
-      expect_value("bytes received", wc.byte_len, GRH);
-      barrier(s);
-      ibv_dereg_mr(mr);
-      free_qp(&c);
-    }
+  if (s->asks) {
+    ask_services(&c);
+  } else {
+    serve_datagram(&c);
+    reject_requests(&c, 1, 400, SIDR_REQ_DATA);
   }
   barrier(s);
   end_call(&c);

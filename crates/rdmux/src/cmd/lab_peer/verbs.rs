@@ -164,12 +164,16 @@ fn read(s: &Side) -> Result<()> {
     }
     e.join(&s.memory_mr)?;
     if s.asks {
-        let list = vec![
+        let mut list = vec![
             e.read(e.rkey(), 5, 0, 1),
             e.read(RKey(0x1234_5678), 0, 0, 0),
             e.read(e.rkey(), 1, 1, 4096),
             e.read(e.rkey(), 4097, 4097, 35903),
         ];
+        if s.lossy && !e.peer_is_rdmux() {
+            // rxe does not answer a READ of nothing a second time.
+            list.remove(1);
+        }
         e.run("READ", list)?;
         expect_pattern("READ", &s.local(0, 1)?, 5)?;
         expect_pattern("READ", &s.local(1, 39999)?, 1)?;
