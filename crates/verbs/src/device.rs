@@ -443,8 +443,13 @@ impl QueuePair {
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.
     pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
-        self.engine()
-            .with(|core, now| core.rnic.modify_qp(now, self.0.qpn, to, attributes))
+        self.engine().with(|core, now| {
+            core.rnic.modify_qp(now, self.0.qpn, to, attributes)?;
+            if to == QpState::Reset {
+                core.qp_errors.remove(&self.0.qpn);
+            }
+            Ok(())
+        })
     }
 
     /// What is known about it.
@@ -452,7 +457,7 @@ impl QueuePair {
         self.engine().lock().rnic.query_qp(self.0.qpn)
     }
 
-    /// Why it went to Error on its own, if it did.
+    /// Why it went to Error on its own, if it did since it was made or reset.
     pub fn error(&self) -> Option<Status> {
         self.engine().lock().qp_errors.get(&self.0.qpn).copied()
     }

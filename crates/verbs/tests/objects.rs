@@ -181,6 +181,24 @@ fn window__opens_and_closes_a_part_of_a_region() {
 }
 
 #[test]
+fn error__is_forgotten_when_the_queue_pair_is_reset() {
+    let (client, server, _, _held) = connected("127.0.11.5");
+    let write = Operation::Write {
+        va: server.mr.iova(),
+        rkey: RKey(server.mr.rkey().0 ^ 1 << 20),
+        imm: None,
+    };
+    assert_eq!(
+        client.does(write, SgeList::inline(b"x")).status,
+        Status::RemoteAccess
+    );
+    assert_eq!(client.qp.error(), Some(Status::RemoteAccess));
+    let none = QpAttributes::default();
+    client.qp.modify(QpState::Reset, &none).unwrap();
+    assert_eq!(client.qp.error(), None);
+}
+
+#[test]
 fn srq__tells_when_its_limit_is_reached() {
     let (client, server, queue, _held) = connected("127.0.11.3");
     for wr_id in 0..2 {
