@@ -47,9 +47,6 @@ pub enum Status {
     /// A memory window could not be bound: rights, bounds, or not one's own.
     #[error("memory window bind error")]
     MemoryBind,
-    /// The peer ended the message: XRC without its shared receive queue.
-    #[error("remote aborted error")]
-    RemoteAborted,
 }
 
 /// What kind of work request completed.

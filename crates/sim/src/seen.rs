@@ -31,7 +31,6 @@ const WC_OPCODES: [WcOpcode; 12] = [
     WcOpcode::Recv,
     WcOpcode::RecvRdmaWithImm,
 ];
-/// All but `RemoteAborted`, which is only a name: no request of the engine ends so.
 const STATUSES: [Status; 12] = [
     Status::Success,
     Status::LocalLength,
