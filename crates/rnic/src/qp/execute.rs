@@ -10,7 +10,7 @@ use rdmux_wire::{Qpn, RKey};
 
 use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
 use crate::memory::{Access, Atomic, Fault, Memory};
-use crate::qp::requester::scatter;
+use crate::qp::message::scatter;
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::region::{Pd, View};
 use crate::srq::Srqn;

@@ -19,6 +19,7 @@ use crate::work::{PostError, RecvRequest, SendRequest};
 
 pub(crate) mod execute;
 pub(crate) mod flush_icrc;
+pub(crate) mod message;
 pub(crate) mod rate;
 pub(crate) mod reorder;
 pub(crate) mod requester;

@@ -17,23 +17,22 @@ use std::collections::VecDeque;
 use rdmux_wire::Psn;
 use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{
-    Aeth, AtomicEth, Bth, Feth, NakCode, Operation as Op, Packet, Position, Reth, Syndrome, ack_timeout_ns,
+    Aeth, AtomicEth, Bth, Feth, NakCode, Operation as Op, Packet, Reth, Syndrome, ack_timeout_ns,
     rnr_timer_ns,
 };
 use rdmux_wire::sack::Sack;
 
-use crate::cq::{Status, WcOpcode};
-use crate::memory::Access;
+use crate::cq::Status;
 use crate::qp::flush_icrc::FlushIcrc;
+use crate::qp::message::{data_operation, gather, opcode_of, perform_local, position_of, scatter};
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
     bare_completion,
 };
-use crate::region::Pd;
 use crate::srq::Srqn;
 use crate::time::Time;
 use crate::transmit::TransmitBuf;
-use crate::work::{Operation, PostError, SendFlags, SendRequest, SgeList, Target};
+use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
 
 /// An acknowledgement is asked for at least this often within a message.
 const ACK_REQ_PACKETS: u32 = 32;
@@ -88,21 +87,6 @@ impl Wqe {
                 | Operation::FetchAdd { .. }
                 | Operation::AtomicWrite { .. }
         )
-    }
-}
-
-pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
-    match operation {
-        Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
-        Operation::Write { .. } => WcOpcode::Write,
-        Operation::Read { .. } => WcOpcode::Read,
-        Operation::CompareSwap { .. } => WcOpcode::CompareSwap,
-        Operation::FetchAdd { .. } => WcOpcode::FetchAdd,
-        Operation::AtomicWrite { .. } => WcOpcode::AtomicWrite,
-        Operation::Flush { .. } => WcOpcode::Flush,
-        Operation::Bind(_) => WcOpcode::BindWindow,
-        Operation::Register(_) => WcOpcode::Register,
-        Operation::LocalInvalidate { .. } => WcOpcode::LocalInvalidate,
     }
 }
 
@@ -1084,24 +1068,6 @@ impl Requester {
     }
 }
 
-/// Does an operation that needs no packet.
-pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operation) -> Result<(), Status> {
-    let (pd, qpn) = (head.init.pd, head.qpn);
-    match operation {
-        Operation::Bind(bind) => env.regions.bind(bind, pd, qpn).map_err(|_| Status::MemoryBind),
-        Operation::Register(registration) => {
-            let done = env.regions.fill(registration, pd);
-            done.map_err(|_| Status::LocalQpOperation)
-        }
-        Operation::LocalInvalidate { .. } if mutant!(LocalInvalidateForgotten) => Ok(()),
-        Operation::LocalInvalidate { rkey } => {
-            let done = env.regions.invalidate(*rkey, pd, qpn);
-            done.map_err(|_| Status::LocalQpOperation)
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Builds one packet of a SEND or WRITE; returns whether it asks for an acknowledgement.
 #[expect(
     clippy::too_many_arguments,
@@ -1165,36 +1131,6 @@ fn push_data(
     Ok(bth.ack_req)
 }
 
-/// Where packet `index` of `packets` stands.
-pub(super) fn position_of(index: u32, packets: u32) -> Position {
-    match (index, index + 1 == packets) {
-        (0, true) => Position::Only,
-        (0, false) => Position::First,
-        (_, false) => Position::Middle,
-        (_, true) => Position::Last,
-    }
-}
-
-/// The operation of a packet of a SEND or WRITE whose last one has immediate data, or a key to invalidate, or neither.
-pub(super) fn data_operation(write: bool, position: Position, imm: bool, invalidate: bool) -> Op {
-    match (write, position, imm) {
-        (false, Position::Last, false) if invalidate => Op::SendLastInvalidate,
-        (false, Position::Only, false) if invalidate => Op::SendOnlyInvalidate,
-        (false, Position::First, _) => Op::SendFirst,
-        (false, Position::Middle, _) => Op::SendMiddle,
-        (false, Position::Last, false) => Op::SendLast,
-        (false, Position::Last, true) => Op::SendLastImm,
-        (false, Position::Only, false) => Op::SendOnly,
-        (false, Position::Only, true) => Op::SendOnlyImm,
-        (true, Position::First, _) => Op::WriteFirst,
-        (true, Position::Middle, _) => Op::WriteMiddle,
-        (true, Position::Last, false) => Op::WriteLast,
-        (true, Position::Last, true) => Op::WriteLastImm,
-        (true, Position::Only, false) => Op::WriteOnly,
-        (true, Position::Only, true) => Op::WriteOnlyImm,
-    }
-}
-
 /// Writes the headers that every request begins with; gives their length.
 fn emit_heads(b: &mut [u8], bth: &Bth, srqn: Option<Srqn>) -> usize {
     bth.emit(b);
@@ -1220,74 +1156,6 @@ fn push_atomic(
     })
 }
 
-/// The parts of a list that bytes `[skip, skip + len)` of the message fall in: `(element, offset in it, bytes)`.
-pub(crate) fn pieces(
-    sges: &SgeList,
-    skip: u64,
-    len: usize,
-) -> impl Iterator<Item = (&crate::work::Sge, u64, usize)> {
-    let (mut skip, mut left) = (skip, len);
-    sges.as_slice().iter().filter_map(move |sge| {
-        let length = u64::from(sge.length);
-        if skip >= length {
-            skip -= length;
-            return None;
-        }
-        let n = (length - skip).min(left as u64) as usize;
-        let at = std::mem::take(&mut skip);
-        left -= n;
-        (n > 0).then_some((sge, at, n))
-    })
-}
-
-/// Copies a part of the message out of its own memory.
-pub(crate) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
-    if let Some(bytes) = sges.as_inline() {
-        let at = skip as usize;
-        let part = bytes.get(at..at + out.len()).ok_or(Status::LocalLength)?;
-        out.copy_from_slice(part);
-        return Ok(());
-    }
-    let mut done = 0;
-    for (sge, at, n) in pieces(sges, skip, out.len()) {
-        let region = env.regions.local(sge.lkey, pd, Access::empty());
-        let region = region.ok_or(Status::LocalProtection)?;
-        let offset = region
-            .offset_of(sge.addr, u64::from(sge.length))
-            .ok_or(Status::LocalProtection)?
-            + at;
-        region
-            .memory
-            .read(offset, &mut out[done..done + n])
-            .map_err(|_| Status::LocalQpOperation)?;
-        done += n;
-    }
-    Ok(())
-}
-
-/// Places a part of a message into its own memory.
-pub(crate) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &[u8]) -> Result<(), Status> {
-    let mut done = 0;
-    for (sge, at, n) in pieces(sges, skip, bytes.len()) {
-        let region = env.regions.local(sge.lkey, pd, Access::LOCAL_WRITE);
-        let region = region.ok_or(Status::LocalProtection)?;
-        let offset = region
-            .offset_of(sge.addr, u64::from(sge.length))
-            .ok_or(Status::LocalProtection)?
-            + at;
-        region
-            .memory
-            .write(offset, &bytes[done..done + n])
-            .map_err(|_| Status::LocalQpOperation)?;
-        done += n;
-    }
-    if done < bytes.len() {
-        Err(Status::LocalLength)
-    } else {
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::VecDeque;
@@ -1296,7 +1164,7 @@ mod tests {
     use crate::device::Traffic;
     use crate::qp::{Qp, QpInit};
     use crate::region::{NumberMap, Regions};
-    use crate::{Counters, Cqn, Qpn};
+    use crate::{Counters, Cqn, Pd, Qpn, SgeList};
 
     /// Two WRITEs that were sent, the first as long as can be in packets of 256 bytes: 2^23 PSNs, of which the last 4 are not
     /// answered.

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Position, Reth, Syndrome};
+use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Reth, Syndrome};
 use rdmux_wire::sack::Sack;
 use rdmux_wire::{Psn, RKey};
 
@@ -15,6 +15,7 @@ use crate::memory::Access;
 use crate::qp::execute::{
     Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Scope, Source, region,
 };
+use crate::qp::message::fits;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
 use crate::region::Pd;
@@ -402,18 +403,12 @@ impl Responder {
     fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
         let operation = packet.bth.opcode.operation;
         let (position, payload) = (operation.position(), packet.payload());
-        let mtu = head.mtu as usize;
-        let fits = match position {
-            Position::First | Position::Middle => payload.len() == mtu && packet.bth.pad == 0,
-            Position::Last => (1..=mtu).contains(&payload.len()),
-            Position::Only => payload.len() <= mtu,
-        };
         // What asks for bytes or for a flush brings none. 9.4.4 and A19.4.
         let bare = matches!(
             operation,
             Op::ReadRequest | Op::Flush | Op::CompareSwap | Op::FetchAdd
         );
-        if !fits || (bare && !payload.is_empty()) {
+        if !fits(packet, head.mtu) || (bare && !payload.is_empty()) {
             return Err(Refusal::InvalidRequest);
         }
         let (imm, solicited) = (packet.imm(), packet.bth.solicited);

@@ -1,10 +1,11 @@
 //! The receiving half of a UC QP: a message arrives whole, or is dropped without a word. IBTA Vol 1, 9.8.2.2.
 
 use rdmux_wire::Psn;
-use rdmux_wire::roce::{Packet, Position};
+use rdmux_wire::roce::Packet;
 
 use crate::cq::Status;
 use crate::qp::execute::{Effect, Execution, Refusal, Request, Scope};
+use crate::qp::message::fits;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
 
 /// A packet that lies up to this many before the one expected is a copy, or late. The specification takes any first packet for
@@ -97,13 +98,7 @@ impl UcReceiver {
     fn execute(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<Effect, Refusal> {
         let operation = packet.bth.opcode.operation;
         let (position, payload) = (operation.position(), packet.payload());
-        let mtu = head.mtu as usize;
-        let fits = match position {
-            Position::First | Position::Middle => payload.len() == mtu && packet.bth.pad == 0,
-            Position::Last => (1..=mtu).contains(&payload.len()),
-            Position::Only => payload.len() <= mtu,
-        };
-        if !fits {
+        if !fits(packet, head.mtu) {
             return Err(Refusal::InvalidRequest);
         }
         let (imm, solicited) = (packet.imm(), packet.bth.solicited);

@@ -7,7 +7,7 @@ use rdmux_wire::roce::{Bth, Deth, Reth};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::Status;
-use crate::qp::requester::{data_operation, gather, opcode_of, perform_local, position_of};
+use crate::qp::message::{data_operation, gather, opcode_of, perform_local, position_of};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
 use crate::sched::class_of;
 use crate::transmit::TransmitBuf;

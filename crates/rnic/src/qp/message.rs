@@ -1,0 +1,147 @@
+//! Messages, whatever the transport service: their packets, their own memory, and what is done without packets.
+
+use rdmux_wire::roce::{Operation as Op, Packet, Position};
+
+use crate::cq::{Status, WcOpcode};
+use crate::memory::Access;
+use crate::qp::{Env, Head};
+use crate::region::Pd;
+use crate::work::{Operation, Sge, SgeList};
+
+/// What a completion calls an operation.
+pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
+    match operation {
+        Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
+        Operation::Write { .. } => WcOpcode::Write,
+        Operation::Read { .. } => WcOpcode::Read,
+        Operation::CompareSwap { .. } => WcOpcode::CompareSwap,
+        Operation::FetchAdd { .. } => WcOpcode::FetchAdd,
+        Operation::AtomicWrite { .. } => WcOpcode::AtomicWrite,
+        Operation::Flush { .. } => WcOpcode::Flush,
+        Operation::Bind(_) => WcOpcode::BindWindow,
+        Operation::Register(_) => WcOpcode::Register,
+        Operation::LocalInvalidate { .. } => WcOpcode::LocalInvalidate,
+    }
+}
+
+/// Does an operation that needs no packet.
+pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operation) -> Result<(), Status> {
+    let (pd, qpn) = (head.init.pd, head.qpn);
+    match operation {
+        Operation::Bind(bind) => env.regions.bind(bind, pd, qpn).map_err(|_| Status::MemoryBind),
+        Operation::Register(registration) => {
+            let done = env.regions.fill(registration, pd);
+            done.map_err(|_| Status::LocalQpOperation)
+        }
+        Operation::LocalInvalidate { .. } if mutant!(LocalInvalidateForgotten) => Ok(()),
+        Operation::LocalInvalidate { rkey } => {
+            let done = env.regions.invalidate(*rkey, pd, qpn);
+            done.map_err(|_| Status::LocalQpOperation)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Where packet `index` of `packets` stands.
+pub(super) fn position_of(index: u32, packets: u32) -> Position {
+    match (index, index + 1 == packets) {
+        (0, true) => Position::Only,
+        (0, false) => Position::First,
+        (_, false) => Position::Middle,
+        (_, true) => Position::Last,
+    }
+}
+
+/// The operation of a packet of a SEND or WRITE whose last one has immediate data, or a key to invalidate, or neither.
+pub(super) fn data_operation(write: bool, position: Position, imm: bool, invalidate: bool) -> Op {
+    match (write, position, imm) {
+        (false, Position::Last, false) if invalidate => Op::SendLastInvalidate,
+        (false, Position::Only, false) if invalidate => Op::SendOnlyInvalidate,
+        (false, Position::First, _) => Op::SendFirst,
+        (false, Position::Middle, _) => Op::SendMiddle,
+        (false, Position::Last, false) => Op::SendLast,
+        (false, Position::Last, true) => Op::SendLastImm,
+        (false, Position::Only, false) => Op::SendOnly,
+        (false, Position::Only, true) => Op::SendOnlyImm,
+        (true, Position::First, _) => Op::WriteFirst,
+        (true, Position::Middle, _) => Op::WriteMiddle,
+        (true, Position::Last, false) => Op::WriteLast,
+        (true, Position::Last, true) => Op::WriteLastImm,
+        (true, Position::Only, false) => Op::WriteOnly,
+        (true, Position::Only, true) => Op::WriteOnlyImm,
+    }
+}
+
+/// Whether a packet brings as many bytes as its place in the message asks for. IBTA Vol 1, 9.7.4.1.6.
+pub(super) fn fits(packet: &Packet<'_>, mtu: u32) -> bool {
+    let (bytes, mtu) = (packet.payload().len(), mtu as usize);
+    match packet.bth.opcode.operation.position() {
+        Position::First | Position::Middle => bytes == mtu && packet.bth.pad == 0,
+        Position::Last => (1..=mtu).contains(&bytes),
+        Position::Only => bytes <= mtu,
+    }
+}
+
+/// The parts of a list that bytes `[skip, skip + len)` of the message fall in: `(element, offset in it, bytes)`.
+fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, u64, usize)> {
+    let (mut skip, mut left) = (skip, len);
+    sges.as_slice().iter().filter_map(move |sge| {
+        let length = u64::from(sge.length);
+        if skip >= length {
+            skip -= length;
+            return None;
+        }
+        let n = (length - skip).min(left as u64) as usize;
+        let at = std::mem::take(&mut skip);
+        left -= n;
+        (n > 0).then_some((sge, at, n))
+    })
+}
+
+/// Copies a part of the message out of its own memory.
+pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
+    if let Some(bytes) = sges.as_inline() {
+        let at = skip as usize;
+        let part = bytes.get(at..at + out.len()).ok_or(Status::LocalLength)?;
+        out.copy_from_slice(part);
+        return Ok(());
+    }
+    let mut done = 0;
+    for (sge, at, n) in pieces(sges, skip, out.len()) {
+        let region = env.regions.local(sge.lkey, pd, Access::empty());
+        let region = region.ok_or(Status::LocalProtection)?;
+        let offset = region
+            .offset_of(sge.addr, u64::from(sge.length))
+            .ok_or(Status::LocalProtection)?
+            + at;
+        region
+            .memory
+            .read(offset, &mut out[done..done + n])
+            .map_err(|_| Status::LocalQpOperation)?;
+        done += n;
+    }
+    Ok(())
+}
+
+/// Places a part of a message into its own memory.
+pub(super) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &[u8]) -> Result<(), Status> {
+    let mut done = 0;
+    for (sge, at, n) in pieces(sges, skip, bytes.len()) {
+        let region = env.regions.local(sge.lkey, pd, Access::LOCAL_WRITE);
+        let region = region.ok_or(Status::LocalProtection)?;
+        let offset = region
+            .offset_of(sge.addr, u64::from(sge.length))
+            .ok_or(Status::LocalProtection)?
+            + at;
+        region
+            .memory
+            .write(offset, &bytes[done..done + n])
+            .map_err(|_| Status::LocalQpOperation)?;
+        done += n;
+    }
+    if done < bytes.len() {
+        Err(Status::LocalLength)
+    } else {
+        Ok(())
+    }
+}
