@@ -159,7 +159,9 @@ impl Workload {
             Kind::Bind | Kind::Register | Kind::LocalInvalidate => self.key_done(qp, host, &op),
             Kind::Send | Kind::Probe => {}
         }
-        self.sides[host].give(&op.local);
+        if !op.lends {
+            self.sides[host].give(&op.local);
+        }
         Ok(())
     }
 
@@ -298,7 +300,10 @@ impl Workload {
         let refused = flow.refusal_owed
             && matches!(
                 wc.status,
-                Status::RemoteAccess | Status::RemoteOperation | Status::RemoteInvalidRequest
+                Status::RemoteAccess
+                    | Status::RemoteOperation
+                    | Status::RemoteInvalidRequest
+                    | Status::RnrRetryExceeded
             );
         flow.refusal_owed &= !refused;
         let first = flow.failed.is_none() || own || refused;

@@ -271,7 +271,11 @@ impl Workload {
     pub(super) fn peer_refuses(&self, host: usize) -> bool {
         let own = self.ending_at.0 == host;
         match self.ending {
-            Ending::OutOfBounds | Ending::EndedKey | Ending::ShortReceive | Ending::Misaligned => own,
+            Ending::OutOfBounds
+            | Ending::EndedKey
+            | Ending::ShortReceive
+            | Ending::NoReceive
+            | Ending::Misaligned => own,
             Ending::Deregister | Ending::MemoryFails => !own,
             _ => false,
         }

@@ -195,6 +195,8 @@ impl Key {
         let (rkey, iova) = self.ended.filter(|_| self.kind != Kind::Region)?;
         match self.state {
             State::Open | State::Closing | State::Opening if rkey == self.rkey => None,
+            // It moves, and the key so far is good until it has.
+            State::Opening if self.before.is_some() => None,
             // Another tag, and an address that the key itself grants.
             State::Open => Some((rkey, self.iova)),
             _ => Some((rkey, iova)),

@@ -57,6 +57,8 @@ struct Op {
     held: bool,
     /// What must be on the medium when it completes; ATOMIC WRITE: what may be freed then.
     covers: Vec<Piece>,
+    /// READ: a WRITE behind it sends on what it brings, and frees that.
+    lends: bool,
     /// FLUSH: an ATOMIC WRITE behind it frees what it covers.
     publishes: bool,
     /// The key of the peer that it uses, or the own one that it changes.
@@ -99,6 +101,8 @@ struct Flow {
     held: Vec<Piece>,
     /// What the next operation, an ATOMIC WRITE, says is on the medium.
     to_publish: Option<Vec<Piece>>,
+    /// What the next operation, a WRITE behind a fence, sends on: pieces that a READ fills with these bytes.
+    to_forward: Option<(Vec<Piece>, Vec<u8>)>,
     next_wr_id: u64,
     next_recv_id: u64,
     /// How the first operation that failed ended.
@@ -713,6 +717,7 @@ impl Flow {
             recvs_posted: 0,
             held: Vec::new(),
             to_publish: None,
+            to_forward: None,
             next_wr_id: 0,
             next_recv_id: 0,
             failed: None,

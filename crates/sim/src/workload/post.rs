@@ -10,6 +10,9 @@ use super::words::WordOp;
 use super::{Checked, GUARD, Kind, Op, Piece, Recv, USER_POST, USER_RECV, Workload, tag};
 use crate::memory::Promise;
 
+/// Longest READ whose bytes are sent on.
+const FORWARDED_MAX: u64 = 8 << 10;
+
 /// The number of a receive stands in the low bits; where it was posted in these.
 pub(super) fn recv_tag(shared: Option<usize>) -> u64 {
     1 << 63 | shared.map_or(0, |n| n as u64 + 1) << 48
@@ -115,6 +118,9 @@ impl Workload {
         if flow.to_publish.is_some() {
             return Kind::AtomicWrite;
         }
+        if flow.to_forward.is_some() {
+            return Kind::Write;
+        }
         if flow.held.len() >= 4 {
             return Kind::Flush;
         }
@@ -151,7 +157,11 @@ impl Workload {
         if let (Kind::Send, Some(n)) = (kind, shared) {
             bytes = bytes.min(self.sides[peer].objects.shared[n].len);
         }
-        let may_be_inline = matches!(kind, Kind::Send | Kind::Write | Kind::AtomicWrite);
+        let forwarded = self.flows[qp][host].to_forward.as_ref();
+        let forwards = forwarded.map(|(_, data)| data.len() as u64);
+        bytes = forwards.unwrap_or(bytes);
+        let may_be_inline =
+            matches!(kind, Kind::Send | Kind::Write | Kind::AtomicWrite) && forwards.is_none();
         let inline = may_be_inline && bytes <= INLINE_BYTES_MAX as u64 && self.dice.one_in(4);
         let imm = match kind {
             Kind::Send => self.dice.one_in(2),
@@ -164,8 +174,8 @@ impl Workload {
             .then(|| self.key_to_invalidate(qp, peer))
             .flatten();
 
-        let local = if inline { 0 } else { bytes };
-        let Some(taken) = self.take(qp, host, kind, local, bytes, receives && shared.is_none()) else {
+        let local = if inline || forwards.is_some() { 0 } else { bytes };
+        let Some(mut taken) = self.take(qp, host, kind, local, bytes, receives && shared.is_none()) else {
             return Ok(false);
         };
         if let Some(n) = invalidates {
@@ -176,13 +186,19 @@ impl Workload {
         self.scratch.resize(bytes as usize, 0);
         let mut data = std::mem::take(&mut self.scratch);
         self.dice.fill(&mut data);
+        if let Some((pieces, read)) = self.flows[qp][host].to_forward.take() {
+            data.copy_from_slice(&read);
+            taken.local = pieces;
+        }
         match kind {
             Kind::Send => {
                 self.sides[host].write_both(&taken.local, &data);
                 self.sides[peer].write_model(&taken.recv, &data);
             }
             Kind::Write => {
-                self.sides[host].write_both(&taken.local, &data);
+                if forwards.is_none() {
+                    self.sides[host].write_both(&taken.local, &data);
+                }
                 self.sides[peer].write_model(taken.remote.as_slice(), &data);
             }
             Kind::Read => {
@@ -233,6 +249,13 @@ impl Workload {
                 self.flush_of(peer, qp, &covers)
             }
         };
+        let lends = kind == Kind::Read
+            && (1..=FORWARDED_MAX).contains(&bytes)
+            && self.flows[qp][host].todo > 2
+            && self.dice.one_in(8);
+        if lends {
+            self.flows[qp][host].to_forward = Some((taken.local.clone(), data.clone()));
+        }
         let held = kind == Kind::Write
             && !last
             && taken.key.is_none()
@@ -245,7 +268,10 @@ impl Workload {
         // A READ before it must not come again when the key has ended.
         flags.set(
             SendFlags::FENCE,
-            invalidates.is_some() || self.dice.one_in(8) || word.is_some() && self.dice.one_in(2),
+            invalidates.is_some()
+                || forwards.is_some()
+                || self.dice.one_in(8)
+                || word.is_some() && self.dice.one_in(2),
         );
         flags.set(SendFlags::SOLICITED, self.dice.one_in(4));
         let solicited = flags.contains(SendFlags::SOLICITED);
@@ -293,6 +319,7 @@ impl Workload {
             signaled: false,
             held,
             covers,
+            lends,
             publishes,
             key: taken.key,
             word,
@@ -587,6 +614,7 @@ impl Op {
             signaled: true,
             held: false,
             covers: Vec::new(),
+            lends: false,
             publishes: false,
             key: None,
             word: None,
