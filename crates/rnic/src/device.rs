@@ -17,6 +17,7 @@ use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::flush::{FlushId, FlushJob, Flushes};
+use crate::graveyard::Graveyard;
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
@@ -138,7 +139,8 @@ pub struct QpInfo {
 ///   [`Rnic::poll_timeout`] has come, [`Rnic::handle_flush`] when a flush job is done. Input may be given in any order;
 ///   `now` never runs backwards.
 /// - After verbs or input, poll until nothing is left, in any order: [`Rnic::poll_transmit`] for packets, [`Rnic::poll_flush`]
-///   for flushes to carry out, [`Rnic::poll_event`] for what to tell the application, and `cm().poll_event()`.
+///   for flushes to carry out, [`Rnic::poll_event`] for what to tell the application, [`Rnic::poll_ended_memories`] for memories
+///   to drop, and `cm().poll_event()`.
 ///   [`Rnic::poll_timeout`] comes last, since all others change it.
 ///
 /// Datagrams that `poll_transmit` gave out may be lost, duplicated, delayed or sent twice: the protocol mends it.
@@ -167,6 +169,7 @@ pub struct Rnic {
     events: VecDeque<Event>,
     /// Queues that overran during the call under way, each with the QP whose completion was lost.
     overrun: Vec<(Cqn, Qpn)>,
+    graveyard: Graveyard,
     counters: Counters,
     id_bases: Vec<Option<Box<IdBasis>>>,
     rxe_flush_basis: Option<Box<IdBasis>>,
@@ -180,10 +183,11 @@ impl Rnic {
         let mut rng = ChaCha12Rng::from_seed(config.seed);
         let cm = Cm::new(&config, ChaCha12Rng::from_rng(&mut rng));
         let gsi_psn = Psn::new(rng.next_u32());
+        let graveyard = Graveyard::default();
         Rnic {
             config,
             rng,
-            regions: Regions::default(),
+            regions: Regions::new(graveyard.clone()),
             cqs: NumberMap::default(),
             next_cqn: 0,
             srqs: NumberMap::default(),
@@ -195,9 +199,10 @@ impl Rnic {
             cnps: VecDeque::new(),
             timers: BTreeSet::new(),
             gathering: Vec::new(),
-            flushes: Flushes::default(),
+            flushes: Flushes::new(graveyard.clone()),
             events: VecDeque::new(),
             overrun: Vec::new(),
+            graveyard,
             counters: Counters::default(),
             id_bases: vec![None; PACKET_BYTES_MAX],
             rxe_flush_basis: None,
@@ -512,6 +517,8 @@ impl Rnic {
 
     /// Posts a send request. IBTA Vol 1, 11.4.1.1.
     pub fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
+        // A request that is refused, or done at once, ends in here.
+        let _memory = self.graveyard.hold(&request.operation);
         self.with_qp(now, qpn, |qp, env| qp.post_send(env, request))
             .unwrap_or(Err(PostError::NoQp))
     }
@@ -895,6 +902,12 @@ impl Rnic {
     /// A flush to carry out where blocking does no harm.
     pub fn poll_flush(&mut self) -> Option<FlushJob> {
         self.flushes.poll()
+    }
+
+    /// Memories that were ended by a work request, by a packet or with a QP. The caller drops them where what that runs does no
+    /// harm.
+    pub fn poll_ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
+        self.graveyard.take()
     }
 
     /// Something to tell the application.

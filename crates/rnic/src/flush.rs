@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rdmux_wire::{Psn, Qpn};
 
+use crate::graveyard::Graveyard;
 use crate::memory::{Memory, Placement};
 
 /// Names a flush that the driver carries out.
@@ -32,9 +33,17 @@ pub(crate) struct Flushes {
     next: u64,
     jobs: VecDeque<FlushJob>,
     waiting: HashMap<FlushId, (Qpn, Psn)>,
+    graveyard: Graveyard,
 }
 
 impl Flushes {
+    pub(crate) fn new(graveyard: Graveyard) -> Flushes {
+        Flushes {
+            graveyard,
+            ..Flushes::default()
+        }
+    }
+
     pub(crate) fn start(
         &mut self,
         waiter: (Qpn, Psn),
@@ -66,7 +75,12 @@ impl Flushes {
 
     pub(crate) fn forget(&mut self, qpn: Qpn) {
         self.waiting.retain(|_, (waiter, _)| *waiter != qpn);
-        let waiting = &self.waiting;
-        self.jobs.retain(|job| waiting.contains_key(&job.id));
+        for job in std::mem::take(&mut self.jobs) {
+            if self.waiting.contains_key(&job.id) {
+                self.jobs.push_back(job);
+            } else {
+                self.graveyard.bury(job.memory);
+            }
+        }
     }
 }

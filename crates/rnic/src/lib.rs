@@ -16,6 +16,7 @@ mod cq;
 pub mod dcqcn;
 mod device;
 mod flush;
+mod graveyard;
 mod mcast;
 mod memory;
 mod pacer;

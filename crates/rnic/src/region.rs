@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rand_core::RngCore;
 use rdmux_wire::{LKey, Qpn, RKey};
 
+use crate::graveyard::Graveyard;
 use crate::memory::{Access, Memory};
 use crate::work::{Bind, Registration};
 
@@ -195,12 +196,21 @@ pub(crate) struct Regions {
     /// Type 2 windows by the QP that bound them, each by its key without the low 8 bits.
     bound_on: BTreeSet<(Qpn, u32)>,
     pds: Vec<bool>,
+    /// Where memories go that work requests and packets take away.
+    pub(crate) graveyard: Graveyard,
 }
 
 /// Entries there can be; the rest of the keys stays free, so that one is soon found and a guess seldom hits.
 const ENTRIES_MAX: usize = 1 << 20;
 
 impl Regions {
+    pub(crate) fn new(graveyard: Graveyard) -> Regions {
+        Regions {
+            graveyard,
+            ..Regions::default()
+        }
+    }
+
     pub(crate) fn alloc_pd(&mut self) -> Pd {
         let free = self.pds.iter().position(|used| !used).unwrap_or_else(|| {
             self.pds.push(false);
@@ -531,7 +541,10 @@ impl Regions {
         let entry = self.exact_mut(rkey.0).filter(|entry| entry.pd == pd);
         let entry = entry.ok_or(KeyError)?;
         match &mut entry.kind {
-            Kind::Fast { spec, .. } if spec.is_some() && entry.windows == 0 => *spec = None,
+            Kind::Fast { spec, .. } if entry.windows == 0 => {
+                let ended = spec.take().ok_or(KeyError)?;
+                self.graveyard.bury(ended.memory);
+            }
             Kind::Window {
                 kind: WindowType::Two,
                 bound,

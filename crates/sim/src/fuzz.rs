@@ -739,6 +739,7 @@ impl Pair {
             while let Some(job) = side.rnic.poll_flush() {
                 side.flushes.push(job);
             }
+            drop(side.rnic.poll_ended_memories());
             side.hear();
             side.check();
         }

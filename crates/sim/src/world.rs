@@ -334,6 +334,7 @@ impl World {
             self.plan(self.now + delay, Happening::FlushRuns(host, job));
         }
         let this = &mut self.hosts[host];
+        drop(this.rnic.poll_ended_memories());
         while let Some(event) = this.rnic.poll_event() {
             self.seen.event(&event);
             match event {

@@ -17,8 +17,9 @@ impl ProtectionDomain {
         iova: u64,
         access: Access,
     ) -> Result<MemoryRegion, RegisterError> {
+        // A second handle, so that memory that is refused is not dropped while the engine is locked.
         let spec = RegionSpec {
-            memory,
+            memory: memory.clone(),
             memory_offset: offset,
             length,
             iova,
@@ -117,10 +118,12 @@ impl MemoryRegion {
         iova: u64,
         access: Access,
     ) -> Result<(), RegisterError> {
+        // A second handle, so that memory that is refused is not dropped while the engine is locked.
+        let replacement = memory.clone();
         let mut core = self.pd.device().engine().lock();
         let before = core.rnic.rereg_mr(self.lkey, None, |spec| {
             *spec = RegionSpec {
-                memory,
+                memory: replacement,
                 memory_offset: offset,
                 length,
                 iova,

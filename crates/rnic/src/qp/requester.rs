@@ -23,6 +23,7 @@ use rdmux_wire::roce::{
 use rdmux_wire::sack::Sack;
 
 use crate::cq::Status;
+use crate::graveyard::Held;
 use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{data_operation, gather, opcode_of, perform_local, position_of, scatter};
 use crate::qp::{
@@ -46,6 +47,8 @@ use selective::{Selective, later};
 #[derive(Debug)]
 struct Wqe {
     request: SendRequest,
+    /// Memory of the request, which outlives it.
+    _memory: Option<Box<Held>>,
     /// Bytes that travel as payload, there or back.
     bytes: u32,
     /// PSNs that it takes.
@@ -249,6 +252,7 @@ impl Requester {
             bytes.div_ceil(head.mtu).max(1)
         };
         let wqe = Wqe {
+            _memory: env.regions.graveyard.hold(&request.operation),
             request,
             bytes,
             packets,
@@ -1179,6 +1183,7 @@ mod tests {
                 flags: SendFlags::empty(),
                 to: Target::Connected,
             },
+            _memory: None,
             bytes,
             packets: bytes.div_ceil(256).max(1),
             first: Some(first),

@@ -7,6 +7,7 @@ use rdmux_wire::roce::{Bth, Deth, Reth};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::Status;
+use crate::graveyard::Held;
 use crate::qp::message::{data_operation, gather, opcode_of, perform_local, position_of};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
 use crate::sched::class_of;
@@ -19,6 +20,8 @@ const QKEY_OF_QP: u32 = 0x8000_0000;
 #[derive(Debug)]
 struct Wqe {
     request: SendRequest,
+    /// Memory of the request, which outlives it.
+    _memory: Option<Box<Held>>,
     bytes: u32,
     /// 0 for what the device does alone.
     packets: u32,
@@ -80,6 +83,7 @@ impl Sender {
             bytes.div_ceil(head.mtu).max(1)
         };
         self.queue.push_back(Wqe {
+            _memory: env.regions.graveyard.hold(&request.operation),
             request,
             bytes,
             packets,

@@ -3,6 +3,7 @@
 mod basic;
 mod cm;
 mod cm_table;
+mod ended;
 mod malformed;
 mod operations;
 mod qp_table;

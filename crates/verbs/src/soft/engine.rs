@@ -10,6 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, FlushId, FlushJob, McastError, QpAttributes, QpInfo,
+    Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, QpAttributes, QpInfo,
     QpState, Qpn, Rnic, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
@@ -251,6 +252,8 @@ pub(crate) struct Core {
     pub(crate) send_errors: u64,
     records: Arc<OwnRecords>,
     flushers: Arc<Flushers>,
+    /// Of flushes that were refused, to be dropped when the engine is unlocked.
+    ended: Vec<Arc<dyn Memory>>,
 }
 
 impl std::fmt::Debug for Core {
@@ -258,6 +261,35 @@ impl std::fmt::Debug for Core {
         f.debug_struct("Core")
             .field("address", &self.address)
             .finish_non_exhaustive()
+    }
+}
+
+/// The engine, locked. Memories that end meanwhile are dropped when it is unlocked again: dropping one may unmap, close, or run
+/// its owner's code, which may use the device.
+pub(crate) struct Locked<'a> {
+    // Dropped in this order.
+    core: MutexGuard<'a, Core>,
+    ended: Vec<Arc<dyn Memory>>,
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.ended = self.core.rnic.poll_ended_memories();
+        self.ended.append(&mut self.core.ended);
+    }
+}
+
+impl Deref for Locked<'_> {
+    type Target = Core;
+
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut Core {
+        &mut self.core
     }
 }
 
@@ -358,6 +390,7 @@ impl Engine {
             send_errors: 0,
             records: group.records(),
             flushers: Arc::default(),
+            ended: Vec::new(),
         };
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
@@ -391,9 +424,13 @@ impl Engine {
         Ok(engine)
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Core> {
+    pub(crate) fn lock(&self) -> Locked<'_> {
         // A panic under the lock is a defect of ours; the protocol state is still one that the peer can deal with.
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner);
+        Locked {
+            core,
+            ended: Vec::new(),
+        }
     }
 
     pub(crate) fn now(&self) -> Time {
@@ -626,9 +663,10 @@ impl Core {
     fn start_flushes(&mut self, now: Time) -> bool {
         let mut refused = false;
         while let Some(job) = self.rnic.poll_flush() {
-            if let Err(id) = Flushers::submit(&self.flushers, job) {
+            if let Err(job) = Flushers::submit(&self.flushers, job) {
                 let again = Errno::AGAIN.raw_os_error();
-                self.rnic.handle_flush(now, id, Err(Fault::Io(again)));
+                self.rnic.handle_flush(now, job.id, Err(Fault::Io(again)));
+                self.ended.push(job.memory);
                 refused = true;
             }
         }
@@ -998,29 +1036,22 @@ struct Flushers {
 }
 
 impl Flushers {
-    /// Queues a job. Fails when no thread is to be had.
-    fn submit(this: &Arc<Flushers>, job: FlushJob) -> Result<(), FlushId> {
-        let id = job.id;
+    /// Queues a job. Gives it back when no thread is to be had.
+    fn submit(this: &Arc<Flushers>, job: FlushJob) -> Result<(), FlushJob> {
         let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
         let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        this.busy.fetch_add(1, Ordering::Relaxed);
         if let Some(queue) = jobs.get_mut(&key) {
             queue.push(job);
             this.more.notify_all();
-            return Ok(());
+        } else {
+            let flushers = this.clone();
+            // It begins with waiting for the jobs, which are locked.
+            if spawn_flusher(move || flushers.run(key)).is_err() {
+                return Err(job);
+            }
+            jobs.insert(key, vec![job]);
         }
-        jobs.insert(key, vec![job]);
-        drop(jobs);
-        let flushers = this.clone();
-        let spawned = spawn_flusher(move || flushers.run(key));
-        if spawned.is_err() {
-            this.jobs
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&key);
-            this.busy.fetch_sub(1, Ordering::Relaxed);
-            return Err(id);
-        }
+        this.busy.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -1067,7 +1098,7 @@ impl Flushers {
             let Some(engine) = engine else { return };
             let jobs = batch.len();
             engine.with(|core, now| {
-                for job in batch {
+                for job in &batch {
                     core.rnic.handle_flush(now, job.id, result);
                 }
                 core.finish(now, true);

@@ -1,10 +1,11 @@
 //! The driver without its thread: the test takes each turn itself.
 
 use std::cell::Cell;
+use std::sync::mpsc;
 
 use rdmux_rnic::{
-    Access, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, Selectivity, SendFlags,
-    SendRequest, SgeList, Status, Target,
+    Access, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, RegionSpec, Registration,
+    Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
 
 use super::*;
@@ -127,11 +128,25 @@ fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
     }
 }
 
-/// Memory on a medium; its flush panics.
-#[derive(Debug)]
-struct Panics;
+/// Memory on a medium. `flush` and `end` are called when it is flushed and dropped.
+struct Medium<F: Fn(), E: Fn()> {
+    flush: F,
+    end: E,
+}
 
-impl Memory for Panics {
+impl<F: Fn(), E: Fn()> std::fmt::Debug for Medium<F, E> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Medium")
+    }
+}
+
+impl<F: Fn(), E: Fn()> Drop for Medium<F, E> {
+    fn drop(&mut self) {
+        (self.end)();
+    }
+}
+
+impl<F: Fn() + Send + Sync, E: Fn() + Send + Sync> Memory for Medium<F, E> {
     fn len(&self) -> u64 {
         4096
     }
@@ -157,7 +172,8 @@ impl Memory for Panics {
     }
 
     fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
-        panic!("no such medium");
+        (self.flush)();
+        Ok(())
     }
 }
 
@@ -179,7 +195,7 @@ fn handle_mad__acknowledges_the_data_that_it_takes_in() {
 #[test]
 fn finish__refuses_a_flush_for_which_there_is_no_thread() {
     let pair = Pair::new([127, 0, 14, 3]);
-    let region = pair.register(Arc::new(Panics));
+    let region = pair.register(unflushed(|| {}));
     pair.take_over();
     pair.post_flush(&region);
     NO_THREADS.set(true);
@@ -192,7 +208,10 @@ fn finish__refuses_a_flush_for_which_there_is_no_thread() {
 #[test]
 fn flush__that_panics_has_failed() {
     let device = Device::open(IpAddr::from([127, 0, 14, 4])).unwrap();
-    let memory = Arc::new(Panics);
+    let memory = Arc::new(Medium {
+        flush: || panic!("no such medium"),
+        end: || {},
+    });
     // The second asks the thread of the first, since both are of one memory.
     for _ in 0..2 {
         let pair = Pair::on(&device);
@@ -200,5 +219,100 @@ fn flush__that_panics_has_failed() {
         pair.post_flush(&region);
         let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
         assert_eq!(wc.status, Status::RemoteOperation);
+    }
+}
+
+fn unflushed(end: impl Fn() + Send + Sync + 'static) -> Arc<dyn Memory> {
+    Arc::new(Medium { flush: || {}, end })
+}
+
+/// For memory: tells when it ends whether its device answers. It asks on another thread, so that the test ends when it does not.
+fn asks_when_it_ends(device: &Device) -> (impl Fn() + Send + Sync + use<>, mpsc::Receiver<bool>) {
+    let (device, (tell, told)) = (device.clone(), mpsc::sync_channel(1));
+    let end = move || {
+        let (device, (done, answered)) = (device.clone(), mpsc::channel());
+        thread::spawn(move || {
+            device.counters();
+            let _ = done.send(());
+        });
+        let _ = tell.send(answered.recv_timeout(Duration::from_secs(5)).is_ok());
+    };
+    (end, told)
+}
+
+#[test]
+fn memory__that_a_work_request_ends_is_dropped_when_the_engine_is_unlocked() {
+    let pair = Pair::new([127, 0, 14, 9]);
+    let pd = pair.qps[0].pd();
+    let mr = pd.alloc_mr(4096).unwrap();
+    let register = |end| {
+        let memory = unflushed(end);
+        Operation::Register(Box::new(Registration {
+            key: mr.rkey(),
+            spec: RegionSpec {
+                memory,
+                memory_offset: 0,
+                length: 4096,
+                iova: 0,
+                access: Access::empty(),
+            },
+        }))
+    };
+    let (end, told) = asks_when_it_ends(&pair.device);
+    pair.post(register(end));
+    pair.post(Operation::LocalInvalidate { rkey: mr.rkey() });
+    assert_eq!(told.recv_timeout(LONG), Ok(true), "invalidated");
+
+    let (end, told) = asks_when_it_ends(&pair.device);
+    pair.qps[0]
+        .modify(QpState::Error, &QpAttributes::default())
+        .unwrap();
+    pair.post(register(end));
+    assert_eq!(told.recv_timeout(LONG), Ok(true), "flushed");
+}
+
+#[test]
+fn memory__that_is_refused_is_dropped_when_the_engine_is_unlocked() {
+    let pair = Pair::new([127, 0, 14, 10]);
+    let pd = pair.qps[0].pd();
+    let (end, told) = asks_when_it_ends(&pair.device);
+    let refused = pd.reg_mr(unflushed(end), 0, 8192, 0, Access::empty());
+    assert!(refused.is_err());
+    assert_eq!(told.recv_timeout(LONG), Ok(true), "reg_mr");
+
+    let (end, told) = asks_when_it_ends(&pair.device);
+    let mut mr = pd.reg_mr_all(unflushed(|| {}), 0, Access::empty());
+    let refused = mr
+        .as_mut()
+        .unwrap()
+        .rereg(unflushed(end), 0, 8192, 0, Access::empty());
+    assert!(refused.is_err());
+    assert_eq!(told.recv_timeout(LONG), Ok(true), "rereg");
+}
+
+#[test]
+fn memory__whose_flush_outlives_its_region_is_dropped_when_the_engine_is_unlocked() {
+    for forgotten in [false, true] {
+        let pair = Pair::new([127, 0, 14, 11]);
+        let (end, told) = asks_when_it_ends(&pair.device);
+        let (begun, begins) = mpsc::sync_channel(1);
+        let (go_on, goes_on) = mpsc::channel();
+        let goes_on = Mutex::new(goes_on);
+        let flush = move || {
+            let _ = begun.send(());
+            let _ = goes_on.lock().unwrap().recv_timeout(LONG);
+        };
+        let region = pair.register(Arc::new(Medium { flush, end }));
+        pair.post_flush(&region);
+        begins.recv_timeout(LONG).unwrap();
+        drop(region);
+        if forgotten {
+            // Nobody waits for it any more.
+            pair.qps[1]
+                .modify(QpState::Error, &QpAttributes::default())
+                .unwrap();
+        }
+        go_on.send(()).unwrap();
+        assert_eq!(told.recv_timeout(LONG), Ok(true));
     }
 }
