@@ -122,7 +122,8 @@ impl Device {
         engine::path_mtu_to(self.address, peer)
     }
 
-    /// The UDP source port of packets to a queue pair of a peer, for programs that bring theirs up themselves ([`Path::src_port`]).
+    /// The UDP source port of packets to a queue pair of a peer, for programs that bring theirs up themselves
+    /// ([`rdmux_rnic::Path::src_port`]).
     pub fn source_port(&self, peer: Qpn) -> io::Result<u16> {
         self.engine().lock().source_port(peer)
     }

@@ -76,8 +76,9 @@ impl ProtectionDomain {
     }
 }
 
-/// Registered memory. Dropping it unbinds its windows and deregisters: when the drop returns, no peer reaches the memory any
-/// more.
+/// Registered memory. Registration neither pins pages nor touches them, whatever their number: each access finds its own, or is a
+/// fault ([`Access::ON_DEMAND`] asks for what is always so). Dropping it unbinds its windows and deregisters: when the drop
+/// returns, no peer reaches the memory any more.
 #[derive(Debug)]
 pub struct MemoryRegion {
     pd: ProtectionDomain,
