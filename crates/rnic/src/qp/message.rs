@@ -1,9 +1,11 @@
 //! Messages, whatever the transport service: their packets, their own memory, and what is done without packets.
 
+use std::sync::Arc;
+
 use rdmux_wire::roce::{Operation as Op, Packet, Position};
 
 use crate::cq::{Status, WcOpcode};
-use crate::memory::Access;
+use crate::memory::{Access, Memory};
 use crate::qp::{Env, Head};
 use crate::region::Pd;
 use crate::work::{Operation, Sge, SgeList};
@@ -39,6 +41,15 @@ pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operatio
             done.map_err(|_| Status::LocalQpOperation)
         }
         _ => Ok(()),
+    }
+}
+
+/// Packets of a request of `bytes`: none of what the device does alone, one of a message without bytes.
+pub(super) fn packets_of(operation: &Operation, bytes: u32, mtu: u32) -> u32 {
+    if operation.is_local() {
+        0
+    } else {
+        bytes.div_ceil(mtu).max(1)
     }
 }
 
@@ -98,6 +109,19 @@ fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, 
     })
 }
 
+/// The memory of an element, and where in it the element begins.
+fn memory_of<'a>(
+    env: &'a Env<'_>,
+    pd: Pd,
+    sge: &Sge,
+    access: Access,
+) -> Result<(&'a Arc<dyn Memory>, u64), Status> {
+    let region = env.regions.local(sge.lkey, pd, access);
+    let region = region.ok_or(Status::LocalProtection)?;
+    let offset = region.offset_of(sge.addr, u64::from(sge.length));
+    Ok((region.memory, offset.ok_or(Status::LocalProtection)?))
+}
+
 /// Copies a part of the message out of its own memory.
 pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
     if let Some(bytes) = sges.as_inline() {
@@ -108,16 +132,9 @@ pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut
     }
     let mut done = 0;
     for (sge, at, n) in pieces(sges, skip, out.len()) {
-        let region = env.regions.local(sge.lkey, pd, Access::empty());
-        let region = region.ok_or(Status::LocalProtection)?;
-        let offset = region
-            .offset_of(sge.addr, u64::from(sge.length))
-            .ok_or(Status::LocalProtection)?
-            + at;
-        region
-            .memory
-            .read(offset, &mut out[done..done + n])
-            .map_err(|_| Status::LocalQpOperation)?;
+        let (memory, begin) = memory_of(env, pd, sge, Access::empty())?;
+        let read = memory.read(begin + at, &mut out[done..done + n]);
+        read.map_err(|_| Status::LocalQpOperation)?;
         done += n;
     }
     Ok(())
@@ -127,16 +144,9 @@ pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut
 pub(super) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &[u8]) -> Result<(), Status> {
     let mut done = 0;
     for (sge, at, n) in pieces(sges, skip, bytes.len()) {
-        let region = env.regions.local(sge.lkey, pd, Access::LOCAL_WRITE);
-        let region = region.ok_or(Status::LocalProtection)?;
-        let offset = region
-            .offset_of(sge.addr, u64::from(sge.length))
-            .ok_or(Status::LocalProtection)?
-            + at;
-        region
-            .memory
-            .write(offset, &bytes[done..done + n])
-            .map_err(|_| Status::LocalQpOperation)?;
+        let (memory, begin) = memory_of(env, pd, sge, Access::LOCAL_WRITE)?;
+        let written = memory.write(begin + at, &bytes[done..done + n]);
+        written.map_err(|_| Status::LocalQpOperation)?;
         done += n;
     }
     if done < bytes.len() {

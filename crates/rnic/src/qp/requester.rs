@@ -25,7 +25,9 @@ use rdmux_wire::sack::Sack;
 use crate::cq::Status;
 use crate::graveyard::Held;
 use crate::qp::flush_icrc::FlushIcrc;
-use crate::qp::message::{data_operation, gather, opcode_of, perform_local, position_of, scatter};
+use crate::qp::message::{
+    data_operation, gather, opcode_of, packets_of, perform_local, position_of, scatter,
+};
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
     bare_completion,
@@ -246,11 +248,7 @@ impl Requester {
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
         }
-        let packets = if request.operation.is_local() {
-            0
-        } else {
-            bytes.div_ceil(head.mtu).max(1)
-        };
+        let packets = packets_of(&request.operation, bytes, head.mtu);
         let wqe = Wqe {
             _memory: env.regions.graveyard.hold(&request.operation),
             request,

@@ -8,7 +8,7 @@ use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::Status;
 use crate::graveyard::Held;
-use crate::qp::message::{data_operation, gather, opcode_of, perform_local, position_of};
+use crate::qp::message::{data_operation, gather, opcode_of, packets_of, perform_local, position_of};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
 use crate::sched::class_of;
 use crate::transmit::TransmitBuf;
@@ -77,11 +77,7 @@ impl Sender {
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
         }
-        let packets = if request.operation.is_local() {
-            0
-        } else {
-            bytes.div_ceil(head.mtu).max(1)
-        };
+        let packets = packets_of(&request.operation, bytes, head.mtu);
         self.queue.push_back(Wqe {
             _memory: env.regions.graveyard.hold(&request.operation),
             request,
