@@ -298,9 +298,9 @@ impl Cm {
         let Some(c) = self.connections.get_mut(&id) else {
             return;
         };
-        let (answered, state, deadline) = match c.state {
-            State::ReqReceived | State::MraReqSent => (Answered::Req, State::MraReqSent, Some(c.decide_by)),
-            State::RepReceived | State::MraRepSent => (Answered::Rep, State::MraRepSent, None),
+        let (answered, state) = match c.state {
+            State::ReqReceived | State::MraReqSent => (Answered::Req, State::MraReqSent),
+            State::RepReceived | State::MraRepSent => (Answered::Rep, State::MraRepSent),
             _ => return,
         };
         c.state = state;
@@ -311,8 +311,8 @@ impl Cm {
             service_timeout: SERVICE_TIMEOUT,
             private_data: PrivateData::default(),
         };
-        let (peer, message) = (c.peer, emit(&Message::Mra(mra), c.tid));
-        self.set_deadline(id, deadline);
+        let (peer, message, decide_by) = (c.peer, emit(&Message::Mra(mra), c.tid), c.decide_by);
+        self.set_deadline(id, Some(decide_by));
         self.send(peer, message);
     }
 
@@ -444,6 +444,7 @@ impl Cm {
         c.remote_guid = rep.ca_guid;
         c.remote_qpn = qpn;
         c.state = State::RepReceived;
+        c.decide_by = now + DECISION_NS;
         let key = c.qp_key();
         // As for a request: the peer has forgotten the connection that this QP has. 12.9.8.3.1.
         if let Some(old) = self.by_qp.get(&key).copied() {

@@ -165,7 +165,7 @@ pub enum CmEvent {
         /// The connection.
         id: CmId,
     },
-    /// The connection has ended, by either side, or its request was not decided on within a minute; the id is gone.
+    /// The connection has ended, by either side, or its request or reply was not decided on within a minute; the id is gone.
     Disconnected {
         /// The connection.
         id: CmId,
@@ -502,9 +502,8 @@ impl Cm {
                 c.state = State::RepSent;
                 self.send_again(now, id);
             }
-            State::ReqReceived if now < c.decide_by => self.send_mra(id),
-            State::RepReceived => self.send_mra(id),
-            State::ReqReceived | State::MraReqSent => {
+            State::ReqReceived | State::RepReceived if now < c.decide_by => self.send_mra(id),
+            State::ReqReceived | State::MraReqSent | State::RepReceived | State::MraRepSent => {
                 self.reject(now, CmId(id), RejReason::TIMEOUT, &[]);
                 self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
             }
@@ -515,7 +514,7 @@ impl Cm {
             State::TimeWait => {
                 self.forget(id);
             }
-            State::MraRepSent | State::Established => {}
+            State::Established => {}
         }
     }
 

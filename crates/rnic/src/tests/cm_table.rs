@@ -48,8 +48,8 @@ SIDR_REQ               | = - SidrRequest           | = - SidrRequest         | =
 SIDR_REQ other service | = SIDR_REP1 -             | = SIDR_REP1 -           | = SIDR_REP1 -              | = SIDR_REP1 -              | = SIDR_REP1 -              | 12.11.2
 SIDR_REP               | .                         | .                       | .                          | .                          | .                          | 12.11.2
 SIDR_REP other id      | .                         | .                       | .                          | .                          | .                          | 12.11.2
-timeout                | = REQ -                   | ReqSent REQ -           | MraRepSent MRA -           | .                          | .                          | 12.9.7
-timeouts to end        | TimeWait REJ4 Unreachable | ReqSent REQ -           | MraRepSent MRA -           | .                          | .                          | 12.9.7
+timeout                | = REQ -                   | ReqSent REQ -           | MraRepSent MRA -           | TimeWait REJ4 Disconnected | .                          | 12.9.7
+timeouts to end        | TimeWait REJ4 Unreachable | ReqSent REQ -           | MraRepSent MRA -           | TimeWait REJ4 Disconnected | .                          | 12.9.7
 accept                 | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.9.7
 accept, too much       | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.6.8
 reject                 | .                         | .                       | TimeWait REJ28 -           | TimeWait REJ28 -           | .                          | 12.6.7
