@@ -1,4 +1,4 @@
-//! The floor under the `soft` provider: what UDP and its system calls cost on this host.
+//! What each of the system calls under the `soft` provider costs on this host. `rdmux bench` has what UDP carries.
 //! `cargo bench -p rdmux-verbs --bench udp [-- ADDRESS]`
 
 use std::error::Error;
@@ -6,51 +6,16 @@ use std::io::IoSlice;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::soft::udp::floor::{Calls, raw_udp_bandwidth, raw_udp_latency};
 use rdmux_verbs::soft::udp::{Outgoing, RxBatch, RxSocket, TxSocket};
 use rustix::net::{RecvFlags, SendFlags};
-
-const CPUS: [usize; 2] = [0, 1];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let ip = std::env::args()
         .skip(1)
         .find_map(|a| a.parse().ok())
         .unwrap_or_else(|| Ipv4Addr::LOCALHOST.into());
-    println!("address {ip}, CPUs {CPUS:?}");
-    system_calls(ip)?;
-    for (name, calls) in [
-        ("sendto/recvfrom", Calls::Plain),
-        ("send_batch/recv_batch", Calls::Batch),
-    ] {
-        for bytes in [64, 4096] {
-            let runs: Result<Vec<_>, _> = (0..5)
-                .map(|_| raw_udp_latency(ip, CPUS, bytes, 20_000, calls))
-                .collect();
-            let mut runs = runs?;
-            runs.sort_by_key(|l| l.p50_ns);
-            println!(
-                "half round trip {name:22} {bytes:5} B: p50 {} ns, p99 {} ns",
-                runs[2].p50_ns, runs[2].p99_ns
-            );
-        }
-    }
-    for (segment, window) in [
-        (1084, None),
-        (4128, None),
-        (4128, Some(192 << 10)),
-        (4128, Some(4 << 20)),
-    ] {
-        let b = raw_udp_bandwidth(ip, CPUS, segment, window, Duration::from_secs(1))?;
-        println!(
-            "GSO/GRO {segment} B segments, window {:>8}: {:6.0} MB/s, {} B/receive, {} B lost",
-            window.map_or_else(|| "default".to_owned(), |w| format!("{} KiB", w >> 10)),
-            b.bytes_per_s / 1e6,
-            b.bytes_per_receive,
-            b.lost_bytes
-        );
-    }
-    Ok(())
+    println!("address {ip}");
+    system_calls(ip)
 }
 
 /// Time of each call on one thread: the peer's half of the work is done between the measurements.

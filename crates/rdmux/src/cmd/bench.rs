@@ -3,6 +3,8 @@
 //! Every round measures every row once, so that a noisy moment hits all of them; the table shows medians over the rounds.
 //! Each pair runs on CPU 0 and CPU 1 and both sides spin.
 
+mod floor;
+
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -10,9 +12,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use rdmux_verbs::soft::udp::floor::{Calls, raw_udp_bandwidth, raw_udp_latency};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::json;
+
+use self::floor::{raw_udp_bandwidth, raw_udp_latency};
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const CPUS: [usize; 2] = [0, 1];
@@ -80,7 +83,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let latency_sizes = [8, 4096];
     let mut latency = [
         Line::new("raw UDP (unconnected, DF)", |size| {
-            Ok(raw_udp_latency(LOOPBACK, CPUS, size.max(64), 10_000, Calls::Plain)?.p50_ns as f64 / 1e3)
+            Ok(raw_udp_latency(LOOPBACK, CPUS, size.max(64), 10_000)? as f64 / 1e3)
         }),
         Line::new("TCP", tcp_latency),
         Line::new("rdmux WRITE", |size| perf("write-lat", size, 10_000, "t_typical")),
@@ -95,11 +98,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let bandwidth_sizes = [64 << 10, 1 << 20];
     let mut bandwidth = [
         Line::new("raw UDP (GSO + GRO)", |_| {
-            Ok(
-                raw_udp_bandwidth(LOOPBACK, CPUS, SEGMENT_BYTES, None, Duration::from_millis(700))?
-                    .bytes_per_s
-                    / 1e6,
-            )
+            Ok(raw_udp_bandwidth(LOOPBACK, CPUS, SEGMENT_BYTES, Duration::from_millis(700))? / 1e6)
         }),
         Line::new("TCP stream", tcp_bandwidth),
         Line::new("rdmux WRITE", |size| {

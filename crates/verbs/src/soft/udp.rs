@@ -8,8 +8,6 @@
 //! Neither type sleeps: every call returns at once, and whoever drives them waits on their descriptors.
 #![allow(unsafe_code)]
 
-pub mod floor;
-
 use std::ffi::CStr;
 use std::fmt;
 use std::io::{self, IoSlice};
