@@ -2,6 +2,12 @@
 //!
 //! There is never a reference to memory that another thread or process writes at the same time: all access is by copy through
 //! raw pointers, or by the kernel.
+//!
+//! Copies of [`AnonymousMemory`] race: RDMA lets a program read what a peer writes, and gives it old, new or mixed bytes. Rust
+//! defines no copy of that kind; by its model such a race, and one of atomics of different sizes on the same bytes, is undefined.
+//! What is relied on is what compilers make of them: a copy becomes `memcpy` or plain moves, which give each byte one of the
+//! values that it had, and an atomic becomes one instruction. To leave them no other choice, nothing here looks at the bytes
+//! themselves: they are only looked at in the copy, and read once.
 #![allow(
     unsafe_code,
     reason = "mapped memory that peers write while the program reads it"
@@ -102,7 +108,8 @@ impl Memory for AnonymousMemory {
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
         let from = self.at(offset, out.len())?;
         // SAFETY: `at` checked that `out.len()` bytes from there lie inside of the mapping; `out` is a reference of the
-        // caller's and so does not overlap it. A racing write makes the copy old, new or mixed, as on a real RNIC.
+        // caller's and so does not overlap it. A racing write makes the copy old, new or mixed, as on a real RNIC; the module's
+        // documentation says what that relies on.
         unsafe { copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
         Ok(())
     }
@@ -113,7 +120,7 @@ impl Memory for AnonymousMemory {
         let tail = bytes.len() - bytes.len().min(8);
         let (body, last) = bytes.split_at(tail);
         // SAFETY: `at` checked that `bytes.len()` bytes from there lie inside of the mapping; `bytes` is a reference of the
-        // caller's and so does not overlap it.
+        // caller's and so does not overlap it. Racing accesses are as for `read`.
         let to_last = unsafe {
             copy_nonoverlapping(body.as_ptr(), to, body.len());
             to.add(tail)
