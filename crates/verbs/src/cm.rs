@@ -732,13 +732,13 @@ impl Connection {
         let established = self.phase().established;
         self.device.engine().with(|core, now| {
             core.finish(now, true);
-            let _ = core
-                .rnic
-                .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
-            // From now on the queue pair is its owner's to use again: the end of this connection no longer concerns it.
-            if let Some(entry) = core.connections.get_mut(&id) {
-                entry.qpn = None;
+            // Once a connection has ended its queue pair is its owner's to use again.
+            let entry = core.connections.get_mut(&id);
+            if entry.is_some_and(|entry| entry.qpn.take().is_some()) {
                 core.accepted.remove(&qpn);
+                let _ = core
+                    .rnic
+                    .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
             }
             core.rnic.cm().disconnect(now, id);
             if !established {

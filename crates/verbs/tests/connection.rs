@@ -561,3 +561,20 @@ fn connect__private_data_of_full_size_and_no_more() {
         accepting.join().unwrap();
     });
 }
+
+#[test]
+fn drop__of_a_connection_that_has_ended_leaves_its_queue_pair_alone() {
+    let (_client, c, server, s) = connected([127, 0, 11, 60].into(), 4096);
+    c.disconnect();
+    assert!(s.wait_ended(LONG));
+    for state in [QpState::Reset, QpState::Init] {
+        let access = (state == QpState::Init).then_some(Access::empty());
+        let attr = QpAttributes {
+            access,
+            ..Default::default()
+        };
+        server.qp.modify(state, &attr).unwrap();
+    }
+    drop(s);
+    assert_eq!(server.qp.query().unwrap().state, QpState::Init);
+}
