@@ -437,9 +437,12 @@ impl QueuePair {
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        // In Error it completes at once.
-        self.engine()
-            .with(|core, now| core.rnic.post_recv(now, self.0.qpn, request))
+        let engine = self.engine();
+        let mut core = engine.lock();
+        let posted = core.rnic.post_recv(engine.now(), self.0.qpn, request);
+        // In Error it completes at once. There is never anything to send.
+        core.tell_events();
+        posted
     }
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.

@@ -677,14 +677,19 @@ impl Core {
     fn tell(&mut self, now: Time) -> bool {
         let mut connections = false;
         loop {
-            if let Some(event) = self.rnic.poll_event() {
-                self.tell_event(event);
-            } else if let Some(event) = self.rnic.cm().poll_event() {
-                self.dispatch(now, event);
-                connections = true;
-            } else {
+            self.tell_events();
+            let Some(event) = self.rnic.cm().poll_event() else {
                 return connections;
-            }
+            };
+            self.dispatch(now, event);
+            connections = true;
+        }
+    }
+
+    /// Tells whom events concern that are not of connections.
+    pub(crate) fn tell_events(&mut self) {
+        while let Some(event) = self.rnic.poll_event() {
+            self.tell_event(event);
         }
     }
 
