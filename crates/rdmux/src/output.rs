@@ -36,10 +36,16 @@ pub(crate) fn bytes(bytes: u64) -> String {
     }
 }
 
-/// Writes a line to stdout. A pipe that nobody reads any more is no reason to fail.
+/// Writes a line to stdout. A pipe that nobody reads any more is no reason to fail; a disk that takes no more ends the program.
 pub(crate) fn say(line: &str) {
     let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+    match writeln!(out, "{line}").and_then(|()| out.flush()) {
+        Err(why) if why.kind() != std::io::ErrorKind::BrokenPipe => {
+            error(&anyhow::Error::new(why).context("cannot write to standard output"));
+            std::process::exit(1);
+        }
+        _ => {}
+    }
 }
 
 /// How a column of a [`table`] is aligned.

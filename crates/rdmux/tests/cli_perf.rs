@@ -221,7 +221,10 @@ fn perf__server_ends_when_its_client_is_killed() {
     // Wait for one that gets through, then for one that is killed in the middle.
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
+        // From an address of its own, where nobody is left who could disconnect in its place.
+        let from = ["--bind", "127.0.1.126"];
         let mut busy = rdmux(&["perf", "write-lat", "127.0.1.26", "-n", "100000000"])
+            .args(from)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()

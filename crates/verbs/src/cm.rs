@@ -98,6 +98,9 @@ pub enum ConnectError {
     /// No connection of this kind is made with such a queue pair: RC and UC connect to their like, XRC initiators to targets.
     #[error("a {0:?} queue pair cannot be connected so")]
     QpType(QpType),
+    /// The queue pair was not made on the device that is to connect it.
+    #[error("the queue pair belongs to another device")]
+    OtherDevice,
     /// The queue pair cannot be connected in its state.
     #[error("queue pair: {0}")]
     Modify(#[from] ModifyError),
@@ -192,6 +195,9 @@ impl Device {
                 local,
                 peer: peer.ip(),
             });
+        }
+        if !qp.device().is(self) {
+            return Err(ConnectError::OtherDevice);
         }
         if qp.qp_type() == QpType::XrcRecv || transport_of(qp.qp_type()).is_none() {
             return Err(ConnectError::QpType(qp.qp_type()));
@@ -546,6 +552,9 @@ impl ConnectionRequest {
         private_data: &[u8],
         prepare: impl FnOnce() -> Result<(), ConnectError>,
     ) -> Result<Connection, ConnectError> {
+        if !qp.device().is(&self.device) {
+            return Err(ConnectError::OtherDevice);
+        }
         if qp.qp_type() != self.qp_type() {
             return Err(ConnectError::QpType(qp.qp_type()));
         }

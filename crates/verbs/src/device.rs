@@ -27,6 +27,9 @@ pub enum CreateError {
     /// The device has no room for another.
     #[error("the device has no room for another object, or what it is to use does not fit it")]
     NoRoom,
+    /// What it is to use belongs to another device.
+    #[error("a completion queue, shared receive queue or XRC domain of another device")]
+    OtherDevice,
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -76,6 +79,11 @@ impl Device {
 
     pub(crate) fn engine(&self) -> &Engine {
         &self.handle.0
+    }
+
+    /// Whether both are the same device, opened once: objects of different ones do not go together.
+    pub(crate) fn is(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.handle.0, &other.handle.0)
     }
 
     /// The device's address.
@@ -194,7 +202,18 @@ impl ProtectionDomain {
     }
 
     /// Makes a queue pair.
+    ///
+    /// # Errors
+    /// [`CreateError::OtherDevice`] when what `options` name was not made on this device.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let device = self.device();
+        let ours = options.send_cq.device().is(device)
+            && options.recv_cq.device().is(device)
+            && options.srq.as_ref().is_none_or(|srq| srq.device().is(device))
+            && options.xrcd.as_ref().is_none_or(|xrcd| xrcd.device().is(device));
+        if !ours {
+            return Err(CreateError::OtherDevice);
+        }
         let init = QpInit {
             qp_type: options.qp_type,
             srq: options.srq.as_ref().map(SharedReceiveQueue::srqn),
@@ -240,6 +259,10 @@ impl Drop for CqInner {
 pub struct CompletionQueue(Arc<CqInner>);
 
 impl CompletionQueue {
+    pub(crate) fn device(&self) -> &Device {
+        &self.0.device
+    }
+
     /// Its number, by which [`AsyncEvent::CqError`] names it.
     pub fn cqn(&self) -> Cqn {
         self.0.cqn
@@ -382,8 +405,12 @@ impl QueuePair {
         &self.0.pd
     }
 
+    pub(crate) fn device(&self) -> &Device {
+        self.0.pd.device()
+    }
+
     pub(crate) fn engine(&self) -> &Engine {
-        self.0.pd.device().engine()
+        self.device().engine()
     }
 
     /// Posts a send request and sends what the window allows.

@@ -65,7 +65,7 @@ impl From<CmError> for ResolveError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AnswerError {
     /// Only a UD queue pair that takes datagrams serves them: [`QueuePair::ready_datagram`].
-    #[error("the queue pair takes no datagrams: it is not UD, or not ready")]
+    #[error("the queue pair takes no datagrams here: it is not UD, not ready, or of another device")]
     NotReady,
     /// More private data than the message holds.
     #[error("too much private data")]
@@ -240,6 +240,7 @@ impl ServiceRequest {
         let serves = |state| matches!(state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
         let info = qp
             .query()
+            .filter(|_| qp.device().is(&self.device))
             .filter(|info| info.qp_type == QpType::Ud && serves(info.state))
             .ok_or(AnswerError::NotReady)?;
         let answered = self.device.engine().with(|core, now| {

@@ -46,6 +46,12 @@ impl ProtectionDomain {
         max_wr: u32,
         xrc: Option<(XrcDomain, CompletionQueue)>,
     ) -> Result<SharedReceiveQueue, CreateError> {
+        let is_ours = |(xrcd, cq): &(XrcDomain, CompletionQueue)| {
+            xrcd.device().is(self.device()) && cq.device().is(self.device())
+        };
+        if !xrc.as_ref().is_none_or(is_ours) {
+            return Err(CreateError::OtherDevice);
+        }
         let init = SrqInit {
             pd: self.number(),
             max_wr,
@@ -61,6 +67,10 @@ impl ProtectionDomain {
 }
 
 impl SharedReceiveQueue {
+    pub(crate) fn device(&self) -> &Device {
+        self.0.pd.device()
+    }
+
     /// Its number: what XRC peers name it by.
     pub fn srqn(&self) -> Srqn {
         self.0.srqn
@@ -114,6 +124,10 @@ impl Device {
 }
 
 impl XrcDomain {
+    pub(crate) fn device(&self) -> &Device {
+        &self.0.device
+    }
+
     pub(crate) fn number(&self) -> Xrcd {
         self.0.xrcd
     }

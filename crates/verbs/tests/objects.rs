@@ -240,3 +240,27 @@ fn reg_mr__of_256_gib_neither_pins_nor_touches_them() {
     let touched = resident().saturating_sub(before);
     assert!(touched < 16_384, "{touched} pages were touched");
 }
+
+#[test]
+fn create_qp__with_another_devices_queue_is_refused() {
+    let [one, two] = ["127.0.11.7", "127.0.11.8"].map(|at| Device::open(at.parse().unwrap()).unwrap());
+    let (own, others) = (one.create_cq(16).unwrap(), two.create_cq(16).unwrap());
+    let pd = one.alloc_pd();
+    let refused = |options: QpOptions| matches!(pd.create_qp(&options), Err(CreateError::OtherDevice));
+    assert!(refused(QpOptions::new(&others)));
+    assert!(refused(QpOptions {
+        recv_cq: others.clone(),
+        ..QpOptions::new(&own)
+    }));
+    let srq = two.alloc_pd().create_srq(4).unwrap();
+    assert!(refused(QpOptions {
+        srq: Some(srq),
+        ..QpOptions::new(&own)
+    }));
+    let xrc = pd.create_xrc_srq(4, &one.alloc_xrcd(), &others);
+    assert!(matches!(xrc, Err(CreateError::OtherDevice)));
+    let qp = pd.create_qp(&QpOptions::new(&own)).unwrap();
+    let peer = "127.0.11.8:7174".parse().unwrap();
+    let connected = two.connect(&qp, peer, &ConnectParams::default(), &[]);
+    assert!(matches!(connected, Err(ConnectError::OtherDevice)));
+}

@@ -97,10 +97,10 @@ pub(crate) struct Args {
     #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=1 << 30))]
     pub(crate) size: Option<u32>,
     /// Iterations [default: 1000 for latency, 5000 for bandwidth].
-    #[arg(short = 'n', long)]
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) iters: Option<u32>,
     /// Run for this many seconds instead of a number of iterations.
-    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iters")]
+    #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iters", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) duration: Option<u32>,
     /// Queue pairs (bandwidth).
     #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
@@ -834,7 +834,11 @@ impl Run<'_> {
         let mut peak = 0f64;
         let begin = Instant::now();
         let mut last_progress = begin;
-        let (mut mark_time, mut mark_done) = (begin, 0u64);
+        // The best stretch: from when the first of its requests was posted, as perftest has it, so that completions which come
+        // all at once make none. The times are those of the requests not done and of a stretch before them.
+        let stretch = (total / 100).max(4 * u64::from(request.depth)).min(total) as usize;
+        let mut posted_at = std::collections::VecDeque::new();
+        let mut not_done = 0usize;
         let mut completions = std::collections::VecDeque::new();
         loop {
             let over = until.is_some_and(|until| Instant::now() >= until);
@@ -854,6 +858,8 @@ impl Run<'_> {
                 }
                 let requests = (0..room).flat_map(|_| self.requests(*va, *rkey));
                 qp.post_send_list(requests)?;
+                posted_at.extend(std::iter::repeat_n(Instant::now(), room as usize));
+                not_done += room as usize;
                 posted[i] += room;
                 in_flight[i] += room as u32;
             }
@@ -871,12 +877,14 @@ impl Run<'_> {
             }
             if n > 0 {
                 last_progress = Instant::now();
-                // The best stretch of a hundredth of the run.
-                if done - mark_done >= (total / 100).max(1) {
-                    let rate =
-                        (done - mark_done) as f64 / last_progress.duration_since(mark_time).as_secs_f64();
-                    peak = peak.max(rate);
-                    (mark_time, mark_done) = (last_progress, done);
+                not_done -= n;
+                while posted_at.len() > not_done + stretch {
+                    posted_at.pop_front();
+                }
+                if posted_at.len() == not_done + stretch
+                    && let Some(first) = posted_at.front()
+                {
+                    peak = peak.max(stretch as f64 / last_progress.duration_since(*first).as_secs_f64());
                 }
             } else if last_progress.elapsed() > PATIENCE {
                 bail!("no answer from the server for {} s", PATIENCE.as_secs());

@@ -222,7 +222,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
         if !lost {
             client.close();
         }
-        return if lost || interrupted() {
+        return if lost {
+            Err(anyhow!(
+                "{error}; {state} by its last answer: go on with the same command and --resume, which asks what it still has"
+            ))
+        } else if interrupted() {
             Err(anyhow!(
                 "{error}; {state}: go on with the same command and --resume"
             ))
