@@ -49,6 +49,24 @@ pub enum Status {
     MemoryBind,
 }
 
+impl Status {
+    /// All of them.
+    pub const ALL: [Status; 12] = [
+        Status::Success,
+        Status::LocalLength,
+        Status::LocalProtection,
+        Status::LocalQpOperation,
+        Status::Flushed,
+        Status::BadResponse,
+        Status::RemoteInvalidRequest,
+        Status::RemoteAccess,
+        Status::RemoteOperation,
+        Status::RetryExceeded,
+        Status::RnrRetryExceeded,
+        Status::MemoryBind,
+    ];
+}
+
 /// What kind of work request completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "the names are the verbs' own")]
@@ -65,6 +83,24 @@ pub enum WcOpcode {
     LocalInvalidate,
     Recv,
     RecvRdmaWithImm,
+}
+
+impl WcOpcode {
+    /// All of them.
+    pub const ALL: [WcOpcode; 12] = [
+        WcOpcode::Send,
+        WcOpcode::Write,
+        WcOpcode::Read,
+        WcOpcode::CompareSwap,
+        WcOpcode::FetchAdd,
+        WcOpcode::AtomicWrite,
+        WcOpcode::Flush,
+        WcOpcode::BindWindow,
+        WcOpcode::Register,
+        WcOpcode::LocalInvalidate,
+        WcOpcode::Recv,
+        WcOpcode::RecvRdmaWithImm,
+    ];
 }
 
 /// A work completion. IBTA Vol 1, 11.4.2.1.

@@ -17,34 +17,6 @@ const CM_MESSAGES: [&str; 9] = [
 ];
 const CM_MESSAGE_FIRST: u16 = 0x10;
 
-const WC_OPCODES: [WcOpcode; 12] = [
-    WcOpcode::Send,
-    WcOpcode::Write,
-    WcOpcode::Read,
-    WcOpcode::CompareSwap,
-    WcOpcode::FetchAdd,
-    WcOpcode::AtomicWrite,
-    WcOpcode::Flush,
-    WcOpcode::BindWindow,
-    WcOpcode::Register,
-    WcOpcode::LocalInvalidate,
-    WcOpcode::Recv,
-    WcOpcode::RecvRdmaWithImm,
-];
-const STATUSES: [Status; 12] = [
-    Status::Success,
-    Status::LocalLength,
-    Status::LocalProtection,
-    Status::LocalQpOperation,
-    Status::Flushed,
-    Status::BadResponse,
-    Status::RemoteInvalidRequest,
-    Status::RemoteAccess,
-    Status::RemoteOperation,
-    Status::RetryExceeded,
-    Status::RnrRetryExceeded,
-    Status::MemoryBind,
-];
 const EVENTS: [&str; 9] = [
     "Completion",
     "CqError",
@@ -192,8 +164,8 @@ fn all() -> BTreeSet<Name> {
     let mut all = BTreeSet::new();
     all.extend((0..=u8::MAX).filter_map(|code| Some((PACKET, packet_name(code)?))));
     all.extend(CM_MESSAGES.map(|name| (MESSAGE, name.to_owned())));
-    all.extend(WC_OPCODES.map(|opcode| (COMPLETED, format!("{opcode:?}"))));
-    all.extend(STATUSES.map(|status| (STATUS, format!("{status:?}"))));
+    all.extend(WcOpcode::ALL.map(|opcode| (COMPLETED, format!("{opcode:?}"))));
+    all.extend(Status::ALL.map(|status| (STATUS, format!("{status:?}"))));
     all.extend(EVENTS.map(|name| (EVENT, name.to_owned())));
     all.extend(CM_EVENTS.map(|name| (CM_EVENT, name.to_owned())));
     all.extend(HAPPENED.map(|name| (RUN, name.to_owned())));
