@@ -3,7 +3,8 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rdmux_verbs::{
@@ -147,6 +148,21 @@ impl Side {
     pub(super) fn swap_key(&self, mine: RKey) -> Result<RKey> {
         let theirs = self.swap([mine.0.into(), 0, 0, 0, 0, 0, 0, 0])?[0];
         Ok(RKey(theirs as u32))
+    }
+
+    /// RNR NAKs sent so far.
+    pub(super) fn rnr_naks(&self) -> u64 {
+        self.device.counters().resources_rnr_nak
+    }
+
+    /// Waits until a SEND has found no receive since the count was `before`.
+    pub(super) fn await_rnr_nak(&self, before: u64) -> Result<()> {
+        let deadline = Instant::now() + WAIT;
+        while self.rnr_naks() == before {
+            ensure!(Instant::now() < deadline, "no SEND came without a receive");
+            yield_now();
+        }
+        Ok(())
     }
 
     /// Zeroes both memories.
@@ -481,5 +497,5 @@ pub(super) fn expect_imm(wc: &WorkCompletion, imm: u32) -> Result<()> {
     expect("immediate data", wc.imm.unwrap_or_default(), imm)
 }
 
-/// Time in which a message that was sent arrives, or never does.
+/// Time in which a datagram that was sent arrives, or never does: of one that a link may lose nothing else tells.
 pub(super) const SETTLE: Duration = Duration::from_millis(200);
