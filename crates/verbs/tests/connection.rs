@@ -1,13 +1,14 @@
 //! Two devices on one host: connect, move bytes, end.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::{LONG, connect};
 use rdmux_verbs::*;
-
-const LONG: Duration = Duration::from_secs(20);
 
 struct End {
     _device: Device,
@@ -41,25 +42,7 @@ fn end_with(address: IpAddr, bytes: usize, options: Options) -> End {
 /// A connected pair: (client, its connection, server, its connection).
 fn connected(address: IpAddr, bytes: usize) -> (End, Connection, End, Connection) {
     let (client, server) = (end(address, bytes), end(address, bytes));
-    let listener = server._device.listen(7174).unwrap();
-    let (c, s) = std::thread::scope(|scope| {
-        let accepting = scope.spawn(|| {
-            let request = listener.accept(LONG).expect("a request");
-            assert_eq!(&request.private_data()[..5], b"hello");
-            let connection = request
-                .accept(&server.qp, &ConnectParams::default(), b"welcome")
-                .unwrap();
-            assert!(connection.wait_established());
-            connection
-        });
-        let peer = SocketAddr::new(address, 7174);
-        let c = client
-            ._device
-            .connect(&client.qp, peer, &ConnectParams::default(), b"hello")
-            .unwrap();
-        assert_eq!(&c.private_data()[..7], b"welcome");
-        (c, accepting.join().unwrap())
-    });
+    let [c, s] = connect(&client.qp, &server.qp, &ConnectParams::default());
     (client, c, server, s)
 }
 
@@ -267,32 +250,14 @@ fn disconnect__sends_the_acknowledgement_that_is_owed() {
 
 #[test]
 fn connection__that_is_dropped_does_not_end_the_next_one_of_its_queue_pair() {
-    let address: IpAddr = "127.0.0.36".parse().unwrap();
-    let (client, first, server, _s) = connected(address, 1 << 16);
+    let (client, first, server, _s) = connected([127, 0, 0, 36].into(), 1 << 16);
     drop(first);
     client
         .qp
         .modify(QpState::Reset, &QpAttributes::default())
         .unwrap();
-    let listener = server._device.listen(7175).unwrap();
     let qp = server.qp.pd().create_qp(&QpOptions::new(&server.cq)).unwrap();
-    let (c, _s) = std::thread::scope(|scope| {
-        let accepting = scope.spawn(|| {
-            let connection = listener
-                .accept(LONG)
-                .unwrap()
-                .accept(&qp, &ConnectParams::default(), &[])
-                .unwrap();
-            assert!(connection.wait_established());
-            connection
-        });
-        let peer = SocketAddr::new(address, 7175);
-        let c = client
-            ._device
-            .connect(&client.qp, peer, &ConnectParams::default(), &[])
-            .unwrap();
-        (c, accepting.join().unwrap())
-    });
+    let [c, _s] = connect(&client.qp, &qp, &ConnectParams::default());
     assert!(!c.is_ended());
     let operation = Operation::Write {
         va: server.mr.iova(),

@@ -1,14 +1,14 @@
 //! Asynchronous events that no other test here waits for.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::net::{IpAddr, SocketAddr};
+mod common;
+
+use std::net::IpAddr;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
 
+use common::{LONG, connect};
 use rdmux_verbs::*;
-
-const LONG: Duration = Duration::from_secs(20);
 
 struct End {
     device: Device,
@@ -61,22 +61,7 @@ impl End {
 
 fn connected(address: [u8; 4], recv_depth: u32) -> (End, End, [Connection; 2]) {
     let [client, server] = [16, recv_depth].map(|depth| End::new(address.into(), QpType::Rc, depth));
-    let listener = server.device.listen(7174).unwrap();
-    let connections = std::thread::scope(|scope| {
-        let accepting = scope.spawn(|| {
-            let request = listener.accept(LONG).expect("a request");
-            let connection = request
-                .accept(&server.qp, &ConnectParams::default(), b"")
-                .unwrap();
-            assert!(connection.wait_established());
-            connection
-        });
-        let peer = SocketAddr::new(address.into(), 7174);
-        let own = client
-            .device
-            .connect(&client.qp, peer, &ConnectParams::default(), b"");
-        [own.unwrap(), accepting.join().unwrap()]
-    });
+    let connections = connect(&client.qp, &server.qp, &ConnectParams::default());
     (client, server, connections)
 }
 

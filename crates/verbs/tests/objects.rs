@@ -1,13 +1,15 @@
 //! Windows, shared receive queues, XRC and asynchronous events between two devices on one host.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+mod common;
 
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::{LONG, connect};
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(20);
 const ACCESS: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
     .union(Access::REMOTE_READ)
@@ -49,22 +51,7 @@ fn connected(address: &str) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
         srq: Some(queue.insert(pd.create_srq(16).unwrap()).clone()),
         ..options
     });
-    let listener = server.device.listen(7174).unwrap();
-    let connections = std::thread::scope(|scope| {
-        let accepting = scope.spawn(|| {
-            let request = listener.accept(LONG).expect("a request");
-            let connection = request
-                .accept(&server.qp, &ConnectParams::default(), b"")
-                .unwrap();
-            assert!(connection.wait_established());
-            connection
-        });
-        let peer = SocketAddr::new(address, 7174);
-        let own = client
-            .device
-            .connect(&client.qp, peer, &ConnectParams::default(), b"");
-        [own.unwrap(), accepting.join().unwrap()]
-    });
+    let connections = connect(&client.qp, &server.qp, &ConnectParams::default());
     (client, server, queue.unwrap(), connections)
 }
 

@@ -1,14 +1,16 @@
 //! Traffic classes, marks and rates over real sockets.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::{LONG, connect};
 use rdmux_verbs::soft::udp::{ROCE_PORT, RxBatch, RxSocket};
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(20);
 /// Expedited forwarding, DSCP 46.
 const EF: u8 = 46 << 2;
 /// ECN field: marked.
@@ -133,23 +135,11 @@ fn marked__packets_bring_a_cnp() {
 fn connect__both_ends_use_the_class_of_the_request_and_keep_a_rate() {
     let address: IpAddr = [127, 0, 73, 1].into();
     let [client, server] = [(); 2].map(|()| end(address, Traffic::default()));
-    let listener = server.device.listen(7173).unwrap();
     let params = ConnectParams {
         traffic_class: EF,
         ..ConnectParams::default()
     };
-    let (_c, _s) = std::thread::scope(|scope| {
-        let accepting = scope.spawn(|| {
-            let request = listener.accept(LONG).expect("a request");
-            let connection = request.accept(&server.qp, &ConnectParams::default(), b"");
-            let connection = connection.unwrap();
-            assert!(connection.wait_established());
-            connection
-        });
-        let peer = SocketAddr::new(address, 7173);
-        let c = client.device.connect(&client.qp, peer, &params, b"").unwrap();
-        (c, accepting.join().unwrap())
-    });
+    let _held = connect(&client.qp, &server.qp, &params);
     for end in [&client, &server] {
         // ECN is left alone on loopback.
         assert_eq!(end.qp.query().unwrap().path.unwrap().traffic_class, EF);
