@@ -36,11 +36,7 @@ impl Ending {
     }
 
     fn modify(&mut self, to: QpState) {
-        let side = &mut self.pair.sides[0];
-        let attributes = QpAttributes::default();
-        side.rnic
-            .modify_qp(self.pair.now, side.qpn, to, &attributes)
-            .unwrap();
+        self.pair.modify(0, to, &QpAttributes::default());
     }
 
     /// Posts the registration; it is done when the queue pair is in RTS.

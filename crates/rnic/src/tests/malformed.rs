@@ -119,26 +119,15 @@ fn own(pair: &Pair, offset: u64, length: u32) -> [u8; Reth::LEN] {
     reth(IOVA + offset, pair.sides[1].rkey, length)
 }
 
-fn state(pair: &Pair, side: usize) -> QpState {
-    pair.sides[side]
-        .rnic
-        .query_qp(pair.sides[side].qpn)
-        .unwrap()
-        .state
-}
-
 /// Side 1 refused with this code and is in error; nothing was written.
 fn refused(pair: &mut Pair, answers: &[Said], psn: i32, syndrome: Syndrome) {
     assert_eq!(answers, [ack(psn, syndrome)]);
-    assert_eq!(state(pair, 1), QpState::Error);
+    assert_eq!(pair.sides[1].state(), QpState::Error);
     pair.sides[1].memory.with(|m| assert!(m.iter().all(|b| *b == 0)));
 }
 
 fn recv(pair: &mut Pair, length: u32) {
-    let sges = pair.sides[1].sge(0, length);
-    let (now, qpn) = (pair.now, pair.sides[1].qpn);
-    let request = RecvRequest { wr_id: 9, sges };
-    pair.sides[1].rnic.post_recv(now, qpn, request).unwrap();
+    pair.recv(1, 9, 0, length);
 }
 
 fn statuses(pair: &mut Pair, side: usize) -> Vec<Status> {
@@ -167,7 +156,7 @@ fn malformed__too_short_for_its_headers_is_dropped() {
         (Bth::LEN + Reth::LEN + 3) as u64
     );
     assert_eq!(says(&mut pair, 1), []);
-    assert_eq!(state(&pair, 1), QpState::Rts);
+    assert_eq!(pair.sides[1].state(), QpState::Rts);
 }
 
 #[test]
@@ -313,19 +302,12 @@ fn gsi__without_its_key_or_of_another_length_is_dropped() {
 fn state__other_than_rtr_and_rts_takes_no_request() {
     for to in [QpState::Reset, QpState::Init, QpState::Error] {
         let mut pair = Pair::new();
-        let (now, qpn) = (pair.now, pair.sides[1].qpn);
-        let rnic = &mut pair.sides[1].rnic;
+        let mut attributes = QpAttributes::default();
         if to == QpState::Init {
-            rnic.modify_qp(now, qpn, QpState::Reset, &QpAttributes::default())
-                .unwrap();
-            let init = QpAttributes {
-                access: Some(ALL_ACCESS),
-                ..Default::default()
-            };
-            rnic.modify_qp(now, qpn, to, &init).unwrap();
-        } else {
-            rnic.modify_qp(now, qpn, to, &QpAttributes::default()).unwrap();
+            pair.modify(1, QpState::Reset, &attributes);
+            attributes.access = Some(ALL_ACCESS);
         }
+        pair.modify(1, to, &attributes);
         let ext = own(&pair, 0, 4);
         assert_eq!(ask(&mut pair, Op::WriteOnly, 0, &ext, &[1; 4]), [], "{to:?}");
         assert_eq!(pair.sides[1].rnic.counters().wrong_state, 1, "{to:?}");
@@ -360,10 +342,7 @@ fn state__error_still_acknowledges_what_was_done() {
     let ext = own(&pair, 0, 4);
     give(&mut pair, Op::ReadRequest, 1, &ext, &[]);
     give(&mut pair, Op::SendOnly, 2, &[], &[1; 4]);
-    let (now, qpn) = (pair.now, pair.sides[1].qpn);
-    let error = QpAttributes::default();
-    let rnic = &mut pair.sides[1].rnic;
-    rnic.modify_qp(now, qpn, QpState::Error, &error).unwrap();
+    pair.modify(1, QpState::Error, &QpAttributes::default());
     // The last SEND was received too, but to say so would be to say that the READ was answered.
     assert_eq!(says(&mut pair, 1), [ack(0, Syndrome::ACK)]);
 }
@@ -445,7 +424,7 @@ fn order__of_first_middle_and_last_is_kept() {
             answers = ask(&mut pair, *op, psn as u32, ext, payload);
         }
         assert_eq!(answers, [ack(ops.len() as i32 - 1, NAK_INVALID)], "{ops:?}");
-        assert_eq!(state(&pair, 1), QpState::Error, "{ops:?}");
+        assert_eq!(pair.sides[1].state(), QpState::Error, "{ops:?}");
     }
 }
 
@@ -511,7 +490,7 @@ fn receive__too_small_ends_both_and_completes_with_a_length_error() {
     let answers = ask(&mut pair, Op::SendOnly, 0, &[], &[1; 100]);
     assert_eq!(answers, [ack(0, NAK_INVALID)]);
     assert_eq!(statuses(&mut pair, 1), [Status::LocalLength]);
-    assert_eq!(state(&pair, 1), QpState::Error);
+    assert_eq!(pair.sides[1].state(), QpState::Error);
 }
 
 #[test]
@@ -822,7 +801,7 @@ fn duplicate_read__inside_of_the_stored_request_is_replayed() {
     let answers = ask(&mut pair, Op::ReadRequest, 1, &ext, &[]);
     let ops: Vec<(Op, i32)> = answers.iter().map(|said| (said.op, said.psn)).collect();
     assert_eq!(ops, [(Op::ReadResponseFirst, 1), (Op::ReadResponseLast, 2)]);
-    assert_eq!(state(&pair, 1), QpState::Rts);
+    assert_eq!(pair.sides[1].state(), QpState::Rts);
 }
 
 #[test]
@@ -858,7 +837,7 @@ fn duplicate_read__outside_of_the_stored_request_is_dropped() {
     ] {
         assert_eq!(ask(&mut pair, Op::ReadRequest, psn, &ext, &[]), [], "psn {psn}");
     }
-    assert_eq!(state(&pair, 1), QpState::Rts);
+    assert_eq!(pair.sides[1].state(), QpState::Rts);
 }
 
 #[test]
@@ -922,7 +901,7 @@ fn flush__repeated_while_it_runs_is_put_off_and_replayed_when_done() {
     pair.sides[1]
         .rnic
         .handle_flush(pair.now, job.id, Err(Fault::Io(5)));
-    assert_eq!(state(&pair, 1), QpState::Rts);
+    assert_eq!(pair.sides[1].state(), QpState::Rts);
 }
 
 #[test]
@@ -945,7 +924,7 @@ fn flush__that_fails_ends_both_with_a_remote_operation_error() {
             "immediate {immediate}"
         );
         for side in [0, 1] {
-            assert_eq!(state(&pair, side), QpState::Error, "immediate {immediate}");
+            assert_eq!(pair.sides[side].state(), QpState::Error, "immediate {immediate}");
         }
     }
 }
@@ -1013,7 +992,7 @@ fn nak__codes_end_the_oldest_request_and_flush_the_rest() {
         let mut pair = writing();
         answer(&mut pair, Op::Acknowledge, 0, Syndrome::Nak(code), &[]);
         assert_eq!(statuses(&mut pair, 0), [status, Status::Flushed]);
-        assert_eq!(state(&pair, 0), QpState::Error);
+        assert_eq!(pair.sides[0].state(), QpState::Error);
         let qpn = pair.sides[0].qpn;
         assert_eq!(
             pair.sides[0].rnic.poll_event(),
@@ -1061,7 +1040,7 @@ fn nak__of_a_gap_resends_from_there() {
     answer(&mut pair, Op::Acknowledge, 1, NAK_SEQUENCE, &[]);
     let psns: Vec<i32> = says(&mut pair, 0).iter().map(|said| said.psn).collect();
     assert_eq!(psns, [1, 2]);
-    assert_eq!(state(&pair, 0), QpState::Rts);
+    assert_eq!(pair.sides[0].state(), QpState::Rts);
 }
 
 #[test]
@@ -1135,7 +1114,7 @@ fn ghost__acknowledgements_are_ignored() {
         }
     }
     assert_eq!(statuses(&mut pair, 0), []);
-    assert_eq!(state(&pair, 0), QpState::Rts);
+    assert_eq!(pair.sides[0].state(), QpState::Rts);
     assert!(pair.sides[0].rnic.counters().stale_responses >= 15);
 }
 
@@ -1173,6 +1152,6 @@ fn local__key_or_bounds_wrong_end_the_request_before_it_leaves() {
     pair.post(0, operation, sges);
     pair.run();
     assert_eq!(statuses(&mut pair, 0), [Status::LocalProtection]);
-    assert_eq!(state(&pair, 0), QpState::Error);
-    assert_eq!(state(&pair, 1), QpState::Rts);
+    assert_eq!(pair.sides[0].state(), QpState::Error);
+    assert_eq!(pair.sides[1].state(), QpState::Rts);
 }

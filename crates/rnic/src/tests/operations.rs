@@ -29,11 +29,7 @@ fn set_word(pair: &Pair, side: usize, at: usize, value: u64) {
 }
 
 fn recv(pair: &mut Pair, length: u32) {
-    let side = &mut pair.sides[1];
-    let sges = side.sge(0x8000, length);
-    side.rnic
-        .post_recv(pair.now, side.qpn, RecvRequest { wr_id: 9, sges })
-        .unwrap();
+    pair.recv(1, 9, 0x8000, length);
 }
 
 /// The one completion of side `i`.
@@ -45,11 +41,6 @@ fn one(pair: &mut Pair, i: usize) -> WorkCompletion {
 
 fn events(pair: &mut Pair, i: usize) -> Vec<Event> {
     std::iter::from_fn(|| pair.sides[i].rnic.poll_event()).collect()
-}
-
-fn state(pair: &Pair, i: usize) -> QpState {
-    let side = &pair.sides[i];
-    side.rnic.query_qp(side.qpn).unwrap().state
 }
 
 fn fetch_add(pair: &Pair, add: u64) -> Operation {
@@ -312,7 +303,7 @@ fn max_dest_rd_atomic__of_none_refuses_all() {
         pair.post(0, operation.clone(), sges.clone());
         pair.run();
         assert_eq!(one(&mut pair, 0).status, Status::RemoteInvalidRequest);
-        assert_eq!(state(&pair, 1), QpState::Error);
+        assert_eq!(pair.sides[1].state(), QpState::Error);
     }
 }
 
@@ -417,7 +408,7 @@ fn register__gives_memory_until_it_is_invalidated() {
         Status::Success
     );
     assert_eq!(write_status(&mut pair, 0x5_0000, key), Status::RemoteAccess);
-    assert_eq!(state(&pair, 1), QpState::Error);
+    assert_eq!(pair.sides[1].state(), QpState::Error);
 
     // Twice is an error, and so is what was never there.
     let mut pair = Pair::new();
@@ -459,7 +450,7 @@ fn send_invalidate__of_a_key_that_cannot_be_ended_is_an_error_of_the_receiver() 
     pair.post(0, Operation::SendInvalidate { rkey }, SgeList::EMPTY);
     pair.run();
     assert_eq!(one(&mut pair, 1).status, Status::RemoteInvalidRequest);
-    assert_eq!(state(&pair, 1), QpState::Error);
+    assert_eq!(pair.sides[1].state(), QpState::Error);
     assert_eq!(one(&mut pair, 0).status, Status::RetryExceeded);
 }
 
@@ -761,7 +752,7 @@ fn bind__of_what_may_not_be_bound_is_a_bind_error() {
             Status::MemoryBind,
             "{what}"
         );
-        assert_eq!(state(&pair, 1), QpState::Error);
+        assert_eq!(pair.sides[1].state(), QpState::Error);
     }
 }
 
@@ -809,13 +800,8 @@ fn local_operations__keep_their_place_among_the_others() {
         !(n >> 16).is_multiple_of(3)
     });
     pair.run();
-    let all: Vec<_> = pair.sides[0]
-        .completions()
-        .iter()
-        .map(|wc| (wc.wr_id, wc.status))
-        .collect();
     let ok = Status::Success;
-    assert_eq!(all, [(1, ok), (2, ok), (3, ok), (4, ok)]);
+    assert_eq!(pair.sides[0].completed(), [(1, ok), (2, ok), (3, ok), (4, ok)]);
 }
 
 #[test]
@@ -843,21 +829,14 @@ pub(super) fn sqd__ends_what_was_begun_tells_and_begins_the_rest_later() {
     pair.write(0, 0, 16 << 10);
     pair.step();
     pair.write(0, 0x1_0000, 64);
-    let (now, qpn) = (pair.now, pair.sides[0].qpn);
-    let none = QpAttributes::default();
-    pair.sides[0]
-        .rnic
-        .modify_qp(now, qpn, QpState::Sqd, &none)
-        .unwrap();
+    let (qpn, none) = (pair.sides[0].qpn, QpAttributes::default());
+    pair.modify(0, QpState::Sqd, &none);
     assert_eq!(events(&mut pair, 0), [], "half of the WRITE is still to go");
     pair.run();
     assert_eq!(pair.sides[0].completions().len(), 1);
     assert_eq!(events(&mut pair, 0), [Event::SqDrained(qpn)]);
-    assert_eq!(state(&pair, 0), QpState::Sqd);
-    pair.sides[0]
-        .rnic
-        .modify_qp(pair.now, qpn, QpState::Rts, &none)
-        .unwrap();
+    assert_eq!(pair.sides[0].state(), QpState::Sqd);
+    pair.modify(0, QpState::Rts, &none);
     pair.run();
     assert_eq!(pair.sides[0].completions().len(), 1);
 }
@@ -865,12 +844,8 @@ pub(super) fn sqd__ends_what_was_begun_tells_and_begins_the_rest_later() {
 #[test]
 fn sqd__of_an_idle_queue_has_drained_at_once_and_answers_go_on() {
     let mut pair = Pair::new();
-    let (now, qpn) = (pair.now, pair.sides[1].qpn);
-    let none = QpAttributes::default();
-    pair.sides[1]
-        .rnic
-        .modify_qp(now, qpn, QpState::Sqd, &none)
-        .unwrap();
+    let qpn = pair.sides[1].qpn;
+    pair.modify(1, QpState::Sqd, &QpAttributes::default());
     assert_eq!(events(&mut pair, 1), [Event::SqDrained(qpn)]);
     let rkey = pair.sides[1].rkey;
     assert_eq!(write_status(&mut pair, IOVA, rkey), Status::Success);
@@ -893,7 +868,7 @@ fn shared(posted: u64) -> (Pair, Srqn) {
         srq: Some(srqn),
         ..QpInit::new(side.pd, side.cq)
     };
-    pair.replace_qps(|_| QpType::Rc, Some(init));
+    pair.replace_qps(QpType::Rc, init);
     for wr_id in 0..posted {
         let sges = pair.sides[1].sge(0x8000 + wr_id * 64, 64);
         pair.sides[1]
@@ -944,7 +919,7 @@ fn srq__has_its_own_domain_for_the_memory_of_its_receives() {
             srq: Some(srqn),
             ..QpInit::new(of_qp, side.cq)
         };
-        pair.replace_qps(|_| QpType::Rc, Some(init));
+        pair.replace_qps(QpType::Rc, init);
         let sges = Sge::new(0x5_0000, 64, lkey).into();
         let request = RecvRequest { wr_id: 3, sges };
         pair.sides[1].rnic.post_srq_recv(srqn, request).unwrap();
@@ -1006,12 +981,8 @@ fn srq__is_resized_within_what_is_posted_and_ends_after_its_qps() {
 #[test]
 fn srq__keeps_its_receives_when_a_qp_fails_and_the_last_one_is_told() {
     let (mut pair, srqn) = shared(4);
-    let (now, qpn) = (pair.now, pair.sides[1].qpn);
-    let none = QpAttributes::default();
-    pair.sides[1]
-        .rnic
-        .modify_qp(now, qpn, QpState::Error, &none)
-        .unwrap();
+    let qpn = pair.sides[1].qpn;
+    pair.modify(1, QpState::Error, &QpAttributes::default());
     assert_eq!(events(&mut pair, 1), [Event::LastWqeReached(qpn)]);
     assert!(pair.sides[1].completions().is_empty());
     assert_eq!(pair.sides[1].rnic.query_srq(srqn).unwrap().posted, 4);
@@ -1035,7 +1006,7 @@ fn xrc() -> (Pair, Srqn) {
         xrcd: Some(xrcd),
         ..QpInit::new(side.pd, side.cq)
     };
-    pair.replace_qps(|_| QpType::XrcSend, Some(init));
+    pair.replace_qps(QpType::XrcSend, init);
     let sges = pair.sides[1].sge(0x8000, 64);
     pair.sides[1]
         .rnic
@@ -1125,7 +1096,7 @@ fn xrc__a_queue_that_is_not_of_the_domain_is_an_invalid_request() {
     xrc_post(&mut pair, srqn, Operation::Send { imm: None }, SgeList::EMPTY);
     pair.run();
     assert_eq!(one(&mut pair, 0).status, Status::RemoteInvalidRequest);
-    assert_eq!(state(&pair, 1), QpState::Error);
+    assert_eq!(pair.sides[1].state(), QpState::Error);
 }
 
 #[test]
@@ -1145,7 +1116,7 @@ fn xrc__an_overrun_of_the_shared_queues_completions_ends_the_target() {
         xrcd: Some(xrcd),
         ..QpInit::new(side.pd, side.cq)
     };
-    pair.replace_qps(|_| QpType::XrcSend, Some(init));
+    pair.replace_qps(QpType::XrcSend, init);
     for wr_id in 0..3 {
         let sges = pair.sides[1].sge(0x8000, 64);
         let request = RecvRequest { wr_id, sges };
@@ -1153,7 +1124,7 @@ fn xrc__an_overrun_of_the_shared_queues_completions_ends_the_target() {
         xrc_post(&mut pair, srqn, Operation::Send { imm: None }, SgeList::EMPTY);
         pair.run();
         let expected = if wr_id == 0 { QpState::Rts } else { QpState::Error };
-        assert_eq!(state(&pair, 1), expected, "{wr_id}");
+        assert_eq!(pair.sides[1].state(), expected, "{wr_id}");
     }
     assert!(events(&mut pair, 1).contains(&Event::CqError(small)));
 }

@@ -351,10 +351,7 @@ fn modify__of_the_window_moves_the_reach_with_it() {
         ..Default::default()
     };
     for i in 0..2 {
-        let side = &mut pair.sides[i];
-        side.rnic
-            .modify_qp(pair.now, side.qpn, QpState::Rts, &wider)
-            .unwrap();
+        pair.modify(i, QpState::Rts, &wider);
     }
     let bytes = fill(&pair, 1, 0, 40 * 1024);
     let read = Operation::Read {

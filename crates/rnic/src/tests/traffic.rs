@@ -150,10 +150,8 @@ fn rate_limit__is_lifted_while_the_qp_works() {
         rate_limit_bps: Some(0),
         ..Default::default()
     };
-    for side in &mut pair.sides {
-        side.rnic
-            .modify_qp(pair.now, side.qpn, QpState::Rts, &lifted)
-            .unwrap();
+    for i in 0..2 {
+        pair.modify(i, QpState::Rts, &lifted);
     }
     pair.write(0, 0, 1 << 20);
     assert_eq!(run_until_complete(&mut pair, 1), 0);

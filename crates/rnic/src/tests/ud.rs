@@ -7,90 +7,53 @@ use crate::*;
 
 const QKEY: u32 = 0x1234_5678;
 
-struct Datagrams {
-    pair: Pair,
-    qpns: [Qpn; 2],
+fn datagrams() -> Pair {
+    let mut pair = Pair::new();
+    pair.sides[0].memory.with(|m| {
+        m[..4096]
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, b)| *b = (i * 3) as u8)
+    });
+    for i in 0..2 {
+        pair.sides[i].qpn = pair.ud_qp(i, QKEY);
+    }
+    pair
 }
 
-impl Datagrams {
-    fn new() -> Datagrams {
-        let mut pair = Pair::new();
-        pair.sides[0].memory.with(|m| {
-            m[..4096]
-                .iter_mut()
-                .enumerate()
-                .for_each(|(i, b)| *b = (i * 3) as u8)
-        });
-        let qpns = [0, 1].map(|i| pair.ud_qp(i, QKEY));
-        Datagrams { pair, qpns }
+fn to_peer(pair: &Pair) -> Target {
+    Target::Datagram {
+        path: pair.path(0, pair.sides[1].address),
+        qpn: pair.sides[1].qpn,
+        qkey: QKEY,
     }
+}
 
-    fn to_peer(&self) -> Target {
-        Target::Datagram {
-            path: self.pair.path(0, self.pair.sides[1].address),
-            qpn: self.qpns[1],
-            qkey: QKEY,
-        }
+fn to_group(pair: &Pair, group: IpAddr) -> Target {
+    Target::Datagram {
+        path: pair.path(0, group),
+        qpn: Qpn::MULTICAST,
+        qkey: QKEY,
     }
+}
 
-    fn to_group(&self, group: IpAddr) -> Target {
-        Target::Datagram {
-            path: self.pair.path(0, group),
-            qpn: Qpn::MULTICAST,
-            qkey: QKEY,
-        }
-    }
-
-    fn recv(&mut self, i: usize, wr_id: u64, offset: u64, length: u32) {
-        self.recv_at(i, self.qpns[i], wr_id, offset, length);
-    }
-
-    fn recv_at(&mut self, i: usize, qpn: Qpn, wr_id: u64, offset: u64, length: u32) {
-        let side = &mut self.pair.sides[i];
-        let sges = side.sge(offset, length);
-        let request = RecvRequest { wr_id, sges };
-        side.rnic.post_recv(self.pair.now, qpn, request).unwrap();
-    }
-
-    fn try_send(&mut self, to: Target, operation: Operation, sges: SgeList) -> Result<(), PostError> {
-        let request = SendRequest {
-            wr_id: 7,
-            operation,
-            sges,
-            flags: SendFlags::SIGNALED,
-            to,
-        };
-        let (now, qpn) = (self.pair.now, self.qpns[0]);
-        self.pair.sides[0].rnic.post_send(now, qpn, request)
-    }
-
-    fn send(&mut self, to: Target, length: u32) {
-        let sges = self.pair.sides[0].sge(0, length);
-        self.try_send(to, Operation::Send { imm: None }, sges).unwrap();
-        self.pair.run();
-    }
-
-    fn completed(&mut self, i: usize) -> Vec<(u64, Status)> {
-        let all = self.pair.sides[i].completions();
-        all.iter().map(|wc| (wc.wr_id, wc.status)).collect()
-    }
-
-    fn state(&self, i: usize) -> QpState {
-        self.pair.sides[i].rnic.query_qp(self.qpns[i]).unwrap().state
-    }
+fn send(pair: &mut Pair, to: Target, length: u32) {
+    let sges = pair.sides[0].sge(0, length);
+    pair.try_post(0, to, Operation::Send { imm: None }, sges).unwrap();
+    pair.run();
 }
 
 #[test]
 fn send__is_placed_behind_the_header_and_completes_with_its_source() {
-    let mut net = Datagrams::new();
-    net.recv(1, 9, 100, 40 + 1024);
-    let sges = net.pair.sides[0].sge(0, 1000);
-    let to = net.to_peer();
-    net.try_send(to, Operation::Send { imm: Some(0xfeed) }, sges)
+    let mut pair = datagrams();
+    pair.recv(1, 9, 100, 40 + 1024);
+    let sges = pair.sides[0].sge(0, 1000);
+    let to = to_peer(&pair);
+    pair.try_post(0, to, Operation::Send { imm: Some(0xfeed) }, sges)
         .unwrap();
-    net.pair.run();
-    assert_eq!(net.completed(0), [(7, Status::Success)]);
-    let received = net.pair.sides[1].completions();
+    pair.run();
+    assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+    let received = pair.sides[1].completions();
     assert_eq!(received.len(), 1);
     assert_eq!(
         (
@@ -99,9 +62,9 @@ fn send__is_placed_behind_the_header_and_completes_with_its_source() {
             received[0].imm,
             received[0].src_qpn
         ),
-        (9, 1040, Some(0xfeed), Some(net.qpns[0]))
+        (9, 1040, Some(0xfeed), Some(pair.sides[0].qpn))
     );
-    net.pair.sides[1].memory.with(|m| {
+    pair.sides[1].memory.with(|m| {
         assert_eq!(m[100..120], [0; 20]);
         assert_eq!(m[120], 0x45);
         assert_eq!(m[132..140], [10, 0, 0, 1, 10, 0, 0, 2]);
@@ -113,54 +76,55 @@ fn send__is_placed_behind_the_header_and_completes_with_its_source() {
 
 #[test]
 fn send__of_nothing_brings_the_header_alone() {
-    let mut net = Datagrams::new();
-    net.recv(1, 9, 0, 40);
-    let to = net.to_peer();
-    net.send(to, 0);
-    assert_eq!(net.pair.sides[1].completions()[0].byte_len, 40);
+    let mut pair = datagrams();
+    pair.recv(1, 9, 0, 40);
+    let to = to_peer(&pair);
+    send(&mut pair, to, 0);
+    assert_eq!(pair.sides[1].completions()[0].byte_len, 40);
 }
 
 #[test]
 fn send__gathers_and_takes_bytes_inline() {
-    let mut net = Datagrams::new();
-    net.recv(1, 9, 0, 100);
-    let to = net.to_peer();
-    net.try_send(to, Operation::Send { imm: None }, SgeList::inline(b"hello"))
+    let mut pair = datagrams();
+    pair.recv(1, 9, 0, 100);
+    let to = to_peer(&pair);
+    pair.try_post(0, to, Operation::Send { imm: None }, SgeList::inline(b"hello"))
         .unwrap();
-    net.pair.run();
-    net.pair.sides[1]
-        .memory
-        .with(|m| assert_eq!(&m[40..45], b"hello"));
+    pair.run();
+    pair.sides[1].memory.with(|m| assert_eq!(&m[40..45], b"hello"));
 }
 
 #[test]
 fn send__to_a_qp_of_the_same_device() {
-    let mut net = Datagrams::new();
-    let other = net.pair.ud_qp(0, QKEY);
-    net.recv_at(0, other, 9, 8192, 2000);
+    let mut pair = datagrams();
+    let other = pair.ud_qp(0, QKEY);
+    pair.recv_at(0, other, 9, 8192, 2000);
     let to = Target::Datagram {
-        path: net.pair.path(0, net.pair.sides[0].address),
+        path: pair.path(0, pair.sides[0].address),
         qpn: other,
         qkey: QKEY,
     };
-    net.send(to, 10);
-    assert_eq!(net.completed(0), [(7, Status::Success), (9, Status::Success)]);
+    send(&mut pair, to, 10);
+    assert_eq!(
+        pair.sides[0].completed(),
+        [(7, Status::Success), (9, Status::Success)]
+    );
 }
 
 #[test]
 fn send__from_many_senders_uses_the_receives_in_order() {
-    let mut net = Datagrams::new();
+    let mut pair = datagrams();
     for n in 0..3 {
-        net.recv(1, n, n * 2000, 2000);
+        pair.recv(1, n, n * 2000, 2000);
     }
-    let to = net.to_peer();
-    net.send(to, 10);
-    let other = net.pair.ud_qp(0, QKEY);
-    let mine = std::mem::replace(&mut net.qpns[0], other);
-    net.send(to, 20);
-    net.qpns[0] = mine;
-    net.send(to, 30);
-    let received = net.pair.sides[1].completions();
+    let to = to_peer(&pair);
+    send(&mut pair, to, 10);
+    let other = pair.ud_qp(0, QKEY);
+    let mine = std::mem::replace(&mut pair.sides[0].qpn, other);
+    send(&mut pair, to, 20);
+    pair.sides[0].qpn = mine;
+    send(&mut pair, to, 30);
+    let received = pair.sides[1].completions();
     let seen: Vec<_> = received
         .iter()
         .map(|wc| (wc.wr_id, wc.byte_len, wc.src_qpn))
@@ -173,9 +137,9 @@ fn send__from_many_senders_uses_the_receives_in_order() {
 
 #[test]
 fn send__qkey_with_the_high_bit_is_the_senders_own() {
-    let mut net = Datagrams::new();
-    net.recv(1, 9, 0, 100);
-    let Target::Datagram { path, qpn, .. } = net.to_peer() else {
+    let mut pair = datagrams();
+    pair.recv(1, 9, 0, 100);
+    let Target::Datagram { path, qpn, .. } = to_peer(&pair) else {
         unreachable!()
     };
     let to = Target::Datagram {
@@ -183,35 +147,36 @@ fn send__qkey_with_the_high_bit_is_the_senders_own() {
         qpn,
         qkey: 0x8000_0001,
     };
-    net.send(to, 1);
-    assert_eq!(net.completed(1), [(9, Status::Success)]);
+    send(&mut pair, to, 1);
+    assert_eq!(pair.sides[1].completed(), [(9, Status::Success)]);
 }
 
 #[test]
 fn send__psns_count_on() {
-    let mut net = Datagrams::new();
+    let mut pair = datagrams();
     let psns = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
     let seen = psns.clone();
-    net.pair.deliver = Box::new(move |_, bytes| {
+    pair.deliver = Box::new(move |_, bytes| {
         seen.borrow_mut()
             .push(u32::from_be_bytes([0, bytes[9], bytes[10], bytes[11]]));
         true
     });
     for _ in 0..3 {
-        let to = net.to_peer();
-        net.send(to, 1);
+        let to = to_peer(&pair);
+        send(&mut pair, to, 1);
     }
     assert_eq!(*psns.borrow(), [PSN, PSN + 1, PSN + 2]);
 }
 
 #[test]
 fn receive__wrong_qkey_is_dropped_and_counted() {
-    let mut net = Datagrams::new();
-    net.recv(1, 9, 0, 100);
-    let Target::Datagram { path, qpn, .. } = net.to_peer() else {
+    let mut pair = datagrams();
+    pair.recv(1, 9, 0, 100);
+    let Target::Datagram { path, qpn, .. } = to_peer(&pair) else {
         unreachable!()
     };
-    net.send(
+    send(
+        &mut pair,
         Target::Datagram {
             path,
             qpn,
@@ -219,13 +184,13 @@ fn receive__wrong_qkey_is_dropped_and_counted() {
         },
         1,
     );
-    assert_eq!(net.completed(0), [(7, Status::Success)]);
-    assert_eq!(net.completed(1), []);
-    assert_eq!(net.pair.sides[1].rnic.counters().bad_qkey, 1);
-    let to = net.to_peer();
-    net.send(to, 1);
+    assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+    assert_eq!(pair.sides[1].completed(), []);
+    assert_eq!(pair.sides[1].rnic.counters().bad_qkey, 1);
+    let to = to_peer(&pair);
+    send(&mut pair, to, 1);
     assert_eq!(
-        net.completed(1),
+        pair.sides[1].completed(),
         [(9, Status::Success)],
         "the receive is still there"
     );
@@ -233,54 +198,57 @@ fn receive__wrong_qkey_is_dropped_and_counted() {
 
 #[test]
 fn receive__none_posted_is_dropped_and_counted() {
-    let mut net = Datagrams::new();
-    let to = net.to_peer();
-    net.send(to, 1);
-    assert_eq!(net.pair.sides[1].rnic.counters().resources_dropped, 1);
-    assert_eq!((net.completed(1), net.state(1)), (vec![], QpState::Rts));
+    let mut pair = datagrams();
+    let to = to_peer(&pair);
+    send(&mut pair, to, 1);
+    assert_eq!(pair.sides[1].rnic.counters().resources_dropped, 1);
+    assert_eq!(
+        (pair.sides[1].completed(), pair.sides[1].state()),
+        (vec![], QpState::Rts)
+    );
 }
 
 #[test]
 fn receive__too_short_drops_the_datagram_and_is_kept() {
     for length in [0, 39, 40 + 99] {
-        let mut net = Datagrams::new();
-        net.recv(1, 1, 0, length);
-        net.recv(1, 2, 4096, 2000);
-        let to = net.to_peer();
-        net.send(to, 100);
-        assert_eq!(net.completed(1), [], "{length} bytes");
-        assert_eq!(net.state(1), QpState::Rts);
-        assert_eq!(net.completed(0), [(7, Status::Success)]);
-        assert_eq!(net.pair.sides[1].rnic.counters().dropped_messages, 1);
+        let mut pair = datagrams();
+        pair.recv(1, 1, 0, length);
+        pair.recv(1, 2, 4096, 2000);
+        let to = to_peer(&pair);
+        send(&mut pair, to, 100);
+        assert_eq!(pair.sides[1].completed(), [], "{length} bytes");
+        assert_eq!(pair.sides[1].state(), QpState::Rts);
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+        assert_eq!(pair.sides[1].rnic.counters().dropped_messages, 1);
     }
-    let mut net = Datagrams::new();
-    net.recv(1, 1, 0, 40 + 99);
-    let to = net.to_peer();
-    net.send(to, 100);
-    net.send(to, 99);
-    assert_eq!(net.completed(1), [(1, Status::Success)]);
+    let mut pair = datagrams();
+    pair.recv(1, 1, 0, 40 + 99);
+    let to = to_peer(&pair);
+    send(&mut pair, to, 100);
+    send(&mut pair, to, 99);
+    assert_eq!(pair.sides[1].completed(), [(1, Status::Success)]);
 }
 
 #[test]
 fn receive__memory_that_is_not_there_ends_the_qp() {
-    let mut net = Datagrams::new();
+    let mut pair = datagrams();
     let sge = Sge::new(IOVA, 1000, LKey(0x55));
-    let (now, qpn) = (net.pair.now, net.qpns[1]);
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
     let request = RecvRequest {
         wr_id: 1,
         sges: sge.into(),
     };
-    net.pair.sides[1].rnic.post_recv(now, qpn, request).unwrap();
-    let to = net.to_peer();
-    net.send(to, 100);
-    assert_eq!(net.completed(1), [(1, Status::LocalProtection)]);
-    assert_eq!(net.state(1), QpState::Error);
+    pair.sides[1].rnic.post_recv(now, qpn, request).unwrap();
+    let to = to_peer(&pair);
+    send(&mut pair, to, 100);
+    assert_eq!(pair.sides[1].completed(), [(1, Status::LocalProtection)]);
+    assert_eq!(pair.sides[1].state(), QpState::Error);
 }
 
 #[test]
 fn receive__from_a_shared_receive_queue() {
-    let mut net = Datagrams::new();
-    let side = &mut net.pair.sides[1];
+    let mut pair = datagrams();
+    let side = &mut pair.sides[1];
     let srq = side.rnic.create_srq(SrqInit {
         pd: side.pd,
         max_wr: 4,
@@ -291,59 +259,57 @@ fn receive__from_a_shared_receive_queue() {
         srq,
         ..QpInit::new(side.pd, side.cq)
     };
-    net.qpns[1] = side.rnic.create_qp(init).unwrap();
+    side.qpn = side.rnic.create_qp(init).unwrap();
     let sges = side.sge(0, 100);
     side.rnic
         .post_srq_recv(srq.unwrap(), RecvRequest { wr_id: 5, sges })
         .unwrap();
-    net.pair.ready_datagram(1, net.qpns[1], QKEY);
-    let to = net.to_peer();
-    net.send(to, 60);
-    assert_eq!(net.completed(1), [(5, Status::Success)]);
+    pair.ready_datagram(1, pair.sides[1].qpn, QKEY);
+    let to = to_peer(&pair);
+    send(&mut pair, to, 60);
+    assert_eq!(pair.sides[1].completed(), [(5, Status::Success)]);
 }
 
 #[test]
 fn receive__states_that_take_no_datagram() {
     for to in [QpState::Reset, QpState::Init, QpState::Error] {
-        let mut net = Datagrams::new();
-        let qpn = net.pair.create_qp(1, QpType::Ud);
+        let mut pair = datagrams();
+        pair.sides[1].qpn = pair.create_qp(1, QpType::Ud);
         let init = QpAttributes {
             qkey: Some(QKEY),
             ..Default::default()
         };
-        let (now, rnic) = (net.pair.now, &mut net.pair.sides[1].rnic);
         if to != QpState::Reset {
-            rnic.modify_qp(now, qpn, QpState::Init, &init).unwrap();
+            pair.modify(1, QpState::Init, &init);
         }
         if to == QpState::Error {
-            rnic.modify_qp(now, qpn, to, &QpAttributes::default()).unwrap();
+            pair.modify(1, to, &QpAttributes::default());
         }
-        net.qpns[1] = qpn;
-        let target = net.to_peer();
-        net.send(target, 1);
-        assert_eq!(net.pair.sides[1].rnic.counters().wrong_state, 1, "{to:?}");
+        let target = to_peer(&pair);
+        send(&mut pair, target, 1);
+        assert_eq!(pair.sides[1].rnic.counters().wrong_state, 1, "{to:?}");
     }
 }
 
 #[test]
 fn receive__other_transports_are_dropped() {
-    let mut net = Datagrams::new();
-    let Target::Datagram { path, qkey, .. } = net.to_peer() else {
+    let mut pair = datagrams();
+    let Target::Datagram { path, qkey, .. } = to_peer(&pair) else {
         unreachable!()
     };
-    let rc = net.pair.sides[1].qpn;
-    net.send(Target::Datagram { path, qpn: rc, qkey }, 1);
-    assert_eq!(net.pair.sides[1].rnic.counters().no_qp, 1);
+    let (_, rc) = pair.second_qps();
+    send(&mut pair, Target::Datagram { path, qpn: rc, qkey }, 1);
+    assert_eq!(pair.sides[1].rnic.counters().no_qp, 1);
 }
 
 #[test]
 fn post_send__refusals() {
-    let mut net = Datagrams::new();
-    let sges = net.pair.sides[0].sge(0, 8);
-    let (rkey, va) = (net.pair.sides[1].rkey, IOVA);
+    let mut pair = datagrams();
+    let sges = pair.sides[0].sge(0, 8);
+    let (rkey, va) = (pair.sides[1].rkey, IOVA);
     let bind = Bind {
         window: rkey,
-        region: net.pair.sides[0].lkey,
+        region: pair.sides[0].lkey,
         va,
         length: 1,
         access: Access::REMOTE_READ,
@@ -363,9 +329,9 @@ fn post_send__refusals() {
         Operation::Bind(bind),
         Operation::LocalInvalidate { rkey },
     ];
-    let to = net.to_peer();
+    let to = to_peer(&pair);
     for operation in operations {
-        let refused = net.try_send(to, operation.clone(), sges.clone());
+        let refused = pair.try_post(0, to, operation.clone(), sges.clone());
         assert_eq!(refused, Err(PostError::Invalid), "{operation:?}");
     }
     let Target::Datagram { path, qpn, qkey } = to else {
@@ -405,120 +371,105 @@ fn post_send__refusals() {
     ];
     let send = Operation::Send { imm: None };
     for to in targets {
-        let refused = net.try_send(to, send.clone(), sges.clone());
+        let refused = pair.try_post(0, to, send.clone(), sges.clone());
         assert_eq!(refused, Err(PostError::Invalid), "{to:?}");
     }
-    let long = net.pair.sides[0].sge(0, 1025);
-    assert_eq!(net.try_send(to, send.clone(), long), Err(PostError::TooLong));
-    let fits = net.pair.sides[0].sge(0, 1024);
-    assert_eq!(net.try_send(to, send, fits), Ok(()));
+    let long = pair.sides[0].sge(0, 1025);
+    assert_eq!(pair.try_post(0, to, send.clone(), long), Err(PostError::TooLong));
+    let fits = pair.sides[0].sge(0, 1024);
+    assert_eq!(pair.try_post(0, to, send, fits), Ok(()));
 }
 
 #[test]
 fn post_send__a_connected_qp_takes_no_datagram() {
-    let mut net = Datagrams::new();
-    let to = net.to_peer();
-    let sges = net.pair.sides[0].sge(0, 8);
-    let uc = net.pair.uc_qps()[0];
-    for qpn in [net.pair.sides[0].qpn, uc] {
-        net.qpns[0] = qpn;
-        let refused = net.try_send(to, Operation::Send { imm: None }, sges.clone());
+    for mut pair in [Pair::new(), Pair::uc()] {
+        let (to, sges) = (to_peer(&pair), pair.sides[0].sge(0, 8));
+        let refused = pair.try_post(0, to, Operation::Send { imm: None }, sges);
         assert_eq!(refused, Err(PostError::Invalid));
     }
 }
 
 #[test]
 fn sqe__flushes_sends_takes_receives_and_ends_by_modify() {
-    let mut net = Datagrams::new();
-    net.recv(0, 3, 0, 200);
-    let to = net.to_peer();
+    let mut pair = datagrams();
+    pair.recv(0, 3, 0, 200);
+    let to = to_peer(&pair);
     let bad: SgeList = Sge::new(IOVA, 10, LKey(0x55)).into();
     let send = Operation::Send { imm: None };
-    let good = net.pair.sides[0].sge(0, 10);
+    let good = pair.sides[0].sge(0, 10);
     for sges in [good.clone(), bad, good.clone()] {
-        net.try_send(to, send.clone(), sges).unwrap();
+        pair.try_post(0, to, send.clone(), sges).unwrap();
     }
-    net.pair.run();
+    pair.run();
     assert_eq!(
-        net.completed(0),
+        pair.sides[0].completed(),
         [
             (7, Status::Success),
             (7, Status::LocalProtection),
             (7, Status::Flushed)
         ]
     );
-    assert_eq!(net.state(0), QpState::Sqe);
-    net.try_send(to, send.clone(), good.clone()).unwrap();
-    assert_eq!(net.completed(0), [(7, Status::Flushed)]);
+    assert_eq!(pair.sides[0].state(), QpState::Sqe);
+    pair.try_post(0, to, send.clone(), good.clone()).unwrap();
+    assert_eq!(pair.sides[0].completed(), [(7, Status::Flushed)]);
     // Receives go on.
     let back = Target::Datagram {
-        path: net.pair.path(1, net.pair.sides[0].address),
-        qpn: net.qpns[0],
+        path: pair.path(1, pair.sides[0].address),
+        qpn: pair.sides[0].qpn,
         qkey: QKEY,
     };
     let request = SendRequest {
         wr_id: 8,
         operation: send.clone(),
-        sges: net.pair.sides[1].sge(0, 10),
+        sges: pair.sides[1].sge(0, 10),
         flags: SendFlags::empty(),
         to: back,
     };
-    let (now, peer) = (net.pair.now, net.qpns[1]);
-    net.pair.sides[1].rnic.post_send(now, peer, request).unwrap();
-    net.pair.run();
-    assert_eq!(net.completed(0), [(3, Status::Success)]);
+    let (now, peer) = (pair.now, pair.sides[1].qpn);
+    pair.sides[1].rnic.post_send(now, peer, request).unwrap();
+    pair.run();
+    assert_eq!(pair.sides[0].completed(), [(3, Status::Success)]);
 
-    let (now, qpn) = (net.pair.now, net.qpns[0]);
-    net.pair.sides[0]
-        .rnic
-        .modify_qp(now, qpn, QpState::Rts, &QpAttributes::default())
-        .unwrap();
-    net.recv(1, 9, 0, 200);
-    net.try_send(to, send, good).unwrap();
-    net.pair.run();
-    assert_eq!(net.completed(0), [(7, Status::Success)]);
-    assert_eq!(net.completed(1), [(9, Status::Success)]);
+    pair.modify(0, QpState::Rts, &QpAttributes::default());
+    pair.recv(1, 9, 0, 200);
+    pair.try_post(0, to, send, good).unwrap();
+    pair.run();
+    assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+    assert_eq!(pair.sides[1].completed(), [(9, Status::Success)]);
 }
 
 #[test]
 fn sqd__holds_sends_back_and_tells_at_once() {
-    let mut net = Datagrams::new();
-    let (now, qpn, none) = (net.pair.now, net.qpns[0], QpAttributes::default());
-    net.recv(1, 9, 0, 200);
-    net.pair.sides[0]
-        .rnic
-        .modify_qp(now, qpn, QpState::Sqd, &none)
-        .unwrap();
-    let events: Vec<Event> = std::iter::from_fn(|| net.pair.sides[0].rnic.poll_event()).collect();
+    let mut pair = datagrams();
+    let (qpn, none) = (pair.sides[0].qpn, QpAttributes::default());
+    pair.recv(1, 9, 0, 200);
+    pair.modify(0, QpState::Sqd, &none);
+    let events: Vec<Event> = std::iter::from_fn(|| pair.sides[0].rnic.poll_event()).collect();
     assert_eq!(events, [Event::SqDrained(qpn)]);
-    let to = net.to_peer();
-    net.send(to, 10);
-    assert_eq!((net.completed(0), net.completed(1)), (vec![], vec![]));
-    net.pair.sides[0]
-        .rnic
-        .modify_qp(now, qpn, QpState::Rts, &none)
-        .unwrap();
-    net.pair.run();
-    assert_eq!(net.completed(1), [(9, Status::Success)]);
+    let to = to_peer(&pair);
+    send(&mut pair, to, 10);
+    assert_eq!(
+        (pair.sides[0].completed(), pair.sides[1].completed()),
+        (vec![], vec![])
+    );
+    pair.modify(0, QpState::Rts, &none);
+    pair.run();
+    assert_eq!(pair.sides[1].completed(), [(9, Status::Success)]);
 }
 
 #[test]
 fn error__flushes_sends_and_receives_in_order() {
-    let mut net = Datagrams::new();
-    net.recv(0, 1, 0, 100);
-    net.recv(0, 2, 0, 100);
-    let (now, qpn) = (net.pair.now, net.qpns[0]);
-    let to = net.to_peer();
-    let sges = net.pair.sides[0].sge(0, 10);
-    net.try_send(to, Operation::Send { imm: None }, sges).unwrap();
-    net.pair.sides[0]
-        .rnic
-        .modify_qp(now, qpn, QpState::Error, &QpAttributes::default())
-        .unwrap();
+    let mut pair = datagrams();
+    pair.recv(0, 1, 0, 100);
+    pair.recv(0, 2, 0, 100);
+    let to = to_peer(&pair);
+    let sges = pair.sides[0].sge(0, 10);
+    pair.try_post(0, to, Operation::Send { imm: None }, sges).unwrap();
+    pair.modify(0, QpState::Error, &QpAttributes::default());
     let flushed = |wr_id| (wr_id, Status::Flushed);
-    assert_eq!(net.completed(0), [flushed(7), flushed(1), flushed(2)]);
-    net.recv(0, 3, 0, 100);
-    assert_eq!(net.completed(0), [flushed(3)]);
+    assert_eq!(pair.sides[0].completed(), [flushed(7), flushed(1), flushed(2)]);
+    pair.recv(0, 3, 0, 100);
+    assert_eq!(pair.sides[0].completed(), [flushed(3)]);
 }
 
 // Multicast.
@@ -529,28 +480,34 @@ fn group() -> IpAddr {
 
 #[test]
 fn multicast__every_attached_qp_gets_a_copy_the_senders_too() {
-    let mut net = Datagrams::new();
-    let second = net.pair.ud_qp(1, QKEY);
-    let stranger = net.pair.ud_qp(1, QKEY);
-    let sender = net.qpns[0];
+    let mut pair = datagrams();
+    let second = pair.ud_qp(1, QKEY);
+    let stranger = pair.ud_qp(1, QKEY);
+    let sender = pair.sides[0].qpn;
     for (i, qpn, wr_id) in [
         (0, sender, 1),
-        (1, net.qpns[1], 2),
+        (1, pair.sides[1].qpn, 2),
         (1, second, 3),
         (1, stranger, 4),
     ] {
-        net.recv_at(i, qpn, wr_id, 4096 * wr_id, 200);
+        pair.recv_at(i, qpn, wr_id, 4096 * wr_id, 200);
         if qpn != stranger {
-            net.pair.sides[i].rnic.attach_mcast(qpn, group()).unwrap();
+            pair.sides[i].rnic.attach_mcast(qpn, group()).unwrap();
         }
     }
     // Twice is once.
-    net.pair.sides[1].rnic.attach_mcast(second, group()).unwrap();
-    let to = net.to_group(group());
-    net.send(to, 100);
-    assert_eq!(net.completed(0), [(7, Status::Success), (1, Status::Success)]);
-    assert_eq!(net.completed(1), [(2, Status::Success), (3, Status::Success)]);
-    net.pair.sides[1].memory.with(|m| {
+    pair.sides[1].rnic.attach_mcast(second, group()).unwrap();
+    let to = to_group(&pair, group());
+    send(&mut pair, to, 100);
+    assert_eq!(
+        pair.sides[0].completed(),
+        [(7, Status::Success), (1, Status::Success)]
+    );
+    assert_eq!(
+        pair.sides[1].completed(),
+        [(2, Status::Success), (3, Status::Success)]
+    );
+    pair.sides[1].memory.with(|m| {
         for at in [8192, 12288] {
             assert_eq!(
                 m[at + 36..at + 40],
@@ -564,59 +521,59 @@ fn multicast__every_attached_qp_gets_a_copy_the_senders_too() {
 
 #[test]
 fn multicast__detached_qps_get_nothing() {
-    let mut net = Datagrams::new();
-    let rnic = &mut net.pair.sides[1].rnic;
-    rnic.attach_mcast(net.qpns[1], group()).unwrap();
-    rnic.detach_mcast(net.qpns[1], group()).unwrap();
+    let mut pair = datagrams();
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.attach_mcast(pair.sides[1].qpn, group()).unwrap();
+    rnic.detach_mcast(pair.sides[1].qpn, group()).unwrap();
     assert_eq!(
-        rnic.detach_mcast(net.qpns[1], group()),
+        rnic.detach_mcast(pair.sides[1].qpn, group()),
         Err(McastError::NotAttached)
     );
     assert!(!rnic.has_mcast_group(group()));
-    net.recv(1, 9, 0, 100);
-    let to = net.to_group(group());
-    net.send(to, 10);
-    assert_eq!(net.completed(1), []);
-    assert_eq!(net.pair.sides[1].rnic.counters().no_qp, 1);
+    pair.recv(1, 9, 0, 100);
+    let to = to_group(&pair, group());
+    send(&mut pair, to, 10);
+    assert_eq!(pair.sides[1].completed(), []);
+    assert_eq!(pair.sides[1].rnic.counters().no_qp, 1);
 }
 
 #[test]
 fn multicast__a_destroyed_qp_is_detached() {
-    let mut net = Datagrams::new();
-    let rnic = &mut net.pair.sides[1].rnic;
-    rnic.attach_mcast(net.qpns[1], group()).unwrap();
+    let mut pair = datagrams();
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.attach_mcast(pair.sides[1].qpn, group()).unwrap();
     assert!(rnic.has_mcast_group(group()));
-    rnic.destroy_qp(net.qpns[1]);
+    rnic.destroy_qp(pair.sides[1].qpn);
     assert!(!rnic.has_mcast_group(group()));
 }
 
 #[test]
 fn multicast__qkey_and_receives_are_each_qps_own() {
-    let mut net = Datagrams::new();
-    let other_key = net.pair.ud_qp(1, QKEY + 1);
-    for qpn in [net.qpns[1], other_key] {
-        net.pair.sides[1].rnic.attach_mcast(qpn, group()).unwrap();
+    let mut pair = datagrams();
+    let other_key = pair.ud_qp(1, QKEY + 1);
+    for qpn in [pair.sides[1].qpn, other_key] {
+        pair.sides[1].rnic.attach_mcast(qpn, group()).unwrap();
     }
-    net.recv_at(1, other_key, 5, 0, 100);
-    let to = net.to_group(group());
-    net.send(to, 10);
-    let counters = net.pair.sides[1].rnic.counters();
+    pair.recv_at(1, other_key, 5, 0, 100);
+    let to = to_group(&pair, group());
+    send(&mut pair, to, 10);
+    let counters = pair.sides[1].rnic.counters();
     assert_eq!((counters.bad_qkey, counters.resources_dropped), (1, 1));
-    assert_eq!(net.completed(1), []);
+    assert_eq!(pair.sides[1].completed(), []);
 }
 
 #[test]
 fn multicast__both_address_and_qpn_must_say_so() {
     // A packet to a QP under a group's address, and one to the QPN of groups under the device's address.
-    let mut net = Datagrams::new();
-    net.recv(1, 9, 0, 100);
-    let rnic = &mut net.pair.sides[1].rnic;
-    rnic.attach_mcast(net.qpns[1], group()).unwrap();
+    let mut pair = datagrams();
+    pair.recv(1, 9, 0, 100);
+    let rnic = &mut pair.sides[1].rnic;
+    rnic.attach_mcast(pair.sides[1].qpn, group()).unwrap();
     for (dst, qpn) in [
-        (group(), net.qpns[1]),
-        (net.pair.sides[1].address, Qpn::MULTICAST),
+        (group(), pair.sides[1].qpn),
+        (pair.sides[1].address, Qpn::MULTICAST),
     ] {
-        let path = net.pair.path(0, dst);
+        let path = pair.path(0, dst);
         let mut packet = vec![0x64, 0x40, 0xff, 0xff, 0];
         packet.extend_from_slice(&qpn.value().to_be_bytes()[1..]);
         packet.extend_from_slice(&[0, 0, 0, 1]);
@@ -632,19 +589,18 @@ fn multicast__both_address_and_qpn_must_say_so() {
             bytes: &packet,
             segment_bytes: packet.len(),
         };
-        net.pair.sides[1].rnic.handle_arrival(net.pair.now, &arrival);
+        pair.sides[1].rnic.handle_arrival(pair.now, &arrival);
     }
-    assert_eq!(net.completed(1), []);
-    assert_eq!(net.pair.sides[1].rnic.counters().no_qp, 2);
+    assert_eq!(pair.sides[1].completed(), []);
+    assert_eq!(pair.sides[1].rnic.counters().no_qp, 2);
 }
 
 #[test]
 fn attach_mcast__refusals() {
-    let mut net = Datagrams::new();
-    let rc = net.pair.sides[0].qpn;
-    let uc = net.pair.create_qp(0, QpType::Uc);
-    let ud = net.qpns[0];
-    let rnic = &mut net.pair.sides[0].rnic;
+    let mut pair = datagrams();
+    let ud = pair.sides[0].qpn;
+    let [rc, uc] = [QpType::Rc, QpType::Uc].map(|qp_type| pair.create_qp(0, qp_type));
+    let rnic = &mut pair.sides[0].rnic;
     assert_eq!(rnic.attach_mcast(rc, group()), Err(McastError::NotUd));
     assert_eq!(rnic.attach_mcast(uc, group()), Err(McastError::NotUd));
     assert_eq!(rnic.attach_mcast(Qpn::new(5), group()), Err(McastError::NoQp));
@@ -663,8 +619,8 @@ fn attach_mcast__refusals() {
     let one_more = rnic.attach_mcast(ud, [226, 0, 0, 0].into());
     assert_eq!(one_more, Err(McastError::TooManyGroups));
     for n in 1..=MCAST_QPS_MAX {
-        let qpn = net.pair.create_qp(0, QpType::Ud);
-        let result = net.pair.sides[0].rnic.attach_mcast(qpn, group());
+        let qpn = pair.create_qp(0, QpType::Ud);
+        let result = pair.sides[0].rnic.attach_mcast(qpn, group());
         let expected = if n < MCAST_QPS_MAX {
             Ok(())
         } else {

@@ -81,6 +81,16 @@ impl Side {
     pub(super) fn completions(&mut self) -> Vec<WorkCompletion> {
         std::iter::from_fn(|| self.rnic.poll_cq(self.cq)).collect()
     }
+
+    /// What its completions say most of the time: of which request, and how it ended.
+    pub(super) fn completed(&mut self) -> Vec<(u64, Status)> {
+        let all = self.completions();
+        all.iter().map(|wc| (wc.wr_id, wc.status)).collect()
+    }
+
+    pub(super) fn state(&self) -> QpState {
+        self.rnic.query_qp(self.qpn).unwrap().state
+    }
 }
 
 /// Memory whose persistent flush is carried out by the driver; `immediate` ones end with `result` at once.
@@ -171,19 +181,13 @@ impl Pair {
 
     /// What a QP of a side is given on the way to a state, from the one before.
     pub(super) fn attributes(&self, i: usize, dest_qpn: Qpn, to: QpState) -> QpAttributes {
-        let path = Path {
-            src: self.sides[i].address,
-            dst: self.sides[1 - i].address,
-            src_port: 0xc001,
-            traffic_class: 0,
-        };
         match to {
             QpState::Init => QpAttributes {
                 access: Some(ALL_ACCESS | Access::FLUSH_PERSISTENT),
                 ..Default::default()
             },
             QpState::Rtr => QpAttributes {
-                path: Some(path),
+                path: Some(self.path(i, self.sides[1 - i].address)),
                 path_mtu: Some(1024),
                 dest_qpn: Some(dest_qpn),
                 rq_psn: Some(Psn::new(PSN)),
@@ -220,7 +224,20 @@ impl Pair {
         match rnic.query_qp(qpn).unwrap().qp_type {
             QpType::XrcSend => (rtr.max_dest_rd_atomic, rtr.min_rnr_timer) = (None, None),
             QpType::XrcRecv => (rts.retry_count, rts.rnr_retry, rts.max_rd_atomic) = (None, None, None),
-            QpType::Rc | QpType::Uc | QpType::Ud => {}
+            QpType::Uc => {
+                rtr = QpAttributes {
+                    max_dest_rd_atomic: None,
+                    min_rnr_timer: None,
+                    window_bytes: None,
+                    peer_is_rdmux: None,
+                    ..rtr
+                };
+                rts = QpAttributes {
+                    sq_psn: rts.sq_psn,
+                    ..Default::default()
+                };
+            }
+            QpType::Rc | QpType::Ud => {}
         }
         for (state, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
             rnic.modify_qp(self.now, qpn, state, &attr).unwrap();
@@ -266,34 +283,16 @@ impl Pair {
         }
     }
 
-    /// A pair of connected UC QPs.
-    pub(super) fn uc_qps(&mut self) -> [Qpn; 2] {
-        let qpns = [0, 1].map(|i| self.create_qp(i, QpType::Uc));
-        for i in 0..2 {
-            self.connect_uc(i, qpns[i], qpns[1 - i]);
-        }
-        qpns
-    }
-
-    pub(super) fn connect_uc(&mut self, i: usize, qpn: Qpn, dest_qpn: Qpn) {
-        let init = QpAttributes {
-            access: Some(ALL_ACCESS),
-            ..Default::default()
+    /// A pair of UC QPs.
+    pub(super) fn uc() -> Pair {
+        let mut pair = Pair::new();
+        let side = &pair.sides[1];
+        let answering = QpInit {
+            qp_type: QpType::Uc,
+            ..QpInit::new(side.pd, side.cq)
         };
-        let rtr = QpAttributes {
-            path: Some(self.path(i, self.sides[1 - i].address)),
-            path_mtu: Some(1024),
-            dest_qpn: Some(dest_qpn),
-            rq_psn: Some(Psn::new(PSN)),
-            ..Default::default()
-        };
-        let rts = QpAttributes {
-            sq_psn: Some(Psn::new(PSN)),
-            ..Default::default()
-        };
-        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
-            self.sides[i].rnic.modify_qp(self.now, qpn, to, &attr).unwrap();
-        }
+        pair.replace_qps(QpType::Uc, answering);
+        pair
     }
 
     /// The way from a side to an address.
@@ -309,11 +308,7 @@ impl Pair {
     /// Takes a side's QP back to RTR, as if it had never been further.
     pub(super) fn back_to_rtr(&mut self, i: usize) {
         let (qpn, dest_qpn) = (self.sides[i].qpn, self.sides[1 - i].qpn);
-        let reset = QpAttributes::default();
-        self.sides[i]
-            .rnic
-            .modify_qp(self.now, qpn, QpState::Reset, &reset)
-            .unwrap();
+        self.modify(i, QpState::Reset, &QpAttributes::default());
         self.connect_qp(i, qpn, dest_qpn, &|_, _| {}, QpState::Rtr);
     }
 
@@ -333,35 +328,60 @@ impl Pair {
         (a, b)
     }
 
-    /// Puts other QPs in the place of the first ones: side 0's of another type, side 1's of its own making.
-    pub(super) fn replace_qps(&mut self, asking: impl Fn(&Side) -> QpType, answering: Option<QpInit>) {
-        let qp_type = asking(&self.sides[0]);
-        let init = QpInit {
-            qp_type,
+    /// Puts other QPs in the place of the first ones: side 0's of another type, side 1's as `answering` says.
+    pub(super) fn replace_qps(&mut self, asking: QpType, answering: QpInit) {
+        let asking = QpInit {
+            qp_type: asking,
             ..QpInit::new(self.sides[0].pd, self.sides[0].cq)
         };
-        let inits = [Some(init), answering];
-        for (side, init) in self.sides.iter_mut().zip(inits) {
-            if let Some(init) = init {
-                side.rnic.destroy_qp(side.qpn);
-                side.qpn = side.rnic.create_qp(init).unwrap();
-            }
+        for (side, init) in self.sides.iter_mut().zip([asking, answering]) {
+            side.rnic.destroy_qp(side.qpn);
+            side.qpn = side.rnic.create_qp(init).unwrap();
         }
         for i in 0..2 {
             self.connect(i, &|_, _| {});
         }
     }
 
-    pub(super) fn post(&mut self, i: usize, operation: Operation, sges: SgeList) {
+    /// Brings a side's QP to a state.
+    pub(super) fn modify(&mut self, i: usize, to: QpState, attributes: &QpAttributes) {
+        let side = &mut self.sides[i];
+        side.rnic.modify_qp(self.now, side.qpn, to, attributes).unwrap();
+    }
+
+    pub(super) fn try_post(
+        &mut self,
+        i: usize,
+        to: Target,
+        operation: Operation,
+        sges: SgeList,
+    ) -> Result<(), PostError> {
         let request = SendRequest {
             wr_id: 7,
             operation,
             sges,
             flags: SendFlags::SIGNALED,
-            to: Target::Connected,
+            to,
         };
         let side = &mut self.sides[i];
-        side.rnic.post_send(self.now, side.qpn, request).unwrap();
+        side.rnic.post_send(self.now, side.qpn, request)
+    }
+
+    pub(super) fn post(&mut self, i: usize, operation: Operation, sges: SgeList) {
+        self.try_post(i, Target::Connected, operation, sges).unwrap();
+    }
+
+    /// Posts a receive to a side's QP.
+    pub(super) fn recv(&mut self, i: usize, wr_id: u64, offset: u64, length: u32) {
+        self.recv_at(i, self.sides[i].qpn, wr_id, offset, length);
+    }
+
+    /// Posts a receive to another QP of a side.
+    pub(super) fn recv_at(&mut self, i: usize, qpn: Qpn, wr_id: u64, offset: u64, length: u32) {
+        let side = &mut self.sides[i];
+        let sges = side.sge(offset, length);
+        let request = RecvRequest { wr_id, sges };
+        side.rnic.post_recv(self.now, qpn, request).unwrap();
     }
 
     /// From now on every packet is a datagram of its own.
