@@ -93,7 +93,17 @@ fn perf__prints_the_columns_of_perftest() {
     let columns = " #bytes #iterations    t_min[usec]    t_max[usec]  t_typical[usec]    t_avg[usec]    t_stdev[usec]   99% percentile[usec]   99.9% percentile[usec]";
     assert!(text(&output.stdout).contains(columns), "{}", text(&output.stdout));
     let _server = Server::perf("write-bw", "127.0.1.21", &[]);
-    let output = client(&["perf", "write-bw", "127.0.1.21", "-n", "10", "-q", "3"]);
+    let output = client(&[
+        "perf",
+        "write-bw",
+        "127.0.1.21",
+        "-n",
+        "10",
+        "-q",
+        "3",
+        "-s",
+        "64k",
+    ]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let columns = " #bytes     #iterations    BW peak[MiB/sec]    BW average[MiB/sec]   MsgRate[Mpps]";
     assert!(text(&output.stdout).contains(columns), "{}", text(&output.stdout));
@@ -155,14 +165,56 @@ fn perf__without_a_server_is_one_line_and_status_1() {
 }
 
 #[test]
-fn perf__tests_that_differ_are_refused_by_the_server() {
+fn perf__tests_that_differ_are_refused_and_both_sides_say_so() {
     let mut server = Server::perf("write-lat", "127.0.1.25", &[]);
     let output = client(&["perf", "read-lat", "127.0.1.25", "-n", "10"]);
     assert_eq!(output.status.code(), Some(1));
+    let why = "the client measures read-lat, the server write-lat: start both with the same test";
+    assert!(
+        text(&output.stderr).contains(why) && !text(&output.stderr).contains("no server"),
+        "{}",
+        text(&output.stderr)
+    );
     assert_eq!(server.0.wait().unwrap().code(), Some(1));
     let mut said = String::new();
     std::io::Read::read_to_string(server.0.stderr.as_mut().unwrap(), &mut said).unwrap();
-    assert!(said.contains("start both with the same test"), "{said}");
+    assert!(said.contains(why), "{said}");
+}
+
+#[test]
+fn perf__sleeps_on_events_where_there_are_some() {
+    let tests = [
+        "read-lat",
+        "send-lat",
+        "flush-lat",
+        "write-bw",
+        "read-bw",
+        "send-bw",
+        "flush-bw",
+    ];
+    for (i, test) in tests.into_iter().enumerate() {
+        let address = format!("127.0.1.{}", 30 + i);
+        // The client's word counts.
+        let mut server = Server::perf(test, &address, &[]);
+        let output = client(&["perf", test, &address, "-e", "-s", "1k", "-n", "50", "--json"]);
+        assert!(output.status.success(), "{test}: {}", text(&output.stderr));
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(value["results"][0]["MsgSize"], 1024, "{test}");
+        assert_eq!(value["results"][0]["n_iterations"], 50, "{test}");
+        assert!(
+            server.0.wait().unwrap().success(),
+            "{test}: the server sees the end"
+        );
+    }
+    let output = rdmux(&["perf", "write-lat", "127.0.1.40", "-e"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        text(&output.stderr).contains("write-lat has no events"),
+        "{}",
+        text(&output.stderr)
+    );
 }
 
 #[test]
@@ -170,6 +222,9 @@ fn usage__errors_have_status_2() {
     for args in [
         &["perf"][..],
         &["perf", "write-lat", "--size", "x"],
+        &["perf", "write-lat", "--size", "0"],
+        &["perf", "write-lat", "--size", "2G"],
+        &["perf", "write-lat", "--events"],
         &["sim", "--loss", "90%"],
         &["nothing"],
         &[],

@@ -4,9 +4,12 @@
 //! be done, and the server's says where its buffer lies:
 //!
 //! ```text
-//! client  "RDPF" | version 1 | test u8 | queue pairs u16 | bytes u32 | iterations u32 | depth u32    big endian
+//! client  "RDPF" | version 2 | test u8 | queue pairs u16 | bytes u32 | flags u32 | depth u32 | va u64 | rkey u32    big endian
 //! server  va u64 | rkey u32 | bytes u32
+//! flags   bit 0: sleep on completion events
 //! ```
+//!
+//! A server that does something else refuses, and says why in the private data, as text.
 
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -14,18 +17,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::{Parser, ValueEnum};
+use clap::{CommandFactory, Parser, ValueEnum};
+use rdmux_push::parse_size;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Counters, Device, Memory,
-    MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags,
-    SendRequest, SgeList, Status, Target, Waiting,
+    Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, Counters, Device,
+    Memory, MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason,
+    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, Waiting, WorkCompletion,
 };
 use serde::Serialize;
 
 /// How long a server waits for its client, and either for the other's next move.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How often a side that sleeps looks whether the other is still there.
+const WATCH: Duration = Duration::from_secs(1);
 /// Largest message of `-a`: 8 MiB, as perftest.
 const ALL_SIZES_MAX: u32 = 1 << 23;
+/// Largest message.
+const SIZE_MAX: u32 = 1 << 30;
+/// Why `-e` is refused.
+const NO_EVENTS: &str =
+    "write-lat has no events: a WRITE completes nothing at its target, which polls the memory; send-lat has";
+/// Looks at a byte that the peer writes between two turns of the device: a peer on this host may write it with no device in between.
+const LOOKS: u32 = 16;
 
 /// What is measured.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +72,11 @@ impl Test {
         )
     }
 
+    /// Whether each side has completions to sleep on while it waits for the other.
+    fn has_events(self) -> bool {
+        self != Test::WriteLat
+    }
+
     fn title(self) -> &'static str {
         match self {
             Test::WriteLat => "RDMA_Write Latency Test",
@@ -70,6 +88,12 @@ impl Test {
             Test::FlushLat => "RDMA_Write + Flush Latency Test",
             Test::FlushBw => "RDMA_Write + Flush BW Test",
         }
+    }
+
+    /// Its name on the command line.
+    fn name(self) -> String {
+        self.to_possible_value()
+            .map_or_else(String::new, |value| value.get_name().to_owned())
     }
 
     fn default_size(self) -> u32 {
@@ -85,7 +109,7 @@ impl Test {
 ///
 /// Run it without a host on the server, and with the server's name or address on the client. WRITE and SEND latency is half
 /// a round trip; READ and FLUSH latency a whole one (WRITE, then FLUSH with global visibility). Both ends poll, so each
-/// keeps one CPU busy.
+/// keeps one CPU busy, unless `-e` is given.
 #[derive(Parser, Debug, Clone)]
 pub(crate) struct Args {
     /// What to measure.
@@ -93,8 +117,8 @@ pub(crate) struct Args {
     pub(crate) test: Test,
     /// The server's name or address; without it this is the server.
     pub(crate) host: Option<String>,
-    /// Bytes of a message [default: 2 for latency, 65536 for bandwidth].
-    #[arg(short, long, value_parser = clap::value_parser!(u32).range(1..=1 << 30))]
+    /// Bytes of a message, with K, M or G if wanted [default: 2 for latency, 65536 for bandwidth].
+    #[arg(short, long, value_name = "BYTES", value_parser = parse_message_size)]
     pub(crate) size: Option<u32>,
     /// Iterations [default: 1000 for latency, 5000 for bandwidth].
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
@@ -111,6 +135,13 @@ pub(crate) struct Args {
     /// Requests under way on each queue pair (bandwidth).
     #[arg(short, long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) tx_depth: u32,
+    /// Sleep on completion events instead of polling, both ends: what the client says counts. A WRITE makes no event at its
+    /// target, so write-lat takes none.
+    #[arg(short, long)]
+    pub(crate) events: bool,
+    /// What the buffers are made of, on this side.
+    #[arg(long, value_enum, default_value_t = MemoryKind::Shared)]
+    pub(crate) memory: MemoryKind,
     /// Taken for perftest's sake: CPU frequency is never looked at.
     #[arg(short = 'F', long = "CPU-freq")]
     pub(crate) ignore_cpu_frequency: bool,
@@ -129,6 +160,29 @@ pub(crate) struct Args {
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// What buffers are made of.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MemoryKind {
+    /// Memory that a peer on this host may map and write itself.
+    Shared,
+    /// Memory of this process alone, as `malloc` gives it.
+    Private,
+}
+
+fn parse_message_size(text: &str) -> Result<u32, String> {
+    parse_size(text)
+        .and_then(|bytes| u32::try_from(bytes).ok())
+        .filter(|bytes| (1..=SIZE_MAX).contains(bytes))
+        .ok_or_else(|| "give 1 byte to 1 GiB, as a number with or without K, M or G".into())
+}
+
+/// Pages for buffers.
+fn memory(kind: MemoryKind, bytes: usize) -> std::io::Result<AnonymousMemory> {
+    match kind {
+        MemoryKind::Shared | MemoryKind::Private => AnonymousMemory::new(bytes),
+    }
 }
 
 /// One line of results. Keys as in perftest's JSON.
@@ -167,6 +221,11 @@ pub(crate) enum Figures {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.events && !args.test.has_events() {
+        Args::command()
+            .error(clap::error::ErrorKind::ArgumentConflict, NO_EVENTS)
+            .exit();
+    }
     if let Some(cpu) = args.pin {
         super::bench::pin(cpu)?;
     }
@@ -196,19 +255,27 @@ struct Request {
     qps: u16,
     bytes: u32,
     depth: u32,
+    /// Both sides sleep on completion events.
+    events: bool,
 }
 
 impl Request {
-    const LEN: usize = 20;
+    /// With the buffer of the client that follows it.
+    const LEN: usize = 32;
+    const VERSION: u8 = 2;
 
-    fn emit(&self) -> [u8; Request::LEN] {
+    /// As private data of a client whose buffer lies at `va`.
+    fn emit(&self, va: u64, rkey: RKey) -> [u8; Request::LEN] {
         let mut b = [0; Request::LEN];
         b[..4].copy_from_slice(b"RDPF");
-        b[4] = 1;
+        b[4] = Request::VERSION;
         b[5] = Test::ALL.iter().position(|t| *t == self.test).unwrap_or(0) as u8;
         b[6..8].copy_from_slice(&self.qps.to_be_bytes());
         b[8..12].copy_from_slice(&self.bytes.to_be_bytes());
+        b[12..16].copy_from_slice(&u32::from(self.events).to_be_bytes());
         b[16..20].copy_from_slice(&self.depth.to_be_bytes());
+        b[20..28].copy_from_slice(&va.to_be_bytes());
+        b[28..32].copy_from_slice(&rkey.0.to_be_bytes());
         b
     }
 
@@ -218,18 +285,20 @@ impl Request {
             "the client is no `rdmux perf`"
         );
         ensure!(
-            b[4] == 1,
-            "the client speaks version {} of the perf protocol, this is version 1",
-            b[4]
+            b[4] == Request::VERSION,
+            "the client speaks version {} of the perf protocol, the server version {}",
+            b[4],
+            Request::VERSION
         );
         let word = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
         let request = Request {
             test: *Test::ALL
                 .get(usize::from(b[5]))
-                .context("the client asks for a test that this version lacks")?,
+                .context("the client asks for a test that the server lacks")?,
             qps: u16::from_be_bytes([b[6], b[7]]),
             bytes: word(8),
             depth: word(16),
+            events: word(12) & 1 != 0,
         };
         ensure!(
             (1..=128).contains(&request.qps),
@@ -237,8 +306,8 @@ impl Request {
             request.qps
         );
         ensure!(
-            request.bytes <= 1 << 30,
-            "the client asks for messages of {} bytes; 1 GiB is served",
+            (1..=SIZE_MAX).contains(&request.bytes),
+            "the client asks for messages of {} bytes; 1 to 1 GiB are served",
             request.bytes
         );
         ensure!(
@@ -246,8 +315,20 @@ impl Request {
             "the client asks for depth {}; 1 to 4096 are served",
             request.depth
         );
+        ensure!(request.test.has_events() || !request.events, "{NO_EVENTS}");
         Ok(request)
     }
+}
+
+/// Where the client of a request wants its answers written.
+fn buffer_of(private_data: &[u8]) -> (u64, RKey) {
+    let number = |range: std::ops::Range<usize>| {
+        let bytes = private_data.get(range).unwrap_or_default();
+        bytes
+            .iter()
+            .fold(0u64, |value, byte| value << 8 | u64::from(*byte))
+    };
+    (number(20..28), RKey(number(28..32) as u32))
 }
 
 /// Queue pairs and buffer of one side.
@@ -259,12 +340,12 @@ struct Side {
 }
 
 /// Two buffers: the lower half is sent from, the upper half written to, each with room for one message per queue pair.
-fn side(device: &Device, request: &Request) -> Result<Side> {
+fn side(device: &Device, request: &Request, kind: MemoryKind) -> Result<Side> {
     let pd = device.alloc_pd();
     let entries = u32::from(request.qps) * (request.depth + 8) * 2;
     let cq = device.create_cq(entries)?;
     let half = slot_bytes(request) * u64::from(request.qps);
-    let memory = Arc::new(AnonymousMemory::new(2 * half as usize).context("memory for the buffers")?);
+    let memory = Arc::new(memory(kind, 2 * half as usize).context("memory for the buffers")?);
     // Touch it now: the first access of a page costs a fault.
     for at in (0..2 * half).step_by(4096) {
         memory.write(at, &[0]).ok();
@@ -280,6 +361,14 @@ fn side(device: &Device, request: &Request) -> Result<Side> {
         .map(|_| pd.create_qp(&options))
         .collect::<Result<Vec<_>, _>>()?;
     Ok(Side { cq, qps, memory, mr })
+}
+
+impl Side {
+    /// Lets the device move on, and looks whether the peer has written a byte.
+    fn has_come(&self, device: &Device, at: u64, expected: u8) -> bool {
+        device.progress();
+        (0..LOOKS).any(|_| self.memory.load_u8(at) == expected)
+    }
 }
 
 fn slot_bytes(request: &Request) -> u64 {
@@ -301,20 +390,14 @@ fn serve(args: &Args) -> Result<()> {
     // A client that measures several sizes connects once for each.
     let mut next = Some(first);
     while let Some(connecting) = next.take() {
-        let request = match Request::parse(connecting.private_data()) {
+        let request = match request_for(args, connecting.private_data()) {
             Ok(request) => request,
             Err(error) => {
-                connecting.reject(b"perf");
+                connecting.reject(error.to_string().as_bytes());
                 return Err(error);
             }
         };
-        ensure!(
-            request.test == args.test,
-            "the client measures {}, this server {}: start both with the same test",
-            request.test.title(),
-            args.test.title()
-        );
-        let side = side(&device, &request)?;
+        let side = side(&device, &request, args.memory)?;
         let half = slot_bytes(&request) * u64::from(request.qps);
         let mut answer = [0; 16];
         answer[..8].copy_from_slice(&(side.mr.iova() + half).to_be_bytes());
@@ -336,10 +419,7 @@ fn serve(args: &Args) -> Result<()> {
                 0
             };
             if request.test == Test::WriteLat {
-                let data = one.private_data();
-                let word =
-                    |at: usize, n: usize| data[at..at + n].iter().fold(0u64, |v, b| v << 8 | u64::from(*b));
-                sink = (word(20, 8), RKey(word(28, 4) as u32));
+                sink = buffer_of(one.private_data());
             }
             let connection = one.accept_after(qp, &params(), &answer, || {
                 for i in 0..receives {
@@ -365,6 +445,18 @@ fn serve(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// What the client asks for, where this server does that.
+fn request_for(args: &Args, private_data: &[u8]) -> Result<Request> {
+    let request = Request::parse(private_data)?;
+    ensure!(
+        request.test == args.test,
+        "the client measures {}, the server {}: start both with the same test",
+        request.test.name(),
+        args.test.name()
+    );
+    Ok(request)
+}
+
 /// The server's part of a test, until the client disconnects.
 fn answer_client(
     request: &Request,
@@ -376,20 +468,28 @@ fn answer_client(
     let qp = &side.qps[0];
     let half = slot_bytes(request) * u64::from(request.qps);
     let mut watch = Watch {
+        sleeps: request.events,
         device,
         connections,
         spins: 0,
         packets: 0,
         since: Instant::now(),
     };
+    // The next completion; `None` when there is none yet and it is time to look after the client.
+    let completion = || -> Result<Option<WorkCompletion>> {
+        Ok(if request.events {
+            side.cq.wait(WATCH)?
+        } else {
+            side.cq.poll()
+        })
+    };
     match request.test {
         Test::WriteLat => {
             let last = half + u64::from(request.bytes.max(1)) - 1;
             let mut turn = 0u8;
             loop {
-                device.progress();
                 let expected = turn.wrapping_add(1);
-                if side.memory.load_u8(last) != expected {
+                if !side.has_come(device, last, expected) {
                     if watch.is_over()? {
                         return Ok(());
                     }
@@ -425,7 +525,7 @@ fn answer_client(
             }
         }
         Test::SendLat => loop {
-            let Some(wc) = side.cq.poll() else {
+            let Some(wc) = completion()? else {
                 if watch.is_over()? {
                     return Ok(());
                 }
@@ -456,7 +556,7 @@ fn answer_client(
         Test::SendBw => {
             let by_qpn: Vec<_> = side.qps.iter().map(|qp| (qp.qpn(), qp)).collect();
             loop {
-                let Some(wc) = side.cq.poll() else {
+                let Some(wc) = completion()? else {
                     if watch.is_over()? {
                         return Ok(());
                     }
@@ -470,9 +570,13 @@ fn answer_client(
                 }
             }
         }
-        // One-sided: the NIC answers; this side only drives it.
+        // One-sided: the NIC answers; this side only drives it, or sleeps.
         Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => loop {
-            device.progress();
+            if request.events {
+                connections[0].wait_ended(WATCH);
+            } else {
+                device.progress();
+            }
             if watch.is_over()? {
                 return Ok(());
             }
@@ -480,8 +584,9 @@ fn answer_client(
     }
 }
 
-/// Whether a client is still there, looked at now and then by a server that spins.
+/// Whether a client is still there: looked at now and then by a server that spins, each time by one that sleeps.
 struct Watch<'a> {
+    sleeps: bool,
     device: &'a Device,
     connections: &'a [Connection],
     spins: u32,
@@ -493,7 +598,7 @@ impl Watch<'_> {
     /// True when the test is over. Fails when the client has said nothing for too long: it was killed, or cut off.
     fn is_over(&mut self) -> Result<bool> {
         self.spins = self.spins.wrapping_add(1);
-        if !self.spins.is_multiple_of(1 << 14) {
+        if !self.sleeps && !self.spins.is_multiple_of(1 << 14) {
             return Ok(false);
         }
         if self.connections.iter().all(Connection::is_ended) {
@@ -582,6 +687,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
             qps,
             bytes,
             depth,
+            events: args.events,
         };
         let row = measure(&device, peer, &request, iterations, args)?;
         if !args.json {
@@ -602,25 +708,21 @@ fn measure(
     iterations: u32,
     args: &Args,
 ) -> Result<Row> {
-    let side = side(device, request)?;
+    let side = side(device, request, args.memory)?;
     let half = slot_bytes(request) * u64::from(request.qps);
     let mut connections = Vec::new();
-    let mut private = request.emit().to_vec();
-    private.extend_from_slice(&(side.mr.iova() + half).to_be_bytes());
-    private.extend_from_slice(&side.mr.rkey().0.to_be_bytes());
+    let private = request.emit(side.mr.iova() + half, side.mr.rkey());
     for qp in &side.qps {
-        let connection = device.connect(qp, peer, &params(), &private).with_context(|| {
-            let test = request.test.to_possible_value();
-            let name = test.as_ref().map_or("...", |test| test.get_name());
-            format!("no server at {peer}, start `rdmux perf {name}` there first")
-        })?;
+        let connection = device
+            .connect(qp, peer, &params(), &private)
+            .map_err(|error| not_connected(error, peer, request.test))?;
         connections.push(connection);
     }
     let answer = connections[0].private_data();
-    let va = u64::from_be_bytes(answer[..8].try_into().context("a short answer")?);
-    let rkey = RKey(u32::from_be_bytes(
-        answer[8..12].try_into().context("a short answer")?,
-    ));
+    let short = "the server's answer is too short";
+    let va = u64::from_be_bytes(*answer.first_chunk().context(short)?);
+    let rkey = answer.get(8..).and_then(<[u8]>::first_chunk).context(short)?;
+    let rkey = RKey(u32::from_be_bytes(*rkey));
     let run = Run {
         request,
         device,
@@ -640,6 +742,29 @@ fn measure(
         connection.disconnect_and_wait(Duration::from_secs(2));
     }
     Ok(row)
+}
+
+/// What to tell of a connection that was not made: what the server said, or that there is none.
+fn not_connected(error: ConnectError, peer: SocketAddr, test: Test) -> anyhow::Error {
+    if let ConnectError::Rejected {
+        reason: RejReason::CONSUMER,
+        private_data,
+    } = &error
+    {
+        // Sent by anybody, and filled up with zeros.
+        let said: String = String::from_utf8_lossy(private_data)
+            .chars()
+            .take_while(|c| *c != '\0')
+            .filter(|c| !c.is_control())
+            .collect();
+        if !said.is_empty() {
+            return anyhow::anyhow!("the server at {peer} refused: {said}");
+        }
+    }
+    anyhow::Error::new(error).context(format!(
+        "no server at {peer}, start `rdmux perf {}` there first",
+        test.name()
+    ))
 }
 
 struct Run<'a> {
@@ -666,25 +791,33 @@ impl Run<'_> {
     }
 
     fn wait(&self) -> Result<()> {
+        let wc = if self.request.events {
+            self.side.cq.wait(PATIENCE)?
+        } else {
+            self.poll()
+        };
+        let wc = wc.with_context(silent)?;
+        ensure!(
+            wc.status == Status::Success,
+            "the connection broke: {}",
+            wc.status
+        );
+        Ok(())
+    }
+
+    /// The next completion. `None`: there is none for too long.
+    fn poll(&self) -> Option<WorkCompletion> {
         let mut spins = 0u32;
         let mut deadline = None;
         loop {
             if let Some(wc) = self.side.cq.poll() {
-                ensure!(
-                    wc.status == Status::Success,
-                    "the connection broke: {}",
-                    wc.status
-                );
-                return Ok(());
+                return Some(wc);
             }
             spins += 1;
-            if spins.is_multiple_of(1 << 16) {
-                let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
-                ensure!(
-                    Instant::now() < *deadline,
-                    "no answer from the server for {} s",
-                    PATIENCE.as_secs()
-                );
+            if spins.is_multiple_of(1 << 16)
+                && Instant::now() > *deadline.get_or_insert_with(|| Instant::now() + PATIENCE)
+            {
+                return None;
             }
         }
     }
@@ -694,18 +827,13 @@ impl Run<'_> {
         let mut spins = 0u32;
         let mut deadline = None;
         loop {
-            self.device.progress();
-            if self.side.memory.load_u8(at) == expected {
+            if self.side.has_come(self.device, at, expected) {
                 return Ok(());
             }
             spins += 1;
             if spins.is_multiple_of(1 << 16) {
                 let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
-                ensure!(
-                    Instant::now() < *deadline,
-                    "no answer from the server for {} s",
-                    PATIENCE.as_secs()
-                );
+                ensure!(Instant::now() < *deadline, silent());
                 ensure!(self.side.qps[0].error().is_none(), "the connection broke");
             }
         }
@@ -863,7 +991,11 @@ impl Run<'_> {
                 posted[i] += room;
                 in_flight[i] += room as u32;
             }
-            let n = side.cq.poll_many(256, &mut completions);
+            if request.events && in_flight.iter().any(|n| *n > 0) {
+                completions.extend(side.cq.wait(PATIENCE)?);
+            }
+            side.cq.poll_many(256, &mut completions);
+            let n = completions.len();
             for wc in completions.drain(..) {
                 ensure!(
                     wc.status == Status::Success,
@@ -887,7 +1019,7 @@ impl Run<'_> {
                     peak = peak.max(stretch as f64 / last_progress.duration_since(*first).as_secs_f64());
                 }
             } else if last_progress.elapsed() > PATIENCE {
-                bail!("no answer from the server for {} s", PATIENCE.as_secs());
+                bail!(silent());
             }
             if (until.is_none() && done == total) || (over && in_flight.iter().all(|n| *n == 0)) {
                 break;
@@ -940,6 +1072,10 @@ impl Run<'_> {
     }
 }
 
+fn silent() -> String {
+    format!("no answer from the server for {} s", PATIENCE.as_secs())
+}
+
 /// Figures of round trips in nanoseconds; `parts` is 2 where half of one counts.
 fn latency_row(bytes: u32, mut samples: Vec<u64>, parts: f64) -> Row {
     samples.sort_unstable();
@@ -970,7 +1106,11 @@ fn latency_row(bytes: u32, mut samples: Vec<u64>, parts: f64) -> Row {
 fn print_header(args: &Args) {
     println!("{:-<87}", "");
     println!("{:^87}", args.test.title());
-    println!(" Provider        : soft (RoCEv2 over UDP)    Placement : own, both ends poll");
+    println!(
+        " Provider        : {:<25} Placement : own, both ends {}",
+        "soft",
+        if args.events { "sleep" } else { "poll" }
+    );
     println!(
         " Number of qps   : {:<25} Transport : RC",
         if args.test.is_latency() { 1 } else { args.qp }
