@@ -491,142 +491,35 @@ fn shared_receives(s: &Side) -> Result<()> {
     Ok(())
 }
 
-/// What a responder must refuse: name, request, rights that the QP and the region lack, how it must end.
-type Refusal = (&'static str, fn(&End<'_>) -> SendRequest, Access, Access, Status);
+/// What a responder must refuse: name, rights that the QP and the region lack, how it must end, request.
+type Refusal = (&'static str, Access, Access, Status, fn(&End<'_>) -> SendRequest);
 
-/// In the order of verbs.c.
+/// Line by line as in verbs.c.
+#[rustfmt::skip]
 fn refusal_list() -> Vec<Refusal> {
     let none = Access::empty();
     let (access, invalid) = (Status::RemoteAccess, Status::RemoteInvalidRequest);
     let (write, read) = (Access::REMOTE_WRITE, Access::REMOTE_READ);
     let (atomic, flush) = (Access::REMOTE_ATOMIC, Access::FLUSH_GLOBAL);
     vec![
-        (
-            "CAS, wrong rkey",
-            |e| e.compare_swap(WRONG, 0, 0, 0, 0),
-            none,
-            none,
-            access,
-        ),
-        (
-            "FAA, wrong rkey",
-            |e| e.fetch_add(WRONG, 0, 0, 0),
-            none,
-            none,
-            access,
-        ),
-        (
-            "ATOMIC WRITE, wrong rkey",
-            |e| e.atomic_write(WRONG, 0, 0),
-            none,
-            none,
-            access,
-        ),
-        (
-            "FLUSH, wrong rkey",
-            |e| flush_request(e, WRONG, 8, Selectivity::Range),
-            none,
-            none,
-            access,
-        ),
-        (
-            "CAS, misaligned",
-            |e| e.compare_swap(e.rkey(), 4, 0, 0, 0),
-            none,
-            none,
-            invalid,
-        ),
-        (
-            "FAA, misaligned",
-            |e| e.fetch_add(e.rkey(), 1, 0, 0),
-            none,
-            none,
-            invalid,
-        ),
-        (
-            "ATOMIC WRITE, misaligned",
-            |e| e.atomic_write(e.rkey(), 4, 0),
-            none,
-            none,
-            invalid,
-        ),
-        (
-            "FAA past the end",
-            |e| e.fetch_add(e.rkey(), MEMORY, 0, 0),
-            none,
-            none,
-            access,
-        ),
-        (
-            "ATOMIC WRITE past the end",
-            |e| e.atomic_write(e.rkey(), MEMORY, 0),
-            none,
-            none,
-            access,
-        ),
-        (
-            "CAS, region without right",
-            |e| e.compare_swap(e.rkey(), 0, 0, 0, 0),
-            none,
-            atomic,
-            access,
-        ),
-        (
-            "WRITE, region without right",
-            |e| e.write(e.rkey(), 0, 0, 8),
-            none,
-            write,
-            access,
-        ),
-        (
-            "ATOMIC WRITE, region without right",
-            |e| e.atomic_write(e.rkey(), 0, 0),
-            none,
-            write,
-            access,
-        ),
-        (
-            "READ, region without right",
-            |e| e.read(e.rkey(), 0, 0, 8),
-            none,
-            read,
-            access,
-        ),
-        (
-            "FLUSH, region without right",
-            |e| flush_request(e, e.rkey(), 8, Selectivity::Range),
-            none,
-            flush,
-            access,
-        ),
-        (
-            "CAS, QP without right",
-            |e| e.compare_swap(e.rkey(), 0, 0, 0, 0),
-            atomic,
-            none,
-            invalid,
-        ),
-        (
-            "WRITE, QP without right",
-            |e| e.write(e.rkey(), 0, 0, 8),
-            write,
-            none,
-            invalid,
-        ),
-        (
-            "READ, QP without right",
-            |e| e.read(e.rkey(), 0, 0, 8),
-            read,
-            none,
-            invalid,
-        ),
-        (
-            "SEND longer than the receive",
-            |e| e.send(0, 65),
-            none,
-            none,
-            invalid,
-        ),
+        ("CAS, wrong rkey", none, none, access, |e| e.compare_swap(WRONG, 0, 0, 0, 0)),
+        ("FAA, wrong rkey", none, none, access, |e| e.fetch_add(WRONG, 0, 0, 0)),
+        ("ATOMIC WRITE, wrong rkey", none, none, access, |e| e.atomic_write(WRONG, 0, 0)),
+        ("FLUSH, wrong rkey", none, none, access, |e| flush_request(e, WRONG, 8, Selectivity::Range)),
+        ("CAS, misaligned", none, none, invalid, |e| e.compare_swap(e.rkey(), 4, 0, 0, 0)),
+        ("FAA, misaligned", none, none, invalid, |e| e.fetch_add(e.rkey(), 1, 0, 0)),
+        ("ATOMIC WRITE, misaligned", none, none, invalid, |e| e.atomic_write(e.rkey(), 4, 0)),
+        ("FAA past the end", none, none, access, |e| e.fetch_add(e.rkey(), MEMORY, 0, 0)),
+        ("ATOMIC WRITE past the end", none, none, access, |e| e.atomic_write(e.rkey(), MEMORY, 0)),
+        ("CAS, region without right", none, atomic, access, |e| e.compare_swap(e.rkey(), 0, 0, 0, 0)),
+        ("WRITE, region without right", none, write, access, |e| e.write(e.rkey(), 0, 0, 8)),
+        ("ATOMIC WRITE, region without right", none, write, access, |e| e.atomic_write(e.rkey(), 0, 0)),
+        ("READ, region without right", none, read, access, |e| e.read(e.rkey(), 0, 0, 8)),
+        ("FLUSH, region without right", none, flush, access, |e| flush_request(e, e.rkey(), 8, Selectivity::Range)),
+        ("CAS, QP without right", atomic, none, invalid, |e| e.compare_swap(e.rkey(), 0, 0, 0, 0)),
+        ("WRITE, QP without right", write, none, invalid, |e| e.write(e.rkey(), 0, 0, 8)),
+        ("READ, QP without right", read, none, invalid, |e| e.read(e.rkey(), 0, 0, 8)),
+        ("SEND longer than the receive", none, none, invalid, |e| e.send(0, 65)),
     ]
 }
 
@@ -638,7 +531,7 @@ fn refusals(s: &Side) -> Result<()> {
     Ok(())
 }
 
-fn refuse(s: &Side, (what, request, qp_lacks, mr_lacks, wanted): &Refusal) -> Result<()> {
+fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Result<()> {
     let rights = all_rights() - *mr_lacks;
     let mr = s.pd.reg_mr_all(s.memory.clone(), s.memory.address(), rights)?;
     let mut e = End::new(s, QpType::Rc, all_rights() - *qp_lacks)?;
