@@ -3,4 +3,5 @@
 pub(crate) mod engine;
 pub mod group;
 mod mcast;
+pub(crate) mod shm;
 pub mod udp;

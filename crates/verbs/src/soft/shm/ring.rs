@@ -1,0 +1,414 @@
+//! One direction between two engines: a ring of records in shared memory, for one [`Producer`] and one [`Consumer`].
+//!
+//! The other process is not trusted: it may write anything at any time. So each side steers by private copies of its
+//! positions, reads a word of the other side once and checks what it has read; what cannot be is [`Corrupt`], and the caller
+//! gives the link up. No call waits, and none does more work than one record asks for.
+//!
+//! # Memory
+//! Three words on lines of their own, then slots of 64 bytes, a power of two of them; all of it zero at first. A record
+//! begins with a slot: its header, then its bytes, in one piece up to the end of the ring at most. What does not fit there
+//! begins at slot 0, and a record of kind `SKIP` tells of the rest that is left out. Positions count slots, for ever,
+//! modulo 2^32.
+//!
+//! # Publishing
+//! There is no index of the producer's. The consumer looks at one word, the stamp of the slot at its head, so a small record
+//! reaches it with one cache line. For that no other bytes may ever be taken for a stamp, neither those of an earlier lap nor
+//! payload that has stood in that place:
+//!
+//! - Before a record's stamp is stored (`Release`), the stamp of the slot behind it is set to 0. Who has seen the former
+//!   (`Acquire`) and goes on to the slot behind finds that 0, or what the producer stored there since. That is nothing but
+//!   the stamp of the next record: it begins there, and a header's fields and payload lie beyond the stamp.
+//! - Behind a record that ends with the ring is slot 0, and the same holds there. Behind a `SKIP` is slot 0 too; its record is
+//!   put there first, and the stamp of the `SKIP` is stored last. So the consumer finds both or none: a stamp that is there
+//!   always leads to a record.
+//! - It holds for the first record, since the memory is zero at first.
+//! - The slot behind a record has to be the producer's, so a record finds room only where one more slot is free. Hence the ring
+//!   is never quite full, and what is set to 0 is never the slot that the consumer looks at.
+//!
+//! A stamp depends on the position, which is not needed for the above: it makes sides that disagree notice.
+//!
+//! # Sleeping and waking
+//! Who sleeps says so in a word, and then looks once more; who has something for it stores that, and then looks at the word.
+//! A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other's. (Fences, not
+//! `SeqCst` accesses: only those are what loom checks.)
+//!
+//! Who wakes sets the word to 0 before it rings, so that a sleeper is rung once, not once per record until it runs. A plain
+//! store does. It may overwrite the word of a later sleep, if the sleeper was woken by something else in between; but a ring
+//! follows it, and ends that sleep. And a ring that the sleeper has taken orders the store before its next sleep.
+
+use std::sync::atomic::Ordering;
+
+use rdmux_rnic::{TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX};
+
+#[cfg(test)]
+mod tests;
+
+/// Bytes of a slot.
+pub(crate) const SLOT_BYTES: usize = 64;
+/// Bytes of a record's header: stamp, bytes, form (a word each), and 4 that keep payload aligned to 8.
+pub(crate) const HEADER_BYTES: usize = 16;
+/// The fewest slots that take every train.
+pub(crate) const SLOTS_MIN: u32 = 2048;
+
+// Two lines apart, because processors fetch lines in pairs.
+const HEAD_OFFSET: usize = 0;
+const SLEEPING_OFFSET: usize = 128;
+const WANTS_ROOM_OFFSET: usize = 256;
+const SLOTS_OFFSET: usize = 384;
+
+// Kinds of record. 0 is none, so that zeroed memory is none.
+const DATA: u8 = 1;
+const SKIP: u8 = 2;
+
+const _: () = assert!(bytes_max(SLOTS_MIN) == TRAIN_BYTES_MAX && bytes_max(SLOTS_MIN / 2) < TRAIN_BYTES_MAX);
+const _: () = assert!(
+    TRAIN_BYTES_MAX <= u16::MAX as usize,
+    "a segment's size has 16 bits"
+);
+
+/// Bytes of a ring's memory; it begins at a multiple of 128.
+pub(crate) const fn area_bytes(slots: u32) -> usize {
+    SLOTS_OFFSET + slots as usize * SLOT_BYTES
+}
+
+/// Offset of the payload of a record that begins with `slot`.
+pub(crate) const fn payload_offset(slot: u32) -> usize {
+    slot_offset(slot) + HEADER_BYTES
+}
+
+const fn slot_offset(slot: u32) -> usize {
+    SLOTS_OFFSET + slot as usize * SLOT_BYTES
+}
+
+/// Slots of a record.
+const fn record_slots(bytes: usize) -> u32 {
+    (HEADER_BYTES + bytes).div_ceil(SLOT_BYTES) as u32
+}
+
+/// Most bytes of a record. It takes half of the ring at most, so that it fits an empty one wherever the head is: behind a rest
+/// that is too small for it, and with a free slot behind it.
+pub(crate) const fn bytes_max(slots: u32) -> usize {
+    let half = slots as usize / 2 * SLOT_BYTES - HEADER_BYTES;
+    if half < TRAIN_BYTES_MAX {
+        half
+    } else {
+        TRAIN_BYTES_MAX
+    }
+}
+
+/// The stamp of a record at a position: never 0, and another one in the next lap, since a lap is an even number.
+const fn stamp(position: u32) -> u32 {
+    position | 1
+}
+
+/// A word that both sides use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Word {
+    /// Up to where the consumer has taken records: a position.
+    Head,
+    /// Not 0: the consumer sleeps.
+    Sleeping,
+    /// Not 0: the producer sleeps until there is room.
+    WantsRoom,
+    /// Of the record that begins with this slot: [`stamp`] of its position once it is complete.
+    Stamp(u32),
+    /// The record's payload bytes.
+    Bytes(u32),
+    /// Segment size, traffic class and kind: 16, 8 and 8 bits from the lowest.
+    Form(u32),
+}
+
+impl Word {
+    /// Where in the ring's memory it is.
+    pub(crate) const fn offset(self) -> usize {
+        match self {
+            Word::Head => HEAD_OFFSET,
+            Word::Sleeping => SLEEPING_OFFSET,
+            Word::WantsRoom => WANTS_ROOM_OFFSET,
+            Word::Stamp(slot) => slot_offset(slot),
+            Word::Bytes(slot) => slot_offset(slot) + 4,
+            Word::Form(slot) => slot_offset(slot) + 8,
+        }
+    }
+}
+
+/// The memory of a ring, as one side has it. Slots are below [`RingMemory::slots`], and payload ends with the last slot at the
+/// latest: the ring has checked that. Tests put other memory below the same ring.
+pub(crate) trait RingMemory {
+    /// Slots of the ring: a power of two, the same at every call, and private to this side.
+    fn slots(&self) -> u32;
+    fn load(&self, word: Word, order: Ordering) -> u32;
+    fn store(&self, word: Word, value: u32, order: Ordering);
+    fn fence(&self, order: Ordering);
+    /// Copies `bytes` to [`payload_offset`] of `slot`.
+    fn write(&self, slot: u32, bytes: &[u8]);
+    /// Appends `bytes` bytes from [`payload_offset`] of `slot` to `out`. They may change meanwhile.
+    fn read(&self, slot: u32, bytes: usize, out: &mut Vec<u8>);
+}
+
+/// What a record says of its bytes, a train of packets as [`rdmux_rnic::Arrival`] has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Meta {
+    /// Bytes of each packet; the last may be shorter. Not 0.
+    pub(crate) segment_bytes: u16,
+    /// IPv4 TOS or IPv6 traffic class.
+    pub(crate) traffic_class: u8,
+}
+
+impl Meta {
+    /// Whether so many bytes are one train: the bound on the work that a record makes for its receiver.
+    fn is_train_of(self, bytes: usize) -> bool {
+        self.segment_bytes > 0 && bytes <= TRAIN_PACKETS_MAX * usize::from(self.segment_bytes)
+    }
+
+    fn form(self, kind: u8) -> u32 {
+        let [low, high] = self.segment_bytes.to_le_bytes();
+        u32::from_le_bytes([low, high, self.traffic_class, kind])
+    }
+
+    fn of_form(form: u32) -> (Meta, u8) {
+        let [low, high, traffic_class, kind] = form.to_le_bytes();
+        let segment_bytes = u16::from_le_bytes([low, high]);
+        let meta = Meta {
+            segment_bytes,
+            traffic_class,
+        };
+        (meta, kind)
+    }
+}
+
+/// Whom the caller has to wake, by the descriptor that the two sides agreed on. It has to: the other side is rung once.
+#[must_use]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wake {
+    Nobody,
+    Peer,
+}
+
+/// The other side has written what it never writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the peer wrote nonsense into the shared ring")]
+pub(crate) struct Corrupt;
+
+/// Why a record was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum PushError {
+    /// There is no room now.
+    #[error("the shared ring is full")]
+    Full,
+    #[error(transparent)]
+    Corrupt(#[from] Corrupt),
+}
+
+/// Looks for a sleeper after something was stored for it.
+#[inline]
+fn wake<M: RingMemory>(memory: &M, sleeper: Word) -> Wake {
+    memory.fence(Ordering::SeqCst);
+    if memory.load(sleeper, Ordering::Relaxed) == 0 {
+        return Wake::Nobody;
+    }
+    memory.store(sleeper, 0, Ordering::Relaxed);
+    Wake::Peer
+}
+
+/// The side that puts records in.
+#[derive(Debug)]
+pub(crate) struct Producer<M> {
+    memory: M,
+    slots: u32,
+    /// Where the next record goes.
+    tail: u32,
+    /// The consumer's head as last seen; `tail - head` is below `slots`.
+    head: u32,
+    /// Slots that the last record which found no room asks for.
+    wanted: u32,
+}
+
+impl<M: RingMemory> Producer<M> {
+    /// Of memory that is zero.
+    pub(crate) fn new(memory: M) -> Self {
+        let slots = memory.slots();
+        assert!(slots.is_power_of_two() && slots > 1);
+        Producer {
+            memory,
+            slots,
+            tail: 0,
+            head: 0,
+            wanted: 0,
+        }
+    }
+
+    /// Puts a train of [`bytes_max`] bytes at most in.
+    #[inline]
+    pub(crate) fn push(&mut self, meta: Meta, bytes: &[u8]) -> Result<Wake, PushError> {
+        assert!(meta.is_train_of(bytes.len()) && bytes.len() <= bytes_max(self.slots));
+        let slots = record_slots(bytes.len());
+        let rest = self.slots - self.slot(self.tail);
+        let skipped = if slots > rest { rest } else { 0 };
+        // One more for the stamp behind the record.
+        let needed = skipped + slots + 1;
+        if needed > self.free() {
+            self.look_for_room()?;
+            if needed > self.free() {
+                self.wanted = needed;
+                return Err(PushError::Full);
+            }
+        }
+        // First, so that the line is on its way here while the record is written.
+        let first = self.tail;
+        self.tail = first.wrapping_add(skipped).wrapping_add(slots);
+        self.memory
+            .store(Word::Stamp(self.slot(self.tail)), 0, Ordering::Relaxed);
+        self.publish(first.wrapping_add(skipped), meta.form(DATA), bytes);
+        if skipped > 0 {
+            self.publish(first, meta.form(SKIP), &[]);
+        }
+        Ok(wake(&self.memory, Word::Sleeping))
+    }
+
+    /// Prepares to sleep after [`PushError::Full`]: whether the consumer will wake this side when it has made room, enough or
+    /// not. Otherwise there is room now.
+    pub(crate) fn wants_room(&mut self) -> Result<bool, Corrupt> {
+        self.memory.store(Word::WantsRoom, 1, Ordering::Relaxed);
+        self.memory.fence(Ordering::SeqCst);
+        self.look_for_room()?;
+        let full = self.wanted > self.free();
+        if !full {
+            self.memory.store(Word::WantsRoom, 0, Ordering::Relaxed);
+        }
+        Ok(full)
+    }
+
+    fn look_for_room(&mut self) -> Result<(), Corrupt> {
+        // The consumer has read what is before its head, so the place may be written again.
+        let head = self.memory.load(Word::Head, Ordering::Acquire);
+        // It goes forward, to the tail at most.
+        if self.tail.wrapping_sub(head) > self.tail.wrapping_sub(self.head) {
+            return Err(Corrupt);
+        }
+        self.head = head;
+        Ok(())
+    }
+
+    #[inline]
+    fn publish(&self, position: u32, form: u32, bytes: &[u8]) {
+        let slot = self.slot(position);
+        self.memory
+            .store(Word::Bytes(slot), bytes.len() as u32, Ordering::Relaxed);
+        self.memory.store(Word::Form(slot), form, Ordering::Relaxed);
+        self.memory.write(slot, bytes);
+        self.memory
+            .store(Word::Stamp(slot), stamp(position), Ordering::Release);
+    }
+
+    fn free(&self) -> u32 {
+        self.slots - self.tail.wrapping_sub(self.head)
+    }
+
+    fn slot(&self, position: u32) -> u32 {
+        position & (self.slots - 1)
+    }
+}
+
+/// The side that takes records out.
+#[derive(Debug)]
+pub(crate) struct Consumer<M> {
+    memory: M,
+    slots: u32,
+    /// Where the next record is.
+    head: u32,
+    /// The head that the producer knows.
+    released: u32,
+}
+
+impl<M: RingMemory> Consumer<M> {
+    /// Of memory that is zero.
+    pub(crate) fn new(memory: M) -> Self {
+        let slots = memory.slots();
+        assert!(slots.is_power_of_two() && slots > 1);
+        Consumer {
+            memory,
+            slots,
+            head: 0,
+            released: 0,
+        }
+    }
+
+    /// Whether [`Consumer::pop`] is worth calling. One load.
+    #[inline]
+    pub(crate) fn is_ready(&self) -> bool {
+        self.memory.load(Word::Stamp(self.slot()), Ordering::Relaxed) != 0
+    }
+
+    /// Takes the next record, if there is one, and puts its bytes in place of what is in `out`. The producer cannot use the
+    /// place again before [`Consumer::release`].
+    #[inline]
+    pub(crate) fn pop(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
+        // Two turns at most: a SKIP leads to slot 0, and there it is refused.
+        loop {
+            let slot = self.slot();
+            let found = self.memory.load(Word::Stamp(slot), Ordering::Acquire);
+            if found == 0 {
+                return Ok(None);
+            }
+            if found != stamp(self.head) {
+                return Err(Corrupt);
+            }
+            let bytes = self.memory.load(Word::Bytes(slot), Ordering::Relaxed) as usize;
+            let (meta, kind) = Meta::of_form(self.memory.load(Word::Form(slot), Ordering::Relaxed));
+            let rest = self.slots - slot;
+            let taken = match kind {
+                SKIP if slot > 0 => rest,
+                DATA if bytes <= bytes_max(self.slots)
+                    && record_slots(bytes) <= rest
+                    && meta.is_train_of(bytes) =>
+                {
+                    out.clear();
+                    self.memory.read(slot, bytes, out);
+                    record_slots(bytes)
+                }
+                _ => return Err(Corrupt),
+            };
+            self.head = self.head.wrapping_add(taken);
+            if kind == DATA {
+                return Ok(Some(meta));
+            }
+        }
+    }
+
+    /// Gives the place of all records that were taken back to the producer. Once per batch: it costs a fence.
+    #[inline]
+    pub(crate) fn release(&mut self) -> Wake {
+        if self.head == self.released {
+            return Wake::Nobody;
+        }
+        self.released = self.head;
+        self.memory.store(Word::Head, self.head, Ordering::Release);
+        wake(&self.memory, Word::WantsRoom)
+    }
+
+    /// Prepares to sleep: whether the producer will wake this side for the next record. Otherwise it is there already.
+    /// [`Consumer::awake`] ends the sleep, whatever ended it.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        assert_eq!(
+            self.head, self.released,
+            "a producer without room would sleep too"
+        );
+        self.memory.store(Word::Sleeping, 1, Ordering::Relaxed);
+        self.memory.fence(Ordering::SeqCst);
+        if self.is_ready() {
+            self.awake();
+            return false;
+        }
+        true
+    }
+
+    /// Spares the producer from waking a side that is awake.
+    pub(crate) fn awake(&mut self) {
+        self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);
+    }
+
+    fn slot(&self) -> u32 {
+        self.head & (self.slots - 1)
+    }
+}

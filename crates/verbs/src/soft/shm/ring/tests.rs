@@ -1,0 +1,441 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+
+/// A ring's memory on the heap, laid out as shared memory is.
+#[derive(Clone, Debug)]
+struct Heap {
+    slots: u32,
+    words: Arc<[AtomicU32]>,
+}
+
+impl Heap {
+    fn new(slots: u32) -> Heap {
+        let words = (0..area_bytes(slots) / 4).map(|_| AtomicU32::new(0)).collect();
+        Heap { slots, words }
+    }
+
+    fn word(&self, word: Word) -> &AtomicU32 {
+        &self.words[word.offset() / 4]
+    }
+
+    fn payload(&self, slot: u32, bytes: usize) -> &[AtomicU32] {
+        assert!(slot < self.slots);
+        &self.words[payload_offset(slot) / 4..][..bytes.div_ceil(4)]
+    }
+}
+
+impl RingMemory for Heap {
+    fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    fn load(&self, word: Word, order: Ordering) -> u32 {
+        self.word(word).load(order)
+    }
+
+    fn store(&self, word: Word, value: u32, order: Ordering) {
+        self.word(word).store(value, order);
+    }
+
+    fn fence(&self, order: Ordering) {
+        std::sync::atomic::fence(order);
+    }
+
+    fn write(&self, slot: u32, bytes: &[u8]) {
+        for (word, chunk) in self.payload(slot, bytes.len()).iter().zip(bytes.chunks(4)) {
+            let mut four = [0; 4];
+            four[..chunk.len()].copy_from_slice(chunk);
+            word.store(u32::from_ne_bytes(four), Relaxed);
+        }
+    }
+
+    fn read(&self, slot: u32, bytes: usize, out: &mut Vec<u8>) {
+        let end = out.len() + bytes;
+        for word in self.payload(slot, bytes) {
+            out.extend(word.load(Relaxed).to_ne_bytes());
+        }
+        out.truncate(end);
+    }
+}
+
+fn ring(slots: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) {
+    let memory = Heap::new(slots);
+    let (producer, consumer) = (Producer::new(memory.clone()), Consumer::new(memory.clone()));
+    (memory, producer, consumer)
+}
+
+/// A ring whose next record goes to a position.
+fn ring_at(slots: u32, position: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) {
+    let (memory, mut producer, mut consumer) = ring(slots);
+    (producer.tail, producer.head) = (position, position);
+    (consumer.head, consumer.released) = (position, position);
+    (memory, producer, consumer)
+}
+
+/// Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+}
+
+/// A record that shows which one it is.
+fn record(number: u64, bytes: usize) -> (Meta, Vec<u8>) {
+    let meta = Meta {
+        segment_bytes: bytes.div_ceil(TRAIN_PACKETS_MAX).max(1) as u16,
+        traffic_class: number as u8,
+    };
+    let mut dice = Dice(number);
+    (meta, (0..bytes).map(|_| dice.next() as u8).collect())
+}
+
+fn push(producer: &mut Producer<Heap>, number: u64, bytes: usize) -> Result<Wake, PushError> {
+    let (meta, bytes) = record(number, bytes);
+    producer.push(meta, &bytes)
+}
+
+/// Takes record `number` and asserts that it is that one.
+fn pop(consumer: &mut Consumer<Heap>, number: u64, bytes: usize) {
+    let mut out = vec![1, 2, 3];
+    let meta = consumer.pop(&mut out).unwrap().expect("a record");
+    assert_eq!((meta, out), record(number, bytes));
+}
+
+fn assert_empty(consumer: &mut Consumer<Heap>) {
+    assert!(!consumer.is_ready());
+    assert_eq!(consumer.pop(&mut Vec::new()), Ok(None));
+}
+
+#[test]
+fn layout__words_of_the_sides_share_no_lines() {
+    let offsets = [Word::Head, Word::Sleeping, Word::WantsRoom, Word::Stamp(0)].map(Word::offset);
+    assert_eq!(offsets, [0, 128, 256, 384]);
+    assert_eq!(Word::Bytes(1).offset(), 384 + 64 + 4);
+    assert_eq!(Word::Form(1).offset(), 384 + 64 + 8);
+    assert_eq!(payload_offset(1), 384 + 64 + 16);
+    assert_eq!(area_bytes(2), 384 + 128);
+}
+
+#[test]
+fn stamp__is_not_0_and_not_that_of_the_lap_before() {
+    for position in [0, 1, 2, u32::MAX - 1, u32::MAX] {
+        assert_ne!(stamp(position), 0);
+        assert_ne!(stamp(position), stamp(position.wrapping_add(2)));
+    }
+}
+
+#[test]
+fn pop__records_in_order() {
+    let (_, mut producer, mut consumer) = ring(16);
+    assert_empty(&mut consumer);
+    for number in 0..3 {
+        assert_eq!(
+            push(&mut producer, number, 10 * number as usize),
+            Ok(Wake::Nobody)
+        );
+    }
+    for number in 0..3 {
+        assert!(consumer.is_ready());
+        pop(&mut consumer, number, 10 * number as usize);
+    }
+    assert_empty(&mut consumer);
+}
+
+#[test]
+fn push__each_size_at_each_place() {
+    const SLOTS: u32 = 8;
+    for place in 0..SLOTS {
+        for bytes in 0..=bytes_max(SLOTS) {
+            let (_, mut producer, mut consumer) = ring_at(SLOTS, SLOTS + place);
+            assert_eq!(push(&mut producer, 7, bytes), Ok(Wake::Nobody));
+            pop(&mut consumer, 7, bytes);
+            assert_empty(&mut consumer);
+        }
+    }
+}
+
+#[test]
+fn push__the_largest_train() {
+    let (_, mut producer, mut consumer) = ring(SLOTS_MIN);
+    for number in 0..10 {
+        assert_eq!(push(&mut producer, number, TRAIN_BYTES_MAX), Ok(Wake::Nobody));
+        pop(&mut consumer, number, TRAIN_BYTES_MAX);
+        assert_eq!(consumer.release(), Wake::Nobody);
+    }
+}
+
+#[test]
+fn push__past_the_last_position() {
+    for before in 0..8 {
+        let (_, mut producer, mut consumer) = ring_at(4, 0u32.wrapping_sub(before));
+        for number in 0..12 {
+            let bytes = 40 * (number as usize % 3);
+            assert_eq!(push(&mut producer, number, bytes), Ok(Wake::Nobody));
+            pop(&mut consumer, number, bytes);
+            assert_empty(&mut consumer);
+            assert_eq!(consumer.release(), Wake::Nobody);
+        }
+    }
+}
+
+#[test]
+fn push__full_until_released() {
+    let (_, mut producer, mut consumer) = ring(4);
+    for number in 0..3 {
+        assert_eq!(push(&mut producer, number, 48), Ok(Wake::Nobody));
+    }
+    assert_eq!(push(&mut producer, 3, 48), Err(PushError::Full));
+    pop(&mut consumer, 0, 48);
+    assert_eq!(push(&mut producer, 3, 48), Err(PushError::Full), "not released");
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert_eq!(push(&mut producer, 3, 48), Ok(Wake::Nobody));
+    for number in 1..4 {
+        pop(&mut consumer, number, 48);
+    }
+    assert_empty(&mut consumer);
+}
+
+#[test]
+fn pop__payload_of_an_earlier_lap_is_no_stamp() {
+    let (_, mut producer, mut consumer) = ring(4);
+    // Slot 1 holds, where its stamp goes, the stamp of the position that it has in the next lap.
+    let meta = record(0, 0).0;
+    let bytes: Vec<u8> = stamp(5).to_ne_bytes().repeat(28);
+    for bytes in [&bytes[..112], &bytes[..112], &bytes[..48]] {
+        let meta = Meta {
+            segment_bytes: 112,
+            ..meta
+        };
+        assert_eq!(producer.push(meta, bytes), Ok(Wake::Nobody));
+        assert!(consumer.pop(&mut Vec::new()).unwrap().is_some());
+        assert_eq!(consumer.release(), Wake::Nobody);
+    }
+    assert_eq!(consumer.head, 5);
+    assert_empty(&mut consumer);
+}
+
+#[test]
+fn push__wakes_a_sleeper_once() {
+    let (_, mut producer, mut consumer) = ring(8);
+    assert!(consumer.prepare_sleep());
+    assert_eq!(push(&mut producer, 0, 1), Ok(Wake::Peer));
+    assert_eq!(push(&mut producer, 1, 1), Ok(Wake::Nobody));
+    consumer.awake();
+    assert!(!consumer.prepare_sleep(), "two records are there");
+    pop(&mut consumer, 0, 1);
+    pop(&mut consumer, 1, 1);
+    assert_eq!(consumer.release(), Wake::Nobody);
+    assert!(consumer.prepare_sleep());
+    consumer.awake();
+    assert_eq!(push(&mut producer, 2, 1), Ok(Wake::Nobody));
+}
+
+#[test]
+fn release__wakes_who_wants_room_once() {
+    let (_, mut producer, mut consumer) = ring(2);
+    assert_eq!(push(&mut producer, 0, 1), Ok(Wake::Nobody));
+    assert_eq!(push(&mut producer, 1, 1), Err(PushError::Full));
+    assert_eq!(producer.wants_room(), Ok(true));
+    pop(&mut consumer, 0, 1);
+    assert_eq!(consumer.release(), Wake::Peer);
+    assert_eq!(consumer.release(), Wake::Nobody, "nothing new");
+    assert_eq!(producer.wants_room(), Ok(false));
+    assert_eq!(push(&mut producer, 1, 1), Ok(Wake::Nobody));
+    pop(&mut consumer, 1, 1);
+    assert_eq!(consumer.release(), Wake::Nobody);
+}
+
+#[test]
+fn pop__refuses_what_no_producer_writes() {
+    // Slot, bytes, segment bytes, kind; a record of 8 slots has 240 bytes at most.
+    let cases = [
+        (0, 1, 1, 0),
+        (0, 1, 1, SKIP + 1),
+        (0, 0, 1, SKIP),
+        (0, 1, 0, DATA),
+        (0, 65, 1, DATA),
+        (0, 241, 241, DATA),
+        (0, u32::MAX, u16::MAX, DATA),
+        (6, 113, 113, DATA),
+    ];
+    for (slot, bytes, segment_bytes, kind) in cases {
+        let (memory, _, mut consumer) = ring_at(8, slot);
+        let meta = Meta {
+            segment_bytes,
+            traffic_class: 0,
+        };
+        memory.store(Word::Stamp(slot), stamp(slot), Relaxed);
+        memory.store(Word::Bytes(slot), bytes, Relaxed);
+        memory.store(Word::Form(slot), meta.form(kind), Relaxed);
+        let taken = consumer.pop(&mut Vec::new());
+        assert_eq!(taken, Err(Corrupt), "{bytes} bytes, kind {kind}");
+        assert_eq!(consumer.head, slot);
+    }
+}
+
+#[test]
+fn pop__refuses_a_skip_behind_a_skip() {
+    let (memory, _, mut consumer) = ring_at(8, 3);
+    for (slot, position) in [(3, 3), (0, 8)] {
+        memory.store(Word::Stamp(slot), stamp(position), Relaxed);
+        memory.store(Word::Form(slot), record(0, 0).0.form(SKIP), Relaxed);
+    }
+    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+}
+
+#[test]
+fn pop__refuses_the_stamp_of_another_lap() {
+    let (memory, _, mut consumer) = ring(8);
+    memory.store(Word::Stamp(0), stamp(8), Relaxed);
+    assert!(consumer.is_ready());
+    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+}
+
+#[test]
+fn push__refuses_a_head_that_is_nowhere() {
+    for head in [1, 2, 3, 5 + 4, u32::MAX] {
+        let (memory, mut producer, mut consumer) = ring_at(4, 4);
+        for number in 0..3 {
+            assert_eq!(push(&mut producer, number, 1), Ok(Wake::Nobody));
+        }
+        pop(&mut consumer, 0, 1);
+        memory.store(Word::Head, head, Relaxed);
+        assert_eq!(
+            push(&mut producer, 3, 1),
+            Err(PushError::Corrupt(Corrupt)),
+            "head {head}"
+        );
+        assert_eq!(producer.wants_room(), Err(Corrupt));
+    }
+}
+
+#[test]
+fn pop__any_bytes_give_a_train_or_corrupt() {
+    const SLOTS: u32 = 16;
+    for seed in 0..20_000 {
+        let mut dice = Dice(seed);
+        let (memory, mut producer, mut consumer) = ring_at(SLOTS, dice.next() as u32);
+        let mut out = Vec::new();
+        // Pure noise is refused at the first word, so part of the memory stays as a producer left it.
+        for _ in 0..16 {
+            let _ = push(&mut producer, seed, dice.below(bytes_max(SLOTS) + 1));
+            for _ in 0..dice.below(4) {
+                let word = &memory.words[dice.below(memory.words.len())];
+                let value = dice.next() as u32;
+                word.store(
+                    [value, value & 0x0200_00ff, stamp(consumer.head)][dice.below(3)],
+                    Relaxed,
+                );
+            }
+            if let Ok(Some(meta)) = consumer.pop(&mut out) {
+                let bytes = out.len();
+                assert!(
+                    meta.is_train_of(bytes) && bytes <= bytes_max(SLOTS),
+                    "seed {seed}"
+                );
+            }
+            let _ = consumer.release();
+        }
+    }
+}
+
+#[test]
+fn pop__beside_a_process_that_writes_anything_anywhere() {
+    let (memory, mut producer, mut consumer) = ring(16);
+    let stop = Arc::new(AtomicBool::new(false));
+    let vandal = thread::spawn({
+        let (memory, stop) = (memory.clone(), Arc::clone(&stop));
+        move || {
+            let mut dice = Dice(1);
+            while !stop.load(Relaxed) {
+                let word = &memory.words[dice.below(memory.words.len())];
+                let value = dice.next() as u32;
+                word.store([value, value & 0x0200_00ff, value & 0xff][dice.below(3)], Relaxed);
+            }
+        }
+    });
+    let mut dice = Dice(2);
+    let mut out = Vec::new();
+    for _ in 0..100_000 {
+        if push(&mut producer, 0, dice.below(bytes_max(16) + 1)) == Err(PushError::Full) {
+            let _ = producer.wants_room();
+        }
+        if let Ok(Some(meta)) = consumer.pop(&mut out) {
+            assert!(meta.is_train_of(out.len()));
+        }
+        let _ = consumer.release();
+        if consumer.prepare_sleep() {
+            consumer.awake();
+        }
+    }
+    stop.store(true, Relaxed);
+    vandal.join().unwrap();
+}
+
+/// Two threads, each of which sleeps when there is nothing to do, until the other one unparks it.
+#[test]
+fn soak__two_threads() {
+    const RECORDS: u64 = 100_000;
+    const SLOTS: u32 = 64;
+    const SEED: u64 = 3;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    // Parking returns without cause now and then; it never may for lack of one.
+    let sleep = move || {
+        thread::park_timeout(deadline.saturating_duration_since(Instant::now()));
+        assert!(Instant::now() < deadline, "a wake-up was lost");
+    };
+    let (_, mut producer, mut consumer) = ring(SLOTS);
+    let consumer_thread = thread::current();
+    let producer_thread = thread::spawn(move || {
+        let mut sizes = Dice(SEED);
+        for number in 0..RECORDS {
+            let bytes = sizes.below(bytes_max(SLOTS) + 1) >> sizes.below(8);
+            loop {
+                match push(&mut producer, number, bytes) {
+                    Ok(Wake::Peer) => break consumer_thread.unpark(),
+                    Ok(Wake::Nobody) => break,
+                    Err(PushError::Full) if producer.wants_room().unwrap() => sleep(),
+                    Err(PushError::Full) => {}
+                    Err(PushError::Corrupt(e)) => panic!("{e}"),
+                }
+            }
+        }
+    });
+    let mut sizes = Dice(SEED);
+    let mut number = 0;
+    while number < RECORDS {
+        for _ in 0..16 {
+            if number == RECORDS || !consumer.is_ready() {
+                break;
+            }
+            pop(
+                &mut consumer,
+                number,
+                sizes.below(bytes_max(SLOTS) + 1) >> sizes.below(8),
+            );
+            number += 1;
+        }
+        if consumer.release() == Wake::Peer {
+            producer_thread.thread().unpark();
+        }
+        if number < RECORDS && consumer.prepare_sleep() {
+            sleep();
+            consumer.awake();
+        }
+    }
+    producer_thread.join().unwrap();
+    assert_empty(&mut consumer);
+}
