@@ -36,6 +36,7 @@ mod region;
 mod sidr;
 pub mod soft;
 mod srq;
+pub mod waiting;
 
 pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
 pub use datagram::AddressHandle;
