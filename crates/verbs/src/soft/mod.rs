@@ -2,6 +2,7 @@
 
 pub(crate) mod engine;
 pub mod group;
+pub(crate) mod load;
 mod mcast;
 pub(crate) mod shm;
 pub mod udp;

@@ -1,0 +1,372 @@
+//! What the machine is like for who waits: how many CPUs there are, whether somebody else needs this one, and what a wake-up
+//! costs. It measures; [`crate::waiting`] decides.
+#![cfg_attr(not(test), expect(dead_code, reason = "the engine does not ask yet"))]
+
+use std::fs;
+use std::io;
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::thread::{Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
+
+use crate::waiting::{Conditions, WAKE_NS_DEFAULT};
+
+use super::engine::Waker;
+
+/// How long an answer of [`Load::look`] stands.
+const LOOK_NS: u64 = 1_000_000;
+/// How long a number of CPUs stands: administrators change it, and asking takes 30 µs.
+const CPUS_NS: u64 = 1_000_000_000;
+/// The CPU is needed by others when its thread stood in the run queue for one part in this of the time.
+const WAITED_PART: u64 = 5;
+/// How long nobody spins after the CPU was needed. A thread that sleeps stands in no queue: only spinning again shows whether
+/// it is still needed, and that may cost a time slice.
+const HOLD_NS_MIN: u64 = 100_000_000;
+/// Each time that it still is when that is over doubles it, up to this.
+const HOLD_NS_MAX: u64 = 1_600_000_000;
+/// How long the measurement of a wake-up may take.
+const MEASURE_TIME: Duration = Duration::from_millis(2);
+/// Round trips of that measurement.
+const MEASURE_ROUNDS: usize = 40;
+/// Fewer tell nothing: on a busy machine some take a hundred times as long.
+const MEASURE_ROUNDS_MIN: usize = 8;
+
+/// The CPU that this thread runs on, now.
+pub(crate) fn current_cpu() -> u32 {
+    sched_getcpu() as u32
+}
+
+/// CPUs that this thread may use: those that its affinity allows, and no more than the cgroups' quotas pay for, rounded down:
+/// where one and a half are paid for, two spinners would be stopped for a quarter of the time.
+fn allowed_cpus() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Watches whether a thread that spins keeps others from running.
+///
+/// It is about the thread that asks. Another one may ask as well, but the watch begins anew then.
+#[derive(Debug, Default)]
+pub(crate) struct Load {
+    thread: Option<Pid>,
+    cpus: usize,
+    cpus_until_ns: u64,
+    run_queue: RunQueue,
+    conditions: Conditions,
+    conditions_until_ns: u64,
+}
+
+impl Load {
+    /// What the machine is like, at most a millisecond ago; `now_ns` is of any clock that does not go back. Whether the peer
+    /// shares the CPU is for the caller to add.
+    ///
+    /// It costs nothing most of the time, and 7 µs once a millisecond: to be asked by who is about to spin.
+    pub(crate) fn look(&mut self, now_ns: u64) -> Conditions {
+        if now_ns < self.conditions_until_ns {
+            return self.conditions;
+        }
+        let thread = Some(gettid());
+        if thread != self.thread {
+            *self = Load {
+                thread,
+                ..Load::default()
+            };
+        }
+        if now_ns >= self.cpus_until_ns {
+            self.cpus = allowed_cpus();
+            self.cpus_until_ns = now_ns.saturating_add(CPUS_NS);
+        }
+        let oversubscribed = self.cpus == 1 || waited_ns().is_some_and(|ns| self.run_queue.see(now_ns, ns));
+        self.conditions = Conditions {
+            oversubscribed,
+            ..Conditions::default()
+        };
+        self.conditions_until_ns = now_ns.saturating_add(LOOK_NS);
+        self.conditions
+    }
+
+    /// CPUs that the thread may use that asked last; 0 before the first look.
+    pub(crate) fn cpus(&self) -> usize {
+        self.cpus
+    }
+}
+
+/// How long a thread has stood in a run queue, seen from time to time.
+#[derive(Debug, Default)]
+struct RunQueue {
+    /// When it was seen, and how long the thread had waited until then.
+    seen: Option<(u64, u64)>,
+    hold_ns: u64,
+    hold_until_ns: u64,
+}
+
+impl RunQueue {
+    /// Takes in how long the thread has waited in all. Whether others need its CPU, or did lately.
+    fn see(&mut self, now_ns: u64, waited_ns: u64) -> bool {
+        if let Some((at_ns, before_ns)) = self.seen.replace((now_ns, waited_ns)) {
+            let elapsed = now_ns.saturating_sub(at_ns);
+            let waited = waited_ns.saturating_sub(before_ns);
+            if waited > elapsed / WAITED_PART {
+                self.hold(now_ns);
+            }
+        }
+        now_ns < self.hold_until_ns
+    }
+
+    fn hold(&mut self, now_ns: u64) {
+        if now_ns >= self.hold_until_ns {
+            let tried_in_vain = now_ns - self.hold_until_ns < self.hold_ns;
+            let longer = if tried_in_vain { 2 * self.hold_ns } else { 0 };
+            self.hold_ns = longer.clamp(HOLD_NS_MIN, HOLD_NS_MAX);
+        }
+        self.hold_until_ns = now_ns.saturating_add(self.hold_ns);
+    }
+}
+
+/// How long this thread has stood in run queues since it began. `None` where the system does not tell.
+fn waited_ns() -> Option<u64> {
+    parse_schedstat(&fs::read_to_string("/proc/thread-self/schedstat").ok()?)
+}
+
+/// The second of three numbers: nanoseconds on a CPU, nanoseconds in a run queue, time slices.
+fn parse_schedstat(text: &str) -> Option<u64> {
+    text.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// What a wake-up costs from one CPU to another. Measured when first asked for, which takes 2 ms at most.
+pub(crate) fn wake_cost_ns() -> u64 {
+    static COST: OnceLock<u64> = OnceLock::new();
+    *COST.get_or_init(|| measure_wake_cost().ok().flatten().unwrap_or(WAKE_NS_DEFAULT))
+}
+
+/// Two threads wake each other in turn: half the median round trip. `None` when too few were done in time.
+fn measure_wake_cost() -> io::Result<Option<u64>> {
+    let ends = Instant::now() + MEASURE_TIME;
+    let left = move || Some(ends.saturating_duration_since(Instant::now()));
+    let wakers = Arc::new([Waker::new()?, Waker::new()?]);
+    // Nobody waits for its end: on a busy machine that comes late.
+    let cpu = sched_getcpu();
+    thread::Builder::new().name("rdmux-wake".into()).spawn({
+        let wakers = wakers.clone();
+        move || {
+            leave_cpu(cpu);
+            wakers[1].wake();
+            while wakers[0].wait(left()) {
+                wakers[1].wake();
+            }
+        }
+    })?;
+    let mut rounds = Vec::with_capacity(MEASURE_ROUNDS);
+    let mut is_there = wakers[1].wait(left());
+    while is_there && rounds.len() < MEASURE_ROUNDS {
+        let start = Instant::now();
+        wakers[0].wake();
+        is_there = wakers[1].wait(left());
+        // Moved to the other's CPU, it would measure less.
+        if is_there && sched_getcpu() == cpu {
+            rounds.push(start.elapsed().as_nanos() as u64);
+        }
+    }
+    rounds.sort_unstable();
+    let enough = rounds.len() >= MEASURE_ROUNDS_MIN;
+    Ok(enough.then(|| rounds[rounds.len() / 2] / 2))
+}
+
+/// Keeps this thread from a CPU, if there is another.
+fn leave_cpu(cpu: usize) {
+    if let Ok(mut cpus) = sched_getaffinity(None) {
+        cpus.unset(cpu);
+        let _ = sched_setaffinity(None, &cpus);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use rustix::thread::CpuSet;
+
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn now_ns() -> u64 {
+        static START: OnceLock<Instant> = OnceLock::new();
+        START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+    }
+
+    fn stay_on(cpu: usize) {
+        let mut cpus = CpuSet::new();
+        cpus.set(cpu);
+        sched_setaffinity(None, &cpus).unwrap();
+    }
+
+    #[test]
+    fn parse_schedstat__what_kernels_say() {
+        // Linux 6.18, 6.12, and a kernel that keeps no such statistics.
+        assert_eq!(parse_schedstat("93419 2914042 2\n"), Some(2_914_042));
+        assert_eq!(
+            parse_schedstat("1342517732 18446744073709551615 3021\n"),
+            Some(u64::MAX)
+        );
+        assert_eq!(parse_schedstat("0 0 0\n"), Some(0));
+    }
+
+    #[test]
+    fn parse_schedstat__anything_else_is_no_answer() {
+        for text in [
+            "",
+            "\n",
+            "93419",
+            "93419 many 2",
+            "93419 -1 2",
+            "1 18446744073709551616 2",
+        ] {
+            assert_eq!(parse_schedstat(text), None, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn see__a_fifth_of_the_time_in_the_queue() {
+        let mut queue = RunQueue::default();
+        // What the thread had waited before anybody looked does not count.
+        assert!(!queue.see(MS, 50 * MS));
+        assert!(!queue.see(2 * MS, 50 * MS));
+        assert!(!queue.see(3 * MS, 50 * MS + MS / 5));
+        assert!(queue.see(4 * MS, 50 * MS + MS / 2));
+        // A time slice that somebody else had.
+        let mut queue = RunQueue::default();
+        assert!(!queue.see(MS, 0));
+        assert!(queue.see(6 * MS, 4 * MS));
+    }
+
+    #[test]
+    fn see__holds_for_a_while() {
+        let mut queue = RunQueue::default();
+        queue.see(0, 0);
+        assert!(queue.see(MS, MS));
+        assert!(queue.see(MS + HOLD_NS_MIN - 1, MS));
+        assert!(!queue.see(MS + HOLD_NS_MIN, MS));
+    }
+
+    #[test]
+    fn see__holds_longer_when_it_was_tried_in_vain() {
+        let mut queue = RunQueue::default();
+        queue.see(0, 0);
+        let (mut now, mut waited) = (0, 0);
+        let mut held = Vec::new();
+        for _ in 0..7 {
+            (now, waited) = (now + MS, waited + MS);
+            assert!(queue.see(now, waited));
+            let ends = (0..).find(|_| {
+                now += MS;
+                !queue.see(now, waited)
+            });
+            held.push((ends.unwrap() + 1) * MS);
+        }
+        assert_eq!(held[..4], [1, 2, 4, 8].map(|n| n * HOLD_NS_MIN));
+        assert_eq!(held[4..], [HOLD_NS_MAX; 3]);
+        // It went well for long enough.
+        now += 2 * HOLD_NS_MAX;
+        assert!(!queue.see(now, waited));
+        assert!(queue.see(now + MS, waited + MS));
+        assert!(!queue.see(now + MS + HOLD_NS_MIN, waited + MS));
+    }
+
+    #[test]
+    fn see__needed_all_the_time_is_not_tried_in_vain() {
+        let mut queue = RunQueue::default();
+        for now in 0..1_000 {
+            queue.see(now * MS, now * MS);
+        }
+        assert!(!queue.see(999 * MS + HOLD_NS_MIN, 999 * MS));
+    }
+
+    #[test]
+    fn see__clock_that_stands_still_or_overflows() {
+        let mut queue = RunQueue::default();
+        for waited in [0, 0, u64::MAX, 0, 1] {
+            queue.see(0, waited);
+        }
+        for now in [u64::MAX - 1, u64::MAX, u64::MAX, 0] {
+            queue.see(now, now);
+        }
+    }
+
+    #[test]
+    fn waited_ns__spinners_on_one_cpu_are_noticed() {
+        let schedstat = fs::read_to_string("/proc/thread-self/schedstat");
+        if schedstat.is_ok_and(|text| text.starts_with("0 0 0")) || waited_ns().is_none() {
+            println!("skipped: the kernel keeps no schedstat");
+            return;
+        }
+        let cpu = sched_getcpu();
+        let done = AtomicBool::new(false);
+        let spin = || {
+            stay_on(cpu);
+            let mut queue = RunQueue::default();
+            let deadline = Instant::now() + LONG;
+            let mut next = 0;
+            while !done.load(Ordering::Relaxed) && Instant::now() < deadline {
+                if now_ns() >= next {
+                    next = now_ns() + LOOK_NS;
+                    if queue.see(now_ns(), waited_ns().unwrap()) {
+                        done.store(true, Ordering::Relaxed);
+                    }
+                }
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(spin);
+            }
+        });
+        assert!(done.into_inner());
+    }
+
+    #[test]
+    fn look__one_cpu_is_too_few() {
+        let cpu = sched_getcpu();
+        let look = move || {
+            stay_on(cpu);
+            let mut load = Load::default();
+            (load.look(now_ns()), load.cpus(), current_cpu())
+        };
+        let (conditions, cpus, on) = thread::spawn(look).join().unwrap();
+        assert!(conditions.oversubscribed);
+        assert_eq!((cpus, on), (1, cpu as u32));
+    }
+
+    #[test]
+    fn look__keeps_its_answer_for_a_millisecond() {
+        let mut load = Load::default();
+        let first = load.look(0);
+        assert!((1..=CpuSet::MAX_CPU).contains(&load.cpus()));
+        load.conditions.oversubscribed = !first.oversubscribed;
+        assert_ne!(load.look(LOOK_NS - 1), first);
+        assert_eq!(load.conditions_until_ns, LOOK_NS);
+        load.look(LOOK_NS);
+        assert_eq!(load.conditions_until_ns, 2 * LOOK_NS);
+    }
+
+    #[test]
+    fn look__another_thread_begins_anew() {
+        let mut load = Load::default();
+        load.look(0);
+        load.run_queue.hold(0);
+        let load = thread::spawn(move || {
+            load.look(LOOK_NS);
+            load
+        });
+        assert_eq!(load.join().unwrap().run_queue.hold_until_ns, 0);
+    }
+
+    #[test]
+    fn wake_cost_ns__measured_once() {
+        let cost = wake_cost_ns();
+        println!("a wake-up costs {cost} ns, measured {:?}", measure_wake_cost());
+        assert!(cost > 0 && cost <= MEASURE_TIME.as_nanos() as u64);
+        assert_eq!(wake_cost_ns(), cost);
+    }
+}
