@@ -11,6 +11,7 @@
 //!
 //! A server that does something else refuses, and says why in the private data, as text.
 
+use std::cell::Cell;
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::Arc;
@@ -37,8 +38,10 @@ const SIZE_MAX: u32 = 1 << 30;
 /// Why `-e` is refused.
 const NO_EVENTS: &str =
     "write-lat has no events: a WRITE completes nothing at its target, which polls the memory; send-lat has";
-/// Looks at a byte that the peer writes between two turns of the device: a peer on this host may write it with no device in between.
-const LOOKS: u32 = 16;
+/// A WRITE of so many is completed, which keeps the queue from filling up.
+const COMPLETED_EVERY: u8 = 64;
+/// Most looks at a byte between two turns of the device.
+const LOOKS_MAX: u32 = 256;
 
 /// What is measured.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,6 +129,10 @@ pub(crate) struct Args {
     /// Run for this many seconds instead of a number of iterations.
     #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iters", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) duration: Option<u32>,
+    /// Round trips timed together (latency): where each takes little longer than reading the clock does. Percentiles are then
+    /// those of means of so many.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) group: u32,
     /// Queue pairs (bandwidth).
     #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
     pub(crate) qp: u16,
@@ -337,6 +344,8 @@ struct Side {
     qps: Vec<QueuePair>,
     memory: Arc<AnonymousMemory>,
     mr: MemoryRegion,
+    /// Looks at a byte that the peer writes between two turns of the device.
+    looks: Cell<u32>,
 }
 
 /// Two buffers: the lower half is sent from, the upper half written to, each with room for one message per queue pair.
@@ -360,14 +369,30 @@ fn side(device: &Device, request: &Request, kind: MemoryKind) -> Result<Side> {
     let qps = (0..request.qps)
         .map(|_| pd.create_qp(&options))
         .collect::<Result<Vec<_>, _>>()?;
-    Ok(Side { cq, qps, memory, mr })
+    Ok(Side {
+        cq,
+        qps,
+        memory,
+        mr,
+        looks: Cell::new(LOOKS_MAX),
+    })
 }
 
 impl Side {
-    /// Lets the device move on, and looks whether the peer has written a byte.
+    /// Looks whether the peer has written a byte, and lets the device move on when it has not. A peer on this host may write it
+    /// with no device in between, then it is looked at often; where the device brings it, looking before is in vain.
     fn has_come(&self, device: &Device, at: u64, expected: u8) -> bool {
+        let looks = self.looks.get();
+        if (0..looks).any(|_| self.memory.load_u8(at) == expected) {
+            self.looks.set((2 * looks).min(LOOKS_MAX));
+            return true;
+        }
         device.progress();
-        (0..LOOKS).any(|_| self.memory.load_u8(at) == expected)
+        let came = self.memory.load_u8(at) == expected;
+        if came {
+            self.looks.set((looks / 2).max(1));
+        }
+        came
     }
 }
 
@@ -503,8 +528,7 @@ fn answer_client(
                     imm: None,
                 };
                 let sges = side.mr.sge(0, request.bytes).into();
-                // A completion in 64 keeps the queue from filling up.
-                let flags = if turn.is_multiple_of(64) {
+                let flags = if turn.is_multiple_of(COMPLETED_EVERY) {
                     SendFlags::SIGNALED
                 } else {
                     SendFlags::empty()
@@ -521,7 +545,9 @@ fn answer_client(
                 {
                     return Ok(());
                 }
-                while side.cq.poll().is_some() {}
+                if turn.is_multiple_of(COMPLETED_EVERY) {
+                    while side.cq.poll().is_some() {}
+                }
             }
         }
         Test::SendLat => loop {
@@ -734,7 +760,7 @@ fn measure(
         .duration
         .map(|s| Instant::now() + Duration::from_secs(s.into()));
     let row = if request.test.is_latency() {
-        run.latency(iterations, until)?
+        run.latency(iterations, until, args.group)?
     } else {
         run.bandwidth(iterations, until, args)?
     };
@@ -839,7 +865,43 @@ impl Run<'_> {
         }
     }
 
-    fn latency(&self, iterations: u32, until: Option<Instant>) -> Result<Row> {
+    /// Times round trips, `group` of them by each two looks at the clock.
+    fn latency(&self, iterations: u32, until: Option<Instant>, group: u32) -> Result<Row> {
+        let Run { request, side, .. } = self;
+        // WRITE and SEND go there and back; READ and FLUSH are answered by the NIC.
+        let halves = if matches!(request.test, Test::WriteLat | Test::SendLat) {
+            2.0
+        } else {
+            1.0
+        };
+        if request.test == Test::SendLat {
+            for i in 0..64 {
+                post_recv(&side.qps[0], side, request, i)?;
+            }
+        }
+        let mut turn = 0u8;
+        for _ in 0..iterations.min(1000) / 10 {
+            self.round_trip(&mut turn)?;
+        }
+        let wanted = iterations.div_ceil(group) as usize;
+        let mut samples: Vec<u64> = Vec::with_capacity(wanted);
+        let mut begin = Instant::now();
+        while until.map_or(samples.len() < wanted, |until| {
+            samples.is_empty() || begin < until
+        }) {
+            for _ in 0..group {
+                self.round_trip(&mut turn)?;
+            }
+            let end = Instant::now();
+            samples.push((end - begin).as_nanos() as u64 / u64::from(group));
+            begin = end;
+        }
+        let trips = samples.len() as u64 * u64::from(group);
+        Ok(latency_row(request.bytes, trips, samples, halves))
+    }
+
+    /// There and back, or one answered request. `turn` counts WRITEs, which carry it in their last byte.
+    fn round_trip(&self, turn: &mut u8) -> Result<()> {
         let Run {
             request,
             side,
@@ -848,101 +910,52 @@ impl Run<'_> {
             ..
         } = self;
         let qp = &side.qps[0];
-        let half = slot_bytes(request);
-        let (last_out, last_in) = (
-            u64::from(request.bytes.max(1)) - 1,
-            half + u64::from(request.bytes.max(1)) - 1,
-        );
-        // WRITE and SEND go there and back; READ and FLUSH are answered by the NIC.
-        let halves = if matches!(request.test, Test::WriteLat | Test::SendLat) {
-            2.0
-        } else {
-            1.0
+        let signaled = SendFlags::SIGNALED;
+        let (va, rkey) = (*va, *rkey);
+        let write = Operation::Write { va, rkey, imm: None };
+        let request_of = |operation, sges, flags| SendRequest {
+            wr_id: 0,
+            operation,
+            sges,
+            flags,
+            to: Target::Connected,
         };
-        let mut samples: Vec<u64> = Vec::with_capacity(iterations as usize);
-        if request.test == Test::SendLat {
-            for i in 0..64 {
-                post_recv(qp, side, request, i)?;
+        match request.test {
+            Test::WriteLat => {
+                *turn = turn.wrapping_add(1);
+                let last = u64::from(request.bytes) - 1;
+                side.memory.write(last, &[*turn]).ok();
+                let flags = if turn.is_multiple_of(COMPLETED_EVERY) {
+                    signaled
+                } else {
+                    SendFlags::empty()
+                };
+                qp.post_send(request_of(write, self.data(), flags))?;
+                self.wait_byte(slot_bytes(request) + last, *turn)?;
+                if turn.is_multiple_of(COMPLETED_EVERY) {
+                    while side.cq.poll().is_some() {}
+                }
+            }
+            Test::SendLat => {
+                let send = Operation::Send { imm: None };
+                qp.post_send(request_of(send, self.data(), SendFlags::empty()))?;
+                self.wait()?;
+                post_recv(qp, side, request, 0)?;
+            }
+            Test::ReadLat => {
+                let read = Operation::Read { va, rkey };
+                qp.post_send(request_of(read, self.data(), signaled))?;
+                self.wait()?;
+            }
+            _ => {
+                qp.post_send_list([
+                    request_of(write, self.data(), SendFlags::empty()),
+                    request_of(self.flush(), SgeList::EMPTY, signaled),
+                ])?;
+                self.wait()?;
             }
         }
-        let warm_up = iterations.min(1000) / 10;
-        let mut turn = 0u8;
-        let mut i = 0u64;
-        loop {
-            let measured = i.saturating_sub(warm_up.into());
-            if until.map_or(measured >= iterations.into(), |until| {
-                measured > 0 && Instant::now() >= until
-            }) {
-                break;
-            }
-            let begin = Instant::now();
-            let signaled = SendFlags::SIGNALED;
-            let request_of = |operation, sges, flags| SendRequest {
-                wr_id: 0,
-                operation,
-                sges,
-                flags,
-                to: Target::Connected,
-            };
-            match request.test {
-                Test::WriteLat => {
-                    turn = turn.wrapping_add(1);
-                    side.memory.write(last_out, &[turn]).ok();
-                    let flags = if turn.is_multiple_of(64) {
-                        signaled
-                    } else {
-                        SendFlags::empty()
-                    };
-                    qp.post_send(request_of(
-                        Operation::Write {
-                            va: *va,
-                            rkey: *rkey,
-                            imm: None,
-                        },
-                        self.data(),
-                        flags,
-                    ))?;
-                    self.wait_byte(last_in, turn)?;
-                    if turn.is_multiple_of(64) {
-                        while side.cq.poll().is_some() {}
-                    }
-                }
-                Test::SendLat => {
-                    qp.post_send(request_of(
-                        Operation::Send { imm: None },
-                        self.data(),
-                        SendFlags::empty(),
-                    ))?;
-                    self.wait()?;
-                    post_recv(qp, side, request, 0)?;
-                }
-                Test::ReadLat => {
-                    qp.post_send(request_of(
-                        Operation::Read { va: *va, rkey: *rkey },
-                        self.data(),
-                        signaled,
-                    ))?;
-                    self.wait()?;
-                }
-                _ => {
-                    let write = Operation::Write {
-                        va: *va,
-                        rkey: *rkey,
-                        imm: None,
-                    };
-                    qp.post_send_list([
-                        request_of(write, self.data(), SendFlags::empty()),
-                        request_of(self.flush(), SgeList::EMPTY, signaled),
-                    ])?;
-                    self.wait()?;
-                }
-            }
-            if i >= warm_up.into() {
-                samples.push(begin.elapsed().as_nanos() as u64);
-            }
-            i += 1;
-        }
-        Ok(latency_row(request.bytes, samples, halves))
+        Ok(())
     }
 
     fn bandwidth(&self, iterations: u32, until: Option<Instant>, args: &Args) -> Result<Row> {
@@ -1077,7 +1090,7 @@ fn silent() -> String {
 }
 
 /// Figures of round trips in nanoseconds; `parts` is 2 where half of one counts.
-fn latency_row(bytes: u32, mut samples: Vec<u64>, parts: f64) -> Row {
+fn latency_row(bytes: u32, iterations: u64, mut samples: Vec<u64>, parts: f64) -> Row {
     samples.sort_unstable();
     let n = samples.len();
     let us = |ns: f64| ns / parts / 1e3;
@@ -1090,7 +1103,7 @@ fn latency_row(bytes: u32, mut samples: Vec<u64>, parts: f64) -> Row {
     let variance = samples.iter().map(|ns| (*ns as f64 - mean).powi(2)).sum::<f64>() / n.max(1) as f64;
     Row {
         bytes,
-        iterations: n as u64,
+        iterations,
         figures: Figures::Latency {
             t_min: at(0.0),
             t_max: at(1.0),
