@@ -1,0 +1,155 @@
+//! More processes than CPUs: pairs that share two CPUs, without priority and without a CPU of their own.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::process::{Command, Stdio};
+use std::rc::Rc;
+
+use anyhow::{Context, Result};
+
+use super::pair::{
+    Perf, Server, UCX_LATENCY, UCX_MESSAGE_RATE, crowded, free_port, installed, ucx_figure, ucx_transport,
+};
+use super::table::{Line, Ratio, Suite, Table};
+
+/// How long each pair runs.
+const SECONDS: u32 = 2;
+/// With its start; it prints a line a second.
+const UCX_SECONDS: &str = "2.5";
+/// Processes, two to a pair.
+const PROCESSES: [usize; 3] = [2, 4, 8];
+
+const SEND: &str = "rdmux SEND 8 B -e";
+const WRITE: &str = "rdmux WRITE 8 B, polling";
+const UCX: &str = "UCX put 8 B, posix";
+
+pub(super) fn suite() -> Suite {
+    let (rates, waits) = [
+        lines(SEND, |pairs| {
+            perf(Perf::new("send-lat", 8).options(&["-e"]), pairs)
+        }),
+        lines(WRITE, |pairs| perf(Perf::new("write-lat", 8), pairs)),
+        lines(UCX, ucx),
+    ]
+    .into_iter()
+    .unzip();
+    let columns = vec![(2, "2 processes"), (4, "4 processes"), (8, "8 processes")];
+    Suite {
+        key: "crowd",
+        conditions: "pairs of processes on CPU 0 and 1, where the scheduler puts them, 2 s each",
+        tables: vec![
+            Table {
+                key: "thousand_round_trips_per_s",
+                title: "Round trips of all, 1000/s",
+                digits: 1,
+                columns: columns.clone(),
+                lines: rates,
+            },
+            Table {
+                key: "p99_us",
+                title: "Half round trip, p99, worst, us",
+                digits: 1,
+                columns,
+                lines: waits,
+            },
+        ],
+        ratios: |tables| {
+            let scaling = |name, what| {
+                let rates = |processes| tables[0].rounds(name, processes);
+                Ratio::new(what, "at least 0.90", &rates(8), &rates(2))
+            };
+            vec![
+                scaling(SEND, "rdmux SEND -e, rate of 8 processes / of 2"),
+                scaling(WRITE, "rdmux WRITE polling, rate of 8 processes / of 2"),
+                scaling(UCX, "UCX put, rate of 8 processes / of 2"),
+            ]
+        },
+    }
+}
+
+/// What a crowd did.
+#[derive(Default)]
+struct Outcome {
+    round_trips_per_s: f64,
+    /// Of the pair that had the worst.
+    p99_us: f64,
+}
+
+/// Rows of both tables: the second shows what the first has measured.
+fn lines(name: &'static str, measure: impl Fn(u16) -> Result<Outcome> + 'static) -> (Line, Line) {
+    let waits = Rc::new(RefCell::new(BTreeMap::new()));
+    let kept = waits.clone();
+    let rate = Line::new(name, &PROCESSES, move |processes| {
+        let outcome = measure(processes as u16 / 2)?;
+        kept.borrow_mut().insert(processes, outcome.p99_us);
+        Ok(outcome.round_trips_per_s / 1e3)
+    });
+    let wait = Line::new(name, &PROCESSES, move |processes| {
+        waits.borrow_mut().remove(&processes).context("see above")
+    });
+    (rate, wait)
+}
+
+fn perf(what: Perf, pairs: u16) -> Result<Outcome> {
+    let pairs: Vec<Perf> = (0..pairs).map(|index| what.in_crowd(index)).collect();
+    let _servers = pairs.iter().map(Perf::serve).collect::<Result<Vec<_>>>()?;
+    let clients = pairs
+        .iter()
+        .map(|pair| pair.start(&["-D", &SECONDS.to_string()]))
+        .collect::<Result<Vec<_>>>()?;
+    let mut outcome = Outcome::default();
+    for client in clients {
+        let row = Perf::finish(client)?;
+        outcome.round_trips_per_s += row.figure("n_iterations")? / f64::from(SECONDS);
+        outcome.p99_us = outcome.p99_us.max(row.figure("percentile_99")?);
+    }
+    Ok(outcome)
+}
+
+/// `ucx_perftest` runs a number of round trips, and how many fit the time nobody knows: it gets too many and is ended, and its last
+/// line counts.
+fn ucx(pairs: u16) -> Result<Outcome> {
+    let command = |port: &str, more: &[&str]| -> Result<Command> {
+        let mut command = crowded("timeout")?;
+        command
+            .args(["-s", "KILL", UCX_SECONDS, "ucx_perftest", "-p", port])
+            .args(more);
+        ucx_transport(&mut command, "posix");
+        command
+            .stdin(Stdio::null())
+            .stderr(Stdio::null())
+            .stdout(Stdio::piped());
+        Ok(command)
+    };
+    installed("ucx_perftest")?;
+    let ports = (0..pairs).map(|_| free_port()).collect::<Result<Vec<_>>>()?;
+    let _servers = ports
+        .iter()
+        .map(|port| Server::start_on(port, &mut command(port, &[])?))
+        .collect::<Result<Vec<_>>>()?;
+    let test = [
+        "127.0.0.1",
+        "-t",
+        "ucp_put_lat",
+        "-s",
+        "8",
+        "-n",
+        "1000000000",
+        "-R",
+        "99",
+        "-v",
+    ];
+    let clients = ports
+        .iter()
+        .map(|port| Ok(command(port, &test)?.spawn()?))
+        .collect::<Result<Vec<_>>>()?;
+    let mut outcome = Outcome::default();
+    for client in clients {
+        let output = client.wait_with_output()?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        // It counts messages, two to a round trip.
+        outcome.round_trips_per_s += ucx_figure(&text, UCX_MESSAGE_RATE)? / 2.0;
+        outcome.p99_us = outcome.p99_us.max(ucx_figure(&text, UCX_LATENCY)?);
+    }
+    Ok(outcome)
+}

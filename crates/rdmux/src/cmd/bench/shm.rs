@@ -1,0 +1,206 @@
+//! What goes through shared memory between two processes of this host, beside what the memory and a futex take by themselves
+//! and peers' shared memory transports.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use super::pair::{FABRIC_BANDWIDTH, FABRIC_LATENCY, Perf, UCX_BANDWIDTH, UCX_LATENCY, libfabric, ucx};
+use super::table::{Line, Ratio, Suite, Table};
+use super::{count, megabytes};
+
+const MIB: usize = 1 << 20;
+/// The columns of the blocking table: CPUs that the two sides have.
+const CPU_COLUMNS: [usize; 2] = [2, 1];
+
+const WRITE: &str = "rdmux WRITE";
+const SEND: &str = "rdmux SEND";
+const SEND_EVENTS: &str = "rdmux SEND -e";
+const FUTEX: &str = "futex";
+const UCX_PUT: [&str; 2] = ["UCX put, posix", "UCX put, sysv"];
+const UCX_AM: [&str; 2] = ["UCX am, posix", "UCX am, sysv"];
+
+/// `floors` is the program that measures the floors.
+pub(super) fn suite(floors: Option<PathBuf>) -> Suite {
+    Suite {
+        key: "shm",
+        conditions: "shared memory between two processes on CPU 0 and 1, both spinning unless said otherwise",
+        tables: vec![
+            latency(floors.clone()),
+            bandwidth(floors.clone()),
+            blocking(floors),
+        ],
+        ratios,
+    }
+}
+
+fn ratios(tables: &[Table]) -> Vec<Ratio> {
+    let [latency, bandwidth, blocking] = tables else {
+        return Vec::new();
+    };
+    vec![
+        Ratio::new(
+            "WRITE 8 B latency / best UCX put",
+            "at most 1.05",
+            &latency.rounds(WRITE, 8),
+            &best(latency, UCX_PUT, 8, f64::min),
+        ),
+        Ratio::new(
+            "SEND 8 B latency / best UCX am",
+            "at most 1.05",
+            &latency.rounds(SEND, 8),
+            &best(latency, UCX_AM, 8, f64::min),
+        ),
+        Ratio::new(
+            "WRITE 1 MiB bandwidth / best UCX put",
+            "at least 1.00",
+            &bandwidth.rounds(WRITE, MIB),
+            &best(bandwidth, UCX_PUT, MIB, f64::max),
+        ),
+        Ratio::new(
+            "blocking SEND 8 B / futex, two CPUs",
+            "at most 1.10",
+            &blocking.rounds(SEND_EVENTS, 2),
+            &blocking.rounds(FUTEX, 2),
+        ),
+        Ratio::new(
+            "blocking SEND 8 B / futex, one CPU",
+            "at most 1.10",
+            &blocking.rounds(SEND_EVENTS, 1),
+            &blocking.rounds(FUTEX, 1),
+        ),
+    ]
+}
+
+/// The better of two rows in each round.
+fn best(table: &Table, names: [&str; 2], column: usize, better: fn(f64, f64) -> f64) -> Vec<f64> {
+    let [one, other] = names.map(|name| table.rounds(name, column));
+    if one.is_empty() || other.is_empty() {
+        return [one, other].concat();
+    }
+    one.iter()
+        .zip(other)
+        .map(|(one, other)| better(*one, other))
+        .collect()
+}
+
+/// Options for both sides. Reading the clock for each two round trips takes as long as UCX's reading of the processor's counter
+/// for each one.
+const SHARED: &[&str] = &["--memory", "shared", "--group", "2"];
+const PRIVATE: &[&str] = &["--memory", "private", "--group", "2"];
+
+fn latency(floors: Option<PathBuf>) -> Table {
+    let perf = |test, size, options| Perf::new(test, size).options(options).run(20_000, "t_typical");
+    let ucx = |tls, test| {
+        move |size: usize| {
+            ucx(
+                tls,
+                test,
+                size,
+                if size < 4096 { 20_000 } else { 10_000 },
+                UCX_LATENCY,
+            )
+        }
+    };
+    let floor_of = floors.clone();
+    // What is compared stands side by side, so that little time passes between.
+    let lines = vec![
+        Line::new("shared flag", &[8], move |_| {
+            Ok(floor(floor_of.as_deref(), "flag")? / 1e3)
+        }),
+        Line::new("shared flag + copy in and out", &[64, 4096], move |size| {
+            Ok(floor(floors.as_deref(), &format!("copy-{size}"))? / 1e3)
+        }),
+        Line::new("rdmux WRITE, private memory", &[8], move |size| {
+            perf("write-lat", size, PRIVATE)
+        }),
+        Line::new(WRITE, &[4096, 8], move |size| perf("write-lat", size, SHARED)),
+        Line::new(UCX_PUT[0], &[8, 4096], ucx("posix", "ucp_put_lat")),
+        Line::new(UCX_PUT[1], &[8, 4096], ucx("sysv", "ucp_put_lat")),
+        Line::new("rdmux READ (whole trip)", &[8], move |size| {
+            perf("read-lat", size, SHARED)
+        }),
+        Line::new("rdmux SEND, private memory", &[8], move |size| {
+            perf("send-lat", size, PRIVATE)
+        }),
+        Line::new(SEND, &[4096, 64, 8], move |size| perf("send-lat", size, SHARED)),
+        Line::new(UCX_AM[0], &[8, 4096], ucx("posix", "ucp_am_lat")),
+        Line::new(UCX_AM[1], &[8, 4096], ucx("sysv", "ucp_am_lat")),
+        Line::new("libfabric rdm, shm", &[64], |size| {
+            libfabric(["shm", "rdm"], size, 2_000, FABRIC_LATENCY)
+        }),
+    ];
+    Table {
+        key: "latency_us",
+        title: "Half round trip, p50, us",
+        digits: 3,
+        columns: vec![(8, "8 B"), (64, "64 B"), (4096, "4 KiB")],
+        lines,
+    }
+}
+
+fn bandwidth(floors: Option<PathBuf>) -> Table {
+    let perf = |size, options| {
+        let perf = Perf::new("write-bw", size).options(options);
+        perf.run(count(size), "BW_average").map(megabytes)
+    };
+    let mut lines = vec![
+        Line::new("memcpy into shared memory", &[MIB], move |size| {
+            Ok(floor(floors.as_deref(), &format!("memcpy-{size}"))? / 1e6)
+        }),
+        Line::new(WRITE, &[MIB], move |size| perf(size, SHARED)),
+        Line::new("rdmux WRITE, private memory", &[MIB], move |size| {
+            perf(size, PRIVATE)
+        }),
+    ];
+    for (i, tls) in ["posix", "sysv"].into_iter().enumerate() {
+        lines.push(Line::new(UCX_PUT[i], &[MIB], move |size| {
+            ucx(tls, "ucp_put_bw", size, count(size), UCX_BANDWIDTH).map(megabytes)
+        }));
+    }
+    lines.push(Line::new("libfabric rdm ping-pong, shm", &[MIB], |size| {
+        libfabric(["shm", "rdm"], size, 400, FABRIC_BANDWIDTH)
+    }));
+    Table {
+        key: "bandwidth_mb_per_s",
+        title: "Bandwidth, MB/s",
+        digits: 0,
+        columns: vec![(MIB, "1 MiB")],
+        lines,
+    }
+}
+
+fn blocking(floors: Option<PathBuf>) -> Table {
+    Table {
+        key: "blocking_us",
+        title: "Both sides sleep, p50, us",
+        digits: 2,
+        columns: vec![(2, "two CPUs"), (1, "one CPU")],
+        lines: vec![
+            Line::new(FUTEX, &CPU_COLUMNS, move |cpus| {
+                let name = if cpus == 2 { "futex-2-cpus" } else { "futex-1-cpu" };
+                Ok(floor(floors.as_deref(), name)? / 1e3)
+            }),
+            Line::new(SEND_EVENTS, &CPU_COLUMNS, |cpus| {
+                let perf = Perf::new("send-lat", 8).cpus([0, cpus - 1]);
+                perf.options(&["-e"]).run(3_000, "t_typical")
+            }),
+        ],
+    }
+}
+
+/// A floor, in ns or bytes/s, as the program that measures them has it.
+fn floor(program: Option<&Path>, name: &str) -> Result<f64> {
+    let program = program.context("give --floors, as bench/run does")?;
+    let output = Command::new(program)
+        .arg(name)
+        .output()
+        .with_context(|| format!("cannot run {}", program.display()))?;
+    ensure!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).trim().parse()?)
+}

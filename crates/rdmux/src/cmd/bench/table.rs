@@ -1,0 +1,215 @@
+//! Tables of what was measured: rows measured in turn, medians over the rounds, and ratios.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+
+use anyhow::Result;
+use indicatif::ProgressBar;
+use serde_json::{Value, json};
+
+/// A column: what rows are measured with (bytes, processes, CPUs), and its heading.
+pub(super) type Column = (usize, &'static str);
+
+/// Measures a row at one column.
+type Measure = Box<dyn FnMut(usize) -> Result<f64>>;
+
+/// A row: what, whose, and the columns that it has.
+pub(super) struct Line {
+    pub(super) name: &'static str,
+    columns: Vec<usize>,
+    measure: Measure,
+    /// Values of each column, one a round.
+    values: BTreeMap<usize, Vec<f64>>,
+    /// Why there are none.
+    missing: Option<String>,
+}
+
+impl Line {
+    pub(super) fn new(
+        name: &'static str,
+        columns: &[usize],
+        measure: impl FnMut(usize) -> Result<f64> + 'static,
+    ) -> Line {
+        Line {
+            name,
+            columns: columns.to_vec(),
+            measure: Box::new(measure),
+            values: BTreeMap::new(),
+            missing: None,
+        }
+    }
+
+    fn round(&mut self) {
+        for column in &self.columns {
+            if self.missing.is_some() {
+                return;
+            }
+            match (self.measure)(*column) {
+                Ok(value) => self.values.entry(*column).or_default().push(value),
+                Err(error) => self.missing = Some(format!("{error:#}")),
+            }
+        }
+    }
+
+    fn rounds(&self, column: usize) -> &[f64] {
+        let is_complete = self.missing.is_none();
+        let values = self.values.get(&column).filter(|_| is_complete);
+        values.map_or(&[], Vec::as_slice)
+    }
+}
+
+/// Lowest, median and highest.
+fn spread(values: &[f64]) -> Option<(f64, f64, f64)> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    Some((*values.first()?, values[values.len() / 2], *values.last()?))
+}
+
+/// Quotients of what was measured in the same round: a machine that is four times slower for some seconds is so for both.
+fn quotients(of: &[f64], to: &[f64]) -> Vec<f64> {
+    of.iter().zip(to).map(|(of, to)| of / to).collect()
+}
+
+/// Rows of one quantity.
+pub(super) struct Table {
+    /// Its name in JSON, with the unit.
+    pub(super) key: &'static str,
+    pub(super) title: &'static str,
+    /// Digits behind the point.
+    pub(super) digits: usize,
+    pub(super) columns: Vec<Column>,
+    /// The first that has a column is what others are compared with there.
+    pub(super) lines: Vec<Line>,
+}
+
+impl Table {
+    /// What a row measured at a column, one value a round; none where it is missing.
+    pub(super) fn rounds(&self, name: &str, column: usize) -> Vec<f64> {
+        let line = self.lines.iter().find(|line| line.name == name);
+        line.map_or(Vec::new(), |line| line.rounds(column).to_vec())
+    }
+
+    fn floor(&self, column: usize) -> &[f64] {
+        let mut lines = self.lines.iter().map(|line| line.rounds(column));
+        lines.find(|rounds| !rounds.is_empty()).unwrap_or_default()
+    }
+
+    fn print(&self, out: &mut impl Write) -> Result<()> {
+        let digits = self.digits;
+        write!(out, "\n{:<32}", self.title)?;
+        for (_, heading) in &self.columns {
+            write!(out, " {heading:>25} {:>5} ", "ratio")?;
+        }
+        writeln!(out)?;
+        for line in &self.lines {
+            let mut text = format!("{:<32}", line.name);
+            if let Some(why) = &line.missing {
+                writeln!(out, "{text} not measured: {why}")?;
+                continue;
+            }
+            for (column, _) in &self.columns {
+                let rounds = line.rounds(*column);
+                let Some((min, median, max)) = spread(rounds) else {
+                    text += &format!(" {:>25} {:>5} ", "", "");
+                    continue;
+                };
+                let range = format!("({min:.digits$} to {max:.digits$})");
+                let ratio = spread(&quotients(rounds, self.floor(*column)))
+                    .map_or(String::new(), |ratio| format!("{:.2}", ratio.1));
+                text += &format!(" {median:>8.digits$} {range:>16} {ratio:>5} ");
+            }
+            writeln!(out, "{}", text.trim_end())?;
+        }
+        Ok(())
+    }
+
+    fn json(&self) -> Value {
+        let line = |line: &Line| {
+            let columns: Vec<Value> = self
+                .columns
+                .iter()
+                .filter_map(|(column, heading)| {
+                    let rounds = line.rounds(*column);
+                    let (min, median, max) = spread(rounds)?;
+                    let ratio = spread(&quotients(rounds, self.floor(*column))).map(|ratio| ratio.1);
+                    Some(json!({ "at": heading, "min": min, "median": median, "max": max, "ratio": ratio }))
+                })
+                .collect();
+            json!({ "name": line.name, "columns": columns, "missing": line.missing })
+        };
+        self.lines.iter().map(line).collect()
+    }
+}
+
+/// A quotient that a goal is set for.
+pub(super) struct Ratio {
+    pub(super) name: &'static str,
+    pub(super) goal: &'static str,
+    /// Lowest, median and highest over the rounds. `None`: one of the two was not measured.
+    pub(super) value: Option<(f64, f64, f64)>,
+}
+
+impl Ratio {
+    pub(super) fn new(name: &'static str, goal: &'static str, of: &[f64], to: &[f64]) -> Ratio {
+        let value = spread(&quotients(of, to));
+        Ratio { name, goal, value }
+    }
+}
+
+/// Tables that are measured together.
+pub(super) struct Suite {
+    pub(super) key: &'static str,
+    /// How it was measured.
+    pub(super) conditions: &'static str,
+    pub(super) tables: Vec<Table>,
+    pub(super) ratios: fn(&[Table]) -> Vec<Ratio>,
+}
+
+impl Suite {
+    pub(super) fn rows(&self) -> usize {
+        self.tables.iter().map(|table| table.lines.len()).sum()
+    }
+
+    /// Measures each row once.
+    pub(super) fn round(&mut self, bar: &ProgressBar) {
+        for line in self.tables.iter_mut().flat_map(|table| &mut table.lines) {
+            line.round();
+            bar.inc(1);
+        }
+    }
+
+    pub(super) fn print(&self, out: &mut impl Write) -> Result<()> {
+        writeln!(out, "\n{}: {}", self.key, self.conditions)?;
+        for table in &self.tables {
+            table.print(out)?;
+        }
+        let ratios = (self.ratios)(&self.tables);
+        if !ratios.is_empty() {
+            writeln!(out, "\nRatios within a round")?;
+        }
+        for Ratio { name, goal, value } in ratios {
+            let value = value.map_or("not measured".into(), |(min, median, max)| {
+                format!("{median:.2} ({min:.2} to {max:.2})")
+            });
+            writeln!(out, "{name:<50} {value:<24} goal: {goal}")?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let mut value: serde_json::Map<_, _> = self
+            .tables
+            .iter()
+            .map(|table| (table.key.to_owned(), table.json()))
+            .collect();
+        let ratios: Vec<Value> = (self.ratios)(&self.tables)
+            .iter()
+            .map(|Ratio { name, goal, value }| {
+                let [min, median, max] = [value.map(|v| v.0), value.map(|v| v.1), value.map(|v| v.2)];
+                json!({ "name": name, "goal": goal, "min": min, "median": median, "max": max })
+            })
+            .collect();
+        value.insert("ratios".into(), ratios.into());
+        value.into()
+    }
+}
