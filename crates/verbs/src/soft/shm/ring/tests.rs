@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
+mod model;
+
 /// A ring's memory on the heap, laid out as shared memory is.
 #[derive(Clone, Debug)]
 struct Heap {
@@ -63,17 +65,24 @@ impl RingMemory for Heap {
 }
 
 fn ring(slots: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) {
+    ring_at(slots, 0)
+}
+
+/// The same, but the first record goes to `position`.
+fn ring_at(slots: u32, position: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) {
     let memory = Heap::new(slots);
-    let (producer, consumer) = (Producer::new(memory.clone()), Consumer::new(memory.clone()));
+    memory.store(Word::Head, position, Relaxed);
+    let (producer, consumer) = sides(memory.clone(), position);
     (memory, producer, consumer)
 }
 
-/// A ring whose next record goes to a position.
-fn ring_at(slots: u32, position: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) {
-    let (memory, mut producer, mut consumer) = ring(slots);
+/// Both sides of memory whose head is at `position`.
+fn sides<M: RingMemory + Clone>(memory: M, position: u32) -> (Producer<M>, Consumer<M>) {
+    let mut producer = Producer::new(memory.clone());
     (producer.tail, producer.head) = (position, position);
+    let mut consumer = Consumer::new(memory);
     (consumer.head, consumer.released) = (position, position);
-    (memory, producer, consumer)
+    (producer, consumer)
 }
 
 /// Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014.
@@ -102,7 +111,7 @@ fn record(number: u64, bytes: usize) -> (Meta, Vec<u8>) {
     (meta, (0..bytes).map(|_| dice.next() as u8).collect())
 }
 
-fn push(producer: &mut Producer<Heap>, number: u64, bytes: usize) -> Result<Wake, PushError> {
+fn push<M: RingMemory>(producer: &mut Producer<M>, number: u64, bytes: usize) -> Result<Wake, PushError> {
     let (meta, bytes) = record(number, bytes);
     producer.push(meta, &bytes)
 }

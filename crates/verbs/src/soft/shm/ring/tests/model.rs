@@ -1,0 +1,347 @@
+//! The ring under loom, which tries the orders in which two threads may run, up to a number of preemptions, and every value that
+//! a load may return.
+//!
+//! A model holds as it is, and fails with each ordering or fence weakened by itself.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::atomic::Ordering::{self, AcqRel, Relaxed};
+
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicU32, fence};
+use loom::sync::{Condvar, Mutex};
+use loom::thread;
+
+use super::super::{Consumer, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset};
+use super::{push, record, sides};
+
+/// What is weaker than the ring asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Weak {
+    Nothing,
+    /// The stamp behind a record is not set to 0.
+    StampBehind,
+    StampRelease,
+    StampAcquire,
+    HeadRelease,
+    HeadAcquire,
+    /// The `SeqCst` fence between a push and the look at `sleeping`, and so on, orders no store before a later load.
+    FenceOfPush,
+    FenceOfSleep,
+    FenceOfRelease,
+    FenceOfWantsRoom,
+}
+
+/// A slot. Its bytes are one cell, which loom watches for races. The stamp has values of its own as every loom atomic has, so
+/// payload that lies there is stored in it.
+#[derive(Debug, Default)]
+struct Slot {
+    stamp: AtomicU32,
+    watch: UnsafeCell<()>,
+    words: [Cell<u32>; SLOT_BYTES / 4],
+}
+
+impl Slot {
+    fn load(&self, word: usize) -> u32 {
+        self.watch.with(|_| ());
+        match word {
+            0 => self.stamp.load(Relaxed),
+            _ => self.words[word].get(),
+        }
+    }
+
+    fn store(&self, word: usize, value: u32) {
+        self.watch.with_mut(|_| ());
+        match word {
+            0 => self.stamp.store(value, Relaxed),
+            _ => self.words[word].set(value),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    head: AtomicU32,
+    sleeping: AtomicU32,
+    wants_room: AtomicU32,
+    slots: Vec<Slot>,
+}
+
+/// One side's memory.
+#[derive(Clone, Debug)]
+struct Side {
+    shared: Rc<Shared>,
+    weak: Weak,
+    /// What was stored last: it tells the fences apart.
+    stored: Cell<Word>,
+}
+
+impl Side {
+    fn slot(&self, word: Word) -> (&Slot, usize) {
+        let at = word.offset() - slot_offset(0);
+        (&self.shared.slots[at / SLOT_BYTES], at % SLOT_BYTES / 4)
+    }
+
+    fn atomic(&self, word: Word) -> Option<&AtomicU32> {
+        match word {
+            Word::Head => Some(&self.shared.head),
+            Word::Sleeping => Some(&self.shared.sleeping),
+            Word::WantsRoom => Some(&self.shared.wants_room),
+            Word::Stamp(slot) => Some(&self.shared.slots[slot as usize].stamp),
+            Word::Bytes(_) | Word::Form(_) => None,
+        }
+    }
+
+    /// Slot and word of each word of a payload.
+    fn payload(&self, slot: u32, bytes: usize) -> impl Iterator<Item = (&Slot, usize)> {
+        let first = (payload_offset(slot) - slot_offset(0)) / 4;
+        let per_slot = SLOT_BYTES / 4;
+        (first..first + bytes.div_ceil(4)).map(move |at| (&self.shared.slots[at / per_slot], at % per_slot))
+    }
+}
+
+impl RingMemory for Side {
+    fn slots(&self) -> u32 {
+        self.shared.slots.len() as u32
+    }
+
+    fn load(&self, word: Word, order: Ordering) -> u32 {
+        let order = match (self.weak, word) {
+            (Weak::StampAcquire, Word::Stamp(_)) | (Weak::HeadAcquire, Word::Head) => Relaxed,
+            _ => order,
+        };
+        match self.atomic(word) {
+            Some(atomic) => atomic.load(order),
+            None => {
+                let (slot, word) = self.slot(word);
+                slot.load(word)
+            }
+        }
+    }
+
+    fn store(&self, word: Word, value: u32, order: Ordering) {
+        self.stored.set(word);
+        let order = match (self.weak, word) {
+            (Weak::StampBehind, Word::Stamp(_)) if value == 0 => return,
+            (Weak::StampRelease, Word::Stamp(_)) | (Weak::HeadRelease, Word::Head) => Relaxed,
+            _ => order,
+        };
+        if let Word::Stamp(slot) = word {
+            self.shared.slots[slot as usize].watch.with_mut(|_| ());
+        }
+        match self.atomic(word) {
+            Some(atomic) => atomic.store(value, order),
+            None => {
+                let (slot, word) = self.slot(word);
+                slot.store(word, value);
+            }
+        }
+    }
+
+    fn fence(&self, order: Ordering) {
+        let order = match (self.weak, self.stored.get()) {
+            (Weak::FenceOfPush, Word::Stamp(_))
+            | (Weak::FenceOfSleep, Word::Sleeping)
+            | (Weak::FenceOfRelease, Word::Head)
+            | (Weak::FenceOfWantsRoom, Word::WantsRoom) => AcqRel,
+            _ => order,
+        };
+        fence(order);
+    }
+
+    fn write(&self, slot: u32, bytes: &[u8]) {
+        for ((slot, word), four) in self.payload(slot, bytes.len()).zip(bytes.chunks_exact(4)) {
+            slot.store(word, u32::from_ne_bytes(four.try_into().unwrap()));
+        }
+    }
+
+    fn read(&self, slot: u32, bytes: usize, out: &mut Vec<u8>) {
+        for (slot, word) in self.payload(slot, bytes) {
+            out.extend(slot.load(word).to_ne_bytes());
+        }
+    }
+}
+
+/// What a side sleeps on: an eventfd.
+#[derive(Debug)]
+struct Bell {
+    rung: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Bell {
+    fn new(rung: bool) -> Rc<Bell> {
+        let rung = Mutex::new(rung);
+        let changed = Condvar::new();
+        Rc::new(Bell { rung, changed })
+    }
+
+    fn ring(&self) {
+        *self.rung.lock().unwrap() = true;
+        self.changed.notify_one();
+    }
+
+    fn wait(&self) {
+        let mut rung = self.rung.lock().unwrap();
+        while !*rung {
+            rung = self.changed.wait(rung).unwrap();
+        }
+        *rung = false;
+    }
+}
+
+fn ring(slots: u32, position: u32, weak: Weak) -> (Producer<Side>, Consumer<Side>) {
+    let shared = Shared {
+        head: AtomicU32::new(position),
+        slots: (0..slots).map(|_| Slot::default()).collect(),
+        ..Shared::default()
+    };
+    let side = Side {
+        shared: Rc::new(shared),
+        weak,
+        stored: Cell::new(Word::Head),
+    };
+    sides(side, position)
+}
+
+/// Takes record `number`, if it is there.
+fn try_pop(consumer: &mut Consumer<Side>, number: u64, bytes: usize) -> bool {
+    let mut out = Vec::new();
+    let found = consumer.pop(&mut out).unwrap();
+    if let Some(meta) = found {
+        assert_eq!((meta, out), record(number, bytes));
+    }
+    found.is_some()
+}
+
+/// Sizes of records of one, two and one slots.
+const HANDED: [usize; 3] = [48, 112, 48];
+
+/// Three records from the third slot of four, so that the second skips the last slot. Both sides look until they find what
+/// they want.
+fn hand_over(weak: Weak) {
+    let (mut producer, mut consumer) = ring(4, 2, weak);
+    let other = thread::spawn(move || {
+        for (number, bytes) in (0..).zip(HANDED) {
+            while push(&mut producer, number, bytes).is_err() {
+                thread::yield_now();
+            }
+        }
+    });
+    for (number, bytes) in (0..).zip(HANDED) {
+        while !try_pop(&mut consumer, number, bytes) {
+            thread::yield_now();
+        }
+        let _ = consumer.release();
+    }
+    assert!(!consumer.is_ready());
+    other.join().unwrap();
+}
+
+/// Two records, and both sides sleep when they cannot go on. With `rung`, something else ends their first sleep.
+fn sleepers(weak: Weak, slots: u32, rung: bool) {
+    let (mut producer, mut consumer) = ring(slots, 0, weak);
+    let (records, room) = (Bell::new(rung), Bell::new(rung));
+    let other = thread::spawn({
+        let (records, room) = (Rc::clone(&records), Rc::clone(&room));
+        move || {
+            for number in 0..2 {
+                loop {
+                    match push(&mut producer, number, 48) {
+                        Ok(Wake::Peer) => break records.ring(),
+                        Ok(Wake::Nobody) => break,
+                        Err(_) if producer.wants_room().unwrap() => room.wait(),
+                        Err(_) => {}
+                    }
+                }
+            }
+        }
+    });
+    let mut number = 0;
+    loop {
+        while try_pop(&mut consumer, number, 48) {
+            number += 1;
+        }
+        if consumer.release() == Wake::Peer {
+            room.ring();
+        }
+        if number == 2 {
+            break;
+        }
+        if consumer.prepare_sleep() {
+            records.wait();
+            consumer.awake();
+        }
+    }
+    other.join().unwrap();
+}
+
+/// With this many preemptions the models take seconds, not minutes; `LOOM_MAX_PREEMPTIONS` takes its place.
+const PREEMPTIONS: usize = 4;
+
+fn check(weak: Weak, model: fn(Weak)) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(PREEMPTIONS);
+    builder.check(move || model(weak));
+}
+
+/// Asserts that the model panics with a message that has `how` in it.
+fn fails(weak: Weak, how: &str, model: fn(Weak)) {
+    let outcome = catch_unwind(AssertUnwindSafe(|| check(weak, model)));
+    let Err(panic) = outcome else {
+        panic!("{weak:?}: the model holds without it");
+    };
+    let message = panic.downcast_ref::<String>().map_or("", String::as_str);
+    assert!(message.contains(how), "{weak:?}: {message}");
+}
+
+#[test]
+fn hand_over__holds() {
+    check(Weak::Nothing, hand_over);
+}
+
+#[test]
+fn hand_over__needs_each_ordering() {
+    for (weak, how) in [
+        (Weak::StampBehind, "Corrupt"),
+        (Weak::StampRelease, "Causality violation"),
+        (Weak::StampAcquire, "Causality violation"),
+        (Weak::HeadRelease, "Causality violation"),
+        (Weak::HeadAcquire, "Causality violation"),
+    ] {
+        fails(weak, how, hand_over);
+    }
+}
+
+#[test]
+fn sleepers__hold() {
+    check(Weak::Nothing, |weak| sleepers(weak, 4, false));
+}
+
+#[test]
+fn sleepers__hold_after_another_wake_up() {
+    check(Weak::Nothing, |weak| sleepers(weak, 4, true));
+}
+
+#[test]
+fn sleepers__hold_in_a_full_ring() {
+    check(Weak::Nothing, |weak| sleepers(weak, 2, false));
+}
+
+#[test]
+fn sleepers__hold_in_a_full_ring_after_another_wake_up() {
+    check(Weak::Nothing, |weak| sleepers(weak, 2, true));
+}
+
+#[test]
+fn sleepers__need_each_fence() {
+    for weak in [
+        Weak::FenceOfPush,
+        Weak::FenceOfSleep,
+        Weak::FenceOfRelease,
+        Weak::FenceOfWantsRoom,
+    ] {
+        fails(weak, "deadlock", |weak| sleepers(weak, 2, false));
+    }
+}
