@@ -135,6 +135,7 @@ fn latency(floors: Option<PathBuf>) -> Table {
         key: "latency_us",
         title: "Half round trip, p50, us",
         digits: 3,
+        compares: true,
         columns: vec![(8, "8 B"), (64, "64 B"), (4096, "4 KiB")],
         lines,
     }
@@ -166,6 +167,7 @@ fn bandwidth(floors: Option<PathBuf>) -> Table {
         key: "bandwidth_mb_per_s",
         title: "Bandwidth, MB/s",
         digits: 0,
+        compares: true,
         columns: vec![(MIB, "1 MiB")],
         lines,
     }
@@ -176,6 +178,7 @@ fn blocking(floors: Option<PathBuf>) -> Table {
         key: "blocking_us",
         title: "Both sides sleep, p50, us",
         digits: 2,
+        compares: true,
         columns: vec![(2, "two CPUs"), (1, "one CPU")],
         lines: vec![
             Line::new(FUTEX, &CPU_COLUMNS, move |cpus| {

@@ -78,8 +78,9 @@ pub(super) struct Table {
     /// Digits behind the point.
     pub(super) digits: usize,
     pub(super) columns: Vec<Column>,
-    /// The first that has a column is what others are compared with there.
     pub(super) lines: Vec<Line>,
+    /// Shows each row beside the first that has the column.
+    pub(super) compares: bool,
 }
 
 impl Table {
@@ -89,16 +90,22 @@ impl Table {
         line.map_or(Vec::new(), |line| line.rounds(column).to_vec())
     }
 
-    fn floor(&self, column: usize) -> &[f64] {
-        let mut lines = self.lines.iter().map(|line| line.rounds(column));
-        lines.find(|rounds| !rounds.is_empty()).unwrap_or_default()
+    /// What a row measured at a column in relation to the first that has it.
+    fn ratio(&self, line: &Line, column: usize) -> Option<f64> {
+        let mut lines = self.lines.iter().filter(|_| self.compares);
+        let floor = lines.find_map(|line| Some(line.rounds(column)).filter(|rounds| !rounds.is_empty()))?;
+        Some(spread(&quotients(line.rounds(column), floor))?.1)
     }
 
     fn print(&self, out: &mut impl Write) -> Result<()> {
         let digits = self.digits;
         write!(out, "\n{:<32}", self.title)?;
         for (_, heading) in &self.columns {
-            write!(out, " {heading:>25} {:>5} ", "ratio")?;
+            write!(
+                out,
+                " {heading:>25} {:>5} ",
+                if self.compares { "ratio" } else { "" }
+            )?;
         }
         writeln!(out)?;
         for line in &self.lines {
@@ -108,14 +115,13 @@ impl Table {
                 continue;
             }
             for (column, _) in &self.columns {
-                let rounds = line.rounds(*column);
-                let Some((min, median, max)) = spread(rounds) else {
+                let Some((min, median, max)) = spread(line.rounds(*column)) else {
                     text += &format!(" {:>25} {:>5} ", "", "");
                     continue;
                 };
                 let range = format!("({min:.digits$} to {max:.digits$})");
-                let ratio = spread(&quotients(rounds, self.floor(*column)))
-                    .map_or(String::new(), |ratio| format!("{:.2}", ratio.1));
+                let ratio = self.ratio(line, *column);
+                let ratio = ratio.map_or(String::new(), |ratio| format!("{ratio:.2}"));
                 text += &format!(" {median:>8.digits$} {range:>16} {ratio:>5} ");
             }
             writeln!(out, "{}", text.trim_end())?;
@@ -129,9 +135,8 @@ impl Table {
                 .columns
                 .iter()
                 .filter_map(|(column, heading)| {
-                    let rounds = line.rounds(*column);
-                    let (min, median, max) = spread(rounds)?;
-                    let ratio = spread(&quotients(rounds, self.floor(*column))).map(|ratio| ratio.1);
+                    let (min, median, max) = spread(line.rounds(*column))?;
+                    let ratio = self.ratio(line, *column);
                     Some(json!({ "at": heading, "min": min, "median": median, "max": max, "ratio": ratio }))
                 })
                 .collect();

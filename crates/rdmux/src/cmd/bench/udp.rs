@@ -26,6 +26,7 @@ fn latency() -> Table {
         key: "latency_us",
         title: "Half round trip, p50, us",
         digits: 2,
+        compares: true,
         columns: vec![(8, "8 B"), (4096, "4 KiB")],
         lines: vec![
             Line::new("raw UDP (unconnected, DF)", &sizes, |size| {
@@ -60,6 +61,7 @@ fn bandwidth() -> Table {
         key: "bandwidth_mb_per_s",
         title: "Bandwidth, MB/s",
         digits: 0,
+        compares: true,
         columns: vec![(64 << 10, "64 KiB"), (1 << 20, "1 MiB")],
         lines: vec![
             Line::new("raw UDP (GSO + GRO)", &sizes, |_| {
