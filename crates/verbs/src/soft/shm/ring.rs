@@ -337,42 +337,42 @@ impl<M: RingMemory> Consumer<M> {
     /// Whether [`Consumer::pop`] is worth calling. One load.
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
-        self.memory.load(Word::Stamp(self.slot()), Ordering::Relaxed) != 0
+        let slot = self.head & (self.slots - 1);
+        self.memory.load(Word::Stamp(slot), Ordering::Relaxed) != 0
     }
 
     /// Takes the next record, if there is one, and puts its bytes in place of what is in `out`. The producer cannot use the
     /// place again before [`Consumer::release`].
     #[inline]
     pub(crate) fn pop(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
+        let mut position = self.head;
         // Two turns at most: a SKIP leads to slot 0, and there it is refused.
         loop {
-            let slot = self.slot();
+            let slot = position & (self.slots - 1);
             let found = self.memory.load(Word::Stamp(slot), Ordering::Acquire);
-            if found == 0 {
-                return Ok(None);
-            }
-            if found != stamp(self.head) {
-                return Err(Corrupt);
+            if found != stamp(position) {
+                // Behind a SKIP there always is a record.
+                let nothing = found == 0 && position == self.head;
+                return if nothing { Ok(None) } else { Err(Corrupt) };
             }
             let bytes = self.memory.load(Word::Bytes(slot), Ordering::Relaxed) as usize;
             let (meta, kind) = Meta::of_form(self.memory.load(Word::Form(slot), Ordering::Relaxed));
             let rest = self.slots - slot;
-            let taken = match kind {
-                SKIP if slot > 0 => rest,
-                DATA if bytes <= bytes_max(self.slots)
-                    && record_slots(bytes) <= rest
-                    && meta.is_train_of(bytes) =>
-                {
-                    out.clear();
-                    self.memory.read(slot, bytes, out);
-                    record_slots(bytes)
-                }
-                _ => return Err(Corrupt),
-            };
-            self.head = self.head.wrapping_add(taken);
-            if kind == DATA {
-                return Ok(Some(meta));
+            if kind == SKIP && slot > 0 {
+                position = position.wrapping_add(rest);
+                continue;
             }
+            let valid = kind == DATA
+                && bytes <= bytes_max(self.slots)
+                && record_slots(bytes) <= rest
+                && meta.is_train_of(bytes);
+            if !valid {
+                return Err(Corrupt);
+            }
+            out.clear();
+            self.memory.read(slot, bytes, out);
+            self.head = position.wrapping_add(record_slots(bytes));
+            return Ok(Some(meta));
         }
     }
 
@@ -406,9 +406,5 @@ impl<M: RingMemory> Consumer<M> {
     /// Spares the producer from waking a side that is awake.
     pub(crate) fn awake(&mut self) {
         self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);
-    }
-
-    fn slot(&self) -> u32 {
-        self.head & (self.slots - 1)
     }
 }

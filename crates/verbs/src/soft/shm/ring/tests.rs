@@ -1,3 +1,4 @@
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::thread;
@@ -296,12 +297,45 @@ fn pop__refuses_what_no_producer_writes() {
 }
 
 #[test]
-fn pop__refuses_a_skip_behind_a_skip() {
+fn pop__refuses_a_skip_without_a_record_behind_it() {
     let (memory, _, mut consumer) = ring_at(8, 3);
-    for (slot, position) in [(3, 3), (0, 8)] {
-        memory.store(Word::Stamp(slot), stamp(position), Relaxed);
-        memory.store(Word::Form(slot), record(0, 0).0.form(SKIP), Relaxed);
+    memory.store(Word::Stamp(3), stamp(3), Relaxed);
+    memory.store(Word::Form(3), record(0, 0).0.form(SKIP), Relaxed);
+    assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
+    assert_eq!(consumer.head, 3);
+}
+
+/// Memory of a producer that has put another `SKIP` wherever its consumer looks next.
+#[derive(Clone)]
+struct Skips(Cell<u32>);
+
+impl RingMemory for Skips {
+    fn slots(&self) -> u32 {
+        8
     }
+
+    fn load(&self, word: Word, _: Ordering) -> u32 {
+        match word {
+            Word::Stamp(slot) => {
+                let position = self.0.get();
+                assert!(position < 80, "pop goes on for ever");
+                self.0.set(position + 8 - slot);
+                stamp(position)
+            }
+            Word::Form(_) => record(0, 0).0.form(SKIP),
+            _ => 0,
+        }
+    }
+
+    fn store(&self, _: Word, _: u32, _: Ordering) {}
+    fn fence(&self, _: Ordering) {}
+    fn write(&self, _: u32, _: &[u8]) {}
+    fn read(&self, _: u32, _: usize, _: &mut Vec<u8>) {}
+}
+
+#[test]
+fn pop__ends_where_one_skip_follows_another() {
+    let (_, mut consumer) = sides(Skips(Cell::new(3)), 3);
     assert_eq!(consumer.pop(&mut Vec::new()), Err(Corrupt));
 }
 
@@ -378,16 +412,24 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
     });
     let mut dice = Dice(2);
     let mut out = Vec::new();
-    for _ in 0..100_000 {
-        if push(&mut producer, 0, dice.below(bytes_max(16) + 1)) == Err(PushError::Full) {
+    for round in 0..100_000 {
+        let pushed = push(&mut producer, 0, dice.below(bytes_max(16) + 1));
+        if pushed == Err(PushError::Full) {
             let _ = producer.wants_room();
         }
-        if let Ok(Some(meta)) = consumer.pop(&mut out) {
+        let popped = consumer.pop(&mut out);
+        if let Ok(Some(meta)) = popped {
             assert!(meta.is_train_of(out.len()));
+            let _ = consumer.release();
         }
-        let _ = consumer.release();
         if consumer.prepare_sleep() {
             consumer.awake();
+        }
+        // Both begin anew, or they would find nothing but Corrupt.
+        if popped == Err(Corrupt) || pushed == Err(PushError::Corrupt(Corrupt)) {
+            memory.store(Word::Head, round, Relaxed);
+            memory.store(Word::Stamp(round % 16), 0, Relaxed);
+            (producer, consumer) = sides(memory.clone(), round);
         }
     }
     stop.store(true, Relaxed);
