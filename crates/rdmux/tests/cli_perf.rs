@@ -15,10 +15,15 @@ struct Server(Child);
 
 impl Server {
     fn perf(test: &str, address: &str, more: &[&str]) -> Server {
+        Server::perf_with(test, address, more, &[])
+    }
+
+    fn perf_with(test: &str, address: &str, more: &[&str], environment: &[(&str, &str)]) -> Server {
         let mut command = rdmux(&["perf", test, "--bind", address]);
         Server(
             command
                 .args(more)
+                .envs(environment.iter().copied())
                 .stdout(Stdio::null())
                 .stderr(Stdio::piped())
                 .spawn()
@@ -270,16 +275,15 @@ fn sim__json_says_what_the_links_did() {
     assert!(value["violation"].is_null());
 }
 
-#[test]
-fn perf__server_ends_when_its_client_is_killed() {
-    let mut server = Server::perf("write-lat", "127.0.1.26", &[]);
+/// A server whose client is killed in the middle; how the server ended.
+fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str; 2]) -> Option<i32> {
+    let mut server = Server::perf_with("write-lat", addresses[0], &[], &[("RDMUX_SHM", shared_memory)]);
     // Wait for one that gets through, then for one that is killed in the middle.
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         // From an address of its own, where nobody is left who could disconnect in its place.
-        let from = ["--bind", "127.0.1.126"];
-        let mut busy = rdmux(&["perf", "write-lat", "127.0.1.26", "-n", "100000000"])
-            .args(from)
+        let mut busy = rdmux(&["perf", "write-lat", addresses[0], "-n", "100000000"])
+            .args(["--bind", addresses[1]])
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
@@ -296,9 +300,17 @@ fn perf__server_ends_when_its_client_is_killed() {
             break;
         }
     }
-    assert_eq!(
-        server.0.wait().unwrap().code(),
-        Some(1),
-        "its last WRITE is never acknowledged"
-    );
+    server.0.wait().unwrap().code()
+}
+
+#[test]
+fn perf__server_ends_when_its_client_is_killed() {
+    let code = end_of_a_server_whose_client_is_killed("off", ["127.0.1.26", "127.0.1.126"]);
+    assert_eq!(code, Some(1), "its last WRITE is never acknowledged");
+}
+
+#[test]
+fn perf__server_that_shares_memory_is_told_that_its_client_was_killed() {
+    let code = end_of_a_server_whose_client_is_killed("on", ["127.0.1.27", "127.0.1.127"]);
+    assert_eq!(code, Some(0), "the connection ends as if the client had ended it");
 }

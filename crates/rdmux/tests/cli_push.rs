@@ -201,7 +201,18 @@ impl Pushing {
         Pushing::start_with(place, file, url, &[])
     }
 
+    /// As a client on another host would: what carries its packets does not tell of its death.
+    fn start_by_udp(place: &Place, file: &str, url: &str, more: &[&str]) -> Pushing {
+        let mut command = place.rdmux(&Pushing::args(file, url, more));
+        command.env("RDMUX_SHM", "off");
+        Pushing::of(command)
+    }
+
     fn start_with(place: &Place, file: &str, url: &str, more: &[&str]) -> Pushing {
+        Pushing::of(place.rdmux(&Pushing::args(file, url, more)))
+    }
+
+    fn args<'a>(file: &'a str, url: &'a str, more: &[&'a str]) -> Vec<&'a str> {
         let mut args = vec![
             "push",
             file,
@@ -215,7 +226,11 @@ impl Pushing {
             "/dev/stdout",
         ];
         args.extend(more);
-        let mut child = place.rdmux(&args).spawn().unwrap();
+        args
+    }
+
+    fn of(mut command: Command) -> Pushing {
+        let mut child = command.spawn().unwrap();
         let acks = BufReader::new(child.stdout.take().unwrap()).lines();
         Pushing {
             process: Process(child),
@@ -667,7 +682,7 @@ fn serve__dead_client_ends_within_the_keep_alive_time() {
     let mut living = serve.client(&place);
     // An address of its own: nobody is there to disconnect in its place.
     let from = ["--from", "127.0.10.117"];
-    let mut pushing = Pushing::start_with(&place, &source, &serve.url("d"), &from);
+    let mut pushing = Pushing::start_by_udp(&place, &source, &serve.url("d"), &from);
     pushing.kill(1 << 20);
     let killed = Instant::now();
     let (ended, line) = serve.logged("ended");

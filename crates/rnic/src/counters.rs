@@ -22,6 +22,12 @@ counters! {
     rcvd_pkts,
     /// RoCEv2 packets built to be sent.
     sent_pkts,
+    /// RoCEv2 packets received through memory of this host; these are in `rcvd_pkts` too.
+    rcvd_pkts_local,
+    /// WRITEs and READs done in memory that a peer on this host granted, without packets.
+    direct_requests,
+    /// Regions granted to peers on this host.
+    grants,
     /// Packets dropped because they are malformed.
     malformed,
     /// Packets dropped because their ICRC is wrong.

@@ -20,6 +20,7 @@ use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::graveyard::Graveyard;
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
+use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::sched::{CLASSES, Policy, Scheduler};
@@ -96,6 +97,8 @@ pub struct Arrival<'a> {
     pub bytes: &'a [u8],
     /// Bytes of each of them; the last may be shorter.
     pub segment_bytes: usize,
+    /// It came through memory of this host: nothing on its way can have changed it, and its ICRC is not looked at.
+    pub local: bool,
 }
 
 impl Arrival<'_> {
@@ -175,6 +178,8 @@ pub struct Rnic {
     rxe_flush_basis: Option<Box<IdBasis>>,
     cm: Cm,
     gsi_psn: Psn,
+    /// QPs whose peers are to lose what they were granted.
+    revoked: Vec<Qpn>,
 }
 
 impl Rnic {
@@ -208,6 +213,7 @@ impl Rnic {
             rxe_flush_basis: None,
             cm,
             gsi_psn,
+            revoked: Vec::new(),
         }
     }
 
@@ -419,6 +425,9 @@ impl Rnic {
     /// Ends a QP; nothing completes any more. Type 2 windows that it bound are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
+            if qp.head.granted {
+                self.revoked.push(qpn);
+            }
             self.flushes.forget(qpn);
             self.groups.forget(qpn);
             self.regions.forget_qp(qpn);
@@ -552,6 +561,55 @@ impl Rnic {
         &mut self.cm
     }
 
+    // Memory of this host.
+
+    /// Whether a QP's peer is on this host: [`Event::WantsGrant`] asks for what it could reach itself. With false all grants are
+    /// forgotten.
+    pub fn set_local(&mut self, qpn: Qpn, local: bool) {
+        if let Some(requester) = self.qps.get_mut(&qpn.value()).and_then(Qp::requester) {
+            requester.set_asks(local);
+        }
+    }
+
+    /// The connected QPs to an address whose peer's number is one that `is_it` names.
+    pub fn qps_to(&self, dst: IpAddr, is_it: impl Fn(Qpn) -> bool) -> Vec<Qpn> {
+        let to = |qp: &&Qp| qp.head.path.is_some_and(|path| path.dst == dst) && is_it(qp.head.dest_qpn);
+        self.qps.values().filter(to).map(|qp| qp.head.qpn).collect()
+    }
+
+    /// The peer's answer to [`Event::WantsGrant`].
+    pub fn set_grant(&mut self, now: Time, qpn: Qpn, rkey: RKey, grant: Option<Grant>) {
+        self.with_qp(now, qpn, |qp, _| {
+            if let Some(requester) = qp.requester() {
+                requester.set_grant(rkey, grant);
+            }
+        });
+    }
+
+    /// What the peer of a QP may be granted of the region of a key. It holds until [`Rnic::poll_revoked`] names the QP, or the
+    /// region is registered anew or deregistered.
+    pub fn grantable(&mut self, qpn: Qpn, rkey: RKey) -> Result<Grantable, NotGranted> {
+        let qp = self.qps.get_mut(&qpn.value()).ok_or(NotGranted::NoQp)?;
+        let allowed = qp.grants().ok_or(NotGranted::NoQp)?;
+        let spec = self.regions.plain(rkey.0, qp.head.init.pd);
+        let spec = spec.ok_or(NotGranted::NoRegion)?;
+        qp.head.granted = true;
+        self.counters.grants += 1;
+        Ok(Grantable {
+            memory: spec.memory.clone(),
+            memory_offset: spec.memory_offset,
+            iova: spec.view().iova,
+            length: spec.length,
+            access: allowed & spec.access,
+            lkey: LKey(rkey.0),
+        })
+    }
+
+    /// A QP that takes no more requests, or other ones: what was granted to its peer is to be taken back before anything else.
+    pub fn poll_revoked(&mut self) -> Option<Qpn> {
+        self.revoked.pop()
+    }
+
     // Input.
 
     /// Handles what arrived on UDP port 4791 from `src`, sent to the device's own address in traffic class 0. The bytes are one
@@ -571,6 +629,7 @@ impl Rnic {
             traffic_class: 0,
             bytes,
             segment_bytes,
+            local: false,
         };
         self.handle_arrival(now, &arrival);
     }
@@ -583,6 +642,7 @@ impl Rnic {
         }
         for segment in arrival.bytes.chunks(arrival.segment_bytes) {
             self.counters.rcvd_pkts += 1;
+            self.counters.rcvd_pkts_local += u64::from(arrival.local);
             if Cnp::is_cnp(segment) {
                 self.handle_cnp(now, &arrival.flow(), segment);
             } else {
@@ -669,7 +729,7 @@ impl Rnic {
             self.counters.wrong_peer += 1;
             return;
         }
-        if !self.icrc_is_right(&flow, bytes, packet.icrc(), narrow) {
+        if !arrival.local && !self.icrc_is_right(&flow, bytes, packet.icrc(), narrow) {
             if narrow || !self.is_flush_of_rxe(&flow, &packet) {
                 self.counters.rx_icrc_encapsulated += 1;
                 return;
@@ -960,7 +1020,12 @@ impl Rnic {
             now,
         };
         qp.head.look_at_rate(&env);
+        let before = qp.head.access;
         let result = f(qp, &mut env);
+        if qp.head.granted && (qp.grants().is_none() || qp.head.access != before) {
+            qp.head.granted = false;
+            self.revoked.push(qpn);
+        }
         list(qp, &mut self.ready, &mut self.ack_ready);
         // An entry that is too early is put right when it fires, so that progress costs nothing.
         if let Some(deadline) = qp.deadline()

@@ -1,5 +1,6 @@
 //! Memory as the engine sees it: every access is done, or a fault. A fault becomes the NAK that the specification gives.
 
+use std::any::Any;
 use std::fmt;
 
 use bitflags::bitflags;
@@ -133,6 +134,32 @@ pub trait Memory: fmt::Debug + Send + Sync {
 
     /// Brings `length` bytes at `offset` to the placement asked for. May block when not immediate.
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault>;
+
+    /// Itself, for a driver that has a shorter way between memories of its own kinds.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
+}
+
+/// A peer's memory that this host lets us reach without the peer: it granted that, and may take it back at any time.
+pub trait PeerMemory: fmt::Debug + Send + Sync {
+    /// Places `length` bytes of own memory at an offset of the peer's. As with [`Memory::write`] the last word comes last.
+    fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault>;
+
+    /// Places bytes at an offset of the peer's memory.
+    fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault>;
+
+    /// Places `length` bytes at an offset of the peer's memory in own memory.
+    fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault>;
+}
+
+/// Why a peer's memory was not reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PeerFault {
+    /// The grant has ended, or the system does not allow it: it is the peer's to do, and asked for by packets.
+    Ended,
+    /// Own memory failed.
+    Own(Fault),
 }
 
 /// Plain bytes in the process's heap: for tests and the simulator.

@@ -85,7 +85,7 @@ impl RegionSpec {
         Ok(self)
     }
 
-    fn view(&self) -> View<'_> {
+    pub(crate) fn view(&self) -> View<'_> {
         View {
             memory: &self.memory,
             memory_offset: self.memory_offset,
@@ -329,6 +329,15 @@ impl Regions {
         let before = std::mem::replace(spec, changed);
         entry.pd = pd.unwrap_or(entry.pd);
         Ok(before.memory)
+    }
+
+    /// The plain region of a remote key: windows, and what work requests fill and empty, stay the owner's to look up.
+    pub(crate) fn plain(&self, rkey: u32, pd: Pd) -> Option<&RegionSpec> {
+        let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
+        match &entry.kind {
+            Kind::Region(spec) => Some(spec),
+            Kind::Fast { .. } | Kind::Window { .. } => None,
+        }
     }
 
     /// After this no access through the key succeeds; those under way were complete when they returned.

@@ -702,6 +702,7 @@ impl Pair {
             traffic_class: wire.path.traffic_class,
             bytes: &wire.bytes,
             segment_bytes: wire.bytes.len(),
+            local: false,
         };
         side.rnic.handle_arrival(self.now, &arrival);
     }

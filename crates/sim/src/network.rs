@@ -183,6 +183,7 @@ impl Network {
                     traffic_class: packet.tos,
                     bytes: &packet.bytes,
                     segment_bytes: packet.bytes.len(),
+                    local: false,
                 };
                 self.hosts[packet.to].rnic.handle_arrival(self.now, &arrival);
                 packet.to

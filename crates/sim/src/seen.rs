@@ -143,6 +143,7 @@ fn event_at(event: &Event) -> usize {
         Event::SqDrained(_) => 6,
         Event::LastWqeReached(_) => 7,
         Event::SrqLimitReached(_) => 8,
+        Event::WantsGrant(..) => 9,
     }
 }
 

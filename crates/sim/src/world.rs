@@ -282,6 +282,7 @@ impl World {
                         traffic_class: path.traffic_class,
                         bytes: &bytes,
                         segment_bytes,
+                        local: false,
                     };
                     self.hosts[to].rnic.handle_arrival(self.now, &arrival);
                     self.settle(to);

@@ -80,9 +80,12 @@ fn fuzz__reaches_every_part_of_the_engine() {
         .collect();
     assert!(missing_events.is_empty(), "{missing_events:?}");
     let counters = Counters::default();
+    // Its hosts are of a network: nothing comes through memory that they share.
+    let within_a_host = ["rcvd_pkts_local", "direct_requests", "grants"];
     let missing_counters: Vec<&str> = counters
         .iter()
         .map(|(name, ..)| name)
+        .filter(|name| !within_a_host.contains(name))
         .filter(|name| !reach.counters.contains(name))
         .collect();
     assert!(missing_counters.is_empty(), "{missing_counters:?}");

@@ -383,7 +383,9 @@ fn ready_to_receive(
         selective: reliable.then_some(selective),
         ..Default::default()
     };
-    Ok(core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?)
+    core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?;
+    core.meet(qpn);
+    Ok(())
 }
 
 /// With what a queue pair goes from RTR to RTS as both ends agreed.

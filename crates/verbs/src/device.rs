@@ -18,7 +18,7 @@ use crate::cm::deadline_after;
 use crate::event::AsyncEvent;
 use crate::region::{MemoryRegion, MemoryWindow};
 use crate::soft::engine::{self, Engine, Waker};
-pub use crate::soft::engine::{OpenError, Options, Waiting};
+pub use crate::soft::engine::{OpenError, Options, SharedMemory, Waiting};
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
 /// Why an object could not be made.
@@ -327,6 +327,15 @@ impl AsFd for CompletionQueue {
     }
 }
 
+/// What carries the packets of a queue pair.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Carrier {
+    /// Rings in memory that this process shares with the peer's, on the same host.
+    SharedMemory,
+    /// UDP; and why it is not shared memory.
+    Udp(String),
+}
+
 /// How a queue pair is made.
 #[derive(Clone, Debug)]
 pub struct QpOptions {
@@ -476,6 +485,9 @@ impl QueuePair {
     pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         self.engine().with(|core, now| {
             core.rnic.modify_qp(now, self.0.qpn, to, attributes)?;
+            if to == QpState::Rtr {
+                core.meet(self.0.qpn);
+            }
             if to == QpState::Reset {
                 core.qp_errors.remove(&self.0.qpn);
             }
@@ -486,6 +498,19 @@ impl QueuePair {
     /// What is known about it.
     pub fn query(&self) -> Option<QpInfo> {
         self.engine().lock().rnic.query_qp(self.0.qpn)
+    }
+
+    /// What carries its packets; `None` before it has a peer.
+    pub fn carrier(&self) -> Option<Carrier> {
+        let core = self.engine().lock();
+        let info = core
+            .rnic
+            .query_qp(self.0.qpn)
+            .filter(|info| info.path.is_some())?;
+        Some(match core.links.why_not(&info) {
+            None => Carrier::SharedMemory,
+            Some(why) => Carrier::Udp(why.to_string()),
+        })
     }
 
     /// Why it went to Error on its own, if it did since it was made or reset.

@@ -31,6 +31,7 @@ mod cm;
 mod datagram;
 mod device;
 mod event;
+mod mapping;
 pub mod memory;
 mod region;
 mod sidr;
@@ -41,8 +42,8 @@ pub mod waiting;
 pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
 pub use datagram::AddressHandle;
 pub use device::{
-    CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain, QpOptions,
-    QueuePair, Waiting,
+    Carrier, CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain,
+    QpOptions, QueuePair, SharedMemory, Waiting,
 };
 pub use event::AsyncEvent;
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};

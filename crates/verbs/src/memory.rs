@@ -1,31 +1,19 @@
-//! Memory kinds: anonymous pages and files.
-//!
-//! There is never a reference to memory that another thread or process writes at the same time: all access is by copy through
-//! raw pointers, or by the kernel.
-//!
-//! Copies of [`AnonymousMemory`] race: RDMA lets a program read what a peer writes, and gives it old, new or mixed bytes. Rust
-//! defines no copy of that kind; by its model such a race, and one of atomics of different sizes on the same bytes, is undefined.
-//! What is relied on is what compilers make of them: a copy becomes `memcpy` or plain moves, which give each byte one of the
-//! values that it had, and an atomic becomes one instruction. To leave them no other choice, nothing here looks at the bytes
-//! themselves: they are only looked at in the copy, and read once.
-#![allow(
-    unsafe_code,
-    reason = "mapped memory that peers write while the program reads it"
-)]
+//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host, and files.
 
+use std::any::Any;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::ptr::{NonNull, copy_nonoverlapping};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 use rustix::fs::{FallocateFlags, fallocate, fdatasync, fstat, fstatfs};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::mapping::{Mapping, sealed_file};
 
 /// What becomes of bytes when power fails. `docs/persistence.md` says which flush reaches what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,46 +27,35 @@ pub enum PersistenceDomain {
 /// Pages of the process's own, zero at first.
 #[derive(Debug)]
 pub struct AnonymousMemory {
-    base: NonNull<u8>,
-    len: usize,
+    mapping: Mapping,
+    /// The file in memory that holds them, when peers may map it.
+    file: Option<OwnedFd>,
 }
 
-// SAFETY: the mapping lives until the value is dropped, and every access to it is a copy through raw pointers or an atomic
-// operation, which may race with others on the bytes but never on the mapping.
-unsafe impl Send for AnonymousMemory {}
-// SAFETY: as above.
-unsafe impl Sync for AnonymousMemory {}
-
 impl AnonymousMemory {
-    /// Maps `len` bytes, rounded up to whole pages.
+    /// Maps `len` bytes, rounded up to whole pages, that this process alone maps.
     pub fn new(len: usize) -> io::Result<AnonymousMemory> {
+        Ok(AnonymousMemory {
+            mapping: Mapping::anonymous(len)?,
+            file: None,
+        })
+    }
+
+    /// Maps `len` bytes, rounded up to whole pages, that peers on this host may map too: once such memory is registered and
+    /// its key told to a peer of the same user, that peer reads and writes it without this process's doing. A peer that maps it
+    /// reaches all of the memory, by page, not the region alone: what no peer may see belongs into a memory of its own.
+    pub fn shareable(len: usize) -> io::Result<AnonymousMemory> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
-        // SAFETY: a new private mapping at an address that the kernel chooses affects no memory that exists.
-        let base = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                // Pages come when they are touched, and are not accounted for before.
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
-        }?;
-        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(AnonymousMemory { base, len })
+        let file = sealed_file("rdmux-memory", len as u64)?;
+        Ok(AnonymousMemory {
+            mapping: Mapping::of_file(&file, 0, len, true)?,
+            file: Some(file),
+        })
     }
 
     /// Address of the first byte, by which work requests name it.
     pub fn address(&self) -> u64 {
-        self.base.as_ptr() as u64
-    }
-
-    fn at(&self, offset: u64, len: usize) -> Result<*mut u8, Fault> {
-        let end = offset.checked_add(len as u64).ok_or(Fault::Unmapped)?;
-        if end > self.len as u64 {
-            return Err(Fault::Unmapped);
-        }
-        // SAFETY: `offset` is at most `len`, so the result stays inside of the mapping or one past its end.
-        Ok(unsafe { self.base.as_ptr().add(offset as usize) })
+        self.mapping.address()
     }
 
     /// Reads one byte that a peer may write: everything that it placed before is seen too.
@@ -86,73 +63,34 @@ impl AnonymousMemory {
     /// # Panics
     /// When `offset` lies outside.
     pub fn load_u8(&self, offset: u64) -> u8 {
-        let at = self.at(offset, 1).expect("offset inside of the memory");
-        // SAFETY: the byte is inside of the mapping (checked by `at`), which lives as long as `self`; an atomic byte has no
-        // alignment.
-        unsafe { AtomicU8::from_ptr(at) }.load(Ordering::Acquire)
+        self.mapping.byte(offset).load(Ordering::Acquire)
     }
-}
 
-impl Drop for AnonymousMemory {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new` with this length, and nobody holds the value any more.
-        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
+    /// The file that peers may map.
+    pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
     }
 }
 
 impl Memory for AnonymousMemory {
     fn len(&self) -> u64 {
-        self.len as u64
+        self.mapping.len() as u64
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
-        let from = self.at(offset, out.len())?;
-        // SAFETY: `at` checked that `out.len()` bytes from there lie inside of the mapping; `out` is a reference of the
-        // caller's and so does not overlap it. A racing write makes the copy old, new or mixed, as on a real RNIC; the module's
-        // documentation says what that relies on.
-        unsafe { copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
-        Ok(())
+        self.mapping.read(offset, out)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        let to = self.at(offset, bytes.len())?;
-        // A program may poll the last word: it is stored after all others, in one piece when it is aligned.
-        let tail = bytes.len() - bytes.len().min(8);
-        let (body, last) = bytes.split_at(tail);
-        // SAFETY: `at` checked that `bytes.len()` bytes from there lie inside of the mapping; `bytes` is a reference of the
-        // caller's and so does not overlap it. Racing accesses are as for `read`.
-        let to_last = unsafe {
-            copy_nonoverlapping(body.as_ptr(), to, body.len());
-            to.add(tail)
-        };
-        if let Ok(word) = <[u8; 8]>::try_from(last)
-            && to_last.addr().is_multiple_of(8)
-        {
-            // SAFETY: eight bytes inside of the mapping, aligned.
-            unsafe { AtomicU64::from_ptr(to_last.cast()) }.store(u64::from_ne_bytes(word), Ordering::Release);
-        } else {
-            for (i, byte) in last.iter().enumerate() {
-                // SAFETY: inside of the mapping: `i` is less than the length of `last`, which `at` checked.
-                unsafe { AtomicU8::from_ptr(to_last.add(i)) }.store(*byte, Ordering::Release);
-            }
-        }
-        Ok(())
+        self.mapping.write(offset, bytes)
     }
 
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
-        let at = self.at(offset, 8)?;
-        if !at.addr().is_multiple_of(8) {
-            return Err(Fault::NotSupported);
-        }
-        // SAFETY: eight bytes inside of the mapping (checked by `at`), aligned, which lives as long as `self`.
-        let word = unsafe { AtomicU64::from_ptr(at.cast()) };
-        Ok(match atomic {
-            Atomic::CompareSwap { compare, swap } => word
-                .compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire)
-                .unwrap_or_else(|found| found),
-            Atomic::FetchAdd(add) => word.fetch_add(add, Ordering::AcqRel),
-            Atomic::Write(bytes) => word.swap(u64::from_ne_bytes(bytes), Ordering::AcqRel),
-        })
+        self.mapping.atomic(offset, atomic)
     }
 
     fn placement(&self) -> Placement {
@@ -167,9 +105,15 @@ impl Memory for AnonymousMemory {
         if placement.contains(Placement::PERSISTENT) {
             return Err(Fault::NotSupported);
         }
-        self.at(offset, usize::try_from(length).map_err(|_| Fault::Unmapped)?)?;
+        if offset.checked_add(length).is_none_or(|end| end > self.len()) {
+            return Err(Fault::Unmapped);
+        }
         std::sync::atomic::fence(Ordering::SeqCst);
         Ok(())
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 }
 

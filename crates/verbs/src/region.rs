@@ -131,6 +131,7 @@ impl MemoryRegion {
                 access,
             };
         })?;
+        core.links.revoke_region(self.lkey);
         drop(core);
         drop(before);
         (self.iova, self.length) = (iova, length);
@@ -148,6 +149,7 @@ impl Drop for MemoryRegion {
         let mut core = self.pd.device().engine().lock();
         core.rnic.unbind_mws(self.lkey);
         let memory = core.rnic.dereg_mr(self.lkey);
+        core.links.revoke_region(self.lkey);
         drop(core);
         // Dropped when the engine is unlocked: memory may unmap, close, or run its owner's code.
         drop(memory);

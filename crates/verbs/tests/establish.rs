@@ -87,6 +87,7 @@ impl Peer {
                 traffic_class: datagram.tos,
                 bytes: datagram.bytes,
                 segment_bytes: datagram.segment_size,
+                local: false,
             };
             self.rnic.handle_arrival(now, &arrival);
         }

@@ -27,6 +27,8 @@ struct End {
 fn end(address: IpAddr, traffic: Traffic) -> End {
     let options = Options {
         traffic,
+        // What is looked at is the network.
+        shared_memory: SharedMemory::Off,
         ..Options::default()
     };
     let device = Device::open_with(address, options).unwrap();

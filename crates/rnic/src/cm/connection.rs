@@ -258,6 +258,23 @@ impl Cm {
         })
     }
 
+    /// The device of an address that had these QPs is known to have gone: its connections end as if it had ended them itself.
+    /// [`CmEvent::Disconnected`] follows for each.
+    pub fn peer_gone(&mut self, now: Time, peer: IpAddr, had: impl Fn(Qpn) -> bool) {
+        let is_its = |c: &Connection| c.peer == peer && had(c.remote_qpn);
+        let ids = self
+            .connections
+            .iter()
+            .filter(|(_, c)| is_its(c))
+            .map(|(id, _)| *id);
+        let mut ids: Vec<u32> = ids.filter(|id| self.peering(CmId(*id)).is_some()).collect();
+        ids.sort_unstable();
+        for id in ids {
+            self.rest(now, id, None);
+            self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
+        }
+    }
+
     /// Ends a connection that another device of this address had, which has gone without doing so: its peer gets a DREQ as
     /// from that device. [`CmEvent::Disconnected`] follows.
     pub fn bury(&mut self, now: Time, peering: &Peering) {

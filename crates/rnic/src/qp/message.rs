@@ -110,7 +110,7 @@ fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, 
 }
 
 /// The memory of an element, and where in it the element begins.
-fn memory_of<'a>(
+pub(super) fn memory_of<'a>(
     env: &'a Env<'_>,
     pd: Pd,
     sge: &Sge,

@@ -3,7 +3,7 @@
 
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rdmux_wire::sack::Sack;
-use rdmux_wire::{Psn, Qpn};
+use rdmux_wire::{Psn, Qpn, RKey};
 
 use crate::backlog::Backlog;
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
@@ -191,6 +191,9 @@ pub enum Event {
     LastWqeReached(Qpn),
     /// Fewer receives than the limit are left in a shared receive queue; the limit is disarmed. 11.6.3.1.
     SrqLimitReached(Srqn),
+    /// A request of a QP whose peer is on this host goes by packets, and would not if the peer granted it this key. Answered by
+    /// [`crate::Rnic::set_grant`], or never.
+    WantsGrant(Qpn, RKey),
 }
 
 /// What both halves of a QP need of the rest of the device.
@@ -285,6 +288,8 @@ pub(crate) struct Head {
     pub(crate) ack_listed: bool,
     /// The device's timers hold an entry for this QP at this time.
     pub(crate) timer: Option<Time>,
+    /// Regions were granted to the peer, for as long as this QP takes its requests.
+    pub(crate) granted: bool,
 }
 
 impl Head {
@@ -370,6 +375,7 @@ impl Qp {
             listed: false,
             ack_listed: false,
             timer: None,
+            granted: false,
         };
         Qp {
             head,
@@ -459,6 +465,7 @@ impl Qp {
                 fresh.head.listed = self.head.listed;
                 fresh.head.ack_listed = self.head.ack_listed;
                 fresh.head.timer = self.head.timer;
+                fresh.head.granted = self.head.granted;
                 *self = fresh;
             }
             _ => self.head.state = to,
@@ -490,6 +497,28 @@ impl Qp {
             && !mutant!(QpErrorUntold)
         {
             env.events.push_back(Event::QpError(self.head.qpn, status, cause));
+        }
+    }
+
+    /// What the peer may be granted of regions that allow it; `None` when the QP takes no requests, or none that order themselves.
+    pub(crate) fn grants(&self) -> Option<Access> {
+        let takes = matches!(self.head.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
+        let Halves::Reliable(_, responder) = &self.halves else {
+            return None;
+        };
+        let mut access = self.head.access & (Access::REMOTE_WRITE | Access::REMOTE_READ);
+        access.set(
+            Access::REMOTE_READ,
+            access.contains(Access::REMOTE_READ) && responder.takes_reads(),
+        );
+        (takes && self.head.init.qp_type == QpType::Rc).then_some(access)
+    }
+
+    /// The half that asks, where delivery is reliable.
+    pub(crate) fn requester(&mut self) -> Option<&mut Requester> {
+        match &mut self.halves {
+            Halves::Reliable(requester, _) => Some(requester),
+            Halves::Uc(..) | Halves::Ud(..) => None,
         }
     }
 

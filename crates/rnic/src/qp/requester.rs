@@ -9,6 +9,7 @@
 //! grows to four times: a lost resend costs one timeout instead of a retry. It grows that far, too, for answers that were
 //! measured to take longer than the timeout.
 
+pub(crate) mod direct;
 mod rtt;
 mod selective;
 
@@ -44,6 +45,7 @@ const XRCETH_LEN: usize = 4;
 /// Packets of a train that fills a datagram at path MTU 4096.
 const TRAIN_PACKETS: u32 = 15;
 
+use direct::Direct;
 use selective::{Selective, later};
 
 #[derive(Debug)]
@@ -141,6 +143,7 @@ pub(crate) struct Requester {
     pub(crate) flush_icrc: FlushIcrc,
     /// When the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
     selective: Option<Box<Selective>>,
+    direct: Direct,
 }
 
 /// The requester cannot go on: one request ends with this status and the QP goes to Error.
@@ -185,6 +188,7 @@ impl Requester {
             draining: false,
             flush_icrc: FlushIcrc::default(),
             selective: None,
+            direct: Direct::default(),
         }
     }
 
@@ -247,6 +251,10 @@ impl Requester {
         }
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
+        }
+        self.ask(env, head, &request);
+        if self.post_directly(env, head, &request, bytes) {
+            return Ok(());
         }
         let packets = packets_of(&request.operation, bytes, head.mtu);
         let wqe = Wqe {
@@ -421,6 +429,9 @@ impl Requester {
         if wqe.is_local() {
             return true;
         }
+        if let Some(at_once) = self.directly(head) {
+            return at_once;
+        }
         if self.room() < least.max(1) || head.rate.held_until.is_some() {
             return false;
         }
@@ -476,6 +487,8 @@ impl Requester {
             let request = self.cursor.wqe;
             if self.queue[request].is_local() {
                 self.do_local(env, head)
+            } else if self.directly(head) == Some(true) {
+                self.do_direct(env, head)
             } else {
                 self.transmit_one(env, head, buf, self.cursor, None)
             }

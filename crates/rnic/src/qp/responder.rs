@@ -204,6 +204,11 @@ impl Responder {
         }
     }
 
+    /// Whether the peer may READ at all: some resources were promised.
+    pub(crate) fn takes_reads(&self) -> bool {
+        self.max_resources > 0
+    }
+
     /// Packets kept and answers owed.
     pub(crate) fn backlog(&self) -> (usize, usize) {
         (self.early.len(), self.answers.len())

@@ -588,6 +588,7 @@ fn multicast__both_address_and_qpn_must_say_so() {
             traffic_class: 0,
             bytes: &packet,
             segment_bytes: packet.len(),
+            local: false,
         };
         pair.sides[1].rnic.handle_arrival(pair.now, &arrival);
     }

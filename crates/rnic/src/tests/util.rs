@@ -501,6 +501,7 @@ impl Pair {
                     traffic_class: path.traffic_class,
                     bytes: &bytes,
                     segment_bytes,
+                    local: false,
                 };
                 side.rnic.handle_arrival(self.now, &arrival);
             }

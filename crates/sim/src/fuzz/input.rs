@@ -74,6 +74,7 @@ impl Reach {
             Event::SqDrained(_) => "SQ drained",
             Event::LastWqeReached(_) => "last WQE reached",
             Event::SrqLimitReached(_) => "SRQ limit reached",
+            Event::WantsGrant(..) => "wants a grant",
         });
     }
 

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
     Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, QpAttributes, QpInfo,
-    QpState, Qpn, Rnic, Time, Traffic, TransmitBuf,
+    QpState, QpType, Qpn, Rnic, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -30,8 +30,10 @@ use rustix::io::Errno;
 
 use crate::event::{AsyncEvent, AsyncEvents};
 
-use super::group::{Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
+use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::mcast::Memberships;
+use super::shm::link::Links;
+use super::shm::ring::Meta;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 
 /// How long after its last call a polling caller is trusted to come back.
@@ -39,6 +41,9 @@ const POLLER_LEASE: Duration = Duration::from_millis(10);
 /// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
 /// looking again after a hit would delay what it waits for by a system call.
 const RECEIVES_PER_TURN: usize = 8;
+/// Calls of a polling caller between two looks at what other engines have to say. Their messages have a thread of their own, but
+/// one that may wait long for a CPU that a caller spins on.
+const POLLS_PER_SERVE: u32 = 1024;
 /// Bytes gathered before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
 /// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
@@ -67,6 +72,24 @@ pub struct Options {
     pub receive_buffer_bytes: Option<usize>,
     /// How queue pairs share what the device sends, and how congestion is met.
     pub traffic: Traffic,
+    /// Whether shared memory is used between this device and others of the same user on this host.
+    pub shared_memory: SharedMemory,
+}
+
+/// Whether shared memory is used between devices of one user on one host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SharedMemory {
+    /// Wherever both ends can, unless the environment variable `RDMUX_SHM` is `off`.
+    #[default]
+    Auto,
+    /// Never: all packets are sent by UDP.
+    Off,
+}
+
+impl SharedMemory {
+    fn is_on(self) -> bool {
+        self == SharedMemory::Auto && std::env::var_os("RDMUX_SHM").is_none_or(|value| value != "off")
+    }
 }
 
 /// Why a device could not be opened.
@@ -229,6 +252,9 @@ pub(crate) struct Core {
     pub(crate) rnic: Rnic,
     rx: RxSocket,
     memberships: Memberships,
+    pub(crate) links: Links,
+    /// Calls of polling callers.
+    polls: u32,
     batch: RxBatch,
     /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
     tx: [Option<TxSocket>; SLOTS],
@@ -342,7 +368,27 @@ impl Engine {
                 }
             }
         };
-        let group = Group::join_and_bury(address, Box::new(deliver), Box::new(bury))?;
+        let serve = {
+            let slot = slot.clone();
+            move || {
+                let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+                match engine {
+                    Some(engine) => engine.serve_links(),
+                    // What has come keeps until the engine stands.
+                    None => thread::sleep(Duration::from_millis(1)),
+                }
+            }
+        };
+        let control = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| io("epoll")(e.into()))?;
+        let aside = control.try_clone().map_err(io("epoll"))?;
+        let group = Group::join_with(
+            address,
+            Calls {
+                deliver: Box::new(deliver),
+                bury: Box::new(bury),
+                aside: Some((aside, Box::new(serve))),
+            },
+        )?;
         let rx = group.socket().map_err(io("UDP socket"))?;
         if let Some(bytes) = options.receive_buffer_bytes {
             rx.set_buffer_bytes(bytes).map_err(io("UDP receive buffer"))?;
@@ -366,6 +412,15 @@ impl Engine {
             traffic: options.traffic,
             mtu: device_mtu(address).bytes(),
         };
+        let listener = group.bind_slot().ok();
+        let links = Links::new(
+            address,
+            group.slot(),
+            listener,
+            control,
+            options.shared_memory.is_on(),
+        );
+        let links = links.map_err(|errno| io("shared memory")(errno.into()))?;
         let start = Instant::now();
         let mut tx = [const { None }; SLOTS];
         tx[0] = Some(gsi);
@@ -373,6 +428,8 @@ impl Engine {
             rnic: Rnic::new(config),
             rx,
             memberships: Memberships::new().map_err(io("epoll"))?,
+            links,
+            polls: 0,
             batch: RxBatch::new(),
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -447,6 +504,10 @@ impl Engine {
         let now = self.now();
         self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
         let received = core.receive(now, 1);
+        core.polls = core.polls.wrapping_add(1);
+        if core.polls.is_multiple_of(POLLS_PER_SERVE) {
+            core.serve_links(now);
+        }
         core.finish(now, received == 0);
         let found = f(&mut core);
         drop(core);
@@ -474,7 +535,7 @@ impl Engine {
     /// Whether the thread sleeps past something that is to be done. Requests that follow each other set later timers, so this
     /// happens once in a timeout, not once a request.
     fn is_due_early(&self, core: &Core) -> bool {
-        let due = if core.blocked.is_some() {
+        let due = if core.blocked.is_some() || core.links.have_waiting() {
             1
         } else {
             core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0)
@@ -509,6 +570,16 @@ impl Engine {
             // The engine's thread was woken for that data, finds none, and sleeps on: nobody else sends what it is owed.
             core.finish(now, true);
         });
+    }
+
+    /// Others on this host have something to say.
+    fn serve_links(&self) {
+        self.with(|core, now| {
+            core.serve_links(now);
+            core.finish(now, true);
+        });
+        // A link that has just come up is not among those that the sleeping thread is rung for.
+        self.kick.wake();
     }
 
     /// Reserves a service id for this process among those that share the address.
@@ -578,6 +649,7 @@ impl Engine {
         }
         let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(group);
+        self.lock().links.close();
     }
 }
 
@@ -595,7 +667,7 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 impl Core {
     /// Takes in what has arrived; returns how many datagrams.
     fn receive(&mut self, now: Time, turns: usize) -> usize {
-        let mut total = self.receive_multicast(now);
+        let mut total = self.receive_multicast(now) + self.links.receive(&mut self.rnic, now);
         for _ in 0..turns {
             // An error is one of another datagram's (an ICMP message); the next receive goes on.
             let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
@@ -649,6 +721,7 @@ impl Core {
     /// Gives out what the engine wants done: packets, flushes, events. `all`: acknowledgements too.
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
         loop {
+            self.revoke();
             self.transmit(now, all);
             let refused = self.start_flushes(now);
             let connections = self.tell(now);
@@ -656,6 +729,25 @@ impl Core {
             if !refused && !connections {
                 return;
             }
+        }
+    }
+
+    /// Takes back what was granted for queue pairs that take no more requests.
+    fn revoke(&mut self) {
+        while let Some(qpn) = self.rnic.poll_revoked() {
+            self.links.revoke_qp(qpn);
+        }
+    }
+
+    /// Hears what other engines of this host have to say.
+    fn serve_links(&mut self, now: Time) {
+        self.links.serve(&mut self.rnic, now);
+    }
+
+    /// A queue pair has been told who its peer is.
+    pub(crate) fn meet(&mut self, qpn: Qpn) {
+        if let Some(info) = self.rnic.query_qp(qpn).filter(|info| info.qp_type != QpType::Ud) {
+            self.links.want(&mut self.rnic, qpn, &info);
         }
     }
 
@@ -720,6 +812,11 @@ impl Core {
             Event::SqDrained(qpn) => self.async_events.push(AsyncEvent::SqDrained(qpn)),
             Event::LastWqeReached(qpn) => self.async_events.push(AsyncEvent::LastWqeReached(qpn)),
             Event::SrqLimitReached(srqn) => self.async_events.push(AsyncEvent::SrqLimitReached(srqn)),
+            Event::WantsGrant(qpn, rkey) => {
+                if let Some(info) = self.rnic.query_qp(qpn) {
+                    self.links.ask(&info, qpn, rkey);
+                }
+            }
         }
     }
 
@@ -820,11 +917,27 @@ impl Core {
     fn send_pending(&mut self, now: Time) {
         let trains = self.buf.trains();
         while self.sent < trains.len() {
+            let train = &trains[self.sent];
+            let port = train.path.src_port;
+            if !self.links.is_empty()
+                && let Some(slot) = slot_of_port(&self.tx, port)
+            {
+                let meta = Meta {
+                    segment_bytes: train.segment_bytes as u16,
+                    traffic_class: train.path.traffic_class,
+                };
+                let bytes = &self.buf.bytes()[train.range.clone()];
+                if self.links.send((train.path.dst, slot), meta, bytes) {
+                    self.sent += 1;
+                    continue;
+                }
+            }
             // A run of trains that leave by one socket is one system call.
-            let port = trains[self.sent].path.src_port;
             let run = trains[self.sent..]
                 .iter()
-                .take_while(|t| t.path.src_port == port)
+                .take_while(|t| {
+                    t.path.src_port == port && (self.links.is_empty() || t.path.dst == train.path.dst)
+                })
                 .count()
                 .min(16);
             let Some(socket) = self.tx.iter().flatten().find(|s| s.local_addr().port() == port) else {
@@ -883,6 +996,13 @@ impl Core {
     }
 }
 
+/// The slot of the processes that packets from a port go to; none of the one that carries connection management.
+fn slot_of_port(tx: &[Option<TxSocket>; SLOTS], port: u16) -> Option<u8> {
+    let is_it = |socket: &Option<TxSocket>| socket.as_ref().is_some_and(|s| s.local_addr().port() == port);
+    let slot = tx.iter().position(is_it)?;
+    (slot > 0).then_some(slot as u8)
+}
+
 /// Whether sending failed because the device's address or its interface has gone.
 fn port_is_down(error: &io::Error) -> bool {
     let down = [
@@ -903,6 +1023,7 @@ fn arrival<'a>(datagram: &Datagram<'a>, dst: IpAddr) -> Arrival<'a> {
         traffic_class: datagram.tos,
         bytes: datagram.bytes,
         segment_bytes: datagram.segment_size,
+        local: false,
     }
 }
 
@@ -961,6 +1082,7 @@ struct Epoll {
 const SOCKET: u64 = 0;
 const KICK: u64 = 1;
 const GROUPS: u64 = 2;
+const BELLS: u64 = 3;
 
 impl Epoll {
     fn new(engine: &Engine) -> io::Result<Epoll> {
@@ -980,6 +1102,12 @@ impl Epoll {
         )?;
         epoll::add(
             &epoll,
+            core.links.bells(),
+            epoll::EventData::new_u64(BELLS),
+            epoll::EventFlags::IN,
+        )?;
+        epoll::add(
+            &epoll,
             engine.kick.fd(),
             epoll::EventData::new_u64(KICK),
             epoll::EventFlags::IN,
@@ -989,7 +1117,11 @@ impl Epoll {
 
     fn wait(&self, engine: &Engine, timeout_ns: Option<u64>, blocked: bool) {
         {
-            let core = engine.lock();
+            let mut core = engine.lock();
+            if !core.links.prepare_sleep() {
+                core.links.awake();
+                return;
+            }
             // Armed for one event: while a caller polls, datagrams must not wake this thread.
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
             for (fd, data) in [(core.rx.as_fd(), SOCKET), (core.memberships.as_fd(), GROUPS)] {
@@ -1018,13 +1150,16 @@ impl Epoll {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
-        }; 3];
-        if let Ok(n) = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()) {
-            for event in &events[..n] {
-                if event.data.u64() == KICK {
-                    engine.kick.reset();
-                }
-            }
+        }; 4];
+        let n = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
+        let happened = |what| events[..n].iter().any(|event| event.data.u64() == what);
+        if happened(KICK) {
+            engine.kick.reset();
+        }
+        let mut core = engine.lock();
+        core.links.awake();
+        if happened(BELLS) {
+            core.links.answer_bells();
         }
     }
 }

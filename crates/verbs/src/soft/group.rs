@@ -46,6 +46,7 @@ use rustix::io::Errno;
 use self::ledger::Ledger;
 pub(crate) use self::ledger::{OwnRecords, Record};
 use self::message::Message;
+pub(in crate::soft) use self::message::{receive_with_descriptors, send_bytes};
 use self::names::Names;
 use self::worker::{Role, Worker};
 use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
@@ -163,6 +164,14 @@ pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
 /// address ends them in its place.
 pub(crate) type Bury = Box<dyn Fn(Vec<Peering>) + Send>;
 
+/// What the group's thread does for an engine.
+pub(crate) struct Calls {
+    pub(crate) deliver: Deliver,
+    pub(crate) bury: Bury,
+    /// Something else to wait for, and what to do when it is readable: under the same restrictions.
+    pub(crate) aside: Option<(OwnedFd, Box<dyn Fn() + Send>)>,
+}
+
 /// What became of the datagrams that the holder read; all zero in the other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupCounters {
@@ -257,14 +266,19 @@ impl Group {
     /// A [`GroupError`] that says who has the port. Where it belongs to a foreign program the call takes 2 s, during
     /// which the survivors of a holder would have come forward.
     pub fn join(addr: IpAddr, deliver: Deliver) -> Result<Group, GroupError> {
-        Self::join_and_bury(addr, deliver, Box::new(|_| {}))
+        let calls = Calls {
+            deliver,
+            bury: Box::new(|_| {}),
+            aside: None,
+        };
+        Self::join_with(addr, calls)
     }
 
-    /// Takes a place as [`Group::join`] does, and ends the connections of processes that die.
+    /// Takes a place as [`Group::join`] does, with a thread that does more.
     ///
     /// # Errors
     /// Those of [`Group::join`].
-    pub(crate) fn join_and_bury(addr: IpAddr, deliver: Deliver, bury: Bury) -> Result<Group, GroupError> {
+    pub(crate) fn join_with(addr: IpAddr, calls: Calls) -> Result<Group, GroupError> {
         let io = |what| {
             move |e: Errno| GroupError::Io {
                 addr,
@@ -289,7 +303,7 @@ impl Group {
                             source,
                         })?;
                         let shares = (sockets, Arc::new(ledger));
-                        return Self::start(names, shares, start, Role::holder(listener), (deliver, bury));
+                        return Self::start(names, shares, start, Role::holder(listener), calls);
                     }
                     Err(e) if e.kind() == io::ErrorKind::AddrInUse => GroupError::PortInUse { addr },
                     Err(source) => {
@@ -306,7 +320,7 @@ impl Group {
                         shares,
                         next_slot,
                     } => {
-                        return Self::start(names, shares, next_slot, Role::Member(link), (deliver, bury));
+                        return Self::start(names, shares, next_slot, Role::Member(link), calls);
                     }
                     Entry::Retry(failure) => failure,
                 },
@@ -325,7 +339,7 @@ impl Group {
         (sockets, ledger): Shares,
         first_slot: u8,
         role: Role,
-        calls: (Deliver, Bury),
+        calls: Calls,
     ) -> Result<Group, GroupError> {
         let addr = names.addr();
         let io = |what| move |source| GroupError::Io { addr, what, source };
@@ -371,6 +385,11 @@ impl Group {
     #[must_use]
     pub fn slot(&self) -> u8 {
         self.slot
+    }
+
+    /// A socket under the name of this process's slot, to listen on; see [`connect_slot`].
+    pub(crate) fn bind_slot(&self) -> Result<OwnedFd, Errno> {
+        self.shared.names.bind_slot(self.slot)
     }
 
     /// Where the connections of this process are recorded.
@@ -461,6 +480,11 @@ impl fmt::Debug for Group {
     }
 }
 
+/// A connection to the process of a slot of a local address, wherever in this network namespace it is.
+pub(crate) fn connect_slot(addr: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
+    Names::new(addr).connect_slot(slot)
+}
+
 /// Whom a datagram to QPN 1 is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
@@ -542,7 +566,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
         return Err(no_answer);
     }
     let mut buffer = [0; message::LEN_MAX];
-    let Ok((len, mut descriptors)) = message::receive_with_descriptors(&link, &mut buffer) else {
+    let Ok((len, mut descriptors)) = receive_with_descriptors(&link, &mut buffer) else {
         return Ok(Entry::Retry(no_answer));
     };
     match Message::decode(&buffer[..len]) {

@@ -1,4 +1,4 @@
-//! The `soft` provider: the RNIC in user space, over UDP.
+//! The `soft` provider: the RNIC in user space, over UDP, and over shared memory within a host.
 
 pub(crate) mod engine;
 pub mod group;

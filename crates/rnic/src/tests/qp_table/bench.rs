@@ -488,6 +488,7 @@ impl Bench {
             traffic_class: path.traffic_class,
             bytes: &bytes,
             segment_bytes: bytes.len(),
+            local: false,
         };
         self.pair.sides[1].rnic.handle_arrival(self.pair.now, &arrival);
     }
@@ -1076,5 +1077,6 @@ fn event_name(event: &Event) -> Option<String> {
         Event::LastWqeReached(_) => "LastWqe".into(),
         Event::SrqLimitReached(_) => "SrqLimit".into(),
         Event::Completion(_) => panic!("no queue is armed"),
+        Event::WantsGrant(..) => panic!("no peer is on this host"),
     })
 }

@@ -144,15 +144,23 @@ pub(super) fn send_with_descriptors(
     message: &Message<'_>,
     descriptors: &[BorrowedFd<'_>],
 ) -> Result<(), Errno> {
+    send_bytes(fd, &message.encode(), descriptors)
+}
+
+/// Sends one packet with at most [`DESCRIPTORS`] descriptors, without waiting.
+pub(in crate::soft) fn send_bytes(
+    fd: impl AsFd,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), Errno> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
         return Err(Errno::INVAL);
     }
-    let bytes = message.encode();
     sendmsg(
         fd,
-        &[IoSlice::new(&bytes)],
+        &[IoSlice::new(bytes)],
         &mut control,
         SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
     )?;
@@ -171,7 +179,7 @@ pub(super) fn receive(fd: impl AsFd, buffer: &mut [u8]) -> Result<usize, Errno> 
 }
 
 /// Receives one message and at most [`DESCRIPTORS`] descriptors, without waiting.
-pub(super) fn receive_with_descriptors(
+pub(in crate::soft) fn receive_with_descriptors(
     fd: impl AsFd,
     buffer: &mut [u8],
 ) -> Result<(usize, Vec<OwnedFd>), Errno> {

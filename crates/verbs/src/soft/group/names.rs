@@ -65,6 +65,21 @@ impl Names {
         self.claim(&slot_suffix(slot))
     }
 
+    /// A socket to listen on for who wants to meet the process of a slot, which is ours. Names of one kind of socket do not collide
+    /// with those of another.
+    pub(super) fn bind_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
+        let fd = unix_socket(SocketType::SEQPACKET)?;
+        bind(&fd, &self.name(&slot_suffix(slot))?)?;
+        Ok(fd)
+    }
+
+    /// A connection to the process of a slot.
+    pub(super) fn connect_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
+        let fd = unix_socket(SocketType::SEQPACKET)?;
+        connect(&fd, &self.name(&slot_suffix(slot))?)?;
+        Ok(fd)
+    }
+
     /// Reserves `service`. `ADDRINUSE` when a process offers it.
     pub(super) fn claim_service(&self, service: ServiceId) -> Result<OwnedFd, Errno> {
         self.claim(&service_suffix(service))

@@ -13,7 +13,7 @@ use rustix::net::{SocketFlags, accept_with};
 
 use super::ledger::Ledger;
 use super::message::{self, Message};
-use super::{Bury, CM_SLOT, Deliver, MadDatagram, Route, SLOTS, Shared, Shares, Sockets, route};
+use super::{CM_SLOT, Calls, MadDatagram, Route, SLOTS, Shared, Shares, Sockets, route};
 use crate::soft::udp::{self, RxBatch, RxSocket};
 
 /// Connections that wait to be accepted.
@@ -95,8 +95,7 @@ pub(super) struct Worker {
     slot: u8,
     role: Role,
     next_slot: u8,
-    deliver: Deliver,
-    bury: Bury,
+    calls: Calls,
     batch: RxBatch,
     buffer: Vec<u8>,
 }
@@ -107,7 +106,7 @@ impl Worker {
         (sockets, ledger): Shares,
         slot: u8,
         role: Role,
-        (deliver, bury): (Deliver, Bury),
+        calls: Calls,
     ) -> io::Result<Self> {
         let cm_socket = sockets[usize::from(CM_SLOT)].try_clone()?;
         if let Role::Member(link) = &role {
@@ -125,8 +124,7 @@ impl Worker {
             slot,
             role,
             next_slot,
-            deliver,
-            bury,
+            calls,
             batch,
             buffer,
         })
@@ -151,6 +149,8 @@ impl Worker {
     fn wait(&mut self) {
         let input = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let mut fds = vec![input(self.shared.wake.as_fd())];
+        let aside = self.calls.aside.as_ref();
+        fds.extend(aside.map(|(fd, _)| input(fd.as_fd())));
         let mut timeout = None;
         match &self.role {
             Role::Holder(holder) => {
@@ -176,6 +176,9 @@ impl Worker {
             Ok(_) | Err(Errno::INTR) => {}
             // Out of memory: nothing else is possible for these descriptors. Trying again at once would spin.
             Err(_) => std::thread::sleep(SEEK_PAUSE_MAX),
+        }
+        if let Some((_, call)) = aside.filter(|_| !fds[1].revents().is_empty()) {
+            call();
         }
     }
 
@@ -227,7 +230,7 @@ impl Worker {
                 match target {
                     Target::Own => {
                         counters.delivered.fetch_add(1, Relaxed);
-                        (self.deliver)(MadDatagram {
+                        (self.calls.deliver)(MadDatagram {
                             src: datagram.src,
                             bytes: bytes.to_vec(),
                         });
@@ -267,7 +270,7 @@ impl Worker {
                 let is_buried = holder.buried.iter().any(|(buried, _)| *buried == slot);
                 if !is_buried && ledger.is_dirty(slot) && !names.is_slot_claimed(slot) {
                     holder.buried.push((slot, now + REST_TIME));
-                    (self.bury)(ledger.read(slot));
+                    (self.calls.bury)(ledger.read(slot));
                 }
             }
             holder.inspect_until = Some(until).filter(|until| now < *until);
@@ -386,7 +389,7 @@ impl Worker {
                 Ok(len) => Message::decode(&self.buffer[..len]),
             };
             match received {
-                Some(Message::Mad { src, bytes }) => (self.deliver)(MadDatagram {
+                Some(Message::Mad { src, bytes }) => (self.calls.deliver)(MadDatagram {
                     src,
                     bytes: bytes.to_vec(),
                 }),

@@ -1,7 +1,7 @@
-//! The shared-memory path between two engines of one host.
+//! The path between engines of one host: rings in shared memory for packets, and grants of memory that need none.
 
-#[cfg_attr(
-    not(test),
-    expect(dead_code, reason = "the link that uses the ring comes with the segment")
-)]
+mod grant;
+pub(crate) mod link;
+mod message;
 pub(crate) mod ring;
+mod segment;

@@ -1,0 +1,367 @@
+//! Mapped memory: pages of the process's own, or of a file in memory that another process maps too.
+//!
+//! There is never a reference to bytes that another thread or process writes at the same time: all access is by copy through raw
+//! pointers, or by atomics.
+//!
+//! Copies race: RDMA lets a program read what a peer writes, and gives it old, new or mixed bytes. Rust defines no copy of that
+//! kind; by its model such a race, and one of atomics of different sizes on the same bytes, is undefined. What is relied on is
+//! what compilers make of them: a copy becomes `memcpy` or plain moves, which give each byte one of the values that it had, and
+//! an atomic becomes one instruction. To leave them no other choice, nothing here looks at the bytes themselves: they are only
+//! looked at in the copy, and read once.
+#![allow(
+    unsafe_code,
+    reason = "mapped memory that others write while this process reads it"
+)]
+
+use std::io;
+use std::os::fd::AsFd;
+use std::ptr::{NonNull, copy_nonoverlapping};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+use rdmux_rnic::{Atomic, Fault};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+
+/// A mapping, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+    writable: bool,
+}
+
+// SAFETY: the mapping lives until the value is dropped, and every access to it is a copy through raw pointers or an atomic
+// operation, which may race with others on the bytes but never on the mapping.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes, rounded up to whole pages, of the process's own; zero at first.
+    pub(crate) fn anonymous(len: usize) -> io::Result<Mapping> {
+        let len = len.max(1).next_multiple_of(rustix::param::page_size());
+        // Pages come when they are touched, and are not accounted for before.
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address that the kernel chooses affects no memory that exists.
+        let base = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                flags,
+            )
+        }?;
+        Mapping::from_base(base.cast(), len, true)
+    }
+
+    /// Maps `len` bytes of a file at `offset`, a multiple of the page size. The file must never be shortened below their end:
+    /// what is touched then would be a signal.
+    pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
+        let write = if writable {
+            ProtFlags::WRITE
+        } else {
+            ProtFlags::empty()
+        };
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: as for `anonymous`.
+        let base = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | write,
+                flags,
+                file,
+                offset,
+            )
+        }?;
+        Mapping::from_base(base.cast(), len, writable)
+    }
+
+    fn from_base(base: *mut u8, len: usize, writable: bool) -> io::Result<Mapping> {
+        let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Mapping { base, len, writable })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Where it begins in this process.
+    pub(crate) fn address(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+
+    #[inline]
+    fn at(&self, offset: u64, len: u64) -> Result<*mut u8, Fault> {
+        let end = offset.checked_add(len).ok_or(Fault::Unmapped)?;
+        if end > self.len as u64 {
+            return Err(Fault::Unmapped);
+        }
+        // SAFETY: `offset` is at most `len`, so the result stays inside of the mapping or one past its end.
+        Ok(unsafe { self.base.as_ptr().add(offset as usize) })
+    }
+
+    #[inline]
+    fn at_writable(&self, offset: u64, len: u64) -> Result<*mut u8, Fault> {
+        if !self.writable {
+            return Err(Fault::NotSupported);
+        }
+        self.at(offset, len)
+    }
+
+    /// Copies `out.len()` bytes at `offset` out.
+    #[inline]
+    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        let from = self.at(offset, out.len() as u64)?;
+        // SAFETY: `at` checked that `out.len()` bytes from there lie inside of the mapping; `out` is a reference of the
+        // caller's and so does not overlap it. A racing write makes the copy old, new or mixed, as on a real RNIC; the module's
+        // documentation says what that relies on.
+        unsafe { copy_nonoverlapping(from, out.as_mut_ptr(), out.len()) };
+        Ok(())
+    }
+
+    /// Appends `len` bytes at `offset` to a vector.
+    #[inline]
+    pub(crate) fn append_to(&self, offset: u64, len: usize, out: &mut Vec<u8>) -> Result<(), Fault> {
+        let from = self.at(offset, len as u64)?;
+        out.reserve(len);
+        // SAFETY: `at` checked the source; `reserve` made room behind the vector's bytes, which are initialised by the copy before
+        // they are counted. Racing writes are as for `read`.
+        unsafe {
+            copy_nonoverlapping(from, out.as_mut_ptr().add(out.len()), len);
+            out.set_len(out.len() + len);
+        }
+        Ok(())
+    }
+
+    /// Copies bytes in, in any order: something else tells the reader that they are there.
+    #[inline]
+    pub(crate) fn copy_in(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let to = self.at_writable(offset, bytes.len() as u64)?;
+        // SAFETY: as for `write`.
+        unsafe { copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    /// Places bytes in ascending order, the last word with release semantics: a program may poll it.
+    #[inline]
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let to = self.at_writable(offset, bytes.len() as u64)?;
+        // SAFETY: `at_writable` checked that `bytes.len()` bytes from there lie inside of the mapping; `bytes` is a reference
+        // of the caller's and so does not overlap it. Racing accesses are as for `read`.
+        unsafe { place(bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    /// Places `len` bytes of another mapping as [`Mapping::write`] does, in one pass.
+    pub(crate) fn write_from(
+        &self,
+        offset: u64,
+        from: &Mapping,
+        from_offset: u64,
+        len: u64,
+    ) -> Result<(), CopyError> {
+        let source = from.at(from_offset, len).map_err(CopyError::From)?;
+        let to = self.at_writable(offset, len).map_err(CopyError::To)?;
+        // SAFETY: both ranges were checked against their mappings. They may name the same pages by two mappings, and then race
+        // as any two accesses do; as addresses they overlap only when both are of one mapping.
+        unsafe {
+            if std::ptr::eq(self, from) {
+                std::ptr::copy(source, to, len as usize);
+            } else {
+                place(source, to, len as usize);
+            }
+        }
+        Ok(())
+    }
+
+    /// An atomic operation on 8 aligned bytes.
+    pub(crate) fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        let at = self.at_writable(offset, 8)?;
+        if !at.addr().is_multiple_of(8) {
+            return Err(Fault::NotSupported);
+        }
+        // SAFETY: eight bytes inside of the mapping (checked by `at`), aligned, which lives as long as `self`.
+        let word = unsafe { AtomicU64::from_ptr(at.cast()) };
+        Ok(match atomic {
+            Atomic::CompareSwap { compare, swap } => word
+                .compare_exchange(compare, swap, Ordering::AcqRel, Ordering::Acquire)
+                .unwrap_or_else(|found| found),
+            Atomic::FetchAdd(add) => word.fetch_add(add, Ordering::AcqRel),
+            Atomic::Write(bytes) => word.swap(u64::from_ne_bytes(bytes), Ordering::AcqRel),
+        })
+    }
+
+    /// A byte.
+    ///
+    /// # Panics
+    /// When it lies outside.
+    pub(crate) fn byte(&self, offset: u64) -> &AtomicU8 {
+        let at = self.at(offset, 1).expect("offset inside of the memory");
+        // SAFETY: the byte is inside of the mapping (checked by `at`), which lives as long as `self`; an atomic byte has no
+        // alignment. In a mapping that is not writable nobody stores: callers that do made it so.
+        unsafe { AtomicU8::from_ptr(at) }
+    }
+
+    /// A word of a writable mapping.
+    ///
+    /// # Panics
+    /// When it lies outside, is not aligned, or the mapping is not writable.
+    #[inline]
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU32 {
+        let at = self.at_writable(offset as u64, 4).expect("a word of the mapping");
+        assert!(offset.is_multiple_of(4));
+        // SAFETY: four bytes inside of the mapping (checked by `at_writable`), which lives as long as `self`; the mapping begins
+        // at a page, so they are aligned.
+        unsafe { AtomicU32::from_ptr(at.cast()) }
+    }
+
+    /// Copies from or to memory of another process, as its owner granted: `len` bytes at `offset` here, at `address` there.
+    pub(crate) fn copy_process(
+        &self,
+        offset: u64,
+        pid: i32,
+        address: u64,
+        len: u64,
+        way: Way,
+    ) -> Result<(), CopyError> {
+        let here = match way {
+            Way::ToProcess => self.at(offset, len),
+            Way::FromProcess => self.at_writable(offset, len),
+        };
+        let here = here.map_err(CopyError::From)?;
+        // SAFETY: `len` bytes from there lie inside of the mapping.
+        unsafe { copy_process(here, pid, address, len as usize, way) }.map_err(CopyError::To)
+    }
+
+    /// Places bytes in memory of another process.
+    pub(crate) fn write_process(pid: i32, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+        // SAFETY: the bytes are a reference's, and only read.
+        unsafe {
+            copy_process(
+                bytes.as_ptr().cast_mut(),
+                pid,
+                address,
+                bytes.len(),
+                Way::ToProcess,
+            )
+        }
+    }
+
+    /// Copies bytes out of memory of another process.
+    pub(crate) fn read_process(pid: i32, address: u64, out: &mut [u8]) -> Result<(), Fault> {
+        // SAFETY: the bytes are an exclusive reference's.
+        unsafe { copy_process(out.as_mut_ptr(), pid, address, out.len(), Way::FromProcess) }
+    }
+}
+
+/// Copies between this process and another one, the last word in a copy of its own after all others: a program may poll it. The
+/// kernel checks rights and addresses there; what fails is a fault and never a signal.
+///
+/// # Safety
+/// `len` bytes at `here` live meanwhile, and may be written when the bytes come from the process.
+unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: Way) -> Result<(), Fault> {
+    let mut done = 0;
+    while done < len {
+        let left = len - done;
+        let piece = if left > 8 { left - 8 } else { left };
+        let local = libc::iovec {
+            // SAFETY: `done` is less than `len`.
+            iov_base: unsafe { here.add(done) }.cast(),
+            iov_len: piece,
+        };
+        let remote = libc::iovec {
+            iov_base: std::ptr::without_provenance_mut(address.wrapping_add(done as u64) as usize),
+            iov_len: piece,
+        };
+        let call = match way {
+            Way::ToProcess => libc::process_vm_writev,
+            Way::FromProcess => libc::process_vm_readv,
+        };
+        // SAFETY: the local bytes are as the caller says; the remote ones are the kernel's to check.
+        let n = unsafe { call(pid, &raw const local, 1, &raw const remote, 1, 0) };
+        if n <= 0 {
+            return Err(match io::Error::last_os_error().raw_os_error() {
+                Some(errno) if errno != libc::EFAULT => Fault::Io(errno),
+                _ => Fault::Unmapped,
+            });
+        }
+        done += n as usize;
+    }
+    Ok(())
+}
+
+/// The direction of a copy between processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    ToProcess,
+    FromProcess,
+}
+
+/// Which side of a copy failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopyError {
+    /// The own one: where it comes from, or of another process's memory the side in this process.
+    From(Fault),
+    /// The other one.
+    To(Fault),
+}
+
+impl CopyError {
+    /// The same, seen from the other side.
+    pub(crate) fn swapped(self) -> CopyError {
+        match self {
+            CopyError::From(fault) => CopyError::To(fault),
+            CopyError::To(fault) => CopyError::From(fault),
+        }
+    }
+}
+
+/// Copies `len` bytes, the last word last and with release semantics, in one piece where it is aligned.
+///
+/// # Safety
+/// Both ranges are inside of mappings or references that live meanwhile, and do not overlap.
+#[inline]
+unsafe fn place(from: *const u8, to: *mut u8, len: usize) {
+    let tail = len - len.min(8);
+    // SAFETY: both ranges are as the caller says, and `tail` is at most `len`.
+    let (last, to_last) = unsafe {
+        copy_nonoverlapping(from, to, tail);
+        (from.add(tail), to.add(tail))
+    };
+    let mut word = [0u8; 8];
+    // SAFETY: `len - tail` is at most 8.
+    unsafe { copy_nonoverlapping(last, word.as_mut_ptr(), len - tail) };
+    if len - tail == 8 && to_last.addr().is_multiple_of(8) {
+        // SAFETY: eight bytes of the range, aligned.
+        unsafe { AtomicU64::from_ptr(to_last.cast()) }.store(u64::from_ne_bytes(word), Ordering::Release);
+    } else {
+        for (i, byte) in word[..len - tail].iter().enumerate() {
+            // SAFETY: inside of the range: `i` is less than `len - tail`.
+            unsafe { AtomicU8::from_ptr(to_last.add(i)) }.store(*byte, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made with this length, and nobody holds the value any more.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A file in memory that no process can shorten, lengthen, or seal further. Readers and writers may map it.
+pub(crate) fn sealed_file(name: &str, len: u64) -> Result<std::os::fd::OwnedFd, Errno> {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&file, len)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(file)
+}
+
+/// Whether a file that another process gave us can be mapped without fear: at least `len` bytes, never to be shortened.
+pub(crate) fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
+    use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+    let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+    sealed && fstat(&file).is_ok_and(|stat| stat.st_size as u64 >= len)
+}

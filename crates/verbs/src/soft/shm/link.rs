@@ -1,0 +1,862 @@
+//! Links between the engines of one host: how they meet, what they hand each other, how they part.
+//!
+//! Every process of an address listens under the name of its slot, so the peer of a queue pair is found by the peer's address
+//! and the top byte of its QPN: within one network namespace, just as its UDP socket would be. The link that is made then
+//! carries the same packets as UDP does, so nothing has to be agreed between the queue pairs: a sender may change from one to
+//! the other at any packet, and when a link breaks nothing is lost but speed. Its connection ends with the peer, however that
+//! dies.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::{Access, Arrival, Grant, LKey, QpInfo, Qpn, RKey, Rnic, Time};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, accept_with};
+
+use super::grant::{Granted, Reach};
+use super::message::{self, Message, Refusal};
+use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
+use super::segment::{Area, GRANTS, Segment, Side};
+use crate::mapping::{Mapping, is_safe_to_map};
+use crate::memory::AnonymousMemory;
+use crate::soft::group::{self, SLOTS};
+use crate::soft::udp;
+
+/// Links of an engine, those included that are being made.
+const LINKS_MAX: usize = 64;
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 64;
+/// Messages read from one peer in a turn.
+const MESSAGES_PER_TURN: usize = 64;
+/// Records taken from one link in a turn.
+const RECORDS_PER_TURN: usize = 16;
+/// Bytes that wait for room in a ring at most; what is more is as good as lost on a network.
+const WAITING_BYTES_MAX: usize = 16 << 20;
+/// How long a peer that cannot be linked to is not asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// How long a peer may stay inside of memory that is taken back from it, before its link is given up: it copies a mebibyte at a
+/// time, but may be stopped meanwhile.
+const LEAVE_TIME: Duration = Duration::from_secs(1);
+
+/// The slot of a QPN's process.
+pub(crate) fn slot_of(qpn: Qpn) -> u8 {
+    (qpn.value() >> 16) as u8 % SLOTS as u8
+}
+
+/// Why packets to a peer go by UDP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// Nobody in this network namespace answers for the peer.
+    NotHere,
+    /// It belongs to this user.
+    OtherUser(u32),
+    Refused(Refusal),
+    /// A system call failed.
+    System(Errno),
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Why::NotHere => f.write_str("the peer is not in this network namespace"),
+            Why::OtherUser(uid) => write!(f, "the peer belongs to user {uid}"),
+            Why::Refused(Refusal::Version) => f.write_str("the peer runs another version of rdmux"),
+            Why::Refused(Refusal::Off) => f.write_str("switched off"),
+            Why::Refused(Refusal::Full) => f.write_str("too many links"),
+            Why::Refused(Refusal::NotGranted | Refusal::NotShareable) => f.write_str("refused"),
+            Why::System(errno) => write!(f, "{}", io::Error::from(*errno)),
+        }
+    }
+}
+
+#[derive(Debug)]
+enum State {
+    /// Accepted, and has said nothing yet.
+    Unknown,
+    /// Asked, and has not answered yet; with its rings.
+    Asked(Box<Rings>),
+    Up(Box<Rings>),
+    /// To be taken down.
+    Over,
+}
+
+#[derive(Debug)]
+struct Rings {
+    segment: Arc<Segment>,
+    side: Side,
+    tx: Producer<Area>,
+    rx: Consumer<Area>,
+    /// Our end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: who else holds it can make its writers block.)
+    bell: OwnedFd,
+    /// Trains that wait for room, and their bytes.
+    waiting: VecDeque<(Meta, Box<[u8]>)>,
+    waiting_bytes: usize,
+    /// What was granted to the peer, by the grants' indices.
+    given: Vec<Option<Given>>,
+    generation: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Given {
+    qpn: Qpn,
+    lkey: LKey,
+}
+
+#[derive(Debug)]
+struct Link {
+    id: u64,
+    socket: OwnedFd,
+    pid: i32,
+    /// Known from the start when we asked, else with the greeting.
+    peer: Option<(IpAddr, u8)>,
+    open: Arc<AtomicBool>,
+    /// The link is to end, but not because the peer has gone.
+    alive: bool,
+    state: State,
+}
+
+/// All links of an engine.
+#[derive(Debug)]
+pub(crate) struct Links {
+    address: IpAddr,
+    slot: u8,
+    on: bool,
+    /// `None` when the engine has closed, or somebody else sits on the name.
+    listener: Option<OwnedFd>,
+    /// Readable when somebody has something to say: [`Links::serve`].
+    control: OwnedFd,
+    /// Readable when a peer has rung: [`Links::answer_bells`].
+    bells: OwnedFd,
+    list: Vec<Link>,
+    next_id: u64,
+    /// Peers that there is no link to, why, and since when.
+    refused: HashMap<(IpAddr, u8), (Why, Instant)>,
+    /// Queue pairs by their peers, to be told when there is a link.
+    waiting: Vec<((IpAddr, u8), Qpn)>,
+    buffer: Vec<u8>,
+}
+
+/// In the epoll set of control: the listener; links have numbers from 1.
+const LISTENER: u64 = 0;
+
+impl Links {
+    /// `listener` is bound to the name of the slot, without which only we can ask for links; `control` is an epoll set.
+    pub(crate) fn new(
+        address: IpAddr,
+        slot: u8,
+        listener: Option<OwnedFd>,
+        control: OwnedFd,
+        on: bool,
+    ) -> Result<Links, Errno> {
+        let bells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        if let Some(listener) = &listener {
+            rustix::net::listen(listener, BACKLOG)?;
+            watch(&control, listener.as_fd(), LISTENER)?;
+        }
+        Ok(Links {
+            address,
+            slot,
+            on,
+            listener,
+            control,
+            bells,
+            list: Vec::new(),
+            next_id: LISTENER + 1,
+            refused: HashMap::new(),
+            waiting: Vec::new(),
+            buffer: Vec::with_capacity(1 << 16),
+        })
+    }
+
+    /// Ends all links, and gives the slot's name back.
+    pub(crate) fn close(&mut self) {
+        self.on = false;
+        self.listener = None;
+        self.list.clear();
+    }
+
+    pub(crate) fn bells(&self) -> BorrowedFd<'_> {
+        self.bells.as_fd()
+    }
+
+    /// A peer rang, or may have.
+    pub(crate) fn answer_bells(&mut self) {
+        for (_, rings) in self.up() {
+            let mut drain = [0; 64];
+            while rustix::net::recv(&rings.bell, &mut drain, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0) {}
+        }
+    }
+
+    fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Rings)> {
+        self.list
+            .iter_mut()
+            .filter_map(|link| match (&mut link.state, link.peer) {
+                (State::Up(rings), Some(peer)) => Some((peer, &mut **rings)),
+                _ => None,
+            })
+    }
+
+    // Packets.
+
+    /// Whether no link stands.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Whether trains wait for room that nobody may be told of.
+    #[inline]
+    pub(crate) fn have_waiting(&self) -> bool {
+        let waits = |link: &Link| matches!(&link.state, State::Up(rings) if !rings.waiting.is_empty());
+        self.list.iter().any(waits)
+    }
+
+    /// Sends a train of packets to the process of a slot; false: there is no link to it.
+    #[inline]
+    pub(crate) fn send(&mut self, peer: (IpAddr, u8), meta: Meta, bytes: &[u8]) -> bool {
+        for link in &mut self.list {
+            if link.peer == Some(peer)
+                && let State::Up(rings) = &mut link.state
+            {
+                let sent = rings.send(meta, bytes);
+                if sent.is_err() {
+                    link.give_up();
+                }
+                return sent.is_ok();
+            }
+        }
+        false
+    }
+
+    /// Takes in what has arrived; returns how many trains.
+    #[inline]
+    pub(crate) fn receive(&mut self, rnic: &mut Rnic, now: Time) -> usize {
+        let mut total = 0;
+        for link in &mut self.list {
+            let (State::Up(rings), Some((peer, _))) = (&mut link.state, link.peer) else {
+                continue;
+            };
+            if !rings.waiting.is_empty() && rings.send_waiting().is_err() {
+                link.give_up();
+                continue;
+            }
+            if !rings.rx.is_ready() {
+                continue;
+            }
+            let mut taken = 0;
+            let result = loop {
+                match rings.rx.pop(&mut self.buffer) {
+                    Ok(Some(meta)) => {
+                        rnic.handle_arrival(now, &arrival(peer, self.address, meta, &self.buffer));
+                    }
+                    Ok(None) => break Ok(()),
+                    Err(corrupt) => break Err(corrupt),
+                }
+                taken += 1;
+                if taken == RECORDS_PER_TURN {
+                    break Ok(());
+                }
+            };
+            total += taken;
+            let wake = rings.rx.release();
+            rings.ring(wake);
+            if result.is_err() {
+                link.give_up();
+            }
+        }
+        total
+    }
+
+    /// From now on peers ring for what they send, and for room that others wait for. False: something is there already, and they
+    /// need not.
+    pub(crate) fn prepare_sleep(&mut self) -> bool {
+        for link in &mut self.list {
+            let State::Up(rings) = &mut link.state else {
+                continue;
+            };
+            match rings.prepare_sleep() {
+                Ok(true) => {}
+                Ok(false) => return false,
+                Err(Corrupt) => link.give_up(),
+            }
+        }
+        true
+    }
+
+    /// Nobody sleeps any more: peers need not ring.
+    pub(crate) fn awake(&mut self) {
+        for (_, rings) in self.up() {
+            rings.rx.awake();
+        }
+    }
+
+    // Meeting.
+
+    /// A queue pair is going to talk to a peer: links to its process, if that is on this host.
+    pub(crate) fn want(&mut self, rnic: &mut Rnic, qpn: Qpn, info: &QpInfo) {
+        let Some(path) = info.path else { return };
+        let peer = (path.dst, slot_of(info.dest_qpn));
+        if self
+            .list
+            .iter()
+            .any(|link| link.peer == Some(peer) && matches!(link.state, State::Up(_)))
+        {
+            rnic.set_local(qpn, true);
+            return;
+        }
+        rnic.set_local(qpn, false);
+        let refused_just_now = |(_, since): &(Why, Instant)| since.elapsed() < ASK_AGAIN;
+        if self.refused.get(&peer).is_some_and(refused_just_now) {
+            return;
+        }
+        self.waiting.retain(|(_, waits)| *waits != qpn);
+        self.waiting.push((peer, qpn));
+        if self.list.iter().any(|link| link.peer == Some(peer)) {
+            return;
+        }
+        if let Err(why) = self.connect(peer) {
+            self.refuse(peer, why);
+        }
+    }
+
+    /// Why packets to the peer of a queue pair go by UDP; `None`: they do not.
+    pub(crate) fn why_not(&self, info: &QpInfo) -> Option<Why> {
+        let path = info.path?;
+        let peer = (path.dst, slot_of(info.dest_qpn));
+        let up = |link: &Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        if self.list.iter().any(up) {
+            return None;
+        }
+        Some(self.refused.get(&peer).map_or(Why::NotHere, |(why, _)| *why))
+    }
+
+    fn refuse(&mut self, peer: (IpAddr, u8), why: Why) {
+        if self.refused.len() >= 2 * LINKS_MAX {
+            self.refused.retain(|_, (_, since)| since.elapsed() < ASK_AGAIN);
+        }
+        self.refused.insert(peer, (why, Instant::now()));
+        self.waiting.retain(|(waits_for, _)| *waits_for != peer);
+    }
+
+    fn connect(&mut self, peer: (IpAddr, u8)) -> Result<(), Why> {
+        if !self.on {
+            return Err(Why::Refused(Refusal::Off));
+        }
+        if self.list.len() >= LINKS_MAX {
+            return Err(Why::Refused(Refusal::Full));
+        }
+        let socket = group::connect_slot(peer.0, peer.1).map_err(|errno| match errno {
+            Errno::CONNREFUSED => Why::NotHere,
+            errno => Why::System(errno),
+        })?;
+        let pid = check_user(&socket)?;
+        let (segment, file) = Segment::create().map_err(Why::System)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (bell, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+            .map_err(Why::System)?;
+        let hello = Message::Hello {
+            address: self.address,
+            slot: self.slot,
+        };
+        say(&socket, &hello, &[file.as_fd(), theirs.as_fd()]).map_err(Why::System)?;
+        let rings = Rings::new(segment, Side::Asking, bell);
+        self.add(socket, pid, Some(peer), State::Asked(Box::new(rings)))
+            .map_err(Why::System)
+    }
+
+    fn add(
+        &mut self,
+        socket: OwnedFd,
+        pid: i32,
+        peer: Option<(IpAddr, u8)>,
+        state: State,
+    ) -> Result<(), Errno> {
+        let id = self.next_id;
+        self.next_id += 1;
+        watch(&self.control, socket.as_fd(), id)?;
+        self.list.push(Link {
+            id,
+            socket,
+            pid,
+            peer,
+            open: Arc::new(AtomicBool::new(true)),
+            alive: false,
+            state,
+        });
+        Ok(())
+    }
+
+    /// Hears what others have to say: who wants a link, who asks for memory or grants it, who has gone.
+    pub(crate) fn serve(&mut self, rnic: &mut Rnic, now: Time) {
+        let mut events = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 16];
+        let at_once = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let n = epoll::wait(&self.control, &mut events[..], Some(&at_once)).unwrap_or(0);
+        for event in &events[..n] {
+            match event.data.u64() {
+                LISTENER => self.accept(),
+                id => self.hear(rnic, now, id),
+            }
+        }
+        self.list.retain(|link| !matches!(link.state, State::Over));
+    }
+
+    fn accept(&mut self) {
+        for _ in 0..BACKLOG {
+            let Some(listener) = &self.listener else { return };
+            let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
+                return;
+            };
+            // Another user learns who we are from our credentials, and gets nothing.
+            let Ok(pid) = check_user(&socket) else { continue };
+            if self.list.len() >= LINKS_MAX {
+                let unknown = |link: &Link| matches!(link.state, State::Unknown);
+                let Some(i) = self.list.iter().position(unknown) else {
+                    let _ = say(&socket, &Message::Refused(Refusal::Full), &[]);
+                    continue;
+                };
+                self.list.remove(i);
+            }
+            let _ = self.add(socket, pid, None, State::Unknown);
+        }
+    }
+
+    /// Reads what one peer says.
+    fn hear(&mut self, rnic: &mut Rnic, now: Time, id: u64) {
+        for _ in 0..MESSAGES_PER_TURN {
+            let Some(i) = self.list.iter().position(|link| link.id == id) else {
+                return;
+            };
+            let mut buffer = [0; message::LEN_MAX];
+            let received = group::receive_with_descriptors(&self.list[i].socket, &mut buffer);
+            let heard = match received {
+                Err(Errno::AGAIN) => return,
+                Err(_) | Ok((0, _)) => None,
+                Ok((len, descriptors)) => Message::decode(&buffer[..len])
+                    .and_then(|message| self.handle(rnic, now, i, message, descriptors)),
+            };
+            if heard.is_none() {
+                return self.part(rnic, now, i);
+            }
+        }
+    }
+
+    /// Handles a message; `None`: the link is to end.
+    fn handle(
+        &mut self,
+        rnic: &mut Rnic,
+        now: Time,
+        i: usize,
+        message: Message,
+        descriptors: Vec<OwnedFd>,
+    ) -> Option<()> {
+        let on = self.on;
+        let link = &mut self.list[i];
+        match (message, &mut link.state) {
+            (Message::Hello { address, slot }, State::Unknown) => {
+                if !on {
+                    let _ = say(&link.socket, &Message::Refused(Refusal::Off), &[]);
+                    return None;
+                }
+                let [file, bell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+                let segment = Segment::from_file(file.as_fd()).ok()?;
+                watch(&self.bells, bell.as_fd(), link.id).ok()?;
+                say(&link.socket, &Message::Welcome, &[]).ok()?;
+                let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
+                link.peer = Some((address, slot));
+                link.state = State::Up(Box::new(Rings::new(segment, Side::Answering, bell)));
+                self.tell_waiting(rnic, (address, slot));
+            }
+            (Message::Welcome, State::Asked(_)) => {
+                let peer = link.peer?;
+                let State::Asked(rings) = std::mem::replace(&mut link.state, State::Over) else {
+                    return None;
+                };
+                watch(&self.bells, rings.bell.as_fd(), link.id).ok()?;
+                link.state = State::Up(rings);
+                self.tell_waiting(rnic, peer);
+            }
+            (Message::Refused(refusal), State::Asked(_)) => {
+                let peer = link.peer?;
+                self.refuse(peer, Why::Refused(refusal));
+                return None;
+            }
+            (Message::Ask { rkey, of, by }, State::Up(rings)) => {
+                let peer = link.peer?;
+                let (answer, file) = match rings.grant(rnic, peer, link.pid, rkey, of, by) {
+                    Ok((granted, file)) => (Message::Granted(granted), file),
+                    Err(reason) => (Message::Denied { rkey, by, reason }, None),
+                };
+                let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
+                say(&link.socket, &answer, &files).ok()?;
+            }
+            (Message::Granted(granted), State::Up(rings)) => {
+                let (pid, open) = (link.pid, &link.open);
+                let grant = rings.take(granted, descriptors, pid, open);
+                rnic.set_grant(now, granted.by, granted.rkey, grant);
+            }
+            (Message::Denied { .. }, State::Up(_)) => {}
+            (Message::Over, _) => {
+                link.alive = true;
+                return None;
+            }
+            _ => {
+                link.give_up();
+                return None;
+            }
+        }
+        Some(())
+    }
+
+    fn tell_waiting(&mut self, rnic: &mut Rnic, peer: (IpAddr, u8)) {
+        self.refused.remove(&peer);
+        self.waiting.retain(|(waits_for, qpn)| {
+            let is_it = *waits_for == peer;
+            if is_it {
+                rnic.set_local(*qpn, true);
+            }
+            !is_it
+        });
+    }
+
+    /// A link has ended. When the peer has gone its connections end too, after all that it sent; else packets go by UDP.
+    fn part(&mut self, rnic: &mut Rnic, now: Time, i: usize) {
+        let link = &mut self.list[i];
+        link.open.store(false, Ordering::Relaxed);
+        let state = std::mem::replace(&mut link.state, State::Over);
+        let (peer, alive) = (link.peer, link.alive);
+        let Some(peer) = peer else { return };
+        let had = |qpn| slot_of(qpn) == peer.1;
+        match state {
+            State::Asked(_) if !self.refused.contains_key(&peer) => self.refuse(peer, Why::NotHere),
+            State::Up(mut rings) => {
+                while let Ok(Some(meta)) = rings.rx.pop(&mut self.buffer) {
+                    rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
+                }
+                if !alive {
+                    rnic.cm().peer_gone(now, peer.0, had);
+                }
+            }
+            _ => {}
+        }
+        for qpn in rnic.qps_to(peer.0, had) {
+            rnic.set_local(qpn, false);
+        }
+    }
+
+    // Memory.
+
+    /// Asks the peer of a queue pair for memory.
+    pub(crate) fn ask(&mut self, info: &QpInfo, by: Qpn, rkey: RKey) {
+        let Some(path) = info.path else { return };
+        let peer = (path.dst, slot_of(info.dest_qpn));
+        let up = |link: &&Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        if let Some(link) = self.list.iter().find(up) {
+            let of = info.dest_qpn;
+            // One that does not read its messages goes without.
+            let _ = say(&link.socket, &Message::Ask { rkey, of, by }, &[]);
+        }
+    }
+
+    /// Takes back what was granted for a queue pair.
+    pub(crate) fn revoke_qp(&mut self, qpn: Qpn) {
+        self.revoke(|given| given.qpn == qpn);
+    }
+
+    /// Takes back what was granted of a region. When this returns no peer reaches it any more.
+    pub(crate) fn revoke_region(&mut self, lkey: LKey) {
+        self.revoke(|given| given.lkey == lkey);
+    }
+
+    fn revoke(&mut self, is_it: impl Fn(&Given) -> bool) {
+        for link in &mut self.list {
+            let State::Up(rings) = &mut link.state else {
+                continue;
+            };
+            let mut any = false;
+            for (index, given) in rings.given.iter_mut().enumerate() {
+                if given.as_ref().is_some_and(&is_it) {
+                    *given = None;
+                    let word = rings.segment.grant(rings.side, index as u32);
+                    word.store(0, Ordering::Relaxed);
+                    any = true;
+                }
+            }
+            if any && !rings.wait_outside(&link.socket) {
+                link.give_up();
+            }
+        }
+    }
+}
+
+impl Link {
+    /// The peer broke the rules or does not answer. Its end of the connection learns of it.
+    fn give_up(&mut self) {
+        self.open.store(false, Ordering::Relaxed);
+        self.alive = true;
+        let _ = say(&self.socket, &Message::Over, &[]);
+        let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+        self.state = State::Unknown;
+    }
+}
+
+impl Rings {
+    fn new(segment: Arc<Segment>, side: Side, bell: OwnedFd) -> Rings {
+        Rings {
+            tx: Producer::new(segment.ring(side)),
+            rx: Consumer::new(segment.ring(side.other())),
+            segment,
+            side,
+            bell,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            given: Vec::new(),
+            generation: 0,
+        }
+    }
+
+    #[inline]
+    fn send(&mut self, meta: Meta, bytes: &[u8]) -> Result<(), Corrupt> {
+        if self.waiting.is_empty() {
+            match self.tx.push(meta, bytes) {
+                Ok(wake) => {
+                    self.ring(wake);
+                    return Ok(());
+                }
+                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
+                Err(PushError::Full) => {}
+            }
+        }
+        if self.waiting_bytes + bytes.len() <= WAITING_BYTES_MAX {
+            self.waiting_bytes += bytes.len();
+            self.waiting.push_back((meta, bytes.into()));
+        }
+        Ok(())
+    }
+
+    fn send_waiting(&mut self) -> Result<(), Corrupt> {
+        while let Some((meta, bytes)) = self.waiting.front() {
+            match self.tx.push(*meta, bytes) {
+                Ok(wake) => self.ring(wake),
+                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
+                Err(PushError::Full) => return Ok(()),
+            }
+            self.waiting_bytes -= bytes.len();
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
+        while !self.waiting.is_empty() && !self.tx.wants_room()? {
+            self.send_waiting()?;
+        }
+        Ok(self.rx.prepare_sleep())
+    }
+
+    #[inline]
+    fn ring(&self, wake: Wake) {
+        if wake == Wake::Peer {
+            // When it cannot be taken there are others that were not answered yet.
+            let _ = rustix::net::send(&self.bell, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        }
+    }
+
+    /// Waits until the peer is outside of all that was granted to it. False: it does not leave.
+    fn wait_outside(&self, socket: &OwnedFd) -> bool {
+        // The peer says that it is inside and then looks at the grant; here it is the other way round.
+        fence(Ordering::SeqCst);
+        let inside = self.segment.inside(self.side.other());
+        let before = inside.load(Ordering::Acquire);
+        if before.is_multiple_of(2) {
+            return true;
+        }
+        let since = Instant::now();
+        let mut looks = 0u32;
+        while inside.load(Ordering::Acquire) == before {
+            looks += 1;
+            if looks.is_multiple_of(64) {
+                std::thread::yield_now();
+                let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+                let at_once = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 0,
+                };
+                // A peer that has died inside will not leave, nor go on.
+                if poll(&mut fds, Some(&at_once)).is_ok_and(|n| n > 0) {
+                    return true;
+                }
+                if since.elapsed() > LEAVE_TIME {
+                    return false;
+                }
+            }
+            std::hint::spin_loop();
+        }
+        true
+    }
+
+    /// Grants a peer what it asks for, if that may be.
+    fn grant(
+        &mut self,
+        rnic: &mut Rnic,
+        peer: (IpAddr, u8),
+        pid: i32,
+        rkey: RKey,
+        of: Qpn,
+        by: Qpn,
+    ) -> Result<(message::Granted, Option<OwnedFd>), Refusal> {
+        let info = rnic.query_qp(of).ok_or(Refusal::NotGranted)?;
+        let is_its_peer =
+            info.dest_qpn == by && slot_of(by) == peer.1 && info.path.is_some_and(|path| path.dst == peer.0);
+        if !is_its_peer {
+            return Err(Refusal::NotGranted);
+        }
+        let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
+        let index = self
+            .given
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or(self.given.len());
+        if index >= GRANTS as usize {
+            return Err(Refusal::Full);
+        }
+        let memory = grantable
+            .memory
+            .as_any()
+            .and_then(|any| any.downcast_ref::<AnonymousMemory>());
+        let memory = memory.ok_or(Refusal::NotShareable)?;
+        let (file, offset) = match memory.file() {
+            Some(file) => {
+                let writable = grantable.access.contains(Access::REMOTE_WRITE);
+                let file = if writable {
+                    file.try_clone_to_owned().map_err(|_| Refusal::Full)
+                } else {
+                    read_only(file).ok_or(Refusal::NotShareable)
+                };
+                (Some(file?), grantable.memory_offset)
+            }
+            None if pid == 0 => return Err(Refusal::NotShareable),
+            None => (None, memory.address() + grantable.memory_offset),
+        };
+        self.generation = self.generation.wrapping_add(1).max(1);
+        let given = Given {
+            qpn: of,
+            lkey: grantable.lkey,
+        };
+        if index == self.given.len() {
+            self.given.push(Some(given));
+        } else {
+            self.given[index] = Some(given);
+        }
+        let index = index as u32;
+        let word = self.segment.grant(self.side, index);
+        word.store(self.generation, Ordering::Release);
+        let granted = message::Granted {
+            rkey,
+            by,
+            index,
+            generation: self.generation,
+            access: grantable.access,
+            iova: grantable.iova,
+            length: grantable.length,
+            offset,
+        };
+        Ok((granted, file))
+    }
+
+    /// Takes what a peer grants; `None` when it cannot be reached.
+    fn take(
+        &self,
+        granted: message::Granted,
+        descriptors: Vec<OwnedFd>,
+        pid: i32,
+        open: &Arc<AtomicBool>,
+    ) -> Option<Grant> {
+        if granted.index >= GRANTS || granted.length == 0 {
+            return None;
+        }
+        let (reach, memory_offset) = match descriptors.first() {
+            Some(file) => {
+                let end = granted.offset.checked_add(granted.length)?;
+                if !is_safe_to_map(file, end) {
+                    return None;
+                }
+                let begin = granted.offset - granted.offset % rustix::param::page_size() as u64;
+                let len = usize::try_from(end - begin).ok()?;
+                let writable = granted.access.contains(Access::REMOTE_WRITE);
+                let mapping = Mapping::of_file(file, begin, len, writable).ok()?;
+                (Reach::Mapped(mapping), granted.offset - begin)
+            }
+            None => {
+                // Whether the system lets us is found out now, not with the first request.
+                Mapping::read_process(pid, granted.offset, &mut [0]).ok()?;
+                (Reach::Process(pid), granted.offset)
+            }
+        };
+        Some(Grant {
+            memory: Arc::new(Granted {
+                reach,
+                segment: Arc::clone(&self.segment),
+                side: self.side,
+                index: granted.index,
+                generation: granted.generation,
+                open: Arc::clone(open),
+            }),
+            memory_offset,
+            iova: granted.iova,
+            length: granted.length,
+            access: granted.access,
+        })
+    }
+}
+
+/// A train that came through a ring.
+fn arrival(src: IpAddr, dst: IpAddr, meta: Meta, bytes: &[u8]) -> Arrival<'_> {
+    Arrival {
+        src,
+        src_port: udp::ROCE_PORT,
+        dst,
+        traffic_class: meta.traffic_class,
+        bytes,
+        segment_bytes: usize::from(meta.segment_bytes),
+        local: true,
+    }
+}
+
+/// Who is at the other end, if it is a process of this user.
+fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
+    let (uid, pid) = udp::peer_credentials(socket)
+        .map_err(|error| Why::System(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
+    if uid == rustix::process::geteuid().as_raw() {
+        Ok(pid)
+    } else {
+        Err(Why::OtherUser(uid))
+    }
+}
+
+/// A second descriptor of a file, by which it can only be read.
+fn read_only(file: BorrowedFd<'_>) -> Option<OwnedFd> {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Some(std::fs::File::open(path).ok()?.into())
+}
+
+fn say(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    group::send_bytes(socket, &message.encode(), descriptors)
+}
+
+fn watch(epoll: impl AsFd, fd: BorrowedFd<'_>, data: u64) -> Result<(), Errno> {
+    epoll::add(epoll, fd, epoll::EventData::new_u64(data), epoll::EventFlags::IN)
+}

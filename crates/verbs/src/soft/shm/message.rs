@@ -1,0 +1,264 @@
+//! What two engines say to each other besides packets, one message a packet of a `SOCK_SEQPACKET` connection.
+//!
+//! Both ends are processes of one user on one host, so numbers have the host's byte order; that does not mean that they are
+//! trusted: a message that is not understood ends the link, and no call here waits.
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use rdmux_rnic::{Access, Qpn, RKey};
+
+/// Both ends must have the same.
+pub(super) const VERSION: u16 = 1;
+
+/// Longer than any message, so that a longer one shows.
+pub(super) const LEN_MAX: usize = 128;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// Who asks for a link, with its segment and its bell.
+    Hello { address: IpAddr, slot: u8 },
+    /// The link stands; with the bell of who answers.
+    Welcome,
+    /// There is to be no link.
+    Refused(Refusal),
+    /// The link is given up; whoever says it goes on without.
+    Over,
+    /// Asks for memory: the key, the QP that is to serve it, and the one that asks.
+    Ask { rkey: RKey, of: Qpn, by: Qpn },
+    /// Grants it. Memory that can be mapped comes as a descriptor.
+    Granted(Granted),
+    /// Does not grant it.
+    Denied { rkey: RKey, by: Qpn, reason: Refusal },
+}
+
+/// A region that a peer may reach itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Granted {
+    pub(super) rkey: RKey,
+    /// The QP that asked.
+    pub(super) by: Qpn,
+    /// The word of the segment that holds [`Granted::generation`] as long as the grant lasts.
+    pub(super) index: u32,
+    pub(super) generation: u32,
+    pub(super) access: Access,
+    pub(super) iova: u64,
+    pub(super) length: u64,
+    /// Where the region begins: in the descriptor's memory, or without one in the address space of its process.
+    pub(super) offset: u64,
+}
+
+/// Why two engines do not share memory. The numbers travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Refusal {
+    /// The peer speaks another version of this protocol.
+    Version = 1,
+    /// One of the two has it switched off.
+    Off = 2,
+    /// The peer has as many links or grants as it can.
+    Full = 3,
+    /// The QP or the key is not there, or not to be granted.
+    NotGranted = 4,
+    /// The memory is neither shareable, nor may its process be reached by the peer.
+    NotShareable = 5,
+}
+
+impl Refusal {
+    const ALL: [Refusal; 5] = [
+        Refusal::Version,
+        Refusal::Off,
+        Refusal::Full,
+        Refusal::NotGranted,
+        Refusal::NotShareable,
+    ];
+
+    fn from_byte(byte: u8) -> Option<Refusal> {
+        Refusal::ALL.into_iter().find(|refusal| *refusal as u8 == byte)
+    }
+}
+
+const HELLO: u8 = 1;
+const WELCOME: u8 = 2;
+const REFUSED: u8 = 3;
+const ASK: u8 = 4;
+const GRANTED: u8 = 5;
+const DENIED: u8 = 6;
+const OVER: u8 = 7;
+
+impl Message {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let with_version = |kind: u8| {
+            let version = VERSION.to_ne_bytes();
+            vec![kind, version[0], version[1]]
+        };
+        match self {
+            Message::Hello { address, slot } => {
+                let mut out = with_version(HELLO);
+                let (family, octets) = match address {
+                    IpAddr::V4(v4) => (4, v4.to_ipv6_mapped().octets()),
+                    IpAddr::V6(v6) => (6, v6.octets()),
+                };
+                out.extend([*slot, family]);
+                out.extend(octets);
+                out
+            }
+            Message::Welcome => with_version(WELCOME),
+            Message::Over => with_version(OVER),
+            Message::Refused(refusal) => {
+                let mut out = with_version(REFUSED);
+                out.push(*refusal as u8);
+                out
+            }
+            Message::Ask { rkey, of, by } => words(ASK, &[rkey.0, of.value(), by.value()]),
+            Message::Granted(granted) => {
+                let mut out = words(
+                    GRANTED,
+                    &[
+                        granted.rkey.0,
+                        granted.by.value(),
+                        granted.index,
+                        granted.generation,
+                        granted.access.bits(),
+                    ],
+                );
+                for number in [granted.iova, granted.length, granted.offset] {
+                    out.extend(number.to_ne_bytes());
+                }
+                out
+            }
+            Message::Denied { rkey, by, reason } => words(DENIED, &[rkey.0, by.value(), *reason as u32]),
+        }
+    }
+
+    /// `None` for what no encoder makes.
+    pub(super) fn decode(packet: &[u8]) -> Option<Message> {
+        let (&kind, rest) = packet.split_first()?;
+        if let HELLO | WELCOME | REFUSED | OVER = kind {
+            // The version comes first: all else may differ with it.
+            let (version, rest) = rest.split_first_chunk()?;
+            if u16::from_ne_bytes(*version) != VERSION {
+                return Some(Message::Refused(Refusal::Version));
+            }
+            return match (kind, rest) {
+                (HELLO, [slot, family, octets @ ..]) => {
+                    let octets = Ipv6Addr::from(<[u8; 16]>::try_from(octets).ok()?);
+                    let address = match family {
+                        4 => IpAddr::V4(octets.to_ipv4_mapped()?),
+                        6 => IpAddr::V6(octets),
+                        _ => return None,
+                    };
+                    let slot = *slot;
+                    Some(Message::Hello { address, slot })
+                }
+                (WELCOME, []) => Some(Message::Welcome),
+                (OVER, []) => Some(Message::Over),
+                (REFUSED, [refusal]) => Refusal::from_byte(*refusal).map(Message::Refused),
+                _ => None,
+            };
+        }
+        let (words, rest) = match kind {
+            ASK | DENIED => rest.split_at_checked(12)?,
+            GRANTED => rest.split_at_checked(20)?,
+            _ => return None,
+        };
+        let word = |i: usize| words.as_chunks().0.get(i).map_or(0, |w| u32::from_ne_bytes(*w));
+        let qpn = |i| Some(word(i)).filter(|n| *n < 1 << 24).map(Qpn::new);
+        let (numbers, odd) = rest.as_chunks();
+        let number = |i: usize| numbers.get(i).map_or(0, |n| u64::from_ne_bytes(*n));
+        match (kind, numbers.len(), odd) {
+            (ASK, 0, []) => Some(Message::Ask {
+                rkey: RKey(word(0)),
+                of: qpn(1)?,
+                by: qpn(2)?,
+            }),
+            (DENIED, 0, []) => Some(Message::Denied {
+                rkey: RKey(word(0)),
+                by: qpn(1)?,
+                reason: u8::try_from(word(2)).ok().and_then(Refusal::from_byte)?,
+            }),
+            (GRANTED, 3, []) => Some(Message::Granted(Granted {
+                rkey: RKey(word(0)),
+                by: qpn(1)?,
+                index: word(2),
+                generation: word(3),
+                access: Access::from_bits(word(4))?,
+                iova: number(0),
+                length: number(1),
+                offset: number(2),
+            })),
+            _ => None,
+        }
+    }
+}
+
+fn words(kind: u8, words: &[u32]) -> Vec<u8> {
+    let mut out = vec![kind];
+    out.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(non_snake_case, reason = "names of tests are function__case")]
+
+    use super::*;
+
+    fn all() -> Vec<Message> {
+        let (rkey, by, of) = (RKey(0x1234_5678), Qpn::new(0x01_0002), Qpn::new(0x02_0003));
+        let granted = Granted {
+            rkey,
+            by,
+            index: 3,
+            generation: 9,
+            access: Access::REMOTE_WRITE,
+            iova: 1 << 40,
+            length: 4096,
+            offset: 8192,
+        };
+        let mut all = vec![
+            Message::Hello {
+                address: IpAddr::from([127, 0, 0, 1]),
+                slot: 15,
+            },
+            Message::Hello {
+                address: IpAddr::V6(Ipv6Addr::LOCALHOST),
+                slot: 1,
+            },
+            Message::Welcome,
+            Message::Over,
+            Message::Ask { rkey, of, by },
+            Message::Granted(granted),
+        ];
+        all.extend(Refusal::ALL.map(Message::Refused));
+        all.extend(Refusal::ALL.map(|reason| Message::Denied { rkey, by, reason }));
+        all
+    }
+
+    #[test]
+    fn decode__inverts_encode() {
+        for message in all() {
+            let bytes = message.encode();
+            assert!(bytes.len() < LEN_MAX);
+            assert_eq!(Message::decode(&bytes), Some(message));
+        }
+    }
+
+    #[test]
+    fn decode__cut_or_extended() {
+        for message in all() {
+            let mut bytes = message.encode();
+            for len in 0..bytes.len() {
+                assert_eq!(Message::decode(&bytes[..len]), None, "{message:?} cut to {len}");
+            }
+            bytes.push(0);
+            assert_eq!(Message::decode(&bytes), None, "{message:?} and a byte");
+        }
+    }
+
+    #[test]
+    fn decode__another_version() {
+        let mut hello = all()[0].encode();
+        hello[1..3].copy_from_slice(&(VERSION + 1).to_ne_bytes());
+        assert_eq!(Message::decode(&hello), Some(Message::Refused(Refusal::Version)));
+    }
+}

@@ -1,0 +1,154 @@
+//! The memory that two engines share: a ring each way, and the words by which grants are taken back.
+//!
+//! Whoever asks for a link makes it: a sealed file in memory, which can neither shrink nor grow. Both ends may write all of it at
+//! any time, so nothing that is read here is relied on.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+use rustix::io::Errno;
+
+use super::ring::{RingMemory, SLOTS_MIN, Word, area_bytes, payload_offset};
+use crate::mapping::{Mapping, is_safe_to_map, sealed_file};
+
+/// Slots of a ring: a few of the longest trains, and not more than the caches keep.
+pub(super) const SLOTS: u32 = 4096;
+/// Grants of one end to the other at a time.
+pub(super) const GRANTS: u32 = 1024;
+
+/// Each end's words: a page, of which each word has a pair of cache lines.
+const WORDS_BYTES: usize = 4096;
+const LINE_BYTES: usize = 128;
+const GRANTS_BYTES: usize = 4 * GRANTS as usize;
+
+/// The two ends of a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Who asked for the link, and made the segment.
+    Asking,
+    Answering,
+}
+
+impl Side {
+    pub(super) fn other(self) -> Side {
+        match self {
+            Side::Asking => Side::Answering,
+            Side::Answering => Side::Asking,
+        }
+    }
+
+    fn index(self) -> usize {
+        usize::from(self == Side::Answering)
+    }
+}
+
+/// The memory of a link.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    mapping: Mapping,
+}
+
+impl Segment {
+    fn bytes() -> usize {
+        2 * (WORDS_BYTES + GRANTS_BYTES + area_bytes(SLOTS))
+    }
+
+    /// Makes one, with the file by which the other end maps it.
+    pub(super) fn create() -> Result<(Arc<Segment>, OwnedFd), Errno> {
+        let file = sealed_file("rdmux-link", Segment::bytes() as u64)?;
+        let segment =
+            Segment::map(&file).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::NOMEM))?;
+        Ok((segment, file))
+    }
+
+    /// Maps the one that the other end made.
+    pub(super) fn from_file(file: BorrowedFd<'_>) -> io::Result<Arc<Segment>> {
+        if !is_safe_to_map(file, Segment::bytes() as u64) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Segment::map(file)
+    }
+
+    fn map(file: impl AsFd) -> io::Result<Arc<Segment>> {
+        let mapping = Mapping::of_file(file, 0, Segment::bytes(), true)?;
+        Ok(Arc::new(Segment { mapping }))
+    }
+
+    /// The ring in which `from` puts records.
+    pub(super) fn ring(self: &Arc<Segment>, from: Side) -> Area {
+        let area = 2 * (WORDS_BYTES + GRANTS_BYTES) + from.index() * area_bytes(SLOTS);
+        Area {
+            segment: Arc::clone(self),
+            begin: area,
+        }
+    }
+
+    fn word(&self, side: Side, line: usize) -> &AtomicU32 {
+        self.mapping.word(side.index() * WORDS_BYTES + line * LINE_BYTES)
+    }
+
+    /// Odd while that end is inside of memory that was granted to it.
+    pub(super) fn inside(&self, side: Side) -> &AtomicU32 {
+        self.word(side, 0)
+    }
+
+    /// The generation of a grant that `by` gave, as long as it lasts; 0 is none.
+    pub(super) fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
+        let index = (index % GRANTS) as usize;
+        self.mapping
+            .word(2 * WORDS_BYTES + by.index() * GRANTS_BYTES + 4 * index)
+    }
+}
+
+/// One ring of a segment.
+#[derive(Debug)]
+pub(crate) struct Area {
+    segment: Arc<Segment>,
+    /// Offset of the area.
+    begin: usize,
+}
+
+impl RingMemory for Area {
+    #[inline]
+    fn slots(&self) -> u32 {
+        SLOTS
+    }
+
+    #[inline]
+    fn load(&self, word: Word, ordering: Ordering) -> u32 {
+        self.segment
+            .mapping
+            .word(self.begin + word.offset())
+            .load(ordering)
+    }
+
+    #[inline]
+    fn store(&self, word: Word, value: u32, ordering: Ordering) {
+        self.segment
+            .mapping
+            .word(self.begin + word.offset())
+            .store(value, ordering);
+    }
+
+    #[inline]
+    fn fence(&self, ordering: Ordering) {
+        fence(ordering);
+    }
+
+    #[inline]
+    fn write(&self, slot: u32, bytes: &[u8]) {
+        let at = self.begin + payload_offset(slot);
+        // The ring has checked that it is inside.
+        let _ = self.segment.mapping.copy_in(at as u64, bytes);
+    }
+
+    #[inline]
+    fn read(&self, slot: u32, bytes: usize, out: &mut Vec<u8>) {
+        let at = self.begin + payload_offset(slot);
+        let _ = self.segment.mapping.append_to(at as u64, bytes, out);
+    }
+}
+
+const _: () = assert!(SLOTS >= SLOTS_MIN);
