@@ -1020,9 +1020,9 @@ impl Rnic {
             now,
         };
         qp.head.look_at_rate(&env);
-        let before = qp.head.access;
+        let before = qp.head.granted.then(|| qp.grants());
         let result = f(qp, &mut env);
-        if qp.head.granted && (qp.grants().is_none() || qp.head.access != before) {
+        if before.is_some_and(|before| before != qp.grants()) {
             qp.head.granted = false;
             self.revoked.push(qpn);
         }

@@ -84,17 +84,21 @@ impl Wqe {
         self.takes_resource() && !self.is_read()
     }
 
-    /// Whether it takes one of the responder's replay resources.
     fn takes_resource(&self) -> bool {
-        matches!(
-            self.request.operation,
-            Operation::Read { .. }
-                | Operation::Flush { .. }
-                | Operation::CompareSwap { .. }
-                | Operation::FetchAdd { .. }
-                | Operation::AtomicWrite { .. }
-        )
+        takes_resource(&self.request.operation)
     }
+}
+
+/// Whether an operation takes one of the responder's replay resources.
+fn takes_resource(operation: &Operation) -> bool {
+    matches!(
+        operation,
+        Operation::Read { .. }
+            | Operation::Flush { .. }
+            | Operation::CompareSwap { .. }
+            | Operation::FetchAdd { .. }
+            | Operation::AtomicWrite { .. }
+    )
 }
 
 /// The next packet to build.
@@ -252,7 +256,11 @@ impl Requester {
         if self.queue.len() >= head.init.max_send_wr as usize {
             return Err(PostError::QueueFull);
         }
-        self.ask(env, head, &request);
+        // The peer remembers none, or the user wants none.
+        if takes_resource(&request.operation) && self.max_rd_atomic == 0 {
+            return Err(PostError::Invalid);
+        }
+        self.ask(env, head, &request, bytes);
         if self.post_directly(env, head, &request, bytes) {
             return Ok(());
         }
@@ -264,10 +272,6 @@ impl Requester {
             packets,
             first: None,
         };
-        // The peer remembers none, or the user wants none.
-        if wqe.takes_resource() && self.max_rd_atomic == 0 {
-            return Err(PostError::Invalid);
-        }
         self.queue.push_back(wqe);
         Ok(())
     }

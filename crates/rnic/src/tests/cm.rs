@@ -399,6 +399,42 @@ fn disconnect__from_both_sides_at_once_ends_once_each() {
 }
 
 #[test]
+fn peer_gone__ends_what_it_had_and_nothing_else() {
+    let mut pair = Pair::new();
+    let (active, passive) = established(&mut pair);
+    let (now, own, peer) = (pair.now, address(&pair, 0), address(&pair, 1));
+    let its = pair.sides[1].qpn;
+    let gone = |pair: &mut Pair, at, had| {
+        pair.sides[0].rnic.cm().peer_gone(now, at, |qpn| qpn == had);
+        event(pair, 0)
+    };
+    assert_eq!(gone(&mut pair, own, its), None, "another address");
+    assert_eq!(gone(&mut pair, peer, Qpn::new(7)), None, "another device's QP");
+    assert_eq!(
+        gone(&mut pair, peer, its),
+        Some(CmEvent::Disconnected { id: active })
+    );
+    assert_eq!(gone(&mut pair, peer, its), None, "once");
+    disconnect(&mut pair, 1, passive);
+    pair.run();
+    assert_eq!(event(&mut pair, 0), None);
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
+    assert_eq!(connections(&mut pair), [0, 0]);
+}
+
+#[test]
+fn peer_gone__before_the_connection_stands() {
+    let mut pair = Pair::new();
+    let (_, passive) = requested(&mut pair);
+    let (now, active, its) = (pair.now, address(&pair, 0), pair.sides[0].qpn);
+    pair.sides[1].rnic.cm().peer_gone(now, active, |qpn| qpn == its);
+    assert_eq!(event(&mut pair, 1), None, "the user has not answered yet");
+    accept(&mut pair, passive);
+    pair.sides[1].rnic.cm().peer_gone(now, active, |qpn| qpn == its);
+    assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
+}
+
+#[test]
 fn disconnect__from_a_silent_peer_ends_all_the_same() {
     let mut pair = Pair::new();
     let (active, _) = established(&mut pair);

@@ -3,6 +3,7 @@
 mod basic;
 mod cm;
 mod cm_table;
+mod direct;
 mod ended;
 mod malformed;
 mod operations;

@@ -141,6 +141,8 @@ pub(super) struct Pair {
     pub(super) deliver: Box<Deliver>,
     /// Whether what goes to each side is marked on its way, where it may be.
     pub(super) marked: [bool; 2],
+    /// What is sent goes through memory of one host.
+    pub(super) local: bool,
     buf: TransmitBuf,
 }
 
@@ -166,6 +168,7 @@ impl Pair {
             now: Time(1),
             deliver: Box::new(|_, _| true),
             marked: [false; 2],
+            local: false,
             buf: TransmitBuf::new(1 << 18, true),
         };
         for i in 0..2 {
@@ -501,7 +504,7 @@ impl Pair {
                     traffic_class: path.traffic_class,
                     bytes: &bytes,
                     segment_bytes,
-                    local: false,
+                    local: self.local,
                 };
                 side.rnic.handle_arrival(self.now, &arrival);
             }

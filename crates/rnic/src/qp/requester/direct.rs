@@ -53,6 +53,17 @@ pub(super) struct Direct {
     grants: Vec<(RKey, Option<Grant>)>,
 }
 
+/// What a request of `bytes` reaches at the peer, if a grant could cover it: key, address and right. One without bytes names no
+/// memory, and asks whether the peer lives.
+fn reaches(operation: &Operation, bytes: u32) -> Option<(RKey, u64, Access)> {
+    match *operation {
+        _ if bytes == 0 => None,
+        Operation::Write { va, rkey, imm: None } => Some((rkey, va, Access::REMOTE_WRITE)),
+        Operation::Read { va, rkey } => Some((rkey, va, Access::REMOTE_READ)),
+        _ => None,
+    }
+}
+
 impl Requester {
     /// Whether the peer is on this host, to be asked for grants.
     pub(crate) fn set_asks(&mut self, asks: bool) {
@@ -70,12 +81,11 @@ impl Requester {
     }
 
     /// Asks the peer for what a request would reach, once.
-    pub(super) fn ask(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest) {
+    pub(super) fn ask(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest, bytes: u32) {
         if !self.direct.asks || head.init.qp_type != QpType::Rc {
             return;
         }
-        let (Operation::Write { rkey, imm: None, .. } | Operation::Read { rkey, .. }) = request.operation
-        else {
+        let Some((rkey, ..)) = reaches(&request.operation, bytes) else {
             return;
         };
         if self.direct.grants.iter().any(|(key, _)| *key == rkey) {
@@ -90,11 +100,7 @@ impl Requester {
 
     /// The grant that covers a request, and where in its memory the request begins.
     fn grant_for(&self, operation: &Operation, bytes: u32) -> Option<(&Grant, u64)> {
-        let (rkey, va, access) = match *operation {
-            Operation::Write { va, rkey, imm: None } => (rkey, va, Access::REMOTE_WRITE),
-            Operation::Read { va, rkey } => (rkey, va, Access::REMOTE_READ),
-            _ => return None,
-        };
+        let (rkey, va, access) = reaches(operation, bytes)?;
         let asked = self.direct.grants.iter().find(|(key, _)| *key == rkey)?;
         let grant = asked.1.as_ref()?;
         Some((grant, grant.offset_of(va, bytes, access)?))
@@ -208,9 +214,7 @@ impl Requester {
             }
             Err(PeerFault::Own(_)) => Some(Err(Status::LocalQpOperation)),
             Err(PeerFault::Ended) => {
-                let (Operation::Write { rkey, .. } | Operation::Read { rkey, .. }) = request.operation else {
-                    return None;
-                };
+                let (rkey, ..) = reaches(&request.operation, bytes)?;
                 // It may be granted anew, as after a change of the QP's rights.
                 self.direct.grants.retain(|(key, _)| *key != rkey);
                 None

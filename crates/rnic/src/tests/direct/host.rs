@@ -1,0 +1,625 @@
+//! Two devices of one host, what they do for each other, and programs for them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::tests::util::*;
+use crate::*;
+
+/// Regions of side 1, each over its whole memory but for the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Key {
+    Whole,
+    WriteOnly,
+    ReadOnly,
+    /// Addresses count from 0.
+    ZeroBased,
+    /// The bytes at [`PART`].
+    Part,
+    /// Bound to a memory window of type 1.
+    Window,
+    /// Filled by a work request.
+    Fast,
+}
+
+pub(super) const KEYS: [Key; 7] = [
+    Key::Whole,
+    Key::WriteOnly,
+    Key::ReadOnly,
+    Key::ZeroBased,
+    Key::Part,
+    Key::Window,
+    Key::Fast,
+];
+/// Where the small region begins, and its bytes.
+pub(super) const PART: u64 = 0x4000;
+pub(super) const PART_BYTES: u64 = 0x1000;
+/// Own memory that faults, and own memory that the device may only read.
+pub(super) const OWN_FAULTS: u64 = 1;
+pub(super) const OWN_READ_ONLY: u64 = 2;
+/// Where in its own memory a request of number `n` begins.
+pub(super) const OWN_STRIDE: u64 = 0x1_0000;
+
+/// What a request does at the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    Write,
+    WriteImm,
+    Read,
+    Send,
+    FetchAdd,
+    AtomicWrite,
+    Flush,
+    /// Done by the device alone: a window of its own.
+    Bind,
+}
+
+/// Where its own bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Own {
+    Memory,
+    /// In this many elements.
+    Pieces(u32),
+    Inline,
+    /// A key that does not exist, for the second half.
+    NoKey,
+    /// Reaches out of the region.
+    OutOfBounds,
+    Faults,
+    ReadOnly,
+}
+
+/// A request of side 0.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ask {
+    pub(super) what: What,
+    pub(super) key: Key,
+    pub(super) at: u64,
+    pub(super) bytes: u32,
+    pub(super) own: Own,
+    pub(super) fence: bool,
+    pub(super) silent: bool,
+}
+
+impl Ask {
+    pub(super) fn key(self, key: Key) -> Ask {
+        Ask { key, ..self }
+    }
+
+    pub(super) fn own(self, own: Own) -> Ask {
+        Ask { own, ..self }
+    }
+
+    pub(super) fn fence(self) -> Ask {
+        Ask { fence: true, ..self }
+    }
+
+    pub(super) fn silent(self) -> Ask {
+        Ask { silent: true, ..self }
+    }
+}
+
+pub(super) fn ask(what: What, at: u64, bytes: u32) -> Ask {
+    Ask {
+        what,
+        key: Key::Whole,
+        at,
+        bytes,
+        own: Own::Memory,
+        fence: false,
+        silent: false,
+    }
+}
+
+pub(super) fn write(at: u64, bytes: u32) -> Ask {
+    ask(What::Write, at, bytes)
+}
+
+pub(super) fn read(at: u64, bytes: u32) -> Ask {
+    ask(What::Read, at, bytes)
+}
+
+pub(super) fn send(bytes: u32) -> Ask {
+    ask(What::Send, 0, bytes)
+}
+
+/// A step of a program.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Do {
+    Post(Ask),
+    /// Side 1 posts a receive.
+    Recv(u32),
+    /// All that can happen happens.
+    Rest,
+    /// Side `0` goes to this state, or changes in it.
+    Modify(usize, QpState),
+    /// The rights of side 1's QP.
+    Rights(Access),
+    /// Side 0's QP, in RTS.
+    RateLimit(u64),
+    /// Side 1's, in SQD.
+    MaxDestRdAtomic(u8),
+    /// Side 0's, in SQD.
+    MaxRdAtomic(u8),
+    Destroy(usize),
+    /// Side 1 ends a region, or registers it over other memory.
+    Dereg(Key),
+    Rereg(Key),
+    /// The owner takes all grants back.
+    TakeBack,
+    /// The grant ends after so many bytes more.
+    EndsAfter(u64),
+}
+
+/// A peer's memory that ends when it is taken back.
+#[derive(Debug)]
+pub(super) struct Granted {
+    pub(super) memory: Arc<dyn Memory>,
+    pub(super) open: AtomicBool,
+    pub(super) bytes_left: AtomicU64,
+    pub(super) calls: AtomicU64,
+}
+
+impl Granted {
+    /// Does an access of `length` bytes piece by piece, until the grant ends.
+    fn pieces(
+        &self,
+        length: u64,
+        mut f: impl FnMut(u64, &mut [u8]) -> Result<(), PeerFault>,
+    ) -> Result<(), PeerFault> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let mut done = 0;
+        while done < length || length == 0 {
+            if !self.open.load(Ordering::Relaxed) {
+                return Err(PeerFault::Ended);
+            }
+            let left = self.bytes_left.load(Ordering::Relaxed);
+            let n = (length - done).min(100).min(left);
+            f(done, &mut vec![0; n as usize])?;
+            self.bytes_left.store(left - n, Ordering::Relaxed);
+            if left == n {
+                self.open.store(false, Ordering::Relaxed);
+            }
+            done += n;
+            if length == 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl PeerMemory for Granted {
+    fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
+        self.pieces(length, |done, buffer| {
+            from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
+            let written = self.memory.write(offset + done, buffer);
+            written.map_err(|_| PeerFault::Ended)
+        })
+    }
+
+    fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
+        self.pieces(bytes.len() as u64, |done, buffer| {
+            let piece = &bytes[done as usize..][..buffer.len()];
+            let written = self.memory.write(offset + done, piece);
+            written.map_err(|_| PeerFault::Ended)
+        })
+    }
+
+    fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {
+        self.pieces(length, |done, buffer| {
+            let read = self.memory.read(offset + done, buffer);
+            read.map_err(|_| PeerFault::Ended)?;
+            to.write(to_offset + done, buffer).map_err(PeerFault::Own)
+        })
+    }
+}
+
+/// Memory of which every access is a fault.
+#[derive(Debug)]
+pub(super) struct Faulty(HeapMemory);
+
+impl Memory for Faulty {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), Fault> {
+        Err(Fault::Io(5))
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), Fault> {
+        Err(Fault::Io(5))
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::Io(5))
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        Err(Fault::Io(5))
+    }
+}
+
+/// Two devices of one host, or, for comparison, of two.
+pub(super) struct Host {
+    pub(super) pair: Pair,
+    /// Peers are told to be on this host.
+    pub(super) grants: bool,
+    pub(super) keys: Vec<(Key, RKey, u64)>,
+    pub(super) own_keys: Vec<(u64, LKey)>,
+    pub(super) own_window: RKey,
+    /// What side 1 granted, for which QP.
+    pub(super) given: Vec<(Qpn, LKey, Arc<Granted>)>,
+    /// Keys that side 0 asked for.
+    pub(super) asked: Vec<RKey>,
+    pub(super) posted: u64,
+    /// Receives that completed, and send requests, with what else was told.
+    pub(super) log: Vec<String>,
+}
+
+pub(super) fn region(memory: Arc<dyn Memory>, at: u64, length: u64, access: Access) -> RegionSpec {
+    RegionSpec {
+        memory,
+        memory_offset: at,
+        length,
+        iova: IOVA + at,
+        access,
+    }
+}
+
+impl Host {
+    pub(super) fn new(grants: bool) -> Host {
+        let mut pair = Pair::new();
+        for (i, side) in pair.sides.iter().enumerate() {
+            let bytes: Vec<u8> = pattern(MEMORY).into_iter().map(|b| b ^ (i as u8)).collect();
+            side.memory.with(|m| m.copy_from_slice(&bytes));
+        }
+        let (pd, memory) = (pair.sides[1].pd, pair.sides[1].memory.clone());
+        let whole_key = pair.sides[1].rkey;
+        let rnic = &mut pair.sides[1].rnic;
+        let whole = MEMORY as u64;
+        let keys = KEYS.map(|key| {
+            let (at, length, access) = match key {
+                Key::WriteOnly => (0, whole, Access::LOCAL_WRITE | Access::REMOTE_WRITE),
+                Key::ReadOnly => (0, whole, Access::REMOTE_READ),
+                Key::ZeroBased => (0, whole, ALL_ACCESS | Access::ZERO_BASED),
+                Key::Part => (PART, PART_BYTES, ALL_ACCESS),
+                _ => (0, whole, ALL_ACCESS),
+            };
+            let spec = region(memory.clone(), at, length, access);
+            let rkey = match key {
+                Key::Whole => whole_key,
+                Key::Window => rnic.alloc_mw(pd, WindowType::One).unwrap(),
+                Key::Fast => rnic.alloc_mr(pd, whole).unwrap().1,
+                _ => rnic.reg_mr(pd, spec).unwrap().1,
+            };
+            (key, rkey, if key == Key::ZeroBased { 0 } else { IOVA })
+        });
+        let pd = pair.sides[0].pd;
+        let own = [
+            (
+                OWN_FAULTS,
+                region(Arc::new(Faulty(HeapMemory::new(MEMORY))), 0, whole, ALL_ACCESS),
+            ),
+            (
+                OWN_READ_ONLY,
+                region(pair.sides[0].memory.clone(), 0, whole, Access::empty()),
+            ),
+        ];
+        let own_window = pair.sides[0].rnic.alloc_mw(pd, WindowType::One).unwrap();
+        let own_keys = own.map(|(n, spec)| (n, pair.sides[0].rnic.reg_mr(pd, spec).unwrap().0));
+        let mut host = Host {
+            pair,
+            grants,
+            keys: keys.to_vec(),
+            own_keys: own_keys.to_vec(),
+            own_window,
+            given: Vec::new(),
+            asked: Vec::new(),
+            posted: 0,
+            log: Vec::new(),
+        };
+        host.open_keys();
+        host.set_local(grants);
+        host
+    }
+
+    /// Binds the window and fills the region that is filled by requests.
+    pub(super) fn open_keys(&mut self) {
+        let (qpn, now) = (self.pair.sides[1].qpn, self.pair.now);
+        let (lkey, memory) = (self.pair.sides[1].lkey, self.pair.sides[1].memory.clone());
+        let bind = Bind {
+            window: self.key(Key::Window).0,
+            region: lkey,
+            va: IOVA,
+            length: MEMORY as u64,
+            access: Access::REMOTE_WRITE | Access::REMOTE_READ,
+        };
+        let rnic = &mut self.pair.sides[1].rnic;
+        let bound = rnic.bind_mw(now, qpn, 0, bind, SendFlags::empty()).unwrap();
+        let key = self.key(Key::Fast).0.next();
+        let spec = region(memory, 0, MEMORY as u64, ALL_ACCESS);
+        let request = SendRequest {
+            wr_id: 0,
+            operation: Operation::Register(Box::new(Registration { key, spec })),
+            sges: SgeList::EMPTY,
+            flags: SendFlags::empty(),
+            to: Target::Connected,
+        };
+        self.pair.sides[1].rnic.post_send(now, qpn, request).unwrap();
+        for (of, rkey, _) in &mut self.keys {
+            match of {
+                Key::Window => *rkey = bound,
+                Key::Fast => *rkey = key,
+                _ => {}
+            }
+        }
+        self.rest();
+    }
+
+    /// Grants of all keys that may be granted were asked for, and given.
+    pub(super) fn warm(&mut self) {
+        for key in KEYS {
+            let ask = if key == Key::ReadOnly {
+                read(PART, 1)
+            } else {
+                write(PART, 1)
+            };
+            self.post(ask.key(key)).unwrap();
+            self.rest();
+        }
+    }
+
+    pub(super) fn key(&self, key: Key) -> (RKey, u64) {
+        let found = self.keys.iter().find(|(of, ..)| *of == key).unwrap();
+        (found.1, found.2)
+    }
+
+    pub(super) fn set_local(&mut self, local: bool) {
+        self.pair.local = local;
+        for side in &mut self.pair.sides {
+            side.rnic.set_local(side.qpn, local);
+        }
+    }
+
+    pub(super) fn post(&mut self, ask: Ask) -> Result<(), PostError> {
+        let (rkey, base) = self.key(ask.key);
+        let va = base + ask.at;
+        let lkey_of = |n| self.own_keys.iter().find(|(of, _)| *of == n).unwrap().1;
+        let (side, own) = (&self.pair.sides[0], IOVA + self.posted % 32 * OWN_STRIDE);
+        let half = ask.bytes / 2;
+        let sges = match ask.own {
+            Own::Memory => Sge::new(own, ask.bytes, side.lkey).into(),
+            Own::Pieces(n) => {
+                let each = ask.bytes / n;
+                let piece = |i| {
+                    let bytes = if i + 1 == n { ask.bytes - i * each } else { each };
+                    Sge::new(own + u64::from(2 * i * each), bytes, side.lkey)
+                };
+                SgeList::from(&(0..n).map(piece).collect::<Vec<_>>()[..])
+            }
+            Own::Inline => SgeList::inline(&pattern(ask.bytes as usize)),
+            Own::NoKey => {
+                let pieces = [
+                    Sge::new(own, half, side.lkey),
+                    Sge::new(own, ask.bytes - half, LKey(side.lkey.0 ^ 0x100)),
+                ];
+                SgeList::from(&pieces[..])
+            }
+            Own::OutOfBounds => Sge::new(IOVA + MEMORY as u64 - 1, ask.bytes, side.lkey).into(),
+            Own::Faults => Sge::new(own, ask.bytes, lkey_of(OWN_FAULTS)).into(),
+            Own::ReadOnly => Sge::new(own, ask.bytes, lkey_of(OWN_READ_ONLY)).into(),
+        };
+        let operation = match ask.what {
+            What::Write => Operation::Write { va, rkey, imm: None },
+            What::WriteImm => Operation::Write {
+                va,
+                rkey,
+                imm: Some(9),
+            },
+            What::Read => Operation::Read { va, rkey },
+            What::Send => Operation::Send { imm: None },
+            What::FetchAdd => Operation::FetchAdd { va, rkey, add: 1 },
+            What::AtomicWrite => Operation::AtomicWrite { va, rkey },
+            What::Flush => Operation::Flush {
+                va,
+                rkey,
+                length: 1,
+                placement: Placement::GLOBAL,
+                selectivity: Selectivity::Range,
+            },
+            What::Bind => {
+                let region = side.lkey;
+                let (window, va, length, access) = (self.own_window, IOVA, 8, Access::REMOTE_READ);
+                Operation::Bind(Bind {
+                    window,
+                    region,
+                    va,
+                    length,
+                    access,
+                })
+            }
+        };
+        let mut flags = SendFlags::empty();
+        flags.set(SendFlags::SIGNALED, !ask.silent);
+        flags.set(SendFlags::FENCE, ask.fence);
+        let request = SendRequest {
+            wr_id: self.posted,
+            operation,
+            sges: if ask.bytes == 0 { SgeList::EMPTY } else { sges },
+            flags,
+            to: Target::Connected,
+        };
+        self.posted += 1;
+        let (side, now) = (&mut self.pair.sides[0], self.pair.now);
+        if let Operation::Bind(bind) = request.operation {
+            let bound = side.rnic.bind_mw(now, side.qpn, request.wr_id, bind, flags);
+            self.own_window = bound?;
+            return Ok(());
+        }
+        side.rnic.post_send(now, side.qpn, request)
+    }
+
+    /// What the driver does: takes back what is revoked, asks the peer for what is wanted, logs the rest.
+    pub(super) fn serve(&mut self) -> bool {
+        let mut wanted = Vec::new();
+        for (i, side) in self.pair.sides.iter_mut().enumerate() {
+            while let Some(qpn) = side.rnic.poll_revoked() {
+                let of_qp = |(by, ..): &&(Qpn, LKey, Arc<Granted>)| (i, *by) == (1, qpn);
+                for (.., granted) in self.given.iter().filter(of_qp) {
+                    granted.open.store(false, Ordering::Relaxed);
+                }
+            }
+            while let Some(event) = side.rnic.poll_event() {
+                match event {
+                    Event::WantsGrant(qpn, rkey) => wanted.push((i, qpn, rkey)),
+                    other => self.log.push(format!("{i}: {other:?}")),
+                }
+            }
+            for wc in side.completions() {
+                self.log.push(format!("{i}: {wc:?}"));
+            }
+        }
+        let any = !wanted.is_empty();
+        for (i, qpn, rkey) in wanted {
+            assert!(self.grants && i == 0, "side {i} asks");
+            self.asked.push(rkey);
+            self.grant(qpn, rkey);
+        }
+        any
+    }
+
+    pub(super) fn grant(&mut self, to: Qpn, rkey: RKey) {
+        let of = self.pair.sides[1].qpn;
+        let grantable = self.pair.sides[1].rnic.grantable(of, rkey);
+        let grant = grantable.ok().map(|of_region| {
+            let granted = Arc::new(Granted {
+                memory: of_region.memory,
+                open: AtomicBool::new(true),
+                bytes_left: AtomicU64::new(u64::MAX),
+                calls: AtomicU64::new(0),
+            });
+            self.given.push((of, of_region.lkey, granted.clone()));
+            Grant {
+                memory: granted,
+                memory_offset: of_region.memory_offset,
+                iova: of_region.iova,
+                length: of_region.length,
+                access: of_region.access,
+            }
+        });
+        self.pair.sides[0].rnic.set_grant(self.pair.now, to, rkey, grant);
+    }
+
+    pub(super) fn rest(&mut self) {
+        loop {
+            self.pair.run();
+            if !self.serve() {
+                break;
+            }
+        }
+    }
+
+    /// Changes the state or an attribute of a side's QP.
+    pub(super) fn modify(&mut self, i: usize, to: QpState, attributes: QpAttributes) {
+        self.pair.modify(i, to, &attributes);
+        self.serve();
+    }
+
+    pub(super) fn state(&self, i: usize) -> QpState {
+        self.pair.sides[i].state()
+    }
+
+    pub(super) fn perform(&mut self, step: Do) {
+        let attributes = QpAttributes::default();
+        match step {
+            Do::Post(ask) => {
+                let posted = self.post(ask);
+                if let Err(error) = posted {
+                    self.log.push(format!("not posted: {error}"));
+                }
+            }
+            Do::Recv(bytes) => self.pair.recv(1, 99, 0x30_0000, bytes),
+            Do::Rest => self.rest(),
+            Do::Modify(i, to) => self.modify(i, to, attributes),
+            Do::Rights(access) => {
+                let access = Some(access);
+                let state = self.state(1);
+                self.modify(1, state, QpAttributes { access, ..attributes });
+            }
+            Do::RateLimit(bps) => {
+                let rate_limit_bps = Some(bps);
+                let to = QpAttributes {
+                    rate_limit_bps,
+                    ..attributes
+                };
+                self.modify(0, QpState::Rts, to);
+            }
+            Do::MaxDestRdAtomic(n) => {
+                let max_dest_rd_atomic = Some(n);
+                let to = QpAttributes {
+                    max_dest_rd_atomic,
+                    ..attributes
+                };
+                self.modify(1, QpState::Sqd, to);
+            }
+            Do::MaxRdAtomic(n) => {
+                let max_rd_atomic = Some(n);
+                let to = QpAttributes {
+                    max_rd_atomic,
+                    ..attributes
+                };
+                self.modify(0, QpState::Sqd, to);
+            }
+            Do::Destroy(i) => {
+                let side = &mut self.pair.sides[i];
+                side.rnic.destroy_qp(side.qpn);
+                self.serve();
+            }
+            Do::Dereg(key) => {
+                let lkey = LKey(self.key(key).0.0);
+                self.take_back(|of| of == lkey);
+                let rnic = &mut self.pair.sides[1].rnic;
+                rnic.unbind_mws(lkey);
+                rnic.dereg_mr(lkey).unwrap();
+            }
+            Do::Rereg(key) => {
+                let lkey = LKey(self.key(key).0.0);
+                self.take_back(|of| of == lkey);
+                let other = Arc::new(HeapMemory::new(MEMORY));
+                let rnic = &mut self.pair.sides[1].rnic;
+                rnic.rereg_mr(lkey, None, |spec| spec.memory = other).unwrap();
+            }
+            Do::TakeBack => self.take_back(|_| true),
+            Do::EndsAfter(bytes) => {
+                for (.., granted) in &self.given {
+                    granted.bytes_left.store(bytes, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    pub(super) fn take_back(&mut self, is_it: impl Fn(LKey) -> bool) {
+        for (.., granted) in self.given.iter().filter(|(_, lkey, _)| is_it(*lkey)) {
+            granted.open.store(false, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn direct(&self) -> u64 {
+        self.pair.sides[0].rnic.counters().direct_requests
+    }
+
+    pub(super) fn calls(&self) -> u64 {
+        let calls = self.given.iter().map(|(.., granted)| &granted.calls);
+        calls.map(|calls| calls.load(Ordering::Relaxed)).sum()
+    }
+}
