@@ -21,9 +21,9 @@ use crate::graveyard::Graveyard;
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
-use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType};
+use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
-use crate::sched::{CLASSES, Policy, Scheduler};
+use crate::sched::{CLASSES, Policy, Scheduler, TURN_BYTES};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
 use crate::transmit::{ECN_MARKED, Path, TransmitBuf};
@@ -532,6 +532,58 @@ impl Rnic {
             .unwrap_or(Err(PostError::NoQp))
     }
 
+    /// Does a send request that needs no packets, if it is one ([`Event::WantsGrant`]) and nothing is before it. False: it is to be
+    /// posted.
+    #[inline]
+    pub fn post_directly(&mut self, qpn: Qpn, request: &SendRequest) -> bool {
+        let Some(qp) = self.qps.get_mut(&qpn.value()) else {
+            return false;
+        };
+        if !qp
+            .requester()
+            .is_some_and(|requester| requester.may_go_directly())
+        {
+            return false;
+        }
+        let mut env = Env {
+            regions: &mut self.regions,
+            srqs: &mut self.srqs,
+            cqs: &mut self.cqs,
+            events: &mut self.events,
+            flushes: &mut self.flushes,
+            counters: &mut self.counters,
+            overrun: &mut self.overrun,
+            traffic: &self.config.traffic,
+            now: Time(0),
+        };
+        let done = qp.post_directly(&mut env, request);
+        if !self.overrun.is_empty() {
+            self.fail_overrun(Time(0));
+        }
+        done
+    }
+
+    /// Posts a send request as [`Rnic::post_send`] does, and builds its packets at once when nobody else has anything to send:
+    /// then it is nobody else's turn, and [`Rnic::poll_transmit`] has nothing to decide. `buf` is empty, or not built into.
+    pub fn post_send_into(
+        &mut self,
+        now: Time,
+        qpn: Qpn,
+        request: SendRequest,
+        buf: &mut TransmitBuf,
+    ) -> Result<(), PostError> {
+        let _memory = self.graveyard.hold(&request.operation);
+        let alone = buf.is_empty() && !self.has_urgent_transmit();
+        let post = |qp: &mut Qp, env: &mut Env<'_>| {
+            qp.post_send(env, request)?;
+            if alone && qp.wants_turn() {
+                qp.transmit(env, buf, TURN_BYTES, false);
+            }
+            Ok(())
+        };
+        self.with_qp(now, qpn, post).unwrap_or(Err(PostError::NoQp))
+    }
+
     /// Posts a receive request. IBTA Vol 1, 11.4.1.2.
     pub fn post_recv(&mut self, now: Time, qpn: Qpn, request: RecvRequest) -> Result<(), PostError> {
         self.with_qp(now, qpn, |qp, env| qp.post_recv(env, request))
@@ -563,11 +615,15 @@ impl Rnic {
 
     // Memory of this host.
 
-    /// Whether a QP's peer is on this host: [`Event::WantsGrant`] asks for what it could reach itself. With false all grants are
-    /// forgotten.
+    /// Whether a QP's peer is reached through memory of this host: its packets need no ICRC, and [`Event::WantsGrant`] asks for
+    /// what it could reach itself. With false all grants are forgotten. A QP that is reset is told anew.
     pub fn set_local(&mut self, qpn: Qpn, local: bool) {
-        if let Some(requester) = self.qps.get_mut(&qpn.value()).and_then(Qp::requester) {
-            requester.set_asks(local);
+        let Some(qp) = self.qps.get_mut(&qpn.value()) else {
+            return;
+        };
+        qp.head.local = local;
+        if let Some(requester) = qp.requester().filter(|_| !local) {
+            requester.forget_grants();
         }
     }
 
@@ -883,7 +939,7 @@ impl Rnic {
             && let Some(turn) = self.ready.pick()
         {
             let (qpn, before) = (turn.id, buf.bytes().len());
-            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, turn.bytes));
+            self.with_qp(now, qpn, |qp, env| qp.transmit(env, buf, turn.bytes, all));
             let sent = buf.bytes().len() - before;
             let qp = self.qps.get_mut(&qpn.value());
             let more = qp.as_ref().is_some_and(|qp| qp.wants_turn());
@@ -896,6 +952,18 @@ impl Rnic {
             }
         }
         self.has_urgent_transmit()
+    }
+
+    /// Whether [`Rnic::poll_transmit`] has anything, acknowledgements that may wait included if `all`.
+    #[inline]
+    pub fn has_transmit(&self, all: bool) -> bool {
+        self.has_urgent_transmit() || (all && !self.ack_ready.is_empty())
+    }
+
+    /// Whether [`Rnic::poll_flush`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing.
+    #[inline]
+    pub fn is_quiet(&self) -> bool {
+        self.events.is_empty() && self.flushes.is_idle() && self.revoked.is_empty() && self.cm.is_quiet()
     }
 
     /// Whether [`Rnic::poll_transmit`] has more than acknowledgements that may wait.
@@ -987,6 +1055,15 @@ impl Rnic {
     /// Calls `f` on a QP and what it needs of the device; QPs whose completion queue overran thereby go to error.
     fn with_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let result = self.on_qp(now, qpn, f);
+        if !self.overrun.is_empty() {
+            self.fail_overrun(now);
+        }
+        result
+    }
+
+    /// QPs whose completion queue overran go to error.
+    #[cold]
+    fn fail_overrun(&mut self, now: Time) {
         // A QP fails once, so this ends; what it flushes may overrun the next queue.
         while let Some((cq, lost_of)) = self.overrun.pop() {
             let uses = |qp: &Qp| {
@@ -1002,7 +1079,6 @@ impl Rnic {
                 });
             }
         }
-        result
     }
 
     /// Calls `f` on a QP and what it needs of the device, then lists it for sending and for its timer.
@@ -1042,13 +1118,19 @@ impl Rnic {
 
 /// Lists a QP that has something to send.
 fn list(qp: &mut Qp, ready: &mut Scheduler<Qpn>, ack_ready: &mut VecDeque<Qpn>) {
-    if qp.head.listed || !qp.wants_transmit() {
+    if qp.head.listed {
         return;
     }
-    if qp.wants_turn() {
-        qp.head.listed = true;
-        ready.push(qp.class(), qp.head.qpn);
-    } else if !std::mem::replace(&mut qp.head.ack_listed, true) {
-        ack_ready.push_back(qp.head.qpn);
+    match qp.wants() {
+        Wants::Nothing => {}
+        Wants::Turn => {
+            qp.head.listed = true;
+            ready.push(qp.class(), qp.head.qpn);
+        }
+        Wants::Acknowledgement if qp.head.ack_listed => {}
+        Wants::Acknowledgement => {
+            qp.head.ack_listed = true;
+            ack_ready.push_back(qp.head.qpn);
+        }
     }
 }

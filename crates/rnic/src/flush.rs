@@ -64,6 +64,10 @@ impl Flushes {
         self.waiting.insert(id, waiter);
     }
 
+    pub(crate) fn is_idle(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
     pub(crate) fn poll(&mut self) -> Option<FlushJob> {
         self.jobs.pop_front()
     }

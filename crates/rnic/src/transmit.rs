@@ -67,6 +67,8 @@ pub struct Train {
     pub segment_bytes: usize,
     /// Packets.
     pub packets: usize,
+    /// It goes through memory of this host, and nowhere else: its packets have no ICRC.
+    pub local: bool,
     closed: bool,
 }
 
@@ -80,6 +82,8 @@ pub struct TransmitBuf {
     limit_bytes: usize,
     /// Where the turn under way ends.
     turn_end: usize,
+    /// What is pushed goes through memory of this host.
+    local: bool,
     train_packets_max: usize,
 }
 
@@ -92,6 +96,7 @@ impl TransmitBuf {
             trains: Vec::with_capacity(64),
             limit_bytes,
             turn_end: usize::MAX,
+            local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
         }
     }
@@ -127,14 +132,17 @@ impl TransmitBuf {
         self.used + bytes as usize >= self.limit_bytes.min(self.turn_end)
     }
 
-    /// It is full after another `bytes`, until [`TransmitBuf::end_turn`].
-    pub(crate) fn begin_turn(&mut self, bytes: u32) {
+    /// It is full after another `bytes`, until [`TransmitBuf::end_turn`]. `local`: what is pushed meanwhile goes through memory of
+    /// this host.
+    pub(crate) fn begin_turn(&mut self, bytes: u32, local: bool) {
         self.turn_end = self.used + bytes as usize;
+        self.local = local;
     }
 
     /// Lifts the limit of the turn.
     pub(crate) fn end_turn(&mut self) {
         self.turn_end = usize::MAX;
+        self.local = false;
     }
 
     /// From now on every train is one packet: the system cannot segment.
@@ -175,6 +183,7 @@ impl TransmitBuf {
         self.used = start + total;
         let joins = self.trains.last().is_some_and(|t| {
             !t.closed
+                && t.local == self.local
                 && t.path == *path
                 && total <= t.segment_bytes
                 && t.packets < self.train_packets_max
@@ -186,7 +195,11 @@ impl TransmitBuf {
             0
         };
         debug_assert!(len >= Bth::LEN);
-        let icrc = icrc(&path.flow(), &self.bytes[start..start + len], index as u16);
+        let icrc = if self.local {
+            0
+        } else {
+            icrc(&path.flow(), &self.bytes[start..start + len], index as u16)
+        };
         self.bytes[start + len..start + total].copy_from_slice(&icrc.to_le_bytes());
         if joins && let Some(train) = self.trains.last_mut() {
             train.range.end = start + total;
@@ -199,6 +212,7 @@ impl TransmitBuf {
                 range,
                 segment_bytes: total,
                 packets: 1,
+                local: self.local,
                 closed: false,
             });
         }

@@ -424,8 +424,7 @@ impl QueuePair {
 
     /// Posts a send request and sends what the window allows.
     pub fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
-        self.engine()
-            .with(|core, now| core.rnic.post_send(now, self.0.qpn, request))
+        self.engine().post_send(self.0.qpn, request)
     }
 
     /// Posts send requests in order, as one doorbell. Fails at the first that is not taken; those before it are posted.

@@ -388,6 +388,10 @@ impl Cm {
         self.forget(id.0);
     }
 
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.events.is_empty()
+    }
+
     /// Something that happened to a connection.
     pub fn poll_event(&mut self) -> Option<CmEvent> {
         self.events.pop_front()

@@ -288,6 +288,8 @@ pub(crate) struct Head {
     pub(crate) ack_listed: bool,
     /// The device's timers hold an entry for this QP at this time.
     pub(crate) timer: Option<Time>,
+    /// The peer is on this host: packets go through memory.
+    pub(crate) local: bool,
     /// Regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
 }
@@ -375,6 +377,7 @@ impl Qp {
             listed: false,
             ack_listed: false,
             timer: None,
+            local: false,
             granted: false,
         };
         Qp {
@@ -531,6 +534,15 @@ impl Qp {
         }
     }
 
+    /// Does a send request that needs no packets; false: it is to be posted.
+    #[inline]
+    pub(crate) fn post_directly(&mut self, env: &mut Env<'_>, request: &SendRequest) -> bool {
+        match &mut self.halves {
+            Halves::Reliable(requester, _) => requester.post_directly(env, &self.head, request),
+            Halves::Uc(..) | Halves::Ud(..) => false,
+        }
+    }
+
     /// Takes a receive request. In Error it completes at once, as flushed.
     pub(crate) fn post_recv(&mut self, env: &mut Env<'_>, request: RecvRequest) -> Result<(), PostError> {
         match &mut self.halves {
@@ -649,8 +661,7 @@ impl Qp {
             Halves::Reliable(requester, _) => requester.deadline(),
             Halves::Uc(..) | Halves::Ud(..) => None,
         };
-        let deadlines = [answer, self.head.rate.held_until];
-        deadlines.into_iter().flatten().min()
+        earlier(answer, self.head.rate.held_until)
     }
 
     // Output.
@@ -665,30 +676,34 @@ impl Qp {
         of_request.or_else(of_path).unwrap_or(0)
     }
 
-    pub(crate) fn wants_transmit(&self) -> bool {
-        match &self.halves {
-            Halves::Reliable(requester, responder) => {
-                responder.wants_transmit(&self.head) || requester.wants_transmit(&self.head)
-            }
-            Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.wants_transmit(&self.head),
-        }
-    }
-
     /// Whether it has more to send than an acknowledgement that may wait.
     pub(crate) fn wants_turn(&self) -> bool {
-        match &self.halves {
+        self.wants() == Wants::Turn
+    }
+
+    /// What it has to send.
+    pub(crate) fn wants(&self) -> Wants {
+        let (asks, answers) = match &self.halves {
             Halves::Reliable(requester, responder) => {
-                requester.wants_transmit(&self.head)
-                    || (responder.wants_transmit(&self.head) && !responder.owes_only_ack())
+                let asks = requester.wants_transmit(&self.head);
+                if !asks && responder.wants_transmit(&self.head) && responder.owes_only_ack() {
+                    return Wants::Acknowledgement;
+                }
+                (asks, !asks && responder.wants_transmit(&self.head))
             }
-            Halves::Uc(..) | Halves::Ud(..) => self.wants_transmit(),
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => (sender.wants_transmit(&self.head), false),
+        };
+        if asks || answers {
+            Wants::Turn
+        } else {
+            Wants::Nothing
         }
     }
 
-    /// Builds the packets of a turn of `bytes`.
-    pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32) {
+    /// Builds the packets of a turn of `bytes`; acknowledgements that may wait too, if `all`.
+    pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32, all: bool) {
         let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
-        buf.begin_turn(bytes.min(self.head.rate.burst_bytes));
+        buf.begin_turn(bytes.min(self.head.rate.burst_bytes), self.head.local);
         match &mut self.halves {
             Halves::Reliable(requester, _) => {
                 let sent = requester.transmit(env, &self.head, buf);
@@ -707,8 +722,10 @@ impl Qp {
                 }
             }
         }
-        // After the requests: an acknowledgement is short and ends the train.
+        // After the requests: an acknowledgement is short and ends the train. Where a train is no system call but a packet is as
+        // much work as any other, it waits until the peer waits too.
         if let Halves::Reliable(_, responder) = &mut self.halves
+            && (all || !self.head.local || !responder.owes_only_ack())
             && let Some(status) = responder.transmit(env, &self.head, buf)
         {
             self.fail(env, Some((status, Cause::PeerRequest)));
@@ -724,11 +741,30 @@ impl Qp {
     }
 }
 
+/// What a QP has to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wants {
+    Nothing,
+    /// Only an acknowledgement, which may wait for company.
+    Acknowledgement,
+    Turn,
+}
+
 impl Head {
     /// PSNs after the oldest missing one that are kept out of order: as many windows as let the sender go on while a packet is
     /// lost, and lost again.
     pub(crate) fn reach(&self) -> u32 {
         (REACH_WINDOWS * self.window).min(Sack::reach(self.mtu))
+    }
+}
+
+/// The earlier of two times, where there are any.
+#[inline]
+pub(crate) fn earlier(a: Option<Time>, b: Option<Time>) -> Option<Time> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, None) => a,
+        (None, b) => b,
     }
 }
 

@@ -31,7 +31,7 @@ use crate::qp::message::{
 };
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
-    bare_completion,
+    bare_completion, earlier,
 };
 use crate::srq::Srqn;
 use crate::time::Time;
@@ -261,7 +261,7 @@ impl Requester {
             return Err(PostError::Invalid);
         }
         self.ask(env, head, &request, bytes);
-        if self.post_directly(env, head, &request, bytes) {
+        if self.may_go_directly() && self.post_directly(env, head, &request) {
             return Ok(());
         }
         let packets = packets_of(&request.operation, bytes, head.mtu);
@@ -333,10 +333,7 @@ impl Requester {
     /// The moment at which [`Requester::handle_timeout`] is due.
     pub(crate) fn deadline(&self) -> Option<Time> {
         let selective = self.selective.as_deref().and_then(Selective::deadline);
-        [self.deadline, self.rnr_until, selective]
-            .into_iter()
-            .flatten()
-            .min()
+        earlier(earlier(self.deadline, self.rnr_until), selective)
     }
 
     pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) -> Result<(), Broken> {

@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, QpAttributes, QpInfo,
-    QpState, QpType, Qpn, Rnic, Time, Traffic, TransmitBuf,
+    Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, PostError, QpAttributes,
+    QpInfo, QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -44,6 +44,8 @@ const RECEIVES_PER_TURN: usize = 8;
 /// Calls of a polling caller between two looks at what other engines have to say. Their messages have a thread of their own, but
 /// one that may wait long for a CPU that a caller spins on.
 const POLLS_PER_SERVE: u32 = 1024;
+/// Most calls of a polling caller in a row that do not look at the sockets: some microseconds.
+const SOCKET_RESTS_MAX: u32 = 127;
 /// Bytes gathered before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
 /// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
@@ -255,6 +257,9 @@ pub(crate) struct Core {
     pub(crate) links: Links,
     /// Calls of polling callers.
     polls: u32,
+    /// Calls of polling callers that do not look at the sockets: those that are left, and all of them.
+    socket_rests: u32,
+    socket_rest: u32,
     batch: RxBatch,
     /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
     tx: [Option<TxSocket>; SLOTS],
@@ -430,6 +435,8 @@ impl Engine {
             memberships: Memberships::new().map_err(io("epoll"))?,
             links,
             polls: 0,
+            socket_rests: 0,
+            socket_rest: 0,
             batch: RxBatch::new(),
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -503,7 +510,7 @@ impl Engine {
         }
         let now = self.now();
         self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
-        let received = core.receive(now, 1);
+        let received = core.receive_polled(now);
         core.polls = core.polls.wrapping_add(1);
         if core.polls.is_multiple_of(POLLS_PER_SERVE) {
             core.serve_links(now);
@@ -518,18 +525,38 @@ impl Engine {
         found
     }
 
+    /// Posts a send request, and sends what it wants sent.
+    pub(crate) fn post_send(&self, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
+        let mut core = self.lock();
+        if core.rnic.post_directly(qpn, &request) {
+            if !core.rnic.is_quiet() {
+                self.finish(core, self.now());
+            }
+            return Ok(());
+        }
+        let now = self.now();
+        let posted = core.post_send(now, qpn, request);
+        self.finish(core, now);
+        posted
+    }
+
     /// Calls `f` on the device, then sends what it wants sent.
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Core, Time) -> R) -> R {
         let mut core = self.lock();
         let now = self.now();
         let result = f(&mut core, now);
+        self.finish(core, now);
+        result
+    }
+
+    /// Sends what the device wants sent, and wakes the thread if it would sleep for too long.
+    fn finish(&self, mut core: Locked<'_>, now: Time) {
         core.finish(now, false);
         let early = self.is_due_early(&core);
         drop(core);
         if early {
             self.kick.wake();
         }
-        result
     }
 
     /// Whether the thread sleeps past something that is to be done. Requests that follow each other set later timers, so this
@@ -665,6 +692,32 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 }
 
 impl Core {
+    /// Takes in what has arrived, for a caller that polls. A look at a socket is a system call and costs as much as a whole
+    /// message between processes, so while it finds nothing and there are links, it happens ever more seldom.
+    fn receive_polled(&mut self, now: Time) -> usize {
+        if self.socket_rests > 0 {
+            self.socket_rests -= 1;
+            let received = self.links.receive(&mut self.rnic, now);
+            self.after_receive(now);
+            return received;
+        }
+        let local = self.links.receive(&mut self.rnic, now);
+        let received = self.receive(now, 1);
+        self.socket_rest = match received {
+            0 if !self.links.is_empty() => (2 * self.socket_rest + 1).min(SOCKET_RESTS_MAX),
+            _ => 0,
+        };
+        self.socket_rests = self.socket_rest;
+        local + received
+    }
+
+    /// Timers, and what more than the usual is owed for what came in.
+    fn after_receive(&mut self, now: Time) {
+        if self.rnic.poll_timeout().is_some_and(|at| at <= now) {
+            self.rnic.handle_timeout(now);
+        }
+    }
+
     /// Takes in what has arrived; returns how many datagrams.
     fn receive(&mut self, now: Time, turns: usize) -> usize {
         let mut total = self.receive_multicast(now) + self.links.receive(&mut self.rnic, now);
@@ -683,9 +736,7 @@ impl Core {
                 self.transmit(now, false);
             }
         }
-        if self.rnic.poll_timeout().is_some_and(|at| at <= now) {
-            self.rnic.handle_timeout(now);
-        }
+        self.after_receive(now);
         total
     }
 
@@ -722,7 +773,12 @@ impl Core {
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
         loop {
             self.revoke();
-            self.transmit(now, all);
+            if self.sent < self.buf.trains().len() || self.rnic.has_transmit(all) {
+                self.transmit(now, all);
+            }
+            if self.rnic.is_quiet() {
+                return;
+            }
             let refused = self.start_flushes(now);
             let connections = self.tell(now);
             // What connection management answers, and a flush that was refused, is sent at once.
@@ -730,6 +786,15 @@ impl Core {
                 return;
             }
         }
+    }
+
+    /// Posts a send request and builds its packets, if no other are to be sent before.
+    pub(crate) fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
+        if self.sent == self.buf.trains().len() {
+            self.buf.clear();
+            self.sent = 0;
+        }
+        self.rnic.post_send_into(now, qpn, request, &mut self.buf)
     }
 
     /// Takes back what was granted for queue pairs that take no more requests.
@@ -901,6 +966,9 @@ impl Core {
             }
             self.buf.clear();
             self.sent = 0;
+            if !self.rnic.has_transmit(all) {
+                return;
+            }
             let more = self.rnic.poll_transmit(now, &mut self.buf, all);
             if self.buf.is_empty() {
                 return;
@@ -931,6 +999,11 @@ impl Core {
                     self.sent += 1;
                     continue;
                 }
+            }
+            if train.local {
+                // Its link has broken since it was built, and it has no ICRC: as good as lost.
+                self.sent += 1;
+                continue;
             }
             // A run of trains that leave by one socket is one system call.
             let run = trains[self.sent..]

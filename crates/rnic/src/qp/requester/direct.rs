@@ -13,7 +13,7 @@ use crate::cq::Status;
 use crate::memory::{Access, PeerFault, PeerMemory};
 use crate::qp::message::{memory_of, opcode_of};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
-use crate::work::{Operation, SendFlags, SendRequest};
+use crate::work::{Operation, SendFlags, SendRequest, Target};
 
 /// Regions of a peer that a QP asks for at most; the ones asked for first are forgotten first.
 const GRANTS_MAX: usize = 64;
@@ -47,8 +47,6 @@ impl Grant {
 /// What a QP may reach itself.
 #[derive(Debug, Default)]
 pub(super) struct Direct {
-    /// The peer is on this host: it is asked for grants.
-    asks: bool,
     /// Keys that were asked for, with what came of it.
     grants: Vec<(RKey, Option<Grant>)>,
 }
@@ -65,12 +63,9 @@ fn reaches(operation: &Operation, bytes: u32) -> Option<(RKey, u64, Access)> {
 }
 
 impl Requester {
-    /// Whether the peer is on this host, to be asked for grants.
-    pub(crate) fn set_asks(&mut self, asks: bool) {
-        self.direct.asks = asks;
-        if !asks {
-            self.direct.grants.clear();
-        }
+    /// The peer is out of reach.
+    pub(crate) fn forget_grants(&mut self) {
+        self.direct.grants.clear();
     }
 
     /// The peer's answer to [`Event::WantsGrant`].
@@ -82,7 +77,7 @@ impl Requester {
 
     /// Asks the peer for what a request would reach, once.
     pub(super) fn ask(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest, bytes: u32) {
-        if !self.direct.asks || head.init.qp_type != QpType::Rc {
+        if !head.local || head.init.qp_type != QpType::Rc {
             return;
         }
         let Some((rkey, ..)) = reaches(&request.operation, bytes) else {
@@ -125,21 +120,27 @@ impl Requester {
         waits.then_some(false)
     }
 
+    /// Whether a request that is posted now may go directly.
+    #[inline]
+    pub(crate) fn may_go_directly(&self) -> bool {
+        !self.direct.grants.is_empty() && self.queue.is_empty()
+    }
+
     /// Does a request at once, if nothing is before it; false: it is to be queued.
     #[inline]
-    pub(super) fn post_directly(
-        &mut self,
-        env: &mut Env<'_>,
-        head: &Head,
-        request: &SendRequest,
-        bytes: u32,
-    ) -> bool {
-        if self.direct.grants.is_empty()
-            || !self.queue.is_empty()
-            || head.state != QpState::Rts
-            || head.rate.is_limited()
-            || self.reach(env, head, request, bytes) != Some(Ok(()))
-        {
+    pub(crate) fn post_directly(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest) -> bool {
+        let is_plain = match request.operation {
+            Operation::Write { imm: None, .. } => true,
+            Operation::Read { .. } => self.max_rd_atomic > 0,
+            _ => false,
+        };
+        let may = request.to == Target::Connected && head.init.max_send_wr > 0;
+        if !is_plain || !may || head.state != QpState::Rts || head.rate.is_limited() {
+            return false;
+        }
+        // What cannot be is refused by who queues it.
+        let Ok(bytes) = request.check() else { return false };
+        if self.reach(env, head, request, bytes) != Some(Ok(())) {
             // What fails of own memory is found again, and told in its turn.
             return false;
         }
