@@ -517,6 +517,11 @@ impl Rnic {
         backlog
     }
 
+    /// The QPs there are, in no order.
+    pub fn qpns(&self) -> impl Iterator<Item = Qpn> {
+        self.qps.values().map(|qp| qp.head.qpn)
+    }
+
     /// QPs, regions and completion queues there are.
     pub fn object_counts(&self) -> (usize, usize, usize) {
         (self.qps.len(), self.regions.len(), self.cqs.len())
@@ -640,6 +645,12 @@ impl Rnic {
                 requester.set_grant(rkey, grant);
             }
         });
+    }
+
+    /// What the peer of a QP granted it, and may have taken back since.
+    pub fn grants(&self, qpn: Qpn) -> impl Iterator<Item = &Grant> {
+        let qp = self.qps.get(&qpn.value());
+        qp.into_iter().flat_map(Qp::held_grants)
     }
 
     /// What the peer of a QP may be granted of the region of a key. It holds until [`Rnic::poll_revoked`] names the QP, or the

@@ -151,6 +151,11 @@ pub trait PeerMemory: fmt::Debug + Send + Sync {
 
     /// Places `length` bytes at an offset of the peer's memory in own memory.
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault>;
+
+    /// Itself, for a driver that tells its own kinds apart.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
 }
 
 /// Why a peer's memory was not reached.

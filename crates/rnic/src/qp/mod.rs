@@ -30,6 +30,7 @@ pub(crate) mod ud;
 pub(crate) mod unreliable;
 
 use rate::Rate;
+use requester::direct::Grant;
 use requester::{Broken, Requester};
 use responder::Responder;
 pub use state::{AttrMask, ModifyError, QpState};
@@ -523,6 +524,15 @@ impl Qp {
             Halves::Reliable(requester, _) => Some(requester),
             Halves::Uc(..) | Halves::Ud(..) => None,
         }
+    }
+
+    /// What the peer granted.
+    pub(crate) fn held_grants(&self) -> impl Iterator<Item = &Grant> {
+        let requester = match &self.halves {
+            Halves::Reliable(requester, _) => Some(requester),
+            Halves::Uc(..) | Halves::Ud(..) => None,
+        };
+        requester.into_iter().flat_map(|requester| requester.grants())
     }
 
     // Work.

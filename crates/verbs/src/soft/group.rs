@@ -27,7 +27,9 @@ mod message;
 mod names;
 mod worker;
 
+use std::collections::BTreeSet;
 use std::fmt;
+use std::fs;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
@@ -483,6 +485,33 @@ impl fmt::Debug for Group {
 /// A connection to the process of a slot of a local address, wherever in this network namespace it is.
 pub(crate) fn connect_slot(addr: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
     Names::new(addr).connect_slot(slot)
+}
+
+/// Listens under the name of a slot, and never accepts: as a process does that is stopped.
+#[cfg(test)]
+pub(crate) fn listen_silently(addr: IpAddr, slot: u8) -> OwnedFd {
+    let fd = Names::new(addr).bind_slot(slot).unwrap();
+    rustix::net::listen(&fd, 1).unwrap();
+    fd
+}
+
+/// The slots that have a process in this network namespace, whoever's, in the order of addresses; `None` where the system does
+/// not tell.
+pub(crate) fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
+    let sockets = fs::read_to_string("/proc/net/unix").ok()?;
+    Some(slots_of_sockets(&sockets))
+}
+
+/// Of the system's list of Unix sockets: number, references, protocol, flags, type, state, inode, and a name if it has one.
+fn slots_of_sockets(sockets: &str) -> BTreeSet<(IpAddr, u8)> {
+    const SEQPACKET: &str = "0005";
+    let slot = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let kind = fields.nth(4)?;
+        let name = fields.nth(2)?.strip_prefix('@')?;
+        (kind == SEQPACKET).then(|| names::slot_of_name(name))?
+    };
+    sockets.lines().filter_map(slot).collect()
 }
 
 /// Whom a datagram to QPN 1 is for.

@@ -4,5 +4,7 @@ pub(crate) mod engine;
 pub mod group;
 pub(crate) mod load;
 mod mcast;
+pub mod resources;
 pub(crate) mod shm;
 pub mod udp;
+mod user;

@@ -75,6 +75,11 @@ impl Requester {
         }
     }
 
+    /// What the peer granted, and may have taken back since.
+    pub(crate) fn grants(&self) -> impl Iterator<Item = &Grant> {
+        self.direct.grants.iter().filter_map(|(_, grant)| grant.as_ref())
+    }
+
     /// Asks the peer for what a request would reach, once.
     pub(super) fn ask(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest, bytes: u32) {
         if !head.local || head.init.qp_type != QpType::Rc {

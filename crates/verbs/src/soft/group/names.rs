@@ -11,6 +11,9 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 
 use super::SLOTS;
 
+/// Of all names.
+const PREFIX: &str = "rdmux-4791-";
+
 /// The names of one address.
 #[derive(Clone, Debug)]
 pub(super) struct Names {
@@ -109,8 +112,17 @@ impl Names {
     }
 
     fn name(&self, suffix: &str) -> Result<SocketAddrUnix, Errno> {
-        SocketAddrUnix::new_abstract_name(format!("rdmux-4791-{}{suffix}", self.addr).as_bytes())
+        SocketAddrUnix::new_abstract_name(format!("{PREFIX}{}{suffix}", self.addr).as_bytes())
     }
+}
+
+/// The address and slot whose process bound an abstract name, if that is what [`Names::bind_slot`] binds.
+pub(super) fn slot_of_name(name: &str) -> Option<(IpAddr, u8)> {
+    let (addr, slot) = name.strip_prefix(PREFIX)?.rsplit_once("-slot-")?;
+    let (addr, slot) = (addr.parse().ok()?, slot.parse().ok()?);
+    // What is written otherwise is somebody else's.
+    let ours = format!("{PREFIX}{addr}{}", slot_suffix(slot));
+    (ours == name && (1..SLOTS as u8).contains(&slot)).then_some((addr, slot))
 }
 
 fn slot_suffix(slot: u8) -> String {

@@ -1,5 +1,6 @@
 //! Memory of a peer that this process reaches itself.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
@@ -37,6 +38,13 @@ pub(super) struct Granted {
 }
 
 impl Granted {
+    /// Whether it has not been taken back.
+    #[inline]
+    pub(super) fn holds(&self) -> bool {
+        let grant = self.segment.grant(self.side.other(), self.index);
+        grant.load(Ordering::Acquire) == self.generation && self.open.load(Ordering::Relaxed)
+    }
+
     /// Calls `f` while the grant holds, and lets its owner see that somebody is inside.
     #[inline]
     fn inside<R>(&self, f: impl FnOnce() -> Result<R, PeerFault>) -> Result<R, PeerFault> {
@@ -45,9 +53,7 @@ impl Granted {
         inside.store(entered, Ordering::Relaxed);
         // The owner takes the grant back and then looks whether somebody is inside; here it is the other way round.
         fence(Ordering::SeqCst);
-        let grant = self.segment.grant(self.side.other(), self.index);
-        let holds = grant.load(Ordering::Acquire) == self.generation && self.open.load(Ordering::Relaxed);
-        let result = if holds { f() } else { Err(PeerFault::Ended) };
+        let result = if self.holds() { f() } else { Err(PeerFault::Ended) };
         inside.store(entered.wrapping_add(1), Ordering::Release);
         result
     }
@@ -129,6 +135,10 @@ impl PeerMemory for Granted {
                 to.write(to_offset + done, buffer).map_err(PeerFault::Own)
             }),
         }
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 }
 

@@ -7,27 +7,28 @@
 //! dies.
 
 use std::collections::{HashMap, VecDeque};
-use std::fmt;
-use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{Access, Arrival, Grant, LKey, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, QpInfo, Qpn, RKey, Rnic, Time};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, accept_with};
 
 use super::grant::{Granted, Reach};
 use super::message::{self, Message, Refusal};
+use super::report::{self, Carried, Page, QpReport};
 use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use super::segment::{Area, GRANTS, Segment, Side};
+use super::why::{NotDirect, Why};
 use crate::mapping::{Mapping, is_safe_to_map};
 use crate::memory::AnonymousMemory;
 use crate::soft::group::{self, SLOTS};
 use crate::soft::udp;
+use crate::soft::user::{User, user_of};
 
 /// Links of an engine, those included that are being made.
 const LINKS_MAX: usize = 64;
@@ -39,6 +40,8 @@ const MESSAGES_PER_TURN: usize = 64;
 const RECORDS_PER_TURN: usize = 16;
 /// Bytes that wait for room in a ring at most; what is more is as good as lost on a network.
 const WAITING_BYTES_MAX: usize = 16 << 20;
+/// Queue pairs whose reasons for going by packets are kept; when there are more, those that are gone are forgotten.
+const REASONS_MAX: usize = 1024;
 /// How long a peer that cannot be linked to is not asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a peer may stay inside of memory that is taken back from it, before its link is given up: it copies a mebibyte at a
@@ -48,32 +51,6 @@ const LEAVE_TIME: Duration = Duration::from_secs(1);
 /// The slot of a QPN's process.
 pub(crate) fn slot_of(qpn: Qpn) -> u8 {
     (qpn.value() >> 16) as u8 % SLOTS as u8
-}
-
-/// Why packets to a peer go by UDP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
-    /// Nobody in this network namespace answers for the peer.
-    NotHere,
-    /// It belongs to this user.
-    OtherUser(u32),
-    Refused(Refusal),
-    /// A system call failed.
-    System(Errno),
-}
-
-impl fmt::Display for Why {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Why::NotHere => f.write_str("the peer is not in this network namespace"),
-            Why::OtherUser(uid) => write!(f, "the peer belongs to user {uid}"),
-            Why::Refused(Refusal::Version) => f.write_str("the peer runs another version of rdmux"),
-            Why::Refused(Refusal::Off) => f.write_str("switched off"),
-            Why::Refused(Refusal::Full) => f.write_str("too many links"),
-            Why::Refused(Refusal::NotGranted | Refusal::NotShareable) => f.write_str("refused"),
-            Why::System(errno) => write!(f, "{}", io::Error::from(*errno)),
-        }
-    }
 }
 
 #[derive(Debug)]
@@ -140,6 +117,8 @@ pub(crate) struct Links {
     refused: HashMap<(IpAddr, u8), (Why, Instant)>,
     /// Queue pairs by their peers, to be told when there is a link.
     waiting: Vec<((IpAddr, u8), Qpn)>,
+    /// Why a queue pair did not get the memory that it asked for last.
+    not_direct: HashMap<Qpn, NotDirect>,
     buffer: Vec<u8>,
 }
 
@@ -171,6 +150,7 @@ impl Links {
             next_id: LISTENER + 1,
             refused: HashMap::new(),
             waiting: Vec::new(),
+            not_direct: HashMap::new(),
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -303,6 +283,7 @@ impl Links {
     pub(crate) fn want(&mut self, rnic: &mut Rnic, qpn: Qpn, info: &QpInfo) {
         let Some(path) = info.path else { return };
         let peer = (path.dst, slot_of(info.dest_qpn));
+        self.not_direct.remove(&qpn);
         if self
             .list
             .iter()
@@ -330,9 +311,12 @@ impl Links {
     pub(crate) fn why_not(&self, info: &QpInfo) -> Option<Why> {
         let path = info.path?;
         let peer = (path.dst, slot_of(info.dest_qpn));
-        let up = |link: &Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
-        if self.list.iter().any(up) {
+        let mut links = self.list.iter().filter(|link| link.peer == Some(peer));
+        if links.clone().any(|link| matches!(link.state, State::Up(_))) {
             return None;
+        }
+        if links.any(|link| matches!(link.state, State::Asked(_))) {
+            return Some(Why::NotYet);
         }
         Some(self.refused.get(&peer).map_or(Why::NotHere, |(why, _)| *why))
     }
@@ -347,7 +331,7 @@ impl Links {
 
     fn connect(&mut self, peer: (IpAddr, u8)) -> Result<(), Why> {
         if !self.on {
-            return Err(Why::Refused(Refusal::Off));
+            return Err(Why::Off);
         }
         if self.list.len() >= LINKS_MAX {
             return Err(Why::Refused(Refusal::Full));
@@ -420,7 +404,15 @@ impl Links {
                 return;
             };
             // Another user learns who we are from our credentials, and gets nothing.
-            let Ok(pid) = check_user(&socket) else { continue };
+            let pid = match check_user(&socket) {
+                Ok(pid) => pid,
+                Err(why) => {
+                    if why == Why::UnknownUser {
+                        let _ = say(&socket, &Message::Refused(Refusal::UnknownUser), &[]);
+                    }
+                    continue;
+                }
+            };
             if self.list.len() >= LINKS_MAX {
                 let unknown = |link: &Link| matches!(link.state, State::Unknown);
                 let Some(i) = self.list.iter().position(unknown) else {
@@ -443,12 +435,19 @@ impl Links {
             let received = group::receive_with_descriptors(&self.list[i].socket, &mut buffer);
             let heard = match received {
                 Err(Errno::AGAIN) => return,
+                // The peer has not read all that it was told; what it said before is still to come.
+                Err(Errno::CONNRESET) => continue,
                 Err(_) | Ok((0, _)) => None,
-                Ok((len, descriptors)) => Message::decode(&buffer[..len])
-                    .and_then(|message| self.handle(rnic, now, i, message, descriptors)),
+                Ok((len, descriptors)) => Message::decode(&buffer[..len]).and_then(|message| {
+                    self.handle(rnic, now, i, message, descriptors)?;
+                    Some(message)
+                }),
             };
-            if heard.is_none() {
-                return self.part(rnic, now, i);
+            match heard {
+                None => return self.part(rnic, now, i),
+                // Much to tell: others have their turn before the next page.
+                Some(Message::List { .. }) => return,
+                Some(_) => {}
             }
         }
     }
@@ -495,7 +494,7 @@ impl Links {
             }
             (Message::Ask { rkey, of, by }, State::Up(rings)) => {
                 let peer = link.peer?;
-                let (answer, file) = match rings.grant(rnic, peer, link.pid, rkey, of, by) {
+                let (answer, file) = match rings.grant(rnic, peer, rkey, of, by) {
                     Ok((granted, file)) => (Message::Granted(granted), file),
                     Err(reason) => (Message::Denied { rkey, by, reason }, None),
                 };
@@ -504,10 +503,24 @@ impl Links {
             }
             (Message::Granted(granted), State::Up(rings)) => {
                 let (pid, open) = (link.pid, &link.open);
-                let grant = rings.take(granted, descriptors, pid, open);
-                rnic.set_grant(now, granted.by, granted.rkey, grant);
+                if !is_between(rnic, granted.by, link.peer?) {
+                    return Some(());
+                }
+                match rings.take(granted, descriptors, pid, open) {
+                    Ok(grant) => rnic.set_grant(now, granted.by, granted.rkey, Some(grant)),
+                    Err(reason) => self.keep_reason(rnic, granted.by, reason),
+                }
             }
-            (Message::Denied { .. }, State::Up(_)) => {}
+            (Message::Denied { by, reason, .. }, State::Up(_)) => {
+                if is_between(rnic, by, link.peer?) {
+                    self.keep_reason(rnic, by, NotDirect::Denied(reason));
+                }
+            }
+            (Message::List { after }, State::Unknown) if link.peer.is_none() => {
+                let page = self.page(rnic, after).encode();
+                // Who does not read gets no more.
+                group::send_bytes(&self.list[i].socket, &page, &[]).ok()?;
+            }
             (Message::Over, _) => {
                 link.alive = true;
                 return None;
@@ -542,6 +555,9 @@ impl Links {
         match state {
             State::Asked(_) if !self.refused.contains_key(&peer) => self.refuse(peer, Why::NotHere),
             State::Up(mut rings) => {
+                if alive {
+                    self.refuse(peer, Why::GivenUp);
+                }
                 while let Ok(Some(meta)) = rings.rx.pop(&mut self.buffer) {
                     rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
                 }
@@ -549,6 +565,8 @@ impl Links {
                     rnic.cm().peer_gone(now, peer.0, had);
                 }
             }
+            // Given up by this side.
+            State::Unknown => self.refuse(peer, Why::GivenUp),
             _ => {}
         }
         for qpn in rnic.qps_to(peer.0, had) {
@@ -556,7 +574,67 @@ impl Links {
         }
     }
 
+    /// What is told of the device, with the queue pairs behind a number.
+    fn page(&self, rnic: &Rnic, after: u32) -> Page {
+        let mut qpns: Vec<Qpn> = rnic.qpns().filter(|qpn| qpn.value() > after).collect();
+        let more = qpns.len() > report::QPS_MAX;
+        if more {
+            qpns.select_nth_unstable_by_key(report::QPS_MAX, |qpn| qpn.value());
+            qpns.truncate(report::QPS_MAX);
+        }
+        qpns.sort_unstable_by_key(|qpn| qpn.value());
+        let (qps, mrs, cqs) = rnic.object_counts();
+        Page {
+            counts: [qps, mrs, cqs].map(|count| count.try_into().unwrap_or(u32::MAX)),
+            more,
+            qps: qpns.iter().filter_map(|qpn| self.report(rnic, *qpn)).collect(),
+        }
+    }
+
+    fn report(&self, rnic: &Rnic, qpn: Qpn) -> Option<QpReport> {
+        let info = rnic.query_qp(qpn)?;
+        let carrier = match (info.path, self.why_not(&info)) {
+            (None, _) => Carried::Nowhere,
+            (Some(_), None) => Carried::Shared,
+            (Some(_), Some(why)) => Carried::Udp(why),
+        };
+        let [mut mapped, mut by_calls] = [0, 0];
+        for grant in rnic.grants(qpn) {
+            let granted = grant
+                .memory
+                .as_any()
+                .and_then(|any| any.downcast_ref::<Granted>());
+            match granted
+                .filter(|granted| granted.holds())
+                .map(|granted| &granted.reach)
+            {
+                Some(Reach::Mapped(_)) => mapped += 1,
+                Some(Reach::Process(_)) => by_calls += 1,
+                None => {}
+            }
+        }
+        Some(QpReport {
+            qpn,
+            qp_type: info.qp_type,
+            state: info.state,
+            peer: info.path.map(|path| (path.dst, info.dest_qpn)),
+            path_mtu: info.path_mtu,
+            carrier,
+            mapped,
+            by_calls,
+            not_direct: self.not_direct.get(&qpn).copied(),
+        })
+    }
+
     // Memory.
+
+    /// A queue pair does not get the memory that it asked for.
+    fn keep_reason(&mut self, rnic: &Rnic, by: Qpn, reason: NotDirect) {
+        if self.not_direct.len() >= REASONS_MAX {
+            self.not_direct.retain(|qpn, _| rnic.query_qp(*qpn).is_some());
+        }
+        self.not_direct.insert(by, reason);
+    }
 
     /// Asks the peer of a queue pair for memory.
     pub(crate) fn ask(&mut self, info: &QpInfo, by: Qpn, rkey: RKey) {
@@ -712,15 +790,12 @@ impl Rings {
         &mut self,
         rnic: &mut Rnic,
         peer: (IpAddr, u8),
-        pid: i32,
         rkey: RKey,
         of: Qpn,
         by: Qpn,
     ) -> Result<(message::Granted, Option<OwnedFd>), Refusal> {
-        let info = rnic.query_qp(of).ok_or(Refusal::NotGranted)?;
-        let is_its_peer =
-            info.dest_qpn == by && slot_of(by) == peer.1 && info.path.is_some_and(|path| path.dst == peer.0);
-        if !is_its_peer {
+        let asks_its_peer = rnic.query_qp(of).is_some_and(|info| info.dest_qpn == by);
+        if !asks_its_peer || !is_between(rnic, of, peer) {
             return Err(Refusal::NotGranted);
         }
         let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
@@ -737,18 +812,16 @@ impl Rings {
             .as_any()
             .and_then(|any| any.downcast_ref::<AnonymousMemory>());
         let memory = memory.ok_or(Refusal::NotShareable)?;
-        let (file, offset) = match memory.file() {
-            Some(file) => {
-                let writable = grantable.access.contains(Access::REMOTE_WRITE);
-                let file = if writable {
-                    file.try_clone_to_owned().map_err(|_| Refusal::Full)
-                } else {
-                    read_only(file).ok_or(Refusal::NotShareable)
-                };
-                (Some(file?), grantable.memory_offset)
-            }
-            None if pid == 0 => return Err(Refusal::NotShareable),
-            None => (None, memory.address() + grantable.memory_offset),
+        let writable = grantable.access.contains(Access::REMOTE_WRITE);
+        let file = match memory.file() {
+            Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
+            // What cannot be opened for reading alone is left to calls.
+            Some(file) => read_only(file),
+            None => None,
+        };
+        let offset = match file {
+            Some(_) => grantable.memory_offset,
+            None => memory.address() + grantable.memory_offset,
         };
         self.generation = self.generation.wrapping_add(1).max(1);
         let given = Given {
@@ -776,36 +849,33 @@ impl Rings {
         Ok((granted, file))
     }
 
-    /// Takes what a peer grants; `None` when it cannot be reached.
+    /// Takes what a peer grants, if it can be reached.
     fn take(
         &self,
         granted: message::Granted,
         descriptors: Vec<OwnedFd>,
         pid: i32,
         open: &Arc<AtomicBool>,
-    ) -> Option<Grant> {
+    ) -> Result<Grant, NotDirect> {
         if granted.index >= GRANTS || granted.length == 0 {
-            return None;
+            return Err(NotDirect::Unmappable);
         }
         let (reach, memory_offset) = match descriptors.first() {
             Some(file) => {
-                let end = granted.offset.checked_add(granted.length)?;
-                if !is_safe_to_map(file, end) {
-                    return None;
-                }
-                let begin = granted.offset - granted.offset % rustix::param::page_size() as u64;
-                let len = usize::try_from(end - begin).ok()?;
-                let writable = granted.access.contains(Access::REMOTE_WRITE);
-                let mapping = Mapping::of_file(file, begin, len, writable).ok()?;
-                (Reach::Mapped(mapping), granted.offset - begin)
+                let mapping = map(file, &granted).ok_or(NotDirect::Unmappable)?;
+                let in_page = granted.offset % rustix::param::page_size() as u64;
+                (Reach::Mapped(mapping), in_page)
             }
+            // What the system calls a process that has no number here.
+            None if pid == 0 => return Err(NotDirect::OtherPidNamespace),
             None => {
                 // Whether the system lets us is found out now, not with the first request.
-                Mapping::read_process(pid, granted.offset, &mut [0]).ok()?;
+                let tried = Mapping::read_process(pid, granted.offset, &mut [0]);
+                tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
                 (Reach::Process(pid), granted.offset)
             }
         };
-        Some(Grant {
+        Ok(Grant {
             memory: Arc::new(Granted {
                 reach,
                 segment: Arc::clone(&self.segment),
@@ -835,14 +905,40 @@ fn arrival(src: IpAddr, dst: IpAddr, meta: Meta, bytes: &[u8]) -> Arrival<'_> {
     }
 }
 
+/// Whether a queue pair of ours has its peer in the process of a slot.
+fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
+    rnic.query_qp(qpn).is_some_and(|info| {
+        slot_of(info.dest_qpn) == peer.1 && info.path.is_some_and(|path| path.dst == peer.0)
+    })
+}
+
+/// Maps what a peer granted, and the page before it begins in.
+fn map(file: &OwnedFd, granted: &message::Granted) -> Option<Mapping> {
+    let end = granted.offset.checked_add(granted.length)?;
+    if !is_safe_to_map(file, end) {
+        return None;
+    }
+    let begin = granted.offset - granted.offset % rustix::param::page_size() as u64;
+    let len = usize::try_from(end - begin).ok()?;
+    let writable = granted.access.contains(Access::REMOTE_WRITE);
+    Mapping::of_file(file, begin, len, writable).ok()
+}
+
+fn errno_of(fault: Fault) -> Errno {
+    match fault {
+        Fault::Io(errno) => Errno::from_raw_os_error(errno),
+        _ => Errno::FAULT,
+    }
+}
+
 /// Who is at the other end, if it is a process of this user.
-fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
+pub(in crate::soft) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
     let (uid, pid) = udp::peer_credentials(socket)
         .map_err(|error| Why::System(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
-    if uid == rustix::process::geteuid().as_raw() {
-        Ok(pid)
-    } else {
-        Err(Why::OtherUser(uid))
+    match user_of(uid) {
+        User::Own => Ok(pid),
+        User::Other => Err(Why::OtherUser(uid)),
+        User::Unknown => Err(Why::UnknownUser),
     }
 }
 

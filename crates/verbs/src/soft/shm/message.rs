@@ -14,7 +14,7 @@ pub(super) const VERSION: u16 = 1;
 pub(super) const LEN_MAX: usize = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Message {
+pub(in crate::soft) enum Message {
     /// Who asks for a link, with its segment and its bell.
     Hello { address: IpAddr, slot: u8 },
     /// The link stands; with the bell of who answers.
@@ -29,11 +29,13 @@ pub(super) enum Message {
     Granted(Granted),
     /// Does not grant it.
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
+    /// Asks what there is, of queue pairs those behind one number: from who wants no link. Answered by a [`super::report::Page`].
+    List { after: u32 },
 }
 
 /// A region that a peer may reach itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Granted {
+pub(in crate::soft) struct Granted {
     pub(super) rkey: RKey,
     /// The QP that asked.
     pub(super) by: Qpn,
@@ -61,18 +63,21 @@ pub(crate) enum Refusal {
     NotGranted = 4,
     /// The memory is neither shareable, nor may its process be reached by the peer.
     NotShareable = 5,
+    /// Users that this user namespace has no numbers for look alike, and so may the peer's.
+    UnknownUser = 6,
 }
 
 impl Refusal {
-    const ALL: [Refusal; 5] = [
+    const ALL: [Refusal; 6] = [
         Refusal::Version,
         Refusal::Off,
         Refusal::Full,
         Refusal::NotGranted,
         Refusal::NotShareable,
+        Refusal::UnknownUser,
     ];
 
-    fn from_byte(byte: u8) -> Option<Refusal> {
+    pub(super) fn from_byte(byte: u8) -> Option<Refusal> {
         Refusal::ALL.into_iter().find(|refusal| *refusal as u8 == byte)
     }
 }
@@ -84,9 +89,12 @@ const ASK: u8 = 4;
 const GRANTED: u8 = 5;
 const DENIED: u8 = 6;
 const OVER: u8 = 7;
+const LIST: u8 = 8;
+/// No message: the answer to one.
+pub(super) const PAGE: u8 = 9;
 
 impl Message {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(in crate::soft) fn encode(&self) -> Vec<u8> {
         let with_version = |kind: u8| {
             let version = VERSION.to_ne_bytes();
             vec![kind, version[0], version[1]]
@@ -104,6 +112,11 @@ impl Message {
             }
             Message::Welcome => with_version(WELCOME),
             Message::Over => with_version(OVER),
+            Message::List { after } => {
+                let mut out = with_version(LIST);
+                out.extend(after.to_ne_bytes());
+                out
+            }
             Message::Refused(refusal) => {
                 let mut out = with_version(REFUSED);
                 out.push(*refusal as u8);
@@ -133,7 +146,7 @@ impl Message {
     /// `None` for what no encoder makes.
     pub(super) fn decode(packet: &[u8]) -> Option<Message> {
         let (&kind, rest) = packet.split_first()?;
-        if let HELLO | WELCOME | REFUSED | OVER = kind {
+        if let HELLO | WELCOME | REFUSED | OVER | LIST = kind {
             // The version comes first: all else may differ with it.
             let (version, rest) = rest.split_first_chunk()?;
             if u16::from_ne_bytes(*version) != VERSION {
@@ -152,6 +165,9 @@ impl Message {
                 }
                 (WELCOME, []) => Some(Message::Welcome),
                 (OVER, []) => Some(Message::Over),
+                (LIST, after) => Some(Message::List {
+                    after: u32::from_ne_bytes(after.try_into().ok()?),
+                }),
                 (REFUSED, [refusal]) => Refusal::from_byte(*refusal).map(Message::Refused),
                 _ => None,
             };
@@ -226,6 +242,7 @@ mod tests {
             },
             Message::Welcome,
             Message::Over,
+            Message::List { after: 0x01_0203 },
             Message::Ask { rkey, of, by },
             Message::Granted(granted),
         ];

@@ -2,6 +2,8 @@
 
 mod grant;
 pub(crate) mod link;
-mod message;
+pub(in crate::soft) mod message;
+pub(in crate::soft) mod report;
 pub(crate) mod ring;
 mod segment;
+pub(in crate::soft) mod why;

@@ -1,0 +1,148 @@
+//! Why something does not go the shortest way: reasons, as a person reads them and as they travel to who asks.
+
+use std::fmt;
+use std::io;
+
+use rustix::io::Errno;
+
+use super::message::Refusal;
+
+/// Why packets to a peer go by UDP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// Nobody in this network namespace answers for the peer.
+    NotHere,
+    /// It belongs to this user.
+    OtherUser(u32),
+    /// Users that this user namespace has no numbers for look alike, and so may the peer's.
+    UnknownUser,
+    /// This side has it switched off.
+    Off,
+    /// The peer has not answered yet.
+    NotYet,
+    /// There was a link, and one side gave it up.
+    GivenUp,
+    /// The peer wants none.
+    Refused(Refusal),
+    /// A system call failed.
+    System(Errno),
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Why::NotHere => f.write_str("the peer is not in this network namespace"),
+            Why::OtherUser(uid) => write!(f, "the peer belongs to user {uid}"),
+            Why::UnknownUser => {
+                f.write_str("the peer's user may be another one: this user namespace does not tell")
+            }
+            Why::Off => f.write_str("switched off"),
+            Why::NotYet => f.write_str("the peer has not answered yet"),
+            Why::GivenUp => f.write_str("the link broke"),
+            Why::Refused(Refusal::Version) => f.write_str("the peer runs another version of rdmux"),
+            Why::Refused(Refusal::Off) => f.write_str("switched off at the peer"),
+            Why::Refused(Refusal::Full) => f.write_str("too many links"),
+            Why::Refused(Refusal::UnknownUser) => {
+                f.write_str("this user may be another one to the peer, whose user namespace does not tell")
+            }
+            Why::Refused(Refusal::NotGranted | Refusal::NotShareable) => f.write_str("refused"),
+            Why::System(errno) => write!(f, "{}", io::Error::from(*errno)),
+        }
+    }
+}
+
+impl Why {
+    /// As two numbers; 0 and 255 are left for others.
+    pub(super) fn to_code(self) -> (u8, u32) {
+        match self {
+            Why::NotHere => (1, 0),
+            Why::OtherUser(uid) => (2, uid),
+            Why::UnknownUser => (3, 0),
+            Why::Off => (4, 0),
+            Why::NotYet => (5, 0),
+            Why::GivenUp => (6, 0),
+            Why::Refused(refusal) => (7, refusal as u32),
+            Why::System(errno) => (8, errno.raw_os_error().cast_unsigned()),
+        }
+    }
+
+    pub(super) fn from_code(code: (u8, u32)) -> Option<Why> {
+        Some(match code {
+            (1, 0) => Why::NotHere,
+            (2, uid) => Why::OtherUser(uid),
+            (3, 0) => Why::UnknownUser,
+            (4, 0) => Why::Off,
+            (5, 0) => Why::NotYet,
+            (6, 0) => Why::GivenUp,
+            (7, refusal) => Why::Refused(refusal_of(refusal)?),
+            (8, errno) => Why::System(errno_of(errno)?),
+            _ => return None,
+        })
+    }
+}
+
+/// Why a peer's memory is not reached without packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotDirect {
+    /// The peer does not grant it.
+    Denied(Refusal),
+    /// Calls into its process need a number of it, and there is none here.
+    OtherPidNamespace,
+    /// The system refuses calls into its process.
+    Calls(Errno),
+    /// What was granted cannot be mapped here.
+    Unmappable,
+}
+
+impl fmt::Display for NotDirect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NotDirect::Denied(Refusal::NotShareable) => f.write_str("not shareable"),
+            NotDirect::Denied(Refusal::Full) => f.write_str("the peer grants no more"),
+            NotDirect::Denied(_) => f.write_str("not granted by the peer"),
+            NotDirect::OtherPidNamespace => {
+                f.write_str("not shareable, and the peer is in another PID namespace")
+            }
+            NotDirect::Calls(Errno::PERM) => {
+                f.write_str("not shareable, and calls into the process are refused by the system: ptrace")
+            }
+            NotDirect::Calls(errno) => {
+                let error = io::Error::from(*errno);
+                write!(f, "not shareable, and calls into the process fail: {error}")
+            }
+            NotDirect::Unmappable => f.write_str("what the peer shares cannot be mapped"),
+        }
+    }
+}
+
+impl NotDirect {
+    /// As two numbers; 0 is left for none.
+    pub(super) fn to_code(self) -> (u8, u32) {
+        match self {
+            NotDirect::Denied(refusal) => (1, refusal as u32),
+            NotDirect::OtherPidNamespace => (2, 0),
+            NotDirect::Calls(errno) => (3, errno.raw_os_error().cast_unsigned()),
+            NotDirect::Unmappable => (4, 0),
+        }
+    }
+
+    pub(super) fn from_code(code: (u8, u32)) -> Option<NotDirect> {
+        Some(match code {
+            (1, refusal) => NotDirect::Denied(refusal_of(refusal)?),
+            (2, 0) => NotDirect::OtherPidNamespace,
+            (3, errno) => NotDirect::Calls(errno_of(errno)?),
+            (4, 0) => NotDirect::Unmappable,
+            _ => return None,
+        })
+    }
+}
+
+fn refusal_of(number: u32) -> Option<Refusal> {
+    u8::try_from(number).ok().and_then(Refusal::from_byte)
+}
+
+fn errno_of(number: u32) -> Option<Errno> {
+    // The numbers that the kernel has for errors.
+    let number = u16::try_from(number).ok().filter(|n| (1..4096).contains(n))?;
+    Some(Errno::from_raw_os_error(number.into()))
+}
