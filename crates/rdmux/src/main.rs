@@ -27,6 +27,9 @@ enum Command {
     Pull(cmd::pull::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
+    /// Show the resources of running devices, as rdma(8) does for the kernel's.
+    #[command(alias = "resource")]
+    Res(cmd::res::Args),
     /// Show what rdmux does, end to end, on this host.
     Demo(cmd::demo::Args),
     /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Command::Push(args) => cmd::push::run(args),
         Command::Pull(args) => cmd::pull::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
+        Command::Res(args) => cmd::res::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Sim(args) => cmd::sim::run(&args),
         Command::Capture(args) => cmd::capture::run(&args),

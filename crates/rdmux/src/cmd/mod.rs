@@ -7,5 +7,6 @@ pub(crate) mod lab_peer;
 pub(crate) mod perf;
 pub(crate) mod pull;
 pub(crate) mod push;
+pub(crate) mod res;
 pub(crate) mod serve;
 pub(crate) mod sim;
