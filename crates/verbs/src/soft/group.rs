@@ -52,6 +52,7 @@ pub(in crate::soft) use self::message::{receive_with_descriptors, send_bytes};
 use self::names::Names;
 use self::worker::{Role, Worker};
 use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
+use super::user::{User, user_of};
 
 /// Sockets of a group. Slot 0 carries connection management alone, so 15 processes can share an address.
 pub const SLOTS: usize = 16;
@@ -81,6 +82,18 @@ pub enum GroupError {
         uid: u32,
         /// The process that holds it; 0 when it is in another PID namespace.
         pid: i32,
+    },
+    /// The port may be shared by processes of another user.
+    #[error(
+        "{addr}: UDP port {ROCE_PORT} is in use by a process whose user may be another one, as this user namespace does not \
+         tell: it shows all users without a number of their own as {uid}. Run as a user with another number, or use another \
+         local address or network namespace"
+    )]
+    UnknownUser {
+        /// The local address.
+        addr: IpAddr,
+        /// The number that both have.
+        uid: u32,
     },
     /// The port belongs to something that is no group: the kernel's rxe driver, or another program.
     #[error(
@@ -587,8 +600,10 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
         what: "read the credentials of the holder of the port",
         source,
     })?;
-    if uid != rustix::process::geteuid().as_raw() {
-        return Err(GroupError::OtherUser { addr, uid, pid });
+    match user_of(uid) {
+        User::Own => {}
+        User::Other => return Err(GroupError::OtherUser { addr, uid, pid }),
+        User::Unknown => return Err(GroupError::UnknownUser { addr, uid }),
     }
     let no_answer = GroupError::NoAnswer { addr, pid };
     if !message::wait_readable(link.as_fd(), deadline).map_err(io("poll"))? {

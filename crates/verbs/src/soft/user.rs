@@ -1,8 +1,9 @@
 //! Whether a peer is a process of this user.
 
 use std::fs;
+use std::sync::OnceLock;
 
-/// The number that the kernel gives users who have none in a user namespace, unless it is set to another.
+/// The number that the kernel gives users who have none, unless it is set to another.
 const OVERFLOW_UID: u32 = 65_534;
 
 /// What the user of a peer is to this process.
@@ -18,25 +19,31 @@ pub(crate) enum User {
 
 /// Whose a process is of which the kernel says that it has this effective uid.
 pub(crate) fn user_of(uid: u32) -> User {
-    let overflow = fs::read_to_string("/proc/sys/kernel/overflowuid");
-    let overflow = overflow.ok().and_then(|number| number.trim().parse().ok());
-    let map = || fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    compare(
-        uid,
-        rustix::process::geteuid().as_raw(),
-        overflow.unwrap_or(OVERFLOW_UID),
-        map,
-    )
+    if uid != rustix::process::geteuid().as_raw() {
+        return User::Other;
+    }
+    user_of_own_number(uid, overflow_uid(), || {
+        fs::read_to_string("/proc/self/uid_map").unwrap_or_default()
+    })
 }
 
-fn compare(uid: u32, own: u32, overflow: u32, uid_map: impl Fn() -> String) -> User {
-    if uid != own {
-        User::Other
-    } else if uid != overflow || has_numbers_for_all(&uid_map()) {
+/// The same, of who has the number of this process's user.
+fn user_of_own_number(uid: u32, overflow: u32, uid_map: impl Fn() -> String) -> User {
+    if uid != overflow || has_numbers_for_all(&uid_map()) {
         User::Own
     } else {
         User::Unknown
     }
+}
+
+/// The number of users who have none here. Read once: whoever asks for a link may ask often.
+fn overflow_uid() -> u32 {
+    static READ: OnceLock<u32> = OnceLock::new();
+    *READ.get_or_init(|| {
+        let number = fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
+        let number = number.and_then(|number| number.trim().parse().ok());
+        number.unwrap_or(OVERFLOW_UID)
+    })
 }
 
 /// Whether each user has a number in a user namespace with this map.
@@ -60,19 +67,25 @@ mod tests {
     const MANY: &str = "         0       1000          1\n         1     100000      65536\n";
 
     #[test]
-    fn compare__users_with_numbers() {
-        for map in [ALL, ONE, MANY] {
-            assert_eq!(compare(1000, 1000, 65_534, || map.into()), User::Own);
-            assert_eq!(compare(0, 1000, 65_534, || map.into()), User::Other);
-            assert_eq!(compare(65_534, 1000, 65_534, || map.into()), User::Other);
+    fn user_of_own_number__user_with_a_number() {
+        for map in [ALL, ONE, MANY, ""] {
+            assert_eq!(user_of_own_number(1000, 65_534, || map.into()), User::Own);
+            assert_eq!(user_of_own_number(0, 65_534, || map.into()), User::Own);
         }
     }
 
     #[test]
-    fn compare__the_number_of_those_who_have_none() {
-        assert_eq!(compare(65_534, 65_534, 65_534, || ALL.into()), User::Own);
+    fn user_of_own_number__that_of_those_who_have_none() {
+        assert_eq!(user_of_own_number(65_534, 65_534, || ALL.into()), User::Own);
         for map in [ONE, MANY, ""] {
-            assert_eq!(compare(65_534, 65_534, 65_534, || map.into()), User::Unknown);
+            assert_eq!(user_of_own_number(65_534, 65_534, || map.into()), User::Unknown);
         }
+        assert_eq!(user_of_own_number(65_534, 7, || MANY.into()), User::Own);
+    }
+
+    #[test]
+    fn user_of__another_number() {
+        let own = rustix::process::geteuid().as_raw();
+        assert_eq!(user_of(own.wrapping_add(1)), User::Other);
     }
 }

@@ -15,6 +15,7 @@ use super::ledger::Ledger;
 use super::message::{self, Message};
 use super::{CM_SLOT, Calls, MadDatagram, Route, SLOTS, Shared, Shares, Sockets, route};
 use crate::soft::udp::{self, RxBatch, RxSocket};
+use crate::soft::user::{User, user_of};
 
 /// Connections that wait to be accepted.
 pub(super) const BACKLOG: i32 = 64;
@@ -290,14 +291,13 @@ impl Worker {
     /// Takes in new connections and reads what all have said.
     fn serve_peers(&mut self) {
         self.read_peers();
-        let own_uid = rustix::process::geteuid().as_raw();
         for _ in 0..BACKLOG {
             let Role::Holder(holder) = &self.role else { return };
             let Ok(fd) = accept_with(&holder.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
                 break;
             };
             // Another user learns who we are from our credentials, and gets nothing.
-            if !udp::peer_credentials(&fd).is_ok_and(|(uid, _)| uid == own_uid) {
+            if !udp::peer_credentials(&fd).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
                 continue;
             }
             if holder.peers.len() >= PEERS_MAX {
@@ -432,8 +432,7 @@ impl Worker {
         let Ok(link) = self.shared.names.connect_holder() else {
             return;
         };
-        let own_uid = rustix::process::geteuid().as_raw();
-        if !udp::peer_credentials(&link).is_ok_and(|(uid, _)| uid == own_uid) {
+        if !udp::peer_credentials(&link).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
             *pause = FOREIGN_PAUSE;
             return;
         }

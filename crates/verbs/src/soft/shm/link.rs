@@ -349,7 +349,10 @@ impl Links {
             address: self.address,
             slot: self.slot,
         };
-        say(&socket, &hello, &[file.as_fd(), theirs.as_fd()]).map_err(Why::System)?;
+        say(&socket, &hello, &[file.as_fd(), theirs.as_fd()]).map_err(|errno| match errno {
+            Errno::PIPE | Errno::CONNRESET => last_word(&socket),
+            errno => Why::System(errno),
+        })?;
         let rings = Rings::new(segment, Side::Asking, bell);
         self.add(socket, pid, Some(peer), State::Asked(Box::new(rings)))
             .map_err(Why::System)
@@ -947,6 +950,16 @@ fn read_only(file: BorrowedFd<'_>) -> Option<OwnedFd> {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Some(std::fs::File::open(path).ok()?.into())
+}
+
+/// Why a peer closed the connection before it heard anything.
+fn last_word(socket: &OwnedFd) -> Why {
+    let mut buffer = [0; message::LEN_MAX];
+    match group::receive_with_descriptors(socket, &mut buffer).map(|(len, _)| Message::decode(&buffer[..len]))
+    {
+        Ok(Some(Message::Refused(refusal))) => Why::Refused(refusal),
+        _ => Why::NotHere,
+    }
 }
 
 fn say(socket: impl AsFd, message: &Message, descriptors: &[BorrowedFd<'_>]) -> Result<(), Errno> {
