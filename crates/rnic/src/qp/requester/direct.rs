@@ -140,7 +140,7 @@ impl Requester {
             _ => false,
         };
         let may = request.to == Target::Connected && head.init.max_send_wr > 0;
-        if !is_plain || !may || head.state != QpState::Rts || head.rate.is_limited() {
+        if !is_plain || !may || head.state != QpState::Rts || !head.rate.is_free() {
             return false;
         }
         // What cannot be is refused by who queues it.
