@@ -425,7 +425,7 @@ impl Rnic {
     /// Ends a QP; nothing completes any more. Type 2 windows that it bound are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
-            if qp.head.granted && !mutant!(GrantOutlivesQp) {
+            if qp.head.granted {
                 self.revoked.push(qpn);
             }
             self.flushes.forget(qpn);
@@ -626,7 +626,7 @@ impl Rnic {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return;
         };
-        qp.head.local = local || qp.head.local && mutant!(LinkOutlived);
+        qp.head.local = local;
         if let Some(requester) = qp.requester().filter(|_| !local) {
             requester.forget_grants();
         }
@@ -667,11 +667,7 @@ impl Rnic {
             memory_offset: spec.memory_offset,
             iova: spec.view().iova,
             length: spec.length,
-            access: if mutant!(GrantWithoutRight) {
-                allowed
-            } else {
-                allowed & spec.access
-            },
+            access: allowed & spec.access,
             lkey: LKey(rkey.0),
         })
     }
@@ -1113,7 +1109,7 @@ impl Rnic {
         qp.head.look_at_rate(&env);
         let before = qp.head.granted.then(|| qp.grants());
         let result = f(qp, &mut env);
-        if before.is_some_and(|before| before != qp.grants()) && !mutant!(GrantOutlivesError) {
+        if before.is_some_and(|before| before != qp.grants()) {
             qp.head.granted = false;
             self.revoked.push(qpn);
         }

@@ -280,13 +280,16 @@ unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: W
         };
         // SAFETY: the local bytes are as the caller says; the remote ones are the kernel's to check.
         let n = unsafe { call(pid, &raw const local, 1, &raw const remote, 1, 0) };
-        if n <= 0 {
-            return Err(match io::Error::last_os_error().raw_os_error() {
-                Some(errno) if errno != libc::EFAULT => Fault::Io(errno),
-                _ => Fault::Unmapped,
-            });
+        match n {
+            0 => return Err(Fault::Unmapped),
+            1.. => done += n as usize,
+            _ => {
+                return Err(match io::Error::last_os_error().raw_os_error() {
+                    Some(errno) if errno != libc::EFAULT => Fault::Io(errno),
+                    _ => Fault::Unmapped,
+                });
+            }
         }
-        done += n as usize;
     }
     Ok(())
 }
@@ -359,9 +362,14 @@ pub(crate) fn sealed_file(name: &str, len: u64) -> Result<std::os::fd::OwnedFd, 
     Ok(file)
 }
 
-/// Whether a file that another process gave us can be mapped without fear: at least `len` bytes, never to be shortened.
+/// Whether a file that another process gave us can be mapped without fear: memory of at least `len` bytes that never get fewer,
+/// and none of huge pages, of which the system may have none left when one is touched, which is a signal too.
 pub(crate) fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
-    use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+    use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
+    const TMPFS: i64 = 0x0102_1994;
+    // First of all: what is no file in memory may have a server, and any other question to that may wait for ever.
     let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
-    sealed && fstat(&file).is_ok_and(|stat| stat.st_size as u64 >= len)
+    sealed
+        && fstatfs(&file).is_ok_and(|stat| stat.f_type == TMPFS)
+        && fstat(&file).is_ok_and(|stat| stat.st_size as u64 >= len)
 }

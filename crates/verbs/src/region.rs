@@ -78,7 +78,8 @@ impl ProtectionDomain {
 
 /// Registered memory. Registration neither pins pages nor touches them, whatever their number: each access finds its own, or is a
 /// fault ([`Access::ON_DEMAND`] asks for what is always so). Dropping it unbinds its windows and deregisters: when the drop
-/// returns, no peer reaches the memory any more.
+/// returns, no peer reaches the memory any more. (One on this host that was stopped amid a copy, and does not go on within a second,
+/// ends that copy later.)
 #[derive(Debug)]
 pub struct MemoryRegion {
     pd: ProtectionDomain,

@@ -39,8 +39,7 @@ impl Grant {
     /// Where in the memory a request begins, if the grant covers it.
     fn offset_of(&self, va: u64, bytes: u32, access: Access) -> Option<u64> {
         let at = va.checked_sub(self.iova)?;
-        let limit = self.length + u64::from(mutant!(GrantOffByOne));
-        let inside = at.checked_add(bytes.into()).is_some_and(|end| end <= limit);
+        let inside = at.checked_add(bytes.into()).is_some_and(|end| end <= self.length);
         (inside && self.access.contains(access)).then(|| self.memory_offset + at)
     }
 }
@@ -89,7 +88,7 @@ impl Requester {
         let Some((rkey, ..)) = reaches(&request.operation, bytes) else {
             return;
         };
-        if self.direct.grants.iter().any(|(key, _)| *key == rkey) && !mutant!(GrantAskedTwice) {
+        if self.direct.grants.iter().any(|(key, _)| *key == rkey) {
             return;
         }
         if self.direct.grants.len() == GRANTS_MAX {
@@ -129,7 +128,7 @@ impl Requester {
     /// Whether a request that is posted now may go directly.
     #[inline]
     pub(crate) fn may_go_directly(&self) -> bool {
-        !self.direct.grants.is_empty() && (self.queue.is_empty() || mutant!(DirectOvertakes))
+        !self.direct.grants.is_empty() && self.queue.is_empty()
     }
 
     /// Does a request at once, if nothing is before it; false: it is to be queued.
@@ -141,8 +140,7 @@ impl Requester {
             _ => false,
         };
         let may = request.to == Target::Connected && head.init.max_send_wr > 0;
-        let begins = head.state == QpState::Rts || head.state == QpState::Sqd && mutant!(DirectInSqd);
-        if !is_plain || !may || !begins || !head.rate.is_free() {
+        if !is_plain || !may || head.state != QpState::Rts || head.rate.is_limited() {
             return false;
         }
         // What cannot be is refused by who queues it.
@@ -216,7 +214,6 @@ impl Requester {
             at += length;
         }
         match outcome {
-            Err(PeerFault::Ended) if mutant!(EndedIsDone) => Some(Ok(())),
             Ok(()) => {
                 env.counters.direct_requests += 1;
                 Some(Ok(()))

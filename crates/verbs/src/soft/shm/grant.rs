@@ -1,12 +1,18 @@
 //! Memory of a peer that this process reaches itself.
 
 use std::any::Any;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Fault, Memory, PeerFault, PeerMemory};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::segment::{Segment, Side};
+use super::why::NotDirect;
 use crate::mapping::{CopyError, Mapping, Way};
 use crate::memory::AnonymousMemory;
 
@@ -15,13 +21,165 @@ const PIECE_BYTES: u64 = 1 << 20;
 /// Bytes of a copy through the stack.
 const BUFFER_BYTES: usize = 4096;
 
+/// Mappings of peers' memory: a quarter of those that Linux gives a process, so that its own never fail for them.
+const MAPPED_MAX: usize = 16_384;
+/// Their bytes: a quarter of the addresses of a process.
+const MAPPED_BYTES_MAX: usize = 1 << 45;
+/// For how long a process that was seen alive is taken for alive: too short for the system to use up all other numbers and give
+/// its number to another one.
+const SEEN_TIME: Duration = Duration::from_millis(10);
+
 /// How a peer's memory is reached.
 #[derive(Debug)]
 pub(super) enum Reach {
     /// It is mapped here too.
-    Mapped(Mapping),
+    Mapped(Window),
     /// The kernel copies between the processes; offsets are the peer's addresses.
-    Process(i32),
+    Process(Arc<Process>),
+}
+
+/// What is mapped of peers' memory.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    windows: AtomicUsize,
+    bytes: AtomicUsize,
+}
+
+/// ... in this process, by all its devices.
+pub(super) static MAPPED: Mapped = Mapped::new();
+
+impl Mapped {
+    pub(super) const fn new() -> Mapped {
+        Mapped {
+            windows: AtomicUsize::new(0),
+            bytes: AtomicUsize::new(0),
+        }
+    }
+
+    fn take(&self, bytes: usize) -> bool {
+        let add = |count: &AtomicUsize, more: usize, max: usize| {
+            let sum = |before: usize| before.checked_add(more).filter(|sum| *sum <= max);
+            count
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, sum)
+                .is_ok()
+        };
+        if !add(&self.windows, 1, MAPPED_MAX) {
+            return false;
+        }
+        let fits = add(&self.bytes, bytes, MAPPED_BYTES_MAX);
+        if !fits {
+            self.windows.fetch_sub(1, Ordering::Relaxed);
+        }
+        fits
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.windows.fetch_sub(1, Ordering::Relaxed);
+        self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// Memory of a peer that is mapped here.
+#[derive(Debug)]
+pub(super) struct Window {
+    mapping: Mapping,
+    counted: &'static Mapped,
+}
+
+impl Window {
+    /// As [`Mapping::of_file`]. `None`: it cannot be mapped, or too much is.
+    pub(super) fn of_file(
+        counted: &'static Mapped,
+        file: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        writable: bool,
+    ) -> Option<Window> {
+        if !counted.take(len) {
+            return None;
+        }
+        match Mapping::of_file(file, offset, len, writable) {
+            Ok(mapping) => Some(Window { mapping, counted }),
+            Err(_) => {
+                counted.give_back(len);
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        self.counted.give_back(self.mapping.len());
+    }
+}
+
+/// The process of a peer. Its number is another one's some time after its death, which the end of the link tells late or, where it
+/// has forked, never; so it is looked for before it is reached.
+#[derive(Debug)]
+pub(super) struct Process {
+    pid: i32,
+    /// Readable when it has ended.
+    fd: OwnedFd,
+    /// When it was seen alive, in nanoseconds from `since`.
+    seen_ns: AtomicU64,
+    since: Instant,
+}
+
+impl Process {
+    /// The process at the other end of a connection.
+    pub(super) fn of(pid: i32, socket: BorrowedFd<'_>) -> Result<Arc<Process>, NotDirect> {
+        // What the system calls a process that has no number here.
+        let number = Pid::from_raw(pid).ok_or(NotDirect::OtherPidNamespace)?;
+        let fd = pidfd_open(number, PidfdFlags::empty()).map_err(NotDirect::Calls)?;
+        // The number was its own when it connected, and still is if the connection stands.
+        let mut ended = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+        if poll(&mut ended, Some(&Timespec::default())) != Ok(0) {
+            return Err(NotDirect::Calls(Errno::SRCH));
+        }
+        Ok(Arc::new(Process {
+            pid,
+            fd,
+            seen_ns: AtomicU64::new(0),
+            since: Instant::now(),
+        }))
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Its number, while it is its own.
+    #[inline]
+    fn pid(&self) -> Result<i32, Fault> {
+        let now_ns = self.since.elapsed().as_nanos() as u64;
+        let seen_ns = self.seen_ns.load(Ordering::Relaxed);
+        if now_ns.wrapping_sub(seen_ns) < SEEN_TIME.as_nanos() as u64 {
+            return Ok(self.pid);
+        }
+        if !self.lives() {
+            return Err(Fault::Unmapped);
+        }
+        self.seen_ns.store(now_ns, Ordering::Relaxed);
+        Ok(self.pid)
+    }
+
+    pub(super) fn lives(&self) -> bool {
+        let mut ended = [PollFd::new(&self.fd, PollFlags::IN)];
+        poll(&mut ended, Some(&Timespec::default())) == Ok(0)
+    }
+
+    pub(super) fn read(&self, address: u64, out: &mut [u8]) -> Result<(), Fault> {
+        Mapping::read_process(self.pid()?, address, out)
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+        Mapping::write_process(self.pid()?, address, bytes)
+    }
+
+    fn copy(&self, own: &Mapping, own_at: u64, address: u64, len: u64, way: Way) -> Result<(), CopyError> {
+        own.copy_process(own_at, self.pid().map_err(CopyError::To)?, address, len, way)
+    }
 }
 
 /// A grant of a peer. Used under the engine's lock alone: an end of a link is inside of one grant at a time.
@@ -66,11 +224,11 @@ impl Granted {
             let (at, own_at) = (at + done, own_at + done);
             self.inside(|| {
                 let copied = match (&self.reach, way) {
-                    (Reach::Mapped(theirs), Way::ToProcess) => theirs.write_from(at, own, own_at, n),
-                    (Reach::Mapped(theirs), Way::FromProcess) => {
-                        own.write_from(own_at, theirs, at, n).map_err(CopyError::swapped)
-                    }
-                    (Reach::Process(pid), way) => own.copy_process(own_at, *pid, at, n, way),
+                    (Reach::Mapped(theirs), Way::ToProcess) => theirs.mapping.write_from(at, own, own_at, n),
+                    (Reach::Mapped(theirs), Way::FromProcess) => own
+                        .write_from(own_at, &theirs.mapping, at, n)
+                        .map_err(CopyError::swapped),
+                    (Reach::Process(process), way) => process.copy(own, own_at, at, n, way),
                 };
                 copied.map_err(|error| match error {
                     CopyError::From(fault) => PeerFault::Own(fault),
@@ -101,8 +259,8 @@ impl Granted {
     fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
         self.inside(|| match &self.reach {
-            Reach::Mapped(theirs) => theirs.read(at, out).map_err(ended),
-            Reach::Process(pid) => Mapping::read_process(*pid, at, out).map_err(ended),
+            Reach::Mapped(theirs) => theirs.mapping.read(at, out).map_err(ended),
+            Reach::Process(process) => process.read(at, out).map_err(ended),
         })
     }
 }
@@ -122,8 +280,8 @@ impl PeerMemory for Granted {
     fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
         self.inside(|| match &self.reach {
-            Reach::Mapped(theirs) => theirs.write(offset, bytes).map_err(ended),
-            Reach::Process(pid) => Mapping::write_process(*pid, offset, bytes).map_err(ended),
+            Reach::Mapped(theirs) => theirs.mapping.write(offset, bytes).map_err(ended),
+            Reach::Process(process) => process.write(offset, bytes).map_err(ended),
         })
     }
 

@@ -18,17 +18,20 @@ use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, accept_with};
 
-use super::grant::{Granted, Reach};
+use super::grant::{Granted, MAPPED, Process, Reach, Window};
 use super::message::{self, Message, Refusal};
 use super::report::{self, Carried, Page, QpReport};
 use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
-use super::segment::{Area, GRANTS, Segment, Side};
+use super::segment::{self, Area, GRANTS, Segment, Side};
 use super::why::{NotDirect, Why};
-use crate::mapping::{Mapping, is_safe_to_map};
+use crate::mapping::is_safe_to_map;
 use crate::memory::AnonymousMemory;
 use crate::soft::group::{self, SLOTS};
 use crate::soft::udp;
 use crate::soft::user::{User, user_of};
+
+#[cfg(test)]
+mod tests;
 
 /// Links of an engine, those included that are being made.
 const LINKS_MAX: usize = 64;
@@ -36,10 +39,14 @@ const LINKS_MAX: usize = 64;
 const BACKLOG: i32 = 64;
 /// Messages read from one peer in a turn.
 const MESSAGES_PER_TURN: usize = 64;
+/// Rings taken from one peer in a turn.
+const RINGS_PER_TURN: usize = 64;
 /// Records taken from one link in a turn.
 const RECORDS_PER_TURN: usize = 16;
 /// Bytes that wait for room in a ring at most; what is more is as good as lost on a network.
 const WAITING_BYTES_MAX: usize = 16 << 20;
+/// What one costs besides its bytes: its place in the queue, which may be twice as long as it has to be, and the allocator's.
+const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
 /// Queue pairs whose reasons for going by packets are kept; when there are more, those that are gone are forgotten.
 const REASONS_MAX: usize = 1024;
 /// How long a peer that cannot be linked to is not asked again.
@@ -51,6 +58,11 @@ const LEAVE_TIME: Duration = Duration::from_secs(1);
 /// The slot of a QPN's process.
 pub(crate) fn slot_of(qpn: Qpn) -> u8 {
     (qpn.value() >> 16) as u8 % SLOTS as u8
+}
+
+/// The device that a queue pair talks to: its address and slot.
+fn peer_of(info: &QpInfo) -> Option<(IpAddr, u8)> {
+    Some((info.path?.dst, slot_of(info.dest_qpn)))
 }
 
 #[derive(Debug)]
@@ -70,8 +82,7 @@ struct Rings {
     side: Side,
     tx: Producer<Area>,
     rx: Consumer<Area>,
-    /// Our end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: who else holds it can make its writers block.)
-    bell: OwnedFd,
+    bell: Bell,
     /// Trains that wait for room, and their bytes.
     waiting: VecDeque<(Meta, Box<[u8]>)>,
     waiting_bytes: usize,
@@ -80,17 +91,28 @@ struct Rings {
     generation: u32,
 }
 
+/// Our end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: who else holds it can make its writers block.)
+#[derive(Debug)]
+struct Bell {
+    socket: OwnedFd,
+    /// The epoll set in which it is, once it rings for us.
+    bells: Option<Arc<OwnedFd>>,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Given {
     qpn: Qpn,
     lkey: LKey,
+    generation: u32,
 }
 
 #[derive(Debug)]
 struct Link {
     id: u64,
     socket: OwnedFd,
+    /// 0 when it is in a namespace of its own.
     pid: i32,
+    process: Result<Arc<Process>, NotDirect>,
     /// Known from the start when we asked, else with the greeting.
     peer: Option<(IpAddr, u8)>,
     open: Arc<AtomicBool>,
@@ -110,7 +132,7 @@ pub(crate) struct Links {
     /// Readable when somebody has something to say: [`Links::serve`].
     control: OwnedFd,
     /// Readable when a peer has rung: [`Links::answer_bells`].
-    bells: OwnedFd,
+    bells: Arc<OwnedFd>,
     list: Vec<Link>,
     next_id: u64,
     /// Peers that there is no link to, why, and since when.
@@ -124,9 +146,11 @@ pub(crate) struct Links {
 
 /// In the epoll set of control: the listener; links have numbers from 1.
 const LISTENER: u64 = 0;
+/// ... and with this bit their processes.
+const DEATH: u64 = 1 << 63;
 
 impl Links {
-    /// `listener` is bound to the name of the slot, without which only we can ask for links; `control` is an epoll set.
+    /// `listener` is bound to the name of the slot, without which nobody can tell who we are; `control` is an epoll set.
     pub(crate) fn new(
         address: IpAddr,
         slot: u8,
@@ -145,7 +169,7 @@ impl Links {
             on,
             listener,
             control,
-            bells,
+            bells: Arc::new(bells),
             list: Vec::new(),
             next_id: LISTENER + 1,
             refused: HashMap::new(),
@@ -169,8 +193,7 @@ impl Links {
     /// A peer rang, or may have.
     pub(crate) fn answer_bells(&mut self) {
         for (_, rings) in self.up() {
-            let mut drain = [0; 64];
-            while rustix::net::recv(&rings.bell, &mut drain, RecvFlags::DONTWAIT).is_ok_and(|(_, n)| n > 0) {}
+            rings.bell.answer();
         }
     }
 
@@ -281,8 +304,7 @@ impl Links {
 
     /// A queue pair is going to talk to a peer: links to its process, if that is on this host.
     pub(crate) fn want(&mut self, rnic: &mut Rnic, qpn: Qpn, info: &QpInfo) {
-        let Some(path) = info.path else { return };
-        let peer = (path.dst, slot_of(info.dest_qpn));
+        let Some(peer) = peer_of(info) else { return };
         self.not_direct.remove(&qpn);
         if self
             .list
@@ -309,8 +331,7 @@ impl Links {
 
     /// Why packets to the peer of a queue pair go by UDP; `None`: they do not.
     pub(crate) fn why_not(&self, info: &QpInfo) -> Option<Why> {
-        let path = info.path?;
-        let peer = (path.dst, slot_of(info.dest_qpn));
+        let peer = peer_of(info)?;
         let mut links = self.list.iter().filter(|link| link.peer == Some(peer));
         if links.clone().any(|link| matches!(link.state, State::Up(_))) {
             return None;
@@ -368,10 +389,22 @@ impl Links {
         let id = self.next_id;
         self.next_id += 1;
         watch(&self.control, socket.as_fd(), id)?;
+        let process = Process::of(pid, socket.as_fd());
+        if let Ok(process) = &process {
+            // Its sockets outlive it where it has forked.
+            let once = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+            epoll::add(
+                &self.control,
+                process.fd(),
+                epoll::EventData::new_u64(id | DEATH),
+                once,
+            )?;
+        }
         self.list.push(Link {
             id,
             socket,
             pid,
+            process,
             peer,
             open: Arc::new(AtomicBool::new(true)),
             alive: false,
@@ -394,6 +427,13 @@ impl Links {
         for event in &events[..n] {
             match event.data.u64() {
                 LISTENER => self.accept(),
+                id if id & DEATH != 0 => {
+                    let id = id & !DEATH;
+                    self.hear(rnic, now, id);
+                    if let Some(i) = self.list.iter().position(|link| link.id == id) {
+                        self.part(rnic, now, i);
+                    }
+                }
                 id => self.hear(rnic, now, id),
             }
         }
@@ -417,7 +457,7 @@ impl Links {
                 }
             };
             if self.list.len() >= LINKS_MAX {
-                let unknown = |link: &Link| matches!(link.state, State::Unknown);
+                let unknown = |link: &Link| matches!(link.state, State::Unknown) && link.peer.is_none();
                 let Some(i) = self.list.iter().position(unknown) else {
                     let _ = say(&socket, &Message::Refused(Refusal::Full), &[]);
                     continue;
@@ -440,14 +480,19 @@ impl Links {
                 Err(Errno::AGAIN) => return,
                 // The peer has not read all that it was told; what it said before is still to come.
                 Err(Errno::CONNRESET) => continue,
-                Err(_) | Ok((0, _)) => None,
+                // It has gone.
+                Ok((0, _)) => return self.part(rnic, now, i),
+                Err(_) => None,
                 Ok((len, descriptors)) => Message::decode(&buffer[..len]).and_then(|message| {
                     self.handle(rnic, now, i, message, descriptors)?;
                     Some(message)
                 }),
             };
             match heard {
-                None => return self.part(rnic, now, i),
+                None => {
+                    self.list[i].leave();
+                    return self.part(rnic, now, i);
+                }
                 // Much to tell: others have their turn before the next page.
                 Some(Message::List { .. }) => return,
                 Some(_) => {}
@@ -474,19 +519,25 @@ impl Links {
                 }
                 let [file, bell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
                 let segment = Segment::from_file(file.as_fd()).ok()?;
-                watch(&self.bells, bell.as_fd(), link.id).ok()?;
-                say(&link.socket, &Message::Welcome, &[]).ok()?;
+                let mut rings = Rings::new(segment, Side::Answering, bell);
+                rings.bell.hang(&self.bells).ok()?;
                 let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
+                // Anybody can say so: it has to be who is found under that name.
+                let named = group::connect_slot(address, slot).ok()?;
+                if check_user(&named) != Ok(link.pid) {
+                    return None;
+                }
+                say(&link.socket, &Message::Welcome, &[]).ok()?;
                 link.peer = Some((address, slot));
-                link.state = State::Up(Box::new(Rings::new(segment, Side::Answering, bell)));
+                link.state = State::Up(Box::new(rings));
                 self.tell_waiting(rnic, (address, slot));
             }
             (Message::Welcome, State::Asked(_)) => {
                 let peer = link.peer?;
-                let State::Asked(rings) = std::mem::replace(&mut link.state, State::Over) else {
+                let State::Asked(mut rings) = std::mem::replace(&mut link.state, State::Over) else {
                     return None;
                 };
-                watch(&self.bells, rings.bell.as_fd(), link.id).ok()?;
+                rings.bell.hang(&self.bells).ok()?;
                 link.state = State::Up(rings);
                 self.tell_waiting(rnic, peer);
             }
@@ -502,14 +553,14 @@ impl Links {
                     Err(reason) => (Message::Denied { rkey, by, reason }, None),
                 };
                 let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-                say(&link.socket, &answer, &files).ok()?;
+                // One that does not read its messages goes without.
+                let _ = say(&link.socket, &answer, &files);
             }
             (Message::Granted(granted), State::Up(rings)) => {
-                let (pid, open) = (link.pid, &link.open);
                 if !is_between(rnic, granted.by, link.peer?) {
                     return Some(());
                 }
-                match rings.take(granted, descriptors, pid, open) {
+                match rings.take(granted, descriptors, &link.process, &link.open) {
                     Ok(grant) => rnic.set_grant(now, granted.by, granted.rkey, Some(grant)),
                     Err(reason) => self.keep_reason(rnic, granted.by, reason),
                 }
@@ -524,14 +575,8 @@ impl Links {
                 // Who does not read gets no more.
                 group::send_bytes(&self.list[i].socket, &page, &[]).ok()?;
             }
-            (Message::Over, _) => {
-                link.alive = true;
-                return None;
-            }
-            _ => {
-                link.give_up();
-                return None;
-            }
+            // Over, or what is not to be said now.
+            _ => return None,
         }
         Some(())
     }
@@ -561,7 +606,11 @@ impl Links {
                 if alive {
                     self.refuse(peer, Why::GivenUp);
                 }
-                while let Ok(Some(meta)) = rings.rx.pop(&mut self.buffer) {
+                // As many as there can be: one that lives may go on.
+                for _ in 0..segment::SLOTS {
+                    let Ok(Some(meta)) = rings.rx.pop(&mut self.buffer) else {
+                        break;
+                    };
                     rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
                 }
                 if !alive {
@@ -641,8 +690,7 @@ impl Links {
 
     /// Asks the peer of a queue pair for memory.
     pub(crate) fn ask(&mut self, info: &QpInfo, by: Qpn, rkey: RKey) {
-        let Some(path) = info.path else { return };
-        let peer = (path.dst, slot_of(info.dest_qpn));
+        let Some(peer) = peer_of(info) else { return };
         let up = |link: &&Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
         if let Some(link) = self.list.iter().find(up) {
             let of = info.dest_qpn;
@@ -662,20 +710,21 @@ impl Links {
     }
 
     fn revoke(&mut self, is_it: impl Fn(&Given) -> bool) {
-        for link in &mut self.list {
-            let State::Up(rings) = &mut link.state else {
-                continue;
-            };
-            let mut any = false;
-            for (index, given) in rings.given.iter_mut().enumerate() {
-                if given.as_ref().is_some_and(&is_it) {
-                    *given = None;
-                    let word = rings.segment.grant(rings.side, index as u32);
-                    word.store(0, Ordering::Relaxed);
-                    any = true;
-                }
+        // First from all, so that one that does not leave costs the time of one, not of each.
+        let mut inside = Vec::new();
+        for (i, link) in self.list.iter_mut().enumerate() {
+            if let State::Up(rings) = &mut link.state
+                && rings.take_back(&is_it)
+            {
+                inside.push(i);
             }
-            if any && !rings.wait_outside(&link.socket) {
+        }
+        let since = Instant::now();
+        for i in inside {
+            let link = &mut self.list[i];
+            if let State::Up(rings) = &link.state
+                && !rings.wait_outside(&link.socket, since)
+            {
                 link.give_up();
             }
         }
@@ -683,13 +732,59 @@ impl Links {
 }
 
 impl Link {
-    /// The peer broke the rules or does not answer. Its end of the connection learns of it.
+    /// The peer broke the rules or does not answer. Our end of the connection ends, by which the rest is taken down.
     fn give_up(&mut self) {
+        self.leave();
+        self.state = State::Unknown;
+    }
+
+    /// Tells the peer that the link ends, but not because we have gone.
+    fn leave(&mut self) {
         self.open.store(false, Ordering::Relaxed);
         self.alive = true;
         let _ = say(&self.socket, &Message::Over, &[]);
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
-        self.state = State::Unknown;
+    }
+}
+
+impl Bell {
+    /// From now on it wakes who waits for these.
+    fn hang(&mut self, bells: &Arc<OwnedFd>) -> Result<(), Errno> {
+        use rustix::net::sockopt::{socket_domain, socket_type};
+        // Anything may have come as one, and waiting for some things takes as long as their makers like.
+        let is_bell = socket_domain(&self.socket)? == AddressFamily::UNIX
+            && socket_type(&self.socket)? == SocketType::SEQPACKET;
+        if !is_bell {
+            return Err(Errno::INVAL);
+        }
+        watch(bells, self.socket.as_fd(), 0)?;
+        self.bells = Some(Arc::clone(bells));
+        Ok(())
+    }
+
+    /// Takes what was rung. One that the peer has closed rings no more.
+    fn answer(&mut self) {
+        let mut drain = [0; 64];
+        for _ in 0..RINGS_PER_TURN {
+            match rustix::net::recv(&self.socket, &mut drain, RecvFlags::DONTWAIT) {
+                Err(Errno::AGAIN) => return,
+                Ok((_, n)) if n > 0 => {}
+                _ => return self.take_down(),
+            }
+        }
+    }
+
+    fn take_down(&mut self) {
+        if let Some(bells) = self.bells.take() {
+            let _ = epoll::delete(&bells, &self.socket);
+        }
+    }
+}
+
+impl Drop for Bell {
+    fn drop(&mut self) {
+        // Closing it is not enough: a peer may hold this end too.
+        self.take_down();
     }
 }
 
@@ -700,7 +795,10 @@ impl Rings {
             rx: Consumer::new(segment.ring(side.other())),
             segment,
             side,
-            bell,
+            bell: Bell {
+                socket: bell,
+                bells: None,
+            },
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             given: Vec::new(),
@@ -720,8 +818,8 @@ impl Rings {
                 Err(PushError::Full) => {}
             }
         }
-        if self.waiting_bytes + bytes.len() <= WAITING_BYTES_MAX {
-            self.waiting_bytes += bytes.len();
+        if self.waiting_bytes + WAITING_ENTRY_BYTES + bytes.len() <= WAITING_BYTES_MAX {
+            self.waiting_bytes += WAITING_ENTRY_BYTES + bytes.len();
             self.waiting.push_back((meta, bytes.into()));
         }
         Ok(())
@@ -734,7 +832,7 @@ impl Rings {
                 Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
                 Err(PushError::Full) => return Ok(()),
             }
-            self.waiting_bytes -= bytes.len();
+            self.waiting_bytes -= WAITING_ENTRY_BYTES + bytes.len();
             self.waiting.pop_front();
         }
         Ok(())
@@ -751,12 +849,26 @@ impl Rings {
     fn ring(&self, wake: Wake) {
         if wake == Wake::Peer {
             // When it cannot be taken there are others that were not answered yet.
-            let _ = rustix::net::send(&self.bell, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            let _ = rustix::net::send(&self.bell.socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 
-    /// Waits until the peer is outside of all that was granted to it. False: it does not leave.
-    fn wait_outside(&self, socket: &OwnedFd) -> bool {
+    /// Takes grants back, and says whether there were any.
+    fn take_back(&mut self, is_it: impl Fn(&Given) -> bool) -> bool {
+        let mut any = false;
+        for (index, given) in self.given.iter_mut().enumerate() {
+            if given.as_ref().is_some_and(&is_it) {
+                *given = None;
+                let word = self.segment.grant(self.side, index as u32);
+                word.store(0, Ordering::Relaxed);
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// Waits until the peer is outside of all that was granted to it, a time from `since`. False: it does not leave.
+    fn wait_outside(&self, socket: &OwnedFd, since: Instant) -> bool {
         // The peer says that it is inside and then looks at the grant; here it is the other way round.
         fence(Ordering::SeqCst);
         let inside = self.segment.inside(self.side.other());
@@ -764,7 +876,6 @@ impl Rings {
         if before.is_multiple_of(2) {
             return true;
         }
-        let since = Instant::now();
         let mut looks = 0u32;
         while inside.load(Ordering::Acquire) == before {
             looks += 1;
@@ -802,11 +913,14 @@ impl Rings {
             return Err(Refusal::NotGranted);
         }
         let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
-        let index = self
+        // A peer that has forgotten what it asked for gets the same again.
+        let is_it = |given: &Given| given.qpn == of && given.lkey == grantable.lkey;
+        let before = self
             .given
             .iter()
-            .position(Option::is_none)
-            .unwrap_or(self.given.len());
+            .position(|given| given.as_ref().is_some_and(is_it));
+        let free = || self.given.iter().position(Option::is_none);
+        let index = before.or_else(free).unwrap_or(self.given.len());
         if index >= GRANTS as usize {
             return Err(Refusal::Full);
         }
@@ -826,11 +940,14 @@ impl Rings {
             Some(_) => grantable.memory_offset,
             None => memory.address() + grantable.memory_offset,
         };
-        self.generation = self.generation.wrapping_add(1).max(1);
-        let given = Given {
-            qpn: of,
-            lkey: grantable.lkey,
-        };
+        let given = self.given.get(index).copied().flatten().unwrap_or_else(|| {
+            self.generation = self.generation.wrapping_add(1).max(1);
+            Given {
+                qpn: of,
+                lkey: grantable.lkey,
+                generation: self.generation,
+            }
+        });
         if index == self.given.len() {
             self.given.push(Some(given));
         } else {
@@ -838,12 +955,12 @@ impl Rings {
         }
         let index = index as u32;
         let word = self.segment.grant(self.side, index);
-        word.store(self.generation, Ordering::Release);
+        word.store(given.generation, Ordering::Release);
         let granted = message::Granted {
             rkey,
             by,
             index,
-            generation: self.generation,
+            generation: given.generation,
             access: grantable.access,
             iova: grantable.iova,
             length: grantable.length,
@@ -857,25 +974,26 @@ impl Rings {
         &self,
         granted: message::Granted,
         descriptors: Vec<OwnedFd>,
-        pid: i32,
+        process: &Result<Arc<Process>, NotDirect>,
         open: &Arc<AtomicBool>,
     ) -> Result<Grant, NotDirect> {
         if granted.index >= GRANTS || granted.length == 0 {
             return Err(NotDirect::Unmappable);
         }
+        let end = granted.offset.checked_add(granted.length);
+        let end = end.ok_or(NotDirect::Unmappable)?;
         let (reach, memory_offset) = match descriptors.first() {
             Some(file) => {
-                let mapping = map(file, &granted).ok_or(NotDirect::Unmappable)?;
+                let window = map(file, &granted, end).ok_or(NotDirect::Unmappable)?;
                 let in_page = granted.offset % rustix::param::page_size() as u64;
-                (Reach::Mapped(mapping), in_page)
+                (Reach::Mapped(window), in_page)
             }
-            // What the system calls a process that has no number here.
-            None if pid == 0 => return Err(NotDirect::OtherPidNamespace),
             None => {
+                let process = process.as_ref().map_err(|reason| *reason)?;
                 // Whether the system lets us is found out now, not with the first request.
-                let tried = Mapping::read_process(pid, granted.offset, &mut [0]);
+                let tried = process.read(granted.offset, &mut [0]);
                 tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
-                (Reach::Process(pid), granted.offset)
+                (Reach::Process(Arc::clone(process)), granted.offset)
             }
         };
         Ok(Grant {
@@ -910,21 +1028,19 @@ fn arrival(src: IpAddr, dst: IpAddr, meta: Meta, bytes: &[u8]) -> Arrival<'_> {
 
 /// Whether a queue pair of ours has its peer in the process of a slot.
 fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
-    rnic.query_qp(qpn).is_some_and(|info| {
-        slot_of(info.dest_qpn) == peer.1 && info.path.is_some_and(|path| path.dst == peer.0)
-    })
+    rnic.query_qp(qpn)
+        .is_some_and(|info| peer_of(&info) == Some(peer))
 }
 
-/// Maps what a peer granted, and the page before it begins in.
-fn map(file: &OwnedFd, granted: &message::Granted) -> Option<Mapping> {
-    let end = granted.offset.checked_add(granted.length)?;
+/// Maps what a peer granted, from the page on that it begins in to its end.
+fn map(file: &OwnedFd, granted: &message::Granted, end: u64) -> Option<Window> {
     if !is_safe_to_map(file, end) {
         return None;
     }
     let begin = granted.offset - granted.offset % rustix::param::page_size() as u64;
     let len = usize::try_from(end - begin).ok()?;
     let writable = granted.access.contains(Access::REMOTE_WRITE);
-    Mapping::of_file(file, begin, len, writable).ok()
+    Window::of_file(&MAPPED, file.as_fd(), begin, len, writable)
 }
 
 fn errno_of(fault: Fault) -> Errno {

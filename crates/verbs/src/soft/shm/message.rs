@@ -278,4 +278,35 @@ mod tests {
         hello[1..3].copy_from_slice(&(VERSION + 1).to_ne_bytes());
         assert_eq!(Message::decode(&hello), Some(Message::Refused(Refusal::Version)));
     }
+
+    #[test]
+    fn decode__anything_is_refused_or_encodes_to_the_same() {
+        let mut state = 1u64;
+        let mut next = move || {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (state >> 33) as usize
+        };
+        let mut understood = 0;
+        for _ in 0..300_000 {
+            let all = all();
+            let mut bytes = all[next() % all.len()].encode();
+            for _ in 0..next() % 4 {
+                let at = next() % bytes.len();
+                bytes[at] = next() as u8;
+            }
+            match next() % 8 {
+                0 => bytes.truncate(next() % (bytes.len() + 1)),
+                1 => bytes.resize_with(bytes.len() + next() % LEN_MAX, || next() as u8),
+                _ => {}
+            }
+            match Message::decode(&bytes) {
+                None | Some(Message::Refused(Refusal::Version)) => {}
+                Some(message) => {
+                    assert_eq!(message.encode(), bytes, "{message:?}");
+                    understood += 1;
+                }
+            }
+        }
+        assert!(understood > 10_000);
+    }
 }

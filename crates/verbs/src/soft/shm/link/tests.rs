@@ -1,0 +1,897 @@
+//! A peer that is a process of the same user and breaks every rule: what it has a link to goes on with others, and is neither
+//! hurt nor held up.
+
+use std::thread;
+use std::time::SystemTime;
+
+use rdmux_rnic::{
+    Fault, Memory, Operation, Path, Psn, QpAttributes, QpState, RecvRequest, SendFlags as WrFlags,
+    SendRequest, SgeList, Status, Target,
+};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::net::SocketAddrUnix;
+
+use super::super::grant;
+use super::*;
+use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
+use crate::mapping::Mapping;
+use crate::region::MemoryRegion;
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// Steele, Lea and Flood's generator, as `SplittableRandom` has it.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    fn bytes(&mut self, count: usize) -> Vec<u8> {
+        (0..count).map(|_| self.next() as u8).collect()
+    }
+}
+
+/// Says what is drawn, unless the environment chooses.
+fn random() -> Random {
+    let seed = std::env::var("RDMUX_HOSTILE_SEED").ok();
+    let seed = seed.map_or_else(
+        || u64::from(SystemTime::UNIX_EPOCH.elapsed().unwrap().subsec_nanos()),
+        |seed| seed.parse().unwrap(),
+    );
+    println!("RDMUX_HOSTILE_SEED={seed}");
+    Random(seed)
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::yield_now();
+    }
+}
+
+fn slot(device: &Device) -> u8 {
+    device.engine().lock().rnic.config().slot
+}
+
+fn links(device: &Device) -> usize {
+    device.engine().lock().links.list.len()
+}
+
+/// Links to others than an address.
+fn links_but_to(device: &Device, address: IpAddr) -> usize {
+    let core = device.engine().lock();
+    let others = |link: &&Link| link.peer.is_none_or(|peer| peer.0 != address);
+    core.links.list.iter().filter(others).count()
+}
+
+fn connect(device: &Device, qp: &QueuePair, peer: (IpAddr, Qpn)) {
+    let access = Access::REMOTE_WRITE | Access::REMOTE_READ;
+    let init = QpAttributes {
+        access: Some(access),
+        ..Default::default()
+    };
+    let rtr = QpAttributes {
+        path: Some(Path {
+            src: device.address(),
+            dst: peer.0,
+            src_port: device.source_port(peer.1).unwrap(),
+            traffic_class: 0,
+        }),
+        path_mtu: Some(1024),
+        dest_qpn: Some(peer.1),
+        rq_psn: Some(Psn::new(0)),
+        max_dest_rd_atomic: Some(16),
+        min_rnr_timer: Some(1),
+        ..Default::default()
+    };
+    let rts = QpAttributes {
+        sq_psn: Some(Psn::new(0)),
+        timeout: Some(14),
+        retry_count: Some(7),
+        rnr_retry: Some(7),
+        max_rd_atomic: Some(16),
+        ..Default::default()
+    };
+    for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+        qp.modify(to, &attr).unwrap();
+    }
+}
+
+/// One end of an honest connection.
+struct End {
+    device: Device,
+    cq: CompletionQueue,
+    qp: QueuePair,
+    memory: Arc<AnonymousMemory>,
+    mr: MemoryRegion,
+}
+
+const AREA_BYTES: usize = 64 << 10;
+
+impl End {
+    fn new(device: &Device) -> End {
+        let (pd, cq) = (device.alloc_pd(), device.create_cq(256).unwrap());
+        let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
+        let memory = Arc::new(AnonymousMemory::shareable(3 * AREA_BYTES).unwrap());
+        // In the middle, between canaries.
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
+        let (offset, length) = (AREA_BYTES as u64, AREA_BYTES as u64);
+        let mr = pd.reg_mr(memory.clone(), offset, length, 0, access).unwrap();
+        let device = device.clone();
+        End {
+            device,
+            cq,
+            qp,
+            memory,
+            mr,
+        }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; AREA_BYTES];
+        self.memory.read(AREA_BYTES as u64, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn has_canaries(&self) -> bool {
+        let mut bytes = vec![1; 2 * AREA_BYTES];
+        let (before, behind) = bytes.split_at_mut(AREA_BYTES);
+        self.memory.read(0, before).unwrap();
+        self.memory.read(2 * AREA_BYTES as u64, behind).unwrap();
+        bytes.iter().all(|byte| *byte == 0)
+    }
+
+    fn post(&self, operation: Operation, sges: SgeList) {
+        let request = SendRequest {
+            wr_id: 1,
+            operation,
+            sges,
+            flags: WrFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        self.qp.post_send(request).unwrap();
+    }
+
+    fn done(&self) {
+        let wc = self.cq.wait(LONG).unwrap().expect("a completion");
+        assert_eq!(wc.status, Status::Success);
+    }
+}
+
+/// A victim, and somebody honest it is connected to.
+struct Honest {
+    victim: End,
+    other: End,
+    random: Random,
+}
+
+impl Honest {
+    fn new(victim: [u8; 4], other: [u8; 4]) -> Honest {
+        let [victim, other] = [victim, other].map(|address| End::new(&Device::open(address.into()).unwrap()));
+        let honest = Honest {
+            victim,
+            other,
+            random: Random(1),
+        };
+        let ends = [&honest.victim, &honest.other];
+        for (end, peer) in ends.into_iter().zip(ends.into_iter().rev()) {
+            connect(&end.device, &end.qp, (peer.device.address(), peer.qp.qpn()));
+        }
+        until("a link of the honest", || honest.have_link());
+        honest
+    }
+
+    fn have_link(&self) -> bool {
+        let ends = [&self.victim, &self.other];
+        ends.into_iter()
+            .all(|end| end.qp.carrier() == Some(Carrier::SharedMemory))
+    }
+
+    /// Bytes go both ways, by WRITE and SEND, and come as they were sent.
+    fn check(&mut self) {
+        let ends = [&self.victim, &self.other];
+        for (from, to) in ends.into_iter().zip(ends.into_iter().rev()) {
+            let bytes = self.random.bytes(AREA_BYTES);
+            from.memory.write(AREA_BYTES as u64, &bytes).unwrap();
+            let whole: SgeList = from.mr.sge(0, AREA_BYTES as u32).into();
+            let (va, rkey) = (to.mr.iova(), to.mr.rkey());
+            from.post(Operation::Write { va, rkey, imm: None }, whole.clone());
+            from.done();
+            assert!(to.bytes() == bytes, "written bytes differ");
+            to.memory.write(AREA_BYTES as u64, &vec![0; AREA_BYTES]).unwrap();
+            let sges = to.mr.sge(0, AREA_BYTES as u32).into();
+            to.qp.post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
+            from.post(Operation::Send { imm: None }, whole);
+            from.done();
+            to.done();
+            assert!(to.bytes() == bytes, "sent bytes differ");
+            assert!(from.has_canaries() && to.has_canaries());
+        }
+    }
+
+    fn device(&self) -> &Device {
+        &self.victim.device
+    }
+
+    /// Links of the victim to others than the honest one.
+    fn others(&self) -> usize {
+        links_but_to(self.device(), self.other.device.address())
+    }
+}
+
+/// A process that has a slot, and no engine.
+struct Forger {
+    address: IpAddr,
+    slot: u8,
+    listener: OwnedFd,
+}
+
+struct Forged {
+    socket: OwnedFd,
+    segment: Arc<Segment>,
+    file: OwnedFd,
+    bell: OwnedFd,
+}
+
+fn bells() -> [OwnedFd; 2] {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    [a, b]
+}
+
+impl Forger {
+    fn new(address: [u8; 4], slot: u8) -> Forger {
+        let address = IpAddr::from(address);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let listener =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let name = format!("rdmux-4791-{address}-slot-{slot}");
+        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        rustix::net::bind(&listener, &name).unwrap();
+        rustix::net::listen(&listener, BACKLOG).unwrap();
+        Forger {
+            address,
+            slot,
+            listener,
+        }
+    }
+
+    fn qpn(&self) -> Qpn {
+        Qpn::new(u32::from(self.slot) << 16 | 9)
+    }
+
+    /// A connection, and nothing said.
+    fn reach(victim: &Device) -> OwnedFd {
+        let mut socket = None;
+        until("a connection", || {
+            socket = group::connect_slot(victim.address(), slot(victim)).ok();
+            socket.is_some()
+        });
+        socket.unwrap()
+    }
+
+    fn hello(&self) -> Message {
+        Message::Hello {
+            address: self.address,
+            slot: self.slot,
+        }
+    }
+
+    /// A link that the victim takes for one.
+    fn link(&self, victim: &Device) -> Forged {
+        // Who asked for one at our name meets nobody.
+        while rustix::net::accept(&self.listener).is_ok() {}
+        let [bell, theirs] = bells();
+        let socket = Forger::reach(victim);
+        let (segment, file) = Segment::create().unwrap();
+        say(&socket, &self.hello(), &[file.as_fd(), theirs.as_fd()]).unwrap();
+        let forged = Forged {
+            socket,
+            segment,
+            file,
+            bell,
+        };
+        assert_eq!(forged.hear(), Some(Message::Welcome));
+        forged
+    }
+
+    /// A queue pair of the victim's that is connected to us.
+    fn queue_pair(&self, victim: &Device) -> End {
+        let end = End::new(victim);
+        connect(victim, &end.qp, (self.address, self.qpn()));
+        end
+    }
+}
+
+impl Forged {
+    /// What the victim says next; `None`: it has ended the link.
+    fn hear(&self) -> Option<Message> {
+        let mut buffer = [0; message::LEN_MAX];
+        let mut heard = None;
+        until("a message", || {
+            match group::receive_with_descriptors(&self.socket, &mut buffer) {
+                Err(Errno::AGAIN) => false,
+                Err(_) | Ok((0, _)) => true,
+                Ok((len, _)) => {
+                    heard = Message::decode(&buffer[..len]);
+                    true
+                }
+            }
+        });
+        heard
+    }
+
+    fn say(&self, message: &Message) {
+        say(&self.socket, message, &[]).unwrap();
+    }
+}
+
+/// A file of so many bytes.
+fn file(bytes: u64, seals: SealFlags) -> OwnedFd {
+    let file = memfd_create("forged", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, bytes).unwrap();
+    fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+#[test]
+fn receive__anything_in_the_segment() {
+    let mut honest = Honest::new([127, 0, 1, 111], [127, 0, 1, 112]);
+    let forger = Forger::new([127, 0, 1, 113], 3);
+    let end = forger.queue_pair(honest.device());
+    let mut random = random();
+    let mut ended = 0;
+    for round in 0..60 {
+        let forged = forger.link(honest.device());
+        let len = 2 * (4096 + 4 * GRANTS as usize + super::super::ring::area_bytes(segment::SLOTS));
+        let whole = Mapping::of_file(&forged.file, 0, len, true).unwrap();
+        let stop = AtomicBool::new(false);
+        let seed = random.next();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut random = Random(seed);
+                // Everything, or here and there, or what looks like records.
+                while !stop.load(Ordering::Relaxed) {
+                    match round % 3 {
+                        0 => whole.copy_in(0, &random.bytes(len)).unwrap(),
+                        1 => {
+                            let at = random.below(len as u64 - 64);
+                            let bytes = 1 + random.below(64) as usize;
+                            whole.copy_in(at, &random.bytes(bytes)).unwrap();
+                        }
+                        _ => {
+                            let mut ring = Producer::new(forged.segment.ring(Side::Asking));
+                            loop {
+                                let bytes = 1 + random.below(4096) as usize;
+                                let bytes = random.bytes(bytes);
+                                let segment_bytes = 64 + random.below(4096) as u16;
+                                let meta = Meta {
+                                    segment_bytes,
+                                    traffic_class: 0,
+                                };
+                                let pushed = ring.push(meta, &bytes);
+                                let _ = rustix::net::send(&forged.bell, &[0], SendFlags::DONTWAIT);
+                                if pushed.is_err() || stop.load(Ordering::Relaxed) {
+                                    break;
+                                }
+                            }
+                            stop.store(true, Ordering::Relaxed);
+                        }
+                    }
+                    let _ = rustix::net::send(&forged.bell, &[0], SendFlags::DONTWAIT);
+                }
+            });
+            for _ in 0..8 {
+                let whole: SgeList = end.mr.sge(0, AREA_BYTES as u32).into();
+                let write = Operation::Write {
+                    va: 0,
+                    rkey: end.mr.rkey(),
+                    imm: None,
+                };
+                let request = SendRequest {
+                    wr_id: 3,
+                    operation: write,
+                    sges: whole,
+                    flags: WrFlags::SIGNALED,
+                    to: Target::Connected,
+                };
+                // It takes no more once its queue is full.
+                let _ = end.qp.post_send(request);
+                honest.check();
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        assert!(end.has_canaries());
+        ended += usize::from(end.qp.carrier() != Some(Carrier::SharedMemory));
+        drop(forged);
+        until("the end of the link", || honest.others() == 0);
+    }
+    assert!(honest.have_link());
+    assert!(ended > 0, "nonsense was never noticed");
+}
+
+#[test]
+fn part__of_a_peer_that_goes_on_sending() {
+    let mut honest = Honest::new([127, 0, 1, 114], [127, 0, 1, 115]);
+    let forger = Forger::new([127, 0, 1, 116], 3);
+    let forged = forger.link(honest.device());
+    let Forged {
+        socket,
+        segment,
+        bell,
+        ..
+    } = forged;
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // A ring without end: what was never taken is put over anew.
+            let meta = Meta {
+                segment_bytes: 64,
+                traffic_class: 0,
+            };
+            let area = segment.ring(Side::Asking);
+            let mut ring = Producer::new(segment.ring(Side::Asking));
+            let mut position = 0u32;
+            while !stop.load(Ordering::Relaxed) {
+                use super::super::ring::{RingMemory, Word};
+                area.store(Word::Head, position, Ordering::Release);
+                assert!(ring.push(meta, &[0; 40]).is_ok(), "room was made");
+                position = position.wrapping_add(1);
+                let _ = rustix::net::send(&bell, &[0], SendFlags::DONTWAIT);
+            }
+        });
+        drop(socket);
+        until("the end of the link", || honest.others() == 0);
+        honest.check();
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn hear__anything_in_messages() {
+    let mut honest = Honest::new([127, 0, 1, 117], [127, 0, 1, 118]);
+    let forger = Forger::new([127, 0, 1, 119], 3);
+    let end = forger.queue_pair(honest.device());
+    let mut random = random();
+    for round in 0..300 {
+        let [bell, theirs] = bells();
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        let unsealed = file(1 << 20, SealFlags::empty());
+        let short = file(4096, SealFlags::SHRINK);
+        let sealed = file(16 << 20, SealFlags::SHRINK);
+        let folder = OwnedFd::from(std::fs::File::open("/").unwrap());
+        let files = [&bell, &theirs, &pipe, &unsealed, &short, &sealed, &folder];
+        let linked = (round % 2 == 0).then(|| forger.link(honest.device()));
+        let fresh = linked.is_none().then(|| Forger::reach(honest.device()));
+        let socket = linked
+            .as_ref()
+            .map_or_else(|| fresh.as_ref().unwrap(), |l| &l.socket);
+        for _ in 0..20 {
+            let (rkey, by, of) = (end.mr.rkey(), forger.qpn(), end.qp.qpn());
+            let message = match random.below(8) {
+                0 => forger.hello(),
+                1 => Message::Welcome,
+                2 | 3 => Message::Ask { rkey, of, by },
+                4 => Message::Denied {
+                    rkey,
+                    by: of,
+                    reason: Refusal::Full,
+                },
+                5 => Message::Refused(Refusal::Off),
+                _ => Message::Granted(message::Granted {
+                    rkey,
+                    by: of,
+                    index: random.next() as u32,
+                    generation: random.next() as u32,
+                    access: Access::REMOTE_WRITE,
+                    iova: random.next(),
+                    length: random.next() >> random.below(64),
+                    offset: random.next() >> random.below(64),
+                }),
+            };
+            let mut bytes = message.encode();
+            match random.below(6) {
+                0 => bytes.truncate(random.below(bytes.len() as u64) as usize + 1),
+                1 => {
+                    let more = random.below(9000) as usize;
+                    bytes.extend(random.bytes(more));
+                }
+                2 => {
+                    let at = random.below(bytes.len() as u64) as usize;
+                    bytes[at] = random.next() as u8;
+                }
+                3 => bytes = random.bytes(40),
+                _ => {}
+            }
+            let count = random.below(4).min(random.below(4)) as usize;
+            let mut with: Vec<BorrowedFd<'_>> = (0..count)
+                .map(|_| files[random.below(files.len() as u64) as usize].as_fd())
+                .collect();
+            if random.below(10) == 0 {
+                with.push(socket.as_fd());
+            }
+            if group::send_bytes(socket, &bytes, &with).is_err() {
+                break;
+            }
+        }
+        // Sealed after it was given, or shortened.
+        let _ = ftruncate(&unsealed, 0);
+        let _ = ftruncate(&sealed, 0);
+        if round % 10 == 0 {
+            honest.check();
+        }
+    }
+    until("the end of the links", || honest.others() == 0);
+    assert!(honest.have_link() && end.has_canaries());
+}
+
+#[test]
+fn hear__nonsense_ends_the_link_and_no_connection() {
+    let mut honest = Honest::new([127, 0, 1, 120], [127, 0, 1, 121]);
+    let [a, b] = [&honest.victim.device, &honest.other.device];
+    let [x, y] = [a, b].map(|device| {
+        let qp = device.alloc_pd().create_qp(&QpOptions::new(&honest.victim.cq));
+        (device.clone(), qp)
+    });
+    // Both ends of a connection that connection management knows.
+    let (pd, cq) = (y.0.alloc_pd(), y.0.create_cq(16).unwrap());
+    let listener = y.0.listen(7174).unwrap();
+    let params = crate::ConnectParams::default();
+    let asking = x.1.unwrap();
+    let (asking, asked) = thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
+            let request = listener.accept(LONG).unwrap();
+            let connection = request.accept(&qp, &params, &[]).unwrap();
+            assert!(connection.wait_established());
+            connection
+        });
+        let peer = std::net::SocketAddr::new(y.0.address(), 7174);
+        let connection = x.0.connect(&asking, peer, &params, &[]).unwrap();
+        (connection, accepting.join().unwrap())
+    });
+    // Each may have asked the other, so there may be two.
+    let garbage = [&[0xff; 20][..], &[0; 200]];
+    let mut turn = garbage.iter().cycle();
+    until("the end of the links", || {
+        for link in &b.engine().lock().links.list {
+            let _ = group::send_bytes(&link.socket, turn.next().unwrap(), &[]);
+        }
+        links(a) + links(b) == 0
+    });
+    assert!(!asking.is_ended() && !asked.is_ended());
+    honest.check();
+}
+
+#[test]
+fn answer_bells__of_no_use() {
+    let mut honest = Honest::new([127, 0, 1, 122], [127, 0, 1, 123]);
+    let forger = Forger::new([127, 0, 1, 124], 3);
+    let (segment, file) = Segment::create().unwrap();
+    let ready = || {
+        let core = honest.victim.device.engine().lock();
+        let mut fds = [PollFd::new(&core.links.bells, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    };
+    // What is no bell is refused.
+    let (pipe, other) = rustix::pipe::pipe().unwrap();
+    let stream = rustix::net::socketpair(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .unwrap();
+    for no_bell in [&pipe, &other, &stream.0] {
+        let socket = Forger::reach(honest.device());
+        say(&socket, &forger.hello(), &[file.as_fd(), no_bell.as_fd()]).unwrap();
+        let forged = Forged {
+            socket,
+            segment: Arc::clone(&segment),
+            file: file.try_clone().unwrap(),
+            bell: other.try_clone().unwrap(),
+        };
+        assert_ne!(forged.hear(), Some(Message::Welcome));
+    }
+    drop(other);
+    until("peace", || !ready());
+    // One that has ended, or is kept beyond the link's end, is not looked at for ever.
+    for kept in [false, true] {
+        let [bell, theirs] = bells();
+        let socket = Forger::reach(honest.device());
+        say(&socket, &forger.hello(), &[file.as_fd(), theirs.as_fd()]).unwrap();
+        let forged = Forged {
+            socket,
+            segment: Arc::clone(&segment),
+            file: file.try_clone().unwrap(),
+            bell: bell.try_clone().unwrap(),
+        };
+        assert_eq!(forged.hear(), Some(Message::Welcome));
+        if kept {
+            drop(forged);
+            until("the end of the link", || honest.others() == 0);
+            let _ = rustix::net::send(&bell, &[0], SendFlags::DONTWAIT);
+            until("peace", || !ready());
+        } else {
+            drop((forged.bell, bell, theirs));
+            until("peace", || !ready());
+        }
+    }
+    honest.check();
+}
+
+#[test]
+fn answer_bells__without_end() {
+    let mut honest = Honest::new([127, 0, 1, 125], [127, 0, 1, 126]);
+    let forger = Forger::new([127, 0, 1, 127], 3);
+    let forged = forger.link(honest.device());
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    let _ = rustix::net::send(&forged.bell, &[0], SendFlags::DONTWAIT);
+                }
+            });
+        }
+        for _ in 0..20 {
+            honest.check();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn ask__ten_thousand_times_and_read_nothing() {
+    let mut honest = Honest::new([127, 0, 1, 128], [127, 0, 1, 129]);
+    let forger = Forger::new([127, 0, 1, 130], 3);
+    let end = forger.queue_pair(honest.device());
+    let forged = forger.link(honest.device());
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = descriptors();
+    let (rkey, of, by) = (end.mr.rkey(), end.qp.qpn(), forger.qpn());
+    for i in 0..10_000 {
+        let asked = say(&forged.socket, &Message::Ask { rkey, of, by }, &[]);
+        if asked == Err(Errno::PIPE) || asked == Err(Errno::CONNRESET) {
+            break;
+        }
+        if i % 1000 == 0 {
+            honest.check();
+        }
+    }
+    honest.check();
+    let core = honest.device().engine().lock();
+    let given = core.links.list.iter().filter_map(|link| match &link.state {
+        State::Up(rings) if link.peer == Some((forger.address, forger.slot)) => Some(rings.given.len()),
+        _ => None,
+    });
+    assert!(given.sum::<usize>() <= 1, "what is granted is not granted again");
+    drop(core);
+    // Other tests of this process have their own.
+    assert!(descriptors() < before + 200);
+    assert!(honest.have_link());
+}
+
+#[test]
+fn revoke__of_peers_that_never_leave() {
+    let mut honest = Honest::new([127, 0, 1, 131], [127, 0, 1, 132]);
+    let forgers: Vec<Forger> = (3..9).map(|slot| Forger::new([127, 0, 1, 133], slot)).collect();
+    let first = End::new(honest.device());
+    let mut forged = Vec::new();
+    let pd = first.qp.pd();
+    let qps: Vec<QueuePair> = forgers
+        .iter()
+        .map(|forger| {
+            let qp = pd.create_qp(&QpOptions::new(&first.cq)).unwrap();
+            connect(honest.device(), &qp, (forger.address, forger.qpn()));
+            let link = forger.link(honest.device());
+            let (rkey, of, by) = (first.mr.rkey(), qp.qpn(), forger.qpn());
+            link.say(&Message::Ask { rkey, of, by });
+            assert!(matches!(link.hear(), Some(Message::Granted(_))));
+            link.segment.inside(Side::Asking).store(1, Ordering::SeqCst);
+            forged.push(link);
+            qp
+        })
+        .collect();
+    let since = Instant::now();
+    drop(first.mr);
+    let took = since.elapsed();
+    // One by one it would be six times as long.
+    assert!(took < 3 * LEAVE_TIME, "{took:?}");
+    for (qp, link) in qps.iter().zip(&forged) {
+        assert_ne!(qp.carrier(), Some(Carrier::SharedMemory));
+        assert_eq!(link.hear(), Some(Message::Over));
+    }
+    honest.check();
+    assert!(honest.have_link());
+}
+
+#[test]
+fn granted__by_somebody_else() {
+    let honest = Honest::new([127, 0, 1, 134], [127, 0, 1, 135]);
+    let forger = Forger::new([127, 0, 1, 136], 3);
+    let forged = forger.link(honest.device());
+    // The first WRITE asks; it goes by packets. The answer is forged before the next one.
+    let (victim, other) = (&honest.victim, &honest.other);
+    let (va, rkey) = (other.mr.iova(), other.mr.rkey());
+    let memory = file(1 << 20, SealFlags::SHRINK);
+    forged.segment.grant(Side::Asking, 7).store(5, Ordering::SeqCst);
+    let granted = Message::Granted(message::Granted {
+        rkey,
+        by: victim.qp.qpn(),
+        index: 7,
+        generation: 5,
+        access: Access::REMOTE_WRITE,
+        iova: va,
+        length: AREA_BYTES as u64,
+        offset: 0,
+    });
+    victim.memory.write(AREA_BYTES as u64, &[7; AREA_BYTES]).unwrap();
+    for round in 0..50 {
+        let whole = victim.mr.sge(0, AREA_BYTES as u32).into();
+        victim.post(Operation::Write { va, rkey, imm: None }, whole);
+        victim.done();
+        assert!(other.bytes() == [7; AREA_BYTES], "round {round}");
+        other.memory.write(AREA_BYTES as u64, &[0; AREA_BYTES]).unwrap();
+        if say(&forged.socket, &granted, &[memory.as_fd()]).is_err() {
+            break;
+        }
+        // It has been heard when what follows it has.
+        let (of, by) = (victim.qp.qpn(), forger.qpn());
+        forged.say(&Message::Ask { rkey, of, by });
+        assert!(matches!(forged.hear(), Some(Message::Denied { .. })));
+    }
+}
+
+#[test]
+fn accept__hundreds_of_connections() {
+    let mut honest = Honest::new([127, 0, 1, 137], [127, 0, 1, 138]);
+    let silent: Vec<OwnedFd> = (0..300).map(|_| Forger::reach(honest.device())).collect();
+    // The first have made room for the last.
+    until("room", || {
+        let mut fds = [PollFd::new(
+            &silent[silent.len() - 2 * LINKS_MAX],
+            PollFlags::RDHUP,
+        )];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    });
+    assert!(links(honest.device()) <= LINKS_MAX);
+    honest.check();
+    // Somebody honest still finds room.
+    let third = End::new(&Device::open([127, 0, 1, 139].into()).unwrap());
+    let end = End::new(honest.device());
+    for (end, peer) in [(&third, &end), (&end, &third)] {
+        connect(&end.device, &end.qp, (peer.device.address(), peer.qp.qpn()));
+    }
+    until("a link", || end.qp.carrier() == Some(Carrier::SharedMemory));
+    drop(silent);
+    drop((third, end));
+    until("the end of the others", || honest.others() == 0);
+    honest.check();
+    assert!(honest.have_link());
+}
+
+#[test]
+fn send__to_a_peer_that_takes_nothing() {
+    let (segment, _file) = Segment::create().unwrap();
+    let [bell, _theirs] = bells();
+    let mut rings = Rings::new(segment, Side::Asking, bell);
+    let meta = Meta {
+        segment_bytes: 1024,
+        traffic_class: 0,
+    };
+    for bytes in [20, 1000, 60_000] {
+        for _ in 0..2 * WAITING_BYTES_MAX / bytes {
+            rings.send(meta, &vec![0; bytes]).unwrap();
+        }
+        let entry = size_of::<(Meta, Box<[u8]>)>();
+        let held: usize = rings.waiting.iter().map(|(_, bytes)| bytes.len() + entry).sum();
+        assert!(held <= WAITING_BYTES_MAX, "{held}");
+        assert!(rings.prepare_sleep().unwrap(), "it is not waited for");
+    }
+}
+
+#[test]
+fn take__memory_that_cannot_be_relied_on() {
+    let (segment, _file) = Segment::create().unwrap();
+    let [bell, _theirs] = bells();
+    let rings = Rings::new(segment, Side::Asking, bell);
+    let open = Arc::new(AtomicBool::new(true));
+    let granted = |offset, length| message::Granted {
+        rkey: RKey(1),
+        by: Qpn::new(1),
+        index: 0,
+        generation: 1,
+        access: Access::REMOTE_WRITE,
+        iova: 0,
+        length,
+        offset,
+    };
+    let [own, _end] = bells();
+    let process = Process::of(std::process::id() as i32, own.as_fd());
+    let take = |granted, file: Option<&OwnedFd>| {
+        let files = file.map(|file| file.try_clone().unwrap()).into_iter().collect();
+        rings.take(granted, files, &process, &open).ok()
+    };
+    let good = file(64 << 10, SealFlags::SHRINK);
+    assert!(take(granted(0, 64 << 10), Some(&good)).is_some());
+    assert!(take(granted(5000, 7), Some(&good)).is_some());
+    for (offset, length) in [
+        (0, 0),
+        (0, (64 << 10) + 1),
+        (64 << 10, 1),
+        (u64::MAX, 1),
+        (1, u64::MAX),
+        (1 << 63, 1 << 62),
+    ] {
+        assert!(
+            take(granted(offset, length), Some(&good)).is_none(),
+            "{offset} {length}"
+        );
+    }
+    let unsealed = file(64 << 10, SealFlags::GROW);
+    assert!(take(granted(0, 4096), Some(&unsealed)).is_none());
+    // Pages of these are a signal where the system runs out of them.
+    if let Ok(huge) = memfd_create(
+        "forged",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB,
+    ) && ftruncate(&huge, 2 << 20).is_ok()
+    {
+        fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
+        assert!(take(granted(0, 2 << 20), Some(&huge)).is_none());
+    }
+    // Of a process: whatever ends beyond all addresses.
+    let address = std::ptr::from_ref(&open).addr() as u64;
+    assert!(take(granted(address, 8), None).is_some());
+    assert!(take(granted(address, u64::MAX), None).is_none());
+}
+
+#[test]
+fn of_file__so_many_and_no_more() {
+    static COUNTED: grant::Mapped = grant::Mapped::new();
+    let file = file(4096, SealFlags::SHRINK);
+    let map = || Window::of_file(&COUNTED, file.as_fd(), 0, 4096, true);
+    for _ in 0..2 {
+        let windows: Vec<Window> = (0..16_384).map(|_| map().unwrap()).collect();
+        assert!(map().is_none());
+        drop(windows);
+    }
+    let size = |log2: u32| Window::of_file(&COUNTED, file.as_fd(), 0, 1 << log2, false);
+    assert!(size(46).is_none());
+    let [first, second] = [size(44), size(44)];
+    assert!(first.is_some() && second.is_some() && size(12).is_none());
+    drop(first);
+    assert!(size(12).is_some());
+}
+
+#[test]
+fn serve__a_process_whose_socket_outlives_it() {
+    let honest = Honest::new([127, 0, 1, 140], [127, 0, 1, 141]);
+    let mut process = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+    // The other end is here, as in a child that it forked.
+    let [socket, _held] = bells();
+    let mut core = honest.device().engine().lock();
+    core.links
+        .add(socket, process.id() as i32, None, State::Unknown)
+        .unwrap();
+    let its = core.links.list.last().unwrap().process.clone().unwrap();
+    drop(core);
+    assert!(its.lives());
+    process.kill().unwrap();
+    process.wait().unwrap();
+    assert!(!its.lives());
+    until("the end of the link", || honest.others() == 0);
+    until("a process that is not reached", || {
+        its.read(1 << 20, &mut [0]) == Err(Fault::Unmapped)
+    });
+}
