@@ -70,9 +70,8 @@ impl<'a> Place<'a> {
         command
     }
 
-    /// Its one queue pair, if that is there and may be seen, or null.
-    fn qp(&self) -> Value {
-        let shown = show(self.seen_by, &["qp"]);
+    /// Its one queue pair, if it is among those shown, or null.
+    fn qp_of(&self, shown: &Value) -> Value {
         let mine = |qp: &&Value| qp["ifname"] == self.address && qp["state"] == "RTS";
         shown
             .as_array()
@@ -82,6 +81,16 @@ impl<'a> Place<'a> {
             .cloned()
             .unwrap_or_default()
     }
+}
+
+/// The queue pairs of two sides.
+fn look(sides: [&Place<'_>; 2]) -> [Value; 2] {
+    let shown = show(sides[0].seen_by, &["qp"]);
+    let also = (sides[0].seen_by != sides[1].seen_by).then(|| show(sides[1].seen_by, &["qp"]));
+    [
+        sides[0].qp_of(&shown),
+        sides[1].qp_of(also.as_ref().unwrap_or(&shown)),
+    ]
 }
 
 fn by(runner: &[&str], program: &str, args: &[&str]) -> Command {
@@ -127,7 +136,7 @@ fn meet(server: &Place<'_>, memory: &str, client: &Place<'_>, expected: impl Fn(
         let mut as_expected = false;
         while measuring.0.try_wait().unwrap().is_none() && Instant::now() < deadline {
             if !as_expected {
-                let [theirs, own] = [server.qp(), client.qp()];
+                let [theirs, own] = look([server, client]);
                 as_expected = expected(&theirs, &own);
                 // At the end they go, one before the other.
                 seen = seen.filter(|_| theirs.is_null()).or(Some([theirs, own]));
@@ -476,6 +485,10 @@ fn res__two_network_namespaces() {
 
 #[test]
 fn res__process_that_is_stopped() {
+    // Whoever asks while it is stopped waits for it.
+    if !is_inside("res__process_that_is_stopped") {
+        return;
+    }
     let serve = |address| {
         let mut command = Place::at(address).command(&["perf", "read-lat", "--bind", address]);
         Running(command.stdout(Stdio::null()).spawn().unwrap())
@@ -494,6 +507,9 @@ fn res__process_that_is_stopped() {
     }
     let pid = rustix::process::Pid::from_child(&stopped.1.0);
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    // Told when all of its threads are.
+    let told = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
+    assert!(told.is_some_and(|(_, status)| status.stopped()));
     let since = Instant::now();
     let shown = show(&[], &[]);
     assert!(since.elapsed() < Duration::from_secs(10));
