@@ -425,7 +425,7 @@ impl Rnic {
     /// Ends a QP; nothing completes any more. Type 2 windows that it bound are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
-            if qp.head.granted {
+            if qp.head.granted && !mutant!(GrantOutlivesQp) {
                 self.revoked.push(qpn);
             }
             self.flushes.forget(qpn);
@@ -626,7 +626,7 @@ impl Rnic {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return;
         };
-        qp.head.local = local;
+        qp.head.local = local || qp.head.local && mutant!(LinkOutlived);
         if let Some(requester) = qp.requester().filter(|_| !local) {
             requester.forget_grants();
         }
@@ -667,7 +667,11 @@ impl Rnic {
             memory_offset: spec.memory_offset,
             iova: spec.view().iova,
             length: spec.length,
-            access: allowed & spec.access,
+            access: if mutant!(GrantWithoutRight) {
+                allowed
+            } else {
+                allowed & spec.access
+            },
             lkey: LKey(rkey.0),
         })
     }
@@ -1109,7 +1113,7 @@ impl Rnic {
         qp.head.look_at_rate(&env);
         let before = qp.head.granted.then(|| qp.grants());
         let result = f(qp, &mut env);
-        if before.is_some_and(|before| before != qp.grants()) {
+        if before.is_some_and(|before| before != qp.grants()) && !mutant!(GrantOutlivesError) {
             qp.head.granted = false;
             self.revoked.push(qpn);
         }

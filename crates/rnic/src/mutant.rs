@@ -206,6 +206,24 @@ mod switch {
         UdTooLongSent,
         /// An address handle's traffic class is not sent.
         UdTrafficClassLost,
+        /// A request that needs no packet is done before those in front of it.
+        DirectOvertakes,
+        /// A request that needs no packet is begun in SQD.
+        DirectInSqd,
+        /// A request whose grant has ended counts as done.
+        EndedIsDone,
+        /// What a QP's peer was granted stays granted when the QP takes no requests any more.
+        GrantOutlivesError,
+        /// What a QP's peer was granted stays granted when the QP is destroyed.
+        GrantOutlivesQp,
+        /// A grant reaches one byte too far.
+        GrantOffByOne,
+        /// A grant allows what the region does not.
+        GrantWithoutRight,
+        /// A key is asked for with every request.
+        GrantAskedTwice,
+        /// A QP whose link within the host broke goes on sending through it.
+        LinkOutlived,
     }
 
     thread_local! {

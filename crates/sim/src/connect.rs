@@ -163,6 +163,7 @@ pub(crate) fn run(settings: &Settings) -> Report {
         lazy_acks: dice.one_in(3),
         latency_ns: dice.log_uniform(10_000_000),
         flush_ns_max: 1,
+        one_machine: settings.one_machine,
     };
     let faults = Faults {
         loss: settings.loss_percent,

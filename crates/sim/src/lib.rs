@@ -9,6 +9,7 @@ mod connect;
 mod dice;
 pub mod fuzz;
 pub mod goodput;
+mod machine;
 mod memory;
 mod network;
 mod report;
@@ -35,6 +36,8 @@ pub enum Ending {
     Deregister,
     /// A request reaches one byte out of its region.
     OutOfBounds,
+    /// A request does what the region that it names does not allow.
+    NoRight,
     /// A request names a key that was bound, registered or valid before and is no more.
     EndedKey,
     /// A SEND is longer than the receive that it finds.
@@ -65,11 +68,12 @@ pub enum Ending {
 
 impl Ending {
     /// All endings but none.
-    pub const ALL: [Ending; 17] = [
+    pub const ALL: [Ending; 18] = [
         Ending::PeerVanishes,
         Ending::UserError,
         Ending::Deregister,
         Ending::OutOfBounds,
+        Ending::NoRight,
         Ending::EndedKey,
         Ending::ShortReceive,
         Ending::NoReceive,
@@ -110,6 +114,9 @@ pub struct Settings {
     pub ending: Ending,
     /// The path between the hosts changes now and then: its latency up and down, and it breaks for a moment.
     pub path_changes: bool,
+    /// The hosts are processes of one machine: packets go through memory, and each grants the other memory of its own. Now and
+    /// then the link between them breaks, and packets take the network.
+    pub one_machine: bool,
 }
 
 impl Default for Settings {
@@ -125,6 +132,7 @@ impl Default for Settings {
             bytes_max: 1 << 20,
             ending: Ending::None,
             path_changes: false,
+            one_machine: false,
         }
     }
 }
@@ -155,6 +163,7 @@ impl Settings {
             },
             ending: Ending::None,
             path_changes: dice.one_in(2),
+            one_machine: dice.one_in(4),
         }
     }
 }

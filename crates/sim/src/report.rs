@@ -5,7 +5,7 @@ use std::fmt;
 use rdmux_rnic::Counters;
 
 use crate::Settings;
-use crate::seen::Seen;
+use crate::seen::{self, Seen};
 use crate::world::{Carried, World};
 
 /// Operations of one kind that succeeded.
@@ -72,6 +72,10 @@ pub struct Report {
     pub duplicate_requests: u64,
     /// Packets dropped as malformed or for a wrong ICRC.
     pub discarded: u64,
+    /// WRITEs and READs that needed no packet.
+    pub direct: u64,
+    /// Times that the link of two hosts on one machine broke.
+    pub links_broken: u64,
     /// What came to pass, by name.
     pub seen: Seen,
 }
@@ -116,6 +120,8 @@ impl Report {
             rnr_naks: 0,
             duplicate_requests: 0,
             discarded: 0,
+            direct: 0,
+            links_broken: 0,
             seen: Seen::default(),
         }
     }
@@ -139,6 +145,16 @@ impl Report {
         world.tap.count(&mut self.seen);
         for host in &world.hosts {
             self.count(host.rnic.counters());
+            self.seen.counters(host.rnic.counters());
+        }
+        if let Some(machine) = &world.machine {
+            self.links_broken = machine.breaks;
+            for _ in 0..machine.breaks {
+                self.seen.happened(seen::LINK_BROKE);
+            }
+            for _ in 0..machine.half_way() {
+                self.seen.happened(seen::ENDED_HALF_WAY);
+            }
         }
     }
 
@@ -158,6 +174,7 @@ impl Report {
         self.sequence_naks += counters.packet_seq_err;
         self.rnr_naks += counters.rcvd_rnr_err;
         self.duplicate_requests += counters.duplicate_request;
+        self.direct += counters.direct_requests;
         self.discarded += counters.malformed + counters.rx_icrc_encapsulated;
     }
 }
@@ -202,6 +219,8 @@ impl fmt::Display for Report {
             ("NAK sequence", self.sequence_naks),
             ("NAK RNR", self.rnr_naks),
             ("duplicates", self.duplicate_requests),
+            ("direct", self.direct),
+            ("links broken", self.links_broken),
         ] {
             writeln!(f, "{name:<14} {value:>10}")?;
         }

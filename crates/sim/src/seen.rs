@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use rdmux_rnic::cm::CmEvent;
-use rdmux_rnic::{Cause, Event, Status, WcOpcode};
+use rdmux_rnic::{Cause, Counters, Event, Status, WcOpcode};
 use rdmux_wire::roce::Opcode;
 
 use crate::Ending;
@@ -17,7 +17,7 @@ const CM_MESSAGES: [&str; 9] = [
 ];
 const CM_MESSAGE_FIRST: u16 = 0x10;
 
-const EVENTS: [&str; 9] = [
+const EVENTS: [&str; 10] = [
     "Completion",
     "CqError",
     "QpError by its own request",
@@ -27,6 +27,7 @@ const EVENTS: [&str; 9] = [
     "SqDrained",
     "LastWqeReached",
     "SrqLimitReached",
+    "WantsGrant",
 ];
 const CM_EVENTS: [&str; 8] = [
     "Request",
@@ -47,7 +48,10 @@ pub(crate) const OUTAGE_SHORT: &str = "LinkDown, short";
 pub(crate) const OUTAGE_LONG: &str = "LinkDown, long";
 pub(crate) const SLOWER: &str = "path became ten times slower";
 pub(crate) const FASTER: &str = "path became ten times faster";
-const HAPPENED: [&str; 7] = [
+pub(crate) const ONE_MACHINE: &str = "both hosts on one machine";
+pub(crate) const LINK_BROKE: &str = "link of one machine broke";
+pub(crate) const ENDED_HALF_WAY: &str = "a grant ended half-way";
+const HAPPENED: [&str; 10] = [
     RESTARTED_SELECTIVE,
     RESTARTED_GO_BACK,
     OLD_PACKETS,
@@ -55,6 +59,9 @@ const HAPPENED: [&str; 7] = [
     OUTAGE_LONG,
     SLOWER,
     FASTER,
+    ONE_MACHINE,
+    LINK_BROKE,
+    ENDED_HALF_WAY,
 ];
 
 type Name = (&'static str, String);
@@ -70,6 +77,9 @@ const STATUS: &str = "status";
 const EVENT: &str = "event";
 const CM_EVENT: &str = "CM event";
 const RUN: &str = "run";
+/// What only devices of other makes, strangers and a service with too many requests give rise to.
+const OF_OTHERS: [&str; 4] = ["dropped_busy", "icrc_residual_16", "rxe_flush_icrc", "wrong_peer"];
+const COUNTER: &str = "counter";
 
 impl Seen {
     /// Adds what another run saw.
@@ -91,6 +101,13 @@ impl Seen {
 
     pub(crate) fn happened(&mut self, what: impl Into<String>) {
         self.note(RUN, what, 1);
+    }
+
+    /// A device's counters.
+    pub(crate) fn counters(&mut self, counters: &Counters) {
+        for (name, value, _) in counters.iter().filter(|(_, value, _)| *value > 0) {
+            self.note(COUNTER, name, value);
+        }
     }
 
     pub(crate) fn completion(&mut self, opcode: WcOpcode, status: Status) {
@@ -169,6 +186,10 @@ fn all() -> BTreeSet<Name> {
     all.extend(Status::ALL.map(|status| (STATUS, format!("{status:?}"))));
     all.extend(EVENTS.map(|name| (EVENT, name.to_owned())));
     all.extend(CM_EVENTS.map(|name| (CM_EVENT, name.to_owned())));
+    let counters = Counters::default();
+    let names = counters.iter().map(|(name, ..)| name);
+    let counted = names.filter(|name| !OF_OTHERS.contains(name));
+    all.extend(counted.map(|name| (COUNTER, name.to_owned())));
     all.extend(HAPPENED.map(|name| (RUN, name.to_owned())));
     all.extend(Ending::ALL.map(|ending| (RUN, format!("{ending:?}"))));
     all

@@ -128,6 +128,7 @@ impl Run {
             lazy_acks: dice.one_in(2),
             latency_ns: dice.log_uniform(1_000_000) + 100,
             flush_ns_max: 1,
+            one_machine: settings.one_machine,
         };
         let faults = Faults {
             loss: settings.loss_percent,
@@ -161,7 +162,8 @@ impl Run {
             bytes_max: u64::from(settings.bytes_max).min(8 << 10),
             datagram_max: dice.log_uniform(DATAGRAM_MAX),
             faultless: faults.loss + faults.dup + faults.reorder + faults.corrupt == 0.0
-                && !settings.path_changes,
+                && !settings.path_changes
+                && !settings.one_machine,
             dice,
             report,
         };

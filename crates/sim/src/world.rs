@@ -5,7 +5,8 @@ use std::net::IpAddr;
 
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::{
-    Arrival, Config, Cqn, Event, FlushId, FlushJob, Path, Rnic, Time, TransmitBuf, WorkCompletion,
+    Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, Path, PostError, QpType, RKey, Rnic, SendRequest,
+    Time, TransmitBuf, WorkCompletion,
 };
 
 use rdmux_rnic::ECN_MARKED;
@@ -14,7 +15,8 @@ use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN, Operation, UDP_PORT};
 
 use crate::dice::Dice;
-use crate::seen::Seen;
+use crate::machine::{Change, Machine, Message};
+use crate::seen::{self, Seen};
 use crate::tap::Tap;
 
 /// Bytes of a READ response without data, and the syndrome of a NAK, which none has.
@@ -54,6 +56,8 @@ pub(crate) struct Shape {
     pub(crate) latency_ns: u64,
     /// Longest that a flush takes.
     pub(crate) flush_ns_max: u64,
+    /// The hosts are processes of one machine.
+    pub(crate) one_machine: bool,
 }
 
 enum Happening {
@@ -62,6 +66,14 @@ enum Happening {
         path: Path,
         bytes: Vec<u8>,
         segment_bytes: usize,
+        local: bool,
+    },
+    /// Something happens to the link of two hosts of one machine, or one says something on it.
+    Change(Change),
+    Message {
+        to: usize,
+        link: u32,
+        message: Message,
     },
     FlushRuns(usize, FlushJob),
     FlushEnds(usize, FlushId, Result<(), rdmux_rnic::Fault>),
@@ -111,6 +123,8 @@ pub(crate) struct World {
     marking_until: Time,
     /// What this host sends as acknowledgement to this QP becomes an answer that was not asked for.
     forged: Option<(usize, Qpn)>,
+    /// The hosts are processes of one machine.
+    pub(crate) machine: Option<Machine>,
     agenda: BTreeMap<(Time, u64), Happening>,
     next: u64,
     dice: Dice,
@@ -149,7 +163,7 @@ impl World {
                 cut_off_until: Time(0),
             }
         });
-        World {
+        let mut world = World {
             now: Time(1),
             hosts,
             faults,
@@ -163,11 +177,16 @@ impl World {
             lossy_until: Time(0),
             marking_until: Time(0),
             forged: None,
+            machine: None,
             agenda: BTreeMap::new(),
             next: 0,
             dice,
             buf: TransmitBuf::new(32 << 10, shape.gso),
+        };
+        if shape.one_machine {
+            world.join(seed);
         }
+        world
     }
 
     /// Calls a verb; what comes of it is carried on.
@@ -175,6 +194,25 @@ impl World {
         let result = f(&mut self.hosts[host].rnic, self.now);
         self.settle(host);
         result
+    }
+
+    /// Posts a send request in the shortest way that there is.
+    pub(crate) fn post_send(&mut self, host: usize, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
+        let rnic = &mut self.hosts[host].rnic;
+        if rnic.post_directly(qpn, &request) {
+            if !rnic.is_quiet() {
+                self.settle(host);
+            }
+            return Ok(());
+        }
+        let mut buf = std::mem::replace(&mut self.buf, TransmitBuf::new(0, false));
+        buf.clear();
+        let posted = rnic.post_send_into(self.now, qpn, request, &mut buf);
+        self.take_back_revoked(host);
+        self.send(host, &buf);
+        self.buf = buf;
+        self.settle(host);
+        posted
     }
 
     /// Takes the oldest completion of a host's queue.
@@ -186,6 +224,7 @@ impl World {
 
     /// A host loses all that it had and comes back at once, with the same address and GUID.
     pub(crate) fn restart(&mut self, host: usize) {
+        self.leave(host);
         let mut config = *self.hosts[host].rnic.config();
         self.dice.fill(&mut config.seed);
         let before = self.agenda.len();
@@ -273,6 +312,7 @@ impl World {
                 path,
                 bytes,
                 segment_bytes,
+                local,
             } => {
                 if !self.hosts[to].vanished {
                     let arrival = Arrival {
@@ -282,12 +322,14 @@ impl World {
                         traffic_class: path.traffic_class,
                         bytes: &bytes,
                         segment_bytes,
-                        local: false,
+                        local,
                     };
                     self.hosts[to].rnic.handle_arrival(self.now, &arrival);
                     self.settle(to);
                 }
             }
+            Happening::Change(change) => self.change(change),
+            Happening::Message { to, link, message } => self.say(to, link, message),
             Happening::FlushRuns(host, job) => {
                 // It may have done its work long before it says so.
                 let result = job.memory.flush(job.offset, job.length, job.placement);
@@ -315,6 +357,7 @@ impl World {
 
     /// Polls all that a host has to say.
     fn settle(&mut self, host: usize) {
+        self.take_back_revoked(host);
         if self.shape.lazy_acks {
             self.transmit(host, false);
             if !self.hosts[host].idle_pending {
@@ -329,6 +372,8 @@ impl World {
     }
 
     fn collect(&mut self, host: usize) {
+        self.take_back_revoked(host);
+        let mut wanted = Vec::new();
         while let Some(job) = self.hosts[host].rnic.poll_flush() {
             self.flushes_running += 1;
             let delay = self.dice.log_uniform(self.shape.flush_ns_max);
@@ -340,12 +385,16 @@ impl World {
             self.seen.event(&event);
             match event {
                 Event::Completion(cq) => this.completed.push(cq),
+                Event::WantsGrant(by, rkey) => wanted.push((by, rkey)),
                 other => this.events.push_back(other),
             }
         }
         while let Some(event) = this.rnic.cm().poll_event() {
             self.seen.cm_event(&event);
             this.cm_events.push_back(event);
+        }
+        for (by, rkey) in wanted {
+            self.ask(host, by, rkey);
         }
     }
 
@@ -354,28 +403,42 @@ impl World {
         loop {
             buf.clear();
             let more = self.hosts[from].rnic.poll_transmit(self.now, &mut buf, all);
-            for train in buf.trains() {
-                for packet in buf.bytes()[train.range.clone()].chunks(train.segment_bytes) {
-                    self.tap.look(from, &train.path, packet);
-                }
-                let dst = train.path.dst;
-                for to in 0..2 {
-                    let reaches = dst.is_multicast() || dst == self.hosts[to].address;
-                    if reaches && !self.hosts[from].vanished {
-                        let bytes = &buf.bytes()[train.range.clone()];
-                        let mut path = train.path;
-                        if self.now < self.marking_until && path.traffic_class & ECN_MARKED != 0 {
-                            path.traffic_class |= ECN_MARKED;
-                        }
-                        self.carry(to, path, bytes, train.segment_bytes);
-                    }
-                }
-            }
+            self.send(from, &buf);
             if !more {
                 break;
             }
         }
         self.buf = buf;
+    }
+
+    fn send(&mut self, from: usize, buf: &TransmitBuf) {
+        let up = self.machine.as_ref().is_some_and(|machine| machine.is_up(from));
+        for train in buf.trains() {
+            let bytes = &buf.bytes()[train.range.clone()];
+            if train.local && !up && !self.hosts[from].vanished {
+                let what = || format!("host {from} sends through a link that broke");
+                self.tap.violation.get_or_insert_with(what);
+            }
+            for packet in bytes.chunks(train.segment_bytes) {
+                self.tap.look(from, &train.path, packet);
+            }
+            let dst = train.path.dst;
+            for to in 0..2 {
+                let reaches = dst.is_multicast() || dst == self.hosts[to].address;
+                if !reaches || self.hosts[from].vanished {
+                    continue;
+                }
+                let mut path = train.path;
+                if train.local {
+                    self.carry_local(to, path, bytes, train.segment_bytes);
+                    continue;
+                }
+                if self.now < self.marking_until && path.traffic_class & ECN_MARKED != 0 {
+                    path.traffic_class |= ECN_MARKED;
+                }
+                self.carry(to, path, bytes, train.segment_bytes);
+            }
+        }
     }
 
     /// Takes a train over the link, packet by packet; neighbours that make it side by side may arrive as one.
@@ -489,8 +552,204 @@ impl World {
                     path,
                     bytes,
                     segment_bytes,
+                    local: false,
                 },
             );
+        }
+    }
+
+    // One machine.
+
+    fn join(&mut self, seed: u64) {
+        let (machine, changes) = Machine::new(seed, self.latency_ns);
+        self.machine = Some(machine);
+        self.seen.happened(seen::ONE_MACHINE);
+        self.plan_changes(changes);
+    }
+
+    fn plan_changes(&mut self, changes: impl IntoIterator<Item = (u64, Change)>) {
+        for (delay, change) in changes {
+            self.plan(self.now + delay, Happening::Change(change));
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        let gone = self.hosts.iter().any(|host| host.vanished);
+        let Some(machine) = &mut self.machine else { return };
+        match change {
+            Change::Breaks(host) => {
+                let Some((lost, changes)) = machine.breaks(host) else {
+                    return;
+                };
+                self.plan_changes(changes);
+                if lost {
+                    self.lose_local(|_| true);
+                }
+                self.set_local(host, false);
+            }
+            Change::Noticed(host, link) if machine.notices(host, link) => self.set_local(host, false),
+            Change::Begins(host) if !gone => {
+                if let Some(other) = machine.begins(host) {
+                    self.plan_changes([other]);
+                    self.set_local(host, true);
+                }
+            }
+            Change::Welcome(host, link) if machine.welcome(host, link) => self.set_local(host, true),
+            Change::TakesBack(host) if !self.hosts[host].vanished => machine.revoke_any(host),
+            _ => {}
+        }
+    }
+
+    /// Packets that are under way in memory, to these hosts, are lost.
+    fn lose_local(&mut self, to_these: impl Fn(usize) -> bool) {
+        let lost = &mut self.carried.lost;
+        self.agenda.retain(|_, happening| match happening {
+            Happening::Arrive {
+                to,
+                bytes,
+                segment_bytes,
+                local: true,
+                ..
+            } if to_these(*to) => {
+                *lost += bytes.len().div_ceil(*segment_bytes) as u64;
+                false
+            }
+            _ => true,
+        });
+    }
+
+    /// A host learns whether its peer is on the same machine.
+    fn set_local(&mut self, host: usize, local: bool) {
+        let peer = self.hosts[1 - host].address;
+        let rnic = &mut self.hosts[host].rnic;
+        for qpn in rnic.qps_to(peer, |_| true) {
+            rnic.set_local(qpn, local);
+        }
+        self.settle(host);
+    }
+
+    /// A QP was told who its peer is.
+    pub(crate) fn meet(&mut self, host: usize, qpn: Qpn) {
+        let local = self.machine.as_ref().is_some_and(|machine| machine.is_up(host));
+        self.hosts[host].rnic.set_local(qpn, local);
+    }
+
+    /// Nothing goes in or out of a host any more: it died, or it hangs.
+    pub(crate) fn vanish(&mut self, host: usize) {
+        self.hosts[host].vanished = true;
+        if self.machine.as_mut().is_some_and(|machine| !machine.hangs(host)) {
+            self.leave(host);
+        }
+    }
+
+    /// A host ends, with its end of the link.
+    fn leave(&mut self, host: usize) {
+        self.change(Change::Breaks(host));
+        if let Some(machine) = &mut self.machine {
+            machine.part(host);
+            self.lose_local(|to| to == host);
+        }
+    }
+
+    /// A host deregisters a region, or gives it other memory: nobody reaches what it was.
+    pub(crate) fn take_back_region(&mut self, host: usize, lkey: LKey) {
+        if let Some(machine) = &mut self.machine {
+            machine.revoke_region(host, lkey);
+        }
+    }
+
+    fn take_back_revoked(&mut self, host: usize) {
+        let rnic = &mut self.hosts[host].rnic;
+        while let Some(qpn) = rnic.poll_revoked() {
+            if let Some(machine) = &mut self.machine {
+                machine.revoke_qp(host, qpn);
+            }
+        }
+        if let Some(machine) = &self.machine
+            && let Some(qpn) = machine.outlived(host, rnic)
+        {
+            let what = || format!("host {host}: {qpn:?} takes no requests, and what it granted is open");
+            self.tap.violation.get_or_insert_with(what);
+        }
+    }
+
+    /// A request of a host would need no packet if it were granted a key.
+    fn ask(&mut self, host: usize, by: Qpn, rkey: RKey) {
+        let info = self.hosts[host].rnic.query_qp(by);
+        let Some((machine, info)) = self.machine.as_mut().zip(info) else {
+            return;
+        };
+        let wrong = match machine.asks(host, by, rkey) {
+            _ if !machine.is_up(host) => None,
+            _ if info.qp_type != QpType::Rc => Some(format!("{:?} of host {host} asks", info.qp_type)),
+            asked => asked.err(),
+        };
+        self.tap.violation = self.tap.violation.take().or(wrong);
+        let of = info.dest_qpn;
+        self.tell(1 - host, Message::Ask { of, by, rkey });
+    }
+
+    /// Says something on the link.
+    fn tell(&mut self, to: usize, message: Message) {
+        if let Some(machine) = &mut self.machine
+            && let Some(link) = machine.link()
+        {
+            let at = self.now + machine.message_ns();
+            self.plan(at, Happening::Message { to, link, message });
+        }
+    }
+
+    fn say(&mut self, to: usize, link: u32, message: Message) {
+        let heard = self
+            .machine
+            .as_mut()
+            .filter(|machine| machine.link() == Some(link));
+        let Some(machine) = heard.filter(|_| self.hosts.iter().all(|host| !host.vanished)) else {
+            return;
+        };
+        let rnic = &mut self.hosts[to].rnic;
+        match message {
+            Message::Ask { of, by, rkey } if machine.answers() => {
+                let granted = rnic.grantable(of, rkey).ok();
+                let grant = granted.map(|granted| machine.give(to, of, by, rkey, granted));
+                self.tell(1 - to, Message::Answer { by, rkey, grant });
+            }
+            Message::Ask { .. } => {}
+            Message::Answer { by, rkey, grant } => {
+                rnic.set_grant(self.now, by, rkey, grant);
+                self.settle(to);
+            }
+        }
+    }
+
+    /// Takes a train through memory.
+    fn carry_local(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
+        let forges = self.forged.is_some_and(|(from, _)| from != to);
+        let together = if forges { segment_bytes } else { bytes.len() };
+        for part in bytes.chunks(together) {
+            let packets = part.len().div_ceil(segment_bytes) as u64;
+            self.carried.packets += packets;
+            self.carried.bytes += part.len() as u64;
+            let mut bytes = part.to_vec();
+            if forges {
+                self.forge_answer(&path, &mut bytes);
+            }
+            let at = self
+                .machine
+                .as_mut()
+                .and_then(|machine| machine.arrival(self.now, to));
+            let Some(at) = at else {
+                self.carried.lost += packets;
+                continue;
+            };
+            let arrive = Happening::Arrive {
+                to,
+                path,
+                bytes,
+                segment_bytes,
+                local: true,
+            };
+            self.plan(at, arrive);
         }
     }
 }

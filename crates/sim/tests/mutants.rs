@@ -22,7 +22,7 @@ const KINDS: [Kind; 3] = [
     ("connections", run_connections, 4),
 ];
 
-/// A run; the endings take turns, with none among them.
+/// A run; the endings take turns, with none among them, and every other one is within a machine.
 fn settings(kind: &str, seed: u64) -> Settings {
     let drawn = Settings::drawn(seed);
     match kind {
@@ -31,13 +31,18 @@ fn settings(kind: &str, seed: u64) -> Settings {
                 0 => Ending::None,
                 n => Ending::ALL[n - 1],
             },
+            one_machine: seed.is_multiple_of(2),
             ..drawn
         },
         "connections" => Settings {
             operations: 20,
             ..drawn
         },
-        _ => drawn,
+        // Links of a machine lose some of what is not sent again.
+        _ => Settings {
+            one_machine: false,
+            ..drawn
+        },
     }
 }
 

@@ -33,6 +33,10 @@ pub(crate) struct Args {
     /// Queue pairs.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
+    /// Both hosts are processes of one machine: packets go through memory, and each grants the other memory of its own. Now and
+    /// then the link between them breaks, and packets take the network.
+    #[arg(long)]
+    one_machine: bool,
     /// Runs, each with the next seed.
     #[arg(long, default_value_t = 1)]
     runs: u64,
@@ -66,6 +70,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             corrupt_percent: args.corrupt,
             operations: args.operations,
             qps: args.qps,
+            one_machine: args.one_machine,
             ..Settings::default()
         };
         let report = rdmux_sim::run(&settings);
@@ -101,6 +106,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 "rnr_naks": report.rnr_naks,
                 "duplicate_requests": report.duplicate_requests,
                 "discarded": report.discarded,
+                "direct": report.direct,
+                "links_broken": report.links_broken,
             });
             writeln!(out, "{value}")?;
         } else {

@@ -26,8 +26,8 @@ pub(super) struct Side {
     pub(super) cq: Cqn,
     pub(super) qpn: Qpn,
     pub(super) address: IpAddr,
-    /// Datagrams on their way to this side: path, bytes and segment size.
-    pub(super) inbox: VecDeque<(Path, Vec<u8>, usize)>,
+    /// Datagrams on their way to this side: path, bytes, segment size, and whether they go through memory.
+    pub(super) inbox: VecDeque<(Path, Vec<u8>, usize, bool)>,
 }
 
 impl Side {
@@ -141,8 +141,6 @@ pub(super) struct Pair {
     pub(super) deliver: Box<Deliver>,
     /// Whether what goes to each side is marked on its way, where it may be.
     pub(super) marked: [bool; 2],
-    /// What is sent goes through memory of one host.
-    pub(super) local: bool,
     buf: TransmitBuf,
 }
 
@@ -168,7 +166,6 @@ impl Pair {
             now: Time(1),
             deliver: Box::new(|_, _| true),
             marked: [false; 2],
-            local: false,
             buf: TransmitBuf::new(1 << 18, true),
         };
         for i in 0..2 {
@@ -486,7 +483,9 @@ impl Pair {
                         }
                         let mut bytes = self.buf.bytes()[train.range.clone()].to_vec();
                         if (self.deliver)(to, &mut bytes) {
-                            self.sides[to].inbox.push_back((path, bytes, train.segment_bytes));
+                            let segment_bytes = train.segment_bytes;
+                            let datagram = (path, bytes, segment_bytes, train.local);
+                            self.sides[to].inbox.push_back(datagram);
                         }
                     }
                 }
@@ -496,7 +495,7 @@ impl Pair {
             }
         }
         for side in &mut self.sides {
-            while let Some((path, bytes, segment_bytes)) = side.inbox.pop_front() {
+            while let Some((path, bytes, segment_bytes, local)) = side.inbox.pop_front() {
                 let arrival = Arrival {
                     src: path.src,
                     src_port: path.src_port,
@@ -504,7 +503,7 @@ impl Pair {
                     traffic_class: path.traffic_class,
                     bytes: &bytes,
                     segment_bytes,
-                    local: self.local,
+                    local,
                 };
                 side.rnic.handle_arrival(self.now, &arrival);
             }

@@ -28,7 +28,7 @@ impl Workload {
         self.world.seen.happened(format!("{:?}", self.ending));
         match self.ending {
             Ending::None => {}
-            Ending::PeerVanishes => self.world.hosts[host].vanished = true,
+            Ending::PeerVanishes => self.world.vanish(host),
             Ending::UserError => {
                 let end = &self.sides[host].ends[qp];
                 for qpn in [end.send_qpn, end.recv_qpn] {
@@ -41,6 +41,7 @@ impl Workload {
                     rnic.unbind_mws(reg.lkey);
                     rnic.dereg_mr(reg.lkey)
                 });
+                self.world.take_back_region(host, reg.lkey);
                 ended.map_err(|error| format!("deregistering: {error}"))?;
                 reg.door.shut.store(true, Ordering::Relaxed);
             }
@@ -157,8 +158,8 @@ impl Workload {
         let shared = self.shared_of(qp, peer);
         let length = match self.ending {
             Ending::Misaligned => 8,
-            // Any key that still granted something would grant this.
-            Ending::EndedKey => 1,
+            // Any key that still granted something, or the right, would grant this.
+            Ending::EndedKey | Ending::NoRight => 1,
             Ending::BadBind | Ending::BadInvalidate => 0,
             Ending::ShortReceive => shared.map_or_else(
                 || self.dice.between(1, 3 * self.mtu),
@@ -195,6 +196,13 @@ impl Workload {
                 nothing.extend(wrong.map(|bits| (RKey(reg.rkey.0 ^ bits), reg.iova)));
                 let (rkey, va) = self.dice.pick(&nothing);
                 access(&mut self.dice, va, rkey)
+            }
+            Ending::NoRight => {
+                let lacking = end.keys.iter().find_map(|key| key.lacking());
+                match lacking.unwrap_or((RKey(reg.rkey.0 ^ 1), reg.iova, Access::REMOTE_READ)) {
+                    (rkey, va, Access::REMOTE_READ) => Operation::Read { va, rkey },
+                    (rkey, va, _) => Operation::Write { va, rkey, imm: None },
+                }
             }
             Ending::Misaligned => Operation::FetchAdd {
                 va: common.iova + self.dice.between(1, 7),
@@ -272,6 +280,7 @@ impl Workload {
         let own = self.ending_at.0 == host;
         match self.ending {
             Ending::OutOfBounds
+            | Ending::NoRight
             | Ending::EndedKey
             | Ending::ShortReceive
             | Ending::NoReceive
@@ -317,8 +326,10 @@ impl Workload {
             (Ending::Deregister, false) => &[RemoteAccess, RemoteOperation, RetryExceeded],
             (Ending::MemoryFails, true) => &[LocalQpOperation, Flushed, RetryExceeded],
             (Ending::MemoryFails, false) => &[RemoteOperation, RetryExceeded],
-            (Ending::OutOfBounds | Ending::EndedKey, true) if sure => &[RemoteAccess],
-            (Ending::OutOfBounds | Ending::EndedKey, true) => &[RemoteAccess, RetryExceeded],
+            (Ending::OutOfBounds | Ending::NoRight | Ending::EndedKey, true) if sure => &[RemoteAccess],
+            (Ending::OutOfBounds | Ending::NoRight | Ending::EndedKey, true) => {
+                &[RemoteAccess, RetryExceeded]
+            }
             (Ending::ShortReceive | Ending::Misaligned, true) if sure => &[RemoteInvalidRequest],
             (Ending::ShortReceive | Ending::Misaligned, true) => &[RemoteInvalidRequest, RetryExceeded],
             (Ending::NoReceive, true) if sure => &[RnrRetryExceeded],

@@ -12,6 +12,7 @@ use crate::memory::{Door, SimMemory, Space};
 
 /// Most bytes that one of these keys grants.
 const BYTES_MAX: u64 = 32 << 10;
+const BOTH: Access = Access::REMOTE_WRITE.union(Access::REMOTE_READ);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -41,6 +42,8 @@ pub(super) struct Key {
     pub(super) kind: Kind,
     pub(super) state: State,
     pub(super) rkey: RKey,
+    /// What peers may do by it.
+    rights: Access,
     arena: Piece,
     /// The arena that a type 1 window is bound to until the new binding is done.
     before: Option<Piece>,
@@ -63,10 +66,17 @@ impl Key {
             .into_iter()
             .filter(|kind| service == Service::Rc || *kind != Kind::WindowTwo);
         let kinds: Vec<Kind> = kinds.filter(|_| dice.one_in(2)).collect();
-        kinds.into_iter().map(|kind| Key::new(rnic, pd, kind)).collect()
+        let new = |kind| Key::new(rnic, pd, kind, BOTH);
+        kinds.into_iter().map(new).collect()
     }
 
-    fn new(rnic: &mut Rnic, pd: Pd, kind: Kind) -> Key {
+    /// One that allows WRITE or READ alone.
+    pub(super) fn of_one_right(rnic: &mut Rnic, pd: Pd, dice: &mut Dice) -> Key {
+        let rights = dice.pick(&[Access::REMOTE_WRITE, Access::REMOTE_READ]);
+        Key::new(rnic, pd, Kind::Region, rights)
+    }
+
+    fn new(rnic: &mut Rnic, pd: Pd, kind: Kind, rights: Access) -> Key {
         let made = match kind {
             Kind::WindowOne => rnic.alloc_mw(pd, WindowType::One),
             Kind::WindowTwo => rnic.alloc_mw(pd, WindowType::Two),
@@ -78,6 +88,7 @@ impl Key {
             kind,
             state: State::Idle,
             rkey: made.expect("there are keys"),
+            rights,
             arena: nothing,
             before: None,
             space: Space::new(0..0),
@@ -110,7 +121,7 @@ impl Key {
             memory_offset: self.arena.at,
             length: self.arena.len,
             iova: self.iova,
-            access: Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ,
+            access: Access::LOCAL_WRITE | self.rights,
         };
         (door, spec)
     }
@@ -141,7 +152,7 @@ impl Key {
         if self.kind == Kind::WindowTwo {
             self.rkey = self.rkey.next();
         }
-        let mut access = Access::REMOTE_WRITE | Access::REMOTE_READ;
+        let mut access = self.rights;
         access.set(Access::ZERO_BASED, zero_based);
         Some(Operation::Bind(Bind {
             window: self.rkey,
@@ -208,6 +219,12 @@ impl Key {
         (self.kind == Kind::WindowTwo && self.state == State::Open).then_some((self.rkey, self.iova))
     }
 
+    /// A key, an address that it grants, and the right that it lacks.
+    pub(super) fn lacking(&self) -> Option<(RKey, u64, Access)> {
+        let lacks = BOTH.difference(self.rights);
+        (self.state == State::Open && !lacks.is_empty()).then_some((self.rkey, self.iova, lacks))
+    }
+
     /// The key that a window would be bound with, while it is not.
     pub(super) fn to_bind(&self) -> Option<RKey> {
         (self.kind == Kind::WindowTwo && self.state == State::Idle).then(|| self.rkey.next())
@@ -233,8 +250,8 @@ impl Key {
     }
 
     /// Takes memory for an operation of the peer: where it is, and by which address.
-    pub(super) fn use_it(&mut self, bytes: u64) -> Option<(Piece, u64)> {
-        if self.state != State::Open || self.uses_left == 0 {
+    pub(super) fn use_it(&mut self, bytes: u64, right: Access) -> Option<(Piece, u64)> {
+        if self.state != State::Open || self.uses_left == 0 || !self.rights.contains(right) {
             return None;
         }
         let at = self.space.take(bytes)?;

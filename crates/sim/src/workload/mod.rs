@@ -175,6 +175,7 @@ impl Workload {
             } else {
                 60_000_000
             }),
+            one_machine: settings.one_machine,
         };
         let mtu = u64::from(dice.pick(&[256u32, 512, 1024, 1024, 2048, 4096, 4096]));
         let window_bytes = dice.pick(&[1u64, 4, 8, 16, 64, 256, 1024]) * mtu;
@@ -224,7 +225,8 @@ impl Workload {
             second: 0..0,
             selective: Vec::new(),
             lossless: settings.loss_percent + settings.corrupt_percent + settings.reorder_percent == 0.0
-                && !settings.path_changes,
+                && !settings.path_changes
+                && !settings.one_machine,
             timeout_ns: u64::MAX,
             outage_ends_all: false,
             dice,
@@ -253,12 +255,20 @@ impl Workload {
             let is_narrow = |host| self.ending == Ending::Overrun && self.ending_at == (host, qp);
             let narrow = [0, 1].map(is_narrow);
             for (host, narrow) in narrow.into_iter().enumerate() {
-                let shape = (plain, narrow);
-                self.sides[host].add_end(&mut self.world, host, &mut self.dice, service, shape);
+                let (shape, dice) = ((plain, narrow), &mut self.dice);
+                self.sides[host].add_end(&mut self.world, host, dice, service, shape);
+                if self.ending == Ending::NoRight {
+                    self.sides[host].add_key_of_one_right(&mut self.world, host, dice);
+                }
             }
             let flows = [0, 1].map(|host| {
                 let extra = operations % parts > 2 * qp as u32 + host;
-                let deepest = if narrow[host as usize] { NARROW } else { 32 };
+                // What has nothing before it needs no packet on one machine.
+                let deepest = match () {
+                    () if narrow[host as usize] => NARROW,
+                    () if self.report.settings.one_machine && self.dice.one_in(2) => 2,
+                    () => 32,
+                };
                 let depth = self.dice.log_uniform(deepest.into()) as usize;
                 Flow::new(operations / parts + u32::from(extra), depth)
             });
@@ -372,6 +382,7 @@ impl Workload {
                         rnic.modify_qp(now, qpn, to, &attr).expect("as the table has it");
                     }
                 });
+                self.world.meet(host, qpn);
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Which operations are posted.
 
 use rdmux_rnic::{
-    INLINE_BYTES_MAX, Operation, Placement, QpState, RKey, RecvRequest, Selectivity, SendFlags, SendRequest,
-    SgeList, Target, WcOpcode,
+    Access, INLINE_BYTES_MAX, LKey, Operation, Placement, QpState, RKey, RecvRequest, Selectivity, SendFlags,
+    SendRequest, SgeList, Target, WcOpcode,
 };
 
 use super::keys;
@@ -376,8 +376,7 @@ impl Workload {
                 flags,
                 to,
             };
-            self.world
-                .with(host, |rnic, now| rnic.post_send(now, qpn, request))
+            self.world.post_send(host, qpn, request)
         };
         done.map_err(|error| format!("QP {qp} host {host}: post_send #{wr_id}: {error}"))
     }
@@ -408,7 +407,12 @@ impl Workload {
         taken.local = self.take_pieces(host, local)?;
         let peer = 1 - host;
         if matches!(kind, Kind::Write | Kind::Read) {
-            if !self.take_by_key(qp, peer, bytes, &mut taken) {
+            let right = if kind == Kind::Write {
+                Access::REMOTE_WRITE
+            } else {
+                Access::REMOTE_READ
+            };
+            if !self.take_by_key(qp, peer, bytes, right, &mut taken) {
                 let Some(at) = self.sides[peer].space.take(bytes) else {
                     self.sides[host].give(&taken.local);
                     return None;
@@ -441,13 +445,13 @@ impl Workload {
         Some(taken)
     }
 
-    fn take_by_key(&mut self, qp: usize, peer: usize, bytes: u64, taken: &mut Taken) -> bool {
+    fn take_by_key(&mut self, qp: usize, peer: usize, bytes: u64, right: Access, taken: &mut Taken) -> bool {
         if !self.dice.one_in(2) {
             return false;
         }
         let keys = &mut self.sides[peer].ends[qp].keys;
         for (n, key) in keys.iter_mut().enumerate() {
-            if let Some((piece, va)) = key.use_it(bytes) {
+            if let Some((piece, va)) = key.use_it(bytes, right) {
                 (taken.remote, taken.va) = (Some(piece), va);
                 (taken.rkey, taken.key) = (Some(key.rkey), Some(n));
                 return true;
@@ -557,6 +561,7 @@ impl Workload {
             let (mut freed, mut door) = (None, None);
             if !idle {
                 (freed, door) = key.close();
+                self.world.take_back_region(host, LKey(key.rkey.0));
             }
             let (rnic, pd) = (&mut self.world.hosts[host].rnic, side.objects.pd);
             let done = key.register(rnic, pd, &side.memory, &mut side.space, &mut self.dice);

@@ -265,6 +265,17 @@ impl Side {
         });
     }
 
+    /// Gives the youngest end a key that allows WRITE or READ alone.
+    pub(super) fn add_key_of_one_right(&mut self, world: &mut World, host: usize, dice: &mut Dice) {
+        let (rnic, pd) = (&mut world.hosts[host].rnic, self.objects.pd);
+        let mut key = Key::of_one_right(rnic, pd, dice);
+        let done = key.register(rnic, pd, &self.memory, &mut self.space, dice);
+        done.expect("a region inside of its memory");
+        if let Some(end) = self.ends.last_mut() {
+            end.keys.insert(0, key);
+        }
+    }
+
     pub(super) fn end_of(&self, qpn: Qpn) -> Option<usize> {
         self.ends.iter().rposition(|end| end.has(qpn))
     }

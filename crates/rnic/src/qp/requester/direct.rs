@@ -39,7 +39,8 @@ impl Grant {
     /// Where in the memory a request begins, if the grant covers it.
     fn offset_of(&self, va: u64, bytes: u32, access: Access) -> Option<u64> {
         let at = va.checked_sub(self.iova)?;
-        let inside = at.checked_add(bytes.into()).is_some_and(|end| end <= self.length);
+        let limit = self.length + u64::from(mutant!(GrantOffByOne));
+        let inside = at.checked_add(bytes.into()).is_some_and(|end| end <= limit);
         (inside && self.access.contains(access)).then(|| self.memory_offset + at)
     }
 }
@@ -88,7 +89,7 @@ impl Requester {
         let Some((rkey, ..)) = reaches(&request.operation, bytes) else {
             return;
         };
-        if self.direct.grants.iter().any(|(key, _)| *key == rkey) {
+        if self.direct.grants.iter().any(|(key, _)| *key == rkey) && !mutant!(GrantAskedTwice) {
             return;
         }
         if self.direct.grants.len() == GRANTS_MAX {
@@ -128,7 +129,7 @@ impl Requester {
     /// Whether a request that is posted now may go directly.
     #[inline]
     pub(crate) fn may_go_directly(&self) -> bool {
-        !self.direct.grants.is_empty() && self.queue.is_empty()
+        !self.direct.grants.is_empty() && (self.queue.is_empty() || mutant!(DirectOvertakes))
     }
 
     /// Does a request at once, if nothing is before it; false: it is to be queued.
@@ -140,7 +141,8 @@ impl Requester {
             _ => false,
         };
         let may = request.to == Target::Connected && head.init.max_send_wr > 0;
-        if !is_plain || !may || head.state != QpState::Rts || head.rate.is_limited() {
+        let begins = head.state == QpState::Rts || head.state == QpState::Sqd && mutant!(DirectInSqd);
+        if !is_plain || !may || !begins || !head.rate.is_free() {
             return false;
         }
         // What cannot be is refused by who queues it.
@@ -214,6 +216,7 @@ impl Requester {
             at += length;
         }
         match outcome {
+            Err(PeerFault::Ended) if mutant!(EndedIsDone) => Some(Ok(())),
             Ok(()) => {
                 env.counters.direct_requests += 1;
                 Some(Ok(()))

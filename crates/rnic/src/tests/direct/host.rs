@@ -254,6 +254,8 @@ pub(super) struct Host {
     pub(super) pair: Pair,
     /// Peers are told to be on this host.
     pub(super) grants: bool,
+    /// Requests are tried without being queued first.
+    pub(super) posts_directly: bool,
     pub(super) keys: Vec<(Key, RKey, u64)>,
     pub(super) own_keys: Vec<(u64, LKey)>,
     pub(super) own_window: RKey,
@@ -320,6 +322,7 @@ impl Host {
         let mut host = Host {
             pair,
             grants,
+            posts_directly: false,
             keys: keys.to_vec(),
             own_keys: own_keys.to_vec(),
             own_window,
@@ -385,7 +388,6 @@ impl Host {
     }
 
     pub(super) fn set_local(&mut self, local: bool) {
-        self.pair.local = local;
         for side in &mut self.pair.sides {
             side.rnic.set_local(side.qpn, local);
         }
@@ -464,6 +466,9 @@ impl Host {
         if let Operation::Bind(bind) = request.operation {
             let bound = side.rnic.bind_mw(now, side.qpn, request.wr_id, bind, flags);
             self.own_window = bound?;
+            return Ok(());
+        }
+        if self.posts_directly && side.rnic.post_directly(side.qpn, &request) {
             return Ok(());
         }
         side.rnic.post_send(now, side.qpn, request)

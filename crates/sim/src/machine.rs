@@ -1,0 +1,380 @@
+//! Two hosts that are processes of one machine: their packets go through memory, in order and without loss, and each grants the
+//! other memory of its own, for as long as it likes. The link between them may break and come back at any moment; meanwhile
+//! packets take the network. Each of the two learns of that in its own time.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rdmux_rnic::{Grant, Grantable, LKey, Memory, PeerFault, PeerMemory, QpState, Qpn, RKey, Rnic, Time};
+
+use crate::dice::Dice;
+
+/// Bytes copied between two looks at a grant.
+const PIECE_BYTES: u64 = 4096;
+/// Keys that a QP may have asked for and be granted at one time: one more is asked for in the place of the first.
+const KEYS_MAX: usize = 64;
+/// Time that a message takes at most: who wants a link, who asks for memory.
+const MESSAGE_NS_MAX: u64 = 20_000;
+/// Time after which the other end of a link learns at most that it broke.
+const NOTICED_NS_MAX: u64 = 50_000;
+/// Time for which a link stays broken at most.
+const BROKEN_NS_MAX: u64 = 3_000_000;
+/// Longest that a packet takes.
+const PACKET_NS_MAX: u64 = 5_000;
+
+/// Memory of a peer, as long as it grants it.
+#[derive(Debug)]
+pub(crate) struct Granted {
+    memory: Arc<dyn Memory>,
+    open: AtomicBool,
+    /// Bytes after which it is taken back, in the middle of a copy too.
+    bytes_left: AtomicU64,
+    /// A request was told that it has ended: it may be asked for anew.
+    told: AtomicBool,
+    /// Requests that were told so when some of their bytes were copied.
+    half_way: Arc<AtomicU64>,
+}
+
+impl Granted {
+    fn take_back(&self) {
+        self.open.store(false, Ordering::Relaxed);
+    }
+
+    fn is_open(&self) -> bool {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    fn ended(&self, done: u64) -> PeerFault {
+        self.told.store(true, Ordering::Relaxed);
+        self.half_way.fetch_add(u64::from(done > 0), Ordering::Relaxed);
+        PeerFault::Ended
+    }
+
+    /// Copies piece by piece, until all is copied or the grant ends. Memory of the owner's that fails ends it too.
+    fn copy(
+        &self,
+        length: u64,
+        mut copy: impl FnMut(u64, &mut [u8]) -> Result<(), Option<PeerFault>>,
+    ) -> Result<(), PeerFault> {
+        let mut buffer = vec![0; length.min(PIECE_BYTES) as usize];
+        let mut done = 0;
+        while done < length {
+            if !self.is_open() {
+                return Err(self.ended(done));
+            }
+            let left = self.bytes_left.load(Ordering::Relaxed);
+            let n = (length - done).min(PIECE_BYTES).min(left);
+            copy(done, &mut buffer[..n as usize]).map_err(|own| own.unwrap_or_else(|| self.ended(done)))?;
+            self.bytes_left.store(left - n, Ordering::Relaxed);
+            if left == n {
+                self.take_back();
+            }
+            done += n;
+        }
+        Ok(())
+    }
+}
+
+impl PeerMemory for Granted {
+    fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
+        self.copy(length, |done, buffer| {
+            let read = from.read(from_offset + done, buffer);
+            read.map_err(|fault| Some(PeerFault::Own(fault)))?;
+            self.memory.write(offset + done, buffer).map_err(|_| None)
+        })
+    }
+
+    fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
+        self.copy(bytes.len() as u64, |done, buffer| {
+            let piece = &bytes[done as usize..][..buffer.len()];
+            self.memory.write(offset + done, piece).map_err(|_| None)
+        })
+    }
+
+    fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {
+        self.copy(length, |done, buffer| {
+            self.memory.read(offset + done, buffer).map_err(|_| None)?;
+            let written = to.write(to_offset + done, buffer);
+            written.map_err(|fault| Some(PeerFault::Own(fault)))
+        })
+    }
+}
+
+/// A grant as its owner knows it.
+#[derive(Debug)]
+struct Given {
+    /// The QP whose peer it was given to.
+    of: Qpn,
+    /// The region.
+    lkey: LKey,
+    /// The QP of the peer that asked for it, and by which key.
+    by: Qpn,
+    rkey: RKey,
+    memory: Arc<Granted>,
+}
+
+/// What one host tells the other beside packets.
+#[derive(Clone, Debug)]
+pub(crate) enum Message {
+    /// `by` would reach what `rkey` names on its peer `of`.
+    Ask { of: Qpn, by: Qpn, rkey: RKey },
+    /// The answer.
+    Answer {
+        by: Qpn,
+        rkey: RKey,
+        grant: Option<Grant>,
+    },
+}
+
+/// What is to happen to the link.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Change {
+    /// It breaks, and a host learns of it.
+    Breaks(usize),
+    /// A host learns that this link broke.
+    Noticed(usize, u32),
+    /// There is one again, and a host learns of it.
+    Begins(usize),
+    /// The other host learns that there is this one.
+    Welcome(usize, u32),
+    /// A host takes a grant back.
+    TakesBack(usize),
+}
+
+/// One end of the link.
+#[derive(Debug, Default)]
+struct End {
+    /// Its packets go through memory.
+    up: bool,
+    /// When the youngest of the packets that go to it arrives.
+    arrival_last: Time,
+    given: Vec<Given>,
+    /// What it asked for and was not told to have ended.
+    asked: Vec<(Qpn, RKey)>,
+}
+
+impl End {
+    fn take_back(&self, is_it: impl Fn(&Given) -> bool) {
+        for given in self.given.iter().filter(|given| is_it(given)) {
+            given.memory.take_back();
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Machine {
+    ends: [End; 2],
+    /// Number of the link.
+    link: u32,
+    /// Nobody reads what goes into it.
+    dead: bool,
+    dice: Dice,
+    pub(crate) breaks: u64,
+    half_way: Arc<AtomicU64>,
+}
+
+impl Machine {
+    /// Two hosts without a link, and what will happen to it.
+    pub(crate) fn new(seed: u64, latency_ns: u64) -> (Machine, Vec<(u64, Change)>) {
+        let mut dice = Dice::new(seed, 6);
+        let span = 40 * latency_ns + 5_000_000;
+        let begins = if dice.one_in(2) { 0 } else { dice.log_uniform(span) };
+        let mut changes = vec![(begins, Change::Begins(dice.below(2) as usize))];
+        for _ in 0..dice.below(4) {
+            changes.push((dice.log_uniform(span), Change::Breaks(dice.below(2) as usize)));
+        }
+        for _ in 0..dice.below(8) {
+            changes.push((dice.log_uniform(span), Change::TakesBack(dice.below(2) as usize)));
+        }
+        let machine = Machine {
+            ends: Default::default(),
+            link: 0,
+            dead: true,
+            dice,
+            breaks: 0,
+            half_way: Arc::default(),
+        };
+        (machine, changes)
+    }
+
+    /// Whether what a host sends goes through memory.
+    pub(crate) fn is_up(&self, host: usize) -> bool {
+        self.ends[host].up
+    }
+
+    /// When a packet that is sent through memory now arrives; `None`: nobody reads it.
+    pub(crate) fn arrival(&mut self, now: Time, to: usize) -> Option<Time> {
+        let at = now + self.dice.between(50, PACKET_NS_MAX);
+        let last = &mut self.ends[to].arrival_last;
+        *last = at.max(*last);
+        (!self.dead).then_some(*last)
+    }
+
+    pub(crate) fn message_ns(&mut self) -> u64 {
+        self.dice.log_uniform(MESSAGE_NS_MAX)
+    }
+
+    /// Number of the link, which what is said on it belongs to.
+    pub(crate) fn link(&self) -> Option<u32> {
+        (!self.dead).then_some(self.link)
+    }
+
+    /// The link breaks, if there is one. Whether what is under way is lost; when the other end learns of it, and when the next
+    /// link comes.
+    pub(crate) fn breaks(&mut self, host: usize) -> Option<(bool, [(u64, Change); 2])> {
+        if self.dead {
+            return None;
+        }
+        self.dead = true;
+        self.breaks += 1;
+        self.part(host);
+        let noticed = self.dice.log_uniform(NOTICED_NS_MAX);
+        let back = noticed + self.dice.log_uniform(BROKEN_NS_MAX);
+        let changes = [
+            (noticed, Change::Noticed(1 - host, self.link)),
+            (back, Change::Begins(self.dice.below(2) as usize)),
+        ];
+        Some((self.dice.one_in(2), changes))
+    }
+
+    /// An end is no end any more: it reaches nothing, and nobody reaches what it granted.
+    pub(crate) fn part(&mut self, host: usize) {
+        self.ends[host].up = false;
+        self.ends[host].asked.clear();
+        for end in &self.ends {
+            end.take_back(|_| true);
+        }
+        self.ends[1 - host].given.clear();
+    }
+
+    /// An end learns that its link broke.
+    pub(crate) fn notices(&mut self, host: usize, link: u32) -> bool {
+        let notices = self.dead && self.link == link && self.ends[host].up;
+        if notices {
+            self.part(host);
+        }
+        notices
+    }
+
+    /// Another link begins, unless there is one; the time after which the other end learns of it.
+    pub(crate) fn begins(&mut self, host: usize) -> Option<(u64, Change)> {
+        if !self.dead || self.ends.iter().any(|end| end.up) {
+            return None;
+        }
+        self.dead = false;
+        self.link += 1;
+        self.ends[host].up = true;
+        let other = self.dice.log_uniform(NOTICED_NS_MAX);
+        Some((other, Change::Welcome(1 - host, self.link)))
+    }
+
+    /// Whether an end joins the link.
+    pub(crate) fn welcome(&mut self, host: usize, link: u32) -> bool {
+        let joins = self.link() == Some(link);
+        self.ends[host].up |= joins;
+        joins
+    }
+
+    /// A host hangs: it takes nothing back any more, and reaches nothing.
+    pub(crate) fn hangs(&mut self, host: usize) -> bool {
+        let hangs = self.dice.one_in(2);
+        if hangs {
+            self.ends[1 - host].take_back(|_| true);
+        }
+        hangs
+    }
+
+    // Grants.
+
+    /// A QP wants a grant. An error: it asked before.
+    pub(crate) fn asks(&mut self, host: usize, by: Qpn, rkey: RKey) -> Result<(), String> {
+        let given = &mut self.ends[1 - host].given;
+        let before = given.len();
+        given.retain(|given| {
+            let told = given.memory.told.load(Ordering::Relaxed);
+            !told || (given.by, given.rkey) != (by, rkey)
+        });
+        let ended = given.len() < before;
+        let end = &mut self.ends[host];
+        let before = end.asked.iter().position(|asked| *asked == (by, rkey));
+        let of_qp = end.asked.iter().filter(|(qpn, _)| *qpn == by).count();
+        if before.is_some() && !ended && of_qp < KEYS_MAX {
+            return Err(format!("{by:?} of host {host} asks again for {rkey:?}"));
+        }
+        if before.is_none() {
+            end.asked.push((by, rkey));
+        }
+        Ok(())
+    }
+
+    /// Whether an owner answers at all.
+    pub(crate) fn answers(&mut self) -> bool {
+        !self.dice.one_in(8)
+    }
+
+    /// Makes a grant of what a host may grant.
+    pub(crate) fn give(&mut self, host: usize, of: Qpn, by: Qpn, rkey: RKey, what: Grantable) -> Grant {
+        let bytes_left = match self.dice.below(4) {
+            0 => self.dice.log_uniform(64 << 10),
+            _ => u64::MAX,
+        };
+        let memory = Arc::new(Granted {
+            memory: what.memory,
+            open: AtomicBool::new(true),
+            bytes_left: AtomicU64::new(bytes_left),
+            told: AtomicBool::new(false),
+            half_way: self.half_way.clone(),
+        });
+        self.ends[host].given.push(Given {
+            of,
+            lkey: what.lkey,
+            by,
+            rkey,
+            memory: memory.clone(),
+        });
+        Grant {
+            memory,
+            memory_offset: what.memory_offset,
+            iova: what.iova,
+            length: what.length,
+            access: what.access,
+        }
+    }
+
+    /// A host takes back what it granted for a QP.
+    pub(crate) fn revoke_qp(&mut self, host: usize, qpn: Qpn) {
+        self.ends[host].take_back(|given| given.of == qpn);
+    }
+
+    /// A host takes back what it granted of a region.
+    pub(crate) fn revoke_region(&mut self, host: usize, lkey: LKey) {
+        self.ends[host].take_back(|given| given.lkey == lkey);
+    }
+
+    /// A host takes back one of its grants, any.
+    pub(crate) fn revoke_any(&mut self, host: usize) {
+        let given = &self.ends[host].given;
+        let n = self.dice.below(given.len() as u64) as usize;
+        if let Some(given) = given.get(n) {
+            given.memory.take_back();
+        }
+    }
+
+    /// A QP of a host that takes no requests, and whose peer reaches its memory all the same.
+    pub(crate) fn outlived(&self, host: usize, rnic: &Rnic) -> Option<Qpn> {
+        let takes = |qpn| {
+            let info = rnic.query_qp(qpn);
+            info.is_some_and(|info| matches!(info.state, QpState::Rtr | QpState::Rts | QpState::Sqd))
+        };
+        let open = self.ends[host]
+            .given
+            .iter()
+            .filter(|given| given.memory.is_open());
+        open.map(|given| given.of).find(|of| !takes(*of))
+    }
+
+    /// Copies that ended half-way.
+    pub(crate) fn half_way(&self) -> u64 {
+        self.half_way.load(Ordering::Relaxed)
+    }
+}
