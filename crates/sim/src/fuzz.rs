@@ -18,6 +18,7 @@ use rdmux_wire::cm::{RejReason, ServiceId, SidrStatus};
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet, PathMtu, Transport};
 use rdmux_wire::{LKey, Psn};
 
+use crate::machine::Machine;
 use input::Input;
 pub use input::Reach;
 use side::{FENCED, IOVA, Kind, PSN, QKEY, REGION, Side};
@@ -36,6 +37,8 @@ const STEPS_TO_FINISH: usize = 100_000;
 struct Wire {
     path: Path,
     bytes: Vec<u8>,
+    /// It goes through memory of one machine.
+    local: bool,
 }
 
 /// Panics when the engine does, or when one of its invariants is broken. Says what was reached.
@@ -71,6 +74,8 @@ struct Pair {
     connects: bool,
     /// Whether the link is whole at the end, else it is cut.
     heals: bool,
+    /// Both sides are processes of one machine.
+    machine: Option<Machine>,
 }
 
 impl Pair {
@@ -89,6 +94,7 @@ impl Pair {
             focus: vec![first, peer_of(first), second % Kind::ALL.len()],
             connects: ends & 3 == 3,
             heals: ends & 4 != 0,
+            machine: (ends >> 3 & 7 == 7).then(|| Machine::new(0, 1).0),
         };
         for at in 0..Kind::ALL.len() {
             pair.connect(0, at, shape, QpState::Rts);
@@ -165,6 +171,7 @@ impl Pair {
             // Unless its completion queue overran.
             assert!(brought.is_ok() || side.state(at) == QpState::Error);
             side.queues[at].set_timeout(attr.timeout);
+            side.rnic.set_local(qpn, self.machine.is_some());
             if to == last {
                 break;
             }
@@ -299,7 +306,11 @@ impl Pair {
                     flags,
                     to,
                 };
-                side.rnic.post_send(self.now, qpn, request)
+                if side.rnic.post_directly(qpn, &request) {
+                    Ok(())
+                } else {
+                    side.rnic.post_send(self.now, qpn, request)
+                }
             }
         };
         if taken.is_ok() {
@@ -528,6 +539,9 @@ impl Pair {
         let side = &mut self.sides[i];
         let qpn = side.queues[at].qpn;
         let n = input.byte();
+        if let (Some(machine), 0 | 1) = (&mut self.machine, n % 16) {
+            machine.revoke_region(i, side.lkey);
+        }
         match n % 16 {
             0 => drop(
                 side.rnic
@@ -672,6 +686,8 @@ impl Pair {
         } else {
             return;
         }
+        // Nobody comes between on a machine.
+        wire.local = false;
         let before = self.sides[i].snapshot();
         self.deliver(i, &wire);
         self.sides[i].assert_unchanged(&before);
@@ -683,7 +699,8 @@ impl Pair {
         let icrc = path.flow().icrc(&bytes, ip_id);
         bytes.extend_from_slice(&icrc.to_le_bytes());
         self.note_psn(to, &bytes);
-        self.deliver(to, &Wire { path, bytes });
+        let local = false;
+        self.deliver(to, &Wire { path, bytes, local });
     }
 
     fn deliver(&mut self, to: usize, wire: &Wire) {
@@ -702,7 +719,7 @@ impl Pair {
             traffic_class: wire.path.traffic_class,
             bytes: &wire.bytes,
             segment_bytes: wire.bytes.len(),
-            local: false,
+            local: wire.local,
         };
         side.rnic.handle_arrival(self.now, &arrival);
     }
@@ -735,7 +752,9 @@ impl Pair {
     /// Polls both sides empty and checks what must hold between any two events.
     fn settle(&mut self) {
         for i in 0..2 {
+            self.take_back(i);
             self.transmit(i);
+            self.take_back(i);
             let side = &mut self.sides[i];
             while let Some(job) = side.rnic.poll_flush() {
                 side.flushes.push(job);
@@ -743,6 +762,32 @@ impl Pair {
             drop(side.rnic.poll_ended_memories());
             side.hear();
             side.check();
+            self.grant(i);
+        }
+    }
+
+    /// Takes back what a side's QPs granted that take no requests any more.
+    fn take_back(&mut self, i: usize) {
+        let rnic = &mut self.sides[i].rnic;
+        while let Some(qpn) = rnic.poll_revoked() {
+            let machine = self.machine.as_mut().expect("nothing was granted");
+            machine.revoke_qp(i, qpn);
+        }
+        if let Some(machine) = &self.machine {
+            assert_eq!(machine.outlived(i, rnic), None, "what it granted is open");
+        }
+    }
+
+    /// Grants a side what it wants of the other, where that may be.
+    fn grant(&mut self, i: usize) {
+        for (by, rkey) in std::mem::take(&mut self.sides[i].wanted) {
+            let machine = self.machine.as_mut().expect("nobody is near");
+            let Some(of) = self.sides[i].rnic.query_qp(by).map(|info| info.dest_qpn) else {
+                continue;
+            };
+            let granted = self.sides[1 - i].rnic.grantable(of, rkey).ok();
+            let grant = granted.map(|granted| machine.give(1 - i, of, by, rkey, granted));
+            self.sides[i].rnic.set_grant(self.now, by, rkey, grant);
         }
     }
 
@@ -759,6 +804,7 @@ impl Pair {
                 sent.extend(bytes.chunks(train.segment_bytes).map(|bytes| Wire {
                     path: train.path,
                     bytes: bytes.to_vec(),
+                    local: train.local,
                 }));
             }
             for wire in sent {

@@ -149,6 +149,8 @@ pub(super) struct Side {
     cm_gone: BTreeSet<u32>,
     /// Queues whose overrun was told.
     overrun: BTreeMap<u32, u32>,
+    /// Keys of the other side that a QP would reach without packets.
+    pub(super) wanted: Vec<(Qpn, RKey)>,
     pub(super) reach: Reach,
 }
 
@@ -217,6 +219,7 @@ impl Side {
             cm_ids: VecDeque::new(),
             cm_gone: BTreeSet::new(),
             overrun: BTreeMap::new(),
+            wanted: Vec::new(),
             reach: Reach::default(),
         };
         for kind in Kind::ALL {
@@ -337,6 +340,9 @@ impl Side {
     pub(super) fn hear(&mut self) {
         while let Some(event) = self.rnic.poll_event() {
             self.reach.event(&event);
+            if let Event::WantsGrant(by, rkey) = event {
+                self.wanted.push((by, rkey));
+            }
             if let Event::CqError(cq) = event {
                 *self.overrun.entry(cq.0).or_default() += 1;
                 assert_eq!(self.overrun[&cq.0], 1, "an overrun is told once");
