@@ -199,6 +199,11 @@ impl CompletionQueue {
         }
     }
 
+    /// Puts what it is armed for back to what it was.
+    pub(crate) fn set_armed(&mut self, armed: Option<Arm>) -> Option<Arm> {
+        std::mem::replace(&mut self.armed, armed)
+    }
+
     pub(crate) fn forget(&mut self, qpn: Qpn) {
         self.queue.retain(|wc| wc.qpn != qpn);
     }

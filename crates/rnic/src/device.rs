@@ -608,6 +608,11 @@ impl Rnic {
         }
     }
 
+    /// Sets what a queue is armed for, and gives back what it was: for a driver that needs no event for what it takes in itself.
+    pub fn set_arm_cq(&mut self, cq: Cqn, armed: Option<Arm>) -> Option<Arm> {
+        self.cqs.get_mut(&cq.0)?.set_armed(armed)
+    }
+
     /// Completions that wait in a queue, and whether it overran: then no more come.
     pub fn cq_state(&self, cq: Cqn) -> Option<(usize, bool)> {
         self.cqs.get(&cq.0).map(|queue| (queue.len(), queue.overrun))

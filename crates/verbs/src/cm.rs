@@ -152,9 +152,8 @@ impl Events {
             if let Some(event) = self.0.poll() {
                 return Some(event);
             }
-            device.engine().hand_over();
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !self.0.waker().wait(left) {
+            if left.is_some_and(|left| left.is_zero()) || !device.engine().sleep(self.0.waker(), left) {
                 return self.0.poll();
             }
         }

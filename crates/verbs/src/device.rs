@@ -17,8 +17,8 @@ use rdmux_wire::roce::PathMtu;
 use crate::cm::deadline_after;
 use crate::event::AsyncEvent;
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft::engine::{self, Engine, Waker};
-pub use crate::soft::engine::{OpenError, Options, SharedMemory, Waiting};
+use crate::soft::engine::{self, Core, Engine, Waker};
+pub use crate::soft::engine::{OpenError, Options, SharedMemory};
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
 /// Why an object could not be made.
@@ -159,9 +159,9 @@ impl Device {
             if let Some(event) = take() {
                 return Some(event);
             }
-            self.engine().hand_over();
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !self.engine().async_waker.wait(left) {
+            let engine = self.engine();
+            if left.is_some_and(|left| left.is_zero()) || !engine.sleep(&engine.async_waker, left) {
                 return take();
             }
         }
@@ -292,31 +292,30 @@ impl CompletionQueue {
     pub fn arm(&self, arm: Arm) {
         let engine = self.0.device.engine();
         engine.lock().rnic.arm_cq(self.0.cqn, arm);
-        engine.hand_over();
+        engine.hand_over_to_channel();
     }
 
-    /// Takes the oldest completion; sleeps until there is one, without using a CPU. `None`: the time is over.
+    /// Takes the oldest completion; waits until there is one, as the device waits ([`Options::waiting`]). `None`: the time is over.
+    /// Waiting for no time arms the queue for any completion and looks once more: what comes later makes
+    /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        let deadline = deadline_after(timeout);
-        let engine = self.0.device.engine();
-        loop {
-            {
-                let mut core = engine.lock();
-                if let Some(wc) = core.rnic.poll_cq(self.0.cqn) {
-                    if core.rnic.cq_state(self.0.cqn).is_some_and(|(left, _)| left > 0) {
-                        // Another thread may wait for it: one wake-up can stand for several completions.
-                        self.0.waker.wake();
-                    }
-                    return Ok(Some(wc));
-                }
-                core.rnic.arm_cq(self.0.cqn, Arm::Next);
+        let (engine, cqn, waker) = (self.0.device.engine(), self.0.cqn, &self.0.waker);
+        let look = |core: &mut Core| {
+            let wc = core.rnic.poll_cq(cqn)?;
+            if core.rnic.cq_state(cqn).is_some_and(|(left, _)| left > 0) {
+                // Another thread may wait for it: one wake-up can stand for several completions.
+                waker.wake();
             }
-            engine.hand_over();
-            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !self.0.waker.wait(left) {
-                return Ok(engine.lock().rnic.poll_cq(self.0.cqn));
-            }
+            Some(wc)
+        };
+        if timeout.is_zero() {
+            let found = look(&mut engine.lock());
+            return Ok(found.or_else(|| {
+                self.arm(Arm::Next);
+                look(&mut engine.lock())
+            }));
         }
+        Ok(engine.wait(deadline_after(timeout), waker, cqn, look))
     }
 }
 

@@ -43,7 +43,7 @@ pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenE
 pub use datagram::AddressHandle;
 pub use device::{
     Carrier, CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain,
-    QpOptions, QueuePair, SharedMemory, Waiting,
+    QpOptions, QueuePair, SharedMemory,
 };
 pub use event::AsyncEvent;
 pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};

@@ -23,7 +23,7 @@ use rdmux_push::parse_size;
 use rdmux_verbs::{
     Access, AnonymousMemory, Carrier, CompletionQueue, ConnectError, ConnectParams, Connection, Counters,
     Device, Memory, MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason,
-    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, Waiting, WorkCompletion,
+    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 use serde::Serialize;
 
@@ -689,11 +689,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
         Some(address) => address,
         None => route_to(peer)?,
     };
-    let options = rdmux_verbs::Options {
-        waiting: Waiting::Blocked,
-        ..Default::default()
-    };
-    let device = Device::open_with(address, options)?;
+    let device = Device::open(address)?;
     let sizes: Vec<u32> = if args.all {
         (1..=ALL_SIZES_MAX.ilog2()).map(|n| 1 << n).collect()
     } else {

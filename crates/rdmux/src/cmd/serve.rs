@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use rdmux_push::{
     DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, parse_size, server, split_port,
 };
-use rdmux_verbs::Waiting;
+use rdmux_verbs::waiting::WaitMode;
 use serde_json::json;
 
 use crate::output::{self, Align};
@@ -178,11 +178,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         regions,
         keepalive: args.keepalive,
         device: rdmux_verbs::Options {
-            waiting: if args.poll {
-                Waiting::Polled
-            } else {
-                Waiting::Blocked
-            },
+            waiting: if args.poll { Some(WaitMode::Running) } else { None },
             ..Default::default()
         },
     })?;

@@ -11,7 +11,7 @@ use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, PostError, QpAttributes,
+    Arm, Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, PostError, QpAttributes,
     QpInfo, QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
@@ -29,47 +29,44 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, p
 use rustix::io::Errno;
 
 use crate::event::{AsyncEvent, AsyncEvents};
+use crate::waiting::{Conditions, Plan, Policy, WaitMode};
 
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
+use super::load::{Load, current_cpu, wake_cost_ns};
 use super::mcast::Memberships;
 use super::shm::link::Links;
 use super::shm::ring::Meta;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 
-/// How long after its last call a polling caller is trusted to come back.
-const POLLER_LEASE: Duration = Duration::from_millis(10);
+/// How long after its last call a caller that polls, or that waited and drove, is trusted to come back.
+const POLLER_LEASE: Duration = Duration::from_millis(2);
+/// Looks of a spinning caller between two at whether somebody else needs its CPU.
+const LOOKS_PER_LOOK_AROUND: u32 = 64;
 /// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
 /// looking again after a hit would delay what it waits for by a system call.
 const RECEIVES_PER_TURN: usize = 8;
-/// Calls of a polling caller between two looks at what other engines have to say. Their messages have a thread of their own, but
-/// one that may wait long for a CPU that a caller spins on.
-const POLLS_PER_SERVE: u32 = 1024;
+/// How often a polling caller looks at what other engines have to say. Their messages have a thread of their own, but one that may
+/// wait long for a CPU that a caller spins on.
+const SERVE_NS: u64 = 100_000;
 /// Most calls of a polling caller in a row that do not look at the sockets: some microseconds.
 const SOCKET_RESTS_MAX: u32 = 127;
 /// Bytes gathered before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
 /// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
 const SOCKET_FULL_NS: u64 = 2_000_000;
+/// How long to wait for room in a socket's buffer, which empties by itself in well under a millisecond.
+const SOCKET_RETRY_NS: u64 = 500_000;
 /// Sleeps shorter than this end when they should, not at the next millisecond.
 const PRECISE_NS: u64 = 10_000_000;
 /// How long an idle flusher thread waits for more.
 const FLUSHER_IDLE: Duration = Duration::from_secs(5);
 
-/// What an application does while it waits.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Waiting {
-    /// The engine's thread sleeps until something arrives.
-    #[default]
-    Blocked,
-    /// The engine's thread spins: lowest latency, one CPU always busy.
-    Polled,
-}
-
 /// How a device is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// What the engine's thread does while nothing happens.
-    pub waiting: Waiting,
+    /// How who waits for the device does it, its own thread included; `None`: as it pays ([`crate::waiting`]). With
+    /// [`WaitMode::Running`] the thread keeps one CPU busy.
+    pub waiting: Option<WaitMode>,
     /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
     pub receive_buffer_bytes: Option<usize>,
     /// How queue pairs share what the device sends, and how congestion is met.
@@ -255,11 +252,15 @@ pub(crate) struct Core {
     rx: RxSocket,
     memberships: Memberships,
     pub(crate) links: Links,
+    /// When it was last heard what other engines have to say.
+    served_at: Time,
     /// Calls of polling callers.
     polls: u32,
     /// Calls of polling callers that do not look at the sockets: those that are left, and all of them.
     socket_rests: u32,
     socket_rest: u32,
+    /// Of the caller that polls.
+    load: Load,
     batch: RxBatch,
     /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
     tx: [Option<TxSocket>; SLOTS],
@@ -324,6 +325,31 @@ impl DerefMut for Locked<'_> {
     }
 }
 
+/// How the caller that waits and drives does so.
+#[derive(Debug)]
+struct Seat {
+    policy: Policy,
+    load: Load,
+}
+
+impl Seat {
+    /// What to do while nothing has come, so long after the wait began.
+    fn plan(&mut self, elapsed_ns: u64, now: Time, peer_cpu: Option<u32>) -> Plan {
+        // Without looking, most of the time.
+        if self.policy.plan(elapsed_ns, Conditions::default()) == Plan::Sleep {
+            return Plan::Sleep;
+        }
+        let conditions = Conditions {
+            shares_cpu: peer_cpu == Some(current_cpu()),
+            ..self.load.look(now.0)
+        };
+        self.policy.plan(elapsed_ns, conditions)
+    }
+}
+
+/// Since when a caller polls that sleeps in the seat: always.
+const SEATED: u64 = u64::MAX;
+
 /// A device's engine, shared by all its objects.
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -336,7 +362,19 @@ pub(crate) struct Engine {
     /// Until when the thread sleeps at most; 0 while it is awake or will look again by itself. Written under the lock.
     sleeps_until_ns: AtomicU64,
     stop: AtomicBool,
-    waiting: Waiting,
+    /// The thread sleeps until it is told, because a caller that waits drives.
+    parked: AtomicBool,
+    /// Who waits and drives, one at a time: how, by its experience.
+    seat: Mutex<Seat>,
+    /// Ends the sleep of who sits there.
+    seat_kick: Waker,
+    /// The sockets and bells, for who sits there.
+    watch: OwnedFd,
+    /// Who sleeps and relies on somebody else to drive.
+    sleepers: AtomicUsize,
+    /// Some caller waits by a descriptor, which nobody sees.
+    has_channel: AtomicBool,
+    waiting: Option<WaitMode>,
     group: Mutex<Option<Group>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Woken by asynchronous events.
@@ -434,9 +472,11 @@ impl Engine {
             rx,
             memberships: Memberships::new().map_err(io("epoll"))?,
             links,
+            served_at: Time(0),
             polls: 0,
             socket_rests: 0,
             socket_rest: 0,
+            load: Load::default(),
             batch: RxBatch::new(),
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -456,6 +496,10 @@ impl Engine {
             flushers: Arc::default(),
             ended: Vec::new(),
         };
+        let mut policy = Policy::new(wake_cost_ns());
+        policy.pin(options.waiting);
+        let watch = watch_all([core.rx.as_fd(), core.memberships.as_fd(), core.links.bells()]);
+        let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
             core: Mutex::new(core),
@@ -465,6 +509,15 @@ impl Engine {
             leased: AtomicBool::new(false),
             sleeps_until_ns: AtomicU64::new(0),
             stop: AtomicBool::new(false),
+            parked: AtomicBool::new(false),
+            seat: Mutex::new(Seat {
+                policy,
+                load: Load::default(),
+            }),
+            seat_kick: Waker::new().map_err(io("eventfd"))?,
+            watch,
+            sleepers: AtomicUsize::new(0),
+            has_channel: AtomicBool::new(false),
             waiting: options.waiting,
             group: Mutex::new(Some(group)),
             thread: Mutex::new(None),
@@ -512,12 +565,17 @@ impl Engine {
         self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
         let received = core.receive_polled(now);
         core.polls = core.polls.wrapping_add(1);
-        if core.polls.is_multiple_of(POLLS_PER_SERVE) {
+        if now.since_ns(core.served_at) > SERVE_NS {
             core.serve_links(now);
         }
+        let yields = core.polls.is_multiple_of(LOOKS_PER_LOOK_AROUND) && core.needs_to_yield(now);
         core.finish(now, received == 0);
         let found = f(&mut core);
         drop(core);
+        if yields && found.is_none() {
+            // Who it looks for may be the one who cannot run.
+            thread::yield_now();
+        }
         if received > 0 && !self.leased.load(Ordering::Relaxed) {
             // The caller may never come back for what it left owing: let the thread begin to watch it.
             self.kick.wake();
@@ -555,6 +613,15 @@ impl Engine {
         let early = self.is_due_early(&core);
         drop(core);
         if early {
+            self.wake_driver();
+        }
+    }
+
+    /// Wakes whoever sleeps and is to drive: the caller in the seat, else the thread.
+    fn wake_driver(&self) {
+        if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
+            self.seat_kick.wake();
+        } else {
             self.kick.wake();
         }
     }
@@ -576,6 +643,13 @@ impl Engine {
         core.finish(self.now(), true);
         let early = self.is_due_early(&core);
         drop(core);
+        if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
+            // Another caller drives, and does so as long as somebody relies on it.
+            if early {
+                self.seat_kick.wake();
+            }
+            return;
+        }
         // Either the thread sees that nobody polls, or this sees that it sleeps: both orders are sequentially consistent.
         self.polled_at_ns.store(0, Ordering::SeqCst);
         if early || self.leased.load(Ordering::SeqCst) {
@@ -583,9 +657,152 @@ impl Engine {
         }
     }
 
+    /// A caller waits by a descriptor: from now on somebody else always drives.
+    pub(crate) fn hand_over_to_channel(&self) {
+        self.has_channel.store(true, Ordering::SeqCst);
+        self.hand_over();
+    }
+
+    /// Sleeps until woken or the time is over (false), while others drive.
+    pub(crate) fn sleep(&self, waker: &Waker, left: Option<Duration>) -> bool {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        self.hand_over();
+        let woken = waker.wait(left);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        woken
+    }
+
+    /// Waits until `look` finds something: looks again and again, or sleeps, as the policy has it. The caller drives meanwhile, if
+    /// no other one does: so it is woken by what arrives, not by a thread that was. `waker` tells of completions of `cq` while
+    /// that is armed. `None`: the time is over.
+    pub(crate) fn wait<R>(
+        &self,
+        deadline: Option<Instant>,
+        waker: &Waker,
+        cq: Cqn,
+        mut look: impl FnMut(&mut Core) -> Option<R>,
+    ) -> Option<R> {
+        let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let is_over = |left: Option<Duration>| left.is_some_and(|left| left.is_zero());
+        if let Some(found) = self.poll(&mut look) {
+            return Some(found);
+        }
+        let Ok(mut seat) = self.seat.try_lock() else {
+            loop {
+                {
+                    let mut core = self.lock();
+                    if let Some(found) = look(&mut core) {
+                        return Some(found);
+                    }
+                    core.rnic.arm_cq(cq, Arm::Next);
+                }
+                let left = left();
+                if is_over(left) || !self.sleep(waker, left) {
+                    return look(&mut self.lock());
+                }
+            }
+        };
+        let began = self.now();
+        let peer_cpu = {
+            let mut core = self.lock();
+            core.links.tell_cpu(current_cpu());
+            core.links.peer_cpu()
+        };
+        loop {
+            let now = self.now();
+            match seat.plan(now.since_ns(began), now, peer_cpu) {
+                Plan::Sleep => break,
+                Plan::Yield => thread::yield_now(),
+                Plan::Spin { .. } => std::hint::spin_loop(),
+            }
+            if let Some(found) = self.poll(&mut look) {
+                seat.policy.came(self.now().since_ns(began));
+                return Some(found);
+            }
+            if is_over(left()) {
+                return None;
+            }
+        }
+        let mut slept = false;
+        let found = loop {
+            // Whoever wakes the driver finds that this is it, or this finds what it left.
+            self.polled_at_ns.store(SEATED, Ordering::SeqCst);
+            let mut core = self.lock();
+            let now = self.now();
+            core.receive_seated(now, slept);
+            core.finish(now, true);
+            if let Some(found) = look(&mut core) {
+                seat.policy.woke(now.since_ns(began), None);
+                break Some(found);
+            }
+            let left = left();
+            if is_over(left) {
+                seat.policy.gave_up(now.since_ns(began));
+                break None;
+            }
+            if !core.links.prepare_sleep() {
+                continue;
+            }
+            // Only others who drive meanwhile need to tell.
+            let armed = core.rnic.set_arm_cq(cq, Some(Arm::Next));
+            let due = core.rnic.poll_timeout();
+            let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
+            self.sleeps_until_ns
+                .store(due.map_or(u64::MAX, |at| at.0), Ordering::Relaxed);
+            drop(core);
+            let due_ns = due.map(|at| at.since_ns(now));
+            let timeout_ns = [left.map(|left| left.as_nanos() as u64), due_ns, blocked];
+            self.sleep_in_seat(waker, timeout_ns.into_iter().flatten().min());
+            self.sleeps_until_ns.store(0, Ordering::Relaxed);
+            let mut core = self.lock();
+            core.links.awake();
+            core.rnic.set_arm_cq(cq, armed);
+            slept = true;
+        };
+        drop(seat);
+        self.leave_seat();
+        found
+    }
+
+    /// Sleeps until something arrives, somebody wakes this caller, or the time is over.
+    fn sleep_in_seat(&self, waker: &Waker, timeout_ns: Option<u64>) {
+        let timeout = timeout_ns.map(|ns| Timespec {
+            tv_sec: (ns / 1_000_000_000) as i64,
+            tv_nsec: (ns % 1_000_000_000) as _,
+        });
+        let mut fds = [
+            PollFd::new(&self.watch, PollFlags::IN),
+            PollFd::new(&self.seat_kick.0, PollFlags::IN),
+            PollFd::new(&waker.0, PollFlags::IN),
+        ];
+        if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
+            if !fds[1].revents().is_empty() {
+                self.seat_kick.reset();
+            }
+            if !fds[2].revents().is_empty() {
+                waker.reset();
+            }
+        }
+    }
+
+    /// The caller that waited and drove goes about its business, and will soon be back: until then nobody drives, unless others
+    /// rely on it.
+    fn leave_seat(&self) {
+        self.polled_at_ns.store(self.now().0.max(1), Ordering::SeqCst);
+        // Who comes to rely on it from now on sees that nobody sits here.
+        if self.has_channel.load(Ordering::SeqCst) || self.sleepers.load(Ordering::SeqCst) > 0 {
+            self.polled_at_ns.store(0, Ordering::SeqCst);
+            if self.leased.load(Ordering::SeqCst) {
+                self.kick.wake();
+            }
+        } else if self.parked.load(Ordering::SeqCst) {
+            self.kick.wake();
+        }
+    }
+
     fn is_polled(&self, now: Time) -> bool {
         let at = self.polled_at_ns.load(Ordering::SeqCst);
-        at != 0 && now.since_ns(Time(at)) < POLLER_LEASE.as_nanos() as u64
+        at == SEATED || at != 0 && now.since_ns(Time(at)) < POLLER_LEASE.as_nanos() as u64
     }
 
     fn handle_mad(&self, mad: &MadDatagram) {
@@ -605,8 +822,8 @@ impl Engine {
             core.serve_links(now);
             core.finish(now, true);
         });
-        // A link that has just come up is not among those that the sleeping thread is rung for.
-        self.kick.wake();
+        // A link that has just come up is not among those that a sleeper is rung for.
+        self.wake_driver();
     }
 
     /// Reserves a service id for this process among those that share the address.
@@ -633,11 +850,16 @@ impl Engine {
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
         while !self.stop.load(Ordering::Acquire) {
             let now = self.now();
-            if self.waiting == Waiting::Blocked && self.is_polled(now) {
+            if self.waiting != Some(WaitMode::Running) && self.is_polled(now) {
                 // Look again when the lease is over, or when the caller says that it sleeps.
                 self.leased.store(true, Ordering::SeqCst);
-                if self.is_polled(now) {
-                    self.kick.wait(Some(POLLER_LEASE));
+                if self.is_polled(now) && !self.kick.wait(Some(POLLER_LEASE)) {
+                    // A caller that sleeps in the seat says so when it leaves.
+                    self.parked.store(true, Ordering::SeqCst);
+                    if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
+                        self.kick.wait(None);
+                    }
+                    self.parked.store(false, Ordering::SeqCst);
                 }
                 self.leased.store(false, Ordering::SeqCst);
                 continue;
@@ -649,8 +871,8 @@ impl Engine {
                 core.finish(now, true);
                 // While a flush runs the thread sleeps even when it is to spin: on one CPU it would hold up the flush, and
                 // who waits for one waits for a disk.
-                let spins =
-                    self.waiting == Waiting::Polled && core.flushers.busy.load(Ordering::Relaxed) == 0;
+                let spins = self.waiting == Some(WaitMode::Running)
+                    && core.flushers.busy.load(Ordering::Relaxed) == 0;
                 if received > 0 || spins {
                     continue;
                 }
@@ -678,6 +900,15 @@ impl Engine {
         drop(group);
         self.lock().links.close();
     }
+}
+
+/// A descriptor that is readable when one of these is.
+fn watch_all(fds: [BorrowedFd<'_>; 3]) -> Result<OwnedFd, Errno> {
+    let watch = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    for fd in fds {
+        epoll::add(&watch, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+    }
+    Ok(watch)
 }
 
 /// Bytes in flight that one connection may have towards a socket with this buffer. The kernel charges more than the payload,
@@ -709,6 +940,22 @@ impl Core {
         };
         self.socket_rests = self.socket_rest;
         local + received
+    }
+
+    /// Takes in what has arrived, for a caller that is about to sleep, or was woken: what is left in a socket wakes it again.
+    fn receive_seated(&mut self, now: Time, woken: bool) {
+        if self.links.receive(&mut self.rnic, now) == 0 && woken {
+            self.receive(now, RECEIVES_PER_TURN);
+        } else {
+            self.after_receive(now);
+        }
+    }
+
+    /// Whether somebody else needs the CPU that this caller spins on.
+    fn needs_to_yield(&mut self, now: Time) -> bool {
+        let cpu = current_cpu();
+        self.links.tell_cpu(cpu);
+        self.links.peer_cpu() == Some(cpu) || self.load.look(now.0).oversubscribed
     }
 
     /// Timers, and what more than the usual is owed for what came in.
@@ -806,6 +1053,7 @@ impl Core {
 
     /// Hears what other engines of this host have to say.
     fn serve_links(&mut self, now: Time) {
+        self.served_at = now;
         self.links.serve(&mut self.rnic, now);
     }
 
@@ -1155,6 +1403,7 @@ struct Epoll {
 const SOCKET: u64 = 0;
 const KICK: u64 = 1;
 const GROUPS: u64 = 2;
+/// Peers that ring: [`Links::awake`] answers them.
 const BELLS: u64 = 3;
 
 impl Epoll {
@@ -1192,7 +1441,6 @@ impl Epoll {
         {
             let mut core = engine.lock();
             if !core.links.prepare_sleep() {
-                core.links.awake();
                 return;
             }
             // Armed for one event: while a caller polls, datagrams must not wake this thread.
@@ -1201,9 +1449,8 @@ impl Epoll {
                 let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(data), flags);
             }
         }
-        // A full send buffer empties by itself in well under a millisecond.
         let timeout_ns = if blocked {
-            Some(timeout_ns.unwrap_or(u64::MAX).min(500_000))
+            Some(timeout_ns.unwrap_or(u64::MAX).min(SOCKET_RETRY_NS))
         } else {
             timeout_ns
         };
@@ -1229,11 +1476,7 @@ impl Epoll {
         if happened(KICK) {
             engine.kick.reset();
         }
-        let mut core = engine.lock();
-        core.links.awake();
-        if happened(BELLS) {
-            core.links.answer_bells();
-        }
+        engine.lock().links.awake();
     }
 }
 

@@ -1,6 +1,5 @@
 //! What the machine is like for who waits: how many CPUs there are, whether somebody else needs this one, and what a wake-up
 //! costs. It measures; [`crate::waiting`] decides.
-#![cfg_attr(not(test), expect(dead_code, reason = "the engine does not ask yet"))]
 
 use std::fs;
 use std::io;
@@ -83,11 +82,6 @@ impl Load {
         };
         self.conditions_until_ns = now_ns.saturating_add(LOOK_NS);
         self.conditions
-    }
-
-    /// CPUs that the thread may use that asked last; 0 before the first look.
-    pub(crate) fn cpus(&self) -> usize {
-        self.cpus
     }
 }
 
@@ -331,7 +325,7 @@ mod tests {
         let look = move || {
             stay_on(cpu);
             let mut load = Load::default();
-            (load.look(now_ns()), load.cpus(), current_cpu())
+            (load.look(now_ns()), load.cpus, current_cpu())
         };
         let (conditions, cpus, on) = thread::spawn(look).join().unwrap();
         assert!(conditions.oversubscribed);
@@ -342,7 +336,7 @@ mod tests {
     fn look__keeps_its_answer_for_a_millisecond() {
         let mut load = Load::default();
         let first = load.look(0);
-        assert!((1..=CpuSet::MAX_CPU).contains(&load.cpus()));
+        assert!((1..=CpuSet::MAX_CPU).contains(&load.cpus));
         load.conditions.oversubscribed = !first.oversubscribed;
         assert_ne!(load.look(LOOK_NS - 1), first);
         assert_eq!(load.conditions_until_ns, LOOK_NS);

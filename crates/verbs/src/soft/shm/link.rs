@@ -86,6 +86,8 @@ struct Rings {
     /// Trains that wait for room, and their bytes.
     waiting: VecDeque<(Meta, Box<[u8]>)>,
     waiting_bytes: usize,
+    /// The peer is to ring when there is room.
+    wants_room: bool,
     /// What was granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
     generation: u32,
@@ -131,7 +133,7 @@ pub(crate) struct Links {
     listener: Option<OwnedFd>,
     /// Readable when somebody has something to say: [`Links::serve`].
     control: OwnedFd,
-    /// Readable when a peer has rung: [`Links::answer_bells`].
+    /// Readable when a peer has rung: see [`Links::awake`].
     bells: Arc<OwnedFd>,
     list: Vec<Link>,
     next_id: u64,
@@ -141,6 +143,10 @@ pub(crate) struct Links {
     waiting: Vec<((IpAddr, u8), Qpn)>,
     /// Why a queue pair did not get the memory that it asked for last.
     not_direct: HashMap<Qpn, NotDirect>,
+    /// How many sleep until a peer rings.
+    asleep: u32,
+    /// The link by which something came last.
+    heard_last: u64,
     buffer: Vec<u8>,
 }
 
@@ -175,6 +181,8 @@ impl Links {
             refused: HashMap::new(),
             waiting: Vec::new(),
             not_direct: HashMap::new(),
+            asleep: 0,
+            heard_last: LISTENER,
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -188,13 +196,6 @@ impl Links {
 
     pub(crate) fn bells(&self) -> BorrowedFd<'_> {
         self.bells.as_fd()
-    }
-
-    /// A peer rang, or may have.
-    pub(crate) fn answer_bells(&mut self) {
-        for (_, rings) in self.up() {
-            rings.bell.answer();
-        }
     }
 
     fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Rings)> {
@@ -268,6 +269,7 @@ impl Links {
                 }
             };
             total += taken;
+            self.heard_last = link.id;
             let wake = rings.rx.release();
             rings.ring(wake);
             if result.is_err() {
@@ -277,26 +279,63 @@ impl Links {
         total
     }
 
-    /// From now on peers ring for what they send, and for room that others wait for. False: something is there already, and they
-    /// need not.
+    /// Somebody goes to sleep: from now on peers ring for what they send, and for room that others wait for. False: something is
+    /// there already, and nobody sleeps. [`Links::awake`] ends the sleep.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
+        self.asleep += 1;
         for link in &mut self.list {
             let State::Up(rings) = &mut link.state else {
                 continue;
             };
             match rings.prepare_sleep() {
                 Ok(true) => {}
-                Ok(false) => return false,
+                Ok(false) => {
+                    self.awake();
+                    return false;
+                }
                 Err(Corrupt) => link.give_up(),
             }
         }
         true
     }
 
-    /// Nobody sleeps any more: peers need not ring.
+    /// Somebody who slept is awake. The last one spares peers the ringing, and answers those who have rung.
     pub(crate) fn awake(&mut self) {
+        self.asleep = self.asleep.saturating_sub(1);
+        if self.asleep > 0 {
+            return;
+        }
+        let mut rung = false;
         for (_, rings) in self.up() {
-            rings.rx.awake();
+            let wanted_room = std::mem::take(&mut rings.wants_room);
+            if rings.rx.awake() || wanted_room {
+                rung |= rings.bell.answer_one();
+            }
+        }
+        if !rung {
+            // Something else, or a bell that came late.
+            self.up().for_each(|(_, rings)| rings.bell.answer());
+        }
+    }
+
+    /// The CPU of the peer that sent something last, where one did.
+    #[inline]
+    pub(crate) fn peer_cpu(&self) -> Option<u32> {
+        let link = self.list.iter().find(|link| link.id == self.heard_last)?;
+        let State::Up(rings) = &link.state else {
+            return None;
+        };
+        let cpu = rings.segment.cpu(rings.side.other());
+        cpu.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// Tells peers on which CPU this process looks for what they send.
+    pub(crate) fn tell_cpu(&mut self, cpu: u32) {
+        for (_, rings) in self.up() {
+            let word = rings.segment.cpu(rings.side);
+            if word.load(Ordering::Relaxed) != cpu + 1 {
+                word.store(cpu + 1, Ordering::Relaxed);
+            }
         }
     }
 
@@ -762,14 +801,23 @@ impl Bell {
         Ok(())
     }
 
-    /// Takes what was rung. One that the peer has closed rings no more.
+    /// Takes what was rung.
     fn answer(&mut self) {
-        let mut drain = [0; 64];
         for _ in 0..RINGS_PER_TURN {
-            match rustix::net::recv(&self.socket, &mut drain, RecvFlags::DONTWAIT) {
-                Err(Errno::AGAIN) => return,
-                Ok((_, n)) if n > 0 => {}
-                _ => return self.take_down(),
+            if !self.answer_one() {
+                return;
+            }
+        }
+    }
+
+    /// Takes one ring; false: there was none. One that the peer has closed rings no more.
+    fn answer_one(&mut self) -> bool {
+        match rustix::net::recv(&self.socket, &mut [0; 64], RecvFlags::DONTWAIT) {
+            Ok((_, n)) if n > 0 => true,
+            Err(Errno::AGAIN) => false,
+            _ => {
+                self.take_down();
+                false
             }
         }
     }
@@ -788,6 +836,13 @@ impl Drop for Bell {
     }
 }
 
+impl Drop for Rings {
+    fn drop(&mut self) {
+        // A peer that has not heard of the link's end reaches nothing any more.
+        self.take_back(|_| true);
+    }
+}
+
 impl Rings {
     fn new(segment: Arc<Segment>, side: Side, bell: OwnedFd) -> Rings {
         Rings {
@@ -801,6 +856,7 @@ impl Rings {
             },
             waiting: VecDeque::new(),
             waiting_bytes: 0,
+            wants_room: false,
             given: Vec::new(),
             generation: 0,
         }
@@ -839,8 +895,11 @@ impl Rings {
     }
 
     fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
-        while !self.waiting.is_empty() && !self.tx.wants_room()? {
-            self.send_waiting()?;
+        while !self.waiting.is_empty() && !self.wants_room {
+            self.wants_room = self.tx.wants_room()?;
+            if !self.wants_room {
+                self.send_waiting()?;
+            }
         }
         Ok(self.rx.prepare_sleep())
     }

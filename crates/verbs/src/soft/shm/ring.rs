@@ -403,8 +403,10 @@ impl<M: RingMemory> Consumer<M> {
         true
     }
 
-    /// Spares the producer from waking a side that is awake.
-    pub(crate) fn awake(&mut self) {
+    /// Spares the producer from waking a side that is awake. Whether it has rung meanwhile, or is about to.
+    pub(crate) fn awake(&mut self) -> bool {
+        let rung = self.memory.load(Word::Sleeping, Ordering::Relaxed) == 0;
         self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);
+        rung
     }
 }

@@ -94,6 +94,11 @@ impl Segment {
         self.word(side, 0)
     }
 
+    /// The CPU on which that end last looked for packets, plus 1.
+    pub(super) fn cpu(&self, side: Side) -> &AtomicU32 {
+        self.word(side, 1)
+    }
+
     /// The generation of a grant that `by` gave, as long as it lasts; 0 is none.
     pub(super) fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
         let index = (index % GRANTS) as usize;
