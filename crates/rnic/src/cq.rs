@@ -1,6 +1,7 @@
 //! Completion queues. IBTA Vol 1, 10.8 and 11.4.2.
 
 use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_wire::{Qpn, RKey};
 
@@ -144,67 +145,102 @@ pub(crate) enum Pushed {
     Overrun { first: bool },
 }
 
+/// A completion queue. The device and whoever polls share it and nothing else: polling waits for no lock that is held while
+/// packets are handled.
+#[derive(Clone, Debug)]
+pub struct CompletionQueue(Arc<Mutex<Queue>>);
+
 #[derive(Debug)]
-pub(crate) struct CompletionQueue {
-    queue: VecDeque<WorkCompletion>,
+struct Queue {
+    completions: VecDeque<WorkCompletion>,
     depth: usize,
     armed: Option<Arm>,
-    pub(crate) overrun: bool,
+    overrun: bool,
 }
 
 impl CompletionQueue {
     pub(crate) fn new(depth: usize) -> CompletionQueue {
-        CompletionQueue {
-            queue: VecDeque::with_capacity(depth.min(1024)),
+        CompletionQueue(Arc::new(Mutex::new(Queue {
+            completions: VecDeque::with_capacity(depth.min(1024)),
             depth,
             armed: None,
             overrun: false,
-        }
+        })))
+    }
+
+    #[inline]
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        // No invariant spans a panic.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a completion.
-    pub(crate) fn push(&mut self, wc: WorkCompletion, solicited: bool) -> Pushed {
-        if self.overrun || self.queue.len() == self.depth {
+    pub(crate) fn push(&self, wc: WorkCompletion, solicited: bool) -> Pushed {
+        let mut queue = self.lock();
+        if queue.overrun || queue.completions.len() == queue.depth {
             // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.
-            let first = !std::mem::replace(&mut self.overrun, true);
-            self.armed = None;
+            let first = !std::mem::replace(&mut queue.overrun, true);
+            queue.armed = None;
             return Pushed::Overrun { first };
         }
-        self.queue.push_back(wc);
-        let tell = match self.armed {
+        queue.completions.push_back(wc);
+        let tell = match queue.armed {
             Some(Arm::Next) => true,
             Some(Arm::Solicited) => (solicited && !mutant!(SolicitedIgnored)) || wc.status != Status::Success,
             None => false,
         };
         if tell {
-            self.armed = None;
+            queue.armed = None;
             Pushed::Tell
         } else {
             Pushed::Quiet
         }
     }
 
-    pub(crate) fn poll(&mut self) -> Option<WorkCompletion> {
-        self.queue.pop_front()
+    /// Takes the oldest completion, also of a queue that overran. IBTA Vol 1, 11.4.2.1.
+    #[inline]
+    pub fn poll(&self) -> Option<WorkCompletion> {
+        self.lock().completions.pop_front()
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.queue.len()
+    /// Takes the oldest completion, and says how many are left.
+    #[inline]
+    pub fn poll_and_count(&self) -> Option<(WorkCompletion, usize)> {
+        let mut queue = self.lock();
+        let wc = queue.completions.pop_front()?;
+        Some((wc, queue.completions.len()))
     }
 
-    pub(crate) fn arm(&mut self, arm: Arm) {
+    /// Takes up to `max` completions, oldest first; returns how many.
+    pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
+        let mut queue = self.lock();
+        let n = max.min(queue.completions.len());
+        into.extend(queue.completions.drain(..n));
+        n
+    }
+
+    /// Completions that wait, and whether the queue overran: then no more come.
+    pub fn state(&self) -> (usize, bool) {
+        let queue = self.lock();
+        (queue.completions.len(), queue.overrun)
+    }
+
+    /// Asks for an [`crate::Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is there already makes none: poll after
+    /// arming.
+    pub fn arm(&self, arm: Arm) {
+        let mut queue = self.lock();
         // A request for any completion is the wider one and stays.
-        if self.armed != Some(Arm::Next) {
-            self.armed = Some(arm);
+        if queue.armed != Some(Arm::Next) {
+            queue.armed = Some(arm);
         }
     }
 
-    /// Puts what it is armed for back to what it was.
-    pub(crate) fn set_armed(&mut self, armed: Option<Arm>) -> Option<Arm> {
-        std::mem::replace(&mut self.armed, armed)
+    /// Sets what it is armed for, and gives back what it was: for a driver that needs no event for what it takes in itself.
+    pub fn set_armed(&self, armed: Option<Arm>) -> Option<Arm> {
+        std::mem::replace(&mut self.lock().armed, armed)
     }
 
-    pub(crate) fn forget(&mut self, qpn: Qpn) {
-        self.queue.retain(|wc| wc.qpn != qpn);
+    pub(crate) fn forget(&self, qpn: Qpn) {
+        self.lock().completions.retain(|wc| wc.qpn != qpn);
     }
 }

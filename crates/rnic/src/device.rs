@@ -597,25 +597,25 @@ impl Rnic {
 
     /// Takes the oldest completion, also of a queue that overran. IBTA Vol 1, 11.4.2.1.
     pub fn poll_cq(&mut self, cq: Cqn) -> Option<WorkCompletion> {
-        self.cqs.get_mut(&cq.0)?.poll()
+        self.cqs.get(&cq.0)?.poll()
     }
 
     /// Asks for an [`Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is there already makes none: poll after
     /// arming.
     pub fn arm_cq(&mut self, cq: Cqn, arm: Arm) {
-        if let Some(queue) = self.cqs.get_mut(&cq.0) {
+        if let Some(queue) = self.cqs.get(&cq.0) {
             queue.arm(arm);
         }
     }
 
-    /// Sets what a queue is armed for, and gives back what it was: for a driver that needs no event for what it takes in itself.
-    pub fn set_arm_cq(&mut self, cq: Cqn, armed: Option<Arm>) -> Option<Arm> {
-        self.cqs.get_mut(&cq.0)?.set_armed(armed)
+    /// A completion queue, to be polled and armed without the device.
+    pub fn cq(&self, cq: Cqn) -> Option<CompletionQueue> {
+        self.cqs.get(&cq.0).cloned()
     }
 
     /// Completions that wait in a queue, and whether it overran: then no more come.
     pub fn cq_state(&self, cq: Cqn) -> Option<(usize, bool)> {
-        self.cqs.get(&cq.0).map(|queue| (queue.len(), queue.overrun))
+        self.cqs.get(&cq.0).map(CompletionQueue::state)
     }
 
     /// Connection management. IBTA Vol 1, chapter 12.

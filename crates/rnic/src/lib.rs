@@ -32,7 +32,7 @@ mod work;
 
 pub use backlog::Backlog;
 pub use counters::Counters;
-pub use cq::{Arm, Cqn, Status, WcOpcode, WorkCompletion};
+pub use cq::{Arm, CompletionQueue, Cqn, Status, WcOpcode, WorkCompletion};
 pub use device::{Arrival, Config, QpInfo, Rnic, Traffic};
 pub use flush::{FlushId, FlushJob};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};

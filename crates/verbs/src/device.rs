@@ -17,7 +17,7 @@ use rdmux_wire::roce::PathMtu;
 use crate::cm::deadline_after;
 use crate::event::AsyncEvent;
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft::engine::{self, Core, Engine, Waker};
+use crate::soft::engine::{self, Engine, Waker};
 pub use crate::soft::engine::{OpenError, Options, SharedMemory};
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
@@ -105,11 +105,13 @@ impl Device {
         let waker = Arc::new(Waker::new()?);
         let mut core = self.engine().lock();
         let cqn = core.rnic.create_cq(depth);
+        let queue = core.rnic.cq(cqn).ok_or(CreateError::NoRoom)?;
         core.cq_wakers.insert(cqn, Arc::downgrade(&waker));
         drop(core);
         Ok(CompletionQueue(Arc::new(CqInner {
             device: self.clone(),
             cqn,
+            queue,
             waker,
         })))
     }
@@ -117,7 +119,7 @@ impl Device {
     /// Lets the caller drive the device: takes in what has arrived and sends what is owed. A program that polls memory
     /// instead of a completion queue calls this in its loop.
     pub fn progress(&self) {
-        self.engine().poll(|_| None::<()>);
+        self.engine().poll(|| None::<()>);
     }
 
     /// Datagram trains that the system refused to send; the protocol took them for lost.
@@ -243,6 +245,7 @@ impl ProtectionDomain {
 struct CqInner {
     device: Device,
     cqn: Cqn,
+    queue: rdmux_rnic::CompletionQueue,
     waker: Arc<Waker>,
 }
 
@@ -268,54 +271,46 @@ impl CompletionQueue {
         self.0.cqn
     }
 
-    /// Takes the oldest completion, driving the device when there is none. Never sleeps.
+    /// Takes the oldest completion, driving the device when there is none. Never sleeps, and waits for nobody who drives.
+    #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
-        self.0.device.engine().poll(|core| core.rnic.poll_cq(self.0.cqn))
+        self.0.device.engine().poll(|| self.0.queue.poll())
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device when there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let before = into.len();
-        self.0.device.engine().poll(|core| {
-            while into.len() - before < max
-                && let Some(wc) = core.rnic.poll_cq(self.0.cqn)
-            {
-                into.push_back(wc);
-            }
-            (into.len() > before).then_some(())
-        });
-        into.len() - before
+        let look = || Some(self.0.queue.poll_many(max, into)).filter(|n| *n > 0);
+        self.0.device.engine().poll(look).unwrap_or(0)
     }
 
     /// Asks for a wake-up through [`CompletionQueue::as_fd`]. A completion that is there already makes none: poll after
     /// arming.
     pub fn arm(&self, arm: Arm) {
-        let engine = self.0.device.engine();
-        engine.lock().rnic.arm_cq(self.0.cqn, arm);
-        engine.hand_over_to_channel();
+        self.0.queue.arm(arm);
+        self.0.device.engine().hand_over_to_channel();
     }
 
     /// Takes the oldest completion; waits until there is one, as the device waits ([`Options::waiting`]). `None`: the time is over.
     /// Waiting for no time arms the queue for any completion and looks once more: what comes later makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        let (engine, cqn, waker) = (self.0.device.engine(), self.0.cqn, &self.0.waker);
-        let look = |core: &mut Core| {
-            let wc = core.rnic.poll_cq(cqn)?;
-            if core.rnic.cq_state(cqn).is_some_and(|(left, _)| left > 0) {
+        let CqInner { queue, waker, .. } = &*self.0;
+        let look = || {
+            let (wc, left) = queue.poll_and_count()?;
+            if left > 0 {
                 // Another thread may wait for it: one wake-up can stand for several completions.
                 waker.wake();
             }
             Some(wc)
         };
         if timeout.is_zero() {
-            let found = look(&mut engine.lock());
-            return Ok(found.or_else(|| {
+            return Ok(look().or_else(|| {
                 self.arm(Arm::Next);
-                look(&mut engine.lock())
+                look()
             }));
         }
-        Ok(engine.wait(deadline_after(timeout), waker, cqn, look))
+        let engine = self.0.device.engine();
+        Ok(engine.wait(deadline_after(timeout), waker, queue, look))
     }
 }
 

@@ -1,4 +1,4 @@
-//! How to wait: look again and again, or sleep until woken. Pure: it reads no clock and makes no system call.
+//! How to wait: look again and again, or sleep until woken. The policy is pure: it reads no clock and makes no system call.
 //!
 //! A wake-up takes some 20 µs, a look far less than one, and nobody knows beforehand how long a wait will be. Who looks for as
 //! long as a wake-up takes, and only then sleeps, never pays more than twice what the best choice would have cost (Karlin,
@@ -78,6 +78,16 @@ pub enum WaitMode {
 }
 
 impl WaitMode {
+    /// The mode that the environment variable `RDMUX_WAIT` pins.
+    pub(crate) fn of_environment() -> Option<WaitMode> {
+        match std::env::var("RDMUX_WAIT").ok()?.as_str() {
+            "blocked" => Some(WaitMode::Blocked),
+            "interrupted" => Some(WaitMode::Interrupted),
+            "running" => Some(WaitMode::Running),
+            _ => None,
+        }
+    }
+
     fn of(gap_ns: u64, wake_ns: u64) -> WaitMode {
         if gap_ns < wake_ns {
             WaitMode::Running

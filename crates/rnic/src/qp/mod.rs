@@ -216,7 +216,7 @@ pub(crate) struct Env<'a> {
 impl Env<'_> {
     /// Posts a completion and tells who waits for it.
     pub(crate) fn complete(&mut self, cq: Cqn, wc: WorkCompletion, solicited: bool) {
-        let Some(queue) = self.cqs.get_mut(&cq.0) else {
+        let Some(queue) = self.cqs.get(&cq.0) else {
             return;
         };
         match queue.push(wc, solicited) {
@@ -460,7 +460,7 @@ impl Qp {
             QpState::Reset => {
                 // Nothing completes: what was posted is forgotten, with what completed already. 10.3.1.
                 for cq in [self.head.init.send_cq, self.head.init.recv_cq] {
-                    if let Some(queue) = env.cqs.get_mut(&cq.0) {
+                    if let Some(queue) = env.cqs.get(&cq.0) {
                         queue.forget(self.head.qpn);
                     }
                 }

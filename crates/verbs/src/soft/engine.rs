@@ -14,14 +14,14 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arm, Arrival, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory, PostError, QpAttributes,
-    QpInfo, QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
+    Arm, Arrival, CompletionQueue, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory,
+    PostError, QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -64,8 +64,9 @@ const FLUSHER_IDLE: Duration = Duration::from_secs(5);
 /// How a device is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// How who waits for the device does it, its own thread included; `None`: as it pays ([`crate::waiting`]). With
-    /// [`WaitMode::Running`] the thread keeps one CPU busy.
+    /// How who waits for the device does it, its own thread included; `None`: as the environment variable `RDMUX_WAIT` says
+    /// (`blocked`, `interrupted` or `running`), else as it pays ([`crate::waiting`]). With [`WaitMode::Running`] the thread keeps
+    /// one CPU busy.
     pub waiting: Option<WaitMode>,
     /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
     pub receive_buffer_bytes: Option<usize>,
@@ -496,8 +497,9 @@ impl Engine {
             flushers: Arc::default(),
             ended: Vec::new(),
         };
+        let waiting = options.waiting.or_else(WaitMode::of_environment);
         let mut policy = Policy::new(wake_cost_ns());
-        policy.pin(options.waiting);
+        policy.pin(waiting);
         let watch = watch_all([core.rx.as_fd(), core.memberships.as_fd(), core.links.bells()]);
         let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
@@ -518,7 +520,7 @@ impl Engine {
             watch,
             sleepers: AtomicUsize::new(0),
             has_channel: AtomicBool::new(false),
-            waiting: options.waiting,
+            waiting,
             group: Mutex::new(Some(group)),
             thread: Mutex::new(None),
         });
@@ -550,17 +552,30 @@ impl Engine {
         }
     }
 
+    /// The engine, unless somebody has it.
+    fn try_lock(&self) -> Option<Locked<'_>> {
+        let core = match self.core.try_lock() {
+            Ok(core) => core,
+            Err(TryLockError::Poisoned(error)) => error.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(Locked {
+            core,
+            ended: Vec::new(),
+        })
+    }
+
     pub(crate) fn now(&self) -> Time {
         Time(self.start.elapsed().as_nanos() as u64)
     }
 
-    /// Drives on behalf of a caller that polls, unless `f` finds what it looks for without. Acknowledgements wait while
-    /// requests keep coming in.
-    pub(crate) fn poll<R>(&self, mut f: impl FnMut(&mut Core) -> Option<R>) -> Option<R> {
-        let mut core = self.lock();
-        if let Some(found) = f(&mut core) {
+    /// Looks for something, and drives on behalf of the caller that polls when it is not there yet, unless somebody drives
+    /// already. Acknowledgements wait while requests keep coming in.
+    pub(crate) fn poll<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+        if let Some(found) = look() {
             return Some(found);
         }
+        let mut core = self.try_lock()?;
         let now = self.now();
         self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
         let received = core.receive_polled(now);
@@ -570,8 +585,8 @@ impl Engine {
         }
         let yields = core.polls.is_multiple_of(LOOKS_PER_LOOK_AROUND) && core.needs_to_yield(now);
         core.finish(now, received == 0);
-        let found = f(&mut core);
         drop(core);
+        let found = look();
         if yields && found.is_none() {
             // Who it looks for may be the one who cannot run.
             thread::yield_now();
@@ -679,8 +694,8 @@ impl Engine {
         &self,
         deadline: Option<Instant>,
         waker: &Waker,
-        cq: Cqn,
-        mut look: impl FnMut(&mut Core) -> Option<R>,
+        cq: &CompletionQueue,
+        mut look: impl FnMut() -> Option<R>,
     ) -> Option<R> {
         let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let is_over = |left: Option<Duration>| left.is_some_and(|left| left.is_zero());
@@ -689,16 +704,13 @@ impl Engine {
         }
         let Ok(mut seat) = self.seat.try_lock() else {
             loop {
-                {
-                    let mut core = self.lock();
-                    if let Some(found) = look(&mut core) {
-                        return Some(found);
-                    }
-                    core.rnic.arm_cq(cq, Arm::Next);
+                cq.arm(Arm::Next);
+                if let Some(found) = look() {
+                    return Some(found);
                 }
                 let left = left();
                 if is_over(left) || !self.sleep(waker, left) {
-                    return look(&mut self.lock());
+                    return look();
                 }
             }
         };
@@ -731,7 +743,7 @@ impl Engine {
             let now = self.now();
             core.receive_seated(now, slept);
             core.finish(now, true);
-            if let Some(found) = look(&mut core) {
+            if let Some(found) = look() {
                 seat.policy.woke(now.since_ns(began), None);
                 break Some(found);
             }
@@ -744,7 +756,7 @@ impl Engine {
                 continue;
             }
             // Only others who drive meanwhile need to tell.
-            let armed = core.rnic.set_arm_cq(cq, Some(Arm::Next));
+            let armed = cq.set_armed(Some(Arm::Next));
             let due = core.rnic.poll_timeout();
             let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
             self.sleeps_until_ns
@@ -756,7 +768,7 @@ impl Engine {
             self.sleeps_until_ns.store(0, Ordering::Relaxed);
             let mut core = self.lock();
             core.links.awake();
-            core.rnic.set_arm_cq(cq, armed);
+            cq.set_armed(armed);
             slept = true;
         };
         drop(seat);

@@ -36,10 +36,26 @@ pub(crate) fn current_cpu() -> u32 {
     sched_getcpu() as u32
 }
 
-/// CPUs that this thread may use: those that its affinity allows, and no more than the cgroups' quotas pay for, rounded down:
-/// where one and a half are paid for, two spinners would be stopped for a quarter of the time.
-fn allowed_cpus() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
+/// Whether this thread and all that it could wait for share one CPU: the machine has no more, or the cgroups' quotas pay for no
+/// more, rounded down (where one and a half are paid for, two spinners would be stopped for a quarter of the time). A thread that
+/// is pinned to one of several does not: its peers run elsewhere, or say that they do not.
+fn has_one_cpu() -> bool {
+    let allowed = thread::available_parallelism().map_or(1, usize::from);
+    let pinned = sched_getaffinity(None).is_ok_and(|cpus| cpus.count() == 1);
+    allowed == 1 && (!pinned || online_cpus() == Some(1))
+}
+
+fn online_cpus() -> Option<usize> {
+    parse_online(fs::read_to_string("/sys/devices/system/cpu/online").ok()?.trim())
+}
+
+/// Numbers and ranges: `0-3,8`.
+fn parse_online(text: &str) -> Option<usize> {
+    text.split(',').try_fold(0, |sum, range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
+        Some(sum + last.checked_sub(first)? + 1)
+    })
 }
 
 /// Watches whether a thread that spins keeps others from running.
@@ -48,7 +64,7 @@ fn allowed_cpus() -> usize {
 #[derive(Debug, Default)]
 pub(crate) struct Load {
     thread: Option<Pid>,
-    cpus: usize,
+    one_cpu: bool,
     cpus_until_ns: u64,
     run_queue: RunQueue,
     conditions: Conditions,
@@ -72,10 +88,10 @@ impl Load {
             };
         }
         if now_ns >= self.cpus_until_ns {
-            self.cpus = allowed_cpus();
+            self.one_cpu = has_one_cpu();
             self.cpus_until_ns = now_ns.saturating_add(CPUS_NS);
         }
-        let oversubscribed = self.cpus == 1 || waited_ns().is_some_and(|ns| self.run_queue.see(now_ns, ns));
+        let oversubscribed = self.one_cpu || waited_ns().is_some_and(|ns| self.run_queue.see(now_ns, ns));
         self.conditions = Conditions {
             oversubscribed,
             ..Conditions::default()
@@ -320,23 +336,37 @@ mod tests {
     }
 
     #[test]
-    fn look__one_cpu_is_too_few() {
+    fn look__pinned_to_one_of_several_is_not_one_cpu() {
+        if online_cpus().is_none_or(|cpus| cpus < 2) || has_one_cpu() {
+            return;
+        }
         let cpu = sched_getcpu();
         let look = move || {
             stay_on(cpu);
-            let mut load = Load::default();
-            (load.look(now_ns()), load.cpus, current_cpu())
+            (has_one_cpu(), current_cpu())
         };
-        let (conditions, cpus, on) = thread::spawn(look).join().unwrap();
-        assert!(conditions.oversubscribed);
-        assert_eq!((cpus, on), (1, cpu as u32));
+        assert_eq!(thread::spawn(look).join().unwrap(), (false, cpu as u32));
+    }
+
+    #[test]
+    fn parse_online__numbers_and_ranges() {
+        for (text, cpus) in [
+            ("0", Some(1)),
+            ("0-1", Some(2)),
+            ("0-3,8", Some(5)),
+            ("0,2-3", Some(3)),
+        ] {
+            assert_eq!(parse_online(text), cpus, "{text}");
+        }
+        for text in ["", "x", "1-0", "0-", "0--1"] {
+            assert_eq!(parse_online(text), None, "{text}");
+        }
     }
 
     #[test]
     fn look__keeps_its_answer_for_a_millisecond() {
         let mut load = Load::default();
         let first = load.look(0);
-        assert!((1..=CpuSet::MAX_CPU).contains(&load.cpus));
         load.conditions.oversubscribed = !first.oversubscribed;
         assert_ne!(load.look(LOOK_NS - 1), first);
         assert_eq!(load.conditions_until_ns, LOOK_NS);

@@ -65,6 +65,7 @@ pub(super) struct Perf {
     port: u16,
     options: &'static [&'static str],
     over_udp: bool,
+    blocked: bool,
 }
 
 impl Perf {
@@ -76,12 +77,21 @@ impl Perf {
             port: 18515,
             options: &[],
             over_udp: false,
+            blocked: false,
         }
     }
 
     /// Options for both sides.
     pub(super) fn options(self, options: &'static [&'static str]) -> Perf {
         Perf { options, ..self }
+    }
+
+    /// Both sides sleep whenever they wait.
+    pub(super) fn blocked(self) -> Perf {
+        Perf {
+            blocked: true,
+            ..self
+        }
     }
 
     /// Over UDP though both sides are on one host.
@@ -127,6 +137,9 @@ impl Perf {
         command.args(self.options).stdin(Stdio::null());
         if self.over_udp {
             command.env("RDMUX_SHM", "off");
+        }
+        if self.blocked {
+            command.env("RDMUX_WAIT", "blocked");
         }
         Ok(command)
     }

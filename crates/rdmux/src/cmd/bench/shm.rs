@@ -16,7 +16,7 @@ const CPU_COLUMNS: [usize; 2] = [2, 1];
 
 const WRITE: &str = "rdmux WRITE";
 const SEND: &str = "rdmux SEND";
-const SEND_EVENTS: &str = "rdmux SEND -e";
+const SEND_EVENTS: &str = "rdmux SEND -e, RDMUX_WAIT=blocked";
 const FUTEX: &str = "futex";
 const UCX_PUT: [&str; 2] = ["UCX put, posix", "UCX put, sysv"];
 const UCX_AM: [&str; 2] = ["UCX am, posix", "UCX am, sysv"];
@@ -176,7 +176,7 @@ fn bandwidth(floors: Option<PathBuf>) -> Table {
 fn blocking(floors: Option<PathBuf>) -> Table {
     Table {
         key: "blocking_us",
-        title: "Both sides sleep, p50, us",
+        title: "Both sides wait for events, p50, us",
         digits: 2,
         compares: true,
         columns: vec![(2, "two CPUs"), (1, "one CPU")],
@@ -187,7 +187,11 @@ fn blocking(floors: Option<PathBuf>) -> Table {
             }),
             Line::new(SEND_EVENTS, &CPU_COLUMNS, |cpus| {
                 let perf = Perf::new("send-lat", 8).cpus([0, cpus - 1]);
-                perf.options(&["-e"]).run(3_000, "t_typical")
+                perf.options(&["-e"]).blocked().run(3_000, "t_typical")
+            }),
+            Line::new("rdmux SEND -e, as it pays", &CPU_COLUMNS, |cpus| {
+                let perf = Perf::new("send-lat", 8).cpus([0, cpus - 1]);
+                perf.options(&["-e"]).run(20_000, "t_typical")
             }),
         ],
     }
