@@ -312,7 +312,7 @@ fn accept__hands_out_no_request_that_was_withdrawn() {
         peer.rnic.cm().disconnect(now, id);
         peer.turn();
     }
-    // One that is not yet known to be withdrawn would be handed out.
+    // One whose end is still unknown would be handed out.
     peer.until(|_| (server.device.counters().rcvd_pkts >= 600).then_some(()));
     thread::scope(|scope| {
         // The first to be handed out is the one that stands.

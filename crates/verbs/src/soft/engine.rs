@@ -6,22 +6,24 @@
 //! leaves the socket to it: two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the
 //! socket back at once.
 
+mod flush;
+mod seat;
+
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arm, Arrival, CompletionQueue, Config, Counters, Cqn, Event, Fault, FlushJob, McastError, Memory,
-    PostError, QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
+    Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, PostError, QpAttributes, QpInfo,
+    QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -29,8 +31,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, p
 use rustix::io::Errno;
 
 use crate::event::{AsyncEvent, AsyncEvents};
-use crate::waiting::{Conditions, Plan, Policy, WaitMode};
+use crate::waiting::{Policy, WaitMode};
 
+use self::flush::Flushers;
+use self::seat::{SEATED, Seat};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::load::{Load, current_cpu, wake_cost_ns};
 use super::mcast::Memberships;
@@ -58,8 +62,6 @@ const SOCKET_FULL_NS: u64 = 2_000_000;
 const SOCKET_RETRY_NS: u64 = 500_000;
 /// Sleeps shorter than this end when they should, not at the next millisecond.
 const PRECISE_NS: u64 = 10_000_000;
-/// How long an idle flusher thread waits for more.
-const FLUSHER_IDLE: Duration = Duration::from_secs(5);
 
 /// How a device is opened.
 #[derive(Clone, Copy, Debug, Default)]
@@ -326,31 +328,6 @@ impl DerefMut for Locked<'_> {
     }
 }
 
-/// How the caller that waits and drives does so.
-#[derive(Debug)]
-struct Seat {
-    policy: Policy,
-    load: Load,
-}
-
-impl Seat {
-    /// What to do while nothing has come, so long after the wait began.
-    fn plan(&mut self, elapsed_ns: u64, now: Time, peer_cpu: Option<u32>) -> Plan {
-        // Without looking, most of the time.
-        if self.policy.plan(elapsed_ns, Conditions::default()) == Plan::Sleep {
-            return Plan::Sleep;
-        }
-        let conditions = Conditions {
-            shares_cpu: peer_cpu == Some(current_cpu()),
-            ..self.load.look(now.0)
-        };
-        self.policy.plan(elapsed_ns, conditions)
-    }
-}
-
-/// Since when a caller polls that sleeps in the seat: always.
-const SEATED: u64 = u64::MAX;
-
 /// A device's engine, shared by all its objects.
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -416,10 +393,8 @@ impl Engine {
             let slot = slot.clone();
             move || {
                 let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
-                match engine {
-                    Some(engine) => engine.serve_links(),
-                    // What has come keeps until the engine stands.
-                    None => thread::sleep(Duration::from_millis(1)),
+                if let Some(engine) = engine {
+                    engine.serve_links();
                 }
             }
         };
@@ -525,6 +500,8 @@ impl Engine {
             thread: Mutex::new(None),
         });
         *slot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
+        let listening = engine.lock().links.listen();
+        listening.map_err(|errno| io("shared memory")(errno.into()))?;
         *engine
             .lock()
             .flushers
@@ -632,15 +609,6 @@ impl Engine {
         }
     }
 
-    /// Wakes whoever sleeps and is to drive: the caller in the seat, else the thread.
-    fn wake_driver(&self) {
-        if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
-            self.seat_kick.wake();
-        } else {
-            self.kick.wake();
-        }
-    }
-
     /// Whether the thread sleeps past something that is to be done. Requests that follow each other set later timers, so this
     /// happens once in a timeout, not once a request.
     fn is_due_early(&self, core: &Core) -> bool {
@@ -650,166 +618,6 @@ impl Engine {
             core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0)
         };
         due < self.sleeps_until_ns.load(Ordering::Relaxed)
-    }
-
-    /// A caller goes to sleep: what it left owing is sent, and the thread has the socket from now on.
-    pub(crate) fn hand_over(&self) {
-        let mut core = self.lock();
-        core.finish(self.now(), true);
-        let early = self.is_due_early(&core);
-        drop(core);
-        if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
-            // Another caller drives, and does so as long as somebody relies on it.
-            if early {
-                self.seat_kick.wake();
-            }
-            return;
-        }
-        // Either the thread sees that nobody polls, or this sees that it sleeps: both orders are sequentially consistent.
-        self.polled_at_ns.store(0, Ordering::SeqCst);
-        if early || self.leased.load(Ordering::SeqCst) {
-            self.kick.wake();
-        }
-    }
-
-    /// A caller waits by a descriptor: from now on somebody else always drives.
-    pub(crate) fn hand_over_to_channel(&self) {
-        self.has_channel.store(true, Ordering::SeqCst);
-        self.hand_over();
-    }
-
-    /// Sleeps until woken or the time is over (false), while others drive.
-    pub(crate) fn sleep(&self, waker: &Waker, left: Option<Duration>) -> bool {
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        self.hand_over();
-        let woken = waker.wait(left);
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        woken
-    }
-
-    /// Waits until `look` finds something: looks again and again, or sleeps, as the policy has it. The caller drives meanwhile, if
-    /// no other one does: so it is woken by what arrives, not by a thread that was. `waker` tells of completions of `cq` while
-    /// that is armed. `None`: the time is over.
-    pub(crate) fn wait<R>(
-        &self,
-        deadline: Option<Instant>,
-        waker: &Waker,
-        cq: &CompletionQueue,
-        mut look: impl FnMut() -> Option<R>,
-    ) -> Option<R> {
-        let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let is_over = |left: Option<Duration>| left.is_some_and(|left| left.is_zero());
-        if let Some(found) = self.poll(&mut look) {
-            return Some(found);
-        }
-        let Ok(mut seat) = self.seat.try_lock() else {
-            loop {
-                cq.arm(Arm::Next);
-                if let Some(found) = look() {
-                    return Some(found);
-                }
-                let left = left();
-                if is_over(left) || !self.sleep(waker, left) {
-                    return look();
-                }
-            }
-        };
-        let began = self.now();
-        let peer_cpu = {
-            let mut core = self.lock();
-            core.links.tell_cpu(current_cpu());
-            core.links.peer_cpu()
-        };
-        loop {
-            let now = self.now();
-            match seat.plan(now.since_ns(began), now, peer_cpu) {
-                Plan::Sleep => break,
-                Plan::Yield => thread::yield_now(),
-                Plan::Spin { .. } => std::hint::spin_loop(),
-            }
-            if let Some(found) = self.poll(&mut look) {
-                seat.policy.came(self.now().since_ns(began));
-                return Some(found);
-            }
-            if is_over(left()) {
-                return None;
-            }
-        }
-        let mut slept = false;
-        let found = loop {
-            // Whoever wakes the driver finds that this is it, or this finds what it left.
-            self.polled_at_ns.store(SEATED, Ordering::SeqCst);
-            let mut core = self.lock();
-            let now = self.now();
-            core.receive_seated(now, slept);
-            core.finish(now, true);
-            if let Some(found) = look() {
-                seat.policy.woke(now.since_ns(began), None);
-                break Some(found);
-            }
-            let left = left();
-            if is_over(left) {
-                seat.policy.gave_up(now.since_ns(began));
-                break None;
-            }
-            if !core.links.prepare_sleep() {
-                continue;
-            }
-            // Only others who drive meanwhile need to tell.
-            let armed = cq.set_armed(Some(Arm::Next));
-            let due = core.rnic.poll_timeout();
-            let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
-            self.sleeps_until_ns
-                .store(due.map_or(u64::MAX, |at| at.0), Ordering::Relaxed);
-            drop(core);
-            let due_ns = due.map(|at| at.since_ns(now));
-            let timeout_ns = [left.map(|left| left.as_nanos() as u64), due_ns, blocked];
-            self.sleep_in_seat(waker, timeout_ns.into_iter().flatten().min());
-            self.sleeps_until_ns.store(0, Ordering::Relaxed);
-            let mut core = self.lock();
-            core.links.awake();
-            cq.set_armed(armed);
-            slept = true;
-        };
-        drop(seat);
-        self.leave_seat();
-        found
-    }
-
-    /// Sleeps until something arrives, somebody wakes this caller, or the time is over.
-    fn sleep_in_seat(&self, waker: &Waker, timeout_ns: Option<u64>) {
-        let timeout = timeout_ns.map(|ns| Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as _,
-        });
-        let mut fds = [
-            PollFd::new(&self.watch, PollFlags::IN),
-            PollFd::new(&self.seat_kick.0, PollFlags::IN),
-            PollFd::new(&waker.0, PollFlags::IN),
-        ];
-        if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
-            if !fds[1].revents().is_empty() {
-                self.seat_kick.reset();
-            }
-            if !fds[2].revents().is_empty() {
-                waker.reset();
-            }
-        }
-    }
-
-    /// The caller that waited and drove goes about its business, and will soon be back: until then nobody drives, unless others
-    /// rely on it.
-    fn leave_seat(&self) {
-        self.polled_at_ns.store(self.now().0.max(1), Ordering::SeqCst);
-        // Who comes to rely on it from now on sees that nobody sits here.
-        if self.has_channel.load(Ordering::SeqCst) || self.sleepers.load(Ordering::SeqCst) > 0 {
-            self.polled_at_ns.store(0, Ordering::SeqCst);
-            if self.leased.load(Ordering::SeqCst) {
-                self.kick.wake();
-            }
-        } else if self.parked.load(Ordering::SeqCst) {
-            self.kick.wake();
-        }
     }
 
     fn is_polled(&self, now: Time) -> bool {
@@ -952,15 +760,6 @@ impl Core {
         };
         self.socket_rests = self.socket_rest;
         local + received
-    }
-
-    /// Takes in what has arrived, for a caller that is about to sleep, or was woken: what is left in a socket wakes it again.
-    fn receive_seated(&mut self, now: Time, woken: bool) {
-        if self.links.receive(&mut self.rnic, now) == 0 && woken {
-            self.receive(now, RECEIVES_PER_TURN);
-        } else {
-            self.after_receive(now);
-        }
     }
 
     /// Whether somebody else needs the CPU that this caller spins on.
@@ -1490,101 +1289,6 @@ impl Epoll {
         }
         engine.lock().links.awake();
     }
-}
-
-/// Threads that carry out flushes, one per memory that is being flushed, so that a slow medium holds up nobody else.
-#[derive(Debug, Default)]
-struct Flushers {
-    engine: Mutex<Weak<Engine>>,
-    /// Jobs by memory, as long as its thread lives.
-    jobs: Mutex<HashMap<usize, Vec<FlushJob>>>,
-    more: Condvar,
-    /// Jobs that are not done.
-    busy: AtomicUsize,
-}
-
-impl Flushers {
-    /// Queues a job. Gives it back when no thread is to be had.
-    fn submit(this: &Arc<Flushers>, job: FlushJob) -> Result<(), FlushJob> {
-        let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
-        let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(queue) = jobs.get_mut(&key) {
-            queue.push(job);
-            this.more.notify_all();
-        } else {
-            let flushers = this.clone();
-            // It begins with waiting for the jobs, which are locked.
-            if spawn_flusher(move || flushers.run(key)).is_err() {
-                return Err(job);
-            }
-            jobs.insert(key, vec![job]);
-        }
-        this.busy.fetch_add(1, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn run(&self, key: usize) {
-        loop {
-            let batch = {
-                let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-                if jobs.get(&key).is_some_and(Vec::is_empty) {
-                    let wait =
-                        |jobs: &mut HashMap<usize, Vec<FlushJob>>| jobs.get(&key).is_some_and(Vec::is_empty);
-                    let (guard, _) = self
-                        .more
-                        .wait_timeout_while(jobs, FLUSHER_IDLE, wait)
-                        .unwrap_or_else(PoisonError::into_inner);
-                    jobs = guard;
-                }
-                match jobs.get_mut(&key) {
-                    Some(queue) if !queue.is_empty() => std::mem::take(queue),
-                    _ => {
-                        jobs.remove(&key);
-                        return;
-                    }
-                }
-            };
-            // One flush of all that is asked for serves every waiter: whatever each of them covers was placed before.
-            let (Some(start), Some(end)) = (
-                batch.iter().map(|j| j.offset).min(),
-                batch.iter().map(|j| j.offset.saturating_add(j.length)).max(),
-            ) else {
-                continue;
-            };
-            let placement = batch
-                .iter()
-                .fold(batch[0].placement, |all, job| all | job.placement);
-            // What panics has not flushed. The thread goes on: its memory's later flushes come here too.
-            let flush = || batch[0].memory.flush(start, end - start, placement);
-            let result = panic::catch_unwind(AssertUnwindSafe(flush))
-                .unwrap_or(Err(Fault::Io(Errno::IO.raw_os_error())));
-            let engine = self
-                .engine
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .upgrade();
-            let Some(engine) = engine else { return };
-            let jobs = batch.len();
-            engine.with(|core, now| {
-                for job in &batch {
-                    core.rnic.handle_flush(now, job.id, result);
-                }
-                core.finish(now, true);
-            });
-            self.busy.fetch_sub(jobs, Ordering::Relaxed);
-        }
-    }
-}
-
-fn spawn_flusher(run: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    #[cfg(test)]
-    if tests::NO_THREADS.get() {
-        return Err(io::ErrorKind::WouldBlock.into());
-    }
-    thread::Builder::new()
-        .name("rdmux-flush".into())
-        .spawn(run)
-        .map(drop)
 }
 
 #[cfg(test)]

@@ -287,8 +287,8 @@ mod tests {
     #[test]
     fn see__needed_all_the_time_is_not_tried_in_vain() {
         let mut queue = RunQueue::default();
-        for now in 0..1_000 {
-            queue.see(now * MS, now * MS);
+        for at_ns in 0..1_000 {
+            queue.see(at_ns * MS, at_ns * MS);
         }
         assert!(!queue.see(999 * MS + HOLD_NS_MIN, 999 * MS));
     }
@@ -299,8 +299,8 @@ mod tests {
         for waited in [0, 0, u64::MAX, 0, 1] {
             queue.see(0, waited);
         }
-        for now in [u64::MAX - 1, u64::MAX, u64::MAX, 0] {
-            queue.see(now, now);
+        for at_ns in [u64::MAX - 1, u64::MAX, u64::MAX, 0] {
+            queue.see(at_ns, at_ns);
         }
     }
 

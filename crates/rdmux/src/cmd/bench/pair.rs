@@ -35,6 +35,7 @@ impl Server {
         while !is_listened_on(number) {
             ensure!(Instant::now() < deadline, "the server does not listen");
             ensure!(matches!(server.0.try_wait(), Ok(None)), "the server ended");
+            // Nothing tells of another program's socket: only looking again does.
             thread::sleep(Duration::from_millis(5));
         }
         Ok(server)
@@ -48,6 +49,7 @@ impl Drop for Server {
             if matches!(self.0.try_wait(), Ok(Some(_))) {
                 return;
             }
+            // A wait with a deadline, which std has not.
             thread::sleep(Duration::from_millis(5));
         }
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);

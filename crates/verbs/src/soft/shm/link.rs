@@ -165,10 +165,6 @@ impl Links {
         on: bool,
     ) -> Result<Links, Errno> {
         let bells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        if let Some(listener) = &listener {
-            rustix::net::listen(listener, BACKLOG)?;
-            watch(&control, listener.as_fd(), LISTENER)?;
-        }
         Ok(Links {
             address,
             slot,
@@ -185,6 +181,15 @@ impl Links {
             heard_last: LISTENER,
             buffer: Vec::with_capacity(1 << 16),
         })
+    }
+
+    /// From now on others may ask for links: whoever serves them stands.
+    pub(crate) fn listen(&self) -> Result<(), Errno> {
+        let Some(listener) = &self.listener else {
+            return Ok(());
+        };
+        rustix::net::listen(listener, BACKLOG)?;
+        watch(&self.control, listener.as_fd(), LISTENER)
     }
 
     /// Ends all links, and gives the slot's name back.
