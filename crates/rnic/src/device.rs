@@ -182,6 +182,23 @@ pub struct Rnic {
     revoked: Vec<Qpn>,
 }
 
+/// What a QP needs of the rest of a device, borrowed field by field: the device's QPs stay free.
+macro_rules! env_of {
+    ($device:expr, $now:expr) => {
+        Env {
+            regions: &mut $device.regions,
+            srqs: &mut $device.srqs,
+            cqs: &mut $device.cqs,
+            events: &mut $device.events,
+            flushes: &mut $device.flushes,
+            counters: &mut $device.counters,
+            overrun: &mut $device.overrun,
+            traffic: &$device.config.traffic,
+            now: $now,
+        }
+    };
+}
+
 impl Rnic {
     /// A device without objects.
     pub fn new(config: Config) -> Rnic {
@@ -550,17 +567,7 @@ impl Rnic {
         {
             return false;
         }
-        let mut env = Env {
-            regions: &mut self.regions,
-            srqs: &mut self.srqs,
-            cqs: &mut self.cqs,
-            events: &mut self.events,
-            flushes: &mut self.flushes,
-            counters: &mut self.counters,
-            overrun: &mut self.overrun,
-            traffic: &self.config.traffic,
-            now: Time(0),
-        };
+        let mut env = env_of!(self, Time(0));
         let done = qp.post_directly(&mut env, request);
         if !self.overrun.is_empty() {
             self.fail_overrun(Time(0));
@@ -1104,17 +1111,7 @@ impl Rnic {
     /// Calls `f` on a QP and what it needs of the device, then lists it for sending and for its timer.
     fn on_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let qp = self.qps.get_mut(&qpn.value())?;
-        let mut env = Env {
-            regions: &mut self.regions,
-            srqs: &mut self.srqs,
-            cqs: &mut self.cqs,
-            events: &mut self.events,
-            flushes: &mut self.flushes,
-            counters: &mut self.counters,
-            overrun: &mut self.overrun,
-            traffic: &self.config.traffic,
-            now,
-        };
+        let mut env = env_of!(self, now);
         qp.head.look_at_rate(&env);
         let before = qp.head.granted.then(|| qp.grants());
         let result = f(qp, &mut env);

@@ -92,8 +92,7 @@ impl Engine {
         cq: &CompletionQueue,
         mut look: impl FnMut() -> Option<R>,
     ) -> Option<R> {
-        let left = || deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let is_over = |left: Option<Duration>| left.is_some_and(|left| left.is_zero());
+        let left = || left_until(deadline);
         if let Some(found) = self.poll(&mut look) {
             return Some(found);
         }
@@ -109,6 +108,23 @@ impl Engine {
                 }
             }
         };
+        let found = self.wait_in_seat(&mut seat, deadline, waker, cq, look);
+        drop(seat);
+        // However it ended: others may have come to rely on who sat there.
+        self.leave_seat();
+        found
+    }
+
+    /// The part of [`Engine::wait`] of who has the seat.
+    fn wait_in_seat<R>(
+        &self,
+        seat: &mut Seat,
+        deadline: Option<Instant>,
+        waker: &Waker,
+        cq: &CompletionQueue,
+        mut look: impl FnMut() -> Option<R>,
+    ) -> Option<R> {
+        let left = || left_until(deadline);
         let began = self.now();
         let peer_cpu = {
             let mut core = self.lock();
@@ -127,11 +143,12 @@ impl Engine {
                 return Some(found);
             }
             if is_over(left()) {
+                seat.policy.gave_up(self.now().since_ns(began));
                 return None;
             }
         }
         let mut slept = false;
-        let found = loop {
+        loop {
             // Whoever wakes the driver finds that this is it, or this finds what it left.
             self.polled_at_ns.store(SEATED, Ordering::SeqCst);
             let mut core = self.lock();
@@ -140,12 +157,12 @@ impl Engine {
             core.finish(now, true);
             if let Some(found) = look() {
                 seat.policy.woke(now.since_ns(began), None);
-                break Some(found);
+                return Some(found);
             }
             let left = left();
             if is_over(left) {
                 seat.policy.gave_up(now.since_ns(began));
-                break None;
+                return None;
             }
             if !core.links.prepare_sleep() {
                 continue;
@@ -165,10 +182,7 @@ impl Engine {
             core.links.awake();
             cq.set_armed(armed);
             slept = true;
-        };
-        drop(seat);
-        self.leave_seat();
-        found
+        }
     }
 
     /// Sleeps until something arrives, somebody wakes this caller, or the time is over.
@@ -206,6 +220,15 @@ impl Engine {
             self.kick.wake();
         }
     }
+}
+
+/// The time that is left; `None`: there is no end.
+fn left_until(deadline: Option<Instant>) -> Option<Duration> {
+    deadline.map(|at| at.saturating_duration_since(Instant::now()))
+}
+
+fn is_over(left: Option<Duration>) -> bool {
+    left.is_some_and(|left| left.is_zero())
 }
 
 impl Core {
