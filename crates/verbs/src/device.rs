@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{
@@ -113,6 +114,7 @@ impl Device {
             cqn,
             queue,
             waker,
+            waiters: AtomicUsize::new(0),
         })))
     }
 
@@ -247,6 +249,8 @@ struct CqInner {
     cqn: Cqn,
     queue: rdmux_rnic::CompletionQueue,
     waker: Arc<Waker>,
+    /// Threads in [`CompletionQueue::wait`].
+    waiters: AtomicUsize,
 }
 
 impl Drop for CqInner {
@@ -309,8 +313,14 @@ impl CompletionQueue {
                 look()
             }));
         }
+        self.0.waiters.fetch_add(1, Ordering::SeqCst);
         let engine = self.0.device.engine();
-        Ok(engine.wait(deadline_after(timeout), waker, queue, look))
+        let found = engine.wait(deadline_after(timeout), waker, queue, look);
+        if self.0.waiters.fetch_sub(1, Ordering::SeqCst) > 1 {
+            // The wake-up may have been for all of them, and so was what the queue was armed for: they look and arm again.
+            waker.wake();
+        }
+        Ok(found)
     }
 }
 

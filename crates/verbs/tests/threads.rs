@@ -172,3 +172,41 @@ fn wait__is_ended_by_every_answer() {
         }
     });
 }
+
+/// Two wait for one queue. The first message ends one wait; the second one the other, though who sat in the device's seat has left.
+#[test]
+fn wait__of_another_thread_is_ended_when_the_first_has_left() {
+    let address = IpAddr::from([127, 0, 74, 4]);
+    let (a, b) = (end(address, SharedMemory::Auto), end(address, SharedMemory::Auto));
+    let _connections = common::connect(&a.qp, &b.qp, &ConnectParams::default());
+    let send = |wr_id| {
+        let request = SendRequest {
+            wr_id,
+            operation: Operation::Send { imm: None },
+            sges: a.mr.sge(0, 8).into(),
+            flags: SendFlags::empty(),
+            to: Target::Connected,
+        };
+        a.qp.post_send(request).unwrap();
+    };
+    for round in 0..300 {
+        for wr_id in 0..2 {
+            let sges = b.mr.sge(0, 64).into();
+            b.qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+        }
+        let (left, ends) = std::sync::mpsc::channel();
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                let (left, cq) = (left.clone(), &b.recv_cq);
+                scope.spawn(move || left.send(cq.wait(LONG).unwrap().map(|wc| wc.status)).unwrap());
+            }
+            // At different moments of their falling asleep.
+            thread::sleep(Duration::from_micros(7 * (round % 43)));
+            for wr_id in 0..2 {
+                send(wr_id);
+                let ended = ends.recv_timeout(LONG / 6);
+                assert_eq!(ended, Ok(Some(Status::Success)), "round {round}, message {wr_id}");
+            }
+        });
+    }
+}
