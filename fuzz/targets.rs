@@ -118,6 +118,17 @@ pub(crate) fn cm(input: &[u8]) {
 
 /// A push message: there is one way to write each, so emitting gives back the input.
 pub(crate) fn push(input: &[u8]) {
+    push_message(input);
+    if input.len() >= push::HEADER_LEN {
+        // With a length that is right, so that a changed body is looked at.
+        let mut input = input.to_vec();
+        let length = input.len() as u32;
+        input[4..8].copy_from_slice(&length.to_be_bytes());
+        push_message(&input);
+    }
+}
+
+fn push_message(input: &[u8]) {
     if let Ok((request, message)) = push::Message::parse(input) {
         let mut bytes = Vec::new();
         message.emit(request, &mut bytes);
