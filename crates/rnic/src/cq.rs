@@ -155,6 +155,8 @@ struct Queue {
     completions: VecDeque<WorkCompletion>,
     depth: usize,
     armed: Option<Arm>,
+    /// A driver sleeps and is to be told of the next completion that others take in.
+    watched: bool,
     overrun: bool,
 }
 
@@ -164,6 +166,7 @@ impl CompletionQueue {
             completions: VecDeque::with_capacity(depth.min(1024)),
             depth,
             armed: None,
+            watched: false,
             overrun: false,
         })))
     }
@@ -181,6 +184,7 @@ impl CompletionQueue {
             // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.
             let first = !std::mem::replace(&mut queue.overrun, true);
             queue.armed = None;
+            queue.watched = false;
             return Pushed::Overrun { first };
         }
         queue.completions.push_back(wc);
@@ -191,6 +195,8 @@ impl CompletionQueue {
         };
         if tell {
             queue.armed = None;
+        }
+        if std::mem::take(&mut queue.watched) || tell {
             Pushed::Tell
         } else {
             Pushed::Quiet
@@ -235,9 +241,10 @@ impl CompletionQueue {
         }
     }
 
-    /// Sets what it is armed for, and gives back what it was: for a driver that needs no event for what it takes in itself.
-    pub fn set_armed(&self, armed: Option<Arm>) -> Option<Arm> {
-        std::mem::replace(&mut self.lock().armed, armed)
+    /// Begins or ends to watch for the next completion, beside what it is armed for: for a driver that sleeps, and needs no event for
+    /// what it takes in itself.
+    pub fn watch(&self, watched: bool) {
+        self.lock().watched = watched;
     }
 
     pub(crate) fn forget(&self, qpn: Qpn) {

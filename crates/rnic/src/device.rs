@@ -22,6 +22,7 @@ use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
+use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
 use crate::sched::{CLASSES, Policy, Scheduler, TURN_BYTES};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
@@ -374,7 +375,9 @@ impl Rnic {
         if self.qps.values().any(|qp| qp.head.init.srq == Some(srqn)) {
             return Err(SrqError::Busy);
         }
-        self.srqs.remove(&srqn.0).map(drop).ok_or(SrqError::NoSrq)
+        let srq = self.srqs.remove(&srqn.0).ok_or(SrqError::NoSrq)?;
+        srq.queue.close();
+        Ok(())
     }
 
     /// Posts a receive request to a shared receive queue. IBTA Vol 1, 11.4.1.3.
@@ -550,14 +553,46 @@ impl Rnic {
     pub fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
         // A request that is refused, or done at once, ends in here.
         let _memory = self.graveyard.hold(&request.operation);
-        self.with_qp(now, qpn, |qp, env| qp.post_send(env, request))
+        self.with_qp(now, qpn, |qp, env| qp.post_send(env, request, Place::Wanted))
             .unwrap_or(Err(PostError::NoQp))
     }
 
+    /// Posts a send request that has its place in the queue ([`SendQueue::reserve`]). Should the QP not take it any more, that is
+    /// as if it had been posted before what has changed the QP.
+    pub fn post_reserved(&mut self, now: Time, qpn: Qpn, request: SendRequest) {
+        let _memory = self.graveyard.hold(&request.operation);
+        let post = |qp: &mut Qp, env: &mut Env<'_>| {
+            let begins = matches!(qp.head.state, QpState::Rts | QpState::Sqd);
+            if begins && !qp.head.sends.takes(&request) {
+                return qp.end_reserved(env, &request);
+            }
+            if qp.post_send(env, request, Place::Reserved).is_err() {
+                // Reset, which forgets what was posted.
+                qp.head.sends.give_back(1);
+            }
+        };
+        self.with_qp(now, qpn, post);
+    }
+
+    /// The room in a QP's send queue, to be reserved without the device.
+    pub fn send_queue(&self, qpn: Qpn) -> Option<SendQueue> {
+        Some(self.qps.get(&qpn.value())?.head.sends.clone())
+    }
+
+    /// A QP's own receives, to be posted without the device.
+    pub fn receive_queue(&self, qpn: Qpn) -> Option<ReceiveQueue> {
+        Some(self.qps.get(&qpn.value())?.head.receives.clone())
+    }
+
+    /// The receives of a shared receive queue, to be posted without the device.
+    pub fn srq_receives(&self, srqn: Srqn) -> Option<ReceiveQueue> {
+        Some(self.srqs.get(&srqn.0)?.queue.clone())
+    }
+
     /// Does a send request that needs no packets, if it is one ([`Event::WantsGrant`]) and nothing is before it. False: it is to be
-    /// posted.
+    /// posted. `now` is seldom asked for.
     #[inline]
-    pub fn post_directly(&mut self, qpn: Qpn, request: &SendRequest) -> bool {
+    pub fn post_directly(&mut self, now: impl FnOnce() -> Time, qpn: Qpn, request: &SendRequest) -> bool {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return false;
         };
@@ -570,7 +605,7 @@ impl Rnic {
         let mut env = env_of!(self, Time(0));
         let done = qp.post_directly(&mut env, request);
         if !self.overrun.is_empty() {
-            self.fail_overrun(Time(0));
+            self.fail_overrun(now());
         }
         done
     }
@@ -587,7 +622,7 @@ impl Rnic {
         let _memory = self.graveyard.hold(&request.operation);
         let alone = buf.is_empty() && !self.has_urgent_transmit();
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
-            qp.post_send(env, request)?;
+            qp.post_send(env, request, Place::Wanted)?;
             if alone && qp.wants_turn() {
                 qp.transmit(env, buf, TURN_BYTES, false);
             }

@@ -480,8 +480,10 @@ impl Regions {
             let region = self.exact(bind.region.0).filter(|entry| entry.pd == pd);
             let spec = region.and_then(Entry::spec).ok_or(KeyError)?;
             let writes = rights.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
+            // What the region's memory cannot do no window can.
+            let flushes = spec.access & (Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT);
             let allowed = spec.access.contains(Access::MW_BIND)
-                && remote.contains(rights)
+                && (remote | flushes).contains(rights)
                 && (!writes || spec.access.contains(Access::LOCAL_WRITE))
                 && spec.view().offset_of(bind.va, bind.length).is_some();
             if !allowed && !mutant!(BindUnchecked) {

@@ -1,8 +1,7 @@
 //! Shared receive queues. IBTA Vol 1, 10.2.9; for XRC also A14.
 
-use std::collections::VecDeque;
-
 use crate::cq::Cqn;
+use crate::queue::ReceiveQueue;
 use crate::region::Pd;
 use crate::work::{PostError, RecvRequest};
 
@@ -59,7 +58,8 @@ pub enum SrqError {
 #[derive(Debug)]
 pub(crate) struct SharedReceiveQueue {
     pub(crate) init: SrqInit,
-    queue: VecDeque<RecvRequest>,
+    /// Who posts shares it.
+    pub(crate) queue: ReceiveQueue,
     limit: Option<u32>,
 }
 
@@ -67,28 +67,25 @@ impl SharedReceiveQueue {
     pub(crate) fn new(init: SrqInit) -> SharedReceiveQueue {
         SharedReceiveQueue {
             init,
-            queue: VecDeque::new(),
+            queue: ReceiveQueue::new(init.max_wr, true),
             limit: None,
         }
     }
 
     pub(crate) fn post(&mut self, request: RecvRequest) -> Result<(), PostError> {
-        request.check()?;
-        if self.queue.len() >= self.init.max_wr as usize {
-            return Err(PostError::QueueFull);
-        }
-        self.queue.push_back(request);
-        Ok(())
+        self.queue.push(request)
     }
 
     /// Takes the oldest receive. The second value: the limit was reached, which is told once. IBTA Vol 1, 10.2.9.1.
     pub(crate) fn take(&mut self) -> (Option<RecvRequest>, bool) {
-        let taken = self.queue.pop_front();
-        let reached = taken.is_some() && self.limit.is_some_and(|limit| self.queue.len() < limit as usize);
+        let Some((taken, left)) = self.queue.take() else {
+            return (None, false);
+        };
+        let reached = self.limit.is_some_and(|limit| left < limit as usize);
         if reached && !mutant!(SrqLimitStaysArmed) {
             self.limit = None;
         }
-        (taken, reached && !mutant!(SrqLimitUntold))
+        (Some(taken), reached && !mutant!(SrqLimitUntold))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -96,15 +93,12 @@ impl SharedReceiveQueue {
     }
 
     pub(crate) fn modify(&mut self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
-        let max_wr = max_wr.unwrap_or(self.init.max_wr);
-        let posted = self.queue.len();
-        if posted > max_wr as usize {
-            return Err(SrqError::TooSmall { posted });
-        }
+        let max_wr = max_wr.unwrap_or(self.queue.max());
         if limit.is_some_and(|limit| limit > max_wr) {
             return Err(SrqError::LimitTooHigh);
         }
-        self.init.max_wr = max_wr;
+        let too_small = |posted| SrqError::TooSmall { posted };
+        self.queue.resize(max_wr).map_err(too_small)?;
         if let Some(limit) = limit {
             self.limit = (limit > 0).then_some(limit);
         }
@@ -113,7 +107,7 @@ impl SharedReceiveQueue {
 
     pub(crate) fn info(&self) -> SrqInfo {
         SrqInfo {
-            max_wr: self.init.max_wr,
+            max_wr: self.queue.max(),
             posted: self.queue.len(),
             limit: self.limit,
         }

@@ -1,7 +1,6 @@
 //! The one place where a peer's request is checked and done: rights, bounds, memory, completion. Both ways by which requests
 //! come in, packets and rings in shared memory, end here, so there is no second responder. IBTA Vol 1, 9.7.4.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use rdmux_wire::grh::GRH_LEN;
@@ -12,6 +11,7 @@ use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
 use crate::memory::{Access, Atomic, Fault, Memory};
 use crate::qp::message::scatter;
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
+use crate::queue::ReceiveQueue;
 use crate::region::{Pd, View};
 use crate::srq::Srqn;
 use crate::work::{PostError, RecvRequest};
@@ -167,9 +167,9 @@ impl From<Fault> for Refusal {
 }
 
 /// Receives posted, and the message under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Execution {
-    pub(crate) recv: VecDeque<RecvRequest>,
+    pub(crate) recv: ReceiveQueue,
     message: Option<Message>,
     gathered: Gathered,
 }
@@ -227,6 +227,14 @@ enum Message {
 }
 
 impl Execution {
+    pub(crate) fn new(recv: ReceiveQueue) -> Execution {
+        Execution {
+            recv,
+            message: None,
+            gathered: Gathered::default(),
+        }
+    }
+
     /// Takes a receive request. In Error it completes at once, as flushed.
     pub(crate) fn post(
         &mut self,
@@ -244,11 +252,7 @@ impl Execution {
         if head.init.srq.is_some() {
             return Err(PostError::HasSrq);
         }
-        request.check()?;
-        if self.recv.len() >= head.init.max_recv_wr as usize {
-            return Err(PostError::QueueFull);
-        }
-        self.recv.push_back(request);
+        self.recv.push(request)?;
         if head.state == QpState::Error {
             self.flush(env, head);
         }
@@ -375,7 +379,7 @@ impl Execution {
     /// The receive that a message uses up: the QP's own or one left over from a message that was given up, else one of its
     /// shared receive queue.
     fn take_recv(&mut self, env: &mut Env<'_>, srq: Option<Srqn>) -> Option<RecvRequest> {
-        if let Some(own) = self.recv.pop_front() {
+        if let Some((own, _)) = self.recv.take() {
             return Some(own);
         }
         let srqn = srq?;
@@ -470,7 +474,7 @@ impl Execution {
     ) -> Result<Effect, Refusal> {
         let recv = self.take_recv(env, srq).ok_or(Refusal::NotReady)?;
         if recv.sges.bytes() < (grh.len() + payload.len()) as u64 {
-            self.recv.push_front(recv);
+            self.recv.put_back(recv);
             return Err(Refusal::TooLong);
         }
         let grh = if mutant!(GrhLeftOut) { &[] } else { grh };
@@ -513,7 +517,7 @@ impl Execution {
         if let Some(Message::Send { recv, .. }) = self.message.take()
             && !mutant!(UcDropUsesReceive)
         {
-            self.recv.push_front(recv);
+            self.recv.put_back(recv);
         }
     }
 
@@ -628,13 +632,13 @@ impl Execution {
         self.gathered.forget();
         let mut recv_cq = head.init.recv_cq;
         if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
-            self.recv.push_front(recv);
+            self.recv.put_back(recv);
             recv_cq = scope.recv_cq;
         }
         if mutant!(ReceivesForgotten) {
-            self.recv.clear();
+            self.recv.close();
         }
-        for recv in std::mem::take(&mut self.recv) {
+        for recv in self.recv.close() {
             let wc = bare_completion(head.qpn, recv.wr_id, Status::Flushed, WcOpcode::Recv);
             env.complete(recv_cq, wc, false);
         }

@@ -10,6 +10,7 @@ use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Traffic};
 use crate::memory::Access;
+use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, Regions};
 use crate::sched::class_of;
 use crate::srq::{SharedReceiveQueue, Srqn, Xrcd};
@@ -29,6 +30,7 @@ pub(crate) mod uc;
 pub(crate) mod ud;
 pub(crate) mod unreliable;
 
+use execute::Execution;
 use rate::Rate;
 use requester::direct::Grant;
 use requester::{Broken, Requester};
@@ -255,13 +257,14 @@ enum Halves {
 }
 
 impl Halves {
-    fn new(qp_type: QpType) -> Halves {
+    fn new(qp_type: QpType, receives: ReceiveQueue) -> Halves {
+        let execution = Execution::new(receives);
         match qp_type {
             QpType::Rc | QpType::XrcSend | QpType::XrcRecv => {
-                Halves::Reliable(Requester::new(), Responder::new())
+                Halves::Reliable(Requester::new(), Responder::new(execution))
             }
-            QpType::Uc => Halves::Uc(Sender::new(), UcReceiver::new()),
-            QpType::Ud => Halves::Ud(Sender::new(), UdReceiver::default()),
+            QpType::Uc => Halves::Uc(Sender::new(), UcReceiver::new(execution)),
+            QpType::Ud => Halves::Ud(Sender::new(), UdReceiver { execution }),
         }
     }
 }
@@ -293,6 +296,9 @@ pub(crate) struct Head {
     pub(crate) local: bool,
     /// Regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
+    /// The room in its send queue, and the queue of its own receives: who posts shares them.
+    pub(crate) sends: SendQueue,
+    pub(crate) receives: ReceiveQueue,
 }
 
 impl Head {
@@ -362,6 +368,12 @@ impl Head {
 impl Qp {
     /// `mtu`: bytes of payload that the device's link takes.
     pub(crate) fn new(qpn: Qpn, init: QpInit, mtu: u32) -> Qp {
+        let queues = (SendQueue::new(&init), ReceiveQueue::new(init.max_recv_wr, false));
+        Qp::with_queues(qpn, init, mtu, queues)
+    }
+
+    fn with_queues(qpn: Qpn, init: QpInit, mtu: u32, (sends, receives): (SendQueue, ReceiveQueue)) -> Qp {
+        let halves = Halves::new(init.qp_type, receives.clone());
         let head = Head {
             qpn,
             init,
@@ -380,11 +392,10 @@ impl Qp {
             timer: None,
             local: false,
             granted: false,
+            sends,
+            receives,
         };
-        Qp {
-            head,
-            halves: Halves::new(init.qp_type),
-        }
+        Qp { head, halves }
     }
 
     pub(crate) fn modify(
@@ -465,7 +476,10 @@ impl Qp {
                     }
                 }
                 env.flushes.forget(self.head.qpn);
-                let mut fresh = Qp::new(self.head.qpn, self.head.init, self.head.mtu);
+                self.head.sends.give_back(self.send_outstanding());
+                let Head { qpn, init, mtu, .. } = self.head;
+                let queues = (self.head.sends.clone(), self.head.receives.clone());
+                let mut fresh = Qp::with_queues(qpn, init, mtu, queues);
                 fresh.head.listed = self.head.listed;
                 fresh.head.ack_listed = self.head.ack_listed;
                 fresh.head.timer = self.head.timer;
@@ -474,7 +488,30 @@ impl Qp {
             }
             _ => self.head.state = to,
         }
+        self.open_queues();
         Ok(())
+    }
+
+    /// Tells who posts whether the state takes requests as they come.
+    fn open_queues(&self) {
+        let Head { state, init, mtu, .. } = &self.head;
+        if matches!(state, QpState::Rts | QpState::Sqd) {
+            let has_resources = match &self.halves {
+                Halves::Reliable(requester, _) => requester.has_resources(),
+                Halves::Uc(..) | Halves::Ud(..) => false,
+            };
+            self.head.sends.open(*mtu, has_resources);
+        } else {
+            self.head.sends.close();
+        }
+        let receives = !matches!(init.qp_type, QpType::XrcSend | QpType::XrcRecv) && init.srq.is_none();
+        match state {
+            QpState::Reset => drop(self.head.receives.close()),
+            // Closed where its receives are flushed.
+            QpState::Error => {}
+            _ if receives => self.head.receives.open(),
+            _ => {}
+        }
     }
 
     /// To Error: every posted request completes as flushed. `cause` is told as an asynchronous event.
@@ -483,6 +520,7 @@ impl Qp {
             return;
         }
         self.head.state = QpState::Error;
+        self.open_queues();
         match &mut self.halves {
             Halves::Reliable(requester, responder) => {
                 requester.flush(env, &self.head);
@@ -537,11 +575,29 @@ impl Qp {
 
     // Work.
 
-    pub(crate) fn post_send(&mut self, env: &mut Env<'_>, request: SendRequest) -> Result<(), PostError> {
+    pub(crate) fn post_send(
+        &mut self,
+        env: &mut Env<'_>,
+        request: SendRequest,
+        place: Place,
+    ) -> Result<(), PostError> {
         match &mut self.halves {
-            Halves::Reliable(requester, _) => requester.post(env, &self.head, request),
-            Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.post(env, &self.head, request),
+            Halves::Reliable(requester, _) => requester.post(env, &self.head, request, place),
+            Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.post(env, &self.head, request, place),
         }
+    }
+
+    /// A request that has its place cannot be done any more: it ends with an error, behind those before it.
+    pub(crate) fn end_reserved(&mut self, env: &mut Env<'_>, request: &SendRequest) {
+        let status = Status::LocalQpOperation;
+        self.fail(env, Some((status, Cause::OwnRequest)));
+        let opcode = message::opcode_of(&request.operation);
+        self.head.sends.give_back(1);
+        env.complete(
+            self.head.init.send_cq,
+            bare_completion(self.head.qpn, request.wr_id, status, opcode),
+            false,
+        );
     }
 
     /// Does a send request that needs no packets; false: it is to be posted.
@@ -724,6 +780,7 @@ impl Qp {
                     // What was received is not touched by it. 10.3.1.6.
                     if !mutant!(SqeNotEntered) {
                         self.head.state = QpState::Sqe;
+                        self.head.sends.close();
                     }
                     sender.break_off(env, &self.head, status);
                     if mutant!(SqeIsError) {

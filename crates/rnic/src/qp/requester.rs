@@ -33,6 +33,7 @@ use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
     bare_completion, earlier,
 };
+use crate::queue::Place;
 use crate::srq::Srqn;
 use crate::time::Time;
 use crate::transmit::TransmitBuf;
@@ -90,7 +91,7 @@ impl Wqe {
 }
 
 /// Whether an operation takes one of the responder's replay resources.
-fn takes_resource(operation: &Operation) -> bool {
+pub(crate) fn takes_resource(operation: &Operation) -> bool {
     matches!(
         operation,
         Operation::Read { .. }
@@ -99,6 +100,15 @@ fn takes_resource(operation: &Operation) -> bool {
             | Operation::FetchAdd { .. }
             | Operation::AtomicWrite { .. }
     )
+}
+
+/// Whether a request is one of the transport service: RC, XRC. An XRC target has no send queue. IBTA Vol 1, A14.
+pub(crate) fn takes(qp_type: QpType, request: &SendRequest) -> bool {
+    match (qp_type, request.to) {
+        (QpType::XrcSend, Target::Srq(_)) | (QpType::Rc, Target::Connected) => true,
+        (QpType::XrcSend, _) => request.operation.is_local(),
+        _ => false,
+    }
 }
 
 /// The next packet to build.
@@ -230,15 +240,10 @@ impl Requester {
         env: &mut Env<'_>,
         head: &Head,
         request: SendRequest,
+        place: Place,
     ) -> Result<(), PostError> {
-        // What is no request of this transport service is none in any state. An XRC target has no send queue. A14.
-        let is_addressed = match (head.init.qp_type, request.to) {
-            (QpType::XrcRecv, _) => false,
-            (QpType::XrcSend, Target::Srq(_)) | (QpType::Rc, Target::Connected) => true,
-            (QpType::XrcSend, _) => request.operation.is_local(),
-            _ => false,
-        };
-        if !is_addressed {
+        // What is no request of this transport service is none in any state.
+        if !takes(head.init.qp_type, &request) {
             return Err(PostError::Invalid);
         }
         let bytes = request.check()?;
@@ -248,21 +253,24 @@ impl Requester {
             QpState::Error | QpState::Sqe => {
                 let opcode = opcode_of(&request.operation);
                 let wc = bare_completion(head.qpn, request.wr_id, Status::Flushed, opcode);
+                place.give_back(head);
                 env.complete(head.init.send_cq, wc, false);
                 return Ok(());
             }
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
         }
-        if self.queue.len() >= head.init.max_send_wr as usize {
-            return Err(PostError::QueueFull);
-        }
         // The peer remembers none, or the user wants none.
-        if takes_resource(&request.operation) && self.max_rd_atomic == 0 {
+        if takes_resource(&request.operation) && !self.has_resources() {
             return Err(PostError::Invalid);
         }
         self.ask(env, head, &request, bytes);
         if self.may_go_directly() && self.post_directly(env, head, &request) {
+            // Behind its completion: who sees that and finds no place asks the device, which is here.
+            place.give_back(head);
             return Ok(());
+        }
+        if !place.take(head) {
+            return Err(PostError::QueueFull);
         }
         let packets = packets_of(&request.operation, bytes, head.mtu);
         let wqe = Wqe {
@@ -276,11 +284,17 @@ impl Requester {
         Ok(())
     }
 
+    /// Whether requests may take resources of the peer at all.
+    pub(crate) fn has_resources(&self) -> bool {
+        self.max_rd_atomic > 0
+    }
+
     /// Ends every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         if mutant!(FlushedBackwards) {
             self.queue.make_contiguous().reverse();
         }
+        head.sends.give_back(self.queue.len());
         for wqe in std::mem::take(&mut self.queue) {
             let wc = bare_completion(
                 head.qpn,
@@ -303,6 +317,7 @@ impl Requester {
     pub(crate) fn end_broken(&mut self, env: &mut Env<'_>, head: &Head, broken: Broken) {
         for i in 0..=broken.request {
             let Some(wqe) = self.queue.pop_front() else { break };
+            head.sends.give_back(1);
             let status = if i == broken.request {
                 broken.status
             } else {
@@ -855,6 +870,7 @@ impl Requester {
 
     fn complete_oldest(&mut self, env: &mut Env<'_>, head: &Head) {
         let Some(wqe) = self.queue.pop_front() else { return };
+        head.sends.give_back(1);
         if wqe.request.flags.contains(SendFlags::SIGNALED) {
             let mut wc = bare_completion(
                 head.qpn,

@@ -135,9 +135,9 @@ pub(crate) struct Responder {
 }
 
 impl Responder {
-    pub(crate) fn new() -> Responder {
+    pub(crate) fn new(execution: Execution) -> Responder {
         Responder {
-            execution: Execution::default(),
+            execution,
             expected: Psn::new(0),
             msn: 0,
             nak_sent: false,

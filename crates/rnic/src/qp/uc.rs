@@ -21,9 +21,9 @@ pub(crate) struct UcReceiver {
 }
 
 impl UcReceiver {
-    pub(crate) fn new() -> UcReceiver {
+    pub(crate) fn new(execution: Execution) -> UcReceiver {
         UcReceiver {
-            execution: Execution::default(),
+            execution,
             expected: Psn::new(0),
             established: false,
         }

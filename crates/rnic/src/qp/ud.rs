@@ -8,7 +8,7 @@ use crate::device::Arrival;
 use crate::qp::execute::{Execution, Refusal, Request, Scope};
 use crate::qp::{Env, Head};
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct UdReceiver {
     pub(crate) execution: Execution,
 }

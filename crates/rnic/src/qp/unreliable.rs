@@ -10,6 +10,7 @@ use crate::cq::Status;
 use crate::graveyard::Held;
 use crate::qp::message::{data_operation, gather, opcode_of, packets_of, perform_local, position_of};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
+use crate::queue::Place;
 use crate::sched::class_of;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
@@ -57,9 +58,10 @@ impl Sender {
         env: &mut Env<'_>,
         head: &Head,
         request: SendRequest,
+        place: Place,
     ) -> Result<(), PostError> {
         // What is no request of this transport service is none in any state.
-        if !takes(head.init.qp_type, &request.operation) || !is_addressed(head.init.qp_type, &request.to) {
+        if !takes(head.init.qp_type, &request) {
             return Err(PostError::Invalid);
         }
         let bytes = request.check()?;
@@ -69,12 +71,13 @@ impl Sender {
         match head.state {
             QpState::Rts | QpState::Sqd => {}
             QpState::Error | QpState::Sqe => {
+                place.give_back(head);
                 complete(env, head, &request, Status::Flushed, 0);
                 return Ok(());
             }
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
         }
-        if self.queue.len() >= head.init.max_send_wr as usize {
+        if !place.take(head) {
             return Err(PostError::QueueFull);
         }
         let packets = packets_of(&request.operation, bytes, head.mtu);
@@ -93,6 +96,7 @@ impl Sender {
 
     /// Ends every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
+        head.sends.give_back(self.queue.len());
         for wqe in std::mem::take(&mut self.queue) {
             complete(env, head, &wqe.request, Status::Flushed, 0);
         }
@@ -102,6 +106,7 @@ impl Sender {
     /// Ends the oldest request with this status, and those behind it as flushed.
     pub(crate) fn break_off(&mut self, env: &mut Env<'_>, head: &Head, status: Status) {
         if let Some(wqe) = self.queue.pop_front() {
+            head.sends.give_back(1);
             complete(env, head, &wqe.request, status, 0);
         }
         self.flush(env, head);
@@ -153,6 +158,7 @@ impl Sender {
                 env.counters.sent_pkts += 1;
             }
             if self.built == wqe.packets {
+                head.sends.give_back(1);
                 if wqe.request.flags.contains(SendFlags::SIGNALED) {
                     complete(env, head, &wqe.request, Status::Success, wqe.bytes);
                 }
@@ -165,9 +171,14 @@ impl Sender {
     }
 }
 
+/// Whether a request is one of the transport service: UC, UD.
+pub(crate) fn takes(qp_type: QpType, request: &SendRequest) -> bool {
+    has(qp_type, &request.operation) && is_addressed(qp_type, &request.to)
+}
+
 /// Which operations a transport service has. IBTA Vol 1, 9.4 and 10.8.2: UC neither reads nor invalidates at the peer, UD only
 /// sends.
-fn takes(qp_type: QpType, operation: &Operation) -> bool {
+fn has(qp_type: QpType, operation: &Operation) -> bool {
     match operation {
         Operation::Send { .. } => true,
         Operation::Write { .. } => qp_type == QpType::Uc,

@@ -8,6 +8,7 @@ mod ended;
 mod malformed;
 mod operations;
 mod qp_table;
+mod queue;
 mod rxe;
 mod selective;
 mod table;

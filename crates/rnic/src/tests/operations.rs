@@ -601,6 +601,46 @@ pub(super) fn window__of_type_2_serves_only_the_qp_that_bound_it_and_ends_by_eit
     assert_eq!(write_status(&mut pair, IOVA + 0x100, again), Status::RemoteAccess);
 }
 
+#[test]
+fn window__grants_the_flushes_of_its_region() {
+    let flush_status = |pair: &mut Pair, rkey: RKey, va: u64, selectivity: Selectivity| {
+        let operation = Operation::Flush {
+            va,
+            rkey,
+            length: 8,
+            placement: Placement::GLOBAL,
+            selectivity,
+        };
+        pair.post(0, operation, SgeList::EMPTY);
+        pair.run();
+        one(pair, 0).status
+    };
+    for (access, at_end, beyond) in [
+        (Access::FLUSH_GLOBAL, Status::Success, Status::RemoteAccess),
+        (Access::REMOTE_WRITE, Status::RemoteAccess, Status::RemoteAccess),
+    ] {
+        for (va, selectivity, expected) in [
+            (IOVA + 0x1f8, Selectivity::Range, at_end),
+            (IOVA + 0x1f9, Selectivity::Range, beyond),
+            (0, Selectivity::MemoryRegion, at_end),
+        ] {
+            let mut pair = Pair::new();
+            let pd = pair.sides[1].pd;
+            let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::Two).unwrap();
+            let operation = Operation::Bind(bind(&pair, window.next(), 0x100, access));
+            assert_eq!(at_peer(&mut pair, operation), Status::Success);
+            let status = flush_status(&mut pair, window.next(), va, selectivity);
+            assert_eq!(status, expected, "{access:?} {va:#x} {selectivity:?}");
+        }
+    }
+    // The region's memory cannot persist.
+    let mut pair = Pair::new();
+    let pd = pair.sides[1].pd;
+    let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::Two).unwrap();
+    let operation = Operation::Bind(bind(&pair, window.next(), 0x100, Access::FLUSH_PERSISTENT));
+    assert_eq!(at_peer(&mut pair, operation), Status::MemoryBind);
+}
+
 /// A region that windows can be bound to at side 1, by work requests: its keys, and a type 2 window of it.
 fn bound(pair: &mut Pair) -> (LKey, RKey, RKey) {
     let pd = pair.sides[1].pd;

@@ -468,7 +468,7 @@ impl Host {
             self.own_window = bound?;
             return Ok(());
         }
-        if self.posts_directly && side.rnic.post_directly(side.qpn, &request) {
+        if self.posts_directly && side.rnic.post_directly(|| now, side.qpn, &request) {
             return Ok(());
         }
         side.rnic.post_send(now, side.qpn, request)
