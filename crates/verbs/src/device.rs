@@ -10,15 +10,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{
-    Access, Arm, Bind, Counters, Cqn, ModifyError, Pd, PostError, QpAttributes, QpInfo, QpInit, QpState,
-    QpType, Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
+    Access, Arm, Bind, Counters, Cqn, ModifyError, NotPosted, Pd, PostError, QpAttributes, QpInfo, QpInit,
+    QpState, QpType, Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
+    WorkCompletion,
 };
 use rdmux_wire::roce::PathMtu;
 
 use crate::cm::deadline_after;
 use crate::event::AsyncEvent;
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft::engine::{self, Engine, Waker};
+use crate::soft::engine::{self, Core, Engine, Waker};
 pub use crate::soft::engine::{OpenError, Options, SharedMemory};
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
@@ -118,8 +119,8 @@ impl Device {
         })))
     }
 
-    /// Lets the caller drive the device: takes in what has arrived and sends what is owed. A program that polls memory
-    /// instead of a completion queue calls this in its loop.
+    /// Lets the caller drive the device, unless somebody does: takes in what has arrived and sends what is owed. A program that
+    /// polls memory instead of a completion queue calls this in its loop.
     pub fn progress(&self) {
         self.engine().poll(|| None::<()>);
     }
@@ -227,17 +228,16 @@ impl ProtectionDomain {
             recv_cq: options.recv_cq.0.cqn,
             ..QpInit::new(self.0.pd, options.send_cq.0.cqn)
         };
-        let qpn = self
-            .0
-            .device
-            .engine()
-            .lock()
-            .rnic
-            .create_qp(init)
-            .ok_or(CreateError::NoRoom)?;
+        let mut core = self.0.device.engine().lock();
+        let qpn = core.rnic.create_qp(init).ok_or(CreateError::NoRoom)?;
+        let sends = core.rnic.send_queue(qpn).ok_or(CreateError::NoRoom)?;
+        let receives = core.rnic.receive_queue(qpn).ok_or(CreateError::NoRoom)?;
+        drop(core);
         Ok(QueuePair(Arc::new(QpInner {
             pd: self.clone(),
             qpn,
+            sends,
+            receives,
             options: options.clone(),
         })))
     }
@@ -378,6 +378,8 @@ impl QpOptions {
 struct QpInner {
     pd: ProtectionDomain,
     qpn: Qpn,
+    sends: SendQueue,
+    receives: ReceiveQueue,
     /// What it uses lives as long as it does.
     options: QpOptions,
 }
@@ -428,7 +430,7 @@ impl QueuePair {
 
     /// Posts a send request and sends what the window allows.
     pub fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
-        self.engine().post_send(self.0.qpn, request)
+        self.engine().post_send(&self.0.sends, self.0.qpn, request)
     }
 
     /// Posts send requests in order, as one doorbell. Fails at the first that is not taken; those before it are posted.
@@ -438,13 +440,7 @@ impl QueuePair {
     ) -> Result<(), PostListError> {
         // What makes them is the caller's code, and may use the device: it runs before the engine is locked.
         let requests: Vec<SendRequest> = requests.into_iter().collect();
-        self.engine().with(|core, now| {
-            let mut post = |request| core.rnic.post_send(now, self.0.qpn, request);
-            let mut numbered = requests.into_iter().enumerate();
-            numbered.try_for_each(|(index, request)| {
-                post(request).map_err(|source| PostListError { index, source })
-            })
-        })
+        self.engine().post_send_list(&self.0.sends, self.0.qpn, requests)
     }
 
     /// Posts the binding of a type 1 window to a range of addresses of a region, and gives the key by which peers reach them
@@ -476,12 +472,15 @@ impl QueuePair {
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        let engine = self.engine();
-        let mut core = engine.lock();
-        let posted = core.rnic.post_recv(engine.now(), self.0.qpn, request);
-        // In Error it completes at once. There is never anything to send.
-        core.tell_events();
-        posted
+        match self.0.receives.post(request) {
+            Ok(()) => Ok(()),
+            Err(NotPosted::Refused(error)) => Err(error),
+            Err(NotPosted::Undecided(request)) => {
+                // In Error it completes at once.
+                let post = |core: &mut Core, now| core.rnic.post_recv(now, self.0.qpn, request);
+                self.engine().with(post)
+            }
+        }
     }
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.

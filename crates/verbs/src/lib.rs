@@ -26,13 +26,22 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
+#![cfg_attr(
+    test,
+    allow(
+        clippy::duplicate_mod,
+        reason = "loom tries the same files on atomics of its own"
+    )
+)]
 
 mod cm;
 mod datagram;
 mod device;
 mod event;
+mod lease;
 mod mapping;
 pub mod memory;
+mod persist;
 mod region;
 mod sidr;
 pub mod soft;
@@ -46,7 +55,8 @@ pub use device::{
     QpOptions, QueuePair, SharedMemory,
 };
 pub use event::AsyncEvent;
-pub use memory::{AnonymousMemory, FileMemory, PersistenceDomain};
+pub use lease::{FileWatch, Wanted};
+pub use memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::Endpoint;
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, Counters, Cqn, Fault, INLINE_BYTES_MAX, LKey, MCAST_GROUPS_MAX,
@@ -60,4 +70,5 @@ pub use rdmux_wire::roce::{PathMtu, Transport};
 pub use region::{MemoryRegion, MemoryWindow};
 pub use sidr::{AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, ResolveError, ServiceRequest};
 pub use soft::engine::AttachError;
+pub use soft::load::{Load, wake_cost_ns};
 pub use srq::{SharedReceiveQueue, XrcDomain};

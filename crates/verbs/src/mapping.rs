@@ -20,7 +20,9 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use rdmux_rnic::{Atomic, Fault};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use crate::persist::{self, Cpu, place_cached};
 
 /// A mapping, until it is dropped.
 #[derive(Debug)]
@@ -57,12 +59,30 @@ impl Mapping {
     /// Maps `len` bytes of a file at `offset`, a multiple of the page size. The file must never be shortened below their end:
     /// what is touched then would be a signal.
     pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        Mapping::of_file_as(file, offset, len, writable, flags)
+    }
+
+    /// Maps `len` bytes of a file on persistent memory, such that what is stored needs no call of the kernel to be found again after
+    /// a loss of power: before a page may be written, the file system's own record of it is on the medium (`MAP_SYNC`). What cannot
+    /// promise that is refused: [`io::ErrorKind::Unsupported`]. What [`Mapping::of_file`] says of shortening holds here too.
+    pub(crate) fn synchronous(file: impl AsFd, len: usize) -> io::Result<Mapping> {
+        let flags = MapFlags::SHARED_VALIDATE | MapFlags::SYNC;
+        Mapping::of_file_as(file, 0, len, true, flags)
+    }
+
+    fn of_file_as(
+        file: impl AsFd,
+        offset: u64,
+        len: usize,
+        writable: bool,
+        flags: MapFlags,
+    ) -> io::Result<Mapping> {
         let write = if writable {
             ProtFlags::WRITE
         } else {
             ProtFlags::empty()
         };
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: as for `anonymous`.
         let base = unsafe {
             mmap(
@@ -149,8 +169,34 @@ impl Mapping {
         let to = self.at_writable(offset, bytes.len() as u64)?;
         // SAFETY: `at_writable` checked that `bytes.len()` bytes from there lie inside of the mapping; `bytes` is a reference
         // of the caller's and so does not overlap it. Racing accesses are as for `read`.
-        unsafe { place(bytes.as_ptr(), to, bytes.len()) };
+        unsafe { place_cached(bytes.as_ptr(), to, bytes.len()) };
         Ok(())
+    }
+
+    /// Places bytes as [`Mapping::write`] does, such that the next [`persist::fence`] has them out of the caches.
+    pub(crate) fn write_through(&self, cpu: Cpu, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let to = self.at_writable(offset, bytes.len() as u64)?;
+        // SAFETY: as for `write`; only `persist` tells what the processor can.
+        unsafe { persist::place(cpu, bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    /// Writes back what the caches hold of a range. Done after the next [`persist::fence`].
+    pub(crate) fn write_back(&self, cpu: Cpu, offset: u64, len: u64) -> Result<(), Fault> {
+        let at = self.at(offset, len)?;
+        // SAFETY: `at` checked that `len` bytes from there lie inside of the mapping, which lives as long as `self`.
+        unsafe { persist::write_back(cpu, at, len as usize) };
+        Ok(())
+    }
+
+    /// Makes the pages of a range present and writable. What would be a signal when it is touched, such as a lack of blocks or a
+    /// failing medium, is an error here. Linux 5.14.
+    pub(crate) fn populate(&self, offset: u64, len: usize) -> io::Result<()> {
+        let at = self
+            .at_writable(offset, len as u64)
+            .map_err(|_| io::ErrorKind::InvalidInput)?;
+        // SAFETY: the range lies inside of the mapping, and the advice changes no byte of it.
+        Ok(unsafe { madvise(at.cast(), len, Advice::LinuxPopulateWrite) }?)
     }
 
     /// Places `len` bytes of another mapping as [`Mapping::write`] does, in one pass.
@@ -169,7 +215,7 @@ impl Mapping {
             if std::ptr::eq(self, from) {
                 std::ptr::copy(source, to, len as usize);
             } else {
-                place(source, to, len as usize);
+                place_cached(source, to, len as usize);
             }
         }
         Ok(())
@@ -320,32 +366,6 @@ impl CopyError {
     }
 }
 
-/// Copies `len` bytes, the last word last and with release semantics, in one piece where it is aligned.
-///
-/// # Safety
-/// Both ranges are inside of mappings or references that live meanwhile, and do not overlap.
-#[inline]
-unsafe fn place(from: *const u8, to: *mut u8, len: usize) {
-    let tail = len - len.min(8);
-    // SAFETY: both ranges are as the caller says, and `tail` is at most `len`.
-    let (last, to_last) = unsafe {
-        copy_nonoverlapping(from, to, tail);
-        (from.add(tail), to.add(tail))
-    };
-    let mut word = [0u8; 8];
-    // SAFETY: `len - tail` is at most 8.
-    unsafe { copy_nonoverlapping(last, word.as_mut_ptr(), len - tail) };
-    if len - tail == 8 && to_last.addr().is_multiple_of(8) {
-        // SAFETY: eight bytes of the range, aligned.
-        unsafe { AtomicU64::from_ptr(to_last.cast()) }.store(u64::from_ne_bytes(word), Ordering::Release);
-    } else {
-        for (i, byte) in word[..len - tail].iter().enumerate() {
-            // SAFETY: inside of the range: `i` is less than `len - tail`.
-            unsafe { AtomicU8::from_ptr(to_last.add(i)) }.store(*byte, Ordering::Release);
-        }
-    }
-}
-
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the mapping was made with this length, and nobody holds the value any more.
@@ -372,4 +392,100 @@ pub(crate) fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
     sealed
         && fstatfs(&file).is_ok_and(|stat| stat.f_type == TMPFS)
         && fstat(&file).is_ok_and(|stat| stat.st_size as u64 >= len)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::persist::{LINE, Stream, WriteBack, cpu};
+
+    /// Every way that this processor can go.
+    fn cpus() -> Vec<Cpu> {
+        let Some(best) = cpu() else { return Vec::new() };
+        let mut all = Vec::new();
+        for write_back in [WriteBack::Clwb, WriteBack::ClflushOpt, WriteBack::Clflush] {
+            for stream in [Stream::Avx512, Stream::Sse2] {
+                if write_back >= best.write_back && stream >= best.stream {
+                    all.push(Cpu { write_back, stream });
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn write_through__every_start_and_length_around_lines() {
+        for cpu in cpus() {
+            let memory = Mapping::anonymous(8192).unwrap();
+            let source: Vec<u8> = (0..1200u32).map(|i| (i * 7 + 1) as u8).collect();
+            for start in 0..2 * LINE as u64 {
+                for len in (0..=2 * LINE + 1).chain(1020..=1024 + 2 * LINE + 1) {
+                    memory.write(0, &[0xee; 1600]).unwrap();
+                    memory.write_through(cpu, start + 64, &source[..len]).unwrap();
+                    let mut seen = vec![0; 1600];
+                    memory.read(0, &mut seen).unwrap();
+                    let at = start as usize + 64;
+                    assert!(
+                        seen[..at].iter().all(|b| *b == 0xee),
+                        "{cpu:?}: before {start}+{len}"
+                    );
+                    assert_eq!(seen[at..at + len], source[..len], "{cpu:?}: {start}+{len}");
+                    assert!(
+                        seen[at + len..].iter().all(|b| *b == 0xee),
+                        "{cpu:?}: behind {start}+{len}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn write_through__up_to_the_last_byte_of_a_mapping_and_no_further() {
+        for cpu in cpus() {
+            let memory = Mapping::anonymous(4096).unwrap();
+            for len in [0usize, 1, 8, 63, 64, 65, 4096] {
+                let start = 4096 - len as u64;
+                memory.write_through(cpu, start, &vec![9; len]).unwrap();
+                memory.write_back(cpu, start, len as u64).unwrap();
+                assert_eq!(
+                    memory.write_through(cpu, start + 1, &vec![9; len]),
+                    Err(Fault::Unmapped)
+                );
+            }
+            assert_eq!(
+                memory.write_through(cpu, u64::MAX, &[9; 64]),
+                Err(Fault::Unmapped)
+            );
+            assert_eq!(memory.write_back(cpu, 4095, 2), Err(Fault::Unmapped));
+        }
+    }
+
+    /// A reader that sees the last word sees everything before it.
+    #[test]
+    fn write_through__last_word_is_seen_last() {
+        let Some(cpu) = cpu() else { return };
+        let memory = Mapping::anonymous(4096).unwrap();
+        const LEN: usize = 2048 + 8;
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                for turn in 1..=60_000u64 {
+                    let bytes: Vec<u8> = std::iter::repeat_n(turn.to_ne_bytes(), LEN / 8)
+                        .flatten()
+                        .collect();
+                    memory.write_through(cpu, 56, &bytes).unwrap();
+                }
+            });
+            let (mut seen, mut bytes) = (0, vec![0; LEN - 8]);
+            while seen < 60_000 {
+                let word = memory.atomic(56 + LEN as u64 - 8, Atomic::FetchAdd(0)).unwrap();
+                memory.read(56, &mut bytes).unwrap();
+                let first = bytes
+                    .chunks(8)
+                    .map(|w| u64::from_ne_bytes(w.try_into().unwrap()))
+                    .min();
+                assert!(first >= Some(word), "{word} was seen before {first:?}");
+                seen = word;
+            }
+        });
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use rdmux_rnic::{PostError, RecvRequest, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
+use rdmux_rnic::{NotPosted, PostError, ReceiveQueue, RecvRequest, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 
 use crate::device::{CompletionQueue, CreateError, Device, ProtectionDomain};
 
@@ -10,6 +10,7 @@ use crate::device::{CompletionQueue, CreateError, Device, ProtectionDomain};
 struct SrqInner {
     pd: ProtectionDomain,
     srqn: Srqn,
+    receives: ReceiveQueue,
     /// What an XRC queue uses lives as long as it does.
     _xrc: Option<(XrcDomain, CompletionQueue)>,
 }
@@ -57,10 +58,14 @@ impl ProtectionDomain {
             max_wr,
             xrc: xrc.as_ref().map(|(xrcd, cq)| (xrcd.number(), cq.cqn())),
         };
-        let srqn = self.device().engine().lock().rnic.create_srq(init);
+        let mut core = self.device().engine().lock();
+        let srqn = core.rnic.create_srq(init).ok_or(CreateError::NoRoom)?;
+        let receives = core.rnic.srq_receives(srqn).ok_or(CreateError::NoRoom)?;
+        drop(core);
         Ok(SharedReceiveQueue(Arc::new(SrqInner {
             pd: self.clone(),
-            srqn: srqn.ok_or(CreateError::NoRoom)?,
+            srqn,
+            receives,
             _xrc: xrc,
         })))
     }
@@ -78,8 +83,11 @@ impl SharedReceiveQueue {
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        let mut core = self.0.pd.device().engine().lock();
-        core.rnic.post_srq_recv(self.0.srqn, request)
+        self.0.receives.post(request).map_err(|why| match why {
+            NotPosted::Refused(error) => error,
+            // It is closed when it ends, and never before.
+            NotPosted::Undecided(_) => PostError::NoSrq,
+        })
     }
 
     /// Resizes it, or arms its limit: when fewer receives are left, [`AsyncEvent::SrqLimitReached`] tells once. 0 disarms.

@@ -3,7 +3,8 @@
 //! A wake-up takes some 20 µs, a look far less than one, and nobody knows beforehand how long a wait will be. Who looks for as
 //! long as a wake-up takes, and only then sleeps, never pays more than twice what the best choice would have cost (Karlin,
 //! Manasse, Rudolph, Sleator: "Competitive snoopy caching", Algorithmica 3, 1988). [`Policy`] does that where waits have been
-//! short. It sleeps at once where they have been long, and where somebody else needs the CPU.
+//! short, and sleeps at once where they have been long. Where somebody else needs the CPU it gives it to them between two looks: a
+//! turn of theirs costs less than a wake-up, and only who yields lets the peer answer in it.
 //!
 //! A wait begins when a look has found nothing. Its *gap* is the time from then until what is waited for comes. What the first
 //! look finds was no wait and is not reported: a batch that is taken without waiting says nothing about the wait behind it.
@@ -79,7 +80,7 @@ pub enum WaitMode {
 
 impl WaitMode {
     /// The mode that the environment variable `RDMUX_WAIT` pins.
-    pub(crate) fn of_environment() -> Option<WaitMode> {
+    pub fn of_environment() -> Option<WaitMode> {
         match std::env::var("RDMUX_WAIT").ok()?.as_str() {
             "blocked" => Some(WaitMode::Blocked),
             "interrupted" => Some(WaitMode::Interrupted),
@@ -124,7 +125,8 @@ pub enum Plan {
         /// At least 1; `u64::MAX` for ever.
         ns: u64,
     },
-    /// Give the CPU to whoever wants it, look, and plan again. For ever, since it was told not to sleep.
+    /// Give the CPU to whoever wants it, look, and plan again: what is waited for comes from one of them, or they have it for so
+    /// long that the next plan is to sleep.
     Yield,
 }
 
@@ -157,8 +159,7 @@ impl Policy {
 
     /// Waits in one mode from now on, or (`None`) in the one that fits.
     ///
-    /// Who is pinned to [`WaitMode::Running`] never sleeps, but yields where its CPU is needed. Who is pinned to
-    /// [`WaitMode::Interrupted`] sleeps at once there.
+    /// Who is pinned to [`WaitMode::Running`] never sleeps, but yields where its CPU is needed.
     pub fn pin(&mut self, mode: Option<WaitMode>) {
         self.pinned = mode;
     }
@@ -196,11 +197,9 @@ impl Policy {
                 Plan::Spin { ns: u64::MAX }
             };
         }
-        if conditions.need_this_cpu() {
-            return Plan::Sleep;
-        }
         match self.budget_ns().saturating_sub(elapsed_ns) {
             0 => Plan::Sleep,
+            _ if conditions.need_this_cpu() => Plan::Yield,
             ns => Plan::Spin { ns },
         }
     }
@@ -359,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn plan__never_looks_where_the_cpu_is_needed() {
+    fn plan__never_spins_where_the_cpu_is_needed() {
         for needed in [
             Conditions {
                 shares_cpu: true,
@@ -374,10 +373,15 @@ mod tests {
                 let mut policy = after(&[gap; 20]);
                 for pinned in [None, Some(WaitMode::Blocked), Some(WaitMode::Interrupted)] {
                     policy.pin(pinned);
-                    assert_eq!(policy.plan(0, needed), Plan::Sleep, "gap {gap}, {pinned:?}");
+                    let plan = if policy.mode() == WaitMode::Blocked {
+                        Plan::Sleep
+                    } else {
+                        Plan::Yield
+                    };
+                    assert_eq!(policy.plan(0, needed), plan, "gap {gap}, {pinned:?}");
+                    assert_eq!(policy.plan(2 * B, needed), Plan::Sleep, "gap {gap}, {pinned:?}");
                 }
             }
-            assert_eq!(Policy::new(B).plan(0, needed), Plan::Sleep);
         }
     }
 
@@ -388,7 +392,7 @@ mod tests {
             oversubscribed: true,
             ..FREE
         };
-        assert_eq!(policy.plan(1_000, needed), Plan::Sleep);
+        assert_eq!(policy.plan(1_000, needed), Plan::Yield);
         assert_eq!(policy.plan(1_000, FREE), Plan::Spin { ns: B - 1_000 });
     }
 

@@ -6,6 +6,7 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -618,6 +619,8 @@ impl Drop for Process {
 
 struct Chaos {
     addresses: [IpAddr; 3],
+    /// Those of ours in /dev/shm when it began.
+    files_before: BTreeSet<OsString>,
     seed: u64,
     random: Random,
     next_number: u32,
@@ -652,6 +655,7 @@ impl Chaos {
         let (lines_in, lines) = mpsc::channel();
         let mut chaos = Chaos {
             addresses: addresses.map(IpAddr::from),
+            files_before: shared_files(),
             seed,
             random: Random(seed),
             next_number: 0,
@@ -926,8 +930,8 @@ impl Chaos {
             let left: Vec<&str> = names.lines().filter(|line| line.contains(&prefix)).collect();
             assert!(left.is_empty(), "names are left: {left:?}");
         }
-        let mut files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-        assert!(files.all(|file| !file.file_name().to_string_lossy().contains("rdmux")));
+        let more: Vec<_> = shared_files().difference(&self.files_before).cloned().collect();
+        assert!(more.is_empty(), "files are left: {more:?}");
         self.told_times.sort_unstable();
         let told = &self.told_times;
         println!(
@@ -950,6 +954,15 @@ fn share(variable: &str, in_all: u64, percent: u64) -> u64 {
 }
 
 const KILLS: u64 = 100;
+
+/// Files in /dev/shm by the program's name; there should never be any of this test's.
+fn shared_files() -> BTreeSet<OsString> {
+    let files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    files
+        .map(|file| file.file_name())
+        .filter(|name| name.to_string_lossy().contains("rdmux"))
+        .collect()
+}
 
 fn kill_any_of_three(addresses: [[u8; 4]; 3], percent: u64) {
     let mut chaos = Chaos::start(addresses);

@@ -1,13 +1,15 @@
 //! The engine's driver: it moves datagrams between sockets and the [`Rnic`], keeps its timers, carries out its flushes and
 //! wakes who waits.
 //!
-//! Whoever holds the lock on [`Core`] drives. Normally that is the engine's thread, which sleeps in epoll until a datagram, a
-//! timer or a kick. A caller that polls a completion queue drives as well, and while one does ([`POLLER_LEASE`]) the thread
-//! leaves the socket to it: two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the
-//! socket back at once.
+//! Whoever has the turn ([`turn`]) drives. Normally that is the engine's thread, which sleeps in epoll until a datagram, a
+//! timer or a kick. A caller that polls a completion queue drives as well, and while one does the thread leaves the socket to it
+//! ([`handover`]): two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the socket back at
+//! once, and one that waits sits in the thread's place ([`seat`]). A caller that only posts, and finds the turn taken, leaves its request for whoever has it.
 
 mod flush;
+mod handover;
 mod seat;
+mod turn;
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice};
@@ -15,37 +17,40 @@ use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
     Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, PostError, QpAttributes, QpInfo,
-    QpState, QpType, Qpn, Rnic, SendRequest, Time, Traffic, TransmitBuf,
+    QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::io::Errno;
 
+use crate::device::PostListError;
 use crate::event::{AsyncEvent, AsyncEvents};
-use crate::waiting::{Policy, WaitMode};
+use crate::waiting::{Plan, WaitMode};
 
 use self::flush::Flushers;
-use self::seat::{SEATED, Seat};
+use self::handover::{HandOver, POLLER_LEASE_NS};
+use self::seat::Waiter;
+use self::turn::{Turn, Turns};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
-use super::load::{Load, current_cpu, wake_cost_ns};
+use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
 use super::shm::link::Links;
 use super::shm::ring::Meta;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 
-/// How long after its last call a caller that polls, or that waited and drove, is trusted to come back.
-const POLLER_LEASE: Duration = Duration::from_millis(2);
 /// Looks of a spinning caller between two at whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
+/// Turns in a row that a caller takes for what others left.
+const TURNS_FOR_OTHERS: u32 = 16;
 /// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
 /// looking again after a hit would delay what it waits for by a system call.
 const RECEIVES_PER_TURN: usize = 8;
@@ -249,6 +254,13 @@ pub(crate) struct Accepted {
     pub(crate) rts: QpAttributes,
 }
 
+/// Until when those who may drive sleep at most, in ns of the engine's clock; 0: awake, or looks again by itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sleeps {
+    thread_ns: u64,
+    seat_ns: u64,
+}
+
 /// What is reached under the engine's lock.
 pub(crate) struct Core {
     pub(crate) rnic: Rnic,
@@ -257,13 +269,12 @@ pub(crate) struct Core {
     pub(crate) links: Links,
     /// When it was last heard what other engines have to say.
     served_at: Time,
+    sleeps: Sleeps,
     /// Calls of polling callers.
     polls: u32,
     /// Calls of polling callers that do not look at the sockets: those that are left, and all of them.
     socket_rests: u32,
     socket_rest: u32,
-    /// Of the caller that polls.
-    load: Load,
     batch: RxBatch,
     /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
     tx: [Option<TxSocket>; SLOTS],
@@ -299,18 +310,36 @@ impl std::fmt::Debug for Core {
     }
 }
 
-/// The engine, locked. Memories that end meanwhile are dropped when it is unlocked again: dropping one may unmap, close, or run
-/// its owner's code, which may use the device.
+/// A send request that was posted while somebody else had the turn, with its place in the queue of its queue pair.
+type Left = (Qpn, SendRequest);
+
+/// A turn at the engine. Memories that end meanwhile are dropped behind it: dropping one may unmap, close, or run its owner's code,
+/// which may use the device.
 pub(crate) struct Locked<'a> {
     // Dropped in this order.
-    core: MutexGuard<'a, Core>,
+    core: Turn<'a, Core>,
+    behind: Behind<'a>,
+}
+
+/// What is to be done behind a turn.
+struct Behind<'a> {
+    engine: &'a Engine,
     ended: Vec<Arc<dyn Memory>>,
 }
 
 impl Drop for Locked<'_> {
+    #[inline]
     fn drop(&mut self) {
-        self.ended = self.core.rnic.poll_ended_memories();
-        self.ended.append(&mut self.core.ended);
+        self.behind.ended = self.core.ended_memories();
+    }
+}
+
+impl Drop for Behind<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.engine.core.is_rung() {
+            self.engine.take_turn();
+        }
     }
 }
 
@@ -331,27 +360,18 @@ impl DerefMut for Locked<'_> {
 /// A device's engine, shared by all its objects.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    core: Mutex<Core>,
+    core: Turns<Core, Left>,
     kick: Waker,
+    /// The clock's 0.
     start: Instant,
-    polled_at_ns: AtomicU64,
-    /// The thread sleeps without looking at the socket.
-    leased: AtomicBool,
-    /// Until when the thread sleeps at most; 0 while it is awake or will look again by itself. Written under the lock.
-    sleeps_until_ns: AtomicU64,
+    hand_over: HandOver,
     stop: AtomicBool,
-    /// The thread sleeps until it is told, because a caller that waits drives.
-    parked: AtomicBool,
     /// Who waits and drives, one at a time: how, by its experience.
-    seat: Mutex<Seat>,
+    seat: Mutex<Waiter>,
     /// Ends the sleep of who sits there.
     seat_kick: Waker,
     /// The sockets and bells, for who sits there.
     watch: OwnedFd,
-    /// Who sleeps and relies on somebody else to drive.
-    sleepers: AtomicUsize,
-    /// Some caller waits by a descriptor, which nobody sees.
-    has_channel: AtomicBool,
     waiting: Option<WaitMode>,
     group: Mutex<Option<Group>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -440,7 +460,9 @@ impl Engine {
             options.shared_memory.is_on(),
         );
         let links = links.map_err(|errno| io("shared memory")(errno.into()))?;
-        let start = Instant::now();
+        // One clock for all engines: a thread's load is watched by it.
+        static START: OnceLock<Instant> = OnceLock::new();
+        let start = *START.get_or_init(Instant::now);
         let mut tx = [const { None }; SLOTS];
         tx[0] = Some(gsi);
         let core = Core {
@@ -449,10 +471,10 @@ impl Engine {
             memberships: Memberships::new().map_err(io("epoll"))?,
             links,
             served_at: Time(0),
+            sleeps: Sleeps::default(),
             polls: 0,
             socket_rests: 0,
             socket_rest: 0,
-            load: Load::default(),
             batch: RxBatch::new(),
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -473,28 +495,18 @@ impl Engine {
             ended: Vec::new(),
         };
         let waiting = options.waiting.or_else(WaitMode::of_environment);
-        let mut policy = Policy::new(wake_cost_ns());
-        policy.pin(waiting);
         let watch = watch_all([core.rx.as_fd(), core.memberships.as_fd(), core.links.bells()]);
         let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
-            core: Mutex::new(core),
+            core: Turns::new(core),
             kick: Waker::new().map_err(io("eventfd"))?,
             start,
-            polled_at_ns: AtomicU64::new(0),
-            leased: AtomicBool::new(false),
-            sleeps_until_ns: AtomicU64::new(0),
+            hand_over: HandOver::new(),
             stop: AtomicBool::new(false),
-            parked: AtomicBool::new(false),
-            seat: Mutex::new(Seat {
-                policy,
-                load: Load::default(),
-            }),
+            seat: Mutex::new(Waiter::new(waiting)),
             seat_kick: Waker::new().map_err(io("eventfd"))?,
             watch,
-            sleepers: AtomicUsize::new(0),
-            has_channel: AtomicBool::new(false),
             waiting,
             group: Mutex::new(Some(group)),
             thread: Mutex::new(None),
@@ -521,25 +533,54 @@ impl Engine {
     }
 
     pub(crate) fn lock(&self) -> Locked<'_> {
-        // A panic under the lock is a defect of ours; the protocol state is still one that the peer can deal with.
-        let core = self.core.lock().unwrap_or_else(PoisonError::into_inner);
-        Locked {
-            core,
-            ended: Vec::new(),
-        }
+        self.begin(self.core.take())
     }
 
-    /// The engine, unless somebody has it.
+    /// A turn, unless somebody has it.
     fn try_lock(&self) -> Option<Locked<'_>> {
-        let core = match self.core.try_lock() {
-            Ok(core) => core,
-            Err(TryLockError::Poisoned(error)) => error.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        Some(Locked {
-            core,
+        Some(self.begin(self.core.try_take()?))
+    }
+
+    #[inline]
+    fn begin<'a>(&'a self, mut core: Turn<'a, Core>) -> Locked<'a> {
+        if self.core.is_rung() {
+            self.post_left(&mut core);
+        }
+        let behind = Behind {
+            engine: self,
             ended: Vec::new(),
-        })
+        };
+        Locked { core, behind }
+    }
+
+    /// Posts what others left.
+    #[cold]
+    fn post_left(&self, core: &mut Core) {
+        let (left, now) = (self.core.left(), self.now());
+        for (qpn, request) in left {
+            core.rnic.post_reserved(now, qpn, request);
+        }
+        core.finish(now, false);
+        self.wake_early(core);
+    }
+
+    /// Takes a turn to see to what was left, unless somebody has it and will. A caller is not kept for ever: then it is the thread's
+    /// to do.
+    #[cold]
+    fn take_turn(&self) {
+        for _ in 0..TURNS_FOR_OTHERS {
+            if !self.core.is_rung() {
+                return;
+            }
+            let Some(mut core) = self.core.try_take() else {
+                return;
+            };
+            self.post_left(&mut core);
+            let ended = core.ended_memories();
+            drop(core);
+            drop(ended);
+        }
+        self.kick.wake();
     }
 
     pub(crate) fn now(&self) -> Time {
@@ -554,31 +595,48 @@ impl Engine {
         }
         let mut core = self.try_lock()?;
         let now = self.now();
-        self.polled_at_ns.store(now.0.max(1), Ordering::Relaxed);
+        self.hand_over.polls(now.0);
         let received = core.receive_polled(now);
         core.polls = core.polls.wrapping_add(1);
-        if now.since_ns(core.served_at) > SERVE_NS {
-            core.serve_links(now);
-        }
+        let met = now.since_ns(core.served_at) > SERVE_NS && core.serve_links(now);
         let yields = core.polls.is_multiple_of(LOOKS_PER_LOOK_AROUND) && core.needs_to_yield(now);
         core.finish(now, received == 0);
+        self.wake_early(&core);
         drop(core);
         let found = look();
         if yields && found.is_none() {
             // Who it looks for may be the one who cannot run.
             thread::yield_now();
         }
-        if received > 0 && !self.leased.load(Ordering::Relaxed) {
+        if met {
+            self.wake_driver();
+        }
+        if received > 0 && !self.hand_over.is_leased() {
             // The caller may never come back for what it left owing: let the thread begin to watch it.
             self.kick.wake();
         }
         found
     }
 
-    /// Posts a send request, and sends what it wants sent.
-    pub(crate) fn post_send(&self, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
-        let mut core = self.lock();
-        if core.rnic.post_directly(qpn, &request) {
+    /// Posts a send request, and sends what it wants sent. Where somebody else has the turn, and the request is one that the queue
+    /// is sure to take, it is left to them.
+    pub(crate) fn post_send(
+        &self,
+        queue: &SendQueue,
+        qpn: Qpn,
+        request: SendRequest,
+    ) -> Result<(), PostError> {
+        let mut core = match self.try_lock() {
+            Some(core) => core,
+            None if queue.reserve(&request) => {
+                if self.core.leave((qpn, request)) {
+                    self.take_turn();
+                }
+                return Ok(());
+            }
+            None => self.lock(),
+        };
+        if core.rnic.post_directly(|| self.now(), qpn, &request) {
             if !core.rnic.is_quiet() {
                 self.finish(core, self.now());
             }
@@ -586,6 +644,26 @@ impl Engine {
         }
         let now = self.now();
         let posted = core.post_send(now, qpn, request);
+        self.finish(core, now);
+        posted
+    }
+
+    /// As [`Engine::post_send`], in order. Fails at the first that is not taken.
+    pub(crate) fn post_send_list(
+        &self,
+        queue: &SendQueue,
+        qpn: Qpn,
+        requests: Vec<SendRequest>,
+    ) -> Result<(), PostListError> {
+        let failed = |index| move |source| PostListError { index, source };
+        let mut numbered = requests.into_iter().enumerate();
+        let Some(mut core) = self.try_lock() else {
+            return numbered
+                .try_for_each(|(index, request)| self.post_send(queue, qpn, request).map_err(failed(index)));
+        };
+        let now = self.now();
+        let posted = numbered
+            .try_for_each(|(index, request)| core.rnic.post_send(now, qpn, request).map_err(failed(index)));
         self.finish(core, now);
         posted
     }
@@ -602,27 +680,26 @@ impl Engine {
     /// Sends what the device wants sent, and wakes the thread if it would sleep for too long.
     fn finish(&self, mut core: Locked<'_>, now: Time) {
         core.finish(now, false);
-        let early = self.is_due_early(&core);
-        drop(core);
-        if early {
-            self.wake_driver();
-        }
+        self.wake_early(&core);
     }
 
-    /// Whether the thread sleeps past something that is to be done. Requests that follow each other set later timers, so this
-    /// happens once in a timeout, not once a request.
-    fn is_due_early(&self, core: &Core) -> bool {
+    /// Wakes those who sleep past something that is to be done: each, since either may leave it to the other. Requests that follow
+    /// each other set later timers, so this happens once in a timeout, not once a request.
+    fn wake_early(&self, core: &Core) {
+        if core.sleeps == Sleeps::default() {
+            return;
+        }
         let due = if core.blocked.is_some() || core.links.have_waiting() {
             1
         } else {
             core.rnic.poll_timeout().map_or(u64::MAX, |at| at.0)
         };
-        due < self.sleeps_until_ns.load(Ordering::Relaxed)
-    }
-
-    fn is_polled(&self, now: Time) -> bool {
-        let at = self.polled_at_ns.load(Ordering::SeqCst);
-        at == SEATED || at != 0 && now.since_ns(Time(at)) < POLLER_LEASE.as_nanos() as u64
+        if due < core.sleeps.thread_ns {
+            self.kick.wake();
+        }
+        if due < core.sleeps.seat_ns {
+            self.seat_kick.wake();
+        }
     }
 
     fn handle_mad(&self, mad: &MadDatagram) {
@@ -638,12 +715,14 @@ impl Engine {
 
     /// Others on this host have something to say.
     fn serve_links(&self) {
-        self.with(|core, now| {
-            core.serve_links(now);
+        let met = self.with(|core, now| {
+            let met = core.serve_links(now);
             core.finish(now, true);
+            met
         });
-        // A link that has just come up is not among those that a sleeper is rung for.
-        self.wake_driver();
+        if met {
+            self.wake_driver();
+        }
     }
 
     /// Reserves a service id for this process among those that share the address.
@@ -668,41 +747,56 @@ impl Engine {
     fn run(self: Arc<Engine>, epoll: &Epoll) {
         // Pacing needs timers that fire on time; what cannot be had is done without.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
+        let mut waiter = Waiter::new(self.waiting);
+        // Since when nothing has come, and whether it has slept since.
+        let mut idle: Option<(Time, bool)> = None;
         while !self.stop.load(Ordering::Acquire) {
-            let now = self.now();
-            if self.waiting != Some(WaitMode::Running) && self.is_polled(now) {
+            if self.core.is_rung() {
+                self.take_turn();
+            }
+            if self.waiting != Some(WaitMode::Running) && self.hand_over.lease(self.now().0) {
                 // Look again when the lease is over, or when the caller says that it sleeps.
-                self.leased.store(true, Ordering::SeqCst);
-                if self.is_polled(now) && !self.kick.wait(Some(POLLER_LEASE)) {
-                    // A caller that sleeps in the seat says so when it leaves.
-                    self.parked.store(true, Ordering::SeqCst);
-                    if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
-                        self.kick.wait(None);
-                    }
-                    self.parked.store(false, Ordering::SeqCst);
+                let lease = Duration::from_nanos(POLLER_LEASE_NS);
+                if !self.kick.wait(Some(lease)) && self.hand_over.park() {
+                    self.kick.wait(None);
                 }
-                self.leased.store(false, Ordering::SeqCst);
+                self.hand_over.unpark();
+                idle = None;
                 continue;
             }
-            let (timeout, blocked) = {
-                let mut core = self.lock();
-                let now = self.now();
-                let received = core.receive(now, RECEIVES_PER_TURN);
-                core.finish(now, true);
-                // While a flush runs the thread sleeps even when it is to spin: on one CPU it would hold up the flush, and
-                // who waits for one waits for a disk.
-                let spins = self.waiting == Some(WaitMode::Running)
-                    && core.flushers.busy.load(Ordering::Relaxed) == 0;
-                if received > 0 || spins {
-                    continue;
+            self.hand_over.unpark();
+            let mut core = self.lock();
+            let now = self.now();
+            let received = core.receive(now, RECEIVES_PER_TURN);
+            core.finish(now, true);
+            core.links.tell_cpu(current_cpu());
+            let peer_cpu = core.links.peer_cpu();
+            let flushes = core.flushers.busy.load(Ordering::Relaxed) > 0;
+            drop(core);
+            if received > 0 {
+                if let Some((since, slept)) = idle.take() {
+                    waiter.ended(now.since_ns(since), slept);
                 }
-                let due = core.rnic.poll_timeout();
-                self.sleeps_until_ns
-                    .store(due.map_or(u64::MAX, |at| at.0), Ordering::Relaxed);
-                (due.map(|at| at.since_ns(now)), core.blocked.is_some())
-            };
-            epoll.wait(&self, timeout, blocked);
-            self.sleeps_until_ns.store(0, Ordering::Relaxed);
+                continue;
+            }
+            let (since, slept_before) = *idle.get_or_insert((now, false));
+            // While a flush runs the thread sleeps even when it is to spin: on one CPU it would hold up the flush, and who waits
+            // for one waits for a disk.
+            if !flushes {
+                match waiter.plan(now.since_ns(since), now, peer_cpu) {
+                    Plan::Sleep => {}
+                    Plan::Yield => {
+                        thread::yield_now();
+                        continue;
+                    }
+                    Plan::Spin { .. } => {
+                        std::hint::spin_loop();
+                        continue;
+                    }
+                }
+            }
+            let slept = epoll.wait(&self) || slept_before;
+            idle = Some((since, slept));
         }
     }
 
@@ -743,6 +837,13 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 }
 
 impl Core {
+    /// Memories that have ended, for the caller to drop behind its turn.
+    fn ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
+        let mut ended = self.rnic.poll_ended_memories();
+        ended.append(&mut self.ended);
+        ended
+    }
+
     /// Takes in what has arrived, for a caller that polls. A look at a socket is a system call and costs as much as a whole
     /// message between processes, so while it finds nothing and there are links, it happens ever more seldom.
     fn receive_polled(&mut self, now: Time) -> usize {
@@ -766,7 +867,7 @@ impl Core {
     fn needs_to_yield(&mut self, now: Time) -> bool {
         let cpu = current_cpu();
         self.links.tell_cpu(cpu);
-        self.links.peer_cpu() == Some(cpu) || self.load.look(now.0).oversubscribed
+        self.links.peer_cpu() == Some(cpu) || conditions(now.0).oversubscribed
     }
 
     /// Timers, and what more than the usual is owed for what came in.
@@ -862,10 +963,11 @@ impl Core {
         }
     }
 
-    /// Hears what other engines of this host have to say.
-    fn serve_links(&mut self, now: Time) {
+    /// Hears what other engines of this host have to say. Whether there is a new link: it is not among those that a sleeper is rung
+    /// for.
+    fn serve_links(&mut self, now: Time) -> bool {
         self.served_at = now;
-        self.links.serve(&mut self.rnic, now);
+        self.links.serve(&mut self.rnic, now)
     }
 
     /// A queue pair has been told who its peer is.
@@ -1248,22 +1350,26 @@ impl Epoll {
         Ok(Epoll { epoll })
     }
 
-    fn wait(&self, engine: &Engine, timeout_ns: Option<u64>, blocked: bool) {
-        {
+    /// Sleeps until something arrives, a timer is due, or somebody wakes the thread. False: something had come already.
+    fn wait(&self, engine: &Engine) -> bool {
+        let timeout_ns = {
             let mut core = engine.lock();
             if !core.links.prepare_sleep() {
-                return;
+                return false;
             }
+            let due = core.rnic.poll_timeout();
+            core.sleeps.thread_ns = due.map_or(u64::MAX, |at| at.0);
             // Armed for one event: while a caller polls, datagrams must not wake this thread.
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
             for (fd, data) in [(core.rx.as_fd(), SOCKET), (core.memberships.as_fd(), GROUPS)] {
                 let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(data), flags);
             }
-        }
-        let timeout_ns = if blocked {
-            Some(timeout_ns.unwrap_or(u64::MAX).min(SOCKET_RETRY_NS))
-        } else {
-            timeout_ns
+            let now = engine.now();
+            let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
+            [due.map(|at| at.since_ns(now)), blocked]
+                .into_iter()
+                .flatten()
+                .min()
         };
         let timeout = timeout_ns.map(|ns| Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
@@ -1287,7 +1393,10 @@ impl Epoll {
         if happened(KICK) {
             engine.kick.reset();
         }
-        engine.lock().links.awake();
+        let mut core = engine.lock();
+        core.sleeps.thread_ns = 0;
+        core.links.awake();
+        true
     }
 }
 

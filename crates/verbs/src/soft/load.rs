@@ -1,13 +1,14 @@
 //! What the machine is like for who waits: how many CPUs there are, whether somebody else needs this one, and what a wake-up
 //! costs. It measures; [`crate::waiting`] decides.
 
+use std::cell::RefCell;
 use std::fs;
 use std::io;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::thread::{Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::thread::{sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 use crate::waiting::{Conditions, WAKE_NS_DEFAULT};
 
@@ -58,12 +59,19 @@ fn parse_online(text: &str) -> Option<usize> {
     })
 }
 
-/// Watches whether a thread that spins keeps others from running.
-///
-/// It is about the thread that asks. Another one may ask as well, but the watch begins anew then.
+thread_local! {
+    static LOAD: RefCell<Load> = RefCell::default();
+}
+
+/// [`Load::look`] for this thread, by the engines' clock.
+pub(crate) fn conditions(now_ns: u64) -> Conditions {
+    LOAD.with_borrow_mut(|load| load.look(now_ns))
+}
+
+/// Watches whether a thread that spins keeps others from running. It is about the thread that asks: each
+/// has one of its own.
 #[derive(Debug, Default)]
-pub(crate) struct Load {
-    thread: Option<Pid>,
+pub struct Load {
     one_cpu: bool,
     cpus_until_ns: u64,
     run_queue: RunQueue,
@@ -76,16 +84,9 @@ impl Load {
     /// shares the CPU is for the caller to add.
     ///
     /// It costs nothing most of the time, and 7 µs once a millisecond: to be asked by who is about to spin.
-    pub(crate) fn look(&mut self, now_ns: u64) -> Conditions {
+    pub fn look(&mut self, now_ns: u64) -> Conditions {
         if now_ns < self.conditions_until_ns {
             return self.conditions;
-        }
-        let thread = Some(gettid());
-        if thread != self.thread {
-            *self = Load {
-                thread,
-                ..Load::default()
-            };
         }
         if now_ns >= self.cpus_until_ns {
             self.one_cpu = has_one_cpu();
@@ -144,7 +145,7 @@ fn parse_schedstat(text: &str) -> Option<u64> {
 }
 
 /// What a wake-up costs from one CPU to another. Measured when first asked for, which takes 2 ms at most.
-pub(crate) fn wake_cost_ns() -> u64 {
+pub fn wake_cost_ns() -> u64 {
     static COST: OnceLock<u64> = OnceLock::new();
     *COST.get_or_init(|| measure_wake_cost().ok().flatten().unwrap_or(WAKE_NS_DEFAULT))
 }
@@ -372,18 +373,6 @@ mod tests {
         assert_eq!(load.conditions_until_ns, LOOK_NS);
         load.look(LOOK_NS);
         assert_eq!(load.conditions_until_ns, 2 * LOOK_NS);
-    }
-
-    #[test]
-    fn look__another_thread_begins_anew() {
-        let mut load = Load::default();
-        load.look(0);
-        load.run_queue.hold(0);
-        let load = thread::spawn(move || {
-            load.look(LOOK_NS);
-            load
-        });
-        assert_eq!(load.join().unwrap().run_queue.hold_until_ns, 0);
     }
 
     #[test]

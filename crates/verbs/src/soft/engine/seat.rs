@@ -1,49 +1,65 @@
 //! Waiting for a completion. Whoever waits sits in the thread's place, one caller at a time: it looks or sleeps as the policy has
 //! it, and what arrives wakes it, not a thread that then wakes it. Others who wait meanwhile sleep beside it, and rely on it.
 
-use std::sync::atomic::Ordering;
+use std::sync::TryLockError;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Arm, CompletionQueue, Time};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::handover::Wake;
 use super::{Core, Engine, RECEIVES_PER_TURN, SOCKET_RETRY_NS, Waker};
-use crate::soft::load::{Load, current_cpu};
-use crate::waiting::{Conditions, Plan, Policy};
+use crate::soft::load::{conditions, current_cpu, wake_cost_ns};
+use crate::waiting::{Conditions, Plan, Policy, WaitMode};
 
-/// How the caller that waits and drives does so.
+/// How whoever waits and drives does so: the caller in the seat, or the thread.
 #[derive(Debug)]
-pub(super) struct Seat {
-    pub(super) policy: Policy,
-    pub(super) load: Load,
+pub(super) struct Waiter {
+    policy: Policy,
 }
 
-impl Seat {
+impl Waiter {
+    pub(super) fn new(pinned: Option<WaitMode>) -> Waiter {
+        let mut policy = Policy::new(wake_cost_ns());
+        policy.pin(pinned);
+        Waiter { policy }
+    }
+
+    /// Something came, so long after the wait began.
+    pub(super) fn ended(&mut self, waited_ns: u64, slept: bool) {
+        if slept {
+            self.policy.woke(waited_ns, None);
+        } else {
+            self.policy.came(waited_ns);
+        }
+    }
+
     /// What to do while nothing has come, so long after the wait began.
-    fn plan(&mut self, elapsed_ns: u64, now: Time, peer_cpu: Option<u32>) -> Plan {
+    pub(super) fn plan(&mut self, elapsed_ns: u64, now: Time, peer_cpu: Option<u32>) -> Plan {
         // Without looking, most of the time.
         if self.policy.plan(elapsed_ns, Conditions::default()) == Plan::Sleep {
             return Plan::Sleep;
         }
         let conditions = Conditions {
             shares_cpu: peer_cpu == Some(current_cpu()),
-            ..self.load.look(now.0)
+            ..conditions(now.0)
         };
         self.policy.plan(elapsed_ns, conditions)
     }
 }
 
-/// Since when a caller polls that sleeps in the seat: always.
-pub(super) const SEATED: u64 = u64::MAX;
-
 impl Engine {
     /// Wakes whoever sleeps and is to drive: the caller in the seat, else the thread.
     pub(super) fn wake_driver(&self) {
-        if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
-            self.seat_kick.wake();
-        } else {
-            self.kick.wake();
+        self.wake(self.hand_over.driver());
+    }
+
+    fn wake(&self, who: Wake) {
+        match who {
+            Wake::Nobody => {}
+            Wake::Thread => self.kick.wake(),
+            Wake::Seat => self.seat_kick.wake(),
         }
     }
 
@@ -51,34 +67,23 @@ impl Engine {
     pub(crate) fn hand_over(&self) {
         let mut core = self.lock();
         core.finish(self.now(), true);
-        let early = self.is_due_early(&core);
+        self.wake_early(&core);
         drop(core);
-        if self.polled_at_ns.load(Ordering::SeqCst) == SEATED {
-            // Another caller drives, and does so as long as somebody relies on it.
-            if early {
-                self.seat_kick.wake();
-            }
-            return;
-        }
-        // Either the thread sees that nobody polls, or this sees that it sleeps: both orders are sequentially consistent.
-        self.polled_at_ns.store(0, Ordering::SeqCst);
-        if early || self.leased.load(Ordering::SeqCst) {
-            self.kick.wake();
-        }
+        self.wake(self.hand_over.hand_over());
     }
 
     /// A caller waits by a descriptor: from now on somebody else always drives.
     pub(crate) fn hand_over_to_channel(&self) {
-        self.has_channel.store(true, Ordering::SeqCst);
+        self.hand_over.rely_for_good();
         self.hand_over();
     }
 
     /// Sleeps until woken or the time is over (false), while others drive.
     pub(crate) fn sleep(&self, waker: &Waker, left: Option<Duration>) -> bool {
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        self.hand_over.rely();
         self.hand_over();
         let woken = waker.wait(left);
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        self.hand_over.rely_no_more();
         woken
     }
 
@@ -96,7 +101,13 @@ impl Engine {
         if let Some(found) = self.poll(&mut look) {
             return Some(found);
         }
-        let Ok(mut seat) = self.seat.try_lock() else {
+        let seat = match self.seat.try_lock() {
+            Err(TryLockError::WouldBlock) => None,
+            // Who sat there has left it; how waits have been is as good as before.
+            Err(TryLockError::Poisoned(seat)) => Some(seat.into_inner()),
+            Ok(seat) => Some(seat),
+        };
+        let Some(mut seat) = seat else {
             loop {
                 cq.arm(Arm::Next);
                 if let Some(found) = look() {
@@ -108,17 +119,15 @@ impl Engine {
                 }
             }
         };
-        let found = self.wait_in_seat(&mut seat, deadline, waker, cq, look);
-        drop(seat);
-        // However it ended: others may have come to rely on who sat there.
-        self.leave_seat();
-        found
+        // Left, however it ends, before anybody else may sit there: others may have come to rely on who sat there.
+        let _leaves = Leaves(self);
+        self.wait_in_seat(&mut seat, deadline, waker, cq, look)
     }
 
     /// The part of [`Engine::wait`] of who has the seat.
     fn wait_in_seat<R>(
         &self,
-        seat: &mut Seat,
+        seat: &mut Waiter,
         deadline: Option<Instant>,
         waker: &Waker,
         cq: &CompletionQueue,
@@ -149,12 +158,12 @@ impl Engine {
         }
         let mut slept = false;
         loop {
-            // Whoever wakes the driver finds that this is it, or this finds what it left.
-            self.polled_at_ns.store(SEATED, Ordering::SeqCst);
+            self.hand_over.sit();
             let mut core = self.lock();
             let now = self.now();
             core.receive_seated(now, slept);
             core.finish(now, true);
+            self.wake_early(&core);
             if let Some(found) = look() {
                 seat.policy.woke(now.since_ns(began), None);
                 return Some(found);
@@ -168,19 +177,18 @@ impl Engine {
                 continue;
             }
             // Only others who drive meanwhile need to tell.
-            let armed = cq.set_armed(Some(Arm::Next));
+            cq.watch(true);
             let due = core.rnic.poll_timeout();
             let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
-            self.sleeps_until_ns
-                .store(due.map_or(u64::MAX, |at| at.0), Ordering::Relaxed);
+            core.sleeps.seat_ns = due.map_or(u64::MAX, |at| at.0);
             drop(core);
             let due_ns = due.map(|at| at.since_ns(now));
             let timeout_ns = [left.map(|left| left.as_nanos() as u64), due_ns, blocked];
             self.sleep_in_seat(waker, timeout_ns.into_iter().flatten().min());
-            self.sleeps_until_ns.store(0, Ordering::Relaxed);
             let mut core = self.lock();
+            core.sleeps.seat_ns = 0;
             core.links.awake();
-            cq.set_armed(armed);
+            cq.watch(false);
             slept = true;
         }
     }
@@ -205,20 +213,15 @@ impl Engine {
             }
         }
     }
+}
 
-    /// The caller that waited and drove goes about its business, and will soon be back: until then nobody drives, unless others
-    /// rely on it.
-    fn leave_seat(&self) {
-        self.polled_at_ns.store(self.now().0.max(1), Ordering::SeqCst);
-        // Who comes to rely on it from now on sees that nobody sits here.
-        if self.has_channel.load(Ordering::SeqCst) || self.sleepers.load(Ordering::SeqCst) > 0 {
-            self.polled_at_ns.store(0, Ordering::SeqCst);
-            if self.leased.load(Ordering::SeqCst) {
-                self.kick.wake();
-            }
-        } else if self.parked.load(Ordering::SeqCst) {
-            self.kick.wake();
-        }
+/// Leaves the seat when it is dropped, also while a panic of a caller's memory unwinds.
+struct Leaves<'a>(&'a Engine);
+
+impl Drop for Leaves<'_> {
+    fn drop(&mut self) {
+        let Leaves(engine) = self;
+        engine.wake(engine.hand_over.leave_seat(engine.now().0));
     }
 }
 

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::mpsc;
 
 use rdmux_rnic::{
-    Access, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, RegionSpec, Registration,
+    Access, Arm, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, RegionSpec, Registration,
     Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
 
@@ -51,9 +51,9 @@ impl Pair {
 
     /// Keeps the engine's thread from the socket for good, as a caller does that polls.
     fn take_over(&self) {
-        self.engine().polled_at_ns.store(u64::MAX, Ordering::SeqCst);
+        self.engine().hand_over.sit();
         self.engine().kick.wake();
-        while !self.engine().leased.load(Ordering::SeqCst) {
+        while !self.engine().hand_over.is_leased() {
             thread::yield_now();
         }
     }
@@ -84,18 +84,30 @@ impl Pair {
 
     /// Posts a request to the first queue pair.
     fn post(&self, operation: Operation) {
-        let request = SendRequest {
-            wr_id: 1,
-            operation,
-            sges: SgeList::EMPTY,
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        };
+        let request = SendRequest { operation, ..send() };
         self.qps[0].post_send(request).unwrap();
     }
 }
 
+fn send() -> SendRequest {
+    SendRequest {
+        wr_id: 1,
+        operation: Operation::Send { imm: None },
+        sges: SgeList::EMPTY,
+        flags: SendFlags::SIGNALED,
+        to: Target::Connected,
+    }
+}
+
 fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
+    let (init, rtr, rts) = steps(device, peer);
+    for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+        qp.modify(to, &attr).unwrap();
+    }
+}
+
+/// What a queue pair is given on its way to RTS.
+fn steps(device: &Device, peer: Qpn) -> (QpAttributes, QpAttributes, QpAttributes) {
     let address = device.address();
     let init = QpAttributes {
         access: Some(Access::FLUSH_PERSISTENT),
@@ -123,9 +135,7 @@ fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
         max_rd_atomic: Some(1),
         ..Default::default()
     };
-    for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
-        qp.modify(to, &attr).unwrap();
-    }
+    (init, rtr, rts)
 }
 
 /// Memory on a medium. `flush` and `end` are called when it is flushed and dropped.
@@ -315,4 +325,134 @@ fn memory__whose_flush_outlives_its_region_is_dropped_when_the_engine_is_unlocke
         go_on.send(()).unwrap();
         assert_eq!(told.recv_timeout(LONG), Ok(true));
     }
+}
+
+/// Two threads post while a third has the turn: neither waits for it, and all that they posted is sent, in the order of each, once
+/// the turn has ended.
+#[test]
+fn post_send__leaves_the_request_to_who_has_the_turn() {
+    const EACH: u64 = 32;
+    let pair = Pair::new([127, 0, 14, 12]);
+    for wr_id in 0..2 * EACH {
+        let sges = SgeList::EMPTY;
+        pair.qps[1].post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    pair.take_over();
+    let turn = pair.engine().lock();
+    let sent_before = turn.rnic.counters().sent_pkts;
+    thread::scope(|scope| {
+        for thread in 0..2 {
+            let qp = &pair.qps[0];
+            scope.spawn(move || {
+                for n in 0..EACH {
+                    let request = SendRequest {
+                        wr_id: thread << 32 | n,
+                        operation: Operation::Send {
+                            imm: Some((thread << 16 | n) as u32),
+                        },
+                        sges: SgeList::EMPTY,
+                        flags: SendFlags::SIGNALED,
+                        to: Target::Connected,
+                    };
+                    qp.post_send(request).unwrap();
+                }
+                // Receives wait for nobody either.
+                let sges = SgeList::EMPTY;
+                qp.post_recv(RecvRequest { wr_id: 0, sges }).unwrap();
+            });
+        }
+    });
+    assert_eq!(turn.rnic.counters().sent_pkts, sent_before);
+    drop(turn);
+    // Not taken by the engine's way, which would post what is left.
+    let sent = pair.engine().core.take().rnic.counters().sent_pkts;
+    assert_eq!(sent - sent_before, 2 * EACH);
+    let mut next = [0; 2];
+    for _ in 0..2 * EACH {
+        let wc = pair.cqs[1].wait(LONG).unwrap().expect("a message");
+        let imm = wc.imm.unwrap();
+        let next = &mut next[(imm >> 16) as usize];
+        assert_eq!(imm & 0xffff, *next);
+        *next += 1;
+    }
+    for _ in 0..2 * EACH {
+        let wc = pair.cqs[0].wait(LONG).unwrap().expect("a completion");
+        assert_eq!(wc.status, Status::Success);
+    }
+}
+
+/// Whether a descriptor becomes readable in time.
+fn is_told(cq: &CompletionQueue) -> bool {
+    let timeout = Timespec {
+        tv_sec: LONG.as_secs() as i64,
+        tv_nsec: 0,
+    };
+    poll(&mut [PollFd::new(cq, PollFlags::IN)], Some(&timeout)).is_ok_and(|n| n > 0)
+}
+
+/// Waits until somebody sleeps in the thread's place, or the thread itself does.
+fn until_asleep(engine: &Engine, who: impl Fn(Sleeps) -> u64) {
+    let deadline = Instant::now() + LONG;
+    while who(engine.core.take().sleeps) == 0 {
+        assert!(Instant::now() < deadline, "nobody sleeps");
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn wake_early__a_timer_after_a_wait_that_ended() {
+    let device = Device::open(IpAddr::from([127, 0, 14, 13])).unwrap();
+    let cq = device.create_cq(64).unwrap();
+    let qp = device.alloc_pd().create_qp(&QpOptions::new(&cq)).unwrap();
+    let (init, mut rtr, mut rts) = steps(&device, Qpn::new(0x01_0005));
+    rtr.path = rtr.path.map(|path| Path {
+        dst: IpAddr::from([127, 0, 14, 99]),
+        ..path
+    });
+    (rts.timeout, rts.retry_count) = (Some(10), Some(1));
+    for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+        qp.modify(to, &attr).unwrap();
+    }
+    until_asleep(device.engine(), |sleeps| sleeps.thread_ns);
+    assert_eq!(cq.wait(Duration::from_millis(20)).unwrap(), None);
+    until_asleep(device.engine(), |sleeps| sleeps.thread_ns);
+    qp.post_send(send()).unwrap();
+    cq.arm(Arm::Next);
+    assert!(is_told(&cq), "nobody answers, and nobody notices");
+    assert_eq!(cq.poll().unwrap().status, Status::RetryExceeded);
+}
+
+#[test]
+fn fmt__takes_no_turn() {
+    let pair = Pair::new([127, 0, 14, 14]);
+    let _turn = pair.engine().lock();
+    let text = format!("{:?}", pair.qps[0]);
+    assert!(text.contains("Turns") && !text.contains("locked"), "{text}");
+}
+
+#[test]
+fn arm__while_another_waits_for_the_queue() {
+    let pair = Pair::new([127, 0, 14, 15]);
+    for wr_id in 0..3 {
+        let sges = SgeList::EMPTY;
+        pair.qps[1].post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| pair.cqs[1].wait(LONG).unwrap().map(|wc| wc.wr_id));
+        until_asleep(pair.engine(), |sleeps| sleeps.seat_ns);
+        pair.cqs[1].arm(Arm::Next);
+        pair.post(Operation::Send { imm: None });
+        assert_eq!(waiter.join().unwrap(), Some(0));
+    });
+    // It may have been told of the first, which the waiter took. Else it is of the second.
+    pair.post(Operation::Send { imm: None });
+    let second = loop {
+        assert!(is_told(&pair.cqs[1]));
+        let _ = rustix::io::read(&pair.cqs[1], &mut [0; 8]);
+        pair.cqs[1].arm(Arm::Next);
+        if let Some(wc) = pair.cqs[1].poll() {
+            break wc;
+        }
+    };
+    assert_eq!(second.wr_id, 1);
 }

@@ -111,6 +111,8 @@ struct Given {
 #[derive(Debug)]
 struct Link {
     id: u64,
+    /// The epoll set in which it is.
+    control: Arc<OwnedFd>,
     socket: OwnedFd,
     /// 0 when it is in a namespace of its own.
     pid: i32,
@@ -132,7 +134,7 @@ pub(crate) struct Links {
     /// `None` when the engine has closed, or somebody else sits on the name.
     listener: Option<OwnedFd>,
     /// Readable when somebody has something to say: [`Links::serve`].
-    control: OwnedFd,
+    control: Arc<OwnedFd>,
     /// Readable when a peer has rung: see [`Links::awake`].
     bells: Arc<OwnedFd>,
     list: Vec<Link>,
@@ -147,6 +149,8 @@ pub(crate) struct Links {
     asleep: u32,
     /// The link by which something came last.
     heard_last: u64,
+    /// A link has come up.
+    met: bool,
     buffer: Vec<u8>,
 }
 
@@ -170,7 +174,7 @@ impl Links {
             slot,
             on,
             listener,
-            control,
+            control: Arc::new(control),
             bells: Arc::new(bells),
             list: Vec::new(),
             next_id: LISTENER + 1,
@@ -179,6 +183,7 @@ impl Links {
             not_direct: HashMap::new(),
             asleep: 0,
             heard_last: LISTENER,
+            met: false,
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -348,6 +353,8 @@ impl Links {
 
     /// A queue pair is going to talk to a peer: links to its process, if that is on this host.
     pub(crate) fn want(&mut self, rnic: &mut Rnic, qpn: Qpn, info: &QpInfo) {
+        // It may have waited for another peer.
+        self.waiting.retain(|(_, waits)| *waits != qpn);
         let Some(peer) = peer_of(info) else { return };
         self.not_direct.remove(&qpn);
         if self
@@ -363,7 +370,6 @@ impl Links {
         if self.refused.get(&peer).is_some_and(refused_just_now) {
             return;
         }
-        self.waiting.retain(|(_, waits)| *waits != qpn);
         self.waiting.push((peer, qpn));
         if self.list.iter().any(|link| link.peer == Some(peer)) {
             return;
@@ -420,7 +426,10 @@ impl Links {
         })?;
         let rings = Rings::new(segment, Side::Asking, bell);
         self.add(socket, pid, Some(peer), State::Asked(Box::new(rings)))
-            .map_err(Why::System)
+            .map_err(Why::System)?;
+        // What it answered before says nothing about now.
+        self.refused.remove(&peer);
+        Ok(())
     }
 
     fn add(
@@ -446,6 +455,7 @@ impl Links {
         }
         self.list.push(Link {
             id,
+            control: Arc::clone(&self.control),
             socket,
             pid,
             process,
@@ -457,8 +467,8 @@ impl Links {
         Ok(())
     }
 
-    /// Hears what others have to say: who wants a link, who asks for memory or grants it, who has gone.
-    pub(crate) fn serve(&mut self, rnic: &mut Rnic, now: Time) {
+    /// Hears what others have to say: who wants a link, who asks for memory or grants it, who has gone. Whether a link has come up.
+    pub(crate) fn serve(&mut self, rnic: &mut Rnic, now: Time) -> bool {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
@@ -482,6 +492,7 @@ impl Links {
             }
         }
         self.list.retain(|link| !matches!(link.state, State::Over));
+        std::mem::take(&mut self.met)
     }
 
     fn accept(&mut self) {
@@ -627,9 +638,11 @@ impl Links {
 
     fn tell_waiting(&mut self, rnic: &mut Rnic, peer: (IpAddr, u8)) {
         self.refused.remove(&peer);
+        self.met = true;
         self.waiting.retain(|(waits_for, qpn)| {
             let is_it = *waits_for == peer;
-            if is_it {
+            // It may have been reset meanwhile, and have another peer.
+            if is_it && is_between(rnic, *qpn, peer) {
                 rnic.set_local(*qpn, true);
             }
             !is_it
@@ -788,6 +801,16 @@ impl Link {
         self.alive = true;
         let _ = say(&self.socket, &Message::Over, &[]);
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // Closing is not enough: a child that was forked holds them too.
+        let _ = epoll::delete(&self.control, &self.socket);
+        if let Ok(process) = &self.process {
+            let _ = epoll::delete(&self.control, process.fd());
+        }
     }
 }
 

@@ -17,7 +17,7 @@ pub(super) const LEN_MAX: usize = 128;
 pub(in crate::soft) enum Message {
     /// Who asks for a link, with its segment and its bell.
     Hello { address: IpAddr, slot: u8 },
-    /// The link stands; with the bell of who answers.
+    /// The link stands.
     Welcome,
     /// There is to be no link.
     Refused(Refusal),

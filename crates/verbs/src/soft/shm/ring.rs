@@ -388,7 +388,7 @@ impl<M: RingMemory> Consumer<M> {
     }
 
     /// Prepares to sleep: whether the producer will wake this side for the next record. Otherwise it is there already.
-    /// [`Consumer::awake`] ends the sleep, whatever ended it.
+    /// [`Consumer::awake`] ends the sleep, whatever ended it, also one that did not begin: others may sleep on this side.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         assert_eq!(
             self.head, self.released,
@@ -396,11 +396,7 @@ impl<M: RingMemory> Consumer<M> {
         );
         self.memory.store(Word::Sleeping, 1, Ordering::Relaxed);
         self.memory.fence(Ordering::SeqCst);
-        if self.is_ready() {
-            self.awake();
-            return false;
-        }
-        true
+        !self.is_ready()
     }
 
     /// Spares the producer from waking a side that is awake. Whether it has rung meanwhile, or is about to.

@@ -245,6 +245,7 @@ fn push__wakes_a_sleeper_once() {
     assert_eq!(push(&mut producer, 1, 1), Ok(Wake::Nobody));
     consumer.awake();
     assert!(!consumer.prepare_sleep(), "two records are there");
+    consumer.awake();
     pop(&mut consumer, 0, 1);
     pop(&mut consumer, 1, 1);
     assert_eq!(consumer.release(), Wake::Nobody);
@@ -422,9 +423,8 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
             assert!(meta.is_train_of(out.len()));
             let _ = consumer.release();
         }
-        if consumer.prepare_sleep() {
-            consumer.awake();
-        }
+        let _ = consumer.prepare_sleep();
+        consumer.awake();
         // Both begin anew, or they would find nothing but Corrupt.
         if popped == Err(Corrupt) || pushed == Err(PushError::Corrupt(Corrupt)) {
             memory.store(Word::Head, round, Relaxed);
@@ -484,8 +484,8 @@ fn soak__two_threads() {
         }
         if number < RECORDS && consumer.prepare_sleep() {
             sleep();
-            consumer.awake();
         }
+        consumer.awake();
     }
     producer_thread.join().unwrap();
     assert_empty(&mut consumer);

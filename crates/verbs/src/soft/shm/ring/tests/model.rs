@@ -239,8 +239,9 @@ fn hand_over(weak: Weak) {
     other.join().unwrap();
 }
 
-/// Two records, and both sides sleep when they cannot go on. With `rung`, something else ends their first sleep.
-fn sleepers(weak: Weak, slots: u32, rung: bool) {
+/// Two records, and both sides sleep when they cannot go on. With `rung`, something else ends their first sleep; with `more`, while
+/// the consumer sleeps somebody else is about to sleep on its side.
+fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
     let (mut producer, mut consumer) = ring(slots, 0, weak);
     let (records, room) = (Bell::new(rung), Bell::new(rung));
     let other = thread::spawn({
@@ -270,9 +271,10 @@ fn sleepers(weak: Weak, slots: u32, rung: bool) {
             break;
         }
         if consumer.prepare_sleep() {
+            let _ = more && consumer.prepare_sleep();
             records.wait();
-            consumer.awake();
         }
+        consumer.awake();
     }
     other.join().unwrap();
 }
@@ -316,22 +318,27 @@ fn hand_over__needs_each_ordering() {
 
 #[test]
 fn sleepers__hold() {
-    check(Weak::Nothing, |weak| sleepers(weak, 4, false));
+    check(Weak::Nothing, |weak| sleepers(weak, 4, false, false));
 }
 
 #[test]
 fn sleepers__hold_after_another_wake_up() {
-    check(Weak::Nothing, |weak| sleepers(weak, 4, true));
+    check(Weak::Nothing, |weak| sleepers(weak, 4, true, false));
+}
+
+#[test]
+fn sleepers__hold_where_there_are_two_on_one_side() {
+    check(Weak::Nothing, |weak| sleepers(weak, 4, false, true));
 }
 
 #[test]
 fn sleepers__hold_in_a_full_ring() {
-    check(Weak::Nothing, |weak| sleepers(weak, 2, false));
+    check(Weak::Nothing, |weak| sleepers(weak, 2, false, false));
 }
 
 #[test]
 fn sleepers__hold_in_a_full_ring_after_another_wake_up() {
-    check(Weak::Nothing, |weak| sleepers(weak, 2, true));
+    check(Weak::Nothing, |weak| sleepers(weak, 2, true, false));
 }
 
 #[test]
@@ -342,6 +349,6 @@ fn sleepers__need_each_fence() {
         Weak::FenceOfRelease,
         Weak::FenceOfWantsRoom,
     ] {
-        fails(weak, "deadlock", |weak| sleepers(weak, 2, false));
+        fails(weak, "deadlock", |weak| sleepers(weak, 2, false, false));
     }
 }

@@ -1,130 +1,31 @@
-//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host, and files.
+//! Files, reached through the kernel.
 
 use std::any::Any;
-use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
-use rustix::fs::{FallocateFlags, fallocate, fdatasync, fstat, fstatfs};
+use rustix::fs::{FallocateFlags, OFlags, fallocate, fdatasync, fstat};
 use rustix::io::Errno;
 
-use crate::mapping::{Mapping, sealed_file};
+use super::PersistenceDomain;
+use super::domain::{device_folder, is_in_memory, is_ram_disk};
+use crate::lease::{FileWatch, Wanted};
 
-/// What becomes of bytes when power fails. `docs/persistence.md` says which flush reaches what.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PersistenceDomain {
-    /// Nothing survives: DRAM, tmpfs.
-    None,
-    /// The page cache: bytes survive once they are written back and the device's cache is flushed (`fdatasync`).
-    File,
-}
-
-/// Pages of the process's own, zero at first.
-#[derive(Debug)]
-pub struct AnonymousMemory {
-    mapping: Mapping,
-    /// The file in memory that holds them, when peers may map it.
-    file: Option<OwnedFd>,
-}
-
-impl AnonymousMemory {
-    /// Maps `len` bytes, rounded up to whole pages, that this process alone maps.
-    pub fn new(len: usize) -> io::Result<AnonymousMemory> {
-        Ok(AnonymousMemory {
-            mapping: Mapping::anonymous(len)?,
-            file: None,
-        })
-    }
-
-    /// Maps `len` bytes, rounded up to whole pages, that peers on this host may map too: once such memory is registered and
-    /// its key told to a peer of the same user, that peer reads and writes it without this process's doing. A peer that maps it
-    /// reaches all of the memory, by page, not the region alone: what no peer may see belongs into a memory of its own.
-    pub fn shareable(len: usize) -> io::Result<AnonymousMemory> {
-        let len = len.max(1).next_multiple_of(rustix::param::page_size());
-        let file = sealed_file("rdmux-memory", len as u64)?;
-        Ok(AnonymousMemory {
-            mapping: Mapping::of_file(&file, 0, len, true)?,
-            file: Some(file),
-        })
-    }
-
-    /// Address of the first byte, by which work requests name it.
-    pub fn address(&self) -> u64 {
-        self.mapping.address()
-    }
-
-    /// Reads one byte that a peer may write: everything that it placed before is seen too.
-    ///
-    /// # Panics
-    /// When `offset` lies outside.
-    pub fn load_u8(&self, offset: u64) -> u8 {
-        self.mapping.byte(offset).load(Ordering::Acquire)
-    }
-
-    pub(crate) fn mapping(&self) -> &Mapping {
-        &self.mapping
-    }
-
-    /// The file that peers may map.
-    pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {
-        self.file.as_ref().map(AsFd::as_fd)
-    }
-}
-
-impl Memory for AnonymousMemory {
-    fn len(&self) -> u64 {
-        self.mapping.len() as u64
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
-        self.mapping.read(offset, out)
-    }
-
-    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        self.mapping.write(offset, bytes)
-    }
-
-    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
-        self.mapping.atomic(offset, atomic)
-    }
-
-    fn placement(&self) -> Placement {
-        Placement::GLOBAL
-    }
-
-    fn flush_is_immediate(&self, _: Placement) -> bool {
-        true
-    }
-
-    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
-        if placement.contains(Placement::PERSISTENT) {
-            return Err(Fault::NotSupported);
-        }
-        if offset.checked_add(length).is_none_or(|end| end > self.len()) {
-            return Err(Fault::Unmapped);
-        }
-        std::sync::atomic::fence(Ordering::SeqCst);
-        Ok(())
-    }
-
-    fn as_any(&self) -> Option<&dyn Any> {
-        Some(self)
-    }
-}
-
-/// A file, reached by `pread` and `pwrite`: the kernel copies, so a file that another process truncates or a medium that
-/// fails is a fault and never a signal. Its blocks are allocated when it is opened.
+/// A file, or a block device as one, reached by `pread` and `pwrite`: the kernel copies, so a file that another process truncates
+/// or a medium that fails is a fault and never a signal. Its blocks are allocated when it is opened.
 #[derive(Debug)]
 pub struct FileMemory {
-    file: File,
+    file: Arc<File>,
     len: u64,
     domain: PersistenceDomain,
     read_only: bool,
+    /// Its size stays.
+    is_device: bool,
     /// All blocks were allocated at first, so that fewer later mean a truncation, even one that was grown over again.
     blocks_known: bool,
     /// A flush failed: what was written since may be lost though later flushes would succeed. It stays failed. Held while a
@@ -135,6 +36,40 @@ pub struct FileMemory {
 }
 
 impl FileMemory {
+    /// Opens a block device, whole. Fails when it is mounted or used otherwise (`EBUSY`), unless it is only read.
+    pub fn device(path: &Path, read_only: bool) -> io::Result<FileMemory> {
+        let mut options = File::options();
+        options.read(true).write(!read_only);
+        if !read_only {
+            // Nobody else who asks like this gets it, and who has it mounted has asked like this. open(2).
+            options.custom_flags(OFlags::EXCL.bits() as i32);
+        }
+        let mut file = options.open(path)?;
+        let meta = file.metadata()?;
+        if !meta.file_type().is_block_device() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a block device"));
+        }
+        let len = file.seek(SeekFrom::End(0))?;
+        if len == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the device is empty"));
+        }
+        let domain = if is_ram_disk(&device_folder("block", meta.rdev())?) {
+            PersistenceDomain::None
+        } else {
+            PersistenceDomain::File
+        };
+        Ok(FileMemory {
+            file: Arc::new(file),
+            len,
+            domain,
+            read_only,
+            is_device: true,
+            blocks_known: false,
+            failed: Mutex::new(false),
+            atomics: Mutex::new(()),
+        })
+    }
+
     /// Opens a file. With `size`, creates it or grows it to that many bytes (it is never shortened); all blocks are
     /// allocated, and inode and directory are on the medium, when this returns.
     pub fn open(path: &Path, size: Option<u64>, read_only: bool) -> io::Result<FileMemory> {
@@ -162,7 +97,11 @@ impl FileMemory {
                 "a read-only file cannot grow",
             ));
         }
-        let domain = domain_of(&file)?;
+        let domain = if is_in_memory(&file)? {
+            PersistenceDomain::None
+        } else {
+            PersistenceDomain::File
+        };
         if !read_only {
             match fallocate(&file, FallocateFlags::empty(), 0, len) {
                 Ok(()) => {}
@@ -171,20 +110,21 @@ impl FileMemory {
             }
             if domain == PersistenceDomain::File {
                 file.sync_all()?;
-                let parent = path
-                    .parent()
-                    .filter(|p| !p.as_os_str().is_empty())
-                    .unwrap_or_else(|| Path::new("."));
+                // Of the file itself, where `path` is a link.
+                let real = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
+                let real = real.or_else(|_| path.canonicalize())?;
+                let parent = real.parent().unwrap_or_else(|| Path::new("/"));
                 File::open(parent)?.sync_all()?;
             }
         }
         let stat = fstat(&file)?;
         let blocks_known = !read_only && (stat.st_blocks as u64).saturating_mul(512) >= len;
         Ok(FileMemory {
-            file,
+            file: Arc::new(file),
             len,
             domain,
             read_only,
+            is_device: false,
             blocks_known,
             failed: Mutex::new(false),
             atomics: Mutex::new(()),
@@ -201,19 +141,33 @@ impl FileMemory {
         self.read_only
     }
 
+    pub(super) fn file(&self) -> &Arc<File> {
+        &self.file
+    }
+
     /// Whether `len` bytes at `offset` are there. Another process may truncate the file at any time: this is looked at before
     /// each access, and again by each flush before it promises anything.
-    fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
+    pub(super) fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
         let end = offset
             .checked_add(len)
             .filter(|end| *end <= self.len)
             .ok_or(Fault::Unmapped)?;
+        if self.is_device {
+            return Ok(());
+        }
         let stat = fstat(&self.file).map_err(fault)?;
         let lost = self.blocks_known && (stat.st_blocks as u64).saturating_mul(512) < self.len;
         if (stat.st_size as u64) < end || lost {
             return Err(Fault::Unmapped);
         }
         Ok(())
+    }
+}
+
+impl FileMemory {
+    /// Watches over the file: `tell` hears when another process wants to open it, which waits meanwhile.
+    pub fn watch(&self, tell: impl Fn(Wanted) + Send + Sync + 'static) -> io::Result<FileWatch> {
+        FileWatch::begin(self.file.clone(), self.read_only, tell)
     }
 }
 
@@ -256,7 +210,7 @@ impl Memory for FileMemory {
     fn placement(&self) -> Placement {
         match self.domain {
             PersistenceDomain::None => Placement::GLOBAL,
-            PersistenceDomain::File => Placement::GLOBAL | Placement::PERSISTENT,
+            _ => Placement::GLOBAL | Placement::PERSISTENT,
         }
     }
 
@@ -268,6 +222,10 @@ impl Memory for FileMemory {
         !placement.contains(Placement::PERSISTENT)
     }
 
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
         if !self.placement().contains(placement) {
             return Err(Fault::NotSupported);
@@ -277,6 +235,14 @@ impl Memory for FileMemory {
             // The page cache is what every processor sees.
             return Ok(());
         }
+        self.flush_to_medium(offset, length)
+    }
+}
+
+impl FileMemory {
+    /// A persistent flush, whatever the domain.
+    pub(super) fn flush_to_medium(&self, offset: u64, length: u64) -> Result<(), Fault> {
+        self.check(offset, length)?;
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         if *failed {
             return Err(Fault::Io(Errno::IO.raw_os_error()));
@@ -311,15 +277,4 @@ fn write_holes(file: &File, from: u64, to: u64) -> io::Result<()> {
         at += n as u64;
     }
     Ok(())
-}
-
-fn domain_of(file: impl AsFd) -> io::Result<PersistenceDomain> {
-    const TMPFS: i64 = 0x0102_1994;
-    const RAMFS: i64 = 0x8584_58f6;
-    const HUGETLBFS: i64 = 0x9584_58f6;
-    let kind = fstatfs(file)?.f_type;
-    Ok(match kind {
-        TMPFS | RAMFS | HUGETLBFS => PersistenceDomain::None,
-        _ => PersistenceDomain::File,
-    })
 }

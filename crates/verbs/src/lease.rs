@@ -1,0 +1,572 @@
+//! File leases: a file that is mapped must not be shortened by another process while it is touched, since that is a signal that
+//! kills. A write lease is had while nobody else has the file open; whoever then opens or truncates it waits, until the lease is
+//! given up or the system's lease break time is over. fcntl(2), "Leases".
+//!
+//! The system tells of a break by a signal. It goes to one thread, which waits for it with the signal blocked: no other
+//! thread and no handler of the program is concerned.
+#![allow(
+    unsafe_code,
+    reason = "leases and the wait for their signal, which rustix lacks"
+)]
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// How often a lease that was given up is asked for again.
+const RETAKE_EVERY: Duration = Duration::from_secs(1);
+
+/// A write lease on a file, given up when somebody else wants the file and taken again when they are gone.
+#[derive(Debug)]
+pub(crate) struct Lease(Arc<Inner>);
+
+/// The file may be touched through its mapping as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Held<'a>(#[expect(dead_code, reason = "held for its lock")] RwLockReadGuard<'a, bool>);
+
+#[derive(Debug)]
+struct Inner {
+    file: Arc<File>,
+    /// Whether the lease is held; locked for reading while the mapping is touched.
+    held: RwLock<bool>,
+    /// When the lease was last known to be unbroken, in milliseconds of the coarse monotonic clock.
+    known_ms: AtomicU64,
+    /// For how long that is good: a broken lease is ours for the break time at least.
+    good_for_ms: u64,
+    /// The file is not what it was: never again.
+    ended: AtomicBool,
+    usable: Usable,
+    break_told: Mutex<BreakTold>,
+}
+
+/// Who is told of a break of a [`Lease`], and lets go.
+#[derive(Debug)]
+struct BreakTold {
+    /// Without anybody it is given up at once.
+    tell: Option<Tell>,
+    told: Wanted,
+    /// It was told and has not let go yet.
+    waiting: bool,
+}
+
+/// Whether a file may be mapped again after others had it.
+struct Usable(Box<dyn Fn() -> bool + Send + Sync>);
+
+impl std::fmt::Debug for Usable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Usable")
+    }
+}
+
+impl Lease {
+    /// Takes a write lease. `usable` is asked before the lease counts as held again after a break, and must not touch the mapping.
+    /// Fails when somebody else has the file open (`WouldBlock`), or it is another user's (`PermissionDenied`).
+    pub(crate) fn take(
+        file: Arc<File>,
+        usable: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> io::Result<Lease> {
+        let watcher = watcher()?;
+        let inner = Arc::new(Inner {
+            held: RwLock::new(false),
+            known_ms: AtomicU64::new(now_ms()),
+            good_for_ms: good_for_ms(),
+            ended: AtomicBool::new(false),
+            usable: Usable(Box::new(usable)),
+            break_told: Mutex::new(BreakTold {
+                tell: None,
+                told: Wanted::Nothing,
+                waiting: false,
+            }),
+            file,
+        });
+        // Listed first: the break of a lease that nobody watches would be missed.
+        let mut list = watcher.lock();
+        list.retain(|lease| lease.strong_count() > 0);
+        let weak: Weak<Inner> = Arc::downgrade(&inner);
+        list.push(weak);
+        drop(list);
+        let mut held = inner.held.write().unwrap_or_else(PoisonError::into_inner);
+        obtain(&inner.file, libc::F_WRLCK)?;
+        *held = true;
+        drop(held);
+        Ok(Lease(inner))
+    }
+
+    /// Has `tell` called as [`FileWatch::begin`] has it. From a break on the mapping is not touched, but others wait for
+    /// [`FileWatch::let_go`].
+    pub(crate) fn watch(&self, tell: impl Fn(Wanted) + Send + Sync + 'static) -> FileWatch {
+        self.0.break_told().tell = Some(Tell(Box::new(tell)));
+        FileWatch(Watching::Lease(self.0.clone()))
+    }
+
+    /// Keeps the lease while the mapping is touched; `None` when it is not held. Not for long: who breaks the lease waits.
+    #[inline]
+    pub(crate) fn hold(&self) -> Option<Held<'_>> {
+        let guard = self.0.held.read().unwrap_or_else(PoisonError::into_inner);
+        if !*guard {
+            return None;
+        }
+        // A process that was stopped may find that the system has taken the lease meanwhile: an unbroken one is good for less than
+        // the break time, then it is asked for.
+        let now = now_ms();
+        let known = self.0.known_ms.load(Ordering::Relaxed);
+        if now.saturating_sub(known) > self.0.good_for_ms {
+            if !is_unbroken(&self.0.file) {
+                return None;
+            }
+            self.0.known_ms.store(now, Ordering::Relaxed);
+        }
+        Some(Held(guard))
+    }
+}
+
+/// What another process wants to do with a file that is watched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Wanted {
+    /// Nothing any more: nobody else has it open.
+    Nothing,
+    /// Open it to read.
+    Read,
+    /// Open it to write, or truncate it.
+    Write,
+}
+
+/// Watches over a file by a lease. Another process that wants to open or truncate it waits, until [`FileWatch::let_go`] or the
+/// system's lease break time is over. What is not noticed: those who have it open already, which is why there is no watch
+/// then; what is done by another host, or while the watch is let go; a change of the name.
+#[derive(Debug)]
+pub struct FileWatch(Watching);
+
+#[derive(Debug)]
+enum Watching {
+    /// A lease for nothing else.
+    Own(Arc<Watch>),
+    /// The one under which the file is mapped.
+    Lease(Arc<Inner>),
+}
+
+#[derive(Debug)]
+struct Watch {
+    file: Arc<File>,
+    /// The lease: for reading alone on a file that is open for reading alone, so that others may read.
+    kind: libc::c_int,
+    state: Mutex<WatchState>,
+    tell: Tell,
+}
+
+#[derive(Debug)]
+struct WatchState {
+    held: bool,
+    /// Never again.
+    over: bool,
+    told: Wanted,
+}
+
+struct Tell(Box<dyn Fn(Wanted) + Send + Sync>);
+
+impl std::fmt::Debug for Tell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Tell")
+    }
+}
+
+impl FileWatch {
+    /// Begins to watch. `tell` is called on a thread of this module's when somebody wants the file, and when nobody has it any
+    /// more that it was let go for. It is told under the watch's lock, so that it hears of everything in order: it must not wait,
+    /// nor ask the watch. Fails when somebody else has the file open (`WouldBlock`), it is
+    /// another user's (`PermissionDenied`), or its file system has no leases.
+    pub(crate) fn begin(
+        file: Arc<File>,
+        read_only: bool,
+        tell: impl Fn(Wanted) + Send + Sync + 'static,
+    ) -> io::Result<FileWatch> {
+        let watcher = watcher()?;
+        let watch = Arc::new(Watch {
+            file,
+            kind: if read_only { libc::F_RDLCK } else { libc::F_WRLCK },
+            state: Mutex::new(WatchState {
+                held: false,
+                over: false,
+                told: Wanted::Nothing,
+            }),
+            tell: Tell(Box::new(tell)),
+        });
+        // Listed first: the break of a lease that nobody watches would be missed.
+        let weak: Weak<Watch> = Arc::downgrade(&watch);
+        let mut state = watch.lock();
+        watcher.lock().push(weak);
+        let obtained = obtain(&watch.file, watch.kind);
+        (state.held, state.over) = (obtained.is_ok(), obtained.is_err());
+        drop(state);
+        obtained?;
+        Ok(FileWatch(Watching::Own(watch)))
+    }
+
+    /// Lets the others have the file. The watch goes on when they have closed it.
+    pub fn let_go(&self) {
+        let let_go = match &self.0 {
+            Watching::Own(watch) => std::mem::take(&mut watch.lock().held),
+            Watching::Lease(lease) => std::mem::take(&mut lease.break_told().waiting),
+        };
+        if let_go {
+            let _ = set(self.file(), libc::F_UNLCK);
+            if let Ok(watcher) = watcher() {
+                watcher.look_again();
+            }
+        }
+    }
+
+    /// Whether nobody else has the file, as far as is known now. When it was let go, the watch is gone on with at once if they
+    /// have closed it: `tell` hears of that. A mapping's takes longer, since the file has to be made present again: the watcher
+    /// is asked to, and until then the others have it.
+    pub fn is_alone(&self) -> bool {
+        match &self.0 {
+            Watching::Own(watch) => {
+                watch.retake();
+                let state = watch.lock();
+                return state.held && state.told == Wanted::Nothing;
+            }
+            Watching::Lease(lease) => {
+                if !lease.is_lost() {
+                    return lease.break_told().told == Wanted::Nothing;
+                }
+            }
+        }
+        if let Ok(watcher) = watcher() {
+            watcher.asked.store(true, Ordering::Relaxed);
+            watcher.look_again();
+        }
+        false
+    }
+
+    fn file(&self) -> &File {
+        match &self.0 {
+            Watching::Own(watch) => &watch.file,
+            Watching::Lease(lease) => &lease.file,
+        }
+    }
+}
+
+impl Drop for FileWatch {
+    fn drop(&mut self) {
+        match &self.0 {
+            Watching::Own(watch) => {
+                let mut state = watch.lock();
+                state.over = true;
+                let _ = set(&watch.file, libc::F_UNLCK);
+            }
+            Watching::Lease(lease) => {
+                lease.break_told().tell = None;
+                self.let_go();
+            }
+        }
+    }
+}
+
+impl Watch {
+    fn lock(&self) -> std::sync::MutexGuard<'_, WatchState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watched for Watch {
+    fn look(&self) {
+        let mut state = self.lock();
+        let wanted = match fcntl(&self.file, libc::F_GETLEASE, 0) {
+            Ok(kind) if kind == self.kind => return,
+            Ok(libc::F_RDLCK) => Wanted::Read,
+            _ => Wanted::Write,
+        };
+        if state.held && !state.over && wanted > state.told {
+            state.told = wanted;
+            (self.tell.0)(wanted);
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        let state = self.lock();
+        !state.held && !state.over
+    }
+
+    fn retake(&self) {
+        let mut state = self.lock();
+        if !state.held && !state.over && obtain(&self.file, self.kind).is_ok() {
+            (state.held, state.told) = (true, Wanted::Nothing);
+            (self.tell.0)(Wanted::Nothing);
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        *self.0.held.write().unwrap_or_else(PoisonError::into_inner) = false;
+        self.0.ended.store(true, Ordering::Relaxed);
+        let _ = set(&self.0.file, libc::F_UNLCK);
+    }
+}
+
+/// What has a lease that the thread is told of.
+trait Watched: Send + Sync {
+    /// The lease may be wanted by somebody.
+    fn look(&self);
+    /// Whether it was given up and is to be taken again.
+    fn is_lost(&self) -> bool;
+    /// Takes it again, if nobody else has the file any more.
+    fn retake(&self);
+}
+
+impl Watched for Inner {
+    /// Gives up a lease that somebody waits for, once nobody touches the mapping.
+    fn look(&self) {
+        let wanted = match fcntl(&self.file, libc::F_GETLEASE, 0) {
+            Ok(libc::F_WRLCK) => return,
+            Ok(libc::F_RDLCK) => Wanted::Read,
+            _ => Wanted::Write,
+        };
+        *self.held.write().unwrap_or_else(PoisonError::into_inner) = false;
+        let mut told = self.break_told();
+        let more = wanted > told.told;
+        match &told.tell {
+            None => drop(set(&self.file, libc::F_UNLCK)),
+            Some(tell) if more => {
+                (tell.0)(wanted);
+                (told.told, told.waiting) = (wanted, true);
+            }
+            Some(_) => {}
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        let held = *self.held.read().unwrap_or_else(PoisonError::into_inner);
+        !held && !self.ended.load(Ordering::Relaxed) && !self.break_told().waiting
+    }
+
+    fn retake(&self) {
+        if obtain(&self.file, libc::F_WRLCK).is_err() {
+            return;
+        }
+        let known = now_ms();
+        if !(self.usable.0)() {
+            self.ended.store(true, Ordering::Relaxed);
+        }
+        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        if self.ended.load(Ordering::Relaxed) || !is_unbroken(&self.file) {
+            let _ = set(&self.file, libc::F_UNLCK);
+        } else {
+            self.known_ms.store(known, Ordering::Relaxed);
+            *held = true;
+        }
+        if !*held && !self.ended.load(Ordering::Relaxed) {
+            return;
+        }
+        drop(held);
+        let mut told = self.break_told();
+        if std::mem::replace(&mut told.told, Wanted::Nothing) != Wanted::Nothing
+            && let Some(tell) = &told.tell
+        {
+            (tell.0)(Wanted::Nothing);
+        }
+    }
+}
+
+impl Inner {
+    fn break_told(&self) -> std::sync::MutexGuard<'_, BreakTold> {
+        self.break_told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Milliseconds of a clock that costs next to nothing. It stands while the machine sleeps, as the system's own count of the break
+/// time does.
+fn now_ms() -> u64 {
+    let now = clock_gettime(ClockId::MonotonicCoarse);
+    now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
+}
+
+/// A quarter of the system's lease break time; it is at least a second, or there is no limit.
+fn good_for_ms() -> u64 {
+    let seconds = fs::read_to_string("/proc/sys/fs/lease-break-time").unwrap_or_default();
+    seconds.trim().parse::<u64>().unwrap_or(1).max(1) * 250
+}
+
+fn fcntl(file: &File, command: libc::c_int, argument: libc::c_int) -> io::Result<libc::c_int> {
+    // SAFETY: the descriptor is open, and these commands take and give numbers alone.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, argument) } {
+        -1 => Err(io::Error::last_os_error()),
+        value => Ok(value),
+    }
+}
+
+fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
+    fcntl(file, libc::F_SETLEASE, kind).map(drop)
+}
+
+/// Takes a lease whose breaks the watcher's thread is told of. Whose they are is forgotten whenever a lease is given up, and the
+/// signal would go to any thread then, which it ends the process by.
+fn obtain(file: &File, kind: libc::c_int) -> io::Result<()> {
+    own(file, watcher()?.tid)?;
+    set(file, kind)
+}
+
+/// While a lease is being broken, what it is about to become is told.
+fn is_unbroken(file: &File) -> bool {
+    fcntl(file, libc::F_GETLEASE, 0).is_ok_and(|kind| kind == libc::F_WRLCK)
+}
+
+/// Has the signals of a file sent to one thread.
+fn own(file: &File, tid: libc::pid_t) -> io::Result<()> {
+    const F_SETOWN_EX: libc::c_int = 15;
+    const F_OWNER_TID: libc::c_int = 0;
+    #[repr(C)]
+    struct Owner {
+        kind: libc::c_int,
+        id: libc::pid_t,
+    }
+    let owner = Owner {
+        kind: F_OWNER_TID,
+        id: tid,
+    };
+    // SAFETY: the descriptor is open, and `owner` is the structure that the command reads, which lives meanwhile.
+    match unsafe { libc::fcntl(file.as_raw_fd(), F_SETOWN_EX, &raw const owner) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// The thread that is told of breaks.
+struct Watcher {
+    tid: libc::pid_t,
+    leases: Mutex<Vec<Weak<dyn Watched>>>,
+    /// Whether it is to look again after a while.
+    lost: AtomicBool,
+    /// Whether it is to take again what was given up without waiting for that while.
+    asked: AtomicBool,
+}
+
+impl Watcher {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Weak<dyn Watched>>> {
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the thread look, and take again what was given up.
+    fn look_again(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+        // SAFETY: the thread lives as long as the process, and has the signal blocked: it ends its wait and does nothing else.
+        unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.tid, libc::SIGIO) };
+    }
+
+    fn run(&self, signals: &libc::sigset_t) {
+        loop {
+            let timeout = libc::timespec {
+                tv_sec: RETAKE_EVERY.as_secs() as libc::time_t,
+                tv_nsec: 0,
+            };
+            let timeout = if self.lost.load(Ordering::Relaxed) {
+                &raw const timeout
+            } else {
+                std::ptr::null()
+            };
+            // SAFETY: the set is initialised, nothing is to be told of the signal, and the time is a structure that lives meanwhile
+            // or none.
+            let signal = unsafe { libc::sigtimedwait(signals, std::ptr::null_mut(), timeout) };
+            // When time is up, or when asked, not at another's break: who waits for that does not wait for this.
+            let retake = self.asked.swap(false, Ordering::Relaxed) || signal < 0;
+            let leases: Vec<_> = self.lock().iter().filter_map(Weak::upgrade).collect();
+            let mut lost = false;
+            for lease in leases {
+                if lease.is_lost() {
+                    if retake {
+                        lease.retake();
+                    }
+                } else {
+                    lease.look();
+                }
+                lost |= lease.is_lost();
+            }
+            self.lost.store(lost, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Starts the thread at the first lease.
+fn watcher() -> io::Result<&'static Watcher> {
+    static WATCHER: OnceLock<Watcher> = OnceLock::new();
+    static STARTING: Mutex<()> = Mutex::new(());
+    if let Some(watcher) = WATCHER.get() {
+        return Ok(watcher);
+    }
+    let _one_at_a_time = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(watcher) = WATCHER.get() {
+        return Ok(watcher);
+    }
+    let (started, start) = mpsc::channel();
+    thread::Builder::new().name("rdmux-lease".into()).spawn(move || {
+        // SAFETY: a set of signals is plain numbers; `sigemptyset` gives it its value.
+        let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the set is this thread's own, and the mask is changed for this thread alone.
+        unsafe {
+            libc::sigemptyset(&raw mut signals);
+            libc::sigaddset(&raw mut signals, libc::SIGIO);
+            libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, std::ptr::null_mut());
+        }
+        if started
+            .send(rustix::thread::gettid().as_raw_nonzero().get())
+            .is_ok()
+        {
+            WATCHER.wait().run(&signals);
+        }
+    })?;
+    let tid = start.recv().map_err(|_| io::ErrorKind::WouldBlock)?;
+    Ok(WATCHER.get_or_init(|| Watcher {
+        tid,
+        leases: Mutex::default(),
+        lost: AtomicBool::new(false),
+        asked: AtomicBool::new(false),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn begin__others_breaks_meanwhile_are_not_taken_for_its_own() {
+        let path = std::env::temp_dir().join(format!("rdmux-lease-{}", std::process::id()));
+        let mut options = File::options();
+        let file = options
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .unwrap();
+        fs::remove_file(&path).unwrap();
+        let file = Arc::new(file);
+        let (tell, told) = mpsc::channel();
+        let begin = || {
+            let tell = tell.clone();
+            FileWatch::begin(file.clone(), false, move |wanted| tell.send(wanted).unwrap())
+        };
+        if let Err(error) = begin() {
+            eprintln!("skipped: no leases here ({error})");
+            return;
+        }
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    watcher().unwrap().look_again();
+                }
+            });
+            for _ in 0..20_000 {
+                drop(begin().unwrap());
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(told.try_recv(), Err(mpsc::TryRecvError::Empty));
+    }
+}

@@ -1,0 +1,103 @@
+//! Pages of the process's own.
+
+use std::any::Any;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+
+use rdmux_rnic::{Atomic, Fault, Memory, Placement};
+
+use crate::mapping::{Mapping, sealed_file};
+
+/// Pages of the process's own, zero at first.
+#[derive(Debug)]
+pub struct AnonymousMemory {
+    mapping: Mapping,
+    /// The file in memory that holds them, when peers may map it.
+    file: Option<OwnedFd>,
+}
+
+impl AnonymousMemory {
+    /// Maps `len` bytes, rounded up to whole pages, that this process alone maps.
+    pub fn new(len: usize) -> io::Result<AnonymousMemory> {
+        Ok(AnonymousMemory {
+            mapping: Mapping::anonymous(len)?,
+            file: None,
+        })
+    }
+
+    /// Maps `len` bytes, rounded up to whole pages, that peers on this host may map too: once such memory is registered and
+    /// its key told to a peer of the same user, that peer reads and writes it without this process's doing. A peer that maps it
+    /// reaches all of the memory, by page, not the region alone: what no peer may see belongs into a memory of its own.
+    pub fn shareable(len: usize) -> io::Result<AnonymousMemory> {
+        let len = len.max(1).next_multiple_of(rustix::param::page_size());
+        let file = sealed_file("rdmux-memory", len as u64)?;
+        Ok(AnonymousMemory {
+            mapping: Mapping::of_file(&file, 0, len, true)?,
+            file: Some(file),
+        })
+    }
+
+    /// Address of the first byte, by which work requests name it.
+    pub fn address(&self) -> u64 {
+        self.mapping.address()
+    }
+
+    /// Reads one byte that a peer may write: everything that it placed before is seen too.
+    ///
+    /// # Panics
+    /// When `offset` lies outside.
+    pub fn load_u8(&self, offset: u64) -> u8 {
+        self.mapping.byte(offset).load(Ordering::Acquire)
+    }
+
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
+    /// The file that peers may map.
+    pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
+    }
+}
+
+impl Memory for AnonymousMemory {
+    fn len(&self) -> u64 {
+        self.mapping.len() as u64
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        self.mapping.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.mapping.write(offset, bytes)
+    }
+
+    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+        self.mapping.atomic(offset, atomic)
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL
+    }
+
+    fn flush_is_immediate(&self, _: Placement) -> bool {
+        true
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        if placement.contains(Placement::PERSISTENT) {
+            return Err(Fault::NotSupported);
+        }
+        if offset.checked_add(length).is_none_or(|end| end > self.len()) {
+            return Err(Fault::Unmapped);
+        }
+        std::sync::atomic::fence(Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
+}

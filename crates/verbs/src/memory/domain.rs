@@ -1,0 +1,98 @@
+//! What the system says of a device's persistence domain.
+
+use std::fs;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{fstatfs, major, minor};
+
+use super::PersistenceDomain;
+
+/// Whether a file's bytes are in memory alone, on no device: tmpfs, ramfs, hugetlbfs.
+pub(super) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
+    const TMPFS: i64 = 0x0102_1994;
+    const RAMFS: i64 = 0x8584_58f6;
+    const HUGETLBFS: i64 = 0x9584_58f6;
+    Ok([TMPFS, RAMFS, HUGETLBFS].contains(&fstatfs(file)?.f_type))
+}
+
+/// Whether a block device, given by its folder, keeps its bytes in memory alone.
+pub(super) fn is_ram_disk(device: &Path) -> bool {
+    let name = device
+        .file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default();
+    name.starts_with("ram") || name.starts_with("zram")
+}
+
+/// The folder of a device in sysfs. `kind` is `block` or `char`.
+pub(super) fn device_folder(kind: &str, number: u64) -> io::Result<PathBuf> {
+    let path = format!("/sys/dev/{kind}/{}:{}", major(number), minor(number));
+    Path::new(&path).canonicalize()
+}
+
+/// What the system says of a device, given by its folder: `None` where it says nothing, or that it does not know. Of a device that
+/// is made of others, the weakest word holds.
+pub(super) fn domain_of(device: &Path) -> Option<PersistenceDomain> {
+    let word = device
+        .ancestors()
+        .find_map(|folder| fs::read_to_string(folder.join("persistence_domain")).ok());
+    if let Some(word) = word {
+        // Linux, Documentation/ABI/testing/sysfs-bus-nvdimm.
+        return match word.trim() {
+            "memory_controller" => Some(PersistenceDomain::Adr),
+            "cpu_cache" => Some(PersistenceDomain::Eadr),
+            _ => None,
+        };
+    }
+    let below = fs::read_dir(device.join("slaves")).ok()?;
+    let mut weakest = None;
+    for device in below {
+        let domain = domain_of(&device.ok()?.path().canonicalize().ok()?)?;
+        weakest = Some(match weakest {
+            Some(PersistenceDomain::Adr) => PersistenceDomain::Adr,
+            _ => domain,
+        });
+    }
+    weakest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn domain_of__what_a_region_says_holds_for_what_is_below_it() {
+        let root = std::env::temp_dir().join(format!("rdmux-domain-{}", std::process::id()));
+        let device = |region: &str, word: &str| {
+            let device = root.join(format!("ndbus0/{region}/namespace0.0/block/pmem0"));
+            fs::create_dir_all(device.join("slaves")).unwrap();
+            fs::write(root.join("ndbus0").join(region).join("persistence_domain"), word).unwrap();
+            device
+        };
+        let adr = device("region0", "memory_controller\n");
+        let eadr = device("region1", "cpu_cache\n");
+        let unknown = device("region2", "unknown\n");
+        assert_eq!(domain_of(&adr), Some(PersistenceDomain::Adr));
+        assert_eq!(domain_of(&adr.join("pmem0p1")), Some(PersistenceDomain::Adr));
+        assert_eq!(domain_of(&eadr), Some(PersistenceDomain::Eadr));
+        assert_eq!(domain_of(&unknown), None);
+
+        // Devices made of others.
+        let made_of = |name: &str, parts: &[&PathBuf]| {
+            let device = root.join(name);
+            fs::create_dir_all(device.join("slaves")).unwrap();
+            for (at, part) in parts.iter().enumerate() {
+                std::os::unix::fs::symlink(part, device.join(format!("slaves/{at}"))).unwrap();
+            }
+            domain_of(&device)
+        };
+        assert_eq!(made_of("dm-0", &[&adr, &eadr]), Some(PersistenceDomain::Adr));
+        assert_eq!(made_of("dm-1", &[&eadr, &adr]), Some(PersistenceDomain::Adr));
+        assert_eq!(made_of("dm-2", &[&eadr, &eadr]), Some(PersistenceDomain::Eadr));
+        assert_eq!(made_of("dm-3", &[&adr, &unknown]), None);
+        assert_eq!(made_of("sda", &[]), None);
+        fs::remove_dir_all(&root).unwrap();
+    }
+}

@@ -1,0 +1,27 @@
+//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; files, reached through the kernel; and
+//! persistent memory, DAX files and devices, mapped.
+
+mod anonymous;
+mod dax;
+mod domain;
+mod file;
+
+pub use self::anonymous::AnonymousMemory;
+pub use self::dax::{DaxError, DaxMemory};
+pub use self::file::FileMemory;
+
+/// What becomes of bytes when power fails. `docs/persistence.md` says which flush reaches what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PersistenceDomain {
+    /// Nothing survives: DRAM, tmpfs.
+    None,
+    /// The page cache: bytes survive once they are written back and the device's cache is flushed (`fdatasync`).
+    File,
+    /// Persistent memory and the memory controller's queue before it (ADR): bytes survive once they have left the processor's
+    /// caches.
+    Adr,
+    /// The same with the caches (eADR, or CXL's Global Persistent Flush): bytes survive once every processor sees them.
+    Eadr,
+    /// The whole system, as by a battery.
+    WholeSystem,
+}

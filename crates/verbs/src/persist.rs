@@ -1,0 +1,242 @@
+//! How bytes leave the processor's caches: stores that go past them, and write-backs of cache lines. x86-64 alone has both here;
+//! elsewhere there is no [`Cpu`].
+//!
+//! Few bytes are placed in the cache and written back; of more, whole lines go past the caches (`docs/persistence.md` has the
+//! figures), all but the last, since a reader must see its last word last. Neither is in the persistence domain before the next
+//! [`fence`]. A lock that is passed on drains these stores as well, being a locked instruction: what one thread
+//! placed, the fence of the next holder covers.
+#![allow(unsafe_code, reason = "instructions on mapped memory")]
+
+use std::ptr::copy_nonoverlapping;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+/// Bytes of a cache line.
+pub(crate) const LINE: usize = 64;
+
+/// Up to so many bytes go through the cache: there the fence between the other lines and the last costs more than it saves.
+const CACHED_MAX: usize = 1024;
+
+/// How a line is written back, the best first: only the last is on every x86-64, and it waits for each line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum WriteBack {
+    /// Keeps the line in the cache.
+    Clwb,
+    /// Evicts it.
+    ClflushOpt,
+    /// Evicts it, one line after the other.
+    Clflush,
+}
+
+/// What past-the-cache stores there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Stream {
+    /// 64 bytes at once.
+    Avx512,
+    /// 16 bytes at once.
+    Sse2,
+}
+
+/// What this processor can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cpu {
+    pub(crate) write_back: WriteBack,
+    pub(crate) stream: Stream,
+}
+
+/// This processor, if bytes can be brought out of its caches.
+pub(crate) fn cpu() -> Option<Cpu> {
+    static CPU: OnceLock<Option<Cpu>> = OnceLock::new();
+    *CPU.get_or_init(detect)
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Option<Cpu> {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    // Leaf 7 exists where leaf 0 says so. Its EBX has clflushopt at 23 and clwb at 24; leaf 1 has clflush at EDX 19.
+    let leaf7 = if __cpuid(0).eax >= 7 {
+        __cpuid_count(7, 0).ebx
+    } else {
+        0
+    };
+    let write_back = match (leaf7 >> 24 & 1, leaf7 >> 23 & 1, __cpuid(1).edx >> 19 & 1) {
+        (1, _, _) => WriteBack::Clwb,
+        (_, 1, _) => WriteBack::ClflushOpt,
+        (_, _, 1) => WriteBack::Clflush,
+        _ => return None,
+    };
+    let stream = if is_x86_feature_detected!("avx512f") {
+        Stream::Avx512
+    } else {
+        Stream::Sse2
+    };
+    Some(Cpu { write_back, stream })
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Option<Cpu> {
+    None
+}
+
+/// What was placed or written back before is in the persistence domain of memory (ADR) when what follows is done.
+#[inline]
+pub(crate) fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `sfence` is on every x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    std::sync::atomic::fence(Ordering::SeqCst);
+}
+
+/// Places bytes in ascending order, the last word with release semantics, so that the next [`fence`] has them out of the caches.
+///
+/// # Safety
+/// Both ranges are inside of mappings or references that live meanwhile, do not overlap, and the processor can what `cpu` says.
+pub(crate) unsafe fn place(cpu: Cpu, from: *const u8, to: *mut u8, len: usize) {
+    // SAFETY: as the caller says.
+    unsafe {
+        if len <= CACHED_MAX {
+            place_cached(from, to, len);
+            write_back(cpu, to, len);
+        } else {
+            place_past(cpu, from, to, len);
+        }
+    }
+}
+
+/// Places bytes, the lines between the first and the last one past the caches.
+///
+/// # Safety
+/// As for [`place`]; there are at least two lines' bytes.
+pub(crate) unsafe fn place_past(cpu: Cpu, from: *const u8, to: *mut u8, len: usize) {
+    debug_assert!(len >= 2 * LINE);
+    // Up to the first whole line.
+    let head = to.addr().next_multiple_of(LINE) - to.addr();
+    // The line of the last byte is stored by ordinary means: it has the word that tells a reader that all is there.
+    let last = (to.addr() + len - 1) & !(LINE - 1);
+    let body = last - (to.addr() + head);
+    // SAFETY: `head + body` is less than `len`, so all ranges are inside of what the caller says; each line that is written back
+    // holds a byte of the range.
+    unsafe {
+        copy_nonoverlapping(from, to, head);
+        write_back(cpu, to, head);
+        stream(cpu, from.add(head), to.add(head), body);
+        // Before the reader sees the last word.
+        fence();
+        place_cached(from.add(head + body), to.add(head + body), len - head - body);
+        write_back(cpu, to.add(head + body), len - head - body);
+    }
+}
+
+/// Copies into the cache, the last word with release semantics, in one piece where it is aligned.
+///
+/// # Safety
+/// As for [`place`].
+#[inline]
+pub(crate) unsafe fn place_cached(from: *const u8, to: *mut u8, len: usize) {
+    let tail = len - len.min(8);
+    // SAFETY: both ranges are as the caller says, and `tail` is at most `len`.
+    let (last, to_last) = unsafe {
+        copy_nonoverlapping(from, to, tail);
+        (from.add(tail), to.add(tail))
+    };
+    let mut word = [0u8; 8];
+    // SAFETY: `len - tail` is at most 8.
+    unsafe { copy_nonoverlapping(last, word.as_mut_ptr(), len - tail) };
+    if len - tail == 8 && to_last.addr().is_multiple_of(8) {
+        // SAFETY: eight bytes of the range, aligned.
+        unsafe { AtomicU64::from_ptr(to_last.cast()) }.store(u64::from_ne_bytes(word), Ordering::Release);
+    } else {
+        for (i, byte) in word[..len - tail].iter().enumerate() {
+            // SAFETY: inside of the range: `i` is less than `len - tail`.
+            unsafe { AtomicU8::from_ptr(to_last.add(i)) }.store(*byte, Ordering::Release);
+        }
+    }
+}
+
+/// Writes back every line that has a byte of the range. In the domain after the next [`fence`].
+///
+/// # Safety
+/// The range is inside of a mapping that lives meanwhile, and the processor can what `cpu` says.
+pub(crate) unsafe fn write_back(cpu: Cpu, at: *mut u8, len: usize) {
+    if len == 0 {
+        return;
+    }
+    let start = at.addr() & !(LINE - 1);
+    for line in (start..at.addr() + len).step_by(LINE) {
+        let line = at.with_addr(line);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the line has a byte of the range, and pages hold whole lines; the instruction is there, as the caller says. It
+        // changes no byte.
+        unsafe {
+            use std::arch::asm;
+            match cpu.write_back {
+                WriteBack::Clwb => asm!("clwb [{}]", in(reg) line, options(nostack, preserves_flags)),
+                WriteBack::ClflushOpt => {
+                    asm!("clflushopt [{}]", in(reg) line, options(nostack, preserves_flags));
+                }
+                WriteBack::Clflush => asm!("clflush [{}]", in(reg) line, options(nostack, preserves_flags)),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (cpu, line);
+    }
+}
+
+/// Places whole lines past the caches.
+///
+/// # Safety
+/// As for [`place`]; `to` is at the start of a line, and `len` a multiple of its bytes.
+unsafe fn stream(cpu: Cpu, from: *const u8, to: *mut u8, len: usize) {
+    debug_assert!(to.addr().is_multiple_of(LINE) && len.is_multiple_of(LINE));
+    #[cfg(target_arch = "x86_64")]
+    match cpu.stream {
+        // SAFETY: as the caller says, and `detect` found the instructions.
+        Stream::Avx512 => unsafe { stream_avx512(from, to, len) },
+        // SAFETY: as the caller says; SSE2 is on every x86-64.
+        Stream::Sse2 => unsafe { stream_sse2(from, to, len) },
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = cpu;
+        // SAFETY: as the caller says.
+        unsafe { copy_nonoverlapping(from, to, len) };
+    }
+}
+
+/// # Safety
+/// As for [`stream`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn stream_sse2(from: *const u8, to: *mut u8, len: usize) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
+    for at in (0..len).step_by(LINE) {
+        // SAFETY: 64 bytes from `at` are in both ranges; the destination is aligned to 16.
+        unsafe {
+            let (from, to) = (from.add(at).cast(), to.add(at).cast());
+            let line = [
+                _mm_loadu_si128(from),
+                _mm_loadu_si128(from.add(1)),
+                _mm_loadu_si128(from.add(2)),
+                _mm_loadu_si128(from.add(3)),
+            ];
+            _mm_stream_si128(to, line[0]);
+            _mm_stream_si128(to.add(1), line[1]);
+            _mm_stream_si128(to.add(2), line[2]);
+            _mm_stream_si128(to.add(3), line[3]);
+        }
+    }
+}
+
+/// # Safety
+/// As for [`stream`]; the processor has AVX-512.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn stream_avx512(from: *const u8, to: *mut u8, len: usize) {
+    use std::arch::x86_64::{_mm512_loadu_si512, _mm512_stream_si512};
+    for at in (0..len).step_by(LINE) {
+        // SAFETY: 64 bytes from `at` are in both ranges; the destination is aligned to 64.
+        unsafe { _mm512_stream_si512(to.add(at).cast(), _mm512_loadu_si512(from.add(at).cast())) };
+    }
+}

@@ -1,0 +1,251 @@
+//! The hand-over under loom, which tries the orders in which threads may run and every value that a load may return. What
+//! nobody looks out for makes a model hang, which loom reports. The models hold as they are, and fail without any one fence.
+
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::rc::Rc;
+
+use loom::sync::{Condvar, Mutex, MutexGuard};
+use loom::thread;
+
+/// The state once more, on loom's atomics.
+#[path = "state.rs"]
+#[expect(dead_code, reason = "the models do not wake who sits for timers")]
+mod state;
+
+mod sync {
+    use super::{Cell, Location, function_at};
+
+    pub(super) use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+    thread_local! {
+        /// The function that goes without its fence.
+        pub(super) static WITHOUT: Cell<Option<&'static str>> = const { Cell::new(None) };
+    }
+
+    #[track_caller]
+    pub(super) fn fence(order: Ordering) {
+        if WITHOUT.get() != Some(function_at(Location::caller().line())) {
+            loom::sync::atomic::fence(order);
+        }
+    }
+}
+
+use state::{HandOver, POLLER_LEASE_NS, Wake};
+use sync::WITHOUT;
+
+const STATE: &str = include_str!("state.rs");
+
+/// The function that a line of `state.rs` stands in.
+fn function_at(line: u32) -> &'static str {
+    let name = |line: &'static str| Some(line.split_once("fn ")?.1.split_once('(')?.0);
+    let before = STATE.lines().take(line as usize);
+    before.filter_map(name).last().unwrap_or_default()
+}
+
+/// What two callers wait for, by number.
+const OF_SEAT: usize = 0;
+const OF_OTHER: usize = 1;
+
+/// Sockets and wakers, as the kernel keeps them, and what was taken in.
+#[derive(Debug, Default)]
+struct World {
+    /// A datagram lies in the socket.
+    arrived: [bool; 2],
+    taken_in: [bool; 2],
+    kick: bool,
+    seat_kick: bool,
+    stop: bool,
+}
+
+impl World {
+    /// Takes in what has arrived.
+    fn drive(&mut self) {
+        for (arrived, taken_in) in self.arrived.iter_mut().zip(&mut self.taken_in) {
+            *taken_in |= std::mem::take(arrived);
+        }
+    }
+}
+
+struct Model {
+    hand_over: HandOver,
+    world: Mutex<World>,
+    changed: Condvar,
+    /// Whether the thread looks again by itself when the lease is over. Where it does not, nobody may rely on that.
+    lease_ends: bool,
+}
+
+impl Model {
+    fn new(lease_ends: bool) -> Rc<Model> {
+        Rc::new(Model {
+            hand_over: HandOver::new(),
+            world: Mutex::default(),
+            changed: Condvar::new(),
+            lease_ends,
+        })
+    }
+
+    fn world(&self) -> MutexGuard<'_, World> {
+        self.world.lock().unwrap()
+    }
+
+    fn change<R>(&self, change: impl FnOnce(&mut World) -> R) -> R {
+        let result = change(&mut self.world());
+        self.changed.notify_all();
+        result
+    }
+
+    /// Sleeps until this is so.
+    fn wait(&self, until: impl Fn(&World) -> bool) -> MutexGuard<'_, World> {
+        let mut world = self.world();
+        while !until(&world) {
+            world = self.changed.wait(world).unwrap();
+        }
+        world
+    }
+
+    fn wake(&self, who: Wake) {
+        match who {
+            Wake::Nobody => {}
+            Wake::Thread => self.change(|world| world.kick = true),
+            Wake::Seat => self.change(|world| world.seat_kick = true),
+        }
+    }
+
+    /// The engine's thread.
+    fn run(&self) {
+        let mut now_ns = 1;
+        while !self.world().stop {
+            if self.hand_over.lease(now_ns) {
+                let kicked = !self.lease_ends || self.world().kick;
+                if !kicked {
+                    now_ns += POLLER_LEASE_NS;
+                }
+                if kicked || self.hand_over.park() {
+                    self.wait(|world| world.kick || world.stop).kick = false;
+                }
+                self.hand_over.unpark();
+                continue;
+            }
+            self.hand_over.unpark();
+            self.change(World::drive);
+            let something = |world: &World| world.kick || world.stop || world.arrived.contains(&true);
+            self.wait(something).kick = false;
+        }
+    }
+
+    /// A caller that sleeps and relies on others.
+    fn sleep(&self) {
+        self.hand_over.rely();
+        // Its turn before it sleeps.
+        drop(self.world());
+        self.wake(self.hand_over.hand_over());
+        drop(self.wait(|world| world.taken_in[OF_OTHER]));
+        self.hand_over.rely_no_more();
+    }
+
+    /// A caller that waits in the thread's place, until what it waits for is there.
+    fn sit(&self) {
+        loop {
+            self.hand_over.sit();
+            self.change(World::drive);
+            if self.world().taken_in[OF_SEAT] {
+                break;
+            }
+            // Its completion queue is armed: others who take in what it waits for wake it.
+            let something =
+                |world: &World| world.seat_kick || world.arrived.contains(&true) || world.taken_in[OF_SEAT];
+            self.wait(something).seat_kick = false;
+        }
+        self.wake(self.hand_over.leave_seat(1));
+    }
+
+    fn end(&self) {
+        self.change(|world| world.stop = true);
+    }
+}
+
+fn spawn(model: &Rc<Model>, run: impl FnOnce(&Model) + 'static) -> thread::JoinHandle<()> {
+    let model = model.clone();
+    thread::spawn(move || run(&model))
+}
+
+/// A caller polls, and then sleeps: the thread looks out at once, not when the lease is over.
+fn poller_sleeps() {
+    let model = Model::new(false);
+    let thread = spawn(&model, Model::run);
+    let caller = spawn(&model, |model| {
+        model.hand_over.polls(1);
+        model.change(World::drive);
+        model.sleep();
+        model.end();
+    });
+    model.change(|world| world.arrived[OF_OTHER] = true);
+    caller.join().unwrap();
+    thread.join().unwrap();
+}
+
+/// One sleeps and relies on who sits in the thread's place, who leaves.
+fn seat_is_relied_on() {
+    let model = Model::new(false);
+    let thread = spawn(&model, Model::run);
+    let seated = spawn(&model, |model| {
+        model.sit();
+        model.change(|world| world.arrived[OF_OTHER] = true);
+    });
+    model.change(|world| world.arrived[OF_SEAT] = true);
+    model.sleep();
+    model.end();
+    seated.join().unwrap();
+    thread.join().unwrap();
+}
+
+/// Who sat in the thread's place leaves and does not come back: the thread takes in what a peer asks of this host.
+fn seat_is_left() {
+    let model = Model::new(true);
+    let thread = spawn(&model, Model::run);
+    model.change(|world| world.arrived[OF_SEAT] = true);
+    model.sit();
+    model.change(|world| world.arrived[OF_OTHER] = true);
+    drop(model.wait(|world| world.taken_in[OF_OTHER]));
+    model.end();
+    thread.join().unwrap();
+}
+
+/// Whether all models hold, without one fence.
+fn hold(without: Option<&'static str>) -> bool {
+    [poller_sleeps, seat_is_relied_on, seat_is_left]
+        .into_iter()
+        .all(|model| {
+            let run = || {
+                let mut builder = loom::model::Builder::new();
+                builder.preemption_bound.get_or_insert(2);
+                builder.check(move || {
+                    WITHOUT.set(without);
+                    model();
+                });
+            };
+            let held = catch_unwind(AssertUnwindSafe(run)).is_ok();
+            WITHOUT.set(None);
+            held
+        })
+}
+
+#[test]
+fn hand_over__somebody_looks_out() {
+    assert!(hold(None));
+}
+
+#[test]
+fn hand_over__needs_each_fence() {
+    let lines = (1..).zip(STATE.lines());
+    let fences: BTreeSet<&str> = lines
+        .filter(|(_, line)| line.contains("fence(Ordering"))
+        .map(|(line, _)| function_at(line))
+        .collect();
+    assert!(fences.len() >= 5, "{fences:?}");
+    for without in fences {
+        assert!(!hold(Some(without)), "the fence of {without} is not needed");
+    }
+}
