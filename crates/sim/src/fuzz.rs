@@ -306,7 +306,7 @@ impl Pair {
                     flags,
                     to,
                 };
-                if side.rnic.post_directly(qpn, &request) {
+                if side.rnic.post_directly(|| self.now, qpn, &request) {
                     Ok(())
                 } else {
                     side.rnic.post_send(self.now, qpn, request)

@@ -4,6 +4,7 @@
 //!
 //! Begin with [`Settings`] and [`run`], which gives a [`Report`].
 #![forbid(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod connect;
 mod dice;
@@ -12,6 +13,7 @@ pub mod goodput;
 mod machine;
 mod memory;
 mod network;
+pub mod power;
 mod report;
 mod seen;
 mod tap;

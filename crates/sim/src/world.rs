@@ -199,7 +199,7 @@ impl World {
     /// Posts a send request in the shortest way that there is.
     pub(crate) fn post_send(&mut self, host: usize, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
         let rnic = &mut self.hosts[host].rnic;
-        if rnic.post_directly(qpn, &request) {
+        if rnic.post_directly(|| self.now, qpn, &request) {
             if !rnic.is_quiet() {
                 self.settle(host);
             }

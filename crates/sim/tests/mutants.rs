@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rdmux_rnic::mutant::{self, Mutant};
 use rdmux_sim::goodput::{Link, Streams, measure};
+use rdmux_sim::power;
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
 
 /// Seeds tried for each defect.
@@ -122,6 +123,35 @@ fn without_a_mutant_nothing_is_caught() {
     for (kind, run, _) in KINDS {
         for seed in 0..30 {
             assert_eq!(run(&settings(kind, seed)).violation, None, "{kind} seed {seed}");
+        }
+    }
+}
+
+/// What the engine itself does wrong about durability shows in power cuts too.
+#[test]
+fn power_cuts_catch_what_concerns_them() {
+    for mutant in [
+        Mutant::AckBeforePlacement,
+        Mutant::FlushAnsweredEarly,
+        Mutant::FlushShort,
+        Mutant::AtomicPassesFlush,
+    ] {
+        mutant::set(Some(mutant));
+        let found = (0..SEEDS).find_map(|seed| {
+            let settings = power::Settings {
+                platform: power::Platform::ADR_CACHED,
+                ..power::Settings::drawn(seed)
+            };
+            let what = match catch_unwind(|| power::run(&settings)) {
+                Ok(report) => report.violation?,
+                Err(_) => "panic".to_owned(),
+            };
+            Some(format!("seed {seed:>4}: {what}"))
+        });
+        mutant::set(None);
+        match found {
+            Some(what) => println!("{:<26} {what}", format!("{mutant:?}")),
+            None => panic!("{mutant:?}: not caught within {SEEDS} seeds"),
         }
     }
 }

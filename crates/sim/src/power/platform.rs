@@ -1,0 +1,247 @@
+//! What a server is made of, the ways to durability, and which of these hold on which.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// What survives a power cut. SNIA NVM Programming Model 1.2, 6.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Domain {
+    /// Nothing: DRAM, tmpfs.
+    None,
+    /// What was synced to a file; writes go to the page cache.
+    File,
+    /// The memory controller's write pending queue and the media. Caches and I/O buffers are lost.
+    Adr,
+    /// Caches too: eADR, CXL global persistent flush.
+    Eadr,
+    /// Every byte that the host accepted: a whole system on battery.
+    WholeSystem,
+}
+
+/// Where what peers write goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Inbound {
+    /// Through I/O buffers to the last level cache: an RNIC, DDIO on. Or to a file's page cache.
+    Cache,
+    /// Through I/O buffers to the write pending queue: an RNIC, DDIO off.
+    Queue,
+    /// Placed by a processor with non-temporal stores, or with a write-back behind each store: in any order on the way to the write
+    /// pending queue, until a fence. FLUSHes, READs and atomic operations have one in front.
+    Stores,
+}
+
+/// A server, as far as durability depends on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Platform {
+    /// What survives.
+    pub domain: Domain,
+    /// Where what peers write goes first.
+    pub inbound: Inbound,
+    /// The RNIC acknowledges a WRITE while its bytes are still inside of it. rdmux places first.
+    pub acks_early: bool,
+}
+
+/// How a client makes sure that a WRITE is durable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// The WRITE's own acknowledgement.
+    Write,
+    /// A READ behind it on the same QP.
+    Read,
+    /// FLUSH with placement type global visibility. IBTA Vol 1, A19.
+    FlushGlobal,
+    /// FLUSH with placement type persistence.
+    FlushPersistent,
+    /// A message behind it on the same QP, which the server answers after its processor wrote the range back.
+    SoftwareFlush,
+}
+
+impl Method {
+    /// All of them, in the order of the table's columns.
+    pub const ALL: [Method; 5] = [
+        Method::Write,
+        Method::Read,
+        Method::FlushGlobal,
+        Method::FlushPersistent,
+        Method::SoftwareFlush,
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Method::Write => "write",
+            Method::Read => "read",
+            Method::FlushGlobal => "flush-global",
+            Method::FlushPersistent => "flush-persistent",
+            Method::SoftwareFlush => "software-flush",
+        }
+    }
+}
+
+/// A cell of the table: what a method's answer says of the bytes before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// They survive every power cut.
+    Durable,
+    /// There are cuts that they do not survive.
+    Lost,
+    /// The server refuses to answer so.
+    Refused,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Verdict::Durable => "durable",
+            Verdict::Lost => "lost",
+            Verdict::Refused => "refused",
+        })
+    }
+}
+
+impl Platform {
+    const fn new(domain: Domain, inbound: Inbound, acks_early: bool) -> Platform {
+        Platform {
+            domain,
+            inbound,
+            acks_early,
+        }
+    }
+
+    /// The rows of the table.
+    pub const ALL: [Platform; 8] = [
+        Platform::new(Domain::None, Inbound::Cache, false),
+        Platform::new(Domain::File, Inbound::Cache, false),
+        Platform::new(Domain::Adr, Inbound::Cache, false),
+        Platform::new(Domain::Adr, Inbound::Queue, false),
+        Platform::new(Domain::Adr, Inbound::Stores, false),
+        Platform::new(Domain::Eadr, Inbound::Cache, false),
+        Platform::new(Domain::WholeSystem, Inbound::Cache, false),
+        Platform::new(Domain::WholeSystem, Inbound::Cache, true),
+    ];
+
+    /// ADR with DDIO on: where most goes wrong.
+    pub const ADR_CACHED: Platform = Platform::ALL[2];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match (self.domain, self.inbound, self.acks_early) {
+            (Domain::None, ..) => "none",
+            (Domain::File, ..) => "file",
+            (Domain::Adr, Inbound::Cache, _) => "adr",
+            (Domain::Adr, Inbound::Queue, _) => "adr-direct",
+            (Domain::Adr, Inbound::Stores, _) => "adr-stores",
+            (Domain::Eadr, ..) => "eadr",
+            (Domain::WholeSystem, _, false) => "battery",
+            (Domain::WholeSystem, _, true) => "battery-early-ack",
+        }
+    }
+
+    /// Whether what is written waits in I/O buffers on its way. What a processor places, or copies to a file, does not.
+    pub fn buffers(self) -> bool {
+        self.domain != Domain::File && self.inbound != Inbound::Stores
+    }
+
+    /// The table: whether an answer by this method promises durability here.
+    pub fn verdict(self, method: Method) -> Verdict {
+        let durable = match method {
+            Method::FlushPersistent | Method::SoftwareFlush if self.domain == Domain::None => {
+                return Verdict::Refused;
+            }
+            Method::FlushPersistent | Method::SoftwareFlush => true,
+            Method::Read | Method::FlushGlobal => match self.domain {
+                Domain::None | Domain::File => false,
+                Domain::Adr => self.inbound != Inbound::Cache,
+                Domain::Eadr | Domain::WholeSystem => true,
+            },
+            Method::Write => self.domain == Domain::WholeSystem && !self.acks_early,
+        };
+        if durable { Verdict::Durable } else { Verdict::Lost }
+    }
+}
+
+/// A deliberate defect of the server or of what a client relies on, which power cuts must show.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Defect {
+    /// A persistent flush does not write back the cache.
+    WriteBackDropped,
+    /// A persistent flush writes back the cache first and waits for the I/O buffers then.
+    WriteBackBeforeDrain,
+    /// A flush is answered before the write-back is fenced.
+    AckBeforeFence,
+    /// A flush leaves out the last line of its range.
+    LineShort,
+    /// The server acts on a software flush before it was told of the message's arrival.
+    MessageTooEarly,
+    /// A revoked mapping's I/O buffers are not drained.
+    RevokedUndrained,
+    /// A READ has no fence in front where a processor places.
+    ReadUnfenced,
+}
+
+impl Defect {
+    /// All of them.
+    pub const ALL: [Defect; 7] = [
+        Defect::WriteBackDropped,
+        Defect::WriteBackBeforeDrain,
+        Defect::AckBeforeFence,
+        Defect::LineShort,
+        Defect::MessageTooEarly,
+        Defect::RevokedUndrained,
+        Defect::ReadUnfenced,
+    ];
+
+    /// A platform where it shows.
+    pub fn platform(self) -> Platform {
+        match self {
+            Defect::ReadUnfenced => Platform::ALL[4],
+            _ => Platform::ADR_CACHED,
+        }
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Defect::WriteBackDropped => "write-back-dropped",
+            Defect::WriteBackBeforeDrain => "write-back-before-drain",
+            Defect::AckBeforeFence => "ack-before-fence",
+            Defect::LineShort => "line-short",
+            Defect::MessageTooEarly => "message-too-early",
+            Defect::RevokedUndrained => "revoked-undrained",
+            Defect::ReadUnfenced => "read-unfenced",
+        }
+    }
+}
+
+/// The one of `all` that has this name.
+fn named<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T, String> {
+    let found = all.iter().find(|one| name(**one) == text);
+    found.copied().ok_or_else(|| {
+        let names: Vec<&str> = all.iter().map(|one| name(*one)).collect();
+        format!("{text:?} is none of {}", names.join(", "))
+    })
+}
+
+impl FromStr for Platform {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Platform, String> {
+        named(&Platform::ALL, Platform::name, text)
+    }
+}
+
+impl FromStr for Method {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Method, String> {
+        named(&Method::ALL, Method::name, text)
+    }
+}
+
+impl FromStr for Defect {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Defect, String> {
+        named(&Defect::ALL, Defect::name, text)
+    }
+}

@@ -1,0 +1,197 @@
+//! Power cuts: 10,000 at random moments; the table of what is durable where; defects that must show. `RDMUX_SIM_RUNS` sets how
+//! many runs there are, `RDMUX_SIM_FIRST` their first seed; each failure prints the command that does its run again.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::panic::catch_unwind;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rdmux_sim::power::{Defect, Domain, Method, Platform, Report, Settings, Verdict, run};
+
+/// Power cuts of all random runs in release.
+const CUTS_MIN: u64 = 10_000;
+/// Runs in release, of three to four cuts each.
+const RUNS: u64 = 3_000;
+/// Seeds within which each defect shows.
+const DEFECT_SEEDS: u64 = 200;
+/// Runs of each cell of the table.
+const CELL_RUNS: u64 = if cfg!(debug_assertions) { 20 } else { 60 };
+
+fn env(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    let parsed = value.parse();
+    Some(parsed.unwrap_or_else(|_| panic!("{name}={value} is no number")))
+}
+
+/// What came of many runs: counts by name, and the failures.
+type Total = (Vec<(&'static str, u64)>, Vec<String>);
+
+/// What a run found wrong.
+fn violation(settings: &Settings) -> Result<Report, String> {
+    match catch_unwind(|| run(settings)) {
+        Ok(Report {
+            violation: Some(what),
+            ..
+        }) => Err(what),
+        Ok(report) => Ok(report),
+        Err(_) => Err("panic".to_owned()),
+    }
+}
+
+#[test]
+fn run__ten_thousand_power_cuts() {
+    let runs = if cfg!(debug_assertions) { RUNS / 20 } else { RUNS };
+    let runs = env("RDMUX_SIM_RUNS").unwrap_or(runs);
+    let first = env("RDMUX_SIM_FIRST").unwrap_or(0);
+    let (next, end) = (AtomicU64::new(first), first + runs);
+    let total: Mutex<Total> = Mutex::default();
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= end || total.lock().unwrap().1.len() >= 5 {
+                return;
+            }
+            let settings = Settings::drawn(seed);
+            let found = violation(&settings);
+            let (counts, failures) = &mut *total.lock().unwrap();
+            match found {
+                Ok(report) if counts.is_empty() => *counts = report.counts(),
+                Ok(report) => {
+                    for (sum, (_, count)) in counts.iter_mut().zip(report.counts()) {
+                        sum.1 += count;
+                    }
+                }
+                Err(what) => failures.push(format!("{what}\n  replay: {}", settings.replay())),
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(work);
+        }
+    });
+    let (counts, failures) = total.into_inner().unwrap();
+    println!("{runs} runs from seed {first}");
+    for (name, count) in &counts {
+        println!("{name:<18} {count:>10}");
+    }
+    for failure in &failures {
+        println!("{failure}");
+    }
+    assert!(failures.is_empty(), "runs failed");
+    if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
+        assert!(counts[0].1 >= CUTS_MIN, "{} power cuts", counts[0].1);
+        assert!(
+            counts.iter().all(|(_, count)| *count > 0),
+            "something never happened"
+        );
+    }
+}
+
+/// A run over loss-free links on a server of one's choice.
+fn on(platform: Platform, seed: u64) -> Settings {
+    Settings {
+        platform,
+        ..Settings::drawn(seed)
+    }
+}
+
+#[test]
+fn run__every_defect_shows() {
+    let relied = Settings {
+        rely: Some(Method::Read),
+        ..on(Platform::ADR_CACHED, 0)
+    };
+    let mut controls = vec![("read on ADR, cached".to_owned(), relied)];
+    for defect in Defect::ALL {
+        let settings = Settings {
+            defect: Some(defect),
+            ..on(defect.platform(), 0)
+        };
+        controls.push((defect.name().to_owned(), settings));
+    }
+    for (name, settings) in controls {
+        let mut seeds = (0..DEFECT_SEEDS).map(|seed| Settings {
+            seed,
+            ..on(settings.platform, seed)
+        });
+        let found = seeds.find_map(|drawn| {
+            let settings = Settings {
+                rely: settings.rely,
+                defect: settings.defect,
+                ..drawn
+            };
+            violation(&settings).err().map(|what| (settings, what))
+        });
+        let (settings, what) = found.unwrap_or_else(|| panic!("{name}: not seen in {DEFECT_SEEDS} seeds"));
+        println!(
+            "{name:<26} seed {:>3}: {what}\n  {}",
+            settings.seed,
+            settings.replay()
+        );
+    }
+}
+
+/// What runs on a platform show of a method.
+fn cell(platform: Platform, method: Method) -> Verdict {
+    let mut refused = 0;
+    for seed in 0..CELL_RUNS {
+        let settings = Settings {
+            rely: Some(method),
+            ..on(platform, seed)
+        };
+        match violation(&settings) {
+            Ok(report) => refused += report.refused,
+            Err(what) if what.starts_with("after a power cut: unit") => return Verdict::Lost,
+            // Where nothing survives, a kill is as bad.
+            Err(what) if platform.domain == Domain::None && what.starts_with("after a kill: unit") => {
+                return Verdict::Lost;
+            }
+            Err(what) => panic!("{what}\n  replay: {}", settings.replay()),
+        }
+    }
+    if refused > 0 {
+        Verdict::Refused
+    } else {
+        Verdict::Durable
+    }
+}
+
+#[test]
+fn table__each_cell_is_as_stated() {
+    print!("{:<18}", "");
+    Method::ALL
+        .iter()
+        .for_each(|method| print!(" {:<16}", method.name()));
+    println!();
+    let mut wrong = Vec::new();
+    for platform in Platform::ALL {
+        print!("{:<18}", platform.name());
+        for method in Method::ALL {
+            let (stated, shown) = (platform.verdict(method), cell(platform, method));
+            print!(" {shown:<16}");
+            if stated != shown {
+                wrong.push(format!(
+                    "{} by {}: {stated}, but runs show {shown}",
+                    platform.name(),
+                    method.name()
+                ));
+            }
+        }
+        println!();
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[test]
+fn table__is_that_of_the_docs() {
+    let page = include_str!("../../../docs/persistence-model.md");
+    for platform in Platform::ALL {
+        let begin = format!("| {} |", platform.name());
+        let row = page.lines().find(|line| line.starts_with(&begin));
+        let row = row.unwrap_or_else(|| panic!("no row of {}", platform.name()));
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).skip(2).collect();
+        let stated = Method::ALL.map(|method| platform.verdict(method).to_string());
+        assert_eq!(cells, stated, "{}", platform.name());
+    }
+}
