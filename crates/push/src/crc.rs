@@ -30,17 +30,30 @@ impl Crc64 {
 
 /// The checksum of a part of a memory.
 pub fn crc64_of(memory: &dyn Memory, offset: u64, length: u64) -> Result<u64, Fault> {
+    crc64_while(memory, offset, length, || true).map(Option::unwrap_or_default)
+}
+
+/// As [`crc64_of`], as long as `wanted`, which is asked before each chunk, says so; `None` when it did not.
+pub(crate) fn crc64_while(
+    memory: &dyn Memory,
+    offset: u64,
+    length: u64,
+    wanted: impl Fn() -> bool,
+) -> Result<Option<u64>, Fault> {
     let mut crc = Crc64::default();
     let mut buffer = vec![0; CHUNK.min(length.try_into().unwrap_or(usize::MAX))];
     let (mut at, mut left) = (offset, length);
     while left > 0 {
+        if !wanted() {
+            return Ok(None);
+        }
         let chunk = &mut buffer[..left.min(CHUNK as u64) as usize];
         memory.read(at, chunk)?;
         crc.update(chunk);
         at += chunk.len() as u64;
         left -= chunk.len() as u64;
     }
-    Ok(crc.value())
+    Ok(Some(crc.value()))
 }
 
 /// Names an upload, so that it can be resumed: the same for the same source and place. It is the CRC-64/NVME of the source's
@@ -67,6 +80,15 @@ mod tests {
         crc.update(b"6789");
         // The check value of CRC-64/NVME; NVMe NVM Command Set specification, 5.2.1.3.4.
         assert_eq!(crc.value(), 0xae8b_1486_0a79_9888);
+    }
+
+    #[test]
+    fn crc64_while__ends_at_the_next_chunk_when_nobody_wants_it() {
+        let memory = AnonymousMemory::new(8 << 20).unwrap();
+        let asked = std::cell::Cell::new(0);
+        let wanted = || asked.replace(asked.get() + 1) < 2;
+        assert_eq!(crc64_while(&memory, 0, 8 << 20, wanted), Ok(None));
+        assert_eq!(asked.get(), 3);
     }
 
     #[test]

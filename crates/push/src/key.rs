@@ -83,6 +83,8 @@ pub(crate) struct Transcript {
     pub(crate) version: u16,
     pub(crate) client_nonce: [u8; 32],
     pub(crate) server_nonce: [u8; 32],
+    /// Who the client says it is; zeros in the server's proof, which comes before that.
+    pub(crate) client: [u8; 16],
 }
 
 /// A shared secret of 32 bytes.
@@ -170,6 +172,7 @@ impl Key {
         }
         mac.update(&transcript.client_nonce);
         mac.update(&transcript.server_nonce);
+        mac.update(&transcript.client);
         mac.finalize().into_bytes().into()
     }
 
@@ -262,6 +265,7 @@ mod tests {
             version: 1,
             client_nonce: [3; 32],
             server_nonce: [4; 32],
+            client: [5; 16],
         }
     }
 
@@ -336,6 +340,10 @@ mod tests {
             },
             Transcript {
                 client_nonce: [4; 32],
+                ..transcript()
+            },
+            Transcript {
+                client: [1; 16],
                 ..transcript()
             },
             Transcript {

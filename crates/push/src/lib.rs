@@ -24,17 +24,18 @@
 pub mod client;
 mod crc;
 mod key;
+pub mod log;
 mod region;
 pub mod server;
 mod size;
 mod target;
 
-pub use client::{Client, Error, Mapping, Options};
+pub use client::{Client, Error, MapRequest, Mapping, Options, Way};
 pub use crc::{Crc64, crc64_of, transfer_id};
 pub use key::{Key, KeyError, default_path as default_key_path};
 pub use rdmux_verbs::Placement;
-pub use rdmux_wire::push::{Access, Domain, ErrorCode, Name};
-pub use region::{Mapped, Place, Region, RegionError, file_system_of};
+pub use rdmux_wire::push::{Access, Conflict, Domain, ErrorCode, Name};
+pub use region::{Mapped, Place, Region, RegionError, Ways, file_system_of};
 pub use server::Server;
 pub use size::parse_size;
 pub use target::{DEFAULT_PORT, Target, TargetError, local_address_towards, split_port};

@@ -1,10 +1,14 @@
 //! Regions: memory that a server offers by name, and how far uploads into it have got.
 
 use std::io;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_verbs::{AnonymousMemory, Atomic, Fault, FileMemory, Memory, PersistenceDomain, Placement};
+use rdmux_verbs::{
+    AnonymousMemory, Atomic, DaxError, DaxMemory, Fault, FileMemory, Memory, PersistenceDomain, Placement,
+};
+pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
 
 /// Uploads that a region remembers; the oldest is forgotten first.
@@ -24,16 +28,24 @@ pub struct Region {
     name: Name,
     memory: Arc<dyn Memory>,
     domain: Domain,
+    placed_in_domain: bool,
     read_only: bool,
     place: Place,
+    not_mapped: Option<String>,
     state: Mutex<State>,
 }
 
 /// Where a region's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// In a file, on a file system of this kind.
+    /// In a file, on a file system of this kind, reached through the kernel.
     File(PathBuf, String),
+    /// In a file in persistent memory, on a file system of this kind, mapped.
+    Dax(PathBuf, String),
+    /// In a device of persistent memory, mapped.
+    DaxDevice(PathBuf),
+    /// On a block device, reached through the kernel.
+    BlockDevice(PathBuf),
     /// In the server's memory.
     Memory,
     /// Elsewhere.
@@ -48,8 +60,21 @@ struct State {
 }
 
 impl Region {
-    /// A file; `size` creates it or grows it to that many bytes.
+    /// A file, or a DAX device; `size` creates a file or grows it to that many bytes. What is on persistent memory with direct access
+    /// is mapped, else the kernel copies.
     pub fn file(name: Name, path: &Path, size: Option<u64>, read_only: bool) -> Result<Region, RegionError> {
+        Region::file_in(name, path, size, read_only, None)
+    }
+
+    /// The same in a domain that is declared, since the system does not know it, or knows less: for persistent memory, and
+    /// files in memory (tmpfs), which are then mapped as well.
+    pub fn file_in(
+        name: Name,
+        path: &Path,
+        size: Option<u64>,
+        read_only: bool,
+        declared: Option<Domain>,
+    ) -> Result<Region, RegionError> {
         let failed = |source: io::Error| RegionError {
             what: path.display().to_string(),
             source: match source.kind() {
@@ -59,6 +84,44 @@ impl Region {
                 _ => source,
             },
         };
+        if matches!(declared, Some(Domain::None | Domain::File)) {
+            let why = "only persistent memory is declared: ADR, eADR or the whole system";
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, why)));
+        }
+        let declared = declared.map(|domain| match domain {
+            Domain::None => PersistenceDomain::None,
+            Domain::File => PersistenceDomain::File,
+            Domain::Adr => PersistenceDomain::Adr,
+            Domain::Eadr => PersistenceDomain::Eadr,
+            Domain::WholeSystem => PersistenceDomain::WholeSystem,
+        });
+        let meta = std::fs::metadata(path);
+        // Shown to people only, so that a path that has no absolute form does no harm.
+        let shown = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let kind = meta.as_ref().ok().map(|meta| meta.file_type());
+        let is_block_device = kind.is_some_and(|kind| kind.is_block_device());
+        if is_block_device || kind.is_some_and(|kind| kind.is_char_device()) {
+            let refused = |why: &str| failed(io::Error::new(io::ErrorKind::InvalidInput, why));
+            if size.is_some() {
+                return Err(refused("a device has the size that it has: leave out size="));
+            }
+            if is_block_device {
+                if declared.is_some() {
+                    return Err(refused("what survives can be declared of mapped memory only"));
+                }
+                let memory = FileMemory::device(path, read_only).map_err(failed)?;
+                let domain = domain_of(memory.domain());
+                return Ok(Region {
+                    place: Place::BlockDevice(shown),
+                    ..Region::new(name, Arc::new(memory), domain, read_only)
+                });
+            }
+            let memory = DaxMemory::device(path, declared).map_err(|error| failed(io_error(error)))?;
+            return Ok(Region {
+                place: Place::DaxDevice(shown),
+                ..Region::dax(name, memory, read_only)
+            });
+        }
         let is_new = size.is_some() && std::fs::symlink_metadata(path).is_err();
         let memory = FileMemory::open(path, size, read_only).map_err(|error| {
             if is_new {
@@ -67,17 +130,35 @@ impl Region {
             }
             failed(error)
         })?;
-        let domain = match memory.domain() {
-            PersistenceDomain::None => Domain::None,
-            PersistenceDomain::File => Domain::File,
+        let memory = Arc::new(memory);
+        let kind = file_system_of(&shown);
+        let why = match DaxMemory::map(memory.clone(), declared) {
+            Ok(memory) => {
+                return Ok(Region {
+                    place: Place::Dax(shown, kind),
+                    ..Region::dax(name, memory, read_only)
+                });
+            }
+            Err(why) if declared.is_some() => {
+                let why = format!(
+                    "what survives can be declared of mapped memory only, and this is not mapped: {why}"
+                );
+                return Err(failed(io::Error::new(io::ErrorKind::Unsupported, why)));
+            }
+            Err(DaxError::NotDax | DaxError::ReadOnly) => None,
+            Err(why) => Some(why.to_string()),
         };
-        // Shown to people only, so that a path that has no absolute form does no harm.
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.into());
-        let kind = file_system_of(&path);
+        let domain = domain_of(memory.domain());
         Ok(Region {
-            place: Place::File(path, kind),
-            ..Region::new(name, Arc::new(memory), domain, read_only)
+            place: Place::File(shown, kind),
+            not_mapped: why,
+            ..Region::new(name, memory, domain, read_only)
         })
+    }
+
+    fn dax(name: Name, memory: DaxMemory, read_only: bool) -> Region {
+        let domain = domain_of(memory.domain());
+        Region::new(name, Arc::new(memory), domain, read_only).placed_in_domain()
     }
 
     /// Pages of this process's own, zero at first.
@@ -105,10 +186,19 @@ impl Region {
             name,
             memory,
             domain,
+            placed_in_domain: false,
             read_only,
             place: Place::Other,
+            not_mapped: None,
             state: Mutex::default(),
         }
+    }
+
+    /// The same region, of a memory that places bytes straight into its persistence domain and has them there before it answers
+    /// a READ.
+    pub fn placed_in_domain(mut self) -> Region {
+        self.placed_in_domain = true;
+        self
     }
 
     /// The same region, but persistent flushes do nothing and claim to be done: proof that a crash test can fail.
@@ -137,6 +227,15 @@ impl Region {
         self.memory.placement()
     }
 
+    /// The ways to durability that it offers.
+    pub fn ways(&self) -> Ways {
+        let durable = self.domain != Domain::None && self.placement().contains(Placement::PERSISTENT);
+        let mut ways = Ways::empty();
+        ways.set(Ways::FLUSH | Ways::SOFTWARE_FLUSH, durable);
+        ways.set(Ways::READ_AFTER_WRITE, durable && self.placed_in_domain);
+        ways
+    }
+
     /// Whether nobody may write to it.
     pub fn read_only(&self) -> bool {
         self.read_only
@@ -145,6 +244,11 @@ impl Region {
     /// Where its bytes are.
     pub fn place(&self) -> &Place {
         &self.place
+    }
+
+    /// Why a file on persistent memory is reached through the kernel all the same.
+    pub fn not_mapped(&self) -> Option<&str> {
+        self.not_mapped.as_deref()
     }
 
     /// Its bytes.
@@ -475,6 +579,24 @@ impl Memory for WithoutFlush {
     }
 }
 
+fn io_error(error: DaxError) -> io::Error {
+    match error {
+        DaxError::Io(error) => error,
+        other => io::Error::new(io::ErrorKind::Unsupported, other.to_string()),
+    }
+}
+
+/// The domain, as the protocol names it.
+fn domain_of(domain: PersistenceDomain) -> Domain {
+    match domain {
+        PersistenceDomain::None => Domain::None,
+        PersistenceDomain::File => Domain::File,
+        PersistenceDomain::Adr => Domain::Adr,
+        PersistenceDomain::Eadr => Domain::Eadr,
+        PersistenceDomain::WholeSystem => Domain::WholeSystem,
+    }
+}
+
 /// The kind of the file system that a path is on, as mounted: `ext4`, `tmpfs`.
 pub fn file_system_of(path: &Path) -> String {
     let path = path.canonicalize().unwrap_or_else(|_| path.into());
@@ -582,6 +704,57 @@ mod tests {
             region.memory().flush(0, 100, Placement::PERSISTENT),
             Err(Fault::NotSupported)
         );
+    }
+
+    #[test]
+    fn ways__none_without_a_domain_and_a_persistent_flush() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = Name::new("r").unwrap();
+        let file = Region::file(name.clone(), &folder.path().join("f"), Some(4096), false).unwrap();
+        let memory = file.memory().clone();
+        if file.placement().contains(Placement::PERSISTENT) {
+            assert_eq!(file.ways(), Ways::FLUSH | Ways::SOFTWARE_FLUSH);
+            let adr = Region::new(name.clone(), memory.clone(), Domain::Adr, false).placed_in_domain();
+            assert_eq!(adr.ways(), Ways::all());
+        }
+        let none = Region::new(name, memory, Domain::None, false).placed_in_domain();
+        assert_eq!(none.ways(), Ways::empty());
+        assert_eq!(region(100).ways(), Ways::empty());
+    }
+
+    #[test]
+    fn file_in__a_declared_domain_is_for_memory_that_is_mapped() {
+        let name = Name::new("r").unwrap();
+        let declared = |folder: &Path| {
+            let path = folder.join(format!("rdmux-region-{}", std::process::id()));
+            let region = Region::file_in(name.clone(), &path, Some(4096), false, Some(Domain::Adr));
+            let _ = std::fs::remove_file(&path);
+            region
+        };
+        let region = declared(Path::new("/dev/shm")).unwrap();
+        assert!(
+            matches!(region.place(), Place::Dax(_, kind) if kind == "tmpfs"),
+            "{region:?}"
+        );
+        assert_eq!((region.domain(), region.ways()), (Domain::Adr, Ways::all()));
+
+        let folder = tempfile::tempdir().unwrap();
+        let plain = Region::file(name.clone(), &folder.path().join("f"), Some(4096), false).unwrap();
+        if plain.domain() == Domain::File {
+            let error = declared(folder.path()).unwrap_err().to_string();
+            assert!(error.contains("direct access"), "{error}");
+        }
+    }
+
+    #[test]
+    fn file_in__what_is_no_persistent_memory_is_not_declared() {
+        let folder = tempfile::tempdir().unwrap();
+        for domain in [Domain::None, Domain::File] {
+            let path = folder.path().join("f");
+            let error = Region::file_in(Name::new("r").unwrap(), &path, Some(4096), false, Some(domain));
+            assert!(error.unwrap_err().to_string().contains("declared"), "{domain:?}");
+            assert!(!path.exists());
+        }
     }
 
     #[test]

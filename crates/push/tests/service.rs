@@ -1,111 +1,16 @@
 //! A server and its clients in one process, over the soft NIC on loopback addresses.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::net::SocketAddr;
-use std::sync::{Arc, Condvar, Mutex, mpsc};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+mod common;
 
-use rdmux_push::client::{Handshake, Next};
-use rdmux_push::server::{Config, EndReason, Event, Stopper};
-use rdmux_push::{
-    Access, Client, Crc64, Domain, Error, ErrorCode, Key, Name, Options, Placement, Region, Server,
-};
-use rdmux_verbs::{
-    AnonymousMemory, Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, FileMemory, Memory,
-    MemoryRegion, Operation, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest,
-    SgeList, Status, Target,
-};
-use rdmux_wire::push::{MESSAGE_LEN_MAX, Message};
+use std::time::Instant;
 
-const LONG: Duration = Duration::from_secs(20);
-
-fn key() -> Key {
-    Key::new([7; 32])
-}
-
-fn name(text: &str) -> Name {
-    Name::new(text).unwrap()
-}
-
-fn memory_region(text: &str, bytes: u64) -> Region {
-    Region::anonymous(name(text), bytes).unwrap()
-}
-
-/// A server in a thread of its own, ended when dropped.
-struct Running {
-    address: SocketAddr,
-    stopper: Stopper,
-    thread: Option<JoinHandle<()>>,
-    events: mpsc::Receiver<Event>,
-    regions: Vec<Arc<Region>>,
-}
-
-impl Running {
-    fn start(address: &str, regions: Vec<Region>, keepalive: Duration) -> Running {
-        let address = address.parse().unwrap();
-        let config = Config {
-            listen: vec![address],
-            key: key(),
-            regions,
-            keepalive,
-            device: rdmux_verbs::Options::default(),
-        };
-        let server = Server::bind(config).unwrap();
-        let (tx, events) = mpsc::channel();
-        Running {
-            address,
-            stopper: server.stopper(),
-            regions: server.regions().to_vec(),
-            thread: Some(std::thread::spawn(move || {
-                server
-                    .run(|event| {
-                        let _ = tx.send(event.clone());
-                    })
-                    .unwrap();
-            })),
-            events,
-        }
-    }
-
-    fn client(&self) -> Client {
-        let options = Options {
-            from: Some(self.address.ip()),
-            ..Options::default()
-        };
-        Client::connect(self.address, &key(), &options).unwrap()
-    }
-
-    /// The next end of a connection.
-    fn end(&self) -> (EndReason, usize) {
-        loop {
-            match self.events.recv_timeout(LONG).expect("the end of a connection") {
-                Event::Ended { reason, mappings, .. } => return (reason, mappings),
-                _ => continue,
-            }
-        }
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.stopper.stop();
-        let ended = self.thread.take().unwrap().join();
-        assert!(ended.is_ok() || std::thread::panicking());
-    }
-}
-
-fn pattern(bytes: usize, seed: usize) -> Vec<u8> {
-    (0..bytes).map(|i| (i * 7 + i / 255 + seed) as u8).collect()
-}
-
-fn crc(bytes: &[u8]) -> u64 {
-    let mut crc = Crc64::default();
-    crc.update(bytes);
-    crc.value()
-}
-
-const RW: Access = Access::READ.union(Access::WRITE);
+use common::*;
+use rdmux_push::client::Handshake;
+use rdmux_push::server::EndReason;
+use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Key, Options, Placement, Region, Server};
+use rdmux_verbs::{ConnectParams, Device, FileMemory, Operation, QpOptions, Status};
+use rdmux_wire::push::Message;
 
 #[test]
 fn write_flush_read__round_trip() {
@@ -250,129 +155,11 @@ fn map__up_to_the_limit() {
     );
 }
 
-/// A client that speaks verbs, so that it can do what [`Client`] does not.
-struct Raw {
-    _connection: Connection,
-    qp: QueuePair,
-    cq: CompletionQueue,
-    memory: Arc<AnonymousMemory>,
-    mr: MemoryRegion,
-}
-
-impl Raw {
-    const MESSAGE: u64 = 8 * MESSAGE_LEN_MAX as u64;
-
-    fn connect(address: SocketAddr) -> Raw {
-        let device = Device::open(address.ip()).unwrap();
-        let pd = device.alloc_pd();
-        let cq = device.create_cq(64).unwrap();
-        let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
-        let memory = Arc::new(AnonymousMemory::new(10 * MESSAGE_LEN_MAX).unwrap());
-        let mr = pd
-            .reg_mr_all(memory.clone(), 0, rdmux_verbs::Access::LOCAL_WRITE)
-            .unwrap();
-        let connection = device
-            .connect(&qp, address, &ConnectParams::default(), &[])
-            .unwrap();
-        let raw = Raw {
-            _connection: connection,
-            qp,
-            cq,
-            memory,
-            mr,
-        };
-        for slot in 0..8 {
-            let sge = raw.mr.sge(slot * MESSAGE_LEN_MAX as u64, MESSAGE_LEN_MAX as u32);
-            let request = RecvRequest {
-                wr_id: slot,
-                sges: sge.into(),
-            };
-            raw.qp.post_recv(request).unwrap();
-        }
-        raw
-    }
-
-    fn ready(address: SocketAddr) -> Raw {
-        let raw = Raw::connect(address);
-        let mut handshake = Handshake::new(key(), [1; 32]);
-        let mut message = handshake.hello();
-        while let Next::Send(next) = handshake.handle(raw.ask(&message).unwrap()).unwrap() {
-            message = next;
-        }
-        raw
-    }
-
-    fn send_bytes(&self, bytes: &[u8]) {
-        self.memory.write(Raw::MESSAGE, bytes).unwrap();
-        let sges = self.mr.sge(Raw::MESSAGE, bytes.len() as u32).into();
-        self.post(Operation::Send { imm: None }, sges);
-    }
-
-    fn post(&self, operation: Operation, sges: SgeList) {
-        let request = SendRequest {
-            wr_id: 100,
-            operation,
-            sges,
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        };
-        self.qp.post_send(request).unwrap();
-    }
-
-    /// Sends a message and waits for one; `None` when the connection ends instead.
-    fn ask(&self, message: &Message) -> Option<Message> {
-        let mut bytes = Vec::new();
-        message.emit(1, &mut bytes);
-        self.send_bytes(&bytes);
-        self.receive()
-    }
-
-    fn receive(&self) -> Option<Message> {
-        loop {
-            let wc = self.cq.wait(LONG).unwrap().expect("a completion");
-            if wc.status != Status::Success {
-                return None;
-            }
-            if wc.wr_id < 8 {
-                let mut bytes = vec![0; wc.byte_len as usize];
-                self.memory
-                    .read(wc.wr_id * MESSAGE_LEN_MAX as u64, &mut bytes)
-                    .unwrap();
-                return Some(Message::parse(&bytes).unwrap().1);
-            }
-        }
-    }
-
-    /// Waits until a data request is done.
-    fn status(&self) -> Status {
-        loop {
-            let wc = self.cq.wait(LONG).unwrap().expect("a completion");
-            if wc.wr_id == 100 {
-                return wc.status;
-            }
-        }
-    }
-
-    fn map(&self, region: &str, access: Access, offset: u64, length: u64) -> (u64, u64, RKey) {
-        let message = Message::Map {
-            region: name(region),
-            access,
-            offset,
-            length,
-            transfer: 0,
-        };
-        match self.ask(&message) {
-            Some(Message::Mapped { mapping, extents, .. }) => (mapping, extents[0].va, extents[0].rkey),
-            other => panic!("{other:?}"),
-        }
-    }
-}
-
 #[test]
 fn access__outside_of_a_mapping_ends_that_connection_only() {
     let server = Running::start("127.0.9.7:7174", vec![memory_region("m", 65536)], LONG);
     let mut other = server.client();
-    let others = other.map(&name("m"), RW, 0, 0, 0).unwrap();
+    let others = other.map_as(&name("m"), &shared()).unwrap();
     let cases = [
         ("one byte past its end", 4096, 1, true),
         ("over its end", 4000, 97, true),
@@ -436,214 +223,6 @@ fn access__write_through_a_mapping_for_reading() {
     assert_eq!(raw.status(), Status::RemoteAccess);
 }
 
-fn flush(va: u64, rkey: RKey, placement: Placement) -> Operation {
-    Operation::Flush {
-        va,
-        rkey,
-        length: 8,
-        placement,
-        selectivity: Selectivity::Range,
-    }
-}
-
-#[test]
-fn flush__persistent_of_memory_is_refused() {
-    let server = Running::start("127.0.9.10:7174", vec![memory_region("m", 4096)], LONG);
-    let mut client = server.client();
-    let mapping = client.map(&name("m"), RW, 0, 0, 0).unwrap();
-    assert_eq!(
-        (mapping.placement(), mapping.strongest()),
-        (Placement::GLOBAL, Placement::GLOBAL)
-    );
-    let error = client.flush(&mapping, 0, 8, Placement::PERSISTENT).unwrap_err();
-    assert!(
-        error.to_string().contains("keeps nothing over a loss of power"),
-        "{error}"
-    );
-    client.flush(&mapping, 0, 8, Placement::GLOBAL).unwrap();
-    // A client that does not care loses its connection, not its illusions.
-    let raw = Raw::ready(server.address);
-    let (_, va, rkey) = raw.map("m", RW, 0, 0);
-    raw.post(flush(va, rkey, Placement::PERSISTENT), SgeList::EMPTY);
-    assert_eq!(raw.status(), Status::RemoteAccess);
-}
-
-#[test]
-fn flush__persistent_of_a_file_in_memory_is_refused() {
-    let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
-        println!("skipped: /dev/shm cannot be written");
-        return;
-    };
-    let region = Region::file(name("f"), &folder.path().join("f"), Some(4096), false).unwrap();
-    let server = Running::start("127.0.9.11:7174", vec![region], LONG);
-    let mut client = server.client();
-    let mapping = client.map(&name("f"), RW, 0, 0, 0).unwrap();
-    assert_eq!(mapping.domain(), Domain::None);
-    let error = client.flush(&mapping, 0, 8, Placement::PERSISTENT).unwrap_err();
-    assert!(matches!(error, Error::NotPersistent { .. }), "{error}");
-}
-
-/// A file whose flushes a test holds, lets go, or fails.
-#[derive(Debug)]
-struct Disk {
-    memory: AnonymousMemory,
-    gate: Mutex<Gate>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Gate {
-    shut: bool,
-    fails: bool,
-    waiting: usize,
-}
-
-impl Disk {
-    fn new(shut: bool) -> Arc<Disk> {
-        Arc::new(Disk {
-            memory: AnonymousMemory::new(1 << 20).unwrap(),
-            gate: Mutex::new(Gate {
-                shut,
-                ..Gate::default()
-            }),
-            changed: Condvar::new(),
-        })
-    }
-
-    fn set(&self, change: impl FnOnce(&mut Gate)) {
-        change(&mut self.gate.lock().unwrap());
-        self.changed.notify_all();
-    }
-
-    fn wait_until_held(&self) {
-        let gate = self.gate.lock().unwrap();
-        let (_gate, late) = self
-            .changed
-            .wait_timeout_while(gate, LONG, |gate| gate.waiting == 0)
-            .unwrap();
-        assert!(!late.timed_out(), "no flush came");
-    }
-
-    fn region(self: &Arc<Disk>) -> Region {
-        Region::new(name("disk"), self.clone(), Domain::File, false)
-    }
-}
-
-impl Memory for Disk {
-    fn len(&self) -> u64 {
-        self.memory.len()
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
-        self.memory.read(offset, out)
-    }
-
-    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        self.memory.write(offset, bytes)
-    }
-
-    fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
-        self.memory.atomic(offset, atomic)
-    }
-
-    fn placement(&self) -> Placement {
-        Placement::GLOBAL | Placement::PERSISTENT
-    }
-
-    fn flush_is_immediate(&self, placement: Placement) -> bool {
-        !placement.contains(Placement::PERSISTENT)
-    }
-
-    fn flush(&self, _: u64, _: u64, placement: Placement) -> Result<(), Fault> {
-        if !placement.contains(Placement::PERSISTENT) {
-            return Ok(());
-        }
-        let mut gate = self.gate.lock().unwrap();
-        gate.waiting += 1;
-        self.changed.notify_all();
-        let mut gate = self.changed.wait_while(gate, |gate| gate.shut).unwrap();
-        gate.waiting -= 1;
-        if gate.fails { Err(Fault::Io(5)) } else { Ok(()) }
-    }
-}
-
-#[test]
-fn flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
-    let disk = Disk::new(true);
-    let server = Running::start(
-        "127.0.9.12:7174",
-        vec![disk.region(), memory_region("m", 4096)],
-        LONG,
-    );
-    let mut client = server.client();
-    let mapping = client.map(&name("disk"), RW, 0, 8192, 5).unwrap();
-    client.write(&mapping, 0, &[1; 8192]).unwrap();
-    let mut other = server.client();
-    let others = other.map(&name("m"), RW, 0, 0, 0).unwrap();
-    let held = Instant::now();
-    std::thread::scope(|scope| {
-        let flushing = scope.spawn(|| client.flush(&mapping, 0, 8192, Placement::PERSISTENT));
-        disk.wait_until_held();
-        // Longer than all retries of the transport together: the client is put off, not given up.
-        while held.elapsed() < Duration::from_secs(4) {
-            other.write(&others, 0, &[1; 100]).unwrap();
-            assert_eq!(
-                other.stat(&name("disk"), 5).unwrap().durable,
-                0,
-                "not durable yet"
-            );
-            assert!(
-                !flushing.is_finished(),
-                "the flush was acknowledged before it was done"
-            );
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        disk.set(|gate| gate.shut = false);
-        flushing.join().unwrap().unwrap();
-    });
-    assert_eq!(other.stat(&name("disk"), 5).unwrap().durable, 8192);
-}
-
-#[test]
-fn flush__that_fails_ends_the_connection_and_writing_for_good() {
-    let disk = Disk::new(false);
-    let server = Running::start(
-        "127.0.9.13:7174",
-        vec![disk.region(), memory_region("m", 4096)],
-        LONG,
-    );
-    let mut other = server.client();
-    let mut client = server.client();
-    let mapping = client.map(&name("disk"), RW, 0, 8192, 5).unwrap();
-    client.write(&mapping, 0, &[1; 8192]).unwrap();
-    disk.set(|gate| gate.fails = true);
-    let error = client
-        .flush(&mapping, 0, 8192, Placement::PERSISTENT)
-        .unwrap_err();
-    assert!(error.to_string().contains("file failed"), "{error}");
-    let (reason, _) = server.end();
-    assert!(
-        matches!(&reason, EndReason::Failed(why) if why.contains("errno 5")),
-        "{reason}"
-    );
-    assert_eq!(other.stat(&name("disk"), 5).unwrap().durable, 0);
-    // A later success would hide what was lost.
-    disk.set(|gate| gate.fails = false);
-    let error = other.map(&name("disk"), RW, 0, 0, 0).unwrap_err();
-    assert!(
-        matches!(
-            &error,
-            Error::Refused {
-                code: ErrorCode::Io,
-                ..
-            }
-        ),
-        "{error}"
-    );
-    other.map(&name("disk"), Access::READ, 0, 0, 0).unwrap();
-    other.map(&name("m"), RW, 0, 0, 0).unwrap();
-}
-
 #[test]
 fn write__to_a_file_that_another_process_truncates() {
     let folder = tempfile::tempdir().unwrap();
@@ -654,7 +233,8 @@ fn write__to_a_file_that_another_process_truncates() {
     let others = other.map(&name("m"), RW, 0, 0, 0).unwrap();
     for what in ["write", "read", "flush"] {
         let mut client = server.client();
-        let mapping = client.map(&name("f"), RW, 0, 0, 0).unwrap();
+        // Who shared nothing would have been asked first.
+        let mapping = client.map_as(&name("f"), &shared()).unwrap();
         client.write(&mapping, 0, &[1; 65536]).unwrap();
         std::fs::File::options()
             .write(true)
@@ -717,7 +297,7 @@ fn handshake__not_finished_in_time_ends() {
     let begun = Instant::now();
     let raw = Raw::connect(server.address);
     assert!(matches!(
-        raw.ask(&Handshake::new(key(), [1; 32]).hello()),
+        raw.ask(&Handshake::new(key(), [1; 32], [0; 16]).hello()),
         Some(Message::Challenge { .. })
     ));
     assert_eq!(server.end().0, EndReason::HandshakeTimeout);
@@ -783,12 +363,11 @@ fn request__more_at_a_time_than_the_server_has_slots() {
         length: 1 << 20,
     };
     checksum.emit(1, &mut bytes);
-    // The server takes four and puts off the others until it has answered.
-    for _ in 0..8 {
+    // The server takes sixteen and puts off the others until it has answered.
+    for _ in 0..24 {
         raw.send_bytes(&bytes);
     }
-    // Two of the client's eight receives served the handshake.
-    for _ in 0..6 {
+    for _ in 0..24 {
         let answer = raw.receive();
         assert!(matches!(answer, Some(Message::Checksummed { .. })), "{answer:?}");
     }
@@ -805,16 +384,121 @@ fn stop__tells_the_clients() {
 
 #[test]
 fn bind__port_in_use_or_names_that_collide() {
-    let server = Running::start("127.0.9.21:7174", vec![memory_region("m", 10)], LONG);
-    let config = |regions| Config {
-        listen: vec![server.address],
-        key: key(),
-        regions,
-        keepalive: LONG,
-        device: rdmux_verbs::Options::default(),
-    };
+    let _server = Running::start("127.0.9.21:7174", vec![memory_region("m", 10)], LONG);
+    let config = |regions| config("127.0.9.21:7174", regions);
     let error = Server::bind(config(vec![memory_region("m", 10)])).unwrap_err();
     assert!(error.to_string().contains("127.0.9.21:7174"), "{error}");
     let error = Server::bind(config(vec![memory_region("m", 10), memory_region("m", 10)])).unwrap_err();
     assert!(error.to_string().contains("named m"), "{error}");
+}
+
+#[test]
+fn run__a_server_that_only_looks_takes_connections_and_messages() {
+    let server = Running::start_with(rdmux_push::server::Config {
+        device: rdmux_verbs::Options {
+            waiting: Some(rdmux_verbs::waiting::WaitMode::Running),
+            ..rdmux_verbs::Options::default()
+        },
+        ..config("127.0.9.22:7174", vec![memory_region("m", 4096)])
+    });
+    for _ in 0..3 {
+        let mut client = server.client();
+        client
+            .ordinary_write(&name("m"), 0, b"looked", Placement::empty())
+            .unwrap();
+        client.close();
+    }
+}
+
+/// Messages that no client of ours sends, and too many of those that it does.
+#[test]
+fn request__hostile_ones_end_their_own_connection_at_most() {
+    let server = Running::start("127.0.9.23:7174", vec![memory_region("m", 4096)], LONG);
+    let mut other = server.client();
+    let raw = Raw::ready(server.address);
+    // Receipts for what was never sent, more than the server has receives.
+    for _ in 0..100 {
+        raw.send(&Message::Noticed);
+    }
+    for message in [
+        Message::Release { mapping: 0 },
+        Message::Release { mapping: u64::MAX },
+        Message::Unmap { mapping: 1 },
+    ] {
+        let answer = raw.ask(&message);
+        assert!(
+            matches!(
+                answer,
+                Some(Message::Error {
+                    code: ErrorCode::Protocol,
+                    ..
+                })
+            ),
+            "{message:?}: {answer:?}"
+        );
+    }
+    // What only a server says.
+    for message in [
+        Message::Flushed,
+        Message::Written,
+        Message::Released,
+        Message::Bytes { bytes: vec![1] },
+        Message::Notice { changes: Vec::new() },
+    ] {
+        let raw = Raw::ready(server.address);
+        let answer = raw.ask(&message);
+        assert!(
+            matches!(
+                answer,
+                Some(Message::Error {
+                    code: ErrorCode::Protocol,
+                    ..
+                })
+            ),
+            "{message:?}: {answer:?}"
+        );
+        assert!(matches!(server.end().0, EndReason::Protocol(_)), "{message:?}");
+    }
+    // A mapping that waits is released and unmapped by its number before it is there: it never comes to be.
+    let holder = other.map(&name("m"), RW, 0, 0, 0).unwrap();
+    let waiting = Message::Map {
+        region: name("m"),
+        access: RW,
+        share: Access::empty(),
+        conflict: rdmux_push::Conflict::Break,
+        offset: 0,
+        length: 0,
+        transfer: 0,
+    };
+    raw.send(&waiting);
+    assert!(matches!(
+        raw.ask(&Message::Unmap { mapping: 1 }),
+        Some(Message::Unmapped)
+    ));
+    other.release(&holder).unwrap();
+    let answer = raw.receive();
+    assert!(
+        matches!(
+            answer,
+            Some(Message::Error {
+                code: ErrorCode::Revoked,
+                ..
+            })
+        ),
+        "{answer:?}"
+    );
+    other.map(&name("m"), RW, 0, 0, 0).unwrap();
+    // The longest message there is, cut short.
+    let write = Message::Write {
+        region: name("m"),
+        offset: 0,
+        placement: Placement::empty(),
+        conflict: rdmux_push::Conflict::Fail,
+        bytes: vec![1; 65536],
+    };
+    let mut bytes = Vec::new();
+    write.emit(1, &mut bytes);
+    raw.send_bytes(&bytes[..bytes.len() - 1]);
+    assert_eq!(raw.receive(), None);
+    other.stat(&name("m"), 0).unwrap();
 }

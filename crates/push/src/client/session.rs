@@ -26,6 +26,10 @@ pub enum Next {
         keepalive_ms: u32,
         /// Mappings that one connection may hold.
         mappings_max: u32,
+        /// Messages that may be unanswered at a time.
+        messages_max: u16,
+        /// Mappings of earlier connections of this client that were revoked.
+        revoked: u32,
     },
 }
 
@@ -34,15 +38,17 @@ pub enum Next {
 pub struct Handshake {
     key: Key,
     nonce: [u8; 32],
+    client: [u8; 16],
     proved: bool,
 }
 
 impl Handshake {
-    /// A handshake; `nonce` is random.
-    pub fn new(key: Key, nonce: [u8; 32]) -> Handshake {
+    /// A handshake; `nonce` is random, `client` the name that this client has on all its connections, or zeros.
+    pub fn new(key: Key, nonce: [u8; 32], client: [u8; 16]) -> Handshake {
         Handshake {
             key,
             nonce,
+            client,
             proved: false,
         }
     }
@@ -76,25 +82,35 @@ impl Handshake {
                     version,
                     client_nonce: self.nonce,
                     server_nonce,
+                    client: [0; 16],
                 };
                 // Who cannot show that it has the key gets no proof of ours.
                 if !self.key.verify(Role::Server, &transcript, &server_proof) {
                     return Err(Failure::WrongKey);
                 }
                 self.proved = true;
+                let transcript = Transcript {
+                    client: self.client,
+                    ..transcript
+                };
                 Ok(Next::Send(Message::Proof {
                     client_proof: self.key.proof(Role::Client, &transcript),
+                    client: self.client,
                 }))
             }
             (
                 Message::Welcome {
                     keepalive_ms,
                     mappings_max,
+                    messages_max,
+                    revoked,
                 },
                 true,
             ) => Ok(Next::Welcome {
                 keepalive_ms,
                 mappings_max,
+                messages_max,
+                revoked,
             }),
             (
                 Message::Error {
@@ -122,15 +138,20 @@ mod tests {
             regions: Vec::new(),
             keepalive_ms: 5,
             mappings_max: 6,
+            messages_max: 7,
         });
         let mut server = Session::new(shared, [2; 32]);
-        let mut client = Handshake::new(Key::new([client_key; 32]), [3; 32]);
+        let mut client = Handshake::new(Key::new([client_key; 32]), [3; 32], [4; 16]);
         let mut message = client.hello();
         loop {
             let mut bytes = Vec::new();
             message.emit(1, &mut bytes);
             let answer = match server.handle(&bytes).1 {
                 Action::Send(answer) | Action::End(Some(answer), _) => answer,
+                Action::Welcome { client } => {
+                    assert_eq!(client, [4; 16]);
+                    server.welcome(8)
+                }
                 other => panic!("{other:?}"),
             };
             match client.handle(answer)? {
@@ -145,6 +166,8 @@ mod tests {
         let welcome = Next::Welcome {
             keepalive_ms: 5,
             mappings_max: 6,
+            messages_max: 7,
+            revoked: 8,
         };
         assert_eq!(run(1, 1), Ok(welcome));
         assert_eq!(run(1, 2), Err(Failure::WrongKey));
@@ -152,10 +175,12 @@ mod tests {
 
     #[test]
     fn handle__welcome_without_proof_of_the_server() {
-        let mut client = Handshake::new(Key::new([1; 32]), [3; 32]);
+        let mut client = Handshake::new(Key::new([1; 32]), [3; 32], [4; 16]);
         let welcome = Message::Welcome {
             keepalive_ms: 5,
             mappings_max: 6,
+            messages_max: 7,
+            revoked: 8,
         };
         assert_eq!(client.handle(welcome), Err(Failure::Protocol));
     }
@@ -163,16 +188,17 @@ mod tests {
     #[test]
     fn handle__a_proof_that_is_a_reflection_of_ones_own() {
         let key = Key::new([1; 32]);
-        let mut client = Handshake::new(key.clone(), [3; 32]);
+        let mut client = Handshake::new(key.clone(), [3; 32], [4; 16]);
         let transcript = Transcript {
-            version_min: 1,
-            version_max: 1,
-            version: 1,
+            version_min: VERSION,
+            version_max: VERSION,
+            version: VERSION,
             client_nonce: [3; 32],
             server_nonce: [3; 32],
+            client: [4; 16],
         };
         let challenge = Message::Challenge {
-            version: 1,
+            version: VERSION,
             server_nonce: [3; 32],
             server_proof: key.proof(Role::Client, &transcript),
         };

@@ -1,13 +1,21 @@
-//! The server: one thread for all its sessions, which sleeps on descriptors; the data path is the device's alone.
+//! The server: one thread for all its sessions, which looks or sleeps as [`rdmux_verbs::waiting`] has it; the data path is the
+//! device's alone.
 
+mod control;
+mod drive;
+mod event;
+mod lease;
+mod requests;
 mod session;
+mod watch;
+mod work;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
-use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
@@ -15,11 +23,17 @@ use rdmux_verbs::{
     CreateError, Device, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation, ProtectionDomain,
     QpOptions, QueuePair, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
-use rdmux_wire::push::{self, ErrorCode, Extent, MESSAGE_LEN_MAX, Message};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rdmux_wire::push::{self, Change, MESSAGE_LEN_MAX, Message};
+use rustix::event::{EventfdFlags, eventfd};
 
-pub use self::session::{Action, EndReason, Map, Session, Shared};
-use crate::crc::crc64_of;
+pub use self::control::{Control, Exclusive, ServerEnded};
+use self::drive::Waiting;
+pub use self::event::Event;
+pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
+use self::requests::{Pending, Welcoming};
+pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
+use self::watch::Watches;
+use self::work::{Finished, Workers};
 use crate::key::{Key, random_nonce};
 use crate::region::{Mapped, Region};
 
@@ -33,16 +47,22 @@ const LINGER: Duration = Duration::from_millis(200);
 const HALF_OPEN_MAX: usize = 64;
 /// Clients at a time, on one address.
 const CONNECTIONS_MAX: usize = 1024;
-/// Mappings of a client.
-const MAPPINGS_MAX: u32 = 64;
+/// Mappings that one client may have, unless [`Config::mappings_max`] says otherwise.
+pub const MAPPINGS_MAX_DEFAULT: u32 = 16384;
 /// Messages of a client that are under way at a time. Each has a slot, and no receive is posted to a slot before the answer
 /// to its last message has arrived: a client cannot make the server hold more.
-const SLOTS: usize = 4;
-/// Work requests that a connection may have completions for: receives, sends, a probe.
-const COMPLETIONS_PER_CONNECTION: usize = 2 * SLOTS + 1;
+const SLOTS: usize = 16;
+/// Of those, such as need an answer: one is left for a notice's receipt, and one for a goodbye.
+const MESSAGES_MAX: u16 = SLOTS as u16 - 2;
+/// Work requests that a connection may have completions for: receives, sends, a notice, a probe.
+const COMPLETIONS_PER_CONNECTION: usize = 2 * SLOTS + 2;
+/// A holder has so long to let go of a lease that somebody else needs. MS-SMB2 3.3.2.5 has the same; it is less than the 45 s
+/// after which Linux takes a file lease away (proc_sys_fs(5), `lease-break-time`).
+pub const BREAK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(35);
 
 const SEND: u64 = 1 << 32;
 const PROBE: u64 = 2 << 32;
+const NOTICE: u64 = 3 << 32;
 
 /// How a server is made.
 #[derive(Debug)]
@@ -55,6 +75,10 @@ pub struct Config {
     pub regions: Vec<Region>,
     /// A client that is silent for so long is taken for dead.
     pub keepalive: Duration,
+    /// A holder has so long to let go of a lease that somebody else needs; then it is taken away.
+    pub break_timeout: Duration,
+    /// Mappings that one client may have.
+    pub mappings_max: u32,
     /// How the devices are opened.
     pub device: rdmux_verbs::Options,
 }
@@ -91,102 +115,6 @@ pub enum ServeError {
     Io(#[from] io::Error),
 }
 
-/// What happens, for people to read.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// A client connected and has the key.
-    Connected {
-        /// Number of the client.
-        client: u64,
-        /// Where from.
-        peer: IpAddr,
-    },
-    /// A client mapped.
-    Mapped {
-        /// Number of the client.
-        client: u64,
-        /// Number of the mapping.
-        mapping: u64,
-        /// What.
-        region: push::Name,
-        /// First byte.
-        offset: u64,
-        /// Bytes.
-        length: u64,
-        /// What for.
-        access: push::Access,
-    },
-    /// A client ended a mapping.
-    Unmapped {
-        /// Number of the client.
-        client: u64,
-        /// Number of the mapping.
-        mapping: u64,
-    },
-    /// A connection ended, and its mappings with it.
-    Ended {
-        /// Number of the client.
-        client: u64,
-        /// Where from.
-        peer: IpAddr,
-        /// Why.
-        reason: EndReason,
-        /// Mappings that ended with it.
-        mappings: usize,
-    },
-    /// A connection was refused.
-    Refused {
-        /// Where from.
-        peer: IpAddr,
-        /// Why.
-        why: String,
-    },
-}
-
-impl std::fmt::Display for Event {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Event::Connected { client, peer } => write!(f, "client {client} connected from {peer}"),
-            Event::Mapped {
-                client,
-                mapping,
-                region,
-                offset,
-                length,
-                access,
-            } => {
-                let what = match (
-                    access.contains(push::Access::READ),
-                    access.contains(push::Access::WRITE),
-                ) {
-                    (true, true) => "read and write",
-                    (false, true) => "write",
-                    _ => "read",
-                };
-                write!(
-                    f,
-                    "client {client} maps {region}, {length} bytes at {offset}, to {what} (mapping {mapping})"
-                )
-            }
-            Event::Unmapped { client, mapping } => write!(f, "client {client} unmaps mapping {mapping}"),
-            Event::Ended {
-                client,
-                peer,
-                reason,
-                mappings,
-            } => {
-                write!(f, "client {client} from {peer} ended: {reason}")?;
-                match mappings {
-                    0 => Ok(()),
-                    1 => f.write_str("; its mapping ended too"),
-                    n => write!(f, "; its {n} mappings ended too"),
-                }
-            }
-            Event::Refused { peer, why } => write!(f, "connection from {peer} refused: {why}"),
-        }
-    }
-}
-
 /// Ends a server from another thread.
 #[derive(Clone, Debug)]
 pub struct Stopper(mpsc::Sender<Done>, Arc<OwnedFd>);
@@ -208,24 +136,8 @@ fn wake(fd: &OwnedFd) {
 #[derive(Debug)]
 enum Done {
     Stop,
-    Checksum {
-        key: ConnectionKey,
-        client: u64,
-        slot: usize,
-        request: u64,
-        result: Result<u64, rdmux_verbs::Fault>,
-    },
-}
-
-#[derive(Debug)]
-struct ChecksumJob {
-    key: ConnectionKey,
-    client: u64,
-    slot: usize,
-    request: u64,
-    region: Arc<Region>,
-    offset: u64,
-    length: u64,
+    Finished(Finished),
+    Local(control::Local),
 }
 
 /// Which endpoint, and the QP's number there.
@@ -240,11 +152,13 @@ struct Endpoint {
     connections: usize,
 }
 
-/// A mapping; dropped, it is no longer reached.
+/// A mapping. Without its region and lease it is no longer reached, and can only be flushed.
 #[derive(Debug)]
 struct Mapping {
-    _mr: MemoryRegion,
+    live: Option<(MemoryRegion, LeaseId)>,
     memory: Arc<Mapped>,
+    /// Number of the region.
+    number: usize,
     offset: u64,
     length: u64,
     transfer: u64,
@@ -266,6 +180,15 @@ struct Client {
     /// The end, once the last message has left.
     closing: Option<EndReason>,
     probing: bool,
+    /// Who it is over several connections; zeros when it has not said.
+    id: [u8; 16],
+    /// What it is to be told of its mappings: of each the last that happened.
+    changes: BTreeMap<u64, Change>,
+    /// The notice that it has not taken yet.
+    notice: Option<u64>,
+    notices_so_far: u64,
+    /// It has ended: for its jobs that take long.
+    gone: Arc<AtomicBool>,
 }
 
 /// A server. [`Server::bind`], then [`Server::run`].
@@ -273,6 +196,8 @@ struct Client {
 pub struct Server {
     shared: Arc<Shared>,
     endpoints: Vec<Endpoint>,
+    /// The one that is looked at next.
+    next_endpoint: usize,
     clients: HashMap<ConnectionKey, Client>,
     /// Failed connections, and when they go. The oldest is first.
     lingering: VecDeque<(Instant, Client)>,
@@ -283,8 +208,22 @@ pub struct Server {
     wake: Arc<OwnedFd>,
     done_tx: mpsc::Sender<Done>,
     done_rx: mpsc::Receiver<Done>,
-    checksums: mpsc::Sender<ChecksumJob>,
+    workers: Workers,
+    leases: Leases,
+    carrying_out: bool,
+    /// Mappings by their lease.
+    leased: HashMap<LeaseId, (ConnectionKey, u64)>,
+    /// What waits for a lease.
+    pending: HashMap<LeaseId, Pending>,
+    /// Clients whose earlier connections' jobs are not done.
+    welcoming: Vec<Welcoming>,
+    /// Local operations by their number.
+    locals: HashMap<u64, LeaseId>,
+    locals_so_far: u64,
+    watches: Watches,
     events: Vec<Event>,
+    waiting: Waiting,
+    stop: bool,
 }
 
 impl Server {
@@ -302,7 +241,8 @@ impl Server {
             key: config.key,
             regions: config.regions.into_iter().map(Arc::new).collect(),
             keepalive_ms: config.keepalive.as_millis().try_into().unwrap_or(u32::MAX),
-            mappings_max: MAPPINGS_MAX,
+            mappings_max: config.mappings_max,
+            messages_max: MESSAGES_MAX,
         });
         let mut endpoints: Vec<Endpoint> = Vec::new();
         for address in config.listen {
@@ -329,10 +269,13 @@ impl Server {
         let wake =
             Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(io::Error::from)?);
         let (done_tx, done_rx) = mpsc::channel();
-        let checksums = checksum_thread(done_tx.clone(), wake.clone())?;
+        let mut events = Vec::new();
+        let watches = Watches::begin(&shared.regions, &done_tx, &wake, &mut events);
+        let workers = Workers::new(done_tx.clone(), wake.clone());
         Ok(Server {
             shared,
             endpoints,
+            next_endpoint: 0,
             clients: HashMap::new(),
             lingering: VecDeque::new(),
             clients_so_far: 0,
@@ -341,8 +284,18 @@ impl Server {
             wake,
             done_tx,
             done_rx,
-            checksums,
-            events: Vec::new(),
+            workers,
+            leases: Leases::new(config.break_timeout),
+            carrying_out: false,
+            leased: HashMap::new(),
+            pending: HashMap::new(),
+            welcoming: Vec::new(),
+            locals: HashMap::new(),
+            locals_so_far: 0,
+            watches,
+            events,
+            waiting: Waiting::new(config.device.waiting),
+            stop: false,
         })
     }
 
@@ -351,79 +304,17 @@ impl Server {
         &self.shared.regions
     }
 
+    /// Works on the regions from elsewhere.
+    pub fn control(&self) -> Control {
+        Control {
+            server: self.done_tx.clone(),
+            wake: self.wake.clone(),
+        }
+    }
+
     /// Ends this server from elsewhere.
     pub fn stopper(&self) -> Stopper {
         Stopper(self.done_tx.clone(), self.wake.clone())
-    }
-
-    /// Serves until stopped. `log` hears of what happens.
-    pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
-        self.next_probe = Instant::now() + self.keepalive / 2;
-        let mut stop = false;
-        while !stop {
-            for at in 0..self.endpoints.len() {
-                self.accept(at);
-                // Waiting for no time arms the queue and looks once more: nothing is missed.
-                while let Some(wc) = self.endpoints[at].cq.wait(Duration::ZERO)? {
-                    self.completed(at, &wc);
-                }
-            }
-            while let Ok(done) = self.done_rx.try_recv() {
-                match done {
-                    Done::Stop => stop = true,
-                    Done::Checksum {
-                        key,
-                        client,
-                        slot,
-                        request,
-                        result,
-                    } => self.checksummed(key, client, slot, request, result),
-                }
-            }
-            let now = Instant::now();
-            let next = self.handle_timers(now);
-            for event in self.events.drain(..) {
-                log(&event);
-            }
-            if !stop {
-                self.sleep(next.saturating_duration_since(now))?;
-            }
-        }
-        for key in self.clients.keys().copied().collect::<Vec<_>>() {
-            self.end(key, EndReason::Shutdown);
-        }
-        for event in self.events.drain(..) {
-            log(&event);
-        }
-        Ok(())
-    }
-
-    fn sleep(&self, timeout: Duration) -> io::Result<()> {
-        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
-        for endpoint in &self.endpoints {
-            fds.push(PollFd::new(&endpoint.cq, PollFlags::IN));
-            fds.push(PollFd::new(&endpoint.listener, PollFlags::IN));
-        }
-        let timeout = Timespec {
-            tv_sec: timeout.as_secs().min(3600) as i64,
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let woken: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        let fds = std::iter::once(self.wake.as_fd()).chain(
-            self.endpoints
-                .iter()
-                .flat_map(|e| [e.cq.as_fd(), e.listener.as_fd()]),
-        );
-        for (fd, woken) in fds.zip(woken) {
-            if woken {
-                let _ = rustix::io::read(fd, &mut [0u8; 8]);
-            }
-        }
-        Ok(())
     }
 
     fn accept(&mut self, at: usize) {
@@ -464,10 +355,10 @@ impl Server {
         // A domain for each client: no key of one is good for another.
         let pd = endpoint.device.alloc_pd();
         let mut options = QpOptions::new(&endpoint.cq);
-        options.max_send_wr = SLOTS as u32 + 1;
+        options.max_send_wr = SLOTS as u32 + 2;
         options.max_recv_wr = SLOTS as u32;
         let qp = pd.create_qp(&options)?;
-        let slots = Arc::new(AnonymousMemory::new(2 * SLOTS * MESSAGE_LEN_MAX)?);
+        let slots = Arc::new(AnonymousMemory::new((2 * SLOTS + 1) * MESSAGE_LEN_MAX)?);
         let slots_mr = pd.reg_mr_all(slots.clone(), 0, Access::LOCAL_WRITE)?;
         let prepare = || {
             for slot in 0..SLOTS {
@@ -489,6 +380,11 @@ impl Server {
             deadline: Some(Instant::now() + HANDSHAKE_TIMEOUT),
             closing: None,
             probing: false,
+            id: [0; 16],
+            changes: BTreeMap::new(),
+            notice: None,
+            notices_so_far: 0,
+            gone: Arc::default(),
             qp,
         };
         self.clients.insert((at, client.qp.qpn().value()), client);
@@ -506,209 +402,34 @@ impl Server {
         }
         if wc.wr_id == PROBE {
             client.probing = false;
+        } else if wc.wr_id == NOTICE {
+            // Its place is free when the client says that it has taken it.
         } else if wc.wr_id & SEND != 0 {
             let slot = (wc.wr_id & !SEND) as usize;
             if let Some(reason) = client.closing.take() {
                 self.end(key, reason);
-            } else if client.qp.post_recv(receive(&client.slots_mr, slot)).is_err() {
-                self.end(key, EndReason::Failed("connection lost".into()));
+            } else {
+                self.receive_again(key, slot);
             }
         } else {
             self.received(key, wc.wr_id as usize, wc.byte_len as usize);
         }
     }
 
-    fn received(&mut self, key: ConnectionKey, slot: usize, bytes: usize) {
-        let Some(client) = self.clients.get_mut(&key) else {
-            return;
-        };
-        if client.closing.is_some() {
-            return;
-        }
-        let mut message = [0; MESSAGE_LEN_MAX];
-        let message = &mut message[..bytes.min(MESSAGE_LEN_MAX)];
-        if client
-            .slots
-            .read((slot * MESSAGE_LEN_MAX) as u64, message)
-            .is_err()
-        {
-            return;
-        }
-        let was_ready = client.session.is_ready();
-        let (request, action) = client.session.handle(message);
-        if !was_ready && client.session.is_ready() {
-            client.deadline = None;
-            self.events.push(Event::Connected {
-                client: client.number,
-                peer: client.connection.peer(),
-            });
-        }
-        match action {
-            Action::Send(answer) => self.send(key, slot, request, &answer),
-            Action::Map(map) => {
-                let made = self.map(key, &map);
-                let Some(client) = self.clients.get_mut(&key) else {
-                    return;
-                };
-                let answer = client.session.mapped(&map, made);
-                self.send(key, slot, request, &answer);
-            }
-            Action::Unmap(mapping) => {
-                client.mappings.remove(&mapping);
-                let event = Event::Unmapped {
-                    client: client.number,
-                    mapping,
-                };
-                self.events.push(event);
-                self.send(key, slot, request, &Message::Unmapped);
-            }
-            Action::Checksum {
-                region,
-                offset,
-                length,
-            } => {
-                let job = ChecksumJob {
-                    key,
-                    client: client.number,
-                    slot,
-                    request,
-                    region,
-                    offset,
-                    length,
-                };
-                // The thread lives as long as the server.
-                let _ = self.checksums.send(job);
-            }
-            Action::End(None, reason) => self.end(key, reason),
-            Action::End(Some(last), reason) => {
-                client.closing = Some(reason);
-                client.deadline = Some(Instant::now() + CLOSING_TIMEOUT);
-                self.send(key, slot, request, &last);
-            }
-        }
-    }
-
-    /// Registers a mapping.
-    fn map(&mut self, key: ConnectionKey, map: &Map) -> Result<Extent, (ErrorCode, String)> {
-        let write = map.access.contains(push::Access::WRITE);
-        if write && map.transfer != 0 {
-            self.claim(key, map)?;
-        }
-        let Some(client) = self.clients.get_mut(&key) else {
-            return Err((ErrorCode::Protocol, String::new()));
-        };
-        let memory = map.region.open(write, map.offset, map.length, map.transfer);
-        let mut access = Access::empty();
-        access.set(Access::REMOTE_READ, map.access.contains(push::Access::READ));
-        if write {
-            access |= Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::for_flush(map.region.placement());
-        }
-        // The offset in the region is the address, so that both ends speak of the same numbers.
-        let mr = client
-            .pd
-            .reg_mr(memory.clone(), map.offset, map.length, map.offset, access)
-            .map_err(|error| (ErrorCode::NotSupported, error.to_string()))?;
-        let extent = Extent {
-            offset: map.offset,
-            length: map.length,
-            va: mr.iova(),
-            rkey: RKey(mr.rkey().0),
-        };
-        self.events.push(Event::Mapped {
-            client: client.number,
-            mapping: map.mapping,
-            region: map.region.name().clone(),
-            offset: map.offset,
-            length: map.length,
-            access: map.access,
-        });
-        let mapping = Mapping {
-            _mr: mr,
-            memory,
-            offset: map.offset,
-            length: map.length,
-            transfer: map.transfer,
-        };
-        client.mappings.insert(map.mapping, mapping);
-        Ok(extent)
-    }
-
-    /// Gives an upload its range. Another connection that wrote for the same upload is ended: it is a client that died, or
-    /// one that must not write any more. Another upload keeps its range.
-    fn claim(&mut self, key: ConnectionKey, map: &Map) -> Result<(), (ErrorCode, String)> {
-        let mut predecessors = Vec::new();
-        for (other_key, other) in &self.clients {
-            for mapping in other.mappings.values() {
-                let same_region = Arc::ptr_eq(mapping.memory.region(), &map.region);
-                let overlaps =
-                    mapping.offset < map.offset + map.length && map.offset < mapping.offset + mapping.length;
-                if !same_region || !overlaps || mapping.transfer == 0 || *other_key == key {
-                    continue;
-                }
-                if mapping.transfer != map.transfer {
-                    let text = format!(
-                        "another upload (client {}) is writing to region {} there: wait until it ends; one whose client \
-                         died ends within {} s",
-                        other.number,
-                        map.region.name(),
-                        self.keepalive.as_secs_f32()
-                    );
-                    return Err((ErrorCode::Busy, text));
-                }
-                predecessors.push(*other_key);
-            }
-        }
-        for predecessor in predecessors {
-            self.end(predecessor, EndReason::TakenOver);
-        }
-        Ok(())
-    }
-
-    fn checksummed(
-        &mut self,
-        key: ConnectionKey,
-        number: u64,
-        slot: usize,
-        request: u64,
-        result: Result<u64, rdmux_verbs::Fault>,
-    ) {
-        // The client may have gone, and another have its queue pair's number.
-        if self
-            .clients
-            .get(&key)
-            .is_none_or(|client| client.number != number)
-        {
-            return;
-        }
-        let answer = match result {
-            Ok(crc) => Message::Checksummed { crc },
-            Err(fault) => Message::Error {
-                code: ErrorCode::Io,
-                text: format!("the region could not be read: {fault}"),
-            },
-        };
-        self.send(key, slot, request, &answer);
-    }
-
     fn send(&mut self, key: ConnectionKey, slot: usize, request: u64, message: &Message) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
-        let mut bytes = Vec::with_capacity(256);
-        message.emit(request, &mut bytes);
-        let at = ((SLOTS + slot) * MESSAGE_LEN_MAX) as u64;
-        let sent = client.slots.write(at, &bytes).is_ok()
-            && client
-                .qp
-                .post_send(SendRequest {
-                    wr_id: SEND | slot as u64,
-                    operation: Operation::Send { imm: None },
-                    sges: client.slots_mr.sge(at, bytes.len() as u32).into(),
-                    flags: SendFlags::SIGNALED,
-                    to: Target::Connected,
-                })
-                .is_ok();
-        if !sent {
+        if !client.emit(SLOTS + slot, SEND | slot as u64, request, message) {
+            self.end(key, EndReason::Failed("connection lost".into()));
+        }
+    }
+
+    fn receive_again(&mut self, key: ConnectionKey, slot: usize) {
+        let Some(client) = self.clients.get(&key) else {
+            return;
+        };
+        if client.qp.post_recv(receive(&client.slots_mr, slot)).is_err() {
             self.end(key, EndReason::Failed("connection lost".into()));
         }
     }
@@ -739,12 +460,14 @@ impl Server {
         for (key, reason) in late {
             self.end(key, reason);
         }
+        self.leases.handle_timeout(now);
+        self.carry_out();
         while self.lingering.front().is_some_and(|(until, _)| *until <= now) {
             self.lingering.pop_front();
         }
         let deadlines = self.clients.values().filter_map(|client| client.deadline);
         let lingering = self.lingering.front().map(|(until, _)| *until);
-        let next = deadlines.chain(lingering).min();
+        let next = deadlines.chain(lingering).chain(self.leases.next_timeout()).min();
         next.map_or(self.next_probe, |next| next.min(self.next_probe))
     }
 
@@ -753,9 +476,23 @@ impl Server {
             return;
         };
         self.endpoints[key.0].connections -= 1;
-        // The mappings first: from here on nothing of the client reaches a region.
-        let mappings = client.mappings.len();
+        client.gone.store(true, Ordering::Relaxed);
+        // The mappings first: from here on nothing of the client reaches a region, and only then may others.
+        let live = client
+            .mappings
+            .values_mut()
+            .filter_map(|mapping| mapping.live.take());
+        let mut mappings = 0;
+        for (_, lease) in live {
+            self.leased.remove(&lease);
+            mappings += 1;
+        }
         client.mappings.clear();
+        self.pending.retain(|_, pending| !pending.is_of(client.number));
+        self.welcoming
+            .retain(|welcoming| welcoming.client != client.number);
+        self.leases.owner_ended(Instant::now(), client.number);
+        self.carry_out();
         let failed = matches!(reason, EndReason::Failed(_));
         self.events.push(Event::Ended {
             client: client.number,
@@ -766,6 +503,23 @@ impl Server {
         if failed && self.lingering.len() < CONNECTIONS_MAX {
             self.lingering.push_back((Instant::now() + LINGER, client));
         }
+    }
+}
+
+impl Client {
+    /// Sends a message from a place among the slots.
+    fn emit(&self, place: usize, wr_id: u64, request: u64, message: &Message) -> bool {
+        let mut bytes = Vec::with_capacity(256);
+        message.emit(request, &mut bytes);
+        let at = (place * MESSAGE_LEN_MAX) as u64;
+        let request = SendRequest {
+            wr_id,
+            operation: Operation::Send { imm: None },
+            sges: self.slots_mr.sge(at, bytes.len() as u32).into(),
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        self.slots.write(at, &bytes).is_ok() && self.qp.post_send(request).is_ok()
     }
 }
 
@@ -812,26 +566,4 @@ fn why_ended(client: &Client, status: Status) -> EndReason {
         Some(Status::RemoteAccess) => EndReason::Failed("access outside of its mappings".into()),
         Some(other) => EndReason::Failed(other.to_string()),
     }
-}
-
-/// A thread that reads regions and sums them up, so that no session waits for it.
-fn checksum_thread(done: mpsc::Sender<Done>, wake_fd: Arc<OwnedFd>) -> io::Result<mpsc::Sender<ChecksumJob>> {
-    let (tx, rx) = mpsc::channel::<ChecksumJob>();
-    thread::Builder::new().name("checksum".into()).spawn(move || {
-        while let Ok(job) = rx.recv() {
-            let result = crc64_of(&**job.region.memory(), job.offset, job.length);
-            let answer = Done::Checksum {
-                key: job.key,
-                client: job.client,
-                slot: job.slot,
-                request: job.request,
-                result,
-            };
-            if done.send(answer).is_err() {
-                return;
-            }
-            wake(&wake_fd);
-        }
-    })?;
-    Ok(tx)
 }

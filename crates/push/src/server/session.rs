@@ -1,9 +1,10 @@
 //! One client's side of the server: what its messages mean. No I/O.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use rdmux_wire::push::{Access, ErrorCode, Extent, Message, Name, VERSION};
+use rdmux_verbs::Placement;
+use rdmux_wire::push::{Access, Conflict, ErrorCode, Extent, Message, Name, VERSION};
 
 use crate::key::{Key, Role, Transcript};
 use crate::region::Region;
@@ -19,11 +20,16 @@ pub struct Shared {
     pub keepalive_ms: u32,
     /// Mappings that one client may hold.
     pub mappings_max: u32,
+    /// Messages of one client that may be unanswered at a time.
+    pub messages_max: u16,
 }
 
 impl Shared {
-    fn region(&self, name: &Name) -> Option<&Arc<Region>> {
-        self.regions.iter().find(|region| region.name() == name)
+    fn region(&self, name: &Name) -> Option<(usize, &Arc<Region>)> {
+        self.regions
+            .iter()
+            .enumerate()
+            .find(|(_, region)| region.name() == name)
     }
 }
 
@@ -32,10 +38,34 @@ impl Shared {
 pub enum Action {
     /// Answer it.
     Send(Message),
+    /// Revoke all mappings of earlier connections of this client, then answer with [`Session::welcome`].
+    Welcome {
+        /// The client; zeros for one that has no name.
+        client: [u8; 16],
+    },
     /// Register this, then call [`Session::mapped`] and answer with what it returns.
     Map(Map),
     /// End the mapping, then answer with [`Message::Unmapped`].
     Unmap(u64),
+    /// Make the mapping's keys invalid, then answer with [`Message::Released`].
+    Release(u64),
+    /// Flush a range of the mapping, then answer with [`Message::Flushed`].
+    Flush {
+        /// The mapping, whose keys may be invalid.
+        mapping: u64,
+        /// First byte, in the region.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// The kind of flush.
+        placement: Placement,
+    },
+    /// Write, then answer with [`Message::Written`].
+    Write(Ordinary, Vec<u8>, Placement),
+    /// Read, then answer with [`Message::Bytes`].
+    Read(Ordinary),
+    /// The notice of this number was taken; there is no answer.
+    Noticed(u64),
     /// Compute the checksum, then answer with [`Message::Checksummed`].
     Checksum {
         /// Of what.
@@ -49,15 +79,36 @@ pub enum Action {
     End(Option<Message>, EndReason),
 }
 
+/// An ordinary read or write, checked.
+#[derive(Debug)]
+pub struct Ordinary {
+    /// Number of the region.
+    pub number: usize,
+    /// Of what.
+    pub region: Arc<Region>,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// What if a lease stands against it.
+    pub conflict: Conflict,
+}
+
 /// A mapping to make, checked.
 #[derive(Debug)]
 pub struct Map {
     /// Its number.
     pub mapping: u64,
+    /// Number of the region.
+    pub number: usize,
     /// Of what.
     pub region: Arc<Region>,
     /// What for.
     pub access: Access,
+    /// What others may do there meanwhile.
+    pub share: Access,
+    /// What if a lease stands against it.
+    pub conflict: Conflict,
     /// First byte.
     pub offset: u64,
     /// Bytes.
@@ -89,6 +140,8 @@ pub enum EndReason {
     Failed(String),
     /// Another connection goes on with its upload.
     TakenOver,
+    /// The client connected again.
+    ConnectedAgain,
     /// The server ends.
     Shutdown,
 }
@@ -106,9 +159,21 @@ impl std::fmt::Display for EndReason {
             EndReason::Dead => f.write_str("client is dead: no answer within the keep-alive time"),
             EndReason::Failed(why) => f.write_str(why),
             EndReason::TakenOver => f.write_str("another connection goes on with its upload"),
+            EndReason::ConnectedAgain => f.write_str("the client connected again"),
             EndReason::Shutdown => f.write_str("server ends"),
         }
     }
+}
+
+/// What a session knows of a mapping.
+#[derive(Debug)]
+struct Known {
+    number: usize,
+    access: Access,
+    offset: u64,
+    length: u64,
+    /// Its keys are valid, or will be when it is made.
+    live: bool,
 }
 
 #[derive(Debug)]
@@ -126,7 +191,7 @@ pub struct Session {
     shared: Arc<Shared>,
     nonce: [u8; 32],
     state: State,
-    mappings: HashSet<u64>,
+    mappings: HashMap<u64, Known>,
     next_mapping: u64,
 }
 
@@ -137,7 +202,7 @@ impl Session {
             shared,
             nonce,
             state: State::Start,
-            mappings: HashSet::new(),
+            mappings: HashMap::new(),
             next_mapping: 1,
         }
     }
@@ -158,6 +223,7 @@ impl Session {
             }
         };
         let action = match &self.state {
+            State::Ready if message == Message::Noticed => Action::Noticed(request),
             State::Start => self.hello(message),
             State::Challenged(transcript) => {
                 let transcript = *transcript;
@@ -191,6 +257,7 @@ impl Session {
             version: VERSION,
             client_nonce,
             server_nonce: self.nonce,
+            client: [0; 16],
         };
         self.state = State::Challenged(transcript);
         Action::Send(Message::Challenge {
@@ -201,40 +268,79 @@ impl Session {
     }
 
     fn proof(&mut self, transcript: &Transcript, message: Message) -> Action {
-        let Message::Proof { client_proof } = message else {
+        let Message::Proof { client_proof, client } = message else {
             return out_of_turn();
         };
-        if !self.shared.key.verify(Role::Client, transcript, &client_proof) {
+        let transcript = Transcript {
+            client,
+            ..*transcript
+        };
+        if !self.shared.key.verify(Role::Client, &transcript, &client_proof) {
             let text = "the keys differ".to_owned();
             return Action::End(Some(error(ErrorCode::BadKey, text)), EndReason::WrongKey);
         }
         self.state = State::Ready;
-        Action::Send(Message::Welcome {
+        Action::Welcome { client }
+    }
+
+    /// The client is known and no earlier mapping of it is left; so many were.
+    pub fn welcome(&self, revoked: u32) -> Message {
+        Message::Welcome {
             keepalive_ms: self.shared.keepalive_ms,
             mappings_max: self.shared.mappings_max,
-        })
+            messages_max: self.shared.messages_max,
+            revoked,
+        }
     }
 
     fn request(&mut self, message: Message) -> Action {
         match message {
-            Message::Map {
-                region,
-                access,
+            map @ Message::Map { .. } => self.map(map).unwrap_or_else(Action::Send),
+            Message::Unmap { mapping } => match self.mappings.remove(&mapping) {
+                Some(_) => Action::Unmap(mapping),
+                None => Action::Send(no_mapping(mapping)),
+            },
+            Message::Release { mapping } => match self.mappings.get_mut(&mapping) {
+                Some(known) => {
+                    known.live = false;
+                    Action::Release(mapping)
+                }
+                None => Action::Send(no_mapping(mapping)),
+            },
+            Message::Flush {
+                mapping,
                 offset,
                 length,
-                transfer,
+                placement,
             } => self
-                .map(&region, access, offset, length, transfer)
+                .flush(mapping, offset, length, placement)
                 .unwrap_or_else(Action::Send),
-            Message::Unmap { mapping } => {
-                if self.mappings.remove(&mapping) {
-                    Action::Unmap(mapping)
-                } else {
-                    Action::Send(error(ErrorCode::Protocol, format!("no mapping {mapping}")))
+            Message::Write {
+                region,
+                offset,
+                placement,
+                conflict,
+                bytes,
+            } => {
+                let length = bytes.len() as u64;
+                match self.ordinary(&region, Access::WRITE, offset, length, conflict) {
+                    Ok(ordinary) if ordinary.region.placement().contains(placement) => {
+                        Action::Write(ordinary, bytes, placement)
+                    }
+                    Ok(_) => Action::Send(keeps_nothing(&region)),
+                    Err(error) => Action::Send(error),
                 }
             }
+            Message::Read {
+                region,
+                offset,
+                length,
+                conflict,
+            } => self
+                .ordinary(&region, Access::READ, offset, length.into(), conflict)
+                .map_or_else(Action::Send, Action::Read),
             Message::Stat { region, transfer } => Action::Send(match self.shared.region(&region) {
-                Some(region) => Message::Region(region.describe(transfer)),
+                Some((_, region)) => Message::Region(region.describe(transfer)),
                 None => self.no_such_region(&region),
             }),
             Message::List => Action::Send(Message::regions(
@@ -245,7 +351,7 @@ impl Session {
                 offset,
                 length,
             } => {
-                let Some(region) = self.shared.region(&name) else {
+                let Some((_, region)) = self.shared.region(&name) else {
                     return Action::Send(self.no_such_region(&name));
                 };
                 match range(region, offset, length) {
@@ -262,30 +368,23 @@ impl Session {
         }
     }
 
-    fn map(
-        &mut self,
-        name: &Name,
-        access: Access,
-        offset: u64,
-        length: u64,
-        transfer: u64,
-    ) -> Result<Action, Message> {
-        let region = self
-            .shared
-            .region(name)
-            .ok_or_else(|| self.no_such_region(name))?;
+    fn map(&mut self, map: Message) -> Result<Action, Message> {
+        let Message::Map {
+            region: name,
+            access,
+            share,
+            conflict,
+            offset,
+            length,
+            transfer,
+        } = map
+        else {
+            return Ok(out_of_turn());
+        };
         if access.is_empty() {
             return Err(error(ErrorCode::Protocol, "a mapping for nothing".into()));
         }
-        if access.contains(Access::WRITE) {
-            if region.read_only() {
-                return Err(error(ErrorCode::ReadOnly, format!("region {name} is read-only")));
-            }
-            if let Some(fault) = region.failed() {
-                let text = format!("region {name}: its file failed before and takes no more writes: {fault}");
-                return Err(error(ErrorCode::Io, text));
-            }
-        }
+        let (number, region) = self.writable(&name, access)?;
         if self.mappings.len() >= self.shared.mappings_max as usize {
             let text = format!("no more than {} mappings for a client", self.shared.mappings_max);
             return Err(error(ErrorCode::Busy, text));
@@ -298,17 +397,103 @@ impl Session {
         if length == 0 {
             return Err(out_of_range(region, offset, length));
         }
+        let region = region.clone();
         let mapping = self.next_mapping;
         self.next_mapping += 1;
-        self.mappings.insert(mapping);
+        let known = Known {
+            number,
+            access,
+            offset,
+            length,
+            live: true,
+        };
+        self.mappings.insert(mapping, known);
         Ok(Action::Map(Map {
             mapping,
-            region: region.clone(),
+            number,
+            region,
             access,
+            share,
+            conflict,
             offset,
             length,
             transfer,
         }))
+    }
+
+    /// The region of that name, which may be accessed so.
+    fn writable(&self, name: &Name, access: Access) -> Result<(usize, &Arc<Region>), Message> {
+        let (number, region) = self
+            .shared
+            .region(name)
+            .ok_or_else(|| self.no_such_region(name))?;
+        if access.contains(Access::WRITE) {
+            if region.read_only() {
+                return Err(error(ErrorCode::ReadOnly, format!("region {name} is read-only")));
+            }
+            if let Some(fault) = region.failed() {
+                let text = format!("region {name}: its file failed before and takes no more writes: {fault}");
+                return Err(error(ErrorCode::Io, text));
+            }
+        }
+        Ok((number, region))
+    }
+
+    fn flush(&self, mapping: u64, offset: u64, length: u64, placement: Placement) -> Result<Action, Message> {
+        let known = self.mappings.get(&mapping).ok_or_else(|| no_mapping(mapping))?;
+        let region = &self.shared.regions[known.number];
+        if !known.access.contains(Access::WRITE) {
+            let text = format!("mapping {mapping} of region {} is not for writing", region.name());
+            return Err(error(ErrorCode::ReadOnly, text));
+        }
+        let end = offset.checked_add(length);
+        if offset < known.offset || end.is_none_or(|end| end > known.offset + known.length) {
+            let text = format!(
+                "{length} bytes at {offset} lie outside of mapping {mapping}, which has {} at {}",
+                known.length, known.offset
+            );
+            return Err(error(ErrorCode::OutOfRange, text));
+        }
+        if placement.is_empty() || !region.placement().contains(placement) {
+            return Err(keeps_nothing(region.name()));
+        }
+        Ok(Action::Flush {
+            mapping,
+            offset,
+            length,
+            placement,
+        })
+    }
+
+    fn ordinary(
+        &self,
+        name: &Name,
+        access: Access,
+        offset: u64,
+        length: u64,
+        conflict: Conflict,
+    ) -> Result<Ordinary, Message> {
+        let (number, region) = self.writable(name, access)?;
+        range(region, offset, length)?;
+        Ok(Ordinary {
+            number,
+            region: region.clone(),
+            offset,
+            length,
+            conflict,
+        })
+    }
+
+    /// A mapping was revoked: it can still be flushed.
+    pub fn revoked(&mut self, mapping: u64) {
+        if let Some(known) = self.mappings.get_mut(&mapping) {
+            known.live = false;
+        }
+    }
+
+    /// Whether a mapping's keys are valid.
+    pub fn is_live(&self, mapping: u64) -> bool {
+        self.mappings.get(&mapping).is_some_and(|known| known.live)
     }
 
     /// A mapping was made, as `extent`; or it was not.
@@ -319,6 +504,7 @@ impl Session {
                 region_bytes: map.region.bytes(),
                 domain: map.region.domain(),
                 placement: map.region.placement(),
+                ways: map.region.ways(),
                 extents: vec![extent],
             },
             Err((code, text)) => {
@@ -346,6 +532,17 @@ fn error(code: ErrorCode, text: String) -> Message {
     Message::Error { code, text }
 }
 
+fn no_mapping(mapping: u64) -> Message {
+    error(ErrorCode::Protocol, format!("no mapping {mapping}"))
+}
+
+fn keeps_nothing(region: &Name) -> Message {
+    let text = format!(
+        "region {region} keeps nothing over a loss of power: a persistent flush is refused; flush for visibility"
+    );
+    error(ErrorCode::NotSupported, text)
+}
+
 fn out_of_turn() -> Action {
     let message = error(ErrorCode::Protocol, "message out of turn".into());
     Action::End(Some(message), EndReason::Protocol("message out of turn".into()))
@@ -369,253 +566,4 @@ fn out_of_range(region: &Region, offset: u64, length: u64) -> Message {
 }
 
 #[cfg(test)]
-mod tests {
-    use rdmux_wire::RKey;
-
-    use super::*;
-
-    fn shared() -> Arc<Shared> {
-        let region = |name: &str| Arc::new(Region::anonymous(Name::new(name).unwrap(), 1000).unwrap());
-        let constant = Region::anonymous(Name::new("constant").unwrap(), 10).unwrap();
-        let constant = Region::new(
-            constant.name().clone(),
-            constant.memory().clone(),
-            constant.domain(),
-            true,
-        );
-        Arc::new(Shared {
-            key: Key::new([1; 32]),
-            regions: vec![region("a"), region("b"), Arc::new(constant)],
-            keepalive_ms: 5_000,
-            mappings_max: 2,
-        })
-    }
-
-    fn bytes(message: &Message) -> Vec<u8> {
-        let mut out = Vec::new();
-        message.emit(9, &mut out);
-        out
-    }
-
-    fn hello() -> Message {
-        Message::Hello {
-            version_min: 1,
-            version_max: 1,
-            client_nonce: [5; 32],
-        }
-    }
-
-    fn proof(key: u8) -> Message {
-        let transcript = Transcript {
-            version_min: 1,
-            version_max: 1,
-            version: 1,
-            client_nonce: [5; 32],
-            server_nonce: [6; 32],
-        };
-        Message::Proof {
-            client_proof: Key::new([key; 32]).proof(Role::Client, &transcript),
-        }
-    }
-
-    fn ready() -> Session {
-        let mut session = Session::new(shared(), [6; 32]);
-        assert!(matches!(
-            session.handle(&bytes(&hello())),
-            (9, Action::Send(Message::Challenge { .. }))
-        ));
-        let (_, action) = session.handle(&bytes(&proof(1)));
-        assert!(matches!(action, Action::Send(Message::Welcome { .. })));
-        assert!(session.is_ready());
-        session
-    }
-
-    fn map(region: &str, access: Access, offset: u64, length: u64) -> Message {
-        Message::Map {
-            region: Name::new(region).unwrap(),
-            access,
-            offset,
-            length,
-            transfer: 0,
-        }
-    }
-
-    fn refused(session: &mut Session, message: &Message) -> ErrorCode {
-        match session.handle(&bytes(message)).1 {
-            Action::Send(Message::Error { code, .. }) => code,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn handle__nothing_but_the_handshake_before_welcome() {
-        let all = [
-            map("a", Access::READ, 0, 0),
-            Message::Unmap { mapping: 1 },
-            Message::Stat {
-                region: Name::new("a").unwrap(),
-                transfer: 0,
-            },
-            Message::List,
-            Message::Checksum {
-                region: Name::new("a").unwrap(),
-                offset: 0,
-                length: 1,
-            },
-            Message::Goodbye,
-            Message::Unmapped,
-        ];
-        for greeted in [false, true] {
-            for message in &all {
-                let mut session = Session::new(shared(), [6; 32]);
-                if greeted {
-                    session.handle(&bytes(&hello()));
-                }
-                let (_, action) = session.handle(&bytes(message));
-                assert!(
-                    matches!(
-                        action,
-                        Action::End(
-                            Some(Message::Error {
-                                code: ErrorCode::Protocol,
-                                ..
-                            }),
-                            _
-                        )
-                    ),
-                    "{message:?}: {action:?}"
-                );
-                let (_, action) = session.handle(&bytes(&hello()));
-                assert!(matches!(action, Action::End(None, _)), "it stays ended");
-            }
-        }
-        let mut session = Session::new(shared(), [6; 32]);
-        assert!(matches!(
-            session.handle(&bytes(&proof(1))).1,
-            Action::End(Some(_), _)
-        ));
-    }
-
-    #[test]
-    fn handle__wrong_proof_or_version_ends() {
-        let mut session = Session::new(shared(), [6; 32]);
-        session.handle(&bytes(&hello()));
-        let (_, action) = session.handle(&bytes(&proof(2)));
-        assert!(
-            matches!(action, Action::End(Some(_), EndReason::WrongKey)),
-            "{action:?}"
-        );
-        assert!(!session.is_ready());
-
-        let mut session = Session::new(shared(), [6; 32]);
-        let newer = Message::Hello {
-            version_min: 2,
-            version_max: 3,
-            client_nonce: [0; 32],
-        };
-        let (_, action) = session.handle(&bytes(&newer));
-        assert!(
-            matches!(action, Action::End(Some(_), EndReason::Version)),
-            "{action:?}"
-        );
-    }
-
-    #[test]
-    fn handle__malformed_ends_without_an_answer() {
-        let mut session = ready();
-        let (_, action) = session.handle(&[1, 2, 3]);
-        assert!(matches!(action, Action::End(None, EndReason::Protocol(_))));
-    }
-
-    #[test]
-    fn handle__map_checks_name_rights_and_bounds() {
-        let mut session = ready();
-        let rw = Access::READ | Access::WRITE;
-        assert_eq!(
-            refused(&mut session, &map("x", rw, 0, 1)),
-            ErrorCode::NoSuchRegion
-        );
-        assert_eq!(
-            refused(&mut session, &map("constant", rw, 0, 1)),
-            ErrorCode::ReadOnly
-        );
-        assert_eq!(
-            refused(&mut session, &map("a", Access::empty(), 0, 1)),
-            ErrorCode::Protocol
-        );
-        for (offset, length) in [
-            (0, 1001),
-            (1000, 0),
-            (1000, 1),
-            (u64::MAX, 2),
-            (1, u64::MAX),
-            (2000, 0),
-        ] {
-            let code = refused(&mut session, &map("a", rw, offset, length));
-            assert_eq!(code, ErrorCode::OutOfRange, "{offset} {length}");
-        }
-        let (_, action) = session.handle(&bytes(&map("a", rw, 10, 0)));
-        let Action::Map(map) = action else { panic!() };
-        assert_eq!((map.offset, map.length), (10, 990));
-    }
-
-    #[test]
-    fn handle__map_up_to_the_limit_and_again_after_unmap() {
-        let mut session = ready();
-        let message = map("a", Access::READ, 0, 10);
-        let extent = Extent {
-            offset: 0,
-            length: 10,
-            va: 0,
-            rkey: RKey(1),
-        };
-        let mut ids = Vec::new();
-        for _ in 0..2 {
-            let Action::Map(map) = session.handle(&bytes(&message)).1 else {
-                panic!()
-            };
-            assert!(matches!(session.mapped(&map, Ok(extent)), Message::Mapped { .. }));
-            ids.push(map.mapping);
-        }
-        assert_ne!(ids[0], ids[1]);
-        assert_eq!(refused(&mut session, &message), ErrorCode::Busy);
-        let unmap = Message::Unmap { mapping: ids[0] };
-        assert!(matches!(session.handle(&bytes(&unmap)).1, Action::Unmap(id) if id == ids[0]));
-        assert_eq!(refused(&mut session, &unmap), ErrorCode::Protocol);
-        let Action::Map(map) = session.handle(&bytes(&message)).1 else {
-            panic!()
-        };
-        // One that could not be made does not count.
-        session.mapped(&map, Err((ErrorCode::Busy, String::new())));
-        assert!(matches!(session.handle(&bytes(&message)).1, Action::Map(_)));
-    }
-
-    #[test]
-    fn handle__stat_list_checksum_goodbye() {
-        let mut session = ready();
-        let name = |name: &str| Name::new(name).unwrap();
-        let stat = |region| Message::Stat { region, transfer: 0 };
-        let (_, action) = session.handle(&bytes(&stat(name("b"))));
-        assert!(matches!(action, Action::Send(Message::Region(region)) if region.bytes == 1000));
-        assert_eq!(refused(&mut session, &stat(name("x"))), ErrorCode::NoSuchRegion);
-        let (_, action) = session.handle(&bytes(&Message::List));
-        assert!(matches!(action, Action::Send(Message::Regions { total: 3, .. })));
-        let checksum = |region, length| Message::Checksum {
-            region,
-            offset: 1,
-            length,
-        };
-        assert_eq!(
-            refused(&mut session, &checksum(name("x"), 1)),
-            ErrorCode::NoSuchRegion
-        );
-        assert_eq!(
-            refused(&mut session, &checksum(name("a"), 1000)),
-            ErrorCode::OutOfRange
-        );
-        let (_, action) = session.handle(&bytes(&checksum(name("a"), 999)));
-        assert!(matches!(action, Action::Checksum { .. }));
-        let (_, action) = session.handle(&bytes(&Message::Goodbye));
-        assert!(matches!(action, Action::End(None, EndReason::Goodbye)));
-    }
-}
+mod tests;

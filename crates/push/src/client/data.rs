@@ -1,0 +1,538 @@
+//! Data requests: by RDMA through a mapping, or by message.
+
+use std::sync::Arc;
+
+use rdmux_verbs::{
+    AnonymousMemory, Memory, Operation, Placement, PostError, Selectivity, SendFlags, SendRequest, SgeList,
+    Target,
+};
+use rdmux_wire::push::{Access, Conflict, DATA_LEN_MAX, Message, Name};
+
+use super::lease::Path;
+use super::{Asked, Buffer, Client, Error, Mapping, Way};
+
+/// Data requests under way at a time.
+pub const DEPTH_MAX: usize = 256;
+
+/// What a data request was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A write.
+    Write,
+    /// A read.
+    Read,
+    /// A flush.
+    Flush,
+}
+
+/// A data request that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Done {
+    /// The number given to it.
+    pub token: u64,
+    /// What it was.
+    pub kind: Kind,
+}
+
+/// A data request.
+#[derive(Debug)]
+pub(super) struct Entry {
+    done: Done,
+    state: State,
+}
+
+#[derive(Debug)]
+enum State {
+    /// An RDMA request, through that mapping.
+    Posted(u64),
+    /// So many messages are not answered.
+    Told {
+        left: usize,
+        /// They hold back RDMA requests and flushes.
+        ordinary: bool,
+        /// What the first failure was.
+        failed: Option<Error>,
+    },
+    Done,
+    Failed(Error),
+}
+
+/// Where the bytes of an answer go.
+#[derive(Debug)]
+pub(super) struct Received {
+    memory: Arc<AnonymousMemory>,
+    at: u64,
+    length: usize,
+}
+
+impl Entry {
+    pub(super) fn is_done(&self) -> bool {
+        matches!(self.state, State::Done)
+    }
+
+    /// Done or failed.
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self.state, State::Done | State::Failed(_))
+    }
+
+    pub(super) fn token(&self) -> u64 {
+        self.done.token
+    }
+}
+
+impl Client {
+    /// Data requests that are not done, or not taken by [`Client::next_done`].
+    pub fn in_flight(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Writes `length` bytes of `buffer` from `from` on to `offset` of the region.
+    pub fn post_write(
+        &mut self,
+        mapping: &Mapping,
+        offset: u64,
+        buffer: &Buffer,
+        from: u64,
+        length: u32,
+        token: u64,
+    ) -> Result<(), Error> {
+        mapping.needs(Access::WRITE, "write")?;
+        let (va, rkey) = mapping.locate(offset, length.into())?;
+        if self.path_after_messages(mapping)? == Path::Message {
+            self.wait_over(mapping)?;
+            let region = mapping.region.clone();
+            return self.post_ordinary_write(
+                &region,
+                offset,
+                buffer,
+                from,
+                length,
+                Placement::empty(),
+                token,
+            );
+        }
+        let operation = Operation::Write { va, rkey, imm: None };
+        let sges = buffer.mr.sge(from, length).into();
+        self.post(mapping, operation, sges, token, Kind::Write)
+    }
+
+    /// Reads `length` bytes at `offset` of the region to `to` of `buffer`.
+    pub fn post_read(
+        &mut self,
+        mapping: &Mapping,
+        offset: u64,
+        buffer: &Buffer,
+        to: u64,
+        length: u32,
+        token: u64,
+    ) -> Result<(), Error> {
+        mapping.needs(Access::READ, "read")?;
+        let (va, rkey) = mapping.locate(offset, length.into())?;
+        if self.path_after_messages(mapping)? == Path::Message {
+            self.wait_over(mapping)?;
+            let region = mapping.region.clone();
+            return self.post_ordinary_read(&region, offset, buffer, to, length, token);
+        }
+        let operation = Operation::Read { va, rkey };
+        self.post(
+            mapping,
+            operation,
+            buffer.mr.sge(to, length).into(),
+            token,
+            Kind::Read,
+        )
+    }
+
+    /// Brings what was written before to where `placement` says, by the way of [`super::Options::way`] or the best that the
+    /// mapping offers. A mapping whose lease is over is flushed by message.
+    pub fn post_flush(
+        &mut self,
+        mapping: &Mapping,
+        offset: u64,
+        length: u64,
+        placement: Placement,
+        token: u64,
+    ) -> Result<(), Error> {
+        self.post_flush_by(mapping, offset, length, placement, self.options.way, token)
+    }
+
+    /// As [`Client::post_flush`], by that way.
+    pub fn post_flush_by(
+        &mut self,
+        mapping: &Mapping,
+        offset: u64,
+        length: u64,
+        placement: Placement,
+        way: Option<Way>,
+        token: u64,
+    ) -> Result<(), Error> {
+        mapping.needs(Access::WRITE, "write")?;
+        let way = mapping.way(placement, way)?;
+        // It covers what was written by message too.
+        self.settle()?;
+        let rdma = matches!(self.path(mapping), Ok(Path::Rdma));
+        let (operation, sges) = match way {
+            Way::Flush if rdma => {
+                let (va, rkey) = mapping.locate(offset, length)?;
+                let operation = Operation::Flush {
+                    va,
+                    rkey,
+                    length: length as u32,
+                    placement,
+                    selectivity: Selectivity::Range,
+                };
+                (operation, SgeList::EMPTY)
+            }
+            // Any bytes will do: it is answered after all that came before it was placed.
+            Way::ReadAfterWrite if rdma => {
+                mapping.extent(offset, length)?;
+                let bytes = length.min(8) as u32;
+                let (va, rkey) = mapping.locate(offset, bytes.into())?;
+                (Operation::Read { va, rkey }, self.link.scratch(bytes))
+            }
+            _ => {
+                mapping.extent(offset, length)?;
+                if mapping.connection != self.connection {
+                    return self.path(mapping).map(drop);
+                }
+                let message = Message::Flush {
+                    mapping: mapping.id,
+                    offset,
+                    length,
+                    placement,
+                };
+                let entry = self.begin(token, Kind::Flush, 1, false)?;
+                return self.tell(message, Asked::Entry(entry, None));
+            }
+        };
+        self.post(mapping, operation, sges, token, Kind::Flush)
+    }
+
+    /// Writes by message: without a mapping, with the server's processor. With a `placement` it is there when it is done.
+    /// Leases of others that stand against it are broken.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "those of a write, and what becomes of it"
+    )]
+    pub fn post_ordinary_write(
+        &mut self,
+        region: &Name,
+        offset: u64,
+        buffer: &Buffer,
+        from: u64,
+        length: u32,
+        placement: Placement,
+        token: u64,
+    ) -> Result<(), Error> {
+        let pieces = pieces(offset, length);
+        let mut messages = Vec::with_capacity(pieces.len());
+        for (at, bytes) in pieces {
+            let mut data = vec![0; bytes];
+            buffer.memory.read(from + (at - offset), &mut data)?;
+            messages.push(Message::Write {
+                region: region.clone(),
+                offset: at,
+                placement,
+                conflict: Conflict::Break,
+                bytes: data,
+            });
+        }
+        let entry = self.begin(token, Kind::Write, messages.len(), true)?;
+        for message in messages {
+            self.tell(message, Asked::Entry(entry, None))?;
+        }
+        Ok(())
+    }
+
+    /// Reads by message: without a mapping. Leases of others that stand against it are broken.
+    pub fn post_ordinary_read(
+        &mut self,
+        region: &Name,
+        offset: u64,
+        buffer: &Buffer,
+        to: u64,
+        length: u32,
+        token: u64,
+    ) -> Result<(), Error> {
+        let pieces = pieces(offset, length);
+        let entry = self.begin(token, Kind::Read, pieces.len(), true)?;
+        for (at, bytes) in pieces {
+            let message = Message::Read {
+                region: region.clone(),
+                offset: at,
+                length: bytes as u32,
+                conflict: Conflict::Break,
+            };
+            let received = Received {
+                memory: buffer.memory.clone(),
+                at: to + (at - offset),
+                length: bytes,
+            };
+            self.tell(message, Asked::Entry(entry, Some(received)))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a mapping's keys are known to be invalid: then nothing posted before can come after what follows.
+    fn wait_over(&mut self, mapping: &Mapping) -> Result<(), Error> {
+        while !self.is_over(mapping) {
+            self.turn()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the ordinary reads and writes: the server's processor acts on a message some time after it has arrived, and
+    /// what follows would overtake it.
+    fn settle(&mut self) -> Result<(), Error> {
+        while self.ordinary > 0 {
+            self.turn()?;
+        }
+        Ok(())
+    }
+
+    /// How a request is to be done once it may be posted: what it has to wait for may take the lease away.
+    fn path_after_messages(&mut self, mapping: &Mapping) -> Result<Path, Error> {
+        if self.path(mapping)? == Path::Rdma {
+            self.settle()?;
+        }
+        self.path(mapping)
+    }
+
+    /// Waits for something to happen.
+    pub(super) fn turn(&mut self) -> Result<(), Error> {
+        if let Some(wc) = self.poll(None)? {
+            self.handle(&wc)?;
+        }
+        Ok(())
+    }
+
+    /// A data request that is done by so many messages.
+    fn begin(&mut self, token: u64, kind: Kind, left: usize, ordinary: bool) -> Result<u64, Error> {
+        let state = match left {
+            0 => State::Done,
+            left => State::Told {
+                left,
+                ordinary,
+                failed: None,
+            },
+        };
+        let entered = self.enter(token, kind, state)?;
+        self.ordinary += usize::from(ordinary && left > 0);
+        Ok(entered)
+    }
+
+    fn enter(&mut self, token: u64, kind: Kind, state: State) -> Result<u64, Error> {
+        if self.entries.len() >= DEPTH_MAX {
+            return Err(PostError::QueueFull.into());
+        }
+        let done = Done { token, kind };
+        self.entries.push_back(Entry { done, state });
+        Ok(self.first_entry + self.entries.len() as u64 - 1)
+    }
+
+    fn post(
+        &mut self,
+        mapping: &Mapping,
+        operation: Operation,
+        sges: SgeList,
+        token: u64,
+        kind: Kind,
+    ) -> Result<(), Error> {
+        self.settle()?;
+        if self.path(mapping)? != Path::Rdma {
+            // It ended in this wait.
+            return Err(Error::LeaseBroken {
+                region: mapping.region.clone(),
+            });
+        }
+        if self.entries.len() >= DEPTH_MAX {
+            return Err(PostError::QueueFull.into());
+        }
+        let number = self.first_entry + self.entries.len() as u64;
+        self.link.qp.post_send(SendRequest {
+            wr_id: number,
+            operation,
+            sges,
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        })?;
+        self.enter(token, kind, State::Posted(mapping.id))?;
+        if let Some(leased) = self.leased.get_mut(&mapping.id) {
+            leased.in_flight += 1;
+        }
+        Ok(())
+    }
+
+    fn entry(&mut self, number: u64) -> Option<&mut Entry> {
+        let at = number.checked_sub(self.first_entry)?;
+        self.entries.get_mut(at as usize)
+    }
+
+    /// An RDMA request is done.
+    pub(super) fn entry_done(&mut self, number: u64) -> Result<(), Error> {
+        let Some(entry) = self.entry(number) else {
+            return Ok(());
+        };
+        if let State::Posted(mapping) = std::mem::replace(&mut entry.state, State::Done) {
+            self.one_less(mapping)?;
+        }
+        Ok(())
+    }
+
+    /// A message of a data request is answered.
+    pub(super) fn entry_answered(
+        &mut self,
+        number: u64,
+        received: Option<Received>,
+        message: Message,
+    ) -> Result<(), Error> {
+        let unexpected = self.protocol("another answer than to what was asked");
+        let Some(entry) = self.entry(number) else {
+            return Ok(());
+        };
+        let kind = entry.done.kind;
+        let failure = match message {
+            Message::Error { code, text } => Some(Error::Refused { code, text }),
+            Message::Flushed if kind == Kind::Flush => None,
+            Message::Written if kind == Kind::Write => None,
+            Message::Bytes { bytes } if received.as_ref().is_some_and(|r| r.length == bytes.len()) => {
+                if let Some(received) = received {
+                    received.memory.write(received.at, &bytes)?;
+                }
+                None
+            }
+            _ => return Err(unexpected),
+        };
+        let State::Told {
+            left,
+            ordinary,
+            failed,
+        } = &mut entry.state
+        else {
+            return Err(unexpected);
+        };
+        *failed = failed.take().or(failure);
+        *left -= 1;
+        if *left > 0 {
+            return Ok(());
+        }
+        let was_ordinary = *ordinary;
+        entry.state = match failed.take() {
+            Some(error) => State::Failed(error),
+            None => State::Done,
+        };
+        self.ordinary -= usize::from(was_ordinary);
+        Ok(())
+    }
+
+    /// Waits for the oldest data request. After an error that is not the end of the connection, it was that request's.
+    pub fn next_done(&mut self) -> Result<Done, Error> {
+        loop {
+            if self
+                .entries
+                .front()
+                .is_some_and(|entry| matches!(entry.state, State::Done | State::Failed(_)))
+                && let Some(entry) = self.entries.pop_front()
+            {
+                self.first_entry += 1;
+                return match entry.state {
+                    State::Failed(error) => Err(error),
+                    _ => Ok(entry.done),
+                };
+            }
+            self.turn()?;
+        }
+    }
+
+    /// Waits until no data request is under way.
+    pub fn drain(&mut self) -> Result<(), Error> {
+        while !self.entries.is_empty() {
+            self.next_done()?;
+        }
+        Ok(())
+    }
+
+    /// Writes bytes and waits until they are visible. For speed, post requests instead.
+    pub fn write(&mut self, mapping: &Mapping, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        self.drain()?;
+        let buffer = self.buffer(bytes.len())?;
+        buffer.memory.write(0, bytes)?;
+        let length = length_u32(mapping, offset, bytes.len())?;
+        self.post_write(mapping, offset, &buffer, 0, length, 0)?;
+        self.next_done().map(drop)
+    }
+
+    /// Reads bytes. For speed, post requests instead.
+    pub fn read(&mut self, mapping: &Mapping, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+        self.drain()?;
+        let buffer = self.buffer(out.len())?;
+        let length = length_u32(mapping, offset, out.len())?;
+        self.post_read(mapping, offset, &buffer, 0, length, 0)?;
+        self.next_done()?;
+        Ok(buffer.memory.read(0, out)?)
+    }
+
+    /// Flushes and waits until it is done.
+    pub fn flush(
+        &mut self,
+        mapping: &Mapping,
+        offset: u64,
+        length: u64,
+        placement: Placement,
+    ) -> Result<(), Error> {
+        self.drain()?;
+        self.post_flush(mapping, offset, length, placement, 0)?;
+        self.next_done().map(drop)
+    }
+
+    /// Writes bytes by message, and waits until they are where `placement` says.
+    pub fn ordinary_write(
+        &mut self,
+        region: &Name,
+        offset: u64,
+        bytes: &[u8],
+        placement: Placement,
+    ) -> Result<(), Error> {
+        self.drain()?;
+        for (at, piece) in (offset..).step_by(DATA_LEN_MAX).zip(bytes.chunks(DATA_LEN_MAX)) {
+            let message = Message::Write {
+                region: region.clone(),
+                offset: at,
+                placement,
+                conflict: Conflict::Break,
+                bytes: piece.to_vec(),
+            };
+            let entry = self.begin(0, Kind::Write, 1, true)?;
+            self.tell(message, Asked::Entry(entry, None))?;
+            self.next_done()?;
+        }
+        Ok(())
+    }
+
+    /// Reads bytes by message.
+    pub fn ordinary_read(&mut self, region: &Name, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+        self.drain()?;
+        let buffer = self.buffer(out.len())?;
+        let mut at = 0;
+        for piece in out.chunks_mut(DATA_LEN_MAX) {
+            self.post_ordinary_read(region, offset + at, &buffer, at, piece.len() as u32, 0)?;
+            self.next_done()?;
+            buffer.memory.read(at, piece)?;
+            at += piece.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// A range, in pieces that fit a message.
+fn pieces(offset: u64, length: u32) -> Vec<(u64, usize)> {
+    let end = offset.saturating_add(length.into());
+    (offset..end)
+        .step_by(DATA_LEN_MAX)
+        .map(|at| (at, (end - at).min(DATA_LEN_MAX as u64) as usize))
+        .collect()
+}
+
+fn length_u32(mapping: &Mapping, offset: u64, length: usize) -> Result<u32, Error> {
+    u32::try_from(length).map_err(|_| mapping.out_of_range(offset, length as u64))
+}

@@ -1,0 +1,220 @@
+//! Mappings, as a client has them.
+
+use std::fmt;
+use std::sync::Arc;
+
+use rdmux_verbs::{AnonymousMemory, MemoryRegion, Placement, RKey};
+use rdmux_wire::push::{Access, Conflict, Domain, Extent, Name, Ways};
+
+use super::Error;
+
+/// The most bytes of one request.
+pub const REQUEST_BYTES_MAX: u64 = 1 << 30;
+
+/// A way to durability, of those that a region may offer ([`Ways`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Way {
+    /// An RDMA FLUSH.
+    Flush,
+    /// A message to the server's processor, behind the WRITEs.
+    SoftwareFlush,
+    /// An RDMA READ behind the WRITEs, where they are placed straight into the persistence domain.
+    ReadAfterWrite,
+}
+
+impl Way {
+    pub(super) const ALL: [Way; 3] = [Way::Flush, Way::ReadAfterWrite, Way::SoftwareFlush];
+
+    /// As regions offer it.
+    pub fn flag(self) -> Ways {
+        match self {
+            Way::Flush => Ways::FLUSH,
+            Way::SoftwareFlush => Ways::SOFTWARE_FLUSH,
+            Way::ReadAfterWrite => Ways::READ_AFTER_WRITE,
+        }
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Way::Flush => "FLUSH",
+            Way::SoftwareFlush => "software flush",
+            Way::ReadAfterWrite => "READ after WRITE",
+        })
+    }
+}
+
+/// What to map, under which lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapRequest {
+    /// What for.
+    pub access: Access,
+    /// What others may do there meanwhile.
+    pub share: Access,
+    /// What if somebody's lease stands against it.
+    pub conflict: Conflict,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes; 0 is the rest.
+    pub length: u64,
+    /// The upload whose progress the server is to remember; 0 for none.
+    pub transfer: u64,
+}
+
+impl MapRequest {
+    /// The whole region, for one who writes or several who read; who stands against that is asked to go.
+    pub fn new(access: Access) -> MapRequest {
+        let alone = access.contains(Access::WRITE);
+        MapRequest {
+            access,
+            share: if alone { Access::empty() } else { Access::READ },
+            conflict: Conflict::Break,
+            offset: 0,
+            length: 0,
+            transfer: 0,
+        }
+    }
+}
+
+/// A mapping: what of a region RDMA reaches.
+#[derive(Clone, Debug)]
+pub struct Mapping {
+    pub(super) id: u64,
+    /// Number of the connection.
+    pub(super) connection: u64,
+    pub(super) region: Name,
+    pub(super) access: Access,
+    pub(super) domain: Domain,
+    pub(super) placement: Placement,
+    pub(super) ways: Ways,
+    pub(super) region_bytes: u64,
+    pub(super) extents: Vec<Extent>,
+}
+
+impl Mapping {
+    /// Its number on this connection.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The region.
+    pub fn region(&self) -> &Name {
+        &self.region
+    }
+
+    /// What of it survives a loss of power.
+    pub fn domain(&self) -> Domain {
+        self.domain
+    }
+
+    /// The kinds of flush it offers.
+    pub fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    /// The ways to durability that it offers.
+    pub fn ways(&self) -> Ways {
+        self.ways
+    }
+
+    /// Size of the region.
+    pub fn region_bytes(&self) -> u64 {
+        self.region_bytes
+    }
+
+    /// The strongest flush it offers.
+    pub fn strongest(&self) -> Placement {
+        if self.placement.contains(Placement::PERSISTENT) {
+            Placement::PERSISTENT
+        } else {
+            Placement::GLOBAL
+        }
+    }
+
+    /// What is mapped.
+    pub fn extents(&self) -> &[Extent] {
+        &self.extents
+    }
+
+    /// How a flush of that kind is done: by `wanted` where it is offered, else an error; by the best there is without a wish.
+    pub fn way(&self, placement: Placement, wanted: Option<Way>) -> Result<Way, Error> {
+        if !self.placement.contains(placement) {
+            return Err(Error::NotPersistent {
+                region: self.region.clone(),
+            });
+        }
+        let offers = |way: &Way| {
+            let may = *way != Way::ReadAfterWrite || self.access.contains(Access::READ);
+            // What every processor sees is so by any way.
+            may && (!placement.contains(Placement::PERSISTENT) || self.ways.contains(way.flag()))
+        };
+        let way = match wanted {
+            Some(way) => Some(way).filter(offers),
+            None => Way::ALL.into_iter().find(offers),
+        };
+        way.ok_or_else(|| {
+            let offered: Vec<_> = Way::ALL
+                .iter()
+                .filter(|way| offers(way))
+                .map(Way::to_string)
+                .collect();
+            Error::NoWay {
+                region: self.region.clone(),
+                way: wanted.unwrap_or(Way::Flush),
+                offered: offered.join(", "),
+            }
+        })
+    }
+
+    /// Address and key of a range of the region, for one request.
+    pub(super) fn locate(&self, offset: u64, length: u64) -> Result<(u64, RKey), Error> {
+        if length > REQUEST_BYTES_MAX {
+            return Err(self.out_of_range(offset, length));
+        }
+        let extent = self.extent(offset, length)?;
+        Ok((extent.va + (offset - extent.offset), extent.rkey))
+    }
+
+    /// The extent that a range lies in.
+    pub(super) fn extent(&self, offset: u64, length: u64) -> Result<&Extent, Error> {
+        let inside = |extent: &&Extent| {
+            let end = offset.checked_add(length);
+            offset >= extent.offset && end.is_some_and(|end| end <= extent.offset + extent.length)
+        };
+        let extent = self.extents.iter().find(inside);
+        extent.ok_or_else(|| self.out_of_range(offset, length))
+    }
+
+    pub(super) fn out_of_range(&self, offset: u64, length: u64) -> Error {
+        Error::OutOfRange {
+            region: self.region.clone(),
+            offset,
+            length,
+        }
+    }
+
+    pub(super) fn needs(&self, access: Access, right: &'static str) -> Result<(), Error> {
+        if self.access.contains(access) {
+            return Ok(());
+        }
+        Err(Error::NoRight {
+            region: self.region.clone(),
+            right,
+        })
+    }
+}
+
+/// Own memory that requests take bytes from and put bytes into.
+#[derive(Debug)]
+pub struct Buffer {
+    pub(super) mr: MemoryRegion,
+    pub(super) memory: Arc<AnonymousMemory>,
+}
+
+impl Buffer {
+    /// The bytes.
+    pub fn memory(&self) -> &AnonymousMemory {
+        &self.memory
+    }
+}

@@ -1,0 +1,272 @@
+//! What the driver has of one replica: a session with its server, and the requests under way.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, mpsc};
+
+use rdmux_verbs::Memory;
+
+use super::driver::{Options, Waker};
+use super::writer::What;
+use crate::client::{Buffer, MapRequest};
+use crate::{Access, Client, Error, Key, Mapping, Target};
+
+/// Bytes that requests under way may take.
+const BUFFER: u64 = 4 << 20;
+/// Names writers of logs to the servers: mapping for writing ends the connection of the one before.
+const WRITERS: u64 = u64::from_be_bytes(*b"rdmuxlog");
+
+/// What a thread comes back with.
+pub(super) struct Came {
+    pub(super) replica: usize,
+    pub(super) session: u64,
+    pub(super) acquired: bool,
+    pub(super) result: Result<(Client, Mapping), Error>,
+}
+
+/// How to reach the servers.
+#[derive(Clone)]
+pub(super) struct Dial {
+    pub(super) key: Key,
+    pub(super) options: Options,
+    pub(super) devices: Arc<super::driver::Devices>,
+    pub(super) came: mpsc::Sender<Came>,
+    pub(super) waker: Arc<Waker>,
+}
+
+impl Dial {
+    /// Connects and maps the region for reading, while others write.
+    pub(super) fn connect(&self, target: &Target) -> Result<(Client, Mapping), Error> {
+        let mut first = None;
+        for address in target.resolve()? {
+            let device = self.devices.towards(address.ip(), self.options.from)?;
+            let options = crate::Options {
+                device: Some(device),
+                ..crate::Options::default()
+            };
+            match Client::connect(address, &self.key, &options) {
+                Ok(mut client) => {
+                    let request = MapRequest {
+                        share: Access::READ | Access::WRITE,
+                        ..MapRequest::new(Access::READ)
+                    };
+                    let mapping = client.map_as(&target.region, &request)?;
+                    return Ok((client, mapping));
+                }
+                Err(error) => {
+                    first.get_or_insert(error);
+                }
+            }
+        }
+        Err(first.unwrap_or(Error::Io(std::io::ErrorKind::AddrNotAvailable.into())))
+    }
+
+    /// Does `work` on a thread, and reports it.
+    pub(super) fn spawn(
+        &self,
+        (replica, session): (usize, u64),
+        acquired: bool,
+        work: impl FnOnce(&Dial) -> Result<(Client, Mapping), Error> + Send + 'static,
+    ) -> std::io::Result<()> {
+        let dial = self.clone();
+        let run = move || {
+            let result = work(&dial);
+            // Nobody listens when the log was closed meanwhile.
+            let _ = dial.came.send(Came {
+                replica,
+                session,
+                acquired,
+                result,
+            });
+            dial.waker.wake();
+        };
+        std::thread::Builder::new()
+            .name("log-connect".into())
+            .spawn(run)
+            .map(drop)
+    }
+}
+
+/// Maps the region for writing, alone but for readers.
+pub(super) fn acquire(mut client: Client, reading: Mapping) -> Result<(Client, Mapping), Error> {
+    let request = MapRequest {
+        share: Access::READ,
+        transfer: WRITERS,
+        ..MapRequest::new(Access::READ | Access::WRITE)
+    };
+    let region = reading.region().clone();
+    client.unmap(reading)?;
+    let mapping = client.map_as(&region, &request)?;
+    Ok((client, mapping))
+}
+
+/// What a request has of the buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    /// First byte.
+    at: u64,
+    /// Bytes.
+    length: u64,
+    /// Bytes before it that are lost as long as it is used.
+    lost: u64,
+}
+
+/// The part of the buffer that is in use: a ring, given back in the order in which it was taken.
+#[derive(Debug, Default)]
+struct Room {
+    used: u64,
+    next: u64,
+}
+
+impl Room {
+    /// Where so many bytes find room, if there is any; [`Room::take`] takes it.
+    fn find(&self, length: u64) -> Option<Piece> {
+        // A request's bytes do not turn round the end of the buffer: what is left there is lost to it.
+        let turns = self.next + length > BUFFER;
+        let lost = if turns { BUFFER - self.next } else { 0 };
+        let at = if turns { 0 } else { self.next };
+        (self.used + lost + length <= BUFFER).then_some(Piece { at, length, lost })
+    }
+
+    fn take(&mut self, piece: Piece) {
+        self.next = piece.at + piece.length;
+        self.used += piece.lost + piece.length;
+    }
+
+    fn give_back(&mut self, piece: Piece) {
+        self.used -= piece.lost + piece.length;
+    }
+}
+
+/// A request under way.
+struct Posted {
+    piece: Piece,
+    is_read: bool,
+}
+
+/// A session with a replica.
+pub(super) struct Link {
+    pub(super) client: Client,
+    pub(super) mapping: Mapping,
+    buffer: Buffer,
+    room: Room,
+    posted: VecDeque<Posted>,
+    waiting: VecDeque<What>,
+}
+
+impl Link {
+    pub(super) fn new(client: Client, mapping: Mapping) -> Result<Link, Error> {
+        let buffer = client.buffer(BUFFER as usize)?;
+        Ok(Link {
+            client,
+            mapping,
+            buffer,
+            room: Room::default(),
+            posted: VecDeque::new(),
+            waiting: VecDeque::new(),
+        })
+    }
+
+    /// Takes a read, write or flush, to be done when there is room.
+    pub(super) fn take(&mut self, what: What) -> Result<(), Error> {
+        self.waiting.push_back(what);
+        self.post()
+    }
+
+    fn post(&mut self) -> Result<(), Error> {
+        while let Some(what) = self.waiting.front() {
+            let length = match what {
+                What::Write { bytes, .. } => bytes.len() as u64,
+                What::Read { length, .. } => *length,
+                _ => 0,
+            };
+            let Some(piece) = self.room.find(length) else {
+                return Ok(());
+            };
+            if self.client.in_flight() + 1 >= crate::client::DEPTH_MAX {
+                return Ok(());
+            }
+            let at = piece.at;
+            match what {
+                What::Write { offset, bytes } => {
+                    self.buffer.memory().write(at, bytes)?;
+                    let length = bytes.len() as u32;
+                    self.client
+                        .post_write(&self.mapping, *offset, &self.buffer, at, length, 0)?;
+                }
+                What::Read { offset, length } => {
+                    self.client
+                        .post_read(&self.mapping, *offset, &self.buffer, at, *length as u32, 0)?;
+                }
+                What::Flush { offset, length } => {
+                    let kind = self.mapping.strongest();
+                    self.client.post_flush(&self.mapping, *offset, *length, kind, 0)?;
+                }
+                What::Connect | What::Acquire | What::Disconnect => {}
+            }
+            let is_read = matches!(what, What::Read { .. });
+            self.room.take(piece);
+            self.posted.push_back(Posted { piece, is_read });
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// The oldest request, if it is done: the bytes of a read.
+    pub(super) fn poll(&mut self) -> Result<Option<Option<Vec<u8>>>, Error> {
+        if self.client.poll_done()?.is_none() {
+            if !self.client.is_held(&self.mapping) {
+                return Err(Error::LeaseBroken {
+                    region: self.mapping.region().clone(),
+                });
+            }
+            return Ok(None);
+        }
+        let Some(posted) = self.posted.pop_front() else {
+            return Ok(None);
+        };
+        let mut bytes = None;
+        if posted.is_read {
+            let mut read = vec![0; posted.piece.length as usize];
+            self.buffer.memory().read(posted.piece.at, &mut read)?;
+            bytes = Some(read);
+        }
+        self.room.give_back(posted.piece);
+        self.post()?;
+        Ok(Some(bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room__a_piece_is_as_long_as_asked_for_and_overlaps_none_in_use() {
+        let mut room = Room::default();
+        let mut in_use: VecDeque<Piece> = VecDeque::new();
+        let (mut turns, mut full) = (0, 0);
+        for step in 0..2_000u64 {
+            let length = [8192, 256 << 10, 0, 8, 200_001][step as usize % 5];
+            while let Some(oldest) = in_use.front().copied()
+                && (room.find(length).is_none() || in_use.len() > 48)
+            {
+                full += u64::from(in_use.len() <= 48);
+                room.give_back(oldest);
+                in_use.pop_front();
+            }
+            let piece = room.find(length).unwrap();
+            assert_eq!(piece.length, length, "step {step}");
+            assert!(piece.at + length <= BUFFER, "step {step}: {piece:?}");
+            for other in &in_use {
+                let apart = piece.at >= other.at + other.length || other.at >= piece.at + length;
+                assert!(apart, "step {step}: {piece:?} and {other:?}");
+            }
+            turns += u64::from(piece.lost > 0);
+            room.take(piece);
+            in_use.push_back(piece);
+        }
+        assert!(turns > 10 && full > 10, "{turns} turns, full {full} times");
+        in_use.into_iter().for_each(|piece| room.give_back(piece));
+        assert_eq!(room.used, 0);
+    }
+}

@@ -1,0 +1,126 @@
+//! The writer in a simulated world: servers whose memory forgets what was not flushed, writers that come, die and meet, links
+//! that break. A checker compares what was acknowledged with what the log holds.
+
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use self::world::World;
+use super::defect::{self, Defect};
+use super::format::AREA_AT;
+use super::{Settings, What, Writer};
+
+/// Runs of every test run; `RDMUX_LOG_RUNS` for more.
+const RUNS: u64 = 600;
+/// Seeds within which each defect must be caught.
+const SEEDS: u64 = 4_000;
+
+fn number(variable: &str, default: u64) -> u64 {
+    match std::env::var(variable) {
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|_| panic!("{variable}={text} is no number")),
+        Err(_) => default,
+    }
+}
+
+#[test]
+fn log__nothing_acknowledged_is_lost() {
+    let first = number("RDMUX_LOG_FIRST", 1);
+    let mut seen = world::Seen::default();
+    let runs = number("RDMUX_LOG_RUNS", RUNS);
+    for seed in first..first + runs {
+        match catch_unwind(|| World::new(seed).run()) {
+            Ok(Ok(run)) => seen.add(&run),
+            Ok(Err(why)) => panic!("seed {seed}: {why}; again: RDMUX_LOG_FIRST={seed} RDMUX_LOG_RUNS=1"),
+            Err(_) => panic!("seed {seed} panicked; again: RDMUX_LOG_FIRST={seed} RDMUX_LOG_RUNS=1"),
+        }
+    }
+    println!("{seen:?}");
+    // What never happened was not tested.
+    if runs >= RUNS {
+        seen.assert_all_seen();
+    }
+}
+
+#[test]
+fn log__each_defect_is_caught() {
+    let mut missed = Vec::new();
+    for defect in Defect::ALL {
+        defect::set(Some(*defect));
+        let caught =
+            (1..=SEEDS).find_map(
+                |seed| match catch_unwind(AssertUnwindSafe(|| World::new(seed).run())) {
+                    Ok(Ok(_)) => None,
+                    Ok(Err(why)) => Some((seed, why)),
+                    Err(_) => Some((seed, "a panic".into())),
+                },
+            );
+        match caught {
+            Some((seed, why)) => println!("{defect:?}: seed {seed}: {why}"),
+            None => missed.push(*defect),
+        }
+    }
+    defect::set(None);
+    assert!(missed.is_empty(), "not caught by {SEEDS} seeds: {missed:?}");
+}
+
+/// Does what a writer of one replica wants done with its memory; what is read of the ring gets so many bytes more.
+fn serve(writer: &mut Writer, memory: &mut [u8], extra: usize) {
+    let now = std::time::Duration::ZERO;
+    while let Some(action) = writer.poll_action() {
+        let session = action.session;
+        match action.what {
+            What::Connect => writer.handle_connected(0, session, memory.len() as u64),
+            What::Acquire => writer.handle_acquired(0, session),
+            What::Read { offset, length } => {
+                let mut bytes = memory[offset as usize..(offset + length) as usize].to_vec();
+                if offset >= AREA_AT {
+                    bytes.resize(bytes.len() + extra, 0);
+                }
+                writer.handle_done(0, session, Some(bytes), now);
+            }
+            What::Write { offset, bytes } => {
+                memory[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
+                writer.handle_done(0, session, None, now);
+            }
+            What::Flush { .. } => writer.handle_done(0, session, None, now),
+            What::Disconnect => {}
+        }
+    }
+}
+
+fn writer_of_one() -> Writer {
+    Writer::new(Settings {
+        replicas: 1,
+        writer: 1,
+        log: 2,
+        replica_ids: vec![3],
+        create: true,
+        drop_oldest: false,
+        trim: None,
+    })
+}
+
+#[test]
+fn handle_done__bytes_of_another_number_are_not_taken_as_the_log() {
+    let mut memory = vec![0; AREA_AT as usize + 4096];
+    for extra in [0, 8] {
+        let mut writer = writer_of_one();
+        serve(&mut writer, &mut memory, extra);
+        assert_eq!(writer.is_ready(), extra == 0, "{}", writer.describe(0));
+        assert_eq!(writer.describe(0).contains("were asked for"), extra > 0);
+    }
+}
+
+#[test]
+fn append__more_than_may_be_under_way_is_acknowledged_without_another_append() {
+    let mut memory = vec![0; AREA_AT as usize + (1 << 16)];
+    let mut writer = writer_of_one();
+    serve(&mut writer, &mut memory, 0);
+    for number in 1..=200 {
+        assert_eq!(writer.append(b"record"), Ok(number));
+    }
+    serve(&mut writer, &mut memory, 0);
+    assert_eq!(writer.acknowledged(), 200);
+}

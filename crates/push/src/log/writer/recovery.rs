@@ -1,0 +1,627 @@
+//! Taking replicas over: what they hold, which log that makes, and when they have a say.
+
+use std::time::Duration;
+
+use super::replica::{Copied, Op, Phase, Replica};
+use super::{Event, OUTRANKED_MAX, Over, RAISES_MAX, RESERVE, State, What, Writer, segment};
+use crate::log::Epoch;
+use crate::log::defect::defect;
+use crate::log::format::{AREA_AT, AREA_MIN, Found, Header, Point, frame_len};
+
+impl Writer {
+    pub(super) fn header_read(&mut self, at: usize, bytes: &[u8], now: Duration) {
+        let found = Header::find(bytes);
+        let header = match found {
+            Found::Other => {
+                let why =
+                    "holds something else than a log, or a damaged one: serve a new file or new memory there";
+                return self.unusable(at, why.into());
+            }
+            Found::Blank => None,
+            Found::Log(header) => Some(header),
+        };
+        // One whose creation was not finished holds nothing: it can be made ours.
+        let header = header.filter(|h| h.promise.term > 0 || self.log.is_none_or(|(log, _)| log == h.log));
+        if let Some(h) = &header {
+            if h.promise.term > 0 && !self.in_use {
+                if self.log.is_some_and(|(log, _)| log != h.log) {
+                    self.log = None;
+                    self.replicas.iter_mut().for_each(|r| r.header = None);
+                }
+                self.in_use = true;
+            }
+            if let Err(why) = self.admit(at, h) {
+                return self.unusable(at, why);
+            }
+            self.log.get_or_insert((h.log, h.area));
+            self.term = self.term.max(h.promise.term);
+            let chosen = self.state != State::Opening;
+            if chosen && h.promise > self.epoch && !defect!(PromiseIgnored) {
+                return self.outranked(at, h.promise, now);
+            }
+        }
+        let r = &mut self.replicas[at];
+        r.header = header;
+        r.outranked = 0;
+        if r.header.is_none() {
+            // It holds nothing of what it held.
+            r.known = None;
+        }
+        let has_say = r.header.is_some_and(|h| !h.joining && h.promise.term > 0);
+        r.may_join = !has_say && (r.may_join || !self.promised);
+        if r.phase == Phase::Peeking && self.awaited == Some(at) {
+            self.awaited = None;
+        }
+        match r.phase {
+            Phase::Peeking if self.state == State::Opening => r.phase = Phase::Peeked,
+            Phase::Peeking => self.acquire(at),
+            Phase::Settling => self.settle(at),
+            _ => {}
+        }
+    }
+
+    /// Whether a replica can be one of this log's.
+    pub(super) fn admit(&self, at: usize, h: &Header) -> Result<(), String> {
+        if usize::from(h.replicas) != self.replicas.len() {
+            return Err(format!("its log has {} replicas: give all of them", h.replicas));
+        }
+        if self.log.is_some_and(|log| log != (h.log, h.area)) {
+            return Err("it holds another log than the others".into());
+        }
+        if h.area > self.replicas[at].region_bytes - AREA_AT {
+            return Err("the region is smaller than the log in it: it was cut".into());
+        }
+        let same = |r: &Replica| r.header.is_some_and(|other| other.replica == h.replica);
+        let twin = (0..self.replicas.len()).find(|other| *other != at && same(&self.replicas[*other]));
+        match twin {
+            Some(other) => Err(format!("it is the same region as replica {}", other + 1)),
+            None => Ok(()),
+        }
+    }
+
+    /// The header of a replica that is ours alone was read.
+    pub(super) fn settle(&mut self, at: usize) {
+        let (creating, epoch) = (self.state == State::Recovering { creating: true }, self.epoch);
+        let r = &mut self.replicas[at];
+        match r.header {
+            Some(h) if creating && h.promise.term > 0 => {
+                // Another writer was faster.
+                self.raise = true;
+            }
+            // No replica is written to before all are held: of two writers that create a log at once, one does.
+            Some(_) | None if creating => r.phase = Phase::Held,
+            Some(h) if h.joining && !defect!(JoiningHasSay) => {
+                r.may_join |= h.promise == epoch;
+                self.join(at);
+            }
+            Some(h) if h.promise == epoch && self.state == State::Active && r.known.is_some() => {
+                let known = r.known.unwrap_or_default();
+                self.stream(at, Some(known));
+            }
+            Some(h) if h.promise == epoch => self.read_log(at),
+            Some(h) => {
+                self.promised = true;
+                r.phase = Phase::Promising;
+                let header = Header {
+                    generation: h.generation + 1,
+                    promise: epoch,
+                    ..h
+                };
+                self.write_header(at, header);
+            }
+            None if defect!(BlankHasSay) && self.state != State::Active => {
+                let header = Header {
+                    promise: epoch,
+                    ..self.new_header(at)
+                };
+                self.replicas[at].phase = Phase::Promising;
+                self.write_header(at, header);
+            }
+            None => self.join(at),
+        }
+    }
+
+    pub(super) fn format(&mut self, at: usize) {
+        let r = &mut self.replicas[at];
+        if r.phase == Phase::Held {
+            r.phase = Phase::Formatting;
+            let generation = r.header.map_or(0, |h| h.generation) + 1;
+            let header = Header {
+                generation,
+                promise: Epoch::default(),
+                ..self.new_header(at)
+            };
+            self.write_header(at, header);
+        }
+    }
+
+    pub(super) fn new_header(&self, at: usize) -> Header {
+        let (log, area) = self.log.unwrap_or_default();
+        Header {
+            replicas: self.replicas.len() as u16,
+            joining: false,
+            log,
+            replica: self.settings.replica_ids[at],
+            generation: 1,
+            promise: self.epoch,
+            area,
+            head: if self.state == State::Active {
+                self.head
+            } else {
+                Point::origin(log)
+            },
+            acknowledged: 0,
+        }
+    }
+
+    /// A replica that holds nothing, or not enough, gets all. It has no say until it has what was acknowledged before.
+    ///
+    /// What it had promised is lost too: another writer may count on it, and on no more than a minority besides. So a
+    /// majority must be promised anew after it was seen like this, which fences that writer.
+    pub(super) fn join(&mut self, at: usize) {
+        let joins = self.replicas[at].may_join || defect!(JoinsAnyTime);
+        if self.state != State::Active || !joins {
+            self.replicas[at].phase = Phase::Waiting;
+            if !joins {
+                self.raise = true;
+                self.awaited = Some(at);
+            }
+            return self.tell(at, "waits: it lost what it held");
+        }
+        let tail = self.tail.position;
+        let r = &mut self.replicas[at];
+        r.joining = Some(tail);
+        r.known = None;
+        self.stream(at, None);
+    }
+
+    pub(super) fn write_header(&mut self, at: usize, header: Header) {
+        let offset = if defect!(OneSlot) { 0 } else { header.offset() };
+        self.replicas[at].header_busy = true;
+        self.post(
+            at,
+            Op::Other,
+            What::Write {
+                offset,
+                bytes: header.emit(),
+            },
+        );
+        let length = AREA_AT;
+        if defect!(PromiseNotFlushed) {
+            return self.post(at, Op::HeaderDurable(header), What::Read { offset: 0, length: 8 });
+        }
+        self.post(at, Op::HeaderDurable(header), What::Flush { offset: 0, length });
+    }
+
+    pub(super) fn header_durable(&mut self, at: usize, header: Header) {
+        let r = &mut self.replicas[at];
+        r.header = Some(header);
+        r.header_busy = false;
+        r.may_join &= header.joining;
+        match r.phase {
+            Phase::Formatting => {
+                r.phase = Phase::Formatted;
+                r.asked = 0;
+            }
+            Phase::Promising => self.read_log(at),
+            Phase::Streaming => {
+                r.streams_from(header.head.position);
+                if r.joining.is_some() && !header.joining {
+                    r.joining = None;
+                    r.known = Some(r.durable);
+                    self.acknowledge();
+                }
+                self.caught_up(at);
+                self.pump(at);
+            }
+            _ => {}
+        }
+    }
+
+    /// Reads what a replica holds, frame by frame.
+    pub(super) fn read_log(&mut self, at: usize) {
+        let r = &mut self.replicas[at];
+        let Some(header) = r.header else { return };
+        r.phase = Phase::Reading;
+        r.copied = Some(Copied::new(&header));
+        self.read_more(at);
+    }
+
+    pub(super) fn read_more(&mut self, at: usize) {
+        let r = &mut self.replicas[at];
+        let Some(copied) = &mut r.copied else { return };
+        match copied.scan() {
+            Some((position, length)) => {
+                let (offset, length) = segment(copied.area(), position, length);
+                self.post(at, Op::Log(length), What::Read { offset, length });
+            }
+            None => r.phase = Phase::Read,
+        }
+    }
+
+    pub(super) fn log_read(&mut self, at: usize, length: u64, bytes: &[u8], now: Duration) {
+        // Taken as the log, other bytes would end it where it goes on.
+        if bytes.len() as u64 != length {
+            let why = format!(
+                "{} bytes of its log came where {length} were asked for",
+                bytes.len()
+            );
+            return self.down(at, &why, now);
+        }
+        let r = &mut self.replicas[at];
+        if let (Phase::Reading, Some(copied)) = (r.phase, &mut r.copied) {
+            copied.add(bytes);
+            self.read_more(at);
+        }
+    }
+
+    /// Goes on where enough replicas have come along.
+    pub(super) fn advance(&mut self, now: Duration) {
+        if self.raise && (self.state != State::Active || self.acknowledged.0 == self.tail.position) {
+            return self.raise_epoch(now);
+        }
+        match self.state {
+            State::Opening => self.open(),
+            State::Recovering { creating: true } => {
+                let held = |r: &Replica| matches!(r.phase, Phase::Held | Phase::Formatted);
+                if !self.replicas.iter().all(held) || self.confirm(held) < self.replicas.len() {
+                    return;
+                }
+                if self.replicas.iter().all(|r| r.phase == Phase::Formatted) {
+                    self.state = State::Recovering { creating: false };
+                    for at in 0..self.replicas.len() {
+                        self.settle(at);
+                    }
+                    return;
+                }
+                for at in 0..self.replicas.len() {
+                    self.format(at);
+                }
+            }
+            State::Recovering { creating: false } => self.choose(),
+            State::Active => {
+                for at in 0..self.replicas.len() {
+                    self.meet(at);
+                }
+            }
+            State::Over(_) => {}
+        }
+    }
+
+    pub(super) fn majority(&self) -> usize {
+        self.replicas.len() / 2 + 1
+    }
+
+    pub(super) fn open(&mut self) {
+        if self.awaited.is_some() {
+            return;
+        }
+        let peeked = |r: &&Replica| r.phase == Phase::Peeked;
+        let seen = self.replicas.iter().filter(peeked).count();
+        // As long as nobody was promised the log, its creation may not have been finished, and is begun again.
+        let in_use = self.in_use;
+        let joined = |h: Header| !h.joining || defect!(JoiningHasSay);
+        let has_say = |r: &&Replica| peeked(r) && in_use && r.header.is_some_and(joined);
+        let voters = self.replicas.iter().filter(has_say).count();
+        let all = seen == self.replicas.len();
+        let needed = if defect!(MinorityRecovers) || defect!(BlankHasSay) {
+            1
+        } else {
+            self.majority()
+        };
+        let mut creating = false;
+        if voters < needed || seen < self.majority() && !defect!(MinorityRecovers) {
+            let empty = |r: &Replica| r.header.is_none_or(|h| h.promise.term == 0);
+            if !all || !self.replicas.iter().all(empty) {
+                return;
+            }
+            if !self.settings.create {
+                return self.end(Over::NoLog);
+            }
+            creating = true;
+            let area = self
+                .replicas
+                .iter()
+                .map(|r| (r.region_bytes - AREA_AT) & !7)
+                .min();
+            self.log
+                .get_or_insert((self.settings.log, area.unwrap_or(AREA_MIN)));
+        }
+        self.epoch = Epoch {
+            term: self.term + 1,
+            writer: self.settings.writer,
+        };
+        self.state = State::Recovering { creating };
+        for at in 0..self.replicas.len() {
+            if self.replicas[at].phase == Phase::Peeked {
+                self.acquire(at);
+            }
+        }
+    }
+
+    pub(super) fn acquire(&mut self, at: usize) {
+        self.replicas[at].phase = Phase::Acquiring;
+        self.act(at, What::Acquire);
+    }
+
+    /// Asks replicas whether they still are ours, all in one round; returns how many said so. What each of them said before it
+    /// said at another time: one may have been lost since, with all that it promised, and another writer may count on that.
+    pub(super) fn confirm(&mut self, which: impl Fn(&Replica) -> bool) -> usize {
+        if self.round == 0 || self.replicas.iter().any(|r| which(r) && r.asked < self.round) {
+            self.round += 1;
+            for at in 0..self.replicas.len() {
+                if which(&self.replicas[at]) {
+                    self.replicas[at].asked = self.round;
+                    self.post(at, Op::Confirmed(self.round), What::Read { offset: 0, length: 8 });
+                }
+            }
+        }
+        self.replicas
+            .iter()
+            .filter(|r| which(r) && r.confirmed == self.round)
+            .count()
+    }
+
+    /// Takes the log that every later writer would have to take, too.
+    pub(super) fn choose(&mut self) {
+        let read = |r: &Replica| r.phase == Phase::Read;
+        let needed = if defect!(MinorityRecovers) {
+            1
+        } else {
+            self.majority()
+        };
+        if self.replicas.iter().filter(|r| read(r)).count() < needed {
+            return;
+        }
+        self.confirm(read);
+        let read: Vec<usize> = (0..self.replicas.len())
+            .filter(|at| read(&self.replicas[*at]))
+            .filter(|at| self.replicas[*at].confirmed == self.round || defect!(NotConfirmed))
+            .collect();
+        if read.len() < needed {
+            return;
+        }
+        let rank = |at: &&usize| {
+            let end = self.replicas[**at]
+                .copied
+                .as_ref()
+                .map_or_else(Point::default, |copied| copied.end);
+            (end.epoch, end.position)
+        };
+        let best = if defect!(ShortestChosen) {
+            read.iter().min_by_key(|at| rank(at).1)
+        } else if defect!(LongestChosen) {
+            read.iter().max_by_key(|at| rank(at).1)
+        } else {
+            read.iter().max_by_key(rank)
+        };
+        let Some(&best) = best else { return };
+        let Some(copied) = self.replicas[best].copied.clone() else {
+            return;
+        };
+        if self.own.is_some_and(|own| own != copied.end) && !defect!(FollowedUnnoticed) {
+            return self.end(Over::Fenced(copied.end.epoch));
+        }
+        let area = self.area();
+        self.head = copied.head;
+        self.tail = copied.end;
+        self.copy = copied.bytes().iter().copied().collect();
+        let told = copied.frames.iter().map(|frame| frame.acknowledged).max();
+        self.frames = copied.frames.into();
+        self.acknowledged = (
+            self.head.position,
+            told.unwrap_or_default().max(self.head.sequence),
+        );
+        self.state = State::Active;
+        if let Some(below) = self.settings.trim {
+            let below = below.min(self.tail.sequence + 1);
+            self.drop_frames(|_, frame| frame.end.sequence < below);
+        }
+        if self.settings.drop_oldest && self.room() < RESERVE {
+            let until = (self.tail.position + RESERVE.max(area / 8)).saturating_sub(area);
+            self.drop_frames(|begin, _| begin < until);
+        }
+        if self.room() < frame_len(0) {
+            return self.end(Over::Unusable(
+                "the log is full: open it with records dropped".into(),
+            ));
+        }
+        self.push(None);
+        self.epoch_start = if defect!(OldEpochAcked) {
+            0
+        } else {
+            self.tail.position
+        };
+        for at in 0..self.replicas.len() {
+            self.meet(at);
+        }
+        if self.settings.trim.is_some() {
+            self.mark();
+        }
+        self.acknowledge();
+    }
+
+    /// A replica whose log was read, or that waited for the choice, gets what it lacks.
+    pub(super) fn meet(&mut self, at: usize) {
+        match self.replicas[at].phase {
+            Phase::Read => {
+                let Some(copied) = self.replicas[at].copied.take() else {
+                    return;
+                };
+                let common = self.common(&copied);
+                self.stream(at, common);
+            }
+            Phase::Waiting => self.settle(at),
+            _ => {}
+        }
+    }
+
+    /// The last place up to which a replica's log is this one.
+    pub(super) fn common(&self, copied: &Copied) -> Option<u64> {
+        let ours = |point: &Point| {
+            if point.position == self.head.position {
+                return point.chain == self.head.chain;
+            }
+            let found = self
+                .frames
+                .binary_search_by_key(&point.position, |frame| frame.end.position);
+            found.is_ok_and(|found| self.frames[found].end.chain == point.chain)
+        };
+        let ends = copied.frames.iter().rev().map(|frame| &frame.end);
+        ends.chain([&copied.head])
+            .find(|point| ours(point))
+            .map(|point| point.position)
+    }
+
+    /// From now on a replica is kept in step, from a position up to which it has everything, if there is one.
+    pub(super) fn stream(&mut self, at: usize, from: Option<u64>) {
+        let head = self.head.position;
+        let tail = self.tail.position;
+        let r = &mut self.replicas[at];
+        r.phase = Phase::Streaming;
+        r.retry = Duration::ZERO;
+        let from = if defect!(GapLeft) && r.joining.is_none() {
+            Some(tail)
+        } else {
+            from
+        };
+        let from = from.filter(|from| *from >= head);
+        r.sent = from.unwrap_or(head);
+        r.durable = from.unwrap_or(0);
+        if r.joining.is_none() {
+            r.known = from;
+        }
+        // Without a common place its header must first say where the log begins.
+        r.room_from = from.and(r.header.map(|h| h.head.position));
+        let state = if r.joining.is_some() {
+            "joins: it gets all there is"
+        } else {
+            "catches up"
+        };
+        self.tell(at, state);
+        self.pump(at);
+    }
+
+    /// A replica may have what it lacked.
+    pub(super) fn caught_up(&mut self, at: usize) {
+        let acknowledged = self.acknowledged.0;
+        let r = &mut self.replicas[at];
+        if r.joining.is_none() && self.ready && r.durable >= acknowledged {
+            self.tell(at, "in step");
+        }
+        let r = &mut self.replicas[at];
+        if r.joining.is_some_and(|target| r.durable >= target) && r.header.is_some_and(|h| h.joining) {
+            r.header_wanted = true;
+            self.pump(at);
+        }
+    }
+
+    /// Counts what is durable on a majority.
+    pub(super) fn acknowledge(&mut self) {
+        if self.state != State::Active {
+            return;
+        }
+        let mut durable: Vec<u64> = (self.replicas.iter())
+            .map(|r| {
+                if defect!(AckBeforeFlush) && r.phase == Phase::Streaming {
+                    r.sent
+                } else {
+                    r.counts()
+                }
+            })
+            .collect();
+        durable.sort_unstable_by(|a, b| b.cmp(a));
+        let position = durable[self.majority() - 1 - usize::from(defect!(AckBeforeQuorum))];
+        if position < self.epoch_start || position <= self.acknowledged.0 && self.ready {
+            return;
+        }
+        let whole = self
+            .frames
+            .partition_point(|frame| frame.end.position <= position);
+        let point = whole
+            .checked_sub(1)
+            .map_or(self.head, |last| self.frames[last].end);
+        let before = self.acknowledged.1;
+        self.acknowledged = (point.position, point.sequence);
+        if !self.ready {
+            self.ready = true;
+            self.raises = 0;
+            self.events.push_back(Event::Ready {
+                first: self.head.sequence + 1,
+                last: point.sequence,
+            });
+        } else if point.sequence > before {
+            self.events.push_back(Event::Acknowledged {
+                sequence: point.sequence,
+            });
+        }
+    }
+
+    /// Another writer has promised itself a replica.
+    pub(super) fn outranked(&mut self, at: usize, by: Epoch, now: Duration) {
+        if self.state != State::Active {
+            self.raises += 1;
+            if self.raises > RAISES_MAX {
+                return self.end(Over::Fenced(by));
+            }
+            self.down(at, "promised to another writer", now);
+            self.raise = true;
+            return;
+        }
+        let held = self
+            .replicas
+            .iter()
+            .filter(|r| r.phase == Phase::Streaming)
+            .count();
+        if held < self.majority() {
+            return self.end(Over::Fenced(by));
+        }
+        // As long as a majority is ours alone, that writer got no majority: it is gone, or takes ours any moment.
+        let outranked = self.replicas[at].outranked + 1;
+        self.down(at, "promised to another writer, which has no majority", now);
+        self.replicas[at].outranked = outranked;
+        self.raise |= outranked > OUTRANKED_MAX;
+    }
+
+    /// Begins anew, with an epoch above all that was seen.
+    pub(super) fn raise_epoch(&mut self, now: Duration) {
+        let awaited = self.awaited;
+        if self.state == State::Active {
+            self.own = Some(self.tail);
+        }
+        self.raise = false;
+        self.promised = false;
+        self.state = State::Opening;
+        self.log = None;
+        self.in_use = false;
+        self.ready = false;
+        for at in 0..self.replicas.len() {
+            let r = &mut self.replicas[at];
+            r.known = None;
+            r.joining = None;
+            r.may_join = false;
+            // Two writers that meet must not meet again.
+            let wait = Duration::from_millis(1 + self.settings.writer % 64) * self.raises;
+            match r.phase {
+                Phase::Unusable => {}
+                _ => {
+                    self.down(at, "looked at again", now);
+                    self.replicas[at].phase = Phase::Down { until: now + wait };
+                }
+            }
+        }
+        self.awaited = awaited;
+    }
+
+    pub(super) fn end(&mut self, over: Over) {
+        for at in 0..self.replicas.len() {
+            if self.replicas[at].has_session() {
+                self.act(at, What::Disconnect);
+            }
+            self.replicas[at].ops.clear();
+        }
+        self.ready = false;
+        self.state = State::Over(over.clone());
+        self.events.push_back(Event::Over(over));
+    }
+}

@@ -1,0 +1,76 @@
+//! The server's own operations on a region, which break leases as a client's do.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use rdmux_verbs::Wanted;
+use rdmux_wire::push::{Access, Name};
+
+use super::{Done, wake};
+
+/// What a program that has the server asks of it.
+#[derive(Debug)]
+pub(super) enum Local {
+    Begin {
+        region: Name,
+        access: Access,
+        share: Access,
+        /// Hears the operation's number, once it may begin; nothing when there is no such region.
+        reply: mpsc::Sender<u64>,
+    },
+    End(u64),
+    /// Somebody outside wants the file of the region of that number.
+    Wanted(usize, Wanted),
+}
+
+/// The server has ended, or never had that region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the server has ended, or has no region of that name")]
+pub struct ServerEnded;
+
+/// Does things with a server's regions from another thread: truncate a file, rename it, copy it.
+#[derive(Clone, Debug)]
+pub struct Control {
+    pub(super) server: mpsc::Sender<Done>,
+    pub(super) wake: Arc<OwnedFd>,
+}
+
+impl Control {
+    /// Waits until nobody has a lease on the region that stands against `access`, or against whose rights `share` stands: with
+    /// [`Access::WRITE`] and nothing shared, until it is the caller's alone. Leases that stand against it are broken: this
+    /// takes as long as their holders need, and the break timeout at most for each.
+    pub fn exclusive(&self, region: &Name, access: Access, share: Access) -> Result<Exclusive, ServerEnded> {
+        let (reply, granted) = mpsc::channel();
+        let begin = Local::Begin {
+            region: region.clone(),
+            access,
+            share,
+            reply,
+        };
+        self.send(begin);
+        let number = granted.recv().map_err(|_| ServerEnded)?;
+        Ok(Exclusive {
+            control: self.clone(),
+            number,
+        })
+    }
+
+    fn send(&self, local: Local) {
+        let _ = self.server.send(Done::Local(local));
+        wake(&self.wake);
+    }
+}
+
+/// A region is the caller's, until this is dropped. Clients that need it meanwhile wait.
+#[derive(Debug)]
+pub struct Exclusive {
+    control: Control,
+    number: u64,
+}
+
+impl Drop for Exclusive {
+    fn drop(&mut self) {
+        self.control.send(Local::End(self.number));
+    }
+}

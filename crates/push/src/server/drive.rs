@@ -1,0 +1,181 @@
+//! The server's thread: it takes what comes, and waits for more, by looking for a while where that pays and else asleep.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::waiting::{Conditions, Plan, Policy, WaitMode};
+use rdmux_verbs::{Load, wake_cost_ns};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{Done, EndReason, Event, Server};
+
+/// Who looks for messages looks for connections once in so many turns: that is rarer, and takes a lock.
+const ACCEPT_EVERY: u32 = 64;
+
+/// How much is taken before the clock is looked at.
+const TURN: usize = 256;
+
+/// How the thread waits.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    policy: Policy,
+    load: Load,
+    since: Instant,
+}
+
+impl Waiting {
+    pub(super) fn new(pinned: Option<WaitMode>) -> Waiting {
+        let mut policy = Policy::new(wake_cost_ns());
+        policy.pin(pinned.or_else(WaitMode::of_environment));
+        Waiting {
+            policy,
+            load: Load::default(),
+            since: Instant::now(),
+        }
+    }
+
+    fn plan(&mut self, elapsed_ns: u64) -> Plan {
+        // What the machine is like costs something to ask: only who would look asks.
+        if self.policy.plan(elapsed_ns, Conditions::default()) == Plan::Sleep {
+            return Plan::Sleep;
+        }
+        let now_ns = self.since.elapsed().as_nanos() as u64;
+        self.policy.plan(elapsed_ns, self.load.look(now_ns))
+    }
+}
+
+impl Server {
+    /// Serves until stopped. `log` hears of what happens.
+    pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
+        self.next_probe = Instant::now() + self.keepalive / 2;
+        loop {
+            for at in 0..self.endpoints.len() {
+                self.accept(at);
+            }
+            let more = self.take_turn();
+            let now = Instant::now();
+            let next = self.handle_timers(now);
+            for event in self.events.drain(..) {
+                log(&event);
+            }
+            if self.stop {
+                break;
+            }
+            if !more {
+                self.wait(now, next.saturating_duration_since(now))?;
+            }
+        }
+        for key in self.clients.keys().copied().collect::<Vec<_>>() {
+            self.end(key, EndReason::Shutdown);
+        }
+        for event in self.events.drain(..) {
+            log(&event);
+        }
+        Ok(())
+    }
+
+    /// Takes what has come, but not for ever: deadlines, connections and the end of the server are for those of no message too.
+    /// Returns whether there may be more.
+    fn take_turn(&mut self) -> bool {
+        for _ in 0..TURN {
+            if !self.take_done() {
+                break;
+            }
+        }
+        (0..TURN).all(|_| self.take_one())
+    }
+
+    /// Takes one thing that has come; driving the devices when nothing has.
+    fn take_one(&mut self) -> bool {
+        for _ in 0..self.endpoints.len() {
+            let at = self.next_endpoint % self.endpoints.len();
+            self.next_endpoint = at + 1;
+            if let Some(wc) = self.endpoints[at].cq.poll() {
+                self.completed(at, &wc);
+                return true;
+            }
+        }
+        self.take_done()
+    }
+
+    /// Takes one thing that another thread has sent.
+    fn take_done(&mut self) -> bool {
+        match self.done_rx.try_recv() {
+            Ok(Done::Stop) => self.stop = true,
+            Ok(Done::Finished(finished)) => self.finished(finished),
+            Ok(Done::Local(local)) => self.local(local),
+            Err(_) => return false,
+        }
+        true
+    }
+
+    /// Waits until something may have come, and takes what it finds on the way.
+    fn wait(&mut self, began: Instant, timeout: Duration) -> io::Result<()> {
+        let elapsed_ns = || began.elapsed().as_nanos() as u64;
+        let timeout_ns = timeout.as_nanos() as u64;
+        let (mut turns, clients) = (0u32, self.clients_so_far);
+        loop {
+            match self.waiting.plan(elapsed_ns()) {
+                Plan::Sleep => break,
+                Plan::Yield => std::thread::yield_now(),
+                Plan::Spin { .. } => std::hint::spin_loop(),
+            }
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(ACCEPT_EVERY) {
+                (0..self.endpoints.len()).for_each(|at| self.accept(at));
+            }
+            if self.take_one() || self.clients_so_far != clients {
+                self.waiting.policy.came(elapsed_ns());
+                return Ok(());
+            }
+            if elapsed_ns() >= timeout_ns {
+                self.waiting.policy.gave_up(elapsed_ns());
+                return Ok(());
+            }
+        }
+        for at in 0..self.endpoints.len() {
+            // Waiting for no time arms the queue and looks once more: nothing is missed.
+            if let Some(wc) = self.endpoints[at].cq.wait(Duration::ZERO)? {
+                self.completed(at, &wc);
+                self.waiting.policy.came(elapsed_ns());
+                return Ok(());
+            }
+        }
+        if self.sleep(timeout.saturating_sub(began.elapsed()))? {
+            self.waiting.policy.woke(elapsed_ns(), None);
+        } else {
+            self.waiting.policy.gave_up(elapsed_ns());
+        }
+        Ok(())
+    }
+
+    /// Whether something woke it.
+    fn sleep(&self, timeout: Duration) -> io::Result<bool> {
+        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        for endpoint in &self.endpoints {
+            fds.push(PollFd::new(&endpoint.cq, PollFlags::IN));
+            fds.push(PollFd::new(&endpoint.listener, PollFlags::IN));
+        }
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs().min(3600) as i64,
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let woken: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        let fds = std::iter::once(self.wake.as_fd()).chain(
+            self.endpoints
+                .iter()
+                .flat_map(|e| [e.cq.as_fd(), e.listener.as_fd()]),
+        );
+        for (fd, woken) in fds.zip(&woken) {
+            if *woken {
+                let _ = rustix::io::read(fd, &mut [0u8; 8]);
+            }
+        }
+        Ok(woken.contains(&true))
+    }
+}

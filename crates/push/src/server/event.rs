@@ -1,0 +1,172 @@
+//! What happens at a server, for people to read.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use rdmux_wire::push;
+
+use super::EndReason;
+
+/// What happens, for people to read.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// A client connected and has the key.
+    Connected {
+        /// Number of the client.
+        client: u64,
+        /// Where from.
+        peer: IpAddr,
+    },
+    /// A client mapped.
+    Mapped {
+        /// Number of the client.
+        client: u64,
+        /// Number of the mapping.
+        mapping: u64,
+        /// What.
+        region: push::Name,
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// What for.
+        access: push::Access,
+    },
+    /// A client ended a mapping.
+    Unmapped {
+        /// Number of the client.
+        client: u64,
+        /// Number of the mapping.
+        mapping: u64,
+    },
+    /// A mapping's lease is being broken, because somebody else needs its range.
+    Breaking {
+        /// Number of the client.
+        client: u64,
+        /// Number of the mapping.
+        mapping: u64,
+        /// It has so long to release it.
+        within: Duration,
+    },
+    /// A client released a mapping: it can be flushed, and nothing else.
+    Released {
+        /// Number of the client.
+        client: u64,
+        /// Number of the mapping.
+        mapping: u64,
+    },
+    /// A mapping was revoked, because its client did not release it in time.
+    Revoked {
+        /// Number of the client.
+        client: u64,
+        /// Number of the mapping.
+        mapping: u64,
+    },
+    /// A program of this host opens a region's file: who stands against that has released it.
+    Opened {
+        /// The region.
+        region: push::Name,
+        /// It may write.
+        write: bool,
+    },
+    /// Nobody else has a region's file open any more.
+    Closed {
+        /// The region.
+        region: push::Name,
+    },
+    /// Programs of this host may change a region's file without being noticed.
+    Unwatched {
+        /// The region.
+        region: push::Name,
+        /// Why.
+        why: String,
+    },
+    /// A connection ended, and its mappings with it.
+    Ended {
+        /// Number of the client.
+        client: u64,
+        /// Where from.
+        peer: IpAddr,
+        /// Why.
+        reason: EndReason,
+        /// Mappings that ended with it.
+        mappings: usize,
+    },
+    /// A connection was refused.
+    Refused {
+        /// Where from.
+        peer: IpAddr,
+        /// Why.
+        why: String,
+    },
+}
+
+impl std::fmt::Display for Event {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Event::Connected { client, peer } => write!(f, "client {client} connected from {peer}"),
+            Event::Mapped {
+                client,
+                mapping,
+                region,
+                offset,
+                length,
+                access,
+            } => {
+                let what = match (
+                    access.contains(push::Access::READ),
+                    access.contains(push::Access::WRITE),
+                ) {
+                    (true, true) => "read and write",
+                    (false, true) => "write",
+                    _ => "read",
+                };
+                write!(
+                    f,
+                    "client {client} maps {region}, {length} bytes at {offset}, to {what} (mapping {mapping})"
+                )
+            }
+            Event::Unmapped { client, mapping } => write!(f, "client {client} unmaps mapping {mapping}"),
+            Event::Breaking {
+                client,
+                mapping,
+                within,
+            } => write!(
+                f,
+                "client {client} is asked to release mapping {mapping} within {} s: somebody else needs its range",
+                within.as_secs_f32()
+            ),
+            Event::Opened { region, write } => {
+                let what = if *write { "write" } else { "read" };
+                write!(
+                    f,
+                    "a program of this host opens the file of region {region} to {what}"
+                )
+            }
+            Event::Closed { region } => write!(f, "no other program has the file of region {region} open"),
+            Event::Unwatched { region, why } => write!(
+                f,
+                "region {region}: programs of this host that change its file are not noticed: {why}"
+            ),
+            Event::Released { client, mapping } => write!(f, "client {client} releases mapping {mapping}"),
+            Event::Revoked { client, mapping } => write!(
+                f,
+                "mapping {mapping} of client {client} is revoked: it was not released in time"
+            ),
+            Event::Ended {
+                client,
+                peer,
+                reason,
+                mappings,
+            } => {
+                write!(f, "client {client} from {peer} ended: {reason}")?;
+                match mappings {
+                    0 => Ok(()),
+                    1 => f.write_str("; its mapping ended too"),
+                    n => write!(f, "; its {n} mappings ended too"),
+                }
+            }
+            Event::Refused { peer, why } => write!(f, "connection from {peer} refused: {why}"),
+        }
+    }
+}

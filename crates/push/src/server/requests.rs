@@ -1,0 +1,594 @@
+//! What clients ask for, and what leases make of it.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use rdmux_verbs::{Access, Memory, Placement, RKey};
+use rdmux_wire::push::{
+    self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Extent, MESSAGE_LEN_MAX, Message,
+};
+
+use super::control::Local;
+use super::lease::{Answer, Claim, Effect, Kind, LeaseId};
+use super::session::{Action, EndReason, Map, Ordinary};
+use super::work::{Finished, Task, Ticket};
+use super::{CLOSING_TIMEOUT, ConnectionKey, Event, Mapping, NOTICE, SLOTS, Server};
+
+/// Owners of local operations have this bit; clients' numbers never get so far.
+const LOCAL: u64 = 1 << 63;
+
+/// What waits for a lease.
+#[derive(Debug)]
+pub(super) enum Pending {
+    Map(Ticket, Map),
+    Write(Ticket, Ordinary, Vec<u8>, Placement),
+    Read(Ticket, Ordinary),
+    Local {
+        number: u64,
+        reply: mpsc::Sender<u64>,
+    },
+    /// Somebody outside wants the file of the region of that number.
+    Outside(usize, push::Access),
+}
+
+impl Pending {
+    fn ticket(&self) -> Option<&Ticket> {
+        match self {
+            Pending::Map(ticket, _) | Pending::Write(ticket, ..) | Pending::Read(ticket, _) => Some(ticket),
+            Pending::Local { .. } | Pending::Outside(..) => None,
+        }
+    }
+
+    pub(super) fn is_of(&self, client: u64) -> bool {
+        self.ticket().is_some_and(|ticket| ticket.client == client)
+    }
+}
+
+/// A client that is welcome once nothing of its earlier connections runs.
+#[derive(Debug)]
+pub(super) struct Welcoming {
+    pub(super) client: u64,
+    id: [u8; 16],
+    ticket: Ticket,
+    revoked: u32,
+}
+
+impl Server {
+    pub(super) fn received(&mut self, key: ConnectionKey, slot: usize, bytes: usize) {
+        let Some(client) = self.clients.get_mut(&key) else {
+            return;
+        };
+        if client.closing.is_some() {
+            return;
+        }
+        let mut message = vec![0; bytes.min(MESSAGE_LEN_MAX)];
+        if client
+            .slots
+            .read((slot * MESSAGE_LEN_MAX) as u64, &mut message)
+            .is_err()
+        {
+            return;
+        }
+        let number = client.number;
+        if self.welcoming.iter().any(|welcoming| welcoming.client == number) {
+            return self.end(key, EndReason::Protocol("a message before it was welcome".into()));
+        }
+        let (request, action) = client.session.handle(&message);
+        let ticket = Ticket {
+            key,
+            client: client.number,
+            slot,
+            request,
+            lease: None,
+        };
+        match action {
+            Action::Send(answer) => self.send(key, slot, request, &answer),
+            Action::Welcome { client: id } => self.welcome(ticket, id),
+            Action::Map(map) => self.map(ticket, map),
+            Action::Unmap(mapping) => {
+                self.revoke(key, mapping);
+                let Some(client) = self.clients.get_mut(&key) else {
+                    return;
+                };
+                client.mappings.remove(&mapping);
+                client.changes.remove(&mapping);
+                let event = Event::Unmapped {
+                    client: client.number,
+                    mapping,
+                };
+                self.events.push(event);
+                self.send(key, slot, request, &Message::Unmapped);
+            }
+            Action::Release(mapping) => {
+                if self.revoke(key, mapping) {
+                    self.events.push(Event::Released {
+                        client: ticket.client,
+                        mapping,
+                    });
+                }
+                self.send(key, slot, request, &Message::Released);
+            }
+            Action::Flush {
+                mapping,
+                offset,
+                length,
+                placement,
+            } => {
+                let Some(mapping) = client.mappings.get(&mapping) else {
+                    // It is being made: nobody knows its number yet.
+                    let answer = Message::Error {
+                        code: ErrorCode::Protocol,
+                        text: format!("no mapping {mapping}"),
+                    };
+                    return self.send(key, slot, request, &answer);
+                };
+                let (memory, number) = (mapping.memory.clone(), mapping.number);
+                let task = Task::Flush {
+                    memory,
+                    offset,
+                    length,
+                    placement,
+                };
+                self.work(number, ticket, task);
+            }
+            Action::Write(ordinary, bytes, placement) => {
+                let claim = self.claim_of(&ticket, &ordinary, push::Access::WRITE);
+                let conflict = ordinary.conflict;
+                self.claim(
+                    claim,
+                    conflict,
+                    Pending::Write(ticket, ordinary, bytes, placement),
+                );
+            }
+            Action::Read(ordinary) => {
+                let claim = self.claim_of(&ticket, &ordinary, push::Access::READ);
+                let conflict = ordinary.conflict;
+                self.claim(claim, conflict, Pending::Read(ticket, ordinary));
+            }
+            Action::Checksum {
+                region,
+                offset,
+                length,
+            } => {
+                let gone = client.gone.clone();
+                let number = self.number_of(&region);
+                let task = Task::Checksum {
+                    region,
+                    offset,
+                    length,
+                    gone,
+                };
+                self.work(number, ticket, task);
+            }
+            Action::Noticed(number) => {
+                if client.notice == Some(number) {
+                    client.notice = None;
+                }
+                self.receive_again(key, slot);
+                self.notify(key);
+            }
+            Action::End(None, reason) => self.end(key, reason),
+            Action::End(Some(last), reason) => {
+                client.closing = Some(reason);
+                client.deadline = Some(Instant::now() + CLOSING_TIMEOUT);
+                self.send(key, slot, request, &last);
+            }
+        }
+    }
+
+    fn number_of(&self, region: &Arc<crate::region::Region>) -> usize {
+        let regions = &self.shared.regions;
+        regions.iter().position(|r| Arc::ptr_eq(r, region)).unwrap_or(0)
+    }
+
+    /// The client has shown the key. What it mapped before is revoked, and what it wrote before is done, when it hears that
+    /// it is welcome.
+    fn welcome(&mut self, ticket: Ticket, id: [u8; 16]) {
+        let Some(client) = self.clients.get_mut(&ticket.key) else {
+            return;
+        };
+        client.deadline = None;
+        client.id = id;
+        self.events.push(Event::Connected {
+            client: client.number,
+            peer: client.connection.peer(),
+        });
+        let mut revoked = 0;
+        if id != [0; 16] {
+            let earlier = self
+                .clients
+                .iter()
+                .filter(|(key, c)| c.id == id && **key != ticket.key);
+            let earlier: Vec<_> = earlier.map(|(key, _)| *key).collect();
+            for key in earlier {
+                let mappings = self.clients.get(&key).map_or(0, |c| c.mappings.len());
+                revoked += mappings as u32;
+                self.end(key, EndReason::ConnectedAgain);
+            }
+        }
+        let client = ticket.client;
+        self.welcoming.push(Welcoming {
+            client,
+            id,
+            ticket,
+            revoked,
+        });
+        self.welcome_all();
+    }
+
+    fn welcome_all(&mut self) {
+        let ready =
+            |w: &Welcoming, workers: &super::Workers| w.id == [0; 16] || !workers.runs_for(w.id, w.client);
+        while let Some(at) = self.welcoming.iter().position(|w| ready(w, &self.workers)) {
+            let Welcoming { ticket, revoked, .. } = self.welcoming.swap_remove(at);
+            let Some(client) = self.clients.get(&ticket.key) else {
+                continue;
+            };
+            let answer = client.session.welcome(revoked);
+            self.send(ticket.key, ticket.slot, ticket.request, &answer);
+        }
+    }
+
+    fn claim_of(&self, ticket: &Ticket, ordinary: &Ordinary, access: push::Access) -> Claim {
+        Claim {
+            owner: ticket.client,
+            region: ordinary.number,
+            offset: ordinary.offset,
+            length: ordinary.length,
+            access,
+            // It is over soon and keeps nobody out but those who want to be alone.
+            share: push::Access::all(),
+        }
+    }
+
+    fn map(&mut self, ticket: Ticket, map: Map) {
+        if map.access.contains(push::Access::WRITE) && map.transfer != 0 {
+            self.take_over(ticket.key, &map);
+        }
+        let claim = Claim {
+            owner: ticket.client,
+            region: map.number,
+            offset: map.offset,
+            length: map.length,
+            access: map.access,
+            share: map.share,
+        };
+        // Before anybody is asked to go for it.
+        if let Err(failure) = self.check_outside(&map) {
+            return self.fail(Pending::Map(ticket, map), failure);
+        }
+        let conflict = map.conflict;
+        self.claim(claim, conflict, Pending::Map(ticket, map));
+    }
+
+    /// Another connection that wrote for the same upload is ended: it is a client that died, or one that must not write any
+    /// more.
+    fn take_over(&mut self, key: ConnectionKey, map: &Map) {
+        let same = |mapping: &Mapping| {
+            let overlaps =
+                mapping.offset < map.offset + map.length && map.offset < mapping.offset + mapping.length;
+            mapping.live.is_some()
+                && mapping.number == map.number
+                && overlaps
+                && mapping.transfer == map.transfer
+        };
+        let others = self.clients.iter().filter(|(other, _)| **other != key);
+        let predecessors = others.filter(|(_, other)| other.mappings.values().any(same));
+        for predecessor in predecessors.map(|(key, _)| *key).collect::<Vec<_>>() {
+            self.end(predecessor, EndReason::TakenOver);
+        }
+    }
+
+    /// Goes on with `pending` when it has its lease.
+    pub(super) fn claim(&mut self, claim: Claim, conflict: Conflict, pending: Pending) {
+        let kind = match pending {
+            Pending::Map(..) => Kind::Mapping,
+            _ => Kind::Operation,
+        };
+        let (lease, answer) = self.leases.request(Instant::now(), claim, kind, conflict);
+        match answer {
+            Answer::Granted => self.granted(lease, pending),
+            Answer::Waiting => drop(self.pending.insert(lease, pending)),
+            Answer::Refused(other) => self.refused(&other, pending),
+        }
+        self.carry_out();
+    }
+
+    fn refused(&mut self, other: &Claim, pending: Pending) {
+        let region = self.shared.regions[other.region].name();
+        let holder = if other.owner & LOCAL != 0 {
+            "a program of the server's host".to_owned()
+        } else {
+            format!("another client (client {})", other.owner)
+        };
+        let does = if other.access.contains(push::Access::WRITE) {
+            "is writing to"
+        } else {
+            "is reading"
+        };
+        let text = format!(
+            "{holder} {does} region {region} there: wait until it ends; one that died ends within {} s",
+            self.keepalive.as_secs_f32()
+        );
+        let failure = (ErrorCode::Busy, text);
+        self.fail(pending, failure);
+    }
+
+    fn fail(&mut self, pending: Pending, (code, text): (ErrorCode, String)) {
+        let (ticket, answer) = match pending {
+            Pending::Local { .. } | Pending::Outside(..) => return,
+            Pending::Map(ticket, map) => {
+                let Some(client) = self.clients.get_mut(&ticket.key) else {
+                    return;
+                };
+                let answer = client.session.mapped(&map, Err((code, text)));
+                (ticket, answer)
+            }
+            Pending::Write(ticket, ..) | Pending::Read(ticket, _) => (ticket, Message::Error { code, text }),
+        };
+        self.send(ticket.key, ticket.slot, ticket.request, &answer);
+    }
+
+    fn granted(&mut self, lease: LeaseId, pending: Pending) {
+        match pending {
+            Pending::Map(ticket, map) => {
+                let client = self.clients.get(&ticket.key);
+                if !client.is_some_and(|client| client.session.is_live(map.mapping)) {
+                    // It was ended before it was made.
+                    self.leases.release(Instant::now(), lease);
+                    let text = format!("mapping {} was ended before it was made", map.mapping);
+                    return self.fail(Pending::Map(ticket, map), (ErrorCode::Revoked, text));
+                }
+                if let Err(failure) = self.check_outside(&map) {
+                    self.leases.release(Instant::now(), lease);
+                    return self.fail(Pending::Map(ticket, map), failure);
+                }
+                let made = self.register(&ticket, &map, lease);
+                if made.is_err() {
+                    self.leases.release(Instant::now(), lease);
+                }
+                let Some(client) = self.clients.get_mut(&ticket.key) else {
+                    return;
+                };
+                let answer = client.session.mapped(&map, made);
+                self.send(ticket.key, ticket.slot, ticket.request, &answer);
+            }
+            Pending::Write(mut ticket, ordinary, bytes, placement) => {
+                ticket.lease = Some(lease);
+                let (offset, length) = (ordinary.offset, ordinary.length);
+                let task = Task::Write {
+                    memory: ordinary.region.open(true, offset, length, 0),
+                    offset,
+                    bytes,
+                    placement,
+                };
+                self.work(ordinary.number, ticket, task);
+            }
+            Pending::Read(mut ticket, ordinary) => {
+                ticket.lease = Some(lease);
+                let (offset, length) = (ordinary.offset, ordinary.length);
+                let task = Task::Read {
+                    memory: ordinary.region.open(false, offset, length, 0),
+                    offset,
+                    length,
+                };
+                self.work(ordinary.number, ticket, task);
+            }
+            Pending::Outside(number, access) => {
+                self.opened(number, access);
+                self.leases.release(Instant::now(), lease);
+            }
+            Pending::Local { number, reply } => {
+                self.locals.insert(number, lease);
+                if reply.send(number).is_err() {
+                    self.local(Local::End(number));
+                }
+            }
+        }
+    }
+
+    /// Registers a mapping.
+    fn register(
+        &mut self,
+        ticket: &Ticket,
+        map: &Map,
+        lease: LeaseId,
+    ) -> Result<Extent, (ErrorCode, String)> {
+        let Some(client) = self.clients.get_mut(&ticket.key) else {
+            return Err((ErrorCode::Protocol, String::new()));
+        };
+        let write = map.access.contains(push::Access::WRITE);
+        let memory = map.region.open(write, map.offset, map.length, map.transfer);
+        let mut access = Access::empty();
+        access.set(Access::REMOTE_READ, map.access.contains(push::Access::READ));
+        if write {
+            access |= Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::for_flush(map.region.placement());
+        }
+        // The offset in the region is the address, so that both ends speak of the same numbers.
+        let mr = client
+            .pd
+            .reg_mr(memory.clone(), map.offset, map.length, map.offset, access)
+            .map_err(|error| (ErrorCode::NotSupported, error.to_string()))?;
+        let extent = Extent {
+            offset: map.offset,
+            length: map.length,
+            va: mr.iova(),
+            rkey: RKey(mr.rkey().0),
+        };
+        self.events.push(Event::Mapped {
+            client: client.number,
+            mapping: map.mapping,
+            region: map.region.name().clone(),
+            offset: map.offset,
+            length: map.length,
+            access: map.access,
+        });
+        let mapping = Mapping {
+            live: Some((mr, lease)),
+            memory,
+            number: map.number,
+            offset: map.offset,
+            length: map.length,
+            transfer: map.transfer,
+        };
+        client.mappings.insert(map.mapping, mapping);
+        self.leased.insert(lease, (ticket.key, map.mapping));
+        Ok(extent)
+    }
+
+    /// Makes a mapping's keys invalid, and then lets others have its range. Returns whether they were valid.
+    fn revoke(&mut self, key: ConnectionKey, mapping: u64) -> bool {
+        let client = self.clients.get_mut(&key);
+        let Some((mr, lease)) = client
+            .and_then(|client| client.mappings.get_mut(&mapping))
+            .and_then(|mapping| mapping.live.take())
+        else {
+            return false;
+        };
+        // When this returns nothing reaches the memory: the responder was in no access, and begins none.
+        drop(mr);
+        self.leased.remove(&lease);
+        self.leases.release(Instant::now(), lease);
+        self.carry_out();
+        true
+    }
+
+    /// Does what the lease table wants.
+    pub(super) fn carry_out(&mut self) {
+        // What an effect leads to may have effects: they are the outermost caller's, however many there are.
+        if std::mem::replace(&mut self.carrying_out, true) {
+            return;
+        }
+        self.carry_out_all();
+        self.carrying_out = false;
+    }
+
+    fn carry_out_all(&mut self) {
+        while let Some(effect) = self.leases.poll() {
+            match effect {
+                Effect::Granted { lease, .. } => match self.pending.remove(&lease) {
+                    Some(pending) => self.granted(lease, pending),
+                    None => self.leases.release(Instant::now(), lease),
+                },
+                Effect::Notify { lease, until, .. } => {
+                    let within = until.saturating_duration_since(Instant::now());
+                    let ms = within.as_millis().try_into().unwrap_or(u32::MAX);
+                    if let Some((key, mapping)) = self.leased.get(&lease).copied() {
+                        self.changed(key, mapping, ChangeKind::Break, ms);
+                        if let Some(client) = self.clients.get(&key) {
+                            let client = client.number;
+                            self.events.push(Event::Breaking {
+                                client,
+                                mapping,
+                                within,
+                            });
+                        }
+                    }
+                }
+                Effect::Revoke { lease, owner } => {
+                    let Some((key, mapping)) = self.leased.get(&lease).copied() else {
+                        self.leases.release(Instant::now(), lease);
+                        continue;
+                    };
+                    if let Some(client) = self.clients.get_mut(&key) {
+                        client.session.revoked(mapping);
+                    }
+                    self.events.push(Event::Revoked {
+                        client: owner,
+                        mapping,
+                    });
+                    self.revoke(key, mapping);
+                    self.changed(key, mapping, ChangeKind::Revoked, 0);
+                }
+            }
+        }
+    }
+
+    /// Tells a client what has become of a mapping.
+    fn changed(&mut self, key: ConnectionKey, mapping: u64, kind: ChangeKind, ms: u32) {
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.changes.insert(mapping, Change { mapping, kind, ms });
+            self.notify(key);
+        }
+    }
+
+    /// Sends what there is to tell, unless the client has not taken the last notice: then it has no receive for another.
+    fn notify(&mut self, key: ConnectionKey) {
+        let Some(client) = self.clients.get_mut(&key) else {
+            return;
+        };
+        if client.notice.is_some() || client.changes.is_empty() || client.closing.is_some() {
+            return;
+        }
+        let pop = || client.changes.pop_first().map(|(_, change)| change);
+        let changes = std::iter::from_fn(pop).take(CHANGES_MAX).collect();
+        client.notices_so_far += 1;
+        client.notice = Some(client.notices_so_far);
+        let notice = Message::Notice { changes };
+        if !client.emit(2 * SLOTS, NOTICE, client.notices_so_far, &notice) {
+            self.end(key, EndReason::Failed("connection lost".into()));
+        }
+    }
+
+    fn work(&mut self, number: usize, ticket: Ticket, task: Task) {
+        let id = self.clients.get(&ticket.key).map_or([0; 16], |client| client.id);
+        if let Some(finished) = self.workers.submit(number, id, ticket, task) {
+            self.finished(finished);
+        }
+    }
+
+    pub(super) fn finished(&mut self, finished: Finished) {
+        self.workers.finished(&finished);
+        let Finished { ticket, answer, .. } = finished;
+        if let Some(lease) = ticket.lease {
+            self.leases.release(Instant::now(), lease);
+            self.carry_out();
+        }
+        // The client may have gone, and another have its queue pair's number.
+        let client = self.clients.get(&ticket.key);
+        if client.is_some_and(|client| client.number == ticket.client) {
+            self.send(ticket.key, ticket.slot, ticket.request, &answer);
+        }
+        self.welcome_all();
+    }
+
+    /// A claim of a new owner on all of a region.
+    pub(super) fn local_claim(&mut self, region: usize, access: push::Access, share: push::Access) -> Claim {
+        self.locals_so_far += 1;
+        Claim {
+            owner: LOCAL | self.locals_so_far,
+            region,
+            offset: 0,
+            length: u64::MAX,
+            access,
+            share,
+        }
+    }
+
+    pub(super) fn local(&mut self, local: Local) {
+        match local {
+            Local::Begin {
+                region,
+                access,
+                share,
+                reply,
+            } => {
+                let regions = &self.shared.regions;
+                let Some(at) = regions.iter().position(|r| *r.name() == region) else {
+                    return;
+                };
+                let claim = self.local_claim(at, access, share);
+                let number = self.locals_so_far;
+                self.claim(claim, Conflict::Break, Pending::Local { number, reply });
+            }
+            Local::Wanted(number, wanted) => self.wanted(number, wanted),
+            Local::End(number) => {
+                if let Some(lease) = self.locals.remove(&number) {
+                    self.leases.release(Instant::now(), lease);
+                    self.carry_out();
+                }
+            }
+        }
+    }
+}
