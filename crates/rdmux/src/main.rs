@@ -25,6 +25,8 @@ enum Command {
     Push(cmd::push::Args),
     /// Read a remote region into a file.
     Pull(cmd::pull::Args),
+    /// Keep an append-only log in regions of several servers.
+    Log(cmd::log::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
     /// Show the resources of running devices, as rdma(8) does for the kernel's.
@@ -36,6 +38,10 @@ enum Command {
     Sim(cmd::sim::Args),
     /// Look at captures of RoCEv2 traffic.
     Capture(cmd::capture::Args),
+    /// Look at this host: what stands in the way, what is not known, and what to do about it.
+    Doctor(cmd::doctor::Args),
+    /// Switch whether what a device writes goes to the processor's cache first.
+    Ddio(cmd::ddio::Args),
     #[command(hide = true)]
     LabPeer(cmd::lab_peer::Args),
     #[command(hide = true)]
@@ -49,11 +55,14 @@ fn main() -> ExitCode {
         Command::Serve(args) => cmd::serve::run(args),
         Command::Push(args) => cmd::push::run(args),
         Command::Pull(args) => cmd::pull::run(args),
+        Command::Log(args) => cmd::log::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
         Command::Res(args) => cmd::res::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Sim(args) => cmd::sim::run(&args),
         Command::Capture(args) => cmd::capture::run(&args),
+        Command::Doctor(args) => cmd::doctor::run(&args),
+        Command::Ddio(args) => cmd::ddio::run(&args),
         Command::LabPeer(args) => cmd::lab_peer::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
     };

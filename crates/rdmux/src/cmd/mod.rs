@@ -2,8 +2,11 @@
 
 pub(crate) mod bench;
 pub(crate) mod capture;
+pub(crate) mod ddio;
 pub(crate) mod demo;
+pub(crate) mod doctor;
 pub(crate) mod lab_peer;
+pub(crate) mod log;
 pub(crate) mod perf;
 pub(crate) mod pull;
 pub(crate) mod push;

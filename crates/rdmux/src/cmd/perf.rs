@@ -11,6 +11,8 @@
 //!
 //! A server that does something else refuses, and says why in the private data, as text.
 
+mod push;
+
 use std::cell::Cell;
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -54,6 +56,10 @@ pub(crate) enum Test {
     SendBw,
     FlushLat,
     FlushBw,
+    /// Reads of a region of `rdmux serve`, by message and by RDMA: a table by size and depth.
+    PushRead,
+    /// Writes to a region of `rdmux serve` until they are durable, by each way: a table by size and depth.
+    PushWrite,
 }
 
 impl Test {
@@ -90,6 +96,8 @@ impl Test {
             Test::SendBw => "Send BW Test",
             Test::FlushLat => "RDMA_Write + Flush Latency Test",
             Test::FlushBw => "RDMA_Write + Flush BW Test",
+            Test::PushRead => "Push Read Latency Test",
+            Test::PushWrite => "Push Write Latency Test",
         }
     }
 
@@ -113,6 +121,8 @@ impl Test {
 /// Run it without a host on the server, and with the server's name or address on the client. WRITE and SEND latency is half
 /// a round trip; READ and FLUSH latency a whole one (WRITE, then FLUSH with global visibility). Both ends poll, so each
 /// keeps one CPU busy, unless `-e` is given.
+///
+/// push-read and push-write measure the push service: the host is rdmux://HOST[:PORT]/REGION; without one, a server is started.
 #[derive(Parser, Debug, Clone)]
 pub(crate) struct Args {
     /// What to measure.
@@ -167,6 +177,8 @@ pub(crate) struct Args {
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) push: push::PushArgs,
 }
 
 /// What buffers are made of.
@@ -236,6 +248,19 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if let Some(cpu) = args.pin {
         super::bench::pin(cpu)?;
+    }
+    if matches!(args.test, Test::PushRead | Test::PushWrite) {
+        let common = push::Common {
+            writes: args.test == Test::PushWrite,
+            target: args.host.as_deref(),
+            size: args.size,
+            iterations: args.iters.unwrap_or(5_000),
+            sleeps: args.events,
+            pin: args.pin,
+            bind: args.bind,
+            json: args.json,
+        };
+        return push::run(&args.push, &common);
     }
     match &args.host {
         None => serve(args),
@@ -598,6 +623,8 @@ fn answer_client(
             }
         }
         // One-sided: the NIC answers; this side only drives it, or sleeps.
+        // Those of the push service never come here.
+        Test::PushRead | Test::PushWrite => Ok(()),
         Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => loop {
             if request.events {
                 connections[0].wait_ended(WATCH);

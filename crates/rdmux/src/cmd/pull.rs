@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
-use rdmux_push::{Access, Client, Crc64, Mapping, Target, parse_size};
+use rdmux_push::{Access, Client, Crc64, MapRequest, Mapping, Target, parse_size};
 use rdmux_verbs::Memory;
 use serde_json::json;
 
@@ -81,13 +81,14 @@ pub(crate) fn run(args: Args) -> Result<()> {
     take_interrupts()?;
     let mut client = connect(&args.source, common)?;
     let offset = args.source.offset;
-    let mapping = client.map(
-        &args.source.region,
-        Access::READ,
+    let request = MapRequest {
+        // It disturbs no writer: the checksum tells whether there was one.
+        share: Access::READ | Access::WRITE,
         offset,
-        args.bytes.unwrap_or(0),
-        0,
-    )?;
+        length: args.bytes.unwrap_or(0),
+        ..MapRequest::new(Access::READ)
+    };
+    let mapping = client.map_as(&args.source.region, &request)?;
     let length: u64 = mapping.extents().iter().map(|extent| extent.length).sum();
     // One that a killed pull left is ours to replace; a link that somebody put there is not followed.
     let _ = fs::remove_file(&part_path);

@@ -1,5 +1,7 @@
 //! `rdmux push`: writes a file into a remote region and makes it durable there.
 
+mod stream;
+
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, Write};
 use std::net::IpAddr;
@@ -12,7 +14,8 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use rdmux_push::client::DEPTH_MAX;
 use rdmux_push::{
-    Access, Client, Crc64, Domain, Error, Key, Options, Placement, Target, parse_size, transfer_id,
+    Access, Client, Conflict, Crc64, Domain, Error, Key, MapRequest, Options, Placement, Target, parse_size,
+    transfer_id,
 };
 use rdmux_verbs::Memory;
 use serde_json::json;
@@ -26,7 +29,8 @@ const FLUSH: u64 = 1 << 62;
 /// Write a file into a remote region and make it durable there.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object: bytes, resumed_from (bytes that were there), seconds, gigabytes_per_second, durable (true or false), crc64.")]
+JSON: one object: bytes, resumed_from (bytes that were there), seconds, gigabytes_per_second, durable (true or false), crc64; \
+with --stream also paused_seconds and rounds: bytes, seconds, paused.")]
 pub(crate) struct Args {
     /// The file.
     file: PathBuf,
@@ -41,6 +45,8 @@ pub(crate) struct Args {
     flush_every: u64,
     #[command(flatten)]
     common: Common,
+    #[command(flatten)]
+    stream: stream::StreamArgs,
     /// Append `ACK <bytes>` to a file for each flush that was acknowledged, and sync it: for crash tests.
     #[arg(long, value_name = "FILE", hide = true)]
     ack_log: Option<PathBuf>,
@@ -201,7 +207,19 @@ pub(crate) fn run(args: Args) -> Result<()> {
         ack_log,
     };
     // The mapping comes first: it ends a predecessor that still writes.
-    let mapping = client.map(&region, Access::WRITE, offset, upload.length, transfer)?;
+    let request = MapRequest {
+        // Who reads meanwhile sees it change, and finds out by the checksum.
+        share: Access::READ,
+        conflict: Conflict::Fail,
+        offset,
+        length: upload.length,
+        transfer,
+        ..MapRequest::new(Access::WRITE)
+    };
+    let mapping = client.map_as(&region, &request)?;
+    if args.stream.stream {
+        return push_stream(&args, client, &mapping, &upload);
+    }
     if args.resume {
         upload.resume(&mut client, &args, transfer)?;
     }
@@ -268,6 +286,67 @@ pub(crate) fn run(args: Args) -> Result<()> {
             elapsed.as_secs_f64()
         ));
         output::say(durability_words(mapping.domain()));
+        output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
+    }
+    Ok(())
+}
+
+/// Copies memory that its owner goes on writing.
+fn push_stream(
+    args: &Args,
+    mut client: Client,
+    mapping: &rdmux_push::Mapping,
+    upload: &Upload,
+) -> Result<()> {
+    let common = &args.common;
+    let tells = !common.quiet && !common.json;
+    let begin = Instant::now();
+    let mut stream = stream::Stream::new(args, &upload.file, upload.length);
+    let mut tell = |round: &stream::Round| {
+        if tells {
+            output::say(&format!(
+                "{:>12} bytes had changed, {:.3} s{}",
+                round.bytes,
+                round.seconds,
+                if round.paused { ", the writer paused" } else { "" }
+            ));
+        }
+    };
+    let crc = stream.run(&mut client, mapping, &mut tell)?;
+    let elapsed = begin.elapsed();
+    let there = client.checksum(&args.target.region, args.target.offset, upload.length)?;
+    ensure!(
+        there == crc,
+        "what {} holds differs from what was sent (CRC-64 {there:016x} there, {crc:016x} here): another writer? stream it again",
+        args.target
+    );
+    let durable = mapping.strongest() == Placement::PERSISTENT;
+    let domain = mapping.domain();
+    client.close();
+    let sent: u64 = stream.rounds.iter().map(|round| round.bytes).sum();
+    let rate = gigabytes_per_second(sent, elapsed);
+    if common.json {
+        let report = json!({
+            "bytes": upload.length,
+            "resumed_from": 0,
+            "seconds": elapsed.as_secs_f64(),
+            "gigabytes_per_second": rate,
+            "durable": durable,
+            "crc64": format!("{crc:016x}"),
+            "paused_seconds": stream.paused_seconds,
+            "rounds": stream.rounds,
+        });
+        output::say(&report.to_string());
+    } else if !common.quiet {
+        output::say(&format!(
+            "streamed {} bytes to {}: {sent} sent in {} rounds, {:.2} s, {rate:.2} GB/s; the writer was paused for {:.1} ms",
+            upload.length,
+            args.target,
+            stream.rounds.len(),
+            elapsed.as_secs_f64(),
+            stream.paused_seconds * 1e3
+        ));
+        output::say(durability_words(domain));
         output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
     }
     Ok(())

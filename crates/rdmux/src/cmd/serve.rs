@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rdmux_push::{
-    DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, parse_size, server, split_port,
+    DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, Ways, parse_size, server, split_port,
 };
 use rdmux_verbs::waiting::WaitMode;
 use serde_json::json;
@@ -18,14 +18,22 @@ use crate::output::{self, Align};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: one object when it listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
-read_only; path and file_system are null for memory).")]
+durable_by, read_only, mapped; path and file_system are null for memory, file_system
+for a device).")]
 #[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
 pub(crate) struct Args {
     /// Address to listen on, any number of times: only the loopback interface unless another address is given.
     #[arg(long, value_name = "ADDR[:PORT]", default_value = "127.0.0.1", value_parser = parse_listen)]
     listen: Vec<SocketAddr>,
-    /// Offer a file, under its base name unless `name=` gives another; `size=` creates it or grows it, `ro` lets nobody write.
-    #[arg(long = "file", id = "files", value_name = "PATH[,size=N][,name=NAME][,ro]", value_parser = FileSpec::parse)]
+    /// Offer a file or a DAX device, under its base name unless `name=` gives another; `size=` creates a file or grows it, `ro` lets
+    /// nobody write. Persistent memory is found; `domain=adr`, `eadr` or `system` (the whole system, as by a battery) declares what
+    /// survives a loss of power where the system does not say it.
+    #[arg(
+        long = "file",
+        id = "files",
+        value_name = "PATH[,size=N][,name=NAME][,domain=DOMAIN][,ro]",
+        value_parser = FileSpec::parse
+    )]
     files: Vec<FileSpec>,
     /// Offer memory of this process, zero at first and gone at its end.
     #[arg(long = "mem", id = "memories", value_name = "NAME,size=N", value_parser = MemorySpec::parse)]
@@ -36,6 +44,9 @@ pub(crate) struct Args {
     /// Take a client for dead that does not answer for so long; its mappings end.
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_keepalive)]
     keepalive: Duration,
+    /// Take a mapping from a client that does not release it for so long, though somebody else needs its range.
+    #[arg(long, value_name = "SECONDS", default_value = "35", value_parser = parse_keepalive)]
+    break_timeout: Duration,
     /// Describe the regions in JSON.
     #[arg(long)]
     json: bool,
@@ -59,17 +70,25 @@ struct FileSpec {
     name: Name,
     size: Option<u64>,
     read_only: bool,
+    domain: Option<Domain>,
 }
 
 impl FileSpec {
     fn parse(text: &str) -> Result<FileSpec, String> {
-        let (mut path, mut size, mut name, mut read_only) = (text, None, None, false);
+        let (mut path, mut size, mut name, mut read_only, mut domain) = (text, None, None, false, None);
         // Options are taken off the end, so that a path may hold commas.
         while let Some((rest, option)) = path.rsplit_once(',') {
             if let Some(value) = option.strip_prefix("size=") {
                 size = Some(parse_positive(value)?);
             } else if let Some(value) = option.strip_prefix("name=") {
                 name = Some(parse_name(value)?);
+            } else if let Some(value) = option.strip_prefix("domain=") {
+                domain = Some(match value {
+                    "adr" => Domain::Adr,
+                    "eadr" => Domain::Eadr,
+                    "system" => Domain::WholeSystem,
+                    other => return Err(format!("'{other}' is no domain: give adr, eadr or system")),
+                });
             } else if option == "ro" {
                 read_only = true;
             } else {
@@ -96,6 +115,7 @@ impl FileSpec {
             name,
             size,
             read_only,
+            domain,
         })
     }
 }
@@ -155,8 +175,15 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let key = load_key(args.key.as_deref())?;
     let mut regions = Vec::new();
     for spec in args.files {
-        let region = Region::file(spec.name, &spec.path, spec.size, spec.read_only)
+        let region = Region::file_in(spec.name, &spec.path, spec.size, spec.read_only, spec.domain)
             .with_context(|| format!("cannot serve {}", spec.path.display()))?;
+        if let Some(why) = region.not_mapped() {
+            let _ = writeln!(
+                std::io::stderr(),
+                "rdmux: {} is on persistent memory and yet served as an ordinary file: {why}",
+                spec.path.display()
+            );
+        }
         regions.push(if args.unsafe_no_flush {
             region.without_flush()
         } else {
@@ -177,6 +204,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
         key,
         regions,
         keepalive: args.keepalive,
+        break_timeout: args.break_timeout,
+        mappings_max: server::MAPPINGS_MAX_DEFAULT,
         device: rdmux_verbs::Options {
             waiting: if args.poll { Some(WaitMode::Running) } else { None },
             ..Default::default()
@@ -232,12 +261,28 @@ fn flush_kinds(placement: Placement) -> Vec<&'static str> {
         .collect()
 }
 
+fn way_words(ways: Ways) -> Vec<&'static str> {
+    let words = [
+        (Ways::FLUSH, "flush"),
+        (Ways::SOFTWARE_FLUSH, "software flush"),
+        (Ways::READ_AFTER_WRITE, "read after write"),
+    ];
+    words
+        .iter()
+        .filter(|(way, _)| ways.contains(*way))
+        .map(|(_, word)| *word)
+        .collect()
+}
+
 fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String {
     let rows: Vec<Vec<String>> = regions
         .iter()
         .map(|region| {
             let place = match region.place() {
                 Place::File(path, kind) => format!("{} on {kind}", path.display()),
+                Place::Dax(path, kind) => format!("{} on {kind}, mapped", path.display()),
+                Place::DaxDevice(path) => format!("{}, mapped", path.display()),
+                Place::BlockDevice(path) => format!("{}, a block device", path.display()),
                 Place::Memory | Place::Other => "memory of this process".into(),
             };
             let mut flush = flush_kinds(region.placement()).join(", ");
@@ -250,6 +295,10 @@ fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String
                 place,
                 domain_words(region.domain()).into(),
                 flush,
+                match way_words(region.ways()).join(", ") {
+                    none if none.is_empty() || region.read_only() => "-".into(),
+                    words => words,
+                },
             ]
         })
         .collect();
@@ -259,6 +308,7 @@ fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String
         ("where", Align::Left),
         ("survives", Align::Left),
         ("flush", Align::Left),
+        ("durable by", Align::Left),
     ];
     let mut text = output::table(&columns, &rows);
     for address in listen {
@@ -272,7 +322,10 @@ fn describe_json(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> S
         .iter()
         .map(|region| {
             let (path, kind) = match region.place() {
-                Place::File(path, kind) => (Some(path.display().to_string()), Some(kind)),
+                Place::File(path, kind) | Place::Dax(path, kind) => {
+                    (Some(path.display().to_string()), Some(kind))
+                }
+                Place::DaxDevice(path) | Place::BlockDevice(path) => (Some(path.display().to_string()), None),
                 Place::Memory | Place::Other => (None, None),
             };
             json!({
@@ -282,7 +335,9 @@ fn describe_json(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> S
                 "file_system": kind,
                 "domain": domain_words(region.domain()),
                 "flush": flush_kinds(region.placement()),
+                "durable_by": way_words(region.ways()),
                 "read_only": region.read_only(),
+                "mapped": matches!(region.place(), Place::Dax(..) | Place::DaxDevice(_)),
             })
         })
         .collect();
@@ -300,6 +355,7 @@ mod tests {
             name: Name::new(name).unwrap(),
             size,
             read_only,
+            domain: None,
         }
     }
 
@@ -314,7 +370,17 @@ mod tests {
         ] {
             assert_eq!(FileSpec::parse(text), Ok(spec), "{text}");
         }
-        for text in ["", "/", "a,size=0", "a,size=x", "a,name=", "a,ro,size=1"] {
+        let spec = FileSpec::parse("/dev/dax0.0,domain=eadr").unwrap();
+        assert_eq!((spec.name.as_str(), spec.domain), ("dax0.0", Some(Domain::Eadr)));
+        for text in [
+            "a,domain=file",
+            "",
+            "/",
+            "a,size=0",
+            "a,size=x",
+            "a,name=",
+            "a,ro,size=1",
+        ] {
             assert!(FileSpec::parse(text).is_err(), "{text}");
         }
     }

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use anyhow::{Result, bail};
-use rdmux_sim::Settings;
+use rdmux_sim::{Settings, power};
 use serde_json::json;
 
 /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
@@ -37,6 +37,19 @@ pub(crate) struct Args {
     /// then the link between them breaks, and packets take the network.
     #[arg(long)]
     one_machine: bool,
+    /// Cut the power of a server that clients write, flush and read, and look at what is left. The server and the faults of
+    /// the links are drawn from the seed.
+    #[arg(long, conflicts_with_all = ["loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
+    power: bool,
+    /// What the server's memory is behind: none, file, adr, adr-direct, adr-stores, eadr, battery or battery-early-ack.
+    #[arg(long, requires = "power")]
+    platform: Option<power::Platform>,
+    /// Rely on this alone, whether it holds or not: write, read, flush-global, flush-persistent or software-flush.
+    #[arg(long, requires = "power", value_name = "METHOD")]
+    rely: Option<power::Method>,
+    /// A defect of the server, which a power cut must show; an unknown name lists them.
+    #[arg(long, requires = "power")]
+    defect: Option<power::Defect>,
     /// Runs, each with the next seed.
     #[arg(long, default_value_t = 1)]
     runs: u64,
@@ -60,6 +73,9 @@ fn percent(text: &str) -> Result<f64, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.power {
+        return cut_power(args);
+    }
     let mut out = std::io::stdout().lock();
     for i in 0..args.runs {
         let settings = Settings {
@@ -108,6 +124,42 @@ pub(crate) fn run(args: &Args) -> Result<()> {
                 "discarded": report.discarded,
                 "direct": report.direct,
                 "links_broken": report.links_broken,
+            });
+            writeln!(out, "{value}")?;
+        } else {
+            write!(out, "{report}")?;
+        }
+        if let Some(violation) = report.violation {
+            bail!("seed {}: {violation}", settings.seed);
+        }
+    }
+    Ok(())
+}
+
+/// `rdmux sim --power`.
+fn cut_power(args: &Args) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    for i in 0..args.runs {
+        let drawn = power::Settings::drawn(args.seed.wrapping_add(i));
+        let settings = power::Settings {
+            platform: args.platform.unwrap_or(drawn.platform),
+            rely: args.rely,
+            defect: args.defect,
+            ..drawn
+        };
+        let report = power::run(&settings);
+        if args.json {
+            let counts = report.counts().into_iter();
+            let counts: serde_json::Map<String, serde_json::Value> = counts
+                .map(|(name, count)| (name.replace([' ', '-'], "_"), json!(count)))
+                .collect();
+            let value = json!({
+                "seed": settings.seed,
+                "platform": settings.platform.name(),
+                "rely": settings.rely.map(power::Method::name),
+                "defect": settings.defect.map(power::Defect::name),
+                "violation": report.violation,
+                "counts": counts,
             });
             writeln!(out, "{value}")?;
         } else {

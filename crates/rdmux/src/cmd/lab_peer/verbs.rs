@@ -1,12 +1,13 @@
 //! The peer of lab/peer/verbs.c, scenario by scenario.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_verbs::{
-    Access, Arm, AsyncEvent, Bind, Memory, MemoryWindow, Operation, Placement, QpType, Qpn, RKey,
+    Access, Arm, AsyncEvent, Bind, DaxMemory, Memory, MemoryWindow, Operation, Placement, QpType, Qpn, RKey,
     Selectivity, SendFlags, SendRequest, Status, Target, WindowType,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,6 +27,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     ("atomics", atomics),
     ("atomic-write", atomic_write),
     ("flush", flush),
+    ("flush-dax", flush_dax),
     ("window-1", window_1),
     ("window-2", window_2),
     ("send-invalidate", send_invalidate),
@@ -245,11 +247,22 @@ fn atomic_write(s: &Side) -> Result<()> {
 }
 
 fn flush_request(e: &End<'_>, rkey: RKey, length: u32, selectivity: Selectivity) -> SendRequest {
+    flush_to(e, Placement::GLOBAL, rkey, 0, length, selectivity)
+}
+
+fn flush_to(
+    e: &End<'_>,
+    placement: Placement,
+    rkey: RKey,
+    at: u32,
+    length: u32,
+    selectivity: Selectivity,
+) -> SendRequest {
     let operation = Operation::Flush {
-        va: e.va(0),
+        va: e.va(at),
         rkey,
         length,
-        placement: Placement::GLOBAL,
+        placement,
         selectivity,
     };
     e.request(operation, 0, 0)
@@ -275,6 +288,57 @@ fn flush(s: &Side) -> Result<()> {
     s.barrier()?;
     if !s.asks {
         expect_pattern("memory", &s.memory(0, 10000)?, 0)?;
+    }
+    e.close()
+}
+
+/// The answerer's memory is a device of persistent memory, named by the variable LAB_DAX.
+fn flush_dax(s: &Side) -> Result<()> {
+    let rights = Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT;
+    let memory = match s.asks {
+        true => None,
+        false => {
+            let device = std::env::var_os("LAB_DAX").context("LAB_DAX names no device")?;
+            Some(Arc::new(DaxMemory::device(device.as_ref(), None)?))
+        }
+    };
+    let mr = match &memory {
+        Some(memory) => {
+            memory.write(0, &[0; 32768])?;
+            let access = rights | Access::LOCAL_WRITE;
+            Some(s.pd.reg_mr(memory.clone(), 0, 2 << 20, 0x10_0000, access)?)
+        }
+        None => None,
+    };
+    let mut e = End::new(s, QpType::Rc, rights)?;
+    if s.asks {
+        s.put_pattern(0, 10000)?;
+    }
+    e.join(mr.as_ref().unwrap_or(&s.memory_mr))?;
+    if s.asks {
+        let (persistent, both) = (Placement::PERSISTENT, Placement::GLOBAL | Placement::PERSISTENT);
+        let list = vec![
+            e.write(e.rkey(), 0, 0, 10000),
+            flush_to(&e, persistent, e.rkey(), 0, 10000, Selectivity::Range),
+            e.write(e.rkey(), 20003, 0, 100),
+            flush_to(&e, both, e.rkey(), 0, 0, Selectivity::MemoryRegion),
+            e.atomic_write(e.rkey(), 30000, u64::from_ne_bytes(*b"rdmux/pm")),
+            flush_to(&e, persistent, e.rkey(), 30000, 8, Selectivity::Range),
+            e.read(e.rkey(), 0, 20000, 10000),
+        ];
+        e.run("FLUSH to persistence", list)?;
+        expect_pattern("READ behind FLUSH", &s.local(20000, 10000)?, 0)?;
+    }
+    s.barrier()?;
+    if let Some(memory) = &memory {
+        let mut bytes = vec![0; 32768];
+        memory.read(0, &mut bytes)?;
+        expect_pattern("memory", &bytes[..10000], 0)?;
+        expect_pattern("memory of the second WRITE", &bytes[20003..20103], 0)?;
+        ensure!(
+            &bytes[30000..30008] == b"rdmux/pm",
+            "ATOMIC WRITE wrote something else"
+        );
     }
     e.close()
 }
