@@ -66,6 +66,29 @@ setup_rxe() {
   retry grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state
 }
 
+# Two NVDIMMs: ext4 at /mnt/pmem, where files in dax/ are reached directly and others are not, and the device $LAB_DAX.
+setup_pmem() {
+  LAB_DAX=/dev/dax1.0
+  export LAB_DAX
+  [ ! -e $LAB_DAX ] || return 0
+  # The last two are no dependencies of the first.
+  modprobe -a nfit nd_pmem dax_pmem device_dax ext4
+  ndctl create-namespace -f -e namespace0.0 -m fsdax -M mem >/dev/null
+  ndctl create-namespace -f -e namespace1.0 -m devdax -M mem >/dev/null
+  # Blocks of a page each: smaller ones cannot be mapped.
+  mkfs.ext4 -q -b 4096 /dev/pmem0
+  mkdir /mnt/pmem
+  mount -o dax=inode /dev/pmem0 /mnt/pmem
+  mkdir /mnt/pmem/dax /mnt/pmem/plain
+  chattr +x /mnt/pmem/dax
+  retry test -c $LAB_DAX
+}
+
+# A key that serve, push and pull share.
+make_key() {
+  (umask 077; head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >/run/key)
+}
+
 # Sets the MTU of the link, and waits until rxe's path MTU has followed.
 #   set_mtu BYTES PATH_MTU
 set_mtu() {

@@ -3,11 +3,13 @@
 // known to do differently (docs/interop.md) is expected of a peer that is not rdmux.
 //
 // In all of them the asker sends the pattern from its local memory, and the answerer's receives go to its own.
+#define _GNU_SOURCE  // MAP_SYNC
 #include "peer.h"
 
 #include <arpa/inet.h>
 #include <endian.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <rdma/rdma_cma.h>
@@ -15,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 // Time in which a datagram that was sent arrives, or never does: of one that a link may lose nothing else tells.
@@ -417,6 +420,52 @@ static void atomic_write(struct side *s) {
     expect_pattern("behind the ATOMIC WRITE", s->memory + 24, 24, 40);
   }
   close_end(&e);
+}
+
+// The answerer's memory is a device of persistent memory, named by the variable LAB_DAX.
+static void flush_dax(struct side *s) {
+  enum { BYTES = 2 << 20 };
+  int rights = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_FLUSH_GLOBAL |
+               IBV_ACCESS_FLUSH_PERSISTENT;
+  struct ibv_mr *mr = s->memory_mr;
+  unsigned char *memory = NULL;
+  if (!s->asks) {
+    const char *name = getenv("LAB_DAX");
+    int dax = name ? open(name, O_RDWR) : -1;
+    if (dax < 0) fail("LAB_DAX names no device");
+    memory = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED_VALIDATE | MAP_SYNC, dax, 0);
+    if (memory == MAP_FAILED) die(name);
+    close(dax);
+    memset(memory, 0, 32768);
+    if (!(mr = ibv_reg_mr(s->pd, memory, BYTES, rights))) die("ibv_reg_mr of persistent memory");
+  }
+  struct end e = make_end(s, IBV_QPT_RC, rights & ~IBV_ACCESS_LOCAL_WRITE, NULL);
+  put_pattern(s->local, 0, s->asks ? 10000 : 0);
+  join(&e, mr);
+  uint64_t value;
+  memcpy(&value, "rdmux/pm", 8);
+  const struct request list[] = {
+      {.kind = WRITE, .length = 10000},
+      {.kind = FLUSH, .length = 10000, .flush = IBV_FLUSH_PERSISTENT | IBV_FLUSH_RANGE << 8},
+      {.kind = WRITE, .at = 20003, .length = 100},
+      {.kind = FLUSH, .flush = IBV_FLUSH_GLOBAL | IBV_FLUSH_PERSISTENT | IBV_FLUSH_MR << 8},
+      {.kind = ATOMIC_WRITE, .at = 30000, .value = value},
+      {.kind = FLUSH, .at = 30000, .length = 8, .flush = IBV_FLUSH_PERSISTENT | IBV_FLUSH_RANGE << 8},
+      {.kind = READ, .from = 20000, .length = 10000},
+  };
+  if (s->asks) {
+    post(&e, list, 7);
+    await_requests(&e, "FLUSH to persistence", 7);
+    expect_pattern("READ behind FLUSH", s->local + 20000, 0, 10000);
+  }
+  barrier(s);
+  if (!s->asks) {
+    expect_pattern("memory", memory, 0, 10000);
+    expect_pattern("memory of the second WRITE", memory + 20003, 0, 100);
+    if (memcmp(memory + 30000, "rdmux/pm", 8)) fail("ATOMIC WRITE wrote something else");
+  }
+  close_end(&e);
+  if (!s->asks && (ibv_dereg_mr(mr) || munmap(memory, BYTES))) die("closing");
 }
 
 static void flush(struct side *s) {
@@ -940,6 +989,7 @@ const struct scenario verbs_scenarios[] = {
     {"atomics", atomics},
     {"atomic-write", atomic_write},
     {"flush", flush},
+    {"flush-dax", flush_dax},
     {"window-1", window_1},
     {"window-2", window_2},
     {"send-invalidate", send_invalidate},
