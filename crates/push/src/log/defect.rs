@@ -16,7 +16,7 @@ macro_rules! defects {
             $($(#[doc = $doc])+ $name,)+
         }
 
-        #[cfg(test)]
+        #[cfg(all(test, not(debug_assertions)))]
         impl Defect {
             pub(super) const ALL: &[Defect] = &[$(Defect::$name),+];
         }
@@ -48,6 +48,8 @@ defects! {
     JoiningHasSay,
     /// A replica that lost what it held is taken in without a new epoch.
     JoinsAnyTime,
+    /// A replica that was blank before the promises is taken in when it is blank again.
+    SeenBlankOnce,
     /// A majority is counted though some of it may be lost again.
     NotConfirmed,
     /// Checksums of frames are not looked at.
@@ -74,7 +76,7 @@ thread_local! {
 }
 
 /// Switches one defect on for this thread, or all off.
-#[cfg(test)]
+#[cfg(all(test, not(debug_assertions)))]
 pub(super) fn set(defect: Option<Defect>) {
     ON.set(defect);
 }

@@ -490,6 +490,8 @@ impl Writer {
         r.asked = 0;
         r.confirmed = 0;
         r.header_busy = false;
+        // Until it is seen again it may belong to another writer, and lose what that one counts on.
+        r.may_join &= defect!(SeenBlankOnce);
         r.retry = (r.retry * 2).clamp(RETRY_MIN, RETRY_MAX);
         r.phase = Phase::Down { until: now + r.retry };
         self.tell(at, why);

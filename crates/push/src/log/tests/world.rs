@@ -295,13 +295,18 @@ impl World {
             }
             self.dismiss();
             self.spawn();
-            let user = self.users.len() - 1;
+            let mut user = self.users.len() - 1;
             self.trace(format_args!(
                 "round {round}: writer {user}, {} events",
                 self.queue.len()
             ));
             let end = self.now + 60 * SECOND;
             while self.now < end && !self.is_well(user) {
+                // What a process had posted before it died may still end its successor.
+                if !self.users[user].alive {
+                    self.spawn();
+                    user = self.users.len() - 1;
+                }
                 self.step()?;
             }
             if self.now >= end {

@@ -81,7 +81,7 @@ pub(super) struct Replica {
     pub(super) room_from: Option<u64>,
     /// It has a say when it has everything up to there.
     pub(super) joining: Option<u64>,
-    /// It was seen to have no say before this epoch was promised anywhere.
+    /// It was seen, and still is, to have no say since before this epoch was promised anywhere.
     pub(super) may_join: bool,
     /// The last round in which it was asked whether it still is ours, and the last that it answered.
     pub(super) asked: u64,
