@@ -16,6 +16,7 @@ use crate::cm::Cm;
 use crate::counters::Counters;
 use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
 use crate::dcqcn::Parameters;
+use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::graveyard::Graveyard;
 use crate::mcast::{Groups, McastError};
@@ -181,6 +182,7 @@ pub struct Rnic {
     gsi_psn: Psn,
     /// QPs whose peers are to lose what they were granted.
     revoked: Vec<Qpn>,
+    rnr_faults: Option<Line>,
 }
 
 /// What a QP needs of the rest of a device, borrowed field by field: the device's QPs stay free.
@@ -195,6 +197,7 @@ macro_rules! env_of {
             counters: &mut $device.counters,
             overrun: &mut $device.overrun,
             traffic: &$device.config.traffic,
+            rnr_faults: &mut $device.rnr_faults,
             now: $now,
         }
     };
@@ -232,6 +235,7 @@ impl Rnic {
             cm,
             gsi_psn,
             revoked: Vec::new(),
+            rnr_faults: None,
         }
     }
 
@@ -726,6 +730,26 @@ impl Rnic {
     /// A QP that takes no more requests, or other ones: what was granted to its peer is to be taken back before anything else.
     pub fn poll_revoked(&mut self) -> Option<Qpn> {
         self.revoked.pop()
+    }
+
+    // Faults.
+
+    /// From now on some requests that need a receive are answered by RNR NAK as if there were none, as [`Spec::rnr`] says. The other
+    /// faults are the driver's.
+    pub fn set_faults(&mut self, spec: &Spec) {
+        let line = || Line::new(*spec, Stream::Receives);
+        self.rnr_faults = (spec.rnr > 0.0).then(line);
+    }
+
+    /// Puts a QP in error, as a device does that has failed it: the event of IBTA Vol 1, 11.6.3.2 is that of a local catastrophic
+    /// error.
+    pub fn fail_qp(&mut self, now: Time, qpn: Qpn) {
+        let fault = Some((Status::LocalQpOperation, Cause::Injected));
+        self.with_qp(now, qpn, |qp, env| {
+            if qp.head.state != QpState::Reset {
+                qp.fail(env, fault);
+            }
+        });
     }
 
     // Input.

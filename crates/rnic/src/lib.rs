@@ -15,6 +15,7 @@ mod counters;
 mod cq;
 pub mod dcqcn;
 mod device;
+pub mod faults;
 mod flush;
 mod graveyard;
 mod mcast;

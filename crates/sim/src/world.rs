@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 
 use rdmux_rnic::cm::CmEvent;
+use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
     Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, Path, PostError, QpType, RKey, Rnic, SendRequest,
     Time, TransmitBuf, WorkCompletion,
@@ -125,6 +126,8 @@ pub(crate) struct World {
     forged: Option<(usize, Qpn)>,
     /// The hosts are processes of one machine.
     pub(crate) machine: Option<Machine>,
+    /// What the links do to packets towards each host.
+    lines: [Line; 2],
     agenda: BTreeMap<(Time, u64), Happening>,
     next: u64,
     dice: Dice,
@@ -163,6 +166,14 @@ impl World {
                 cut_off_until: Time(0),
             }
         });
+        let spec = Spec {
+            seed,
+            loss: faults.loss,
+            dup: faults.dup,
+            reorder: faults.reorder,
+            corrupt: faults.corrupt,
+            ..Spec::default()
+        };
         let mut world = World {
             now: Time(1),
             hosts,
@@ -178,6 +189,7 @@ impl World {
             marking_until: Time(0),
             forged: None,
             machine: None,
+            lines: [Stream::Sent, Stream::Received].map(|stream| Line::new(spec, stream)),
             agenda: BTreeMap::new(),
             next: 0,
             dice,
@@ -455,7 +467,8 @@ impl World {
         for packet in bytes.chunks(segment_bytes) {
             self.carried.packets += 1;
             self.carried.bytes += packet.len() as u64;
-            if self.dice.percent(loss) {
+            let fate = self.lines[to].next_fate_with_loss(loss);
+            if fate.lost {
                 self.carried.lost += 1;
                 self.arrive(at, to, path, std::mem::take(&mut joined), segment_bytes);
                 continue;
@@ -464,20 +477,20 @@ impl World {
             if self.forged.is_some_and(|(from, _)| from != to) {
                 self.forge_answer(&path, &mut packet);
             }
-            if self.dice.percent(self.faults.corrupt) {
+            if let Some(draw) = fate.corrupted {
                 self.carried.corrupted += 1;
-                self.corrupt(&mut packet);
+                damage(&mut packet, draw);
             }
-            if self.dice.percent(self.faults.dup) {
+            if let Some(part) = fate.duplicated {
                 self.carried.duplicated += 1;
-                let late = at + self.dice.below(latency * 3);
+                let late = at + late_ns(part, latency * 3);
                 let copy = packet.clone();
                 let segment = copy.len();
                 self.arrive(late, to, path, copy, segment);
             }
-            if self.dice.percent(self.faults.reorder) {
+            if let Some(part) = fate.reordered {
                 self.carried.reordered += 1;
-                let late = at + self.dice.below(latency * 3);
+                let late = at + late_ns(part, latency * 3);
                 let segment = packet.len();
                 self.arrive(late, to, path, packet, segment);
                 continue;
@@ -516,30 +529,6 @@ impl World {
             };
             let icrc = flow.icrc(packet, 0).to_le_bytes();
             packet.extend_from_slice(&icrc);
-        }
-    }
-
-    fn corrupt(&mut self, packet: &mut Vec<u8>) {
-        let bit = |dice: &mut Dice, packet: &mut Vec<u8>| {
-            let bit = dice.below(packet.len() as u64 * 8) as usize;
-            packet[bit / 8] ^= 1 << (bit % 8);
-        };
-        match self.dice.below(4) {
-            0 => bit(&mut self.dice, packet),
-            1 => {
-                for _ in 0..self.dice.between(2, 9) {
-                    bit(&mut self.dice, packet);
-                }
-            }
-            2 => {
-                let at = self.dice.below(packet.len() as u64) as usize;
-                let end = (at + 1 + self.dice.below(32) as usize).min(packet.len());
-                self.dice.fill(&mut packet[at..end]);
-            }
-            _ => {
-                let len = self.dice.between(1, packet.len() as u64) as usize;
-                packet.truncate(len);
-            }
         }
     }
 

@@ -10,7 +10,7 @@ use rdmux_sim::power;
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
 
 /// Seeds tried for each defect.
-const SEEDS: u64 = 600;
+const SEEDS: u64 = 1200;
 /// Seeds after which goodput is looked at too: what harms it alone shows in no other way.
 const GOODPUT_AFTER: u64 = 30;
 

@@ -240,6 +240,7 @@ fn revoke__while_a_flush_is_under_way() {
 
 #[test]
 fn revoke__what_comes_late_changes_nothing_and_ends_the_connection() {
+    let mut told = 0;
     for seed in 0..20 {
         let mut bed = with_faults(seed, Platform::ADR_CACHED, [5.0, 5.0, 5.0]);
         let link = bed.map(0..1024);
@@ -249,18 +250,19 @@ fn revoke__what_comes_late_changes_nothing_and_ends_the_connection() {
         let visible = bed.shadow().visible();
         assert_eq!(visible[..500], [1; 500], "what was accepted is there");
         let late = ask_all(&mut bed, link, &[write(0, 2, 500), write(600, 2, 8)]);
-        let done = until_done(&mut bed, &late);
-        assert_eq!(
-            ended(&done),
-            [
-                Ended::Failed(Status::RemoteAccess),
-                Ended::Failed(Status::Flushed)
-            ],
-            "seed {seed}"
+        let ends = ended(&until_done(&mut bed, &late));
+        // The NAK is sent once, and may be lost: a queue pair in error sends no other.
+        let refused = ends[0] == Ended::Failed(Status::RemoteAccess);
+        told += u32::from(refused);
+        assert!(
+            refused || ends[0] == Ended::Failed(Status::RetryExceeded),
+            "seed {seed}: {ends:?}"
         );
+        assert_eq!(ends[1], Ended::Failed(Status::Flushed), "seed {seed}");
         assert_eq!(bed.server_state(link), Some(QpState::Error), "seed {seed}");
         assert_eq!(bed.shadow().visible(), visible, "seed {seed}");
     }
+    assert!(told >= 15, "{told} of 20 were told why");
 }
 
 #[test]

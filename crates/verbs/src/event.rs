@@ -16,7 +16,8 @@ const KEPT_MAX: usize = 1024;
 pub enum AsyncEvent {
     /// A completion queue overran; its queue pairs are in error.
     CqError(Cqn),
-    /// A queue pair went to error for a reason of its own device: its memory failed, or its completion queue overran.
+    /// A queue pair went to error for a reason of its own device: its memory failed, its completion queue overran, or that fault was
+    /// asked for ([`Options::faults`](crate::Options::faults)).
     QpFatal(Qpn),
     /// A queue pair went to error: its peer asked for something invalid.
     QpRequestError(Qpn),
@@ -43,7 +44,7 @@ impl AsyncEvent {
             (Cause::OwnRequest, _) => None,
             (Cause::PeerRequest, Status::RemoteInvalidRequest) => Some(AsyncEvent::QpRequestError(qpn)),
             (Cause::PeerRequest, Status::RemoteAccess) => Some(AsyncEvent::QpAccessError(qpn)),
-            (Cause::PeerRequest | Cause::QueueOverrun, _) => Some(AsyncEvent::QpFatal(qpn)),
+            (Cause::PeerRequest | Cause::QueueOverrun | Cause::Injected, _) => Some(AsyncEvent::QpFatal(qpn)),
         }
     }
 }

@@ -9,6 +9,7 @@ use crate::backlog::Backlog;
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Traffic};
+use crate::faults::Line;
 use crate::memory::Access;
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, Regions};
@@ -174,6 +175,8 @@ pub enum Cause {
     PeerRequest,
     /// A completion queue that overran.
     QueueOverrun,
+    /// A fault that was asked for ([`crate::Rnic::fail_qp`]).
+    Injected,
 }
 
 /// Something to tell the driver about.
@@ -212,6 +215,8 @@ pub(crate) struct Env<'a> {
     /// completes to the queue of a shared receive queue.
     pub(crate) overrun: &'a mut Vec<(Cqn, Qpn)>,
     pub(crate) traffic: &'a Traffic,
+    /// Decides which requests are told that there is no receive, though there is one.
+    pub(crate) rnr_faults: &'a mut Option<Line>,
     pub(crate) now: Time,
 }
 

@@ -1236,6 +1236,7 @@ mod tests {
             counters: &mut Counters::default(),
             overrun: &mut Vec::new(),
             traffic: &Traffic::default(),
+            rnr_faults: &mut None,
             now: Time(1),
         };
         let qp = Qp::new(Qpn::new(5), QpInit::new(Pd(0), Cqn(0)), 256);

@@ -460,6 +460,12 @@ impl Responder {
         if operation.is_atomic() && self.answers.iter().any(flush_runs) && !mutant!(AtomicPassesFlush) {
             return Err(Refusal::NotReady);
         }
+        if let Some(faults) = env.rnr_faults
+            && needs_receive(operation, imm.is_some())
+            && faults.next_rnr()
+        {
+            return Err(Refusal::NotReady);
+        }
         let scope = Scope::of(env, head, packet.xrc_srqn())?;
         let effect = self.execution.execute(env, head, scope, request)?;
         let msn_next = (self.msn + 1) & 0xff_ffff;
@@ -1023,4 +1029,8 @@ fn emit<E>(
         }
         fill(&mut b[head..head + bytes])
     })
+}
+/// Whether a packet is the one of its message that takes a receive.
+fn needs_receive(operation: Op, has_imm: bool) -> bool {
+    (operation.is_send() && operation.position().begins()) || (operation.is_write() && has_imm)
 }

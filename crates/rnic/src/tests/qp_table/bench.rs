@@ -1069,6 +1069,7 @@ fn event_name(event: &Event) -> Option<String> {
     Some(match event {
         Event::QpError(_, status, Cause::PeerRequest) => format!("QP:{}", status_name(*status)),
         Event::QpError(_, _, Cause::QueueOverrun) => "QP:Overrun".into(),
+        Event::QpError(_, _, Cause::Injected) => panic!("no fault is asked for"),
         // The completion says it.
         Event::QpError(_, _, Cause::OwnRequest) => return None,
         Event::CqError(_) => "CQ:Overrun".into(),

@@ -1,0 +1,532 @@
+//! A network that misbehaves on purpose: what it does to which packet, as a function of a seed and the packet's number. No I/O and no
+//! clock, so that the `soft` provider and the simulator misbehave alike.
+//!
+//! [`Spec`] is what is asked for, [`Line`] decides for one direction of one port, and [`damage`] is how a packet is corrupted.
+//!
+//! # Syntax
+//! Items separated by commas, each kind once at most; `rdmux --fault` and the environment variable `RDMUX_FAULT` take the same:
+//!
+//! ```text
+//! loss=P        so many packets are lost                                     P: percent, as 1% or 0.05%
+//! dup=P         so many arrive a second time, up to 1 ms later
+//! reorder=P     so many are held back for up to 1 ms, and overtaken
+//! corrupt=P     so many arrive with changed bytes, or cut
+//! delay=T       every packet takes so much longer; delay=T..T draws between  T: number and unit: ns, us, ms or s
+//! rate=R        a port sends and receives so fast                            R: number and unit: kbit, Mbit or Gbit, a second
+//! rnr=P         so many requests that need a receive get RNR NAK though one is there
+//! down=T..T     the port is down from .. to, counted from when the device was opened; down=T.. for good
+//! qp-error=P    so many packets that arrive put their queue pair in error
+//! qp-error=N    the Nth packet that arrives for a queue pair puts that in error
+//! seed=N        another sequence of decisions                                default: 1
+//! ```
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::time::Time;
+
+/// How long a packet is held back at most that others are to overtake, and how much later a second copy comes.
+pub const LATE_NS_MAX: u64 = 1_000_000;
+
+/// Bytes of a packet on the wire around the UDP payload, for [`Spec::rate_bps`]: Ethernet's preamble, header, checksum and gap, IPv4, UDP.
+const WIRE_BYTES: u64 = 8 + 14 + 4 + 12 + 20 + 8;
+
+/// When a queue pair is put in error.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum QpError {
+    /// By so many percent of the packets that arrive for queue pairs.
+    Percent(f64),
+    /// By the packet of this number, from 1.
+    At(u64),
+}
+
+/// What is asked for; the default is a network that does nothing wrong. Parsed from the syntax that the module's documentation shows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spec {
+    /// Seed of all decisions.
+    pub seed: u64,
+    /// Packets lost, in percent.
+    pub loss: f64,
+    /// Packets that arrive a second time, in percent.
+    pub dup: f64,
+    /// Packets held back, in percent.
+    pub reorder: f64,
+    /// Packets with changed bytes, in percent.
+    pub corrupt: f64,
+    /// Least and most time that a packet takes longer, in ns.
+    pub delay_ns: (u64, u64),
+    /// Bits a second in each direction.
+    pub rate_bps: Option<u64>,
+    /// Requests that need a receive and are told that there is none, in percent.
+    pub rnr: f64,
+    /// From when to when the port is down, in ns since the device was opened.
+    pub down_ns: (u64, u64),
+    /// When a queue pair is put in error.
+    pub qp_error: Option<QpError>,
+}
+
+impl Spec {
+    /// Whether the port is down so long after the device was opened.
+    pub fn is_down(&self, elapsed_ns: u64) -> bool {
+        let (from, to) = self.down_ns;
+        (from..to).contains(&elapsed_ns)
+    }
+}
+
+impl Default for Spec {
+    fn default() -> Spec {
+        Spec {
+            seed: 1,
+            loss: 0.0,
+            dup: 0.0,
+            reorder: 0.0,
+            corrupt: 0.0,
+            delay_ns: (0, 0),
+            rate_bps: None,
+            rnr: 0.0,
+            down_ns: (0, 0),
+            qp_error: None,
+        }
+    }
+}
+
+/// Why a text is no [`Spec`]: the part, and what may be there.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct SpecError(String);
+
+/// All kinds, as an error lists them.
+const KINDS: &str = "loss, dup, reorder, corrupt, delay, rate, rnr, down, qp-error and seed";
+
+const TIMES: [(&str, f64); 4] = [("ns", 1.0), ("us", 1e3), ("ms", 1e6), ("s", 1e9)];
+const RATES: [(&str, f64); 3] = [("kbit", 1e3), ("Mbit", 1e6), ("Gbit", 1e9)];
+
+impl FromStr for Spec {
+    type Err = SpecError;
+
+    fn from_str(text: &str) -> Result<Spec, SpecError> {
+        let mut spec = Spec::default();
+        let mut seen: Vec<&str> = Vec::new();
+        for item in text.split(',').map(str::trim) {
+            let bad = |allowed: &str| SpecError(format!("'{item}': {allowed}"));
+            let Some((kind, value)) = item.split_once('=') else {
+                return Err(bad(&format!("give KIND=VALUE; kinds are {KINDS}")));
+            };
+            let (kind, value) = (kind.trim(), value.trim());
+            if seen.contains(&kind) {
+                return Err(bad(&format!("{kind} is there twice")));
+            }
+            let percent = || percent(value).ok_or_else(|| bad("give 0% to 100%, as loss=0.5%"));
+            match kind {
+                "loss" => spec.loss = percent()?,
+                "dup" => spec.dup = percent()?,
+                "reorder" => spec.reorder = percent()?,
+                "corrupt" => spec.corrupt = percent()?,
+                "rnr" => spec.rnr = percent()?,
+                "delay" => {
+                    let delay = match value.split_once("..") {
+                        Some((least, most)) => time(least).zip(time(most)),
+                        None => time(value).map(|both| (both, both)),
+                    };
+                    let in_order = delay.filter(|(least, most)| least <= most);
+                    spec.delay_ns =
+                        in_order.ok_or_else(|| bad("give a time, or two: delay=5ms, delay=1ms..20ms"))?;
+                }
+                "rate" => {
+                    let rate = number(value, &RATES).filter(|bps| *bps >= 1_000);
+                    spec.rate_bps =
+                        Some(rate.ok_or_else(|| bad("give bits a second, as rate=100Mbit, from 1kbit on"))?);
+                }
+                "down" => {
+                    let window = value.split_once("..").and_then(|(from, to)| {
+                        let to = if to.is_empty() { Some(u64::MAX) } else { time(to) };
+                        Some((time(from)?, to?))
+                    });
+                    let window = window.filter(|(from, to)| from < to);
+                    spec.down_ns =
+                        window.ok_or_else(|| bad("give when, as down=2s..5s, or down=2s.. for good"))?;
+                }
+                "qp-error" => {
+                    let error = if value.ends_with('%') {
+                        self::percent(value).map(QpError::Percent)
+                    } else {
+                        value.parse().ok().filter(|n| *n > 0).map(QpError::At)
+                    };
+                    spec.qp_error = Some(error.ok_or_else(|| {
+                        bad("give the packet's number or a percentage, as qp-error=1000 or qp-error=0.1%")
+                    })?);
+                }
+                "seed" => spec.seed = value.parse().map_err(|_| bad("give a whole number, as seed=7"))?,
+                _ => return Err(bad(&format!("there is no such kind; kinds are {KINDS}"))),
+            }
+            seen.push(kind);
+        }
+        Ok(spec)
+    }
+}
+
+fn percent(text: &str) -> Option<f64> {
+    let value: f64 = text.strip_suffix('%')?.trim_end().parse().ok()?;
+    (0.0..=100.0).contains(&value).then_some(value)
+}
+
+fn time(text: &str) -> Option<u64> {
+    number(text, &TIMES)
+}
+
+/// A number with one of these units, in the smallest of them.
+fn number(text: &str, units: &[(&str, f64)]) -> Option<u64> {
+    let text = text.trim();
+    let digits = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (value, unit) = text.split_at(digits);
+    let (_, factor) = units.iter().find(|(name, _)| *name == unit)?;
+    let value = value.trim_end().parse::<f64>().ok()? * factor;
+    (0.0..1e18).contains(&value).then_some(value as u64)
+}
+
+impl fmt::Display for Spec {
+    /// In the same syntax; what is not asked for is left out, but not the seed.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (kind, percent) in [
+            ("loss", self.loss),
+            ("dup", self.dup),
+            ("reorder", self.reorder),
+            ("corrupt", self.corrupt),
+            ("rnr", self.rnr),
+        ] {
+            if percent > 0.0 {
+                write!(f, "{kind}={percent}%,")?;
+            }
+        }
+        match self.delay_ns {
+            (0, 0) => {}
+            (least, most) if least == most => write!(f, "delay={least}ns,")?,
+            (least, most) => write!(f, "delay={least}ns..{most}ns,")?,
+        }
+        if let Some(bps) = self.rate_bps {
+            write!(f, "rate={}kbit,", bps as f64 / 1e3)?;
+        }
+        match self.down_ns {
+            (from, to) if from >= to => {}
+            (from, u64::MAX) => write!(f, "down={from}ns..,")?,
+            (from, to) => write!(f, "down={from}ns..{to}ns,")?,
+        }
+        match self.qp_error {
+            None => {}
+            Some(QpError::Percent(percent)) => write!(f, "qp-error={percent}%,")?,
+            Some(QpError::At(number)) => write!(f, "qp-error={number},")?,
+        }
+        write!(f, "seed={}", self.seed)
+    }
+}
+
+/// What happens to one packet.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fate {
+    /// It never arrives; nothing else is said of it then.
+    pub lost: bool,
+    /// It arrives damaged: [`damage`] takes this.
+    pub corrupted: Option<u64>,
+    /// It arrives twice, and the second time so much later, in 2^-64 of what is late.
+    pub duplicated: Option<u64>,
+    /// It arrives so much later, in 2^-64 of what is late.
+    pub reordered: Option<u64>,
+    /// It takes so much longer, in ns.
+    pub delay_ns: u64,
+}
+
+/// So much of `late_ns_max`, for [`Fate::duplicated`] and [`Fate::reordered`].
+pub fn late_ns(part: u64, late_ns_max: u64) -> u64 {
+    below(part, late_ns_max.saturating_add(1))
+}
+
+/// What is decided of a packet, apart: more of one kind must not shift the others.
+#[derive(Clone, Copy)]
+enum What {
+    Loss,
+    Dup,
+    Late,
+    Reorder,
+    Corrupt,
+    Damage,
+    Delay,
+    Rnr,
+    QpError,
+}
+
+/// The directions of a port, and whatever else counts on its own: each has a sequence of decisions of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stream {
+    /// Packets that are sent.
+    Sent,
+    /// Packets that arrive.
+    Received,
+    /// Requests that need a receive.
+    Receives,
+    /// Packets that arrive for queue pairs.
+    ForQueuePairs,
+}
+
+/// Decides what happens to the packets of one direction, one after the other.
+#[derive(Clone, Debug)]
+pub struct Line {
+    spec: Spec,
+    stream: Stream,
+    /// Packets so far.
+    number: u64,
+    /// When the packets so far have been sent, at the rate.
+    free: Time,
+}
+
+impl Line {
+    /// A line that has carried nothing.
+    pub fn new(spec: Spec, stream: Stream) -> Line {
+        Line {
+            spec,
+            stream,
+            number: 0,
+            free: Time(0),
+        }
+    }
+
+    /// What is asked for.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    fn draw(&self, what: What) -> u64 {
+        let parts = [self.spec.seed, self.stream as u64, self.number, what as u64];
+        parts.into_iter().fold(0, |state, part| mix(state ^ part))
+    }
+
+    fn strikes(&self, what: What, percent: f64) -> bool {
+        // The upper 53 bits, which a double has.
+        percent > 0.0 && (self.draw(what) >> 11) as f64 * 100.0 < percent * (1u64 << 53) as f64
+    }
+
+    /// What happens to the next packet.
+    pub fn next_fate(&mut self) -> Fate {
+        let percent = self.spec.loss;
+        self.next_fate_with_loss(percent)
+    }
+
+    /// As [`Line::next_fate`], where another share is lost.
+    pub fn next_fate_with_loss(&mut self, percent: f64) -> Fate {
+        self.number += 1;
+        if self.strikes(What::Loss, percent) {
+            return Fate {
+                lost: true,
+                ..Fate::default()
+            };
+        }
+        let spec = &self.spec;
+        let drawn = |what, percent, amount| self.strikes(what, percent).then(|| self.draw(amount));
+        let (least, most) = spec.delay_ns;
+        Fate {
+            lost: false,
+            corrupted: drawn(What::Corrupt, spec.corrupt, What::Damage),
+            duplicated: drawn(What::Dup, spec.dup, What::Late),
+            reordered: drawn(What::Reorder, spec.reorder, What::Late),
+            delay_ns: least + below(self.draw(What::Delay), (most - least).saturating_add(1)),
+        }
+    }
+
+    /// When a packet of so many bytes (UDP payload) that comes now has passed, by the rate alone.
+    pub fn passes(&mut self, now: Time, bytes: usize) -> Time {
+        let Some(bps) = self.spec.rate_bps else { return now };
+        let bits = (WIRE_BYTES + bytes as u64) * 8;
+        let ns = u128::from(bits) * 1_000_000_000 / u128::from(bps);
+        self.free = self.free.max(now) + ns as u64;
+        self.free
+    }
+
+    /// Whether the next request that needs a receive is to be told that there is none.
+    pub fn next_rnr(&mut self) -> bool {
+        self.number += 1;
+        self.strikes(What::Rnr, self.spec.rnr)
+    }
+
+    /// Whether the next packet for a queue pair puts that in error.
+    pub fn next_qp_error(&mut self) -> bool {
+        self.number += 1;
+        match self.spec.qp_error {
+            None => false,
+            Some(QpError::At(number)) => number == self.number,
+            Some(QpError::Percent(percent)) => self.strikes(What::QpError, percent),
+        }
+    }
+}
+
+/// Damages a packet as networks do: a bit, several, a run of bytes, or its end is missing. `draw` says how.
+pub fn damage(packet: &mut Vec<u8>, draw: u64) {
+    if packet.is_empty() {
+        return;
+    }
+    let mut state = draw;
+    let mut next = move || {
+        state = mix(state);
+        state
+    };
+    let bits = packet.len() as u64 * 8;
+    match below(next(), 4) {
+        kind @ (0 | 1) => {
+            let first = below(next(), bits);
+            flip(packet, first);
+            // Another one that is not the first: what is damaged differs from what it was.
+            for _ in 0..kind * below(next(), 8) {
+                let other = (first + 1 + below(next(), bits - 1)) % bits;
+                flip(packet, other);
+            }
+        }
+        2 => {
+            let at = below(next(), packet.len() as u64) as usize;
+            let end = (at + 1 + below(next(), 32) as usize).min(packet.len());
+            for byte in &mut packet[at..end] {
+                *byte ^= 1 + below(next(), 255) as u8;
+            }
+        }
+        _ => packet.truncate(below(next(), packet.len() as u64) as usize),
+    }
+}
+
+fn flip(packet: &mut [u8], bit: u64) {
+    packet[(bit / 8) as usize] ^= 1 << (bit % 8);
+}
+
+/// `0..n` of a draw.
+fn below(draw: u64, n: u64) -> u64 {
+    ((u128::from(draw) * u128::from(n)) >> 64) as u64
+}
+
+/// The step and the finalizer of SplitMix64.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(text: &str) -> Spec {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn parse__every_kind() {
+        let found = spec(
+            "loss=1%, dup=2%,reorder=0.5 %,corrupt=0%,delay=1ms..1.5ms,rate=100Mbit,rnr=5%,down=2s..,qp-error=7,seed=9",
+        );
+        let expected = Spec {
+            seed: 9,
+            loss: 1.0,
+            dup: 2.0,
+            reorder: 0.5,
+            corrupt: 0.0,
+            delay_ns: (1_000_000, 1_500_000),
+            rate_bps: Some(100_000_000),
+            rnr: 5.0,
+            down_ns: (2_000_000_000, u64::MAX),
+            qp_error: Some(QpError::At(7)),
+        };
+        assert_eq!(found, expected);
+        assert_eq!(spec(&found.to_string()), found, "{found}");
+        let other = spec("delay=5us,down=100ms..1s,qp-error=0.1%");
+        assert_eq!(other.delay_ns, (5_000, 5_000));
+        assert_eq!(spec(&other.to_string()), other, "{other}");
+    }
+
+    #[test]
+    fn parse__errors_name_the_part_and_what_is_allowed() {
+        for (text, part, allowed) in [
+            ("", "''", "give KIND=VALUE; kinds are loss, dup"),
+            ("loss", "'loss'", "give KIND=VALUE"),
+            ("loss=1", "'loss=1'", "0% to 100%"),
+            ("loss=101%", "'loss=101%'", "0% to 100%"),
+            ("dup=nan%", "'dup=nan%'", "0% to 100%"),
+            ("loss=1%,,seed=2", "''", "give KIND=VALUE"),
+            ("loss=1%,loss=2%", "'loss=2%'", "loss is there twice"),
+            ("seed=1,delay=5", "'delay=5'", "delay=5ms"),
+            ("delay=5ms..1ms", "'delay=5ms..1ms'", "delay=1ms..20ms"),
+            ("rate=10", "'rate=10'", "rate=100Mbit"),
+            ("down=5s", "'down=5s'", "down=2s..5s"),
+            ("down=5s..5s", "'down=5s..5s'", "down=2s..5s"),
+            ("qp-error=0", "'qp-error=0'", "qp-error=1000"),
+            ("seed=-1", "'seed=-1'", "a whole number"),
+            ("lose=1%", "'lose=1%'", "no such kind; kinds are loss"),
+        ] {
+            let error = text.parse::<Spec>().unwrap_err().to_string();
+            assert!(
+                error.starts_with(part) && error.contains(allowed),
+                "{text}: {error}"
+            );
+            assert_eq!(error.lines().count(), 1);
+        }
+    }
+
+    #[test]
+    fn next_fate__of_the_seed_the_stream_and_the_number() {
+        let text = "loss=10%,dup=10%,reorder=10%,corrupt=10%,delay=1us..9us";
+        let fates = |text: &str, stream| {
+            let mut line = Line::new(spec(text), stream);
+            (0..1000).map(|_| line.next_fate()).collect::<Vec<_>>()
+        };
+        let sent = fates(text, Stream::Sent);
+        assert_eq!(fates(text, Stream::Sent), sent);
+        assert_ne!(fates(text, Stream::Received), sent);
+        assert_ne!(fates(&format!("{text},seed=2"), Stream::Sent), sent);
+        // More of one kind leaves the others as they were.
+        let more = fates(
+            "loss=10%,dup=90%,reorder=10%,corrupt=10%,delay=1us..9us",
+            Stream::Sent,
+        );
+        for (more, less) in more.iter().zip(&sent) {
+            let without = |fate: &Fate| Fate {
+                duplicated: None,
+                ..*fate
+            };
+            assert_eq!(without(more), without(less));
+        }
+    }
+
+    #[test]
+    fn next_fate__as_many_as_asked_for() {
+        let mut line = Line::new(spec("loss=20%,dup=5%,reorder=50%,corrupt=1%"), Stream::Sent);
+        let fates: Vec<Fate> = (0..100_000).map(|_| line.next_fate()).collect();
+        let count = |is_it: &dyn Fn(&Fate) -> bool| fates.iter().filter(|fate| is_it(fate)).count();
+        for (found, of_kept) in [
+            (count(&|fate| fate.duplicated.is_some()), 0.05),
+            (count(&|fate| fate.reordered.is_some()), 0.5),
+            (count(&|fate| fate.corrupted.is_some()), 0.01),
+            (count(&|fate| !fate.lost), 1.0),
+        ] {
+            let expected = 80_000.0 * of_kept;
+            assert!(
+                (found as f64 - expected).abs() < 0.1 * expected,
+                "{found} {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn passes__at_the_rate() {
+        let mut line = Line::new(spec("rate=1Mbit"), Stream::Sent);
+        let bytes = 1250 - WIRE_BYTES as usize;
+        assert_eq!(line.passes(Time(0), bytes), Time(10_000_000));
+        assert_eq!(line.passes(Time(0), bytes), Time(20_000_000));
+        assert_eq!(line.passes(Time(100_000_000), bytes), Time(110_000_000));
+    }
+
+    #[test]
+    fn damage__changes_the_packet() {
+        let packet: Vec<u8> = (0..200).collect();
+        for draw in 0..10_000 {
+            let mut damaged = packet.clone();
+            damage(&mut damaged, draw);
+            assert_ne!(damaged, packet, "draw {draw}");
+            assert!(damaged.len() <= packet.len());
+        }
+    }
+}
