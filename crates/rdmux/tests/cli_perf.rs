@@ -314,3 +314,70 @@ fn perf__server_that_shares_memory_is_told_that_its_client_was_killed() {
     let code = end_of_a_server_whose_client_is_killed("on", ["127.0.1.27", "127.0.1.127"]);
     assert_eq!(code, Some(0), "the connection ends as if the client had ended it");
 }
+
+#[test]
+fn fault__is_one_syntax_and_one_line_when_wrong() {
+    let wrong = [
+        (
+            ["perf", "read-lat", "--fault", "delay=5"],
+            "'delay=5': give a time, or two: delay=5ms, delay=1ms..20ms",
+        ),
+        (
+            ["pull", "rdmux://h/r", "--fault", "lose=1%"],
+            "'lose=1%': there is no such kind; kinds are loss, dup",
+        ),
+        (
+            ["sim", "--runs=1", "--fault", "rate=1Mbit"],
+            "the simulation takes loss, dup, reorder, corrupt and seed",
+        ),
+        (
+            ["sim", "--runs=1", "--fault", "loss=90%"],
+            "loss=90%: give 0% to 50%",
+        ),
+    ];
+    for (args, line) in wrong {
+        let output = rdmux(&args).output().unwrap();
+        let stderr = text(&output.stderr);
+        assert!(!output.status.success());
+        assert!(stderr.lines().next().unwrap().contains(line), "{stderr}");
+    }
+    let run = |args: &[&str]| {
+        rdmux(&[&["sim", "--operations", "50"], args].concat())
+            .output()
+            .unwrap()
+    };
+    let (long, short) = (
+        run(&["--fault", "loss=5%,dup=1%,seed=3"]),
+        run(&["--loss", "5%", "--dup", "1%", "--seed", "3"]),
+    );
+    assert!(long.status.success() && !long.stdout.is_empty());
+    assert_eq!(long.stdout, short.stdout);
+}
+
+#[test]
+fn fault__delay_of_one_side_shows_in_its_latency() {
+    for shm in ["on", "off"] {
+        let environment = [("RDMUX_SHM", shm), ("RDMUX_FAULT", "delay=2ms")];
+        let _server = Server::perf_with("read-lat", "127.0.0.1", &["-p", "18577"], &environment);
+        let args = [
+            "perf",
+            "read-lat",
+            "127.0.0.1",
+            "-p",
+            "18577",
+            "-n",
+            "20",
+            "--fault",
+            "delay=1ms",
+            "--json",
+        ];
+        let output = client(&args);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let least = found["results"][0]["t_min"]
+            .as_f64()
+            .unwrap_or_else(|| panic!("{found:#}"));
+        // A round trip passes both ports, twice each.
+        assert!(least >= 6000.0, "{least} us");
+    }
+}

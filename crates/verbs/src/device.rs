@@ -21,6 +21,7 @@ use crate::event::AsyncEvent;
 use crate::region::{MemoryRegion, MemoryWindow};
 use crate::soft::engine::{self, Core, Engine, Waker};
 pub use crate::soft::engine::{OpenError, Options, SharedMemory};
+use crate::soft::faults::FaultCounts;
 use crate::srq::{SharedReceiveQueue, XrcDomain};
 
 /// Why an object could not be made.
@@ -144,6 +145,11 @@ impl Device {
     /// What the device counted.
     pub fn counters(&self) -> Counters {
         self.engine().counters()
+    }
+
+    /// What faults did to its packets, where it was opened with some ([`Options::faults`]).
+    pub fn fault_counts(&self) -> Option<FaultCounts> {
+        self.engine().lock().rnic.fault_counts()
     }
 
     /// Takes the oldest asynchronous event. IBTA Vol 1, 11.6.3.

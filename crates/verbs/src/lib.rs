@@ -63,7 +63,7 @@ pub use rdmux_rnic::{
     MCAST_QPS_MAX, McastError, Memory, ModifyError, Operation, Path, Placement, PostError, Psn, QpAttributes,
     QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, Registration, SGE_MAX,
     Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn, Status, Target, Traffic,
-    WcOpcode, WindowType, WorkCompletion, dcqcn, sched,
+    WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::{PathMtu, Transport};

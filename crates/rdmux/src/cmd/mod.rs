@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod capture;
 pub(crate) mod ddio;
 pub(crate) mod demo;
+pub(crate) mod device;
 pub(crate) mod doctor;
 pub(crate) mod lab_peer;
 pub(crate) mod log;

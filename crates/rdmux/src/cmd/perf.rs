@@ -179,6 +179,8 @@ pub(crate) struct Args {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) push: push::PushArgs,
+    #[command(flatten)]
+    pub(crate) device: super::device::DeviceArgs,
 }
 
 /// What buffers are made of.
@@ -246,6 +248,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             .error(clap::error::ErrorKind::ArgumentConflict, NO_EVENTS)
             .exit();
     }
+    args.device.apply();
     if let Some(cpu) = args.pin {
         super::bench::pin(cpu)?;
     }

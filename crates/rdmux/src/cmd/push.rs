@@ -76,6 +76,8 @@ pub(super) struct Common {
     /// Report nothing but errors.
     #[arg(short, long)]
     pub(super) quiet: bool,
+    #[command(flatten)]
+    pub(super) device: super::device::DeviceArgs,
 }
 
 fn parse_chunk(text: &str) -> Result<u32, String> {
@@ -177,6 +179,7 @@ struct Upload {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let common = &args.common;
+    common.device.apply();
     let file = File::open(&args.file).with_context(|| args.file.display().to_string())?;
     let meta = file.metadata()?;
     ensure!(meta.is_file(), "{}: not a regular file", args.file.display());

@@ -53,6 +53,8 @@ pub(crate) struct Args {
     /// Report nothing about clients.
     #[arg(short, long)]
     quiet: bool,
+    #[command(flatten)]
+    device: super::device::DeviceArgs,
     /// Acknowledge persistent flushes without doing them: the negative control of a crash test.
     #[arg(long, hide = true)]
     unsafe_no_flush: bool,
@@ -169,6 +171,7 @@ fn parse_keepalive(text: &str) -> Result<Duration, String> {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
+    args.device.apply();
     if let Some(cpu) = args.cpu {
         pin(cpu)?;
     }

@@ -4,6 +4,7 @@ use std::io::Write;
 
 use anyhow::{Result, bail};
 use rdmux_sim::{Settings, power};
+use rdmux_verbs::faults::{Spec, SpecError};
 use serde_json::json;
 
 /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
@@ -12,21 +13,25 @@ use serde_json::json;
 /// a model; a violation is printed with the seed that shows it.
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// Seed of everything that is drawn.
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// Packets lost.
-    #[arg(long, value_name = "PERCENT", value_parser = percent, default_value = "1%")]
-    loss: f64,
-    /// Packets that arrive twice.
-    #[arg(long, value_name = "PERCENT", value_parser = percent, default_value = "0%")]
-    dup: f64,
-    /// Packets overtaken by later ones.
-    #[arg(long, value_name = "PERCENT", value_parser = percent, default_value = "0%")]
-    reorder: f64,
-    /// Packets with changed bytes.
-    #[arg(long, value_name = "PERCENT", value_parser = percent, default_value = "0%")]
-    corrupt: f64,
+    /// Seed of everything that is drawn [default: 1].
+    #[arg(long)]
+    seed: Option<u64>,
+    /// What the links do, in the syntax of docs/bad-network.md: loss, dup, reorder, corrupt and seed, as loss=1%,reorder=2%,seed=7
+    /// [default: loss=1%].
+    #[arg(long, value_name = "SPEC", value_parser = parse_fault)]
+    fault: Option<Spec>,
+    /// As --fault loss=PERCENT.
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    loss: Option<f64>,
+    /// As --fault dup=PERCENT.
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    dup: Option<f64>,
+    /// As --fault reorder=PERCENT.
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    reorder: Option<f64>,
+    /// As --fault corrupt=PERCENT.
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    corrupt: Option<f64>,
     /// Operations over all queue pairs.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     operations: u32,
@@ -39,7 +44,7 @@ pub(crate) struct Args {
     one_machine: bool,
     /// Cut the power of a server that clients write, flush and read, and look at what is left. The server and the faults of
     /// the links are drawn from the seed.
-    #[arg(long, conflicts_with_all = ["loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
+    #[arg(long, conflicts_with_all = ["fault", "loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
     power: bool,
     /// What the server's memory is behind: none, file, adr, adr-direct, adr-stores, eadr, battery or battery-early-ack.
     #[arg(long, requires = "power")]
@@ -58,18 +63,56 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// `1%`, `0.5 %` or `1`.
+/// A percentage that a simulated run can still end under; its sign may be left out here.
 fn percent(text: &str) -> Result<f64, String> {
-    let value: f64 = text
-        .trim_end_matches('%')
-        .trim()
+    let spec: Spec = format!("loss={}%", text.trim_end_matches('%'))
         .parse()
-        .map_err(|_| format!("{text:?} is no percentage"))?;
-    if (0.0..=50.0).contains(&value) {
-        Ok(value)
-    } else {
-        Err(format!("{text}: between 0% and 50%"))
+        .map_err(|_| "give 0% to 50%, as 1%".to_owned())?;
+    up_to_half("loss", spec.loss)
+}
+
+fn up_to_half(kind: &str, percent: f64) -> Result<f64, String> {
+    if percent <= 50.0 {
+        return Ok(percent);
     }
+    Err(format!(
+        "{kind}={percent}%: give 0% to 50%: beyond, connections end"
+    ))
+}
+
+/// The kinds that leave every operation to succeed, which is what a run checks.
+fn parse_fault(text: &str) -> Result<Spec, String> {
+    let spec: Spec = text.parse().map_err(|error: SpecError| error.to_string())?;
+    let Spec {
+        seed,
+        loss,
+        dup,
+        reorder,
+        corrupt,
+        ..
+    } = spec;
+    let taken = Spec {
+        seed,
+        loss,
+        dup,
+        reorder,
+        corrupt,
+        ..Spec::default()
+    };
+    if spec != taken {
+        return Err(
+            "the simulation takes loss, dup, reorder, corrupt and seed: it draws delays, rates and outages from the seed".into(),
+        );
+    }
+    for (kind, percent) in [
+        ("loss", loss),
+        ("dup", dup),
+        ("reorder", reorder),
+        ("corrupt", corrupt),
+    ] {
+        up_to_half(kind, percent)?;
+    }
+    Ok(spec)
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -77,13 +120,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         return cut_power(args);
     }
     let mut out = std::io::stdout().lock();
+    let spec = args.fault.unwrap_or(Spec {
+        loss: 1.0,
+        ..Spec::default()
+    });
     for i in 0..args.runs {
         let settings = Settings {
-            seed: args.seed.wrapping_add(i),
-            loss_percent: args.loss,
-            dup_percent: args.dup,
-            reorder_percent: args.reorder,
-            corrupt_percent: args.corrupt,
+            seed: args.seed.unwrap_or(spec.seed).wrapping_add(i),
+            loss_percent: args.loss.unwrap_or(spec.loss),
+            dup_percent: args.dup.unwrap_or(spec.dup),
+            reorder_percent: args.reorder.unwrap_or(spec.reorder),
+            corrupt_percent: args.corrupt.unwrap_or(spec.corrupt),
             operations: args.operations,
             qps: args.qps,
             one_machine: args.one_machine,
@@ -140,7 +187,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn cut_power(args: &Args) -> Result<()> {
     let mut out = std::io::stdout().lock();
     for i in 0..args.runs {
-        let drawn = power::Settings::drawn(args.seed.wrapping_add(i));
+        let drawn = power::Settings::drawn(args.seed.unwrap_or(1).wrapping_add(i));
         let settings = power::Settings {
             platform: args.platform.unwrap_or(drawn.platform),
             rely: args.rely,

@@ -23,6 +23,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
+use rdmux_rnic::faults::{Spec, SpecError};
 use rdmux_rnic::{
     Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, PostError, QpAttributes, QpInfo,
     QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, Traffic, TransmitBuf,
@@ -40,9 +41,11 @@ use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
 use self::seat::Waiter;
 use self::turn::{Turn, Turns};
+use super::faults::{self, Leaving};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
+use super::port::Port;
 use super::shm::link::Links;
 use super::shm::ring::Meta;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
@@ -81,6 +84,9 @@ pub struct Options {
     pub traffic: Traffic,
     /// Whether shared memory is used between this device and others of the same user on this host.
     pub shared_memory: SharedMemory,
+    /// How the device's port misbehaves, both ways and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or the
+    /// environment variable `RDMUX_FAULT` says, else not at all. While it does, WRITE and READ within the host go by packets too.
+    pub faults: Option<Spec>,
 }
 
 /// Whether shared memory is used between devices of one user on one host.
@@ -108,6 +114,9 @@ pub enum OpenError {
     /// The address cannot be used, its port is taken, or another user has it.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// The environment asks for faults that there are not.
+    #[error("RDMUX_FAULT: {0}")]
+    Faults(#[from] SpecError),
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
@@ -263,7 +272,7 @@ struct Sleeps {
 
 /// What is reached under the engine's lock.
 pub(crate) struct Core {
-    pub(crate) rnic: Rnic,
+    pub(crate) rnic: Port,
     rx: RxSocket,
     memberships: Memberships,
     pub(crate) links: Links,
@@ -385,6 +394,10 @@ impl Engine {
         if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
             return Err(OpenError::NotOneHost(address));
         }
+        let spec = match options.faults {
+            None => faults::of_process()?,
+            some => some,
+        };
         // The group's thread may hear of a connection before the engine stands: it waits for the slot here.
         let slot: Arc<Mutex<Weak<Engine>>> = Arc::default();
         let deliver = {
@@ -434,7 +447,8 @@ impl Engine {
         }
         let buffer_bytes = rx.buffer_bytes().map_err(io("UDP receive buffer"))?;
         let gsi = TxSocket::bind(address).map_err(io("UDP socket"))?;
-        let gso = gsi.self_test().map_err(io("UDP self-test"))?;
+        // Packets that are lost and held back one by one leave one by one, too.
+        let gso = gsi.self_test().map_err(io("UDP self-test"))? && spec.is_none();
 
         let mut seed = [0u8; 32];
         fill_random(&mut seed).map_err(io("random numbers"))?;
@@ -459,14 +473,17 @@ impl Engine {
             control,
             options.shared_memory.is_on(),
         );
-        let links = links.map_err(|errno| io("shared memory")(errno.into()))?;
+        let mut links = links.map_err(|errno| io("shared memory")(errno.into()))?;
+        if spec.is_some() {
+            links.keep_to_packets();
+        }
         // One clock for all engines: a thread's load is watched by it.
         static START: OnceLock<Instant> = OnceLock::new();
         let start = *START.get_or_init(Instant::now);
         let mut tx = [const { None }; SLOTS];
         tx[0] = Some(gsi);
         let core = Core {
-            rnic: Rnic::new(config),
+            rnic: Port::new(Rnic::new(config), spec, Time(start.elapsed().as_nanos() as u64)),
             rx,
             memberships: Memberships::new().map_err(io("epoll"))?,
             links,
@@ -874,6 +891,9 @@ impl Core {
     fn after_receive(&mut self, now: Time) {
         if self.rnic.poll_timeout().is_some_and(|at| at <= now) {
             self.rnic.handle_timeout(now);
+            while let Some(event) = self.rnic.poll_port_event(now) {
+                self.async_events.push(event);
+            }
         }
     }
 
@@ -932,7 +952,8 @@ impl Core {
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
         loop {
             self.revoke();
-            if self.sent < self.buf.trains().len() || self.rnic.has_transmit(all) {
+            let has_sent_all = self.sent == self.buf.trains().len() && !self.rnic.has_leaving();
+            if !has_sent_all || self.rnic.has_transmit(all) {
                 self.transmit(now, all);
             }
             if self.rnic.is_quiet() {
@@ -1039,9 +1060,7 @@ impl Core {
             Event::LastWqeReached(qpn) => self.async_events.push(AsyncEvent::LastWqeReached(qpn)),
             Event::SrqLimitReached(srqn) => self.async_events.push(AsyncEvent::SrqLimitReached(srqn)),
             Event::WantsGrant(qpn, rkey) => {
-                if let Some(info) = self.rnic.query_qp(qpn) {
-                    self.links.ask(&info, qpn, rkey);
-                }
+                self.links.ask(&self.rnic, qpn, rkey);
             }
         }
     }
@@ -1144,6 +1163,9 @@ impl Core {
     /// Sends the trains in the buffer, until a socket takes no more. One that stays full drops its trains: a neighbour that
     /// does not answer must not hold up everybody else's.
     fn send_pending(&mut self, now: Time) {
+        if self.rnic.has_faults() {
+            return self.send_with_faults(now);
+        }
         let trains = self.buf.trains();
         while self.sent < trains.len() {
             let train = &trains[self.sent];
@@ -1226,6 +1248,48 @@ impl Core {
         }
         if !self.gso {
             self.buf.disable_gso();
+        }
+    }
+}
+
+impl Core {
+    /// Gives the packets in the buffer to the port, and sends those that it lets go. One that a socket does not take is lost.
+    #[cold]
+    fn send_with_faults(&mut self, now: Time) {
+        self.rnic.take_trains(now, &self.buf, self.sent);
+        self.sent = self.buf.trains().len();
+        while let Some(packet) = self.rnic.next_leaving(now) {
+            let Leaving {
+                path, local, damaged, ..
+            } = packet;
+            let slot = slot_of_port(&self.tx, path.src_port);
+            let linked = slot
+                .map(|slot| (path.dst, slot))
+                .filter(|peer| self.links.reach(*peer));
+            if let Some(peer) = linked {
+                let meta = Meta {
+                    segment_bytes: packet.bytes.len() as u16,
+                    traffic_class: path.traffic_class,
+                };
+                // Who receives it looks at no ICRC, which would have shown the damage.
+                if !damaged {
+                    self.links.send(peer, meta, &packet.bytes);
+                }
+                continue;
+            }
+            let mut sockets = self.tx.iter().flatten();
+            let socket = sockets.find(|socket| socket.local_addr().port() == path.src_port);
+            let Some(socket) = socket.filter(|_| !local) else {
+                continue;
+            };
+            let outgoing = Outgoing {
+                dst: SocketAddr::new(path.dst, ROCE_PORT),
+                segment_size: None,
+                tos: path.traffic_class,
+                parts: &[IoSlice::new(&packet.bytes)],
+            };
+            let sent = socket.send_batch(&[outgoing]);
+            self.send_errors += u64::from(!sent.is_ok_and(|n| n == 1));
         }
     }
 }

@@ -27,6 +27,7 @@ use super::why::{NotDirect, Why};
 use crate::mapping::is_safe_to_map;
 use crate::memory::AnonymousMemory;
 use crate::soft::group::{self, SLOTS};
+use crate::soft::port::Port;
 use crate::soft::udp;
 use crate::soft::user::{User, user_of};
 
@@ -151,6 +152,8 @@ pub(crate) struct Links {
     heard_last: u64,
     /// A link has come up.
     met: bool,
+    /// Memory is granted and asked for; else all goes by packets.
+    grants: bool,
     buffer: Vec<u8>,
 }
 
@@ -184,6 +187,7 @@ impl Links {
             asleep: 0,
             heard_last: LISTENER,
             met: false,
+            grants: true,
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -195,6 +199,11 @@ impl Links {
         };
         rustix::net::listen(listener, BACKLOG)?;
         watch(&self.control, listener.as_fd(), LISTENER)
+    }
+
+    /// From now on nothing goes past the packets: no memory is granted, and none is asked for.
+    pub(crate) fn keep_to_packets(&mut self) {
+        self.grants = false;
     }
 
     /// Ends all links, and gives the slot's name back.
@@ -249,9 +258,15 @@ impl Links {
         false
     }
 
+    /// Whether there is a link to the process of a slot.
+    pub(crate) fn reach(&self, peer: (IpAddr, u8)) -> bool {
+        let up = |link: &Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
+        self.list.iter().any(up)
+    }
+
     /// Takes in what has arrived; returns how many trains.
     #[inline]
-    pub(crate) fn receive(&mut self, rnic: &mut Rnic, now: Time) -> usize {
+    pub(crate) fn receive(&mut self, rnic: &mut Port, now: Time) -> usize {
         let mut total = 0;
         for link in &mut self.list {
             let (State::Up(rings), Some((peer, _))) = (&mut link.state, link.peer) else {
@@ -468,7 +483,7 @@ impl Links {
     }
 
     /// Hears what others have to say: who wants a link, who asks for memory or grants it, who has gone. Whether a link has come up.
-    pub(crate) fn serve(&mut self, rnic: &mut Rnic, now: Time) -> bool {
+    pub(crate) fn serve(&mut self, rnic: &mut Port, now: Time) -> bool {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
@@ -524,7 +539,7 @@ impl Links {
     }
 
     /// Reads what one peer says.
-    fn hear(&mut self, rnic: &mut Rnic, now: Time, id: u64) {
+    fn hear(&mut self, rnic: &mut Port, now: Time, id: u64) {
         for _ in 0..MESSAGES_PER_TURN {
             let Some(i) = self.list.iter().position(|link| link.id == id) else {
                 return;
@@ -558,7 +573,7 @@ impl Links {
     /// Handles a message; `None`: the link is to end.
     fn handle(
         &mut self,
-        rnic: &mut Rnic,
+        rnic: &mut Port,
         now: Time,
         i: usize,
         message: Message,
@@ -603,7 +618,12 @@ impl Links {
             }
             (Message::Ask { rkey, of, by }, State::Up(rings)) => {
                 let peer = link.peer?;
-                let (answer, file) = match rings.grant(rnic, peer, rkey, of, by) {
+                let granted = if self.grants {
+                    rings.grant(rnic, peer, rkey, of, by)
+                } else {
+                    Err(Refusal::Off)
+                };
+                let (answer, file) = match granted {
                     Ok((granted, file)) => (Message::Granted(granted), file),
                     Err(reason) => (Message::Denied { rkey, by, reason }, None),
                 };
@@ -650,7 +670,7 @@ impl Links {
     }
 
     /// A link has ended. When the peer has gone its connections end too, after all that it sent; else packets go by UDP.
-    fn part(&mut self, rnic: &mut Rnic, now: Time, i: usize) {
+    fn part(&mut self, rnic: &mut Port, now: Time, i: usize) {
         let link = &mut self.list[i];
         link.open.store(false, Ordering::Relaxed);
         let state = std::mem::replace(&mut link.state, State::Over);
@@ -746,8 +766,12 @@ impl Links {
     }
 
     /// Asks the peer of a queue pair for memory.
-    pub(crate) fn ask(&mut self, info: &QpInfo, by: Qpn, rkey: RKey) {
-        let Some(peer) = peer_of(info) else { return };
+    pub(crate) fn ask(&mut self, rnic: &Rnic, by: Qpn, rkey: RKey) {
+        let Some(info) = rnic.query_qp(by) else { return };
+        let Some(peer) = peer_of(&info) else { return };
+        if !self.grants {
+            return self.keep_reason(rnic, by, NotDirect::KeptToPackets);
+        }
         let up = |link: &&Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
         if let Some(link) = self.list.iter().find(up) {
             let of = info.dest_qpn;

@@ -92,12 +92,15 @@ pub(crate) enum NotDirect {
     Calls(Errno),
     /// What was granted cannot be mapped here.
     Unmappable,
+    /// This device keeps to packets.
+    KeptToPackets,
 }
 
 impl fmt::Display for NotDirect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             NotDirect::Denied(Refusal::NotShareable) => f.write_str("not shareable"),
+            NotDirect::Denied(Refusal::Off) => f.write_str("the peer keeps to packets"),
             NotDirect::Denied(Refusal::Full) => f.write_str("the peer grants no more"),
             NotDirect::Denied(_) => f.write_str("not granted by the peer"),
             NotDirect::OtherPidNamespace => {
@@ -111,6 +114,7 @@ impl fmt::Display for NotDirect {
                 write!(f, "not shareable, and calls into the process fail: {error}")
             }
             NotDirect::Unmappable => f.write_str("what the peer shares cannot be mapped"),
+            NotDirect::KeptToPackets => f.write_str("kept to packets"),
         }
     }
 }
@@ -123,6 +127,7 @@ impl NotDirect {
             NotDirect::OtherPidNamespace => (2, 0),
             NotDirect::Calls(errno) => (3, errno.raw_os_error().cast_unsigned()),
             NotDirect::Unmappable => (4, 0),
+            NotDirect::KeptToPackets => (5, 0),
         }
     }
 
@@ -132,6 +137,7 @@ impl NotDirect {
             (2, 0) => NotDirect::OtherPidNamespace,
             (3, errno) => NotDirect::Calls(errno_of(errno)?),
             (4, 0) => NotDirect::Unmappable,
+            (5, 0) => NotDirect::KeptToPackets,
             _ => return None,
         })
     }

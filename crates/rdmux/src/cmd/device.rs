@@ -1,0 +1,23 @@
+//! What commands that open devices have in common.
+
+use rdmux_verbs::faults::Spec;
+use rdmux_verbs::soft::faults::set_process_faults;
+
+/// How this command's devices are opened.
+#[derive(clap::Args, Debug, Clone)]
+#[command(next_help_heading = "Device")]
+pub(crate) struct DeviceArgs {
+    /// Let the device's port misbehave, both ways, as loss=1%,delay=5ms,seed=7. Kinds are loss, dup, reorder, corrupt, delay, rate,
+    /// rnr, down, qp-error and seed: docs/bad-network.md. The environment variable RDMUX_FAULT does the same for any program.
+    #[arg(long, value_name = "SPEC")]
+    fault: Option<Spec>,
+}
+
+impl DeviceArgs {
+    /// To be called before a device is opened.
+    pub(crate) fn apply(&self) {
+        if let Some(spec) = self.fault {
+            set_process_faults(spec);
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! Fault injection: a device whose port misbehaves as [`rdmux_rnic::faults`] says. What leaves and what arrives is decided on packet
+//! by packet, each direction on its own; what is held back waits here, by copy.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::{Mutex, PoisonError};
+
+use rdmux_rnic::faults::{Fate, LATE_NS_MAX, Line, Spec, SpecError, Stream, damage, late_ns};
+use rdmux_rnic::{Arrival, Path, Qpn, Time};
+use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::{Bth, ICRC_LEN};
+
+use super::udp::ROCE_PORT;
+use crate::event::AsyncEvent;
+
+/// Bytes held back in each direction; what comes when there are more is lost, as in a switch whose queue is full.
+const HELD_BYTES_MAX: usize = 16 << 20;
+
+/// What the devices of this process do from now on, unless their options say.
+static OF_PROCESS: Mutex<Option<Spec>> = Mutex::new(None);
+
+/// From now on devices that this process opens misbehave so, unless [`Options::faults`](crate::Options::faults) says otherwise: for
+/// programs whose devices are opened elsewhere. It goes before the environment variable `RDMUX_FAULT`.
+pub fn set_process_faults(spec: Spec) {
+    *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
+}
+
+/// What this process and its environment ask for.
+pub(super) fn of_process() -> Result<Option<Spec>, SpecError> {
+    if let Some(spec) = *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) {
+        return Ok(Some(spec));
+    }
+    match std::env::var_os("RDMUX_FAULT") {
+        Some(text) if !text.is_empty() => text.to_string_lossy().parse().map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// What faults did to a device's packets since it was opened, both directions together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FaultCounts {
+    /// Packets that came by.
+    pub packets: u64,
+    /// Lost: at random, at a port that was down, or in a full queue.
+    pub lost: u64,
+    /// Damaged.
+    pub corrupted: u64,
+    /// Doubled.
+    pub duplicated: u64,
+    /// Held back to be overtaken.
+    pub reordered: u64,
+    /// Queue pairs put in error.
+    pub qp_errors: u64,
+}
+
+/// A packet on its way out.
+#[derive(Debug)]
+pub(super) struct Leaving {
+    pub(super) path: Path,
+    /// It has no ICRC: it goes through memory of this host, or not at all.
+    pub(super) local: bool,
+    /// It is not what it was: through memory of this host, where nobody would see that, it does not go.
+    pub(super) damaged: bool,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// A packet on its way in.
+#[derive(Debug)]
+pub(super) struct Arriving {
+    src: IpAddr,
+    src_port: u16,
+    dst: IpAddr,
+    traffic_class: u8,
+    local: bool,
+    bytes: Vec<u8>,
+}
+
+impl Arriving {
+    fn of(arrival: &Arrival<'_>) -> Arriving {
+        Arriving {
+            src: arrival.src,
+            src_port: arrival.src_port,
+            dst: arrival.dst,
+            traffic_class: arrival.traffic_class,
+            local: arrival.local,
+            bytes: arrival.bytes.to_vec(),
+        }
+    }
+
+    pub(super) fn arrival(&self) -> Arrival<'_> {
+        Arrival {
+            src: self.src,
+            src_port: self.src_port,
+            dst: self.dst,
+            traffic_class: self.traffic_class,
+            bytes: &self.bytes,
+            segment_bytes: self.bytes.len(),
+            local: self.local,
+        }
+    }
+
+    /// Damages it. What came through memory has no ICRC: it gets the right one before, so that the damage shows.
+    fn damage(&mut self, draw: u64) {
+        if let Some(end) = self.bytes.len().checked_sub(ICRC_LEN)
+            && self.local
+            && end >= Bth::LEN
+        {
+            let flow = Flow {
+                src: self.src,
+                dst: self.dst,
+                src_port: self.src_port,
+                dst_port: ROCE_PORT,
+            };
+            let icrc = flow.icrc(&self.bytes[..end], 0);
+            self.bytes[end..].copy_from_slice(&icrc.to_le_bytes());
+        }
+        self.local = false;
+        damage(&mut self.bytes, draw);
+    }
+}
+
+/// Packets that are held back, by when they go on.
+#[derive(Debug)]
+struct Held<T> {
+    /// Each with its bytes, as they came.
+    packets: BTreeMap<(Time, u64), (usize, T)>,
+    next: u64,
+    bytes: usize,
+}
+
+impl<T> Held<T> {
+    fn new() -> Held<T> {
+        Held {
+            packets: BTreeMap::new(),
+            next: 0,
+            bytes: 0,
+        }
+    }
+
+    /// False: there is no room.
+    fn put(&mut self, at: Time, bytes: usize, packet: T) -> bool {
+        if self.bytes + bytes > HELD_BYTES_MAX {
+            return false;
+        }
+        self.bytes += bytes;
+        self.next += 1;
+        self.packets.insert((at, self.next), (bytes, packet));
+        true
+    }
+
+    fn due(&self) -> Option<Time> {
+        self.packets.first_key_value().map(|((at, _), _)| *at)
+    }
+
+    fn take(&mut self, now: Time) -> Option<T> {
+        let first = self.packets.first_entry().filter(|first| first.key().0 <= now)?;
+        let (bytes, packet) = first.remove();
+        self.bytes -= bytes;
+        Some(packet)
+    }
+}
+
+/// The port of a device that misbehaves.
+#[derive(Debug)]
+pub(super) struct Faults {
+    spec: Spec,
+    opened: Time,
+    out: Line,
+    into: Line,
+    for_queue_pairs: Line,
+    leaving: Held<Leaving>,
+    arriving: Held<Arriving>,
+    /// When the port goes down next, or up.
+    change: Option<Time>,
+    is_down: bool,
+    pub(super) counts: FaultCounts,
+}
+
+impl Faults {
+    pub(super) fn new(spec: Spec, opened: Time) -> Faults {
+        let (from, to) = spec.down_ns;
+        Faults {
+            spec,
+            opened,
+            change: (from < to).then(|| opened + from),
+            out: Line::new(spec, Stream::Sent),
+            into: Line::new(spec, Stream::Received),
+            for_queue_pairs: Line::new(spec, Stream::ForQueuePairs),
+            leaving: Held::new(),
+            arriving: Held::new(),
+            is_down: false,
+            counts: FaultCounts::default(),
+        }
+    }
+
+    /// The port has gone down, or up: once each.
+    pub(super) fn port_event(&mut self, now: Time) -> Option<AsyncEvent> {
+        self.change.filter(|at| *at <= now)?;
+        self.is_down = !self.is_down;
+        let (_, to) = self.spec.down_ns;
+        self.change = (self.is_down && to < u64::MAX).then(|| self.opened + to);
+        Some(if self.is_down {
+            AsyncEvent::PortError
+        } else {
+            AsyncEvent::PortActive
+        })
+    }
+
+    /// When something is to be done by itself.
+    pub(super) fn due(&self) -> Option<Time> {
+        let times = [self.leaving.due(), self.arriving.due(), self.change];
+        times.into_iter().flatten().min()
+    }
+
+    pub(super) fn has_leaving(&self) -> bool {
+        self.leaving.due().is_some()
+    }
+
+    /// A packet of the engine goes out: what becomes of it.
+    pub(super) fn leave(&mut self, now: Time, path: &Path, local: bool, packet: &[u8]) -> Fate {
+        let fate = decide(
+            &mut self.out,
+            &mut self.counts,
+            self.spec.is_down(now.since_ns(self.opened)),
+        );
+        if fate.lost {
+            return fate;
+        }
+        let mut leaving = Leaving {
+            path: *path,
+            local,
+            damaged: false,
+            bytes: packet.to_vec(),
+        };
+        if let Some(draw) = fate.corrupted {
+            damage(&mut leaving.bytes, draw);
+            leaving.damaged = true;
+        }
+        let at = self.out.passes(now, packet.len()) + fate.delay_ns;
+        if let Some(part) = fate.duplicated {
+            let copy = Leaving {
+                bytes: leaving.bytes.clone(),
+                ..leaving
+            };
+            self.leaving
+                .put(at + late_ns(part, LATE_NS_MAX), packet.len(), copy);
+        }
+        let at = at + fate.reordered.map_or(0, |part| late_ns(part, LATE_NS_MAX));
+        self.put(fate, |faults| faults.leaving.put(at, packet.len(), leaving))
+    }
+
+    /// A packet that may go out now.
+    pub(super) fn next_leaving(&mut self, now: Time) -> Option<Leaving> {
+        self.leaving.take(now)
+    }
+
+    /// A packet comes in: what becomes of it.
+    pub(super) fn arrive(&mut self, now: Time, arrival: &Arrival<'_>) -> Fate {
+        let fate = decide(
+            &mut self.into,
+            &mut self.counts,
+            self.spec.is_down(now.since_ns(self.opened)),
+        );
+        if fate.lost {
+            return fate;
+        }
+        let len = arrival.bytes.len();
+        let mut arriving = Arriving::of(arrival);
+        if let Some(draw) = fate.corrupted {
+            arriving.damage(draw);
+        }
+        let at = self.into.passes(now, len) + fate.delay_ns;
+        if let Some(part) = fate.duplicated {
+            let copy = Arriving::of(&arriving.arrival());
+            self.arriving.put(at + late_ns(part, LATE_NS_MAX), len, copy);
+        }
+        let at = at + fate.reordered.map_or(0, |part| late_ns(part, LATE_NS_MAX));
+        self.put(fate, |faults| faults.arriving.put(at, len, arriving))
+    }
+
+    /// A packet that may come in now.
+    pub(super) fn next_arriving(&mut self, now: Time) -> Option<Arriving> {
+        self.arriving.take(now)
+    }
+
+    /// Whether a packet that comes in puts its queue pair in error.
+    pub(super) fn fails(&mut self, packet: &[u8]) -> Option<Qpn> {
+        self.spec.qp_error?;
+        let &[high, middle, low] = packet.get(5..8)? else {
+            return None;
+        };
+        let qpn = Qpn::new(u32::from_be_bytes([0, high, middle, low]));
+        let fails = qpn != Qpn::GSI && qpn != Qpn::MULTICAST && self.for_queue_pairs.next_qp_error();
+        self.counts.qp_errors += u64::from(fails);
+        fails.then_some(qpn)
+    }
+
+    /// Holds a packet back; one that finds no room is lost.
+    fn put(&mut self, fate: Fate, put: impl FnOnce(&mut Faults) -> bool) -> Fate {
+        if put(self) {
+            return fate;
+        }
+        self.counts.lost += 1;
+        Fate {
+            lost: true,
+            ..Fate::default()
+        }
+    }
+}
+
+/// What becomes of the next packet. One at a port that is down has its number, too.
+fn decide(line: &mut Line, counts: &mut FaultCounts, is_down: bool) -> Fate {
+    let mut fate = line.next_fate();
+    if is_down {
+        fate = Fate {
+            lost: true,
+            ..Fate::default()
+        };
+    }
+    counts.packets += 1;
+    counts.lost += u64::from(fate.lost);
+    counts.corrupted += u64::from(fate.corrupted.is_some());
+    counts.duplicated += u64::from(fate.duplicated.is_some());
+    counts.reordered += u64::from(fate.reordered.is_some());
+    fate
+}
