@@ -34,7 +34,7 @@ pub use client::{Client, Error, MapRequest, Mapping, Options, Way};
 pub use crc::{Crc64, crc64_of, transfer_id};
 pub use key::{Key, KeyError, default_path as default_key_path};
 pub use rdmux_verbs::Placement;
-pub use rdmux_wire::push::{Access, Conflict, Domain, ErrorCode, Name};
+pub use rdmux_wire::push::{Access, Conflict, Domain, ErrorCode, Name, VERSION};
 pub use region::{Mapped, Place, Region, RegionError, Ways, file_system_of};
 pub use server::Server;
 pub use size::parse_size;

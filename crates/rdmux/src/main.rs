@@ -6,12 +6,13 @@ mod cmd;
 mod output;
 
 use std::process::ExitCode;
+use std::sync::LazyLock;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// RDMA for every process on every Linux box: remote memory over RoCEv2, on a NIC in user space.
 #[derive(Parser, Debug)]
-#[command(name = "rdmux", version, arg_required_else_help = true, max_term_width = 100)]
+#[command(name = "rdmux", version, long_version = long_version(), arg_required_else_help = true, max_term_width = 100)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -42,10 +43,30 @@ enum Command {
     Doctor(cmd::doctor::Args),
     /// Switch whether what a device writes goes to the processor's cache first.
     Ddio(cmd::ddio::Args),
+    /// Write man pages and completions below a folder, as ./install and packages need them.
+    #[command(hide = true)]
+    Generate(cmd::generate::Args),
     #[command(hide = true)]
     LabPeer(cmd::lab_peer::Args),
     #[command(hide = true)]
     Bench(cmd::bench::Args),
+}
+
+/// The program's version, and those of the protocols that it speaks: what two that do not go together are compared by.
+fn long_version() -> &'static str {
+    static TEXT: LazyLock<String> = LazyLock::new(|| {
+        let mut text = format!("{}\n", env!("CARGO_PKG_VERSION"));
+        let protocols = [
+            ("push", rdmux_push::VERSION),
+            ("log", rdmux_push::log::VERSION),
+            ("perf", cmd::perf::VERSION.into()),
+        ];
+        for (name, version) in protocols.into_iter().chain(rdmux_verbs::soft::LOCAL_PROTOCOLS) {
+            text += &format!("\n{name:<18} {version}");
+        }
+        text
+    });
+    &TEXT
 }
 
 fn main() -> ExitCode {
@@ -63,6 +84,7 @@ fn main() -> ExitCode {
         Command::Capture(args) => cmd::capture::run(&args),
         Command::Doctor(args) => cmd::doctor::run(&args),
         Command::Ddio(args) => cmd::ddio::run(&args),
+        Command::Generate(args) => cmd::generate::run(&args, Cli::command()),
         Command::LabPeer(args) => cmd::lab_peer::run(&args),
         Command::Bench(args) => cmd::bench::run(&args),
     };

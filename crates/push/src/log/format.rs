@@ -43,7 +43,8 @@ pub(super) const FRAME_LEN: usize = 48;
 /// The smallest ring.
 pub(super) const AREA_MIN: u64 = 4096;
 const MAGIC: &[u8; 8] = b"rdmuxlog";
-const VERSION: u16 = 1;
+/// Of what stands in a replica.
+pub const VERSION: u16 = 1;
 const JOINING: u32 = 1;
 const RECORD: u32 = u32::from_be_bytes(*b"Rrec");
 const EPOCH: u32 = u32::from_be_bytes(*b"Repo");

@@ -22,6 +22,7 @@ mod writer;
 mod tests;
 
 pub use driver::{Log, LogError, Options};
+pub use format::VERSION;
 pub use reader::{Read, View, agree, look};
 pub use writer::{Action, AppendError, Event, Over, Settings, What, Writer};
 

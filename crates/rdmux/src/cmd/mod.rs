@@ -6,6 +6,7 @@ pub(crate) mod ddio;
 pub(crate) mod demo;
 pub(crate) mod device;
 pub(crate) mod doctor;
+pub(crate) mod generate;
 pub(crate) mod lab_peer;
 pub(crate) mod log;
 pub(crate) mod perf;

@@ -295,16 +295,18 @@ struct Request {
     events: bool,
 }
 
+/// Of what client and server say to each other.
+pub(crate) const VERSION: u8 = 2;
+
 impl Request {
     /// With the buffer of the client that follows it.
     const LEN: usize = 32;
-    const VERSION: u8 = 2;
 
     /// As private data of a client whose buffer lies at `va`.
     fn emit(&self, va: u64, rkey: RKey) -> [u8; Request::LEN] {
         let mut b = [0; Request::LEN];
         b[..4].copy_from_slice(b"RDPF");
-        b[4] = Request::VERSION;
+        b[4] = VERSION;
         b[5] = Test::ALL.iter().position(|t| *t == self.test).unwrap_or(0) as u8;
         b[6..8].copy_from_slice(&self.qps.to_be_bytes());
         b[8..12].copy_from_slice(&self.bytes.to_be_bytes());
@@ -321,10 +323,10 @@ impl Request {
             "the client is no `rdmux perf`"
         );
         ensure!(
-            b[4] == Request::VERSION,
+            b[4] == VERSION,
             "the client speaks version {} of the perf protocol, the server version {}",
             b[4],
-            Request::VERSION
+            VERSION
         );
         let word = |at: usize| u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
         let request = Request {

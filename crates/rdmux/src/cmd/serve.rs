@@ -221,6 +221,10 @@ pub(crate) fn run(args: Args) -> Result<()> {
     } else {
         describe(&args.listen, server.regions())
     });
+    // Does nothing unless systemd asked for it.
+    if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
+        output::error(&anyhow::Error::new(error).context("cannot tell systemd that it listens"));
+    }
     server.run(|event| {
         if !args.quiet {
             let _ = writeln!(std::io::stderr(), "rdmux serve: {event}");

@@ -23,7 +23,7 @@
 //! binds among the names can keep us from starting, as a socket on the port can, but it is never sent anything.
 
 mod ledger;
-mod message;
+pub(in crate::soft) mod message;
 mod names;
 mod worker;
 

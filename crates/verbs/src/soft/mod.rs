@@ -10,3 +10,9 @@ pub mod resources;
 pub(crate) mod shm;
 pub mod udp;
 mod user;
+
+/// The protocols between the processes of one host, and their versions. Where two differ, the processes do not go together and say so.
+pub const LOCAL_PROTOCOLS: [(&str, u16); 2] = [
+    ("group of processes", group::message::VERSION),
+    ("shared memory", shm::message::VERSION),
+];

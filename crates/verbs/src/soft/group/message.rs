@@ -18,7 +18,7 @@ use rustix::net::{
 use super::{SERVICES_MAX, SLOTS};
 
 /// Both ends must have the same.
-pub(super) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 2;
 
 /// Descriptors of a welcome: all sockets and the ledger.
 pub(super) const DESCRIPTORS: usize = SLOTS + 1;

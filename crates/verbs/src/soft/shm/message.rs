@@ -8,7 +8,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use rdmux_rnic::{Access, Qpn, RKey};
 
 /// Both ends must have the same.
-pub(super) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 1;
 
 /// Longer than any message, so that a longer one shows.
 pub(super) const LEN_MAX: usize = 128;
