@@ -317,6 +317,57 @@ fn res__other_users_are_named() {
 }
 
 #[test]
+fn capture__another_user_is_refused() {
+    if !is_inside("capture__another_user_is_refused") {
+        return;
+    }
+    if !is_possible(&AS_NOBODY) || !others_may_run_rdmux() {
+        return;
+    }
+    let folder = tempfile::tempdir_in("/tmp").unwrap();
+    let open = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    fs::set_permissions(folder.path(), open).unwrap();
+    for (of, by_whom, address, uid) in [
+        (&AS_NOBODY[..], &[][..], "127.0.3.15", "65534"),
+        (&[], &AS_NOBODY, "127.0.3.16", "0"),
+    ] {
+        let serve = ["perf", "read-lat", "--bind", address];
+        let _serving = Running(by(of, RDMUX, &serve).stdout(Stdio::null()).spawn().unwrap());
+        // It is listed, and tells nobody else more.
+        let deadline = Instant::now() + LONG;
+        let device = loop {
+            let said = text(&by(by_whom, RDMUX, &["res", "show"]).output().unwrap().stderr);
+            let named = said
+                .split_whitespace()
+                .find(|word| word.starts_with(&format!("{address}/")));
+            if let Some(device) = named {
+                break device.to_owned();
+            }
+            assert!(Instant::now() < deadline, "{said}");
+        };
+        let file = folder.path().join(uid);
+        let args = [
+            "capture",
+            "-w",
+            file.to_str().unwrap(),
+            "--seconds",
+            "1",
+            "--device",
+            &device,
+        ];
+        let output = by(by_whom, RDMUX, &args).output().unwrap();
+        let expected = format!("rdmux: {device} is not captured: it belongs to user {uid}\n");
+        assert_eq!(text(&output.stderr), expected);
+        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(
+            fs::metadata(&file).unwrap().len(),
+            0,
+            "nothing of it is in the file"
+        );
+    }
+}
+
+#[test]
 fn res__no_common_file_system() {
     if !is_inside("res__no_common_file_system") {
         return;

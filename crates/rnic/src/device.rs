@@ -683,6 +683,11 @@ impl Rnic {
         }
     }
 
+    /// What [`Rnic::set_local`] said last.
+    pub fn is_local(&self, qpn: Qpn) -> bool {
+        self.qps.get(&qpn.value()).is_some_and(|qp| qp.head.local)
+    }
+
     /// The connected QPs to an address whose peer's number is one that `is_it` names.
     pub fn qps_to(&self, dst: IpAddr, is_it: impl Fn(Qpn) -> bool) -> Vec<Qpn> {
         let to = |qp: &&Qp| qp.head.path.is_some_and(|path| path.dst == dst) && is_it(qp.head.dest_qpn);

@@ -6,6 +6,7 @@
 //! ```text
 //! section header       0a0d0d0a | length | 1a2b3c4d | version 1.0 | section length (-1: not given) | length
 //! interface            1 | length | link type u16, 0 | snap length | options: 2 name, 9 time resolution | length
+//! statistics           5 | length | interface | time high | time low | options: 4 received, 5 dropped, u64 each | length
 //! enhanced packet      6 | length | interface | time high | time low | captured | original | data | options: 1 comment | length
 //! ```
 
@@ -17,10 +18,13 @@ use crate::{Malformed, be16, be32, need};
 const SECTION_HEADER: u32 = 0x0a0d_0d0a;
 const INTERFACE: u32 = 1;
 const SIMPLE_PACKET: u32 = 3;
+const STATISTICS: u32 = 5;
 const ENHANCED_PACKET: u32 = 6;
 const BYTE_ORDER: u32 = 0x1a2b_3c4d;
 const OPT_COMMENT: u16 = 1;
 const OPT_NAME: u16 = 2;
+const OPT_RECEIVED: u16 = 4;
+const OPT_DROPPED: u16 = 5;
 const OPT_TIME_RESOLUTION: u16 = 9;
 const OPT_TIME_OFFSET: u16 = 14;
 const NS_PER_S: u64 = 1_000_000_000;
@@ -43,6 +47,8 @@ impl LinkType {
     pub const RAW: LinkType = LinkType(101);
     /// Linux "cooked": what `tcpdump -i any` wrote before version 2.
     pub const LINUX_SLL: LinkType = LinkType(113);
+    /// What no network carries: tags that name a dissector of Wireshark, and what that is to show.
+    pub const UPPER_PDU: LinkType = LinkType(252);
     /// Linux "cooked", version 2.
     pub const LINUX_SLL2: LinkType = LinkType(276);
 }
@@ -93,6 +99,50 @@ pub fn write_packet(
             option(out, 0, &[]);
         }
     });
+}
+
+/// Adds what is known of an interface so far: packets seen, and of these the ones that the capture had no room for. The last such
+/// block of an interface counts.
+pub fn write_statistics(out: &mut Vec<u8>, interface: u32, timestamp_ns: u64, received: u64, dropped: u64) {
+    block(out, STATISTICS, |out| {
+        out.extend_from_slice(&interface.to_le_bytes());
+        out.extend_from_slice(&((timestamp_ns >> 32) as u32).to_le_bytes());
+        out.extend_from_slice(&(timestamp_ns as u32).to_le_bytes());
+        option(out, OPT_RECEIVED, &received.to_le_bytes());
+        option(out, OPT_DROPPED, &dropped.to_le_bytes());
+        option(out, 0, &[]);
+    });
+}
+
+/// Appends an Ethernet header to `out`, between two addresses of which only the IP is known: locally administered MAC addresses
+/// made of their last four bytes. What follows is what [`write_ip_udp`] appends, and both are a packet of [`LinkType::ETHERNET`].
+pub fn write_ethernet(out: &mut Vec<u8>, src: IpAddr, dst: IpAddr) {
+    let mac = |address: IpAddr| match address {
+        IpAddr::V4(v4) => v4.octets(),
+        IpAddr::V6(v6) => {
+            let [.., a, b, c, d] = v6.octets();
+            [a, b, c, d]
+        }
+    };
+    for address in [dst, src] {
+        out.extend_from_slice(&[0x02, 0]);
+        out.extend_from_slice(&mac(address));
+    }
+    out.extend_from_slice(if src.is_ipv4() {
+        &[0x08, 0x00]
+    } else {
+        &[0x86, 0xdd]
+    });
+}
+
+/// Appends a line of text that stands for no packet of a network to `out`: a packet of [`LinkType::UPPER_PDU`], for which Wireshark
+/// shows the text.
+pub fn write_text(out: &mut Vec<u8>, text: &str) {
+    const DISSECTOR: &[u8; 16] = b"data-text-lines\0";
+    out.extend_from_slice(&[0, 12, 0, DISSECTOR.len() as u8]);
+    out.extend_from_slice(DISSECTOR);
+    out.extend_from_slice(&[0; 4]);
+    out.extend_from_slice(text.as_bytes());
 }
 
 /// Appends an IP and UDP header for `flow` and `payload` to `out`, with DF set and all checksums: a packet of

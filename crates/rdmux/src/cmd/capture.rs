@@ -1,17 +1,51 @@
-//! `rdmux capture`: looks at captures of RoCEv2.
+//! `rdmux capture`: captures a device of this user, and looks at captures of RoCEv2.
 
+use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use rdmux_verbs::soft::capture::{Filter, start};
+use rdmux_verbs::soft::resources::{DeviceAt, ask, devices};
 use rdmux_wire::check::{Checker, Report};
 use rdmux_wire::roce::Opcode;
 use serde_json::{Value, json};
 
+use super::push::{interrupted, take_interrupts};
+use crate::output;
+
+/// How long all devices together have to say that they are there.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// How often a capture looks whether it is to end.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Capture what a device of this user sends and receives, shared memory included, until Ctrl-C; or check captures.
+///
+/// The file is pcapng, with whole Ethernet frames, for Wireshark, tshark and `rdmux capture check`. The device's own process writes it
+/// and never waits for it; what is dropped is counted. Only devices of one's own user can be captured. See docs/capture.md; the
+/// environment variable RDMUX_CAPTURE captures any program from its start.
 #[derive(clap::Args, Debug)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
-    command: Command,
+    command: Option<Command>,
+    /// The file, which is replaced.
+    #[arg(short, long, value_name = "FILE", required = true)]
+    write: Option<PathBuf>,
+    /// The device, as `rdmux res show` names it [default: the only one there is].
+    #[arg(long, value_name = "ADDRESS/SLOT", value_parser = parse_device)]
+    device: Option<DeviceAt>,
+    /// End after so long.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: Option<u32>,
+    /// Print JSON: {"file", "device", "packets", "dropped"}.
+    #[arg(long)]
+    json: bool,
+    /// Which packets: qp=N (of this queue pair, both ways), peer=ADDR, opcode=send|write|read|atomic|flush|ack|cm|cnp; all must hold.
+    #[arg(value_name = "FILTER")]
+    filter: Vec<String>,
 }
 
 #[derive(clap::Subcommand, Debug)]
@@ -31,9 +65,101 @@ enum Command {
     },
 }
 
+fn parse_device(text: &str) -> Result<DeviceAt, String> {
+    let parts = text.split_once('/').and_then(|(address, slot)| {
+        Some(DeviceAt {
+            address: address.parse().ok()?,
+            slot: slot.parse().ok()?,
+        })
+    });
+    parts.ok_or_else(|| "give ADDRESS/SLOT, as `rdmux res show` prints it".into())
+}
+
 pub(crate) fn run(args: &Args) -> Result<()> {
-    match &args.command {
-        Command::Check { files, json } => check(files, *json),
+    match (&args.command, &args.write) {
+        (Some(Command::Check { files, json }), _) => check(files, *json),
+        (None, Some(file)) => capture(args, file),
+        (None, None) => bail!("name a file: rdmux capture -w FILE.pcapng"),
+    }
+}
+
+/// `rdmux capture -w FILE`.
+fn capture(args: &Args, path: &Path) -> Result<()> {
+    let filter: Filter = args.filter.join(",").parse()?;
+    let device = match args.device {
+        Some(device) => device,
+        None => only_device()?,
+    };
+    take_interrupts()?;
+    let cannot = || format!("cannot write {}", path.display());
+    if let Ok(meta) = std::fs::metadata(path) {
+        let kind = meta.file_type();
+        ensure!(
+            kind.is_file() || kind.is_char_device(),
+            "{}: not a regular file",
+            cannot()
+        );
+    }
+    let file = File::create(path).with_context(cannot)?;
+    let capturing = start(device, &file, &filter).with_context(|| format!("{device} is not captured"))?;
+    if !args.json {
+        // A closed stderr is nobody to tell.
+        let _ = writeln!(
+            std::io::stderr(),
+            "capturing {device} to {}; end by Ctrl-C",
+            path.display()
+        );
+    }
+    let end = args
+        .seconds
+        .map(|seconds| Instant::now() + Duration::from_secs(seconds.into()));
+    let mut is_there = true;
+    while is_there && !interrupted() && end.is_none_or(|end| Instant::now() < end) {
+        is_there = capturing.wait(LOOK)?;
+    }
+    let counts = capturing.stop()?;
+    if args.json {
+        let value = json!({
+            "file": path.display().to_string(),
+            "device": device.to_string(),
+            "packets": counts.packets,
+            "dropped": counts.dropped,
+        });
+        output::say(&format!("{value:#}"));
+    } else {
+        let gone = if is_there {
+            ""
+        } else {
+            ", and the device has closed"
+        };
+        output::say(&format!(
+            "{} packets, {} dropped{gone}",
+            counts.packets, counts.dropped
+        ));
+    }
+    Ok(())
+}
+
+/// The device to capture where none is named.
+fn only_device() -> Result<DeviceAt> {
+    let answers = ask(&devices(), PATIENCE);
+    let own: Vec<DeviceAt> = answers
+        .into_iter()
+        .filter_map(|(device, answer)| answer.is_ok().then_some(device))
+        .collect();
+    ensure!(
+        !own.is_empty(),
+        "there is no device of this user to capture: `rdmux res show` lists them"
+    );
+    match own[..] {
+        [device] => Ok(device),
+        _ => {
+            let names: Vec<String> = own.iter().map(DeviceAt::to_string).collect();
+            bail!(
+                "there are several devices: name one by --device: {}",
+                names.join(", ")
+            )
+        }
     }
 }
 

@@ -1,6 +1,9 @@
 //! What commands that open devices have in common.
 
+use std::path::PathBuf;
+
 use rdmux_verbs::faults::Spec;
+use rdmux_verbs::soft::capture::set_process_capture;
 use rdmux_verbs::soft::faults::set_process_faults;
 
 /// How this command's devices are opened.
@@ -11,6 +14,10 @@ pub(crate) struct DeviceArgs {
     /// rnr, down, qp-error and seed: docs/bad-network.md. The environment variable RDMUX_FAULT does the same for any program.
     #[arg(long, value_name = "SPEC")]
     fault: Option<Spec>,
+    /// Capture what the device sends and receives to a pcapng file: docs/capture.md. The environment variable RDMUX_CAPTURE does the same
+    /// for any program.
+    #[arg(long, value_name = "FILE")]
+    capture: Option<PathBuf>,
 }
 
 impl DeviceArgs {
@@ -18,6 +25,9 @@ impl DeviceArgs {
     pub(crate) fn apply(&self) {
         if let Some(spec) = self.fault {
             set_process_faults(spec);
+        }
+        if let Some(file) = &self.capture {
+            set_process_capture(file);
         }
     }
 }

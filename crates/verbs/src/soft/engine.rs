@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::faults::{Spec, SpecError};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, PostError, QpAttributes, QpInfo,
+    Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, Path, PostError, QpAttributes, QpInfo,
     QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, Traffic, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
@@ -41,6 +41,7 @@ use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
 use self::seat::Waiter;
 use self::turn::{Turn, Turns};
+use super::capture::{self, CaptureError};
 use super::faults::{self, Leaving};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::load::{conditions, current_cpu};
@@ -117,6 +118,9 @@ pub enum OpenError {
     /// The environment asks for faults that there are not.
     #[error("RDMUX_FAULT: {0}")]
     Faults(#[from] SpecError),
+    /// It is to be captured to a file that cannot be made.
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
@@ -474,7 +478,8 @@ impl Engine {
             options.shared_memory.is_on(),
         );
         let mut links = links.map_err(|errno| io("shared memory")(errno.into()))?;
-        if spec.is_some() {
+        let capture = capture::of_process(format!("{address}/{}", group.slot()))?;
+        if spec.is_some() || capture.is_some() {
             links.keep_to_packets();
         }
         // One clock for all engines: a thread's load is watched by it.
@@ -482,8 +487,12 @@ impl Engine {
         let start = *START.get_or_init(Instant::now);
         let mut tx = [const { None }; SLOTS];
         tx[0] = Some(gsi);
+        let mut port = Port::new(Rnic::new(config), spec, Time(start.elapsed().as_nanos() as u64));
+        if let Some(capture) = capture {
+            port.capture(capture);
+        }
         let core = Core {
-            rnic: Port::new(Rnic::new(config), spec, Time(start.elapsed().as_nanos() as u64)),
+            rnic: port,
             rx,
             memberships: Memberships::new().map_err(io("epoll"))?,
             links,
@@ -829,7 +838,13 @@ impl Engine {
         }
         let group = self.group.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(group);
-        self.lock().links.close();
+        let mut core = self.lock();
+        core.links.close();
+        let capture = core.rnic.end_capture();
+        drop(core);
+        if let Some(capture) = capture {
+            capture.finish();
+        }
     }
 }
 
@@ -1043,6 +1058,7 @@ impl Core {
                 }
             }
             Event::QpError(qpn, status, cause) => {
+                self.rnic.show_failed(qpn, status, cause);
                 self.qp_errors.insert(qpn, status);
                 if let Some(event) = AsyncEvent::of_qp_error(qpn, status, cause) {
                     self.async_events.push(event);
@@ -1179,6 +1195,7 @@ impl Core {
                 };
                 let bytes = &self.buf.bytes()[train.range.clone()];
                 if self.links.send((train.path.dst, slot), meta, bytes) {
+                    self.rnic.show_sent(train, true, bytes);
                     self.sent += 1;
                     continue;
                 }
@@ -1215,6 +1232,9 @@ impl Core {
             });
             match socket.send_batch(&outgoing[..run.len()]) {
                 Ok(n) => {
+                    for train in &run[..n] {
+                        self.rnic.show_sent(train, false, &bytes[train.range.clone()]);
+                    }
                     self.sent += n;
                     if n > 0 && std::mem::take(&mut self.port_down) {
                         self.async_events.push(AsyncEvent::PortActive);
@@ -1256,7 +1276,12 @@ impl Core {
     /// Gives the packets in the buffer to the port, and sends those that it lets go. One that a socket does not take is lost.
     #[cold]
     fn send_with_faults(&mut self, now: Time) {
-        self.rnic.take_trains(now, &self.buf, self.sent);
+        let (links, tx) = (&self.links, &self.tx);
+        let shared = |path: &Path| {
+            let slot = slot_of_port(tx, path.src_port);
+            slot.is_some_and(|slot| links.reach((path.dst, slot)))
+        };
+        self.rnic.take_trains(now, &self.buf, self.sent, shared);
         self.sent = self.buf.trains().len();
         while let Some(packet) = self.rnic.next_leaving(now) {
             let Leaving {

@@ -1,5 +1,6 @@
 //! The `soft` provider: the RNIC in user space, over UDP, and over shared memory within a host.
 
+pub mod capture;
 pub(crate) mod engine;
 pub mod faults;
 pub mod group;

@@ -1,12 +1,14 @@
-//! The engine behind its port. All that arrives is handed in here, and all timers are asked for here, so that faults can stand between
-//! the engine and its carriers: UDP and shared memory alike. While nobody asks for any, that is one look at a pointer.
+//! The engine behind its port. All that arrives is handed in here, what leaves is shown here, and all timers are asked for here, so that
+//! faults can stand between the engine and its carriers, UDP and shared memory alike, and captures see what goes by. While nobody
+//! asks for either, that is one look at a pointer.
 
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 
 use rdmux_rnic::faults::Spec;
-use rdmux_rnic::{Arrival, Rnic, Time, TransmitBuf};
+use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status, Time, Train, TransmitBuf};
 
+use super::capture::Capture;
 use super::faults::{FaultCounts, Faults, Leaving};
 use crate::event::AsyncEvent;
 
@@ -14,7 +16,14 @@ use crate::event::AsyncEvent;
 #[derive(Debug)]
 pub(crate) struct Port {
     rnic: Rnic,
-    faults: Option<Box<Faults>>,
+    /// `None` while neither is there.
+    watch: Option<Box<Watch>>,
+}
+
+#[derive(Debug, Default)]
+struct Watch {
+    faults: Option<Faults>,
+    capture: Option<Capture>,
 }
 
 impl Deref for Port {
@@ -38,20 +47,81 @@ impl Port {
         if let Some(spec) = &spec {
             rnic.set_faults(spec);
         }
-        Port {
-            rnic,
-            faults: spec.map(|spec| Box::new(Faults::new(spec, now))),
-        }
+        let watch = spec.map(|spec| {
+            Box::new(Watch {
+                faults: Some(Faults::new(spec, now)),
+                capture: None,
+            })
+        });
+        Port { rnic, watch }
     }
 
-    /// Whether packets are looked at one by one, and nothing may go without.
+    fn faults(&mut self) -> Option<&mut Faults> {
+        self.watch.as_mut()?.faults.as_mut()
+    }
+
+    /// Whether packets are disturbed one by one.
     #[inline]
     pub(crate) fn has_faults(&self) -> bool {
-        self.faults.is_some()
+        self.watch.as_ref().is_some_and(|watch| watch.faults.is_some())
     }
 
     pub(crate) fn fault_counts(&self) -> Option<FaultCounts> {
-        Some(self.faults.as_ref()?.counts)
+        Some(self.watch.as_ref()?.faults.as_ref()?.counts)
+    }
+
+    /// Whether nothing may go past the packets.
+    pub(crate) fn keeps_to_packets(&self) -> bool {
+        self.watch.is_some()
+    }
+
+    /// Forgets what peers granted, and asks again.
+    pub(crate) fn forget_grants(&mut self) {
+        let qpns: Vec<Qpn> = self.rnic.qpns().collect();
+        for qpn in qpns {
+            if self.rnic.is_local(qpn) {
+                self.rnic.set_local(qpn, false);
+                self.rnic.set_local(qpn, true);
+            }
+        }
+    }
+
+    // Captures.
+
+    pub(super) fn is_captured(&self) -> bool {
+        self.watch.as_ref().is_some_and(|watch| watch.capture.is_some())
+    }
+
+    /// From now on what goes by is captured.
+    pub(super) fn capture(&mut self, capture: Capture) {
+        self.watch.get_or_insert_default().capture = Some(capture);
+    }
+
+    pub(super) fn end_capture(&mut self) -> Option<Capture> {
+        let capture = self.watch.as_mut()?.capture.take();
+        if !self.has_faults() {
+            self.watch = None;
+        }
+        capture
+    }
+
+    /// A train of the engine has left.
+    #[inline]
+    pub(crate) fn show_sent(&self, train: &Train, shared: bool, bytes: &[u8]) {
+        if let Some(watch) = &self.watch
+            && let Some(capture) = &watch.capture
+        {
+            capture.sent(&self.rnic, &train.path, shared, bytes, train.segment_bytes, None);
+        }
+    }
+
+    /// A queue pair has gone to error.
+    pub(crate) fn show_failed(&self, qpn: Qpn, status: Status, cause: Cause) {
+        if let Some(watch) = &self.watch
+            && let Some(capture) = &watch.capture
+        {
+            capture.failed(self.rnic.config().address, qpn, status, cause);
+        }
     }
 
     /// As [`Rnic::handle_datagram`].
@@ -78,30 +148,40 @@ impl Port {
     /// As [`Rnic::handle_arrival`]; what is held back arrives later, by [`Port::handle_timeout`].
     #[inline]
     pub(crate) fn handle_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
-        if self.faults.is_none() {
+        if self.watch.is_none() {
             self.rnic.handle_arrival(now, arrival);
         } else {
-            self.hold(now, arrival);
+            self.watch_arrival(now, arrival);
         }
     }
 
     #[cold]
-    fn hold(&mut self, now: Time, arrival: &Arrival<'_>) {
-        let Some(faults) = &mut self.faults else { return };
+    fn watch_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
+        let Some(watch) = &mut self.watch else { return };
+        let Watch { faults, capture } = &mut **watch;
+        let Some(faults) = faults else {
+            if let Some(capture) = capture {
+                capture.arrived(&self.rnic, arrival, None);
+            }
+            return self.rnic.handle_arrival(now, arrival);
+        };
         for bytes in arrival.bytes.chunks(arrival.segment_bytes.max(1)) {
             let packet = Arrival {
                 bytes,
                 segment_bytes: bytes.len(),
                 ..*arrival
             };
-            faults.arrive(now, &packet);
+            let fate = faults.arrive(now, &packet);
+            if let Some(capture) = capture {
+                capture.arrived(&self.rnic, &packet, Some(&fate));
+            }
         }
         self.hand_in(now);
     }
 
     /// Hands in what has been held back for long enough.
     fn hand_in(&mut self, now: Time) {
-        while let Some(faults) = &mut self.faults
+        while let Some(faults) = self.faults()
             && let Some(arriving) = faults.next_arriving(now)
         {
             let arrival = arriving.arrival();
@@ -116,9 +196,12 @@ impl Port {
     #[inline]
     pub(crate) fn poll_timeout(&self) -> Option<Time> {
         let due = self.rnic.poll_timeout();
-        match &self.faults {
+        match &self.watch {
             None => due,
-            Some(faults) => [due, faults.due()].into_iter().flatten().min(),
+            Some(watch) => {
+                let faults = watch.faults.as_ref().and_then(Faults::due);
+                [due, faults].into_iter().flatten().min()
+            }
         }
     }
 
@@ -130,26 +213,40 @@ impl Port {
 
     /// The port went down or came up, because that was asked for.
     pub(crate) fn poll_port_event(&mut self, now: Time) -> Option<AsyncEvent> {
-        self.faults.as_mut()?.port_event(now)
+        self.faults()?.port_event(now)
     }
 
     /// Whether packets are held back that are to leave.
     #[inline]
     pub(crate) fn has_leaving(&self) -> bool {
-        self.faults.as_ref().is_some_and(|faults| faults.has_leaving())
+        let faults = self.watch.as_ref().and_then(|watch| watch.faults.as_ref());
+        faults.is_some_and(Faults::has_leaving)
     }
 
-    /// Takes the trains from a number on, each of one packet; [`Port::next_leaving`] gives them back in their time.
-    pub(crate) fn take_trains(&mut self, now: Time, buf: &TransmitBuf, from: usize) {
-        let Some(faults) = &mut self.faults else { return };
+    /// Takes the trains from a number on, each of one packet; [`Port::next_leaving`] gives them back in their time. `shared`: which go by
+    /// shared memory.
+    pub(crate) fn take_trains(
+        &mut self,
+        now: Time,
+        buf: &TransmitBuf,
+        from: usize,
+        shared: impl Fn(&Path) -> bool,
+    ) {
+        let Some(watch) = &mut self.watch else { return };
+        let Watch { faults, capture } = &mut **watch;
+        let Some(faults) = faults else { return };
         for train in &buf.trains()[from..] {
             for packet in buf.bytes()[train.range.clone()].chunks(train.segment_bytes) {
-                faults.leave(now, &train.path, train.local, packet);
+                let fate = faults.leave(now, &train.path, train.local, packet);
+                if let Some(capture) = capture {
+                    let (path, shared) = (&train.path, shared(&train.path));
+                    capture.sent(&self.rnic, path, shared, packet, packet.len(), Some(&fate));
+                }
             }
         }
     }
 
     pub(super) fn next_leaving(&mut self, now: Time) -> Option<Leaving> {
-        self.faults.as_mut()?.next_leaving(now)
+        self.faults()?.next_leaving(now)
     }
 }

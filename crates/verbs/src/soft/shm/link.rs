@@ -26,6 +26,7 @@ use super::segment::{self, Area, GRANTS, Segment, Side};
 use super::why::{NotDirect, Why};
 use crate::mapping::is_safe_to_map;
 use crate::memory::AnonymousMemory;
+use crate::soft::capture::Capture;
 use crate::soft::group::{self, SLOTS};
 use crate::soft::port::Port;
 use crate::soft::udp;
@@ -154,6 +155,8 @@ pub(crate) struct Links {
     met: bool,
     /// Memory is granted and asked for; else all goes by packets.
     grants: bool,
+    /// By whose wish the device is captured.
+    capturing: Option<u64>,
     buffer: Vec<u8>,
 }
 
@@ -188,6 +191,7 @@ impl Links {
             heard_last: LISTENER,
             met: false,
             grants: true,
+            capturing: None,
             buffer: Vec::with_capacity(1 << 16),
         })
     }
@@ -527,7 +531,10 @@ impl Links {
                 }
             };
             if self.list.len() >= LINKS_MAX {
-                let unknown = |link: &Link| matches!(link.state, State::Unknown) && link.peer.is_none();
+                let capturing = self.capturing;
+                let unknown = |link: &Link| {
+                    matches!(link.state, State::Unknown) && link.peer.is_none() && capturing != Some(link.id)
+                };
                 let Some(i) = self.list.iter().position(unknown) else {
                     let _ = say(&socket, &Message::Refused(Refusal::Full), &[]);
                     continue;
@@ -645,6 +652,20 @@ impl Links {
                     self.keep_reason(rnic, by, NotDirect::Denied(reason));
                 }
             }
+            (Message::Capture { filter }, State::Unknown) if link.peer.is_none() => {
+                if self.capturing.is_some() || rnic.is_captured() {
+                    let _ = say(&link.socket, &Message::Refused(Refusal::Full), &[]);
+                    return None;
+                }
+                let [file, done] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+                let device = format!("{}/{}", self.address, self.slot);
+                rnic.capture(Capture::to(file, done, device, filter).ok()?);
+                self.capturing = Some(link.id);
+                say(&self.list[i].socket, &Message::Welcome, &[]).ok()?;
+                self.keep_to_packets();
+                self.revoke(|_| true);
+                rnic.forget_grants();
+            }
             (Message::List { after }, State::Unknown) if link.peer.is_none() => {
                 let page = self.page(rnic, after).encode();
                 // Who does not read gets no more.
@@ -671,6 +692,13 @@ impl Links {
 
     /// A link has ended. When the peer has gone its connections end too, after all that it sent; else packets go by UDP.
     fn part(&mut self, rnic: &mut Port, now: Time, i: usize) {
+        if self.capturing == Some(self.list[i].id) {
+            self.capturing = None;
+            rnic.end_capture();
+            self.grants = !rnic.keeps_to_packets();
+            // Asked for anew.
+            rnic.forget_grants();
+        }
         let link = &mut self.list[i];
         link.open.store(false, Ordering::Relaxed);
         let state = std::mem::replace(&mut link.state, State::Over);

@@ -7,11 +7,13 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::{Access, Qpn, RKey};
 
+use crate::soft::capture::Filter;
+
 /// Both ends must have the same.
 pub(crate) const VERSION: u16 = 1;
 
 /// Longer than any message, so that a longer one shows.
-pub(super) const LEN_MAX: usize = 128;
+pub(in crate::soft) const LEN_MAX: usize = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::soft) enum Message {
@@ -31,6 +33,9 @@ pub(in crate::soft) enum Message {
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
     /// Asks what there is, of queue pairs those behind one number: from who wants no link. Answered by a [`super::report::Page`].
     List { after: u32 },
+    /// Captures the device as long as the connection lasts, to a file that comes with it; the second descriptor is told of the end. From
+    /// who wants no link. Answered by Welcome, or by Refused.
+    Capture { filter: Filter },
 }
 
 /// A region that a peer may reach itself.
@@ -92,6 +97,7 @@ const OVER: u8 = 7;
 const LIST: u8 = 8;
 /// No message: the answer to one.
 pub(super) const PAGE: u8 = 9;
+const CAPTURE: u8 = 10;
 
 impl Message {
     pub(in crate::soft) fn encode(&self) -> Vec<u8> {
@@ -115,6 +121,13 @@ impl Message {
             Message::List { after } => {
                 let mut out = with_version(LIST);
                 out.extend(after.to_ne_bytes());
+                out
+            }
+            Message::Capture { filter } => {
+                let mut out = with_version(CAPTURE);
+                let filter = filter.to_string();
+                out.push(filter.len() as u8);
+                out.extend(filter.into_bytes());
                 out
             }
             Message::Refused(refusal) => {
@@ -144,9 +157,9 @@ impl Message {
     }
 
     /// `None` for what no encoder makes.
-    pub(super) fn decode(packet: &[u8]) -> Option<Message> {
+    pub(in crate::soft) fn decode(packet: &[u8]) -> Option<Message> {
         let (&kind, rest) = packet.split_first()?;
-        if let HELLO | WELCOME | REFUSED | OVER | LIST = kind {
+        if let HELLO | WELCOME | REFUSED | OVER | LIST | CAPTURE = kind {
             // The version comes first: all else may differ with it.
             let (version, rest) = rest.split_first_chunk()?;
             if u16::from_ne_bytes(*version) != VERSION {
@@ -168,6 +181,11 @@ impl Message {
                 (LIST, after) => Some(Message::List {
                     after: u32::from_ne_bytes(after.try_into().ok()?),
                 }),
+                (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
+                    let text = str::from_utf8(text).ok()?;
+                    let filter: Filter = text.parse().ok()?;
+                    (filter.to_string() == text).then_some(Message::Capture { filter })
+                }
                 (REFUSED, [refusal]) => Refusal::from_byte(*refusal).map(Message::Refused),
                 _ => None,
             };
@@ -243,6 +261,16 @@ mod tests {
             Message::Welcome,
             Message::Over,
             Message::List { after: 0x01_0203 },
+            Message::Capture {
+                filter: Filter::default(),
+            },
+            Message::Capture {
+                filter: Filter {
+                    qp: Some(Qpn::new(0xff_ffff)),
+                    peer: Some(Ipv6Addr::from([0xfe; 16]).into()),
+                    opcode: Some(crate::soft::capture::Kind::Atomic),
+                },
+            },
             Message::Ask { rkey, of, by },
             Message::Granted(granted),
         ];

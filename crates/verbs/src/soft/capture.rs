@@ -1,0 +1,207 @@
+//! Captures written inside of a device: whole RoCEv2 packets as they would be on Ethernet, what goes by shared memory included, in
+//! pcapng files for Wireshark and for `rdmux capture check`.
+//!
+//! A device is captured from when it is opened ([`set_process_capture`], the environment variable `RDMUX_CAPTURE`), or while a program
+//! of its user asks for it ([`start`]). The engine never waits for the file: what finds no room in a bounded queue is dropped
+//! and counted.
+//!
+//! While a device is captured nothing goes past the packets: WRITE and READ that would be done in shared memory, without a trace at
+//! either end, go by packets, from it and to it.
+
+mod filter;
+mod remote;
+mod writer;
+
+use std::fs::File;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::path::{Path as FilePath, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::SystemTime;
+
+use rdmux_rnic::faults::Fate;
+use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status};
+use rustix::fs::FileType;
+
+pub use self::filter::{Filter, FilterError, Kind};
+pub use self::remote::{Capturing, Counts, start};
+use self::writer::{Carried, Input, Record, Writer, flow};
+
+/// What the devices that this process opens are captured to, and once one was, the capture.
+static OF_PROCESS: Mutex<(Option<PathBuf>, Option<Writer>)> = Mutex::new((None, None));
+
+/// From now on devices that this process opens are captured to this file, one for all; `%p` in its name stands for the process's number.
+/// It goes before the environment variable `RDMUX_CAPTURE`.
+pub fn set_process_capture(file: &FilePath) {
+    *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = (Some(file.into()), None);
+}
+
+/// Why a device was not opened to be captured.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot capture to {}: {source}", file.display())]
+pub struct CaptureError {
+    file: PathBuf,
+    source: io::Error,
+}
+
+/// The capture that this process or its environment asks for, of a device of this name.
+pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError> {
+    let (file, writer) = &mut *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+    if file.is_none() {
+        let named = std::env::var_os("RDMUX_CAPTURE").filter(|name| !name.is_empty());
+        *file = named.map(PathBuf::from);
+    }
+    let Some(file) = file else { return Ok(None) };
+    let writer = match writer {
+        Some(writer) => writer,
+        none => {
+            let name = file
+                .to_string_lossy()
+                .replace("%p", &std::process::id().to_string());
+            let opened = File::create(&name).and_then(|file| Writer::new(file, None));
+            none.insert(opened.map_err(|source| CaptureError {
+                file: name.into(),
+                source,
+            })?)
+        }
+    };
+    Ok(Some(Capture::new(writer, device, Filter::default())))
+}
+
+/// The capture of a device.
+#[derive(Debug)]
+pub(super) struct Capture {
+    input: Input,
+    filter: Filter,
+}
+
+impl Capture {
+    fn new(writer: &Writer, device: String, filter: Filter) -> Capture {
+        let input = writer.input(device);
+        Capture { input, filter }
+    }
+
+    /// A capture for who asked for it, to a file of theirs.
+    pub(super) fn to(file: OwnedFd, done: OwnedFd, device: String, filter: Filter) -> io::Result<Capture> {
+        // Writing to anything else may end the process by a signal, or take for ever.
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
+        if !matches!(kind, FileType::RegularFile | FileType::CharacterDevice) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let writer = Writer::new(file.into(), Some(done))?;
+        Ok(Capture::new(&writer, device, filter))
+    }
+
+    /// Waits a while until all that was captured is in the file.
+    pub(super) fn finish(self) {
+        self.input.sync();
+    }
+
+    /// A train that leaves.
+    pub(super) fn sent(
+        &self,
+        rnic: &Rnic,
+        path: &Path,
+        shared: bool,
+        bytes: &[u8],
+        segment_bytes: usize,
+        fate: Option<&Fate>,
+    ) {
+        let record = |bytes: &[u8]| Record {
+            at: SystemTime::now(),
+            carried: if shared {
+                Carried::SharedMemory
+            } else {
+                Carried::Udp
+            },
+            sent: true,
+            flow: flow(path.src, path.src_port, path.dst),
+            traffic_class: path.traffic_class,
+            segment_bytes,
+            bytes: bytes.into(),
+            note: fate.and_then(note),
+        };
+        // The packets of a train are all of one queue pair, but not of one kind.
+        if self.filter.opcode.is_none() {
+            if self.filter.takes(rnic, path.dst, true, bytes) {
+                self.input.put(record(bytes));
+            }
+            return;
+        }
+        for packet in bytes.chunks(segment_bytes.max(1)) {
+            if self.filter.takes(rnic, path.dst, true, packet) {
+                self.input.put(Record {
+                    sent: false,
+                    ..record(packet)
+                });
+            }
+        }
+    }
+
+    /// What has arrived.
+    pub(super) fn arrived(&self, rnic: &Rnic, arrival: &Arrival<'_>, fate: Option<&Fate>) {
+        for packet in arrival.bytes.chunks(arrival.segment_bytes.max(1)) {
+            if self.filter.takes(rnic, arrival.src, false, packet) {
+                self.input.put(Record {
+                    at: SystemTime::now(),
+                    carried: if arrival.local {
+                        Carried::SharedMemory
+                    } else {
+                        Carried::Udp
+                    },
+                    sent: false,
+                    flow: flow(arrival.src, arrival.src_port, arrival.dst),
+                    traffic_class: arrival.traffic_class,
+                    segment_bytes: packet.len(),
+                    bytes: packet.into(),
+                    note: fate.and_then(note),
+                });
+            }
+        }
+    }
+
+    /// A queue pair went to error.
+    pub(super) fn failed(&self, own: IpAddr, qpn: Qpn, status: Status, cause: Cause) {
+        if self.filter.qp.is_some_and(|wanted| wanted != qpn) {
+            return;
+        }
+        let because = match cause {
+            Cause::OwnRequest => "of a request of its own",
+            Cause::PeerRequest => "of a request of its peer",
+            Cause::QueueOverrun => "a completion queue overran",
+            Cause::Injected => "a fault was asked for",
+        };
+        let text = format!(
+            "queue pair {} (0x{:06x}) goes to error: completion with status {status:?}, because {because}",
+            qpn.value(),
+            qpn.value()
+        );
+        self.input.put(Record {
+            at: SystemTime::now(),
+            carried: Carried::Event,
+            sent: true,
+            flow: flow(own, 0, own),
+            traffic_class: 0,
+            segment_bytes: 1,
+            bytes: Box::default(),
+            note: Some(text),
+        });
+    }
+}
+
+/// What faults made of a packet.
+fn note(fate: &Fate) -> Option<String> {
+    let kinds = [
+        (fate.lost, "lost"),
+        (fate.corrupted.is_some(), "corrupted"),
+        (fate.duplicated.is_some(), "duplicated"),
+        (fate.reordered.is_some(), "held back"),
+    ];
+    let kinds: Vec<_> = kinds
+        .iter()
+        .filter(|(is_so, _)| *is_so)
+        .map(|(_, kind)| *kind)
+        .collect();
+    (!kinds.is_empty()).then(|| format!("fault: {}", kinds.join(", ")))
+}
