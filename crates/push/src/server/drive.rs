@@ -8,7 +8,8 @@ use rdmux_verbs::waiting::{Conditions, Plan, Policy, WaitMode};
 use rdmux_verbs::{Load, wake_cost_ns};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Done, EndReason, Event, Server};
+use super::control::Local;
+use super::{Done, Event, Server};
 
 /// Who looks for messages looks for connections once in so many turns: that is rarer, and takes a lock.
 const ACCEPT_EVERY: u32 = 64;
@@ -50,15 +51,13 @@ impl Server {
     pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
         self.next_probe = Instant::now() + self.keepalive / 2;
         loop {
-            for at in 0..self.endpoints.len() {
+            for at in 0..self.service.driver.endpoints.len() {
                 self.accept(at);
             }
             let more = self.take_turn();
             let now = Instant::now();
             let next = self.handle_timers(now);
-            for event in self.events.drain(..) {
-                log(&event);
-            }
+            self.service.poll_events().for_each(|event| log(&event));
             if self.stop {
                 break;
             }
@@ -66,12 +65,8 @@ impl Server {
                 self.wait(now, next.saturating_duration_since(now))?;
             }
         }
-        for key in self.clients.keys().copied().collect::<Vec<_>>() {
-            self.end(key, EndReason::Shutdown);
-        }
-        for event in self.events.drain(..) {
-            log(&event);
-        }
+        self.service.shut_down(self.now());
+        self.service.poll_events().for_each(|event| log(&event));
         Ok(())
     }
 
@@ -88,10 +83,10 @@ impl Server {
 
     /// Takes one thing that has come; driving the devices when nothing has.
     fn take_one(&mut self) -> bool {
-        for _ in 0..self.endpoints.len() {
-            let at = self.next_endpoint % self.endpoints.len();
+        for _ in 0..self.service.driver.endpoints.len() {
+            let at = self.next_endpoint % self.service.driver.endpoints.len();
             self.next_endpoint = at + 1;
-            if let Some(wc) = self.endpoints[at].cq.poll() {
+            if let Some(wc) = self.service.driver.endpoints[at].cq.poll() {
                 self.completed(at, &wc);
                 return true;
             }
@@ -101,11 +96,21 @@ impl Server {
 
     /// Takes one thing that another thread has sent.
     fn take_done(&mut self) -> bool {
-        match self.done_rx.try_recv() {
-            Ok(Done::Stop) => self.stop = true,
-            Ok(Done::Finished(finished)) => self.finished(finished),
-            Ok(Done::Local(local)) => self.local(local),
-            Err(_) => return false,
+        let Ok(done) = self.done_rx.try_recv() else {
+            return false;
+        };
+        let (now, service) = (self.began.elapsed(), &mut self.service);
+        match done {
+            Done::Stop => self.stop = true,
+            Done::Finished(finished) => service.finished(now, finished),
+            Done::Local(Local::Begin {
+                region,
+                access,
+                share,
+                reply,
+            }) => service.handle_local(now, &region, access, share, reply),
+            Done::Local(Local::End(number)) => service.handle_local_end(now, number),
+            Done::Local(Local::Wanted(number, wanted)) => service.handle_wanted(now, number, wanted),
         }
         true
     }
@@ -114,7 +119,7 @@ impl Server {
     fn wait(&mut self, began: Instant, timeout: Duration) -> io::Result<()> {
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         let timeout_ns = timeout.as_nanos() as u64;
-        let (mut turns, clients) = (0u32, self.clients_so_far);
+        let (mut turns, clients) = (0u32, self.service.clients_so_far());
         loop {
             match self.waiting.plan(elapsed_ns()) {
                 Plan::Sleep => break,
@@ -123,9 +128,9 @@ impl Server {
             }
             turns = turns.wrapping_add(1);
             if turns.is_multiple_of(ACCEPT_EVERY) {
-                (0..self.endpoints.len()).for_each(|at| self.accept(at));
+                (0..self.service.driver.endpoints.len()).for_each(|at| self.accept(at));
             }
-            if self.take_one() || self.clients_so_far != clients {
+            if self.take_one() || self.service.clients_so_far() != clients {
                 self.waiting.policy.came(elapsed_ns());
                 return Ok(());
             }
@@ -134,9 +139,9 @@ impl Server {
                 return Ok(());
             }
         }
-        for at in 0..self.endpoints.len() {
+        for at in 0..self.service.driver.endpoints.len() {
             // Waiting for no time arms the queue and looks once more: nothing is missed.
-            if let Some(wc) = self.endpoints[at].cq.wait(Duration::ZERO)? {
+            if let Some(wc) = self.service.driver.endpoints[at].cq.wait(Duration::ZERO)? {
                 self.completed(at, &wc);
                 self.waiting.policy.came(elapsed_ns());
                 return Ok(());
@@ -153,7 +158,7 @@ impl Server {
     /// Whether something woke it.
     fn sleep(&self, timeout: Duration) -> io::Result<bool> {
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
-        for endpoint in &self.endpoints {
+        for endpoint in &self.service.driver.endpoints {
             fds.push(PollFd::new(&endpoint.cq, PollFlags::IN));
             fds.push(PollFd::new(&endpoint.listener, PollFlags::IN));
         }
@@ -167,7 +172,9 @@ impl Server {
         }
         let woken: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         let fds = std::iter::once(self.wake.as_fd()).chain(
-            self.endpoints
+            self.service
+                .driver
+                .endpoints
                 .iter()
                 .flat_map(|e| [e.cq.as_fd(), e.listener.as_fd()]),
         );

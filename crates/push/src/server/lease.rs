@@ -1,4 +1,5 @@
-//! The lease table: who may do what with which bytes, and how that is taken back. No I/O and no clock.
+//! The lease table: who may do what with which bytes, and how that is taken back. No I/O and no clock: `now` counts from any
+//! moment.
 //!
 //! A *lease* says what its owner does with a range (access) and what others may do there meanwhile (share). Two leases of
 //! different owners conflict when their ranges overlap and either does what the other does not share: the rule of SMB's
@@ -15,7 +16,7 @@
 //! [`Leases::release`] answers it. Then no write through a mapping follows the grant to the one that it was broken for.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rdmux_wire::push::{Access, Conflict};
 
@@ -84,7 +85,7 @@ pub enum Effect {
         /// Its holder.
         owner: u64,
         /// The deadline.
-        until: Instant,
+        until: Duration,
     },
     /// Make the mapping's keys invalid, then call [`Leases::release`], and tell the holder.
     Revoke {
@@ -105,7 +106,7 @@ pub enum Effect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Held,
-    Breaking { until: Instant },
+    Breaking { until: Duration },
     Revoking,
 }
 
@@ -180,7 +181,7 @@ pub struct Leases {
     break_timeout: Duration,
     held: Held,
     /// Leases that are being broken, by deadline.
-    breaking: BTreeSet<(Instant, LeaseId)>,
+    breaking: BTreeSet<(Duration, LeaseId)>,
     /// In the order in which they asked.
     waiting: VecDeque<Waiting>,
     effects: VecDeque<Effect>,
@@ -200,10 +201,18 @@ impl Leases {
         }
     }
 
+    /// Forgets all leases and requests, whose numbers are not used again.
+    pub fn clear(&mut self) {
+        *self = Leases {
+            last_id: self.last_id,
+            ..Leases::new(self.break_timeout)
+        };
+    }
+
     /// Asks for a lease.
     pub fn request(
         &mut self,
-        now: Instant,
+        now: Duration,
         claim: Claim,
         kind: Kind,
         conflict: Conflict,
@@ -234,7 +243,7 @@ impl Leases {
 
     /// A lease is over, or a request is taken back: the holder let go, the operation is done, or [`Effect::Revoke`] was carried
     /// out. One that is not there any more does no harm.
-    pub fn release(&mut self, now: Instant, id: LeaseId) {
+    pub fn release(&mut self, now: Duration, id: LeaseId) {
         if !self.forget(id) {
             self.waiting.retain(|waiting| waiting.id != id);
         }
@@ -242,7 +251,7 @@ impl Leases {
     }
 
     /// All mappings and requests of an owner are over. Its operations that run go on, until each is released.
-    pub fn owner_ended(&mut self, now: Instant, owner: u64) {
+    pub fn owner_ended(&mut self, now: Duration, owner: u64) {
         let over = |lease: &Lease| lease.claim.owner == owner && lease.kind == Kind::Mapping;
         let ids: Vec<_> = self
             .held
@@ -263,7 +272,7 @@ impl Leases {
     }
 
     /// Time has passed.
-    pub fn handle_timeout(&mut self, now: Instant) {
+    pub fn handle_timeout(&mut self, now: Duration) {
         while let Some((until, id)) = self.breaking.first().copied()
             && until <= now
         {
@@ -279,7 +288,7 @@ impl Leases {
     }
 
     /// When [`Leases::handle_timeout`] has something to do.
-    pub fn next_timeout(&self) -> Option<Instant> {
+    pub fn next_timeout(&self) -> Option<Duration> {
         self.breaking.first().map(|(until, _)| *until)
     }
 
@@ -318,7 +327,7 @@ impl Leases {
     }
 
     /// Grants what can be granted. What stands against the rest is being broken since they asked, or is the one just granted.
-    fn settle(&mut self, now: Instant) {
+    fn settle(&mut self, now: Duration) {
         let mut at = 0;
         while at < self.waiting.len() {
             let request = &self.waiting[at];
@@ -342,7 +351,7 @@ impl Leases {
         }
     }
 
-    fn begin_break(&mut self, now: Instant, id: LeaseId) {
+    fn begin_break(&mut self, now: Duration, id: LeaseId) {
         let Some(lease) = self.held.get_mut(id) else {
             return;
         };

@@ -1,39 +1,40 @@
 //! The server: one thread for all its sessions, which looks or sleeps as [`rdmux_verbs::waiting`] has it; the data path is the
-//! device's alone.
+//! device's alone. What it decides is [`Service`]'s; what stands here carries that out.
 
 mod control;
 mod drive;
 mod event;
 mod lease;
 mod requests;
+mod service;
 mod session;
 mod watch;
 mod work;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest,
-    CreateError, Device, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation, ProtectionDomain,
-    QpOptions, QueuePair, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
+    CreateError, Device, FileWatch, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation,
+    ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status,
+    Target, WorkCompletion,
 };
-use rdmux_wire::push::{self, Change, MESSAGE_LEN_MAX, Message};
+use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message};
 use rustix::event::{EventfdFlags, eventfd};
 
 pub use self::control::{Control, Exclusive, ServerEnded};
 use self::drive::Waiting;
 pub use self::event::Event;
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
-use self::requests::{Pending, Welcoming};
+pub use self::service::{Driver, Service, Slot};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
-use self::watch::Watches;
-use self::work::{Finished, Workers};
+use self::work::Workers;
+pub use self::work::{Finished, Job};
 use crate::key::{Key, random_nonce};
 use crate::region::{Mapped, Region};
 
@@ -152,76 +153,48 @@ struct Endpoint {
     connections: usize,
 }
 
-/// A mapping. Without its region and lease it is no longer reached, and can only be flushed.
+/// A client's connection. The fields are in the order in which they have to go.
 #[derive(Debug)]
-struct Mapping {
-    live: Option<(MemoryRegion, LeaseId)>,
-    memory: Arc<Mapped>,
-    /// Number of the region.
-    number: usize,
-    offset: u64,
-    length: u64,
-    transfer: u64,
-}
-
-/// The fields are in the order in which they have to go.
-#[derive(Debug)]
-struct Client {
-    number: u64,
-    session: Session,
-    mappings: HashMap<u64, Mapping>,
+struct Link {
+    key: ConnectionKey,
+    /// By number of the mapping.
+    mappings: HashMap<u64, MemoryRegion>,
     connection: Connection,
     qp: QueuePair,
     slots: Arc<AnonymousMemory>,
     slots_mr: MemoryRegion,
     pd: ProtectionDomain,
-    /// The handshake, or the last message, must be done by then.
-    deadline: Option<Instant>,
-    /// The end, once the last message has left.
-    closing: Option<EndReason>,
     probing: bool,
-    /// Who it is over several connections; zeros when it has not said.
-    id: [u8; 16],
-    /// What it is to be told of its mappings: of each the last that happened.
-    changes: BTreeMap<u64, Change>,
-    /// The notice that it has not taken yet.
-    notice: Option<u64>,
-    notices_so_far: u64,
-    /// It has ended: for its jobs that take long.
-    gone: Arc<AtomicBool>,
+}
+
+/// What carries out what the service decides.
+#[derive(Debug)]
+struct Hands {
+    endpoints: Vec<Endpoint>,
+    /// By number of the client.
+    links: HashMap<u64, Link>,
+    /// Numbers of the clients.
+    numbers: HashMap<ConnectionKey, u64>,
+    /// Failed connections, and when they go. The oldest is first.
+    lingering: VecDeque<(Instant, Link)>,
+    workers: Workers,
+    /// Watches of files, by number of the region.
+    files: HashMap<usize, FileWatch>,
 }
 
 /// A server. [`Server::bind`], then [`Server::run`].
 #[derive(Debug)]
 pub struct Server {
-    shared: Arc<Shared>,
-    endpoints: Vec<Endpoint>,
-    /// The one that is looked at next.
+    service: Service<Hands>,
+    began: Instant,
+    /// The endpoint that is looked at next.
     next_endpoint: usize,
-    clients: HashMap<ConnectionKey, Client>,
-    /// Failed connections, and when they go. The oldest is first.
-    lingering: VecDeque<(Instant, Client)>,
-    clients_so_far: u64,
     keepalive: Duration,
     /// When live clients are probed next.
     next_probe: Instant,
     wake: Arc<OwnedFd>,
     done_tx: mpsc::Sender<Done>,
     done_rx: mpsc::Receiver<Done>,
-    workers: Workers,
-    leases: Leases,
-    carrying_out: bool,
-    /// Mappings by their lease.
-    leased: HashMap<LeaseId, (ConnectionKey, u64)>,
-    /// What waits for a lease.
-    pending: HashMap<LeaseId, Pending>,
-    /// Clients whose earlier connections' jobs are not done.
-    welcoming: Vec<Welcoming>,
-    /// Local operations by their number.
-    locals: HashMap<u64, LeaseId>,
-    locals_so_far: u64,
-    watches: Watches,
-    events: Vec<Event>,
     waiting: Waiting,
     stop: bool,
 }
@@ -270,30 +243,27 @@ impl Server {
             Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(io::Error::from)?);
         let (done_tx, done_rx) = mpsc::channel();
         let mut events = Vec::new();
-        let watches = Watches::begin(&shared.regions, &done_tx, &wake, &mut events);
-        let workers = Workers::new(done_tx.clone(), wake.clone());
-        Ok(Server {
-            shared,
+        let files = watch::watch(&shared.regions, &done_tx, &wake, &mut events);
+        let hands = Hands {
             endpoints,
-            next_endpoint: 0,
-            clients: HashMap::new(),
+            links: HashMap::new(),
+            numbers: HashMap::new(),
             lingering: VecDeque::new(),
-            clients_so_far: 0,
+            workers: Workers::new(done_tx.clone(), wake.clone()),
+            files,
+        };
+        let mut service = Service::new(hands, shared, config.break_timeout);
+        service.events = events;
+        let began = Instant::now();
+        Ok(Server {
+            service,
+            began,
+            next_endpoint: 0,
             keepalive: config.keepalive,
-            next_probe: Instant::now(),
+            next_probe: began,
             wake,
             done_tx,
             done_rx,
-            workers,
-            leases: Leases::new(config.break_timeout),
-            carrying_out: false,
-            leased: HashMap::new(),
-            pending: HashMap::new(),
-            welcoming: Vec::new(),
-            locals: HashMap::new(),
-            locals_so_far: 0,
-            watches,
-            events,
             waiting: Waiting::new(config.device.waiting),
             stop: false,
         })
@@ -301,7 +271,7 @@ impl Server {
 
     /// What is offered.
     pub fn regions(&self) -> &[Arc<Region>] {
-        &self.shared.regions
+        &self.service.shared.regions
     }
 
     /// Works on the regions from elsewhere.
@@ -317,32 +287,34 @@ impl Server {
         Stopper(self.done_tx.clone(), self.wake.clone())
     }
 
+    /// The service's time.
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
     fn accept(&mut self, at: usize) {
-        while let Some(request) = self.endpoints[at].listener.accept(Duration::ZERO) {
+        while let Some(request) = self.service.driver.endpoints[at].listener.accept(Duration::ZERO) {
             let peer = request.peer();
-            let half_open = self.clients.values().filter(|c| !c.session.is_ready()).count();
-            let refusal = if self.endpoints[at].connections >= CONNECTIONS_MAX {
+            let refusal = if self.service.driver.endpoints[at].connections >= CONNECTIONS_MAX {
                 Some("too many connections")
-            } else if half_open >= HALF_OPEN_MAX {
+            } else if self.service.half_open() >= HALF_OPEN_MAX {
                 Some("too many clients that have not shown their key")
             } else {
                 None
             };
             if let Some(why) = refusal {
                 request.reject(why.as_bytes());
-                self.events.push(Event::Refused {
-                    peer,
-                    why: why.into(),
-                });
+                self.refused(peer, why.into());
                 continue;
             }
             if let Err(why) = self.accept_one(at, request) {
-                self.events.push(Event::Refused {
-                    peer,
-                    why: why.to_string(),
-                });
+                self.refused(peer, why.to_string());
             }
         }
+    }
+
+    fn refused(&mut self, peer: std::net::IpAddr, why: String) {
+        self.service.events.push(Event::Refused { peer, why });
     }
 
     fn accept_one(
@@ -351,7 +323,7 @@ impl Server {
         mut request: ConnectionRequest,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let nonce = random_nonce()?;
-        let endpoint = &mut self.endpoints[at];
+        let endpoint = &mut self.service.driver.endpoints[at];
         // A domain for each client: no key of one is good for another.
         let pd = endpoint.device.alloc_pd();
         let mut options = QpOptions::new(&endpoint.cq);
@@ -367,146 +339,172 @@ impl Server {
             Ok::<(), ConnectError>(())
         };
         let connection = request.accept_after(&qp, &ConnectParams::default(), &[], prepare)?;
-        self.clients_so_far += 1;
         endpoint.connections += 1;
-        let client = Client {
-            number: self.clients_so_far,
-            session: Session::new(self.shared.clone(), nonce),
+        let link = Link {
+            key: (at, qp.qpn().value()),
             mappings: HashMap::new(),
             connection,
             slots,
             slots_mr,
             pd,
-            deadline: Some(Instant::now() + HANDSHAKE_TIMEOUT),
-            closing: None,
             probing: false,
-            id: [0; 16],
-            changes: BTreeMap::new(),
-            notice: None,
-            notices_so_far: 0,
-            gone: Arc::default(),
             qp,
         };
-        self.clients.insert((at, client.qp.qpn().value()), client);
+        let now = self.now();
+        let client = self.service.handle_connected(now, link.connection.peer(), nonce);
+        let hands = &mut self.service.driver;
+        hands.numbers.insert(link.key, client);
+        hands.links.insert(client, link);
         Ok(())
     }
 
     fn completed(&mut self, at: usize, wc: &WorkCompletion) {
-        let key = (at, wc.qpn.value());
-        let Some(client) = self.clients.get_mut(&key) else {
+        let now = self.now();
+        let hands = &mut self.service.driver;
+        let Some(client) = hands.numbers.get(&(at, wc.qpn.value())).copied() else {
+            return;
+        };
+        let Some(link) = hands.links.get_mut(&client) else {
             return;
         };
         if wc.status != Status::Success {
-            let reason = why_ended(client, wc.status);
-            return self.end(key, reason);
-        }
-        if wc.wr_id == PROBE {
-            client.probing = false;
+            let status = match wc.status {
+                Status::Flushed => link.qp.error(),
+                other => Some(other),
+            };
+            self.service.handle_disconnected(now, client, status);
+        } else if wc.wr_id == PROBE {
+            link.probing = false;
         } else if wc.wr_id == NOTICE {
             // Its place is free when the client says that it has taken it.
         } else if wc.wr_id & SEND != 0 {
             let slot = (wc.wr_id & !SEND) as usize;
-            if let Some(reason) = client.closing.take() {
-                self.end(key, reason);
-            } else {
-                self.receive_again(key, slot);
-            }
+            self.service.handle_sent(now, client, slot);
         } else {
-            self.received(key, wc.wr_id as usize, wc.byte_len as usize);
-        }
-    }
-
-    fn send(&mut self, key: ConnectionKey, slot: usize, request: u64, message: &Message) {
-        let Some(client) = self.clients.get_mut(&key) else {
-            return;
-        };
-        if !client.emit(SLOTS + slot, SEND | slot as u64, request, message) {
-            self.end(key, EndReason::Failed("connection lost".into()));
-        }
-    }
-
-    fn receive_again(&mut self, key: ConnectionKey, slot: usize) {
-        let Some(client) = self.clients.get(&key) else {
-            return;
-        };
-        if client.qp.post_recv(receive(&client.slots_mr, slot)).is_err() {
-            self.end(key, EndReason::Failed("connection lost".into()));
+            let slot = wc.wr_id as usize;
+            let mut message = vec![0; (wc.byte_len as usize).min(MESSAGE_LEN_MAX)];
+            let at = (slot * MESSAGE_LEN_MAX) as u64;
+            if link.slots.read(at, &mut message).is_ok() {
+                self.service.handle_message(now, client, slot, &message);
+            }
         }
     }
 
     /// Does what is due; returns when it wants to be called again.
     fn handle_timers(&mut self, now: Instant) -> Instant {
-        let mut late = Vec::new();
-        for (key, client) in &mut self.clients {
-            if client.deadline.is_some_and(|deadline| deadline <= now) {
-                late.push((*key, client.closing.take().unwrap_or(EndReason::HandshakeTimeout)));
-            }
-        }
+        let since = now.saturating_duration_since(self.began);
         if self.next_probe <= now {
             // All at once, so that the machine wakes up once. A WRITE of nothing is answered by the peer's NIC alone; who has
             // not answered the last one by now was silent for half of the keep-alive time, and before it for no more than that.
-            for (key, client) in self.clients.iter_mut().filter(|(_, c)| c.session.is_ready()) {
-                if client.probing {
-                    late.push((*key, EndReason::Dead));
+            let clients: Vec<u64> = self.service.driver.links.keys().copied().collect();
+            for client in clients {
+                if !self.service.is_ready(client) {
                     continue;
                 }
-                client.probing = true;
-                if client.qp.post_send(probe()).is_err() {
-                    late.push((*key, EndReason::Failed("connection lost".into())));
+                let Some(link) = self.service.driver.links.get_mut(&client) else {
+                    continue;
+                };
+                if link.probing {
+                    self.service.handle_dead(since, client);
+                    continue;
+                }
+                link.probing = true;
+                if link.qp.post_send(probe()).is_err() {
+                    self.service.handle_lost(since, client);
                 }
             }
             self.next_probe = now + self.keepalive / 2;
         }
-        for (key, reason) in late {
-            self.end(key, reason);
+        self.service.handle_timeout(since);
+        let lingering = &mut self.service.driver.lingering;
+        while lingering.front().is_some_and(|(until, _)| *until <= now) {
+            lingering.pop_front();
         }
-        self.leases.handle_timeout(now);
-        self.carry_out();
-        while self.lingering.front().is_some_and(|(until, _)| *until <= now) {
-            self.lingering.pop_front();
-        }
-        let deadlines = self.clients.values().filter_map(|client| client.deadline);
-        let lingering = self.lingering.front().map(|(until, _)| *until);
-        let next = deadlines.chain(lingering).chain(self.leases.next_timeout()).min();
+        let lingering = lingering.front().map(|(until, _)| *until);
+        let service = self.service.poll_timeout().map(|at| self.began + at);
+        let next = lingering.into_iter().chain(service).min();
         next.map_or(self.next_probe, |next| next.min(self.next_probe))
-    }
-
-    fn end(&mut self, key: ConnectionKey, reason: EndReason) {
-        let Some(mut client) = self.clients.remove(&key) else {
-            return;
-        };
-        self.endpoints[key.0].connections -= 1;
-        client.gone.store(true, Ordering::Relaxed);
-        // The mappings first: from here on nothing of the client reaches a region, and only then may others.
-        let live = client
-            .mappings
-            .values_mut()
-            .filter_map(|mapping| mapping.live.take());
-        let mut mappings = 0;
-        for (_, lease) in live {
-            self.leased.remove(&lease);
-            mappings += 1;
-        }
-        client.mappings.clear();
-        self.pending.retain(|_, pending| !pending.is_of(client.number));
-        self.welcoming
-            .retain(|welcoming| welcoming.client != client.number);
-        self.leases.owner_ended(Instant::now(), client.number);
-        self.carry_out();
-        let failed = matches!(reason, EndReason::Failed(_));
-        self.events.push(Event::Ended {
-            client: client.number,
-            peer: client.connection.peer(),
-            reason,
-            mappings,
-        });
-        if failed && self.lingering.len() < CONNECTIONS_MAX {
-            self.lingering.push_back((Instant::now() + LINGER, client));
-        }
     }
 }
 
-impl Client {
+impl Driver for Hands {
+    fn register(
+        &mut self,
+        client: u64,
+        map: &Map,
+        memory: Arc<Mapped>,
+        rights: Access,
+    ) -> Result<Extent, String> {
+        let Some(link) = self.links.get_mut(&client) else {
+            return Err("the connection has ended".into());
+        };
+        // The offset in the region is the address, so that both ends speak of the same numbers.
+        let mr = link
+            .pd
+            .reg_mr(memory, map.offset, map.length, map.offset, rights)
+            .map_err(|error| error.to_string())?;
+        let extent = Extent {
+            offset: map.offset,
+            length: map.length,
+            va: mr.iova(),
+            rkey: RKey(mr.rkey().0),
+        };
+        link.mappings.insert(map.mapping, mr);
+        Ok(extent)
+    }
+
+    fn deregister(&mut self, client: u64, mapping: u64) {
+        // When the region is gone the responder was in no access, and begins none.
+        drop(
+            self.links
+                .get_mut(&client)
+                .and_then(|link| link.mappings.remove(&mapping)),
+        );
+    }
+
+    fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool {
+        let (place, wr_id) = match slot {
+            Slot::Answer(slot) => (SLOTS + slot, SEND | slot as u64),
+            Slot::Notice => (2 * SLOTS, NOTICE),
+        };
+        self.links
+            .get(&client)
+            .is_some_and(|link| link.emit(place, wr_id, request, message))
+    }
+
+    fn receive(&mut self, client: u64, slot: usize) -> bool {
+        self.links
+            .get(&client)
+            .is_some_and(|link| link.qp.post_recv(receive(&link.slots_mr, slot)).is_ok())
+    }
+
+    fn disconnect(&mut self, client: u64, failed: bool) {
+        let Some(link) = self.links.remove(&client) else {
+            return;
+        };
+        self.numbers.remove(&link.key);
+        self.endpoints[link.key.0].connections -= 1;
+        if failed && self.lingering.len() < CONNECTIONS_MAX {
+            self.lingering.push_back((Instant::now() + LINGER, link));
+        }
+    }
+
+    fn work(&mut self, job: Job) -> Option<Finished> {
+        self.workers.submit(job)
+    }
+
+    fn let_others(&mut self, region: usize) {
+        if let Some(watch) = self.files.get(&region) {
+            watch.let_go();
+        }
+    }
+
+    fn is_alone(&mut self, region: usize) -> bool {
+        self.files.get(&region).is_some_and(FileWatch::is_alone)
+    }
+}
+
+impl Link {
     /// Sends a message from a place among the slots.
     fn emit(&self, place: usize, wr_id: u64, request: u64, message: &Message) -> bool {
         let mut bytes = Vec::with_capacity(256);
@@ -543,27 +541,5 @@ fn receive(slots: &MemoryRegion, slot: usize) -> RecvRequest {
         sges: slots
             .sge((slot * MESSAGE_LEN_MAX) as u64, MESSAGE_LEN_MAX as u32)
             .into(),
-    }
-}
-
-/// What ended a connection whose work requests fail with `status`.
-fn why_ended(client: &Client, status: Status) -> EndReason {
-    let fault = client.mappings.values().find_map(|mapping| {
-        let fault = mapping.memory.fault()?;
-        Some((mapping.memory.region().name().clone(), fault))
-    });
-    if let Some((region, fault)) = fault {
-        return EndReason::Failed(format!("region {region} failed: {fault}"));
-    }
-    let status = match status {
-        Status::Flushed => client.qp.error(),
-        other => Some(other),
-    };
-    match status {
-        None if !client.session.is_ready() => EndReason::LeftHandshake,
-        None => EndReason::Disconnected,
-        Some(Status::RetryExceeded) => EndReason::Dead,
-        Some(Status::RemoteAccess) => EndReason::Failed("access outside of its mappings".into()),
-        Some(other) => EndReason::Failed(other.to_string()),
     }
 }

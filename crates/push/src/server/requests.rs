@@ -2,18 +2,16 @@
 
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::time::Instant;
+use std::time::Duration;
 
-use rdmux_verbs::{Access, Memory, Placement, RKey};
-use rdmux_wire::push::{
-    self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Extent, MESSAGE_LEN_MAX, Message,
-};
+use rdmux_verbs::{Access, Placement};
+use rdmux_wire::push::{self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Extent, Message};
 
-use super::control::Local;
 use super::lease::{Answer, Claim, Effect, Kind, LeaseId};
+use super::service::{Driver, Mapping, Service, Slot};
 use super::session::{Action, EndReason, Map, Ordinary};
-use super::work::{Finished, Task, Ticket};
-use super::{CLOSING_TIMEOUT, ConnectionKey, Event, Mapping, NOTICE, SLOTS, Server};
+use super::work::{Task, Ticket};
+use super::{CLOSING_TIMEOUT, Event};
 
 /// Owners of local operations have this bit; clients' numbers never get so far.
 const LOCAL: u64 = 1 << 63;
@@ -24,10 +22,8 @@ pub(super) enum Pending {
     Map(Ticket, Map),
     Write(Ticket, Ordinary, Vec<u8>, Placement),
     Read(Ticket, Ordinary),
-    Local {
-        number: u64,
-        reply: mpsc::Sender<u64>,
-    },
+    /// An operation of the server's own, and who hears that it may begin.
+    Local(u64, mpsc::Sender<u64>),
     /// Somebody outside wants the file of the region of that number.
     Outside(usize, push::Access),
 }
@@ -36,7 +32,7 @@ impl Pending {
     fn ticket(&self) -> Option<&Ticket> {
         match self {
             Pending::Map(ticket, _) | Pending::Write(ticket, ..) | Pending::Read(ticket, _) => Some(ticket),
-            Pending::Local { .. } | Pending::Outside(..) => None,
+            Pending::Local(..) | Pending::Outside(..) => None,
         }
     }
 
@@ -48,36 +44,33 @@ impl Pending {
 /// A client that is welcome once nothing of its earlier connections runs.
 #[derive(Debug)]
 pub(super) struct Welcoming {
-    pub(super) client: u64,
     id: [u8; 16],
     ticket: Ticket,
     revoked: u32,
 }
 
-impl Server {
-    pub(super) fn received(&mut self, key: ConnectionKey, slot: usize, bytes: usize) {
+impl Welcoming {
+    pub(super) fn client(&self) -> u64 {
+        self.ticket.client
+    }
+}
+
+impl<D: Driver> Service<D> {
+    /// A client's message has come into one of its slots, which takes the next when this one is answered.
+    pub fn handle_message(&mut self, now: Duration, key: u64, slot: usize, message: &[u8]) {
+        self.now = now;
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
         if client.closing.is_some() {
             return;
         }
-        let mut message = vec![0; bytes.min(MESSAGE_LEN_MAX)];
-        if client
-            .slots
-            .read((slot * MESSAGE_LEN_MAX) as u64, &mut message)
-            .is_err()
-        {
-            return;
-        }
-        let number = client.number;
-        if self.welcoming.iter().any(|welcoming| welcoming.client == number) {
+        if self.welcoming.iter().any(|welcoming| welcoming.client() == key) {
             return self.end(key, EndReason::Protocol("a message before it was welcome".into()));
         }
-        let (request, action) = client.session.handle(&message);
+        let (request, action) = client.session.handle(message);
         let ticket = Ticket {
-            key,
-            client: client.number,
+            client: key,
             slot,
             request,
             lease: None,
@@ -93,10 +86,7 @@ impl Server {
                 };
                 client.mappings.remove(&mapping);
                 client.changes.remove(&mapping);
-                let event = Event::Unmapped {
-                    client: client.number,
-                    mapping,
-                };
+                let event = Event::Unmapped { client: key, mapping };
                 self.events.push(event);
                 self.send(key, slot, request, &Message::Unmapped);
             }
@@ -171,7 +161,7 @@ impl Server {
             Action::End(None, reason) => self.end(key, reason),
             Action::End(Some(last), reason) => {
                 client.closing = Some(reason);
-                client.deadline = Some(Instant::now() + CLOSING_TIMEOUT);
+                client.deadline = Some(now + CLOSING_TIMEOUT);
                 self.send(key, slot, request, &last);
             }
         }
@@ -185,21 +175,21 @@ impl Server {
     /// The client has shown the key. What it mapped before is revoked, and what it wrote before is done, when it hears that
     /// it is welcome.
     fn welcome(&mut self, ticket: Ticket, id: [u8; 16]) {
-        let Some(client) = self.clients.get_mut(&ticket.key) else {
+        let Some(client) = self.clients.get_mut(&ticket.client) else {
             return;
         };
         client.deadline = None;
         client.id = id;
         self.events.push(Event::Connected {
-            client: client.number,
-            peer: client.connection.peer(),
+            client: ticket.client,
+            peer: client.peer,
         });
         let mut revoked = 0;
         if id != [0; 16] {
             let earlier = self
                 .clients
                 .iter()
-                .filter(|(key, c)| c.id == id && **key != ticket.key);
+                .filter(|(key, c)| c.id == id && **key != ticket.client);
             let earlier: Vec<_> = earlier.map(|(key, _)| *key).collect();
             for key in earlier {
                 let mappings = self.clients.get(&key).map_or(0, |c| c.mappings.len());
@@ -207,27 +197,23 @@ impl Server {
                 self.end(key, EndReason::ConnectedAgain);
             }
         }
-        let client = ticket.client;
-        self.welcoming.push(Welcoming {
-            client,
-            id,
-            ticket,
-            revoked,
-        });
+        self.welcoming.push(Welcoming { id, ticket, revoked });
         self.welcome_all();
     }
 
-    fn welcome_all(&mut self) {
-        let ready =
-            |w: &Welcoming, workers: &super::Workers| w.id == [0; 16] || !workers.runs_for(w.id, w.client);
-        while let Some(at) = self.welcoming.iter().position(|w| ready(w, &self.workers)) {
+    pub(super) fn welcome_all(&mut self) {
+        while let Some(at) = self.welcoming.iter().position(|w| self.is_welcome(w)) {
             let Welcoming { ticket, revoked, .. } = self.welcoming.swap_remove(at);
-            let Some(client) = self.clients.get(&ticket.key) else {
+            let Some(client) = self.clients.get(&ticket.client) else {
                 continue;
             };
             let answer = client.session.welcome(revoked);
-            self.send(ticket.key, ticket.slot, ticket.request, &answer);
+            self.send(ticket.client, ticket.slot, ticket.request, &answer);
         }
+    }
+
+    fn is_welcome(&self, welcoming: &Welcoming) -> bool {
+        welcoming.id == [0; 16] || !self.runs_for(welcoming.id, welcoming.client())
     }
 
     fn claim_of(&self, ticket: &Ticket, ordinary: &Ordinary, access: push::Access) -> Claim {
@@ -244,7 +230,7 @@ impl Server {
 
     fn map(&mut self, ticket: Ticket, map: Map) {
         if map.access.contains(push::Access::WRITE) && map.transfer != 0 {
-            self.take_over(ticket.key, &map);
+            self.take_over(ticket.client, &map);
         }
         let claim = Claim {
             owner: ticket.client,
@@ -264,11 +250,11 @@ impl Server {
 
     /// Another connection that wrote for the same upload is ended: it is a client that died, or one that must not write any
     /// more.
-    fn take_over(&mut self, key: ConnectionKey, map: &Map) {
+    fn take_over(&mut self, key: u64, map: &Map) {
         let same = |mapping: &Mapping| {
             let overlaps =
                 mapping.offset < map.offset + map.length && map.offset < mapping.offset + mapping.length;
-            mapping.live.is_some()
+            mapping.lease.is_some()
                 && mapping.number == map.number
                 && overlaps
                 && mapping.transfer == map.transfer
@@ -286,7 +272,7 @@ impl Server {
             Pending::Map(..) => Kind::Mapping,
             _ => Kind::Operation,
         };
-        let (lease, answer) = self.leases.request(Instant::now(), claim, kind, conflict);
+        let (lease, answer) = self.leases.request(self.now, claim, kind, conflict);
         match answer {
             Answer::Granted => self.granted(lease, pending),
             Answer::Waiting => drop(self.pending.insert(lease, pending)),
@@ -309,7 +295,7 @@ impl Server {
         };
         let text = format!(
             "{holder} {does} region {region} there: wait until it ends; one that died ends within {} s",
-            self.keepalive.as_secs_f32()
+            f64::from(self.shared.keepalive_ms) / 1e3
         );
         let failure = (ErrorCode::Busy, text);
         self.fail(pending, failure);
@@ -317,9 +303,9 @@ impl Server {
 
     fn fail(&mut self, pending: Pending, (code, text): (ErrorCode, String)) {
         let (ticket, answer) = match pending {
-            Pending::Local { .. } | Pending::Outside(..) => return,
+            Pending::Local(..) | Pending::Outside(..) => return,
             Pending::Map(ticket, map) => {
-                let Some(client) = self.clients.get_mut(&ticket.key) else {
+                let Some(client) = self.clients.get_mut(&ticket.client) else {
                     return;
                 };
                 let answer = client.session.mapped(&map, Err((code, text)));
@@ -327,32 +313,32 @@ impl Server {
             }
             Pending::Write(ticket, ..) | Pending::Read(ticket, _) => (ticket, Message::Error { code, text }),
         };
-        self.send(ticket.key, ticket.slot, ticket.request, &answer);
+        self.send(ticket.client, ticket.slot, ticket.request, &answer);
     }
 
     fn granted(&mut self, lease: LeaseId, pending: Pending) {
         match pending {
             Pending::Map(ticket, map) => {
-                let client = self.clients.get(&ticket.key);
+                let client = self.clients.get(&ticket.client);
                 if !client.is_some_and(|client| client.session.is_live(map.mapping)) {
                     // It was ended before it was made.
-                    self.leases.release(Instant::now(), lease);
+                    self.leases.release(self.now, lease);
                     let text = format!("mapping {} was ended before it was made", map.mapping);
                     return self.fail(Pending::Map(ticket, map), (ErrorCode::Revoked, text));
                 }
                 if let Err(failure) = self.check_outside(&map) {
-                    self.leases.release(Instant::now(), lease);
+                    self.leases.release(self.now, lease);
                     return self.fail(Pending::Map(ticket, map), failure);
                 }
                 let made = self.register(&ticket, &map, lease);
                 if made.is_err() {
-                    self.leases.release(Instant::now(), lease);
+                    self.leases.release(self.now, lease);
                 }
-                let Some(client) = self.clients.get_mut(&ticket.key) else {
+                let Some(client) = self.clients.get_mut(&ticket.client) else {
                     return;
                 };
                 let answer = client.session.mapped(&map, made);
-                self.send(ticket.key, ticket.slot, ticket.request, &answer);
+                self.send(ticket.client, ticket.slot, ticket.request, &answer);
             }
             Pending::Write(mut ticket, ordinary, bytes, placement) => {
                 ticket.lease = Some(lease);
@@ -377,12 +363,12 @@ impl Server {
             }
             Pending::Outside(number, access) => {
                 self.opened(number, access);
-                self.leases.release(Instant::now(), lease);
+                self.leases.release(self.now, lease);
             }
-            Pending::Local { number, reply } => {
+            Pending::Local(number, reply) => {
                 self.locals.insert(number, lease);
                 if reply.send(number).is_err() {
-                    self.local(Local::End(number));
+                    self.end_local(number);
                 }
             }
         }
@@ -395,29 +381,23 @@ impl Server {
         map: &Map,
         lease: LeaseId,
     ) -> Result<Extent, (ErrorCode, String)> {
-        let Some(client) = self.clients.get_mut(&ticket.key) else {
+        let number = ticket.client;
+        let Some(client) = self.clients.get_mut(&number) else {
             return Err((ErrorCode::Protocol, String::new()));
         };
         let write = map.access.contains(push::Access::WRITE);
         let memory = map.region.open(write, map.offset, map.length, map.transfer);
-        let mut access = Access::empty();
-        access.set(Access::REMOTE_READ, map.access.contains(push::Access::READ));
+        let mut rights = Access::empty();
+        rights.set(Access::REMOTE_READ, map.access.contains(push::Access::READ));
         if write {
-            access |= Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::for_flush(map.region.placement());
+            rights |= Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::for_flush(map.region.placement());
         }
-        // The offset in the region is the address, so that both ends speak of the same numbers.
-        let mr = client
-            .pd
-            .reg_mr(memory.clone(), map.offset, map.length, map.offset, access)
-            .map_err(|error| (ErrorCode::NotSupported, error.to_string()))?;
-        let extent = Extent {
-            offset: map.offset,
-            length: map.length,
-            va: mr.iova(),
-            rkey: RKey(mr.rkey().0),
-        };
+        let extent = self
+            .driver
+            .register(number, map, memory.clone(), rights)
+            .map_err(|why| (ErrorCode::NotSupported, why))?;
         self.events.push(Event::Mapped {
-            client: client.number,
+            client: number,
             mapping: map.mapping,
             region: map.region.name().clone(),
             offset: map.offset,
@@ -425,7 +405,7 @@ impl Server {
             access: map.access,
         });
         let mapping = Mapping {
-            live: Some((mr, lease)),
+            lease: Some(lease),
             memory,
             number: map.number,
             offset: map.offset,
@@ -433,23 +413,22 @@ impl Server {
             transfer: map.transfer,
         };
         client.mappings.insert(map.mapping, mapping);
-        self.leased.insert(lease, (ticket.key, map.mapping));
+        self.leased.insert(lease, (number, map.mapping));
         Ok(extent)
     }
 
     /// Makes a mapping's keys invalid, and then lets others have its range. Returns whether they were valid.
-    fn revoke(&mut self, key: ConnectionKey, mapping: u64) -> bool {
+    fn revoke(&mut self, key: u64, mapping: u64) -> bool {
         let client = self.clients.get_mut(&key);
-        let Some((mr, lease)) = client
+        let Some(lease) = client
             .and_then(|client| client.mappings.get_mut(&mapping))
-            .and_then(|mapping| mapping.live.take())
+            .and_then(|mapping| mapping.lease.take())
         else {
             return false;
         };
-        // When this returns nothing reaches the memory: the responder was in no access, and begins none.
-        drop(mr);
+        self.driver.deregister(key, mapping);
         self.leased.remove(&lease);
-        self.leases.release(Instant::now(), lease);
+        self.leases.release(self.now, lease);
         self.carry_out();
         true
     }
@@ -469,17 +448,16 @@ impl Server {
             match effect {
                 Effect::Granted { lease, .. } => match self.pending.remove(&lease) {
                     Some(pending) => self.granted(lease, pending),
-                    None => self.leases.release(Instant::now(), lease),
+                    None => self.leases.release(self.now, lease),
                 },
                 Effect::Notify { lease, until, .. } => {
-                    let within = until.saturating_duration_since(Instant::now());
+                    let within = until.saturating_sub(self.now);
                     let ms = within.as_millis().try_into().unwrap_or(u32::MAX);
                     if let Some((key, mapping)) = self.leased.get(&lease).copied() {
                         self.changed(key, mapping, ChangeKind::Break, ms);
-                        if let Some(client) = self.clients.get(&key) {
-                            let client = client.number;
+                        if self.clients.contains_key(&key) {
                             self.events.push(Event::Breaking {
-                                client,
+                                client: key,
                                 mapping,
                                 within,
                             });
@@ -488,7 +466,7 @@ impl Server {
                 }
                 Effect::Revoke { lease, owner } => {
                     let Some((key, mapping)) = self.leased.get(&lease).copied() else {
-                        self.leases.release(Instant::now(), lease);
+                        self.leases.release(self.now, lease);
                         continue;
                     };
                     if let Some(client) = self.clients.get_mut(&key) {
@@ -506,7 +484,7 @@ impl Server {
     }
 
     /// Tells a client what has become of a mapping.
-    fn changed(&mut self, key: ConnectionKey, mapping: u64, kind: ChangeKind, ms: u32) {
+    fn changed(&mut self, key: u64, mapping: u64, kind: ChangeKind, ms: u32) {
         if let Some(client) = self.clients.get_mut(&key) {
             client.changes.insert(mapping, Change { mapping, kind, ms });
             self.notify(key);
@@ -514,7 +492,7 @@ impl Server {
     }
 
     /// Sends what there is to tell, unless the client has not taken the last notice: then it has no receive for another.
-    fn notify(&mut self, key: ConnectionKey) {
+    fn notify(&mut self, key: u64) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
         };
@@ -526,31 +504,10 @@ impl Server {
         client.notices_so_far += 1;
         client.notice = Some(client.notices_so_far);
         let notice = Message::Notice { changes };
-        if !client.emit(2 * SLOTS, NOTICE, client.notices_so_far, &notice) {
+        let number = client.notices_so_far;
+        if !self.driver.send(key, Slot::Notice, number, &notice) {
             self.end(key, EndReason::Failed("connection lost".into()));
         }
-    }
-
-    fn work(&mut self, number: usize, ticket: Ticket, task: Task) {
-        let id = self.clients.get(&ticket.key).map_or([0; 16], |client| client.id);
-        if let Some(finished) = self.workers.submit(number, id, ticket, task) {
-            self.finished(finished);
-        }
-    }
-
-    pub(super) fn finished(&mut self, finished: Finished) {
-        self.workers.finished(&finished);
-        let Finished { ticket, answer, .. } = finished;
-        if let Some(lease) = ticket.lease {
-            self.leases.release(Instant::now(), lease);
-            self.carry_out();
-        }
-        // The client may have gone, and another have its queue pair's number.
-        let client = self.clients.get(&ticket.key);
-        if client.is_some_and(|client| client.number == ticket.client) {
-            self.send(ticket.key, ticket.slot, ticket.request, &answer);
-        }
-        self.welcome_all();
     }
 
     /// A claim of a new owner on all of a region.
@@ -566,29 +523,35 @@ impl Server {
         }
     }
 
-    pub(super) fn local(&mut self, local: Local) {
-        match local {
-            Local::Begin {
-                region,
-                access,
-                share,
-                reply,
-            } => {
-                let regions = &self.shared.regions;
-                let Some(at) = regions.iter().position(|r| *r.name() == region) else {
-                    return;
-                };
-                let claim = self.local_claim(at, access, share);
-                let number = self.locals_so_far;
-                self.claim(claim, Conflict::Break, Pending::Local { number, reply });
-            }
-            Local::Wanted(number, wanted) => self.wanted(number, wanted),
-            Local::End(number) => {
-                if let Some(lease) = self.locals.remove(&number) {
-                    self.leases.release(Instant::now(), lease);
-                    self.carry_out();
-                }
-            }
+    /// Somebody who has the server wants a region for itself: `reply` hears the operation's number when it may begin, for
+    /// [`Service::handle_local_end`]. Nothing when there is no such region.
+    pub fn handle_local(
+        &mut self,
+        now: Duration,
+        region: &push::Name,
+        access: push::Access,
+        share: push::Access,
+        reply: mpsc::Sender<u64>,
+    ) {
+        self.now = now;
+        let Some(at) = self.shared.regions.iter().position(|r| r.name() == region) else {
+            return;
+        };
+        let claim = self.local_claim(at, access, share);
+        let number = self.locals_so_far;
+        self.claim(claim, Conflict::Break, Pending::Local(number, reply));
+    }
+
+    /// An operation of the server's own is over.
+    pub fn handle_local_end(&mut self, now: Duration, number: u64) {
+        self.now = now;
+        self.end_local(number);
+    }
+
+    fn end_local(&mut self, number: u64) {
+        if let Some(lease) = self.locals.remove(&number) {
+            self.leases.release(self.now, lease);
+            self.carry_out();
         }
     }
 }

@@ -4,75 +4,65 @@
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use rdmux_verbs::{DaxMemory, FileMemory, FileWatch, Wanted};
 use rdmux_wire::push::{Access, Conflict, ErrorCode};
 
 use super::control::Local;
 use super::requests::Pending;
+use super::service::{Driver, Service};
 use super::session::Map;
-use super::{Done, Event, Server, wake};
+use super::{Done, Event, wake};
 use crate::region::{Place, Region};
 
-/// The files that are watched.
-#[derive(Debug)]
-pub(super) struct Watches {
-    /// By number of the region.
-    files: HashMap<usize, FileWatch>,
-    /// Regions whose file others may have open, and what for.
-    open: HashMap<usize, Access>,
-}
-
-impl Watches {
-    pub(super) fn begin(
-        regions: &[Arc<Region>],
-        server: &mpsc::Sender<Done>,
-        wake_fd: &Arc<OwnedFd>,
-        events: &mut Vec<Event>,
-    ) -> Watches {
-        let mut files = HashMap::new();
-        for (number, region) in regions.iter().enumerate() {
-            let (server, wake_fd) = (server.clone(), wake_fd.clone());
-            let tell = move |wanted| {
-                let _ = server.send(Done::Local(Local::Wanted(number, wanted)));
-                wake(&wake_fd);
-            };
-            let memory = region.memory().as_any();
-            if let Some(mapped) = memory.and_then(|memory| memory.downcast_ref::<DaxMemory>()) {
-                files.extend(mapped.watch(tell).map(|watch| (number, watch)));
-                continue;
-            }
-            let Some(file) = memory.and_then(|memory| memory.downcast_ref::<FileMemory>()) else {
-                if matches!(region.place(), Place::File(..)) {
-                    let why = "its memory does not tell".to_owned();
-                    let region = region.name().clone();
-                    events.push(Event::Unwatched { region, why });
-                }
-                continue;
-            };
-            match file.watch(tell) {
-                Ok(watch) => drop(files.insert(number, watch)),
-                Err(error) => {
-                    let why = match error.kind() {
-                        std::io::ErrorKind::WouldBlock => "another program has it open".to_owned(),
-                        std::io::ErrorKind::PermissionDenied => "it is another user's".to_owned(),
-                        _ => format!("its file system has no leases ({error})"),
-                    };
-                    let region = region.name().clone();
-                    events.push(Event::Unwatched { region, why });
-                }
-            }
+/// Watches the files of regions. Returns the watches by number of the region, and says which could not be had.
+pub(super) fn watch(
+    regions: &[Arc<Region>],
+    server: &mpsc::Sender<Done>,
+    wake_fd: &Arc<OwnedFd>,
+    events: &mut Vec<Event>,
+) -> HashMap<usize, FileWatch> {
+    let mut files = HashMap::new();
+    for (number, region) in regions.iter().enumerate() {
+        let (server, wake_fd) = (server.clone(), wake_fd.clone());
+        let tell = move |wanted| {
+            let _ = server.send(Done::Local(Local::Wanted(number, wanted)));
+            wake(&wake_fd);
+        };
+        let memory = region.memory().as_any();
+        if let Some(mapped) = memory.and_then(|memory| memory.downcast_ref::<DaxMemory>()) {
+            files.extend(mapped.watch(tell).map(|watch| (number, watch)));
+            continue;
         }
-        Watches {
-            files,
-            open: HashMap::new(),
+        let Some(file) = memory.and_then(|memory| memory.downcast_ref::<FileMemory>()) else {
+            if matches!(region.place(), Place::File(..)) {
+                let why = "its memory does not tell".to_owned();
+                let region = region.name().clone();
+                events.push(Event::Unwatched { region, why });
+            }
+            continue;
+        };
+        match file.watch(tell) {
+            Ok(watch) => drop(files.insert(number, watch)),
+            Err(error) => {
+                let why = match error.kind() {
+                    std::io::ErrorKind::WouldBlock => "another program has it open".to_owned(),
+                    std::io::ErrorKind::PermissionDenied => "it is another user's".to_owned(),
+                    _ => format!("its file system has no leases ({error})"),
+                };
+                let region = region.name().clone();
+                events.push(Event::Unwatched { region, why });
+            }
         }
     }
+    files
 }
 
-impl Server {
-    /// Somebody wants a region's file, or nobody has it any more.
-    pub(super) fn wanted(&mut self, number: usize, wanted: Wanted) {
+impl<D: Driver> Service<D> {
+    /// Somebody wants the file of the region of that number, or nobody has it any more.
+    pub fn handle_wanted(&mut self, now: Duration, number: usize, wanted: Wanted) {
+        self.now = now;
         let access = match wanted {
             Wanted::Nothing => return self.closed(number),
             Wanted::Read => Access::READ,
@@ -85,7 +75,7 @@ impl Server {
 
     /// Nothing stands against it any more: whoever wants the file may have it.
     pub(super) fn opened(&mut self, number: usize, access: Access) {
-        let open = self.watches.open.entry(number).or_default();
+        let open = self.open.entry(number).or_default();
         *open |= access;
         // To let one have it is to let all: a writer may wait for mappings that do not stand against a reader.
         let waits = |pending: &Pending| matches!(pending, Pending::Outside(other, _) if *other == number);
@@ -93,9 +83,7 @@ impl Server {
             return;
         }
         let access = *open;
-        if let Some(watch) = self.watches.files.get(&number) {
-            watch.let_go();
-        }
+        self.driver.let_others(number);
         self.events.push(Event::Opened {
             region: self.shared.regions[number].name().clone(),
             write: access.contains(Access::WRITE),
@@ -103,7 +91,7 @@ impl Server {
     }
 
     fn closed(&mut self, number: usize) {
-        if self.watches.open.remove(&number).is_some() {
+        if self.open.remove(&number).is_some() {
             let region = self.shared.regions[number].name().clone();
             self.events.push(Event::Closed { region });
         }
@@ -111,18 +99,13 @@ impl Server {
 
     /// Whether a mapping can be had beside those who have the file open.
     pub(super) fn check_outside(&mut self, map: &Map) -> Result<(), (ErrorCode, String)> {
-        let Some(open) = self.watches.open.get(&map.number) else {
+        let Some(open) = self.open.get(&map.number) else {
             return Ok(());
         };
         if map.share.contains(*open) {
             return Ok(());
         }
-        if self
-            .watches
-            .files
-            .get(&map.number)
-            .is_some_and(FileWatch::is_alone)
-        {
+        if self.driver.is_alone(map.number) {
             self.closed(map.number);
             return Ok(());
         }

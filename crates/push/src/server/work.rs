@@ -11,15 +11,14 @@ use rdmux_verbs::{Fault, Memory, Placement};
 use rdmux_wire::push::{ErrorCode, Message};
 
 use super::lease::LeaseId;
-use super::{ConnectionKey, Done, wake};
+use super::{Done, wake};
 use crate::crc::crc64_while;
 use crate::region::{Mapped, Region};
 
 /// Whose job it is, and where the answer goes.
 #[derive(Clone, Debug)]
 pub(super) struct Ticket {
-    pub(super) key: ConnectionKey,
-    /// The client's number: its queue pair's number may be another's when the job is done.
+    /// The client's number, which is never another's.
     pub(super) client: u64,
     pub(super) slot: usize,
     pub(super) request: u64,
@@ -56,16 +55,61 @@ pub(super) enum Task {
     },
 }
 
-/// A job that is done.
+/// What a [`Service`](super::Service) wants done.
 #[derive(Debug)]
-pub(super) struct Finished {
+pub struct Job {
+    /// Number of the region.
+    pub(super) region: usize,
     pub(super) ticket: Ticket,
-    pub(super) answer: Message,
-    /// It was queued.
+    pub(super) task: Task,
+    /// It waits for no medium, and for no job before it.
+    pub(super) at_once: bool,
+    /// It is one of those that a client is not welcome before they are done.
     pub(super) counted: bool,
 }
 
-type Job = (Ticket, Task);
+impl Job {
+    /// The client that it is done for.
+    pub fn client(&self) -> u64 {
+        self.ticket.client
+    }
+
+    /// Whether it takes no longer than processors and their memory do.
+    pub fn is_immediate(&self) -> bool {
+        self.at_once
+    }
+
+    /// Does it.
+    pub fn run(self) -> Finished {
+        let answer = self.task.run();
+        Finished {
+            ticket: self.ticket,
+            answer,
+            counted: self.counted,
+        }
+    }
+
+    /// It could not be begun.
+    fn failed(self, text: &str) -> Finished {
+        let answer = Message::Error {
+            code: ErrorCode::Busy,
+            text: text.into(),
+        };
+        Finished {
+            ticket: self.ticket,
+            answer,
+            counted: self.counted,
+        }
+    }
+}
+
+/// A job that is done.
+#[derive(Debug)]
+pub struct Finished {
+    pub(super) ticket: Ticket,
+    pub(super) answer: Message,
+    pub(super) counted: bool,
+}
 
 /// The threads, each made when it is needed first.
 #[derive(Debug)]
@@ -74,15 +118,6 @@ pub(super) struct Workers {
     wake: Arc<OwnedFd>,
     /// By number of the region, and whether it is the one for checksums.
     threads: HashMap<(usize, bool), mpsc::Sender<Job>>,
-    /// Reads, writes and flushes of a client that are not done.
-    running: HashMap<u64, Running>,
-}
-
-#[derive(Debug)]
-struct Running {
-    /// The client's name over several connections.
-    id: [u8; 16],
-    jobs: usize,
 }
 
 impl Workers {
@@ -91,79 +126,28 @@ impl Workers {
             done,
             wake,
             threads: HashMap::new(),
-            running: HashMap::new(),
         }
     }
 
-    /// Does a job: at once when it waits for no medium, else on a thread. `id` is the client's.
-    pub(super) fn submit(
-        &mut self,
-        number: usize,
-        id: [u8; 16],
-        ticket: Ticket,
-        task: Task,
-    ) -> Option<Finished> {
-        let is_checksum = matches!(task, Task::Checksum { .. });
-        let waits_behind = self
-            .running
-            .get(&ticket.client)
-            .is_some_and(|running| running.jobs > 0);
-        if task.is_immediate() && !waits_behind {
-            let answer = task.run();
-            return Some(Finished {
-                ticket,
-                answer,
-                counted: false,
-            });
+    /// Does a job: at once when it waits for nothing, else on a thread.
+    pub(super) fn submit(&mut self, job: Job) -> Option<Finished> {
+        if job.at_once {
+            return Some(job.run());
         }
-        let thread = match self.threads.get(&(number, is_checksum)) {
+        let which = (job.region, job.task.is_checksum());
+        let thread = match self.threads.get(&which) {
             Some(thread) => thread.clone(),
             None => {
                 let Ok(thread) = self.spawn() else {
-                    let answer = Message::Error {
-                        code: ErrorCode::Busy,
-                        text: "the server has no thread for this".into(),
-                    };
-                    return Some(Finished {
-                        ticket,
-                        answer,
-                        counted: false,
-                    });
+                    return Some(job.failed("the server has no thread for this"));
                 };
-                self.threads.insert((number, is_checksum), thread.clone());
+                self.threads.insert(which, thread.clone());
                 thread
             }
         };
-        if !is_checksum {
-            let running = self
-                .running
-                .entry(ticket.client)
-                .or_insert(Running { id, jobs: 0 });
-            running.jobs += 1;
-        }
         // The thread lives as long as its queue.
-        let _ = thread.send((ticket, task));
+        let _ = thread.send(job);
         None
-    }
-
-    /// Takes in that a job is done.
-    pub(super) fn finished(&mut self, finished: &Finished) {
-        if !finished.counted {
-            return;
-        }
-        if let Some(running) = self.running.get_mut(&finished.ticket.client) {
-            running.jobs -= 1;
-            if running.jobs == 0 {
-                self.running.remove(&finished.ticket.client);
-            }
-        }
-    }
-
-    /// Whether something runs for a client of that name, on a connection other than this.
-    pub(super) fn runs_for(&self, id: [u8; 16], but: u64) -> bool {
-        self.running
-            .iter()
-            .any(|(client, running)| running.id == id && *client != but)
     }
 
     fn spawn(&self) -> std::io::Result<mpsc::Sender<Job>> {
@@ -174,21 +158,20 @@ impl Workers {
                 let mut batch = vec![first];
                 batch.extend(rx.try_iter());
                 let mut batch = batch.into_iter().peekable();
-                while let Some((ticket, task)) = batch.next() {
+                while let Some(mut job) = batch.next() {
                     // Flushes of one mapping that wait together are one: whatever each covers was placed before.
-                    let (mut task, mut tickets) = (task, vec![ticket]);
-                    while let Some((ticket, _)) = batch.next_if(|(_, next)| task.absorb(next)) {
-                        tickets.push(ticket);
+                    let mut others = Vec::new();
+                    while let Some(other) = batch.next_if(|next| job.task.absorb(&next.task)) {
+                        others.push((other.ticket, other.counted));
                     }
-                    let counted = !matches!(task, Task::Checksum { .. });
-                    let answer = task.run();
-                    for ticket in tickets {
-                        let answer = answer.clone();
-                        let finished = Finished {
-                            ticket,
-                            answer,
-                            counted,
-                        };
+                    let finished = job.run();
+                    let answer = finished.answer.clone();
+                    let others = others.into_iter().map(|(ticket, counted)| Finished {
+                        ticket,
+                        answer: answer.clone(),
+                        counted,
+                    });
+                    for finished in std::iter::once(finished).chain(others) {
                         if done.send(Done::Finished(finished)).is_err() {
                             return;
                         }
@@ -202,8 +185,12 @@ impl Workers {
 }
 
 impl Task {
+    pub(super) fn is_checksum(&self) -> bool {
+        matches!(self, Task::Checksum { .. })
+    }
+
     /// Whether it waits for no medium: for processors and their memory at most.
-    fn is_immediate(&self) -> bool {
+    pub(super) fn is_immediate(&self) -> bool {
         let in_memory = |memory: &Mapped| memory.region().domain() != rdmux_wire::push::Domain::File;
         match self {
             Task::Checksum { .. } => false,

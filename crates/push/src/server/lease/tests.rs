@@ -30,7 +30,7 @@ fn effects(leases: &mut Leases) -> Vec<Effect> {
     std::iter::from_fn(|| leases.poll()).collect()
 }
 
-fn ask(leases: &mut Leases, now: Instant, claim: Claim) -> (LeaseId, Answer) {
+fn ask(leases: &mut Leases, now: Duration, claim: Claim) -> (LeaseId, Answer) {
     leases.request(now, claim, Kind::Mapping, Conflict::Break)
 }
 
@@ -70,7 +70,7 @@ fn conflicts__several_readers_or_one_writer_unless_shared() {
 
 #[test]
 fn request__holder_that_lets_go_is_followed_by_the_one_that_asked() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (held, answer) = ask(&mut leases, now, writer(1));
     assert_eq!(answer, Answer::Granted);
     let (asked, answer) = ask(&mut leases, now, reader(2));
@@ -96,7 +96,7 @@ fn request__holder_that_lets_go_is_followed_by_the_one_that_asked() {
 
 #[test]
 fn handle_timeout__a_holder_that_does_not_let_go_is_revoked_first() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (held, _) = ask(&mut leases, now, writer(1));
     let (asked, _) = ask(&mut leases, now, writer(2));
     effects(&mut leases);
@@ -122,7 +122,7 @@ fn handle_timeout__a_holder_that_does_not_let_go_is_revoked_first() {
 
 #[test]
 fn request__that_may_fail_does_and_disturbs_nobody() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (held, _) = ask(&mut leases, now, writer(1));
     let (_, answer) = leases.request(now, reader(2), Kind::Mapping, Conflict::Fail);
     assert_eq!(answer, Answer::Refused(writer(1)));
@@ -133,7 +133,7 @@ fn request__that_may_fail_does_and_disturbs_nobody() {
 
 #[test]
 fn request__an_operation_is_waited_for_and_not_broken() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let operation = claim(1, 0, 10, WRITE, READ | WRITE);
     let (running, answer) = leases.request(now, operation, Kind::Operation, Conflict::Break);
     assert_eq!(answer, Answer::Granted);
@@ -149,7 +149,7 @@ fn request__an_operation_is_waited_for_and_not_broken() {
 
 #[test]
 fn request__who_asked_first_is_served_first_and_broken_for_the_next() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (first, _) = ask(&mut leases, now, reader(1));
     let (second, _) = ask(&mut leases, now, writer(2));
     // It would not conflict with the holder, but it asked after the writer.
@@ -178,7 +178,7 @@ fn request__who_asked_first_is_served_first_and_broken_for_the_next() {
 
 #[test]
 fn owner_ended__takes_back_what_it_waited_for() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (held, _) = ask(&mut leases, now, writer(1));
     ask(&mut leases, now, writer(2));
     effects(&mut leases);
@@ -190,7 +190,7 @@ fn owner_ended__takes_back_what_it_waited_for() {
 
 #[test]
 fn owner_ended__a_granted_operation_is_still_told_of_to_be_released() {
-    let (mut leases, now) = (Leases::new(TIMEOUT), Instant::now());
+    let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (held, _) = ask(&mut leases, now, writer(1));
     let (asked, answer) = leases.request(now, writer(2), Kind::Operation, Conflict::Break);
     assert_eq!(answer, Answer::Waiting);
@@ -256,7 +256,7 @@ struct Client {
 
 /// A server, clients and the network between them. What is under way arrives in order within a connection, after any time.
 struct World {
-    now: Instant,
+    now: Duration,
     random: Random,
     defect: Defect,
     leases: Leases,
@@ -276,7 +276,7 @@ struct World {
 impl World {
     fn new(seed: u64, defect: Defect) -> World {
         World {
-            now: Instant::now(),
+            now: Duration::ZERO,
             random: Random(seed),
             defect,
             leases: Leases::new(TIMEOUT),

@@ -1,0 +1,401 @@
+//! The service itself: clients, their mappings, and who has to let go for whom. No I/O and no clock: messages and time come
+//! in, and what is to be done with memory and connections is asked of a [`Driver`].
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rdmux_verbs::{Access, Status};
+use rdmux_wire::push::{Change, Extent, Message};
+
+use super::lease::{LeaseId, Leases};
+use super::requests::{Pending, Welcoming};
+use super::session::{EndReason, Map, Session, Shared};
+use super::work::{Finished, Job, Task, Ticket};
+use super::{Event, HANDSHAKE_TIMEOUT};
+use crate::region::Mapped;
+
+/// Where a message goes out, and so what comes back when it has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// The answer to the message that came into this slot.
+    Answer(usize),
+    /// A notice, of which one is under way at a time.
+    Notice,
+}
+
+/// What a [`Service`] needs of the world. Everything has happened when its call returns.
+pub trait Driver {
+    /// Registers the memory of a mapping for a client. An error says why not.
+    fn register(
+        &mut self,
+        client: u64,
+        map: &Map,
+        memory: Arc<Mapped>,
+        rights: Access,
+    ) -> Result<Extent, String>;
+
+    /// Makes the keys of a mapping invalid. When this returns nothing reaches the memory through them, and what was on its way
+    /// is there: the revocation point.
+    fn deregister(&mut self, client: u64, mapping: u64);
+
+    /// Sends. False: the connection takes nothing any more.
+    fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool;
+
+    /// Makes a slot ready for the next message. False: the connection takes nothing any more.
+    fn receive(&mut self, client: u64, slot: usize) -> bool;
+
+    /// Ends a connection: nothing of it does anything any more. One that `failed` may stay for a moment to say why.
+    fn disconnect(&mut self, client: u64, failed: bool);
+
+    /// Does a job, and returns what came of it; or gives it to somebody and calls [`Service::finished`] later. Jobs of one
+    /// region that change or read it are done in order.
+    fn work(&mut self, job: Job) -> Option<Finished>;
+
+    /// Lets programs of the host go on that wait for the file of the region of that number.
+    fn let_others(&mut self, region: usize);
+
+    /// Whether no program of the host has the file of the region of that number open.
+    fn is_alone(&mut self, region: usize) -> bool;
+}
+
+/// A mapping. Without its lease it is no longer reached, and can only be flushed.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    pub(super) lease: Option<LeaseId>,
+    pub(super) memory: Arc<Mapped>,
+    /// Number of the region.
+    pub(super) number: usize,
+    pub(super) offset: u64,
+    pub(super) length: u64,
+    pub(super) transfer: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Client {
+    pub(super) peer: IpAddr,
+    pub(super) session: Session,
+    pub(super) mappings: BTreeMap<u64, Mapping>,
+    /// The handshake, or the last message, must be done by then.
+    pub(super) deadline: Option<Duration>,
+    /// The end, once the last message has left.
+    pub(super) closing: Option<EndReason>,
+    /// Who it is over several connections; zeros when it has not said.
+    pub(super) id: [u8; 16],
+    /// What it is to be told of its mappings: of each the last that happened.
+    pub(super) changes: BTreeMap<u64, Change>,
+    /// The notice that it has not taken yet.
+    pub(super) notice: Option<u64>,
+    pub(super) notices_so_far: u64,
+    /// It has ended: for its jobs that take long.
+    pub(super) gone: Arc<AtomicBool>,
+}
+
+/// Jobs of a client that are not done and change or read a region.
+#[derive(Debug)]
+struct Running {
+    /// The client's name over several connections.
+    id: [u8; 16],
+    jobs: usize,
+}
+
+/// All sessions of a server, and the leases between them. Give it what happens, by the `handle_*` methods and
+/// [`Service::finished`]; it calls the [`Driver`] from within. Call [`Service::handle_timeout`] at [`Service::poll_timeout`].
+/// `now` counts from any moment.
+#[derive(Debug)]
+pub struct Service<D> {
+    pub(super) driver: D,
+    pub(super) shared: Arc<Shared>,
+    /// The moment of the call that is being answered.
+    pub(super) now: Duration,
+    pub(super) clients: BTreeMap<u64, Client>,
+    clients_so_far: u64,
+    pub(super) leases: Leases,
+    pub(super) carrying_out: bool,
+    /// Mappings by their lease: client and number.
+    pub(super) leased: HashMap<LeaseId, (u64, u64)>,
+    /// What waits for a lease.
+    pub(super) pending: HashMap<LeaseId, Pending>,
+    /// Clients whose earlier connections' jobs are not done.
+    pub(super) welcoming: Vec<Welcoming>,
+    running: HashMap<u64, Running>,
+    /// Local operations by their number.
+    pub(super) locals: HashMap<u64, LeaseId>,
+    pub(super) locals_so_far: u64,
+    /// Regions whose file others may have open, and what for.
+    pub(super) open: HashMap<usize, rdmux_wire::push::Access>,
+    pub(super) events: Vec<Event>,
+}
+
+impl<D: Driver> Service<D> {
+    /// A service without clients, whose mappings' holders have `break_timeout` to let go.
+    pub fn new(driver: D, shared: Arc<Shared>, break_timeout: Duration) -> Service<D> {
+        Service {
+            driver,
+            shared,
+            now: Duration::ZERO,
+            clients: BTreeMap::new(),
+            clients_so_far: 0,
+            leases: Leases::new(break_timeout),
+            carrying_out: false,
+            leased: HashMap::new(),
+            pending: HashMap::new(),
+            welcoming: Vec::new(),
+            running: HashMap::new(),
+            locals: HashMap::new(),
+            locals_so_far: 0,
+            open: HashMap::new(),
+            events: Vec::new(),
+        }
+    }
+
+    /// A client has connected; `nonce` is random. Returns its number, which no other gets.
+    pub fn handle_connected(&mut self, now: Duration, peer: IpAddr, nonce: [u8; 32]) -> u64 {
+        self.now = now;
+        self.clients_so_far += 1;
+        let client = Client {
+            peer,
+            session: Session::new(self.shared.clone(), nonce),
+            mappings: BTreeMap::new(),
+            deadline: Some(now + HANDSHAKE_TIMEOUT),
+            closing: None,
+            id: [0; 16],
+            changes: BTreeMap::new(),
+            notice: None,
+            notices_so_far: 0,
+            gone: Arc::default(),
+        };
+        self.clients.insert(self.clients_so_far, client);
+        self.clients_so_far
+    }
+
+    /// An answer has left: its slot can take the next message.
+    pub fn handle_sent(&mut self, now: Duration, client: u64, slot: usize) {
+        self.now = now;
+        let Some(known) = self.clients.get_mut(&client) else {
+            return;
+        };
+        match known.closing.take() {
+            Some(reason) => self.end(client, reason),
+            None => self.receive_again(client, slot),
+        }
+    }
+
+    /// A connection failed, or ended: why, if its queue pair knows.
+    pub fn handle_disconnected(&mut self, now: Duration, client: u64, status: Option<Status>) {
+        self.now = now;
+        if let Some(known) = self.clients.get(&client) {
+            let reason = known.why_ended(status);
+            self.end(client, reason);
+        }
+    }
+
+    /// A client does not answer.
+    pub fn handle_dead(&mut self, now: Duration, client: u64) {
+        self.now = now;
+        self.end(client, EndReason::Dead);
+    }
+
+    /// A connection takes nothing any more.
+    pub fn handle_lost(&mut self, now: Duration, client: u64) {
+        self.now = now;
+        self.end(client, EndReason::Failed("connection lost".into()));
+    }
+
+    /// What is due now is done.
+    pub fn handle_timeout(&mut self, now: Duration) {
+        self.now = now;
+        let mut late = Vec::new();
+        for (client, known) in &mut self.clients {
+            if known.deadline.is_some_and(|deadline| deadline <= now) {
+                let reason = known.closing.take().unwrap_or(EndReason::HandshakeTimeout);
+                late.push((*client, reason));
+            }
+        }
+        for (client, reason) in late {
+            self.end(client, reason);
+        }
+        self.leases.handle_timeout(now);
+        self.carry_out();
+    }
+
+    /// When [`Service::handle_timeout`] wants to be called.
+    pub fn poll_timeout(&self) -> Option<Duration> {
+        let deadlines = self.clients.values().filter_map(|client| client.deadline);
+        deadlines.chain(self.leases.next_timeout()).min()
+    }
+
+    /// What has happened, for people to read.
+    pub fn poll_events(&mut self) -> impl Iterator<Item = Event> + '_ {
+        self.events.drain(..)
+    }
+
+    /// The server ends.
+    pub fn shut_down(&mut self, now: Duration) {
+        self.now = now;
+        for client in self.clients.keys().copied().collect::<Vec<_>>() {
+            self.end(client, EndReason::Shutdown);
+        }
+    }
+
+    /// Forgets everything, as a process does that ends: nothing is said or done about it.
+    pub fn forget(&mut self) {
+        self.clients.clear();
+        self.leases.clear();
+        self.leased.clear();
+        self.pending.clear();
+        self.welcoming.clear();
+        self.running.clear();
+        self.locals.clear();
+        self.open.clear();
+        self.events.clear();
+    }
+
+    /// What it was made with.
+    pub fn driver(&self) -> &D {
+        &self.driver
+    }
+
+    /// What it was made with.
+    pub fn driver_mut(&mut self) -> &mut D {
+        &mut self.driver
+    }
+
+    /// Whether a client has shown that it has the key.
+    pub fn is_ready(&self, client: u64) -> bool {
+        self.clients
+            .get(&client)
+            .is_some_and(|known| known.session.is_ready())
+    }
+
+    /// Clients that have not shown yet that they have the key.
+    pub fn half_open(&self) -> usize {
+        self.clients
+            .values()
+            .filter(|client| !client.session.is_ready())
+            .count()
+    }
+
+    /// Clients so far.
+    pub fn clients_so_far(&self) -> u64 {
+        self.clients_so_far
+    }
+
+    pub(super) fn send(&mut self, client: u64, slot: usize, request: u64, message: &Message) {
+        if self.clients.contains_key(&client)
+            && !self.driver.send(client, Slot::Answer(slot), request, message)
+        {
+            self.end(client, EndReason::Failed("connection lost".into()));
+        }
+    }
+
+    pub(super) fn receive_again(&mut self, client: u64, slot: usize) {
+        if self.clients.contains_key(&client) && !self.driver.receive(client, slot) {
+            self.end(client, EndReason::Failed("connection lost".into()));
+        }
+    }
+
+    pub(super) fn end(&mut self, client: u64, reason: EndReason) {
+        let Some(mut known) = self.clients.remove(&client) else {
+            return;
+        };
+        known.gone.store(true, Ordering::Relaxed);
+        // The mappings first: from here on nothing of the client reaches a region, and only then may others.
+        let mut mappings = 0;
+        for (mapping, known) in &mut known.mappings {
+            if let Some(lease) = known.lease.take() {
+                self.driver.deregister(client, *mapping);
+                self.leased.remove(&lease);
+                mappings += 1;
+            }
+        }
+        self.pending.retain(|_, pending| !pending.is_of(client));
+        self.welcoming.retain(|welcoming| welcoming.client() != client);
+        self.leases.owner_ended(self.now, client);
+        self.carry_out();
+        let failed = matches!(reason, EndReason::Failed(_));
+        self.events.push(Event::Ended {
+            client,
+            peer: known.peer,
+            reason,
+            mappings,
+        });
+        self.driver.disconnect(client, failed);
+    }
+
+    pub(super) fn work(&mut self, region: usize, ticket: Ticket, task: Task) {
+        let client = ticket.client;
+        let at_once = task.is_immediate() && !self.running.contains_key(&client);
+        let counted = !at_once && !task.is_checksum();
+        if counted {
+            let id = self.clients.get(&client).map_or([0; 16], |client| client.id);
+            let running = self.running.entry(client).or_insert(Running { id, jobs: 0 });
+            running.jobs += 1;
+        }
+        let job = Job {
+            region,
+            ticket,
+            task,
+            at_once,
+            counted,
+        };
+        if let Some(finished) = self.driver.work(job) {
+            self.job_finished(finished);
+        }
+    }
+
+    /// A job is done.
+    pub fn finished(&mut self, now: Duration, finished: Finished) {
+        self.now = now;
+        self.job_finished(finished);
+    }
+
+    fn job_finished(&mut self, finished: Finished) {
+        let Finished {
+            ticket,
+            answer,
+            counted,
+        } = finished;
+        if counted && let Some(running) = self.running.get_mut(&ticket.client) {
+            running.jobs -= 1;
+            if running.jobs == 0 {
+                self.running.remove(&ticket.client);
+            }
+        }
+        if let Some(lease) = ticket.lease {
+            self.leases.release(self.now, lease);
+            self.carry_out();
+        }
+        self.send(ticket.client, ticket.slot, ticket.request, &answer);
+        self.welcome_all();
+    }
+
+    /// Whether something runs for a client of that name, on a connection other than this.
+    pub(super) fn runs_for(&self, id: [u8; 16], but: u64) -> bool {
+        self.running
+            .iter()
+            .any(|(client, running)| running.id == id && *client != but)
+    }
+}
+
+impl Client {
+    /// What ended a connection whose queue pair says this.
+    fn why_ended(&self, status: Option<Status>) -> EndReason {
+        let fault = self.mappings.values().find_map(|mapping| {
+            let fault = mapping.memory.fault()?;
+            Some((mapping.memory.region().name().clone(), fault))
+        });
+        if let Some((region, fault)) = fault {
+            return EndReason::Failed(format!("region {region} failed: {fault}"));
+        }
+        match status {
+            None if !self.session.is_ready() => EndReason::LeftHandshake,
+            None => EndReason::Disconnected,
+            Some(Status::RetryExceeded) => EndReason::Dead,
+            Some(Status::RemoteAccess) => EndReason::Failed("access outside of its mappings".into()),
+            Some(other) => EndReason::Failed(other.to_string()),
+        }
+    }
+}
