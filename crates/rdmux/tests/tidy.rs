@@ -11,7 +11,7 @@ const MAY_USE: [(&str, &[&str]); 6] = [
     ("rnic", &["wire"]),
     ("verbs", &["rnic", "wire"]),
     ("push", &["verbs", "wire"]),
-    ("sim", &["rnic", "wire"]),
+    ("sim", &["push", "rnic", "wire"]),
     ("rdmux", &["push", "sim", "verbs", "wire"]),
 ];
 

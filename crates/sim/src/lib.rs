@@ -1,8 +1,9 @@
-//! Simulation of the engine: two devices, a virtual clock, and links that lose, duplicate, reorder, corrupt and delay packets.
-//! Everything is drawn from one seed, so a run that fails can be run again; nothing here reads a clock or the system's
-//! random numbers, and no packet leaves the process.
+//! Simulation of the engine, and of the push service on it: two devices, a virtual clock, and links that lose, duplicate,
+//! reorder, corrupt and delay packets. Everything is drawn from one seed, so a run that fails can be run again; nothing here
+//! reads a clock or the system's random numbers, and no packet leaves the process.
 //!
-//! Begin with [`Settings`] and [`run`], which gives a [`Report`].
+//! Begin with [`Settings`] and [`run`], which gives a [`Report`]. [`power`] cuts the power of a server, [`leases`] runs the push
+//! service's state machines.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
@@ -10,9 +11,11 @@ mod connect;
 mod dice;
 pub mod fuzz;
 pub mod goodput;
+pub mod leases;
 mod machine;
 mod memory;
 mod network;
+mod pair;
 pub mod power;
 mod report;
 mod seen;

@@ -122,6 +122,8 @@ pub(crate) struct World {
     lossy_until: Time,
     /// Until when switches mark what may be marked (ECN).
     marking_until: Time,
+    /// QPs of each host that nothing reaches, and until when.
+    cut_off: BTreeMap<(usize, Qpn), Time>,
     /// What this host sends as acknowledgement to this QP becomes an answer that was not asked for.
     forged: Option<(usize, Qpn)>,
     /// The hosts are processes of one machine.
@@ -187,6 +189,7 @@ impl World {
             latency_ns: shape.latency_ns,
             lossy_until: Time(0),
             marking_until: Time(0),
+            cut_off: BTreeMap::new(),
             forged: None,
             machine: None,
             lines: [Stream::Sent, Stream::Received].map(|stream| Line::new(spec, stream)),
@@ -269,6 +272,20 @@ impl World {
     pub(crate) fn break_link(&mut self, to: usize, for_ns: u64) {
         self.carried.path_changes += 1;
         self.hosts[to].cut_off_until = self.now + for_ns;
+    }
+
+    /// Nothing that is sent to a QP of this host for a while reaches it.
+    pub(crate) fn cut_off(&mut self, to: usize, qpn: Qpn, for_ns: u64) {
+        self.cut_off.insert((to, qpn), self.now + for_ns);
+    }
+
+    fn is_cut_off(&self, to: usize, packet: &[u8]) -> bool {
+        let &[_, _, _, _, _, high, middle, low, ..] = packet else {
+            return false;
+        };
+        let qpn = Qpn::new(u32::from_be_bytes([0, high, middle, low]));
+        let until = self.cut_off.get(&(to, qpn));
+        until.is_some_and(|until| self.now < *until)
     }
 
     /// Every other packet is lost for a while.
@@ -468,7 +485,7 @@ impl World {
             self.carried.packets += 1;
             self.carried.bytes += packet.len() as u64;
             let fate = self.lines[to].next_fate_with_loss(loss);
-            if fate.lost {
+            if fate.lost || self.is_cut_off(to, packet) {
                 self.carried.lost += 1;
                 self.arrive(at, to, path, std::mem::take(&mut joined), segment_bytes);
                 continue;

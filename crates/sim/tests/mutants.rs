@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rdmux_rnic::mutant::{self, Mutant};
 use rdmux_sim::goodput::{Link, Streams, measure};
-use rdmux_sim::power;
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
+use rdmux_sim::{leases, power};
 
 /// Seeds tried for each defect.
 const SEEDS: u64 = 1200;
@@ -127,6 +127,20 @@ fn without_a_mutant_nothing_is_caught() {
     }
 }
 
+/// The first seed whose run finds something, and what it finds.
+fn first_found(mutant: Mutant, run: impl Fn(u64) -> Option<String> + std::panic::RefUnwindSafe) {
+    mutant::set(Some(mutant));
+    let found = (0..SEEDS).find_map(|seed| {
+        let what = catch_unwind(|| run(seed)).unwrap_or_else(|_| Some("panic".to_owned()))?;
+        Some(format!("seed {seed:>4}: {what}"))
+    });
+    mutant::set(None);
+    match found {
+        Some(what) => println!("{:<26} {what}", format!("{mutant:?}")),
+        None => panic!("{mutant:?}: not caught within {SEEDS} seeds"),
+    }
+}
+
 /// What the engine itself does wrong about durability shows in power cuts too.
 #[test]
 fn power_cuts_catch_what_concerns_them() {
@@ -136,22 +150,22 @@ fn power_cuts_catch_what_concerns_them() {
         Mutant::FlushShort,
         Mutant::AtomicPassesFlush,
     ] {
-        mutant::set(Some(mutant));
-        let found = (0..SEEDS).find_map(|seed| {
+        first_found(mutant, |seed| {
             let settings = power::Settings {
                 platform: power::Platform::ADR_CACHED,
                 ..power::Settings::drawn(seed)
             };
-            let what = match catch_unwind(|| power::run(&settings)) {
-                Ok(report) => report.violation?,
-                Err(_) => "panic".to_owned(),
-            };
-            Some(format!("seed {seed:>4}: {what}"))
+            power::run(&settings).violation
         });
-        mutant::set(None);
-        match found {
-            Some(what) => println!("{:<26} {what}", format!("{mutant:?}")),
-            None => panic!("{mutant:?}: not caught within {SEEDS} seeds"),
-        }
+    }
+}
+
+/// And what it does wrong about what was acknowledged shows when mappings are revoked.
+#[test]
+fn leases_catch_what_concerns_them() {
+    for mutant in [Mutant::FlushAnsweredEarly, Mutant::GapAccepted] {
+        first_found(mutant, |seed| {
+            leases::run(&leases::Settings::drawn(seed)).violation
+        });
     }
 }

@@ -1,9 +1,10 @@
 //! `rdmux sim`: the engine over simulated links.
 
 use std::io::Write;
+use std::str::FromStr;
 
-use anyhow::{Result, bail};
-use rdmux_sim::{Settings, power};
+use anyhow::{Result, anyhow, bail};
+use rdmux_sim::{Settings, leases, power};
 use rdmux_verbs::faults::{Spec, SpecError};
 use serde_json::json;
 
@@ -44,17 +45,21 @@ pub(crate) struct Args {
     one_machine: bool,
     /// Cut the power of a server that clients write, flush and read, and look at what is left. The server and the faults of
     /// the links are drawn from the seed.
-    #[arg(long, conflicts_with_all = ["fault", "loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
+    #[arg(long, group = "kind", conflicts_with_all = ["fault", "loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
     power: bool,
+    /// Run clients of the push service that take ranges from each other, connect again, stop and die, and look at each byte
+    /// that lands whether it still may. The faults of the links are drawn from the seed.
+    #[arg(long, group = "kind", conflicts_with_all = ["fault", "loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
+    leases: bool,
     /// What the server's memory is behind: none, file, adr, adr-direct, adr-stores, eadr, battery or battery-early-ack.
     #[arg(long, requires = "power")]
     platform: Option<power::Platform>,
     /// Rely on this alone, whether it holds or not: write, read, flush-global, flush-persistent or software-flush.
     #[arg(long, requires = "power", value_name = "METHOD")]
     rely: Option<power::Method>,
-    /// A defect of the server, which a power cut must show; an unknown name lists them.
-    #[arg(long, requires = "power")]
-    defect: Option<power::Defect>,
+    /// A defect of the server, which the run must show; an unknown name lists them.
+    #[arg(long, requires = "kind")]
+    defect: Option<String>,
     /// Runs, each with the next seed.
     #[arg(long, default_value_t = 1)]
     runs: u64,
@@ -118,6 +123,9 @@ fn parse_fault(text: &str) -> Result<Spec, String> {
 pub(crate) fn run(args: &Args) -> Result<()> {
     if args.power {
         return cut_power(args);
+    }
+    if args.leases {
+        return take_back(args);
     }
     let mut out = std::io::stdout().lock();
     let spec = args.fault.unwrap_or(Spec {
@@ -183,30 +191,69 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// The defect that was asked for.
+fn defect<T: FromStr<Err = String>>(args: &Args) -> Result<Option<T>> {
+    let parsed = args.defect.as_deref().map(str::parse).transpose();
+    parsed.map_err(|why| anyhow!("--defect: {why}"))
+}
+
+/// Counts as JSON.
+fn counted(counts: &[(&str, u64)]) -> serde_json::Map<String, serde_json::Value> {
+    counts
+        .iter()
+        .map(|(name, count)| (name.replace([' ', '-'], "_"), json!(count)))
+        .collect()
+}
+
+/// `rdmux sim --leases`.
+fn take_back(args: &Args) -> Result<()> {
+    let defect = defect(args)?;
+    let mut out = std::io::stdout().lock();
+    for i in 0..args.runs {
+        let settings = leases::Settings {
+            defect,
+            ..leases::Settings::drawn(args.seed.unwrap_or(1).wrapping_add(i))
+        };
+        let report = leases::run(&settings);
+        if args.json {
+            let value = json!({
+                "seed": settings.seed,
+                "defect": settings.defect.map(leases::Defect::name),
+                "violation": report.violation,
+                "counts": counted(&report.counts.list()),
+            });
+            writeln!(out, "{value}")?;
+        } else {
+            write!(out, "{report}")?;
+        }
+        if let Some(violation) = report.violation {
+            bail!("seed {}: {violation}", settings.seed);
+        }
+    }
+    Ok(())
+}
+
 /// `rdmux sim --power`.
 fn cut_power(args: &Args) -> Result<()> {
+    let defect = defect(args)?;
     let mut out = std::io::stdout().lock();
     for i in 0..args.runs {
         let drawn = power::Settings::drawn(args.seed.unwrap_or(1).wrapping_add(i));
         let settings = power::Settings {
             platform: args.platform.unwrap_or(drawn.platform),
             rely: args.rely,
-            defect: args.defect,
+            defect,
             ..drawn
         };
         let report = power::run(&settings);
         if args.json {
-            let counts = report.counts().into_iter();
-            let counts: serde_json::Map<String, serde_json::Value> = counts
-                .map(|(name, count)| (name.replace([' ', '-'], "_"), json!(count)))
-                .collect();
             let value = json!({
                 "seed": settings.seed,
                 "platform": settings.platform.name(),
                 "rely": settings.rely.map(power::Method::name),
                 "defect": settings.defect.map(power::Defect::name),
                 "violation": report.violation,
-                "counts": counts,
+                "counts": counted(&report.counts()),
             });
             writeln!(out, "{value}")?;
         } else {

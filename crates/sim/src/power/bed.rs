@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use rdmux_rnic::{
-    Access, Bind, Cqn, HeapMemory, LKey, Memory, Operation, Path, Pd, Placement, Psn, QpAttributes, QpInit,
-    QpState, Qpn, RKey, RecvRequest, RegionSpec, Selectivity, SendFlags, SendRequest, Sge, SgeList, Status,
-    Target, WindowType, WorkCompletion,
+    Access, Bind, Cqn, HeapMemory, LKey, Memory, Operation, Pd, Placement, QpInit, QpState, Qpn, RKey,
+    RecvRequest, RegionSpec, Selectivity, SendFlags, SendRequest, Sge, SgeList, Status, Target, WindowType,
+    WorkCompletion,
 };
 
 use super::ledger::Ledger;
@@ -16,7 +16,7 @@ use super::platform::{Defect, Domain, Platform};
 use super::shadow::{Lane, Mailbox, Shadow, UNIT};
 use crate::dice::Dice;
 use crate::memory::Space;
-use crate::tap::Agreed;
+use crate::pair::{Terms, bring_up};
 use crate::world::{Carried, Faults, Shape, Step, World};
 
 const SERVER: usize = 0;
@@ -285,6 +285,11 @@ impl Bed {
         self.world.hosts[SERVER].rnic.counters().no_qp
     }
 
+    /// The time, in nanoseconds since the beginning.
+    pub fn now_ns(&self) -> u64 {
+        self.world.now.0
+    }
+
     /// Steps so far.
     pub fn steps(&self) -> u64 {
         self.world.steps
@@ -314,7 +319,12 @@ impl Bed {
         let (server, pd) = self.make_end(SERVER, mailbox.clone());
         let own = Arc::new(HeapMemory::new(ROOM as usize));
         let (client, _) = self.make_end(CLIENT, own.clone());
-        self.bring_up(&server, &client);
+        let terms = Terms {
+            mtu: self.mtu,
+            window_bytes: self.window_bytes,
+            src_port: 0xc000 + self.connections.len() as u16 % 1024,
+        };
+        bring_up(&mut self.world, &mut self.dice, [server.qpn, client.qpn], terms);
         let (mapping, rkey) = self.grant(pd, server.qpn, &lane, range.clone(), iova);
         for (host, end) in [(SERVER, &server), (CLIENT, &client)] {
             self.by_qpn[host].insert(end.qpn.value(), number);
@@ -410,63 +420,6 @@ impl Bed {
             qpn = rnic.create_qp(init).expect("there are QPNs");
         }
         (End { qpn, lkey }, pd)
-    }
-
-    /// Brings both ends to RTS, by hand: connection management has its own runs.
-    fn bring_up(&mut self, server: &End, client: &End) {
-        let selective = self.dice.one_in(2);
-        let psns = [0, 1].map(|_| Psn::new(self.dice.next() as u32));
-        let depth = self.dice.pick(&[1u8, 2, 4, 16]);
-        let src_port = 0xc000 + self.connections.len() as u16 % 1024;
-        for (host, own, peer) in [(SERVER, server, client), (CLIENT, client, server)] {
-            let path = Path {
-                src: self.world.hosts[host].address,
-                dst: self.world.hosts[1 - host].address,
-                src_port,
-                traffic_class: 0,
-            };
-            self.world.tap.agree(host, peer.qpn, Agreed { path, selective });
-            let access = Access::REMOTE_WRITE
-                | Access::REMOTE_READ
-                | Access::REMOTE_ATOMIC
-                | Access::FLUSH_GLOBAL
-                | Access::FLUSH_PERSISTENT;
-            let init = QpAttributes {
-                access: Some(access),
-                ..Default::default()
-            };
-            let to_receive = QpAttributes {
-                path: Some(path),
-                path_mtu: Some(self.mtu),
-                dest_qpn: Some(peer.qpn),
-                rq_psn: Some(psns[1 - host]),
-                max_dest_rd_atomic: Some(depth),
-                min_rnr_timer: Some(1),
-                window_bytes: Some(self.window_bytes),
-                peer_is_rdmux: Some(true),
-                selective: Some(selective),
-                ..Default::default()
-            };
-            let to_send = QpAttributes {
-                sq_psn: Some(psns[host]),
-                timeout: Some(14),
-                retry_count: Some(7),
-                rnr_retry: Some(7),
-                max_rd_atomic: Some(depth),
-                ..Default::default()
-            };
-            let steps = [
-                (QpState::Init, init),
-                (QpState::Rtr, to_receive),
-                (QpState::Rts, to_send),
-            ];
-            for (to, attributes) in steps {
-                let modified = self
-                    .world
-                    .with(host, |rnic, now| rnic.modify_qp(now, own.qpn, to, &attributes));
-                modified.expect("the attributes are those that the transition asks for");
-            }
-        }
     }
 
     /// Posts a request; its number, by which it will be [`Done`]. None: there is no room now, or the connection has ended.

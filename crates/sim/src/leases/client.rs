@@ -1,0 +1,564 @@
+//! The clients: programs that map, push, flush, release, stop, die and connect again, and that obey breaks, or do not.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+
+use rdmux_push::client::{Handshake, Next};
+use rdmux_push::{Access, Conflict, Key};
+use rdmux_rnic::{
+    Operation, Placement, Qpn, RKey, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
+    WorkCompletion,
+};
+use rdmux_wire::push::{ChangeKind, Message};
+
+use super::ground::{UNIT, Uid};
+use super::hands::{CLIENT, End, RECV, SERVER, SLOTS, Tag};
+use super::run::{REGION_BYTES, Run};
+use crate::pair::{Terms, bring_up};
+
+/// Work requests of clients: pushes have their number.
+pub(super) const PUSH: u64 = 1 << 62;
+pub(super) const FLUSH: u64 = 1 << 61;
+const MESSAGE: u64 = 1 << 60;
+pub(super) const NUMBER: u64 = (1 << 56) - 1;
+
+/// Requests of a client under way: two of a connection's messages are left for receipts.
+const REQUESTS_MAX: usize = SLOTS - 4;
+/// Mappings that a client has at a time.
+const HELD_MAX: usize = 6;
+/// Longest push.
+const PUSH_BYTES_MAX: u64 = 1024;
+
+/// A mapping, as its client knows it.
+#[derive(Debug)]
+struct Held {
+    mapping: u64,
+    uid: Uid,
+    rkey: RKey,
+    va: u64,
+    range: Range<u64>,
+    access: Access,
+    /// Pushes through it that no FLUSH was posted behind.
+    pushes: Vec<u64>,
+    /// It was asked to let go.
+    breaking: bool,
+    /// It is told to the server that it has let go, or it has been told that it must.
+    over: bool,
+}
+
+#[derive(Debug)]
+enum Request {
+    Map { range: Range<u64>, access: Access },
+    Release(u64),
+    Write(u64),
+    Read,
+}
+
+#[derive(Debug)]
+struct Connection {
+    /// The client's number at the server.
+    number: u64,
+    end: End,
+    handshake: Option<Handshake>,
+    failed: bool,
+    /// What has come and was not looked at.
+    inbox: VecDeque<WorkCompletion>,
+    requests: BTreeMap<u64, Request>,
+    next_request: u64,
+    held: Vec<Held>,
+    /// By push or flush: the mapping.
+    under_way: BTreeMap<u64, u64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Client {
+    name: [u8; 16],
+    /// Whether it lets go when it is asked to.
+    obeys: bool,
+    acts_left: u32,
+    stopped: bool,
+    connection: Option<Connection>,
+}
+
+impl Client {
+    pub(super) fn new(name: [u8; 16], obeys: bool, acts: u32) -> Client {
+        Client {
+            name,
+            obeys,
+            acts_left: acts,
+            stopped: false,
+            connection: None,
+        }
+    }
+
+    /// The QPs of its connection: its own, and its number at the server.
+    pub(super) fn connected(&self) -> Option<(Qpn, u64)> {
+        let connection = self.connection.as_ref()?;
+        Some((connection.end.qpn, connection.number))
+    }
+
+    /// It has nothing more to do.
+    pub(super) fn is_done(&self) -> bool {
+        self.acts_left == 0
+    }
+
+    fn ready(&mut self) -> Option<&mut Connection> {
+        let connection = self.connection.as_mut()?;
+        let ready = connection.handshake.is_none() && !connection.failed;
+        ready.then_some(connection)
+    }
+}
+
+impl Run<'_> {
+    /// Something of a client's has completed.
+    pub(super) fn client_completes(&mut self, wc: &WorkCompletion) {
+        let success = wc.status == Status::Success;
+        if wc.wr_id & PUSH != 0 && success {
+            self.hands().counts.acknowledged += 1;
+            self.ground.acknowledged(wc.wr_id & NUMBER);
+        }
+        if wc.wr_id & FLUSH != 0
+            && let Some(pushes) = self.flushes.remove(&(wc.wr_id & NUMBER))
+            && success
+        {
+            self.hands().counts.flushes += 1;
+            self.ground.flushed(&pushes);
+        }
+        self.hands().counts.refused += u64::from(wc.status == Status::RemoteAccess);
+        let Some(at) = self.by_qpn.get(&wc.qpn).copied() else {
+            return;
+        };
+        let client = &mut self.clients[at];
+        if let Some(connection) = client.connection.as_mut().filter(|c| c.end.qpn == wc.qpn) {
+            let first = connection.inbox.is_empty();
+            connection.inbox.push_back(*wc);
+            if first {
+                let delay = self.dice.log_uniform(50_000);
+                self.hands().later(delay, Tag::Hear(at as u64));
+            }
+        }
+    }
+
+    /// A client takes what has come.
+    pub(super) fn hear(&mut self, at: usize) -> Result<(), String> {
+        if self.clients[at].stopped {
+            return Ok(());
+        }
+        while let Some(connection) = &mut self.clients[at].connection
+            && let Some(wc) = connection.inbox.pop_front()
+        {
+            if wc.status != Status::Success {
+                connection.failed = true;
+            } else if wc.wr_id & RECV != 0 {
+                let slot = (wc.wr_id & 0xffff) as usize;
+                let message = connection.end.message(slot, wc.byte_len as usize);
+                let hands = self.service.driver_mut();
+                hands.ready(CLIENT, &connection.end, slot);
+                let (request, message) = Message::parse(&message).map_err(|error| error.to_string())?;
+                self.hears(at, request, message)?;
+            } else {
+                connection.under_way.remove(&wc.wr_id);
+            }
+        }
+        self.let_go(at);
+        Ok(())
+    }
+
+    fn hears(&mut self, at: usize, request: u64, message: Message) -> Result<(), String> {
+        let heeds = self.dice.one_in(4);
+        let client = &mut self.clients[at];
+        let obeys = client.obeys;
+        let Some(connection) = &mut client.connection else {
+            return Ok(());
+        };
+        if let Some(handshake) = &mut connection.handshake {
+            match handshake.handle(message) {
+                Ok(Next::Send(message)) => drop(self.tell(at, 0, &message)),
+                Ok(Next::Welcome { .. }) => connection.handshake = None,
+                Err(failure) => return Err(format!("a handshake fails: {failure:?}")),
+            }
+            return Ok(());
+        }
+        match message {
+            Message::Notice { changes } => {
+                for change in changes {
+                    let Some(held) = connection.held.iter_mut().find(|h| h.mapping == change.mapping) else {
+                        continue;
+                    };
+                    match change.kind {
+                        ChangeKind::Break => held.breaking = true,
+                        ChangeKind::Revoked if obeys => held.over = true,
+                        ChangeKind::Revoked => {}
+                    }
+                }
+                if obeys || heeds {
+                    self.tell(at, request, &Message::Noticed);
+                }
+            }
+            Message::Mapped { mapping, extents, .. } => {
+                let (Some(Request::Map { range, access }), [extent]) =
+                    (connection.requests.remove(&request), extents.as_slice())
+                else {
+                    return Err(format!("a mapping is made that was not asked for: {request}"));
+                };
+                let number = connection.number;
+                // The server may have restarted: then it is nobody's.
+                let Some(uid) = self.ground.uid(number, mapping) else {
+                    return Ok(());
+                };
+                connection.held.push(Held {
+                    mapping,
+                    uid,
+                    rkey: RKey(extent.rkey.0),
+                    va: extent.va,
+                    range,
+                    access,
+                    pushes: Vec::new(),
+                    breaking: false,
+                    over: false,
+                });
+            }
+            _ => match connection.requests.remove(&request) {
+                Some(Request::Write(push)) if message == Message::Written => self.ground.acknowledged(push),
+                Some(Request::Release(mapping)) => connection.held.retain(|held| held.mapping != mapping),
+                _ => {}
+            },
+        }
+        Ok(())
+    }
+
+    /// Who obeys posts nothing more, waits for what is under way, and lets go.
+    fn let_go(&mut self, at: usize) {
+        let client = &mut self.clients[at];
+        if !client.obeys {
+            return;
+        }
+        let Some(connection) = client.ready() else {
+            return;
+        };
+        let under_way = &connection.under_way;
+        let due = connection.held.iter_mut().filter(|held| {
+            let busy = under_way.values().any(|mapping| *mapping == held.mapping);
+            held.breaking && !held.over && !busy
+        });
+        let due: Vec<u64> = due
+            .map(|held| {
+                held.over = true;
+                held.mapping
+            })
+            .collect();
+        for mapping in due {
+            self.ask(at, Request::Release(mapping), &Message::Release { mapping });
+        }
+    }
+
+    fn tell(&mut self, at: usize, request: u64, message: &Message) -> bool {
+        let Some((qpn, _)) = self.clients[at].connected() else {
+            return false;
+        };
+        self.hands().send_message(CLIENT, qpn, MESSAGE, request, message)
+    }
+
+    fn ask(&mut self, at: usize, request: Request, message: &Message) {
+        let Some(connection) = self.clients[at].ready() else {
+            return;
+        };
+        if connection.requests.len() >= REQUESTS_MAX {
+            return;
+        }
+        connection.next_request += 1;
+        let number = connection.next_request;
+        connection.requests.insert(number, request);
+        self.tell(at, number, message);
+    }
+
+    /// A client does something.
+    pub(super) fn act(&mut self, at: usize) {
+        let client = &mut self.clients[at];
+        if client.acts_left == 0 {
+            return;
+        }
+        client.acts_left -= 1;
+        let delay = self.dice.log_uniform(self.break_ns / 2);
+        self.hands().later(delay, Tag::Act(at as u64));
+        if self.clients[at].stopped {
+            return;
+        }
+        let connection = self.clients[at].connection.as_ref();
+        if connection.is_none_or(|connection| connection.failed) {
+            return self.connect(at);
+        }
+        if self.clients[at].ready().is_none() {
+            // Sometimes it loses patience.
+            if self.dice.one_in(20) {
+                self.connect(at);
+            }
+            return;
+        }
+        match self.dice.below(50) {
+            0..24 => {
+                for _ in 0..self.dice.between(1, 4) {
+                    self.push(at);
+                }
+            }
+            24..29 => self.flush(at),
+            29..39 => self.map(at),
+            39..41 => self.release(at),
+            41..44 => self.write(at),
+            44..46 => self.read(at),
+            46 => {
+                self.hands().counts.stopped += 1;
+                for _ in 0..self.dice.between(0, 4) {
+                    self.push(at);
+                }
+                self.clients[at].stopped = true;
+                let delay = self.dice.log_uniform(3 * self.break_ns);
+                self.hands().later(delay, Tag::GoOn(at as u64));
+            }
+            47 => {
+                self.hands().counts.died += 1;
+                if let Some(connection) = self.clients[at].connection.take() {
+                    self.hands().destroy(CLIENT, &connection.end);
+                }
+            }
+            _ => {
+                // What it has just posted may still be under way when it is welcome anew.
+                for _ in 0..self.dice.between(0, 4) {
+                    self.push(at);
+                }
+                self.connect(at);
+            }
+        }
+    }
+
+    pub(super) fn go_on(&mut self, at: usize) -> Result<(), String> {
+        self.clients[at].stopped = false;
+        self.hear(at)
+    }
+
+    /// Connects, for the first time or again. The connection before is not ended, but forgotten.
+    fn connect(&mut self, at: usize) {
+        let hands = self.service.driver_mut();
+        let (server, end) = (hands.make_end(SERVER), hands.make_end(CLIENT));
+        let terms = Terms {
+            mtu: hands.mtu,
+            window_bytes: hands.window_bytes,
+            src_port: 0xc000 + (self.connections % 1024) as u16,
+        };
+        self.connections += 1;
+        bring_up(&mut hands.world, &mut self.dice, [server.qpn, end.qpn], terms);
+        for slot in 0..SLOTS {
+            hands.ready(CLIENT, &end, slot);
+        }
+        let (mut nonce, mut server_nonce) = ([0; 32], [0; 32]);
+        self.dice.fill(&mut nonce);
+        self.dice.fill(&mut server_nonce);
+        let peer = hands.world.hosts[CLIENT].address;
+        let now = self.now();
+        let number = self.service.handle_connected(now, peer, server_nonce);
+        self.hands().connected(number, server);
+        self.by_qpn.insert(end.qpn, at);
+        let handshake = Handshake::new(Key::new([7; 32]), nonce, self.clients[at].name);
+        let hello = handshake.hello();
+        self.clients[at].connection = Some(Connection {
+            number,
+            end,
+            handshake: Some(handshake),
+            failed: false,
+            inbox: VecDeque::new(),
+            requests: BTreeMap::new(),
+            next_request: 0,
+            held: Vec::new(),
+            under_way: BTreeMap::new(),
+        });
+        self.tell(at, 0, &hello);
+    }
+
+    fn draw_range(&mut self) -> Range<u64> {
+        let units = REGION_BYTES / UNIT;
+        let len = match self.dice.below(8) {
+            0 => units,
+            _ => self.dice.log_uniform(units / 2),
+        };
+        let from = self.dice.below(units - len + 1);
+        from * UNIT..(from + len) * UNIT
+    }
+
+    /// A part of a range that is as long as a push may be.
+    fn part_of(&mut self, range: &Range<u64>) -> Range<u64> {
+        let units = (range.end - range.start) / UNIT;
+        let len = self.dice.log_uniform(units.min(PUSH_BYTES_MAX / UNIT));
+        let from = range.start + self.dice.below(units - len + 1) * UNIT;
+        from..from + len * UNIT
+    }
+
+    fn map(&mut self, at: usize) {
+        let range = self.draw_range();
+        let conflict = if self.dice.one_in(6) {
+            Conflict::Fail
+        } else {
+            Conflict::Break
+        };
+        let access = self
+            .dice
+            .pick(&[Access::WRITE, Access::READ | Access::WRITE, Access::READ]);
+        let share = self.dice.pick(&[
+            Access::empty(),
+            Access::empty(),
+            Access::READ,
+            Access::READ | Access::WRITE,
+        ]);
+        let Some(connection) = self.clients[at].ready() else {
+            return;
+        };
+        if connection.held.len() >= HELD_MAX {
+            return;
+        }
+        let message = Message::Map {
+            region: self.name.clone(),
+            access,
+            share,
+            conflict,
+            offset: range.start,
+            length: range.end - range.start,
+            transfer: 0,
+        };
+        self.ask(at, Request::Map { range, access }, &message);
+    }
+
+    /// One of the mappings that a client uses.
+    fn pick_held(&mut self, at: usize) -> Option<usize> {
+        let client = &mut self.clients[at];
+        let obeys = client.obeys;
+        let held = &client.ready()?.held;
+        let usable = held.iter().enumerate().filter(|(_, held)| {
+            held.access.contains(Access::WRITE) && !(held.over || obeys && held.breaking)
+        });
+        let usable: Vec<usize> = usable.map(|(nth, _)| nth).collect();
+        (!usable.is_empty()).then(|| self.dice.pick(&usable))
+    }
+
+    fn post(&mut self, at: usize, nth: usize, wr_id: u64, operation: Operation, bytes: &[u8]) -> bool {
+        let Some((qpn, _)) = self.clients[at].connected() else {
+            return false;
+        };
+        let request = SendRequest {
+            wr_id,
+            operation,
+            sges: if bytes.is_empty() {
+                SgeList::EMPTY
+            } else {
+                SgeList::inline(bytes)
+            },
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        let posted = self.hands().world.post_send(CLIENT, qpn, request).is_ok();
+        if let Some(connection) = self.clients[at].ready().filter(|_| posted) {
+            let mapping = connection.held[nth].mapping;
+            connection.under_way.insert(wr_id, mapping);
+        }
+        posted
+    }
+
+    fn push(&mut self, at: usize) {
+        let Some(nth) = self.pick_held(at) else { return };
+        let Some(connection) = self.clients[at].ready() else {
+            return;
+        };
+        let held = &connection.held[nth];
+        let (all, uid, rkey, va) = (held.range.clone(), held.uid, held.rkey, held.va);
+        let range = self.part_of(&all);
+        let push = self.ground.posted(Some(uid), range.clone());
+        let bytes = bytes_of(push, &range);
+        let operation = Operation::Write {
+            va: va + (range.start - all.start),
+            rkey,
+            imm: None,
+        };
+        if self.post(at, nth, PUSH | push, operation, &bytes) {
+            self.hands().counts.pushes += 1;
+            if let Some(connection) = self.clients[at].ready() {
+                connection.held[nth].pushes.push(push);
+            }
+        }
+    }
+
+    fn flush(&mut self, at: usize) {
+        let Some(nth) = self.pick_held(at) else { return };
+        let whole = self.dice.one_in(4);
+        let placement = self.dice.pick(&[Placement::GLOBAL, Placement::PERSISTENT]);
+        let number = self.flushes_so_far;
+        self.flushes_so_far += 1;
+        let Some(connection) = self.clients[at].ready() else {
+            return;
+        };
+        let held = &mut connection.held[nth];
+        let pushes = std::mem::take(&mut held.pushes);
+        let operation = Operation::Flush {
+            va: held.va,
+            rkey: held.rkey,
+            length: (held.range.end - held.range.start) as u32,
+            placement,
+            selectivity: if whole {
+                Selectivity::MemoryRegion
+            } else {
+                Selectivity::Range
+            },
+        };
+        if self.post(at, nth, FLUSH | number, operation, &[]) {
+            self.flushes.insert(number, pushes);
+        }
+    }
+
+    fn release(&mut self, at: usize) {
+        let Some(nth) = self.pick_held(at) else { return };
+        let unmaps = self.dice.one_in(2);
+        let Some(connection) = self.clients[at].ready() else {
+            return;
+        };
+        let held = &mut connection.held[nth];
+        held.over = true;
+        let mapping = held.mapping;
+        let message = if unmaps {
+            Message::Unmap { mapping }
+        } else {
+            Message::Release { mapping }
+        };
+        self.ask(at, Request::Release(mapping), &message);
+    }
+
+    fn write(&mut self, at: usize) {
+        let whole = self.draw_range();
+        let mut range = self.part_of(&whole);
+        // A message has its own header.
+        range.end = range.end.min(range.start + PUSH_BYTES_MAX / 2);
+        let push = self.ground.posted(None, range.clone());
+        let message = Message::Write {
+            region: self.name.clone(),
+            offset: range.start,
+            placement: Placement::empty(),
+            conflict: Conflict::Break,
+            bytes: bytes_of(push, &range),
+        };
+        self.ask(at, Request::Write(push), &message);
+    }
+
+    fn read(&mut self, at: usize) {
+        let whole = self.draw_range();
+        let range = self.part_of(&whole);
+        let message = Message::Read {
+            region: self.name.clone(),
+            offset: range.start,
+            length: (range.end - range.start).min(PUSH_BYTES_MAX / 2) as u32,
+            conflict: Conflict::Break,
+        };
+        self.ask(at, Request::Read, &message);
+    }
+}
+
+/// What a push consists of.
+fn bytes_of(push: u64, range: &Range<u64>) -> Vec<u8> {
+    push.to_be_bytes()
+        .repeat(((range.end - range.start) / UNIT) as usize)
+}

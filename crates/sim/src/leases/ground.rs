@@ -1,0 +1,523 @@
+//! The region's bytes and the judge beside them: which mapping or operation each byte came from, and whether it still might.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdmux_push::{Access, Mapped};
+use rdmux_rnic::{Atomic, Fault, Memory, Placement};
+
+use crate::dice::Dice;
+
+/// What is written is whole numbers of 8 bytes, each the number of its push.
+pub(super) const UNIT: u64 = 8;
+
+/// A mapping, for ever: numbers of the server's begin anew with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Uid(usize);
+
+/// Who is writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Writer {
+    Nobody,
+    Mapping(Uid),
+    /// The server's processor, for this client.
+    Operation(u64),
+}
+
+/// Somebody's right to a range.
+#[derive(Clone, Debug)]
+pub(super) struct Right {
+    /// Number of the client; none: the server itself.
+    pub(super) client: Option<u64>,
+    pub(super) range: Range<u64>,
+    pub(super) access: Access,
+    pub(super) share: Access,
+}
+
+impl Right {
+    /// Whether they cannot be had at a time.
+    fn excludes(&self, other: &Right) -> bool {
+        let apart = self.range.end <= other.range.start || other.range.end <= self.range.start;
+        let one = self.client.is_some() && self.client == other.client;
+        let both = self.share.contains(other.access) && other.share.contains(self.access);
+        !(apart || one || both)
+    }
+}
+
+/// WRITEs that a device has taken and that are on their way, in order.
+#[derive(Debug, Default)]
+struct Lane(VecDeque<(u64, Vec<u8>)>);
+
+#[derive(Debug)]
+struct Mapping {
+    right: Right,
+    memory: Arc<Mapped>,
+    lane: Lane,
+    /// It is past its revocation point, because of this.
+    over: Option<String>,
+}
+
+#[derive(Debug)]
+struct Push {
+    /// None: an ordinary write.
+    through: Option<Uid>,
+    range: Range<u64>,
+    landed: u64,
+    acknowledged: bool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    bytes: Vec<u8>,
+    mappings: Vec<Mapping>,
+    /// By number of client and of mapping, in this life of the server.
+    numbers: BTreeMap<(u64, u64), Uid>,
+    pushes: Vec<Push>,
+    /// Clients of whose connections nothing may land any more, because a later one is welcome.
+    succeeded: Vec<u64>,
+    /// What the server itself does.
+    own: Vec<(u64, Right)>,
+    /// What an operation writes that is said to be done and is not.
+    held_back: Option<Vec<(u64, Vec<u8>)>>,
+    violation: Option<String>,
+    drained: u64,
+}
+
+/// A region's memory.
+#[derive(Debug)]
+pub(super) struct Ground {
+    state: Mutex<State>,
+    writer: Mutex<Writer>,
+    len: u64,
+}
+
+impl Ground {
+    pub(super) fn new(len: u64) -> Ground {
+        Ground {
+            state: Mutex::new(State {
+                bytes: vec![0; len as usize],
+                ..State::default()
+            }),
+            writer: Mutex::new(Writer::Nobody),
+            len,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was found wrong first.
+    pub(super) fn violation(&self) -> Option<String> {
+        self.lock().violation.take()
+    }
+
+    /// Writes that landed when their mapping ended, no sooner.
+    pub(super) fn drained(&self) -> u64 {
+        self.lock().drained
+    }
+
+    // What goes on at the server.
+
+    /// A mapping is made: whatever excludes it must be over.
+    pub(super) fn begin(&self, number: (u64, u64), right: Right, memory: Arc<Mapped>) -> Uid {
+        let mut state = self.lock();
+        let uid = Uid(state.mappings.len());
+        if let Some((_, own)) = state.own.iter().find(|(_, own)| own.excludes(&right)) {
+            let what = format!("mapping {right:?} is made while the server itself has {own:?}");
+            state.violation.get_or_insert(what);
+        }
+        state.end_excluded(&right, "another mapping was made");
+        state.mappings.push(Mapping {
+            right,
+            memory,
+            lane: Lane::default(),
+            over: None,
+        });
+        state.numbers.insert(number, uid);
+        uid
+    }
+
+    /// The server begins something itself.
+    pub(super) fn begin_own(&self, number: u64, right: Right) {
+        let mut state = self.lock();
+        state.end_excluded(&right, "the server itself went on");
+        state.own.push((number, right));
+    }
+
+    pub(super) fn end_own(&self, number: u64) {
+        self.lock().own.retain(|(own, _)| *own != number);
+    }
+
+    /// A mapping is over: somebody was told so.
+    pub(super) fn over(&self, client: u64, mapping: u64, why: &str) {
+        let mut state = self.lock();
+        if let Some(uid) = state.numbers.get(&(client, mapping)).copied() {
+            state.end(uid, why);
+        }
+    }
+
+    /// All mappings of a client are over.
+    pub(super) fn client_over(&self, client: u64, why: &str) {
+        let mut state = self.lock();
+        let of = (client, 0)..=(client, u64::MAX);
+        let all: Vec<Uid> = state.numbers.range(of).map(|(_, uid)| *uid).collect();
+        for uid in all {
+            state.end(uid, why);
+        }
+    }
+
+    /// A later connection of the same client is welcome: nothing of this one may land.
+    pub(super) fn succeeded(&self, client: u64) {
+        self.client_over(client, "its client is welcome on another connection");
+        self.lock().succeeded.push(client);
+    }
+
+    /// The server has lost all that it knew; the host lives, and what was on its way has arrived.
+    pub(super) fn restarted(&self) {
+        let count = self.lock().mappings.len();
+        for at in 0..count {
+            self.drain(Uid(at));
+            self.lock().end(Uid(at), "the server ended");
+        }
+        let mut state = self.lock();
+        state.numbers.clear();
+        state.succeeded.clear();
+        state.own.clear();
+    }
+
+    /// Everything of a mapping that is on its way lands.
+    pub(super) fn drain(&self, uid: Uid) -> u64 {
+        let mut landed = 0;
+        while self.land(uid) {
+            landed += 1;
+        }
+        landed
+    }
+
+    /// What was on its way when a mapping ended lands.
+    pub(super) fn drain_last(&self, uid: Uid) {
+        let landed = self.drain(uid);
+        self.lock().drained += landed;
+    }
+
+    /// Everything that came before a message of that client lands.
+    pub(super) fn drain_client(&self, client: u64) {
+        let state = self.lock();
+        let of = (client, 0)..=(client, u64::MAX);
+        let all: Vec<Uid> = state.numbers.range(of).map(|(_, uid)| *uid).collect();
+        drop(state);
+        for uid in all {
+            self.drain(uid);
+        }
+    }
+
+    pub(super) fn drain_all(&self) {
+        let count = self.lock().mappings.len();
+        for at in 0..count {
+            self.drain(Uid(at));
+        }
+    }
+
+    /// Lets something that is on its way land, or not.
+    pub(super) fn stir(&self, dice: &mut Dice) {
+        let state = self.lock();
+        let waiting = state.mappings.iter().enumerate();
+        let waiting: Vec<usize> = waiting
+            .filter(|(_, mapping)| !mapping.lane.0.is_empty())
+            .map(|(at, _)| at)
+            .collect();
+        drop(state);
+        if !waiting.is_empty() {
+            let uid = Uid(dice.pick(&waiting));
+            for _ in 0..dice.log_uniform(8) {
+                self.land(uid);
+            }
+        }
+    }
+
+    fn land(&self, uid: Uid) -> bool {
+        let mut state = self.lock();
+        let mapping = &mut state.mappings[uid.0];
+        let Some((at, bytes)) = mapping.lane.0.pop_front() else {
+            return false;
+        };
+        let memory = mapping.memory.clone();
+        drop(state);
+        let written = self.write_as(Writer::Mapping(uid), || memory.write(at, &bytes));
+        written.expect("its bounds were looked at");
+        true
+    }
+
+    fn write_as<R>(&self, writer: Writer, f: impl FnOnce() -> R) -> R {
+        *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = writer;
+        let result = f();
+        *self.writer.lock().unwrap_or_else(PoisonError::into_inner) = Writer::Nobody;
+        result
+    }
+
+    /// Does something for a client on the server's processor.
+    pub(super) fn operate<R>(&self, client: u64, f: impl FnOnce() -> R) -> R {
+        self.write_as(Writer::Operation(client), f)
+    }
+
+    /// The same, but what it writes is left to [`Ground::land_late`].
+    pub(super) fn pretend<R>(&self, client: u64, f: impl FnOnce() -> R) -> (R, Vec<(u64, Vec<u8>)>) {
+        self.lock().held_back = Some(Vec::new());
+        let result = self.operate(client, f);
+        (result, self.lock().held_back.take().unwrap_or_default())
+    }
+
+    pub(super) fn land_late(&self, client: u64, writes: &[(u64, Vec<u8>)]) {
+        for (at, bytes) in writes {
+            let written = self.operate(client, || self.write(*at, bytes));
+            written.expect("its bounds were looked at");
+        }
+    }
+
+    // What clients do.
+
+    pub(super) fn uid(&self, client: u64, mapping: u64) -> Option<Uid> {
+        self.lock().numbers.get(&(client, mapping)).copied()
+    }
+
+    /// A write is posted; its number, which it consists of.
+    pub(super) fn posted(&self, through: Option<Uid>, range: Range<u64>) -> u64 {
+        let mut state = self.lock();
+        state.pushes.push(Push {
+            through,
+            range,
+            landed: 0,
+            acknowledged: false,
+        });
+        state.pushes.len() as u64
+    }
+
+    /// A write is acknowledged.
+    pub(super) fn acknowledged(&self, push: u64) {
+        let mut state = self.lock();
+        let known = &mut state.pushes[push as usize - 1];
+        known.acknowledged = true;
+        let through = known.through;
+        let whole = known.is_whole();
+        let over = through.is_none_or(|uid| state.mappings[uid.0].over.is_some());
+        if over && !whole {
+            state.missing(push, "when it was acknowledged");
+        }
+    }
+
+    /// A FLUSH behind these pushes was answered.
+    pub(super) fn flushed(&self, pushes: &[u64]) {
+        let mut state = self.lock();
+        for push in pushes {
+            if !state.pushes[*push as usize - 1].is_whole() {
+                state.missing(*push, "when a FLUSH behind it was answered");
+            }
+        }
+    }
+
+    /// Nothing more happens: everything acknowledged is there.
+    pub(super) fn finish(&self) {
+        let mut state = self.lock();
+        for push in 1..=state.pushes.len() as u64 {
+            let known = &state.pushes[push as usize - 1];
+            if known.acknowledged && !known.is_whole() {
+                state.missing(push, "in the end");
+            }
+        }
+    }
+}
+
+impl Push {
+    fn is_whole(&self) -> bool {
+        self.landed == self.range.end - self.range.start
+    }
+}
+
+impl State {
+    fn missing(&mut self, push: u64, when: &str) {
+        let known = &self.pushes[push as usize - 1];
+        let what = format!(
+            "push {push} to {:?} is acknowledged, and {when} only {} bytes of it are there",
+            known.range, known.landed
+        );
+        self.violation.get_or_insert(what);
+    }
+
+    fn end_excluded(&mut self, right: &Right, why: &str) {
+        for at in 0..self.mappings.len() {
+            if self.mappings[at].over.is_none() && self.mappings[at].right.excludes(right) {
+                self.end(Uid(at), why);
+            }
+        }
+    }
+
+    /// A mapping is past its revocation point: what was acknowledged is there, and nothing more comes.
+    fn end(&mut self, uid: Uid, why: &str) {
+        let over = &mut self.mappings[uid.0].over;
+        if over.is_some() {
+            return;
+        }
+        *over = Some(why.to_owned());
+        let lacks = |push: &Push| push.through == Some(uid) && push.acknowledged && !push.is_whole();
+        if let Some(at) = self.pushes.iter().position(lacks) {
+            self.missing(at as u64 + 1, &format!("when its mapping was over ({why})"));
+        }
+    }
+
+    fn landed(&mut self, writer: Writer, at: u64, bytes: &[u8]) {
+        let range = at..at + bytes.len() as u64;
+        match writer {
+            Writer::Nobody => {
+                let what = format!("somebody unknown writes to {range:?}");
+                self.violation.get_or_insert(what);
+            }
+            Writer::Mapping(uid) => {
+                let mapping = &self.mappings[uid.0];
+                if let Some(why) = &mapping.over {
+                    let what = format!(
+                        "{} bytes at {at} land through a mapping of client {} after its revocation point: {why}",
+                        bytes.len(),
+                        mapping.right.client.unwrap_or(0)
+                    );
+                    self.violation.get_or_insert(what);
+                }
+            }
+            Writer::Operation(client) => self.operates(client, range, Access::WRITE),
+        }
+        for (nth, unit) in bytes.chunks_exact(UNIT as usize).enumerate() {
+            let number = unit.iter().fold(0, |n, byte| n << 8 | u64::from(*byte));
+            let at = at + nth as u64 * UNIT;
+            let push = (number as usize)
+                .checked_sub(1)
+                .and_then(|n| self.pushes.get_mut(n));
+            match push.filter(|push| push.range.contains(&at)) {
+                Some(push) => push.landed += UNIT,
+                None => {
+                    let what = format!("push {number} lands at {at}, where it was not meant to");
+                    self.violation.get_or_insert(what);
+                    continue;
+                }
+            }
+            let push = &self.pushes[number as usize - 1];
+            if push.landed > push.range.end - push.range.start {
+                let what = format!("push {number} to {:?} lands twice", push.range);
+                self.violation.get_or_insert(what);
+            }
+        }
+    }
+
+    /// An ordinary read or write goes on: what excludes it is over.
+    fn operates(&mut self, client: u64, range: Range<u64>, access: Access) {
+        if access == Access::WRITE && self.succeeded.contains(&client) {
+            let what = format!(
+                "an ordinary write of client {client} to {range:?} lands when it is welcome on another connection"
+            );
+            self.violation.get_or_insert(what);
+        }
+        let right = Right {
+            client: Some(client),
+            range,
+            access,
+            share: Access::all(),
+        };
+        if let Some((_, own)) = self.own.iter().find(|(_, own)| own.excludes(&right)) {
+            let what = format!("{right:?} goes on while the server itself has {own:?}");
+            self.violation.get_or_insert(what);
+        }
+        self.end_excluded(&right, "an ordinary operation went on");
+    }
+}
+
+impl Memory for Ground {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        let end = offset.checked_add(out.len() as u64).ok_or(Fault::Unmapped)?;
+        let writer = *self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        let bytes = state.bytes.get(offset as usize..end as usize);
+        out.copy_from_slice(bytes.ok_or(Fault::Unmapped)?);
+        if let Writer::Operation(client) = writer {
+            state.operates(client, offset..end, Access::READ);
+        }
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let end = offset.checked_add(bytes.len() as u64).ok_or(Fault::Unmapped)?;
+        let writer = *self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        if let Some(held_back) = &mut state.held_back {
+            held_back.push((offset, bytes.to_vec()));
+            return Ok(());
+        }
+        let to = state.bytes.get_mut(offset as usize..end as usize);
+        to.ok_or(Fault::Unmapped)?.copy_from_slice(bytes);
+        state.landed(writer, offset, bytes);
+        Ok(())
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn placement(&self) -> Placement {
+        Placement::GLOBAL | Placement::PERSISTENT
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        !placement.contains(Placement::PERSISTENT)
+    }
+
+    fn flush(&self, _: u64, _: u64, _: Placement) -> Result<(), Fault> {
+        Ok(())
+    }
+}
+
+/// What a mapping's region is registered over: the region, behind the device's buffers.
+#[derive(Debug)]
+pub(super) struct Door {
+    pub(super) ground: Arc<Ground>,
+    pub(super) memory: Arc<Mapped>,
+    pub(super) uid: Uid,
+}
+
+impl Memory for Door {
+    fn len(&self) -> u64 {
+        self.memory.len()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+        // A READ pushes the posted writes of its queue pair ahead of itself. PCI Express, transaction ordering.
+        self.ground.drain(self.uid);
+        self.memory.read(offset, out)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let mut state = self.ground.lock();
+        let lane = &mut state.mappings[self.uid.0].lane;
+        lane.0.push_back((offset, bytes.to_vec()));
+        Ok(())
+    }
+
+    fn atomic(&self, _: u64, _: Atomic) -> Result<u64, Fault> {
+        Err(Fault::NotSupported)
+    }
+
+    fn placement(&self) -> Placement {
+        self.memory.placement()
+    }
+
+    fn flush_is_immediate(&self, placement: Placement) -> bool {
+        self.memory.flush_is_immediate(placement)
+    }
+
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+        self.ground.drain(self.uid);
+        self.memory.flush(offset, length, placement)
+    }
+}

@@ -1,0 +1,239 @@
+//! Leases over a wire: clients that push, break, connect again, stop and die, a server that restarts, and links that lose,
+//! duplicate, reorder and break.
+//!
+//! The engines of both sides and the push service's own state machines ([`rdmux_push::server::Service`]) run; what stands
+//! here instead of a machine is the network, the way from the device to the memory, on which what was accepted may wait, and
+//! the clients. A judge sits at the memory: it knows from outside who was told what, and looks at each byte that lands.
+//!
+//! What must hold:
+//!
+//! - no byte lands through a mapping after its revocation point: from when the operation that it stood in the way of goes
+//!   on, or its end was acknowledged, or its client was welcome on another connection, or the server had ended;
+//! - what was acknowledged before that is there, once;
+//! - whoever waits goes on within the break timeout, for each that asked before.
+
+mod client;
+mod ground;
+mod hands;
+mod run;
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::dice::Dice;
+
+/// A deliberate defect of what carries out the service's decisions, which runs must show.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Defect {
+    /// The operation goes on before what the device had accepted has landed.
+    NotDrained,
+    /// The keys of a mapping are made invalid a moment after the operation went on.
+    InvalidatedLate,
+    /// The keys of a mapping stay valid.
+    NeverInvalidated,
+    /// A break is taken for acknowledged when it was sent, and the keys for given up.
+    AcknowledgementAssumed,
+    /// A connection that has a successor, and its mappings, live on.
+    OldConnectionLives,
+    /// An ordinary write is reported done before it is.
+    WriteReportedEarly,
+    /// Nobody looks whether the time of a break is up.
+    TimeNeverUp,
+}
+
+impl Defect {
+    /// All of them.
+    pub const ALL: [Defect; 7] = [
+        Defect::NotDrained,
+        Defect::InvalidatedLate,
+        Defect::NeverInvalidated,
+        Defect::AcknowledgementAssumed,
+        Defect::OldConnectionLives,
+        Defect::WriteReportedEarly,
+        Defect::TimeNeverUp,
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Defect::NotDrained => "not-drained",
+            Defect::InvalidatedLate => "invalidated-late",
+            Defect::NeverInvalidated => "never-invalidated",
+            Defect::AcknowledgementAssumed => "acknowledgement-assumed",
+            Defect::OldConnectionLives => "old-connection-lives",
+            Defect::WriteReportedEarly => "write-reported-early",
+            Defect::TimeNeverUp => "time-never-up",
+        }
+    }
+}
+
+impl FromStr for Defect {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Defect, String> {
+        let found = Defect::ALL.into_iter().find(|defect| defect.name() == text);
+        found.ok_or_else(|| {
+            let names = Defect::ALL.map(Defect::name).join(", ");
+            format!("{text:?} is none of {names}")
+        })
+    }
+}
+
+/// What a run is made of; what is not said here is drawn from the seed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// Seed of everything.
+    pub seed: u64,
+    /// A defect.
+    pub defect: Option<Defect>,
+    /// Things that each client does.
+    pub acts: u32,
+    /// Packets lost, in percent.
+    pub loss_percent: f64,
+    /// Packets that arrive twice, in percent.
+    pub dup_percent: f64,
+    /// Packets overtaken by later ones, in percent.
+    pub reorder_percent: f64,
+}
+
+impl Settings {
+    /// A run whose faults are drawn from the seed.
+    pub fn drawn(seed: u64) -> Settings {
+        let mut dice = Dice::new(seed, 12);
+        let mut up_to = |max: f64| match dice.below(3) {
+            0 => 0.0,
+            _ => max * dice.below(1000) as f64 / 1000.0,
+        };
+        let (loss, dup, reorder) = (up_to(10.0), up_to(5.0), up_to(5.0));
+        Settings {
+            seed,
+            defect: None,
+            acts: 80,
+            loss_percent: loss,
+            dup_percent: dup,
+            reorder_percent: reorder,
+        }
+    }
+
+    /// The command that does the run again.
+    pub fn replay(&self) -> String {
+        let mut command = format!("rdmux sim --leases --seed {}", self.seed);
+        if let Some(defect) = self.defect {
+            command += &format!(" --defect {}", defect.name());
+        }
+        command
+    }
+}
+
+macro_rules! counts {
+    ($($(#[doc = $doc:literal])+ $name:ident: $shown:literal,)+) => {
+        /// What happened.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct Counts {
+            $($(#[doc = $doc])+ pub $name: u64,)+
+        }
+
+        impl Counts {
+            /// By name.
+            pub fn list(&self) -> Vec<(&'static str, u64)> {
+                vec![$(($shown, self.$name)),+]
+            }
+
+            /// Adds those of another run.
+            pub fn add(&mut self, other: &Counts) {
+                $(self.$name += other.$name;)+
+            }
+        }
+    };
+}
+
+counts! {
+    /// Clients that were welcome.
+    welcomes: "welcomes",
+    /// Of these, such as had been connected before.
+    reconnects: "reconnects",
+    /// Mappings made.
+    mappings: "mappings",
+    /// WRITEs posted through mappings.
+    pushes: "pushes",
+    /// Of these, acknowledged.
+    acknowledged: "acknowledged pushes",
+    /// FLUSHes answered.
+    flushes: "flushes",
+    /// Ordinary writes and reads answered.
+    ordinary: "ordinary operations",
+    /// Operations of the server's own that went on.
+    local: "local operations",
+    /// Requests that had to wait for somebody.
+    waited: "requests that waited",
+    /// Breaks that holders were told of.
+    breaks: "breaks",
+    /// Mappings released.
+    released: "released",
+    /// Mappings taken away when their time was up.
+    revoked: "revoked",
+    /// Writes that were on their way when their mapping ended, and landed then.
+    drained: "drained at the end",
+    /// Requests refused because their key had ended, and their connection with them.
+    refused: "refused late requests",
+    /// Packets for queue pairs that had gone.
+    strangers: "packets of old connections",
+    /// Server restarts.
+    restarts: "server restarts",
+    /// Connections cut off for a while.
+    cut: "connections cut off",
+    /// Times that the links between both hosts broke or got worse.
+    faults: "link faults",
+    /// Clients that stopped for a while.
+    stopped: "stopped clients",
+    /// Clients that died.
+    died: "dead clients",
+    /// Packets sent.
+    packets: "packets",
+    /// Packets lost.
+    lost: "lost packets",
+    /// Packets that arrived twice.
+    duplicated: "duplicated packets",
+    /// Packets overtaken.
+    reordered: "reordered packets",
+    /// Events.
+    steps: "steps",
+}
+
+/// What came of a run. For the same settings it is the same.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Report {
+    /// What was asked for.
+    pub settings: Settings,
+    /// What was found wrong first.
+    pub violation: Option<String>,
+    /// What happened.
+    pub counts: Counts,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let s = &self.settings;
+        writeln!(f, "{:<28} {}", "seed", s.seed)?;
+        writeln!(
+            f,
+            "{:<28} loss {} %, duplication {} %, reordering {} %",
+            "faults", s.loss_percent, s.dup_percent, s.reorder_percent
+        )?;
+        if let Some(defect) = s.defect {
+            writeln!(f, "{:<28} {}", "defect", defect.name())?;
+        }
+        for (name, count) in self.counts.list() {
+            writeln!(f, "{name:<28} {count:>10}")?;
+        }
+        match &self.violation {
+            None => writeln!(f, "\nNothing was written after a revocation point."),
+            Some(what) => writeln!(f, "\nVIOLATION: {what}"),
+        }
+    }
+}
+
+/// Runs clients against a service that takes leases back.
+pub fn run(settings: &Settings) -> Report {
+    run::Run::new(settings).run()
+}

@@ -1,0 +1,402 @@
+//! A run: what happens when, and what is looked at after each step.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use rdmux_push::server::{Event, Service, Shared};
+use rdmux_push::{Access, Domain, Key, Name, Region};
+use rdmux_rnic::{Qpn, Status};
+
+use super::client::Client;
+use super::ground::{Ground, Right};
+use super::hands::{CLIENT, Came, Hands, OWN_NS_MAX, SERVER, Tag, WAKE_NS_MAX};
+use super::{Defect, Report, Settings};
+use crate::dice::Dice;
+use crate::world::{Faults, Shape, Step, World};
+
+/// Bytes of the region: few, so that clients want the same.
+pub(super) const REGION_BYTES: u64 = 2048;
+/// Steps without an end are a violation.
+const STEPS_MAX: u64 = 2_000_000;
+const MAPPINGS_MAX: u32 = 64;
+/// Messages of a client that may be unanswered.
+const MESSAGES_MAX: u16 = 14;
+/// Shortest and longest break timeouts.
+const BREAK_NS: [u64; 4] = [2_000_000, 20_000_000, 200_000_000, 2_000_000_000];
+
+/// An operation of the server's own that waits.
+#[derive(Debug)]
+struct Own {
+    granted: mpsc::Receiver<u64>,
+    access: Access,
+    share: Access,
+    until_ns: u64,
+}
+
+pub(super) struct Run<'a> {
+    settings: &'a Settings,
+    pub(super) dice: Dice,
+    pub(super) service: Service<Hands>,
+    pub(super) ground: Arc<Ground>,
+    pub(super) name: Name,
+    pub(super) break_ns: u64,
+    pub(super) clients: Vec<Client>,
+    /// Whose queue pairs those at the clients' host are.
+    pub(super) by_qpn: BTreeMap<Qpn, usize>,
+    pub(super) connections: u64,
+    /// By number: the pushes before a FLUSH.
+    pub(super) flushes: BTreeMap<u64, Vec<u64>>,
+    pub(super) flushes_so_far: u64,
+    /// Completions that the server's thread has not looked at.
+    inbox: Vec<rdmux_rnic::WorkCompletion>,
+    timeout_planned: Option<Duration>,
+    /// In one of so many steps something lands that is on its way.
+    stirs: u64,
+    own: Vec<Own>,
+    /// Servers so far: what was planned for one is not for the next.
+    life: u64,
+}
+
+impl Run<'_> {
+    pub(super) fn new(settings: &Settings) -> Run<'_> {
+        let mut dice = Dice::new(settings.seed, 10);
+        let shape = Shape {
+            ipv6: dice.one_in(2),
+            gso: dice.one_in(2),
+            gro: dice.one_in(2),
+            lazy_acks: dice.one_in(3),
+            latency_ns: dice.log_uniform(1_000_000),
+            flush_ns_max: 200_000,
+            one_machine: false,
+        };
+        let faults = Faults {
+            loss: settings.loss_percent,
+            dup: settings.dup_percent,
+            reorder: settings.reorder_percent,
+            corrupt: 0.0,
+        };
+        let window_bytes = dice.pick(&[4 << 10, 16 << 10, 256 << 10]);
+        let world = World::new(settings.seed, shape, faults, window_bytes);
+        let ground = Arc::new(Ground::new(REGION_BYTES));
+        let name = Name::new("r").expect("a name");
+        // Where it is waits for a medium, ordinary operations take time.
+        let domain = dice.pick(&[Domain::File, Domain::File, Domain::WholeSystem]);
+        let region = Region::new(name.clone(), ground.clone(), domain, false);
+        let break_ns = dice.pick(&BREAK_NS);
+        let shared = Arc::new(Shared {
+            key: Key::new([7; 32]),
+            regions: vec![Arc::new(region)],
+            keepalive_ms: 5_000,
+            mappings_max: MAPPINGS_MAX,
+            messages_max: MESSAGES_MAX,
+        });
+        let hands = Hands::new(
+            world,
+            ground.clone(),
+            Dice::new(settings.seed, 11),
+            settings.defect,
+            break_ns,
+            window_bytes,
+        );
+        let service = Service::new(hands, shared, Duration::from_nanos(break_ns));
+        let stirs = dice.pick(&[1, 10, 100]);
+        let clients = (0..dice.between(2, 4)).map(|n| {
+            let mut name = [n as u8; 16];
+            name[0] = 1;
+            Client::new(name, dice.one_in(2), settings.acts)
+        });
+        let clients = clients.collect();
+        Run {
+            settings,
+            dice,
+            service,
+            ground,
+            name,
+            break_ns,
+            clients,
+            by_qpn: BTreeMap::new(),
+            connections: 0,
+            flushes: BTreeMap::new(),
+            flushes_so_far: 0,
+            inbox: Vec::new(),
+            timeout_planned: None,
+            stirs,
+            own: Vec::new(),
+            life: 0,
+        }
+    }
+
+    pub(super) fn hands(&mut self) -> &mut Hands {
+        self.service.driver_mut()
+    }
+
+    pub(super) fn now(&self) -> Duration {
+        Duration::from_nanos(self.service.driver().world.now.0)
+    }
+
+    pub(super) fn run(mut self) -> Report {
+        let violation = self.lives().err();
+        let hands = self.service.driver();
+        let mut counts = hands.counts;
+        counts.drained = self.ground.drained();
+        counts.strangers += hands.world.hosts[SERVER].rnic.counters().no_qp;
+        let carried = hands.world.carried;
+        counts.packets = carried.packets;
+        counts.lost = carried.lost;
+        counts.duplicated = carried.duplicated;
+        counts.reordered = carried.reordered;
+        counts.steps = hands.world.steps;
+        Report {
+            settings: *self.settings,
+            violation,
+            counts,
+        }
+    }
+
+    fn lives(&mut self) -> Result<(), String> {
+        for at in 0..self.clients.len() as u64 {
+            let delay = self.dice.log_uniform(self.break_ns);
+            self.hands().later(delay, Tag::Act(at));
+        }
+        let delay = self.dice.log_uniform(4 * self.break_ns);
+        self.hands().later(delay, Tag::Fault);
+        while self.step()? {}
+        self.ground.drain_all();
+        self.ground.finish();
+        self.look()?;
+        if !self.own.is_empty() || !self.service.driver().is_quiet() {
+            return Err("somebody waits for ever".to_owned());
+        }
+        Ok(())
+    }
+
+    fn step(&mut self) -> Result<bool, String> {
+        let step = self.hands().world.step();
+        if let Step::User(tag) = step {
+            self.user(Tag::unpack(tag))?;
+        }
+        if self.dice.one_in(self.stirs) {
+            self.ground.stir(&mut self.dice);
+        }
+        let cqs = self.hands().cqs;
+        let mut came = false;
+        while let Some(wc) = self.hands().world.poll_cq(SERVER, cqs[SERVER]) {
+            came |= self.inbox.is_empty();
+            self.inbox.push(wc);
+        }
+        if came {
+            let delay = self.dice.log_uniform(WAKE_NS_MAX);
+            self.hands().later(delay, Tag::Wake);
+        }
+        while let Some(wc) = self.hands().world.poll_cq(CLIENT, cqs[CLIENT]) {
+            self.client_completes(&wc);
+        }
+        self.look()?;
+        Ok(step != Step::Rest)
+    }
+
+    /// Looks for what must not be.
+    fn look(&mut self) -> Result<(), String> {
+        if let Some(what) = self.ground.violation() {
+            return Err(what);
+        }
+        let hands = self.service.driver_mut();
+        hands.check_waits();
+        let now = hands.world.now.0;
+        if let Some(own) = self.own.iter().find(|own| own.until_ns < now) {
+            return Err(format!(
+                "an operation of the server's own waits for {} ms longer than all breaks before it take",
+                (now - own.until_ns) / 1_000_000
+            ));
+        }
+        if let Some(what) = hands.violation.take() {
+            return Err(what);
+        }
+        if hands.world.steps > STEPS_MAX {
+            return Err("it does not come to rest".to_owned());
+        }
+        hands.world.tap.violation.take().map_or(Ok(()), Err)
+    }
+
+    fn user(&mut self, tag: Tag) -> Result<(), String> {
+        let now = self.now();
+        match tag {
+            Tag::Wake => self.wake(),
+            Tag::Timeout => {
+                let due = self.service.poll_timeout().is_some_and(|at| at <= now);
+                if due && !self.hands().has(Defect::TimeNeverUp) {
+                    self.service.handle_timeout(now);
+                }
+            }
+            Tag::Job(number) => {
+                if let Some(finished) = self.hands().job(number) {
+                    self.service.finished(now, finished);
+                }
+            }
+            Tag::Owed(number) => self.hands().owed(number),
+            Tag::Bury(number) => self.hands().bury(number),
+            Tag::Act(at) => self.act(at as usize),
+            Tag::Hear(at) => self.hear(at as usize)?,
+            Tag::GoOn(at) => self.go_on(at as usize)?,
+            Tag::Fault => self.fault(),
+            Tag::OwnEnds(number) => {
+                if number >> 32 == self.life {
+                    let number = number & u64::from(u32::MAX);
+                    self.hands().own -= 1;
+                    self.ground.end_own(number);
+                    self.service.handle_local_end(now, number);
+                }
+            }
+        }
+        self.after();
+        Ok(())
+    }
+
+    /// The server's thread takes what has come.
+    fn wake(&mut self) {
+        let now = self.now();
+        for wc in std::mem::take(&mut self.inbox) {
+            let Some((client, came)) = self.hands().what(&wc) else {
+                continue;
+            };
+            if wc.status != Status::Success {
+                let status = Some(wc.status).filter(|status| *status != Status::Flushed);
+                self.service.handle_disconnected(now, client, status);
+                continue;
+            }
+            match came {
+                Came::Message(slot, bytes) => {
+                    if let Some(message) = self.hands().take(client, slot, bytes) {
+                        self.service.handle_message(now, client, slot, &message);
+                    }
+                }
+                Came::Sent(slot) => self.service.handle_sent(now, client, slot),
+                Came::Nothing => {}
+            }
+            self.after();
+        }
+    }
+
+    /// What follows each call of the service.
+    fn after(&mut self) {
+        let now = self.now();
+        while let Some((client, message)) = self.hands().made_up.pop_front() {
+            self.service
+                .handle_message(now, client, usize::from(u16::MAX), &message);
+        }
+        let mut granted = Vec::new();
+        self.own.retain(|own| match own.granted.try_recv() {
+            Ok(number) => {
+                granted.push((number, own.access, own.share));
+                false
+            }
+            Err(_) => true,
+        });
+        for (number, access, share) in granted {
+            let right = Right {
+                client: None,
+                range: 0..REGION_BYTES,
+                access,
+                share,
+            };
+            self.ground.begin_own(number, right);
+            let delay = self.dice.log_uniform(OWN_NS_MAX);
+            let tag = Tag::OwnEnds(self.life << 32 | number);
+            let hands = self.hands();
+            hands.counts.local += 1;
+            hands.later(delay, tag);
+        }
+        let events: Vec<Event> = self.service.poll_events().collect();
+        let counts = &mut self.hands().counts;
+        for event in events {
+            match event {
+                Event::Breaking { .. } => counts.breaks += 1,
+                Event::Released { .. } | Event::Unmapped { .. } => counts.released += 1,
+                Event::Revoked { .. } => counts.revoked += 1,
+                _ => {}
+            }
+        }
+        let timeout = self.service.poll_timeout();
+        if timeout != self.timeout_planned {
+            self.timeout_planned = timeout;
+            if let Some(at) = timeout {
+                let delay = at.saturating_sub(now).as_nanos() as u64;
+                self.hands().later(delay, Tag::Timeout);
+            }
+        }
+    }
+
+    fn fault(&mut self) {
+        if self.clients.iter().all(Client::is_done) {
+            return;
+        }
+        let delay = self.dice.log_uniform(4 * self.break_ns);
+        let long = self.dice.log_uniform(4 * self.break_ns);
+        let hands = self.service.driver_mut();
+        hands.later(delay, Tag::Fault);
+        match self.dice.below(16) {
+            0 | 1 => {
+                hands.counts.faults += 1;
+                hands.world.break_link(self.dice.below(2) as usize, long);
+            }
+            2 | 3 => {
+                hands.counts.faults += 1;
+                hands.world.lose_more(long);
+            }
+            4 => {
+                hands.counts.faults += 1;
+                let latency_ns = self.dice.log_uniform(1_000_000);
+                hands.world.change_latency(latency_ns);
+            }
+            5..10 => {
+                let n = self.dice.below(self.clients.len() as u64) as usize;
+                if let Some((qpn, number)) = self.clients[n].connected() {
+                    hands.counts.cut += 1;
+                    // One way, the other, or both.
+                    let ways = self.dice.between(1, 3);
+                    if ways & 1 != 0 {
+                        hands.world.cut_off(CLIENT, qpn, long);
+                    }
+                    if let Some(qpn) = hands.server_qpn(number).filter(|_| ways & 2 != 0) {
+                        hands.world.cut_off(SERVER, qpn, long);
+                    }
+                }
+            }
+            10..15 => self.begin_own(),
+            _ => self.restart(),
+        }
+    }
+
+    /// A program that has the server wants the region.
+    fn begin_own(&mut self) {
+        let (tx, granted) = mpsc::channel();
+        let access = self.dice.pick(&[Access::READ, Access::WRITE]);
+        let share = self.dice.pick(&[Access::empty(), Access::READ]);
+        let now = self.now();
+        let hands = self.service.driver_mut();
+        let until_ns = hands.longest_wait();
+        hands.own += 1;
+        self.own.push(Own {
+            granted,
+            access,
+            share,
+            until_ns,
+        });
+        self.service
+            .handle_local(now, &self.name.clone(), access, share, tx);
+    }
+
+    /// The server's process ends, and another begins.
+    fn restart(&mut self) {
+        self.inbox.clear();
+        self.own.clear();
+        self.life += 1;
+        self.timeout_planned = None;
+        // The memory of the new one is the same; its leases are none.
+        self.service.forget();
+        let hands = self.hands();
+        hands.counts.restarts += 1;
+        hands.restart();
+    }
+}
