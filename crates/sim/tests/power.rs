@@ -6,12 +6,17 @@ use std::panic::catch_unwind;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rdmux_sim::power::{Defect, Domain, Method, Platform, Report, Settings, Verdict, run};
+use rdmux_sim::power::{
+    Counted, Defect, Domain, LogDefect, Method, Platform, Report, Settings, Verdict, run, run_log,
+    run_log_everywhere,
+};
 
 /// Power cuts of all random runs in release.
 const CUTS_MIN: u64 = 10_000;
 /// Runs in release, of three to four cuts each.
 const RUNS: u64 = 3_000;
+/// Runs of a log in release, of three to four cuts each.
+const LOG_RUNS: u64 = 2_000;
 /// Seeds within which each defect shows.
 const DEFECT_SEEDS: u64 = 200;
 /// Runs of each cell of the table.
@@ -24,7 +29,7 @@ fn env(name: &str) -> Option<u64> {
 }
 
 /// What came of many runs: counts by name, and the failures.
-type Total = (Vec<(&'static str, u64)>, Vec<String>);
+type Total = (Counted, Vec<String>);
 
 /// What a run found wrong.
 fn violation(settings: &Settings) -> Result<Report, String> {
@@ -38,9 +43,9 @@ fn violation(settings: &Settings) -> Result<Report, String> {
     }
 }
 
-#[test]
-fn run__ten_thousand_power_cuts() {
-    let runs = if cfg!(debug_assertions) { RUNS / 20 } else { RUNS };
+/// Does runs on all cores, says what happened, and returns the counts.
+fn many(runs: u64, one: impl Fn(u64) -> Result<Counted, String> + Sync) -> Counted {
+    let runs = if cfg!(debug_assertions) { runs / 20 } else { runs };
     let runs = env("RDMUX_SIM_RUNS").unwrap_or(runs);
     let first = env("RDMUX_SIM_FIRST").unwrap_or(0);
     let (next, end) = (AtomicU64::new(first), first + runs);
@@ -51,17 +56,16 @@ fn run__ten_thousand_power_cuts() {
             if seed >= end || total.lock().unwrap().1.len() >= 5 {
                 return;
             }
-            let settings = Settings::drawn(seed);
-            let found = violation(&settings);
+            let found = one(seed);
             let (counts, failures) = &mut *total.lock().unwrap();
             match found {
-                Ok(report) if counts.is_empty() => *counts = report.counts(),
-                Ok(report) => {
-                    for (sum, (_, count)) in counts.iter_mut().zip(report.counts()) {
+                Ok(counted) if counts.is_empty() => *counts = counted,
+                Ok(counted) => {
+                    for (sum, (_, count)) in counts.iter_mut().zip(counted) {
                         sum.1 += count;
                     }
                 }
-                Err(what) => failures.push(format!("{what}\n  replay: {}", settings.replay())),
+                Err(what) => failures.push(what),
             }
         }
     };
@@ -80,11 +84,102 @@ fn run__ten_thousand_power_cuts() {
     }
     assert!(failures.is_empty(), "runs failed");
     if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
-        assert!(counts[0].1 >= CUTS_MIN, "{} power cuts", counts[0].1);
         assert!(
             counts.iter().all(|(_, count)| *count > 0),
             "something never happened"
         );
+    }
+    counts
+}
+
+#[test]
+fn run__ten_thousand_power_cuts() {
+    let counts = many(RUNS, |seed| {
+        let settings = Settings::drawn(seed);
+        let report =
+            violation(&settings).map_err(|what| format!("{what}\n  replay: {}", settings.replay()))?;
+        Ok(report.counts())
+    });
+    if !cfg!(debug_assertions) && env("RDMUX_SIM_RUNS").is_none() {
+        assert!(counts[0].1 >= CUTS_MIN, "{} power cuts", counts[0].1);
+    }
+}
+
+/// What a run of a log finds wrong, and how to do it again.
+fn log_violation(settings: &Settings, defect: Option<LogDefect>) -> Result<Counted, String> {
+    match catch_unwind(|| run_log(settings, defect)) {
+        Ok(report) => match &report.violation {
+            None => Ok(report.counts()),
+            Some(what) => Err(format!("{what}\n  replay: {}", report.replay())),
+        },
+        Err(_) => Err(format!("panic\n  log over {}", settings.replay())),
+    }
+}
+
+#[test]
+fn run_log__what_was_acknowledged_is_there_and_nothing_torn() {
+    many(LOG_RUNS, |seed| {
+        log_violation(&Settings::drawn_for_log(seed), None)
+    });
+}
+
+#[test]
+fn run_log__every_cut_at_every_step() {
+    let platforms = Platform::ALL
+        .into_iter()
+        .filter(|platform| platform.domain != Domain::None);
+    for platform in platforms {
+        let mut looked_at = 0;
+        for seed in 0..if cfg!(debug_assertions) { 1 } else { 6 } {
+            let settings = Settings {
+                platform,
+                ..Settings::drawn_for_log(seed)
+            };
+            looked_at += run_log_everywhere(&settings, 12, 256).unwrap_or_else(|what| {
+                panic!("{}, seed {seed}: {what}", platform.name());
+            });
+        }
+        println!("{:<18} {looked_at} memories", platform.name());
+        assert!(looked_at > 100, "{looked_at}");
+    }
+}
+
+#[test]
+fn run_log__every_defect_shows() {
+    let on = |platform, rely, defect| Settings {
+        platform,
+        rely,
+        defect,
+        ..Settings::drawn_for_log(0)
+    };
+    let cached = |defect| on(Platform::ADR_CACHED, None, defect);
+    let mut controls = vec![(
+        "read on ADR, cached",
+        on(Platform::ADR_CACHED, Some(Method::Read), None),
+        None,
+    )];
+    for defect in [
+        Defect::WriteBackDropped,
+        Defect::AckBeforeFence,
+        Defect::LineShort,
+    ] {
+        controls.push((defect.name(), cached(Some(defect)), None));
+    }
+    for defect in LogDefect::ALL {
+        controls.push((defect.name(), cached(None), Some(defect)));
+    }
+    for (name, control, defect) in controls {
+        let found = (0..DEFECT_SEEDS).find_map(|seed| {
+            let settings = Settings {
+                platform: control.platform,
+                rely: control.rely,
+                defect: control.defect,
+                ..Settings::drawn_for_log(seed)
+            };
+            log_violation(&settings, defect).err().map(|what| (seed, what))
+        });
+        let (seed, what) = found.unwrap_or_else(|| panic!("{name}: not seen in {DEFECT_SEEDS} seeds"));
+        println!("{name:<26} seed {seed:>3}: {what}");
     }
 }
 

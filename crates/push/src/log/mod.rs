@@ -23,7 +23,7 @@ mod tests;
 
 pub use driver::{Log, LogError, Options};
 pub use format::VERSION;
-pub use reader::{Read, View, agree, look};
+pub use reader::{Read, View, agree, look, scan};
 pub use writer::{Action, AppendError, Event, Over, Settings, What, Writer};
 
 /// The most bytes of a record.

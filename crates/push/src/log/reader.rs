@@ -24,10 +24,12 @@ pub struct View {
     pub joining: bool,
     /// The writer that it is promised to.
     pub promise: Epoch,
-    /// Bytes of the ring, and of those that are in use.
+    /// Bytes of the ring.
     pub area: u64,
-    /// Bytes in use.
+    /// Of these, in use.
     pub used: u64,
+    /// Where what is in use begins: bytes of all that was dropped. In the ring it is there modulo `area`.
+    pub position: u64,
     /// Number of the first record, and of the last; `first - 1` when there is none.
     pub first: u64,
     /// See `first`.
@@ -70,8 +72,9 @@ pub fn look(target: &Target, key: &Key, records: bool) -> Result<Option<View>, E
     Ok(view)
 }
 
-/// Goes through a region of so many bytes, which `read` reads.
-fn scan(
+/// Goes through a region of so many bytes, which `read_at` reads; `domain` is only told. With `records` it takes them along.
+/// `None` where there is no log.
+pub fn scan(
     region_bytes: u64,
     domain: Domain,
     records: bool,
@@ -91,6 +94,7 @@ fn scan(
         promise: header.promise,
         area,
         used: 0,
+        position: header.head.position,
         first: header.head.sequence + 1,
         last: header.head.sequence,
         epoch: header.head.epoch,

@@ -57,7 +57,10 @@ pub(crate) struct Args {
     /// Rely on this alone, whether it holds or not: write, read, flush-global, flush-persistent or software-flush.
     #[arg(long, requires = "power", value_name = "METHOD")]
     rely: Option<power::Method>,
-    /// A defect of the server, which the run must show; an unknown name lists them.
+    /// What is cut is the replica of a log: its real writer appends, its real reader looks at what is left.
+    #[arg(long, requires = "power")]
+    log: bool,
+    /// A defect of the server, or of the log, which the run must show; an unknown name lists them.
     #[arg(long, requires = "kind")]
     defect: Option<String>,
     /// Runs, each with the next seed.
@@ -121,6 +124,9 @@ fn parse_fault(text: &str) -> Result<Spec, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if args.log {
+        return cut_log(args);
+    }
     if args.power {
         return cut_power(args);
     }
@@ -221,6 +227,51 @@ fn take_back(args: &Args) -> Result<()> {
                 "defect": settings.defect.map(leases::Defect::name),
                 "violation": report.violation,
                 "counts": counted(&report.counts.list()),
+            });
+            writeln!(out, "{value}")?;
+        } else {
+            write!(out, "{report}")?;
+        }
+        if let Some(violation) = report.violation {
+            bail!("seed {}: {violation}", settings.seed);
+        }
+    }
+    Ok(())
+}
+
+/// `rdmux sim --power --log`.
+fn cut_log(args: &Args) -> Result<()> {
+    // One of the log's, or else one of the server's.
+    let of_log = args.defect.as_deref().and_then(|name| name.parse().ok());
+    let of_server = match of_log {
+        Some(_) => None,
+        None => defect(args).map_err(|why| {
+            let names = power::LogDefect::ALL.map(power::LogDefect::name).join(", ");
+            anyhow!("{why}; of the log: {names}")
+        })?,
+    };
+    let mut out = std::io::stdout().lock();
+    for i in 0..args.runs {
+        let drawn = power::Settings::drawn_for_log(args.seed.unwrap_or(1).wrapping_add(i));
+        let settings = power::Settings {
+            platform: args.platform.unwrap_or(drawn.platform),
+            rely: args.rely,
+            defect: of_server,
+            ..drawn
+        };
+        if settings.platform.domain == power::Domain::None {
+            bail!("nothing survives on platform none, and no log does: choose another");
+        }
+        let report = power::run_log(&settings, of_log);
+        if args.json {
+            let named = of_log.map(power::LogDefect::name);
+            let value = json!({
+                "seed": settings.seed,
+                "platform": settings.platform.name(),
+                "rely": settings.rely.map(power::Method::name),
+                "defect": named.or(settings.defect.map(power::Defect::name)),
+                "violation": report.violation,
+                "counts": counted(&report.counts()),
             });
             writeln!(out, "{value}")?;
         } else {

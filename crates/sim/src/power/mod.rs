@@ -42,6 +42,7 @@
 mod bed;
 mod choice;
 mod ledger;
+mod log;
 mod platform;
 mod run;
 mod shadow;
@@ -52,10 +53,14 @@ use std::fmt;
 
 pub use bed::{Ask, Bed, BedSettings, Done, Ended, Link, REQUEST_BYTES_MAX};
 pub use ledger::Ledger;
+pub use log::{LogDefect, LogReport};
 pub use platform::{Defect, Domain, Inbound, Method, Platform, Verdict};
 pub use shadow::{LINE, Lane, Passed, Shadow, UNIT};
 
 use crate::dice::Dice;
+
+/// Counts by name.
+pub type Counted = Vec<(&'static str, u64)>;
 
 /// What a run is made of; what is not said here is drawn from the seed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -114,6 +119,23 @@ impl Settings {
         }
         command
     }
+
+    fn show(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<18} {}", "seed", self.seed)?;
+        writeln!(f, "{:<18} {}", "platform", self.platform.name())?;
+        writeln!(
+            f,
+            "{:<18} loss {} %, duplication {} %, reordering {} %",
+            "faults", self.loss_percent, self.dup_percent, self.reorder_percent
+        )?;
+        if let Some(method) = self.rely {
+            writeln!(f, "{:<18} {}", "relied on", method.name())?;
+        }
+        if let Some(defect) = self.defect {
+            writeln!(f, "{:<18} {}", "defect", defect.name())?;
+        }
+        Ok(())
+    }
 }
 
 /// What came of a run. For the same settings it is the same.
@@ -167,7 +189,7 @@ impl Report {
     }
 
     /// The counts, by name.
-    pub fn counts(&self) -> Vec<(&'static str, u64)> {
+    pub fn counts(&self) -> Counted {
         let mut counts = vec![
             ("power cuts", self.cuts),
             ("kills", self.kills),
@@ -192,20 +214,7 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let s = &self.settings;
-        writeln!(f, "{:<18} {}", "seed", s.seed)?;
-        writeln!(f, "{:<18} {}", "platform", s.platform.name())?;
-        writeln!(
-            f,
-            "{:<18} loss {} %, duplication {} %, reordering {} %",
-            "faults", s.loss_percent, s.dup_percent, s.reorder_percent
-        )?;
-        if let Some(method) = s.rely {
-            writeln!(f, "{:<18} {}", "relied on", method.name())?;
-        }
-        if let Some(defect) = s.defect {
-            writeln!(f, "{:<18} {}", "defect", defect.name())?;
-        }
+        self.settings.show(f)?;
         for (name, count) in self.counts() {
             writeln!(f, "{name:<18} {count:>10}")?;
         }
@@ -222,4 +231,20 @@ impl fmt::Display for Report {
 /// Runs clients against a server whose power is cut.
 pub fn run(settings: &Settings) -> Report {
     run::Run::new(settings).run()
+}
+
+/// Runs the writer and the reader of a log of one replica against a server whose power is cut, with a defect of the log's or
+/// none. Take the settings from [`Settings::drawn_for_log`]: a log that is not flushed by [`Settings::rely`] is so by any way
+/// that the table says is durable on the platform, which must have one.
+pub fn run_log(settings: &Settings, defect: Option<LogDefect>) -> LogReport {
+    log::LogRun::new(settings, defect).run()
+}
+
+/// Appends records to a log; at every step its reader looks at every memory that a cut may leave, lines torn, wherever there
+/// are no more than `max`. Returns how many it looked at.
+///
+/// # Errors
+/// What was found wrong first.
+pub fn run_log_everywhere(settings: &Settings, records: u64, max: usize) -> Result<u64, String> {
+    log::LogRun::new(settings, None).run_everywhere(records, max)
 }

@@ -214,7 +214,7 @@ impl Defect {
 }
 
 /// The one of `all` that has this name.
-fn named<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T, String> {
+pub(super) fn named<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T, String> {
     let found = all.iter().find(|one| name(**one) == text);
     found.copied().ok_or_else(|| {
         let names: Vec<&str> = all.iter().map(|one| name(*one)).collect();
