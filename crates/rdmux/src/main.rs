@@ -37,7 +37,7 @@ enum Command {
     Demo(cmd::demo::Args),
     /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
     Sim(cmd::sim::Args),
-    /// Look at captures of RoCEv2 traffic.
+    /// Capture a device of yours that runs, or look at captures.
     Capture(cmd::capture::Args),
     /// Look at this host: what stands in the way, what is not known, and what to do about it.
     Doctor(cmd::doctor::Args),
