@@ -118,7 +118,7 @@ fn doctor__shows_what_is_set() {
     assert!(out.contains("use_allocating_flow_wr 1, nosnoopopwren 1"), "{out}");
     assert!(out.contains("rdmux ddio off mlx5_0"), "what to do: {out}");
 
-    let output = skylake(0x11).rdmux(&["doctor", "--json"]);
+    let output = skylake(0x11).rdmux(&["doctor", "ddio", "--json"]);
     let list: Value = serde_json::from_slice(&output.stdout).unwrap();
     let first = &list[0];
     assert_eq!(
@@ -140,7 +140,7 @@ fn doctor__shows_what_is_set() {
 fn doctor__without_an_rdma_device() {
     let root = tempfile::tempdir().unwrap();
     let host = Host { root };
-    let output = host.rdmux(&["doctor"]);
+    let output = host.rdmux(&["doctor", "ddio"]);
     assert!(output.status.success(), "{output:?}");
     assert!(text(&output.stdout).contains("no RDMA device"), "{output:?}");
 }

@@ -1,5 +1,8 @@
 //! `rdmux doctor`: looks at the host and says what stands in the way, and what to do.
 
+mod host;
+mod network;
+
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
@@ -12,9 +15,26 @@ use crate::output::{self, Align};
 type Check = (&'static str, fn(&Path) -> Vec<Finding>);
 
 /// All checks. One more is a line here.
-const CHECKS: [Check; 1] = [("ddio", ddio::findings)];
+const CHECKS: [Check; 13] = [
+    ("cpu", host::cpu),
+    ("port", network::port),
+    ("mtu", network::mtu),
+    ("gso", network::gso),
+    ("buffers", network::buffers),
+    ("memlock", host::memlock),
+    ("hugepages", host::huge_pages),
+    ("userns", host::user_namespaces),
+    ("ptrace", host::ptrace),
+    ("io_uring", host::io_uring),
+    ("userfaultfd", host::userfaultfd),
+    ("rnic", host::rnic),
+    ("ddio", ddio::findings),
+];
 
 /// Look at this host: what stands in the way, what is not known, and what to do about it.
+///
+/// A verdict is `ok`; `limit`, where rdmux works but slower or with less; `blocked`, where something does not work; or `unknown`. The
+/// exit status is 1 when anything is blocked or unknown.
 ///
 /// `ddio` finds the PCI root port above each RNIC and says whether what it writes goes to the processor's cache, where a power cut
 /// loses it; `rdmux ddio` changes that.
@@ -35,6 +55,10 @@ pub(crate) struct Args {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Ok,
+    /// It works, but slower or with less than it could.
+    Limit,
+    /// Something does not work.
+    Blocked,
     /// It could not be told.
     Unknown,
 }
@@ -43,6 +67,8 @@ impl Verdict {
     fn word(self) -> &'static str {
         match self {
             Verdict::Ok => "ok",
+            Verdict::Limit => "limit",
+            Verdict::Blocked => "blocked",
             Verdict::Unknown => "unknown",
         }
     }
@@ -103,7 +129,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.json {
         let list = found.iter().map(|(check, finding)| finding.to_json(check));
         output::say(&format!("{:#}", Value::Array(list.collect())));
-        return unless_unknown(&found);
+        return verdict(&found);
     }
     let columns = [
         ("check", Align::Left),
@@ -125,18 +151,37 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         }
     }
     output::say(&output::table(&columns, &rows));
-    unless_unknown(&found)
+    verdict(&found)
 }
 
-/// What could not be told is a failure, so that scripts notice.
-fn unless_unknown(found: &[(&str, Finding)]) -> Result<()> {
-    let unknown: Vec<&str> = (found.iter())
-        .filter(|(_, finding)| finding.verdict == Verdict::Unknown)
-        .map(|(_, finding)| finding.subject.as_str())
-        .collect();
-    if unknown.is_empty() {
-        Ok(())
-    } else {
-        bail!("not everything could be told: {}", unknown.join(", "))
+/// A file of the host, as text.
+fn text(root: &Path, file: &str) -> Option<String> {
+    std::fs::read_to_string(root.join(file)).ok()
+}
+
+/// A file of the host that holds one number.
+fn number(root: &Path, file: &str) -> Option<u64> {
+    text(root, file)?.trim().parse().ok()
+}
+
+/// What is blocked, or could not be told, is a failure, so that scripts notice.
+fn verdict(found: &[(&str, Finding)]) -> Result<()> {
+    let of = |verdict: Verdict| {
+        let with = found.iter().filter(|(_, finding)| finding.verdict == verdict);
+        let names: Vec<String> = with
+            .map(|(check, finding)| match finding.subject.as_str() {
+                "-" => (*check).to_owned(),
+                subject => format!("{check} {subject}"),
+            })
+            .collect();
+        names.join(", ")
+    };
+    let (blocked, unknown) = (of(Verdict::Blocked), of(Verdict::Unknown));
+    if !blocked.is_empty() {
+        bail!("something stands in the way: {blocked}");
     }
+    if !unknown.is_empty() {
+        bail!("not everything could be told: {unknown}");
+    }
+    Ok(())
 }

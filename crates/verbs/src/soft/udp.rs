@@ -39,7 +39,7 @@ const TX_BATCH: usize = 16;
 const RX_BUFFER_BYTES: usize = 1 << 16;
 
 /// What receive and send buffers ask for; the kernel grants an ordinary user `net.core.{r,w}mem_max`.
-const SOCKET_BUFFER_BYTES: usize = 8 << 20;
+pub const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 
 /// Hop limit of what is sent to a group: a group may reach as far as a host does.
 const MULTICAST_HOPS: u32 = 64;

@@ -1,0 +1,223 @@
+//! Checks of the host itself: processor, limits, what the kernel lets an ordinary user do.
+
+use std::path::Path;
+
+use serde_json::json;
+
+use super::{Finding, Verdict, number, text};
+
+/// What the processor has that rdmux makes use of.
+pub(super) fn cpu(root: &Path) -> Vec<Finding> {
+    let info = text(root, "proc/cpuinfo").unwrap_or_default();
+    let Some(flags) = info.lines().find_map(|line| line.strip_prefix("flags")) else {
+        let what = "no x86 processor: rdmux was never tried on another, and takes memory that lasts for a plain file";
+        return vec![Finding::new("-", Verdict::Limit, what.to_owned())];
+    };
+    let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
+    let flush = ["clwb", "clflushopt", "clflush"]
+        .into_iter()
+        .find(|flag| has(flag));
+    let crc = has("pclmulqdq");
+    let details = json!({ "flush": flush, "pclmulqdq": crc, "avx512f": has("avx512f") });
+    let finding = match flush {
+        Some(flush @ ("clwb" | "clflushopt")) if crc => Finding::new(
+            "-",
+            Verdict::Ok,
+            format!("{flush} for memory that lasts, pclmulqdq for checksums"),
+        ),
+        _ if !crc => Finding::new(
+            "-",
+            Verdict::Limit,
+            "no pclmulqdq: each packet's checksum takes several times as long".to_owned(),
+        )
+        .with_advice("in a virtual machine, pass the host's processor through (qemu: -cpu host)".to_owned()),
+        _ => Finding::new(
+            "-",
+            Verdict::Limit,
+            "neither clwb nor clflushopt: flushing memory that lasts waits for each cache line".to_owned(),
+        )
+        .with_advice("in a virtual machine, pass the host's processor through (qemu: -cpu host)".to_owned()),
+    };
+    vec![finding.with_details(details)]
+}
+
+/// How much memory may be locked.
+pub(super) fn memlock(root: &Path) -> Vec<Finding> {
+    let limits = text(root, "proc/self/limits").unwrap_or_default();
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max locked memory"));
+    let Some(soft) = line.and_then(|line| line.split_whitespace().next()) else {
+        return vec![Finding::new("-", Verdict::Unknown, "cannot be told".to_owned())];
+    };
+    let finding = match soft.parse::<u64>() {
+        Err(_) => Finding::new("-", Verdict::Ok, "unlimited".to_owned()),
+        Ok(bytes) => {
+            let size = crate::output::bytes(bytes);
+            // An RNIC locks what is registered; the soft one locks nothing.
+            if devices(root).is_empty() {
+                Finding::new(
+                    "-",
+                    Verdict::Ok,
+                    format!("{size}, of which rdmux needs nothing: its own NIC locks no memory"),
+                )
+            } else {
+                Finding::new(
+                    "-",
+                    Verdict::Limit,
+                    format!("no more than {size} can be registered with an RNIC"),
+                )
+                .with_advice("ulimit -l unlimited, or LimitMEMLOCK=infinity in a systemd unit".to_owned())
+            }
+        }
+    };
+    vec![finding.with_details(json!({ "bytes": soft.parse::<u64>().ok() }))]
+}
+
+/// Huge pages.
+pub(super) fn huge_pages(root: &Path) -> Vec<Finding> {
+    let enabled = text(root, "sys/kernel/mm/transparent_hugepage/enabled");
+    let chosen = enabled
+        .as_deref()
+        .and_then(|text| text.split('[').nth(1)?.split(']').next());
+    let reserved = text(root, "proc/meminfo").and_then(|text| {
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("HugePages_Total:"))?;
+        line.trim().parse::<u64>().ok()
+    });
+    let details = json!({ "transparent": chosen, "reserved": reserved });
+    let finding = match chosen {
+        Some(mode @ ("always" | "madvise")) => {
+            Finding::new("-", Verdict::Ok, format!("transparent huge pages: {mode}"))
+        }
+        _ => Finding::new(
+            "-",
+            Verdict::Limit,
+            "no transparent huge pages: large regions cost more TLB misses".to_owned(),
+        )
+        .with_advice("echo madvise >/sys/kernel/mm/transparent_hugepage/enabled".to_owned()),
+    };
+    vec![finding.with_details(details)]
+}
+
+/// Whether an ordinary user may make user namespaces, as the tests and `netns` set-ups without root do.
+pub(super) fn user_namespaces(root: &Path) -> Vec<Finding> {
+    let refusals = [
+        (
+            "proc/sys/user/max_user_namespaces",
+            0,
+            "user.max_user_namespaces=15000",
+        ),
+        (
+            "proc/sys/kernel/unprivileged_userns_clone",
+            0,
+            "kernel.unprivileged_userns_clone=1",
+        ),
+        (
+            "proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+            1,
+            "kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+    ];
+    let refused = refusals
+        .iter()
+        .find(|(file, refused, _)| number(root, file) == Some(*refused));
+    vec![match refused {
+        None => Finding::new("-", Verdict::Ok, "an ordinary user can make them".to_owned()),
+        Some((_, _, advice)) => Finding::new(
+            "-",
+            Verdict::Limit,
+            "only root can make them: no network namespaces of one's own to try things in".to_owned(),
+        )
+        .with_advice(format!("sysctl -w {advice}")),
+    }]
+}
+
+/// Whether a process may reach another one's memory by system calls.
+pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
+    let scope = number(root, "proc/sys/kernel/yama/ptrace_scope");
+    let finding = match scope {
+        None | Some(0) => Finding::new(
+            "-",
+            Verdict::Ok,
+            "processes of one user reach each other's private memory by process_vm calls".to_owned(),
+        ),
+        Some(_) => Finding::new(
+            "-",
+            Verdict::Limit,
+            "private memory of a peer on this host is reached by packets, through a ring: memory made for sharing is not concerned".to_owned(),
+        )
+        .with_advice("sysctl -w kernel.yama.ptrace_scope=0".to_owned()),
+    };
+    vec![finding.with_details(json!({ "yama_scope": scope }))]
+}
+
+/// io_uring, which nothing in rdmux relies on.
+pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
+    let disabled = number(root, "proc/sys/kernel/io_uring_disabled");
+    let what = match disabled {
+        None | Some(0) => "allowed; rdmux does not rely on it",
+        Some(1) => "for root alone; rdmux does not rely on it",
+        Some(_) => "switched off; rdmux does not rely on it",
+    };
+    vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "disabled": disabled }))]
+}
+
+/// userfaultfd, which nothing in rdmux relies on.
+pub(super) fn userfaultfd(root: &Path) -> Vec<Finding> {
+    let everyone = number(root, "proc/sys/vm/unprivileged_userfaultfd");
+    let what = match everyone {
+        Some(0) => "for root alone, but for faults in user mode; rdmux does not rely on it",
+        Some(_) => "allowed; rdmux does not rely on it",
+        None => "not in this kernel; rdmux does not rely on it",
+    };
+    vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "unprivileged": everyone }))]
+}
+
+/// RDMA devices that the kernel knows.
+pub(super) fn rnic(root: &Path) -> Vec<Finding> {
+    let names = devices(root);
+    if names.is_empty() {
+        return vec![Finding::new(
+            "-",
+            Verdict::Ok,
+            "none: rdmux brings its own".to_owned(),
+        )];
+    }
+    names
+        .iter()
+        .map(|name| {
+            let of = |file: &str| text(root, &format!("sys/class/infiniband/{name}/{file}"));
+            let port = of("ports/1/state").unwrap_or_default();
+            // "4: ACTIVE"
+            let state = port
+                .split(':')
+                .next_back()
+                .unwrap_or_default()
+                .trim()
+                .to_lowercase();
+            let state = if state.is_empty() {
+                "in an unknown state"
+            } else {
+                state.as_str()
+            };
+            let what =
+                format!("port 1 is {state}; rdmux does not use it yet, and speaks to it over the network");
+            Finding::new(name, Verdict::Ok, what).with_details(
+                json!({ "state": state, "firmware": of("fw_ver").map(|text| text.trim().to_owned()) }),
+            )
+        })
+        .collect()
+}
+
+fn devices(root: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(root.join("sys/class/infiniband")) else {
+        return Vec::new();
+    };
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    names
+}

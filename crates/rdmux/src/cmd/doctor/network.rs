@@ -1,0 +1,211 @@
+//! Checks of the network: the port, interfaces, socket buffers.
+
+use std::fs;
+use std::path::Path;
+
+use rdmux_verbs::PathMtu;
+use rdmux_verbs::soft::udp::SOCKET_BUFFER_BYTES;
+use serde_json::json;
+
+use super::{Finding, Verdict, number, text};
+
+/// UDP port of RoCEv2. IBTA Vol 1, A17.
+const PORT: u16 = 4791;
+/// Who holds UDP port 4791.
+pub(super) fn port(root: &Path) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for table in ["proc/net/udp", "proc/net/udp6"] {
+        for line in text(root, table).unwrap_or_default().lines().skip(1) {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let (Some(local), Some(uid), Some(inode)) = (words.get(1), words.get(7), words.get(9)) else {
+                continue;
+            };
+            let Some((address, number)) = local.split_once(':') else {
+                continue;
+            };
+            if u16::from_str_radix(number, 16) != Ok(PORT) {
+                continue;
+            }
+            let socket = Socket {
+                everywhere: address.bytes().all(|digit| digit == b'0'),
+                uid: uid.parse().unwrap_or(0),
+                inode: inode.parse().unwrap_or(0),
+            };
+            if !found.contains(&socket) {
+                found.push(socket);
+            }
+        }
+    }
+    // A group of rdmux processes has many sockets on one address: a line for each holder is enough.
+    found.sort_by_key(|socket| (socket.uid, socket.everywhere));
+    found.dedup_by_key(|socket| (socket.uid, socket.everywhere));
+    if found.is_empty() {
+        return vec![Finding::new(
+            "4791",
+            Verdict::Ok,
+            "UDP port 4791 is free".to_owned(),
+        )];
+    }
+    let own = text(root, "proc/self/status").and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        line.split_whitespace().next()?.parse::<u32>().ok()
+    });
+    found
+        .iter()
+        .map(|socket| {
+            let holder = socket.holder(root);
+            let details = json!({
+                "uid": socket.uid,
+                "everywhere": socket.everywhere,
+                "process": holder.as_ref().map(|(_, name)| name),
+                "pid": holder.as_ref().map(|(pid, _)| pid),
+            });
+            let finding = match (&holder, socket) {
+                // The kernel's own sockets belong to no file.
+                (_, Socket { inode: 0, .. }) => Finding::new(
+                    "4791",
+                    Verdict::Blocked,
+                    "the kernel's rxe holds UDP port 4791 on all addresses of this network namespace"
+                        .to_owned(),
+                )
+                .with_advice("rdma link delete NAME, or run rdmux in another network namespace".to_owned()),
+                (Some((pid, name)), socket) if socket.everywhere && name != "rdmux" => Finding::new(
+                    "4791",
+                    Verdict::Blocked,
+                    format!("{name} (process {pid}) holds UDP port 4791 on all addresses"),
+                )
+                .with_advice(format!("end process {pid}, or bind it to one address")),
+                (_, socket) if Some(socket.uid) == own => Finding::new(
+                    "4791",
+                    Verdict::Ok,
+                    "held by processes of yours, who let others of yours join".to_owned(),
+                ),
+                (_, socket) => Finding::new(
+                    "4791",
+                    Verdict::Limit,
+                    format!(
+                        "held by user {} on some address: nobody else can use that address",
+                        socket.uid
+                    ),
+                )
+                .with_advice("use another address, such as 127.0.0.2 on this host".to_owned()),
+            };
+            finding.with_details(details)
+        })
+        .collect()
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Socket {
+    everywhere: bool,
+    uid: u32,
+    inode: u64,
+}
+
+impl Socket {
+    /// The process that has it, if its files may be seen.
+    fn holder(&self, root: &Path) -> Option<(u32, String)> {
+        let link = format!("socket:[{}]", self.inode);
+        fs::read_dir(root.join("proc")).ok()?.find_map(|entry| {
+            let entry = entry.ok()?;
+            let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+            let holds = fs::read_dir(entry.path().join("fd"))
+                .ok()?
+                .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok())
+                .any(|target| target.as_os_str() == link.as_str());
+            let name = fs::read_to_string(entry.path().join("comm")).ok()?;
+            holds.then(|| (pid, name.trim().to_owned()))
+        })
+    }
+}
+
+/// The path MTU that each interface carries.
+pub(super) fn mtu(root: &Path) -> Vec<Finding> {
+    let Ok(entries) = fs::read_dir(root.join("sys/class/net")) else {
+        return vec![Finding::new(
+            "-",
+            Verdict::Unknown,
+            "interfaces are not to be listed".to_owned(),
+        )];
+    };
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    let of = |name: &str, file: &str| text(root, &format!("sys/class/net/{name}/{file}"));
+    names
+        .iter()
+        .filter(|name| of(name, "operstate").is_some_and(|state| matches!(state.trim(), "up" | "unknown")))
+        .filter_map(|name| {
+            let mtu: u32 = of(name, "mtu")?.trim().parse().ok()?;
+            let details = json!({ "mtu": mtu, "path_mtu": PathMtu::of_link(mtu).map(PathMtu::bytes) });
+            let finding = match PathMtu::of_link(mtu) {
+                Some(PathMtu::Bytes4096) => {
+                    Finding::new(name, Verdict::Ok, format!("MTU {mtu} carries path MTU 4096"))
+                }
+                Some(path) => Finding::new(
+                    name,
+                    Verdict::Limit,
+                    format!("MTU {mtu} carries path MTU {}, the largest is 4096", path.bytes()),
+                )
+                .with_advice(format!(
+                    "ip link set {name} mtu 4200, where the network allows it"
+                )),
+                None => Finding::new(
+                    name,
+                    Verdict::Blocked,
+                    format!("MTU {mtu} is too small for RoCEv2, which needs 336"),
+                )
+                .with_advice(format!("ip link set {name} mtu 1500")),
+            };
+            Some(finding.with_details(details))
+        })
+        .collect()
+}
+
+/// Whether the kernel takes and gives UDP datagrams in trains.
+pub(super) fn gso(root: &Path) -> Vec<Finding> {
+    let release = text(root, "proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut parts = release
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|part| part.parse().unwrap_or(0));
+    let version: (u32, u32) = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
+    let release = release.trim();
+    vec![match version {
+        (0, _) => Finding::new(
+            "-",
+            Verdict::Unknown,
+            "the kernel does not say its version".to_owned(),
+        ),
+        v if v >= (5, 0) => Finding::new("-", Verdict::Ok, format!("Linux {release} has UDP GSO and GRO")),
+        _ => Finding::new(
+            "-",
+            Verdict::Limit,
+            format!("Linux {release} takes UDP datagrams one by one: a fraction of the bandwidth"),
+        )
+        .with_advice("a kernel from 5.0 on".to_owned()),
+    }]
+}
+
+/// How long bursts may be before datagrams are lost.
+pub(super) fn buffers(root: &Path) -> Vec<Finding> {
+    let Some(max) = number(root, "proc/sys/net/core/rmem_max") else {
+        return vec![Finding::new(
+            "rmem_max",
+            Verdict::Unknown,
+            "cannot be told".to_owned(),
+        )];
+    };
+    let size = crate::output::bytes(max);
+    let finding = if max >= SOCKET_BUFFER_BYTES as u64 {
+        Finding::new("rmem_max", Verdict::Ok, format!("receive buffers of {size}"))
+    } else {
+        Finding::new(
+            "rmem_max",
+            Verdict::Limit,
+            format!("receive buffers of no more than {size}: bursts overflow them and are sent again"),
+        )
+        .with_advice(format!("sysctl -w net.core.rmem_max={SOCKET_BUFFER_BYTES}"))
+    };
+    vec![finding.with_details(json!({ "bytes": max, "wanted": SOCKET_BUFFER_BYTES }))]
+}

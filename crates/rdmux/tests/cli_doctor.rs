@@ -1,0 +1,253 @@
+//! `rdmux doctor` on a folder that stands for a host, and on this host.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+struct Host(tempfile::TempDir);
+
+impl Host {
+    /// One where nothing stands in the way.
+    fn well() -> Host {
+        let host = Host(tempfile::tempdir().unwrap());
+        for (file, text) in [
+            (
+                "proc/cpuinfo",
+                "processor\t: 0\nflags\t\t: fpu clflush pclmulqdq clflushopt clwb\n",
+            ),
+            (
+                "proc/self/limits",
+                "Limit  Soft Limit  Hard Limit  Units\nMax locked memory  8388608  8388608  bytes\n",
+            ),
+            ("proc/self/status", "Name:\trdmux\nUid:\t1000\t1000\t1000\t1000\n"),
+            ("proc/meminfo", "MemTotal: 1 kB\nHugePages_Total:       3\n"),
+            ("proc/net/udp", UDP_TITLE),
+            ("proc/sys/kernel/osrelease", "6.1.0-rc1\n"),
+            ("proc/sys/net/core/rmem_max", "16777216\n"),
+            ("proc/sys/user/max_user_namespaces", "15000\n"),
+            ("proc/sys/kernel/io_uring_disabled", "2\n"),
+            ("proc/sys/vm/unprivileged_userfaultfd", "0\n"),
+            (
+                "sys/kernel/mm/transparent_hugepage/enabled",
+                "always [madvise] never\n",
+            ),
+            ("sys/class/net/lo/operstate", "unknown\n"),
+            ("sys/class/net/lo/mtu", "65536\n"),
+            ("sys/class/net/eth1/operstate", "down\n"),
+            ("sys/class/net/eth1/mtu", "200\n"),
+        ] {
+            host.write(file, text);
+        }
+        host
+    }
+
+    fn write(&self, file: &str, text: &str) {
+        let path = self.0.path().join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn doctor(&self, args: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_rdmux"))
+            .arg("doctor")
+            .args(args)
+            .arg("--root")
+            .arg(self.0.path())
+            .output()
+            .unwrap()
+    }
+
+    /// What one check finds, as verdicts and lines of text.
+    fn check(&self, name: &str) -> (Vec<String>, String) {
+        let json = self.doctor(&[name, "--json"]);
+        let list: Vec<Value> = serde_json::from_slice(&json.stdout).unwrap();
+        assert!(list.iter().all(|finding| finding["check"] == *name), "{list:?}");
+        let verdicts = list
+            .iter()
+            .map(|finding| finding["verdict"].as_str().unwrap().to_owned())
+            .collect();
+        (verdicts, String::from_utf8(self.doctor(&[name]).stdout).unwrap())
+    }
+}
+
+const UDP_TITLE: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref pointer drops\n";
+
+fn udp(address: &str, uid: u32, inode: u64) -> String {
+    format!(
+        "{UDP_TITLE}  1: {address}:12B7 00000000:0000 07 00000000:00000000 00:00000000 00000000 {uid:>5} 0 {inode} 2 0 0\n"
+    )
+}
+
+#[test]
+fn doctor__nothing_in_the_way() {
+    let output = Host::well().doctor(&[]);
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let expected = "\
+check        subject   verdict  what
+cpu          -         ok       clwb for memory that lasts, pclmulqdq for checksums
+port         4791      ok       UDP port 4791 is free
+mtu          lo        ok       MTU 65536 carries path MTU 4096
+gso          -         ok       Linux 6.1.0-rc1 has UDP GSO and GRO
+buffers      rmem_max  ok       receive buffers of 16 MiB
+memlock      -         ok       8 MiB, of which rdmux needs nothing: its own NIC locks no memory
+hugepages    -         ok       transparent huge pages: madvise
+userns       -         ok       an ordinary user can make them
+ptrace       -         ok       processes of one user reach each other's private memory by process_vm calls
+io_uring     -         ok       switched off; rdmux does not rely on it
+userfaultfd  -         ok       for root alone, but for faults in user mode; rdmux does not rely on it
+rnic         -         ok       none: rdmux brings its own
+ddio         -         ok       no RDMA device: rdmux places by the processor, where DDIO plays no part
+";
+    assert_eq!(text, expected);
+}
+
+#[test]
+fn doctor__what_limits_says_what_to_do() {
+    let cases = [
+        ("cpu", "proc/cpuinfo", "flags\t: clflush pclmulqdq\n", "-cpu host"),
+        ("cpu", "proc/cpuinfo", "flags\t: clwb\n", "-cpu host"),
+        ("mtu", "sys/class/net/lo/mtu", "1500\n", "ip link set lo mtu 4200"),
+        ("gso", "proc/sys/kernel/osrelease", "4.19.0\n", "5.0"),
+        (
+            "buffers",
+            "proc/sys/net/core/rmem_max",
+            "212992\n",
+            "sysctl -w net.core.rmem_max=",
+        ),
+        (
+            "hugepages",
+            "sys/kernel/mm/transparent_hugepage/enabled",
+            "always madvise [never]\n",
+            "echo madvise",
+        ),
+        (
+            "userns",
+            "proc/sys/user/max_user_namespaces",
+            "0\n",
+            "user.max_user_namespaces=",
+        ),
+        (
+            "userns",
+            "proc/sys/kernel/unprivileged_userns_clone",
+            "0\n",
+            "unprivileged_userns_clone=1",
+        ),
+        (
+            "userns",
+            "proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+            "1\n",
+            "apparmor_restrict",
+        ),
+        (
+            "ptrace",
+            "proc/sys/kernel/yama/ptrace_scope",
+            "1\n",
+            "ptrace_scope=0",
+        ),
+    ];
+    for (check, file, text, advice) in cases {
+        let host = Host::well();
+        host.write(file, text);
+        let (verdicts, shown) = host.check(check);
+        assert_eq!(verdicts, ["limit"], "{file}: {shown}");
+        assert!(shown.contains(advice), "{file}: {shown}");
+        assert!(host.doctor(&[]).status.success(), "{file}: a limit is no failure");
+    }
+}
+
+#[test]
+fn doctor__memlock_matters_to_an_rnic() {
+    let host = Host::well();
+    host.write("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n");
+    let (verdicts, shown) = host.check("memlock");
+    assert_eq!(verdicts, ["limit"], "{shown}");
+    assert!(
+        shown.contains("8 MiB") && shown.contains("ulimit -l unlimited"),
+        "{shown}"
+    );
+    let (_, shown) = host.check("rnic");
+    assert!(shown.contains("mlx5_0") && shown.contains("active"), "{shown}");
+}
+
+#[test]
+fn doctor__who_holds_the_port() {
+    let cases = [
+        // The kernel's sockets have no inode.
+        (udp("00000000", 0, 0), "blocked", "rdma link delete"),
+        (udp("00000000", 1001, 77), "blocked", "wireguard (process 42)"),
+        (udp("0100007F", 1000, 78), "ok", "processes of yours"),
+        (udp("0100007F", 1001, 79), "limit", "user 1001"),
+    ];
+    for (table, verdict, says) in cases {
+        let host = Host::well();
+        host.write("proc/net/udp", &table);
+        host.write("proc/42/comm", "wireguard\n");
+        fs::create_dir_all(host.0.path().join("proc/42/fd")).unwrap();
+        symlink("socket:[77]", host.0.path().join("proc/42/fd/5")).unwrap();
+        let (verdicts, shown) = host.check("port");
+        assert_eq!(verdicts, [verdict], "{shown}");
+        assert!(shown.contains(says), "{shown}");
+        let whole = host.doctor(&[]);
+        assert_eq!(whole.status.success(), verdict != "blocked", "{whole:?}");
+        if verdict == "blocked" {
+            let why = String::from_utf8(whole.stderr).unwrap();
+            assert_eq!(why, "rdmux: something stands in the way: port 4791\n");
+        }
+    }
+}
+
+#[test]
+fn doctor__mtu_too_small() {
+    let host = Host::well();
+    host.write("sys/class/net/eth1/operstate", "up\n");
+    let (verdicts, shown) = host.check("mtu");
+    assert_eq!(verdicts, ["blocked", "ok"], "{shown}");
+    assert!(shown.contains("ip link set eth1 mtu 1500"), "{shown}");
+}
+
+#[test]
+fn doctor__garbage_is_no_panic() {
+    let host = Host::well();
+    for file in [
+        "proc/cpuinfo",
+        "proc/self/limits",
+        "proc/meminfo",
+        "proc/net/udp",
+        "proc/sys/kernel/osrelease",
+        "proc/sys/net/core/rmem_max",
+        "sys/class/net/lo/mtu",
+        "sys/kernel/mm/transparent_hugepage/enabled",
+    ] {
+        host.write(file, "\n:\n[ : :12B7 x\n");
+    }
+    let output = host.doctor(&[]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let why = String::from_utf8(output.stderr).unwrap();
+    assert!(why.starts_with("rdmux: not everything could be told: "), "{why}");
+}
+
+#[test]
+fn doctor__this_host() {
+    let output = Command::new(env!("CARGO_BIN_EXE_rdmux"))
+        .args(["doctor", "--json"])
+        .output()
+        .unwrap();
+    let list: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    for finding in &list {
+        // Whatever is not well comes with what to do about it, or could not be told.
+        let verdict = finding["verdict"].as_str().unwrap();
+        assert!(
+            matches!(verdict, "ok" | "unknown") || finding["advice"].is_string(),
+            "{finding}"
+        );
+    }
+    assert!(
+        list.iter()
+            .any(|finding| finding["check"] == "mtu" && finding["subject"] == "lo"),
+        "{list:?}"
+    );
+}
