@@ -82,6 +82,26 @@ fn ordinary__round_trip_of_more_than_a_message_takes() {
     assert_eq!(client.next_done().unwrap().token, 2);
 }
 
+/// As many messages under way as the server allows, always: each finds a receive, though the answers are acknowledged late.
+#[test]
+fn ordinary__message_finds_a_receive() {
+    let server = Running::start("127.0.9.66:7174", vec![memory_region("m", 1 << 16)], LONG);
+    let mut client = server.client();
+    let buffer = client.buffer(4096).unwrap();
+    for turn in 0..20_000 {
+        while client.in_flight() >= 14 {
+            client.next_done().unwrap();
+        }
+        client
+            .post_ordinary_write(&name("m"), 0, &buffer, 0, 64, Placement::empty(), turn)
+            .unwrap();
+    }
+    while client.in_flight() > 0 {
+        client.next_done().unwrap();
+    }
+    assert_eq!(client.device().counters().rcvd_rnr_err, 0);
+}
+
 /// Pushes and ordinary writes to the same bytes, thousands of them without waiting: what was posted last is there.
 #[test]
 fn ordinary__and_pushes_take_effect_in_the_order_of_posting() {

@@ -50,13 +50,16 @@ const HALF_OPEN_MAX: usize = 64;
 const CONNECTIONS_MAX: usize = 1024;
 /// Mappings that one client may have, unless [`Config::mappings_max`] says otherwise.
 pub const MAPPINGS_MAX_DEFAULT: u32 = 16384;
-/// Messages of a client that are under way at a time. Each has a slot, and no receive is posted to a slot before the answer
-/// to its last message has arrived: a client cannot make the server hold more.
-const SLOTS: usize = 16;
+/// Messages of a client that may come before the server looks.
+const RECEIVES: usize = 16;
 /// Of those, such as need an answer: one is left for a notice's receipt, and one for a goodbye.
-const MESSAGES_MAX: u16 = SLOTS as u16 - 2;
+const MESSAGES_MAX: u16 = RECEIVES as u16 - 2;
+/// Messages of a client that it has not acknowledged the answer to. Each has a slot, and no receive is posted that would not get
+/// one: a client cannot make the server hold more. They are three times as many, since a client that goes on at once acknowledges
+/// many answers together (IBTA Vol 1, 9.7.5.1.2), and its next message must find a receive all the same.
+const SLOTS: usize = 3 * RECEIVES;
 /// Work requests that a connection may have completions for: receives, sends, a notice, a probe.
-const COMPLETIONS_PER_CONNECTION: usize = 2 * SLOTS + 2;
+const COMPLETIONS_PER_CONNECTION: usize = RECEIVES + SLOTS + 2;
 /// A holder has so long to let go of a lease that somebody else needs. MS-SMB2 3.3.2.5 has the same; it is less than the 45 s
 /// after which Linux takes a file lease away (proc_sys_fs(5), `lease-break-time`).
 pub const BREAK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(35);
@@ -161,8 +164,12 @@ struct Link {
     mappings: HashMap<u64, MemoryRegion>,
     connection: Connection,
     qp: QueuePair,
-    slots: Arc<AnonymousMemory>,
-    slots_mr: MemoryRegion,
+    /// Where messages come in, then a place for each slot's answer, and one for a notice.
+    buffers: Arc<AnonymousMemory>,
+    buffers_mr: MemoryRegion,
+    free_slots: Vec<usize>,
+    /// Where no receive is posted until a slot is free.
+    idle_receives: Vec<usize>,
     pd: ProtectionDomain,
     probing: bool,
 }
@@ -328,13 +335,13 @@ impl Server {
         let pd = endpoint.device.alloc_pd();
         let mut options = QpOptions::new(&endpoint.cq);
         options.max_send_wr = SLOTS as u32 + 2;
-        options.max_recv_wr = SLOTS as u32;
+        options.max_recv_wr = RECEIVES as u32;
         let qp = pd.create_qp(&options)?;
-        let slots = Arc::new(AnonymousMemory::new((2 * SLOTS + 1) * MESSAGE_LEN_MAX)?);
-        let slots_mr = pd.reg_mr_all(slots.clone(), 0, Access::LOCAL_WRITE)?;
+        let buffers = Arc::new(AnonymousMemory::new((RECEIVES + SLOTS + 1) * MESSAGE_LEN_MAX)?);
+        let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
         let prepare = || {
-            for slot in 0..SLOTS {
-                qp.post_recv(receive(&slots_mr, slot)).map_err(io::Error::other)?;
+            for place in 0..RECEIVES {
+                qp.post_recv(receive(&buffers_mr, place)).map_err(io::Error::other)?;
             }
             Ok::<(), ConnectError>(())
         };
@@ -344,8 +351,10 @@ impl Server {
             key: (at, qp.qpn().value()),
             mappings: HashMap::new(),
             connection,
-            slots,
-            slots_mr,
+            buffers,
+            buffers_mr,
+            free_slots: (0..SLOTS).collect(),
+            idle_receives: Vec::new(),
             pd,
             probing: false,
             qp,
@@ -381,10 +390,12 @@ impl Server {
             let slot = (wc.wr_id & !SEND) as usize;
             self.service.handle_sent(now, client, slot);
         } else {
-            let slot = wc.wr_id as usize;
+            let place = wc.wr_id as usize;
             let mut message = vec![0; (wc.byte_len as usize).min(MESSAGE_LEN_MAX)];
-            let at = (slot * MESSAGE_LEN_MAX) as u64;
-            if link.slots.read(at, &mut message).is_ok() {
+            let at = (place * MESSAGE_LEN_MAX) as u64;
+            if link.buffers.read(at, &mut message).is_ok()
+                && let Some(slot) = link.take_slot(place)
+            {
                 self.service.handle_message(now, client, slot, &message);
             }
         }
@@ -464,8 +475,8 @@ impl Driver for Hands {
 
     fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool {
         let (place, wr_id) = match slot {
-            Slot::Answer(slot) => (SLOTS + slot, SEND | slot as u64),
-            Slot::Notice => (2 * SLOTS, NOTICE),
+            Slot::Answer(slot) => (RECEIVES + slot, SEND | slot as u64),
+            Slot::Notice => (RECEIVES + SLOTS, NOTICE),
         };
         self.links
             .get(&client)
@@ -474,8 +485,8 @@ impl Driver for Hands {
 
     fn receive(&mut self, client: u64, slot: usize) -> bool {
         self.links
-            .get(&client)
-            .is_some_and(|link| link.qp.post_recv(receive(&link.slots_mr, slot)).is_ok())
+            .get_mut(&client)
+            .is_some_and(|link| link.give_back(slot))
     }
 
     fn disconnect(&mut self, client: u64, failed: bool) {
@@ -505,7 +516,32 @@ impl Driver for Hands {
 }
 
 impl Link {
-    /// Sends a message from a place among the slots.
+    /// A slot for the message that came in at `place`, where the next may come as long as there is a slot for each.
+    fn take_slot(&mut self, place: usize) -> Option<usize> {
+        let slot = self.free_slots.pop();
+        self.idle_receives.push(place);
+        // A receive that is refused: the connection is at its end, as its completions will say.
+        self.post_receives();
+        slot
+    }
+
+    /// A slot's answer was acknowledged. False: the connection takes nothing any more.
+    fn give_back(&mut self, slot: usize) -> bool {
+        self.free_slots.push(slot);
+        self.post_receives()
+    }
+
+    fn post_receives(&mut self) -> bool {
+        while RECEIVES - self.idle_receives.len() < self.free_slots.len() {
+            let Some(place) = self.idle_receives.pop() else { break };
+            if self.qp.post_recv(receive(&self.buffers_mr, place)).is_err() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Sends a message from a place among the buffers.
     fn emit(&self, place: usize, wr_id: u64, request: u64, message: &Message) -> bool {
         let mut bytes = Vec::with_capacity(256);
         message.emit(request, &mut bytes);
@@ -513,11 +549,11 @@ impl Link {
         let request = SendRequest {
             wr_id,
             operation: Operation::Send { imm: None },
-            sges: self.slots_mr.sge(at, bytes.len() as u32).into(),
+            sges: self.buffers_mr.sge(at, bytes.len() as u32).into(),
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
         };
-        self.slots.write(at, &bytes).is_ok() && self.qp.post_send(request).is_ok()
+        self.buffers.write(at, &bytes).is_ok() && self.qp.post_send(request).is_ok()
     }
 }
 
@@ -535,11 +571,11 @@ fn probe() -> SendRequest {
     }
 }
 
-fn receive(slots: &MemoryRegion, slot: usize) -> RecvRequest {
+fn receive(buffers: &MemoryRegion, place: usize) -> RecvRequest {
     RecvRequest {
-        wr_id: slot as u64,
-        sges: slots
-            .sge((slot * MESSAGE_LEN_MAX) as u64, MESSAGE_LEN_MAX as u32)
+        wr_id: place as u64,
+        sges: buffers
+            .sge((place * MESSAGE_LEN_MAX) as u64, MESSAGE_LEN_MAX as u32)
             .into(),
     }
 }
