@@ -341,7 +341,8 @@ impl Server {
         let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
         let prepare = || {
             for place in 0..RECEIVES {
-                qp.post_recv(receive(&buffers_mr, place)).map_err(io::Error::other)?;
+                qp.post_recv(receive(&buffers_mr, place))
+                    .map_err(io::Error::other)?;
             }
             Ok::<(), ConnectError>(())
         };
@@ -533,7 +534,9 @@ impl Link {
 
     fn post_receives(&mut self) -> bool {
         while RECEIVES - self.idle_receives.len() < self.free_slots.len() {
-            let Some(place) = self.idle_receives.pop() else { break };
+            let Some(place) = self.idle_receives.pop() else {
+                break;
+            };
             if self.qp.post_recv(receive(&self.buffers_mr, place)).is_err() {
                 return false;
             }
