@@ -2,7 +2,9 @@
 //! addresses of its own on the loopback interface, so that they run side by side.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
@@ -114,6 +116,15 @@ impl Place {
         self.rdmux(&all).stdin(Stdio::null()).output().unwrap()
     }
 
+    /// Appends what is given, to its end; the exit status, what stdout says, and stderr.
+    fn append(&self, input: &str) -> (Option<i32>, String, String) {
+        let mut writer = Writer::spawn(self, Stdio::piped(), Stdio::piped());
+        // It may end before it has read all.
+        let _ = writer.input.as_mut().unwrap().write_all(input.as_bytes());
+        drop(writer.input.take());
+        writer.end()
+    }
+
     /// The records that are known to be acknowledged.
     fn records(&self) -> Vec<String> {
         let output = self.log("read", &[]);
@@ -144,10 +155,14 @@ impl Drop for Writer {
 
 impl Writer {
     fn start(place: &Place) -> Writer {
+        Writer::spawn(place, Stdio::piped(), Stdio::inherit())
+    }
+
+    fn spawn(place: &Place, input: Stdio, errors: Stdio) -> Writer {
         let targets = place.targets();
         let mut args = vec!["log", "append"];
         args.extend(targets.iter().map(String::as_str));
-        let mut child = place.rdmux(&args).stderr(Stdio::inherit()).spawn().unwrap();
+        let mut child = (place.rdmux(&args).stdin(input).stderr(errors)).spawn().unwrap();
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().unwrap());
         let (tx, acknowledged) = mpsc::channel();
@@ -175,6 +190,17 @@ impl Writer {
         self.acknowledged
             .recv_timeout(LONG)
             .unwrap_or_else(|_| panic!("{line} is not acknowledged"))
+    }
+
+    /// Waits for its end: the exit status, the numbers on stdout not taken yet, and stderr.
+    fn end(mut self) -> (Option<i32>, String, String) {
+        let mut errors = String::new();
+        if let Some(mut stderr) = self.child.stderr.take() {
+            stderr.read_to_string(&mut errors).unwrap();
+        }
+        let status = self.child.wait().unwrap();
+        let told = (self.acknowledged.iter()).map(|record| format!("{record}\n"));
+        (status.code(), told.collect(), errors)
     }
 
     fn finish(mut self) -> bool {
@@ -279,6 +305,53 @@ fn append__no_majority_is_no_acknowledgement() {
     assert_eq!(writer.acknowledged.recv_timeout(LONG), Ok(2));
     assert!(writer.finish());
     assert_eq!(place.records(), ["kept", "nobody knows"]);
+}
+
+#[test]
+fn append__whatever_ends_it_what_is_under_way_is_acknowledged_and_read() {
+    let place = Place::new(86, false);
+    let (code, told, errors) = place.append(&format!("a\nb\n{}\nnever\n", "x".repeat(200_000)));
+    assert_eq!((code, &*told), (Some(1), "1\n2\n"), "{errors}");
+    assert!(
+        errors.contains("records up to 2 are acknowledged: line 3: a record of 200000 bytes is too long"),
+        "{errors}"
+    );
+    assert_eq!(place.records(), ["a", "b"]);
+
+    let mut writer = Writer::spawn(&place, Stdio::piped(), Stdio::piped());
+    assert_eq!(writer.append("c"), 3);
+    kill_process(Pid::from_child(&writer.child), Signal::INT).unwrap();
+    let (code, _, errors) = writer.end();
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(
+        errors.contains("records up to 3 are acknowledged: interrupted after line 1"),
+        "{errors}"
+    );
+    assert_eq!(place.records(), ["a", "b", "c"]);
+
+    let (mut ours, mut its) = UnixStream::pair().unwrap();
+    // Closed with bytes that nobody read, a socket fails at its other end.
+    its.write_all(b"unread").unwrap();
+    let writer = Writer::spawn(&place, OwnedFd::from(its).into(), Stdio::piped());
+    ours.write_all(b"d\n").unwrap();
+    assert_eq!(writer.acknowledged.recv_timeout(LONG), Ok(4));
+    drop(ours);
+    let (code, _, errors) = writer.end();
+    assert_eq!(code, Some(1), "{errors}");
+    assert!(
+        errors.contains("records up to 4 are acknowledged: standard input"),
+        "{errors}"
+    );
+    assert_eq!(place.records(), ["a", "b", "c", "d"]);
+
+    let line = "y".repeat(60_000);
+    let (code, told, errors) = place.append(&format!("{line}\n").repeat(6));
+    assert_eq!((code, &*told), (Some(1), "5\n6\n7\n8\n"), "{errors}");
+    assert!(
+        errors.contains("records up to 8 are acknowledged: line 5: the log is full"),
+        "{errors}"
+    );
+    assert_eq!(place.records()[4..], [&*line; 4]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use hdrhistogram::Histogram;
-use rdmux_push::log::{self, Log, Options, View, agree, look};
+use rdmux_push::log::{self, Log, LogError, Options, View, agree, look};
 use rdmux_push::{Domain, Key, Target, parse_size};
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;
@@ -311,17 +311,20 @@ fn append(args: &Append) -> Result<()> {
         }
     };
     let line_of = move |record: u64| record + 1 - first;
-    let result = (|| -> Result<()> {
-        while !lines.ended && !interrupted() {
+    let mut result = (|| -> Result<()> {
+        while !lines.ended {
             let mut idle = true;
             while log.last() - log.acknowledged() < AHEAD as u64
+                && !interrupted()
                 && let Some(line) = lines.next()?
             {
                 idle = false;
-                let record = log.append(&line)?;
+                let at = line_of(log.last() + 1);
+                let record = log.append(&line).with_context(|| format!("line {at}"))?;
                 ensure!(record >= first, "the log went on without this writer");
                 report(&log, &line_of);
             }
+            ensure!(!interrupted(), "interrupted after line {}", line_of(log.last()));
             log.poll()?;
             report(&log, &line_of);
             tell_changes(&mut log, args.quiet);
@@ -330,25 +333,36 @@ fn append(args: &Append) -> Result<()> {
                 let _ = rustix::io::read(&*lines.readable, &mut [0u8; 8]);
             }
         }
-        let last = log.last();
-        while log.acknowledged() < last {
-            // In steps, so that acknowledgements are told as they come.
-            log.wait_for(log.acknowledged() + 1)?;
-            report(&log, &line_of);
-        }
         Ok(())
     })();
+    // What is under way needs but time, unless it is the log that failed: no other end may give it up.
+    let failed = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(error) if !matches!(error, LogError::Append(_)));
+    if !result.as_ref().is_err_and(failed) {
+        let waited = (|| -> Result<()> {
+            let last = log.last();
+            while log.acknowledged() < last {
+                // In steps, so that acknowledgements are told as they come.
+                log.wait_for(log.acknowledged() + 1)?;
+                report(&log, &line_of);
+            }
+            Ok(())
+        })();
+        result = result.and(waited);
+    }
     report(&log, &line_of);
     tell_changes(&mut log, args.quiet);
     let (acknowledged, last) = (log.acknowledged(), log.last());
-    if let Err(error) = result {
-        let unknown = last - acknowledged;
-        return Err(error.context(format!(
-            "records up to {acknowledged} are acknowledged, {unknown} more may be there or not: `rdmux log status` tells"
-        )));
-    }
     let durable = is_durable(&log);
-    log.close()?;
+    let unknown = last - acknowledged;
+    if unknown == 0 && !result.as_ref().is_err_and(failed) {
+        result = result.and(log.close().map_err(Into::into));
+    }
+    result.with_context(|| match unknown {
+        0 => format!("records up to {acknowledged} are acknowledged"),
+        _ => format!(
+            "records up to {acknowledged} are acknowledged, {unknown} more may be there or not: `rdmux log status` tells"
+        ),
+    })?;
     if common.json {
         let report = json!({
             "records": acknowledged + 1 - first,
