@@ -4,6 +4,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -352,6 +353,34 @@ fn append__whatever_ends_it_what_is_under_way_is_acknowledged_and_read() {
         "{errors}"
     );
     assert_eq!(place.records()[4..], [&*line; 4]);
+}
+
+#[test]
+fn append__servers_that_refuse_for_good_are_not_waited_for() {
+    let place = Place::new(87, false);
+    let fail = |args: &[&str]| {
+        let mut all = vec!["log", "append", "--patience", "50"];
+        all.extend(args);
+        let output = place.rdmux(&all).stdin(Stdio::null()).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let [a, b, c] = [1, 2, 3].map(|host| format!("rdmux://127.0.87.{host}/log"));
+    let (key, other) = (place.path("key"), "7".repeat(64));
+    std::fs::write(&key, other).unwrap();
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let errors = fail(&[&a, &b, &c, "--key", key.to_str().unwrap()]);
+    assert!(
+        errors.contains("no majority of the 3 replicas can be had: rdmux://127.0.87.")
+            && errors.contains("has another key"),
+        "{errors}"
+    );
+    let [b, c] = [b, c].map(|target| target + "s");
+    let errors = fail(&[&a, &b, &c]);
+    assert!(
+        errors.contains("can be had: rdmux://127.0.87.2:7174/logs") && errors.contains("no region 'logs'"),
+        "{errors}"
+    );
 }
 
 #[test]

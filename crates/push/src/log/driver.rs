@@ -14,7 +14,7 @@ use super::link::{Came, Dial, Link, acquire};
 use super::writer::{Action, AppendError, Event, Over, Settings, What, Writer};
 use crate::key::random_nonce;
 use crate::target::local_address_towards;
-use crate::{Domain, Error, Key, Target};
+use crate::{Domain, Error, ErrorCode, Key, Target};
 
 /// Looking again costs less than a wake-up for so long.
 const SPIN: Duration = Duration::from_micros(40);
@@ -63,6 +63,14 @@ pub enum LogError {
         /// How long was waited.
         seconds: f64,
         /// How each is.
+        states: String,
+    },
+    /// No majority of the replicas, and waiting changes nothing: too many of the servers refuse.
+    #[error("no majority of the {replicas} replicas can be had: {states}")]
+    Refused {
+        /// How many there are.
+        replicas: usize,
+        /// What those that refuse say.
         states: String,
     },
     /// The record was not taken.
@@ -119,6 +127,8 @@ pub struct Log {
     came: mpsc::Receiver<Came>,
     start: Instant,
     changes: Vec<(usize, String)>,
+    /// The replicas whose server refused for good when it was asked last, and what it said.
+    refused: Vec<Option<String>>,
     domains: Vec<Option<Domain>>,
     options: Options,
 }
@@ -165,6 +175,7 @@ impl Log {
             came,
             start: Instant::now(),
             changes: Vec::new(),
+            refused: vec![None; targets.len()],
             domains: vec![None; targets.len()],
             options: options.clone(),
         };
@@ -275,13 +286,22 @@ impl Log {
         self.writer.acknowledged() < self.writer.last()
     }
 
-    /// Waits until `done`. Replicas that do nothing for too long are not waited for.
+    /// Waits until `done`. Replicas that do nothing for too long, or refuse for good, are not waited for.
     fn wait(&mut self, done: impl Fn(&Log) -> bool) -> Result<(), LogError> {
         let patience = self.options.patience;
         let mut deadline = Instant::now() + patience;
         let mut acknowledged = self.acknowledged();
         self.turn()?;
         while !done(self) {
+            let refused = self.refused.iter().flatten().count();
+            if refused >= self.targets.len().div_ceil(2) {
+                let named = self.targets.iter().zip(&self.refused);
+                let states = named.filter_map(|(target, why)| Some(format!("{target} {}", why.as_ref()?)));
+                return Err(LogError::Refused {
+                    replicas: self.targets.len(),
+                    states: states.collect::<Vec<_>>().join("; "),
+                });
+            }
             let now = Instant::now();
             if self.acknowledged() > acknowledged {
                 acknowledged = self.acknowledged();
@@ -397,6 +417,7 @@ impl Log {
         }
         match result.and_then(|(client, mapping)| Link::new(client, mapping)) {
             Ok(link) => {
+                self.refused[replica] = None;
                 let region_bytes = link.mapping.region_bytes();
                 self.domains[replica] = Some(link.mapping.domain());
                 self.links.insert(replica, (session, link));
@@ -418,6 +439,7 @@ impl Log {
         {
             self.links.remove(&replica);
         }
+        self.refused[replica] = is_final(error).then(|| error.to_string());
         let now = self.now();
         self.writer.handle_lost(replica, session, &error.to_string(), now);
     }
@@ -482,6 +504,18 @@ impl Log {
         }
         drop(fds);
         self.turn()
+    }
+}
+
+/// Whether a server that is asked again says the same, until somebody changes how it, or this side, was started.
+fn is_final(error: &Error) -> bool {
+    use ErrorCode::*;
+    match error {
+        Error::WrongKey(_) => true,
+        Error::Refused { code, .. } => {
+            matches!(code, BadVersion | BadKey | NoSuchRegion | ReadOnly | NotSupported)
+        }
+        _ => false,
     }
 }
 
