@@ -484,6 +484,10 @@ impl Writer {
         if self.awaited == Some(at) {
             self.awaited = None;
         }
+        if self.state == (State::Recovering { creating: false }) && !self.in_use {
+            // Another writer may be creating a log there, since nobody was promised this one: all are looked at again before any is.
+            self.raise = true;
+        }
         let r = &mut self.replicas[at];
         r.ops.clear();
         r.copied = None;

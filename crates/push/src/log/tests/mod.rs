@@ -7,7 +7,7 @@ use std::panic::catch_unwind;
 
 use self::world::World;
 use super::format::AREA_AT;
-use super::{Settings, What, Writer};
+use super::{Action, Settings, What, Writer};
 
 /// Runs of every test run; `RDMUX_LOG_RUNS` for more.
 const RUNS: u64 = 600;
@@ -70,31 +70,36 @@ fn log__each_defect_is_caught() {
 
 /// Does what a writer of one replica wants done with its memory; what is read of the ring gets so many bytes more.
 fn serve(writer: &mut Writer, memory: &mut [u8], extra: usize) {
-    let now = std::time::Duration::ZERO;
     while let Some(action) = writer.poll_action() {
-        let session = action.session;
-        match action.what {
-            What::Connect => writer.handle_connected(0, session, memory.len() as u64),
-            What::Acquire => writer.handle_acquired(0, session),
-            What::Read { offset, length } => {
-                let mut bytes = memory[offset as usize..(offset + length) as usize].to_vec();
-                if offset >= AREA_AT {
-                    bytes.resize(bytes.len() + extra, 0);
-                }
-                writer.handle_done(0, session, Some(bytes), now);
-            }
-            What::Write { offset, bytes } => {
-                memory[offset as usize..offset as usize + bytes.len()].copy_from_slice(&bytes);
-                writer.handle_done(0, session, None, now);
-            }
-            What::Flush { .. } => writer.handle_done(0, session, None, now),
-            What::Disconnect => {}
-        }
+        answer(writer, memory, &action, extra);
     }
 }
 
-fn writer_of_one() -> Writer {
-    Writer::new(Settings {
+/// Does one action with a replica's memory.
+fn answer(writer: &mut Writer, memory: &mut [u8], action: &Action, extra: usize) {
+    let now = std::time::Duration::ZERO;
+    let (replica, session) = (action.replica, action.session);
+    match &action.what {
+        What::Connect => writer.handle_connected(replica, session, memory.len() as u64),
+        What::Acquire => writer.handle_acquired(replica, session),
+        What::Read { offset, length } => {
+            let mut bytes = memory[*offset as usize..(offset + length) as usize].to_vec();
+            if *offset >= AREA_AT {
+                bytes.resize(bytes.len() + extra, 0);
+            }
+            writer.handle_done(replica, session, Some(bytes), now);
+        }
+        What::Write { offset, bytes } => {
+            memory[*offset as usize..*offset as usize + bytes.len()].copy_from_slice(bytes);
+            writer.handle_done(replica, session, None, now);
+        }
+        What::Flush { .. } => writer.handle_done(replica, session, None, now),
+        What::Disconnect => {}
+    }
+}
+
+fn settings_of_one() -> Settings {
+    Settings {
         replicas: 1,
         writer: 1,
         log: 2,
@@ -102,7 +107,45 @@ fn writer_of_one() -> Writer {
         create: true,
         drop_oldest: false,
         trim: None,
-    })
+    }
+}
+
+fn writer_of_one() -> Writer {
+    Writer::new(settings_of_one())
+}
+
+/// Else two writers that create at once could leave a log that is promised on one replica, and never can be opened.
+#[test]
+fn creation__promises_nothing_after_a_loss_before_all_are_seen_again() {
+    let now = std::time::Duration::ZERO;
+    let mut memory = vec![vec![0; AREA_AT as usize + 4096]; 3];
+    let mut writer = Writer::new(Settings {
+        replicas: 3,
+        replica_ids: vec![3, 4, 5],
+        ..settings_of_one()
+    });
+    let mut formatted = 0;
+    while let Some(action) = writer.poll_action() {
+        if matches!(action.what, What::Write { .. }) {
+            formatted += 1;
+            if formatted > 3 {
+                break;
+            }
+        }
+        answer(&mut writer, &mut memory[action.replica], &action, 0);
+    }
+    assert_eq!(formatted, 4, "the first promise was to be written");
+    while writer.poll_action().is_some() {}
+    for replica in 0..3 {
+        writer.handle_lost(replica, 1, "lost", now);
+    }
+    writer.handle_timeout(writer.poll_timeout().unwrap());
+    while let Some(action) = writer.poll_action() {
+        assert!(!matches!(action.what, What::Write { .. }), "{action:?}");
+        if action.replica == 1 {
+            answer(&mut writer, &mut memory[1], &action, 0);
+        }
+    }
 }
 
 #[test]
