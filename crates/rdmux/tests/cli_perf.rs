@@ -275,6 +275,23 @@ fn sim__json_says_what_the_links_did() {
     assert!(value["violation"].is_null());
 }
 
+#[test]
+fn perf__misspelt_environment() {
+    for (name, takes) in [
+        ("RDMUX_SHM", "on or off"),
+        ("RDMUX_WAIT", "blocked, interrupted or running"),
+    ] {
+        let output = rdmux(&["perf", "write-lat"]).env(name, "fast").output().unwrap();
+        assert!(!output.status.success());
+        let why = text(&output.stderr);
+        assert!(
+            why.ends_with(&format!("{name}=fast: it takes {takes}\n")),
+            "{why}"
+        );
+        assert_eq!(why.lines().count(), 1, "{why}");
+    }
+}
+
 /// A server whose client is killed in the middle; how the server ended.
 fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str; 2]) -> Option<i32> {
     let mut server = Server::perf_with("write-lat", addresses[0], &[], &[("RDMUX_SHM", shared_memory)]);

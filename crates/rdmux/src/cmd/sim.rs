@@ -64,7 +64,7 @@ pub(crate) struct Args {
     #[arg(long, requires = "kind")]
     defect: Option<String>,
     /// Runs, each with the next seed.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     runs: u64,
     /// Print JSON, one object a run.
     #[arg(long)]

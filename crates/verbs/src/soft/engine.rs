@@ -8,6 +8,7 @@
 
 mod flush;
 mod handover;
+mod open;
 mod seat;
 mod turn;
 
@@ -23,10 +24,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
-use rdmux_rnic::faults::{Spec, SpecError};
 use rdmux_rnic::{
     Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, Path, PostError, QpAttributes, QpInfo,
-    QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, Traffic, TransmitBuf,
+    QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -39,9 +39,11 @@ use crate::waiting::{Plan, WaitMode};
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
+use self::open::check_environment;
+pub use self::open::{OpenError, Options, SharedMemory};
 use self::seat::Waiter;
 use self::turn::{Turn, Turns};
-use super::capture::{self, CaptureError};
+use super::capture;
 use super::faults::{self, Leaving};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::load::{conditions, current_cpu};
@@ -71,65 +73,6 @@ const SOCKET_FULL_NS: u64 = 2_000_000;
 const SOCKET_RETRY_NS: u64 = 500_000;
 /// Sleeps shorter than this end when they should, not at the next millisecond.
 const PRECISE_NS: u64 = 10_000_000;
-
-/// How a device is opened.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Options {
-    /// How who waits for the device does it, its own thread included; `None`: as the environment variable `RDMUX_WAIT` says
-    /// (`blocked`, `interrupted` or `running`), else as it pays ([`crate::waiting`]). With [`WaitMode::Running`] the thread keeps
-    /// one CPU busy.
-    pub waiting: Option<WaitMode>,
-    /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
-    pub receive_buffer_bytes: Option<usize>,
-    /// How queue pairs share what the device sends, and how congestion is met.
-    pub traffic: Traffic,
-    /// Whether shared memory is used between this device and others of the same user on this host.
-    pub shared_memory: SharedMemory,
-    /// How the device's port misbehaves, both ways and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or the
-    /// environment variable `RDMUX_FAULT` says, else not at all. While it does, WRITE and READ within the host go by packets too.
-    pub faults: Option<Spec>,
-}
-
-/// Whether shared memory is used between devices of one user on one host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SharedMemory {
-    /// Wherever both ends can, unless the environment variable `RDMUX_SHM` is `off`.
-    #[default]
-    Auto,
-    /// Never: all packets are sent by UDP.
-    Off,
-}
-
-impl SharedMemory {
-    fn is_on(self) -> bool {
-        self == SharedMemory::Auto && std::env::var_os("RDMUX_SHM").is_none_or(|value| value != "off")
-    }
-}
-
-/// Why a device could not be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// The address stands for several hosts, or for any: peers could not send to it.
-    #[error("{0} is not the address of one host: open a device on each address that peers are to use")]
-    NotOneHost(IpAddr),
-    /// The address cannot be used, its port is taken, or another user has it.
-    #[error(transparent)]
-    Group(#[from] GroupError),
-    /// The environment asks for faults that there are not.
-    #[error("RDMUX_FAULT: {0}")]
-    Faults(#[from] SpecError),
-    /// It is to be captured to a file that cannot be made.
-    #[error(transparent)]
-    Capture(#[from] CaptureError),
-    /// A system call failed.
-    #[error("{what}: {source}")]
-    Io {
-        /// What was tried.
-        what: &'static str,
-        /// Why it failed.
-        source: io::Error,
-    },
-}
 
 /// Why a queue pair was not attached to a multicast group.
 #[derive(Debug, thiserror::Error)]
@@ -398,6 +341,7 @@ impl Engine {
         if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
             return Err(OpenError::NotOneHost(address));
         }
+        check_environment()?;
         let spec = match options.faults {
             None => faults::of_process()?,
             some => some,

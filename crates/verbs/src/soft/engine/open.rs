@@ -1,0 +1,104 @@
+//! How a device is opened, and why it may not be.
+
+use std::io;
+use std::net::IpAddr;
+
+use rdmux_rnic::Traffic;
+use rdmux_rnic::faults::{Spec, SpecError};
+
+use crate::soft::capture::CaptureError;
+use crate::soft::group::GroupError;
+use crate::waiting::WaitMode;
+
+/// How a device is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// How who waits for the device does it, its own thread included; `None`: as the environment variable `RDMUX_WAIT` says
+    /// (`blocked`, `interrupted` or `running`), else as it pays ([`crate::waiting`]). With [`WaitMode::Running`] the thread keeps
+    /// one CPU busy.
+    pub waiting: Option<WaitMode>,
+    /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
+    pub receive_buffer_bytes: Option<usize>,
+    /// How queue pairs share what the device sends, and how congestion is met.
+    pub traffic: Traffic,
+    /// Whether shared memory is used between this device and others of the same user on this host.
+    pub shared_memory: SharedMemory,
+    /// How the device's port misbehaves, both ways and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or the
+    /// environment variable `RDMUX_FAULT` says, else not at all. While it does, WRITE and READ within the host go by packets too.
+    pub faults: Option<Spec>,
+}
+
+/// Whether shared memory is used between devices of one user on one host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SharedMemory {
+    /// Wherever both ends can, unless the environment variable `RDMUX_SHM` is `off`.
+    #[default]
+    Auto,
+    /// Never: all packets are sent by UDP.
+    Off,
+}
+
+/// The environment variables of a few words, and what they take.
+const VARIABLES: [(&str, &[&str], &str); 2] = [
+    ("RDMUX_SHM", &["on", "off"], "on or off"),
+    (
+        "RDMUX_WAIT",
+        &["blocked", "interrupted", "running"],
+        "blocked, interrupted or running",
+    ),
+];
+
+/// A misspelt word would be taken for none, and change what is measured.
+pub(super) fn check_environment() -> Result<(), OpenError> {
+    for (name, words, takes) in VARIABLES {
+        let Some(value) = std::env::var_os(name) else {
+            continue;
+        };
+        let value = value.to_string_lossy().into_owned();
+        if !value.is_empty() && !words.contains(&value.as_str()) {
+            return Err(OpenError::Environment { name, value, takes });
+        }
+    }
+    Ok(())
+}
+
+impl SharedMemory {
+    pub(super) fn is_on(self) -> bool {
+        self == SharedMemory::Auto && std::env::var_os("RDMUX_SHM").is_none_or(|value| value != "off")
+    }
+}
+
+/// Why a device could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The address stands for several hosts, or for any: peers could not send to it.
+    #[error("{0} is not the address of one host: open a device on each address that peers are to use")]
+    NotOneHost(IpAddr),
+    /// The address cannot be used, its port is taken, or another user has it.
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    /// An environment variable has a value that it does not take.
+    #[error("{name}={value}: it takes {takes}")]
+    Environment {
+        /// The variable.
+        name: &'static str,
+        /// What it is set to.
+        value: String,
+        /// What it takes.
+        takes: &'static str,
+    },
+    /// The environment asks for faults that there are not.
+    #[error("RDMUX_FAULT: {0}")]
+    Faults(#[from] SpecError),
+    /// It is to be captured to a file that cannot be made.
+    #[error(transparent)]
+    Capture(#[from] CaptureError),
+    /// A system call failed.
+    #[error("{what}: {source}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
