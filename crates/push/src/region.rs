@@ -321,7 +321,9 @@ impl Region {
     }
 }
 
-/// How far an upload has got: all positions are relative to its first byte.
+/// How far an upload has got: all positions are relative to its first byte. It promises that the first `durable` bytes are
+/// the upload's and were flushed after they were placed. An upload that starts again, or somebody else who may write, takes
+/// back what it promised from there on: what follows is of the time before.
 #[derive(Debug)]
 struct Upload {
     id: u64,
@@ -332,12 +334,20 @@ struct Upload {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
-    /// Bytes placed without a gap.
+    /// Bytes placed without a gap, since the last step back.
     written: u64,
-    /// Bytes flushed without a gap.
+    /// Bytes flushed without a gap: at most `written`.
     durable: u64,
-    /// Counts writes to what was written before: a flush that ran meanwhile says nothing of them.
-    rewrites: u64,
+    /// Counts steps back: a flush that ran meanwhile says nothing of what was written after one.
+    steps_back: u64,
+}
+
+impl Progress {
+    fn step_back(&mut self, start: u64) {
+        self.written = self.written.min(start);
+        self.durable = self.durable.min(start);
+        self.steps_back += 1;
+    }
 }
 
 impl Upload {
@@ -368,10 +378,7 @@ impl Upload {
     /// Somebody else may write there.
     fn cut(&self, offset: u64, length: u64) {
         if let Some((start, _)) = self.part(offset, length) {
-            let mut progress = self.lock();
-            progress.written = progress.written.min(start);
-            progress.durable = progress.durable.min(start);
-            progress.rewrites += 1;
+            self.lock().step_back(start);
         }
     }
 
@@ -379,8 +386,7 @@ impl Upload {
         if let Some((start, _)) = self.part(offset, length) {
             let mut progress = self.lock();
             if start < progress.written {
-                progress.rewrites += 1;
-                progress.durable = progress.durable.min(start);
+                progress.step_back(start);
             }
         }
     }
@@ -397,7 +403,7 @@ impl Upload {
     fn after_flush(&self, offset: u64, length: u64, before: Progress) {
         if let Some((start, end)) = self.part(offset, length) {
             let mut progress = self.lock();
-            if start <= progress.durable && progress.rewrites == before.rewrites {
+            if start <= progress.durable && progress.steps_back == before.steps_back {
                 progress.durable = progress.durable.max(end.min(before.written));
             }
         }
@@ -632,6 +638,66 @@ mod tests {
         region.describe(transfer).durable
     }
 
+    /// Two pages of memory; something happens while its next flush is under way.
+    struct DuringFlush {
+        memory: AnonymousMemory,
+        next: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    }
+
+    impl Default for DuringFlush {
+        fn default() -> DuringFlush {
+            DuringFlush {
+                memory: AnonymousMemory::new(8192).unwrap(),
+                next: Mutex::default(),
+            }
+        }
+    }
+
+    impl DuringFlush {
+        fn next(&self, happens: impl FnOnce() + Send + 'static) {
+            *self.next.lock().unwrap() = Some(Box::new(happens));
+        }
+    }
+
+    impl std::fmt::Debug for DuringFlush {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.debug_struct("DuringFlush").finish_non_exhaustive()
+        }
+    }
+
+    impl Memory for DuringFlush {
+        fn len(&self) -> u64 {
+            self.memory.len()
+        }
+
+        fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+            self.memory.read(offset, out)
+        }
+
+        fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+            self.memory.write(offset, bytes)
+        }
+
+        fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
+            self.memory.atomic(offset, atomic)
+        }
+
+        fn placement(&self) -> Placement {
+            self.memory.placement()
+        }
+
+        fn flush_is_immediate(&self, _: Placement) -> bool {
+            false
+        }
+
+        fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
+            self.memory.flush(offset, length, placement)?;
+            let happens = self.next.lock().unwrap().take();
+            happens.into_iter().for_each(|happens| happens());
+            Ok(())
+        }
+    }
+
     #[test]
     fn describe__durable_is_what_was_written_and_then_flushed_without_a_gap() {
         let region = region(1 << 20);
@@ -667,9 +733,71 @@ mod tests {
         memory.write(3000, &[2; 10]).unwrap();
         assert_eq!(durable(&region, 7), 3000);
         memory.flush(3000, 2000, Placement::GLOBAL).unwrap();
-        assert_eq!(durable(&region, 7), 5000);
+        assert_eq!(durable(&region, 7), 3010, "what follows is of the time before");
         drop(region.open(true, 0, 70000, 7));
         assert_eq!(durable(&region, 7), 0, "another range is another upload");
+    }
+
+    #[test]
+    fn describe__durable_of_an_upload_that_starts_again_counts_flushes_with_writes_under_way() {
+        let during = Arc::new(DuringFlush::default());
+        let memory: Arc<dyn Memory> = during.clone();
+        let region = Arc::new(Region::new(Name::new("r").unwrap(), memory, Domain::None, false));
+        let memory = region.open(true, 0, 5000, 7);
+        memory.write(0, &[1; 5000]).unwrap();
+        memory.flush(0, 5000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 5000);
+        drop(memory);
+
+        let memory = region.open(true, 0, 5000, 7);
+        memory.write(0, &[2; 1000]).unwrap();
+        assert_eq!(durable(&region, 7), 0);
+        for start in (0..4000).step_by(1000) {
+            let next = memory.clone();
+            during.next(move || next.write(start + 1000, &[2; 1000]).unwrap());
+            memory.flush(start, 1000, Placement::GLOBAL).unwrap();
+            assert_eq!(durable(&region, 7), start + 1000);
+        }
+        memory.flush(4000, 1000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 5000);
+
+        memory.write(0, &[3; 1000]).unwrap();
+        memory.flush(0, 5000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 1000, "what follows is of the time before");
+    }
+
+    #[test]
+    fn describe__durable_leaves_out_what_is_written_again_during_the_flush() {
+        let during = Arc::new(DuringFlush::default());
+        let memory: Arc<dyn Memory> = during.clone();
+        let region = Arc::new(Region::new(Name::new("r").unwrap(), memory, Domain::None, false));
+        let memory = region.open(true, 0, 5000, 7);
+        memory.write(0, &[1; 2000]).unwrap();
+        let again = memory.clone();
+        during.next(move || again.write(500, &[2; 1500]).unwrap());
+        memory.flush(0, 2000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 0);
+        memory.flush(0, 2000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 2000);
+
+        let other = region.clone();
+        memory.write(2000, &[1; 1000]).unwrap();
+        during.next(move || drop(other.open(true, 1000, 100, 0)));
+        memory.flush(2000, 1000, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 1000, "another writer came");
+    }
+
+    #[test]
+    fn describe__durable_ends_where_writing_again_failed() {
+        let during = Arc::new(DuringFlush::default());
+        let memory: Arc<dyn Memory> = during.clone();
+        let region = Arc::new(Region::new(Name::new("r").unwrap(), memory, Domain::None, false));
+        let memory = region.open(true, 0, 9000, 7);
+        memory.write(0, &[1; 8192]).unwrap();
+        // Beyond the end of the memory.
+        memory.write(4096, &[2; 4097]).unwrap_err();
+        memory.flush(0, 8192, Placement::GLOBAL).unwrap();
+        assert_eq!(durable(&region, 7), 4096, "nobody knows what is there");
     }
 
     #[test]

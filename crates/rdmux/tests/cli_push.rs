@@ -465,6 +465,41 @@ fn push__killed_client_resumes_at_the_last_acknowledged_flush() {
 }
 
 #[test]
+fn push__again_and_killed_resumes_at_the_last_acknowledged_flush() {
+    let place = Place::new();
+    let bytes = pattern(64 << 20, 12);
+    let source = place.write("source", &bytes);
+    let spec = file_spec(&place, "d", ",size=64M");
+    let serve = Serve::start(&place, "127.0.10.22", &["--file", &spec]);
+    let url = serve.url("d");
+    let out = place.ok(&["push", &source, &url, "--resume"]);
+    assert!(
+        out.contains("no durable part of an earlier push") && out.contains("starting at 0"),
+        "{out}"
+    );
+    for by_udp in [false, true] {
+        let mut pushing = if by_udp {
+            Pushing::start_by_udp(&place, &source, &url, &[])
+        } else {
+            Pushing::start(&place, &source, &url)
+        };
+        let acknowledged = pushing.kill(4 << 20);
+        assert!(acknowledged < 64 << 20, "it was killed too late to show anything");
+        let out = place.ok(&["push", &source, &url, "--resume", "--json"]);
+        let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+        let from = report["resumed_from"].as_u64().unwrap();
+        assert!(
+            from >= acknowledged && from < 64 << 20,
+            "resumed at {from}, acknowledged {acknowledged}, by UDP {by_udp}"
+        );
+    }
+    assert!(
+        fs::read(place.path("d")).unwrap() == bytes,
+        "the served file differs"
+    );
+}
+
+#[test]
 fn push__resume_of_what_was_overwritten_there_starts_again() {
     let place = Place::new();
     let bytes = pattern(1 << 20, 6);

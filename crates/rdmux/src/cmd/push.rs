@@ -366,7 +366,8 @@ impl Upload {
         let known = client.stat(&args.target.region, transfer)?;
         let durable = known.durable.min(self.length);
         if known.transfer != transfer || durable == 0 {
-            tell("the server knows of no earlier push of this file: starting at 0");
+            // The mapping has made it known, so that nothing tells here whether there was an earlier one.
+            tell("the server has no durable part of an earlier push of this file: starting at 0");
             return Ok(());
         }
         let there = client.checksum(&args.target.region, args.target.offset, durable)?;
