@@ -136,3 +136,18 @@ fn stream__needs_a_way_to_pause() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
 }
+
+#[test]
+fn stream__what_only_it_takes_is_refused_without_it() {
+    for option in [["--pause-pid", "1"], ["--pause", "true"], ["--pause-below", "4K"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_rdmux"))
+            .args(["push", "/proc/self/exe", "rdmux://127.0.87.1/vm"])
+            .args(option)
+            .stderr(Stdio::piped())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{option:?}: {said}");
+        assert!(said.contains("--stream"), "{option:?}: {said}");
+    }
+}

@@ -36,16 +36,22 @@ pub(super) struct StreamArgs {
     )]
     pub(super) stream: bool,
     /// Pause this process for the last round (SIGSTOP, SIGCONT).
-    #[arg(long, value_name = "PID", group = "pausing", help_heading = "Streaming", value_parser = clap::value_parser!(i32).range(1..))]
+    #[arg(long, value_name = "PID", group = "pausing", requires = "stream", help_heading = "Streaming", value_parser = clap::value_parser!(i32).range(1..))]
     pause_pid: Option<i32>,
     /// Pause the writer by this command, which must return when nothing is written any more.
-    #[arg(long, value_name = "COMMAND", group = "pausing", help_heading = "Streaming")]
+    #[arg(
+        long,
+        value_name = "COMMAND",
+        group = "pausing",
+        requires = "stream",
+        help_heading = "Streaming"
+    )]
     pause: Option<String>,
     /// Let the writer go on by this command.
     #[arg(long, value_name = "COMMAND", requires = "pause", help_heading = "Streaming")]
     unpause: Option<String>,
     /// Pause when no more than so many bytes changed in a round.
-    #[arg(long, value_name = "BYTES", default_value = "1M", value_parser = super::parse_flush_every, help_heading = "Streaming")]
+    #[arg(long, value_name = "BYTES", default_value = "1M", requires = "stream", value_parser = super::parse_flush_every, help_heading = "Streaming")]
     pause_below: u64,
 }
 
