@@ -133,14 +133,13 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if args.leases {
         return take_back(args);
     }
-    let mut out = std::io::stdout().lock();
     let spec = args.fault.unwrap_or(Spec {
         loss: 1.0,
         ..Spec::default()
     });
-    for i in 0..args.runs {
+    each_run(args, spec.seed, |seed| {
         let settings = Settings {
-            seed: args.seed.unwrap_or(spec.seed).wrapping_add(i),
+            seed,
             loss_percent: args.loss.unwrap_or(spec.loss),
             dup_percent: args.dup.unwrap_or(spec.dup),
             reorder_percent: args.reorder.unwrap_or(spec.reorder),
@@ -151,47 +150,78 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             ..Settings::default()
         };
         let report = rdmux_sim::run(&settings);
-        if args.json {
-            let done: serde_json::Map<String, serde_json::Value> = rdmux_sim::KINDS
-                .iter()
-                .zip(&report.done)
-                .map(|(name, kind)| {
-                    (
-                        name.to_lowercase().replace(' ', "_"),
-                        json!({ "operations": kind.operations, "bytes": kind.bytes }),
-                    )
-                })
-                .collect();
-            let value = json!({
-                "seed": settings.seed,
-                "violation": report.violation,
-                "address_family": report.address_family,
-                "path_mtu": report.path_mtu,
-                "window_bytes": report.window_bytes,
-                "latency_ns": report.latency_ns,
-                "done": done,
-                "virtual_ns": report.virtual_ns,
-                "packets": report.packets,
-                "packet_bytes": report.packet_bytes,
-                "lost": report.lost,
-                "duplicated": report.duplicated,
-                "reordered": report.reordered,
-                "corrupted": report.corrupted,
-                "retransmitted": report.retransmitted,
-                "timeouts": report.timeouts,
-                "sequence_naks": report.sequence_naks,
-                "rnr_naks": report.rnr_naks,
-                "duplicate_requests": report.duplicate_requests,
-                "discarded": report.discarded,
-                "direct": report.direct,
-                "links_broken": report.links_broken,
-            });
-            writeln!(out, "{value}")?;
-        } else {
-            write!(out, "{report}")?;
+        let done: serde_json::Map<String, serde_json::Value> = rdmux_sim::KINDS
+            .iter()
+            .zip(&report.done)
+            .map(|(name, kind)| {
+                (
+                    name.to_lowercase().replace(' ', "_"),
+                    json!({ "operations": kind.operations, "bytes": kind.bytes }),
+                )
+            })
+            .collect();
+        let value = json!({
+            "seed": settings.seed,
+            "violation": report.violation,
+            "address_family": report.address_family,
+            "path_mtu": report.path_mtu,
+            "window_bytes": report.window_bytes,
+            "latency_ns": report.latency_ns,
+            "done": done,
+            "virtual_ns": report.virtual_ns,
+            "packets": report.packets,
+            "packet_bytes": report.packet_bytes,
+            "lost": report.lost,
+            "duplicated": report.duplicated,
+            "reordered": report.reordered,
+            "corrupted": report.corrupted,
+            "retransmitted": report.retransmitted,
+            "timeouts": report.timeouts,
+            "sequence_naks": report.sequence_naks,
+            "rnr_naks": report.rnr_naks,
+            "duplicate_requests": report.duplicate_requests,
+            "discarded": report.discarded,
+            "direct": report.direct,
+            "links_broken": report.links_broken,
+        });
+        Ok(Outcome::of(value, &report, report.violation.as_deref()))
+    })
+}
+
+/// What a run shows, and what it violated.
+struct Outcome {
+    value: serde_json::Value,
+    text: String,
+    violation: Option<String>,
+}
+
+impl Outcome {
+    fn of(value: serde_json::Value, report: &impl std::fmt::Display, violation: Option<&str>) -> Outcome {
+        Outcome {
+            value,
+            text: report.to_string(),
+            violation: violation.map(str::to_owned),
         }
-        if let Some(violation) = report.violation {
-            bail!("seed {}: {violation}", settings.seed);
+    }
+}
+
+/// Runs with one seed after the other, until one violates a rule or nobody reads any more.
+fn each_run(args: &Args, first: u64, run: impl Fn(u64) -> Result<Outcome>) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    for i in 0..args.runs {
+        let seed = args.seed.unwrap_or(first).wrapping_add(i);
+        let outcome = run(seed)?;
+        let shown = if args.json {
+            writeln!(out, "{}", outcome.value)
+        } else {
+            write!(out, "{}", outcome.text)
+        };
+        match shown.and_then(|()| out.flush()) {
+            Err(why) if why.kind() == std::io::ErrorKind::BrokenPipe => return Ok(()),
+            shown => shown?,
+        }
+        if let Some(violation) = outcome.violation {
+            bail!("seed {seed}: {violation}");
         }
     }
     Ok(())
@@ -214,29 +244,20 @@ fn counted(counts: &[(&str, u64)]) -> serde_json::Map<String, serde_json::Value>
 /// `rdmux sim --leases`.
 fn take_back(args: &Args) -> Result<()> {
     let defect = defect(args)?;
-    let mut out = std::io::stdout().lock();
-    for i in 0..args.runs {
+    each_run(args, 1, |seed| {
         let settings = leases::Settings {
             defect,
-            ..leases::Settings::drawn(args.seed.unwrap_or(1).wrapping_add(i))
+            ..leases::Settings::drawn(seed)
         };
         let report = leases::run(&settings);
-        if args.json {
-            let value = json!({
-                "seed": settings.seed,
-                "defect": settings.defect.map(leases::Defect::name),
-                "violation": report.violation,
-                "counts": counted(&report.counts.list()),
-            });
-            writeln!(out, "{value}")?;
-        } else {
-            write!(out, "{report}")?;
-        }
-        if let Some(violation) = report.violation {
-            bail!("seed {}: {violation}", settings.seed);
-        }
-    }
-    Ok(())
+        let value = json!({
+            "seed": settings.seed,
+            "defect": settings.defect.map(leases::Defect::name),
+            "violation": report.violation,
+            "counts": counted(&report.counts.list()),
+        });
+        Ok(Outcome::of(value, &report, report.violation.as_deref()))
+    })
 }
 
 /// `rdmux sim --power --log`.
@@ -250,9 +271,8 @@ fn cut_log(args: &Args) -> Result<()> {
             anyhow!("{why}; of the log: {names}")
         })?,
     };
-    let mut out = std::io::stdout().lock();
-    for i in 0..args.runs {
-        let drawn = power::Settings::drawn_for_log(args.seed.unwrap_or(1).wrapping_add(i));
+    each_run(args, 1, |seed| {
+        let drawn = power::Settings::drawn_for_log(seed);
         let settings = power::Settings {
             platform: args.platform.unwrap_or(drawn.platform),
             rely: args.rely,
@@ -263,33 +283,24 @@ fn cut_log(args: &Args) -> Result<()> {
             bail!("nothing survives on platform none, and no log does: choose another");
         }
         let report = power::run_log(&settings, of_log);
-        if args.json {
-            let named = of_log.map(power::LogDefect::name);
-            let value = json!({
-                "seed": settings.seed,
-                "platform": settings.platform.name(),
-                "rely": settings.rely.map(power::Method::name),
-                "defect": named.or(settings.defect.map(power::Defect::name)),
-                "violation": report.violation,
-                "counts": counted(&report.counts()),
-            });
-            writeln!(out, "{value}")?;
-        } else {
-            write!(out, "{report}")?;
-        }
-        if let Some(violation) = report.violation {
-            bail!("seed {}: {violation}", settings.seed);
-        }
-    }
-    Ok(())
+        let named = of_log.map(power::LogDefect::name);
+        let value = json!({
+            "seed": settings.seed,
+            "platform": settings.platform.name(),
+            "rely": settings.rely.map(power::Method::name),
+            "defect": named.or(settings.defect.map(power::Defect::name)),
+            "violation": report.violation,
+            "counts": counted(&report.counts()),
+        });
+        Ok(Outcome::of(value, &report, report.violation.as_deref()))
+    })
 }
 
 /// `rdmux sim --power`.
 fn cut_power(args: &Args) -> Result<()> {
     let defect = defect(args)?;
-    let mut out = std::io::stdout().lock();
-    for i in 0..args.runs {
-        let drawn = power::Settings::drawn(args.seed.unwrap_or(1).wrapping_add(i));
+    each_run(args, 1, |seed| {
+        let drawn = power::Settings::drawn(seed);
         let settings = power::Settings {
             platform: args.platform.unwrap_or(drawn.platform),
             rely: args.rely,
@@ -297,22 +308,14 @@ fn cut_power(args: &Args) -> Result<()> {
             ..drawn
         };
         let report = power::run(&settings);
-        if args.json {
-            let value = json!({
-                "seed": settings.seed,
-                "platform": settings.platform.name(),
-                "rely": settings.rely.map(power::Method::name),
-                "defect": settings.defect.map(power::Defect::name),
-                "violation": report.violation,
-                "counts": counted(&report.counts()),
-            });
-            writeln!(out, "{value}")?;
-        } else {
-            write!(out, "{report}")?;
-        }
-        if let Some(violation) = report.violation {
-            bail!("seed {}: {violation}", settings.seed);
-        }
-    }
-    Ok(())
+        let value = json!({
+            "seed": settings.seed,
+            "platform": settings.platform.name(),
+            "rely": settings.rely.map(power::Method::name),
+            "defect": settings.defect.map(power::Defect::name),
+            "violation": report.violation,
+            "counts": counted(&report.counts()),
+        });
+        Ok(Outcome::of(value, &report, report.violation.as_deref()))
+    })
 }
