@@ -404,5 +404,56 @@ fn trim__drops_what_is_below_and_numbers_go_on() {
     let mut writer = Writer::start(&place);
     assert_eq!(writer.append("d"), 4);
     assert!(writer.finish());
+    let output = place.log("trim", &["--below", "6"]);
+    assert_eq!(output.status.code(), Some(1));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        errors.contains("no record below 6 can be dropped: the last is 4; below 5 drops all there are"),
+        "{errors}"
+    );
     assert_eq!(place.records(), ["c", "d"]);
+    let output = place.log("trim", &["--below", "5"]);
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "no record is left; the next is 5\n"
+    );
+}
+
+#[test]
+fn log__given_more_or_fewer_regions_than_it_has_says_so() {
+    let place = Place::new(88, false);
+    assert_eq!(place.append("a\n").0, Some(0));
+    let run = |command: &str, hosts: std::ops::RangeInclusive<u8>| {
+        let mut args = vec!["log".to_owned(), command.into()];
+        args.extend(hosts.map(|host| format!("rdmux://127.0.88.{host}/log")));
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let output = place.rdmux(&args).stdin(Stdio::null()).output().unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        (output.status.code(), errors)
+    };
+    let has = |command, hosts, code, words: &str| {
+        let (status, errors) = run(command, hosts);
+        assert_eq!(status, Some(code), "{errors}");
+        assert!(errors.contains(words), "{errors}");
+    };
+    has(
+        "append",
+        1..=4,
+        1,
+        ":7174/log: its log has 3 regions but 4 were given: 1 too many",
+    );
+    has(
+        "append",
+        1..=2,
+        1,
+        ":7174/log: its log has 3 regions but 2 were given: 1 is missing",
+    );
+    has(
+        "status",
+        1..=2,
+        0,
+        "the log has 3 regions but 2 were given: 1 is missing",
+    );
+    has("read", 1..=1, 1, "only 1 of 3 regions were read, no majority");
+    assert_eq!(place.records(), ["a"]);
 }

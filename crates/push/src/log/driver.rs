@@ -28,7 +28,7 @@ pub struct Options {
     pub create: bool,
     /// When there is no room, drop the oldest records that are acknowledged.
     pub drop_oldest: bool,
-    /// Drop the records below this sequence number.
+    /// Drop the records below this sequence number: the last record's, plus one, at most.
     pub trim: Option<u64>,
     /// Spin while waiting: lowest latency, one CPU always busy.
     pub polled: bool,
@@ -55,6 +55,14 @@ pub enum LogError {
     /// The log is over for this writer.
     #[error(transparent)]
     Over(#[from] Over),
+    /// What a region holds cannot be this log.
+    #[error("{target}: {why}")]
+    Region {
+        /// Which.
+        target: Target,
+        /// What is wrong with it.
+        why: String,
+    },
     /// No majority of the replicas.
     #[error("no majority of the {replicas} replicas within {seconds} s: {states}")]
     NoMajority {
@@ -191,7 +199,7 @@ impl Log {
                     self.turn()?;
                     return Ok(sequence);
                 }
-                Err(AppendError::Over(over)) => return Err(over.into()),
+                Err(AppendError::Over(over)) => return Err(self.over(over)),
                 Err(AppendError::Busy | AppendError::NotReady) => {
                     let acknowledged = self.acknowledged();
                     self.wait(|log| {
@@ -296,7 +304,7 @@ impl Log {
             let refused = self.refused.iter().flatten().count();
             if refused >= self.targets.len().div_ceil(2) {
                 let named = self.targets.iter().zip(&self.refused);
-                let states = named.filter_map(|(target, why)| Some(format!("{target} {}", why.as_ref()?)));
+                let states = named.filter_map(|(target, why)| Some(format!("{target}: {}", why.as_ref()?)));
                 return Err(LogError::Refused {
                     replicas: self.targets.len(),
                     states: states.collect::<Vec<_>>().join("; "),
@@ -310,7 +318,7 @@ impl Log {
             if now >= deadline {
                 let states = self.replicas().map(|(target, state, _)| {
                     let state = if state.is_empty() { "no answer" } else { &state };
-                    format!("{target} {state}")
+                    format!("{target}: {state}")
                 });
                 return Err(LogError::NoMajority {
                     replicas: self.targets.len(),
@@ -321,6 +329,16 @@ impl Log {
             self.sleep_on(None, deadline - now)?;
         }
         Ok(())
+    }
+
+    fn over(&self, over: Over) -> LogError {
+        match over {
+            Over::Replica { replica, why } => LogError::Region {
+                target: self.targets[replica].clone(),
+                why,
+            },
+            over => over.into(),
+        }
     }
 
     fn now(&self) -> Duration {
@@ -357,7 +375,7 @@ impl Log {
             while let Some(event) = self.writer.poll_event() {
                 match event {
                     Event::Replica { replica, state } => self.changes.push((replica, state)),
-                    Event::Over(over) => return Err(over.into()),
+                    Event::Over(over) => return Err(self.over(over)),
                     Event::Ready { .. } | Event::Acknowledged { .. } => {}
                 }
             }

@@ -38,6 +38,16 @@ pub struct Epoch {
     pub writer: u64,
 }
 
+/// What is wrong with the regions given of a log that has another number of them, for people.
+pub fn count_words(has: usize, given: usize) -> String {
+    let what = match given.checked_sub(has) {
+        Some(over) => format!("{over} too many"),
+        None if has - given == 1 => "1 is missing".into(),
+        None => format!("{} are missing", has - given),
+    };
+    format!("has {has} regions but {given} were given: {what}")
+}
+
 impl std::fmt::Display for Epoch {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.term)

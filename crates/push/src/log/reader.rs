@@ -155,6 +155,10 @@ pub struct Read {
     pub records: Vec<(u64, Vec<u8>)>,
     /// Records up to this one are known to be acknowledged; what follows may be, or may be gone with the next writer.
     pub acknowledged: u64,
+    /// How many replicas the log has, and how many of them were seen.
+    pub replicas: u16,
+    /// See `replicas`.
+    pub seen: usize,
     /// Whether a majority was seen, whole: then no acknowledged record is missing at the end.
     pub complete: bool,
 }
@@ -171,6 +175,8 @@ pub fn agree(views: &[View]) -> Option<Read> {
     Some(Read {
         records: best.records.clone(),
         acknowledged: told.min(best.last),
+        replicas: best.replicas,
+        seen: views.iter().filter(|view| view.log == best.log).count(),
         complete: same.iter().filter(|view| view.whole).count() >= majority,
     })
 }

@@ -45,7 +45,7 @@ pub struct Settings {
     pub create: bool,
     /// When there is no room, drop the oldest records that are acknowledged.
     pub drop_oldest: bool,
-    /// Drop the records below this sequence number when the log is opened.
+    /// Drop the records below this sequence number when the log is opened: the last record's, plus one, at most.
     pub trim: Option<u64>,
 }
 
@@ -105,6 +105,14 @@ pub enum Over {
     /// What is to be a log cannot be one.
     #[error("{0}")]
     Unusable(String),
+    /// The same, for what stands in a replica.
+    #[error("replica {}: {why}", replica + 1)]
+    Replica {
+        /// Which.
+        replica: usize,
+        /// What is wrong with it.
+        why: String,
+    },
 }
 
 /// What happened.
@@ -517,7 +525,7 @@ impl Writer {
             .filter(|r| r.phase != Phase::Unusable)
             .count();
         if usable < self.majority() {
-            self.end(Over::Unusable(format!("replica {}: {why}", at + 1)));
+            self.end(Over::Replica { replica: at, why });
         }
     }
 

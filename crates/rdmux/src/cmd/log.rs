@@ -42,7 +42,7 @@ enum Command {
     Read(Read),
     /// Show what each region holds; disturbs no writer.
     #[command(after_help = "\
-JSON: one object: complete (a majority answers), acknowledged, replicas: target, state, domain, term, first, last, acknowledged, \
+JSON: one object: complete (a majority answers), regions (how many the log has), acknowledged, replicas: target, state, domain, term, first, last, acknowledged, \
 bytes_used, bytes.")]
     Status(Status),
     /// Drop the records below a number; ends the writer.
@@ -121,7 +121,7 @@ struct Trim {
     common: Common,
     #[command(flatten)]
     writing: Writing,
-    /// The first record to keep.
+    /// The first record to keep; the last one and 1 drops all.
     #[arg(long, value_name = "N")]
     below: u64,
 }
@@ -452,8 +452,8 @@ fn read(args: &Read) -> Result<()> {
     ensure!(
         read.complete,
         "only {} of {} regions were read, no majority: acknowledged records may be missing at the end",
-        views.len(),
-        common.targets.len()
+        read.seen,
+        read.replicas
     );
     Ok(())
 }
@@ -472,6 +472,7 @@ fn status(args: &Status) -> Result<()> {
         Ok(Some(_)) => "behind".into(),
     };
     let complete = read.as_ref().is_some_and(|read| read.complete);
+    let regions = read.as_ref().map(|read| read.replicas);
     let acknowledged = read.map(|read| read.acknowledged);
     if common.json {
         let replicas: Vec<_> = (common.targets.iter().zip(&looks))
@@ -489,7 +490,7 @@ fn status(args: &Status) -> Result<()> {
                 entry
             })
             .collect();
-        let report = json!({ "complete": complete, "acknowledged": acknowledged, "replicas": replicas });
+        let report = json!({ "complete": complete, "regions": regions, "acknowledged": acknowledged, "replicas": replicas });
         output::say(&report.to_string());
     } else {
         let rows: Vec<Vec<String>> = (common.targets.iter().zip(&looks))
@@ -522,6 +523,13 @@ fn status(args: &Status) -> Result<()> {
         if let Some(acknowledged) = acknowledged {
             output::say(&format!("known to be acknowledged: up to record {acknowledged}"));
         }
+    }
+    if let Some(replicas) = regions
+        .map(usize::from)
+        .filter(|has| *has != common.targets.len())
+    {
+        let words = log::count_words(replicas, common.targets.len());
+        let _ = writeln!(std::io::stderr(), "rdmux log: the log {words}");
     }
     ensure!(complete, "no majority of the regions holds the log and answers");
     Ok(())

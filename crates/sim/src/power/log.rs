@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use rdmux_push::log::{Action, AppendError, Event, Over, View, What, Writer, scan};
+use rdmux_push::log::{Action, AppendError, Event, View, What, Writer, scan};
 use rdmux_rnic::Placement;
 
 use super::bed::{Ask, Bed, BedSettings, Done, Ended, Link};
@@ -543,7 +543,7 @@ impl LogRun {
                 self.report.acknowledged += sequence - self.acknowledged;
                 self.acknowledged = *sequence;
             }
-            Event::Over(over @ (Over::Unusable(_) | Over::Fenced(_) | Over::NoLog)) => {
+            Event::Over(over) => {
                 return Err(format!("the log cannot be opened: {over}"));
             }
             Event::Replica { .. } => {}

@@ -7,7 +7,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 
 use crate::log::format::{AREA_AT, Found, Frame, Header, Scan};
-use crate::log::{Action, AppendError, Epoch, Event, Settings, What, Writer};
+use crate::log::{Action, AppendError, Epoch, Event, Over, Settings, What, Writer};
 
 type Failure = String;
 
@@ -562,8 +562,12 @@ impl World {
                 self.users[at].acknowledged = *sequence;
             }
             Event::Over(over) => {
-                self.seen.fenced += u64::from(matches!(over, crate::log::Over::Fenced(_)));
-                if matches!(over, crate::log::Over::Unusable(why) if !why.contains("full")) {
+                self.seen.fenced += u64::from(matches!(over, Over::Fenced(_)));
+                let unusable = match over {
+                    Over::Unusable(why) => !why.contains("full"),
+                    over => matches!(over, Over::Replica { .. }),
+                };
+                if unusable {
                     return Err(format!("{over}"));
                 }
                 self.users[at].alive = false;

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use super::replica::{Copied, Op, Phase, Replica};
 use super::{Event, OUTRANKED_MAX, Over, RAISES_MAX, RESERVE, State, What, Writer, segment};
-use crate::log::Epoch;
 use crate::log::defect::defect;
 use crate::log::format::{AREA_AT, AREA_MIN, Found, Header, Point, frame_len};
+use crate::log::{Epoch, count_words};
 
 impl Writer {
     pub(super) fn header_read(&mut self, at: usize, bytes: &[u8], now: Duration) {
@@ -63,7 +63,8 @@ impl Writer {
     /// Whether a replica can be one of this log's.
     pub(super) fn admit(&self, at: usize, h: &Header) -> Result<(), String> {
         if usize::from(h.replicas) != self.replicas.len() {
-            return Err(format!("its log has {} replicas: give all of them", h.replicas));
+            let (has, given) = (usize::from(h.replicas), self.replicas.len());
+            return Err(format!("its log {}", count_words(has, given)));
         }
         if self.log.is_some_and(|log| log != (h.log, h.area)) {
             return Err("it holds another log than the others".into());
@@ -414,7 +415,13 @@ impl Writer {
         );
         self.state = State::Active;
         if let Some(below) = self.settings.trim {
-            let below = below.min(self.tail.sequence + 1);
+            let last = self.tail.sequence;
+            if below > last + 1 {
+                return self.end(Over::Unusable(format!(
+                    "no record below {below} can be dropped: the last is {last}; below {} drops all there are",
+                    last + 1
+                )));
+            }
             self.drop_frames(|_, frame| frame.end.sequence < below);
         }
         if self.settings.drop_oldest && self.room() < RESERVE {
