@@ -1,7 +1,7 @@
 //! Regions: memory that a server offers by name, and how far uploads into it have got.
 
 use std::io;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -121,6 +121,13 @@ impl Region {
                 place: Place::DaxDevice(shown),
                 ..Region::dax(name, memory, read_only)
             });
+        }
+        if let (Some(size), false) = (size, read_only) {
+            let had = meta
+                .as_ref()
+                .map_or(0, |meta| meta.len().max(meta.blocks().saturating_mul(512)));
+            // Some file systems find out only after minutes of allocating.
+            check_space(&shown, size, size.saturating_sub(had)).map_err(failed)?;
         }
         let is_new = size.is_some() && std::fs::symlink_metadata(path).is_err();
         let memory = FileMemory::open(path, size, read_only).map_err(|error| {
@@ -601,6 +608,31 @@ fn domain_of(domain: PersistenceDomain) -> Domain {
         PersistenceDomain::Eadr => Domain::Eadr,
         PersistenceDomain::WholeSystem => Domain::WholeSystem,
     }
+}
+
+/// Whether the file system of a path, which need not be there yet, has `missing` bytes for a file that gets `size`.
+fn check_space(path: &Path, size: u64, missing: u64) -> io::Result<()> {
+    let is_new = std::fs::symlink_metadata(path).is_err();
+    let there = path.parent().filter(|_| is_new).unwrap_or(path);
+    // Opening says better what is wrong with a path than this can.
+    let Ok(stat) = rustix::fs::statvfs(there) else {
+        return Ok(());
+    };
+    // Some blocks are kept for root; a tmpfs without a limit has none at all.
+    let blocks = if rustix::process::geteuid().is_root() {
+        stat.f_bfree
+    } else {
+        stat.f_bavail
+    };
+    let free = blocks.saturating_mul(stat.f_frsize);
+    if missing <= free || stat.f_blocks == 0 {
+        return Ok(());
+    }
+    let why = format!(
+        "No space left: it needs {missing} bytes more for size={size}, and {free} bytes are free on its file system: give a \
+         smaller size, or make room"
+    );
+    Err(io::Error::new(io::ErrorKind::StorageFull, why))
 }
 
 /// The kind of the file system that a path is on, as mounted: `ext4`, `tmpfs`.
