@@ -8,7 +8,7 @@ pub(crate) fn error(error: &anyhow::Error) {
     for (i, cause) in error.chain().enumerate() {
         let text = cause.to_string();
         // Errors that show their cause themselves would say it twice.
-        if i > 0 && line.ends_with(&text) {
+        if i > 0 && (line.ends_with(&text) || line.contains(&format!(": {text}"))) {
             continue;
         }
         if i > 0 {

@@ -625,6 +625,10 @@ fn errors__one_line_and_exit_status() {
         err.contains("127.0.10.10:7174") && err.contains("--listen"),
         "{err}"
     );
+    assert_eq!(err.matches("in use").count(), 1, "{err}");
+    let folder = place.folder.path().to_str().unwrap();
+    let err = place.fails(&["serve", "--file", folder, "--listen", "127.0.10.12"], 1);
+    assert_eq!(err.matches(folder).count(), 1, "{err}");
     let err = place.fails(&["serve", "--file", &missing, "--listen", "127.0.10.12"], 1);
     assert!(err.contains("no such file: create it with ,size=N"), "{err}");
     let err = place.fails(&["serve", "--mem", "m,size=4K", "--listen", "192.0.2.1"], 1);

@@ -179,7 +179,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut regions = Vec::new();
     for spec in args.files {
         let region = Region::file_in(spec.name, &spec.path, spec.size, spec.read_only, spec.domain)
-            .with_context(|| format!("cannot serve {}", spec.path.display()))?;
+            .context("cannot serve")?;
         if let Some(why) = region.not_mapped() {
             let _ = writeln!(
                 std::io::stderr(),
