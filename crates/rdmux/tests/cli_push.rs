@@ -547,6 +547,32 @@ fn push__server_killed_says_so_in_one_line() {
 }
 
 #[test]
+fn push__file_opened_by_another_program_says_how_to_go_on() {
+    let place = Place::new();
+    let source = place.write("source", &pattern(64 << 20, 13));
+    let spec = file_spec(&place, "d", ",size=64M");
+    let serve = Serve::start(&place, "127.0.10.26", &["--file", &spec]);
+    let mut pushing = Pushing::start(&place, &source, &serve.url("d"));
+    let mut acknowledged = pushing.ack().unwrap();
+    // It waits until the push has let go.
+    drop(fs::OpenOptions::new().write(true).open(place.path("d")).unwrap());
+    while let Some(more) = pushing.ack() {
+        acknowledged = more;
+    }
+    assert!(acknowledged < 64 << 20, "it was opened too late to show anything");
+    let output = pushing.process.wait_with_output();
+    let (_, err) = texts(&output);
+    assert_eq!((output.status.code(), err.lines().count()), (Some(1), 1), "{err}");
+    assert!(
+        err.contains("somebody else") && err.contains("the same command and --resume"),
+        "{err}"
+    );
+    let out = place.ok(&["push", &source, &serve.url("d"), "--resume", "--json"]);
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert!(report["resumed_from"].as_u64().unwrap() >= acknowledged, "{out}");
+}
+
+#[test]
 fn push__interrupted_ends_its_connection_and_can_be_resumed() {
     let place = Place::new();
     let source = place.write("source", &pattern(64 << 20, 11));

@@ -240,12 +240,18 @@ pub(crate) fn run(args: Args) -> Result<()> {
             upload.acknowledged, upload.length
         );
         let lost = matches!(error.downcast_ref(), Some(Error::Lost { .. }));
+        let broken = matches!(error.downcast_ref(), Some(Error::LeaseBroken { .. }));
         if !lost {
             client.close();
         }
         return if lost {
             Err(anyhow!(
                 "{error}; {state} by its last answer: go on with the same command and --resume, which asks what it still has"
+            ))
+        } else if broken {
+            Err(anyhow!(
+                "somebody else needed {}, which ended this push; {state}: go on with the same command and --resume",
+                args.target
             ))
         } else if interrupted() {
             Err(anyhow!(
