@@ -310,7 +310,7 @@ fn handshake__not_finished_in_time_ends() {
 fn handshake__more_half_open_clients_than_allowed() {
     let server = Running::start("127.0.9.17:7174", vec![memory_region("m", 10)], LONG);
     let device = Device::open(server.address.ip()).unwrap();
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().unwrap();
     let cq = device.create_cq(4096).unwrap();
     let mut open = Vec::new();
     for at in 0..65 {

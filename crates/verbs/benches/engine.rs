@@ -25,7 +25,7 @@ struct End {
 
 fn end() -> Result<End, Box<dyn Error>> {
     let device = Device::open("127.0.0.1".parse()?)?;
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd()?;
     let cq = device.create_cq(1024)?;
     let qp = pd.create_qp(&QpOptions::new(&cq))?;
     let memory = Arc::new(AnonymousMemory::shareable(BYTES)?);

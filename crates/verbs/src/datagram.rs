@@ -3,9 +3,10 @@
 use std::io;
 use std::net::IpAddr;
 
-use rdmux_rnic::{McastError, ModifyError, Path, Psn, QpAttributes, QpState, Qpn, Target};
+use rdmux_rnic::{McastError, ModifyError, Path, Qpn, Target};
 
 use crate::device::{Device, QueuePair};
+use crate::provider::Provided;
 use crate::soft::engine::AttachError;
 
 /// How to get to a host or a multicast group. IBTA Vol 1, 11.2.2.1.
@@ -54,36 +55,26 @@ impl AddressHandle {
 impl QueuePair {
     /// Makes a UD queue pair ready to receive and send; datagrams must show `qkey`.
     pub fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
-        self.engine().with(|core, now| {
-            let init = QpAttributes {
-                qkey: Some(qkey),
-                ..Default::default()
-            };
-            let rts = QpAttributes {
-                sq_psn: Some(Psn::new(core.rnic.random())),
-                ..Default::default()
-            };
-            let steps = [
-                (QpState::Init, init),
-                (QpState::Rtr, QpAttributes::default()),
-                (QpState::Rts, rts),
-            ];
-            let mut modify = |(to, attr)| core.rnic.modify_qp(now, self.qpn(), to, &attr);
-            steps.into_iter().try_for_each(&mut modify)
-        })
+        match self.provided() {
+            Provided::Soft(qp) => qp.ready_datagram(qkey),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Attaches a UD queue pair to a multicast group: what is sent to the group is delivered to it too, also what it sends
     /// itself. IPv6 groups of link-local scope are those of the link that has the device's address.
     pub fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
-        self.engine().with(|core, _| core.attach_mcast(self.qpn(), group))
+        match self.provided() {
+            Provided::Soft(qp) => qp.attach_mcast(group),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Detaches it from a multicast group.
     pub fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
-        let mut core = self.engine().lock();
-        core.rnic.detach_mcast(self.qpn(), group)?;
-        core.leave_groups();
-        Ok(())
+        match self.provided() {
+            Provided::Soft(qp) => qp.detach_mcast(group),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }

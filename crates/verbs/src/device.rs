@@ -1,25 +1,24 @@
 //! Devices and their objects. Each ends its part of the device when it is dropped.
 
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::io;
 use std::net::IpAddr;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rdmux_rnic::{
-    Access, Arm, Bind, Counters, Cqn, ModifyError, NotPosted, Pd, PostError, QpAttributes, QpInfo, QpInit,
-    QpState, QpType, Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
-    WorkCompletion,
+    Access, Arm, Bind, Counters, Cqn, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType, Qpn,
+    RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
 };
 use rdmux_wire::roce::PathMtu;
 
-use crate::cm::deadline_after;
 use crate::event::AsyncEvent;
+use crate::provider::Provided;
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft::engine::{self, Core, Engine, Waker};
+use crate::soft;
 pub use crate::soft::engine::{OpenError, Options, SharedMemory};
 use crate::soft::faults::FaultCounts;
 use crate::srq::{SharedReceiveQueue, XrcDomain};
@@ -48,20 +47,10 @@ pub struct PostListError {
     pub source: PostError,
 }
 
-/// The handle that closes the engine when the last object of the device has gone.
-#[derive(Debug)]
-pub(crate) struct Handle(pub(crate) Arc<Engine>);
-
-impl Drop for Handle {
-    fn drop(&mut self) {
-        self.0.close();
-    }
-}
-
 /// An RDMA device with one address (GID).
 #[derive(Clone, Debug)]
 pub struct Device {
-    pub(crate) handle: Arc<Handle>,
+    pub(crate) provided: Provided<soft::device::Device, Infallible>,
     address: IpAddr,
 }
 
@@ -75,18 +64,23 @@ impl Device {
     pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
         let address = address.to_canonical();
         Ok(Device {
-            handle: Arc::new(Handle(Engine::open(address, options)?)),
+            provided: Provided::Soft(soft::device::Device::open(address, options)?),
             address,
         })
     }
 
-    pub(crate) fn engine(&self) -> &Engine {
-        &self.handle.0
+    /// The engine of a soft device.
+    #[cfg(test)]
+    pub(crate) fn engine(&self) -> &soft::engine::Engine {
+        self.provided.soft().expect("a soft device")
     }
 
     /// Whether both are the same device, opened once: objects of different ones do not go together.
     pub(crate) fn is(&self, other: &Device) -> bool {
-        Arc::ptr_eq(&self.handle.0, &other.handle.0)
+        match (&self.provided, &other.provided) {
+            (Provided::Soft(device), Provided::Soft(other)) => device.is(other),
+            (Provided::Hw(never), _) | (_, Provided::Hw(never)) => match *never {},
+        }
     }
 
     /// The device's address.
@@ -95,107 +89,112 @@ impl Device {
     }
 
     /// Makes a protection domain.
-    pub fn alloc_pd(&self) -> ProtectionDomain {
-        let pd = self.engine().lock().rnic.alloc_pd();
-        ProtectionDomain(Arc::new(PdInner {
-            device: self.clone(),
-            pd,
-        }))
+    pub fn alloc_pd(&self) -> Result<ProtectionDomain, CreateError> {
+        let provided = match &self.provided {
+            Provided::Soft(device) => Provided::Soft(device.alloc_pd()),
+            Provided::Hw(never) => match *never {},
+        };
+        let device = self.clone();
+        Ok(ProtectionDomain(Arc::new(PdInner { provided, device })))
     }
 
     /// Makes a completion queue for `depth` completions.
     pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        let waker = Arc::new(Waker::new()?);
-        let mut core = self.engine().lock();
-        let cqn = core.rnic.create_cq(depth);
-        let queue = core.rnic.cq(cqn).ok_or(CreateError::NoRoom)?;
-        core.cq_wakers.insert(cqn, Arc::downgrade(&waker));
-        drop(core);
-        Ok(CompletionQueue(Arc::new(CqInner {
-            device: self.clone(),
-            cqn,
-            queue,
-            waker,
-            waiters: AtomicUsize::new(0),
-        })))
+        let provided = match &self.provided {
+            Provided::Soft(device) => Provided::Soft(device.create_cq(depth)?),
+            Provided::Hw(never) => match *never {},
+        };
+        let device = self.clone();
+        Ok(CompletionQueue(Arc::new(CqInner { provided, device })))
     }
 
     /// Lets the caller drive the device, unless somebody does: takes in what has arrived and sends what is owed. A program that
     /// polls memory instead of a completion queue calls this in its loop.
     pub fn progress(&self) {
-        self.engine().poll(|| None::<()>);
+        match &self.provided {
+            Provided::Soft(device) => device.progress(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Datagram trains that the system refused to send; the protocol took them for lost.
     pub fn send_errors(&self) -> u64 {
-        self.engine().lock().send_errors
+        match &self.provided {
+            Provided::Soft(device) => device.send_errors(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// The path MTU towards a peer: the largest that the interface's MTU carries.
     pub fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
-        engine::path_mtu_to(self.address, peer)
+        match &self.provided {
+            Provided::Soft(device) => device.path_mtu_to(peer),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// The UDP source port of packets to a queue pair of a peer, for programs that bring theirs up themselves
     /// ([`rdmux_rnic::Path::src_port`]).
     pub fn source_port(&self, peer: Qpn) -> io::Result<u16> {
-        self.engine().lock().source_port(peer)
+        match &self.provided {
+            Provided::Soft(device) => device.source_port(peer),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// What the device counted.
     pub fn counters(&self) -> Counters {
-        self.engine().counters()
+        match &self.provided {
+            Provided::Soft(device) => device.counters(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// What faults did to its packets, where it was opened with some ([`Options::faults`]).
     pub fn fault_counts(&self) -> Option<FaultCounts> {
-        self.engine().lock().rnic.fault_counts()
+        match &self.provided {
+            Provided::Soft(device) => device.fault_counts(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Takes the oldest asynchronous event. IBTA Vol 1, 11.6.3.
     pub fn poll_async_event(&self) -> Option<AsyncEvent> {
-        self.engine().lock().async_events.take()
+        match &self.provided {
+            Provided::Soft(device) => device.poll_async_event(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
-    /// Readable when there may be an asynchronous event. Read eight bytes to reset it, then take events until there is none.
+    /// Readable when there may be an asynchronous event, until [`Device::poll_async_event`] found none.
     pub fn async_event_fd(&self) -> BorrowedFd<'_> {
-        self.engine().async_waker.fd().as_fd()
+        match &self.provided {
+            Provided::Soft(device) => device.async_event_fd(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Takes the oldest asynchronous event; sleeps until there is one. `None`: the time is over.
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
-        let deadline = deadline_after(timeout);
-        let take = || self.engine().lock().async_events.take_and_pass_on();
-        loop {
-            if let Some(event) = take() {
-                return Some(event);
-            }
-            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            let engine = self.engine();
-            if left.is_some_and(|left| left.is_zero()) || !engine.sleep(&engine.async_waker, left) {
-                return take();
-            }
+        match &self.provided {
+            Provided::Soft(device) => device.wait_async_event(timeout),
+            Provided::Hw(never) => match *never {},
         }
     }
 
     /// Queue pairs, memory regions and completion queues there are.
     pub fn object_counts(&self) -> (usize, usize, usize) {
-        self.engine().lock().rnic.object_counts()
+        match &self.provided {
+            Provided::Soft(device) => device.object_counts(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }
 
 #[derive(Debug)]
 struct PdInner {
+    provided: Provided<soft::device::ProtectionDomain, Infallible>,
     device: Device,
-    pd: Pd,
-}
-
-impl Drop for PdInner {
-    fn drop(&mut self) {
-        // Dropped when the engine is unlocked again: memory may unmap, close, or run its owner's code.
-        let memories = self.device.engine().lock().rnic.dealloc_pd(self.pd);
-        drop(memories);
-    }
 }
 
 /// Protection domain: queue pairs reach the regions of their own domain only.
@@ -203,8 +202,8 @@ impl Drop for PdInner {
 pub struct ProtectionDomain(Arc<PdInner>);
 
 impl ProtectionDomain {
-    pub(crate) fn number(&self) -> Pd {
-        self.0.pd
+    pub(crate) fn provided(&self) -> &Provided<soft::device::ProtectionDomain, Infallible> {
+        &self.0.provided
     }
 
     /// The device.
@@ -225,25 +224,13 @@ impl ProtectionDomain {
         if !ours {
             return Err(CreateError::OtherDevice);
         }
-        let init = QpInit {
-            qp_type: options.qp_type,
-            srq: options.srq.as_ref().map(SharedReceiveQueue::srqn),
-            xrcd: options.xrcd.as_ref().map(XrcDomain::number),
-            max_send_wr: options.max_send_wr,
-            max_recv_wr: options.max_recv_wr,
-            recv_cq: options.recv_cq.0.cqn,
-            ..QpInit::new(self.0.pd, options.send_cq.0.cqn)
+        let provided = match self.provided() {
+            Provided::Soft(pd) => Provided::Soft(pd.create_qp(options)?),
+            Provided::Hw(never) => match *never {},
         };
-        let mut core = self.0.device.engine().lock();
-        let qpn = core.rnic.create_qp(init).ok_or(CreateError::NoRoom)?;
-        let sends = core.rnic.send_queue(qpn).ok_or(CreateError::NoRoom)?;
-        let receives = core.rnic.receive_queue(qpn).ok_or(CreateError::NoRoom)?;
-        drop(core);
         Ok(QueuePair(Arc::new(QpInner {
+            provided,
             pd: self.clone(),
-            qpn,
-            sends,
-            receives,
             options: options.clone(),
         })))
     }
@@ -251,20 +238,8 @@ impl ProtectionDomain {
 
 #[derive(Debug)]
 struct CqInner {
+    provided: Provided<soft::device::CompletionQueue, Infallible>,
     device: Device,
-    cqn: Cqn,
-    queue: rdmux_rnic::CompletionQueue,
-    waker: Arc<Waker>,
-    /// Threads in [`CompletionQueue::wait`].
-    waiters: AtomicUsize,
-}
-
-impl Drop for CqInner {
-    fn drop(&mut self) {
-        let mut core = self.device.engine().lock();
-        core.rnic.destroy_cq(self.cqn);
-        core.cq_wakers.remove(&self.cqn);
-    }
 }
 
 /// Completion queue with a completion channel of its own.
@@ -276,64 +251,62 @@ impl CompletionQueue {
         &self.0.device
     }
 
+    pub(crate) fn soft(&self) -> Option<&soft::device::CompletionQueue> {
+        self.0.provided.soft()
+    }
+
     /// Its number, by which [`AsyncEvent::CqError`] names it.
     pub fn cqn(&self) -> Cqn {
-        self.0.cqn
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.cqn(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Takes the oldest completion, driving the device when there is none. Never sleeps, and waits for nobody who drives.
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
-        self.0.device.engine().poll(|| self.0.queue.poll())
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.poll(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device when there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let look = || Some(self.0.queue.poll_many(max, into)).filter(|n| *n > 0);
-        self.0.device.engine().poll(look).unwrap_or(0)
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.poll_many(max, into),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
-    /// Asks for a wake-up through [`CompletionQueue::as_fd`]. A completion that is there already makes none: poll after
-    /// arming.
+    /// Asks for a wake-up through [`CompletionQueue::as_fd`], which is readable no more until then. A completion that is there
+    /// already makes none: poll after arming.
     pub fn arm(&self, arm: Arm) {
-        self.0.queue.arm(arm);
-        self.0.device.engine().hand_over_to_channel();
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.arm(arm),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Takes the oldest completion; waits until there is one, as the device waits ([`Options::waiting`]). `None`: the time is over.
     /// Waiting for no time arms the queue for any completion and looks once more: what comes later makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        let CqInner { queue, waker, .. } = &*self.0;
-        let look = || {
-            let (wc, left) = queue.poll_and_count()?;
-            if left > 0 {
-                // Another thread may wait for it: one wake-up can stand for several completions.
-                waker.wake();
-            }
-            Some(wc)
-        };
-        if timeout.is_zero() {
-            return Ok(look().or_else(|| {
-                self.arm(Arm::Next);
-                look()
-            }));
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.wait(timeout),
+            Provided::Hw(never) => match *never {},
         }
-        self.0.waiters.fetch_add(1, Ordering::SeqCst);
-        let engine = self.0.device.engine();
-        let found = engine.wait(deadline_after(timeout), waker, queue, look);
-        if self.0.waiters.fetch_sub(1, Ordering::SeqCst) > 1 {
-            // The wake-up may have been for all of them, and so was what the queue was armed for: they look and arm again.
-            waker.wake();
-        }
-        Ok(found)
     }
 }
 
 impl AsFd for CompletionQueue {
-    /// Readable when an armed queue has a completion. Read eight bytes to reset it.
+    /// Readable when an armed queue has a completion, until it is armed again.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.waker.fd().as_fd()
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.fd(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }
 
@@ -382,24 +355,10 @@ impl QpOptions {
 
 #[derive(Debug)]
 struct QpInner {
+    provided: Provided<soft::qp::QueuePair, Infallible>,
     pd: ProtectionDomain,
-    qpn: Qpn,
-    sends: SendQueue,
-    receives: ReceiveQueue,
     /// What it uses lives as long as it does.
     options: QpOptions,
-}
-
-impl Drop for QpInner {
-    fn drop(&mut self) {
-        self.pd.device().engine().with(|core, now| {
-            // Acknowledgements that waited for company are sent: what they stand for has been done.
-            core.finish(now, true);
-            core.rnic.destroy_qp(self.qpn);
-            core.leave_groups();
-            core.qp_errors.remove(&self.qpn);
-        });
-    }
 }
 
 /// Queue pair.
@@ -409,16 +368,15 @@ pub struct QueuePair(Arc<QpInner>);
 impl QueuePair {
     /// Its number.
     pub fn qpn(&self) -> Qpn {
-        self.0.qpn
+        match self.provided() {
+            Provided::Soft(qp) => qp.qpn(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Transport service.
     pub fn qp_type(&self) -> QpType {
         self.0.options.qp_type
-    }
-
-    pub(crate) fn has_srq(&self) -> bool {
-        self.0.options.srq.is_some() || self.qp_type() == QpType::XrcRecv
     }
 
     /// Its protection domain.
@@ -430,13 +388,16 @@ impl QueuePair {
         self.0.pd.device()
     }
 
-    pub(crate) fn engine(&self) -> &Engine {
-        self.device().engine()
+    pub(crate) fn provided(&self) -> &Provided<soft::qp::QueuePair, Infallible> {
+        &self.0.provided
     }
 
     /// Posts a send request and sends what the window allows.
     pub fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
-        self.engine().post_send(&self.0.sends, self.0.qpn, request)
+        match self.provided() {
+            Provided::Soft(qp) => qp.post_send(request),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Posts send requests in order, as one doorbell. Fails at the first that is not taken; those before it are posted.
@@ -446,7 +407,10 @@ impl QueuePair {
     ) -> Result<(), PostListError> {
         // What makes them is the caller's code, and may use the device: it runs before the engine is locked.
         let requests: Vec<SendRequest> = requests.into_iter().collect();
-        self.engine().post_send_list(&self.0.sends, self.0.qpn, requests)
+        match self.provided() {
+            Provided::Soft(qp) => qp.post_send_list(requests),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Posts the binding of a type 1 window to a range of addresses of a region, and gives the key by which peers reach them
@@ -469,60 +433,51 @@ impl QueuePair {
             length: range.end.saturating_sub(range.start),
             access,
         };
-        let key = self
-            .engine()
-            .with(|core, now| core.rnic.bind_mw(now, self.0.qpn, wr_id, bind, flags))?;
+        let key = match self.provided() {
+            Provided::Soft(qp) => qp.bind_mw(wr_id, bind, flags)?,
+            Provided::Hw(never) => match *never {},
+        };
         window.set_rkey(key);
         Ok(key)
     }
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        match self.0.receives.post(request) {
-            Ok(()) => Ok(()),
-            Err(NotPosted::Refused(error)) => Err(error),
-            Err(NotPosted::Undecided(request)) => {
-                // In Error it completes at once.
-                let post = |core: &mut Core, now| core.rnic.post_recv(now, self.0.qpn, request);
-                self.engine().with(post)
-            }
+        match self.provided() {
+            Provided::Soft(qp) => qp.post_recv(request),
+            Provided::Hw(never) => match *never {},
         }
     }
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.
     pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
-        self.engine().with(|core, now| {
-            core.rnic.modify_qp(now, self.0.qpn, to, attributes)?;
-            if to == QpState::Rtr {
-                core.meet(self.0.qpn);
-            }
-            if to == QpState::Reset {
-                core.qp_errors.remove(&self.0.qpn);
-            }
-            Ok(())
-        })
+        match self.provided() {
+            Provided::Soft(qp) => qp.modify(to, attributes),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// What is known about it.
     pub fn query(&self) -> Option<QpInfo> {
-        self.engine().lock().rnic.query_qp(self.0.qpn)
+        match self.provided() {
+            Provided::Soft(qp) => qp.query(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// What carries its packets; `None` before it has a peer.
     pub fn carrier(&self) -> Option<Carrier> {
-        let core = self.engine().lock();
-        let info = core
-            .rnic
-            .query_qp(self.0.qpn)
-            .filter(|info| info.path.is_some())?;
-        Some(match core.links.why_not(&info) {
-            None => Carrier::SharedMemory,
-            Some(why) => Carrier::Udp(why.to_string()),
-        })
+        match self.provided() {
+            Provided::Soft(qp) => qp.carrier(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Why it went to Error on its own, if it did since it was made or reset.
     pub fn error(&self) -> Option<Status> {
-        self.engine().lock().qp_errors.get(&self.0.qpn).copied()
+        match self.provided() {
+            Provided::Soft(qp) => qp.error(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }

@@ -9,7 +9,7 @@
 //! use std::{sync::Arc, time::Duration};
 //!
 //! let device = Device::open("127.0.0.1".parse()?)?;
-//! let pd = device.alloc_pd();
+//! let pd = device.alloc_pd()?;
 //! let cq = device.create_cq(256)?;
 //! let qp = pd.create_qp(&QpOptions::new(&cq))?;
 //! let memory = Arc::new(AnonymousMemory::new(4096)?);
@@ -42,6 +42,7 @@ mod lease;
 mod mapping;
 pub mod memory;
 mod persist;
+mod provider;
 mod region;
 mod sidr;
 pub mod soft;

@@ -1,11 +1,13 @@
 //! Memory regions and windows. Each ends when it is dropped.
 
+use std::convert::Infallible;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdmux_rnic::{Access, LKey, Memory, RKey, RegionSpec, RegisterError, Sge, WindowType};
 
 use crate::device::ProtectionDomain;
+use crate::provider::Provided;
+use crate::soft;
 
 impl ProtectionDomain {
     /// Registers `length` bytes at `offset` of a memory under the address `iova`.
@@ -17,19 +19,20 @@ impl ProtectionDomain {
         iova: u64,
         access: Access,
     ) -> Result<MemoryRegion, RegisterError> {
-        // A second handle, so that memory that is refused is not dropped while the engine is locked.
         let spec = RegionSpec {
-            memory: memory.clone(),
+            memory,
             memory_offset: offset,
             length,
             iova,
             access,
         };
-        let (lkey, rkey) = self.device().engine().lock().rnic.reg_mr(self.number(), spec)?;
+        let provided = match self.provided() {
+            Provided::Soft(pd) => Provided::Soft(pd.reg_mr(spec)?),
+            Provided::Hw(never) => match *never {},
+        };
         Ok(MemoryRegion {
-            pd: self.clone(),
-            lkey,
-            rkey,
+            provided,
+            _pd: self.clone(),
             iova,
             length,
         })
@@ -52,13 +55,13 @@ impl ProtectionDomain {
     /// [`Operation::Register`]: rdmux_rnic::Operation::Register
     /// [`Operation::LocalInvalidate`]: rdmux_rnic::Operation::LocalInvalidate
     pub fn alloc_mr(&self, length_max: u64) -> Result<MemoryRegion, RegisterError> {
-        let mut core = self.device().engine().lock();
-        let (lkey, rkey) = core.rnic.alloc_mr(self.number(), length_max)?;
-        drop(core);
+        let provided = match self.provided() {
+            Provided::Soft(pd) => Provided::Soft(pd.alloc_mr(length_max)?),
+            Provided::Hw(never) => match *never {},
+        };
         Ok(MemoryRegion {
-            pd: self.clone(),
-            lkey,
-            rkey,
+            provided,
+            _pd: self.clone(),
             iova: 0,
             length: 0,
         })
@@ -66,13 +69,12 @@ impl ProtectionDomain {
 
     /// Makes a memory window.
     pub fn alloc_mw(&self, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
-        let mut core = self.device().engine().lock();
-        let rkey = core.rnic.alloc_mw(self.number(), window_type)?;
-        drop(core);
-        Ok(MemoryWindow {
-            pd: self.clone(),
-            rkey: AtomicU32::new(rkey.0),
-        })
+        let provided = match self.provided() {
+            Provided::Soft(pd) => Provided::Soft(pd.alloc_mw(window_type)?),
+            Provided::Hw(never) => match *never {},
+        };
+        let _pd = self.clone();
+        Ok(MemoryWindow { provided, _pd })
     }
 }
 
@@ -82,9 +84,8 @@ impl ProtectionDomain {
 /// ends that copy later.)
 #[derive(Debug)]
 pub struct MemoryRegion {
-    pd: ProtectionDomain,
-    lkey: LKey,
-    rkey: RKey,
+    provided: Provided<soft::region::MemoryRegion, Infallible>,
+    _pd: ProtectionDomain,
     iova: u64,
     length: u64,
 }
@@ -92,12 +93,18 @@ pub struct MemoryRegion {
 impl MemoryRegion {
     /// The key for own requests.
     pub fn lkey(&self) -> LKey {
-        self.lkey
+        match &self.provided {
+            Provided::Soft(mr) => mr.lkey(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// The key for peers' requests.
     pub fn rkey(&self) -> RKey {
-        self.rkey
+        match &self.provided {
+            Provided::Soft(mr) => mr.rkey(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// The address of the first byte.
@@ -120,64 +127,48 @@ impl MemoryRegion {
         iova: u64,
         access: Access,
     ) -> Result<(), RegisterError> {
-        // A second handle, so that memory that is refused is not dropped while the engine is locked.
-        let replacement = memory.clone();
-        let mut core = self.pd.device().engine().lock();
-        let before = core.rnic.rereg_mr(self.lkey, None, |spec| {
-            *spec = RegionSpec {
-                memory: replacement,
-                memory_offset: offset,
-                length,
-                iova,
-                access,
-            };
-        })?;
-        core.links.revoke_region(self.lkey);
-        drop(core);
-        drop(before);
+        let spec = RegionSpec {
+            memory,
+            memory_offset: offset,
+            length,
+            iova,
+            access,
+        };
+        match &mut self.provided {
+            Provided::Soft(mr) => mr.rereg(spec)?,
+            Provided::Hw(never) => match *never {},
+        }
         (self.iova, self.length) = (iova, length);
         Ok(())
     }
 
     /// A scatter/gather element: `length` bytes at `offset` of the region.
     pub fn sge(&self, offset: u64, length: u32) -> Sge {
-        Sge::new(self.iova.wrapping_add(offset), length, self.lkey)
-    }
-}
-
-impl Drop for MemoryRegion {
-    fn drop(&mut self) {
-        let mut core = self.pd.device().engine().lock();
-        core.rnic.unbind_mws(self.lkey);
-        let memory = core.rnic.dereg_mr(self.lkey);
-        core.links.revoke_region(self.lkey);
-        drop(core);
-        // Dropped when the engine is unlocked: memory may unmap, close, or run its owner's code.
-        drop(memory);
+        Sge::new(self.iova.wrapping_add(offset), length, self.lkey())
     }
 }
 
 /// Memory window: a key for a part of a region. Dropping it ends it.
 #[derive(Debug)]
 pub struct MemoryWindow {
-    pd: ProtectionDomain,
-    rkey: AtomicU32,
+    provided: Provided<soft::region::MemoryWindow, Infallible>,
+    _pd: ProtectionDomain,
 }
 
 impl MemoryWindow {
     /// Its key: of a type 1 window the one of the last binding, of a type 2 window the first one, from which the user makes
     /// others by [`RKey::next`].
     pub fn rkey(&self) -> RKey {
-        RKey(self.rkey.load(Ordering::Relaxed))
+        match &self.provided {
+            Provided::Soft(mw) => mw.rkey(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     pub(crate) fn set_rkey(&self, rkey: RKey) {
-        self.rkey.store(rkey.0, Ordering::Relaxed);
-    }
-}
-
-impl Drop for MemoryWindow {
-    fn drop(&mut self) {
-        self.pd.device().engine().lock().rnic.dealloc_mw(self.rkey());
+        match &self.provided {
+            Provided::Soft(mw) => mw.set_rkey(rkey),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }

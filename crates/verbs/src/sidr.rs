@@ -1,24 +1,23 @@
 //! Datagram services, found by their port: which queue pair serves, and what Q_Key it asks for. IBTA Vol 1, 12.11.
 
+use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use rdmux_rnic::cm::{CmError, CmEvent, CmId};
-use rdmux_rnic::{QpState, QpType, Qpn, Target};
-use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId, SidrStatus};
+use rdmux_rnic::cm::CmError;
+use rdmux_rnic::{Qpn, Target};
+use rdmux_wire::cm::SidrStatus;
 
-use crate::cm::{Events, ListenError, Service, deadline_after};
+use crate::cm::ListenError;
 use crate::device::{Device, QueuePair};
-use crate::soft::engine::ConnectionEntry;
+use crate::provider::Provided;
+use crate::soft;
 
 /// The Q_Key of queue pairs that serve datagrams on a port of RDMA_PS_UDP: the one that programs on `rdma_cm` give theirs,
 /// which refuse an answer with another one.
 pub const RDMA_UDP_QKEY: u32 = 0x0123_4567;
-
-/// Longest wait for the peer's answer. Its requests are given up sooner when there is none.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a service was not found.
 #[derive(Debug, thiserror::Error)]
@@ -75,14 +74,20 @@ pub enum AnswerError {
     Expired,
 }
 
+/// What a peer answered.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    pub(crate) qpn: Qpn,
+    pub(crate) qkey: u32,
+    pub(crate) private_data: Vec<u8>,
+}
+
 /// A queue pair of a peer that serves datagrams.
 #[derive(Clone, Debug)]
 pub struct DatagramService {
     device: Device,
     address: IpAddr,
-    qpn: Qpn,
-    qkey: u32,
-    private_data: Vec<u8>,
+    found: Found,
 }
 
 impl DatagramService {
@@ -93,17 +98,17 @@ impl DatagramService {
 
     /// The queue pair.
     pub fn qpn(&self) -> Qpn {
-        self.qpn
+        self.found.qpn
     }
 
     /// What datagrams must show.
     pub fn qkey(&self) -> u32 {
-        self.qkey
+        self.found.qkey
     }
 
     /// What the peer's user sent, filled up with zeros.
     pub fn private_data(&self) -> &[u8] {
-        &self.private_data
+        &self.found.private_data
     }
 
     /// Whom a send request is for that is meant for the service. `traffic_class` is the IPv4 TOS or the IPv6 traffic class.
@@ -112,7 +117,7 @@ impl DatagramService {
     /// Those of making a socket.
     pub fn target(&self, traffic_class: u8) -> io::Result<Target> {
         let to = self.device.create_ah(self.address, traffic_class);
-        to.to(self.qpn, self.qkey)
+        to.to(self.found.qpn, self.found.qkey)
     }
 }
 
@@ -123,157 +128,105 @@ impl Device {
         if local.is_ipv4() != address.is_ipv4() {
             return Err(ResolveError::Family { local, peer: address });
         }
-        let (sink, events) = Events::new()?;
-        let addressing = IpAddressing {
-            src_port: 0,
-            src: local,
-            dst: address,
+        let found = match &self.provided {
+            Provided::Soft(device) => device.resolve(peer, private_data)?,
+            Provided::Hw(never) => match *never {},
         };
-        let id = self.engine().with(|core, now| {
-            let service = ServiceId::udp(peer.port());
-            let cm = core.rnic.cm();
-            let id = cm.resolve(now, address, service, Some(addressing), private_data)?;
-            let (qpn, record) = (None, None);
-            core.connections.insert(id, ConnectionEntry { sink, qpn, record });
-            Ok::<_, CmError>(id)
-        })?;
-        let deadline = deadline_after(RESOLVE_TIMEOUT);
-        match events.wait(self, deadline) {
-            Some(CmEvent::SidrReply {
-                status: SidrStatus::VALID,
-                qpn,
-                qkey,
-                private_data,
-                ..
-            }) => Ok(DatagramService {
-                device: self.clone(),
-                address,
-                qpn,
-                qkey,
-                private_data,
-            }),
-            Some(CmEvent::SidrReply {
-                status, private_data, ..
-            }) => Err(ResolveError::Refused { status, private_data }),
-            _ => {
-                self.engine().with(|core, now| {
-                    core.rnic.cm().disconnect(now, id);
-                    core.connections.remove(&id);
-                });
-                Err(ResolveError::Unreachable(address))
-            }
-        }
+        Ok(DatagramService {
+            device: self.clone(),
+            address,
+            found,
+        })
     }
 
     /// Serves datagrams on a port (RDMA_PS_UDP): peers ask which queue pair does. Connections ([`Device::listen`]) have ports of
     /// their own.
     pub fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
-        let service = Service::offer(self, ServiceId::udp(port), true)?;
-        Ok(DatagramListener(service))
+        let provided = match &self.provided {
+            Provided::Soft(device) => Provided::Soft(device.listen_datagram(port)?),
+            Provided::Hw(never) => match *never {},
+        };
+        let device = self.clone();
+        Ok(DatagramListener { provided, device })
     }
 }
 
 /// A port that requests for datagram services come in on.
 #[derive(Debug)]
-pub struct DatagramListener(Service);
+pub struct DatagramListener {
+    provided: Provided<soft::cm::Service, Infallible>,
+    device: Device,
+}
 
 impl DatagramListener {
     /// Waits for a request. `None`: the time is over.
     pub fn accept(&self, timeout: Duration) -> Option<ServiceRequest> {
-        let deadline = deadline_after(timeout);
-        loop {
-            if let CmEvent::SidrRequest {
-                id,
-                peer,
-                private_data,
-                ..
-            } = self.0.wait(deadline)?
-            {
-                return Some(ServiceRequest {
-                    device: self.0.device.clone(),
-                    id,
-                    peer,
-                    private_data,
-                    decided: false,
-                });
-            }
-        }
+        let provided = match &self.provided {
+            Provided::Soft(service) => Provided::Soft(service.accept_datagram(timeout)?),
+            Provided::Hw(never) => match *never {},
+        };
+        let device = self.device.clone();
+        Some(ServiceRequest { provided, device })
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.device
     }
 }
 
 impl AsFd for DatagramListener {
-    /// Readable when a request may have come. Read eight bytes to reset it, then accept until there is none.
+    /// Readable when a request may have come, until [`DatagramListener::accept`] found none.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.fd()
+        match &self.provided {
+            Provided::Soft(service) => service.fd(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }
 
 /// A peer's request for a datagram service. Dropped undecided, it is refused.
 #[derive(Debug)]
 pub struct ServiceRequest {
+    provided: Provided<soft::sidr::ServiceRequest, Infallible>,
     device: Device,
-    id: CmId,
-    peer: IpAddr,
-    private_data: Vec<u8>,
-    decided: bool,
 }
 
 impl ServiceRequest {
     /// The peer's address.
     pub fn peer(&self) -> IpAddr {
-        self.peer
+        match &self.provided {
+            Provided::Soft(request) => request.peer,
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// What the peer's user sent, filled up with zeros.
     pub fn private_data(&self) -> &[u8] {
-        &self.private_data
+        match &self.provided {
+            Provided::Soft(request) => &request.private_data,
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Answers with a UD queue pair that is ready, which may serve many peers; post receives to it before. Private data: 136
     /// bytes. After an error the request is refused.
     pub fn accept(mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
-        let serves = |state| matches!(state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
-        let info = qp
-            .query()
-            .filter(|_| qp.device().is(&self.device))
-            .filter(|info| info.qp_type == QpType::Ud && serves(info.state))
-            .ok_or(AnswerError::NotReady)?;
-        let answered = self.device.engine().with(|core, now| {
-            let (valid, qpn) = (SidrStatus::VALID, qp.qpn());
-            let cm = core.rnic.cm();
-            cm.answer(now, self.id, valid, qpn, info.qkey, private_data)
-        });
-        self.decided = answered.is_ok();
-        answered.map_err(|error| match error {
-            CmError::PrivateDataTooLong => AnswerError::PrivateData,
-            _ => AnswerError::Expired,
-        })
+        if !qp.device().is(&self.device) {
+            return Err(AnswerError::NotReady);
+        }
+        match (&mut self.provided, qp.provided()) {
+            (Provided::Soft(request), Provided::Soft(qp)) => request.accept(qp, private_data),
+            (Provided::Hw(never), _) => match *never {},
+            (_, Provided::Hw(never)) => match *never {},
+        }
     }
 
     /// Refuses. Private data beyond 136 bytes is cut off.
     pub fn reject(mut self, private_data: &[u8]) {
-        self.refuse(private_data);
-    }
-
-    fn refuse(&mut self, private_data: &[u8]) {
-        self.decided = true;
-        let id = self.id;
-        self.device.engine().with(|core, now| {
-            let cm = core.rnic.cm();
-            cm.reject(now, id, RejReason::CONSUMER, private_data);
-        });
-    }
-}
-
-impl Drop for ServiceRequest {
-    fn drop(&mut self) {
-        if !self.decided {
-            self.refuse(&[]);
+        match &mut self.provided {
+            Provided::Soft(request) => request.refuse(private_data),
+            Provided::Hw(never) => match *never {},
         }
     }
 }

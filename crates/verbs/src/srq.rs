@@ -1,25 +1,20 @@
 //! Shared receive queues and XRC domains. Each ends when it is dropped.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
-use rdmux_rnic::{NotPosted, PostError, ReceiveQueue, RecvRequest, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
+use rdmux_rnic::{PostError, RecvRequest, SrqError, SrqInfo, Srqn};
 
 use crate::device::{CompletionQueue, CreateError, Device, ProtectionDomain};
+use crate::provider::Provided;
+use crate::soft;
 
 #[derive(Debug)]
 struct SrqInner {
+    provided: Provided<soft::srq::SharedReceiveQueue, Infallible>,
     pd: ProtectionDomain,
-    srqn: Srqn,
-    receives: ReceiveQueue,
     /// What an XRC queue uses lives as long as it does.
     _xrc: Option<(XrcDomain, CompletionQueue)>,
-}
-
-impl Drop for SrqInner {
-    fn drop(&mut self) {
-        // Its QPs hold it, so that none is left.
-        let _ = self.pd.device().engine().lock().rnic.destroy_srq(self.srqn);
-    }
 }
 
 /// Shared receive queue: receives for many queue pairs. IBTA Vol 1, 10.2.9.
@@ -53,19 +48,18 @@ impl ProtectionDomain {
         if !xrc.as_ref().is_none_or(is_ours) {
             return Err(CreateError::OtherDevice);
         }
-        let init = SrqInit {
-            pd: self.number(),
-            max_wr,
-            xrc: xrc.as_ref().map(|(xrcd, cq)| (xrcd.number(), cq.cqn())),
+        let provided = match self.provided() {
+            Provided::Soft(pd) => {
+                let number = |(xrcd, cq): &(XrcDomain, CompletionQueue)| {
+                    Some((xrcd.soft()?.number(), cq.soft()?.cqn()))
+                };
+                Provided::Soft(pd.create_srq(max_wr, xrc.as_ref().and_then(number))?)
+            }
+            Provided::Hw(never) => match *never {},
         };
-        let mut core = self.device().engine().lock();
-        let srqn = core.rnic.create_srq(init).ok_or(CreateError::NoRoom)?;
-        let receives = core.rnic.srq_receives(srqn).ok_or(CreateError::NoRoom)?;
-        drop(core);
         Ok(SharedReceiveQueue(Arc::new(SrqInner {
+            provided,
             pd: self.clone(),
-            srqn,
-            receives,
             _xrc: xrc,
         })))
     }
@@ -78,42 +72,43 @@ impl SharedReceiveQueue {
 
     /// Its number: what XRC peers name it by.
     pub fn srqn(&self) -> Srqn {
-        self.0.srqn
+        match &self.0.provided {
+            Provided::Soft(srq) => srq.srqn(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        self.0.receives.post(request).map_err(|why| match why {
-            NotPosted::Refused(error) => error,
-            // It is closed when it ends, and never before.
-            NotPosted::Undecided(_) => PostError::NoSrq,
-        })
+        match &self.0.provided {
+            Provided::Soft(srq) => srq.post_recv(request),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// Resizes it, or arms its limit: when fewer receives are left, [`AsyncEvent::SrqLimitReached`] tells once. 0 disarms.
     ///
     /// [`AsyncEvent::SrqLimitReached`]: crate::AsyncEvent::SrqLimitReached
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
-        let mut core = self.0.pd.device().engine().lock();
-        core.rnic.modify_srq(self.0.srqn, max_wr, limit)
+        match &self.0.provided {
+            Provided::Soft(srq) => srq.modify(max_wr, limit),
+            Provided::Hw(never) => match *never {},
+        }
     }
 
     /// What is known about it.
     pub fn query(&self) -> Option<SrqInfo> {
-        self.0.pd.device().engine().lock().rnic.query_srq(self.0.srqn)
+        match &self.0.provided {
+            Provided::Soft(srq) => srq.query(),
+            Provided::Hw(never) => match *never {},
+        }
     }
 }
 
 #[derive(Debug)]
 struct XrcdInner {
+    provided: Provided<soft::srq::XrcDomain, Infallible>,
     device: Device,
-    xrcd: Xrcd,
-}
-
-impl Drop for XrcdInner {
-    fn drop(&mut self) {
-        self.device.engine().lock().rnic.dealloc_xrcd(self.xrcd);
-    }
 }
 
 /// XRC domain: target queue pairs reach the shared receive queues of their own domain only. IBTA Vol 1, A14.
@@ -122,12 +117,13 @@ pub struct XrcDomain(Arc<XrcdInner>);
 
 impl Device {
     /// Makes an XRC domain.
-    pub fn alloc_xrcd(&self) -> XrcDomain {
-        let xrcd = self.engine().lock().rnic.alloc_xrcd();
-        XrcDomain(Arc::new(XrcdInner {
-            device: self.clone(),
-            xrcd,
-        }))
+    pub fn alloc_xrcd(&self) -> Result<XrcDomain, CreateError> {
+        let provided = match &self.provided {
+            Provided::Soft(device) => Provided::Soft(device.alloc_xrcd()),
+            Provided::Hw(never) => match *never {},
+        };
+        let device = self.clone();
+        Ok(XrcDomain(Arc::new(XrcdInner { provided, device })))
     }
 }
 
@@ -136,7 +132,7 @@ impl XrcDomain {
         &self.0.device
     }
 
-    pub(crate) fn number(&self) -> Xrcd {
-        self.0.xrcd
+    pub(crate) fn soft(&self) -> Option<&soft::srq::XrcDomain> {
+        self.0.provided.soft()
     }
 }

@@ -24,7 +24,7 @@ fn end(address: IpAddr, bytes: usize) -> End {
 
 fn end_with(address: IpAddr, bytes: usize, options: Options) -> End {
     let device = Device::open_with(address, options).unwrap();
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().unwrap();
     let cq = device.create_cq(256).unwrap();
     let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
     let memory = Arc::new(AnonymousMemory::new(bytes).unwrap());
@@ -346,9 +346,9 @@ fn typed(
 ) -> (Device, ProtectionDomain, CompletionQueue, QueuePair, XrcDomain) {
     let device = Device::open(address.into()).unwrap();
     let (pd, cq, xrcd) = (
-        device.alloc_pd(),
+        device.alloc_pd().unwrap(),
         device.create_cq(16).unwrap(),
-        device.alloc_xrcd(),
+        device.alloc_xrcd().unwrap(),
     );
     let options = QpOptions {
         qp_type,

@@ -26,7 +26,7 @@ struct End {
 impl End {
     fn new(address: IpAddr, qp_type: QpType) -> End {
         let device = Device::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd(), device.create_cq(256).unwrap());
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
         let options = QpOptions {
             qp_type,
             ..QpOptions::new(&cq)

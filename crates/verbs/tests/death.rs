@@ -78,7 +78,7 @@ fn child() {
     };
     let at: SocketAddr = at.parse().unwrap();
     let device = Device::open(at.ip()).unwrap();
-    let (pd, cq) = (device.alloc_pd(), device.create_cq(256).unwrap());
+    let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
     let listener = device.listen(at.port()).unwrap();
     println!("@ ready");
     thread::spawn(move || {
@@ -105,7 +105,7 @@ struct Client {
 impl Client {
     fn new(address: IpAddr) -> Client {
         let device = Device::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd(), device.create_cq(256).unwrap());
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
         Client { device, pd, cq }
     }
 

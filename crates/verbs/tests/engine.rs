@@ -3,6 +3,7 @@
 
 use std::net::IpAddr;
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,6 +17,14 @@ fn becomes_readable(fd: impl AsFd) -> bool {
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&deadline)) == Ok(1)
 }
 
+fn is_readable(fd: impl AsFd) -> bool {
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)) == Ok(1)
+}
+
 struct End {
     device: Device,
     cq: CompletionQueue,
@@ -26,7 +35,11 @@ impl End {
     fn new(address: [u8; 4]) -> End {
         let device = Device::open(IpAddr::from(address)).unwrap();
         let cq = device.create_cq(64).unwrap();
-        let qp = device.alloc_pd().create_qp(&QpOptions::new(&cq)).unwrap();
+        let qp = device
+            .alloc_pd()
+            .unwrap()
+            .create_qp(&QpOptions::new(&cq))
+            .unwrap();
         End { device, cq, qp }
     }
 
@@ -72,10 +85,41 @@ fn post_recv__on_a_queue_pair_in_error_wakes_who_waits() {
     end.qp.modify(QpState::Error, &QpAttributes::default()).unwrap();
     end.cq.arm(Arm::Next);
     let sges = SgeList::EMPTY;
-    end.qp.post_recv(RecvRequest { wr_id: 3, sges }).unwrap();
+    end.qp
+        .post_recv(RecvRequest {
+            wr_id: 3,
+            sges: sges.clone(),
+        })
+        .unwrap();
     assert!(becomes_readable(&end.cq), "nobody is woken");
     let wc = end.cq.poll().expect("a completion");
     assert_eq!((wc.wr_id, wc.status), (3, Status::Flushed));
+    end.cq.arm(Arm::Next);
+    assert!(!is_readable(&end.cq), "arming resets it");
+    end.qp.post_recv(RecvRequest { wr_id: 4, sges }).unwrap();
+    assert!(becomes_readable(&end.cq), "the next completion is told of too");
+}
+
+#[test]
+fn accept__resets_the_descriptor_when_there_is_no_request() {
+    let server = End::new([127, 0, 14, 9]);
+    let client = &End::new([127, 0, 14, 10]);
+    let listener = server.device.listen(7174).unwrap();
+    let address = (server.device.address(), 7174).into();
+    for _ in 0..2 {
+        std::thread::scope(|scope| {
+            let params = ConnectParams::default();
+            let connect = scope.spawn(move || client.device.connect(&client.qp, address, &params, b""));
+            assert!(becomes_readable(&listener));
+            listener
+                .accept(Duration::ZERO)
+                .expect("a request")
+                .reject(b"not now");
+            assert!(connect.join().unwrap().is_err());
+        });
+        assert!(listener.accept(Duration::ZERO).is_none());
+        assert!(!is_readable(&listener));
+    }
 }
 
 fn send(wr_id: u64, bytes: &[u8]) -> SendRequest {
@@ -131,6 +175,8 @@ fn async_event_fd__tells_which_completion_queue_overran() {
         end.device.poll_async_event(),
         Some(AsyncEvent::CqError(small.cqn()))
     );
+    assert_eq!(end.device.poll_async_event(), None);
+    assert!(!is_readable(end.device.async_event_fd()));
 }
 
 /// Whatever a public signature names can be named by who uses the crate alone.

@@ -198,7 +198,7 @@ struct Server {
 impl Server {
     fn new(address: IpAddr) -> Server {
         let device = Device::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd(), device.create_cq(16).unwrap());
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let listener = device.listen(PORT).unwrap();
         Server {

@@ -21,7 +21,7 @@ impl End {
     /// `recv_depth`: completions of receives that there is room for.
     fn new(address: IpAddr, qp_type: QpType, recv_depth: u32) -> End {
         let device = Device::open(address).unwrap();
-        let (pd, cq) = (device.alloc_pd(), device.create_cq(16).unwrap());
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16).unwrap());
         let options = QpOptions {
             qp_type,
             recv_cq: device.create_cq(recv_depth).unwrap(),

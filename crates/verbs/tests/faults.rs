@@ -36,7 +36,7 @@ impl End {
             ..Options::default()
         };
         let device = Device::open_with(address, options).unwrap();
-        let (pd, cq) = (device.alloc_pd(), device.create_cq(1024).unwrap());
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(1024).unwrap());
         let options = QpOptions {
             qp_type,
             ..QpOptions::new(&cq)

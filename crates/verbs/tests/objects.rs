@@ -27,7 +27,7 @@ struct End {
 
 fn end(address: IpAddr, options: impl FnOnce(&Device, &ProtectionDomain, QpOptions) -> QpOptions) -> End {
     let device = Device::open(address).unwrap();
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().unwrap();
     let cq = device.create_cq(256).unwrap();
     let qp = pd.create_qp(&options(&device, &pd, QpOptions::new(&cq))).unwrap();
     let memory = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
@@ -211,7 +211,7 @@ fn srq__tells_when_its_limit_is_reached() {
 #[test]
 fn reg_mr__of_256_gib_neither_pins_nor_touches_them() {
     let device = Device::open("127.0.11.4".parse().unwrap()).unwrap();
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().unwrap();
     let memory = Arc::new(AnonymousMemory::new(256 << 30).unwrap());
     let resident = || {
         let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
@@ -232,19 +232,19 @@ fn reg_mr__of_256_gib_neither_pins_nor_touches_them() {
 fn create_qp__with_another_devices_queue_is_refused() {
     let [one, two] = ["127.0.11.7", "127.0.11.8"].map(|at| Device::open(at.parse().unwrap()).unwrap());
     let (own, others) = (one.create_cq(16).unwrap(), two.create_cq(16).unwrap());
-    let pd = one.alloc_pd();
+    let pd = one.alloc_pd().unwrap();
     let refused = |options: QpOptions| matches!(pd.create_qp(&options), Err(CreateError::OtherDevice));
     assert!(refused(QpOptions::new(&others)));
     assert!(refused(QpOptions {
         recv_cq: others.clone(),
         ..QpOptions::new(&own)
     }));
-    let srq = two.alloc_pd().create_srq(4).unwrap();
+    let srq = two.alloc_pd().unwrap().create_srq(4).unwrap();
     assert!(refused(QpOptions {
         srq: Some(srq),
         ..QpOptions::new(&own)
     }));
-    let xrc = pd.create_xrc_srq(4, &one.alloc_xrcd(), &others);
+    let xrc = pd.create_xrc_srq(4, &one.alloc_xrcd().unwrap(), &others);
     assert!(matches!(xrc, Err(CreateError::OtherDevice)));
     let qp = pd.create_qp(&QpOptions::new(&own)).unwrap();
     let peer = "127.0.11.8:7174".parse().unwrap();

@@ -179,7 +179,7 @@ fn any_memory(random: &mut Random, bytes: u64) -> Arc<AnonymousMemory> {
 
 impl Session {
     fn new(device: &Device, own: u32, peer: u32, mut random: Random) -> Session {
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(256).unwrap();
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let memory = any_memory(&mut random, BACK_AT + AREA_BYTES);

@@ -104,7 +104,7 @@ fn link__of_somebody_who_says_it_is_somebody_else() {
     let devices = [VICTIM, OTHER].map(|address| Device::open(address.into()).unwrap());
     let cqs = [0, 1].map(|i: usize| devices[i].create_cq(16).unwrap());
     let qps = [0, 1].map(|i: usize| {
-        let pd = devices[i].alloc_pd();
+        let pd = devices[i].alloc_pd().unwrap();
         pd.create_qp(&QpOptions::new(&cqs[i])).unwrap()
     });
     let connections = connect(&qps[0], &qps[1], &ConnectParams::default());

@@ -31,7 +31,7 @@ fn end(address: IpAddr, shared_memory: SharedMemory) -> End {
         ..Options::default()
     };
     let device = Device::open_with(address, options).unwrap();
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().unwrap();
     let depth = (2 * POSTERS * EACH) as u32;
     let (send_cq, recv_cq) = (device.create_cq(depth).unwrap(), device.create_cq(depth).unwrap());
     let options = QpOptions {

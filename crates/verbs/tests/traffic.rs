@@ -32,7 +32,7 @@ fn end(address: IpAddr, traffic: Traffic) -> End {
         ..Options::default()
     };
     let device = Device::open_with(address, options).unwrap();
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd().unwrap();
     let cq = device.create_cq(256).unwrap();
     let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
     let memory = Arc::new(AnonymousMemory::new(BYTES as usize).unwrap());

@@ -169,7 +169,7 @@ impl Client {
                 Device::open(from)?
             }
         };
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd()?;
         let id = match options.client {
             Some(id) => id,
             None => {

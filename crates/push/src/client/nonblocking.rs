@@ -17,8 +17,7 @@ impl Client {
         Ok(None)
     }
 
-    /// What arrives from now on makes the client's descriptor readable; what has arrived is taken in. Read eight bytes from
-    /// the descriptor to reset it.
+    /// What arrives from now on makes the client's descriptor readable; until then it is not. What has arrived is taken in.
     pub fn arm(&mut self) -> Result<(), Error> {
         while let Some(wc) = self.link.cq.wait(Duration::ZERO)? {
             self.handle(&wc)?;

@@ -513,12 +513,9 @@ impl Log {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(io::Error::from(error).into()),
         }
-        let own =
-            std::iter::once(waker.0.as_fd()).chain(self.links.values().map(|(_, link)| link.client.as_fd()));
-        for (own, polled) in own.zip(&fds) {
-            if !polled.revents().is_empty() {
-                let _ = rustix::io::read(own, &mut [0u8; 8]);
-            }
+        if !fds[0].revents().is_empty() {
+            // The clients' are reset when they are armed again.
+            let _ = rustix::io::read(&waker.0, &mut [0u8; 8]);
         }
         drop(fds);
         self.turn()

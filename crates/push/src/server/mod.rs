@@ -332,7 +332,7 @@ impl Server {
         let nonce = random_nonce()?;
         let endpoint = &mut self.service.driver.endpoints[at];
         // A domain for each client: no key of one is good for another.
-        let pd = endpoint.device.alloc_pd();
+        let pd = endpoint.device.alloc_pd()?;
         let mut options = QpOptions::new(&endpoint.cq);
         options.max_send_wr = SLOTS as u32 + 2;
         options.max_recv_wr = RECEIVES as u32;

@@ -167,7 +167,7 @@ impl Raw {
 
     pub(crate) fn connect(address: SocketAddr) -> Raw {
         let device = Device::open(address.ip()).unwrap();
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(256).unwrap();
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let memory = Arc::new(AnonymousMemory::new((Raw::RECEIVES as usize + 2) * MESSAGE_LEN_MAX).unwrap());

@@ -381,7 +381,7 @@ struct Side {
 
 /// Two buffers: the lower half is sent from, the upper half written to, each with room for one message per queue pair.
 fn side(device: &Device, request: &Request, kind: MemoryKind) -> Result<Side> {
-    let pd = device.alloc_pd();
+    let pd = device.alloc_pd()?;
     let entries = u32::from(request.qps) * (request.depth + 8) * 2;
     let cq = device.create_cq(entries)?;
     let half = slot_bytes(request) * u64::from(request.qps);

@@ -92,16 +92,25 @@ pub enum AttachError {
 
 /// Someone who sleeps until the engine tells. A pollable descriptor, so that programs can wait for other things too.
 #[derive(Debug)]
-pub(crate) struct Waker(OwnedFd);
+pub(crate) struct Waker {
+    fd: OwnedFd,
+    /// It was woken since [`Waker::reset_if_woken`]: set after the descriptor, so that one which is readable is not passed over for
+    /// good.
+    woken: AtomicBool,
+}
 
 impl Waker {
     pub(crate) fn new() -> io::Result<Waker> {
-        Ok(Waker(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?))
+        Ok(Waker {
+            fd: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
+            woken: AtomicBool::new(false),
+        })
     }
 
     pub(crate) fn wake(&self) {
         // Fails only when it was woken 2^64 times without anybody looking.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        self.woken.store(true, Ordering::Release);
     }
 
     /// Sleeps until woken or the time is over; false when it is over.
@@ -110,7 +119,7 @@ impl Waker {
             tv_sec: t.as_secs().min(i64::MAX as u64 / 2) as i64,
             tv_nsec: t.subsec_nanos().into(),
         });
-        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
         match poll(&mut fds, timeout.as_ref()) {
             Ok(0) => false,
             Ok(_) => {
@@ -122,11 +131,18 @@ impl Waker {
     }
 
     pub(crate) fn reset(&self) {
-        let _ = rustix::io::read(&self.0, &mut [0u8; 8]);
+        let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+    }
+
+    /// Resets it, without a system call where nobody woke it.
+    pub(crate) fn reset_if_woken(&self) {
+        if self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) {
+            self.reset();
+        }
     }
 
     pub(crate) fn fd(&self) -> &OwnedFd {
-        &self.0
+        &self.fd
     }
 }
 

@@ -1,14 +1,20 @@
 //! The `soft` provider: the RNIC in user space, over UDP, and over shared memory within a host.
 
 pub mod capture;
+pub(crate) mod cm;
+pub(crate) mod device;
 pub(crate) mod engine;
 pub mod faults;
 pub mod group;
 pub(crate) mod load;
 mod mcast;
 pub(crate) mod port;
+pub(crate) mod qp;
+pub(crate) mod region;
 pub mod resources;
 pub(crate) mod shm;
+pub(crate) mod sidr;
+pub(crate) mod srq;
 pub mod udp;
 mod user;
 

@@ -363,7 +363,7 @@ mod tests {
     /// A device with a queue pair of each kind, and many of one.
     fn populated(address: [u8; 4], many: usize) -> (Device, Vec<QueuePair>) {
         let device = Device::open(IpAddr::from(address)).unwrap();
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd().unwrap();
         let cq = device.create_cq(16).unwrap();
         let kinds = [QpType::Uc, QpType::Ud, QpType::XrcSend];
         let kinds = kinds.into_iter().chain(std::iter::repeat_n(QpType::Rc, many));
@@ -430,7 +430,11 @@ mod tests {
         let client = Device::open(IpAddr::from([127, 0, 6, 6])).unwrap();
         let [asking, asked] = [&client, &server].map(|device| {
             let cq = device.create_cq(16).unwrap();
-            device.alloc_pd().create_qp(&QpOptions::new(&cq)).unwrap()
+            device
+                .alloc_pd()
+                .unwrap()
+                .create_qp(&QpOptions::new(&cq))
+                .unwrap()
         });
         bring_up(&asking, &asked);
         bring_up(&asked, &asking);

@@ -89,7 +89,7 @@ impl Side {
         control.set_nodelay(true)?;
         control.set_read_timeout(Some(2 * WAIT))?;
         let device = Device::open(own)?;
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd()?;
         let memory = Arc::new(AnonymousMemory::new(MEMORY as usize)?);
         let memory_mr = pd.reg_mr_all(memory.clone(), memory.address(), all_rights())?;
         let local = Arc::new(AnonymousMemory::new(MEMORY as usize)?);

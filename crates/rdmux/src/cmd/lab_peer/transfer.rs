@@ -183,7 +183,7 @@ struct End {
 
 impl End {
     fn new(device: &Device, bytes: u32) -> Result<End> {
-        let pd = device.alloc_pd();
+        let pd = device.alloc_pd()?;
         let cq = device.create_cq(16)?;
         let qp = pd.create_qp(&QpOptions {
             max_send_wr: 4,

@@ -201,8 +201,8 @@ impl Engine {
         });
         let mut fds = [
             PollFd::new(&self.watch, PollFlags::IN),
-            PollFd::new(&self.seat_kick.0, PollFlags::IN),
-            PollFd::new(&waker.0, PollFlags::IN),
+            PollFd::new(self.seat_kick.fd(), PollFlags::IN),
+            PollFd::new(waker.fd(), PollFlags::IN),
         ];
         if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
             if !fds[1].revents().is_empty() {

@@ -120,7 +120,7 @@ const AREA_BYTES: usize = 64 << 10;
 
 impl End {
     fn new(device: &Device) -> End {
-        let (pd, cq) = (device.alloc_pd(), device.create_cq(256).unwrap());
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let memory = Arc::new(AnonymousMemory::shareable(3 * AREA_BYTES).unwrap());
         // In the middle, between canaries.
@@ -540,11 +540,14 @@ fn hear__nonsense_ends_the_link_and_no_connection() {
     let mut honest = Honest::new([127, 0, 1, 120], [127, 0, 1, 121]);
     let [a, b] = [&honest.victim.device, &honest.other.device];
     let [x, y] = [a, b].map(|device| {
-        let qp = device.alloc_pd().create_qp(&QpOptions::new(&honest.victim.cq));
+        let qp = device
+            .alloc_pd()
+            .unwrap()
+            .create_qp(&QpOptions::new(&honest.victim.cq));
         (device.clone(), qp)
     });
     // Both ends of a connection that connection management knows.
-    let (pd, cq) = (y.0.alloc_pd(), y.0.create_cq(16).unwrap());
+    let (pd, cq) = (y.0.alloc_pd().unwrap(), y.0.create_cq(16).unwrap());
     let listener = y.0.listen(7174).unwrap();
     let params = crate::ConnectParams::default();
     let asking = x.1.unwrap();

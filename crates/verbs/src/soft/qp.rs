@@ -1,0 +1,160 @@
+//! Queue pairs of a soft device.
+
+use std::net::IpAddr;
+
+use rdmux_rnic::{
+    Bind, McastError, ModifyError, NotPosted, PostError, Psn, QpAttributes, QpInfo, QpInit, QpState, QpType,
+    Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
+};
+
+use super::device::{Device, ProtectionDomain};
+use super::engine::{AttachError, Core};
+use crate::device::{Carrier, CreateError, PostListError, QpOptions};
+
+#[derive(Debug)]
+pub(crate) struct QueuePair {
+    pub(super) device: Device,
+    pub(super) qpn: Qpn,
+    pub(super) qp_type: QpType,
+    /// Receives come from a shared receive queue.
+    pub(super) has_srq: bool,
+    sends: SendQueue,
+    receives: ReceiveQueue,
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        self.device.with(|core, now| {
+            // Acknowledgements that waited for company are sent: what they stand for has been done.
+            core.finish(now, true);
+            core.rnic.destroy_qp(self.qpn);
+            core.leave_groups();
+            core.qp_errors.remove(&self.qpn);
+        });
+    }
+}
+
+impl ProtectionDomain {
+    pub(crate) fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let send_cq = options.send_cq.soft().ok_or(CreateError::OtherDevice)?;
+        let recv_cq = options.recv_cq.soft().ok_or(CreateError::OtherDevice)?;
+        let init = QpInit {
+            qp_type: options.qp_type,
+            srq: options.srq.as_ref().map(|srq| srq.srqn()),
+            xrcd: options
+                .xrcd
+                .as_ref()
+                .and_then(|xrcd| xrcd.soft())
+                .map(|xrcd| xrcd.number()),
+            max_send_wr: options.max_send_wr,
+            max_recv_wr: options.max_recv_wr,
+            recv_cq: recv_cq.cqn(),
+            ..QpInit::new(self.pd, send_cq.cqn())
+        };
+        let mut core = self.device.lock();
+        let qpn = core.rnic.create_qp(init).ok_or(CreateError::NoRoom)?;
+        let sends = core.rnic.send_queue(qpn).ok_or(CreateError::NoRoom)?;
+        let receives = core.rnic.receive_queue(qpn).ok_or(CreateError::NoRoom)?;
+        drop(core);
+        Ok(QueuePair {
+            device: self.device.clone(),
+            qpn,
+            qp_type: options.qp_type,
+            has_srq: options.srq.is_some() || options.qp_type == QpType::XrcRecv,
+            sends,
+            receives,
+        })
+    }
+}
+
+impl QueuePair {
+    pub(crate) fn qpn(&self) -> Qpn {
+        self.qpn
+    }
+
+    pub(crate) fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        self.device.post_send(&self.sends, self.qpn, request)
+    }
+
+    pub(crate) fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
+        self.device.post_send_list(&self.sends, self.qpn, requests)
+    }
+
+    pub(crate) fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
+        self.device
+            .with(|core, now| core.rnic.bind_mw(now, self.qpn, wr_id, bind, flags))
+    }
+
+    pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+        match self.receives.post(request) {
+            Ok(()) => Ok(()),
+            Err(NotPosted::Refused(error)) => Err(error),
+            Err(NotPosted::Undecided(request)) => {
+                // In Error it completes at once.
+                let post = |core: &mut Core, now| core.rnic.post_recv(now, self.qpn, request);
+                self.device.with(post)
+            }
+        }
+    }
+
+    pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
+        self.device.with(|core, now| {
+            core.rnic.modify_qp(now, self.qpn, to, attributes)?;
+            if to == QpState::Rtr {
+                core.meet(self.qpn);
+            }
+            if to == QpState::Reset {
+                core.qp_errors.remove(&self.qpn);
+            }
+            Ok(())
+        })
+    }
+
+    pub(crate) fn query(&self) -> Option<QpInfo> {
+        self.device.lock().rnic.query_qp(self.qpn)
+    }
+
+    pub(crate) fn carrier(&self) -> Option<Carrier> {
+        let core = self.device.lock();
+        let info = core.rnic.query_qp(self.qpn).filter(|info| info.path.is_some())?;
+        Some(match core.links.why_not(&info) {
+            None => Carrier::SharedMemory,
+            Some(why) => Carrier::Udp(why.to_string()),
+        })
+    }
+
+    pub(crate) fn error(&self) -> Option<Status> {
+        self.device.lock().qp_errors.get(&self.qpn).copied()
+    }
+
+    pub(crate) fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+        self.device.with(|core, now| {
+            let init = QpAttributes {
+                qkey: Some(qkey),
+                ..Default::default()
+            };
+            let rts = QpAttributes {
+                sq_psn: Some(Psn::new(core.rnic.random())),
+                ..Default::default()
+            };
+            let steps = [
+                (QpState::Init, init),
+                (QpState::Rtr, QpAttributes::default()),
+                (QpState::Rts, rts),
+            ];
+            let mut modify = |(to, attr)| core.rnic.modify_qp(now, self.qpn, to, &attr);
+            steps.into_iter().try_for_each(&mut modify)
+        })
+    }
+
+    pub(crate) fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+        self.device.with(|core, _| core.attach_mcast(self.qpn, group))
+    }
+
+    pub(crate) fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
+        let mut core = self.device.lock();
+        core.rnic.detach_mcast(self.qpn, group)?;
+        core.leave_groups();
+        Ok(())
+    }
+}
