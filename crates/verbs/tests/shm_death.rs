@@ -20,6 +20,9 @@ use rdmux_verbs::*;
 
 /// By when the others are told of a death.
 const TOLD_TIME: Duration = Duration::from_secs(5);
+/// ... and until a side that has accepted gives up a peer that died before it said that it is connected, where no process of that
+/// peer's address is left to say so.
+const ACCEPTED_TIME: Duration = Duration::from_secs(15);
 /// By when two processes that live are connected.
 const CONNECT_TIME: Duration = Duration::from_secs(20);
 /// A connection on which nothing completes for so long hangs; who is stopped is so for less.
@@ -908,9 +911,10 @@ impl Chaos {
         self.until(TOLD_TIME, "told of all", |chaos| {
             chaos.up.iter().all(|(process, _)| *process != number)
         });
-        // What a link held is closed when its end has been served, which may be after the connection's.
+        // What a link held is closed when its end has been served, which may be after the connection's; and some may have died amid
+        // connecting.
         let mut stats = self.stats_of(place);
-        let deadline = Instant::now() + TOLD_TIME;
+        let deadline = Instant::now() + ACCEPTED_TIME;
         while stats[1] > 1 && Instant::now() < deadline {
             self.listen_for(Duration::from_millis(20));
             stats = self.stats_of(place);
