@@ -22,10 +22,16 @@ counters! {
     rcvd_pkts,
     /// RoCEv2 packets built to be sent.
     sent_pkts,
+    /// Bytes of RoCEv2 packets received, from BTH to ICRC.
+    rcvd_bytes,
+    /// Bytes of RoCEv2 packets built to be sent, from BTH to ICRC.
+    sent_bytes,
     /// RoCEv2 packets received through memory of this host; these are in `rcvd_pkts` too.
     rcvd_pkts_local,
     /// WRITEs and READs done in memory that a peer on this host granted, without packets.
     direct_requests,
+    /// Bytes written and read in memory that a peer on this host granted, without packets.
+    direct_bytes,
     /// Regions granted to peers on this host.
     grants,
     /// Packets dropped because they are malformed.
@@ -82,6 +88,14 @@ counters! {
     np_cnp_sent,
     /// Congestion notification packets received that slowed a QP down.
     rp_cnp_handled,
+    /// Send requests that completed with an error of their own.
+    req_cqe_error,
+    /// Send requests flushed because their QP was in error.
+    req_cqe_flush_error,
+    /// Receive requests that completed with an error of their own.
+    resp_cqe_error,
+    /// Receive requests flushed because their QP was in error.
+    resp_cqe_flush_error,
     /// FLUSHes with the ICRC of rxe.
     rxe_flush_icrc,
     /// IPv4 packets whose identification was found by solving the ICRC for it, with 16 check bits left.

@@ -19,6 +19,7 @@ use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
 use crate::graveyard::Graveyard;
+use crate::histogram::Latencies;
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
@@ -176,6 +177,7 @@ pub struct Rnic {
     overrun: Vec<(Cqn, Qpn)>,
     graveyard: Graveyard,
     counters: Counters,
+    latencies: Latencies,
     id_bases: Vec<Option<Box<IdBasis>>>,
     rxe_flush_basis: Option<Box<IdBasis>>,
     cm: Cm,
@@ -195,6 +197,7 @@ macro_rules! env_of {
             events: &mut $device.events,
             flushes: &mut $device.flushes,
             counters: &mut $device.counters,
+            latencies: &mut $device.latencies,
             overrun: &mut $device.overrun,
             traffic: &$device.config.traffic,
             rnr_faults: &mut $device.rnr_faults,
@@ -230,6 +233,7 @@ impl Rnic {
             overrun: Vec::new(),
             graveyard,
             counters: Counters::default(),
+            latencies: Latencies::default(),
             id_bases: vec![None; PACKET_BYTES_MAX],
             rxe_flush_basis: None,
             cm,
@@ -527,6 +531,11 @@ impl Rnic {
         &self.counters
     }
 
+    /// How long requests took.
+    pub fn latencies(&self) -> &Latencies {
+        &self.latencies
+    }
+
     /// What the device was made with.
     pub fn config(&self) -> &Config {
         &self.config
@@ -625,6 +634,7 @@ impl Rnic {
     ) -> Result<(), PostError> {
         let _memory = self.graveyard.hold(&request.operation);
         let alone = buf.is_empty() && !self.has_urgent_transmit();
+        let before = buf.bytes().len();
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
             qp.post_send(env, request, Place::Wanted)?;
             if alone && qp.wants_turn() {
@@ -632,7 +642,9 @@ impl Rnic {
             }
             Ok(())
         };
-        self.with_qp(now, qpn, post).unwrap_or(Err(PostError::NoQp))
+        let posted = self.with_qp(now, qpn, post).unwrap_or(Err(PostError::NoQp));
+        self.counters.sent_bytes += (buf.bytes().len() - before) as u64;
+        posted
     }
 
     /// Posts a receive request. IBTA Vol 1, 11.4.1.2.
@@ -787,6 +799,7 @@ impl Rnic {
             self.counters.malformed += 1;
             return;
         }
+        self.counters.rcvd_bytes += arrival.bytes.len() as u64;
         for segment in arrival.bytes.chunks(arrival.segment_bytes) {
             self.counters.rcvd_pkts += 1;
             self.counters.rcvd_pkts_local += u64::from(arrival.local);
@@ -1006,6 +1019,7 @@ impl Rnic {
     /// Fills `buf` with packets to send. Acknowledgements that may wait for company are left out unless `all`; ask for them
     /// when there is nothing else to do. Call again while it returns true.
     pub fn poll_transmit(&mut self, now: Time, buf: &mut TransmitBuf, all: bool) -> bool {
+        let filled = buf.bytes().len();
         while !buf.is_full()
             && let Some((dst, src_port, mad)) = self.cm.poll_transmit()
         {
@@ -1042,6 +1056,7 @@ impl Rnic {
                 list(qp, &mut self.ready, &mut self.ack_ready);
             }
         }
+        self.counters.sent_bytes += (buf.bytes().len() - filled) as u64;
         self.has_urgent_transmit()
     }
 

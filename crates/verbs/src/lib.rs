@@ -60,11 +60,11 @@ pub use lease::{FileWatch, Wanted};
 pub use memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::Endpoint;
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, AttrMask, Bind, Counters, Cqn, Fault, INLINE_BYTES_MAX, LKey, MCAST_GROUPS_MAX,
-    MCAST_QPS_MAX, McastError, Memory, ModifyError, Operation, Path, Placement, PostError, Psn, QpAttributes,
-    QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError, Registration, SGE_MAX,
-    Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn, Status, Target, Traffic,
-    WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
+    Access, Arm, Atomic, AttrMask, Bind, Counters, Cqn, Fault, Histogram, INLINE_BYTES_MAX, LKey, Latencies,
+    MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, ModifyError, Operation, Path, Placement, PostError,
+    Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError,
+    Registration, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn,
+    Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::{PathMtu, Transport};

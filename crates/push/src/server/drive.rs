@@ -48,6 +48,11 @@ impl Waiting {
 impl Server {
     /// Serves until stopped. `log` hears of what happens.
     pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
+        let metrics = self.metrics();
+        let mut tell = |event: Event| {
+            metrics.count(&event);
+            log(&event);
+        };
         self.next_probe = Instant::now() + self.keepalive / 2;
         loop {
             for at in 0..self.service.driver.endpoints.len() {
@@ -56,7 +61,7 @@ impl Server {
             let more = self.take_turn();
             let now = Instant::now();
             let next = self.handle_timers(now);
-            self.service.poll_events().for_each(|event| log(&event));
+            self.service.poll_events().for_each(&mut tell);
             if self.stop {
                 break;
             }
@@ -65,7 +70,7 @@ impl Server {
             }
         }
         self.service.shut_down(self.now());
-        self.service.poll_events().for_each(|event| log(&event));
+        self.service.poll_events().for_each(&mut tell);
         Ok(())
     }
 

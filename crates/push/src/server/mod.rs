@@ -5,6 +5,7 @@ mod control;
 mod drive;
 mod event;
 mod lease;
+mod metrics;
 mod requests;
 mod service;
 mod session;
@@ -31,6 +32,7 @@ pub use self::control::{Control, Exclusive, ServerEnded};
 use self::drive::Waiting;
 pub use self::event::Event;
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
+pub use self::metrics::{Metrics, RequestKind, ServerMetrics};
 pub use self::service::{Driver, Service, Slot};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
 use self::work::Workers;
@@ -168,6 +170,8 @@ struct Link {
     buffers: Arc<AnonymousMemory>,
     buffers_mr: MemoryRegion,
     free_slots: Vec<usize>,
+    /// When the message came into each slot.
+    began: [Option<Instant>; SLOTS],
     /// Where no receive is posted until a slot is free.
     idle_receives: Vec<usize>,
     pd: ProtectionDomain,
@@ -187,6 +191,7 @@ struct Hands {
     workers: Workers,
     /// Watches of files, by number of the region.
     files: HashMap<usize, FileWatch>,
+    metrics: Metrics,
 }
 
 /// A server. [`Server::bind`], then [`Server::run`].
@@ -258,6 +263,7 @@ impl Server {
             lingering: VecDeque::new(),
             workers: Workers::new(done_tx.clone(), wake.clone()),
             files,
+            metrics: Metrics::default(),
         };
         let mut service = Service::new(hands, shared, config.break_timeout);
         service.events = events;
@@ -279,6 +285,11 @@ impl Server {
     /// What is offered.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.service.shared.regions
+    }
+
+    /// What it counts and measures, to be read while it runs.
+    pub fn metrics(&self) -> Metrics {
+        self.service.driver.metrics.clone()
     }
 
     /// Works on the regions from elsewhere.
@@ -355,6 +366,7 @@ impl Server {
             buffers,
             buffers_mr,
             free_slots: (0..SLOTS).collect(),
+            began: [None; SLOTS],
             idle_receives: Vec::new(),
             pd,
             probing: false,
@@ -365,6 +377,7 @@ impl Server {
         let hands = &mut self.service.driver;
         hands.numbers.insert(link.key, client);
         hands.links.insert(client, link);
+        hands.metrics.lock().connections = hands.links.len();
         Ok(())
     }
 
@@ -461,17 +474,22 @@ impl Driver for Hands {
             va: mr.iova(),
             rkey: RKey(mr.rkey().0),
         };
-        link.mappings.insert(map.mapping, mr);
+        if link.mappings.insert(map.mapping, mr).is_none() {
+            self.metrics.lock().mappings += 1;
+        }
         Ok(extent)
     }
 
     fn deregister(&mut self, client: u64, mapping: u64) {
+        let links = &mut self.links;
         // When the region is gone the responder was in no access, and begins none.
-        drop(
-            self.links
-                .get_mut(&client)
-                .and_then(|link| link.mappings.remove(&mapping)),
-        );
+        if let Some(mr) = links
+            .get_mut(&client)
+            .and_then(|link| link.mappings.remove(&mapping))
+        {
+            drop(mr);
+            self.metrics.lock().mappings -= 1;
+        }
     }
 
     fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool {
@@ -479,9 +497,14 @@ impl Driver for Hands {
             Slot::Answer(slot) => (RECEIVES + slot, SEND | slot as u64),
             Slot::Notice => (RECEIVES + SLOTS, NOTICE),
         };
-        self.links
-            .get(&client)
-            .is_some_and(|link| link.emit(place, wr_id, request, message))
+        let Some(link) = self.links.get_mut(&client) else {
+            return false;
+        };
+        let sent = link.emit(place, wr_id, request, message);
+        if let Slot::Answer(slot) = slot {
+            self.metrics.answered(link.began[slot].take(), message);
+        }
+        sent
     }
 
     fn receive(&mut self, client: u64, slot: usize) -> bool {
@@ -496,6 +519,10 @@ impl Driver for Hands {
         };
         self.numbers.remove(&link.key);
         self.endpoints[link.key.0].connections -= 1;
+        let mut metrics = self.metrics.lock();
+        metrics.connections = self.links.len();
+        metrics.mappings -= link.mappings.len();
+        drop(metrics);
         if failed && self.lingering.len() < CONNECTIONS_MAX {
             self.lingering.push_back((Instant::now() + LINGER, link));
         }
@@ -520,6 +547,9 @@ impl Link {
     /// A slot for the message that came in at `place`, where the next may come as long as there is a slot for each.
     fn take_slot(&mut self, place: usize) -> Option<usize> {
         let slot = self.free_slots.pop();
+        if let Some(slot) = slot {
+            self.began[slot] = Some(Instant::now());
+        }
         self.idle_receives.push(place);
         // A receive that is refused: the connection is at its end, as its completions will say.
         self.post_receives();

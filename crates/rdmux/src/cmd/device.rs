@@ -1,10 +1,14 @@
 //! What commands that open devices have in common.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use anyhow::Result;
 use rdmux_verbs::faults::Spec;
 use rdmux_verbs::soft::capture::set_process_capture;
 use rdmux_verbs::soft::faults::set_process_faults;
+
+use crate::metrics;
 
 /// How this command's devices are opened.
 #[derive(clap::Args, Debug, Clone)]
@@ -18,16 +22,20 @@ pub(crate) struct DeviceArgs {
     /// for any program.
     #[arg(long, value_name = "FILE")]
     capture: Option<PathBuf>,
+    /// Offer metrics for Prometheus by HTTP while it runs, as 127.0.0.1:9791; a PORT alone is on the loopback interface: docs/metrics.md.
+    #[arg(long, value_name = "ADDR[:PORT]", value_parser = metrics::parse_address)]
+    metrics: Option<SocketAddr>,
 }
 
 impl DeviceArgs {
     /// To be called before a device is opened.
-    pub(crate) fn apply(&self) {
+    pub(crate) fn apply(&self) -> Result<()> {
         if let Some(spec) = self.fault {
             set_process_faults(spec);
         }
         if let Some(file) = &self.capture {
             set_process_capture(file);
         }
+        self.metrics.map_or(Ok(()), metrics::serve_at)
     }
 }

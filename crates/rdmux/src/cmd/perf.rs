@@ -248,7 +248,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             .error(clap::error::ErrorKind::ArgumentConflict, NO_EVENTS)
             .exit();
     }
-    args.device.apply();
+    args.device.apply()?;
     if let Some(cpu) = args.pin {
         super::bench::pin(cpu)?;
     }

@@ -52,7 +52,7 @@ impl Drop for Part {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let common = &args.common;
-    common.device.apply();
+    common.device.apply()?;
     ensure!(
         !args.file.is_dir(),
         "{}: is a folder: name a file in it",

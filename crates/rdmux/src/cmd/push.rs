@@ -179,7 +179,7 @@ struct Upload {
 
 pub(crate) fn run(args: Args) -> Result<()> {
     let common = &args.common;
-    common.device.apply();
+    common.device.apply()?;
     let file = File::open(&args.file).with_context(|| args.file.display().to_string())?;
     let meta = file.metadata()?;
     ensure!(meta.is_file(), "{}: not a regular file", args.file.display());

@@ -171,7 +171,7 @@ fn parse_keepalive(text: &str) -> Result<Duration, String> {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    args.device.apply();
+    args.device.apply()?;
     if let Some(cpu) = args.cpu {
         pin(cpu)?;
     }
@@ -214,6 +214,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
             ..Default::default()
         },
     })?;
+    crate::metrics::show_server(server.metrics());
     let stopper = server.stopper();
     ctrlc::set_handler(move || stopper.stop()).context("cannot take signals")?;
     output::say(&if args.json {

@@ -211,6 +211,7 @@ pub(crate) struct Env<'a> {
     pub(crate) events: &'a mut std::collections::VecDeque<Event>,
     pub(crate) flushes: &'a mut crate::flush::Flushes,
     pub(crate) counters: &'a mut crate::Counters,
+    pub(crate) latencies: &'a mut crate::Latencies,
     /// Queues that overran, each with the QP whose completion was lost: their QPs are to fail, and so is that one, which on XRC
     /// completes to the queue of a shared receive queue.
     pub(crate) overrun: &'a mut Vec<(Cqn, Qpn)>,
@@ -226,6 +227,9 @@ impl Env<'_> {
         let Some(queue) = self.cqs.get(&cq.0) else {
             return;
         };
+        if wc.status != Status::Success {
+            count_error(self.counters, &wc);
+        }
         match queue.push(wc, solicited) {
             Pushed::Quiet => {}
             Pushed::Tell => self.events.push_back(Event::Completion(cq)),
@@ -240,6 +244,19 @@ impl Env<'_> {
             }
         }
     }
+}
+
+/// Counts a completion with an error, of a send or of a receive.
+#[cold]
+fn count_error(counters: &mut crate::Counters, wc: &WorkCompletion) {
+    let received = matches!(wc.opcode, WcOpcode::Recv | WcOpcode::RecvRdmaWithImm);
+    let counter = match (received, wc.status == Status::Flushed) {
+        (false, false) => &mut counters.req_cqe_error,
+        (false, true) => &mut counters.req_cqe_flush_error,
+        (true, false) => &mut counters.resp_cqe_error,
+        (true, true) => &mut counters.resp_cqe_flush_error,
+    };
+    *counter += 1;
 }
 
 /// Attributes of a QP and its two halves.

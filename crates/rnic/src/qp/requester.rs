@@ -60,6 +60,7 @@ struct Wqe {
     packets: u32,
     /// PSN of the first packet, once it was built; of a local operation that of the next packet, once it was done.
     first: Option<Psn>,
+    posted: Time,
 }
 
 impl Wqe {
@@ -279,6 +280,7 @@ impl Requester {
             bytes,
             packets,
             first: None,
+            posted: env.now,
         };
         self.queue.push_back(wqe);
         Ok(())
@@ -871,13 +873,10 @@ impl Requester {
     fn complete_oldest(&mut self, env: &mut Env<'_>, head: &Head) {
         let Some(wqe) = self.queue.pop_front() else { return };
         head.sends.give_back(1);
+        let opcode = opcode_of(&wqe.request.operation);
+        env.latencies.record(opcode, env.now.since_ns(wqe.posted));
         if wqe.request.flags.contains(SendFlags::SIGNALED) {
-            let mut wc = bare_completion(
-                head.qpn,
-                wqe.request.wr_id,
-                Status::Success,
-                opcode_of(&wqe.request.operation),
-            );
+            let mut wc = bare_completion(head.qpn, wqe.request.wr_id, Status::Success, opcode);
             wc.byte_len = wqe.bytes;
             env.complete(head.init.send_cq, wc, false);
         }
@@ -1215,6 +1214,7 @@ mod tests {
             bytes,
             packets: bytes.div_ceil(256).max(1),
             first: Some(first),
+            posted: Time(0),
         };
         let mut requester = Requester::new();
         requester.queue = VecDeque::from([wqe(first, 1 << 31), wqe(behind, 1024)]);
@@ -1234,6 +1234,7 @@ mod tests {
             events: &mut VecDeque::new(),
             flushes: &mut Default::default(),
             counters: &mut Counters::default(),
+            latencies: &mut Default::default(),
             overrun: &mut Vec::new(),
             traffic: &Traffic::default(),
             rnr_faults: &mut None,

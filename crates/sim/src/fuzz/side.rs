@@ -558,8 +558,9 @@ pub(super) struct Snapshot {
 }
 
 /// Counters of packets that nothing comes of.
-const DROPPED: [&str; 7] = [
+const DROPPED: [&str; 8] = [
     "rcvd_pkts",
+    "rcvd_bytes",
     "malformed",
     "rx_icrc_encapsulated",
     "no_qp",

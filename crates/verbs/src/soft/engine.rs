@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, McastError, Memory, Path, PostError, QpAttributes, QpInfo,
-    QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
+    Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path, PostError,
+    QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -48,6 +48,7 @@ use super::faults::{self, Leaving};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
 use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
+use super::metrics::{self, DeviceMetrics};
 use super::port::Port;
 use super::shm::link::Links;
 use super::shm::ring::Meta;
@@ -268,6 +269,8 @@ pub(crate) struct Core {
     pub(crate) listeners: HashMap<ServiceId, ListenerEntry>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
+    /// How long flushes took that were carried out for peers.
+    pub(crate) flush_times: Histogram,
     records: Arc<OwnRecords>,
     flushers: Arc<Flushers>,
     /// Of flushes that were refused, to be dropped when the engine is unlocked.
@@ -476,6 +479,7 @@ impl Engine {
             accepted: HashMap::new(),
             listeners: HashMap::new(),
             send_errors: 0,
+            flush_times: Histogram::default(),
             records: group.records(),
             flushers: Arc::default(),
             ended: Vec::new(),
@@ -515,6 +519,7 @@ impl Engine {
             })
             .map_err(io("engine thread"))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        metrics::enlist(&engine);
         Ok(engine)
     }
 
@@ -727,6 +732,28 @@ impl Engine {
 
     pub(crate) fn counters(&self) -> Counters {
         *self.lock().rnic.counters()
+    }
+
+    /// What is measured of it; `None` when it is closed.
+    pub(crate) fn metrics(&self) -> Option<DeviceMetrics> {
+        if self.stop.load(Ordering::Acquire) {
+            return None;
+        }
+        let core = self.lock();
+        let (queue_pairs, regions, completion_queues) = core.rnic.object_counts();
+        Some(DeviceMetrics {
+            address: core.address,
+            slot: core.rnic.config().slot,
+            counters: *core.rnic.counters(),
+            send_errors: core.send_errors,
+            is_up: !core.port_down,
+            queue_pairs,
+            regions,
+            completion_queues,
+            latencies: core.rnic.latencies().clone(),
+            flushes: core.flush_times,
+            faults: core.rnic.fault_counts(),
+        })
     }
 
     /// The engine's thread.

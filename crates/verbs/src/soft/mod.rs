@@ -8,6 +8,7 @@ pub mod faults;
 pub mod group;
 pub(crate) mod load;
 mod mcast;
+pub mod metrics;
 pub(crate) mod port;
 pub(crate) mod qp;
 pub(crate) mod region;

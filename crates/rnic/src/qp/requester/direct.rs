@@ -219,6 +219,7 @@ impl Requester {
             Err(PeerFault::Ended) if mutant!(EndedIsDone) => Some(Ok(())),
             Ok(()) => {
                 env.counters.direct_requests += 1;
+                env.counters.direct_bytes += u64::from(bytes);
                 Some(Ok(()))
             }
             Err(PeerFault::Own(_)) => Some(Err(Status::LocalQpOperation)),

@@ -6,7 +6,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Fault, FlushJob};
 use rustix::io::Errno;
@@ -78,10 +78,12 @@ impl Flushers {
             let placement = batch
                 .iter()
                 .fold(batch[0].placement, |all, job| all | job.placement);
+            let began = Instant::now();
             // What panics has not flushed. The thread goes on: its memory's later flushes come here too.
             let flush = || batch[0].memory.flush(start, end - start, placement);
             let result = panic::catch_unwind(AssertUnwindSafe(flush))
                 .unwrap_or(Err(Fault::Io(Errno::IO.raw_os_error())));
+            let took_ns = began.elapsed().as_nanos() as u64;
             let engine = self
                 .engine
                 .lock()
@@ -90,6 +92,7 @@ impl Flushers {
             let Some(engine) = engine else { return };
             let jobs = batch.len();
             engine.with(|core, now| {
+                core.flush_times.record(took_ns);
                 for job in &batch {
                     core.rnic.handle_flush(now, job.id, result);
                 }

@@ -1,0 +1,416 @@
+//! As much of HTTP/1.1 as it takes to be scraped: one thread, a bounded number of connections, each for one request and a bounded time.
+//! Nobody waits for a client: when there are too many, the one that has taken longest is let go.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+/// Connections at a time.
+const CONNECTIONS_MAX: usize = 16;
+/// Bytes of a request.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+/// Bytes that a client may still send once it is answered.
+const AFTER_BYTES_MAX: usize = 64 << 10;
+/// How long nobody is accepted when the process has no descriptor left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Answers `GET /metrics` with what `render` gives, until the process ends. A client has `patience` from its connection to its end.
+pub(super) fn serve(
+    listener: TcpListener,
+    patience: Duration,
+    render: impl Fn() -> String + Send + 'static,
+) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let server = Server {
+        listener,
+        patience,
+        render,
+        connections: Vec::new(),
+        accepts_from: None,
+    };
+    thread::Builder::new()
+        .name("rdmux-metrics".into())
+        .spawn(move || server.run())
+        .map(drop)
+}
+
+struct Server<F> {
+    listener: TcpListener,
+    patience: Duration,
+    render: F,
+    /// The oldest first.
+    connections: Vec<Connection>,
+    /// When connections are accepted again.
+    accepts_from: Option<Instant>,
+}
+
+struct Connection {
+    stream: TcpStream,
+    until: Instant,
+    state: State,
+}
+
+enum State {
+    /// The request so far.
+    Reading(Vec<u8>),
+    /// The answer, and how much of it was sent.
+    Writing(Vec<u8>, usize),
+    /// It is answered. What still comes is read away: closed with unread bytes, a connection would be reset under its answer.
+    Ending(usize),
+}
+
+impl<F: Fn() -> String> Server<F> {
+    fn run(mut self) {
+        loop {
+            // Only a bad descriptor or no memory at all fails here.
+            if self.wait().is_err() {
+                thread::sleep(ACCEPT_PAUSE);
+            }
+            self.accept();
+            let (now, render) = (Instant::now(), &self.render);
+            self.connections.retain_mut(|connection| {
+                connection.until > now && connection.advance(render).unwrap_or(false)
+            });
+        }
+    }
+
+    /// Sleeps until there is something to do.
+    fn wait(&self) -> io::Result<()> {
+        let mut fds = Vec::with_capacity(1 + CONNECTIONS_MAX);
+        if self.accepts_from.is_none() {
+            fds.push(PollFd::new(&self.listener, PollFlags::IN));
+        }
+        for connection in &self.connections {
+            let flags = match connection.state {
+                State::Writing(..) => PollFlags::OUT,
+                State::Reading(_) | State::Ending(_) => PollFlags::IN,
+            };
+            fds.push(PollFd::new(&connection.stream, flags));
+        }
+        let deadlines = self.connections.iter().map(|connection| connection.until);
+        let next = deadlines.chain(self.accepts_from).min();
+        let timeout = next.map(|at| {
+            let left = at.saturating_duration_since(Instant::now());
+            Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            }
+        });
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn accept(&mut self) {
+        let now = Instant::now();
+        if self.accepts_from.is_some_and(|from| from > now) {
+            return;
+        }
+        self.accepts_from = None;
+        // Not for ever: those who are connected have their turn.
+        for _ in 0..CONNECTIONS_MAX {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    if stream.set_nonblocking(true).is_err() {
+                        continue;
+                    }
+                    if self.connections.len() == CONNECTIONS_MAX {
+                        self.connections.remove(0);
+                    }
+                    let mut connection = Connection {
+                        stream,
+                        until: now + self.patience,
+                        state: State::Reading(Vec::new()),
+                    };
+                    // Most have sent their request by now, and take the answer at once.
+                    if connection.advance(&self.render).unwrap_or(false) {
+                        self.connections.push(connection);
+                    }
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return,
+                    io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted => {}
+                    _ => {
+                        self.accepts_from = Some(now + ACCEPT_PAUSE);
+                        return;
+                    }
+                },
+            }
+        }
+    }
+}
+
+impl Connection {
+    /// Goes on as far as it can without waiting. False: it has ended.
+    fn advance(&mut self, render: &impl Fn() -> String) -> io::Result<bool> {
+        loop {
+            match self.step(render) {
+                Ok(true) => {}
+                Ok(false) => return Ok(false),
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(true),
+                    io::ErrorKind::Interrupted => {}
+                    _ => return Err(error),
+                },
+            }
+        }
+    }
+
+    /// One read or write. False: it has ended.
+    fn step(&mut self, render: &impl Fn() -> String) -> io::Result<bool> {
+        let mut bytes = [0; 4096];
+        match &mut self.state {
+            State::Reading(request) => {
+                let n = self.stream.read(&mut bytes)?;
+                request.extend_from_slice(&bytes[..n]);
+                if let Some(answer) = answer_to(request, render) {
+                    self.state = State::Writing(answer, 0);
+                } else if n == 0 {
+                    return Ok(false);
+                }
+            }
+            State::Writing(answer, sent) => {
+                *sent += self.stream.write(&answer[*sent..])?;
+                if *sent == answer.len() {
+                    self.stream.shutdown(Shutdown::Write)?;
+                    self.state = State::Ending(0);
+                }
+            }
+            State::Ending(read) => {
+                let n = self.stream.read(&mut bytes)?;
+                *read += n;
+                if n == 0 || *read > AFTER_BYTES_MAX {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// The answer, once the request is whole.
+fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>> {
+    if !is_whole(request) {
+        return (request.len() >= REQUEST_BYTES_MAX).then(|| {
+            answer(
+                "431 Request Header Fields Too Large",
+                "",
+                "the request is too long\n",
+                true,
+            )
+        });
+    }
+    let bad = |why: &str| Some(answer("400 Bad Request", "", why, true));
+    let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
+    let line = line.strip_suffix(b"\r").unwrap_or(line);
+    let Ok(line) = std::str::from_utf8(line) else {
+        return bad("the request is not text\n");
+    };
+    let words: Vec<&str> = line.split(' ').collect();
+    let [method, target, version] = words[..] else {
+        return bad("the request has no method, target and version\n");
+    };
+    if !version.starts_with("HTTP/1.") {
+        return bad("this is HTTP/1.1\n");
+    }
+    // A proxy may name the host as well.
+    let target = match target.strip_prefix("http://") {
+        Some(rest) => rest.find('/').map_or("/", |at| &rest[at..]),
+        None => target,
+    };
+    let path = target.split('?').next().unwrap_or_default();
+    let whole = match method {
+        "GET" => true,
+        "HEAD" => false,
+        _ => {
+            return Some(answer(
+                "405 Method Not Allowed",
+                "Allow: GET, HEAD\r\n",
+                "only GET and HEAD\n",
+                true,
+            ));
+        }
+    };
+    Some(if path == "/metrics" {
+        answer("200 OK", "", &render(), whole)
+    } else {
+        answer("404 Not Found", "", "metrics are at /metrics\n", whole)
+    })
+}
+
+/// Whether it ends with an empty line; what may follow that is not looked at.
+fn is_whole(request: &[u8]) -> bool {
+    let ends = |at: usize| request[at..].starts_with(b"\r\n") || request[at..].starts_with(b"\n");
+    (1..request.len()).any(|at| request[at - 1] == b'\n' && ends(at))
+}
+
+fn answer(status: &str, headers: &str, body: &str, with_body: bool) -> Vec<u8> {
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n{headers}Cache-Control: \
+         no-store\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    [head.as_bytes(), if with_body { body.as_bytes() } else { b"" }].concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    /// Longer than any of these tests.
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// A server that answers with so many bytes, and how often it did.
+    fn start(bytes: usize, patience: Duration) -> (SocketAddr, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let rendered: Arc<AtomicUsize> = Arc::default();
+        let counter = rendered.clone();
+        let render = move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+            "x".repeat(bytes)
+        };
+        serve(listener, patience, render).unwrap();
+        (address, rendered)
+    }
+
+    fn connect(address: SocketAddr) -> TcpStream {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream
+    }
+
+    /// What comes back for these bytes, to the end.
+    fn ask(address: SocketAddr, request: &[u8]) -> String {
+        let mut stream = connect(address);
+        stream.write_all(request).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        String::from_utf8(answer).unwrap()
+    }
+
+    const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
+
+    #[test]
+    fn answers__each_kind_of_request() {
+        let (address, rendered) = start(5, LONG);
+        for (request, status, body) in [
+            (GET, "200 OK", "xxxxx"),
+            (b"GET /metrics?a=b HTTP/1.0\n\n", "200 OK", "xxxxx"),
+            (b"GET http://h/metrics HTTP/1.1\r\n\r\n", "200 OK", "xxxxx"),
+            (b"HEAD /metrics HTTP/1.1\r\n\r\n", "200 OK", ""),
+            (
+                b"GET / HTTP/1.1\r\n\r\n",
+                "404 Not Found",
+                "metrics are at /metrics\n",
+            ),
+            (
+                b"POST /metrics HTTP/1.1\r\n\r\n",
+                "405 Method Not Allowed",
+                "only GET and HEAD\n",
+            ),
+            (
+                b"GET /metrics HTTP/2\r\n\r\n",
+                "400 Bad Request",
+                "this is HTTP/1.1\n",
+            ),
+            (
+                b"GET /metrics\r\n\r\n",
+                "400 Bad Request",
+                "the request has no method, target and version\n",
+            ),
+            (
+                b"\r\n\r\n",
+                "400 Bad Request",
+                "the request has no method, target and version\n",
+            ),
+            (
+                b"\xff / HTTP/1.1\r\n\r\n",
+                "400 Bad Request",
+                "the request is not text\n",
+            ),
+        ] {
+            let answer = ask(address, request);
+            let said = String::from_utf8_lossy(request);
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}\r\n")),
+                "{said}: {answer}"
+            );
+            assert_eq!(answer.split_once("\r\n\r\n").unwrap().1, body, "{said}");
+        }
+        assert_eq!(rendered.load(Ordering::Relaxed), 4);
+    }
+
+    #[test]
+    fn answers__in_pieces() {
+        let (address, _) = start(5, LONG);
+        let mut stream = connect(address);
+        for byte in GET {
+            stream.write_all(&[*byte]).unwrap();
+        }
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.ends_with("xxxxx"), "{answer}");
+    }
+
+    #[test]
+    fn answers__a_request_without_end() {
+        let (address, rendered) = start(5, LONG);
+        let answer = ask(address, &[b'a'; REQUEST_BYTES_MAX + 100]);
+        assert!(answer.starts_with("HTTP/1.1 431 "), "{answer}");
+        assert_eq!(rendered.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn clients__that_never_end_their_request_hold_up_nobody() {
+        let (address, _) = start(5, LONG);
+        let slow: Vec<TcpStream> = (0..10 * CONNECTIONS_MAX)
+            .map(|_| {
+                let mut stream = connect(address);
+                stream.write_all(b"GET /metrics HT").unwrap();
+                stream
+            })
+            .collect();
+        assert!(ask(address, GET).ends_with("xxxxx"));
+        // All but the last were let go.
+        for mut stream in &slow[..9 * CONNECTIONS_MAX] {
+            let ended = stream.read(&mut [0; 1]);
+            assert!(
+                matches!(ended, Ok(0)) || ended.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionReset)
+            );
+        }
+    }
+
+    #[test]
+    fn clients__that_never_read_hold_up_nobody() {
+        // More than sockets take.
+        let (address, rendered) = start(8 << 20, LONG);
+        let deaf: Vec<TcpStream> = (0..2 * CONNECTIONS_MAX)
+            .map(|_| {
+                let mut stream = connect(address);
+                stream.write_all(GET).unwrap();
+                stream
+            })
+            .collect();
+        assert_eq!(ask(address, GET).len(), ask(address, GET).len());
+        assert!(rendered.load(Ordering::Relaxed) >= 2);
+        drop(deaf);
+    }
+
+    #[test]
+    fn clients__have_a_bounded_time() {
+        let (address, _) = start(5, Duration::from_millis(50));
+        let mut stream = connect(address);
+        stream.write_all(b"GET").unwrap();
+        let ended = stream.read(&mut [0; 1]);
+        assert!(matches!(ended, Ok(0)) || ended.is_err_and(|e| e.kind() == io::ErrorKind::ConnectionReset));
+    }
+}

@@ -1,0 +1,394 @@
+//! What is measured, for Prometheus: `--metrics ADDR`. Figures alone, since whoever reaches the address reads them: no names of regions
+//! or files, no peers, no payload.
+
+mod http;
+mod text;
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
+use rdmux_verbs::WcOpcode;
+use rdmux_verbs::soft::metrics::{DeviceMetrics, devices};
+
+use self::text::{Kind, Text};
+
+/// Where metrics are when only an address is given.
+pub(crate) const PORT_DEFAULT: u16 = 9791;
+
+/// A client has so long for its request and for taking the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The server of this process, if it is one.
+static SERVER: OnceLock<Metrics> = OnceLock::new();
+
+/// `ADDR`, `ADDR:PORT` or `PORT`; port 0 is any that is free.
+pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    let numeric = match text.strip_prefix("localhost") {
+        Some(rest) if rest.is_empty() || rest.starts_with(':') => format!("127.0.0.1{rest}"),
+        _ => text.to_owned(),
+    };
+    let bare = numeric
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'))
+        .unwrap_or(&numeric);
+    let only_address = bare.parse().map(|address| SocketAddr::new(address, PORT_DEFAULT));
+    let only_port = text
+        .parse()
+        .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
+    let address: SocketAddr = numeric
+        .parse()
+        .or(only_address)
+        .or(only_port)
+        .map_err(|_| "give ADDR, ADDR:PORT (an IPv6 address in brackets) or PORT".to_owned())?;
+    if address.ip().is_multicast() {
+        return Err(format!("{} is no address of this host", address.ip()));
+    }
+    Ok(address)
+}
+
+/// Answers at this address until the process ends, and says where on standard error.
+pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
+    let listener = TcpListener::bind(address).with_context(|| {
+        format!("cannot offer metrics at {address} (choose another port with --metrics ADDR:PORT)")
+    })?;
+    let at = listener.local_addr().context("cannot offer metrics")?;
+    http::serve(listener, PATIENCE, || render(&devices(), SERVER.get())).context("cannot offer metrics")?;
+    // Nobody may read it.
+    let _ = std::io::Write::write_fmt(
+        &mut std::io::stderr(),
+        format_args!("rdmux: metrics at http://{at}/metrics\n"),
+    );
+    Ok(())
+}
+
+/// From now on the figures of a server are among the metrics.
+pub(crate) fn show_server(metrics: Metrics) {
+    // There is one in a process.
+    let _ = SERVER.set(metrics);
+}
+
+/// Counters whose meaning node_exporter's infiniband collector has a name for, which it takes from mlx5's and the specification's.
+const NODE_EXPORTER: [(&str, &str); 17] = [
+    ("rcvd_pkts", "port_packets_received"),
+    ("sent_pkts", "port_packets_transmitted"),
+    ("rcvd_bytes", "port_data_received_bytes"),
+    ("sent_bytes", "port_data_transmitted_bytes"),
+    ("rx_icrc_encapsulated", "rx_icrc_encapsulated_errors"),
+    ("duplicate_request", "duplicate_requests_packets"),
+    ("out_of_sequence", "out_of_sequence_packets_received"),
+    ("packet_seq_err", "packet_sequence_errors"),
+    ("rcvd_rnr_err", "rnr_nak_retry_packets_received"),
+    ("local_ack_timeout_err", "local_ack_timeout_errors"),
+    (
+        "np_ecn_marked_roce_packets",
+        "np_ecn_marked_roce_packets_received",
+    ),
+    ("np_cnp_sent", "np_cnp_packets_sent"),
+    ("rp_cnp_handled", "rp_cnp_packets_handled"),
+    ("req_cqe_error", "req_cqes_errors"),
+    ("req_cqe_flush_error", "req_cqes_flush_errors"),
+    ("resp_cqe_error", "resp_cqes_errors"),
+    ("resp_cqe_flush_error", "resp_cqes_flush_errors"),
+];
+
+/// The metric of a counter of devices.
+fn counter_name(counter: &str) -> String {
+    let known = NODE_EXPORTER.iter().find(|(name, _)| *name == counter);
+    let name = known.map_or(counter, |(_, theirs)| theirs);
+    format!("rdmux_{name}_total")
+}
+
+/// Requests that a latency is shown of.
+const OPERATIONS: [(WcOpcode, &str); 10] = [
+    (WcOpcode::Send, "send"),
+    (WcOpcode::Write, "write"),
+    (WcOpcode::Read, "read"),
+    (WcOpcode::CompareSwap, "compare_swap"),
+    (WcOpcode::FetchAdd, "fetch_add"),
+    (WcOpcode::AtomicWrite, "atomic_write"),
+    (WcOpcode::Flush, "flush"),
+    (WcOpcode::BindWindow, "bind_mw"),
+    (WcOpcode::Register, "reg_mr"),
+    (WcOpcode::LocalInvalidate, "local_invalidate"),
+];
+
+/// All metrics, in the text format of Prometheus.
+fn render(devices: &[DeviceMetrics], server: Option<&Metrics>) -> String {
+    let mut text = Text::default();
+    text.family(
+        "rdmux_build_info",
+        Kind::Gauge,
+        "The version that runs; always 1.",
+    );
+    text.sample("", &[("version", env!("CARGO_PKG_VERSION"))], 1);
+    // Without a device there is nothing to tell of devices, and a family without samples says nothing.
+    if !devices.is_empty() {
+        render_devices(&mut text, devices);
+    }
+    if let Some(server) = server {
+        render_server(&mut text, &server.read());
+    }
+    text.finish()
+}
+
+/// The labels by which a device's port is told from others: those of node_exporter. `rdmux res` shows it as `DEVICE/PORT`.
+struct Port {
+    device: String,
+    port: String,
+}
+
+impl Port {
+    fn of(metrics: &DeviceMetrics) -> Port {
+        Port {
+            device: metrics.address.to_string(),
+            port: metrics.slot.to_string(),
+        }
+    }
+
+    fn labels(&self) -> [(&str, &str); 2] {
+        [("device", &self.device), ("port", &self.port)]
+    }
+}
+
+fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
+    let ports: Vec<Port> = devices.iter().map(Port::of).collect();
+    let each = || ports.iter().zip(devices);
+
+    text.family("rdmux_info", Kind::Gauge, "A device; always 1.");
+    for (port, _) in each() {
+        let [device, number] = port.labels();
+        let version = ("firmware_version", env!("CARGO_PKG_VERSION"));
+        text.sample("", &[device, number, version, ("hca_type", "rdmux")], 1);
+    }
+    let gauge = |text: &mut Text, name, help, value: fn(&DeviceMetrics) -> u64| {
+        text.family(name, Kind::Gauge, help);
+        for (port, metrics) in each() {
+            text.sample("", &port.labels(), value(metrics));
+        }
+    };
+    let state = "State of the port (1: down, the network took no packets the last time; 4: active).";
+    gauge(text, "rdmux_state_id", state, |m| if m.is_up { 4 } else { 1 });
+    let state = "Physical state of the port (2: polling; 5: link up).";
+    gauge(text, "rdmux_physical_state_id", state, |m| {
+        if m.is_up { 5 } else { 2 }
+    });
+    gauge(text, "rdmux_queue_pairs", "Queue pairs that there are.", |m| {
+        m.queue_pairs as u64
+    });
+    gauge(
+        text,
+        "rdmux_memory_regions",
+        "Memory regions that there are.",
+        |m| m.regions as u64,
+    );
+    gauge(
+        text,
+        "rdmux_completion_queues",
+        "Completion queues that there are.",
+        |m| m.completion_queues as u64,
+    );
+
+    // Each device has the same counters, in the same order.
+    for (i, (name, _, help)) in devices[0].counters.iter().enumerate() {
+        text.family(&counter_name(name), Kind::Counter, help);
+        for (port, metrics) in each() {
+            let value = metrics.counters.iter().nth(i).map_or(0, |(_, value, _)| value);
+            text.sample("", &port.labels(), value);
+        }
+    }
+    let help = "Packets received with an error: malformed, or with a wrong ICRC.";
+    text.family("rdmux_port_errors_received_total", Kind::Counter, help);
+    for (port, metrics) in each() {
+        let counters = &metrics.counters;
+        text.sample(
+            "",
+            &port.labels(),
+            counters.malformed + counters.rx_icrc_encapsulated,
+        );
+    }
+    let help = "Datagram trains that the system refused to send.";
+    text.family("rdmux_send_errors_total", Kind::Counter, help);
+    for (port, metrics) in each() {
+        text.sample("", &port.labels(), metrics.send_errors);
+    }
+    render_faults(text, &ports, devices);
+
+    let help = "Time from posting a request on a reliable transport to its completion with success, unless it was done without packets where \
+                it was posted (rdmux_direct_requests_total).";
+    text.family("rdmux_wr_latency_seconds", Kind::Histogram, help);
+    for (port, metrics) in each() {
+        let [device, number] = port.labels();
+        for (opcode, name) in OPERATIONS {
+            let histogram = &metrics.latencies[opcode];
+            // What a program never does is left out: there are many buckets.
+            if histogram.count() > 0 {
+                text.histogram(&[device, number, ("operation", name)], histogram);
+            }
+        }
+    }
+    let help =
+        "Time of flushes of memory that peers asked for by FLUSH, where they had to wait for a medium.";
+    text.family("rdmux_flush_duration_seconds", Kind::Histogram, help);
+    for (port, metrics) in each() {
+        text.histogram(&port.labels(), &metrics.flushes);
+    }
+}
+
+/// What was done on purpose (`--fault`) by devices that do so.
+fn render_faults(text: &mut Text, ports: &[Port], devices: &[DeviceMetrics]) {
+    let faulty = || {
+        let both = ports.iter().zip(devices);
+        both.filter_map(|(port, metrics)| Some((port, metrics.faults?)))
+    };
+    if faulty().next().is_none() {
+        return;
+    }
+    text.family(
+        "rdmux_faults_total",
+        Kind::Counter,
+        "Faults injected because that was asked for, by kind.",
+    );
+    for (port, counts) in faulty() {
+        let [device, number] = port.labels();
+        for (kind, count) in [
+            ("lost", counts.lost),
+            ("corrupted", counts.corrupted),
+            ("duplicated", counts.duplicated),
+            ("reordered", counts.reordered),
+            ("qp_error", counts.qp_errors),
+        ] {
+            text.sample("", &[device, number, ("kind", kind)], count);
+        }
+    }
+}
+
+fn request_name(kind: RequestKind) -> &'static str {
+    match kind {
+        RequestKind::Map => "map",
+        RequestKind::Unmap => "unmap",
+        RequestKind::Release => "release",
+        RequestKind::Flush => "flush",
+        RequestKind::Write => "write",
+        RequestKind::Read => "read",
+        RequestKind::Checksum => "checksum",
+        RequestKind::Stat => "stat",
+    }
+}
+
+fn render_server(text: &mut Text, server: &ServerMetrics) {
+    for (name, value, help) in [
+        (
+            "connections",
+            server.connections,
+            "Connections that there are, those included whose client has not shown its key.",
+        ),
+        ("mappings", server.mappings, "Mappings that clients reach."),
+    ] {
+        text.family(&format!("rdmux_push_{name}"), Kind::Gauge, help);
+        text.sample("", &[], value as u64);
+    }
+    for (name, value, help) in [
+        (
+            "clients",
+            server.connected,
+            "Clients that connected and showed the key.",
+        ),
+        (
+            "refused_connections",
+            server.refused,
+            "Connections that were refused.",
+        ),
+        (
+            "ended_connections",
+            server.ended,
+            "Connections that ended, those in their handshake included.",
+        ),
+        ("mapped", server.mapped, "Mappings that were made."),
+        (
+            "lease_breaks",
+            server.breaks,
+            "Holders of mappings that were asked to let go.",
+        ),
+        (
+            "lease_revocations",
+            server.revoked,
+            "Mappings taken away because their holder did not let go in time.",
+        ),
+        (
+            "request_errors",
+            server.errors,
+            "Requests answered with an error.",
+        ),
+    ] {
+        text.family(&format!("rdmux_push_{name}_total"), Kind::Counter, help);
+        text.sample("", &[], value);
+    }
+    let help = "Time from a request by message to its answer, where that is no error; for map, waiting for those who had to let go included.";
+    text.family("rdmux_push_request_duration_seconds", Kind::Histogram, help);
+    for kind in RequestKind::ALL {
+        text.histogram(&[("request", request_name(kind))], server.requests(kind));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use rdmux_verbs::Counters;
+
+    use super::*;
+
+    #[test]
+    fn counter_name__each_is_one_of_its_own() {
+        let counters = Counters::default();
+        let names: Vec<&str> = counters.iter().map(|(name, ..)| name).collect();
+        for (ours, _) in NODE_EXPORTER {
+            assert!(names.contains(&ours), "there is no counter {ours}");
+        }
+        let metrics: BTreeSet<String> = names.iter().map(|name| counter_name(name)).collect();
+        assert_eq!(metrics.len(), names.len());
+        assert_eq!(counter_name("sent_pkts"), "rdmux_port_packets_transmitted_total");
+        assert_eq!(counter_name("grants"), "rdmux_grants_total");
+    }
+
+    #[test]
+    fn parse_address__each_form() {
+        for (text, address) in [
+            ("127.0.0.2", "127.0.0.2:9791"),
+            ("9000", "127.0.0.1:9000"),
+            ("localhost", "127.0.0.1:9791"),
+            ("localhost:1", "127.0.0.1:1"),
+            ("0.0.0.0:0", "0.0.0.0:0"),
+            ("::1", "[::1]:9791"),
+            ("[::1]", "[::1]:9791"),
+            ("[::]:80", "[::]:80"),
+        ] {
+            assert_eq!(parse_address(text), Ok(address.parse().unwrap()), "{text}");
+        }
+        for text in [
+            "",
+            "host",
+            "127.0.0.1:",
+            "127.0.0.1:x",
+            "65536",
+            "224.0.0.1",
+            "[::1",
+            "localhosts",
+        ] {
+            assert!(parse_address(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn render__without_devices() {
+        let expected = format!(
+            "# HELP rdmux_build_info The version that runs; always 1.\n# TYPE rdmux_build_info gauge\n\
+             rdmux_build_info{{version=\"{}\"}} 1\n",
+            env!("CARGO_PKG_VERSION")
+        );
+        assert_eq!(render(&[], None), expected);
+    }
+}
