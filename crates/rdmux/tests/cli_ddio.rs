@@ -1,109 +1,20 @@
 //! `rdmux doctor ddio` and `rdmux ddio` on a folder that stands for a host: its sysfs, configuration spaces, processor.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod host;
+
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
 use serde_json::Value;
 
-const SKYLAKE: &str = "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\n\
-                       model name\t: Intel(R) Xeon(R) Gold 6154\nstepping\t: 4\n";
+use self::host::{Host, ROOT_PORT, SKYLAKE, skylake};
+
 const ICE_LAKE: &str = "processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 106\n\
                         model name\t: Intel(R) Xeon(R) Gold 6338\nstepping\t: 6\n";
-const ROOT_PORT: &str = "0000:16:00.0";
-
-struct Host {
-    root: tempfile::TempDir,
-}
-
-impl Host {
-    /// A host with this processor, and an RNIC of two functions behind a switch behind a root port.
-    fn new(cpuinfo: &str, port: (&str, &str), byte: u8) -> Host {
-        let root = tempfile::tempdir().unwrap();
-        let host = Host { root };
-        fs::create_dir_all(host.at("proc")).unwrap();
-        fs::write(host.at("proc/cpuinfo"), cpuinfo).unwrap();
-        let bus = "sys/devices/pci0000:16";
-        let mut config = vec![0x5a; 4096];
-        config[0x180] = byte;
-        host.add(&format!("{bus}/{ROOT_PORT}"), port, "0x060400", &config);
-        let switch = format!("{bus}/{ROOT_PORT}/0000:17:00.0/0000:18:01.0");
-        host.add(
-            &format!("{bus}/{ROOT_PORT}/0000:17:00.0"),
-            ("0x15b3", "0x1979"),
-            "0x060400",
-            &[0; 4096],
-        );
-        host.add(&switch, ("0x15b3", "0x1979"), "0x060400", &[0; 4096]);
-        for function in 0..2 {
-            let name = format!("0000:19:00.{function}");
-            host.add(
-                &format!("{switch}/{name}"),
-                ("0x15b3", "0x1017"),
-                "0x020700",
-                &[0; 4096],
-            );
-            host.rdma(&format!("mlx5_{function}"), &format!("{switch}/{name}"));
-        }
-        host
-    }
-
-    fn at(&self, path: &str) -> PathBuf {
-        self.root.path().join(path)
-    }
-
-    fn add(&self, folder: &str, (vendor, device): (&str, &str), class: &str, config: &[u8]) {
-        let folder = self.at(folder);
-        fs::create_dir_all(&folder).unwrap();
-        fs::write(folder.join("vendor"), format!("{vendor}\n")).unwrap();
-        fs::write(folder.join("device"), format!("{device}\n")).unwrap();
-        fs::write(folder.join("class"), format!("{class}\n")).unwrap();
-        fs::write(folder.join("config"), config).unwrap();
-        let name = folder.file_name().unwrap();
-        let devices = self.at("sys/bus/pci/devices");
-        fs::create_dir_all(&devices).unwrap();
-        symlink(&folder, devices.join(name)).unwrap();
-    }
-
-    /// The RDMA device of a PCI device, linked as the kernel links it.
-    fn rdma(&self, name: &str, device: &str) {
-        let own = format!("{device}/infiniband/{name}");
-        fs::create_dir_all(self.at(&own)).unwrap();
-        symlink("../..", self.at(&own).join("device")).unwrap();
-        let class = self.at("sys/class/infiniband");
-        fs::create_dir_all(&class).unwrap();
-        symlink(Path::new("../../..").join(&own), class.join(name)).unwrap();
-    }
-
-    fn config(&self) -> PathBuf {
-        self.at(&format!("sys/devices/pci0000:16/{ROOT_PORT}/config"))
-    }
-
-    /// The bytes of the root port's configuration space that are not as they were made.
-    fn changed(&self) -> Vec<(usize, u8)> {
-        let config = fs::read(self.config()).unwrap();
-        let other = config
-            .into_iter()
-            .enumerate()
-            .filter(|(at, byte)| *byte != 0x5a || *at == 0x180);
-        other.collect()
-    }
-
-    fn rdmux(&self, args: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
-        command.args(args).arg("--root").arg(self.root.path());
-        command.output().unwrap()
-    }
-}
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-fn skylake(byte: u8) -> Host {
-    Host::new(SKYLAKE, ("0x8086", "0x2030"), byte)
 }
 
 #[test]

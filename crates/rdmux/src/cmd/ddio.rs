@@ -22,6 +22,11 @@ const INTEL: u16 = 0x8086;
 const ROOT_PORTS: std::ops::RangeInclusive<u16> = 0x2030..=0x2033;
 const KNOWN: &str = "Skylake-SP and Cascade Lake";
 
+/// What both print.
+const JSON: &str = "\
+JSON: one object: device, root_port (address, vendor, device), generation (of the processor, or null), before and after (the byte of the
+register), ddio (on or off), behind (array of PCI addresses).";
+
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -34,8 +39,10 @@ enum Command {
     ///
     /// Then a READ behind a WRITE proves that it is durable, on a platform with ADR and persistent memory. It holds for every device
     /// behind the same PCI root port, and costs those that want the cache. `rdmux doctor ddio` shows what is set.
+    #[command(after_help = JSON)]
     Off(Target),
     /// Undo that.
+    #[command(after_help = JSON)]
     On(Target),
 }
 

@@ -39,6 +39,8 @@ const CHECKS: [Check; 13] = [
 /// `ddio` finds the PCI root port above each RNIC and says whether what it writes goes to the processor's cache, where a power cut
 /// loses it; `rdmux ddio` changes that.
 #[derive(clap::Args, Debug)]
+#[command(after_help = "\
+JSON: an array of objects: check, subject, verdict (ok, limit, blocked or unknown), what, advice (or null), details (by check, or null).")]
 pub(crate) struct Args {
     /// Only this check [default: all].
     #[arg(value_parser = clap::builder::PossibleValuesParser::new(CHECKS.map(|(name, _)| name)))]

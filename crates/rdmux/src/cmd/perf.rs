@@ -124,6 +124,12 @@ impl Test {
 ///
 /// push-read and push-write measure the push service: the host is rdmux://HOST[:PORT]/REGION; without one, a server is started.
 #[derive(Parser, Debug, Clone)]
+#[command(after_help = "\
+JSON: one object, of the client: test, results (array of MsgSize, n_iterations, and for latency in us t_min, t_max, t_typical, t_avg, t_stdev,
+percentile_99, percentile_99.9; for bandwidth BW_peak, BW_average, in MiB/s or Gb/s, and MsgRate, in millions), counters (of the
+device, those above 0).
+JSON of push-read and push-write: one object: test, domain, durable, carrier, client_cpu, server_cpu, client_waits, server_waits, cells
+(array of method, bytes, depth, requests, p50_us, p99_us, mean_us, server_application_us, server_nic_us).")]
 pub(crate) struct Args {
     /// What to measure.
     #[arg(value_enum)]

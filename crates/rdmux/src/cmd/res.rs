@@ -29,6 +29,9 @@ enum Command {
     /// process's QPNs. On a terminal queue pairs are columns; elsewhere a line each, of names and values as rdma(8) prints
     /// them. `carrier` is `shm` or `udp` with the reason, `direct` how many regions of the peer are reached without packets,
     /// mapped or by calls into its process, with the reason for the last one that is not.
+    #[command(after_help = "\
+JSON: an array of objects: ifname, port, pid, comm, and cq, qp, mr; of qp instead lqpn, rqpn, type, state, peer, path-mtu, carrier, carrier-why,
+direct (mapped, process, why-not); or error, where a device does not answer.")]
     Show {
         /// What to show of each device [default: how many there are of all].
         object: Option<Object>,

@@ -13,6 +13,11 @@ use serde_json::json;
 /// The run is a function of its seed: the same options give the same output, always. Every byte at both ends is compared with
 /// a model; a violation is printed with the seed that shows it.
 #[derive(clap::Args, Debug)]
+#[command(after_help = "\
+JSON: one object a run: seed, violation (null where there is none), address_family, path_mtu, window_bytes, latency_ns, done (of
+send, write, read, flush, atomic, atomic_write and local each operations and bytes), packets, packet_bytes, lost, duplicated, reordered,
+corrupted, discarded, retransmitted, timeouts, sequence_naks, rnr_naks, duplicate_requests, direct, links_broken, virtual_ns.
+JSON with --power or --leases: one object a run: seed, defect, violation, counts (by name), and with --power platform, rely.")]
 pub(crate) struct Args {
     /// Seed of everything that is drawn [default: 1].
     #[arg(long)]

@@ -1,0 +1,591 @@
+//! What every command prints, as text and as JSON, and its help: compared with the files in `golden/`, so that a change of what people
+//! and scripts read is seen in review. `RDMUX_GOLDEN_WRITE=1` writes them anew.
+//!
+//! Help is compared as it is. In output, what differs from run to run is masked: a number, with its fraction or the further parts of
+//! an address, is `N`; eight or more hexadecimal digits are `H`; several spaces are two, since widths follow figures. JSON is
+//! written with one key a line and its numbers as `"N"`.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+mod host;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Commands whose output has files here, as text and as JSON; more words are a case of a command.
+const OUTPUTS: [&str; 21] = [
+    "capture",
+    "capture check",
+    "ddio off",
+    "ddio on",
+    "doctor",
+    "log append",
+    "log bench",
+    "log read",
+    "log status",
+    "log trim",
+    "perf push-read",
+    "perf write-bw",
+    "perf write-lat",
+    "pull",
+    "push",
+    "res show",
+    "res show qp",
+    "serve",
+    "sim",
+    "sim leases",
+    "sim power",
+];
+
+/// Commands whose output has none, and why.
+const WITHOUT: [(&str, &str); 1] = [(
+    "demo push",
+    "it measures for long; cli_push looks at what it reports",
+)];
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden")
+        .join(name)
+}
+
+/// The file of a command: its words, joined.
+fn file_of(folder: &str, command: &str, extension: &str) -> String {
+    format!("{folder}/{}.{extension}", command.replace(' ', "-"))
+}
+
+/// Compares with a file, or writes it.
+fn compare(name: &str, found: &str) {
+    let path = golden(name);
+    let found = format!("{}\n", found.trim_end());
+    if std::env::var_os("RDMUX_GOLDEN_WRITE").is_some() {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, found).unwrap();
+        return;
+    }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        expected == found,
+        "{name} is not what is printed now. If the change is meant, write it anew by RDMUX_GOLDEN_WRITE=1 cargo test -p rdmux \
+         --test golden\n--- {name}\n{expected}\n--- now\n{found}"
+    );
+}
+
+/// Output of a command, masked and compared.
+fn compare_text(command: &str, home: &TempDir, out: &str) {
+    assert!(OUTPUTS.contains(&command), "{command} is not in OUTPUTS");
+    compare(&file_of("output", command, "txt"), &mask(&own(home, out)));
+}
+
+/// JSON of a command, one value or several, masked and compared.
+fn compare_json(command: &str, home: &TempDir, out: &str) {
+    assert!(OUTPUTS.contains(&command), "{command} is not in OUTPUTS");
+    let values = serde_json::Deserializer::from_str(out).into_iter::<Value>();
+    let values: Vec<String> = values
+        .map(|value| format!("{:#}", mask_json(home, value.unwrap())))
+        .collect();
+    assert!(!values.is_empty(), "{command}: no JSON in {out:?}");
+    compare(&file_of("output", command, "json"), &values.join("\n"));
+}
+
+/// Names of this run's own folder are the same in each.
+fn own(home: &TempDir, text: &str) -> String {
+    text.replace(home.path().to_str().unwrap(), "FOLDER")
+}
+
+fn mask_json(home: &TempDir, value: Value) -> Value {
+    match value {
+        Value::Number(_) => "N".into(),
+        Value::String(text) => mask(&own(home, &text)).into(),
+        Value::Array(values) => values.into_iter().map(|value| mask_json(home, value)).collect(),
+        Value::Object(map) => {
+            let masked = map.into_iter().map(|(key, value)| {
+                // These have a key for whatever was counted.
+                let value = match (key.as_str(), value) {
+                    ("counters" | "opcodes", Value::Object(counts)) => {
+                        assert!(counts.values().all(Value::is_u64), "{counts:?}");
+                        serde_json::json!({ "NAME": "N" })
+                    }
+                    (_, value) => mask_json(home, value),
+                };
+                (key, value)
+            });
+            Value::Object(masked.collect())
+        }
+        other => other,
+    }
+}
+
+/// See the head of this file.
+fn mask(text: &str) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let is_word = |c: &char| c.is_ascii_alphanumeric() || *c == '_';
+    let mut masked = String::new();
+    let mut at = 0;
+    while at < chars.len() {
+        if chars[at] == ' ' {
+            let spaces = chars[at..].iter().take_while(|c| **c == ' ').count();
+            masked += if spaces > 1 { "  " } else { " " };
+            at += spaces;
+        } else if is_word(&chars[at]) {
+            let word: String = chars[at..].iter().take_while(|c| is_word(c)).collect();
+            at += word.len();
+            let hexadecimal = word.len() >= 8 && word.chars().all(|c| c.is_ascii_hexdigit());
+            if hexadecimal && word.contains(|c: char| c.is_ascii_digit()) {
+                masked.push('H');
+            } else if word
+                .strip_prefix("0x")
+                .is_some_and(|rest| rest.chars().all(|c| c.is_ascii_hexdigit()))
+            {
+                masked += "0xN";
+            } else if word.starts_with(|c: char| c.is_ascii_digit()) {
+                masked.push('N');
+                masked += word.trim_start_matches(|c: char| c.is_ascii_digit());
+                at += parts(&chars[at..]);
+            } else {
+                masked += &word;
+                // `p99.9` is a name.
+                let more = if word.ends_with(|c: char| c.is_ascii_digit()) {
+                    parts(&chars[at..])
+                } else {
+                    0
+                };
+                masked.extend(&chars[at..at + more]);
+                at += more;
+            }
+        } else {
+            masked.push(chars[at]);
+            at += 1;
+        }
+    }
+    masked
+}
+
+/// How many of these are points, each with digits behind it.
+fn parts(chars: &[char]) -> usize {
+    let mut n = 0;
+    while chars.get(n) == Some(&'.') && chars.get(n + 1).is_some_and(char::is_ascii_digit) {
+        n += 1;
+        n += chars[n..].iter().take_while(|c| c.is_ascii_digit()).count();
+    }
+    n
+}
+
+#[test]
+fn mask__what_differs_from_run_to_run() {
+    for (text, masked) in [
+        ("a  12.5 us   p99.9 7", "a  N us  p99.9 N"),
+        ("127.0.0.1:7174 64K", "N:N NK"),
+        ("crc64 de341cf46f3cef60 0x1f 12345678", "crc64 H 0xN H"),
+        ("at 1.5, done 7.", "at N, done N."),
+        ("-3 t_min 99.9%", "-N t_min N%"),
+    ] {
+        assert_eq!(mask(text), masked);
+    }
+}
+
+fn rdmux(home: &TempDir, args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+    command
+        .args(args)
+        .env("XDG_CONFIG_HOME", home.path())
+        .env_remove("COLUMNS")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// What a command that must succeed prints.
+fn run(home: &TempDir, args: &[&str]) -> String {
+    let output = rdmux(home, args).output().unwrap();
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {err}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The same, again while its server is not there yet.
+fn run_when_there(home: &TempDir, args: &[&str]) -> String {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let output = rdmux(home, args).output().unwrap();
+        if output.status.success() {
+            return String::from_utf8(output.stdout).unwrap();
+        }
+        let err = String::from_utf8_lossy(&output.stderr);
+        let early = err.contains("nothing listens") || err.contains("no answer");
+        assert!(early && Instant::now() < deadline, "{args:?}: {err}");
+    }
+}
+
+/// A child that is ended with the value.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A process that runs on, and what it has printed when it has said this.
+fn start(home: &TempDir, args: &[&str], last: &str) -> (Running, String) {
+    let mut command = rdmux(home, args);
+    let mut child = command.stderr(Stdio::null()).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let child = Running(child);
+    let mut said = String::new();
+    while !said.contains(last) {
+        assert!(out.read_line(&mut said).unwrap() > 0, "{args:?}: {said}");
+    }
+    (child, said)
+}
+
+// Help.
+
+fn help(command: &str) -> String {
+    let home = tempfile::tempdir().unwrap();
+    let words: Vec<&str> = command.split_whitespace().chain(["--help"]).collect();
+    run(&home, &words)
+}
+
+/// The commands that a help text lists, without `help` itself.
+fn listed(help: &str) -> Vec<String> {
+    let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let entries = lines.take_while(|line| !line.is_empty());
+    entries
+        .filter_map(|line| {
+            let entry = line.strip_prefix("  ")?;
+            let name = entry.split(' ').next()?;
+            // Further lines of a description begin farther in.
+            (!name.is_empty() && name != "help").then(|| name.to_owned())
+        })
+        .collect()
+}
+
+/// Every command with its help, the program itself first.
+fn commands() -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut open = vec![String::new()];
+    while let Some(command) = open.pop() {
+        let text = help(&command);
+        open.extend(
+            listed(&text)
+                .iter()
+                .map(|name| format!("{command} {name}").trim().to_owned()),
+        );
+        found.push((command, text));
+    }
+    assert!(found.len() > 15, "{found:?}");
+    found
+}
+
+/// Whether it does something itself, and does not only have commands below it.
+fn is_leaf(help: &str) -> bool {
+    let usage = help.lines().find(|line| line.starts_with("Usage: ")).unwrap();
+    let words = usage.trim_start_matches("Usage: ").split(' ').skip(1);
+    listed(help).is_empty()
+        || words
+            .into_iter()
+            .any(|word| word.starts_with('[') || word.starts_with("--"))
+}
+
+/// The names of the files in a folder of `golden/`.
+fn files_in(folder: &str) -> BTreeSet<String> {
+    let files = fs::read_dir(golden(folder)).unwrap();
+    let names = files.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.map(|name| format!("{folder}/{name}")).collect()
+}
+
+#[test]
+fn help__of_every_command() {
+    let mut files = BTreeSet::new();
+    for (command, text) in commands() {
+        let name = format!("rdmux {command}");
+        let file = file_of("help", name.trim(), "txt");
+        compare(&file, &text);
+        files.insert(file);
+    }
+    assert_eq!(files_in("help"), files, "a file without its command");
+}
+
+#[test]
+fn help__says_the_keys_of_json() {
+    for (command, text) in commands() {
+        let json = text
+            .lines()
+            .any(|line| line.trim_start().starts_with("--json") || line.contains(" --json "));
+        let keys = text
+            .lines()
+            .any(|line| line.starts_with("JSON: ") || line.contains("Print JSON: {"));
+        assert!(!json || keys, "rdmux {command} --help lists no keys of its JSON");
+    }
+}
+
+#[test]
+fn output__of_every_command() {
+    let known: Vec<&str> = OUTPUTS
+        .into_iter()
+        .chain(WITHOUT.map(|(command, _)| command))
+        .collect();
+    for (command, text) in commands() {
+        let is_of = |name: &&str| **name == command || name.starts_with(&format!("{command} "));
+        let has = known.iter().any(is_of);
+        assert!(
+            has || !is_leaf(&text),
+            "rdmux {command} has no golden output: add a case to crates/rdmux/tests/golden.rs, or a reason to WITHOUT"
+        );
+    }
+    if std::env::var_os("RDMUX_GOLDEN_WRITE").is_none() {
+        let files = OUTPUTS
+            .iter()
+            .flat_map(|command| ["txt", "json"].map(|e| file_of("output", command, e)));
+        assert_eq!(files_in("output"), files.collect(), "a file without its case");
+    }
+}
+
+// Man pages and completions.
+
+#[test]
+fn generate__has_a_page_and_completions_for_every_command() {
+    let home = tempfile::tempdir().unwrap();
+    let folder = home.path().join("prefix");
+    run(&home, &["generate", folder.to_str().unwrap()]);
+    let completions = [
+        "bash-completion/completions/rdmux",
+        "zsh/site-functions/_rdmux",
+        "fish/vendor_completions.d/rdmux.fish",
+    ]
+    .map(|path| fs::read_to_string(folder.join("share").join(path)).unwrap());
+    for (command, text) in commands() {
+        let name = format!("rdmux {command}").trim().replace(' ', "-");
+        let page = fs::read_to_string(folder.join(format!("share/man/man1/{name}.1")));
+        let page = page
+            .unwrap_or_else(|why| panic!("{name}.1: {why}"))
+            .replace("\\-", "-");
+        for option in options(&text) {
+            assert!(page.contains(&option), "{name}.1 does not tell of {option}");
+            let short = option.trim_start_matches('-');
+            for (shell, script) in ["bash", "zsh", "fish"].iter().zip(&completions) {
+                assert!(script.contains(short), "{shell} does not complete {option}");
+            }
+        }
+    }
+}
+
+/// The long options that a help text lists.
+fn options(help: &str) -> Vec<String> {
+    let lines = help
+        .lines()
+        .filter(|line| line.starts_with("  ") && line.trim_start().starts_with('-'));
+    let words = lines.flat_map(|line| line.split([' ', ',']).take(8));
+    let long = words.filter(|word| word.starts_with("--"));
+    long.map(str::to_owned).collect()
+}
+
+// Output.
+
+/// Runs a command for its text, and for its JSON.
+fn both(home: &TempDir, name: &str, args: &[&str]) {
+    compare_text(name, home, &run(home, args));
+    compare_json(name, home, &run(home, &[args, &["--json"]].concat()));
+}
+
+#[test]
+fn output__serve_push_and_pull() {
+    let home = tempfile::tempdir().unwrap();
+    let serve = ["serve", "--mem", "m,size=1M", "--mem", "n,size=64K"];
+    let text = [&serve[..], &["--listen", "127.0.22.1"]].concat();
+    let (_serving, said) = start(&home, &text, "listening on");
+    compare_text("serve", &home, &said);
+    let json = [&serve[..], &["--listen", "127.0.22.2", "--json"]].concat();
+    compare_json("serve", &home, &start(&home, &json, "}\n").1);
+
+    let file = home.path().join("file");
+    fs::write(&file, [7; 300_000]).unwrap();
+    let file = file.to_str().unwrap();
+    both(&home, "push", &["push", file, "rdmux://127.0.22.1/m"]);
+    both(&home, "pull", &["pull", "rdmux://127.0.22.1/n", file]);
+    let args = ["perf", "push-read", "rdmux://127.0.22.1/m", "-n", "5"];
+    both(&home, "perf push-read", &args);
+}
+
+#[test]
+fn output__log() {
+    let home = tempfile::tempdir().unwrap();
+    let serve = ["serve", "--listen", "127.0.22.3", "--mem", "a,size=1M"];
+    let (_serving, _) = start(&home, &serve, "listening on");
+    // Of one region, which is never behind the others.
+    let target = "rdmux://127.0.22.3/a";
+    let log = |command: &str, more: &[&str], input: &str| {
+        let args = [&["log", command, target], more].concat();
+        let mut child = rdmux(&home, &args).stdin(Stdio::piped()).spawn().unwrap();
+        let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+        let output = child.wait_with_output().unwrap();
+        assert!(
+            output.status.success(),
+            "{args:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8(output.stdout).unwrap()
+    };
+    for (command, more, input) in [
+        ("append", &[][..], "first\nsecond\n"),
+        ("read", &[], ""),
+        ("status", &[], ""),
+        ("trim", &["--below", "2"], ""),
+        ("bench", &["-n", "20"], ""),
+    ] {
+        let name = format!("log {command}");
+        compare_text(&name, &home, &log(command, more, input));
+        compare_json(&name, &home, &log(command, &[more, &["--json"]].concat(), input));
+    }
+}
+
+#[test]
+fn output__perf() {
+    let home = tempfile::tempdir().unwrap();
+    for (test, last) in [("write-lat", 4), ("write-bw", 6)] {
+        for (more, at) in [(&[][..], last), (&["--json"], last + 1)] {
+            let address = format!("127.0.22.{at}");
+            let serve = ["perf", test, "--bind", &address];
+            let _serving = Running(
+                rdmux(&home, &serve)
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null())
+                    .spawn()
+                    .unwrap(),
+            );
+            let args = [
+                &["perf", test, &address, "--bind", &address, "-n", "20", "-s", "4K"],
+                more,
+            ]
+            .concat();
+            let out = run_when_there(&home, &args);
+            let name = format!("perf {test}");
+            if more.is_empty() {
+                compare_text(&name, &home, &out);
+            } else {
+                compare_json(&name, &home, &out);
+            }
+        }
+    }
+}
+
+#[test]
+fn output__sim() {
+    let home = tempfile::tempdir().unwrap();
+    both(&home, "sim", &["sim", "--operations", "50"]);
+    both(&home, "sim power", &["sim", "--power", "--seed", "3"]);
+    both(&home, "sim leases", &["sim", "--leases"]);
+}
+
+#[test]
+fn output__doctor_and_ddio() {
+    let host = host::skylake(0x99);
+    let root = host.root.path().to_str().unwrap().to_owned();
+    both(&host.root, "doctor", &["doctor", "ddio", "--root", &root]);
+    // Each as text, then as JSON: the second changes nothing any more.
+    both(
+        &host.root,
+        "ddio off",
+        &["ddio", "off", "mlx5_0", "--root", &root],
+    );
+    both(&host.root, "ddio on", &["ddio", "on", "mlx5_0", "--root", &root]);
+}
+
+/// Only what is of this address: other tests have devices as well.
+fn of_address(address: &str, out: &str) -> String {
+    let lines = out.lines().filter(|line| line.contains(&format!("{address}/")));
+    lines.map(|line| format!("{line}\n")).collect()
+}
+
+fn of_address_json(address: &str, out: &str) -> String {
+    let values: Vec<Value> = serde_json::from_str(out).unwrap();
+    let own: Vec<Value> = values
+        .into_iter()
+        .filter(|value| value["ifname"] == address)
+        .collect();
+    Value::Array(own).to_string()
+}
+
+#[test]
+fn output__res_and_capture() {
+    let home = tempfile::tempdir().unwrap();
+    let (server, client) = ("127.0.22.8", "127.0.22.9");
+    let serve = ["perf", "read-lat", "--bind", server];
+    let deadline = Instant::now() + LONG;
+    let file = home.path().join("c.pcapng").to_str().unwrap().to_owned();
+    'again: loop {
+        let _serving = Running(
+            rdmux(&home, &serve)
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap(),
+        );
+        let args = ["perf", "read-lat", server, "--bind", client, "-e", "-D", "60"];
+        let mut measuring = Running(
+            rdmux(&home, &args)
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap(),
+        );
+        // Until it is connected and reaches what it reads.
+        let shown = loop {
+            assert!(Instant::now() < deadline);
+            if measuring.0.try_wait().unwrap().is_some() {
+                continue 'again;
+            }
+            let shown = run(&home, &["res", "show", "qp", "--json"]);
+            let own = of_address_json(client, &shown);
+            if own.contains("\"mapped\":1") {
+                break own;
+            }
+        };
+        compare_json("res show qp", &home, &shown);
+        let show = |args: &[&str]| run(&home, &[&["res", "show"], args].concat());
+        compare_text("res show qp", &home, &of_address(client, &show(&["qp"])));
+        compare_text("res show", &home, &of_address(client, &show(&[])));
+        compare_json("res show", &home, &of_address_json(client, &show(&["--json"])));
+
+        let devices: Vec<Value> = serde_json::from_str(&show(&["--json"])).unwrap();
+        let device = devices.iter().find(|device| device["ifname"] == client).unwrap();
+        let device = format!("{client}/{}", device["port"]);
+        let capture = ["capture", "-w", &file, "--device", &device, "--seconds", "1"];
+        both(&home, "capture", &capture);
+        break;
+    }
+    // Of a capture that has ended in order.
+    let file = home.path().join("d.pcapng").to_str().unwrap().to_owned();
+    let serve = ["perf", "send-lat", "--bind", "127.0.22.10"];
+    let _serving = Running(
+        rdmux(&home, &serve)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap(),
+    );
+    let args = [
+        "perf",
+        "send-lat",
+        "127.0.22.10",
+        "--bind",
+        "127.0.22.10",
+        "-n",
+        "5",
+        "--capture",
+        &file,
+    ];
+    run_when_there(&home, &args);
+    both(&home, "capture check", &["capture", "check", &file]);
+}
