@@ -22,6 +22,7 @@ use crate::graveyard::Graveyard;
 use crate::histogram::Latencies;
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
+use crate::probes::word24;
 use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
@@ -801,6 +802,13 @@ impl Rnic {
         }
         self.counters.rcvd_bytes += arrival.bytes.len() as u64;
         for segment in arrival.bytes.chunks(arrival.segment_bytes) {
+            probe!(
+                packet_in,
+                word24(segment, 5),
+                word24(segment, 9),
+                segment[0],
+                segment.len(),
+            );
             self.counters.rcvd_pkts += 1;
             self.counters.rcvd_pkts_local += u64::from(arrival.local);
             if Cnp::is_cnp(segment) {

@@ -8,6 +8,8 @@
 
 #[macro_use]
 pub mod mutant;
+#[macro_use]
+mod probes;
 
 mod backlog;
 pub mod cm;

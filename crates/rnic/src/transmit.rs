@@ -10,6 +10,8 @@ use std::ops::Range;
 use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
 
+use crate::probes::word24;
+
 /// Most packets of a train: the segment limit of older kernels.
 pub const TRAIN_PACKETS_MAX: usize = 64;
 /// Most bytes of a train: the largest UDP payload over IPv4.
@@ -201,6 +203,8 @@ impl TransmitBuf {
             icrc(&path.flow(), &self.bytes[start..start + len], index as u16)
         };
         self.bytes[start + len..start + total].copy_from_slice(&icrc.to_le_bytes());
+        let packet = &self.bytes[start..start + total];
+        probe!(packet_out, word24(packet, 5), word24(packet, 9), packet[0], total);
         if joins && let Some(train) = self.trains.last_mut() {
             train.range.end = start + total;
             train.packets += 1;

@@ -574,7 +574,8 @@ impl Syndrome {
         })
     }
 
-    const fn code(self) -> u8 {
+    /// The byte that stands in the AETH.
+    pub const fn code(self) -> u8 {
         match self {
             Syndrome::Ack { credit } => credit & 0x1f,
             Syndrome::RnrNak { timer } => 0x20 | (timer & 0x1f),

@@ -11,6 +11,7 @@ use crate::dcqcn::Parameters;
 use crate::device::{Arrival, Traffic};
 use crate::faults::Line;
 use crate::memory::Access;
+use crate::probes;
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, Regions};
 use crate::sched::class_of;
@@ -230,6 +231,14 @@ impl Env<'_> {
         if wc.status != Status::Success {
             count_error(self.counters, &wc);
         }
+        probe!(
+            completion,
+            wc.qpn.value(),
+            wc.wr_id,
+            probes::status(wc.status),
+            probes::opcode(wc.opcode),
+            wc.byte_len,
+        );
         match queue.push(wc, solicited) {
             Pushed::Quiet => {}
             Pushed::Tell => self.events.push_back(Event::Completion(cq)),
@@ -470,6 +479,12 @@ impl Qp {
             }
             Halves::Ud(sender, _) => sender.set(attr),
         }
+        probe!(
+            qp_state,
+            self.head.qpn.value(),
+            probes::state(self.head.state),
+            probes::state(to),
+        );
         match to {
             QpState::Error => self.fail(env, None),
             QpState::Sqd => {
@@ -541,6 +556,11 @@ impl Qp {
         if self.head.state == QpState::Error {
             return;
         }
+        if let Some((status, cause)) = cause {
+            let (qpn, from) = (self.head.qpn.value(), probes::state(self.head.state));
+            probe!(qp_state, qpn, from, probes::state(QpState::Error));
+            probe!(qp_error, qpn, probes::status(status), cause as u32);
+        }
         self.head.state = QpState::Error;
         self.open_queues();
         match &mut self.halves {
@@ -603,6 +623,14 @@ impl Qp {
         request: SendRequest,
         place: Place,
     ) -> Result<(), PostError> {
+        let opcode = message::opcode_of(&request.operation);
+        probe!(
+            post_send,
+            self.head.qpn.value(),
+            request.wr_id,
+            probes::opcode(opcode),
+            request.sges.bytes(),
+        );
         match &mut self.halves {
             Halves::Reliable(requester, _) => requester.post(env, &self.head, request, place),
             Halves::Uc(sender, _) | Halves::Ud(sender, _) => sender.post(env, &self.head, request, place),
@@ -801,6 +829,14 @@ impl Qp {
                 if let Err(status) = sender.transmit(env, &self.head, buf) {
                     // What was received is not touched by it. 10.3.1.6.
                     if !mutant!(SqeNotEntered) {
+                        let qpn = self.head.qpn.value();
+                        probe!(
+                            qp_state,
+                            qpn,
+                            probes::state(self.head.state),
+                            probes::state(QpState::Sqe)
+                        );
+                        probe!(qp_error, qpn, probes::status(status), Cause::OwnRequest as u32);
                         self.head.state = QpState::Sqe;
                         self.head.sends.close();
                     }

@@ -660,6 +660,7 @@ impl Requester {
         }
         if hole.is_some() {
             env.counters.retransmitted_packets += 1;
+            probe!(retransmission, head.qpn.value(), psn.value());
             env.counters.sent_pkts += 1;
             if self.deadline.is_none() {
                 self.arm(env.now);
@@ -687,6 +688,7 @@ impl Requester {
             self.high = end;
         } else {
             env.counters.retransmitted_packets += 1;
+            probe!(retransmission, head.qpn.value(), psn.value());
         }
         if let Some(selective) = &mut self.selective {
             selective.sent(psn, bth.ack_req, env.now);
@@ -752,6 +754,9 @@ impl Requester {
         let Some(Aeth { syndrome, .. }) = packet.aeth() else {
             return Ok(());
         };
+        if !matches!(syndrome, Syndrome::Ack { .. }) {
+            probe!(nak_in, head.qpn.value(), psn.value(), syndrome.code());
+        }
         match syndrome {
             Syndrome::Ack { .. } => {
                 self.acknowledge(env, head, psn.plus(1))?;

@@ -360,6 +360,7 @@ impl Responder {
             msn: self.msn,
         };
         env.counters.sent_pkts += 1;
+        probe!(nak_out, head.qpn.value(), expected.value(), aeth.syndrome.code());
         let late = u32::from(mutant!(SackBeginsLate));
         let offsets = self.early.psns().map(|psn| psn.since(expected) as u32 + late);
         let Ok(()) = emit(buf, path, bth, Some(aeth), bytes, |out| {
@@ -951,6 +952,9 @@ impl Responder {
             };
             self.answers.pop_front();
             env.counters.sent_pkts += 1;
+            if !matches!(syndrome, Syndrome::Ack { .. }) {
+                probe!(nak_out, head.qpn.value(), psn.value(), syndrome.code());
+            }
             let bth = Bth::new(head.opcode(Op::Acknowledge), head.dest_qpn, psn);
             let _ = emit(buf, &path, bth, Some(Aeth { syndrome, msn }), 0, |_| {
                 Ok::<_, Refusal>(())

@@ -151,6 +151,7 @@ impl Requester {
             // What fails of own memory is found again, and told in its turn.
             return false;
         }
+        probe!(post_direct, head.qpn.value(), request.wr_id, bytes);
         if request.flags.contains(SendFlags::SIGNALED) {
             let opcode = opcode_of(&request.operation);
             let mut wc = bare_completion(head.qpn, request.wr_id, Status::Success, opcode);
