@@ -31,7 +31,14 @@ enum Command {
     Log(cmd::log::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
-    /// Show the resources of running devices, as rdma(8) does for the kernel's.
+    /// Show running devices, as rdma(8) does the kernel's.
+    Dev(cmd::dev::DevArgs),
+    /// Show the ports of running devices: their state, and the network interface.
+    Link(cmd::dev::LinkArgs),
+    /// Show the counters of running devices.
+    #[command(alias = "statistic")]
+    Stat(cmd::dev::StatArgs),
+    /// Show the objects of running devices: queue pairs, regions, connections and so on.
     #[command(alias = "resource")]
     Res(cmd::res::Args),
     /// Show what rdmux does, end to end, on this host.
@@ -79,6 +86,9 @@ fn main() -> ExitCode {
         Command::Pull(args) => cmd::pull::run(args),
         Command::Log(args) => cmd::log::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
+        Command::Dev(args) => cmd::dev::run_dev(&args),
+        Command::Link(args) => cmd::dev::run_link(&args),
+        Command::Stat(args) => cmd::dev::run_stat(&args),
         Command::Res(args) => cmd::res::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Sim(args) => cmd::sim::run(&args),

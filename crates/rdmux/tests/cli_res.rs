@@ -333,15 +333,16 @@ fn capture__another_user_is_refused() {
     ] {
         let serve = ["perf", "read-lat", "--bind", address];
         let _serving = Running(by(of, RDMUX, &serve).stdout(Stdio::null()).spawn().unwrap());
-        // It is listed, and tells nobody else more.
+        // It is listed, and lets nobody else capture it: root may look at its objects, no more.
         let deadline = Instant::now() + LONG;
         let device = loop {
-            let said = text(&by(by_whom, RDMUX, &["res", "show"]).output().unwrap().stderr);
+            let output = by(by_whom, RDMUX, &["res", "show"]).output().unwrap();
+            let said = [output.stdout, output.stderr].map(|bytes| text(&bytes)).concat();
             let named = said
                 .split_whitespace()
                 .find(|word| word.starts_with(&format!("{address}/")));
             if let Some(device) = named {
-                break device.to_owned();
+                break device.trim_end_matches(':').to_owned();
             }
             assert!(Instant::now() < deadline, "{said}");
         };

@@ -2,7 +2,7 @@
 //! and scripts read is seen in review. `RDMUX_GOLDEN_WRITE=1` writes them anew.
 //!
 //! Help is compared as it is. In output, what differs from run to run is masked: a number, with its fraction or the further parts of
-//! an address, is `N`; eight or more hexadecimal digits are `H`; several spaces are two, since widths follow figures. JSON is
+//! an address, is `N`; eight or more hexadecimal digits, and a GUID, are `H`; several spaces are two, since widths follow figures. JSON is
 //! written with one key a line and its numbers as `"N"`.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
@@ -21,12 +21,14 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Commands whose output has files here, as text and as JSON; more words are a case of a command.
-const OUTPUTS: [&str; 21] = [
+const OUTPUTS: [&str; 25] = [
     "capture",
     "capture check",
     "ddio off",
     "ddio on",
+    "dev show",
     "doctor",
+    "link show",
     "log append",
     "log bench",
     "log read",
@@ -38,11 +40,13 @@ const OUTPUTS: [&str; 21] = [
     "pull",
     "push",
     "res show",
+    "res show cm_id",
     "res show qp",
     "serve",
     "sim",
     "sim leases",
     "sim power",
+    "stat show",
 ];
 
 /// Commands whose output has none, and why.
@@ -135,6 +139,9 @@ fn mask(text: &str) -> String {
             let spaces = chars[at..].iter().take_while(|c| **c == ' ').count();
             masked += if spaces > 1 { "  " } else { " " };
             at += spaces;
+        } else if is_guid(&chars[at..]) {
+            masked.push('H');
+            at += GUID_CHARS;
         } else if is_word(&chars[at]) {
             let word: String = chars[at..].iter().take_while(|c| is_word(c)).collect();
             at += word.len();
@@ -169,6 +176,20 @@ fn mask(text: &str) -> String {
     masked
 }
 
+const GUID_CHARS: usize = "0123:4567:89ab:cdef".len();
+
+/// Whether these begin with a GUID.
+fn is_guid(chars: &[char]) -> bool {
+    let fits = |(i, c): (usize, &char)| {
+        if i % 5 == 4 {
+            *c == ':'
+        } else {
+            c.is_ascii_hexdigit()
+        }
+    };
+    chars.len() >= GUID_CHARS && chars[..GUID_CHARS].iter().enumerate().all(fits)
+}
+
 /// How many of these are points, each with digits behind it.
 fn parts(chars: &[char]) -> usize {
     let mut n = 0;
@@ -187,6 +208,7 @@ fn mask__what_differs_from_run_to_run() {
         ("crc64 de341cf46f3cef60 0x1f 12345678", "crc64 H 0xN H"),
         ("at 1.5, done 7.", "at N, done N."),
         ("-3 t_min 99.9%", "-N t_min N%"),
+        ("node_guid 0123:4567:89ab:cdef pid 7", "node_guid H pid N"),
     ] {
         assert_eq!(mask(text), masked);
     }
@@ -505,7 +527,20 @@ fn output__doctor_and_ddio() {
 /// Only what is of this address: other tests have devices as well.
 fn of_address(address: &str, out: &str) -> String {
     let lines = out.lines().filter(|line| line.contains(&format!("{address}/")));
-    lines.map(|line| format!("{line}\n")).collect()
+    // Of as many digits as chance has it, some of which would be taken for hexadecimal.
+    let steady = |line: &str| {
+        let mut before = "";
+        let words = line.split(' ').map(|word| {
+            let named = std::mem::replace(&mut before, word);
+            if named.ends_with("-psn") || named == "cm-idn" {
+                "7"
+            } else {
+                word
+            }
+        });
+        words.collect::<Vec<_>>().join(" ") + "\n"
+    };
+    lines.map(steady).collect()
 }
 
 fn of_address_json(address: &str, out: &str) -> String {
@@ -557,6 +592,18 @@ fn output__res_and_capture() {
         compare_text("res show qp", &home, &of_address(client, &show(&["qp"])));
         compare_text("res show", &home, &of_address(client, &show(&[])));
         compare_json("res show", &home, &of_address_json(client, &show(&["--json"])));
+
+        for words in [
+            &["dev", "show"][..],
+            &["link", "show"],
+            &["stat", "show"],
+            &["res", "show", "cm_id"],
+        ] {
+            let json = run(&home, &[words, &["--json"]].concat());
+            let name = words.join(" ");
+            compare_text(&name, &home, &of_address(server, &run(&home, words)));
+            compare_json(&name, &home, &of_address_json(server, &json));
+        }
 
         let devices: Vec<Value> = serde_json::from_str(&show(&["--json"])).unwrap();
         let device = devices.iter().find(|device| device["ifname"] == client).unwrap();

@@ -231,6 +231,11 @@ impl CompletionQueue {
         (queue.completions.len(), queue.overrun)
     }
 
+    /// Completions that it holds.
+    pub(crate) fn depth(&self) -> usize {
+        self.lock().depth
+    }
+
     /// Asks for an [`crate::Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is there already makes none: poll after
     /// arming.
     pub fn arm(&self, arm: Arm) {

@@ -1,5 +1,7 @@
 //! The device: objects, packets in, packets out, timers.
 
+mod inspect;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -32,6 +34,10 @@ use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
 use crate::transmit::{ECN_MARKED, Path, TransmitBuf};
 use crate::work::{Bind, Operation, PostError, RecvRequest, SendFlags, SendRequest, SgeList, Target};
+
+pub use self::inspect::{
+    CmDetail, CqDetail, Paged, PdDetail, QpDetail, RegionDetail, SRQ_QPS_MAX, SrqDetail,
+};
 
 /// The identification that segment 127 of a train has: our own peers number from 0 and send no longer trains.
 const RDMUX_IP_ID_MAX: u16 = 127;

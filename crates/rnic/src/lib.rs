@@ -38,7 +38,10 @@ mod work;
 pub use backlog::Backlog;
 pub use counters::Counters;
 pub use cq::{Arm, CompletionQueue, Cqn, Status, WcOpcode, WorkCompletion};
-pub use device::{Arrival, Config, QpInfo, Rnic, Traffic};
+pub use device::{
+    Arrival, CmDetail, Config, CqDetail, Paged, PdDetail, QpDetail, QpInfo, RegionDetail, Rnic, SRQ_QPS_MAX,
+    SrqDetail, Traffic,
+};
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
@@ -48,7 +51,7 @@ pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState,
 pub use queue::{NotPosted, ReceiveQueue, SendQueue};
 pub use rdmux_wire::roce::Selectivity;
 pub use rdmux_wire::{LKey, Psn, Qpn, RKey};
-pub use region::{Pd, RegionSpec, RegisterError, WindowType};
+pub use region::{Pd, RegionKind, RegionSpec, RegisterError, WindowType};
 pub use srq::{SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 pub use time::Time;
 pub use transmit::{ECN_CAPABLE, ECN_MARKED, Path, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Train, TransmitBuf};

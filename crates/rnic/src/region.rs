@@ -7,6 +7,7 @@ use std::sync::Arc;
 use rand_core::RngCore;
 use rdmux_wire::{LKey, Qpn, RKey};
 
+use crate::device::RegionDetail;
 use crate::graveyard::Graveyard;
 use crate::memory::{Access, Memory};
 use crate::work::{Bind, Registration};
@@ -48,6 +49,17 @@ pub enum WindowType {
     One,
     /// Only the QP that bound it serves it (type 2B); bound and ended by work requests.
     Two,
+}
+
+/// What a key stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RegionKind {
+    /// A region that was registered.
+    Memory,
+    /// A region whose memory is given and taken by work requests. IBTA Vol 1, 10.6.3.4.
+    Fast,
+    /// A window.
+    Window(WindowType),
 }
 
 /// What to register.
@@ -568,5 +580,45 @@ impl Regions {
 
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
+    }
+
+    // For those who look from outside.
+
+    pub(crate) fn pds(&self) -> impl Iterator<Item = Pd> {
+        let used = self.pds.iter().enumerate().filter(|(_, used)| **used);
+        used.map(|(i, _)| Pd(i as u32))
+    }
+
+    /// The protection domain of each region and window.
+    pub(crate) fn domains(&self) -> impl Iterator<Item = Pd> {
+        self.entries.values().map(|entry| entry.pd)
+    }
+
+    /// Regions and windows by the high 24 bits of their keys.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = u32> {
+        self.entries.keys().copied()
+    }
+
+    pub(crate) fn detail(&self, mrn: u32) -> Option<RegionDetail> {
+        let entry = self.entries.get(&mrn)?;
+        let of_spec = |spec: &RegionSpec| (spec.view().iova, spec.length, spec.access);
+        let nothing = (0, 0, Access::empty());
+        let (kind, (iova, length, access)) = match &entry.kind {
+            Kind::Region(spec) => (RegionKind::Memory, of_spec(spec)),
+            Kind::Fast { spec, .. } => (RegionKind::Fast, spec.as_ref().map_or(nothing, of_spec)),
+            Kind::Window { kind, bound, .. } => {
+                let bound = bound.map(|Bound { bind, .. }| (bind.va, bind.length, bind.access));
+                (RegionKind::Window(*kind), bound.unwrap_or(nothing))
+            }
+        };
+        Some(RegionDetail {
+            mrn,
+            kind,
+            rkey: entry.key,
+            pd: entry.pd,
+            iova,
+            length,
+            access,
+        })
     }
 }

@@ -58,13 +58,14 @@ pub use device::{
 pub use event::AsyncEvent;
 pub use lease::{FileWatch, Wanted};
 pub use memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
-pub use rdmux_rnic::cm::Endpoint;
+pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, AttrMask, Bind, Counters, Cqn, Fault, Histogram, INLINE_BYTES_MAX, LKey, Latencies,
-    MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, ModifyError, Operation, Path, Placement, PostError,
-    Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey, RecvRequest, RegionSpec, RegisterError,
-    Registration, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqError, SrqInfo, Srqn,
-    Status, Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
+    Access, Arm, Atomic, AttrMask, Bind, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
+    INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, ModifyError,
+    Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey,
+    RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, SGE_MAX, Selectivity,
+    SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target, Traffic,
+    WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::{PathMtu, Transport};

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_verbs::soft::capture::{Filter, start};
-use rdmux_verbs::soft::resources::{DeviceAt, ask, devices};
+use rdmux_verbs::soft::resources::{DeviceAt, Object, ask, devices};
 use rdmux_wire::check::{Checker, Report};
 use rdmux_wire::roce::Opcode;
 use serde_json::{Value, json};
@@ -34,8 +34,8 @@ pub(crate) struct Args {
     /// The file, which is replaced.
     #[arg(short, long, value_name = "FILE", required = true)]
     write: Option<PathBuf>,
-    /// The device, as `rdmux res show` names it [default: the only one there is].
-    #[arg(long, value_name = "ADDRESS/SLOT", value_parser = parse_device)]
+    /// The device, as `rdmux dev show` names it [default: the only one there is].
+    #[arg(long, value_name = "ADDRESS/SLOT")]
     device: Option<DeviceAt>,
     /// End after so long.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
@@ -63,16 +63,6 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-}
-
-fn parse_device(text: &str) -> Result<DeviceAt, String> {
-    let parts = text.split_once('/').and_then(|(address, slot)| {
-        Some(DeviceAt {
-            address: address.parse().ok()?,
-            slot: slot.parse().ok()?,
-        })
-    });
-    parts.ok_or_else(|| "give ADDRESS/SLOT, as `rdmux res show` prints it".into())
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
@@ -142,14 +132,17 @@ fn capture(args: &Args, path: &Path) -> Result<()> {
 
 /// The device to capture where none is named.
 fn only_device() -> Result<DeviceAt> {
-    let answers = ask(&devices(), PATIENCE);
+    // Root sees everybody's, and captures its own alone.
+    let uid = rustix::process::geteuid().as_raw();
+    let answers = ask(&devices(), Object::Device, PATIENCE);
     let own: Vec<DeviceAt> = answers
         .into_iter()
-        .filter_map(|(device, answer)| answer.is_ok().then_some(device))
+        .filter(|(_, answer)| answer.as_ref().is_ok_and(|told| told.uid == uid))
+        .map(|(device, _)| device)
         .collect();
     ensure!(
         !own.is_empty(),
-        "there is no device of this user to capture: `rdmux res show` lists them"
+        "there is no device of this user to capture: `rdmux dev show` lists them"
     );
     match own[..] {
         [device] => Ok(device),

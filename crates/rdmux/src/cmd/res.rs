@@ -1,19 +1,12 @@
 //! `rdmux res`: what the devices of this user's processes have, with the words of rdma(8).
 
-use std::fs;
-use std::io::IsTerminal;
-use std::net::IpAddr;
-use std::time::Duration;
-
 use anyhow::Result;
-use rdmux_verbs::soft::resources::{AskError, DeviceAt, QpResource, Resources, ask, devices};
-use rdmux_verbs::{Carrier, QpState, QpType};
-use serde_json::{Value, json};
+use rdmux_verbs::soft::resources::{Item, Object as Asked, QpResource};
+use rdmux_verbs::{Access, Carrier, CmDetail, CmState, QpState, QpType, RegionKind, WindowType};
+use serde_json::json;
 
-use crate::output::{self, Align};
-
-/// How long all devices together have for their answers.
-const PATIENCE: Duration = Duration::from_secs(2);
+use super::objects::{self, Answer, Filter, Kind, Output, Row, answers};
+use crate::output::Align;
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
@@ -23,21 +16,34 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand, Debug)]
 enum Command {
-    /// Show how many resources each device has, or each queue pair.
+    /// Show how many objects each device has, or each object of a kind.
     ///
-    /// Devices are those of this user's processes in this network namespace, named ADDRESS/SLOT: the slot is the top byte of a
-    /// process's QPNs. On a terminal queue pairs are columns; elsewhere a line each, of names and values as rdma(8) prints
-    /// them. `carrier` is `shm` or `udp` with the reason, `direct` how many regions of the peer are reached without packets,
-    /// mapped or by calls into its process, with the reason for the last one that is not.
+    /// Devices are those of this user's processes in this network namespace, and root sees everybody's; each is named ADDRESS/SLOT, where
+    /// the slot is the top byte of a process's QPNs. A filter is a name and a value, all must hold: `link ADDRESS/SLOT`, `pid 7`,
+    /// `state RTS,RTR`, `lqpn 3,7-9`; a name that there is not is answered by those that there are. On a terminal queue pairs are
+    /// columns; elsewhere a line each, of names and values as rdma(8) prints them. `carrier` is `shm` or `udp` with the reason,
+    /// `direct` how many regions of the peer are reached without packets, mapped or by calls into its process, with the reason for
+    /// the last one that is not.
     #[command(after_help = "\
-JSON: an array of objects: ifname, port, pid, comm, and cq, qp, mr; of qp instead lqpn, rqpn, type, state, peer, path-mtu, carrier, carrier-why,
-direct (mapped, process, why-not); or error, where a device does not answer.")]
+JSON: an array of objects: ifname, port, pid, comm, and of
+  (none)  pd, cq, qp, cm_id, mr, ctx, srq: how many
+  qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
+          why-not), pdn, scqn, rcqn, srqn, sends, receives
+  cq      cqn, cqe, users, waiting, overrun, ctxn
+  mr      mrn, type, rkey, iova, mrlen, access, pdn
+  pd      pdn, users, ctxn
+  cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, dst-addr, service
+  srq     srqn, type, lqpn, pdn, cqn, max-wr, posted, limit, users
+  ctx     ctxn
+or error, where a device does not answer.")]
     Show {
         /// What to show of each device [default: how many there are of all].
         object: Option<Object>,
-        /// Print JSON, with the keys of rdma(8): a list of objects.
-        #[arg(long)]
-        json: bool,
+        /// Names and values in turn.
+        #[arg(value_name = "FILTER VALUE")]
+        filter: Vec<String>,
+        #[command(flatten)]
+        output: Output,
     },
 }
 
@@ -45,155 +51,206 @@ direct (mapped, process, why-not); or error, where a device does not answer.")]
 enum Object {
     /// Queue pairs.
     Qp,
+    /// Completion queues.
+    Cq,
+    /// Memory regions and windows.
+    Mr,
+    /// Protection domains.
+    Pd,
+    /// Connections, and who listens for them.
+    #[value(name = "cm_id")]
+    CmId,
+    /// Shared receive queues.
+    Srq,
+    /// Contexts: one for each device.
+    Ctx,
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let Command::Show { object, json } = &args.command;
-    let (found, hidden) = answers();
-    let text = match (object, json) {
-        (None, true) => pretty(found.iter().map(Answer::counts_json).collect()),
-        (None, false) => lines(found.iter().map(Answer::counts_line)),
-        (Some(Object::Qp), true) => pretty(found.iter().flat_map(Answer::qps_json).collect()),
-        (Some(Object::Qp), false) if std::io::stdout().is_terminal() => qp_table(&found),
-        (Some(Object::Qp), false) => lines(found.iter().flat_map(Answer::qp_lines)),
-    };
-    if !text.is_empty() {
-        output::say(&text);
-    }
-    for note in hidden {
-        output::error(&note);
-    }
+    let Command::Show {
+        object,
+        filter,
+        output,
+    } = &args.command;
+    let filter = Filter::of_words(filter, keys(*object));
+    let (found, hidden) = answers(filter.named, asked(*object))?;
+    let mut rows: Vec<Row> = found.iter().flat_map(|answer| rows(answer, *object)).collect();
+    rows.retain(|row| filter.takes(row));
+    objects::print(&rows, *output, columns(*object), hidden);
     Ok(())
 }
 
-/// What a device of this user answered.
-struct Answer {
-    at: DeviceAt,
-    pid: Option<u32>,
-    comm: Option<String>,
-    resources: Result<Resources, String>,
-}
-
-/// What the devices answered, and a note for each that keeps its resources to itself.
-fn answers() -> (Vec<Answer>, Vec<anyhow::Error>) {
-    let (mut found, mut hidden) = (Vec::new(), Vec::new());
-    for (at, answer) in ask(&devices(), PATIENCE) {
-        let (pid, resources) = match answer {
-            Ok(resources) => (resources.pid, Ok(resources)),
-            Err(AskError::NotThere) => continue,
-            Err(error @ (AskError::OtherUser { .. } | AskError::UnknownUser)) => {
-                hidden.push(anyhow::Error::new(error).context(format!("{at} is not shown")));
-                continue;
-            }
-            Err(error @ (AskError::NoAnswer { pid } | AskError::Ended { pid })) => {
-                (pid, Err(error.to_string()))
-            }
-            Err(error) => (None, Err(error.to_string())),
-        };
-        found.push(Answer {
-            at,
-            pid,
-            comm: pid.and_then(comm),
-            resources,
-        });
+fn asked(object: Option<Object>) -> Asked {
+    match object {
+        None | Some(Object::Ctx) => Asked::Device,
+        Some(Object::Qp) => Asked::Qp,
+        Some(Object::Cq) => Asked::Cq,
+        Some(Object::Mr) => Asked::Mr,
+        Some(Object::Pd) => Asked::Pd,
+        Some(Object::CmId) => Asked::CmId,
+        Some(Object::Srq) => Asked::Srq,
     }
-    (found, hidden)
 }
 
-/// The name of a process.
-fn comm(pid: u32) -> Option<String> {
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    // A process names itself as it likes.
-    Some(
-        name.trim_end()
-            .replace(|c: char| c.is_control() || c.is_whitespace(), "?"),
-    )
-}
-
-fn lines(lines: impl Iterator<Item = String>) -> String {
-    lines.collect::<Vec<_>>().join("\n")
-}
-
-fn pretty(list: Vec<Value>) -> String {
-    format!("{:#}", Value::Array(list))
-}
-
-impl Answer {
-    fn pid_and_comm(&self) -> String {
-        let pid = self.pid.map(|pid| format!(" pid {pid}"));
-        let comm = self.comm.as_ref().map(|comm| format!(" comm {comm}"));
-        pid.unwrap_or_default() + &comm.unwrap_or_default()
+/// What objects of a kind can be chosen by.
+fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
+    use Kind::{Number, Word};
+    match object {
+        None | Some(Object::Ctx) => &[("ctxn", Number), ("pid", Number), ("comm", Word)],
+        Some(Object::Qp) => &[
+            ("lqpn", Number),
+            ("rqpn", Number),
+            ("type", Word),
+            ("state", Word),
+            ("rq-psn", Number),
+            ("sq-psn", Number),
+            ("path-mig-state", Word),
+            ("peer", Word),
+            ("carrier", Word),
+            ("pdn", Number),
+            ("srqn", Number),
+            ("pid", Number),
+            ("comm", Word),
+        ],
+        Some(Object::Cq) => &[
+            ("cqn", Number),
+            ("cqe", Number),
+            ("users", Number),
+            ("ctxn", Number),
+            ("pid", Number),
+            ("comm", Word),
+        ],
+        Some(Object::Mr) => &[
+            ("mrn", Number),
+            ("type", Word),
+            ("rkey", Word),
+            ("mrlen", Number),
+            ("pdn", Number),
+            ("pid", Number),
+            ("comm", Word),
+        ],
+        Some(Object::Pd) => &[
+            ("pdn", Number),
+            ("users", Number),
+            ("ctxn", Number),
+            ("pid", Number),
+            ("comm", Word),
+        ],
+        Some(Object::CmId) => &[
+            ("cm-idn", Number),
+            ("lqpn", Number),
+            ("rqpn", Number),
+            ("state", Word),
+            ("phase", Word),
+            ("ps", Word),
+            ("dst-addr", Word),
+            ("pid", Number),
+            ("comm", Word),
+        ],
+        Some(Object::Srq) => &[
+            ("srqn", Number),
+            ("type", Word),
+            ("lqpn", Number),
+            ("pdn", Number),
+            ("cqn", Number),
+            ("pid", Number),
+            ("comm", Word),
+        ],
     }
+}
 
-    /// An object with what names the device, and more.
-    fn object(&self, more: Value) -> Value {
-        let mut object = json!({ "ifname": self.at.address, "port": self.at.slot });
-        let processes = json!({ "pid": self.pid, "comm": self.comm });
-        for part in [more, processes] {
-            if let (Value::Object(object), Value::Object(part)) = (&mut object, part) {
-                object.extend(part);
-            }
+/// The columns on a terminal.
+fn columns(object: Option<Object>) -> &'static [(&'static str, Align)] {
+    use Align::{Left, Right};
+    match object {
+        Some(Object::Qp) => &[
+            ("lqpn", Right),
+            ("rqpn", Right),
+            ("type", Left),
+            ("state", Left),
+            ("peer", Left),
+            ("path-mtu", Right),
+            ("pid", Right),
+            ("comm", Left),
+            ("carrier", Left),
+            ("direct", Left),
+        ],
+        _ => &[],
+    }
+}
+
+fn rows(answer: &Answer, object: Option<Object>) -> Vec<Row> {
+    let dev = || match object {
+        None => format!("{}: {}:", answer.index, answer.at),
+        Some(Object::Qp | Object::CmId) => format!("link {}", answer.at),
+        Some(_) => format!("dev {}", answer.at),
+    };
+    match &answer.items {
+        Err(why) => vec![Row::error(answer, dev(), why)],
+        Ok(items) => items
+            .iter()
+            .map(|item| row(Row::of(answer, dev()), item, object).with_process(answer))
+            .collect(),
+    }
+}
+
+fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
+    match item {
+        Item::Device(_) if object == Some(Object::Ctx) => row.with("ctxn", 0),
+        Item::Device(device) => {
+            let counts = &device.counts;
+            row.with("pd", counts.pds)
+                .with("cq", counts.cqs)
+                .with("qp", counts.qps)
+                .with("cm_id", counts.cm_ids)
+                .with("mr", counts.mrs)
+                .with("ctx", 1)
+                .with("srq", counts.srqs)
         }
-        object
-    }
-
-    fn counts_line(&self) -> String {
-        let what = match &self.resources {
-            Ok(found) => format!("cq {} qp {} mr {}", found.cqs, found.qps, found.mrs),
-            Err(error) => format!("({error})"),
-        };
-        format!("{}: {what}{}", self.at, self.pid_and_comm())
-    }
-
-    fn counts_json(&self) -> Value {
-        self.object(match &self.resources {
-            Ok(found) => json!({ "cq": found.cqs, "qp": found.qps, "mr": found.mrs }),
-            Err(error) => json!({ "error": error }),
-        })
-    }
-
-    fn qps_json(&self) -> Vec<Value> {
-        match &self.resources {
-            Ok(found) => found
-                .queue_pairs
-                .iter()
-                .map(|qp| self.object(qp_json(qp)))
-                .collect(),
-            Err(error) => vec![self.object(json!({ "error": error }))],
+        Item::Qp(qp) => qp_row(row, qp),
+        Item::Cq(cq) => row
+            .with("cqn", cq.cqn.0)
+            .with("cqe", cq.depth)
+            .with("users", cq.users)
+            .with("waiting", cq.waiting)
+            .shown_as(
+                "overrun",
+                cq.overrun,
+                if cq.overrun { "yes".into() } else { String::new() },
+            )
+            .with("ctxn", 0),
+        Item::Mr(mr) => row
+            .with("mrn", mr.mrn)
+            .with("type", region_kind(mr.kind))
+            .with("rkey", format!("{:#010x}", mr.rkey))
+            .with("iova", format!("{:#x}", mr.iova))
+            .with("mrlen", mr.length)
+            .with("access", access_words(mr.access))
+            .with("pdn", mr.pd.0),
+        Item::Pd(pd) => row.with("pdn", pd.pd.0).with("users", pd.users).with("ctxn", 0),
+        Item::CmId(cm) => cm_row(row, cm),
+        Item::Srq(srq) => {
+            let (kind, cqn) = match srq.xrc {
+                Some((_, cqn)) => ("XRC", Some(cqn.0)),
+                None => ("BASIC", None),
+            };
+            let qpns: Vec<u32> = srq.qpns.iter().map(|qpn| qpn.value()).collect();
+            row.with("srqn", srq.srqn.0)
+                .with("type", kind)
+                .with("lqpn", qpns)
+                .with("pdn", srq.pd.0)
+                .with("cqn", cqn)
+                .with("max-wr", srq.info.max_wr)
+                .with("posted", srq.info.posted)
+                .with("limit", srq.info.limit)
+                .with("users", srq.users)
         }
-    }
-
-    fn qp_lines(&self) -> Vec<String> {
-        let line = |what: &str| format!("link {} {what}{}", self.at, self.pid_and_comm());
-        match &self.resources {
-            Ok(found) => found.queue_pairs.iter().map(|qp| line(&qp_line(qp))).collect(),
-            Err(error) => vec![line(&format!("({error})"))],
-        }
-    }
-
-    fn qp_rows(&self) -> Vec<Vec<String>> {
-        let row = |middle: Vec<String>, end: Vec<String>| {
-            let pid = self.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
-            let comm = self.comm.clone().unwrap_or_else(|| "-".to_owned());
-            let mut row = vec![self.at.to_string()];
-            row.extend(middle);
-            row.extend([pid, comm]);
-            row.extend(end);
-            row
-        };
-        match &self.resources {
-            Ok(found) => found
-                .queue_pairs
-                .iter()
-                .map(|qp| row(middle_cells(qp), vec![carrier_words(qp), direct_words(qp)]))
-                .collect(),
-            Err(error) => vec![row(vec!["-".to_owned(); 6], vec![format!("({error})")])],
-        }
+        Item::Counter(_) => row,
     }
 }
 
 /// The names that rdma(8) has.
-fn type_name(qp_type: QpType) -> &'static str {
+pub(crate) fn type_name(qp_type: QpType) -> &'static str {
     match qp_type {
         QpType::Rc => "RC",
         QpType::Uc => "UC",
@@ -203,7 +260,7 @@ fn type_name(qp_type: QpType) -> &'static str {
     }
 }
 
-fn state_name(state: QpState) -> &'static str {
+pub(crate) fn state_name(state: QpState) -> &'static str {
     match state {
         QpState::Reset => "RESET",
         QpState::Init => "INIT",
@@ -215,13 +272,20 @@ fn state_name(state: QpState) -> &'static str {
     }
 }
 
-/// `shm`, `udp` and why, or `-`.
-fn carrier_words(qp: &QpResource) -> String {
-    match &qp.carrier {
-        None => "-".into(),
-        Some(Carrier::SharedMemory) => "shm".into(),
-        Some(Carrier::Udp(why)) => format!("udp ({why})"),
+fn region_kind(kind: RegionKind) -> &'static str {
+    match kind {
+        RegionKind::Memory => "memory",
+        RegionKind::Fast => "fast",
+        RegionKind::Window(WindowType::One) => "window-1",
+        RegionKind::Window(WindowType::Two) => "window-2",
     }
+}
+
+pub(crate) fn access_words(access: Access) -> Vec<String> {
+    let words = access
+        .iter_names()
+        .map(|(name, _)| name.to_lowercase().replace('_', "-"));
+    words.collect()
 }
 
 /// What is reached without packets, and why not more.
@@ -233,114 +297,97 @@ fn direct_words(qp: &QpResource) -> String {
         .filter(|(n, _)| *n > 0)
         .map(|(n, kind)| format!("{kind} {n}"));
     let why_not = direct.why_not.iter().map(|why| format!("({why})"));
-    let words: Vec<String> = counts.chain(why_not).collect();
-    if words.is_empty() {
-        "-".into()
-    } else {
-        words.join(" ")
-    }
+    counts.chain(why_not).collect::<Vec<_>>().join(" ")
 }
 
-fn qp_line(qp: &QpResource) -> String {
-    let peer_qpn = qp.peer.map(|(_, qpn)| format!(" rqpn {}", qpn.value()));
-    let peer = qp
-        .peer
-        .map(|(address, _)| format!(" peer {address} path-mtu {}", qp.path_mtu));
-    let named = |name: &str, words: String| {
-        if words == "-" {
-            String::new()
-        } else {
-            format!(" {name} {words}")
-        }
-    };
-    [
-        format!("lqpn {}", qp.qpn.value()),
-        peer_qpn.unwrap_or_default(),
-        format!(" type {} state {}", type_name(qp.qp_type), state_name(qp.state)),
-        peer.unwrap_or_default(),
-        named("carrier", carrier_words(qp)),
-        named("direct", direct_words(qp)),
-    ]
-    .concat()
-}
-
-fn qp_json(qp: &QpResource) -> Value {
+fn qp_row(row: Row, qp: &QpResource) -> Row {
     let (carrier, why) = match &qp.carrier {
         None => (None, None),
         Some(Carrier::SharedMemory) => (Some("shm"), None),
-        Some(Carrier::Udp(why)) => (Some("udp"), Some(why)),
+        Some(Carrier::Udp(why)) => (Some("udp"), Some(why.as_str())),
     };
-    json!({
-        "lqpn": qp.qpn.value(),
-        "rqpn": qp.peer.map(|(_, qpn)| qpn.value()),
-        "type": type_name(qp.qp_type),
-        "state": state_name(qp.state),
-        "peer": qp.peer.map(|(address, _): (IpAddr, _)| address),
-        "path-mtu": qp.peer.map(|_| qp.path_mtu),
-        "carrier": carrier,
-        "carrier-why": why,
-        "direct": {
-            "mapped": qp.direct.mapped,
-            "process": qp.direct.by_calls,
-            "why-not": qp.direct.why_not,
-        },
-    })
+    let carrier_words = match (carrier, why) {
+        (Some(carrier), Some(why)) => format!("{carrier} ({why})"),
+        (carrier, _) => carrier.unwrap_or_default().to_owned(),
+    };
+    let direct = json!({
+        "mapped": qp.direct.mapped,
+        "process": qp.direct.by_calls,
+        "why-not": qp.direct.why_not,
+    });
+    let peer = qp.peer.map(|(address, _)| address.to_string());
+    row.with("lqpn", qp.qpn.value())
+        .with("rqpn", qp.peer.map(|(_, qpn)| qpn.value()))
+        .with("type", type_name(qp.qp_type))
+        .with("state", state_name(qp.state))
+        .with("rq-psn", qp.rq_psn)
+        .with("sq-psn", qp.sq_psn)
+        // There is no alternate path.
+        .with("path-mig-state", "MIGRATED")
+        .with("peer", peer)
+        .with("path-mtu", qp.peer.map(|_| qp.path_mtu))
+        .shown_as("carrier", carrier, carrier_words)
+        .hidden("carrier-why", why)
+        .shown_as("direct", direct, direct_words(qp))
+        .with("pdn", qp.pdn)
+        .hidden("scqn", qp.send_cqn)
+        .hidden("rcqn", qp.recv_cqn)
+        .with("srqn", qp.srqn)
+        .hidden("sends", qp.sends)
+        .hidden("receives", qp.receives)
 }
 
-/// The cells between the device and its process.
-fn middle_cells(qp: &QpResource) -> Vec<String> {
-    let of_peer = |cell: fn(&QpResource, IpAddr, u32) -> String| match qp.peer {
-        Some((address, qpn)) => cell(qp, address, qpn.value()),
-        None => "-".into(),
+fn cm_row(row: Row, cm: &CmDetail) -> Row {
+    // The states of librdmacm's ids: rdma(8) has no finer ones.
+    let (state, phase) = match cm.state {
+        CmState::Listen => ("LISTEN", "listening"),
+        CmState::Connect => ("CONNECT", "asking"),
+        CmState::Accept => ("CONNECT", "asked"),
+        CmState::Established => ("CONNECT", "established"),
+        CmState::Disconnect => ("DISCONNECT", "ending"),
+        CmState::TimeWait => ("DISCONNECT", "time-wait"),
+        CmState::Resolve => ("CONNECT", "resolving"),
     };
-    vec![
-        qp.qpn.value().to_string(),
-        of_peer(|_, _, qpn| qpn.to_string()),
-        type_name(qp.qp_type).into(),
-        state_name(qp.state).into(),
-        of_peer(|_, address, _| address.to_string()),
-        of_peer(|qp, _, _| qp.path_mtu.to_string()),
-    ]
-}
-
-fn qp_table(found: &[Answer]) -> String {
-    const COLUMNS: [(&str, Align); 11] = [
-        ("link", Align::Left),
-        ("lqpn", Align::Right),
-        ("rqpn", Align::Right),
-        ("type", Align::Left),
-        ("state", Align::Left),
-        ("peer", Align::Left),
-        ("path-mtu", Align::Right),
-        ("pid", Align::Right),
-        ("comm", Align::Left),
-        ("carrier", Align::Left),
-        ("direct", Align::Left),
-    ];
-    let rows: Vec<Vec<String>> = found.iter().flat_map(Answer::qp_rows).collect();
-    if rows.is_empty() {
-        return String::new();
-    }
-    output::table(&COLUMNS, &rows)
+    let listens = cm.state == CmState::Listen;
+    let port = cm.service.port();
+    let is_datagrams = cm.service == rdmux_verbs::ServiceId::udp(port.unwrap_or(0));
+    let space = port.map_or("IB", |_| if is_datagrams { "UDP" } else { "TCP" });
+    // A service's port is that of who listens.
+    let with_port = |address: String| match port {
+        Some(port) => format!("{address}:{port}"),
+        None => address,
+    };
+    let peer = cm.peer.map(|peer| match peer {
+        std::net::IpAddr::V6(v6) => format!("[{v6}]"),
+        v4 => v4.to_string(),
+    });
+    row.with("cm-idn", (!listens).then_some(cm.number))
+        .with("lqpn", cm.qpns.0.map(|qpn| qpn.value()))
+        .with("rqpn", cm.qpns.1.map(|qpn| qpn.value()))
+        .with("state", state)
+        .with("phase", phase)
+        .with("ps", space)
+        .with(
+            "src-addr",
+            listens.then(|| port.map(|port| format!(":{port}"))).flatten(),
+        )
+        .with("dst-addr", peer.map(with_port))
+        .hidden("service", format!("{:#018x}", cm.service.0))
 }
 
 #[cfg(test)]
 mod tests {
     use rdmux_verbs::Qpn;
-    use rdmux_verbs::soft::resources::Direct;
+    use rdmux_verbs::soft::resources::{Counts, DeviceResource, Direct};
 
     use super::*;
 
-    fn answers() -> [Answer; 2] {
-        let at = DeviceAt {
-            address: IpAddr::from([127, 0, 0, 1]),
-            slot: 3,
-        };
+    fn found() -> [Answer; 2] {
         let connected = QpResource {
             qpn: Qpn::new(0x03_0011),
             qp_type: QpType::Rc,
             state: QpState::Rts,
-            peer: Some((IpAddr::from([127, 0, 0, 2]), Qpn::new(0x04_0012))),
+            peer: Some(([127, 0, 0, 2].into(), Qpn::new(0x04_0012))),
             path_mtu: 4096,
             carrier: Some(Carrier::Udp("switched off".into())),
             direct: Direct {
@@ -348,6 +395,14 @@ mod tests {
                 by_calls: 0,
                 why_not: Some("not shareable".into()),
             },
+            pdn: 1,
+            send_cqn: 2,
+            recv_cqn: 3,
+            srqn: None,
+            sq_psn: 4,
+            rq_psn: 5,
+            sends: 6,
+            receives: 7,
         };
         let fresh = QpResource {
             qpn: Qpn::new(0x03_0012),
@@ -358,64 +413,56 @@ mod tests {
             direct: Direct::default(),
             ..connected.clone()
         };
-        let resources = Resources {
-            pid: Some(7),
-            qps: 2,
-            mrs: 1,
-            cqs: 4,
-            queue_pairs: vec![connected, fresh],
-        };
-        let answer = |slot, pid, resources| Answer {
-            at: DeviceAt { slot, ..at },
+        let answer = |slot, pid: Option<u32>, items| Answer {
+            index: slot,
+            at: format!("127.0.0.1/{slot}").parse().unwrap(),
             pid,
             comm: pid.map(|_| "perf".into()),
-            resources,
+            items,
         };
         [
-            answer(3, Some(7), Ok(resources)),
+            answer(3, Some(7), Ok(vec![Item::Qp(connected), Item::Qp(fresh)])),
             answer(4, None, Err("it does not answer".into())),
         ]
     }
 
-    #[test]
-    fn qp_lines__names_and_values() {
-        let found: Vec<String> = answers().iter().flat_map(Answer::qp_lines).collect();
-        let expected = [
-            "link 127.0.0.1/3 lqpn 196625 rqpn 262162 type RC state RTS peer 127.0.0.2 path-mtu 4096 carrier udp (switched \
-             off) direct mapped 2 (not shareable) pid 7 comm perf",
-            "link 127.0.0.1/3 lqpn 196626 type UD state INIT pid 7 comm perf",
-            "link 127.0.0.1/4 (it does not answer)",
-        ];
-        assert_eq!(found, expected);
+    fn shown(object: Option<Object>) -> Vec<Row> {
+        found().iter().flat_map(|answer| rows(answer, object)).collect()
     }
 
     #[test]
-    fn counts_line__of_each_device() {
-        let found: Vec<String> = answers().iter().map(Answer::counts_line).collect();
-        let expected = [
-            "127.0.0.1/3: cq 4 qp 2 mr 1 pid 7 comm perf",
-            "127.0.0.1/4: (it does not answer)",
-        ];
-        assert_eq!(found, expected);
-    }
-
-    #[test]
-    fn qp_table__aligned() {
+    fn qp__columns() {
         let expected = "\
-link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrier               direct
-127.0.0.1/3  196625  262162  RC    RTS    127.0.0.2      4096    7  perf  udp (switched off)    mapped 2 (not shareable)
-127.0.0.1/3  196626       -  UD    INIT   -                 -    7  perf  -                     -
-127.0.0.1/4       -       -  -     -      -                 -    -  -     (it does not answer)";
-        assert_eq!(qp_table(&answers()), expected);
+link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrier             direct
+127.0.0.1/3  196625  262162  RC    RTS    127.0.0.2      4096    7  perf  udp (switched off)  mapped 2 (not shareable)
+127.0.0.1/3  196626       -  UD    INIT   -                 -    7  perf  -                   -
+127.0.0.1/4       -       -  -     -      -                 -    -  -     -                   (it does not answer)";
+        let object = Some(Object::Qp);
+        assert_eq!(objects::table(&shown(object), columns(object)), expected);
     }
 
     #[test]
-    fn qps_json__keys() {
-        let found: Vec<Value> = answers().iter().flat_map(Answer::qps_json).collect();
-        assert_eq!(found[0]["ifname"], "127.0.0.1");
-        assert_eq!(found[0]["carrier-why"], "switched off");
-        assert_eq!(found[0]["direct"]["mapped"], 2);
-        assert_eq!(found[1]["peer"], Value::Null);
-        assert_eq!(found[2]["error"], "it does not answer");
+    fn keys__are_those_of_the_objects() {
+        let device = Item::Device(DeviceResource {
+            guid: 1,
+            mtu: 4096,
+            active: true,
+            version: "0.1.0".into(),
+            counts: Counts::default(),
+        });
+        let answer = &found()[0];
+        let has = |row: &Row, object| {
+            for (key, _) in keys(object) {
+                // A filter on a key that no object has would never hold.
+                assert!(row.has(key) || object.is_none(), "{object:?} has no {key}");
+            }
+        };
+        let ctx = Some(Object::Ctx);
+        has(
+            &row(Row::of(answer, String::new()), &device, ctx).with_process(answer),
+            ctx,
+        );
+        let qp = Some(Object::Qp);
+        has(&shown(qp)[0], qp);
     }
 }

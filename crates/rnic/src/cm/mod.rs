@@ -28,7 +28,7 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::backlog::Backlog;
-use crate::device::Config;
+use crate::device::{CmDetail, Config};
 use crate::time::Time;
 
 /// Response timeout that we announce: 4.096 us x 2^20 = 4.3 s, as the kernel does.
@@ -198,6 +198,28 @@ pub enum CmEvent {
     },
 }
 
+/// Where a connection stands, as those see it who look from outside. IBTA Vol 1, 12.9.7.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CmState {
+    /// Connections to a service are waited for.
+    Listen,
+    /// It was asked for.
+    Connect,
+    /// A peer asks for it.
+    Accept,
+    /// It stands.
+    Established,
+    /// It is being ended.
+    Disconnect,
+    /// It has ended; its ids and QPNs rest.
+    TimeWait,
+    /// The QP of a datagram service is asked for. 12.11.
+    Resolve,
+}
+
+/// In the numbers by which connections are told of: a service that is listened on.
+pub(crate) const LISTENER: u64 = 1 << 63;
+
 /// States of a connection. IBTA Vol 1, 12.9.6 and 12.9.7; of a resolution, 12.11.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
@@ -230,6 +252,21 @@ pub(crate) enum State {
 }
 
 impl State {
+    fn to_public(self) -> CmState {
+        match self {
+            State::ReqSent | State::MraReqReceived | State::RepReceived | State::MraRepSent => {
+                CmState::Connect
+            }
+            State::ReqReceived | State::MraReqSent | State::RepSent | State::MraRepReceived => {
+                CmState::Accept
+            }
+            State::Established => CmState::Established,
+            State::DreqSent => CmState::Disconnect,
+            State::TimeWait => CmState::TimeWait,
+            State::SidrReqSent | State::SidrReqReceived => CmState::Resolve,
+        }
+    }
+
     #[cfg(test)]
     pub(crate) const COUNT: usize = State::SidrReqReceived as usize + 1;
 
@@ -405,6 +442,24 @@ impl Cm {
     /// Whether there is no connection.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Communication ids of connections and resolutions, and services that are listened on with [`LISTENER`].
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = u64> {
+        let connections = self.connections.keys().map(|id| u64::from(*id));
+        connections.chain(self.listeners.keys().map(|service| LISTENER | service.0))
+    }
+
+    pub(crate) fn detail(&self, id: CmId) -> Option<CmDetail> {
+        let c = self.connections.get(&id.0)?;
+        let known = |qpn: Qpn| (qpn != NO_QPN).then_some(qpn);
+        Some(CmDetail {
+            number: id.0.into(),
+            state: c.state.to_public(),
+            service: c.service,
+            peer: Some(c.peer),
+            qpns: (known(c.local_qpn), known(c.remote_qpn)),
+        })
     }
 
     /// Connections and resolutions in TimeWait: their ids and QPNs are not given out.

@@ -696,6 +696,15 @@ impl Qp {
         }
     }
 
+    /// PSN that the next send request begins with, and the one that is expected next; 0 where a half is not there or counts none.
+    pub(crate) fn next_psns(&self) -> (Psn, Psn) {
+        match &self.halves {
+            Halves::Reliable(requester, responder) => (requester.next_psn(), responder.expected_psn()),
+            Halves::Uc(sender, receiver) => (sender.next_psn(), receiver.expected_psn()),
+            Halves::Ud(sender, _) => (sender.next_psn(), Psn::new(0)),
+        }
+    }
+
     // Input.
 
     /// Handles a packet that was found to be for this QP.

@@ -343,6 +343,10 @@ impl Requester {
         self.selective.as_deref().map_or(0, Selective::kept)
     }
 
+    pub(crate) fn next_psn(&self) -> Psn {
+        self.next
+    }
+
     pub(crate) fn outstanding(&self) -> usize {
         self.queue.len()
     }

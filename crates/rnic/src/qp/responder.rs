@@ -214,6 +214,10 @@ impl Responder {
         (self.early.len(), self.answers.len())
     }
 
+    pub(crate) fn expected_psn(&self) -> Psn {
+        self.expected
+    }
+
     pub(crate) fn posted(&self) -> usize {
         self.execution.recv.len()
     }

@@ -33,6 +33,10 @@ impl UcReceiver {
         self.expected = attr.rq_psn.unwrap_or(self.expected);
     }
 
+    pub(crate) fn expected_psn(&self) -> Psn {
+        self.expected
+    }
+
     /// Handles a packet. `Some`: a receive ended with this status, and the QP is to fail with it.
     pub(crate) fn handle_request(
         &mut self,

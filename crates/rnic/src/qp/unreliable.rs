@@ -90,6 +90,10 @@ impl Sender {
         Ok(())
     }
 
+    pub(crate) fn next_psn(&self) -> Psn {
+        self.next
+    }
+
     pub(crate) fn outstanding(&self) -> usize {
         self.queue.len()
     }

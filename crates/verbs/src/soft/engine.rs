@@ -261,8 +261,6 @@ pub(crate) struct Core {
     pub(crate) cq_wakers: HashMap<Cqn, Weak<Waker>>,
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
     pub(crate) async_events: AsyncEvents,
-    /// The network took no packets the last time.
-    port_down: bool,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
     /// Connections that were accepted and wait for the peer's last message, or its first request, by their queue pairs.
     pub(crate) accepted: HashMap<Qpn, Accepted>,
@@ -474,7 +472,6 @@ impl Engine {
             cq_wakers: HashMap::new(),
             qp_errors: HashMap::new(),
             async_events: AsyncEvents::new().map_err(io("eventfd"))?,
-            port_down: false,
             connections: HashMap::new(),
             accepted: HashMap::new(),
             listeners: HashMap::new(),
@@ -746,7 +743,7 @@ impl Engine {
             slot: core.rnic.config().slot,
             counters: *core.rnic.counters(),
             send_errors: core.send_errors,
-            is_up: !core.port_down,
+            is_up: !core.rnic.is_down(),
             queue_pairs,
             regions,
             completion_queues,
@@ -1223,7 +1220,7 @@ impl Core {
                         self.rnic.show_sent(train, false, &bytes[train.range.clone()]);
                     }
                     self.sent += n;
-                    if n > 0 && std::mem::take(&mut self.port_down) {
+                    if n > 0 && self.rnic.set_down(false) {
                         self.async_events.push(AsyncEvent::PortActive);
                     }
                     let full = n < run.len();
@@ -1244,7 +1241,7 @@ impl Core {
                     // As good as lost on the way: the protocol notices, and the counter tells why.
                     self.send_errors += 1;
                     self.sent += error.index + 1;
-                    if port_is_down(&error.source) && !std::mem::replace(&mut self.port_down, true) {
+                    if port_is_down(&error.source) && !self.rnic.set_down(true) {
                         self.async_events.push(AsyncEvent::PortError);
                     }
                 }

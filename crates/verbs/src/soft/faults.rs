@@ -206,6 +206,10 @@ impl Faults {
         })
     }
 
+    pub(super) fn is_down(&self) -> bool {
+        self.is_down
+    }
+
     /// When something is to be done by itself.
     pub(super) fn due(&self) -> Option<Time> {
         let times = [self.leaving.due(), self.arriving.due(), self.change];

@@ -18,6 +18,8 @@ pub(crate) struct Port {
     rnic: Rnic,
     /// `None` while neither is there.
     watch: Option<Box<Watch>>,
+    /// The network takes no packets.
+    is_down: bool,
 }
 
 #[derive(Debug, Default)]
@@ -53,7 +55,11 @@ impl Port {
                 capture: None,
             })
         });
-        Port { rnic, watch }
+        Port {
+            rnic,
+            watch,
+            is_down: false,
+        }
     }
 
     fn faults(&mut self) -> Option<&mut Faults> {
@@ -122,6 +128,17 @@ impl Port {
         {
             capture.failed(self.rnic.config().address, qpn, status, cause);
         }
+    }
+
+    /// Whether the network takes no packets, or none are given to it.
+    pub(crate) fn is_down(&self) -> bool {
+        let faults = self.watch.as_ref().and_then(|watch| watch.faults.as_ref());
+        self.is_down || faults.is_some_and(Faults::is_down)
+    }
+
+    /// The network takes packets, or does not; gives what it did the last time.
+    pub(crate) fn set_down(&mut self, is_down: bool) -> bool {
+        std::mem::replace(&mut self.is_down, is_down)
     }
 
     /// As [`Rnic::handle_datagram`].

@@ -793,6 +793,12 @@ pub(crate) fn interface_of(address: IpAddr) -> io::Result<Interface> {
     Ok(Interface { index, mtu })
 }
 
+/// The name of the network interface of an index.
+pub(crate) fn interface_name(index: u32) -> Option<String> {
+    let fd = udp_socket(Ipv4Addr::LOCALHOST.into()).ok()?;
+    rustix::net::netdevice::index_to_name(&fd, index).ok()
+}
+
 /// The address of an entry, if it is one of IP.
 fn interface_address(entry: &libc::ifaddrs) -> Option<IpAddr> {
     // SAFETY: the address is null or a sockaddr, whose family is there whatever it is.

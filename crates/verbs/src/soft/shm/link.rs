@@ -20,7 +20,6 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, So
 
 use super::grant::{Granted, MAPPED, Process, Reach, Window};
 use super::message::{self, Message, Refusal};
-use super::report::{self, Carried, Page, QpReport};
 use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use super::segment::{self, Area, GRANTS, Segment, Side};
 use super::why::{NotDirect, Why};
@@ -31,6 +30,8 @@ use crate::soft::group::{self, SLOTS};
 use crate::soft::port::Port;
 use crate::soft::udp;
 use crate::soft::user::{User, user_of};
+
+mod tell;
 
 #[cfg(test)]
 mod tests;
@@ -57,6 +58,9 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// time, but may be stopped meanwhile.
 const LEAVE_TIME: Duration = Duration::from_secs(1);
 
+/// The number of the user who may look at everybody's devices.
+pub(in crate::soft) const ROOT: u32 = 0;
+
 /// The slot of a QPN's process.
 pub(crate) fn slot_of(qpn: Qpn) -> u8 {
     (qpn.value() >> 16) as u8 % SLOTS as u8
@@ -71,6 +75,8 @@ fn peer_of(info: &QpInfo) -> Option<(IpAddr, u8)> {
 enum State {
     /// Accepted, and has said nothing yet.
     Unknown,
+    /// Root, of whom this is another user: it may ask what there is, and nothing else.
+    Looks,
     /// Asked, and has not answered yet; with its rings.
     Asked(Box<Rings>),
     Up(Box<Rings>),
@@ -520,9 +526,10 @@ impl Links {
             let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
                 return;
             };
-            // Another user learns who we are from our credentials, and gets nothing.
-            let pid = match check_user(&socket) {
-                Ok(pid) => pid,
+            // Another user learns who we are from our credentials, and gets nothing; root may look.
+            let (pid, only_looks) = match check_user(&socket) {
+                Ok(pid) => (pid, false),
+                Err(Why::OtherUser(ROOT)) => (0, true),
                 Err(why) => {
                     if why == Why::UnknownUser {
                         let _ = say(&socket, &Message::Refused(Refusal::UnknownUser), &[]);
@@ -533,7 +540,9 @@ impl Links {
             if self.list.len() >= LINKS_MAX {
                 let capturing = self.capturing;
                 let unknown = |link: &Link| {
-                    matches!(link.state, State::Unknown) && link.peer.is_none() && capturing != Some(link.id)
+                    matches!(link.state, State::Unknown | State::Looks)
+                        && link.peer.is_none()
+                        && capturing != Some(link.id)
                 };
                 let Some(i) = self.list.iter().position(unknown) else {
                     let _ = say(&socket, &Message::Refused(Refusal::Full), &[]);
@@ -541,7 +550,8 @@ impl Links {
                 };
                 self.list.remove(i);
             }
-            let _ = self.add(socket, pid, None, State::Unknown);
+            let state = if only_looks { State::Looks } else { State::Unknown };
+            let _ = self.add(socket, pid, None, state);
         }
     }
 
@@ -666,8 +676,8 @@ impl Links {
                 self.revoke(|_| true);
                 rnic.forget_grants();
             }
-            (Message::List { after }, State::Unknown) if link.peer.is_none() => {
-                let page = self.page(rnic, after).encode();
+            (Message::List { object, from }, State::Unknown | State::Looks) if link.peer.is_none() => {
+                let page = self.page(rnic, object, from).encode();
                 // Who does not read gets no more.
                 group::send_bytes(&self.list[i].socket, &page, &[]).ok()?;
             }
@@ -729,58 +739,6 @@ impl Links {
         for qpn in rnic.qps_to(peer.0, had) {
             rnic.set_local(qpn, false);
         }
-    }
-
-    /// What is told of the device, with the queue pairs behind a number.
-    fn page(&self, rnic: &Rnic, after: u32) -> Page {
-        let mut qpns: Vec<Qpn> = rnic.qpns().filter(|qpn| qpn.value() > after).collect();
-        let more = qpns.len() > report::QPS_MAX;
-        if more {
-            qpns.select_nth_unstable_by_key(report::QPS_MAX, |qpn| qpn.value());
-            qpns.truncate(report::QPS_MAX);
-        }
-        qpns.sort_unstable_by_key(|qpn| qpn.value());
-        let (qps, mrs, cqs) = rnic.object_counts();
-        Page {
-            counts: [qps, mrs, cqs].map(|count| count.try_into().unwrap_or(u32::MAX)),
-            more,
-            qps: qpns.iter().filter_map(|qpn| self.report(rnic, *qpn)).collect(),
-        }
-    }
-
-    fn report(&self, rnic: &Rnic, qpn: Qpn) -> Option<QpReport> {
-        let info = rnic.query_qp(qpn)?;
-        let carrier = match (info.path, self.why_not(&info)) {
-            (None, _) => Carried::Nowhere,
-            (Some(_), None) => Carried::Shared,
-            (Some(_), Some(why)) => Carried::Udp(why),
-        };
-        let [mut mapped, mut by_calls] = [0, 0];
-        for grant in rnic.grants(qpn) {
-            let granted = grant
-                .memory
-                .as_any()
-                .and_then(|any| any.downcast_ref::<Granted>());
-            match granted
-                .filter(|granted| granted.holds())
-                .map(|granted| &granted.reach)
-            {
-                Some(Reach::Mapped(_)) => mapped += 1,
-                Some(Reach::Process(_)) => by_calls += 1,
-                None => {}
-            }
-        }
-        Some(QpReport {
-            qpn,
-            qp_type: info.qp_type,
-            state: info.state,
-            peer: info.path.map(|path| (path.dst, info.dest_qpn)),
-            path_mtu: info.path_mtu,
-            carrier,
-            mapped,
-            by_calls,
-            not_direct: self.not_direct.get(&qpn).copied(),
-        })
     }
 
     // Memory.

@@ -7,10 +7,11 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::{Access, Qpn, RKey};
 
+use super::report::Object;
 use crate::soft::capture::Filter;
 
 /// Both ends must have the same.
-pub(crate) const VERSION: u16 = 1;
+pub(crate) const VERSION: u16 = 2;
 
 /// Longer than any message, so that a longer one shows.
 pub(in crate::soft) const LEN_MAX: usize = 128;
@@ -31,8 +32,8 @@ pub(in crate::soft) enum Message {
     Granted(Granted),
     /// Does not grant it.
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
-    /// Asks what there is, of queue pairs those behind one number: from who wants no link. Answered by a [`super::report::Page`].
-    List { after: u32 },
+    /// Asks which objects of a kind there are, from a number on: from who wants no link. Answered by a [`super::report::Page`].
+    List { object: Object, from: u64 },
     /// Captures the device as long as the connection lasts, to a file that comes with it; the second descriptor is told of the end. From
     /// who wants no link. Answered by Welcome, or by Refused.
     Capture { filter: Filter },
@@ -118,9 +119,10 @@ impl Message {
             }
             Message::Welcome => with_version(WELCOME),
             Message::Over => with_version(OVER),
-            Message::List { after } => {
+            Message::List { object, from } => {
                 let mut out = with_version(LIST);
-                out.extend(after.to_ne_bytes());
+                out.push(*object as u8);
+                out.extend(from.to_ne_bytes());
                 out
             }
             Message::Capture { filter } => {
@@ -178,8 +180,9 @@ impl Message {
                 }
                 (WELCOME, []) => Some(Message::Welcome),
                 (OVER, []) => Some(Message::Over),
-                (LIST, after) => Some(Message::List {
-                    after: u32::from_ne_bytes(after.try_into().ok()?),
+                (LIST, [object, from @ ..]) => Some(Message::List {
+                    object: Object::from_byte(*object)?,
+                    from: u64::from_ne_bytes(from.try_into().ok()?),
                 }),
                 (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
                     let text = str::from_utf8(text).ok()?;
@@ -260,7 +263,10 @@ mod tests {
             },
             Message::Welcome,
             Message::Over,
-            Message::List { after: 0x01_0203 },
+            Message::List {
+                object: Object::Mr,
+                from: 0x01_0203 << 32,
+            },
             Message::Capture {
                 filter: Filter::default(),
             },

@@ -1,184 +1,161 @@
-//! What an engine tells of its queue pairs to a process of its user that asks.
+//! What an engine tells of its objects to who asks: pages of records.
 //!
-//! The answer to [`Message::List`](super::message::Message::List) is one page: the first queue pairs behind the one named there, in
-//! the order of their numbers. Who wants more asks again. So the engine keeps nothing for who asks, and what one question
+//! The answer to [`Message::List`](super::message::Message::List) is one page: the first objects of a kind from the number named there
+//! on, in the order of their numbers. Who wants more asks again. So the engine keeps nothing for who asks, and what one question
 //! costs is bounded.
-
-use std::net::{IpAddr, Ipv6Addr};
-
-use rdmux_rnic::{QpState, QpType, Qpn};
+//!
+//! A record is a number, a name that most have not, and words whose meaning is their kind's
+//! ([`crate::soft::resources::Item`]). All numbers have the host's byte order.
 
 use super::message::{PAGE, VERSION};
-use super::why::{NotDirect, Why};
 
-/// Queue pairs of a page at most.
-pub(super) const QPS_MAX: usize = 256;
+/// Records of a page at most.
+pub(in crate::soft) const RECORDS_MAX: usize = 256;
+/// Words of a record at most.
+pub(in crate::soft) const WORDS_MAX: usize = 48;
+/// Bytes of a record's name at most.
+const NAME_BYTES_MAX: usize = 64;
 /// Longer than any page, so that a longer one shows.
-pub(in crate::soft) const PAGE_BYTES_MAX: usize = HEADER_BYTES + QPS_MAX * RECORD_BYTES + 1;
+pub(in crate::soft) const PAGE_BYTES_MAX: usize =
+    HEADER_BYTES + RECORDS_MAX * (10 + NAME_BYTES_MAX + 8 * WORDS_MAX) + 1;
 
-const HEADER_BYTES: usize = 16;
-const RECORD_BYTES: usize = 45;
+const HEADER_BYTES: usize = 5;
+
+/// Kinds of objects. The numbers travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Object {
+    /// The device itself: always one.
+    Device = 1,
+    /// Queue pairs.
+    Qp = 2,
+    /// Completion queues.
+    Cq = 3,
+    /// Memory regions and windows.
+    Mr = 4,
+    /// Protection domains.
+    Pd = 5,
+    /// Connections, and who listens for them.
+    CmId = 6,
+    /// Shared receive queues.
+    Srq = 7,
+    /// Counters.
+    Counter = 8,
+}
+
+impl Object {
+    /// All of them.
+    pub const ALL: [Object; 8] = [
+        Object::Device,
+        Object::Qp,
+        Object::Cq,
+        Object::Mr,
+        Object::Pd,
+        Object::CmId,
+        Object::Srq,
+        Object::Counter,
+    ];
+
+    pub(super) fn from_byte(byte: u8) -> Option<Object> {
+        Object::ALL.into_iter().find(|object| *object as u8 == byte)
+    }
+}
 
 /// A page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::soft) struct Page {
-    /// Queue pairs, memory regions and completion queues that the device has.
-    pub(in crate::soft) counts: [u32; 3],
-    /// There are more queue pairs behind these.
+    pub(in crate::soft) object: Object,
+    /// There are more behind these.
     pub(in crate::soft) more: bool,
-    pub(in crate::soft) qps: Vec<QpReport>,
+    pub(in crate::soft) records: Vec<Record>,
 }
 
-/// What is told of a queue pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::soft) struct QpReport {
-    pub(in crate::soft) qpn: Qpn,
-    pub(in crate::soft) qp_type: QpType,
-    pub(in crate::soft) state: QpState,
-    /// Once it has one: its address and the number of its queue pair.
-    pub(in crate::soft) peer: Option<(IpAddr, Qpn)>,
-    /// Bytes.
-    pub(in crate::soft) path_mtu: u32,
-    pub(in crate::soft) carrier: Carried,
-    /// Regions of the peer that are mapped.
-    pub(in crate::soft) mapped: u16,
-    /// Regions of the peer that are reached by calls into its process.
-    pub(in crate::soft) by_calls: u16,
-    /// The last reason why one was not reached.
-    pub(in crate::soft) not_direct: Option<NotDirect>,
+/// What is told of an object.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(in crate::soft) struct Record {
+    pub(in crate::soft) number: u64,
+    pub(in crate::soft) name: String,
+    pub(in crate::soft) words: Vec<u64>,
 }
-
-/// What carries packets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::soft) enum Carried {
-    /// There is no one peer.
-    Nowhere,
-    Shared,
-    Udp(Why),
-}
-
-const TYPES: [QpType; 5] = [
-    QpType::Rc,
-    QpType::Uc,
-    QpType::Ud,
-    QpType::XrcSend,
-    QpType::XrcRecv,
-];
-const STATES: [QpState; 7] = [
-    QpState::Reset,
-    QpState::Init,
-    QpState::Rtr,
-    QpState::Rts,
-    QpState::Sqd,
-    QpState::Sqe,
-    QpState::Error,
-];
-const SHARED: u8 = 0;
-const NOWHERE: u8 = 255;
 
 impl Page {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEADER_BYTES + self.qps.len() * RECORD_BYTES);
-        out.push(PAGE);
+    /// What is more than a page or a record holds is left out.
+    pub(in crate::soft) fn encode(&self) -> Vec<u8> {
+        let mut out = vec![PAGE];
         out.extend(VERSION.to_ne_bytes());
-        out.push(u8::from(self.more));
-        out.extend(self.counts.iter().flat_map(|count| count.to_ne_bytes()));
-        for qp in &self.qps {
-            qp.emit(&mut out);
+        out.extend([self.object as u8, u8::from(self.more)]);
+        for record in self.records.iter().take(RECORDS_MAX) {
+            let name = record.name.get(..record.name.len().min(NAME_BYTES_MAX));
+            let name = name.unwrap_or_default();
+            let words = &record.words[..record.words.len().min(WORDS_MAX)];
+            out.extend(record.number.to_ne_bytes());
+            out.extend([name.len() as u8, words.len() as u8]);
+            out.extend(name.bytes());
+            out.extend(words.iter().flat_map(|word| word.to_ne_bytes()));
         }
         out
     }
 
     /// `None` for what no encoder makes.
     pub(in crate::soft) fn decode(packet: &[u8]) -> Option<Page> {
-        let (header, rest) = packet.split_first_chunk::<HEADER_BYTES>()?;
-        let [PAGE, low, high, more, counts @ ..] = header else {
+        let (header, mut rest) = packet.split_first_chunk::<HEADER_BYTES>()?;
+        let [PAGE, low, high, object, more] = *header else {
             return None;
         };
-        let (records, odd) = rest.as_chunks::<RECORD_BYTES>();
-        let known = u16::from_ne_bytes([*low, *high]) == VERSION && *more <= 1;
-        if !known || !odd.is_empty() || records.len() > QPS_MAX {
+        let object = Object::from_byte(object)?;
+        if u16::from_ne_bytes([low, high]) != VERSION || more > 1 {
             return None;
         }
-        let count = |i: usize| counts.as_chunks().0.get(i).map_or(0, |n| u32::from_ne_bytes(*n));
-        let qps: Vec<QpReport> = records.iter().map(QpReport::parse).collect::<Option<_>>()?;
-        let in_order = qps.is_sorted_by(|a, b| a.qpn.value() < b.qpn.value());
-        in_order.then_some(Page {
-            counts: [0, 1, 2].map(count),
-            more: *more == 1,
-            qps,
+        let mut records: Vec<Record> = Vec::new();
+        while !rest.is_empty() {
+            let (record, left) = Record::parse(rest)?;
+            let in_order = records.last().is_none_or(|last| last.number < record.number);
+            if !in_order || records.len() == RECORDS_MAX {
+                return None;
+            }
+            records.push(record);
+            rest = left;
+        }
+        Some(Page {
+            object,
+            more: more == 1,
+            records,
         })
     }
 }
 
-impl QpReport {
-    fn emit(&self, out: &mut Vec<u8>) {
-        let place = |found: Option<usize>| found.map_or(u8::MAX, |i| i as u8);
-        let (family, octets, peer_qpn) = match self.peer {
-            None => (0, [0; 16], 0),
-            Some((IpAddr::V4(v4), qpn)) => (4, v4.to_ipv6_mapped().octets(), qpn.value()),
-            Some((IpAddr::V6(v6), qpn)) => (6, v6.octets(), qpn.value()),
-        };
-        let carrier = match self.carrier {
-            Carried::Shared => (SHARED, 0),
-            Carried::Nowhere => (NOWHERE, 0),
-            Carried::Udp(why) => why.to_code(),
-        };
-        let not_direct = self.not_direct.map_or((0, 0), NotDirect::to_code);
-        out.extend(self.qpn.value().to_ne_bytes());
-        out.extend(peer_qpn.to_ne_bytes());
-        out.extend([
-            place(TYPES.iter().position(|known| *known == self.qp_type)),
-            place(STATES.iter().position(|known| *known == self.state)),
-            family,
-        ]);
-        out.extend(octets);
-        out.extend(self.path_mtu.to_ne_bytes());
-        out.extend(self.mapped.to_ne_bytes());
-        out.extend(self.by_calls.to_ne_bytes());
-        for (kind, value) in [carrier, not_direct] {
-            out.push(kind);
-            out.extend(value.to_ne_bytes());
+impl Record {
+    /// Takes one off the front.
+    fn parse(bytes: &[u8]) -> Option<(Record, &[u8])> {
+        let (number, rest) = bytes.split_first_chunk()?;
+        let ([name_len, n_words], rest) = rest.split_first_chunk()?;
+        let (name_len, n_words) = (usize::from(*name_len), usize::from(*n_words));
+        if name_len > NAME_BYTES_MAX || n_words > WORDS_MAX {
+            return None;
         }
+        let (name, rest) = rest.split_at_checked(name_len)?;
+        let (words, rest) = rest.split_at_checked(8 * n_words)?;
+        // Names are shown to people.
+        let name = str::from_utf8(name).ok()?;
+        if !name.chars().all(|c| c.is_ascii_graphic()) {
+            return None;
+        }
+        let record = Record {
+            number: u64::from_ne_bytes(*number),
+            name: name.to_owned(),
+            words: words
+                .as_chunks()
+                .0
+                .iter()
+                .map(|word| u64::from_ne_bytes(*word))
+                .collect(),
+        };
+        Some((record, rest))
     }
 
-    fn parse(record: &[u8; RECORD_BYTES]) -> Option<QpReport> {
-        let word = |at: usize| {
-            record
-                .get(at..)
-                .and_then(<[u8]>::first_chunk)
-                .map_or(0, |n| u32::from_ne_bytes(*n))
-        };
-        let half = |at: usize| u16::from_ne_bytes([record[at], record[at + 1]]);
-        let qpn = |at| Some(word(at)).filter(|n| *n < 1 << 24).map(Qpn::new);
-        let octets = record.get(11..).and_then(<[u8]>::first_chunk::<16>);
-        let octets = Ipv6Addr::from(*octets?);
-        let peer = match record[10] {
-            0 => None,
-            4 => Some((octets.to_ipv4_mapped()?.into(), qpn(4)?)),
-            6 => Some((octets.into(), qpn(4)?)),
-            _ => return None,
-        };
-        let carrier = match (record[35], word(36)) {
-            (SHARED, _) => Carried::Shared,
-            (NOWHERE, _) => Carried::Nowhere,
-            code => Carried::Udp(Why::from_code(code)?),
-        };
-        let not_direct = match (record[40], word(41)) {
-            (0, _) => None,
-            code => Some(NotDirect::from_code(code)?),
-        };
-        Some(QpReport {
-            qpn: qpn(0)?,
-            qp_type: *TYPES.get(usize::from(record[8]))?,
-            state: *STATES.get(usize::from(record[9]))?,
-            peer,
-            path_mtu: word(27),
-            carrier,
-            mapped: half(31),
-            by_calls: half(33),
-            not_direct,
-        })
+    /// A word, or 0 behind the last.
+    pub(in crate::soft) fn word(&self, at: usize) -> u64 {
+        self.words.get(at).copied().unwrap_or(0)
     }
 }
 
@@ -186,78 +163,45 @@ impl QpReport {
 mod tests {
     #![allow(non_snake_case, reason = "names of tests are function__case")]
 
-    use rustix::io::Errno;
-
-    use super::super::message::Refusal;
     use super::*;
 
     fn page() -> Page {
-        let qp = |n: u32, peer: Option<IpAddr>| QpReport {
-            qpn: Qpn::new(n),
-            qp_type: QpType::Rc,
-            state: QpState::Rts,
-            peer: peer.map(|address| (address, Qpn::new(0x03_0000 + n))),
-            path_mtu: 4096,
-            carrier: Carried::Shared,
-            mapped: 2,
-            by_calls: 1,
-            not_direct: None,
+        let record = |number, name: &str, words: &[u64]| Record {
+            number,
+            name: name.into(),
+            words: words.into(),
         };
-        let whys = [
-            Why::NotHere,
-            Why::OtherUser(1000),
-            Why::UnknownUser,
-            Why::Off,
-            Why::NotYet,
-            Why::GivenUp,
-            Why::Refused(Refusal::Full),
-            Why::System(Errno::NOMEM),
-        ];
-        let not_direct = [
-            NotDirect::Denied(Refusal::NotShareable),
-            NotDirect::OtherPidNamespace,
-            NotDirect::Calls(Errno::PERM),
-            NotDirect::Unmappable,
-        ];
-        let mut qps = vec![
-            qp(1, None),
-            qp(2, Some([127, 0, 0, 1].into())),
-            qp(3, Some(Ipv6Addr::LOCALHOST.into())),
-        ];
-        qps[0].carrier = Carried::Nowhere;
-        for why in whys {
-            let carrier = Carried::Udp(why);
-            let last = qps.last().map_or(0, |last| last.qpn.value());
-            qps.push(QpReport {
-                carrier,
-                ..qp(last + 1, None)
-            });
-        }
-        for why in not_direct {
-            let last = qps.last().map_or(0, |last| last.qpn.value());
-            qps.push(QpReport {
-                not_direct: Some(why),
-                ..qp(last + 1, None)
-            });
-        }
-        for (qp, state) in qps.iter_mut().zip(STATES) {
-            qp.state = state;
-        }
-        for (qp, qp_type) in qps.iter_mut().zip(TYPES) {
-            qp.qp_type = qp_type;
-        }
         Page {
-            counts: [17, 4, 2],
+            object: Object::Cq,
             more: true,
-            qps,
+            records: vec![
+                record(0, "", &[]),
+                record(7, "sent_pkts", &[1]),
+                record(u64::MAX, "", &[u64::MAX; WORDS_MAX]),
+            ],
         }
     }
 
     #[test]
     fn decode__inverts_encode() {
-        let bytes = page().encode();
-        assert!(bytes.len() < PAGE_BYTES_MAX);
-        assert_eq!(Page::decode(&bytes), Some(page()));
+        for object in Object::ALL {
+            let page = Page { object, ..page() };
+            let bytes = page.encode();
+            assert!(bytes.len() < PAGE_BYTES_MAX);
+            assert_eq!(Page::decode(&bytes), Some(page));
+        }
+        let full = Page {
+            records: (0..RECORDS_MAX as u64)
+                .map(|number| Record {
+                    number,
+                    name: "x".repeat(NAME_BYTES_MAX),
+                    words: vec![number; WORDS_MAX],
+                })
+                .collect(),
+            ..page()
+        };
+        assert_eq!(full.encode().len(), PAGE_BYTES_MAX - 1);
+        assert_eq!(Page::decode(&full.encode()), Some(full));
     }
 
     #[test]
@@ -277,7 +221,14 @@ mod tests {
     #[test]
     fn decode__numbers_out_of_order() {
         let mut page = page();
-        page.qps.swap(0, 1);
+        page.records.swap(0, 1);
+        assert_eq!(Page::decode(&page.encode()), None);
+    }
+
+    #[test]
+    fn decode__name_that_moves_a_terminals_cursor() {
+        let mut page = page();
+        page.records[1].name = "\u{1b}[2J".into();
         assert_eq!(Page::decode(&page.encode()), None);
     }
 

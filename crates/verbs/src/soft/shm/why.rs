@@ -53,7 +53,7 @@ impl fmt::Display for Why {
 
 impl Why {
     /// As two numbers; 0 and 255 are left for others.
-    pub(super) fn to_code(self) -> (u8, u32) {
+    pub(in crate::soft) fn to_code(self) -> (u8, u32) {
         match self {
             Why::NotHere => (1, 0),
             Why::OtherUser(uid) => (2, uid),
@@ -66,7 +66,7 @@ impl Why {
         }
     }
 
-    pub(super) fn from_code(code: (u8, u32)) -> Option<Why> {
+    pub(in crate::soft) fn from_code(code: (u8, u32)) -> Option<Why> {
         Some(match code {
             (1, 0) => Why::NotHere,
             (2, uid) => Why::OtherUser(uid),
@@ -121,7 +121,7 @@ impl fmt::Display for NotDirect {
 
 impl NotDirect {
     /// As two numbers; 0 is left for none.
-    pub(super) fn to_code(self) -> (u8, u32) {
+    pub(in crate::soft) fn to_code(self) -> (u8, u32) {
         match self {
             NotDirect::Denied(refusal) => (1, refusal as u32),
             NotDirect::OtherPidNamespace => (2, 0),
@@ -131,7 +131,7 @@ impl NotDirect {
         }
     }
 
-    pub(super) fn from_code(code: (u8, u32)) -> Option<NotDirect> {
+    pub(in crate::soft) fn from_code(code: (u8, u32)) -> Option<NotDirect> {
         Some(match code {
             (1, refusal) => NotDirect::Denied(refusal_of(refusal)?),
             (2, 0) => NotDirect::OtherPidNamespace,

@@ -1,39 +1,44 @@
-//! What the devices of this user's processes have, asked from outside: for tools that show it.
+//! What the devices of a network namespace have, asked from outside: for tools that show it.
 //!
-//! [`devices`] finds the devices of a network namespace, and [`ask`] asks them, all at once. A device answers only processes of
-//! its own user. Asking costs it little: it tells of a bounded number of queue pairs at a time and never waits.
+//! [`devices`] finds the devices, and [`ask`] asks them for objects of one kind, all at once. A device answers only processes of its
+//! own user, and root. Asking costs it little: it tells of a bounded number of objects at a time and never waits.
 //!
 //! ```no_run
-//! use rdmux_verbs::soft::resources::{ask, devices};
+//! use rdmux_verbs::soft::resources::{Object, ask, devices};
 //! use std::time::Duration;
 //!
-//! for (device, answer) in ask(&devices(), Duration::from_secs(1)) {
+//! for (device, answer) in ask(&devices(), Object::Qp, Duration::from_secs(1)) {
 //!     match answer {
-//!         Ok(resources) => println!("{device}: {} queue pairs", resources.queue_pairs.len()),
+//!         Ok(told) => println!("{device}: {} queue pairs", told.items.len()),
 //!         Err(error) => println!("{device}: {error}"),
 //!     }
 //! }
 //! ```
 
+pub(in crate::soft) mod items;
+
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::OwnedFd;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{QpState, QpType, Qpn};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
+pub use self::items::{CounterResource, Counts, DeviceResource, Direct, Item, QpResource};
 use super::group::{self, SLOTS};
-use super::shm::link::check_user;
-use super::shm::message::Message;
-use super::shm::report::{Carried, PAGE_BYTES_MAX, Page, QpReport};
-use super::shm::why::Why;
-use crate::device::Carrier;
+pub use super::shm::report::Object;
 
-/// Queue pairs that a device can have: its QPNs are those of one slot.
-const QPS_MAX: usize = 1 << 16;
+use super::shm::link::{ROOT, check_user};
+use super::shm::message::Message;
+use super::shm::report::{PAGE_BYTES_MAX, Page};
+use super::shm::why::Why;
+use super::udp;
+
+/// Objects of a kind that a device can have: regions and windows are the most.
+const ITEMS_MAX: usize = 1 << 20;
 
 /// How often a device is asked anew that too many others ask.
 const KNOCK_AGAIN: Duration = Duration::from_millis(5);
@@ -54,49 +59,34 @@ impl fmt::Display for DeviceAt {
     }
 }
 
-/// What a device has.
+impl FromStr for DeviceAt {
+    type Err = BadName;
+
+    fn from_str(text: &str) -> Result<DeviceAt, BadName> {
+        let parts = text.split_once('/').and_then(|(address, slot)| {
+            Some(DeviceAt {
+                address: address.parse().ok()?,
+                slot: slot.parse().ok().filter(|slot| (1..SLOTS as u8).contains(slot))?,
+            })
+        });
+        parts.ok_or_else(|| BadName(text.to_owned()))
+    }
+}
+
+/// A text that names no device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} names no device: give ADDRESS/SLOT, as `rdmux dev show` prints it")]
+pub struct BadName(String);
+
+/// The objects of a kind that a device has.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Resources {
+pub struct Told {
     /// Its process; `None` when that is in a PID namespace which this process does not see into.
     pub pid: Option<u32>,
-    /// Queue pairs.
-    pub qps: u32,
-    /// Memory regions.
-    pub mrs: u32,
-    /// Completion queues.
-    pub cqs: u32,
-    /// Each queue pair, in the order of their numbers. They come and go while they are told of.
-    pub queue_pairs: Vec<QpResource>,
-}
-
-/// What is known of a queue pair from outside.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QpResource {
-    /// Its number.
-    pub qpn: Qpn,
-    /// Transport service.
-    pub qp_type: QpType,
-    /// State.
-    pub state: QpState,
-    /// Its peer, once it has one: address and number.
-    pub peer: Option<(IpAddr, Qpn)>,
-    /// Path MTU in bytes.
-    pub path_mtu: u32,
-    /// What carries its packets; `None` while it has no peer, or not one.
-    pub carrier: Option<Carrier>,
-    /// What of its peer's memory it reaches without packets.
-    pub direct: Direct,
-}
-
-/// What a queue pair reaches without packets: regions of a peer on the same host, by WRITE and READ.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Direct {
-    /// Regions that are mapped.
-    pub mapped: u32,
-    /// Regions that the kernel copies to and from (`process_vm_writev`).
-    pub by_calls: u32,
-    /// Why the last region that is reached by packets is not one of those.
-    pub why_not: Option<String>,
+    /// Its user: this one, unless this one is root.
+    pub uid: u32,
+    /// Each object, in the order of their numbers. They come and go while they are told of.
+    pub items: Vec<Item>,
 }
 
 /// Why a device did not answer.
@@ -118,13 +108,13 @@ pub enum AskError {
     /// It did not answer in time: its process is stopped, or gets no CPU.
     #[error("it does not answer")]
     NoAnswer {
-        /// Its process, as in [`Resources::pid`].
+        /// Its process, as in [`Told::pid`].
         pid: Option<u32>,
     },
     /// It answered nonsense or nothing: it has just ended, or runs another version of rdmux.
     #[error("it has ended, or runs another version of rdmux")]
     Ended {
-        /// Its process, as in [`Resources::pid`].
+        /// Its process, as in [`Told::pid`].
         pid: Option<u32>,
     },
     /// A system call failed.
@@ -157,10 +147,22 @@ pub fn devices() -> Vec<DeviceAt> {
         .collect()
 }
 
-/// Asks devices what they have, all at once, and waits for no answer longer than `timeout`. In the order of `devices`.
-pub fn ask(devices: &[DeviceAt], timeout: Duration) -> Vec<(DeviceAt, Result<Resources, AskError>)> {
+/// The network interface that has a local address: its name and index.
+pub fn netdev_of(address: IpAddr) -> Option<(String, u32)> {
+    let index = udp::interface_of(address).ok()?.index;
+    Some((udp::interface_name(index)?, index))
+}
+
+/// Asks devices for their objects of a kind, all at once, and waits for no answer longer than `timeout`. In the order of
+/// `devices`.
+pub fn ask(
+    devices: &[DeviceAt],
+    object: Object,
+    timeout: Duration,
+) -> Vec<(DeviceAt, Result<Told, AskError>)> {
     let deadline = Instant::now() + timeout;
-    let mut asked: Vec<Question> = devices.iter().copied().map(Question::new).collect();
+    let new = |device: &DeviceAt| Question::new(*device, object);
+    let mut asked: Vec<Question> = devices.iter().map(new).collect();
     loop {
         for question in asked.iter_mut().filter(|question| question.is_new()) {
             question.ask();
@@ -196,25 +198,28 @@ pub fn ask(devices: &[DeviceAt], timeout: Duration) -> Vec<(DeviceAt, Result<Res
 /// A device that is asked.
 struct Question {
     device: DeviceAt,
+    object: Object,
     socket: Option<OwnedFd>,
     /// What it has told so far.
-    resources: Resources,
+    told: Told,
+    /// The number from which on it is to tell next.
+    from: u64,
     /// The whole, or why there is none.
     answer: Option<Result<(), AskError>>,
 }
 
 impl Question {
-    fn new(device: DeviceAt) -> Question {
+    fn new(device: DeviceAt, object: Object) -> Question {
         Question {
             device,
+            object,
             socket: None,
-            resources: Resources {
+            told: Told {
                 pid: None,
-                qps: 0,
-                mrs: 0,
-                cqs: 0,
-                queue_pairs: Vec::new(),
+                uid: 0,
+                items: Vec::new(),
             },
+            from: 0,
             answer: None,
         }
     }
@@ -236,18 +241,23 @@ impl Question {
     }
 
     fn ask_by(&mut self, socket: OwnedFd) -> Result<(), AskError> {
-        let pid = check_user(&socket)?;
-        self.resources.pid = u32::try_from(pid).ok().filter(|pid| *pid > 0);
+        let (uid, pid) = udp::peer_credentials(&socket)?;
+        match check_user(&socket) {
+            // Root may look at everybody's; what it is told it does not trust.
+            Err(Why::OtherUser(_)) if rustix::process::geteuid().as_raw() == ROOT => {}
+            checked => drop(checked?),
+        }
+        self.told.uid = uid;
+        self.told.pid = u32::try_from(pid).ok().filter(|pid| *pid > 0);
         self.socket = Some(socket);
         self.ask_for_a_page()
     }
 
-    /// Asks for the queue pairs behind those that were told of.
+    /// Asks for the objects behind those that were told of.
     fn ask_for_a_page(&self) -> Result<(), AskError> {
-        let last = self.resources.queue_pairs.last();
-        let after = last.map_or(0, |qp| qp.qpn.value());
-        let question = Message::List { after }.encode();
-        let pid = self.resources.pid;
+        let (object, from) = (self.object, self.from);
+        let question = Message::List { object, from }.encode();
+        let pid = self.told.pid;
         let socket = self.socket.as_ref().ok_or(AskError::NotThere)?;
         group::send_bytes(socket, &question, &[]).map_err(|_| AskError::Ended { pid })
     }
@@ -263,55 +273,40 @@ impl Question {
         };
         self.answer = match page {
             Some(page) => self.take(page),
-            None => Some(Err(AskError::Ended {
-                pid: self.resources.pid,
-            })),
+            None => Some(Err(AskError::Ended { pid: self.told.pid })),
         };
     }
 
     fn take(&mut self, page: Page) -> Option<Result<(), AskError>> {
-        let resources = &mut self.resources;
-        [resources.qps, resources.mrs, resources.cqs] = page.counts;
-        let before = resources.queue_pairs.last().map_or(0, |qp| qp.qpn.value());
-        let goes_on = page.qps.first().is_none_or(|qp| qp.qpn.value() > before);
-        if !goes_on || resources.queue_pairs.len() + page.qps.len() > QPS_MAX {
-            return Some(Err(AskError::Ended { pid: resources.pid }));
+        let ended = Some(Err(AskError::Ended { pid: self.told.pid }));
+        let goes_on = page
+            .records
+            .first()
+            .is_none_or(|record| record.number >= self.from);
+        let room = ITEMS_MAX - self.told.items.len();
+        if !goes_on || page.object != self.object || page.records.len() > room {
+            return ended;
         }
-        resources
-            .queue_pairs
-            .extend(page.qps.iter().map(QpResource::from));
-        if page.more && !page.qps.is_empty() {
+        for record in &page.records {
+            match Item::parse(self.object, record) {
+                Some(item) => self.told.items.push(item),
+                None => return ended,
+            }
+        }
+        let next = page.records.last().and_then(|last| last.number.checked_add(1));
+        if page.more
+            && let Some(next) = next
+        {
+            self.from = next;
             return self.ask_for_a_page().err().map(Err);
         }
         Some(Ok(()))
     }
 
-    fn end(self) -> (DeviceAt, Result<Resources, AskError>) {
-        let pid = self.resources.pid;
+    fn end(self) -> (DeviceAt, Result<Told, AskError>) {
+        let pid = self.told.pid;
         let answer = self.answer.unwrap_or(Err(AskError::NoAnswer { pid }));
-        (self.device, answer.map(|()| self.resources))
-    }
-}
-
-impl From<&QpReport> for QpResource {
-    fn from(report: &QpReport) -> QpResource {
-        QpResource {
-            qpn: report.qpn,
-            qp_type: report.qp_type,
-            state: report.state,
-            peer: report.peer,
-            path_mtu: report.path_mtu,
-            carrier: match report.carrier {
-                Carried::Nowhere => None,
-                Carried::Shared => Some(Carrier::SharedMemory),
-                Carried::Udp(why) => Some(Carrier::Udp(why.to_string())),
-            },
-            direct: Direct {
-                mapped: report.mapped.into(),
-                by_calls: report.by_calls.into(),
-                why_not: report.not_direct.map(|why| why.to_string()),
-            },
-        }
+        (self.device, answer.map(|()| self.told))
     }
 }
 
@@ -322,12 +317,13 @@ mod tests {
     use std::sync::Arc;
 
     use rdmux_rnic::{
-        Access, Operation, Path, Psn, QpAttributes, RKey, SendFlags, SendRequest, SgeList, Target,
+        Access, Operation, Path, Psn, QpAttributes, QpState, QpType, RKey, SendFlags, SendRequest, SgeList,
+        Target,
     };
 
     use super::*;
-    use crate::device::{Device, QpOptions, QueuePair};
     use crate::memory::AnonymousMemory;
+    use crate::{Carrier, Device, QpOptions, QueuePair};
 
     const LONG: Duration = Duration::from_secs(20);
 
@@ -337,9 +333,25 @@ mod tests {
         devices().into_iter().find(mine).expect("it is listed")
     }
 
-    fn resources(device: &Device) -> Resources {
-        let (_, answer) = ask(&[at(device)], LONG).remove(0);
+    fn told(device: &Device, object: Object) -> Told {
+        let (_, answer) = ask(&[at(device)], object, LONG).remove(0);
         answer.expect("an answer")
+    }
+
+    fn qps(device: &Device) -> Vec<QpResource> {
+        let items = told(device, Object::Qp).items.into_iter();
+        let qp = |item| match item {
+            Item::Qp(qp) => qp,
+            other => panic!("{other:?}"),
+        };
+        items.map(qp).collect()
+    }
+
+    fn counts(device: &Device) -> Counts {
+        match &told(device, Object::Device).items[..] {
+            [Item::Device(device)] => device.counts,
+            other => panic!("{other:?}"),
+        }
     }
 
     fn raw_question(device: DeviceAt) -> OwnedFd {
@@ -380,20 +392,88 @@ mod tests {
 
     #[test]
     fn ask__tells_of_every_queue_pair_in_pages() {
-        let (device, qps) = populated([127, 0, 6, 1], 600);
-        let found = resources(&device);
-        assert_eq!(found.pid, Some(std::process::id()));
-        assert_eq!((found.qps, found.mrs, found.cqs), (603, 0, 1));
-        let mut expected: Vec<_> = qps.iter().map(|qp| (qp.qpn().value(), qp.qp_type())).collect();
+        let (device, made) = populated([127, 0, 6, 1], 600);
+        assert_eq!(told(&device, Object::Device).pid, Some(std::process::id()));
+        let expected = Counts {
+            qps: 603,
+            cqs: 1,
+            pds: 1,
+            ..Counts::default()
+        };
+        assert_eq!(counts(&device), expected);
+        let found = qps(&device);
+        let mut expected: Vec<_> = made.iter().map(|qp| (qp.qpn().value(), qp.qp_type())).collect();
         expected.sort_unstable_by_key(|(qpn, _)| *qpn);
-        let told: Vec<_> = found
-            .queue_pairs
-            .iter()
-            .map(|qp| (qp.qpn.value(), qp.qp_type))
-            .collect();
+        let told: Vec<_> = found.iter().map(|qp| (qp.qpn.value(), qp.qp_type)).collect();
         assert_eq!(told, expected);
-        for qp in &found.queue_pairs {
+        for qp in &found {
             assert_eq!((qp.state, qp.peer, &qp.carrier), (QpState::Reset, None, &None));
+        }
+    }
+
+    #[test]
+    fn ask__each_kind_of_object() {
+        let (device, made) = populated([127, 0, 6, 9], 2);
+        let pd = made[0].pd().clone();
+        let memory = Arc::new(AnonymousMemory::new(8192).unwrap());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_READ;
+        let regions: Vec<_> = (0..300)
+            .map(|_| pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap())
+            .collect();
+        let srq = pd.create_srq(32).unwrap();
+        let _listener = device.listen(7174).unwrap();
+        let items = |object| told(&device, object).items;
+        assert_eq!(items(Object::Mr).len(), 300);
+        let region = &regions[7];
+        let mine = |item: &&Item| matches!(item, Item::Mr(mr) if mr.rkey == region.rkey().0);
+        let Some(Item::Mr(mr)) = items(Object::Mr).iter().find(mine).cloned() else {
+            panic!("it is not told of");
+        };
+        assert_eq!((mr.iova, mr.length, mr.access), (region.iova(), 8192, access));
+        let [Item::Cq(cq)] = items(Object::Cq)[..] else {
+            panic!("one queue")
+        };
+        assert_eq!((cq.depth, cq.users, cq.overrun), (16, 5, false));
+        let [Item::Pd(domain)] = items(Object::Pd)[..] else {
+            panic!("one domain")
+        };
+        assert_eq!((domain.pd, domain.users), (mr.pd, 5 + 300 + 1));
+        let queues = items(Object::Srq);
+        let [Item::Srq(queue)] = &queues[..] else {
+            panic!("one queue")
+        };
+        assert_eq!((queue.srqn, queue.info.max_wr, queue.users), (srq.srqn(), 32, 0));
+        let [Item::CmId(listener)] = items(Object::CmId)[..] else {
+            panic!("one listener")
+        };
+        assert_eq!((listener.service.port(), listener.peer), (Some(7174), None));
+        let counter = |name: &str| {
+            let named = items(Object::Counter).into_iter().find_map(|item| match item {
+                Item::Counter(counter) if counter.name == name => Some(counter.value),
+                _ => None,
+            });
+            named.expect("a counter")
+        };
+        assert_eq!(counter("malformed"), device.counters().malformed);
+        assert_eq!(items(Object::Counter).len(), device.counters().iter().count());
+    }
+
+    #[test]
+    fn device_at__as_it_is_printed() {
+        for device in ["127.0.0.1/3", "fd00::1/15"] {
+            let parsed: DeviceAt = device.parse().unwrap();
+            assert_eq!(parsed.to_string(), device);
+        }
+        for nonsense in [
+            "",
+            "127.0.0.1",
+            "127.0.0.1/",
+            "127.0.0.1/0",
+            "127.0.0.1/16",
+            "eth0/1",
+        ] {
+            let refused = nonsense.parse::<DeviceAt>().unwrap_err();
+            assert!(refused.to_string().contains("rdmux dev show"), "{refused}");
         }
     }
 
@@ -403,7 +483,7 @@ mod tests {
             address: IpAddr::from([127, 0, 6, 2]),
             slot: 1,
         };
-        let (_, answer) = ask(&[nobody], LONG).remove(0);
+        let (_, answer) = ask(&[nobody], Object::Qp, LONG).remove(0);
         assert!(matches!(answer, Err(AskError::NotThere)), "{answer:?}");
     }
 
@@ -417,7 +497,7 @@ mod tests {
         let _listener = group::listen_silently(silent.address, silent.slot);
         let (device, _qps) = populated([127, 0, 6, 4], 1);
         let since = Instant::now();
-        let mut answers = ask(&[silent, at(&device)], Duration::from_millis(200));
+        let mut answers = ask(&[silent, at(&device)], Object::Qp, Duration::from_millis(200));
         assert!(since.elapsed() < LONG);
         assert!(answers.remove(1).1.is_ok());
         let pid = Some(std::process::id());
@@ -459,7 +539,7 @@ mod tests {
         let until = |enough: &dyn Fn(&QpResource) -> bool| {
             let deadline = Instant::now() + LONG;
             loop {
-                let found = resources(&client).queue_pairs.remove(0);
+                let found = qps(&client).remove(0);
                 if enough(&found) {
                     return;
                 }
@@ -517,12 +597,18 @@ mod tests {
     fn ask__engine_that_is_asked_nonsense_goes_on() {
         let (device, _qps) = populated([127, 0, 6, 7], 300);
         let place = at(&device);
-        for nonsense in [&b"nonsense"[..], &[], &[0; 4096], &Message::Welcome.encode()] {
+        let page = Page {
+            object: Object::Qp,
+            more: true,
+            records: Vec::new(),
+        };
+        let (welcome, page) = (Message::Welcome.encode(), page.encode());
+        for nonsense in [&b"nonsense"[..], &[], &[0; 4096], &welcome, &page] {
             let socket = raw_question(place);
             let _ = group::send_bytes(&socket, nonsense, &[]);
             assert!(is_ended(&socket), "{nonsense:?}");
         }
-        assert_eq!(resources(&device).qps, 303);
+        assert_eq!(counts(&device).qps, 303);
     }
 
     #[test]
@@ -530,7 +616,8 @@ mod tests {
         let (device, _qps) = populated([127, 0, 6, 8], 300);
         let place = at(&device);
         let deaf = raw_question(place);
-        let question = Message::List { after: 0 }.encode();
+        let object = Object::Qp;
+        let question = Message::List { object, from: 0 }.encode();
         // Until the engine's side is full: then it ends the connection.
         let deadline = Instant::now() + LONG;
         loop {
@@ -546,6 +633,6 @@ mod tests {
             .filter_map(|_| group::connect_slot(place.address, place.slot).ok())
             .collect();
         assert!(idle.len() >= 64);
-        assert_eq!(resources(&device).qps, 303);
+        assert_eq!(counts(&device).qps, 303);
     }
 }

@@ -1,0 +1,361 @@
+//! `rdmux dev`, `link`, `res` and `stat`: what they show of devices that run, and to whom.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::{
+    Access, AnonymousMemory, CompletionQueue, Device, MemoryRegion, Options, QpOptions, QpType, QueuePair,
+    SharedReceiveQueue,
+};
+use serde_json::Value;
+
+const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
+const LONG: Duration = Duration::from_secs(30);
+/// What runs a program as an ordinary user, when it is called by root.
+const AS_NOBODY: [&str; 6] = [
+    "setpriv",
+    "--reuid",
+    "65534",
+    "--regid",
+    "65534",
+    "--clear-groups",
+];
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn rdmux_by(runner: &[&str], args: &[&str]) -> Output {
+    let line: Vec<&str> = runner.iter().copied().chain([RDMUX]).collect();
+    let mut command = Command::new(line[0]);
+    command.args(&line[1..]).args(args).stdin(Stdio::null());
+    command.output().unwrap()
+}
+
+fn lines(args: &[&str]) -> Vec<String> {
+    let output = rdmux_by(&[], args);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout).lines().map(str::to_owned).collect()
+}
+
+fn list(args: &[&str]) -> Vec<Value> {
+    let output = rdmux_by(&[], &[args, &["--json"]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+/// A device of this process with an object of each kind.
+struct Populated {
+    device: Device,
+    cq: CompletionQueue,
+    qps: Vec<QueuePair>,
+    mr: MemoryRegion,
+    srq: SharedReceiveQueue,
+    name: String,
+}
+
+impl Populated {
+    fn at(address: &str) -> Populated {
+        let device = Device::open(address.parse().unwrap()).unwrap();
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
+        let srq = pd.create_srq(32).unwrap();
+        let qp = |qp_type, srq| {
+            let options = QpOptions {
+                qp_type,
+                srq,
+                ..QpOptions::new(&cq)
+            };
+            pd.create_qp(&options).unwrap()
+        };
+        let qps = vec![
+            qp(QpType::Rc, None),
+            qp(QpType::Ud, None),
+            qp(QpType::Rc, Some(srq.clone())),
+        ];
+        let memory = Arc::new(AnonymousMemory::new(8192).unwrap());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_READ;
+        let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
+        let shown = list(&["dev", "show", address]);
+        assert_eq!(shown.len(), 1, "{shown:?}");
+        let name = format!("{address}/{}", shown[0]["port"]);
+        Populated {
+            device,
+            cq,
+            qps,
+            mr,
+            srq,
+            name,
+        }
+    }
+
+    fn res(&self, object: &str, filter: &str) -> Vec<Value> {
+        let mut args = vec!["res", "show", object, "link", &self.name];
+        args.extend(filter.split_whitespace());
+        list(&args)
+    }
+}
+
+#[test]
+fn dev_and_link__of_a_device() {
+    let at = Populated::at("127.0.7.1");
+    let pid = std::process::id();
+    let dev = &list(&["dev", "show", &at.name])[0];
+    for (key, expected) in [
+        ("ifname", "127.0.7.1"),
+        ("node_type", "ca"),
+        ("fw", env!("CARGO_PKG_VERSION")),
+    ] {
+        assert_eq!(dev[key], expected, "{dev}");
+    }
+    assert_eq!(dev["pid"], pid);
+    assert_eq!(dev["node_guid"], dev["sys_image_guid"]);
+    assert_eq!(
+        dev["node_guid"].as_str().map(str::len),
+        Some("0123:4567:89ab:cdef".len())
+    );
+    assert!(dev["caps"].as_array().unwrap().contains(&"MEM_WINDOW".into()));
+    let link = &list(&["link", "show", &at.name])[0];
+    for (key, expected) in [
+        ("state", "ACTIVE"),
+        ("physical_state", "LINK_UP"),
+        ("netdev", "lo"),
+    ] {
+        assert_eq!(link[key], expected, "{link}");
+    }
+    assert!(link["netdev_index"].as_u64().is_some());
+    // The same as a person sees it.
+    let line = &lines(&["link", "show", "127.0.7.1/-"])[0];
+    let expected = format!(
+        "link {} state ACTIVE physical_state LINK_UP active_mtu 4096 netdev lo pid {pid}",
+        at.name
+    );
+    assert!(line.starts_with(&expected), "{line}");
+    let line = &lines(&["dev", "show", "127.0.7.1"])[0];
+    assert!(line.contains(&format!("{}: node_type ca fw", at.name)), "{line}");
+    assert!(!line.contains("caps"), "{line}");
+    assert!(lines(&["dev", "show", "-d", "127.0.7.1"])[0].contains("caps <BAD_PKEY_CNTR"));
+}
+
+#[test]
+fn link__port_that_is_down() {
+    let options = Options {
+        faults: Some("down=0s..".parse().unwrap()),
+        ..Options::default()
+    };
+    let device = Device::open_with("127.0.7.2".parse().unwrap(), options).unwrap();
+    // It is down once the device's thread has looked.
+    assert!(device.wait_async_event(LONG).is_some());
+    let link = &list(&["link", "show", "127.0.7.2"])[0];
+    assert_eq!(
+        (&link["state"], &link["physical_state"]),
+        (&"DOWN".into(), &"DISABLED".into())
+    );
+}
+
+#[test]
+fn res__objects_of_each_kind() {
+    let at = Populated::at("127.0.7.3");
+    let listener = at.device.listen(7174).unwrap();
+    let counts = &at.res("ctx", "")[0];
+    assert_eq!(counts["ctxn"], 0);
+    let counts = &list(&["res", "show"])
+        .into_iter()
+        .find(|one| one["ifname"] == "127.0.7.3")
+        .unwrap();
+    for (key, expected) in [
+        ("pd", 1),
+        ("cq", 1),
+        ("qp", 3),
+        ("cm_id", 1),
+        ("mr", 1),
+        ("ctx", 1),
+        ("srq", 1),
+    ] {
+        assert_eq!(counts[key], expected, "{counts}");
+    }
+    let qps = at.res("qp", "");
+    let mut numbers: Vec<u32> = at.qps.iter().map(|qp| qp.qpn().value()).collect();
+    numbers.sort_unstable();
+    assert_eq!(
+        qps.iter()
+            .map(|qp| qp["lqpn"].as_u64().unwrap() as u32)
+            .collect::<Vec<_>>(),
+        numbers
+    );
+    let qp = qps.iter().find(|qp| qp["type"] == "UD").unwrap();
+    for (key, expected) in [("state", "RESET"), ("path-mig-state", "MIGRATED")] {
+        assert_eq!(qp[key], expected, "{qp}");
+    }
+    let mr = &at.res("mr", "")[0];
+    assert_eq!(mr["rkey"], format!("{:#010x}", at.mr.rkey().0));
+    assert_eq!(
+        (&mr["mrlen"], &mr["iova"]),
+        (&8192.into(), &format!("{:#x}", at.mr.iova()).into())
+    );
+    assert_eq!(mr["access"], serde_json::json!(["local-write", "remote-read"]));
+    let cq = &at.res("cq", "")[0];
+    assert_eq!((&cq["cqe"], &cq["users"]), (&64.into(), &3.into()));
+    assert_eq!(cq["cqn"], at.cq.cqn().0);
+    let pd = &at.res("pd", "")[0];
+    assert_eq!((&pd["users"], &pd["pdn"]), (&5.into(), &mr["pdn"]));
+    let srq = &at.res("srq", "")[0];
+    assert_eq!(
+        (&srq["srqn"], &srq["type"]),
+        (&at.srq.srqn().0.into(), &"BASIC".into())
+    );
+    assert_eq!(srq["lqpn"], serde_json::json!([at.qps[2].qpn().value()]));
+    let cm = &at.res("cm_id", "")[0];
+    assert_eq!(
+        (&cm["state"], &cm["ps"], &cm["src-addr"]),
+        (&"LISTEN".into(), &"TCP".into(), &":7174".into())
+    );
+    drop(listener);
+    assert_eq!(at.res("cm_id", ""), Vec::<Value>::new());
+    // As a person sees them, when nobody's terminal asks for columns.
+    let line = &lines(&["res", "show", "mr", "link", &at.name])[0];
+    assert!(line.starts_with(&format!("dev {} mrn ", at.name)), "{line}");
+    assert!(line.contains(" access local-write,remote-read "), "{line}");
+}
+
+#[test]
+fn res__filters() {
+    let at = Populated::at("127.0.7.4");
+    let qpn = at.qps[0].qpn().value();
+    let found = |filter: &str| at.res("qp", filter).len();
+    assert_eq!(found(""), 3);
+    assert_eq!(found("type RC"), 2);
+    assert_eq!(found("type rc,ud state RESET"), 3);
+    assert_eq!(found("state RTS,ERR"), 0);
+    assert_eq!(found(&format!("lqpn {qpn}")), 1);
+    assert_eq!(found(&format!("lqpn {}-{},7", qpn, qpn)), 1);
+    assert_eq!(found("lqpn 0-65535"), 0, "those are of slot 0");
+    assert_eq!(found(&format!("pid {}", std::process::id())), 3);
+    assert_eq!(found("pid 1"), 0);
+    assert_eq!(found(&format!("srqn {}", at.srq.srqn().0)), 1);
+    // Of all devices of the address.
+    let of = |link: &str| list(&["res", "show", "qp", "link", link]).len();
+    assert_eq!((of("127.0.7.4/-"), of("127.0.7.4")), (3, 3));
+}
+
+#[test]
+fn stat__counters() {
+    let at = Populated::at("127.0.7.5");
+    let stat = &list(&["stat", "show", "link", &at.name])[0];
+    for (name, _, _) in at.device.counters().iter() {
+        assert!(stat[name].as_u64().is_some(), "{name} of {stat}");
+    }
+    let options = Options {
+        faults: Some("loss=1%".parse().unwrap()),
+        ..Options::default()
+    };
+    let _faulty = Device::open_with("127.0.7.6".parse().unwrap(), options).unwrap();
+    let stat = &list(&["stat", "show", "link", "127.0.7.6"])[0];
+    assert_eq!(stat["fault_packets"], 0);
+}
+
+#[test]
+fn json__of_one_line_unless_it_is_to_be_pretty() {
+    let _at = Populated::at("127.0.7.7");
+    let said = |more: &[&str]| {
+        let args = [&["dev", "show", "127.0.7.7"], more].concat();
+        lines(&args).len()
+    };
+    assert_eq!(said(&["-j"]), 1);
+    assert!(said(&["-j", "-p"]) > 10);
+}
+
+#[test]
+fn usage__what_is_wrong_is_said() {
+    for (args, expected) in [
+        (&["res", "show", "qp", "lqpn"][..], "has no value"),
+        (&["res", "show", "qp", "qpn", "3"], "there are link, dev, lqpn"),
+        (&["res", "show", "qp", "lqpn", "x"], "takes numbers"),
+        (&["res", "show", "qp", "link", "eth0"], "ADDRESS/SLOT"),
+        (&["res", "show", "xyz"], "possible values"),
+        (&["stat", "show", "qp", "3"], "there are link, dev"),
+        (&["dev", "show", "eth0"], "ADDRESS/SLOT"),
+        (&["dev", "show", "-p"], "--json"),
+    ] {
+        let output = rdmux_by(&[], args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        let said = text(&output.stderr);
+        assert!(said.contains(expected), "{args:?}: {said}");
+    }
+    let output = rdmux_by(&[], &["link", "show", "127.9.9.9/3"]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = text(&output.stderr);
+    assert!(
+        said.contains("no device 127.9.9.9/3") && said.contains("rdmux dev show"),
+        "{said}"
+    );
+}
+
+/// A child that is ended with the value.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn res__root_sees_everybodys_and_others_their_own() {
+    let nobody = rdmux_by(&AS_NOBODY, &["--version"]);
+    if !nobody.status.success() {
+        println!("skipped: this user may not be another one, or another user may not run {RDMUX}");
+        return;
+    }
+    let roots = Populated::at("127.0.7.8");
+    let line: Vec<&str> = AS_NOBODY.iter().copied().chain([RDMUX]).collect();
+    let serve = ["perf", "read-lat", "--bind", "127.0.7.9"];
+    let mut command = Command::new(line[0]);
+    command
+        .args(&line[1..])
+        .args(serve)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null());
+    let serving = Running(command.spawn().unwrap());
+    // Root sees it, with all that it has.
+    let deadline = Instant::now() + LONG;
+    let theirs = loop {
+        let output = rdmux_by(&[], &["res", "show", "cm_id", "dev", "127.0.7.9", "--json"]);
+        let found: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        if let [listening] = &found[..] {
+            break listening.clone();
+        }
+        assert!(Instant::now() < deadline, "{}", text(&output.stderr));
+    };
+    assert_eq!(theirs["state"], "LISTEN", "{theirs}");
+    assert_eq!(theirs["pid"], serving.0.id());
+    assert_eq!(
+        list(&["res", "show", "cq", "link", "127.0.7.9"]).len(),
+        0,
+        "nobody has connected"
+    );
+    // The other way round there is nothing but the name of the device, and whose it is.
+    let key = format!("{:08x}", roots.mr.rkey().0);
+    let guid = list(&["dev", "show", &roots.name])[0]["node_guid"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    for args in [
+        &["dev", "show"][..],
+        &["link", "show"],
+        &["stat", "show"],
+        &["res", "show"],
+        &["res", "show", "mr"],
+        &["res", "show", "qp", "link", &roots.name],
+    ] {
+        let output = rdmux_by(&AS_NOBODY, args);
+        let (shown, notes) = (text(&output.stdout), text(&output.stderr));
+        let expected = format!("rdmux: {} is not shown: it belongs to user 0\n", roots.name);
+        assert!(notes.contains(&expected), "{args:?}: {notes}");
+        for secret in [&roots.name, &key, &guid] {
+            assert!(!shown.contains(secret.as_str()), "{args:?}: {shown}");
+        }
+    }
+}

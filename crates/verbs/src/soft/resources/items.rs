@@ -1,0 +1,685 @@
+//! What is told of each kind of object, and how it travels: the words of a [`Record`], in the order in which they stand here.
+
+use std::net::{IpAddr, Ipv6Addr};
+
+use rdmux_rnic::cm::CmState;
+use rdmux_rnic::{
+    Access, CmDetail, CqDetail, Cqn, Pd, PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail, RegionKind,
+    SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
+};
+use rdmux_wire::cm::ServiceId;
+
+use crate::Carrier;
+use crate::soft::shm::report::{Object, Record};
+use crate::soft::shm::why::{NotDirect, Why};
+
+/// An object of a device, as it is told of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Item {
+    /// The device itself.
+    Device(DeviceResource),
+    /// A queue pair.
+    Qp(QpResource),
+    /// A completion queue.
+    Cq(CqDetail),
+    /// A memory region or window.
+    Mr(RegionDetail),
+    /// A protection domain.
+    Pd(PdDetail),
+    /// A connection, or who listens for them.
+    CmId(CmDetail),
+    /// A shared receive queue.
+    Srq(SrqDetail),
+    /// A counter.
+    Counter(CounterResource),
+}
+
+/// What is known of a device from outside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceResource {
+    /// Of its channel adapter; drawn when it was opened.
+    pub guid: u64,
+    /// Bytes of payload that a packet on its link carries.
+    pub mtu: u32,
+    /// The network takes its packets.
+    pub active: bool,
+    /// Version of rdmux.
+    pub version: String,
+    /// Objects that it has.
+    pub counts: Counts,
+}
+
+/// How many objects a device has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Queue pairs.
+    pub qps: u32,
+    /// Memory regions and windows.
+    pub mrs: u32,
+    /// Completion queues.
+    pub cqs: u32,
+    /// Protection domains.
+    pub pds: u32,
+    /// Shared receive queues.
+    pub srqs: u32,
+    /// Connections, and who listens for them.
+    pub cm_ids: u32,
+}
+
+/// What is known of a queue pair from outside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QpResource {
+    /// Its number.
+    pub qpn: Qpn,
+    /// Transport service.
+    pub qp_type: QpType,
+    /// State.
+    pub state: QpState,
+    /// Its peer, once it has one: address and number.
+    pub peer: Option<(IpAddr, Qpn)>,
+    /// Path MTU in bytes.
+    pub path_mtu: u32,
+    /// What carries its packets; `None` while it has no peer, or not one.
+    pub carrier: Option<Carrier>,
+    /// What of its peer's memory it reaches without packets.
+    pub direct: Direct,
+    /// Protection domain.
+    pub pdn: u32,
+    /// Where its send completions go.
+    pub send_cqn: u32,
+    /// Where its receive completions go.
+    pub recv_cqn: u32,
+    /// Where it takes its receives from, when not its own queue.
+    pub srqn: Option<u32>,
+    /// PSN that its next send request begins with.
+    pub sq_psn: u32,
+    /// PSN of the next request that it expects.
+    pub rq_psn: u32,
+    /// Send requests posted and not complete.
+    pub sends: u32,
+    /// Receives posted and not used.
+    pub receives: u32,
+}
+
+/// What a queue pair reaches without packets: regions of a peer on the same host, by WRITE and READ.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Direct {
+    /// Regions that are mapped.
+    pub mapped: u32,
+    /// Regions that the kernel copies to and from (`process_vm_writev`).
+    pub by_calls: u32,
+    /// Why the last region that is reached by packets is not one of those.
+    pub why_not: Option<String>,
+}
+
+/// A counter of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CounterResource {
+    /// Its name, as in [`rdmux_rnic::Counters`].
+    pub name: String,
+    /// Since the device was opened.
+    pub value: u64,
+}
+
+/// What carries packets, to the engine itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::soft) enum Carried {
+    /// There is no one peer.
+    Nowhere,
+    Shared,
+    Udp(Why),
+}
+
+/// What a queue pair reaches without packets, to the engine itself.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::soft) struct Reached {
+    pub(in crate::soft) mapped: u32,
+    pub(in crate::soft) by_calls: u32,
+    /// The last reason why a region was not reached.
+    pub(in crate::soft) not_direct: Option<NotDirect>,
+}
+
+const TYPES: [QpType; 5] = [
+    QpType::Rc,
+    QpType::Uc,
+    QpType::Ud,
+    QpType::XrcSend,
+    QpType::XrcRecv,
+];
+const STATES: [QpState; 7] = [
+    QpState::Reset,
+    QpState::Init,
+    QpState::Rtr,
+    QpState::Rts,
+    QpState::Sqd,
+    QpState::Sqe,
+    QpState::Error,
+];
+const KINDS: [RegionKind; 4] = [
+    RegionKind::Memory,
+    RegionKind::Fast,
+    RegionKind::Window(WindowType::One),
+    RegionKind::Window(WindowType::Two),
+];
+const CM_STATES: [CmState; 7] = [
+    CmState::Listen,
+    CmState::Connect,
+    CmState::Accept,
+    CmState::Established,
+    CmState::Disconnect,
+    CmState::TimeWait,
+    CmState::Resolve,
+];
+const SHARED: u8 = 0;
+const NOWHERE: u8 = 255;
+/// A number that is not there; all that there are have 32 bits at most.
+const NONE: u64 = u64::MAX;
+
+fn place<T: PartialEq>(all: &[T], one: &T) -> u64 {
+    all.iter()
+        .position(|known| known == one)
+        .map_or(NONE, |i| i as u64)
+}
+
+fn at<T: Copy>(all: &[T], place: u64) -> Option<T> {
+    all.get(usize::try_from(place).ok()?).copied()
+}
+
+fn maybe(number: Option<u32>) -> u64 {
+    number.map_or(NONE, u64::from)
+}
+
+fn maybe_back(word: u64) -> Option<Option<u32>> {
+    match word {
+        NONE => Some(None),
+        word => u32::try_from(word).ok().map(Some),
+    }
+}
+
+fn qpn(word: u64) -> Option<Qpn> {
+    let number = u32::try_from(word).ok()?;
+    (number < 1 << 24).then_some(Qpn::new(number))
+}
+
+fn address(address: Option<IpAddr>) -> [u64; 3] {
+    let (family, v6) = match address {
+        None => (0, Ipv6Addr::UNSPECIFIED),
+        Some(IpAddr::V4(v4)) => (4, v4.to_ipv6_mapped()),
+        Some(IpAddr::V6(v6)) => (6, v6),
+    };
+    let bits = v6.to_bits();
+    [family, (bits >> 64) as u64, bits as u64]
+}
+
+fn address_back(words: [u64; 3]) -> Option<Option<IpAddr>> {
+    let v6 = Ipv6Addr::from_bits(u128::from(words[1]) << 64 | u128::from(words[2]));
+    match words[0] {
+        0 => Some(None),
+        4 => Some(Some(v6.to_ipv4_mapped()?.into())),
+        6 => Some(Some(v6.into())),
+        _ => None,
+    }
+}
+
+fn code(word: u64, value: u64) -> Option<(u8, u32)> {
+    Some((u8::try_from(word).ok()?, u32::try_from(value).ok()?))
+}
+
+/// The record of a queue pair.
+pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: Reached) -> Record {
+    let info = &detail.info;
+    let peer = address(info.path.map(|path| path.dst));
+    let (carrier, carrier_value) = match carried {
+        Carried::Shared => (SHARED, 0),
+        Carried::Nowhere => (NOWHERE, 0),
+        Carried::Udp(why) => why.to_code(),
+    };
+    let (why, why_value) = reached.not_direct.map_or((0, 0), NotDirect::to_code);
+    let words = vec![
+        place(&TYPES, &info.qp_type),
+        place(&STATES, &info.state),
+        peer[0],
+        peer[1],
+        peer[2],
+        info.dest_qpn.value().into(),
+        info.path_mtu.into(),
+        carrier.into(),
+        carrier_value.into(),
+        reached.mapped.into(),
+        reached.by_calls.into(),
+        why.into(),
+        why_value.into(),
+        detail.pd.0.into(),
+        detail.send_cq.0.into(),
+        detail.recv_cq.0.into(),
+        maybe(detail.srq.map(|srqn| srqn.0)),
+        detail.sq_psn.value().into(),
+        detail.rq_psn.value().into(),
+        info.send_outstanding as u64,
+        info.recv_posted as u64,
+    ];
+    Record {
+        number: qpn.value().into(),
+        name: String::new(),
+        words,
+    }
+}
+
+impl Item {
+    /// The record of all but queue pairs, which have [`qp_record`].
+    pub(in crate::soft) fn record(&self) -> Option<Record> {
+        let record = |number: u64, words: &[u64]| Record {
+            number,
+            name: String::new(),
+            words: words.to_vec(),
+        };
+        Some(match self {
+            Item::Device(device) => {
+                let counts = &device.counts;
+                let words = [
+                    device.guid,
+                    device.mtu.into(),
+                    device.active.into(),
+                    counts.qps.into(),
+                    counts.mrs.into(),
+                    counts.cqs.into(),
+                    counts.pds.into(),
+                    counts.srqs.into(),
+                    counts.cm_ids.into(),
+                ];
+                Record {
+                    name: device.version.clone(),
+                    ..record(0, &words)
+                }
+            }
+            Item::Qp(_) => return None,
+            Item::Cq(cq) => record(
+                cq.cqn.0.into(),
+                &[
+                    cq.depth.into(),
+                    cq.waiting.into(),
+                    cq.overrun.into(),
+                    cq.users.into(),
+                ],
+            ),
+            Item::Mr(mr) => record(
+                mr.mrn.into(),
+                &[
+                    place(&KINDS, &mr.kind),
+                    mr.rkey.into(),
+                    mr.pd.0.into(),
+                    mr.iova,
+                    mr.length,
+                    mr.access.bits().into(),
+                ],
+            ),
+            Item::Pd(pd) => record(pd.pd.0.into(), &[pd.users.into()]),
+            Item::CmId(cm) => {
+                let peer = address(cm.peer);
+                let (own, theirs) = cm.qpns;
+                record(
+                    cm.number,
+                    &[
+                        place(&CM_STATES, &cm.state),
+                        cm.service.0,
+                        peer[0],
+                        peer[1],
+                        peer[2],
+                        maybe(own.map(Qpn::value)),
+                        maybe(theirs.map(Qpn::value)),
+                    ],
+                )
+            }
+            Item::Srq(srq) => {
+                let (xrcd, cqn) = srq.xrc.unzip();
+                let mut words = vec![
+                    srq.pd.0.into(),
+                    maybe(xrcd.map(|xrcd| xrcd.0)),
+                    maybe(cqn.map(|cqn| cqn.0)),
+                    srq.info.max_wr.into(),
+                    srq.info.posted as u64,
+                    maybe(srq.info.limit),
+                    srq.users.into(),
+                ];
+                words.extend(srq.qpns.iter().map(|qpn| u64::from(qpn.value())));
+                record(srq.srqn.0.into(), &words)
+            }
+            // Its number is its place among the counters.
+            Item::Counter(counter) => Record {
+                name: counter.name.clone(),
+                ..record(0, &[counter.value])
+            },
+        })
+    }
+
+    /// `None` for what no engine tells.
+    pub(in crate::soft) fn parse(object: Object, record: &Record) -> Option<Item> {
+        let word = |at| record.word(at);
+        let short = |at| u32::try_from(record.word(at)).ok();
+        let flag = |at| match record.word(at) {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        };
+        let number = u32::try_from(record.number);
+        Some(match object {
+            Object::Device => Item::Device(DeviceResource {
+                guid: word(0),
+                mtu: short(1)?,
+                active: flag(2)?,
+                version: record.name.clone(),
+                counts: Counts {
+                    qps: short(3)?,
+                    mrs: short(4)?,
+                    cqs: short(5)?,
+                    pds: short(6)?,
+                    srqs: short(7)?,
+                    cm_ids: short(8)?,
+                },
+            }),
+            Object::Qp => Item::Qp(QpResource::parse(record)?),
+            Object::Cq => Item::Cq(CqDetail {
+                cqn: Cqn(number.ok()?),
+                depth: short(0)?,
+                waiting: short(1)?,
+                overrun: flag(2)?,
+                users: short(3)?,
+            }),
+            Object::Mr => Item::Mr(RegionDetail {
+                mrn: number.ok()?,
+                kind: at(&KINDS, word(0))?,
+                rkey: short(1)?,
+                pd: Pd(short(2)?),
+                iova: word(3),
+                length: word(4),
+                access: Access::from_bits(short(5)?)?,
+            }),
+            Object::Pd => Item::Pd(PdDetail {
+                pd: Pd(number.ok()?),
+                users: short(0)?,
+            }),
+            Object::CmId => {
+                let qpn = |at| match record.word(at) {
+                    NONE => Some(None),
+                    word => qpn(word).map(Some),
+                };
+                Item::CmId(CmDetail {
+                    number: record.number,
+                    state: at(&CM_STATES, word(0))?,
+                    service: ServiceId(word(1)),
+                    peer: address_back([word(2), word(3), word(4)])?,
+                    qpns: (qpn(5)?, qpn(6)?),
+                })
+            }
+            Object::Srq => {
+                let xrc = match (maybe_back(word(1))?, maybe_back(word(2))?) {
+                    (Some(xrcd), Some(cqn)) => Some((Xrcd(xrcd), Cqn(cqn))),
+                    (None, None) => None,
+                    _ => return None,
+                };
+                let qpns = record.words.get(7..).unwrap_or_default();
+                Item::Srq(SrqDetail {
+                    srqn: Srqn(number.ok()?),
+                    pd: Pd(short(0)?),
+                    xrc,
+                    info: SrqInfo {
+                        max_wr: short(3)?,
+                        posted: short(4)? as usize,
+                        limit: maybe_back(word(5))?,
+                    },
+                    users: short(6)?,
+                    qpns: qpns.iter().map(|word| qpn(*word)).collect::<Option<_>>()?,
+                })
+            }
+            Object::Counter => Item::Counter(CounterResource {
+                name: record.name.clone(),
+                value: word(0),
+            }),
+        })
+    }
+}
+
+impl QpResource {
+    fn parse(record: &Record) -> Option<QpResource> {
+        let word = |at| record.word(at);
+        let short = |at| u32::try_from(record.word(at)).ok();
+        let psn = |at| short(at).filter(|psn| *psn < 1 << 24);
+        let peer = match address_back([word(2), word(3), word(4)])? {
+            Some(address) => Some((address, qpn(word(5))?)),
+            None => None,
+        };
+        let carrier = match code(word(7), word(8))? {
+            (SHARED, _) => Some(Carrier::SharedMemory),
+            (NOWHERE, _) => None,
+            code => Some(Carrier::Udp(Why::from_code(code)?.to_string())),
+        };
+        let why_not = match code(word(11), word(12))? {
+            (0, _) => None,
+            code => Some(NotDirect::from_code(code)?.to_string()),
+        };
+        Some(QpResource {
+            qpn: qpn(record.number)?,
+            qp_type: at(&TYPES, word(0))?,
+            state: at(&STATES, word(1))?,
+            peer,
+            path_mtu: short(6)?,
+            carrier,
+            direct: Direct {
+                mapped: short(9)?,
+                by_calls: short(10)?,
+                why_not,
+            },
+            pdn: short(13)?,
+            send_cqn: short(14)?,
+            recv_cqn: short(15)?,
+            srqn: maybe_back(word(16))?,
+            sq_psn: psn(17)?,
+            rq_psn: psn(18)?,
+            sends: short(19)?,
+            receives: short(20)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rdmux_rnic::{Path, Psn, QpInfo};
+    use rustix::io::Errno;
+
+    use super::*;
+    use crate::soft::shm::message::Refusal;
+
+    fn items() -> Vec<(Object, Item)> {
+        let srq = |xrc, limit, n| {
+            Item::Srq(SrqDetail {
+                srqn: Srqn(0x03_1234),
+                pd: Pd(1),
+                xrc,
+                info: SrqInfo {
+                    max_wr: 64,
+                    posted: 3,
+                    limit,
+                },
+                qpns: (1..=n).map(Qpn::new).collect(),
+                users: 17,
+            })
+        };
+        let cm = |state, peer: Option<IpAddr>, qpns| {
+            Item::CmId(CmDetail {
+                number: 0x0300_0007,
+                state,
+                service: ServiceId::tcp(7174),
+                peer,
+                qpns,
+            })
+        };
+        let mut items = vec![
+            (
+                Object::Device,
+                Item::Device(DeviceResource {
+                    guid: u64::MAX - 1,
+                    mtu: 4096,
+                    active: true,
+                    version: "0.1.0".into(),
+                    counts: Counts {
+                        qps: 1,
+                        mrs: 2,
+                        cqs: 3,
+                        pds: 4,
+                        srqs: 5,
+                        cm_ids: 6,
+                    },
+                }),
+            ),
+            (
+                Object::Cq,
+                Item::Cq(CqDetail {
+                    cqn: Cqn(9),
+                    depth: 1024,
+                    waiting: 3,
+                    overrun: true,
+                    users: 2,
+                }),
+            ),
+            (Object::Pd, Item::Pd(PdDetail { pd: Pd(0), users: 4 })),
+            (Object::Srq, srq(None, None, 0)),
+            (Object::Srq, srq(Some((Xrcd(2), Cqn(3))), Some(7), 16)),
+            (
+                Object::Counter,
+                Item::Counter(CounterResource {
+                    name: "sent_pkts".into(),
+                    value: u64::MAX,
+                }),
+            ),
+        ];
+        for kind in KINDS {
+            let region = RegionDetail {
+                mrn: 0xff_ffff,
+                kind,
+                rkey: u32::MAX,
+                pd: Pd(3),
+                iova: u64::MAX,
+                length: 1 << 40,
+                access: Access::REMOTE_READ | Access::LOCAL_WRITE,
+            };
+            items.push((Object::Mr, Item::Mr(region)));
+        }
+        let peers = [None, Some([10, 0, 0, 2].into()), Some(Ipv6Addr::LOCALHOST.into())];
+        for (state, peer) in CM_STATES.into_iter().zip(peers.into_iter().cycle()) {
+            let qpns = (peer.map(|_| Qpn::new(17)), Some(Qpn::new(0xff_ffff)));
+            items.push((Object::CmId, cm(state, peer, qpns)));
+        }
+        items
+    }
+
+    #[test]
+    fn parse__inverts_record() {
+        for (object, item) in items() {
+            let record = item.record().unwrap();
+            assert_eq!(Item::parse(object, &record), Some(item));
+        }
+    }
+
+    fn detail(qp_type: QpType, state: QpState, dst: Option<IpAddr>) -> QpDetail {
+        QpDetail {
+            info: QpInfo {
+                qp_type,
+                state,
+                dest_qpn: Qpn::new(0x04_0001),
+                path: dst.map(|dst| Path {
+                    src: dst,
+                    dst,
+                    src_port: 50_000,
+                    traffic_class: 0,
+                }),
+                path_mtu: 4096,
+                qkey: 0,
+                send_outstanding: 3,
+                recv_posted: 4,
+            },
+            pd: Pd(2),
+            send_cq: Cqn(5),
+            recv_cq: Cqn(6),
+            srq: Some(Srqn(7)),
+            sq_psn: Psn::new(8),
+            rq_psn: Psn::new(0xff_ffff),
+        }
+    }
+
+    #[test]
+    fn parse__inverts_qp_record() {
+        let whys = [
+            Why::NotHere,
+            Why::OtherUser(1000),
+            Why::UnknownUser,
+            Why::Off,
+            Why::NotYet,
+            Why::GivenUp,
+            Why::Refused(Refusal::Full),
+            Why::System(Errno::NOMEM),
+        ];
+        let not_direct = [
+            None,
+            Some(NotDirect::Denied(Refusal::NotShareable)),
+            Some(NotDirect::OtherPidNamespace),
+            Some(NotDirect::Calls(Errno::PERM)),
+            Some(NotDirect::Unmappable),
+            Some(NotDirect::KeptToPackets),
+        ];
+        let carried = [Carried::Nowhere, Carried::Shared]
+            .into_iter()
+            .chain(whys.map(Carried::Udp));
+        let peers = [None, Some([10, 0, 0, 2].into()), Some(Ipv6Addr::LOCALHOST.into())];
+        for (i, carried) in carried.enumerate() {
+            let (qp_type, state) = (TYPES[i % TYPES.len()], STATES[i % STATES.len()]);
+            let not_direct = not_direct[i % not_direct.len()];
+            let reached = Reached {
+                mapped: 2,
+                by_calls: 1,
+                not_direct,
+            };
+            let peer = peers[i % peers.len()];
+            let record = qp_record(Qpn::new(9), &detail(qp_type, state, peer), carried, reached);
+            let Some(Item::Qp(qp)) = Item::parse(Object::Qp, &record) else {
+                panic!("{record:?}");
+            };
+            assert_eq!((qp.qpn, qp.qp_type, qp.state), (Qpn::new(9), qp_type, state));
+            assert_eq!(qp.peer, peer.map(|address| (address, Qpn::new(0x04_0001))));
+            let expected = match carried {
+                Carried::Nowhere => None,
+                Carried::Shared => Some(Carrier::SharedMemory),
+                Carried::Udp(why) => Some(Carrier::Udp(why.to_string())),
+            };
+            assert_eq!(qp.carrier, expected);
+            assert_eq!((qp.direct.mapped, qp.direct.by_calls), (2, 1));
+            assert_eq!(qp.direct.why_not, not_direct.map(|why| why.to_string()));
+            assert_eq!((qp.pdn, qp.send_cqn, qp.recv_cqn, qp.srqn), (2, 5, 6, Some(7)));
+            assert_eq!(
+                (qp.sq_psn, qp.rq_psn, qp.sends, qp.receives),
+                (8, 0xff_ffff, 3, 4)
+            );
+        }
+    }
+
+    #[test]
+    fn parse__any_words_are_refused_or_understood() {
+        let mut state = 7u64;
+        let mut next = move || {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            state >> 20
+        };
+        let mut understood = 0;
+        for round in 0..100_000 {
+            let object = Object::ALL[round % Object::ALL.len()];
+            // Small numbers are words that mean something.
+            let words = (0..next() % 30).map(|_| next() % (1 << (next() % 44))).collect();
+            let record = Record {
+                number: next() % (1 << (next() % 44)),
+                name: String::new(),
+                words,
+            };
+            understood += u32::from(Item::parse(object, &record).is_some());
+        }
+        assert!(understood > 1_000);
+    }
+}
