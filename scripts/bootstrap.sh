@@ -1,6 +1,6 @@
 # Sourced by run, test and lab/bare in the repository's root. Finds what they need, and installs what is missing.
 #
-#   bootstrap WHAT...          build: a Rust toolchain and a C linker; test; lab; bench; bare
+#   bootstrap WHAT...          build: a Rust toolchain and a C linker; test; programs; lab; bench; bare
 #   bootstrap_missing WHAT...  prints the packages that bootstrap would install
 
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
@@ -52,6 +52,9 @@ bootstrap_missing() {
         [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
         find_rust || rust_packages ;;
       test) have ip || echo iproute2 ;;
+      programs)
+        have ibv_rc_pingpong || echo ibverbs-utils
+        have ib_write_lat || echo perftest ;;
       lab)
         have qemu-system-x86_64 || echo qemu-system-x86
         have xz || echo xz-utils

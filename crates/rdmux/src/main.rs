@@ -31,6 +31,8 @@ enum Command {
     Log(cmd::log::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
+    /// Run a program for RDMA, unmodified, where there is no RNIC.
+    Run(cmd::run::Args),
     /// Show running devices, as rdma(8) does the kernel's.
     Dev(cmd::dev::DevArgs),
     /// Show the ports of running devices: their state, and the network interface.
@@ -86,6 +88,7 @@ fn main() -> ExitCode {
         Command::Pull(args) => cmd::pull::run(args),
         Command::Log(args) => cmd::log::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
+        Command::Run(args) => cmd::run::run(args),
         Command::Dev(args) => cmd::dev::run_dev(&args),
         Command::Link(args) => cmd::dev::run_link(&args),
         Command::Stat(args) => cmd::dev::run_stat(&args),

@@ -34,6 +34,7 @@
     )
 )]
 
+pub mod abi;
 mod cm;
 mod datagram;
 mod device;
@@ -57,7 +58,7 @@ pub use device::{
 };
 pub use event::AsyncEvent;
 pub use lease::{FileWatch, Wanted};
-pub use memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
+pub use memory::{AnonymousMemory, ApplicationMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
 pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,

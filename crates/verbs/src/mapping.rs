@@ -280,6 +280,24 @@ impl Mapping {
         unsafe { copy_process(here, pid, address, len as usize, way) }.map_err(CopyError::To)
     }
 
+    /// Copies between addresses of two processes, this one's and another's: the kernel checks both.
+    pub(crate) fn copy_between(own: u64, pid: i32, address: u64, len: u64, way: Way) -> Result<(), Fault> {
+        let here = std::ptr::without_provenance_mut(own as usize);
+        // SAFETY: the kernel copies from or to where this process may; what lies there is the program's, which knows that it is
+        // written.
+        unsafe { copy_process(here, pid, address, len as usize, way) }
+    }
+
+    /// Copies between the mapping and addresses of this process, which the kernel checks: to the mapping, or from it.
+    pub(crate) fn copy_addresses(&self, offset: u64, own: u64, len: u64, way: Way) -> Result<(), Fault> {
+        let (there, way) = match way {
+            Way::ToProcess => (self.at_writable(offset, len)?, Way::FromProcess),
+            Way::FromProcess => (self.at(offset, len)?, Way::ToProcess),
+        };
+        // SAFETY: `len` bytes from there lie inside of the mapping; the other side is the kernel's to check.
+        unsafe { copy_process(there, std::process::id().cast_signed(), own, len as usize, way) }
+    }
+
     /// Places bytes in memory of another process.
     pub(crate) fn write_process(pid: i32, address: u64, bytes: &[u8]) -> Result<(), Fault> {
         // SAFETY: the bytes are a reference's, and only read.

@@ -15,5 +15,6 @@ pub(crate) mod perf;
 pub(crate) mod pull;
 pub(crate) mod push;
 pub(crate) mod res;
+pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod sim;

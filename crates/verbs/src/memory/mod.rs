@@ -1,12 +1,14 @@
-//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; files, reached through the kernel; and
+//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; addresses of the program's own; files, reached through the kernel; and
 //! persistent memory, DAX files and devices, mapped.
 
 mod anonymous;
+mod application;
 mod dax;
 mod domain;
 mod file;
 
 pub use self::anonymous::AnonymousMemory;
+pub use self::application::ApplicationMemory;
 pub use self::dax::{DaxError, DaxMemory};
 pub use self::file::FileMemory;
 

@@ -14,7 +14,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use super::segment::{Segment, Side};
 use super::why::NotDirect;
 use crate::mapping::{CopyError, Mapping, Way};
-use crate::memory::AnonymousMemory;
+use crate::memory::{AnonymousMemory, ApplicationMemory};
 
 /// Bytes copied between two looks at the grant: taking one back waits for a copy of that many.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -180,6 +180,10 @@ impl Process {
     fn copy(&self, own: &Mapping, own_at: u64, address: u64, len: u64, way: Way) -> Result<(), CopyError> {
         own.copy_process(own_at, self.pid().map_err(CopyError::To)?, address, len, way)
     }
+
+    fn copy_addresses(&self, own: u64, address: u64, len: u64, way: Way) -> Result<(), Fault> {
+        Mapping::copy_between(own, self.pid()?, address, len, way)
+    }
 }
 
 /// A grant of a peer. Used under the engine's lock alone: an end of a link is inside of one grant at a time.
@@ -240,6 +244,34 @@ impl Granted {
         Ok(())
     }
 
+    /// Copies between addresses of this process and the peer's memory, without a buffer between. False: something of it failed, on a
+    /// side that is not known, and may be tried piece by piece.
+    fn copy_application(&self, at: u64, own: &dyn Memory, own_at: u64, length: u64, way: Way) -> bool {
+        let application = own
+            .as_any()
+            .and_then(|any| any.downcast_ref::<ApplicationMemory>());
+        let Some(own) = application.and_then(|own| own.range(own_at, length).ok()) else {
+            return false;
+        };
+        let mut done = 0;
+        while done < length {
+            let n = (length - done).min(PIECE_BYTES);
+            let (at, own) = (at + done, own + done);
+            let copied = self.inside(|| {
+                match &self.reach {
+                    Reach::Mapped(theirs) => theirs.mapping.copy_addresses(at, own, n, way),
+                    Reach::Process(process) => process.copy_addresses(own, at, n, way),
+                }
+                .map_err(PeerFault::Own)
+            });
+            if copied.is_err() {
+                return false;
+            }
+            done += n;
+        }
+        true
+    }
+
     /// Copies piece by piece through a buffer.
     fn copy_buffered(
         &self,
@@ -270,6 +302,7 @@ impl PeerMemory for Granted {
     fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
         match mapping_of(from) {
             Some(own) => self.copy(offset, own, from_offset, length, Way::ToProcess),
+            None if self.copy_application(offset, from, from_offset, length, Way::ToProcess) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
                 self.write_bytes(offset + done, buffer)
@@ -288,6 +321,7 @@ impl PeerMemory for Granted {
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {
         match mapping_of(to) {
             Some(own) => self.copy(offset, own, to_offset, length, Way::FromProcess),
+            None if self.copy_application(offset, to, to_offset, length, Way::FromProcess) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 self.read_bytes(offset + done, buffer)?;
                 to.write(to_offset + done, buffer).map_err(PeerFault::Own)

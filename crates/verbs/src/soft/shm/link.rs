@@ -24,7 +24,7 @@ use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use super::segment::{self, Area, GRANTS, Segment, Side};
 use super::why::{NotDirect, Why};
 use crate::mapping::is_safe_to_map;
-use crate::memory::AnonymousMemory;
+use crate::memory::{AnonymousMemory, ApplicationMemory};
 use crate::soft::capture::Capture;
 use crate::soft::group::{self, SLOTS};
 use crate::soft::port::Port;
@@ -1021,21 +1021,24 @@ impl Rings {
         if index >= GRANTS as usize {
             return Err(Refusal::Full);
         }
-        let memory = grantable
-            .memory
-            .as_any()
-            .and_then(|any| any.downcast_ref::<AnonymousMemory>());
-        let memory = memory.ok_or(Refusal::NotShareable)?;
+        let memory = grantable.memory.as_any().ok_or(Refusal::NotShareable)?;
         let writable = grantable.access.contains(Access::REMOTE_WRITE);
-        let file = match memory.file() {
-            Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
-            // What cannot be opened for reading alone is left to calls.
-            Some(file) => read_only(file),
-            None => None,
+        let (address, file) = if let Some(memory) = memory.downcast_ref::<AnonymousMemory>() {
+            let file = match memory.file() {
+                Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
+                // What cannot be opened for reading alone is left to calls.
+                Some(file) => read_only(file),
+                None => None,
+            };
+            (memory.address(), file)
+        } else if let Some(memory) = memory.downcast_ref::<ApplicationMemory>() {
+            (memory.address(), None)
+        } else {
+            return Err(Refusal::NotShareable);
         };
         let offset = match file {
             Some(_) => grantable.memory_offset,
-            None => memory.address() + grantable.memory_offset,
+            None => address.wrapping_add(grantable.memory_offset),
         };
         let given = self.given.get(index).copied().flatten().unwrap_or_else(|| {
             self.generation = self.generation.wrapping_add(1).max(1);

@@ -1,0 +1,378 @@
+//! Completion channels and completion queues.
+
+use std::collections::VecDeque;
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rdmux_verbs::{Arm, CompletionQueue, CreateError, Status, WcOpcode, WorkCompletion};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::io::Errno;
+
+use crate::context::Context;
+use crate::events::Given;
+use crate::query::CQE_MAX;
+use crate::{abi, made, minus_one, status};
+
+/// Waits until a descriptor is readable; at once [`libc::EAGAIN`] where the program has set it to non-blocking.
+pub(crate) fn wait_readable(fd: c_int) -> Result<(), c_int> {
+    // SAFETY: a descriptor of this library's, which its owner holds during the call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(|errno| errno.raw_os_error())?;
+    let at_once = Timespec::try_from(Duration::ZERO).ok();
+    let timeout = at_once.filter(|_| flags.contains(rustix::fs::OFlags::NONBLOCK));
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], timeout.as_ref()) {
+        Ok(0) => Err(libc::EAGAIN),
+        Ok(_) => Ok(()),
+        Err(errno) => Err(errno.raw_os_error()),
+    }
+}
+
+/// What a program's `struct ibv_comp_channel` pointer points at.
+#[repr(C)]
+struct Channel {
+    shown: abi::CompChannel,
+    /// Readable when one of its queues has an event, or `again` is.
+    epoll: OwnedFd,
+    /// Readable when `earlier` is not empty.
+    again: OwnedFd,
+    /// Queues whose event was not asked for when they were armed again.
+    earlier: Mutex<VecDeque<*mut Queue>>,
+}
+
+/// What a program's `struct ibv_cq` pointer points at.
+#[repr(C)]
+pub(crate) struct Queue {
+    shown: abi::Cq,
+    pub(crate) queue: CompletionQueue,
+    /// Completions on their way to the program.
+    buffer: Mutex<VecDeque<WorkCompletion>>,
+    /// Events of its channel, and asynchronous ones.
+    given: Given,
+    pub(crate) errors: Given,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Queue {
+    /// What a program's pointer points at.
+    ///
+    /// # Safety
+    /// The pointer is one that `ibv_create_cq` gave out, and is not destroyed.
+    pub(crate) unsafe fn of<'a>(queue: *mut abi::Cq) -> &'a Queue {
+        // SAFETY: as the caller says.
+        unsafe { &*queue.cast::<Queue>() }
+    }
+
+    /// Takes the event that its descriptor tells of, if there is one.
+    fn take_event(&self) -> bool {
+        rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
+    }
+}
+
+fn create_channel(context: *mut abi::Context) -> Result<*mut abi::CompChannel, c_int> {
+    let again = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Errno::raw_os_error)?;
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
+    epoll::add(
+        &epoll,
+        &again,
+        epoll::EventData::new_u64(0),
+        epoll::EventFlags::IN,
+    )
+    .map_err(Errno::raw_os_error)?;
+    let channel = Box::new(Channel {
+        shown: abi::CompChannel {
+            context,
+            fd: epoll.as_raw_fd(),
+            refcnt: 0,
+        },
+        epoll,
+        again,
+        earlier: Mutex::default(),
+    });
+    Ok(Box::into_raw(channel).cast())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_comp_channel(context: *mut abi::Context) -> *mut abi::CompChannel {
+    made(create_channel(context))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) -> c_int {
+    // SAFETY: a channel that was made, says the caller.
+    if unsafe { (*channel).refcnt } > 0 {
+        return libc::EBUSY;
+    }
+    // SAFETY: made by a Box in `create_channel`; no queue uses it, and the caller does not any more.
+    drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
+    0
+}
+
+unsafe fn create_cq(
+    context: *mut abi::Context,
+    cqe: c_int,
+    cq_context: *mut c_void,
+    channel: *mut abi::CompChannel,
+    vector: c_int,
+) -> Result<*mut abi::Cq, c_int> {
+    if !(1..=CQE_MAX).contains(&cqe) || vector != 0 {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: an open context, says the caller.
+    let device = unsafe { &Context::of(context).device };
+    let queue = device.create_cq(cqe as u32).map_err(|error| errno_of(&error))?;
+    let made = Box::into_raw(Box::new(Queue {
+        shown: abi::Cq {
+            context,
+            channel,
+            cq_context,
+            handle: queue.cqn().0,
+            cqe,
+            mutex: [0; 5],
+            cond: [0; 6],
+            comp_events_completed: 0,
+            async_events_completed: 0,
+        },
+        queue,
+        buffer: Mutex::default(),
+        given: Given::default(),
+        errors: Given::default(),
+    }));
+    if !channel.is_null() {
+        // SAFETY: a channel that was made, says the caller.
+        let channel = unsafe { &mut *channel.cast::<Channel>() };
+        // SAFETY: just made.
+        let fd = unsafe { (*made).queue.as_fd() };
+        let data = epoll::EventData::new_ptr(made.cast());
+        if let Err(errno) = epoll::add(&channel.epoll, fd, data, epoll::EventFlags::IN) {
+            // SAFETY: made by a Box just now.
+            drop(unsafe { Box::from_raw(made) });
+            return Err(errno.raw_os_error());
+        }
+        channel.shown.refcnt += 1;
+    }
+    // SAFETY: just made; an open context, says the caller.
+    unsafe {
+        Context::of(context)
+            .objects()
+            .completions
+            .insert((*made).queue.cqn().0, made.cast())
+    };
+    Ok(made.cast())
+}
+
+/// The number of the error that a program is told.
+pub(crate) fn errno_of(error: &CreateError) -> c_int {
+    match error {
+        CreateError::NoRoom => libc::ENOMEM,
+        CreateError::OtherDevice => libc::EINVAL,
+        CreateError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_cq(
+    context: *mut abi::Context,
+    cqe: c_int,
+    cq_context: *mut c_void,
+    channel: *mut abi::CompChannel,
+    vector: c_int,
+) -> *mut abi::Cq {
+    // SAFETY: as the caller says.
+    made(unsafe { create_cq(context, cqe, cq_context, channel, vector) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let channel = unsafe { (*queue).channel };
+    {
+        // SAFETY: as above.
+        let queue = unsafe { Queue::of(queue) };
+        if !channel.is_null() {
+            // SAFETY: the queue holds its channel.
+            let channel = unsafe { &mut *channel.cast::<Channel>() };
+            let _ = epoll::delete(&channel.epoll, &queue.queue);
+            lock(&channel.earlier).retain(|earlier| !ptr::eq(*earlier, queue));
+            channel.shown.refcnt -= 1;
+        }
+        // SAFETY: an open context, which lives as long as its objects.
+        unsafe { Context::of(queue.shown.context) }
+            .objects()
+            .completions
+            .remove(&queue.queue.cqn().0);
+        queue.given.wait_acknowledged();
+        queue.errors.wait_acknowledged();
+    }
+    // SAFETY: made by a Box in `create_cq`; the caller does not use it any more, and nobody else has it.
+    drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_cq_event(
+    channel: *mut abi::CompChannel,
+    queue: *mut *mut abi::Cq,
+    cq_context: *mut *mut c_void,
+) -> c_int {
+    // SAFETY: a channel that was made, says the caller.
+    let channel = unsafe { &*channel.cast::<Channel>() };
+    let found = loop {
+        if let Some(found) = next_event(channel) {
+            break found;
+        }
+        if let Err(errno) = wait_readable(channel.epoll.as_raw_fd()) {
+            return minus_one(Err(errno));
+        }
+    };
+    // SAFETY: a queue of the channel, which a program does not destroy while it waits for its events.
+    let event_of = unsafe { &*found };
+    event_of.given.give();
+    // SAFETY: places of the caller's.
+    unsafe {
+        *queue = found.cast();
+        *cq_context = event_of.shown.cq_context;
+    }
+    0
+}
+
+/// The queue that has an event.
+fn next_event(channel: &Channel) -> Option<*mut Queue> {
+    let mut earlier = lock(&channel.earlier);
+    if let Some(found) = earlier.pop_front() {
+        if earlier.is_empty() {
+            let _ = rustix::io::read(&channel.again, &mut [0; 8]);
+        }
+        return Some(found);
+    }
+    drop(earlier);
+    let mut events = [epoll::Event {
+        flags: epoll::EventFlags::empty(),
+        data: epoll::EventData::new_u64(0),
+    }; 16];
+    let at_once = Timespec::try_from(Duration::ZERO).ok();
+    let n = epoll::wait(&channel.epoll, &mut events[..], at_once.as_ref()).unwrap_or(0);
+    events[..n].iter().find_map(|event| {
+        let queue = event.data.ptr().cast::<Queue>();
+        // SAFETY: null, or a queue of the channel.
+        let is_it = unsafe { queue.as_ref() }.is_some_and(Queue::take_event);
+        is_it.then_some(queue)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_ack_cq_events(queue: *mut abi::Cq, count: u32) {
+    // SAFETY: a queue that was made, says the caller.
+    unsafe { Queue::of(queue) }.given.acknowledge(count);
+}
+
+pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_only: c_int) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let (channel, own) = unsafe { ((*queue).channel, Queue::of(queue)) };
+    if !channel.is_null() && own.take_event() {
+        // What it told of is still to be asked for.
+        // SAFETY: the queue holds its channel.
+        let channel = unsafe { &*channel.cast::<Channel>() };
+        lock(&channel.earlier).push_back(queue.cast());
+        let _ = rustix::io::write(&channel.again, &1u64.to_ne_bytes());
+    }
+    let arm = if solicited_only != 0 {
+        Arm::Solicited
+    } else {
+        Arm::Next
+    };
+    own.queue.arm(arm);
+    0
+}
+
+pub(crate) unsafe extern "C" fn poll_cq(queue: *mut abi::Cq, wanted: c_int, into: *mut abi::Wc) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let own = unsafe { Queue::of(queue) };
+    if wanted == 1 {
+        let Some(wc) = own.queue.poll() else { return 0 };
+        // SAFETY: room for one, says the caller.
+        unsafe { *into = shown(&wc) };
+        return 1;
+    }
+    let mut buffer = lock(&own.buffer);
+    let n = own.queue.poll_many(wanted.max(0) as usize, &mut buffer);
+    for (i, wc) in buffer.drain(..).enumerate() {
+        // SAFETY: room for as many as were wanted, says the caller, and no more were taken.
+        unsafe { *into.add(i) = shown(&wc) };
+    }
+    n as c_int
+}
+
+/// A completion as programs read it.
+fn shown(wc: &WorkCompletion) -> abi::Wc {
+    let mut wc_flags = 0;
+    let mut imm_data = 0;
+    if let Some(imm) = wc.imm {
+        wc_flags |= abi::wc_flags::WITH_IMM;
+        imm_data = imm.to_be();
+    }
+    if let Some(rkey) = wc.invalidated {
+        wc_flags |= abi::wc_flags::WITH_INV;
+        imm_data = rkey.0;
+    }
+    if wc.src_qpn.is_some() {
+        wc_flags |= abi::wc_flags::GRH;
+    }
+    abi::Wc {
+        wr_id: wc.wr_id,
+        status: status_of(wc.status),
+        opcode: opcode_of(wc.opcode),
+        vendor_err: 0,
+        byte_len: wc.byte_len,
+        imm_data,
+        qp_num: wc.qpn.value(),
+        src_qp: wc.src_qpn.map_or(0, |qpn| qpn.value()),
+        wc_flags,
+        ..abi::Wc::default()
+    }
+}
+
+fn status_of(status: Status) -> u32 {
+    use abi::wc_status::*;
+    match status {
+        Status::Success => SUCCESS,
+        Status::LocalLength => LOC_LEN_ERR,
+        Status::LocalProtection => LOC_PROT_ERR,
+        Status::LocalQpOperation => LOC_QP_OP_ERR,
+        Status::Flushed => WR_FLUSH_ERR,
+        Status::BadResponse => BAD_RESP_ERR,
+        Status::RemoteInvalidRequest => REM_INV_REQ_ERR,
+        Status::RemoteAccess => REM_ACCESS_ERR,
+        Status::RemoteOperation => REM_OP_ERR,
+        Status::RetryExceeded => RETRY_EXC_ERR,
+        Status::RnrRetryExceeded => RNR_RETRY_EXC_ERR,
+        Status::MemoryBind => MW_BIND_ERR,
+    }
+}
+
+fn opcode_of(opcode: WcOpcode) -> u32 {
+    use abi::wc_opcode::*;
+    match opcode {
+        WcOpcode::Send => SEND,
+        WcOpcode::Write => RDMA_WRITE,
+        WcOpcode::Read => RDMA_READ,
+        WcOpcode::CompareSwap => COMP_SWAP,
+        WcOpcode::FetchAdd => FETCH_ADD,
+        WcOpcode::AtomicWrite => ATOMIC_WRITE,
+        WcOpcode::Flush => FLUSH,
+        WcOpcode::BindWindow => BIND_MW,
+        WcOpcode::Register | WcOpcode::LocalInvalidate => LOCAL_INV,
+        WcOpcode::Recv => RECV,
+        WcOpcode::RecvRdmaWithImm => RECV_RDMA_WITH_IMM,
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_resize_cq(_: *mut abi::Cq, _: c_int) -> c_int {
+    status(Err(libc::EOPNOTSUPP))
+}

@@ -1,0 +1,259 @@
+//! What devices and ports say of themselves.
+
+use std::ffi::{c_int, c_void};
+
+use rdmux_verbs::{INLINE_BYTES_MAX, PathMtu, SGE_MAX};
+
+use rdmux_verbs::abi::device_cap;
+
+use crate::context::Context;
+use crate::device::{Device, put};
+use crate::queue_pair::WR_MAX;
+use crate::{abi, minus_one, status};
+
+/// Completions that a queue can have.
+pub(crate) const CQE_MAX: c_int = 1 << 20;
+/// Objects of a kind that a device can have: queue pairs by their numbers, the others as many.
+const OBJECTS_MAX: c_int = 1 << 16;
+
+/// More of `enum ibv_device_cap_flags`.
+const PORT_ACTIVE_EVENT: u64 = 1 << 10;
+const SYS_IMAGE_GUID: u64 = 1 << 11;
+const RC_RNR_NAK_GEN: u64 = 1 << 12;
+const SRQ_RESIZE: u64 = 1 << 13;
+
+fn attributes(of: &Device) -> abi::DeviceAttr {
+    // SAFETY: numbers alone, all of which may be zero.
+    let mut attr: abi::DeviceAttr = unsafe { std::mem::zeroed() };
+    put(&mut attr.fw_ver, env!("CARGO_PKG_VERSION"));
+    attr.node_guid = of.guid();
+    attr.sys_image_guid = of.guid();
+    attr.max_mr_size = u64::MAX;
+    attr.page_size_cap = 0xffff_f000;
+    // No vendor: the range of locally administered identifiers.
+    attr.vendor_id = 0x02_0000;
+    attr.vendor_part_id = 1;
+    attr.max_qp = OBJECTS_MAX;
+    attr.max_qp_wr = WR_MAX as c_int;
+    let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B;
+    attr.device_cap_flags =
+        (windows | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
+    attr.max_mw = OBJECTS_MAX;
+    attr.max_srq = OBJECTS_MAX;
+    attr.max_srq_wr = WR_MAX as c_int;
+    attr.max_srq_sge = SGE_MAX as c_int;
+    attr.max_sge = SGE_MAX as c_int;
+    attr.max_sge_rd = SGE_MAX as c_int;
+    attr.max_cq = OBJECTS_MAX;
+    attr.max_cqe = CQE_MAX;
+    attr.max_mr = OBJECTS_MAX;
+    attr.max_pd = OBJECTS_MAX;
+    attr.max_qp_rd_atom = 128;
+    attr.max_res_rd_atom = 128 * OBJECTS_MAX;
+    attr.max_qp_init_rd_atom = 128;
+    // IBV_ATOMIC_HCA: atomic to those of the device.
+    attr.atomic_cap = 1;
+    attr.max_ah = OBJECTS_MAX;
+    attr.max_pkeys = 1;
+    attr.local_ca_ack_delay = 15;
+    attr.phys_port_cnt = 1;
+    attr
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_device(context: *mut abi::Context, attr: *mut abi::DeviceAttr) -> c_int {
+    // SAFETY: an open context and a place of the caller's.
+    unsafe { *attr = attributes(Context::of(context).of) };
+    0
+}
+
+pub(crate) unsafe extern "C" fn query_device_ex(
+    context: *mut abi::Context,
+    _: *const c_void,
+    attr: *mut abi::DeviceAttrEx,
+    size: usize,
+) -> c_int {
+    if size < size_of::<abi::DeviceAttr>() {
+        return libc::EINVAL;
+    }
+    // SAFETY: numbers alone, all of which may be zero.
+    let mut whole: abi::DeviceAttrEx = unsafe { std::mem::zeroed() };
+    // SAFETY: an open context, says the caller.
+    whole.orig_attr = attributes(unsafe { Context::of(context) }.of);
+    whole.rest[13] = 1 << 32;
+    let size = size.min(size_of::<abi::DeviceAttrEx>());
+    // SAFETY: the caller has `size` bytes there.
+    unsafe { std::ptr::copy_nonoverlapping((&raw const whole).cast::<u8>(), attr.cast::<u8>(), size) };
+    0
+}
+
+/// The largest path MTU that the device's own link carries.
+fn mtu(context: &Context) -> PathMtu {
+    context
+        .device
+        .path_mtu_to(context.of.address)
+        .unwrap_or(PathMtu::Bytes1024)
+}
+
+fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
+    if number != 1 {
+        return Err(libc::EINVAL);
+    }
+    Ok(abi::PortAttr {
+        // IBV_PORT_ACTIVE
+        state: 4,
+        max_mtu: PathMtu::Bytes4096.code().into(),
+        active_mtu: mtu(context).code().into(),
+        gid_tbl_len: 1,
+        // IBV_PORT_CM_SUP, IBV_PORT_IP_BASED_GIDS
+        port_cap_flags: 1 << 16 | 1 << 26,
+        max_msg_sz: 1 << 31,
+        pkey_tbl_len: 1,
+        // 4x, 10 Gb/s a lane: numbers that must be there.
+        active_width: 2,
+        active_speed: 4,
+        // LinkUp
+        phys_state: 5,
+        link_layer: abi::LINK_LAYER_ETHERNET,
+        ..abi::PortAttr::default()
+    })
+}
+
+pub(crate) unsafe extern "C" fn query_port(
+    context: *mut abi::Context,
+    number: u8,
+    attr: *mut abi::PortAttr,
+    size: usize,
+) -> c_int {
+    // SAFETY: an open context, says the caller.
+    status(port(unsafe { Context::of(context) }, number).map(|port| {
+        let size = size.min(size_of::<abi::PortAttr>());
+        // SAFETY: the caller has `size` bytes there.
+        unsafe { std::ptr::copy_nonoverlapping((&raw const port).cast::<u8>(), attr.cast::<u8>(), size) };
+    }))
+}
+
+/// The exported function is of programs from before the structure grew.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_port(
+    context: *mut abi::Context,
+    number: u8,
+    attr: *mut abi::PortAttr,
+) -> c_int {
+    let old = std::mem::offset_of!(abi::PortAttr, port_cap_flags2);
+    // SAFETY: as the caller says.
+    unsafe { query_port(context, number, attr, old) }
+}
+
+fn gid(context: &Context, port: u32, index: u32) -> Result<abi::Gid, c_int> {
+    match (port, index) {
+        (1, 0) => Ok(context.of.gid()),
+        _ => Err(libc::EINVAL),
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_gid(
+    context: *mut abi::Context,
+    port: u8,
+    index: c_int,
+    into: *mut abi::AlignedGid,
+) -> c_int {
+    // SAFETY: an open context, says the caller.
+    let found = gid(
+        unsafe { Context::of(context) },
+        port.into(),
+        index.cast_unsigned(),
+    );
+    // SAFETY: 16 bytes of the caller's.
+    minus_one(found.map(|gid| unsafe { into.cast::<abi::Gid>().write_unaligned(gid) }))
+}
+
+fn entry(context: &Context, port: u32, index: u32) -> Result<abi::GidEntry, c_int> {
+    Ok(abi::GidEntry {
+        gid: abi::AlignedGid(gid(context, port, index)?),
+        gid_index: index,
+        port_num: port,
+        gid_type: abi::GID_TYPE_ROCE_V2,
+        ndev_ifindex: 0,
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn _ibv_query_gid_ex(
+    context: *mut abi::Context,
+    port: u32,
+    index: u32,
+    into: *mut abi::GidEntry,
+    flags: u32,
+    size: usize,
+) -> c_int {
+    if flags != 0 || size < size_of::<abi::GidEntry>() {
+        return libc::EINVAL;
+    }
+    // SAFETY: an open context, says the caller.
+    let found = entry(unsafe { Context::of(context) }, port, index);
+    // SAFETY: an entry of the caller's.
+    status(found.map(|entry| unsafe { *into = entry }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn _ibv_query_gid_table(
+    context: *mut abi::Context,
+    into: *mut abi::GidEntry,
+    room: usize,
+    flags: u32,
+    size: usize,
+) -> isize {
+    if flags != 0 || room < 1 || size < size_of::<abi::GidEntry>() {
+        return -(libc::EINVAL as isize);
+    }
+    // SAFETY: an open context, says the caller.
+    match entry(unsafe { Context::of(context) }, 1, 0) {
+        Ok(entry) => {
+            // SAFETY: room for one, says the caller.
+            unsafe { *into = entry };
+            1
+        }
+        Err(errno) => -(errno as isize),
+    }
+}
+
+/// Of `<infiniband/driver.h>`: 0 is InfiniBand and RoCE v1, 1 RoCE v2. An empty place has the first.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_gid_type(
+    context: *mut abi::Context,
+    port: u8,
+    index: u32,
+    gid_type: *mut u32,
+) -> c_int {
+    // SAFETY: an open context, says the caller.
+    let is_there = gid(unsafe { Context::of(context) }, port.into(), index).is_ok();
+    // SAFETY: a place of the caller's.
+    unsafe { *gid_type = is_there.into() };
+    0
+}
+
+/// The one P_Key there is: that of the default partition, with full membership.
+const PKEY: u16 = 0xffff;
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_pkey(_: *mut abi::Context, port: u8, index: c_int, pkey: *mut u16) -> c_int {
+    if (port, index) != (1, 0) {
+        return minus_one(Err(libc::EINVAL));
+    }
+    // SAFETY: a place of the caller's.
+    unsafe { *pkey = PKEY };
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_get_pkey_index(_: *mut abi::Context, port: u8, pkey: u16) -> c_int {
+    if port == 1 && u16::from_be(pkey) & 0x7fff == PKEY & 0x7fff {
+        0
+    } else {
+        minus_one(Err(libc::EINVAL))
+    }
+}
+
+const _: () = assert!(INLINE_BYTES_MAX >= 220, "programs ask for as much inline data");

@@ -1,0 +1,501 @@
+//! Queue pairs and their work requests.
+
+use std::ffi::c_int;
+use std::net::IpAddr;
+use std::slice;
+
+use rdmux_verbs::{
+    Access, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn, QpAttributes,
+    QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SGE_MAX, SendFlags, SendRequest, Sge,
+    SgeList, Target,
+};
+
+use crate::address::{Handle, vector};
+use crate::channel::{Queue, errno_of};
+use crate::context::Context;
+use crate::events::Given;
+use crate::memory::Domain;
+use crate::wr::{self, Builder};
+use crate::{abi, made, srq, status};
+
+/// Requests that a queue of a queue pair can have.
+pub(crate) const WR_MAX: u32 = 1 << 14;
+
+/// What a program's `struct ibv_qp` pointer points at.
+#[repr(C)]
+pub(crate) struct Pair {
+    shown: abi::QpEx,
+    pub(crate) pair: QueuePair,
+    /// `sq_sig_all`: each request is signalled.
+    pub(crate) signal_all: bool,
+    pub(crate) cap: abi::QpCap,
+    /// Requests under way from start to complete, where it was made for them.
+    pub(crate) builder: Builder,
+    pub(crate) given: Given,
+    /// What the program has set, as it asks for it again.
+    attributes: abi::QpAttr,
+    address: IpAddr,
+}
+
+impl Pair {
+    /// What a program's pointer points at.
+    ///
+    /// # Safety
+    /// The pointer is one that `ibv_create_qp` gave out, and is not destroyed.
+    pub(crate) unsafe fn of<'a>(pair: *mut abi::Qp) -> &'a Pair {
+        // SAFETY: as the caller says.
+        unsafe { &*pair.cast::<Pair>() }
+    }
+}
+
+/// Makes a queue pair; `operations` are those that it is to have functions for, if any.
+///
+/// # Safety
+/// What `init` names was made, and is not destroyed.
+unsafe fn create(
+    pd: *mut abi::Pd,
+    init: &mut abi::QpInitAttr,
+    operations: Option<u64>,
+) -> Result<*mut abi::Qp, c_int> {
+    let qp_type = match init.qp_type {
+        abi::qp_type::RC => QpType::Rc,
+        abi::qp_type::UC => QpType::Uc,
+        abi::qp_type::UD => QpType::Ud,
+        _ => return Err(libc::EOPNOTSUPP),
+    };
+    let cap = &mut init.cap;
+    let fits = cap.max_send_wr <= WR_MAX
+        && cap.max_recv_wr <= WR_MAX
+        && cap.max_send_sge <= SGE_MAX as u32
+        && cap.max_recv_sge <= SGE_MAX as u32
+        && cap.max_inline_data <= INLINE_BYTES_MAX as u32;
+    if !fits || init.send_cq.is_null() || init.recv_cq.is_null() {
+        return Err(libc::EINVAL);
+    }
+    if operations.is_some_and(|wanted| wanted & !wr::OFFERED != 0) {
+        return Err(libc::EOPNOTSUPP);
+    }
+    // SAFETY: null, or a queue that was made.
+    let srq = (!init.srq.is_null()).then(|| unsafe { srq::Queue::of(init.srq) }.queue.clone());
+    // SAFETY: a domain and queues that were made, says the caller.
+    let (domain, send_cq, recv_cq) =
+        unsafe { (Domain::of(pd), Queue::of(init.send_cq), Queue::of(init.recv_cq)) };
+    let options = QpOptions {
+        qp_type,
+        recv_cq: recv_cq.queue.clone(),
+        max_send_wr: cap.max_send_wr.max(1),
+        max_recv_wr: cap.max_recv_wr.max(1),
+        srq,
+        ..QpOptions::new(&send_cq.queue)
+    };
+    let pair = domain
+        .domain
+        .create_qp(&options)
+        .map_err(|error| errno_of(&error))?;
+    // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
+    let mut shown: abi::QpEx = unsafe { std::mem::zeroed() };
+    let qp = &mut shown.qp;
+    // SAFETY: a domain that was made, says the caller.
+    qp.context = unsafe { (*pd).context };
+    qp.qp_context = init.qp_context;
+    (qp.pd, qp.send_cq, qp.recv_cq) = (pd, init.send_cq, init.recv_cq);
+    (qp.handle, qp.qp_num, qp.qp_type) = (pair.qpn().value(), pair.qpn().value(), init.qp_type);
+    qp.srq = init.srq;
+    if operations.is_some() {
+        wr::give(&mut shown);
+    }
+    // SAFETY: of an open context, which lives as long as its objects.
+    let context = unsafe { Context::of(shown.qp.context) };
+    let number = pair.qpn().value();
+    let made = Pair {
+        shown,
+        pair,
+        signal_all: init.sq_sig_all != 0,
+        cap: init.cap,
+        builder: Builder::default(),
+        given: Given::default(),
+        attributes: abi::QpAttr::default(),
+        address: context.of.address,
+    };
+    let made: *mut Pair = Box::into_raw(Box::new(made));
+    context.objects().pairs.insert(number, made.cast());
+    Ok(made.cast())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_qp(pd: *mut abi::Pd, init: *mut abi::QpInitAttr) -> *mut abi::Qp {
+    // SAFETY: as the caller says.
+    made(unsafe { create(pd, &mut *init, None) })
+}
+
+unsafe fn create_extended(init: &mut abi::QpInitAttrEx) -> Result<*mut abi::Qp, c_int> {
+    use abi::qp_init::{PD, SEND_OPS_FLAGS};
+    if init.comp_mask & PD == 0 {
+        return Err(libc::EINVAL);
+    }
+    if init.comp_mask & !(PD | SEND_OPS_FLAGS) != 0 {
+        return Err(libc::EOPNOTSUPP);
+    }
+    let operations = (init.comp_mask & SEND_OPS_FLAGS != 0).then_some(init.send_ops_flags);
+    let mut basic = abi::QpInitAttr {
+        qp_context: init.qp_context,
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        cap: init.cap,
+        qp_type: init.qp_type,
+        sq_sig_all: init.sq_sig_all,
+    };
+    // SAFETY: as the caller says.
+    let made = unsafe { create(init.pd, &mut basic, operations) }?;
+    init.cap = basic.cap;
+    Ok(made)
+}
+
+pub(crate) unsafe extern "C" fn create_qp_ex(
+    _: *mut abi::Context,
+    init: *mut abi::QpInitAttrEx,
+) -> *mut abi::Qp {
+    // SAFETY: as the caller says.
+    made(unsafe { create_extended(&mut *init) })
+}
+
+/// The same queue pair, where it was made with functions for its requests.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_qp_to_qp_ex(pair: *mut abi::Qp) -> *mut abi::QpEx {
+    // SAFETY: a queue pair that was made, says the caller.
+    let has_functions = unsafe { Pair::of(pair) }.shown.wr_start.is_some();
+    if has_functions {
+        pair.cast()
+    } else {
+        std::ptr::null_mut()
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
+    // SAFETY: a queue pair that was made, says the caller.
+    let (context, own) = unsafe { ((*pair).context, Pair::of(pair)) };
+    // SAFETY: an open context, which lives as long as its objects.
+    unsafe { Context::of(context) }
+        .objects()
+        .pairs
+        .remove(&own.pair.qpn().value());
+    own.given.wait_acknowledged();
+    // SAFETY: made by a Box in `create`, and not used any more, says the caller.
+    drop(unsafe { Box::from_raw(pair.cast::<Pair>()) });
+    0
+}
+
+/// The states in the order of `enum ibv_qp_state`.
+const STATES: [QpState; 7] = [
+    QpState::Reset,
+    QpState::Init,
+    QpState::Rtr,
+    QpState::Rts,
+    QpState::Sqd,
+    QpState::Sqe,
+    QpState::Error,
+];
+
+fn number_of(state: QpState) -> u32 {
+    STATES.iter().position(|known| *known == state).unwrap_or(0) as u32
+}
+
+fn modify(own: &mut Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
+    use abi::qp_attr::*;
+    let has = |bit: u32| mask & bit != 0;
+    let before = own.shown.qp.state;
+    let to = if has(STATE) { attr.qp_state } else { before };
+    let state = *STATES.get(to as usize).ok_or(libc::EINVAL)?;
+    let own_attr = own.attributes;
+    let dest = if has(DEST_QPN) {
+        attr.dest_qp_num
+    } else {
+        own_attr.dest_qp_num
+    };
+    let path = if has(AV) && own.pair.qp_type() != QpType::Ud {
+        let (dst, traffic_class) = vector(&attr.ah_attr)?;
+        let device = own.pair.pd().device();
+        Some(Path {
+            src: own.address,
+            dst,
+            src_port: device
+                .source_port(Qpn::new(dest))
+                .map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))?,
+            traffic_class,
+        })
+    } else {
+        None
+    };
+    let path_mtu = match attr.path_mtu {
+        _ if !has(PATH_MTU) => None,
+        code => Some(
+            u8::try_from(code)
+                .ok()
+                .and_then(PathMtu::from_code)
+                .ok_or(libc::EINVAL)?
+                .bytes(),
+        ),
+    };
+    let attributes = QpAttributes {
+        access: has(ACCESS_FLAGS).then(|| Access::from_bits_truncate(attr.qp_access_flags)),
+        path,
+        path_mtu,
+        dest_qpn: has(DEST_QPN).then(|| Qpn::new(attr.dest_qp_num)),
+        rq_psn: has(RQ_PSN).then(|| Psn::new(attr.rq_psn)),
+        sq_psn: has(SQ_PSN).then(|| Psn::new(attr.sq_psn)),
+        max_dest_rd_atomic: has(MAX_DEST_RD_ATOMIC).then_some(attr.max_dest_rd_atomic),
+        max_rd_atomic: has(MAX_QP_RD_ATOMIC).then_some(attr.max_rd_atomic),
+        min_rnr_timer: has(MIN_RNR_TIMER).then_some(attr.min_rnr_timer),
+        timeout: has(TIMEOUT).then_some(attr.timeout),
+        retry_count: has(RETRY_CNT).then_some(attr.retry_cnt),
+        rnr_retry: has(RNR_RETRY).then_some(attr.rnr_retry),
+        qkey: has(QKEY).then_some(attr.qkey),
+        ..QpAttributes::default()
+    };
+    own.pair.modify(state, &attributes).map_err(|error| match error {
+        ModifyError::NoQp => libc::ENOENT,
+        _ => libc::EINVAL,
+    })?;
+    own.shown.qp.state = to;
+    keep(&mut own.attributes, attr, mask);
+    own.attributes.qp_state = to;
+    Ok(())
+}
+
+/// Keeps what was set: a program may ask for it.
+fn keep(kept: &mut abi::QpAttr, attr: &abi::QpAttr, mask: u32) {
+    use abi::qp_attr::*;
+    macro_rules! fields {
+        ($($bit:ident => $($field:ident),*;)*) => {
+            $(if mask & $bit != 0 { $(kept.$field = attr.$field;)* })*
+        };
+    }
+    fields! {
+        ACCESS_FLAGS => qp_access_flags;
+        PKEY_INDEX => pkey_index;
+        PORT => port_num;
+        QKEY => qkey;
+        AV => ah_attr;
+        PATH_MTU => path_mtu;
+        TIMEOUT => timeout;
+        RETRY_CNT => retry_cnt;
+        RNR_RETRY => rnr_retry;
+        RQ_PSN => rq_psn;
+        MAX_QP_RD_ATOMIC => max_rd_atomic;
+        MIN_RNR_TIMER => min_rnr_timer;
+        SQ_PSN => sq_psn;
+        MAX_DEST_RD_ATOMIC => max_dest_rd_atomic;
+        DEST_QPN => dest_qp_num;
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_modify_qp(pair: *mut abi::Qp, attr: *mut abi::QpAttr, mask: c_int) -> c_int {
+    // SAFETY: a queue pair that was made, says the caller, who modifies it from one thread at a time.
+    status(unsafe { modify(&mut *pair.cast::<Pair>(), &*attr, mask.cast_unsigned()) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_qp(
+    pair: *mut abi::Qp,
+    attr: *mut abi::QpAttr,
+    _: c_int,
+    init: *mut abi::QpInitAttr,
+) -> c_int {
+    // SAFETY: a queue pair that was made, says the caller.
+    let own = unsafe { &mut *pair.cast::<Pair>() };
+    let Some(info) = own.pair.query() else {
+        return libc::EINVAL;
+    };
+    let state = number_of(info.state);
+    own.shown.qp.state = state;
+    let shown = abi::QpAttr {
+        qp_state: state,
+        cur_qp_state: state,
+        cap: own.cap,
+        port_num: 1,
+        ..own.attributes
+    };
+    let made_with = abi::QpInitAttr {
+        qp_context: own.shown.qp.qp_context,
+        send_cq: own.shown.qp.send_cq,
+        recv_cq: own.shown.qp.recv_cq,
+        srq: own.shown.qp.srq,
+        cap: own.cap,
+        qp_type: own.shown.qp.qp_type,
+        sq_sig_all: own.signal_all.into(),
+    };
+    // SAFETY: places of the caller's.
+    unsafe {
+        *attr = shown;
+        *init = made_with;
+    }
+    0
+}
+
+/// The elements of a request.
+///
+/// # Safety
+/// `count` elements lie there, unless it is 0.
+pub(crate) unsafe fn elements<'a>(list: *const abi::Sge, count: c_int) -> Result<&'a [abi::Sge], c_int> {
+    let count = usize::try_from(count).map_err(|_| libc::EINVAL)?;
+    match count {
+        0 => Ok(&[]),
+        1..=SGE_MAX => {
+            // SAFETY: as the caller says.
+            Ok(unsafe { slice::from_raw_parts(list, count) })
+        }
+        _ => Err(libc::EINVAL),
+    }
+}
+
+pub(crate) fn sges(list: &[abi::Sge]) -> SgeList {
+    let sge = |sge: &abi::Sge| Sge::new(sge.addr, sge.length, LKey(sge.lkey));
+    match list {
+        [only] => sge(only).into(),
+        _ => SgeList::from(&list.iter().map(sge).collect::<Vec<_>>()[..]),
+    }
+}
+
+/// Copies what is to be sent inline.
+///
+/// # Safety
+/// The elements name memory of the program's that lives.
+unsafe fn inline(list: &[abi::Sge]) -> Result<SgeList, c_int> {
+    let mut bytes = Vec::new();
+    for sge in list {
+        if bytes.len() + sge.length as usize > INLINE_BYTES_MAX {
+            return Err(libc::EINVAL);
+        }
+        if sge.length > 0 {
+            let at = std::ptr::without_provenance::<u8>(sge.addr as usize);
+            // SAFETY: as the caller says.
+            bytes.extend_from_slice(unsafe { slice::from_raw_parts(at, sge.length as usize) });
+        }
+    }
+    Ok(SgeList::inline(&bytes))
+}
+
+/// A request as the vocabulary has it.
+///
+/// # Safety
+/// What the request names lives, says `ibv_post_send(3)`.
+unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
+    use abi::wr_opcode::*;
+    let imm = u32::from_be(wr.imm_data);
+    // SAFETY: which part of the union is meant says the operation; all are numbers.
+    let (rdma, atomic, ud) = unsafe { (wr.wr.rdma, wr.wr.atomic, wr.wr.ud) };
+    let (va, rkey) = (rdma.remote_addr, RKey(rdma.rkey));
+    let operation = match wr.opcode {
+        SEND => Operation::Send { imm: None },
+        SEND_WITH_IMM => Operation::Send { imm: Some(imm) },
+        SEND_WITH_INV => Operation::SendInvalidate {
+            rkey: RKey(wr.imm_data),
+        },
+        RDMA_WRITE => Operation::Write { va, rkey, imm: None },
+        RDMA_WRITE_WITH_IMM => Operation::Write {
+            va,
+            rkey,
+            imm: Some(imm),
+        },
+        RDMA_READ => Operation::Read { va, rkey },
+        ATOMIC_CMP_AND_SWP => Operation::CompareSwap {
+            va,
+            rkey: RKey(atomic.rkey),
+            compare: atomic.compare_add,
+            swap: atomic.swap,
+        },
+        ATOMIC_FETCH_AND_ADD => Operation::FetchAdd {
+            va,
+            rkey: RKey(atomic.rkey),
+            add: atomic.compare_add,
+        },
+        LOCAL_INV => Operation::LocalInvalidate {
+            rkey: RKey(wr.imm_data),
+        },
+        _ => return Err(libc::EOPNOTSUPP),
+    };
+    let to = if own.pair.qp_type() == QpType::Ud {
+        // SAFETY: a handle that was made, says the caller.
+        unsafe { Handle::of(ud.ah) }?.target(ud.remote_qpn, ud.remote_qkey)?
+    } else {
+        Target::Connected
+    };
+    // SAFETY: as the caller says.
+    let list = unsafe { elements(wr.sg_list, wr.num_sge) }?;
+    let sges = if wr.send_flags & abi::SEND_INLINE == 0 {
+        sges(list)
+    } else {
+        // SAFETY: as the caller says.
+        unsafe { inline(list) }?
+    };
+    let mut flags = SendFlags::from_bits_truncate(wr.send_flags);
+    if own.signal_all {
+        flags |= SendFlags::SIGNALED;
+    }
+    Ok(SendRequest {
+        wr_id: wr.wr_id,
+        operation,
+        sges,
+        flags,
+        to,
+    })
+}
+
+pub(crate) fn errno_of_post(error: &PostError) -> c_int {
+    match error {
+        PostError::QueueFull => libc::ENOMEM,
+        _ => libc::EINVAL,
+    }
+}
+
+pub(crate) unsafe extern "C" fn post_send(
+    pair: *mut abi::Qp,
+    mut wr: *mut abi::SendWr,
+    bad: *mut *mut abi::SendWr,
+) -> c_int {
+    // SAFETY: a queue pair that was made, says the caller.
+    let own = unsafe { Pair::of(pair) };
+    // SAFETY: null or a request of the caller's list.
+    while let Some(next) = unsafe { wr.as_ref() } {
+        // SAFETY: as the caller says.
+        let posted = unsafe { request(own, next) }
+            .and_then(|request| own.pair.post_send(request).map_err(|error| errno_of_post(&error)));
+        if let Err(errno) = posted {
+            // SAFETY: a place of the caller's.
+            unsafe { *bad = wr };
+            return errno;
+        }
+        wr = next.next;
+    }
+    0
+}
+
+pub(crate) unsafe extern "C" fn post_recv(
+    pair: *mut abi::Qp,
+    mut wr: *mut abi::RecvWr,
+    bad: *mut *mut abi::RecvWr,
+) -> c_int {
+    // SAFETY: a queue pair that was made, says the caller.
+    let own = unsafe { Pair::of(pair) };
+    // SAFETY: null or a request of the caller's list.
+    while let Some(next) = unsafe { wr.as_ref() } {
+        // SAFETY: the list's elements live, says the caller.
+        let posted = unsafe { elements(next.sg_list, next.num_sge) }.and_then(|list| {
+            let request = RecvRequest {
+                wr_id: next.wr_id,
+                sges: sges(list),
+            };
+            own.pair.post_recv(request).map_err(|error| errno_of_post(&error))
+        });
+        if let Err(errno) = posted {
+            // SAFETY: a place of the caller's.
+            unsafe { *bad = wr };
+            return errno;
+        }
+        wr = next.next;
+    }
+    0
+}

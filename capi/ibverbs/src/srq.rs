@@ -1,0 +1,151 @@
+//! Shared receive queues.
+
+use std::ffi::c_int;
+
+use rdmux_verbs::{PostError, RecvRequest, SharedReceiveQueue, SrqError};
+
+use crate::channel::errno_of;
+use crate::context::Context;
+use crate::events::Given;
+use crate::memory::Domain;
+use crate::queue_pair::{WR_MAX, elements, errno_of_post, sges};
+use crate::{abi, made, status};
+
+/// What a program's `struct ibv_srq` pointer points at.
+#[repr(C)]
+pub(crate) struct Queue {
+    shown: abi::Srq,
+    pub(crate) queue: SharedReceiveQueue,
+    attr: abi::SrqAttr,
+    pub(crate) given: Given,
+}
+
+impl Queue {
+    /// What a program's pointer points at.
+    ///
+    /// # Safety
+    /// The pointer is one that `ibv_create_srq` gave out, and is not destroyed.
+    pub(crate) unsafe fn of<'a>(queue: *mut abi::Srq) -> &'a Queue {
+        // SAFETY: as the caller says.
+        unsafe { &*queue.cast::<Queue>() }
+    }
+}
+
+unsafe fn create(pd: *mut abi::Pd, init: &abi::SrqInitAttr) -> Result<*mut abi::Srq, c_int> {
+    let attr = init.attr;
+    if attr.max_wr == 0 || attr.max_wr > WR_MAX || attr.max_sge > rdmux_verbs::SGE_MAX as u32 {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: a domain that was made, says the caller.
+    let (context, domain) = unsafe { ((*pd).context, Domain::of(pd)) };
+    let queue = domain
+        .domain
+        .create_srq(attr.max_wr)
+        .map_err(|error| errno_of(&error))?;
+    let number = queue.srqn().0;
+    let made: *mut Queue = Box::into_raw(Box::new(Queue {
+        shown: abi::Srq {
+            context,
+            srq_context: init.srq_context,
+            pd,
+            handle: number,
+            mutex: [0; 5],
+            cond: [0; 6],
+            events_completed: 0,
+        },
+        queue,
+        attr,
+        given: Given::default(),
+    }));
+    // SAFETY: an open context, which lives as long as its objects.
+    unsafe { Context::of(context) }
+        .objects()
+        .queues
+        .insert(number, made.cast());
+    Ok(made.cast())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_create_srq(pd: *mut abi::Pd, init: *mut abi::SrqInitAttr) -> *mut abi::Srq {
+    // SAFETY: as the caller says.
+    made(unsafe { create(pd, &*init) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let (context, own) = unsafe { ((*queue).context, Queue::of(queue)) };
+    // SAFETY: an open context, which lives as long as its objects.
+    unsafe { Context::of(context) }
+        .objects()
+        .queues
+        .remove(&own.queue.srqn().0);
+    own.given.wait_acknowledged();
+    // SAFETY: made by a Box in `create`, and not used any more, says the caller.
+    drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_modify_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr, mask: c_int) -> c_int {
+    // SAFETY: a queue that was made, which one thread modifies at a time, and a structure of the caller's.
+    let (own, attr) = unsafe { (&mut *queue.cast::<Queue>(), &*attr) };
+    let max_wr = (mask & abi::srq::MAX_WR != 0).then_some(attr.max_wr);
+    let limit = (mask & abi::srq::LIMIT != 0).then_some(attr.srq_limit);
+    if max_wr.is_some_and(|max| max > WR_MAX) {
+        return libc::EINVAL;
+    }
+    let modified = own.queue.modify(max_wr, limit).map_err(|error: SrqError| {
+        let _ = error;
+        libc::EINVAL
+    });
+    own.attr.max_wr = max_wr.filter(|_| modified.is_ok()).unwrap_or(own.attr.max_wr);
+    status(modified)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_query_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let own = unsafe { Queue::of(queue) };
+    let Some(info) = own.queue.query() else {
+        return libc::EINVAL;
+    };
+    // SAFETY: a place of the caller's.
+    unsafe {
+        *attr = abi::SrqAttr {
+            max_wr: info.max_wr,
+            srq_limit: info.limit.unwrap_or(0),
+            ..own.attr
+        };
+    }
+    0
+}
+
+pub(crate) unsafe extern "C" fn post_recv(
+    queue: *mut abi::Srq,
+    mut wr: *mut abi::RecvWr,
+    bad: *mut *mut abi::RecvWr,
+) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let own = unsafe { Queue::of(queue) };
+    // SAFETY: null or a request of the caller's list.
+    while let Some(next) = unsafe { wr.as_ref() } {
+        // SAFETY: the list's elements live, says the caller.
+        let posted = unsafe { elements(next.sg_list, next.num_sge) }.and_then(|list| {
+            let request = RecvRequest {
+                wr_id: next.wr_id,
+                sges: sges(list),
+            };
+            own.queue
+                .post_recv(request)
+                .map_err(|error: PostError| errno_of_post(&error))
+        });
+        if let Err(errno) = posted {
+            // SAFETY: a place of the caller's.
+            unsafe { *bad = wr };
+            return errno;
+        }
+        wr = next.next;
+    }
+    0
+}

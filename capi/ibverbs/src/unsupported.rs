@@ -1,0 +1,125 @@
+//! Calls that are not supported yet, or never will be, and say so as the manual has it; and those that have nothing to do here.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+
+use crate::set_errno;
+
+/// Answered by a null pointer and `EOPNOTSUPP`.
+macro_rules! makes_nothing {
+    ($($name:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $name() -> *mut c_void {
+                set_errno(libc::EOPNOTSUPP);
+                ptr::null_mut()
+            }
+        )*
+    };
+}
+
+/// Answered by the error's number.
+macro_rules! refuses {
+    ($($name:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $name() -> c_int {
+                libc::EOPNOTSUPP
+            }
+        )*
+    };
+}
+
+/// Answered by -1 and `EOPNOTSUPP`.
+macro_rules! fails {
+    ($($name:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $name() -> c_int {
+                set_errno(libc::EOPNOTSUPP);
+                -1
+            }
+        )*
+    };
+}
+
+makes_nothing! {
+    ibv_import_device
+    ibv_import_dm
+    ibv_import_mr
+    ibv_import_pd
+    ibv_reg_dmabuf_mr
+}
+
+refuses! {
+    ibv_attach_mcast
+    ibv_detach_mcast
+    ibv_query_ece
+    ibv_set_ece
+}
+
+fails! {
+    ibv_resolve_eth_l2_from_gid
+}
+
+/// Nothing was imported.
+#[unsafe(no_mangle)]
+extern "C" fn ibv_unimport_dm(_: *mut c_void) {}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_unimport_mr(_: *mut c_void) {}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_unimport_pd(_: *mut c_void) {}
+
+/// What arrives is placed in ascending order, and the last word last. 0: not what is asked for here, whole cache lines at once.
+#[unsafe(no_mangle)]
+extern "C" fn ibv_query_qp_data_in_order(_: *mut c_void, _: c_int, _: u32) -> c_int {
+    0
+}
+
+/// Registered memory is reached through the kernel, so a fork does it no harm.
+#[unsafe(no_mangle)]
+extern "C" fn ibv_fork_init() -> c_int {
+    0
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_dontfork_range(_: *mut c_void, _: usize) -> c_int {
+    0
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_dofork_range(_: *mut c_void, _: usize) -> c_int {
+    0
+}
+
+/// IBV_FORK_UNNEEDED
+#[unsafe(no_mangle)]
+extern "C" fn ibv_is_fork_initialized() -> c_int {
+    2
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_get_sysfs_path() -> *const c_char {
+    c"/sys".as_ptr()
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_read_sysfs_file(_: *const c_char, _: *const c_char, _: *mut c_char, _: usize) -> c_int {
+    set_errno(libc::ENOENT);
+    -1
+}
+
+/// Structures of the kernel's interface, which nobody gets here.
+#[unsafe(no_mangle)]
+extern "C" fn ibv_copy_ah_attr_from_kern(_: *mut c_void, _: *mut c_void) {}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_copy_path_rec_from_kern(_: *mut c_void, _: *mut c_void) {}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_copy_path_rec_to_kern(_: *mut c_void, _: *mut c_void) {}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_copy_qp_attr_from_kern(_: *mut c_void, _: *mut c_void) {}

@@ -1,0 +1,1025 @@
+//! The binary interface of `libibverbs.so.1` and `librdmacm.so.1`: structures and numbers, as rdma-core lays them out on 64-bit
+//! machines. Only what programs share with the libraries is here, under the names of `<infiniband/verbs.h>` and
+//! `<rdma/rdma_cma.h>` without their prefix. Sizes and offsets are checked when this is compiled.
+//!
+//! Structures that a library hands out are longer than what is declared here, and only reached through pointers.
+#![allow(missing_debug_implementations, reason = "unions cannot be shown")]
+#![allow(
+    missing_docs,
+    reason = "fields and numbers have the names of the C headers, which say what they are"
+)]
+
+use std::ffi::{c_char, c_int, c_void};
+use std::mem::{offset_of, size_of};
+
+/// `pthread_mutex_t` and `pthread_cond_t` of the GNU library.
+type Mutex = [u64; 5];
+type Condition = [u64; 6];
+
+/// A GID, in network order.
+pub type Gid = [u8; 16];
+
+/// `struct ibv_device`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Device {
+    pub reserved: [*mut c_void; 2],
+    pub node_type: c_int,
+    pub transport_type: c_int,
+    pub name: [c_char; 64],
+    pub dev_name: [c_char; 64],
+    pub dev_path: [c_char; 256],
+    pub ibdev_path: [c_char; 256],
+}
+
+/// `struct ibv_context_ops`: what is called through the context and not by name.
+#[repr(C)]
+#[derive(Debug)]
+pub struct ContextOps {
+    pub unused_0: [*const c_void; 7],
+    pub alloc_mw: Option<AllocMw>,
+    pub bind_mw: Option<BindMw>,
+    pub dealloc_mw: Option<DeallocMw>,
+    pub unused_10: *const c_void,
+    pub poll_cq: Option<PollCq>,
+    pub req_notify_cq: Option<ReqNotifyCq>,
+    pub unused_13: [*const c_void; 7],
+    pub post_srq_recv: Option<PostSrqRecv>,
+    pub unused_21: [*const c_void; 4],
+    pub post_send: Option<PostSend>,
+    pub post_recv: Option<PostRecv>,
+    pub unused_27: [*const c_void; 5],
+}
+
+/// `struct ibv_context`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Context {
+    pub device: *mut Device,
+    pub ops: ContextOps,
+    pub cmd_fd: c_int,
+    pub async_fd: c_int,
+    pub num_comp_vectors: c_int,
+    pub mutex: Mutex,
+    /// [`EXTENDED`] where a [`VerbsContext`] ends here.
+    pub abi_compat: usize,
+}
+
+/// Of [`Context::abi_compat`].
+pub const EXTENDED: usize = usize::MAX;
+
+/// `struct verbs_context`, which ends with the context and grows at its front: an operation is there when [`VerbsContext::size`],
+/// which counts the context too, reaches it, and it is not null.
+#[repr(C)]
+#[derive(Debug)]
+pub struct VerbsContext {
+    pub query_port: Option<QueryPort>,
+    pub advise_mr: *const c_void,
+    pub alloc_null_mr: *const c_void,
+    pub read_counters: *const c_void,
+    pub attach_counters_point_flow: *const c_void,
+    pub create_counters: *const c_void,
+    pub destroy_counters: *const c_void,
+    pub reg_dm_mr: *const c_void,
+    pub alloc_dm: *const c_void,
+    pub free_dm: *const c_void,
+    pub modify_flow_action_esp: *const c_void,
+    pub destroy_flow_action: *const c_void,
+    pub create_flow_action_esp: *const c_void,
+    pub modify_qp_rate_limit: Option<ModifyQpRateLimit>,
+    pub alloc_parent_domain: *const c_void,
+    pub dealloc_td: *const c_void,
+    pub alloc_td: *const c_void,
+    pub modify_cq: *const c_void,
+    pub post_srq_ops: *const c_void,
+    pub destroy_rwq_ind_table: *const c_void,
+    pub create_rwq_ind_table: *const c_void,
+    pub destroy_wq: *const c_void,
+    pub modify_wq: *const c_void,
+    pub create_wq: *const c_void,
+    pub query_rt_values: *const c_void,
+    pub create_cq_ex: *const c_void,
+    pub private: *const c_void,
+    pub query_device_ex: Option<QueryDeviceEx>,
+    pub destroy_flow: *const c_void,
+    pub placeholder_2: *const c_void,
+    pub create_flow: *const c_void,
+    pub placeholder_1: *const c_void,
+    pub open_qp: *const c_void,
+    pub create_qp_ex: Option<CreateQpEx>,
+    pub get_srq_num: Option<GetSrqNum>,
+    pub create_srq_ex: Option<CreateSrqEx>,
+    pub open_xrcd: Option<OpenXrcd>,
+    pub close_xrcd: Option<CloseXrcd>,
+    pub placeholder_3: u64,
+    pub size: usize,
+    pub context: Context,
+}
+
+/// `struct ibv_pd`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Pd {
+    pub context: *mut Context,
+    pub handle: u32,
+}
+
+/// `struct ibv_xrcd`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Xrcd {
+    pub context: *mut Context,
+}
+
+/// `struct ibv_ah`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Ah {
+    pub context: *mut Context,
+    pub pd: *mut Pd,
+    pub handle: u32,
+}
+
+/// `struct ibv_mr`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Mr {
+    pub context: *mut Context,
+    pub pd: *mut Pd,
+    pub addr: *mut c_void,
+    pub length: usize,
+    pub handle: u32,
+    pub lkey: u32,
+    pub rkey: u32,
+}
+
+/// `struct ibv_mw`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Mw {
+    pub context: *mut Context,
+    pub pd: *mut Pd,
+    pub rkey: u32,
+    pub handle: u32,
+    pub mw_type: u32,
+}
+
+/// `struct ibv_comp_channel`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct CompChannel {
+    pub context: *mut Context,
+    pub fd: c_int,
+    pub refcnt: c_int,
+}
+
+/// `struct ibv_cq`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Cq {
+    pub context: *mut Context,
+    pub channel: *mut CompChannel,
+    pub cq_context: *mut c_void,
+    pub handle: u32,
+    pub cqe: c_int,
+    pub mutex: Mutex,
+    pub cond: Condition,
+    pub comp_events_completed: u32,
+    pub async_events_completed: u32,
+}
+
+/// `struct ibv_srq`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Srq {
+    pub context: *mut Context,
+    pub srq_context: *mut c_void,
+    pub pd: *mut Pd,
+    pub handle: u32,
+    pub mutex: Mutex,
+    pub cond: Condition,
+    pub events_completed: u32,
+}
+
+/// `struct ibv_qp`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Qp {
+    pub context: *mut Context,
+    pub qp_context: *mut c_void,
+    pub pd: *mut Pd,
+    pub send_cq: *mut Cq,
+    pub recv_cq: *mut Cq,
+    pub srq: *mut Srq,
+    pub handle: u32,
+    pub qp_num: u32,
+    pub state: u32,
+    pub qp_type: u32,
+    pub mutex: Mutex,
+    pub cond: Condition,
+    pub events_completed: u32,
+}
+
+/// `struct ibv_qp_ex`. [`QpEx::wr_flush`] is there in what newer libraries hand out, and nowhere else: it may be read when the queue pair
+/// was made with [`qp_ex::FLUSH`].
+#[repr(C)]
+#[derive(Debug)]
+pub struct QpEx {
+    pub qp: Qp,
+    pub comp_mask: u64,
+    pub wr_id: u64,
+    pub wr_flags: u32,
+    pub wr_atomic_cmp_swp: *const c_void,
+    pub wr_atomic_fetch_add: *const c_void,
+    pub wr_bind_mw: *const c_void,
+    pub wr_local_inv: *const c_void,
+    pub wr_rdma_read: *const c_void,
+    pub wr_rdma_write: *const c_void,
+    pub wr_rdma_write_imm: *const c_void,
+    pub wr_send: *const c_void,
+    pub wr_send_imm: *const c_void,
+    pub wr_send_inv: *const c_void,
+    pub wr_send_tso: *const c_void,
+    pub wr_set_ud_addr: *const c_void,
+    pub wr_set_xrc_srqn: *const c_void,
+    pub wr_set_inline_data: *const c_void,
+    pub wr_set_inline_data_list: *const c_void,
+    pub wr_set_sge: *const c_void,
+    pub wr_set_sge_list: *const c_void,
+    pub wr_start: Option<WrStart>,
+    pub wr_complete: Option<WrComplete>,
+    pub wr_abort: Option<WrStart>,
+    pub wr_atomic_write: Option<WrAtomicWrite>,
+    pub wr_flush: Option<WrFlush>,
+}
+
+/// `struct ibv_wc`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Wc {
+    pub wr_id: u64,
+    pub status: u32,
+    pub opcode: u32,
+    pub vendor_err: u32,
+    pub byte_len: u32,
+    /// In network order, or the key that was invalidated.
+    pub imm_data: u32,
+    pub qp_num: u32,
+    pub src_qp: u32,
+    pub wc_flags: u32,
+    pub pkey_index: u16,
+    pub slid: u16,
+    pub sl: u8,
+    pub dlid_path_bits: u8,
+}
+
+/// `struct ibv_sge`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sge {
+    pub addr: u64,
+    pub length: u32,
+    pub lkey: u32,
+}
+
+/// `struct ibv_data_buf`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DataBuf {
+    pub addr: *mut c_void,
+    pub length: usize,
+}
+
+/// `struct ibv_recv_wr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RecvWr {
+    pub wr_id: u64,
+    pub next: *mut RecvWr,
+    pub sg_list: *mut Sge,
+    pub num_sge: c_int,
+}
+
+/// `wr.rdma` of `struct ibv_send_wr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Rdma {
+    pub remote_addr: u64,
+    pub rkey: u32,
+}
+
+/// `wr.atomic` of `struct ibv_send_wr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Atomic {
+    pub remote_addr: u64,
+    pub compare_add: u64,
+    pub swap: u64,
+    pub rkey: u32,
+}
+
+/// `wr.ud` of `struct ibv_send_wr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Ud {
+    pub ah: *mut Ah,
+    pub remote_qpn: u32,
+    pub remote_qkey: u32,
+}
+
+/// `wr` of `struct ibv_send_wr`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub union Remote {
+    pub rdma: Rdma,
+    pub atomic: Atomic,
+    pub ud: Ud,
+}
+
+/// `struct ibv_mw_bind_info`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct MwBindInfo {
+    pub mr: *mut Mr,
+    pub addr: u64,
+    pub length: u64,
+    pub mw_access_flags: u32,
+}
+
+/// `struct ibv_mw_bind`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct MwBind {
+    pub wr_id: u64,
+    pub send_flags: u32,
+    pub bind_info: MwBindInfo,
+}
+
+/// `bind_mw` of `struct ibv_send_wr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BindMwWr {
+    pub mw: *mut Mw,
+    pub rkey: u32,
+    pub bind_info: MwBindInfo,
+}
+
+/// `struct ibv_send_wr`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct SendWr {
+    pub wr_id: u64,
+    pub next: *mut SendWr,
+    pub sg_list: *mut Sge,
+    pub num_sge: c_int,
+    pub opcode: u32,
+    pub send_flags: u32,
+    /// In network order, or the key to invalidate.
+    pub imm_data: u32,
+    pub wr: Remote,
+    /// `qp_type.xrc.remote_srqn`
+    pub remote_srqn: u32,
+    pub bind_mw: BindMwWr,
+}
+
+/// `struct ibv_qp_cap`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QpCap {
+    pub max_send_wr: u32,
+    pub max_recv_wr: u32,
+    pub max_send_sge: u32,
+    pub max_recv_sge: u32,
+    pub max_inline_data: u32,
+}
+
+/// `struct ibv_qp_init_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct QpInitAttr {
+    pub qp_context: *mut c_void,
+    pub send_cq: *mut Cq,
+    pub recv_cq: *mut Cq,
+    pub srq: *mut Srq,
+    pub cap: QpCap,
+    pub qp_type: u32,
+    pub sq_sig_all: c_int,
+}
+
+/// `struct ibv_rx_hash_conf`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RxHashConf {
+    pub rx_hash_function: u8,
+    pub rx_hash_key_len: u8,
+    pub rx_hash_key: *mut u8,
+    pub rx_hash_fields_mask: u64,
+}
+
+/// `struct ibv_qp_init_attr_ex`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct QpInitAttrEx {
+    pub qp_context: *mut c_void,
+    pub send_cq: *mut Cq,
+    pub recv_cq: *mut Cq,
+    pub srq: *mut Srq,
+    pub cap: QpCap,
+    pub qp_type: u32,
+    pub sq_sig_all: c_int,
+    pub comp_mask: u32,
+    pub pd: *mut Pd,
+    pub xrcd: *mut Xrcd,
+    pub create_flags: u32,
+    pub max_tso_header: u16,
+    pub rwq_ind_tbl: *mut c_void,
+    pub rx_hash_conf: RxHashConf,
+    pub source_qpn: u32,
+    pub send_ops_flags: u64,
+}
+
+/// `struct ibv_global_route`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GlobalRoute {
+    /// `union ibv_gid`, which is aligned as a number.
+    pub dgid: AlignedGid,
+    pub flow_label: u32,
+    pub sgid_index: u8,
+    pub hop_limit: u8,
+    pub traffic_class: u8,
+}
+
+/// `union ibv_gid`.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AlignedGid(pub Gid);
+
+/// `struct ibv_ah_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AhAttr {
+    pub grh: GlobalRoute,
+    pub dlid: u16,
+    pub sl: u8,
+    pub src_path_bits: u8,
+    pub static_rate: u8,
+    pub is_global: u8,
+    pub port_num: u8,
+}
+
+/// `struct ibv_qp_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QpAttr {
+    pub qp_state: u32,
+    pub cur_qp_state: u32,
+    pub path_mtu: u32,
+    pub path_mig_state: u32,
+    pub qkey: u32,
+    pub rq_psn: u32,
+    pub sq_psn: u32,
+    pub dest_qp_num: u32,
+    pub qp_access_flags: u32,
+    pub cap: QpCap,
+    pub ah_attr: AhAttr,
+    pub alt_ah_attr: AhAttr,
+    pub pkey_index: u16,
+    pub alt_pkey_index: u16,
+    pub en_sqd_async_notify: u8,
+    pub sq_draining: u8,
+    pub max_rd_atomic: u8,
+    pub max_dest_rd_atomic: u8,
+    pub min_rnr_timer: u8,
+    pub port_num: u8,
+    pub timeout: u8,
+    pub retry_cnt: u8,
+    pub rnr_retry: u8,
+    pub alt_port_num: u8,
+    pub alt_timeout: u8,
+    pub rate_limit: u32,
+}
+
+/// `struct ibv_qp_rate_limit_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct QpRateLimitAttr {
+    /// In 1000 bits per second.
+    pub rate_limit: u32,
+    pub max_burst_sz: u32,
+    pub typical_pkt_sz: u16,
+    pub comp_mask: u32,
+}
+
+/// `struct ibv_srq_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SrqAttr {
+    pub max_wr: u32,
+    pub max_sge: u32,
+    pub srq_limit: u32,
+}
+
+/// `struct ibv_srq_init_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SrqInitAttr {
+    pub srq_context: *mut c_void,
+    pub attr: SrqAttr,
+}
+
+/// `struct ibv_srq_init_attr_ex`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SrqInitAttrEx {
+    pub srq_context: *mut c_void,
+    pub attr: SrqAttr,
+    pub comp_mask: u32,
+    pub srq_type: u32,
+    pub pd: *mut Pd,
+    pub xrcd: *mut Xrcd,
+    pub cq: *mut Cq,
+    pub max_num_tags: u32,
+    pub max_ops: u32,
+}
+
+/// `struct ibv_xrcd_init_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct XrcdInitAttr {
+    pub comp_mask: u32,
+    pub fd: c_int,
+    pub oflags: c_int,
+}
+
+/// `struct ibv_gid_entry`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct GidEntry {
+    pub gid: AlignedGid,
+    pub gid_index: u32,
+    pub port_num: u32,
+    pub gid_type: u32,
+    pub ndev_ifindex: u32,
+}
+
+/// `struct ibv_port_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PortAttr {
+    pub state: u32,
+    pub max_mtu: u32,
+    pub active_mtu: u32,
+    pub gid_tbl_len: c_int,
+    pub port_cap_flags: u32,
+    pub max_msg_sz: u32,
+    pub bad_pkey_cntr: u32,
+    pub qkey_viol_cntr: u32,
+    pub pkey_tbl_len: u16,
+    pub lid: u16,
+    pub sm_lid: u16,
+    pub lmc: u8,
+    pub max_vl_num: u8,
+    pub sm_sl: u8,
+    pub subnet_timeout: u8,
+    pub init_type_reply: u8,
+    pub active_width: u8,
+    pub active_speed: u8,
+    pub phys_state: u8,
+    pub link_layer: u8,
+    pub flags: u8,
+    pub port_cap_flags2: u16,
+    /// Newer libraries only, which are told the size.
+    pub active_speed_ex: u32,
+}
+
+/// `struct ibv_device_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceAttr {
+    pub fw_ver: [c_char; 64],
+    pub node_guid: u64,
+    pub sys_image_guid: u64,
+    pub max_mr_size: u64,
+    pub page_size_cap: u64,
+    pub vendor_id: u32,
+    pub vendor_part_id: u32,
+    pub hw_ver: u32,
+    pub max_qp: c_int,
+    pub max_qp_wr: c_int,
+    pub device_cap_flags: u32,
+    pub max_sge: c_int,
+    pub max_sge_rd: c_int,
+    pub max_cq: c_int,
+    pub max_cqe: c_int,
+    pub max_mr: c_int,
+    pub max_pd: c_int,
+    pub max_qp_rd_atom: c_int,
+    pub max_ee_rd_atom: c_int,
+    pub max_res_rd_atom: c_int,
+    pub max_qp_init_rd_atom: c_int,
+    pub max_ee_init_rd_atom: c_int,
+    pub atomic_cap: u32,
+    pub max_ee: c_int,
+    pub max_rdd: c_int,
+    pub max_mw: c_int,
+    pub max_raw_ipv6_qp: c_int,
+    pub max_raw_ethy_qp: c_int,
+    pub max_mcast_grp: c_int,
+    pub max_mcast_qp_attach: c_int,
+    pub max_total_mcast_qp_attach: c_int,
+    pub max_ah: c_int,
+    pub max_fmr: c_int,
+    pub max_map_per_fmr: c_int,
+    pub max_srq: c_int,
+    pub max_srq_wr: c_int,
+    pub max_srq_sge: c_int,
+    pub max_pkeys: u16,
+    pub local_ca_ack_delay: u8,
+    pub phys_port_cnt: u8,
+}
+
+/// `struct ibv_device_attr_ex`, what of it is used; the rest by its size.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceAttrEx {
+    pub orig_attr: DeviceAttr,
+    pub comp_mask: u32,
+    pub odp_general_caps: u64,
+    pub odp_rc: u32,
+    pub odp_uc: u32,
+    pub odp_ud: u32,
+    pub completion_timestamp_mask: u64,
+    pub hca_core_clock: u64,
+    pub device_cap_flags_ex: u64,
+    pub rest: [u64; 14],
+}
+
+/// `struct ibv_async_event`. The element is a pointer to the object, or the port's number.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AsyncEvent {
+    pub element: usize,
+    pub event_type: u32,
+}
+
+/// `struct sockaddr_storage`, as much as addresses of IP need.
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SockAddr(pub [u8; 28]);
+
+/// `struct rdma_event_channel`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct EventChannel {
+    pub fd: c_int,
+}
+
+/// `struct rdma_cm_id`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct CmId {
+    pub verbs: *mut Context,
+    pub channel: *mut EventChannel,
+    pub context: *mut c_void,
+    pub qp: *mut Qp,
+    pub src_addr: [u64; 16],
+    pub dst_addr: [u64; 16],
+    pub sgid: Gid,
+    pub dgid: Gid,
+    pub pkey: u16,
+    pub path_rec: *mut c_void,
+    pub num_paths: c_int,
+    /// The end of `struct rdma_route`.
+    pub padding: u32,
+    pub ps: u32,
+    pub port_num: u8,
+    pub event: *mut CmEvent,
+    pub send_cq_channel: *mut CompChannel,
+    pub send_cq: *mut Cq,
+    pub recv_cq_channel: *mut CompChannel,
+    pub recv_cq: *mut Cq,
+    pub srq: *mut Srq,
+    pub pd: *mut Pd,
+    pub qp_type: u32,
+}
+
+/// `struct rdma_conn_param`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ConnParam {
+    pub private_data: *const c_void,
+    pub private_data_len: u8,
+    pub responder_resources: u8,
+    pub initiator_depth: u8,
+    pub flow_control: u8,
+    pub retry_count: u8,
+    pub rnr_retry_count: u8,
+    pub srq: u8,
+    pub qp_num: u32,
+}
+
+/// `struct rdma_ud_param`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct UdParam {
+    pub private_data: *const c_void,
+    pub private_data_len: u8,
+    pub ah_attr: AhAttr,
+    pub qp_num: u32,
+    pub qkey: u32,
+}
+
+/// `param` of `struct rdma_cm_event`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub union CmParam {
+    pub conn: ConnParam,
+    pub ud: UdParam,
+}
+
+/// `struct rdma_cm_event`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct CmEvent {
+    pub id: *mut CmId,
+    pub listen_id: *mut CmId,
+    pub event: u32,
+    pub status: c_int,
+    pub param: CmParam,
+}
+
+/// `enum ibv_qp_attr_mask`.
+pub mod qp_attr {
+    pub const STATE: u32 = 1;
+    pub const ACCESS_FLAGS: u32 = 1 << 3;
+    pub const PKEY_INDEX: u32 = 1 << 4;
+    pub const PORT: u32 = 1 << 5;
+    pub const QKEY: u32 = 1 << 6;
+    pub const AV: u32 = 1 << 7;
+    pub const PATH_MTU: u32 = 1 << 8;
+    pub const TIMEOUT: u32 = 1 << 9;
+    pub const RETRY_CNT: u32 = 1 << 10;
+    pub const RNR_RETRY: u32 = 1 << 11;
+    pub const RQ_PSN: u32 = 1 << 12;
+    pub const MAX_QP_RD_ATOMIC: u32 = 1 << 13;
+    pub const MIN_RNR_TIMER: u32 = 1 << 15;
+    pub const SQ_PSN: u32 = 1 << 16;
+    pub const MAX_DEST_RD_ATOMIC: u32 = 1 << 17;
+    pub const CAP: u32 = 1 << 19;
+    pub const DEST_QPN: u32 = 1 << 20;
+}
+
+/// `enum ibv_qp_type`.
+pub mod qp_type {
+    pub const RC: u32 = 2;
+    pub const UC: u32 = 3;
+    pub const UD: u32 = 4;
+    pub const XRC_SEND: u32 = 9;
+    pub const XRC_RECV: u32 = 10;
+}
+
+/// `enum ibv_qp_init_attr_mask`.
+pub mod qp_init {
+    pub const PD: u32 = 1;
+    pub const XRCD: u32 = 1 << 1;
+    pub const SEND_OPS_FLAGS: u32 = 1 << 6;
+}
+
+/// `enum ibv_qp_create_send_ops_flags`.
+pub mod qp_ex {
+    pub const FLUSH: u64 = 1 << 11;
+    pub const ATOMIC_WRITE: u64 = 1 << 12;
+}
+
+/// `enum ibv_srq_init_attr_mask`, `enum ibv_srq_type` and `enum ibv_srq_attr_mask`.
+pub mod srq {
+    pub const INIT_TYPE: u32 = 1;
+    pub const INIT_PD: u32 = 1 << 1;
+    pub const INIT_XRCD: u32 = 1 << 2;
+    pub const INIT_CQ: u32 = 1 << 3;
+    pub const TYPE_XRC: u32 = 1;
+    use super::c_int;
+    pub const MAX_WR: c_int = 1;
+    pub const LIMIT: c_int = 1 << 1;
+}
+
+/// `enum ibv_xrcd_init_attr_mask`.
+pub mod xrcd {
+    pub const FD: u32 = 1;
+    pub const OFLAGS: u32 = 1 << 1;
+}
+
+/// `enum ibv_wr_opcode`.
+pub mod wr_opcode {
+    pub const RDMA_WRITE: u32 = 0;
+    pub const RDMA_WRITE_WITH_IMM: u32 = 1;
+    pub const SEND: u32 = 2;
+    pub const SEND_WITH_IMM: u32 = 3;
+    pub const RDMA_READ: u32 = 4;
+    pub const ATOMIC_CMP_AND_SWP: u32 = 5;
+    pub const ATOMIC_FETCH_AND_ADD: u32 = 6;
+    pub const LOCAL_INV: u32 = 7;
+    pub const BIND_MW: u32 = 8;
+    pub const SEND_WITH_INV: u32 = 9;
+}
+
+/// Of `enum ibv_send_flags`, what [`crate::SendFlags`] does not have.
+pub const SEND_INLINE: u32 = 1 << 3;
+
+/// `enum ibv_wc_opcode`.
+pub mod wc_opcode {
+    pub const SEND: u32 = 0;
+    pub const RDMA_WRITE: u32 = 1;
+    pub const RDMA_READ: u32 = 2;
+    pub const COMP_SWAP: u32 = 3;
+    pub const FETCH_ADD: u32 = 4;
+    pub const BIND_MW: u32 = 5;
+    pub const LOCAL_INV: u32 = 6;
+    pub const FLUSH: u32 = 8;
+    pub const ATOMIC_WRITE: u32 = 9;
+    pub const RECV: u32 = 128;
+    pub const RECV_RDMA_WITH_IMM: u32 = 129;
+}
+
+/// `enum ibv_wc_flags`.
+pub mod wc_flags {
+    pub const GRH: u32 = 1;
+    pub const WITH_IMM: u32 = 1 << 1;
+    pub const WITH_INV: u32 = 1 << 3;
+}
+
+/// `enum ibv_wc_status`.
+pub mod wc_status {
+    pub const SUCCESS: u32 = 0;
+    pub const LOC_LEN_ERR: u32 = 1;
+    pub const LOC_QP_OP_ERR: u32 = 2;
+    pub const LOC_PROT_ERR: u32 = 4;
+    pub const WR_FLUSH_ERR: u32 = 5;
+    pub const MW_BIND_ERR: u32 = 6;
+    pub const BAD_RESP_ERR: u32 = 7;
+    pub const LOC_ACCESS_ERR: u32 = 8;
+    pub const REM_INV_REQ_ERR: u32 = 9;
+    pub const REM_ACCESS_ERR: u32 = 10;
+    pub const REM_OP_ERR: u32 = 11;
+    pub const RETRY_EXC_ERR: u32 = 12;
+    pub const RNR_RETRY_EXC_ERR: u32 = 13;
+}
+
+/// `enum ibv_event_type`.
+pub mod event_type {
+    pub const CQ_ERR: u32 = 0;
+    pub const QP_FATAL: u32 = 1;
+    pub const QP_REQ_ERR: u32 = 2;
+    pub const QP_ACCESS_ERR: u32 = 3;
+    pub const COMM_EST: u32 = 4;
+    pub const SQ_DRAINED: u32 = 5;
+    pub const PATH_MIG: u32 = 6;
+    pub const PATH_MIG_ERR: u32 = 7;
+    pub const DEVICE_FATAL: u32 = 8;
+    pub const PORT_ACTIVE: u32 = 9;
+    pub const PORT_ERR: u32 = 10;
+    pub const SRQ_ERR: u32 = 14;
+    pub const SRQ_LIMIT_REACHED: u32 = 15;
+    pub const QP_LAST_WQE_REACHED: u32 = 16;
+}
+
+/// `enum rdma_cm_event_type`.
+pub mod cm_event {
+    pub const ADDR_RESOLVED: u32 = 0;
+    pub const ADDR_ERROR: u32 = 1;
+    pub const ROUTE_RESOLVED: u32 = 2;
+    pub const ROUTE_ERROR: u32 = 3;
+    pub const CONNECT_REQUEST: u32 = 4;
+    pub const CONNECT_RESPONSE: u32 = 5;
+    pub const CONNECT_ERROR: u32 = 6;
+    pub const UNREACHABLE: u32 = 7;
+    pub const REJECTED: u32 = 8;
+    pub const ESTABLISHED: u32 = 9;
+    pub const DISCONNECTED: u32 = 10;
+    pub const DEVICE_REMOVAL: u32 = 11;
+}
+
+/// `enum rdma_port_space`.
+pub mod port_space {
+    pub const TCP: u32 = 0x0106;
+    pub const UDP: u32 = 0x0111;
+}
+
+/// Levels and names of `rdma_set_option`.
+pub mod cm_option {
+    pub const LEVEL_ID: i32 = 0;
+    pub const TOS: i32 = 0;
+    pub const ACK_TIMEOUT: i32 = 3;
+}
+
+/// `enum ibv_gid_type`.
+pub const GID_TYPE_ROCE_V2: u32 = 2;
+/// `IBV_LINK_LAYER_ETHERNET`.
+pub const LINK_LAYER_ETHERNET: u8 = 2;
+
+/// `enum ibv_device_cap_flags`, and what is only in `device_cap_flags_ex`.
+pub mod device_cap {
+    pub const MEM_WINDOW: u64 = 1 << 17;
+    pub const XRC: u64 = 1 << 20;
+    pub const MEM_WINDOW_TYPE_2A: u64 = 1 << 23;
+    pub const MEM_WINDOW_TYPE_2B: u64 = 1 << 24;
+    pub const FLUSH_GLOBAL: u64 = 1 << 38;
+    pub const FLUSH_PERSISTENT: u64 = 1 << 39;
+    pub const ATOMIC_WRITE: u64 = 1 << 40;
+}
+
+/// `IBV_ODP_SUPPORT`.
+pub const ODP_SUPPORT: u64 = 1;
+
+/// `ibv_alloc_mw`
+pub type AllocMw = unsafe extern "C" fn(*mut Pd, u32) -> *mut Mw;
+/// `ibv_bind_mw`
+pub type BindMw = unsafe extern "C" fn(*mut Qp, *mut Mw, *mut MwBind) -> c_int;
+/// `ibv_dealloc_mw`
+pub type DeallocMw = unsafe extern "C" fn(*mut Mw) -> c_int;
+/// `ibv_poll_cq`
+pub type PollCq = unsafe extern "C" fn(*mut Cq, c_int, *mut Wc) -> c_int;
+/// `ibv_req_notify_cq`
+pub type ReqNotifyCq = unsafe extern "C" fn(*mut Cq, c_int) -> c_int;
+/// `ibv_post_srq_recv`
+pub type PostSrqRecv = unsafe extern "C" fn(*mut Srq, *mut RecvWr, *mut *mut RecvWr) -> c_int;
+/// `ibv_post_send`
+pub type PostSend = unsafe extern "C" fn(*mut Qp, *mut SendWr, *mut *mut SendWr) -> c_int;
+/// `ibv_post_recv`
+pub type PostRecv = unsafe extern "C" fn(*mut Qp, *mut RecvWr, *mut *mut RecvWr) -> c_int;
+/// `ibv_query_port`, with the size of the caller's structure.
+pub type QueryPort = unsafe extern "C" fn(*mut Context, u8, *mut PortAttr, usize) -> c_int;
+/// `ibv_query_device_ex`, with the size of the caller's structure.
+pub type QueryDeviceEx = unsafe extern "C" fn(*mut Context, *const c_void, *mut DeviceAttrEx, usize) -> c_int;
+/// `ibv_create_qp_ex`
+pub type CreateQpEx = unsafe extern "C" fn(*mut Context, *mut QpInitAttrEx) -> *mut Qp;
+/// `ibv_modify_qp_rate_limit`
+pub type ModifyQpRateLimit = unsafe extern "C" fn(*mut Qp, *mut QpRateLimitAttr) -> c_int;
+/// `ibv_create_srq_ex`
+pub type CreateSrqEx = unsafe extern "C" fn(*mut Context, *mut SrqInitAttrEx) -> *mut Srq;
+/// `ibv_get_srq_num`
+pub type GetSrqNum = unsafe extern "C" fn(*mut Srq, *mut u32) -> c_int;
+/// `ibv_open_xrcd`
+pub type OpenXrcd = unsafe extern "C" fn(*mut Context, *mut XrcdInitAttr) -> *mut Xrcd;
+/// `ibv_close_xrcd`
+pub type CloseXrcd = unsafe extern "C" fn(*mut Xrcd) -> c_int;
+/// `ibv_wr_start` and `ibv_wr_abort`
+pub type WrStart = unsafe extern "C" fn(*mut QpEx);
+/// `ibv_wr_complete`
+pub type WrComplete = unsafe extern "C" fn(*mut QpEx) -> c_int;
+/// `ibv_wr_atomic_write`
+pub type WrAtomicWrite = unsafe extern "C" fn(*mut QpEx, u32, u64, *const c_void);
+/// `ibv_wr_flush`: key, address, bytes, placement types, selectivity.
+pub type WrFlush = unsafe extern "C" fn(*mut QpEx, u32, u64, usize, u8, u8);
+
+/// Fails to compile where a number differs from the C headers'.
+macro_rules! layout {
+    ($($name:ident = $size:literal { $($field:ident = $offset:literal),* })*) => {
+        $(
+            const _: () = assert!(size_of::<$name>() == $size);
+            $(const _: () = assert!(offset_of!($name, $field) == $offset);)*
+        )*
+    };
+}
+
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+layout! {
+    Device = 664 { node_type = 16, name = 24, dev_name = 88, dev_path = 152, ibdev_path = 408 }
+    Context = 328 { device = 0, ops = 8, cmd_fd = 264, async_fd = 268, num_comp_vectors = 272, mutex = 280, abi_compat = 320 }
+    ContextOps = 256 { alloc_mw = 56, bind_mw = 64, dealloc_mw = 72, poll_cq = 88, req_notify_cq = 96, post_srq_recv = 160, post_send = 200, post_recv = 208 }
+    VerbsContext = 648 { modify_qp_rate_limit = 104, query_device_ex = 216, create_qp_ex = 264, get_srq_num = 272, create_srq_ex = 280, open_xrcd = 288, close_xrcd = 296, size = 312, context = 320 }
+    Pd = 16 {}
+    Xrcd = 8 {}
+    Ah = 24 { handle = 16 }
+    Mr = 48 { pd = 8, addr = 16, length = 24, handle = 32, lkey = 36, rkey = 40 }
+    Mw = 32 { pd = 8, rkey = 16, handle = 20, mw_type = 24 }
+    CompChannel = 16 { fd = 8, refcnt = 12 }
+    Cq = 128 { channel = 8, cq_context = 16, handle = 24, cqe = 28, mutex = 32, cond = 72, comp_events_completed = 120 }
+    Srq = 128 { srq_context = 8, pd = 16, handle = 24, mutex = 32, cond = 72, events_completed = 120 }
+    Qp = 160 { qp_context = 8, pd = 16, send_cq = 24, recv_cq = 32, srq = 40, handle = 48, qp_num = 52, state = 56, qp_type = 60, mutex = 64, cond = 104, events_completed = 152 }
+    QpEx = 360 { comp_mask = 160, wr_id = 168, wr_flags = 176, wr_atomic_cmp_swp = 184, wr_set_inline_data = 288, wr_start = 320, wr_complete = 328, wr_abort = 336, wr_atomic_write = 344, wr_flush = 352 }
+    Wc = 48 { wr_id = 0, status = 8, opcode = 12, vendor_err = 16, byte_len = 20, imm_data = 24, qp_num = 28, src_qp = 32, wc_flags = 36, pkey_index = 40, slid = 42, sl = 44, dlid_path_bits = 45 }
+    Sge = 16 { length = 8, lkey = 12 }
+    RecvWr = 32 { next = 8, sg_list = 16, num_sge = 24 }
+    SendWr = 128 { next = 8, sg_list = 16, num_sge = 24, opcode = 28, send_flags = 32, imm_data = 36, wr = 40, remote_srqn = 72, bind_mw = 80 }
+    Rdma = 16 { rkey = 8 }
+    Atomic = 32 { compare_add = 8, swap = 16, rkey = 24 }
+    Ud = 16 { remote_qpn = 8, remote_qkey = 12 }
+    QpCap = 20 {}
+    QpInitAttr = 64 { send_cq = 8, srq = 24, cap = 32, qp_type = 52, sq_sig_all = 56 }
+    QpInitAttrEx = 136 { comp_mask = 60, pd = 64, xrcd = 72, create_flags = 80, max_tso_header = 84, rwq_ind_tbl = 88, source_qpn = 120, send_ops_flags = 128 }
+    GlobalRoute = 24 { flow_label = 16, sgid_index = 20, hop_limit = 21, traffic_class = 22 }
+    AhAttr = 32 { dlid = 24, sl = 26, src_path_bits = 27, static_rate = 28, is_global = 29, port_num = 30 }
+    QpAttr = 144 { path_mtu = 8, qkey = 16, rq_psn = 20, sq_psn = 24, dest_qp_num = 28, qp_access_flags = 32, cap = 36, ah_attr = 56, alt_ah_attr = 88, pkey_index = 120, en_sqd_async_notify = 124, max_rd_atomic = 126, max_dest_rd_atomic = 127, min_rnr_timer = 128, port_num = 129, timeout = 130, retry_cnt = 131, rnr_retry = 132, rate_limit = 136 }
+    SrqInitAttrEx = 64 { attr = 8, comp_mask = 20, srq_type = 24, pd = 32, xrcd = 40, cq = 48 }
+    GidEntry = 32 { gid_index = 16, port_num = 20, gid_type = 24, ndev_ifindex = 28 }
+    PortAttr = 56 { active_mtu = 8, gid_tbl_len = 12, port_cap_flags = 16, max_msg_sz = 20, pkey_tbl_len = 32, lid = 34, sm_lid = 36, lmc = 38, phys_state = 45, link_layer = 46, flags = 47, port_cap_flags2 = 48 }
+    DeviceAttr = 232 { node_guid = 64, max_mr_size = 80, max_qp = 108, device_cap_flags = 116, max_sge = 120, atomic_cap = 164, max_mcast_grp = 188, phys_port_cnt = 227 }
+    DeviceAttrEx = 400 { comp_mask = 232, odp_general_caps = 240, odp_rc = 248, completion_timestamp_mask = 264, device_cap_flags_ex = 280 }
+    AsyncEvent = 16 { event_type = 8 }
+    CmId = 416 { channel = 8, context = 16, qp = 24, src_addr = 32, dst_addr = 160, sgid = 288, dgid = 304, pkey = 320, path_rec = 328, num_paths = 336, ps = 344, port_num = 348, event = 352, send_cq_channel = 360, send_cq = 368, recv_cq_channel = 376, recv_cq = 384, srq = 392, pd = 400, qp_type = 408 }
+    ConnParam = 24 { private_data_len = 8, responder_resources = 9, initiator_depth = 10, flow_control = 11, retry_count = 12, rnr_retry_count = 13, srq = 14, qp_num = 16 }
+    UdParam = 56 { private_data_len = 8, ah_attr = 16, qp_num = 48, qkey = 52 }
+    CmEvent = 80 { listen_id = 8, event = 16, status = 20, param = 24 }
+}
