@@ -370,6 +370,54 @@ mod tests {
     }
 
     #[test]
+    fn answers__whatever_comes() {
+        const PARTS: [&[u8]; 13] = [
+            b"GET ",
+            b"HEAD ",
+            b"/metrics",
+            b"http://",
+            b" HTTP/1.1",
+            b"\r\n",
+            b"\n",
+            b"\r",
+            b"\0",
+            b"\xff\xfe",
+            b"?",
+            b" ",
+            b":",
+        ];
+        let (address, _) = start(5, LONG);
+        let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap();
+        let seed = since.as_nanos() as u64 | 1;
+        println!("seed {seed}");
+        let mut state = seed;
+        let mut draw = |below: usize| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state % below as u64) as usize
+        };
+        for _ in 0..300 {
+            let request: Vec<&[u8]> = (0..draw(14)).map(|_| PARTS[draw(PARTS.len())]).collect();
+            let request = request.concat();
+            let mut stream = connect(address);
+            stream.write_all(&request).unwrap();
+            stream.shutdown(Shutdown::Write).unwrap();
+            let mut answer = Vec::new();
+            stream.read_to_end(&mut answer).unwrap();
+            let answered = answer.starts_with(b"HTTP/1.1 ");
+            assert_eq!(
+                answered,
+                is_whole(&request),
+                "{}",
+                String::from_utf8_lossy(&request)
+            );
+            assert!(answered || answer.is_empty());
+        }
+        assert!(ask(address, GET).ends_with("xxxxx"));
+    }
+
+    #[test]
     fn clients__that_never_end_their_request_hold_up_nobody() {
         let (address, _) = start(5, LONG);
         let slow: Vec<TcpStream> = (0..10 * CONNECTIONS_MAX)
