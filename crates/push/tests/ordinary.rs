@@ -296,7 +296,7 @@ fn fallback__of_a_push_whose_lease_ends_while_it_waits_for_a_message() {
 /// A full queue refuses an ordinary write, and no request waits for it afterwards.
 #[test]
 fn ordinary__that_a_full_queue_refuses_holds_nothing_up() {
-    let server = Running::start("127.0.9.66:7174", vec![memory_region("m", 1 << 16)], LONG);
+    let server = Running::start("127.0.9.67:7174", vec![memory_region("m", 1 << 16)], LONG);
     let mut client = server.client();
     let mapping = client.map(&name("m"), RW, 0, 0, 0).unwrap();
     let buffer = client.buffer(1 << 12).unwrap();
