@@ -392,6 +392,29 @@ fn perf__shows_latencies_while_it_runs() {
 }
 
 #[test]
+fn log__shows_what_its_writer_does() {
+    let home = tempfile::tempdir().unwrap();
+    let _serving = Measured::serve(&home, &["--listen", "127.0.20.8", "--mem", "l,size=1M"]);
+    let mut command = rdmux(
+        &home,
+        &["log", "append", "rdmux://127.0.20.8/l", "--from", "127.0.21.8"],
+    );
+    command.stdin(Stdio::piped());
+    let mut writing = Measured::start(command);
+    let mut input = writing.child.0.stdin.take().unwrap();
+    writeln!(input, "a record").unwrap();
+    let mut acknowledged = String::new();
+    let mut out = BufReader::new(writing.child.0.stdout.take().unwrap());
+    out.read_line(&mut acknowledged).unwrap();
+    assert_eq!(acknowledged, "1\n");
+    let metrics = writing.scrape();
+    let device = "device=\"127.0.21.8\"";
+    assert!(metrics.sum("rdmux_queue_pairs", device) >= 1.0);
+    assert!(metrics.sum("rdmux_port_packets_transmitted_total", device) > 0.0);
+    drop(input);
+}
+
+#[test]
 fn serve__is_not_held_up_by_clients_of_its_metrics() {
     let home = tempfile::tempdir().unwrap();
     let serving = Measured::serve(&home, &["--listen", "127.0.20.4", "--mem", "m,size=64K"]);

@@ -78,6 +78,8 @@ struct Writing {
     /// Spin while waiting: lowest latency, one CPU always busy.
     #[arg(long)]
     poll: bool,
+    #[command(flatten)]
+    device: super::device::DeviceArgs,
 }
 
 #[derive(clap::Args, Debug)]
@@ -162,6 +164,13 @@ fn parse_record(text: &str) -> Result<usize, String> {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
+    let writing = match &args.command {
+        Command::Append(Append { writing, .. })
+        | Command::Trim(Trim { writing, .. })
+        | Command::Bench(Bench { writing, .. }) => Some(writing),
+        Command::Read(_) | Command::Status(_) => None,
+    };
+    writing.map_or(Ok(()), |writing| writing.device.apply())?;
     match args.command {
         Command::Append(args) => append(&args),
         Command::Read(args) => read(&args),
