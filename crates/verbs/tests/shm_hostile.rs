@@ -19,7 +19,8 @@ use rustix::net::{
 
 const HELLO: u8 = 1;
 const WELCOME: u8 = 2;
-const VERSION: u16 = 1;
+/// Of shared memory between processes, which this test speaks as it is.
+const VERSION: u16 = soft::LOCAL_PROTOCOLS[1].1;
 /// More than a link's segment has.
 const SEGMENT_BYTES: u64 = 1 << 20;
 
