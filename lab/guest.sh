@@ -128,17 +128,19 @@ common="send solicited not-ready write read atomics atomic-write flush window-1 
   wrong-invalidate uc-many ud-many cm-connect cm-reject cm-datagram"
 whole="uc ud multicast"
 
-# Runs scenarios between rdmux, at 10.9.0.2 and fd09::2, and rxe: the first address answers, the second asks.
+# Runs scenarios between two peers: the first address answers, the second asks. At 10.9.0.2 and fd09::2 that is rdmux with its soft
+# device, at 10.9.0.1 and fd09::1 the lab's own peer on rxe0, or with hw@ before the address rdmux with provider hw.
 #   scenarios PORT ANSWERER ASKER [-l] [NAME...]
 scenarios() {
   local port=$1 answerer=$2 asker=$3
   shift 3
-  start answerer listening $(peer_at $answerer) answer $answerer $port
-  $(peer_at $asker) ask $answerer $port $asker "$@"
+  start answerer listening $(peer_at $answerer) answer ${answerer#hw@} $port
+  $(peer_at $asker) ask ${answerer#hw@} $port ${asker#hw@} "$@"
   finish answerer
 }
 peer_at() {
   case $1 in
+    hw@*) echo rdmux lab-peer --provider hw ;;
     *2) echo in_n2 rdmux lab-peer ;;
     *) echo lab-peer ;;
   esac

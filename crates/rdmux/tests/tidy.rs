@@ -17,17 +17,21 @@ const MAY_USE: [(&str, &[&str]); 7] = [
 ];
 
 /// Files that may hold unsafe code.
-const UNSAFE_FILES: [&str; 15] = [
+const UNSAFE_FILES: [&str; 19] = [
+    "capi/ibverbs/src/address.rs",
     "capi/ibverbs/src/channel.rs",
     "capi/ibverbs/src/context.rs",
     "capi/ibverbs/src/device.rs",
     "capi/ibverbs/src/lib.rs",
     "capi/ibverbs/src/memory.rs",
-    "capi/ibverbs/src/private.rs",
     "capi/ibverbs/src/query.rs",
     "capi/ibverbs/src/queue_pair.rs",
-    "capi/ibverbs/src/text.rs",
-    "capi/ibverbs/src/unsupported.rs",
+    "capi/ibverbs/src/srq.rs",
+    "capi/ibverbs/src/wr.rs",
+    "crates/verbs/src/abi.rs",
+    "crates/verbs/src/hw/cma.rs",
+    "crates/verbs/src/hw/library.rs",
+    "crates/verbs/src/hw/objects.rs",
     "crates/verbs/src/lease.rs",
     "crates/verbs/src/mapping.rs",
     "crates/verbs/src/persist.rs",

@@ -139,6 +139,12 @@ pub trait Memory: fmt::Debug + Send + Sync {
     fn as_any(&self) -> Option<&dyn Any> {
         None
     }
+
+    /// The memory whose pages these are, at the same offsets, for a device that reads and writes them by itself and so goes past
+    /// this trait. `None`: its bytes are not mapped in this process for as long as it lives, or nothing may go past it.
+    fn pages(&self) -> Option<&dyn Any> {
+        None
+    }
 }
 
 /// A peer's memory that this host lets us reach without the peer: it granted that, and may take it back at any time.

@@ -40,6 +40,15 @@ pub enum RegisterError {
     /// As many regions and windows as there can be.
     #[error("too many memory regions and windows")]
     NoResources,
+    /// The device reaches memory by its pages, and this memory has none that stay: a file, which the kernel reads and writes.
+    #[error("an RNIC reaches memory that stays mapped only, and not files: copy through registered memory")]
+    NotMapped,
+    /// The device does not have it.
+    #[error("the device does not offer this: {0}")]
+    Unsupported(&'static str),
+    /// The device refused the memory; the number is the system's errno.
+    #[error("the device refused the memory: {}", std::io::Error::from_raw_os_error(*.0))]
+    Refused(i32),
 }
 
 /// Types of memory windows. IBTA Vol 1, 10.6.7.2.

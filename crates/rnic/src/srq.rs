@@ -53,6 +53,9 @@ pub enum SrqError {
     /// QPs still use it. IBTA Vol 1, 11.2.9.5.
     #[error("QPs still use the shared receive queue")]
     Busy,
+    /// The device refused it; the number is the system's errno.
+    #[error("the device refused it: {}", std::io::Error::from_raw_os_error(*.0))]
+    Refused(i32),
 }
 
 #[derive(Debug)]

@@ -281,7 +281,7 @@ pub struct SendRequest {
 
 impl SendRequest {
     /// Checks what does not depend on the QP's state; gives the bytes of the message.
-    pub(crate) fn check(&self) -> Result<u32, PostError> {
+    pub fn check(&self) -> Result<u32, PostError> {
         if self.sges.as_slice().len() > SGE_MAX {
             return Err(PostError::TooManySges);
         }
@@ -318,7 +318,8 @@ pub struct RecvRequest {
 }
 
 impl RecvRequest {
-    pub(crate) fn check(&self) -> Result<(), PostError> {
+    /// Checks what does not depend on the queue.
+    pub fn check(&self) -> Result<(), PostError> {
         if self.sges.as_inline().is_some() {
             Err(PostError::Invalid)
         } else if self.sges.as_slice().len() > SGE_MAX {
@@ -359,4 +360,10 @@ pub enum PostError {
     /// No such shared receive queue.
     #[error("no such shared receive queue")]
     NoSrq,
+    /// The device does not have this operation.
+    #[error("the device does not offer this: {0}")]
+    Unsupported(&'static str),
+    /// The device refused the request; the number is the system's errno.
+    #[error("the device refused the request: {}", std::io::Error::from_raw_os_error(*.0))]
+    Refused(i32),
 }

@@ -1,6 +1,5 @@
 //! Connecting queue pairs by address and port, with the messages that rdma_cm speaks.
 
-use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,6 +11,7 @@ use rdmux_wire::cm::RejReason;
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
+use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
 use crate::soft::group::GroupError;
@@ -140,7 +140,7 @@ impl Device {
     pub fn listen_for(&self, port: u16, qp_types: &[QpType]) -> Result<Listener, ListenError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.listen(port)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => Provided::Hw(device.listen(port)?),
         };
         Ok(Listener {
             provided,
@@ -175,7 +175,10 @@ impl Device {
             (Provided::Soft(device), Provided::Soft(qp)) => {
                 Provided::Soft(device.connect(qp, peer, params, private_data)?)
             }
-            (Provided::Hw(never), _) | (_, Provided::Hw(never)) => match *never {},
+            (Provided::Hw(device), Provided::Hw(qp)) => {
+                Provided::Hw(device.connect(qp, peer, params, private_data)?)
+            }
+            _ => return Err(ConnectError::OtherDevice),
         };
         Ok(Connection {
             provided,
@@ -208,7 +211,7 @@ pub(crate) fn accepting_type(transport: Transport) -> QpType {
 /// A port that connections come in on.
 #[derive(Debug)]
 pub struct Listener {
-    provided: Provided<soft::cm::Service, Infallible>,
+    provided: Provided<soft::cm::Service, hw::cm::Listener>,
     device: Device,
     qp_types: Vec<QpType>,
 }
@@ -218,7 +221,7 @@ impl Listener {
     pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
         let provided = match &self.provided {
             Provided::Soft(service) => Provided::Soft(service.accept(&self.qp_types, timeout)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(service) => Provided::Hw(service.accept(&self.qp_types, timeout)?),
         };
         Some(ConnectionRequest {
             provided,
@@ -237,7 +240,7 @@ impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.provided {
             Provided::Soft(service) => service.fd(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(service) => service.fd(),
         }
     }
 }
@@ -245,7 +248,7 @@ impl AsFd for Listener {
 /// A peer's request to connect. Dropped undecided, it is refused.
 #[derive(Debug)]
 pub struct ConnectionRequest {
-    provided: Provided<soft::cm::ConnectionRequest, Infallible>,
+    provided: Provided<soft::cm::ConnectionRequest, hw::cm::ConnectionRequest>,
     device: Device,
 }
 
@@ -254,7 +257,7 @@ impl ConnectionRequest {
     pub fn peer(&self) -> IpAddr {
         match &self.provided {
             Provided::Soft(request) => request.peer,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => request.peer,
         }
     }
 
@@ -267,7 +270,7 @@ impl ConnectionRequest {
     pub fn remote(&self) -> &Endpoint {
         match &self.provided {
             Provided::Soft(request) => &request.remote,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => &request.remote,
         }
     }
 
@@ -275,7 +278,7 @@ impl ConnectionRequest {
     pub fn private_data(&self) -> &[u8] {
         match &self.provided {
             Provided::Soft(request) => &request.private_data,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => &request.private_data,
         }
     }
 
@@ -311,8 +314,10 @@ impl ConnectionRequest {
             (Provided::Soft(request), Provided::Soft(qp)) => {
                 Provided::Soft(request.accept_after(qp, params, private_data, prepare)?)
             }
-            (Provided::Hw(never), _) => match *never {},
-            (_, Provided::Hw(never)) => match *never {},
+            (Provided::Hw(request), Provided::Hw(qp)) => {
+                Provided::Hw(request.accept_after(qp, params, private_data, prepare)?)
+            }
+            _ => return Err(ConnectError::OtherDevice),
         };
         let qp = qp.clone();
         Ok(Connection { provided, qp, peer })
@@ -322,7 +327,7 @@ impl ConnectionRequest {
     pub fn reject(mut self, private_data: &[u8]) {
         match &mut self.provided {
             Provided::Soft(request) => request.reject(private_data),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => request.reject(private_data),
         }
     }
 }
@@ -330,7 +335,7 @@ impl ConnectionRequest {
 /// A connection of a queue pair. Dropped, it is ended.
 #[derive(Debug)]
 pub struct Connection {
-    provided: Provided<soft::cm::Connection, Infallible>,
+    provided: Provided<soft::cm::Connection, hw::cm::Connection>,
     qp: QueuePair,
     peer: IpAddr,
 }
@@ -345,7 +350,7 @@ impl Connection {
     pub fn remote(&self) -> Option<&Endpoint> {
         match &self.provided {
             Provided::Soft(connection) => connection.remote.as_ref(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(connection) => connection.remote.as_ref(),
         }
     }
 
@@ -353,7 +358,7 @@ impl Connection {
     pub fn private_data(&self) -> &[u8] {
         match &self.provided {
             Provided::Soft(connection) => &connection.private_data,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(connection) => &connection.private_data,
         }
     }
 
@@ -367,7 +372,7 @@ impl Connection {
     pub fn wait_established(&self) -> bool {
         match &self.provided {
             Provided::Soft(connection) => connection.wait_established(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(connection) => connection.wait_established(),
         }
     }
 
@@ -375,7 +380,7 @@ impl Connection {
     pub fn is_ended(&self) -> bool {
         match &self.provided {
             Provided::Soft(connection) => connection.is_ended(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(connection) => connection.is_ended(),
         }
     }
 
@@ -383,7 +388,7 @@ impl Connection {
     pub fn wait_ended(&self, timeout: Duration) -> bool {
         match &self.provided {
             Provided::Soft(connection) => connection.wait_ended(timeout),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(connection) => connection.wait_ended(timeout),
         }
     }
 
@@ -392,7 +397,7 @@ impl Connection {
     pub fn disconnect(&self) {
         match &self.provided {
             Provided::Soft(connection) => connection.disconnect(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(connection) => connection.disconnect(),
         }
     }
 

@@ -57,7 +57,7 @@ impl QueuePair {
     pub fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
         match self.provided() {
             Provided::Soft(qp) => qp.ready_datagram(qkey),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.ready_datagram(qkey),
         }
     }
 
@@ -66,7 +66,7 @@ impl QueuePair {
     pub fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
         match self.provided() {
             Provided::Soft(qp) => qp.attach_mcast(group),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.attach_mcast(group),
         }
     }
 
@@ -74,7 +74,7 @@ impl QueuePair {
     pub fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
         match self.provided() {
             Provided::Soft(qp) => qp.detach_mcast(group),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.detach_mcast(group),
         }
     }
 }

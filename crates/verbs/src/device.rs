@@ -1,7 +1,6 @@
 //! Devices and their objects. Each ends its part of the device when it is dropped.
 
 use std::collections::VecDeque;
-use std::convert::Infallible;
 use std::io;
 use std::net::IpAddr;
 use std::ops::Range;
@@ -16,9 +15,13 @@ use rdmux_rnic::{
 use rdmux_wire::roce::PathMtu;
 
 use crate::event::AsyncEvent;
+use crate::features::Features;
+use crate::hw;
 use crate::provider::Provided;
+use crate::provider::Provider;
 use crate::region::{MemoryRegion, MemoryWindow};
 use crate::soft;
+use crate::soft::engine::check_environment;
 pub use crate::soft::engine::{OpenError, Options, SharedMemory};
 use crate::soft::faults::FaultCounts;
 use crate::srq::{SharedReceiveQueue, XrcDomain};
@@ -50,23 +53,49 @@ pub struct PostListError {
 /// An RDMA device with one address (GID).
 #[derive(Clone, Debug)]
 pub struct Device {
-    pub(crate) provided: Provided<soft::device::Device, Infallible>,
+    pub(crate) provided: Provided<soft::device::Device, hw::device::Device>,
     address: IpAddr,
 }
 
 impl Device {
-    /// Opens the soft RNIC on a local address.
+    /// Opens the device of a local address: the soft RNIC, unless the process is to use the host's ([`Options::provider`]).
     pub fn open(address: IpAddr) -> Result<Device, OpenError> {
         Device::open_with(address, Options::default())
     }
 
-    /// Opens the soft RNIC on a local address, with options.
+    /// The same, with options.
     pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
         let address = address.to_canonical();
-        Ok(Device {
-            provided: Provided::Soft(soft::device::Device::open(address, options)?),
-            address,
-        })
+        check_environment()?;
+        let provided = match options.provider.unwrap_or_else(Provider::of_process) {
+            Provider::Soft => Provided::Soft(soft::device::Device::open(address, options)?),
+            Provider::Hw => {
+                if options.faults.is_some() || soft::faults::of_process()?.is_some() {
+                    return Err(OpenError::SoftOnly("faults"));
+                }
+                if soft::capture::is_asked_for() {
+                    return Err(OpenError::SoftOnly("captures"));
+                }
+                Provided::Hw(hw::device::Device::open(address, options.waiting)?)
+            }
+        };
+        Ok(Device { provided, address })
+    }
+
+    /// What it is.
+    pub fn provider(&self) -> Provider {
+        match &self.provided {
+            Provided::Soft(_) => Provider::Soft,
+            Provided::Hw(_) => Provider::Hw,
+        }
+    }
+
+    /// What it offers. The soft device has all, but what it does not pin needs no paging on demand to be registered.
+    pub fn features(&self) -> Features {
+        match &self.provided {
+            Provided::Soft(_) => Features::all(),
+            Provided::Hw(device) => device.features(),
+        }
     }
 
     /// The engine of a soft device.
@@ -79,7 +108,8 @@ impl Device {
     pub(crate) fn is(&self, other: &Device) -> bool {
         match (&self.provided, &other.provided) {
             (Provided::Soft(device), Provided::Soft(other)) => device.is(other),
-            (Provided::Hw(never), _) | (_, Provided::Hw(never)) => match *never {},
+            (Provided::Hw(device), Provided::Hw(other)) => device.is(other),
+            _ => false,
         }
     }
 
@@ -92,7 +122,7 @@ impl Device {
     pub fn alloc_pd(&self) -> Result<ProtectionDomain, CreateError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.alloc_pd()),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => Provided::Hw(device.alloc_pd()?),
         };
         let device = self.clone();
         Ok(ProtectionDomain(Arc::new(PdInner { provided, device })))
@@ -102,7 +132,7 @@ impl Device {
     pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.create_cq(depth)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => Provided::Hw(device.create_cq(depth)?),
         };
         let device = self.clone();
         Ok(CompletionQueue(Arc::new(CqInner { provided, device })))
@@ -113,7 +143,7 @@ impl Device {
     pub fn progress(&self) {
         match &self.provided {
             Provided::Soft(device) => device.progress(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.progress(),
         }
     }
 
@@ -121,7 +151,7 @@ impl Device {
     pub fn send_errors(&self) -> u64 {
         match &self.provided {
             Provided::Soft(device) => device.send_errors(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.send_errors(),
         }
     }
 
@@ -129,7 +159,7 @@ impl Device {
     pub fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
         match &self.provided {
             Provided::Soft(device) => device.path_mtu_to(peer),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.path_mtu_to(peer),
         }
     }
 
@@ -138,7 +168,7 @@ impl Device {
     pub fn source_port(&self, peer: Qpn) -> io::Result<u16> {
         match &self.provided {
             Provided::Soft(device) => device.source_port(peer),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.source_port(peer),
         }
     }
 
@@ -146,7 +176,7 @@ impl Device {
     pub fn counters(&self) -> Counters {
         match &self.provided {
             Provided::Soft(device) => device.counters(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.counters(),
         }
     }
 
@@ -154,7 +184,7 @@ impl Device {
     pub fn fault_counts(&self) -> Option<FaultCounts> {
         match &self.provided {
             Provided::Soft(device) => device.fault_counts(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.fault_counts(),
         }
     }
 
@@ -162,7 +192,7 @@ impl Device {
     pub fn poll_async_event(&self) -> Option<AsyncEvent> {
         match &self.provided {
             Provided::Soft(device) => device.poll_async_event(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.poll_async_event(),
         }
     }
 
@@ -170,7 +200,7 @@ impl Device {
     pub fn async_event_fd(&self) -> BorrowedFd<'_> {
         match &self.provided {
             Provided::Soft(device) => device.async_event_fd(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.async_event_fd(),
         }
     }
 
@@ -178,7 +208,7 @@ impl Device {
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         match &self.provided {
             Provided::Soft(device) => device.wait_async_event(timeout),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.wait_async_event(timeout),
         }
     }
 
@@ -186,14 +216,14 @@ impl Device {
     pub fn object_counts(&self) -> (usize, usize, usize) {
         match &self.provided {
             Provided::Soft(device) => device.object_counts(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.object_counts(),
         }
     }
 }
 
 #[derive(Debug)]
 struct PdInner {
-    provided: Provided<soft::device::ProtectionDomain, Infallible>,
+    provided: Provided<soft::device::ProtectionDomain, hw::device::ProtectionDomain>,
     device: Device,
 }
 
@@ -202,7 +232,7 @@ struct PdInner {
 pub struct ProtectionDomain(Arc<PdInner>);
 
 impl ProtectionDomain {
-    pub(crate) fn provided(&self) -> &Provided<soft::device::ProtectionDomain, Infallible> {
+    pub(crate) fn provided(&self) -> &Provided<soft::device::ProtectionDomain, hw::device::ProtectionDomain> {
         &self.0.provided
     }
 
@@ -226,7 +256,7 @@ impl ProtectionDomain {
         }
         let provided = match self.provided() {
             Provided::Soft(pd) => Provided::Soft(pd.create_qp(options)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(pd) => Provided::Hw(pd.create_qp(options)?),
         };
         Ok(QueuePair(Arc::new(QpInner {
             provided,
@@ -238,7 +268,7 @@ impl ProtectionDomain {
 
 #[derive(Debug)]
 struct CqInner {
-    provided: Provided<soft::device::CompletionQueue, Infallible>,
+    provided: Provided<soft::device::CompletionQueue, hw::cq::CompletionQueue>,
     device: Device,
 }
 
@@ -255,11 +285,15 @@ impl CompletionQueue {
         self.0.provided.soft()
     }
 
+    pub(crate) fn hw(&self) -> Option<&hw::cq::CompletionQueue> {
+        self.0.provided.hw()
+    }
+
     /// Its number, by which [`AsyncEvent::CqError`] names it.
     pub fn cqn(&self) -> Cqn {
         match &self.0.provided {
             Provided::Soft(cq) => cq.cqn(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(cq) => cq.cqn(),
         }
     }
 
@@ -268,7 +302,7 @@ impl CompletionQueue {
     pub fn poll(&self) -> Option<WorkCompletion> {
         match &self.0.provided {
             Provided::Soft(cq) => cq.poll(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(cq) => cq.poll(),
         }
     }
 
@@ -276,7 +310,7 @@ impl CompletionQueue {
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
         match &self.0.provided {
             Provided::Soft(cq) => cq.poll_many(max, into),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(cq) => cq.poll_many(max, into),
         }
     }
 
@@ -285,7 +319,7 @@ impl CompletionQueue {
     pub fn arm(&self, arm: Arm) {
         match &self.0.provided {
             Provided::Soft(cq) => cq.arm(arm),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(cq) => cq.arm(arm),
         }
     }
 
@@ -295,7 +329,7 @@ impl CompletionQueue {
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
         match &self.0.provided {
             Provided::Soft(cq) => cq.wait(timeout),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(cq) => cq.wait(timeout),
         }
     }
 }
@@ -305,7 +339,7 @@ impl AsFd for CompletionQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0.provided {
             Provided::Soft(cq) => cq.fd(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(cq) => cq.fd(),
         }
     }
 }
@@ -315,6 +349,8 @@ impl AsFd for CompletionQueue {
 pub enum Carrier {
     /// Rings in memory that this process shares with the peer's, on the same host.
     SharedMemory,
+    /// The link of an RNIC.
+    Rnic,
     /// UDP; and why it is not shared memory.
     Udp(String),
 }
@@ -355,7 +391,7 @@ impl QpOptions {
 
 #[derive(Debug)]
 struct QpInner {
-    provided: Provided<soft::qp::QueuePair, Infallible>,
+    provided: Provided<soft::qp::QueuePair, hw::qp::QueuePair>,
     pd: ProtectionDomain,
     /// What it uses lives as long as it does.
     options: QpOptions,
@@ -370,7 +406,7 @@ impl QueuePair {
     pub fn qpn(&self) -> Qpn {
         match self.provided() {
             Provided::Soft(qp) => qp.qpn(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.qpn(),
         }
     }
 
@@ -388,7 +424,7 @@ impl QueuePair {
         self.0.pd.device()
     }
 
-    pub(crate) fn provided(&self) -> &Provided<soft::qp::QueuePair, Infallible> {
+    pub(crate) fn provided(&self) -> &Provided<soft::qp::QueuePair, hw::qp::QueuePair> {
         &self.0.provided
     }
 
@@ -396,7 +432,7 @@ impl QueuePair {
     pub fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
         match self.provided() {
             Provided::Soft(qp) => qp.post_send(request),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.post_send(request),
         }
     }
 
@@ -409,7 +445,7 @@ impl QueuePair {
         let requests: Vec<SendRequest> = requests.into_iter().collect();
         match self.provided() {
             Provided::Soft(qp) => qp.post_send_list(requests),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.post_send_list(requests),
         }
     }
 
@@ -435,7 +471,7 @@ impl QueuePair {
         };
         let key = match self.provided() {
             Provided::Soft(qp) => qp.bind_mw(wr_id, bind, flags)?,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.bind_mw(wr_id, bind, flags)?,
         };
         window.set_rkey(key);
         Ok(key)
@@ -445,7 +481,7 @@ impl QueuePair {
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         match self.provided() {
             Provided::Soft(qp) => qp.post_recv(request),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.post_recv(request),
         }
     }
 
@@ -453,7 +489,7 @@ impl QueuePair {
     pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         match self.provided() {
             Provided::Soft(qp) => qp.modify(to, attributes),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.modify(to, attributes),
         }
     }
 
@@ -461,7 +497,7 @@ impl QueuePair {
     pub fn query(&self) -> Option<QpInfo> {
         match self.provided() {
             Provided::Soft(qp) => qp.query(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.query(),
         }
     }
 
@@ -469,7 +505,7 @@ impl QueuePair {
     pub fn carrier(&self) -> Option<Carrier> {
         match self.provided() {
             Provided::Soft(qp) => qp.carrier(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.carrier(),
         }
     }
 
@@ -477,7 +513,7 @@ impl QueuePair {
     pub fn error(&self) -> Option<Status> {
         match self.provided() {
             Provided::Soft(qp) => qp.error(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(qp) => qp.error(),
         }
     }
 }

@@ -39,6 +39,8 @@ mod cm;
 mod datagram;
 mod device;
 mod event;
+mod features;
+pub mod hw;
 mod lease;
 mod mapping;
 pub mod memory;
@@ -57,8 +59,10 @@ pub use device::{
     QpOptions, QueuePair, SharedMemory,
 };
 pub use event::AsyncEvent;
+pub use features::{Features, Unsupported};
 pub use lease::{FileWatch, Wanted};
 pub use memory::{AnonymousMemory, ApplicationMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
+pub use provider::{Provider, set_process_provider};
 pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,

@@ -1,13 +1,58 @@
 //! Which provider an object is of. The types of the vocabulary hold what their provider made, and what all providers have in common:
 //! who keeps whom alive, and that objects of different devices do not go together.
 
+use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
+
+/// What a device is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Provider {
+    /// The RNIC in user space, which every host has.
+    #[default]
+    Soft,
+    /// An RNIC of the host, or its kernel's soft one, through the system's libraries.
+    Hw,
+}
+
+/// What [`set_process_provider`] set.
+static PROCESS_PROVIDER: Mutex<Option<Provider>> = Mutex::new(None);
+
+/// Chooses what devices of this process are that are opened from now on, unless their options say it: for programs whose user
+/// decides.
+pub fn set_process_provider(provider: Provider) {
+    *PROCESS_PROVIDER.lock().unwrap_or_else(PoisonError::into_inner) = Some(provider);
+}
+
+impl Provider {
+    /// The names that users give them.
+    pub const NAMES: [&str; 2] = ["soft", "hw"];
+
+    /// What a device is whose options do not say it: as [`set_process_provider`] or the environment variable `RDMUX_PROVIDER` says.
+    pub fn of_process() -> Provider {
+        let set = *PROCESS_PROVIDER.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_environment = || std::env::var("RDMUX_PROVIDER").ok()?.parse().ok();
+        set.or_else(of_environment).unwrap_or_default()
+    }
+}
+
+impl FromStr for Provider {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Provider, String> {
+        match name {
+            "soft" => Ok(Provider::Soft),
+            "hw" => Ok(Provider::Hw),
+            other => Err(format!("'{other}' is no provider: give soft or hw")),
+        }
+    }
+}
+
 /// What a provider made: an object of [`crate::soft`], or of an RNIC.
 #[derive(Clone, Debug)]
 pub(crate) enum Provided<S, H> {
     /// The RNIC in user space.
     Soft(S),
     /// An RNIC, through the system's libraries.
-    #[expect(dead_code, reason = "no provider makes it yet")]
     Hw(H),
 }
 
@@ -16,6 +61,13 @@ impl<S, H> Provided<S, H> {
         match self {
             Provided::Soft(object) => Some(object),
             Provided::Hw(_) => None,
+        }
+    }
+
+    pub(crate) fn hw(&self) -> Option<&H> {
+        match self {
+            Provided::Soft(_) => None,
+            Provided::Hw(object) => Some(object),
         }
     }
 }

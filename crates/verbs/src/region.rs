@@ -1,11 +1,11 @@
 //! Memory regions and windows. Each ends when it is dropped.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use rdmux_rnic::{Access, LKey, Memory, RKey, RegionSpec, RegisterError, Sge, WindowType};
 
 use crate::device::ProtectionDomain;
+use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
 
@@ -28,7 +28,7 @@ impl ProtectionDomain {
         };
         let provided = match self.provided() {
             Provided::Soft(pd) => Provided::Soft(pd.reg_mr(spec)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(pd) => Provided::Hw(pd.reg_mr(spec)?),
         };
         Ok(MemoryRegion {
             provided,
@@ -57,7 +57,7 @@ impl ProtectionDomain {
     pub fn alloc_mr(&self, length_max: u64) -> Result<MemoryRegion, RegisterError> {
         let provided = match self.provided() {
             Provided::Soft(pd) => Provided::Soft(pd.alloc_mr(length_max)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(pd) => Provided::Hw(pd.alloc_mr(length_max)?),
         };
         Ok(MemoryRegion {
             provided,
@@ -71,7 +71,7 @@ impl ProtectionDomain {
     pub fn alloc_mw(&self, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
         let provided = match self.provided() {
             Provided::Soft(pd) => Provided::Soft(pd.alloc_mw(window_type)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(pd) => Provided::Hw(pd.alloc_mw(window_type)?),
         };
         let _pd = self.clone();
         Ok(MemoryWindow { provided, _pd })
@@ -84,7 +84,7 @@ impl ProtectionDomain {
 /// ends that copy later.)
 #[derive(Debug)]
 pub struct MemoryRegion {
-    provided: Provided<soft::region::MemoryRegion, Infallible>,
+    provided: Provided<soft::region::MemoryRegion, hw::region::MemoryRegion>,
     _pd: ProtectionDomain,
     iova: u64,
     length: u64,
@@ -95,7 +95,7 @@ impl MemoryRegion {
     pub fn lkey(&self) -> LKey {
         match &self.provided {
             Provided::Soft(mr) => mr.lkey(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(mr) => mr.lkey(),
         }
     }
 
@@ -103,7 +103,7 @@ impl MemoryRegion {
     pub fn rkey(&self) -> RKey {
         match &self.provided {
             Provided::Soft(mr) => mr.rkey(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(mr) => mr.rkey(),
         }
     }
 
@@ -136,7 +136,7 @@ impl MemoryRegion {
         };
         match &mut self.provided {
             Provided::Soft(mr) => mr.rereg(spec)?,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(mr) => mr.rereg(spec)?,
         }
         (self.iova, self.length) = (iova, length);
         Ok(())
@@ -151,7 +151,7 @@ impl MemoryRegion {
 /// Memory window: a key for a part of a region. Dropping it ends it.
 #[derive(Debug)]
 pub struct MemoryWindow {
-    provided: Provided<soft::region::MemoryWindow, Infallible>,
+    provided: Provided<soft::region::MemoryWindow, hw::region::MemoryWindow>,
     _pd: ProtectionDomain,
 }
 
@@ -161,14 +161,14 @@ impl MemoryWindow {
     pub fn rkey(&self) -> RKey {
         match &self.provided {
             Provided::Soft(mw) => mw.rkey(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(mw) => mw.rkey(),
         }
     }
 
     pub(crate) fn set_rkey(&self, rkey: RKey) {
         match &self.provided {
             Provided::Soft(mw) => mw.set_rkey(rkey),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(mw) => mw.set_rkey(rkey),
         }
     }
 }

@@ -1,6 +1,5 @@
 //! Datagram services, found by their port: which queue pair serves, and what Q_Key it asks for. IBTA Vol 1, 12.11.
 
-use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -12,6 +11,7 @@ use rdmux_wire::cm::SidrStatus;
 
 use crate::cm::ListenError;
 use crate::device::{Device, QueuePair};
+use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
 
@@ -130,7 +130,7 @@ impl Device {
         }
         let found = match &self.provided {
             Provided::Soft(device) => device.resolve(peer, private_data)?,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => device.resolve(peer, private_data)?,
         };
         Ok(DatagramService {
             device: self.clone(),
@@ -144,7 +144,7 @@ impl Device {
     pub fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.listen_datagram(port)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => Provided::Hw(device.listen_datagram(port)?),
         };
         let device = self.clone();
         Ok(DatagramListener { provided, device })
@@ -154,7 +154,7 @@ impl Device {
 /// A port that requests for datagram services come in on.
 #[derive(Debug)]
 pub struct DatagramListener {
-    provided: Provided<soft::cm::Service, Infallible>,
+    provided: Provided<soft::cm::Service, hw::sidr::DatagramListener>,
     device: Device,
 }
 
@@ -163,7 +163,7 @@ impl DatagramListener {
     pub fn accept(&self, timeout: Duration) -> Option<ServiceRequest> {
         let provided = match &self.provided {
             Provided::Soft(service) => Provided::Soft(service.accept_datagram(timeout)?),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(service) => Provided::Hw(service.accept_datagram(timeout)?),
         };
         let device = self.device.clone();
         Some(ServiceRequest { provided, device })
@@ -180,7 +180,7 @@ impl AsFd for DatagramListener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.provided {
             Provided::Soft(service) => service.fd(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(service) => service.fd(),
         }
     }
 }
@@ -188,7 +188,7 @@ impl AsFd for DatagramListener {
 /// A peer's request for a datagram service. Dropped undecided, it is refused.
 #[derive(Debug)]
 pub struct ServiceRequest {
-    provided: Provided<soft::sidr::ServiceRequest, Infallible>,
+    provided: Provided<soft::sidr::ServiceRequest, hw::sidr::ServiceRequest>,
     device: Device,
 }
 
@@ -197,7 +197,7 @@ impl ServiceRequest {
     pub fn peer(&self) -> IpAddr {
         match &self.provided {
             Provided::Soft(request) => request.peer,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => request.peer,
         }
     }
 
@@ -205,7 +205,7 @@ impl ServiceRequest {
     pub fn private_data(&self) -> &[u8] {
         match &self.provided {
             Provided::Soft(request) => &request.private_data,
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => &request.private_data,
         }
     }
 
@@ -217,8 +217,8 @@ impl ServiceRequest {
         }
         match (&mut self.provided, qp.provided()) {
             (Provided::Soft(request), Provided::Soft(qp)) => request.accept(qp, private_data),
-            (Provided::Hw(never), _) => match *never {},
-            (_, Provided::Hw(never)) => match *never {},
+            (Provided::Hw(request), Provided::Hw(qp)) => request.accept(qp, private_data),
+            _ => Err(AnswerError::NotReady),
         }
     }
 
@@ -226,7 +226,7 @@ impl ServiceRequest {
     pub fn reject(mut self, private_data: &[u8]) {
         match &mut self.provided {
             Provided::Soft(request) => request.refuse(private_data),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(request) => request.refuse(private_data),
         }
     }
 }

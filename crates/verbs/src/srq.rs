@@ -1,17 +1,17 @@
 //! Shared receive queues and XRC domains. Each ends when it is dropped.
 
-use std::convert::Infallible;
 use std::sync::Arc;
 
 use rdmux_rnic::{PostError, RecvRequest, SrqError, SrqInfo, Srqn};
 
 use crate::device::{CompletionQueue, CreateError, Device, ProtectionDomain};
+use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
 
 #[derive(Debug)]
 struct SrqInner {
-    provided: Provided<soft::srq::SharedReceiveQueue, Infallible>,
+    provided: Provided<soft::srq::SharedReceiveQueue, hw::srq::SharedReceiveQueue>,
     pd: ProtectionDomain,
     /// What an XRC queue uses lives as long as it does.
     _xrc: Option<(XrcDomain, CompletionQueue)>,
@@ -55,7 +55,12 @@ impl ProtectionDomain {
                 };
                 Provided::Soft(pd.create_srq(max_wr, xrc.as_ref().and_then(number))?)
             }
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(pd) => {
+                let object = |(xrcd, cq): &'_ (XrcDomain, CompletionQueue)| {
+                    Some((xrcd.hw()?.clone(), cq.hw()?.clone()))
+                };
+                Provided::Hw(pd.create_srq(max_wr, xrc.as_ref().and_then(object))?)
+            }
         };
         Ok(SharedReceiveQueue(Arc::new(SrqInner {
             provided,
@@ -66,6 +71,10 @@ impl ProtectionDomain {
 }
 
 impl SharedReceiveQueue {
+    pub(crate) fn hw(&self) -> Option<&hw::srq::SharedReceiveQueue> {
+        self.0.provided.hw()
+    }
+
     pub(crate) fn device(&self) -> &Device {
         self.0.pd.device()
     }
@@ -74,7 +83,7 @@ impl SharedReceiveQueue {
     pub fn srqn(&self) -> Srqn {
         match &self.0.provided {
             Provided::Soft(srq) => srq.srqn(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(srq) => srq.srqn(),
         }
     }
 
@@ -82,7 +91,7 @@ impl SharedReceiveQueue {
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         match &self.0.provided {
             Provided::Soft(srq) => srq.post_recv(request),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(srq) => srq.post_recv(request),
         }
     }
 
@@ -92,7 +101,7 @@ impl SharedReceiveQueue {
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
         match &self.0.provided {
             Provided::Soft(srq) => srq.modify(max_wr, limit),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(srq) => srq.modify(max_wr, limit),
         }
     }
 
@@ -100,14 +109,14 @@ impl SharedReceiveQueue {
     pub fn query(&self) -> Option<SrqInfo> {
         match &self.0.provided {
             Provided::Soft(srq) => srq.query(),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(srq) => srq.query(),
         }
     }
 }
 
 #[derive(Debug)]
 struct XrcdInner {
-    provided: Provided<soft::srq::XrcDomain, Infallible>,
+    provided: Provided<soft::srq::XrcDomain, hw::device::XrcDomain>,
     device: Device,
 }
 
@@ -120,7 +129,7 @@ impl Device {
     pub fn alloc_xrcd(&self) -> Result<XrcDomain, CreateError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.alloc_xrcd()),
-            Provided::Hw(never) => match *never {},
+            Provided::Hw(device) => Provided::Hw(device.alloc_xrcd()?),
         };
         let device = self.clone();
         Ok(XrcDomain(Arc::new(XrcdInner { provided, device })))
@@ -134,5 +143,9 @@ impl XrcDomain {
 
     pub(crate) fn soft(&self) -> Option<&soft::srq::XrcDomain> {
         self.0.provided.soft()
+    }
+
+    pub(crate) fn hw(&self) -> Option<&hw::device::XrcDomain> {
+        self.0.provided.hw()
     }
 }

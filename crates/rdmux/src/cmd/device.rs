@@ -7,6 +7,7 @@ use anyhow::Result;
 use rdmux_verbs::faults::Spec;
 use rdmux_verbs::soft::capture::set_process_capture;
 use rdmux_verbs::soft::faults::set_process_faults;
+use rdmux_verbs::{Provider, set_process_provider};
 
 use crate::metrics;
 
@@ -14,6 +15,10 @@ use crate::metrics;
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceArgs {
+    /// What the device is: `soft`, the RNIC in user space, or `hw`, the RNIC of the host that has the address, through the system's
+    /// libibverbs and librdmacm: docs/hardware.md. The environment variable RDMUX_PROVIDER does the same for any program. [default: soft]
+    #[arg(long, value_name = "PROVIDER", value_parser = parse_provider)]
+    provider: Option<Provider>,
     /// Let the device's port misbehave, both ways, as loss=1%,delay=5ms,seed=7. Kinds are loss, dup, reorder, corrupt, delay, rate,
     /// rnr, down, qp-error and seed: docs/bad-network.md. The environment variable RDMUX_FAULT does the same for any program.
     #[arg(long, value_name = "SPEC")]
@@ -27,9 +32,16 @@ pub(crate) struct DeviceArgs {
     metrics: Option<SocketAddr>,
 }
 
+fn parse_provider(name: &str) -> Result<Provider, String> {
+    name.parse()
+}
+
 impl DeviceArgs {
     /// To be called before a device is opened.
     pub(crate) fn apply(&self) -> Result<()> {
+        if let Some(provider) = self.provider {
+            set_process_provider(provider);
+        }
         if let Some(spec) = self.fault {
             set_process_faults(spec);
         }

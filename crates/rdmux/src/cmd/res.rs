@@ -304,6 +304,7 @@ fn qp_row(row: Row, qp: &QpResource) -> Row {
     let (carrier, why) = match &qp.carrier {
         None => (None, None),
         Some(Carrier::SharedMemory) => (Some("shm"), None),
+        Some(Carrier::Rnic) => (Some("rnic"), None),
         Some(Carrier::Udp(why)) => (Some("udp"), Some(why.as_str())),
     };
     let carrier_words = match (carrier, why) {

@@ -144,6 +144,29 @@ pub struct QpAttributes {
 }
 
 impl QpAttributes {
+    /// Whether a QP of this type goes from one state to another with these attributes. IBTA Vol 1, 11.2.4.2.
+    pub fn check(&self, qp_type: QpType, from: QpState, to: QpState) -> Result<(), ModifyError> {
+        state::check(qp_type, from, to, self.mask())?;
+        let within = |what, value: Option<u8>, max: u8| match value {
+            Some(v) if v > max => Err(ModifyError::Value(what)),
+            _ => Ok(()),
+        };
+        within("min_rnr_timer", self.min_rnr_timer, 31)?;
+        within("timeout", self.timeout, 31)?;
+        within("retry_count", self.retry_count, 7)?;
+        within("rnr_retry", self.rnr_retry, 7)?;
+        if self
+            .path_mtu
+            .is_some_and(|mtu| !matches!(mtu, 256 | 512 | 1024 | 2048 | 4096))
+        {
+            return Err(ModifyError::Value("path_mtu"));
+        }
+        if self.path.is_some_and(|p| p.src.is_ipv4() != p.dst.is_ipv4()) {
+            return Err(ModifyError::Value("path"));
+        }
+        Ok(())
+    }
+
     fn mask(&self) -> AttrMask {
         let mut mask = AttrMask::empty();
         mask.set(AttrMask::ACCESS, self.access.is_some());
@@ -435,25 +458,7 @@ impl Qp {
         to: QpState,
         attr: &QpAttributes,
     ) -> Result<(), ModifyError> {
-        state::check(self.head.init.qp_type, self.head.state, to, attr.mask())?;
-        let within = |what, value: Option<u8>, max: u8| match value {
-            Some(v) if v > max => Err(ModifyError::Value(what)),
-            _ => Ok(()),
-        };
-        within("min_rnr_timer", attr.min_rnr_timer, 31)?;
-        within("timeout", attr.timeout, 31)?;
-        within("retry_count", attr.retry_count, 7)?;
-        within("rnr_retry", attr.rnr_retry, 7)?;
-        if attr
-            .path_mtu
-            .is_some_and(|mtu| !matches!(mtu, 256 | 512 | 1024 | 2048 | 4096))
-        {
-            return Err(ModifyError::Value("path_mtu"));
-        }
-        if attr.path.is_some_and(|p| p.src.is_ipv4() != p.dst.is_ipv4()) {
-            return Err(ModifyError::Value("path"));
-        }
-
+        attr.check(self.head.init.qp_type, self.head.state, to)?;
         let head = &mut self.head;
         head.access = attr.access.unwrap_or(head.access);
         let path_stays = head.path.is_some() && mutant!(PathStays);

@@ -189,6 +189,9 @@ pub enum ModifyError {
     /// A value outside of what the specification allows.
     #[error("{0} has a value that is not allowed")]
     Value(&'static str),
+    /// The device refused it; the number is the system's errno.
+    #[error("the device refused it: {}", std::io::Error::from_raw_os_error(*.0))]
+    Refused(i32),
 }
 
 /// Checks a transition against the table.

@@ -100,4 +100,8 @@ impl Memory for AnonymousMemory {
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
     }
+
+    fn pages(&self) -> Option<&dyn Any> {
+        Some(self)
+    }
 }

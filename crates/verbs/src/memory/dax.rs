@@ -156,6 +156,10 @@ impl DaxMemory {
         Some(self.file.as_ref()?.lease.watch(tell))
     }
 
+    pub(super) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
     #[inline]
     fn way(&self) -> Way<'_> {
         match &self.file {
@@ -299,6 +303,11 @@ impl Memory for DaxMemory {
 
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
+    }
+
+    /// Those of a device. Of a file the mapping is given up when another process wants it, which a device would not notice.
+    fn pages(&self) -> Option<&dyn Any> {
+        self.file.is_none().then_some(self as &dyn Any)
     }
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {

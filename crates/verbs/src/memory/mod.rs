@@ -1,6 +1,8 @@
 //! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; addresses of the program's own; files, reached through the kernel; and
 //! persistent memory, DAX files and devices, mapped.
 
+use rdmux_rnic::Memory;
+
 mod anonymous;
 mod application;
 mod dax;
@@ -11,6 +13,17 @@ pub use self::anonymous::AnonymousMemory;
 pub use self::application::ApplicationMemory;
 pub use self::dax::{DaxError, DaxMemory};
 pub use self::file::FileMemory;
+
+/// Where `length` bytes at an offset of a memory are in this process. They stay there as long as the memory lives.
+pub(crate) fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
+    let pages = memory.pages()?;
+    let mapping = match pages.downcast_ref::<AnonymousMemory>() {
+        Some(anonymous) => anonymous.mapping(),
+        None => pages.downcast_ref::<DaxMemory>()?.mapping(),
+    };
+    let end = offset.checked_add(length)?;
+    (end <= mapping.len() as u64).then(|| mapping.address() + offset)
+}
 
 /// What becomes of bytes when power fails. `docs/persistence.md` says which flush reaches what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -37,6 +37,16 @@ pub fn set_process_capture(file: &FilePath) {
     *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = (Some(file.into()), None);
 }
 
+/// Whether this process or its environment asks for a capture.
+pub(crate) fn is_asked_for() -> bool {
+    let set = OF_PROCESS
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .0
+        .is_some();
+    set || std::env::var_os("RDMUX_CAPTURE").is_some_and(|name| !name.is_empty())
+}
+
 /// Why a device was not opened to be captured.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot capture to {}: {source}", file.display())]

@@ -39,7 +39,7 @@ use crate::waiting::{Plan, WaitMode};
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
-use self::open::check_environment;
+pub(crate) use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
 use self::seat::Waiter;
 use self::turn::{Turn, Turns};
@@ -358,7 +358,6 @@ impl Engine {
         if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
             return Err(OpenError::NotOneHost(address));
         }
-        check_environment()?;
         let spec = match options.faults {
             None => faults::of_process()?,
             some => some,

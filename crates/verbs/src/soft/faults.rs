@@ -26,7 +26,7 @@ pub fn set_process_faults(spec: Spec) {
 }
 
 /// What this process and its environment ask for.
-pub(super) fn of_process() -> Result<Option<Spec>, SpecError> {
+pub(crate) fn of_process() -> Result<Option<Spec>, SpecError> {
     if let Some(spec) = *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) {
         return Ok(Some(spec));
     }

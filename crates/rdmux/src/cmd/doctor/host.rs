@@ -1,5 +1,6 @@
 //! Checks of the host itself: processor, limits, what the kernel lets an ordinary user do.
 
+use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 
 use serde_json::json;
@@ -202,17 +203,43 @@ pub(super) fn rnic(root: &Path) -> Vec<Finding> {
             } else {
                 state.as_str()
             };
-            let what =
-                format!("port 1 is {state}; rdmux does not use it yet, and speaks to it over the network");
-            Finding::new(name, Verdict::Ok, what).with_details(
-                json!({ "state": state, "firmware": of("fw_ver").map(|text| text.trim().to_owned()) }),
-            )
+            let addresses = addresses(root, name);
+            let use_it = match addresses.as_slice() {
+                [] => "no address of this host's is on it".to_owned(),
+                list => format!("use it with --provider hw on {}", list.join(", ")),
+            };
+            let what = format!("port 1 is {state}; {use_it}");
+            Finding::new(name, Verdict::Ok, what).with_details(json!({
+                "state": state,
+                "firmware": of("fw_ver").map(|text| text.trim().to_owned()),
+                "addresses": addresses,
+            }))
         })
         .collect()
 }
 
+/// The addresses of a device's first port, of its GIDs: each is there for each version of RoCE, and link-local ones are of no use.
+fn addresses(root: &Path, name: &str) -> Vec<String> {
+    let folder = format!("sys/class/infiniband/{name}/ports/1/gids");
+    let gids = entries(root, &folder).into_iter();
+    let addresses = gids.filter_map(|index| {
+        let gid: Ipv6Addr = text(root, &format!("{folder}/{index}"))?.trim().parse().ok()?;
+        let is_address = !gid.is_unspecified() && !gid.is_unicast_link_local();
+        is_address.then(|| IpAddr::V6(gid).to_canonical().to_string())
+    });
+    let mut addresses: Vec<String> = addresses.collect();
+    addresses.sort();
+    addresses.dedup();
+    addresses
+}
+
 fn devices(root: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(root.join("sys/class/infiniband")) else {
+    entries(root, "sys/class/infiniband")
+}
+
+/// The names in a folder, sorted; none where it cannot be read.
+fn entries(root: &Path, folder: &str) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(root.join(folder)) else {
         return Vec::new();
     };
     let mut names: Vec<String> = entries

@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use rdmux_verbs::{Status, WorkCompletion};
+use rdmux_verbs::{Features, Status, WorkCompletion};
 
 use side::Side;
 
@@ -20,6 +20,8 @@ const WAIT: Duration = Duration::from_secs(20);
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
+    #[command(flatten)]
+    device: super::device::DeviceArgs,
     #[command(subcommand)]
     role: Role,
 }
@@ -60,6 +62,7 @@ enum Role {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    args.device.apply()?;
     match &args.role {
         Role::Server {
             address,
@@ -105,10 +108,34 @@ fn ask(address: SocketAddr, own: IpAddr, lossy: bool, names: &[String]) -> Resul
         _ => named.collect(),
     };
     for name in names {
+        let lacks = needs(name) - side.device.features();
+        if !lacks.is_empty() {
+            say(&format!("skipped {name}: the device does not offer {lacks}"))?;
+            continue;
+        }
         side.ask_for(name)?;
         run_scenario(&side, name)?;
     }
     Ok(())
+}
+
+/// What a scenario needs of both devices.
+fn needs(name: &str) -> Features {
+    match name {
+        "atomics" => Features::ATOMIC,
+        "atomic-write" => Features::ATOMIC_WRITE,
+        "flush" => Features::FLUSH_GLOBAL,
+        "flush-dax" => Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT | Features::ATOMIC_WRITE,
+        "window-1" => Features::MW_TYPE_1 | Features::ATOMIC,
+        "window-2" => Features::MW_TYPE_2 | Features::ATOMIC,
+        "send-invalidate" => Features::MW_TYPE_2,
+        "srq" => Features::SRQ,
+        "refusals" => Features::ATOMIC | Features::ATOMIC_WRITE | Features::FLUSH_GLOBAL,
+        "uc" | "uc-many" => Features::UC,
+        "ud" | "ud-many" | "cm-datagram" => Features::UD,
+        "multicast" => Features::UD | Features::MULTICAST,
+        _ => Features::empty(),
+    }
 }
 
 fn run_scenario(side: &Side, name: &str) -> Result<()> {

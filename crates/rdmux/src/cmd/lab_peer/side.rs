@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, Device, Memory, MemoryRegion, Operation, Path, PathMtu,
-    ProtectionDomain, Psn, QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest,
-    SendFlags, SendRequest, SgeList, SharedReceiveQueue, Status, Target, WorkCompletion,
+    ProtectionDomain, Provider, Psn, QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey,
+    RecvRequest, SendFlags, SendRequest, SgeList, SharedReceiveQueue, Status, Target, WorkCompletion,
 };
 
 use super::{WAIT, expect, expect_status, pattern_bytes};
@@ -288,7 +288,7 @@ impl<'a> End<'a> {
             mtu.code().into(),
             memory.iova(),
             memory.rkey().0.into(),
-            1,
+            u64::from(side.device.provider() == Provider::Soft),
         ])?;
         let address = Ipv6Addr::from(u128::from(told[2]) << 64 | u128::from(told[3])).to_canonical();
         let qpn = Qpn::new(told[0] as u32);

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_verbs::{
-    Access, Arm, AsyncEvent, Bind, DaxMemory, Memory, MemoryWindow, Operation, Placement, QpType, Qpn, RKey,
-    Selectivity, SendFlags, SendRequest, Status, Target, WindowType,
+    Access, Arm, AsyncEvent, Bind, DaxMemory, Memory, MemoryWindow, Operation, Placement, Provider, QpType,
+    Qpn, RKey, Selectivity, SendFlags, SendRequest, Status, Target, WindowType,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -607,7 +607,22 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
     e.join(&mr)?;
     let is_send = *what == "SEND longer than the receive";
     if s.asks {
-        e.post(vec![request(&e), e.write(e.rkey(), 0, 0, 8)])?;
+        let behind = || e.write(e.rkey(), 0, 0, 8);
+        let own_refuses = s.device.provider() == Provider::Hw && what.contains("misaligned");
+        if own_refuses && e.post(vec![request(&e)]).is_err() {
+            // The library did not take it. The peer, which is to see the end of the queue pair, gets another one to refuse.
+            say("refused here")?;
+            e.post(vec![e.fetch_add(WRONG, 0, 0, 0), behind()])?;
+            expect_status(what, &e.completion()?, Status::RemoteAccess)?;
+            expect_status("the WRITE behind it", &e.completion()?, Status::Flushed)?;
+            s.barrier()?;
+            return e.close();
+        }
+        if own_refuses {
+            e.post(vec![behind()])?;
+        } else {
+            e.post(vec![request(&e), behind()])?;
+        }
         let wanted = match is_send && !e.peer_is_rdmux() {
             true => Status::RemoteOperation,
             false => *wanted,
@@ -615,12 +630,14 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
         e.expect_refusal(what, &e.completion()?, wanted)?;
         expect_status("the WRITE behind it", &e.completion()?, Status::Flushed)?;
     } else {
-        let first = if is_send {
-            Status::LocalLength
-        } else {
-            Status::Flushed
-        };
-        expect_status(what, &e.completion()?, first)?;
+        let wc = e.completion()?;
+        // rxe says so of a receive that is too short.
+        let is_rxe = s.device.provider() == Provider::Hw && wc.status == Status::LocalQpOperation;
+        match is_send {
+            true if is_rxe => {}
+            true => expect_status(what, &wc, Status::LocalLength)?,
+            false => expect_status(what, &wc, Status::Flushed)?,
+        }
         expect_status("a receive", &e.completion()?, Status::Flushed)?;
     }
     s.barrier()?;

@@ -6,6 +6,7 @@ use std::net::IpAddr;
 use rdmux_rnic::Traffic;
 use rdmux_rnic::faults::{Spec, SpecError};
 
+use crate::provider::Provider;
 use crate::soft::capture::CaptureError;
 use crate::soft::group::GroupError;
 use crate::waiting::WaitMode;
@@ -26,6 +27,9 @@ pub struct Options {
     /// How the device's port misbehaves, both ways and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or the
     /// environment variable `RDMUX_FAULT` says, else not at all. While it does, WRITE and READ within the host go by packets too.
     pub faults: Option<Spec>,
+    /// What the device is; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else soft. Of
+    /// the other options an RNIC heeds [`Options::waiting`] alone.
+    pub provider: Option<Provider>,
 }
 
 /// Whether shared memory is used between devices of one user on one host.
@@ -39,7 +43,8 @@ pub enum SharedMemory {
 }
 
 /// The environment variables of a few words, and what they take.
-const VARIABLES: [(&str, &[&str], &str); 2] = [
+const VARIABLES: [(&str, &[&str], &str); 3] = [
+    ("RDMUX_PROVIDER", &Provider::NAMES, "soft or hw"),
     ("RDMUX_SHM", &["on", "off"], "on or off"),
     (
         "RDMUX_WAIT",
@@ -49,7 +54,7 @@ const VARIABLES: [(&str, &[&str], &str); 2] = [
 ];
 
 /// A misspelt word would be taken for none, and change what is measured.
-pub(super) fn check_environment() -> Result<(), OpenError> {
+pub(crate) fn check_environment() -> Result<(), OpenError> {
     for (name, words, takes) in VARIABLES {
         let Some(value) = std::env::var_os(name) else {
             continue;
@@ -77,6 +82,12 @@ pub enum OpenError {
     /// The address cannot be used, its port is taken, or another user has it.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// The RNIC cannot be used.
+    #[error(transparent)]
+    Hw(#[from] crate::hw::OpenError),
+    /// What only the soft device does was asked of an RNIC.
+    #[error("{0} are the soft device's: an RNIC of provider hw has none")]
+    SoftOnly(&'static str),
     /// An environment variable has a value that it does not take.
     #[error("{name}={value}: it takes {takes}")]
     Environment {

@@ -1,0 +1,659 @@
+//! Connecting queue pairs. One thread of a device takes the events of all its connections, so that a queue pair whose peer has gone is
+//! in Error whether its program looks or not; it sleeps while there are none.
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::cm::Endpoint;
+use rdmux_rnic::{Access, Psn, QpState, QpType, Qpn};
+use rdmux_wire::cm::RejReason;
+use rdmux_wire::roce::{PathMtu, Transport};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+
+use super::cma::{Channel, Id, Taken, Tell, Told};
+use super::device::{Device, poll_until};
+use super::objects::Qp;
+use super::qp::QueuePair;
+use crate::abi::{self, cm_event, port_space};
+use crate::cm::{ConnectError, ConnectParams, ListenError};
+use crate::features::Features;
+use crate::soft::engine::Waker;
+
+/// Longest wait for the peer's answer.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait for the peer's last message.
+const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest search for the peer's hardware address, and for the way there.
+const RESOLVE_MS: i32 = 5000;
+/// Requests that wait to be accepted.
+const BACKLOG: i32 = 128;
+/// Most private data of a REQ with its addresses, a REP and a REJ. IBTA Vol 1, 12.6.5 to 12.6.8 and A11.
+const REQ_DATA_MAX: usize = 56;
+const REP_DATA_MAX: usize = 196;
+pub(super) const REJ_DATA_MAX: usize = 148;
+
+/// The connections of a device.
+#[derive(Debug)]
+pub(super) struct Cm {
+    shared: Arc<Shared>,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    channel: Arc<Channel>,
+    lines: Mutex<Lines>,
+}
+
+#[derive(Debug, Default)]
+struct Lines {
+    by_number: HashMap<usize, Weak<Line>>,
+    /// Those that their programs have left, until the peer has answered that, or has not.
+    left: HashMap<usize, Arc<Line>>,
+}
+
+/// A connection, a listener or a call for one: its id, and its events.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) id: Id,
+    shared: Arc<Shared>,
+    events: Mutex<VecDeque<Taken>>,
+    waker: Waker,
+    /// The queue pair that ends with the connection.
+    qp: OnceLock<Weak<Qp>>,
+}
+
+impl Shared {
+    fn lines(&self) -> MutexGuard<'_, Lines> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives an event to whom it is for.
+    fn deliver(&self, taken: Taken) {
+        let (line, left) = {
+            let mut lines = self.lines();
+            let ends = matches!(taken.kind, cm_event::DISCONNECTED | cm_event::DEVICE_REMOVAL);
+            let left = if ends { lines.left.remove(&taken.of) } else { None };
+            (lines.by_number.get(&taken.of).and_then(Weak::upgrade), left)
+        };
+        // What ends an id is not done under the lock; a request that nobody wants is refused by its drop.
+        drop(left);
+        let Some(line) = line else { return };
+        if taken.kind == cm_event::DISCONNECTED {
+            if let Some(qp) = line.qp.get().and_then(Weak::upgrade) {
+                QueuePair::fail(&qp);
+            }
+            // Answers the peer, if it was the one that ended it.
+            let _ = line.id.disconnect();
+        }
+        line.events().push_back(taken);
+        line.waker.wake();
+    }
+}
+
+impl Cm {
+    fn new(device: &Device) -> Result<Cm, Errno> {
+        let channel = Arc::new(Channel::new(device.0.library)?);
+        let shared = Arc::new(Shared {
+            channel,
+            lines: Mutex::default(),
+        });
+        let stop = Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?);
+        let (thread_shared, thread_stop) = (shared.clone(), stop.clone());
+        let thread = std::thread::Builder::new()
+            .name("rdmux-cm".into())
+            .spawn(move || {
+                loop {
+                    poll_until(&[thread_shared.channel.fd(), thread_stop.as_fd()], None);
+                    if rustix::io::read(&*thread_stop, &mut [0u8; 8]).is_ok() {
+                        return;
+                    }
+                    while let Some(taken) = thread_shared.channel.take_event() {
+                        thread_shared.deliver(taken);
+                    }
+                }
+            })
+            .map_err(|_| Errno::AGAIN)?;
+        Ok(Cm {
+            shared,
+            stop,
+            thread: Some(thread),
+        })
+    }
+
+    /// Makes an id whose events are heard.
+    pub(super) fn open(&self, space: u32) -> Result<Arc<Line>, Errno> {
+        self.adopt(Id::new(&self.shared.channel, space)?)
+    }
+
+    /// Hears the events of an id.
+    fn adopt(&self, id: Id) -> Result<Arc<Line>, Errno> {
+        let waker = Waker::new().map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        let line = Arc::new(Line {
+            id,
+            shared: self.shared.clone(),
+            events: Mutex::default(),
+            waker,
+            qp: OnceLock::new(),
+        });
+        self.shared
+            .lines()
+            .by_number
+            .insert(line.id.number(), Arc::downgrade(&line));
+        Ok(line)
+    }
+}
+
+impl Drop for Cm {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        // Their ids hold the channel, which they share.
+        let left = std::mem::take(&mut self.shared.lines().left);
+        drop(left);
+    }
+}
+
+impl Line {
+    fn events(&self) -> MutexGuard<'_, VecDeque<Taken>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn poll(&self) -> Option<Taken> {
+        self.events().pop_front()
+    }
+
+    /// The next event; sleeps until there is one. `None`: the time is over.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<Taken> {
+        loop {
+            if let Some(taken) = self.poll() {
+                return Some(taken);
+            }
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if !self.waker.wait(left) {
+                return self.poll();
+            }
+        }
+    }
+
+    /// Readable when there may be an event.
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.waker.fd().as_fd()
+    }
+
+    /// Waits for an event of a kind, past what says nothing.
+    pub(super) fn expect(&self, kind: u32, deadline: Option<Instant>) -> Result<Told, Failure> {
+        loop {
+            let taken = self.wait(deadline).ok_or(Failure::Silence)?;
+            return match taken.kind {
+                found if found == kind => Ok(taken.told),
+                cm_event::REJECTED => Err(Failure::Rejected(taken.status, taken.told.private_data)),
+                cm_event::UNREACHABLE if taken.status > 0 => {
+                    Err(Failure::Rejected(taken.status, taken.told.private_data))
+                }
+                cm_event::ADDR_ERROR | cm_event::ROUTE_ERROR | cm_event::UNREACHABLE => Err(Failure::Silence),
+                cm_event::CONNECT_ERROR | cm_event::DEVICE_REMOVAL | cm_event::DISCONNECTED => {
+                    Err(Failure::Other(taken.status))
+                }
+                _ => continue,
+            };
+        }
+    }
+
+    /// Finds the way to a peer.
+    pub(super) fn resolve(
+        &self,
+        own: IpAddr,
+        peer: SocketAddr,
+        deadline: Option<Instant>,
+    ) -> Result<(), Failure> {
+        let failed = |error: Errno| match error {
+            Errno::NETUNREACH | Errno::HOSTUNREACH => Failure::Silence,
+            other => Failure::Other(-other.raw_os_error()),
+        };
+        self.id
+            .resolve_addr(SocketAddr::new(own, 0), peer, RESOLVE_MS)
+            .map_err(failed)?;
+        self.expect(cm_event::ADDR_RESOLVED, deadline)?;
+        self.id.resolve_route(RESOLVE_MS).map_err(failed)?;
+        self.expect(cm_event::ROUTE_RESOLVED, deadline)?;
+        Ok(())
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let number = self.id.number();
+        let mut lines = self.shared.lines();
+        // Another id may have got the number since, but not while this one has it.
+        lines.by_number.remove(&number);
+    }
+}
+
+/// Why an id did not come where it was to come.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The peer said no: why, and private data.
+    Rejected(i32, Vec<u8>),
+    /// No answer.
+    Silence,
+    /// The system's errno, negative.
+    Other(i32),
+}
+
+impl Failure {
+    fn connect_error(self, peer: IpAddr) -> ConnectError {
+        match self {
+            Failure::Rejected(reason, private_data) => ConnectError::Rejected {
+                reason: RejReason(u16::try_from(reason).unwrap_or(0)),
+                private_data,
+            },
+            Failure::Silence => ConnectError::Unreachable(peer),
+            Failure::Other(errno) => ConnectError::Io(io::Error::from_raw_os_error(-errno)),
+        }
+    }
+}
+
+fn io_error(error: Errno) -> ConnectError {
+    ConnectError::Io(error.into())
+}
+
+/// Listening on a port of an id that is bound to it.
+pub(super) fn listen(device: &Device, space: u32, port: u16) -> Result<Arc<Line>, ListenError> {
+    let failed = |error: Errno| {
+        let error = io::Error::from(error);
+        let why = match error.kind() {
+            io::ErrorKind::AddrInUse => format!("port {port} of {} is in use: {error}", device.address()),
+            _ => format!("listening on port {port} of {}: {error}", device.address()),
+        };
+        ListenError::Io(io::Error::new(error.kind(), why))
+    };
+    let line = device.cm().and_then(|cm| cm.open(space)).map_err(failed)?;
+    line.id
+        .bind(SocketAddr::new(device.address(), port))
+        .map_err(failed)?;
+    line.id.listen(BACKLOG).map_err(failed)?;
+    Ok(line)
+}
+
+impl Device {
+    pub(super) fn cm(&self) -> Result<&Cm, Errno> {
+        let cm = self.0.cm.get_or_init(|| Cm::new(self));
+        cm.as_ref().map_err(|error| *error)
+    }
+
+    /// Listens on a port (RDMA_PS_TCP) for connections of RC, the only ones that the system's RDMA CM makes there.
+    pub(crate) fn listen(&self, port: u16) -> Result<Listener, ListenError> {
+        Ok(Listener {
+            device: self.clone(),
+            line: listen(self, port_space::TCP, port)?,
+        })
+    }
+
+    /// Connects a queue pair of RC that was just made to whoever listens on an address and port. The path MTU is that of the links.
+    pub(crate) fn connect(
+        &self,
+        qp: &QueuePair,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        if qp.qp_type() != QpType::Rc {
+            return Err(ConnectError::Io(self.lacks(Features::CONNECT_ANY).into()));
+        }
+        if private_data.len() > REQ_DATA_MAX {
+            return Err(ConnectError::PrivateData);
+        }
+        let deadline = Instant::now().checked_add(CONNECT_TIMEOUT);
+        let line = self
+            .cm()
+            .and_then(|cm| cm.open(port_space::TCP))
+            .map_err(io_error)?;
+        // Older kernels do not have the second one; then the queue pair alone has the time.
+        line.id
+            .set_option(abi::cm_option::TOS, params.traffic_class)
+            .map_err(io_error)?;
+        let _ = line
+            .id
+            .set_option(abi::cm_option::ACK_TIMEOUT, params.ack_timeout);
+        let failed = |failure: Failure| failure.connect_error(peer.ip());
+        line.resolve(self.address(), peer, deadline).map_err(failed)?;
+        let tell = Tell {
+            private_data,
+            responder_resources: self.responder_resources(params),
+            initiator_depth: self.initiator_depth(params),
+            retry_count: params.retry_count.min(7),
+            rnr_retry_count: params.rnr_retry.min(7),
+            srq: qp.has_srq(),
+            qpn: qp.qpn().value(),
+        };
+        line.id.connect(&tell).map_err(io_error)?;
+        let told = line
+            .expect(cm_event::CONNECT_RESPONSE, deadline)
+            .map_err(failed)?;
+        let depth = tell.initiator_depth.min(told.initiator_depth);
+        let (rtr, rts) = bring_up(&line.id, qp, params, depth, Some(params.ack_timeout))?;
+        let remote = endpoint(&told, &rtr, &rts);
+        // From now on the connection's end is the queue pair's.
+        let _ = line.qp.set(Arc::downgrade(qp.object()));
+        line.id.establish().map_err(io_error)?;
+        let connection = Connection::new(self, qp, line, remote, told.private_data);
+        connection.phase().established = true;
+        Ok(connection)
+    }
+
+    /// READs of a peer that this device answers at a time.
+    fn responder_resources(&self, params: &ConnectParams) -> u8 {
+        let max = u8::try_from(self.0.attr.orig_attr.max_qp_rd_atom).unwrap_or(u8::MAX);
+        params.responder_resources.min(max)
+    }
+
+    fn initiator_depth(&self, params: &ConnectParams) -> u8 {
+        let max = u8::try_from(self.0.attr.orig_attr.max_qp_init_rd_atom).unwrap_or(u8::MAX);
+        params.initiator_depth.min(max)
+    }
+
+    /// Rights that mean something on this device: of what it does not have nobody can make use.
+    pub(super) fn rights(&self, mut access: Access) -> Access {
+        let features = self.features();
+        for (right, feature) in [
+            (Access::REMOTE_ATOMIC, Features::ATOMIC),
+            (Access::FLUSH_GLOBAL, Features::FLUSH_GLOBAL),
+            (Access::FLUSH_PERSISTENT, Features::FLUSH_PERSISTENT),
+        ] {
+            if !features.contains(feature) {
+                access.remove(right);
+            }
+        }
+        access
+    }
+}
+
+/// Moves a queue pair from Reset to RTS as both ends agreed, and gives the attributes of the last two steps.
+fn bring_up(
+    id: &Id,
+    qp: &QueuePair,
+    params: &ConnectParams,
+    depth: u8,
+    ack_timeout: Option<u8>,
+) -> Result<(abi::QpAttr, abi::QpAttr), ConnectError> {
+    let device = qp.device();
+    let object = qp.object();
+    let access = device.rights(params.access).bits();
+    let (mut init, mask) = id.qp_attributes(QpState::Init).map_err(io_error)?;
+    init.qp_access_flags = access;
+    object
+        .modify(init, mask | abi::qp_attr::ACCESS_FLAGS)
+        .map_err(io_error)?;
+    let (mut rtr, mask) = id.qp_attributes(QpState::Rtr).map_err(io_error)?;
+    rtr.min_rnr_timer = params.min_rnr_timer;
+    rtr.max_dest_rd_atomic = device.responder_resources(params);
+    object.modify(rtr, mask).map_err(io_error)?;
+    let (mut rts, mask) = id.qp_attributes(QpState::Rts).map_err(io_error)?;
+    rts.max_rd_atomic = depth;
+    rts.timeout = ack_timeout.unwrap_or(rts.timeout);
+    object.modify(rts, mask).map_err(io_error)?;
+    Ok((rtr, rts))
+}
+
+/// What is known of a peer's end.
+fn endpoint(told: &Told, rtr: &abi::QpAttr, rts: &abi::QpAttr) -> Endpoint {
+    Endpoint {
+        transport: Transport::Rc,
+        qpn: Qpn::new(told.qpn),
+        starting_psn: Psn::new(rts.sq_psn),
+        // The event has them as they are for this side.
+        responder_resources: told.initiator_depth,
+        initiator_depth: told.responder_resources,
+        rnr_retry_count: told.rnr_retry_count,
+        retry_count: told.retry_count,
+        srq: told.srq,
+        ack_timeout: rts.timeout,
+        path_mtu: PathMtu::from_code(rtr.path_mtu as u8).unwrap_or(PathMtu::Bytes1024),
+        traffic_class: rtr.ah_attr.grh.traffic_class,
+        extensions: None,
+    }
+}
+
+/// A port that connections come in on.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    device: Device,
+    line: Arc<Line>,
+}
+
+impl Listener {
+    /// Waits for a request. `None`: the time is over.
+    pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let taken = self.line.wait(deadline)?;
+            // One of another type is refused when it is dropped.
+            let Some(id) = taken.request.filter(|_| qp_types.contains(&QpType::Rc)) else {
+                continue;
+            };
+            let attributes = |state| {
+                id.qp_attributes(state)
+                    .map_or_else(|_| abi::QpAttr::default(), |(attr, _)| attr)
+            };
+            let remote = endpoint(&taken.told, &attributes(QpState::Rtr), &attributes(QpState::Rts));
+            return Some(ConnectionRequest {
+                device: self.device.clone(),
+                peer: id.peer()?,
+                id: Some(id),
+                remote,
+                private_data: taken.told.private_data,
+                depth: taken.told.initiator_depth,
+            });
+        }
+    }
+
+    /// Readable when a request may have come.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.line.fd()
+    }
+}
+
+/// A peer's request to connect. Dropped undecided, it is refused.
+#[derive(Debug)]
+pub(crate) struct ConnectionRequest {
+    device: Device,
+    /// `None`: decided.
+    id: Option<Id>,
+    pub(crate) peer: IpAddr,
+    pub(crate) remote: Endpoint,
+    pub(crate) private_data: Vec<u8>,
+    /// READs that the peer answers at a time.
+    depth: u8,
+}
+
+impl ConnectionRequest {
+    /// Accepts; calls `prepare` when the queue pair takes receives and before the peer hears of it.
+    pub(crate) fn accept_after(
+        &mut self,
+        qp: &QueuePair,
+        params: &ConnectParams,
+        private_data: &[u8],
+        prepare: impl FnOnce() -> Result<(), ConnectError>,
+    ) -> Result<Connection, ConnectError> {
+        if qp.qp_type() != QpType::Rc {
+            return Err(ConnectError::QpType(qp.qp_type()));
+        }
+        if private_data.len() > REP_DATA_MAX {
+            return Err(ConnectError::PrivateData);
+        }
+        let device = self.device.clone();
+        let cm = device.cm().map_err(io_error)?;
+        let Some(id) = &self.id else {
+            return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
+        };
+        let depth = device.initiator_depth(params).min(self.depth);
+        bring_up(id, qp, params, depth, None)?;
+        prepare()?;
+        let Some(id) = self.id.take() else {
+            return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
+        };
+        let line = cm.adopt(id).map_err(io_error)?;
+        let _ = line.qp.set(Arc::downgrade(qp.object()));
+        let tell = Tell {
+            private_data,
+            responder_resources: device.responder_resources(params),
+            initiator_depth: depth,
+            retry_count: 0,
+            rnr_retry_count: params.rnr_retry.min(7),
+            srq: qp.has_srq(),
+            qpn: qp.qpn().value(),
+        };
+        line.id.accept(&tell).map_err(io_error)?;
+        let private_data = std::mem::take(&mut self.private_data);
+        Ok(Connection::new(&device, qp, line, self.remote, private_data))
+    }
+
+    /// Refuses. The reason is always the consumer's: the system's RDMA CM tells no other.
+    pub(crate) fn reject(&mut self, private_data: &[u8]) {
+        if let Some(id) = self.id.take() {
+            // A request that has been withdrawn needs no answer.
+            let _ = id.reject(&private_data[..private_data.len().min(REJ_DATA_MAX)]);
+        }
+    }
+}
+
+impl Drop for ConnectionRequest {
+    fn drop(&mut self) {
+        self.reject(&[]);
+    }
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Phase {
+    established: bool,
+    ended: bool,
+}
+
+/// A connection of a queue pair. Dropped, it is ended.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    qp: QueuePair,
+    line: Arc<Line>,
+    pub(crate) remote: Option<Endpoint>,
+    pub(crate) private_data: Vec<u8>,
+    phase: Mutex<Phase>,
+    /// This side has ended it.
+    left: AtomicBool,
+    /// Keeps the thread that hears of it.
+    _device: Device,
+}
+
+impl Connection {
+    fn new(
+        device: &Device,
+        qp: &QueuePair,
+        line: Arc<Line>,
+        remote: Endpoint,
+        private_data: Vec<u8>,
+    ) -> Connection {
+        Connection {
+            qp: qp.clone(),
+            line,
+            remote: Some(remote),
+            private_data,
+            phase: Mutex::default(),
+            left: AtomicBool::new(false),
+            _device: device.clone(),
+        }
+    }
+
+    fn phase(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note(&self, taken: &Taken) {
+        let mut phase = self.phase();
+        match taken.kind {
+            cm_event::ESTABLISHED => phase.established = true,
+            cm_event::DISCONNECTED
+            | cm_event::DEVICE_REMOVAL
+            | cm_event::UNREACHABLE
+            | cm_event::REJECTED
+            | cm_event::CONNECT_ERROR => phase.ended = true,
+            _ => {}
+        }
+    }
+
+    /// How far it has come by what is known now.
+    fn look(&self) -> Phase {
+        while let Some(taken) = self.line.poll() {
+            self.note(&taken);
+        }
+        *self.phase()
+    }
+
+    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Phase) -> bool) -> bool {
+        while !done(self.look()) {
+            match self.line.wait(deadline) {
+                Some(taken) => self.note(&taken),
+                None => return done(self.look()),
+            }
+        }
+        true
+    }
+
+    /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
+    pub(crate) fn wait_established(&self) -> bool {
+        let deadline = Instant::now().checked_add(ESTABLISH_TIMEOUT);
+        self.wait_until(deadline, |phase| phase.established || phase.ended);
+        let established = self.look().established;
+        if !established {
+            self.disconnect();
+        }
+        established
+    }
+
+    pub(crate) fn is_ended(&self) -> bool {
+        self.look().ended
+    }
+
+    pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
+        self.wait_until(Instant::now().checked_add(timeout), |phase| phase.ended)
+    }
+
+    /// Ends the connection: the queue pair goes to Error and the peer is told. Does nothing the second time.
+    pub(crate) fn disconnect(&self) {
+        if self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let phase = self.look();
+        if !phase.ended {
+            // Once a connection has ended its queue pair is its owner's to use again.
+            QueuePair::fail(self.qp.object());
+            let _ = self.line.id.disconnect();
+        }
+        if !phase.established {
+            // Nothing more will be heard of it.
+            self.phase().ended = true;
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.disconnect();
+        if !self.look().ended {
+            // The system asks the peer again until it has answered, as long as there is the id.
+            let line = self.line.clone();
+            let mut lines = line.shared.lines();
+            lines.left.insert(self.line.id.number(), self.line.clone());
+        }
+    }
+}

@@ -1,0 +1,521 @@
+//! Devices: found by their address, opened once for each [`Device`], so that each has its own asynchronous events.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::{Counters, Cqn, Qpn, Srqn, Status};
+use rdmux_wire::cm::to_gid;
+use rdmux_wire::roce::PathMtu;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+
+use super::cm::Cm;
+use super::cma;
+use super::cq;
+use super::library::{Library, LibraryError};
+use super::objects::{Context, Cq, Pd, Qp, QpInit, Xrcd};
+use crate::abi;
+use crate::device::CreateError;
+use crate::event::AsyncEvent;
+use crate::features::{Features, Unsupported};
+use crate::soft::faults::FaultCounts;
+use crate::waiting::WaitMode;
+
+/// Why an RNIC could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The system's libraries cannot be used.
+    #[error(transparent)]
+    Library(#[from] LibraryError),
+    /// The system has no RDMA device at all.
+    #[error(
+        "this host has no RDMA device ({0}): rdma link lists them; without one leave out --provider hw and RDMUX_PROVIDER"
+    )]
+    NoDevices(io::Error),
+    /// The address belongs to no RDMA device.
+    #[error("no RDMA device has the address {address}{}", list(.others))]
+    NoDevice {
+        /// The address.
+        address: IpAddr,
+        /// Devices and addresses that there are.
+        others: Vec<(String, IpAddr)>,
+    },
+    /// A call failed.
+    #[error("opening the RDMA device {device}: {source}")]
+    Io {
+        /// Its name.
+        device: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+fn list(others: &[(String, IpAddr)]) -> String {
+    if others.is_empty() {
+        return ": rdma link lists the devices, ip address their addresses".into();
+    }
+    let list: Vec<String> = others
+        .iter()
+        .map(|(name, address)| format!("{address} ({name})"))
+        .collect();
+    format!(": there is {}", list.join(", "))
+}
+
+/// RDMA devices of this host, and the addresses they have, from the system's own list of GIDs.
+pub(crate) fn devices() -> Vec<(String, IpAddr)> {
+    let mut found = Vec::new();
+    for device in folder("/sys/class/infiniband") {
+        for port in folder(&format!("/sys/class/infiniband/{device}/ports")) {
+            let gids = format!("/sys/class/infiniband/{device}/ports/{port}/gids");
+            for index in folder(&gids) {
+                let gid = fs::read_to_string(format!("{gids}/{index}")).unwrap_or_default();
+                let Ok(gid) = gid.trim().parse::<std::net::Ipv6Addr>() else {
+                    continue;
+                };
+                let address = rdmux_wire::cm::from_gid(gid);
+                let is_link_local = matches!(address, IpAddr::V6(gid) if gid.is_unicast_link_local());
+                let entry = (device.clone(), address);
+                if !gid.is_unspecified() && !is_link_local && !found.contains(&entry) {
+                    found.push(entry);
+                }
+            }
+        }
+    }
+    found
+}
+
+/// The names in a folder, sorted; none where it cannot be read.
+fn folder(path: &str) -> Vec<String> {
+    let entries = fs::read_dir(path).into_iter().flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    names
+}
+
+/// What all objects of a device share.
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) context: Arc<Context>,
+    pub(super) library: &'static Library,
+    pub(super) address: IpAddr,
+    pub(super) port: u8,
+    /// The entry of the port's table of GIDs that is the address; `None` on links that have no GIDs of addresses.
+    sgid_index: Option<u8>,
+    pub(super) attr: abi::DeviceAttrEx,
+    features: OnceLock<Features>,
+    pub(super) waiting: Option<WaitMode>,
+    pub(super) cm: OnceLock<Result<Cm, Errno>>,
+    next_number: AtomicU32,
+    /// Queue pairs, memory regions and completion queues.
+    pub(super) counts: [AtomicUsize; 3],
+    /// Why queue pairs went to error, as their completions said.
+    errors: Mutex<HashMap<u32, Status>>,
+}
+
+/// Counts an object of one kind as long as it lives.
+#[derive(Debug)]
+pub(super) struct Counted(Arc<Inner>, usize);
+
+impl Counted {
+    pub(super) fn queue_pair(device: &Device) -> Counted {
+        Counted::new(device, 0)
+    }
+
+    pub(super) fn region(device: &Device) -> Counted {
+        Counted::new(device, 1)
+    }
+
+    pub(super) fn completion_queue(device: &Device) -> Counted {
+        Counted::new(device, 2)
+    }
+
+    fn new(device: &Device, kind: usize) -> Counted {
+        device.0.counts[kind].fetch_add(1, Ordering::Relaxed);
+        Counted(device.0.clone(), kind)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.counts[self.1].fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// An RDMA device with one address (GID).
+#[derive(Clone, Debug)]
+pub(crate) struct Device(pub(super) Arc<Inner>);
+
+impl Device {
+    /// Opens the device that has a local address.
+    pub(crate) fn open(address: IpAddr, waiting: Option<WaitMode>) -> Result<Device, OpenError> {
+        let address = address.to_canonical();
+        let library = Library::get()?;
+        let (name, port) = match cma::device_of(library, address) {
+            Ok(found) => found,
+            Err(Errno::NODEV | Errno::NOENT) if folder("/sys/class/infiniband").is_empty() => {
+                return Err(OpenError::NoDevices(Errno::NODEV.into()));
+            }
+            Err(Errno::NODEV | Errno::ADDRNOTAVAIL | Errno::INVAL) => {
+                return Err(OpenError::NoDevice {
+                    address,
+                    others: devices(),
+                });
+            }
+            Err(error) => return Err(OpenError::NoDevices(error.into())),
+        };
+        let failed = |error: Errno| OpenError::Io {
+            device: name.clone(),
+            source: error.into(),
+        };
+        let context = Arc::new(Context::open(library, &name).map_err(failed)?);
+        let attr = context.query_device().map_err(failed)?;
+        let gids = context.query_port(port).map_err(failed)?;
+        let is_ethernet = gids.link_layer == abi::LINK_LAYER_ETHERNET;
+        let own = to_gid(address).octets();
+        let is_own = |index: &u32| {
+            let entry = context.query_gid(port, *index);
+            entry.is_some_and(|entry| entry.gid.0 == own && entry.gid_type == abi::GID_TYPE_ROCE_V2)
+        };
+        let gid_count = u32::try_from(gids.gid_tbl_len).unwrap_or(0).min(256);
+        let sgid_index = (0..gid_count).find(is_own).filter(|_| is_ethernet);
+        Ok(Device(Arc::new(Inner {
+            context,
+            library,
+            address,
+            port,
+            sgid_index: sgid_index.and_then(|index| u8::try_from(index).ok()),
+            attr,
+            features: OnceLock::new(),
+            waiting,
+            cm: OnceLock::new(),
+            next_number: AtomicU32::new(1),
+            counts: Default::default(),
+            errors: Mutex::default(),
+        })))
+    }
+
+    /// The device's address.
+    pub(crate) fn address(&self) -> IpAddr {
+        self.0.address
+    }
+
+    /// The device's name, as `rdma link` shows it.
+    pub(crate) fn name(&self) -> &str {
+        self.0.context.name()
+    }
+
+    /// Whether both are the same device, opened once.
+    pub(crate) fn is(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// What it offers. The first call tries what devices do not tell.
+    pub(crate) fn features(&self) -> Features {
+        *self.0.features.get_or_init(|| self.find_features())
+    }
+
+    /// That it lacks something.
+    pub(super) fn lacks(&self, feature: Features) -> Unsupported {
+        Unsupported {
+            feature,
+            device: self.name().to_owned(),
+        }
+    }
+
+    /// An error of creation, where no support is said by name.
+    pub(super) fn create_error(&self, error: Errno, feature: Features) -> CreateError {
+        match error {
+            Errno::OPNOTSUPP | Errno::NOSYS | Errno::PROTONOSUPPORT => {
+                CreateError::Io(self.lacks(feature).into())
+            }
+            Errno::NOMEM | Errno::NOSPC => CreateError::NoRoom,
+            other => CreateError::Io(other.into()),
+        }
+    }
+
+    fn find_features(&self) -> Features {
+        use abi::device_cap as cap;
+        let (attr, caps) = (&self.0.attr.orig_attr, self.0.attr.device_cap_flags_ex);
+        let mut features = Features::empty();
+        let mut has = |feature, is_there: bool| features.set(feature, is_there);
+        has(Features::XRC, caps & cap::XRC != 0);
+        has(Features::SRQ, attr.max_srq > 0);
+        has(Features::ATOMIC, attr.atomic_cap != 0);
+        has(Features::MW_TYPE_1, caps & cap::MEM_WINDOW != 0);
+        has(
+            Features::MW_TYPE_2,
+            caps & (cap::MEM_WINDOW_TYPE_2A | cap::MEM_WINDOW_TYPE_2B) != 0,
+        );
+        has(
+            Features::ON_DEMAND,
+            self.0.attr.odp_general_caps & abi::ODP_SUPPORT != 0,
+        );
+        has(Features::MULTICAST, attr.max_mcast_grp > 0);
+        has(Features::BY_ADDRESS, self.0.sgid_index.is_some());
+        has(Features::UC, self.makes(abi::qp_type::UC, 0));
+        has(Features::UD, self.makes(abi::qp_type::UD, 0));
+        let flush = caps & (cap::FLUSH_GLOBAL | cap::FLUSH_PERSISTENT) != 0;
+        let flush = flush && self.makes(abi::qp_type::RC, abi::qp_ex::FLUSH);
+        has(Features::FLUSH_GLOBAL, flush && caps & cap::FLUSH_GLOBAL != 0);
+        has(
+            Features::FLUSH_PERSISTENT,
+            flush && caps & cap::FLUSH_PERSISTENT != 0,
+        );
+        let atomic_write = caps & cap::ATOMIC_WRITE != 0;
+        has(
+            Features::ATOMIC_WRITE,
+            atomic_write && self.makes(abi::qp_type::RC, abi::qp_ex::ATOMIC_WRITE),
+        );
+        features
+    }
+
+    /// Whether it makes queue pairs of a type with these extended operations.
+    fn makes(&self, qp_type: u32, extended: u64) -> bool {
+        let context = &self.0.context;
+        let Ok((pd, cq)) = Pd::new(context).and_then(|pd| Ok((pd, Cq::new(context, 1, 0)?))) else {
+            return false;
+        };
+        let cq = Arc::new(cq);
+        let cap = abi::QpCap {
+            max_send_wr: 1,
+            max_recv_wr: 1,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: 0,
+        };
+        let init = QpInit {
+            qp_type,
+            send_cq: cq.clone(),
+            recv_cq: cq,
+            srq: None,
+            xrcd: None,
+            cap,
+            extended,
+        };
+        Qp::new(&Arc::new(pd), init).is_ok_and(|qp| qp.extended() == extended)
+    }
+
+    /// Extended operations that its queue pairs of RC and XRC are made with.
+    pub(super) fn extended_operations(&self) -> u64 {
+        let features = self.features();
+        let of = |feature, operation| {
+            if features.intersects(feature) {
+                operation
+            } else {
+                0
+            }
+        };
+        of(
+            Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT,
+            abi::qp_ex::FLUSH,
+        ) | of(Features::ATOMIC_WRITE, abi::qp_ex::ATOMIC_WRITE)
+    }
+
+    /// The numbers of own that completion queues and shared receive queues have.
+    pub(super) fn next_number(&self) -> u32 {
+        self.0.next_number.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// How to get to an address from here; `None` on links where addresses are no GIDs.
+    pub(super) fn route_to(&self, address: IpAddr, traffic_class: u8) -> Option<abi::AhAttr> {
+        Some(abi::AhAttr {
+            grh: abi::GlobalRoute {
+                dgid: abi::AlignedGid(to_gid(address).octets()),
+                flow_label: 0,
+                sgid_index: self.0.sgid_index?,
+                hop_limit: 64,
+                traffic_class,
+            },
+            is_global: 1,
+            port_num: self.0.port,
+            ..Default::default()
+        })
+    }
+
+    pub(crate) fn alloc_pd(&self) -> Result<ProtectionDomain, CreateError> {
+        let pd = Pd::new(&self.0.context).map_err(|error| self.create_error(error, Features::empty()))?;
+        Ok(ProtectionDomain {
+            device: self.clone(),
+            pd: Arc::new(pd),
+            registry: Arc::default(),
+        })
+    }
+
+    pub(crate) fn alloc_xrcd(&self) -> Result<XrcDomain, CreateError> {
+        let xrcd = Xrcd::new(&self.0.context).map_err(|error| self.create_error(error, Features::XRC))?;
+        Ok(XrcDomain(Arc::new(xrcd)))
+    }
+
+    pub(crate) fn create_cq(&self, depth: u32) -> Result<cq::CompletionQueue, CreateError> {
+        cq::CompletionQueue::new(self, depth)
+    }
+
+    /// Devices drive themselves.
+    pub(crate) fn progress(&self) {}
+
+    pub(crate) fn send_errors(&self) -> u64 {
+        0
+    }
+
+    pub(crate) fn fault_counts(&self) -> Option<FaultCounts> {
+        None
+    }
+
+    /// The device chooses its own.
+    pub(crate) fn source_port(&self, _peer: Qpn) -> io::Result<u16> {
+        Ok(0)
+    }
+
+    /// The path MTU of the device's link.
+    pub(crate) fn path_mtu_to(&self, _peer: IpAddr) -> io::Result<PathMtu> {
+        let port = self.0.context.query_port(self.0.port)?;
+        Ok(PathMtu::from_code(port.active_mtu as u8).unwrap_or(PathMtu::Bytes256))
+    }
+
+    /// What the device counted, as far as its driver tells it under these names. A device that several programs use counts for all.
+    pub(crate) fn counters(&self) -> Counters {
+        let folder = format!(
+            "/sys/class/infiniband/{}/ports/{}/hw_counters",
+            self.name(),
+            self.0.port
+        );
+        let read = |name: &str| -> u64 {
+            let text = fs::read_to_string(format!("{folder}/{name}")).unwrap_or_default();
+            text.trim().parse().unwrap_or(0)
+        };
+        let packets = |name: &str, of_port: &str| match read(name) {
+            0 => read(&format!("../counters/{of_port}")),
+            count => count,
+        };
+        Counters {
+            rcvd_pkts: packets("rcvd_pkts", "port_rcv_packets"),
+            sent_pkts: packets("sent_pkts", "port_xmit_packets"),
+            rx_icrc_encapsulated: read("rx_icrc_encapsulated"),
+            duplicate_request: read("duplicate_request"),
+            // rxe and mlx5 name these differently.
+            out_of_sequence: read("out_of_sequence") + read("out_of_seq_request"),
+            packet_seq_err: read("packet_seq_err") + read("rcvd_seq_err"),
+            rcvd_rnr_err: read("rcvd_rnr_err"),
+            resources_rnr_nak: read("resources_rnr_nak") + read("send_rnr_err"),
+            local_ack_timeout_err: read("local_ack_timeout_err"),
+            retry_exceeded_err: read("retry_exceeded_err"),
+            np_ecn_marked_roce_packets: read("np_ecn_marked_roce_packets"),
+            np_cnp_sent: read("np_cnp_sent"),
+            rp_cnp_handled: read("rp_cnp_handled"),
+            ..Counters::default()
+        }
+    }
+
+    /// Takes the oldest asynchronous event.
+    pub(crate) fn poll_async_event(&self) -> Option<AsyncEvent> {
+        use abi::event_type as t;
+        loop {
+            let event = self.0.context.take_event()?;
+            let number = event.number;
+            return Some(match event.event_type {
+                t::CQ_ERR => AsyncEvent::CqError(Cqn(number)),
+                t::QP_FATAL | t::PATH_MIG_ERR => AsyncEvent::QpFatal(Qpn::new(number)),
+                t::QP_REQ_ERR => AsyncEvent::QpRequestError(Qpn::new(number)),
+                t::QP_ACCESS_ERR => AsyncEvent::QpAccessError(Qpn::new(number)),
+                t::COMM_EST => AsyncEvent::CommunicationEstablished(Qpn::new(number)),
+                t::SQ_DRAINED => AsyncEvent::SqDrained(Qpn::new(number)),
+                t::QP_LAST_WQE_REACHED => AsyncEvent::LastWqeReached(Qpn::new(number)),
+                t::SRQ_LIMIT_REACHED => AsyncEvent::SrqLimitReached(Srqn(number)),
+                t::PORT_ACTIVE => AsyncEvent::PortActive,
+                t::PORT_ERR | t::DEVICE_FATAL => AsyncEvent::PortError,
+                // What concerns those who manage a subnet.
+                _ => continue,
+            });
+        }
+    }
+
+    /// Readable when there may be an asynchronous event.
+    pub(crate) fn async_event_fd(&self) -> BorrowedFd<'_> {
+        self.0.context.async_fd()
+    }
+
+    pub(crate) fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            if let Some(event) = self.poll_async_event() {
+                return Some(event);
+            }
+            if !poll_until(&[self.async_event_fd()], deadline) {
+                return self.poll_async_event();
+            }
+        }
+    }
+
+    /// Queue pairs, memory regions and completion queues there are.
+    pub(crate) fn object_counts(&self) -> (usize, usize, usize) {
+        let [qps, mrs, cqs] = [0, 1, 2].map(|kind: usize| self.0.counts[kind].load(Ordering::Relaxed));
+        (qps, mrs, cqs)
+    }
+
+    fn errors(&self) -> MutexGuard<'_, HashMap<u32, Status>> {
+        self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps in mind why a queue pair went to error: its first completion that says so.
+    pub(super) fn note_error(&self, qpn: u32, status: Status) {
+        if status != Status::Flushed {
+            self.errors().entry(qpn).or_insert(status);
+        }
+    }
+
+    pub(super) fn error_of(&self, qpn: u32) -> Option<Status> {
+        self.errors().get(&qpn).copied()
+    }
+
+    pub(super) fn forget_error(&self, qpn: u32) {
+        self.errors().remove(&qpn);
+    }
+}
+
+/// Sleeps until one of the descriptors is readable; false when the time is over.
+pub(super) fn poll_until(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
+    let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+    let timeout = left.map(|left| rustix::event::Timespec {
+        tv_sec: left.as_secs().min(i64::MAX as u64 / 2) as i64,
+        tv_nsec: left.subsec_nanos().into(),
+    });
+    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+    // An interrupted sleep is one that ended early.
+    rustix::event::poll(&mut fds, timeout.as_ref()) != Ok(0)
+}
+
+/// Protection domain: queue pairs reach the regions of their own domain only.
+#[derive(Clone, Debug)]
+pub(crate) struct ProtectionDomain {
+    device: Device,
+    pd: Arc<Pd>,
+    pub(super) registry: Arc<super::region::Registry>,
+}
+
+impl ProtectionDomain {
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(super) fn object(&self) -> &Arc<Pd> {
+        &self.pd
+    }
+}
+
+/// XRC domain.
+#[derive(Clone, Debug)]
+pub(crate) struct XrcDomain(Arc<Xrcd>);
+
+impl XrcDomain {
+    pub(super) fn object(&self) -> &Arc<Xrcd> {
+        &self.0
+    }
+}

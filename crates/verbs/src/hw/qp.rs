@@ -1,0 +1,653 @@
+//! Queue pairs: what requests mean to the library, and what its errors mean here.
+
+use std::collections::HashMap;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdmux_rnic::{
+    Bind, McastError, ModifyError, Operation, Path, PostError, Psn, QpAttributes, QpInfo, QpState, QpType,
+    Qpn, RKey, RecvRequest, SGE_MAX, SendFlags, SendRequest, Status, Target,
+};
+use rdmux_wire::cm::{from_gid, to_gid};
+use rdmux_wire::roce::PathMtu;
+use rustix::io::Errno;
+
+use super::device::{Counted, Device, ProtectionDomain};
+use super::objects::{Ah, BindRange, ExtendedRequest, Qp, QpInit, Request, Work};
+use crate::abi::{self, qp_attr, qp_type as types, wr_opcode};
+use crate::device::{Carrier, CreateError, PostListError, QpOptions};
+use crate::features::Features;
+use crate::soft::engine::AttachError;
+
+/// What a queue pair is asked to hold of one request, the most first: elements, and bytes inline. Some devices have room for many
+/// requests or for large ones only.
+const SIZES: [(u32, u32); 6] = [(32, 1024), (16, 512), (8, 256), (4, 128), (2, 64), (1, 0)];
+/// Address handles that are kept at least.
+const HANDLES_MIN: usize = 64;
+
+#[derive(Debug)]
+struct Inner {
+    device: Device,
+    pd: ProtectionDomain,
+    qp: Arc<Qp>,
+    qp_type: QpType,
+    takes_from_srq: bool,
+    /// Held while a request is posted, so that requests of the two interfaces do not mix.
+    handles: Mutex<Handles>,
+    groups: Mutex<HashMap<IpAddr, UdpSocket>>,
+    _counted: Counted,
+}
+
+/// Queue pair.
+#[derive(Clone, Debug)]
+pub(crate) struct QueuePair(Arc<Inner>);
+
+/// Address handles that datagrams have used. Requests name a way, the library a handle, which must live until the request is done.
+#[derive(Debug)]
+struct Handles {
+    by_way: HashMap<(IpAddr, u8), (Ah, u64)>,
+    /// More than the send queue holds: the handle that was not used for as many requests belongs to none of them.
+    capacity: usize,
+    uses: u64,
+}
+
+impl Handles {
+    fn of(&mut self, pd: &ProtectionDomain, path: &Path) -> Result<&Ah, PostError> {
+        let way = (path.dst, path.traffic_class);
+        self.uses += 1;
+        if !self.by_way.contains_key(&way) {
+            let device = pd.device();
+            let attr = device.route_to(path.dst, path.traffic_class);
+            let attr = attr.ok_or(PostError::Unsupported(Features::BY_ADDRESS.first_name()))?;
+            let ah = Ah::new(pd.object(), attr).map_err(refused)?;
+            if self.by_way.len() >= self.capacity {
+                let oldest = self
+                    .by_way
+                    .iter()
+                    .min_by_key(|(_, (_, used))| *used)
+                    .map(|(way, _)| *way);
+                if let Some(oldest) = oldest {
+                    self.by_way.remove(&oldest);
+                }
+            }
+            self.by_way.insert(way, (ah, 0));
+        }
+        let (ah, used) = self.by_way.get_mut(&way).ok_or(PostError::Invalid)?;
+        *used = self.uses;
+        Ok(ah)
+    }
+}
+
+fn refused(error: Errno) -> PostError {
+    match error {
+        Errno::NOMEM | Errno::AGAIN | Errno::NOBUFS => PostError::QueueFull,
+        Errno::INVAL => PostError::Invalid,
+        other => PostError::Refused(other.raw_os_error()),
+    }
+}
+
+impl ProtectionDomain {
+    pub(crate) fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let device = self.device();
+        let qp_type = options.qp_type;
+        let feature = match qp_type {
+            QpType::Rc => Features::empty(),
+            QpType::Uc => Features::UC,
+            QpType::Ud => Features::UD,
+            QpType::XrcSend | QpType::XrcRecv => Features::XRC,
+        };
+        if !device.features().contains(feature) {
+            return Err(CreateError::Io(device.lacks(feature).into()));
+        }
+        let send_cq = options.send_cq.hw().ok_or(CreateError::OtherDevice)?;
+        let recv_cq = options.recv_cq.hw().ok_or(CreateError::OtherDevice)?;
+        let srq = options.srq.as_ref().and_then(|srq| srq.hw());
+        let xrcd = options.xrcd.as_ref().and_then(|xrcd| xrcd.hw());
+        let reliable = matches!(qp_type, QpType::Rc | QpType::XrcSend);
+        let sges_max = u32::try_from(device.0.attr.orig_attr.max_sge)
+            .unwrap_or(1)
+            .clamp(1, SGE_MAX as u32);
+        let mut made = Err(Errno::INVAL);
+        for (sges, inline) in SIZES {
+            let sges = sges.min(sges_max);
+            let has_srq = srq.is_some();
+            let init = QpInit {
+                qp_type: type_number(qp_type),
+                send_cq: send_cq.object().clone(),
+                recv_cq: recv_cq.object().clone(),
+                srq: srq.map(|srq| srq.object().clone()),
+                xrcd: xrcd.map(|xrcd| xrcd.object().clone()),
+                cap: abi::QpCap {
+                    max_send_wr: options.max_send_wr.max(1),
+                    max_recv_wr: if has_srq { 0 } else { options.max_recv_wr.max(1) },
+                    max_send_sge: sges,
+                    max_recv_sge: if has_srq { 0 } else { sges },
+                    max_inline_data: inline,
+                },
+                extended: if reliable { device.extended_operations() } else { 0 },
+            };
+            made = Qp::new(self.object(), init);
+            // What it has no room for is refused as invalid or as too much memory.
+            if !matches!(made, Err(Errno::INVAL | Errno::NOMEM | Errno::TOOBIG)) {
+                break;
+            }
+        }
+        let qp = made.map_err(|error| match error {
+            Errno::INVAL => CreateError::NoRoom,
+            other => device.create_error(other, feature),
+        })?;
+        // A number that is used again begins without what was said of it.
+        device.forget_error(qp.number());
+        let capacity = (qp.cap().max_send_wr as usize + 1).max(HANDLES_MIN);
+        Ok(QueuePair(Arc::new(Inner {
+            device: device.clone(),
+            pd: self.clone(),
+            qp: Arc::new(qp),
+            qp_type,
+            takes_from_srq: srq.is_some() || qp_type == QpType::XrcRecv,
+            handles: Mutex::new(Handles {
+                by_way: HashMap::new(),
+                capacity,
+                uses: 0,
+            }),
+            groups: Mutex::default(),
+            _counted: Counted::queue_pair(device),
+        })))
+    }
+}
+
+fn type_number(qp_type: QpType) -> u32 {
+    match qp_type {
+        QpType::Rc => types::RC,
+        QpType::Uc => types::UC,
+        QpType::Ud => types::UD,
+        QpType::XrcSend => types::XRC_SEND,
+        QpType::XrcRecv => types::XRC_RECV,
+    }
+}
+
+pub(super) fn state_number(state: QpState) -> u32 {
+    match state {
+        QpState::Reset => 0,
+        QpState::Init => 1,
+        QpState::Rtr => 2,
+        QpState::Rts => 3,
+        QpState::Sqd => 4,
+        QpState::Sqe => 5,
+        QpState::Error => 6,
+    }
+}
+
+fn state_of(number: u32) -> QpState {
+    match number {
+        0 => QpState::Reset,
+        1 => QpState::Init,
+        2 => QpState::Rtr,
+        3 => QpState::Rts,
+        4 => QpState::Sqd,
+        5 => QpState::Sqe,
+        _ => QpState::Error,
+    }
+}
+
+impl QueuePair {
+    pub(crate) fn qpn(&self) -> Qpn {
+        Qpn::new(self.0.qp.number())
+    }
+
+    pub(crate) fn qp_type(&self) -> QpType {
+        self.0.qp_type
+    }
+
+    pub(crate) fn has_srq(&self) -> bool {
+        self.0.takes_from_srq
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    pub(super) fn object(&self) -> &Arc<Qp> {
+        &self.0.qp
+    }
+
+    fn handles(&self) -> MutexGuard<'_, Handles> {
+        self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Posts a send request.
+    pub(crate) fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        request.check()?;
+        let cap = self.0.qp.cap();
+        if request.sges.as_slice().len() > cap.max_send_sge as usize {
+            return Err(PostError::TooManySges);
+        }
+        let inline_max = match request.operation {
+            // Its bytes are part of the request on every device.
+            Operation::AtomicWrite { .. } => 8,
+            _ => cap.max_inline_data as usize,
+        };
+        if request
+            .sges
+            .as_inline()
+            .is_some_and(|bytes| bytes.len() > inline_max)
+        {
+            return Err(PostError::TooLong);
+        }
+        self.check_target(&request)?;
+        let mut handles = self.handles();
+        let posted = self.post_locked(&mut handles, &request);
+        // The library does not say which of its rules was broken: the state is one that programs can do something about.
+        if posted == Err(PostError::Invalid) && !self.sends() {
+            return Err(PostError::WrongState);
+        }
+        posted
+    }
+
+    /// Posts send requests in order. Fails at the first that is not taken; those before it are posted.
+    pub(crate) fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
+        for (index, request) in requests.into_iter().enumerate() {
+            self.post_send(request)
+                .map_err(|source| PostListError { index, source })?;
+        }
+        Ok(())
+    }
+
+    /// What carries its packets; `None` before it has a peer.
+    pub(crate) fn carrier(&self) -> Option<Carrier> {
+        self.query()?.path.map(|_| Carrier::Rnic)
+    }
+
+    fn sends(&self) -> bool {
+        let state = self
+            .0
+            .qp
+            .query(qp_attr::STATE)
+            .map(|attr| state_of(attr.qp_state));
+        matches!(
+            state,
+            Ok(QpState::Rts | QpState::Sqd | QpState::Sqe | QpState::Error)
+        )
+    }
+
+    fn check_target(&self, request: &SendRequest) -> Result<(), PostError> {
+        let fits = match request.to {
+            Target::Connected => {
+                matches!(self.0.qp_type, QpType::Rc | QpType::Uc) || request.operation.is_local()
+            }
+            Target::Datagram { .. } => self.0.qp_type == QpType::Ud,
+            Target::Srq(_) => self.0.qp_type == QpType::XrcSend,
+        };
+        let reliable = matches!(self.0.qp_type, QpType::Rc | QpType::XrcSend);
+        let carries = match request.operation {
+            Operation::Send { .. } => true,
+            Operation::Write { .. } => self.0.qp_type != QpType::Ud,
+            Operation::Bind(_) | Operation::LocalInvalidate { .. } | Operation::Register(_) => {
+                self.0.qp_type != QpType::Ud
+            }
+            _ => reliable,
+        };
+        if fits && carries && self.0.qp_type != QpType::XrcRecv {
+            Ok(())
+        } else {
+            Err(PostError::Invalid)
+        }
+    }
+
+    fn post_locked(&self, handles: &mut Handles, request: &SendRequest) -> Result<(), PostError> {
+        let registry = &self.0.pd.registry;
+        let (wr_id, flags) = (request.wr_id, request.flags.bits());
+        let (window, region);
+        let (opcode, imm, mut work) = match &request.operation {
+            Operation::Send { imm: None } => (wr_opcode::SEND, 0, Work::List),
+            Operation::Send { imm: Some(imm) } => (wr_opcode::SEND_WITH_IMM, imm.to_be(), Work::List),
+            Operation::SendInvalidate { rkey } => (wr_opcode::SEND_WITH_INV, rkey.0, Work::List),
+            Operation::Write { va, rkey, imm: None } => (wr_opcode::RDMA_WRITE, 0, rdma(*va, *rkey)),
+            Operation::Write {
+                va,
+                rkey,
+                imm: Some(imm),
+            } => (wr_opcode::RDMA_WRITE_WITH_IMM, imm.to_be(), rdma(*va, *rkey)),
+            Operation::Read { va, rkey } => (wr_opcode::RDMA_READ, 0, rdma(*va, *rkey)),
+            Operation::CompareSwap {
+                va,
+                rkey,
+                compare,
+                swap,
+            } => {
+                self.needs(Features::ATOMIC)?;
+                let work = Work::Atomic {
+                    va: *va,
+                    rkey: rkey.0,
+                    compare_add: *compare,
+                    swap: *swap,
+                };
+                (wr_opcode::ATOMIC_CMP_AND_SWP, 0, work)
+            }
+            Operation::FetchAdd { va, rkey, add } => {
+                self.needs(Features::ATOMIC)?;
+                let work = Work::Atomic {
+                    va: *va,
+                    rkey: rkey.0,
+                    compare_add: *add,
+                    swap: 0,
+                };
+                (wr_opcode::ATOMIC_FETCH_AND_ADD, 0, work)
+            }
+            Operation::AtomicWrite { va, rkey } => {
+                self.needs(Features::ATOMIC_WRITE)?;
+                let extended = ExtendedRequest::AtomicWrite {
+                    va: *va,
+                    rkey: rkey.0,
+                    bytes: registry.eight_bytes(&request.sges)?,
+                };
+                return self.0.qp.post_extended(wr_id, flags, extended).map_err(refused);
+            }
+            Operation::Flush {
+                va,
+                rkey,
+                length,
+                placement,
+                selectivity,
+            } => {
+                for kind in [rdmux_rnic::Placement::GLOBAL, rdmux_rnic::Placement::PERSISTENT] {
+                    if placement.contains(kind) {
+                        self.needs(flush_feature(kind))?;
+                    }
+                }
+                let extended = ExtendedRequest::Flush {
+                    va: *va,
+                    rkey: rkey.0,
+                    length: *length,
+                    placement: placement.bits(),
+                    selectivity: *selectivity as u8,
+                };
+                return self.0.qp.post_extended(wr_id, flags, extended).map_err(refused);
+            }
+            Operation::Bind(bind) => {
+                self.needs(Features::MW_TYPE_2)?;
+                (window, region) = registry.window_and_region(bind)?;
+                registry.note_bound(bind.window.0, bind.region.0);
+                let work = Work::Bind {
+                    window: &window,
+                    rkey: bind.window.0,
+                    range: BindRange {
+                        region: &region,
+                        va: bind.va,
+                        length: bind.length,
+                        access: bind.access.bits(),
+                    },
+                };
+                (wr_opcode::BIND_MW, 0, work)
+            }
+            Operation::LocalInvalidate { rkey } => (wr_opcode::LOCAL_INV, rkey.0, Work::List),
+            Operation::Register(_) => {
+                return Err(PostError::Unsupported(Features::FAST_REGISTER.first_name()));
+            }
+        };
+        let mut srqn = 0;
+        match &request.to {
+            Target::Connected => {}
+            Target::Datagram { path, qpn, qkey } => {
+                work = Work::Datagram {
+                    ah: handles.of(&self.0.pd, path)?,
+                    qpn: qpn.value(),
+                    qkey: *qkey,
+                };
+            }
+            Target::Srq(number) => srqn = number.0,
+        }
+        let request = Request {
+            wr_id,
+            opcode,
+            flags,
+            imm,
+            sges: &request.sges,
+            work,
+            srqn,
+        };
+        self.0.qp.post_send(&request).map_err(refused)
+    }
+
+    fn needs(&self, feature: Features) -> Result<(), PostError> {
+        let has = self.0.device.features().contains(feature);
+        has.then_some(())
+            .ok_or(PostError::Unsupported(feature.first_name()))
+    }
+
+    /// Posts the binding of a type 1 window; gives the key by which peers reach the range.
+    pub(crate) fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
+        self.needs(Features::MW_TYPE_1)?;
+        let registry = &self.0.pd.registry;
+        let (window, region) = registry.window_and_region(&bind)?;
+        registry.note_bound(bind.window.0, bind.region.0);
+        let range = BindRange {
+            region: &region,
+            va: bind.va,
+            length: bind.length,
+            access: bind.access.bits(),
+        };
+        let _one_at_a_time = self.handles();
+        let key = self
+            .0
+            .qp
+            .bind_mw(wr_id, flags.bits(), &window, range)
+            .map_err(refused)?;
+        registry.rekey_window(bind.window.0, key);
+        Ok(RKey(key))
+    }
+
+    /// Posts a receive request.
+    pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+        request.check()?;
+        if self.0.takes_from_srq {
+            return Err(PostError::HasSrq);
+        }
+        if request.sges.as_slice().len() > self.0.qp.cap().max_recv_sge as usize {
+            return Err(PostError::TooManySges);
+        }
+        let posted = self.0.qp.post_recv(request.wr_id, &request.sges).map_err(refused);
+        if posted == Err(PostError::Invalid) && self.query().is_some_and(|info| info.state == QpState::Reset)
+        {
+            return Err(PostError::WrongState);
+        }
+        posted
+    }
+
+    /// Changes state and attributes.
+    pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
+        let qp = &self.0.qp;
+        let failed = |error: Errno| ModifyError::Refused(error.raw_os_error());
+        let from = state_of(qp.query(qp_attr::STATE).map_err(failed)?.qp_state);
+        attributes.check(self.0.qp_type, from, to)?;
+        let (attr, mask) = self.attributes(from, to, attributes)?;
+        qp.modify(attr, mask).map_err(failed)?;
+        if let Some(bps) = attributes.rate_limit_bps {
+            let rate = u32::try_from(bps.div_ceil(1000)).unwrap_or(u32::MAX);
+            qp.limit_rate(rate).map_err(failed)?;
+        }
+        if to == QpState::Reset {
+            self.0.device.forget_error(qp.number());
+        }
+        Ok(())
+    }
+
+    /// Attributes as the library takes them. What only two ends that are both rdmux agree on has no meaning here.
+    fn attributes(
+        &self,
+        from: QpState,
+        to: QpState,
+        given: &QpAttributes,
+    ) -> Result<(abi::QpAttr, u32), ModifyError> {
+        let mut attr = abi::QpAttr {
+            qp_state: state_number(to),
+            ..Default::default()
+        };
+        let mut mask = qp_attr::STATE;
+        if (from, to) == (QpState::Reset, QpState::Init) {
+            attr.port_num = self.0.device.0.port;
+            mask |= qp_attr::PORT | qp_attr::PKEY_INDEX;
+        }
+        macro_rules! set {
+            ($($value:expr => $field:ident, $bit:ident;)*) => {$(
+                if let Some(value) = $value {
+                    attr.$field = value;
+                    mask |= qp_attr::$bit;
+                }
+            )*};
+        }
+        set! {
+            given.access.map(|access| access.bits()) => qp_access_flags, ACCESS_FLAGS;
+            given.qkey => qkey, QKEY;
+            given.path_mtu.and_then(PathMtu::from_bytes).map(|mtu| mtu.code().into()) => path_mtu, PATH_MTU;
+            given.dest_qpn.map(Qpn::value) => dest_qp_num, DEST_QPN;
+            given.rq_psn.map(Psn::value) => rq_psn, RQ_PSN;
+            given.sq_psn.map(Psn::value) => sq_psn, SQ_PSN;
+            given.max_dest_rd_atomic => max_dest_rd_atomic, MAX_DEST_RD_ATOMIC;
+            given.max_rd_atomic => max_rd_atomic, MAX_QP_RD_ATOMIC;
+            given.min_rnr_timer => min_rnr_timer, MIN_RNR_TIMER;
+            given.timeout => timeout, TIMEOUT;
+            given.retry_count => retry_cnt, RETRY_CNT;
+            given.rnr_retry => rnr_retry, RNR_RETRY;
+        }
+        if let Some(path) = given.path {
+            let route = self.0.device.route_to(path.dst, path.traffic_class);
+            attr.ah_attr = route.ok_or(ModifyError::Value("path"))?;
+            mask |= qp_attr::AV;
+        }
+        Ok((attr, mask))
+    }
+
+    /// Moves it to Error, whatever state it is in.
+    pub(super) fn fail(qp: &Qp) {
+        let attr = abi::QpAttr {
+            qp_state: state_number(QpState::Error),
+            ..Default::default()
+        };
+        // Refused only of one that has ended already.
+        let _ = qp.modify(attr, qp_attr::STATE);
+    }
+
+    /// What is known about it. How many requests are under way devices do not tell.
+    pub(crate) fn query(&self) -> Option<QpInfo> {
+        let mask = qp_attr::STATE | qp_attr::DEST_QPN | qp_attr::AV | qp_attr::PATH_MTU | qp_attr::QKEY;
+        let attr = self.0.qp.query(mask).ok()?;
+        let state = state_of(attr.qp_state);
+        let address = from_gid(attr.ah_attr.grh.dgid.0.into());
+        let has_path = attr.ah_attr.is_global != 0 && attr.ah_attr.grh.dgid.0 != [0; 16];
+        Some(QpInfo {
+            qp_type: self.0.qp_type,
+            state,
+            dest_qpn: Qpn::new(attr.dest_qp_num),
+            path: (has_path && self.0.qp_type != QpType::Ud).then_some(Path {
+                src: self.0.device.address(),
+                dst: address,
+                src_port: 0,
+                traffic_class: attr.ah_attr.grh.traffic_class,
+            }),
+            path_mtu: PathMtu::from_code(attr.path_mtu as u8).map_or(0, PathMtu::bytes),
+            qkey: attr.qkey,
+            send_outstanding: 0,
+            recv_posted: 0,
+        })
+    }
+
+    /// Why it went to Error on its own, as far as its completions said.
+    pub(crate) fn error(&self) -> Option<Status> {
+        self.0.device.error_of(self.0.qp.number())
+    }
+
+    /// Makes a UD queue pair ready to receive and send.
+    pub(crate) fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+        let init = QpAttributes {
+            qkey: Some(qkey),
+            ..Default::default()
+        };
+        let rts = QpAttributes {
+            sq_psn: Some(Psn::new(0)),
+            ..Default::default()
+        };
+        self.modify(QpState::Init, &init)?;
+        self.modify(QpState::Rtr, &QpAttributes::default())?;
+        self.modify(QpState::Rts, &rts)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, HashMap<IpAddr, UdpSocket>> {
+        self.0.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Attaches it to a multicast group; the host joins it on the device's interface.
+    pub(crate) fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+        let address = self.0.device.address();
+        if !group.is_multicast() || group.is_ipv4() != address.is_ipv4() {
+            return Err(McastError::BadAddress.into());
+        }
+        if self.0.qp_type != QpType::Ud {
+            return Err(McastError::NotUd.into());
+        }
+        let mut groups = self.groups();
+        if groups.contains_key(&group) {
+            return Ok(());
+        }
+        let failed = |source| AttachError::Join { group, source };
+        if !self.0.device.features().contains(Features::MULTICAST) {
+            return Err(failed(self.0.device.lacks(Features::MULTICAST).into()));
+        }
+        let socket = join(group, address).map_err(failed)?;
+        let attached = self.0.qp.attach_mcast(to_gid(group).octets());
+        attached.map_err(|error| failed(error.into()))?;
+        groups.insert(group, socket);
+        Ok(())
+    }
+
+    /// Detaches it from a multicast group.
+    pub(crate) fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
+        let socket = self.groups().remove(&group).ok_or(McastError::NotAttached)?;
+        let detached = self.0.qp.detach_mcast(to_gid(group).octets());
+        drop(socket);
+        detached.map_err(|_| McastError::NotAttached)
+    }
+}
+
+/// Joins a group on the interface that has an address, until the socket is closed.
+fn join(group: IpAddr, own: IpAddr) -> std::io::Result<UdpSocket> {
+    match (group, own) {
+        (IpAddr::V4(group), IpAddr::V4(own)) => {
+            let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
+            socket.join_multicast_v4(&group, &own)?;
+            Ok(socket)
+        }
+        (IpAddr::V6(group), _) => {
+            let index = crate::soft::udp::interface_of(own)?.index;
+            let socket = UdpSocket::bind((std::net::Ipv6Addr::UNSPECIFIED, 0))?;
+            socket.join_multicast_v6(&group, index)?;
+            Ok(socket)
+        }
+        _ => Err(std::io::ErrorKind::InvalidInput.into()),
+    }
+}
+
+fn rdma<'a>(va: u64, rkey: RKey) -> Work<'a> {
+    Work::Rdma { va, rkey: rkey.0 }
+}
+
+fn flush_feature(kind: rdmux_rnic::Placement) -> Features {
+    match kind {
+        rdmux_rnic::Placement::PERSISTENT => Features::FLUSH_PERSISTENT,
+        _ => Features::FLUSH_GLOBAL,
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        for group in self
+            .groups
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .keys()
+        {
+            let _ = self.qp.detach_mcast(to_gid(*group).octets());
+        }
+        self.device.forget_error(self.qp.number());
+    }
+}

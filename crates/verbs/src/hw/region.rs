@@ -1,0 +1,245 @@
+//! Memory regions and windows. Requests name both by key, the library by its object: a domain's registry knows them.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdmux_rnic::{Access, Bind, LKey, PostError, RKey, RegionSpec, RegisterError, SgeList, WindowType};
+use rustix::io::Errno;
+
+use super::device::{Counted, ProtectionDomain};
+use super::objects::{Mr, Mw};
+use crate::features::Features;
+
+/// Which bits of a key the program chooses, of windows of type 2.
+const OWN_BITS: u32 = 0xff;
+
+/// Regions and windows of a protection domain.
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    regions: Mutex<HashMap<u32, Region>>,
+    /// By their keys without the bits that are the program's.
+    windows: Mutex<HashMap<u32, Window>>,
+}
+
+#[derive(Clone, Debug)]
+struct Region {
+    mr: Arc<Mr>,
+    iova: u64,
+}
+
+#[derive(Debug)]
+struct Window {
+    /// `None`: its region has ended, and it with it.
+    mw: Option<Arc<Mw>>,
+    /// The region that it is, or was last, bound to.
+    region: Option<u32>,
+}
+
+impl Registry {
+    fn regions(&self) -> MutexGuard<'_, HashMap<u32, Region>> {
+        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn windows(&self) -> MutexGuard<'_, HashMap<u32, Window>> {
+        self.windows.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a binding names.
+    pub(super) fn window_and_region(&self, bind: &Bind) -> Result<(Arc<Mw>, Arc<Mr>), PostError> {
+        let windows = self.windows();
+        let window = windows
+            .get(&(bind.window.0 & !OWN_BITS))
+            .and_then(|window| window.mw.clone());
+        let region = self.regions().get(&bind.region.0).map(|region| region.mr.clone());
+        window.zip(region).ok_or(PostError::Invalid)
+    }
+
+    /// Notes which region a window is bound to.
+    pub(super) fn note_bound(&self, window: u32, region: u32) {
+        if let Some(window) = self.windows().get_mut(&(window & !OWN_BITS)) {
+            window.region = Some(region);
+        }
+    }
+
+    /// A window of type 1 has a new key.
+    pub(super) fn rekey_window(&self, old: u32, new: u32) {
+        let mut windows = self.windows();
+        if let Some(window) = windows.remove(&(old & !OWN_BITS)) {
+            windows.insert(new & !OWN_BITS, window);
+        }
+    }
+
+    /// The bytes of an ATOMIC WRITE, which the library takes by value.
+    pub(super) fn eight_bytes(&self, sges: &SgeList) -> Result<[u8; 8], PostError> {
+        let mut bytes = [0; 8];
+        if let Some(inline) = sges.as_inline() {
+            bytes.copy_from_slice(inline.first_chunk::<8>().ok_or(PostError::Invalid)?);
+            return Ok(bytes);
+        }
+        let mut at = 0;
+        for sge in sges.as_slice() {
+            let region = self.regions().get(&sge.lkey).cloned().ok_or(PostError::Invalid)?;
+            let to = bytes
+                .get_mut(at..at + sge.length as usize)
+                .ok_or(PostError::Invalid)?;
+            let offset = sge.addr.checked_sub(region.iova).ok_or(PostError::Invalid)?;
+            region.mr.read(offset, to).map_err(|_| PostError::Invalid)?;
+            at += sge.length as usize;
+        }
+        Ok(bytes)
+    }
+}
+
+impl ProtectionDomain {
+    pub(crate) fn reg_mr(&self, spec: RegionSpec) -> Result<MemoryRegion, RegisterError> {
+        let RegionSpec {
+            memory,
+            memory_offset: offset,
+            length,
+            iova,
+            access,
+        } = spec;
+        let inside = offset.checked_add(length).is_some_and(|end| end <= memory.len());
+        if !inside || iova.checked_add(length).is_none() {
+            return Err(RegisterError::OutOfRange);
+        }
+        let device = self.device();
+        let flush = [
+            (Access::FLUSH_GLOBAL, Features::FLUSH_GLOBAL),
+            (Access::FLUSH_PERSISTENT, Features::FLUSH_PERSISTENT),
+        ];
+        for (right, feature) in flush {
+            if access.contains(right) && !device.features().contains(feature) {
+                return Err(RegisterError::Unsupported(feature.first_name()));
+            }
+        }
+        if access.contains(Access::REMOTE_ATOMIC) && !device.features().contains(Features::ATOMIC) {
+            return Err(RegisterError::Unsupported(Features::ATOMIC.first_name()));
+        }
+        if access.contains(Access::ON_DEMAND) && !device.features().contains(Features::ON_DEMAND) {
+            return Err(RegisterError::Unsupported(Features::ON_DEMAND.first_name()));
+        }
+        let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        if access.intersects(writes) && !access.contains(Access::LOCAL_WRITE) {
+            return Err(RegisterError::NeedsLocalWrite);
+        }
+        let is_durable = memory.placement().contains(rdmux_rnic::Placement::PERSISTENT);
+        if access.contains(Access::FLUSH_PERSISTENT) && !is_durable {
+            return Err(RegisterError::FlushNotSupported);
+        }
+        let made = Mr::new(self.object(), memory, offset, length, iova, access.bits());
+        let mr = made.ok_or(RegisterError::NotMapped)?.map_err(refused)?;
+        let (lkey, rkey) = mr.keys();
+        let region = Region {
+            mr: Arc::new(mr),
+            iova,
+        };
+        self.registry.regions().insert(lkey, region);
+        Ok(MemoryRegion {
+            pd: self.clone(),
+            lkey: LKey(lkey),
+            rkey: RKey(rkey),
+            _counted: Counted::region(device),
+        })
+    }
+
+    /// Regions without memory are for registration by work requests, which user programs cannot post.
+    pub(crate) fn alloc_mr(&self, _length_max: u64) -> Result<MemoryRegion, RegisterError> {
+        Err(RegisterError::Unsupported(Features::FAST_REGISTER.first_name()))
+    }
+
+    /// Makes a memory window.
+    pub(crate) fn alloc_mw(&self, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
+        let (number, feature) = match window_type {
+            WindowType::One => (1, Features::MW_TYPE_1),
+            WindowType::Two => (2, Features::MW_TYPE_2),
+        };
+        if !self.device().features().contains(feature) {
+            return Err(RegisterError::Unsupported(feature.first_name()));
+        }
+        let mw = Mw::new(self.object(), number).map_err(refused)?;
+        let rkey = mw.rkey();
+        let window = Window {
+            mw: Some(Arc::new(mw)),
+            region: None,
+        };
+        self.registry.windows().insert(rkey & !OWN_BITS, window);
+        Ok(MemoryWindow {
+            pd: self.clone(),
+            rkey: AtomicU32::new(rkey),
+        })
+    }
+}
+
+fn refused(error: Errno) -> RegisterError {
+    match error {
+        Errno::NOMEM | Errno::NOSPC => RegisterError::NoResources,
+        other => RegisterError::Refused(other.raw_os_error()),
+    }
+}
+
+/// Registered memory, whose pages the device holds. Dropping it ends its windows and deregisters.
+#[derive(Debug)]
+pub(crate) struct MemoryRegion {
+    pd: ProtectionDomain,
+    lkey: LKey,
+    rkey: RKey,
+    _counted: Counted,
+}
+
+impl MemoryRegion {
+    pub(crate) fn lkey(&self) -> LKey {
+        self.lkey
+    }
+
+    pub(crate) fn rkey(&self) -> RKey {
+        self.rkey
+    }
+
+    /// Devices that register anew under the same keys are not known.
+    pub(crate) fn rereg(&mut self, _spec: RegionSpec) -> Result<(), RegisterError> {
+        Err(RegisterError::Unsupported(Features::FAST_REGISTER.first_name()))
+    }
+}
+
+impl Drop for MemoryRegion {
+    fn drop(&mut self) {
+        let registry = &self.pd.registry;
+        // A region with windows bound to it does not end: they end first.
+        let mut bound = Vec::new();
+        for window in registry.windows().values_mut() {
+            if window.region == Some(self.lkey.0) {
+                bound.extend(window.mw.take());
+            }
+        }
+        drop(bound);
+        let region = registry.regions().remove(&self.lkey.0);
+        drop(region);
+    }
+}
+
+/// Memory window.
+#[derive(Debug)]
+pub(crate) struct MemoryWindow {
+    pd: ProtectionDomain,
+    rkey: AtomicU32,
+}
+
+impl MemoryWindow {
+    /// Its key.
+    pub(crate) fn rkey(&self) -> RKey {
+        RKey(self.rkey.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_rkey(&self, rkey: RKey) {
+        self.rkey.store(rkey.0, Ordering::Relaxed);
+    }
+}
+
+impl Drop for MemoryWindow {
+    fn drop(&mut self) {
+        let window = self.pd.registry.windows().remove(&(self.rkey().0 & !OWN_BITS));
+        drop(window);
+    }
+}

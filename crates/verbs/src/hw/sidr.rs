@@ -1,0 +1,141 @@
+//! Datagram services, found by their port, through the system's RDMA CM.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::{QpState, QpType, Qpn};
+use rdmux_wire::cm::SidrStatus;
+
+use super::cm::{Failure, Line, listen};
+use super::cma::{Id, Tell};
+use super::device::Device;
+use super::qp::QueuePair;
+use crate::abi::{cm_event, port_space};
+use crate::cm::ListenError;
+use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, ResolveError};
+
+/// Longest wait for the peer's answer.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Most private data of a SIDR_REQ with its addresses, and of a SIDR_REP. IBTA Vol 1, 12.11.
+const REQ_DATA_MAX: usize = 180;
+const REP_DATA_MAX: usize = 136;
+
+fn tell(private_data: &[u8], qpn: u32) -> Tell<'_> {
+    Tell {
+        private_data,
+        responder_resources: 0,
+        initiator_depth: 0,
+        retry_count: 0,
+        rnr_retry_count: 0,
+        srq: false,
+        qpn,
+    }
+}
+
+impl Device {
+    /// Asks who serves datagrams on an address and port (RDMA_PS_UDP).
+    pub(crate) fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<Found, ResolveError> {
+        if private_data.len() > REQ_DATA_MAX {
+            return Err(ResolveError::PrivateData);
+        }
+        let failed = |failure: Failure| match failure {
+            Failure::Rejected(status, private_data) => ResolveError::Refused {
+                status: SidrStatus(u8::try_from(status).unwrap_or(SidrStatus::UNSUPPORTED.0)),
+                private_data,
+            },
+            Failure::Silence => ResolveError::Unreachable(peer.ip()),
+            Failure::Other(errno) => ResolveError::Io(io::Error::from_raw_os_error(-errno)),
+        };
+        let deadline = Instant::now().checked_add(RESOLVE_TIMEOUT);
+        let line = self
+            .cm()
+            .and_then(|cm| cm.open(port_space::UDP))
+            .map_err(io::Error::from)?;
+        line.resolve(self.address(), peer, deadline).map_err(failed)?;
+        line.id.connect(&tell(private_data, 0)).map_err(io::Error::from)?;
+        let told = line.expect(cm_event::ESTABLISHED, deadline).map_err(failed)?;
+        Ok(Found {
+            qpn: Qpn::new(told.qpn),
+            qkey: told.qkey,
+            private_data: told.private_data,
+        })
+    }
+
+    /// Serves datagrams on a port (RDMA_PS_UDP).
+    pub(crate) fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
+        let line = listen(self, port_space::UDP, port)?;
+        Ok(DatagramListener { line })
+    }
+}
+
+/// A port that requests for datagram services come in on.
+#[derive(Debug)]
+pub(crate) struct DatagramListener {
+    line: Arc<Line>,
+}
+
+impl DatagramListener {
+    /// Waits for a request. `None`: the time is over.
+    pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let taken = self.line.wait(deadline)?;
+            if let Some(id) = taken.request {
+                return Some(ServiceRequest {
+                    peer: id.peer()?,
+                    id: Some(id),
+                    private_data: taken.told.private_data,
+                });
+            }
+        }
+    }
+
+    /// Readable when a request may have come.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.line.fd()
+    }
+}
+
+/// A peer's request for a datagram service. Dropped undecided, it is refused.
+#[derive(Debug)]
+pub(crate) struct ServiceRequest {
+    /// `None`: decided.
+    id: Option<Id>,
+    pub(crate) peer: IpAddr,
+    pub(crate) private_data: Vec<u8>,
+}
+
+impl ServiceRequest {
+    /// Answers with a UD queue pair that is ready. The system's RDMA CM tells peers [`RDMA_UDP_QKEY`], so it must be that one's.
+    pub(crate) fn accept(&mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
+        let serves = |state| matches!(state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
+        let info = qp
+            .query()
+            .filter(|info| info.qp_type == QpType::Ud && serves(info.state));
+        info.filter(|info| info.qkey == RDMA_UDP_QKEY)
+            .ok_or(AnswerError::NotReady)?;
+        if private_data.len() > REP_DATA_MAX {
+            return Err(AnswerError::PrivateData);
+        }
+        let id = self.id.take().ok_or(AnswerError::Expired)?;
+        id.accept(&tell(private_data, qp.qpn().value()))
+            .map_err(|_| AnswerError::Expired)
+    }
+
+    /// Refuses.
+    pub(crate) fn refuse(&mut self, private_data: &[u8]) {
+        if let Some(id) = self.id.take() {
+            // A request that has been withdrawn needs no answer.
+            let _ = id.reject(&private_data[..private_data.len().min(REP_DATA_MAX)]);
+        }
+    }
+}
+
+impl Drop for ServiceRequest {
+    fn drop(&mut self) {
+        self.refuse(&[]);
+    }
+}
