@@ -3,6 +3,7 @@
 mod basic;
 mod cm;
 mod cm_table;
+mod counted;
 mod direct;
 mod ended;
 mod malformed;
