@@ -43,6 +43,10 @@ enum Command {
     /// Show the objects of running devices: queue pairs, regions, connections and so on.
     #[command(alias = "resource")]
     Res(cmd::res::Args),
+    /// Say why a queue pair is as it is, also after the end of its process.
+    Explain(cmd::explain::Args),
+    /// Print what devices noted of themselves, also after the end of their processes.
+    Trace(cmd::trace::Args),
     /// Show what rdmux does, end to end, on this host.
     Demo(cmd::demo::Args),
     /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
@@ -93,6 +97,8 @@ fn main() -> ExitCode {
         Command::Link(args) => cmd::dev::run_link(&args),
         Command::Stat(args) => cmd::dev::run_stat(&args),
         Command::Res(args) => cmd::res::run(&args),
+        Command::Explain(args) => cmd::explain::run(&args),
+        Command::Trace(args) => cmd::trace::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Sim(args) => cmd::sim::run(&args),
         Command::Capture(args) => cmd::capture::run(&args),

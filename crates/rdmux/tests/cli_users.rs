@@ -229,7 +229,7 @@ fn users__learn_nothing_of_each_other() {
     // The other one asks by every command that shows something, and by those that reach a region.
     let into = other.path("into");
     let into = into.to_str().unwrap();
-    let commands: [&[&str]; 18] = [
+    let commands: [&[&str]; 19] = [
         &["res", "show"],
         &["res", "show", "--json"],
         &["res", "show", "qp"],
@@ -238,6 +238,7 @@ fn users__learn_nothing_of_each_other() {
         &["dev", "show", "--json"],
         &["link", "show"],
         &["stat", "show", "--json"],
+        &["trace", "dump", "--json"],
         &["doctor"],
         &["doctor", "--json"],
         &["capture", "-w", into, "--seconds", "1", "--device", &device],
@@ -279,7 +280,7 @@ fn users__learn_nothing_of_each_other() {
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
             .concat();
         hidden(&args.join(" "), &text);
-        if !matches!(args[0], "res" | "dev" | "link" | "stat" | "doctor") {
+        if !matches!(args[0], "res" | "dev" | "link" | "stat" | "trace" | "doctor") {
             assert!(!output.status.success(), "{args:?}: {text}");
         }
     }

@@ -50,7 +50,7 @@ const OUTPUTS: [&str; 25] = [
 ];
 
 /// Commands whose output has none, and why.
-const WITHOUT: [(&str, &str); 2] = [
+const WITHOUT: [(&str, &str); 4] = [
     (
         "demo push",
         "it measures for long; cli_push looks at what it reports",
@@ -59,6 +59,8 @@ const WITHOUT: [(&str, &str); 2] = [
         "run",
         "what it prints is another program's; capi/programs runs them",
     ),
+    ("explain qp", "cli_explain looks at what it says of each cause"),
+    ("trace dump", "cli_explain looks at what it holds"),
 ];
 
 fn golden(name: &str) -> PathBuf {

@@ -32,6 +32,7 @@ use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowTyp
 use crate::sched::{CLASSES, Policy, Scheduler, TURN_BYTES};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
+use crate::trace::{Note, Tracer};
 use crate::transmit::{ECN_MARKED, Path, TransmitBuf};
 use crate::work::{Bind, Operation, PostError, RecvRequest, SendFlags, SendRequest, SgeList, Target};
 
@@ -192,6 +193,7 @@ pub struct Rnic {
     /// QPs whose peers are to lose what they were granted.
     revoked: Vec<Qpn>,
     rnr_faults: Option<Line>,
+    tracer: Option<Box<dyn Tracer>>,
 }
 
 /// What a QP needs of the rest of a device, borrowed field by field: the device's QPs stay free.
@@ -208,6 +210,7 @@ macro_rules! env_of {
             overrun: &mut $device.overrun,
             traffic: &$device.config.traffic,
             rnr_faults: &mut $device.rnr_faults,
+            tracer: &mut $device.tracer,
             now: $now,
         }
     };
@@ -247,6 +250,7 @@ impl Rnic {
             gsi_psn,
             revoked: Vec::new(),
             rnr_faults: None,
+            tracer: None,
         }
     }
 
@@ -756,6 +760,20 @@ impl Rnic {
         self.revoked.pop()
     }
 
+    // Notes.
+
+    /// From now on what happens is noted there. What was there before comes back.
+    pub fn set_tracer(&mut self, tracer: Option<Box<dyn Tracer>>) -> Option<Box<dyn Tracer>> {
+        std::mem::replace(&mut self.tracer, tracer)
+    }
+
+    /// Notes what the driver knows of; QPN 0 stands for the device.
+    pub fn note(&mut self, now: Time, qpn: Qpn, note: Note) {
+        if let Some(tracer) = &mut self.tracer {
+            tracer.note(now, qpn, &note);
+        }
+    }
+
     // Faults.
 
     /// From now on some requests that need a receive are answered by RNR NAK as if there were none, as [`Spec::rnr`] says. The other
@@ -1014,6 +1032,9 @@ impl Rnic {
         let Some((qpn, psn)) = self.flushes.finish(id) else {
             return;
         };
+        if let Err(fault) = result {
+            self.note(now, qpn, Note::FlushFailed { psn, fault });
+        }
         self.with_qp(now, qpn, |qp, env| qp.handle_flush(env, psn, result.is_ok()));
     }
 

@@ -32,6 +32,7 @@ mod srq;
 #[cfg(test)]
 mod tests;
 mod time;
+pub mod trace;
 mod transmit;
 mod work;
 

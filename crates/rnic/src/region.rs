@@ -10,6 +10,7 @@ use rdmux_wire::{LKey, Qpn, RKey};
 use crate::device::RegionDetail;
 use crate::graveyard::Graveyard;
 use crate::memory::{Access, Memory};
+use crate::trace::Denial;
 use crate::work::{Bind, Registration};
 
 /// Handle of a protection domain of one device.
@@ -606,6 +607,44 @@ impl Regions {
     /// Regions and windows by the high 24 bits of their keys.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u32> {
         self.entries.keys().copied()
+    }
+
+    /// Why [`Regions::remote`] gives nothing, or not these bytes.
+    pub(crate) fn denial(
+        &self,
+        rkey: u32,
+        pd: Pd,
+        qpn: Qpn,
+        (va, length): (u64, u64),
+        needs: Access,
+    ) -> Denial {
+        let Some(entry) = self.exact(rkey) else {
+            return Denial::NoKey;
+        };
+        if entry.pd != pd {
+            return Denial::OtherDomain;
+        }
+        let has = match &entry.kind {
+            Kind::Window { kind, bound, .. } => match bound {
+                None => return Denial::NoKey,
+                Some(bound) if *kind == WindowType::Two && bound.qpn != qpn => return Denial::OtherWindow,
+                Some(bound) => bound.bind.access,
+            },
+            Kind::Region(spec) => spec.access,
+            Kind::Fast { spec: Some(spec), .. } => spec.access,
+            Kind::Fast { spec: None, .. } => return Denial::NoKey,
+        };
+        if !has.contains(needs) {
+            return Denial::NoRight { needs, has };
+        }
+        match self.remote(rkey, pd, qpn, needs) {
+            Some(view) if view.offset_of(va, length).is_none() => Denial::OutOfRange {
+                begin: view.iova,
+                length: view.length,
+            },
+            // What is behind it has gone, or has failed.
+            _ => Denial::Memory,
+        }
     }
 
     pub(crate) fn detail(&self, mrn: u32) -> Option<RegionDetail> {

@@ -191,6 +191,22 @@ pub enum Operation {
 }
 
 impl Operation {
+    /// The address and key of the peer's memory, or of the window or region that it is about.
+    pub(crate) fn names(&self) -> Option<(u64, u32)> {
+        match self {
+            Operation::Send { .. } => None,
+            Operation::SendInvalidate { rkey } | Operation::LocalInvalidate { rkey } => Some((0, rkey.0)),
+            Operation::Write { va, rkey, .. }
+            | Operation::Read { va, rkey }
+            | Operation::CompareSwap { va, rkey, .. }
+            | Operation::FetchAdd { va, rkey, .. }
+            | Operation::AtomicWrite { va, rkey }
+            | Operation::Flush { va, rkey, .. } => Some((*va, rkey.0)),
+            Operation::Bind(bind) => Some((bind.va, bind.window.0)),
+            Operation::Register(registration) => Some((registration.spec.iova, registration.key.0)),
+        }
+    }
+
     /// Whether it is done by the device alone, without a packet.
     pub fn is_local(&self) -> bool {
         matches!(

@@ -72,6 +72,7 @@ pub use rdmux_rnic::{
     SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target, Traffic,
     WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
+pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::{PathMtu, Transport};
 pub use region::{MemoryRegion, MemoryWindow};

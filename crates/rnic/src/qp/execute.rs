@@ -1,6 +1,8 @@
 //! The one place where a peer's request is checked and done: rights, bounds, memory, completion. Both ways by which requests
 //! come in, packets and rings in shared memory, end here, so there is no second responder. IBTA Vol 1, 9.7.4.
 
+mod denial;
+
 use std::sync::Arc;
 
 use rdmux_wire::grh::GRH_LEN;

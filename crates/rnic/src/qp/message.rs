@@ -8,7 +8,8 @@ use crate::cq::{Status, WcOpcode};
 use crate::memory::{Access, Memory};
 use crate::qp::{Env, Head};
 use crate::region::Pd;
-use crate::work::{Operation, Sge, SgeList};
+use crate::trace::Note;
+use crate::work::{Operation, SendRequest, Sge, SgeList};
 
 /// What a completion calls an operation.
 pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
@@ -24,6 +25,30 @@ pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
         Operation::Register(_) => WcOpcode::Register,
         Operation::LocalInvalidate { .. } => WcOpcode::LocalInvalidate,
     }
+}
+
+/// Notes that a request ended in error, with what it names: of the peer, or of its own memory where that is what is wrong.
+pub(super) fn note_failed(env: &mut Env<'_>, head: &Head, request: &SendRequest, bytes: u32, status: Status) {
+    let named = request.operation.names();
+    let first = request.sges.as_slice().first();
+    let own = first.map(|sge| (sge.addr, sge.lkey));
+    let is_own = matches!(
+        status,
+        Status::LocalProtection | Status::LocalQpOperation | Status::LocalLength
+    );
+    let (va, key) = if is_own { own } else { named }.or(named).unwrap_or((0, 0));
+    let note = Note::RequestFailed {
+        status,
+        opcode: opcode_of(&request.operation),
+        wr_id: request.wr_id,
+        va,
+        key,
+        length: match request.operation {
+            Operation::Flush { length, .. } => length,
+            _ => bytes,
+        },
+    };
+    env.note(head.qpn, note);
 }
 
 /// Does an operation that needs no packet.

@@ -17,6 +17,7 @@ use crate::region::{NumberMap, Pd, Regions};
 use crate::sched::class_of;
 use crate::srq::{SharedReceiveQueue, Srqn, Xrcd};
 use crate::time::Time;
+use crate::trace::{Note, Tracer};
 use crate::transmit::{ECN_CAPABLE, ECN_MARKED, Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest, SendRequest};
 
@@ -242,10 +243,19 @@ pub(crate) struct Env<'a> {
     pub(crate) traffic: &'a Traffic,
     /// Decides which requests are told that there is no receive, though there is one.
     pub(crate) rnr_faults: &'a mut Option<Line>,
+    pub(crate) tracer: &'a mut Option<Box<dyn Tracer>>,
     pub(crate) now: Time,
 }
 
 impl Env<'_> {
+    /// Notes something for those who ask later.
+    #[cold]
+    pub(crate) fn note(&mut self, qpn: Qpn, note: Note) {
+        if let Some(tracer) = self.tracer.as_mut() {
+            tracer.note(self.now, qpn, &note);
+        }
+    }
+
     /// Posts a completion and tells who waits for it.
     pub(crate) fn complete(&mut self, cq: Cqn, wc: WorkCompletion, solicited: bool) {
         let Some(queue) = self.cqs.get(&cq.0) else {
@@ -266,6 +276,9 @@ impl Env<'_> {
             Pushed::Quiet => {}
             Pushed::Tell => self.events.push_back(Event::Completion(cq)),
             Pushed::Overrun { first } => {
+                if first {
+                    self.note(wc.qpn, Note::Overrun { cqn: cq });
+                }
                 if first && !mutant!(OverrunUntold) {
                     self.events.push_back(Event::CqError(cq));
                 }
@@ -458,7 +471,8 @@ impl Qp {
         to: QpState,
         attr: &QpAttributes,
     ) -> Result<(), ModifyError> {
-        attr.check(self.head.init.qp_type, self.head.state, to)?;
+        let (qp_type, from) = (self.head.init.qp_type, self.head.state);
+        attr.check(qp_type, from, to)?;
         let head = &mut self.head;
         head.access = attr.access.unwrap_or(head.access);
         let path_stays = head.path.is_some() && mutant!(PathStays);
@@ -490,6 +504,11 @@ impl Qp {
             probes::state(self.head.state),
             probes::state(to),
         );
+        env.note(self.head.qpn, Note::Moved { qp_type, from, to });
+        if let (Some(path), QpState::Rtr) = (self.head.path, to) {
+            let (address, qpn, mtu) = (path.dst, self.head.dest_qpn, self.head.mtu);
+            env.note(self.head.qpn, Note::Peer { address, qpn, mtu });
+        }
         match to {
             QpState::Error => self.fail(env, None),
             QpState::Sqd => {
@@ -566,7 +585,10 @@ impl Qp {
             probe!(qp_state, qpn, from, probes::state(QpState::Error));
             probe!(qp_error, qpn, probes::status(status), cause as u32);
         }
-        self.head.state = QpState::Error;
+        let from = std::mem::replace(&mut self.head.state, QpState::Error);
+        if let Some((status, cause)) = cause {
+            env.note(self.head.qpn, Note::Failed { status, cause, from });
+        }
         self.open_queues();
         match &mut self.halves {
             Halves::Reliable(requester, responder) => {
@@ -771,7 +793,7 @@ impl Qp {
     pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) {
         self.head.timer = None;
         if let Halves::Reliable(requester, _) = &mut self.halves {
-            let result = requester.handle_timeout(env);
+            let result = requester.handle_timeout(env, &self.head);
             self.end_if_broken(env, result);
         }
     }
@@ -851,8 +873,11 @@ impl Qp {
                             probes::state(QpState::Sqe)
                         );
                         probe!(qp_error, qpn, probes::status(status), Cause::OwnRequest as u32);
-                        self.head.state = QpState::Sqe;
+                        let (qp_type, from) = (self.head.init.qp_type, self.head.state);
+                        let to = QpState::Sqe;
+                        self.head.state = to;
                         self.head.sends.close();
+                        env.note(self.head.qpn, Note::Moved { qp_type, from, to });
                     }
                     sender.break_off(env, &self.head, status);
                     if mutant!(SqeIsError) {

@@ -27,7 +27,7 @@ use crate::cq::Status;
 use crate::graveyard::Held;
 use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{
-    data_operation, gather, opcode_of, packets_of, perform_local, position_of, scatter,
+    data_operation, gather, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
 };
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
@@ -36,6 +36,7 @@ use crate::qp::{
 use crate::queue::Place;
 use crate::srq::Srqn;
 use crate::time::Time;
+use crate::trace::Note;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
 
@@ -151,6 +152,10 @@ pub(crate) struct Requester {
     rnr_until: Option<Time>,
     /// The packet that the peer was not ready for, while that is waited out.
     rnr_psn: Psn,
+    /// When anything came from the peer the last time.
+    heard: Option<Time>,
+    /// Since when no answer has brought it further, once something was sent again for that.
+    stuck_since: Time,
     /// A hole before `una` was seen and resent; wait for the timer before doing so again.
     gap_resent: bool,
     /// The QP went to SQD and was not told yet that the send queue has drained.
@@ -199,6 +204,8 @@ impl Requester {
             deadline: None,
             rnr_until: None,
             rnr_psn: zero,
+            heard: None,
+            stuck_since: Time(0),
             gap_resent: false,
             draining: false,
             flush_icrc: FlushIcrc::default(),
@@ -321,6 +328,7 @@ impl Requester {
             let Some(wqe) = self.queue.pop_front() else { break };
             head.sends.give_back(1);
             let status = if i == broken.request {
+                note_failed(env, head, &wqe.request, wqe.bytes, broken.status);
                 broken.status
             } else {
                 Status::Flushed
@@ -357,7 +365,7 @@ impl Requester {
         earlier(earlier(self.deadline, self.rnr_until), selective)
     }
 
-    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) -> Result<(), Broken> {
+    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
         if self.rnr_until.is_some_and(|until| until <= env.now) {
             self.rnr_until = None;
             // What the peer had no receive for may have got there meanwhile, with nothing to be sent again.
@@ -368,9 +376,15 @@ impl Requester {
         if self.deadline.is_some_and(|deadline| deadline <= env.now) {
             self.deadline = None;
             env.counters.local_ack_timeout_err += 1;
+            let note = Note::TimedOut {
+                psn: self.una,
+                resends: self.resends,
+                retry_count: self.retry_count,
+            };
+            env.note(head.qpn, note);
             self.congested();
             self.gap_resent = false;
-            self.resend_from(env, self.una)?;
+            self.resend_from(env, head, self.una)?;
         }
         self.selective_timeout(env);
         Ok(())
@@ -751,6 +765,7 @@ impl Requester {
             env.counters.stale_responses += 1;
             return Ok(());
         }
+        self.heard = Some(env.now);
         let operation = packet.bth.opcode.operation;
         if operation.is_read_response() || operation == Op::AtomicAcknowledge {
             return self.handle_data_response(env, head, packet);
@@ -779,7 +794,16 @@ impl Requester {
                 }
                 let request = self.locate(psn).wqe;
                 let counts = !self.queue.get(request).is_some_and(Wqe::may_wait_for_flush);
-                if self.rnr_retry < 7 && counts {
+                let is_counted = self.rnr_retry < 7 && counts;
+                let note = Note::RnrNak {
+                    psn,
+                    wait_ns: rnr_timer_ns(timer),
+                    tries: self.rnr_tries,
+                    rnr_retry: self.rnr_retry,
+                    is_last: is_counted && self.rnr_tries >= self.rnr_retry,
+                };
+                env.note(head.qpn, note);
+                if is_counted {
                     if self.rnr_tries >= self.rnr_retry && !mutant!(RnrRetriesNeverEnd) {
                         let status = Status::RnrRetryExceeded;
                         return Err(Broken { status, request });
@@ -802,6 +826,7 @@ impl Requester {
                 if psn.since(self.una) < 0 {
                     return Ok(());
                 }
+                env.note(head.qpn, Note::GapNak { psn });
                 if self.selective.is_some() {
                     let sack = Sack::of(packet).and_then(Result::ok);
                     return self.handle_sack(env, head, psn, sack);
@@ -813,13 +838,14 @@ impl Requester {
                 };
                 if self.acknowledge(env, head, from)? {
                     self.congested();
-                    self.resend_from(env, from)?;
+                    self.resend_from(env, head, from)?;
                 }
             }
             Syndrome::Nak(code) => {
                 if psn.since(self.una) < 0 {
                     return Ok(());
                 }
+                env.note(head.qpn, Note::FatalNak { psn, code });
                 // A READ before it may still lack its data; nothing brings that any more, and the retries do not matter.
                 let _ = self.acknowledge(env, head, psn);
                 let status = match code {
@@ -856,7 +882,7 @@ impl Requester {
                 } else if !self.gap_resent {
                     self.gap_resent = true;
                     self.congested();
-                    self.resend_from(env, self.una)?;
+                    self.resend_from(env, head, self.una)?;
                 }
                 return Ok(false);
             }
@@ -1008,7 +1034,7 @@ impl Requester {
                     if !self.gap_resent {
                         self.gap_resent = true;
                         self.congested();
-                        self.resend_from(env, self.una)?;
+                        self.resend_from(env, head, self.una)?;
                     }
                     return Ok(());
                 }
@@ -1061,12 +1087,23 @@ impl Requester {
         self.cursor = self.locate(psn);
     }
 
-    fn resend_from(&mut self, env: &mut Env<'_>, psn: Psn) -> Result<(), Broken> {
+    fn resend_from(&mut self, env: &mut Env<'_>, head: &Head, psn: Psn) -> Result<(), Broken> {
         if self.queue.is_empty() {
             return Ok(());
         }
+        if self.resends == 0 {
+            self.stuck_since = Time(env.now.0.saturating_sub(self.timeout_ns.unwrap_or(0)));
+        }
         if self.resends >= 2 * self.retry_count && !mutant!(RetriesNeverEnd) {
             env.counters.retry_exceeded_err += 1;
+            let note = Note::RetriesUsed {
+                psn: self.una,
+                resends: self.resends,
+                retry_count: self.retry_count,
+                stuck_ns: env.now.since_ns(self.stuck_since),
+                heard_ns: self.heard.map(|heard| env.now.since_ns(heard)),
+            };
+            env.note(head.qpn, note);
             return Err(Broken::oldest(Status::RetryExceeded));
         }
         self.resends = self.resends.saturating_add(1);
@@ -1247,6 +1284,7 @@ mod tests {
             overrun: &mut Vec::new(),
             traffic: &Traffic::default(),
             rnr_faults: &mut None,
+            tracer: &mut None,
             now: Time(1),
         };
         let qp = Qp::new(Qpn::new(5), QpInit::new(Pd(0), Cqn(0)), 256);

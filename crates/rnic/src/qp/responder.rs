@@ -19,6 +19,7 @@ use crate::qp::message::fits;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
 use crate::region::Pd;
+use crate::trace::{Note, Refused};
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
 
@@ -243,6 +244,10 @@ impl Responder {
         };
         if ahead > 0 && !mutant!(GapAccepted) {
             env.counters.out_of_sequence += 1;
+            if !self.nak_sent && !self.sack_owed {
+                let expected = self.expected;
+                env.note(head.qpn, Note::Missing { expected, psn });
+            }
             if head.selective || mutant!(SackUnagreed) {
                 self.keep_early(env, head, packet);
             } else if !self.nak_sent {
@@ -273,12 +278,24 @@ impl Responder {
                     None
                 }
             }
-            Err(refusal) => self.refused(env, packet, refusal),
+            Err(refusal) => self.refused(env, head, packet, refusal),
         }
     }
 
     /// A request cannot be done now, or never. `Some`: the QP is to fail with this status.
-    fn refused(&mut self, env: &mut Env<'_>, packet: &Packet<'_>, refusal: Refusal) -> Option<Status> {
+    fn refused(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        packet: &Packet<'_>,
+        refusal: Refusal,
+    ) -> Option<Status> {
+        let psn = packet.bth.psn;
+        let note = match refusal {
+            Refusal::NotReady => Note::NotReady { psn },
+            refusal => Note::Refused(self.execution.denial(env, head, packet, refusal)),
+        };
+        env.note(head.qpn, note);
         match refusal {
             Refusal::NotReady => {
                 env.counters.resources_rnr_nak += 1;
@@ -330,7 +347,7 @@ impl Responder {
                 if mutant!(KeptRefusedSkipped) {
                     self.expected = self.expected.plus(1);
                 }
-                return self.refused(env, &packet, refusal);
+                return self.refused(env, head, &packet, refusal);
             }
         }
         let last = self.early.psns().next_back();
@@ -402,6 +419,10 @@ impl Responder {
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
         let refusal = self.execution.place_gathered(env, head).err()?;
         let last = self.expected.minus(1);
+        env.note(
+            head.qpn,
+            Note::Refused(Refused::of_memory(last, Op::WriteMiddle, None)),
+        );
         // An acknowledgement of the same packet may be owed already; it was not sent, since the datagram ended just now.
         if matches!(self.answers.back(), Some(Answer::Ack { psn, syndrome: Syndrome::ACK, .. }) if *psn == last)
         {
@@ -943,6 +964,8 @@ impl Responder {
                                 _ => (NakCode::RemoteOperation, Status::RemoteOperation),
                             };
                             env.counters.sent_naks += 1;
+                            let refused = Refused::of_memory(psn, Op::ReadRequest, Some(reth));
+                            env.note(head.qpn, Note::Refused(refused));
                             self.answers.clear();
                             self.answers.push_back(Answer::Ack {
                                 psn,

@@ -7,6 +7,7 @@ use crate::cq::Status;
 use crate::qp::execute::{Effect, Execution, Refusal, Request, Scope};
 use crate::qp::message::fits;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
+use crate::trace::Note;
 
 /// A packet that lies up to this many before the one expected is a copy, or late. The specification takes any first packet for
 /// a new message, since its links neither copy nor reorder; Ethernet and IP may. What lies further behind is taken for a
@@ -71,7 +72,11 @@ impl UcReceiver {
         match self.execute(env, head, packet) {
             Ok(_) => None,
             // Of the receive's own making. 9.9.3.
-            Err(Refusal::Receive(status)) => Some(status),
+            Err(refusal @ Refusal::Receive(status)) => {
+                let refused = self.execution.denial(env, head, packet, refusal);
+                env.note(head.qpn, Note::Refused(refused));
+                Some(status)
+            }
             // Of the peer's making, who is not told.
             Err(refusal) => {
                 match refusal {

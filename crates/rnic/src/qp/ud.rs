@@ -7,6 +7,7 @@ use crate::cq::Status;
 use crate::device::Arrival;
 use crate::qp::execute::{Execution, Refusal, Request, Scope};
 use crate::qp::{Env, Head};
+use crate::trace::Note;
 
 #[derive(Debug)]
 pub(crate) struct UdReceiver {
@@ -43,7 +44,11 @@ impl UdReceiver {
         let scope = Scope::of(env, head, None).ok()?;
         match self.execution.execute(env, head, scope, request) {
             Ok(_) => None,
-            Err(Refusal::Receive(status)) => Some(status),
+            Err(refusal @ Refusal::Receive(status)) => {
+                let refused = self.execution.denial(env, head, packet, refusal);
+                env.note(head.qpn, Note::Refused(refused));
+                Some(status)
+            }
             // Of the sender's making, who may be anybody: class D of 9.9.3.
             Err(Refusal::TooLong) => {
                 env.counters.dropped_messages += 1;

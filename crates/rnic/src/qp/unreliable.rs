@@ -8,7 +8,9 @@ use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::Status;
 use crate::graveyard::Held;
-use crate::qp::message::{data_operation, gather, opcode_of, packets_of, perform_local, position_of};
+use crate::qp::message::{
+    data_operation, gather, note_failed, opcode_of, packets_of, perform_local, position_of,
+};
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
 use crate::queue::Place;
 use crate::sched::class_of;
@@ -111,6 +113,7 @@ impl Sender {
     pub(crate) fn break_off(&mut self, env: &mut Env<'_>, head: &Head, status: Status) {
         if let Some(wqe) = self.queue.pop_front() {
             head.sends.give_back(1);
+            note_failed(env, head, &wqe.request, wqe.bytes, status);
             complete(env, head, &wqe.request, status, 0);
         }
         self.flush(env, head);

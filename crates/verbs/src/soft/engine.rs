@@ -24,6 +24,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
+use rdmux_rnic::trace::{ConnectionNote, Note};
 use rdmux_rnic::{
     Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path, PostError,
     QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
@@ -50,8 +51,10 @@ use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
 use super::port::Port;
+use super::resources::DeviceAt;
 use super::shm::link::Links;
 use super::shm::ring::Meta;
+use super::trace::Level;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 
 /// Looks of a spinning caller between two at whether somebody else needs its CPU.
@@ -447,7 +450,13 @@ impl Engine {
         let start = *START.get_or_init(Instant::now);
         let mut tx = [const { None }; SLOTS];
         tx[0] = Some(gsi);
-        let mut port = Port::new(Rnic::new(config), spec, Time(start.elapsed().as_nanos() as u64));
+        let now = Time(start.elapsed().as_nanos() as u64);
+        let mut port = Port::new(Rnic::new(config), spec, now);
+        let device = DeviceAt {
+            address,
+            slot: group.slot(),
+        };
+        port.trace(Level::of_environment(), device, now);
         if let Some(capture) = capture {
             port.capture(capture);
         }
@@ -824,7 +833,9 @@ impl Engine {
         let mut core = self.lock();
         core.links.close();
         let capture = core.rnic.end_capture();
+        let trace = core.rnic.set_tracer(None);
         drop(core);
+        drop(trace);
         if let Some(capture) = capture {
             capture.finish();
         }
@@ -1078,6 +1089,7 @@ impl Core {
             | CmEvent::Disconnected { id }
             | CmEvent::SidrReply { id, .. } => (*id, true),
         };
+        self.note_connection(now, id, &event);
         let Some(entry) = self.connections.get(&id) else {
             // So that peers that ask and give up fill no listener's queue.
             let queues = self.listeners.values().filter_map(|l| l.sink.0.upgrade());
@@ -1107,6 +1119,25 @@ impl Core {
         if ends {
             self.connections.remove(&id);
         }
+    }
+
+    /// Notes what happened to a connection, for those who ask why.
+    fn note_connection(&mut self, now: Time, id: CmId, event: &CmEvent) {
+        let (what, reason) = match event {
+            CmEvent::Reply { .. } => (ConnectionNote::Accepted, 0),
+            CmEvent::Established { .. } => (ConnectionNote::Established, 0),
+            CmEvent::Rejected { reason, .. } => (ConnectionNote::Rejected, reason.0),
+            CmEvent::Unreachable { .. } => (ConnectionNote::Unreachable, 0),
+            CmEvent::Disconnected { .. } => (ConnectionNote::Disconnected, 0),
+            CmEvent::Request { .. } | CmEvent::SidrRequest { .. } | CmEvent::SidrReply { .. } => return,
+        };
+        let qpn = self.connections.get(&id).and_then(|entry| entry.qpn);
+        let note = Note::Connection {
+            id: id.0,
+            what,
+            reason,
+        };
+        self.rnic.note(now, qpn.unwrap_or(Qpn::new(0)), note);
     }
 
     /// Hands a request to who listens; a request of the other kind is for nobody.
@@ -1178,7 +1209,7 @@ impl Core {
                 };
                 let bytes = &self.buf.bytes()[train.range.clone()];
                 if self.links.send((train.path.dst, slot), meta, bytes) {
-                    self.rnic.show_sent(train, true, bytes);
+                    self.rnic.show_sent(now, train, true, bytes);
                     self.sent += 1;
                     continue;
                 }
@@ -1216,10 +1247,11 @@ impl Core {
             match socket.send_batch(&outgoing[..run.len()]) {
                 Ok(n) => {
                     for train in &run[..n] {
-                        self.rnic.show_sent(train, false, &bytes[train.range.clone()]);
+                        self.rnic
+                            .show_sent(now, train, false, &bytes[train.range.clone()]);
                     }
                     self.sent += n;
-                    if n > 0 && self.rnic.set_down(false) {
+                    if n > 0 && self.rnic.set_down(now, false) {
                         self.async_events.push(AsyncEvent::PortActive);
                     }
                     let full = n < run.len();
@@ -1240,7 +1272,7 @@ impl Core {
                     // As good as lost on the way: the protocol notices, and the counter tells why.
                     self.send_errors += 1;
                     self.sent += error.index + 1;
-                    if port_is_down(&error.source) && !self.rnic.set_down(true) {
+                    if port_is_down(&error.source) && !self.rnic.set_down(now, true) {
                         self.async_events.push(AsyncEvent::PortError);
                     }
                 }

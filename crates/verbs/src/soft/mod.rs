@@ -16,6 +16,7 @@ pub mod resources;
 pub(crate) mod shm;
 pub(crate) mod sidr;
 pub(crate) mod srq;
+pub mod trace;
 pub mod udp;
 mod user;
 

@@ -5,11 +5,15 @@
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
 
-use rdmux_rnic::faults::Spec;
+use rdmux_rnic::faults::{Fate, Spec};
+use rdmux_rnic::trace::{Injection, Note};
 use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status, Time, Train, TransmitBuf};
+use rdmux_wire::roce::Packet;
 
 use super::capture::Capture;
 use super::faults::{FaultCounts, Faults, Leaving};
+use super::resources::DeviceAt;
+use super::trace::{self, Level};
 use crate::event::AsyncEvent;
 
 /// The engine, and what stands between it and its carriers.
@@ -20,6 +24,8 @@ pub(crate) struct Port {
     watch: Option<Box<Watch>>,
     /// The network takes no packets.
     is_down: bool,
+    /// Packets are noted one by one.
+    traces_packets: bool,
 }
 
 #[derive(Debug, Default)]
@@ -59,6 +65,7 @@ impl Port {
             rnic,
             watch,
             is_down: false,
+            traces_packets: false,
         }
     }
 
@@ -92,6 +99,57 @@ impl Port {
         }
     }
 
+    // Notes.
+
+    /// From now on what happens is noted, where that can be.
+    pub(super) fn trace(&mut self, level: Level, device: DeviceAt, now: Time) {
+        // A device goes without where there is no place for it.
+        if let Some(Ok(trace)) = trace::begin(level, device, now) {
+            self.rnic.set_tracer(Some(Box::new(trace)));
+            self.traces_packets = level == Level::Packets;
+        }
+    }
+
+    #[cold]
+    fn note_packets(&mut self, now: Time, sent: bool, local: bool, bytes: &[u8], segment_bytes: usize) {
+        for packet in bytes.chunks(segment_bytes.max(1)) {
+            let Ok(parsed) = Packet::parse(packet) else {
+                continue;
+            };
+            let own = if sent { None } else { Some(parsed.bth.dest_qpn) };
+            // A packet names who it is for alone.
+            let qpn = own.or_else(|| self.sender_of(parsed.bth.dest_qpn));
+            let note = Note::Packet {
+                sent,
+                local,
+                opcode: parsed.bth.opcode.code(),
+                psn: parsed.bth.psn,
+                bytes: packet.len() as u32,
+            };
+            self.rnic.note(now, qpn.unwrap_or(Qpn::new(0)), note);
+        }
+    }
+
+    /// The queue pair whose peer has this number; there may be several of that number at several addresses.
+    fn sender_of(&self, dest: Qpn) -> Option<Qpn> {
+        self.rnic
+            .qpns()
+            .find(|qpn| self.rnic.query_qp(*qpn).is_some_and(|info| info.dest_qpn == dest))
+    }
+
+    /// What was done to a packet on purpose.
+    fn note_fate(&mut self, now: Time, fate: &Fate, sent: bool) {
+        let what = [
+            (fate.lost, Injection::Lost),
+            (fate.corrupted.is_some(), Injection::Corrupted),
+            (fate.duplicated.is_some(), Injection::Duplicated),
+            (fate.reordered.is_some(), Injection::Reordered),
+        ];
+        for (_, what) in what.into_iter().filter(|(done, _)| *done) {
+            self.rnic.note(now, Qpn::new(0), Note::Injected { what, sent });
+        }
+    }
+
     // Captures.
 
     pub(super) fn is_captured(&self) -> bool {
@@ -113,7 +171,10 @@ impl Port {
 
     /// A train of the engine has left.
     #[inline]
-    pub(crate) fn show_sent(&self, train: &Train, shared: bool, bytes: &[u8]) {
+    pub(crate) fn show_sent(&mut self, now: Time, train: &Train, shared: bool, bytes: &[u8]) {
+        if self.traces_packets {
+            self.note_packets(now, true, shared, bytes, train.segment_bytes);
+        }
         if let Some(watch) = &self.watch
             && let Some(capture) = &watch.capture
         {
@@ -137,7 +198,10 @@ impl Port {
     }
 
     /// The network takes packets, or does not; gives what it did the last time.
-    pub(crate) fn set_down(&mut self, is_down: bool) -> bool {
+    pub(crate) fn set_down(&mut self, now: Time, is_down: bool) -> bool {
+        if is_down != self.is_down {
+            self.rnic.note(now, Qpn::new(0), Note::Port { active: !is_down });
+        }
         std::mem::replace(&mut self.is_down, is_down)
     }
 
@@ -165,6 +229,9 @@ impl Port {
     /// As [`Rnic::handle_arrival`]; what is held back arrives later, by [`Port::handle_timeout`].
     #[inline]
     pub(crate) fn handle_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
+        if self.traces_packets {
+            self.note_packets(now, false, arrival.local, arrival.bytes, arrival.segment_bytes);
+        }
         if self.watch.is_none() {
             self.rnic.handle_arrival(now, arrival);
         } else {
@@ -182,6 +249,7 @@ impl Port {
             }
             return self.rnic.handle_arrival(now, arrival);
         };
+        let mut fates = Vec::new();
         for bytes in arrival.bytes.chunks(arrival.segment_bytes.max(1)) {
             let packet = Arrival {
                 bytes,
@@ -192,6 +260,10 @@ impl Port {
             if let Some(capture) = capture {
                 capture.arrived(&self.rnic, &packet, Some(&fate));
             }
+            fates.push(fate);
+        }
+        for fate in &fates {
+            self.note_fate(now, fate, false);
         }
         self.hand_in(now);
     }
@@ -203,7 +275,11 @@ impl Port {
         {
             let arrival = arriving.arrival();
             match faults.fails(arrival.bytes) {
-                Some(qpn) => self.rnic.fail_qp(now, qpn),
+                Some(qpn) => {
+                    let what = Injection::QpError;
+                    self.rnic.note(now, qpn, Note::Injected { what, sent: false });
+                    self.rnic.fail_qp(now, qpn);
+                }
                 None => self.rnic.handle_arrival(now, &arrival),
             }
         }
@@ -230,7 +306,10 @@ impl Port {
 
     /// The port went down or came up, because that was asked for.
     pub(crate) fn poll_port_event(&mut self, now: Time) -> Option<AsyncEvent> {
-        self.faults()?.port_event(now)
+        let event = self.faults()?.port_event(now)?;
+        let active = event == AsyncEvent::PortActive;
+        self.rnic.note(now, Qpn::new(0), Note::Port { active });
+        Some(event)
     }
 
     /// Whether packets are held back that are to leave.
@@ -252,6 +331,7 @@ impl Port {
         let Some(watch) = &mut self.watch else { return };
         let Watch { faults, capture } = &mut **watch;
         let Some(faults) = faults else { return };
+        let mut fates = Vec::new();
         for train in &buf.trains()[from..] {
             for packet in buf.bytes()[train.range.clone()].chunks(train.segment_bytes) {
                 let fate = faults.leave(now, &train.path, train.local, packet);
@@ -259,7 +339,11 @@ impl Port {
                     let (path, shared) = (&train.path, shared(&train.path));
                     capture.sent(&self.rnic, path, shared, packet, packet.len(), Some(&fate));
                 }
+                fates.push(fate);
             }
+        }
+        for fate in &fates {
+            self.note_fate(now, fate, true);
         }
     }
 

@@ -43,9 +43,14 @@ pub enum SharedMemory {
 }
 
 /// The environment variables of a few words, and what they take.
-const VARIABLES: [(&str, &[&str], &str); 3] = [
+const VARIABLES: [(&str, &[&str], &str); 4] = [
     ("RDMUX_PROVIDER", &Provider::NAMES, "soft or hw"),
     ("RDMUX_SHM", &["on", "off"], "on or off"),
+    (
+        "RDMUX_TRACE",
+        &["off", "events", "packets"],
+        "off, events or packets",
+    ),
     (
         "RDMUX_WAIT",
         &["blocked", "interrupted", "running"],

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::{Duration, Instant};
 
+use rdmux_rnic::trace::Note;
 use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, QpInfo, Qpn, RKey, Rnic, Time};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
@@ -729,6 +730,7 @@ impl Links {
                     rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
                 }
                 if !alive {
+                    Self::note_gone(rnic, now, peer.0, had);
                     rnic.cm().peer_gone(now, peer.0, had);
                 }
             }
@@ -738,6 +740,13 @@ impl Links {
         }
         for qpn in rnic.qps_to(peer.0, had) {
             rnic.set_local(qpn, false);
+        }
+    }
+
+    /// The process of a peer has ended.
+    fn note_gone(rnic: &mut Rnic, now: Time, peer: IpAddr, had: impl Fn(Qpn) -> bool) {
+        for qpn in rnic.qps_to(peer, had) {
+            rnic.note(now, qpn, Note::PeerGone);
         }
     }
 

@@ -1,0 +1,267 @@
+//! `rdmux explain`: why a queue pair is as it is, from what its device noted, also after the end of its process.
+
+mod why;
+
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use rdmux_verbs::soft::resources::{DeviceAt, Item, Object, QpResource, ask, devices};
+use rdmux_verbs::soft::trace::{Entry, Trace, traces};
+use rdmux_verbs::{QpState, Qpn};
+use serde_json::{Value, json};
+
+use self::why::{Case, Verdict};
+use super::res::state_name;
+use super::trace::{entry_json, table};
+use super::{notes, objects::Output};
+use crate::output;
+
+/// How long all devices together have for their answers.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Events that are shown.
+const EVENTS_MAX: usize = 12;
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Command {
+    /// Say in which state a queue pair is, why, and what can be done.
+    ///
+    /// From the last events of its device, which stay for a while when its process has ended, however that was. Its peer's, on the same
+    /// host, are looked at too: there it stands why a request was refused.
+    #[command(after_help = "\
+JSON: an array, since several devices may have had a queue pair of that number, of objects: ifname (the address), port (the slot), pid,
+comm, alive, lqpn, state, since, peer, rqpn, cause (a word of docs/observability.md), why, peer-says, next, events: as of `trace dump`.")]
+    Qp {
+        /// Its number, decimal or 0x...
+        #[arg(value_parser = parse_qpn)]
+        number: u32,
+        /// Its device, where several have one of that number [default: all].
+        #[arg(long, value_name = "ADDRESS/SLOT")]
+        device: Option<DeviceAt>,
+        #[command(flatten)]
+        output: Output,
+    },
+}
+
+fn parse_qpn(text: &str) -> Result<u32, String> {
+    let parsed = match text.strip_prefix("0x") {
+        Some(hex) => u32::from_str_radix(hex, 16),
+        None => text.parse(),
+    };
+    let number = parsed.ok().filter(|number| (2..1 << 24).contains(number));
+    number.ok_or_else(|| "a queue pair's number is one from 2 to 16777215, or hexadecimal with 0x".into())
+}
+
+/// A queue pair, with all that is known of it.
+struct Found {
+    device: DeviceAt,
+    pid: Option<u32>,
+    comm: Option<String>,
+    /// What its process says now.
+    live: Option<QpResource>,
+    /// Its process lives.
+    alive: bool,
+    /// What is noted of it and of its device.
+    entries: Vec<Entry>,
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let Command::Qp {
+        number,
+        device,
+        output,
+    } = &args.command;
+    let qpn = Qpn::new(*number);
+    let traces = traces();
+    let found = find(qpn, *device, &traces);
+    if found.is_empty() {
+        bail!(
+            "no queue pair {number} is known here: `rdmux res show qp` lists those there are, `rdmux trace dump` what was noted of those \
+             that are gone"
+        );
+    }
+    let verdicts: Vec<(Found, Verdict)> = found
+        .into_iter()
+        .map(|found| {
+            let case = Case {
+                qpn,
+                state: found.live.as_ref().map(|qp| qp.state),
+                alive: found.alive,
+                entries: &found.entries,
+                traces: &traces,
+            };
+            let verdict = case.judge();
+            (found, verdict)
+        })
+        .collect();
+    if output.json {
+        let list = Value::Array(
+            verdicts
+                .iter()
+                .map(|(found, verdict)| to_json(qpn, found, verdict))
+                .collect(),
+        );
+        output::say(&if output.pretty {
+            format!("{list:#}")
+        } else {
+            list.to_string()
+        });
+        return Ok(());
+    }
+    let texts: Vec<String> = verdicts
+        .iter()
+        .map(|(found, verdict)| text(qpn, found, verdict))
+        .collect();
+    output::say(&texts.join("\n\n"));
+    Ok(())
+}
+
+/// Every device that has, or had, a queue pair of this number.
+fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
+    let chosen: Vec<DeviceAt> = devices()
+        .into_iter()
+        // A QPN has the slot of its device.
+        .filter(|at| only.is_none_or(|only| only == *at) && u32::from(at.slot) == qpn.value() >> 16)
+        .collect();
+    let mut found = Vec::new();
+    for (device, answer) in ask(&chosen, Object::Qp, PATIENCE) {
+        let Ok(told) = answer else { continue };
+        let mine = told.items.into_iter().find_map(|item| match item {
+            Item::Qp(qp) if qp.qpn == qpn => Some(qp),
+            _ => None,
+        });
+        let Some(live) = mine else { continue };
+        let trace = traces.iter().find(|trace| {
+            trace.alive && trace.device == device && told.pid.is_none_or(|pid| pid == trace.pid)
+        });
+        found.push(Found {
+            device,
+            pid: told.pid,
+            comm: trace.map(|trace| trace.comm.clone()),
+            live: Some(live),
+            alive: true,
+            entries: trace.map(|trace| of_qp(trace, qpn)).unwrap_or_default(),
+        });
+    }
+    if !found.is_empty() {
+        return found;
+    }
+    // Gone: the youngest of each device that had one.
+    let mut seen = Vec::new();
+    for trace in traces {
+        let is_it = only.is_none_or(|only| only == trace.device) && !seen.contains(&trace.device);
+        if is_it && trace.entries.iter().any(|entry| entry.qpn == qpn) {
+            seen.push(trace.device);
+            found.push(Found {
+                device: trace.device,
+                pid: Some(trace.pid),
+                comm: Some(trace.comm.clone()),
+                live: None,
+                alive: trace.alive,
+                entries: of_qp(trace, qpn),
+            });
+        }
+    }
+    found
+}
+
+/// What is noted of a queue pair, and of its device as a whole.
+fn of_qp(trace: &Trace, qpn: Qpn) -> Vec<Entry> {
+    let entries = trace.entries.iter();
+    entries
+        .filter(|entry| entry.qpn == qpn || entry.qpn.value() == 0)
+        .copied()
+        .collect()
+}
+
+/// The last events, of the queue pair itself where there are any.
+fn last(found: &Found) -> &[Entry] {
+    &found.entries[found.entries.len().saturating_sub(EVENTS_MAX)..]
+}
+
+fn state_words(found: &Found, verdict: &Verdict) -> &'static str {
+    let live = found.live.as_ref().map(|qp| qp.state);
+    live.or(verdict.state)
+        .map_or("-", |state: QpState| state_name(state))
+}
+
+fn text(qpn: Qpn, found: &Found, verdict: &Verdict) -> String {
+    let process = match (found.pid, &found.comm) {
+        (Some(pid), Some(comm)) => format!(", process {pid} ({comm})"),
+        (Some(pid), None) => format!(", process {pid}"),
+        (None, _) => String::new(),
+    };
+    let ended = match (found.alive, &found.live) {
+        (false, _) => ", which has ended",
+        (true, None) => "; the queue pair has been destroyed",
+        (true, Some(_)) => "",
+    };
+    let mut lines = vec![format!(
+        "queue pair {} of {}{process}{ended}",
+        qpn.value(),
+        found.device
+    )];
+    let since = verdict.since_ns.map(|ns| format!(" since {}", notes::utc(ns)));
+    lines.push(format!(
+        "state  {}{}",
+        state_words(found, verdict),
+        since.unwrap_or_default()
+    ));
+    if let Some((address, qpn)) = verdict.peer {
+        lines.push(format!("peer   {address} qp {}", qpn.value()));
+    }
+    lines.push(format!("why    {}", verdict.why));
+    if let Some(says) = &verdict.peer_says {
+        lines.push(format!("       its peer says: {says}"));
+    }
+    for (i, step) in verdict.next.iter().enumerate() {
+        lines.push(format!("{:<7}{step}", if i == 0 { "next" } else { "" }));
+    }
+    let events = last(found);
+    if !events.is_empty() {
+        lines.push(String::new());
+        lines.push(table(events));
+    }
+    lines.join("\n")
+}
+
+fn to_json(qpn: Qpn, found: &Found, verdict: &Verdict) -> Value {
+    json!({
+        "ifname": found.device.address,
+        "port": found.device.slot,
+        "pid": found.pid,
+        "comm": found.comm,
+        "alive": found.alive,
+        "lqpn": qpn.value(),
+        "state": state_words(found, verdict),
+        "since": verdict.since_ns.map(notes::utc),
+        "peer": verdict.peer.map(|(address, _)| address),
+        "rqpn": verdict.peer.map(|(_, qpn)| qpn.value()),
+        "cause": verdict.cause,
+        "why": verdict.why,
+        "peer-says": verdict.peer_says,
+        "next": verdict.next,
+        "events": last(found).iter().map(entry_json).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parse_qpn__both_ways() {
+        assert_eq!(
+            (parse_qpn("196625"), parse_qpn("0x030011")),
+            (Ok(196_625), Ok(196_625))
+        );
+        for nonsense in ["", "0", "1", "-3", "16777216", "0x", "qp"] {
+            assert!(parse_qpn(nonsense).is_err(), "{nonsense}");
+        }
+    }
+}

@@ -1,0 +1,612 @@
+//! From events to a cause in plain words, and to what can be done.
+
+use std::net::IpAddr;
+
+use rdmux_verbs::soft::trace::{Entry, Trace};
+use rdmux_verbs::trace::{ConnectionNote, Denial, Injection, Note, Refused};
+use rdmux_verbs::{Cause, QpState, Qpn, RejReason, Status, WcOpcode};
+
+use crate::cmd::notes::{denied, duration, fault_words, heard, request};
+
+/// What is known of a queue pair.
+pub(super) struct Case<'a> {
+    pub(super) qpn: Qpn,
+    /// As its process says now.
+    pub(super) state: Option<QpState>,
+    /// Its process lives.
+    pub(super) alive: bool,
+    /// What its device noted of it, and of itself, oldest first.
+    pub(super) entries: &'a [Entry],
+    /// Of all devices: its peer's may be among them.
+    pub(super) traces: &'a [Trace],
+}
+
+/// What is to be said of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Verdict {
+    /// As far as it was noted.
+    pub(super) state: Option<QpState>,
+    pub(super) since_ns: Option<u64>,
+    pub(super) peer: Option<(IpAddr, Qpn)>,
+    /// One word, for programs.
+    pub(super) cause: &'static str,
+    pub(super) why: String,
+    /// What its peer on this host noted of the same.
+    pub(super) peer_says: Option<String>,
+    pub(super) next: Vec<String>,
+}
+
+/// Cause, explanation, and what to do next.
+struct Answer {
+    cause: &'static str,
+    why: String,
+    next: Vec<&'static str>,
+}
+
+impl Answer {
+    fn new(cause: &'static str, why: String, next: &[&'static str]) -> Answer {
+        Answer {
+            cause,
+            why,
+            next: next.to_vec(),
+        }
+    }
+}
+
+const AGAIN: &str = "connect again with a fresh queue pair, or move this one to RESET: what was posted has completed as flushed";
+
+impl Case<'_> {
+    pub(super) fn judge(&self) -> Verdict {
+        let own = || self.entries.iter().filter(|entry| entry.qpn == self.qpn);
+        // Since it was reset the last time.
+        let begin = own()
+            .rev()
+            .find(|entry| {
+                matches!(
+                    entry.note,
+                    Note::Moved {
+                        to: QpState::Reset,
+                        ..
+                    }
+                )
+            })
+            .map_or(0, |entry| entry.number);
+        let life: Vec<&Entry> = self.entries.iter().filter(|entry| entry.number > begin).collect();
+        let is_connection = |entry: &Entry| matches!(entry.note, Note::Connection { .. });
+        // It begins in RESET, and a connection that does not come about leaves it there.
+        let mut noted = (begin > 0 || own().all(is_connection)).then_some((QpState::Reset, None));
+        let mut peer = None;
+        for entry in life.iter().filter(|entry| entry.qpn == self.qpn) {
+            match entry.note {
+                Note::Moved { to, from, .. } if to != from => noted = Some((to, Some(entry.time_ns))),
+                Note::Failed { .. } => noted = Some((QpState::Error, Some(entry.time_ns))),
+                Note::Peer { address, qpn, .. } => peer = Some((address, qpn)),
+                _ => {}
+            }
+        }
+        let state = self.state.or(noted.map(|(state, _)| state));
+        let answer = match state {
+            Some(QpState::Error) => self.of_error(&life),
+            Some(QpState::Sqe) => self
+                .of_request(&life, peer)
+                .unwrap_or_else(|| unknown("its send queue is in error")),
+            Some(state) => self.of_health(state, &life),
+            None => unknown("nothing is noted of its state"),
+        };
+        let since_ns = noted
+            .filter(|(noted, _)| Some(*noted) == state)
+            .and_then(|(_, since)| since);
+        Verdict {
+            state,
+            since_ns,
+            peer,
+            cause: answer.cause,
+            peer_says: self.peer_says(&answer, peer, begin),
+            why: answer.why,
+            next: answer.next.into_iter().map(str::to_owned).collect(),
+        }
+    }
+
+    /// It is in error.
+    fn of_error(&self, life: &[&Entry]) -> Answer {
+        let own = life.iter().filter(|entry| entry.qpn == self.qpn);
+        let went = own.rev().find_map(|entry| match entry.note {
+            Note::Failed { status, cause, .. } => Some((entry.number, Some((status, cause)))),
+            Note::Moved {
+                to: QpState::Error,
+                from,
+                ..
+            } if from != QpState::Error => Some((entry.number, None)),
+            _ => None,
+        });
+        let Some((at, failure)) = went else {
+            return unknown("it is in error, and nothing is noted of how it got there");
+        };
+        // What happened until then; of a peer that is gone the news may come after its last word.
+        let before: Vec<&Entry> = life.iter().filter(|entry| entry.number <= at).copied().collect();
+        let peer = before.iter().rev().find_map(|entry| match entry.note {
+            Note::Peer { address, qpn, .. } => Some((address, qpn)),
+            _ => None,
+        });
+        match failure {
+            Some((_, Cause::OwnRequest)) => self
+                .of_request(&before, peer)
+                .unwrap_or_else(|| unknown("a request of its own failed")),
+            Some((status, Cause::PeerRequest)) => self.of_peers_request(&before, status),
+            Some((_, Cause::QueueOverrun)) => of_overrun(&before),
+            Some((_, Cause::Injected)) => Answer::new(
+                "injected",
+                "a fault that was asked for put it in error (qp-error of RDMUX_FAULT, --fault or Options::faults)".into(),
+                &["run without that fault, or see whether the program takes it as docs/bad-network.md says"],
+            ),
+            None => self.of_move(&before),
+        }
+    }
+
+    /// A request of its own ended in error.
+    fn of_request(&self, before: &[&Entry], peer: Option<(IpAddr, Qpn)>) -> Option<Answer> {
+        let own: Vec<&Note> = before
+            .iter()
+            .filter(|entry| entry.qpn == self.qpn)
+            .map(|entry| &entry.note)
+            .collect();
+        let (status, opcode, what) = own.iter().rev().find_map(|note| match **note {
+            Note::RequestFailed {
+                status,
+                opcode,
+                va,
+                key,
+                length,
+                wr_id,
+            } => {
+                let own = matches!(
+                    status,
+                    Status::LocalProtection
+                        | Status::LocalQpOperation
+                        | Status::LocalLength
+                        | Status::MemoryBind
+                );
+                let what = request(opcode, va, key, length, own);
+                Some((status, opcode, format!("{what} (wr_id {wr_id})")))
+            }
+            _ => None,
+        })?;
+        let to = peer.map_or_else(String::new, |(address, qpn)| {
+            format!(" towards {address} qp {}", qpn.value())
+        });
+        Some(match status {
+            Status::RetryExceeded => self.of_retries(before, &what, &to),
+            Status::RnrRetryExceeded => {
+                let last = own.iter().rev().find_map(|note| match note {
+                    Note::RnrNak {
+                        psn,
+                        tries,
+                        wait_ns,
+                        is_last: true,
+                        ..
+                    } => Some((psn.value(), *tries, *wait_ns)),
+                    _ => None,
+                });
+                let detail = last.map_or_else(String::new, |(psn, tries, wait)| {
+                    format!(" for PSN {psn}, {tries} retries of {} each", duration(wait))
+                });
+                Answer::new(
+                    "rnr-retry-exceeded",
+                    format!("RNR retry counter exceeded: the peer{to} had no receive posted{detail}; {what}"),
+                    &[
+                        "post receives at the peer before this side sends, and enough of them",
+                        "or set rnr_retry to 7, which waits without end, or a longer min_rnr_timer at the peer",
+                        AGAIN,
+                    ],
+                )
+            }
+            Status::RemoteAccess => Answer::new(
+                "remote-access",
+                format!("remote access error: the peer{to} did not allow the {what}"),
+                &[
+                    "compare address, length and rkey with what the peer registered, and the right (remote write, read, atomic, flush) \
+                     with what its region or window grants",
+                    "a key ends with its region or window: ask the peer for the present one",
+                    AGAIN,
+                ],
+            ),
+            Status::RemoteInvalidRequest => Answer::new(
+                "remote-invalid-request",
+                format!("remote invalid request error: the peer{to} found the {what} invalid"),
+                &[
+                    "look at the rights on the peer's queue pair (qp access flags), its max_dest_rd_atomic, and the length of the \
+                     receive that a SEND found",
+                    AGAIN,
+                ],
+            ),
+            Status::RemoteOperation if opcode == WcOpcode::Flush => Answer::new(
+                "remote-flush-failed",
+                format!(
+                    "remote operation error: the peer{to} could not carry out the {what}: the bytes are not durable"
+                ),
+                &[
+                    "look at the peer's file or disk: a failed flush is final for that memory (docs/persistence.md)",
+                    AGAIN,
+                ],
+            ),
+            Status::RemoteOperation => Answer::new(
+                "remote-operation",
+                format!("remote operation error: the peer{to} failed while it did the {what}"),
+                &[
+                    "look at the peer's memory: a full disk, a failed medium, a receive whose own memory is wrong",
+                    AGAIN,
+                ],
+            ),
+            Status::LocalProtection => Answer::new(
+                "local-protection",
+                format!("local protection error: {what} names memory of its own that its key does not allow"),
+                &[
+                    "look at the scatter/gather list: lkey of a region that still exists, in the queue pair's protection domain, the \
+                     range inside of it, local write for what is received or read",
+                    AGAIN,
+                ],
+            ),
+            Status::LocalLength => Answer::new(
+                "local-length",
+                format!("local length error: {what}"),
+                &["give it a buffer as long as the message", AGAIN],
+            ),
+            Status::LocalQpOperation => Answer::new(
+                "local-operation",
+                format!(
+                    "local QP operation error: {what} failed in this device: its own memory failed, or its key was in no state for it"
+                ),
+                &["look at the memory or the file below its region", AGAIN],
+            ),
+            Status::MemoryBind => Answer::new(
+                "memory-bind",
+                format!("memory window bind error: {what}"),
+                &[
+                    "bind inside of a region that grants MW_BIND and the rights asked for, in the same protection domain",
+                    AGAIN,
+                ],
+            ),
+            Status::BadResponse => Answer::new(
+                "bad-response",
+                format!("bad response error: the peer's answer does not fit the {what}"),
+                &[
+                    "capture what the peer sends (rdmux capture) and check it (rdmux capture check)",
+                    AGAIN,
+                ],
+            ),
+            Status::Flushed | Status::Success => return None,
+        })
+    }
+
+    /// No answer came.
+    fn of_retries(&self, before: &[&Entry], what: &str, to: &str) -> Answer {
+        let of_qp = |entry: &&&Entry| entry.qpn == self.qpn;
+        let used = before
+            .iter()
+            .rev()
+            .filter(of_qp)
+            .find_map(|entry| match entry.note {
+                Note::RetriesUsed {
+                    psn,
+                    resends,
+                    retry_count,
+                    stuck_ns,
+                    heard_ns,
+                } => Some((psn, resends, retry_count, stuck_ns, heard_ns)),
+                _ => None,
+            });
+        let mut why = match used {
+            Some((psn, resends, retry_count, stuck_ns, heard_ns)) => format!(
+                "transport retry counter exceeded: {retry_count} retries ({resends} resends) of PSN {} over {}{to} got no answer; {}",
+                psn.value(),
+                duration(stuck_ns),
+                heard(heard_ns)
+            ),
+            None => format!("transport retry counter exceeded{to}"),
+        };
+        why += &format!("; {what}");
+        let has = |is_it: &dyn Fn(&Note) -> bool| before.iter().any(|entry| is_it(&entry.note));
+        if has(&|note| *note == Note::PeerGone) {
+            why += "; the peer's process on this host has ended";
+            return Answer::new("peer-gone", why, &["start the peer again", AGAIN]);
+        }
+        let port = before.iter().rev().find_map(|entry| match entry.note {
+            Note::Port { active } => Some(active),
+            _ => None,
+        });
+        if port == Some(false) {
+            why += "; this host's network takes no packets";
+            return Answer::new(
+                "retry-exceeded",
+                why,
+                &[
+                    "bring up the interface that `rdmux link show` names, or give it its address back",
+                    AGAIN,
+                ],
+            );
+        }
+        let injected = has(&|note| {
+            matches!(
+                note,
+                Note::Injected {
+                    what: Injection::Lost,
+                    ..
+                }
+            )
+        });
+        if injected {
+            why += "; packets are lost on purpose (RDMUX_FAULT, --fault)";
+        }
+        Answer::new(
+            "retry-exceeded",
+            why,
+            &[
+                "see whether the peer runs and is reached: ping, `rdmux doctor` on both hosts, UDP port 4791 in both directions in \
+                 every firewall between",
+                "a network that loses much needs a larger timeout or retry_count (docs/bad-network.md)",
+                AGAIN,
+            ],
+        )
+    }
+
+    /// A request of its peer could not be done.
+    fn of_peers_request(&self, before: &[&Entry], status: Status) -> Answer {
+        let last = before
+            .iter()
+            .rev()
+            .filter(|entry| entry.qpn == self.qpn)
+            .find_map(|entry| match entry.note {
+                Note::Refused(refused) => Some(Answer::new(cause_of(&refused), refused_words(&refused), next_of(&refused))),
+                Note::FlushFailed { fault, .. } => Some(Answer::new(
+                    "flush-failed",
+                    format!("a FLUSH that its peer asked for could not be carried out: {}", fault_words(fault)),
+                    &[
+                        "look at the disk below the file: what the kernel could not write back it has forgotten",
+                        "serve the file anew: a failed flush is final for its memory (docs/persistence.md)",
+                    ],
+                )),
+                _ => None,
+            });
+        last.unwrap_or_else(|| unknown(&format!("a request of its peer failed: {status}")))
+    }
+
+    /// Somebody moved it to error.
+    fn of_move(&self, before: &[&Entry]) -> Answer {
+        for entry in before.iter().rev().filter(|entry| entry.qpn == self.qpn) {
+            match entry.note {
+                Note::PeerGone => {
+                    return Answer::new(
+                        "peer-gone",
+                        "the process of its peer, on this host, has ended without ending the connection"
+                            .into(),
+                        &[
+                            "see why that process ended (its log, dmesg, the system's journal)",
+                            AGAIN,
+                        ],
+                    );
+                }
+                Note::Connection { what, reason, .. } => match what {
+                    ConnectionNote::Disconnected => {
+                        // News of the peer's death come by another way first.
+                        let gone = before
+                            .iter()
+                            .any(|entry| entry.qpn == self.qpn && entry.note == Note::PeerGone);
+                        if gone {
+                            continue;
+                        }
+                        return Answer::new(
+                            "disconnected",
+                            "the connection was ended by its peer (DREQ), or in its name because its process has ended; or this side \
+                             did not take the answer within a minute"
+                                .into(),
+                            &["see at the peer why it ended the connection", AGAIN],
+                        );
+                    }
+                    ConnectionNote::Rejected | ConnectionNote::Unreachable => {
+                        return of_refusal(what, reason);
+                    }
+                    ConnectionNote::Accepted | ConnectionNote::Established => break,
+                },
+                _ => {}
+            }
+        }
+        Answer::new(
+            "own-move",
+            "its own program moved it to ERR, or ended its connection".into(),
+            &["nothing is wrong with it: a connection that is over ends so"],
+        )
+    }
+
+    /// It is not in error.
+    fn of_health(&self, state: QpState, life: &[&Entry]) -> Answer {
+        let last = life
+            .iter()
+            .rev()
+            .find(|entry| entry.qpn == self.qpn)
+            .map(|entry| entry.note);
+        let gone = life
+            .iter()
+            .any(|entry| entry.qpn == self.qpn && entry.note == Note::PeerGone);
+        if gone {
+            return Answer::new(
+                "peer-gone",
+                "the process of its peer, on this host, has ended; what is sent now will get no answer"
+                    .into(),
+                &["end the connection, and start the peer again"],
+            );
+        }
+        match (state, last) {
+            (
+                QpState::Reset | QpState::Init,
+                Some(Note::Connection {
+                    what: what @ (ConnectionNote::Rejected | ConnectionNote::Unreachable),
+                    reason,
+                    ..
+                }),
+            ) => of_refusal(what, reason),
+            (QpState::Rts, Some(Note::TimedOut { psn, resends, .. })) => Answer::new(
+                "retrying",
+                format!(
+                    "nothing is broken yet, but PSN {} has no answer after {} resends",
+                    psn.value(),
+                    u32::from(resends) + 1
+                ),
+                &["see whether the peer runs and is reached; `rdmux capture` shows what goes by"],
+            ),
+            (QpState::Rts, Some(Note::RnrNak { psn, wait_ns, .. })) => Answer::new(
+                "rnr-wait",
+                format!(
+                    "the peer had no receive for PSN {}: sent again after {}",
+                    psn.value(),
+                    duration(wait_ns)
+                ),
+                &["post receives at the peer"],
+            ),
+            (QpState::Reset | QpState::Init | QpState::Rtr, _) => Answer::new(
+                "not-ready",
+                "it is not connected yet: it sends nothing in this state".into(),
+                &["connect it, or move it to RTR and RTS with its peer's address, QPN and PSN"],
+            ),
+            _ if !self.alive => Answer::new(
+                "process-ended",
+                "it was in order when its process ended".into(),
+                &["see why that process ended (its log, dmesg, the system's journal)"],
+            ),
+            _ => Answer::new("none", "nothing is wrong with it".into(), &[]),
+        }
+    }
+
+    /// What the peer on this host noted of a request that failed there.
+    fn peer_says(&self, answer: &Answer, peer: Option<(IpAddr, Qpn)>, begin: u64) -> Option<String> {
+        let asked = [
+            "remote-access",
+            "remote-invalid-request",
+            "remote-operation",
+            "remote-flush-failed",
+        ];
+        let (address, qpn) = peer.filter(|_| asked.contains(&answer.cause))?;
+        let since = self.entries.iter().find(|entry| entry.number > begin)?.time_ns;
+        let theirs = self.traces.iter().filter(|trace| trace.device.address == address);
+        theirs
+            .flat_map(|trace| trace.entries.iter().rev())
+            .filter(|entry| entry.qpn == qpn && entry.time_ns >= since)
+            .find_map(|entry| match entry.note {
+                Note::Refused(refused) => Some(denied(&refused)),
+                Note::FlushFailed { fault, .. } => Some(fault_words(fault)),
+                _ => None,
+            })
+    }
+}
+
+/// Its connection did not come about.
+fn of_refusal(what: ConnectionNote, reason: u16) -> Answer {
+    if what == ConnectionNote::Rejected {
+        return Answer::new(
+            "rejected",
+            format!("the peer refused the connection: {}", RejReason(reason)),
+            &["see whether the peer listens on that port, and takes what was asked for"],
+        );
+    }
+    Answer::new(
+        "unreachable",
+        "the peer gave no answer when the connection was asked for".into(),
+        &["see whether it runs and is reached: ping, `rdmux doctor`, UDP port 4791 in every firewall"],
+    )
+}
+
+fn of_overrun(before: &[&Entry]) -> Answer {
+    let cqn = before.iter().rev().find_map(|entry| match entry.note {
+        Note::Overrun { cqn } => Some(cqn.0),
+        _ => None,
+    });
+    let which = cqn.map_or_else(
+        || "its completion queue".to_owned(),
+        |cqn| format!("completion queue {cqn}"),
+    );
+    Answer::new(
+        "cq-overrun",
+        format!("{which} overran: more completed than it holds, and completions are lost"),
+        &[
+            "make the queue deeper than all that is posted to its queue pairs, or poll it more often",
+            AGAIN,
+        ],
+    )
+}
+
+fn unknown(why: &str) -> Answer {
+    Answer::new(
+        "unknown",
+        format!(
+            "{why}: RDMUX_TRACE=off, its runtime folder could not be written, or the event was overwritten by younger ones"
+        ),
+        &["let it happen again with RDMUX_TRACE=events, or capture it (rdmux capture)"],
+    )
+}
+
+fn cause_of(refused: &Refused) -> &'static str {
+    match refused.why {
+        Denial::NoKey
+        | Denial::OtherDomain
+        | Denial::NoRight { .. }
+        | Denial::OutOfRange { .. }
+        | Denial::OtherWindow => "peer-access",
+        Denial::Memory => "memory-failed",
+        Denial::Receive(_) => "receive-failed",
+        Denial::NoRightOnQp { .. } | Denial::TooLong | Denial::Invalidation | Denial::Invalid => {
+            "peer-invalid-request"
+        }
+    }
+}
+
+fn refused_words(refused: &Refused) -> String {
+    format!(
+        "its peer asked for what it may not have, and was refused: {}",
+        denied(refused)
+    )
+}
+
+fn next_of(refused: &Refused) -> &'static [&'static str] {
+    match refused.why {
+        Denial::NoKey => &[
+            "tell the peer the key that its region has now, and deregister only what no peer uses",
+            AGAIN,
+        ],
+        Denial::OtherDomain => &[
+            "register the region in the protection domain of this queue pair",
+            AGAIN,
+        ],
+        Denial::NoRight { .. } => &[
+            "register the region, or bind the window, with the right that is missing",
+            AGAIN,
+        ],
+        Denial::OutOfRange { .. } => &[
+            "correct the address or length that the peer uses, or register more",
+            AGAIN,
+        ],
+        Denial::OtherWindow => &[
+            "let the peer use the queue pair that bound the window (type 2)",
+            AGAIN,
+        ],
+        Denial::NoRightOnQp { .. } => &[
+            "give the queue pair that right (access flags) when it goes to INIT",
+            AGAIN,
+        ],
+        Denial::TooLong => &["post receives as long as the longest message", AGAIN],
+        Denial::Receive(_) => &[
+            "look at the scatter/gather list of the receive: lkey, range, local write",
+            AGAIN,
+        ],
+        Denial::Memory => &[
+            "look at the file or memory below the region: truncated, full disk, failed medium",
+            AGAIN,
+        ],
+        Denial::Invalidation => &[
+            "let the peer invalidate only keys of this queue pair's own windows or fast regions",
+            AGAIN,
+        ],
+        Denial::Invalid => &[
+            "capture what the peer sends and check it: rdmux capture, rdmux capture check",
+            AGAIN,
+        ],
+    }
+}

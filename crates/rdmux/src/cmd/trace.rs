@@ -1,0 +1,171 @@
+//! `rdmux trace`: what devices noted of themselves, also after the end of their processes.
+
+use std::net::IpAddr;
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
+use rdmux_verbs::soft::resources::DeviceAt;
+use rdmux_verbs::soft::trace::{Entry, Trace, traces};
+use serde_json::{Value, json};
+
+use super::notes;
+use super::objects::Output;
+use crate::output::{self, Align};
+
+#[derive(clap::Args, Debug)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Command {
+    /// Print what devices noted: changes of state, errors and what led to them, connections, faults; newest last.
+    ///
+    /// Each device of this user keeps its last events, and those of ended processes stay for a while. The environment variable
+    /// RDMUX_TRACE says how much a program notes: off, events (the default) or packets. See docs/observability.md.
+    #[command(after_help = "\
+JSON: an array of objects, the newest device first: ifname (the address), port (the slot), pid, comm, uid, alive, opened, events: each
+number, time (UTC), time_ns, lqpn (0: the device), event, text.")]
+    Dump {
+        /// ADDRESS/SLOT, ADDRESS or the number of a process [default: all].
+        #[arg(value_name = "DEVICE|PID")]
+        which: Option<Which>,
+        #[command(flatten)]
+        output: Output,
+    },
+}
+
+/// Whose notes are meant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Which {
+    Device(DeviceAt),
+    Address(IpAddr),
+    Process(u32),
+}
+
+impl FromStr for Which {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Which, String> {
+        let device = text.parse().map(Which::Device).ok();
+        let address = || text.parse().map(Which::Address).ok();
+        let process = || text.parse().map(Which::Process).ok();
+        let found = device.or_else(process).or_else(address);
+        found.ok_or_else(|| "give ADDRESS/SLOT, ADDRESS, or the number of a process".into())
+    }
+}
+
+impl Which {
+    pub(crate) fn is_it(self, trace: &Trace) -> bool {
+        match self {
+            Which::Device(device) => trace.device == device,
+            Which::Address(address) => trace.device.address == address,
+            Which::Process(pid) => trace.pid == pid,
+        }
+    }
+}
+
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let Command::Dump { which, output } = &args.command;
+    let found: Vec<Trace> = traces()
+        .into_iter()
+        .filter(|trace| which.is_none_or(|which| which.is_it(trace)))
+        .collect();
+    if found.is_empty() && which.is_some() {
+        bail!(
+            "no device of that name or process has left notes here; `rdmux trace dump` prints all there are, and RDMUX_TRACE=off \
+             makes none"
+        );
+    }
+    if output.json {
+        let list = Value::Array(found.iter().map(trace_json).collect());
+        output::say(&if output.pretty {
+            format!("{list:#}")
+        } else {
+            list.to_string()
+        });
+        return Ok(());
+    }
+    let texts: Vec<String> = found.iter().map(text).collect();
+    if !texts.is_empty() {
+        output::say(&texts.join("\n\n"));
+    }
+    Ok(())
+}
+
+/// A line about whose notes they are.
+pub(crate) fn whose(trace: &Trace) -> String {
+    let ended = if trace.alive { "" } else { ", which has ended" };
+    format!(
+        "{} of process {} ({}){ended}",
+        trace.device, trace.pid, trace.comm
+    )
+}
+
+fn text(trace: &Trace) -> String {
+    format!("{}\n{}", whose(trace), table(&trace.entries))
+}
+
+/// Events under a header.
+pub(crate) fn table(entries: &[Entry]) -> String {
+    let rows: Vec<Vec<String>> = entries
+        .iter()
+        .map(|entry| {
+            let qpn = entry.qpn.value();
+            vec![
+                notes::utc(entry.time_ns),
+                if qpn == 0 { "-".into() } else { qpn.to_string() },
+                notes::name(&entry.note).into(),
+                notes::words(&entry.note),
+            ]
+        })
+        .collect();
+    let columns = [
+        ("time", Align::Left),
+        ("lqpn", Align::Right),
+        ("event", Align::Left),
+        ("what", Align::Left),
+    ];
+    output::table(&columns, &rows)
+}
+
+fn trace_json(trace: &Trace) -> Value {
+    json!({
+        "ifname": trace.device.address,
+        "port": trace.device.slot,
+        "pid": trace.pid,
+        "comm": trace.comm,
+        "uid": trace.uid,
+        "alive": trace.alive,
+        "opened": notes::utc(trace.opened_ns),
+        "events": trace.entries.iter().map(entry_json).collect::<Vec<_>>(),
+    })
+}
+
+pub(crate) fn entry_json(entry: &Entry) -> Value {
+    json!({
+        "number": entry.number,
+        "time": notes::utc(entry.time_ns),
+        "time_ns": entry.time_ns,
+        "lqpn": entry.qpn.value(),
+        "event": notes::name(&entry.note),
+        "text": notes::words(&entry.note),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn which__device_address_or_process() {
+        assert_eq!(
+            "127.0.0.1/3".parse(),
+            Ok(Which::Device("127.0.0.1/3".parse().unwrap()))
+        );
+        assert_eq!("127.0.0.1".parse(), Ok(Which::Address([127, 0, 0, 1].into())));
+        assert_eq!("4711".parse(), Ok(Which::Process(4711)));
+        assert!("eth0".parse::<Which>().is_err());
+    }
+}

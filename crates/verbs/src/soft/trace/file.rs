@@ -1,0 +1,670 @@
+//! The file in which a device keeps its notes, and those of others, read.
+//!
+//! It lies in the user's runtime folder, which nobody else can enter, and is written at each note: so it is there however the process
+//! ends. Behind a header of [`HEADER_BYTES`] are two rings of [`RING`] records: of what is rare, and of what may happen as often as
+//! packets go by, which would overwrite it. A lock on the file tells that its process lives.
+
+use std::io;
+use std::net::{IpAddr, Ipv6Addr};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rdmux_rnic::trace::{Note, Tracer};
+use rdmux_rnic::{Qpn, Time};
+use rustix::fs::{
+    AtFlags, Dir, FileType, FlockOperation, Mode, OFlags, flock, fstat, mkdir, open, openat, unlinkat,
+};
+use rustix::io::{Errno, pwrite};
+
+use super::record::{Entry, RECORD_BYTES};
+use crate::soft::resources::DeviceAt;
+
+/// Traces of ended processes that are kept: the newest. The others go when a device is opened.
+pub const KEPT_MAX: usize = 16;
+/// Files of a folder that are looked at.
+const FILES_MAX: usize = 1024;
+
+const HEADER_BYTES: usize = 128;
+/// Records of a ring.
+const RING: u64 = 4096;
+/// Bytes of a trace.
+const FILE_BYTES: usize = HEADER_BYTES + 2 * RING as usize * RECORD_BYTES;
+const MAGIC: [u8; 8] = *b"rdmuxtrc";
+const VERSION: u64 = 1;
+const SUFFIX: &str = ".trace";
+
+/// Notes that may happen with every packet: so many at once ...
+const BURST: u64 = 512;
+/// ... and one more in this time. What is more is counted.
+const NOTE_NS: u64 = 20_000;
+
+/// The trace of a device of this process.
+#[derive(Debug)]
+pub(in crate::soft) struct TraceFile {
+    folder: OwnedFd,
+    name: String,
+    file: OwnedFd,
+    /// What the engine's clock says is so much after 1970, in ns.
+    base_ns: u64,
+    last: Time,
+    number: u64,
+    /// Records written to each ring.
+    written: [u64; 2],
+    /// Frequent notes that may be made now, and until when that was reckoned.
+    tokens: u64,
+    reckoned: Time,
+    skipped: u64,
+    /// Somebody may ask why: it stays when the device is closed.
+    trouble: bool,
+    /// Every packet is noted, however many there are.
+    packets: bool,
+    /// It cannot be written any more.
+    broken: bool,
+}
+
+impl TraceFile {
+    /// Makes one, and removes those of ended processes that are too many.
+    pub(super) fn create(device: DeviceAt, now: Time, packets: bool) -> io::Result<TraceFile> {
+        TraceFile::create_in(own_folder()?, device, now, packets)
+    }
+
+    fn create_in(folder: OwnedFd, device: DeviceAt, now: Time, packets: bool) -> io::Result<TraceFile> {
+        clean(&folder);
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let opened_ns = unix.as_nanos() as u64;
+        let pid = std::process::id();
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let (file, name) = (0..100)
+            .find_map(|n| {
+                let name = format!("{:020}-{pid}{SUFFIX}", opened_ns + n);
+                match openat(&folder, &name, flags, Mode::RUSR | Mode::WUSR) {
+                    Err(Errno::EXIST) => None,
+                    other => Some(other.map(|file| (file, name))),
+                }
+            })
+            .ok_or(Errno::EXIST)??;
+        lock(&file)?;
+        let trace = TraceFile {
+            folder,
+            name,
+            file,
+            base_ns: opened_ns.saturating_sub(now.0),
+            last: now,
+            number: 0,
+            written: [0; 2],
+            tokens: BURST,
+            reckoned: now,
+            skipped: 0,
+            trouble: false,
+            packets,
+            broken: false,
+        };
+        let header = Header {
+            device,
+            pid,
+            comm: comm(),
+            opened_ns,
+        };
+        pwrite(&trace.file, &header.encode(), 0)?;
+        Ok(trace)
+    }
+
+    /// Whether a note that may come with every packet is made.
+    fn may_note(&mut self, now: Time) -> bool {
+        if self.packets {
+            return true;
+        }
+        let earned = now.since_ns(self.reckoned) / NOTE_NS;
+        if earned > 0 {
+            self.tokens = (self.tokens + earned).min(BURST);
+            self.reckoned = now;
+        }
+        let may = self.tokens > 0;
+        self.tokens = self.tokens.saturating_sub(1);
+        may
+    }
+
+    fn write(&mut self, qpn: Qpn, note: Note) {
+        self.number += 1;
+        let entry = Entry {
+            number: self.number,
+            time_ns: self.base_ns + self.last.0,
+            qpn,
+            note,
+        };
+        let ring = usize::from(note.is_frequent());
+        let place = self.written[ring] % RING + ring as u64 * RING;
+        self.written[ring] += 1;
+        let at = HEADER_BYTES as u64 + place * RECORD_BYTES as u64;
+        // A full disk is no reason to fail.
+        self.broken |= pwrite(&self.file, &entry.encode(), at).is_err();
+    }
+}
+
+impl Tracer for TraceFile {
+    fn note(&mut self, now: Time, qpn: Qpn, note: &Note) {
+        if self.broken {
+            return;
+        }
+        self.last = self.last.max(now);
+        if note.is_frequent() && !self.may_note(self.last) {
+            self.skipped += 1;
+            return;
+        }
+        if self.skipped > 0 {
+            let notes = std::mem::take(&mut self.skipped);
+            self.write(Qpn::new(0), Note::Skipped { notes });
+        }
+        self.trouble |= note.is_trouble();
+        self.write(qpn, *note);
+    }
+}
+
+impl Drop for TraceFile {
+    /// The device is closed in good order: what nobody will ask about goes.
+    fn drop(&mut self) {
+        if !self.trouble {
+            let _ = unlinkat(&self.folder, &self.name, AtFlags::empty());
+        }
+    }
+}
+
+/// The name of this process.
+fn comm() -> String {
+    let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+    clean_name(name.trim_end())
+}
+
+/// A process names itself as it likes.
+fn clean_name(name: &str) -> String {
+    name.replace(|c: char| c.is_control() || c.is_whitespace(), "?")
+}
+
+fn uid() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Where this process keeps traces.
+fn own_path() -> PathBuf {
+    match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(folder) if Path::new(&folder).is_dir() => Path::new(&folder).join("rdmux"),
+        _ => PathBuf::from(format!("/tmp/rdmux-{}", uid())),
+    }
+}
+
+/// Opens the folder of this user, which is made where there is none.
+fn own_folder() -> io::Result<OwnedFd> {
+    let path = own_path();
+    match mkdir(&path, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(errno) => return Err(errno.into()),
+    }
+    open_folder(&path, Some(uid()))
+}
+
+/// Opens a folder, if it is `owner`'s alone.
+fn open_folder(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let folder = open(path, flags, Mode::empty())?;
+    let stat = fstat(&folder)?;
+    let others = Mode::RWXG | Mode::RWXO;
+    let is_private = !Mode::from_raw_mode(stat.st_mode).intersects(others);
+    if owner.is_some_and(|owner| stat.st_uid != owner || !is_private) {
+        let what = format!("{} can be entered by others", path.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+    }
+    Ok(folder)
+}
+
+/// The traces in a folder, newest first.
+fn names(folder: &OwnedFd) -> Vec<String> {
+    let Ok(dir) = Dir::read_from(folder) else {
+        return Vec::new();
+    };
+    let names = dir
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str().ok().map(str::to_owned));
+    let mut names: Vec<String> = names
+        .filter(|name| name.ends_with(SUFFIX))
+        .take(FILES_MAX)
+        .collect();
+    names.sort_unstable_by(|a, b| b.cmp(a));
+    names
+}
+
+/// Opens a trace, if it is a file and nothing that opening or reading could wait for.
+fn open_trace(folder: &OwnedFd, name: &str) -> io::Result<(OwnedFd, u32)> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = openat(folder, name, flags, Mode::empty())?;
+    let stat = fstat(&file)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    Ok((file, stat.st_uid))
+}
+
+/// Locks a trace for as long as this process lives. Who looks whether it is locked holds a lock of its own for a moment.
+fn lock(file: &OwnedFd) -> Result<(), Errno> {
+    for _ in 0..1_000 {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Err(Errno::WOULDBLOCK) => std::thread::yield_now(),
+            other => return other,
+        }
+    }
+    Err(Errno::WOULDBLOCK)
+}
+
+/// Whether the process of a trace lives.
+fn is_alive(file: &OwnedFd) -> bool {
+    flock(file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
+}
+
+/// Removes the traces of ended processes but the newest.
+fn clean(folder: &OwnedFd) {
+    let mut ended = 0;
+    for name in names(folder) {
+        let dead = open_trace(folder, &name).is_ok_and(|(file, _)| !is_alive(&file));
+        ended += usize::from(dead);
+        if dead && ended > KEPT_MAX {
+            let _ = unlinkat(folder, &name, AtFlags::empty());
+        }
+    }
+}
+
+/// What stands before the records.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Header {
+    device: DeviceAt,
+    pid: u32,
+    comm: String,
+    opened_ns: u64,
+}
+
+impl Header {
+    fn encode(&self) -> [u8; HEADER_BYTES] {
+        let (family, v6) = match self.device.address {
+            IpAddr::V4(v4) => (4u64, v4.to_ipv6_mapped()),
+            IpAddr::V6(v6) => (6, v6),
+        };
+        let bits = v6.to_bits();
+        let words = [
+            u64::from_ne_bytes(MAGIC),
+            VERSION,
+            self.pid.into(),
+            self.device.slot.into(),
+            family,
+            (bits >> 64) as u64,
+            bits as u64,
+            self.opened_ns,
+        ];
+        let mut out = [0; HEADER_BYTES];
+        for (place, word) in out.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *place = word.to_ne_bytes();
+        }
+        let comm = self.comm.as_bytes();
+        let comm = &comm[..comm.len().min(15)];
+        out[64..64 + comm.len()].copy_from_slice(comm);
+        out
+    }
+
+    fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Header> {
+        let words = bytes.as_chunks::<8>().0;
+        let word = |i: usize| words.get(i).map_or(0, |word| u64::from_ne_bytes(*word));
+        if words[0] != MAGIC || word(1) != VERSION {
+            return None;
+        }
+        let v6 = Ipv6Addr::from_bits(u128::from(word(5)) << 64 | u128::from(word(6)));
+        let address = match word(4) {
+            4 => v6.to_ipv4_mapped()?.into(),
+            6 => v6.into(),
+            _ => return None,
+        };
+        let comm = bytes[64..80].split(|byte| *byte == 0).next().unwrap_or_default();
+        Some(Header {
+            device: DeviceAt {
+                address,
+                slot: u8::try_from(word(3)).ok()?,
+            },
+            pid: u32::try_from(word(2)).ok()?,
+            comm: clean_name(&String::from_utf8_lossy(comm)),
+            opened_ns: word(7),
+        })
+    }
+}
+
+/// The trace of a device, whose process may have ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trace {
+    /// The device.
+    pub device: DeviceAt,
+    /// Its process.
+    pub pid: u32,
+    /// The name of that.
+    pub comm: String,
+    /// Its user.
+    pub uid: u32,
+    /// When it was opened: nanoseconds since 1970, UTC.
+    pub opened_ns: u64,
+    /// Its process lives.
+    pub alive: bool,
+    /// What is noted, oldest first.
+    pub entries: Vec<Entry>,
+}
+
+/// Header and records of a trace, whoever has written it.
+fn parse(bytes: &[u8]) -> Option<(Header, Vec<Entry>)> {
+    let (header, records) = bytes.split_first_chunk::<HEADER_BYTES>()?;
+    let header = Header::decode(header)?;
+    let records = records.as_chunks::<RECORD_BYTES>().0.iter();
+    let mut entries: Vec<Entry> = records
+        .take(2 * RING as usize)
+        .filter_map(Entry::decode)
+        .collect();
+    entries.sort_by_key(|entry| entry.number);
+    entries.dedup_by_key(|entry| entry.number);
+    Some((header, entries))
+}
+
+fn read(folder: &OwnedFd, name: &str) -> Option<Trace> {
+    let (file, uid) = open_trace(folder, name).ok()?;
+    let mut bytes = vec![0; FILE_BYTES];
+    let mut len = 0;
+    while len < FILE_BYTES {
+        match rustix::io::pread(&file, &mut bytes[len..], len as u64) {
+            Ok(0) => break,
+            Ok(n) => len += n,
+            Err(Errno::INTR) => {}
+            Err(_) => return None,
+        }
+    }
+    let (header, entries) = parse(&bytes[..len])?;
+    Some(Trace {
+        device: header.device,
+        pid: header.pid,
+        comm: header.comm,
+        uid,
+        opened_ns: header.opened_ns,
+        alive: is_alive(&file),
+        entries,
+    })
+}
+
+/// The traces of this user, newest first; root gets everybody's. What is no trace, or of another version, is left out.
+pub fn traces() -> Vec<Trace> {
+    let uid = uid();
+    let owner = (uid != 0).then_some(uid);
+    let mut paths = vec![
+        own_path(),
+        format!("/run/user/{uid}/rdmux").into(),
+        format!("/tmp/rdmux-{uid}").into(),
+    ];
+    if owner.is_none() {
+        let below = |folder: &str| {
+            std::fs::read_dir(folder)
+                .into_iter()
+                .flatten()
+                .flatten()
+                .take(FILES_MAX)
+        };
+        let of_users = below("/run/user").map(|entry| entry.path().join("rdmux"));
+        let of_names = below("/tmp").map(|entry| entry.path());
+        let is_ours = |path: &PathBuf| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            name.is_some_and(|name| name.starts_with("rdmux-"))
+        };
+        paths.extend(of_users.chain(of_names.filter(is_ours)));
+    }
+    paths.sort();
+    paths.dedup();
+    let mut found: Vec<Trace> = Vec::new();
+    for path in paths {
+        if let Ok(folder) = open_folder(&path, owner) {
+            let own = |trace: &Trace| owner.is_none_or(|owner| trace.uid == owner);
+            found.extend(
+                names(&folder)
+                    .iter()
+                    .filter_map(|name| read(&folder, name))
+                    .filter(own),
+            );
+        }
+    }
+    found.sort_by_key(|trace| std::cmp::Reverse(trace.opened_ns));
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn header() -> Header {
+        Header {
+            device: "10.0.0.1/3".parse().unwrap(),
+            pid: 4711,
+            comm: "fifteen letters".replace(' ', "_"),
+            opened_ns: u64::MAX - 1,
+        }
+    }
+
+    fn entry(number: u64) -> Entry {
+        Entry {
+            number,
+            time_ns: number,
+            qpn: Qpn::new(5),
+            note: Note::PeerGone,
+        }
+    }
+
+    /// A folder of a test's own, gone with the value.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Folder {
+            let path = std::env::temp_dir().join(format!("rdmux-trace-test-{name}-{}", std::process::id()));
+            let _ = std::fs::remove_dir_all(&path);
+            mkdir(&path, Mode::RWXU).unwrap();
+            Folder(path)
+        }
+
+        fn open(&self) -> OwnedFd {
+            open_folder(&self.0, Some(uid())).unwrap()
+        }
+
+        fn trace(&self) -> TraceFile {
+            TraceFile::create_in(self.open(), header().device, Time(5), false).unwrap()
+        }
+
+        fn read(&self) -> Vec<Trace> {
+            let folder = self.open();
+            names(&folder)
+                .iter()
+                .filter_map(|name| read(&folder, name))
+                .collect()
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    const FATAL: Note = Note::Overrun {
+        cqn: rdmux_rnic::Cqn(3),
+    };
+    const GAP: Note = Note::Skipped { notes: 1 };
+
+    #[test]
+    fn note__is_in_the_file_at_once() {
+        let folder = Folder::new("at-once");
+        let mut trace = folder.trace();
+        for (now, note) in [(7, FATAL), (0, Note::PeerGone), (9, FATAL)] {
+            trace.note(Time(now), Qpn::new(5), &note);
+        }
+        let [found] = &folder.read()[..] else {
+            panic!("one trace")
+        };
+        assert!(found.alive);
+        assert_eq!((found.device, found.pid), (header().device, std::process::id()));
+        let notes: Vec<Note> = found.entries.iter().map(|entry| entry.note).collect();
+        assert_eq!(notes, [FATAL, Note::PeerGone, FATAL]);
+        // One that does not know the time has that of the one before.
+        let times: Vec<u64> = found
+            .entries
+            .iter()
+            .map(|entry| entry.time_ns - found.opened_ns)
+            .collect();
+        assert_eq!(times, [2, 2, 4]);
+    }
+
+    #[test]
+    fn note__rings_keep_the_youngest_and_what_is_rare() {
+        let folder = Folder::new("rings");
+        let mut trace = folder.trace();
+        trace.note(Time(6), Qpn::new(5), &FATAL);
+        for i in 0..3 * RING {
+            trace.note(Time(7 + i * NOTE_NS), Qpn::new(5), &GAP);
+        }
+        let found = folder.read().remove(0);
+        assert_eq!(found.entries.len() as u64, RING + 1);
+        assert_eq!(found.entries[0].note, FATAL);
+        assert_eq!(found.entries[1].number, 2 * RING + 2);
+        for _ in 0..2 * RING {
+            trace.note(Time(u64::MAX >> 1), Qpn::new(5), &FATAL);
+        }
+        assert_eq!(folder.read()[0].entries.len() as u64, 2 * RING);
+    }
+
+    #[test]
+    fn note__too_many_at_a_time_are_counted() {
+        let folder = Folder::new("many");
+        let mut trace = folder.trace();
+        for _ in 0..BURST + 100 {
+            trace.note(Time(10), Qpn::new(5), &GAP);
+        }
+        assert_eq!(folder.read()[0].entries.len() as u64, BURST);
+        trace.note(Time(10 + NOTE_NS), Qpn::new(5), &GAP);
+        let found = folder.read().remove(0);
+        let told = found
+            .entries
+            .iter()
+            .filter(|entry| entry.note == Note::Skipped { notes: 100 });
+        assert_eq!(told.count(), 1);
+    }
+
+    #[test]
+    fn drop__keeps_only_what_somebody_may_ask_about() {
+        let folder = Folder::new("drop");
+        let mut trace = folder.trace();
+        trace.note(Time(6), Qpn::new(5), &GAP);
+        drop(trace);
+        assert_eq!(folder.read(), []);
+        let mut trace = folder.trace();
+        trace.note(Time(6), Qpn::new(5), &FATAL);
+        drop(trace);
+        let found = folder.read();
+        assert_eq!(found.len(), 1);
+        assert!(!found[0].alive);
+    }
+
+    #[test]
+    fn create__removes_old_ones_of_ended_processes() {
+        let folder = Folder::new("stale");
+        let alive = folder.trace();
+        for _ in 0..KEPT_MAX + 5 {
+            let mut trace = folder.trace();
+            trace.note(Time(6), Qpn::new(5), &FATAL);
+        }
+        let before: Vec<u64> = folder.read().iter().map(|trace| trace.opened_ns).collect();
+        let _another = folder.trace();
+        let found = folder.read();
+        // Two live, and so many that do not: the newest.
+        assert_eq!(found.len(), KEPT_MAX + 2);
+        assert_eq!(found.iter().filter(|trace| trace.alive).count(), 2);
+        let kept: Vec<u64> = found[1..=KEPT_MAX].iter().map(|trace| trace.opened_ns).collect();
+        assert_eq!(kept, before[..KEPT_MAX]);
+        drop(alive);
+    }
+
+    #[test]
+    fn read__only_files_that_nothing_waits_for() {
+        let folder = Folder::new("odd");
+        let path = |name: &str| folder.0.join(name);
+        std::fs::write(path("1.trace"), b"nonsense").unwrap();
+        std::fs::create_dir(path("2.trace")).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", path("3.trace")).unwrap();
+        let fifo = rustix::fs::mknodat(rustix::fs::CWD, path("4.trace"), FileType::Fifo, Mode::RWXU, 0);
+        fifo.unwrap();
+        std::fs::File::create(path("5.trace"))
+            .unwrap()
+            .set_len(1 << 40)
+            .unwrap();
+        assert_eq!(folder.read(), []);
+        // Nor do they keep a device from being opened.
+        let _trace = folder.trace();
+        assert_eq!(folder.read().len(), 1);
+    }
+
+    #[test]
+    fn open_folder__others_may_enter() {
+        let folder = Folder::new("open");
+        for mode in [0o701, 0o750, 0o777] {
+            let open = std::os::unix::fs::PermissionsExt::from_mode(mode);
+            std::fs::set_permissions(&folder.0, open).unwrap();
+            let refused = open_folder(&folder.0, Some(uid())).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        }
+        let own = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(&folder.0, own).unwrap();
+        assert!(open_folder(&folder.0, Some(uid() + 1)).is_err());
+        let link = folder.0.with_extension("link");
+        let _ = std::fs::remove_file(&link);
+        std::os::unix::fs::symlink(&folder.0, &link).unwrap();
+        assert!(open_folder(&link, Some(uid())).is_err());
+        std::fs::remove_file(&link).unwrap();
+    }
+
+    #[test]
+    fn parse__header_and_records_in_order() {
+        assert_eq!(Header::decode(&header().encode()), Some(header()));
+        let mut bytes = header().encode().to_vec();
+        for number in [7, 3, 5] {
+            bytes.extend(entry(number).encode());
+            bytes.extend([0; RECORD_BYTES]);
+        }
+        let (found, entries) = parse(&bytes).unwrap();
+        assert_eq!(found, header());
+        assert_eq!(entries, [3, 5, 7].map(entry));
+        // Cut anywhere: what is whole is there.
+        for len in 0..bytes.len() {
+            let parsed = parse(&bytes[..len]);
+            assert_eq!(parsed.is_some(), len >= HEADER_BYTES);
+        }
+    }
+
+    #[test]
+    fn parse__random_bytes() {
+        let mut state = 3u64;
+        let mut next = move || {
+            state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (state >> 33) as u8
+        };
+        for round in 0..2_000 {
+            let mut bytes: Vec<u8> = (0..usize::from(next()) * 8).map(|_| next()).collect();
+            if round % 2 == 0 {
+                // Behind a good header.
+                bytes.splice(0..0, header().encode());
+            }
+            let _ = parse(&bytes);
+        }
+        let mut bytes = header().encode().to_vec();
+        bytes.extend(entry(1).encode());
+        for at in 0..bytes.len() {
+            for value in 0..=255 {
+                let mut changed = bytes.clone();
+                changed[at] = value;
+                let _ = parse(&changed);
+            }
+        }
+    }
+}
