@@ -54,6 +54,7 @@ bootstrap_missing() {
       test) have ip || echo iproute2 ;;
       programs)
         have ibv_rc_pingpong || echo ibverbs-utils
+        have rping || echo rdmacm-utils
         have ib_write_lat || echo perftest ;;
       lab)
         have qemu-system-x86_64 || echo qemu-system-x86

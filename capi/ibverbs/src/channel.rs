@@ -74,7 +74,7 @@ impl Queue {
     }
 }
 
-fn create_channel(context: *mut abi::Context) -> Result<*mut abi::CompChannel, c_int> {
+pub(crate) fn create_channel(context: *mut abi::Context) -> Result<*mut abi::CompChannel, c_int> {
     let again = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Errno::raw_os_error)?;
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
     epoll::add(
@@ -103,7 +103,7 @@ unsafe extern "C" fn ibv_create_comp_channel(context: *mut abi::Context) -> *mut
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) -> c_int {
+pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) -> c_int {
     // SAFETY: a channel that was made, says the caller.
     if unsafe { (*channel).refcnt } > 0 {
         return libc::EBUSY;
@@ -113,7 +113,11 @@ unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) ->
     0
 }
 
-unsafe fn create_cq(
+/// Makes a completion queue.
+///
+/// # Safety
+/// What is given was made, and is not destroyed.
+pub(crate) unsafe fn create_cq(
     context: *mut abi::Context,
     cqe: c_int,
     cq_context: *mut c_void,
@@ -188,7 +192,7 @@ unsafe extern "C" fn ibv_create_cq(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
+pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
     // SAFETY: a queue that was made, says the caller.
     let channel = unsafe { (*queue).channel };
     {

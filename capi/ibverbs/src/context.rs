@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::mem::offset_of;
+use std::net::IpAddr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -87,6 +88,18 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
         objects: Mutex::default(),
     }));
     Ok(&raw mut made.verbs.context)
+}
+
+/// The context of a device that all ids share. It stays open.
+pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
+    static OPEN: Mutex<Vec<(IpAddr, usize)>> = Mutex::new(Vec::new());
+    let mut list = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, context)) = list.iter().find(|(address, _)| *address == of.address) {
+        return Ok(ptr::with_exposed_provenance_mut(*context));
+    }
+    let context = open(of)?;
+    list.push((of.address, context.expose_provenance()));
+    Ok(context)
 }
 
 #[unsafe(no_mangle)]

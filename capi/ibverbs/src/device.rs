@@ -65,6 +65,16 @@ impl Device {
         }
     }
 
+    /// All that there are now.
+    pub(crate) fn all() -> Vec<&'static Device> {
+        devices()
+    }
+
+    /// The one of an address.
+    pub(crate) fn at(address: IpAddr) -> Option<&'static Device> {
+        devices().into_iter().find(|device| device.address == address)
+    }
+
     /// Its EUI-64, in network order: local, and of the address.
     pub(crate) fn guid(&self) -> u64 {
         let bytes = match self.address {

@@ -8,6 +8,7 @@
 
 mod address;
 mod channel;
+mod cm;
 mod context;
 mod device;
 mod events;

@@ -31,18 +31,22 @@ impl Domain {
     }
 }
 
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
-    // SAFETY: an open context, says the caller.
+/// Makes a protection domain of an open context.
+pub(crate) fn alloc_pd(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
+    // SAFETY: an open context: what calls this has one.
     let device = unsafe { &Context::of(context).device };
-    made(device.alloc_pd().map_err(|error| errno_of(&error)).map(|domain| {
-        let shown = abi::Pd { context, handle: 0 };
-        Box::into_raw(Box::new(Domain { shown, domain })).cast()
-    }))
+    let domain = device.alloc_pd().map_err(|error| errno_of(&error))?;
+    let shown = abi::Pd { context, handle: 0 };
+    Ok(Box::into_raw(Box::new(Domain { shown, domain })).cast())
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
+unsafe extern "C" fn ibv_alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
+    made(alloc_pd(context))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
     // SAFETY: made by a Box in `ibv_alloc_pd`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
     0

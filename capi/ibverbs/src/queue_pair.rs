@@ -52,7 +52,7 @@ impl Pair {
 ///
 /// # Safety
 /// What `init` names was made, and is not destroyed.
-unsafe fn create(
+pub(crate) unsafe fn create(
     pd: *mut abi::Pd,
     init: &mut abi::QpInitAttr,
     operations: Option<u64>,
@@ -128,6 +128,19 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut abi::Pd, init: *mut abi::QpInitAttr)
     made(unsafe { create(pd, &mut *init, None) })
 }
 
+/// What of them the older structure has.
+pub(crate) fn basic(init: &abi::QpInitAttrEx) -> abi::QpInitAttr {
+    abi::QpInitAttr {
+        qp_context: init.qp_context,
+        send_cq: init.send_cq,
+        recv_cq: init.recv_cq,
+        srq: init.srq,
+        cap: init.cap,
+        qp_type: init.qp_type,
+        sq_sig_all: init.sq_sig_all,
+    }
+}
+
 unsafe fn create_extended(init: &mut abi::QpInitAttrEx) -> Result<*mut abi::Qp, c_int> {
     use abi::qp_init::{PD, SEND_OPS_FLAGS};
     if init.comp_mask & PD == 0 {
@@ -137,15 +150,7 @@ unsafe fn create_extended(init: &mut abi::QpInitAttrEx) -> Result<*mut abi::Qp, 
         return Err(libc::EOPNOTSUPP);
     }
     let operations = (init.comp_mask & SEND_OPS_FLAGS != 0).then_some(init.send_ops_flags);
-    let mut basic = abi::QpInitAttr {
-        qp_context: init.qp_context,
-        send_cq: init.send_cq,
-        recv_cq: init.recv_cq,
-        srq: init.srq,
-        cap: init.cap,
-        qp_type: init.qp_type,
-        sq_sig_all: init.sq_sig_all,
-    };
+    let mut basic = basic(init);
     // SAFETY: as the caller says.
     let made = unsafe { create(init.pd, &mut basic, operations) }?;
     init.cap = basic.cap;
@@ -173,7 +178,7 @@ unsafe extern "C" fn ibv_qp_to_qp_ex(pair: *mut abi::Qp) -> *mut abi::QpEx {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
+pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
     let (context, own) = unsafe { ((*pair).context, Pair::of(pair)) };
     // SAFETY: an open context, which lives as long as its objects.
@@ -292,7 +297,11 @@ fn keep(kept: &mut abi::QpAttr, attr: &abi::QpAttr, mask: u32) {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_modify_qp(pair: *mut abi::Qp, attr: *mut abi::QpAttr, mask: c_int) -> c_int {
+pub(crate) unsafe extern "C" fn ibv_modify_qp(
+    pair: *mut abi::Qp,
+    attr: *mut abi::QpAttr,
+    mask: c_int,
+) -> c_int {
     // SAFETY: a queue pair that was made, says the caller, who modifies it from one thread at a time.
     status(unsafe { modify(&mut *pair.cast::<Pair>(), &*attr, mask.cast_unsigned()) })
 }
@@ -498,4 +507,14 @@ pub(crate) unsafe extern "C" fn post_recv(
         wr = next.next;
     }
     0
+}
+
+/// A connection has brought a queue pair to a state, which a program may read in its structure.
+pub(crate) fn tell_state(context: *mut abi::Context, qpn: Qpn, state: u32) {
+    // SAFETY: a context of ids, which is never closed.
+    let objects = unsafe { Context::of(context) }.objects();
+    if let Some(pair) = objects.pairs.get(&qpn.value()) {
+        // SAFETY: it is there while it is among the objects, which are held.
+        unsafe { (**pair).state = state };
+    }
 }

@@ -16,18 +16,8 @@ const MAY_USE: [(&str, &[&str]); 7] = [
     ("capi/ibverbs", &["verbs"]),
 ];
 
-/// Files that may hold unsafe code.
-const UNSAFE_FILES: [&str; 19] = [
-    "capi/ibverbs/src/address.rs",
-    "capi/ibverbs/src/channel.rs",
-    "capi/ibverbs/src/context.rs",
-    "capi/ibverbs/src/device.rs",
-    "capi/ibverbs/src/lib.rs",
-    "capi/ibverbs/src/memory.rs",
-    "capi/ibverbs/src/query.rs",
-    "capi/ibverbs/src/queue_pair.rs",
-    "capi/ibverbs/src/srq.rs",
-    "capi/ibverbs/src/wr.rs",
+/// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
+const UNSAFE_FILES: [&str; 9] = [
     "crates/verbs/src/abi.rs",
     "crates/verbs/src/hw/cma.rs",
     "crates/verbs/src/hw/library.rs",
@@ -99,6 +89,7 @@ fn crates__use_only_what_is_below_them() {
 fn unsafe_code__stands_only_in_the_files_that_are_named() {
     let with_unsafe: BTreeSet<String> = sources()
         .into_iter()
+        .filter(|(name, _)| !name.starts_with("capi/"))
         .filter(|(_, text)| {
             text.lines().any(|line| {
                 let code = code(line);

@@ -291,6 +291,45 @@ fn post_recv__in_error_wakes_who_waits() {
     });
 }
 
+/// As a program does that posts its receives before it connects.
+#[test]
+fn connect__after_a_refusal_with_a_queue_pair_that_has_receives() {
+    let address = IpAddr::from([127, 0, 12, 17]);
+    let (client, server) = (end(address, 4096), end(address, 4096));
+    let init = QpAttributes {
+        access: Some(Access::REMOTE_WRITE),
+        ..QpAttributes::default()
+    };
+    client.qp.modify(QpState::Init, &init).unwrap();
+    let sges = client.mr.sge(0, 64).into();
+    client.qp.post_recv(RecvRequest { wr_id: 9, sges }).unwrap();
+    let at = (address, 7199).into();
+    let params = ConnectParams::default();
+    let device = client.qp.pd().device();
+    let refused = device.connect(&client.qp, at, &params, b"");
+    assert!(
+        matches!(refused, Err(ConnectError::Rejected { .. })),
+        "{refused:?}"
+    );
+    assert_eq!(client.qp.query().unwrap().state, QpState::Init);
+
+    let listener = server.qp.pd().device().listen(7199).unwrap();
+    std::thread::scope(|scope| {
+        let connected = scope.spawn(|| device.connect(&client.qp, at, &params, b"").unwrap());
+        let request = listener.accept(LONG).expect("a request");
+        let accepted = request.accept(&server.qp, &params, b"").unwrap();
+        assert!(accepted.wait_established());
+        let operation = Operation::Send { imm: None };
+        server
+            .qp
+            .post_send(send(1, operation, SgeList::inline(b"there")))
+            .unwrap();
+        let wc = client.cq.wait(LONG).unwrap().expect("what was posted first");
+        assert_eq!((wc.wr_id, wc.status, wc.byte_len), (9, Status::Success, 5));
+        drop(connected.join().unwrap());
+    });
+}
+
 #[test]
 fn connect__asks_for_a_smaller_packet_when_the_peer_wants_less() {
     let address: IpAddr = "127.0.0.38".parse().unwrap();

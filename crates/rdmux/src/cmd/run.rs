@@ -14,7 +14,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use rdmux_verbs::faults::Spec;
 
 /// The libraries of a program that are replaced, by their files in the build and their names for the loader.
-const LIBRARIES: [(&str, &str); 1] = [("libibverbs.so", "libibverbs.so.1")];
+const LIBRARIES: [(&str, &str); 2] = [
+    ("libibverbs.so", "libibverbs.so.1"),
+    ("libibverbs.so", "librdmacm.so.1"),
+];
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {

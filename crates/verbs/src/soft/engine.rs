@@ -1098,8 +1098,10 @@ impl Core {
         };
         if let Some(qpn) = entry.qpn {
             let accepted = self.accepted.remove(&qpn);
-            let reset = |qp: QpInfo| qp.state == QpState::Reset;
-            if ends && !self.rnic.query_qp(qpn).is_some_and(reset) {
+            // One that was refused before it was connected can be connected again.
+            let refused = matches!(event, CmEvent::Rejected { .. });
+            let unused = |qp: QpInfo| qp.state == QpState::Reset || refused && qp.state == QpState::Init;
+            if ends && !self.rnic.query_qp(qpn).is_some_and(unused) {
                 // What is posted completes as flushed, so that whoever waits for it learns of the end.
                 let _ = self
                     .rnic

@@ -1,0 +1,208 @@
+//! Event channels.
+
+use std::collections::VecDeque;
+use std::ffi::{c_int, c_void};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+
+use super::id::{Id, Shared};
+use crate::{abi, made, minus_one};
+
+/// The longest private data of a message: that of a REP.
+const PRIVATE_DATA_MAX: usize = 196;
+
+/// What a program's `struct rdma_cm_event` pointer points at.
+#[repr(C)]
+pub(super) struct Event {
+    pub(super) shown: abi::CmEvent,
+    /// What [`Event::shown`] points at: an event stays where it was made.
+    private_data: [u8; PRIVATE_DATA_MAX],
+    /// Whose events wait to be acknowledged: the id's, and the listening one's.
+    of: Vec<Arc<Shared>>,
+}
+
+// SAFETY: the pointers in it are the program's ids, which are not touched through it; and its own private data.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// An event of an id.
+    pub(super) fn new(id: *mut abi::CmId, of: &Arc<Shared>, event: u32, status: c_int) -> Box<Event> {
+        Box::new(Event {
+            shown: abi::CmEvent {
+                id,
+                listen_id: ptr::null_mut(),
+                event,
+                status,
+                param: abi::CmParam {
+                    conn: abi::ConnParam {
+                        private_data: ptr::null(),
+                        private_data_len: 0,
+                        responder_resources: 0,
+                        initiator_depth: 0,
+                        flow_control: 0,
+                        retry_count: 0,
+                        rnr_retry_count: 0,
+                        srq: 0,
+                        qp_num: 0,
+                    },
+                },
+            },
+            private_data: [0; PRIVATE_DATA_MAX],
+            of: vec![of.clone()],
+        })
+    }
+
+    /// ... that came in on another one, which listens.
+    pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Shared>) -> Box<Event> {
+        self.shown.listen_id = listener;
+        self.of.push(of.clone());
+        self
+    }
+
+    /// ... with what the peer's user said, and parameters of the connection.
+    pub(super) fn with(mut self: Box<Event>, conn: abi::ConnParam, private_data: &[u8]) -> Box<Event> {
+        let length = private_data.len().min(PRIVATE_DATA_MAX);
+        self.private_data[..length].copy_from_slice(&private_data[..length]);
+        self.shown.param.conn = abi::ConnParam {
+            private_data: if length == 0 {
+                ptr::null()
+            } else {
+                self.private_data.as_ptr().cast()
+            },
+            private_data_len: length as u8,
+            ..conn
+        };
+        self
+    }
+}
+
+/// The events that a channel has for its program.
+pub(super) struct Events {
+    /// Counts them, so that reading it waits for one.
+    count: OwnedFd,
+    list: Mutex<VecDeque<Box<Event>>>,
+}
+
+impl Events {
+    pub(super) fn new() -> Result<Arc<Events>, c_int> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
+        Ok(Arc::new(Events {
+            count: eventfd(0, flags).map_err(Errno::raw_os_error)?,
+            list: Mutex::default(),
+        }))
+    }
+
+    fn list(&self) -> MutexGuard<'_, VecDeque<Box<Event>>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn push(&self, event: Box<Event>) {
+        self.list().push_back(event);
+        let _ = rustix::io::write(&self.count, &1u64.to_ne_bytes());
+    }
+
+    /// The next event; waits for it, unless the program has set the descriptor to non-blocking.
+    pub(super) fn next(&self) -> Result<Box<Event>, c_int> {
+        loop {
+            rustix::io::read(&self.count, &mut [0; 8]).map_err(Errno::raw_os_error)?;
+            // Those of an id that is gone, or has gone to another channel, are not there any more.
+            if let Some(event) = self.list().pop_front() {
+                return Ok(event);
+            }
+        }
+    }
+
+    /// Takes out the events of an id.
+    pub(super) fn take_of(&self, id: *mut abi::CmId) -> VecDeque<Box<Event>> {
+        let mut list = self.list();
+        let (of, rest) = list.drain(..).partition(|event| event.shown.id == id);
+        *list = rest;
+        of
+    }
+}
+
+/// Hands an event over to the program.
+pub(super) fn give(event: Box<Event>) -> *mut abi::CmEvent {
+    event.of.iter().for_each(|shared| shared.given.give());
+    Box::into_raw(event).cast()
+}
+
+/// What a program's `struct rdma_event_channel` pointer points at.
+#[repr(C)]
+pub(super) struct Channel {
+    shown: abi::EventChannel,
+    pub(super) events: Arc<Events>,
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdma_create_event_channel() -> *mut abi::EventChannel {
+    made(Events::new().map(|events| {
+        let shown = abi::EventChannel {
+            fd: events.count.as_raw_fd(),
+        };
+        Box::into_raw(Box::new(Channel { shown, events })).cast()
+    }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut abi::EventChannel) {
+    // SAFETY: made by a Box above, and not used any more, says the caller.
+    drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_get_cm_event(
+    channel: *mut abi::EventChannel,
+    event: *mut *mut abi::CmEvent,
+) -> c_int {
+    // SAFETY: a channel that was made, says the caller. Its events outlive it while they are waited for.
+    let events = unsafe { &*channel.cast::<Channel>() }.events.clone();
+    minus_one(events.next().map(|found| {
+        // SAFETY: a place of the caller's.
+        unsafe { *event = give(found) };
+    }))
+}
+
+/// The program has done with an event.
+///
+/// # Safety
+/// It came from [`give`], and is not used any more.
+pub(super) unsafe fn take_back(event: *mut abi::CmEvent) {
+    // SAFETY: made by a Box in `Event::new`, and given out once, says the caller.
+    let event = unsafe { Box::from_raw(event.cast::<Event>()) };
+    event.of.iter().for_each(|shared| shared.given.acknowledge(1));
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_ack_cm_event(event: *mut abi::CmEvent) -> c_int {
+    if event.is_null() {
+        return minus_one(Err(libc::EINVAL));
+    }
+    // SAFETY: as the caller says.
+    unsafe { take_back(event) };
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_migrate_id(id: *mut abi::CmId, channel: *mut abi::EventChannel) -> c_int {
+    // SAFETY: an id that was made, which one thread uses meanwhile, says the caller.
+    let own = unsafe { &mut *id.cast::<Id>() };
+    let events = if channel.is_null() {
+        match Events::new() {
+            Ok(events) => events,
+            Err(errno) => return minus_one(Err(errno)),
+        }
+    } else {
+        // SAFETY: a channel that was made, says the caller.
+        unsafe { &*channel.cast::<Channel>() }.events.clone()
+    };
+    own.migrate(events, channel);
+    0
+}
+
+/// The context of a program's, as it gave it.
+pub(super) type UserContext = *mut c_void;

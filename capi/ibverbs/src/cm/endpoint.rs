@@ -1,0 +1,93 @@
+//! Endpoints: an id, resolved or bound, with its queue pair, in one call.
+
+use std::ffi::c_int;
+use std::ptr;
+
+use super::address_info::AddressInfo;
+use super::connect::{create_qp, rdma_destroy_qp};
+use super::id::{Id, rdma_bind_addr, rdma_create_id, rdma_destroy_id, rdma_resolve_addr, rdma_resolve_route};
+use crate::abi;
+
+const PASSIVE: c_int = 1;
+/// How long a program that asks for an endpoint waits for each step.
+const RESOLVE_MS: c_int = 2_000;
+
+unsafe fn create(
+    id: *mut abi::CmId,
+    info: &AddressInfo,
+    pd: *mut abi::Pd,
+    init: *mut abi::QpInitAttr,
+) -> c_int {
+    if !init.is_null() {
+        // SAFETY: a structure of the caller's.
+        unsafe { (*init).qp_type = abi::qp_type::RC };
+    }
+    if info.flags & PASSIVE != 0 {
+        // SAFETY: an id just made, and what the program gave.
+        unsafe {
+            if !init.is_null() {
+                (*id.cast::<Id>()).passive = Some((pd, *init));
+            }
+            return rdma_bind_addr(id, info.source);
+        }
+    }
+    // SAFETY: an id just made, and what the program gave.
+    unsafe {
+        if rdma_resolve_addr(id, info.source, info.destination, RESOLVE_MS) != 0
+            || rdma_resolve_route(id, RESOLVE_MS) != 0
+        {
+            return -1;
+        }
+        if init.is_null() {
+            return 0;
+        }
+        crate::minus_one(create_qp(id, pd, &mut *init, None))
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_create_ep(
+    id: *mut *mut abi::CmId,
+    info: *mut AddressInfo,
+    pd: *mut abi::Pd,
+    init: *mut abi::QpInitAttr,
+) -> c_int {
+    // SAFETY: what `rdma_getaddrinfo` gave, says the caller.
+    let info = unsafe { &*info };
+    let mut made = ptr::null_mut();
+    // SAFETY: a place of this function's.
+    if unsafe {
+        rdma_create_id(
+            ptr::null_mut(),
+            &raw mut made,
+            ptr::null_mut(),
+            info.port_space.cast_unsigned(),
+        )
+    } != 0
+    {
+        return -1;
+    }
+    // SAFETY: just made.
+    if unsafe { create(made, info, pd, init) } != 0 {
+        // SAFETY: it sets errno itself, which what ends here does not touch.
+        let errno = std::io::Error::last_os_error()
+            .raw_os_error()
+            .unwrap_or(libc::EIO);
+        // SAFETY: just made, and used by nobody.
+        unsafe { rdma_destroy_id(made) };
+        crate::set_errno(errno);
+        return -1;
+    }
+    // SAFETY: a place of the caller's.
+    unsafe { *id = made };
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_destroy_ep(id: *mut abi::CmId) {
+    // SAFETY: an id that was made, and is used no more, says the caller.
+    unsafe {
+        rdma_destroy_qp(id);
+        rdma_destroy_id(id);
+    }
+}

@@ -1,0 +1,389 @@
+//! Ids: what a program binds, resolves, connects and listens with.
+
+use std::ffi::c_int;
+use std::net::{IpAddr, SocketAddr};
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rdmux_verbs::{Connection, ConnectionRequest};
+
+use super::channel::{Channel, Event, Events, UserContext, take_back};
+use super::socket_address::{read, route, storage};
+use crate::context::{self, Context};
+use crate::device::Device;
+use crate::events::Given;
+use crate::{abi, minus_one, queue_pair};
+
+/// What a program's `struct rdma_cm_id` pointer points at.
+#[repr(C)]
+pub(super) struct Id {
+    pub(super) shown: abi::CmId,
+    pub(super) shared: Arc<Shared>,
+    pub(super) local: Option<SocketAddr>,
+    pub(super) remote: Option<SocketAddr>,
+    pub(super) traffic_class: u8,
+    pub(super) ack_timeout: Option<u8>,
+    /// Whoever made this id's request waits for the answer.
+    pub(super) request: Option<ConnectionRequest>,
+    /// Ends those who listen when it is dropped.
+    pub(super) listening: Vec<super::listen::Listening>,
+    /// It was made without a channel: calls wait for their event.
+    pub(super) waits: bool,
+    /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]).
+    pub(super) passive: Option<(*mut abi::Pd, abi::QpInitAttr)>,
+    /// The domain that was made where the program gave none.
+    pub(super) own_pd: bool,
+}
+
+/// What an id has in common with the threads that wait for it.
+pub(super) struct Shared {
+    state: Mutex<State>,
+    /// Events that the program has and did not acknowledge.
+    pub(super) given: Given,
+}
+
+struct State {
+    /// Null when it is destroyed.
+    id: *mut abi::CmId,
+    events: Arc<Events>,
+    connection: Option<Arc<Connection>>,
+}
+
+// SAFETY: the pointer is given to the program in events and not followed.
+unsafe impl Send for State {}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the program an event of the id, unless that is gone. It is made by `event` from the id and from this.
+    pub(super) fn tell(self: &Arc<Self>, event: impl FnOnce(*mut abi::CmId, &Arc<Shared>) -> Box<Event>) {
+        let state = self.state();
+        if !state.id.is_null() {
+            state.events.push(event(state.id, self));
+        }
+    }
+
+    /// Keeps a connection, unless the id is gone: then it is ended.
+    pub(super) fn keep(&self, connection: &Arc<Connection>) {
+        let mut state = self.state();
+        if !state.id.is_null() {
+            state.connection = Some(connection.clone());
+        }
+    }
+
+    pub(super) fn connection(&self) -> Option<Arc<Connection>> {
+        self.state().connection.clone()
+    }
+
+    pub(super) fn events(&self) -> Arc<Events> {
+        self.state().events.clone()
+    }
+}
+
+impl Id {
+    /// An id; `waits`: it has a channel that its program does not see.
+    pub(super) fn new(
+        channel: *mut abi::EventChannel,
+        events: Arc<Events>,
+        context: UserContext,
+        ps: u32,
+        qp_type: u32,
+        waits: bool,
+    ) -> *mut Id {
+        // SAFETY: numbers and pointers, all of which may be zero.
+        let mut shown: abi::CmId = unsafe { std::mem::zeroed() };
+        (shown.channel, shown.context, shown.ps, shown.qp_type) = (channel, context, ps, qp_type);
+        shown.pkey = 0xffff;
+        let state = State {
+            id: ptr::null_mut(),
+            events,
+            connection: None,
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            given: Given::default(),
+        });
+        let id = Box::into_raw(Box::new(Id {
+            shown,
+            shared: shared.clone(),
+            local: None,
+            remote: None,
+            traffic_class: 0,
+            ack_timeout: None,
+            request: None,
+            listening: Vec::new(),
+            waits,
+            passive: None,
+            own_pd: false,
+        }));
+        shared.state().id = id.cast();
+        id
+    }
+
+    /// Tells an event without more than its kind.
+    pub(super) fn tell(&self, event: u32) {
+        self.shared.tell(|id, of| Event::new(id, of, event, 0));
+    }
+
+    /// Where calls wait for their event: does so. The event stays the program's until the next call, or its end.
+    pub(super) fn complete(&mut self) -> Result<(), c_int> {
+        if !self.waits {
+            return Ok(());
+        }
+        self.forget_event();
+        let event = super::channel::give(self.shared.events().next()?);
+        self.shown.event = event;
+        // SAFETY: just made, and acknowledged by this id alone.
+        let (status, kind) = unsafe { ((*event).status, (*event).event) };
+        use abi::cm_event::*;
+        match kind {
+            REJECTED => Err(libc::ECONNREFUSED),
+            _ if status != 0 => Err(status.abs()),
+            UNREACHABLE => Err(libc::ETIMEDOUT),
+            CONNECT_ERROR | ADDR_ERROR | ROUTE_ERROR => Err(libc::EIO),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn forget_event(&mut self) {
+        let event = std::mem::replace(&mut self.shown.event, ptr::null_mut());
+        if !event.is_null() {
+            // SAFETY: it was given to this id alone.
+            unsafe { take_back(event) };
+        }
+    }
+
+    /// Takes the id's events over to another channel.
+    pub(super) fn migrate(&mut self, events: Arc<Events>, channel: *mut abi::EventChannel) {
+        let mut state = self.shared.state();
+        let before = std::mem::replace(&mut state.events, events.clone());
+        let moved = before.take_of(state.id);
+        moved.into_iter().for_each(|event| events.push(event));
+        drop(state);
+        self.shown.channel = channel;
+        self.waits = channel.is_null();
+    }
+
+    /// Takes the device of a local address for its own.
+    pub(super) fn take_device(&mut self, address: IpAddr) -> Result<(), c_int> {
+        let device = Device::at(address).ok_or(libc::ENODEV)?;
+        self.shown.verbs = context::shared(device)?;
+        self.shown.port_num = 1;
+        self.shown.sgid = device.gid();
+        Ok(())
+    }
+
+    /// Sets the addresses, as programs read them in the id.
+    pub(super) fn set_addresses(&mut self, local: SocketAddr, remote: Option<SocketAddr>) {
+        self.local = Some(local);
+        self.shown.src_addr = storage(local);
+        if let Some(remote) = remote {
+            self.remote = Some(remote);
+            self.shown.dst_addr = storage(remote);
+            self.shown.dgid = match remote.ip() {
+                IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+                IpAddr::V6(v6) => v6.octets(),
+            };
+        }
+    }
+
+    /// Its device's.
+    pub(super) fn device(&self) -> Result<&rdmux_verbs::Device, c_int> {
+        if self.shown.verbs.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: a context of `context::shared`, which is never closed.
+        Ok(&unsafe { Context::of(self.shown.verbs) }.device)
+    }
+
+    /// The queue pair that it was given.
+    pub(super) fn pair(&self) -> Result<rdmux_verbs::QueuePair, c_int> {
+        if self.shown.qp.is_null() {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: a queue pair that was made and is the id's.
+        Ok(unsafe { queue_pair::Pair::of(self.shown.qp) }.pair.clone())
+    }
+
+    fn end(&mut self) {
+        self.forget_event();
+        self.listening.clear();
+        self.request = None;
+        let mut state = self.shared.state();
+        let id = std::mem::replace(&mut state.id, ptr::null_mut());
+        drop(state.events.take_of(id));
+        let connection = state.connection.take();
+        drop(state);
+        if let Some(connection) = connection {
+            connection.disconnect();
+        }
+        self.shared.given.wait_acknowledged();
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(super) unsafe extern "C" fn rdma_create_id(
+    channel: *mut abi::EventChannel,
+    id: *mut *mut abi::CmId,
+    context: UserContext,
+    ps: u32,
+) -> c_int {
+    minus_one(create(channel, context, ps).map(|made| {
+        // SAFETY: a place of the caller's.
+        unsafe { *id = made };
+    }))
+}
+
+fn create(channel: *mut abi::EventChannel, context: UserContext, ps: u32) -> Result<*mut abi::CmId, c_int> {
+    let qp_type = match ps {
+        abi::port_space::TCP => abi::qp_type::RC,
+        _ => return Err(libc::EOPNOTSUPP),
+    };
+    let events = if channel.is_null() {
+        Events::new()?
+    } else {
+        // SAFETY: a channel that was made, says the caller.
+        unsafe { &*channel.cast::<Channel>() }.events.clone()
+    };
+    Ok(Id::new(channel, events, context, ps, qp_type, channel.is_null()).cast())
+}
+
+#[unsafe(no_mangle)]
+pub(super) unsafe extern "C" fn rdma_destroy_id(id: *mut abi::CmId) -> c_int {
+    // SAFETY: made by a Box in `Id::new`, and not used any more, says the caller.
+    let mut own = unsafe { Box::from_raw(id.cast::<Id>()) };
+    own.end();
+    0
+}
+
+#[unsafe(no_mangle)]
+pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut libc::sockaddr) -> c_int {
+    // SAFETY: an id that was made, and an address of the caller's.
+    let (own, address) = unsafe { (&mut *id.cast::<Id>(), read(address)) };
+    minus_one(address.and_then(|address| {
+        if !address.ip().is_unspecified() {
+            own.take_device(address.ip())?;
+        }
+        own.set_addresses(address, None);
+        Ok(())
+    }))
+}
+
+#[unsafe(no_mangle)]
+pub(super) unsafe extern "C" fn rdma_resolve_addr(
+    id: *mut abi::CmId,
+    source: *mut libc::sockaddr,
+    destination: *mut libc::sockaddr,
+    _: c_int,
+) -> c_int {
+    // SAFETY: an id that was made, and addresses of the caller's or none.
+    let (own, source, destination) = unsafe { (&mut *id.cast::<Id>(), read(source), read(destination)) };
+    minus_one(destination.and_then(|peer| {
+        let given = source
+            .ok()
+            .or(own.local)
+            .filter(|local| !local.ip().is_unspecified());
+        let local = match given {
+            Some(local) => local.ip(),
+            None => route(peer)?,
+        };
+        // Peers at an address of this host's are reached from there.
+        own.take_device(local).or_else(|_| own.take_device(peer.ip()))?;
+        own.set_addresses(
+            SocketAddr::new(own.device()?.address(), given.map_or(0, |at| at.port())),
+            Some(peer),
+        );
+        own.tell(abi::cm_event::ADDR_RESOLVED);
+        own.complete()
+    }))
+}
+
+#[unsafe(no_mangle)]
+pub(super) unsafe extern "C" fn rdma_resolve_route(id: *mut abi::CmId, _: c_int) -> c_int {
+    // SAFETY: an id that was made, says the caller.
+    let own = unsafe { &mut *id.cast::<Id>() };
+    if own.remote.is_none() || own.shown.verbs.is_null() {
+        return minus_one(Err(libc::EINVAL));
+    }
+    own.tell(abi::cm_event::ROUTE_RESOLVED);
+    minus_one(own.complete())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_get_src_port(id: *mut abi::CmId) -> u16 {
+    // SAFETY: an id that was made, says the caller.
+    unsafe { &*id.cast::<Id>() }
+        .local
+        .map_or(0, |at| at.port().to_be())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_get_dst_port(id: *mut abi::CmId) -> u16 {
+    // SAFETY: an id that was made, says the caller.
+    unsafe { &*id.cast::<Id>() }
+        .remote
+        .map_or(0, |at| at.port().to_be())
+}
+
+/// Options of `rdma_set_option(3)`.
+const LEVEL_IB: c_int = 1;
+const REUSEADDR: c_int = 1;
+const AFONLY: c_int = 2;
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_set_option(
+    id: *mut abi::CmId,
+    level: c_int,
+    name: c_int,
+    value: *const u8,
+    length: usize,
+) -> c_int {
+    use abi::cm_option::{ACK_TIMEOUT, LEVEL_ID, TOS};
+    // SAFETY: an id that was made, says the caller.
+    let own = unsafe { &mut *id.cast::<Id>() };
+    let byte = || {
+        if length != 1 {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: as long as the caller says.
+        Ok(unsafe { *value })
+    };
+    minus_one(match (level, name) {
+        (LEVEL_ID, TOS) => byte().map(|tos| own.traffic_class = tos),
+        (LEVEL_ID, ACK_TIMEOUT) => byte().map(|timeout| own.ack_timeout = Some(timeout)),
+        // What they ask for is so; a path is the address.
+        (LEVEL_ID, REUSEADDR | AFONLY) | (LEVEL_IB, 1) => Ok(()),
+        _ => Err(libc::ENOSYS),
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_get_devices(count: *mut c_int) -> *mut *mut abi::Context {
+    let contexts: Vec<*mut abi::Context> = Device::all()
+        .into_iter()
+        .filter_map(|of| context::shared(of).ok())
+        .collect();
+    // SAFETY: room for all and a null pointer; what calloc gave is zero, so the list ends with one.
+    let list = unsafe { libc::calloc(contexts.len() + 1, size_of::<*mut abi::Context>()) };
+    let list = list.cast::<*mut abi::Context>();
+    if list.is_null() {
+        return list;
+    }
+    for (i, context) in contexts.iter().enumerate() {
+        // SAFETY: `i` is less than the room.
+        unsafe { *list.add(i) = *context };
+    }
+    if !count.is_null() {
+        // SAFETY: a place of the caller's.
+        unsafe { *count = contexts.len() as c_int };
+    }
+    list
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_free_devices(list: *mut *mut abi::Context) {
+    // SAFETY: made by calloc above, says the caller. The contexts stay open.
+    unsafe { libc::free(list.cast()) };
+}

@@ -1,0 +1,204 @@
+//! Ids that listen.
+
+use std::ffi::c_int;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::ptr;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use rdmux_verbs::{ConnectionRequest, ListenError, Listener, QpType};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+
+use super::channel::Event;
+use super::connect::told;
+use super::id::{Id, Shared};
+use crate::device::Device;
+use crate::{abi, context, minus_one};
+
+/// Ports that are tried where the program leaves the choice.
+const PORTS: std::ops::Range<u16> = 32_768..61_000;
+
+/// One who hears requests on an address, until this is dropped.
+pub(super) struct Listening {
+    stop: Arc<OwnedFd>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The id that listens, as its threads know it: requests are told there.
+struct On {
+    shared: Arc<Shared>,
+    /// The program's, which ends the threads before it destroys it.
+    id: *mut abi::CmId,
+    local: SocketAddr,
+}
+
+// SAFETY: the id is the program's, and read while it listens, when the program does not change what is read.
+unsafe impl Send for On {}
+
+fn hear(listener: &Listener, stop: &OwnedFd, on: &On) {
+    loop {
+        let mut fds = [
+            PollFd::new(listener, PollFlags::IN),
+            PollFd::new(stop, PollFlags::IN),
+        ];
+        if poll(&mut fds, None).is_err_and(|errno| errno != Errno::INTR) || !fds[1].revents().is_empty() {
+            return;
+        }
+        while let Some(request) = listener.accept(Duration::ZERO) {
+            tell(on, request);
+        }
+    }
+}
+
+/// Makes an id for a request, and tells of it.
+fn tell(on: &On, request: ConnectionRequest) {
+    let Some(device) = Device::at(on.local.ip()) else {
+        return;
+    };
+    // SAFETY: it lives while its threads do.
+    let (channel, user, ps, qp_type) =
+        unsafe { ((*on.id).channel, (*on.id).context, (*on.id).ps, (*on.id).qp_type) };
+    let events = on.shared.events();
+    let made = Id::new(channel, events.clone(), user, ps, qp_type, channel.is_null());
+    // SAFETY: just made.
+    let own = unsafe { &mut *made };
+    own.shown.verbs = match context::shared(device) {
+        Ok(context) => context,
+        Err(_) => ptr::null_mut(),
+    };
+    own.shown.port_num = 1;
+    own.shown.sgid = device.gid();
+    own.set_addresses(on.local, Some(SocketAddr::new(request.peer(), 0)));
+    own.traffic_class = request.remote().traffic_class;
+    let conn = told(request.remote());
+    let event = Event::new(made.cast(), &own.shared, abi::cm_event::CONNECT_REQUEST, 0)
+        .with(conn, request.private_data())
+        .on(on.id, &on.shared);
+    own.request = Some(request);
+    // To whoever hears the listening id; where that is gone, nobody takes the new one.
+    on.shared.tell(|_, _| event);
+}
+
+/// The addresses that an id listens on.
+fn addresses(bound: Option<SocketAddr>) -> Result<(Vec<IpAddr>, u16), c_int> {
+    let bound = bound.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
+    if !bound.ip().is_unspecified() {
+        return Ok((vec![bound.ip()], bound.port()));
+    }
+    // IPv6's hears both, as of a socket.
+    let all = Device::all().into_iter().map(|device| device.address);
+    let all: Vec<IpAddr> = all
+        .filter(|address| bound.is_ipv6() || address.is_ipv4())
+        .collect();
+    if all.is_empty() {
+        Err(libc::ENODEV)
+    } else {
+        Ok((all, bound.port()))
+    }
+}
+
+fn listen_on(address: IpAddr, port: u16) -> Result<Listener, c_int> {
+    let device = Device::at(address).ok_or(libc::ENODEV)?;
+    // SAFETY: a context of `context::shared`, which is never closed.
+    let device = unsafe { &context::Context::of(context::shared(device)?).device };
+    device
+        .listen_for(port, &[QpType::Rc])
+        .map_err(|error| match error {
+            ListenError::Group(_) => libc::EADDRINUSE,
+            ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
+        })
+}
+
+/// Listens on all of the addresses; a device that another user has, or that cannot be opened, is left out while one is left.
+fn listen_all(addresses: &[IpAddr], port: u16) -> Result<Vec<(IpAddr, Listener)>, c_int> {
+    let mut why = libc::ENODEV;
+    let mut found = Vec::new();
+    for address in addresses {
+        match listen_on(*address, port) {
+            Ok(listener) => found.push((*address, listener)),
+            Err(errno) => why = errno,
+        }
+    }
+    if found.is_empty() { Err(why) } else { Ok(found) }
+}
+
+fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
+    if !own.listening.is_empty() {
+        return Err(libc::EINVAL);
+    }
+    let (addresses, port) = addresses(own.local)?;
+    let (port, listeners) = if port != 0 {
+        (port, listen_all(&addresses, port)?)
+    } else {
+        // A different one for each process that asks.
+        let first = u64::from(std::process::id()) * 61;
+        let count = u64::from(PORTS.end - PORTS.start);
+        let mut tried = (0..count).map(|n| PORTS.start + ((first + n) % count) as u16);
+        tried
+            .find_map(|port| {
+                listen_all(&addresses, port)
+                    .ok()
+                    .map(|listeners| (port, listeners))
+            })
+            .ok_or(libc::EADDRINUSE)?
+    };
+    let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
+    own.set_addresses(SocketAddr::new(bound.ip(), port), None);
+    for (address, listener) in listeners {
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?);
+        let on = On {
+            shared: own.shared.clone(),
+            id,
+            local: SocketAddr::new(address, port),
+        };
+        let stopped = stop.clone();
+        let thread = thread::spawn(move || hear(&listener, &stopped, &on));
+        let thread = Some(thread);
+        own.listening.push(Listening { stop, thread });
+    }
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, _: c_int) -> c_int {
+    // SAFETY: an id that was made, says the caller.
+    minus_one(listen(id, unsafe { &mut *id.cast::<Id>() }))
+}
+
+/// The next request of an id that has no channel.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut abi::CmId) -> c_int {
+    // SAFETY: an id that was made, says the caller.
+    let own = unsafe { &mut *listener.cast::<Id>() };
+    if own.listening.is_empty() || !own.waits {
+        return minus_one(Err(libc::EINVAL));
+    }
+    minus_one(own.complete().and_then(|()| {
+        // SAFETY: the event that was just waited for.
+        let asked = unsafe { (*own.shown.event).id };
+        // SAFETY: an id that was made for the request, and is nobody's yet.
+        let made = unsafe { &mut *asked.cast::<Id>() };
+        made.migrate(super::channel::Events::new()?, ptr::null_mut());
+        // It is the new one's, with the private data in it.
+        made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
+        if let Some((pd, mut init)) = own.passive {
+            // SAFETY: as the program gave it to `rdma_create_ep`.
+            unsafe { super::connect::create_qp(asked, pd, &mut init, None) }?;
+        }
+        // SAFETY: a place of the caller's.
+        unsafe { *id = asked };
+        Ok(())
+    }))
+}

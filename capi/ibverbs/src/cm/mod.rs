@@ -1,0 +1,42 @@
+//! `librdmacm.so.1`: connections by address and port. It is the same file as `libibverbs.so.1` under another name: an id and its queue
+//! pair, device and events belong together, and two libraries would have to hand them to each other.
+//!
+//! What waits (a connection that is being made, one that may end) has a thread of its own, which tells the id's channel.
+
+mod address_info;
+mod channel;
+mod connect;
+mod endpoint;
+mod id;
+mod listen;
+mod socket_address;
+mod unsupported;
+
+/// What no option or event of this library names, but programs ask for: the text of an event.
+mod text {
+    use std::ffi::{CStr, c_char, c_int};
+
+    #[unsafe(no_mangle)]
+    extern "C" fn rdma_event_str(event: c_int) -> *const c_char {
+        const NAMES: [&CStr; 16] = [
+            c"RDMA_CM_EVENT_ADDR_RESOLVED",
+            c"RDMA_CM_EVENT_ADDR_ERROR",
+            c"RDMA_CM_EVENT_ROUTE_RESOLVED",
+            c"RDMA_CM_EVENT_ROUTE_ERROR",
+            c"RDMA_CM_EVENT_CONNECT_REQUEST",
+            c"RDMA_CM_EVENT_CONNECT_RESPONSE",
+            c"RDMA_CM_EVENT_CONNECT_ERROR",
+            c"RDMA_CM_EVENT_UNREACHABLE",
+            c"RDMA_CM_EVENT_REJECTED",
+            c"RDMA_CM_EVENT_ESTABLISHED",
+            c"RDMA_CM_EVENT_DISCONNECTED",
+            c"RDMA_CM_EVENT_DEVICE_REMOVAL",
+            c"RDMA_CM_EVENT_MULTICAST_JOIN",
+            c"RDMA_CM_EVENT_MULTICAST_ERROR",
+            c"RDMA_CM_EVENT_ADDR_CHANGE",
+            c"RDMA_CM_EVENT_TIMEWAIT_EXIT",
+        ];
+        let found = usize::try_from(event).ok().and_then(|event| NAMES.get(event));
+        found.unwrap_or(&c"UNKNOWN EVENT").as_ptr()
+    }
+}

@@ -1,0 +1,68 @@
+//! Calls that are not supported yet, and say so. Programs do not start without them, used or not.
+
+use std::ffi::c_int;
+
+use crate::set_errno;
+
+macro_rules! fails {
+    ($errno:ident: $($name:ident)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            extern "C" fn $name() -> isize {
+                set_errno(libc::$errno);
+                -1
+            }
+        )*
+    };
+}
+
+fails! {
+    EOPNOTSUPP:
+    rdma_create_srq
+    rdma_create_srq_ex
+    rdma_establish
+    rdma_get_remote_ece
+    rdma_init_qp_attr
+    rdma_join_multicast
+    rdma_join_multicast_ex
+    rdma_leave_multicast
+    rdma_reject_ece
+    rdma_set_local_ece
+}
+
+// Sockets over RDMA.
+fails! {
+    ENOSYS:
+    raccept
+    rbind
+    rclose
+    rconnect
+    rfcntl
+    rgetpeername
+    rgetsockname
+    rgetsockopt
+    riomap
+    riounmap
+    riowrite
+    rlisten
+    rpoll
+    rread
+    rreadv
+    rrecv
+    rrecvfrom
+    rrecvmsg
+    rselect
+    rsend
+    rsendmsg
+    rsendto
+    rsetsockopt
+    rshutdown
+    rsocket
+    rwrite
+    rwritev
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdma_destroy_srq(_: *mut crate::abi::CmId) -> c_int {
+    0
+}
