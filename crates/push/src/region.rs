@@ -1,12 +1,14 @@
 //! Regions: memory that a server offers by name, and how far uploads into it have got.
 
+use std::any::Any;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_verbs::{
-    AnonymousMemory, Atomic, DaxError, DaxMemory, Fault, FileMemory, Memory, PersistenceDomain, Placement,
+    AnonymousMemory, Atomic, DaxError, DaxMemory, Device, Fault, Features, FileMemory, Memory,
+    PersistenceDomain, Placement, Provider,
 };
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
@@ -241,6 +243,28 @@ impl Region {
         ways.set(Ways::FLUSH | Ways::SOFTWARE_FLUSH, durable);
         ways.set(Ways::READ_AFTER_WRITE, durable && self.placed_in_domain);
         ways
+    }
+
+    /// The ways to durability that a device offers, which reaches the region's pages, or hands its bytes to the processor.
+    pub fn ways_on(&self, device: &Device, reaches: bool) -> Ways {
+        let mut ways = self.ways();
+        if device.provider() == Provider::Soft {
+            return ways;
+        }
+        // Where an RNIC's writes come to rest is the platform's to say (docs/persistence-model.md).
+        ways.remove(Ways::READ_AFTER_WRITE);
+        let flushes = Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT;
+        if !reaches || !device.features().contains(flushes) {
+            ways.remove(Ways::FLUSH);
+            // Also of what survives nothing: then it is the way to what every processor sees.
+            ways.insert(Ways::SOFTWARE_FLUSH);
+        }
+        ways
+    }
+
+    /// Whether a device can reach its pages by itself, as an RNIC does.
+    pub fn has_pages(&self) -> bool {
+        self.memory.pages().is_some()
     }
 
     /// Whether nobody may write to it.
@@ -486,6 +510,11 @@ impl Memory for Mapped {
         self.region.memory.flush_is_immediate(placement)
     }
 
+    /// What a device writes by itself is not noted: an upload by it goes on from its beginning.
+    fn pages(&self) -> Option<&dyn Any> {
+        self.region.memory.pages()
+    }
+
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
         let before = self.upload.as_ref().map(|upload| *upload.lock());
         let result = self.note(self.region.memory.flush(offset, length, placement));
@@ -543,6 +572,10 @@ impl<M: Memory> Memory for Truncated<M> {
 
     fn flush_is_immediate(&self, placement: Placement) -> bool {
         self.0.flush_is_immediate(placement)
+    }
+
+    fn pages(&self) -> Option<&dyn Any> {
+        self.0.pages()
     }
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {

@@ -61,7 +61,7 @@ impl Client {
 
     /// Whether requests can be posted through a mapping.
     pub fn is_held(&self, mapping: &Mapping) -> bool {
-        matches!(self.path(mapping), Ok(Path::Rdma))
+        matches!(self.lease_path(mapping), Ok(Path::Rdma))
     }
 
     /// Waits for what is under way through a mapping, and gives up its keys and its lease. What was written through it can
@@ -80,6 +80,14 @@ impl Client {
 
     /// How a request through a mapping is to be done now.
     pub(super) fn path(&self, mapping: &Mapping) -> Result<Path, Error> {
+        match self.lease_path(mapping) {
+            Ok(Path::Rdma) if !mapping.direct => Ok(Path::Message),
+            path => path,
+        }
+    }
+
+    /// What the lease allows, whatever the server's device reaches.
+    fn lease_path(&self, mapping: &Mapping) -> Result<Path, Error> {
         if mapping.connection != self.connection {
             return Err(Error::MappingEnded {
                 region: mapping.region.clone(),

@@ -90,6 +90,8 @@ pub struct Mapping {
     pub(super) ways: Ways,
     pub(super) region_bytes: u64,
     pub(super) extents: Vec<Extent>,
+    /// By RDMA; else by message, which the server's device cannot reach.
+    pub(super) direct: bool,
 }
 
 impl Mapping {
@@ -132,6 +134,11 @@ impl Mapping {
         }
     }
 
+    /// Whether RDMA reaches it. Else reads and writes are done by message, with the server's processor.
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+
     /// What is mapped.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
@@ -147,7 +154,10 @@ impl Mapping {
         let offers = |way: &Way| {
             let may = *way != Way::ReadAfterWrite || self.access.contains(Access::READ);
             // What every processor sees is so by any way.
-            may && (!placement.contains(Placement::PERSISTENT) || self.ways.contains(way.flag()))
+            let is_offered = self.ways.contains(way.flag());
+            // A FLUSH that is not among the ways there are is one that a device lacks.
+            let lacks = *way == Way::Flush && !self.ways.is_empty() && !is_offered;
+            may && !lacks && (!placement.contains(Placement::PERSISTENT) || is_offered)
         };
         let way = match wanted {
             Some(way) => Some(way).filter(offers),
@@ -216,5 +226,38 @@ impl Buffer {
     /// The bytes.
     pub fn memory(&self) -> &AnonymousMemory {
         &self.memory
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn way__flush_that_a_device_lacks() {
+        let mapping = |ways, placement| Mapping {
+            id: 1,
+            connection: 1,
+            region: Name::new("a").unwrap(),
+            access: Access::WRITE,
+            domain: Domain::File,
+            placement,
+            ways,
+            region_bytes: 1,
+            extents: Vec::new(),
+            direct: false,
+        };
+        let (global, both) = (Placement::GLOBAL, Placement::GLOBAL | Placement::PERSISTENT);
+        let of = |ways, offers, placement| mapping(ways, offers).way(placement, None).ok();
+        // Memory offers no way to durability, and FLUSH to what every processor sees.
+        assert_eq!(of(Ways::empty(), global, global), Some(Way::Flush));
+        assert_eq!(of(Ways::SOFTWARE_FLUSH, global, global), Some(Way::SoftwareFlush));
+        assert_eq!(
+            of(Ways::SOFTWARE_FLUSH, both, Placement::PERSISTENT),
+            Some(Way::SoftwareFlush)
+        );
+        assert_eq!(of(Ways::all(), both, Placement::PERSISTENT), Some(Way::Flush));
+        let wanted = mapping(Ways::SOFTWARE_FLUSH, both).way(global, Some(Way::Flush));
+        assert!(matches!(wanted, Err(Error::NoWay { .. })));
     }
 }

@@ -21,11 +21,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Memory,
-    MemoryRegion, Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RejReason,
-    SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Features,
+    Memory, MemoryRegion, Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
+    RejReason, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
-use rdmux_wire::push::{self, CONTROL_LEN_MAX, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name};
+use rdmux_wire::push::{self, CONTROL_LEN_MAX, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
 
 pub use self::data::{DEPTH_MAX, Done, Kind};
 use self::data::{Entry, Received};
@@ -314,6 +314,20 @@ impl Client {
                 if !extents.iter().all(sane) {
                     return Err(self.protocol("an extent wraps around"));
                 }
+                let direct = !extents.is_empty();
+                let extents = match direct {
+                    true => extents,
+                    false => vec![Extent {
+                        offset,
+                        length: if length == 0 {
+                            region_bytes.saturating_sub(offset)
+                        } else {
+                            length
+                        },
+                        va: 0,
+                        rkey: RKey(0),
+                    }],
+                };
                 let mapping = Mapping {
                     id: mapping,
                     connection: self.connection,
@@ -321,15 +335,26 @@ impl Client {
                     access,
                     domain,
                     placement,
-                    ways,
+                    ways: self.ways_here(ways),
                     region_bytes,
                     extents,
+                    direct,
                 };
                 self.leased_now(&mapping);
                 Ok(mapping)
             }
             _ => Err(self.protocol("another answer than to Map")),
         }
+    }
+
+    /// The ways that this side's device has too.
+    fn ways_here(&self, mut ways: Ways) -> Ways {
+        let flushes = Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT;
+        if !self.pd.device().features().contains(flushes) {
+            ways.remove(Ways::FLUSH);
+            ways.insert(Ways::SOFTWARE_FLUSH);
+        }
+        ways
     }
 
     /// Ends a mapping, after all requests under way.

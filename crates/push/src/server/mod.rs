@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest,
-    CreateError, Device, FileWatch, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation,
-    ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, SendFlags, SendRequest, SgeList, Status,
-    Target, WorkCompletion,
+    CreateError, Device, Features, FileWatch, ListenError, Listener, Memory, MemoryRegion, OpenError,
+    Operation, ProtectionDomain, Provider, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, SendFlags,
+    SendRequest, SgeList, Status, Target, WorkCompletion,
 };
-use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message};
+use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
 use rustix::event::{EventfdFlags, eventfd};
 
 pub use self::control::{Control, Exclusive, ServerEnded};
@@ -33,7 +33,7 @@ use self::drive::Waiting;
 pub use self::event::Event;
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
 pub use self::metrics::{Metrics, RequestKind, ServerMetrics};
-pub use self::service::{Driver, Service, Slot};
+pub use self::service::{Driver, Registered, Service, Slot};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
 use self::work::Workers;
 pub use self::work::{Finished, Job};
@@ -292,6 +292,29 @@ impl Server {
         self.service.driver.metrics.clone()
     }
 
+    /// The ways to durability that clients are offered of a region.
+    pub fn ways(&self, region: &Region) -> Ways {
+        let device = self
+            .service
+            .driver
+            .endpoints
+            .first()
+            .map(|endpoint| &endpoint.device);
+        device.map_or_else(
+            || region.ways(),
+            |device| region.ways_on(device, region.has_pages()),
+        )
+    }
+
+    /// Whether clients reach a region by RDMA, and not by messages that the server's processor carries out.
+    pub fn is_direct(&self, region: &Region) -> bool {
+        let endpoints = &self.service.driver.endpoints;
+        region.has_pages()
+            || endpoints
+                .iter()
+                .all(|endpoint| endpoint.device.provider() == Provider::Soft)
+    }
+
     /// Works on the regions from elsewhere.
     pub fn control(&self) -> Control {
         Control {
@@ -452,6 +475,33 @@ impl Server {
     }
 }
 
+/// Rights that mean something on a device: what it does not have nobody can use.
+fn rights_on(device: &Device) -> Access {
+    let mut rights = Access::all();
+    let features = device.features();
+    rights.set(Access::FLUSH_GLOBAL, features.contains(Features::FLUSH_GLOBAL));
+    rights.set(
+        Access::FLUSH_PERSISTENT,
+        features.contains(Features::FLUSH_PERSISTENT),
+    );
+    rights
+}
+
+/// Whether a device reaches other memory, but not this: a file, or pages that its driver does not take.
+fn is_out_of_reach(error: &RegisterError) -> bool {
+    match error {
+        RegisterError::NotMapped => true,
+        RegisterError::Refused(errno) => {
+            let errno = rustix::io::Errno::from_raw_os_error(*errno);
+            matches!(
+                errno,
+                rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::FAULT | rustix::io::Errno::INVAL
+            )
+        }
+        _ => false,
+    }
+}
+
 impl Driver for Hands {
     fn register(
         &mut self,
@@ -459,25 +509,41 @@ impl Driver for Hands {
         map: &Map,
         memory: Arc<Mapped>,
         rights: Access,
-    ) -> Result<Extent, String> {
+    ) -> Result<Registered, String> {
         let Some(link) = self.links.get_mut(&client) else {
             return Err("the connection has ended".into());
         };
+        let device = link.pd.device();
         // The offset in the region is the address, so that both ends speak of the same numbers.
-        let mr = link
-            .pd
-            .reg_mr(memory, map.offset, map.length, map.offset, rights)
-            .map_err(|error| error.to_string())?;
+        let registered = link.pd.reg_mr(
+            memory,
+            map.offset,
+            map.length,
+            map.offset,
+            rights & rights_on(device),
+        );
+        let mr = match registered {
+            Ok(mr) => mr,
+            Err(error) if is_out_of_reach(&error) => {
+                let ways = map.region.ways_on(device, false);
+                return Ok(Registered { extent: None, ways });
+            }
+            Err(error) => return Err(error.to_string()),
+        };
         let extent = Extent {
             offset: map.offset,
             length: map.length,
             va: mr.iova(),
             rkey: RKey(mr.rkey().0),
         };
+        let ways = map.region.ways_on(device, true);
         if link.mappings.insert(map.mapping, mr).is_none() {
             self.metrics.lock().mappings += 1;
         }
-        Ok(extent)
+        Ok(Registered {
+            extent: Some(extent),
+            ways,
+        })
     }
 
     fn deregister(&mut self, client: u64, mapping: u64) {

@@ -5,10 +5,10 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use rdmux_verbs::{Access, Placement};
-use rdmux_wire::push::{self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Extent, Message};
+use rdmux_wire::push::{self, CHANGES_MAX, Change, ChangeKind, Conflict, ErrorCode, Message};
 
 use super::lease::{Answer, Claim, Effect, Kind, LeaseId};
-use super::service::{Driver, Mapping, Service, Slot};
+use super::service::{Driver, Mapping, Registered, Service, Slot};
 use super::session::{Action, EndReason, Map, Ordinary};
 use super::work::{Task, Ticket};
 use super::{CLOSING_TIMEOUT, Event};
@@ -380,7 +380,7 @@ impl<D: Driver> Service<D> {
         ticket: &Ticket,
         map: &Map,
         lease: LeaseId,
-    ) -> Result<Extent, (ErrorCode, String)> {
+    ) -> Result<Registered, (ErrorCode, String)> {
         let number = ticket.client;
         let Some(client) = self.clients.get_mut(&number) else {
             return Err((ErrorCode::Protocol, String::new()));
@@ -392,7 +392,7 @@ impl<D: Driver> Service<D> {
         if write {
             rights |= Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::for_flush(map.region.placement());
         }
-        let extent = self
+        let registered = self
             .driver
             .register(number, map, memory.clone(), rights)
             .map_err(|why| (ErrorCode::NotSupported, why))?;
@@ -414,7 +414,7 @@ impl<D: Driver> Service<D> {
         };
         client.mappings.insert(map.mapping, mapping);
         self.leased.insert(lease, (number, map.mapping));
-        Ok(extent)
+        Ok(registered)
     }
 
     /// Makes a mapping's keys invalid, and then lets others have its range. Returns whether they were valid.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rdmux_verbs::{Access, Status};
-use rdmux_wire::push::{Change, Extent, Message};
+use rdmux_wire::push::{Change, Extent, Message, Ways};
 
 use super::lease::{LeaseId, Leases};
 use super::requests::{Pending, Welcoming};
@@ -26,6 +26,15 @@ pub enum Slot {
     Notice,
 }
 
+/// How a client reaches a mapping.
+#[derive(Clone, Copy, Debug)]
+pub struct Registered {
+    /// By RDMA, there; `None`: by message alone, through the server's processor.
+    pub extent: Option<Extent>,
+    /// The ways to durability that are offered.
+    pub ways: Ways,
+}
+
 /// What a [`Service`] needs of the world. Everything has happened when its call returns.
 pub trait Driver {
     /// Registers the memory of a mapping for a client. An error says why not.
@@ -35,7 +44,7 @@ pub trait Driver {
         map: &Map,
         memory: Arc<Mapped>,
         rights: Access,
-    ) -> Result<Extent, String>;
+    ) -> Result<Registered, String>;
 
     /// Makes the keys of a mapping invalid. When this returns nothing reaches the memory through them, and what was on its way
     /// is there: the revocation point.

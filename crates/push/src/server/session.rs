@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use rdmux_verbs::Placement;
-use rdmux_wire::push::{Access, Conflict, ErrorCode, Extent, Message, Name, VERSION};
+use rdmux_wire::push::{Access, Conflict, ErrorCode, Message, Name, VERSION};
 
 use crate::key::{Key, Role, Transcript};
 use crate::region::Region;
+use crate::server::service::Registered;
 
 /// What all sessions of a server share.
 #[derive(Debug)]
@@ -496,16 +497,16 @@ impl Session {
         self.mappings.get(&mapping).is_some_and(|known| known.live)
     }
 
-    /// A mapping was made, as `extent`; or it was not.
-    pub fn mapped(&mut self, map: &Map, made: Result<Extent, (ErrorCode, String)>) -> Message {
+    /// A mapping was made; or it was not.
+    pub fn mapped(&mut self, map: &Map, made: Result<Registered, (ErrorCode, String)>) -> Message {
         match made {
-            Ok(extent) => Message::Mapped {
+            Ok(registered) => Message::Mapped {
                 mapping: map.mapping,
                 region_bytes: map.region.bytes(),
                 domain: map.region.domain(),
                 placement: map.region.placement(),
-                ways: map.region.ways(),
-                extents: vec![extent],
+                ways: registered.ways,
+                extents: registered.extent.into_iter().collect(),
             },
             Err((code, text)) => {
                 self.mappings.remove(&map.mapping);

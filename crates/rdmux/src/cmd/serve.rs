@@ -18,7 +18,7 @@ use crate::output::{self, Align};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: one object when it listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
-durable_by, read_only, mapped; path and file_system are null for memory, file_system
+durable_by, read_only, direct, mapped; path and file_system are null for memory, file_system
 for a device).")]
 #[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
 pub(crate) struct Args {
@@ -217,10 +217,19 @@ pub(crate) fn run(args: Args) -> Result<()> {
     crate::metrics::show_server(server.metrics());
     let stopper = server.stopper();
     ctrlc::set_handler(move || stopper.stop()).context("cannot take signals")?;
+    for region in server.regions() {
+        if !server.is_direct(region) {
+            let _ = writeln!(
+                std::io::stderr(),
+                "rdmux: region {}: an RNIC does not reach files: clients' bytes come by message, and this processor copies them",
+                region.name()
+            );
+        }
+    }
     output::say(&if args.json {
-        describe_json(&args.listen, server.regions())
+        describe_json(&args.listen, &server)
     } else {
-        describe(&args.listen, server.regions())
+        describe(&args.listen, &server)
     });
     // Does nothing unless systemd asked for it.
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
@@ -282,17 +291,21 @@ fn way_words(ways: Ways) -> Vec<&'static str> {
         .collect()
 }
 
-fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String {
-    let rows: Vec<Vec<String>> = regions
+fn describe(listen: &[SocketAddr], server: &Server) -> String {
+    let rows: Vec<Vec<String>> = server
+        .regions()
         .iter()
         .map(|region| {
-            let place = match region.place() {
+            let mut place = match region.place() {
                 Place::File(path, kind) => format!("{} on {kind}", path.display()),
                 Place::Dax(path, kind) => format!("{} on {kind}, mapped", path.display()),
                 Place::DaxDevice(path) => format!("{}, mapped", path.display()),
                 Place::BlockDevice(path) => format!("{}, a block device", path.display()),
                 Place::Memory | Place::Other => "memory of this process".into(),
             };
+            if !server.is_direct(region) {
+                place += ", by message";
+            }
             let mut flush = flush_kinds(region.placement()).join(", ");
             if region.read_only() {
                 flush = "read-only".into();
@@ -303,7 +316,7 @@ fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String
                 place,
                 domain_words(region.domain()).into(),
                 flush,
-                match way_words(region.ways()).join(", ") {
+                match way_words(server.ways(region)).join(", ") {
                     none if none.is_empty() || region.read_only() => "-".into(),
                     words => words,
                 },
@@ -325,8 +338,9 @@ fn describe(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String
     text + "; end with Ctrl-C"
 }
 
-fn describe_json(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> String {
-    let regions: Vec<_> = regions
+fn describe_json(listen: &[SocketAddr], server: &Server) -> String {
+    let regions: Vec<_> = server
+        .regions()
         .iter()
         .map(|region| {
             let (path, kind) = match region.place() {
@@ -343,8 +357,9 @@ fn describe_json(listen: &[SocketAddr], regions: &[std::sync::Arc<Region>]) -> S
                 "file_system": kind,
                 "domain": domain_words(region.domain()),
                 "flush": flush_kinds(region.placement()),
-                "durable_by": way_words(region.ways()),
+                "durable_by": way_words(server.ways(region)),
                 "read_only": region.read_only(),
+                "direct": server.is_direct(region),
                 "mapped": matches!(region.place(), Place::Dax(..) | Place::DaxDevice(_)),
             })
         })

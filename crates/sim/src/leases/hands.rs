@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use rdmux_push::Mapped;
-use rdmux_push::server::{Driver, Finished, Job, Map, Slot};
+use rdmux_push::server::{Driver, Finished, Job, Map, Registered, Slot};
 use rdmux_rnic::{
     Access, Cqn, HeapMemory, LKey, Operation, Pd, QpInit, Qpn, RKey, RecvRequest, RegionSpec, SendFlags,
     SendRequest, Sge, SgeList, Target, WorkCompletion,
@@ -513,7 +513,7 @@ impl Driver for Hands {
         map: &Map,
         memory: Arc<Mapped>,
         rights: Access,
-    ) -> Result<Extent, String> {
+    ) -> Result<Registered, String> {
         let right = Right {
             client: Some(client),
             range: map.offset..map.offset + map.length,
@@ -539,11 +539,15 @@ impl Driver for Hands {
         let (lkey, rkey) = registered.map_err(|error| error.to_string())?;
         link.mappings.insert(map.mapping, (lkey, uid));
         self.counts.mappings += 1;
-        Ok(Extent {
+        let extent = Extent {
             offset: map.offset,
             length: map.length,
             va: map.offset,
             rkey: RKey(rkey.0),
+        };
+        Ok(Registered {
+            extent: Some(extent),
+            ways: map.region.ways(),
         })
     }
 

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
@@ -58,6 +58,8 @@ pub struct DaxMemory {
     cpu: Cpu,
     /// What a file has and a device has not.
     file: Option<Leased>,
+    /// An RNIC writes its pages, so that bytes are where it puts them, and not where [`Memory::write`] does.
+    written_past: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -104,6 +106,7 @@ impl DaxMemory {
                 written: AtomicU64::new(0),
                 settled: AtomicU64::new(0),
             }),
+            written_past: AtomicBool::new(false),
         })
     }
 
@@ -137,6 +140,7 @@ impl DaxMemory {
                 .unwrap_or(PersistenceDomain::None),
             cpu,
             file: None,
+            written_past: AtomicBool::new(false),
         })
     }
 
@@ -156,8 +160,15 @@ impl DaxMemory {
         Some(self.file.as_ref()?.lease.watch(tell))
     }
 
-    pub(super) fn mapping(&self) -> &Mapping {
+    /// The mapping, for an RNIC.
+    pub(super) fn hand_out(&self) -> &Mapping {
+        self.written_past.store(true, Ordering::Release);
         &self.mapping
+    }
+
+    /// Whether what a flush is asked for may be in the caches.
+    fn may_be_cached(&self) -> bool {
+        self.through() && self.written_past.load(Ordering::Acquire)
     }
 
     #[inline]
@@ -298,7 +309,7 @@ impl Memory for DaxMemory {
     /// All that was placed needs no more than a fence, whatever its length. Through the kernel it waits for the medium; a file that
     /// changes hands between this answer and the flush holds up the engine once.
     fn flush_is_immediate(&self, placement: Placement) -> bool {
-        !placement.contains(Placement::PERSISTENT) || self.is_settled()
+        !placement.contains(Placement::PERSISTENT) || self.is_settled() && !self.may_be_cached()
     }
 
     fn as_any(&self) -> Option<&dyn Any> {
@@ -315,6 +326,9 @@ impl Memory for DaxMemory {
             return Err(Fault::NotSupported);
         }
         self.check(offset, length)?;
+        if placement.contains(Placement::PERSISTENT) && self.may_be_cached() {
+            self.mapping.write_back(self.cpu, offset, length)?;
+        }
         persist::fence();
         let medium = placement.contains(Placement::PERSISTENT);
         if medium

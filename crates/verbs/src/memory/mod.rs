@@ -19,7 +19,7 @@ pub(crate) fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option
     let pages = memory.pages()?;
     let mapping = match pages.downcast_ref::<AnonymousMemory>() {
         Some(anonymous) => anonymous.mapping(),
-        None => pages.downcast_ref::<DaxMemory>()?.mapping(),
+        None => pages.downcast_ref::<DaxMemory>()?.hand_out(),
     };
     let end = offset.checked_add(length)?;
     (end <= mapping.len() as u64).then(|| mapping.address() + offset)

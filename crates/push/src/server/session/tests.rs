@@ -1,4 +1,5 @@
 use rdmux_wire::RKey;
+use rdmux_wire::push::Extent;
 
 use super::*;
 
@@ -240,7 +241,11 @@ fn handle__map_up_to_the_limit_and_again_after_unmap() {
         let Action::Map(map) = session.handle(&bytes(&message)).1 else {
             panic!()
         };
-        assert!(matches!(session.mapped(&map, Ok(extent)), Message::Mapped { .. }));
+        let made = Registered {
+            extent: Some(extent),
+            ways: map.region.ways(),
+        };
+        assert!(matches!(session.mapped(&map, Ok(made)), Message::Mapped { .. }));
         ids.push(map.mapping);
     }
     assert_ne!(ids[0], ids[1]);
