@@ -26,6 +26,17 @@ const ALL: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_READ)
     .union(Access::FLUSH_PERSISTENT);
 
+/// What runs rdmux as an ordinary user, when it is called by root.
+const AS_NOBODY: [&str; 7] = [
+    "setpriv",
+    "--reuid",
+    "65534",
+    "--regid",
+    "65534",
+    "--clear-groups",
+    RDMUX,
+];
+
 // Scenes. Each prints the number of the queue pair to be explained, and stays until it is ended.
 
 struct End {
@@ -972,15 +983,7 @@ fn trace__folder_that_others_may_enter_is_not_used() {
 
 #[test]
 fn trace__stays_its_users() {
-    let nobody = [
-        "setpriv",
-        "--reuid",
-        "65534",
-        "--regid",
-        "65534",
-        "--clear-groups",
-        RDMUX,
-    ];
+    let nobody = AS_NOBODY;
     let as_nobody = |folder: &str, args: &[&str]| {
         let mut command = Command::new(nobody[0]);
         command
@@ -1012,6 +1015,71 @@ fn trace__stays_its_users() {
     }
     assert!(!as_nobody(folder, &["explain", "qp", qpn]).status.success());
     assert_eq!(played.explained()["cause"], "local-protection");
+}
+
+#[test]
+fn explain__root_asks_about_anothers() {
+    let own = std::env::current_exe().unwrap();
+    let runner = &AS_NOBODY[..AS_NOBODY.len() - 1];
+    let mut command = Command::new(runner[0]);
+    command
+        .args(&runner[1..])
+        .arg(&own)
+        .args(["--exact", "scene", "--nocapture"])
+        .envs([(SCENE, "local-protection"), (NET, "76")])
+        .env_remove("XDG_RUNTIME_DIR")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    let is_possible = Command::new(runner[0])
+        .args(&runner[1..])
+        .arg(&own)
+        .arg("--list")
+        .output()
+        .is_ok_and(|output| output.status.success());
+    if !is_possible {
+        println!("skipped: this user may not be another one, or another user may not run {own:?}");
+        return;
+    }
+    let mut child = Running(command.spawn().unwrap());
+    let pid = child.0.id();
+    let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines();
+    let qpn = loop {
+        let line = lines.next().expect("it tells its queue pair").unwrap();
+        if let Some(qpn) = line.split("explain ").nth(1) {
+            break qpn.to_owned();
+        }
+    };
+    for alive in [true, false] {
+        if !alive {
+            child.0.kill().unwrap();
+            child.0.wait().unwrap();
+        }
+        let output = Command::new(RDMUX)
+            .args(["explain", "qp", &qpn, "--json"])
+            .output()
+            .unwrap();
+        let said: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+        let found = said
+            .iter()
+            .find(|found| found["pid"] == pid)
+            .expect("it is shown");
+        assert_eq!(
+            (&found["cause"], &found["alive"]),
+            (&"local-protection".into(), &alive.into())
+        );
+    }
+    // Of its traces there are more than are kept, should this run often.
+    let folder = "/tmp/rdmux-65534";
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        if entry
+            .file_name()
+            .to_string_lossy()
+            .ends_with(&format!("-{pid}.trace"))
+        {
+            fs::remove_file(entry.path()).unwrap();
+        }
+    }
 }
 
 #[test]
