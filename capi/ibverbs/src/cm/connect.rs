@@ -341,7 +341,8 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
             establish(&shared, &connection, &[]);
             watch(&shared, &connection);
         } else {
-            shared.tell(|id, of| Event::new(id, of, abi::cm_event::UNREACHABLE, -libc::ETIMEDOUT));
+            // It may have been, and ended, and only the message was lost that said so.
+            shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
         }
     });
     Ok(())
