@@ -6,7 +6,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -67,8 +67,8 @@ pub(super) struct Line {
     shared: Arc<Shared>,
     events: Mutex<VecDeque<Taken>>,
     waker: Waker,
-    /// The queue pair that ends with the connection.
-    qp: OnceLock<Weak<Qp>>,
+    /// The queue pair that ends with the connection, until one of the two ends it: from then on it is its owner's to use again.
+    qp: Mutex<Option<Weak<Qp>>>,
 }
 
 impl Shared {
@@ -88,9 +88,7 @@ impl Shared {
         drop(left);
         let Some(line) = line else { return };
         if taken.kind == cm_event::DISCONNECTED {
-            if let Some(qp) = line.qp.get().and_then(Weak::upgrade) {
-                QueuePair::fail(&qp);
-            }
+            line.end_qp();
             // Answers the peer, if it was the one that ended it.
             let _ = line.id.disconnect();
         }
@@ -142,7 +140,7 @@ impl Cm {
             shared: self.shared.clone(),
             events: Mutex::default(),
             waker,
-            qp: OnceLock::new(),
+            qp: Mutex::default(),
         });
         self.shared
             .lines()
@@ -171,6 +169,18 @@ impl Line {
 
     pub(super) fn poll(&self) -> Option<Taken> {
         self.events().pop_front()
+    }
+
+    fn qp(&self) -> MutexGuard<'_, Option<Weak<Qp>>> {
+        self.qp.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Moves the queue pair to Error, the first time.
+    fn end_qp(&self) {
+        let mut qp = self.qp();
+        if let Some(qp) = qp.take().and_then(|qp| qp.upgrade()) {
+            QueuePair::fail(&qp);
+        }
     }
 
     /// The next event; sleeps until there is one. `None`: the time is over.
@@ -345,9 +355,9 @@ impl Device {
         let (rtr, rts) = bring_up(&line.id, qp, params, depth, Some(params.ack_timeout))?;
         let remote = endpoint(&told, &rtr, &rts);
         // From now on the connection's end is the queue pair's.
-        let _ = line.qp.set(Arc::downgrade(qp.object()));
+        *line.qp() = Some(Arc::downgrade(qp.object()));
         line.id.establish().map_err(io_error)?;
-        let connection = Connection::new(self, qp, line, remote, told.private_data);
+        let connection = Connection::new(self, line, remote, told.private_data);
         connection.phase().established = true;
         Ok(connection)
     }
@@ -504,7 +514,7 @@ impl ConnectionRequest {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
         };
         let line = cm.adopt(id).map_err(io_error)?;
-        let _ = line.qp.set(Arc::downgrade(qp.object()));
+        *line.qp() = Some(Arc::downgrade(qp.object()));
         let tell = Tell {
             private_data,
             responder_resources: device.responder_resources(params),
@@ -516,7 +526,7 @@ impl ConnectionRequest {
         };
         line.id.accept(&tell).map_err(io_error)?;
         let private_data = std::mem::take(&mut self.private_data);
-        Ok(Connection::new(&device, qp, line, self.remote, private_data))
+        Ok(Connection::new(&device, line, self.remote, private_data))
     }
 
     /// Refuses. The reason is always the consumer's: the system's RDMA CM tells no other.
@@ -544,7 +554,6 @@ struct Phase {
 /// A connection of a queue pair. Dropped, it is ended.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    qp: QueuePair,
     line: Arc<Line>,
     pub(crate) remote: Option<Endpoint>,
     pub(crate) private_data: Vec<u8>,
@@ -556,15 +565,8 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    fn new(
-        device: &Device,
-        qp: &QueuePair,
-        line: Arc<Line>,
-        remote: Endpoint,
-        private_data: Vec<u8>,
-    ) -> Connection {
+    fn new(device: &Device, line: Arc<Line>, remote: Endpoint, private_data: Vec<u8>) -> Connection {
         Connection {
-            qp: qp.clone(),
             line,
             remote: Some(remote),
             private_data,
@@ -635,8 +637,7 @@ impl Connection {
         }
         let phase = self.look();
         if !phase.ended {
-            // Once a connection has ended its queue pair is its owner's to use again.
-            QueuePair::fail(self.qp.object());
+            self.line.end_qp();
             let _ = self.line.id.disconnect();
         }
         if !phase.established {

@@ -169,6 +169,12 @@ impl Device {
                     others: devices(),
                 });
             }
+            Err(error @ (Errno::ACCESS | Errno::PERM)) => {
+                return Err(OpenError::Io {
+                    device: "/dev/infiniband/rdma_cm".into(),
+                    source: error.into(),
+                });
+            }
             Err(error) => return Err(OpenError::NoDevices(error.into())),
         };
         let failed = |error: Errno| OpenError::Io {

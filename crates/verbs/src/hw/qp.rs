@@ -497,7 +497,7 @@ impl QueuePair {
             )*};
         }
         set! {
-            given.access.map(|access| access.bits()) => qp_access_flags, ACCESS_FLAGS;
+            given.access.map(|access| self.0.device.rights(access).bits()) => qp_access_flags, ACCESS_FLAGS;
             given.qkey => qkey, QKEY;
             given.path_mtu.and_then(PathMtu::from_bytes).map(|mtu| mtu.code().into()) => path_mtu, PATH_MTU;
             given.dest_qpn.map(Qpn::value) => dest_qp_num, DEST_QPN;
