@@ -713,7 +713,7 @@ fn explain__retries_that_got_no_answer() {
         "rnr-retry-exceeded",
         &[
             "RNR retry counter exceeded",
-            "towards 127.0.48.2",
+            "the peer (127.0.48.2 qp",
             "had no receive posted for PSN",
             "post receives",
         ],

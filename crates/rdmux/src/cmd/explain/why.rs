@@ -171,9 +171,11 @@ impl Case<'_> {
             }
             _ => None,
         })?;
-        let to = peer.map_or_else(String::new, |(address, qpn)| {
-            format!(" towards {address} qp {}", qpn.value())
-        });
+        let named = peer.map(|(address, qpn)| format!("{address} qp {}", qpn.value()));
+        let to = named
+            .as_ref()
+            .map_or_else(String::new, |named| format!(" towards {named}"));
+        let who = named.map_or_else(|| "the peer".to_owned(), |named| format!("the peer ({named})"));
         Some(match status {
             Status::RetryExceeded => self.of_retries(before, &what, &to),
             Status::RnrRetryExceeded => {
@@ -192,7 +194,7 @@ impl Case<'_> {
                 });
                 Answer::new(
                     "rnr-retry-exceeded",
-                    format!("RNR retry counter exceeded: the peer{to} had no receive posted{detail}; {what}"),
+                    format!("RNR retry counter exceeded: {who} had no receive posted{detail}; {what}"),
                     &[
                         "post receives at the peer before this side sends, and enough of them",
                         "or set rnr_retry to 7, which waits without end, or a longer min_rnr_timer at the peer",
@@ -202,7 +204,7 @@ impl Case<'_> {
             }
             Status::RemoteAccess => Answer::new(
                 "remote-access",
-                format!("remote access error: the peer{to} did not allow the {what}"),
+                format!("remote access error: {who} did not allow the {what}"),
                 &[
                     "compare address, length and rkey with what the peer registered, and the right (remote write, read, atomic, flush) \
                      with what its region or window grants",
@@ -212,7 +214,7 @@ impl Case<'_> {
             ),
             Status::RemoteInvalidRequest => Answer::new(
                 "remote-invalid-request",
-                format!("remote invalid request error: the peer{to} found the {what} invalid"),
+                format!("remote invalid request error: {who} found the {what} invalid"),
                 &[
                     "look at the rights on the peer's queue pair (qp access flags), its max_dest_rd_atomic, and the length of the \
                      receive that a SEND found",
@@ -222,7 +224,7 @@ impl Case<'_> {
             Status::RemoteOperation if opcode == WcOpcode::Flush => Answer::new(
                 "remote-flush-failed",
                 format!(
-                    "remote operation error: the peer{to} could not carry out the {what}: the bytes are not durable"
+                    "remote operation error: {who} could not carry out the {what}: the bytes are not durable"
                 ),
                 &[
                     "look at the peer's file or disk: a failed flush is final for that memory (docs/persistence.md)",
@@ -231,7 +233,7 @@ impl Case<'_> {
             ),
             Status::RemoteOperation => Answer::new(
                 "remote-operation",
-                format!("remote operation error: the peer{to} failed while it did the {what}"),
+                format!("remote operation error: {who} failed while it did the {what}"),
                 &[
                     "look at the peer's memory: a full disk, a failed medium, a receive whose own memory is wrong",
                     AGAIN,
