@@ -244,6 +244,12 @@ pub(crate) unsafe extern "C" fn dealloc_mw(window: *mut abi::Mw) -> c_int {
     0
 }
 
+/// What a window grants: programs name local writes too, which are the region's.
+pub(crate) fn window_access(flags: u32) -> Result<Access, c_int> {
+    let access = Access::from_bits(flags).ok_or(libc::EINVAL)?;
+    Ok(access.difference(Access::LOCAL_WRITE))
+}
+
 pub(crate) unsafe extern "C" fn bind_mw(
     pair: *mut abi::Qp,
     window: *mut abi::Mw,
@@ -257,8 +263,9 @@ pub(crate) unsafe extern "C" fn bind_mw(
     }
     // SAFETY: a region that was made, says the caller.
     let region = unsafe { &*info.mr.cast::<Region>() };
-    let Some(access) = Access::from_bits(info.mw_access_flags) else {
-        return libc::EINVAL;
+    let access = match window_access(info.mw_access_flags) {
+        Ok(access) => access,
+        Err(errno) => return errno,
     };
     let mut flags = SendFlags::from_bits_truncate(bind.send_flags);
     flags.set(

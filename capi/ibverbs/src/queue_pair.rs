@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::slice;
 
 use rdmux_verbs::{
-    Access, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn, QpAttributes,
+    Access, Bind, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn, QpAttributes,
     QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SGE_MAX, SendFlags, SendRequest, Sge,
     SgeList, Target,
 };
@@ -16,7 +16,7 @@ use crate::context::Context;
 use crate::events::Given;
 use crate::memory::Domain;
 use crate::wr::{self, Builder};
-use crate::{abi, made, srq, status};
+use crate::{abi, made, memory, srq, status};
 
 /// Requests that a queue of a queue pair can have.
 pub(crate) const WR_MAX: u32 = 1 << 14;
@@ -75,6 +75,8 @@ pub(crate) unsafe fn create(
     if operations.is_some_and(|wanted| wanted & !wr::OFFERED != 0) {
         return Err(libc::EOPNOTSUPP);
     }
+    cap.max_send_sge = cap.max_send_sge.max(1);
+    cap.max_recv_sge = cap.max_recv_sge.max(1);
     // SAFETY: null, or a queue that was made.
     let srq = (!init.srq.is_null()).then(|| unsafe { srq::Queue::of(init.srq) }.queue.clone());
     // SAFETY: a domain and queues that were made, says the caller.
@@ -387,6 +389,25 @@ unsafe fn inline(list: &[abi::Sge]) -> Result<SgeList, c_int> {
     Ok(SgeList::inline(&bytes))
 }
 
+/// The binding of a window of type 2, to a key that the program has chosen.
+///
+/// # Safety
+/// What it names was made, and is not destroyed.
+unsafe fn bind(wr: &abi::BindMwWr) -> Result<Operation, c_int> {
+    let info = wr.bind_info;
+    if info.mr.is_null() {
+        return Err(libc::EINVAL);
+    }
+    Ok(Operation::Bind(Bind {
+        window: RKey(wr.rkey),
+        // SAFETY: a region that was made, says the caller.
+        region: LKey(unsafe { (*info.mr).lkey }),
+        va: info.addr,
+        length: info.length,
+        access: memory::window_access(info.mw_access_flags)?,
+    }))
+}
+
 /// A request as the vocabulary has it.
 ///
 /// # Safety
@@ -421,6 +442,8 @@ unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
             rkey: RKey(atomic.rkey),
             add: atomic.compare_add,
         },
+        // SAFETY: as the caller says.
+        BIND_MW => unsafe { bind(&wr.bind_mw) }?,
         LOCAL_INV => Operation::LocalInvalidate {
             rkey: RKey(wr.imm_data),
         },
@@ -434,6 +457,9 @@ unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
     };
     // SAFETY: as the caller says.
     let list = unsafe { elements(wr.sg_list, wr.num_sge) }?;
+    if list.len() > own.cap.max_send_sge as usize {
+        return Err(libc::EINVAL);
+    }
     let sges = if wr.send_flags & abi::SEND_INLINE == 0 {
         sges(list)
     } else {
@@ -493,6 +519,9 @@ pub(crate) unsafe extern "C" fn post_recv(
     while let Some(next) = unsafe { wr.as_ref() } {
         // SAFETY: the list's elements live, says the caller.
         let posted = unsafe { elements(next.sg_list, next.num_sge) }.and_then(|list| {
+            if list.len() > own.cap.max_recv_sge as usize {
+                return Err(libc::EINVAL);
+            }
             let request = RecvRequest {
                 wr_id: next.wr_id,
                 sges: sges(list),
