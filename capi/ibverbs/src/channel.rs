@@ -1,5 +1,6 @@
 //! Completion channels and completion queues.
 
+use std::cell::UnsafeCell;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -33,19 +34,37 @@ pub(crate) fn wait_readable(fd: c_int) -> Result<(), c_int> {
 /// What a program's `struct ibv_comp_channel` pointer points at.
 #[repr(C)]
 struct Channel {
-    shown: abi::CompChannel,
+    shown: UnsafeCell<abi::CompChannel>,
     /// Readable when one of its queues has an event, or `again` is.
     epoll: OwnedFd,
-    /// Readable when `earlier` is not empty.
+    /// Readable when `earlier` is not empty: both change together, under its lock.
     again: OwnedFd,
-    /// Queues whose event was not asked for when they were armed again.
+    /// Queues whose event was not asked for when they were armed again. Under its lock events are given, and queues leave the channel:
+    /// one that has given an event is not destroyed before that is acknowledged.
     earlier: Mutex<VecDeque<*mut Queue>>,
+}
+
+impl Channel {
+    /// What a program's pointer points at.
+    ///
+    /// # Safety
+    /// The pointer is one that [`create_channel`] gave out, and is not destroyed.
+    unsafe fn of<'a>(channel: *mut abi::CompChannel) -> &'a Channel {
+        // SAFETY: as the caller says.
+        unsafe { &*channel.cast::<Channel>() }
+    }
+
+    /// A queue begins to use it, or ends to: to be called under the lock.
+    fn count(&self, change: c_int) {
+        // SAFETY: only who has the lock writes it.
+        unsafe { (*self.shown.get()).refcnt += change };
+    }
 }
 
 /// What a program's `struct ibv_cq` pointer points at.
 #[repr(C)]
 pub(crate) struct Queue {
-    shown: abi::Cq,
+    shown: UnsafeCell<abi::Cq>,
     pub(crate) queue: CompletionQueue,
     /// Completions on their way to the program.
     buffer: Mutex<VecDeque<WorkCompletion>>,
@@ -85,11 +104,11 @@ pub(crate) fn create_channel(context: *mut abi::Context) -> Result<*mut abi::Com
     )
     .map_err(Errno::raw_os_error)?;
     let channel = Box::new(Channel {
-        shown: abi::CompChannel {
+        shown: UnsafeCell::new(abi::CompChannel {
             context,
             fd: epoll.as_raw_fd(),
             refcnt: 0,
-        },
+        }),
         epoll,
         again,
         earlier: Mutex::default(),
@@ -105,9 +124,13 @@ unsafe extern "C" fn ibv_create_comp_channel(context: *mut abi::Context) -> *mut
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) -> c_int {
     // SAFETY: a channel that was made, says the caller.
-    if unsafe { (*channel).refcnt } > 0 {
+    let own = unsafe { Channel::of(channel) };
+    let held = lock(&own.earlier);
+    // SAFETY: only who has the lock writes it.
+    if unsafe { (*own.shown.get()).refcnt } > 0 {
         return libc::EBUSY;
     }
+    drop(held);
     // SAFETY: made by a Box in `create_channel`; no queue uses it, and the caller does not any more.
     drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
     0
@@ -131,7 +154,7 @@ pub(crate) unsafe fn create_cq(
     let device = unsafe { &Context::of(context).device };
     let queue = device.create_cq(cqe as u32).map_err(|error| errno_of(&error))?;
     let made = Box::into_raw(Box::new(Queue {
-        shown: abi::Cq {
+        shown: UnsafeCell::new(abi::Cq {
             context,
             channel,
             cq_context,
@@ -141,7 +164,7 @@ pub(crate) unsafe fn create_cq(
             cond: [0; 6],
             comp_events_completed: 0,
             async_events_completed: 0,
-        },
+        }),
         queue,
         buffer: Mutex::default(),
         given: Given::default(),
@@ -149,7 +172,8 @@ pub(crate) unsafe fn create_cq(
     }));
     if !channel.is_null() {
         // SAFETY: a channel that was made, says the caller.
-        let channel = unsafe { &mut *channel.cast::<Channel>() };
+        let channel = unsafe { Channel::of(channel) };
+        let held = lock(&channel.earlier);
         // SAFETY: just made.
         let fd = unsafe { (*made).queue.as_fd() };
         let data = epoll::EventData::new_ptr(made.cast());
@@ -158,7 +182,8 @@ pub(crate) unsafe fn create_cq(
             drop(unsafe { Box::from_raw(made) });
             return Err(errno.raw_os_error());
         }
-        channel.shown.refcnt += 1;
+        channel.count(1);
+        drop(held);
     }
     // SAFETY: just made; an open context, says the caller.
     unsafe {
@@ -194,19 +219,23 @@ unsafe extern "C" fn ibv_create_cq(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let channel = unsafe { (*queue).channel };
+    let (context, channel) = unsafe { ((*queue).context, (*queue).channel) };
     {
         // SAFETY: as above.
         let queue = unsafe { Queue::of(queue) };
         if !channel.is_null() {
             // SAFETY: the queue holds its channel.
-            let channel = unsafe { &mut *channel.cast::<Channel>() };
+            let channel = unsafe { Channel::of(channel) };
+            let mut earlier = lock(&channel.earlier);
             let _ = epoll::delete(&channel.epoll, &queue.queue);
-            lock(&channel.earlier).retain(|earlier| !ptr::eq(*earlier, queue));
-            channel.shown.refcnt -= 1;
+            earlier.retain(|earlier| !ptr::eq(*earlier, queue));
+            if earlier.is_empty() {
+                let _ = rustix::io::read(&channel.again, &mut [0; 8]);
+            }
+            channel.count(-1);
         }
         // SAFETY: an open context, which lives as long as its objects.
-        unsafe { Context::of(queue.shown.context) }
+        unsafe { Context::of(context) }
             .objects()
             .completions
             .remove(&queue.queue.cqn().0);
@@ -225,7 +254,7 @@ unsafe extern "C" fn ibv_get_cq_event(
     cq_context: *mut *mut c_void,
 ) -> c_int {
     // SAFETY: a channel that was made, says the caller.
-    let channel = unsafe { &*channel.cast::<Channel>() };
+    let channel = unsafe { Channel::of(channel) };
     let found = loop {
         if let Some(found) = next_event(channel) {
             break found;
@@ -234,27 +263,25 @@ unsafe extern "C" fn ibv_get_cq_event(
             return minus_one(Err(errno));
         }
     };
-    // SAFETY: a queue of the channel, which a program does not destroy while it waits for its events.
-    let event_of = unsafe { &*found };
-    event_of.given.give();
-    // SAFETY: places of the caller's.
+    // SAFETY: it has given an event, so that it is not destroyed; places of the caller's.
     unsafe {
         *queue = found.cast();
-        *cq_context = event_of.shown.cq_context;
+        *cq_context = (*(*found).shown.get()).cq_context;
     }
     0
 }
 
-/// The queue that has an event.
+/// The queue that has an event, which it has given when this returns.
 fn next_event(channel: &Channel) -> Option<*mut Queue> {
     let mut earlier = lock(&channel.earlier);
     if let Some(found) = earlier.pop_front() {
         if earlier.is_empty() {
             let _ = rustix::io::read(&channel.again, &mut [0; 8]);
         }
+        // SAFETY: a queue of the channel, which it leaves under the lock.
+        unsafe { &*found }.given.give();
         return Some(found);
     }
-    drop(earlier);
     let mut events = [epoll::Event {
         flags: epoll::EventFlags::empty(),
         data: epoll::EventData::new_u64(0),
@@ -263,9 +290,12 @@ fn next_event(channel: &Channel) -> Option<*mut Queue> {
     let n = epoll::wait(&channel.epoll, &mut events[..], at_once.as_ref()).unwrap_or(0);
     events[..n].iter().find_map(|event| {
         let queue = event.data.ptr().cast::<Queue>();
-        // SAFETY: null, or a queue of the channel.
-        let is_it = unsafe { queue.as_ref() }.is_some_and(Queue::take_event);
-        is_it.then_some(queue)
+        // SAFETY: null, or a queue of the channel, which it leaves under the lock.
+        let own = unsafe { queue.as_ref() }?;
+        own.take_event().then(|| {
+            own.given.give();
+            queue
+        })
     })
 }
 
@@ -281,8 +311,9 @@ pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_onl
     if !channel.is_null() && own.take_event() {
         // What it told of is still to be asked for.
         // SAFETY: the queue holds its channel.
-        let channel = unsafe { &*channel.cast::<Channel>() };
-        lock(&channel.earlier).push_back(queue.cast());
+        let channel = unsafe { Channel::of(channel) };
+        let mut earlier = lock(&channel.earlier);
+        earlier.push_back(queue.cast());
         let _ = rustix::io::write(&channel.again, &1u64.to_ne_bytes());
     }
     let arm = if solicited_only != 0 {

@@ -71,7 +71,8 @@ unsafe fn register(
     let access = Access::from_bits(access & !0x3ff0_0000).ok_or(libc::EINVAL)?;
     // SAFETY: a domain that was made, says the caller.
     let domain = unsafe { Domain::of(pd) };
-    let memory = Arc::new(ApplicationMemory::new(address as u64, length as u64));
+    // SAFETY: memory of the program's, which it lets its device and peers use, says `ibv_reg_mr(3)`.
+    let memory = Arc::new(unsafe { ApplicationMemory::new(address as u64, length as u64) });
     let region = domain
         .domain
         .reg_mr_all(memory, iova, access)
@@ -183,7 +184,8 @@ unsafe extern "C" fn ibv_rereg_mr(
     let changed = match access {
         // To another domain it does not go.
         Some(access) if flags & CHANGE_PD == 0 => {
-            let memory = Arc::new(ApplicationMemory::new(address as u64, length as u64));
+            // SAFETY: as above.
+            let memory = Arc::new(unsafe { ApplicationMemory::new(address as u64, length as u64) });
             let iova = if flags & CHANGE_TRANSLATION != 0 {
                 address as u64
             } else {

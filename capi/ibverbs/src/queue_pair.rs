@@ -1,13 +1,15 @@
 //! Queue pairs and their work requests.
 
+use std::cell::UnsafeCell;
 use std::ffi::c_int;
 use std::net::IpAddr;
 use std::slice;
+use std::sync::{Mutex, PoisonError};
 
 use rdmux_verbs::{
-    Access, Bind, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn, QpAttributes,
-    QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SGE_MAX, SendFlags, SendRequest, Sge,
-    SgeList, Target,
+    Access, Bind, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn,
+    QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SGE_MAX, SendFlags,
+    SendRequest, Sge, SgeList, Target,
 };
 
 use crate::address::{Handle, vector};
@@ -24,7 +26,7 @@ pub(crate) const WR_MAX: u32 = 1 << 14;
 /// What a program's `struct ibv_qp` pointer points at.
 #[repr(C)]
 pub(crate) struct Pair {
-    shown: abi::QpEx,
+    shown: UnsafeCell<abi::QpEx>,
     pub(crate) pair: QueuePair,
     /// `sq_sig_all`: each request is signalled.
     pub(crate) signal_all: bool,
@@ -33,7 +35,7 @@ pub(crate) struct Pair {
     pub(crate) builder: Builder,
     pub(crate) given: Given,
     /// What the program has set, as it asks for it again.
-    attributes: abi::QpAttr,
+    attributes: Mutex<abi::QpAttr>,
     address: IpAddr,
 }
 
@@ -110,13 +112,13 @@ pub(crate) unsafe fn create(
     let context = unsafe { Context::of(shown.qp.context) };
     let number = pair.qpn().value();
     let made = Pair {
-        shown,
+        shown: UnsafeCell::new(shown),
         pair,
         signal_all: init.sq_sig_all != 0,
         cap: init.cap,
         builder: Builder::default(),
         given: Given::default(),
-        attributes: abi::QpAttr::default(),
+        attributes: Mutex::default(),
         address: context.of.address,
     };
     let made: *mut Pair = Box::into_raw(Box::new(made));
@@ -171,7 +173,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_qp_to_qp_ex(pair: *mut abi::Qp) -> *mut abi::QpEx {
     // SAFETY: a queue pair that was made, says the caller.
-    let has_functions = unsafe { Pair::of(pair) }.shown.wr_start.is_some();
+    let has_functions = unsafe { (*pair.cast::<abi::QpEx>()).wr_start }.is_some();
     if has_functions {
         pair.cast()
     } else {
@@ -209,17 +211,17 @@ fn number_of(state: QpState) -> u32 {
     STATES.iter().position(|known| *known == state).unwrap_or(0) as u32
 }
 
-fn modify(own: &mut Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
+fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
+    let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
     use abi::qp_attr::*;
     let has = |bit: u32| mask & bit != 0;
-    let before = own.shown.qp.state;
+    let before = kept.qp_state;
     let to = if has(STATE) { attr.qp_state } else { before };
     let state = *STATES.get(to as usize).ok_or(libc::EINVAL)?;
-    let own_attr = own.attributes;
     let dest = if has(DEST_QPN) {
         attr.dest_qp_num
     } else {
-        own_attr.dest_qp_num
+        kept.dest_qp_num
     };
     let path = if has(AV) && own.pair.qp_type() != QpType::Ud {
         let (dst, traffic_class) = vector(&attr.ah_attr)?;
@@ -265,9 +267,10 @@ fn modify(own: &mut Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
         ModifyError::NoQp => libc::ENOENT,
         _ => libc::EINVAL,
     })?;
-    own.shown.qp.state = to;
-    keep(&mut own.attributes, attr, mask);
-    own.attributes.qp_state = to;
+    // SAFETY: the program's own structure, which it reads as it likes.
+    unsafe { (&raw mut (*own.shown.get()).qp.state).write(to) };
+    keep(&mut kept, attr, mask);
+    kept.qp_state = to;
     Ok(())
 }
 
@@ -304,8 +307,8 @@ pub(crate) unsafe extern "C" fn ibv_modify_qp(
     attr: *mut abi::QpAttr,
     mask: c_int,
 ) -> c_int {
-    // SAFETY: a queue pair that was made, says the caller, who modifies it from one thread at a time.
-    status(unsafe { modify(&mut *pair.cast::<Pair>(), &*attr, mask.cast_unsigned()) })
+    // SAFETY: a queue pair that was made, and a structure of the caller's.
+    status(unsafe { modify(Pair::of(pair), &*attr, mask.cast_unsigned()) })
 }
 
 #[unsafe(no_mangle)]
@@ -316,26 +319,32 @@ unsafe extern "C" fn ibv_query_qp(
     init: *mut abi::QpInitAttr,
 ) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
-    let own = unsafe { &mut *pair.cast::<Pair>() };
+    let own = unsafe { Pair::of(pair) };
     let Some(info) = own.pair.query() else {
         return libc::EINVAL;
     };
     let state = number_of(info.state);
-    own.shown.qp.state = state;
+    let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
+    kept.qp_state = state;
+    // SAFETY: the program's own structure, of which nothing but the state is ever written.
+    let qp = unsafe {
+        (*pair).state = state;
+        &*pair
+    };
     let shown = abi::QpAttr {
         qp_state: state,
         cur_qp_state: state,
         cap: own.cap,
         port_num: 1,
-        ..own.attributes
+        ..*kept
     };
     let made_with = abi::QpInitAttr {
-        qp_context: own.shown.qp.qp_context,
-        send_cq: own.shown.qp.send_cq,
-        recv_cq: own.shown.qp.recv_cq,
-        srq: own.shown.qp.srq,
+        qp_context: qp.qp_context,
+        send_cq: qp.send_cq,
+        recv_cq: qp.recv_cq,
+        srq: qp.srq,
         cap: own.cap,
-        qp_type: own.shown.qp.qp_type,
+        qp_type: qp.qp_type,
         sq_sig_all: own.signal_all.into(),
     };
     // SAFETY: places of the caller's.
@@ -544,6 +553,12 @@ pub(crate) fn tell_state(context: *mut abi::Context, qpn: Qpn, state: u32) {
     let objects = unsafe { Context::of(context) }.objects();
     if let Some(pair) = objects.pairs.get(&qpn.value()) {
         // SAFETY: it is there while it is among the objects, which are held.
+        let own = unsafe { Pair::of(*pair) };
+        own.attributes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .qp_state = state;
+        // SAFETY: the program's own structure, of which nothing but the state is ever written.
         unsafe { (**pair).state = state };
     }
 }

@@ -17,13 +17,14 @@ const MAY_USE: [(&str, &[&str]); 7] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 9] = [
+const UNSAFE_FILES: [&str; 10] = [
     "crates/verbs/src/abi.rs",
     "crates/verbs/src/hw/cma.rs",
     "crates/verbs/src/hw/library.rs",
     "crates/verbs/src/hw/objects.rs",
     "crates/verbs/src/lease.rs",
     "crates/verbs/src/mapping.rs",
+    "crates/verbs/src/memory/application.rs",
     "crates/verbs/src/persist.rs",
     "crates/verbs/src/soft/engine/turn.rs",
     "crates/verbs/src/soft/udp.rs",

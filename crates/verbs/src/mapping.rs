@@ -323,15 +323,15 @@ impl Mapping {
 /// kernel checks rights and addresses there; what fails is a fault and never a signal.
 ///
 /// # Safety
-/// `len` bytes at `here` live meanwhile, and may be written when the bytes come from the process.
+/// No reference to the `len` bytes at `here` contradicts that they are read, and written when the bytes come from the process. Whether they are
+/// there the kernel checks on this side too.
 unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: Way) -> Result<(), Fault> {
     let mut done = 0;
     while done < len {
         let left = len - done;
         let piece = if left > 8 { left - 8 } else { left };
         let local = libc::iovec {
-            // SAFETY: `done` is less than `len`.
-            iov_base: unsafe { here.add(done) }.cast(),
+            iov_base: here.wrapping_add(done).cast(),
             iov_len: piece,
         };
         let remote = libc::iovec {

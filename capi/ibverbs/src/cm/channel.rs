@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
+use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,6 +24,17 @@ pub(super) struct Event {
     private_data: [u8; PRIVATE_DATA_MAX],
     /// Whose events wait to be acknowledged: the id's, and the listening one's.
     of: Vec<Arc<Shared>>,
+    /// The id of a request, until the program has it; else null.
+    asks: *mut Id,
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if !self.asks.is_null() {
+            // SAFETY: made by a Box in `Id::new`, and nobody's but this event's. The request is refused with it.
+            unsafe { Box::from_raw(self.asks) }.end();
+        }
+    }
 }
 
 // SAFETY: the pointers in it are the program's ids, which are not touched through it; and its own private data.
@@ -53,12 +65,14 @@ impl Event {
             },
             private_data: [0; PRIVATE_DATA_MAX],
             of: vec![of.clone()],
+            asks: ptr::null_mut(),
         })
     }
 
-    /// ... that came in on another one, which listens.
+    /// ... that was made for a request which came in on another one, which listens.
     pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Shared>) -> Box<Event> {
         self.shown.listen_id = listener;
+        self.asks = self.shown.id.cast();
         self.of.push(of.clone());
         self
     }
@@ -101,7 +115,8 @@ impl Events {
     }
 
     pub(super) fn push(&self, event: Box<Event>) {
-        self.list().push_back(event);
+        let mut list = self.list();
+        list.push_back(event);
         let _ = rustix::io::write(&self.count, &1u64.to_ne_bytes());
     }
 
@@ -116,17 +131,25 @@ impl Events {
         }
     }
 
-    /// Takes out the events of an id.
+    /// Takes out the events of an id, and of the requests that came in on it.
     pub(super) fn take_of(&self, id: *mut abi::CmId) -> VecDeque<Box<Event>> {
         let mut list = self.list();
-        let (of, rest) = list.drain(..).partition(|event| event.shown.id == id);
+        let is_of = |event: &Event| event.shown.id == id || event.shown.listen_id == id;
+        let (of, rest): (VecDeque<_>, _) = list.drain(..).partition(|event| is_of(event));
         *list = rest;
+        // They are counted no more: a program that polls is not told of what it will not find.
+        for _ in &of {
+            let mut count = [0; 8];
+            let at_once = rustix::io::ReadWriteFlags::NOWAIT;
+            let _ = rustix::io::preadv2(&self.count, &mut [IoSliceMut::new(&mut count)], u64::MAX, at_once);
+        }
         of
     }
 }
 
 /// Hands an event over to the program.
-pub(super) fn give(event: Box<Event>) -> *mut abi::CmEvent {
+pub(super) fn give(mut event: Box<Event>) -> *mut abi::CmEvent {
+    event.asks = ptr::null_mut();
     event.of.iter().for_each(|shared| shared.given.give());
     Box::into_raw(event).cast()
 }

@@ -55,6 +55,27 @@ pub(super) unsafe fn create_qp(
     init: &mut abi::QpInitAttr,
     operations: Option<u64>,
 ) -> Result<(), c_int> {
+    // SAFETY: as the caller says.
+    let made = unsafe { create_qp_with(id, pd, init, operations) };
+    // SAFETY: as the caller says.
+    if made.is_err() && unsafe { (*id).qp.is_null() } {
+        // What was made for it goes too.
+        // SAFETY: as the caller says.
+        unsafe { rdma_destroy_qp(id) };
+    }
+    made
+}
+
+/// As above, leaving what it made where it fails.
+///
+/// # Safety
+/// As above.
+unsafe fn create_qp_with(
+    id: *mut abi::CmId,
+    pd: *mut abi::Pd,
+    init: &mut abi::QpInitAttr,
+    operations: Option<u64>,
+) -> Result<(), c_int> {
     // SAFETY: an id that was made, which one thread uses at a time, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
     if own.shown.verbs.is_null() || !own.shown.qp.is_null() {
@@ -138,11 +159,10 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
     let qp = std::mem::replace(&mut own.shown.qp, ptr::null_mut());
-    if qp.is_null() {
-        return;
+    if !qp.is_null() {
+        // SAFETY: made for the id, and used no more, says the caller.
+        unsafe { queue_pair::ibv_destroy_qp(qp) };
     }
-    // SAFETY: made for the id, and used no more, says the caller.
-    unsafe { queue_pair::ibv_destroy_qp(qp) };
     for (queue, channel) in [
         (&mut own.shown.send_cq, &mut own.shown.send_cq_channel),
         (&mut own.shown.recv_cq, &mut own.shown.recv_cq_channel),
@@ -239,7 +259,9 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     thread::spawn(move || match connect_soon(&device, &pair, peer, &params, &data) {
         Ok(connection) => {
             let connection = Arc::new(connection);
-            shared.keep(&connection);
+            if !shared.keep(&connection) {
+                return;
+            }
             queue_pair::tell_state(ptr::with_exposed_provenance_mut(verbs), pair.qpn(), RTS);
             establish(&shared, &connection, connection.private_data());
             watch(&shared, &connection);
@@ -319,7 +341,7 @@ unsafe extern "C" fn rdma_connect(id: *mut abi::CmId, asked: *mut abi::ConnParam
     // SAFETY: an id that was made, and a structure of the caller's or none.
     let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
     // SAFETY: as the caller says.
-    minus_one(unsafe { connect(own, asked) }.and_then(|()| own.complete()))
+    minus_one(unsafe { connect(own, asked) }.and_then(|()| own.complete(abi::cm_event::ESTABLISHED)))
 }
 
 unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
@@ -333,7 +355,8 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     });
     let accepted = request.accept_after(&pair, &params, &data, || Ok(()));
     let connection = Arc::new(accepted.map_err(|_| libc::EINVAL)?);
-    own.shared.keep(&connection);
+    // It is there: who calls this has it.
+    let _ = own.shared.keep(&connection);
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
     thread::spawn(move || {
         if connection.wait_established() {
@@ -353,7 +376,7 @@ unsafe extern "C" fn rdma_accept(id: *mut abi::CmId, asked: *mut abi::ConnParam)
     // SAFETY: an id that was made, and a structure of the caller's or none.
     let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
     // SAFETY: as the caller says.
-    minus_one(unsafe { accept(own, asked) }.and_then(|()| own.complete()))
+    minus_one(unsafe { accept(own, asked) }.and_then(|()| own.complete(abi::cm_event::ESTABLISHED)))
 }
 
 #[unsafe(no_mangle)]
@@ -372,11 +395,12 @@ unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length
 unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
-    let Some(connection) = own.shared.connection() else {
+    let Some(connection) = own.shared.connection().filter(|_| !own.disconnected) else {
         return minus_one(Err(libc::EINVAL));
     };
+    own.disconnected = true;
     connection.disconnect();
-    minus_one(own.complete())
+    minus_one(own.complete(abi::cm_event::DISCONNECTED))
 }
 
 /// Its end tells what there is to tell.

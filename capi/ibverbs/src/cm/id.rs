@@ -33,6 +33,8 @@ pub(super) struct Id {
     pub(super) passive: Option<(*mut abi::Pd, abi::QpInitAttr)>,
     /// The domain that was made where the program gave none.
     pub(super) own_pd: bool,
+    /// The program has ended its connection.
+    pub(super) disconnected: bool,
 }
 
 /// What an id has in common with the threads that wait for it.
@@ -46,10 +48,12 @@ struct State {
     /// Null when it is destroyed.
     id: *mut abi::CmId,
     events: Arc<Events>,
+    /// The program's channel; null where it has none.
+    channel: *mut abi::EventChannel,
     connection: Option<Arc<Connection>>,
 }
 
-// SAFETY: the pointer is given to the program in events and not followed.
+// SAFETY: the pointers are the program's, and not followed.
 unsafe impl Send for State {}
 
 impl Shared {
@@ -65,12 +69,15 @@ impl Shared {
         }
     }
 
-    /// Keeps a connection, unless the id is gone: then it is ended.
-    pub(super) fn keep(&self, connection: &Arc<Connection>) {
+    /// Keeps a connection, unless the id is gone: then it is ended, and this is false.
+    pub(super) fn keep(&self, connection: &Arc<Connection>) -> bool {
         let mut state = self.state();
-        if !state.id.is_null() {
-            state.connection = Some(connection.clone());
+        if state.id.is_null() {
+            connection.disconnect();
+            return false;
         }
+        state.connection = Some(connection.clone());
+        true
     }
 
     pub(super) fn connection(&self) -> Option<Arc<Connection>> {
@@ -79,6 +86,12 @@ impl Shared {
 
     pub(super) fn events(&self) -> Arc<Events> {
         self.state().events.clone()
+    }
+
+    /// Its channel: the events, and what the program knows of it.
+    pub(super) fn channel(&self) -> (Arc<Events>, *mut abi::EventChannel) {
+        let state = self.state();
+        (state.events.clone(), state.channel)
     }
 }
 
@@ -99,6 +112,7 @@ impl Id {
         let state = State {
             id: ptr::null_mut(),
             events,
+            channel,
             connection: None,
         };
         let shared = Arc::new(Shared {
@@ -117,6 +131,7 @@ impl Id {
             waits,
             passive: None,
             own_pd: false,
+            disconnected: false,
         }));
         shared.state().id = id.cast();
         id
@@ -127,8 +142,8 @@ impl Id {
         self.shared.tell(|id, of| Event::new(id, of, event, 0));
     }
 
-    /// Where calls wait for their event: does so. The event stays the program's until the next call, or its end.
-    pub(super) fn complete(&mut self) -> Result<(), c_int> {
+    /// Where calls wait for their event: does so; another one is an error. The event stays the program's until the next call, or its end.
+    pub(super) fn complete(&mut self, expected: u32) -> Result<(), c_int> {
         if !self.waits {
             return Ok(());
         }
@@ -142,7 +157,8 @@ impl Id {
             REJECTED => Err(libc::ECONNREFUSED),
             _ if status != 0 => Err(status.abs()),
             UNREACHABLE => Err(libc::ETIMEDOUT),
-            CONNECT_ERROR | ADDR_ERROR | ROUTE_ERROR => Err(libc::EIO),
+            DISCONNECTED if expected != DISCONNECTED => Err(libc::ECONNRESET),
+            _ if kind != expected => Err(libc::EIO),
             _ => Ok(()),
         }
     }
@@ -159,6 +175,7 @@ impl Id {
     pub(super) fn migrate(&mut self, events: Arc<Events>, channel: *mut abi::EventChannel) {
         let mut state = self.shared.state();
         let before = std::mem::replace(&mut state.events, events.clone());
+        state.channel = channel;
         let moved = before.take_of(state.id);
         moved.into_iter().for_each(|event| events.push(event));
         drop(state);
@@ -207,15 +224,16 @@ impl Id {
         Ok(unsafe { queue_pair::Pair::of(self.shown.qp) }.pair.clone())
     }
 
-    fn end(&mut self) {
+    pub(super) fn end(&mut self) {
         self.forget_event();
         self.listening.clear();
         self.request = None;
         let mut state = self.shared.state();
         let id = std::mem::replace(&mut state.id, ptr::null_mut());
-        drop(state.events.take_of(id));
+        let events = state.events.take_of(id);
         let connection = state.connection.take();
         drop(state);
+        drop(events);
         if let Some(connection) = connection {
             connection.disconnect();
         }
@@ -296,7 +314,7 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
             Some(peer),
         );
         own.tell(abi::cm_event::ADDR_RESOLVED);
-        own.complete()
+        own.complete(abi::cm_event::ADDR_RESOLVED)
     }))
 }
 
@@ -308,7 +326,7 @@ pub(super) unsafe extern "C" fn rdma_resolve_route(id: *mut abi::CmId, _: c_int)
         return minus_one(Err(libc::EINVAL));
     }
     own.tell(abi::cm_event::ROUTE_RESOLVED);
-    minus_one(own.complete())
+    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED))
 }
 
 #[unsafe(no_mangle)]

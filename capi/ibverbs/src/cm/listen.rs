@@ -12,7 +12,7 @@ use rdmux_verbs::{ConnectionRequest, ListenError, Listener, QpType};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
-use super::channel::Event;
+use super::channel::{Event, UserContext};
 use super::connect::told;
 use super::id::{Id, Shared};
 use crate::device::Device;
@@ -39,12 +39,15 @@ impl Drop for Listening {
 /// The id that listens, as its threads know it: requests are told there.
 struct On {
     shared: Arc<Shared>,
-    /// The program's, which ends the threads before it destroys it.
+    /// The program's: told in events, and not followed.
     id: *mut abi::CmId,
+    user: UserContext,
+    ps: u32,
+    qp_type: u32,
     local: SocketAddr,
 }
 
-// SAFETY: the id is the program's, and read while it listens, when the program does not change what is read.
+// SAFETY: the pointers are the program's, and are not followed.
 unsafe impl Send for On {}
 
 fn hear(listener: &Listener, stop: &OwnedFd, on: &On) {
@@ -67,11 +70,8 @@ fn tell(on: &On, request: ConnectionRequest) {
     let Some(device) = Device::at(on.local.ip()) else {
         return;
     };
-    // SAFETY: it lives while its threads do.
-    let (channel, user, ps, qp_type) =
-        unsafe { ((*on.id).channel, (*on.id).context, (*on.id).ps, (*on.id).qp_type) };
-    let events = on.shared.events();
-    let made = Id::new(channel, events.clone(), user, ps, qp_type, channel.is_null());
+    let (events, channel) = on.shared.channel();
+    let made = Id::new(channel, events, on.user, on.ps, on.qp_type, channel.is_null());
     // SAFETY: just made.
     let own = unsafe { &mut *made };
     own.shown.verbs = match context::shared(device) {
@@ -161,6 +161,9 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
         let on = On {
             shared: own.shared.clone(),
             id,
+            user: own.shown.context,
+            ps: own.shown.ps,
+            qp_type: own.shown.qp_type,
             local: SocketAddr::new(address, port),
         };
         let stopped = stop.clone();
@@ -185,7 +188,7 @@ unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut ab
     if own.listening.is_empty() || !own.waits {
         return minus_one(Err(libc::EINVAL));
     }
-    minus_one(own.complete().and_then(|()| {
+    minus_one(own.complete(abi::cm_event::CONNECT_REQUEST).and_then(|()| {
         // SAFETY: the event that was just waited for.
         let asked = unsafe { (*own.shown.event).id };
         // SAFETY: an id that was made for the request, and is nobody's yet.
@@ -195,7 +198,12 @@ unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut ab
         made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
         if let Some((pd, mut init)) = own.passive {
             // SAFETY: as the program gave it to `rdma_create_ep`.
-            unsafe { super::connect::create_qp(asked, pd, &mut init, None) }?;
+            let with = unsafe { super::connect::create_qp(asked, pd, &mut init, None) };
+            if let Err(errno) = with {
+                // SAFETY: it is nobody's yet; the request is refused with it.
+                unsafe { super::id::rdma_destroy_id(asked) };
+                return Err(errno);
+            }
         }
         // SAFETY: a place of the caller's.
         unsafe { *id = asked };

@@ -1,4 +1,5 @@
 //! Memory of the program's own, as a program registers that uses the C interface.
+#![allow(unsafe_code, reason = "its maker promises what the compiler cannot see")]
 
 use std::any::Any;
 use std::sync::atomic::{Ordering, fence};
@@ -23,7 +24,11 @@ pub struct ApplicationMemory {
 
 impl ApplicationMemory {
     /// `len` bytes at an address of this process, whatever is mapped there.
-    pub fn new(address: u64, len: u64) -> ApplicationMemory {
+    ///
+    /// # Safety
+    /// What lies there is written by devices and peers while the value lives, and as long as it is registered: there are no references to
+    /// it that this would contradict, and nothing of the program relies on its not changing.
+    pub unsafe fn new(address: u64, len: u64) -> ApplicationMemory {
         ApplicationMemory {
             address,
             len,
@@ -103,7 +108,8 @@ mod tests {
     #[test]
     fn write__to_what_is_unmapped_meanwhile_is_a_fault() {
         let pages = Mapping::anonymous(3 * 4096).unwrap();
-        let memory = ApplicationMemory::new(pages.address(), 3 * 4096);
+        // SAFETY: pages of this test's, to which there are no references.
+        let memory = unsafe { ApplicationMemory::new(pages.address(), 3 * 4096) };
         memory.write(4090, b"over a page").unwrap();
         let mut back = [0; 11];
         memory.read(4090, &mut back).unwrap();
@@ -119,7 +125,8 @@ mod tests {
     #[test]
     fn atomic__adds_and_swaps_in_place() {
         let pages = Mapping::anonymous(4096).unwrap();
-        let memory = ApplicationMemory::new(pages.address() + 8, 16);
+        // SAFETY: pages of this test's, to which there are no references.
+        let memory = unsafe { ApplicationMemory::new(pages.address() + 8, 16) };
         assert_eq!(memory.atomic(0, Atomic::FetchAdd(5)), Ok(0));
         let swap = Atomic::CompareSwap { compare: 5, swap: 9 };
         assert_eq!(memory.atomic(0, swap), Ok(5));
@@ -130,7 +137,8 @@ mod tests {
 
     #[test]
     fn read__outside_of_the_range() {
-        let memory = ApplicationMemory::new(u64::MAX - 7, 64);
+        // SAFETY: nothing is there.
+        let memory = unsafe { ApplicationMemory::new(u64::MAX - 7, 64) };
         for offset in [0, 8, 63, u64::MAX] {
             assert_eq!(memory.read(offset, &mut [0; 8]), Err(Fault::Unmapped));
         }
