@@ -1,15 +1,16 @@
 //! Contexts: opened devices, and the asynchronous events of their objects.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
 use std::mem::offset_of;
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rdmux_verbs::{AsyncEvent, OpenError};
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::io::Errno;
 
 use crate::device::Device;
 use crate::events::Given;
@@ -21,9 +22,59 @@ pub(crate) struct Context {
     verbs: abi::VerbsContext,
     pub(crate) of: &'static Device,
     pub(crate) device: rdmux_verbs::Device,
+    /// What all contexts of the device have in common.
+    opened: Arc<Opened>,
     /// `cmd_fd`: nothing is said over it, but programs duplicate and poll it.
     _command: OwnedFd,
+    /// `async_fd`: readable when the device has an event, or this context.
+    events_fd: OwnedFd,
+    /// Readable when there are events of this context's objects: both change together, under their lock.
+    told: OwnedFd,
+    events: Mutex<VecDeque<abi::AsyncEvent>>,
+}
+
+/// A device of the process: all contexts of an address share one, since an address has few places.
+struct Opened {
+    device: rdmux_verbs::Device,
+    process: u32,
     objects: Mutex<Objects>,
+    /// Those that are open, by their addresses: events of the port are for all.
+    contexts: Mutex<Vec<usize>>,
+}
+
+impl Opened {
+    /// The device of an address: the one that is open, or a new one. A child of a fork has its own.
+    fn get(of: &Device) -> Result<Arc<Opened>, c_int> {
+        static OPEN: Mutex<Vec<(IpAddr, Weak<Opened>)>> = Mutex::new(Vec::new());
+        let mut list = lock(&OPEN);
+        list.retain(|(_, opened)| opened.strong_count() > 0);
+        let process = std::process::id();
+        let mut known = list.iter().filter(|(address, _)| *address == of.address);
+        let known = known.find_map(|(_, opened)| opened.upgrade().filter(|opened| opened.process == process));
+        if let Some(opened) = known {
+            return Ok(opened);
+        }
+        let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
+            eprintln!("rdmux: {}: {error}", of.address);
+            match error {
+                OpenError::Io { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
+                OpenError::NotOneHost(_) => libc::ENODEV,
+                _ => libc::EBUSY,
+            }
+        })?;
+        let opened = Arc::new(Opened {
+            device,
+            process,
+            objects: Mutex::default(),
+            contexts: Mutex::default(),
+        });
+        list.push((of.address, Arc::downgrade(&opened)));
+        Ok(opened)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The objects that asynchronous events are of, by their numbers: what the program's pointers point at.
@@ -36,7 +87,23 @@ pub(crate) struct Objects {
 
 impl Context {
     pub(crate) fn objects(&self) -> MutexGuard<'_, Objects> {
-        self.objects.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.opened.objects)
+    }
+
+    /// An event is for this context.
+    fn tell(&self, event: abi::AsyncEvent) {
+        let mut events = lock(&self.events);
+        events.push_back(event);
+        let _ = rustix::io::write(&self.told, &1u64.to_ne_bytes());
+    }
+
+    fn take_event(&self) -> Option<abi::AsyncEvent> {
+        let mut events = lock(&self.events);
+        let event = events.pop_front();
+        if events.is_empty() {
+            let _ = rustix::io::read(&self.told, &mut [0; 8]);
+        }
+        event
     }
 
     /// What a program's pointer points into.
@@ -51,15 +118,15 @@ impl Context {
 }
 
 fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
-    let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
-        eprintln!("rdmux: {}: {error}", of.address);
-        match error {
-            OpenError::Io { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
-            OpenError::NotOneHost(_) => libc::ENODEV,
-            _ => libc::EBUSY,
-        }
-    })?;
-    let command = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| errno.raw_os_error())?;
+    let opened = Opened::get(of)?;
+    let device = opened.device.clone();
+    let command = eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
+    let told = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Errno::raw_os_error)?;
+    let events_fd = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
+    for fd in [device.async_event_fd(), told.as_fd()] {
+        let data = epoll::EventData::new_u64(0);
+        epoll::add(&events_fd, fd, data, epoll::EventFlags::IN).map_err(Errno::raw_os_error)?;
+    }
     // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
     let mut verbs: abi::VerbsContext = unsafe { std::mem::zeroed() };
     verbs.size = size_of::<abi::VerbsContext>();
@@ -77,23 +144,27 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     context.ops.post_send = Some(queue_pair::post_send);
     context.ops.post_recv = Some(queue_pair::post_recv);
     context.cmd_fd = command.as_raw_fd();
-    context.async_fd = device.async_event_fd().as_raw_fd();
+    context.async_fd = events_fd.as_raw_fd();
     context.num_comp_vectors = 1;
     context.abi_compat = abi::EXTENDED;
     let made = Box::leak(Box::new(Context {
         verbs,
         of,
         device,
+        opened,
         _command: command,
-        objects: Mutex::default(),
+        events_fd,
+        told,
+        events: Mutex::default(),
     }));
+    lock(&made.opened.contexts).push((&raw const *made).expose_provenance());
     Ok(&raw mut made.verbs.context)
 }
 
 /// The context of a device that all ids share. It stays open.
 pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     static OPEN: Mutex<Vec<(IpAddr, usize)>> = Mutex::new(Vec::new());
-    let mut list = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut list = lock(&OPEN);
     if let Some((_, context)) = list.iter().find(|(address, _)| *address == of.address) {
         return Ok(ptr::with_exposed_provenance_mut(*context));
     }
@@ -111,28 +182,58 @@ unsafe extern "C" fn ibv_open_device(device: *mut abi::Device) -> *mut abi::Cont
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
     // SAFETY: an open context, says the caller, who uses it no more.
-    let context = unsafe { ptr::from_ref(Context::of(context)) }.cast_mut();
+    let own = unsafe { Context::of(context) };
+    let at = ptr::from_ref(own).cast_mut();
+    lock(&own.opened.contexts).retain(|known| *known != at.addr());
     // SAFETY: made by a Box in `open`.
-    drop(unsafe { Box::from_raw(context) });
+    drop(unsafe { Box::from_raw(at) });
     0
 }
 
-/// The next event, as the program reads it. Those of objects that are gone are left out.
-fn next_event(context: &Context) -> Option<abi::AsyncEvent> {
+/// Takes the device's events, and tells each to the context of its object. Those of objects that are gone are left out.
+fn distribute(opened: &Opened) {
     use abi::event_type::*;
-    loop {
-        let event = context.device.poll_async_event()?;
-        // Held until the event is counted: its object is not destroyed before.
-        let objects = context.objects();
-        let pair = |qpn: rdmux_verbs::Qpn| objects.pairs.get(&qpn.value()).map(|pair| pair.cast::<()>());
-        let (element, event_type) = match event {
-            AsyncEvent::PortActive => (Some(ptr::without_provenance_mut(1)), PORT_ACTIVE),
-            AsyncEvent::PortError => (Some(ptr::without_provenance_mut(1)), PORT_ERR),
-            AsyncEvent::CqError(cqn) => (objects.completions.get(&cqn.0).map(|queue| queue.cast()), CQ_ERR),
-            AsyncEvent::SrqLimitReached(srqn) => (
-                objects.queues.get(&srqn.0).map(|queue| queue.cast()),
-                SRQ_LIMIT_REACHED,
-            ),
+    while let Some(event) = opened.device.poll_async_event() {
+        // Held until the event is counted: its object, and so its context, is not destroyed before.
+        let objects = lock(&opened.objects);
+        let pair = |qpn: rdmux_verbs::Qpn| {
+            let pair = *objects.pairs.get(&qpn.value())?;
+            // SAFETY: it is there while it is among the objects, which are held.
+            Some((pair.cast::<()>(), unsafe { (*pair).context }))
+        };
+        let (found, event_type) = match event {
+            AsyncEvent::PortActive | AsyncEvent::PortError => {
+                let event_type = if event == AsyncEvent::PortActive {
+                    PORT_ACTIVE
+                } else {
+                    PORT_ERR
+                };
+                for context in &*lock(&opened.contexts) {
+                    // SAFETY: open while it is in the list, which is held.
+                    let context = unsafe { &*ptr::with_exposed_provenance::<Context>(*context) };
+                    context.tell(abi::AsyncEvent {
+                        element: 1,
+                        event_type,
+                    });
+                }
+                continue;
+            }
+            AsyncEvent::CqError(cqn) => {
+                let queue = objects.completions.get(&cqn.0).copied();
+                // SAFETY: as above.
+                (
+                    queue.map(|queue| (queue.cast(), unsafe { (*queue).context })),
+                    CQ_ERR,
+                )
+            }
+            AsyncEvent::SrqLimitReached(srqn) => {
+                let queue = objects.queues.get(&srqn.0).copied();
+                // SAFETY: as above.
+                (
+                    queue.map(|queue| (queue.cast(), unsafe { (*queue).context })),
+                    SRQ_LIMIT_REACHED,
+                )
+            }
             AsyncEvent::QpFatal(qpn) => (pair(qpn), QP_FATAL),
             AsyncEvent::QpRequestError(qpn) => (pair(qpn), QP_REQ_ERR),
             AsyncEvent::QpAccessError(qpn) => (pair(qpn), QP_ACCESS_ERR),
@@ -140,16 +241,17 @@ fn next_event(context: &Context) -> Option<abi::AsyncEvent> {
             AsyncEvent::SqDrained(qpn) => (pair(qpn), SQ_DRAINED),
             AsyncEvent::LastWqeReached(qpn) => (pair(qpn), QP_LAST_WQE_REACHED),
         };
-        let Some(element) = element else { continue };
-        let found = abi::AsyncEvent {
+        let Some((element, context)) = found else { continue };
+        let told = abi::AsyncEvent {
             element: element.expose_provenance(),
             event_type,
         };
         // SAFETY: its object is there, as was just found.
-        if let Some(given) = unsafe { given_of(&found) } {
+        if let Some(given) = unsafe { given_of(&told) } {
             given.give();
         }
-        return Some(found);
+        // SAFETY: an object's context is open as long as the object is there.
+        unsafe { Context::of(context) }.tell(told);
     }
 }
 
@@ -176,12 +278,13 @@ unsafe extern "C" fn ibv_get_async_event(context: *mut abi::Context, event: *mut
     // SAFETY: an open context, says the caller.
     let context = unsafe { Context::of(context) };
     loop {
-        if let Some(found) = next_event(context) {
+        distribute(&context.opened);
+        if let Some(found) = context.take_event() {
             // SAFETY: an event of the caller's.
             unsafe { *event = found };
             return 0;
         }
-        if let Err(errno) = channel::wait_readable(context.device.async_event_fd().as_raw_fd()) {
+        if let Err(errno) = channel::wait_readable(context.events_fd.as_raw_fd()) {
             return minus_one(Err(errno));
         }
     }
@@ -194,3 +297,6 @@ unsafe extern "C" fn ibv_ack_async_event(event: *mut abi::AsyncEvent) {
         given.acknowledge(1);
     }
 }
+
+// SAFETY: the pointers are the program's objects, which are looked at under the lock under which they leave.
+unsafe impl Send for Objects {}
