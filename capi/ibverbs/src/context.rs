@@ -132,6 +132,7 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     verbs.size = size_of::<abi::VerbsContext>();
     verbs.query_port = Some(query::query_port);
     verbs.query_device_ex = Some(query::query_device_ex);
+    verbs.advise_mr = memory::advise_mr as *const std::ffi::c_void;
     verbs.create_qp_ex = Some(queue_pair::create_qp_ex);
     let context = &mut verbs.context;
     context.device = ptr::from_ref(&of.shown).cast_mut();

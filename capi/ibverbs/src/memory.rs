@@ -284,3 +284,19 @@ pub(crate) unsafe extern "C" fn bind_mw(
             .map_err(|error| errno_of_post(&error)),
     )
 }
+
+/// Pages are fetched when they are used: advice about that is taken, and nothing done.
+pub(crate) extern "C" fn advise_mr(
+    _: *mut abi::Pd,
+    advice: u32,
+    _: u32,
+    list: *const abi::Sge,
+    count: u32,
+) -> c_int {
+    // IBV_ADVISE_MR_ADVICE_PREFETCH, _WRITE and _NO_FAULT
+    if advice > 2 || list.is_null() && count > 0 {
+        libc::EINVAL
+    } else {
+        0
+    }
+}

@@ -22,6 +22,17 @@ const SYS_IMAGE_GUID: u64 = 1 << 11;
 const RC_RNR_NAK_GEN: u64 = 1 << 12;
 const SRQ_RESIZE: u64 = 1 << 13;
 
+/// `enum ibv_odp_transport_cap_bits`, and `IBV_ODP_SUPPORT_IMPLICIT`.
+mod odp {
+    pub(super) const SEND: u32 = 1;
+    pub(super) const RECV: u32 = 1 << 1;
+    pub(super) const WRITE: u32 = 1 << 2;
+    pub(super) const READ: u32 = 1 << 3;
+    pub(super) const ATOMIC: u32 = 1 << 4;
+    pub(super) const SRQ_RECV: u32 = 1 << 5;
+    pub(super) const IMPLICIT: u64 = 1 << 1;
+}
+
 fn attributes(of: &Device) -> abi::DeviceAttr {
     // SAFETY: numbers alone, all of which may be zero.
     let mut attr: abi::DeviceAttr = unsafe { std::mem::zeroed() };
@@ -80,6 +91,13 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     let mut whole: abi::DeviceAttrEx = unsafe { std::mem::zeroed() };
     // SAFETY: an open context, says the caller.
     whole.orig_attr = attributes(unsafe { Context::of(context) }.of);
+    // Nothing is pinned: all memory is on demand.
+    let datagrams = odp::SEND | odp::RECV | odp::SRQ_RECV;
+    whole.odp_general_caps = abi::ODP_SUPPORT | odp::IMPLICIT;
+    whole.odp_rc = datagrams | odp::WRITE | odp::READ | odp::ATOMIC;
+    whole.odp_uc = datagrams | odp::WRITE;
+    whole.odp_ud = datagrams;
+    // xrc_odp_caps and phys_port_cnt_ex, the last two numbers of 32 bits.
     whole.rest[13] = 1 << 32;
     let size = size.min(size_of::<abi::DeviceAttrEx>());
     // SAFETY: the caller has `size` bytes there.
