@@ -5,7 +5,7 @@ mod why;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use rdmux_verbs::soft::resources::{DeviceAt, Item, Object, QpResource, ask, devices};
+use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, QpResource, ask, devices};
 use rdmux_verbs::soft::trace::{Entry, Trace, traces};
 use rdmux_verbs::{QpState, Qpn};
 use serde_json::{Value, json};
@@ -66,6 +66,8 @@ struct Found {
     live: Option<QpResource>,
     /// Its process lives.
     alive: bool,
+    /// ... but does not answer.
+    silent: bool,
     /// What is noted of it and of its device.
     entries: Vec<Entry>,
 }
@@ -129,8 +131,17 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
         .filter(|at| only.is_none_or(|only| only == *at) && u32::from(at.slot) == qpn.value() >> 16)
         .collect();
     let mut found = Vec::new();
+    // Stopped, or without a CPU: what they noted is all there is.
+    let mut silent = Vec::new();
     for (device, answer) in ask(&chosen, Object::Qp, PATIENCE) {
-        let Ok(told) = answer else { continue };
+        let told = match answer {
+            Ok(told) => told,
+            Err(AskError::NoAnswer { .. }) => {
+                silent.push(device);
+                continue;
+            }
+            Err(_) => continue,
+        };
         let mine = told.items.into_iter().find_map(|item| match item {
             Item::Qp(qp) if qp.qpn == qpn => Some(qp),
             _ => None,
@@ -145,6 +156,7 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
             comm: trace.map(|trace| trace.comm.clone()),
             live: Some(live),
             alive: true,
+            silent: false,
             entries: trace.map(|trace| of_qp(trace, qpn)).unwrap_or_default(),
         });
     }
@@ -163,6 +175,7 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
                 comm: Some(trace.comm.clone()),
                 live: None,
                 alive: trace.alive,
+                silent: trace.alive && silent.contains(&trace.device),
                 entries: of_qp(trace, qpn),
             });
         }
@@ -198,6 +211,7 @@ fn text(qpn: Qpn, found: &Found, verdict: &Verdict) -> String {
     };
     let ended = match (found.alive, &found.live) {
         (false, _) => ", which has ended",
+        (true, None) if found.silent => "; it does not answer, so this is what it had noted",
         (true, None) => "; the queue pair has been destroyed",
         (true, Some(_)) => "",
     };
