@@ -22,6 +22,8 @@ use crate::soft::resources::DeviceAt;
 
 /// Traces of ended processes that are kept: the newest. The others go when a device is opened.
 pub const KEPT_MAX: usize = 16;
+/// Traces that are read at once: the newest.
+pub const TRACES_MAX: usize = 256;
 /// Files of a folder that are looked at.
 const FILES_MAX: usize = 1024;
 
@@ -390,47 +392,52 @@ fn read(folder: &OwnedFd, name: &str) -> Option<Trace> {
     })
 }
 
-/// The traces of this user, newest first; root gets everybody's. What is no trace, or of another version, is left out.
-pub fn traces() -> Vec<Trace> {
-    let uid = uid();
-    let owner = (uid != 0).then_some(uid);
-    let mut paths = vec![
-        own_path(),
-        format!("/run/user/{uid}/rdmux").into(),
-        format!("/tmp/rdmux-{uid}").into(),
-    ];
-    if owner.is_none() {
-        let below = |folder: &str| {
-            std::fs::read_dir(folder)
-                .into_iter()
-                .flatten()
-                .flatten()
-                .take(FILES_MAX)
-        };
-        let of_users = below("/run/user").map(|entry| entry.path().join("rdmux"));
-        let of_names = below("/tmp").map(|entry| entry.path());
-        let is_ours = |path: &PathBuf| {
-            let name = path.file_name().and_then(|name| name.to_str());
-            name.is_some_and(|name| name.starts_with("rdmux-"))
-        };
-        paths.extend(of_users.chain(of_names.filter(is_ours)));
-    }
-    paths.sort();
-    paths.dedup();
-    let mut found: Vec<Trace> = Vec::new();
-    for path in paths {
-        if let Ok(folder) = open_folder(&path, owner) {
-            let own = |trace: &Trace| owner.is_none_or(|owner| trace.uid == owner);
-            found.extend(
-                names(&folder)
-                    .iter()
-                    .filter_map(|name| read(&folder, name))
-                    .filter(own),
-            );
+/// The folders below `folder` that are named after a user, behind `prefix`, each with that user.
+fn named_after_users(folder: &str, prefix: &str) -> Vec<(PathBuf, u32)> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let user = |name: &str| name.strip_prefix(prefix)?.parse::<u32>().ok();
+    entries
+        .filter_map(|entry| Some((entry.path(), user(entry.file_name().to_str()?)?)))
+        .collect()
+}
+
+/// The traces in folders that are their users' alone: the newest [`TRACES_MAX`], of each user as many, so that none hides another's.
+fn traces_in(places: &[(PathBuf, u32)]) -> Vec<Trace> {
+    let mut files: Vec<(usize, String, usize)> = Vec::new();
+    for (place, (path, owner)) in places.iter().enumerate() {
+        if let Ok(folder) = open_folder(path, Some(*owner)) {
+            let ranked = names(&folder).into_iter().enumerate().take(TRACES_MAX);
+            files.extend(ranked.map(|(rank, name)| (rank, name, place)));
         }
     }
+    files.sort_unstable_by(|(rank_a, a, _), (rank_b, b, _)| rank_a.cmp(rank_b).then(b.cmp(a)));
+    let read = |(_, name, place): &(usize, String, usize)| {
+        let (path, owner) = places.get(*place)?;
+        let folder = open_folder(path, Some(*owner)).ok()?;
+        read(&folder, name).filter(|trace| trace.uid == *owner)
+    };
+    let mut found: Vec<Trace> = files.iter().take(TRACES_MAX).filter_map(read).collect();
     found.sort_by_key(|trace| std::cmp::Reverse(trace.opened_ns));
     found
+}
+
+/// The traces of this user, newest first; root gets everybody's. There are [`TRACES_MAX`] at most. What is no trace, or of another
+/// version, is left out, and so is a folder that is not its user's alone.
+pub fn traces() -> Vec<Trace> {
+    let uid = uid();
+    let mut places = vec![
+        (own_path(), uid),
+        (format!("/run/user/{uid}/rdmux").into(), uid),
+        (format!("/tmp/rdmux-{uid}").into(), uid),
+    ];
+    if uid == 0 {
+        let runtime = named_after_users("/run/user", "").into_iter();
+        places.extend(runtime.map(|(path, user)| (path.join("rdmux"), user)));
+        places.extend(named_after_users("/tmp", "rdmux-"));
+    }
+    places.sort();
+    places.dedup();
+    traces_in(&places)
 }
 
 #[cfg(test)]
@@ -622,6 +629,49 @@ mod tests {
         std::os::unix::fs::symlink(&folder.0, &link).unwrap();
         assert!(open_folder(&link, Some(uid())).is_err());
         std::fs::remove_file(&link).unwrap();
+    }
+
+    #[test]
+    fn traces_in__newest_of_each_user_and_only_so_many() {
+        let many = Folder::new("much");
+        let few = Folder::new("few");
+        let old = few.trace();
+        let file = |n: u64| {
+            let header = Header {
+                opened_ns: n,
+                ..header()
+            };
+            // Names of a far future.
+            let name = format!("{n:020}-1{SUFFIX}");
+            std::fs::write(many.0.join(name), header.encode()).unwrap();
+        };
+        let first = u64::MAX - 2 * TRACES_MAX as u64;
+        (first..u64::MAX).for_each(file);
+        let places = [(many.0.clone(), uid()), (few.0.clone(), uid())];
+        let found = traces_in(&places);
+        assert_eq!(found.len(), TRACES_MAX);
+        // The one of the other folder is there, and the newest of this.
+        assert_eq!(found.last().unwrap().pid, std::process::id());
+        let newest: Vec<u64> = found.iter().map(|trace| trace.opened_ns).collect();
+        let expected: Vec<u64> = (first..u64::MAX).rev().take(TRACES_MAX - 1).collect();
+        assert_eq!(newest[..TRACES_MAX - 1], expected);
+        drop(old);
+    }
+
+    #[test]
+    fn traces_in__folder_that_is_not_the_named_users() {
+        let folder = Folder::new("whose");
+        let _trace = folder.trace();
+        assert_eq!(traces_in(&[(folder.0.clone(), uid())]).len(), 1);
+        assert_eq!(traces_in(&[(folder.0.clone(), uid() + 1)]), []);
+        let base = std::env::temp_dir();
+        let prefix = folder.0.file_name().unwrap().to_str().unwrap();
+        let (prefix, pid) = prefix.rsplit_once('-').unwrap();
+        let below = |prefix: &str| named_after_users(base.to_str().unwrap(), prefix);
+        let named = (folder.0.clone(), pid.parse().unwrap());
+        assert!(below(&format!("{prefix}-")).contains(&named));
+        // What follows is no number, or too large for a user's.
+        assert!(below("rdmux-").iter().all(|(path, _)| *path != folder.0));
     }
 
     #[test]
