@@ -293,14 +293,15 @@ impl Question {
                 None => return ended,
             }
         }
-        let next = page.records.last().and_then(|last| last.number.checked_add(1));
-        if page.more
-            && let Some(next) = next
-        {
-            self.from = next;
-            return self.ask_for_a_page().err().map(Err);
+        if !page.more {
+            return Some(Ok(()));
         }
-        Some(Ok(()))
+        // More behind nothing, or behind the last number, is no answer.
+        let Some(next) = page.records.last().and_then(|last| last.number.checked_add(1)) else {
+            return ended;
+        };
+        self.from = next;
+        self.ask_for_a_page().err().map(Err)
     }
 
     fn end(self) -> (DeviceAt, Result<Told, AskError>) {
@@ -591,6 +592,19 @@ mod tests {
         for (to, attributes) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
             qp.modify(to, &attributes).unwrap();
         }
+    }
+
+    #[test]
+    fn take__more_behind_nothing_is_no_whole_list() {
+        let device = "127.0.0.1/1".parse().unwrap();
+        let page = |more| Page {
+            object: Object::Qp,
+            more,
+            records: Vec::new(),
+        };
+        let take = |more| Question::new(device, Object::Qp).take(page(more));
+        assert!(matches!(take(false), Some(Ok(()))));
+        assert!(matches!(take(true), Some(Err(AskError::Ended { .. }))));
     }
 
     #[test]
