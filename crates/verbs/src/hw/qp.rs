@@ -1,6 +1,7 @@
 //! Queue pairs: what requests mean to the library, and what its errors mean here.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,7 +34,7 @@ struct Inner {
     qp_type: QpType,
     takes_from_srq: bool,
     /// Held while a request is posted, so that requests of the two interfaces do not mix.
-    handles: Mutex<Handles>,
+    handles: Mutex<Handles<Ah>>,
     groups: Mutex<HashMap<IpAddr, UdpSocket>>,
     _counted: Counted,
 }
@@ -44,38 +45,53 @@ pub(crate) struct QueuePair(Arc<Inner>);
 
 /// Address handles that datagrams have used. Requests name a way, the library a handle, which must live until the request is done.
 #[derive(Debug)]
-struct Handles {
-    by_way: HashMap<(IpAddr, u8), (Ah, u64)>,
+struct Handles<T> {
+    /// With the use that was the last; 0 of one that no request has yet.
+    by_way: HashMap<Way, (T, u64)>,
     /// More than the send queue holds: the handle that was not used for as many requests belongs to none of them.
     capacity: usize,
+    /// Requests that were posted.
     uses: u64,
 }
 
-impl Handles {
-    fn of(&mut self, pd: &ProtectionDomain, path: &Path) -> Result<&Ah, PostError> {
-        let way = (path.dst, path.traffic_class);
-        self.uses += 1;
-        if !self.by_way.contains_key(&way) {
-            let device = pd.device();
-            let attr = device.route_to(path.dst, path.traffic_class);
-            let attr = attr.ok_or(PostError::Unsupported(Features::BY_ADDRESS.first_name()))?;
-            let ah = Ah::new(pd.object(), attr).map_err(refused)?;
-            if self.by_way.len() >= self.capacity {
-                let oldest = self
-                    .by_way
-                    .iter()
-                    .min_by_key(|(_, (_, used))| *used)
-                    .map(|(way, _)| *way);
-                if let Some(oldest) = oldest {
-                    self.by_way.remove(&oldest);
-                }
-            }
-            self.by_way.insert(way, (ah, 0));
-        }
-        let (ah, used) = self.by_way.get_mut(&way).ok_or(PostError::Invalid)?;
-        *used = self.uses;
-        Ok(ah)
+/// An address, and the traffic class for it.
+type Way = (IpAddr, u8);
+
+impl<T> Handles<T> {
+    /// The handle of a way, for a request that [`Handles::tried`] hears of next.
+    fn of(&mut self, way: Way, make: impl FnOnce() -> Result<T, PostError>) -> Result<&T, PostError> {
+        let entry = match self.by_way.entry(way) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert((make()?, 0)),
+        };
+        Ok(&entry.0)
     }
+
+    /// The request of a way was posted, or refused: only posted ones push others out of the send queue.
+    fn tried(&mut self, way: Way, is_posted: bool) {
+        let Some((_, used)) = self.by_way.get_mut(&way) else {
+            return;
+        };
+        if is_posted {
+            self.uses += 1;
+            *used = self.uses;
+        } else if *used == 0 {
+            self.by_way.remove(&way);
+        }
+        if self.by_way.len() > self.capacity {
+            let oldest = self.by_way.iter().min_by_key(|(_, (_, used))| *used);
+            if let Some(oldest) = oldest.map(|(way, _)| *way) {
+                self.by_way.remove(&oldest);
+            }
+        }
+    }
+}
+
+/// Makes the handle of a way.
+fn handle(pd: &ProtectionDomain, (dst, traffic_class): Way) -> Result<Ah, PostError> {
+    let attr = pd.device().route_to(dst, traffic_class);
+    let attr = attr.ok_or(PostError::Unsupported(Features::BY_ADDRESS.first_name()))?;
+    Ah::new(pd.object(), attr).map_err(refused)
 }
 
 fn refused(error: Errno) -> PostError {
@@ -211,7 +227,7 @@ impl QueuePair {
         &self.0.qp
     }
 
-    fn handles(&self) -> MutexGuard<'_, Handles> {
+    fn handles(&self) -> MutexGuard<'_, Handles<Ah>> {
         self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -294,7 +310,7 @@ impl QueuePair {
         }
     }
 
-    fn post_locked(&self, handles: &mut Handles, request: &SendRequest) -> Result<(), PostError> {
+    fn post_locked(&self, handles: &mut Handles<Ah>, request: &SendRequest) -> Result<(), PostError> {
         let registry = &self.0.pd.registry;
         let (wr_id, flags) = (request.wr_id, request.flags.bits());
         let (window, region);
@@ -367,7 +383,6 @@ impl QueuePair {
             Operation::Bind(bind) => {
                 self.needs(Features::MW_TYPE_2)?;
                 (window, region) = registry.window_and_region(bind)?;
-                registry.note_bound(bind.window.0, bind.region.0);
                 let work = Work::Bind {
                     window: &window,
                     rkey: bind.window.0,
@@ -385,18 +400,27 @@ impl QueuePair {
                 return Err(PostError::Unsupported(Features::FAST_REGISTER.first_name()));
             }
         };
-        let mut srqn = 0;
+        let (mut srqn, mut way) = (0, None);
         match &request.to {
             Target::Connected => {}
             Target::Datagram { path, qpn, qkey } => {
+                let to = (path.dst, path.traffic_class);
+                way = Some(to);
                 work = Work::Datagram {
-                    ah: handles.of(&self.0.pd, path)?,
+                    ah: handles.of(to, || handle(&self.0.pd, to))?,
                     qpn: qpn.value(),
                     qkey: *qkey,
                 };
             }
             Target::Srq(number) => srqn = number.0,
         }
+        let bound = match &request.operation {
+            Operation::Bind(bind) => Some((
+                bind.window.0,
+                registry.note_bound(bind.window.0, Some(bind.region.0)),
+            )),
+            _ => None,
+        };
         let request = Request {
             wr_id,
             opcode,
@@ -406,7 +430,14 @@ impl QueuePair {
             work,
             srqn,
         };
-        self.0.qp.post_send(&request).map_err(refused)
+        let posted = self.0.qp.post_send(&request).map_err(refused);
+        if let Some(way) = way {
+            handles.tried(way, posted.is_ok());
+        }
+        if let Some((window, before)) = bound.filter(|_| posted.is_err()) {
+            registry.note_bound(window, before);
+        }
+        posted
     }
 
     fn needs(&self, feature: Features) -> Result<(), PostError> {
@@ -420,7 +451,6 @@ impl QueuePair {
         self.needs(Features::MW_TYPE_1)?;
         let registry = &self.0.pd.registry;
         let (window, region) = registry.window_and_region(&bind)?;
-        registry.note_bound(bind.window.0, bind.region.0);
         let range = BindRange {
             region: &region,
             va: bind.va,
@@ -428,11 +458,12 @@ impl QueuePair {
             access: bind.access.bits(),
         };
         let _one_at_a_time = self.handles();
-        let key = self
-            .0
-            .qp
-            .bind_mw(wr_id, flags.bits(), &window, range)
-            .map_err(refused)?;
+        let before = registry.note_bound(bind.window.0, Some(bind.region.0));
+        let bound = self.0.qp.bind_mw(wr_id, flags.bits(), &window, range);
+        let key = bound.map_err(|error| {
+            registry.note_bound(bind.window.0, before);
+            refused(error)
+        })?;
         registry.rekey_window(bind.window.0, key);
         Ok(RKey(key))
     }
@@ -649,5 +680,36 @@ impl Drop for Inner {
             let _ = self.qp.detach_mcast(to_gid(*group).octets());
         }
         self.device.forget_error(self.qp.number());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles__live_until_their_requests_have_left_the_send_queue() {
+        let mut handles = Handles {
+            by_way: HashMap::new(),
+            capacity: 3,
+            uses: 0,
+        };
+        let way = |number: u8| (IpAddr::V4(Ipv4Addr::new(10, 9, 0, number)), 0);
+        let mut post = |number: u8, is_posted: bool| {
+            handles.of(way(number), || Ok(number)).unwrap();
+            handles.tried(way(number), is_posted);
+            let mut kept: Vec<u8> = handles.by_way.values().map(|(number, _)| *number).collect();
+            kept.sort_unstable();
+            kept
+        };
+        assert_eq!([post(1, true), post(2, true)].concat(), [1, 1, 2]);
+        // However many are refused, those of requests under way stay, and no handle of them is left.
+        for number in 10..30 {
+            assert_eq!(post(number, false), [1, 2]);
+            assert_eq!(post(2, false), [1, 2]);
+        }
+        assert_eq!(post(3, true), [1, 2, 3]);
+        assert_eq!(post(1, true), [1, 2, 3]);
+        assert_eq!(post(4, true), [1, 3, 4]);
     }
 }

@@ -55,11 +55,11 @@ impl Registry {
         window.zip(region).ok_or(PostError::Invalid)
     }
 
-    /// Notes which region a window is bound to.
-    pub(super) fn note_bound(&self, window: u32, region: u32) {
-        if let Some(window) = self.windows().get_mut(&(window & !OWN_BITS)) {
-            window.region = Some(region);
-        }
+    /// Notes which region a window is bound to; gives the one that was noted before, for a binding that is not posted after all.
+    pub(super) fn note_bound(&self, window: u32, region: Option<u32>) -> Option<u32> {
+        let mut windows = self.windows();
+        let window = windows.get_mut(&(window & !OWN_BITS))?;
+        std::mem::replace(&mut window.region, region)
     }
 
     /// A window of type 1 has a new key.
