@@ -67,8 +67,22 @@ pub(super) struct Line {
     shared: Arc<Shared>,
     events: Mutex<VecDeque<Taken>>,
     waker: Waker,
+    /// Its last event has come. Set under the lock of the lines, before the queue pair is looked for.
+    ended: AtomicBool,
     /// The queue pair that ends with the connection, until one of the two ends it: from then on it is its owner's to use again.
     qp: Mutex<Option<Weak<Qp>>>,
+}
+
+/// Whether an event is the last of a connection.
+fn ends(kind: u32) -> bool {
+    matches!(
+        kind,
+        cm_event::DISCONNECTED
+            | cm_event::DEVICE_REMOVAL
+            | cm_event::UNREACHABLE
+            | cm_event::REJECTED
+            | cm_event::CONNECT_ERROR
+    )
 }
 
 impl Shared {
@@ -80,20 +94,29 @@ impl Shared {
     fn deliver(&self, taken: Taken) {
         let (line, left) = {
             let mut lines = self.lines();
-            let ends = matches!(taken.kind, cm_event::DISCONNECTED | cm_event::DEVICE_REMOVAL);
-            let left = if ends { lines.left.remove(&taken.of) } else { None };
-            (lines.by_number.get(&taken.of).and_then(Weak::upgrade), left)
+            let line = lines.by_number.get(&taken.of).and_then(Weak::upgrade);
+            let mut left = None;
+            if ends(taken.kind) {
+                left = lines.left.remove(&taken.of);
+                if let Some(line) = &line {
+                    line.ended.store(true, Ordering::Release);
+                }
+            }
+            (line, left)
         };
         // What ends an id is not done under the lock; a request that nobody wants is refused by its drop.
         drop(left);
         let Some(line) = line else { return };
-        if taken.kind == cm_event::DISCONNECTED {
+        if ends(taken.kind) {
             line.end_qp();
+        }
+        if taken.kind == cm_event::DISCONNECTED {
             // Answers the peer, if it was the one that ended it.
             let _ = line.id.disconnect();
         }
-        line.events().push_back(taken);
-        line.waker.wake();
+        if line.queue(taken) {
+            line.waker.wake();
+        }
     }
 }
 
@@ -110,7 +133,9 @@ impl Cm {
             .name("rdmux-cm".into())
             .spawn(move || {
                 loop {
-                    poll_until(&[thread_shared.channel.fd(), thread_stop.as_fd()], None);
+                    if poll_until(&[thread_shared.channel.fd(), thread_stop.as_fd()], None).is_err() {
+                        return;
+                    }
                     if rustix::io::read(&*thread_stop, &mut [0u8; 8]).is_ok() {
                         return;
                     }
@@ -140,6 +165,7 @@ impl Cm {
             shared: self.shared.clone(),
             events: Mutex::default(),
             waker,
+            ended: AtomicBool::new(false),
             qp: Mutex::default(),
         });
         self.shared
@@ -167,12 +193,34 @@ impl Line {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Queues an event. The kernel's own limit ends where a request is taken, so that one too many is refused here, by its drop.
+    fn queue(&self, taken: Taken) -> bool {
+        let mut events = self.events();
+        let has_room = taken.request.is_none() || events.len() < BACKLOG as usize;
+        if has_room {
+            events.push_back(taken);
+        }
+        has_room
+    }
+
     pub(super) fn poll(&self) -> Option<Taken> {
         self.events().pop_front()
     }
 
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
     fn qp(&self) -> MutexGuard<'_, Option<Weak<Qp>>> {
         self.qp.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on the connection's end is the queue pair's, also one that has come already.
+    fn set_qp(&self, qp: &QueuePair) {
+        *self.qp() = Some(Arc::downgrade(qp.object()));
+        if self.has_ended() {
+            self.end_qp();
+        }
     }
 
     /// Moves the queue pair to Error, the first time.
@@ -211,9 +259,10 @@ impl Line {
                 cm_event::UNREACHABLE if taken.status > 0 => {
                     Err(Failure::Rejected(taken.status, taken.told.private_data))
                 }
-                cm_event::ADDR_ERROR | cm_event::ROUTE_ERROR | cm_event::UNREACHABLE => Err(Failure::Silence),
+                cm_event::UNREACHABLE => Err(Failure::Silence),
+                cm_event::ADDR_ERROR | cm_event::ROUTE_ERROR => Err(Failure::of(status_error(taken.status))),
                 cm_event::CONNECT_ERROR | cm_event::DEVICE_REMOVAL | cm_event::DISCONNECTED => {
-                    Err(Failure::Other(taken.status))
+                    Err(Failure::Other(status_error(taken.status)))
                 }
                 _ => continue,
             };
@@ -227,10 +276,7 @@ impl Line {
         peer: SocketAddr,
         deadline: Option<Instant>,
     ) -> Result<(), Failure> {
-        let failed = |error: Errno| match error {
-            Errno::NETUNREACH | Errno::HOSTUNREACH => Failure::Silence,
-            other => Failure::Other(-other.raw_os_error()),
-        };
+        let failed = |error: Errno| Failure::of(error.into());
         self.id
             .resolve_addr(SocketAddr::new(own, 0), peer, RESOLVE_MS)
             .map_err(failed)?;
@@ -244,9 +290,7 @@ impl Line {
 impl Drop for Line {
     fn drop(&mut self) {
         let number = self.id.number();
-        let mut lines = self.shared.lines();
-        // Another id may have got the number since, but not while this one has it.
-        lines.by_number.remove(&number);
+        self.shared.lines().by_number.remove(&number);
     }
 }
 
@@ -257,11 +301,27 @@ pub(super) enum Failure {
     Rejected(i32, Vec<u8>),
     /// No answer.
     Silence,
-    /// The system's errno, negative.
-    Other(i32),
+    /// What the system says.
+    Other(io::Error),
+}
+
+/// The error in an event's status, which is a negative errno. Without one the peer has ended it.
+fn status_error(status: i32) -> io::Error {
+    match status {
+        0 => Errno::CONNRESET.into(),
+        status => io::Error::from_raw_os_error(status.saturating_neg()),
+    }
 }
 
 impl Failure {
+    /// Of an error on the way to the peer.
+    fn of(error: io::Error) -> Failure {
+        match Errno::from_io_error(&error) {
+            Some(Errno::NETUNREACH | Errno::HOSTUNREACH | Errno::TIMEDOUT) => Failure::Silence,
+            _ => Failure::Other(error),
+        }
+    }
+
     fn connect_error(self, peer: IpAddr) -> ConnectError {
         match self {
             Failure::Rejected(reason, private_data) => ConnectError::Rejected {
@@ -269,7 +329,7 @@ impl Failure {
                 private_data,
             },
             Failure::Silence => ConnectError::Unreachable(peer),
-            Failure::Other(errno) => ConnectError::Io(io::Error::from_raw_os_error(-errno)),
+            Failure::Other(error) => ConnectError::Io(error),
         }
     }
 }
@@ -354,8 +414,7 @@ impl Device {
         let depth = tell.initiator_depth.min(told.initiator_depth);
         let (rtr, rts) = bring_up(&line.id, qp, params, depth, Some(params.ack_timeout))?;
         let remote = endpoint(&told, &rtr, &rts);
-        // From now on the connection's end is the queue pair's.
-        *line.qp() = Some(Arc::downgrade(qp.object()));
+        line.set_qp(qp);
         line.id.establish().map_err(io_error)?;
         let connection = Connection::new(self, line, remote, told.private_data);
         connection.phase().established = true;
@@ -514,7 +573,7 @@ impl ConnectionRequest {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
         };
         let line = cm.adopt(id).map_err(io_error)?;
-        *line.qp() = Some(Arc::downgrade(qp.object()));
+        line.set_qp(qp);
         let tell = Tell {
             private_data,
             responder_resources: device.responder_resources(params),
@@ -584,12 +643,7 @@ impl Connection {
         let mut phase = self.phase();
         match taken.kind {
             cm_event::ESTABLISHED => phase.established = true,
-            cm_event::DISCONNECTED
-            | cm_event::DEVICE_REMOVAL
-            | cm_event::UNREACHABLE
-            | cm_event::REJECTED
-            | cm_event::CONNECT_ERROR => phase.ended = true,
-            _ => {}
+            kind => phase.ended |= ends(kind),
         }
     }
 
@@ -652,9 +706,21 @@ impl Drop for Connection {
         self.disconnect();
         if !self.look().ended {
             // The system asks the peer again until it has answered, as long as there is the id.
-            let line = self.line.clone();
-            let mut lines = line.shared.lines();
-            lines.left.insert(self.line.id.number(), self.line.clone());
+            let mut lines = self.line.shared.lines();
+            if !self.line.has_ended() {
+                lines.left.insert(self.line.id.number(), self.line.clone());
+            }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn status_error__is_never_a_success() {
+        assert_eq!(status_error(0).kind(), io::ErrorKind::ConnectionReset);
+        assert_eq!(status_error(-libc::ENODEV).raw_os_error(), Some(libc::ENODEV));
     }
 }

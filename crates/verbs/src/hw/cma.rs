@@ -6,8 +6,9 @@ use std::ffi::{c_int, c_void};
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::ptr::{NonNull, null_mut};
+use std::ptr::{NonNull, null_mut, without_provenance_mut};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rdmux_rnic::QpState;
 use rustix::io::Errno;
@@ -174,15 +175,23 @@ impl Channel {
             }
         };
         let is_request = event.event == abi::cm_event::CONNECT_REQUEST;
-        let request = NonNull::new(event.id).filter(|_| is_request).map(|pointer| Id {
-            channel: self.clone(),
-            pointer,
-        });
         let of = if is_request { event.listen_id } else { event.id };
+        // SAFETY: both ids live until the event is acknowledged, and the library never changes their contexts.
+        let of = unsafe { (*of).context }.addr();
+        let request = NonNull::new(event.id).filter(|_| is_request).map(|pointer| {
+            let number = next_number();
+            // SAFETY: as above; the id came with its listener's context, and nobody else knows of it yet.
+            unsafe { (*pointer.as_ptr()).context = without_provenance_mut(number) };
+            Id {
+                channel: self.clone(),
+                pointer,
+                number,
+            }
+        });
         // SAFETY: the event was taken by the call above, and is acknowledged once. The id of a request is the program's from now on.
         unsafe { (self.library.rdma_ack_cm_event)(pointer.as_ptr()) };
         Some(Taken {
-            of: of as usize,
+            of,
             kind: event.event,
             status: event.status,
             told,
@@ -203,6 +212,14 @@ impl Drop for Channel {
 pub(super) struct Id {
     channel: Arc<Channel>,
     pointer: NonNull<abi::CmId>,
+    /// Its context. Its address may be another's while events of it are still on their way.
+    number: usize,
+}
+
+/// A number that no id has had.
+fn next_number() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 // SAFETY: the library's functions may be called by several threads at a time, and the value is the only owner of the id.
@@ -242,13 +259,16 @@ impl Id {
     /// Makes one of a port space.
     pub(super) fn new(channel: &Arc<Channel>, port_space: u32) -> Result<Id, Errno> {
         let mut pointer = null_mut();
-        // SAFETY: the channel lives as long as the id.
+        let number = next_number();
+        let context = without_provenance_mut(number);
+        // SAFETY: the channel lives as long as the id; the library does not look at what the context points to.
         done(unsafe {
-            (channel.library.rdma_create_id)(channel.pointer.as_ptr(), &mut pointer, null_mut(), port_space)
+            (channel.library.rdma_create_id)(channel.pointer.as_ptr(), &mut pointer, context, port_space)
         })?;
         Ok(Id {
             channel: channel.clone(),
             pointer: NonNull::new(pointer).ok_or(Errno::IO)?,
+            number,
         })
     }
 
@@ -256,9 +276,9 @@ impl Id {
         self.channel.library
     }
 
-    /// Which it is, among those of the process.
+    /// Which it is, among all that the process has had.
     pub(super) fn number(&self) -> usize {
-        self.pointer.as_ptr() as usize
+        self.number
     }
 
     /// The peer's address, once known.

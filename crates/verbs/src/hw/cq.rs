@@ -123,9 +123,17 @@ impl CompletionQueue {
 
     /// Asks for a wake-up through the descriptor.
     pub(crate) fn arm(&self, arm: Arm) {
-        // What came until now is seen by who polls next.
-        self.0.cq.take_events();
+        if self.rearm(arm) {
+            // The event was also for those who sleep.
+            self.wake_others(0);
+        }
+    }
+
+    /// Arms the queue. Whether there was an event, which who polls next sees to.
+    fn rearm(&self, arm: Arm) -> bool {
+        let came = self.0.cq.take_events();
         self.0.cq.arm(arm == Arm::Solicited);
+        came
     }
 
     /// Takes the oldest completion; waits until there is one. `None`: the time is over. Waiting for no time arms the queue and
@@ -144,7 +152,7 @@ impl CompletionQueue {
         self.0.waiters.fetch_sub(1, Ordering::SeqCst);
         // The event may have been for all of them, and so was what the queue was armed for: they look and arm again.
         self.wake_others(0);
-        Ok(found)
+        found
     }
 
     fn wake_others(&self, but: usize) {
@@ -154,7 +162,7 @@ impl CompletionQueue {
         }
     }
 
-    fn wait_until(&self, deadline: Option<Instant>) -> Option<WorkCompletion> {
+    fn wait_until(&self, deadline: Option<Instant>) -> io::Result<Option<WorkCompletion>> {
         let began = Instant::now();
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         let is_over = || deadline.is_some_and(|at| Instant::now() >= at);
@@ -168,22 +176,22 @@ impl CompletionQueue {
             }
             if let Some(wc) = self.poll() {
                 policy.came(elapsed_ns());
-                return Some(wc);
+                return Ok(Some(wc));
             }
             if is_over() {
                 policy.gave_up(elapsed_ns());
-                return None;
+                return Ok(None);
             }
         }
         loop {
-            self.arm(Arm::Next);
+            self.rearm(Arm::Next);
             if let Some(wc) = self.poll() {
                 if let Some(policy) = policy.as_deref_mut() {
                     policy.came(elapsed_ns());
                 }
-                return Some(wc);
+                return Ok(Some(wc));
             }
-            let woken = !is_over() && poll_until(&[self.0.cq.fd(), self.0.others.as_fd()], deadline);
+            let woken = !is_over() && poll_until(&[self.0.cq.fd(), self.0.others.as_fd()], deadline)?;
             let _ = rustix::io::read(&self.0.others, &mut [0u8; 8]);
             let found = self.poll();
             if let Some(policy) = policy.as_deref_mut() {
@@ -194,7 +202,7 @@ impl CompletionQueue {
                 }
             }
             if found.is_some() || !woken {
-                return found;
+                return Ok(found);
             }
         }
     }

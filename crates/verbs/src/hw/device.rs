@@ -90,6 +90,14 @@ pub(crate) fn devices() -> Vec<(String, IpAddr)> {
     found
 }
 
+/// Whether the kernel has none. One that cannot be asked may have some.
+fn has_no_devices() -> bool {
+    match fs::read_dir("/sys/class/infiniband") {
+        Ok(mut devices) => devices.next().is_none(),
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+    }
+}
+
 /// The names in a folder, sorted; none where it cannot be read.
 fn folder(path: &str) -> Vec<String> {
     let entries = fs::read_dir(path).into_iter().flatten();
@@ -160,22 +168,19 @@ impl Device {
         let library = Library::get()?;
         let (name, port) = match cma::device_of(library, address) {
             Ok(found) => found,
-            Err(Errno::NODEV | Errno::NOENT) if folder("/sys/class/infiniband").is_empty() => {
-                return Err(OpenError::NoDevices(Errno::NODEV.into()));
-            }
+            Err(error) if has_no_devices() => return Err(OpenError::NoDevices(error.into())),
             Err(Errno::NODEV | Errno::ADDRNOTAVAIL | Errno::INVAL) => {
                 return Err(OpenError::NoDevice {
                     address,
                     others: devices(),
                 });
             }
-            Err(error @ (Errno::ACCESS | Errno::PERM)) => {
+            Err(error) => {
                 return Err(OpenError::Io {
                     device: "/dev/infiniband/rdma_cm".into(),
                     source: error.into(),
                 });
             }
-            Err(error) => return Err(OpenError::NoDevices(error.into())),
         };
         let failed = |error: Errno| OpenError::Io {
             device: name.clone(),
@@ -454,7 +459,7 @@ impl Device {
             if let Some(event) = self.poll_async_event() {
                 return Some(event);
             }
-            if !poll_until(&[self.async_event_fd()], deadline) {
+            if !matches!(poll_until(&[self.async_event_fd()], deadline), Ok(true)) {
                 return self.poll_async_event();
             }
         }
@@ -487,15 +492,23 @@ impl Device {
 }
 
 /// Sleeps until one of the descriptors is readable; false when the time is over.
-pub(super) fn poll_until(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> bool {
+///
+/// # Errors
+/// One of them has ended, as those of a device that was removed do, and none is readable.
+pub(super) fn poll_until(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
     let timeout = left.map(|left| rustix::event::Timespec {
         tv_sec: left.as_secs().min(i64::MAX as u64 / 2) as i64,
         tv_nsec: left.subsec_nanos().into(),
     });
     let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-    // An interrupted sleep is one that ended early.
-    rustix::event::poll(&mut fds, timeout.as_ref()) != Ok(0)
+    match rustix::event::poll(&mut fds, timeout.as_ref()) {
+        Ok(0) => Ok(false),
+        Ok(_) if fds.iter().any(|fd| fd.revents().contains(PollFlags::IN)) => Ok(true),
+        Ok(_) => Err(Errno::NODEV.into()),
+        // An interrupted sleep is one that ended early.
+        Err(_) => Ok(true),
+    }
 }
 
 /// Protection domain: queue pairs reach the regions of their own domain only.
@@ -523,5 +536,23 @@ pub(crate) struct XrcDomain(Arc<Xrcd>);
 impl XrcDomain {
     pub(super) fn object(&self) -> &Arc<Xrcd> {
         &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn poll_until__tells_an_end_from_something_to_read() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let past = Some(Instant::now());
+        assert!(!poll_until(&[reader.as_fd()], past).unwrap());
+        rustix::io::write(&writer, &[1]).unwrap();
+        drop(writer);
+        assert!(poll_until(&[reader.as_fd()], None).unwrap());
+        rustix::io::read(&reader, &mut [0u8; 1]).unwrap();
+        poll_until(&[reader.as_fd()], None).unwrap_err();
     }
 }

@@ -47,7 +47,7 @@ impl Device {
                 private_data,
             },
             Failure::Silence => ResolveError::Unreachable(peer.ip()),
-            Failure::Other(errno) => ResolveError::Io(io::Error::from_raw_os_error(-errno)),
+            Failure::Other(error) => ResolveError::Io(error),
         };
         let deadline = Instant::now().checked_add(RESOLVE_TIMEOUT);
         let line = self
