@@ -2,7 +2,12 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-fn name(names: &'static [&'static CStr], number: c_int, otherwise: &'static CStr) -> *const c_char {
+/// The name of a number, as C reads it.
+pub(crate) fn name(
+    names: &'static [&'static CStr],
+    number: c_int,
+    otherwise: &'static CStr,
+) -> *const c_char {
     let found = usize::try_from(number).ok().and_then(|number| names.get(number));
     found.unwrap_or(&otherwise).as_ptr()
 }

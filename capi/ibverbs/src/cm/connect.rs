@@ -305,6 +305,7 @@ fn connect_soon(
     for _ in 0..LISTENS_SOON_TRIES {
         match device.connect(pair, peer, params, private_data) {
             Err(ConnectError::Rejected { reason, .. }) if reason == RejReason::INVALID_SERVICE_ID => {
+                // Nothing tells that somebody listens.
                 thread::sleep(LISTENS_SOON);
             }
             connected => return connected,

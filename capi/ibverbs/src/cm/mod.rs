@@ -36,7 +36,6 @@ mod text {
             c"RDMA_CM_EVENT_ADDR_CHANGE",
             c"RDMA_CM_EVENT_TIMEWAIT_EXIT",
         ];
-        let found = usize::try_from(event).ok().and_then(|event| NAMES.get(event));
-        found.unwrap_or(&c"UNKNOWN EVENT").as_ptr()
+        crate::text::name(&NAMES, event, c"UNKNOWN EVENT")
     }
 }

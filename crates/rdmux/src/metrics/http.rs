@@ -67,6 +67,7 @@ impl<F: Fn() -> String> Server<F> {
         loop {
             // Only a bad descriptor or no memory at all fails here.
             if self.wait().is_err() {
+                // Nothing tells when there is memory again; trying at once would spin.
                 thread::sleep(ACCEPT_PAUSE);
             }
             self.accept();

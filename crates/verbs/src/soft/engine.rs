@@ -10,16 +10,18 @@ mod flush;
 mod handover;
 mod open;
 mod seat;
+mod sleep;
 mod turn;
+mod waker;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -31,7 +33,7 @@ use rdmux_rnic::{
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::event::epoll;
 use rustix::io::Errno;
 
 use crate::device::PostListError;
@@ -43,7 +45,9 @@ use self::handover::{HandOver, POLLER_LEASE_NS};
 pub(crate) use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
 use self::seat::Waiter;
+use self::sleep::Epoll;
 use self::turn::{Turn, Turns};
+pub(crate) use self::waker::{CmQueue, CmSink, Waker};
 use super::capture;
 use super::faults::{self, Leaving};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
@@ -92,116 +96,6 @@ pub enum AttachError {
         /// Why.
         source: io::Error,
     },
-}
-
-/// Someone who sleeps until the engine tells. A pollable descriptor, so that programs can wait for other things too.
-#[derive(Debug)]
-pub(crate) struct Waker {
-    fd: OwnedFd,
-    /// It was woken since [`Waker::reset_if_woken`]: set after the descriptor, so that one which is readable is not passed over for
-    /// good.
-    woken: AtomicBool,
-}
-
-impl Waker {
-    pub(crate) fn new() -> io::Result<Waker> {
-        Ok(Waker {
-            fd: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
-            woken: AtomicBool::new(false),
-        })
-    }
-
-    pub(crate) fn wake(&self) {
-        // Fails only when it was woken 2^64 times without anybody looking.
-        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
-        self.woken.store(true, Ordering::Release);
-    }
-
-    /// Sleeps until woken or the time is over; false when it is over.
-    pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
-        let timeout = timeout.map(|t| Timespec {
-            tv_sec: t.as_secs().min(i64::MAX as u64 / 2) as i64,
-            tv_nsec: t.subsec_nanos().into(),
-        });
-        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(0) => false,
-            Ok(_) => {
-                self.reset();
-                true
-            }
-            Err(_) => true,
-        }
-    }
-
-    pub(crate) fn reset(&self) {
-        let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
-    }
-
-    /// Resets it, without a system call where nobody woke it.
-    pub(crate) fn reset_if_woken(&self) {
-        if self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) {
-            self.reset();
-        }
-    }
-
-    pub(crate) fn fd(&self) -> &OwnedFd {
-        &self.fd
-    }
-}
-
-/// What happened to a connection, or the requests of a service, for its user to take.
-#[derive(Debug)]
-pub(crate) struct CmQueue {
-    events: Mutex<VecDeque<CmEvent>>,
-    waker: Waker,
-}
-
-impl CmQueue {
-    pub(crate) fn new() -> io::Result<CmQueue> {
-        Ok(CmQueue {
-            events: Mutex::default(),
-            waker: Waker::new()?,
-        })
-    }
-
-    fn events(&self) -> MutexGuard<'_, VecDeque<CmEvent>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn poll(&self) -> Option<CmEvent> {
-        self.events().pop_front()
-    }
-
-    pub(crate) fn waker(&self) -> &Waker {
-        &self.waker
-    }
-
-    /// A request has ended: nobody can decide on it any more.
-    fn withdraw(&self, ended: CmId) {
-        self.events().retain(|event| {
-            let (CmEvent::Request { id, .. } | CmEvent::SidrRequest { id, .. }) = event else {
-                return true;
-            };
-            *id != ended
-        });
-    }
-}
-
-/// The engine's side of a [`CmQueue`].
-#[derive(Clone, Debug)]
-pub(crate) struct CmSink(pub(crate) Weak<CmQueue>);
-
-impl CmSink {
-    /// Whether there is still someone who hears of it.
-    fn tell(&self, event: CmEvent) -> bool {
-        let Some(queue) = self.0.upgrade() else {
-            return false;
-        };
-        queue.events().push_back(event);
-        queue.waker.wake();
-        true
-    }
 }
 
 /// A service that an application offers.
@@ -1412,98 +1306,6 @@ pub(crate) fn path_mtu_to(local: IpAddr, peer: IpAddr) -> io::Result<PathMtu> {
             format!("link MTU {mtu} is too small for RoCEv2, which needs 336"),
         )
     })
-}
-
-/// Where the engine's thread sleeps.
-struct Epoll {
-    epoll: OwnedFd,
-}
-
-const SOCKET: u64 = 0;
-const KICK: u64 = 1;
-const GROUPS: u64 = 2;
-/// Peers that ring: [`Links::awake`] answers them.
-const BELLS: u64 = 3;
-
-impl Epoll {
-    fn new(engine: &Engine) -> io::Result<Epoll> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let core = engine.lock();
-        epoll::add(
-            &epoll,
-            core.rx.as_fd(),
-            epoll::EventData::new_u64(SOCKET),
-            epoll::EventFlags::empty(),
-        )?;
-        epoll::add(
-            &epoll,
-            core.memberships.as_fd(),
-            epoll::EventData::new_u64(GROUPS),
-            epoll::EventFlags::empty(),
-        )?;
-        epoll::add(
-            &epoll,
-            core.links.bells(),
-            epoll::EventData::new_u64(BELLS),
-            epoll::EventFlags::IN,
-        )?;
-        epoll::add(
-            &epoll,
-            engine.kick.fd(),
-            epoll::EventData::new_u64(KICK),
-            epoll::EventFlags::IN,
-        )?;
-        Ok(Epoll { epoll })
-    }
-
-    /// Sleeps until something arrives, a timer is due, or somebody wakes the thread. False: something had come already.
-    fn wait(&self, engine: &Engine) -> bool {
-        let timeout_ns = {
-            let mut core = engine.lock();
-            if !core.links.prepare_sleep() {
-                return false;
-            }
-            let due = core.rnic.poll_timeout();
-            core.sleeps.thread_ns = due.map_or(u64::MAX, |at| at.0);
-            // Armed for one event: while a caller polls, datagrams must not wake this thread.
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
-            for (fd, data) in [(core.rx.as_fd(), SOCKET), (core.memberships.as_fd(), GROUPS)] {
-                let _ = epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(data), flags);
-            }
-            let now = engine.now();
-            let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
-            [due.map(|at| at.since_ns(now)), blocked]
-                .into_iter()
-                .flatten()
-                .min()
-        };
-        let timeout = timeout_ns.map(|ns| Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as _,
-        });
-        // epoll counts in milliseconds, a paced queue pair in microseconds.
-        let timeout = match timeout {
-            Some(precise) if timeout_ns < Some(PRECISE_NS) => {
-                let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
-                let _ = poll(&mut fds, Some(&precise));
-                Some(Timespec::default())
-            }
-            other => other,
-        };
-        let mut events = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 4];
-        let n = epoll::wait(&self.epoll, &mut events[..], timeout.as_ref()).unwrap_or(0);
-        let happened = |what| events[..n].iter().any(|event| event.data.u64() == what);
-        if happened(KICK) {
-            engine.kick.reset();
-        }
-        let mut core = engine.lock();
-        core.sleeps.thread_ns = 0;
-        core.links.awake();
-        true
-    }
 }
 
 #[cfg(test)]

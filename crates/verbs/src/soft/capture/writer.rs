@@ -161,6 +161,7 @@ impl Input {
                 Err(std::sync::mpsc::TrySendError::Full(back)) => message = back,
                 Err(_) => return,
             }
+            // A bounded channel tells nobody that it has room again.
             std::thread::sleep(PATIENCE / 100);
         }
     }

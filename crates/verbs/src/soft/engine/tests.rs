@@ -7,6 +7,7 @@ use rdmux_rnic::{
     Access, Arm, Atomic, Memory, Operation, Path, Placement, Psn, RecvRequest, RegionSpec, Registration,
     Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
 use crate::device::{CompletionQueue, Device, QpOptions, QueuePair};

@@ -1,0 +1,121 @@
+//! Who waits for the engine, and the events of connections that they wait for.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use rdmux_rnic::cm::{CmEvent, CmId};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+/// Someone who sleeps until the engine tells. A pollable descriptor, so that programs can wait for other things too.
+#[derive(Debug)]
+pub(crate) struct Waker {
+    fd: OwnedFd,
+    /// It was woken since [`Waker::reset_if_woken`]: set after the descriptor, so that one which is readable is not passed over for
+    /// good.
+    woken: AtomicBool,
+}
+
+impl Waker {
+    pub(crate) fn new() -> io::Result<Waker> {
+        Ok(Waker {
+            fd: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
+            woken: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn wake(&self) {
+        // Fails only when it was woken 2^64 times without anybody looking.
+        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
+        self.woken.store(true, Ordering::Release);
+    }
+
+    /// Sleeps until woken or the time is over; false when it is over.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
+        let timeout = timeout.map(|t| Timespec {
+            tv_sec: t.as_secs().min(i64::MAX as u64 / 2) as i64,
+            tv_nsec: t.subsec_nanos().into(),
+        });
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(0) => false,
+            Ok(_) => {
+                self.reset();
+                true
+            }
+            Err(_) => true,
+        }
+    }
+
+    pub(crate) fn reset(&self) {
+        let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+    }
+
+    /// Resets it, without a system call where nobody woke it.
+    pub(crate) fn reset_if_woken(&self) {
+        if self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) {
+            self.reset();
+        }
+    }
+
+    pub(crate) fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+}
+
+/// What happened to a connection, or the requests of a service, for its user to take.
+#[derive(Debug)]
+pub(crate) struct CmQueue {
+    events: Mutex<VecDeque<CmEvent>>,
+    waker: Waker,
+}
+
+impl CmQueue {
+    pub(crate) fn new() -> io::Result<CmQueue> {
+        Ok(CmQueue {
+            events: Mutex::default(),
+            waker: Waker::new()?,
+        })
+    }
+
+    fn events(&self) -> MutexGuard<'_, VecDeque<CmEvent>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn poll(&self) -> Option<CmEvent> {
+        self.events().pop_front()
+    }
+
+    pub(crate) fn waker(&self) -> &Waker {
+        &self.waker
+    }
+
+    /// A request has ended: nobody can decide on it any more.
+    pub(super) fn withdraw(&self, ended: CmId) {
+        self.events().retain(|event| {
+            let (CmEvent::Request { id, .. } | CmEvent::SidrRequest { id, .. }) = event else {
+                return true;
+            };
+            *id != ended
+        });
+    }
+}
+
+/// The engine's side of a [`CmQueue`].
+#[derive(Clone, Debug)]
+pub(crate) struct CmSink(pub(crate) Weak<CmQueue>);
+
+impl CmSink {
+    /// Whether there is still someone who hears of it.
+    pub(super) fn tell(&self, event: CmEvent) -> bool {
+        let Some(queue) = self.0.upgrade() else {
+            return false;
+        };
+        queue.events().push_back(event);
+        queue.waker.wake();
+        true
+    }
+}
