@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use crate::device::Device;
 use crate::events::Given;
-use crate::{abi, channel, made, memory, minus_one, query, queue_pair, srq};
+use crate::{abi, channel, made, memory, minus_one, query, queue_pair, srq, xrc};
 
 /// What a program's `struct ibv_context` pointer points into: what `verbs.h` calls through stands before the context, ours behind.
 #[repr(C)]
@@ -134,6 +134,11 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     verbs.query_device_ex = Some(query::query_device_ex);
     verbs.advise_mr = memory::advise_mr as *const std::ffi::c_void;
     verbs.create_qp_ex = Some(queue_pair::create_qp_ex);
+    verbs.open_qp = Some(xrc::open_qp);
+    verbs.create_srq_ex = Some(srq::create_srq_ex);
+    verbs.get_srq_num = Some(srq::get_srq_num);
+    verbs.open_xrcd = Some(xrc::open_xrcd);
+    verbs.close_xrcd = Some(xrc::close_xrcd);
     let context = &mut verbs.context;
     context.device = ptr::from_ref(&of.shown).cast_mut();
     context.ops.poll_cq = Some(channel::poll_cq);

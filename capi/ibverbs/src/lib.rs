@@ -21,6 +21,7 @@ mod text;
 mod unsupported;
 mod versions;
 mod wr;
+mod xrc;
 
 use std::ffi::c_int;
 

@@ -48,7 +48,7 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     attr.max_qp_wr = WR_MAX as c_int;
     let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B;
     attr.device_cap_flags =
-        (windows | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
+        (windows | device_cap::XRC | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
     attr.max_mw = OBJECTS_MAX;
     attr.max_srq = OBJECTS_MAX;
     attr.max_srq_wr = WR_MAX as c_int;
@@ -98,7 +98,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     whole.odp_uc = datagrams | odp::WRITE;
     whole.odp_ud = datagrams;
     // xrc_odp_caps and phys_port_cnt_ex, the last two numbers of 32 bits.
-    whole.rest[13] = 1 << 32;
+    whole.rest[13] = 1 << 32 | u64::from(whole.odp_rc);
     let size = size.min(size_of::<abi::DeviceAttrEx>());
     // SAFETY: the caller has `size` bytes there.
     unsafe { std::ptr::copy_nonoverlapping((&raw const whole).cast::<u8>(), attr.cast::<u8>(), size) };

@@ -1,15 +1,15 @@
 //! Queue pairs and their work requests.
 
 use std::cell::UnsafeCell;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::net::IpAddr;
 use std::slice;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rdmux_verbs::{
     Access, Bind, INLINE_BYTES_MAX, LKey, ModifyError, Operation, Path, PathMtu, PostError, Psn,
     QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SGE_MAX, SendFlags,
-    SendRequest, Sge, SgeList, Target,
+    SendRequest, Sge, SgeList, Srqn, Target,
 };
 
 use crate::address::{Handle, vector};
@@ -18,7 +18,7 @@ use crate::context::Context;
 use crate::events::Given;
 use crate::memory::Domain;
 use crate::wr::{self, Builder};
-use crate::{abi, made, memory, srq, status};
+use crate::{abi, made, memory, srq, status, xrc};
 
 /// Requests that a queue of a queue pair can have.
 pub(crate) const WR_MAX: u32 = 1 << 14;
@@ -37,6 +37,8 @@ pub(crate) struct Pair {
     /// What the program has set, as it asks for it again.
     attributes: Mutex<abi::QpAttr>,
     address: IpAddr,
+    /// A target of XRC: its domain.
+    xrc: Option<Arc<xrc::Shared>>,
 }
 
 impl Pair {
@@ -50,67 +52,125 @@ impl Pair {
     }
 }
 
+/// What a queue pair is made in: a protection domain, or for a target of XRC its domain.
+#[derive(Clone, Copy)]
+pub(crate) enum Owner {
+    Domain(*mut abi::Pd),
+    Xrc(*mut abi::Xrcd),
+}
+
 /// Makes a queue pair; `operations` are those that it is to have functions for, if any.
 ///
 /// # Safety
-/// What `init` names was made, and is not destroyed.
+/// What `owner` and `init` name was made, and is not destroyed.
 pub(crate) unsafe fn create(
-    pd: *mut abi::Pd,
+    owner: Owner,
     init: &mut abi::QpInitAttr,
     operations: Option<u64>,
 ) -> Result<*mut abi::Qp, c_int> {
-    let qp_type = match init.qp_type {
-        abi::qp_type::RC => QpType::Rc,
-        abi::qp_type::UC => QpType::Uc,
-        abi::qp_type::UD => QpType::Ud,
+    let qp_type = match (init.qp_type, owner) {
+        (abi::qp_type::RC, Owner::Domain(_)) => QpType::Rc,
+        (abi::qp_type::UC, Owner::Domain(_)) => QpType::Uc,
+        (abi::qp_type::UD, Owner::Domain(_)) => QpType::Ud,
+        (abi::qp_type::XRC_SEND, Owner::Domain(_)) => QpType::XrcSend,
+        (abi::qp_type::XRC_RECV, Owner::Xrc(_)) => QpType::XrcRecv,
+        (abi::qp_type::XRC_RECV, _) => return Err(libc::EINVAL),
         _ => return Err(libc::EOPNOTSUPP),
     };
     let cap = &mut init.cap;
+    match qp_type {
+        QpType::XrcSend => (cap.max_recv_wr, cap.max_recv_sge) = (0, 0),
+        QpType::XrcRecv => *cap = abi::QpCap::default(),
+        _ => {}
+    }
     let fits = cap.max_send_wr <= WR_MAX
         && cap.max_recv_wr <= WR_MAX
         && cap.max_send_sge <= SGE_MAX as u32
         && cap.max_recv_sge <= SGE_MAX as u32
         && cap.max_inline_data <= INLINE_BYTES_MAX as u32;
-    if !fits || init.send_cq.is_null() || init.recv_cq.is_null() {
+    let sends = qp_type != QpType::XrcRecv;
+    let receives = sends && qp_type != QpType::XrcSend;
+    if !fits || (sends && init.send_cq.is_null()) || (receives && init.recv_cq.is_null()) {
         return Err(libc::EINVAL);
     }
     if operations.is_some_and(|wanted| wanted & !wr::OFFERED != 0) {
         return Err(libc::EOPNOTSUPP);
     }
-    cap.max_send_sge = cap.max_send_sge.max(1);
-    cap.max_recv_sge = cap.max_recv_sge.max(1);
-    // SAFETY: null, or a queue that was made.
-    let srq = (!init.srq.is_null()).then(|| unsafe { srq::Queue::of(init.srq) }.queue.clone());
-    // SAFETY: a domain and queues that were made, says the caller.
-    let (domain, send_cq, recv_cq) =
-        unsafe { (Domain::of(pd), Queue::of(init.send_cq), Queue::of(init.recv_cq)) };
+    let (mut pd, mut srq, mut xrc) = (std::ptr::null_mut(), None, None);
+    let (context, domain, send_cq, recv_cq);
+    match owner {
+        Owner::Domain(of) => {
+            pd = of;
+            cap.max_send_sge = cap.max_send_sge.max(1);
+            let recv = if receives {
+                cap.max_recv_sge = cap.max_recv_sge.max(1);
+                init.recv_cq
+            } else {
+                init.send_cq
+            };
+            // SAFETY: a domain and queues that were made, says the caller.
+            unsafe {
+                (context, domain) = ((*of).context, Domain::of(of).domain.clone());
+                (send_cq, recv_cq) = (
+                    Queue::of(init.send_cq).queue.clone(),
+                    Queue::of(recv).queue.clone(),
+                );
+            }
+            if receives && !init.srq.is_null() {
+                // SAFETY: a queue that was made, says the caller.
+                srq = Some(unsafe { srq::Queue::of(init.srq) }.queue.clone());
+            }
+        }
+        Owner::Xrc(of) => {
+            // SAFETY: a domain that was made, says the caller.
+            let shared = unsafe {
+                context = (*of).context;
+                &xrc::Domain::of(of).shared
+            };
+            (domain, send_cq, recv_cq) = (shared.pd.clone(), shared.cq.clone(), shared.cq.clone());
+            xrc = Some(shared.clone());
+            init.send_cq = std::ptr::null_mut();
+            (init.recv_cq, init.srq) = (std::ptr::null_mut(), std::ptr::null_mut());
+        }
+    }
     let options = QpOptions {
         qp_type,
-        recv_cq: recv_cq.queue.clone(),
-        max_send_wr: cap.max_send_wr.max(1),
-        max_recv_wr: cap.max_recv_wr.max(1),
+        recv_cq,
+        max_send_wr: init.cap.max_send_wr.max(1),
+        max_recv_wr: init.cap.max_recv_wr.max(1),
         srq,
-        ..QpOptions::new(&send_cq.queue)
+        xrcd: xrc.as_ref().map(|shared| shared.domain.clone()),
+        ..QpOptions::new(&send_cq)
     };
-    let pair = domain
-        .domain
-        .create_qp(&options)
-        .map_err(|error| errno_of(&error))?;
+    let pair = domain.create_qp(&options).map_err(|error| errno_of(&error))?;
+    // SAFETY: the context of a domain that was made, says the caller.
+    Ok(unsafe { show(pair, context, pd, init, operations, xrc) })
+}
+
+/// Gives a program a queue pair.
+///
+/// # Safety
+/// The context is open.
+unsafe fn show(
+    pair: QueuePair,
+    context: *mut abi::Context,
+    pd: *mut abi::Pd,
+    init: &abi::QpInitAttr,
+    operations: Option<u64>,
+    xrc: Option<Arc<xrc::Shared>>,
+) -> *mut abi::Qp {
     // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
     let mut shown: abi::QpEx = unsafe { std::mem::zeroed() };
+    let number = pair.qpn().value();
     let qp = &mut shown.qp;
-    // SAFETY: a domain that was made, says the caller.
-    qp.context = unsafe { (*pd).context };
-    qp.qp_context = init.qp_context;
-    (qp.pd, qp.send_cq, qp.recv_cq) = (pd, init.send_cq, init.recv_cq);
-    (qp.handle, qp.qp_num, qp.qp_type) = (pair.qpn().value(), pair.qpn().value(), init.qp_type);
-    qp.srq = init.srq;
+    (qp.context, qp.qp_context) = (context, init.qp_context);
+    (qp.pd, qp.send_cq, qp.recv_cq, qp.srq) = (pd, init.send_cq, init.recv_cq, init.srq);
+    (qp.handle, qp.qp_num, qp.qp_type) = (number, number, init.qp_type);
     if operations.is_some() {
         wr::give(&mut shown);
     }
-    // SAFETY: of an open context, which lives as long as its objects.
-    let context = unsafe { Context::of(shown.qp.context) };
-    let number = pair.qpn().value();
+    // SAFETY: as the caller says; it lives as long as its objects.
+    let context = unsafe { Context::of(context) };
     let made = Pair {
         shown: UnsafeCell::new(shown),
         pair,
@@ -120,16 +180,56 @@ pub(crate) unsafe fn create(
         given: Given::default(),
         attributes: Mutex::default(),
         address: context.of.address,
+        xrc,
     };
-    let made: *mut Pair = Box::into_raw(Box::new(made));
-    context.objects().pairs.insert(number, made.cast());
-    Ok(made.cast())
+    let made: *mut abi::Qp = Box::into_raw(Box::new(made)).cast();
+    // Events of one that is opened again go to who made it.
+    context.objects().pairs.entry(number).or_insert(made);
+    made
+}
+
+/// `ibv_open_qp`: the target of XRC that has the number.
+///
+/// # Safety
+/// The context is open, the domain was made and is not closed.
+pub(crate) unsafe fn open(
+    context: *mut abi::Context,
+    attr: &abi::QpOpenAttr,
+    qp_context: *mut c_void,
+) -> Result<*mut abi::Qp, c_int> {
+    // SAFETY: as the caller says.
+    let (own, wanted) = unsafe { (Context::of(context), &xrc::Domain::of(attr.xrcd).shared) };
+    let found = {
+        let objects = own.objects();
+        objects.pairs.get(&attr.qp_num).and_then(|known| {
+            // SAFETY: it is there while it is among the objects, which are held.
+            let known = unsafe { Pair::of(*known) };
+            let same = known.xrc.as_ref().is_some_and(|of| Arc::ptr_eq(of, wanted));
+            same.then(|| known.pair.clone())
+        })
+    };
+    let is_target = attr.qp_type == abi::qp_type::XRC_RECV;
+    let pair = found.filter(|_| is_target).ok_or(libc::EINVAL)?;
+    // SAFETY: all of it may be zero: numbers and null pointers.
+    let mut init: abi::QpInitAttr = unsafe { std::mem::zeroed() };
+    (init.qp_context, init.qp_type) = (qp_context, attr.qp_type);
+    // SAFETY: as the caller says.
+    Ok(unsafe {
+        show(
+            pair,
+            context,
+            std::ptr::null_mut(),
+            &init,
+            None,
+            Some(wanted.clone()),
+        )
+    })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_create_qp(pd: *mut abi::Pd, init: *mut abi::QpInitAttr) -> *mut abi::Qp {
     // SAFETY: as the caller says.
-    made(unsafe { create(pd, &mut *init, None) })
+    made(unsafe { create(Owner::Domain(pd), &mut *init, None) })
 }
 
 /// What of them the older structure has.
@@ -146,17 +246,20 @@ pub(crate) fn basic(init: &abi::QpInitAttrEx) -> abi::QpInitAttr {
 }
 
 unsafe fn create_extended(init: &mut abi::QpInitAttrEx) -> Result<*mut abi::Qp, c_int> {
-    use abi::qp_init::{PD, SEND_OPS_FLAGS};
-    if init.comp_mask & PD == 0 {
-        return Err(libc::EINVAL);
-    }
-    if init.comp_mask & !(PD | SEND_OPS_FLAGS) != 0 {
+    use abi::qp_init::{PD, SEND_OPS_FLAGS, XRCD};
+    if init.comp_mask & !(PD | XRCD | SEND_OPS_FLAGS) != 0 {
         return Err(libc::EOPNOTSUPP);
     }
+    let owner = match init.qp_type {
+        abi::qp_type::XRC_RECV if init.comp_mask & XRCD != 0 => Owner::Xrc(init.xrcd),
+        abi::qp_type::XRC_RECV => return Err(libc::EINVAL),
+        _ if init.comp_mask & PD != 0 => Owner::Domain(init.pd),
+        _ => return Err(libc::EINVAL),
+    };
     let operations = (init.comp_mask & SEND_OPS_FLAGS != 0).then_some(init.send_ops_flags);
     let mut basic = basic(init);
     // SAFETY: as the caller says.
-    let made = unsafe { create(init.pd, &mut basic, operations) }?;
+    let made = unsafe { create(owner, &mut basic, operations) }?;
     init.cap = basic.cap;
     Ok(made)
 }
@@ -186,10 +289,16 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
     let (context, own) = unsafe { ((*pair).context, Pair::of(pair)) };
     // SAFETY: an open context, which lives as long as its objects.
-    unsafe { Context::of(context) }
-        .objects()
+    let mut objects = unsafe { Context::of(context) }.objects();
+    let number = own.pair.qpn().value();
+    if objects
         .pairs
-        .remove(&own.pair.qpn().value());
+        .get(&number)
+        .is_some_and(|known| std::ptr::eq(*known, pair))
+    {
+        objects.pairs.remove(&number);
+    }
+    drop(objects);
     own.given.wait_acknowledged();
     // SAFETY: made by a Box in `create`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(pair.cast::<Pair>()) });
@@ -214,6 +323,12 @@ fn number_of(state: QpState) -> u32 {
 fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
     let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
     use abi::qp_attr::*;
+    // Programs set both halves' attributes at both ends of XRC, and the kernel's interface ignores those that an end does not have.
+    let mask = match own.pair.qp_type() {
+        QpType::XrcSend => mask & !(MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER),
+        QpType::XrcRecv => mask & !(MAX_QP_RD_ATOMIC | RETRY_CNT | RNR_RETRY),
+        _ => mask,
+    };
     let has = |bit: u32| mask & bit != 0;
     let before = kept.qp_state;
     let to = if has(STATE) { attr.qp_state } else { before };
@@ -458,11 +573,11 @@ unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
         },
         _ => return Err(libc::EOPNOTSUPP),
     };
-    let to = if own.pair.qp_type() == QpType::Ud {
+    let to = match own.pair.qp_type() {
         // SAFETY: a handle that was made, says the caller.
-        unsafe { Handle::of(ud.ah) }?.target(ud.remote_qpn, ud.remote_qkey)?
-    } else {
-        Target::Connected
+        QpType::Ud => unsafe { Handle::of(ud.ah) }?.target(ud.remote_qpn, ud.remote_qkey)?,
+        QpType::XrcSend if !operation.is_local() => Target::Srq(Srqn(wr.remote_srqn)),
+        _ => Target::Connected,
     };
     // SAFETY: as the caller says.
     let list = unsafe { elements(wr.sg_list, wr.num_sge) }?;

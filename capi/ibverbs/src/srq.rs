@@ -1,6 +1,6 @@
 //! Shared receive queues.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 
 use rdmux_verbs::{PostError, RecvRequest, SharedReceiveQueue, SrqError};
 
@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::events::Given;
 use crate::memory::Domain;
 use crate::queue_pair::{WR_MAX, elements, errno_of_post, sges};
-use crate::{abi, made, status};
+use crate::{abi, channel, made, status, xrc};
 
 /// What a program's `struct ibv_srq` pointer points at.
 #[repr(C)]
@@ -17,6 +17,7 @@ pub(crate) struct Queue {
     shown: abi::Srq,
     pub(crate) queue: SharedReceiveQueue,
     attr: abi::SrqAttr,
+    is_xrc: bool,
     pub(crate) given: Given,
 }
 
@@ -31,22 +32,40 @@ impl Queue {
     }
 }
 
-unsafe fn create(pd: *mut abi::Pd, init: &abi::SrqInitAttr) -> Result<*mut abi::Srq, c_int> {
-    let attr = init.attr;
+/// Makes a queue; of XRC in a domain, whose completions go to a queue of its own.
+///
+/// # Safety
+/// What is given was made, and is not destroyed.
+unsafe fn create(
+    pd: *mut abi::Pd,
+    srq_context: *mut c_void,
+    attr: abi::SrqAttr,
+    xrc: Option<(*mut abi::Xrcd, *mut abi::Cq)>,
+) -> Result<*mut abi::Srq, c_int> {
     if attr.max_wr == 0 || attr.max_wr > WR_MAX || attr.max_sge > rdmux_verbs::SGE_MAX as u32 {
         return Err(libc::EINVAL);
     }
     // SAFETY: a domain that was made, says the caller.
-    let (context, domain) = unsafe { ((*pd).context, Domain::of(pd)) };
-    let queue = domain
-        .domain
-        .create_srq(attr.max_wr)
-        .map_err(|error| errno_of(&error))?;
+    let (context, domain) = unsafe { ((*pd).context, &Domain::of(pd).domain) };
+    let queue = match xrc {
+        None => domain.create_srq(attr.max_wr),
+        Some((xrcd, cq)) => {
+            // SAFETY: both were made, says the caller.
+            let (xrcd, cq) = unsafe {
+                (
+                    &xrc::Domain::of(xrcd).shared.domain,
+                    &channel::Queue::of(cq).queue,
+                )
+            };
+            domain.create_xrc_srq(attr.max_wr, xrcd, cq)
+        }
+    };
+    let queue = queue.map_err(|error| errno_of(&error))?;
     let number = queue.srqn().0;
     let made: *mut Queue = Box::into_raw(Box::new(Queue {
         shown: abi::Srq {
             context,
-            srq_context: init.srq_context,
+            srq_context,
             pd,
             handle: number,
             mutex: [0; 5],
@@ -55,6 +74,7 @@ unsafe fn create(pd: *mut abi::Pd, init: &abi::SrqInitAttr) -> Result<*mut abi::
         },
         queue,
         attr,
+        is_xrc: xrc.is_some(),
         given: Given::default(),
     }));
     // SAFETY: an open context, which lives as long as its objects.
@@ -68,7 +88,47 @@ unsafe fn create(pd: *mut abi::Pd, init: &abi::SrqInitAttr) -> Result<*mut abi::
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_create_srq(pd: *mut abi::Pd, init: *mut abi::SrqInitAttr) -> *mut abi::Srq {
     // SAFETY: as the caller says.
-    made(unsafe { create(pd, &*init) })
+    made(unsafe { create(pd, (*init).srq_context, (*init).attr, None) })
+}
+
+unsafe fn create_extended(init: &abi::SrqInitAttrEx) -> Result<*mut abi::Srq, c_int> {
+    use abi::srq::{INIT_CQ, INIT_PD, INIT_TYPE, INIT_XRCD, TYPE_BASIC, TYPE_XRC};
+    let has = |bits: u32| init.comp_mask & bits == bits;
+    let srq_type = if has(INIT_TYPE) { init.srq_type } else { TYPE_BASIC };
+    let xrc = match srq_type {
+        TYPE_BASIC => None,
+        TYPE_XRC if has(INIT_XRCD | INIT_CQ) => Some((init.xrcd, init.cq)),
+        TYPE_XRC => return Err(libc::EINVAL),
+        _ => return Err(libc::EOPNOTSUPP),
+    };
+    if init.comp_mask & !(INIT_TYPE | INIT_PD | INIT_XRCD | INIT_CQ) != 0 {
+        return Err(libc::EOPNOTSUPP);
+    }
+    if !has(INIT_PD) {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: as the caller says.
+    unsafe { create(init.pd, init.srq_context, init.attr, xrc) }
+}
+
+pub(crate) unsafe extern "C" fn create_srq_ex(
+    _: *mut abi::Context,
+    init: *mut abi::SrqInitAttrEx,
+) -> *mut abi::Srq {
+    // SAFETY: a structure of the caller's, which names what was made.
+    made(unsafe { create_extended(&*init) })
+}
+
+/// The number that peers name a queue of XRC by.
+pub(crate) unsafe extern "C" fn get_srq_num(queue: *mut abi::Srq, number: *mut u32) -> c_int {
+    // SAFETY: a queue that was made, says the caller.
+    let own = unsafe { Queue::of(queue) };
+    if !own.is_xrc {
+        return libc::EINVAL;
+    }
+    // SAFETY: a place of the caller's.
+    unsafe { *number = own.queue.srqn().0 };
+    0
 }
 
 #[unsafe(no_mangle)]

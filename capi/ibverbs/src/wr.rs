@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdmux_verbs::{
     INLINE_BYTES_MAX, LKey, Operation, Placement, RKey, SGE_MAX, Selectivity, SendFlags, SendRequest, Sge,
-    SgeList, Target,
+    SgeList, Srqn, Target,
 };
 
 use crate::abi;
@@ -43,6 +43,7 @@ pub(crate) fn give(qp: &mut abi::QpEx) {
     qp.wr_send_imm = send_imm as *const c_void;
     qp.wr_send_inv = send_inv as *const c_void;
     qp.wr_set_ud_addr = set_ud_addr as *const c_void;
+    qp.wr_set_xrc_srqn = set_xrc_srqn as *const c_void;
     qp.wr_set_inline_data = set_inline_data as *const c_void;
     qp.wr_set_inline_data_list = set_inline_data_list as *const c_void;
     qp.wr_set_sge = set_sge as *const c_void;
@@ -342,6 +343,16 @@ unsafe extern "C" fn set_ud_addr(qp: *mut abi::QpEx, handle: *mut abi::Ah, qpn: 
     unsafe {
         set(qp, |request| {
             request.to = Handle::of(handle)?.target(qpn, qkey)?;
+            Ok(())
+        });
+    }
+}
+
+unsafe extern "C" fn set_xrc_srqn(qp: *mut abi::QpEx, number: u32) {
+    // SAFETY: as the caller says.
+    unsafe {
+        set(qp, |request| {
+            request.to = Target::Srq(Srqn(number));
             Ok(())
         });
     }

@@ -105,7 +105,7 @@ pub struct VerbsContext {
     pub unused_2: *const c_void,
     pub create_flow: *const c_void,
     pub unused_1: *const c_void,
-    pub open_qp: *const c_void,
+    pub open_qp: Option<OpenQp>,
     pub create_qp_ex: Option<CreateQpEx>,
     pub get_srq_num: Option<GetSrqNum>,
     pub create_srq_ex: Option<CreateSrqEx>,
@@ -552,6 +552,17 @@ pub struct XrcdInitAttr {
     pub oflags: c_int,
 }
 
+/// `struct ibv_qp_open_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct QpOpenAttr {
+    pub comp_mask: u32,
+    pub qp_num: u32,
+    pub xrcd: *mut Xrcd,
+    pub qp_context: *mut c_void,
+    pub qp_type: u32,
+}
+
 /// `struct ibv_gid_entry`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -786,6 +797,14 @@ pub mod qp_init {
     pub const SEND_OPS_FLAGS: u32 = 1 << 6;
 }
 
+/// `enum ibv_qp_open_attr_mask`.
+pub mod qp_open {
+    pub const NUM: u32 = 1;
+    pub const XRCD: u32 = 1 << 1;
+    pub const CONTEXT: u32 = 1 << 2;
+    pub const TYPE: u32 = 1 << 3;
+}
+
 /// `enum ibv_qp_create_send_ops_flags`.
 pub mod qp_ex {
     pub const FLUSH: u64 = 1 << 11;
@@ -798,6 +817,7 @@ pub mod srq {
     pub const INIT_PD: u32 = 1 << 1;
     pub const INIT_XRCD: u32 = 1 << 2;
     pub const INIT_CQ: u32 = 1 << 3;
+    pub const TYPE_BASIC: u32 = 0;
     pub const TYPE_XRC: u32 = 1;
     use super::c_int;
     pub const MAX_WR: c_int = 1;
@@ -960,6 +980,8 @@ pub type ModifyQpRateLimit = unsafe extern "C" fn(*mut Qp, *mut QpRateLimitAttr)
 pub type CreateSrqEx = unsafe extern "C" fn(*mut Context, *mut SrqInitAttrEx) -> *mut Srq;
 /// `ibv_get_srq_num`
 pub type GetSrqNum = unsafe extern "C" fn(*mut Srq, *mut u32) -> c_int;
+/// `ibv_open_qp`
+pub type OpenQp = unsafe extern "C" fn(*mut Context, *mut QpOpenAttr) -> *mut Qp;
 /// `ibv_open_xrcd`
 pub type OpenXrcd = unsafe extern "C" fn(*mut Context, *mut XrcdInitAttr) -> *mut Xrcd;
 /// `ibv_close_xrcd`
@@ -991,6 +1013,7 @@ layout! {
     VerbsContext = 648 { modify_qp_rate_limit = 104, query_device_ex = 216, create_qp_ex = 264, get_srq_num = 272, create_srq_ex = 280, open_xrcd = 288, close_xrcd = 296, size = 312, context = 320 }
     Pd = 16 {}
     Xrcd = 8 {}
+    QpOpenAttr = 32 { qp_num = 4, xrcd = 8, qp_context = 16, qp_type = 24 }
     Ah = 24 { handle = 16 }
     Mr = 48 { pd = 8, addr = 16, length = 24, handle = 32, lkey = 36, rkey = 40 }
     Mw = 32 { pd = 8, rkey = 16, handle = 20, mw_type = 24 }

@@ -102,7 +102,7 @@ unsafe fn create_qp_with(
         init.recv_cq = own.shown.recv_cq;
     }
     // SAFETY: what it names was made, says the caller.
-    let qp = unsafe { queue_pair::create(pd, init, operations) }?;
+    let qp = unsafe { queue_pair::create(queue_pair::Owner::Domain(pd), init, operations) }?;
     let mut attr = abi::QpAttr {
         qp_state: 1,
         port_num: 1,

@@ -1,0 +1,121 @@
+//! XRC domains, and what a program opens a second time. IBTA Vol 1, A14; `ibv_open_xrcd(3)`, `ibv_open_qp(3)`.
+
+use std::ffi::c_int;
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use rdmux_verbs::{CompletionQueue, ProtectionDomain, XrcDomain};
+
+use crate::channel::errno_of;
+use crate::context::Context;
+use crate::{abi, made, queue_pair};
+
+/// A domain, and what its target queue pairs are made with: neither is used, since the shared receive queues that peers name have their
+/// own protection domains and completion queues.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) domain: XrcDomain,
+    pub(crate) pd: ProtectionDomain,
+    pub(crate) cq: CompletionQueue,
+}
+
+/// What a program's `struct ibv_xrcd` pointer points at.
+#[repr(C)]
+pub(crate) struct Domain {
+    shown: abi::Xrcd,
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Domain {
+    /// What a program's pointer points at.
+    ///
+    /// # Safety
+    /// The pointer is one that [`open_xrcd`] gave out, and is not closed.
+    pub(crate) unsafe fn of<'a>(domain: *mut abi::Xrcd) -> &'a Domain {
+        // SAFETY: as the caller says.
+        unsafe { &*domain.cast::<Domain>() }
+    }
+}
+
+/// A file, by which a process finds the domain again: its device's address, and its file system and inode.
+type Name = (IpAddr, u64, u64);
+
+static NAMED: Mutex<Vec<(Name, Weak<Shared>)>> = Mutex::new(Vec::new());
+
+fn new(context: &Context) -> Result<Arc<Shared>, c_int> {
+    let device = &context.device;
+    Ok(Arc::new(Shared {
+        domain: device.alloc_xrcd().map_err(|error| errno_of(&error))?,
+        pd: device.alloc_pd().map_err(|error| errno_of(&error))?,
+        cq: device.create_cq(1).map_err(|error| errno_of(&error))?,
+    }))
+}
+
+fn open(context: &Context, attr: &abi::XrcdInitAttr) -> Result<Arc<Shared>, c_int> {
+    if attr.comp_mask != abi::xrcd::FD | abi::xrcd::OFLAGS
+        || attr.oflags & !(libc::O_CREAT | libc::O_EXCL) != 0
+    {
+        return Err(libc::EINVAL);
+    }
+    let creates = attr.oflags & libc::O_CREAT != 0;
+    if attr.fd < 0 {
+        return if creates { new(context) } else { Err(libc::EINVAL) };
+    }
+    // SAFETY: a descriptor of the program's, which it holds during the call.
+    let file = rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(attr.fd) });
+    let file = file.map_err(|errno| errno.raw_os_error())?;
+    let name = (context.of.address, file.st_dev, file.st_ino);
+    let mut named = NAMED.lock().unwrap_or_else(PoisonError::into_inner);
+    named.retain(|(_, shared)| shared.strong_count() > 0);
+    let mut known = named.iter().filter(|(known, _)| *known == name);
+    match known.find_map(|(_, shared)| shared.upgrade()) {
+        Some(_) if attr.oflags & libc::O_EXCL != 0 => Err(libc::EINVAL),
+        Some(shared) => Ok(shared),
+        None if !creates => Err(libc::EAGAIN),
+        None => {
+            let shared = new(context)?;
+            named.push((name, Arc::downgrade(&shared)));
+            Ok(shared)
+        }
+    }
+}
+
+pub(crate) unsafe extern "C" fn open_xrcd(
+    context: *mut abi::Context,
+    attr: *mut abi::XrcdInitAttr,
+) -> *mut abi::Xrcd {
+    // SAFETY: an open context and a structure of the caller's.
+    let opened = unsafe { open(Context::of(context), &*attr) };
+    made(opened.map(|shared| {
+        let shown = abi::Xrcd { context };
+        Box::into_raw(Box::new(Domain { shown, shared })).cast()
+    }))
+}
+
+pub(crate) unsafe extern "C" fn close_xrcd(domain: *mut abi::Xrcd) -> c_int {
+    // SAFETY: made by a Box in `open_xrcd`, and not used any more, says the caller.
+    drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
+    0
+}
+
+/// `ibv_open_qp`: another handle of a target queue pair of this process.
+pub(crate) unsafe extern "C" fn open_qp(
+    context: *mut abi::Context,
+    attr: *mut abi::QpOpenAttr,
+) -> *mut abi::Qp {
+    use abi::qp_open::{CONTEXT, NUM, TYPE, XRCD};
+    // SAFETY: a structure of the caller's.
+    let attr = unsafe { &*attr };
+    let (needed, known) = (NUM | XRCD | TYPE, NUM | XRCD | TYPE | CONTEXT);
+    if attr.comp_mask & needed != needed || attr.comp_mask & !known != 0 {
+        return made(Err(libc::EINVAL));
+    }
+    let qp_context = if attr.comp_mask & CONTEXT != 0 {
+        attr.qp_context
+    } else {
+        std::ptr::null_mut()
+    };
+    // SAFETY: an open context and a domain of it, says the caller.
+    made(unsafe { queue_pair::open(context, attr, qp_context) })
+}
