@@ -15,6 +15,8 @@ use clap::{CommandFactory, Parser, Subcommand};
 #[derive(Parser, Debug)]
 #[command(name = "rdmux", version, long_version = long_version(), arg_required_else_help = true, max_term_width = 100)]
 struct Cli {
+    #[command(flatten, next_help_heading = "Of dev, link, stat and res")]
+    objects: cmd::objects::Options,
     #[command(subcommand)]
     command: Command,
 }
@@ -38,7 +40,7 @@ enum Command {
     /// Show the ports of running devices: their state, and the network interface.
     Link(cmd::dev::LinkArgs),
     /// Show the counters of running devices.
-    #[command(alias = "statistic")]
+    #[command(aliases = ["statistic", "stats"])]
     Stat(cmd::dev::StatArgs),
     /// Show the objects of running devices: queue pairs, regions, connections and so on.
     #[command(alias = "resource")]
@@ -86,6 +88,16 @@ fn long_version() -> &'static str {
 fn main() -> ExitCode {
     // Usage errors end here, with status 2.
     let cli = Cli::parse();
+    let before = cli.objects;
+    let shows_objects = matches!(
+        cli.command,
+        Command::Dev(_) | Command::Link(_) | Command::Stat(_) | Command::Res(_)
+    );
+    if before.is_any() && !shows_objects {
+        cmd::objects::wrong_usage(
+            "--json, --pretty and --details before the command are for dev, link, stat and res: give it behind the others",
+        );
+    }
     let result = match cli.command {
         Command::Serve(args) => cmd::serve::run(args),
         Command::Push(args) => cmd::push::run(args),
@@ -93,10 +105,10 @@ fn main() -> ExitCode {
         Command::Log(args) => cmd::log::run(args),
         Command::Perf(args) => cmd::perf::run(&args),
         Command::Run(args) => cmd::run::run(args),
-        Command::Dev(args) => cmd::dev::run_dev(&args),
-        Command::Link(args) => cmd::dev::run_link(&args),
-        Command::Stat(args) => cmd::dev::run_stat(&args),
-        Command::Res(args) => cmd::res::run(&args),
+        Command::Dev(args) => cmd::dev::run_dev(&args, before),
+        Command::Link(args) => cmd::dev::run_link(&args, before),
+        Command::Stat(args) => cmd::dev::run_stat(&args, before),
+        Command::Res(args) => cmd::res::run(&args, before),
         Command::Explain(args) => cmd::explain::run(&args),
         Command::Trace(args) => cmd::trace::run(&args),
         Command::Demo(args) => cmd::demo::run(args),

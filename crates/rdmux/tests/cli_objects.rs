@@ -230,13 +230,89 @@ fn res__filters() {
     assert_eq!(found("state RTS,ERR"), 0);
     assert_eq!(found(&format!("lqpn {qpn}")), 1);
     assert_eq!(found(&format!("lqpn {}-{},7", qpn, qpn)), 1);
+    assert_eq!(found(&format!("lqpn {qpn:#x}")), 1);
+    assert_eq!(found(&format!("lqpn 7 lqpn {qpn:#x}-{qpn:#X}")), 1);
+    assert_eq!(found("type UD type UC"), 1, "either");
     assert_eq!(found("lqpn 0-65535"), 0, "those are of slot 0");
     assert_eq!(found(&format!("pid {}", std::process::id())), 3);
     assert_eq!(found("pid 1"), 0);
     assert_eq!(found(&format!("srqn {}", at.srq.srqn().0)), 1);
+    let key = at.mr.rkey().0;
+    for key in [format!("rkey {key:#x}"), format!("lkey {key}")] {
+        assert_eq!(at.res("mr", &key).len(), 1, "{key}");
+    }
+    assert_eq!(at.res("mr", "rkey 0x1").len(), 0);
+    let listener = at.device.listen(7175).unwrap();
+    assert_eq!(at.res("cm_id", "src-port 7000-7175").len(), 1);
+    assert_eq!(at.res("cm_id", "dst-port 7175").len(), 0);
+    drop(listener);
     // Of all devices of the address.
     let of = |link: &str| list(&["res", "show", "qp", "link", link]).len();
     assert_eq!((of("127.0.7.4/-"), of("127.0.7.4")), (3, 3));
+}
+
+/// The forms of rdma(8).
+#[test]
+fn usage__as_with_rdma() {
+    let at = Populated::at("127.0.7.10");
+    let same = |forms: &[&[&str]]| {
+        let said = forms.iter().map(|args| {
+            let all = lines(args);
+            // Its place among all devices is another whenever others come and go.
+            let own = all
+                .iter()
+                .filter_map(|line| line.find(&at.name).map(|from| line[from..].to_owned()));
+            own.collect::<Vec<_>>()
+        });
+        let said: Vec<_> = said.collect();
+        assert!(!said[0].is_empty(), "{forms:?}");
+        assert!(said.iter().all(|one| *one == said[0]), "{forms:?}: {said:?}");
+    };
+    same(&[
+        &["dev", "show"],
+        &["dev"],
+        &["dev", "list"],
+        &["-p", "dev", "-p"],
+        &["dev", "show", &at.name],
+    ]);
+    same(&[&["dev", "show", "-d"], &["-d", "dev"], &["dev", "-dd", "show"]]);
+    same(&[&["link", "show"], &["link"]]);
+    same(&[
+        &["stat", "show", "link", &at.name],
+        &["stat"],
+        &["statistic", "show", &at.name],
+        &["stat", "show", "dev", "127.0.7.10"],
+    ]);
+    same(&[
+        &["res", "show"],
+        &["resource"],
+        &["res", "show", &at.name],
+        &["res", "show", "link", &at.name],
+    ]);
+    same(&[
+        &["res", "show", "qp", "link", &at.name],
+        &["res", "show", "qp", "dev", "127.0.7.10"],
+        &["res", "show", "qp", "127.0.7.10/-"],
+        &["res", "show", "qp"],
+    ]);
+    let json = |args: &[&str]| -> Value {
+        let all: Vec<Value> = serde_json::from_str(&lines(args).concat()).expect("JSON");
+        all.into_iter()
+            .filter(|one| one["ifname"] == "127.0.7.10")
+            .collect()
+    };
+    let expected = json(&["res", "show", "qp", "127.0.7.10", "--json"]);
+    assert_eq!(expected.as_array().map(Vec::len), Some(3));
+    for args in [
+        &["-j", "res", "show", "qp"][..],
+        &["-jp", "res", "show", "qp"],
+        &["-p", "res", "-j", "show", "qp", "-d"],
+    ] {
+        assert_eq!(json(args), expected, "{args:?}");
+    }
+    // Details are what JSON has anyway.
+    let line = &lines(&["-d", "res", "show", "qp", &at.name])[0];
+    assert!(line.contains(" scqn ") && line.contains(" sends 0 "), "{line}");
 }
 
 #[test]
@@ -264,6 +340,7 @@ fn json__of_one_line_unless_it_is_to_be_pretty() {
     };
     assert_eq!(said(&["-j"]), 1);
     assert!(said(&["-j", "-p"]) > 10);
+    assert_eq!(said(&["-p"]), 1, "JSON alone is made pretty");
 }
 
 #[test]
@@ -273,10 +350,18 @@ fn usage__what_is_wrong_is_said() {
         (&["res", "show", "qp", "qpn", "3"], "there are link, dev, lqpn"),
         (&["res", "show", "qp", "lqpn", "x"], "takes numbers"),
         (&["res", "show", "qp", "link", "eth0"], "ADDRESS/SLOT"),
-        (&["res", "show", "xyz"], "possible values"),
+        (
+            &["res", "show", "xyz"],
+            "objects are qp, cq, mr, pd, cm_id, srq, ctx",
+        ),
+        (&["res", "show", "qp", "state", "FOO"], "state takes RESET, INIT"),
+        (
+            &["res", "show", "qp", "127.0.0.1", "link", "127.0.0.2"],
+            "more than one device",
+        ),
+        (&["-j", "perf", "read-lat"], "give it behind the others"),
         (&["stat", "show", "qp", "3"], "there are link, dev"),
         (&["dev", "show", "eth0"], "ADDRESS/SLOT"),
-        (&["dev", "show", "-p"], "--json"),
     ] {
         let output = rdmux_by(&[], args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");

@@ -575,7 +575,7 @@ fn res__process_that_is_stopped() {
 
 #[test]
 fn usage__errors_have_status_2() {
-    for args in [&["res"][..], &["res", "show", "nothing"], &["res", "hide"]] {
+    for args in [&["res", "show", "nothing"][..], &["res", "hide"]] {
         let status = by(&[], RDMUX, args).output().unwrap().status;
         assert_eq!(status.code(), Some(2), "{args:?}");
     }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use rdmux_verbs::soft::resources::{DeviceResource, Item, Object, netdev_of};
 
-use super::objects::{self, Answer, Filter, Named, Output, Row, answers, guid};
+use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers, guid};
 
 /// What every device can do, by the names that rdma(8) has.
 const CAPABILITIES: [&str; 11] = [
@@ -20,107 +20,117 @@ const CAPABILITIES: [&str; 11] = [
     "ON_DEMAND_PAGING",
 ];
 
+const DEV_JSON: &str = "\
+JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), node_type, fw, node_guid,
+sys_image_guid, caps, pid, comm; or error, where a device does not answer.";
+
+const LINK_JSON: &str = "\
+JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), state, physical_state,
+active_mtu (bytes), netdev, netdev_index, pid, comm; or error, where a device does not answer.";
+
+const STAT_JSON: &str = "\
+JSON: an array of objects: ifname (the address), port (the slot), a count by the name of each counter, pid, comm; or error, where a device
+does not answer.";
+
+/// What counters can be chosen by.
+const STAT_KEYS: [(&str, Kind); 2] = [("pid", Kind::Number), ("comm", Kind::Word)];
+
 #[derive(clap::Args, Debug)]
+#[command(mut_args(|arg| arg.global(true)), after_help = DEV_JSON)]
 pub(crate) struct DevArgs {
+    #[command(flatten)]
+    options: Options,
     #[command(subcommand)]
-    command: DevCommand,
+    command: Option<DevCommand>,
 }
 
 #[derive(clap::Subcommand, Debug)]
 enum DevCommand {
-    /// Show devices: each is a process's place on an address, named ADDRESS/SLOT.
+    /// Show devices (the default): each is a process's place on an address, named ADDRESS/SLOT.
     ///
-    /// The devices of this user's processes in this network namespace; root sees everybody's.
-    #[command(after_help = "\
-JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), node_type, fw, node_guid,
-sys_image_guid, caps, pid, comm; or error, where a device does not answer.")]
+    /// The devices of this user's processes in this network namespace; root sees everybody's. With --details their capabilities too.
+    #[command(visible_alias = "list", after_help = DEV_JSON)]
     Show {
         /// ADDRESS/SLOT, or ADDRESS for all on it [default: all].
         #[arg(value_name = "DEVICE")]
         named: Option<Named>,
-        /// Capabilities too.
-        #[arg(short, long)]
-        details: bool,
-        #[command(flatten)]
-        output: Output,
     },
 }
 
 #[derive(clap::Args, Debug)]
+#[command(mut_args(|arg| arg.global(true)), after_help = LINK_JSON)]
 pub(crate) struct LinkArgs {
+    #[command(flatten)]
+    options: Options,
     #[command(subcommand)]
-    command: LinkCommand,
+    command: Option<LinkCommand>,
 }
 
 #[derive(clap::Subcommand, Debug)]
 enum LinkCommand {
-    /// Show the port of each device: its state, and the network interface that it is on.
-    #[command(after_help = "\
-JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), state, physical_state,
-active_mtu (bytes), netdev, netdev_index, pid, comm; or error, where a device does not answer.")]
+    /// Show the port of each device (the default): its state, and the network interface that it is on.
+    #[command(visible_alias = "list", after_help = LINK_JSON)]
     Show {
         /// ADDRESS/SLOT, or ADDRESS for all on it [default: all].
         #[arg(value_name = "DEVICE")]
         named: Option<Named>,
-        #[command(flatten)]
-        output: Output,
     },
 }
 
 #[derive(clap::Args, Debug)]
+#[command(mut_args(|arg| arg.global(true)), after_help = STAT_JSON)]
 pub(crate) struct StatArgs {
+    #[command(flatten)]
+    options: Options,
     #[command(subcommand)]
-    command: StatCommand,
+    command: Option<StatCommand>,
 }
 
 #[derive(clap::Subcommand, Debug)]
 enum StatCommand {
-    /// Show the counters of each device since it was opened.
+    /// Show the counters of each device since it was opened (the default).
     ///
     /// Their names are those of the kernel's drivers where these count the same; docs/observability.md has them all. A device with
     /// faults counts what they did too (`fault_...`).
-    #[command(after_help = "\
-JSON: an array of objects: ifname (the address), port (the slot), a count by the name of each counter, pid, comm; or error, where a device
-does not answer.")]
+    #[command(visible_alias = "list", after_help = STAT_JSON)]
     Show {
-        /// `link` and the device, ADDRESS/SLOT or ADDRESS [default: all].
+        /// A device, ADDRESS/SLOT or ADDRESS, with `link` before it or not, and names and values: `pid 7`, `comm perf` [default: all].
         #[arg(value_name = "FILTER VALUE")]
         filter: Vec<String>,
-        #[command(flatten)]
-        output: Output,
     },
 }
 
-pub(crate) fn run_dev(args: &DevArgs) -> Result<()> {
-    let DevCommand::Show {
-        named,
-        details,
-        output,
-    } = &args.command;
+pub(crate) fn run_dev(args: &DevArgs, before: Options) -> Result<()> {
+    let named = args
+        .command
+        .as_ref()
+        .and_then(|DevCommand::Show { named }| *named);
+    let options = args.options.and(before);
+    let caps = match options.wants_details() {
+        true => format!("<{}>", CAPABILITIES.join(", ")),
+        false => String::new(),
+    };
     let (found, hidden) = answers(named.unwrap_or(Named::All), Object::Device)?;
     let rows = each_device(
         &found,
         |answer| format!("{}: {}:", answer.index, answer.at),
         |row, device| {
-            let caps = CAPABILITIES.to_vec();
-            let shown = if *details {
-                format!("<{}>", caps.join(", "))
-            } else {
-                String::new()
-            };
             row.with("node_type", "ca")
                 .with("fw", device.version.clone())
                 .with("node_guid", guid(device.guid))
                 .with("sys_image_guid", guid(device.guid))
-                .shown_as("caps", caps, shown)
+                .shown_as("caps", CAPABILITIES.to_vec(), caps.clone())
         },
     );
-    objects::print(&rows, *output, &[], hidden);
+    objects::print(&rows, options, &[], hidden);
     Ok(())
 }
 
-pub(crate) fn run_link(args: &LinkArgs) -> Result<()> {
-    let LinkCommand::Show { named, output } = &args.command;
+pub(crate) fn run_link(args: &LinkArgs, before: Options) -> Result<()> {
+    let named = args
+        .command
+        .as_ref()
+        .and_then(|LinkCommand::Show { named }| *named);
     let (found, hidden) = answers(named.unwrap_or(Named::All), Object::Device)?;
     let mut rows = Vec::new();
     for answer in &found {
@@ -139,17 +149,20 @@ pub(crate) fn run_link(args: &LinkArgs) -> Result<()> {
                     .with("physical_state", physical)
                     .with("active_mtu", device.mtu)
                     .with("netdev", name)
-                    .hidden("netdev_index", index)
+                    .detail("netdev_index", index)
             },
         ));
     }
-    objects::print(&rows, *output, &[], hidden);
+    objects::print(&rows, args.options.and(before), &[], hidden);
     Ok(())
 }
 
-pub(crate) fn run_stat(args: &StatArgs) -> Result<()> {
-    let StatCommand::Show { filter, output } = &args.command;
-    let filter = Filter::of_words(filter, &[]);
+pub(crate) fn run_stat(args: &StatArgs, before: Options) -> Result<()> {
+    let words = args
+        .command
+        .iter()
+        .flat_map(|StatCommand::Show { filter }| filter);
+    let filter = Filter::of_words(&words.cloned().collect::<Vec<_>>(), &STAT_KEYS);
     let (found, hidden) = answers(filter.named, Object::Counter)?;
     let head = |answer: &Answer| format!("link {}", answer.at);
     let row = |answer: &Answer| match &answer.items {
@@ -165,8 +178,8 @@ pub(crate) fn run_stat(args: &StatArgs) -> Result<()> {
             row.with_process(answer)
         }
     };
-    let rows: Vec<Row> = found.iter().map(row).collect();
-    objects::print(&rows, *output, &[], hidden);
+    let rows: Vec<Row> = found.iter().map(row).filter(|row| filter.takes(row)).collect();
+    objects::print(&rows, args.options.and(before), &[], hidden);
     Ok(())
 }
 

@@ -6,11 +6,12 @@
 use std::borrow::Cow;
 use std::fs;
 use std::io::IsTerminal;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use clap::ArgAction;
 use clap::error::ErrorKind;
 use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, ask, devices};
 use serde_json::{Map, Value, json};
@@ -21,14 +22,46 @@ use crate::output::{self, Align};
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How objects are printed.
-#[derive(clap::Args, Clone, Copy, Debug)]
+#[derive(clap::Args, Clone, Copy, Debug, Default)]
 pub(crate) struct Output {
     /// Print JSON, with the keys of rdma(8): an array of objects.
     #[arg(short, long)]
     pub(crate) json: bool,
-    /// Print JSON with a line for each value.
-    #[arg(short, long, requires = "json")]
+    /// Print JSON, where that is asked for, with a line for each value.
+    #[arg(short, long)]
     pub(crate) pretty: bool,
+}
+
+/// The options of rdma(8), which may stand anywhere: also before the kind of object, as `rdmux -j res show`.
+#[derive(clap::Args, Clone, Copy, Debug, Default)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    output: Output,
+    /// Show more of each object; JSON has all in any case.
+    #[arg(short, long, action = ArgAction::Count)]
+    details: u8,
+}
+
+impl Options {
+    /// With what was asked for in another place.
+    pub(crate) fn and(self, other: Options) -> Options {
+        Options {
+            output: Output {
+                json: self.output.json || other.output.json,
+                pretty: self.output.pretty || other.output.pretty,
+            },
+            details: self.details.max(other.details),
+        }
+    }
+
+    pub(crate) fn wants_details(self) -> bool {
+        self.details > 0
+    }
+
+    /// Something is asked for.
+    pub(crate) fn is_any(self) -> bool {
+        self.output.json || self.output.pretty || self.details > 0
+    }
 }
 
 /// Which devices are meant: ADDRESS/SLOT, ADDRESS/- or ADDRESS.
@@ -136,6 +169,8 @@ enum Shown {
     As(String),
     /// In JSON alone.
     Hidden,
+    /// In JSON, and to who asks for details.
+    Detail,
 }
 
 /// An object: names and values in the order in which they are shown.
@@ -178,6 +213,11 @@ impl Row {
         self
     }
 
+    pub(crate) fn detail(mut self, key: impl Into<Cow<'static, str>>, value: impl Into<Value>) -> Row {
+        self.pairs.push((key.into(), value.into(), Shown::Detail));
+        self
+    }
+
     /// Its process.
     pub(crate) fn with_process(self, answer: &Answer) -> Row {
         self.with("pid", answer.pid).with("comm", answer.comm.clone())
@@ -211,29 +251,30 @@ impl Row {
     }
 
     /// A value for a person; `None`: it has none.
-    fn cell(&self, key: &str) -> Option<String> {
+    fn cell(&self, key: &str, details: bool) -> Option<String> {
         let (_, value, shown) = self.pairs.iter().find(|(name, ..)| *name == key)?;
         match (shown, value) {
-            (Shown::Hidden, _) | (Shown::Plain, Value::Null) => None,
+            (Shown::Detail, _) if !details => None,
+            (Shown::Hidden, _) | (_, Value::Null) => None,
             (Shown::As(words), _) => Some(words.clone()).filter(|words| !words.is_empty()),
-            (Shown::Plain, Value::String(text)) => Some(text.clone()),
-            (Shown::Plain, Value::Array(list)) => {
+            (_, Value::String(text)) => Some(text.clone()),
+            (_, Value::Array(list)) => {
                 let words = list
                     .iter()
                     .map(|one| one.as_str().map_or_else(|| one.to_string(), str::to_owned));
                 Some(words.collect::<Vec<_>>().join(",")).filter(|words| !words.is_empty())
             }
-            (Shown::Plain, value) => Some(value.to_string()),
+            (_, value) => Some(value.to_string()),
         }
     }
 
-    fn line(&self) -> String {
+    fn line(&self, details: bool) -> String {
         let mut line = self.head.clone();
         if let Some(Value::String(why)) = self.value("error") {
             line += &format!(" ({why})");
         }
         for (key, ..) in &self.pairs {
-            if let Some(cell) = self.cell(key) {
+            if let Some(cell) = self.cell(key, details) {
                 line += &format!(" {key} {cell}");
             }
         }
@@ -242,7 +283,9 @@ impl Row {
 }
 
 /// Prints objects: JSON, a table on a terminal, where columns are named, else a line for each.
-pub(crate) fn print(rows: &[Row], output: Output, columns: &[(&str, Align)], notes: Vec<anyhow::Error>) {
+pub(crate) fn print(rows: &[Row], options: Options, columns: &[(&str, Align)], notes: Vec<anyhow::Error>) {
+    let Options { output, .. } = options;
+    let details = options.wants_details();
     let text = if output.json {
         let list = Value::Array(rows.iter().map(Row::json).collect());
         if output.pretty {
@@ -250,10 +293,11 @@ pub(crate) fn print(rows: &[Row], output: Output, columns: &[(&str, Align)], not
         } else {
             list.to_string()
         }
-    } else if !columns.is_empty() && std::io::stdout().is_terminal() {
+    } else if !columns.is_empty() && !details && std::io::stdout().is_terminal() {
         table(rows, columns)
     } else {
-        rows.iter().map(Row::line).collect::<Vec<_>>().join("\n")
+        let lines = rows.iter().map(|row| row.line(details));
+        lines.collect::<Vec<_>>().join("\n")
     };
     if !text.is_empty() {
         output::say(&text);
@@ -275,7 +319,7 @@ pub(crate) fn table(rows: &[Row], columns: &[(&str, Align)]) -> String {
         cells.extend(
             columns
                 .iter()
-                .map(|(key, _)| row.cell(key).unwrap_or_else(|| "-".into())),
+                .map(|(key, _)| row.cell(key, false).unwrap_or_else(|| "-".into())),
         );
         if let (Some(why), Some(last)) = (error, cells.last_mut()) {
             *last = format!("({why})");
@@ -292,10 +336,14 @@ pub(crate) fn table(rows: &[Row], columns: &[(&str, Align)]) -> String {
 /// What a filter's value may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Numbers: `7`, `3-9`, `1,5,8-12`.
+    /// Numbers: `7`, `3-9`, `1,5,0x8-0xc`.
     Number,
-    /// Words: `RTS`, `RTR,RTS`.
+    /// Words: `perf`, `perf,serve`.
     Word,
+    /// Some of these words.
+    OneOf(&'static [&'static str]),
+    /// Addresses, with a port or without.
+    Address,
 }
 
 /// What is to be shown of all objects.
@@ -306,79 +354,150 @@ pub(crate) struct Filter {
     tests: Vec<(&'static str, Test)>,
 }
 
+/// One of them must be the object's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Test {
     Numbers(Vec<(u64, u64)>),
     Words(Vec<String>),
+    Addresses(Vec<String>),
+}
+
+impl Test {
+    fn parse(name: &str, kind: Kind, value: &str) -> Result<Test, String> {
+        let words: Vec<String> = value.split(',').map(str::to_owned).collect();
+        match kind {
+            Kind::Number => {
+                let ranges = value.split(',').map(range).collect::<Option<_>>();
+                let why =
+                    || format!("{name} takes numbers, ranges and lists such as 1,4-9 or 0x2a: not {value:?}");
+                Ok(Test::Numbers(ranges.ok_or_else(why)?))
+            }
+            Kind::Word => Ok(Test::Words(words)),
+            Kind::OneOf(all) => {
+                let is_known = |word: &String| all.iter().any(|one| one.eq_ignore_ascii_case(word));
+                match words.iter().find(|word| !is_known(word)) {
+                    None => Ok(Test::Words(words)),
+                    Some(word) => Err(format!(
+                        "{name} takes {}, and lists of these: not {word:?}",
+                        all.join(", ")
+                    )),
+                }
+            }
+            Kind::Address => Ok(Test::Addresses(words)),
+        }
+    }
+
+    /// A filter that is given again: what either lets through.
+    fn or(&mut self, other: Test) {
+        match (self, other) {
+            (Test::Numbers(own), Test::Numbers(more)) => own.extend(more),
+            (Test::Words(own), Test::Words(more)) | (Test::Addresses(own), Test::Addresses(more)) => {
+                own.extend(more);
+            }
+            (own, other) => *own = other,
+        }
+    }
+
+    fn holds(&self, value: &Value) -> bool {
+        let text = value.as_str();
+        match self {
+            Test::Numbers(ranges) => {
+                let all = value
+                    .as_array()
+                    .map_or(std::slice::from_ref(value), Vec::as_slice);
+                let mut numbers = all
+                    .iter()
+                    .filter_map(|one| one.as_u64().or_else(|| one.as_str().and_then(number)));
+                numbers.any(|n| ranges.iter().any(|(from, to)| (*from..=*to).contains(&n)))
+            }
+            Test::Words(words) => {
+                text.is_some_and(|text| words.iter().any(|word| word.eq_ignore_ascii_case(text)))
+            }
+            Test::Addresses(words) => text.is_some_and(|text| {
+                let bare = text.parse::<SocketAddr>().map(|at| at.ip().to_string());
+                let bare = bare.as_deref().unwrap_or(text);
+                words.iter().any(|word| word == text || word == bare)
+            }),
+        }
+    }
 }
 
 impl Filter {
     /// Names and values in turn; a mistake ends the program as wrong usage.
     pub(crate) fn of_words(words: &[String], keys: &[(&'static str, Kind)]) -> Filter {
-        Filter::parse(words, keys)
-            .unwrap_or_else(|why| clap::Error::raw(ErrorKind::InvalidValue, format!("{why}\n")).exit())
+        Filter::parse(words, keys).unwrap_or_else(|why| wrong_usage(&why))
     }
 
-    fn parse(words: &[String], keys: &[(&'static str, Kind)]) -> Result<Filter, String> {
+    pub(crate) fn parse(words: &[String], keys: &[(&'static str, Kind)]) -> Result<Filter, String> {
         let mut filter = Filter {
             named: Named::All,
             tests: Vec::new(),
         };
-        for pair in words.chunks(2) {
-            let (name, value) = match pair {
-                [name, value] => (name.as_str(), value.as_str()),
-                _ => return Err(format!("the filter {:?} has no value", pair[0])),
+        let mut words = words.iter();
+        let mut devices = 0;
+        while let Some(name) = words.next() {
+            // A device can stand for itself, as `show mlx5_2` does in rdma(8).
+            let device = name.parse::<Named>();
+            let mut value = || {
+                words
+                    .next()
+                    .ok_or_else(|| format!("the filter {name:?} has no value"))
             };
-            if let "link" | "dev" = name {
-                filter.named = value.parse()?;
+            if let (Ok(_), _) | (_, "link" | "dev") = (&device, name.as_str()) {
+                devices += 1;
+                if devices > 1 {
+                    return Err("more than one device is named: give one, or none for all".into());
+                }
+                filter.named = device.or_else(|_| value()?.parse())?;
                 continue;
             }
             let Some((key, kind)) = keys.iter().find(|(key, _)| *key == name) else {
-                let all: Vec<&str> = ["link", "dev"]
-                    .into_iter()
-                    .chain(keys.iter().map(|(key, _)| *key))
-                    .collect();
-                return Err(format!(
-                    "there is no filter {name:?}: there are {}",
-                    all.join(", ")
-                ));
+                return Err(format!("there is no filter {name:?}: there are {}", names(keys)));
             };
-            let test = match kind {
-                Kind::Word => Test::Words(value.split(',').map(str::to_owned).collect()),
-                Kind::Number => {
-                    let ranges = value.split(',').map(range).collect::<Option<_>>();
-                    let why =
-                        || format!("{name} takes numbers, ranges and lists such as 1,4-9: not {value:?}");
-                    Test::Numbers(ranges.ok_or_else(why)?)
-                }
-            };
-            filter.tests.push((key, test));
+            let test = Test::parse(name, *kind, value()?)?;
+            match filter.tests.iter_mut().find(|(known, _)| known == key) {
+                Some((_, known)) => known.or(test),
+                None => filter.tests.push((key, test)),
+            }
         }
         Ok(filter)
     }
 
     /// Whether an object is to be shown; one that could not be told of is, unless something is asked of it.
     pub(crate) fn takes(&self, row: &Row) -> bool {
-        self.tests.iter().all(|(key, test)| match (test, row.value(key)) {
-            (Test::Numbers(ranges), Some(value)) => {
-                let all = value
-                    .as_array()
-                    .map_or(std::slice::from_ref(value), Vec::as_slice);
-                let mut numbers = all.iter().filter_map(Value::as_u64);
-                numbers.any(|n| ranges.iter().any(|(from, to)| (*from..=*to).contains(&n)))
-            }
-            (Test::Words(words), Some(Value::String(text))) => {
-                words.iter().any(|word| word.eq_ignore_ascii_case(text))
-            }
-            _ => false,
-        })
+        let mut tests = self.tests.iter();
+        tests.all(|(key, test)| row.value(key).is_some_and(|value| test.holds(value)))
+    }
+}
+
+/// The names of filters.
+pub(crate) fn names(keys: &[(&'static str, Kind)]) -> String {
+    let all = ["link", "dev"]
+        .into_iter()
+        .chain(keys.iter().map(|(key, _)| *key));
+    all.collect::<Vec<_>>().join(", ")
+}
+
+/// Ends the program as clap does after a wrong argument.
+pub(crate) fn wrong_usage(why: &str) -> ! {
+    clap::Error::raw(ErrorKind::InvalidValue, format!("{why}\n")).exit()
+}
+
+/// `7` or `0x2a`.
+fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) if digits.starts_with(|c: char| c.is_ascii_hexdigit()) => {
+            u64::from_str_radix(digits, 16).ok()
+        }
+        Some(_) => None,
+        None => text.parse().ok(),
     }
 }
 
 /// `7` or `3-9`.
 fn range(text: &str) -> Option<(u64, u64)> {
     let (from, to) = text.split_once('-').unwrap_or((text, text));
-    let (from, to) = (from.parse().ok()?, to.parse().ok()?);
+    let (from, to) = (number(from)?, number(to)?);
     (from <= to).then_some((from, to))
 }
 
@@ -398,10 +517,13 @@ pub(crate) fn guid(guid: u64) -> String {
 mod tests {
     use super::*;
 
-    const KEYS: [(&str, Kind); 3] = [
+    const KEYS: [(&str, Kind); 6] = [
         ("lqpn", Kind::Number),
-        ("state", Kind::Word),
+        ("state", Kind::OneOf(&["RTS", "RTR", "ERR"])),
         ("pid", Kind::Number),
+        ("rkey", Kind::Number),
+        ("dst-addr", Kind::Address),
+        ("comm", Kind::Word),
     ];
 
     pub(crate) fn answer() -> Answer {
@@ -422,6 +544,8 @@ mod tests {
         let row = Row::of(&answer(), "link 127.0.0.1/3".into());
         row.with("lqpn", lqpn)
             .with("state", state)
+            .with("rkey", "0x0000002a")
+            .with("dst-addr", "127.0.0.2:7174")
             .with_process(&answer())
     }
 
@@ -437,6 +561,14 @@ mod tests {
             "state rts",
             "state RTR,RTS",
             "pid 7 lqpn 17",
+            "lqpn 3 lqpn 17",
+            "lqpn 0x11",
+            "lqpn 0x10-0X12",
+            "state ERR state RTS comm perf",
+            "rkey 42",
+            "rkey 0x2a",
+            "dst-addr 127.0.0.2",
+            "dst-addr ::1 dst-addr 127.0.0.2:7174",
         ] {
             assert!(takes(text, &row), "{text}");
         }
@@ -446,6 +578,10 @@ mod tests {
             "state RTR",
             "pid 7 lqpn 16",
             "lqpn 17 state ERR",
+            "lqpn 3 lqpn 16",
+            "rkey 0x2b",
+            "dst-addr 127.0.0.2:7175",
+            "comm per",
         ] {
             assert!(!takes(text, &row), "{text}");
         }
@@ -458,6 +594,7 @@ mod tests {
         assert_eq!(named("link 127.0.0.1/3"), Ok(Named::One(answer().at)));
         assert_eq!(named("link 127.0.0.1/-"), Ok(Named::Of(address)));
         assert_eq!(named("dev 127.0.0.1"), Ok(Named::Of(address)));
+        assert_eq!(named("127.0.0.1/3 pid 7"), Ok(Named::One(answer().at)));
         assert_eq!(named("pid 3"), Ok(Named::All));
     }
 
@@ -467,19 +604,31 @@ mod tests {
             ("lqpn", "the filter \"lqpn\" has no value"),
             (
                 "qpn 3",
-                "there is no filter \"qpn\": there are link, dev, lqpn, state, pid",
+                "there is no filter \"qpn\": there are link, dev, lqpn, state, pid, rkey, dst-addr, comm",
             ),
             (
                 "lqpn x",
-                "lqpn takes numbers, ranges and lists such as 1,4-9: not \"x\"",
+                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"x\"",
             ),
             (
                 "lqpn 9-3",
-                "lqpn takes numbers, ranges and lists such as 1,4-9: not \"9-3\"",
+                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"9-3\"",
             ),
             (
                 "lqpn -",
-                "lqpn takes numbers, ranges and lists such as 1,4-9: not \"-\"",
+                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"-\"",
+            ),
+            (
+                "lqpn 0x",
+                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"0x\"",
+            ),
+            (
+                "state RTS,FOO",
+                "state takes RTS, RTR, ERR, and lists of these: not \"FOO\"",
+            ),
+            (
+                "127.0.0.1 link 127.0.0.1/3",
+                "more than one device is named: give one, or none for all",
             ),
             (
                 "link eth0",
@@ -492,11 +641,14 @@ mod tests {
 
     #[test]
     fn line__names_and_values() {
-        let row = row(17, "RTS").with("rqpn", Value::Null).hidden("x", 1);
-        assert_eq!(row.line(), "link 127.0.0.1/3 lqpn 17 state RTS pid 7 comm perf");
+        let row = Row::of(&answer(), "link 127.0.0.1/3".into()).with("lqpn", 17);
+        let row = row.with("rqpn", Value::Null).hidden("x", 1).detail("y", 2);
+        let row = row.with_process(&answer());
+        assert_eq!(row.line(false), "link 127.0.0.1/3 lqpn 17 pid 7 comm perf");
+        assert_eq!(row.line(true), "link 127.0.0.1/3 lqpn 17 y 2 pid 7 comm perf");
         let silent = Row::error(&answer(), "link 127.0.0.1/3".into(), "it does not answer");
         assert_eq!(
-            silent.line(),
+            silent.line(false),
             "link 127.0.0.1/3 (it does not answer) pid 7 comm perf"
         );
         assert_eq!(silent.json()["error"], "it does not answer");

@@ -1,50 +1,80 @@
 //! `rdmux res`: what the devices of this user's processes have, with the words of rdma(8).
 
+use std::ffi::OsStr;
+
 use anyhow::Result;
+use clap::ValueEnum;
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use rdmux_verbs::soft::resources::{Item, Object as Asked, QpResource};
 use rdmux_verbs::{Access, Carrier, CmDetail, CmState, QpState, QpType, RegionKind, WindowType};
 use serde_json::json;
 
-use super::objects::{self, Answer, Filter, Kind, Output, Row, answers};
+use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers};
 use crate::output::Align;
 
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(clap::Subcommand, Debug)]
-enum Command {
-    /// Show how many objects each device has, or each object of a kind.
-    ///
-    /// Devices are those of this user's processes in this network namespace, and root sees everybody's; each is named ADDRESS/SLOT, where
-    /// the slot is the top byte of a process's QPNs. A filter is a name and a value, all must hold: `link ADDRESS/SLOT`, `pid 7`,
-    /// `state RTS,RTR`, `lqpn 3,7-9`; a name that there is not is answered by those that there are. On a terminal queue pairs are
-    /// columns; elsewhere a line each, of names and values as rdma(8) prints them. `carrier` is `shm` or `udp` with the reason,
-    /// `direct` how many regions of the peer are reached without packets, mapped or by calls into its process, with the reason for
-    /// the last one that is not.
-    #[command(after_help = "\
+const JSON: &str = "\
 JSON: an array of objects: ifname, port, pid, comm, and of
   (none)  pd, cq, qp, cm_id, mr, ctx, srq: how many
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not), pdn, scqn, rcqn, srqn, sends, receives
   cq      cqn, cqe, users, waiting, overrun, ctxn
-  mr      mrn, type, rkey, iova, mrlen, access, pdn
+  mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn
   pd      pdn, users, ctxn
-  cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, dst-addr, service
+  cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, src-port, dst-addr, dst-port, service
   srq     srqn, type, lqpn, pdn, cqn, max-wr, posted, limit, users
   ctx     ctxn
-or error, where a device does not answer.")]
+or error, where a device does not answer.";
+
+#[derive(clap::Args, Debug)]
+#[command(mut_args(|arg| arg.global(true)), after_help = JSON)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    options: Options,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(clap::Subcommand, Debug)]
+enum Command {
+    /// Show how many objects each device has (the default), or each object of a kind.
+    ///
+    /// Devices are those of this user's processes in this network namespace, and root sees everybody's; each is named ADDRESS/SLOT, where
+    /// the slot is the top byte of a process's QPNs. A device can be named alone, or after `link` or `dev`. A filter is a name and a value,
+    /// and all must hold: `pid 7`, `state RTS,RTR`, `lqpn 3,7-9`, `rkey 0x2a`; of one that is given again, either. A name that there is
+    /// not is answered by those that there are. On a terminal queue pairs are columns; elsewhere, and with --details, a line each, of
+    /// names and values as rdma(8) prints them. `carrier` is `shm` or `udp` with the reason, `direct` how many regions of the peer are
+    /// reached without packets, mapped or by calls into its process, with the reason for the last one that is not.
+    #[command(visible_alias = "list", after_help = JSON)]
     Show {
         /// What to show of each device [default: how many there are of all].
-        object: Option<Object>,
-        /// Names and values in turn.
+        #[arg(value_parser = ObjectWord)]
+        object: Option<String>,
+        /// A device, and names and values in turn.
         #[arg(value_name = "FILTER VALUE")]
         filter: Vec<String>,
-        #[command(flatten)]
-        output: Output,
     },
+}
+
+/// The first word behind `show`: an object, for which completions and help have the names, or already a device or filter.
+#[derive(Clone)]
+struct ObjectWord;
+
+impl TypedValueParser for ObjectWord {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let objects = Object::value_variants().iter();
+        Some(Box::new(objects.filter_map(Object::to_possible_value)))
+    }
 }
 
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,18 +96,40 @@ enum Object {
     Ctx,
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
-    let Command::Show {
-        object,
-        filter,
-        output,
-    } = &args.command;
-    let filter = Filter::of_words(filter, keys(*object));
-    let (found, hidden) = answers(filter.named, asked(*object))?;
-    let mut rows: Vec<Row> = found.iter().flat_map(|answer| rows(answer, *object)).collect();
+pub(crate) fn run(args: &Args, before: Options) -> Result<()> {
+    let mut words = Vec::new();
+    if let Some(Command::Show { object, filter }) = &args.command {
+        words.extend(object.iter().chain(filter).cloned());
+    }
+    let (object, filter) = object_and_filter(&words).unwrap_or_else(|why| objects::wrong_usage(&why));
+    let (found, hidden) = answers(filter.named, asked(object))?;
+    let mut rows: Vec<Row> = found.iter().flat_map(|answer| rows(answer, object)).collect();
     rows.retain(|row| filter.takes(row));
-    objects::print(&rows, *output, columns(*object), hidden);
+    objects::print(&rows, args.options.and(before), columns(object), hidden);
     Ok(())
+}
+
+/// `[OBJECT] [DEVICE] [FILTER VALUE]...`
+fn object_and_filter(words: &[String]) -> Result<(Option<Object>, Filter), String> {
+    let first = words.first();
+    let object = first.and_then(|word| Object::from_str(word, false).ok());
+    let filters = &words[usize::from(object.is_some())..];
+    let keys = keys(object);
+    if let Some(word) = first.filter(|_| object.is_none()) {
+        let is_filter = keys.iter().any(|(key, _)| key == word) || ["link", "dev"].contains(&word.as_str());
+        if !is_filter && word.parse::<Named>().is_err() {
+            let all = Object::value_variants()
+                .iter()
+                .filter_map(Object::to_possible_value);
+            let all: Vec<String> = all.map(|value| value.get_name().to_owned()).collect();
+            return Err(format!(
+                "{word:?} is no object, device or filter: objects are {}, a device is ADDRESS/SLOT or ADDRESS, filters are {}",
+                all.join(", "),
+                objects::names(keys)
+            ));
+        }
+    }
+    Ok((object, Filter::parse(filters, keys)?))
 }
 
 fn asked(object: Option<Object>) -> Asked {
@@ -94,20 +146,25 @@ fn asked(object: Option<Object>) -> Asked {
 
 /// What objects of a kind can be chosen by.
 fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
-    use Kind::{Number, Word};
+    use Kind::{Address, Number, OneOf, Word};
+    const TYPES: Kind = OneOf(&["RC", "UC", "UD", "XRC_INI", "XRC_TGT"]);
+    const STATES: Kind = OneOf(&["RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR"]);
     match object {
-        None | Some(Object::Ctx) => &[("ctxn", Number), ("pid", Number), ("comm", Word)],
+        None => &[("pid", Number), ("comm", Word)],
+        Some(Object::Ctx) => &[("ctxn", Number), ("pid", Number), ("comm", Word)],
         Some(Object::Qp) => &[
             ("lqpn", Number),
             ("rqpn", Number),
-            ("type", Word),
-            ("state", Word),
+            ("type", TYPES),
+            ("state", STATES),
             ("rq-psn", Number),
             ("sq-psn", Number),
             ("path-mig-state", Word),
-            ("peer", Word),
-            ("carrier", Word),
+            ("peer", Address),
+            ("carrier", OneOf(&["shm", "udp", "rnic"])),
             ("pdn", Number),
+            ("scqn", Number),
+            ("rcqn", Number),
             ("srqn", Number),
             ("pid", Number),
             ("comm", Word),
@@ -122,8 +179,10 @@ fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
         ],
         Some(Object::Mr) => &[
             ("mrn", Number),
-            ("type", Word),
-            ("rkey", Word),
+            ("type", OneOf(&["memory", "fast", "window-1", "window-2"])),
+            ("rkey", Number),
+            ("lkey", Number),
+            ("iova", Number),
             ("mrlen", Number),
             ("pdn", Number),
             ("pid", Number),
@@ -140,16 +199,19 @@ fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
             ("cm-idn", Number),
             ("lqpn", Number),
             ("rqpn", Number),
-            ("state", Word),
+            ("state", OneOf(&["LISTEN", "CONNECT", "DISCONNECT"])),
             ("phase", Word),
-            ("ps", Word),
-            ("dst-addr", Word),
+            ("ps", OneOf(&["TCP", "UDP", "IB"])),
+            ("src-addr", Address),
+            ("src-port", Number),
+            ("dst-addr", Address),
+            ("dst-port", Number),
             ("pid", Number),
             ("comm", Word),
         ],
         Some(Object::Srq) => &[
             ("srqn", Number),
-            ("type", Word),
+            ("type", OneOf(&["BASIC", "XRC"])),
             ("lqpn", Number),
             ("pdn", Number),
             ("cqn", Number),
@@ -223,6 +285,11 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
             .with("mrn", mr.mrn)
             .with("type", region_kind(mr.kind))
             .with("rkey", format!("{:#010x}", mr.rkey))
+            // A window is its peers' alone.
+            .detail(
+                "lkey",
+                (!matches!(mr.kind, RegionKind::Window(_))).then(|| format!("{:#010x}", mr.rkey)),
+            )
             .with("iova", format!("{:#x}", mr.iova))
             .with("mrlen", mr.length)
             .with("access", access_words(mr.access))
@@ -331,11 +398,11 @@ fn qp_row(row: Row, qp: &QpResource) -> Row {
         .hidden("carrier-why", why)
         .shown_as("direct", direct, direct_words(qp))
         .with("pdn", qp.pdn)
-        .hidden("scqn", qp.send_cqn)
-        .hidden("rcqn", qp.recv_cqn)
+        .detail("scqn", qp.send_cqn)
+        .detail("rcqn", qp.recv_cqn)
         .with("srqn", qp.srqn)
-        .hidden("sends", qp.sends)
-        .hidden("receives", qp.receives)
+        .detail("sends", qp.sends)
+        .detail("receives", qp.receives)
 }
 
 fn cm_row(row: Row, cm: &CmDetail) -> Row {
@@ -372,8 +439,10 @@ fn cm_row(row: Row, cm: &CmDetail) -> Row {
             "src-addr",
             listens.then(|| port.map(|port| format!(":{port}"))).flatten(),
         )
+        .hidden("src-port", port.filter(|_| listens))
         .with("dst-addr", peer.map(with_port))
-        .hidden("service", format!("{:#018x}", cm.service.0))
+        .hidden("dst-port", port.filter(|_| !listens))
+        .detail("service", format!("{:#018x}", cm.service.0))
 }
 
 #[cfg(test)]
