@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_wire::{Qpn, RKey};
 
+use crate::time::Time;
+
 /// Handle of a completion queue of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cqn(pub u32);
@@ -134,11 +136,28 @@ pub enum Arm {
     Solicited,
 }
 
+/// Completions that an armed queue lets come together before it speaks up: what [`Arm`] asks for is told when so many have come since
+/// it was armed, or when the first of them is so old, whichever is earlier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Moderation {
+    /// Completions.
+    pub count: u16,
+    /// Microseconds.
+    pub period_us: u16,
+}
+
+/// A completion queue cannot be made that short: it has more completions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the completion queue has more completions than that")]
+pub struct TooShort;
+
 /// What a completion did to its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pushed {
     /// Nobody is to be told.
     Quiet,
+    /// An armed waiter is to be told at that time, if the queue still says so then ([`CompletionQueue::expire`]).
+    Later(Time),
     /// An armed waiter is to be told.
     Tell,
     /// The queue had no room, or was in error for that already: the completion is lost.
@@ -158,6 +177,28 @@ struct Queue {
     /// A driver sleeps and is to be told of the next completion that others take in.
     watched: bool,
     overrun: bool,
+    /// When each of `completions` came, where that is asked for.
+    came: Option<VecDeque<Time>>,
+    moderation: Option<Moderation>,
+    /// Completions that an armed waiter has yet to be told of, and when it is at the latest.
+    untold: u32,
+    tell_at: Option<Time>,
+}
+
+impl Queue {
+    /// An armed waiter is told.
+    fn disarm(&mut self) {
+        self.armed = None;
+        self.untold = 0;
+        self.tell_at = None;
+    }
+
+    fn take(&mut self, n: usize) -> std::collections::vec_deque::Drain<'_, WorkCompletion> {
+        if let Some(came) = &mut self.came {
+            came.drain(..n);
+        }
+        self.completions.drain(..n)
+    }
 }
 
 impl CompletionQueue {
@@ -168,6 +209,10 @@ impl CompletionQueue {
             armed: None,
             watched: false,
             overrun: false,
+            came: None,
+            moderation: None,
+            untold: 0,
+            tell_at: None,
         })))
     }
 
@@ -178,35 +223,86 @@ impl CompletionQueue {
     }
 
     /// Adds a completion.
-    pub(crate) fn push(&self, wc: WorkCompletion, solicited: bool) -> Pushed {
+    pub(crate) fn push(&self, wc: WorkCompletion, solicited: bool, now: Time) -> Pushed {
         let mut queue = self.lock();
-        if queue.overrun || queue.completions.len() == queue.depth {
+        if queue.overrun || queue.completions.len() >= queue.depth {
             // IBTA Vol 1, 11.6.3.1: an overrun queue is in error for good.
             let first = !std::mem::replace(&mut queue.overrun, true);
-            queue.armed = None;
+            queue.disarm();
             queue.watched = false;
             return Pushed::Overrun { first };
         }
         queue.completions.push_back(wc);
+        if let Some(came) = &mut queue.came {
+            came.push_back(now);
+        }
         let tell = match queue.armed {
             Some(Arm::Next) => true,
             Some(Arm::Solicited) => (solicited && !mutant!(SolicitedIgnored)) || wc.status != Status::Success,
             None => false,
         };
-        if tell {
-            queue.armed = None;
+        let mut later = None;
+        match queue.moderation {
+            // Who sleeps in a driver is told at once, and with that everybody.
+            Some(Moderation { count, period_us })
+                if tell && !queue.watched && queue.untold + 1 < u32::from(count) =>
+            {
+                queue.untold += 1;
+                if queue.tell_at.is_none() {
+                    later = Some(now + u64::from(period_us) * 1000);
+                    queue.tell_at = later;
+                }
+            }
+            _ if tell => queue.disarm(),
+            _ => {}
         }
-        if std::mem::take(&mut queue.watched) || tell {
+        let told = tell && queue.armed.is_none();
+        if std::mem::take(&mut queue.watched) || told {
             Pushed::Tell
         } else {
-            Pushed::Quiet
+            later.map_or(Pushed::Quiet, Pushed::Later)
         }
+    }
+
+    /// The time of [`Pushed::Later`] has come. Whether the waiter is to be told.
+    pub(crate) fn expire(&self, at: Time) -> bool {
+        let mut queue = self.lock();
+        let is_due = queue.tell_at == Some(at);
+        if is_due {
+            queue.disarm();
+        }
+        is_due
+    }
+
+    /// Lets completions come together, or (`None`) has a waiter told of each.
+    pub(crate) fn moderate(&self, moderation: Option<Moderation>) {
+        // Less than two, or no time, is none.
+        self.lock().moderation = moderation.filter(|to| to.count > 1 && to.period_us > 0);
+    }
+
+    /// Makes room for `depth` completions. IBTA Vol 1, 11.2.8.3.
+    pub(crate) fn resize(&self, depth: usize) -> Result<(), TooShort> {
+        let mut queue = self.lock();
+        if depth < queue.completions.len() {
+            return Err(TooShort);
+        }
+        queue.depth = depth;
+        Ok(())
+    }
+
+    /// Keeps when each completion comes, from now on.
+    pub(crate) fn keep_times(&self) {
+        let mut queue = self.lock();
+        let there = queue.completions.len();
+        queue
+            .came
+            .get_or_insert_with(|| vec![Time::default(); there].into());
     }
 
     /// Takes the oldest completion, also of a queue that overran. IBTA Vol 1, 11.4.2.1.
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
-        self.lock().completions.pop_front()
+        Some(self.poll_and_count()?.0)
     }
 
     /// Takes the oldest completion, and says how many are left.
@@ -214,14 +310,26 @@ impl CompletionQueue {
     pub fn poll_and_count(&self) -> Option<(WorkCompletion, usize)> {
         let mut queue = self.lock();
         let wc = queue.completions.pop_front()?;
+        if let Some(came) = &mut queue.came {
+            came.pop_front();
+        }
         Some((wc, queue.completions.len()))
+    }
+
+    /// Takes the oldest completion, and says when it came: at the engine's beginning, where that is not kept
+    /// ([`crate::Rnic::keep_cq_times`]).
+    pub fn poll_with_time(&self) -> Option<(WorkCompletion, Time)> {
+        let mut queue = self.lock();
+        let wc = queue.completions.pop_front()?;
+        let came = queue.came.as_mut().and_then(VecDeque::pop_front);
+        Some((wc, came.unwrap_or_default()))
     }
 
     /// Takes up to `max` completions, oldest first; returns how many.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
         let mut queue = self.lock();
         let n = max.min(queue.completions.len());
-        into.extend(queue.completions.drain(..n));
+        into.extend(queue.take(n));
         n
     }
 
@@ -253,6 +361,14 @@ impl CompletionQueue {
     }
 
     pub(crate) fn forget(&self, qpn: Qpn) {
-        self.lock().completions.retain(|wc| wc.qpn != qpn);
+        let mut queue = self.lock();
+        let Queue {
+            completions, came, ..
+        } = &mut *queue;
+        if let Some(came) = came {
+            let mut of = completions.iter();
+            came.retain(|_| of.next().is_some_and(|wc| wc.qpn != qpn));
+        }
+        completions.retain(|wc| wc.qpn != qpn);
     }
 }

@@ -16,7 +16,7 @@ use rdmux_wire::{LKey, Psn, Qpn, RKey};
 use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
-use crate::cq::{Arm, CompletionQueue, Cqn, Status, WorkCompletion};
+use crate::cq::{Arm, CompletionQueue, Cqn, Moderation, Status, TooShort, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
@@ -177,6 +177,10 @@ pub struct Rnic {
     cnps: VecDeque<Qpn>,
     /// At most one entry for each QP, the one that its head names.
     timers: BTreeSet<(Time, u32)>,
+    /// Completion queues that let completions come together, and when who waits is told; some of that may be over.
+    moderated: BTreeSet<(Time, u32)>,
+    /// There is a completion queue that cares for the time.
+    times_completions: bool,
     /// QPs with bytes of the datagram under way that are not placed yet.
     gathering: Vec<Qpn>,
     flushes: Flushes,
@@ -211,6 +215,7 @@ macro_rules! env_of {
             traffic: &$device.config.traffic,
             rnr_faults: &mut $device.rnr_faults,
             tracer: &mut $device.tracer,
+            moderated: &mut $device.moderated,
             now: $now,
         }
     };
@@ -237,6 +242,8 @@ impl Rnic {
             ack_ready: VecDeque::new(),
             cnps: VecDeque::new(),
             timers: BTreeSet::new(),
+            moderated: BTreeSet::new(),
+            times_completions: false,
             gathering: Vec::new(),
             flushes: Flushes::new(graveyard.clone()),
             events: VecDeque::new(),
@@ -416,6 +423,31 @@ impl Rnic {
     /// Ends a completion queue. Its QPs must have been destroyed.
     pub fn destroy_cq(&mut self, cq: Cqn) {
         self.cqs.remove(&cq.0);
+    }
+
+    /// Makes room for `depth` completions in a queue, at least 1. IBTA Vol 1, 11.2.8.3.
+    pub fn resize_cq(&mut self, cq: Cqn, depth: u32) -> Result<(), TooShort> {
+        match self.cqs.get(&cq.0) {
+            Some(queue) => queue.resize(depth.max(1) as usize),
+            None => Ok(()),
+        }
+    }
+
+    /// Has a completion queue let completions come together before it tells who waits; `None`: no more.
+    pub fn moderate_cq(&mut self, cq: Cqn, moderation: Option<Moderation>) {
+        if let Some(queue) = self.cqs.get(&cq.0) {
+            self.times_completions = true;
+            queue.moderate(moderation);
+        }
+    }
+
+    /// Has a completion queue keep when each completion comes: the time of the call that brought it about
+    /// ([`CompletionQueue::poll_with_time`]).
+    pub fn keep_cq_times(&mut self, cq: Cqn) {
+        if let Some(queue) = self.cqs.get(&cq.0) {
+            self.times_completions = true;
+            queue.keep_times();
+        }
     }
 
     /// 24 bits: the slot, and 16 that are random.
@@ -616,7 +648,7 @@ impl Rnic {
     /// Does a send request that needs no packets, if it is one ([`Event::WantsGrant`]) and nothing is before it. False: it is to be
     /// posted. `now` is seldom asked for.
     #[inline]
-    pub fn post_directly(&mut self, now: impl FnOnce() -> Time, qpn: Qpn, request: &SendRequest) -> bool {
+    pub fn post_directly(&mut self, now: impl Fn() -> Time, qpn: Qpn, request: &SendRequest) -> bool {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return false;
         };
@@ -626,7 +658,8 @@ impl Rnic {
         {
             return false;
         }
-        let mut env = env_of!(self, Time(0));
+        let of_completion = if self.times_completions { now() } else { Time(0) };
+        let mut env = env_of!(self, of_completion);
         let done = qp.post_directly(&mut env, request);
         if !self.overrun.is_empty() {
             self.fail_overrun(now());
@@ -1047,6 +1080,14 @@ impl Rnic {
             self.timers.pop_first();
             self.with_qp(now, Qpn::new(qpn), |qp, env| qp.handle_timeout(env));
         }
+        while let Some((at, cqn)) = self.moderated.first().copied()
+            && at <= now
+        {
+            self.moderated.pop_first();
+            if self.cqs.get(&cqn).is_some_and(|queue| queue.expire(at)) {
+                self.events.push_back(Event::Completion(Cqn(cqn)));
+            }
+        }
     }
 
     // Output.
@@ -1104,7 +1145,12 @@ impl Rnic {
     /// Whether [`Rnic::poll_flush`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing.
     #[inline]
     pub fn is_quiet(&self) -> bool {
-        self.events.is_empty() && self.flushes.is_idle() && self.revoked.is_empty() && self.cm.is_quiet()
+        self.events.is_empty()
+            && self.flushes.is_idle()
+            && self.revoked.is_empty()
+            && self.cm.is_quiet()
+            // A request that was done at once may have set a timer.
+            && self.moderated.is_empty()
     }
 
     /// Whether [`Rnic::poll_transmit`] has more than acknowledgements that may wait.
@@ -1186,11 +1232,13 @@ impl Rnic {
 
     /// When [`Rnic::handle_timeout`] is due next.
     pub fn poll_timeout(&self) -> Option<Time> {
-        let timer = self.timers.first().map(|(at, _)| *at);
-        match (timer, self.cm.poll_timeout()) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        }
+        let first = |timers: &BTreeSet<(Time, u32)>| timers.first().map(|(at, _)| *at);
+        let due = [
+            first(&self.timers),
+            first(&self.moderated),
+            self.cm.poll_timeout(),
+        ];
+        due.into_iter().flatten().min()
     }
 
     /// Calls `f` on a QP and what it needs of the device; QPs whose completion queue overran thereby go to error.

@@ -90,15 +90,15 @@ pub struct VerbsContext {
     pub alloc_parent_domain: *const c_void,
     pub dealloc_td: *const c_void,
     pub alloc_td: *const c_void,
-    pub modify_cq: *const c_void,
+    pub modify_cq: Option<ModifyCq>,
     pub post_srq_ops: *const c_void,
     pub destroy_rwq_ind_table: *const c_void,
     pub create_rwq_ind_table: *const c_void,
     pub destroy_wq: *const c_void,
     pub modify_wq: *const c_void,
     pub create_wq: *const c_void,
-    pub query_rt_values: *const c_void,
-    pub create_cq_ex: *const c_void,
+    pub query_rt_values: Option<QueryRtValues>,
+    pub create_cq_ex: Option<CreateCqEx>,
     pub private: *const c_void,
     pub query_device_ex: Option<QueryDeviceEx>,
     pub destroy_flow: *const c_void,
@@ -186,6 +186,74 @@ pub struct Cq {
     pub cond: Condition,
     pub comp_events_completed: u32,
     pub async_events_completed: u32,
+}
+
+/// `struct ibv_cq_ex`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct CqEx {
+    pub cq: Cq,
+    pub comp_mask: u32,
+    pub status: u32,
+    pub wr_id: u64,
+    pub start_poll: Option<unsafe extern "C" fn(*mut CqEx, *const PollCqAttr) -> c_int>,
+    pub next_poll: Option<unsafe extern "C" fn(*mut CqEx) -> c_int>,
+    pub end_poll: Option<unsafe extern "C" fn(*mut CqEx)>,
+    pub read_opcode: Option<CqRead<u32>>,
+    pub read_vendor_err: Option<CqRead<u32>>,
+    pub read_byte_len: Option<CqRead<u32>>,
+    pub read_imm_data: Option<CqRead<u32>>,
+    pub read_qp_num: Option<CqRead<u32>>,
+    pub read_src_qp: Option<CqRead<u32>>,
+    pub read_wc_flags: Option<CqRead<u32>>,
+    pub read_slid: Option<CqRead<u32>>,
+    pub read_sl: Option<CqRead<u8>>,
+    pub read_dlid_path_bits: Option<CqRead<u8>>,
+    pub read_completion_ts: Option<CqRead<u64>>,
+    pub read_cvlan: *const c_void,
+    pub read_flow_tag: *const c_void,
+    pub read_tm_info: *const c_void,
+    pub read_completion_wallclock_ns: Option<CqRead<u64>>,
+}
+
+/// `struct ibv_poll_cq_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct PollCqAttr {
+    pub comp_mask: u32,
+}
+
+/// `struct ibv_cq_init_attr_ex`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CqInitAttrEx {
+    pub cqe: u32,
+    pub cq_context: *mut c_void,
+    pub channel: *mut CompChannel,
+    pub comp_vector: u32,
+    pub wc_flags: u64,
+    pub comp_mask: u32,
+    pub flags: u32,
+    pub parent_domain: *mut Pd,
+}
+
+/// `struct ibv_modify_cq_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ModifyCqAttr {
+    pub attr_mask: u32,
+    pub cq_count: u16,
+    /// Microseconds.
+    pub cq_period: u16,
+}
+
+/// `struct ibv_values_ex`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ValuesEx {
+    pub comp_mask: u32,
+    /// `struct timespec`
+    pub raw_clock: [i64; 2],
 }
 
 /// `struct ibv_srq`.
@@ -663,7 +731,18 @@ pub struct DeviceAttrEx {
     pub completion_timestamp_mask: u64,
     pub hca_core_clock: u64,
     pub device_cap_flags_ex: u64,
-    pub rest: [u64; 14],
+    /// `tso_caps`, `rss_caps`, `max_wq_type_rq`, `packet_pacing_caps`.
+    pub offloads: [u64; 7],
+    pub raw_packet_caps: u32,
+    /// `tm_caps`
+    pub tag_matching: [u32; 5],
+    pub max_cq_count: u16,
+    pub max_cq_period: u16,
+    pub max_dm_size: u64,
+    /// `pci_atomic_caps`
+    pub pci_atomics: [u16; 3],
+    pub xrc_odp: u32,
+    pub phys_port_cnt_ex: u32,
 }
 
 /// `struct ibv_async_event`. The element is a pointer to the object, or the port's number.
@@ -794,6 +873,7 @@ pub mod qp_type {
 pub mod qp_init {
     pub const PD: u32 = 1;
     pub const XRCD: u32 = 1 << 1;
+    pub const CREATE_FLAGS: u32 = 1 << 2;
     pub const SEND_OPS_FLAGS: u32 = 1 << 6;
 }
 
@@ -867,6 +947,20 @@ pub mod wc_flags {
     pub const GRH: u32 = 1;
     pub const WITH_IMM: u32 = 1 << 1;
     pub const WITH_INV: u32 = 1 << 3;
+}
+
+/// `enum ibv_create_cq_wc_flags`, `enum ibv_create_cq_attr_flags`, `enum ibv_cq_init_attr_mask`, `enum ibv_cq_attr_mask` and
+/// `enum ibv_values_mask`.
+pub mod cq_ex {
+    /// `IBV_WC_STANDARD_FLAGS`
+    pub const WITH_STANDARD: u64 = (1 << 7) - 1;
+    pub const WITH_COMPLETION_TIMESTAMP: u64 = 1 << 7;
+    pub const WITH_COMPLETION_TIMESTAMP_WALLCLOCK: u64 = 1 << 11;
+    pub const SINGLE_THREADED: u32 = 1;
+    pub const INIT_FLAGS: u32 = 1;
+    pub const INIT_PD: u32 = 1 << 1;
+    pub const MODERATE: u32 = 1;
+    pub const RAW_CLOCK: u32 = 1;
 }
 
 /// `enum ibv_wc_status`.
@@ -976,6 +1070,14 @@ pub type QueryDeviceEx = unsafe extern "C" fn(*mut Context, *const c_void, *mut 
 pub type CreateQpEx = unsafe extern "C" fn(*mut Context, *mut QpInitAttrEx) -> *mut Qp;
 /// `ibv_modify_qp_rate_limit`
 pub type ModifyQpRateLimit = unsafe extern "C" fn(*mut Qp, *mut QpRateLimitAttr) -> c_int;
+/// A completion's part, as `ibv_wc_read_*` have it.
+pub type CqRead<T> = unsafe extern "C" fn(*mut CqEx) -> T;
+/// `ibv_create_cq_ex`
+pub type CreateCqEx = unsafe extern "C" fn(*mut Context, *mut CqInitAttrEx) -> *mut CqEx;
+/// `ibv_modify_cq`
+pub type ModifyCq = unsafe extern "C" fn(*mut Cq, *mut ModifyCqAttr) -> c_int;
+/// `ibv_query_rt_values_ex`
+pub type QueryRtValues = unsafe extern "C" fn(*mut Context, *mut ValuesEx) -> c_int;
 /// `ibv_create_srq_ex`
 pub type CreateSrqEx = unsafe extern "C" fn(*mut Context, *mut SrqInitAttrEx) -> *mut Srq;
 /// `ibv_get_srq_num`
@@ -1022,6 +1124,10 @@ layout! {
     Srq = 128 { srq_context = 8, pd = 16, handle = 24, mutex = 32, cond = 72, events_completed = 120 }
     Qp = 160 { qp_context = 8, pd = 16, send_cq = 24, recv_cq = 32, srq = 40, handle = 48, qp_num = 52, state = 56, qp_type = 60, mutex = 64, cond = 104, events_completed = 152 }
     QpEx = 360 { comp_mask = 160, wr_id = 168, wr_flags = 176, wr_atomic_cmp_swp = 184, wr_set_inline_data = 288, wr_start = 320, wr_complete = 328, wr_abort = 336, wr_atomic_write = 344, wr_flush = 352 }
+    CqEx = 288 { comp_mask = 128, status = 132, wr_id = 136, start_poll = 144, read_opcode = 168, read_completion_ts = 248, read_completion_wallclock_ns = 280 }
+    CqInitAttrEx = 56 { cq_context = 8, channel = 16, comp_vector = 24, wc_flags = 32, comp_mask = 40, flags = 44, parent_domain = 48 }
+    ModifyCqAttr = 8 { cq_count = 4, cq_period = 6 }
+    ValuesEx = 24 { raw_clock = 8 }
     Wc = 48 { wr_id = 0, status = 8, opcode = 12, vendor_err = 16, byte_len = 20, imm_data = 24, qp_num = 28, src_qp = 32, wc_flags = 36, pkey_index = 40, slid = 42, sl = 44, dlid_path_bits = 45 }
     Sge = 16 { length = 8, lkey = 12 }
     RecvWr = 32 { next = 8, sg_list = 16, num_sge = 24 }
@@ -1039,7 +1145,7 @@ layout! {
     GidEntry = 32 { gid_index = 16, port_num = 20, gid_type = 24, ndev_ifindex = 28 }
     PortAttr = 56 { active_mtu = 8, gid_tbl_len = 12, port_cap_flags = 16, max_msg_sz = 20, pkey_tbl_len = 32, lid = 34, sm_lid = 36, lmc = 38, phys_state = 45, link_layer = 46, flags = 47, port_cap_flags2 = 48 }
     DeviceAttr = 232 { node_guid = 64, max_mr_size = 80, max_qp = 108, device_cap_flags = 116, max_sge = 120, atomic_cap = 164, max_mcast_grp = 188, phys_port_cnt = 227 }
-    DeviceAttrEx = 400 { comp_mask = 232, odp_general_caps = 240, odp_rc = 248, completion_timestamp_mask = 264, device_cap_flags_ex = 280 }
+    DeviceAttrEx = 400 { comp_mask = 232, odp_general_caps = 240, odp_rc = 248, completion_timestamp_mask = 264, device_cap_flags_ex = 280, tag_matching = 348, max_cq_count = 368, max_dm_size = 376, pci_atomics = 384, xrc_odp = 392, phys_port_cnt_ex = 396 }
     AsyncEvent = 16 { event_type = 8 }
     CmId = 416 { channel = 8, context = 16, qp = 24, src_addr = 32, dst_addr = 160, sgid = 288, dgid = 304, pkey = 320, path_rec = 328, num_paths = 336, ps = 344, port_num = 348, event = 352, send_cq_channel = 360, send_cq = 368, recv_cq_channel = 376, recv_cq = 384, srq = 392, pd = 400, qp_type = 408 }
     ConnParam = 24 { private_data_len = 8, responder_resources = 9, initiator_depth = 10, flow_control = 11, retry_count = 12, rnr_retry_count = 13, srq = 14, qp_num = 16 }

@@ -38,11 +38,15 @@ bitflags! {
         const CONNECT_ANY = 1 << 13;
         /// Queue pairs that are brought up by hand, by the peer's address.
         const BY_ADDRESS = 1 << 14;
+        /// Completion queues that let completions come together.
+        const CQ_MODERATION = 1 << 15;
+        /// Completion queues that keep when each completion came.
+        const CQ_TIMES = 1 << 16;
     }
 }
 
 /// Each with its name, as users read it.
-const NAMES: [(Features, &str); 15] = [
+const NAMES: [(Features, &str); 17] = [
     (Features::UC, "UC"),
     (Features::UD, "UD"),
     (Features::XRC, "XRC"),
@@ -58,6 +62,8 @@ const NAMES: [(Features, &str); 15] = [
     (Features::FAST_REGISTER, "registration by work requests"),
     (Features::CONNECT_ANY, "connections of UC and XRC by address"),
     (Features::BY_ADDRESS, "queue pairs brought up by address"),
+    (Features::CQ_MODERATION, "moderation of completion queues"),
+    (Features::CQ_TIMES, "times of completions"),
 ];
 
 impl Features {

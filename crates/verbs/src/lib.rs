@@ -36,6 +36,7 @@
 
 pub mod abi;
 mod cm;
+mod cq;
 mod datagram;
 mod device;
 mod event;
@@ -53,6 +54,7 @@ mod srq;
 pub mod waiting;
 
 pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
+pub use cq::ResizeError;
 pub use datagram::AddressHandle;
 pub use device::{
     Carrier, CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain,
@@ -66,11 +68,11 @@ pub use provider::{Provider, set_process_provider};
 pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
-    INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, ModifyError,
-    Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType, Qpn, RKey,
-    RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, SGE_MAX, Selectivity,
-    SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target, Traffic,
-    WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
+    INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, Moderation,
+    ModifyError, Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType,
+    Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, SGE_MAX,
+    Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target,
+    Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};

@@ -244,6 +244,8 @@ pub(crate) struct Env<'a> {
     /// Decides which requests are told that there is no receive, though there is one.
     pub(crate) rnr_faults: &'a mut Option<Line>,
     pub(crate) tracer: &'a mut Option<Box<dyn Tracer>>,
+    /// When who waits for which queue is told at the latest.
+    pub(crate) moderated: &'a mut std::collections::BTreeSet<(Time, u32)>,
     pub(crate) now: Time,
 }
 
@@ -272,8 +274,11 @@ impl Env<'_> {
             probes::opcode(wc.opcode),
             wc.byte_len,
         );
-        match queue.push(wc, solicited) {
+        match queue.push(wc, solicited, self.now) {
             Pushed::Quiet => {}
+            Pushed::Later(at) => {
+                self.moderated.insert((at, cq.0));
+            }
             Pushed::Tell => self.events.push_back(Event::Completion(cq)),
             Pushed::Overrun { first } => {
                 if first {

@@ -1285,6 +1285,7 @@ mod tests {
             traffic: &Traffic::default(),
             rnr_faults: &mut None,
             tracer: &mut None,
+            moderated: &mut Default::default(),
             now: Time(1),
         };
         let qp = Qp::new(Qpn::new(5), QpInit::new(Pd(0), Cqn(0)), 256);

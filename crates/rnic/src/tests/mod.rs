@@ -4,6 +4,7 @@ mod basic;
 mod cm;
 mod cm_table;
 mod counted;
+mod cq;
 mod direct;
 mod ended;
 mod malformed;

@@ -9,10 +9,12 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Arm, Cqn, Qpn, RKey, Status, WcOpcode, WorkCompletion};
 use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::io::Errno;
 
 use super::device::{Counted, Device, poll_until};
 use super::objects::{Cq, POLL_MAX};
 use crate::abi::{self, wc_flags, wc_opcode, wc_status};
+use crate::cq::ResizeError;
 use crate::device::CreateError;
 use crate::features::Features;
 use crate::soft::load::{conditions, wake_cost_ns};
@@ -119,6 +121,15 @@ impl CompletionQueue {
             self.0.device.note_error(wc.qp_num, completion.status);
         }
         completion
+    }
+
+    /// Makes room for `depth` completions.
+    pub(crate) fn resize(&self, depth: u32) -> Result<(), ResizeError> {
+        self.0.cq.resize(depth).map_err(|errno| match errno {
+            // What a device says to one that is too short.
+            Errno::INVAL => ResizeError::TooShort,
+            other => ResizeError::Io(other.into()),
+        })
     }
 
     /// Asks for a wake-up through the descriptor.

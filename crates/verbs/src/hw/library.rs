@@ -140,6 +140,7 @@ functions! {
         ibv_create_comp_channel: fn(*mut abi::Context) -> *mut abi::CompChannel;
         ibv_destroy_comp_channel: fn(*mut abi::CompChannel) -> c_int;
         ibv_create_cq: fn(*mut abi::Context, c_int, *mut c_void, *mut abi::CompChannel, c_int) -> *mut abi::Cq;
+        ibv_resize_cq: fn(*mut abi::Cq, c_int) -> c_int;
         ibv_destroy_cq: fn(*mut abi::Cq) -> c_int;
         ibv_get_cq_event: fn(*mut abi::CompChannel, *mut *mut abi::Cq, *mut *mut c_void) -> c_int;
         ibv_ack_cq_events: fn(*mut abi::Cq, u32);

@@ -356,6 +356,13 @@ impl Cq {
         usize::try_from(taken).unwrap_or(0).min(POLL_MAX)
     }
 
+    /// Makes room for `depth` completions.
+    pub(super) fn resize(&self, depth: u32) -> Result<(), Errno> {
+        let depth = c_int::try_from(depth.max(1)).map_err(|_| Errno::INVAL)?;
+        // SAFETY: the queue lives.
+        done(unsafe { (self.channel.context.library.ibv_resize_cq)(self.pointer.as_ptr(), depth) })
+    }
+
     /// Asks for an event at the next completion.
     pub(super) fn arm(&self, solicited_only: bool) {
         // SAFETY: the queue lives. It cannot fail but for what the arguments rule out.

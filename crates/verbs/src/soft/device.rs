@@ -9,12 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{Arm, Counters, Cqn, Pd, Qpn, WorkCompletion};
+use rdmux_rnic::{Arm, Counters, Cqn, Moderation, Pd, Qpn, TooShort, WorkCompletion};
 use rdmux_wire::roce::PathMtu;
 
 use super::engine::{Engine, OpenError, Options, Waker, path_mtu_to};
 use super::faults::FaultCounts;
 use crate::cm::deadline_after;
+use crate::cq::ResizeError;
 use crate::device::CreateError;
 use crate::event::AsyncEvent;
 
@@ -180,6 +181,24 @@ impl CompletionQueue {
     pub(crate) fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
         let look = || Some(self.queue.poll_many(max, into)).filter(|n| *n > 0);
         self.device.poll(look).unwrap_or(0)
+    }
+
+    pub(crate) fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
+        let (wc, came) = self.device.poll(|| self.queue.poll_with_time())?;
+        Some((wc, self.device.instant(came)))
+    }
+
+    pub(crate) fn resize(&self, depth: u32) -> Result<(), ResizeError> {
+        let resized = self.device.lock().rnic.resize_cq(self.cqn, depth);
+        resized.map_err(|TooShort| ResizeError::TooShort)
+    }
+
+    pub(crate) fn moderate(&self, moderation: Option<Moderation>) {
+        self.device.lock().rnic.moderate_cq(self.cqn, moderation);
+    }
+
+    pub(crate) fn keep_times(&self) {
+        self.device.lock().rnic.keep_cq_times(self.cqn);
     }
 
     pub(crate) fn arm(&self, arm: Arm) {

@@ -473,6 +473,11 @@ impl Engine {
         self.kick.wake();
     }
 
+    /// The moment that a time of its stands for.
+    pub(crate) fn instant(&self, time: Time) -> Instant {
+        self.start + Duration::from_nanos(time.0)
+    }
+
     pub(crate) fn now(&self) -> Time {
         Time(self.start.elapsed().as_nanos() as u64)
     }

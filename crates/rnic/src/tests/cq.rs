@@ -1,0 +1,154 @@
+//! Completion queues: moderation, resizing, and times.
+
+use super::util::*;
+use crate::*;
+
+/// A side whose queue pair is in error: each receive that is posted completes at once.
+struct Bed {
+    pair: Pair,
+    cq: Cqn,
+}
+
+impl Bed {
+    fn new() -> Bed {
+        let mut pair = Pair::new();
+        pair.modify(0, QpState::Error, &QpAttributes::default());
+        let cq = pair.sides[0].cq;
+        Bed { pair, cq }
+    }
+
+    fn rnic(&mut self) -> &mut Rnic {
+        &mut self.pair.sides[0].rnic
+    }
+
+    /// Completes a request so long after the beginning; whether who waits is told.
+    fn complete(&mut self, ns: u64, wr_id: u64) -> bool {
+        let (now, qpn) = (self.pair.now + ns, self.pair.sides[0].qpn);
+        let sges = SgeList::EMPTY;
+        self.rnic()
+            .post_recv(now, qpn, RecvRequest { wr_id, sges })
+            .unwrap();
+        self.is_told()
+    }
+
+    fn is_told(&mut self) -> bool {
+        let cq = self.cq;
+        let events: Vec<Event> = std::iter::from_fn(|| self.rnic().poll_event()).collect();
+        assert!(events.len() <= 1, "{events:?}");
+        events.contains(&Event::Completion(cq))
+    }
+
+    fn moderate(&mut self, count: u16, period_us: u16) {
+        let cq = self.cq;
+        self.rnic().moderate_cq(cq, Some(Moderation { count, period_us }));
+        self.rnic().arm_cq(cq, Arm::Next);
+    }
+}
+
+#[test]
+fn moderation__tells_at_the_count() {
+    let mut bed = Bed::new();
+    bed.moderate(3, 10);
+    for round in 0..2 {
+        assert!(!bed.complete(0, 0) && !bed.complete(0, 1), "round {round}");
+        assert!(bed.complete(0, 2), "round {round}");
+        assert!(!bed.complete(0, 3), "not armed");
+        let cq = bed.cq;
+        bed.rnic().arm_cq(cq, Arm::Next);
+    }
+}
+
+#[test]
+fn moderation__tells_when_the_first_is_old() {
+    let mut bed = Bed::new();
+    bed.moderate(100, 10);
+    let before = bed.rnic().poll_timeout();
+    assert!(!bed.complete(0, 0) && !bed.complete(4_000, 1));
+    let due = bed.pair.now + 10_000;
+    assert_ne!(before, Some(due));
+    assert_eq!(
+        bed.rnic().poll_timeout(),
+        Some(due),
+        "of the first, not of the second"
+    );
+    bed.rnic().handle_timeout(Time(due.0 - 1));
+    assert!(!bed.is_told());
+    bed.rnic().handle_timeout(due);
+    assert!(bed.is_told());
+    assert!(!bed.complete(20_000, 2), "not armed any more");
+    assert_eq!(bed.rnic().poll_timeout(), before);
+}
+
+#[test]
+fn moderation__a_time_that_was_for_an_earlier_waiter_tells_nobody() {
+    let mut bed = Bed::new();
+    bed.moderate(2, 10);
+    assert!(!bed.complete(0, 0) && bed.complete(1, 1));
+    let cq = bed.cq;
+    bed.rnic().arm_cq(cq, Arm::Next);
+    assert!(!bed.complete(5_000, 2));
+    let now = bed.pair.now;
+    bed.rnic().handle_timeout(now + 10_000);
+    assert!(!bed.is_told());
+    bed.rnic().handle_timeout(now + 15_000);
+    assert!(bed.is_told());
+}
+
+#[test]
+fn moderation__of_one_or_of_no_time_is_none() {
+    for (count, period_us) in [(0, 0), (0, 10), (1, 10), (5, 0)] {
+        let mut bed = Bed::new();
+        bed.moderate(count, period_us);
+        assert!(bed.complete(0, 0), "{count} {period_us}");
+    }
+}
+
+#[test]
+fn resize__keeps_what_is_there_and_holds_what_it_says() {
+    let mut bed = Bed::new();
+    let cq = bed.cq;
+    for wr_id in 0..3 {
+        bed.complete(0, wr_id);
+    }
+    assert_eq!(bed.rnic().resize_cq(cq, 2), Err(TooShort));
+    assert_eq!(bed.rnic().resize_cq(cq, 3), Ok(()));
+    bed.rnic().poll_cq(cq).unwrap();
+    bed.complete(0, 3);
+    assert_eq!(bed.rnic().cq_state(cq), Some((3, false)));
+    assert_eq!(bed.rnic().resize_cq(cq, 4), Ok(()));
+    bed.complete(0, 4);
+    assert_eq!(bed.rnic().cq_state(cq), Some((4, false)));
+    bed.complete(0, 5);
+    assert_eq!(bed.rnic().cq_state(cq), Some((4, true)), "one too many");
+    let left: Vec<u64> = bed.pair.sides[0]
+        .completed()
+        .iter()
+        .map(|(wr_id, _)| *wr_id)
+        .collect();
+    assert_eq!(left, [1, 2, 3, 4]);
+}
+
+#[test]
+fn times__stay_with_their_completions() {
+    let mut bed = Bed::new();
+    let (cq, now) = (bed.cq, bed.pair.now);
+    bed.complete(0, 0);
+    bed.rnic().keep_cq_times(cq);
+    let queue = bed.rnic().cq(cq).unwrap();
+    for wr_id in 1..7 {
+        bed.complete(wr_id * 100, wr_id);
+    }
+    let next = || queue.poll_with_time().map(|(wc, came)| (wc.wr_id, came));
+    assert_eq!(next(), Some((0, Time::default())), "came before times were kept");
+    assert_eq!(next(), Some((1, now + 100)));
+    assert_eq!(queue.poll().unwrap().wr_id, 2);
+    assert_eq!(next(), Some((3, now + 300)));
+    let mut taken = std::collections::VecDeque::new();
+    assert_eq!(queue.poll_many(2, &mut taken), 2);
+    assert_eq!(next(), Some((6, now + 600)));
+    assert_eq!(next(), None);
+    // Reset forgets the queue pair's completions, and their times with them.
+    bed.complete(700, 7);
+    bed.pair.modify(0, QpState::Reset, &QpAttributes::default());
+    assert_eq!(next(), None);
+}
