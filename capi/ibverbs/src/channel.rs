@@ -12,10 +12,11 @@ use rdmux_verbs::{Arm, CompletionQueue, CreateError, Status, WcOpcode, WorkCompl
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
 use rustix::io::Errno;
 
+use crate::completions::Poller;
 use crate::context::Context;
 use crate::events::Given;
 use crate::query::CQE_MAX;
-use crate::{abi, made, minus_one, status};
+use crate::{abi, made, minus_one};
 
 /// Waits until a descriptor is readable; at once [`libc::EAGAIN`] where the program has set it to non-blocking.
 pub(crate) fn wait_readable(fd: c_int) -> Result<(), c_int> {
@@ -64,8 +65,10 @@ impl Channel {
 /// What a program's `struct ibv_cq` pointer points at.
 #[repr(C)]
 pub(crate) struct Queue {
-    shown: UnsafeCell<abi::Cq>,
+    pub(crate) shown: UnsafeCell<abi::CqEx>,
     pub(crate) queue: CompletionQueue,
+    /// How it is polled one after another, where it was made for that.
+    pub(crate) poller: Poller,
     /// Completions on their way to the program.
     buffer: Mutex<VecDeque<WorkCompletion>>,
     /// Events of its channel, and asynchronous ones.
@@ -147,25 +150,38 @@ pub(crate) unsafe fn create_cq(
     channel: *mut abi::CompChannel,
     vector: c_int,
 ) -> Result<*mut abi::Cq, c_int> {
+    // SAFETY: as the caller says.
+    unsafe { create_cq_with(context, cqe, cq_context, channel, vector, Poller::default()) }
+}
+
+/// The same, and how it is polled one after another.
+///
+/// # Safety
+/// As [`create_cq`].
+pub(crate) unsafe fn create_cq_with(
+    context: *mut abi::Context,
+    cqe: c_int,
+    cq_context: *mut c_void,
+    channel: *mut abi::CompChannel,
+    vector: c_int,
+    poller: Poller,
+) -> Result<*mut abi::Cq, c_int> {
     if !(1..=CQE_MAX).contains(&cqe) || vector != 0 {
         return Err(libc::EINVAL);
     }
     // SAFETY: an open context, says the caller.
     let device = unsafe { &Context::of(context).device };
     let queue = device.create_cq(cqe as u32).map_err(|error| errno_of(&error))?;
+    // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
+    let mut shown: abi::CqEx = unsafe { std::mem::zeroed() };
+    let cq = &mut shown.cq;
+    (cq.context, cq.channel, cq.cq_context) = (context, channel, cq_context);
+    (cq.handle, cq.cqe) = (queue.cqn().0, cqe);
+    poller.prepare(&queue, &mut shown)?;
     let made = Box::into_raw(Box::new(Queue {
-        shown: UnsafeCell::new(abi::Cq {
-            context,
-            channel,
-            cq_context,
-            handle: queue.cqn().0,
-            cqe,
-            mutex: [0; 5],
-            cond: [0; 6],
-            comp_events_completed: 0,
-            async_events_completed: 0,
-        }),
+        shown: UnsafeCell::new(shown),
         queue,
+        poller,
         buffer: Mutex::default(),
         given: Given::default(),
         errors: Given::default(),
@@ -266,7 +282,7 @@ unsafe extern "C" fn ibv_get_cq_event(
     // SAFETY: it has given an event, so that it is not destroyed; places of the caller's.
     unsafe {
         *queue = found.cast();
-        *cq_context = (*(*found).shown.get()).cq_context;
+        *cq_context = (*(*found).shown.get()).cq.cq_context;
     }
     0
 }
@@ -344,7 +360,7 @@ pub(crate) unsafe extern "C" fn poll_cq(queue: *mut abi::Cq, wanted: c_int, into
 }
 
 /// A completion as programs read it.
-fn shown(wc: &WorkCompletion) -> abi::Wc {
+pub(crate) fn shown(wc: &WorkCompletion) -> abi::Wc {
     let mut wc_flags = 0;
     let mut imm_data = 0;
     if let Some(imm) = wc.imm {
@@ -405,9 +421,4 @@ fn opcode_of(opcode: WcOpcode) -> u32 {
         WcOpcode::Recv => RECV,
         WcOpcode::RecvRdmaWithImm => RECV_RDMA_WITH_IMM,
     }
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_resize_cq(_: *mut abi::Cq, _: c_int) -> c_int {
-    status(Err(libc::EOPNOTSUPP))
 }

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 
 use crate::device::Device;
 use crate::events::Given;
-use crate::{abi, channel, made, memory, minus_one, query, queue_pair, srq, xrc};
+use crate::{abi, channel, completions, made, memory, minus_one, query, queue_pair, srq, xrc};
 
 /// What a program's `struct ibv_context` pointer points into: what `verbs.h` calls through stands before the context, ours behind.
 #[repr(C)]
@@ -139,6 +139,9 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     verbs.get_srq_num = Some(srq::get_srq_num);
     verbs.open_xrcd = Some(xrc::open_xrcd);
     verbs.close_xrcd = Some(xrc::close_xrcd);
+    verbs.create_cq_ex = Some(completions::create_cq_ex);
+    verbs.modify_cq = Some(completions::modify_cq);
+    verbs.query_rt_values = Some(completions::query_rt_values);
     let context = &mut verbs.context;
     context.device = ptr::from_ref(&of.shown).cast_mut();
     context.ops.poll_cq = Some(channel::poll_cq);

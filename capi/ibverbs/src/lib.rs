@@ -9,6 +9,7 @@
 mod address;
 mod channel;
 mod cm;
+mod completions;
 mod context;
 mod device;
 mod events;

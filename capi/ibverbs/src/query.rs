@@ -9,7 +9,7 @@ use rdmux_verbs::abi::device_cap;
 use crate::context::Context;
 use crate::device::{Device, put};
 use crate::queue_pair::WR_MAX;
-use crate::{abi, minus_one, status};
+use crate::{abi, completions, minus_one, status};
 
 /// Completions that a queue can have.
 pub(crate) const CQE_MAX: c_int = 1 << 20;
@@ -97,8 +97,12 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     whole.odp_rc = datagrams | odp::WRITE | odp::READ | odp::ATOMIC;
     whole.odp_uc = datagrams | odp::WRITE;
     whole.odp_ud = datagrams;
-    // xrc_odp_caps and phys_port_cnt_ex, the last two numbers of 32 bits.
-    whole.rest[13] = 1 << 32 | u64::from(whole.odp_rc);
+    whole.xrc_odp = whole.odp_rc;
+    whole.completion_timestamp_mask = u64::MAX;
+    whole.hca_core_clock = completions::CLOCK_KHZ;
+    whole.max_cq_count = u16::MAX;
+    whole.max_cq_period = u16::MAX;
+    whole.phys_port_cnt_ex = 1;
     let size = size.min(size_of::<abi::DeviceAttrEx>());
     // SAFETY: the caller has `size` bytes there.
     unsafe { std::ptr::copy_nonoverlapping((&raw const whole).cast::<u8>(), attr.cast::<u8>(), size) };

@@ -246,8 +246,14 @@ pub(crate) fn basic(init: &abi::QpInitAttrEx) -> abi::QpInitAttr {
 }
 
 unsafe fn create_extended(init: &mut abi::QpInitAttrEx) -> Result<*mut abi::Qp, c_int> {
-    use abi::qp_init::{PD, SEND_OPS_FLAGS, XRCD};
-    if init.comp_mask & !(PD | XRCD | SEND_OPS_FLAGS) != 0 {
+    use abi::qp_init::{CREATE_FLAGS, PD, SEND_OPS_FLAGS, XRCD};
+    // Of the flags none is supported, but to set none is no error.
+    let flags = if init.comp_mask & CREATE_FLAGS != 0 {
+        init.create_flags
+    } else {
+        0
+    };
+    if init.comp_mask & !(PD | XRCD | SEND_OPS_FLAGS | CREATE_FLAGS) != 0 || flags != 0 {
         return Err(libc::EOPNOTSUPP);
     }
     let owner = match init.qp_type {
