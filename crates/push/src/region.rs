@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_verbs::{
     AnonymousMemory, Atomic, DaxError, DaxMemory, Device, Fault, Features, FileMemory, Memory,
-    PersistenceDomain, Placement, Provider,
+    PersistenceDomain, Placement, Provider, Reach,
 };
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
@@ -245,8 +245,8 @@ impl Region {
         ways
     }
 
-    /// The ways to durability that a device offers, which reaches the region's pages, or hands its bytes to the processor.
-    pub fn ways_on(&self, device: &Device, reaches: bool) -> Ways {
+    /// The ways to durability that a device offers, which gets at the region's bytes like this.
+    pub fn ways_on(&self, device: &Device, reach: Reach) -> Ways {
         let mut ways = self.ways();
         if device.provider() == Provider::Soft {
             return ways;
@@ -254,7 +254,7 @@ impl Region {
         // Where an RNIC's writes come to rest is the platform's to say (docs/persistence-model.md).
         ways.remove(Ways::READ_AFTER_WRITE);
         let flushes = Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT;
-        if !reaches || !device.features().contains(flushes) {
+        if reach != Reach::Direct || !device.features().contains(flushes) {
             ways.remove(Ways::FLUSH);
             // Also of what survives nothing: then it is the way to what every processor sees.
             ways.insert(Ways::SOFTWARE_FLUSH);
@@ -262,9 +262,9 @@ impl Region {
         ways
     }
 
-    /// Whether a device can reach its pages by itself, as an RNIC does.
-    pub fn has_pages(&self) -> bool {
-        self.memory.pages().is_some()
+    /// How a device gets at its bytes.
+    pub fn reach(&self, device: &Device) -> Reach {
+        device.reach(&*self.memory)
     }
 
     /// Whether nobody may write to it.

@@ -41,8 +41,10 @@ pub enum RegisterError {
     /// As many regions and windows as there can be.
     #[error("too many memory regions and windows")]
     NoResources,
-    /// The device reaches memory by its pages, and this memory has none that stay: a file, which the kernel reads and writes.
-    #[error("an RNIC reaches memory that stays mapped only, and not files: copy through registered memory")]
+    /// The device reaches memory by its pages, and this memory has none that stay: a file, which needs a device that pages on demand.
+    #[error(
+        "an RNIC without on-demand paging reaches memory that stays mapped only, and not files: copy through registered memory"
+    )]
     NotMapped,
     /// The device does not have it.
     #[error("the device does not offer this: {0}")]

@@ -1045,6 +1045,8 @@ pub mod device_cap {
 
 /// `IBV_ODP_SUPPORT`.
 pub const ODP_SUPPORT: u64 = 1;
+/// `IBV_ODP_SUPPORT_WRITE` and `IBV_ODP_SUPPORT_READ`, of a transport.
+pub const ODP_WRITE_AND_READ: u32 = 1 << 2 | 1 << 3;
 
 /// `ibv_alloc_mw`
 pub type AllocMw = unsafe extern "C" fn(*mut Pd, u32) -> *mut Mw;

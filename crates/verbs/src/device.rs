@@ -9,14 +9,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_rnic::{
-    Access, Arm, Bind, Counters, Cqn, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType, Qpn,
-    RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
+    Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
+    Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
 };
 use rdmux_wire::roce::PathMtu;
 
 use crate::event::AsyncEvent;
 use crate::features::Features;
 use crate::hw;
+use crate::memory::Pages;
 use crate::provider::Provided;
 use crate::provider::Provider;
 use crate::region::{MemoryRegion, MemoryWindow};
@@ -48,6 +49,18 @@ pub struct PostListError {
     pub index: usize,
     /// Why.
     pub source: PostError,
+}
+
+/// How a device gets at the bytes of a memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// By itself.
+    Direct,
+    /// By itself, page by page, as the kernel gives them: what it wrote to a file is in the page cache, where its FLUSH to persistence
+    /// has no say.
+    OnDemand,
+    /// Not: a processor copies between it and memory that is registered.
+    Processor,
 }
 
 /// An RDMA device with one address (GID).
@@ -95,6 +108,18 @@ impl Device {
         match &self.provided {
             Provided::Soft(_) => Features::all(),
             Provided::Hw(device) => device.features(),
+        }
+    }
+
+    /// How it gets at the bytes of a memory.
+    pub fn reach(&self, memory: &dyn Memory) -> Reach {
+        if self.provider() == Provider::Soft {
+            return Reach::Direct;
+        }
+        match Pages::of(memory) {
+            Some(Pages::Stay) => Reach::Direct,
+            Some(Pages::ComeAndGo) if self.features().contains(Features::ON_DEMAND) => Reach::OnDemand,
+            Some(Pages::ComeAndGo) | None => Reach::Processor,
         }
     }
 

@@ -58,7 +58,7 @@ pub use cq::ResizeError;
 pub use datagram::AddressHandle;
 pub use device::{
     Carrier, CompletionQueue, CreateError, Device, OpenError, Options, PostListError, ProtectionDomain,
-    QpOptions, QueuePair, SharedMemory,
+    QpOptions, QueuePair, Reach, SharedMemory,
 };
 pub use event::AsyncEvent;
 pub use features::{Features, Unsupported};

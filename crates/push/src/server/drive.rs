@@ -8,6 +8,7 @@ use rdmux_verbs::{Load, wake_cost_ns};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::control::Local;
+use super::work::thread_cpu_ns;
 use super::{Done, Event, Server};
 
 /// Who looks for messages looks for connections once in so many turns: that is rarer, and takes a lock.
@@ -54,6 +55,7 @@ impl Server {
             log(&event);
         };
         self.next_probe = Instant::now() + self.keepalive / 2;
+        self.booked_ns = thread_cpu_ns();
         loop {
             for at in 0..self.service.driver.endpoints.len() {
                 self.accept(at);
@@ -106,7 +108,11 @@ impl Server {
         let (now, service) = (self.began.elapsed(), &mut self.service);
         match done {
             Done::Stop => self.stop = true,
-            Done::Finished(finished) => service.finished(now, finished),
+            Done::Finished(finished) => {
+                let (by_message, cpu_ns) = (finished.by_message, finished.cpu_ns);
+                service.finished(now, finished);
+                self.book(by_message, cpu_ns);
+            }
             Done::Local(Local::Begin {
                 region,
                 access,

@@ -79,6 +79,11 @@ pub struct ServerMetrics {
     pub revoked: u64,
     /// Requests answered with an error.
     pub errors: u64,
+    /// Bytes that came or went by message: of clients without a mapping, and of mappings that no device reaches by itself.
+    pub message_bytes: u64,
+    /// Processor time of the server's threads for those bytes, from the message in to the answer out, flushes of such mappings and the wait
+    /// before each message included. What the device's own threads and the kernel's interrupts take is not.
+    pub message_cpu_ns: u64,
     requests: [Histogram; RequestKind::ALL.len()],
 }
 
@@ -87,6 +92,12 @@ impl ServerMetrics {
     /// those who had to let go included.
     pub fn requests(&self, kind: RequestKind) -> &Histogram {
         &self.requests[kind as usize]
+    }
+
+    /// Seconds of processor time that a GiB by message took; `None`: there was no byte.
+    pub fn message_cpu_seconds_per_gib(&self) -> Option<f64> {
+        let gib = self.message_bytes as f64 / f64::from(1 << 30);
+        (self.message_bytes > 0).then(|| self.message_cpu_ns as f64 * 1e-9 / gib)
     }
 }
 

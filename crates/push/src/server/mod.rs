@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest,
     CreateError, Device, Features, FileWatch, ListenError, Listener, Memory, MemoryRegion, OpenError,
-    Operation, ProtectionDomain, Provider, QpOptions, QueuePair, RKey, RecvRequest, RegisterError, SendFlags,
+    Operation, ProtectionDomain, QpOptions, QueuePair, RKey, Reach, RecvRequest, RegisterError, SendFlags,
     SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
@@ -192,6 +192,8 @@ struct Hands {
     /// Watches of files, by number of the region.
     files: HashMap<usize, FileWatch>,
     metrics: Metrics,
+    /// Jobs that carried bytes by message.
+    jobs_by_message: u64,
 }
 
 /// A server. [`Server::bind`], then [`Server::run`].
@@ -208,6 +210,8 @@ pub struct Server {
     done_tx: mpsc::Sender<Done>,
     done_rx: mpsc::Receiver<Done>,
     waiting: Waiting,
+    /// Processor time of the server's thread when it was last booked.
+    booked_ns: u64,
     stop: bool,
 }
 
@@ -264,6 +268,7 @@ impl Server {
             workers: Workers::new(done_tx.clone(), wake.clone()),
             files,
             metrics: Metrics::default(),
+            jobs_by_message: 0,
         };
         let mut service = Service::new(hands, shared, config.break_timeout);
         service.events = events;
@@ -278,6 +283,7 @@ impl Server {
             done_tx,
             done_rx,
             waiting: Waiting::new(config.device.waiting),
+            booked_ns: 0,
             stop: false,
         })
     }
@@ -302,17 +308,13 @@ impl Server {
             .map(|endpoint| &endpoint.device);
         device.map_or_else(
             || region.ways(),
-            |device| region.ways_on(device, region.has_pages()),
+            |device| region.ways_on(device, region.reach(device)),
         )
     }
 
-    /// Whether clients reach a region by RDMA, and not by messages that the server's processor carries out.
-    pub fn is_direct(&self, region: &Region) -> bool {
-        let endpoints = &self.service.driver.endpoints;
-        region.has_pages()
-            || endpoints
-                .iter()
-                .all(|endpoint| endpoint.device.provider() == Provider::Soft)
+    /// How the devices get at a region's bytes: for clients of any of them.
+    pub fn reach(&self, region: &Region) -> Reach {
+        self.service.driver.reach(region)
     }
 
     /// Works on the regions from elsewhere.
@@ -433,9 +435,22 @@ impl Server {
             if link.buffers.read(at, &mut message).is_ok()
                 && let Some(slot) = link.take_slot(place)
             {
+                let jobs = hands.jobs_by_message;
                 self.service.handle_message(now, client, slot, &message);
+                self.book(self.service.driver.jobs_by_message != jobs, 0);
             }
         }
+    }
+
+    /// Books what this thread has taken of a processor since the last time, and `others_ns` of other threads, on bytes by message, or on
+    /// nothing.
+    fn book(&mut self, by_message: bool, others_ns: u64) {
+        let now_ns = work::thread_cpu_ns();
+        if by_message {
+            let own_ns = now_ns.saturating_sub(self.booked_ns);
+            self.service.driver.metrics.lock().message_cpu_ns += own_ns + others_ns;
+        }
+        self.booked_ns = now_ns;
     }
 
     /// Does what is due; returns when it wants to be called again.
@@ -502,6 +517,22 @@ fn is_out_of_reach(error: &RegisterError) -> bool {
     }
 }
 
+impl Hands {
+    fn reach(&self, region: &Region) -> Reach {
+        let reaches = self
+            .endpoints
+            .iter()
+            .map(|endpoint| region.reach(&endpoint.device));
+        // The one that costs the most.
+        let worst = |a: Reach, b: Reach| match (a, b) {
+            (Reach::Processor, _) | (_, Reach::Processor) => Reach::Processor,
+            (Reach::OnDemand, _) | (_, Reach::OnDemand) => Reach::OnDemand,
+            (Reach::Direct, Reach::Direct) => Reach::Direct,
+        };
+        reaches.fold(Reach::Direct, worst)
+    }
+}
+
 impl Driver for Hands {
     fn register(
         &mut self,
@@ -514,18 +545,21 @@ impl Driver for Hands {
             return Err("the connection has ended".into());
         };
         let device = link.pd.device();
-        // The offset in the region is the address, so that both ends speak of the same numbers.
-        let registered = link.pd.reg_mr(
-            memory,
-            map.offset,
-            map.length,
-            map.offset,
-            rights & rights_on(device),
+        let reach = map.region.reach(device);
+        let mut possible = rights_on(device);
+        // A device's own FLUSH does not bring to the medium what it wrote to the page cache.
+        possible.set(
+            Access::FLUSH_PERSISTENT,
+            possible.contains(Access::FLUSH_PERSISTENT) && reach == Reach::Direct,
         );
+        // The offset in the region is the address, so that both ends speak of the same numbers.
+        let registered = link
+            .pd
+            .reg_mr(memory, map.offset, map.length, map.offset, rights & possible);
         let mr = match registered {
             Ok(mr) => mr,
             Err(error) if is_out_of_reach(&error) => {
-                let ways = map.region.ways_on(device, false);
+                let ways = map.region.ways_on(device, Reach::Processor);
                 return Ok(Registered { extent: None, ways });
             }
             Err(error) => return Err(error.to_string()),
@@ -536,7 +570,7 @@ impl Driver for Hands {
             va: mr.iova(),
             rkey: RKey(mr.rkey().0),
         };
-        let ways = map.region.ways_on(device, true);
+        let ways = map.region.ways_on(device, reach);
         if link.mappings.insert(map.mapping, mr).is_none() {
             self.metrics.lock().mappings += 1;
         }
@@ -594,7 +628,12 @@ impl Driver for Hands {
         }
     }
 
-    fn work(&mut self, job: Job) -> Option<Finished> {
+    fn work(&mut self, mut job: Job) -> Option<Finished> {
+        if let Some(bytes) = job.task.bytes_by_message(|region| self.reach(region)) {
+            job.by_message = true;
+            self.jobs_by_message += 1;
+            self.metrics.lock().message_bytes += bytes;
+        }
         self.workers.submit(job)
     }
 

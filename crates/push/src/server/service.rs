@@ -349,6 +349,7 @@ impl<D: Driver> Service<D> {
             task,
             at_once,
             counted,
+            by_message: false,
         };
         if let Some(finished) = self.driver.work(job) {
             self.job_finished(finished);
@@ -366,6 +367,7 @@ impl<D: Driver> Service<D> {
             ticket,
             answer,
             counted,
+            ..
         } = finished;
         if counted && let Some(running) = self.running.get_mut(&ticket.client) {
             running.jobs -= 1;

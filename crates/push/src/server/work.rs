@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
-use rdmux_verbs::{Fault, Memory, Placement};
+use rdmux_verbs::{Fault, Memory, Placement, Reach};
 use rdmux_wire::push::{ErrorCode, Message};
 
 use super::lease::LeaseId;
@@ -66,6 +66,8 @@ pub struct Job {
     pub(super) at_once: bool,
     /// It is one of those that a client is not welcome before they are done.
     pub(super) counted: bool,
+    /// It carries bytes that came or go by message, or flushes what did.
+    pub(super) by_message: bool,
 }
 
 impl Job {
@@ -86,6 +88,8 @@ impl Job {
             ticket: self.ticket,
             answer,
             counted: self.counted,
+            by_message: self.by_message,
+            cpu_ns: 0,
         }
     }
 
@@ -99,6 +103,8 @@ impl Job {
             ticket: self.ticket,
             answer,
             counted: self.counted,
+            by_message: self.by_message,
+            cpu_ns: 0,
         }
     }
 }
@@ -109,6 +115,9 @@ pub struct Finished {
     pub(super) ticket: Ticket,
     pub(super) answer: Message,
     pub(super) counted: bool,
+    pub(super) by_message: bool,
+    /// What it took of a thread's processor time, if it is by message and a thread did it.
+    pub(super) cpu_ns: u64,
 }
 
 /// The threads, each made when it is needed first.
@@ -164,12 +173,18 @@ impl Workers {
                     while let Some(other) = batch.next_if(|next| job.task.absorb(&next.task)) {
                         others.push((other.ticket, other.counted));
                     }
-                    let finished = job.run();
-                    let answer = finished.answer.clone();
+                    let began_ns = thread_cpu_ns();
+                    let mut finished = job.run();
+                    if finished.by_message {
+                        finished.cpu_ns = thread_cpu_ns().saturating_sub(began_ns);
+                    }
+                    let (answer, by_message) = (finished.answer.clone(), finished.by_message);
                     let others = others.into_iter().map(|(ticket, counted)| Finished {
                         ticket,
                         answer: answer.clone(),
                         counted,
+                        by_message,
+                        cpu_ns: 0,
                     });
                     for finished in std::iter::once(finished).chain(others) {
                         if done.send(Done::Finished(finished)).is_err() {
@@ -184,7 +199,24 @@ impl Workers {
     }
 }
 
+/// The processor time that this thread has had.
+pub(super) fn thread_cpu_ns() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
+}
+
 impl Task {
+    /// Bytes that it carries which came or go by message; `None`: it has nothing to do with such. `reach` says how devices get at the
+    /// bytes of a flush.
+    pub(super) fn bytes_by_message(&self, reach: impl FnOnce(&Region) -> Reach) -> Option<u64> {
+        match self {
+            Task::Checksum { .. } => None,
+            Task::Write { bytes, .. } => Some(bytes.len() as u64),
+            Task::Read { length, .. } => Some(*length),
+            Task::Flush { memory, .. } => (reach(memory.region()) == Reach::Processor).then_some(0),
+        }
+    }
+
     pub(super) fn is_checksum(&self) -> bool {
         matches!(self, Task::Checksum { .. })
     }

@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use rdmux_push::{
     DEFAULT_PORT, Domain, Key, Name, Place, Placement, Region, Server, Ways, parse_size, server, split_port,
 };
+use rdmux_verbs::Reach;
 use rdmux_verbs::waiting::WaitMode;
 use serde_json::json;
 
@@ -18,8 +19,9 @@ use crate::output::{self, Align};
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: one object when it listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
-durable_by, read_only, direct, mapped; path and file_system are null for memory, file_system
-for a device).")]
+durable_by, read_only, direct, reach, mapped; path and file_system are null for memory, file_system
+for a device; reach is direct, on demand or by message). Another when it ends, if bytes came or went by message: by_message (bytes,
+cpu_seconds, cpu_seconds_per_gib: processor time of the server's threads).")]
 #[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
 pub(crate) struct Args {
     /// Address to listen on, any number of times: only the loopback interface unless another address is given.
@@ -218,14 +220,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let stopper = server.stopper();
     ctrlc::set_handler(move || stopper.stop()).context("cannot take signals")?;
     for region in server.regions() {
-        if !server.is_direct(region) {
+        if server.reach(region) == Reach::Processor {
             let _ = writeln!(
                 std::io::stderr(),
-                "rdmux: region {}: an RNIC does not reach files: clients' bytes come by message, and this processor copies them",
+                "rdmux: region {}: an RNIC without on-demand paging does not reach files: clients' bytes come by message, and this \
+                 processor copies them; what that costs is said at the end, and by --metrics",
                 region.name()
             );
         }
     }
+    let metrics = server.metrics();
     output::say(&if args.json {
         describe_json(&args.listen, &server)
     } else {
@@ -240,7 +244,29 @@ pub(crate) fn run(args: Args) -> Result<()> {
             let _ = writeln!(std::io::stderr(), "rdmux serve: {event}");
         }
     })?;
+    let metrics = metrics.read();
+    if let Some(per_gib) = metrics.message_cpu_seconds_per_gib() {
+        let (bytes, seconds) = (metrics.message_bytes, metrics.message_cpu_ns as f64 * 1e-9);
+        if args.json {
+            let by_message =
+                json!({ "bytes": bytes, "cpu_seconds": seconds, "cpu_seconds_per_gib": per_gib });
+            output::say(&json!({ "by_message": by_message }).to_string());
+        } else if !args.quiet {
+            let _ = writeln!(
+                std::io::stderr(),
+                "rdmux serve: {bytes} bytes by message took {seconds:.3} s of processor time, {per_gib:.2} s a GiB"
+            );
+        }
+    }
     Ok(())
+}
+
+fn reach_words(reach: Reach) -> &'static str {
+    match reach {
+        Reach::Direct => "direct",
+        Reach::OnDemand => "on demand",
+        Reach::Processor => "by message",
+    }
 }
 
 /// Binds this process, and the threads that it starts from now on, to one CPU.
@@ -303,8 +329,9 @@ fn describe(listen: &[SocketAddr], server: &Server) -> String {
                 Place::BlockDevice(path) => format!("{}, a block device", path.display()),
                 Place::Memory | Place::Other => "memory of this process".into(),
             };
-            if !server.is_direct(region) {
-                place += ", by message";
+            match server.reach(region) {
+                Reach::Direct => {}
+                other => place += &format!(", {}", reach_words(other)),
             }
             let mut flush = flush_kinds(region.placement()).join(", ");
             if region.read_only() {
@@ -359,7 +386,8 @@ fn describe_json(listen: &[SocketAddr], server: &Server) -> String {
                 "flush": flush_kinds(region.placement()),
                 "durable_by": way_words(server.ways(region)),
                 "read_only": region.read_only(),
-                "direct": server.is_direct(region),
+                "direct": server.reach(region) != Reach::Processor,
+                "reach": reach_words(server.reach(region)),
                 "mapped": matches!(region.place(), Place::Dax(..) | Place::DaxDevice(_)),
             })
         })

@@ -322,10 +322,18 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
             server.errors,
             "Requests answered with an error.",
         ),
+        (
+            "message_bytes",
+            server.message_bytes,
+            "Bytes that came or went by message, past no device: the processor copied them.",
+        ),
     ] {
         text.family(&format!("rdmux_push_{name}_total"), Kind::Counter, help);
         text.sample("", &[], value);
     }
+    let help = "Processor time of the server's threads for bytes by message.";
+    text.family("rdmux_push_message_cpu_seconds_total", Kind::Counter, help);
+    text.sample("", &[], server.message_cpu_ns as f64 * 1e-9);
     let help = "Time from a request by message to its answer, where that is no error; for map, waiting for those who had to let go included.";
     text.family("rdmux_push_request_duration_seconds", Kind::Histogram, help);
     for kind in RequestKind::ALL {

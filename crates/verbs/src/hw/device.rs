@@ -267,7 +267,8 @@ impl Device {
         );
         has(
             Features::ON_DEMAND,
-            self.0.attr.odp_general_caps & abi::ODP_SUPPORT != 0,
+            self.0.attr.odp_general_caps & abi::ODP_SUPPORT != 0
+                && self.0.attr.odp_rc & abi::ODP_WRITE_AND_READ == abi::ODP_WRITE_AND_READ,
         );
         has(Features::MULTICAST, attr.max_mcast_grp > 0);
         has(Features::BY_ADDRESS, self.0.sgid_index.is_some());

@@ -2,7 +2,9 @@
 //! functions by name are in [`Library`].
 #![allow(unsafe_code, reason = "functions of C libraries that are found at run time")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use crate::abi;
@@ -11,6 +13,8 @@ const LIBIBVERBS: &str = "libibverbs.so.1";
 const LIBRDMACM: &str = "librdmacm.so.1";
 /// The symbol by which rdmux's own replacements of the two libraries are told from the system's.
 const DROP_IN: &CStr = c"rdmux_drop_in";
+/// For tests: the folder that the two libraries are taken from, rdmux's own as well, so that this provider runs where there is no RNIC.
+const FOLDER_VARIABLE: &str = "RDMUX_HW_LIBRARIES";
 
 /// Why the system's libraries cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -50,9 +54,13 @@ struct Opened {
 }
 
 impl Opened {
-    fn open(name: &'static str) -> Result<Opened, LibraryError> {
-        let Ok(file) = CString::new(name) else {
-            unreachable!("the name of a library has no zero byte")
+    fn open(name: &'static str, folder: Option<&Path>) -> Result<Opened, LibraryError> {
+        let path = folder.map_or_else(
+            || OsString::from(name),
+            |folder| folder.join(name).into_os_string(),
+        );
+        let Ok(file) = CString::new(path.into_vec()) else {
+            unreachable!("neither a name nor an environment variable has a zero byte")
         };
         // SAFETY: the name is a C string. Loading runs the library's constructors, which are the system's.
         let handle = unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
@@ -63,7 +71,7 @@ impl Opened {
             });
         }
         let opened = Opened { name, handle };
-        if opened.find(DROP_IN).is_some() {
+        if folder.is_none() && opened.find(DROP_IN).is_some() {
             return Err(LibraryError::DropIn { name });
         }
         Ok(opened)
@@ -99,7 +107,9 @@ macro_rules! functions {
 
         impl Library {
             fn open() -> Result<Library, LibraryError> {
-                $(let $library = Opened::open($file)?;)*
+                let folder = std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty());
+                let folder = folder.map(PathBuf::from);
+                $(let $library = Opened::open($file, folder.as_deref())?;)*
                 Ok(Library {
                     $($($name: {
                         let Ok(symbol) = CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) else {

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 use super::device::{Counted, ProtectionDomain};
 use super::objects::{Mr, Mw};
 use crate::features::Features;
+use crate::memory::Pages;
 
 /// Which bits of a key the program chooses, of windows of type 2.
 const OWN_BITS: u32 = 0xff;
@@ -98,7 +99,7 @@ impl ProtectionDomain {
             memory_offset: offset,
             length,
             iova,
-            access,
+            mut access,
         } = spec;
         let inside = offset.checked_add(length).is_some_and(|end| end <= memory.len());
         if !inside || iova.checked_add(length).is_none() {
@@ -127,6 +128,16 @@ impl ProtectionDomain {
         let is_durable = memory.placement().contains(rdmux_rnic::Placement::PERSISTENT);
         if access.contains(Access::FLUSH_PERSISTENT) && !is_durable {
             return Err(RegisterError::FlushNotSupported);
+        }
+        if Pages::of(&*memory) == Some(Pages::ComeAndGo) {
+            if !device.features().contains(Features::ON_DEMAND) {
+                return Err(RegisterError::NotMapped);
+            }
+            // What the device writes is in the page cache: its FLUSH does not bring it any further, though some devices take one.
+            if access.contains(Access::FLUSH_PERSISTENT) {
+                return Err(RegisterError::FlushNotSupported);
+            }
+            access |= Access::ON_DEMAND;
         }
         let made = Mr::new(self.object(), memory, offset, length, iova, access.bits());
         let mr = made.ok_or(RegisterError::NotMapped)?.map_err(refused)?;

@@ -6,7 +6,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 use rustix::fs::{FallocateFlags, OFlags, fallocate, fdatasync, fstat};
@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use super::PersistenceDomain;
 use super::domain::{device_folder, is_in_memory, is_ram_disk};
 use crate::lease::{FileWatch, Wanted};
+use crate::mapping::Mapping;
 
 /// A file, or a block device as one, reached by `pread` and `pwrite`: the kernel copies, so a file that another process truncates
 /// or a medium that fails is a fault and never a signal. Its blocks are allocated when it is opened.
@@ -33,6 +34,8 @@ pub struct FileMemory {
     failed: Mutex<bool>,
     /// Held from the read to the write of an atomic operation.
     atomics: Mutex<()>,
+    /// For an RNIC that pages on demand, made when the first asks. No processor touches it, so that truncation stays a fault.
+    mapping: OnceLock<Mapping>,
 }
 
 impl FileMemory {
@@ -67,6 +70,7 @@ impl FileMemory {
             blocks_known: false,
             failed: Mutex::new(false),
             atomics: Mutex::new(()),
+            mapping: OnceLock::new(),
         })
     }
 
@@ -128,6 +132,7 @@ impl FileMemory {
             blocks_known,
             failed: Mutex::new(false),
             atomics: Mutex::new(()),
+            mapping: OnceLock::new(),
         })
     }
 
@@ -143,6 +148,17 @@ impl FileMemory {
 
     pub(super) fn file(&self) -> &Arc<File> {
         &self.file
+    }
+
+    /// A mapping for an RNIC that asks the kernel for each page when it needs it: the kernel then allocates, marks as changed and takes
+    /// back pages as for any mapping, so that `fdatasync` knows what the device wrote.
+    pub(super) fn hand_out(&self) -> Option<&Mapping> {
+        if self.mapping.get().is_none() {
+            let mapping = Mapping::of_file(&*self.file, 0, usize::try_from(self.len).ok()?, !self.read_only);
+            // Another thread's serves as well.
+            let _ = self.mapping.set(mapping.ok()?);
+        }
+        self.mapping.get()
     }
 
     /// Whether `len` bytes at `offset` are there. Another process may truncate the file at any time: this is looked at before
@@ -224,6 +240,11 @@ impl Memory for FileMemory {
 
     fn as_any(&self) -> Option<&dyn Any> {
         Some(self)
+    }
+
+    /// Those of the page cache, for an RNIC that pages on demand. Of block devices it is not tried.
+    fn pages(&self) -> Option<&dyn Any> {
+        (!self.is_device).then_some(self as &dyn Any)
     }
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {

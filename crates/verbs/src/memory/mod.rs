@@ -14,12 +14,35 @@ pub use self::application::ApplicationMemory;
 pub use self::dax::{DaxError, DaxMemory};
 pub use self::file::FileMemory;
 
-/// Where `length` bytes at an offset of a memory are in this process. They stay there as long as the memory lives.
+/// Whether a memory's pages stay, so that a device may hold on to them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pages {
+    /// They do, as long as the memory lives.
+    Stay,
+    /// They come and go: those of a file, which belong to the page cache and end where somebody shortens it.
+    ComeAndGo,
+}
+
+impl Pages {
+    /// Those of a memory; `None`: a device cannot reach it by itself.
+    pub(crate) fn of(memory: &dyn Memory) -> Option<Pages> {
+        let pages = memory.pages()?;
+        match pages.downcast_ref::<FileMemory>() {
+            Some(_) => Some(Pages::ComeAndGo),
+            None => (pages.is::<AnonymousMemory>() || pages.is::<DaxMemory>()).then_some(Pages::Stay),
+        }
+    }
+}
+
+/// Where `length` bytes at an offset of a memory are in this process. Their addresses stay theirs as long as the memory lives.
 pub(crate) fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
     let pages = memory.pages()?;
-    let mapping = match pages.downcast_ref::<AnonymousMemory>() {
-        Some(anonymous) => anonymous.mapping(),
-        None => pages.downcast_ref::<DaxMemory>()?.hand_out(),
+    let mapping = if let Some(anonymous) = pages.downcast_ref::<AnonymousMemory>() {
+        anonymous.mapping()
+    } else if let Some(file) = pages.downcast_ref::<FileMemory>() {
+        file.hand_out()?
+    } else {
+        pages.downcast_ref::<DaxMemory>()?.hand_out()
     };
     let end = offset.checked_add(length)?;
     (end <= mapping.len() as u64).then(|| mapping.address() + offset)
