@@ -1,6 +1,6 @@
 # Sourced by run, test and lab/bare in the repository's root. Finds what they need, and installs what is missing.
 #
-#   bootstrap WHAT...          build: a Rust toolchain and a C linker; test; programs; lab; bench; bare
+#   bootstrap WHAT...          build: a Rust toolchain and a C linker; test; programs; pyverbs; lab; bench; bare
 #   bootstrap_missing WHAT...  prints the packages that bootstrap would install
 
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
@@ -56,6 +56,9 @@ bootstrap_missing() {
         have ibv_rc_pingpong || echo ibverbs-utils
         have rping || echo rdmacm-utils
         have ib_write_lat || echo perftest ;;
+      pyverbs)
+        /usr/bin/python3 -c 'import pyverbs' 2>/dev/null || echo python3-pyverbs
+        [ -e /usr/share/doc/rdma-core/tests/run_tests.py ] || echo rdma-core ;;
       lab)
         have qemu-system-x86_64 || echo qemu-system-x86
         have xz || echo xz-utils
