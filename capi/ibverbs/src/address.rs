@@ -1,7 +1,7 @@
 //! Address handles.
 
 use std::ffi::c_int;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_verbs::{Device, Path, Qpn, Target};
@@ -32,6 +32,23 @@ pub(crate) fn vector(attr: &abi::AhAttr) -> Result<(IpAddr, u8), c_int> {
         return Err(libc::EINVAL);
     }
     Ok((address_of(attr.grh.dgid.0), attr.grh.traffic_class))
+}
+
+/// The address vector of a peer's address.
+pub(crate) fn vector_to(to: IpAddr, traffic_class: u8) -> abi::AhAttr {
+    let gid = match to {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+        IpAddr::V6(v6) => v6,
+    };
+    let mut attr = abi::AhAttr {
+        is_global: 1,
+        port_num: 1,
+        ..abi::AhAttr::default()
+    };
+    attr.grh.dgid = abi::AlignedGid(gid.octets());
+    attr.grh.hop_limit = 64;
+    attr.grh.traffic_class = traffic_class;
+    attr
 }
 
 impl Handle {
@@ -117,23 +134,15 @@ unsafe fn way_back(port: u8, wc: &abi::Wc, header: *const u8) -> Result<abi::AhA
     let (source, traffic_class) = if header[0] >> 4 == 6 {
         let mut gid = [0; 16];
         gid.copy_from_slice(&header[8..24]);
-        (gid, header[0] << 4 | header[1] >> 4)
+        (Ipv6Addr::from(gid).into(), header[0] << 4 | header[1] >> 4)
     } else {
         let [a, b, c, d] = [header[32], header[33], header[34], header[35]];
-        (
-            std::net::Ipv4Addr::new(a, b, c, d).to_ipv6_mapped().octets(),
-            header[21],
-        )
+        (Ipv4Addr::new(a, b, c, d).into(), header[21])
     };
-    let mut attr = abi::AhAttr {
-        is_global: 1,
+    Ok(abi::AhAttr {
         port_num: port,
-        ..abi::AhAttr::default()
-    };
-    attr.grh.dgid = abi::AlignedGid(source);
-    attr.grh.hop_limit = 64;
-    attr.grh.traffic_class = traffic_class;
-    Ok(attr)
+        ..vector_to(source, traffic_class)
+    })
 }
 
 #[unsafe(no_mangle)]

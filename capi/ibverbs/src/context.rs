@@ -182,6 +182,18 @@ pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     Ok(context)
 }
 
+/// The domain of such a context that ids have where their program gives none. It stays too.
+pub(crate) fn shared_domain(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
+    static MADE: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+    let mut list = lock(&MADE);
+    if let Some((_, pd)) = list.iter().find(|(of, _)| *of == context.addr()) {
+        return Ok(ptr::with_exposed_provenance_mut(*pd));
+    }
+    let pd = memory::alloc_pd(context)?;
+    list.push((context.addr(), pd.expose_provenance()));
+    Ok(pd)
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_open_device(device: *mut abi::Device) -> *mut abi::Context {
     // SAFETY: a device of the list, says the caller.

@@ -322,7 +322,7 @@ const STATES: [QpState; 7] = [
     QpState::Error,
 ];
 
-fn number_of(state: QpState) -> u32 {
+pub(crate) fn number_of(state: QpState) -> u32 {
     STATES.iter().position(|known| *known == state).unwrap_or(0) as u32
 }
 
@@ -668,18 +668,29 @@ pub(crate) unsafe extern "C" fn post_recv(
     0
 }
 
-/// A connection has brought a queue pair to a state, which a program may read in its structure.
-pub(crate) fn tell_state(context: *mut abi::Context, qpn: Qpn, state: u32) {
+/// The queue pair of a device that has a number.
+///
+/// # Safety
+/// The context is open.
+pub(crate) unsafe fn numbered(context: *mut abi::Context, qpn: u32) -> Option<QueuePair> {
+    // SAFETY: an open context, says the caller.
+    let objects = unsafe { Context::of(context) }.objects();
+    let pair = *objects.pairs.get(&qpn)?;
+    // SAFETY: it is there while it is among the objects, which are held.
+    Some(unsafe { Pair::of(pair) }.pair.clone())
+}
+
+/// A connection has brought a queue pair to a state, with attributes that a program may ask for.
+pub(crate) fn tell(context: *mut abi::Context, qpn: Qpn, attr: &abi::QpAttr, mask: u32) {
     // SAFETY: a context of ids, which is never closed.
     let objects = unsafe { Context::of(context) }.objects();
     if let Some(pair) = objects.pairs.get(&qpn.value()) {
         // SAFETY: it is there while it is among the objects, which are held.
         let own = unsafe { Pair::of(*pair) };
-        own.attributes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .qp_state = state;
+        let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
+        keep(&mut kept, attr, mask);
+        kept.qp_state = attr.qp_state;
         // SAFETY: the program's own structure, of which nothing but the state is ever written.
-        unsafe { (**pair).state = state };
+        unsafe { (**pair).state = attr.qp_state };
     }
 }

@@ -300,6 +300,7 @@ impl Run {
             path_mtu: PathMtu::Bytes1024,
             traffic_class: 0,
             extensions: None,
+            plain: false,
         }
     }
 

@@ -901,5 +901,6 @@ fn endpoint(qpn: Qpn, kind: Kind) -> Endpoint {
         path_mtu: PathMtu::Bytes1024,
         traffic_class: 0,
         extensions: None,
+        plain: false,
     }
 }

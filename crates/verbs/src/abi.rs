@@ -1012,10 +1012,13 @@ pub mod cm_event {
     pub const ESTABLISHED: u32 = 9;
     pub const DISCONNECTED: u32 = 10;
     pub const DEVICE_REMOVAL: u32 = 11;
+    pub const MULTICAST_JOIN: u32 = 12;
+    pub const MULTICAST_ERROR: u32 = 13;
 }
 
 /// `enum rdma_port_space`.
 pub mod port_space {
+    pub const IPOIB: u32 = 0x0002;
     pub const TCP: u32 = 0x0106;
     pub const UDP: u32 = 0x0111;
 }

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmError, Endpoint};
-use rdmux_rnic::{Access, ModifyError, QpType};
+use rdmux_rnic::{Access, ModifyError, QpAttributes, QpState, QpType, Qpn};
 use rdmux_wire::cm::RejReason;
 use rdmux_wire::roce::{PathMtu, Transport};
 
@@ -15,6 +15,9 @@ use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
 use crate::soft::group::GroupError;
+
+/// What [`ConnectParams::ack_timeout`] is where nobody says.
+pub(crate) const ACK_TIMEOUT: u8 = 14;
 
 /// What is asked for when connecting.
 #[derive(Clone, Debug)]
@@ -25,8 +28,8 @@ pub struct ConnectParams {
     pub initiator_depth: u8,
     /// The peer's READs, FLUSHes and atomics that can be answered at a time.
     pub responder_resources: u8,
-    /// Local ACK timeout code: 4.096 us x 2^code. 14 is 67 ms.
-    pub ack_timeout: u8,
+    /// Local ACK timeout code: 4.096 us x 2^code. `None`: 14, which is 67 ms; who accepts takes that of the request.
+    pub ack_timeout: Option<u8>,
     /// Retries on timeout, 0 to 7.
     pub retry_count: u8,
     /// Retries on RNR NAK, 7 for ever.
@@ -51,7 +54,7 @@ impl Default for ConnectParams {
                 | Access::FLUSH_PERSISTENT,
             initiator_depth: 16,
             responder_resources: 16,
-            ack_timeout: 14,
+            ack_timeout: None,
             retry_count: 7,
             rnr_retry: 7,
             min_rnr_timer: 12,
@@ -59,6 +62,18 @@ impl Default for ConnectParams {
             traffic_class: 0,
         }
     }
+}
+
+/// A queue pair that is not brought up here, but by its owner, with the attributes that the connection gives
+/// ([`Connection::attributes`]). To its peer it is one that keeps to the specification alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExternalPair {
+    /// QPN.
+    pub qpn: Qpn,
+    /// RC, UC or, of XRC, what fits the side.
+    pub qp_type: QpType,
+    /// It takes receives from a shared receive queue.
+    pub srq: bool,
 }
 
 /// Why there is no connection.
@@ -182,10 +197,50 @@ impl Device {
         };
         Ok(Connection {
             provided,
-            qp: qp.clone(),
+            qp: Some(qp.clone()),
             peer: peer.ip(),
         })
     }
+
+    /// Asks as [`Device::connect`] does, for a queue pair that its owner brings up: it is told with what by
+    /// [`Connection::attributes`]. The peer waits until [`Connection::establish`].
+    ///
+    /// # Errors
+    /// Those of [`Device::connect`]; provider `hw` has no such connections ([`io::ErrorKind::Unsupported`]).
+    pub fn connect_external(
+        &self,
+        pair: &ExternalPair,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        let local = self.address();
+        if local.is_ipv4() != peer.is_ipv4() {
+            return Err(ConnectError::Family {
+                local,
+                peer: peer.ip(),
+            });
+        }
+        if pair.qp_type == QpType::XrcRecv || transport_of(pair.qp_type).is_none() {
+            return Err(ConnectError::QpType(pair.qp_type));
+        }
+        let provided = match &self.provided {
+            Provided::Soft(device) => {
+                Provided::Soft(device.connect_external(pair, peer, params, private_data)?)
+            }
+            Provided::Hw(_) => return Err(no_external()),
+        };
+        Ok(Connection {
+            provided,
+            qp: None,
+            peer: peer.ip(),
+        })
+    }
+}
+
+fn no_external() -> ConnectError {
+    let why = "provider hw brings up the queue pairs that it connects by itself";
+    ConnectError::Io(io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
 /// The transport service of connections of a queue pair; `None`: it has none.
@@ -319,8 +374,44 @@ impl ConnectionRequest {
             }
             _ => return Err(ConnectError::OtherDevice),
         };
-        let qp = qp.clone();
+        let qp = Some(qp.clone());
         Ok(Connection { provided, qp, peer })
+    }
+
+    /// With what a queue pair goes to Init, RTR and RTS that its owner brings up before [`ConnectionRequest::accept_external`].
+    ///
+    /// # Errors
+    /// Those of making a socket; provider `hw` has no such connections.
+    pub fn attributes(&self, to: QpState, params: &ConnectParams) -> Result<QpAttributes, ConnectError> {
+        match &self.provided {
+            Provided::Soft(request) => Ok(request.attributes(to, params)?),
+            Provided::Hw(_) => Err(no_external()),
+        }
+    }
+
+    /// Accepts for a queue pair that its owner has brought up.
+    ///
+    /// # Errors
+    /// Those of [`ConnectionRequest::accept_after`]; provider `hw` has no such connections.
+    pub fn accept_external(
+        &mut self,
+        pair: &ExternalPair,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        if pair.qp_type != self.qp_type() {
+            return Err(ConnectError::QpType(pair.qp_type));
+        }
+        let peer = self.peer();
+        let provided = match &mut self.provided {
+            Provided::Soft(request) => Provided::Soft(request.accept_external(pair, params, private_data)?),
+            Provided::Hw(_) => return Err(no_external()),
+        };
+        Ok(Connection {
+            provided,
+            qp: None,
+            peer,
+        })
     }
 
     /// Refuses.
@@ -336,7 +427,8 @@ impl ConnectionRequest {
 #[derive(Debug)]
 pub struct Connection {
     provided: Provided<soft::cm::Connection, hw::cm::Connection>,
-    qp: QueuePair,
+    /// `None`: its owner brings it up.
+    qp: Option<QueuePair>,
     peer: IpAddr,
 }
 
@@ -362,9 +454,25 @@ impl Connection {
         }
     }
 
-    /// The queue pair.
-    pub fn qp(&self) -> &QueuePair {
-        &self.qp
+    /// The queue pair, unless its owner brings it up.
+    pub fn qp(&self) -> Option<&QueuePair> {
+        self.qp.as_ref()
+    }
+
+    /// With what a queue pair goes to Init, RTR and RTS that its owner brings up. `None`: the provider does that alone.
+    pub fn attributes(&self, to: QpState) -> Option<QpAttributes> {
+        match &self.provided {
+            Provided::Soft(connection) => connection.attributes(to),
+            Provided::Hw(_) => None,
+        }
+    }
+
+    /// The queue pair that its owner brings up is ready: after [`Device::connect_external`] the peer is told; on the passive
+    /// side, it has received before the peer's last message came. Does nothing to other connections.
+    pub fn establish(&self) {
+        if let (Provided::Soft(connection), None) = (&self.provided, &self.qp) {
+            connection.establish();
+        }
     }
 
     /// Passive side: waits for the peer's last message, or its first request, which says as much. False when neither came: then

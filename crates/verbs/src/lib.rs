@@ -53,7 +53,9 @@ pub mod soft;
 mod srq;
 pub mod waiting;
 
-pub use cm::{ConnectError, ConnectParams, Connection, ConnectionRequest, ListenError, Listener};
+pub use cm::{
+    ConnectError, ConnectParams, Connection, ConnectionRequest, ExternalPair, ListenError, Listener,
+};
 pub use cq::ResizeError;
 pub use datagram::AddressHandle;
 pub use device::{

@@ -133,7 +133,7 @@ impl Client {
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
         };
-        connection.qp().post_send(write).unwrap();
+        connection.qp().unwrap().post_send(write).unwrap();
         let wc = self.cq.wait(LONG).unwrap().expect("a completion");
         assert_eq!((wc.wr_id, wc.status), (7, Status::Success));
         assert!(!connection.is_ended());

@@ -128,6 +128,7 @@ impl Peer {
             path_mtu: PathMtu::Bytes1024,
             traffic_class: 0,
             extensions: None,
+            plain: false,
         };
         let service = ServiceId::tcp(PORT);
         let id = self.rnic.cm().connect(now, to, service, None, &local, b"");

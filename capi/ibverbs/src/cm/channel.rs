@@ -22,8 +22,8 @@ pub(super) struct Event {
     pub(super) shown: abi::CmEvent,
     /// What [`Event::shown`] points at: an event stays where it was made.
     private_data: [u8; PRIVATE_DATA_MAX],
-    /// Whose events wait to be acknowledged: the id's, and the listening one's.
-    of: Vec<Arc<Shared>>,
+    /// Whose events wait to be acknowledged: the id's, or the listening one's.
+    of: Arc<Shared>,
     /// The id of a request, until the program has it; else null.
     asks: *mut Id,
 }
@@ -64,7 +64,7 @@ impl Event {
                 },
             },
             private_data: [0; PRIVATE_DATA_MAX],
-            of: vec![of.clone()],
+            of: of.clone(),
             asks: ptr::null_mut(),
         })
     }
@@ -73,7 +73,8 @@ impl Event {
     pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Shared>) -> Box<Event> {
         self.shown.listen_id = listener;
         self.asks = self.shown.id.cast();
-        self.of.push(of.clone());
+        // It is an event of the one that listens: the new id can go before it is acknowledged.
+        self.of = of.clone();
         self
     }
 
@@ -91,6 +92,20 @@ impl Event {
             ..conn
         };
         self
+    }
+
+    /// ... with what the peer's user said, and who serves datagrams.
+    pub(super) fn with_ud(self: Box<Event>, ud: abi::UdParam, private_data: &[u8]) -> Box<Event> {
+        // SAFETY: numbers and pointers, all of which may be zero.
+        let mut event = self.with(unsafe { std::mem::zeroed() }, private_data);
+        // SAFETY: just written.
+        let conn = unsafe { event.shown.param.conn };
+        event.shown.param.ud = abi::UdParam {
+            private_data: conn.private_data,
+            private_data_len: conn.private_data_len,
+            ..ud
+        };
+        event
     }
 }
 
@@ -150,7 +165,7 @@ impl Events {
 /// Hands an event over to the program.
 pub(super) fn give(mut event: Box<Event>) -> *mut abi::CmEvent {
     event.asks = ptr::null_mut();
-    event.of.iter().for_each(|shared| shared.given.give());
+    event.of.given.give();
     Box::into_raw(event).cast()
 }
 
@@ -161,14 +176,18 @@ pub(super) struct Channel {
     pub(super) events: Arc<Events>,
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn rdma_create_event_channel() -> *mut abi::EventChannel {
-    made(Events::new().map(|events| {
+impl Channel {
+    pub(super) fn of(events: Arc<Events>) -> Box<Channel> {
         let shown = abi::EventChannel {
             fd: events.count.as_raw_fd(),
         };
-        Box::into_raw(Box::new(Channel { shown, events })).cast()
-    }))
+        Box::new(Channel { shown, events })
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn rdma_create_event_channel() -> *mut abi::EventChannel {
+    made(Events::new().map(|events| Box::into_raw(Channel::of(events)).cast()))
 }
 
 #[unsafe(no_mangle)]
@@ -197,7 +216,7 @@ unsafe extern "C" fn rdma_get_cm_event(
 pub(super) unsafe fn take_back(event: *mut abi::CmEvent) {
     // SAFETY: made by a Box in `Event::new`, and given out once, says the caller.
     let event = unsafe { Box::from_raw(event.cast::<Event>()) };
-    event.of.iter().for_each(|shared| shared.given.acknowledge(1));
+    event.of.given.acknowledge(1);
 }
 
 #[unsafe(no_mangle)]

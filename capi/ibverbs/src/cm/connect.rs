@@ -9,12 +9,15 @@ use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::{
-    ConnectError, ConnectParams, Connection, Device, Endpoint, QpAttributes, QpState, QueuePair, RejReason,
+    ConnectError, ConnectParams, Connection, Device, Endpoint, ExternalPair, QpAttributes, QpState, QpType,
+    Qpn, QueuePair, RejReason,
 };
 
+use super::bring_up::{attributes, show};
 use super::channel::Event;
-use super::id::{Id, Shared};
-use crate::{abi, channel, memory, minus_one, queue_pair};
+use super::datagram;
+use super::id::{Id, Request, Shared};
+use crate::{abi, channel, minus_one, queue_pair};
 
 /// Completions of a queue that the library makes for an id, where it has no requests of that kind.
 const DEPTH_MIN: u32 = 1;
@@ -22,9 +25,6 @@ const DEPTH_MIN: u32 = 1;
 /// How long somebody who is going to listen is waited for.
 const LISTENS_SOON: Duration = Duration::from_millis(50);
 const LISTENS_SOON_TRIES: u32 = 6;
-
-/// IBV_QPS_RTS
-const RTS: u32 = 3;
 
 /// Makes the queues that the program left out, each with a channel of its own; the queue's context is the id.
 unsafe fn queue_of(
@@ -81,13 +81,13 @@ unsafe fn create_qp_with(
     if own.shown.verbs.is_null() || !own.shown.qp.is_null() {
         return Err(libc::EINVAL);
     }
-    let mut pd = pd;
-    if pd.is_null() {
-        if own.shown.pd.is_null() {
-            own.shown.pd = memory::alloc_pd(own.shown.verbs)?;
-            own.own_pd = true;
-        }
-        pd = own.shown.pd;
+    let pd = if pd.is_null() { own.shown.pd } else { pd };
+    // SAFETY: null, or a domain that was made, says the caller.
+    if pd.is_null() || unsafe { (*pd).context } != own.shown.verbs {
+        return Err(libc::EINVAL);
+    }
+    if init.srq.is_null() {
+        init.srq = own.shown.srq;
     }
     if init.send_cq.is_null() {
         // SAFETY: a context that is open.
@@ -103,23 +103,33 @@ unsafe fn create_qp_with(
     }
     // SAFETY: what it names was made, says the caller.
     let qp = unsafe { queue_pair::create(queue_pair::Owner::Domain(pd), init, operations) }?;
-    let mut attr = abi::QpAttr {
-        qp_state: 1,
-        port_num: 1,
-        ..abi::QpAttr::default()
-    };
-    attr.qp_access_flags = ConnectParams::default().access.bits();
-    use abi::qp_attr::{ACCESS_FLAGS, PKEY_INDEX, PORT, STATE};
     // SAFETY: just made.
-    unsafe {
-        queue_pair::ibv_modify_qp(
-            qp,
-            &raw mut attr,
-            (STATE | PKEY_INDEX | PORT | ACCESS_FLAGS).cast_signed(),
-        )
+    if let Err(errno) = unsafe { bring_up(own, qp) } {
+        // SAFETY: just made, and used by nobody.
+        unsafe { queue_pair::ibv_destroy_qp(qp) };
+        return Err(errno);
+    }
+    (own.shown.qp, own.shown.pd) = (qp, pd);
+    Ok(())
+}
+
+/// Brings a queue pair to Init, as connecting expects it, or one of datagrams to where it can be used.
+///
+/// # Safety
+/// It was just made.
+unsafe fn bring_up(own: &Id, qp: *mut abi::Qp) -> Result<(), c_int> {
+    let states: &[QpState] = match own.shown.qp_type {
+        abi::qp_type::UD => &[QpState::Init, QpState::Rtr, QpState::Rts],
+        _ => &[QpState::Init],
     };
-    (own.shown.qp, own.shown.pd, own.shown.srq) = (qp, pd, init.srq);
-    (own.shown.send_cq, own.shown.recv_cq) = (init.send_cq, init.recv_cq);
+    for state in states {
+        let (mut attr, mask) = attributes(own, *state)?;
+        // SAFETY: as the caller says.
+        match unsafe { queue_pair::ibv_modify_qp(qp, &raw mut attr, mask.cast_signed()) } {
+            0 => {}
+            errno => return Err(errno),
+        }
+    }
     Ok(())
 }
 
@@ -178,19 +188,14 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
             }
         }
     }
-    if std::mem::take(&mut own.own_pd) {
-        let pd = std::mem::replace(&mut own.shown.pd, ptr::null_mut());
-        // SAFETY: made for the id in `create_qp`.
-        unsafe { memory::ibv_dealloc_pd(pd) };
-    }
 }
 
 /// What a program asks for, as the vocabulary has it.
-fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectParams {
+pub(super) fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectParams {
     let default = ConnectParams::default();
     let mut params = ConnectParams {
         traffic_class: own.traffic_class,
-        ack_timeout: own.ack_timeout.unwrap_or(default.ack_timeout),
+        ack_timeout: own.ack_timeout,
         ..default
     };
     if let Some(asked) = asked {
@@ -206,7 +211,7 @@ fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectParams {
 ///
 /// # Safety
 /// As many bytes lie there as it says.
-unsafe fn private_data(data: *const c_void, length: u8) -> Vec<u8> {
+pub(super) unsafe fn private_data(data: *const c_void, length: u8) -> Vec<u8> {
     if data.is_null() || length == 0 {
         return Vec::new();
     }
@@ -236,10 +241,10 @@ fn watch(shared: &Arc<Shared>, connection: &Arc<Connection>) {
     shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
 }
 
-fn establish(shared: &Arc<Shared>, connection: &Arc<Connection>, private_data: &[u8]) {
+fn tell_connection(shared: &Arc<Shared>, event: u32, connection: &Arc<Connection>, private_data: &[u8]) {
     let conn = connection.remote().map(told);
     shared.tell(|id, of| {
-        let event = Event::new(id, of, abi::cm_event::ESTABLISHED, 0);
+        let event = Event::new(id, of, event, 0);
         match conn {
             Some(conn) => event.with(conn, private_data),
             None => event,
@@ -247,71 +252,119 @@ fn establish(shared: &Arc<Shared>, connection: &Arc<Connection>, private_data: &
     });
 }
 
+/// The queue pair of a connection.
+enum Pair {
+    /// The id's: the library brings it up.
+    Own(QueuePair),
+    /// The program's, which it brings up itself.
+    External(ExternalPair),
+}
+
+impl Pair {
+    fn of(own: &Id, asked: Option<&abi::ConnParam>) -> Result<Pair, c_int> {
+        if !own.shown.qp.is_null() {
+            return own.pair().map(Pair::Own);
+        }
+        let asked = asked.ok_or(libc::EINVAL)?;
+        let pair = ExternalPair {
+            qpn: Qpn::new(asked.qp_num),
+            qp_type: QpType::Rc,
+            srq: asked.srq != 0,
+        };
+        Ok(Pair::External(pair))
+    }
+
+    fn connect(
+        &self,
+        device: &Device,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        match self {
+            Pair::Own(pair) => device.connect(pair, peer, params, private_data),
+            Pair::External(pair) => device.connect_external(pair, peer, params, private_data),
+        }
+    }
+
+    /// The connection has brought it to a state: the program sees it in its queue pair.
+    fn show(&self, verbs: usize, connection: &Connection, state: QpState) {
+        if let Pair::Own(pair) = self
+            && let Some(agreed) = connection.attributes(state)
+        {
+            let (attr, mask) = show(&agreed, state);
+            queue_pair::tell(ptr::with_exposed_provenance_mut(verbs), pair.qpn(), &attr, mask);
+        }
+    }
+
+    /// There is no connection: what was posted completes, as flushed.
+    fn fail(&self) {
+        if let Pair::Own(pair) = self {
+            let _ = pair.modify(QpState::Error, &QpAttributes::default());
+        }
+    }
+}
+
 unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
     let peer = own.remote.ok_or(libc::EINVAL)?;
-    let (device, pair) = (own.device()?.clone(), own.pair()?);
-    let params = parameters(own, asked);
+    let device = own.device()?.clone();
     // SAFETY: as the caller says.
     let data = asked.map_or(Vec::new(), |asked| unsafe {
         private_data(asked.private_data, asked.private_data_len)
     });
+    if own.is_datagram() {
+        datagram::connect(own, device, peer, data);
+        return Ok(());
+    }
+    let (pair, params) = (Pair::of(own, asked)?, parameters(own, asked));
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
-    thread::spawn(move || match connect_soon(&device, &pair, peer, &params, &data) {
-        Ok(connection) => {
-            let connection = Arc::new(connection);
-            if !shared.keep(&connection) {
-                return;
-            }
-            queue_pair::tell_state(ptr::with_exposed_provenance_mut(verbs), pair.qpn(), RTS);
-            establish(&shared, &connection, connection.private_data());
-            watch(&shared, &connection);
-        }
-        Err(error) => {
-            let (event, status, private_data) = refused(&error);
-            // What was posted completes, as flushed.
-            let _ = pair.modify(QpState::Error, &QpAttributes::default());
-            if event == abi::cm_event::CONNECT_ERROR {
-                eprintln!("rdmux: connecting to {peer}: {error}");
-            }
-            shared.tell(|id, of| {
-                let told = Event::new(id, of, event, status);
-                let conn = abi::ConnParam {
-                    private_data: ptr::null(),
-                    private_data_len: 0,
-                    responder_resources: 0,
-                    initiator_depth: 0,
-                    flow_control: 0,
-                    retry_count: 0,
-                    rnr_retry_count: 0,
-                    srq: 0,
-                    qp_num: 0,
+    thread::spawn(move || {
+        let connect = || pair.connect(&device, peer, &params, &data);
+        let nobody = |error: &ConnectError| matches!(error, ConnectError::Rejected { reason, .. } if *reason == RejReason::INVALID_SERVICE_ID);
+        match soon(connect, nobody) {
+            Ok(connection) => {
+                let connection = Arc::new(connection);
+                if !shared.keep(&connection) {
+                    return;
+                }
+                for state in [QpState::Rtr, QpState::Rts] {
+                    pair.show(verbs, &connection, state);
+                }
+                let event = match pair {
+                    Pair::Own(_) => abi::cm_event::ESTABLISHED,
+                    Pair::External(_) => abi::cm_event::CONNECT_RESPONSE,
                 };
-                told.with(conn, private_data)
-            });
+                tell_connection(&shared, event, &connection, connection.private_data());
+                watch(&shared, &connection);
+            }
+            Err(error) => {
+                let (event, status, private_data) = refused(&error);
+                pair.fail();
+                if event == abi::cm_event::CONNECT_ERROR {
+                    eprintln!("rdmux: connecting to {peer}: {error}");
+                }
+                shared.tell(|id, of| {
+                    // SAFETY: numbers and pointers, all of which may be zero.
+                    let conn = unsafe { std::mem::zeroed() };
+                    Event::new(id, of, event, status).with(conn, private_data)
+                });
+            }
         }
     });
     Ok(())
 }
 
-/// Connects; where nobody listens, tries again for a moment. Programs that begin together count on resolving an address taking longer than
-/// listening, as it does where it asks the network; here it does not.
-fn connect_soon(
-    device: &Device,
-    pair: &QueuePair,
-    peer: SocketAddr,
-    params: &ConnectParams,
-    private_data: &[u8],
-) -> Result<Connection, ConnectError> {
+/// Asks a peer; where nobody listens, as `nobody` tells, asks again for a moment. Programs that begin together count on resolving an address
+/// taking longer than listening, as it does where it asks the network; here it does not.
+pub(super) fn soon<T, E>(ask: impl Fn() -> Result<T, E>, nobody: impl Fn(&E) -> bool) -> Result<T, E> {
     for _ in 0..LISTENS_SOON_TRIES {
-        match device.connect(pair, peer, params, private_data) {
-            Err(ConnectError::Rejected { reason, .. }) if reason == RejReason::INVALID_SERVICE_ID => {
-                // Nothing tells that somebody listens.
-                thread::sleep(LISTENS_SOON);
-            }
-            connected => return connected,
+        match ask() {
+            // Nothing tells that somebody listens.
+            Err(error) if nobody(&error) => thread::sleep(LISTENS_SOON),
+            answer => return answer,
         }
     }
-    device.connect(pair, peer, params, private_data)
+    ask()
 }
 
 /// The event of a connection that did not come about.
@@ -341,35 +394,57 @@ fn refused(error: &ConnectError) -> (u32, c_int, &[u8]) {
 unsafe extern "C" fn rdma_connect(id: *mut abi::CmId, asked: *mut abi::ConnParam) -> c_int {
     // SAFETY: an id that was made, and a structure of the caller's or none.
     let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
+    let event = if own.shown.qp.is_null() && !own.is_datagram() {
+        abi::cm_event::CONNECT_RESPONSE
+    } else {
+        abi::cm_event::ESTABLISHED
+    };
     // SAFETY: as the caller says.
-    minus_one(unsafe { connect(own, asked) }.and_then(|()| own.complete(abi::cm_event::ESTABLISHED)))
+    minus_one(unsafe { connect(own, asked) }.and_then(|()| own.complete(event)))
 }
 
 unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
-    let mut request = own.request.take().ok_or(libc::EINVAL)?;
-    let pair = own.pair()?;
-    let mut params = parameters(own, asked);
-    params.ack_timeout = request.remote().ack_timeout.max(1);
     // SAFETY: as the caller says.
     let data = asked.map_or(Vec::new(), |asked| unsafe {
         private_data(asked.private_data, asked.private_data_len)
     });
-    let accepted = request.accept_after(&pair, &params, &data, || Ok(()));
+    if own.is_datagram() {
+        // The request stays the program's to refuse where there is no queue pair.
+        let pair = datagram::pair(own, asked)?;
+        let Some(Request::Service(request)) = own.request.take() else {
+            return Err(libc::EINVAL);
+        };
+        own.forget_event();
+        return request.accept(&pair, &data).map_err(|_| libc::EINVAL);
+    }
+    let pair = Pair::of(own, asked)?;
+    let params = parameters(own, asked);
+    let Some(Request::Connection(mut request)) = own.request.take() else {
+        return Err(libc::EINVAL);
+    };
+    let accepted = match &pair {
+        Pair::Own(pair) => request.accept_after(pair, &params, &data, || Ok(())),
+        Pair::External(pair) => request.accept_external(pair, &params, &data),
+    };
     let connection = Arc::new(accepted.map_err(|_| libc::EINVAL)?);
     // It is there: who calls this has it.
     let _ = own.shared.keep(&connection);
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
+    for state in [QpState::Rts, QpState::Rtr] {
+        // It goes on when the peer has answered.
+        pair.show(verbs, &connection, state);
+    }
     thread::spawn(move || {
         if connection.wait_established() {
-            queue_pair::tell_state(ptr::with_exposed_provenance_mut(verbs), pair.qpn(), RTS);
-            establish(&shared, &connection, &[]);
+            pair.show(verbs, &connection, QpState::Rts);
+            tell_connection(&shared, abi::cm_event::ESTABLISHED, &connection, &[]);
             watch(&shared, &connection);
         } else {
             // It may have been, and ended, and only the message was lost that said so.
             shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
         }
     });
-    Ok(())
+    own.complete(abi::cm_event::ESTABLISHED)
 }
 
 #[unsafe(no_mangle)]
@@ -377,19 +452,24 @@ unsafe extern "C" fn rdma_accept(id: *mut abi::CmId, asked: *mut abi::ConnParam)
     // SAFETY: an id that was made, and a structure of the caller's or none.
     let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
     // SAFETY: as the caller says.
-    minus_one(unsafe { accept(own, asked) }.and_then(|()| own.complete(abi::cm_event::ESTABLISHED)))
+    minus_one(unsafe { accept(own, asked) })
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length: u8) -> c_int {
     // SAFETY: an id that was made, and bytes of the caller's.
     let (own, data) = unsafe { (&mut *id.cast::<Id>(), private_data(data, length)) };
-    minus_one(
-        own.request
-            .take()
-            .ok_or(libc::EINVAL)
-            .map(|request| request.reject(&data)),
-    )
+    minus_one(match own.request.take() {
+        Some(Request::Connection(request)) => {
+            request.reject(&data);
+            Ok(())
+        }
+        Some(Request::Service(request)) => {
+            request.reject(&data);
+            Ok(())
+        }
+        None => Err(libc::EINVAL),
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -402,10 +482,4 @@ unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     own.disconnected = true;
     connection.disconnect();
     minus_one(own.complete(abi::cm_event::DISCONNECTED))
-}
-
-/// Its end tells what there is to tell.
-#[unsafe(no_mangle)]
-extern "C" fn rdma_notify(_: *mut abi::CmId, _: u32) -> c_int {
-    0
 }

@@ -20,7 +20,7 @@ unsafe fn create(
 ) -> c_int {
     if !init.is_null() {
         // SAFETY: a structure of the caller's.
-        unsafe { (*init).qp_type = abi::qp_type::RC };
+        unsafe { (*init).qp_type = (*id).qp_type };
     }
     if info.flags & PASSIVE != 0 {
         // SAFETY: an id just made, and what the program gave.

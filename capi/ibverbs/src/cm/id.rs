@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_verbs::{Connection, ConnectionRequest};
+use rdmux_verbs::{Connection, ConnectionRequest, ServiceRequest};
 
 use super::channel::{Channel, Event, Events, UserContext, take_back};
 use super::socket_address::{read, route, storage};
@@ -24,17 +24,21 @@ pub(super) struct Id {
     pub(super) traffic_class: u8,
     pub(super) ack_timeout: Option<u8>,
     /// Whoever made this id's request waits for the answer.
-    pub(super) request: Option<ConnectionRequest>,
+    pub(super) request: Option<Request>,
     /// Ends those who listen when it is dropped.
     pub(super) listening: Vec<super::listen::Listening>,
-    /// It was made without a channel: calls wait for their event.
-    pub(super) waits: bool,
+    /// Its own channel, where it was made without one: calls wait for their event.
+    private: Option<Box<Channel>>,
     /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]).
     pub(super) passive: Option<(*mut abi::Pd, abi::QpInitAttr)>,
-    /// The domain that was made where the program gave none.
-    pub(super) own_pd: bool,
     /// The program has ended its connection.
     pub(super) disconnected: bool,
+}
+
+/// What a peer asks for.
+pub(super) enum Request {
+    Connection(ConnectionRequest),
+    Service(ServiceRequest),
 }
 
 /// What an id has in common with the threads that wait for it.
@@ -96,19 +100,20 @@ impl Shared {
 }
 
 impl Id {
-    /// An id; `waits`: it has a channel that its program does not see.
+    /// An id; without a channel it has one of its own for these events.
     pub(super) fn new(
         channel: *mut abi::EventChannel,
         events: Arc<Events>,
         context: UserContext,
         ps: u32,
         qp_type: u32,
-        waits: bool,
     ) -> *mut Id {
         // SAFETY: numbers and pointers, all of which may be zero.
         let mut shown: abi::CmId = unsafe { std::mem::zeroed() };
-        (shown.channel, shown.context, shown.ps, shown.qp_type) = (channel, context, ps, qp_type);
+        (shown.context, shown.ps, shown.qp_type) = (context, ps, qp_type);
         shown.pkey = 0xffff;
+        let mut private = channel.is_null().then(|| Channel::of(events.clone()));
+        shown.channel = shown_channel(channel, &mut private);
         let state = State {
             id: ptr::null_mut(),
             events,
@@ -128,9 +133,8 @@ impl Id {
             ack_timeout: None,
             request: None,
             listening: Vec::new(),
-            waits,
+            private,
             passive: None,
-            own_pd: false,
             disconnected: false,
         }));
         shared.state().id = id.cast();
@@ -142,9 +146,14 @@ impl Id {
         self.shared.tell(|id, of| Event::new(id, of, event, 0));
     }
 
+    /// Whether calls wait for their event.
+    pub(super) fn waits(&self) -> bool {
+        self.private.is_some()
+    }
+
     /// Where calls wait for their event: does so; another one is an error. The event stays the program's until the next call, or its end.
     pub(super) fn complete(&mut self, expected: u32) -> Result<(), c_int> {
-        if !self.waits {
+        if !self.waits() {
             return Ok(());
         }
         self.forget_event();
@@ -173,20 +182,22 @@ impl Id {
 
     /// Takes the id's events over to another channel.
     pub(super) fn migrate(&mut self, events: Arc<Events>, channel: *mut abi::EventChannel) {
+        let mut private = channel.is_null().then(|| Channel::of(events.clone()));
         let mut state = self.shared.state();
         let before = std::mem::replace(&mut state.events, events.clone());
         state.channel = channel;
         let moved = before.take_of(state.id);
         moved.into_iter().for_each(|event| events.push(event));
         drop(state);
-        self.shown.channel = channel;
-        self.waits = channel.is_null();
+        self.shown.channel = shown_channel(channel, &mut private);
+        self.private = private;
     }
 
     /// Takes the device of a local address for its own.
     pub(super) fn take_device(&mut self, address: IpAddr) -> Result<(), c_int> {
         let device = Device::at(address).ok_or(libc::ENODEV)?;
         self.shown.verbs = context::shared(device)?;
+        self.shown.pd = context::shared_domain(self.shown.verbs)?;
         self.shown.port_num = 1;
         self.shown.sgid = device.gid();
         Ok(())
@@ -213,6 +224,11 @@ impl Id {
         }
         // SAFETY: a context of `context::shared`, which is never closed.
         Ok(&unsafe { Context::of(self.shown.verbs) }.device)
+    }
+
+    /// Whether it is for datagrams, which have no connections.
+    pub(super) fn is_datagram(&self) -> bool {
+        self.shown.qp_type == abi::qp_type::UD
     }
 
     /// The queue pair that it was given.
@@ -257,6 +273,7 @@ pub(super) unsafe extern "C" fn rdma_create_id(
 fn create(channel: *mut abi::EventChannel, context: UserContext, ps: u32) -> Result<*mut abi::CmId, c_int> {
     let qp_type = match ps {
         abi::port_space::TCP => abi::qp_type::RC,
+        abi::port_space::UDP => abi::qp_type::UD,
         _ => return Err(libc::EOPNOTSUPP),
     };
     let events = if channel.is_null() {
@@ -265,7 +282,17 @@ fn create(channel: *mut abi::EventChannel, context: UserContext, ps: u32) -> Res
         // SAFETY: a channel that was made, says the caller.
         unsafe { &*channel.cast::<Channel>() }.events.clone()
     };
-    Ok(Id::new(channel, events, context, ps, qp_type, channel.is_null()).cast())
+    Ok(Id::new(channel, events, context, ps, qp_type).cast())
+}
+
+/// What a program reads in its id: the channel that it gave, or the id's own.
+fn shown_channel(
+    given: *mut abi::EventChannel,
+    private: &mut Option<Box<Channel>>,
+) -> *mut abi::EventChannel {
+    private
+        .as_mut()
+        .map_or(given, |channel| (&raw mut **channel).cast())
 }
 
 #[unsafe(no_mangle)]

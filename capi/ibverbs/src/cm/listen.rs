@@ -2,19 +2,19 @@
 
 use std::ffi::c_int;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use rdmux_verbs::{ConnectionRequest, ListenError, Listener, QpType};
+use rdmux_verbs::{DatagramListener, ListenError, Listener, QpType};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
 use super::channel::{Event, UserContext};
 use super::connect::told;
-use super::id::{Id, Shared};
+use super::id::{Id, Request, Shared};
 use crate::device::Device;
 use crate::{abi, context, minus_one};
 
@@ -50,7 +50,32 @@ struct On {
 // SAFETY: the pointers are the program's, and are not followed.
 unsafe impl Send for On {}
 
-fn hear(listener: &Listener, stop: &OwnedFd, on: &On) {
+/// What is listened for.
+enum Service {
+    Connections(Listener),
+    Datagrams(DatagramListener),
+}
+
+impl AsFd for Service {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Service::Connections(listener) => listener.as_fd(),
+            Service::Datagrams(listener) => listener.as_fd(),
+        }
+    }
+}
+
+impl Service {
+    /// The next request that has come.
+    fn next(&self) -> Option<Request> {
+        match self {
+            Service::Connections(listener) => listener.accept(Duration::ZERO).map(Request::Connection),
+            Service::Datagrams(listener) => listener.accept(Duration::ZERO).map(Request::Service),
+        }
+    }
+}
+
+fn hear(listener: &Service, stop: &OwnedFd, on: &On) {
     loop {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
@@ -59,33 +84,36 @@ fn hear(listener: &Listener, stop: &OwnedFd, on: &On) {
         if poll(&mut fds, None).is_err_and(|errno| errno != Errno::INTR) || !fds[1].revents().is_empty() {
             return;
         }
-        while let Some(request) = listener.accept(Duration::ZERO) {
+        while let Some(request) = listener.next() {
             tell(on, request);
         }
     }
 }
 
 /// Makes an id for a request, and tells of it.
-fn tell(on: &On, request: ConnectionRequest) {
-    let Some(device) = Device::at(on.local.ip()) else {
-        return;
-    };
+fn tell(on: &On, request: Request) {
     let (events, channel) = on.shared.channel();
-    let made = Id::new(channel, events, on.user, on.ps, on.qp_type, channel.is_null());
+    let made = Id::new(channel, events, on.user, on.ps, on.qp_type);
     // SAFETY: just made.
     let own = unsafe { &mut *made };
-    own.shown.verbs = match context::shared(device) {
-        Ok(context) => context,
-        Err(_) => ptr::null_mut(),
+    // It listens there, so it is open; else the id has no device, and its request is refused.
+    let _ = own.take_device(on.local.ip());
+    let event = Event::new(made.cast(), &own.shared, abi::cm_event::CONNECT_REQUEST, 0);
+    let (peer, event) = match &request {
+        Request::Connection(request) => {
+            own.traffic_class = request.remote().traffic_class;
+            let conn = told(request.remote());
+            (request.peer(), event.with(conn, request.private_data()))
+        }
+        Request::Service(request) => {
+            // Who asks says no more of itself.
+            // SAFETY: numbers and pointers, all of which may be zero.
+            let ud = unsafe { std::mem::zeroed() };
+            (request.peer(), event.with_ud(ud, request.private_data()))
+        }
     };
-    own.shown.port_num = 1;
-    own.shown.sgid = device.gid();
-    own.set_addresses(on.local, Some(SocketAddr::new(request.peer(), 0)));
-    own.traffic_class = request.remote().traffic_class;
-    let conn = told(request.remote());
-    let event = Event::new(made.cast(), &own.shared, abi::cm_event::CONNECT_REQUEST, 0)
-        .with(conn, request.private_data())
-        .on(on.id, &on.shared);
+    own.set_addresses(on.local, Some(SocketAddr::new(peer, 0)));
+    let event = event.on(on.id, &on.shared);
     own.request = Some(request);
     // To whoever hears the listening id; where that is gone, nobody takes the new one.
     on.shared.tell(|_, _| event);
@@ -109,24 +137,26 @@ fn addresses(bound: Option<SocketAddr>) -> Result<(Vec<IpAddr>, u16), c_int> {
     }
 }
 
-fn listen_on(address: IpAddr, port: u16) -> Result<Listener, c_int> {
+fn listen_on(address: IpAddr, port: u16, qp_type: u32) -> Result<Service, c_int> {
     let device = Device::at(address).ok_or(libc::ENODEV)?;
     // SAFETY: a context of `context::shared`, which is never closed.
     let device = unsafe { &context::Context::of(context::shared(device)?).device };
-    device
-        .listen_for(port, &[QpType::Rc])
-        .map_err(|error| match error {
-            ListenError::Group(_) => libc::EADDRINUSE,
-            ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
-        })
+    match qp_type {
+        abi::qp_type::UD => device.listen_datagram(port).map(Service::Datagrams),
+        _ => device.listen_for(port, &[QpType::Rc]).map(Service::Connections),
+    }
+    .map_err(|error| match error {
+        ListenError::Group(_) => libc::EADDRINUSE,
+        ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
+    })
 }
 
 /// Listens on all of the addresses; a device that another user has, or that cannot be opened, is left out while one is left.
-fn listen_all(addresses: &[IpAddr], port: u16) -> Result<Vec<(IpAddr, Listener)>, c_int> {
+fn listen_all(addresses: &[IpAddr], port: u16, qp_type: u32) -> Result<Vec<(IpAddr, Service)>, c_int> {
     let mut why = libc::ENODEV;
     let mut found = Vec::new();
     for address in addresses {
-        match listen_on(*address, port) {
+        match listen_on(*address, port, qp_type) {
             Ok(listener) => found.push((*address, listener)),
             Err(errno) => why = errno,
         }
@@ -140,7 +170,7 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
     }
     let (addresses, port) = addresses(own.local)?;
     let (port, listeners) = if port != 0 {
-        (port, listen_all(&addresses, port)?)
+        (port, listen_all(&addresses, port, own.shown.qp_type)?)
     } else {
         // A different one for each process that asks.
         let first = u64::from(std::process::id()) * 61;
@@ -148,7 +178,7 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
         let mut tried = (0..count).map(|n| PORTS.start + ((first + n) % count) as u16);
         tried
             .find_map(|port| {
-                listen_all(&addresses, port)
+                listen_all(&addresses, port, own.shown.qp_type)
                     .ok()
                     .map(|listeners| (port, listeners))
             })
@@ -185,7 +215,7 @@ unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, _: c_int) -> c_int {
 unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *listener.cast::<Id>() };
-    if own.listening.is_empty() || !own.waits {
+    if own.listening.is_empty() || !own.waits() {
         return minus_one(Err(libc::EINVAL));
     }
     minus_one(own.complete(abi::cm_event::CONNECT_REQUEST).and_then(|()| {

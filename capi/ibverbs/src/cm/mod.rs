@@ -4,8 +4,10 @@
 //! What waits (a connection that is being made, one that may end) has a thread of its own, which tells the id's channel.
 
 mod address_info;
+mod bring_up;
 mod channel;
 mod connect;
+mod datagram;
 mod endpoint;
 mod id;
 mod listen;

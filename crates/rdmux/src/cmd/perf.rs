@@ -669,7 +669,7 @@ impl Watch<'_> {
         if self.connections.iter().all(Connection::is_ended) {
             return Ok(true);
         }
-        let broken = self.connections.iter().find_map(|c| c.qp().error());
+        let broken = self.connections.iter().find_map(|c| c.qp()?.error());
         ensure!(
             broken.is_none(),
             "the connection broke: {}",
@@ -680,7 +680,7 @@ impl Watch<'_> {
             (self.packets, self.since) = (packets, Instant::now());
         }
         // Within a host its death is told, and WRITEs bring no packets.
-        let told = |c: &Connection| c.qp().carrier() == Some(Carrier::SharedMemory);
+        let told = |c: &Connection| c.qp().and_then(QueuePair::carrier) == Some(Carrier::SharedMemory);
         ensure!(
             self.since.elapsed() < PATIENCE || self.connections.iter().all(told),
             "the client has been silent for {} s",

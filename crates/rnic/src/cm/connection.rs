@@ -49,7 +49,7 @@ impl Cm {
         let tid = self.new_tid();
         let req = Req {
             local_comm_id: id,
-            ece: self.ece(),
+            ece: self.ece().filter(|_| !local.plain),
             service_id: service,
             ca_guid: self.guid,
             qkey: 0,
@@ -107,7 +107,7 @@ impl Cm {
             local_comm_id: id.0,
             remote_comm_id: c.remote_id,
             // Only to one that asked: librdmacm gives up a connection when its device knows nothing of the ECE in a REP.
-            ece: extensions.filter(|_| c.extended),
+            ece: extensions.filter(|_| c.extended && !local.plain),
             qkey: 0,
             qpn: local.qpn,
             // In XRC the target's QPN stands here. 12.6.8.
@@ -402,6 +402,7 @@ impl Cm {
                 path_mtu: req.path_mtu,
                 traffic_class: req.traffic_class & !ECN_MARKED,
                 extensions,
+                plain: false,
             },
             private_data,
         });
@@ -491,6 +492,7 @@ impl Cm {
                 path_mtu: PathMtu::Bytes4096,
                 traffic_class: 0,
                 extensions: rep.ece.and_then(Extensions::from_ece),
+                plain: false,
             },
             private_data: rep.private_data.bytes().to_vec(),
         });

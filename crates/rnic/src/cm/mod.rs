@@ -100,6 +100,8 @@ pub struct Endpoint {
     pub traffic_class: u8,
     /// What an rdmux peer told besides; `None` for any other peer. Filled in by the device when sending.
     pub extensions: Option<Extensions>,
+    /// Own side: the peer is told of no extensions, since who brings up the QP knows of none.
+    pub plain: bool,
 }
 
 /// Names both ends of a connection: enough to end it when the device that had it has gone.

@@ -29,6 +29,7 @@ fn endpoint(pair: &Pair, side: usize) -> Endpoint {
         path_mtu: PathMtu::Bytes1024,
         traffic_class: 0,
         extensions: None,
+        plain: false,
     }
 }
 

@@ -214,6 +214,7 @@ fn local() -> Endpoint {
         path_mtu: PathMtu::Bytes1024,
         traffic_class: 0,
         extensions: None,
+        plain: false,
     }
 }
 

@@ -181,6 +181,7 @@ fn rep_ece(req_with_ece: bool) -> Option<rdmux_wire::cm::Ece> {
         path_mtu: rdmux_wire::roce::PathMtu::Bytes1024,
         traffic_class: 0,
         extensions: None,
+        plain: false,
     };
     let service = rdmux_wire::cm::ServiceId::tcp(7174);
     let [a, b] = &mut pair.sides;

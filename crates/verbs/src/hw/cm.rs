@@ -22,7 +22,7 @@ use super::device::{Device, poll_until};
 use super::objects::Qp;
 use super::qp::QueuePair;
 use crate::abi::{self, cm_event, port_space};
-use crate::cm::{ConnectError, ConnectParams, ListenError};
+use crate::cm::{ACK_TIMEOUT, ConnectError, ConnectParams, ListenError};
 use crate::features::Features;
 use crate::soft::engine::Waker;
 
@@ -389,13 +389,12 @@ impl Device {
             .cm()
             .and_then(|cm| cm.open(port_space::TCP))
             .map_err(io_error)?;
+        let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
         // Older kernels do not have the second one; then the queue pair alone has the time.
         line.id
             .set_option(abi::cm_option::TOS, params.traffic_class)
             .map_err(io_error)?;
-        let _ = line
-            .id
-            .set_option(abi::cm_option::ACK_TIMEOUT, params.ack_timeout);
+        let _ = line.id.set_option(abi::cm_option::ACK_TIMEOUT, ack_timeout);
         let failed = |failure: Failure| failure.connect_error(peer.ip());
         line.resolve(self.address(), peer, deadline).map_err(failed)?;
         let tell = Tell {
@@ -412,7 +411,7 @@ impl Device {
             .expect(cm_event::CONNECT_RESPONSE, deadline)
             .map_err(failed)?;
         let depth = tell.initiator_depth.min(told.initiator_depth);
-        let (rtr, rts) = bring_up(&line.id, qp, params, depth, Some(params.ack_timeout))?;
+        let (rtr, rts) = bring_up(&line.id, qp, params, depth, Some(ack_timeout))?;
         let remote = endpoint(&told, &rtr, &rts);
         line.set_qp(qp);
         line.id.establish().map_err(io_error)?;
@@ -491,6 +490,7 @@ fn endpoint(told: &Told, rtr: &abi::QpAttr, rts: &abi::QpAttr) -> Endpoint {
         path_mtu: PathMtu::from_code(rtr.path_mtu as u8).unwrap_or(PathMtu::Bytes1024),
         traffic_class: rtr.ah_attr.grh.traffic_class,
         extensions: None,
+        plain: false,
     }
 }
 
@@ -567,7 +567,7 @@ impl ConnectionRequest {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
         };
         let depth = device.initiator_depth(params).min(self.depth);
-        bring_up(id, qp, params, depth, None)?;
+        bring_up(id, qp, params, depth, params.ack_timeout)?;
         prepare()?;
         let Some(id) = self.id.take() else {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));

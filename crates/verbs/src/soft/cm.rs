@@ -15,7 +15,10 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use super::device::Device;
 use super::engine::{Accepted, CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
 use super::qp::QueuePair;
-use crate::cm::{ConnectError, ConnectParams, ListenError, accepting_type, deadline_after, transport_of};
+use crate::cm::{
+    ACK_TIMEOUT, ConnectError, ConnectParams, ExternalPair, ListenError, accepting_type, deadline_after,
+    transport_of,
+};
 
 /// The window towards a peer that is not rdmux and so does not say what it can take.
 const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
@@ -66,9 +69,29 @@ impl Device {
         params: &ConnectParams,
         private_data: &[u8],
     ) -> Result<Connection, ConnectError> {
+        self.connect_pair(&Pair::of(qp), peer, params, private_data)
+    }
+
+    pub(crate) fn connect_external(
+        &self,
+        pair: &ExternalPair,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        self.connect_pair(&Pair::external(pair), peer, params, private_data)
+    }
+
+    fn connect_pair(
+        &self,
+        pair: &Pair,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
         let mut path_mtu = path_mtu_to(self.address(), peer.ip())?.min(params.path_mtu_max);
         loop {
-            match self.connect_at(qp, peer, params, private_data, path_mtu) {
+            match self.connect_at(pair, peer, params, private_data, path_mtu) {
                 // The peer's link carries less than ours: ask for less.
                 Err(ConnectError::Rejected {
                     reason: RejReason::INVALID_PATH_MTU,
@@ -83,7 +106,7 @@ impl Device {
 
     fn connect_at(
         &self,
-        qp: &QueuePair,
+        pair: &Pair,
         peer: SocketAddr,
         params: &ConnectParams,
         private_data: &[u8],
@@ -98,7 +121,7 @@ impl Device {
         };
         let (id, starting_psn) = self.with(|core, now| {
             let starting_psn = Psn::new(core.rnic.random());
-            let endpoint = local_endpoint(qp, starting_psn, params, path_mtu);
+            let endpoint = local_endpoint(pair, starting_psn, params, path_mtu);
             let service = ServiceId::tcp(peer.port());
             let id =
                 core.rnic
@@ -109,14 +132,14 @@ impl Device {
                     id,
                     ConnectionEntry {
                         sink,
-                        qpn: Some(qp.qpn),
+                        qpn: pair.managed(),
                         record: None,
                     },
                 );
             }
             id.map(|id| (id, starting_psn)).map_err(ConnectError::from)
         })?;
-        let mut connection = Connection::new(self, qp.qpn, id, events);
+        let mut connection = Connection::new(self, pair.qpn, id, events);
         loop {
             match connection.events.wait(self, deadline_after(CONNECT_TIMEOUT)) {
                 Some(CmEvent::Reply {
@@ -129,14 +152,23 @@ impl Device {
                         traffic_class: params.traffic_class,
                         ..remote
                     };
-                    self.with(|core, now| {
-                        let retries = (params.ack_timeout, params.retry_count);
-                        let rts = ready_to_send(qp, params, &remote, retries);
-                        ready_to_receive(core, now, qp, peer.ip(), params, &remote, starting_psn)?;
-                        core.rnic.modify_qp(now, qp.qpn, QpState::Rts, &rts)?;
+                    let retries = (params.ack_timeout.unwrap_or(ACK_TIMEOUT), params.retry_count);
+                    let agreed = self.with(|core, now| {
+                        let agreed =
+                            Agreed::new(core, pair, peer.ip(), params, &remote, starting_psn, retries)?;
+                        if pair.external {
+                            return Ok(agreed);
+                        }
+                        ready_to_receive(core, now, &agreed)?;
+                        core.rnic
+                            .modify_qp(now, pair.qpn, QpState::Rts, &agreed.ready_to_send())?;
                         core.rnic.cm().establish(id);
-                        Ok::<_, ConnectError>(())
+                        Ok::<_, ConnectError>(agreed)
                     })?;
+                    connection.agreed = Some(agreed);
+                    if pair.external {
+                        return Ok(connection);
+                    }
                     connection
                         .phase
                         .lock()
@@ -165,92 +197,165 @@ impl Device {
     }
 }
 
-fn local_endpoint(qp: &QueuePair, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
+/// A queue pair as a connection knows it.
+#[derive(Clone, Copy, Debug)]
+struct Pair {
+    qpn: Qpn,
+    qp_type: QpType,
+    srq: bool,
+    /// Its owner brings it up.
+    external: bool,
+}
+
+impl Pair {
+    fn of(qp: &QueuePair) -> Pair {
+        Pair {
+            qpn: qp.qpn,
+            qp_type: qp.qp_type,
+            srq: qp.has_srq,
+            external: false,
+        }
+    }
+
+    fn external(pair: &ExternalPair) -> Pair {
+        Pair {
+            qpn: pair.qpn,
+            qp_type: pair.qp_type,
+            srq: pair.srq,
+            external: true,
+        }
+    }
+
+    /// Its number, if it comes and goes with its connection.
+    fn managed(&self) -> Option<Qpn> {
+        (!self.external).then_some(self.qpn)
+    }
+}
+
+fn local_endpoint(pair: &Pair, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
     // What is not acknowledged has no READs, and no retries.
-    let reliable = qp.qp_type != QpType::Uc;
+    let reliable = pair.qp_type != QpType::Uc;
     let if_reliable = |value: u8| if reliable { value } else { 0 };
     Endpoint {
-        transport: transport_of(qp.qp_type).unwrap_or(Transport::Rc),
-        qpn: qp.qpn,
+        transport: transport_of(pair.qp_type).unwrap_or(Transport::Rc),
+        qpn: pair.qpn,
         starting_psn,
         responder_resources: if_reliable(params.responder_resources),
         initiator_depth: if_reliable(params.initiator_depth),
         rnr_retry_count: if_reliable(params.rnr_retry),
         retry_count: if_reliable(params.retry_count),
-        srq: qp.has_srq,
-        ack_timeout: params.ack_timeout,
+        srq: pair.srq,
+        ack_timeout: params.ack_timeout.unwrap_or(ACK_TIMEOUT),
         path_mtu,
         traffic_class: params.traffic_class,
         extensions: None,
+        plain: pair.external,
+    }
+}
+
+/// What both ends of a connection have agreed on: with what a queue pair is brought up.
+#[derive(Clone, Debug)]
+struct Agreed {
+    pair: Pair,
+    path: Path,
+    params: ConnectParams,
+    remote: Endpoint,
+    rq_psn: Psn,
+    /// Local ACK timeout code and retry count.
+    retries: (u8, u8),
+}
+
+impl Agreed {
+    fn new(
+        core: &mut Core,
+        pair: &Pair,
+        peer: IpAddr,
+        params: &ConnectParams,
+        remote: &Endpoint,
+        rq_psn: Psn,
+        retries: (u8, u8),
+    ) -> io::Result<Agreed> {
+        let path = Path {
+            src: core.rnic.config().address,
+            dst: peer,
+            src_port: core.source_port(remote.qpn)?,
+            traffic_class: remote.traffic_class,
+        };
+        Ok(Agreed {
+            pair: *pair,
+            path,
+            params: params.clone(),
+            remote: *remote,
+            rq_psn,
+            retries,
+        })
+    }
+
+    /// With what the queue pair goes to a state, in the order Init, RTR, RTS. It is given nothing for other states.
+    fn attributes(&self, to: QpState) -> QpAttributes {
+        match to {
+            QpState::Init => QpAttributes {
+                access: Some(self.params.access),
+                ..Default::default()
+            },
+            QpState::Rtr => self.receive(),
+            QpState::Rts => self.ready_to_send(),
+            _ => QpAttributes::default(),
+        }
+    }
+
+    fn receive(&self) -> QpAttributes {
+        let qp_type = self.pair.qp_type;
+        let answers = !matches!(qp_type, QpType::Uc | QpType::XrcSend);
+        QpAttributes {
+            path: Some(self.path),
+            path_mtu: Some(self.remote.path_mtu.bytes()),
+            dest_qpn: Some(self.remote.qpn),
+            rq_psn: Some(self.rq_psn),
+            max_dest_rd_atomic: answers.then_some(self.params.responder_resources),
+            min_rnr_timer: answers.then_some(self.params.min_rnr_timer),
+            ..Default::default()
+        }
+    }
+
+    fn ready_to_send(&self) -> QpAttributes {
+        let reliable = self.pair.qp_type != QpType::Uc;
+        let asks = reliable && self.pair.qp_type != QpType::XrcRecv;
+        let (ack_timeout, retry_count) = self.retries;
+        // What the peer can answer bounds what we may ask: of some peers nothing.
+        let depth = self.params.initiator_depth.min(self.remote.responder_resources);
+        QpAttributes {
+            sq_psn: Some(self.remote.starting_psn),
+            timeout: reliable.then_some(ack_timeout),
+            retry_count: asks.then_some(retry_count),
+            rnr_retry: asks.then_some(self.remote.rnr_retry_count.min(7)),
+            max_rd_atomic: asks.then_some(depth),
+            ..Default::default()
+        }
     }
 }
 
 /// Moves a queue pair from Reset to RTR as both ends agreed.
-fn ready_to_receive(
-    core: &mut Core,
-    now: rdmux_rnic::Time,
-    qp: &QueuePair,
-    peer: IpAddr,
-    params: &ConnectParams,
-    remote: &Endpoint,
-    rq_psn: Psn,
-) -> Result<(), ConnectError> {
-    let (qpn, qp_type) = (qp.qpn, qp.qp_type);
-    let reliable = qp_type != QpType::Uc;
-    let answers = reliable && qp_type != QpType::XrcSend;
-    let src_port = core.source_port(remote.qpn)?;
+fn ready_to_receive(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> Result<(), ConnectError> {
+    let (pair, remote) = (&agreed.pair, &agreed.remote);
+    let reliable = pair.qp_type != QpType::Uc;
     let config = *core.rnic.config();
     let window = match remote.extensions {
         Some(extensions) => (1u32 << extensions.receive_window_log2.min(30)).min(config.receive_window_bytes),
         None => FOREIGN_WINDOW_BYTES.min(config.receive_window_bytes),
     };
     let selective = remote.extensions.is_some_and(|extensions| extensions.selective);
-    let init = QpAttributes {
-        access: Some(params.access),
-        ..Default::default()
-    };
-    core.rnic.modify_qp(now, qpn, QpState::Init, &init)?;
+    let init = agreed.attributes(QpState::Init);
+    core.rnic.modify_qp(now, pair.qpn, QpState::Init, &init)?;
     let rtr = QpAttributes {
-        path: Some(Path {
-            src: config.address,
-            dst: peer,
-            src_port,
-            traffic_class: remote.traffic_class,
-        }),
-        path_mtu: Some(remote.path_mtu.bytes()),
-        dest_qpn: Some(remote.qpn),
-        rq_psn: Some(rq_psn),
-        max_dest_rd_atomic: answers.then_some(params.responder_resources),
-        min_rnr_timer: answers.then_some(params.min_rnr_timer),
         window_bytes: reliable.then_some(window),
         peer_is_rdmux: Some(remote.extensions.is_some()),
         selective: reliable.then_some(selective),
-        ..Default::default()
+        ..agreed.receive()
     };
-    core.rnic.modify_qp(now, qpn, QpState::Rtr, &rtr)?;
-    core.meet(qpn);
+    core.rnic.modify_qp(now, pair.qpn, QpState::Rtr, &rtr)?;
+    core.meet(pair.qpn);
     Ok(())
-}
-
-/// With what a queue pair goes from RTR to RTS as both ends agreed.
-fn ready_to_send(
-    qp: &QueuePair,
-    params: &ConnectParams,
-    remote: &Endpoint,
-    (ack_timeout, retry_count): (u8, u8),
-) -> QpAttributes {
-    let reliable = qp.qp_type != QpType::Uc;
-    let asks = reliable && qp.qp_type != QpType::XrcRecv;
-    // What the peer can answer bounds what we may ask: of some peers nothing.
-    let depth = params.initiator_depth.min(remote.responder_resources);
-    QpAttributes {
-        sq_psn: Some(remote.starting_psn),
-        timeout: reliable.then_some(ack_timeout),
-        retry_count: asks.then_some(retry_count),
-        rnr_retry: asks.then_some(remote.rnr_retry_count.min(7)),
-        max_rd_atomic: asks.then_some(depth),
-        ..Default::default()
-    }
 }
 
 /// A service that a device offers, until it is dropped.
@@ -310,12 +415,14 @@ impl Service {
             else {
                 continue;
             };
+            let starting_psn = Psn::new(self.device.lock().rnic.random());
             let mut request = ConnectionRequest {
                 device: self.device.clone(),
                 id,
                 peer,
                 remote,
                 private_data,
+                starting_psn,
                 decided: false,
             };
             if qp_types.contains(&accepting_type(remote.transport)) {
@@ -334,6 +441,8 @@ pub(crate) struct ConnectionRequest {
     pub(crate) peer: IpAddr,
     pub(crate) remote: Endpoint,
     pub(crate) private_data: Vec<u8>,
+    /// At which the peer is to start sending.
+    starting_psn: Psn,
     decided: bool,
 }
 
@@ -341,6 +450,25 @@ impl ConnectionRequest {
     pub(crate) fn accept_after(
         &mut self,
         qp: &QueuePair,
+        params: &ConnectParams,
+        private_data: &[u8],
+        prepare: impl FnOnce() -> Result<(), ConnectError>,
+    ) -> Result<Connection, ConnectError> {
+        self.accept_pair(&Pair::of(qp), params, private_data, prepare)
+    }
+
+    pub(crate) fn accept_external(
+        &mut self,
+        pair: &ExternalPair,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        self.accept_pair(&Pair::external(pair), params, private_data, || Ok(()))
+    }
+
+    fn accept_pair(
+        &mut self,
+        pair: &Pair,
         params: &ConnectParams,
         private_data: &[u8],
         prepare: impl FnOnce() -> Result<(), ConnectError>,
@@ -354,26 +482,29 @@ impl ConnectionRequest {
             });
         }
         let (sink, events) = Events::new()?;
-        let (id, peer, remote) = (self.id, self.peer, self.remote);
-        let mut psn = Psn::new(0);
-        self.device.with(|core, now| {
-            psn = Psn::new(core.rnic.random());
-            ready_to_receive(core, now, qp, peer, params, &remote, psn)
+        let (id, psn, remote) = (self.id, self.starting_psn, self.remote);
+        let agreed = self.device.with(|core, now| {
+            let agreed = self.agree(core, pair, params)?;
+            if !pair.external {
+                ready_to_receive(core, now, &agreed)?;
+            }
+            Ok::<_, ConnectError>(agreed)
         })?;
-        let retries = (remote.ack_timeout.max(1), remote.retry_count);
-        let rts = ready_to_send(qp, params, &remote, retries);
-        let mut connection = Connection::new(&self.device, qp.qpn, id, events);
+        let mut connection = Connection::new(&self.device, pair.qpn, id, events);
         prepare()?;
         let accepted = self.device.with(|core, now| {
-            let mut local = local_endpoint(qp, psn, params, remote.path_mtu);
+            let mut local = local_endpoint(pair, psn, params, remote.path_mtu);
             local.initiator_depth = local.initiator_depth.min(remote.responder_resources);
             let accepted = core.rnic.cm().accept(now, id, &local, private_data);
             // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
             if accepted.is_ok() {
-                let (qpn, record) = (Some(qp.qpn), None);
+                let (qpn, record) = (pair.managed(), None);
                 let entry = ConnectionEntry { sink, qpn, record };
                 core.connections.insert(id, entry);
-                core.accepted.insert(qp.qpn, Accepted { id, rts });
+                if let Some(qpn) = qpn {
+                    let rts = agreed.ready_to_send();
+                    core.accepted.insert(qpn, Accepted { id, rts });
+                }
                 core.record(id);
             }
             accepted
@@ -381,8 +512,27 @@ impl ConnectionRequest {
         self.decided = true;
         accepted?;
         connection.remote = Some(remote);
+        connection.agreed = Some(agreed);
         connection.private_data = std::mem::take(&mut self.private_data);
         Ok(connection)
+    }
+
+    fn agree(&self, core: &mut Core, pair: &Pair, params: &ConnectParams) -> io::Result<Agreed> {
+        let (peer, remote) = (self.peer, &self.remote);
+        let ack_timeout = params.ack_timeout.unwrap_or(remote.ack_timeout.max(1));
+        let retries = (ack_timeout, remote.retry_count);
+        Agreed::new(core, pair, peer, params, remote, self.starting_psn, retries)
+    }
+
+    pub(crate) fn attributes(&self, to: QpState, params: &ConnectParams) -> io::Result<QpAttributes> {
+        let pair = Pair {
+            qpn: Qpn::new(0),
+            qp_type: accepting_type(self.remote.transport),
+            srq: false,
+            external: true,
+        };
+        let agreed = self.device.with(|core, _| self.agree(core, &pair, params))?;
+        Ok(agreed.attributes(to))
     }
 
     pub(crate) fn reject(&mut self, private_data: &[u8]) {
@@ -413,6 +563,7 @@ pub(crate) struct Connection {
     id: CmId,
     events: Events,
     pub(crate) remote: Option<Endpoint>,
+    agreed: Option<Agreed>,
     pub(crate) private_data: Vec<u8>,
     phase: Mutex<Phase>,
     /// This side has ended it.
@@ -434,6 +585,7 @@ impl Connection {
             id,
             events,
             remote: None,
+            agreed: None,
             private_data: Vec::new(),
             phase: Mutex::default(),
             left: AtomicBool::new(false),
@@ -469,6 +621,18 @@ impl Connection {
             };
         }
         true
+    }
+
+    pub(crate) fn attributes(&self, to: QpState) -> Option<QpAttributes> {
+        Some(self.agreed.as_ref()?.attributes(to))
+    }
+
+    pub(crate) fn establish(&self) {
+        self.device.with(|core, _| core.rnic.cm().establish(self.id));
+        self.phase
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .established = true;
     }
 
     pub(crate) fn wait_established(&self) -> bool {
@@ -539,13 +703,17 @@ mod tests {
             .create_qp(&QpOptions::new(&cq))
             .unwrap();
         let qp = qp.provided().soft().unwrap();
-        let params = ConnectParams::default();
+        let (pair, params) = (Pair::of(qp), ConnectParams::default());
         for (resources, depth) in [(0, 0), (4, 4), (255, params.initiator_depth)] {
             let remote = Endpoint {
                 responder_resources: resources,
-                ..local_endpoint(qp, Psn::new(0), &params, PathMtu::Bytes1024)
+                ..local_endpoint(&pair, Psn::new(0), &params, PathMtu::Bytes1024)
             };
-            let rts = ready_to_send(qp, &params, &remote, (14, 7));
+            let agreed = qp.device.with(|core, _| {
+                let peer = IpAddr::from([127, 0, 14, 6]);
+                Agreed::new(core, &pair, peer, &params, &remote, Psn::new(0), (14, 7)).unwrap()
+            });
+            let rts = agreed.ready_to_send();
             assert_eq!(rts.max_rd_atomic, Some(depth));
         }
     }
