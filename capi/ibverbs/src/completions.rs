@@ -10,6 +10,7 @@ use std::time::Instant;
 use rdmux_verbs::{CompletionQueue, Moderation, ResizeError};
 
 use crate::channel::{self, Queue};
+use crate::memory::Domain;
 use crate::query::CQE_MAX;
 use crate::{abi, made, status};
 
@@ -68,8 +69,15 @@ unsafe fn create(context: *mut abi::Context, init: &abi::CqInitAttrEx) -> Result
     } else {
         0
     };
-    if init.wc_flags & !readable != 0 || init.comp_mask & !INIT_FLAGS != 0 || flags & !SINGLE_THREADED != 0 {
+    if init.wc_flags & !readable != 0
+        || init.comp_mask & !(INIT_FLAGS | INIT_PD) != 0
+        || flags & !SINGLE_THREADED != 0
+    {
         return Err(libc::EOPNOTSUPP);
+    }
+    // SAFETY: a domain that was made, says the caller.
+    if init.comp_mask & INIT_PD != 0 && !unsafe { Domain::of(init.parent_domain) }.is_parent {
+        return Err(libc::EINVAL);
     }
     let number = |number: u32| c_int::try_from(number).map_err(|_| libc::EINVAL);
     let (cqe, vector) = (number(init.cqe)?, number(init.comp_vector)?);

@@ -4,17 +4,20 @@ use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
 use std::mem::offset_of;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rdmux_verbs::{AsyncEvent, OpenError};
 use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 
 use crate::device::Device;
 use crate::events::Given;
-use crate::{abi, channel, completions, made, memory, minus_one, query, queue_pair, srq, xrc};
+use crate::{
+    abi, channel, completions, device_memory, domains, made, memory, minus_one, query, queue_pair, srq, xrc,
+};
 
 /// What a program's `struct ibv_context` pointer points into: what `verbs.h` calls through stands before the context, ours behind.
 #[repr(C)]
@@ -24,8 +27,8 @@ pub(crate) struct Context {
     pub(crate) device: rdmux_verbs::Device,
     /// What all contexts of the device have in common.
     opened: Arc<Opened>,
-    /// `cmd_fd`: nothing is said over it, but programs duplicate and poll it.
-    _command: OwnedFd,
+    /// `cmd_fd`: nothing is said over it, but programs duplicate it, and a context is found again by it.
+    command: OwnedFd,
     /// `async_fd`: readable when the device has an event, or this context.
     events_fd: OwnedFd,
     /// Readable when there are events of this context's objects: both change together, under their lock.
@@ -42,10 +45,19 @@ struct Opened {
     contexts: Mutex<Vec<usize>>,
 }
 
+static OPEN: Mutex<Vec<(IpAddr, Weak<Opened>)>> = Mutex::new(Vec::new());
+
 impl Opened {
+    /// Those of this process that are open.
+    fn all() -> Vec<Arc<Opened>> {
+        let process = std::process::id();
+        let list = lock(&OPEN);
+        let opened = list.iter().filter_map(|(_, opened)| opened.upgrade());
+        opened.filter(|opened| opened.process == process).collect()
+    }
+
     /// The device of an address: the one that is open, or a new one. A child of a fork has its own.
     fn get(of: &Device) -> Result<Arc<Opened>, c_int> {
-        static OPEN: Mutex<Vec<(IpAddr, Weak<Opened>)>> = Mutex::new(Vec::new());
         let mut list = lock(&OPEN);
         list.retain(|(_, opened)| opened.strong_count() > 0);
         let process = std::process::id();
@@ -83,6 +95,19 @@ pub(crate) struct Objects {
     pub(crate) pairs: HashMap<u32, *mut abi::Qp>,
     pub(crate) completions: HashMap<u32, *mut abi::Cq>,
     pub(crate) queues: HashMap<u32, *mut abi::Srq>,
+    /// What can be imported, by its handle.
+    pub(crate) domains: HashMap<u32, *mut abi::Pd>,
+    pub(crate) regions: HashMap<u32, *mut abi::Mr>,
+    pub(crate) memories: HashMap<u32, *mut abi::Dm>,
+    handles: u32,
+}
+
+impl Objects {
+    /// A handle that nothing has had.
+    pub(crate) fn new_handle(&mut self) -> u32 {
+        self.handles += 1;
+        self.handles
+    }
 }
 
 impl Context {
@@ -118,9 +143,14 @@ impl Context {
 }
 
 fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
+    // A file, which is told from others by its number, whoever duplicates it.
+    let command = memfd_create("rdmux", MemfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
+    open_over(of, command)
+}
+
+fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context, c_int> {
     let opened = Opened::get(of)?;
     let device = opened.device.clone();
-    let command = eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
     let told = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Errno::raw_os_error)?;
     let events_fd = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
     for fd in [device.async_event_fd(), told.as_fd()] {
@@ -139,6 +169,13 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     verbs.get_srq_num = Some(srq::get_srq_num);
     verbs.open_xrcd = Some(xrc::open_xrcd);
     verbs.close_xrcd = Some(xrc::close_xrcd);
+    verbs.alloc_td = Some(domains::alloc_td);
+    verbs.dealloc_td = Some(domains::dealloc_td);
+    verbs.alloc_parent_domain = Some(domains::alloc_parent_domain);
+    verbs.alloc_dm = Some(device_memory::alloc_dm);
+    verbs.free_dm = Some(device_memory::free_dm);
+    verbs.reg_dm_mr = Some(device_memory::reg_dm_mr);
+    verbs.alloc_null_mr = Some(device_memory::alloc_null_mr);
     verbs.create_cq_ex = Some(completions::create_cq_ex);
     verbs.modify_cq = Some(completions::modify_cq);
     verbs.query_rt_values = Some(completions::query_rt_values);
@@ -161,7 +198,7 @@ fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
         of,
         device,
         opened,
-        _command: command,
+        command,
         events_fd,
         told,
         events: Mutex::default(),
@@ -192,6 +229,34 @@ pub(crate) fn shared_domain(context: *mut abi::Context) -> Result<*mut abi::Pd, 
     let pd = memory::alloc_pd(context)?;
     list.push((context.addr(), pd.expose_provenance()));
     Ok(pd)
+}
+
+/// A second context of the device that a context of this process is of: its objects can be imported there.
+fn import(command: c_int) -> Result<*mut abi::Context, c_int> {
+    // SAFETY: a descriptor of the caller's, which it leaves open during the call.
+    let given = unsafe { BorrowedFd::borrow_raw(command) };
+    let file = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).map(|stat| (stat.st_dev, stat.st_ino));
+    let wanted = file(given).map_err(Errno::raw_os_error)?;
+    let is_of = |context: &usize| {
+        // SAFETY: open while it is in the list, which is held.
+        let context = unsafe { &*ptr::with_exposed_provenance::<Context>(*context) };
+        (file(context.command.as_fd()) == Ok(wanted)).then_some(context.of)
+    };
+    let mut open = Opened::all().into_iter();
+    let found = open.find_map(|opened| lock(&opened.contexts).iter().find_map(is_of));
+    // Contexts of other processes are not reached: their memory is theirs.
+    let of = found.ok_or(libc::EOPNOTSUPP)?;
+    // SAFETY: from now on the descriptor is the context's, says `ibv_import_device(3)`.
+    open_over(of, unsafe { OwnedFd::from_raw_fd(command) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_import_device(command: c_int) -> *mut abi::Context {
+    made(if command < 0 {
+        Err(libc::EBADF)
+    } else {
+        import(command)
+    })
 }
 
 #[unsafe(no_mangle)]

@@ -12,6 +12,8 @@ mod cm;
 mod completions;
 mod context;
 mod device;
+mod device_memory;
+mod domains;
 mod events;
 mod memory;
 mod private;

@@ -4,8 +4,8 @@ use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
 use rdmux_verbs::{
-    Access, ApplicationMemory, MemoryRegion, MemoryWindow, ProtectionDomain, RegisterError, SendFlags,
-    WindowType,
+    Access, ApplicationMemory, Memory, MemoryRegion, MemoryWindow, ProtectionDomain, RegisterError,
+    SendFlags, WindowType,
 };
 
 use crate::channel::errno_of;
@@ -16,8 +16,10 @@ use crate::{abi, made};
 /// What a program's `struct ibv_pd` pointer points at.
 #[repr(C)]
 pub(crate) struct Domain {
-    shown: abi::Pd,
+    pub(crate) shown: abi::Pd,
     pub(crate) domain: ProtectionDomain,
+    /// A parent domain: it is of another one, and may be of a thread domain.
+    pub(crate) is_parent: bool,
 }
 
 impl Domain {
@@ -34,10 +36,29 @@ impl Domain {
 /// Makes a protection domain of an open context.
 pub(crate) fn alloc_pd(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
     // SAFETY: an open context: what calls this has one.
-    let device = unsafe { &Context::of(context).device };
-    let domain = device.alloc_pd().map_err(|error| errno_of(&error))?;
-    let shown = abi::Pd { context, handle: 0 };
-    Ok(Box::into_raw(Box::new(Domain { shown, domain })).cast())
+    let own = unsafe { Context::of(context) };
+    let domain = own.device.alloc_pd().map_err(|error| errno_of(&error))?;
+    let mut objects = own.objects();
+    let handle = objects.new_handle();
+    let made = new_domain(context, handle, domain, false);
+    objects.domains.insert(handle, made);
+    Ok(made)
+}
+
+/// What a program gets for a domain.
+pub(crate) fn new_domain(
+    context: *mut abi::Context,
+    handle: u32,
+    domain: ProtectionDomain,
+    is_parent: bool,
+) -> *mut abi::Pd {
+    let shown = abi::Pd { context, handle };
+    let domain = Domain {
+        shown,
+        domain,
+        is_parent,
+    };
+    Box::into_raw(Box::new(domain)).cast()
 }
 
 #[unsafe(no_mangle)]
@@ -47,7 +68,16 @@ unsafe extern "C" fn ibv_alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
-    // SAFETY: made by a Box in `ibv_alloc_pd`, and not used any more, says the caller.
+    // SAFETY: a domain that was made, of a context that is open as long, says the caller.
+    let mut objects = unsafe { Context::of((*domain).context) }.objects();
+    // SAFETY: as above.
+    let handle = unsafe { (*domain).handle };
+    // One that was imported has the handle of another.
+    if objects.domains.get(&handle) == Some(&domain) {
+        objects.domains.remove(&handle);
+    }
+    drop(objects);
+    // SAFETY: made by a Box in `new_domain`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
     0
 }
@@ -56,8 +86,56 @@ pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
 #[repr(C)]
 pub(crate) struct Region {
     shown: abi::Mr,
-    region: MemoryRegion,
+    /// `None`: it was imported, and is another's.
+    region: Option<MemoryRegion>,
+    memory: Arc<dyn Memory>,
+    /// Where in the memory it begins.
+    offset: u64,
     access: Access,
+}
+
+/// The rights that a program asks for. Those that the specification calls optional may be ignored: IBV_ACCESS_OPTIONAL_RANGE.
+pub(crate) fn rights(access: u32) -> Result<Access, c_int> {
+    Access::from_bits(access & !0x3ff0_0000).ok_or(libc::EINVAL)
+}
+
+/// Registers `length` bytes at `offset` of a memory, and gives the program what it is told of them.
+///
+/// # Safety
+/// A domain that was made, and is not deallocated.
+pub(crate) unsafe fn register_memory(
+    pd: *mut abi::Pd,
+    memory: Arc<dyn Memory>,
+    (offset, length): (u64, u64),
+    iova: u64,
+    access: Access,
+) -> Result<*mut abi::Mr, c_int> {
+    // SAFETY: as the caller says.
+    let domain = unsafe { Domain::of(pd) };
+    let region = domain.domain.reg_mr(memory.clone(), offset, length, iova, access);
+    let region = region.map_err(errno_of_register)?;
+    // SAFETY: of an open context, which lives as long as its objects.
+    let mut objects = unsafe { Context::of(domain.shown.context) }.objects();
+    let handle = objects.new_handle();
+    let shown = abi::Mr {
+        context: domain.shown.context,
+        pd,
+        addr: std::ptr::null_mut(),
+        length: length as usize,
+        handle,
+        lkey: region.lkey().0,
+        rkey: region.rkey().0,
+    };
+    let region = Region {
+        shown,
+        region: Some(region),
+        memory,
+        offset,
+        access,
+    };
+    let made = Box::into_raw(Box::new(region)).cast();
+    objects.regions.insert(handle, made);
+    Ok(made)
 }
 
 unsafe fn register(
@@ -67,34 +145,14 @@ unsafe fn register(
     iova: u64,
     access: u32,
 ) -> Result<*mut abi::Mr, c_int> {
-    // Those that the specification calls optional may be ignored: IBV_ACCESS_OPTIONAL_RANGE.
-    let access = Access::from_bits(access & !0x3ff0_0000).ok_or(libc::EINVAL)?;
-    // SAFETY: a domain that was made, says the caller.
-    let domain = unsafe { Domain::of(pd) };
+    let access = rights(access)?;
     // SAFETY: memory of the program's, which it lets its device and peers use, says `ibv_reg_mr(3)`.
     let memory = Arc::new(unsafe { ApplicationMemory::new(address as u64, length as u64) });
-    let region = domain
-        .domain
-        .reg_mr_all(memory, iova, access)
-        .map_err(|error| match error {
-            RegisterError::NoResources => libc::ENOMEM,
-            _ => libc::EINVAL,
-        })?;
-    let shown = abi::Mr {
-        context: domain.shown.context,
-        pd,
-        addr: address,
-        length,
-        handle: 0,
-        lkey: region.lkey().0,
-        rkey: region.rkey().0,
-    };
-    let region = Region {
-        shown,
-        region,
-        access,
-    };
-    Ok(Box::into_raw(Box::new(region)).cast())
+    // SAFETY: as the caller says.
+    let made = unsafe { register_memory(pd, memory, (0, length as u64), iova, access) }?;
+    // SAFETY: just made.
+    unsafe { (*made).addr = address };
+    Ok(made)
 }
 
 fn errno_of_register(error: RegisterError) -> c_int {
@@ -142,7 +200,16 @@ unsafe extern "C" fn ibv_reg_mr_iova2(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
-    // SAFETY: made by a Box in `register`, and not used any more, says the caller.
+    // SAFETY: a region that was made, of a context that is open as long, says the caller.
+    let mut objects = unsafe { Context::of((*region).context) }.objects();
+    // SAFETY: as above.
+    let handle = unsafe { (*region).handle };
+    // One that was imported has the handle of another.
+    if objects.regions.get(&handle) == Some(&region) {
+        objects.regions.remove(&handle);
+    }
+    drop(objects);
+    // SAFETY: made by a Box, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(region.cast::<Region>()) });
     0
 }
@@ -154,59 +221,128 @@ const CHANGE_ACCESS: c_int = 1 << 2;
 const INPUT: c_int = -1;
 const COMMAND_UNCHANGED: c_int = -4;
 
+/// Changes a region.
+///
+/// # Safety
+/// As `ibv_rereg_mr(3)` has it.
+unsafe fn change(
+    own: &mut Region,
+    flags: c_int,
+    pd: *mut abi::Pd,
+    (address, length): (*mut c_void, usize),
+    access: c_int,
+) -> Result<(), c_int> {
+    let region = own.region.as_mut().ok_or(libc::EOPNOTSUPP)?;
+    let access = if flags & CHANGE_ACCESS != 0 {
+        rights(access.cast_unsigned())?
+    } else {
+        own.access
+    };
+    let into = if flags & CHANGE_PD != 0 { pd } else { own.shown.pd };
+    let (memory, offset): (Arc<dyn Memory>, u64) = if flags & CHANGE_TRANSLATION != 0 {
+        // SAFETY: as the caller says.
+        let memory = unsafe { ApplicationMemory::new(address as u64, length as u64) };
+        (Arc::new(memory), 0)
+    } else {
+        (own.memory.clone(), own.offset)
+    };
+    let (iova, address, length) = if flags & CHANGE_TRANSLATION != 0 {
+        (address as u64, address, length)
+    } else {
+        (region.iova(), own.shown.addr, own.shown.length)
+    };
+    // SAFETY: a domain that was made, says the caller.
+    let domain = unsafe { &Domain::of(into).domain };
+    let changed = region.rereg_in(domain, memory.clone(), offset, length as u64, iova, access);
+    changed.map_err(errno_of_register)?;
+    (own.memory, own.offset, own.access) = (memory, offset, access);
+    (own.shown.pd, own.shown.addr, own.shown.length) = (into, address, length);
+    Ok(())
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_rereg_mr(
     region: *mut abi::Mr,
     flags: c_int,
-    _: *mut abi::Pd,
+    pd: *mut abi::Pd,
     address: *mut c_void,
     length: usize,
     access: c_int,
 ) -> c_int {
-    let changes = CHANGE_TRANSLATION | CHANGE_ACCESS;
-    if flags == 0 || flags & !(changes | CHANGE_PD) != 0 {
+    let known = CHANGE_TRANSLATION | CHANGE_PD | CHANGE_ACCESS;
+    if flags == 0 || flags & !known != 0 || flags & CHANGE_PD != 0 && pd.is_null() {
         crate::set_errno(libc::EINVAL);
         return INPUT;
     }
     // SAFETY: a region that was made, which one thread changes at a time.
     let own = unsafe { &mut *region.cast::<Region>() };
-    let (address, length) = if flags & CHANGE_TRANSLATION != 0 {
-        (address, length)
-    } else {
-        (own.shown.addr, own.shown.length)
-    };
-    let wanted = Access::from_bits(access.cast_unsigned() & !0x3ff0_0000);
-    let access = if flags & CHANGE_ACCESS != 0 {
-        wanted
-    } else {
-        Some(own.access)
-    };
-    let changed = match access {
-        // To another domain it does not go.
-        Some(access) if flags & CHANGE_PD == 0 => {
-            // SAFETY: as above.
-            let memory = Arc::new(unsafe { ApplicationMemory::new(address as u64, length as u64) });
-            let iova = if flags & CHANGE_TRANSLATION != 0 {
-                address as u64
-            } else {
-                own.region.iova()
-            };
-            let changed = own.region.rereg(memory, 0, length as u64, iova, access);
-            changed.map(|()| own.access = access).map_err(errno_of_register)
-        }
-        Some(_) => Err(libc::EOPNOTSUPP),
-        None => Err(libc::EINVAL),
-    };
-    match changed {
-        Ok(()) => {
-            (own.shown.addr, own.shown.length) = (address, length);
-            0
-        }
+    // SAFETY: as the caller says.
+    match unsafe { change(own, flags, pd, (address, length), access) } {
+        Ok(()) => 0,
         Err(errno) => {
             crate::set_errno(errno);
             COMMAND_UNCHANGED
         }
     }
+}
+
+/// A region of the process that another context is to know too, by its handle. It ends with the one that was registered.
+///
+/// # Safety
+/// A domain that was made, and is not deallocated.
+unsafe fn import(pd: *mut abi::Pd, handle: u32) -> Result<*mut abi::Mr, c_int> {
+    // SAFETY: as the caller says.
+    let context = unsafe { (*pd).context };
+    // SAFETY: an open context, which lives as long as its objects.
+    let objects = unsafe { Context::of(context) }.objects();
+    let found = *objects.regions.get(&handle).ok_or(libc::ENOENT)?;
+    // SAFETY: it is there while it is among the objects, which are held.
+    let found = unsafe { &*found.cast::<Region>() };
+    let region = Region {
+        shown: abi::Mr {
+            context,
+            pd,
+            addr: std::ptr::null_mut(),
+            ..found.shown
+        },
+        region: None,
+        memory: found.memory.clone(),
+        offset: found.offset,
+        access: found.access,
+    };
+    Ok(Box::into_raw(Box::new(region)).cast())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_import_mr(pd: *mut abi::Pd, handle: u32) -> *mut abi::Mr {
+    // SAFETY: as the caller says.
+    made(unsafe { import(pd, handle) })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_unimport_mr(region: *mut abi::Mr) {
+    // SAFETY: as the caller says.
+    unsafe { ibv_dereg_mr(region) };
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_import_pd(context: *mut abi::Context, handle: u32) -> *mut abi::Pd {
+    // SAFETY: an open context, says the caller.
+    let objects = unsafe { Context::of(context) }.objects();
+    // SAFETY: it is there while it is among the objects, which are held.
+    let found = objects
+        .domains
+        .get(&handle)
+        .map(|found| unsafe { Domain::of(*found) });
+    made(found.map_or(Err(libc::ENOENT), |found| {
+        Ok(new_domain(context, handle, found.domain.clone(), false))
+    }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_unimport_pd(domain: *mut abi::Pd) {
+    // SAFETY: as the caller says.
+    unsafe { ibv_dealloc_pd(domain) };
 }
 
 /// What a program's `struct ibv_mw` pointer points at.
@@ -264,7 +400,9 @@ pub(crate) unsafe extern "C" fn bind_mw(
         return libc::EOPNOTSUPP;
     }
     // SAFETY: a region that was made, says the caller.
-    let region = unsafe { &*info.mr.cast::<Region>() };
+    let Some(region) = unsafe { &*info.mr.cast::<Region>() }.region.as_ref() else {
+        return libc::EOPNOTSUPP;
+    };
     let access = match window_access(info.mw_access_flags) {
         Ok(access) => access,
         Err(errno) => return errno,
@@ -277,7 +415,7 @@ pub(crate) unsafe extern "C" fn bind_mw(
     let range = info.addr..info.addr.wrapping_add(info.length);
     let bound = pair
         .pair
-        .bind_mw(bind.wr_id, &own.window, &region.region, range, access, flags);
+        .bind_mw(bind.wr_id, &own.window, region, range, access, flags);
     crate::status(
         bound
             .map(|rkey| own.shown.rkey = rkey.0)

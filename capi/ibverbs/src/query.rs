@@ -9,7 +9,7 @@ use rdmux_verbs::abi::device_cap;
 use crate::context::Context;
 use crate::device::{Device, put};
 use crate::queue_pair::WR_MAX;
-use crate::{abi, completions, minus_one, status};
+use crate::{abi, completions, device_memory, minus_one, status};
 
 /// Completions that a queue can have.
 pub(crate) const CQE_MAX: c_int = 1 << 20;
@@ -100,6 +100,7 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     whole.xrc_odp = whole.odp_rc;
     whole.completion_timestamp_mask = u64::MAX;
     whole.hca_core_clock = completions::CLOCK_KHZ;
+    whole.max_dm_size = device_memory::BYTES_MAX;
     whole.max_cq_count = u16::MAX;
     whole.max_cq_period = u16::MAX;
     whole.phys_port_cnt_ex = 1;

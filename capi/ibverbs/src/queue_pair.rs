@@ -523,7 +523,7 @@ unsafe fn inline(list: &[abi::Sge]) -> Result<SgeList, c_int> {
 ///
 /// # Safety
 /// What it names was made, and is not destroyed.
-unsafe fn bind(wr: &abi::BindMwWr) -> Result<Operation, c_int> {
+pub(crate) unsafe fn bind(wr: &abi::BindMwWr) -> Result<Operation, c_int> {
     let info = wr.bind_info;
     if info.mr.is_null() {
         return Err(libc::EINVAL);

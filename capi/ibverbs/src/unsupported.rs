@@ -44,10 +44,6 @@ macro_rules! fails {
 }
 
 makes_nothing! {
-    ibv_import_device
-    ibv_import_dm
-    ibv_import_mr
-    ibv_import_pd
     ibv_reg_dmabuf_mr
 }
 
@@ -61,16 +57,6 @@ refuses! {
 fails! {
     ibv_resolve_eth_l2_from_gid
 }
-
-/// Nothing was imported.
-#[unsafe(no_mangle)]
-extern "C" fn ibv_unimport_dm(_: *mut c_void) {}
-
-#[unsafe(no_mangle)]
-extern "C" fn ibv_unimport_mr(_: *mut c_void) {}
-
-#[unsafe(no_mangle)]
-extern "C" fn ibv_unimport_pd(_: *mut c_void) {}
 
 /// What arrives is placed in ascending order, and the last word last. 0: not what is asked for here, whole cache lines at once.
 #[unsafe(no_mangle)]

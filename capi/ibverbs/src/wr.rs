@@ -10,9 +10,9 @@ use rdmux_verbs::{
     SgeList, Srqn, Target,
 };
 
-use crate::abi;
 use crate::address::Handle;
 use crate::queue_pair::{Pair, errno_of_post, sges};
+use crate::{abi, queue_pair};
 
 /// What is being built for a queue pair. From start to complete it is one thread's; others wait.
 #[derive(Default)]
@@ -35,6 +35,7 @@ unsafe impl Sync for Builder {}
 pub(crate) fn give(qp: &mut abi::QpEx) {
     qp.wr_atomic_cmp_swp = cmp_swp as *const c_void;
     qp.wr_atomic_fetch_add = fetch_add as *const c_void;
+    qp.wr_bind_mw = bind_mw as *const c_void;
     qp.wr_local_inv = local_inv as *const c_void;
     qp.wr_rdma_read = rdma_read as *const c_void;
     qp.wr_rdma_write = rdma_write as *const c_void;
@@ -58,7 +59,7 @@ pub(crate) fn give(qp: &mut abi::QpEx) {
 /// The operations that [`give`] has functions for, as bits of `enum ibv_qp_create_send_ops_flags`.
 pub(crate) const OFFERED: u64 = {
     let (write, write_imm, send, send_imm, read, cmp_swp, fetch_add, local_inv) = (0, 1, 2, 3, 4, 5, 6, 7);
-    let send_inv = 9;
+    let (bind_mw, send_inv) = (8, 9);
     1 << write
         | 1 << write_imm
         | 1 << send
@@ -67,6 +68,7 @@ pub(crate) const OFFERED: u64 = {
         | 1 << cmp_swp
         | 1 << fetch_add
         | 1 << local_inv
+        | 1 << bind_mw
         | 1 << send_inv
         | abi::qp_ex::FLUSH
         | abi::qp_ex::ATOMIC_WRITE
@@ -195,6 +197,26 @@ unsafe extern "C" fn send_inv(qp: *mut abi::QpEx, rkey: u32) {
 unsafe extern "C" fn local_inv(qp: *mut abi::QpEx, rkey: u32) {
     // SAFETY: as the caller says.
     unsafe { begin(qp, Operation::LocalInvalidate { rkey: RKey(rkey) }) };
+}
+
+unsafe extern "C" fn bind_mw(qp: *mut abi::QpEx, mw: *mut abi::Mw, rkey: u32, info: *const abi::MwBindInfo) {
+    // SAFETY: as the caller says.
+    let bound = unsafe {
+        queue_pair::bind(&abi::BindMwWr {
+            mw,
+            rkey,
+            bind_info: *info,
+        })
+    };
+    let (operation, failed) = match bound {
+        Ok(operation) => (operation, None),
+        Err(errno) => (Operation::Send { imm: None }, Some(errno)),
+    };
+    // SAFETY: as the caller says.
+    unsafe {
+        begin(qp, operation);
+        set(qp, |_| failed.map_or(Ok(()), Err));
+    }
 }
 
 unsafe extern "C" fn rdma_write(qp: *mut abi::QpEx, rkey: u32, va: u64) {

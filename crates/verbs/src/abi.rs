@@ -75,21 +75,21 @@ pub const EXTENDED: usize = usize::MAX;
 pub struct VerbsContext {
     pub query_port: Option<QueryPort>,
     pub advise_mr: *const c_void,
-    pub alloc_null_mr: *const c_void,
+    pub alloc_null_mr: Option<unsafe extern "C" fn(*mut Pd) -> *mut Mr>,
     pub read_counters: *const c_void,
     pub attach_counters_point_flow: *const c_void,
     pub create_counters: *const c_void,
     pub destroy_counters: *const c_void,
-    pub reg_dm_mr: *const c_void,
-    pub alloc_dm: *const c_void,
-    pub free_dm: *const c_void,
+    pub reg_dm_mr: Option<RegDmMr>,
+    pub alloc_dm: Option<unsafe extern "C" fn(*mut Context, *mut AllocDmAttr) -> *mut Dm>,
+    pub free_dm: Option<unsafe extern "C" fn(*mut Dm) -> c_int>,
     pub modify_flow_action_esp: *const c_void,
     pub destroy_flow_action: *const c_void,
     pub create_flow_action_esp: *const c_void,
     pub modify_qp_rate_limit: Option<ModifyQpRateLimit>,
-    pub alloc_parent_domain: *const c_void,
-    pub dealloc_td: *const c_void,
-    pub alloc_td: *const c_void,
+    pub alloc_parent_domain: Option<AllocParentDomain>,
+    pub dealloc_td: Option<unsafe extern "C" fn(*mut Td) -> c_int>,
+    pub alloc_td: Option<unsafe extern "C" fn(*mut Context, *mut TdInitAttr) -> *mut Td>,
     pub modify_cq: Option<ModifyCq>,
     pub post_srq_ops: *const c_void,
     pub destroy_rwq_ind_table: *const c_void,
@@ -122,6 +122,52 @@ pub struct VerbsContext {
 pub struct Pd {
     pub context: *mut Context,
     pub handle: u32,
+}
+
+/// `struct ibv_td`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Td {
+    pub context: *mut Context,
+}
+
+/// `struct ibv_td_init_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TdInitAttr {
+    pub comp_mask: u32,
+}
+
+/// `struct ibv_parent_domain_init_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ParentDomainInitAttr {
+    pub pd: *mut Pd,
+    pub td: *mut Td,
+    pub comp_mask: u32,
+    pub alloc: *const c_void,
+    pub free: *const c_void,
+    pub pd_context: *mut c_void,
+}
+
+/// `struct ibv_dm`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Dm {
+    pub context: *mut Context,
+    pub memcpy_to_dm: Option<unsafe extern "C" fn(*mut Dm, u64, *const c_void, usize) -> c_int>,
+    pub memcpy_from_dm: Option<unsafe extern "C" fn(*mut c_void, *mut Dm, u64, usize) -> c_int>,
+    pub comp_mask: u32,
+    pub handle: u32,
+}
+
+/// `struct ibv_alloc_dm_attr`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AllocDmAttr {
+    pub length: usize,
+    pub log_align_req: u32,
+    pub comp_mask: u32,
 }
 
 /// `struct ibv_xrcd`.
@@ -904,6 +950,15 @@ pub mod srq {
     pub const LIMIT: c_int = 1 << 1;
 }
 
+/// `enum ibv_parent_domain_init_attr_mask`.
+pub mod parent_domain {
+    pub const ALLOCATORS: u32 = 1;
+    pub const PD_CONTEXT: u32 = 1 << 1;
+}
+
+/// `IBV_DM_MASK_HANDLE`.
+pub const DM_MASK_HANDLE: u32 = 1;
+
 /// `enum ibv_xrcd_init_attr_mask`.
 pub mod xrcd {
     pub const FD: u32 = 1;
@@ -1077,6 +1132,10 @@ pub type CreateQpEx = unsafe extern "C" fn(*mut Context, *mut QpInitAttrEx) -> *
 pub type ModifyQpRateLimit = unsafe extern "C" fn(*mut Qp, *mut QpRateLimitAttr) -> c_int;
 /// A completion's part, as `ibv_wc_read_*` have it.
 pub type CqRead<T> = unsafe extern "C" fn(*mut CqEx) -> T;
+/// `ibv_reg_dm_mr`: offset, bytes, rights.
+pub type RegDmMr = unsafe extern "C" fn(*mut Pd, *mut Dm, u64, usize, u32) -> *mut Mr;
+/// `ibv_alloc_parent_domain`
+pub type AllocParentDomain = unsafe extern "C" fn(*mut Context, *mut ParentDomainInitAttr) -> *mut Pd;
 /// `ibv_create_cq_ex`
 pub type CreateCqEx = unsafe extern "C" fn(*mut Context, *mut CqInitAttrEx) -> *mut CqEx;
 /// `ibv_modify_cq`
@@ -1133,6 +1192,10 @@ layout! {
     CqInitAttrEx = 56 { cq_context = 8, channel = 16, comp_vector = 24, wc_flags = 32, comp_mask = 40, flags = 44, parent_domain = 48 }
     ModifyCqAttr = 8 { cq_count = 4, cq_period = 6 }
     ValuesEx = 24 { raw_clock = 8 }
+    Td = 8 {}
+    ParentDomainInitAttr = 48 { td = 8, comp_mask = 16, alloc = 24, free = 32, pd_context = 40 }
+    Dm = 32 { memcpy_to_dm = 8, memcpy_from_dm = 16, comp_mask = 24, handle = 28 }
+    AllocDmAttr = 16 { log_align_req = 8, comp_mask = 12 }
     Wc = 48 { wr_id = 0, status = 8, opcode = 12, vendor_err = 16, byte_len = 20, imm_data = 24, qp_num = 28, src_qp = 32, wc_flags = 36, pkey_index = 40, slid = 42, sl = 44, dlid_path_bits = 45 }
     Sge = 16 { length = 8, lkey = 12 }
     RecvWr = 32 { next = 8, sg_list = 16, num_sge = 24 }

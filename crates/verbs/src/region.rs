@@ -32,7 +32,7 @@ impl ProtectionDomain {
         };
         Ok(MemoryRegion {
             provided,
-            _pd: self.clone(),
+            pd: self.clone(),
             iova,
             length,
         })
@@ -61,7 +61,7 @@ impl ProtectionDomain {
         };
         Ok(MemoryRegion {
             provided,
-            _pd: self.clone(),
+            pd: self.clone(),
             iova: 0,
             length: 0,
         })
@@ -85,7 +85,7 @@ impl ProtectionDomain {
 #[derive(Debug)]
 pub struct MemoryRegion {
     provided: Provided<soft::region::MemoryRegion, hw::region::MemoryRegion>,
-    _pd: ProtectionDomain,
+    pd: ProtectionDomain,
     iova: u64,
     length: u64,
 }
@@ -127,6 +127,26 @@ impl MemoryRegion {
         iova: u64,
         access: Access,
     ) -> Result<(), RegisterError> {
+        let pd = self.pd.clone();
+        self.rereg_in(&pd, memory, offset, length, iova, access)
+    }
+
+    /// The same, and takes it to another protection domain of the device. IBTA Vol 1, 11.2.8.5.
+    ///
+    /// # Errors
+    /// [`RegisterError::NoPd`] when the domain is another device's.
+    pub fn rereg_in(
+        &mut self,
+        pd: &ProtectionDomain,
+        memory: Arc<dyn Memory>,
+        offset: u64,
+        length: u64,
+        iova: u64,
+        access: Access,
+    ) -> Result<(), RegisterError> {
+        if !pd.device().is(self.pd.device()) {
+            return Err(RegisterError::NoPd);
+        }
         let spec = RegionSpec {
             memory,
             memory_offset: offset,
@@ -134,10 +154,12 @@ impl MemoryRegion {
             iova,
             access,
         };
-        match &mut self.provided {
-            Provided::Soft(mr) => mr.rereg(spec)?,
-            Provided::Hw(mr) => mr.rereg(spec)?,
+        match (&mut self.provided, pd.provided()) {
+            (Provided::Soft(mr), Provided::Soft(pd)) => mr.rereg(pd, spec)?,
+            (Provided::Hw(mr), _) => mr.rereg(spec)?,
+            (Provided::Soft(_), Provided::Hw(_)) => return Err(RegisterError::NoPd),
         }
+        self.pd = pd.clone();
         (self.iova, self.length) = (iova, length);
         Ok(())
     }

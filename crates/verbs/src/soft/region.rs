@@ -52,11 +52,17 @@ impl MemoryRegion {
         self.rkey
     }
 
-    pub(crate) fn rereg(&mut self, replacement: RegionSpec) -> Result<(), RegisterError> {
+    pub(crate) fn rereg(
+        &mut self,
+        pd: &ProtectionDomain,
+        replacement: RegionSpec,
+    ) -> Result<(), RegisterError> {
         // A second handle, so that memory that is refused is not dropped while the engine is locked.
         let _memory = replacement.memory.clone();
         let mut core = self.device.lock();
-        let before = core.rnic.rereg_mr(self.lkey, None, |spec| *spec = replacement)?;
+        let before = core
+            .rnic
+            .rereg_mr(self.lkey, Some(pd.pd), |spec| *spec = replacement)?;
         core.links.revoke_region(self.lkey);
         drop(core);
         drop(before);
