@@ -126,6 +126,10 @@ unsafe extern "C" fn ibv_create_comp_channel(context: *mut abi::Context) -> *mut
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::CompChannel) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*channel).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a channel that was made, says the caller.
     let own = unsafe { Channel::of(channel) };
     let held = lock(&own.earlier);
@@ -234,6 +238,10 @@ unsafe extern "C" fn ibv_create_cq(
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*queue).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a queue that was made, says the caller.
     let (context, channel) = unsafe { ((*queue).context, (*queue).channel) };
     {

@@ -115,6 +115,12 @@ impl Context {
         lock(&self.opened.objects)
     }
 
+    /// Whether its process has forked, and this is the child: it has a copy of what the parent opened, without its threads, and what they
+    /// share with the kernel is still the parent's. Nothing of that is to be ended here; only the copy's memory is lost.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.opened.process != std::process::id()
+    }
+
     /// An event is for this context.
     fn tell(&self, event: abi::AsyncEvent) {
         let mut events = lock(&self.events);
@@ -269,6 +275,9 @@ unsafe extern "C" fn ibv_open_device(device: *mut abi::Device) -> *mut abi::Cont
 unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
     // SAFETY: an open context, says the caller, who uses it no more.
     let own = unsafe { Context::of(context) };
+    if own.is_inherited() {
+        return 0;
+    }
     let at = ptr::from_ref(own).cast_mut();
     lock(&own.opened.contexts).retain(|known| *known != at.addr());
     // SAFETY: made by a Box in `open`.

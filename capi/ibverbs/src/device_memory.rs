@@ -91,6 +91,10 @@ pub(crate) unsafe extern "C" fn alloc_dm(
 }
 
 pub(crate) unsafe extern "C" fn free_dm(memory: *mut abi::Dm) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*memory).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a memory that was made, of a context that is open as long, says the caller.
     let (own, mut objects) = unsafe { (DeviceMemory::of(memory), Context::of((*memory).context).objects()) };
     // Regions and those who imported it hold it.

@@ -68,6 +68,10 @@ unsafe extern "C" fn ibv_alloc_pd(context: *mut abi::Context) -> *mut abi::Pd {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*domain).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a domain that was made, of a context that is open as long, says the caller.
     let mut objects = unsafe { Context::of((*domain).context) }.objects();
     // SAFETY: as above.
@@ -200,6 +204,10 @@ unsafe extern "C" fn ibv_reg_mr_iova2(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*region).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a region that was made, of a context that is open as long, says the caller.
     let mut objects = unsafe { Context::of((*region).context) }.objects();
     // SAFETY: as above.
@@ -377,6 +385,10 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut abi::Pd, mw_type: u32) -> *mut
 }
 
 pub(crate) unsafe extern "C" fn dealloc_mw(window: *mut abi::Mw) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*window).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: made by a Box in `allocate`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(window.cast::<Window>()) });
     0

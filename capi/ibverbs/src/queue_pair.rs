@@ -292,6 +292,10 @@ unsafe extern "C" fn ibv_qp_to_qp_ex(pair: *mut abi::Qp) -> *mut abi::QpEx {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*pair).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a queue pair that was made, says the caller.
     let (context, own) = unsafe { ((*pair).context, Pair::of(pair)) };
     // SAFETY: an open context, which lives as long as its objects.

@@ -133,6 +133,10 @@ pub(crate) unsafe extern "C" fn get_srq_num(queue: *mut abi::Srq, number: *mut u
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*queue).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: a queue that was made, says the caller.
     let (context, own) = unsafe { ((*queue).context, Queue::of(queue)) };
     // SAFETY: an open context, which lives as long as its objects.

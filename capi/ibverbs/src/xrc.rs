@@ -94,6 +94,10 @@ pub(crate) unsafe extern "C" fn open_xrcd(
 }
 
 pub(crate) unsafe extern "C" fn close_xrcd(domain: *mut abi::Xrcd) -> c_int {
+    // SAFETY: of a context that is open as long, says the caller.
+    if unsafe { Context::of((*domain).context) }.is_inherited() {
+        return 0;
+    }
     // SAFETY: made by a Box in `open_xrcd`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
     0

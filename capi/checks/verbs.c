@@ -1,0 +1,246 @@
+/* Extended completion queues and their limits, moderation, the null region, device memory, domains, importing. */
+#include "check.h"
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+static struct ibv_context *context;
+static struct ibv_pd *pd;
+static uint32_t words[2] = {0x12345678, 0};
+static struct ibv_mr *mr;
+static struct ibv_sge from, to;
+
+static struct ibv_cq_ex *create(uint64_t wc_flags, uint32_t comp_mask, uint32_t flags, struct ibv_pd *parent)
+{
+	struct ibv_cq_init_attr_ex init = {.cqe = 16, .wc_flags = wc_flags, .comp_mask = comp_mask, .flags = flags, .parent_domain = parent};
+	errno = 0;
+	return ibv_create_cq_ex(context, &init);
+}
+
+static void extended(void)
+{
+	CHECK(!create(IBV_WC_EX_WITH_CVLAN, 0, 0, NULL) && errno == EOPNOTSUPP);
+	CHECK(!create(IBV_WC_EX_WITH_FLOW_TAG, 0, 0, NULL) && errno == EOPNOTSUPP);
+	CHECK(!create(IBV_WC_EX_WITH_TM_INFO, 0, 0, NULL) && errno == EOPNOTSUPP);
+	CHECK(!create(0, IBV_CQ_INIT_ATTR_MASK_FLAGS, IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN, NULL) && errno == EOPNOTSUPP);
+	CHECK(!create(0, IBV_CQ_INIT_ATTR_MASK_PD, 0, pd) && errno == EINVAL);
+
+	struct ibv_device_attr_ex device;
+	CHECK(!ibv_query_device_ex(context, NULL, &device) && device.completion_timestamp_mask && device.hca_core_clock);
+	struct ibv_values_ex before = {.comp_mask = IBV_VALUES_MASK_RAW_CLOCK}, after = before;
+	CHECK(!ibv_query_rt_values_ex(context, &before) && before.comp_mask == IBV_VALUES_MASK_RAW_CLOCK);
+
+	uint64_t times = IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
+	for (uint32_t flags = 0; flags <= IBV_CREATE_CQ_ATTR_SINGLE_THREADED; flags++) {
+		struct ibv_cq_ex *cq = create(IBV_WC_STANDARD_FLAGS | times, IBV_CQ_INIT_ATTR_MASK_FLAGS, flags, NULL);
+		CHECK(cq);
+		struct ibv_cq *classic = ibv_cq_ex_to_cq(cq);
+		struct ibv_qp *qp[2];
+		create_pair(pd, classic, classic, qp);
+		struct ibv_poll_cq_attr attr = {}, wrong = {.comp_mask = 1};
+		CHECK(ibv_start_poll(cq, &wrong) == EINVAL);
+		CHECK(ibv_start_poll(cq, &attr) == ENOENT);
+		CHECK(ibv_start_poll(cq, &attr) == ENOENT);
+
+		/* Both completions, one after the other. */
+		words[1] = 0;
+		exchange(qp, from, to, 40 + flags);
+		int sends = 0, receives = 0;
+		uint64_t last = 0;
+		double end = now() + LONG;
+		while (sends + receives < 2) {
+			CHECK(now() < end);
+			int found = ibv_start_poll(cq, &attr);
+			if (found == ENOENT)
+				continue;
+			for (; !found; found = ibv_next_poll(cq)) {
+				CHECK(cq->status == IBV_WC_SUCCESS && cq->wr_id == 40 + flags && !ibv_wc_read_vendor_err(cq));
+				CHECK(ibv_wc_read_completion_ts(cq) >= last);
+				last = ibv_wc_read_completion_ts(cq);
+				uint64_t wall = ibv_wc_read_completion_wallclock_ns(cq) / 1000000000;
+				CHECK(wall + 1 >= (uint64_t)time(NULL) - LONG && wall <= (uint64_t)time(NULL) + 1);
+				CHECK(!ibv_wc_read_slid(cq) && !ibv_wc_read_sl(cq) && !ibv_wc_read_dlid_path_bits(cq));
+				if (ibv_wc_read_opcode(cq) == IBV_WC_SEND) {
+					sends++;
+					CHECK(ibv_wc_read_qp_num(cq) == qp[0]->qp_num);
+				} else {
+					receives++;
+					CHECK(ibv_wc_read_opcode(cq) == IBV_WC_RECV && ibv_wc_read_byte_len(cq) == 4);
+					CHECK(ibv_wc_read_qp_num(cq) == qp[1]->qp_num && ibv_wc_read_wc_flags(cq) == IBV_WC_WITH_IMM);
+					CHECK(be32toh(ibv_wc_read_imm_data(cq)) == 7 && !ibv_wc_read_src_qp(cq));
+				}
+			}
+			CHECK(found == ENOENT);
+			ibv_end_poll(cq);
+		}
+		CHECK(sends == 1 && receives == 1 && words[1] == words[0]);
+		CHECK(!ibv_query_rt_values_ex(context, &after));
+		CHECK((uint64_t)before.raw_clock.tv_nsec <= last && last <= (uint64_t)after.raw_clock.tv_nsec);
+
+		/* Classic calls, and another length. */
+		exchange(qp, from, to, 1);
+		completion(classic);
+		completion(classic);
+		CHECK(ibv_resize_cq(classic, 0) == EINVAL && ibv_resize_cq(classic, device.orig_attr.max_cqe + 1) == EINVAL);
+		CHECK(!ibv_resize_cq(classic, 64) && classic->cqe >= 64);
+		for (int i = 0; i < 2; i++)
+			CHECK(!ibv_destroy_qp(qp[i]));
+		CHECK(!ibv_destroy_cq(classic));
+	}
+}
+
+/* An event for several completions: who sleeps is told when the first is old. */
+static void moderation(void)
+{
+	struct ibv_comp_channel *channel = ibv_create_comp_channel(context);
+	struct ibv_cq *sends = ibv_create_cq(context, 16, NULL, NULL, 0), *receives = ibv_create_cq(context, 16, &words, channel, 0);
+	struct ibv_modify_cq_attr attr = {.attr_mask = IBV_CQ_ATTR_MODERATE, .moderate = {.cq_count = 100, .cq_period = 2000}}, wrong = {};
+	CHECK(ibv_modify_cq(receives, &wrong) == EINVAL && !ibv_modify_cq(receives, &attr));
+	struct ibv_qp *qp[2];
+	create_pair(pd, sends, receives, qp);
+	CHECK(!ibv_req_notify_cq(receives, 0));
+	for (int i = 0; i < 3; i++)
+		exchange(qp, from, to, i);
+	struct pollfd events = {.fd = channel->fd, .events = POLLIN};
+	CHECK(poll(&events, 1, LONG * 1000) == 1);
+	struct ibv_cq *of;
+	void *cq_context;
+	CHECK(!ibv_get_cq_event(channel, &of, &cq_context) && of == receives && cq_context == &words);
+	ibv_ack_cq_events(of, 1);
+	CHECK(!fcntl(channel->fd, F_SETFL, O_NONBLOCK) && ibv_get_cq_event(channel, &of, &cq_context) == -1 && errno == EAGAIN);
+	for (int i = 0; i < 3; i++)
+		completion(receives);
+	for (int i = 0; i < 2; i++)
+		CHECK(!ibv_destroy_qp(qp[i]));
+	CHECK(ibv_destroy_comp_channel(channel) == EBUSY);
+	CHECK(!ibv_destroy_cq(sends) && !ibv_destroy_cq(receives) && !ibv_destroy_comp_channel(channel));
+}
+
+/* What is received into the null region is gone, and what is sent from it is zero. */
+static void null_region(void)
+{
+	struct ibv_mr *null = ibv_alloc_null_mr(pd);
+	CHECK(null);
+	struct ibv_cq *cq = ibv_create_cq(context, 16, NULL, NULL, 0);
+	struct ibv_qp *qp[2];
+	create_pair(pd, cq, cq, qp);
+	struct ibv_sge nowhere = {.addr = 0x1000, .length = 4, .lkey = null->lkey};
+	words[1] = 1;
+	exchange(qp, from, nowhere, 0);
+	completion(cq);
+	completion(cq);
+	CHECK(words[1] == 1);
+	exchange(qp, nowhere, to, 0);
+	completion(cq);
+	completion(cq);
+	CHECK(words[1] == 0);
+	for (int i = 0; i < 2; i++)
+		CHECK(!ibv_destroy_qp(qp[i]));
+	CHECK(!ibv_destroy_cq(cq) && !ibv_dereg_mr(null));
+}
+
+static void device_memory(void)
+{
+	struct ibv_device_attr_ex device;
+	CHECK(!ibv_query_device_ex(context, NULL, &device));
+	struct ibv_alloc_dm_attr attr = {.length = device.max_dm_size + 1};
+	CHECK(!ibv_alloc_dm(context, &attr) && errno == ENOMEM);
+	attr.length = 64;
+	struct ibv_dm *memory = ibv_alloc_dm(context, &attr);
+	CHECK(memory);
+	CHECK(!ibv_reg_dm_mr(pd, memory, 0, 64, IBV_ACCESS_LOCAL_WRITE) && errno == EINVAL);
+	CHECK(!ibv_reg_dm_mr(pd, memory, 32, 64, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED) && errno == EINVAL);
+	struct ibv_mr *region = ibv_reg_dm_mr(pd, memory, 32, 32, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED);
+	CHECK(region && ibv_free_dm(memory) == EBUSY);
+	struct ibv_cq *cq = ibv_create_cq(context, 16, NULL, NULL, 0);
+	struct ibv_qp *qp[2];
+	create_pair(pd, cq, cq, qp);
+	struct ibv_sge inside = {.addr = 8, .length = 4, .lkey = region->lkey};
+	uint32_t read = 0;
+	exchange(qp, from, inside, 0);
+	completion(cq);
+	completion(cq);
+	CHECK(!ibv_memcpy_from_dm(&read, memory, 40, 4) && read == words[0]);
+	/* Its rights change, and its place stays. */
+	CHECK(!ibv_rereg_mr(region, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED));
+	read = 5;
+	CHECK(!ibv_memcpy_to_dm(memory, 40, &read, 4) && ibv_memcpy_to_dm(memory, 41, &read, 4) == EINVAL);
+	exchange(qp, inside, to, 0);
+	completion(cq);
+	completion(cq);
+	CHECK(words[1] == 5);
+	for (int i = 0; i < 2; i++)
+		CHECK(!ibv_destroy_qp(qp[i]));
+	CHECK(!ibv_destroy_cq(cq) && !ibv_dereg_mr(region) && !ibv_free_dm(memory));
+}
+
+static void domains(void)
+{
+	struct ibv_td_init_attr td_attr = {};
+	struct ibv_td *td = ibv_alloc_td(context, &td_attr);
+	CHECK(td);
+	struct ibv_parent_domain_init_attr attr = {.td = td};
+	CHECK(!ibv_alloc_parent_domain(context, &attr) && errno == EINVAL);
+	attr.pd = pd;
+	struct ibv_pd *parent = ibv_alloc_parent_domain(context, &attr);
+	CHECK(parent);
+	struct ibv_cq_ex *cq = create(IBV_WC_STANDARD_FLAGS, IBV_CQ_INIT_ATTR_MASK_PD, 0, parent);
+	CHECK(cq);
+	struct ibv_qp *qp[2];
+	/* Its queue pairs reach the regions of the domain that it is of. */
+	create_pair(parent, ibv_cq_ex_to_cq(cq), ibv_cq_ex_to_cq(cq), qp);
+	exchange(qp, from, to, 0);
+	completion(ibv_cq_ex_to_cq(cq));
+	completion(ibv_cq_ex_to_cq(cq));
+	for (int i = 0; i < 2; i++)
+		CHECK(!ibv_destroy_qp(qp[i]));
+	CHECK(!ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) && !ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
+}
+
+static void import(void)
+{
+	int other = open("/dev/null", O_RDONLY);
+	CHECK(other >= 0 && !ibv_import_device(other) && errno == EOPNOTSUPP);
+	CHECK(!ibv_import_device(-1) && errno == EBADF);
+	close(other);
+	struct ibv_context *second = ibv_import_device(dup(context->cmd_fd));
+	CHECK(second);
+	CHECK(!ibv_import_pd(second, 0xffffff) && errno == ENOENT);
+	struct ibv_pd *shared = ibv_import_pd(second, pd->handle);
+	CHECK(shared && shared->context == second && !ibv_import_mr(shared, 0xffffff) && errno == ENOENT);
+	struct ibv_mr *region = ibv_import_mr(shared, mr->handle);
+	CHECK(region && region->lkey == mr->lkey && region->rkey == mr->rkey);
+	struct ibv_cq *cq = ibv_create_cq(second, 16, NULL, NULL, 0);
+	struct ibv_qp *qp[2];
+	create_pair(shared, cq, cq, qp);
+	exchange(qp, from, to, 0);
+	completion(cq);
+	completion(cq);
+	for (int i = 0; i < 2; i++)
+		CHECK(!ibv_destroy_qp(qp[i]));
+	CHECK(!ibv_destroy_cq(cq));
+	ibv_unimport_mr(region);
+	ibv_unimport_pd(shared);
+	CHECK(!ibv_close_device(second));
+	/* What was imported is still there. */
+	CHECK(region = ibv_import_mr(pd, mr->handle));
+	ibv_unimport_mr(region);
+}
+
+int main(void)
+{
+	context = open_first();
+	pd = ibv_alloc_pd(context);
+	mr = ibv_reg_mr(pd, words, sizeof(words), IBV_ACCESS_LOCAL_WRITE);
+	CHECK(pd && mr);
+	from = (struct ibv_sge){.addr = (uintptr_t)&words[0], .length = 4, .lkey = mr->lkey};
+	to = (struct ibv_sge){.addr = (uintptr_t)&words[1], .length = 4, .lkey = mr->lkey};
+	extended();
+	moderation();
+	null_region();
+	device_memory();
+	domains();
+	import();
+	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_close_device(context));
+	return 0;
+}
