@@ -53,6 +53,8 @@ bootstrap_missing() {
         find_rust || rust_packages ;;
       test) have ip || echo iproute2 ;;
       programs)
+        [ -e /usr/include/infiniband/verbs.h ] || echo libibverbs-dev
+        [ -e /usr/include/rdma/rdma_cma.h ] || echo librdmacm-dev
         have ibv_rc_pingpong || echo ibverbs-utils
         have rping || echo rdmacm-utils
         have ib_write_lat || echo perftest ;;

@@ -1,6 +1,6 @@
 //! The binary interface of `libibverbs.so.1` and `librdmacm.so.1`: structures and numbers, as rdma-core lays them out on 64-bit
 //! machines. Only what programs share with the libraries is here, under the names of `<infiniband/verbs.h>` and
-//! `<rdma/rdma_cma.h>` without their prefix. Sizes and offsets are checked when this is compiled.
+//! `<rdma/rdma_cma.h>` without their prefix. Sizes and offsets are in `abi/layout.rs`.
 //!
 //! Structures that a library hands out are longer than what is declared here, and only reached through pointers.
 #![allow(missing_debug_implementations, reason = "unions cannot be shown")]
@@ -10,7 +10,8 @@
 )]
 
 use std::ffi::{c_char, c_int, c_void};
-use std::mem::{offset_of, size_of};
+
+mod layout;
 
 /// `pthread_mutex_t` and `pthread_cond_t` of the GNU library.
 type Mutex = [u64; 5];
@@ -1160,63 +1161,3 @@ pub type WrComplete = unsafe extern "C" fn(*mut QpEx) -> c_int;
 pub type WrAtomicWrite = unsafe extern "C" fn(*mut QpEx, u32, u64, *const c_void);
 /// `ibv_wr_flush`: key, address, bytes, placement types, selectivity.
 pub type WrFlush = unsafe extern "C" fn(*mut QpEx, u32, u64, usize, u8, u8);
-
-/// Fails to compile where a number differs from the C headers'.
-macro_rules! layout {
-    ($($name:ident = $size:literal { $($field:ident = $offset:literal),* })*) => {
-        $(
-            const _: () = assert!(size_of::<$name>() == $size);
-            $(const _: () = assert!(offset_of!($name, $field) == $offset);)*
-        )*
-    };
-}
-
-#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
-layout! {
-    Device = 664 { node_type = 16, name = 24, dev_name = 88, dev_path = 152, ibdev_path = 408 }
-    Context = 328 { device = 0, ops = 8, cmd_fd = 264, async_fd = 268, num_comp_vectors = 272, mutex = 280, abi_compat = 320 }
-    ContextOps = 256 { alloc_mw = 56, bind_mw = 64, dealloc_mw = 72, poll_cq = 88, req_notify_cq = 96, post_srq_recv = 160, post_send = 200, post_recv = 208 }
-    VerbsContext = 648 { modify_qp_rate_limit = 104, query_device_ex = 216, create_qp_ex = 264, get_srq_num = 272, create_srq_ex = 280, open_xrcd = 288, close_xrcd = 296, size = 312, context = 320 }
-    Pd = 16 {}
-    Xrcd = 8 {}
-    QpOpenAttr = 32 { qp_num = 4, xrcd = 8, qp_context = 16, qp_type = 24 }
-    Ah = 24 { handle = 16 }
-    Mr = 48 { pd = 8, addr = 16, length = 24, handle = 32, lkey = 36, rkey = 40 }
-    Mw = 32 { pd = 8, rkey = 16, handle = 20, mw_type = 24 }
-    CompChannel = 16 { fd = 8, refcnt = 12 }
-    Cq = 128 { channel = 8, cq_context = 16, handle = 24, cqe = 28, mutex = 32, cond = 72, comp_events_completed = 120 }
-    Srq = 128 { srq_context = 8, pd = 16, handle = 24, mutex = 32, cond = 72, events_completed = 120 }
-    Qp = 160 { qp_context = 8, pd = 16, send_cq = 24, recv_cq = 32, srq = 40, handle = 48, qp_num = 52, state = 56, qp_type = 60, mutex = 64, cond = 104, events_completed = 152 }
-    QpEx = 360 { comp_mask = 160, wr_id = 168, wr_flags = 176, wr_atomic_cmp_swp = 184, wr_set_inline_data = 288, wr_start = 320, wr_complete = 328, wr_abort = 336, wr_atomic_write = 344, wr_flush = 352 }
-    CqEx = 288 { comp_mask = 128, status = 132, wr_id = 136, start_poll = 144, read_opcode = 168, read_completion_ts = 248, read_completion_wallclock_ns = 280 }
-    CqInitAttrEx = 56 { cq_context = 8, channel = 16, comp_vector = 24, wc_flags = 32, comp_mask = 40, flags = 44, parent_domain = 48 }
-    ModifyCqAttr = 8 { cq_count = 4, cq_period = 6 }
-    ValuesEx = 24 { raw_clock = 8 }
-    Td = 8 {}
-    ParentDomainInitAttr = 48 { td = 8, comp_mask = 16, alloc = 24, free = 32, pd_context = 40 }
-    Dm = 32 { memcpy_to_dm = 8, memcpy_from_dm = 16, comp_mask = 24, handle = 28 }
-    AllocDmAttr = 16 { log_align_req = 8, comp_mask = 12 }
-    Wc = 48 { wr_id = 0, status = 8, opcode = 12, vendor_err = 16, byte_len = 20, imm_data = 24, qp_num = 28, src_qp = 32, wc_flags = 36, pkey_index = 40, slid = 42, sl = 44, dlid_path_bits = 45 }
-    Sge = 16 { length = 8, lkey = 12 }
-    RecvWr = 32 { next = 8, sg_list = 16, num_sge = 24 }
-    SendWr = 128 { next = 8, sg_list = 16, num_sge = 24, opcode = 28, send_flags = 32, imm_data = 36, wr = 40, remote_srqn = 72, bind_mw = 80 }
-    Rdma = 16 { rkey = 8 }
-    Atomic = 32 { compare_add = 8, swap = 16, rkey = 24 }
-    Ud = 16 { remote_qpn = 8, remote_qkey = 12 }
-    QpCap = 20 {}
-    QpInitAttr = 64 { send_cq = 8, srq = 24, cap = 32, qp_type = 52, sq_sig_all = 56 }
-    QpInitAttrEx = 136 { comp_mask = 60, pd = 64, xrcd = 72, create_flags = 80, max_tso_header = 84, rwq_ind_tbl = 88, source_qpn = 120, send_ops_flags = 128 }
-    GlobalRoute = 24 { flow_label = 16, sgid_index = 20, hop_limit = 21, traffic_class = 22 }
-    AhAttr = 32 { dlid = 24, sl = 26, src_path_bits = 27, static_rate = 28, is_global = 29, port_num = 30 }
-    QpAttr = 144 { path_mtu = 8, qkey = 16, rq_psn = 20, sq_psn = 24, dest_qp_num = 28, qp_access_flags = 32, cap = 36, ah_attr = 56, alt_ah_attr = 88, pkey_index = 120, en_sqd_async_notify = 124, max_rd_atomic = 126, max_dest_rd_atomic = 127, min_rnr_timer = 128, port_num = 129, timeout = 130, retry_cnt = 131, rnr_retry = 132, rate_limit = 136 }
-    SrqInitAttrEx = 64 { attr = 8, comp_mask = 20, srq_type = 24, pd = 32, xrcd = 40, cq = 48 }
-    GidEntry = 32 { gid_index = 16, port_num = 20, gid_type = 24, ndev_ifindex = 28 }
-    PortAttr = 56 { active_mtu = 8, gid_tbl_len = 12, port_cap_flags = 16, max_msg_sz = 20, pkey_tbl_len = 32, lid = 34, sm_lid = 36, lmc = 38, phys_state = 45, link_layer = 46, flags = 47, port_cap_flags2 = 48 }
-    DeviceAttr = 232 { node_guid = 64, max_mr_size = 80, max_qp = 108, device_cap_flags = 116, max_sge = 120, atomic_cap = 164, max_mcast_grp = 188, phys_port_cnt = 227 }
-    DeviceAttrEx = 400 { comp_mask = 232, odp_general_caps = 240, odp_rc = 248, completion_timestamp_mask = 264, device_cap_flags_ex = 280, tag_matching = 348, max_cq_count = 368, max_dm_size = 376, pci_atomics = 384, xrc_odp = 392, phys_port_cnt_ex = 396 }
-    AsyncEvent = 16 { event_type = 8 }
-    CmId = 416 { channel = 8, context = 16, qp = 24, src_addr = 32, dst_addr = 160, sgid = 288, dgid = 304, pkey = 320, path_rec = 328, num_paths = 336, ps = 344, port_num = 348, event = 352, send_cq_channel = 360, send_cq = 368, recv_cq_channel = 376, recv_cq = 384, srq = 392, pd = 400, qp_type = 408 }
-    ConnParam = 24 { private_data_len = 8, responder_resources = 9, initiator_depth = 10, flow_control = 11, retry_count = 12, rnr_retry_count = 13, srq = 14, qp_num = 16 }
-    UdParam = 56 { private_data_len = 8, ah_attr = 16, qp_num = 48, qkey = 52 }
-    CmEvent = 80 { listen_id = 8, event = 16, status = 20, param = 24 }
-}
