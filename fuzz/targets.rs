@@ -12,6 +12,7 @@ use rdmux_wire::icrc::{Flow, IdBasis};
 use rdmux_wire::pcapng::{self, LinkType, Reader};
 use rdmux_wire::push;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet};
+use rdmux_wire::rsocket::{self, ConnData, DatagramHeader, UdpHeader};
 use rdmux_wire::sack::Sack;
 
 fn flow(v6: bool, forth: bool) -> Flow {
@@ -197,4 +198,30 @@ pub(crate) fn check(input: &[u8]) {
     let report = checker.report();
     assert!(report.errors.len() as u64 <= report.errors_total);
     let _ = report.to_string();
+}
+
+/// What an rsocket hears when it connects, and the headers of its datagrams: what is emitted parses to the same.
+pub(crate) fn rsocket(input: &[u8]) {
+    if let Ok(data) = ConnData::parse(input) {
+        let mut emitted = [0; ConnData::LEN];
+        data.emit(&mut emitted);
+        assert_eq!(ConnData::parse(&emitted), Ok(data));
+    }
+    if let Ok(header) = DatagramHeader::parse(input) {
+        assert!(header.bytes() <= input.len());
+        let mut emitted = [0; DatagramHeader::LEN_MAX];
+        header.emit(&mut emitted);
+        assert_eq!(DatagramHeader::parse(&emitted), Ok(header));
+    }
+    if let Ok(header) = UdpHeader::parse(input) {
+        assert!(header.bytes() <= input.len());
+        let mut emitted = [0; UdpHeader::LEN_MAX];
+        header.emit(&mut emitted);
+        assert_eq!(UdpHeader::parse(&emitted), Ok(header));
+    }
+    if let Some(imm) = input.first_chunk().map(|bytes| u32::from_be_bytes(*bytes))
+        && let Ok(message) = rsocket::Message::parse(imm)
+    {
+        assert_eq!(rsocket::Message::parse(message.imm()), Ok(message));
+    }
 }

@@ -19,6 +19,7 @@ mod memory;
 mod private;
 mod query;
 mod queue_pair;
+mod rsocket;
 mod srq;
 mod text;
 mod unsupported;

@@ -13,7 +13,7 @@ const MAY_USE: [(&str, &[&str]); 7] = [
     ("crates/push", &["verbs", "wire"]),
     ("crates/sim", &["push", "rnic", "wire"]),
     ("crates/rdmux", &["push", "sim", "verbs", "wire"]),
-    ("capi/ibverbs", &["verbs"]),
+    ("capi/ibverbs", &["verbs", "wire"]),
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.

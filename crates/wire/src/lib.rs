@@ -19,6 +19,7 @@ mod id;
 pub mod pcapng;
 pub mod push;
 pub mod roce;
+pub mod rsocket;
 pub mod sack;
 #[cfg(test)]
 mod vectors;

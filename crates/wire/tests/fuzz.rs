@@ -38,3 +38,8 @@ fn fuzz__capture() {
 fn fuzz__check() {
     fuzz("check", targets::check);
 }
+
+#[test]
+fn fuzz__rsocket() {
+    fuzz("rsocket", targets::rsocket);
+}

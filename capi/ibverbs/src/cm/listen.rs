@@ -137,53 +137,63 @@ fn addresses(bound: Option<SocketAddr>) -> Result<(Vec<IpAddr>, u16), c_int> {
     }
 }
 
-fn listen_on(address: IpAddr, port: u16, qp_type: u32) -> Result<Service, c_int> {
+/// The device of an address.
+pub(crate) fn device_at(address: IpAddr) -> Result<rdmux_verbs::Device, c_int> {
     let device = Device::at(address).ok_or(libc::ENODEV)?;
     // SAFETY: a context of `context::shared`, which is never closed.
-    let device = unsafe { &context::Context::of(context::shared(device)?).device };
-    match qp_type {
-        abi::qp_type::UD => device.listen_datagram(port).map(Service::Datagrams),
-        _ => device.listen_for(port, &[QpType::Rc]).map(Service::Connections),
-    }
-    .map_err(|error| match error {
-        ListenError::Group(_) => libc::EADDRINUSE,
-        ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
-    })
+    Ok(unsafe { context::Context::of(context::shared(device)?) }
+        .device
+        .clone())
 }
 
-/// Listens on all of the addresses; a device that another user has, or that cannot be opened, is left out while one is left.
-fn listen_all(addresses: &[IpAddr], port: u16, qp_type: u32) -> Result<Vec<(IpAddr, Service)>, c_int> {
+/// Offers a service on all of the addresses; a device that another user has, or that cannot be opened, is left out while one is left.
+fn offer_all<S>(
+    addresses: &[IpAddr],
+    offer: impl Fn(&rdmux_verbs::Device) -> Result<S, ListenError>,
+) -> Result<Vec<(IpAddr, S)>, c_int> {
     let mut why = libc::ENODEV;
     let mut found = Vec::new();
     for address in addresses {
-        match listen_on(*address, port, qp_type) {
-            Ok(listener) => found.push((*address, listener)),
+        let offered = device_at(*address).and_then(|device| {
+            offer(&device).map_err(|error| match error {
+                ListenError::Group(_) => libc::EADDRINUSE,
+                ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
+            })
+        });
+        match offered {
+            Ok(service) => found.push((*address, service)),
             Err(errno) => why = errno,
         }
     }
     if found.is_empty() { Err(why) } else { Ok(found) }
 }
 
+/// Offers a service on an address, or on all, and a port, or one that is free: the port, and what was offered on each address.
+pub(crate) fn services<S>(
+    bound: Option<SocketAddr>,
+    offer: impl Fn(&rdmux_verbs::Device, u16) -> Result<S, ListenError>,
+) -> Result<(u16, Vec<(IpAddr, S)>), c_int> {
+    let (addresses, port) = addresses(bound)?;
+    let on = |port| offer_all(&addresses, |device| offer(device, port));
+    if port != 0 {
+        return Ok((port, on(port)?));
+    }
+    // A different one for each process that asks.
+    let first = u64::from(std::process::id()) * 61;
+    let count = u64::from(PORTS.end - PORTS.start);
+    let mut tried = (0..count).map(|n| PORTS.start + ((first + n) % count) as u16);
+    let found = tried.find_map(|port| Some((port, on(port).ok()?)));
+    found.ok_or(libc::EADDRINUSE)
+}
+
 fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
     if !own.listening.is_empty() {
         return Err(libc::EINVAL);
     }
-    let (addresses, port) = addresses(own.local)?;
-    let (port, listeners) = if port != 0 {
-        (port, listen_all(&addresses, port, own.shown.qp_type)?)
-    } else {
-        // A different one for each process that asks.
-        let first = u64::from(std::process::id()) * 61;
-        let count = u64::from(PORTS.end - PORTS.start);
-        let mut tried = (0..count).map(|n| PORTS.start + ((first + n) % count) as u16);
-        tried
-            .find_map(|port| {
-                listen_all(&addresses, port, own.shown.qp_type)
-                    .ok()
-                    .map(|listeners| (port, listeners))
-            })
-            .ok_or(libc::EADDRINUSE)?
-    };
+    let (port, listeners) = services(own.local, |device, port| match own.shown.qp_type {
+        abi::qp_type::UD => device.listen_datagram(port).map(Service::Datagrams),
+        _ => device.listen_for(port, &[QpType::Rc]).map(Service::Connections),
+    })?;
     let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
     own.set_addresses(SocketAddr::new(bound.ip(), port), None);
     for (address, listener) in listeners {

@@ -14,6 +14,9 @@ mod listen;
 mod socket_address;
 mod unsupported;
 
+pub(crate) use listen::{device_at, services};
+pub(crate) use socket_address::{read as read_address, route, write as write_address};
+
 /// What no option or event of this library names, but programs ask for: the text of an event.
 mod text {
     use std::ffi::{CStr, c_char, c_int};

@@ -7,7 +7,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 ///
 /// # Safety
 /// Null, or a socket address of the size that its family has.
-pub(super) unsafe fn read(address: *const libc::sockaddr) -> Result<SocketAddr, c_int> {
+pub(crate) unsafe fn read(address: *const libc::sockaddr) -> Result<SocketAddr, c_int> {
     // SAFETY: null or a socket address, says the caller.
     let family = unsafe { address.as_ref() }.ok_or(libc::EINVAL)?.sa_family;
     match c_int::from(family) {
@@ -49,8 +49,43 @@ pub(super) fn storage(address: SocketAddr) -> [u64; 16] {
     words
 }
 
+/// Writes an address as a socket of a family has it, cut where there is no room for it, and how long it is.
+///
+/// # Safety
+/// As much room as is said.
+pub(crate) unsafe fn write(
+    address: SocketAddr,
+    family: c_int,
+    into: *mut libc::sockaddr,
+    length: *mut libc::socklen_t,
+) {
+    let mut bytes = [0u8; size_of::<libc::sockaddr_in6>()];
+    bytes[..2].copy_from_slice(&(family as u16).to_ne_bytes());
+    bytes[2..4].copy_from_slice(&address.port().to_be_bytes());
+    let whole = match (address.ip(), family) {
+        (IpAddr::V4(v4), libc::AF_INET) => {
+            bytes[4..8].copy_from_slice(&v4.octets());
+            size_of::<libc::sockaddr_in>()
+        }
+        (IpAddr::V4(v4), _) => {
+            bytes[8..24].copy_from_slice(&v4.to_ipv6_mapped().octets());
+            bytes.len()
+        }
+        (IpAddr::V6(v6), _) => {
+            bytes[8..24].copy_from_slice(&v6.octets());
+            bytes.len()
+        }
+    };
+    // SAFETY: as much room as the caller says, and no more bytes than there are.
+    unsafe {
+        let room = (*length as usize).min(whole);
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), into.cast(), room);
+        *length = whole as libc::socklen_t;
+    }
+}
+
 /// The local address from which a peer is reached.
-pub(super) fn route(peer: SocketAddr) -> Result<IpAddr, c_int> {
+pub(crate) fn route(peer: SocketAddr) -> Result<IpAddr, c_int> {
     let any: SocketAddr = if peer.is_ipv4() {
         (Ipv4Addr::UNSPECIFIED, 0).into()
     } else {

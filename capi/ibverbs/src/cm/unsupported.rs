@@ -28,38 +28,6 @@ fails! {
     rdma_set_local_ece
 }
 
-// Sockets over RDMA.
-fails! {
-    ENOSYS:
-    raccept
-    rbind
-    rclose
-    rconnect
-    rfcntl
-    rgetpeername
-    rgetsockname
-    rgetsockopt
-    riomap
-    riounmap
-    riowrite
-    rlisten
-    rpoll
-    rread
-    rreadv
-    rrecv
-    rrecvfrom
-    rrecvmsg
-    rselect
-    rsend
-    rsendmsg
-    rsendto
-    rsetsockopt
-    rshutdown
-    rsocket
-    rwrite
-    rwritev
-}
-
 #[unsafe(no_mangle)]
 extern "C" fn rdma_destroy_srq(_: *mut crate::abi::CmId) -> c_int {
     0

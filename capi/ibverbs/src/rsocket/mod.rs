@@ -1,0 +1,265 @@
+//! Sockets over RDMA (rsocket(7)): streams over RC and datagrams over UD, with the protocol of rdma-core's `librdmacm`, so that its programs
+//! are peers.
+//!
+//! A socket is a number in the table below, and behind it a [`State`] under one lock. Whoever calls moves the protocol on
+//! ([`State::progress`]), as in rdma-core: there is no thread that does. Who has to wait leaves a [`Waker`] in the socket, since another
+//! thread's call may take the completion that it waits for.
+
+mod buffers;
+mod calls;
+mod datagram;
+mod iomap;
+mod open;
+mod options;
+mod poll;
+mod resources;
+mod stream;
+
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::Errno;
+
+use datagram::Datagram;
+use open::Listening;
+use options::Options;
+use stream::Stream;
+
+/// How long a call looks before it sleeps: what a peer answers at once needs no wake-up. As rdma-core's `polling_time`.
+const LOOKS: Duration = Duration::from_micros(10);
+
+/// A thread that waits for sockets.
+struct Waker(OwnedFd);
+
+impl Waker {
+    /// That of this thread, with nothing told.
+    fn of_thread() -> Result<Arc<Waker>, c_int> {
+        thread_local! {
+            static WAKER: Result<Arc<Waker>, c_int> = {
+                let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+                made.map(|fd| Arc::new(Waker(fd))).map_err(Errno::raw_os_error)
+            };
+        }
+        let waker = WAKER.with(Clone::clone)?;
+        let _ = rustix::io::read(&waker.0, &mut [0; 8]);
+        Ok(waker)
+    }
+
+    fn wake(&self) {
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+}
+
+/// What a socket is. One that has descriptors to wait on stays what it is until the last who has the socket has let go.
+enum Role {
+    /// Neither bound nor connected.
+    New,
+    /// Has a port.
+    Bound(Listening),
+    /// A thread connects it.
+    Opening,
+    /// Connecting failed.
+    Failed,
+    Stream(Box<Stream>),
+    Datagram(Box<Datagram>),
+}
+
+struct State {
+    role: Role,
+    options: Options,
+    local: Option<SocketAddr>,
+    remote: Option<SocketAddr>,
+    /// What `SO_ERROR` tells, once.
+    error: c_int,
+    /// `rclose` was called.
+    closed: bool,
+    waiters: Vec<Arc<Waker>>,
+}
+
+impl State {
+    /// Takes in what has come and sends what is owed. Whether anything has come: then others may go on too.
+    fn progress(&mut self) -> bool {
+        let moved = match &mut self.role {
+            Role::Stream(stream) => stream.progress(),
+            Role::Datagram(datagram) => datagram.progress(),
+            _ => false,
+        };
+        if moved {
+            self.wake();
+        }
+        moved
+    }
+
+    fn wake(&self) {
+        self.waiters.iter().for_each(|waiter| waiter.wake());
+    }
+
+    /// From now on what comes is told by the descriptors that this adds to a list.
+    fn arm(&self, fds: &mut Vec<RawFd>) {
+        match &self.role {
+            Role::Bound(listening) => listening.fds(fds),
+            Role::Stream(stream) => stream.arm(fds),
+            Role::Datagram(datagram) => datagram.arm(fds),
+            Role::New | Role::Opening | Role::Failed => {}
+        }
+    }
+
+    fn forget(&mut self, waker: &Arc<Waker>) {
+        if let Some(at) = self.waiters.iter().position(|waiter| Arc::ptr_eq(waiter, waker)) {
+            self.waiters.swap_remove(at);
+        }
+    }
+
+    /// The stream, once it is connected.
+    fn stream(&mut self) -> Result<&mut Stream, c_int> {
+        match &mut self.role {
+            Role::Stream(stream) => Ok(stream),
+            _ if self.closed => Err(libc::EBADF),
+            Role::Failed => Err(match std::mem::take(&mut self.error) {
+                0 => libc::ENOTCONN,
+                error => error,
+            }),
+            _ => Err(libc::ENOTCONN),
+        }
+    }
+}
+
+/// A socket.
+struct Socket {
+    /// Its number is the socket's: so the process has no other descriptor of that number.
+    number: OwnedFd,
+    /// AF_INET or AF_INET6.
+    domain: c_int,
+    nonblocking: AtomicBool,
+    state: Mutex<State>,
+}
+
+/// How long a call waits.
+#[derive(Clone, Copy)]
+enum Wait {
+    Never,
+    Until(Instant),
+    Forever,
+}
+
+impl Socket {
+    /// A new socket, in the table.
+    fn new(domain: c_int, role: Role, options: Options) -> Result<Arc<Socket>, c_int> {
+        let number = eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
+        let socket = Arc::new(Socket {
+            number,
+            domain,
+            nonblocking: AtomicBool::new(false),
+            state: Mutex::new(State {
+                role,
+                options,
+                local: None,
+                remote: None,
+                error: 0,
+                closed: false,
+                waiters: Vec::new(),
+            }),
+        });
+        let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
+        table
+            .get_or_insert_default()
+            .insert(socket.number(), socket.clone());
+        Ok(socket)
+    }
+
+    /// The socket of a number.
+    fn of(number: c_int) -> Option<Arc<Socket>> {
+        let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
+        table.as_ref()?.get(&number).cloned()
+    }
+
+    /// The same for a call that is for sockets only.
+    fn get(number: c_int) -> Result<Arc<Socket>, c_int> {
+        Socket::of(number).ok_or(libc::EBADF)
+    }
+
+    /// Takes a socket out of the table.
+    fn take(number: c_int) -> Result<Arc<Socket>, c_int> {
+        let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
+        let table = table.as_mut().ok_or(libc::EBADF)?;
+        table.remove(&number).ok_or(libc::EBADF)
+    }
+
+    fn number(&self) -> RawFd {
+        self.number.as_raw_fd()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long a call with these flags waits.
+    fn wait_of(&self, flags: c_int) -> Wait {
+        if flags & libc::MSG_DONTWAIT != 0 || self.nonblocking.load(Ordering::Relaxed) {
+            Wait::Never
+        } else {
+            Wait::Forever
+        }
+    }
+
+    /// Calls `step` until it gives a result, whenever something has come.
+    ///
+    /// # Errors
+    /// `EAGAIN` when the time is over, `EINTR` when a signal came, and those of `step`.
+    fn block<T>(
+        &self,
+        wait: Wait,
+        mut step: impl FnMut(&mut State) -> Option<Result<T, c_int>>,
+    ) -> Result<T, c_int> {
+        let mut looks_until = None;
+        loop {
+            let mut state = self.lock();
+            state.progress();
+            if let Some(result) = step(&mut state) {
+                return result;
+            }
+            let now = Instant::now();
+            match wait {
+                Wait::Never => return Err(libc::EAGAIN),
+                Wait::Until(at) if at <= now => return Err(libc::EAGAIN),
+                Wait::Until(_) | Wait::Forever => {}
+            }
+            if now < *looks_until.get_or_insert(now + LOOKS) {
+                drop(state);
+                std::hint::spin_loop();
+                continue;
+            }
+            let waker = Waker::of_thread()?;
+            state.waiters.push(waker.clone());
+            let mut fds = vec![waker.0.as_raw_fd()];
+            state.arm(&mut fds);
+            // What came before it was armed would make no wake-up.
+            let again = state.progress();
+            drop(state);
+            let slept = if again { Ok(()) } else { sleep(&fds, wait) };
+            self.lock().forget(&waker);
+            slept?;
+            looks_until = None;
+        }
+    }
+}
+
+/// Waits until one of the descriptors is readable, or the time is over.
+fn sleep(fds: &[RawFd], wait: Wait) -> Result<(), c_int> {
+    let mut fds: Vec<libc::pollfd> = fds.iter().map(|fd| poll::entry(*fd, libc::POLLIN)).collect();
+    let left = match wait {
+        Wait::Never => Some(Duration::ZERO),
+        Wait::Until(at) => Some(at.saturating_duration_since(Instant::now())),
+        Wait::Forever => None,
+    };
+    poll::kernel(&mut fds, left).map(|_| ())
+}
+
+/// All sockets of the process, by their numbers.
+static TABLE: RwLock<Option<HashMap<RawFd, Arc<Socket>>>> = RwLock::new(None);
