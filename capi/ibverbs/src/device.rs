@@ -5,6 +5,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
+use rdmux_verbs::soft::resources::node_guid;
+
 use crate::abi;
 
 /// The environment variable that names the devices' addresses, in their order.
@@ -75,21 +77,9 @@ impl Device {
         devices().into_iter().find(|device| device.address == address)
     }
 
-    /// Its EUI-64, in network order: local, and of the address.
+    /// Its node GUID, in network order.
     pub(crate) fn guid(&self) -> u64 {
-        let bytes = match self.address {
-            IpAddr::V4(address) => {
-                let [a, b, c, d] = address.octets();
-                [0x02, 0, 0, 0xff, a ^ 0xfe, b, c, d]
-            }
-            IpAddr::V6(address) => {
-                let mut last = [0; 8];
-                last.copy_from_slice(&address.octets()[8..]);
-                last[0] |= 0x02;
-                last
-            }
-        };
-        u64::from_ne_bytes(bytes)
+        node_guid(self.address).to_be()
     }
 
     /// Its GID.

@@ -60,7 +60,9 @@ pub struct Config {
     pub slot: u8,
     /// Seed of keys, QPNs, PSNs and communication ids. They are as unpredictable as this seed.
     pub seed: [u8; 32],
-    /// GUID of the channel adapter, in CM messages.
+    /// GUID of the channel adapter, in CM messages: a random one for each opening. QPNs and communication ids are unique within one
+    /// opening of one process only, and the peer takes what comes with the same GUID and number for the same connection (a repeated
+    /// REQ) or for its end (12.9.8.3.1, a stale connection): with a GUID that outlives them, chance would end a connection of another process.
     pub guid: u64,
     /// UDP source port of what is sent to other general services QPs.
     pub gsi_src_port: u16,

@@ -37,7 +37,7 @@ pub enum Item {
 /// What is known of a device from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceResource {
-    /// Of its channel adapter; drawn when it was opened.
+    /// Of its address: [`super::node_guid`].
     pub guid: u64,
     /// Bytes of payload that a packet on its link carries.
     pub mtu: u32,

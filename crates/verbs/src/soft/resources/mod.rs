@@ -147,6 +147,26 @@ pub fn devices() -> Vec<DeviceAt> {
         .collect()
 }
 
+/// The node GUID of the devices of a local address: an EUI-64 of local scope, made from the address, so that it is the same in every
+/// process and after every start, as an RNIC's is.
+///
+/// The GUID in CM messages is another one, of each opening: see [`rdmux_rnic::Config::guid`].
+pub fn node_guid(address: IpAddr) -> u64 {
+    match address {
+        IpAddr::V4(address) => {
+            let [a, b, c, d] = address.octets();
+            u64::from_be_bytes([0x02, 0, 0, 0xff, a ^ 0xfe, b, c, d])
+        }
+        IpAddr::V6(address) => {
+            let [.., e, f, g, h] = address.segments();
+            let low = [e, f, g, h]
+                .into_iter()
+                .fold(0, |low, part| low << 16 | u64::from(part));
+            low | 0x02 << 56
+        }
+    }
+}
+
 /// The network interface that has a local address: its name and index.
 pub fn netdev_of(address: IpAddr) -> Option<(String, u32)> {
     let index = udp::interface_of(address).ok()?.index;
@@ -389,6 +409,20 @@ mod tests {
         };
         let qps = kinds.map(make).collect();
         (device, qps)
+    }
+
+    #[test]
+    fn node_guid__is_of_the_address() {
+        let guid = |text: &str| node_guid(text.parse().unwrap());
+        assert_eq!(guid("127.0.0.1"), 0x0200_00ff_8100_0001);
+        assert_eq!(guid("2001:db8::a:b:c:d"), 0x020a_000b_000c_000d);
+        let address = IpAddr::from([127, 0, 6, 40]);
+        for _ in 0..2 {
+            // The same when it is opened again.
+            let device = Device::open(address).unwrap();
+            let items = told(&device, Object::Device).items;
+            assert!(matches!(&items[..], [Item::Device(one)] if one.guid == node_guid(address)));
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::soft::port::Port;
 use crate::soft::resources::items::{
     Carried, CounterResource, Counts, DeviceResource, Item, Reached, qp_record,
 };
+use crate::soft::resources::node_guid;
 
 impl Links {
     /// The objects of a kind from a number on.
@@ -44,7 +45,7 @@ impl Links {
             .all_counts()
             .map(|count| count.try_into().unwrap_or(u32::MAX));
         Item::Device(DeviceResource {
-            guid: rnic.config().guid,
+            guid: node_guid(rnic.config().address),
             mtu: rnic.config().mtu,
             active: !rnic.is_down(),
             version: env!("CARGO_PKG_VERSION").into(),
