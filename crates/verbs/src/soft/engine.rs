@@ -313,7 +313,7 @@ impl Engine {
 
         let mut seed = [0u8; 32];
         fill_random(&mut seed).map_err(io("random numbers"))?;
-        // Not of the seed: the GUID is told to peers.
+        // Not of the seed, since peers are told: who connects, not which node it is.
         let mut guid = [0u8; 8];
         fill_random(&mut guid).map_err(io("random numbers"))?;
         let config = Config {
@@ -350,7 +350,8 @@ impl Engine {
             address,
             slot: group.slot(),
         };
-        port.trace(Level::of_environment(), device, now);
+        let level = Level::of_environment();
+        port.trace(level, device, Time(start.elapsed().as_nanos() as u64));
         if let Some(capture) = capture {
             port.capture(capture);
         }

@@ -5,6 +5,8 @@ pub(crate) mod cm;
 pub(crate) mod device;
 pub(crate) mod engine;
 pub mod faults;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod group;
 pub(crate) mod load;
 mod mcast;

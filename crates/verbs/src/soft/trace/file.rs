@@ -17,7 +17,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, pwrite};
 
-use super::record::{Entry, RECORD_BYTES};
+use super::record::{Entry, RECORD_BYTES, seal};
 use crate::soft::resources::DeviceAt;
 
 /// Traces of ended processes that are kept: the newest. The others go when a device is opened.
@@ -68,13 +68,18 @@ pub(in crate::soft) struct TraceFile {
 impl TraceFile {
     /// Makes one, and removes those of ended processes that are too many.
     pub(super) fn create(device: DeviceAt, now: Time, packets: bool) -> io::Result<TraceFile> {
-        TraceFile::create_in(own_folder()?, device, now, packets)
+        // At once, while `now` is: the times of two devices are compared, and what comes next takes its time.
+        let clocks = (now, unix_ns());
+        TraceFile::create_in(own_folder()?, device, clocks, packets)
     }
 
-    fn create_in(folder: OwnedFd, device: DeviceAt, now: Time, packets: bool) -> io::Result<TraceFile> {
+    fn create_in(
+        folder: OwnedFd,
+        device: DeviceAt,
+        (now, opened_ns): (Time, u64),
+        packets: bool,
+    ) -> io::Result<TraceFile> {
         clean(&folder);
-        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let opened_ns = unix.as_nanos() as u64;
         let pid = std::process::id();
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let (file, name) = (0..100)
@@ -203,6 +208,19 @@ fn own_folder() -> io::Result<OwnedFd> {
         Err(errno) => return Err(errno.into()),
     }
     open_folder(&path, Some(uid()))
+}
+
+/// Nanoseconds since 1970, UTC.
+fn unix_ns() -> u64 {
+    let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    unix.as_nanos() as u64
+}
+
+/// The folder of this user in which rdmux keeps what lives no longer than the host is up; made where there is none. It is the user's
+/// alone: an error when somebody else's, or open to others.
+pub fn runtime_folder() -> io::Result<PathBuf> {
+    own_folder()?;
+    Ok(own_path())
 }
 
 /// Opens a folder, if it is `owner`'s alone.
@@ -368,6 +386,33 @@ fn parse(bytes: &[u8]) -> Option<(Header, Vec<Entry>)> {
     Some((header, entries))
 }
 
+/// Reads a trace, as it is and with checksums put right, so that what lies behind these is reached: [`crate::soft::fuzz`].
+pub(in crate::soft) fn fuzz(input: &[u8]) {
+    let mut sealed = input.to_vec();
+    if let Some(records) = sealed.get_mut(HEADER_BYTES..) {
+        records
+            .as_chunks_mut::<RECORD_BYTES>()
+            .0
+            .iter_mut()
+            .for_each(seal);
+    }
+    for bytes in [input, &sealed] {
+        let Some((header, entries)) = parse(bytes) else {
+            continue;
+        };
+        let again = Header::decode(&header.encode()).expect("a header that was read");
+        assert_eq!(
+            (again.device, again.pid, again.opened_ns),
+            (header.device, header.pid, header.opened_ns)
+        );
+        assert!(!header.comm.contains(char::is_control), "{:?}", header.comm);
+        assert!(entries.is_sorted_by(|a, b| a.number < b.number));
+        for entry in entries {
+            assert_eq!(Entry::decode(&entry.encode()), Some(entry));
+        }
+    }
+}
+
 fn read(folder: &OwnedFd, name: &str) -> Option<Trace> {
     let (file, uid) = open_trace(folder, name).ok()?;
     let mut bytes = vec![0; FILE_BYTES];
@@ -421,15 +466,21 @@ fn traces_in(places: &[(PathBuf, u32)]) -> Vec<Trace> {
     found
 }
 
+/// The folders in which traces of this user are looked for: that of this process's environment, and where they are by default. Those of a
+/// process whose `XDG_RUNTIME_DIR` is another are in none of these.
+pub fn folders() -> Vec<PathBuf> {
+    let uid = uid();
+    let usual = [format!("/run/user/{uid}/rdmux"), format!("/tmp/rdmux-{uid}")].map(PathBuf::from);
+    let own = own_path();
+    let others = usual.into_iter().filter(|path| *path != own);
+    std::iter::once(own.clone()).chain(others).collect()
+}
+
 /// The traces of this user, newest first; root gets everybody's. There are [`TRACES_MAX`] at most. What is no trace, or of another
 /// version, is left out, and so is a folder that is not its user's alone.
 pub fn traces() -> Vec<Trace> {
     let uid = uid();
-    let mut places = vec![
-        (own_path(), uid),
-        (format!("/run/user/{uid}/rdmux").into(), uid),
-        (format!("/tmp/rdmux-{uid}").into(), uid),
-    ];
+    let mut places: Vec<(PathBuf, u32)> = folders().into_iter().map(|path| (path, uid)).collect();
     if uid == 0 {
         let runtime = named_after_users("/run/user", "").into_iter();
         places.extend(runtime.map(|(path, user)| (path.join("rdmux"), user)));
@@ -478,7 +529,7 @@ mod tests {
         }
 
         fn trace(&self) -> TraceFile {
-            TraceFile::create_in(self.open(), header().device, Time(5), false).unwrap()
+            TraceFile::create_in(self.open(), header().device, (Time(5), unix_ns()), false).unwrap()
         }
 
         fn read(&self) -> Vec<Trace> {

@@ -8,8 +8,8 @@ use std::io;
 
 use rdmux_rnic::Time;
 
-pub(in crate::soft) use self::file::TraceFile;
-pub use self::file::{KEPT_MAX, TRACES_MAX, Trace, traces};
+pub use self::file::{KEPT_MAX, TRACES_MAX, Trace, folders, runtime_folder, traces};
+pub(in crate::soft) use self::file::{TraceFile, fuzz};
 pub use self::record::Entry;
 use super::resources::DeviceAt;
 

@@ -113,6 +113,29 @@ fn checksum(words: &[u64; WORDS]) -> u32 {
     (sum >> 32) as u32 ^ sum as u32
 }
 
+/// Puts the checksum of a record right.
+pub(super) fn seal(bytes: &mut [u8; RECORD_BYTES]) {
+    let mut words = bytes_to_words(bytes);
+    words[2] = words[2] & 0xffff_ffff | u64::from(checksum(&words)) << 32;
+    *bytes = words_to_bytes(&words);
+}
+
+fn words_to_bytes(words: &[u64; WORDS]) -> [u8; RECORD_BYTES] {
+    let mut bytes = [0; RECORD_BYTES];
+    for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *place = word.to_ne_bytes();
+    }
+    bytes
+}
+
+fn bytes_to_words(bytes: &[u8; RECORD_BYTES]) -> [u64; WORDS] {
+    let mut words = [0; WORDS];
+    for (word, place) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_ne_bytes(*place);
+    }
+    words
+}
+
 impl Entry {
     pub(super) fn encode(&self) -> [u8; RECORD_BYTES] {
         let (kind, more) = self.words();
@@ -122,19 +145,12 @@ impl Entry {
         words[2] = pack(&[(kind, 8), (self.qpn.value().into(), 24)]);
         words[3..].copy_from_slice(&more);
         words[2] |= u64::from(checksum(&words)) << 32;
-        let mut bytes = [0; RECORD_BYTES];
-        for (place, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
-            *place = word.to_ne_bytes();
-        }
-        bytes
+        words_to_bytes(&words)
     }
 
     /// `None` for what no encoder makes, and for an empty place.
     pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Entry> {
-        let mut words = [0; WORDS];
-        for (word, place) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
-            *word = u64::from_ne_bytes(*place);
-        }
+        let words = bytes_to_words(bytes);
         let [number, time_ns, tag, ..] = words;
         if number == 0 || part(tag, 32, 32) != u64::from(checksum(&words)) {
             return None;
