@@ -45,6 +45,7 @@ struct End {
     cq: CompletionQueue,
     qp: QueuePair,
     mr: MemoryRegion,
+    memory: Arc<dyn Memory>,
 }
 
 impl End {
@@ -70,13 +71,28 @@ impl End {
         let device = Device::open_with(IpAddr::from([127, 0, net, host]), options).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(cq_depth).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
-        let mr = pd.reg_mr_all(memory, iova, access).unwrap();
+        let mr = pd.reg_mr_all(memory.clone(), iova, access).unwrap();
         End {
             device,
             pd,
             cq,
             qp,
             mr,
+            memory,
+        }
+    }
+
+    /// One more queue pair of the same device and protection domain.
+    fn another(&self) -> End {
+        let memory = self.memory.clone();
+        let mr = self.pd.reg_mr_all(memory.clone(), 0, server_access()).unwrap();
+        End {
+            device: self.device.clone(),
+            pd: self.pd.clone(),
+            cq: self.cq.clone(),
+            qp: self.pd.create_qp(&QpOptions::new(&self.cq)).unwrap(),
+            mr,
+            memory,
         }
     }
 
@@ -136,6 +152,39 @@ fn connect(client: &End, server: &End, params: &ConnectParams) -> [Connection; 2
         let connection = client.device.connect(&client.qp, peer, params, b"").unwrap();
         [connection, accepting.join().unwrap()]
     })
+}
+
+/// Takes an end to RTS, as programs do that exchange their numbers themselves.
+fn connect_by_hand(end: &End, peer: &End, path_mtu: u32) {
+    let init = QpAttributes {
+        access: Some(server_access()),
+        ..QpAttributes::default()
+    };
+    let rtr = QpAttributes {
+        path: Some(Path {
+            src: end.device.address(),
+            dst: peer.device.address(),
+            src_port: end.device.source_port(end.qp.qpn()).unwrap(),
+            traffic_class: 0,
+        }),
+        path_mtu: Some(path_mtu),
+        dest_qpn: Some(peer.qp.qpn()),
+        rq_psn: Some(Psn::new(0)),
+        max_dest_rd_atomic: Some(1),
+        min_rnr_timer: Some(1),
+        ..QpAttributes::default()
+    };
+    let rts = QpAttributes {
+        sq_psn: Some(Psn::new(0)),
+        timeout: Some(14),
+        retry_count: Some(7),
+        rnr_retry: Some(7),
+        max_rd_atomic: Some(1),
+        ..QpAttributes::default()
+    };
+    for (to, attributes) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+        end.qp.modify(to, &attributes).unwrap();
+    }
 }
 
 /// Two ends, connected over shared memory or UDP as it happens.
@@ -239,7 +288,7 @@ fn play(scene: &str) {
             server.is_broken();
             tell(&server);
         }
-        "peer-invalid-request" => {
+        "local-length" => {
             let (client, server, _held) = pair();
             // Longer than the receive that it finds.
             let sges = server.mr.sge(0, 4).into();
@@ -328,6 +377,62 @@ fn play(scene: &str) {
             client.post(Operation::Bind(bind), SgeList::EMPTY);
             client.ends(Status::MemoryBind);
             tell(&client);
+        }
+        "bad-response" => {
+            // The ends do not agree on the path MTU: it answers in longer packets than are expected.
+            let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
+            connect_by_hand(&client, &server, 1024);
+            connect_by_hand(&server, &client, 4096);
+            let read = Operation::Read {
+                va: server.mr.iova(),
+                rkey: server.mr.rkey(),
+            };
+            client.post(read, client.mr.sge(0, 2000).into());
+            client.ends(Status::BadResponse);
+            tell(&client);
+        }
+        "retrying" => {
+            let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
+            // Some minutes until it fails.
+            let params = ConnectParams {
+                ack_timeout: Some(17),
+                retry_count: 7,
+                ..ConnectParams::default()
+            };
+            let _held = connect(&client, &server, &params);
+            server
+                .qp
+                .modify(QpState::Reset, &QpAttributes::default())
+                .unwrap();
+            client.post(write(server.mr.iova(), server.mr.rkey()), SgeList::inline(b"x"));
+            while client.device.counters().local_ack_timeout_err == 0 {
+                thread::yield_now();
+            }
+            tell(&client);
+        }
+        "other-window" => {
+            // Bound by a queue pair, for the peer of that one alone.
+            let (_client, server, _held) = pair();
+            let (stranger, second) = (End::new(3), server.another());
+            let _connected = connect(&stranger, &second, &ConnectParams::default());
+            let region = server
+                .pd
+                .reg_mr_all(server.memory.clone(), 4096, server_access() | Access::MW_BIND)
+                .unwrap();
+            let window = server.pd.alloc_mw(WindowType::Two).unwrap();
+            let bind = Bind {
+                window: window.rkey().next(),
+                region: region.lkey(),
+                va: region.iova(),
+                length: 16,
+                access: Access::REMOTE_WRITE,
+            };
+            server.post(Operation::Bind(bind), SgeList::EMPTY);
+            server.ends(Status::Success);
+            stranger.post(write(bind.va, bind.window), SgeList::inline(b"x"));
+            stranger.ends(Status::RemoteAccess);
+            second.is_broken();
+            tell(&second);
         }
         "local-operation" => {
             let (client, _server, _held) = pair();
@@ -667,10 +772,14 @@ fn explain__remote_access_at_both_ends() {
     );
     explains(
         44,
-        "peer-invalid-request",
+        "local-length",
         "ERR",
-        "peer-invalid-request",
-        &["SEND of 13 bytes", "receive that it found is shorter"],
+        "local-length",
+        &[
+            "local length error",
+            "SEND of 13 bytes",
+            "receive that it found is shorter",
+        ],
     );
 }
 
@@ -844,6 +953,77 @@ fn explain__own_requests() {
         "local-protection",
         &["WRITE of 64 bytes with own memory"],
     );
+}
+
+#[test]
+fn explain__answer_that_does_not_fit() {
+    explains(
+        77,
+        "bad-response",
+        "ERR",
+        "bad-response",
+        &["bad response error", "READ of 2000 bytes", "path MTU"],
+    );
+}
+
+#[test]
+fn explain__window_of_another_queue_pair() {
+    explains(
+        78,
+        "other-window",
+        "ERR",
+        "peer-access",
+        &[
+            "WRITE of 1 bytes",
+            "window",
+            "the queue pair that bound the window",
+        ],
+    );
+}
+
+#[test]
+fn explain__retries_that_go_on() {
+    let mut played = Played::new(79, "retrying");
+    let found = played.explained();
+    assert_eq!(
+        (&found["cause"], &found["state"]),
+        (&"retrying".into(), &"RTS".into()),
+        "{found:#}"
+    );
+    assert!(
+        found["why"].as_str().unwrap().contains("no answer after"),
+        "{found:#}"
+    );
+    // Who is gone retries no more.
+    played.kill();
+    assert_eq!(played.explained()["cause"], "process-ended");
+}
+
+#[test]
+fn explain__process_with_another_runtime_folder() {
+    let played = Played::new(80, "local-protection");
+    let elsewhere = tempfile::tempdir().unwrap();
+    let said = |args: &[&str]| {
+        let mut command = Command::new(RDMUX);
+        command.args(args).env("XDG_RUNTIME_DIR", elsewhere.path());
+        let output = command.output().unwrap();
+        text(&output.stdout) + &text(&output.stderr)
+    };
+    // Its state its process tells; where its notes were looked for is said.
+    let looked = format!("{}/rdmux", elsewhere.path().display());
+    let live = said(&["explain", "qp", &played.qpn]);
+    assert!(
+        live.contains("ERR") && live.contains(&looked) && live.contains("XDG_RUNTIME_DIR"),
+        "{live}"
+    );
+    let pid = played.child.0.id().to_string();
+    for args in [&["trace", "dump", &pid][..], &["explain", "qp", "1048575"]] {
+        let none = said(args);
+        assert!(
+            none.contains(&looked) && none.contains("XDG_RUNTIME_DIR"),
+            "{none}"
+        );
+    }
 }
 
 #[test]

@@ -531,7 +531,7 @@ fn res__two_network_namespaces() {
     meet(&server, "shared", &Place::at("10.9.2.1"), |theirs, own| {
         [theirs, own]
             .iter()
-            .all(|qp| is_udp_since(qp, "not in this network namespace"))
+            .all(|qp| is_udp_since(qp, "no process of this network namespace answers"))
     });
 }
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use self::why::{Case, Verdict};
 use super::res::state_name;
-use super::trace::{entry_json, table};
+use super::trace::{entry_json, places, table};
 use super::{notes, objects::Output};
 use crate::output;
 
@@ -68,6 +68,8 @@ struct Found {
     alive: bool,
     /// ... but does not answer.
     silent: bool,
+    /// Notes of its device are found.
+    noted: bool,
     /// What is noted of it and of its device.
     entries: Vec<Entry>,
 }
@@ -84,7 +86,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     if found.is_empty() {
         bail!(
             "no queue pair {number} is known here: `rdmux res show qp` lists those there are, `rdmux trace dump` what was noted of those \
-             that are gone"
+             that are gone, in {}; a process with another XDG_RUNTIME_DIR has its notes there",
+            places()
         );
     }
     let verdicts: Vec<(Found, Verdict)> = found
@@ -93,7 +96,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             let case = Case {
                 qpn,
                 state: found.live.as_ref().map(|qp| qp.state),
+                is_idle: found.live.as_ref().is_some_and(|qp| qp.sends == 0),
                 alive: found.alive,
+                noted: found.noted,
                 entries: &found.entries,
                 traces: &traces,
             };
@@ -157,6 +162,7 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
             live: Some(live),
             alive: true,
             silent: false,
+            noted: trace.is_some(),
             entries: trace.map(|trace| of_qp(trace, qpn)).unwrap_or_default(),
         });
     }
@@ -176,6 +182,7 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
                 live: None,
                 alive: trace.alive,
                 silent: trace.alive && silent.contains(&trace.device),
+                noted: true,
                 entries: of_qp(trace, qpn),
             });
         }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use rdmux_verbs::soft::resources::DeviceAt;
-use rdmux_verbs::soft::trace::{Entry, Trace, traces};
+use rdmux_verbs::soft::trace::{Entry, Trace, folders, traces};
 use serde_json::{Value, json};
 
 use super::notes;
@@ -74,8 +74,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .collect();
     if found.is_empty() && which.is_some() {
         bail!(
-            "no device of that name or process has left notes here; `rdmux trace dump` prints all there are, and RDMUX_TRACE=off \
-             makes none"
+            "no device of that name or process has left notes in {}: `rdmux trace dump` prints all there are; RDMUX_TRACE=off makes \
+             none, and another XDG_RUNTIME_DIR puts them elsewhere",
+            places()
         );
     }
     if output.json {
@@ -92,6 +93,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         output::say(&texts.join("\n\n"));
     }
     Ok(())
+}
+
+/// Where notes are looked for, in words.
+pub(crate) fn places() -> String {
+    let all: Vec<String> = folders().iter().map(|path| path.display().to_string()).collect();
+    let others = if rustix::process::geteuid().is_root() {
+        " and the folders of all users"
+    } else {
+        ""
+    };
+    all.join(", ") + others
 }
 
 /// A line about whose notes they are.

@@ -362,6 +362,72 @@ mod tests {
         assert_eq!(counter_name("grants"), "rdmux_grants_total");
     }
 
+    /// The table of counters in the documentation: each, in its order, with its meaning.
+    #[test]
+    fn docs__table_of_counters_is_complete() {
+        let page = include_str!("../../../../docs/observability.md");
+        let table = page.split("\n| counter | what |\n|---|---|\n").nth(1).unwrap();
+        let rows = table.lines().take_while(|line| line.starts_with('|'));
+        let told: Vec<(&str, String)> = rows
+            .map(|line| {
+                let mut cells = line.trim_matches(['|', ' ']).splitn(2, " | ");
+                let mut cell = || cells.next().unwrap();
+                (cell().trim_matches('`'), cell().to_lowercase())
+            })
+            .collect();
+        let counters = Counters::default();
+        let counted: Vec<(&str, String)> = counters
+            .iter()
+            .map(|(name, _, meaning)| (name, meaning.trim_end_matches('.').to_lowercase()))
+            .collect();
+        assert_eq!(told, counted);
+    }
+
+    /// Every metric is on the page about them, by its name or as a counter's; and none is there that is not shown.
+    #[test]
+    fn docs__names_of_metrics_are_those_shown() {
+        let page = include_str!("../../../../docs/metrics.md");
+        let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let words = page
+            .split(|c| !is_part(c))
+            .filter(|word| word.starts_with("rdmux_"));
+        let told: BTreeSet<&str> = words
+            .map(|word| word.trim_end_matches("_bucket"))
+            // Not names: a pattern, and the prefix.
+            .filter(|word| !["rdmux_NAME_total", "rdmux_"].contains(word))
+            .collect();
+        let address = "127.0.20.9".parse().unwrap();
+        let options = rdmux_verbs::Options {
+            faults: Some("loss=1%".parse().unwrap()),
+            ..Default::default()
+        };
+        let _device = rdmux_verbs::Device::open_with(address, options).unwrap();
+        let own: Vec<DeviceMetrics> = devices()
+            .into_iter()
+            .filter(|one| one.address == address)
+            .collect();
+        let server = Metrics::default();
+        let text = render(&own, Some(&server));
+        let families = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+        let shown: BTreeSet<&str> = families.map(|family| family.split(' ').next().unwrap()).collect();
+        let missing: Vec<&&str> = told.difference(&shown).collect();
+        assert!(
+            missing.is_empty(),
+            "docs/metrics.md has, but nothing shows: {missing:?}"
+        );
+        let counters = Counters::default();
+        let by_rule: BTreeSet<String> = counters
+            .iter()
+            .filter(|(name, ..)| NODE_EXPORTER.iter().all(|(known, _)| known != name))
+            .map(|(name, ..)| counter_name(name))
+            .collect();
+        let untold: Vec<&&str> = shown
+            .difference(&told)
+            .filter(|name| !by_rule.contains(**name))
+            .collect();
+        assert!(untold.is_empty(), "docs/metrics.md does not tell of {untold:?}");
+    }
+
     #[test]
     fn parse_address__each_form() {
         for (text, address) in [

@@ -7,14 +7,19 @@ use rdmux_verbs::trace::{ConnectionNote, Denial, Injection, Note, Refused};
 use rdmux_verbs::{Cause, QpState, Qpn, RejReason, Status, WcOpcode};
 
 use crate::cmd::notes::{denied, duration, fault_words, heard, request};
+use crate::cmd::trace::places;
 
 /// What is known of a queue pair.
 pub(super) struct Case<'a> {
     pub(super) qpn: Qpn,
     /// As its process says now.
     pub(super) state: Option<QpState>,
+    /// Its process says that no request of its own is open.
+    pub(super) is_idle: bool,
     /// Its process lives.
     pub(super) alive: bool,
+    /// Its device left notes that are found.
+    pub(super) noted: bool,
     /// What its device noted of it, and of itself, oldest first.
     pub(super) entries: &'a [Entry],
     /// Of all devices: its peer's may be among them.
@@ -86,6 +91,7 @@ impl Case<'_> {
         }
         let state = self.state.or(noted.map(|(state, _)| state));
         let answer = match state {
+            Some(QpState::Error | QpState::Sqe) if !self.noted => without_notes(),
             Some(QpState::Error) => self.of_error(&life),
             Some(QpState::Sqe) => self
                 .of_request(&life, peer)
@@ -272,6 +278,7 @@ impl Case<'_> {
                 "bad-response",
                 format!("bad response error: the peer's answer does not fit the {what}"),
                 &[
+                    "compare the path MTU of both queue pairs: they must be the same (rdmux res show qp)",
                     "capture what the peer sends (rdmux capture) and check it (rdmux capture check)",
                     AGAIN,
                 ],
@@ -437,6 +444,9 @@ impl Case<'_> {
                 &["end the connection, and start the peer again"],
             );
         }
+        // What was waited for has come since.
+        let last = last
+            .filter(|note| !(self.is_idle && matches!(note, Note::TimedOut { .. } | Note::RnrNak { .. })));
         match (state, last) {
             (
                 QpState::Reset | QpState::Init,
@@ -446,7 +456,7 @@ impl Case<'_> {
                     ..
                 }),
             ) => of_refusal(what, reason),
-            (QpState::Rts, Some(Note::TimedOut { psn, resends, .. })) => Answer::new(
+            (QpState::Rts, Some(Note::TimedOut { psn, resends, .. })) if self.alive => Answer::new(
                 "retrying",
                 format!(
                     "nothing is broken yet, but PSN {} has no answer after {} resends",
@@ -455,7 +465,7 @@ impl Case<'_> {
                 ),
                 &["see whether the peer runs and is reached; `rdmux capture` shows what goes by"],
             ),
-            (QpState::Rts, Some(Note::RnrNak { psn, wait_ns, .. })) => Answer::new(
+            (QpState::Rts, Some(Note::RnrNak { psn, wait_ns, .. })) if self.alive => Answer::new(
                 "rnr-wait",
                 format!(
                     "the peer had no receive for PSN {}: sent again after {}",
@@ -535,6 +545,22 @@ fn of_overrun(before: &[&Entry]) -> Answer {
     )
 }
 
+/// It is in error, and there are no notes of its device.
+fn without_notes() -> Answer {
+    Answer::new(
+        "unknown",
+        format!(
+            "it is in error, and its device has no notes in {}: RDMUX_TRACE=off, a folder that could not be written, or its process has \
+             another XDG_RUNTIME_DIR",
+            places()
+        ),
+        &[
+            "ask with the XDG_RUNTIME_DIR that the process has: it stands in /proc/PID/environ",
+            "or let it happen again with RDMUX_TRACE=events, or capture it (rdmux capture)",
+        ],
+    )
+}
+
 fn unknown(why: &str) -> Answer {
     Answer::new(
         "unknown",
@@ -554,13 +580,16 @@ fn cause_of(refused: &Refused) -> &'static str {
         | Denial::OtherWindow => "peer-access",
         Denial::Memory => "memory-failed",
         Denial::Receive(_) => "receive-failed",
-        Denial::NoRightOnQp { .. } | Denial::TooLong | Denial::Invalidation | Denial::Invalid => {
-            "peer-invalid-request"
-        }
+        // What its own program sees of that, at its receive.
+        Denial::TooLong => "local-length",
+        Denial::NoRightOnQp { .. } | Denial::Invalidation | Denial::Invalid => "peer-invalid-request",
     }
 }
 
 fn refused_words(refused: &Refused) -> String {
+    if refused.why == Denial::TooLong {
+        return format!("local length error at its receive: {}", denied(refused));
+    }
     format!(
         "its peer asked for what it may not have, and was refused: {}",
         denied(refused)

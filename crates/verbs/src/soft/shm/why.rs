@@ -31,7 +31,9 @@ pub(crate) enum Why {
 impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Why::NotHere => f.write_str("the peer is not in this network namespace"),
+            Why::NotHere => f.write_str(
+                "no process of this network namespace answers for the peer: it is elsewhere, or has ended",
+            ),
             Why::OtherUser(uid) => write!(f, "the peer belongs to user {uid}"),
             Why::UnknownUser => {
                 f.write_str("the peer's user may be another one: this user namespace does not tell")
