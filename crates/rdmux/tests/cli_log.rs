@@ -309,6 +309,35 @@ fn append__no_majority_is_no_acknowledgement() {
 }
 
 #[test]
+fn append__no_majority_says_who_does_not_answer() {
+    let mut place = Place::new(95, false);
+    let (code, ..) = place.append("kept\n");
+    assert_eq!(code, Some(0));
+    place.kill(1);
+    place.kill(2);
+    let output = place.log("append", &["--patience", "2"]);
+    assert!(!output.status.success());
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let [live, dead, dead_too] = &place.targets()[..] else {
+        panic!("three")
+    };
+    let said = |target: &str| {
+        let (host, region) = target.rsplit_once('/').unwrap();
+        let begin = text
+            .find(&format!("{host}:7174/{region}: "))
+            .unwrap_or_else(|| panic!("{target}: {text}"));
+        text[begin..].split("; ").next().unwrap().to_owned()
+    };
+    assert!(
+        said(live).ends_with("connected, and waits for the others"),
+        "{text}"
+    );
+    for target in [dead, dead_too] {
+        assert!(said(target).contains("no answer"), "{text}");
+    }
+}
+
+#[test]
 fn append__whatever_ends_it_what_is_under_way_is_acknowledged_and_read() {
     let place = Place::new(86, false);
     let (code, told, errors) = place.append(&format!("a\nb\n{}\nnever\n", "x".repeat(200_000)));

@@ -138,6 +138,8 @@ pub struct Log {
     /// The replicas whose server refused for good when it was asked last, and what it said.
     refused: Vec<Option<String>>,
     domains: Vec<Option<Domain>>,
+    /// The replicas whose server is connected.
+    connected: Vec<bool>,
     options: Options,
 }
 
@@ -185,6 +187,7 @@ impl Log {
             changes: Vec::new(),
             refused: vec![None; targets.len()],
             domains: vec![None; targets.len()],
+            connected: vec![false; targets.len()],
             options: options.clone(),
         };
         log.wait(|log| log.writer.is_ready())?;
@@ -316,8 +319,14 @@ impl Log {
                 deadline = now + patience;
             }
             if now >= deadline {
-                let states = self.replicas().map(|(target, state, _)| {
-                    let state = if state.is_empty() { "no answer" } else { &state };
+                let replicas = self.replicas().zip(&self.connected);
+                let states = replicas.map(|((target, state, _), connected)| {
+                    let state = match (connected, &*state) {
+                        (true, _) if !self.writer.is_ready() => "connected, and waits for the others",
+                        (true, "") => "connected",
+                        (false, "") => "no answer",
+                        (_, state) => state,
+                    };
                     format!("{target}: {state}")
                 });
                 return Err(LogError::NoMajority {
@@ -408,6 +417,7 @@ impl Log {
             // Dropped, it ends at once.
             What::Disconnect => {
                 self.sessions[replica] = None;
+                self.connected[replica] = false;
                 self.links.remove(&replica);
             }
             what => {
@@ -436,6 +446,7 @@ impl Log {
         match result.and_then(|(client, mapping)| Link::new(client, mapping)) {
             Ok(link) => {
                 self.refused[replica] = None;
+                self.connected[replica] = true;
                 let region_bytes = link.mapping.region_bytes();
                 self.domains[replica] = Some(link.mapping.domain());
                 self.links.insert(replica, (session, link));
@@ -457,6 +468,7 @@ impl Log {
         {
             self.links.remove(&replica);
         }
+        self.connected[replica] = false;
         self.refused[replica] = is_final(error).then(|| error.to_string());
         let now = self.now();
         self.writer.handle_lost(replica, session, &error.to_string(), now);
