@@ -461,7 +461,13 @@ fn join__foreign_socket_on_the_port() {
 #[test]
 fn join__address_of_another_host() {
     let refused = Group::join(IpAddr::from([192, 0, 2, 1]), Box::new(|_| {})).unwrap_err();
-    assert!(matches!(refused, GroupError::Io { .. }), "{refused:?}");
+    assert!(matches!(refused, GroupError::NotLocal { .. }), "{refused:?}");
+    assert!(
+        refused
+            .to_string()
+            .contains("192.0.2.1 is no address of this host"),
+        "{refused}"
+    );
 }
 
 /// Repeats `attempt` until it succeeds: other tests of this process start programs, and between fork and exec those have

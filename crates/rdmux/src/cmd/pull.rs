@@ -79,6 +79,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
         .with_context(|| format!("{}: not the name of a file", args.file.display()))?;
     name.push(".part");
     let part_path = target.with_file_name(name);
+    // Before the server is asked: it may be long until it answers.
+    let folder = folder_of(&target);
+    if !folder.is_dir() {
+        bail!("{}: there is no folder {}", args.file.display(), folder.display());
+    }
     take_interrupts()?;
     let mut client = connect(&args.source, common)?;
     let offset = args.source.offset;

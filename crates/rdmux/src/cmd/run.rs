@@ -1,17 +1,21 @@
 //! `rdmux run`: a program for RDMA, unmodified, on the RNIC in user space.
 
 use std::env;
-use std::ffi::{OsStr, OsString};
-use std::fs;
-use std::io::ErrorKind;
-use std::net::IpAddr;
-use std::os::unix::fs::symlink;
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, UdpSocket};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmux_verbs::faults::Spec;
+use rdmux_verbs::soft::trace::runtime_folder;
+
+use super::push::folder_of;
 
 /// The libraries of a program that are replaced, by their files in the build and their names for the loader.
 const LIBRARIES: [(&str, &str); 2] = [
@@ -43,6 +47,22 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
+    for address in &args.device {
+        // Else its program would see no device, or fail when it opens one.
+        if let Err(why) = UdpSocket::bind((*address, 0)) {
+            bail!("--device {address}: no address of this host, `ip address` lists those there are: {why}");
+        }
+    }
+    if let Some(file) = &args.capture
+        && let folder = folder_of(file)
+        && !folder.is_dir()
+    {
+        bail!(
+            "--capture {}: there is no folder {}",
+            file.display(),
+            folder.display()
+        );
+    }
     let folder = libraries()?;
     let shell = || env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
     let command = if args.shell { vec![shell()] } else { args.command };
@@ -97,22 +117,51 @@ fn libraries() -> Result<PathBuf> {
             );
         }
     }
-    let links = folder.join("rdmux-run");
-    for (built, name) in LIBRARIES {
-        link(&Path::new("..").join(built), &links, name.as_ref())?;
-    }
-    Ok(links)
+    links(folder)
 }
 
-fn link(to: &Path, folder: &Path, name: &OsStr) -> Result<()> {
-    let link = folder.join(name);
-    if link.exists() {
-        return Ok(());
+/// A folder with links to the libraries of a build: beside them, or, where this user may not write, in the user's runtime folder.
+fn links(built: &Path) -> Result<PathBuf> {
+    let beside = built.join("rdmux-run");
+    if make_links(Path::new(".."), &beside).is_ok() {
+        return Ok(beside);
     }
-    let made = fs::create_dir_all(folder).and_then(|()| symlink(to, &link));
-    match made {
-        // Another one has just made it.
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
-        made => made.with_context(|| format!("making {}", link.display())),
+    let make = || {
+        let mut hasher = DefaultHasher::new();
+        built.hash(&mut hasher);
+        let folder = runtime_folder()?.join(format!("run-{:016x}", hasher.finish()));
+        make_links(built, &folder)?;
+        Ok(folder)
+    };
+    make().map_err(|why: io::Error| {
+        anyhow!(
+            "no folder for links to the libraries can be made, neither {} nor one in XDG_RUNTIME_DIR or /tmp: {why}",
+            beside.display()
+        )
+    })
+}
+
+/// Sees to it that a folder has a link for each library. Programs load what it leads to, so it must be root's or this user's, and nobody
+/// else may write there.
+fn make_links(to: &Path, folder: &Path) -> io::Result<()> {
+    match DirBuilder::new().mode(0o755).create(folder) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
     }
+    let found = fs::symlink_metadata(folder)?;
+    let is_trusted = found.uid() == 0 || found.uid() == rustix::process::geteuid().as_raw();
+    if !found.is_dir() || !is_trusted || found.mode() & 0o022 != 0 {
+        return Err(ErrorKind::PermissionDenied.into());
+    }
+    for (built, name) in LIBRARIES {
+        let link = folder.join(name);
+        match symlink(to.join(built), &link) {
+            // It is there, or another one has just made it.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            // In a folder that this user cannot write it may be there all the same.
+            Err(_) if link.exists() => {}
+            made => made?,
+        }
+    }
+    Ok(())
 }

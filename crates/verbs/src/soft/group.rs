@@ -104,6 +104,14 @@ pub enum GroupError {
         /// The local address.
         addr: IpAddr,
     },
+    /// No interface of this network namespace has that address.
+    #[error(
+        "{addr} is no address of this host: `ip address` lists those there are, in each network namespace its own"
+    )]
+    NotLocal {
+        /// The address.
+        addr: IpAddr,
+    },
     /// Each slot has its process.
     #[error("{addr}: all {} places on UDP port {ROCE_PORT} are taken: end one of those processes", SLOTS - 1)]
     Full {
@@ -321,6 +329,9 @@ impl Group {
                         return Self::start(names, shares, start, Role::holder(listener), calls);
                     }
                     Err(e) if e.kind() == io::ErrorKind::AddrInUse => GroupError::PortInUse { addr },
+                    Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => {
+                        return Err(GroupError::NotLocal { addr });
+                    }
                     Err(source) => {
                         return Err(GroupError::Io {
                             addr,

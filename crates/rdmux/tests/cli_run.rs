@@ -1,0 +1,154 @@
+//! `rdmux run` of a build: where it puts the links to its libraries, and whose it trusts.
+#![allow(non_snake_case, reason = "tests are named function__case")]
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use tempfile::TempDir;
+
+const LIBRARY: &str = "libibverbs.so";
+const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+const NOBODY: u32 = 65534;
+/// What runs a program as an ordinary user, when it is called by root.
+const AS_NOBODY: [&str; 6] = [
+    "setpriv",
+    "--reuid",
+    "65534",
+    "--regid",
+    "65534",
+    "--clear-groups",
+];
+
+/// A folder as a build makes it, with the program and something in the libraries' place.
+fn build() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    // By another process: a file that this one wrote is busy while a child of another test has its descriptors.
+    let copied = Command::new("cp")
+        .args([env!("CARGO_BIN_EXE_rdmux"), folder.path().to_str().unwrap()])
+        .status();
+    assert!(copied.unwrap().success());
+    fs::write(folder.path().join(LIBRARY), "").unwrap();
+    folder
+}
+
+/// A folder that is a user's alone.
+fn runtime_of(user: u32) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    if rustix::process::geteuid().is_root() {
+        chown(folder.path(), Some(user), Some(user)).unwrap();
+    }
+    folder
+}
+
+/// The folder that a program which is run so gets its libraries from.
+fn libraries(runner: &[&str], build: &Path, runtime: &Path) -> Result<PathBuf, String> {
+    let program = build.join("rdmux");
+    let line: Vec<&str> = runner
+        .iter()
+        .copied()
+        .chain([program.to_str().unwrap()])
+        .collect();
+    let output = Command::new(line[0])
+        .args(&line[1..])
+        .args(["run", "--", "sh", "-c", "echo $LD_LIBRARY_PATH"])
+        .env("XDG_RUNTIME_DIR", runtime)
+        .env_remove("LD_LIBRARY_PATH")
+        .output()
+        .unwrap();
+    if !output.status.success() {
+        return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+    }
+    Ok(PathBuf::from(String::from_utf8_lossy(&output.stdout).trim()))
+}
+
+fn leads_to(folder: &Path, build: &Path) {
+    let library = build.join(LIBRARY).canonicalize().unwrap();
+    for name in NAMES {
+        assert_eq!(folder.join(name).canonicalize().unwrap(), library, "{name}");
+    }
+}
+
+#[test]
+fn run__links_beside_the_build() {
+    let (build, runtime) = (build(), runtime_of(0));
+    for _ in 0..2 {
+        let found = libraries(&[], build.path(), runtime.path()).unwrap();
+        assert_eq!(found, build.path().join("rdmux-run"));
+        leads_to(&found, build.path());
+    }
+}
+
+#[test]
+fn run__build_of_root_used_by_another_user() {
+    let (build, runtime) = (build(), runtime_of(NOBODY));
+    let may = || libraries(&AS_NOBODY, build.path(), runtime.path());
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: this user may not be another one");
+        return;
+    }
+    for _ in 0..2 {
+        let found = may().unwrap();
+        assert!(found.starts_with(runtime.path().join("rdmux")), "{found:?}");
+        leads_to(&found, build.path());
+    }
+    // Root's links do for everybody.
+    libraries(&[], build.path(), runtime.path()).unwrap();
+    assert_eq!(may().unwrap(), build.path().join("rdmux-run"));
+}
+
+#[test]
+fn run__links_of_another_user_are_not_trusted() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: this user may not be another one");
+        return;
+    }
+    let (build, runtime) = (build(), runtime_of(0));
+    let links = build.path().join("rdmux-run");
+    fs::create_dir(&links).unwrap();
+    for name in NAMES {
+        symlink("/tmp/of-somebody-else", links.join(name)).unwrap();
+    }
+    for (owner, mode) in [(NOBODY, 0o755), (0, 0o777)] {
+        chown(&links, Some(owner), None).unwrap();
+        fs::set_permissions(&links, fs::Permissions::from_mode(mode)).unwrap();
+        let found = libraries(&[], build.path(), runtime.path()).unwrap();
+        assert!(found.starts_with(runtime.path()), "{found:?}");
+        leads_to(&found, build.path());
+    }
+    // Nor is a runtime folder that others may enter.
+    let own = runtime.path().join("rdmux");
+    fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
+    let why = libraries(&[], build.path(), runtime.path()).unwrap_err();
+    assert!(
+        why.contains("no folder for links") && why.lines().count() == 1,
+        "{why}"
+    );
+}
+
+#[test]
+fn usage__what_the_program_could_not_use_is_said() {
+    for (args, expected) in [
+        (
+            &["--device", "192.0.2.1"][..],
+            "192.0.2.1: no address of this host",
+        ),
+        (
+            &["--capture", "/nonexistent/c"],
+            "there is no folder /nonexistent",
+        ),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
+        let output = command
+            .arg("run")
+            .args(args)
+            .args(["--", "true"])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
+    }
+}
