@@ -225,6 +225,19 @@ pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     Ok(context)
 }
 
+/// The domain of XRC that ids of such a context share. It stays too.
+pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
+    static MADE: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
+    let mut list = lock(&MADE);
+    if let Some((_, xrcd)) = list.iter().find(|(of, _)| *of == context.addr()) {
+        return Ok(ptr::with_exposed_provenance_mut(*xrcd));
+    }
+    // SAFETY: a context of `shared`, which is never closed.
+    let xrcd = unsafe { xrc::unnamed(context) }?;
+    list.push((context.addr(), xrcd.expose_provenance()));
+    Ok(xrcd)
+}
+
 /// The domain of such a context that ids have where their program gives none. It stays too.
 pub(crate) fn shared_domain(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
     static MADE: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());

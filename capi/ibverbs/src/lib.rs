@@ -16,6 +16,7 @@ mod device_memory;
 mod domains;
 mod events;
 mod memory;
+mod multicast;
 mod private;
 mod query;
 mod queue_pair;

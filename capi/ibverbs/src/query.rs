@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use rdmux_verbs::{INLINE_BYTES_MAX, PathMtu, SGE_MAX};
+use rdmux_verbs::{INLINE_BYTES_MAX, MCAST_GROUPS_MAX, MCAST_QPS_MAX, PathMtu, SGE_MAX};
 
 use rdmux_verbs::abi::device_cap;
 
@@ -65,6 +65,9 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     // IBV_ATOMIC_HCA: atomic to those of the device.
     attr.atomic_cap = 1;
     attr.max_ah = OBJECTS_MAX;
+    attr.max_mcast_grp = MCAST_GROUPS_MAX as c_int;
+    attr.max_mcast_qp_attach = MCAST_QPS_MAX as c_int;
+    attr.max_total_mcast_qp_attach = (MCAST_GROUPS_MAX * MCAST_QPS_MAX) as c_int;
     attr.max_pkeys = 1;
     attr.local_ca_ack_delay = 15;
     attr.phys_port_cnt = 1;

@@ -91,7 +91,11 @@ unsafe extern "C" fn ibv_create_srq(pd: *mut abi::Pd, init: *mut abi::SrqInitAtt
     made(unsafe { create(pd, (*init).srq_context, (*init).attr, None) })
 }
 
-unsafe fn create_extended(init: &abi::SrqInitAttrEx) -> Result<*mut abi::Srq, c_int> {
+/// Makes a queue as `ibv_create_srq_ex(3)` says.
+///
+/// # Safety
+/// What `init` names was made, and is not destroyed.
+pub(crate) unsafe fn create_extended(init: &abi::SrqInitAttrEx) -> Result<*mut abi::Srq, c_int> {
     use abi::srq::{INIT_CQ, INIT_PD, INIT_TYPE, INIT_XRCD, TYPE_BASIC, TYPE_XRC};
     let has = |bits: u32| init.comp_mask & bits == bits;
     let srq_type = if has(INIT_TYPE) { init.srq_type } else { TYPE_BASIC };
@@ -132,7 +136,7 @@ pub(crate) unsafe extern "C" fn get_srq_num(queue: *mut abi::Srq, number: *mut u
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
+pub(crate) unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
     if unsafe { Context::of((*queue).context) }.is_inherited() {
         return 0;

@@ -48,8 +48,6 @@ makes_nothing! {
 }
 
 refuses! {
-    ibv_attach_mcast
-    ibv_detach_mcast
     ibv_query_ece
     ibv_set_ece
 }

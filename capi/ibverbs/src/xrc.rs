@@ -81,6 +81,17 @@ fn open(context: &Context, attr: &abi::XrcdInitAttr) -> Result<Arc<Shared>, c_in
     }
 }
 
+/// A domain that no file names.
+///
+/// # Safety
+/// The context is open.
+pub(crate) unsafe fn unnamed(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
+    // SAFETY: as the caller says.
+    let shared = new(unsafe { Context::of(context) })?;
+    let shown = abi::Xrcd { context };
+    Ok(Box::into_raw(Box::new(Domain { shown, shared })).cast())
+}
+
 pub(crate) unsafe extern "C" fn open_xrcd(
     context: *mut abi::Context,
     attr: *mut abi::XrcdInitAttr,

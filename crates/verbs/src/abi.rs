@@ -1077,6 +1077,7 @@ pub mod port_space {
     pub const IPOIB: u32 = 0x0002;
     pub const TCP: u32 = 0x0106;
     pub const UDP: u32 = 0x0111;
+    pub const IB: u32 = 0x013f;
 }
 
 /// Levels and names of `rdma_set_option`.

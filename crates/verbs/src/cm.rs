@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmError, Endpoint};
 use rdmux_rnic::{Access, ModifyError, QpAttributes, QpState, QpType, Qpn};
-use rdmux_wire::cm::RejReason;
+use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
@@ -41,6 +41,8 @@ pub struct ConnectParams {
     /// IPv4 TOS or IPv6 traffic class; its DSCP chooses the traffic class. Who accepts takes that of the request. ECN is set
     /// towards peers that are rdmux; towards others its bits are sent as they stand here.
     pub traffic_class: u8,
+    /// What is asked for; `None`: the port's service of RDMA_PS_TCP.
+    pub service: Option<ServiceId>,
 }
 
 impl Default for ConnectParams {
@@ -60,6 +62,7 @@ impl Default for ConnectParams {
             min_rnr_timer: 12,
             path_mtu_max: PathMtu::Bytes4096,
             traffic_class: 0,
+            service: None,
         }
     }
 }
@@ -153,9 +156,20 @@ impl Device {
     /// Listens on a port (RDMA_PS_TCP) for connections to queue pairs of these types: RC, UC and XRC targets. Peers that ask for
     /// others are refused.
     pub fn listen_for(&self, port: u16, qp_types: &[QpType]) -> Result<Listener, ListenError> {
+        self.listen_service(ServiceId::tcp(port), qp_types)
+    }
+
+    /// Listens as [`Device::listen_for`] does, for a service by its id.
+    ///
+    /// # Errors
+    /// Provider `hw` has the ports of RDMA_PS_TCP alone ([`io::ErrorKind::Unsupported`]).
+    pub fn listen_service(&self, service: ServiceId, qp_types: &[QpType]) -> Result<Listener, ListenError> {
         let provided = match &self.provided {
-            Provided::Soft(device) => Provided::Soft(device.listen(port)?),
-            Provided::Hw(device) => Provided::Hw(device.listen(port)?),
+            Provided::Soft(device) => Provided::Soft(device.listen(service)?),
+            Provided::Hw(device) => match service.port().filter(|port| ServiceId::tcp(*port) == service) {
+                Some(port) => Provided::Hw(device.listen(port)?),
+                None => return Err(ListenError::Io(io::ErrorKind::Unsupported.into())),
+            },
         };
         Ok(Listener {
             provided,
@@ -189,6 +203,13 @@ impl Device {
         let provided = match (&self.provided, qp.provided()) {
             (Provided::Soft(device), Provided::Soft(qp)) => {
                 Provided::Soft(device.connect(qp, peer, params, private_data)?)
+            }
+            (Provided::Hw(_), _)
+                if params
+                    .service
+                    .is_some_and(|service| service != ServiceId::tcp(peer.port())) =>
+            {
+                return Err(ConnectError::Io(io::ErrorKind::Unsupported.into()));
             }
             (Provided::Hw(device), Provided::Hw(qp)) => {
                 Provided::Hw(device.connect(qp, peer, params, private_data)?)

@@ -582,3 +582,21 @@ fn drop__of_a_connection_that_has_ended_leaves_its_queue_pair_alone() {
     drop(s);
     assert_eq!(server.qp.query().unwrap().state, QpState::Init);
 }
+
+/// A thread waits for the end while another one looks whether it has come, and so is the first to see it.
+#[test]
+fn wait_ended__when_another_thread_looks_first() {
+    let (client, c, server, s) = connected([127, 0, 0, 97].into(), 1 << 16);
+    drop((c, s));
+    for _ in 0..100 {
+        let qp = |end: &End| end.qp.pd().create_qp(&QpOptions::new(&end.cq)).unwrap();
+        let (own, other) = (qp(&client), qp(&server));
+        let [c, s] = connect(&own, &other, &ConnectParams::default());
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| c.wait_ended(Duration::from_secs(3_600)));
+            s.disconnect();
+            while !c.is_ended() {}
+            assert!(waits.join().unwrap());
+        });
+    }
+}

@@ -91,6 +91,7 @@ pub struct ServiceId(
 impl ServiceId {
     const TCP: u64 = 0x0106_0000;
     const UDP: u64 = 0x0111_0000;
+    const IB: u64 = 0x013f_0000;
 
     /// The id of a connected service on `port` (RDMA_PS_TCP in rdma_cm).
     pub const fn tcp(port: u16) -> ServiceId {
@@ -102,10 +103,15 @@ impl ServiceId {
         ServiceId(ServiceId::UDP | port as u64)
     }
 
+    /// The id of a service on `port` whose queue pairs are of any type (RDMA_PS_IB in rdma_cm).
+    pub const fn ib(port: u16) -> ServiceId {
+        ServiceId(ServiceId::IB | port as u64)
+    }
+
     /// The port, when the id is one of those above.
     pub const fn port(self) -> Option<u16> {
         match self.0 & !0xffff {
-            ServiceId::TCP | ServiceId::UDP => Some(self.0 as u16),
+            ServiceId::TCP | ServiceId::UDP | ServiceId::IB => Some(self.0 as u16),
             _ => None,
         }
     }

@@ -10,7 +10,7 @@ use crate::{abi, minus_one};
 pub(super) struct AddressInfo {
     pub(super) flags: c_int,
     family: c_int,
-    qp_type: c_int,
+    pub(super) qp_type: c_int,
     pub(super) port_space: c_int,
     source_length: libc::socklen_t,
     destination_length: libc::socklen_t,
@@ -35,6 +35,9 @@ const NUMERIC_HOST: c_int = 2;
 #[derive(Clone, Copy)]
 struct Storage([u8; size_of::<libc::sockaddr_in6>()]);
 
+/// An address, and its length.
+type Address = (Storage, libc::socklen_t);
+
 /// Addresses with what they point at.
 #[repr(C)]
 struct Found {
@@ -46,38 +49,55 @@ struct Found {
 ///
 /// # Safety
 /// Null, or as many bytes as are said.
-unsafe fn copy(address: *const libc::sockaddr, length: libc::socklen_t) -> Option<Storage> {
-    let length = length as usize;
-    if address.is_null() || length == 0 || length > size_of::<Storage>() {
+unsafe fn copy(address: *const libc::sockaddr, length: libc::socklen_t) -> Option<Address> {
+    let bytes = length as usize;
+    if address.is_null() || bytes == 0 || bytes > size_of::<Storage>() {
         return None;
     }
     let mut storage = Storage([0; size_of::<libc::sockaddr_in6>()]);
     // SAFETY: as the caller says, and there is room.
-    unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), storage.0.as_mut_ptr(), length) };
-    Some(storage)
+    unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), storage.0.as_mut_ptr(), bytes) };
+    Some((storage, length))
 }
 
-unsafe fn look_up(
+/// Of which type queue pairs are that a program asks for, and what ports they have: what it leaves open follows from the other, and is RC
+/// over RDMA_PS_TCP where it says nothing.
+fn kind(hints: &AddressInfo) -> (u32, u32) {
+    use abi::port_space::{IPOIB, TCP, UDP};
+    use abi::qp_type::{RC, UD};
+    match (hints.qp_type.cast_unsigned(), hints.port_space.cast_unsigned()) {
+        (0, 0) => (RC, TCP),
+        (0, ports @ (UDP | IPOIB)) => (UD, ports),
+        (0, ports) => (RC, ports),
+        (UD, 0) => (UD, UDP),
+        (qp_type, 0) => (qp_type, TCP),
+        both => both,
+    }
+}
+
+/// The address of a host or a service, or both, by name.
+///
+/// # Safety
+/// Strings or null.
+unsafe fn find(
     node: *const c_char,
     service: *const c_char,
-    hints: Option<&AddressInfo>,
-) -> Result<*mut AddressInfo, c_int> {
-    let flags = hints.map_or(0, |hints| hints.flags);
-    let port_space = match hints.map_or(0, |hints| hints.port_space) {
-        0 => abi::port_space::TCP.cast_signed(),
-        given => given,
-    };
-    let is_passive = flags & PASSIVE != 0;
+    hints: &AddressInfo,
+    is_datagram: bool,
+) -> Result<(c_int, Address), c_int> {
     // SAFETY: numbers and pointers, all of which may be zero.
     let mut wanted: libc::addrinfo = unsafe { std::mem::zeroed() };
-    wanted.ai_family = hints.map_or(libc::AF_UNSPEC, |hints| hints.family);
-    wanted.ai_socktype = libc::SOCK_STREAM;
-    wanted.ai_flags = if is_passive { libc::AI_PASSIVE } else { 0 }
-        | if flags & NUMERIC_HOST != 0 {
-            libc::AI_NUMERICHOST
-        } else {
-            0
-        };
+    wanted.ai_family = hints.family;
+    wanted.ai_socktype = if is_datagram {
+        libc::SOCK_DGRAM
+    } else {
+        libc::SOCK_STREAM
+    };
+    for (flag, of_system) in [(PASSIVE, libc::AI_PASSIVE), (NUMERIC_HOST, libc::AI_NUMERICHOST)] {
+        if hints.flags & flag != 0 {
+            wanted.ai_flags |= of_system;
+        }
+    }
     let mut list = ptr::null_mut();
     // SAFETY: strings of the caller's or none, and a place of this function's.
     let status = unsafe { libc::getaddrinfo(node, service, &raw const wanted, &raw mut list) };
@@ -96,49 +116,60 @@ unsafe fn look_up(
     let (family, address) = unsafe { ((*list).ai_family, copy((*list).ai_addr, (*list).ai_addrlen)) };
     // SAFETY: made above, and not used any more.
     unsafe { libc::freeaddrinfo(list) };
-    let address = address.ok_or(libc::EAFNOSUPPORT)?;
-    // SAFETY: null or an address of the caller's.
-    let source = hints.and_then(|hints| unsafe { copy(hints.source, hints.source_length) });
-    let length = match family {
-        libc::AF_INET => size_of::<libc::sockaddr_in>(),
-        _ => size_of::<libc::sockaddr_in6>(),
-    } as libc::socklen_t;
-    let (source, destination) = if is_passive {
-        (Some(address), None)
-    } else {
-        (source, Some(address))
+    Ok((family, address.ok_or(libc::EAFNOSUPPORT)?))
+}
+
+unsafe fn look_up(
+    node: *const c_char,
+    service: *const c_char,
+    hints: Option<&AddressInfo>,
+) -> Result<*mut AddressInfo, c_int> {
+    let is_named = !node.is_null() || !service.is_null();
+    if !is_named && hints.is_none() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: numbers and pointers, all of which may be zero.
+    let nothing: AddressInfo = unsafe { std::mem::zeroed() };
+    let hints = hints.unwrap_or(&nothing);
+    let (qp_type, port_space) = kind(hints);
+    // SAFETY: null or addresses of the caller's.
+    let (mut source, mut destination) = unsafe {
+        (
+            copy(hints.source, hints.source_length),
+            copy(hints.destination, hints.destination_length),
+        )
     };
-    let none = Storage([0; size_of::<libc::sockaddr_in6>()]);
+    let mut family = hints.family;
+    if is_named {
+        let address;
+        // SAFETY: as the caller says.
+        (family, address) = unsafe { find(node, service, hints, qp_type == abi::qp_type::UD) }?;
+        if hints.flags & PASSIVE != 0 {
+            (source, destination) = (Some(address), None);
+        } else {
+            destination = Some(address);
+        }
+    }
+    let none = (Storage([0; size_of::<libc::sockaddr_in6>()]), 0);
+    let ((source, source_length), (destination, destination_length)) =
+        (source.unwrap_or(none), destination.unwrap_or(none));
     let found = Box::leak(Box::new(Found {
         shown: AddressInfo {
-            flags,
+            flags: hints.flags,
             family,
-            qp_type: hints.map_or(0, |hints| hints.qp_type),
-            port_space,
-            source_length: 0,
-            destination_length: 0,
-            source: ptr::null_mut(),
-            destination: ptr::null_mut(),
-            source_name: ptr::null_mut(),
-            destination_name: ptr::null_mut(),
-            route_length: 0,
-            route: ptr::null_mut(),
-            connect_length: 0,
-            connect: ptr::null_mut(),
-            next: ptr::null_mut(),
+            qp_type: qp_type.cast_signed(),
+            port_space: port_space.cast_signed(),
+            source_length,
+            destination_length,
+            ..nothing
         },
-        addresses: [source.unwrap_or(none), destination.unwrap_or(none)],
+        addresses: [source, destination],
     }));
-    if found.shown.qp_type == 0 {
-        found.shown.qp_type = abi::qp_type::RC.cast_signed();
-    }
-    if source.is_some() {
+    if source_length != 0 {
         found.shown.source = (&raw mut found.addresses[0]).cast();
-        found.shown.source_length = length;
     }
-    if destination.is_some() {
+    if destination_length != 0 {
         found.shown.destination = (&raw mut found.addresses[1]).cast();
-        found.shown.destination_length = length;
     }
     Ok(&raw mut found.shown)
 }

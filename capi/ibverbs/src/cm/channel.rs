@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-use super::id::{Id, Shared};
+use super::id::Id;
+use crate::events::Given;
 use crate::{abi, made, minus_one};
 
 /// The longest private data of a message: that of a REP.
@@ -23,7 +24,7 @@ pub(super) struct Event {
     /// What [`Event::shown`] points at: an event stays where it was made.
     private_data: [u8; PRIVATE_DATA_MAX],
     /// Whose events wait to be acknowledged: the id's, or the listening one's.
-    of: Arc<Shared>,
+    of: Arc<Given>,
     /// The id of a request, until the program has it; else null.
     asks: *mut Id,
 }
@@ -42,7 +43,7 @@ unsafe impl Send for Event {}
 
 impl Event {
     /// An event of an id.
-    pub(super) fn new(id: *mut abi::CmId, of: &Arc<Shared>, event: u32, status: c_int) -> Box<Event> {
+    pub(super) fn new(id: *mut abi::CmId, of: &Arc<Given>, event: u32, status: c_int) -> Box<Event> {
         Box::new(Event {
             shown: abi::CmEvent {
                 id,
@@ -70,7 +71,7 @@ impl Event {
     }
 
     /// ... that was made for a request which came in on another one, which listens.
-    pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Shared>) -> Box<Event> {
+    pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Given>) -> Box<Event> {
         self.shown.listen_id = listener;
         self.asks = self.shown.id.cast();
         // It is an event of the one that listens: the new id can go before it is acknowledged.
@@ -148,9 +149,17 @@ impl Events {
 
     /// Takes out the events of an id, and of the requests that came in on it.
     pub(super) fn take_of(&self, id: *mut abi::CmId) -> VecDeque<Box<Event>> {
+        self.take(|event| event.shown.id == id || event.shown.listen_id == id)
+    }
+
+    /// Takes out the events that are acknowledged there.
+    pub(super) fn take_given(&self, given: &Arc<Given>) -> VecDeque<Box<Event>> {
+        self.take(|event| Arc::ptr_eq(&event.of, given))
+    }
+
+    fn take(&self, which: impl Fn(&Event) -> bool) -> VecDeque<Box<Event>> {
         let mut list = self.list();
-        let is_of = |event: &Event| event.shown.id == id || event.shown.listen_id == id;
-        let (of, rest): (VecDeque<_>, _) = list.drain(..).partition(|event| is_of(event));
+        let (of, rest): (VecDeque<_>, _) = list.drain(..).partition(|event| which(event));
         *list = rest;
         // They are counted no more: a program that polls is not told of what it will not find.
         for _ in &of {
@@ -165,7 +174,7 @@ impl Events {
 /// Hands an event over to the program.
 pub(super) fn give(mut event: Box<Event>) -> *mut abi::CmEvent {
     event.asks = ptr::null_mut();
-    event.of.given.give();
+    event.of.give();
     Box::into_raw(event).cast()
 }
 
@@ -216,7 +225,7 @@ unsafe extern "C" fn rdma_get_cm_event(
 pub(super) unsafe fn take_back(event: *mut abi::CmEvent) {
     // SAFETY: made by a Box in `Event::new`, and given out once, says the caller.
     let event = unsafe { Box::from_raw(event.cast::<Event>()) };
-    event.of.given.acknowledge(1);
+    event.of.acknowledge(1);
 }
 
 #[unsafe(no_mangle)]

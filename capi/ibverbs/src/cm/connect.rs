@@ -9,15 +9,16 @@ use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::{
-    ConnectError, ConnectParams, Connection, Device, Endpoint, ExternalPair, QpAttributes, QpState, QpType,
-    Qpn, QueuePair, RejReason,
+    ConnectError, ConnectParams, Connection, Device, Endpoint, ExternalPair, QpAttributes, QpState, Qpn,
+    QueuePair, RejReason,
 };
 
 use super::bring_up::{attributes, show};
 use super::channel::Event;
 use super::datagram;
 use super::id::{Id, Request, Shared};
-use crate::{abi, channel, minus_one, queue_pair};
+use crate::queue_pair::Owner;
+use crate::{abi, channel, context, minus_one, queue_pair};
 
 /// Completions of a queue that the library makes for an id, where it has no requests of that kind.
 const DEPTH_MIN: u32 = 1;
@@ -27,7 +28,7 @@ const LISTENS_SOON: Duration = Duration::from_millis(50);
 const LISTENS_SOON_TRIES: u32 = 6;
 
 /// Makes the queues that the program left out, each with a channel of its own; the queue's context is the id.
-unsafe fn queue_of(
+pub(super) unsafe fn queue_of(
     id: *mut abi::CmId,
     verbs: *mut abi::Context,
     wr: u32,
@@ -89,20 +90,32 @@ unsafe fn create_qp_with(
     if init.srq.is_null() {
         init.srq = own.shown.srq;
     }
+    let unused = init.qp_type == abi::qp_type::XRC_RECV;
     if init.send_cq.is_null() {
+        init.send_cq = own.shown.send_cq;
+    }
+    if init.recv_cq.is_null() {
+        init.recv_cq = own.shown.recv_cq;
+    }
+    if init.send_cq.is_null() && !unused {
         // SAFETY: a context that is open.
         (own.shown.send_cq_channel, own.shown.send_cq) =
             unsafe { queue_of(id, own.shown.verbs, init.cap.max_send_wr) }?;
         init.send_cq = own.shown.send_cq;
     }
-    if init.recv_cq.is_null() {
+    if init.recv_cq.is_null() && !unused && init.qp_type != abi::qp_type::XRC_SEND {
         // SAFETY: a context that is open.
         (own.shown.recv_cq_channel, own.shown.recv_cq) =
             unsafe { queue_of(id, own.shown.verbs, init.cap.max_recv_wr) }?;
         init.recv_cq = own.shown.recv_cq;
     }
+    let owner = if unused {
+        Owner::Xrc(context::shared_xrcd(own.shown.verbs)?)
+    } else {
+        Owner::Domain(pd)
+    };
     // SAFETY: what it names was made, says the caller.
-    let qp = unsafe { queue_pair::create(queue_pair::Owner::Domain(pd), init, operations) }?;
+    let qp = unsafe { queue_pair::create(owner, init, operations) }?;
     // SAFETY: just made.
     if let Err(errno) = unsafe { bring_up(own, qp) } {
         // SAFETY: just made, and used by nobody.
@@ -173,6 +186,14 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
         // SAFETY: made for the id, and used no more, says the caller.
         unsafe { queue_pair::ibv_destroy_qp(qp) };
     }
+    // Those of a shared receive queue go with it.
+    if own.shown.srq.is_null() || own.shown.qp_type != abi::qp_type::XRC_RECV {
+        destroy_queues(own);
+    }
+}
+
+/// Destroys the completion queues that the library made for an id.
+pub(super) fn destroy_queues(own: &mut Id) {
     for (queue, channel) in [
         (&mut own.shown.send_cq, &mut own.shown.send_cq_channel),
         (&mut own.shown.recv_cq, &mut own.shown.recv_cq_channel),
@@ -181,7 +202,7 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
         let channel = std::mem::replace(channel, ptr::null_mut());
         let queue = std::mem::replace(queue, ptr::null_mut());
         if !channel.is_null() {
-            // SAFETY: made for the id in `create_qp`.
+            // SAFETY: made for the id in `queue_of`.
             unsafe {
                 channel::ibv_destroy_cq(queue);
                 channel::ibv_destroy_comp_channel(channel);
@@ -196,6 +217,7 @@ pub(super) fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectPar
     let mut params = ConnectParams {
         traffic_class: own.traffic_class,
         ack_timeout: own.ack_timeout,
+        service: own.remote.map(|peer| own.service(peer.port())),
         ..default
     };
     if let Some(asked) = asked {
@@ -268,7 +290,7 @@ impl Pair {
         let asked = asked.ok_or(libc::EINVAL)?;
         let pair = ExternalPair {
             qpn: Qpn::new(asked.qp_num),
-            qp_type: QpType::Rc,
+            qp_type: own.qp_type(),
             srq: asked.srq != 0,
         };
         Ok(Pair::External(pair))

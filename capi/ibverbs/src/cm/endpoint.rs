@@ -5,7 +5,8 @@ use std::ptr;
 
 use super::address_info::AddressInfo;
 use super::connect::{create_qp, rdma_destroy_qp};
-use super::id::{Id, rdma_bind_addr, rdma_create_id, rdma_destroy_id, rdma_resolve_addr, rdma_resolve_route};
+use super::id::{Id, rdma_bind_addr, rdma_destroy_id, rdma_resolve_addr, rdma_resolve_route};
+use super::srq::rdma_destroy_srq;
 use crate::abi;
 
 const PASSIVE: c_int = 1;
@@ -26,9 +27,15 @@ unsafe fn create(
         // SAFETY: an id just made, and what the program gave.
         unsafe {
             if !init.is_null() {
-                (*id.cast::<Id>()).passive = Some((pd, *init));
+                (*id.cast::<Id>()).passive = Some(*init);
             }
-            return rdma_bind_addr(id, info.source);
+            if rdma_bind_addr(id, info.source) != 0 {
+                return -1;
+            }
+            if !pd.is_null() {
+                (*id).pd = pd;
+            }
+            return 0;
         }
     }
     // SAFETY: an id just made, and what the program gave.
@@ -55,16 +62,9 @@ unsafe extern "C" fn rdma_create_ep(
     // SAFETY: what `rdma_getaddrinfo` gave, says the caller.
     let info = unsafe { &*info };
     let mut made = ptr::null_mut();
-    // SAFETY: a place of this function's.
-    if unsafe {
-        rdma_create_id(
-            ptr::null_mut(),
-            &raw mut made,
-            ptr::null_mut(),
-            info.port_space.cast_unsigned(),
-        )
-    } != 0
-    {
+    let (port_space, qp_type) = (info.port_space.cast_unsigned(), info.qp_type.cast_unsigned());
+    let created = super::id::create(ptr::null_mut(), ptr::null_mut(), port_space, Some(qp_type));
+    if crate::minus_one(created.map(|id| made = id)) != 0 {
         return -1;
     }
     // SAFETY: just made.
@@ -88,6 +88,9 @@ unsafe extern "C" fn rdma_destroy_ep(id: *mut abi::CmId) {
     // SAFETY: an id that was made, and is used no more, says the caller.
     unsafe {
         rdma_destroy_qp(id);
+        if !(*id).srq.is_null() {
+            rdma_destroy_srq(id);
+        }
         rdma_destroy_id(id);
     }
 }

@@ -5,9 +5,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_verbs::{Connection, ConnectionRequest, ServiceRequest};
+use rdmux_verbs::{Connection, ConnectionRequest, QpType, ServiceId, ServiceRequest};
 
 use super::channel::{Channel, Event, Events, UserContext, take_back};
+use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
 use crate::context::{self, Context};
 use crate::device::Device;
@@ -25,12 +26,13 @@ pub(super) struct Id {
     pub(super) ack_timeout: Option<u8>,
     /// Whoever made this id's request waits for the answer.
     pub(super) request: Option<Request>,
+    pub(super) memberships: Vec<Membership>,
     /// Ends those who listen when it is dropped.
     pub(super) listening: Vec<super::listen::Listening>,
     /// Its own channel, where it was made without one: calls wait for their event.
     private: Option<Box<Channel>>,
-    /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]).
-    pub(super) passive: Option<(*mut abi::Pd, abi::QpInitAttr)>,
+    /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]), in its domain.
+    pub(super) passive: Option<abi::QpInitAttr>,
     /// The program has ended its connection.
     pub(super) disconnected: bool,
 }
@@ -45,7 +47,7 @@ pub(super) enum Request {
 pub(super) struct Shared {
     state: Mutex<State>,
     /// Events that the program has and did not acknowledge.
-    pub(super) given: Given,
+    pub(super) given: Arc<Given>,
 }
 
 struct State {
@@ -65,11 +67,12 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the program an event of the id, unless that is gone. It is made by `event` from the id and from this.
-    pub(super) fn tell(self: &Arc<Self>, event: impl FnOnce(*mut abi::CmId, &Arc<Shared>) -> Box<Event>) {
+    /// Tells the program an event of the id, unless that is gone. It is made by `event` from the id and from where it is
+    /// acknowledged.
+    pub(super) fn tell(&self, event: impl FnOnce(*mut abi::CmId, &Arc<Given>) -> Box<Event>) {
         let state = self.state();
         if !state.id.is_null() {
-            state.events.push(event(state.id, self));
+            state.events.push(event(state.id, &self.given));
         }
     }
 
@@ -122,7 +125,7 @@ impl Id {
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
-            given: Given::default(),
+            given: Arc::default(),
         });
         let id = Box::into_raw(Box::new(Id {
             shown,
@@ -132,6 +135,7 @@ impl Id {
             traffic_class: 0,
             ack_timeout: None,
             request: None,
+            memberships: Vec::new(),
             listening: Vec::new(),
             private,
             passive: None,
@@ -226,6 +230,26 @@ impl Id {
         Ok(&unsafe { Context::of(self.shown.verbs) }.device)
     }
 
+    /// What is asked for, or listened for, at a port.
+    pub(super) fn service(&self, port: u16) -> ServiceId {
+        match (self.shown.ps, self.is_datagram()) {
+            (abi::port_space::IB, _) => ServiceId::ib(port),
+            (_, true) => ServiceId::udp(port),
+            (_, false) => ServiceId::tcp(port),
+        }
+    }
+
+    /// Of which types of the vocabulary the queue pair is that asks, and that is asked for.
+    pub(super) fn qp_type(&self) -> QpType {
+        match self.shown.qp_type {
+            abi::qp_type::UC => QpType::Uc,
+            abi::qp_type::UD => QpType::Ud,
+            abi::qp_type::XRC_SEND => QpType::XrcSend,
+            abi::qp_type::XRC_RECV => QpType::XrcRecv,
+            _ => QpType::Rc,
+        }
+    }
+
     /// Whether it is for datagrams, which have no connections.
     pub(super) fn is_datagram(&self) -> bool {
         self.shown.qp_type == abi::qp_type::UD
@@ -242,6 +266,9 @@ impl Id {
 
     pub(super) fn end(&mut self) {
         self.forget_event();
+        while let Some(membership) = self.memberships.pop() {
+            membership.end(self);
+        }
         self.listening.clear();
         self.request = None;
         let mut state = self.shared.state();
@@ -264,16 +291,25 @@ pub(super) unsafe extern "C" fn rdma_create_id(
     context: UserContext,
     ps: u32,
 ) -> c_int {
-    minus_one(create(channel, context, ps).map(|made| {
+    minus_one(create(channel, context, ps, None).map(|made| {
         // SAFETY: a place of the caller's.
         unsafe { *id = made };
     }))
 }
 
-fn create(channel: *mut abi::EventChannel, context: UserContext, ps: u32) -> Result<*mut abi::CmId, c_int> {
-    let qp_type = match ps {
-        abi::port_space::TCP => abi::qp_type::RC,
-        abi::port_space::UDP => abi::qp_type::UD,
+/// An id of a port space; the type of its queue pair follows from that, unless it is given.
+pub(super) fn create(
+    channel: *mut abi::EventChannel,
+    context: UserContext,
+    ps: u32,
+    qp_type: Option<u32>,
+) -> Result<*mut abi::CmId, c_int> {
+    use abi::port_space::{IB, TCP, UDP};
+    use abi::qp_type::{RC, UC, UD, XRC_RECV, XRC_SEND};
+    let wanted = qp_type.unwrap_or(if ps == UDP { UD } else { RC });
+    let qp_type = match (ps, wanted) {
+        (TCP, RC | UC | XRC_SEND | XRC_RECV) | (UDP, UD) | (IB, RC | UC | XRC_SEND | XRC_RECV) => wanted,
+        // IPoIB has its own queue pairs and Q_Key, which RoCE knows nothing of.
         _ => return Err(libc::EOPNOTSUPP),
     };
     let events = if channel.is_null() {

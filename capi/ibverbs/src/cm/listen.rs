@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use rdmux_verbs::{DatagramListener, ListenError, Listener, QpType};
+use rdmux_verbs::{DatagramListener, ListenError, Listener};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
@@ -98,7 +98,7 @@ fn tell(on: &On, request: Request) {
     let own = unsafe { &mut *made };
     // It listens there, so it is open; else the id has no device, and its request is refused.
     let _ = own.take_device(on.local.ip());
-    let event = Event::new(made.cast(), &own.shared, abi::cm_event::CONNECT_REQUEST, 0);
+    let event = Event::new(made.cast(), &own.shared.given, abi::cm_event::CONNECT_REQUEST, 0);
     let (peer, event) = match &request {
         Request::Connection(request) => {
             own.traffic_class = request.remote().traffic_class;
@@ -113,7 +113,7 @@ fn tell(on: &On, request: Request) {
         }
     };
     own.set_addresses(on.local, Some(SocketAddr::new(peer, 0)));
-    let event = event.on(on.id, &on.shared);
+    let event = event.on(on.id, &on.shared.given);
     own.request = Some(request);
     // To whoever hears the listening id; where that is gone, nobody takes the new one.
     on.shared.tell(|_, _| event);
@@ -190,9 +190,13 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
     if !own.listening.is_empty() {
         return Err(libc::EINVAL);
     }
-    let (port, listeners) = services(own.local, |device, port| match own.shown.qp_type {
-        abi::qp_type::UD => device.listen_datagram(port).map(Service::Datagrams),
-        _ => device.listen_for(port, &[QpType::Rc]).map(Service::Connections),
+    let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
+    let (port, listeners) = services(own.local, |device, port| {
+        if datagrams {
+            return device.listen_datagram(port).map(Service::Datagrams);
+        }
+        let listener = device.listen_service(own.service(port), &qp_types);
+        listener.map(Service::Connections)
     })?;
     let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
     own.set_addresses(SocketAddr::new(bound.ip(), port), None);
@@ -236,9 +240,9 @@ unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut ab
         made.migrate(super::channel::Events::new()?, ptr::null_mut());
         // It is the new one's, with the private data in it.
         made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
-        if let Some((pd, mut init)) = own.passive {
+        if let Some(mut init) = own.passive {
             // SAFETY: as the program gave it to `rdma_create_ep`.
-            let with = unsafe { super::connect::create_qp(asked, pd, &mut init, None) };
+            let with = unsafe { super::connect::create_qp(asked, own.shown.pd, &mut init, None) };
             if let Err(errno) = with {
                 // SAFETY: it is nobody's yet; the request is refused with it.
                 unsafe { super::id::rdma_destroy_id(asked) };

@@ -11,7 +11,9 @@ mod datagram;
 mod endpoint;
 mod id;
 mod listen;
+mod multicast;
 mod socket_address;
+mod srq;
 mod unsupported;
 
 pub(crate) use listen::{device_at, services};

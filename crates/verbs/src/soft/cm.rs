@@ -58,8 +58,8 @@ impl Events {
 }
 
 impl Device {
-    pub(crate) fn listen(&self, port: u16) -> Result<Service, ListenError> {
-        Service::offer(self, ServiceId::tcp(port), false)
+    pub(crate) fn listen(&self, service: ServiceId) -> Result<Service, ListenError> {
+        Service::offer(self, service, false)
     }
 
     pub(crate) fn connect(
@@ -122,7 +122,7 @@ impl Device {
         let (id, starting_psn) = self.with(|core, now| {
             let starting_psn = Psn::new(core.rnic.random());
             let endpoint = local_endpoint(pair, starting_psn, params, path_mtu);
-            let service = ServiceId::tcp(peer.port());
+            let service = params.service.unwrap_or(ServiceId::tcp(peer.port()));
             let id =
                 core.rnic
                     .cm()
@@ -614,11 +614,14 @@ impl Connection {
 
     /// Waits until `done`; false when the time is over.
     fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Phase) -> bool) -> bool {
+        let waker = self.events.0.waker();
         while !done(self.phase()) {
-            match self.events.wait(&self.device, deadline) {
-                Some(event) => self.note(&event),
-                None => return done(self.phase()),
-            };
+            // What wakes may have been noted by another thread that looked.
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) || !self.device.sleep(waker, left) {
+                waker.reset_if_woken();
+                return done(self.phase());
+            }
         }
         true
     }
@@ -678,6 +681,7 @@ impl Connection {
         });
         if !established {
             self.phase.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
+            self.events.0.waker().wake();
         }
     }
 }
