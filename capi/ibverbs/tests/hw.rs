@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use rdmux_verbs::*;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// What the provider takes its libraries from.
 const LIBRARIES: &str = "RDMUX_HW_LIBRARIES";
@@ -224,5 +225,29 @@ fn reg_mr__of_a_file_that_is_only_read() {
         a.qp.post_send(a.write(2, 1, 0, mr.rkey())).unwrap();
         assert_eq!(a.next().status, Status::RemoteAccess);
         assert_eq!(fs::read(&path).unwrap(), b"what stands there");
+    });
+}
+
+#[test]
+fn resize__of_a_completion_queue() {
+    with_the_library("resize__of_a_completion_queue", || {
+        let (device, a, b) = pair();
+        for wr_id in 0..3 {
+            a.cq.arm(Arm::Next);
+            a.qp.post_send(a.write(wr_id, 1, 0, b.mr.rkey())).unwrap();
+            let timeout = Timespec::try_from(LONG).unwrap();
+            let mut told = [PollFd::new(&a.cq, PollFlags::IN)];
+            assert_eq!(poll(&mut told, Some(&timeout)), Ok(1));
+        }
+        assert!(matches!(a.cq.resize(2), Err(ResizeError::TooShort)));
+        a.cq.resize(3).unwrap();
+        for wr_id in 0..3 {
+            assert_eq!(a.next().wr_id, wr_id);
+        }
+        // What this provider does not have it says.
+        for lacks in [Features::CQ_MODERATION, Features::CQ_TIMES] {
+            assert!(!device.features().contains(lacks));
+        }
+        assert!(a.cq.moderate(None).is_err() && a.cq.keep_times().is_err());
     });
 }

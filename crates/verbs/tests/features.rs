@@ -20,7 +20,7 @@ const NO: &str = "no";
 /// What a row says of rdmux: the cell that it found.
 type Check = fn(&Bed) -> String;
 
-const CHECKS: [(&str, Check); 38] = [
+const CHECKS: [(&str, Check); 41] = [
     ("RC", |bed| works(&bed.pair(QpType::Rc))),
     ("UC", |bed| works(&bed.pair(QpType::Uc))),
     ("UD", |bed| works(&bed.pair(QpType::Ud))),
@@ -57,6 +57,9 @@ const CHECKS: [(&str, Check); 38] = [
     ("rate limit of a QP", rate_limit),
     ("solicited events", solicited),
     ("event of a completion queue that overran", overrun),
+    ("resizing of completion queues", cq_resized),
+    ("moderation of completion queues", cq_moderated),
+    ("times of completions", cq_times),
     ("retransmission", retransmission),
     ("congestion control", congestion),
     ("traffic classes", |_| sched::CLASSES.to_string()),
@@ -741,7 +744,8 @@ fn solicited(bed: &Bed) -> String {
     YES.into()
 }
 
-fn overrun(bed: &Bed) -> String {
+/// Two datagrams, whose completions go to a queue for one that was prepared.
+fn two_to_a_small_queue(bed: &Bed, prepare: impl FnOnce(&CompletionQueue)) -> (End, CompletionQueue) {
     let device = bed.open(bed.address(), None);
     let end = bed.end(device, QpType::Ud);
     let small = end.device.create_cq(1).unwrap();
@@ -756,6 +760,7 @@ fn overrun(bed: &Bed) -> String {
         .create_ah(end.device.address(), 0)
         .to(end.qp.qpn(), QKEY)
         .unwrap();
+    prepare(&small);
     for wr_id in 0..2 {
         let request = SendRequest {
             wr_id,
@@ -766,7 +771,54 @@ fn overrun(bed: &Bed) -> String {
         };
         qp.post_send(request).unwrap();
     }
+    (end, small)
+}
+
+fn overrun(bed: &Bed) -> String {
+    let (end, small) = two_to_a_small_queue(bed, |_| {});
     end.event(|event| *event == AsyncEvent::CqError(small.cqn()));
+    YES.into()
+}
+
+fn cq_resized(bed: &Bed) -> String {
+    let (_end, cq) = two_to_a_small_queue(bed, |cq| cq.resize(2).unwrap());
+    for wr_id in 0..2 {
+        assert_eq!(cq.wait(LONG).unwrap().expect("a completion").wr_id, wr_id);
+    }
+    YES.into()
+}
+
+/// Who sleeps is told when the first is old.
+fn cq_moderated(bed: &Bed) -> String {
+    let moderation = Moderation {
+        count: 100,
+        period_us: 1000,
+    };
+    let (_end, cq) = two_to_a_small_queue(bed, |cq| {
+        cq.resize(2).unwrap();
+        cq.moderate(Some(moderation)).unwrap();
+        cq.arm(Arm::Next);
+    });
+    let timeout = Timespec::try_from(LONG).unwrap();
+    assert_eq!(
+        poll(&mut [PollFd::new(&cq, PollFlags::IN)], Some(&timeout)),
+        Ok(1)
+    );
+    YES.into()
+}
+
+fn cq_times(bed: &Bed) -> String {
+    let before = Instant::now();
+    let (_end, cq) = two_to_a_small_queue(bed, |cq| {
+        cq.resize(2).unwrap();
+        cq.keep_times().unwrap();
+    });
+    let (_, came) = std::iter::repeat_with(|| cq.poll_with_time())
+        .take_while(|_| before.elapsed() < LONG)
+        .flatten()
+        .next()
+        .expect("a completion");
+    assert!(before <= came && came <= Instant::now());
     YES.into()
 }
 
