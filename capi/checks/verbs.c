@@ -192,9 +192,40 @@ static void domains(void)
 	exchange(qp, from, to, 0);
 	completion(ibv_cq_ex_to_cq(cq));
 	completion(ibv_cq_ex_to_cq(cq));
+	CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == EBUSY && ibv_dealloc_pd(parent) == EBUSY && ibv_dealloc_td(td) == EBUSY);
 	for (int i = 0; i < 2; i++)
 		CHECK(!ibv_destroy_qp(qp[i]));
-	CHECK(!ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) && !ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
+	CHECK(!ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) && ibv_dealloc_pd(pd) == EBUSY);
+	CHECK(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
+}
+
+/* What is used is not destroyed. */
+static void busy(void)
+{
+	struct ibv_pd *own = ibv_alloc_pd(context);
+	struct ibv_cq *cq = ibv_create_cq(context, 16, NULL, NULL, 0);
+	struct ibv_srq_init_attr attr = {.attr = {.max_wr = 4, .max_sge = 1}};
+	struct ibv_srq *srq = ibv_create_srq(own, &attr);
+	CHECK(own && cq && srq && ibv_dealloc_pd(own) == EBUSY);
+	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .srq = srq, .cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	CHECK(qp && ibv_destroy_srq(srq) == EBUSY && ibv_destroy_cq(cq) == EBUSY);
+	CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_srq(srq) && !ibv_destroy_cq(cq));
+
+	struct ibv_ah_attr to = {.is_global = 1, .port_num = 1};
+	CHECK(!ibv_query_gid(context, 1, 0, &to.grh.dgid));
+	struct ibv_ah *ah = ibv_create_ah(own, &to);
+	CHECK(ah && ibv_dealloc_pd(own) == EBUSY && !ibv_destroy_ah(ah));
+	struct ibv_mw *window = ibv_alloc_mw(own, IBV_MW_TYPE_2);
+	CHECK(window && ibv_dealloc_pd(own) == EBUSY && !ibv_dealloc_mw(window));
+
+	/* A region that goes to another domain leaves its first. */
+	struct ibv_mr *region = ibv_reg_mr(own, words, sizeof(words), IBV_ACCESS_LOCAL_WRITE);
+	CHECK(region && ibv_dealloc_pd(own) == EBUSY);
+	struct ibv_pd *second = ibv_alloc_pd(context);
+	CHECK(second && !ibv_rereg_mr(region, IBV_REREG_MR_CHANGE_PD, second, NULL, 0, 0) && region->pd == second);
+	CHECK(!ibv_dealloc_pd(own) && ibv_dealloc_pd(second) == EBUSY);
+	CHECK(!ibv_dereg_mr(region) && !ibv_dealloc_pd(second));
 }
 
 static void import(void)
@@ -240,6 +271,7 @@ int main(void)
 	null_region();
 	device_memory();
 	domains();
+	busy();
 	import();
 	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_close_device(context));
 	return 0;

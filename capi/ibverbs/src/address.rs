@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rdmux_verbs::{Device, Path, Qpn, Target};
 
 use crate::context::Context;
+use crate::memory::Domain;
+use crate::uses::Use;
 use crate::{abi, made};
 
 /// What a program's `struct ibv_ah` pointer points at.
@@ -18,6 +20,7 @@ pub(crate) struct Handle {
     traffic_class: u8,
     /// The queue pair that was sent to last, and the source port of packets to it: `qpn << 16 | port`. 0: none yet.
     last: AtomicU64,
+    _domain: Use,
 }
 
 /// The address that a GID stands for.
@@ -103,6 +106,8 @@ unsafe fn create(pd: *mut abi::Pd, attr: &abi::AhAttr) -> Result<*mut abi::Ah, c
         to,
         traffic_class,
         last: AtomicU64::new(0),
+        // SAFETY: a domain that was made, says the caller.
+        _domain: unsafe { Domain::of(pd) }.uses.begin(),
     };
     Ok(Box::into_raw(Box::new(handle)).cast())
 }

@@ -16,6 +16,7 @@ use crate::completions::Poller;
 use crate::context::Context;
 use crate::events::Given;
 use crate::query::CQE_MAX;
+use crate::uses::Uses;
 use crate::{abi, made, minus_one};
 
 /// Waits until a descriptor is readable; at once [`libc::EAGAIN`] where the program has set it to non-blocking.
@@ -74,6 +75,7 @@ pub(crate) struct Queue {
     /// Events of its channel, and asynchronous ones.
     given: Given,
     pub(crate) errors: Given,
+    pub(crate) uses: Uses,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -189,6 +191,7 @@ pub(crate) unsafe fn create_cq_with(
         buffer: Mutex::default(),
         given: Given::default(),
         errors: Given::default(),
+        uses: Uses::default(),
     }));
     if !channel.is_null() {
         // SAFETY: a channel that was made, says the caller.
@@ -244,6 +247,10 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
     }
     // SAFETY: a queue that was made, says the caller.
     let (context, channel) = unsafe { ((*queue).context, (*queue).channel) };
+    // SAFETY: as above.
+    if let Err(errno) = unsafe { Queue::of(queue) }.uses.check_unused() {
+        return errno;
+    }
     {
         // SAFETY: as above.
         let queue = unsafe { Queue::of(queue) };

@@ -76,7 +76,7 @@ unsafe fn create(context: *mut abi::Context, init: &abi::CqInitAttrEx) -> Result
         return Err(libc::EOPNOTSUPP);
     }
     // SAFETY: a domain that was made, says the caller.
-    if init.comp_mask & INIT_PD != 0 && !unsafe { Domain::of(init.parent_domain) }.is_parent {
+    if init.comp_mask & INIT_PD != 0 && unsafe { Domain::of(init.parent_domain) }.parent_of.is_none() {
         return Err(libc::EINVAL);
     }
     let number = |number: u32| c_int::try_from(number).map_err(|_| libc::EINVAL);

@@ -3,12 +3,14 @@
 use std::ffi::c_int;
 
 use crate::memory::{Domain, new_domain};
+use crate::uses::Uses;
 use crate::{abi, made};
 
 /// What a program's `struct ibv_td` pointer points at. That its objects are one thread's helps nothing here: their locks are free then.
 #[repr(C)]
 struct ThreadDomain {
     shown: abi::Td,
+    uses: Uses,
 }
 
 pub(crate) unsafe extern "C" fn alloc_td(
@@ -20,10 +22,15 @@ pub(crate) unsafe extern "C" fn alloc_td(
         return made(Err(libc::EINVAL));
     }
     let shown = abi::Td { context };
-    Box::into_raw(Box::new(ThreadDomain { shown })).cast()
+    let uses = Uses::default();
+    Box::into_raw(Box::new(ThreadDomain { shown, uses })).cast()
 }
 
 pub(crate) unsafe extern "C" fn dealloc_td(domain: *mut abi::Td) -> c_int {
+    // SAFETY: a domain that was made, says the caller.
+    if let Err(errno) = unsafe { &*domain.cast::<ThreadDomain>() }.uses.check_unused() {
+        return errno;
+    }
     // SAFETY: made by a Box in `alloc_td`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(domain.cast::<ThreadDomain>()) });
     0
@@ -38,10 +45,22 @@ unsafe fn alloc(context: *mut abi::Context, init: &abi::ParentDomainInitAttr) ->
     }
     // SAFETY: a domain that was made, says the caller.
     let of = unsafe { Domain::of(init.pd) };
-    if of.is_parent {
+    if of.parent_of.is_some() {
         return Err(libc::EINVAL);
     }
-    Ok(new_domain(context, of.shown.handle, of.domain.clone(), true))
+    let mut parent_of = vec![of.uses.begin()];
+    // SAFETY: null, or a domain that was made.
+    if let Some(td) = unsafe { init.td.cast::<ThreadDomain>().as_ref() } {
+        parent_of.push(td.uses.begin());
+    }
+    let (handle, domain) = (of.shown.handle, of.domain.clone());
+    Ok(new_domain(
+        context,
+        handle,
+        domain,
+        Uses::default(),
+        Some(parent_of),
+    ))
 }
 
 /// Its allocators are for buffers that a device reads from the program's memory. There are none here, so they are never called.

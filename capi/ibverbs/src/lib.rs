@@ -24,6 +24,7 @@ mod rsocket;
 mod srq;
 mod text;
 mod unsupported;
+mod uses;
 mod versions;
 mod wr;
 mod xrc;

@@ -11,6 +11,7 @@ use rdmux_verbs::{
 use crate::channel::errno_of;
 use crate::context::Context;
 use crate::queue_pair::{Pair, errno_of_post};
+use crate::uses::{Use, Uses};
 use crate::{abi, made};
 
 /// What a program's `struct ibv_pd` pointer points at.
@@ -18,8 +19,9 @@ use crate::{abi, made};
 pub(crate) struct Domain {
     pub(crate) shown: abi::Pd,
     pub(crate) domain: ProtectionDomain,
-    /// A parent domain: it is of another one, and may be of a thread domain.
-    pub(crate) is_parent: bool,
+    pub(crate) uses: Uses,
+    /// A parent domain: it uses another one, and maybe a thread domain.
+    pub(crate) parent_of: Option<Vec<Use>>,
 }
 
 impl Domain {
@@ -40,7 +42,7 @@ pub(crate) fn alloc_pd(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int
     let domain = own.device.alloc_pd().map_err(|error| errno_of(&error))?;
     let mut objects = own.objects();
     let handle = objects.new_handle();
-    let made = new_domain(context, handle, domain, false);
+    let made = new_domain(context, handle, domain, Uses::default(), None);
     objects.domains.insert(handle, made);
     Ok(made)
 }
@@ -50,13 +52,15 @@ pub(crate) fn new_domain(
     context: *mut abi::Context,
     handle: u32,
     domain: ProtectionDomain,
-    is_parent: bool,
+    uses: Uses,
+    parent_of: Option<Vec<Use>>,
 ) -> *mut abi::Pd {
     let shown = abi::Pd { context, handle };
     let domain = Domain {
         shown,
         domain,
-        is_parent,
+        uses,
+        parent_of,
     };
     Box::into_raw(Box::new(domain)).cast()
 }
@@ -72,6 +76,19 @@ pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
     if unsafe { Context::of((*domain).context) }.is_inherited() {
         return 0;
     }
+    // SAFETY: a domain that was made, says the caller.
+    if let Err(errno) = unsafe { Domain::of(domain) }.uses.check_unused() {
+        return errno;
+    }
+    // SAFETY: as the caller says.
+    unsafe { end_domain(domain) }
+}
+
+/// Ends what a program has of a domain.
+///
+/// # Safety
+/// It was made, and is used no more.
+unsafe fn end_domain(domain: *mut abi::Pd) -> c_int {
     // SAFETY: a domain that was made, of a context that is open as long, says the caller.
     let mut objects = unsafe { Context::of((*domain).context) }.objects();
     // SAFETY: as above.
@@ -96,6 +113,8 @@ pub(crate) struct Region {
     /// Where in the memory it begins.
     offset: u64,
     access: Access,
+    /// Its domain; none where it was imported.
+    of: Option<Use>,
 }
 
 /// The rights that a program asks for. Those that the specification calls optional may be ignored: IBV_ACCESS_OPTIONAL_RANGE.
@@ -136,6 +155,7 @@ pub(crate) unsafe fn register_memory(
         memory,
         offset,
         access,
+        of: Some(domain.uses.begin()),
     };
     let made = Box::into_raw(Box::new(region)).cast();
     objects.regions.insert(handle, made);
@@ -260,9 +280,17 @@ unsafe fn change(
         (region.iova(), own.shown.addr, own.shown.length)
     };
     // SAFETY: a domain that was made, says the caller.
-    let domain = unsafe { &Domain::of(into).domain };
-    let changed = region.rereg_in(domain, memory.clone(), offset, length as u64, iova, access);
+    let domain = unsafe { Domain::of(into) };
+    let changed = region.rereg_in(
+        &domain.domain,
+        memory.clone(),
+        offset,
+        length as u64,
+        iova,
+        access,
+    );
     changed.map_err(errno_of_register)?;
+    own.of = Some(domain.uses.begin());
     (own.memory, own.offset, own.access) = (memory, offset, access);
     (own.shown.pd, own.shown.addr, own.shown.length) = (into, address, length);
     Ok(())
@@ -317,6 +345,7 @@ unsafe fn import(pd: *mut abi::Pd, handle: u32) -> Result<*mut abi::Mr, c_int> {
         memory: found.memory.clone(),
         offset: found.offset,
         access: found.access,
+        of: None,
     };
     Ok(Box::into_raw(Box::new(region)).cast())
 }
@@ -343,14 +372,15 @@ unsafe extern "C" fn ibv_import_pd(context: *mut abi::Context, handle: u32) -> *
         .get(&handle)
         .map(|found| unsafe { Domain::of(*found) });
     made(found.map_or(Err(libc::ENOENT), |found| {
-        Ok(new_domain(context, handle, found.domain.clone(), false))
+        let (domain, uses) = (found.domain.clone(), found.uses.clone());
+        Ok(new_domain(context, handle, domain, uses, None))
     }))
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_unimport_pd(domain: *mut abi::Pd) {
-    // SAFETY: as the caller says.
-    unsafe { ibv_dealloc_pd(domain) };
+    // SAFETY: as the caller says. Its users are those of the one that it was imported from.
+    unsafe { end_domain(domain) };
 }
 
 /// What a program's `struct ibv_mw` pointer points at.
@@ -358,6 +388,7 @@ unsafe extern "C" fn ibv_unimport_pd(domain: *mut abi::Pd) {
 struct Window {
     shown: abi::Mw,
     window: MemoryWindow,
+    _domain: Use,
 }
 
 unsafe fn allocate(pd: *mut abi::Pd, mw_type: u32) -> Result<*mut abi::Mw, c_int> {
@@ -376,7 +407,12 @@ unsafe fn allocate(pd: *mut abi::Pd, mw_type: u32) -> Result<*mut abi::Mw, c_int
         handle: 0,
         mw_type,
     };
-    Ok(Box::into_raw(Box::new(Window { shown, window })).cast())
+    Ok(Box::into_raw(Box::new(Window {
+        shown,
+        window,
+        _domain: domain.uses.begin(),
+    }))
+    .cast())
 }
 
 pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut abi::Pd, mw_type: u32) -> *mut abi::Mw {

@@ -103,6 +103,8 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     whole.xrc_odp = whole.odp_rc;
     whole.completion_timestamp_mask = u64::MAX;
     whole.hca_core_clock = completions::CLOCK_KHZ;
+    let extended = device_cap::FLUSH_GLOBAL | device_cap::ATOMIC_WRITE;
+    whole.device_cap_flags_ex = u64::from(whole.orig_attr.device_cap_flags) | extended;
     whole.max_dm_size = device_memory::BYTES_MAX;
     whole.max_cq_count = u16::MAX;
     whole.max_cq_period = u16::MAX;

@@ -17,6 +17,7 @@ use crate::channel::{Queue, errno_of};
 use crate::context::Context;
 use crate::events::Given;
 use crate::memory::Domain;
+use crate::uses::Use;
 use crate::wr::{self, Builder};
 use crate::{abi, made, memory, srq, status, xrc};
 
@@ -39,6 +40,8 @@ pub(crate) struct Pair {
     address: IpAddr,
     /// A target of XRC: its domain.
     xrc: Option<Arc<xrc::Shared>>,
+    /// Its domain and its queues.
+    _of: Vec<Use>,
 }
 
 impl Pair {
@@ -97,6 +100,7 @@ pub(crate) unsafe fn create(
         return Err(libc::EOPNOTSUPP);
     }
     let (mut pd, mut srq, mut xrc) = (std::ptr::null_mut(), None, None);
+    let mut used = Vec::new();
     let (context, domain, send_cq, recv_cq);
     match owner {
         Owner::Domain(of) => {
@@ -109,16 +113,19 @@ pub(crate) unsafe fn create(
                 init.send_cq
             };
             // SAFETY: a domain and queues that were made, says the caller.
-            unsafe {
-                (context, domain) = ((*of).context, Domain::of(of).domain.clone());
-                (send_cq, recv_cq) = (
-                    Queue::of(init.send_cq).queue.clone(),
-                    Queue::of(recv).queue.clone(),
-                );
-            }
+            let (own, queues) = unsafe {
+                context = (*of).context;
+                (Domain::of(of), [Queue::of(init.send_cq), Queue::of(recv)])
+            };
+            used.push(own.uses.begin());
+            used.extend(queues.map(|queue| queue.uses.begin()));
+            domain = own.domain.clone();
+            [send_cq, recv_cq] = queues.map(|queue| queue.queue.clone());
             if receives && !init.srq.is_null() {
                 // SAFETY: a queue that was made, says the caller.
-                srq = Some(unsafe { srq::Queue::of(init.srq) }.queue.clone());
+                let queue = unsafe { srq::Queue::of(init.srq) };
+                used.push(queue.uses.begin());
+                srq = Some(queue.queue.clone());
             }
         }
         Owner::Xrc(of) => {
@@ -144,7 +151,7 @@ pub(crate) unsafe fn create(
     };
     let pair = domain.create_qp(&options).map_err(|error| errno_of(&error))?;
     // SAFETY: the context of a domain that was made, says the caller.
-    Ok(unsafe { show(pair, context, pd, init, operations, xrc) })
+    Ok(unsafe { show(pair, context, pd, init, operations, (xrc, used)) })
 }
 
 /// Gives a program a queue pair.
@@ -157,7 +164,7 @@ unsafe fn show(
     pd: *mut abi::Pd,
     init: &abi::QpInitAttr,
     operations: Option<u64>,
-    xrc: Option<Arc<xrc::Shared>>,
+    (xrc, used): (Option<Arc<xrc::Shared>>, Vec<Use>),
 ) -> *mut abi::Qp {
     // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
     let mut shown: abi::QpEx = unsafe { std::mem::zeroed() };
@@ -181,6 +188,7 @@ unsafe fn show(
         attributes: Mutex::default(),
         address: context.of.address,
         xrc,
+        _of: used,
     };
     let made: *mut abi::Qp = Box::into_raw(Box::new(made)).cast();
     // Events of one that is opened again go to who made it.
@@ -221,7 +229,7 @@ pub(crate) unsafe fn open(
             std::ptr::null_mut(),
             &init,
             None,
-            Some(wanted.clone()),
+            (Some(wanted.clone()), Vec::new()),
         )
     })
 }

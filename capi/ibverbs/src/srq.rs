@@ -9,6 +9,7 @@ use crate::context::Context;
 use crate::events::Given;
 use crate::memory::Domain;
 use crate::queue_pair::{WR_MAX, elements, errno_of_post, sges};
+use crate::uses::{Use, Uses};
 use crate::{abi, channel, made, status, xrc};
 
 /// What a program's `struct ibv_srq` pointer points at.
@@ -19,6 +20,9 @@ pub(crate) struct Queue {
     attr: abi::SrqAttr,
     is_xrc: bool,
     pub(crate) given: Given,
+    pub(crate) uses: Uses,
+    /// Its domain, and the queue of its completions.
+    _of: Vec<Use>,
 }
 
 impl Queue {
@@ -46,18 +50,15 @@ unsafe fn create(
         return Err(libc::EINVAL);
     }
     // SAFETY: a domain that was made, says the caller.
-    let (context, domain) = unsafe { ((*pd).context, &Domain::of(pd).domain) };
+    let (context, of) = unsafe { ((*pd).context, Domain::of(pd)) };
+    let (domain, mut used) = (&of.domain, vec![of.uses.begin()]);
     let queue = match xrc {
         None => domain.create_srq(attr.max_wr),
         Some((xrcd, cq)) => {
             // SAFETY: both were made, says the caller.
-            let (xrcd, cq) = unsafe {
-                (
-                    &xrc::Domain::of(xrcd).shared.domain,
-                    &channel::Queue::of(cq).queue,
-                )
-            };
-            domain.create_xrc_srq(attr.max_wr, xrcd, cq)
+            let (xrcd, cq) = unsafe { (&xrc::Domain::of(xrcd).shared.domain, channel::Queue::of(cq)) };
+            used.push(cq.uses.begin());
+            domain.create_xrc_srq(attr.max_wr, xrcd, &cq.queue)
         }
     };
     let queue = queue.map_err(|error| errno_of(&error))?;
@@ -76,6 +77,8 @@ unsafe fn create(
         attr,
         is_xrc: xrc.is_some(),
         given: Given::default(),
+        uses: Uses::default(),
+        _of: used,
     }));
     // SAFETY: an open context, which lives as long as its objects.
     unsafe { Context::of(context) }
@@ -143,6 +146,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
     }
     // SAFETY: a queue that was made, says the caller.
     let (context, own) = unsafe { ((*queue).context, Queue::of(queue)) };
+    if let Err(errno) = own.uses.check_unused() {
+        return errno;
+    }
     // SAFETY: an open context, which lives as long as its objects.
     unsafe { Context::of(context) }
         .objects()
