@@ -57,7 +57,10 @@ bootstrap_missing() {
         [ -e /usr/include/rdma/rdma_cma.h ] || echo librdmacm-dev
         have ibv_rc_pingpong || echo ibverbs-utils
         have rping || echo rdmacm-utils
-        have ib_write_lat || echo perftest ;;
+        have ib_write_lat || echo perftest
+        have ucx_perftest || echo ucx-utils
+        have fi_pingpong || echo libfabric-bin
+        have ip || echo iproute2 ;;
       pyverbs)
         /usr/bin/python3 -c 'import pyverbs' 2>/dev/null || echo python3-pyverbs
         [ -e /usr/share/doc/rdma-core/tests/run_tests.py ] || echo rdma-core ;;

@@ -68,6 +68,8 @@ impl Channel {
 pub(crate) struct Queue {
     pub(crate) shown: UnsafeCell<abi::CqEx>,
     pub(crate) queue: CompletionQueue,
+    /// What a datagram's `sl` says: see [`Queue::shown`].
+    packet_type: u8,
     /// How it is polled one after another, where it was made for that.
     pub(crate) poller: Poller,
     /// Completions on their way to the program.
@@ -95,6 +97,39 @@ impl Queue {
     /// Takes the event that its descriptor tells of, if there is one.
     fn take_event(&self) -> bool {
         rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
+    }
+
+    /// A completion as programs read it. There is no service level on Ethernet: as with mlx5, `sl` says what headers a datagram came with,
+    /// which UCX reads there: 8 for RoCEv2, and 1 for IPv6 or 2 for IPv4.
+    pub(crate) fn shown(&self, wc: &WorkCompletion) -> abi::Wc {
+        let mut wc_flags = 0;
+        let mut imm_data = 0;
+        if let Some(imm) = wc.imm {
+            wc_flags |= abi::wc_flags::WITH_IMM;
+            imm_data = imm.to_be();
+        }
+        if let Some(rkey) = wc.invalidated {
+            wc_flags |= abi::wc_flags::WITH_INV;
+            imm_data = rkey.0;
+        }
+        let mut sl = 0;
+        if wc.src_qpn.is_some() {
+            wc_flags |= abi::wc_flags::GRH;
+            sl = self.packet_type;
+        }
+        abi::Wc {
+            wr_id: wc.wr_id,
+            status: status_of(wc.status),
+            opcode: opcode_of(wc.opcode),
+            vendor_err: 0,
+            byte_len: wc.byte_len,
+            imm_data,
+            qp_num: wc.qpn.value(),
+            src_qp: wc.src_qpn.map_or(0, |qpn| qpn.value()),
+            wc_flags,
+            sl,
+            ..abi::Wc::default()
+        }
     }
 }
 
@@ -178,6 +213,7 @@ pub(crate) unsafe fn create_cq_with(
     // SAFETY: an open context, says the caller.
     let device = unsafe { &Context::of(context).device };
     let queue = device.create_cq(cqe as u32).map_err(|error| errno_of(&error))?;
+    let packet_type = if device.address().is_ipv4() { 0xa } else { 0x9 };
     // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
     let mut shown: abi::CqEx = unsafe { std::mem::zeroed() };
     let cq = &mut shown.cq;
@@ -187,6 +223,7 @@ pub(crate) unsafe fn create_cq_with(
     let made = Box::into_raw(Box::new(Queue {
         shown: UnsafeCell::new(shown),
         queue,
+        packet_type,
         poller,
         buffer: Mutex::default(),
         given: Given::default(),
@@ -362,45 +399,16 @@ pub(crate) unsafe extern "C" fn poll_cq(queue: *mut abi::Cq, wanted: c_int, into
     if wanted == 1 {
         let Some(wc) = own.queue.poll() else { return 0 };
         // SAFETY: room for one, says the caller.
-        unsafe { *into = shown(&wc) };
+        unsafe { *into = own.shown(&wc) };
         return 1;
     }
     let mut buffer = lock(&own.buffer);
     let n = own.queue.poll_many(wanted.max(0) as usize, &mut buffer);
     for (i, wc) in buffer.drain(..).enumerate() {
         // SAFETY: room for as many as were wanted, says the caller, and no more were taken.
-        unsafe { *into.add(i) = shown(&wc) };
+        unsafe { *into.add(i) = own.shown(&wc) };
     }
     n as c_int
-}
-
-/// A completion as programs read it.
-pub(crate) fn shown(wc: &WorkCompletion) -> abi::Wc {
-    let mut wc_flags = 0;
-    let mut imm_data = 0;
-    if let Some(imm) = wc.imm {
-        wc_flags |= abi::wc_flags::WITH_IMM;
-        imm_data = imm.to_be();
-    }
-    if let Some(rkey) = wc.invalidated {
-        wc_flags |= abi::wc_flags::WITH_INV;
-        imm_data = rkey.0;
-    }
-    if wc.src_qpn.is_some() {
-        wc_flags |= abi::wc_flags::GRH;
-    }
-    abi::Wc {
-        wr_id: wc.wr_id,
-        status: status_of(wc.status),
-        opcode: opcode_of(wc.opcode),
-        vendor_err: 0,
-        byte_len: wc.byte_len,
-        imm_data,
-        qp_num: wc.qpn.value(),
-        src_qp: wc.src_qpn.map_or(0, |qpn| qpn.value()),
-        wc_flags,
-        ..abi::Wc::default()
-    }
 }
 
 fn status_of(status: Status) -> u32 {

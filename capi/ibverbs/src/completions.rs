@@ -110,7 +110,7 @@ unsafe fn take(queue: *mut abi::CqEx) -> c_int {
     let Some((wc, came)) = own.queue.poll_with_time() else {
         return libc::ENOENT;
     };
-    let wc = channel::shown(&wc);
+    let wc = own.shown(&wc);
     // SAFETY: the program's own structure, whose two fields are written by who polls alone; and the completion is this thread's.
     unsafe {
         (*queue).wr_id = wc.wr_id;

@@ -1,11 +1,13 @@
 //! Devices: one for each local address that peers can use. Its only GID is that address.
 
-use std::ffi::{c_char, c_int, c_void};
-use std::net::{IpAddr, Ipv4Addr};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::net::IpAddr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-use rdmux_verbs::soft::resources::node_guid;
+use rdmux_verbs::soft::resources::{node_guid, visible_addresses};
 
 use crate::abi;
 
@@ -99,68 +101,13 @@ pub(crate) fn put(field: &mut [c_char], text: &str) {
     }
 }
 
-/// The addresses that devices are shown for: those of `RDMUX_DEVICES`, else those of the interfaces that are up, those that other hosts
-/// can reach first.
+/// The addresses that devices are shown for; none when the list of them is not one.
 fn addresses() -> Vec<IpAddr> {
-    let Ok(wanted) = std::env::var(ADDRESSES) else {
-        return local_addresses();
-    };
-    let mut found = Vec::new();
-    for word in wanted.split([',', ' ']).filter(|word| !word.is_empty()) {
-        match word.parse() {
-            Ok(address) => found.push(address),
-            Err(_) => eprintln!("rdmux: {ADDRESSES}: {word} is no IPv4 or IPv6 address: it is left out"),
-        }
-    }
-    found
-}
-
-fn local_addresses() -> Vec<IpAddr> {
-    let mut list = ptr::null_mut();
-    // SAFETY: the list is made by the C library and freed below.
-    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
-        return vec![Ipv4Addr::LOCALHOST.into()];
-    }
-    let mut found = Vec::new();
-    let mut next = list;
-    // SAFETY: `next` is null or an entry of the list, which is freed after the loop.
-    while let Some(entry) = unsafe { next.as_ref() } {
-        next = entry.ifa_next;
-        if entry.ifa_flags & libc::IFF_UP as u32 == 0 {
-            continue;
-        }
-        // SAFETY: an entry's address is null or a socket address of its family.
-        if let Some(address) = unsafe { address_of(entry.ifa_addr) } {
-            found.push(address);
-        }
-    }
-    // SAFETY: made by getifaddrs, and not used any more.
-    unsafe { libc::freeifaddrs(list) };
-    found.sort_by_key(|address| (address.is_loopback(), address.is_ipv6(), *address));
-    found.dedup();
-    found
-}
-
-/// The address of a socket address, where a device can have it: IPv6 of link-local scope means nothing without its link.
-///
-/// # Safety
-/// Null, or a socket address of the size that its family has.
-unsafe fn address_of(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: null or a socket address, says the caller.
-    match i32::from(unsafe { address.as_ref() }?.sa_family) {
-        libc::AF_INET => {
-            // SAFETY: of this family.
-            let v4 = unsafe { &*address.cast::<libc::sockaddr_in>() };
-            Some(Ipv4Addr::from(v4.sin_addr.s_addr.to_ne_bytes()).into())
-        }
-        libc::AF_INET6 => {
-            // SAFETY: of this family.
-            let v6 = unsafe { &*address.cast::<libc::sockaddr_in6>() };
-            let v6 = std::net::Ipv6Addr::from(v6.sin6_addr.s6_addr);
-            (!v6.is_unicast_link_local()).then_some(v6.into())
-        }
-        _ => None,
-    }
+    let list = std::env::var(ADDRESSES).ok();
+    visible_addresses(list.as_deref()).unwrap_or_else(|word| {
+        eprintln!("rdmux: {ADDRESSES}: {word} is no IPv4 or IPv6 address: no device is shown");
+        Vec::new()
+    })
 }
 
 /// The devices that there are now. One that was shown once keeps its name and its place in memory.
@@ -222,4 +169,35 @@ unsafe extern "C" fn ibv_get_device_guid(device: *mut abi::Device) -> u64 {
 unsafe extern "C" fn ibv_get_device_index(device: *mut abi::Device) -> c_int {
     // SAFETY: a device of the list, says the caller.
     unsafe { Device::of(device) }.index
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ibv_get_sysfs_path() -> *const c_char {
+    c"/sys".as_ptr()
+}
+
+/// The contents of a file of a device's folder, without the end of the line: its length, or -1. `rdmux run` shows what there is.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ibv_read_sysfs_file(
+    folder: *const c_char,
+    file: *const c_char,
+    into: *mut c_char,
+    room: usize,
+) -> c_int {
+    // SAFETY: strings of the caller's.
+    let (folder, file) = unsafe { (CStr::from_ptr(folder), CStr::from_ptr(file)) };
+    let path = Path::new(OsStr::from_bytes(folder.to_bytes())).join(OsStr::from_bytes(file.to_bytes()));
+    let Ok(text) = std::fs::read(path) else {
+        return crate::minus_one(Err(libc::ENOENT));
+    };
+    let text = text.strip_suffix(b"\n").unwrap_or(&text);
+    let length = text.len().min(room.saturating_sub(1));
+    if room > 0 {
+        // SAFETY: room for that and an end, says the caller.
+        unsafe {
+            ptr::copy_nonoverlapping(text.as_ptr().cast(), into, length);
+            *into.add(length) = 0;
+        }
+    }
+    length as c_int
 }

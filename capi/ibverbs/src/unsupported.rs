@@ -1,6 +1,6 @@
 //! Calls that are not supported yet, or never will be, and say so as the manual has it; and those that have nothing to do here.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::ptr;
 
 use crate::set_errno;
@@ -82,17 +82,6 @@ extern "C" fn ibv_dofork_range(_: *mut c_void, _: usize) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn ibv_is_fork_initialized() -> c_int {
     2
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn ibv_get_sysfs_path() -> *const c_char {
-    c"/sys".as_ptr()
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn ibv_read_sysfs_file(_: *const c_char, _: *const c_char, _: *mut c_char, _: usize) -> c_int {
-    set_errno(libc::ENOENT);
-    -1
 }
 
 /// Structures of the kernel's interface, which nobody gets here.

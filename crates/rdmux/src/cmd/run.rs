@@ -1,7 +1,9 @@
 //! `rdmux run`: a program for RDMA, unmodified, on the RNIC in user space.
 
+mod sysfs;
+
 use std::env;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, ErrorKind};
@@ -13,29 +15,54 @@ use std::process::Command;
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmux_verbs::faults::Spec;
+use rdmux_verbs::soft::resources::visible_addresses;
 use rdmux_verbs::soft::trace::runtime_folder;
 
 use super::push::folder_of;
 
-/// The libraries of a program that are replaced, by their files in the build and their names for the loader.
-const LIBRARIES: [(&str, &str); 2] = [
+/// The environment variable that names the devices' addresses.
+const DEVICES: &str = "RDMUX_DEVICES";
+
+/// The library that is preloaded.
+const REDIRECT: &str = "librdmux_sysfs.so";
+
+/// The libraries, by their files in the build and their names for the loader: those of a program that are replaced, and what is preloaded.
+const LIBRARIES: [(&str, &str); 3] = [
     ("libibverbs.so", "libibverbs.so.1"),
     ("libibverbs.so", "librdmacm.so.1"),
+    (REDIRECT, REDIRECT),
 ];
+
+/// How a program finds the devices where the kernel shows them.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Sysfs {
+    /// By a library that is preloaded.
+    Preload,
+    /// By a mount namespace of its own.
+    Namespace,
+    /// Not at all.
+    None,
+}
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
     /// Local addresses that the program sees devices for, in this order: rdmux0, rdmux1, ... Else those of all interfaces that are up.
     #[arg(long, value_name = "ADDRESS", value_delimiter = ',')]
     device: Vec<IpAddr>,
+    /// How /sys/class/infiniband and /dev/infiniband show the program its devices: preload where nothing is said.
+    #[arg(long, value_name = "HOW", value_enum)]
+    sysfs: Option<Sysfs>,
     /// Start a shell whose programs all run so.
     #[arg(long, conflicts_with = "command")]
     shell: bool,
+    /// Print the environment that makes programs run so, as a shell reads it: eval "$(rdmux run --env)".
+    #[arg(long, conflicts_with_all = ["command", "shell"])]
+    env: bool,
     /// The program and its arguments.
     #[arg(
         trailing_var_arg = true,
         allow_hyphen_values = true,
-        required_unless_present = "shell"
+        required_unless_present_any = ["shell", "env"]
     )]
     command: Vec<OsString>,
     /// Let the devices' ports misbehave, both ways, as loss=1%,delay=5ms,seed=7: docs/bad-network.md.
@@ -63,32 +90,83 @@ pub(crate) fn run(args: Args) -> Result<()> {
             folder.display()
         );
     }
-    let folder = libraries()?;
+    let environment = environment(&args)?;
+    if args.env {
+        for (name, value) in environment {
+            println!("export {name}={}", quoted(&value)?);
+        }
+        return Ok(());
+    }
     let shell = || env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
     let command = if args.shell { vec![shell()] } else { args.command };
     let Some((program, arguments)) = command.split_first() else {
         bail!("no program to run: rdmux run -- COMMAND")
     };
     let mut process = Command::new(program);
-    process
-        .args(arguments)
-        .env("LD_LIBRARY_PATH", in_front(&folder, "LD_LIBRARY_PATH")?);
-    if !args.device.is_empty() {
-        let list: Vec<String> = args.device.iter().map(IpAddr::to_string).collect();
-        process.env("RDMUX_DEVICES", list.join(","));
-    }
-    if let Some(spec) = args.fault {
-        process.env("RDMUX_FAULT", spec.to_string());
-    }
-    if let Some(file) = &args.capture {
-        process.env("RDMUX_CAPTURE", file);
-    }
+    process.args(arguments).envs(environment);
     // The program takes this process's place: signals and its exit status need nobody in between.
     let error = process.exec();
     Err(match error.kind() {
         ErrorKind::NotFound => anyhow!("{}: there is no such program", program.to_string_lossy()),
         _ => anyhow::Error::new(error).context(format!("starting {}", program.to_string_lossy())),
     })
+}
+
+/// The variables by which a program runs so. Where it is to have a mount namespace, this process has moved into it.
+fn environment(args: &Args) -> Result<Vec<(&'static str, OsString)>> {
+    let folder = libraries()?;
+    let mut variables = vec![("LD_LIBRARY_PATH", in_front(&folder, "LD_LIBRARY_PATH")?)];
+    if !args.device.is_empty() {
+        let list: Vec<String> = args.device.iter().map(IpAddr::to_string).collect();
+        variables.push((DEVICES, list.join(",").into()));
+    }
+    if let Some(spec) = &args.fault {
+        variables.push(("RDMUX_FAULT", spec.to_string().into()));
+    }
+    if let Some(file) = &args.capture {
+        variables.push(("RDMUX_CAPTURE", file.into()));
+    }
+    let how = args.sysfs.unwrap_or(Sysfs::Preload);
+    if how == Sysfs::None {
+        return Ok(variables);
+    }
+    let devices = devices(&args.device)?;
+    let tree = runtime_folder()
+        .context("no folder of this user's alone, neither in XDG_RUNTIME_DIR nor in /tmp")
+        .and_then(|runtime| sysfs::folder(&runtime, &devices));
+    match tree {
+        Ok(_) if how == Sysfs::Namespace && args.env => {
+            bail!("--env: a mount namespace is nothing that variables say: use --sysfs preload, or none")
+        }
+        Ok(tree) if how == Sysfs::Namespace => sysfs::enter(&tree)?,
+        Ok(tree) => {
+            variables.push(("LD_PRELOAD", in_front(&folder.join(REDIRECT), "LD_PRELOAD")?));
+            variables.push(("RDMUX_SYSFS", tree.into()));
+        }
+        // Most programs do without.
+        Err(error) if args.sysfs.is_none() => {
+            eprintln!("rdmux: /sys/class/infiniband does not show the devices: {error:#}");
+        }
+        Err(error) => return Err(error),
+    }
+    Ok(variables)
+}
+
+/// A word as a shell reads it.
+fn quoted(value: &OsStr) -> Result<String> {
+    let value = value
+        .to_str()
+        .with_context(|| format!("{} is no text", value.display()))?;
+    Ok(format!("'{}'", value.replace('\'', r"'\''")))
+}
+
+/// The addresses that the program sees devices for.
+fn devices(wanted: &[IpAddr]) -> Result<Vec<IpAddr>> {
+    if !wanted.is_empty() {
+        return Ok(wanted.to_vec());
+    }
+    let list = env::var(DEVICES).ok();
+    visible_addresses(list.as_deref()).map_err(|word| anyhow!("{DEVICES}: {word} is no IPv4 or IPv6 address"))
 }
 
 /// A search path with a folder before what is in it.
@@ -111,7 +189,7 @@ fn libraries() -> Result<PathBuf> {
     for (built, _) in LIBRARIES {
         if !folder.join(built).exists() {
             bail!(
-                "{built} is neither in {} nor, of a build, in {}: reinstall rdmux, or cargo build --release -p rdmux-ibverbs",
+                "{built} is neither in {} nor, of a build, in {}: reinstall rdmux, or cargo build --release -p rdmux-ibverbs -p rdmux-sysfs",
                 installed.display(),
                 folder.display()
             );

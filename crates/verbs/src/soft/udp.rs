@@ -762,27 +762,51 @@ pub(crate) struct Interface {
     pub(crate) mtu: u32,
 }
 
-/// The network interface that has a local address. All of 127.0.0.0/8 is the loopback interface's.
-pub(crate) fn interface_of(address: IpAddr) -> io::Result<Interface> {
+/// Calls with each address of each network interface, and the interface's name.
+fn each_interface(mut call: impl FnMut(&libc::ifaddrs, &CStr)) -> io::Result<()> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     // SAFETY: the call writes the head of a list that it allocates, or fails; it is freed below.
     if unsafe { libc::getifaddrs(&raw mut list) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    let (mut at, mut found) = (list.cast_const(), None);
+    let mut at = list.cast_const();
     // SAFETY: `at` is null or an entry of the list, which is not freed yet.
     while let Some(entry) = unsafe { at.as_ref() } {
-        let on_loopback = address.is_ipv4() && address.is_loopback();
-        let is_loopback = entry.ifa_flags & libc::IFF_LOOPBACK as libc::c_uint != 0;
-        if (on_loopback && is_loopback) || interface_address(entry) == Some(address) {
-            // SAFETY: the name of an entry is a string that ends with 0, and lives as long as the list.
-            found = Some(unsafe { CStr::from_ptr(entry.ifa_name) }.to_owned());
-            break;
-        }
+        // SAFETY: the name of an entry is a string that ends with 0, and lives as long as the list.
+        call(entry, unsafe { CStr::from_ptr(entry.ifa_name) });
         at = entry.ifa_next;
     }
     // SAFETY: the list is one that getifaddrs made, and nothing refers to it any more.
     unsafe { libc::freeifaddrs(list) };
+    Ok(())
+}
+
+/// The addresses of all network interfaces that are up, those that other hosts can reach first. Those of IPv6 that mean nothing without
+/// their link are left out.
+pub(crate) fn local_addresses() -> io::Result<Vec<IpAddr>> {
+    let mut found = Vec::new();
+    each_interface(|entry, _| {
+        let is_up = entry.ifa_flags & libc::IFF_UP as libc::c_uint != 0;
+        let address = interface_address(entry).filter(|_| is_up);
+        found.extend(
+            address.filter(|address| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())),
+        );
+    })?;
+    found.sort_by_key(|address| (address.is_loopback(), address.is_ipv6(), *address));
+    found.dedup();
+    Ok(found)
+}
+
+/// The network interface that has a local address. All of 127.0.0.0/8 is the loopback interface's.
+pub(crate) fn interface_of(address: IpAddr) -> io::Result<Interface> {
+    let mut found = None;
+    each_interface(|entry, name| {
+        let on_loopback = address.is_ipv4() && address.is_loopback();
+        let is_loopback = entry.ifa_flags & libc::IFF_LOOPBACK as libc::c_uint != 0;
+        if (on_loopback && is_loopback) || interface_address(entry) == Some(address) {
+            found.get_or_insert_with(|| name.to_owned());
+        }
+    })?;
     let name = found.ok_or_else(|| {
         let what = format!("no network interface has the address {address}");
         io::Error::new(io::ErrorKind::AddrNotAvailable, what)

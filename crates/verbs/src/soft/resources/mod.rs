@@ -173,6 +173,21 @@ pub fn netdev_of(address: IpAddr) -> Option<(String, u32)> {
     Some((udp::interface_name(index)?, index))
 }
 
+/// The local addresses that programs see devices for: those of a list as `RDMUX_DEVICES` has it, in its order, else those of all
+/// interfaces that are up, loopback last.
+///
+/// # Errors
+/// The word of the list that is no address.
+pub fn visible_addresses(list: Option<&str>) -> Result<Vec<IpAddr>, String> {
+    let Some(list) = list else {
+        return Ok(udp::local_addresses().unwrap_or_else(|_| vec![Ipv4Addr::LOCALHOST.into()]));
+    };
+    let words = list.split([',', ' ']).filter(|word| !word.is_empty());
+    words
+        .map(|word| word.parse().map_err(|_| word.to_owned()))
+        .collect()
+}
+
 /// Asks devices for their objects of a kind, all at once, and waits for no answer longer than `timeout`. In the order of
 /// `devices`.
 pub fn ask(
