@@ -43,6 +43,8 @@ pub struct ConnectParams {
     pub traffic_class: u8,
     /// What is asked for; `None`: the port's service of RDMA_PS_TCP.
     pub service: Option<ServiceId>,
+    /// The port that the peer is told to be asked from; 0: none. It says no more than that. Provider `hw` chooses one itself.
+    pub source_port: u16,
 }
 
 impl Default for ConnectParams {
@@ -63,6 +65,7 @@ impl Default for ConnectParams {
             path_mtu_max: PathMtu::Bytes4096,
             traffic_class: 0,
             service: None,
+            source_port: 0,
         }
     }
 }
@@ -334,6 +337,14 @@ impl ConnectionRequest {
         match &self.provided {
             Provided::Soft(request) => request.peer,
             Provided::Hw(request) => request.peer,
+        }
+    }
+
+    /// The port that it was asked from, as the peer says; 0: it does not, or provider `hw` does not tell.
+    pub fn peer_port(&self) -> u16 {
+        match &self.provided {
+            Provided::Soft(request) => request.peer_port,
+            Provided::Hw(_) => 0,
         }
     }
 

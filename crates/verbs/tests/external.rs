@@ -72,6 +72,7 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
     let params = ConnectParams::default();
     let there = std::thread::spawn(move || {
         let mut request = listener.accept(LONG).expect("a request");
+        assert_eq!(request.peer_port(), 4711);
         let connection = if passive {
             server.bring_up(|to| request.attributes(to, &params).unwrap());
             server.receive();
@@ -94,7 +95,11 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
         let state = server.qp.query().unwrap().state;
         assert_eq!(state == QpState::Rts, passive, "{state:?}");
     });
-    let (peer, params) = (SocketAddr::new(address, PORT), ConnectParams::default());
+    let peer = SocketAddr::new(address, PORT);
+    let params = ConnectParams {
+        source_port: 4711,
+        ..ConnectParams::default()
+    };
     let connection = if active {
         let connection = client
             .device

@@ -242,6 +242,10 @@ unsafe extern "C" fn rdma_ack_cm_event(event: *mut abi::CmEvent) -> c_int {
 unsafe extern "C" fn rdma_migrate_id(id: *mut abi::CmId, channel: *mut abi::EventChannel) -> c_int {
     // SAFETY: an id that was made, which one thread uses meanwhile, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
+    if channel.is_null() && own.waits() {
+        return minus_one(Err(libc::EINVAL));
+    }
+    own.forget_event();
     let events = if channel.is_null() {
         match Events::new() {
             Ok(events) => events,
@@ -252,6 +256,8 @@ unsafe extern "C" fn rdma_migrate_id(id: *mut abi::CmId, channel: *mut abi::Even
         unsafe { &*channel.cast::<Channel>() }.events.clone()
     };
     own.migrate(events, channel);
+    // Who takes events of the channel before has done with those of this id after that.
+    own.shared.given.wait_acknowledged();
     0
 }
 

@@ -218,6 +218,7 @@ pub(super) fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectPar
         traffic_class: own.traffic_class,
         ack_timeout: own.ack_timeout,
         service: own.remote.map(|peer| own.service(peer.port())),
+        source_port: own.local.map_or(0, |local| local.port()),
         ..default
     };
     if let Some(asked) = asked {

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rdmux_verbs::{Connection, ConnectionRequest, QpType, ServiceId, ServiceRequest};
 
 use super::channel::{Channel, Event, Events, UserContext, take_back};
+use super::listen::some_port;
 use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
 use crate::context::{self, Context};
@@ -33,6 +34,8 @@ pub(super) struct Id {
     private: Option<Box<Channel>>,
     /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]), in its domain.
     pub(super) passive: Option<abi::QpInitAttr>,
+    /// Of IPv6, it does not hear IPv4.
+    pub(super) own_family: bool,
     /// The program has ended its connection.
     pub(super) disconnected: bool,
 }
@@ -139,6 +142,7 @@ impl Id {
             listening: Vec::new(),
             private,
             passive: None,
+            own_family: false,
             disconnected: false,
         }));
         shared.state().id = id.cast();
@@ -204,6 +208,15 @@ impl Id {
         self.shown.pd = context::shared_domain(self.shown.verbs)?;
         self.shown.port_num = 1;
         self.shown.sgid = device.gid();
+        Ok(())
+    }
+
+    /// Takes a path for its route: there is one, by the address.
+    fn take_path(&self, length: usize) -> Result<(), c_int> {
+        if length == 0 || !length.is_multiple_of(PATH_BYTES) || self.remote.is_none() {
+            return Err(libc::EINVAL);
+        }
+        self.tell(abi::cm_event::ROUTE_RESOLVED);
         Ok(())
     }
 
@@ -370,12 +383,17 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
             Some(local) => local.ip(),
             None => route(peer)?,
         };
+        if local.is_ipv4() != peer.is_ipv4() {
+            return Err(libc::EINVAL);
+        }
         // Peers at an address of this host's are reached from there.
         own.take_device(local).or_else(|_| own.take_device(peer.ip()))?;
-        own.set_addresses(
-            SocketAddr::new(own.device()?.address(), given.map_or(0, |at| at.port())),
-            Some(peer),
-        );
+        let bound = own.local.filter(|local| local.port() != 0);
+        let port = given
+            .filter(|at| at.port() != 0)
+            .or(bound)
+            .map_or_else(some_port, |at| at.port());
+        own.set_addresses(SocketAddr::new(own.device()?.address(), port), Some(peer));
         own.tell(abi::cm_event::ADDR_RESOLVED);
         own.complete(abi::cm_event::ADDR_RESOLVED)
     }))
@@ -412,6 +430,9 @@ unsafe extern "C" fn rdma_get_dst_port(id: *mut abi::CmId) -> u16 {
 const LEVEL_IB: c_int = 1;
 const REUSEADDR: c_int = 1;
 const AFONLY: c_int = 2;
+const PATH: c_int = 1;
+/// `struct ibv_path_data`.
+const PATH_BYTES: usize = 72;
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_set_option(
@@ -424,18 +445,27 @@ unsafe extern "C" fn rdma_set_option(
     use abi::cm_option::{ACK_TIMEOUT, LEVEL_ID, TOS};
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
-    let byte = || {
-        if length != 1 {
-            return Err(libc::EINVAL);
-        }
+    let byte = || match length {
         // SAFETY: as long as the caller says.
-        Ok(unsafe { *value })
+        1 => Ok(unsafe { *value }),
+        _ => Err(libc::EINVAL),
+    };
+    let flag = || match length {
+        // SAFETY: as long as the caller says.
+        4 => Ok(unsafe { value.cast::<c_int>().read_unaligned() } != 0),
+        _ => Err(libc::EINVAL),
     };
     minus_one(match (level, name) {
         (LEVEL_ID, TOS) => byte().map(|tos| own.traffic_class = tos),
-        (LEVEL_ID, ACK_TIMEOUT) => byte().map(|timeout| own.ack_timeout = Some(timeout)),
-        // What they ask for is so; a path is the address.
-        (LEVEL_ID, REUSEADDR | AFONLY) | (LEVEL_IB, 1) => Ok(()),
+        (LEVEL_ID, ACK_TIMEOUT) => byte().and_then(|timeout| {
+            // 5 bits of the REQ.
+            own.ack_timeout = Some(timeout).filter(|timeout| *timeout < 32);
+            own.ack_timeout.map(|_| ()).ok_or(libc::EINVAL)
+        }),
+        // A port is nobody's until it is listened on, so there is none to share.
+        (LEVEL_ID, REUSEADDR) => flag().map(|_| ()),
+        (LEVEL_ID, AFONLY) => flag().map(|only| own.own_family = only),
+        (LEVEL_IB, PATH) => own.take_path(length),
         _ => Err(libc::ENOSYS),
     })
 }

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -103,16 +104,18 @@ fn tell(on: &On, request: Request) {
         Request::Connection(request) => {
             own.traffic_class = request.remote().traffic_class;
             let conn = told(request.remote());
-            (request.peer(), event.with(conn, request.private_data()))
+            let peer = SocketAddr::new(request.peer(), request.peer_port());
+            (peer, event.with(conn, request.private_data()))
         }
         Request::Service(request) => {
             // Who asks says no more of itself.
             // SAFETY: numbers and pointers, all of which may be zero.
             let ud = unsafe { std::mem::zeroed() };
-            (request.peer(), event.with_ud(ud, request.private_data()))
+            let peer = SocketAddr::new(request.peer(), 0);
+            (peer, event.with_ud(ud, request.private_data()))
         }
     };
-    own.set_addresses(on.local, Some(SocketAddr::new(peer, 0)));
+    own.set_addresses(on.local, Some(peer));
     let event = event.on(on.id, &on.shared.given);
     own.request = Some(request);
     // To whoever hears the listening id; where that is gone, nobody takes the new one.
@@ -120,15 +123,15 @@ fn tell(on: &On, request: Request) {
 }
 
 /// The addresses that an id listens on.
-fn addresses(bound: Option<SocketAddr>) -> Result<(Vec<IpAddr>, u16), c_int> {
+fn addresses(bound: Option<SocketAddr>, own_family: bool) -> Result<(Vec<IpAddr>, u16), c_int> {
     let bound = bound.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
     if !bound.ip().is_unspecified() {
         return Ok((vec![bound.ip()], bound.port()));
     }
-    // IPv6's hears both, as of a socket.
+    // IPv6's hears both, as of a socket, unless it is to hear its own.
     let all = Device::all().into_iter().map(|device| device.address);
     let all: Vec<IpAddr> = all
-        .filter(|address| bound.is_ipv6() || address.is_ipv4())
+        .filter(|address| (bound.is_ipv6() && !own_family) || address.is_ipv4() == bound.is_ipv4())
         .collect();
     if all.is_empty() {
         Err(libc::ENODEV)
@@ -168,21 +171,29 @@ fn offer_all<S>(
     if found.is_empty() { Err(why) } else { Ok(found) }
 }
 
+/// A port where a program leaves the choice: another one each time, and for each process.
+pub(super) fn some_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let first = u64::from(std::process::id()) * 61;
+    let n = u64::from(NEXT.fetch_add(1, Ordering::Relaxed));
+    PORTS.start + ((first + n) % PORTS.len() as u64) as u16
+}
+
 /// Offers a service on an address, or on all, and a port, or one that is free: the port, and what was offered on each address.
 pub(crate) fn services<S>(
     bound: Option<SocketAddr>,
+    own_family: bool,
     offer: impl Fn(&rdmux_verbs::Device, u16) -> Result<S, ListenError>,
 ) -> Result<(u16, Vec<(IpAddr, S)>), c_int> {
-    let (addresses, port) = addresses(bound)?;
+    let (addresses, port) = addresses(bound, own_family)?;
     let on = |port| offer_all(&addresses, |device| offer(device, port));
     if port != 0 {
         return Ok((port, on(port)?));
     }
-    // A different one for each process that asks.
-    let first = u64::from(std::process::id()) * 61;
-    let count = u64::from(PORTS.end - PORTS.start);
-    let mut tried = (0..count).map(|n| PORTS.start + ((first + n) % count) as u16);
-    let found = tried.find_map(|port| Some((port, on(port).ok()?)));
+    let found = (0..PORTS.len()).find_map(|_| {
+        let port = some_port();
+        Some((port, on(port).ok()?))
+    });
     found.ok_or(libc::EADDRINUSE)
 }
 
@@ -191,7 +202,7 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
         return Err(libc::EINVAL);
     }
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
-    let (port, listeners) = services(own.local, |device, port| {
+    let (port, listeners) = services(own.local, own.own_family, |device, port| {
         if datagrams {
             return device.listen_datagram(port).map(Service::Datagrams);
         }

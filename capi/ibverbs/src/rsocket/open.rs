@@ -79,7 +79,7 @@ impl State {
         if !matches!(self.role, Role::New) {
             return Err(libc::EINVAL);
         }
-        let (port, listeners) = services(Some(address), |device, port| device.listen(port))?;
+        let (port, listeners) = services(Some(address), false, |device, port| device.listen(port))?;
         self.local = Some(SocketAddr::new(address.ip(), port));
         let accepts = false;
         self.role = Role::Bound(Listening { listeners, accepts });

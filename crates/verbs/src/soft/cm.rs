@@ -115,7 +115,7 @@ impl Device {
         let local = self.address();
         let (sink, events) = Events::new()?;
         let addressing = IpAddressing {
-            src_port: 0,
+            src_port: params.source_port,
             src: local,
             dst: peer.ip(),
         };
@@ -408,6 +408,7 @@ impl Service {
             let CmEvent::Request {
                 id,
                 peer,
+                addressing,
                 remote,
                 private_data,
                 ..
@@ -420,6 +421,7 @@ impl Service {
                 device: self.device.clone(),
                 id,
                 peer,
+                peer_port: addressing.map_or(0, |from| from.src_port),
                 remote,
                 private_data,
                 starting_psn,
@@ -439,6 +441,7 @@ pub(crate) struct ConnectionRequest {
     device: Device,
     id: CmId,
     pub(crate) peer: IpAddr,
+    pub(crate) peer_port: u16,
     pub(crate) remote: Endpoint,
     pub(crate) private_data: Vec<u8>,
     /// At which the peer is to start sending.

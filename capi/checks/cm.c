@@ -1,0 +1,291 @@
+/* rdma_cm: what packaged programs ask for seldom, and channels that many threads take events from, while ids connect, change their channel,
+   and go. */
+#include "check.h"
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <pthread.h>
+#include <rdma/rdma_cma.h>
+#include <rdma/rdma_verbs.h>
+#include <stdatomic.h>
+
+enum { TAKERS = 3, CLIENTS = 3 };
+
+static int rounds = 60;
+static struct sockaddr_in address = {.sin_family = AF_INET};
+static struct rdma_event_channel *served;
+static atomic_int clients_left = CLIENTS;
+/* Ids of requests, and those that are gone again. */
+static atomic_int asked, gone;
+
+/* Fails with this errno. */
+#define FAILS(call, number) CHECK((call) == -1 && errno == (number))
+
+static struct rdma_cm_event *event_of(struct rdma_event_channel *channel, enum rdma_cm_event_type type)
+{
+	struct rdma_cm_event *event;
+	CHECK(!rdma_get_cm_event(channel, &event));
+	if (event->event != type)
+		fprintf(stderr, "%s, not %s\n", rdma_event_str(event->event), rdma_event_str(type));
+	CHECK(event->event == type && !event->status);
+	return event;
+}
+
+static void expect(struct rdma_event_channel *channel, enum rdma_cm_event_type type)
+{
+	CHECK(!rdma_ack_cm_event(event_of(channel, type)));
+}
+
+static void create_qp(struct rdma_cm_id *id)
+{
+	struct ibv_qp_init_attr init = {.cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+	CHECK(!rdma_create_qp(id, NULL, &init));
+	CHECK(id->qp && id->send_cq && id->recv_cq);
+}
+
+/* Brings up a queue pair as its connection says. */
+static void bring_up_for(struct rdma_cm_id *id, struct ibv_qp *qp)
+{
+	for (int state = IBV_QPS_INIT; state <= IBV_QPS_RTS; state++) {
+		struct ibv_qp_attr attr = {.qp_state = state};
+		int mask;
+		CHECK(!rdma_init_qp_attr(id, &attr, &mask));
+		CHECK(!ibv_modify_qp(qp, &attr, mask));
+	}
+}
+
+static void leave(struct rdma_cm_id *id)
+{
+	if (id->qp)
+		rdma_destroy_qp(id);
+	CHECK(!rdma_destroy_id(id));
+}
+
+/* Takes events of the server's ids; another thread may still hold an earlier event of an id that goes. */
+static void *take(void *unused)
+{
+	double end = now() + 3 * LONG;
+	while (atomic_load(&clients_left) || atomic_load(&asked) != atomic_load(&gone)) {
+		struct pollfd wait = {.fd = served->fd, .events = POLLIN};
+		CHECK(poll(&wait, 1, 50) >= 0 && now() < end);
+		struct rdma_cm_event *event;
+		if (rdma_get_cm_event(served, &event)) {
+			CHECK(errno == EAGAIN);
+			continue;
+		}
+		struct rdma_cm_id *id = event->id;
+		struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+		switch (event->event) {
+		case RDMA_CM_EVENT_CONNECT_REQUEST:
+			atomic_fetch_add(&asked, 1);
+			CHECK(event->listen_id && event->param.conn.qp_num);
+			CHECK(rdma_get_dst_port(id) && ((struct sockaddr_in *)rdma_get_peer_addr(id))->sin_addr.s_addr == address.sin_addr.s_addr);
+			create_qp(id);
+			if (event->param.conn.private_data && *(char *)event->param.conn.private_data == 'r') {
+				CHECK(!rdma_reject(id, "no", 2));
+				/* Its event is the listening one's. */
+				leave(id);
+				atomic_fetch_add(&gone, 1);
+			} else if (rdma_accept(id, &param)) {
+				/* Who asked has left. */
+				leave(id);
+				atomic_fetch_add(&gone, 1);
+			}
+			CHECK(!rdma_ack_cm_event(event));
+			break;
+		case RDMA_CM_EVENT_ESTABLISHED:
+			CHECK(!rdma_ack_cm_event(event));
+			break;
+		case RDMA_CM_EVENT_DISCONNECTED:
+			CHECK(!rdma_ack_cm_event(event));
+			leave(id);
+			atomic_fetch_add(&gone, 1);
+			break;
+		default:
+			fprintf(stderr, "%s\n", rdma_event_str(event->event));
+			CHECK(0);
+		}
+	}
+	return unused;
+}
+
+static void *client(void *unused)
+{
+	struct rdma_event_channel *first = rdma_create_event_channel(), *second = rdma_create_event_channel();
+	CHECK(first && second);
+	for (int i = 0; i < rounds; i++) {
+		struct rdma_cm_id *id;
+		CHECK(!rdma_create_id(first, &id, NULL, RDMA_PS_TCP));
+		CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000));
+		expect(first, RDMA_CM_EVENT_ADDR_RESOLVED);
+		CHECK(id->verbs && id->pd && rdma_get_src_port(id));
+		CHECK(!rdma_resolve_route(id, 1000));
+		/* It is on its way, and comes to the channel that the id has then. */
+		CHECK(!rdma_migrate_id(id, second));
+		expect(second, RDMA_CM_EVENT_ROUTE_RESOLVED);
+		struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1, .retry_count = 7, .rnr_retry_count = 7};
+		if (i % 4 == 0) {
+			/* A queue pair of the program's own. */
+			struct ibv_cq *cq = ibv_create_cq(id->verbs, 8, NULL, NULL, 0);
+			struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+			struct ibv_qp *qp = ibv_create_qp(id->pd, &init);
+			CHECK(qp);
+			param.qp_num = qp->qp_num;
+			FAILS(rdma_establish(id), EINVAL);
+			CHECK(!rdma_connect(id, &param));
+			expect(second, RDMA_CM_EVENT_CONNECT_RESPONSE);
+			bring_up_for(id, qp);
+			CHECK(!rdma_establish(id) && qp->state == IBV_QPS_RTS);
+			CHECK(!rdma_disconnect(id));
+			expect(second, RDMA_CM_EVENT_DISCONNECTED);
+			CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
+		} else if (i % 4 == 1) {
+			/* Leaves without waiting. */
+			create_qp(id);
+			CHECK(!rdma_connect(id, &param));
+		} else if (i % 4 == 2) {
+			create_qp(id);
+			param.private_data = "r";
+			param.private_data_len = 1;
+			CHECK(!rdma_connect(id, &param));
+			struct rdma_cm_event *event;
+			CHECK(!rdma_get_cm_event(second, &event));
+			CHECK(event->event == RDMA_CM_EVENT_REJECTED && event->status == 28);
+			CHECK(event->param.conn.private_data_len >= 2 && !memcmp(event->param.conn.private_data, "no", 2));
+			CHECK(!rdma_ack_cm_event(event));
+		} else {
+			create_qp(id);
+			CHECK(!rdma_connect(id, &param));
+			expect(second, RDMA_CM_EVENT_ESTABLISHED);
+			CHECK(!rdma_disconnect(id));
+			expect(second, RDMA_CM_EVENT_DISCONNECTED);
+			FAILS(rdma_disconnect(id), EINVAL);
+		}
+		leave(id);
+	}
+	rdma_destroy_event_channel(first);
+	rdma_destroy_event_channel(second);
+	atomic_fetch_sub(&clients_left, 1);
+	return unused;
+}
+
+static void race(void)
+{
+	CHECK(served = rdma_create_event_channel());
+	struct rdma_cm_id *listener;
+	CHECK(!rdma_create_id(served, &listener, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address) && !rdma_listen(listener, 64));
+	address.sin_port = rdma_get_src_port(listener);
+	CHECK(address.sin_port);
+	CHECK(!fcntl(served->fd, F_SETFL, O_NONBLOCK));
+	pthread_t threads[TAKERS + CLIENTS];
+	for (int i = 0; i < TAKERS + CLIENTS; i++)
+		CHECK(!pthread_create(&threads[i], NULL, i < TAKERS ? take : client, NULL));
+	for (int i = 0; i < TAKERS + CLIENTS; i++)
+		CHECK(!pthread_join(threads[i], NULL));
+	CHECK(!rdma_destroy_id(listener));
+	rdma_destroy_event_channel(served);
+	address.sin_port = 0;
+}
+
+static void options(void)
+{
+	struct rdma_cm_id *id;
+	FAILS(rdma_create_id(NULL, &id, NULL, RDMA_PS_IPOIB), EOPNOTSUPP);
+	CHECK(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP));
+	CHECK(id->channel && id->qp_type == IBV_QPT_RC);
+	FAILS(rdma_migrate_id(id, NULL), EINVAL);
+	uint8_t byte = 40;
+	int on = 1;
+	CHECK(!rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &byte, sizeof byte));
+	FAILS(rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &on, sizeof on), EINVAL);
+	FAILS(rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &byte, sizeof byte), EINVAL);
+	CHECK(!rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_REUSEADDR, &on, sizeof on));
+	CHECK(!rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &on, sizeof on));
+	FAILS(rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &byte, sizeof byte), EINVAL);
+	FAILS(rdma_set_option(id, RDMA_OPTION_ID, 77, &on, sizeof on), ENOSYS);
+	FAILS(rdma_set_option(id, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &on, 72), EINVAL);
+	struct sockaddr_storage ib = {.ss_family = 27 /* AF_IB */};
+	FAILS(rdma_bind_addr(id, (struct sockaddr *)&ib), EAFNOSUPPORT);
+	struct sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
+	FAILS(rdma_resolve_addr(id, (struct sockaddr *)&address, (struct sockaddr *)&v6, 100), EINVAL);
+	/* Datagrams alone have groups. */
+	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&address));
+	struct sockaddr_in group = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(0xef010101)};
+	FAILS(rdma_join_multicast(id, (struct sockaddr *)&group, NULL), EINVAL);
+	FAILS(rdma_leave_multicast(id, (struct sockaddr *)&group), EADDRNOTAVAIL);
+	CHECK(!rdma_destroy_id(id));
+}
+
+static void names(void)
+{
+	struct rdma_addrinfo *found, hints = {.ai_flags = RAI_NUMERICHOST, .ai_port_space = RDMA_PS_UDP};
+	FAILS(rdma_getaddrinfo(NULL, NULL, NULL, &found), EINVAL);
+	FAILS(rdma_getaddrinfo("localhost", "7174", &hints, &found), ENODATA);
+	CHECK(!rdma_getaddrinfo("127.0.0.1", "7174", &hints, &found));
+	CHECK(found->ai_family == AF_INET && found->ai_qp_type == IBV_QPT_UD && found->ai_port_space == RDMA_PS_UDP);
+	CHECK(found->ai_dst_len == sizeof address && !found->ai_src_len && !found->ai_src_addr);
+	CHECK(((struct sockaddr_in *)found->ai_dst_addr)->sin_port == htons(7174));
+	rdma_freeaddrinfo(found);
+	hints = (struct rdma_addrinfo){.ai_flags = RAI_PASSIVE, .ai_family = AF_INET6, .ai_qp_type = IBV_QPT_RC};
+	CHECK(!rdma_getaddrinfo(NULL, "7174", &hints, &found));
+	CHECK(found->ai_family == AF_INET6 && found->ai_port_space == RDMA_PS_TCP && found->ai_src_len == sizeof(struct sockaddr_in6));
+	CHECK(!found->ai_dst_addr);
+	rdma_freeaddrinfo(found);
+}
+
+/* A shared receive queue of an id is the one of its queue pair, and a group's datagram comes to its member. */
+static void group(void)
+{
+	struct rdma_event_channel *channel = rdma_create_event_channel();
+	struct rdma_cm_id *id;
+	CHECK(!rdma_create_id(channel, &id, NULL, RDMA_PS_UDP));
+	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&address));
+	struct ibv_srq_init_attr queue = {.attr = {.max_wr = 4, .max_sge = 1}};
+	CHECK(!rdma_create_srq(id, NULL, &queue) && id->srq);
+	struct ibv_qp_init_attr init = {.cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_UD};
+	CHECK(!rdma_create_qp(id, NULL, &init) && id->qp->srq == id->srq);
+	static char bytes[2][64];
+	struct ibv_mr *mr = rdma_reg_msgs(id, bytes, sizeof bytes);
+	CHECK(mr);
+	struct ibv_sge sge = {.addr = (uintptr_t)bytes[0], .length = 64, .lkey = mr->lkey};
+	struct ibv_recv_wr receive = {.wr_id = 1, .sg_list = &sge, .num_sge = 1}, *bad;
+	CHECK(!ibv_post_srq_recv(id->srq, &receive, &bad));
+	struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(0xef010909)};
+	CHECK(!rdma_join_multicast(id, (struct sockaddr *)&to, &sge));
+	struct rdma_cm_event *event = event_of(channel, RDMA_CM_EVENT_MULTICAST_JOIN);
+	CHECK(event->param.ud.private_data == &sge && event->param.ud.qp_num == 0xffffff);
+	struct ibv_ah *ah = ibv_create_ah(id->pd, &event->param.ud.ah_attr);
+	CHECK(ah);
+	strcpy(bytes[1], "to all");
+	CHECK(!rdma_post_ud_send(id, NULL, bytes[1], 7, mr, IBV_SEND_SIGNALED, ah, event->param.ud.qp_num));
+	CHECK(!rdma_ack_cm_event(event));
+	struct ibv_wc wc;
+	CHECK(rdma_get_send_comp(id, &wc) == 1 && !wc.status);
+	CHECK(rdma_get_recv_comp(id, &wc) == 1 && !wc.status && wc.byte_len == 47 && !strcmp(bytes[0] + 40, "to all"));
+	CHECK(!rdma_leave_multicast(id, (struct sockaddr *)&to));
+	FAILS(rdma_leave_multicast(id, (struct sockaddr *)&to), EADDRNOTAVAIL);
+	CHECK(!ibv_destroy_ah(ah) && !rdma_dereg_mr(mr));
+	rdma_destroy_qp(id);
+	rdma_destroy_srq(id);
+	CHECK(!id->srq && !rdma_destroy_id(id));
+	rdma_destroy_event_channel(channel);
+}
+
+int main(int count, char **arguments)
+{
+	if (count > 1)
+		rounds = atoi(arguments[1]);
+	int devices;
+	struct ibv_context **list = rdma_get_devices(&devices);
+	CHECK(list && devices > 0 && list[0] && !list[devices]);
+	union ibv_gid gid;
+	CHECK(!ibv_query_gid(list[0], 1, 0, &gid));
+	memcpy(&address.sin_addr, gid.raw + 12, 4);
+	names();
+	options();
+	group();
+	race();
+	rdma_free_devices(list);
+	return 0;
+}
