@@ -499,7 +499,11 @@ unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length
 unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
-    let Some(connection) = own.shared.connection().filter(|_| !own.disconnected) else {
+    let Some(connection) = own
+        .shared
+        .connection()
+        .filter(|_| !own.disconnected && !own.is_inherited())
+    else {
         return minus_one(Err(libc::EINVAL));
     };
     own.disconnected = true;

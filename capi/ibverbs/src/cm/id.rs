@@ -38,6 +38,7 @@ pub(super) struct Id {
     pub(super) own_family: bool,
     /// The program has ended its connection.
     pub(super) disconnected: bool,
+    process: u32,
 }
 
 /// What a peer asks for.
@@ -144,6 +145,7 @@ impl Id {
             passive: None,
             own_family: false,
             disconnected: false,
+            process: std::process::id(),
         }));
         shared.state().id = id.cast();
         id
@@ -277,10 +279,21 @@ impl Id {
         Ok(unsafe { queue_pair::Pair::of(self.shown.qp) }.pair.clone())
     }
 
-    pub(super) fn end(&mut self) {
+    /// Whether its process has forked, and this is the child: its connection, and who listens, are the parent's.
+    pub(super) fn is_inherited(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// The program uses it no more.
+    pub(super) fn end(mut self: Box<Self>) {
+        if self.is_inherited() {
+            // Nothing of it may be dropped here: that would disconnect, and wait for threads that are the parent's.
+            std::mem::forget(self);
+            return;
+        }
         self.forget_event();
         while let Some(membership) = self.memberships.pop() {
-            membership.end(self);
+            membership.end(&self);
         }
         self.listening.clear();
         self.request = None;
@@ -347,8 +360,7 @@ fn shown_channel(
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_destroy_id(id: *mut abi::CmId) -> c_int {
     // SAFETY: made by a Box in `Id::new`, and not used any more, says the caller.
-    let mut own = unsafe { Box::from_raw(id.cast::<Id>()) };
-    own.end();
+    unsafe { Box::from_raw(id.cast::<Id>()) }.end();
     0
 }
 
