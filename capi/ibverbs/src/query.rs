@@ -94,6 +94,8 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     let mut whole: abi::DeviceAttrEx = unsafe { std::mem::zeroed() };
     // SAFETY: an open context, says the caller.
     whole.orig_attr = attributes(unsafe { Context::of(context) }.of);
+    // The same flags; there would be room for more.
+    whole.device_cap_flags_ex = whole.orig_attr.device_cap_flags.into();
     // Nothing is pinned: all memory is on demand.
     let datagrams = odp::SEND | odp::RECV | odp::SRQ_RECV;
     whole.odp_general_caps = abi::ODP_SUPPORT | odp::IMPLICIT;

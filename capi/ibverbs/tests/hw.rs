@@ -8,6 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path as FilePath, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::*;
@@ -249,5 +250,151 @@ fn resize__of_a_completion_queue() {
             assert!(!device.features().contains(lacks));
         }
         assert!(a.cq.moderate(None).is_err() && a.cq.keep_times().is_err());
+    });
+}
+
+#[test]
+fn post_send_list__is_posted_up_to_the_first_that_is_refused() {
+    with_the_library(
+        "post_send_list__is_posted_up_to_the_first_that_is_refused",
+        || {
+            let (_device, a, b) = pair();
+            let write = |wr_id| a.write(wr_id, 8, 64 * wr_id, b.mr.rkey());
+            a.buffer.write(0, b"in order").unwrap();
+            a.qp.post_send_list((0..40).map(write)).unwrap();
+            for wr_id in 0..40 {
+                let wc = a.next();
+                assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Success));
+                let mut found = [0; 8];
+                b.buffer.read(64 * wr_id, &mut found).unwrap();
+                assert_eq!(&found, b"in order");
+            }
+
+            // Of one that says itself what is wrong with it, and of one too many for the queue.
+            let datagram = SendRequest {
+                to: Target::Srq(Srqn(1)),
+                ..write(3)
+            };
+            let refused =
+                a.qp.post_send_list([write(0), write(1), write(2), datagram, write(4)]);
+            assert_eq!(refused.unwrap_err().index, 3);
+            for wr_id in 0..3 {
+                assert_eq!(a.next().wr_id, wr_id);
+            }
+            let silent = |wr_id| SendRequest {
+                operation: Operation::Send { imm: None },
+                ..write(wr_id)
+            };
+            // The peer has no receive for them: they stay in the queue.
+            let full = a.qp.post_send_list((0..4096).map(silent)).unwrap_err();
+            assert_eq!(full.source, PostError::QueueFull);
+            assert!(full.index >= 100, "{full:?}");
+            for wr_id in 0..full.index as u64 {
+                let receive = RecvRequest {
+                    wr_id,
+                    sges: b.mr.sge(0, 64).into(),
+                };
+                b.qp.post_recv(receive).unwrap();
+                assert_eq!((b.next().wr_id, a.next().wr_id), (wr_id, wr_id));
+            }
+            assert_eq!(a.cq.poll(), None);
+
+            let idle = End::new(&device());
+            let early = idle.qp.post_send_list([write(0)]).unwrap_err();
+            assert_eq!((early.index, early.source), (0, PostError::WrongState));
+        },
+    );
+}
+
+#[test]
+fn wait__of_two_where_one_takes_the_event_of_both() {
+    with_the_library("wait__of_two_where_one_takes_the_event_of_both", || {
+        let (_device, a, b) = pair();
+        for round in 0..200 {
+            thread::scope(|scope| {
+                let waiting = [0, 1].map(|_| scope.spawn(|| a.next().wr_id));
+                let write = |wr_id| a.write(wr_id, 8, 0, b.mr.rkey());
+                a.qp.post_send_list([write(2 * round), write(2 * round + 1)])
+                    .unwrap();
+                let mut found = waiting.map(|thread| thread.join().unwrap());
+                found.sort_unstable();
+                assert_eq!(found, [2 * round, 2 * round + 1]);
+            });
+        }
+    });
+}
+
+#[test]
+fn drop__of_a_region_that_others_bind_windows_to() {
+    with_the_library("drop__of_a_region_that_others_bind_windows_to", || {
+        let (device, a, b) = pair();
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::MW_BIND;
+        for _ in 0..200 {
+            let mr = a.pd.reg_mr_all(a.buffer.clone(), 0, access).unwrap();
+            let window = a.pd.alloc_mw(WindowType::Two).unwrap();
+            let bind = SendRequest {
+                operation: Operation::Bind(Bind {
+                    window: window.rkey().next(),
+                    region: mr.lkey(),
+                    va: 0,
+                    length: 64,
+                    access: Access::REMOTE_WRITE,
+                }),
+                sges: SgeList::EMPTY,
+                ..a.write(1, 0, 0, b.mr.rkey())
+            };
+            let posted = thread::scope(|scope| {
+                let binding = scope.spawn(|| a.qp.post_send(bind));
+                drop(mr);
+                binding.join().unwrap()
+            });
+            if posted.is_err() {
+                // The region had ended; the queue pair goes on.
+                assert_eq!(posted, Err(PostError::Invalid));
+            } else if a.next().status != Status::Success {
+                // It ended between: that is the end of the queue pair too, as of any that is told of a region that is not there.
+                return;
+            }
+        }
+        let (_, regions, _) = device.object_counts();
+        assert_eq!(regions, 2);
+    });
+}
+
+#[test]
+fn what_the_system_does_not_have__is_said_before_it_is_used() {
+    with_the_library("what_the_system_does_not_have__is_said_before_it_is_used", || {
+        let device = device();
+        assert!(!device.features().contains(Features::CONNECT_ANY));
+        let said = device
+            .listen_for(7174, &[QpType::Rc, QpType::Uc])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.contains("does not offer connections of UC and XRC by address"),
+            "{said}"
+        );
+        let mut end = End::new(&device);
+        let buffer = end.buffer.clone();
+        let anew = end
+            .mr
+            .rereg(buffer, 0, 4096, 0, Access::LOCAL_WRITE)
+            .unwrap_err()
+            .to_string();
+        assert!(anew.contains("does not offer this: registering anew"), "{anew}");
+        let uc = QpOptions {
+            qp_type: QpType::Uc,
+            ..QpOptions::new(&end.cq)
+        };
+        let uc = end.pd.create_qp(&uc).unwrap();
+        let peer = (ADDRESS.parse::<IpAddr>().unwrap(), 7174).into();
+        let said = device
+            .connect(&uc, peer, &ConnectParams::default(), &[])
+            .unwrap_err()
+            .to_string();
+        assert!(
+            said.contains("does not offer connections of UC and XRC by address"),
+            "{said}"
+        );
     });
 }

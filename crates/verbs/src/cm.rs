@@ -11,6 +11,8 @@ use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use crate::device::{Device, QueuePair};
+#[cfg(doc)]
+use crate::features::Features;
 use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
@@ -157,7 +159,7 @@ impl Device {
     }
 
     /// Listens on a port (RDMA_PS_TCP) for connections to queue pairs of these types: RC, UC and XRC targets. Peers that ask for
-    /// others are refused.
+    /// others are refused. A device without [`Features::CONNECT_ANY`] listens for RC alone: others are an error here.
     pub fn listen_for(&self, port: u16, qp_types: &[QpType]) -> Result<Listener, ListenError> {
         self.listen_service(ServiceId::tcp(port), qp_types)
     }
@@ -170,7 +172,7 @@ impl Device {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.listen(service)?),
             Provided::Hw(device) => match service.port().filter(|port| ServiceId::tcp(*port) == service) {
-                Some(port) => Provided::Hw(device.listen(port)?),
+                Some(port) => Provided::Hw(device.listen(port, qp_types)?),
                 None => return Err(ListenError::Io(io::ErrorKind::Unsupported.into())),
             },
         };

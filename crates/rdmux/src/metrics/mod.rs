@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rdmux_push::server::{Metrics, RequestKind, ServerMetrics};
 use rdmux_verbs::WcOpcode;
+use rdmux_verbs::hw::metrics::{RnicMetrics, devices as rnics};
 use rdmux_verbs::soft::metrics::{DeviceMetrics, devices};
 
 use self::text::{Kind, Text};
@@ -55,7 +56,8 @@ pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
         format!("cannot offer metrics at {address} (choose another port with --metrics ADDR:PORT)")
     })?;
     let at = listener.local_addr().context("cannot offer metrics")?;
-    http::serve(listener, PATIENCE, || render(&devices(), SERVER.get())).context("cannot offer metrics")?;
+    http::serve(listener, PATIENCE, || render(&devices(), &rnics(), SERVER.get()))
+        .context("cannot offer metrics")?;
     // Nobody may read it.
     let _ = std::io::Write::write_fmt(
         &mut std::io::stderr(),
@@ -116,7 +118,7 @@ const OPERATIONS: [(WcOpcode, &str); 10] = [
 ];
 
 /// All metrics, in the text format of Prometheus.
-fn render(devices: &[DeviceMetrics], server: Option<&Metrics>) -> String {
+fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metrics>) -> String {
     let mut text = Text::default();
     text.family(
         "rdmux_build_info",
@@ -127,6 +129,9 @@ fn render(devices: &[DeviceMetrics], server: Option<&Metrics>) -> String {
     // Without a device there is nothing to tell of devices, and a family without samples says nothing.
     if !devices.is_empty() {
         render_devices(&mut text, devices);
+    }
+    if !rnics.is_empty() {
+        render_rnics(&mut text, rnics);
     }
     if let Some(server) = server {
         render_server(&mut text, &server.read());
@@ -234,6 +239,38 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
     text.family("rdmux_flush_duration_seconds", Kind::Histogram, help);
     for (port, metrics) in each() {
         text.histogram(&port.labels(), &metrics.flushes);
+    }
+}
+
+/// RNICs of the host that this process uses by provider `hw`.
+fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
+    let ports: Vec<Port> = rnics
+        .iter()
+        .map(|rnic| Port {
+            device: rnic.device.clone(),
+            port: rnic.port.to_string(),
+        })
+        .collect();
+    let each = || ports.iter().zip(rnics);
+    let mut gauge = |name, help, value: fn(&RnicMetrics) -> usize| {
+        text.family(name, Kind::Gauge, help);
+        for (port, rnic) in each() {
+            text.sample("", &port.labels(), value(rnic));
+        }
+    };
+    let help = "Queue pairs that this process has on the RNIC.";
+    gauge("rdmux_hw_queue_pairs", help, |rnic| rnic.queue_pairs);
+    let help = "Memory regions that this process has on the RNIC.";
+    gauge("rdmux_hw_memory_regions", help, |rnic| rnic.regions);
+    let help = "Completion queues that this process has on the RNIC.";
+    gauge("rdmux_hw_completion_queues", help, |rnic| rnic.completion_queues);
+    let help = "What the RNIC's driver counted, for all programs, under the driver's names.";
+    text.family("rdmux_hw_counter_total", Kind::Counter, help);
+    for (port, rnic) in each() {
+        let [device, number] = port.labels();
+        for (name, value) in &rnic.counters {
+            text.sample("", &[device, number, ("counter", name)], value);
+        }
     }
 }
 
@@ -463,6 +500,27 @@ mod tests {
              rdmux_build_info{{version=\"{}\"}} 1\n",
             env!("CARGO_PKG_VERSION")
         );
-        assert_eq!(render(&[], None), expected);
+        assert_eq!(render(&[], &[], None), expected);
+    }
+
+    #[test]
+    fn render__an_rnic() {
+        let rnic = RnicMetrics {
+            device: "rxe0".into(),
+            port: 1,
+            queue_pairs: 2,
+            regions: 3,
+            completion_queues: 1,
+            counters: vec![("sent_pkts".into(), 7)],
+        };
+        let text = render(&[], &[rnic], None);
+        for line in [
+            "rdmux_hw_queue_pairs{device=\"rxe0\",port=\"1\"} 2",
+            "rdmux_hw_memory_regions{device=\"rxe0\",port=\"1\"} 3",
+            "rdmux_hw_completion_queues{device=\"rxe0\",port=\"1\"} 1",
+            "rdmux_hw_counter_total{device=\"rxe0\",port=\"1\",counter=\"sent_pkts\"} 7",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{text}");
+        }
     }
 }

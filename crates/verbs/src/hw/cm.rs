@@ -363,7 +363,10 @@ impl Device {
     }
 
     /// Listens on a port (RDMA_PS_TCP) for connections of RC, the only ones that the system's RDMA CM makes there.
-    pub(crate) fn listen(&self, port: u16) -> Result<Listener, ListenError> {
+    pub(crate) fn listen(&self, port: u16, qp_types: &[QpType]) -> Result<Listener, ListenError> {
+        if qp_types.iter().any(|qp_type| *qp_type != QpType::Rc) {
+            return Err(ListenError::Io(self.lacks(Features::CONNECT_ANY).into()));
+        }
         Ok(Listener {
             device: self.clone(),
             line: listen(self, port_space::TCP, port)?,
@@ -411,10 +414,12 @@ impl Device {
             .expect(cm_event::CONNECT_RESPONSE, deadline)
             .map_err(failed)?;
         let depth = tell.initiator_depth.min(told.initiator_depth);
-        let (rtr, rts) = bring_up(&line.id, qp, params, depth, Some(ack_timeout))?;
-        let remote = endpoint(&told, &rtr, &rts);
-        line.set_qp(qp);
-        line.id.establish().map_err(io_error)?;
+        let up = bring_up(&line.id, qp, params, depth, Some(ack_timeout)).and_then(|(rtr, rts)| {
+            line.set_qp(qp);
+            line.id.establish().map_err(io_error)?;
+            Ok(endpoint(&told, &rtr, &rts))
+        });
+        let remote = up.inspect_err(|_| QueuePair::fail(qp.object()))?;
         let connection = Connection::new(self, line, remote, told.private_data);
         connection.phase().established = true;
         Ok(connection)
@@ -567,13 +572,12 @@ impl ConnectionRequest {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
         };
         let depth = device.initiator_depth(params).min(self.depth);
-        bring_up(id, qp, params, depth, params.ack_timeout)?;
-        prepare()?;
+        let up = bring_up(id, qp, params, depth, params.ack_timeout).and_then(|_| prepare());
+        // From here on nothing else ends a queue pair whose peer never hears of it.
+        up.inspect_err(|_| QueuePair::fail(qp.object()))?;
         let Some(id) = self.id.take() else {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
         };
-        let line = cm.adopt(id).map_err(io_error)?;
-        line.set_qp(qp);
         let tell = Tell {
             private_data,
             responder_resources: device.responder_resources(params),
@@ -583,7 +587,15 @@ impl ConnectionRequest {
             srq: qp.has_srq(),
             qpn: qp.qpn().value(),
         };
-        line.id.accept(&tell).map_err(io_error)?;
+        let line = cm.adopt(id).and_then(|line| {
+            line.set_qp(qp);
+            line.id.accept(&tell)?;
+            Ok(line)
+        });
+        let line = line.map_err(|error| {
+            QueuePair::fail(qp.object());
+            io_error(error)
+        })?;
         let private_data = std::mem::take(&mut self.private_data);
         Ok(Connection::new(&device, line, self.remote, private_data))
     }

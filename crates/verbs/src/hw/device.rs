@@ -5,6 +5,7 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -19,6 +20,7 @@ use super::cm::Cm;
 use super::cma;
 use super::cq;
 use super::library::{Library, LibraryError};
+use super::metrics;
 use super::objects::{Context, Cq, Pd, Qp, QpInit, Xrcd};
 use crate::abi;
 use crate::device::CreateError;
@@ -71,7 +73,7 @@ fn list(others: &[(String, IpAddr)]) -> String {
 pub(crate) fn devices() -> Vec<(String, IpAddr)> {
     let mut found = Vec::new();
     for device in folder("/sys/class/infiniband") {
-        for port in folder(&format!("/sys/class/infiniband/{device}/ports")) {
+        for port in folder(format!("/sys/class/infiniband/{device}/ports")) {
             let gids = format!("/sys/class/infiniband/{device}/ports/{port}/gids");
             for index in folder(&gids) {
                 let gid = fs::read_to_string(format!("{gids}/{index}")).unwrap_or_default();
@@ -98,8 +100,20 @@ fn has_no_devices() -> bool {
     }
 }
 
+/// Why the file may not be opened by which programs reach a device; `None`: it may, or is not known.
+fn refused_by(name: &str) -> Option<OpenError> {
+    let verbs = Path::new("/sys/class/infiniband_verbs");
+    let is_its = |entry: &String| {
+        let device = fs::read_to_string(verbs.join(entry).join("ibdev"));
+        device.is_ok_and(|device| device.trim() == name)
+    };
+    let file = format!("/dev/infiniband/{}", folder(verbs).into_iter().find(is_its)?);
+    let source = fs::File::options().read(true).write(true).open(&file).err()?;
+    Some(OpenError::Io { device: file, source })
+}
+
 /// The names in a folder, sorted; none where it cannot be read.
-fn folder(path: &str) -> Vec<String> {
+pub(super) fn folder(path: impl AsRef<Path>) -> Vec<String> {
     let entries = fs::read_dir(path).into_iter().flatten();
     let mut names: Vec<String> = entries
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
@@ -170,10 +184,11 @@ impl Device {
             Ok(found) => found,
             Err(error) if has_no_devices() => return Err(OpenError::NoDevices(error.into())),
             Err(Errno::NODEV | Errno::ADDRNOTAVAIL | Errno::INVAL) => {
-                return Err(OpenError::NoDevice {
-                    address,
-                    others: devices(),
-                });
+                let others = devices();
+                let has_it = |(_, other): &&(String, IpAddr)| *other == address;
+                // The libraries take a device that may not be opened for one that there is not.
+                let closed = others.iter().find(has_it).and_then(|(name, _)| refused_by(name));
+                return Err(closed.unwrap_or(OpenError::NoDevice { address, others }));
             }
             Err(error) => {
                 return Err(OpenError::Io {
@@ -186,7 +201,9 @@ impl Device {
             device: name.clone(),
             source: error.into(),
         };
-        let context = Arc::new(Context::open(library, &name).map_err(failed)?);
+        let context = Context::open(library, &name);
+        let context = context.map_err(|error| refused_by(&name).unwrap_or_else(|| failed(error)))?;
+        let context = Arc::new(context);
         let attr = context.query_device().map_err(failed)?;
         let gids = context.query_port(port).map_err(failed)?;
         let is_ethernet = gids.link_layer == abi::LINK_LAYER_ETHERNET;
@@ -197,7 +214,7 @@ impl Device {
         };
         let gid_count = u32::try_from(gids.gid_tbl_len).unwrap_or(0).min(256);
         let sgid_index = (0..gid_count).find(is_own).filter(|_| is_ethernet);
-        Ok(Device(Arc::new(Inner {
+        let inner = Arc::new(Inner {
             context,
             library,
             address,
@@ -210,7 +227,9 @@ impl Device {
             next_number: AtomicU32::new(1),
             counts: Default::default(),
             errors: Mutex::default(),
-        })))
+        });
+        metrics::enlist(&inner);
+        Ok(Device(inner))
     }
 
     /// The device's address.

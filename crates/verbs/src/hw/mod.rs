@@ -9,6 +9,7 @@ mod cma;
 pub(crate) mod cq;
 pub(crate) mod device;
 mod library;
+pub mod metrics;
 mod objects;
 pub(crate) mod qp;
 pub(crate) mod region;

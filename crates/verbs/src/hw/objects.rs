@@ -675,6 +675,74 @@ pub(super) struct Request<'a> {
     pub(super) srqn: u32,
 }
 
+impl Request<'_> {
+    /// Its list; bytes inline are an element of their own.
+    fn elements(&self) -> Elements {
+        let mut elements = Elements::new(self.sges);
+        if let Some(bytes) = self.sges.as_inline() {
+            elements.list[0] = abi::Sge {
+                addr: bytes.as_ptr() as u64,
+                length: bytes.len() as u32,
+                lkey: 0,
+            };
+            elements.count = 1;
+        }
+        elements
+    }
+
+    /// As the library takes it, with its list; it is to outlive neither.
+    fn send(&self, list: &mut Elements) -> abi::SendWr {
+        let is_inline = self.sges.as_inline().is_some();
+        let flags = self.flags | if is_inline { abi::SEND_INLINE } else { 0 };
+        // SAFETY: numbers, pointers and unions of them: zero is a value of each.
+        let mut wr: abi::SendWr = unsafe { std::mem::zeroed() };
+        wr.wr_id = self.wr_id;
+        wr.sg_list = list.list.as_mut_ptr();
+        wr.num_sge = list.count as c_int;
+        (wr.opcode, wr.send_flags, wr.imm_data) = (self.opcode, flags, self.imm);
+        wr.remote_srqn = self.srqn;
+        match self.work {
+            Work::List => {}
+            Work::Rdma {
+                va: remote_addr,
+                rkey,
+            } => wr.wr.rdma = abi::Rdma { remote_addr, rkey },
+            Work::Atomic {
+                va: remote_addr,
+                rkey,
+                compare_add,
+                swap,
+            } => {
+                wr.wr.atomic = abi::Atomic {
+                    remote_addr,
+                    compare_add,
+                    swap,
+                    rkey,
+                };
+            }
+            Work::Datagram {
+                ah,
+                qpn: remote_qpn,
+                qkey: remote_qkey,
+            } => {
+                wr.wr.ud = abi::Ud {
+                    ah: ah.pointer.as_ptr(),
+                    remote_qpn,
+                    remote_qkey,
+                };
+            }
+            Work::Bind { window, rkey, range } => {
+                wr.bind_mw = abi::BindMwWr {
+                    mw: window.pointer.as_ptr(),
+                    rkey,
+                    bind_info: range.info(),
+                };
+            }
+        }
+        wr
+    }
+}
+
 /// A request that only the extended interface has.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ExtendedRequest {
@@ -814,66 +882,32 @@ impl Qp {
 
     /// Posts a request.
     pub(super) fn post_send(&self, request: &Request<'_>) -> Result<(), Errno> {
-        let mut list = Elements::new(request.sges);
-        let mut flags = request.flags;
-        if let Some(bytes) = request.sges.as_inline() {
-            flags |= abi::SEND_INLINE;
-            list.list[0] = abi::Sge {
-                addr: bytes.as_ptr() as u64,
-                length: bytes.len() as u32,
-                lkey: 0,
-            };
-            list.count = 1;
-        }
-        // SAFETY: numbers, pointers and unions of them: zero is a value of each.
-        let mut wr: abi::SendWr = unsafe { std::mem::zeroed() };
-        wr.wr_id = request.wr_id;
-        wr.sg_list = list.list.as_mut_ptr();
-        wr.num_sge = list.count as c_int;
-        (wr.opcode, wr.send_flags, wr.imm_data) = (request.opcode, flags, request.imm);
-        wr.remote_srqn = request.srqn;
-        match request.work {
-            Work::List => {}
-            Work::Rdma {
-                va: remote_addr,
-                rkey,
-            } => wr.wr.rdma = abi::Rdma { remote_addr, rkey },
-            Work::Atomic {
-                va: remote_addr,
-                rkey,
-                compare_add,
-                swap,
-            } => {
-                wr.wr.atomic = abi::Atomic {
-                    remote_addr,
-                    compare_add,
-                    swap,
-                    rkey,
-                };
-            }
-            Work::Datagram {
-                ah,
-                qpn: remote_qpn,
-                qkey: remote_qkey,
-            } => {
-                wr.wr.ud = abi::Ud {
-                    ah: ah.pointer.as_ptr(),
-                    remote_qpn,
-                    remote_qkey,
-                };
-            }
-            Work::Bind { window, rkey, range } => {
-                wr.bind_mw = abi::BindMwWr {
-                    mw: window.pointer.as_ptr(),
-                    rkey,
-                    bind_info: range.info(),
-                };
-            }
-        }
+        let mut list = request.elements();
+        let mut wr = request.send(&mut list);
         let mut bad = null_mut();
         // SAFETY: the request, its list and what it points to live until the call returns, bytes inline are copied before; what else it
         // names by number the device checks.
         done(unsafe { (self.post_send)(self.pointer.as_ptr(), &mut wr, &mut bad) })
+    }
+
+    /// Posts requests in order by one call. An error comes with the place of the request that it is of: those before it are posted.
+    pub(super) fn post_send_chain(&self, requests: &[Request<'_>]) -> Result<(), (usize, Errno)> {
+        let mut lists: Vec<Elements> = requests.iter().map(Request::elements).collect();
+        let both = requests.iter().zip(&mut lists);
+        let mut chain: Vec<abi::SendWr> = both.map(|(request, list)| request.send(list)).collect();
+        let first = chain.as_mut_ptr();
+        for at in 1..chain.len() {
+            // SAFETY: both are elements of the chain, which is not touched but through this pointer from here on.
+            unsafe { (*first.add(at - 1)).next = first.add(at) };
+        }
+        let mut bad = null_mut();
+        // SAFETY: as for one request, of each; the last has none behind it.
+        let posted = done(unsafe { (self.post_send)(self.pointer.as_ptr(), first, &mut bad) });
+        posted.map_err(|error| {
+            let at = bad.addr().saturating_sub(first.addr()) / size_of::<abi::SendWr>();
+            // A library that does not say which has posted none, for all that is known.
+            (if at < requests.len() { at } else { 0 }, error)
+        })
     }
 
     /// Posts a request that only the extended interface has. No other request is posted meanwhile: the caller sees to it.

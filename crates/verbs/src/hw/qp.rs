@@ -14,7 +14,7 @@ use rdmux_wire::roce::PathMtu;
 use rustix::io::Errno;
 
 use super::device::{Counted, Device, ProtectionDomain};
-use super::objects::{Ah, BindRange, ExtendedRequest, Qp, QpInit, Request, Work};
+use super::objects::{Ah, BindRange, ExtendedRequest, Mr, Qp, QpInit, Request, Work};
 use crate::abi::{self, qp_attr, qp_type as types, wr_opcode};
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::features::Features;
@@ -233,6 +233,22 @@ impl QueuePair {
 
     /// Posts a send request.
     pub(crate) fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        self.check(&request)?;
+        let mut handles = self.handles();
+        self.post_locked(&mut handles, &request)
+            .map_err(|error| self.by_state(error))
+    }
+
+    /// What the library does not say: which of its rules was broken. The state is one that programs can do something about.
+    fn by_state(&self, error: PostError) -> PostError {
+        if error == PostError::Invalid && !self.sends() {
+            return PostError::WrongState;
+        }
+        error
+    }
+
+    /// What of a request can be said without the device.
+    fn check(&self, request: &SendRequest) -> Result<(), PostError> {
         request.check()?;
         let cap = self.0.qp.cap();
         if request.sges.as_slice().len() > cap.max_send_sge as usize {
@@ -250,21 +266,39 @@ impl QueuePair {
         {
             return Err(PostError::TooLong);
         }
-        self.check_target(&request)?;
-        let mut handles = self.handles();
-        let posted = self.post_locked(&mut handles, &request);
-        // The library does not say which of its rules was broken: the state is one that programs can do something about.
-        if posted == Err(PostError::Invalid) && !self.sends() {
-            return Err(PostError::WrongState);
-        }
-        posted
+        self.check_target(request)
     }
 
     /// Posts send requests in order. Fails at the first that is not taken; those before it are posted.
     pub(crate) fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
-        for (index, request) in requests.into_iter().enumerate() {
-            self.post_send(request)
-                .map_err(|source| PostListError { index, source })?;
+        let mut handles = self.handles();
+        let mut at = 0;
+        while at < requests.len() {
+            // Those that one call takes: what names windows or handles, and what is the extended interface's, goes by itself.
+            let chained = |request| self.check(request).and_then(|()| self.plain(request));
+            let chain = requests[at..].iter().map(chained);
+            let chain: Vec<Request<'_>> = chain.map_while(|request| request.ok().flatten()).collect();
+            let (taken, posted) = if chain.is_empty() {
+                let request = &requests[at];
+                let posted = self.check(request);
+                (
+                    1,
+                    posted
+                        .and_then(|()| self.post_locked(&mut handles, request))
+                        .map_err(|why| (0, why)),
+                )
+            } else {
+                let posted = self.0.qp.post_send_chain(&chain);
+                (
+                    chain.len(),
+                    posted.map_err(|(place, error)| (place, refused(error))),
+                )
+            };
+            posted.map_err(|(place, why)| PostListError {
+                index: at + place,
+                source: self.by_state(why),
+            })?;
+            at += taken;
         }
         Ok(())
     }
@@ -310,11 +344,29 @@ impl QueuePair {
         }
     }
 
-    fn post_locked(&self, handles: &mut Handles<Ah>, request: &SendRequest) -> Result<(), PostError> {
-        let registry = &self.0.pd.registry;
-        let (wr_id, flags) = (request.wr_id, request.flags.bits());
-        let (window, region);
-        let (opcode, imm, mut work) = match &request.operation {
+    /// A request that says all by itself, as the library takes it; `None`: it does not.
+    fn plain<'a>(&self, request: &'a SendRequest) -> Result<Option<Request<'a>>, PostError> {
+        let srqn = match &request.to {
+            Target::Connected => 0,
+            Target::Srq(number) => number.0,
+            Target::Datagram { .. } => return Ok(None),
+        };
+        let translated = self.translate(&request.operation)?;
+        Ok(translated.map(|(opcode, imm, work)| Request {
+            wr_id: request.wr_id,
+            opcode,
+            flags: request.flags.bits(),
+            imm,
+            sges: &request.sges,
+            work,
+            srqn,
+        }))
+    }
+
+    /// What the library calls an operation, its immediate data or key, and what it is about; `None`: it names a window, or is the extended
+    /// interface's.
+    fn translate(&self, operation: &Operation) -> Result<Option<(u32, u32, Work<'static>)>, PostError> {
+        Ok(Some(match operation {
             Operation::Send { imm: None } => (wr_opcode::SEND, 0, Work::List),
             Operation::Send { imm: Some(imm) } => (wr_opcode::SEND_WITH_IMM, imm.to_be(), Work::List),
             Operation::SendInvalidate { rkey } => (wr_opcode::SEND_WITH_INV, rkey.0, Work::List),
@@ -350,6 +402,33 @@ impl QueuePair {
                 };
                 (wr_opcode::ATOMIC_FETCH_AND_ADD, 0, work)
             }
+            Operation::LocalInvalidate { rkey } => (wr_opcode::LOCAL_INV, rkey.0, Work::List),
+            Operation::Register(_) => {
+                return Err(PostError::Unsupported(Features::FAST_REGISTER.first_name()));
+            }
+            Operation::AtomicWrite { .. } | Operation::Flush { .. } | Operation::Bind(_) => return Ok(None),
+        }))
+    }
+
+    fn post_locked(&self, handles: &mut Handles<Ah>, request: &SendRequest) -> Result<(), PostError> {
+        if let Some(plain) = self.plain(request)? {
+            return self.0.qp.post_send(&plain).map_err(refused);
+        }
+        let registry = &self.0.pd.registry;
+        let (wr_id, flags) = (request.wr_id, request.flags.bits());
+        let post = |opcode: u32, imm: u32, work: Work<'_>| {
+            let request = Request {
+                wr_id,
+                opcode,
+                flags,
+                imm,
+                sges: &request.sges,
+                work,
+                srqn: 0,
+            };
+            self.0.qp.post_send(&request).map_err(refused)
+        };
+        match &request.operation {
             Operation::AtomicWrite { va, rkey } => {
                 self.needs(Features::ATOMIC_WRITE)?;
                 let extended = ExtendedRequest::AtomicWrite {
@@ -357,7 +436,7 @@ impl QueuePair {
                     rkey: rkey.0,
                     bytes: registry.eight_bytes(&request.sges)?,
                 };
-                return self.0.qp.post_extended(wr_id, flags, extended).map_err(refused);
+                self.0.qp.post_extended(wr_id, flags, extended).map_err(refused)
             }
             Operation::Flush {
                 va,
@@ -378,66 +457,38 @@ impl QueuePair {
                     placement: placement.bits(),
                     selectivity: *selectivity as u8,
                 };
-                return self.0.qp.post_extended(wr_id, flags, extended).map_err(refused);
+                self.0.qp.post_extended(wr_id, flags, extended).map_err(refused)
             }
             Operation::Bind(bind) => {
                 self.needs(Features::MW_TYPE_2)?;
-                (window, region) = registry.window_and_region(bind)?;
-                let work = Work::Bind {
-                    window: &window,
-                    rkey: bind.window.0,
-                    range: BindRange {
-                        region: &region,
-                        va: bind.va,
-                        length: bind.length,
-                        access: bind.access.bits(),
-                    },
+                registry.bind(bind, |window, region| {
+                    let work = Work::Bind {
+                        window,
+                        rkey: bind.window.0,
+                        range: range_of(bind, region),
+                    };
+                    post(wr_opcode::BIND_MW, 0, work)
+                })
+            }
+            // What is left goes to whom it names.
+            operation => {
+                let Target::Datagram { path, qpn, qkey } = &request.to else {
+                    return Err(PostError::Invalid);
                 };
-                (wr_opcode::BIND_MW, 0, work)
-            }
-            Operation::LocalInvalidate { rkey } => (wr_opcode::LOCAL_INV, rkey.0, Work::List),
-            Operation::Register(_) => {
-                return Err(PostError::Unsupported(Features::FAST_REGISTER.first_name()));
-            }
-        };
-        let (mut srqn, mut way) = (0, None);
-        match &request.to {
-            Target::Connected => {}
-            Target::Datagram { path, qpn, qkey } => {
-                let to = (path.dst, path.traffic_class);
-                way = Some(to);
-                work = Work::Datagram {
-                    ah: handles.of(to, || handle(&self.0.pd, to))?,
+                let Some((opcode, imm, _)) = self.translate(operation)? else {
+                    return Err(PostError::Invalid);
+                };
+                let way = (path.dst, path.traffic_class);
+                let work = Work::Datagram {
+                    ah: handles.of(way, || handle(&self.0.pd, way))?,
                     qpn: qpn.value(),
                     qkey: *qkey,
                 };
+                let posted = post(opcode, imm, work);
+                handles.tried(way, posted.is_ok());
+                posted
             }
-            Target::Srq(number) => srqn = number.0,
         }
-        let bound = match &request.operation {
-            Operation::Bind(bind) => Some((
-                bind.window.0,
-                registry.note_bound(bind.window.0, Some(bind.region.0)),
-            )),
-            _ => None,
-        };
-        let request = Request {
-            wr_id,
-            opcode,
-            flags,
-            imm,
-            sges: &request.sges,
-            work,
-            srqn,
-        };
-        let posted = self.0.qp.post_send(&request).map_err(refused);
-        if let Some(way) = way {
-            handles.tried(way, posted.is_ok());
-        }
-        if let Some((window, before)) = bound.filter(|_| posted.is_err()) {
-            registry.note_bound(window, before);
-        }
-        posted
     }
 
     fn needs(&self, feature: Features) -> Result<(), PostError> {
@@ -450,19 +501,13 @@ impl QueuePair {
     pub(crate) fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
         self.needs(Features::MW_TYPE_1)?;
         let registry = &self.0.pd.registry;
-        let (window, region) = registry.window_and_region(&bind)?;
-        let range = BindRange {
-            region: &region,
-            va: bind.va,
-            length: bind.length,
-            access: bind.access.bits(),
-        };
         let _one_at_a_time = self.handles();
-        let before = registry.note_bound(bind.window.0, Some(bind.region.0));
-        let bound = self.0.qp.bind_mw(wr_id, flags.bits(), &window, range);
-        let key = bound.map_err(|error| {
-            registry.note_bound(bind.window.0, before);
-            refused(error)
+        let key = registry.bind(&bind, |window, region| {
+            let bound = self
+                .0
+                .qp
+                .bind_mw(wr_id, flags.bits(), window, range_of(&bind, region));
+            bound.map_err(refused)
         })?;
         registry.rekey_window(bind.window.0, key);
         Ok(RKey(key))
@@ -660,6 +705,15 @@ fn join(group: IpAddr, own: IpAddr) -> std::io::Result<UdpSocket> {
 
 fn rdma<'a>(va: u64, rkey: RKey) -> Work<'a> {
     Work::Rdma { va, rkey: rkey.0 }
+}
+
+fn range_of<'a>(bind: &Bind, region: &'a Mr) -> BindRange<'a> {
+    BindRange {
+        region,
+        va: bind.va,
+        length: bind.length,
+        access: bind.access.bits(),
+    }
 }
 
 fn flush_feature(kind: rdmux_rnic::Placement) -> Features {

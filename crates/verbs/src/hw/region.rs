@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rdmux_rnic::{Access, Bind, LKey, PostError, RKey, RegionSpec, RegisterError, SgeList, WindowType};
 use rustix::io::Errno;
@@ -23,16 +23,16 @@ pub(super) struct Registry {
     windows: Mutex<HashMap<u32, Window>>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Region {
-    mr: Arc<Mr>,
+    mr: Mr,
     iova: u64,
 }
 
 #[derive(Debug)]
 struct Window {
     /// `None`: its region has ended, and it with it.
-    mw: Option<Arc<Mw>>,
+    mw: Option<Mw>,
     /// The region that it is, or was last, bound to.
     region: Option<u32>,
 }
@@ -46,21 +46,21 @@ impl Registry {
         self.windows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a binding names.
-    pub(super) fn window_and_region(&self, bind: &Bind) -> Result<(Arc<Mw>, Arc<Mr>), PostError> {
-        let windows = self.windows();
-        let window = windows
-            .get(&(bind.window.0 & !OWN_BITS))
-            .and_then(|window| window.mw.clone());
-        let region = self.regions().get(&bind.region.0).map(|region| region.mr.clone());
-        window.zip(region).ok_or(PostError::Invalid)
-    }
-
-    /// Notes which region a window is bound to; gives the one that was noted before, for a binding that is not posted after all.
-    pub(super) fn note_bound(&self, window: u32, region: Option<u32>) -> Option<u32> {
+    /// Posts the binding of a window to a region. Neither ends meanwhile: a region that a window is bound to does not end before it.
+    pub(super) fn bind<T>(
+        &self,
+        bind: &Bind,
+        post: impl FnOnce(&Mw, &Mr) -> Result<T, PostError>,
+    ) -> Result<T, PostError> {
         let mut windows = self.windows();
-        let window = windows.get_mut(&(window & !OWN_BITS))?;
-        std::mem::replace(&mut window.region, region)
+        let window = windows.get_mut(&(bind.window.0 & !OWN_BITS));
+        let window = window.ok_or(PostError::Invalid)?;
+        let mw = window.mw.as_ref().ok_or(PostError::Invalid)?;
+        let regions = self.regions();
+        let region = regions.get(&bind.region.0).ok_or(PostError::Invalid)?;
+        let posted = post(mw, &region.mr)?;
+        window.region = Some(bind.region.0);
+        Ok(posted)
     }
 
     /// A window of type 1 has a new key.
@@ -80,7 +80,9 @@ impl Registry {
         }
         let mut at = 0;
         for sge in sges.as_slice() {
-            let region = self.regions().get(&sge.lkey).cloned().ok_or(PostError::Invalid)?;
+            // Held while it is read: its owner's drop is to be the end of it.
+            let regions = self.regions();
+            let region = regions.get(&sge.lkey).ok_or(PostError::Invalid)?;
             let to = bytes
                 .get_mut(at..at + sge.length as usize)
                 .ok_or(PostError::Invalid)?;
@@ -142,10 +144,7 @@ impl ProtectionDomain {
         let made = Mr::new(self.object(), memory, offset, length, iova, access.bits());
         let mr = made.ok_or(RegisterError::NotMapped)?.map_err(refused)?;
         let (lkey, rkey) = mr.keys();
-        let region = Region {
-            mr: Arc::new(mr),
-            iova,
-        };
+        let region = Region { mr, iova };
         self.registry.regions().insert(lkey, region);
         Ok(MemoryRegion {
             pd: self.clone(),
@@ -172,7 +171,7 @@ impl ProtectionDomain {
         let mw = Mw::new(self.object(), number).map_err(refused)?;
         let rkey = mw.rkey();
         let window = Window {
-            mw: Some(Arc::new(mw)),
+            mw: Some(mw),
             region: None,
         };
         self.registry.windows().insert(rkey & !OWN_BITS, window);
@@ -210,22 +209,24 @@ impl MemoryRegion {
 
     /// Devices that register anew under the same keys are not known.
     pub(crate) fn rereg(&mut self, _spec: RegionSpec) -> Result<(), RegisterError> {
-        Err(RegisterError::Unsupported(Features::FAST_REGISTER.first_name()))
+        Err(RegisterError::Unsupported("registering anew under the same keys"))
     }
 }
 
 impl Drop for MemoryRegion {
     fn drop(&mut self) {
         let registry = &self.pd.registry;
-        // A region with windows bound to it does not end: they end first.
+        // A region with windows bound to it does not end: they end first. Nobody binds another to it meanwhile.
         let mut bound = Vec::new();
-        for window in registry.windows().values_mut() {
+        let mut windows = registry.windows();
+        for window in windows.values_mut() {
             if window.region == Some(self.lkey.0) {
                 bound.extend(window.mw.take());
             }
         }
-        drop(bound);
         let region = registry.regions().remove(&self.lkey.0);
+        drop(windows);
+        drop(bound);
         drop(region);
     }
 }
