@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::Duration;
 
+use rdmux_verbs::soft::resources::{DeviceAt, Item, Object, ask, rnics};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -396,5 +397,66 @@ fn what_the_system_does_not_have__is_said_before_it_is_used() {
             said.contains("does not offer connections of UC and XRC by address"),
             "{said}"
         );
+    });
+}
+
+#[test]
+fn ask__what_this_process_has_on_an_rnic() {
+    with_the_library("ask__what_this_process_has_on_an_rnic", || {
+        let (_device, a, b) = pair();
+        let address: IpAddr = ADDRESS.parse().unwrap();
+        // Others of this host may have a device there too.
+        let tell = |object| {
+            let places: Vec<DeviceAt> = rnics().into_iter().filter(|at| at.address == address).collect();
+            let told = ask(&places, object, LONG).into_iter();
+            let mut told =
+                told.filter_map(|(_, told)| told.ok().filter(|told| told.pid == Some(std::process::id())));
+            told.next().expect("an answer").items
+        };
+        match &tell(Object::Device)[..] {
+            [Item::Device(device)] => {
+                let counts = device.counts;
+                assert_eq!((counts.pds, counts.cqs, counts.mrs, counts.qps), (2, 2, 2, 2));
+                assert!(device.active);
+            }
+            other => panic!("{other:?}"),
+        }
+        let qps = tell(Object::Qp);
+        for (own, peer) in [(&a, &b), (&b, &a)] {
+            let is_it = |item: &&Item| matches!(item, Item::Qp(qp) if qp.qpn == own.qp.qpn());
+            let Some(Item::Qp(qp)) = qps.iter().find(is_it) else {
+                panic!("{qps:?}");
+            };
+            assert_eq!(
+                (qp.qp_type, qp.state, qp.path_mtu),
+                (QpType::Rc, QpState::Rts, 1024)
+            );
+            assert_eq!(
+                (qp.peer, &qp.carrier),
+                (Some((address, peer.qp.qpn())), &Some(Carrier::Rnic))
+            );
+            assert_eq!((qp.send_cqn, qp.recv_cqn), (own.cq.cqn().0, own.cq.cqn().0));
+        }
+        let keys: Vec<u32> = tell(Object::Mr)
+            .iter()
+            .map(|item| match item {
+                Item::Mr(mr) => mr.rkey,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert!(
+            keys.contains(&a.mr.rkey().0) && keys.contains(&b.mr.rkey().0),
+            "{keys:x?}"
+        );
+        drop(a);
+        assert_eq!(
+            (
+                tell(Object::Qp).len(),
+                tell(Object::Mr).len(),
+                tell(Object::Cq).len()
+            ),
+            (1, 1, 1)
+        );
+        assert_eq!((tell(Object::Pd).len(), tell(Object::Srq).len()), (1, 0));
     });
 }

@@ -5,7 +5,7 @@ use rdmux_verbs::soft::resources::{DeviceResource, Item, Object, netdev_of};
 
 use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers, guid};
 
-/// What every device can do, by the names that rdma(8) has.
+/// What every soft device can do, by the names that rdma(8) has.
 const CAPABILITIES: [&str; 11] = [
     "BAD_PKEY_CNTR",
     "BAD_QKEY_CNTR",
@@ -21,16 +21,16 @@ const CAPABILITIES: [&str; 11] = [
 ];
 
 const DEV_JSON: &str = "\
-JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), node_type, fw, node_guid,
-sys_image_guid, caps, pid, comm; or error, where a device does not answer.";
+JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), provider (hw, of an
+RNIC's alone), node_type, fw, node_guid, sys_image_guid, caps (not of an RNIC's), pid, comm; or error, where a device does not answer.";
 
 const LINK_JSON: &str = "\
-JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), state, physical_state,
-active_mtu (bytes), netdev, netdev_index, pid, comm; or error, where a device does not answer.";
+JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), provider (hw, of an
+RNIC's alone), state, physical_state, active_mtu (bytes), netdev, netdev_index, pid, comm; or error, where a device does not answer.";
 
 const STAT_JSON: &str = "\
-JSON: an array of objects: ifname (the address), port (the slot), a count by the name of each counter, pid, comm; or error, where a device
-does not answer.";
+JSON: an array of objects: ifname (the address), port (the slot), provider (hw, of an RNIC's alone), a count by the name of each
+counter, pid, comm; or error, where a device does not answer.";
 
 /// What counters can be chosen by.
 const STAT_KEYS: [(&str, Kind); 2] = [("pid", Kind::Number), ("comm", Kind::Word)];
@@ -114,12 +114,17 @@ pub(crate) fn run_dev(args: &DevArgs, before: Options) -> Result<()> {
     let rows = each_device(
         &found,
         |answer| format!("{}: {}:", answer.index, answer.at),
-        |row, device| {
-            row.with("node_type", "ca")
+        |row, device, answer| {
+            let row = row
+                .with("node_type", "ca")
                 .with("fw", device.version.clone())
                 .with("node_guid", guid(device.guid))
-                .with("sys_image_guid", guid(device.guid))
-                .shown_as("caps", CAPABILITIES.to_vec(), caps.clone())
+                .with("sys_image_guid", guid(device.guid));
+            // What an RNIC can do is `ibv_devinfo`'s to say.
+            match answer.at.is_rnic() {
+                true => row,
+                false => row.shown_as("caps", CAPABILITIES.to_vec(), caps.clone()),
+            }
         },
     );
     objects::print(&rows, options, &[], hidden);
@@ -138,7 +143,7 @@ pub(crate) fn run_link(args: &LinkArgs, before: Options) -> Result<()> {
         rows.extend(each_device(
             std::slice::from_ref(answer),
             |answer| format!("link {}", answer.at),
-            |row, device| {
+            |row, device, _| {
                 let (state, physical) = if device.active {
                     ("ACTIVE", "LINK_UP")
                 } else {
@@ -187,7 +192,7 @@ pub(crate) fn run_stat(args: &StatArgs, before: Options) -> Result<()> {
 fn each_device(
     found: &[Answer],
     head: impl Fn(&Answer) -> String,
-    fill: impl Fn(Row, &DeviceResource) -> Row,
+    fill: impl Fn(Row, &DeviceResource, &Answer) -> Row,
 ) -> Vec<Row> {
     let mut rows = Vec::new();
     for answer in found {
@@ -196,7 +201,7 @@ fn each_device(
             Ok(items) => rows.extend(items.iter().filter_map(|item| match item {
                 Item::Device(device) => {
                     let row = Row::of(answer, head(answer)).hidden("ifindex", answer.index);
-                    Some(fill(row, device).with_process(answer))
+                    Some(fill(row, device, answer).with_process(answer))
                 }
                 _ => None,
             })),

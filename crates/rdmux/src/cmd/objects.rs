@@ -1,7 +1,8 @@
 //! What `dev`, `link`, `res` and `stat` have in common: the devices that answer, filters, and how objects are shown, with the words
 //! and JSON keys of rdma(8).
 //!
-//! A device is a process's place on an address, and its name ADDRESS/SLOT: JSON has the address as `ifname` and the slot as `port`.
+//! A device is a process's place on an address, and its name ADDRESS/SLOT: JSON has the address as `ifname` and the slot as `port`. Slots from
+//! 128 on are devices of provider `hw`, and shown with that word.
 
 use std::borrow::Cow;
 use std::fs;
@@ -13,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::ArgAction;
 use clap::error::ErrorKind;
-use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, ask, devices};
+use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, ask, devices, rnics};
 use serde_json::{Map, Value, json};
 
 use crate::output::{self, Align};
@@ -117,7 +118,9 @@ pub(crate) struct Answer {
 
 /// What devices answered, and a note for each that keeps to itself what it has.
 pub(crate) fn answers(named: Named, object: Object) -> Result<(Vec<Answer>, Vec<anyhow::Error>)> {
-    let all = devices();
+    let mut all = devices();
+    all.extend(rnics());
+    all.sort();
     let chosen: Vec<DeviceAt> = all.iter().copied().filter(|at| named.is_it(*at)).collect();
     let (mut found, mut hidden) = (Vec::new(), Vec::new());
     for (at, answer) in ask(&chosen, object, PATIENCE) {
@@ -188,8 +191,14 @@ impl Row {
             head,
             pairs: Vec::new(),
         };
-        row.hidden("ifname", json!(answer.at.address))
-            .hidden("port", json!(answer.at.slot))
+        let row = row
+            .hidden("ifname", json!(answer.at.address))
+            .hidden("port", json!(answer.at.slot));
+        // An RNIC's.
+        match answer.at.is_rnic() {
+            true => row.with("provider", "hw"),
+            false => row,
+        }
     }
 
     pub(crate) fn with(mut self, key: impl Into<Cow<'static, str>>, value: impl Into<Value>) -> Row {

@@ -13,7 +13,7 @@ use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers};
 use crate::output::Align;
 
 const JSON: &str = "\
-JSON: an array of objects: ifname, port, pid, comm, and of
+JSON: an array of objects: ifname, port, provider (hw, of an RNIC's alone), pid, comm, and of
   (none)  pd, cq, qp, cm_id, mr, ctx, srq: how many
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not), pdn, scqn, rcqn, srqn, sends, receives

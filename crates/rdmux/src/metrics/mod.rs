@@ -264,6 +264,9 @@ fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
     gauge("rdmux_hw_memory_regions", help, |rnic| rnic.regions);
     let help = "Completion queues that this process has on the RNIC.";
     gauge("rdmux_hw_completion_queues", help, |rnic| rnic.completion_queues);
+    if rnics.iter().all(|rnic| rnic.counters.is_empty()) {
+        return;
+    }
     let help = "What the RNIC's driver counted, for all programs, under the driver's names.";
     text.family("rdmux_hw_counter_total", Kind::Counter, help);
     for (port, rnic) in each() {

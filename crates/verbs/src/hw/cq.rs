@@ -11,8 +11,9 @@ use rdmux_rnic::{Arm, Cqn, Qpn, RKey, Status, WcOpcode, WorkCompletion};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::io::Errno;
 
-use super::device::{Counted, Device, poll_until};
+use super::device::{Device, Listed, poll_until};
 use super::objects::{Cq, POLL_MAX};
+use super::resources::Entry;
 use crate::abi::{self, wc_flags, wc_opcode, wc_status};
 use crate::cq::ResizeError;
 use crate::device::CreateError;
@@ -41,7 +42,7 @@ struct Inner {
     waiters: AtomicUsize,
     policy: Mutex<Policy>,
     began: Instant,
-    _counted: Counted,
+    _listed: Listed,
 }
 
 /// Completion queue.
@@ -79,7 +80,7 @@ impl CompletionQueue {
             waiters: AtomicUsize::new(0),
             policy: Mutex::new(policy),
             began: Instant::now(),
-            _counted: Counted::completion_queue(device),
+            _listed: Listed::new(device, Entry::Cq { number, depth }),
         })))
     }
 

@@ -1,12 +1,12 @@
 //! Devices: found by their address, opened once for each [`Device`], so that each has its own asynchronous events.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,11 +22,13 @@ use super::cq;
 use super::library::{Library, LibraryError};
 use super::metrics;
 use super::objects::{Context, Cq, Pd, Qp, QpInit, Xrcd};
+use super::resources::{self, Entry};
 use crate::abi;
 use crate::device::CreateError;
 use crate::event::AsyncEvent;
 use crate::features::{Features, Unsupported};
 use crate::soft::faults::FaultCounts;
+use crate::soft::resources::answer::Answering;
 use crate::waiting::WaitMode;
 
 /// Why an RNIC could not be opened.
@@ -107,9 +109,17 @@ fn refused_by(name: &str) -> Option<OpenError> {
         let device = fs::read_to_string(verbs.join(entry).join("ibdev"));
         device.is_ok_and(|device| device.trim() == name)
     };
-    let file = format!("/dev/infiniband/{}", folder(verbs).into_iter().find(is_its)?);
-    let source = fs::File::options().read(true).write(true).open(&file).err()?;
-    Some(OpenError::Io { device: file, source })
+    let entry = folder(verbs).into_iter().find(is_its)?;
+    refused_to(&format!("/dev/infiniband/{entry}"))
+}
+
+/// Why a device's file may not be opened; `None`: it may.
+fn refused_to(file: &str) -> Option<OpenError> {
+    let source = fs::File::options().read(true).write(true).open(file).err()?;
+    Some(OpenError::Io {
+        device: file.into(),
+        source,
+    })
 }
 
 /// The names in a folder, sorted; none where it cannot be read.
@@ -136,38 +146,35 @@ pub(super) struct Inner {
     pub(super) waiting: Option<WaitMode>,
     pub(super) cm: OnceLock<Result<Cm, Errno>>,
     next_number: AtomicU32,
-    /// Queue pairs, memory regions and completion queues.
-    pub(super) counts: [AtomicUsize; 3],
+    entries: Mutex<BTreeMap<u32, Entry>>,
+    /// For tools; nobody else minds that there may be none.
+    answering: OnceLock<Option<Answering>>,
     /// Why queue pairs went to error, as their completions said.
     errors: Mutex<HashMap<u32, Status>>,
 }
 
-/// Counts an object of one kind as long as it lives.
+/// What is told of an object as long as it lives.
 #[derive(Debug)]
-pub(super) struct Counted(Arc<Inner>, usize);
+pub(super) struct Listed(Arc<Inner>, u32);
 
-impl Counted {
-    pub(super) fn queue_pair(device: &Device) -> Counted {
-        Counted::new(device, 0)
-    }
-
-    pub(super) fn region(device: &Device) -> Counted {
-        Counted::new(device, 1)
-    }
-
-    pub(super) fn completion_queue(device: &Device) -> Counted {
-        Counted::new(device, 2)
-    }
-
-    fn new(device: &Device, kind: usize) -> Counted {
-        device.0.counts[kind].fetch_add(1, Ordering::Relaxed);
-        Counted(device.0.clone(), kind)
+impl Listed {
+    pub(super) fn new(device: &Device, entry: Entry) -> Listed {
+        let number = device.next_number();
+        device.0.entries().insert(number, entry);
+        Listed(device.0.clone(), number)
     }
 }
 
-impl Drop for Counted {
+impl Drop for Listed {
     fn drop(&mut self) {
-        self.0.counts[self.1].fetch_sub(1, Ordering::Relaxed);
+        let entry = self.0.entries().remove(&self.1);
+        drop(entry);
+    }
+}
+
+impl Inner {
+    pub(super) fn entries(&self) -> MutexGuard<'_, BTreeMap<u32, Entry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -191,10 +198,13 @@ impl Device {
                 return Err(closed.unwrap_or(OpenError::NoDevice { address, others }));
             }
             Err(error) => {
-                return Err(OpenError::Io {
-                    device: "/dev/infiniband/rdma_cm".into(),
-                    source: error.into(),
-                });
+                // The library takes a file that may not be opened for one that there is not.
+                return Err(
+                    refused_to("/dev/infiniband/rdma_cm").unwrap_or_else(|| OpenError::Io {
+                        device: "/dev/infiniband/rdma_cm".into(),
+                        source: error.into(),
+                    }),
+                );
             }
         };
         let failed = |error: Errno| OpenError::Io {
@@ -225,10 +235,12 @@ impl Device {
             waiting,
             cm: OnceLock::new(),
             next_number: AtomicU32::new(1),
-            counts: Default::default(),
+            entries: Mutex::default(),
+            answering: OnceLock::new(),
             errors: Mutex::default(),
         });
         metrics::enlist(&inner);
+        inner.answering.get_or_init(|| resources::answer(&inner).ok());
         Ok(Device(inner))
     }
 
@@ -373,9 +385,11 @@ impl Device {
 
     pub(crate) fn alloc_pd(&self) -> Result<ProtectionDomain, CreateError> {
         let pd = Pd::new(&self.0.context).map_err(|error| self.create_error(error, Features::empty()))?;
+        let listed = Listed::new(self, Entry::Pd);
         Ok(ProtectionDomain {
             device: self.clone(),
             pd: Arc::new(pd),
+            listed: Arc::new(listed),
             registry: Arc::default(),
         })
     }
@@ -487,8 +501,8 @@ impl Device {
 
     /// Queue pairs, memory regions and completion queues there are.
     pub(crate) fn object_counts(&self) -> (usize, usize, usize) {
-        let [qps, mrs, cqs] = [0, 1, 2].map(|kind: usize| self.0.counts[kind].load(Ordering::Relaxed));
-        (qps, mrs, cqs)
+        let counts = resources::counts(&self.0);
+        (counts.qps as usize, counts.mrs as usize, counts.cqs as usize)
     }
 
     fn errors(&self) -> MutexGuard<'_, HashMap<u32, Status>> {
@@ -536,6 +550,7 @@ pub(super) fn poll_until(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> i
 pub(crate) struct ProtectionDomain {
     device: Device,
     pd: Arc<Pd>,
+    listed: Arc<Listed>,
     pub(super) registry: Arc<super::region::Registry>,
 }
 
@@ -546,6 +561,11 @@ impl ProtectionDomain {
 
     pub(super) fn object(&self) -> &Arc<Pd> {
         &self.pd
+    }
+
+    /// What tools know it by.
+    pub(super) fn number(&self) -> u32 {
+        self.listed.1
     }
 }
 

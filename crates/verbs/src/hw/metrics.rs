@@ -3,10 +3,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::device::{Inner, folder};
+use super::resources;
 
 /// The devices of this process that were opened.
 static DEVICES: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
@@ -40,7 +40,8 @@ pub fn devices() -> Vec<RnicMetrics> {
     let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let mut found: Vec<RnicMetrics> = Vec::new();
     for device in devices.iter().filter_map(Weak::upgrade) {
-        let [qps, mrs, cqs] = [0, 1, 2].map(|kind: usize| device.counts[kind].load(Ordering::Relaxed));
+        let counts = resources::counts(&device);
+        let [qps, mrs, cqs] = [counts.qps, counts.mrs, counts.cqs].map(|count| count as usize);
         let (name, port) = (device.context.name(), device.port);
         let known = found
             .iter_mut()
@@ -50,18 +51,28 @@ pub fn devices() -> Vec<RnicMetrics> {
             known.regions += mrs;
             known.completion_queues += cqs;
         } else {
-            let at: PathBuf = format!("/sys/class/infiniband/{name}/ports/{port}").into();
             found.push(RnicMetrics {
                 device: name.to_owned(),
                 port,
                 queue_pairs: qps,
                 regions: mrs,
                 completion_queues: cqs,
-                counters: counters_at(&at),
+                counters: counters_of(&device),
             });
         }
     }
     found
+}
+
+/// The counters of a device's port.
+pub(super) fn counters_of(device: &Inner) -> Vec<(String, u64)> {
+    let at: PathBuf = format!(
+        "/sys/class/infiniband/{}/ports/{}",
+        device.context.name(),
+        device.port
+    )
+    .into();
+    counters_at(&at)
 }
 
 /// The counters in a port's folder: those of the specification, and the driver's.

@@ -13,6 +13,7 @@ pub mod metrics;
 mod objects;
 pub(crate) mod qp;
 pub(crate) mod region;
+mod resources;
 pub(crate) mod sidr;
 pub(crate) mod srq;
 

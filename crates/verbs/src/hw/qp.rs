@@ -13,8 +13,9 @@ use rdmux_wire::cm::{from_gid, to_gid};
 use rdmux_wire::roce::PathMtu;
 use rustix::io::Errno;
 
-use super::device::{Counted, Device, ProtectionDomain};
+use super::device::{Device, Listed, ProtectionDomain};
 use super::objects::{Ah, BindRange, ExtendedRequest, Mr, Qp, QpInit, Request, Work};
+use super::resources;
 use crate::abi::{self, qp_attr, qp_type as types, wr_opcode};
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::features::Features;
@@ -36,7 +37,7 @@ struct Inner {
     /// Held while a request is posted, so that requests of the two interfaces do not mix.
     handles: Mutex<Handles<Ah>>,
     groups: Mutex<HashMap<IpAddr, UdpSocket>>,
-    _counted: Counted,
+    _listed: Listed,
 }
 
 /// Queue pair.
@@ -154,11 +155,20 @@ impl ProtectionDomain {
         })?;
         // A number that is used again begins without what was said of it.
         device.forget_error(qp.number());
+        let qp = Arc::new(qp);
+        let entry = resources::Entry::Qp {
+            qp: Arc::downgrade(&qp),
+            qp_type,
+            pdn: self.number(),
+            send_cqn: send_cq.cqn().0,
+            recv_cqn: recv_cq.cqn().0,
+            srqn: srq.map(|srq| srq.srqn().0),
+        };
         let capacity = (qp.cap().max_send_wr as usize + 1).max(HANDLES_MIN);
         Ok(QueuePair(Arc::new(Inner {
             device: device.clone(),
             pd: self.clone(),
-            qp: Arc::new(qp),
+            qp,
             qp_type,
             takes_from_srq: srq.is_some() || qp_type == QpType::XrcRecv,
             handles: Mutex::new(Handles {
@@ -167,7 +177,7 @@ impl ProtectionDomain {
                 uses: 0,
             }),
             groups: Mutex::default(),
-            _counted: Counted::queue_pair(device),
+            _listed: Listed::new(device, entry),
         })))
     }
 }
@@ -194,7 +204,7 @@ pub(super) fn state_number(state: QpState) -> u32 {
     }
 }
 
-fn state_of(number: u32) -> QpState {
+pub(super) fn state_of(number: u32) -> QpState {
     match number {
         0 => QpState::Reset,
         1 => QpState::Init,

@@ -7,8 +7,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rdmux_rnic::{Access, Bind, LKey, PostError, RKey, RegionSpec, RegisterError, SgeList, WindowType};
 use rustix::io::Errno;
 
-use super::device::{Counted, ProtectionDomain};
+use super::device::{Listed, ProtectionDomain};
 use super::objects::{Mr, Mw};
+use super::resources::Entry;
 use crate::features::Features;
 use crate::memory::Pages;
 
@@ -144,13 +145,20 @@ impl ProtectionDomain {
         let made = Mr::new(self.object(), memory, offset, length, iova, access.bits());
         let mr = made.ok_or(RegisterError::NotMapped)?.map_err(refused)?;
         let (lkey, rkey) = mr.keys();
+        let entry = Entry::Mr {
+            pdn: self.number(),
+            rkey,
+            iova,
+            length,
+            access,
+        };
         let region = Region { mr, iova };
         self.registry.regions().insert(lkey, region);
         Ok(MemoryRegion {
             pd: self.clone(),
             lkey: LKey(lkey),
             rkey: RKey(rkey),
-            _counted: Counted::region(device),
+            _listed: Listed::new(device, entry),
         })
     }
 
@@ -195,7 +203,7 @@ pub(crate) struct MemoryRegion {
     pd: ProtectionDomain,
     lkey: LKey,
     rkey: RKey,
-    _counted: Counted,
+    _listed: Listed,
 }
 
 impl MemoryRegion {

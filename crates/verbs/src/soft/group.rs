@@ -519,8 +519,18 @@ pub(crate) fn listen_silently(addr: IpAddr, slot: u8) -> OwnedFd {
     fd
 }
 
-/// The slots that have a process in this network namespace, whoever's, in the order of addresses; `None` where the system does
-/// not tell.
+/// A socket to listen on under the name of a place for a device of an RNIC; see [`connect_slot`].
+pub(in crate::soft) fn bind_rnic_slot(addr: IpAddr) -> Result<OwnedFd, Errno> {
+    Names::new(addr).bind_rnic_slot()
+}
+
+/// Whether a slot is the place of a device of an RNIC.
+pub(in crate::soft) fn is_rnic_slot(slot: u8) -> bool {
+    names::RNIC_SLOTS.contains(&slot)
+}
+
+/// The slots that have a process in this network namespace, whoever's, in the order of addresses, those of RNICs included; `None` where the
+/// system does not tell.
 pub(crate) fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
     let sockets = fs::read_to_string("/proc/net/unix").ok()?;
     Some(slots_of_sockets(&sockets))

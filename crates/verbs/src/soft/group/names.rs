@@ -3,6 +3,7 @@
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::net::IpAddr;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 
 use rdmux_wire::cm::ServiceId;
@@ -10,6 +11,9 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with};
 
 use super::SLOTS;
+
+/// The places of devices of RNICs, which only tools look for: no QPN of a soft device begins like that.
+pub(super) const RNIC_SLOTS: RangeInclusive<u8> = 128..=255;
 
 /// Of all names.
 const PREFIX: &str = "rdmux-4791-";
@@ -76,6 +80,13 @@ impl Names {
         Ok(fd)
     }
 
+    /// The same for a device of an RNIC, under the first place that is free.
+    pub(super) fn bind_rnic_slot(&self) -> Result<OwnedFd, Errno> {
+        let bound = RNIC_SLOTS.map(|slot| self.bind_slot(slot));
+        let mut bound = bound.skip_while(|bound| matches!(bound, Err(Errno::ADDRINUSE)));
+        bound.next().unwrap_or(Err(Errno::ADDRINUSE))
+    }
+
     /// A connection to the process of a slot.
     pub(super) fn connect_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
         let fd = unix_socket(SocketType::SEQPACKET)?;
@@ -122,7 +133,8 @@ pub(super) fn slot_of_name(name: &str) -> Option<(IpAddr, u8)> {
     let (addr, slot) = (addr.parse().ok()?, slot.parse().ok()?);
     // What is written otherwise is somebody else's.
     let ours = format!("{PREFIX}{addr}{}", slot_suffix(slot));
-    (ours == name && (1..SLOTS as u8).contains(&slot)).then_some((addr, slot))
+    let is_slot = (1..SLOTS as u8).contains(&slot) || RNIC_SLOTS.contains(&slot);
+    (ours == name && is_slot).then_some((addr, slot))
 }
 
 fn slot_suffix(slot: u8) -> String {

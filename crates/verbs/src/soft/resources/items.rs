@@ -172,6 +172,7 @@ const CM_STATES: [CmState; 7] = [
 ];
 const SHARED: u8 = 0;
 const NOWHERE: u8 = 255;
+const RNIC: u8 = 254;
 /// A number that is not there; all that there are have 32 bits at most.
 const NONE: u64 = u64::MAX;
 
@@ -266,7 +267,7 @@ pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, 
 }
 
 impl Item {
-    /// The record of all but queue pairs, which have [`qp_record`].
+    /// The record of all but queue pairs of engines, which have [`qp_record`].
     pub(in crate::soft) fn record(&self) -> Option<Record> {
         let record = |number: u64, words: &[u64]| Record {
             number,
@@ -292,7 +293,7 @@ impl Item {
                     ..record(0, &words)
                 }
             }
-            Item::Qp(_) => return None,
+            Item::Qp(qp) => qp.record(),
             Item::Cq(cq) => record(
                 cq.cqn.0.into(),
                 &[
@@ -440,6 +441,40 @@ impl Item {
 }
 
 impl QpResource {
+    /// The record of one that an RNIC has: it is carried by the RNIC's link, or by nothing yet.
+    fn record(&self) -> Record {
+        let peer = address(self.peer.map(|(address, _)| address));
+        let carrier = if self.carrier.is_some() { RNIC } else { NOWHERE };
+        let words = vec![
+            place(&TYPES, &self.qp_type),
+            place(&STATES, &self.state),
+            peer[0],
+            peer[1],
+            peer[2],
+            self.peer.map_or(0, |(_, qpn)| qpn.value().into()),
+            self.path_mtu.into(),
+            carrier.into(),
+            0,
+            0,
+            0,
+            0,
+            0,
+            self.pdn.into(),
+            self.send_cqn.into(),
+            self.recv_cqn.into(),
+            maybe(self.srqn),
+            self.sq_psn.into(),
+            self.rq_psn.into(),
+            self.sends.into(),
+            self.receives.into(),
+        ];
+        Record {
+            number: self.qpn.value().into(),
+            name: String::new(),
+            words,
+        }
+    }
+
     fn parse(record: &Record) -> Option<QpResource> {
         let word = |at| record.word(at);
         let short = |at| u32::try_from(record.word(at)).ok();
@@ -451,6 +486,7 @@ impl QpResource {
         let carrier = match code(word(7), word(8))? {
             (SHARED, _) => Some(Carrier::SharedMemory),
             (NOWHERE, _) => None,
+            (RNIC, _) => Some(Carrier::Rnic),
             code => Some(Carrier::Udp(Why::from_code(code)?.to_string())),
         };
         let why_not = match code(word(11), word(12))? {

@@ -15,6 +15,7 @@
 //! }
 //! ```
 
+pub(crate) mod answer;
 pub(in crate::soft) mod items;
 
 use std::fmt;
@@ -66,7 +67,7 @@ impl FromStr for DeviceAt {
         let parts = text.split_once('/').and_then(|(address, slot)| {
             Some(DeviceAt {
                 address: address.parse().ok()?,
-                slot: slot.parse().ok().filter(|slot| (1..SLOTS as u8).contains(slot))?,
+                slot: slot.parse().ok().filter(is_slot)?,
             })
         });
         parts.ok_or_else(|| BadName(text.to_owned()))
@@ -133,7 +134,7 @@ impl From<Why> for AskError {
     }
 }
 
-/// The devices of this network namespace, those of other users included, by address and slot. Where `/proc` is not mounted they
+/// The soft devices of this network namespace, those of other users included, by address and slot. Where `/proc` is not mounted they
 /// cannot be listed: then these are the places of 127.0.0.1, most of which nobody has.
 pub fn devices() -> Vec<DeviceAt> {
     let loopback = || {
@@ -141,9 +142,10 @@ pub fn devices() -> Vec<DeviceAt> {
         (1..SLOTS as u8).map(|slot| (address, slot)).collect()
     };
     let slots = group::slots_in_use().unwrap_or_else(loopback);
+    let slots = slots.into_iter();
     slots
-        .into_iter()
         .map(|(address, slot)| DeviceAt { address, slot })
+        .filter(|device| !device.is_rnic())
         .collect()
 }
 
@@ -164,6 +166,27 @@ pub fn node_guid(address: IpAddr) -> u64 {
                 .fold(0, |low, part| low << 16 | u64::from(part));
             low | 0x02 << 56
         }
+    }
+}
+
+/// The devices of provider `hw` that processes have open, likewise. They are asked as the others are; of connections and shared receive
+/// queues they tell nothing.
+pub fn rnics() -> Vec<DeviceAt> {
+    let slots = group::slots_in_use().unwrap_or_default().into_iter();
+    slots
+        .map(|(address, slot)| DeviceAt { address, slot })
+        .filter(|device| device.is_rnic())
+        .collect()
+}
+
+fn is_slot(slot: &u8) -> bool {
+    (1..SLOTS as u8).contains(slot) || group::is_rnic_slot(*slot)
+}
+
+impl DeviceAt {
+    /// Whether it is a device of provider `hw`.
+    pub fn is_rnic(&self) -> bool {
+        group::is_rnic_slot(self.slot)
     }
 }
 

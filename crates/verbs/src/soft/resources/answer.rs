@@ -1,0 +1,127 @@
+//! Answers for devices that have no engine to give them: those of RNICs. A thread sleeps until somebody asks.
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::thread::{self, JoinHandle};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with, listen};
+
+use super::items::Item;
+use crate::soft::group;
+use crate::soft::shm::link::{ROOT, check_user};
+use crate::soft::shm::message::{self, Message};
+use crate::soft::shm::report::{Object, Page, RECORDS_MAX, Record};
+use crate::soft::shm::why::Why;
+
+/// Who asks at a time; the oldest has to go for one more.
+const OPEN_MAX: usize = 16;
+
+/// Answers who asks, as long as it lives.
+#[derive(Debug)]
+pub(crate) struct Answering {
+    stop: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Answering {
+    /// Begins to answer for a device of an address; `items` tells all that it has of a kind.
+    pub(crate) fn begin(
+        address: IpAddr,
+        items: impl Fn(Object) -> Vec<Item> + Send + 'static,
+    ) -> io::Result<Answering> {
+        let listener = group::bind_rnic_slot(address)?;
+        listen(&listener, OPEN_MAX as i32)?;
+        let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        let stopped = stop.try_clone()?;
+        let thread = thread::Builder::new()
+            .name("rdmux-res".into())
+            .spawn(move || run(&listener, &stopped, &items))?;
+        Ok(Answering {
+            stop,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        // The thread itself is the last to hold the device, if that ends while it tells of it.
+        let thread = self.thread.take();
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id()) {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object) -> Vec<Item>) {
+    let mut open: Vec<OwnedFd> = Vec::new();
+    loop {
+        let mut fds = vec![
+            PollFd::new(stop, PollFlags::IN),
+            PollFd::new(listener, PollFlags::IN),
+        ];
+        fds.extend(open.iter().map(|socket| PollFd::new(socket, PollFlags::IN)));
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(_) => return,
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if ready.first() == Some(&true) {
+            return;
+        }
+        let mut asks = ready.iter().skip(2);
+        open.retain(|socket| asks.next() != Some(&true) || answer(socket, items).is_some());
+        if ready.get(1) == Some(&true)
+            && let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+            // Another user gets nothing; root may look.
+            && matches!(check_user(&socket), Ok(_) | Err(Why::OtherUser(ROOT)))
+        {
+            if open.len() == OPEN_MAX {
+                open.remove(0);
+            }
+            open.push(socket);
+        }
+    }
+}
+
+/// Answers one question; `None`: there will be no more.
+fn answer(socket: &OwnedFd, items: &impl Fn(Object) -> Vec<Item>) -> Option<()> {
+    let mut buffer = [0; message::LEN_MAX];
+    let question = match group::receive_with_descriptors(socket, &mut buffer) {
+        Err(Errno::AGAIN | Errno::INTR) => return Some(()),
+        Err(_) | Ok((0, _)) => return None,
+        Ok((len, _)) => Message::decode(buffer.get(..len)?)?,
+    };
+    let Message::List { object, from } = question else {
+        return None;
+    };
+    let page = page(object, from, &items(object)).encode();
+    // Who does not read gets no more.
+    group::send_bytes(socket, &page, &[]).ok()
+}
+
+/// The objects from a number on, in the order of their numbers, as many as a page holds.
+fn page(object: Object, from: u64, items: &[Item]) -> Page {
+    let record = |(place, item): (usize, &Item)| {
+        let mut record = item.record()?;
+        if object == Object::Counter {
+            record.number = place as u64;
+        }
+        (record.number >= from).then_some(record)
+    };
+    let mut records: Vec<Record> = items.iter().enumerate().filter_map(record).collect();
+    records.sort_by_key(|record| record.number);
+    records.dedup_by_key(|record| record.number);
+    let more = records.len() > RECORDS_MAX;
+    records.truncate(RECORDS_MAX);
+    Page {
+        object,
+        more,
+        records,
+    }
+}
