@@ -205,6 +205,10 @@ static void options(void)
 	FAILS(rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &byte, sizeof byte), EINVAL);
 	FAILS(rdma_set_option(id, RDMA_OPTION_ID, 77, &on, sizeof on), ENOSYS);
 	FAILS(rdma_set_option(id, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &on, 72), EINVAL);
+	/* A loopback address without a device stands for the first one's. */
+	struct sockaddr_in loopback = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f634d4d)};
+	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&loopback));
+	CHECK(((struct sockaddr_in *)rdma_get_local_addr(id))->sin_addr.s_addr == address.sin_addr.s_addr && id->verbs);
 	struct sockaddr_storage ib = {.ss_family = 27 /* AF_IB */};
 	FAILS(rdma_bind_addr(id, (struct sockaddr *)&ib), EAFNOSUPPORT);
 	struct sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};

@@ -364,11 +364,22 @@ pub(super) unsafe extern "C" fn rdma_destroy_id(id: *mut abi::CmId) -> c_int {
     0
 }
 
+/// The address that stands for one: that of the first device for loopback, where loopback has no device.
+fn seen(address: SocketAddr) -> SocketAddr {
+    if !address.ip().is_loopback() || Device::at(address.ip()).is_some() {
+        return address;
+    }
+    let first = Device::all()
+        .into_iter()
+        .find(|device| device.address.is_ipv4() == address.is_ipv4());
+    first.map_or(address, |device| SocketAddr::new(device.address, address.port()))
+}
+
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut libc::sockaddr) -> c_int {
     // SAFETY: an id that was made, and an address of the caller's.
     let (own, address) = unsafe { (&mut *id.cast::<Id>(), read(address)) };
-    minus_one(address.and_then(|address| {
+    minus_one(address.map(seen).and_then(|address| {
         if !address.ip().is_unspecified() {
             own.take_device(address.ip())?;
         }
@@ -386,9 +397,10 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
 ) -> c_int {
     // SAFETY: an id that was made, and addresses of the caller's or none.
     let (own, source, destination) = unsafe { (&mut *id.cast::<Id>(), read(source), read(destination)) };
-    minus_one(destination.and_then(|peer| {
+    minus_one(destination.map(seen).and_then(|peer| {
         let given = source
             .ok()
+            .map(seen)
             .or(own.local)
             .filter(|local| !local.ip().is_unspecified());
         let local = match given {
