@@ -235,7 +235,8 @@ impl Datagram {
     fn hear(&mut self, from: SocketAddr, bytes: &[u8]) -> Result<(), c_int> {
         let header = UdpHeader::parse(bytes).map_err(|_| libc::EPROTO)?;
         let port = self.peer(from)?.port;
-        let handle = self.ports[port].device.create_ah(from.ip(), 0);
+        // Of several addresses of its host the one of its device.
+        let handle = self.ports[port].device.create_ah(header.address, 0);
         let target = handle
             .to(header.qpn, RDMA_UDP_QKEY)
             .map_err(|error| errno(&error))?;

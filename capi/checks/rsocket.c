@@ -1,0 +1,323 @@
+/* Sockets over RDMA beyond what Debian's programs do: a thread that reads beside one that writes, many sockets of one process, what is polled
+   together with pipes, halves that are shut, peers that die, and what calls answer that are wrong. */
+#include "check.h"
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <rdma/rsocket.h>
+#include <signal.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { PAIRS = 4 };
+
+static struct sockaddr_in address;
+static int rounds = 60;
+
+static int bound(int kind)
+{
+	int s = rsocket(AF_INET, kind, 0);
+	struct sockaddr_in at = address;
+	socklen_t length = sizeof(at);
+	CHECK(s >= 0 && !rbind(s, (struct sockaddr *)&at, sizeof(at)));
+	CHECK(!rgetsockname(s, (struct sockaddr *)&address, &length) && length == sizeof(at) && address.sin_port);
+	return s;
+}
+
+static int listening(void)
+{
+	address.sin_port = 0;
+	int s = bound(SOCK_STREAM);
+	CHECK(!rlisten(s, 10));
+	return s;
+}
+
+static int wait_for(int s, short events)
+{
+	struct pollfd fd = {.fd = s, .events = events};
+	CHECK(rpoll(&fd, 1, LONG * 1000) == 1);
+	return fd.revents;
+}
+
+/* Connects without waiting, so that one thread does both sides. */
+static void pair(int listener, int s[2])
+{
+	s[0] = rsocket(AF_INET, SOCK_STREAM, 0);
+	CHECK(s[0] >= 0 && !rfcntl(s[0], F_SETFL, O_NONBLOCK) && rfcntl(s[0], F_GETFL) & O_NONBLOCK);
+	CHECK(rconnect(s[0], (struct sockaddr *)&address, sizeof(address)) == -1 && errno == EINPROGRESS);
+	CHECK(wait_for(listener, POLLIN) == POLLIN);
+	CHECK((s[1] = raccept(listener, NULL, NULL)) >= 0);
+	CHECK(wait_for(s[0], POLLOUT) == POLLOUT);
+	int error = -1;
+	socklen_t length = sizeof(error);
+	CHECK(!rgetsockopt(s[0], SOL_SOCKET, SO_ERROR, &error, &length) && !error);
+	CHECK(!rfcntl(s[0], F_SETFL, 0));
+}
+
+static void bytes_and_calls(int listener)
+{
+	int s[2];
+	char got[16];
+	pair(listener, s);
+	struct sockaddr_in peer;
+	socklen_t length = sizeof(peer);
+	CHECK(!rgetpeername(s[0], (struct sockaddr *)&peer, &length) && peer.sin_port == address.sin_port);
+	CHECK(rrecv(s[1], got, sizeof(got), MSG_DONTWAIT) == -1 && errno == EAGAIN);
+	struct iovec parts[3] = {{"one ", 4}, {"", 0}, {"two", 3}}, into[2] = {{got, 2}, {got + 2, 14}};
+	CHECK(rwritev(s[0], parts, 3) == 7);
+	CHECK(wait_for(s[1], POLLIN) & POLLIN);
+	CHECK(rrecv(s[1], got, 3, MSG_PEEK | MSG_WAITALL) == 3 && !memcmp(got, "one", 3));
+	CHECK(rreadv(s[1], into, 2) == 7 && !memcmp(got, "one two", 7));
+	/* A half is shut: what was sent before is read, then the end; the other half goes on. */
+	CHECK(rsend(s[0], "end", 3, 0) == 3 && !rshutdown(s[0], SHUT_WR));
+	CHECK(rrecv(s[1], got, 4, MSG_WAITALL) == 3 && rrecv(s[1], got, 4, 0) == 0);
+	CHECK(rsend(s[0], "x", 1, MSG_NOSIGNAL) == -1 && errno == EPIPE);
+	CHECK(rsend(s[1], "back", 4, 0) == 4 && !rclose(s[1]));
+	CHECK(rread(s[0], got, 16) == 4 && rread(s[0], got, 16) == 0);
+	CHECK(wait_for(s[0], POLLIN) & POLLHUP);
+	CHECK(!rclose(s[0]) && rclose(s[0]) == -1 && errno == EBADF);
+}
+
+static void what_is_wrong(int listener)
+{
+	char byte;
+	int s = rsocket(AF_INET, SOCK_STREAM, 0);
+	CHECK(rrecv(s, &byte, 1, 0) == -1 && errno == ENOTCONN);
+	CHECK(rbind(s, (struct sockaddr *)&address, sizeof(address)) == -1 && errno == EADDRINUSE);
+	CHECK(raccept(s, NULL, NULL) == -1 && errno == EINVAL);
+	struct sockaddr_in nobody = address;
+	nobody.sin_port = htons(1);
+	CHECK(rconnect(s, (struct sockaddr *)&nobody, sizeof(nobody)) == -1 && errno == ECONNREFUSED);
+	CHECK(!rfcntl(listener, F_SETFL, O_NONBLOCK) && raccept(listener, NULL, NULL) == -1 && errno == EAGAIN);
+	CHECK(!rfcntl(listener, F_SETFL, 0));
+	CHECK(rsocket(AF_UNIX, SOCK_STREAM, 0) == -1 && errno == EAFNOSUPPORT);
+	CHECK(rsend(0, &byte, 1, 0) == -1 && errno == EBADF);
+	int one = 1, value = 0;
+	socklen_t length = sizeof(value);
+	CHECK(!rsetsockopt(s, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one)));
+	CHECK(!rgetsockopt(s, IPPROTO_TCP, TCP_NODELAY, &value, &length) && value == 1);
+	CHECK(rsetsockopt(s, SOL_SOCKET, SO_SNDBUF, &one, 1) == -1 && errno == EINVAL);
+	CHECK(rsetsockopt(s, SOL_SOCKET, 12345, &one, sizeof(one)) == -1 && errno == ENOPROTOOPT);
+	CHECK(!rclose(s));
+}
+
+/* Sockets and pipes are polled and selected together. */
+static void mixed(int listener)
+{
+	int s[2], p[2];
+	pair(listener, s);
+	CHECK(!pipe(p));
+	struct pollfd fds[3] = {{p[0], POLLIN, 7}, {-1, POLLIN, 7}, {s[1], POLLIN, 7}};
+	CHECK(rpoll(fds, 3, 0) == 0 && !fds[0].revents && !fds[1].revents && !fds[2].revents);
+	CHECK(rpoll(fds, 3, 20) == 0);
+	CHECK(write(p[1], "x", 1) == 1 && rpoll(fds, 3, -1) == 1 && fds[0].revents == POLLIN && !fds[2].revents);
+	CHECK(rwrite(s[0], "y", 1) == 1);
+	fd_set set;
+	double end = now() + LONG;
+	int found;
+	do {
+		FD_ZERO(&set);
+		FD_SET(p[0], &set);
+		FD_SET(s[1], &set);
+		struct timeval time = {1, 0};
+		found = rselect(FD_SETSIZE, &set, NULL, NULL, &time);
+		CHECK(found > 0 && now() < end);
+	} while (found == 1);
+	CHECK(FD_ISSET(p[0], &set) && FD_ISSET(s[1], &set));
+	CHECK(!close(p[0]) && !close(p[1]) && !rclose(s[0]) && !rclose(s[1]));
+}
+
+/* What a stream carries at a place. */
+static unsigned char at(size_t place, int seed)
+{
+	return place * 2654435761u >> 11 ^ seed;
+}
+
+struct way {
+	int s, seed;
+	size_t bytes;
+};
+
+static void *writes(void *argument)
+{
+	struct way *own = argument;
+	unsigned char part[5000];
+	for (size_t done = 0, n; done < own->bytes; done += n) {
+		n = 1 + (done * 7 + own->seed) % sizeof(part);
+		n = n < own->bytes - done ? n : own->bytes - done;
+		for (size_t i = 0; i < n; i++)
+			part[i] = at(done + i, own->seed);
+		CHECK(rwrite(own->s, part, n) == (ssize_t)n);
+	}
+	return NULL;
+}
+
+static void *reads(void *argument)
+{
+	struct way *own = argument;
+	unsigned char part[7000];
+	ssize_t n;
+	for (size_t done = 0; done < own->bytes; done += n) {
+		CHECK((n = rread(own->s, part, sizeof(part))) > 0);
+		for (ssize_t i = 0; i < n; i++)
+			CHECK(part[i] == at(done + i, own->seed));
+	}
+	return NULL;
+}
+
+/* Both ways of several streams at a time: each end has a thread that reads and one that writes. */
+static void threads(int listener)
+{
+	int s[PAIRS][2];
+	struct way ways[PAIRS][2][2];
+	pthread_t thread[PAIRS][2][2];
+	for (int i = 0; i < PAIRS; i++) {
+		pair(listener, s[i]);
+		for (int j = 0; j < 2; j++)
+			for (int k = 0; k < 2; k++) {
+				/* The first end's bytes are those that the second reads. */
+				ways[i][j][k] = (struct way){s[i][j], i * 2 + (j ^ k), rounds * 10000};
+				CHECK(!pthread_create(&thread[i][j][k], NULL, k ? reads : writes, &ways[i][j][k]));
+			}
+	}
+	for (int i = 0; i < PAIRS; i++)
+		for (int j = 0; j < 2; j++)
+			for (int k = 0; k < 2; k++)
+				CHECK(!pthread_join(thread[i][j][k], NULL));
+	for (int i = 0; i < PAIRS; i++)
+		CHECK(!rclose(s[i][0]) && !rclose(s[i][1]));
+}
+
+static void *closes_soon(void *argument)
+{
+	struct way *own = argument;
+	char byte;
+	ssize_t n = rread(own->s, &byte, 1);
+	CHECK(n <= 0);
+	return NULL;
+}
+
+/* A thread that waits for a socket ends when another closes it. */
+static void closed(int listener)
+{
+	int s[2];
+	pair(listener, s);
+	struct way own = {.s = s[1]};
+	pthread_t thread;
+	CHECK(!pthread_create(&thread, NULL, closes_soon, &own));
+	CHECK(!rclose(s[1]) && !pthread_join(thread, NULL) && !rclose(s[0]));
+}
+
+/* A program of its own, which connects, says something and is killed. */
+static void peer_dies(int listener, const char *program)
+{
+	char port[8];
+	snprintf(port, sizeof(port), "%d", ntohs(address.sin_port));
+	pid_t child = fork();
+	if (!child) {
+		execl(program, program, "peer", inet_ntoa(address.sin_addr), port, NULL);
+		_exit(127);
+	}
+	int s = raccept(listener, NULL, NULL);
+	char got[8];
+	CHECK(s >= 0 && rrecv(s, got, 5, MSG_WAITALL) == 5 && !kill(child, SIGKILL));
+	CHECK(rread(s, got, 1) == -1 && errno == ECONNRESET);
+	CHECK(wait_for(s, POLLIN) & POLLERR);
+	CHECK(rwrite(s, got, 1) == -1 && errno == ECONNRESET);
+	int status;
+	CHECK(!rclose(s) && waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+}
+
+static void datagrams(void)
+{
+	address.sin_port = 0;
+	int a = bound(SOCK_DGRAM), b = rsocket(AF_INET, SOCK_DGRAM, 0);
+	struct sockaddr_in from;
+	socklen_t length;
+	char got[3000] = {};
+	CHECK(b >= 0 && rsend(b, "x", 1, 0) == -1 && errno == EDESTADDRREQ);
+	CHECK(!rconnect(b, (struct sockaddr *)&address, sizeof(address)));
+	CHECK(rsend(b, got, 3000, 0) == -1 && errno == EMSGSIZE);
+	for (int i = 0; i < 4; i++) {
+		/* The first goes by UDP. */
+		CHECK(rsend(b, "question", 8, 0) == 8);
+		length = sizeof(from);
+		CHECK(wait_for(a, POLLIN) & POLLIN);
+		CHECK(rrecvfrom(a, got, 4, MSG_PEEK | MSG_TRUNC, (struct sockaddr *)&from, &length) == 8);
+		struct iovec part = {got, 4};
+		struct msghdr message = {.msg_name = &from, .msg_namelen = sizeof(from), .msg_iov = &part, .msg_iovlen = 1};
+		CHECK(rrecvmsg(a, &message, 0) == 4 && message.msg_flags == MSG_TRUNC && message.msg_namelen == sizeof(from));
+		CHECK(rsendto(a, "answer", 6, 0, (struct sockaddr *)&from, sizeof(from)) == 6);
+		CHECK(rrecv(b, got, sizeof(got), 0) == 6 && !memcmp(got, "answer", 6));
+	}
+	CHECK(!rclose(a) && !rclose(b));
+}
+
+/* Buffers that the peer writes: in time for what is sent after, and not once they are given up. */
+static void mapped(void)
+{
+	int mappings = 2;
+	address.sin_port = 0;
+	int listener = rsocket(AF_INET, SOCK_STREAM, 0), s[2];
+	CHECK(!rsetsockopt(listener, SOL_RDMA, RDMA_IOMAPSIZE, &mappings, sizeof(mappings)));
+	CHECK(!rbind(listener, (struct sockaddr *)&address, sizeof(address)) && !rlisten(listener, 1));
+	socklen_t length = sizeof(address);
+	CHECK(!rgetsockname(listener, (struct sockaddr *)&address, &length));
+	pair(listener, s);
+	/* The table of who accepted has two places, that of who connected none. */
+	static char here[100000], there[100000];
+	CHECK(riomap(s[1], there, sizeof(there), PROT_WRITE, 0, 0) == -1 && errno == ENOMEM);
+	CHECK(riomap(s[0], here, 10, PROT_WRITE, 0, 500) == 500);
+	CHECK(riomap(s[0], here + 10, sizeof(here) - 10, PROT_WRITE, 0, 1000) == 1000);
+	CHECK(riomap(s[0], there, 1, PROT_WRITE, 0, -1) == -1 && errno == ENOMEM);
+	CHECK(rwrite(s[0], "m", 1) == 1 && rrecv(s[1], there, 1, MSG_WAITALL) == 1);
+	memset(there, 'z', sizeof(there));
+	CHECK(riowrite(s[1], there, 10, 0, 0) == (size_t)-1 && errno == EINVAL);
+	CHECK(riowrite(s[1], there, 10, 500, 0) == 10);
+	CHECK(riowrite(s[1], there, sizeof(here) - 10, 1000, 0) == sizeof(here) - 10);
+	CHECK(rwrite(s[1], "w", 1) == 1 && rrecv(s[0], there, 1, MSG_WAITALL) == 1);
+	for (size_t i = 0; i < sizeof(here); i++)
+		CHECK(here[i] == 'z');
+	CHECK(riounmap(s[0], there, 1) == -1 && errno == EINVAL && !riounmap(s[0], here, 10));
+	here[0] = 'a';
+	/* What was written to stays as it is, and who wrote is not connected any more. */
+	CHECK(riowrite(s[1], there, 10, 500, 0) == 10);
+	CHECK(rrecv(s[1], there, 1, 0) == -1 && errno == ECONNRESET && here[0] == 'a');
+	CHECK(!rclose(s[0]) && !rclose(s[1]) && !rclose(listener));
+}
+
+static int peer(char **argv)
+{
+	address = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons(atoi(argv[3]))};
+	CHECK(inet_pton(AF_INET, argv[2], &address.sin_addr) == 1);
+	int s = rsocket(AF_INET, SOCK_STREAM, 0);
+	CHECK(!rconnect(s, (struct sockaddr *)&address, sizeof(address)) && rwrite(s, "hello", 5) == 5);
+	for (;;)
+		pause();
+}
+
+int main(int argc, char **argv)
+{
+	if (argc == 4)
+		return peer(argv);
+	if (argc > 1)
+		rounds = atoi(argv[1]);
+	union ibv_gid gid;
+	struct ibv_context *context = open_first();
+	CHECK(!ibv_query_gid(context, 1, 0, &gid));
+	address.sin_family = AF_INET;
+	memcpy(&address.sin_addr, gid.raw + 12, 4);
+	int listener = listening();
+	bytes_and_calls(listener);
+	what_is_wrong(listener);
+	mixed(listener);
+	threads(listener);
+	closed(listener);
+	peer_dies(listener, argv[0]);
+	CHECK(!rclose(listener));
+	datagrams();
+	mapped();
+	return 0;
+}
