@@ -333,14 +333,16 @@ impl Stream {
     /// Takes bytes of the program's to be sent.
     fn stage(&mut self, from: &mut Buffers<'_>, length: u64) -> (SgeList, Posted) {
         let bytes = length as usize;
-        if bytes <= self.own.inline.min(INLINE_BYTES_MAX) {
+        let start = self.send_in % self.own.send.length;
+        // What is left at the buffer's end is used up, however little: else it would bound each message from then on.
+        let is_end = start + length == self.own.send.length;
+        if bytes <= self.own.inline.min(INLINE_BYTES_MAX) && !is_end {
             let mut inline = [0; INLINE_BYTES_MAX];
             from.take(bytes, |at, piece| {
                 inline[at..at + piece.len()].copy_from_slice(piece)
             });
             return (SgeList::inline(&inline[..bytes]), Posted::Data(0));
         }
-        let start = self.send_in % self.own.send.length;
         let memory = &self.own.send.memory;
         from.take(bytes, |at, piece| {
             memory
