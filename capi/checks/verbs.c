@@ -199,6 +199,48 @@ static void domains(void)
 	CHECK(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
 }
 
+/* What a queue pair is not given, and what it may not be. */
+static void modify(void)
+{
+	struct ibv_cq *cq = ibv_create_cq(context, 16, NULL, NULL, 0);
+	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
+	struct ibv_qp *qp = ibv_create_qp(pd, &init);
+	CHECK(cq && qp);
+	struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1};
+	int all = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+	CHECK(ibv_modify_qp(qp, &attr, all & ~IBV_QP_PORT) == EINVAL && ibv_modify_qp(qp, &attr, all & ~IBV_QP_PKEY_INDEX) == EINVAL);
+	CHECK(ibv_modify_qp(qp, &attr, all & ~IBV_QP_ACCESS_FLAGS) == EINVAL && ibv_modify_qp(qp, &attr, all | 1 << 22) == EINVAL);
+	attr.port_num = 2;
+	CHECK(ibv_modify_qp(qp, &attr, all) == EINVAL);
+	attr.port_num = 1;
+	attr.pkey_index = 1;
+	CHECK(ibv_modify_qp(qp, &attr, all) == EINVAL && qp->state == IBV_QPS_RESET);
+	attr.pkey_index = 0;
+	attr.cur_qp_state = IBV_QPS_INIT;
+	CHECK(ibv_modify_qp(qp, &attr, all | IBV_QP_CUR_STATE) == EINVAL);
+	attr.cur_qp_state = IBV_QPS_RESET;
+	CHECK(!ibv_modify_qp(qp, &attr, all | IBV_QP_CUR_STATE) && qp->state == IBV_QPS_INIT);
+	attr.qp_state = IBV_QPS_RTS;
+	CHECK(ibv_modify_qp(qp, &attr, IBV_QP_STATE) == EINVAL && qp->state == IBV_QPS_INIT);
+	CHECK(!ibv_destroy_qp(qp));
+
+	struct ibv_qp *pair[2];
+	create_pair(pd, cq, cq, pair);
+	CHECK(ibv_modify_qp(pair[0], &attr, IBV_QP_ALT_PATH) == EOPNOTSUPP && ibv_modify_qp(pair[0], &attr, IBV_QP_CAP) == EOPNOTSUPP);
+	attr.path_mig_state = IBV_MIG_REARM;
+	CHECK(ibv_modify_qp(pair[0], &attr, IBV_QP_PATH_MIG_STATE) == EOPNOTSUPP);
+	struct ibv_device_attr_ex device;
+	CHECK(!ibv_query_device_ex(context, NULL, &device) && device.packet_pacing_caps.supported_qpts & 1 << IBV_QPT_RC);
+	struct ibv_qp_rate_limit_attr limit = {.rate_limit = 1000000}, burst = {.max_burst_sz = 1};
+	CHECK(!ibv_modify_qp_rate_limit(pair[0], &limit) && ibv_modify_qp_rate_limit(pair[0], &burst) == EOPNOTSUPP);
+	struct ibv_qp_init_attr made_with;
+	CHECK(!ibv_query_qp(pair[0], &attr, IBV_QP_RATE_LIMIT, &made_with) && attr.rate_limit == 1000000);
+	exchange(pair, from, to, 0);
+	completion(cq);
+	completion(cq);
+	CHECK(!ibv_destroy_qp(pair[0]) && !ibv_destroy_qp(pair[1]) && !ibv_destroy_cq(cq));
+}
+
 /* What is used is not destroyed. */
 static void busy(void)
 {
@@ -271,6 +313,7 @@ int main(void)
 	null_region();
 	device_memory();
 	domains();
+	modify();
 	busy();
 	import();
 	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_close_device(context));

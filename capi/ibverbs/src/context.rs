@@ -182,6 +182,7 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
     verbs.free_dm = Some(device_memory::free_dm);
     verbs.reg_dm_mr = Some(device_memory::reg_dm_mr);
     verbs.alloc_null_mr = Some(device_memory::alloc_null_mr);
+    verbs.modify_qp_rate_limit = Some(queue_pair::modify_qp_rate_limit);
     verbs.create_cq_ex = Some(completions::create_cq_ex);
     verbs.modify_cq = Some(completions::modify_cq);
     verbs.query_rt_values = Some(completions::query_rt_values);

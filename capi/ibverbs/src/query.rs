@@ -107,6 +107,10 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     whole.hca_core_clock = completions::CLOCK_KHZ;
     let extended = device_cap::FLUSH_GLOBAL | device_cap::ATOMIC_WRITE;
     whole.device_cap_flags_ex = u64::from(whole.orig_attr.device_cap_flags) | extended;
+    whole.qp_rate_limit_min = 1;
+    whole.qp_rate_limit_max = u32::MAX;
+    let types = [abi::qp_type::RC, abi::qp_type::UC, abi::qp_type::UD];
+    whole.qp_rate_limit_types = types.into_iter().map(|qp_type| 1 << qp_type).sum();
     whole.max_dm_size = device_memory::BYTES_MAX;
     whole.max_cq_count = u16::MAX;
     whole.max_cq_period = u16::MAX;

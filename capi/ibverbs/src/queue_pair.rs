@@ -338,6 +338,49 @@ pub(crate) fn number_of(state: QpState) -> u32 {
     STATES.iter().position(|known| *known == state).unwrap_or(0) as u32
 }
 
+/// Refuses what there is no word for below: one port, one P_Key, no second path, queues that keep their length.
+fn check(own: &Pair, attr: &abi::QpAttr, mask: u32, before: u32) -> Result<(), c_int> {
+    use abi::qp_attr::*;
+    let has = |bit: u32| mask & bit != 0;
+    // IBV_QPS_RESET, IBV_QPS_INIT
+    let begins = has(STATE) && (before, attr.qp_state) == (0, 1);
+    let known = own.pair.query().map(|info| number_of(info.state));
+    let invalid = has(UNKNOWN)
+        || has(PORT) && attr.port_num != 1
+        || has(PKEY_INDEX) && attr.pkey_index != 0
+        || begins && mask & (PORT | PKEY_INDEX) != PORT | PKEY_INDEX
+        || has(CUR_STATE) && known != Some(attr.cur_qp_state);
+    if invalid {
+        return Err(libc::EINVAL);
+    }
+    // IBV_MIG_MIGRATED is how it is.
+    if has(ALT_PATH | CAP) || has(PATH_MIG_STATE) && attr.path_mig_state != 0 {
+        return Err(libc::EOPNOTSUPP);
+    }
+    Ok(())
+}
+
+/// `ibv_modify_qp_rate_limit(3)`: of the rate alone.
+pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
+    pair: *mut abi::Qp,
+    attr: *mut abi::QpRateLimitAttr,
+) -> c_int {
+    // SAFETY: a queue pair that was made, and a structure of the caller's.
+    let (own, limit) = unsafe { (Pair::of(pair), &*attr) };
+    if limit.comp_mask != 0 {
+        return libc::EINVAL;
+    }
+    // A burst is as long as the device makes it.
+    if limit.max_burst_sz != 0 || limit.typical_pkt_sz != 0 {
+        return libc::EOPNOTSUPP;
+    }
+    let attr = abi::QpAttr {
+        rate_limit: limit.rate_limit,
+        ..abi::QpAttr::default()
+    };
+    status(modify(own, &attr, abi::qp_attr::RATE_LIMIT))
+}
+
 fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
     let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
     use abi::qp_attr::*;
@@ -349,6 +392,7 @@ fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
     };
     let has = |bit: u32| mask & bit != 0;
     let before = kept.qp_state;
+    check(own, attr, mask, before)?;
     let to = if has(STATE) { attr.qp_state } else { before };
     let state = *STATES.get(to as usize).ok_or(libc::EINVAL)?;
     let dest = if has(DEST_QPN) {
@@ -394,6 +438,7 @@ fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
         retry_count: has(RETRY_CNT).then_some(attr.retry_cnt),
         rnr_retry: has(RNR_RETRY).then_some(attr.rnr_retry),
         qkey: has(QKEY).then_some(attr.qkey),
+        rate_limit_bps: has(RATE_LIMIT).then(|| u64::from(attr.rate_limit) * 1000),
         ..QpAttributes::default()
     };
     own.pair.modify(state, &attributes).map_err(|error| match error {
@@ -424,6 +469,7 @@ fn keep(kept: &mut abi::QpAttr, attr: &abi::QpAttr, mask: u32) {
         PATH_MTU => path_mtu;
         TIMEOUT => timeout;
         RETRY_CNT => retry_cnt;
+        RATE_LIMIT => rate_limit;
         RNR_RETRY => rnr_retry;
         RQ_PSN => rq_psn;
         MAX_QP_RD_ATOMIC => max_rd_atomic;

@@ -778,8 +778,13 @@ pub struct DeviceAttrEx {
     pub completion_timestamp_mask: u64,
     pub hca_core_clock: u64,
     pub device_cap_flags_ex: u64,
-    /// `tso_caps`, `rss_caps`, `max_wq_type_rq`, `packet_pacing_caps`.
-    pub offloads: [u64; 7],
+    /// `tso_caps`, `rss_caps`, `max_wq_type_rq`.
+    pub offloads: [u32; 11],
+    /// In 1000 bits per second.
+    pub qp_rate_limit_min: u32,
+    pub qp_rate_limit_max: u32,
+    /// A bit for each type of queue pairs.
+    pub qp_rate_limit_types: u32,
     pub raw_packet_caps: u32,
     /// `tm_caps`
     pub tag_matching: [u32; 5],
@@ -889,6 +894,8 @@ pub struct CmEvent {
 /// `enum ibv_qp_attr_mask`.
 pub mod qp_attr {
     pub const STATE: u32 = 1;
+    pub const CUR_STATE: u32 = 1 << 1;
+    pub const EN_SQD_ASYNC_NOTIFY: u32 = 1 << 2;
     pub const ACCESS_FLAGS: u32 = 1 << 3;
     pub const PKEY_INDEX: u32 = 1 << 4;
     pub const PORT: u32 = 1 << 5;
@@ -905,6 +912,11 @@ pub mod qp_attr {
     pub const MAX_DEST_RD_ATOMIC: u32 = 1 << 17;
     pub const CAP: u32 = 1 << 19;
     pub const DEST_QPN: u32 = 1 << 20;
+    pub const ALT_PATH: u32 = 1 << 14;
+    pub const PATH_MIG_STATE: u32 = 1 << 18;
+    pub const RATE_LIMIT: u32 = 1 << 25;
+    /// Of all of them, those that no longer, or not yet, are one.
+    pub const UNKNOWN: u32 = !(RATE_LIMIT | ((1 << 21) - 1));
 }
 
 /// `enum ibv_qp_type`.

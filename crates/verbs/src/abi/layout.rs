@@ -104,7 +104,8 @@ layout! {
         max_mcast_qp_attach = 192, max_total_mcast_qp_attach = 196, max_ah = 200, max_fmr = 204, max_map_per_fmr = 208,
         max_srq = 212, max_srq_wr = 216, max_srq_sge = 220, max_pkeys = 224, local_ca_ack_delay = 226, phys_port_cnt = 227 }
     DeviceAttrEx = 400 { orig_attr = 0, comp_mask = 232, odp_general_caps = 240, odp_rc = 248, odp_uc = 252, odp_ud = 256,
-        completion_timestamp_mask = 264, hca_core_clock = 272, device_cap_flags_ex = 280, raw_packet_caps = 344,
+        completion_timestamp_mask = 264, hca_core_clock = 272, device_cap_flags_ex = 280, qp_rate_limit_min = 332,
+        qp_rate_limit_max = 336, qp_rate_limit_types = 340, raw_packet_caps = 344,
         tag_matching = 348, max_cq_count = 368, max_cq_period = 370, max_dm_size = 376, pci_atomics = 384, xrc_odp = 392,
         phys_port_cnt_ex = 396 }
     AsyncEvent = 16 { element = 0, event_type = 8 }
