@@ -23,6 +23,7 @@ mod queue_pair;
 mod rsocket;
 mod srq;
 mod text;
+mod udp;
 mod unsupported;
 mod uses;
 mod versions;

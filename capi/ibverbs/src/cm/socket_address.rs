@@ -3,6 +3,8 @@
 use std::ffi::c_int;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use crate::udp::Udp;
+
 /// What a program gave.
 ///
 /// # Safety
@@ -86,13 +88,5 @@ pub(crate) unsafe fn write(
 
 /// The local address from which a peer is reached.
 pub(crate) fn route(peer: SocketAddr) -> Result<IpAddr, c_int> {
-    let any: SocketAddr = if peer.is_ipv4() {
-        (Ipv4Addr::UNSPECIFIED, 0).into()
-    } else {
-        (Ipv6Addr::UNSPECIFIED, 0).into()
-    };
-    let errno = |error: std::io::Error| error.raw_os_error().unwrap_or(libc::EIO);
-    let socket = std::net::UdpSocket::bind(any).map_err(errno)?;
-    socket.connect(peer).map_err(errno)?;
-    Ok(socket.local_addr().map_err(errno)?.ip())
+    Ok(Udp::route(peer)?.ip())
 }

@@ -81,7 +81,7 @@ unsafe extern "C" fn rbind(socket: c_int, address: *const libc::sockaddr, _: lib
         let mut state = socket.lock();
         let State { role, options, .. } = &mut *state;
         if let Role::Datagram(datagram) = role {
-            return datagram.bind(address, options).map(|_| ());
+            return datagram.bind(address, options);
         }
         state.bind(address).map_err(|errno| match errno {
             libc::ENODEV => libc::EADDRNOTAVAIL,

@@ -4,7 +4,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
 use rdmux_verbs::{
@@ -17,6 +17,7 @@ use super::buffers::Buffers;
 use super::open::device_towards;
 use super::options::Options;
 use super::resources::{RECEIVE, Region, create_errno};
+use crate::udp::Udp;
 
 /// Bytes of a datagram with its header: what rdma-core's buffers hold.
 const DATAGRAM_MAX: usize = 2_048;
@@ -110,7 +111,7 @@ struct Peer {
 }
 
 pub(super) struct Datagram {
-    udp: Option<UdpSocket>,
+    udp: Option<Udp>,
     ports: Vec<Port>,
     peers: HashMap<SocketAddr, Peer>,
     pub(super) connected: Option<SocketAddr>,
@@ -140,35 +141,18 @@ impl Datagram {
     }
 
     /// Takes a port; 0: any.
-    pub(super) fn bind(&mut self, address: SocketAddr, options: &Options) -> Result<SocketAddr, c_int> {
+    pub(super) fn bind(&mut self, address: SocketAddr, options: &Options) -> Result<(), c_int> {
         if self.udp.is_some() {
             return Err(libc::EINVAL);
         }
-        let udp = UdpSocket::bind(address).map_err(|error| errno(&error))?;
-        udp.set_nonblocking(true).map_err(|error| errno(&error))?;
-        let local = udp.local_addr().map_err(|error| errno(&error))?;
         self.options = options.clone();
-        self.udp = Some(udp);
-        Ok(SocketAddr::new(local.ip().to_canonical(), local.port()))
-    }
-
-    /// The UDP socket; one of any port where the program has bound none.
-    fn udp(&mut self, towards: SocketAddr, options: &Options) -> Result<&UdpSocket, c_int> {
-        if self.udp.is_none() {
-            let any: IpAddr = if towards.is_ipv4() {
-                Ipv4Addr::UNSPECIFIED.into()
-            } else {
-                Ipv6Addr::UNSPECIFIED.into()
-            };
-            self.bind(SocketAddr::new(any, 0), options)?;
-        }
-        self.udp.as_ref().ok_or(libc::EINVAL)
+        self.udp = Some(Udp::new(address)?);
+        Ok(())
     }
 
     /// The socket's address as peers on the way to `peer` know it.
     fn local(&self, port: usize) -> Result<SocketAddr, c_int> {
-        let udp = self.udp.as_ref().ok_or(libc::EINVAL)?;
-        let bound = udp.local_addr().map_err(|error| errno(&error))?;
+        let bound = self.name().ok_or(libc::EINVAL)?;
         Ok(SocketAddr::new(self.ports[port].device.address(), bound.port()))
     }
 
@@ -178,11 +162,7 @@ impl Datagram {
             if self.peers.len() >= PEERS_MAX {
                 self.peers.clear();
             }
-            let bound = self.udp.as_ref().and_then(|udp| udp.local_addr().ok());
-            let device = device_towards(
-                address,
-                bound.map(|at| SocketAddr::new(at.ip().to_canonical(), at.port())),
-            )?;
+            let device = device_towards(address, self.name())?;
             let mtu = device.path_mtu_to(address.ip()).map_err(|error| errno(&error))?;
             let at = |port: &Port| port.device.address() == device.address();
             let port = match self.ports.iter().position(at) {
@@ -204,7 +184,7 @@ impl Datagram {
             port.cq.arm(Arm::Next);
             fds.push(port.cq.as_fd().as_raw_fd());
         }
-        fds.extend(self.udp.as_ref().map(AsRawFd::as_raw_fd));
+        fds.extend(self.udp.as_ref().map(Udp::fd));
     }
 
     /// Takes in what has come. Whether anything has.
@@ -221,11 +201,10 @@ impl Datagram {
         }
         let mut bytes = [0; DATAGRAM_MAX];
         for _ in 0..BATCH {
-            let Some(Ok((length, from))) = self.udp.as_ref().map(|udp| udp.recv_from(&mut bytes)) else {
+            let Some((length, from)) = self.udp.as_ref().and_then(|udp| udp.receive(&mut bytes)) else {
                 break;
             };
             came = true;
-            let from = SocketAddr::new(from.ip().to_canonical(), from.port());
             // What is not understood is for nobody, as everything else that comes by UDP.
             let _ = self.hear(from, &bytes[..length]);
         }
@@ -277,16 +256,7 @@ impl Datagram {
             });
             length += left;
         }
-        let udp = self.udp.as_ref().ok_or(libc::EINVAL)?;
-        let to = match (to.ip(), udp.local_addr()) {
-            (IpAddr::V4(v4), Ok(SocketAddr::V6(_))) => SocketAddr::new(v4.to_ipv6_mapped().into(), to.port()),
-            _ => to,
-        };
-        let sent = udp.send_to(&bytes[..length], to);
-        sent.map(|_| ()).map_err(|error| match errno(&error) {
-            libc::EAGAIN => libc::ENOBUFS,
-            other => other,
-        })
+        self.udp.as_ref().ok_or(libc::EINVAL)?.send(&bytes[..length], to)
     }
 
     /// Sends a datagram. `None`: there is no room now.
@@ -305,7 +275,11 @@ impl Datagram {
         data: &mut Buffers<'_>,
         options: &Options,
     ) -> Result<Option<()>, c_int> {
-        self.udp(to, options)?;
+        if self.udp.is_none() {
+            // The program has bound no port.
+            self.options = options.clone();
+            self.udp = Some(Udp::towards(to)?);
+        }
         let &mut Peer { port, target, mtu } = self.peer(to)?;
         let header = DatagramHeader {
             source: self.local(port)?,
@@ -375,7 +349,7 @@ impl Datagram {
 
     /// Where the socket is, once that is known.
     pub(super) fn name(&self) -> Option<SocketAddr> {
-        let udp = self.udp.as_ref()?.local_addr().ok()?;
-        Some(SocketAddr::new(udp.ip().to_canonical(), udp.port()))
+        let local = self.udp.as_ref()?.local().ok()?;
+        Some(SocketAddr::new(local.ip().to_canonical(), local.port()))
     }
 }
