@@ -1,6 +1,7 @@
 /* rdma_cm: what packaged programs ask for seldom, and channels that many threads take events from, while ids connect, change their channel,
    and go. */
 #include "check.h"
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -276,6 +277,96 @@ static void group(void)
 	rdma_destroy_event_channel(channel);
 }
 
+/* An endpoint of datagrams at the device's address and a port, or one that looks for who serves there. */
+static struct rdma_cm_id *endpoint(int passive, const char *port)
+{
+	char host[INET_ADDRSTRLEN];
+	CHECK(inet_ntop(AF_INET, &address.sin_addr, host, sizeof host));
+	struct rdma_addrinfo *found, hints = {.ai_flags = passive ? RAI_PASSIVE : 0, .ai_port_space = RDMA_PS_UDP};
+	CHECK(!rdma_getaddrinfo(host, port, &hints, &found));
+	struct ibv_qp_init_attr init = {.cap = {4, 4, 1, 1, 0}};
+	struct rdma_cm_id *id;
+	CHECK(!rdma_create_ep(&id, found, NULL, &init));
+	rdma_freeaddrinfo(found);
+	CHECK(id->qp_type == IBV_QPT_UD && (id->qp == NULL) == passive);
+	return id;
+}
+
+static void *serve_datagrams(void *listener)
+{
+	struct rdma_cm_id *id;
+	CHECK(!rdma_get_request(listener, &id) && id->qp);
+	CHECK(id->event->param.ud.private_data && !strcmp(id->event->param.ud.private_data, "who"));
+	struct rdma_conn_param param = {.private_data = "me", .private_data_len = 3};
+	CHECK(!rdma_accept(id, &param));
+	rdma_destroy_ep(id);
+	CHECK(!rdma_get_request(listener, &id) && !rdma_reject(id, NULL, 0));
+	rdma_destroy_ep(id);
+	return NULL;
+}
+
+/* Datagrams without a channel: who serves is told, or nobody does. */
+static void datagrams(void)
+{
+	struct rdma_cm_id *listener = endpoint(1, NULL), *id;
+	CHECK(!rdma_listen(listener, 0));
+	char port[8];
+	snprintf(port, sizeof port, "%d", ntohs(rdma_get_src_port(listener)));
+	pthread_t thread;
+	CHECK(!pthread_create(&thread, NULL, serve_datagrams, listener));
+	id = endpoint(0, port);
+	struct rdma_conn_param param = {.private_data = "who", .private_data_len = 4};
+	CHECK(!rdma_connect(id, &param) && id->event->event == RDMA_CM_EVENT_ESTABLISHED);
+	struct rdma_ud_param *told = &id->event->param.ud;
+	CHECK(told->qkey == RDMA_UDP_QKEY && told->qp_num && told->ah_attr.is_global && !strcmp(told->private_data, "me"));
+	rdma_destroy_ep(id);
+	id = endpoint(0, port);
+	FAILS(rdma_connect(id, &param), ECONNREFUSED);
+	rdma_destroy_ep(id);
+	CHECK(!pthread_join(thread, NULL));
+	rdma_destroy_ep(listener);
+}
+
+static struct rdma_cm_id *ask(struct rdma_event_channel *channel)
+{
+	struct rdma_cm_id *id;
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	CHECK(!rdma_create_id(channel, &id, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000));
+	expect(channel, RDMA_CM_EVENT_ADDR_RESOLVED);
+	CHECK(!rdma_resolve_route(id, 1000));
+	expect(channel, RDMA_CM_EVENT_ROUTE_RESOLVED);
+	create_qp(id);
+	CHECK(!rdma_connect(id, &param));
+	return id;
+}
+
+/* No more requests wait than a listener says. */
+static void backlog(void)
+{
+	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
+	struct rdma_cm_id *listener, *first, *second;
+	CHECK(!rdma_create_id(there, &listener, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address) && !rdma_listen(listener, 1));
+	address.sin_port = rdma_get_src_port(listener);
+	first = ask(here);
+	struct pollfd wait = {.fd = there->fd, .events = POLLIN};
+	CHECK(poll(&wait, 1, LONG * 1000) == 1);
+	second = ask(here);
+	struct rdma_cm_event *event;
+	CHECK(!rdma_get_cm_event(here, &event) && event->id == second && event->event == RDMA_CM_EVENT_REJECTED);
+	CHECK(!rdma_ack_cm_event(event));
+	leave(second);
+	/* The first one is refused with the listener. */
+	CHECK(!rdma_destroy_id(listener));
+	CHECK(!rdma_get_cm_event(here, &event) && event->id == first && event->event == RDMA_CM_EVENT_REJECTED);
+	CHECK(!rdma_ack_cm_event(event));
+	leave(first);
+	rdma_destroy_event_channel(here);
+	rdma_destroy_event_channel(there);
+	address.sin_port = 0;
+}
+
 int main(int count, char **arguments)
 {
 	if (count > 1)
@@ -289,6 +380,8 @@ int main(int count, char **arguments)
 	names();
 	options();
 	group();
+	datagrams();
+	backlog();
 	race();
 	rdma_free_devices(list);
 	return 0;

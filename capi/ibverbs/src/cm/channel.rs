@@ -130,6 +130,12 @@ impl Events {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Requests that came in on an id and wait to be taken.
+    pub(super) fn waiting(&self, listener: *mut abi::CmId) -> usize {
+        let came_in = |event: &&Box<Event>| event.shown.listen_id == listener;
+        self.list().iter().filter(came_in).count()
+    }
+
     pub(super) fn push(&self, event: Box<Event>) {
         let mut list = self.list();
         list.push_back(event);

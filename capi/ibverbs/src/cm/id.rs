@@ -174,6 +174,8 @@ impl Id {
         use abi::cm_event::*;
         match kind {
             REJECTED => Err(libc::ECONNREFUSED),
+            // Of datagrams: the peer's answer.
+            UNREACHABLE if status > 0 => Err(libc::ECONNREFUSED),
             _ if status != 0 => Err(status.abs()),
             UNREACHABLE => Err(libc::ETIMEDOUT),
             DISCONNECTED if expected != DISCONNECTED => Err(libc::ECONNRESET),

@@ -22,6 +22,9 @@ use crate::{abi, context, minus_one};
 /// Ports that are tried where the program leaves the choice.
 const PORTS: std::ops::Range<u16> = 32_768..61_000;
 
+/// The longest backlog, as the kernel's.
+const BACKLOG_MAX: usize = 1_024;
+
 /// One who hears requests on an address, until this is dropped.
 pub(super) struct Listening {
     stop: Arc<OwnedFd>,
@@ -46,6 +49,8 @@ struct On {
     ps: u32,
     qp_type: u32,
     local: SocketAddr,
+    /// Requests that wait to be taken, at most.
+    backlog: usize,
 }
 
 // SAFETY: the pointers are the program's, and are not followed.
@@ -94,6 +99,10 @@ fn hear(listener: &Service, stop: &OwnedFd, on: &On) {
 /// Makes an id for a request, and tells of it.
 fn tell(on: &On, request: Request) {
     let (events, channel) = on.shared.channel();
+    if events.waiting(on.id) >= on.backlog {
+        // Dropped, it is refused.
+        return;
+    }
     let made = Id::new(channel, events, on.user, on.ps, on.qp_type);
     // SAFETY: just made.
     let own = unsafe { &mut *made };
@@ -197,10 +206,12 @@ pub(crate) fn services<S>(
     found.ok_or(libc::EADDRINUSE)
 }
 
-fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
+fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int> {
     if !own.listening.is_empty() {
         return Err(libc::EINVAL);
     }
+    let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
+    let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
     let (port, listeners) = services(own.local, own.own_family, |device, port| {
         if datagrams {
@@ -220,6 +231,7 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
             ps: own.shown.ps,
             qp_type: own.shown.qp_type,
             local: SocketAddr::new(address, port),
+            backlog,
         };
         let stopped = stop.clone();
         let thread = thread::spawn(move || hear(&listener, &stopped, &on));
@@ -230,9 +242,9 @@ fn listen(id: *mut abi::CmId, own: &mut Id) -> Result<(), c_int> {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, _: c_int) -> c_int {
+unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, backlog: c_int) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    minus_one(listen(id, unsafe { &mut *id.cast::<Id>() }))
+    minus_one(listen(id, unsafe { &mut *id.cast::<Id>() }, backlog))
 }
 
 /// The next request of an id that has no channel.
