@@ -132,8 +132,10 @@ impl Events {
 
     /// Requests that came in on an id and wait to be taken.
     pub(super) fn waiting(&self, listener: *mut abi::CmId) -> usize {
-        let came_in = |event: &&Box<Event>| event.shown.listen_id == listener;
-        self.list().iter().filter(came_in).count()
+        let list = self.list();
+        list.iter()
+            .filter(|event| event.shown.listen_id == listener)
+            .count()
     }
 
     pub(super) fn push(&self, event: Box<Event>) {
