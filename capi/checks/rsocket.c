@@ -1,12 +1,14 @@
 /* Sockets over RDMA beyond what Debian's programs do: a thread that reads beside one that writes, many sockets of one process, what is polled
-   together with pipes, halves that are shut, peers that die, and what calls answer that are wrong. */
+   together with pipes, halves that are shut, forks, peers that die or lie, and what calls answer that are wrong. */
 #include "check.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
+#include <rdma/rdma_cma.h>
 #include <rdma/rsocket.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -225,9 +227,89 @@ static void peer_dies(int listener, const char *program)
 	CHECK(s >= 0 && rrecv(s, got, 5, MSG_WAITALL) == 5 && !kill(child, SIGKILL));
 	CHECK(rread(s, got, 1) == -1 && errno == ECONNRESET);
 	CHECK(wait_for(s, POLLIN) & POLLERR);
+	int error = 0;
+	socklen_t length = sizeof(error);
+	CHECK(!rgetsockopt(s, SOL_SOCKET, SO_ERROR, &error, &length) && error == ECONNRESET);
 	CHECK(rwrite(s, got, 1) == -1 && errno == ECONNRESET);
 	int status;
 	CHECK(!rclose(s) && waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+}
+
+/* A child has no part in its parent's sockets, whatever it does with them. */
+static void forks(int listener)
+{
+	int s[2], status;
+	char byte;
+	pair(listener, s);
+	pid_t child = fork();
+	if (!child) {
+		CHECK(rwrite(s[0], "x", 1) == -1 && errno == EBADF);
+		CHECK(!rclose(s[0]) && !rclose(listener));
+		exit(0);
+	}
+	CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status));
+	CHECK(rwrite(s[0], "y", 1) == 1 && rread(s[1], &byte, 1) == 1 && byte == 'y');
+	CHECK(!rclose(s[0]) && !rclose(s[1]));
+}
+
+/* One who speaks the protocol wrong: what it says when it connects, and the immediate data of what it sends then, without bytes. */
+struct liar {
+	unsigned char says[40];
+	uint32_t sends;
+	int refused;
+	atomic_int done;
+};
+
+static void *lies(void *argument)
+{
+	struct liar *own = argument;
+	struct rdma_cm_id *id;
+	struct ibv_qp_init_attr init = {.cap = {8, 8, 1, 1, 0}, .qp_type = IBV_QPT_RC, .sq_sig_all = 1};
+	struct rdma_conn_param param = {.private_data = own->says, .private_data_len = sizeof(own->says), .retry_count = 7, .rnr_retry_count = 7};
+	CHECK(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 2000) && !rdma_resolve_route(id, 2000));
+	CHECK(!rdma_create_qp(id, NULL, &init));
+	int connected = rdma_connect(id, &param);
+	CHECK(own->refused ? connected == -1 && errno == ECONNREFUSED : !connected);
+	if (!connected) {
+		struct ibv_send_wr wr = {.opcode = IBV_WR_RDMA_WRITE_WITH_IMM, .imm_data = htobe32(own->sends)}, *bad;
+		struct ibv_wc wc;
+		CHECK(!ibv_post_send(id->qp, &wr, &bad));
+		double end = now() + LONG;
+		while (ibv_poll_cq(id->send_cq, 1, &wc) == 0)
+			CHECK(now() < end);
+		CHECK(!rdma_disconnect(id) || errno == EINVAL);
+	}
+	rdma_destroy_qp(id);
+	CHECK(!rdma_destroy_id(id));
+	atomic_store(&own->done, 1);
+	return NULL;
+}
+
+static void liars(int listener)
+{
+	uint32_t sends[] = {0x1fffffff, (1 << 17) + 1, 0xa0000000, 0x20000001, 0xe0000003, 0};
+	for (int i = 0; i < 6; i++) {
+		/* Version, flags, credits; two entries of a table; one byte of a buffer. The last one is of another version. */
+		struct liar liar = {.says = {1, 2, 0, 16, [23] = 2, [39] = 1}, .sends = sends[i], .refused = i == 5};
+		struct pollfd fd = {.fd = listener, .events = POLLIN};
+		pthread_t thread;
+		char byte;
+		if (liar.refused)
+			liar.says[0] = 2;
+		CHECK(!pthread_create(&thread, NULL, lies, &liar));
+		if (!liar.refused) {
+			int s;
+			CHECK(wait_for(listener, POLLIN) == POLLIN && (s = raccept(listener, NULL, NULL)) >= 0);
+			CHECK(rread(s, &byte, 1) == -1 && errno == ECONNRESET);
+			CHECK(rwrite(s, &byte, 1) == -1 && errno == ECONNRESET && !rclose(s));
+		}
+		/* Nobody is there to be accepted. */
+		do
+			CHECK(rpoll(&fd, 1, 5) == 0);
+		while (!atomic_load(&liar.done));
+		CHECK(!pthread_join(thread, NULL));
+	}
 }
 
 static void datagrams(void)
@@ -315,6 +397,8 @@ int main(int argc, char **argv)
 	mixed(listener);
 	threads(listener);
 	closed(listener);
+	forks(listener);
+	liars(listener);
 	peer_dies(listener, argv[0]);
 	CHECK(!rclose(listener));
 	datagrams();

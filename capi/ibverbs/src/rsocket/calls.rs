@@ -187,6 +187,11 @@ extern "C" fn rshutdown(socket: c_int, how: c_int) -> c_int {
 #[unsafe(no_mangle)]
 extern "C" fn rclose(socket: c_int) -> c_int {
     status(Socket::take(socket).map(|socket| {
+        if !socket.is_own() {
+            // What is behind it is the parent's, and stays.
+            std::mem::forget(socket);
+            return;
+        }
         let mut state = socket.lock();
         let limit = state.options.linger.unwrap_or(LINGER);
         if let Role::Stream(stream) = &mut state.role

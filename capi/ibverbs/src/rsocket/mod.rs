@@ -46,7 +46,8 @@ impl Waker {
                 made.map(|fd| Arc::new(Waker(fd))).map_err(Errno::raw_os_error)
             };
         }
-        let waker = WAKER.with(Clone::clone)?;
+        // A thread that ends has none.
+        let waker = WAKER.try_with(Clone::clone).map_err(|_| libc::EINTR)??;
         let _ = rustix::io::read(&waker.0, &mut [0; 8]);
         Ok(waker)
     }
@@ -86,6 +87,7 @@ impl State {
     /// Takes in what has come and sends what is owed. Whether anything has come: then others may go on too.
     fn progress(&mut self) -> bool {
         let moved = match &mut self.role {
+            Role::Bound(listening) => listening.progress(),
             Role::Stream(stream) => stream.progress(),
             Role::Datagram(datagram) => datagram.progress(),
             _ => false,
@@ -103,10 +105,10 @@ impl State {
     /// From now on what comes is told by the descriptors that this adds to a list.
     fn arm(&self, fds: &mut Vec<RawFd>) {
         match &self.role {
-            Role::Bound(listening) => listening.fds(fds),
+            Role::Bound(listening) if listening.accepts => listening.fds(fds),
             Role::Stream(stream) => stream.arm(fds),
             Role::Datagram(datagram) => datagram.arm(fds),
-            Role::New | Role::Opening | Role::Failed => {}
+            Role::New | Role::Bound(_) | Role::Opening | Role::Failed => {}
         }
     }
 
@@ -136,6 +138,8 @@ struct Socket {
     number: OwnedFd,
     /// AF_INET or AF_INET6.
     domain: c_int,
+    /// Who made it. A child of a fork has a copy, which is nothing but a number to be closed.
+    process: u32,
     nonblocking: AtomicBool,
     state: Mutex<State>,
 }
@@ -155,6 +159,7 @@ impl Socket {
         let socket = Arc::new(Socket {
             number,
             domain,
+            process: std::process::id(),
             nonblocking: AtomicBool::new(false),
             state: Mutex::new(State {
                 role,
@@ -176,7 +181,13 @@ impl Socket {
     /// The socket of a number.
     fn of(number: c_int) -> Option<Arc<Socket>> {
         let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
-        table.as_ref()?.get(&number).cloned()
+        let socket = table.as_ref()?.get(&number)?;
+        socket.is_own().then(|| socket.clone())
+    }
+
+    /// Whether this process made it.
+    fn is_own(&self) -> bool {
+        self.process == std::process::id()
     }
 
     /// The same for a call that is for sockets only.

@@ -1,5 +1,6 @@
 //! Streams from their port to their connection: `rbind`, `rlisten`, `raccept`, `rconnect`.
 
+use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
@@ -20,7 +21,21 @@ pub(super) struct Listening {
     listeners: Vec<(IpAddr, Listener)>,
     /// `rlisten` was called.
     pub(super) accepts: bool,
+    /// Who waits to be accepted.
+    requests: VecDeque<Request>,
 }
+
+/// Somebody who speaks the protocol and wants to be connected.
+struct Request {
+    /// The address and device that were asked.
+    local: IpAddr,
+    device: Device,
+    request: ConnectionRequest,
+    peer: ConnData,
+}
+
+/// Requests that are taken before a program accepts them: others wait at the device.
+const REQUESTS_MAX: usize = 16;
 
 impl Listening {
     pub(super) fn fds(&self, fds: &mut Vec<RawFd>) {
@@ -31,28 +46,30 @@ impl Listening {
         );
     }
 
-    /// The next request of one who speaks the protocol.
-    fn request(&self) -> Option<(IpAddr, Device, ConnectionRequest, ConnData)> {
-        for (address, listener) in &self.listeners {
-            while let Some(request) = listener.accept(Duration::ZERO) {
-                // Others are refused.
+    /// Takes requests in; those of others than rsockets are refused. Whether any came.
+    pub(super) fn progress(&mut self) -> bool {
+        let before = self.requests.len();
+        for (local, listener) in &self.listeners {
+            while self.accepts && self.requests.len() < REQUESTS_MAX {
+                let Some(request) = listener.accept(Duration::ZERO) else {
+                    break;
+                };
                 if let Ok(peer) = parse(request.private_data()) {
-                    return Some((*address, listener.device().clone(), request, peer));
+                    self.requests.push_back(Request {
+                        local: *local,
+                        device: listener.device().clone(),
+                        request,
+                        peer,
+                    });
                 }
             }
         }
-        None
+        self.requests.len() > before
     }
 
-    /// Whether there may be a request.
+    /// Whether somebody waits to be accepted.
     pub(super) fn has_request(&self) -> bool {
-        let mut fds = Vec::new();
-        self.fds(&mut fds);
-        let mut fds: Vec<libc::pollfd> = fds
-            .iter()
-            .map(|fd| super::poll::entry(*fd, libc::POLLIN))
-            .collect();
-        super::poll::kernel(&mut fds, Some(Duration::ZERO)).is_ok_and(|n| n > 0)
+        !self.requests.is_empty()
     }
 }
 
@@ -82,40 +99,35 @@ impl State {
         let (port, listeners) = services(Some(address), false, |device, port| device.listen(port))?;
         self.local = Some(SocketAddr::new(address.ip(), port));
         let accepts = false;
-        self.role = Role::Bound(Listening { listeners, accepts });
+        let requests = VecDeque::new();
+        self.role = Role::Bound(Listening {
+            listeners,
+            accepts,
+            requests,
+        });
         Ok(())
     }
 }
 
 /// Takes the next connection that somebody asks for. `None`: there is none.
 pub(super) fn accept(on: &Socket, state: &mut State) -> Option<Result<Arc<Socket>, c_int>> {
-    let Role::Bound(listening) = &state.role else {
-        return Some(Err(if state.closed { libc::EBADF } else { libc::EINVAL }));
+    let listening = match &mut state.role {
+        Role::Bound(listening) if listening.accepts && !state.closed => listening,
+        _ => return Some(Err(if state.closed { libc::EBADF } else { libc::EINVAL })),
     };
-    if state.closed || !listening.accepts {
-        return Some(Err(if state.closed { libc::EBADF } else { libc::EINVAL }));
-    }
-    let port = state.local.map_or(0, |local| local.port());
-    let (address, device, request, peer) = listening.request()?;
-    Some(answer(
-        on,
-        state,
-        SocketAddr::new(address, port),
-        &device,
-        request,
-        peer,
-    ))
+    let request = listening.requests.pop_front()?;
+    Some(answer(on, state, request))
 }
 
-fn answer(
-    on: &Socket,
-    state: &State,
-    local: SocketAddr,
-    device: &Device,
-    mut request: ConnectionRequest,
-    peer: ConnData,
-) -> Result<Arc<Socket>, c_int> {
-    let own = Resources::new(device, &state.options)?;
+fn answer(on: &Socket, state: &State, asked: Request) -> Result<Arc<Socket>, c_int> {
+    let Request {
+        local,
+        device,
+        mut request,
+        peer,
+    } = asked;
+    let local = SocketAddr::new(local, state.local.map_or(0, |local| local.port()));
+    let own = Resources::new(&device, &state.options)?;
     let remote = SocketAddr::new(request.peer(), 0);
     let said = own.conn_data();
     let no_room = |_| ConnectError::Io(std::io::ErrorKind::OutOfMemory.into());

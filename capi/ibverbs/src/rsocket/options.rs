@@ -134,7 +134,10 @@ impl State {
                 let seconds = own.linger.map_or(0, |linger| linger.as_secs() as c_int);
                 return Ok(vec![own.linger.is_some().into(), seconds]);
             }
-            (libc::SOL_SOCKET, libc::SO_ERROR) => std::mem::take(&mut self.error),
+            (libc::SOL_SOCKET, libc::SO_ERROR) => match &self.role {
+                Role::Stream(stream) if stream.is_reset() => libc::ECONNRESET,
+                _ => std::mem::take(&mut self.error),
+            },
             (libc::SOL_SOCKET, libc::SO_TYPE) => {
                 if is_stream {
                     libc::SOCK_STREAM

@@ -167,10 +167,11 @@ impl Stream {
     fn hear(&mut self, message: Message) -> Result<(), ()> {
         match message {
             Message::Data(bytes) => {
-                self.received += u64::from(bytes);
-                if self.received > self.granted || self.messages.len() >= usize::from(self.own.rq_size) {
+                let received = self.received + u64::from(bytes);
+                if received > self.granted || self.messages.len() >= usize::from(self.own.rq_size) {
                     return Err(());
                 }
+                self.received = received;
                 if bytes > 0 {
                     self.messages.push_back(bytes);
                 } else {
@@ -490,9 +491,14 @@ impl Stream {
         self.send_owed();
     }
 
+    /// The connection was lost.
+    pub(super) fn is_reset(&self) -> bool {
+        self.end == Some(End::Reset)
+    }
+
     /// All that was sent has arrived, or will not.
     pub(super) fn is_flushed(&self) -> bool {
-        self.end == Some(End::Reset) || self.posted.is_empty() && (self.owed.is_empty() || self.end.is_some())
+        self.is_reset() || self.posted.is_empty() && (self.owed.is_empty() || self.end.is_some())
     }
 
     /// What there is of `POLLIN`, `POLLOUT`; and how it ended, once everything is read.
