@@ -2,7 +2,8 @@
 //! are peers.
 //!
 //! A socket is a number in the table below, and behind it a [`State`] under one lock. Whoever calls moves the protocol on
-//! ([`State::progress`]), as in rdma-core: there is no thread that does. Who has to wait leaves a [`Waker`] in the socket, since another
+//! ([`State::progress`]), as in rdma-core: there is no thread that does. Who waits for a stream drives the device for a while
+//! ([`Socket::drive`]), which one call at a time does; then, as all others do, it leaves a [`Waker`] in the socket and sleeps, since another
 //! thread's call may take the completion that it waits for.
 
 mod buffers;
@@ -23,6 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use rdmux_verbs::CompletionQueue;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
@@ -33,6 +35,8 @@ use stream::Stream;
 
 /// How long a call looks before it sleeps: what a peer answers at once needs no wake-up. As rdma-core's `polling_time`.
 const LOOKS: Duration = Duration::from_micros(10);
+/// How long a call that waits for a stream alone drives the device, as that waits best, before it sleeps so that signals end it.
+const DRIVES: Duration = Duration::from_millis(2);
 
 /// A thread that waits for sockets.
 struct Waker(OwnedFd);
@@ -219,6 +223,19 @@ impl Socket {
         }
     }
 
+    /// Waits at the completion queue of a stream, for a call that has sat down there. Whether anything came.
+    fn drive(&self, cq: &CompletionQueue, limit: Duration) -> bool {
+        let found = cq.wait(limit).ok().flatten();
+        let came = found.is_some();
+        let mut state = self.lock();
+        if let Role::Stream(stream) = &mut state.role {
+            stream.stand_up(found);
+        }
+        // Nobody else has seen what came meanwhile, or was told of it.
+        state.wake();
+        came
+    }
+
     /// Calls `step` until it gives a result, whenever something has come.
     ///
     /// # Errors
@@ -229,6 +246,7 @@ impl Socket {
         mut step: impl FnMut(&mut State) -> Option<Result<T, c_int>>,
     ) -> Result<T, c_int> {
         let mut looks_until = None;
+        let mut drives = true;
         loop {
             let mut state = self.lock();
             state.progress();
@@ -236,10 +254,19 @@ impl Socket {
                 return result;
             }
             let now = Instant::now();
-            match wait {
+            let left = match wait {
                 Wait::Never => return Err(libc::EAGAIN),
                 Wait::Until(at) if at <= now => return Err(libc::EAGAIN),
-                Wait::Until(_) | Wait::Forever => {}
+                Wait::Until(at) => at - now,
+                Wait::Forever => DRIVES,
+            };
+            if drives
+                && let Role::Stream(stream) = &mut state.role
+                && let Some(cq) = stream.sit()
+            {
+                drop(state);
+                drives = self.drive(&cq, left.min(DRIVES));
+                continue;
             }
             if now < *looks_until.get_or_insert(now + LOOKS) {
                 drop(state);
@@ -256,7 +283,7 @@ impl Socket {
             let slept = if again { Ok(()) } else { sleep(&fds, wait) };
             self.lock().forget(&waker);
             slept?;
-            looks_until = None;
+            (looks_until, drives) = (None, true);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{LOOKS, Role, Socket, State, Waker};
+use super::{DRIVES, LOOKS, Role, Socket, State, Waker};
 
 /// What is told whether it was asked for or not.
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
@@ -76,6 +76,23 @@ impl Polled<'_> {
         ready
     }
 
+    /// Where there is nothing but one stream, and it has not what is asked for: waits for that as a call for it alone does. Whether
+    /// anything came.
+    fn drive(&self, left: Option<Duration>) -> bool {
+        let ([fd], [(_, socket)]) = (&*self.fds, &self.sockets[..]) else {
+            return false;
+        };
+        let mut state = socket.lock();
+        let is_ready = state.events() & (fd.events | ALWAYS) != 0;
+        let seat = match &mut state.role {
+            Role::Stream(stream) if !is_ready => stream.sit(),
+            _ => return is_ready,
+        };
+        drop(state);
+        let limit = left.map_or(DRIVES, |left| left.min(DRIVES));
+        seat.is_some_and(|cq| socket.drive(&cq, limit))
+    }
+
     /// Asks the system about the others, and with them about `more`; for no longer than is said.
     fn ask(&mut self, more: &[RawFd], left: Option<Duration>) -> Result<usize, c_int> {
         let is_socket = |at: usize| self.sockets.iter().any(|(of, _)| *of == at);
@@ -142,6 +159,9 @@ pub(super) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> Resul
         }
         if ready > 0 || is_over {
             return Ok(ready);
+        }
+        if polled.drive(left()) {
+            continue;
         }
         let waker = Waker::of_thread()?;
         let more = polled.watch(&waker);

@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 
 use rdmux_verbs::{
-    Arm, Connection, INLINE_BYTES_MAX, Memory, Operation, QpState, RKey, SendFlags, SendRequest, SgeList,
-    Status, Target as To, WcOpcode, WorkCompletion,
+    Arm, CompletionQueue, Connection, INLINE_BYTES_MAX, Memory, Operation, QpState, RKey, SendFlags,
+    SendRequest, SgeList, Status, Target as To, WcOpcode, WorkCompletion,
 };
 use rdmux_wire::rsocket::{ConnData, Message, Order, Target};
 
@@ -49,6 +49,8 @@ pub(super) struct Stream {
     established: bool,
     end: Option<End>,
     completions: VecDeque<WorkCompletion>,
+    /// A call waits at the completion queue: it takes what comes, and nobody else.
+    is_seated: bool,
 
     posted: VecDeque<Posted>,
     controls: u32,
@@ -94,6 +96,7 @@ impl Stream {
             established,
             end: None,
             completions: VecDeque::new(),
+            is_seated: false,
             posted: VecDeque::new(),
             controls: 0,
             target: peer.data,
@@ -119,8 +122,25 @@ impl Stream {
         }
     }
 
-    /// What comes from now on makes the descriptor readable.
+    /// Lets a call wait at the completion queue, without the socket's lock. `None`: another one does.
+    pub(super) fn sit(&mut self) -> Option<CompletionQueue> {
+        let is_free = !std::mem::replace(&mut self.is_seated, true);
+        is_free.then(|| self.own.cq.clone())
+    }
+
+    /// That call is back, with what it took.
+    pub(super) fn stand_up(&mut self, found: Option<WorkCompletion>) {
+        self.is_seated = false;
+        if let Some(wc) = found {
+            self.complete(&wc);
+        }
+    }
+
+    /// What comes from now on makes the descriptor readable. While a call waits at the queue, it tells.
     pub(super) fn arm(&self, fds: &mut Vec<RawFd>) {
+        if self.is_seated {
+            return;
+        }
         self.own.cq.arm(Arm::Next);
         fds.push(self.own.cq.as_fd().as_raw_fd());
     }
@@ -128,6 +148,9 @@ impl Stream {
     /// Takes completions in, and sends what is owed. Whether anything came.
     pub(super) fn progress(&mut self) -> bool {
         self.send_owed();
+        if self.is_seated {
+            return false;
+        }
         let mut completions = std::mem::take(&mut self.completions);
         let came = self.own.cq.poll_many(BATCH, &mut completions) > 0;
         for wc in completions.drain(..) {
