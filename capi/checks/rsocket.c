@@ -1,5 +1,5 @@
 /* Sockets over RDMA beyond what Debian's programs do: a thread that reads beside one that writes, many sockets of one process, what is polled
-   together with pipes, halves that are shut, forks, peers that die or lie, and what calls answer that are wrong. */
+   together with pipes, halves that are shut, signals, forks, peers that die or lie, and what calls answer that are wrong. */
 #include "check.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -9,6 +9,7 @@
 #include <rdma/rsocket.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -235,6 +236,28 @@ static void peer_dies(int listener, const char *program)
 	CHECK(!rclose(s) && waitpid(child, &status, 0) == child && WIFSIGNALED(status));
 }
 
+static void rings(int signal)
+{
+	(void)signal;
+}
+
+/* A signal ends a call that waits, at the latest the second one. */
+static void signals(int listener)
+{
+	int s[2];
+	char byte;
+	struct sigaction handler = {.sa_handler = rings};
+	struct itimerval often = {{0, 20000}, {0, 20000}}, never = {};
+	struct pollfd fd = {.events = POLLIN};
+	pair(listener, s);
+	fd.fd = s[0];
+	CHECK(!sigaction(SIGALRM, &handler, NULL) && !setitimer(ITIMER_REAL, &often, NULL));
+	CHECK(rread(s[0], &byte, 1) == -1 && errno == EINTR);
+	CHECK(rpoll(&fd, 1, -1) == -1 && errno == EINTR);
+	CHECK(raccept(listener, NULL, NULL) == -1 && errno == EINTR);
+	CHECK(!setitimer(ITIMER_REAL, &never, NULL) && !rclose(s[0]) && !rclose(s[1]));
+}
+
 /* A child has no part in its parent's sockets, whatever it does with them. */
 static void forks(int listener)
 {
@@ -397,6 +420,7 @@ int main(int argc, char **argv)
 	mixed(listener);
 	threads(listener);
 	closed(listener);
+	signals(listener);
 	forks(listener);
 	liars(listener);
 	peer_dies(listener, argv[0]);
