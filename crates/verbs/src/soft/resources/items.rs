@@ -293,7 +293,7 @@ impl Item {
                     ..record(0, &words)
                 }
             }
-            Item::Qp(qp) => qp.record(),
+            Item::Qp(qp) => qp.record()?,
             Item::Cq(cq) => record(
                 cq.cqn.0.into(),
                 &[
@@ -441,8 +441,12 @@ impl Item {
 }
 
 impl QpResource {
-    /// The record of one that an RNIC has: it is carried by the RNIC's link, or by nothing yet.
-    fn record(&self) -> Record {
+    /// The record of one that an RNIC has: it is carried by the RNIC's link, or by nothing yet, and all that it sends goes there.
+    fn record(&self) -> Option<Record> {
+        let is_rnics = matches!(self.carrier, None | Some(Carrier::Rnic)) && self.direct == Direct::default();
+        if !is_rnics {
+            return None;
+        }
         let peer = address(self.peer.map(|(address, _)| address));
         let carrier = if self.carrier.is_some() { RNIC } else { NOWHERE };
         let words = vec![
@@ -468,11 +472,11 @@ impl QpResource {
             self.sends.into(),
             self.receives.into(),
         ];
-        Record {
+        Some(Record {
             number: self.qpn.value().into(),
             name: String::new(),
             words,
-        }
+        })
     }
 
     fn parse(record: &Record) -> Option<QpResource> {
@@ -694,6 +698,7 @@ mod tests {
                 (qp.sq_psn, qp.rq_psn, qp.sends, qp.receives),
                 (8, 0xff_ffff, 3, 4)
             );
+            assert_eq!(Item::Qp(qp).record(), None, "an engine's");
         }
     }
 
