@@ -347,7 +347,8 @@ static void backlog(void)
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
 	struct rdma_cm_id *listener, *first, *second;
 	CHECK(!rdma_create_id(there, &listener, NULL, RDMA_PS_TCP));
-	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address) && !rdma_listen(listener, 1));
+	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address));
+	CHECK(rdma_get_src_port(listener) && !rdma_listen(listener, 1));
 	address.sin_port = rdma_get_src_port(listener);
 	first = ask(here);
 	struct pollfd wait = {.fd = there->fd, .events = POLLIN};

@@ -423,7 +423,7 @@ unsafe extern "C" fn rdma_connect(id: *mut abi::CmId, asked: *mut abi::ConnParam
         abi::cm_event::ESTABLISHED
     };
     // SAFETY: as the caller says.
-    minus_one(unsafe { connect(own, asked) }.and_then(|()| own.complete(event)))
+    minus_one(own.complete(event, |own| unsafe { connect(own, asked) }))
 }
 
 unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
@@ -467,15 +467,19 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
             shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
         }
     });
-    own.complete(abi::cm_event::ESTABLISHED)
+    Ok(())
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_accept(id: *mut abi::CmId, asked: *mut abi::ConnParam) -> c_int {
     // SAFETY: an id that was made, and a structure of the caller's or none.
     let (own, asked) = unsafe { (&mut *id.cast::<Id>(), asked.as_ref()) };
+    if own.is_datagram() {
+        // SAFETY: as the caller says.
+        return minus_one(unsafe { accept(own, asked) });
+    }
     // SAFETY: as the caller says.
-    minus_one(unsafe { accept(own, asked) })
+    minus_one(own.complete(abi::cm_event::ESTABLISHED, |own| unsafe { accept(own, asked) }))
 }
 
 #[unsafe(no_mangle)]
@@ -507,6 +511,8 @@ unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
         return minus_one(Err(libc::EINVAL));
     };
     own.disconnected = true;
-    connection.disconnect();
-    minus_one(own.complete(abi::cm_event::DISCONNECTED))
+    minus_one(own.complete(abi::cm_event::DISCONNECTED, |_| {
+        connection.disconnect();
+        Ok(())
+    }))
 }

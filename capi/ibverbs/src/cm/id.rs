@@ -34,6 +34,8 @@ pub(super) struct Id {
     private: Option<Box<Channel>>,
     /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]), in its domain.
     pub(super) passive: Option<abi::QpInitAttr>,
+    /// Its port was chosen for it when it was bound.
+    pub(super) any_port: bool,
     /// Of IPv6, it does not hear IPv4.
     pub(super) own_family: bool,
     /// The program has ended its connection.
@@ -143,6 +145,7 @@ impl Id {
             listening: Vec::new(),
             private,
             passive: None,
+            any_port: false,
             own_family: false,
             disconnected: false,
             process: std::process::id(),
@@ -161,11 +164,20 @@ impl Id {
         self.private.is_some()
     }
 
-    /// Where calls wait for their event: does so; another one is an error. The event stays the program's until the next call, or its end.
-    pub(super) fn complete(&mut self, expected: u32) -> Result<(), c_int> {
-        if !self.waits() {
-            return Ok(());
-        }
+    /// Does what brings about an event. Where calls wait for theirs, this one does then; another event is an error. It stays the
+    /// program's until the next call, or the id's end.
+    pub(super) fn complete(
+        &mut self,
+        expected: u32,
+        begin: impl FnOnce(&mut Id) -> Result<(), c_int>,
+    ) -> Result<(), c_int> {
+        let waits = self.waits();
+        begin(self)?;
+        // Where a channel has the event, another thread may have taken it, and the id may be gone.
+        if waits { self.wait(expected) } else { Ok(()) }
+    }
+
+    fn wait(&mut self, expected: u32) -> Result<(), c_int> {
         self.forget_event();
         let event = super::channel::give(self.shared.events().next()?);
         self.shown.event = event;
@@ -385,7 +397,9 @@ pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut
         if !address.ip().is_unspecified() {
             own.take_device(address.ip())?;
         }
-        own.set_addresses(address, None);
+        own.any_port = address.port() == 0;
+        let port = if own.any_port { some_port() } else { address.port() };
+        own.set_addresses(SocketAddr::new(address.ip(), port), None);
         Ok(())
     }))
 }
@@ -420,8 +434,10 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
             .or(bound)
             .map_or_else(some_port, |at| at.port());
         own.set_addresses(SocketAddr::new(own.device()?.address(), port), Some(peer));
-        own.tell(abi::cm_event::ADDR_RESOLVED);
-        own.complete(abi::cm_event::ADDR_RESOLVED)
+        own.complete(abi::cm_event::ADDR_RESOLVED, |own| {
+            own.tell(abi::cm_event::ADDR_RESOLVED);
+            Ok(())
+        })
     }))
 }
 
@@ -432,8 +448,10 @@ pub(super) unsafe extern "C" fn rdma_resolve_route(id: *mut abi::CmId, _: c_int)
     if own.remote.is_none() || own.shown.verbs.is_null() {
         return minus_one(Err(libc::EINVAL));
     }
-    own.tell(abi::cm_event::ROUTE_RESOLVED);
-    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED))
+    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED, |own| {
+        own.tell(abi::cm_event::ROUTE_RESOLVED);
+        Ok(())
+    }))
 }
 
 #[unsafe(no_mangle)]

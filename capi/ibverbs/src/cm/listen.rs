@@ -213,14 +213,21 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
     let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
     let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
-    let (port, listeners) = services(own.local, own.own_family, |device, port| {
+    let offer = |device: &rdmux_verbs::Device, port| {
         if datagrams {
             return device.listen_datagram(port).map(Service::Datagrams);
         }
         let listener = device.listen_service(own.service(port), &qp_types);
         listener.map(Service::Connections)
-    })?;
+    };
     let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
+    let (port, listeners) = match services(Some(bound), own.own_family, offer) {
+        // Somebody else had taken it meanwhile.
+        Err(libc::EADDRINUSE) if own.any_port => {
+            services(Some(SocketAddr::new(bound.ip(), 0)), own.own_family, offer)?
+        }
+        found => found?,
+    };
     own.set_addresses(SocketAddr::new(bound.ip(), port), None);
     for (address, listener) in listeners {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?);
@@ -255,25 +262,28 @@ unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut ab
     if own.listening.is_empty() || !own.waits() {
         return minus_one(Err(libc::EINVAL));
     }
-    minus_one(own.complete(abi::cm_event::CONNECT_REQUEST).and_then(|()| {
-        // SAFETY: the event that was just waited for.
-        let asked = unsafe { (*own.shown.event).id };
-        // SAFETY: an id that was made for the request, and is nobody's yet.
-        let made = unsafe { &mut *asked.cast::<Id>() };
-        made.migrate(super::channel::Events::new()?, ptr::null_mut());
-        // It is the new one's, with the private data in it.
-        made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
-        if let Some(mut init) = own.passive {
-            // SAFETY: as the program gave it to `rdma_create_ep`.
-            let with = unsafe { super::connect::create_qp(asked, own.shown.pd, &mut init, None) };
-            if let Err(errno) = with {
-                // SAFETY: it is nobody's yet; the request is refused with it.
-                unsafe { super::id::rdma_destroy_id(asked) };
-                return Err(errno);
-            }
-        }
-        // SAFETY: a place of the caller's.
-        unsafe { *id = asked };
-        Ok(())
-    }))
+    minus_one(
+        own.complete(abi::cm_event::CONNECT_REQUEST, |_| Ok(()))
+            .and_then(|()| {
+                // SAFETY: the event that was just waited for.
+                let asked = unsafe { (*own.shown.event).id };
+                // SAFETY: an id that was made for the request, and is nobody's yet.
+                let made = unsafe { &mut *asked.cast::<Id>() };
+                made.migrate(super::channel::Events::new()?, ptr::null_mut());
+                // It is the new one's, with the private data in it.
+                made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
+                if let Some(mut init) = own.passive {
+                    // SAFETY: as the program gave it to `rdma_create_ep`.
+                    let with = unsafe { super::connect::create_qp(asked, own.shown.pd, &mut init, None) };
+                    if let Err(errno) = with {
+                        // SAFETY: it is nobody's yet; the request is refused with it.
+                        unsafe { super::id::rdma_destroy_id(asked) };
+                        return Err(errno);
+                    }
+                }
+                // SAFETY: a place of the caller's.
+                unsafe { *id = asked };
+                Ok(())
+            }),
+    )
 }

@@ -89,13 +89,15 @@ unsafe fn join(
         full,
         given: given.clone(),
     });
-    own.shared.tell(|id, _| {
-        let mut event = Event::new(id, &given, event, -status).with_ud(ud, &[]);
-        // What the program gave, as it gave it.
-        event.shown.param.ud.private_data = context;
-        event
-    });
-    own.complete(abi::cm_event::MULTICAST_JOIN)
+    own.complete(abi::cm_event::MULTICAST_JOIN, |own| {
+        own.shared.tell(|id, _| {
+            let mut event = Event::new(id, &given, event, -status).with_ud(ud, &[]);
+            // What the program gave, as it gave it.
+            event.shown.param.ud.private_data = context;
+            event
+        });
+        Ok(())
+    })
 }
 
 fn leave(own: &mut Id, group: IpAddr) -> Result<(), c_int> {
