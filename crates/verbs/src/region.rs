@@ -117,8 +117,9 @@ impl MemoryRegion {
         self.length
     }
 
-    /// Puts other memory behind the region, or changes its rights; keys stay. What was behind it is reached no more when this
-    /// returns. After an error, as while windows are bound to it, the region is as it was.
+    /// Puts other memory behind the region, or changes its rights. Its keys may be others then: of a soft device they stay, of an RNIC they
+    /// do not. What was behind it is reached no more when this returns. After an error, as while windows are bound to it, the region is as
+    /// it was.
     pub fn rereg(
         &mut self,
         memory: Arc<dyn Memory>,
@@ -156,8 +157,10 @@ impl MemoryRegion {
         };
         match (&mut self.provided, pd.provided()) {
             (Provided::Soft(mr), Provided::Soft(pd)) => mr.rereg(pd, spec)?,
-            (Provided::Hw(mr), _) => mr.rereg(spec)?,
-            (Provided::Soft(_), Provided::Hw(_)) => return Err(RegisterError::NoPd),
+            (Provided::Hw(mr), Provided::Hw(pd)) => mr.rereg(pd, spec)?,
+            (Provided::Soft(_), Provided::Hw(_)) | (Provided::Hw(_), Provided::Soft(_)) => {
+                return Err(RegisterError::NoPd);
+            }
         }
         self.pd = pd.clone();
         (self.iova, self.length) = (iova, length);

@@ -64,6 +64,14 @@ impl Registry {
         Ok(posted)
     }
 
+    /// Whether a window is bound to a region, or was when it was last heard of.
+    fn is_bound(&self, region: u32) -> bool {
+        let windows = self.windows();
+        windows
+            .values()
+            .any(|window| window.mw.is_some() && window.region == Some(region))
+    }
+
     /// A window of type 1 has a new key.
     pub(super) fn rekey_window(&self, old: u32, new: u32) {
         let mut windows = self.windows();
@@ -215,9 +223,14 @@ impl MemoryRegion {
         self.rkey
     }
 
-    /// Devices that register anew under the same keys are not known.
-    pub(crate) fn rereg(&mut self, _spec: RegionSpec) -> Result<(), RegisterError> {
-        Err(RegisterError::Unsupported("registering anew under the same keys"))
+    /// By a new region, after which the old one ends: what `ibv_rereg_mr` changes differs between drivers, and after an error of
+    /// its there is neither.
+    pub(crate) fn rereg(&mut self, pd: &ProtectionDomain, spec: RegionSpec) -> Result<(), RegisterError> {
+        if self.pd.registry.is_bound(self.lkey.0) {
+            return Err(RegisterError::WindowsBound);
+        }
+        *self = pd.reg_mr(spec)?;
+        Ok(())
     }
 }
 
