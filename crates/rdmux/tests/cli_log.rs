@@ -338,6 +338,16 @@ fn append__no_majority_says_who_does_not_answer() {
 }
 
 #[test]
+fn append__from_an_address_that_no_host_has() {
+    let place = Place::new(97, false);
+    // It is not going to be there: the patience that servers are met with is for nothing here.
+    let output = place.log("append", &["--from", "192.0.2.1", "--patience", "86400"]);
+    assert!(!output.status.success());
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("192.0.2.1 is no address of this host"), "{text}");
+}
+
+#[test]
 fn append__whatever_ends_it_what_is_under_way_is_acknowledged_and_read() {
     let place = Place::new(86, false);
     let (code, told, errors) = place.append(&format!("a\nb\n{}\nnever\n", "x".repeat(200_000)));

@@ -7,7 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::Device;
+use rdmux_verbs::soft::group::GroupError;
+use rdmux_verbs::{Device, OpenError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::link::{Came, Dial, Link, acquire};
@@ -538,7 +539,7 @@ impl Log {
 fn is_final(error: &Error) -> bool {
     use ErrorCode::*;
     match error {
-        Error::WrongKey(_) => true,
+        Error::WrongKey(_) | Error::Open(OpenError::Group(GroupError::NotLocal { .. })) => true,
         Error::Refused { code, .. } => {
             matches!(code, BadVersion | BadKey | NoSuchRegion | ReadOnly | NotSupported)
         }
