@@ -60,6 +60,7 @@ bootstrap_missing() {
         have ib_write_lat || echo perftest
         have ucx_perftest || echo ucx-utils
         have fi_pingpong || echo libfabric-bin
+        [ -e /usr/include/librpma.h ] || echo librpma-dev
         have ip || echo iproute2 ;;
       pyverbs)
         /usr/bin/python3 -c 'import pyverbs' 2>/dev/null || echo python3-pyverbs
