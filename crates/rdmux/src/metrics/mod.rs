@@ -423,6 +423,17 @@ mod tests {
         assert_eq!(told, counted);
     }
 
+    fn an_rnic() -> RnicMetrics {
+        RnicMetrics {
+            device: "rxe0".into(),
+            port: 1,
+            queue_pairs: 2,
+            regions: 3,
+            completion_queues: 1,
+            counters: vec![("sent_pkts".into(), 7)],
+        }
+    }
+
     /// Every metric is on the page about them, by its name or as a counter's; and none is there that is not shown.
     #[test]
     fn docs__names_of_metrics_are_those_shown() {
@@ -447,7 +458,7 @@ mod tests {
             .filter(|one| one.address == address)
             .collect();
         let server = Metrics::default();
-        let text = render(&own, Some(&server));
+        let text = render(&own, &[an_rnic()], Some(&server));
         let families = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let shown: BTreeSet<&str> = families.map(|family| family.split(' ').next().unwrap()).collect();
         let missing: Vec<&&str> = told.difference(&shown).collect();
@@ -508,15 +519,7 @@ mod tests {
 
     #[test]
     fn render__an_rnic() {
-        let rnic = RnicMetrics {
-            device: "rxe0".into(),
-            port: 1,
-            queue_pairs: 2,
-            regions: 3,
-            completion_queues: 1,
-            counters: vec![("sent_pkts".into(), 7)],
-        };
-        let text = render(&[], &[rnic], None);
+        let text = render(&[], &[an_rnic()], None);
         for line in [
             "rdmux_hw_queue_pairs{device=\"rxe0\",port=\"1\"} 2",
             "rdmux_hw_memory_regions{device=\"rxe0\",port=\"1\"} 3",
