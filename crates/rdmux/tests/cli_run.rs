@@ -8,8 +8,14 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-const LIBRARY: &str = "libibverbs.so";
-const NAMES: [&str; 2] = ["libibverbs.so.1", "librdmacm.so.1"];
+const REDIRECT: &str = "librdmux_sysfs.so";
+const BUILT: [&str; 2] = ["libibverbs.so", REDIRECT];
+/// The links, and what each leads to.
+const LINKS: [(&str, &str); 3] = [
+    ("libibverbs.so.1", "libibverbs.so"),
+    ("librdmacm.so.1", "libibverbs.so"),
+    (REDIRECT, REDIRECT),
+];
 const NOBODY: u32 = 65534;
 /// What runs a program as an ordinary user, when it is called by root.
 const AS_NOBODY: [&str; 6] = [
@@ -30,7 +36,9 @@ fn build() -> TempDir {
         .args([env!("CARGO_BIN_EXE_rdmux"), folder.path().to_str().unwrap()])
         .status();
     assert!(copied.unwrap().success());
-    fs::write(folder.path().join(LIBRARY), "").unwrap();
+    for name in BUILT {
+        fs::write(folder.path().join(name), "").unwrap();
+    }
     folder
 }
 
@@ -65,8 +73,8 @@ fn libraries(runner: &[&str], build: &Path, runtime: &Path) -> Result<PathBuf, S
 }
 
 fn leads_to(folder: &Path, build: &Path) {
-    let library = build.join(LIBRARY).canonicalize().unwrap();
-    for name in NAMES {
+    for (name, built) in LINKS {
+        let library = build.join(built).canonicalize().unwrap();
         assert_eq!(folder.join(name).canonicalize().unwrap(), library, "{name}");
     }
 }
@@ -108,7 +116,7 @@ fn run__links_of_another_user_are_not_trusted() {
     let (build, runtime) = (build(), runtime_of(0));
     let links = build.path().join("rdmux-run");
     fs::create_dir(&links).unwrap();
-    for name in NAMES {
+    for (name, _) in LINKS {
         symlink("/tmp/of-somebody-else", links.join(name)).unwrap();
     }
     for (owner, mode) in [(NOBODY, 0o755), (0, 0o777)] {
