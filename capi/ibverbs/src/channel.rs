@@ -303,10 +303,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
             channel.count(-1);
         }
         // SAFETY: an open context, which lives as long as its objects.
-        unsafe { Context::of(context) }
-            .objects()
-            .completions
-            .remove(&queue.queue.cqn().0);
+        unsafe { Context::of(context) }.take_out(ptr::from_ref(queue).cast_mut().cast(), |objects| {
+            objects.completions.remove(&queue.queue.cqn().0);
+        });
         queue.given.wait_acknowledged();
         queue.errors.wait_acknowledged();
     }

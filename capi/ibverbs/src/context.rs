@@ -1,7 +1,7 @@
 //! Contexts: opened devices, and the asynchronous events of their objects.
 
 use std::collections::{HashMap, VecDeque};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::mem::offset_of;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -128,13 +128,32 @@ impl Context {
         let _ = rustix::io::write(&self.told, &1u64.to_ne_bytes());
     }
 
+    /// The next event, for the program: its object now waits with its end until that is acknowledged.
     fn take_event(&self) -> Option<abi::AsyncEvent> {
+        // Held until the event is counted: its object is not destroyed before.
+        let _objects = self.objects();
+        let event = self.take_from(VecDeque::pop_front)?;
+        // SAFETY: an object takes its events out of the list as it leaves the objects, which are held.
+        if let Some(given) = unsafe { given_of(&event) } {
+            given.give();
+        }
+        Some(event)
+    }
+
+    /// Takes an object that is to end out of the objects, and those of its events that the program has not been given.
+    pub(crate) fn take_out(&self, element: *mut c_void, remove: impl FnOnce(&mut Objects)) {
+        let mut objects = self.objects();
+        remove(&mut objects);
+        self.take_from(|events| events.retain(|event| event.element != element.addr()));
+    }
+
+    fn take_from<T>(&self, take: impl FnOnce(&mut VecDeque<abi::AsyncEvent>) -> T) -> T {
         let mut events = lock(&self.events);
-        let event = events.pop_front();
+        let taken = take(&mut events);
         if events.is_empty() {
             let _ = rustix::io::read(&self.told, &mut [0; 8]);
         }
-        event
+        taken
     }
 
     /// What a program's pointer points into.
@@ -168,7 +187,7 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
     verbs.size = size_of::<abi::VerbsContext>();
     verbs.query_port = Some(query::query_port);
     verbs.query_device_ex = Some(query::query_device_ex);
-    verbs.advise_mr = memory::advise_mr as *const std::ffi::c_void;
+    verbs.advise_mr = memory::advise_mr as *const c_void;
     verbs.create_qp_ex = Some(queue_pair::create_qp_ex);
     verbs.open_qp = Some(xrc::open_qp);
     verbs.create_srq_ex = Some(srq::create_srq_ex);
@@ -303,7 +322,7 @@ unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
 fn distribute(opened: &Opened) {
     use abi::event_type::*;
     while let Some(event) = opened.device.poll_async_event() {
-        // Held until the event is counted: its object, and so its context, is not destroyed before.
+        // Held until the context has the event: its object, and so the context, is not destroyed before.
         let objects = lock(&opened.objects);
         let pair = |qpn: rdmux_verbs::Qpn| {
             let pair = *objects.pairs.get(&qpn.value())?;
@@ -355,10 +374,6 @@ fn distribute(opened: &Opened) {
             element: element.expose_provenance(),
             event_type,
         };
-        // SAFETY: its object is there, as was just found.
-        if let Some(given) = unsafe { given_of(&told) } {
-            given.give();
-        }
         // SAFETY: an object's context is open as long as the object is there.
         unsafe { Context::of(context) }.tell(told);
     }

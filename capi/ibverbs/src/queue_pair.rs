@@ -307,16 +307,12 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
     let (context, own) = unsafe { ((*pair).context, Pair::of(pair)) };
     // SAFETY: an open context, which lives as long as its objects.
-    let mut objects = unsafe { Context::of(context) }.objects();
-    let number = own.pair.qpn().value();
-    if objects
-        .pairs
-        .get(&number)
-        .is_some_and(|known| std::ptr::eq(*known, pair))
-    {
-        objects.pairs.remove(&number);
-    }
-    drop(objects);
+    unsafe { Context::of(context) }.take_out(pair.cast(), |objects| {
+        let number = own.pair.qpn().value();
+        if objects.pairs.get(&number) == Some(&pair) {
+            objects.pairs.remove(&number);
+        }
+    });
     own.given.wait_acknowledged();
     // SAFETY: made by a Box in `create`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(pair.cast::<Pair>()) });

@@ -150,10 +150,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
         return errno;
     }
     // SAFETY: an open context, which lives as long as its objects.
-    unsafe { Context::of(context) }
-        .objects()
-        .queues
-        .remove(&own.queue.srqn().0);
+    unsafe { Context::of(context) }.take_out(queue.cast(), |objects| {
+        objects.queues.remove(&own.queue.srqn().0);
+    });
     own.given.wait_acknowledged();
     // SAFETY: made by a Box in `create`, and not used any more, says the caller.
     drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
