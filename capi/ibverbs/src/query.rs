@@ -15,6 +15,9 @@ use crate::{abi, completions, device_memory, minus_one, status};
 pub(crate) const CQE_MAX: c_int = 1 << 20;
 /// Objects of a kind that a device can have: queue pairs by their numbers, the others as many.
 const OBJECTS_MAX: c_int = 1 << 16;
+/// Those that have a number on the wire: docs/features.md.
+const NUMBERED_MAX: c_int = 1 << 15;
+const READS_MAX: c_int = 255;
 
 /// More of `enum ibv_device_cap_flags`.
 const PORT_ACTIVE_EVENT: u64 = 1 << 10;
@@ -44,13 +47,13 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     // No vendor: the range of locally administered identifiers.
     attr.vendor_id = 0x02_0000;
     attr.vendor_part_id = 1;
-    attr.max_qp = OBJECTS_MAX;
+    attr.max_qp = NUMBERED_MAX;
     attr.max_qp_wr = WR_MAX as c_int;
     let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B;
     attr.device_cap_flags =
         (windows | device_cap::XRC | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
     attr.max_mw = OBJECTS_MAX;
-    attr.max_srq = OBJECTS_MAX;
+    attr.max_srq = NUMBERED_MAX;
     attr.max_srq_wr = WR_MAX as c_int;
     attr.max_srq_sge = SGE_MAX as c_int;
     attr.max_sge = SGE_MAX as c_int;
@@ -59,8 +62,8 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     attr.max_cqe = CQE_MAX;
     attr.max_mr = OBJECTS_MAX;
     attr.max_pd = OBJECTS_MAX;
-    attr.max_qp_rd_atom = 128;
-    attr.max_res_rd_atom = 128 * OBJECTS_MAX;
+    attr.max_qp_rd_atom = READS_MAX;
+    attr.max_res_rd_atom = READS_MAX * NUMBERED_MAX;
     attr.max_qp_init_rd_atom = 128;
     // IBV_ATOMIC_HCA: atomic to those of the device.
     attr.atomic_cap = 1;
@@ -121,14 +124,6 @@ pub(crate) unsafe extern "C" fn query_device_ex(
     0
 }
 
-/// The largest path MTU that the device's own link carries.
-fn mtu(context: &Context) -> PathMtu {
-    context
-        .device
-        .path_mtu_to(context.of.address)
-        .unwrap_or(PathMtu::Bytes1024)
-}
-
 fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
     if number != 1 {
         return Err(libc::EINVAL);
@@ -137,7 +132,7 @@ fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
         // IBV_PORT_ACTIVE
         state: 4,
         max_mtu: PathMtu::Bytes4096.code().into(),
-        active_mtu: mtu(context).code().into(),
+        active_mtu: context.device.active_mtu().code().into(),
         gid_tbl_len: 1,
         // IBV_PORT_CM_SUP, IBV_PORT_IP_BASED_GIDS
         port_cap_flags: 1 << 16 | 1 << 26,

@@ -184,7 +184,7 @@ impl Device {
     pub fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
         match &self.provided {
             Provided::Soft(device) => device.path_mtu_to(peer),
-            Provided::Hw(device) => device.path_mtu_to(peer),
+            Provided::Hw(device) => device.active_mtu(),
         }
     }
 
@@ -226,6 +226,14 @@ impl Device {
         match &self.provided {
             Provided::Soft(device) => device.async_event_fd(),
             Provided::Hw(device) => device.async_event_fd(),
+        }
+    }
+
+    /// The largest path MTU that the device's link carries, to whatever peer.
+    pub fn active_mtu(&self) -> PathMtu {
+        match &self.provided {
+            Provided::Soft(device) => soft::engine::device_mtu(device.address()),
+            Provided::Hw(device) => device.active_mtu().unwrap_or(PathMtu::Bytes256),
         }
     }
 

@@ -420,7 +420,7 @@ impl Device {
     }
 
     /// The path MTU of the device's link.
-    pub(crate) fn path_mtu_to(&self, _peer: IpAddr) -> io::Result<PathMtu> {
+    pub(crate) fn active_mtu(&self) -> io::Result<PathMtu> {
         let port = self.0.context.query_port(self.0.port)?;
         Ok(PathMtu::from_code(port.active_mtu as u8).unwrap_or(PathMtu::Bytes256))
     }

@@ -1279,7 +1279,7 @@ fn is_broadcast(address: IpAddr) -> bool {
 
 /// The path MTU that the device's own link carries. Where the address is on no link, as routers have them, what every Ethernet
 /// carries.
-fn device_mtu(address: IpAddr) -> PathMtu {
+pub(crate) fn device_mtu(address: IpAddr) -> PathMtu {
     let link = interface_of(address).ok();
     link.and_then(|link| PathMtu::of_link(link.mtu))
         .unwrap_or(PathMtu::Bytes1024)
