@@ -68,7 +68,7 @@ pub(crate) struct Args {
     /// Let the devices' ports misbehave, both ways, as loss=1%,delay=5ms,seed=7: docs/bad-network.md.
     #[arg(long, value_name = "SPEC")]
     fault: Option<Spec>,
-    /// Capture what its devices send and receive to a pcapng file: docs/capture.md.
+    /// Capture what its devices send and receive to a pcapng file, %p standing for a process's number: docs/capture.md.
     #[arg(long, value_name = "FILE")]
     capture: Option<PathBuf>,
 }

@@ -12,7 +12,7 @@ mod filter;
 mod remote;
 mod writer;
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
@@ -22,7 +22,8 @@ use std::time::SystemTime;
 
 use rdmux_rnic::faults::Fate;
 use rdmux_rnic::{Arrival, Cause, Path, Qpn, Rnic, Status};
-use rustix::fs::FileType;
+use rustix::fs::{FileType, FlockOperation, flock};
+use rustix::io::Errno;
 
 pub use self::filter::{Filter, FilterError, Kind};
 pub use self::remote::{Capturing, Counts, start};
@@ -69,7 +70,7 @@ pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError
             let name = file
                 .to_string_lossy()
                 .replace("%p", &std::process::id().to_string());
-            let opened = File::create(&name).and_then(|file| Writer::new(file, None));
+            let opened = create(FilePath::new(&name)).and_then(|file| Writer::new(file, None));
             none.insert(opened.map_err(|source| CaptureError {
                 file: name.into(),
                 source,
@@ -77,6 +78,26 @@ pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError
         }
     };
     Ok(Some(Capture::new(writer, device, Filter::default())))
+}
+
+/// Makes a file, or empties one, that no other process captures to.
+fn create(name: &FilePath) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(name)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Err(Errno::WOULDBLOCK) => {
+            let what =
+                "another process captures to it: put %p in the name, which stands for a process's number";
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
+        }
+        // What is no file may have no locks.
+        _ if file.metadata()?.is_file() => file.set_len(0)?,
+        _ => {}
+    }
+    Ok(file)
 }
 
 /// The capture of a device.
@@ -214,4 +235,29 @@ fn note(fate: &Fate) -> Option<String> {
         .map(|(_, kind)| *kind)
         .collect();
     (!kinds.is_empty()).then(|| format!("fault: {}", kinds.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn create__a_file_that_another_captures_to_stays_theirs() {
+        let folder = tempfile::tempdir().unwrap();
+        let name = folder.path().join("x.pcapng");
+        std::fs::write(&name, "of before").unwrap();
+        let first = create(&name).unwrap();
+        assert_eq!(first.metadata().unwrap().len(), 0);
+        rustix::io::write(&first, b"theirs").unwrap();
+        let refused = create(&name).unwrap_err();
+        assert!(
+            refused.to_string().contains("another process captures to it"),
+            "{refused}"
+        );
+        assert_eq!(std::fs::read(&name).unwrap(), b"theirs");
+        drop(first);
+        assert_eq!(create(&name).unwrap().metadata().unwrap().len(), 0);
+        // Neither a device nor a pipe is emptied.
+        create(FilePath::new("/dev/null")).unwrap();
+    }
 }
