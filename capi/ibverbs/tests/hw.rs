@@ -4,16 +4,18 @@
 
 use std::fs::{self, File};
 use std::net::IpAddr;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path as FilePath, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdmux_verbs::soft::resources::{DeviceAt, Item, Object, ask, rnics};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// What the provider takes its libraries from.
 const LIBRARIES: &str = "RDMUX_HW_LIBRARIES";
@@ -354,7 +356,7 @@ fn drop__of_a_region_that_others_bind_windows_to() {
                 assert_eq!(posted, Err(PostError::Invalid));
             } else if a.next().status != Status::Success {
                 // It ended between: that is the end of the queue pair too, as of any that is told of a region that is not there.
-                return;
+                break;
             }
         }
         let (_, regions, _) = device.object_counts();
@@ -437,15 +439,7 @@ fn ask__what_this_process_has_on_an_rnic() {
     with_the_library("ask__what_this_process_has_on_an_rnic", || {
         let (_device, a, b) = pair();
         let address: IpAddr = ADDRESS.parse().unwrap();
-        // Others of this host may have a device there too.
-        let tell = |object| {
-            let places: Vec<DeviceAt> = rnics().into_iter().filter(|at| at.address == address).collect();
-            let told = ask(&places, object, LONG).into_iter();
-            let mut told =
-                told.filter_map(|(_, told)| told.ok().filter(|told| told.pid == Some(std::process::id())));
-            told.next().expect("an answer").items
-        };
-        match &tell(Object::Device)[..] {
+        match &told(Object::Device)[..] {
             [Item::Device(device)] => {
                 let counts = device.counts;
                 assert_eq!((counts.pds, counts.cqs, counts.mrs, counts.qps), (2, 2, 2, 2));
@@ -453,7 +447,7 @@ fn ask__what_this_process_has_on_an_rnic() {
             }
             other => panic!("{other:?}"),
         }
-        let qps = tell(Object::Qp);
+        let qps = told(Object::Qp);
         for (own, peer) in [(&a, &b), (&b, &a)] {
             let is_it = |item: &&Item| matches!(item, Item::Qp(qp) if qp.qpn == own.qp.qpn());
             let Some(Item::Qp(qp)) = qps.iter().find(is_it) else {
@@ -469,7 +463,7 @@ fn ask__what_this_process_has_on_an_rnic() {
             );
             assert_eq!((qp.send_cqn, qp.recv_cqn), (own.cq.cqn().0, own.cq.cqn().0));
         }
-        let keys: Vec<u32> = tell(Object::Mr)
+        let keys: Vec<u32> = told(Object::Mr)
             .iter()
             .map(|item| match item {
                 Item::Mr(mr) => mr.rkey,
@@ -483,12 +477,93 @@ fn ask__what_this_process_has_on_an_rnic() {
         drop(a);
         assert_eq!(
             (
-                tell(Object::Qp).len(),
-                tell(Object::Mr).len(),
-                tell(Object::Cq).len()
+                told(Object::Qp).len(),
+                told(Object::Mr).len(),
+                told(Object::Cq).len()
             ),
             (1, 1, 1)
         );
-        assert_eq!((tell(Object::Pd).len(), tell(Object::Srq).len()), (1, 0));
+        assert_eq!((told(Object::Pd).len(), told(Object::Srq).len()), (1, 0));
+    });
+}
+
+/// What those who ask hear of this process's device, others of this host left out.
+fn told(object: Object) -> Vec<Item> {
+    let address: IpAddr = ADDRESS.parse().unwrap();
+    let places: Vec<DeviceAt> = rnics().into_iter().filter(|at| at.address == address).collect();
+    let own = |told: &soft::resources::Told| told.pid == Some(std::process::id());
+    let told = ask(&places, object, LONG).into_iter();
+    let mut told = told.filter_map(|(_, told)| told.ok().filter(own));
+    told.next().expect("an answer").items
+}
+
+#[test]
+fn ask__more_than_a_page_has_room_for() {
+    with_the_library("ask__more_than_a_page_has_room_for", || {
+        let device = device();
+        let cq = device.create_cq(16).unwrap();
+        let pds: Vec<ProtectionDomain> = (0..600).map(|_| device.alloc_pd().unwrap()).collect();
+        let qps: Vec<QueuePair> = pds
+            .iter()
+            .take(300)
+            .map(|pd| pd.create_qp(&QpOptions::new(&cq)).unwrap())
+            .collect();
+        let users = told(Object::Pd).into_iter().map(|item| match item {
+            Item::Pd(pd) => pd.users,
+            other => panic!("{other:?}"),
+        });
+        let users: Vec<u32> = users.collect();
+        assert_eq!((users.len(), users.iter().sum::<u32>()), (600, 300));
+        let found = told(Object::Qp).into_iter().map(|item| match item {
+            Item::Qp(qp) => qp.qpn,
+            other => panic!("{other:?}"),
+        });
+        let mut expected: Vec<Qpn> = qps.iter().map(QueuePair::qpn).collect();
+        expected.sort_by_key(|qpn| qpn.value());
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+        match &told(Object::Cq)[..] {
+            [Item::Cq(cq)] => assert_eq!(cq.users, 300),
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+#[test]
+fn ask__process_without_a_descriptor_left() {
+    with_the_library("ask__process_without_a_descriptor_left", || {
+        let _device = device();
+        let threads = fs::read_dir("/proc/self/task").unwrap().flatten();
+        let answering = threads
+            .map(|thread| thread.path())
+            .find(|thread| fs::read_to_string(thread.join("comm")).unwrap().trim() == "rdmux-res")
+            .unwrap();
+        let state = File::open(answering.join("stat")).unwrap();
+        let address: IpAddr = ADDRESS.parse().unwrap();
+        let place = rnics().into_iter().find(|at| at.address == address).unwrap();
+        let name = format!("rdmux-4791-{address}-slot-{}", place.slot);
+        let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        let before = getrlimit(Resource::Nofile);
+        let few = Rlimit {
+            current: Some(128),
+            ..before
+        };
+        setrlimit(Resource::Nofile, few).unwrap();
+        let filling: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+        connect(&socket, &name).unwrap();
+        // It was woken, and sleeps again although somebody waits to be let in.
+        let deadline = Instant::now() + LONG;
+        let is_asleep = || {
+            let mut text = [0; 512];
+            let len = state.read_at(&mut text, 0).unwrap();
+            String::from_utf8_lossy(&text[..len]).contains("(rdmux-res) S")
+        };
+        while !is_asleep() {
+            assert!(Instant::now() < deadline, "it never sleeps");
+        }
+        drop(filling);
+        setrlimit(Resource::Nofile, before).unwrap();
+        assert!(matches!(told(Object::Device)[..], [Item::Device(_)]));
     });
 }

@@ -157,6 +157,7 @@ impl ProtectionDomain {
         device.forget_error(qp.number());
         let qp = Arc::new(qp);
         let entry = resources::Entry::Qp {
+            number: qp.number(),
             qp: Arc::downgrade(&qp),
             qp_type,
             pdn: self.number(),

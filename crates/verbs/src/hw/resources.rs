@@ -1,5 +1,6 @@
 //! What tools are told of the objects that this process has on an RNIC.
 
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::IpAddr;
 use std::sync::{Arc, Weak};
@@ -14,11 +15,11 @@ use super::objects::Qp;
 use super::qp::state_of;
 use crate::abi::qp_attr;
 use crate::device::Carrier;
-use crate::soft::resources::answer::Answering;
+use crate::soft::resources::answer::{Answering, RECORDS_MAX, Told};
 use crate::soft::resources::{CounterResource, Counts, DeviceResource, Direct, Item, Object, QpResource};
 
 /// What is kept of an object that lives.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Entry {
     /// A protection domain, known by the number of its entry.
     Pd,
@@ -34,6 +35,7 @@ pub(super) enum Entry {
         access: Access,
     },
     Qp {
+        number: u32,
         qp: Weak<Qp>,
         qp_type: QpType,
         pdn: u32,
@@ -46,9 +48,9 @@ pub(super) enum Entry {
 /// Tells whoever asks, from now on.
 pub(super) fn answer(device: &Arc<Inner>) -> io::Result<Answering> {
     let weak = Arc::downgrade(device);
-    Answering::begin(device.address, move |object| {
-        weak.upgrade()
-            .map_or_else(Vec::new, |device| items(&device, object))
+    Answering::begin(device.address, move |object, from| match weak.upgrade() {
+        Some(device) => items(&device, object, from),
+        None => all(Vec::new()),
     })
 }
 
@@ -67,62 +69,116 @@ pub(super) fn counts(device: &Inner) -> Counts {
     counts
 }
 
-fn items(device: &Inner, object: Object) -> Vec<Item> {
+fn all(items: Vec<Item>) -> Told {
+    Told { items, more: false }
+}
+
+fn items(device: &Inner, object: Object, from: u64) -> Told {
+    match object {
+        Object::Device => all(vec![Item::Device(of_device(device))]),
+        Object::Counter => {
+            let counters = counters_of(device).into_iter();
+            let item = |(name, value)| Item::Counter(CounterResource { name, value });
+            all(counters.map(item).collect())
+        }
+        _ => objects(device, object, from),
+    }
+}
+
+/// The objects of a kind from a number on that a page has room for.
+fn objects(device: &Inner, object: Object, from: u64) -> Told {
     let entries = device.entries();
-    let users =
-        |is_used: &dyn Fn(&Entry) -> bool| entries.values().filter(|entry| is_used(entry)).count() as u32;
-    let item = |(entry_number, entry): (&u32, &Entry)| match (object, entry) {
-        (Object::Pd, Entry::Pd) => Some(Item::Pd(PdDetail {
-            pd: Pd(*entry_number),
-            users: users(&|other| match other {
-                Entry::Mr { pdn, .. } | Entry::Qp { pdn, .. } => pdn == entry_number,
-                Entry::Pd | Entry::Cq { .. } => false,
-            }),
-        })),
-        (Object::Cq, Entry::Cq { number, depth }) => Some(Item::Cq(CqDetail {
-            cqn: Cqn(*number),
+    let mut chosen = BTreeMap::new();
+    for (entry_number, entry) in entries.iter() {
+        let number = match (object, entry) {
+            (Object::Pd, Entry::Pd) => *entry_number,
+            (Object::Cq, Entry::Cq { number, .. }) | (Object::Qp, Entry::Qp { number, .. }) => *number,
+            (Object::Mr, Entry::Mr { rkey, .. }) => region_number(*rkey),
+            _ => continue,
+        };
+        if u64::from(number) >= from {
+            chosen.insert(number, entry);
+        }
+        // One more than there is room for tells that there are more.
+        if chosen.len() > RECORDS_MAX + 1 {
+            chosen.pop_last();
+        }
+    }
+    let more = chosen.len() > RECORDS_MAX;
+    let chosen = chosen.into_iter().take(RECORDS_MAX);
+    let chosen: Vec<(u32, Entry)> = chosen.map(|(number, entry)| (number, entry.clone())).collect();
+    let users = users(object, entries.values());
+    // Each queue pair's state is asked of the device, which takes its time.
+    drop(entries);
+    let items = chosen.iter().filter_map(|(number, entry)| {
+        let users = users.get(number).copied().unwrap_or_default();
+        item(*number, entry, users)
+    });
+    Told {
+        items: items.collect(),
+        more,
+    }
+}
+
+/// By how many others each object of a kind is used.
+fn users<'a>(object: Object, entries: impl Iterator<Item = &'a Entry>) -> HashMap<u32, u32> {
+    let mut users = HashMap::new();
+    let mut count = |number: u32| *users.entry(number).or_default() += 1;
+    for entry in entries {
+        match (object, entry) {
+            (Object::Pd, Entry::Mr { pdn, .. } | Entry::Qp { pdn, .. }) => count(*pdn),
+            (
+                Object::Cq,
+                Entry::Qp {
+                    send_cqn, recv_cqn, ..
+                },
+            ) => {
+                count(*send_cqn);
+                if recv_cqn != send_cqn {
+                    count(*recv_cqn);
+                }
+            }
+            _ => {}
+        }
+    }
+    users
+}
+
+fn region_number(rkey: u32) -> u32 {
+    rkey >> 8
+}
+
+fn item(number: u32, entry: &Entry, users: u32) -> Option<Item> {
+    Some(match entry {
+        Entry::Pd => Item::Pd(PdDetail {
+            pd: Pd(number),
+            users,
+        }),
+        Entry::Cq { depth, .. } => Item::Cq(CqDetail {
+            cqn: Cqn(number),
             depth: *depth,
             // Devices do not tell these.
             waiting: 0,
             overrun: false,
-            users: users(
-                &|other| matches!(other, Entry::Qp { send_cqn, recv_cqn, .. } if send_cqn == number || recv_cqn == number),
-            ),
-        })),
-        (
-            Object::Mr,
-            Entry::Mr {
-                pdn,
-                rkey,
-                iova,
-                length,
-                access,
-            },
-        ) => Some(Item::Mr(RegionDetail {
-            mrn: rkey >> 8,
+            users,
+        }),
+        Entry::Mr {
+            pdn,
+            rkey,
+            iova,
+            length,
+            access,
+        } => Item::Mr(RegionDetail {
+            mrn: number,
             kind: RegionKind::Memory,
             rkey: *rkey,
             pd: Pd(*pdn),
             iova: *iova,
             length: *length,
             access: *access,
-        })),
-        (Object::Qp, Entry::Qp { .. }) => queue_pair(entry).map(Item::Qp),
-        _ => None,
-    };
-    match object {
-        Object::Device => {
-            drop(entries);
-            vec![Item::Device(of_device(device))]
-        }
-        Object::Counter => {
-            let counters = counters_of(device).into_iter();
-            counters
-                .map(|(name, value)| Item::Counter(CounterResource { name, value }))
-                .collect()
-        }
-        _ => entries.iter().filter_map(item).collect(),
-    }
+        }),
+        Entry::Qp { .. } => Item::Qp(queue_pair(entry)?),
+    })
 }
 
 fn of_device(device: &Inner) -> DeviceResource {
@@ -140,6 +196,7 @@ fn of_device(device: &Inner) -> DeviceResource {
 
 fn queue_pair(entry: &Entry) -> Option<QpResource> {
     let Entry::Qp {
+        number,
         qp,
         qp_type,
         pdn,
@@ -161,7 +218,7 @@ fn queue_pair(entry: &Entry) -> Option<QpResource> {
         && !matches!(state, QpState::Reset | QpState::Init);
     let peer: Option<(IpAddr, Qpn)> = has_peer.then(|| (from_gid(gid.into()), Qpn::new(attr.dest_qp_num)));
     Some(QpResource {
-        qpn: Qpn::new(qp.number()),
+        qpn: Qpn::new(*number),
         qp_type: *qp_type,
         state,
         carrier: peer.map(|_| Carrier::Rnic),

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::thread::{self, JoinHandle};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, listen};
 
@@ -13,11 +13,27 @@ use super::items::Item;
 use crate::soft::group;
 use crate::soft::shm::link::{ROOT, check_user};
 use crate::soft::shm::message::{self, Message};
-use crate::soft::shm::report::{Object, Page, RECORDS_MAX, Record};
+pub(crate) use crate::soft::shm::report::RECORDS_MAX;
+use crate::soft::shm::report::{Object, Page, Record};
 use crate::soft::shm::why::Why;
 
 /// Who asks at a time; the oldest has to go for one more.
 const OPEN_MAX: usize = 16;
+
+/// After which time it is tried again to let somebody in, where the process had no descriptor left for that.
+const PAUSE: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 100_000_000,
+};
+
+/// What a device has of a kind: at most [`RECORDS_MAX`] of the objects from a number on, those with the lowest numbers. Of counters, whose
+/// numbers are their places, it is all.
+#[derive(Debug)]
+pub(crate) struct Told {
+    pub(crate) items: Vec<Item>,
+    /// There are objects behind these.
+    pub(crate) more: bool,
+}
 
 /// Answers who asks, as long as it lives.
 #[derive(Debug)]
@@ -27,10 +43,10 @@ pub(crate) struct Answering {
 }
 
 impl Answering {
-    /// Begins to answer for a device of an address; `items` tells all that it has of a kind.
+    /// Begins to answer for a device of an address; `items` tells what it has of a kind, from a number on.
     pub(crate) fn begin(
         address: IpAddr,
-        items: impl Fn(Object) -> Vec<Item> + Send + 'static,
+        items: impl Fn(Object, u64) -> Told + Send + 'static,
     ) -> io::Result<Answering> {
         let listener = group::bind_rnic_slot(address)?;
         listen(&listener, OPEN_MAX as i32)?;
@@ -57,15 +73,18 @@ impl Drop for Answering {
     }
 }
 
-fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object) -> Vec<Item>) {
+fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told) {
     let mut open: Vec<OwnedFd> = Vec::new();
+    let mut is_full = false;
     loop {
-        let mut fds = vec![
-            PollFd::new(stop, PollFlags::IN),
-            PollFd::new(listener, PollFlags::IN),
-        ];
+        let knocks = if is_full {
+            PollFlags::empty()
+        } else {
+            PollFlags::IN
+        };
+        let mut fds = vec![PollFd::new(stop, PollFlags::IN), PollFd::new(listener, knocks)];
         fds.extend(open.iter().map(|socket| PollFd::new(socket, PollFlags::IN)));
-        match poll(&mut fds, None) {
+        match poll(&mut fds, is_full.then_some(&PAUSE)) {
             Ok(_) => {}
             Err(Errno::INTR) => continue,
             Err(_) => return,
@@ -76,21 +95,27 @@ fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object) -> Vec<Item>)
         }
         let mut asks = ready.iter().skip(2);
         open.retain(|socket| asks.next() != Some(&true) || answer(socket, items).is_some());
-        if ready.get(1) == Some(&true)
-            && let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+        is_full = false;
+        if ready.get(1) != Some(&true) {
+            continue;
+        }
+        match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             // Another user gets nothing; root may look.
-            && matches!(check_user(&socket), Ok(_) | Err(Why::OtherUser(ROOT)))
-        {
-            if open.len() == OPEN_MAX {
-                open.remove(0);
+            Ok(socket) if matches!(check_user(&socket), Ok(_) | Err(Why::OtherUser(ROOT))) => {
+                if open.len() == OPEN_MAX {
+                    open.remove(0);
+                }
+                open.push(socket);
             }
-            open.push(socket);
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+            // Who knocks still waits, so that the next poll would come back at once.
+            Err(_) => is_full = true,
         }
     }
 }
 
 /// Answers one question; `None`: there will be no more.
-fn answer(socket: &OwnedFd, items: &impl Fn(Object) -> Vec<Item>) -> Option<()> {
+fn answer(socket: &OwnedFd, items: &impl Fn(Object, u64) -> Told) -> Option<()> {
     let mut buffer = [0; message::LEN_MAX];
     let question = match group::receive_with_descriptors(socket, &mut buffer) {
         Err(Errno::AGAIN | Errno::INTR) => return Some(()),
@@ -100,13 +125,13 @@ fn answer(socket: &OwnedFd, items: &impl Fn(Object) -> Vec<Item>) -> Option<()> 
     let Message::List { object, from } = question else {
         return None;
     };
-    let page = page(object, from, &items(object)).encode();
+    let page = page(object, from, items(object, from)).encode();
     // Who does not read gets no more.
     group::send_bytes(socket, &page, &[]).ok()
 }
 
 /// The objects from a number on, in the order of their numbers, as many as a page holds.
-fn page(object: Object, from: u64, items: &[Item]) -> Page {
+fn page(object: Object, from: u64, told: Told) -> Page {
     let record = |(place, item): (usize, &Item)| {
         let mut record = item.record()?;
         if object == Object::Counter {
@@ -114,10 +139,10 @@ fn page(object: Object, from: u64, items: &[Item]) -> Page {
         }
         (record.number >= from).then_some(record)
     };
-    let mut records: Vec<Record> = items.iter().enumerate().filter_map(record).collect();
+    let mut records: Vec<Record> = told.items.iter().enumerate().filter_map(record).collect();
     records.sort_by_key(|record| record.number);
     records.dedup_by_key(|record| record.number);
-    let more = records.len() > RECORDS_MAX;
+    let more = told.more || records.len() > RECORDS_MAX;
     records.truncate(RECORDS_MAX);
     Page {
         object,

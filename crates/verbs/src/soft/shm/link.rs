@@ -158,6 +158,8 @@ pub(crate) struct Links {
     asleep: u32,
     /// The link by which something came last.
     heard_last: u64,
+    /// Somebody could not be let in, for want of a descriptor.
+    left_waiting: bool,
     /// A link has come up.
     met: bool,
     /// Memory is granted and asked for; else all goes by packets.
@@ -196,6 +198,7 @@ impl Links {
             not_direct: HashMap::new(),
             asleep: 0,
             heard_last: LISTENER,
+            left_waiting: false,
             met: false,
             grants: true,
             capturing: None,
@@ -209,7 +212,14 @@ impl Links {
             return Ok(());
         };
         rustix::net::listen(listener, BACKLOG)?;
-        watch(&self.control, listener.as_fd(), LISTENER)
+        // Told once of each who comes: one who cannot be let in, for want of a descriptor, does not keep the engine awake.
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(
+            &self.control,
+            listener,
+            epoll::EventData::new_u64(LISTENER),
+            flags,
+        )
     }
 
     /// From now on nothing goes past the packets: no memory is granted, and none is asked for.
@@ -504,6 +514,9 @@ impl Links {
             tv_nsec: 0,
         };
         let n = epoll::wait(&self.control, &mut events[..], Some(&at_once)).unwrap_or(0);
+        if self.left_waiting {
+            self.accept();
+        }
         for event in &events[..n] {
             match event.data.u64() {
                 LISTENER => self.accept(),
@@ -522,10 +535,17 @@ impl Links {
     }
 
     fn accept(&mut self) {
-        for _ in 0..BACKLOG {
+        self.left_waiting = false;
+        // One more than the backlog may wait.
+        for _ in 0..=BACKLOG {
             let Some(listener) = &self.listener else { return };
-            let Ok(socket) = accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
-                return;
+            let socket = match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(socket) => socket,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(errno) => {
+                    self.left_waiting = errno != Errno::AGAIN;
+                    return;
+                }
             };
             // Another user learns who we are from our credentials, and gets nothing; root may look.
             let (pid, only_looks) = match check_user(&socket) {

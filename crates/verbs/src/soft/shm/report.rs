@@ -10,7 +10,7 @@
 use super::message::{PAGE, VERSION};
 
 /// Records of a page at most.
-pub(in crate::soft) const RECORDS_MAX: usize = 256;
+pub(crate) const RECORDS_MAX: usize = 256;
 /// Words of a record at most.
 pub(in crate::soft) const WORDS_MAX: usize = 48;
 /// Bytes of a record's name at most.
