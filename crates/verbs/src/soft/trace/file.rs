@@ -4,9 +4,11 @@
 //! ends. Behind a header of [`HEADER_BYTES`] are two rings of [`RING`] records: of what is rare, and of what may happen as often as
 //! packets go by, which would overwrite it. A lock on the file tells that its process lives.
 
+use std::ffi::OsStr;
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -194,18 +196,28 @@ fn uid() -> u32 {
 
 /// Where this process keeps traces.
 fn own_path() -> PathBuf {
-    match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(folder) if Path::new(&folder).is_dir() => Path::new(&folder).join("rdmux"),
-        _ => PathBuf::from(format!("/tmp/rdmux-{}", uid())),
+    path_of(std::env::var_os("XDG_RUNTIME_DIR").as_deref(), uid())
+}
+
+/// Where a user's are: in the runtime folder, if that is this user's and nobody else's. Another's, as root has it by `su`, its owner could
+/// exchange, and what is made in it would be in that one's way.
+fn path_of(runtime: Option<&OsStr>, user: u32) -> PathBuf {
+    let is_own = |folder: &Path| {
+        let found = std::fs::metadata(folder);
+        found.is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
+    };
+    match runtime.map(Path::new).filter(|folder| is_own(folder)) {
+        Some(folder) => folder.join("rdmux"),
+        None => PathBuf::from(format!("/tmp/rdmux-{user}")),
     }
 }
 
-/// Opens the folder of this user, which is made where there is none.
+/// Opens the folder of this user, which is made where there is none. Errors say which it is.
 fn own_folder() -> io::Result<OwnedFd> {
     let path = own_path();
     match mkdir(&path, Mode::RWXU) {
         Ok(()) | Err(Errno::EXIST) => {}
-        Err(errno) => return Err(errno.into()),
+        Err(errno) => return Err(at(&path, errno)),
     }
     open_folder(&path, Some(uid()))
 }
@@ -223,15 +235,20 @@ pub fn runtime_folder() -> io::Result<PathBuf> {
     Ok(own_path())
 }
 
+fn at(path: &Path, errno: Errno) -> io::Error {
+    let error = io::Error::from(errno);
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
 /// Opens a folder, if it is `owner`'s alone.
 fn open_folder(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let folder = open(path, flags, Mode::empty())?;
+    let folder = open(path, flags, Mode::empty()).map_err(|errno| at(path, errno))?;
     let stat = fstat(&folder)?;
     let others = Mode::RWXG | Mode::RWXO;
     let is_private = !Mode::from_raw_mode(stat.st_mode).intersects(others);
     if owner.is_some_and(|owner| stat.st_uid != owner || !is_private) {
-        let what = format!("{} can be entered by others", path.display());
+        let what = format!("{} is not this user's alone", path.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
     }
     Ok(folder)
@@ -440,28 +457,45 @@ fn read(folder: &OwnedFd, name: &str) -> Option<Trace> {
 /// The folders below `folder` that are named after a user, behind `prefix`, each with that user.
 fn named_after_users(folder: &str, prefix: &str) -> Vec<(PathBuf, u32)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let user = |name: &str| name.strip_prefix(prefix)?.parse::<u32>().ok();
+    let user = |name: &str| {
+        let text = name.strip_prefix(prefix)?;
+        let user = text.parse::<u32>().ok()?;
+        // Each user has one folder here: +1 and 01 name nobody.
+        (user.to_string() == text).then_some(user)
+    };
     entries
         .filter_map(|entry| Some((entry.path(), user(entry.file_name().to_str()?)?)))
         .collect()
 }
 
+/// Which of all users' files are read, each with its user, its name and its place: first the newest of each user, then the second newest.
+fn ranked(mut files: Vec<(u32, String, usize)>) -> Vec<(String, usize)> {
+    files.sort_unstable_by(|(user_a, a, _), (user_b, b, _)| user_a.cmp(user_b).then(b.cmp(a)));
+    let of_each = files.chunk_by(|(user_a, ..), (user_b, ..)| user_a == user_b);
+    let mut ranked: Vec<(usize, &String, usize)> = of_each
+        .flat_map(|own| own.iter().take(TRACES_MAX).enumerate())
+        .map(|(rank, (_, name, place))| (rank, name, *place))
+        .collect();
+    ranked.sort_unstable_by(|(rank_a, a, _), (rank_b, b, _)| rank_a.cmp(rank_b).then(b.cmp(a)));
+    let chosen = ranked.into_iter().take(TRACES_MAX);
+    chosen.map(|(_, name, place)| (name.clone(), place)).collect()
+}
+
 /// The traces in folders that are their users' alone: the newest [`TRACES_MAX`], of each user as many, so that none hides another's.
 fn traces_in(places: &[(PathBuf, u32)]) -> Vec<Trace> {
-    let mut files: Vec<(usize, String, usize)> = Vec::new();
+    let mut files: Vec<(u32, String, usize)> = Vec::new();
     for (place, (path, owner)) in places.iter().enumerate() {
         if let Ok(folder) = open_folder(path, Some(*owner)) {
-            let ranked = names(&folder).into_iter().enumerate().take(TRACES_MAX);
-            files.extend(ranked.map(|(rank, name)| (rank, name, place)));
+            files.extend(names(&folder).into_iter().map(|name| (*owner, name, place)));
         }
     }
-    files.sort_unstable_by(|(rank_a, a, _), (rank_b, b, _)| rank_a.cmp(rank_b).then(b.cmp(a)));
-    let read = |(_, name, place): &(usize, String, usize)| {
+    let read = |(name, place): &(String, usize)| {
         let (path, owner) = places.get(*place)?;
         let folder = open_folder(path, Some(*owner)).ok()?;
         read(&folder, name).filter(|trace| trace.uid == *owner)
     };
-    let mut found: Vec<Trace> = files.iter().take(TRACES_MAX).filter_map(read).collect();
+    let files = ranked(files);
+    let mut found: Vec<Trace> = files.iter().filter_map(read).collect();
     found.sort_by_key(|trace| std::cmp::Reverse(trace.opened_ns));
     found
 }
@@ -683,10 +717,23 @@ mod tests {
     }
 
     #[test]
-    fn traces_in__newest_of_each_user_and_only_so_many() {
-        let many = Folder::new("much");
-        let few = Folder::new("few");
-        let old = few.trace();
+    fn ranked__newest_of_each_user_wherever_they_are() {
+        let many = (0..2 * TRACES_MAX).map(|n| (1, format!("9{n:09}"), n % 2));
+        let few = [(2, "0000000001".into(), 2), (3, "0000000002".into(), 3)];
+        let found = ranked(many.chain(few).collect());
+        assert_eq!(found.len(), TRACES_MAX);
+        // However many folders one user has, the others' are there.
+        let places: Vec<usize> = found[..3].iter().map(|(_, place)| *place).collect();
+        assert_eq!(places, [1, 3, 2]);
+        let rest: Vec<&str> = found[3..].iter().map(|(name, _)| &**name).collect();
+        let newest = (0..2 * TRACES_MAX).rev().map(|n| format!("9{n:09}"));
+        assert_eq!(rest, newest.skip(1).take(TRACES_MAX - 3).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn traces_in__newest_and_only_so_many() {
+        let folder = Folder::new("much");
+        let _old = folder.trace();
         let file = |n: u64| {
             let header = Header {
                 opened_ns: n,
@@ -694,19 +741,29 @@ mod tests {
             };
             // Names of a far future.
             let name = format!("{n:020}-1{SUFFIX}");
-            std::fs::write(many.0.join(name), header.encode()).unwrap();
+            std::fs::write(folder.0.join(name), header.encode()).unwrap();
         };
         let first = u64::MAX - 2 * TRACES_MAX as u64;
         (first..u64::MAX).for_each(file);
-        let places = [(many.0.clone(), uid()), (few.0.clone(), uid())];
-        let found = traces_in(&places);
-        assert_eq!(found.len(), TRACES_MAX);
-        // The one of the other folder is there, and the newest of this.
-        assert_eq!(found.last().unwrap().pid, std::process::id());
+        let found = traces_in(&[(folder.0.clone(), uid())]);
         let newest: Vec<u64> = found.iter().map(|trace| trace.opened_ns).collect();
-        let expected: Vec<u64> = (first..u64::MAX).rev().take(TRACES_MAX - 1).collect();
-        assert_eq!(newest[..TRACES_MAX - 1], expected);
-        drop(old);
+        let expected: Vec<u64> = (first..u64::MAX).rev().take(TRACES_MAX).collect();
+        assert_eq!(newest, expected);
+    }
+
+    #[test]
+    fn path_of__runtime_folder_of_another_or_open_to_others() {
+        let folder = Folder::new("runtime");
+        let runtime = Some(folder.0.as_os_str());
+        assert_eq!(path_of(runtime, uid()), folder.0.join("rdmux"));
+        let of = |user: u32| PathBuf::from(format!("/tmp/rdmux-{user}"));
+        let another = uid() + 1;
+        assert_eq!(path_of(runtime, another), of(another));
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&folder.0, open).unwrap();
+        for unfit in [runtime, Some(OsStr::new("/nonexistent")), None] {
+            assert_eq!(path_of(unfit, uid()), of(uid()));
+        }
     }
 
     #[test]
@@ -721,6 +778,13 @@ mod tests {
         let below = |prefix: &str| named_after_users(base.to_str().unwrap(), prefix);
         let named = (folder.0.clone(), pid.parse().unwrap());
         assert!(below(&format!("{prefix}-")).contains(&named));
+        for odd in ["+7", "07", "7 "] {
+            let name = format!("{prefix}-odd-{odd}");
+            std::fs::create_dir(base.join(&name)).unwrap();
+            let found = below(&format!("{prefix}-odd-"));
+            std::fs::remove_dir(base.join(&name)).unwrap();
+            assert_eq!(found, [], "{name}");
+        }
         // What follows is no number, or too large for a user's.
         assert!(below("rdmux-").iter().all(|(path, _)| *path != folder.0));
     }
