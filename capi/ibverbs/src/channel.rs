@@ -94,6 +94,22 @@ impl Queue {
         unsafe { &*queue.cast::<Queue>() }
     }
 
+    /// Its channel, if it has one, tells of it no more.
+    fn leave_channel(&self, channel: *mut abi::CompChannel) {
+        if channel.is_null() {
+            return;
+        }
+        // SAFETY: the queue holds its channel.
+        let channel = unsafe { Channel::of(channel) };
+        let mut earlier = lock(&channel.earlier);
+        let _ = epoll::delete(&channel.epoll, &self.queue);
+        earlier.retain(|earlier| !ptr::eq(*earlier, self));
+        if earlier.is_empty() {
+            let _ = rustix::io::read(&channel.again, &mut [0; 8]);
+        }
+        channel.count(-1);
+    }
+
     /// Takes the event that its descriptor tells of, if there is one.
     fn take_event(&self) -> bool {
         rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
@@ -290,28 +306,32 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(queue: *mut abi::Cq) -> c_int {
     }
     {
         // SAFETY: as above.
-        let queue = unsafe { Queue::of(queue) };
-        if !channel.is_null() {
-            // SAFETY: the queue holds its channel.
-            let channel = unsafe { Channel::of(channel) };
-            let mut earlier = lock(&channel.earlier);
-            let _ = epoll::delete(&channel.epoll, &queue.queue);
-            earlier.retain(|earlier| !ptr::eq(*earlier, queue));
-            if earlier.is_empty() {
-                let _ = rustix::io::read(&channel.again, &mut [0; 8]);
-            }
-            channel.count(-1);
-        }
+        let own = unsafe { Queue::of(queue) };
+        own.leave_channel(channel);
         // SAFETY: an open context, which lives as long as its objects.
-        unsafe { Context::of(context) }.take_out(ptr::from_ref(queue).cast_mut().cast(), |objects| {
-            objects.completions.remove(&queue.queue.cqn().0);
+        unsafe { Context::of(context) }.take_out(queue.cast(), |objects| {
+            objects.completions.remove(&own.queue.cqn().0);
         });
-        queue.given.wait_acknowledged();
-        queue.errors.wait_acknowledged();
+        own.given.wait_acknowledged();
+        own.errors.wait_acknowledged();
     }
     // SAFETY: made by a Box in `create_cq`; the caller does not use it any more, and nobody else has it.
     drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
     0
+}
+
+/// Ends a queue whose context is closed.
+///
+/// # Safety
+/// It was made, has left the objects, and is not used any more.
+pub(crate) unsafe fn end(queue: *mut abi::Cq) {
+    // SAFETY: as the caller says.
+    let (own, channel) = unsafe { (Queue::of(queue), (*queue).channel) };
+    if own.uses.check_unused().is_ok() {
+        own.leave_channel(channel);
+        // SAFETY: made by a Box in `create_cq`; the rest as the caller says.
+        drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+    }
 }
 
 #[unsafe(no_mangle)]

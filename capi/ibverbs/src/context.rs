@@ -147,6 +147,40 @@ impl Context {
         self.take_from(|events| events.retain(|event| event.element != element.addr()));
     }
 
+    /// Ends the objects that a program has left in a context which it closes, as the kernel does: peers reach nothing of them any more.
+    /// What an imported object or an address handle still uses is only found no more.
+    ///
+    /// # Safety
+    /// The context is this one's, and none of its objects is used any more.
+    unsafe fn end_objects(&self, context: *mut abi::Context) {
+        macro_rules! left {
+            ($list:expr, $type:ty) => {{
+                // SAFETY: it is there while it is among the objects, which are held.
+                let is_left = |_: &u32, object: &mut *mut $type| unsafe { (**object).context } == context;
+                let left = $list.extract_if(is_left);
+                left.map(|(_, object)| object).collect::<Vec<_>>()
+            }};
+        }
+        let mut held = self.objects();
+        let objects = &mut *held;
+        let pairs = left!(objects.pairs, abi::Qp);
+        let queues = left!(objects.queues, abi::Srq);
+        let completions = left!(objects.completions, abi::Cq);
+        let regions = left!(objects.regions, abi::Mr);
+        let memories = left!(objects.memories, abi::Dm);
+        let domains = left!(objects.domains, abi::Pd);
+        drop(held);
+        // SAFETY: as the caller says; what uses others goes before them.
+        unsafe {
+            pairs.into_iter().for_each(|pair| queue_pair::end(pair));
+            queues.into_iter().for_each(|queue| srq::end(queue));
+            completions.into_iter().for_each(|queue| channel::end(queue));
+            regions.into_iter().for_each(|region| memory::end_region(region));
+            memories.into_iter().for_each(|memory| device_memory::end(memory));
+            domains.into_iter().for_each(|domain| memory::end_left(domain));
+        }
+    }
+
     fn take_from<T>(&self, take: impl FnOnce(&mut VecDeque<abi::AsyncEvent>) -> T) -> T {
         let mut events = lock(&self.events);
         let taken = take(&mut events);
@@ -312,6 +346,8 @@ unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
         return 0;
     }
     let at = ptr::from_ref(own).cast_mut();
+    // SAFETY: as the caller says, of its objects too.
+    unsafe { own.end_objects(context) };
     lock(&own.opened.contexts).retain(|known| *known != at.addr());
     // SAFETY: made by a Box in `open`.
     drop(unsafe { Box::from_raw(at) });

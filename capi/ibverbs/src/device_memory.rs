@@ -103,9 +103,18 @@ pub(crate) unsafe extern "C" fn free_dm(memory: *mut abi::Dm) -> c_int {
     }
     objects.memories.remove(&own.shown.handle);
     drop(objects);
-    // SAFETY: made by a Box in `give`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(memory.cast::<DeviceMemory>()) });
+    // SAFETY: as the caller says.
+    unsafe { end(memory) };
     0
+}
+
+/// Ends a program's memory; regions and those who imported it hold it still.
+///
+/// # Safety
+/// It was made, has left the objects, and is not used any more.
+pub(crate) unsafe fn end(memory: *mut abi::Dm) {
+    // SAFETY: made by a Box in `give`; the rest as the caller says.
+    drop(unsafe { Box::from_raw(memory.cast::<DeviceMemory>()) });
 }
 
 unsafe extern "C" fn copy_to(memory: *mut abi::Dm, offset: u64, from: *const c_void, length: usize) -> c_int {

@@ -103,6 +103,18 @@ unsafe fn end_domain(domain: *mut abi::Pd) -> c_int {
     0
 }
 
+/// Ends a domain whose context is closed.
+///
+/// # Safety
+/// It was made, has left the objects, and is not used any more.
+pub(crate) unsafe fn end_left(domain: *mut abi::Pd) {
+    // SAFETY: as the caller says.
+    if unsafe { Domain::of(domain) }.uses.check_unused().is_ok() {
+        // SAFETY: made by a Box in `new_domain`; the rest as the caller says.
+        drop(unsafe { Box::from_raw(domain.cast::<Domain>()) });
+    }
+}
+
 /// What a program's `struct ibv_mr` pointer points at.
 #[repr(C)]
 pub(crate) struct Region {
@@ -237,9 +249,18 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
         objects.regions.remove(&handle);
     }
     drop(objects);
-    // SAFETY: made by a Box, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(region.cast::<Region>()) });
+    // SAFETY: as the caller says.
+    unsafe { end_region(region) };
     0
+}
+
+/// Ends a region: it is deregistered, where it was not imported.
+///
+/// # Safety
+/// It was made, has left the objects, and is not used any more.
+pub(crate) unsafe fn end_region(region: *mut abi::Mr) {
+    // SAFETY: made by a Box; the rest as the caller says.
+    drop(unsafe { Box::from_raw(region.cast::<Region>()) });
 }
 
 /// `enum ibv_rereg_mr_flags`, and the values of `ibv_rereg_mr` where it fails: it changed nothing.

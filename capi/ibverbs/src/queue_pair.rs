@@ -40,6 +40,8 @@ pub(crate) struct Pair {
     address: IpAddr,
     /// A target of XRC: its domain.
     xrc: Option<Arc<xrc::Shared>>,
+    /// One for each time that a program has it: a target of XRC may be opened again.
+    opened: Arc<()>,
     /// Its domain and its queues.
     _of: Vec<Use>,
 }
@@ -151,7 +153,7 @@ pub(crate) unsafe fn create(
     };
     let pair = domain.create_qp(&options).map_err(|error| errno_of(&error))?;
     // SAFETY: the context of a domain that was made, says the caller.
-    Ok(unsafe { show(pair, context, pd, init, operations, (xrc, used)) })
+    Ok(unsafe { show((pair, Arc::default()), context, pd, init, operations, (xrc, used)) })
 }
 
 /// Gives a program a queue pair.
@@ -159,7 +161,7 @@ pub(crate) unsafe fn create(
 /// # Safety
 /// The context is open.
 unsafe fn show(
-    pair: QueuePair,
+    (pair, opened): (QueuePair, Arc<()>),
     context: *mut abi::Context,
     pd: *mut abi::Pd,
     init: &abi::QpInitAttr,
@@ -188,6 +190,7 @@ unsafe fn show(
         attributes: Mutex::default(),
         address: context.of.address,
         xrc,
+        opened,
         _of: used,
     };
     let made: *mut abi::Qp = Box::into_raw(Box::new(made)).cast();
@@ -213,7 +216,7 @@ pub(crate) unsafe fn open(
             // SAFETY: it is there while it is among the objects, which are held.
             let known = unsafe { Pair::of(*known) };
             let same = known.xrc.as_ref().is_some_and(|of| Arc::ptr_eq(of, wanted));
-            same.then(|| known.pair.clone())
+            same.then(|| (known.pair.clone(), known.opened.clone()))
         })
     };
     let is_target = attr.qp_type == abi::qp_type::XRC_RECV;
@@ -314,9 +317,33 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
         }
     });
     own.given.wait_acknowledged();
-    // SAFETY: made by a Box in `create`, and not used any more, says the caller.
-    drop(unsafe { Box::from_raw(pair.cast::<Pair>()) });
+    // SAFETY: as the caller says, and nobody finds it any more.
+    unsafe { end(pair) };
     0
+}
+
+/// Ends a queue pair: connections may have it still, but peers reach nothing by it, and nothing of it completes.
+///
+/// # Safety
+/// It was made, has left the objects, and is not used any more.
+pub(crate) unsafe fn end(pair: *mut abi::Qp) {
+    // SAFETY: made by a Box in `show`; the rest as the caller says.
+    let Pair {
+        pair,
+        shown,
+        opened,
+        _of,
+        ..
+    } = *unsafe { Box::from_raw(pair.cast::<Pair>()) };
+    if Arc::into_inner(opened).is_none() {
+        return;
+    }
+    // Reset forgets what was posted and has completed.
+    let _ = pair.modify(QpState::Reset, &QpAttributes::default());
+    // From Error no connection that is still asked for brings it up. With a shared receive queue that would be an event of what is gone.
+    if shown.into_inner().qp.srq.is_null() {
+        let _ = pair.modify(QpState::Error, &QpAttributes::default());
+    }
 }
 
 /// The states in the order of `enum ibv_qp_state`.

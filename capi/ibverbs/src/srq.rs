@@ -159,6 +159,18 @@ pub(crate) unsafe extern "C" fn ibv_destroy_srq(queue: *mut abi::Srq) -> c_int {
     0
 }
 
+/// Ends a queue whose context is closed.
+///
+/// # Safety
+/// It was made, has left the objects, and is not used any more.
+pub(crate) unsafe fn end(queue: *mut abi::Srq) {
+    // SAFETY: as the caller says.
+    if unsafe { Queue::of(queue) }.uses.check_unused().is_ok() {
+        // SAFETY: made by a Box in `create`; the rest as the caller says.
+        drop(unsafe { Box::from_raw(queue.cast::<Queue>()) });
+    }
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_modify_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr, mask: c_int) -> c_int {
     // SAFETY: a queue that was made, which one thread modifies at a time, and a structure of the caller's.

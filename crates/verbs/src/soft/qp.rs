@@ -99,6 +99,10 @@ impl QueuePair {
 
     pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         self.device.with(|core, now| {
+            if to == QpState::Reset {
+                // Acknowledgements that waited for company are sent: what they stand for has been done.
+                core.finish(now, true);
+            }
             core.rnic.modify_qp(now, self.qpn, to, attributes)?;
             if to == QpState::Rtr {
                 core.meet(self.qpn);
