@@ -31,6 +31,7 @@ mod wr;
 mod xrc;
 
 use std::ffi::c_int;
+use std::thread::JoinHandle;
 
 use rdmux_verbs::abi;
 
@@ -62,6 +63,14 @@ fn minus_one(result: Result<(), c_int>) -> c_int {
             -1
         }
     }
+}
+
+/// Starts a thread of the library's, which takes none of the program's signals.
+///
+/// # Errors
+/// `EAGAIN`, or what else the system refuses it with.
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, c_int> {
+    rdmux_verbs::thread::spawn(name, run).map_err(|error| error.raw_os_error().unwrap_or(libc::EAGAIN))
 }
 
 /// A mark by which rdmux knows its own library where it looks for the system's.

@@ -18,7 +18,7 @@ const MAY_USE: [(&str, &[&str]); 8] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 10] = [
+const UNSAFE_FILES: [&str; 11] = [
     "crates/verbs/src/abi.rs",
     "crates/verbs/src/hw/cma.rs",
     "crates/verbs/src/hw/library.rs",
@@ -29,6 +29,7 @@ const UNSAFE_FILES: [&str; 10] = [
     "crates/verbs/src/persist.rs",
     "crates/verbs/src/soft/engine/turn.rs",
     "crates/verbs/src/soft/udp.rs",
+    "crates/verbs/src/thread.rs",
 ];
 
 fn root() -> PathBuf {

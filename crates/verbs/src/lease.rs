@@ -14,7 +14,6 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, Weak, mpsc};
-use std::thread;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
@@ -505,14 +504,13 @@ fn watcher() -> io::Result<&'static Watcher> {
         return Ok(watcher);
     }
     let (started, start) = mpsc::channel();
-    thread::Builder::new().name("rdmux-lease".into()).spawn(move || {
+    crate::thread::spawn("rdmux-lease", move || {
         // SAFETY: a set of signals is plain numbers; `sigemptyset` gives it its value.
         let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
-        // SAFETY: the set is this thread's own, and the mask is changed for this thread alone.
+        // SAFETY: the set is this thread's own.
         unsafe {
             libc::sigemptyset(&raw mut signals);
             libc::sigaddset(&raw mut signals, libc::SIGIO);
-            libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, std::ptr::null_mut());
         }
         if started
             .send(rustix::thread::gettid().as_raw_nonzero().get())
@@ -532,6 +530,8 @@ fn watcher() -> io::Result<&'static Watcher> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     #[test]

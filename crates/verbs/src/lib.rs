@@ -51,6 +51,7 @@ mod region;
 mod sidr;
 pub mod soft;
 mod srq;
+pub mod thread;
 pub mod waiting;
 
 pub use cm::{

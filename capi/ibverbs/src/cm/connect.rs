@@ -336,12 +336,11 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
         private_data(asked.private_data, asked.private_data_len)
     });
     if own.is_datagram() {
-        datagram::connect(own, device, peer, data);
-        return Ok(());
+        return datagram::connect(own, device, peer, data);
     }
     let (pair, params) = (Pair::of(own, asked)?, parameters(own, asked));
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
-    thread::spawn(move || {
+    let thread = crate::spawn("rdmux-connect", move || {
         let connect = || pair.connect(&device, peer, &params, &data);
         let nobody = |error: &ConnectError| matches!(error, ConnectError::Rejected { reason, .. } if *reason == RejReason::INVALID_SERVICE_ID);
         match soon(connect, nobody) {
@@ -374,7 +373,7 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
             }
         }
     });
-    Ok(())
+    thread.map(drop)
 }
 
 /// Asks a peer; where nobody listens, as `nobody` tells, asks again for a moment. Programs that begin together count on resolving an address
@@ -457,7 +456,9 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
         // It goes on when the peer has answered.
         pair.show(verbs, &connection, state);
     }
-    thread::spawn(move || {
+    let waits = connection.clone();
+    let thread = crate::spawn("rdmux-accept", move || {
+        let connection = waits;
         if connection.wait_established() {
             pair.show(verbs, &connection, QpState::Rts);
             tell_connection(&shared, abi::cm_event::ESTABLISHED, &connection, &[]);
@@ -467,7 +468,8 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
             shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
         }
     });
-    Ok(())
+    // Nobody would hear how it goes on.
+    thread.map(drop).inspect_err(|_| connection.disconnect())
 }
 
 #[unsafe(no_mangle)]

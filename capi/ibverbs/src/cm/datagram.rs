@@ -2,7 +2,6 @@
 
 use std::ffi::c_int;
 use std::net::SocketAddr;
-use std::thread;
 
 use rdmux_verbs::{DatagramService, Device, QueuePair, ResolveError, SidrStatus};
 
@@ -34,10 +33,15 @@ fn told(service: &DatagramService, traffic_class: u8) -> abi::UdParam {
 }
 
 /// Asks a peer which queue pair serves, and tells.
-pub(super) fn connect(own: &Id, device: Device, peer: SocketAddr, private_data: Vec<u8>) {
+pub(super) fn connect(
+    own: &Id,
+    device: Device,
+    peer: SocketAddr,
+    private_data: Vec<u8>,
+) -> Result<(), c_int> {
     use abi::cm_event::{CONNECT_ERROR, ESTABLISHED, UNREACHABLE};
     let (shared, traffic_class) = (own.shared.clone(), own.traffic_class);
-    thread::spawn(move || {
+    let thread = crate::spawn("rdmux-resolve", move || {
         let nobody = |error: &ResolveError| matches!(error, ResolveError::Refused { status, .. } if *status == SidrStatus::UNSUPPORTED);
         let found = soon(|| device.resolve(peer, &private_data), nobody);
         let (event, status) = match &found {
@@ -59,4 +63,5 @@ pub(super) fn connect(own: &Id, device: Device, peer: SocketAddr, private_data: 
             }
         });
     });
+    thread.map(drop)
 }

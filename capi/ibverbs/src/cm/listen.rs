@@ -241,7 +241,9 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
             backlog,
         };
         let stopped = stop.clone();
-        let thread = thread::spawn(move || hear(&listener, &stopped, &on));
+        let thread = crate::spawn("rdmux-listen", move || hear(&listener, &stopped, &on));
+        // Where one of several addresses is not heard, none is.
+        let thread = thread.inspect_err(|_| own.listening.clear())?;
         let thread = Some(thread);
         own.listening.push(Listening { stop, thread });
     }

@@ -5,7 +5,6 @@ use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::{Access, ConnectError, ConnectParams, Connection, ConnectionRequest, Device, Listener};
@@ -141,7 +140,12 @@ fn answer(on: &Socket, state: &State, asked: Request) -> Result<Arc<Socket>, c_i
     (made.local, made.remote) = (Some(local), Some(remote));
     drop(made);
     let waits = Arc::downgrade(&socket);
-    thread::spawn(move || establish(&waits, &connection));
+    let thread = crate::spawn("rdmux-accept", move || establish(&waits, &connection));
+    if let Err(errno) = thread {
+        socket.lock().close();
+        let _ = Socket::take(socket.number());
+        return Err(errno);
+    }
     Ok(socket)
 }
 
@@ -181,24 +185,25 @@ pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_in
     }
     let device = device_towards(peer, state.local)?;
     let own = Resources::new(&device, &state.options)?;
-    let port = state.local.map_or(0, |local| local.port());
-    state.local = Some(SocketAddr::new(device.address(), port));
-    state.remote = Some(peer);
-    state.error = 0;
-    state.role = Role::Opening;
-    drop(state);
-    let socket = socket.clone();
-    thread::spawn(move || {
+    let local = device.address();
+    let opens = socket.clone();
+    // It waits for the lock before it says how that went.
+    crate::spawn("rdmux-connect", move || {
         let connected = open(&device, own, peer);
-        let mut state = socket.lock();
+        let mut state = opens.lock();
         match connected {
             // Nobody wants it any more: it ends.
-            Ok(_) if state.closed => {}
+            Ok(_) if state.closed => (state.role, state.error) = (Role::Failed, libc::EBADF),
             Ok(stream) => state.role = Role::Stream(Box::new(stream)),
             Err(errno) => (state.role, state.error) = (Role::Failed, errno),
         }
         state.wake();
-    });
+    })?;
+    let port = state.local.map_or(0, |local| local.port());
+    state.local = Some(SocketAddr::new(local, port));
+    state.remote = Some(peer);
+    state.error = 0;
+    state.role = Role::Opening;
     Ok(())
 }
 

@@ -129,22 +129,20 @@ impl Cm {
         });
         let stop = Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?);
         let (thread_shared, thread_stop) = (shared.clone(), stop.clone());
-        let thread = std::thread::Builder::new()
-            .name("rdmux-cm".into())
-            .spawn(move || {
-                loop {
-                    if poll_until(&[thread_shared.channel.fd(), thread_stop.as_fd()], None).is_err() {
-                        return;
-                    }
-                    if rustix::io::read(&*thread_stop, &mut [0u8; 8]).is_ok() {
-                        return;
-                    }
-                    while let Some(taken) = thread_shared.channel.take_event() {
-                        thread_shared.deliver(taken);
-                    }
+        let thread = crate::thread::spawn("rdmux-cm", move || {
+            loop {
+                if poll_until(&[thread_shared.channel.fd(), thread_stop.as_fd()], None).is_err() {
+                    return;
                 }
-            })
-            .map_err(|_| Errno::AGAIN)?;
+                if rustix::io::read(&*thread_stop, &mut [0u8; 8]).is_ok() {
+                    return;
+                }
+                while let Some(taken) = thread_shared.channel.take_event() {
+                    thread_shared.deliver(taken);
+                }
+            }
+        })
+        .map_err(|_| Errno::AGAIN)?;
         Ok(Cm {
             shared,
             stop,

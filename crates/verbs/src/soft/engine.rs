@@ -411,13 +411,11 @@ impl Engine {
             .lock()
             .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
         let epoll = Epoll::new(&engine).map_err(io("epoll"))?;
-        let thread = thread::Builder::new()
-            .name("rdmux-nic".into())
-            .spawn({
-                let engine = engine.clone();
-                move || engine.run(&epoll)
-            })
-            .map_err(io("engine thread"))?;
+        let thread = crate::thread::spawn("rdmux-nic", {
+            let engine = engine.clone();
+            move || engine.run(&epoll)
+        })
+        .map_err(io("engine thread"))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         metrics::enlist(&engine);
         Ok(engine)

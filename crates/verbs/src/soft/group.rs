@@ -391,10 +391,7 @@ impl Group {
         let shares = (Arc::clone(&sockets), ledger);
         let worker = Worker::new(Arc::clone(&shared), shares, slot, role, calls)
             .map_err(io("duplicate a descriptor"))?;
-        let thread = thread::Builder::new()
-            .name("rdmux-cm".to_owned())
-            .spawn(move || worker.run())
-            .map_err(io("start a thread"))?;
+        let thread = crate::thread::spawn("rdmux-cm", move || worker.run()).map_err(io("start a thread"))?;
         let thread_id = thread.thread().id();
         Ok(Group {
             shared,

@@ -157,7 +157,7 @@ fn measure_wake_cost() -> io::Result<Option<u64>> {
     let wakers = Arc::new([Waker::new()?, Waker::new()?]);
     // Nobody waits for its end: on a busy machine that comes late.
     let cpu = sched_getcpu();
-    thread::Builder::new().name("rdmux-wake".into()).spawn({
+    crate::thread::spawn("rdmux-wake", {
         let wakers = wakers.clone();
         move || {
             leave_cpu(cpu);

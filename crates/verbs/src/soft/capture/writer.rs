@@ -103,17 +103,15 @@ impl Writer {
         if out.failed {
             return Err(io::Error::other("the capture's file cannot be written"));
         }
-        std::thread::Builder::new()
-            .name("rdmux-capture".into())
-            .spawn(move || {
-                out.run(&records);
-                if let Some(done) = done {
-                    let (packets, dropped) = out.counts();
-                    let counts = [packets.to_ne_bytes(), dropped.to_ne_bytes()].concat();
-                    // Nobody may be left to hear it.
-                    let _ = rustix::net::send(&done, &counts, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
-                }
-            })?;
+        crate::thread::spawn("rdmux-capture", move || {
+            out.run(&records);
+            if let Some(done) = done {
+                let (packets, dropped) = out.counts();
+                let counts = [packets.to_ne_bytes(), dropped.to_ne_bytes()].concat();
+                // Nobody may be left to hear it.
+                let _ = rustix::net::send(&done, &counts, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            }
+        })?;
         Ok(writer)
     }
 

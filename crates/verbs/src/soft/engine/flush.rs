@@ -5,7 +5,6 @@ use std::io;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Fault, FlushJob};
@@ -108,8 +107,5 @@ fn spawn_flusher(run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     if super::tests::NO_THREADS.get() {
         return Err(io::ErrorKind::WouldBlock.into());
     }
-    thread::Builder::new()
-        .name("rdmux-flush".into())
-        .spawn(run)
-        .map(drop)
+    crate::thread::spawn("rdmux-flush", run).map(drop)
 }

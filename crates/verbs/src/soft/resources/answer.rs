@@ -52,9 +52,7 @@ impl Answering {
         listen(&listener, OPEN_MAX as i32)?;
         let stop = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         let stopped = stop.try_clone()?;
-        let thread = thread::Builder::new()
-            .name("rdmux-res".into())
-            .spawn(move || run(&listener, &stopped, &items))?;
+        let thread = crate::thread::spawn("rdmux-res", move || run(&listener, &stopped, &items))?;
         Ok(Answering {
             stop,
             thread: Some(thread),
