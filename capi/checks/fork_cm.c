@@ -1,4 +1,5 @@
-/* Children of a program that has connections by rdma_cm: what they destroy is their copies' alone, and the connection lives on. */
+/* Children of a program that has connections by rdma_cm: what they destroy is their copies' alone, and the connection
+   lives on; and one that connects itself has its own. */
 #include "check.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -100,7 +101,7 @@ int main(void)
 {
 	meet();
 	use(5);
-	for (int i = 0; i < 3; i++) {
+	for (int i = 0; i < 4; i++) {
 		pid_t child = fork();
 		CHECK(child >= 0);
 		if (child == 0) {
@@ -109,6 +110,13 @@ int main(void)
 				end_all();
 			if (i == 2)
 				rdma_disconnect(ids[0]);
+			if (i == 3) {
+				/* It connects on its own: of the parent's it needs nothing. */
+				pd = NULL;
+				meet();
+				use(20);
+				end_all();
+			}
 			exit(0);
 		}
 		use(20);

@@ -267,12 +267,16 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
     Ok(&raw mut made.verbs.context)
 }
 
-/// The context of a device that all ids share. It stays open.
+/// The context of a device that all ids share. It stays open. A child of a fork has its own.
 pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     static OPEN: Mutex<Vec<(IpAddr, usize)>> = Mutex::new(Vec::new());
     let mut list = lock(&OPEN);
-    if let Some((_, context)) = list.iter().find(|(address, _)| *address == of.address) {
-        return Ok(ptr::with_exposed_provenance_mut(*context));
+    for (_, context) in list.iter().filter(|(address, _)| *address == of.address) {
+        let context = ptr::with_exposed_provenance_mut(*context);
+        // SAFETY: it is never closed.
+        if !unsafe { Context::of(context) }.is_inherited() {
+            return Ok(context);
+        }
     }
     let context = open(of)?;
     list.push((of.address, context.expose_provenance()));
