@@ -62,6 +62,9 @@ static void leave(struct rdma_cm_id *id)
 	CHECK(!rdma_destroy_id(id));
 }
 
+/* More than an answer has room for. */
+static char much[255];
+
 /* Takes events of the server's ids; another thread may still hold an earlier event of an id that goes. */
 static void *take(void *unused)
 {
@@ -87,7 +90,14 @@ static void *take(void *unused)
 				/* Its event is the listening one's. */
 				leave(id);
 				atomic_fetch_add(&gone, 1);
-			} else if (rdma_accept(id, &param)) {
+				CHECK(!rdma_ack_cm_event(event));
+				break;
+			}
+			/* What cannot be sent leaves the request as it was. */
+			param.private_data = much, param.private_data_len = sizeof(much);
+			FAILS(rdma_accept(id, &param), EINVAL);
+			param.private_data_len = 0;
+			if (rdma_accept(id, &param)) {
 				/* Who asked has left. */
 				leave(id);
 				atomic_fetch_add(&gone, 1);
@@ -297,7 +307,9 @@ static void *serve_datagrams(void *listener)
 	struct rdma_cm_id *id;
 	CHECK(!rdma_get_request(listener, &id) && id->qp);
 	CHECK(id->event->param.ud.private_data && !strcmp(id->event->param.ud.private_data, "who"));
-	struct rdma_conn_param param = {.private_data = "me", .private_data_len = 3};
+	struct rdma_conn_param param = {.private_data = much, .private_data_len = sizeof(much)};
+	FAILS(rdma_accept(id, &param), EINVAL);
+	param.private_data = "me", param.private_data_len = 3;
 	CHECK(!rdma_accept(id, &param));
 	rdma_destroy_ep(id);
 	CHECK(!rdma_get_request(listener, &id) && !rdma_reject(id, NULL, 0));

@@ -326,6 +326,9 @@ impl AsFd for Listener {
     }
 }
 
+/// Private data of an answer (REP), in bytes: IBTA 12.6.8.
+const REP_DATA_MAX: usize = 196;
+
 /// A peer's request to connect. Dropped undecided, it is refused.
 #[derive(Debug)]
 pub struct ConnectionRequest {
@@ -398,6 +401,9 @@ impl ConnectionRequest {
         if qp.qp_type() != self.qp_type() {
             return Err(ConnectError::QpType(qp.qp_type()));
         }
+        if private_data.len() > REP_DATA_MAX {
+            return Err(ConnectError::PrivateData);
+        }
         let peer = self.peer();
         let provided = match (&mut self.provided, qp.provided()) {
             (Provided::Soft(request), Provided::Soft(qp)) => {
@@ -435,6 +441,9 @@ impl ConnectionRequest {
     ) -> Result<Connection, ConnectError> {
         if pair.qp_type != self.qp_type() {
             return Err(ConnectError::QpType(pair.qp_type));
+        }
+        if private_data.len() > REP_DATA_MAX {
+            return Err(ConnectError::PrivateData);
         }
         let peer = self.peer();
         let provided = match &mut self.provided {

@@ -210,8 +210,8 @@ impl ServiceRequest {
     }
 
     /// Answers with a UD queue pair that is ready, which may serve many peers; post receives to it before. Private data: 136
-    /// bytes. After an error the request is refused.
-    pub fn accept(mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
+    /// bytes. After an error the request is still to be decided on.
+    pub fn accept(&mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
         if !qp.device().is(&self.device) {
             return Err(AnswerError::NotReady);
         }

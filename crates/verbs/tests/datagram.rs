@@ -268,7 +268,7 @@ fn resolve__finds_the_queue_pair_and_carries_private_data_of_full_size() {
     let (question, answer) = ([3; 180], [4; 136]);
     let (_, service) = together(
         || {
-            let request = listener.accept(LONG).expect("a request");
+            let mut request = listener.accept(LONG).expect("a request");
             assert_eq!(request.peer(), a.device.address());
             assert_eq!(request.private_data(), question);
             request.accept(&b.qp, &answer).unwrap();
@@ -437,7 +437,7 @@ fn serve(address: &str, port: u16) {
     let listener = end.device.listen_datagram(port).unwrap();
     end.recv(1);
     println!("@ ready");
-    let request = listener.accept(LONG).expect("a request");
+    let mut request = listener.accept(LONG).expect("a request");
     request.accept(&end.qp, &port.to_be_bytes()).unwrap();
     let wc = end.next();
     println!("@ {}", String::from_utf8_lossy(&end.bytes(&wc)[40..]));

@@ -431,24 +431,32 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
         private_data(asked.private_data, asked.private_data_len)
     });
     if own.is_datagram() {
-        // The request stays the program's to refuse where there is no queue pair.
+        // While it fails, the request stays the program's to refuse.
         let pair = datagram::pair(own, asked)?;
-        let Some(Request::Service(request)) = own.request.take() else {
+        let Some(Request::Service(request)) = &mut own.request else {
             return Err(libc::EINVAL);
         };
+        request.accept(&pair, &data).map_err(|_| libc::EINVAL)?;
+        own.request = None;
         own.forget_event();
-        return request.accept(&pair, &data).map_err(|_| libc::EINVAL);
+        return Ok(());
     }
     let pair = Pair::of(own, asked)?;
     let params = parameters(own, asked);
-    let Some(Request::Connection(mut request)) = own.request.take() else {
+    // While it fails, the request stays the program's to accept otherwise, or to refuse.
+    let Some(Request::Connection(request)) = &mut own.request else {
         return Err(libc::EINVAL);
     };
     let accepted = match &pair {
         Pair::Own(pair) => request.accept_after(pair, &params, &data, || Ok(())),
         Pair::External(pair) => request.accept_external(pair, &params, &data),
     };
-    let connection = Arc::new(accepted.map_err(|_| libc::EINVAL)?);
+    let connection = Arc::new(accepted.map_err(|error| match error {
+        ConnectError::Rejected { .. } => libc::ECONNREFUSED,
+        ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EINVAL),
+        _ => libc::EINVAL,
+    })?);
+    own.request = None;
     // It is there: who calls this has it.
     let _ = own.shared.keep(&connection);
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());

@@ -36,7 +36,6 @@ const RESOLVE_MS: i32 = 5000;
 const BACKLOG: i32 = 128;
 /// Most private data of a REQ with its addresses, a REP and a REJ. IBTA Vol 1, 12.6.5 to 12.6.8 and A11.
 const REQ_DATA_MAX: usize = 56;
-const REP_DATA_MAX: usize = 196;
 pub(super) const REJ_DATA_MAX: usize = 148;
 
 /// The connections of a device.
@@ -560,9 +559,6 @@ impl ConnectionRequest {
     ) -> Result<Connection, ConnectError> {
         if qp.qp_type() != QpType::Rc {
             return Err(ConnectError::QpType(qp.qp_type()));
-        }
-        if private_data.len() > REP_DATA_MAX {
-            return Err(ConnectError::PrivateData);
         }
         let device = self.device.clone();
         let cm = device.cm().map_err(io_error)?;

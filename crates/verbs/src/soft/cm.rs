@@ -512,7 +512,7 @@ impl ConnectionRequest {
             }
             accepted
         });
-        self.decided = true;
+        self.decided = accepted.is_ok();
         accepted?;
         connection.remote = Some(remote);
         connection.agreed = Some(agreed);

@@ -188,7 +188,7 @@ fn datagram(s: &Side) -> Result<()> {
 fn serve_datagram(s: &Side, listener: &DatagramListener) -> Result<()> {
     let (cq, qp) = make_qp(s, QpType::Ud)?;
     qp.ready_datagram(RDMA_UDP_QKEY)?;
-    let request = listener.accept(WAIT).context("no request came")?;
+    let mut request = listener.accept(WAIT).context("no request came")?;
     expect_data(request.private_data(), 400, SIDR_REQ_DATA)?;
     qp.post_recv(s.receive(0, 0, GRH))?;
     request.accept(&qp, &pattern_bytes(500, SIDR_REP_DATA))?;
