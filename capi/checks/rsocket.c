@@ -9,6 +9,7 @@
 #include <rdma/rsocket.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
@@ -193,24 +194,64 @@ static void threads(int listener)
 		CHECK(!rclose(s[i][0]) && !rclose(s[i][1]));
 }
 
-static void *closes_soon(void *argument)
+/* A thread that waits for something of a socket. */
+struct waiter {
+	int s;
+	int (*waits)(int s);
+	int is_stream;
+	atomic_int thread;
+};
+
+static int waits_to_read(int s)
 {
-	struct way *own = argument;
 	char byte;
-	ssize_t n = rread(own->s, &byte, 1);
-	CHECK(n <= 0);
+	return rread(s, &byte, 1);
+}
+
+static int waits_to_accept(int s)
+{
+	return raccept(s, NULL, NULL);
+}
+
+static void *waits(void *argument)
+{
+	struct waiter *own = argument;
+	atomic_store(&own->thread, syscall(SYS_gettid));
+	int got = own->waits(own->s);
+	/* A stream is shut first, which is its end. */
+	CHECK((got == -1 && errno == EBADF) || (got == 0 && own->is_stream));
 	return NULL;
 }
 
-/* A thread that waits for a socket ends when another closes it. */
+/* What waits is inside of its call: it has nothing else to sleep for. */
+static void until_asleep(int thread)
+{
+	char path[64], state;
+	double end = now() + LONG;
+	snprintf(path, sizeof(path), "/proc/self/task/%d/stat", thread);
+	do {
+		FILE *file = fopen(path, "r");
+		CHECK(file && fscanf(file, "%*d (%*[^)]) %c", &state) == 1 && !fclose(file) && now() < end);
+	} while (state != 'S');
+}
+
+/* A thread that waits for a socket ends when another closes it, and is told that there is no such socket. */
 static void closed(int listener)
 {
 	int s[2];
 	pair(listener, s);
-	struct way own = {.s = s[1]};
-	pthread_t thread;
-	CHECK(!pthread_create(&thread, NULL, closes_soon, &own));
-	CHECK(!rclose(s[1]) && !pthread_join(thread, NULL) && !rclose(s[0]));
+	address.sin_port = 0;
+	struct waiter waiters[] = {{s[1], waits_to_read, 1}, {bound(SOCK_DGRAM), waits_to_read}, {listening(), waits_to_accept}};
+	for (int i = 0; i < 3; i++) {
+		pthread_t thread;
+		CHECK(!pthread_create(&thread, NULL, waits, &waiters[i]));
+		while (!atomic_load(&waiters[i].thread))
+			;
+		until_asleep(waiters[i].thread);
+		CHECK(!rclose(waiters[i].s) && !pthread_join(thread, NULL));
+	}
+	socklen_t length = sizeof(address);
+	CHECK(!rclose(s[0]) && !rgetsockname(listener, (struct sockaddr *)&address, &length));
 }
 
 /* A program of its own, which connects, says something and is killed. */
@@ -268,6 +309,11 @@ static void forks(int listener)
 	if (!child) {
 		CHECK(rwrite(s[0], "x", 1) == -1 && errno == EBADF);
 		CHECK(!rclose(s[0]) && !rclose(listener));
+		/* What it makes is its own. */
+		alarm(LONG);
+		int own = listening();
+		pair(own, s);
+		CHECK(rwrite(s[0], "x", 1) == 1 && rread(s[1], &byte, 1) == 1 && byte == 'x');
 		exit(0);
 	}
 	CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && !WEXITSTATUS(status));
@@ -345,6 +391,10 @@ static void datagrams(void)
 	CHECK(b >= 0 && rsend(b, "x", 1, 0) == -1 && errno == EDESTADDRREQ);
 	CHECK(!rconnect(b, (struct sockaddr *)&address, sizeof(address)));
 	CHECK(rsend(b, got, 3000, 0) == -1 && errno == EMSGSIZE);
+	/* What the system refuses is told: nothing can be sent to port 0. */
+	struct sockaddr_in nowhere = address;
+	nowhere.sin_port = 0;
+	CHECK(rsendto(b, "x", 1, 0, (struct sockaddr *)&nowhere, sizeof(nowhere)) == -1 && errno == EINVAL);
 	for (int i = 0; i < 4; i++) {
 		/* The first goes by UDP. */
 		CHECK(rsend(b, "question", 8, 0) == 8);

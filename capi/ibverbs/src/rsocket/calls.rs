@@ -231,24 +231,28 @@ fn send(socket: c_int, from: &mut Buffers<'_>, flags: c_int, to: Option<SocketAd
         return Err(libc::EOPNOTSUPP);
     }
     let (wait, total) = (socket.wait_of(flags), from.left());
+    let mut is_whole = false;
     let sent = socket.block(wait, |state| {
         let State { role, options, .. } = state;
         match role {
             Role::Opening => None,
-            Role::Datagram(datagram) => match to.or(datagram.connected) {
-                Some(to) => datagram.send(to, from, options),
-                None => Some(Err(libc::EDESTADDRREQ)),
-            },
+            Role::Datagram(datagram) => {
+                is_whole = true;
+                match to.or(datagram.connected) {
+                    Some(to) => datagram.send(to, from, options),
+                    None => Some(Err(libc::EDESTADDRREQ)),
+                }
+            }
             _ => match state.stream().and_then(|stream| stream.send(from)) {
                 Ok(()) if from.left() > 0 => None,
                 done => Some(done),
             },
         }
     });
-    match total - from.left() {
-        0 => sent.map(|()| 0),
-        // What could not be sent any more is told next time.
-        some => Ok(some),
+    match (sent, total - from.left()) {
+        // Of a stream what could not be sent any more is told next time; a datagram is sent as a whole.
+        (Err(errno), some) if some == 0 || is_whole => Err(errno),
+        (_, some) => Ok(some),
     }
 }
 

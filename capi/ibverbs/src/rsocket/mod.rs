@@ -239,7 +239,7 @@ impl Socket {
     /// Calls `step` until it gives a result, whenever something has come.
     ///
     /// # Errors
-    /// `EAGAIN` when the time is over, `EINTR` when a signal came, and those of `step`.
+    /// `EAGAIN` when the time is over, `EINTR` when a signal came, `EBADF` once the socket is closed, and those of `step`.
     fn block<T>(
         &self,
         wait: Wait,
@@ -249,6 +249,9 @@ impl Socket {
         let mut drives = true;
         loop {
             let mut state = self.lock();
+            if state.closed {
+                return Err(libc::EBADF);
+            }
             state.progress();
             if let Some(result) = step(&mut state) {
                 return result;
