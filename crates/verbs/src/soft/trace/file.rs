@@ -199,12 +199,12 @@ fn own_path() -> PathBuf {
     path_of(std::env::var_os("XDG_RUNTIME_DIR").as_deref(), uid())
 }
 
-/// Where a user's are: in the runtime folder, if that is this user's and nobody else's. Another's, as root has it by `su`, its owner could
-/// exchange, and what is made in it would be in that one's way.
+/// Where a user's are: in the runtime folder, if that is this user's and nobody else may write there. In another's, as root has it by
+/// `su`, its owner could exchange what is made, which would also be in that one's way.
 fn path_of(runtime: Option<&OsStr>, user: u32) -> PathBuf {
     let is_own = |folder: &Path| {
         let found = std::fs::metadata(folder);
-        found.is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
+        found.is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o022 == 0)
     };
     match runtime.map(Path::new).filter(|folder| is_own(folder)) {
         Some(folder) => folder.join("rdmux"),
@@ -752,14 +752,14 @@ mod tests {
     }
 
     #[test]
-    fn path_of__runtime_folder_of_another_or_open_to_others() {
+    fn path_of__runtime_folder_that_another_may_write_to() {
         let folder = Folder::new("runtime");
         let runtime = Some(folder.0.as_os_str());
         assert_eq!(path_of(runtime, uid()), folder.0.join("rdmux"));
         let of = |user: u32| PathBuf::from(format!("/tmp/rdmux-{user}"));
         let another = uid() + 1;
         assert_eq!(path_of(runtime, another), of(another));
-        let open = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        let open = std::os::unix::fs::PermissionsExt::from_mode(0o770);
         std::fs::set_permissions(&folder.0, open).unwrap();
         for unfit in [runtime, Some(OsStr::new("/nonexistent")), None] {
             assert_eq!(path_of(unfit, uid()), of(uid()));
