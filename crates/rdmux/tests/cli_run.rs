@@ -2,7 +2,7 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -134,6 +134,77 @@ fn run__links_of_another_user_are_not_trusted() {
         why.contains("no folder for links") && why.lines().count() == 1,
         "{why}"
     );
+}
+
+#[test]
+fn run__libraries_of_another_user_are_not_loaded() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: this user may not be another one");
+        return;
+    }
+    let (root, runtime) = (build(), runtime_of(0));
+    let run = || libraries(&[], root.path(), runtime.path());
+    let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    let library = root.path().join(BUILT[0]);
+    for path in [root.path(), &library] {
+        let before = fs::metadata(path).unwrap().mode();
+        mode(path, 0o777);
+        let why = run().unwrap_err();
+        assert!(
+            why.contains(path.to_str().unwrap()) && why.contains("chmod go-w") && why.lines().count() == 1,
+            "{why}"
+        );
+        mode(path, before);
+        chown(path, Some(NOBODY), None).unwrap();
+        run().unwrap_err();
+        chown(path, Some(0), None).unwrap();
+    }
+    run().unwrap();
+    // Nor those that somebody put where they would be installed.
+    let bin = root.path().join("bin");
+    fs::create_dir(&bin).unwrap();
+    fs::rename(root.path().join("rdmux"), bin.join("rdmux")).unwrap();
+    let installed = root.path().join("lib/rdmux");
+    fs::create_dir_all(&installed).unwrap();
+    for (name, _) in LINKS {
+        fs::write(installed.join(name), "").unwrap();
+    }
+    let run = || libraries(&[], &bin, runtime.path());
+    assert_eq!(run().unwrap(), installed.canonicalize().unwrap());
+    chown(&installed, Some(NOBODY), None).unwrap();
+    run().unwrap_err();
+}
+
+#[test]
+fn run__name_that_nothing_can_be_preloaded_by() {
+    let (build, runtime) = (build(), runtime_of(0));
+    let folder = build.path().join("with a space");
+    fs::create_dir(&folder).unwrap();
+    for name in ["rdmux"].iter().chain(&BUILT) {
+        fs::rename(build.path().join(name), folder.join(name)).unwrap();
+    }
+    let run = |args: &[&str]| {
+        let output = Command::new(folder.join("rdmux"))
+            .args(["run", "--device", "127.0.0.1"])
+            .args(args)
+            .args(["--", "sh", "-c", "echo \"preloaded: $LD_PRELOAD\""])
+            .env("XDG_RUNTIME_DIR", runtime.path())
+            .env_remove("LD_PRELOAD")
+            .output()
+            .unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (
+            output.status.success(),
+            text(&output.stdout),
+            text(&output.stderr),
+        )
+    };
+    let (passed, out, said) = run(&[]);
+    assert!(passed && out == "preloaded: \n", "{out}{said}");
+    assert!(said.contains("does not show the devices"), "{said}");
+    assert!(said.contains("space") && said.lines().count() == 1, "{said}");
+    let (passed, _, said) = run(&["--sysfs", "preload"]);
+    assert!(!passed && said.contains("space"), "{said}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::fs::{self, DirBuilder};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, UdpSocket};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -133,14 +134,21 @@ fn environment(args: &Args) -> Result<Vec<(&'static str, OsString)>> {
     let devices = devices(&args.device)?;
     let tree = runtime_folder()
         .context("no folder of this user's alone, neither in XDG_RUNTIME_DIR nor in /tmp")
-        .and_then(|runtime| sysfs::folder(&runtime, &devices));
+        .and_then(|runtime| sysfs::folder(&runtime, &devices))
+        .and_then(|tree| {
+            let is_preloaded = how == Sysfs::Preload;
+            let list = is_preloaded
+                .then(|| preloaded(&folder.join(REDIRECT)))
+                .transpose()?;
+            Ok((tree, list))
+        });
     match tree {
         Ok(_) if how == Sysfs::Namespace && args.env => {
             bail!("--env: a mount namespace is nothing that variables say: use --sysfs preload, or none")
         }
-        Ok(tree) if how == Sysfs::Namespace => sysfs::enter(&tree)?,
-        Ok(tree) => {
-            variables.push(("LD_PRELOAD", in_front(&folder.join(REDIRECT), "LD_PRELOAD")?));
+        Ok((tree, None)) => sysfs::enter(&tree)?,
+        Ok((tree, Some(list))) => {
+            variables.push(("LD_PRELOAD", list));
             variables.push(("RDMUX_SYSFS", tree.into()));
         }
         // Most programs do without.
@@ -177,6 +185,23 @@ fn in_front(folder: &Path, variable: &str) -> Result<OsString> {
     env::join_paths(all).with_context(|| format!("{} cannot stand in {variable}", folder.display()))
 }
 
+/// The list of what is preloaded, with a library before what is in it.
+fn preloaded(library: &Path) -> Result<OsString> {
+    // There is no way to quote these (ld.so(8)): the loader would look for the pieces, and say for each program that it found none.
+    if library
+        .as_os_str()
+        .as_bytes()
+        .iter()
+        .any(|byte| byte.is_ascii_whitespace() || *byte == b':')
+    {
+        bail!(
+            "{} cannot be preloaded, as there is a space or a colon in its name: --sysfs namespace needs no preloading",
+            library.display()
+        );
+    }
+    in_front(library, "LD_PRELOAD")
+}
+
 /// The folder with the libraries: beside the program where it is installed, or made in the build's folder.
 fn libraries() -> Result<PathBuf> {
     let program = env::current_exe().context("where this program is")?;
@@ -184,6 +209,7 @@ fn libraries() -> Result<PathBuf> {
     let has_all = |folder: &Path| LIBRARIES.iter().all(|(_, name)| folder.join(name).exists());
     let installed = folder.join("../lib/rdmux");
     if has_all(&installed) {
+        check_trust(&program, &installed, LIBRARIES.map(|(_, name)| name))?;
         return installed.canonicalize().context("the folder of the libraries");
     }
     for (built, _) in LIBRARIES {
@@ -195,7 +221,33 @@ fn libraries() -> Result<PathBuf> {
             );
         }
     }
+    check_trust(&program, folder, LIBRARIES.map(|(built, _)| built))?;
     links(folder)
+}
+
+/// Programs load these: they have to be of root, of this user or of whoever this program is, and so their folders; and nobody else may
+/// write there, but for a group that may write to this program too.
+fn check_trust(program: &Path, folder: &Path, names: [&str; 3]) -> Result<()> {
+    let look = |path: &Path| fs::metadata(path).with_context(|| path.display().to_string());
+    let own = look(program)?;
+    let users = [0, rustix::process::geteuid().as_raw(), own.uid()];
+    for name in names {
+        let file = folder.join(name);
+        let file = file.canonicalize().with_context(|| file.display().to_string())?;
+        for path in [folder, &file, file.parent().unwrap_or(&file)] {
+            let found = look(path)?;
+            let is_same_group = found.gid() == own.gid() && own.mode() & 0o020 != 0;
+            let others = if is_same_group { 0o002 } else { 0o022 };
+            if !users.contains(&found.uid()) || found.mode() & others != 0 {
+                bail!(
+                    "{} is another user's, or others may write there, and programs would load what they put there: reinstall rdmux in a \
+                     folder of root's or this user's, or chmod go-w",
+                    path.display()
+                );
+            }
+        }
+    }
+    Ok(())
 }
 
 /// A folder with links to the libraries of a build: beside them, or, where this user may not write, in the user's runtime folder.

@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::symlink;
@@ -38,17 +38,28 @@ pub(super) fn folder(runtime: &Path, devices: &[IpAddr]) -> Result<PathBuf> {
     let mut hasher = DefaultHasher::new();
     files.hash(&mut hasher);
     let folder = runtime.join(format!("sysfs-{:016x}", hasher.finish()));
-    if folder.exists() {
+    // What removes old files from /tmp may leave folders behind.
+    let is_whole = || {
+        let first = files.first().map_or("", |(path, _)| path);
+        folder.join(first).symlink_metadata().is_ok()
+    };
+    if is_whole() {
         return Ok(folder);
     }
-    let building = runtime.join(format!("sysfs-{}.new", std::process::id()));
+    // Goes with all that is in it, however this ends.
+    let building = tempfile::Builder::new()
+        .prefix("sysfs-")
+        .suffix(".new")
+        .tempdir_in(runtime)
+        .with_context(|| at(runtime))?;
+    let made = building.path().join("made");
     for path in SHOWN {
-        let path = building.join(path);
+        let path = made.join(path);
         fs::create_dir_all(&path).with_context(|| at(&path))?;
     }
     for (path, text) in &files {
-        let path = building.join(path);
-        let parent = path.parent().unwrap_or(&building);
+        let path = made.join(path);
+        let parent = path.parent().unwrap_or(&made);
         fs::create_dir_all(parent).with_context(|| at(parent))?;
         match text.strip_prefix("-> ") {
             Some(target) => symlink(target, &path),
@@ -56,16 +67,12 @@ pub(super) fn folder(runtime: &Path, devices: &[IpAddr]) -> Result<PathBuf> {
         }
         .with_context(|| at(&path))?;
     }
-    match fs::rename(&building, &folder) {
+    if folder.exists() && !is_whole() {
+        fs::rename(&folder, building.path().join("remains")).with_context(|| at(&folder))?;
+    }
+    match fs::rename(&made, &folder) {
         // Another one has just made it.
-        Err(error)
-            if matches!(
-                error.kind(),
-                ErrorKind::DirectoryNotEmpty | ErrorKind::AlreadyExists
-            ) =>
-        {
-            fs::remove_dir_all(&building).with_context(|| format!("removing {}", building.display()))?;
-        }
+        Err(_) if is_whole() => {}
         renamed => renamed.with_context(|| at(&folder))?,
     }
     Ok(folder)
@@ -210,4 +217,42 @@ fn beside(parent: &Path, folder: &Path) -> Result<()> {
         move_mount(&tree, "", CWD, &path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folder__is_made_anew_and_nothing_else_left() {
+        let runtime = tempfile::tempdir().unwrap();
+        let devices = ["127.0.0.1".parse().unwrap()];
+        let one = folder(runtime.path(), &devices).unwrap();
+        let known = one.join("sys/class/infiniband/rdmux0/node_type");
+        assert_eq!(fs::read_to_string(&known).unwrap(), "1: CA\n");
+        // Somebody emptied it.
+        fs::remove_file(&known).unwrap();
+        assert_eq!(folder(runtime.path(), &devices).unwrap(), one);
+        assert!(known.exists());
+        let left: Vec<PathBuf> = fs::read_dir(runtime.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        assert_eq!(left, [one]);
+    }
+
+    #[test]
+    fn folder__many_at_once() {
+        let runtime = tempfile::tempdir().unwrap();
+        let devices = ["127.0.0.1".parse().unwrap()];
+        std::thread::scope(|scope| {
+            let makers: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| folder(runtime.path(), &devices).unwrap()))
+                .collect();
+            for maker in makers {
+                assert!(maker.join().unwrap().join("dev/infiniband/uverbs0").is_symlink());
+            }
+        });
+        assert_eq!(fs::read_dir(runtime.path()).unwrap().count(), 1);
+    }
 }
