@@ -2,7 +2,8 @@
 //! functions for files do what the C library's do, but find `/sys/class/infiniband`, `/sys/class/infiniband_verbs` and `/dev/infiniband`
 //! below the folder that `RDMUX_SYSFS` names. `rdmux run` makes that folder and sets both.
 //!
-//! A path of another place is handed on as it is: nothing is allocated, so that what may be called in a signal handler still may.
+//! A path of another place is handed on as it is: nothing is allocated or looked up once the program has started, so that what may be
+//! called in a signal handler still may. Threads may be cancelled in these functions as in the C library's.
 #![allow(unsafe_code, reason = "the C interface")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -23,6 +24,9 @@ const PATH_MAX: usize = libc::PATH_MAX as usize;
 static FOLDER: OnceLock<Vec<u8>> = OnceLock::new();
 
 extern "C" fn start() {
+    for function in ALL {
+        function.next();
+    }
     // SAFETY: the program's other threads are not there yet.
     let value = unsafe { libc::getenv(VARIABLE.as_ptr()) };
     if !value.is_null() {
@@ -81,35 +85,56 @@ impl<T> Missing for *mut T {
     const MISSING: *mut T = std::ptr::null_mut();
 }
 
-/// The next function of a name, which is looked up once.
-fn next(name: &CStr, known: &AtomicPtr<c_void>) -> *mut c_void {
-    let found = known.load(Ordering::Relaxed);
-    if !found.is_null() {
-        return found;
+/// The function of a name that is behind this library.
+struct Next {
+    name: &'static CStr,
+    known: AtomicPtr<c_void>,
+}
+
+impl Next {
+    const fn new(name: &'static str) -> Next {
+        match CStr::from_bytes_with_nul(name.as_bytes()) {
+            Ok(name) => Next {
+                name,
+                known: AtomicPtr::new(std::ptr::null_mut()),
+            },
+            Err(_) => panic!("a name has one zero, at its end"),
+        }
     }
-    // SAFETY: a name of C.
-    let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
-    known.store(found, Ordering::Relaxed);
-    found
+
+    /// Null where there is none. It is looked up when the program starts, or before, if another library's start calls it.
+    fn next(&self) -> *mut c_void {
+        let found = self.known.load(Ordering::Relaxed);
+        if !found.is_null() {
+            return found;
+        }
+        // SAFETY: a name of C.
+        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        self.known.store(found, Ordering::Relaxed);
+        found
+    }
 }
 
 /// Functions of the C library, by their parameters before the path and after it.
 macro_rules! functions {
     ($($name:ident($($before:ident: $before_type:ty),*; $($after:ident: $after_type:ty),*) -> $result:ty;)*) => {
+        #[allow(non_upper_case_globals, reason = "the C library's names")]
+        mod next {
+            $(pub(super) static $name: super::Next = super::Next::new(concat!(stringify!($name), "\0"));)*
+        }
+
+        static ALL: &[&Next] = &[$(&next::$name),*];
+
         $(
+            // A thread that is cancelled unwinds through this.
             #[unsafe(no_mangle)]
-            unsafe extern "C" fn $name(
+            unsafe extern "C-unwind" fn $name(
                 $($before: $before_type,)*
                 path: *const c_char,
                 $($after: $after_type),*
             ) -> $result {
-                type Function = unsafe extern "C" fn($($before_type,)* *const c_char, $($after_type),*) -> $result;
-                static KNOWN: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-                const NAME: &CStr = match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
-                    Ok(name) => name,
-                    Err(_) => panic!("a name has no zero in it"),
-                };
-                let function = next(NAME, &KNOWN);
+                type Function = unsafe extern "C-unwind" fn($($before_type,)* *const c_char, $($after_type),*) -> $result;
+                let function = next::$name.next();
                 if function.is_null() {
                     // SAFETY: the location is this thread's own.
                     unsafe { *libc::__errno_location() = libc::ENOSYS };
