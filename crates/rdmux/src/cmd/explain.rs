@@ -5,7 +5,7 @@ mod why;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
-use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, QpResource, ask, devices};
+use rdmux_verbs::soft::resources::{AskError, DeviceAt, Item, Object, QpResource, ask, devices, rnics};
 use rdmux_verbs::soft::trace::{Entry, Trace, traces};
 use rdmux_verbs::{QpState, Qpn};
 use serde_json::{Value, json};
@@ -83,6 +83,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let qpn = Qpn::new(*number);
     let traces = traces();
     let found = find(qpn, *device, &traces);
+    let rnics = on_an_rnic(qpn, *device).map(|at| {
+        format!(
+            "queue pair {number} of {at} is an RNIC's (provider hw), of which no notes are kept: `rdmux res show qp link {at} lqpn {number}` \
+             shows its state"
+        )
+    });
+    if let Some(rnics) = rnics {
+        if found.is_empty() {
+            bail!("{rnics}");
+        }
+        eprintln!("rdmux: {rnics}");
+    }
     if found.is_empty() {
         bail!(
             "no queue pair {number} is known here: `rdmux res show qp` lists those there are, `rdmux trace dump` what was noted of those \
@@ -166,11 +178,8 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
             entries: trace.map(|trace| of_qp(trace, qpn)).unwrap_or_default(),
         });
     }
-    if !found.is_empty() {
-        return found;
-    }
-    // Gone: the youngest of each device that had one.
-    let mut seen = Vec::new();
+    // Gone: the youngest of each other device that had one.
+    let mut seen: Vec<DeviceAt> = found.iter().map(|found| found.device).collect();
     for trace in traces {
         let is_it = only.is_none_or(|only| only == trace.device) && !seen.contains(&trace.device);
         if is_it && trace.entries.iter().any(|entry| entry.qpn == qpn) {
@@ -188,6 +197,18 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
         }
     }
     found
+}
+
+/// The RNIC on which a process has a queue pair of this number.
+fn on_an_rnic(qpn: Qpn, only: Option<DeviceAt>) -> Option<DeviceAt> {
+    let chosen: Vec<DeviceAt> = rnics()
+        .into_iter()
+        .filter(|at| only.is_none_or(|only| only == *at))
+        .collect();
+    let is_it = |item: &Item| matches!(item, Item::Qp(qp) if qp.qpn == qpn);
+    let mut told = ask(&chosen, Object::Qp, PATIENCE).into_iter();
+    let found = told.find(|(_, answer)| answer.as_ref().is_ok_and(|told| told.items.iter().any(is_it)));
+    found.map(|(device, _)| device)
 }
 
 /// What is noted of a queue pair, and of its device as a whole.
