@@ -592,7 +592,7 @@ unsafe fn inline(list: &[abi::Sge]) -> Result<SgeList, c_int> {
             return Err(libc::EINVAL);
         }
         if sge.length > 0 {
-            let at = std::ptr::without_provenance::<u8>(sge.addr as usize);
+            let at = std::ptr::with_exposed_provenance::<u8>(sge.addr as usize);
             // SAFETY: as the caller says.
             bytes.extend_from_slice(unsafe { slice::from_raw_parts(at, sge.length as usize) });
         }
