@@ -168,7 +168,8 @@ fn post(own: &Pair, requests: &mut Vec<SendRequest>) -> Result<(), c_int> {
     {
         return own.pair.post_send(only).map_err(|error| errno_of_post(&error));
     }
-    // All or none.
+    // What the queue has no room for is refused whole. Another thread's `ibv_post_send` in between may still take the room, and a request
+    // that is refused for itself is found as it is posted: then those before it are posted, and this fails.
     let outstanding = own.pair.query().map_or(0, |info| info.send_outstanding);
     if outstanding + requests.len() > own.cap.max_send_wr as usize {
         return Err(libc::ENOMEM);
