@@ -1,7 +1,8 @@
 //! Protection domains and memory regions.
 
+use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_verbs::{
     Access, ApplicationMemory, Memory, MemoryRegion, MemoryWindow, ProtectionDomain, RegisterError,
@@ -118,7 +119,13 @@ pub(crate) unsafe fn end_left(domain: *mut abi::Pd) {
 /// What a program's `struct ibv_mr` pointer points at.
 #[repr(C)]
 pub(crate) struct Region {
-    shown: abi::Mr,
+    /// The part that a registration anew changes is written with `registered` held.
+    shown: UnsafeCell<abi::Mr>,
+    registered: Mutex<Registered>,
+}
+
+/// What of a region a registration anew changes.
+struct Registered {
     /// `None`: it was imported, and is another's.
     region: Option<MemoryRegion>,
     memory: Arc<dyn Memory>,
@@ -127,6 +134,29 @@ pub(crate) struct Region {
     access: Access,
     /// Its domain; none where it was imported.
     of: Option<Use>,
+}
+
+impl Region {
+    /// What a program's pointer points at.
+    ///
+    /// # Safety
+    /// The pointer is one that a registration gave out, and is not deregistered.
+    unsafe fn of<'a>(region: *mut abi::Mr) -> &'a Region {
+        // SAFETY: as the caller says.
+        unsafe { &*region.cast::<Region>() }
+    }
+
+    fn make(shown: abi::Mr, registered: Registered) -> *mut abi::Mr {
+        let region = Region {
+            shown: UnsafeCell::new(shown),
+            registered: Mutex::new(registered),
+        };
+        Box::into_raw(Box::new(region)).cast()
+    }
+
+    fn registered(&self) -> MutexGuard<'_, Registered> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The rights that a program asks for. Those that the specification calls optional may be ignored: IBV_ACCESS_OPTIONAL_RANGE.
@@ -161,15 +191,14 @@ pub(crate) unsafe fn register_memory(
         lkey: region.lkey().0,
         rkey: region.rkey().0,
     };
-    let region = Region {
-        shown,
+    let registered = Registered {
         region: Some(region),
         memory,
         offset,
         access,
         of: Some(domain.uses.begin()),
     };
-    let made = Box::into_raw(Box::new(region)).cast();
+    let made = Region::make(shown, registered);
     objects.regions.insert(handle, made);
     Ok(made)
 }
@@ -275,30 +304,35 @@ const COMMAND_UNCHANGED: c_int = -4;
 /// # Safety
 /// As `ibv_rereg_mr(3)` has it.
 unsafe fn change(
-    own: &mut Region,
+    own: &Region,
     flags: c_int,
     pd: *mut abi::Pd,
     (address, length): (*mut c_void, usize),
     access: c_int,
 ) -> Result<(), c_int> {
-    let region = own.region.as_mut().ok_or(libc::EOPNOTSUPP)?;
+    let mut registered = own.registered();
+    let registered = &mut *registered;
+    let shown = own.shown.get();
+    // SAFETY: only who holds what is registered writes it, as here.
+    let (pd_before, address_before, length_before) = unsafe { ((*shown).pd, (*shown).addr, (*shown).length) };
+    let region = registered.region.as_mut().ok_or(libc::EOPNOTSUPP)?;
     let access = if flags & CHANGE_ACCESS != 0 {
         rights(access.cast_unsigned())?
     } else {
-        own.access
+        registered.access
     };
-    let into = if flags & CHANGE_PD != 0 { pd } else { own.shown.pd };
+    let into = if flags & CHANGE_PD != 0 { pd } else { pd_before };
     let (memory, offset): (Arc<dyn Memory>, u64) = if flags & CHANGE_TRANSLATION != 0 {
         // SAFETY: as the caller says.
         let memory = unsafe { ApplicationMemory::new(address as u64, length as u64) };
         (Arc::new(memory), 0)
     } else {
-        (own.memory.clone(), own.offset)
+        (registered.memory.clone(), registered.offset)
     };
     let (iova, address, length) = if flags & CHANGE_TRANSLATION != 0 {
         (address as u64, address, length)
     } else {
-        (region.iova(), own.shown.addr, own.shown.length)
+        (region.iova(), address_before, length_before)
     };
     // SAFETY: a domain that was made, says the caller.
     let domain = unsafe { Domain::of(into) };
@@ -311,9 +345,10 @@ unsafe fn change(
         access,
     );
     changed.map_err(errno_of_register)?;
-    own.of = Some(domain.uses.begin());
-    (own.memory, own.offset, own.access) = (memory, offset, access);
-    (own.shown.pd, own.shown.addr, own.shown.length) = (into, address, length);
+    registered.of = Some(domain.uses.begin());
+    (registered.memory, registered.offset, registered.access) = (memory, offset, access);
+    // SAFETY: as above.
+    unsafe { ((*shown).pd, (*shown).addr, (*shown).length) = (into, address, length) };
     Ok(())
 }
 
@@ -331,10 +366,8 @@ unsafe extern "C" fn ibv_rereg_mr(
         crate::set_errno(libc::EINVAL);
         return INPUT;
     }
-    // SAFETY: a region that was made, which one thread changes at a time.
-    let own = unsafe { &mut *region.cast::<Region>() };
-    // SAFETY: as the caller says.
-    match unsafe { change(own, flags, pd, (address, length), access) } {
+    // SAFETY: a region that was made, says the caller, and the rest.
+    match unsafe { change(Region::of(region), flags, pd, (address, length), access) } {
         Ok(()) => 0,
         Err(errno) => {
             crate::set_errno(errno);
@@ -354,21 +387,24 @@ unsafe fn import(pd: *mut abi::Pd, handle: u32) -> Result<*mut abi::Mr, c_int> {
     let objects = unsafe { Context::of(context) }.objects();
     let found = *objects.regions.get(&handle).ok_or(libc::ENOENT)?;
     // SAFETY: it is there while it is among the objects, which are held.
-    let found = unsafe { &*found.cast::<Region>() };
-    let region = Region {
-        shown: abi::Mr {
-            context,
-            pd,
-            addr: std::ptr::null_mut(),
-            ..found.shown
-        },
+    let found = unsafe { Region::of(found) };
+    let registered = found.registered();
+    // SAFETY: only who holds what is registered writes it, as here.
+    let known = unsafe { &*found.shown.get() };
+    let shown = abi::Mr {
+        context,
+        pd,
+        addr: std::ptr::null_mut(),
+        ..*known
+    };
+    let imported = Registered {
         region: None,
-        memory: found.memory.clone(),
-        offset: found.offset,
-        access: found.access,
+        memory: registered.memory.clone(),
+        offset: registered.offset,
+        access: registered.access,
         of: None,
     };
-    Ok(Box::into_raw(Box::new(region)).cast())
+    Ok(Region::make(shown, imported))
 }
 
 #[unsafe(no_mangle)]
@@ -407,7 +443,8 @@ unsafe extern "C" fn ibv_unimport_pd(domain: *mut abi::Pd) {
 /// What a program's `struct ibv_mw` pointer points at.
 #[repr(C)]
 struct Window {
-    shown: abi::Mw,
+    /// A program has one thread at a time bind it.
+    shown: UnsafeCell<abi::Mw>,
     window: MemoryWindow,
     _domain: Use,
 }
@@ -429,7 +466,7 @@ unsafe fn allocate(pd: *mut abi::Pd, mw_type: u32) -> Result<*mut abi::Mw, c_int
         mw_type,
     };
     Ok(Box::into_raw(Box::new(Window {
-        shown,
+        shown: UnsafeCell::new(shown),
         window,
         _domain: domain.uses.begin(),
     }))
@@ -463,13 +500,14 @@ pub(crate) unsafe extern "C" fn bind_mw(
     bind: *mut abi::MwBind,
 ) -> c_int {
     // SAFETY: a queue pair and a window that were made, and a structure of the caller's.
-    let (pair, own, bind) = unsafe { (Pair::of(pair), &mut *window.cast::<Window>(), &*bind) };
+    let (pair, own, bind) = unsafe { (Pair::of(pair), &*window.cast::<Window>(), &*bind) };
     let info = bind.bind_info;
     if info.mr.is_null() {
         return libc::EOPNOTSUPP;
     }
     // SAFETY: a region that was made, says the caller.
-    let Some(region) = unsafe { &*info.mr.cast::<Region>() }.region.as_ref() else {
+    let registered = unsafe { Region::of(info.mr) }.registered();
+    let Some(region) = registered.region.as_ref() else {
         return libc::EOPNOTSUPP;
     };
     let access = match window_access(info.mw_access_flags) {
@@ -485,11 +523,9 @@ pub(crate) unsafe extern "C" fn bind_mw(
     let bound = pair
         .pair
         .bind_mw(bind.wr_id, &own.window, region, range, access, flags);
-    crate::status(
-        bound
-            .map(|rkey| own.shown.rkey = rkey.0)
-            .map_err(|error| errno_of_post(&error)),
-    )
+    let bound = bound.map_err(|error| errno_of_post(&error));
+    // SAFETY: the program's own structure, of which only who binds the window writes the key.
+    crate::status(bound.map(|rkey| unsafe { (*own.shown.get()).rkey = rkey.0 }))
 }
 
 /// Pages are fetched when they are used: advice about that is taken, and nothing done.

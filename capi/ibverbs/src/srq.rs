@@ -1,6 +1,8 @@
 //! Shared receive queues.
 
+use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
+use std::sync::{Mutex, PoisonError};
 
 use rdmux_verbs::{PostError, RecvRequest, SharedReceiveQueue, SrqError};
 
@@ -15,9 +17,9 @@ use crate::{abi, channel, made, status, xrc};
 /// What a program's `struct ibv_srq` pointer points at.
 #[repr(C)]
 pub(crate) struct Queue {
-    shown: abi::Srq,
+    shown: UnsafeCell<abi::Srq>,
     pub(crate) queue: SharedReceiveQueue,
-    attr: abi::SrqAttr,
+    attr: Mutex<abi::SrqAttr>,
     is_xrc: bool,
     pub(crate) given: Given,
     pub(crate) uses: Uses,
@@ -64,7 +66,7 @@ unsafe fn create(
     let queue = queue.map_err(|error| errno_of(&error))?;
     let number = queue.srqn().0;
     let made: *mut Queue = Box::into_raw(Box::new(Queue {
-        shown: abi::Srq {
+        shown: UnsafeCell::new(abi::Srq {
             context,
             srq_context,
             pd,
@@ -72,9 +74,9 @@ unsafe fn create(
             mutex: [0; 5],
             cond: [0; 6],
             events_completed: 0,
-        },
+        }),
         queue,
-        attr,
+        attr: Mutex::new(attr),
         is_xrc: xrc.is_some(),
         given: Given::default(),
         uses: Uses::default(),
@@ -173,18 +175,19 @@ pub(crate) unsafe fn end(queue: *mut abi::Srq) {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_modify_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr, mask: c_int) -> c_int {
-    // SAFETY: a queue that was made, which one thread modifies at a time, and a structure of the caller's.
-    let (own, attr) = unsafe { (&mut *queue.cast::<Queue>(), &*attr) };
+    // SAFETY: a queue that was made, and a structure of the caller's.
+    let (own, attr) = unsafe { (Queue::of(queue), &*attr) };
     let max_wr = (mask & abi::srq::MAX_WR != 0).then_some(attr.max_wr);
     let limit = (mask & abi::srq::LIMIT != 0).then_some(attr.srq_limit);
     if max_wr.is_some_and(|max| max > WR_MAX) {
         return libc::EINVAL;
     }
+    let mut kept = own.attr.lock().unwrap_or_else(PoisonError::into_inner);
     let modified = own.queue.modify(max_wr, limit).map_err(|error: SrqError| {
         let _ = error;
         libc::EINVAL
     });
-    own.attr.max_wr = max_wr.filter(|_| modified.is_ok()).unwrap_or(own.attr.max_wr);
+    kept.max_wr = max_wr.filter(|_| modified.is_ok()).unwrap_or(kept.max_wr);
     status(modified)
 }
 
@@ -195,12 +198,13 @@ unsafe extern "C" fn ibv_query_srq(queue: *mut abi::Srq, attr: *mut abi::SrqAttr
     let Some(info) = own.queue.query() else {
         return libc::EINVAL;
     };
+    let kept = *own.attr.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: a place of the caller's.
     unsafe {
         *attr = abi::SrqAttr {
             max_wr: info.max_wr,
             srq_limit: info.limit.unwrap_or(0),
-            ..own.attr
+            ..kept
         };
     }
     0
