@@ -41,8 +41,13 @@ fn library() -> &'static FilePath {
             cargo.arg("--release");
         }
         cargo.arg("--target-dir").arg(profile.parent().unwrap());
-        assert!(cargo.status().unwrap().success());
-        profile.join("libibverbs.so")
+        let library = profile.join("libibverbs.so");
+        match cargo.status() {
+            Ok(status) => assert!(status.success()),
+            // Not this user's to run: who started the tests has built it.
+            Err(error) => assert!(library.exists(), "{error}, and there is no {}", library.display()),
+        }
+        library
     })
 }
 
