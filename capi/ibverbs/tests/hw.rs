@@ -179,7 +179,7 @@ fn reg_mr__of_a_file_where_the_device_pages_on_demand() {
     with_the_library("reg_mr__of_a_file_where_the_device_pages_on_demand", || {
         let (device, a, b) = pair();
         assert!(device.features().contains(Features::ON_DEMAND));
-        let folder = tempfile::tempdir_in(std::env::current_exe().unwrap().parent().unwrap()).unwrap();
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         // Not whole pages.
         let (path, memory) = file_of(folder.path(), 9000);
         assert_eq!(device.reach(&*memory), Reach::OnDemand);
@@ -537,11 +537,18 @@ fn ask__more_than_a_page_has_room_for() {
 fn ask__process_without_a_descriptor_left() {
     with_the_library("ask__process_without_a_descriptor_left", || {
         let _device = device();
-        let threads = fs::read_dir("/proc/self/task").unwrap().flatten();
-        let answering = threads
-            .map(|thread| thread.path())
-            .find(|thread| fs::read_to_string(thread.join("comm")).unwrap().trim() == "rdmux-res")
-            .unwrap();
+        let deadline = Instant::now() + LONG;
+        // A thread names itself once it runs.
+        let answering = loop {
+            let threads = fs::read_dir("/proc/self/task").unwrap().flatten();
+            let named = |thread: &PathBuf| {
+                fs::read_to_string(thread.join("comm")).is_ok_and(|name| name.trim() == "rdmux-res")
+            };
+            if let Some(thread) = threads.map(|thread| thread.path()).find(named) {
+                break thread;
+            }
+            assert!(Instant::now() < deadline, "nobody answers");
+        };
         let state = File::open(answering.join("stat")).unwrap();
         let address: IpAddr = ADDRESS.parse().unwrap();
         let place = rnics().into_iter().find(|at| at.address == address).unwrap();
@@ -558,7 +565,6 @@ fn ask__process_without_a_descriptor_left() {
         let filling: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
         connect(&socket, &name).unwrap();
         // It was woken, and sleeps again although somebody waits to be let in.
-        let deadline = Instant::now() + LONG;
         let is_asleep = || {
             let mut text = [0; 512];
             let len = state.read_at(&mut text, 0).unwrap();
