@@ -1,11 +1,14 @@
-//! `rdmux run` of a build: where it puts the links to its libraries, and whose it trusts.
+//! `rdmux run` of a build: where it puts the links to its libraries, whose it trusts, and what becomes of exit status and signals.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
 const REDIRECT: &str = "librdmux_sysfs.so";
@@ -229,5 +232,87 @@ fn usage__what_the_program_could_not_use_is_said() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains(expected) && said.lines().count() == 1, "{said}");
+    }
+}
+
+/// `rdmux run` of a program that needs no devices.
+fn run_plainly(build: &Path, command: &[&str]) -> Command {
+    let mut run = Command::new(build.join("rdmux"));
+    run.args(["run", "--sysfs", "none", "--"]).args(command);
+    run
+}
+
+#[test]
+fn run__exit_status_is_the_programs() {
+    let build = build();
+    for status in [0, 1, 7, 255] {
+        let mut run = run_plainly(build.path(), &["sh", "-c", "exit $0"]);
+        let ended = run.arg(status.to_string()).status().unwrap();
+        assert_eq!(ended.code(), Some(status));
+    }
+    // Nobody stands in between who could make a status of a signal.
+    for signal in [Signal::TERM, Signal::KILL, Signal::PIPE] {
+        let mut run = run_plainly(build.path(), &["sh", "-c", "kill -$0 $$"]);
+        let ended = run.arg(signal.as_raw().to_string()).status().unwrap();
+        assert_eq!(ended.signal(), Some(signal.as_raw()));
+    }
+}
+
+#[test]
+fn run__signals_reach_the_program() {
+    let build = build();
+    let script = "trap 'kill $!; exit 9' USR1; sleep 600 >/dev/null & echo ready; wait";
+    for (signal, status, ended_by) in [
+        (Signal::USR1, Some(9), None),
+        (Signal::KILL, None, Some(Signal::KILL.as_raw())),
+    ] {
+        // Of the second nothing would be there to end the other program.
+        let script = if status.is_some() {
+            script
+        } else {
+            "echo ready; exec sleep 600"
+        };
+        let mut run = run_plainly(build.path(), &["sh", "-c", script])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        let mut out = BufReader::new(run.stdout.take().unwrap());
+        out.read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n");
+        kill_process(Pid::from_child(&run), signal).unwrap();
+        let ended = run.wait().unwrap();
+        assert_eq!((ended.code(), ended.signal()), (status, ended_by));
+    }
+}
+
+#[test]
+fn run__program_that_cannot_be_started() {
+    let build = build();
+    // By another process, as the program itself.
+    let written = Command::new("sh")
+        .args([
+            "-c",
+            "echo '#!/nonexistent/shell' >orphan; cp orphan plain; chmod 755 orphan",
+        ])
+        .current_dir(build.path())
+        .status();
+    assert!(written.unwrap().success());
+    let [orphan, plain] =
+        ["orphan", "plain"].map(|name| build.path().join(name).to_str().unwrap().to_owned());
+    for (program, status, why) in [
+        ("/nonexistent/program", 127, "there is no such program"),
+        ("no-such-program-here", 127, "there is no such program"),
+        (&orphan, 127, "No such file or directory"),
+        (&plain, 126, "Permission denied"),
+        (build.path().to_str().unwrap(), 126, "Permission denied"),
+    ] {
+        let output = run_plainly(build.path(), &[program]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(status), "{said}");
+        assert!(
+            said.contains(program) && said.contains(why) && said.lines().count() == 1,
+            "{said}"
+        );
     }
 }

@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{self, Command};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rdmux_verbs::faults::Spec;
@@ -20,9 +20,14 @@ use rdmux_verbs::soft::resources::visible_addresses;
 use rdmux_verbs::soft::trace::runtime_folder;
 
 use super::push::folder_of;
+use crate::output;
 
 /// The environment variable that names the devices' addresses.
 const DEVICES: &str = "RDMUX_DEVICES";
+
+/// The exit status where there is no such program, and where it could not be started: POSIX, env.
+const NO_PROGRAM: i32 = 127;
+const NOT_STARTED: i32 = 126;
 
 /// The library that is preloaded.
 const REDIRECT: &str = "librdmux_sysfs.so";
@@ -103,14 +108,17 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let Some((program, arguments)) = command.split_first() else {
         bail!("no program to run: rdmux run -- COMMAND")
     };
-    let mut process = Command::new(program);
-    process.args(arguments).envs(environment);
+    let mut starting = Command::new(program);
+    starting.args(arguments).envs(environment);
     // The program takes this process's place: signals and its exit status need nobody in between.
-    let error = process.exec();
-    Err(match error.kind() {
-        ErrorKind::NotFound => anyhow!("{}: there is no such program", program.to_string_lossy()),
-        _ => anyhow::Error::new(error).context(format!("starting {}", program.to_string_lossy())),
-    })
+    let error = starting.exec();
+    let is_missing = error.kind() == ErrorKind::NotFound;
+    output::error(&match is_missing && !Path::new(program).exists() {
+        true => anyhow!("{}: there is no such program", program.to_string_lossy()),
+        // A script is there and what it is to be read by may not be.
+        false => anyhow::Error::new(error).context(format!("starting {}", program.to_string_lossy())),
+    });
+    process::exit(if is_missing { NO_PROGRAM } else { NOT_STARTED })
 }
 
 /// The variables by which a program runs so. Where it is to have a mount namespace, this process has moved into it.
