@@ -1,4 +1,4 @@
-//! What the linker is told: the library's name, and the versions of its symbols.
+//! What the linker is told: the library's name, that it stays, and the versions of its symbols.
 
 use std::env;
 use std::path::PathBuf;
@@ -12,4 +12,6 @@ fn main() {
         map.display()
     );
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libibverbs.so.1");
+    // dlclose leaves it where it is: threads of a context that is still open run its code, and devices are known for the process's life.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
 }
