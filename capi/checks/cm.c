@@ -105,6 +105,8 @@ static void *take(void *unused)
 			CHECK(!rdma_ack_cm_event(event));
 			break;
 		case RDMA_CM_EVENT_ESTABLISHED:
+		/* Another thread has the end and has not left yet. */
+		case RDMA_CM_EVENT_TIMEWAIT_EXIT:
 			CHECK(!rdma_ack_cm_event(event));
 			break;
 		case RDMA_CM_EVENT_DISCONNECTED:
@@ -302,10 +304,14 @@ static struct rdma_cm_id *endpoint(int passive, const char *port)
 	return id;
 }
 
+/* The port of who looks for datagrams. */
+static atomic_int asks_from;
+
 static void *serve_datagrams(void *listener)
 {
 	struct rdma_cm_id *id;
 	CHECK(!rdma_get_request(listener, &id) && id->qp);
+	CHECK(rdma_get_dst_port(id) == atomic_load(&asks_from));
 	CHECK(id->event->param.ud.private_data && !strcmp(id->event->param.ud.private_data, "who"));
 	struct rdma_conn_param param = {.private_data = much, .private_data_len = sizeof(much)};
 	FAILS(rdma_accept(id, &param), EINVAL);
@@ -327,6 +333,8 @@ static void datagrams(void)
 	pthread_t thread;
 	CHECK(!pthread_create(&thread, NULL, serve_datagrams, listener));
 	id = endpoint(0, port);
+	CHECK(rdma_get_src_port(id));
+	atomic_store(&asks_from, rdma_get_src_port(id));
 	struct rdma_conn_param param = {.private_data = "who", .private_data_len = 4};
 	CHECK(!rdma_connect(id, &param) && id->event->event == RDMA_CM_EVENT_ESTABLISHED);
 	struct rdma_ud_param *told = &id->event->param.ud;
@@ -353,6 +361,12 @@ static struct rdma_cm_id *ask(struct rdma_event_channel *channel)
 	return id;
 }
 
+static void wait_for_event(struct rdma_event_channel *channel)
+{
+	struct pollfd wait = {.fd = channel->fd, .events = POLLIN};
+	CHECK(poll(&wait, 1, LONG * 1000) == 1);
+}
+
 /* No more requests wait than a listener says. */
 static void backlog(void)
 {
@@ -363,8 +377,7 @@ static void backlog(void)
 	CHECK(rdma_get_src_port(listener) && !rdma_listen(listener, 1));
 	address.sin_port = rdma_get_src_port(listener);
 	first = ask(here);
-	struct pollfd wait = {.fd = there->fd, .events = POLLIN};
-	CHECK(poll(&wait, 1, LONG * 1000) == 1);
+	wait_for_event(there);
 	second = ask(here);
 	struct rdma_cm_event *event;
 	CHECK(!rdma_get_cm_event(here, &event) && event->id == second && event->event == RDMA_CM_EVENT_REJECTED);
@@ -375,6 +388,146 @@ static void backlog(void)
 	CHECK(!rdma_get_cm_event(here, &event) && event->id == first && event->event == RDMA_CM_EVENT_REJECTED);
 	CHECK(!rdma_ack_cm_event(event));
 	leave(first);
+	rdma_destroy_event_channel(here);
+	rdma_destroy_event_channel(there);
+	address.sin_port = 0;
+}
+
+/* Nothing more is told there. */
+static void nothing(struct rdma_event_channel *channel)
+{
+	struct rdma_cm_event *event;
+	CHECK(!fcntl(channel->fd, F_SETFL, O_NONBLOCK));
+	FAILS(rdma_get_cm_event(channel, &event), EAGAIN);
+	CHECK(!fcntl(channel->fd, F_SETFL, 0));
+}
+
+static struct rdma_cm_id *listening(struct rdma_event_channel *channel)
+{
+	struct rdma_cm_id *listener;
+	address.sin_port = 0;
+	CHECK(!rdma_create_id(channel, &listener, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address));
+	address.sin_port = rdma_get_src_port(listener);
+	return listener;
+}
+
+/* Takes the request of an id, and accepts it. */
+static struct rdma_cm_id *answer(struct rdma_event_channel *channel, struct rdma_cm_id *of)
+{
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	for (;;) {
+		struct rdma_cm_event *event = event_of(channel, RDMA_CM_EVENT_CONNECT_REQUEST);
+		struct rdma_cm_id *id = event->id;
+		CHECK(!rdma_ack_cm_event(event));
+		if (rdma_get_dst_port(id) == rdma_get_src_port(of)) {
+			create_qp(id);
+			CHECK(!rdma_accept(id, &param));
+			return id;
+		}
+		leave(id);
+	}
+}
+
+/* Ends a connection at one end; both hear of it. */
+static void end(struct rdma_cm_id *id, struct rdma_cm_id *other)
+{
+	expect(id->channel, RDMA_CM_EVENT_ESTABLISHED);
+	expect(other->channel, RDMA_CM_EVENT_ESTABLISHED);
+	CHECK(!rdma_disconnect(id));
+	expect(id->channel, RDMA_CM_EVENT_DISCONNECTED);
+	expect(other->channel, RDMA_CM_EVENT_DISCONNECTED);
+}
+
+/* Some time after its end a connection's numbers may be used again: both ends are told, unless they have gone. */
+static void time_wait(void)
+{
+	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel(), *other = rdma_create_event_channel();
+	struct rdma_cm_id *listener = listening(there), *id[2];
+	CHECK(!rdma_listen(listener, 0));
+	for (int ends = 0; ends < 2; ends++) {
+		id[0] = ask(here);
+		id[1] = answer(there, id[0]);
+		end(id[ends], id[1 - ends]);
+		struct rdma_cm_event *event = event_of(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+		CHECK(event->id == id[1] && !event->listen_id && !rdma_ack_cm_event(event));
+		/* It goes where its id goes, and goes with it. */
+		wait_for_event(here);
+		CHECK(!rdma_migrate_id(id[0], other));
+		nothing(here);
+		wait_for_event(other);
+		if (ends)
+			expect(other, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+		leave(id[0]);
+		nothing(other);
+		leave(id[1]);
+	}
+	/* Ids that are gone hear nothing. */
+	id[0] = ask(here);
+	id[1] = answer(there, id[0]);
+	end(id[0], id[1]);
+	leave(id[0]);
+	expect(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+	leave(id[1]);
+	nothing(here);
+	CHECK(!rdma_destroy_id(listener));
+	rdma_destroy_event_channel(other);
+	rdma_destroy_event_channel(here);
+	rdma_destroy_event_channel(there);
+	address.sin_port = 0;
+}
+
+static void *serve_once(void *listener)
+{
+	struct rdma_cm_id *id;
+	struct rdma_cm_event *event;
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	CHECK(!rdma_get_request(listener, &id));
+	create_qp(id);
+	CHECK(!rdma_accept(id, &param));
+	CHECK(!rdma_get_cm_event(id->channel, &event) && event->event == RDMA_CM_EVENT_DISCONNECTED && !rdma_ack_cm_event(event));
+	CHECK(!rdma_get_cm_event(id->channel, &event) && event->event == RDMA_CM_EVENT_TIMEWAIT_EXIT && !rdma_ack_cm_event(event));
+	leave(id);
+	return NULL;
+}
+
+/* The same of ids without a channel of the program's. */
+static void time_wait_alone(void)
+{
+	struct rdma_cm_id *listener = listening(NULL), *id;
+	CHECK(!rdma_listen(listener, 0));
+	pthread_t thread;
+	CHECK(!pthread_create(&thread, NULL, serve_once, listener));
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	CHECK(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000) && !rdma_resolve_route(id, 1000));
+	create_qp(id);
+	CHECK(!rdma_connect(id, &param) && !rdma_disconnect(id) && id->event->event == RDMA_CM_EVENT_DISCONNECTED);
+	expect(id->channel, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+	CHECK(!pthread_join(thread, NULL));
+	leave(id);
+	CHECK(!rdma_destroy_id(listener));
+	address.sin_port = 0;
+}
+
+/* Who is gone asks no more: somebody who listens later hears only those that are there. */
+static void given_up(void)
+{
+	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
+	struct rdma_cm_id *listener = listening(there), *id, *accepted;
+	leave(ask(here));
+	CHECK(!rdma_listen(listener, 0));
+	id = ask(here);
+	accepted = answer(there, id);
+	end(id, accepted);
+	/* By then it would have asked again. */
+	expect(here, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+	expect(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+	nothing(there);
+	nothing(here);
+	leave(id);
+	leave(accepted);
+	CHECK(!rdma_destroy_id(listener));
 	rdma_destroy_event_channel(here);
 	rdma_destroy_event_channel(there);
 	address.sin_port = 0;
@@ -395,6 +548,9 @@ int main(int count, char **arguments)
 	group();
 	datagrams();
 	backlog();
+	time_wait();
+	time_wait_alone();
+	given_up();
 	race();
 	rdma_free_devices(list);
 	return 0;

@@ -10,6 +10,7 @@ use rdmux_rnic::{Access, ModifyError, QpAttributes, QpState, QpType, Qpn};
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
+use crate::cancel::Cancel;
 use crate::device::{Device, QueuePair};
 #[cfg(doc)]
 use crate::features::Features;
@@ -73,7 +74,7 @@ impl Default for ConnectParams {
 }
 
 /// A queue pair that is not brought up here, but by its owner, with the attributes that the connection gives
-/// ([`Connection::attributes`]). To its peer it is one that keeps to the specification alone.
+/// ([`Connection::attributes`], [`ConnectionRequest::attributes`]). To its peer it is one that keeps to the specification alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExternalPair {
     /// QPN.
@@ -82,6 +83,53 @@ pub struct ExternalPair {
     pub qp_type: QpType,
     /// It takes receives from a shared receive queue.
     pub srq: bool,
+}
+
+/// The queue pair that is to be connected.
+#[derive(Clone, Copy, Debug)]
+pub enum ConnectPair<'a> {
+    /// Its connection brings it up.
+    Own(&'a QueuePair),
+    /// Its owner brings it up.
+    External(&'a ExternalPair),
+}
+
+impl<'a> ConnectPair<'a> {
+    fn own(self) -> Option<&'a QueuePair> {
+        match self {
+            ConnectPair::Own(qp) => Some(qp),
+            ConnectPair::External(_) => None,
+        }
+    }
+
+    fn qp_type(self) -> QpType {
+        match self {
+            ConnectPair::Own(qp) => qp.qp_type(),
+            ConnectPair::External(pair) => pair.qp_type,
+        }
+    }
+
+    /// Whether it may be this device's.
+    fn is_of(self, device: &Device) -> bool {
+        self.own().is_none_or(|qp| qp.device().is(device))
+    }
+
+    fn soft(self) -> Result<soft::cm::Pair, ConnectError> {
+        match self {
+            ConnectPair::Own(qp) => match qp.provided() {
+                Provided::Soft(qp) => Ok(soft::cm::Pair::of(qp)),
+                Provided::Hw(_) => Err(ConnectError::OtherDevice),
+            },
+            ConnectPair::External(pair) => Ok(soft::cm::Pair::external(pair)),
+        }
+    }
+
+    fn hw(self) -> Result<&'a hw::qp::QueuePair, ConnectError> {
+        match self.own().ok_or_else(no_external)?.provided() {
+            Provided::Hw(qp) => Ok(qp),
+            Provided::Soft(_) => Err(ConnectError::OtherDevice),
+        }
+    }
 }
 
 /// Why there is no connection.
@@ -117,6 +165,9 @@ pub enum ConnectError {
     /// The queue pair was not made on the device that is to connect it.
     #[error("the queue pair belongs to another device")]
     OtherDevice,
+    /// Another thread has given it up.
+    #[error("the connection was given up")]
+    Cancelled,
     /// The queue pair cannot be connected in its state.
     #[error("queue pair: {0}")]
     Modify(#[from] ModifyError),
@@ -192,53 +243,22 @@ impl Device {
         params: &ConnectParams,
         private_data: &[u8],
     ) -> Result<Connection, ConnectError> {
-        let local = self.address();
-        if local.is_ipv4() != peer.is_ipv4() {
-            return Err(ConnectError::Family {
-                local,
-                peer: peer.ip(),
-            });
-        }
-        if !qp.device().is(self) {
-            return Err(ConnectError::OtherDevice);
-        }
-        if qp.qp_type() == QpType::XrcRecv || transport_of(qp.qp_type()).is_none() {
-            return Err(ConnectError::QpType(qp.qp_type()));
-        }
-        let provided = match (&self.provided, qp.provided()) {
-            (Provided::Soft(device), Provided::Soft(qp)) => {
-                Provided::Soft(device.connect(qp, peer, params, private_data)?)
-            }
-            (Provided::Hw(_), _)
-                if params
-                    .service
-                    .is_some_and(|service| service != ServiceId::tcp(peer.port())) =>
-            {
-                return Err(ConnectError::Io(io::ErrorKind::Unsupported.into()));
-            }
-            (Provided::Hw(device), Provided::Hw(qp)) => {
-                Provided::Hw(device.connect(qp, peer, params, private_data)?)
-            }
-            _ => return Err(ConnectError::OtherDevice),
-        };
-        Ok(Connection {
-            provided,
-            qp: Some(qp.clone()),
-            peer: peer.ip(),
-        })
+        self.connect_pair(ConnectPair::Own(qp), peer, params, private_data, &Cancel::new())
     }
 
-    /// Asks as [`Device::connect`] does, for a queue pair that its owner brings up: it is told with what by
-    /// [`Connection::attributes`]. The peer waits until [`Connection::establish`].
+    /// Connects as [`Device::connect`] does, either kind of queue pair, until another thread gives it up. The peer of an external
+    /// one waits until [`Connection::establish`].
     ///
     /// # Errors
-    /// Those of [`Device::connect`]; provider `hw` has no such connections ([`io::ErrorKind::Unsupported`]).
-    pub fn connect_external(
+    /// Those of [`Device::connect`], and [`ConnectError::Cancelled`]. Provider `hw` connects no external queue pairs
+    /// ([`io::ErrorKind::Unsupported`]).
+    pub fn connect_pair(
         &self,
-        pair: &ExternalPair,
+        pair: ConnectPair<'_>,
         peer: SocketAddr,
         params: &ConnectParams,
         private_data: &[u8],
+        cancel: &Cancel,
     ) -> Result<Connection, ConnectError> {
         let local = self.address();
         if local.is_ipv4() != peer.is_ipv4() {
@@ -247,20 +267,31 @@ impl Device {
                 peer: peer.ip(),
             });
         }
-        if pair.qp_type == QpType::XrcRecv || transport_of(pair.qp_type).is_none() {
-            return Err(ConnectError::QpType(pair.qp_type));
+        if !pair.is_of(self) {
+            return Err(ConnectError::OtherDevice);
+        }
+        let qp_type = pair.qp_type();
+        if qp_type == QpType::XrcRecv || transport_of(qp_type).is_none() {
+            return Err(ConnectError::QpType(qp_type));
+        }
+        if cancel.is_cancelled() {
+            return Err(ConnectError::Cancelled);
         }
         let provided = match &self.provided {
             Provided::Soft(device) => {
-                Provided::Soft(device.connect_external(pair, peer, params, private_data)?)
+                Provided::Soft(device.connect(&pair.soft()?, peer, params, private_data, cancel)?)
             }
-            Provided::Hw(_) => return Err(no_external()),
+            Provided::Hw(device) => {
+                let qp = pair.hw()?;
+                let port = ServiceId::tcp(peer.port());
+                if params.service.is_some_and(|service| service != port) {
+                    return Err(ConnectError::Io(io::ErrorKind::Unsupported.into()));
+                }
+                Provided::Hw(device.connect(qp, peer, params, private_data)?)
+            }
         };
-        Ok(Connection {
-            provided,
-            qp: None,
-            peer: peer.ip(),
-        })
+        let (qp, peer) = (pair.own().cloned(), peer.ip());
+        Ok(Connection { provided, qp, peer })
     }
 }
 
@@ -395,30 +426,51 @@ impl ConnectionRequest {
         private_data: &[u8],
         prepare: impl FnOnce() -> Result<(), ConnectError>,
     ) -> Result<Connection, ConnectError> {
-        if !qp.device().is(&self.device) {
+        self.accept_pair_after(ConnectPair::Own(qp), params, private_data, prepare)
+    }
+
+    /// Accepts as [`ConnectionRequest::accept`] does, with either kind of queue pair; its owner has brought up an external one.
+    ///
+    /// # Errors
+    /// As [`Device::connect_pair`]. The request stays: it can be accepted otherwise, or refused.
+    pub fn accept_pair(
+        &mut self,
+        pair: ConnectPair<'_>,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connection, ConnectError> {
+        self.accept_pair_after(pair, params, private_data, || Ok(()))
+    }
+
+    fn accept_pair_after(
+        &mut self,
+        pair: ConnectPair<'_>,
+        params: &ConnectParams,
+        private_data: &[u8],
+        prepare: impl FnOnce() -> Result<(), ConnectError>,
+    ) -> Result<Connection, ConnectError> {
+        if !pair.is_of(&self.device) {
             return Err(ConnectError::OtherDevice);
         }
-        if qp.qp_type() != self.qp_type() {
-            return Err(ConnectError::QpType(qp.qp_type()));
+        if pair.qp_type() != self.qp_type() {
+            return Err(ConnectError::QpType(pair.qp_type()));
         }
         if private_data.len() > REP_DATA_MAX {
             return Err(ConnectError::PrivateData);
         }
-        let peer = self.peer();
-        let provided = match (&mut self.provided, qp.provided()) {
-            (Provided::Soft(request), Provided::Soft(qp)) => {
-                Provided::Soft(request.accept_after(qp, params, private_data, prepare)?)
+        let (qp, peer) = (pair.own().cloned(), self.peer());
+        let provided = match &mut self.provided {
+            Provided::Soft(request) => {
+                Provided::Soft(request.accept_after(&pair.soft()?, params, private_data, prepare)?)
             }
-            (Provided::Hw(request), Provided::Hw(qp)) => {
-                Provided::Hw(request.accept_after(qp, params, private_data, prepare)?)
+            Provided::Hw(request) => {
+                Provided::Hw(request.accept_after(pair.hw()?, params, private_data, prepare)?)
             }
-            _ => return Err(ConnectError::OtherDevice),
         };
-        let qp = Some(qp.clone());
         Ok(Connection { provided, qp, peer })
     }
 
-    /// With what a queue pair goes to Init, RTR and RTS that its owner brings up before [`ConnectionRequest::accept_external`].
+    /// With what a queue pair goes to Init, RTR and RTS that its owner brings up before [`ConnectionRequest::accept_pair`].
     ///
     /// # Errors
     /// Those of making a socket; provider `hw` has no such connections.
@@ -427,34 +479,6 @@ impl ConnectionRequest {
             Provided::Soft(request) => Ok(request.attributes(to, params)?),
             Provided::Hw(_) => Err(no_external()),
         }
-    }
-
-    /// Accepts for a queue pair that its owner has brought up.
-    ///
-    /// # Errors
-    /// Those of [`ConnectionRequest::accept_after`]; provider `hw` has no such connections.
-    pub fn accept_external(
-        &mut self,
-        pair: &ExternalPair,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connection, ConnectError> {
-        if pair.qp_type != self.qp_type() {
-            return Err(ConnectError::QpType(pair.qp_type));
-        }
-        if private_data.len() > REP_DATA_MAX {
-            return Err(ConnectError::PrivateData);
-        }
-        let peer = self.peer();
-        let provided = match &mut self.provided {
-            Provided::Soft(request) => Provided::Soft(request.accept_external(pair, params, private_data)?),
-            Provided::Hw(_) => return Err(no_external()),
-        };
-        Ok(Connection {
-            provided,
-            qp: None,
-            peer,
-        })
     }
 
     /// Refuses.
@@ -510,7 +534,7 @@ impl Connection {
         }
     }
 
-    /// The queue pair that its owner brings up is ready: after [`Device::connect_external`] the peer is told; on the passive
+    /// The queue pair that its owner brings up is ready: after [`Device::connect_pair`] the peer is told; on the passive
     /// side, it has received before the peer's last message came. Does nothing to other connections.
     pub fn establish(&self) {
         if let (Provided::Soft(connection), None) = (&self.provided, &self.qp) {
@@ -532,6 +556,15 @@ impl Connection {
         match &self.provided {
             Provided::Soft(connection) => connection.is_ended(),
             Provided::Hw(connection) => connection.is_ended(),
+        }
+    }
+
+    /// For how much longer at most the numbers of a connection that has ended are not used again, since packets of it may still
+    /// be under way: ask again after that. `None`: its rest is over. Provider `hw` does not tell: `None`. IBTA Vol 1, 12.9.8.4.
+    pub fn rests_for(&self) -> Option<Duration> {
+        match &self.provided {
+            Provided::Soft(connection) => connection.rests_for(),
+            Provided::Hw(_) => None,
         }
     }
 

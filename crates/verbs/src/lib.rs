@@ -35,6 +35,7 @@
 )]
 
 pub mod abi;
+mod cancel;
 mod cm;
 mod cq;
 mod datagram;
@@ -54,8 +55,10 @@ mod srq;
 pub mod thread;
 pub mod waiting;
 
+pub use cancel::Cancel;
 pub use cm::{
-    ConnectError, ConnectParams, Connection, ConnectionRequest, ExternalPair, ListenError, Listener,
+    ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, ExternalPair, ListenError,
+    Listener,
 };
 pub use cq::ResizeError;
 pub use datagram::AddressHandle;

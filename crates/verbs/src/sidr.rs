@@ -9,6 +9,7 @@ use rdmux_rnic::cm::CmError;
 use rdmux_rnic::{Qpn, Target};
 use rdmux_wire::cm::SidrStatus;
 
+use crate::cancel::Cancel;
 use crate::cm::ListenError;
 use crate::device::{Device, QueuePair};
 use crate::hw;
@@ -46,6 +47,9 @@ pub enum ResolveError {
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
+    /// Another thread has given it up.
+    #[error("looking for the service was given up")]
+    Cancelled,
     /// A system call failed, or there are too many connections.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -124,12 +128,29 @@ impl DatagramService {
 impl Device {
     /// Asks who serves datagrams on an address and port (RDMA_PS_UDP). Waits for the answer. Private data: 180 bytes.
     pub fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<DatagramService, ResolveError> {
+        self.resolve_from(0, peer, private_data, &Cancel::new())
+    }
+
+    /// Asks as [`Device::resolve`] does, until another thread gives it up, and tells the peer a port that it is asked from; 0: none.
+    ///
+    /// # Errors
+    /// Those of [`Device::resolve`], and [`ResolveError::Cancelled`]. Provider `hw` tells a port of its own.
+    pub fn resolve_from(
+        &self,
+        source_port: u16,
+        peer: SocketAddr,
+        private_data: &[u8],
+        cancel: &Cancel,
+    ) -> Result<DatagramService, ResolveError> {
         let (local, address) = (self.address(), peer.ip());
+        if cancel.is_cancelled() {
+            return Err(ResolveError::Cancelled);
+        }
         if local.is_ipv4() != address.is_ipv4() {
             return Err(ResolveError::Family { local, peer: address });
         }
         let found = match &self.provided {
-            Provided::Soft(device) => device.resolve(peer, private_data)?,
+            Provided::Soft(device) => device.resolve(source_port, peer, private_data, cancel)?,
             Provided::Hw(device) => device.resolve(peer, private_data)?,
         };
         Ok(DatagramService {
@@ -198,6 +219,14 @@ impl ServiceRequest {
         match &self.provided {
             Provided::Soft(request) => request.peer,
             Provided::Hw(request) => request.peer,
+        }
+    }
+
+    /// The port that it was asked from, as the peer says; 0: it does not, or provider `hw` does not tell.
+    pub fn peer_port(&self) -> u16 {
+        match &self.provided {
+            Provided::Soft(request) => request.peer_port,
+            Provided::Hw(_) => 0,
         }
     }
 

@@ -534,6 +534,50 @@ fn connect__with_a_queue_pair_that_is_not_for_it() {
 }
 
 #[test]
+fn connect_pair__given_up_is_withdrawn() {
+    let address: IpAddr = "127.0.0.59".parse().unwrap();
+    let (client, server) = (end(address, 4096), end(address, 4096));
+    let listener = server._device.listen(7174).unwrap();
+    let (params, cancel) = (ConnectParams::default(), Cancel::new());
+    let connect = || {
+        let (pair, peer) = (ConnectPair::Own(&client.qp), SocketAddr::new(address, 7174));
+        client._device.connect_pair(pair, peer, &params, b"", &cancel)
+    };
+    std::thread::scope(|scope| {
+        let asks = scope.spawn(connect);
+        let mut request = listener.accept(LONG).unwrap();
+        cancel.cancel();
+        let given_up = asks.join().unwrap();
+        assert!(matches!(given_up, Err(ConnectError::Cancelled)), "{given_up:?}");
+        // The peer may not have heard of it yet.
+        if let Ok(connection) = request.accept_pair(ConnectPair::Own(&server.qp), &params, b"") {
+            assert!(!connection.wait_established());
+        }
+    });
+    // Nobody is asked any more.
+    assert!(matches!(connect(), Err(ConnectError::Cancelled)));
+    let resolved = client
+        ._device
+        .resolve_from(0, SocketAddr::new(address, 7174), b"", &cancel);
+    assert!(matches!(resolved, Err(ResolveError::Cancelled)));
+    assert!(listener.accept(Duration::ZERO).is_none() && cancel.wait(LONG));
+}
+
+#[test]
+fn rests_for__until_the_numbers_may_be_used_again() {
+    let (_client, c, _server, s) = connected("127.0.0.60".parse().unwrap(), 4096);
+    assert_eq!((c.rests_for(), s.rests_for()), (None, None));
+    c.disconnect_and_wait(LONG);
+    assert!(s.wait_ended(LONG));
+    for connection in [c, s] {
+        while let Some(left) = connection.rests_for() {
+            assert!(left <= Duration::from_millis(68), "{left:?}");
+            std::thread::sleep(left);
+        }
+    }
+}
+
+#[test]
 fn connect__private_data_of_full_size_and_no_more() {
     let address: IpAddr = "127.0.0.54".parse().unwrap();
     let (client, server) = (end(address, 4096), end(address, 4096));

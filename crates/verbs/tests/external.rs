@@ -76,7 +76,9 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
         let connection = if passive {
             server.bring_up(|to| request.attributes(to, &params).unwrap());
             server.receive();
-            request.accept_external(&server.pair(), &params, b"yes").unwrap()
+            request
+                .accept_pair(ConnectPair::External(&server.pair()), &params, b"yes")
+                .unwrap()
         } else {
             let receive = || {
                 server.receive();
@@ -103,7 +105,13 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
     let connection = if active {
         let connection = client
             .device
-            .connect_external(&client.pair(), peer, &params, b"may I")
+            .connect_pair(
+                ConnectPair::External(&client.pair()),
+                peer,
+                &params,
+                b"may I",
+                &Cancel::new(),
+            )
             .unwrap();
         assert_eq!(client.qp.query().unwrap().state, QpState::Reset);
         client.bring_up(|to| connection.attributes(to).unwrap());
@@ -129,23 +137,23 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
 }
 
 #[test]
-fn connect_external__both() {
+fn connect_pair__external_both() {
     connect([127, 0, 14, 21], true, true);
 }
 
 #[test]
-fn connect_external__towards_one_that_is_brought_up() {
+fn connect_pair__external_towards_one_that_is_brought_up() {
     connect([127, 0, 14, 22], true, false);
 }
 
 #[test]
-fn accept_external__of_one_that_is_brought_up() {
+fn accept_pair__external_of_one_that_is_brought_up() {
     connect([127, 0, 14, 23], false, true);
 }
 
 /// One that is never established ends where its owner leaves it, and its peer hears of that.
 #[test]
-fn connect_external__left_before_it_stands() {
+fn connect_pair__external_left_before_it_stands() {
     let address = IpAddr::from([127, 0, 14, 24]);
     let (server, client) = (Side::new(address), Side::new(address));
     let listener = server.device.listen(PORT).unwrap();
@@ -158,7 +166,13 @@ fn connect_external__left_before_it_stands() {
         assert!(connection.wait_ended(LONG));
     });
     let (peer, params) = (SocketAddr::new(address, PORT), ConnectParams::default());
-    let connection = client.device.connect_external(&client.pair(), peer, &params, b"");
+    let connection = client.device.connect_pair(
+        ConnectPair::External(&client.pair()),
+        peer,
+        &params,
+        b"",
+        &Cancel::new(),
+    );
     drop(connection.unwrap());
     there.join().unwrap();
 }

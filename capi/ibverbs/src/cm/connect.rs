@@ -1,15 +1,13 @@
 //! Queue pairs of ids, and their connections.
 
 use std::ffi::{c_int, c_void};
-use std::net::SocketAddr;
 use std::ptr;
 use std::slice;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::{
-    ConnectError, ConnectParams, Connection, Device, Endpoint, ExternalPair, QpAttributes, QpState, Qpn,
+    ConnectError, ConnectPair, ConnectParams, Connection, Endpoint, ExternalPair, QpAttributes, QpState, Qpn,
     QueuePair, RejReason,
 };
 
@@ -258,10 +256,22 @@ pub(super) fn told(remote: &Endpoint) -> abi::ConnParam {
     }
 }
 
-/// Tells of a connection when it stands, and when it ends.
-fn watch(shared: &Arc<Shared>, connection: &Arc<Connection>) {
+/// Waits until a connection ends, and tells of that.
+fn watch(shared: &Shared, connection: &Connection) {
     while !connection.wait_ended(Duration::from_secs(3_600)) {}
-    shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
+    tell_ended(shared, connection);
+}
+
+/// Tells that a connection has ended, and later that its numbers rest no longer, unless the id is gone by then.
+fn tell_ended(shared: &Shared, connection: &Connection) {
+    use abi::cm_event::{DISCONNECTED, TIMEWAIT_EXIT};
+    shared.tell(|id, of| Event::new(id, of, DISCONNECTED, 0));
+    while let Some(rest) = connection.rests_for() {
+        if shared.gone.wait(rest) {
+            return;
+        }
+    }
+    shared.tell(|id, of| Event::new(id, of, TIMEWAIT_EXIT, 0));
 }
 
 fn tell_connection(shared: &Arc<Shared>, event: u32, connection: &Arc<Connection>, private_data: &[u8]) {
@@ -297,19 +307,12 @@ impl Pair {
         Ok(Pair::External(pair))
     }
 
-    fn connect(
-        &self,
-        device: &Device,
-        peer: SocketAddr,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connection, ConnectError> {
+    fn get(&self) -> ConnectPair<'_> {
         match self {
-            Pair::Own(pair) => device.connect(pair, peer, params, private_data),
-            Pair::External(pair) => device.connect_external(pair, peer, params, private_data),
+            Pair::Own(pair) => ConnectPair::Own(pair),
+            Pair::External(pair) => ConnectPair::External(pair),
         }
     }
-
     /// The connection has brought it to a state: the program sees it in its queue pair.
     fn show(&self, verbs: usize, connection: &Connection, state: QpState) {
         if let Pair::Own(pair) = self
@@ -341,9 +344,9 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     let (pair, params) = (Pair::of(own, asked)?, parameters(own, asked));
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
     let thread = crate::spawn("rdmux-connect", move || {
-        let connect = || pair.connect(&device, peer, &params, &data);
+        let connect = || device.connect_pair(pair.get(), peer, &params, &data, &shared.gone);
         let nobody = |error: &ConnectError| matches!(error, ConnectError::Rejected { reason, .. } if *reason == RejReason::INVALID_SERVICE_ID);
-        match soon(connect, nobody) {
+        match soon(&shared, connect, nobody) {
             Ok(connection) => {
                 let connection = Arc::new(connection);
                 if !shared.keep(&connection) {
@@ -360,8 +363,11 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
                 watch(&shared, &connection);
             }
             Err(error) => {
-                let (event, status, private_data) = refused(&error);
                 pair.fail();
+                if shared.gone.is_cancelled() {
+                    return;
+                }
+                let (event, status, private_data) = refused(&error);
                 if event == abi::cm_event::CONNECT_ERROR {
                     eprintln!("rdmux: connecting to {peer}: {error}");
                 }
@@ -376,13 +382,21 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     thread.map(drop)
 }
 
-/// Asks a peer; where nobody listens, as `nobody` tells, asks again for a moment. Programs that begin together count on resolving an address
+/// Asks a peer; where nobody listens, as `nobody` tells, asks again for a moment while there is the id. Programs that begin together count on resolving an address
 /// taking longer than listening, as it does where it asks the network; here it does not.
-pub(super) fn soon<T, E>(ask: impl Fn() -> Result<T, E>, nobody: impl Fn(&E) -> bool) -> Result<T, E> {
+pub(super) fn soon<T, E>(
+    shared: &Shared,
+    ask: impl Fn() -> Result<T, E>,
+    nobody: impl Fn(&E) -> bool,
+) -> Result<T, E> {
     for _ in 0..LISTENS_SOON_TRIES {
         match ask() {
             // Nothing tells that somebody listens.
-            Err(error) if nobody(&error) => thread::sleep(LISTENS_SOON),
+            Err(error) if nobody(&error) => {
+                if shared.gone.wait(LISTENS_SOON) {
+                    return Err(error);
+                }
+            }
             answer => return answer,
         }
     }
@@ -447,10 +461,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     let Some(Request::Connection(request)) = &mut own.request else {
         return Err(libc::EINVAL);
     };
-    let accepted = match &pair {
-        Pair::Own(pair) => request.accept_after(pair, &params, &data, || Ok(())),
-        Pair::External(pair) => request.accept_external(pair, &params, &data),
-    };
+    let accepted = request.accept_pair(pair.get(), &params, &data);
     let connection = Arc::new(accepted.map_err(|error| match error {
         ConnectError::Rejected { .. } => libc::ECONNREFUSED,
         ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EINVAL),
@@ -473,7 +484,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
             watch(&shared, &connection);
         } else {
             // It may have been, and ended, and only the message was lost that said so.
-            shared.tell(|id, of| Event::new(id, of, abi::cm_event::DISCONNECTED, 0));
+            tell_ended(&shared, &connection);
         }
     });
     // Nobody would hear how it goes on.

@@ -41,9 +41,11 @@ pub(super) fn connect(
 ) -> Result<(), c_int> {
     use abi::cm_event::{CONNECT_ERROR, ESTABLISHED, UNREACHABLE};
     let (shared, traffic_class) = (own.shared.clone(), own.traffic_class);
+    let source_port = own.local.map_or(0, |local| local.port());
     let thread = crate::spawn("rdmux-resolve", move || {
         let nobody = |error: &ResolveError| matches!(error, ResolveError::Refused { status, .. } if *status == SidrStatus::UNSUPPORTED);
-        let found = soon(|| device.resolve(peer, &private_data), nobody);
+        let ask = || device.resolve_from(source_port, peer, &private_data, &shared.gone);
+        let found = soon(&shared, ask, nobody);
         let (event, status) = match &found {
             Ok(_) => (ESTABLISHED, 0),
             // What the peer refuses is told by the status of its answer.

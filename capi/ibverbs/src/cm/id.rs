@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_verbs::{Connection, ConnectionRequest, QpType, ServiceId, ServiceRequest};
+use rdmux_verbs::{Cancel, Connection, ConnectionRequest, QpType, ServiceId, ServiceRequest};
 
 use super::channel::{Channel, Event, Events, UserContext, take_back};
 use super::listen::some_port;
@@ -54,6 +54,8 @@ pub(super) struct Shared {
     state: Mutex<State>,
     /// Events that the program has and did not acknowledge.
     pub(super) given: Arc<Given>,
+    /// Cancelled when the program has destroyed it: nobody asks, or waits, for it any more.
+    pub(super) gone: Cancel,
 }
 
 struct State {
@@ -132,6 +134,7 @@ impl Id {
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             given: Arc::default(),
+            gone: Cancel::new(),
         });
         let id = Box::into_raw(Box::new(Id {
             shown,
@@ -316,6 +319,7 @@ impl Id {
         let events = state.events.take_of(id);
         let connection = state.connection.take();
         drop(state);
+        self.shared.gone.cancel();
         drop(events);
         if let Some(connection) = connection {
             connection.disconnect();

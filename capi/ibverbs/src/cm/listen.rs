@@ -120,7 +120,7 @@ fn tell(on: &On, request: Request) {
             // Who asks says no more of itself.
             // SAFETY: numbers and pointers, all of which may be zero.
             let ud = unsafe { std::mem::zeroed() };
-            let peer = SocketAddr::new(request.peer(), 0);
+            let peer = SocketAddr::new(request.peer(), request.peer_port());
             (peer, event.with_ud(ud, request.private_data()))
         }
     };
@@ -181,7 +181,7 @@ fn offer_all<S>(
 }
 
 /// A port where a program leaves the choice: another one each time, and for each process.
-pub(super) fn some_port() -> u16 {
+pub(crate) fn some_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let first = u64::from(std::process::id()) * 61;
     let n = u64::from(NEXT.fetch_add(1, Ordering::Relaxed));

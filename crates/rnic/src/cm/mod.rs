@@ -464,6 +464,12 @@ impl Cm {
         })
     }
 
+    /// When a connection that has ended, or is being ended, goes on by itself at the latest: `None` when its rest is over, or it
+    /// never was. 12.9.8.4.
+    pub fn next_deadline(&self, id: CmId) -> Option<Time> {
+        self.connections.get(&id.0)?.deadline
+    }
+
     /// Connections and resolutions in TimeWait: their ids and QPNs are not given out.
     pub fn resting(&self) -> usize {
         self.resting.len() + self.answered.len()

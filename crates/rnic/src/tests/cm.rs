@@ -964,9 +964,15 @@ fn time_wait__keeps_the_qpn_and_the_id() {
     assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));
     let cm = pair.sides[0].rnic.cm();
     assert_eq!((cm.len(), cm.resting(), cm.has_qpn(qpn)), (0, 1, true));
-    pair.pass(SECOND);
+    let until = cm.next_deadline(active).unwrap();
+    let rest = until.since_ns(pair.now);
+    pair.pass(rest - 1);
+    let cm = pair.sides[0].rnic.cm();
+    assert_eq!((cm.next_deadline(active), cm.has_qpn(qpn)), (Some(until), true));
+    pair.pass(1);
     let cm = pair.sides[0].rnic.cm();
     assert_eq!((cm.resting(), cm.has_qpn(qpn)), (0, false));
+    assert_eq!(cm.next_deadline(active), None);
 }
 
 #[test]

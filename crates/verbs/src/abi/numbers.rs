@@ -192,6 +192,7 @@ pub mod cm_event {
     pub const DEVICE_REMOVAL: u32 = 11;
     pub const MULTICAST_JOIN: u32 = 12;
     pub const MULTICAST_ERROR: u32 = 13;
+    pub const TIMEWAIT_EXIT: u32 = 15;
 }
 
 /// `enum rdma_port_space`.

@@ -15,6 +15,7 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use super::device::Device;
 use super::engine::{Accepted, CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
 use super::qp::QueuePair;
+use crate::cancel::Cancel;
 use crate::cm::{
     ACK_TIMEOUT, ConnectError, ConnectParams, ExternalPair, ListenError, accepting_type, deadline_after,
     transport_of,
@@ -44,9 +45,31 @@ impl Events {
 
     /// The next event; sleeps until there is one. `None`: the time is over. One thread waits at a time.
     pub(super) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<CmEvent> {
+        self.wait_while(|| true, device, deadline)
+    }
+
+    /// The same, but `None` also when it is given up.
+    pub(super) fn wait_unless(
+        &self,
+        cancel: &Cancel,
+        device: &Device,
+        deadline: Option<Instant>,
+    ) -> Option<CmEvent> {
+        self.wait_while(|| cancel.wakes(&self.0), device, deadline)
+    }
+
+    fn wait_while(
+        &self,
+        wanted: impl Fn() -> bool,
+        device: &Device,
+        deadline: Option<Instant>,
+    ) -> Option<CmEvent> {
         loop {
             if let Some(event) = self.0.poll() {
                 return Some(event);
+            }
+            if !wanted() {
+                return None;
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) || !device.sleep(self.0.waker(), left) {
@@ -64,34 +87,15 @@ impl Device {
 
     pub(crate) fn connect(
         &self,
-        qp: &QueuePair,
-        peer: SocketAddr,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connection, ConnectError> {
-        self.connect_pair(&Pair::of(qp), peer, params, private_data)
-    }
-
-    pub(crate) fn connect_external(
-        &self,
-        pair: &ExternalPair,
-        peer: SocketAddr,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connection, ConnectError> {
-        self.connect_pair(&Pair::external(pair), peer, params, private_data)
-    }
-
-    fn connect_pair(
-        &self,
         pair: &Pair,
         peer: SocketAddr,
         params: &ConnectParams,
         private_data: &[u8],
+        cancel: &Cancel,
     ) -> Result<Connection, ConnectError> {
         let mut path_mtu = path_mtu_to(self.address(), peer.ip())?.min(params.path_mtu_max);
         loop {
-            match self.connect_at(pair, peer, params, private_data, path_mtu) {
+            match self.connect_at(pair, peer, params, private_data, path_mtu, cancel) {
                 // The peer's link carries less than ours: ask for less.
                 Err(ConnectError::Rejected {
                     reason: RejReason::INVALID_PATH_MTU,
@@ -111,6 +115,7 @@ impl Device {
         params: &ConnectParams,
         private_data: &[u8],
         path_mtu: PathMtu,
+        cancel: &Cancel,
     ) -> Result<Connection, ConnectError> {
         let local = self.address();
         let (sink, events) = Events::new()?;
@@ -141,7 +146,10 @@ impl Device {
         })?;
         let mut connection = Connection::new(self, pair.qpn, id, events);
         loop {
-            match connection.events.wait(self, deadline_after(CONNECT_TIMEOUT)) {
+            match connection
+                .events
+                .wait_unless(cancel, self, deadline_after(CONNECT_TIMEOUT))
+            {
                 Some(CmEvent::Reply {
                     remote, private_data, ..
                 }) => {
@@ -189,7 +197,11 @@ impl Device {
                         core.rnic.cm().disconnect(now, id);
                         core.connections.remove(&id);
                     });
-                    return Err(ConnectError::Unreachable(peer.ip()));
+                    return Err(if cancel.is_cancelled() {
+                        ConnectError::Cancelled
+                    } else {
+                        ConnectError::Unreachable(peer.ip())
+                    });
                 }
                 Some(_) => {}
             }
@@ -199,7 +211,7 @@ impl Device {
 
 /// A queue pair as a connection knows it.
 #[derive(Clone, Copy, Debug)]
-struct Pair {
+pub(crate) struct Pair {
     qpn: Qpn,
     qp_type: QpType,
     srq: bool,
@@ -208,7 +220,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn of(qp: &QueuePair) -> Pair {
+    pub(crate) fn of(qp: &QueuePair) -> Pair {
         Pair {
             qpn: qp.qpn,
             qp_type: qp.qp_type,
@@ -217,7 +229,7 @@ impl Pair {
         }
     }
 
-    fn external(pair: &ExternalPair) -> Pair {
+    pub(crate) fn external(pair: &ExternalPair) -> Pair {
         Pair {
             qpn: pair.qpn,
             qp_type: pair.qp_type,
@@ -452,25 +464,6 @@ pub(crate) struct ConnectionRequest {
 impl ConnectionRequest {
     pub(crate) fn accept_after(
         &mut self,
-        qp: &QueuePair,
-        params: &ConnectParams,
-        private_data: &[u8],
-        prepare: impl FnOnce() -> Result<(), ConnectError>,
-    ) -> Result<Connection, ConnectError> {
-        self.accept_pair(&Pair::of(qp), params, private_data, prepare)
-    }
-
-    pub(crate) fn accept_external(
-        &mut self,
-        pair: &ExternalPair,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connection, ConnectError> {
-        self.accept_pair(&Pair::external(pair), params, private_data, || Ok(()))
-    }
-
-    fn accept_pair(
-        &mut self,
         pair: &Pair,
         params: &ConnectParams,
         private_data: &[u8],
@@ -654,6 +647,14 @@ impl Connection {
 
     pub(crate) fn is_ended(&self) -> bool {
         self.phase().ended
+    }
+
+    pub(crate) fn rests_for(&self) -> Option<Duration> {
+        self.device.with(|core, now| {
+            let until = core.rnic.cm().next_deadline(self.id)?;
+            // The engine may come to it a moment later.
+            Some(Duration::from_nanos(until.since_ns(now)).max(Duration::from_millis(1)))
+        })
     }
 
     pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {

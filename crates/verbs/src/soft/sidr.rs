@@ -11,6 +11,7 @@ use super::cm::{Events, Service};
 use super::device::Device;
 use super::engine::ConnectionEntry;
 use super::qp::QueuePair;
+use crate::cancel::Cancel;
 use crate::cm::{ListenError, deadline_after};
 use crate::sidr::{AnswerError, Found, ResolveError};
 
@@ -18,11 +19,17 @@ use crate::sidr::{AnswerError, Found, ResolveError};
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Device {
-    pub(crate) fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<Found, ResolveError> {
+    pub(crate) fn resolve(
+        &self,
+        src_port: u16,
+        peer: SocketAddr,
+        private_data: &[u8],
+        cancel: &Cancel,
+    ) -> Result<Found, ResolveError> {
         let (local, address) = (self.address(), peer.ip());
         let (sink, events) = Events::new()?;
         let addressing = IpAddressing {
-            src_port: 0,
+            src_port,
             src: local,
             dst: address,
         };
@@ -35,7 +42,7 @@ impl Device {
             Ok::<_, CmError>(id)
         })?;
         let deadline = deadline_after(RESOLVE_TIMEOUT);
-        match events.wait(self, deadline) {
+        match events.wait_unless(cancel, self, deadline) {
             Some(CmEvent::SidrReply {
                 status: SidrStatus::VALID,
                 qpn,
@@ -55,7 +62,11 @@ impl Device {
                     core.rnic.cm().disconnect(now, id);
                     core.connections.remove(&id);
                 });
-                Err(ResolveError::Unreachable(address))
+                Err(if cancel.is_cancelled() {
+                    ResolveError::Cancelled
+                } else {
+                    ResolveError::Unreachable(address)
+                })
             }
         }
     }
@@ -73,6 +84,7 @@ impl Service {
             if let CmEvent::SidrRequest {
                 id,
                 peer,
+                addressing,
                 private_data,
                 ..
             } = self.wait(deadline)?
@@ -81,6 +93,7 @@ impl Service {
                     device: self.device.clone(),
                     id,
                     peer,
+                    peer_port: addressing.map_or(0, |from| from.src_port),
                     private_data,
                     decided: false,
                 });
@@ -95,6 +108,7 @@ pub(crate) struct ServiceRequest {
     device: Device,
     id: CmId,
     pub(crate) peer: IpAddr,
+    pub(crate) peer_port: u16,
     pub(crate) private_data: Vec<u8>,
     decided: bool,
 }
