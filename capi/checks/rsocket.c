@@ -68,6 +68,12 @@ static void bytes_and_calls(int listener)
 	struct sockaddr_in peer;
 	socklen_t length = sizeof(peer);
 	CHECK(!rgetpeername(s[0], (struct sockaddr *)&peer, &length) && peer.sin_port == address.sin_port);
+	/* Who asks says from which port. */
+	struct sockaddr_in own;
+	length = sizeof(own);
+	CHECK(!rgetsockname(s[0], (struct sockaddr *)&own, &length) && own.sin_port);
+	length = sizeof(peer);
+	CHECK(!rgetpeername(s[1], (struct sockaddr *)&peer, &length) && !memcmp(&peer, &own, sizeof(own)));
 	CHECK(rrecv(s[1], got, sizeof(got), MSG_DONTWAIT) == -1 && errno == EAGAIN);
 	struct iovec parts[3] = {{"one ", 4}, {"", 0}, {"two", 3}}, into[2] = {{got, 2}, {got + 2, 14}};
 	CHECK(rwritev(s[0], parts, 3) == 7);

@@ -16,7 +16,7 @@ mod socket_address;
 mod srq;
 mod unsupported;
 
-pub(crate) use listen::{device_at, services};
+pub(crate) use listen::{device_at, services, some_port};
 pub(crate) use socket_address::{read as read_address, route, write as write_address};
 
 /// What no option or event of this library names, but programs ask for: the text of an event.

@@ -138,7 +138,7 @@ unsafe extern "C" fn rconnect(socket: c_int, address: *const libc::sockaddr, _: 
         }
         open::connect(&socket, peer)?;
         let waited = socket.block(socket.wait_of(0), |state| match state.role {
-            Role::Opening => None,
+            Role::Opening(_) => None,
             _ => Some(state.stream().map(|_| ())),
         });
         waited.map_err(|errno| {
@@ -235,7 +235,7 @@ fn send(socket: c_int, from: &mut Buffers<'_>, flags: c_int, to: Option<SocketAd
     let sent = socket.block(wait, |state| {
         let State { role, options, .. } = state;
         match role {
-            Role::Opening => None,
+            Role::Opening(_) => None,
             Role::Datagram(datagram) => {
                 is_whole = true;
                 match to.or(datagram.connected) {
@@ -272,7 +272,7 @@ fn receive(number: c_int, into: &mut Buffers<'_>, flags: c_int) -> Result<(Arc<S
     let all = flags & libc::MSG_WAITALL != 0 && !peek;
     let mut bytes = 0;
     let got = socket.block(socket.wait_of(flags), |state| match &mut state.role {
-        Role::Opening => None,
+        Role::Opening(_) => None,
         Role::Datagram(datagram) => datagram.receive(into, peek).map(|(from, taken, length)| {
             let is_cut = taken < length;
             let bytes = if flags & libc::MSG_TRUNC != 0 {

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::CompletionQueue;
+use rdmux_verbs::{Cancel, CompletionQueue};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
@@ -67,8 +67,8 @@ enum Role {
     New,
     /// Has a port.
     Bound(Listening),
-    /// A thread connects it.
-    Opening,
+    /// A thread connects it, unless that is given up.
+    Opening(Arc<Cancel>),
     /// Connecting failed.
     Failed,
     Stream(Box<Stream>),
@@ -112,7 +112,7 @@ impl State {
             Role::Bound(listening) if listening.accepts => listening.fds(fds),
             Role::Stream(stream) => stream.arm(fds),
             Role::Datagram(datagram) => datagram.arm(fds),
-            Role::New | Role::Bound(_) | Role::Opening | Role::Failed => {}
+            Role::New | Role::Bound(_) | Role::Opening(_) | Role::Failed => {}
         }
     }
 

@@ -7,13 +7,15 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use rdmux_verbs::{Access, ConnectError, ConnectParams, Connection, ConnectionRequest, Device, Listener};
+use rdmux_verbs::{
+    Access, Cancel, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, Device, Listener,
+};
 use rdmux_wire::rsocket::ConnData;
 
 use super::resources::Resources;
 use super::stream::Stream;
 use super::{Role, Socket, State};
-use crate::cm::{device_at, route, services};
+use crate::cm::{device_at, route, services, some_port};
 
 /// A port of streams. It is held from when it is bound; only then can nobody else have it.
 pub(super) struct Listening {
@@ -80,11 +82,12 @@ fn parse(private_data: &[u8]) -> Result<ConnData, c_int> {
     }
 }
 
-fn parameters() -> ConnectParams {
+fn parameters(source_port: u16) -> ConnectParams {
     ConnectParams {
         access: Access::LOCAL_WRITE | Access::REMOTE_WRITE,
         initiator_depth: 0,
         responder_resources: 0,
+        source_port,
         ..ConnectParams::default()
     }
 }
@@ -127,10 +130,10 @@ fn answer(on: &Socket, state: &State, asked: Request) -> Result<Arc<Socket>, c_i
     } = asked;
     let local = SocketAddr::new(local, state.local.map_or(0, |local| local.port()));
     let own = Resources::new(&device, &state.options)?;
-    let remote = SocketAddr::new(request.peer(), 0);
+    let remote = SocketAddr::new(request.peer(), request.peer_port());
     let said = own.conn_data();
     let no_room = |_| ConnectError::Io(std::io::ErrorKind::OutOfMemory.into());
-    let accepted = request.accept_after(&own.qp, &parameters(), &said, || {
+    let accepted = request.accept_after(&own.qp, &parameters(0), &said, || {
         own.post_receives().map_err(no_room)
     });
     let connection = Arc::new(accepted.map_err(|_| libc::ECONNABORTED)?);
@@ -179,17 +182,20 @@ pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_in
     match &state.role {
         Role::New | Role::Failed => {}
         Role::Bound(listening) if !listening.accepts => {}
-        Role::Opening => return Err(libc::EALREADY),
+        Role::Opening(_) => return Err(libc::EALREADY),
         Role::Stream(_) => return Err(libc::EISCONN),
         Role::Bound(_) | Role::Datagram(_) => return Err(libc::EINVAL),
     }
     let device = device_towards(peer, state.local)?;
     let own = Resources::new(&device, &state.options)?;
-    let local = device.address();
+    let port = state.local.map_or_else(some_port, |local| local.port());
+    let local = SocketAddr::new(device.address(), port);
     let opens = socket.clone();
+    let cancel = Arc::new(Cancel::new());
+    let cancelled = cancel.clone();
     // It waits for the lock before it says how that went.
     crate::spawn("rdmux-connect", move || {
-        let connected = open(&device, own, peer);
+        let connected = open(&device, own, port, peer, &cancelled);
         let mut state = opens.lock();
         match connected {
             // Nobody wants it any more: it ends.
@@ -199,16 +205,22 @@ pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_in
         }
         state.wake();
     })?;
-    let port = state.local.map_or(0, |local| local.port());
-    state.local = Some(SocketAddr::new(local, port));
+    state.local = Some(local);
     state.remote = Some(peer);
     state.error = 0;
-    state.role = Role::Opening;
+    state.role = Role::Opening(cancel);
     Ok(())
 }
 
-fn open(device: &Device, own: Resources, peer: SocketAddr) -> Result<Stream, c_int> {
-    let connected = device.connect(&own.qp, peer, &parameters(), &own.conn_data());
+fn open(
+    device: &Device,
+    own: Resources,
+    port: u16,
+    peer: SocketAddr,
+    cancel: &Cancel,
+) -> Result<Stream, c_int> {
+    let (pair, said) = (ConnectPair::Own(&own.qp), own.conn_data());
+    let connected = device.connect_pair(pair, peer, &parameters(port), &said, cancel);
     let connection = connected.map_err(|error| match error {
         ConnectError::Rejected { .. } => libc::ECONNREFUSED,
         ConnectError::Unreachable(_) => libc::ETIMEDOUT,
@@ -225,6 +237,9 @@ impl State {
     /// Ends what there is: nobody uses it any more.
     pub(super) fn close(&mut self) {
         self.closed = true;
+        if let Role::Opening(cancel) = &self.role {
+            cancel.cancel();
+        }
         if let Role::Stream(stream) = &mut self.role {
             stream.connection.disconnect();
             stream.fail();

@@ -91,7 +91,7 @@ fn int_of(value: &[u8]) -> Result<c_int, c_int> {
 impl State {
     /// Whether buffers and queues can still be chosen.
     fn is_open(&self) -> bool {
-        matches!(self.role, Role::Opening | Role::Stream(_))
+        matches!(self.role, Role::Opening(_) | Role::Stream(_))
             || matches!(&self.role, Role::Datagram(d) if d.is_open())
     }
 

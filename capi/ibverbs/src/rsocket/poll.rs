@@ -49,7 +49,7 @@ impl State {
             // As of a socket that is not connected.
             Role::New => libc::POLLOUT | libc::POLLHUP,
             Role::Bound(listening) if listening.accepts && listening.has_request() => libc::POLLIN,
-            Role::Bound(_) | Role::Opening => 0,
+            Role::Bound(_) | Role::Opening(_) => 0,
             Role::Failed => libc::POLLIN | libc::POLLOUT | libc::POLLERR | libc::POLLHUP,
             Role::Stream(stream) => stream.events(),
             Role::Datagram(datagram) => datagram.events(),
