@@ -67,7 +67,11 @@ impl Opened {
             return Ok(opened);
         }
         let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
-            eprintln!("rdmux: {}: {error}", of.address);
+            match &error {
+                // They name it themselves.
+                OpenError::Group(_) | OpenError::NotOneHost(_) => eprintln!("rdmux: {error}"),
+                _ => eprintln!("rdmux: {}: {error}", of.address),
+            }
             match error {
                 OpenError::Io { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
                 OpenError::NotOneHost(_) => libc::ENODEV,
