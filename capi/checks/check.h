@@ -36,8 +36,8 @@ static inline struct ibv_context *open_first(void)
 	return context;
 }
 
-/* Takes a queue pair to RTS, towards another of the same device. */
-static inline void bring_up(struct ibv_qp *qp, uint32_t to)
+/* Takes a queue pair to RTS, towards another of the same device's address. */
+static inline void bring_up_within(struct ibv_qp *qp, uint32_t to, uint8_t timeout)
 {
 	struct ibv_qp_attr init = {.qp_state = IBV_QPS_INIT, .port_num = 1, .qp_access_flags = IBV_ACCESS_REMOTE_WRITE};
 	CHECK(!ibv_modify_qp(qp, &init, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
@@ -46,9 +46,11 @@ static inline void bring_up(struct ibv_qp *qp, uint32_t to)
 	rtr.ah_attr.port_num = 1;
 	CHECK(!ibv_query_gid(qp->context, 1, 0, &rtr.ah_attr.grh.dgid));
 	CHECK(!ibv_modify_qp(qp, &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
-	struct ibv_qp_attr rts = {.qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
+	struct ibv_qp_attr rts = {.qp_state = IBV_QPS_RTS, .timeout = timeout, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
 	CHECK(!ibv_modify_qp(qp, &rts, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC));
 }
+
+static inline void bring_up(struct ibv_qp *qp, uint32_t to) { bring_up_within(qp, to, 14); }
 
 static inline void create_pair(struct ibv_pd *pd, struct ibv_cq *send_cq, struct ibv_cq *recv_cq, struct ibv_qp *qp[2])
 {

@@ -167,6 +167,10 @@ impl Device {
                         if pair.external {
                             return Ok(agreed);
                         }
+                        // The peer has answered and gone, which took the queue pair to Error.
+                        if !core.connections.contains_key(&id) {
+                            return Err(ConnectError::Unreachable(peer.ip()));
+                        }
                         ready_to_receive(core, now, &agreed)?;
                         core.rnic
                             .modify_qp(now, pair.qpn, QpState::Rts, &agreed.ready_to_send())?;
