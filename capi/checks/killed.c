@@ -289,6 +289,8 @@ static void happened(struct rdma_cm_event *event)
 			fatal(of, rdma_event_str(event->event));
 		of->state = OVER;
 		break;
+	case RDMA_CM_EVENT_TIMEWAIT_EXIT:
+		break;
 	default:
 		fatal(of, rdma_event_str(event->event));
 	}
