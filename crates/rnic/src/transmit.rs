@@ -11,6 +11,7 @@ use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
 
 use crate::probes::word24;
+use crate::qp::read_ahead::ReadAhead;
 
 /// Most packets of a train: the segment limit of older kernels.
 pub const TRAIN_PACKETS_MAX: usize = 64;
@@ -87,6 +88,8 @@ pub struct TransmitBuf {
     /// What is pushed goes through memory of this host.
     local: bool,
     train_packets_max: usize,
+    /// What was read for packets that are still to come in this turn.
+    pub(crate) ahead: ReadAhead,
 }
 
 impl TransmitBuf {
@@ -100,6 +103,7 @@ impl TransmitBuf {
             turn_end: usize::MAX,
             local: false,
             train_packets_max: if gso { TRAIN_PACKETS_MAX } else { 1 },
+            ahead: ReadAhead::default(),
         }
     }
 
@@ -129,9 +133,14 @@ impl TransmitBuf {
         self.used >= self.limit_bytes.min(self.turn_end)
     }
 
+    /// Bytes that it takes until it is full.
+    pub(crate) fn room(&self) -> usize {
+        self.limit_bytes.min(self.turn_end).saturating_sub(self.used)
+    }
+
     /// Whether a packet of this many bytes fills it.
     pub(crate) fn is_filled_by(&self, bytes: u32) -> bool {
-        self.used + bytes as usize >= self.limit_bytes.min(self.turn_end)
+        bytes as usize >= self.room()
     }
 
     /// It is full after another `bytes`, until [`TransmitBuf::end_turn`]. `local`: what is pushed meanwhile goes through memory of

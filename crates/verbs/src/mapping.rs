@@ -277,7 +277,7 @@ impl Mapping {
         };
         let here = here.map_err(CopyError::From)?;
         // SAFETY: `len` bytes from there lie inside of the mapping.
-        unsafe { copy_process(here, pid, address, len as usize, way) }.map_err(CopyError::To)
+        unsafe { copy_process(here, pid, address, len as usize, way, LAST_WORD) }.map_err(CopyError::To)
     }
 
     /// Copies between addresses of two processes, this one's and another's: the kernel checks both.
@@ -285,7 +285,7 @@ impl Mapping {
         let here = std::ptr::without_provenance_mut(own as usize);
         // SAFETY: the kernel copies from or to where this process may; what lies there is the program's, which knows that it is
         // written.
-        unsafe { copy_process(here, pid, address, len as usize, way) }
+        unsafe { copy_process(here, pid, address, len as usize, way, LAST_WORD) }
     }
 
     /// Copies between the mapping and addresses of this process, which the kernel checks: to the mapping, or from it.
@@ -295,7 +295,16 @@ impl Mapping {
             Way::FromProcess => (self.at(offset, len)?, Way::ToProcess),
         };
         // SAFETY: `len` bytes from there lie inside of the mapping; the other side is the kernel's to check.
-        unsafe { copy_process(there, std::process::id().cast_signed(), own, len as usize, way) }
+        unsafe {
+            copy_process(
+                there,
+                std::process::id().cast_signed(),
+                own,
+                len as usize,
+                way,
+                LAST_WORD,
+            )
+        }
     }
 
     /// Places bytes in memory of another process.
@@ -308,28 +317,39 @@ impl Mapping {
                 address,
                 bytes.len(),
                 Way::ToProcess,
+                LAST_WORD,
             )
         }
     }
 
     /// Copies bytes out of memory of another process.
     pub(crate) fn read_process(pid: i32, address: u64, out: &mut [u8]) -> Result<(), Fault> {
-        // SAFETY: the bytes are an exclusive reference's.
-        unsafe { copy_process(out.as_mut_ptr(), pid, address, out.len(), Way::FromProcess) }
+        // SAFETY: the bytes are an exclusive reference's, so nobody polls them.
+        unsafe { copy_process(out.as_mut_ptr(), pid, address, out.len(), Way::FromProcess, 0) }
     }
 }
 
-/// Copies between this process and another one, the last word in a copy of its own after all others: a program may poll it. The
-/// kernel checks rights and addresses there; what fails is a fault and never a signal.
+/// Bytes that are copied after all others where a program may poll them.
+const LAST_WORD: usize = 8;
+
+/// Copies between this process and another one, the `last` bytes in a copy of their own after all others. The kernel checks rights
+/// and addresses there; what fails is a fault and never a signal.
 ///
 /// # Safety
 /// No reference to the `len` bytes at `here` contradicts that they are read, and written when the bytes come from the process. Whether they are
 /// there the kernel checks on this side too.
-unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: Way) -> Result<(), Fault> {
+unsafe fn copy_process(
+    here: *mut u8,
+    pid: i32,
+    address: u64,
+    len: usize,
+    way: Way,
+    last: usize,
+) -> Result<(), Fault> {
     let mut done = 0;
     while done < len {
         let left = len - done;
-        let piece = if left > 8 { left - 8 } else { left };
+        let piece = if left > last { left - last } else { left };
         let local = libc::iovec {
             iov_base: here.wrapping_add(done).cast(),
             iov_len: piece,

@@ -11,7 +11,7 @@ use rdmux_wire::{Qpn, RKey};
 
 use crate::cq::{Cqn, Status, WcOpcode, WorkCompletion};
 use crate::memory::{Access, Atomic, Fault, Memory};
-use crate::qp::message::scatter;
+use crate::qp::message::{gathers, scatter};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::queue::ReceiveQueue;
 use crate::region::{Pd, View};
@@ -176,38 +176,36 @@ pub(crate) struct Execution {
     gathered: Gathered,
 }
 
-/// Bytes of the WRITE under way that were taken in and are not placed yet. They never outlive the datagram that brought
+/// Bytes of the message under way that were taken in and are not placed yet. They never outlive the datagram that brought
 /// them, so nothing is answered before it is placed.
 #[derive(Debug, Default)]
 struct Gathered {
-    at: Option<(u64, RKey, Pd)>,
+    place: Option<GatheredPlace>,
     bytes: Vec<u8>,
 }
 
-impl Gathered {
-    fn push(&mut self, at: (u64, RKey, Pd), payload: &[u8]) {
-        self.at.get_or_insert(at);
-        self.bytes.extend_from_slice(payload);
-    }
+/// Where they belong.
+#[derive(Clone, Copy, Debug)]
+enum GatheredPlace {
+    Region {
+        va: u64,
+        rkey: RKey,
+        pd: Pd,
+    },
+    /// From this byte of the receive of the message under way.
+    Receive(u64),
+}
 
-    fn place(&mut self, env: &Env<'_>, head: &Head) -> Result<(), Refusal> {
-        let Some((va, rkey, pd)) = self.at.take() else {
-            return Ok(());
-        };
-        let reth = Reth {
-            va,
-            rkey,
-            length: self.bytes.len() as u32,
-        };
-        // Looked up again: the region may have gone since the packet came.
-        let placed = region(env, pd, head.qpn, reth, Access::REMOTE_WRITE)
-            .and_then(|(memory, offset)| Ok(memory.write(offset, &self.bytes)?));
-        self.bytes.clear();
-        placed
+impl Gathered {
+    /// Takes in more; true where there is enough to place it now.
+    fn push(&mut self, place: GatheredPlace, payload: &[u8]) -> bool {
+        self.place.get_or_insert(place);
+        self.bytes.extend_from_slice(payload);
+        self.bytes.len() >= GATHER_BYTES
     }
 
     fn forget(&mut self) {
-        self.at = None;
+        self.place = None;
         self.bytes.clear();
     }
 }
@@ -429,17 +427,21 @@ impl Execution {
         if recv.sges.bytes() < end {
             return Err(Refusal::TooLong);
         }
-        if !mutant!(AckBeforePlacement)
-            && let Err(status) = scatter(env, recv_pd, &recv.sges, *received, payload)
-        {
+        let at = std::mem::replace(received, end);
+        let (wr_id, byte_len) = (recv.wr_id, end as u32);
+        if mutant!(AckBeforePlacement) {
+            // Acknowledged, and nowhere.
+        } else if !self.gathered.bytes.is_empty() || (!position.ends() && gathers(env, recv_pd, &recv.sges)) {
+            if self.gathered.push(GatheredPlace::Receive(at), payload) || position.ends() {
+                self.place_gathered(env)?;
+            }
+        } else if let Err(status) = scatter(env, recv_pd, &recv.sges, at, payload) {
             self.end_receive(env, status);
             return Err(Refusal::Receive(status));
         }
-        *received = end;
         if !position.ends() {
             return Ok(Effect::Partial);
         }
-        let (wr_id, byte_len) = (recv.wr_id, *received as u32);
         self.message = None;
         if let Some(rkey) = invalidate
             && !mutant!(InvalidateForgotten)
@@ -508,6 +510,7 @@ impl Execution {
 
     /// Ends the message under way: the receive of a SEND completes with this status.
     pub(crate) fn end_receive(&mut self, env: &mut Env<'_>, status: Status) {
+        self.gathered.forget();
         if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
             let wc = bare_completion(scope.qpn, recv.wr_id, status, WcOpcode::Recv);
             env.complete(scope.recv_cq, wc, true);
@@ -577,6 +580,7 @@ impl Execution {
             }
             return Err(Refusal::NotReady);
         }
+        let mut places = false;
         if !payload.is_empty() && !mutant!(AckBeforePlacement) {
             let reth = Reth {
                 va: *va,
@@ -588,16 +592,21 @@ impl Execution {
                 None => region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?,
             };
             if memory.gathers() && (!position.ends() || !self.gathered.bytes.is_empty()) {
-                self.gathered.push((*va, *rkey, scope.pd), payload);
-                if position.ends() || self.gathered.bytes.len() >= GATHER_BYTES {
-                    self.gathered.place(env, head)?;
-                }
+                let place = GatheredPlace::Region {
+                    va: *va,
+                    rkey: *rkey,
+                    pd: scope.pd,
+                };
+                places = self.gathered.push(place, payload) || position.ends();
             } else {
                 memory.write(offset, payload)?;
             }
         }
         *va = va.wrapping_add(u64::from(bytes));
         *left -= bytes;
+        if places {
+            self.place_gathered(env)?;
+        }
         if !position.ends() {
             return Ok(Effect::Partial);
         }
@@ -621,12 +630,26 @@ impl Execution {
     }
 
     /// Places what waits: the datagram has ended.
-    pub(crate) fn place_gathered(&mut self, env: &Env<'_>, head: &Head) -> Result<(), Refusal> {
-        if self.has_gathered() {
-            self.gathered.place(env, head)
-        } else {
-            Ok(())
+    pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) -> Result<(), Refusal> {
+        let bytes = &self.gathered.bytes;
+        let placed = match (self.gathered.place, &self.message) {
+            (Some(GatheredPlace::Region { va, rkey, pd }), Some(Message::Write { scope, .. })) => {
+                let length = bytes.len() as u32;
+                let reth = Reth { va, rkey, length };
+                // Looked up again: the region may have gone since the packet came.
+                region(env, pd, scope.qpn, reth, Access::REMOTE_WRITE)
+                    .and_then(|(memory, offset)| Ok(memory.write(offset, bytes)?))
+            }
+            (Some(GatheredPlace::Receive(at)), Some(Message::Send { recv, scope, .. })) => {
+                scatter(env, scope.recv_pd, &recv.sges, at, bytes).map_err(Refusal::Receive)
+            }
+            _ => Ok(()),
+        };
+        self.gathered.forget();
+        if let Err(Refusal::Receive(status)) = placed {
+            self.end_receive(env, status);
         }
+        placed
     }
 
     /// Ends every receive as flushed.

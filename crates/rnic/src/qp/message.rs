@@ -147,6 +147,13 @@ pub(super) fn memory_of<'a>(
     Ok((region.memory, offset.ok_or(Status::LocalProtection)?))
 }
 
+/// Whether the memory of a list is one that large accesses suit better than many small ones.
+pub(super) fn gathers(env: &Env<'_>, pd: Pd, sges: &SgeList) -> bool {
+    let first = sges.as_slice().first();
+    first
+        .is_some_and(|sge| memory_of(env, pd, sge, Access::empty()).is_ok_and(|(memory, _)| memory.gathers()))
+}
+
 /// Copies a part of the message out of its own memory.
 pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
     if let Some(bytes) = sges.as_inline() {

@@ -25,6 +25,7 @@ pub(crate) mod execute;
 pub(crate) mod flush_icrc;
 pub(crate) mod message;
 pub(crate) mod rate;
+pub(crate) mod read_ahead;
 pub(crate) mod reorder;
 pub(crate) mod requester;
 pub(crate) mod responder;
@@ -780,7 +781,7 @@ impl Qp {
                     self.fail(env, Some((status, Cause::PeerRequest)));
                 }
             }
-            Halves::Uc(_, receiver) => receiver.place_gathered(env, &self.head),
+            Halves::Uc(_, receiver) => receiver.place_gathered(env),
             Halves::Ud(..) => {}
         }
     }

@@ -27,7 +27,7 @@ use crate::cq::Status;
 use crate::graveyard::Held;
 use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{
-    data_operation, gather, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
+    data_operation, gather, gathers, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
 };
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
@@ -506,6 +506,7 @@ impl Requester {
         buf: &mut TransmitBuf,
     ) -> Result<(), Broken> {
         let mut sent = false;
+        buf.ahead.forget();
         while !buf.is_full() {
             if self.has_due(head) {
                 self.transmit_due(env, head, buf)?;
@@ -671,7 +672,8 @@ impl Requester {
             }
             Operation::Send { .. } | Operation::SendInvalidate { .. } | Operation::Write { .. } => {
                 let edge = room == 1 || pauses || self.since_ack_req + 1 >= ack_every;
-                bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, srqn, edge)?;
+                bth.ack_req = edge;
+                bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, srqn, room)?;
             }
             // Done without packets, by `do_local`.
             Operation::Bind(_) | Operation::Register(_) | Operation::LocalInvalidate { .. } => return Ok(()),
@@ -1145,7 +1147,8 @@ impl Requester {
     }
 }
 
-/// Builds one packet of a SEND or WRITE; returns whether it asks for an acknowledgement.
+/// Builds one packet of a SEND or WRITE, of `room` that may leave; returns whether it asks for an acknowledgement, as the last one does
+/// in any case.
 #[expect(
     clippy::too_many_arguments,
     reason = "one call of one place, apart for its length"
@@ -1159,7 +1162,7 @@ fn push_data(
     index: u32,
     mut bth: Bth,
     srqn: Option<Srqn>,
-    edge: bool,
+    room: u32,
 ) -> Result<bool, Status> {
     let last = index + 1 == wqe.packets;
     let position = position_of(index, wqe.packets);
@@ -1174,11 +1177,14 @@ fn push_data(
     let bytes = (wqe.bytes - done).min(head.mtu) as usize;
     bth.opcode = head.opcode(operation);
     bth.pad = ((4 - bytes % 4) % 4) as u8;
-    bth.ack_req = last || edge;
+    bth.ack_req |= last;
     bth.solicited =
         last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
     let ext = bth.opcode.ext().len();
-    buf.push(path, Bth::LEN + ext + bytes + usize::from(bth.pad), |b| {
+    let source = bth.psn.minus(index).value();
+    let soon = (room.saturating_mul(head.mtu).min(wqe.bytes - done) as usize).min(buf.room());
+    let mut ahead = std::mem::take(&mut buf.ahead);
+    let built = buf.push(path, Bth::LEN + ext + bytes + usize::from(bth.pad), |b| {
         let mut at = emit_heads(b, &bth, srqn);
         if let Some((va, rkey)) = write
             && position.begins()
@@ -1197,14 +1203,19 @@ fn push_data(
             b[at..at + 4].copy_from_slice(&word.to_be_bytes());
             at += 4;
         }
-        gather(
-            env,
-            head.init.pd,
-            &wqe.request.sges,
-            u64::from(done),
-            &mut b[at..at + bytes],
-        )
-    })?;
+        let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
+        let done = u64::from(done);
+        if bytes < soon && gathers(env, pd, sges) {
+            let read = |several: &mut [u8]| gather(env, pd, sges, done, several);
+            if let Some(bytes) = ahead.bytes(source, done, bytes, soon, read)? {
+                out.copy_from_slice(bytes);
+                return Ok(());
+            }
+        }
+        gather(env, pd, sges, done, out)
+    });
+    buf.ahead = ahead;
+    built?;
     Ok(bth.ack_req)
 }
 

@@ -6,9 +6,9 @@
 
 use std::collections::VecDeque;
 
+use rdmux_wire::Psn;
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Reth, Syndrome};
 use rdmux_wire::sack::Sack;
-use rdmux_wire::{Psn, RKey};
 
 use crate::cq::Status;
 use crate::memory::Access;
@@ -18,7 +18,6 @@ use crate::qp::execute::{
 use crate::qp::message::fits;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
-use crate::region::Pd;
 use crate::trace::{Note, Refused};
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
@@ -410,19 +409,20 @@ impl Responder {
         status
     }
 
-    /// Whether bytes of a WRITE wait for the end of their datagram.
+    /// Whether bytes of a message wait for the end of their datagram.
     pub(crate) fn has_gathered(&self) -> bool {
         self.execution.has_gathered()
     }
 
     /// The datagram has ended: places what waits. `Some`: that failed, and the QP is to fail with this status.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
-        let refusal = self.execution.place_gathered(env, head).err()?;
+        let refusal = self.execution.place_gathered(env).err()?;
         let last = self.expected.minus(1);
-        env.note(
-            head.qpn,
-            Note::Refused(Refused::of_memory(last, Op::WriteMiddle, None)),
-        );
+        let operation = match refusal {
+            Refusal::Receive(_) => Op::SendMiddle,
+            _ => Op::WriteMiddle,
+        };
+        env.note(head.qpn, Note::Refused(Refused::of_memory(last, operation, None)));
         // An acknowledgement of the same packet may be owed already; it was not sent, since the datagram ended just now.
         if matches!(self.answers.back(), Some(Answer::Ack { psn, syndrome: Syndrome::ACK, .. }) if *psn == last)
         {
@@ -866,7 +866,7 @@ impl Responder {
         head: &Head,
         buf: &mut TransmitBuf,
     ) -> Option<Status> {
-        let mut ahead = ReadAhead::default();
+        buf.ahead.forget();
         while !buf.is_full() && self.wants_transmit(head) {
             let path = head.path?;
             if self.answers.is_empty() {
@@ -932,18 +932,30 @@ impl Responder {
                         rkey: source.rkey,
                         length: bytes,
                     };
-                    let (left, pd) = (source.bytes, source.pd);
+                    let (left, pd) = (source.bytes.min(GATHER_BYTES as u32), source.pd);
+                    let mut ahead = std::mem::take(&mut buf.ahead);
                     let built = emit(buf, &path, bth, aeth, bytes as usize, |out| {
                         if out.is_empty() {
                             return Ok(());
                         }
                         let (memory, offset) = region(env, pd, head.qpn, reth, Access::REMOTE_READ)?;
-                        if !memory.gathers() || !ahead.fill(env, head, pd, reth, left)? {
+                        if !memory.gathers() {
                             return Ok(memory.read(offset, out)?);
                         }
-                        out.copy_from_slice(ahead.take(reth));
+                        let several = Reth { length: left, ..reth };
+                        let here =
+                            ahead.bytes(reth.rkey.0, reth.va, out.len(), left as usize, |several_out| {
+                                let (memory, offset) =
+                                    region(env, pd, head.qpn, several, Access::REMOTE_READ)?;
+                                Ok::<_, Refusal>(memory.read(offset, several_out)?)
+                            })?;
+                        match here {
+                            Some(bytes) => out.copy_from_slice(bytes),
+                            None => memory.read(offset, out)?,
+                        }
                         Ok(())
                     });
+                    buf.ahead = ahead;
                     match built {
                         Ok(()) => {
                             env.counters.sent_pkts += 1;
@@ -988,44 +1000,6 @@ impl Responder {
             });
         }
         None
-    }
-}
-
-/// Bytes read at once for several READ response packets of one turn.
-#[derive(Debug, Default)]
-struct ReadAhead {
-    va: u64,
-    rkey: Option<RKey>,
-    bytes: Vec<u8>,
-}
-
-impl ReadAhead {
-    fn offset(&self, reth: Reth) -> Option<usize> {
-        let at = usize::try_from(reth.va.checked_sub(self.va)?).ok()?;
-        let inside = at + reth.length as usize <= self.bytes.len() && self.rkey == Some(reth.rkey);
-        inside.then_some(at)
-    }
-
-    /// Makes sure that a packet's bytes are here; false when it is the only one, `left` bytes being left of the READ.
-    fn fill(&mut self, env: &Env<'_>, head: &Head, pd: Pd, packet: Reth, left: u32) -> Result<bool, Refusal> {
-        if self.offset(packet).is_some() {
-            return Ok(true);
-        }
-        let length = left.min(GATHER_BYTES as u32);
-        if length <= packet.length {
-            return Ok(false);
-        }
-        let (memory, offset) = region(env, pd, head.qpn, Reth { length, ..packet }, Access::REMOTE_READ)?;
-        self.bytes.resize(length as usize, 0);
-        memory.read(offset, &mut self.bytes)?;
-        (self.va, self.rkey) = (packet.va, Some(packet.rkey));
-        Ok(true)
-    }
-
-    /// A packet's bytes, after [`ReadAhead::fill`] said yes.
-    fn take(&self, packet: Reth) -> &[u8] {
-        let at = self.offset(packet).unwrap_or(0);
-        &self.bytes[at..at + packet.length as usize]
     }
 }
 

@@ -56,7 +56,7 @@ impl UcReceiver {
         env.counters.out_of_sequence += u64::from(gap);
         if (gap || begins) && self.execution.is_inside_message() {
             env.counters.dropped_messages += 1;
-            self.drop_message(env, head);
+            self.drop_message(env);
         }
         self.expected = psn.plus(1);
         if !self.established {
@@ -83,22 +83,22 @@ impl UcReceiver {
                     Refusal::NotReady => env.counters.resources_dropped += 1,
                     _ => env.counters.dropped_messages += 1,
                 }
-                self.drop_message(env, head);
+                self.drop_message(env);
                 None
             }
         }
     }
 
     /// Drops the message under way, if any. What it wrote by then stays written.
-    fn drop_message(&mut self, env: &mut Env<'_>, head: &Head) {
+    fn drop_message(&mut self, env: &mut Env<'_>) {
         // Before the next message begins another run of bytes. What fails here was dropped anyway.
-        let _ = self.execution.place_gathered(env, head);
+        let _ = self.execution.place_gathered(env);
         self.execution.give_up_message();
     }
 
     /// The datagram has ended: places what waits. The message that it belongs to is over or goes on; nobody is told.
-    pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) {
-        if self.execution.place_gathered(env, head).is_err() {
+    pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) {
+        if self.execution.place_gathered(env).is_err() {
             env.counters.dropped_messages += 1;
             self.execution.give_up_message();
         }

@@ -464,9 +464,8 @@ impl Memory for Counting {
     }
 }
 
-#[test]
-fn gathering_memory__is_reached_once_a_train_and_holds_the_same_bytes() {
-    let mut pair = Pair::new();
+/// Registers a MiB of [`Counting`] memory at a side.
+fn counting(pair: &mut Pair, side: usize) -> (std::sync::Arc<Counting>, LKey, RKey) {
     let memory = std::sync::Arc::new(Counting(HeapMemory::new(1 << 20), Default::default()));
     let spec = RegionSpec {
         memory: memory.clone(),
@@ -475,8 +474,22 @@ fn gathering_memory__is_reached_once_a_train_and_holds_the_same_bytes() {
         iova: IOVA,
         access: ALL_ACCESS,
     };
-    let pd = pair.sides[1].pd;
-    let (_, rkey) = pair.sides[1].rnic.reg_mr(pd, spec).unwrap();
+    let pd = pair.sides[side].pd;
+    let (lkey, rkey) = pair.sides[side].rnic.reg_mr(pd, spec).unwrap();
+    (memory, lkey, rkey)
+}
+
+impl Counting {
+    /// How often it was reached since the last call.
+    fn count(&self) -> usize {
+        self.1.swap(0, std::sync::atomic::Ordering::Relaxed)
+    }
+}
+
+#[test]
+fn gathering_memory__is_reached_once_a_train_and_holds_the_same_bytes() {
+    let mut pair = Pair::new();
+    let (memory, _, rkey) = counting(&mut pair, 1);
     let length = 300_001;
     pair.sides[0]
         .memory
@@ -494,7 +507,7 @@ fn gathering_memory__is_reached_once_a_train_and_holds_the_same_bytes() {
     pair.run();
     ok(&mut pair, 0);
     memory.0.with(|m| assert_eq!(&m[5..5 + length], pattern(length)));
-    let writes = memory.1.swap(0, std::sync::atomic::Ordering::Relaxed);
+    let writes = memory.count();
     assert!(writes <= 20, "{writes} accesses for 293 packets");
 
     let sges = pair.sides[0].sge(1 << 20, length as u32);
@@ -504,6 +517,38 @@ fn gathering_memory__is_reached_once_a_train_and_holds_the_same_bytes() {
     pair.sides[0]
         .memory
         .with(|m| assert_eq!(&m[1 << 20..(1 << 20) + length], pattern(length)));
-    let reads = memory.1.load(std::sync::atomic::Ordering::Relaxed);
+    let reads = memory.count();
     assert!(reads <= 20, "{reads} accesses for 293 packets");
+}
+
+#[test]
+fn gathering_memory__is_read_and_filled_once_a_train_by_a_send() {
+    let mut pair = Pair::new();
+    let (from, from_lkey, _) = counting(&mut pair, 0);
+    let (to, to_lkey, _) = counting(&mut pair, 1);
+    let length = 300_001;
+    from.0
+        .with(|m| m[3..3 + length].copy_from_slice(&pattern(length)));
+    // Two elements at either end, which part at other bytes than packets do.
+    let list = |lkey, at: u64, first: u32| {
+        let second = Sge::new(IOVA + at + u64::from(first), length as u32 - first, lkey);
+        SgeList::from(&[Sge::new(IOVA + at, first, lkey), second][..])
+    };
+    let request = RecvRequest {
+        wr_id: 9,
+        sges: list(to_lkey, 8, 100_003),
+    };
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    pair.sides[1].rnic.post_recv(now, qpn, request).unwrap();
+    pair.post(0, Operation::Send { imm: None }, list(from_lkey, 3, 70_001));
+    pair.run();
+    ok(&mut pair, 0);
+    assert_eq!(ok(&mut pair, 1)[0].byte_len, length as u32);
+    to.0.with(|m| {
+        assert_eq!(&m[8..8 + length], pattern(length));
+        assert_eq!((m[7], m[8 + length]), (0, 0));
+    });
+    for (what, count) in [("reads", from.count()), ("writes", to.count())] {
+        assert!(count <= 20, "{count} {what} for 293 packets");
+    }
 }
