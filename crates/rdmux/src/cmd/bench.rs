@@ -3,6 +3,7 @@
 //! Every round measures every row once, so that a noisy moment hits all of them; the tables show medians over the rounds.
 
 mod crowd;
+mod drop_in;
 mod floor;
 mod pair;
 mod shm;
@@ -50,6 +51,8 @@ enum Which {
     Shm,
     /// More processes than CPUs.
     Crowd,
+    /// An unmodified program: perftest on the drop-in library.
+    DropIn,
     /// All of them.
     All,
 }
@@ -69,6 +72,9 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if wants(Which::Crowd) {
         suites.push(crowd::suite());
+    }
+    if wants(Which::DropIn) {
+        suites.push(drop_in::suite());
     }
     let rows: usize = suites.iter().map(Suite::rows).sum();
     let bar = indicatif::ProgressBar::new(u64::from(args.rounds) * rows as u64);

@@ -222,7 +222,7 @@ fn is_listened_on(port: u16) -> bool {
 }
 
 /// A foreign program pinned to a CPU, killed when it takes too long.
-fn peer(cpu: &str, program: &str, args: &[&str]) -> Command {
+pub(super) fn peer(cpu: &str, program: &str, args: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command
         .args(["-s", "KILL", "60", "taskset", "-c", cpu, program])

@@ -146,7 +146,7 @@ impl Table {
     }
 }
 
-/// A quotient that a goal is set for.
+/// A quotient, or a difference, that a goal is set for.
 pub(super) struct Ratio {
     pub(super) name: &'static str,
     pub(super) goal: &'static str,
@@ -157,6 +157,12 @@ pub(super) struct Ratio {
 impl Ratio {
     pub(super) fn new(name: &'static str, goal: &'static str, of: &[f64], to: &[f64]) -> Ratio {
         let value = spread(&quotients(of, to));
+        Ratio { name, goal, value }
+    }
+
+    pub(super) fn difference(name: &'static str, goal: &'static str, of: &[f64], to: &[f64]) -> Ratio {
+        let differences: Vec<f64> = of.iter().zip(to).map(|(of, to)| of - to).collect();
+        let value = spread(&differences);
         Ratio { name, goal, value }
     }
 }
