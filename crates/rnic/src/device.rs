@@ -495,6 +495,13 @@ impl Rnic {
         }
     }
 
+    /// A QP is about to end because its owner wants it to, not because of an error: its last acknowledgement is sent again with the
+    /// next [`Rnic::poll_transmit`] of all. If it was lost the peer would repeat its request, and nobody would answer. A requester takes no
+    /// notice of an acknowledgement that it knows. IBTA Vol 1, 9.7.5.1.
+    pub fn repeat_last_ack(&mut self, now: Time, qpn: Qpn) {
+        self.with_qp(now, qpn, |qp, _| qp.repeat_last());
+    }
+
     /// Ends a QP; nothing completes any more. Type 2 windows that it bound are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {

@@ -617,6 +617,16 @@ impl Qp {
         }
     }
 
+    /// Has the last acknowledgement said again, where a peer may wait for it.
+    pub(crate) fn repeat_last(&mut self) {
+        let takes = matches!(self.head.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
+        if let Halves::Reliable(_, responder) = &mut self.halves
+            && takes
+        {
+            responder.repeat_last();
+        }
+    }
+
     /// What the peer may be granted of regions that allow it; `None` when the QP takes no requests, or none that order themselves.
     pub(crate) fn grants(&self) -> Option<Access> {
         let takes = matches!(self.head.state, QpState::Rtr | QpState::Rts | QpState::Sqd);

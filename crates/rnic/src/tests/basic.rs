@@ -200,6 +200,55 @@ fn retry__ends_when_the_peer_is_silent_and_the_rest_is_flushed() {
 }
 
 #[test]
+fn repeat_last_ack__reaches_a_peer_that_lost_the_first() {
+    let mut pair = Pair::new();
+    pair.disable_trains();
+    let mut answers = 0;
+    pair.deliver = Box::new(move |to, _| {
+        answers += usize::from(to == 0);
+        to == 1 || answers == 3
+    });
+    pair.recv(1, 9, 0, 100);
+    let sges = pair.sides[0].sge(0, 100);
+    pair.post(0, Operation::Send { imm: None }, sges);
+    while ok(&mut pair, 1).is_empty() {
+        pair.step();
+    }
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    pair.sides[1].rnic.repeat_last_ack(now, qpn);
+    pair.step();
+    pair.sides[1].rnic.destroy_qp(qpn);
+    pair.run();
+    assert_eq!(ok(&mut pair, 0).len(), 1);
+}
+
+#[test]
+fn repeat_last_ack__is_not_taken_for_the_data_of_a_read() {
+    let mut pair = Pair::new();
+    pair.deliver = Box::new(|to, _| to == 1);
+    let operation = Operation::Read {
+        va: IOVA,
+        rkey: pair.sides[1].rkey,
+    };
+    let sges = pair.sides[0].sge(0, 3000);
+    pair.post(0, operation, sges);
+    for _ in 0..4 {
+        pair.step();
+    }
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    pair.deliver = Box::new(|_, _| true);
+    pair.sides[1].rnic.repeat_last_ack(now, qpn);
+    assert!(
+        !pair.sides[1].rnic.has_transmit(true),
+        "of what a READ was the last of"
+    );
+    pair.sides[1].rnic.destroy_qp(qpn);
+    pair.run();
+    let statuses: Vec<Status> = pair.sides[0].completions().iter().map(|wc| wc.status).collect();
+    assert_eq!(statuses, [Status::RetryExceeded]);
+}
+
+#[test]
 fn deregistration__stops_a_read_under_way() {
     let mut pair = Pair::new();
     let operation = Operation::Read {

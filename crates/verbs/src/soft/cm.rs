@@ -672,7 +672,7 @@ impl Connection {
         let (id, qpn) = (self.id, self.qpn);
         let established = self.phase().established;
         self.device.with(|core, now| {
-            core.finish(now, true);
+            core.say_last(now, qpn);
             // Once a connection has ended its queue pair is its owner's to use again.
             let entry = core.connections.get_mut(&id);
             if entry.is_some_and(|entry| entry.qpn.take().is_some()) {

@@ -855,6 +855,13 @@ impl Core {
         self.memberships.leave(|group| rnic.has_mcast_group(group));
     }
 
+    /// A queue pair is about to end: acknowledgements that waited for company are sent, and the last one again, since what they stand
+    /// for has been done and nobody will be there to say so.
+    pub(crate) fn say_last(&mut self, now: Time, qpn: Qpn) {
+        self.rnic.repeat_last_ack(now, qpn);
+        self.finish(now, true);
+    }
+
     /// Gives out what the engine wants done: packets, flushes, events. `all`: acknowledgements too.
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
         loop {

@@ -25,8 +25,7 @@ pub(crate) struct QueuePair {
 impl Drop for QueuePair {
     fn drop(&mut self) {
         self.device.with(|core, now| {
-            // Acknowledgements that waited for company are sent: what they stand for has been done.
-            core.finish(now, true);
+            core.say_last(now, self.qpn);
             core.rnic.destroy_qp(self.qpn);
             core.leave_groups();
             core.qp_errors.remove(&self.qpn);
@@ -99,9 +98,8 @@ impl QueuePair {
 
     pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         self.device.with(|core, now| {
-            if to == QpState::Reset {
-                // Acknowledgements that waited for company are sent: what they stand for has been done.
-                core.finish(now, true);
+            if matches!(to, QpState::Reset | QpState::Error) {
+                core.say_last(now, self.qpn);
             }
             core.rnic.modify_qp(now, self.qpn, to, attributes)?;
             if to == QpState::Rtr {
