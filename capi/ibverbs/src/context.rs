@@ -34,6 +34,9 @@ pub(crate) struct Context {
     /// Readable when there are events of this context's objects: both change together, under their lock.
     told: OwnedFd,
     events: Mutex<VecDeque<abi::AsyncEvent>>,
+    /// Of a context that ids share: what [`shared_xrcd`] and [`shared_domain`] have made, or 0.
+    shared_xrcd: Mutex<usize>,
+    shared_domain: Mutex<usize>,
 }
 
 /// A device of the process: all contexts of an address share one, since an address has few places.
@@ -266,6 +269,8 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
         events_fd,
         told,
         events: Mutex::default(),
+        shared_xrcd: Mutex::default(),
+        shared_domain: Mutex::default(),
     }));
     lock(&made.opened.contexts).push((&raw const *made).expose_provenance());
     Ok(&raw mut made.verbs.context)
@@ -287,29 +292,28 @@ pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     Ok(context)
 }
 
-/// The domain of XRC that ids of such a context share. It stays too.
-pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
-    static MADE: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
-    let mut list = lock(&MADE);
-    if let Some((_, xrcd)) = list.iter().find(|(of, _)| *of == context.addr()) {
-        return Ok(ptr::with_exposed_provenance_mut(*xrcd));
+/// What is made once for such a context, at its first use, and stays too.
+fn made_once<T>(place: &Mutex<usize>, make: impl FnOnce() -> Result<*mut T, c_int>) -> Result<*mut T, c_int> {
+    let mut at = lock(place);
+    if *at == 0 {
+        *at = make()?.expose_provenance();
     }
-    // SAFETY: a context of `shared`, which is never closed.
-    let xrcd = unsafe { xrc::unnamed(context) }?;
-    list.push((context.addr(), xrcd.expose_provenance()));
-    Ok(xrcd)
+    Ok(ptr::with_exposed_provenance_mut(*at))
 }
 
-/// The domain of such a context that ids have where their program gives none. It stays too.
+/// The domain of XRC that ids of such a context share.
+pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
+    // SAFETY: a context of `shared`, which is never closed.
+    let own = unsafe { Context::of(context) };
+    // SAFETY: as above.
+    made_once(&own.shared_xrcd, || unsafe { xrc::unnamed(context) })
+}
+
+/// The domain of such a context that ids have where their program gives none.
 pub(crate) fn shared_domain(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
-    static MADE: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
-    let mut list = lock(&MADE);
-    if let Some((_, pd)) = list.iter().find(|(of, _)| *of == context.addr()) {
-        return Ok(ptr::with_exposed_provenance_mut(*pd));
-    }
-    let pd = memory::alloc_pd(context)?;
-    list.push((context.addr(), pd.expose_provenance()));
-    Ok(pd)
+    // SAFETY: a context of `shared`, which is never closed.
+    let own = unsafe { Context::of(context) };
+    made_once(&own.shared_domain, || memory::alloc_pd(context))
 }
 
 /// A second context of the device that a context of this process is of: its objects can be imported there.
