@@ -4,7 +4,7 @@ mod sysfs;
 
 use std::env;
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, Metadata};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, UdpSocket};
@@ -96,7 +96,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
             folder.display()
         );
     }
-    let environment = environment(&args)?;
+    let (environment, tree) = environment(&args)?;
     if args.env {
         for (name, value) in environment {
             println!("export {name}={}", quoted(&value)?);
@@ -108,6 +108,9 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let Some((program, arguments)) = command.split_first() else {
         bail!("no program to run: rdmux run -- COMMAND")
     };
+    if let Some(tree) = tree {
+        sysfs::enter(&tree)?;
+    }
     let mut starting = Command::new(program);
     starting.args(arguments).envs(environment);
     // The program takes this process's place: signals and its exit status need nobody in between.
@@ -121,8 +124,11 @@ pub(crate) fn run(args: Args) -> Result<()> {
     process::exit(if is_missing { NO_PROGRAM } else { NOT_STARTED })
 }
 
-/// The variables by which a program runs so. Where it is to have a mount namespace, this process has moved into it.
-fn environment(args: &Args) -> Result<Vec<(&'static str, OsString)>> {
+/// Variables of an environment.
+type Variables = Vec<(&'static str, OsString)>;
+
+/// The variables by which a program runs so, and what is to stand in a mount namespace of its own.
+fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
     let folder = libraries()?;
     let mut variables = vec![("LD_LIBRARY_PATH", in_front(&folder, "LD_LIBRARY_PATH")?)];
     if !args.device.is_empty() {
@@ -137,7 +143,7 @@ fn environment(args: &Args) -> Result<Vec<(&'static str, OsString)>> {
     }
     let how = args.sysfs.unwrap_or(Sysfs::Preload);
     if how == Sysfs::None {
-        return Ok(variables);
+        return Ok((variables, None));
     }
     let devices = devices(&args.device)?;
     let tree = runtime_folder()
@@ -154,7 +160,7 @@ fn environment(args: &Args) -> Result<Vec<(&'static str, OsString)>> {
         Ok(_) if how == Sysfs::Namespace && args.env => {
             bail!("--env: a mount namespace is nothing that variables say: use --sysfs preload, or none")
         }
-        Ok((tree, None)) => sysfs::enter(&tree)?,
+        Ok((tree, None)) => return Ok((variables, Some(tree))),
         Ok((tree, Some(list))) => {
             variables.push(("LD_PRELOAD", list));
             variables.push(("RDMUX_SYSFS", tree.into()));
@@ -165,7 +171,7 @@ fn environment(args: &Args) -> Result<Vec<(&'static str, OsString)>> {
         }
         Err(error) => return Err(error),
     }
-    Ok(variables)
+    Ok((variables, None))
 }
 
 /// A word as a shell reads it.
@@ -246,7 +252,7 @@ fn check_trust(program: &Path, folder: &Path, names: [&str; 3]) -> Result<()> {
             let found = look(path)?;
             let is_same_group = found.gid() == own.gid() && own.mode() & 0o020 != 0;
             let others = if is_same_group { 0o002 } else { 0o022 };
-            if !users.contains(&found.uid()) || found.mode() & others != 0 {
+            if !is_theirs(&found, &users, others) {
                 bail!(
                     "{} is another user's, or others may write there, and programs would load what they put there: reinstall rdmux in a \
                      folder of root's or this user's, or chmod go-w",
@@ -256,6 +262,11 @@ fn check_trust(program: &Path, folder: &Path, names: [&str; 3]) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Whether a file is one of these users', and nobody may write there whom these bits of its mode stand for.
+fn is_theirs(found: &Metadata, users: &[u32], others: u32) -> bool {
+    users.contains(&found.uid()) && found.mode() & others == 0
 }
 
 /// A folder with links to the libraries of a build: beside them, or, where this user may not write, in the user's runtime folder.
@@ -287,8 +298,8 @@ fn make_links(to: &Path, folder: &Path) -> io::Result<()> {
         _ => {}
     }
     let found = fs::symlink_metadata(folder)?;
-    let is_trusted = found.uid() == 0 || found.uid() == rustix::process::geteuid().as_raw();
-    if !found.is_dir() || !is_trusted || found.mode() & 0o022 != 0 {
+    let users = [0, rustix::process::geteuid().as_raw()];
+    if !found.is_dir() || !is_theirs(&found, &users, 0o022) {
         return Err(ErrorKind::PermissionDenied.into());
     }
     for (built, name) in LIBRARIES {
