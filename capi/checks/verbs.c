@@ -300,9 +300,32 @@ static void import(void)
 	ibv_unimport_mr(region);
 }
 
+/* What the device has in /sys, in a file that begins with a number. */
+static unsigned shown(const char *file)
+{
+	char path[256];
+	unsigned value;
+	snprintf(path, sizeof path, "/sys/class/infiniband/%s/ports/1/%s", ibv_get_device_name(context->device), file);
+	FILE *open = fopen(path, "r");
+	CHECK(open && fscanf(open, "%i", (int *)&value) == 1 && !fclose(open));
+	return value;
+}
+
+/* Programs that ask the library, and those that look in /sys, are told the same of a port. */
+static void port(void)
+{
+	struct ibv_port_attr attr;
+	CHECK(!ibv_query_port(context, 1, &attr));
+	CHECK(shown("state") == attr.state && shown("phys_state") == attr.phys_state && shown("cap_mask") == attr.port_cap_flags);
+	CHECK(shown("lid") == attr.lid && shown("lid_mask_count") == attr.lmc && shown("sm_lid") == attr.sm_lid && shown("sm_sl") == attr.sm_sl);
+	/* 4X, lanes of QDR. */
+	CHECK(attr.active_width == 2 && attr.active_speed == 4 && shown("rate") == 4 * 10);
+}
+
 int main(void)
 {
 	context = open_first();
+	port();
 	pd = ibv_alloc_pd(context);
 	mr = ibv_reg_mr(pd, words, sizeof(words), IBV_ACCESS_LOCAL_WRITE);
 	CHECK(pd && mr);

@@ -101,16 +101,21 @@ fn files(index: usize, address: IpAddr) -> Vec<(String, String)> {
         ("node_guid", &*guid),
         ("sys_image_guid", &*guid),
         ("fw_ver", env!("CARGO_PKG_VERSION")),
+        ("hca_type", "rdmux"),
+        ("hw_rev", "0"),
         ("device/vendor", "0x0000"),
         ("device/device", "0x0000"),
         ("device/numa_node", "-1"),
     ] {
         file(format!("{device}/{path}"), text);
     }
+    // What ibv_query_port says too.
     for (path, text) in [
         ("state", "4: ACTIVE"),
         ("phys_state", "5: LinkUp"),
         ("link_layer", "Ethernet"),
+        ("rate", "40 Gb/sec (4X QDR)"),
+        ("cap_mask", "0x04010000"),
         ("lid", "0x0"),
         ("lid_mask_count", "0"),
         ("sm_lid", "0x0"),
