@@ -18,11 +18,15 @@ const MAY_USE: [(&str, &[&str]); 8] = [
 ];
 
 /// Files that may hold unsafe code, besides those of `capi`, which are the C interface.
-const UNSAFE_FILES: [&str; 11] = [
+const UNSAFE_FILES: [&str; 15] = [
     "crates/verbs/src/abi.rs",
     "crates/verbs/src/hw/cma.rs",
     "crates/verbs/src/hw/library.rs",
     "crates/verbs/src/hw/objects.rs",
+    "crates/verbs/src/hw/objects/cq.rs",
+    "crates/verbs/src/hw/objects/qp.rs",
+    "crates/verbs/src/hw/objects/region.rs",
+    "crates/verbs/src/hw/objects/srq.rs",
     "crates/verbs/src/lease.rs",
     "crates/verbs/src/mapping.rs",
     "crates/verbs/src/memory/application.rs",
