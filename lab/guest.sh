@@ -66,6 +66,16 @@ setup_rxe() {
   retry grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state
 }
 
+# The distribution's programs on rdmux's libraries, in the namespace n2: `ours PROGRAM...` after `setup_drop_in ADDRESS,...`, of the devices.
+setup_drop_in() {
+  [ -e /lab/libibverbs.so ] || skip "no libibverbs.so beside rdmux: cargo build --release -p rdmux-ibverbs"
+  local name
+  mkdir -p /run/drop-in
+  for name in libibverbs.so.1 librdmacm.so.1; do ln -sf /lab/libibverbs.so "/run/drop-in/$name"; done
+  drop_in_devices=$1
+}
+ours() { in_n2 timeout -k 2 40 env LD_LIBRARY_PATH=/run/drop-in RDMUX_DEVICES="$drop_in_devices" "$@"; }
+
 # Two NVDIMMs: ext4 at /mnt/pmem, where files in dax/ are reached directly and others are not, and the device $LAB_DAX.
 setup_pmem() {
   LAB_DAX=/dev/dax1.0
