@@ -2,11 +2,14 @@
 //! find right, over UDP and shared memory; and only the own user captures.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use common::text;
 use serde_json::Value;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
@@ -26,10 +29,6 @@ fn rdmux(args: &[&str]) -> Command {
     let mut command = Command::new(RDMUX);
     command.args(args).stdin(Stdio::null());
     command
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 fn run(args: &[&str]) -> String {

@@ -2,6 +2,8 @@
 //! was killed.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -11,6 +13,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::{AS_NOBODY, text};
 use rdmux_verbs::*;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -25,17 +28,6 @@ const ALL: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
     .union(Access::REMOTE_READ)
     .union(Access::FLUSH_PERSISTENT);
-
-/// What runs rdmux as an ordinary user, when it is called by root.
-const AS_NOBODY: [&str; 7] = [
-    "setpriv",
-    "--reuid",
-    "65534",
-    "--regid",
-    "65534",
-    "--clear-groups",
-    RDMUX,
-];
 
 // Scenes. Each prints the number of the queue pair to be explained, and stays until it is ended.
 
@@ -638,10 +630,6 @@ fn start(scene: &str, folder: &str, environment: &[(&str, &str)]) -> Child {
     command.spawn().unwrap()
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
 /// A scene that has been played up to where there is something to explain.
 struct Played {
     folder: TempDir,
@@ -1168,6 +1156,7 @@ fn trace__stays_its_users() {
         let mut command = Command::new(nobody[0]);
         command
             .args(&nobody[1..])
+            .arg(RDMUX)
             .args(args)
             .env("XDG_RUNTIME_DIR", folder);
         command.output().unwrap()
@@ -1200,7 +1189,7 @@ fn trace__stays_its_users() {
 #[test]
 fn explain__root_asks_about_anothers() {
     let own = std::env::current_exe().unwrap();
-    let runner = &AS_NOBODY[..AS_NOBODY.len() - 1];
+    let runner = AS_NOBODY;
     let mut command = Command::new(runner[0]);
     command
         .args(&runner[1..])

@@ -1,10 +1,13 @@
 //! `rdmux dev`, `link`, `res` and `stat`: what they show of devices that run, and to whom.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::{AS_NOBODY, text};
 use rdmux_verbs::{
     Access, AnonymousMemory, CompletionQueue, Device, MemoryRegion, Options, QpOptions, QpType, QueuePair,
     SharedReceiveQueue,
@@ -13,20 +16,6 @@ use serde_json::Value;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(30);
-/// What runs a program as an ordinary user, when it is called by root.
-const AS_NOBODY: [&str; 6] = [
-    "setpriv",
-    "--reuid",
-    "65534",
-    "--regid",
-    "65534",
-    "--clear-groups",
-];
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
 fn rdmux_by(runner: &[&str], args: &[&str]) -> Output {
     let line: Vec<&str> = runner.iter().copied().chain([RDMUX]).collect();
     let mut command = Command::new(line[0]);

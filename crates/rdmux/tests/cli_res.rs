@@ -4,24 +4,18 @@
 //! where such may be made; what cannot be tried says so and passes.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::fs;
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::{AS_NOBODY, text};
 use serde_json::Value;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(30);
-/// What runs a program as an ordinary user, when it is called by root.
-const AS_NOBODY: [&str; 6] = [
-    "setpriv",
-    "--reuid",
-    "65534",
-    "--regid",
-    "65534",
-    "--clear-groups",
-];
 /// Set in what [`is_inside`] starts.
 const INSIDE: &str = "RDMUX_RES_INSIDE";
 
@@ -98,10 +92,6 @@ fn by(runner: &[&str], program: &str, args: &[&str]) -> Command {
     let mut command = Command::new(line[0]);
     command.args(&line[1..]).args(args).stdin(Stdio::null());
     command
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// What `rdmux res show` prints as JSON.

@@ -1,6 +1,8 @@
 //! `rdmux run` of a build: where it puts the links to its libraries, whose it trusts, and what becomes of exit status and signals.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
@@ -8,6 +10,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use common::AS_NOBODY;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -20,16 +23,6 @@ const LINKS: [(&str, &str); 3] = [
     (REDIRECT, REDIRECT),
 ];
 const NOBODY: u32 = 65534;
-/// What runs a program as an ordinary user, when it is called by root.
-const AS_NOBODY: [&str; 6] = [
-    "setpriv",
-    "--reuid",
-    "65534",
-    "--regid",
-    "65534",
-    "--clear-groups",
-];
-
 /// A folder as a build makes it, with the program and something in the libraries' place.
 fn build() -> TempDir {
     let folder = tempfile::tempdir().unwrap();

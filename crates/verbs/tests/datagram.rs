@@ -1,6 +1,8 @@
 //! Datagrams, multicast and unreliable connections over sockets, between devices and between processes.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Command, Stdio};
@@ -52,30 +54,8 @@ impl End {
 
     /// A UC QP on its way to `peer`.
     fn connect(&self, peer: &End) {
-        let init = QpAttributes {
-            access: Some(Access::REMOTE_WRITE),
-            ..Default::default()
-        };
-        let path = Path {
-            src: self.device.address(),
-            dst: peer.device.address(),
-            src_port: self.device.source_port(peer.qp.qpn()).unwrap(),
-            traffic_class: 0,
-        };
-        let rtr = QpAttributes {
-            path: Some(path),
-            path_mtu: Some(1024),
-            dest_qpn: Some(peer.qp.qpn()),
-            rq_psn: Some(Psn::new(7)),
-            ..Default::default()
-        };
-        let rts = QpAttributes {
-            sq_psn: Some(Psn::new(7)),
-            ..Default::default()
-        };
-        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
-            self.qp.modify(to, &attr).unwrap();
-        }
+        let steps = common::towards(&self.qp, peer.device.address(), peer.qp.qpn(), 0);
+        common::bring_up(&self.qp, steps);
     }
 
     fn recv(&self, wr_id: u64) {

@@ -1,10 +1,11 @@
 //! Processes that die: their peers are told by whoever survives on the address.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use std::io::{BufRead, BufReader};
+mod common;
+
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
 
@@ -29,15 +30,7 @@ impl Server {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let stdout = process.stdout.take().unwrap();
-        let (tx, events) = mpsc::channel();
-        thread::spawn(move || {
-            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if let Some((_, event)) = line.split_once("@ ") {
-                    let _ = tx.send(event.to_owned());
-                }
-            }
-        });
+        let events = common::told(process.stdout.take().unwrap());
         let server = Server {
             _stdin: process.stdin.take().unwrap(),
             process,

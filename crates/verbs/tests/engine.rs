@@ -1,6 +1,8 @@
 //! What callers rely on whatever the engine is at: who waits is woken, and memory ends outside of the engine's lock.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -45,36 +47,8 @@ impl End {
 
     /// Connects the queue pair to itself.
     fn ready(self) -> End {
-        let address = self.device.address();
-        let init = QpAttributes {
-            access: Some(Access::empty()),
-            ..Default::default()
-        };
-        let rtr = QpAttributes {
-            path: Some(Path {
-                src: address,
-                dst: address,
-                src_port: self.device.source_port(self.qp.qpn()).unwrap(),
-                traffic_class: 0,
-            }),
-            path_mtu: Some(1024),
-            dest_qpn: Some(self.qp.qpn()),
-            rq_psn: Some(Psn::new(0)),
-            max_dest_rd_atomic: Some(1),
-            min_rnr_timer: Some(1),
-            ..Default::default()
-        };
-        let rts = QpAttributes {
-            sq_psn: Some(Psn::new(0)),
-            timeout: Some(14),
-            retry_count: Some(7),
-            rnr_retry: Some(7),
-            max_rd_atomic: Some(1),
-            ..Default::default()
-        };
-        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
-            self.qp.modify(to, &attr).unwrap();
-        }
+        let steps = common::towards(&self.qp, self.device.address(), self.qp.qpn(), 0);
+        common::bring_up(&self.qp, steps);
         self
     }
 }

@@ -290,39 +290,12 @@ fn down__then_up_again() {
     );
 }
 
-/// Brings a queue pair up towards another one, without a message.
+/// Brings a queue pair up towards another one, which it soon gives up.
 fn bring_up(own: &End, peer: &End) {
-    let dst = peer.device.address();
-    let path = Path {
-        src: own.device.address(),
-        dst,
-        src_port: own.device.source_port(peer.qp.qpn()).unwrap(),
-        traffic_class: 0,
-    };
-    let init = QpAttributes {
-        access: Some(Access::REMOTE_WRITE),
-        ..Default::default()
-    };
-    let to_receive = QpAttributes {
-        path: Some(path),
-        path_mtu: Some(1024),
-        dest_qpn: Some(peer.qp.qpn()),
-        rq_psn: Some(Psn::new(0)),
-        max_dest_rd_atomic: Some(1),
-        min_rnr_timer: Some(1),
-        ..Default::default()
-    };
-    let to_send = QpAttributes {
-        sq_psn: Some(Psn::new(0)),
-        timeout: Some(10),
-        retry_count: Some(2),
-        rnr_retry: Some(7),
-        max_rd_atomic: Some(1),
-        ..Default::default()
-    };
-    own.qp.modify(QpState::Init, &init).unwrap();
-    own.qp.modify(QpState::Rtr, &to_receive).unwrap();
-    own.qp.modify(QpState::Rts, &to_send).unwrap();
+    let mut steps = common::towards(&own.qp, peer.device.address(), peer.qp.qpn(), 0);
+    let to_send = &mut steps[2].1;
+    (to_send.timeout, to_send.retry_count) = (Some(10), Some(2));
+    common::bring_up(&own.qp, steps);
 }
 
 #[test]

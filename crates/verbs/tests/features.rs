@@ -1,6 +1,8 @@
 //! The column `rdmux` of the table in docs/features.md, checked: each cell is what devices show over UDP, and over shared memory.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+mod common;
+
 use std::cell::Cell;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path as FilePath;
@@ -579,33 +581,14 @@ fn path_mtus(bed: &Bed) -> String {
 
 /// A UC QP on its way, with this path MTU; false: there is none such.
 fn bring_up(from: &End, to: &End, mtu: u32, traffic_class: u8) -> bool {
-    let init = QpAttributes {
-        access: Some(Access::REMOTE_WRITE),
-        ..QpAttributes::default()
-    };
-    let path = Path {
-        src: from.device.address(),
-        dst: to.device.address(),
-        src_port: from.device.source_port(to.qp.qpn()).unwrap(),
-        traffic_class,
-    };
-    let rtr = QpAttributes {
-        path: Some(path),
-        path_mtu: Some(mtu),
-        dest_qpn: Some(to.qp.qpn()),
-        rq_psn: Some(Psn::new(7)),
-        ..QpAttributes::default()
-    };
-    let rts = QpAttributes {
-        sq_psn: Some(Psn::new(7)),
-        ..QpAttributes::default()
-    };
-    from.qp.modify(QpState::Init, &init).unwrap();
-    match from.qp.modify(QpState::Rtr, &rtr) {
-        Err(ModifyError::Value("path_mtu")) => return false,
-        other => other.unwrap(),
+    let mut steps = common::towards(&from.qp, to.device.address(), to.qp.qpn(), traffic_class);
+    steps[1].1.path_mtu = Some(mtu);
+    for (state, attributes) in steps {
+        match from.qp.modify(state, &attributes) {
+            Err(ModifyError::Value("path_mtu")) => return false,
+            other => other.unwrap(),
+        }
     }
-    from.qp.modify(QpState::Rts, &rts).unwrap();
     true
 }
 

@@ -1,7 +1,9 @@
 //! The group that owns port 4791, with real processes. Each test has a loopback address of its own.
 #![allow(non_snake_case, reason = "names of tests are function__case")]
 
-use std::io::{BufRead, BufReader, Write};
+mod common;
+
+use std::io::Write;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -42,15 +44,7 @@ impl Member {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let stdout = process.stdout.take().unwrap();
-        let (tx, events) = mpsc::channel();
-        thread::spawn(move || {
-            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if let Some((_, event)) = line.split_once("@ ") {
-                    let _ = tx.send(event.to_owned());
-                }
-            }
-        });
+        let events = common::told(process.stdout.take().unwrap());
         let stdin = process.stdin.take();
         let mut member = Member {
             process,

@@ -44,36 +44,7 @@ fn end(address: IpAddr, traffic: Traffic) -> End {
 impl End {
     /// Brings the queue pair up by hand, towards a peer that need not be rdmux.
     fn bring_up(&self, dst: IpAddr, dest_qpn: Qpn, traffic_class: u8) {
-        let path = Path {
-            src: self.device.address(),
-            dst,
-            src_port: self.device.source_port(dest_qpn).unwrap(),
-            traffic_class,
-        };
-        let init = QpAttributes {
-            access: Some(Access::REMOTE_WRITE),
-            ..Default::default()
-        };
-        let to_receive = QpAttributes {
-            path: Some(path),
-            path_mtu: Some(1024),
-            dest_qpn: Some(dest_qpn),
-            rq_psn: Some(Psn::new(0)),
-            max_dest_rd_atomic: Some(1),
-            min_rnr_timer: Some(1),
-            ..Default::default()
-        };
-        let to_send = QpAttributes {
-            sq_psn: Some(Psn::new(0)),
-            timeout: Some(14),
-            retry_count: Some(7),
-            rnr_retry: Some(7),
-            max_rd_atomic: Some(1),
-            ..Default::default()
-        };
-        self.qp.modify(QpState::Init, &init).unwrap();
-        self.qp.modify(QpState::Rtr, &to_receive).unwrap();
-        self.qp.modify(QpState::Rts, &to_send).unwrap();
+        common::bring_up(&self.qp, common::towards(&self.qp, dst, dest_qpn, traffic_class));
     }
 
     fn write(&self, rkey: RKey, va: u64) {

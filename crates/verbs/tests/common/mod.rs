@@ -1,6 +1,9 @@
 //! What several of the tests here begin with.
+#![allow(dead_code, reason = "not every test needs all of it")]
 
-use std::net::SocketAddr;
+use std::io::{BufRead, BufReader, Read};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::Duration;
 
@@ -27,4 +30,66 @@ pub(crate) fn connect(client: &QueuePair, server: &QueuePair, params: &ConnectPa
         assert_eq!(&connection.private_data()[..7], b"welcome");
         [connection, accepting.join().unwrap()]
     })
+}
+
+/// With what a queue pair is brought up by hand, RC or UC, towards one of a peer that need not be rdmux.
+pub(crate) fn towards(
+    qp: &QueuePair,
+    peer: IpAddr,
+    dest_qpn: Qpn,
+    traffic_class: u8,
+) -> [(QpState, QpAttributes); 3] {
+    let (device, is_rc) = (qp.pd().device(), qp.qp_type() == QpType::Rc);
+    let path = Path {
+        src: device.address(),
+        dst: peer,
+        src_port: device.source_port(dest_qpn).unwrap(),
+        traffic_class,
+    };
+    let init = QpAttributes {
+        access: Some(Access::REMOTE_WRITE),
+        ..Default::default()
+    };
+    let to_receive = QpAttributes {
+        path: Some(path),
+        path_mtu: Some(1024),
+        dest_qpn: Some(dest_qpn),
+        rq_psn: Some(Psn::new(0)),
+        max_dest_rd_atomic: is_rc.then_some(1),
+        min_rnr_timer: is_rc.then_some(1),
+        ..Default::default()
+    };
+    let to_send = QpAttributes {
+        sq_psn: Some(Psn::new(0)),
+        timeout: is_rc.then_some(14),
+        retry_count: is_rc.then_some(7),
+        rnr_retry: is_rc.then_some(7),
+        max_rd_atomic: is_rc.then_some(1),
+        ..Default::default()
+    };
+    [
+        (QpState::Init, init),
+        (QpState::Rtr, to_receive),
+        (QpState::Rts, to_send),
+    ]
+}
+
+/// Brings a queue pair up, without a message.
+pub(crate) fn bring_up(qp: &QueuePair, steps: [(QpState, QpAttributes); 3]) {
+    for (to, attributes) in steps {
+        qp.modify(to, &attributes).unwrap();
+    }
+}
+
+/// What another process tells: its lines after `@ `, which a test's own output has not.
+pub(crate) fn told(stdout: impl Read + Send + 'static) -> Receiver<String> {
+    let (tx, events) = mpsc::channel();
+    thread::spawn(move || {
+        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+            if let Some((_, event)) = line.split_once("@ ") {
+                let _ = tx.send(event.to_owned());
+            }
+        }
+    });
+    events
 }
