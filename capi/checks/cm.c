@@ -514,13 +514,17 @@ static void time_wait_alone(void)
 static void given_up(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
-	struct rdma_cm_id *listener = listening(there), *id, *accepted;
-	leave(ask(here));
+	struct rdma_cm_id *listener = listening(there), *early[8], *id, *accepted;
+	/* So many that the first have asked when the last are made. */
+	for (int i = 0; i < 8; i++)
+		early[i] = ask(here);
+	for (int i = 0; i < 8; i++)
+		leave(early[i]);
 	CHECK(!rdma_listen(listener, 0));
 	id = ask(here);
 	accepted = answer(there, id);
 	end(id, accepted);
-	/* By then it would have asked again. */
+	/* By then they would have asked again. */
 	expect(here, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 	expect(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 	nothing(there);
