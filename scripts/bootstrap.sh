@@ -1,6 +1,6 @@
 # Sourced by run, test and lab/bare in the repository's root. Finds what they need, and installs what is missing.
 #
-#   bootstrap WHAT...          build: a Rust toolchain and a C linker; test; programs; pyverbs; lab; bench; bare
+#   bootstrap WHAT...          build: a Rust toolchain and linkers; test; programs; pyverbs; lab; bench; bare; container
 #   bootstrap_missing WHAT...  prints the packages that bootstrap would install
 
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
@@ -44,13 +44,19 @@ rust_packages() {
 }
 
 bootstrap_missing() {
-  local what
+  local what packages
   for what; do
     case $what in
       build)
         have cc || echo gcc libc6-dev
         [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
-        find_rust || rust_packages ;;
+        # The linker LLD comes with rustup's toolchains.
+        if find_rust; then
+          [ -e "$(rustc --print sysroot)/lib/rustlib/$(rustc -vV | sed -n 's/^host: //p')/bin/gcc-ld/ld.lld" ] || have ld.lld || echo lld
+        else
+          packages=$(rust_packages)
+          [ -z "$packages" ] || echo "$packages" lld
+        fi ;;
       test) have ip || echo iproute2 ;;
       programs)
         [ -e /usr/include/infiniband/verbs.h ] || echo libibverbs-dev
@@ -73,6 +79,7 @@ bootstrap_missing() {
         have ucx_perftest || echo ucx-utils
         have fi_pingpong || echo libfabric-bin ;;
       bare) have mmdebstrap || echo mmdebstrap ;;
+      container) have podman || echo podman runc ;;
     esac
   done | tr ' ' '\n' | sort -u | tr '\n' ' '
 }
