@@ -14,11 +14,13 @@
 )]
 
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::{NonNull, copy_nonoverlapping};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use rdmux_rnic::{Atomic, Fault};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
@@ -364,18 +366,76 @@ unsafe fn copy_process(
         };
         // SAFETY: the local bytes are as the caller says; the remote ones are the kernel's to check.
         let n = unsafe { call(pid, &raw const local, 1, &raw const remote, 1, 0) };
-        match n {
-            0 => return Err(Fault::Unmapped),
-            1.. => done += n as usize,
-            _ => {
-                return Err(match io::Error::last_os_error().raw_os_error() {
-                    Some(errno) if errno != libc::EFAULT => Fault::Io(errno),
-                    _ => Fault::Unmapped,
-                });
+        let failed = (n < 0).then(|| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO));
+        let copied = match failed {
+            None => Ok(n as usize),
+            // A filter of system calls (seccomp), as some containers have it.
+            Some(libc::EPERM | libc::ENOSYS | libc::EACCES) if pid == std::process::id().cast_signed() => {
+                let (from, to) = match way {
+                    Way::ToProcess => (local, remote),
+                    Way::FromProcess => (remote, local),
+                };
+                // SAFETY: as above.
+                unsafe { copy_by_file(from, to) }
             }
+            Some(errno) => Err(errno),
+        };
+        match copied {
+            Ok(0) | Err(libc::EFAULT) => return Err(Fault::Unmapped),
+            Ok(n) => done += n,
+            Err(errno) => return Err(Fault::Io(errno)),
         }
     }
     Ok(())
+}
+
+/// Whether the system lets this process make calls into processes of its user, itself first of all: filters of system calls (seccomp) may
+/// refuse them, and then programs' own memory is copied twice, and that of peers on the host is reached by packets.
+pub fn allows_calls_into_processes() -> bool {
+    let (mut here, there) = ([0_u8], [1_u8]);
+    let local = libc::iovec {
+        iov_base: here.as_mut_ptr().cast(),
+        iov_len: 1,
+    };
+    let remote = libc::iovec {
+        iov_base: there.as_ptr().cast_mut().cast(),
+        iov_len: 1,
+    };
+    let own = std::process::id().cast_signed();
+    // SAFETY: a byte of this function's that is written, and another one that is read.
+    unsafe { libc::process_vm_readv(own, &raw const local, 1, &raw const remote, 1, 0) == 1 }
+}
+
+/// Copies within this process through a file in memory: the kernel checks both sides, as it does for calls into processes, and allows it to
+/// everybody. Copies some of the bytes, and says how many.
+///
+/// # Safety
+/// No reference to the bytes contradicts that the first are read and the second written.
+unsafe fn copy_by_file(from: libc::iovec, to: libc::iovec) -> Result<usize, i32> {
+    /// The file, and the process that made it: one that is forked shares it, and makes its own.
+    static FILE: Mutex<Option<(u32, OwnedFd)>> = Mutex::new(None);
+    const AT_ONCE: usize = 64 << 10;
+    let last_error = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+    let make = || memfd_create("rdmux-copy", MemfdFlags::CLOEXEC).map_err(Errno::raw_os_error);
+    let process = std::process::id();
+    // Whoever does not get it, also because a thread had it when the process forked, takes another one.
+    let (mut held, other);
+    let file = if let Ok(guard) = FILE.try_lock() {
+        held = guard;
+        if held.as_ref().is_none_or(|(maker, _)| *maker != process) {
+            *held = Some((process, make()?));
+        }
+        held.as_ref().map(|(_, file)| file.as_raw_fd())
+    } else {
+        other = make()?;
+        Some(other.as_raw_fd())
+    };
+    let file = file.expect("made above");
+    let checked = |n: isize| usize::try_from(n).map_err(|_| last_error());
+    // SAFETY: as the caller says, and the kernel checks that the bytes are there.
+    let n = checked(unsafe { libc::pwrite(file, from.iov_base, from.iov_len.min(AT_ONCE), 0) })?;
+    // SAFETY: as above.
+    checked(unsafe { libc::pread(file, to.iov_base, n, 0) })
 }
 
 /// The direction of a copy between processes.
@@ -412,7 +472,7 @@ impl Drop for Mapping {
 }
 
 /// A file in memory that no process can shorten, lengthen, or seal further. Readers and writers may map it.
-pub(crate) fn sealed_file(name: &str, len: u64) -> Result<std::os::fd::OwnedFd, Errno> {
+pub(crate) fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&file, len)?;

@@ -103,7 +103,7 @@ impl Memory for ApplicationMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mapping::Mapping;
+    use crate::mapping::{Mapping, Way, allows_calls_into_processes};
 
     #[test]
     fn write__to_what_is_unmapped_meanwhile_is_a_fault() {
@@ -120,6 +120,94 @@ mod tests {
         assert_eq!(memory.write(4090, b"x"), Err(Fault::Unmapped));
         assert_eq!(memory.read(0, &mut back), Err(Fault::Unmapped));
         assert_eq!(memory.atomic(8, Atomic::FetchAdd(1)), Err(Fault::Unmapped));
+    }
+
+    /// Has the system refuse this thread the calls into processes, as containers' filters of system calls do.
+    fn refuse_calls_into_processes() {
+        let statement = |code: u32, k: u32, jt, jf| libc::sock_filter {
+            code: u16::try_from(code).unwrap(),
+            jt,
+            jf,
+            k,
+        };
+        let number = |call: libc::c_long| u32::try_from(call).unwrap();
+        let mut filter = [
+            // The number of the call is what the data begin with.
+            statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+            statement(
+                libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+                number(libc::SYS_process_vm_readv),
+                1,
+                0,
+            ),
+            statement(
+                libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+                number(libc::SYS_process_vm_writev),
+                0,
+                1,
+            ),
+            statement(
+                libc::BPF_RET | libc::BPF_K,
+                libc::SECCOMP_RET_ERRNO | libc::EPERM.cast_unsigned(),
+                0,
+                0,
+            ),
+            statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0, 0),
+        ];
+        let program = libc::sock_fprog {
+            len: u16::try_from(filter.len()).unwrap(),
+            filter: filter.as_mut_ptr(),
+        };
+        // SAFETY: numbers, and a filter that lives during the call.
+        unsafe {
+            assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+            assert_eq!(
+                libc::prctl(
+                    libc::PR_SET_SECCOMP,
+                    libc::SECCOMP_MODE_FILTER,
+                    &raw const program
+                ),
+                0
+            );
+        }
+    }
+
+    #[test]
+    fn read_write__where_calls_into_processes_are_refused() {
+        const LEN: u64 = 50 * 4096;
+        let copies = || {
+            assert!(allows_calls_into_processes());
+            refuse_calls_into_processes();
+            assert!(!allows_calls_into_processes());
+            let pages = Mapping::anonymous(LEN as usize).unwrap();
+            // SAFETY: pages of this test's, to which there are no references.
+            let memory = unsafe { ApplicationMemory::new(pages.address(), LEN) };
+            let bytes: Vec<u8> = (0..LEN - 5).map(|i| (i % 251) as u8).collect();
+            memory.write(5, &bytes).unwrap();
+            let mut back = vec![0; bytes.len()];
+            memory.read(5, &mut back).unwrap();
+            assert!(back == bytes);
+            let other = Mapping::anonymous(LEN as usize).unwrap();
+            other
+                .copy_addresses(5, pages.address() + 5, LEN - 5, Way::ToProcess)
+                .unwrap();
+            let mut back = vec![0; bytes.len()];
+            other.read(5, &mut back).unwrap();
+            assert!(back == bytes);
+            assert_eq!(
+                memory.atomic(0, Atomic::FetchAdd(0)),
+                Ok(u64::from_le_bytes([0, 0, 0, 0, 0, 0, 1, 2]))
+            );
+            drop(pages);
+            assert_eq!(memory.write(5, b"x"), Err(Fault::Unmapped));
+            assert_eq!(memory.read(0, &mut back), Err(Fault::Unmapped));
+        };
+        // Filters are a thread's own. Several copy at the same time.
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(copies);
+            }
+        });
     }
 
     #[test]

@@ -13,6 +13,7 @@ pub use self::anonymous::AnonymousMemory;
 pub use self::application::ApplicationMemory;
 pub use self::dax::{DaxError, DaxMemory};
 pub use self::file::FileMemory;
+pub use crate::mapping::allows_calls_into_processes;
 
 /// Whether a memory's pages stay, so that a device may hold on to them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 
+use rdmux_verbs::memory::allows_calls_into_processes;
 use serde_json::json;
 
 use super::{Finding, Verdict, number, text};
@@ -138,7 +139,16 @@ pub(super) fn user_namespaces(root: &Path) -> Vec<Finding> {
 /// Whether a process may reach another one's memory by system calls.
 pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
     let scope = number(root, "proc/sys/kernel/yama/ptrace_scope");
+    let refused = root == Path::new("/") && !allows_calls_into_processes();
     let finding = match scope {
+        _ if refused => Finding::new(
+            "-",
+            Verdict::Limit,
+            "a filter of system calls refuses process_vm calls: programs' own memory is copied twice, and that of a peer on this host is \
+             reached by packets, through a ring"
+                .to_owned(),
+        )
+        .with_advice("allow process_vm_readv and process_vm_writev in the container's seccomp profile".to_owned()),
         None | Some(0) => Finding::new(
             "-",
             Verdict::Ok,
@@ -151,7 +161,7 @@ pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
         )
         .with_advice("sysctl -w kernel.yama.ptrace_scope=0".to_owned()),
     };
-    vec![finding.with_details(json!({ "yama_scope": scope }))]
+    vec![finding.with_details(json!({ "yama_scope": scope, "process_vm_refused": refused }))]
 }
 
 /// io_uring, which nothing in rdmux relies on.
