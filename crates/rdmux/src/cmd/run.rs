@@ -147,7 +147,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
     }
     let devices = devices(&args.device)?;
     let tree = runtime_folder()
-        .context("no folder of this user's alone, neither in XDG_RUNTIME_DIR nor in /tmp")
+        .context("no folder of this user's alone: set XDG_RUNTIME_DIR to one")
         .and_then(|runtime| sysfs::folder(&runtime, &devices))
         .and_then(|tree| {
             let is_preloaded = how == Sysfs::Preload;

@@ -56,6 +56,23 @@ fn has_numbers_for_all(uid_map: &str) -> bool {
     counts.sum::<u64>() >= u64::from(u32::MAX)
 }
 
+/// The number of this process's user outside of its user namespace, in the one above: users of different namespaces may have one
+/// number, 0 above all.
+pub(in crate::soft) fn outer_number(uid: u32) -> u32 {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    outer_number_by(uid, &map).unwrap_or(uid)
+}
+
+fn outer_number_by(uid: u32, uid_map: &str) -> Option<u32> {
+    uid_map.lines().find_map(|line| {
+        let mut numbers = line.split_whitespace().map(|number| number.parse::<u32>().ok());
+        let mut next = || numbers.next().flatten();
+        let (inside, outside, count) = (next()?, next()?, next()?);
+        let at = uid.checked_sub(inside).filter(|at| *at < count)?;
+        outside.checked_add(at)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(non_snake_case, reason = "names of tests are function__case")]
@@ -81,6 +98,21 @@ mod tests {
             assert_eq!(user_of_own_number(65_534, 65_534, || map.into()), User::Unknown);
         }
         assert_eq!(user_of_own_number(65_534, 7, || MANY.into()), User::Own);
+    }
+
+    #[test]
+    fn outer_number_by__each_map() {
+        assert_eq!(outer_number_by(1000, ALL), Some(1000));
+        assert_eq!(outer_number_by(0, ONE), Some(1000));
+        assert_eq!(
+            [0, 1, 2].map(|uid| outer_number_by(uid, MANY)),
+            [1000, 100_000, 100_001].map(Some)
+        );
+        for map in ["", "0 1000", "0 1000 x", "1 4294967295 2"] {
+            assert_eq!(outer_number_by(2, map), None);
+        }
+        // Of a user without a number here.
+        assert_eq!(outer_number_by(65_534, ONE), None);
     }
 
     #[test]

@@ -21,6 +21,7 @@ use rustix::io::{Errno, pwrite};
 
 use super::record::{Entry, RECORD_BYTES, seal};
 use crate::soft::resources::DeviceAt;
+use crate::soft::user::outer_number;
 
 /// Traces of ended processes that are kept: the newest. The others go when a device is opened.
 pub const KEPT_MAX: usize = 16;
@@ -196,19 +197,21 @@ fn uid() -> u32 {
 
 /// Where this process keeps traces.
 fn own_path() -> PathBuf {
-    path_of(std::env::var_os("XDG_RUNTIME_DIR").as_deref(), uid())
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR");
+    path_of(runtime.as_deref(), uid(), outer_number(uid()))
 }
 
 /// Where a user's are: in the runtime folder, if that is this user's and nobody else may write there. In another's, as root has it by
 /// `su`, its owner could exchange what is made, which would also be in that one's way.
-fn path_of(runtime: Option<&OsStr>, user: u32) -> PathBuf {
+/// In /tmp it has the number that the user has outside: who is root in a user namespace of its own would take root's.
+fn path_of(runtime: Option<&OsStr>, user: u32, outer: u32) -> PathBuf {
     let is_own = |folder: &Path| {
         let found = std::fs::metadata(folder);
         found.is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o022 == 0)
     };
     match runtime.map(Path::new).filter(|folder| is_own(folder)) {
         Some(folder) => folder.join("rdmux"),
-        None => PathBuf::from(format!("/tmp/rdmux-{user}")),
+        None => PathBuf::from(format!("/tmp/rdmux-{outer}")),
     }
 }
 
@@ -504,7 +507,11 @@ fn traces_in(places: &[(PathBuf, u32)]) -> Vec<Trace> {
 /// process whose `XDG_RUNTIME_DIR` is another are in none of these.
 pub fn folders() -> Vec<PathBuf> {
     let uid = uid();
-    let usual = [format!("/run/user/{uid}/rdmux"), format!("/tmp/rdmux-{uid}")].map(PathBuf::from);
+    let usual = [
+        format!("/run/user/{uid}/rdmux"),
+        format!("/tmp/rdmux-{}", outer_number(uid)),
+    ]
+    .map(PathBuf::from);
     let own = own_path();
     let others = usual.into_iter().filter(|path| *path != own);
     std::iter::once(own.clone()).chain(others).collect()
@@ -755,14 +762,14 @@ mod tests {
     fn path_of__runtime_folder_that_another_may_write_to() {
         let folder = Folder::new("runtime");
         let runtime = Some(folder.0.as_os_str());
-        assert_eq!(path_of(runtime, uid()), folder.0.join("rdmux"));
-        let of = |user: u32| PathBuf::from(format!("/tmp/rdmux-{user}"));
-        let another = uid() + 1;
-        assert_eq!(path_of(runtime, another), of(another));
+        let outer = 123_456;
+        assert_eq!(path_of(runtime, uid(), outer), folder.0.join("rdmux"));
+        let named = PathBuf::from("/tmp/rdmux-123456");
+        assert_eq!(path_of(runtime, uid() + 1, outer), named);
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o770);
         std::fs::set_permissions(&folder.0, open).unwrap();
         for unfit in [runtime, Some(OsStr::new("/nonexistent")), None] {
-            assert_eq!(path_of(unfit, uid()), of(uid()));
+            assert_eq!(path_of(unfit, uid(), outer), named);
         }
     }
 
