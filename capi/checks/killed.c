@@ -568,6 +568,16 @@ static void kill_some(int kills)
 	}
 }
 
+static char runtime[] = "/tmp/killed-XXXXXX";
+
+static void remove_runtime(void)
+{
+	char command[64];
+	snprintf(command, sizeof command, "rm -r %s", runtime);
+	if (system(command))
+		fprintf(stderr, "%s is left\n", runtime);
+}
+
 int main(int argc, char **argv)
 {
 	setvbuf(stdout, NULL, _IOLBF, 0);
@@ -582,14 +592,13 @@ int main(int argc, char **argv)
 	signal(SIGPIPE, SIG_IGN);
 	CHECK(readlink("/proc/self/exe", itself, sizeof itself - 1) > 0);
 	/* What the dead leave there is counted. */
-	char runtime[] = "/tmp/killed-XXXXXX", files[64], command[64];
-	CHECK(mkdtemp(runtime) && !setenv("XDG_RUNTIME_DIR", runtime, 1));
+	char files[64];
+	CHECK(mkdtemp(runtime) && !atexit(remove_runtime) && !setenv("XDG_RUNTIME_DIR", runtime, 1));
 	const char *times = getenv("KILLED_TIMES");
 	int kills = times ? atoi(times) : 12;
 	kill_some(kills);
 	snprintf(files, sizeof files, "%s/rdmux", runtime);
 	printf("%d killed, %d files left\n", kills, entries(files));
 	CHECK(entries(files) <= 16 + SURVIVORS + 1);
-	snprintf(command, sizeof command, "rm -r %s", runtime);
-	return system(command) != 0;
+	return 0;
 }

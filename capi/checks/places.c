@@ -16,7 +16,7 @@ static char itself[4096];
 
 struct process {
 	pid_t pid;
-	int said;
+	int said, lives;
 };
 
 /* Opens the device and holds it until it is killed. */
@@ -40,24 +40,29 @@ static void hold(void)
 		exit(HAS_NONE);
 	}
 	CHECK(write(STDOUT_FILENO, "o", 1) == 1);
-	pause();
+	/* Until it is killed, or nobody is left who would. */
+	char end;
+	CHECK(read(STDIN_FILENO, &end, 1) == 0);
 }
 
 /* Starts one; false where there is no place for it. */
 static bool start(struct process *process)
 {
-	int ends[2];
-	CHECK(!pipe2(ends, O_CLOEXEC));
+	int ends[2], lives[2];
+	CHECK(!pipe2(ends, O_CLOEXEC) && !pipe2(lives, O_CLOEXEC));
 	process->pid = fork();
 	CHECK(process->pid >= 0);
 	if (!process->pid) {
+		dup2(lives[0], STDIN_FILENO);
 		dup2(ends[1], STDOUT_FILENO);
 		dup2(ends[1], STDERR_FILENO);
 		execl(itself, itself, "hold", NULL, NULL);
 		_exit(127);
 	}
 	close(ends[1]);
+	close(lives[0]);
 	process->said = ends[0];
+	process->lives = lives[1];
 	/* A letter when it has a place; else what it says, which ends with it. */
 	char said[4096];
 	ssize_t bytes = 0, more;
@@ -73,6 +78,7 @@ static bool start(struct process *process)
 	int status;
 	CHECK(waitpid(process->pid, &status, 0) == process->pid);
 	close(ends[0]);
+	close(lives[1]);
 	fprintf(stderr, "%s", said);
 	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == HAS_NONE);
 	/* A line each time: where, what, what to do. */
@@ -87,6 +93,7 @@ static void end(struct process *process)
 	int status;
 	CHECK(!kill(process->pid, SIGKILL) && waitpid(process->pid, &status, 0) == process->pid);
 	close(process->said);
+	close(process->lives);
 }
 
 int main(int argc, char **argv)
