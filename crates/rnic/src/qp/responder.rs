@@ -208,7 +208,7 @@ impl Responder {
         }
     }
 
-    /// Owes the last acknowledgement again, several times over: this half is about to end, and with it who would repeat it. What ended
+    /// Owes the last acknowledgement again, twice: this half is about to end, and with it who would repeat it. What ended
     /// with an answer that brings data is not said again: an acknowledgement does not stand for that.
     pub(crate) fn repeat_last(&mut self) {
         let last = self.expected.minus(1);
@@ -228,7 +228,6 @@ impl Responder {
         if !self.established || answered || self.answers.iter().any(owes) {
             return;
         }
-        self.owe(last, Syndrome::ACK);
         for _ in 0..LAST_REPEATS {
             self.answers.push_back(Answer::Ack {
                 psn: last,
