@@ -256,6 +256,12 @@ fn run_when_there(home: &TempDir, args: &[&str]) -> String {
     }
 }
 
+/// An address of this run's own: others may go on beside it.
+fn address(last: u8) -> String {
+    let [low, high, ..] = std::process::id().to_le_bytes();
+    format!("127.{}.{low}.{last}", high | 0x80)
+}
+
 /// A child that is ended with the value.
 struct Running(Child);
 
@@ -269,12 +275,16 @@ impl Drop for Running {
 /// A process that runs on, and what it has printed when it has said this.
 fn start(home: &TempDir, args: &[&str], last: &str) -> (Running, String) {
     let mut command = rdmux(home, args);
-    let mut child = command.stderr(Stdio::null()).spawn().unwrap();
+    let errors = home.path().join("errors");
+    command.stderr(fs::File::create(&errors).unwrap());
+    let mut child = command.spawn().unwrap();
     let mut out = BufReader::new(child.stdout.take().unwrap());
     let child = Running(child);
     let mut said = String::new();
     while !said.contains(last) {
-        assert!(out.read_line(&mut said).unwrap() > 0, "{args:?}: {said}");
+        let more = out.read_line(&mut said).unwrap() > 0;
+        let error = || fs::read_to_string(&errors).unwrap_or_default();
+        assert!(more, "{args:?}: {said}{}", error());
     }
     (child, said)
 }
@@ -438,28 +448,30 @@ fn both(home: &TempDir, name: &str, args: &[&str]) {
 fn output__serve_push_and_pull() {
     let home = tempfile::tempdir().unwrap();
     let serve = ["serve", "--mem", "m,size=1M", "--mem", "n,size=64K"];
-    let text = [&serve[..], &["--listen", "127.0.22.1"]].concat();
+    let [first, second] = [1, 2].map(address);
+    let text = [&serve[..], &["--listen", &first]].concat();
     let (_serving, said) = start(&home, &text, "listening on");
     compare_text("serve", &home, &said);
-    let json = [&serve[..], &["--listen", "127.0.22.2", "--json"]].concat();
+    let json = [&serve[..], &["--listen", &second, "--json"]].concat();
     compare_json("serve", &home, &start(&home, &json, "}\n").1);
 
     let file = home.path().join("file");
     fs::write(&file, [7; 300_000]).unwrap();
     let file = file.to_str().unwrap();
-    both(&home, "push", &["push", file, "rdmux://127.0.22.1/m"]);
-    both(&home, "pull", &["pull", "rdmux://127.0.22.1/n", file]);
-    let args = ["perf", "push-read", "rdmux://127.0.22.1/m", "-n", "5"];
+    let [m, n] = ["m", "n"].map(|region| format!("rdmux://{first}/{region}"));
+    both(&home, "push", &["push", file, &m]);
+    both(&home, "pull", &["pull", &n, file]);
+    let args = ["perf", "push-read", &m, "-n", "5"];
     both(&home, "perf push-read", &args);
 }
 
 #[test]
 fn output__log() {
     let home = tempfile::tempdir().unwrap();
-    let serve = ["serve", "--listen", "127.0.22.3", "--mem", "a,size=1M"];
+    let serve = ["serve", "--listen", &address(3), "--mem", "a,size=1M"];
     let (_serving, _) = start(&home, &serve, "listening on");
     // Of one region, which is never behind the others.
-    let target = "rdmux://127.0.22.3/a";
+    let target = &format!("rdmux://{}/a", address(3));
     let log = |command: &str, more: &[&str], input: &str| {
         let args = [&["log", command, target], more].concat();
         let mut child = rdmux(&home, &args).stdin(Stdio::piped()).spawn().unwrap();
@@ -490,7 +502,7 @@ fn output__perf() {
     let home = tempfile::tempdir().unwrap();
     for (test, last) in [("write-lat", 4), ("write-bw", 6)] {
         for (more, at) in [(&[][..], last), (&["--json"], last + 1)] {
-            let address = format!("127.0.22.{at}");
+            let address = address(at);
             let serve = ["perf", test, "--bind", &address];
             let _serving = Running(
                 rdmux(&home, &serve)
@@ -568,7 +580,7 @@ fn of_address_json(address: &str, out: &str) -> String {
 #[test]
 fn output__res_and_capture() {
     let home = tempfile::tempdir().unwrap();
-    let (server, client) = ("127.0.22.8", "127.0.22.9");
+    let (server, client) = (&*address(8), &*address(9));
     let serve = ["perf", "read-lat", "--bind", server];
     let deadline = Instant::now() + LONG;
     let file = home.path().join("c.pcapng").to_str().unwrap().to_owned();
@@ -627,7 +639,8 @@ fn output__res_and_capture() {
     }
     // Of a capture that has ended in order.
     let file = home.path().join("d.pcapng").to_str().unwrap().to_owned();
-    let serve = ["perf", "send-lat", "--bind", "127.0.22.10"];
+    let address = &*address(10);
+    let serve = ["perf", "send-lat", "--bind", address];
     let _serving = Running(
         rdmux(&home, &serve)
             .stdout(Stdio::null())
@@ -638,9 +651,9 @@ fn output__res_and_capture() {
     let args = [
         "perf",
         "send-lat",
-        "127.0.22.10",
+        address,
         "--bind",
-        "127.0.22.10",
+        address,
         "-n",
         "5",
         "--capture",
