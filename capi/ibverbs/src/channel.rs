@@ -3,13 +3,13 @@
 use std::cell::UnsafeCell;
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rdmux_verbs::{Arm, CompletionQueue, CreateError, Status, WcOpcode, WorkCompletion};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd, poll};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 
 use crate::completions::Poller;
@@ -17,21 +17,7 @@ use crate::context::Context;
 use crate::events::Given;
 use crate::query::CQE_MAX;
 use crate::uses::Uses;
-use crate::{abi, made, minus_one};
-
-/// Waits until a descriptor is readable; at once [`libc::EAGAIN`] where the program has set it to non-blocking.
-pub(crate) fn wait_readable(fd: c_int) -> Result<(), c_int> {
-    // SAFETY: a descriptor of this library's, which its owner holds during the call.
-    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-    let flags = rustix::fs::fcntl_getfl(fd).map_err(|errno| errno.raw_os_error())?;
-    let at_once = Timespec::try_from(Duration::ZERO).ok();
-    let timeout = at_once.filter(|_| flags.contains(rustix::fs::OFlags::NONBLOCK));
-    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], timeout.as_ref()) {
-        Ok(0) => Err(libc::EAGAIN),
-        Ok(_) => Ok(()),
-        Err(errno) => Err(errno.raw_os_error()),
-    }
-}
+use crate::{abi, made, minus_one, wait};
 
 /// What a program's `struct ibv_comp_channel` pointer points at.
 #[repr(C)]
@@ -335,7 +321,7 @@ pub(crate) unsafe fn end(queue: *mut abi::Cq) {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_cq_event(
+unsafe extern "C-unwind" fn ibv_get_cq_event(
     channel: *mut abi::CompChannel,
     queue: *mut *mut abi::Cq,
     cq_context: *mut *mut c_void,
@@ -346,7 +332,8 @@ unsafe extern "C" fn ibv_get_cq_event(
         if let Some(found) = next_event(channel) {
             break found;
         }
-        if let Err(errno) = wait_readable(channel.epoll.as_raw_fd()) {
+        // SAFETY: there is nothing to drop here.
+        if let Err(errno) = unsafe { wait::readable_or_cancelled(channel.epoll.as_raw_fd()) } {
             return minus_one(Err(errno));
         }
     };

@@ -75,8 +75,10 @@ unsafe fn create(context: *mut abi::Context, init: &abi::CqInitAttrEx) -> Result
     {
         return Err(libc::EOPNOTSUPP);
     }
+    let asks = init.comp_mask & INIT_PD != 0;
     // SAFETY: a domain that was made, says the caller.
-    if init.comp_mask & INIT_PD != 0 && unsafe { Domain::of(init.parent_domain) }.parent_of.is_none() {
+    let is_parent = || unsafe { Domain::of(init.parent_domain) }.parent_of.is_some();
+    if asks && (init.parent_domain.is_null() || !is_parent()) {
         return Err(libc::EINVAL);
     }
     let number = |number: u32| c_int::try_from(number).map_err(|_| libc::EINVAL);

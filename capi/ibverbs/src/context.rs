@@ -16,7 +16,8 @@ use rustix::io::Errno;
 use crate::device::Device;
 use crate::events::Given;
 use crate::{
-    abi, channel, completions, device_memory, domains, made, memory, minus_one, query, queue_pair, srq, xrc,
+    abi, channel, completions, device_memory, domains, made, memory, minus_one, query, queue_pair, srq, wait,
+    warn, xrc,
 };
 
 /// What a program's `struct ibv_context` pointer points into: what `verbs.h` calls through stands before the context, ours behind.
@@ -72,8 +73,8 @@ impl Opened {
         let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
             match &error {
                 // They name it themselves.
-                OpenError::Group(_) | OpenError::NotOneHost(_) => eprintln!("rdmux: {error}"),
-                _ => eprintln!("rdmux: {}: {error}", of.address),
+                OpenError::Group(_) | OpenError::NotOneHost(_) => warn(format_args!("{error}")),
+                _ => warn(format_args!("{}: {error}", of.address)),
             }
             match error {
                 OpenError::Io { source, .. } => source.raw_os_error().unwrap_or(libc::EIO),
@@ -149,6 +150,8 @@ impl Context {
 
     /// Takes an object that is to end out of the objects, and those of its events that the program has not been given.
     pub(crate) fn take_out(&self, element: *mut c_void, remove: impl FnOnce(&mut Objects)) {
+        // What the device tells of it later finds no object.
+        distribute(&self.opened);
         let mut objects = self.objects();
         remove(&mut objects);
         self.take_from(|events| events.retain(|event| event.element != element.addr()));
@@ -446,7 +449,10 @@ unsafe fn given_of<'a>(event: &abi::AsyncEvent) -> Option<&'a Given> {
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn ibv_get_async_event(context: *mut abi::Context, event: *mut abi::AsyncEvent) -> c_int {
+unsafe extern "C-unwind" fn ibv_get_async_event(
+    context: *mut abi::Context,
+    event: *mut abi::AsyncEvent,
+) -> c_int {
     // SAFETY: an open context, says the caller.
     let context = unsafe { Context::of(context) };
     loop {
@@ -456,7 +462,8 @@ unsafe extern "C" fn ibv_get_async_event(context: *mut abi::Context, event: *mut
             unsafe { *event = found };
             return 0;
         }
-        if let Err(errno) = channel::wait_readable(context.events_fd.as_raw_fd()) {
+        // SAFETY: there is nothing to drop here.
+        if let Err(errno) = unsafe { wait::readable_or_cancelled(context.events_fd.as_raw_fd()) } {
             return minus_one(Err(errno));
         }
     }

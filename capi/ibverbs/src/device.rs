@@ -5,11 +5,11 @@ use std::net::IpAddr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use rdmux_verbs::soft::resources::{node_guid, visible_addresses};
 
-use crate::abi;
+use crate::{abi, warn};
 
 /// The environment variable that names the devices' addresses, in their order.
 const ADDRESSES: &str = "RDMUX_DEVICES";
@@ -103,9 +103,13 @@ pub(crate) fn put(field: &mut [c_char], text: &str) {
 
 /// The addresses that devices are shown for; none when the list of them is not one.
 fn addresses() -> Vec<IpAddr> {
-    let list = std::env::var(ADDRESSES).ok();
+    // Asked for once: the program may change its environment meanwhile, and threads of the library look for devices too.
+    static LIST: OnceLock<Option<String>> = OnceLock::new();
+    let list = LIST.get_or_init(|| std::env::var(ADDRESSES).ok());
     visible_addresses(list.as_deref()).unwrap_or_else(|word| {
-        eprintln!("rdmux: {ADDRESSES}: {word} is no IPv4 or IPv6 address: no device is shown");
+        warn(format_args!(
+            "{ADDRESSES}: {word} is no IPv4 or IPv6 address: no device is shown"
+        ));
         Vec::new()
     })
 }

@@ -27,10 +27,12 @@ mod udp;
 mod unsupported;
 mod uses;
 mod versions;
+mod wait;
 mod wr;
 mod xrc;
 
 use std::ffi::c_int;
+use std::io::Write;
 use std::thread::JoinHandle;
 
 use rdmux_verbs::abi;
@@ -63,6 +65,11 @@ fn minus_one(result: Result<(), c_int>) -> c_int {
             -1
         }
     }
+}
+
+/// Tells whoever reads the program's output, if that can be written to.
+fn warn(text: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "rdmux: {text}");
 }
 
 /// Starts a thread of the library's, which takes none of the program's signals.

@@ -137,6 +137,12 @@ struct Registered {
 }
 
 impl Region {
+    /// Whether memory windows are bound to it.
+    fn has_windows(&self) -> bool {
+        let registered = self.registered();
+        registered.region.as_ref().is_some_and(MemoryRegion::has_windows)
+    }
+
     /// What a program's pointer points at.
     ///
     /// # Safety
@@ -268,6 +274,10 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
     // SAFETY: of a context that is open as long, says the caller.
     if unsafe { Context::of((*region).context) }.is_inherited() {
         return 0;
+    }
+    // SAFETY: a region that was made, says the caller.
+    if unsafe { Region::of(region) }.has_windows() {
+        return libc::EBUSY;
     }
     // SAFETY: a region that was made, of a context that is open as long, says the caller.
     let mut objects = unsafe { Context::of((*region).context) }.objects();

@@ -362,17 +362,16 @@ pub(crate) fn number_of(state: QpState) -> u32 {
 }
 
 /// Refuses what there is no word for below: one port, one P_Key, no second path, queues that keep their length.
-fn check(own: &Pair, attr: &abi::QpAttr, mask: u32, before: u32) -> Result<(), c_int> {
+fn check(attr: &abi::QpAttr, mask: u32, before: u32) -> Result<(), c_int> {
     use abi::qp_attr::*;
     let has = |bit: u32| mask & bit != 0;
     // IBV_QPS_RESET, IBV_QPS_INIT
     let begins = has(STATE) && (before, attr.qp_state) == (0, 1);
-    let known = own.pair.query().map(|info| number_of(info.state));
     let invalid = has(UNKNOWN)
         || has(PORT) && attr.port_num != 1
         || has(PKEY_INDEX) && attr.pkey_index != 0
         || begins && mask & (PORT | PKEY_INDEX) != PORT | PKEY_INDEX
-        || has(CUR_STATE) && known != Some(attr.cur_qp_state);
+        || has(CUR_STATE) && before != attr.cur_qp_state;
     if invalid {
         return Err(libc::EINVAL);
     }
@@ -414,8 +413,12 @@ fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
         _ => mask,
     };
     let has = |bit: u32| mask & bit != 0;
-    let before = kept.qp_state;
-    check(own, attr, mask, before)?;
+    // It may have changed by itself since it was last set.
+    let before = own
+        .pair
+        .query()
+        .map_or(kept.qp_state, |info| number_of(info.state));
+    check(attr, mask, before)?;
     let to = if has(STATE) { attr.qp_state } else { before };
     let state = *STATES.get(to as usize).ok_or(libc::EINVAL)?;
     let dest = if has(DEST_QPN) {

@@ -122,7 +122,7 @@ extern "C" fn ibv_wr_opcode_str(opcode: c_int) -> *const c_char {
 }
 
 /// `enum ibv_rate` by number: multiples of 2.5 Gb/s, and Mb/s. Zero: there is none.
-const RATES: [(c_int, c_int); 20] = [
+const RATES: [(c_int, c_int); 25] = [
     (0, 0),
     (0, 0),
     (1, 2_500),
@@ -142,7 +142,12 @@ const RATES: [(c_int, c_int); 20] = [
     (0, 103_125),
     (0, 206_250),
     (0, 309_375),
-    (0, 28_125),
+    (11, 28_125),
+    (20, 53_125),
+    (160, 425_000),
+    (240, 637_500),
+    (320, 850_000),
+    (480, 1_275_000),
 ];
 
 fn rate(number: c_int) -> Option<(c_int, c_int)> {

@@ -283,17 +283,19 @@ unsafe extern "C" fn flush(
         1 => Some(Selectivity::MemoryRegion),
         _ => None,
     };
+    // A FLUSH says its length in 32 bits (IBTA Vol 1, 9.4.8): more would be promised than is done.
+    let length_of = u32::try_from(length).ok();
     let operation = Operation::Flush {
         va,
         rkey: RKey(rkey),
-        length: u32::try_from(length).unwrap_or(u32::MAX),
+        length: length_of.unwrap_or(0),
         placement: Placement::from_bits_truncate(placement),
         selectivity: selectivity.unwrap_or(Selectivity::Range),
     };
     // SAFETY: as the caller says.
     unsafe {
         begin(qp, operation);
-        set(qp, |_| selectivity.map(|_| ()).ok_or(libc::EINVAL));
+        set(qp, |_| selectivity.and(length_of).map(|_| ()).ok_or(libc::EINVAL));
     }
 }
 
@@ -348,7 +350,7 @@ unsafe extern "C" fn set_inline_data_list(qp: *mut abi::QpEx, count: usize, list
             let mut bytes = Vec::new();
             for i in 0..count {
                 let piece = *list.add(i);
-                if bytes.len() + piece.length > INLINE_BYTES_MAX {
+                if piece.length > INLINE_BYTES_MAX - bytes.len() {
                     return Err(libc::EINVAL);
                 }
                 if piece.length > 0 {

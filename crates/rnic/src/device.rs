@@ -304,6 +304,11 @@ impl Rnic {
         self.regions.deregister(lkey)
     }
 
+    /// Whether windows are bound to a region, which [`Rnic::dereg_mr`] refuses then.
+    pub fn has_mws(&self, lkey: LKey) -> bool {
+        self.regions.has_windows(lkey)
+    }
+
     /// Unbinds all windows of a region, as if each had been ended by who bound it: for an owner who cannot wait for that.
     pub fn unbind_mws(&mut self, lkey: LKey) {
         self.regions.unbind_all(lkey);

@@ -395,6 +395,13 @@ impl Regions {
         is_window
     }
 
+    /// Whether windows are bound to a region.
+    pub(crate) fn has_windows(&self, lkey: LKey) -> bool {
+        self.entries
+            .get(&(lkey.0 >> 8))
+            .is_some_and(|entry| entry.windows > 0)
+    }
+
     /// Unbinds all windows of a region.
     pub(crate) fn unbind_all(&mut self, lkey: LKey) {
         let region = lkey.0 >> 8;

@@ -117,6 +117,14 @@ impl MemoryRegion {
         self.length
     }
 
+    /// Whether memory windows are bound to it, or of an RNIC were when it was last heard of. Dropping the region unbinds them.
+    pub fn has_windows(&self) -> bool {
+        match &self.provided {
+            Provided::Soft(mr) => mr.has_windows(),
+            Provided::Hw(mr) => mr.has_windows(),
+        }
+    }
+
     /// Puts other memory behind the region, or changes its rights. Its keys may be others then: of a soft device they stay, of an RNIC they
     /// do not. What was behind it is reached no more when this returns. After an error, as while windows are bound to it, the region is as
     /// it was.

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::id::Id;
 use crate::events::Given;
-use crate::{abi, made, minus_one};
+use crate::{abi, made, minus_one, wait};
 
 /// The longest private data of a message: that of a REP.
 const PRIVATE_DATA_MAX: usize = 196;
@@ -144,15 +144,32 @@ impl Events {
         let _ = rustix::io::write(&self.count, &1u64.to_ne_bytes());
     }
 
-    /// The next event; waits for it, unless the program has set the descriptor to non-blocking.
+    /// The next event, which is waited for. Those of an id that is gone, or has gone to another channel, are not there any more.
     pub(super) fn next(&self) -> Result<Box<Event>, c_int> {
         loop {
-            rustix::io::read(&self.count, &mut [0; 8]).map_err(Errno::raw_os_error)?;
-            // Those of an id that is gone, or has gone to another channel, are not there any more.
-            if let Some(event) = self.list().pop_front() {
+            if let Some(event) = self.next_at_once() {
                 return Ok(event);
             }
+            match wait::poll(&mut [wait::entry(self.count.as_raw_fd(), libc::POLLIN)], None) {
+                Err(errno) if errno != libc::EINTR || !wait::restarts() => return Err(errno),
+                _ => {}
+            }
         }
+    }
+
+    /// The next event, if there is one.
+    fn next_at_once(&self) -> Option<Box<Event>> {
+        let mut list = self.list();
+        let event = list.pop_front()?;
+        self.count_down();
+        Some(event)
+    }
+
+    /// Counts one less. To be called under the lock of the list.
+    fn count_down(&self) {
+        let mut count = [0; 8];
+        let at_once = rustix::io::ReadWriteFlags::NOWAIT;
+        let _ = rustix::io::preadv2(&self.count, &mut [IoSliceMut::new(&mut count)], u64::MAX, at_once);
     }
 
     /// Takes out the events of an id, and of the requests that came in on it.
@@ -171,9 +188,7 @@ impl Events {
         *list = rest;
         // They are counted no more: a program that polls is not told of what it will not find.
         for _ in &of {
-            let mut count = [0; 8];
-            let at_once = rustix::io::ReadWriteFlags::NOWAIT;
-            let _ = rustix::io::preadv2(&self.count, &mut [IoSliceMut::new(&mut count)], u64::MAX, at_once);
+            self.count_down();
         }
         of
     }
@@ -214,16 +229,23 @@ unsafe extern "C" fn rdma_destroy_event_channel(channel: *mut abi::EventChannel)
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn rdma_get_cm_event(
+unsafe extern "C-unwind" fn rdma_get_cm_event(
     channel: *mut abi::EventChannel,
     event: *mut *mut abi::CmEvent,
 ) -> c_int {
-    // SAFETY: a channel that was made, says the caller. Its events outlive it while they are waited for.
-    let events = unsafe { &*channel.cast::<Channel>() }.events.clone();
-    minus_one(events.next().map(|found| {
-        // SAFETY: a place of the caller's.
-        unsafe { *event = give(found) };
-    }))
+    // SAFETY: a channel that was made, says the caller.
+    let own = unsafe { &*channel.cast::<Channel>() };
+    loop {
+        // SAFETY: there is nothing to drop here.
+        if let Err(errno) = unsafe { wait::readable_or_cancelled(own.shown.fd) } {
+            return minus_one(Err(errno));
+        }
+        if let Some(found) = own.events.next_at_once() {
+            // SAFETY: a place of the caller's.
+            unsafe { *event = give(found) };
+            return 0;
+        }
+    }
 }
 
 /// The program has done with an event.

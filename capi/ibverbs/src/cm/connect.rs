@@ -16,7 +16,7 @@ use super::channel::Event;
 use super::datagram;
 use super::id::{Id, Request, Shared};
 use crate::queue_pair::Owner;
-use crate::{abi, channel, context, minus_one, queue_pair};
+use crate::{abi, channel, context, minus_one, queue_pair, warn};
 
 /// Completions of a queue that the library makes for an id, where it has no requests of that kind.
 const DEPTH_MIN: u32 = 1;
@@ -368,14 +368,14 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
                     return;
                 }
                 let (event, status, private_data) = refused(&error);
-                if event == abi::cm_event::CONNECT_ERROR {
-                    eprintln!("rdmux: connecting to {peer}: {error}");
-                }
                 shared.tell(|id, of| {
                     // SAFETY: numbers and pointers, all of which may be zero.
                     let conn = unsafe { std::mem::zeroed() };
                     Event::new(id, of, event, status).with(conn, private_data)
                 });
+                if event == abi::cm_event::CONNECT_ERROR {
+                    warn(format_args!("connecting to {peer}: {error}"));
+                }
             }
         }
     });

@@ -33,6 +33,8 @@ use open::Listening;
 use options::Options;
 use stream::Stream;
 
+use crate::wait;
+
 /// How long a call looks before it sleeps: what a peer answers at once needs no wake-up. As rdma-core's `polling_time`.
 const LOOKS: Duration = Duration::from_micros(10);
 /// How long a call that waits for a stream alone drives the device, as that waits best, before it sleeps so that signals end it.
@@ -293,13 +295,17 @@ impl Socket {
 
 /// Waits until one of the descriptors is readable, or the time is over.
 fn sleep(fds: &[RawFd], wait: Wait) -> Result<(), c_int> {
-    let mut fds: Vec<libc::pollfd> = fds.iter().map(|fd| poll::entry(*fd, libc::POLLIN)).collect();
+    let mut fds: Vec<libc::pollfd> = fds.iter().map(|fd| wait::entry(*fd, libc::POLLIN)).collect();
     let left = match wait {
         Wait::Never => Some(Duration::ZERO),
         Wait::Until(at) => Some(at.saturating_duration_since(Instant::now())),
         Wait::Forever => None,
     };
-    poll::kernel(&mut fds, left).map(|_| ())
+    match wait::poll(&mut fds, left) {
+        // As `recv(2)`, which does so where no time was set.
+        Err(libc::EINTR) if left.is_none() && wait::restarts() => Ok(()),
+        polled => polled.map(|_| ()),
+    }
 }
 
 /// All sockets of the process, by their numbers.

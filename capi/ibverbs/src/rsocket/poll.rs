@@ -6,40 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{DRIVES, LOOKS, Role, Socket, State, Waker};
+use crate::wait::{self, entry};
 
 /// What is told whether it was asked for or not.
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
-
-pub(super) fn entry(fd: RawFd, events: i16) -> libc::pollfd {
-    libc::pollfd {
-        fd,
-        events,
-        revents: 0,
-    }
-}
-
-/// The system's, to which the numbers of sockets are nothing. `None`: waits for ever.
-pub(super) fn kernel(fds: &mut [libc::pollfd], left: Option<Duration>) -> Result<usize, c_int> {
-    let left = left.map(|left| libc::timespec {
-        tv_sec: left.as_secs().try_into().unwrap_or(libc::time_t::MAX),
-        tv_nsec: left.subsec_nanos().into(),
-    });
-    let timeout = left.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: as many entries as the list has, and a time or none.
-    let n = unsafe {
-        libc::ppoll(
-            fds.as_mut_ptr(),
-            fds.len() as libc::nfds_t,
-            timeout,
-            std::ptr::null(),
-        )
-    };
-    usize::try_from(n).map_err(|_| {
-        std::io::Error::last_os_error()
-            .raw_os_error()
-            .unwrap_or(libc::EIO)
-    })
-}
 
 impl State {
     /// What can be done with the socket now.
@@ -105,7 +75,7 @@ impl Polled<'_> {
                 .map(|(at, fd)| entry(if is_socket(at) { -1 } else { fd.fd }, fd.events)),
         );
         asked.extend(more.iter().map(|fd| entry(*fd, libc::POLLIN)));
-        kernel(&mut asked, left)?;
+        wait::poll(&mut asked, left)?;
         let mut ready = 0;
         for (at, (fd, asked)) in self.fds.iter_mut().zip(&asked).enumerate() {
             if !self.sockets.iter().any(|(of, _)| *of == at) {
@@ -139,7 +109,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> Resul
     let of = |(at, fd): (usize, &libc::pollfd)| Some((at, Socket::of(fd.fd)?));
     let sockets: Vec<_> = fds.iter().enumerate().filter_map(of).collect();
     if sockets.is_empty() {
-        return kernel(fds, timeout);
+        return wait::poll(fds, timeout);
     }
     let others = fds.len() > sockets.len();
     let began = Instant::now();

@@ -223,10 +223,14 @@ impl MemoryRegion {
         self.rkey
     }
 
+    pub(crate) fn has_windows(&self) -> bool {
+        self.pd.registry.is_bound(self.lkey.0)
+    }
+
     /// By a new region, after which the old one ends: what `ibv_rereg_mr` changes differs between drivers, and after an error of
     /// its there is neither.
     pub(crate) fn rereg(&mut self, pd: &ProtectionDomain, spec: RegionSpec) -> Result<(), RegisterError> {
-        if self.pd.registry.is_bound(self.lkey.0) {
+        if self.has_windows() {
             return Err(RegisterError::WindowsBound);
         }
         *self = pd.reg_mr(spec)?;

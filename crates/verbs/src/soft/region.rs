@@ -52,6 +52,10 @@ impl MemoryRegion {
         self.rkey
     }
 
+    pub(crate) fn has_windows(&self) -> bool {
+        self.device.lock().rnic.has_mws(self.lkey)
+    }
+
     pub(crate) fn rereg(
         &mut self,
         pd: &ProtectionDomain,

@@ -1,0 +1,87 @@
+//! Waiting for descriptors as calls that block do: signals interrupt them where a read is interrupted, and threads can be cancelled there.
+
+use std::ffi::c_int;
+use std::os::fd::RawFd;
+use std::ptr;
+use std::time::Duration;
+
+unsafe extern "C-unwind" {
+    /// The system's, as a cancellation point: where its thread is cancelled it unwinds.
+    #[link_name = "poll"]
+    fn cancellable_poll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout_ms: c_int) -> c_int;
+}
+
+pub(crate) fn entry(fd: RawFd, events: i16) -> libc::pollfd {
+    libc::pollfd {
+        fd,
+        events,
+        revents: 0,
+    }
+}
+
+fn last_errno() -> c_int {
+    std::io::Error::last_os_error()
+        .raw_os_error()
+        .unwrap_or(libc::EIO)
+}
+
+/// `ppoll(2)`, and no cancellation point. `None`: waits for ever.
+pub(crate) fn poll(fds: &mut [libc::pollfd], left: Option<Duration>) -> Result<usize, c_int> {
+    let left = left.map(|left| libc::timespec {
+        tv_sec: left.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: left.subsec_nanos().into(),
+    });
+    let timeout = left.as_ref().map_or(ptr::null(), ptr::from_ref);
+    // SAFETY: as many entries as the list has, and a time or none; no set of signals.
+    let n = unsafe {
+        libc::syscall(
+            libc::SYS_ppoll,
+            fds.as_mut_ptr(),
+            fds.len(),
+            timeout,
+            ptr::null::<libc::sigset_t>(),
+            size_of::<u64>(),
+        )
+    };
+    usize::try_from(n).map_err(|_| last_errno())
+}
+
+/// Whether a call that a signal interrupted goes on, as `read(2)` does where the handler was set with `SA_RESTART`. A poll is
+/// interrupted by all of them and does not tell by which: it goes on where no handler was set without.
+pub(crate) fn restarts() -> bool {
+    (1..=libc::SIGRTMAX()).all(|signal| {
+        // SAFETY: all of it may be zero: numbers, and no function.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: nothing is changed, and what there is goes to a place of this function's.
+        let known = unsafe { libc::sigaction(signal, ptr::null(), &raw mut action) } == 0;
+        !known
+            || [libc::SIG_DFL, libc::SIG_IGN].contains(&action.sa_sigaction)
+            || action.sa_flags & libc::SA_RESTART != 0
+    })
+}
+
+/// Waits until a descriptor is readable; at once [`libc::EAGAIN`] where the program has set it to non-blocking. The thread may be cancelled
+/// meanwhile (`pthread_cancel(3)`).
+///
+/// # Safety
+/// Whoever calls it, and all between it and C, may be unwound: it has nothing to drop, and is `extern "C-unwind"` at the edge.
+pub(crate) unsafe fn readable_or_cancelled(fd: RawFd) -> Result<(), c_int> {
+    // SAFETY: no memory is touched.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    if flags < 0 {
+        return Err(last_errno());
+    }
+    let timeout_ms = if flags & libc::O_NONBLOCK != 0 { 0 } else { -1 };
+    loop {
+        let mut entry = entry(fd, libc::POLLIN);
+        // SAFETY: one entry, of this function's; for unwinding see above.
+        match unsafe { cancellable_poll(&raw mut entry, 1, timeout_ms) } {
+            0 => return Err(libc::EAGAIN),
+            1 => return Ok(()),
+            _ => match last_errno() {
+                libc::EINTR if restarts() => {}
+                errno => return Err(errno),
+            },
+        }
+    }
+}
