@@ -227,7 +227,6 @@ static void options(void)
 	struct sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
 	FAILS(rdma_resolve_addr(id, (struct sockaddr *)&address, (struct sockaddr *)&v6, 100), EINVAL);
 	/* Datagrams alone have groups. */
-	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&address));
 	struct sockaddr_in group = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(0xef010101)};
 	FAILS(rdma_join_multicast(id, (struct sockaddr *)&group, NULL), EINVAL);
 	FAILS(rdma_leave_multicast(id, (struct sockaddr *)&group), EADDRNOTAVAIL);
@@ -537,6 +536,64 @@ static void given_up(void)
 	address.sin_port = 0;
 }
 
+/* None of these is to be called in an id's state. */
+static void refuses(struct rdma_cm_id *id)
+{
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	uint16_t port = rdma_get_src_port(id);
+	FAILS(rdma_bind_addr(id, (struct sockaddr *)&(struct sockaddr_in){.sin_family = AF_INET, .sin_addr = address.sin_addr}), EINVAL);
+	FAILS(rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000), EINVAL);
+	FAILS(rdma_resolve_route(id, 1000), EINVAL);
+	FAILS(rdma_connect(id, &param), EINVAL);
+	FAILS(rdma_listen(id, 0), EINVAL);
+	CHECK(rdma_get_src_port(id) == port);
+}
+
+/* What is called out of order is refused and changes nothing, as the kernel's rdma_cm has it. */
+static void order(void)
+{
+	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
+	struct rdma_cm_id *listener = listening(there), *id, *accepted;
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1, .private_data = much, .private_data_len = 57};
+	CHECK(!rdma_listen(listener, 0));
+	refuses(listener);
+	CHECK(!rdma_create_id(here, &id, NULL, RDMA_PS_TCP));
+	FAILS(rdma_resolve_route(id, 1000), EINVAL);
+	FAILS(rdma_connect(id, &param), EINVAL);
+	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&(struct sockaddr_in){.sin_family = AF_INET, .sin_addr = address.sin_addr}));
+	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000));
+	expect(here, RDMA_CM_EVENT_ADDR_RESOLVED);
+	FAILS(rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000), EINVAL);
+	FAILS(rdma_connect(id, &param), EINVAL);
+	CHECK(!rdma_resolve_route(id, 1000));
+	expect(here, RDMA_CM_EVENT_ROUTE_RESOLVED);
+	FAILS(rdma_resolve_route(id, 1000), EINVAL);
+	create_qp(id);
+	/* More than a request has room for: the call says so, and it can be asked again. */
+	FAILS(rdma_connect(id, &param), EINVAL);
+	param.private_data_len = 56;
+	CHECK(!rdma_connect(id, &param));
+	refuses(id);
+	accepted = answer(there, id);
+	expect(here, RDMA_CM_EVENT_ESTABLISHED);
+	expect(there, RDMA_CM_EVENT_ESTABLISHED);
+	refuses(id);
+	refuses(accepted);
+	struct ibv_qp_attr attr;
+	struct ibv_qp_init_attr init;
+	CHECK(!ibv_query_qp(id->qp, &attr, IBV_QP_STATE, &init) && attr.qp_state == IBV_QPS_RTS);
+	CHECK(!rdma_disconnect(id));
+	expect(here, RDMA_CM_EVENT_DISCONNECTED);
+	expect(there, RDMA_CM_EVENT_DISCONNECTED);
+	refuses(id);
+	leave(id);
+	leave(accepted);
+	CHECK(!rdma_destroy_id(listener));
+	rdma_destroy_event_channel(here);
+	rdma_destroy_event_channel(there);
+	address.sin_port = 0;
+}
+
 int main(int count, char **arguments)
 {
 	if (count > 1)
@@ -555,6 +612,7 @@ int main(int count, char **arguments)
 	time_wait();
 	time_wait_alone();
 	given_up();
+	order();
 	race();
 	rdma_free_devices(list);
 	return 0;

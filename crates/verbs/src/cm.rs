@@ -22,6 +22,9 @@ use crate::soft::group::GroupError;
 /// What [`ConnectParams::ack_timeout`] is where nobody says.
 pub(crate) const ACK_TIMEOUT: u8 = 14;
 
+/// Private data of [`Device::connect`], in bytes: that of a REQ with its addresses. IBTA Vol 1, 12.6.5 and A11.
+pub const CONNECT_DATA_MAX: usize = 56;
+
 /// What is asked for when connecting.
 #[derive(Clone, Debug)]
 pub struct ConnectParams {

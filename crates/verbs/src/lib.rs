@@ -57,8 +57,8 @@ pub mod waiting;
 
 pub use cancel::Cancel;
 pub use cm::{
-    ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, ExternalPair, ListenError,
-    Listener,
+    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, ExternalPair,
+    ListenError, Listener,
 };
 pub use cq::ResizeError;
 pub use datagram::AddressHandle;
@@ -84,7 +84,10 @@ pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
 pub use rdmux_wire::roce::{PathMtu, Transport};
 pub use region::{MemoryRegion, MemoryWindow};
-pub use sidr::{AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, ResolveError, ServiceRequest};
+pub use sidr::{
+    AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError,
+    ServiceRequest,
+};
 pub use soft::engine::AttachError;
 pub use soft::load::{Load, wake_cost_ns};
 pub use srq::{SharedReceiveQueue, XrcDomain};

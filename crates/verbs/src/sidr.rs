@@ -125,8 +125,11 @@ impl DatagramService {
     }
 }
 
+/// Private data of [`Device::resolve`], in bytes: that of a SIDR_REQ with its addresses. IBTA Vol 1, 12.11 and A11.
+pub const RESOLVE_DATA_MAX: usize = 180;
+
 impl Device {
-    /// Asks who serves datagrams on an address and port (RDMA_PS_UDP). Waits for the answer. Private data: 180 bytes.
+    /// Asks who serves datagrams on an address and port (RDMA_PS_UDP). Waits for the answer. Private data: [`RESOLVE_DATA_MAX`] bytes.
     pub fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<DatagramService, ResolveError> {
         self.resolve_from(0, peer, private_data, &Cancel::new())
     }

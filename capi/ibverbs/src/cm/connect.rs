@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_verbs::{
-    ConnectError, ConnectPair, ConnectParams, Connection, Endpoint, ExternalPair, QpAttributes, QpState, Qpn,
-    QueuePair, RejReason,
+    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connection, Endpoint, ExternalPair,
+    QpAttributes, QpState, Qpn, QueuePair, RESOLVE_DATA_MAX, RejReason,
 };
 
 use super::bring_up::{attributes, show};
 use super::channel::Event;
 use super::datagram;
-use super::id::{Id, Request, Shared};
+use super::id::{Id, Request, Shared, Stage};
 use crate::queue_pair::Owner;
 use crate::{abi, channel, context, minus_one, queue_pair, warn};
 
@@ -338,6 +338,14 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     let data = asked.map_or(Vec::new(), |asked| unsafe {
         private_data(asked.private_data, asked.private_data_len)
     });
+    let room = if own.is_datagram() {
+        RESOLVE_DATA_MAX
+    } else {
+        CONNECT_DATA_MAX
+    };
+    if data.len() > room {
+        return Err(libc::EINVAL);
+    }
     if own.is_datagram() {
         return datagram::connect(own, device, peer, data);
     }
@@ -435,8 +443,12 @@ unsafe extern "C" fn rdma_connect(id: *mut abi::CmId, asked: *mut abi::ConnParam
     } else {
         abi::cm_event::ESTABLISHED
     };
-    // SAFETY: as the caller says.
-    minus_one(own.complete(event, |own| unsafe { connect(own, asked) }))
+    minus_one(own.complete(event, |own| {
+        // SAFETY: as the caller says.
+        own.advance(&[Stage::RouteResolved], Stage::Connect, |own| unsafe {
+            connect(own, asked)
+        })
+    }))
 }
 
 unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_int> {
@@ -524,16 +536,13 @@ unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length
 unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
-    let Some(connection) = own
-        .shared
-        .connection()
-        .filter(|_| !own.disconnected && !own.is_inherited())
-    else {
+    let Some(connection) = own.shared.connection().filter(|_| !own.is_inherited()) else {
         return minus_one(Err(libc::EINVAL));
     };
-    own.disconnected = true;
-    minus_one(own.complete(abi::cm_event::DISCONNECTED, |_| {
-        connection.disconnect();
-        Ok(())
+    minus_one(own.complete(abi::cm_event::DISCONNECTED, |own| {
+        own.advance(&[Stage::Connect], Stage::Disconnect, |_| {
+            connection.disconnect();
+            Ok(())
+        })
     }))
 }

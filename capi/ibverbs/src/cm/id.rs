@@ -16,10 +16,26 @@ use crate::device::Device;
 use crate::events::Given;
 use crate::{abi, minus_one, queue_pair};
 
+/// How far an id has come: the states of the kernel's rdma_cm, without those in which it waits for an address or a route, which are
+/// known here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    Idle,
+    AddrBound,
+    AddrResolved,
+    RouteResolved,
+    /// It has asked a peer, or was asked by one, whatever came of that.
+    Connect,
+    /// The program has ended its connection.
+    Disconnect,
+    Listen,
+}
+
 /// What a program's `struct rdma_cm_id` pointer points at.
 #[repr(C)]
 pub(super) struct Id {
     pub(super) shown: abi::CmId,
+    pub(super) stage: Stage,
     pub(super) shared: Arc<Shared>,
     pub(super) local: Option<SocketAddr>,
     pub(super) remote: Option<SocketAddr>,
@@ -38,8 +54,6 @@ pub(super) struct Id {
     pub(super) any_port: bool,
     /// Of IPv6, it does not hear IPv4.
     pub(super) own_family: bool,
-    /// The program has ended its connection.
-    pub(super) disconnected: bool,
     process: u32,
 }
 
@@ -138,6 +152,7 @@ impl Id {
         });
         let id = Box::into_raw(Box::new(Id {
             shown,
+            stage: Stage::Idle,
             shared: shared.clone(),
             local: None,
             remote: None,
@@ -150,7 +165,6 @@ impl Id {
             passive: None,
             any_port: false,
             own_family: false,
-            disconnected: false,
             process: std::process::id(),
         }));
         shared.state().id = id.cast();
@@ -165,6 +179,21 @@ impl Id {
     /// Whether calls wait for their event.
     pub(super) fn waits(&self) -> bool {
         self.private.is_some()
+    }
+
+    /// Takes a step from one of the stages in which it may be taken to the next one. Where it fails, it stays where it was.
+    pub(super) fn advance(
+        &mut self,
+        from: &[Stage],
+        to: Stage,
+        step: impl FnOnce(&mut Id) -> Result<(), c_int>,
+    ) -> Result<(), c_int> {
+        if !from.contains(&self.stage) {
+            return Err(libc::EINVAL);
+        }
+        // The step may tell of itself: from then on the id may be gone.
+        let before = std::mem::replace(&mut self.stage, to);
+        step(self).inspect_err(|_| self.stage = before)
     }
 
     /// Does what brings about an event. Where calls wait for theirs, this one does then; another event is an error. It stays the
@@ -231,11 +260,40 @@ impl Id {
     }
 
     /// Takes a path for its route: there is one, by the address.
-    fn take_path(&self, length: usize) -> Result<(), c_int> {
-        if length == 0 || !length.is_multiple_of(PATH_BYTES) || self.remote.is_none() {
+    fn take_path(&mut self, length: usize) -> Result<(), c_int> {
+        if length == 0 || !length.is_multiple_of(PATH_BYTES) {
             return Err(libc::EINVAL);
         }
-        self.tell(abi::cm_event::ROUTE_RESOLVED);
+        self.take_route()
+    }
+
+    /// Its address has a route: there is one, by the address.
+    fn take_route(&mut self) -> Result<(), c_int> {
+        self.advance(&[Stage::AddrResolved], Stage::RouteResolved, |own| {
+            own.tell(abi::cm_event::ROUTE_RESOLVED);
+            Ok(())
+        })
+    }
+
+    /// Takes the device from which a peer is reached, and a port there.
+    fn resolve(&mut self, source: Option<SocketAddr>, peer: SocketAddr) -> Result<(), c_int> {
+        let given = source.or(self.local).filter(|local| !local.ip().is_unspecified());
+        let local = match given {
+            Some(local) => local.ip(),
+            None => route(peer)?,
+        };
+        if local.is_ipv4() != peer.is_ipv4() {
+            return Err(libc::EINVAL);
+        }
+        // Peers at an address of this host's are reached from there.
+        self.take_device(local).or_else(|_| self.take_device(peer.ip()))?;
+        let bound = self.local.filter(|local| local.port() != 0);
+        let port = given
+            .filter(|at| at.port() != 0)
+            .or(bound)
+            .map_or_else(some_port, |at| at.port());
+        self.set_addresses(SocketAddr::new(self.device()?.address(), port), Some(peer));
+        self.tell(abi::cm_event::ADDR_RESOLVED);
         Ok(())
     }
 
@@ -398,13 +456,15 @@ pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut
     // SAFETY: an id that was made, and an address of the caller's.
     let (own, address) = unsafe { (&mut *id.cast::<Id>(), read(address)) };
     minus_one(address.map(seen).and_then(|address| {
-        if !address.ip().is_unspecified() {
-            own.take_device(address.ip())?;
-        }
-        own.any_port = address.port() == 0;
-        let port = if own.any_port { some_port() } else { address.port() };
-        own.set_addresses(SocketAddr::new(address.ip(), port), None);
-        Ok(())
+        own.advance(&[Stage::Idle], Stage::AddrBound, |own| {
+            if !address.ip().is_unspecified() {
+                own.take_device(address.ip())?;
+            }
+            own.any_port = address.port() == 0;
+            let port = if own.any_port { some_port() } else { address.port() };
+            own.set_addresses(SocketAddr::new(address.ip(), port), None);
+            Ok(())
+        })
     }))
 }
 
@@ -418,29 +478,11 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
     // SAFETY: an id that was made, and addresses of the caller's or none.
     let (own, source, destination) = unsafe { (&mut *id.cast::<Id>(), read(source), read(destination)) };
     minus_one(destination.map(seen).and_then(|peer| {
-        let given = source
-            .ok()
-            .map(seen)
-            .or(own.local)
-            .filter(|local| !local.ip().is_unspecified());
-        let local = match given {
-            Some(local) => local.ip(),
-            None => route(peer)?,
-        };
-        if local.is_ipv4() != peer.is_ipv4() {
-            return Err(libc::EINVAL);
-        }
-        // Peers at an address of this host's are reached from there.
-        own.take_device(local).or_else(|_| own.take_device(peer.ip()))?;
-        let bound = own.local.filter(|local| local.port() != 0);
-        let port = given
-            .filter(|at| at.port() != 0)
-            .or(bound)
-            .map_or_else(some_port, |at| at.port());
-        own.set_addresses(SocketAddr::new(own.device()?.address(), port), Some(peer));
         own.complete(abi::cm_event::ADDR_RESOLVED, |own| {
-            own.tell(abi::cm_event::ADDR_RESOLVED);
-            Ok(())
+            let from = [Stage::Idle, Stage::AddrBound];
+            own.advance(&from, Stage::AddrResolved, |own| {
+                own.resolve(source.ok().map(seen), peer)
+            })
         })
     }))
 }
@@ -449,13 +491,7 @@ pub(super) unsafe extern "C" fn rdma_resolve_addr(
 pub(super) unsafe extern "C" fn rdma_resolve_route(id: *mut abi::CmId, _: c_int) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
-    if own.remote.is_none() || own.shown.verbs.is_null() {
-        return minus_one(Err(libc::EINVAL));
-    }
-    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED, |own| {
-        own.tell(abi::cm_event::ROUTE_RESOLVED);
-        Ok(())
-    }))
+    minus_one(own.complete(abi::cm_event::ROUTE_RESOLVED, Id::take_route))
 }
 
 #[unsafe(no_mangle)]

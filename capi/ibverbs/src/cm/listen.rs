@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use super::channel::{Event, UserContext};
 use super::connect::told;
-use super::id::{Id, Request, Shared};
+use super::id::{Id, Request, Shared, Stage};
 use crate::device::Device;
 use crate::{abi, context, minus_one};
 
@@ -126,7 +126,7 @@ fn tell(on: &On, request: Request) {
     };
     own.set_addresses(on.local, Some(peer));
     let event = event.on(on.id, &on.shared.given);
-    own.request = Some(request);
+    (own.request, own.stage) = (Some(request), Stage::Connect);
     // To whoever hears the listening id; where that is gone, nobody takes the new one.
     on.shared.tell(|_, _| event);
 }
@@ -207,9 +207,6 @@ pub(crate) fn services<S>(
 }
 
 fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int> {
-    if !own.listening.is_empty() {
-        return Err(libc::EINVAL);
-    }
     let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
     let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
@@ -253,7 +250,9 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, backlog: c_int) -> c_int {
     // SAFETY: an id that was made, says the caller.
-    minus_one(listen(id, unsafe { &mut *id.cast::<Id>() }, backlog))
+    let own = unsafe { &mut *id.cast::<Id>() };
+    let from = [Stage::Idle, Stage::AddrBound];
+    minus_one(own.advance(&from, Stage::Listen, |own| listen(id, own, backlog)))
 }
 
 /// The next request of an id that has no channel.
@@ -261,7 +260,7 @@ unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, backlog: c_int) -> c_int {
 unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *listener.cast::<Id>() };
-    if own.listening.is_empty() || !own.waits() {
+    if own.stage != Stage::Listen || !own.waits() {
         return minus_one(Err(libc::EINVAL));
     }
     minus_one(

@@ -22,7 +22,7 @@ use super::device::{Device, poll_until};
 use super::objects::Qp;
 use super::qp::QueuePair;
 use crate::abi::{self, cm_event, port_space};
-use crate::cm::{ACK_TIMEOUT, ConnectError, ConnectParams, ListenError};
+use crate::cm::{ACK_TIMEOUT, CONNECT_DATA_MAX, ConnectError, ConnectParams, ListenError};
 use crate::features::Features;
 use crate::soft::engine::Waker;
 
@@ -34,8 +34,7 @@ const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
 const RESOLVE_MS: i32 = 5000;
 /// Requests that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Most private data of a REQ with its addresses, a REP and a REJ. IBTA Vol 1, 12.6.5 to 12.6.8 and A11.
-const REQ_DATA_MAX: usize = 56;
+/// Most private data of a REJ. IBTA Vol 1, 12.6.7.
 pub(super) const REJ_DATA_MAX: usize = 148;
 
 /// The connections of a device.
@@ -381,7 +380,7 @@ impl Device {
         if qp.qp_type() != QpType::Rc {
             return Err(ConnectError::Io(self.lacks(Features::CONNECT_ANY).into()));
         }
-        if private_data.len() > REQ_DATA_MAX {
+        if private_data.len() > CONNECT_DATA_MAX {
             return Err(ConnectError::PrivateData);
         }
         let deadline = Instant::now().checked_add(CONNECT_TIMEOUT);

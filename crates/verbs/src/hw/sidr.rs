@@ -15,12 +15,11 @@ use super::device::Device;
 use super::qp::QueuePair;
 use crate::abi::{cm_event, port_space};
 use crate::cm::ListenError;
-use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, ResolveError};
+use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError};
 
 /// Longest wait for the peer's answer.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Most private data of a SIDR_REQ with its addresses, and of a SIDR_REP. IBTA Vol 1, 12.11.
-const REQ_DATA_MAX: usize = 180;
+/// Most private data of a SIDR_REP. IBTA Vol 1, 12.11.
 const REP_DATA_MAX: usize = 136;
 
 fn tell(private_data: &[u8], qpn: u32) -> Tell<'_> {
@@ -38,7 +37,7 @@ fn tell(private_data: &[u8], qpn: u32) -> Tell<'_> {
 impl Device {
     /// Asks who serves datagrams on an address and port (RDMA_PS_UDP).
     pub(crate) fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<Found, ResolveError> {
-        if private_data.len() > REQ_DATA_MAX {
+        if private_data.len() > RESOLVE_DATA_MAX {
             return Err(ResolveError::PrivateData);
         }
         let failed = |failure: Failure| match failure {
