@@ -536,6 +536,24 @@ static void given_up(void)
 	address.sin_port = 0;
 }
 
+/* A shared receive queue that cannot be made takes nothing away that was there. */
+static void no_queue(void)
+{
+	struct rdma_cm_id *id;
+	CHECK(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&address));
+	struct ibv_srq_init_attr queue = {.attr = {.max_wr = 0, .max_sge = 1}};
+	struct ibv_srq_init_attr_ex xrc = {.attr = {.max_wr = 0, .max_sge = 1}, .comp_mask = IBV_SRQ_INIT_ATTR_TYPE, .srq_type = IBV_SRQT_XRC};
+	FAILS(rdma_create_srq_ex(id, &xrc), EINVAL);
+	CHECK(!id->srq && !id->recv_cq && !id->recv_cq_channel);
+	create_qp(id);
+	struct ibv_cq *send_cq = id->send_cq, *recv_cq = id->recv_cq;
+	FAILS(rdma_create_srq(id, NULL, &queue), EINVAL);
+	FAILS(rdma_create_srq_ex(id, &xrc), EINVAL);
+	CHECK(!id->srq && id->send_cq == send_cq && id->recv_cq == recv_cq && id->send_cq_channel && id->recv_cq_channel);
+	leave(id);
+}
+
 /* None of these is to be called in an id's state. */
 static void refuses(struct rdma_cm_id *id)
 {
@@ -613,6 +631,7 @@ int main(int count, char **arguments)
 	time_wait_alone();
 	given_up();
 	order();
+	no_queue();
 	race();
 	rdma_free_devices(list);
 	return 0;

@@ -192,19 +192,20 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
 
 /// Destroys the completion queues that the library made for an id.
 pub(super) fn destroy_queues(own: &mut Id) {
-    for (queue, channel) in [
-        (&mut own.shown.send_cq, &mut own.shown.send_cq_channel),
-        (&mut own.shown.recv_cq, &mut own.shown.recv_cq_channel),
-    ] {
-        // Those without a channel here are the program's.
-        let channel = std::mem::replace(channel, ptr::null_mut());
-        let queue = std::mem::replace(queue, ptr::null_mut());
-        if !channel.is_null() {
-            // SAFETY: made for the id in `queue_of`.
-            unsafe {
-                channel::ibv_destroy_cq(queue);
-                channel::ibv_destroy_comp_channel(channel);
-            }
+    let shown = &mut own.shown;
+    destroy_queue(&mut shown.send_cq_channel, &mut shown.send_cq);
+    destroy_queue(&mut shown.recv_cq_channel, &mut shown.recv_cq);
+}
+
+/// Destroys one of them. Without a channel here it is the program's, and only forgotten.
+pub(super) fn destroy_queue(channel: &mut *mut abi::CompChannel, queue: &mut *mut abi::Cq) {
+    let channel = std::mem::replace(channel, ptr::null_mut());
+    let queue = std::mem::replace(queue, ptr::null_mut());
+    if !channel.is_null() {
+        // SAFETY: made for the id in `queue_of`.
+        unsafe {
+            channel::ibv_destroy_cq(queue);
+            channel::ibv_destroy_comp_channel(channel);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::ffi::c_int;
 use std::ptr;
 
-use super::connect::{destroy_queues, queue_of};
+use super::connect::{destroy_queue, destroy_queues, queue_of};
 use super::id::Id;
 use crate::{abi, context, minus_one, srq};
 
@@ -22,14 +22,18 @@ unsafe fn create(id: *mut abi::CmId, init: &mut abi::SrqInitAttrEx) -> Result<()
         init.pd = own.shown.pd;
     }
     init.comp_mask |= INIT_PD;
+    // What this call makes goes where it fails; a queue pair's queues stay.
+    let has_queue = !own.shown.recv_cq.is_null();
     if init.srq_type == TYPE_XRC {
         if init.comp_mask & INIT_XRCD == 0 || init.xrcd.is_null() {
             init.xrcd = context::shared_xrcd(own.shown.verbs)?;
         }
         if init.comp_mask & INIT_CQ == 0 || init.cq.is_null() {
-            // SAFETY: a context that is open.
-            (own.shown.recv_cq_channel, own.shown.recv_cq) =
-                unsafe { queue_of(id, own.shown.verbs, init.attr.max_wr) }?;
+            if !has_queue {
+                // SAFETY: a context that is open.
+                (own.shown.recv_cq_channel, own.shown.recv_cq) =
+                    unsafe { queue_of(id, own.shown.verbs, init.attr.max_wr) }?;
+            }
             init.cq = own.shown.recv_cq;
         }
         init.comp_mask |= INIT_XRCD | INIT_CQ;
@@ -41,7 +45,9 @@ unsafe fn create(id: *mut abi::CmId, init: &mut abi::SrqInitAttrEx) -> Result<()
             Ok(())
         }
         Err(errno) => {
-            destroy_queues(own);
+            if !has_queue {
+                destroy_queue(&mut own.shown.recv_cq_channel, &mut own.shown.recv_cq);
+            }
             Err(errno)
         }
     }
