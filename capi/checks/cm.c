@@ -554,6 +554,40 @@ static void no_queue(void)
 	leave(id);
 }
 
+/* A queue pair that is destroyed while its connection is asked for takes no receives of a shared queue, and nothing is told of it. */
+static void destroyed(void)
+{
+	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
+	struct rdma_cm_id *listener = listening(there), *id, *accepted;
+	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
+	struct ibv_srq_init_attr queue = {.attr = {.max_wr = 4, .max_sge = 1}};
+	struct rdma_cm_event *event;
+	CHECK(!rdma_listen(listener, 0));
+	CHECK(!rdma_create_id(here, &id, NULL, RDMA_PS_TCP));
+	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&address, 1000));
+	expect(here, RDMA_CM_EVENT_ADDR_RESOLVED);
+	CHECK(!rdma_resolve_route(id, 1000));
+	expect(here, RDMA_CM_EVENT_ROUTE_RESOLVED);
+	CHECK(!rdma_create_srq(id, NULL, &queue));
+	create_qp(id);
+	CHECK(id->qp->srq == id->srq && !rdma_connect(id, &param));
+	wait_for_event(there);
+	rdma_destroy_qp(id);
+	accepted = answer(there, id);
+	CHECK(!rdma_get_cm_event(here, &event) && event->event == RDMA_CM_EVENT_CONNECT_ERROR && !rdma_ack_cm_event(event));
+	/* The peer hears that there is no connection. */
+	expect(there, RDMA_CM_EVENT_DISCONNECTED);
+	struct pollfd told = {.fd = id->verbs->async_fd, .events = POLLIN};
+	CHECK(!poll(&told, 1, 0));
+	rdma_destroy_srq(id);
+	leave(id);
+	leave(accepted);
+	CHECK(!rdma_destroy_id(listener));
+	rdma_destroy_event_channel(here);
+	rdma_destroy_event_channel(there);
+	address.sin_port = 0;
+}
+
 /* None of these is to be called in an id's state. */
 static void refuses(struct rdma_cm_id *id)
 {
@@ -632,6 +666,7 @@ int main(int count, char **arguments)
 	given_up();
 	order();
 	no_queue();
+	destroyed();
 	race();
 	rdma_free_devices(list);
 	return 0;

@@ -329,20 +329,10 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
 pub(crate) unsafe fn end(pair: *mut abi::Qp) {
     // SAFETY: made by a Box in `show`; the rest as the caller says.
     let Pair {
-        pair,
-        shown,
-        opened,
-        _of,
-        ..
+        pair, opened, _of, ..
     } = *unsafe { Box::from_raw(pair.cast::<Pair>()) };
-    if Arc::into_inner(opened).is_none() {
-        return;
-    }
-    // Reset forgets what was posted and has completed.
-    let _ = pair.modify(QpState::Reset, &QpAttributes::default());
-    // From Error no connection that is still asked for brings it up. With a shared receive queue that would be an event of what is gone.
-    if shown.into_inner().qp.srq.is_null() {
-        let _ = pair.modify(QpState::Error, &QpAttributes::default());
+    if Arc::into_inner(opened).is_some() {
+        pair.retire();
     }
 }
 

@@ -537,6 +537,12 @@ impl Rnic {
         result.unwrap_or(Err(ModifyError::NoQp))
     }
 
+    /// Takes a QP to Reset for good: it exists, and keeps its number, until it is destroyed, but is to those who modify it no more. So
+    /// whoever still knows it, as a connection that is being made does, does not bring it up.
+    pub fn retire_qp(&mut self, now: Time, qpn: Qpn) {
+        self.with_qp(now, qpn, |qp, env| qp.retire(env));
+    }
+
     /// Attaches a UD QP to a multicast group: what is sent to the group's address is delivered to it too. IBTA Vol 1, 11.3.1.
     pub fn attach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), McastError> {
         let group = group.to_canonical();

@@ -526,6 +526,15 @@ impl QueuePair {
         }
     }
 
+    /// Its owner uses it no more, while others may still hold it, as a connection that is being made does: it forgets what was posted
+    /// and has completed, and nobody brings it up again. Changing its state is from then on an error ([`ModifyError`]).
+    pub fn retire(&self) {
+        match self.provided() {
+            Provided::Soft(qp) => qp.retire(),
+            Provided::Hw(qp) => qp.retire(),
+        }
+    }
+
     /// What is known about it.
     pub fn query(&self) -> Option<QpInfo> {
         match self.provided() {

@@ -369,6 +369,8 @@ pub(crate) struct Head {
     pub(crate) local: bool,
     /// Regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
+    /// It stays in Reset until it is destroyed.
+    retired: bool,
     /// The room in its send queue, and the queue of its own receives: who posts shares them.
     pub(crate) sends: SendQueue,
     pub(crate) receives: ReceiveQueue,
@@ -465,10 +467,17 @@ impl Qp {
             timer: None,
             local: false,
             granted: false,
+            retired: false,
             sends,
             receives,
         };
         Qp { head, halves }
+    }
+
+    /// Takes it to Reset for good.
+    pub(crate) fn retire(&mut self, env: &mut Env<'_>) {
+        let _ = self.modify(env, QpState::Reset, &QpAttributes::default());
+        self.head.retired = true;
     }
 
     pub(crate) fn modify(
@@ -477,6 +486,9 @@ impl Qp {
         to: QpState,
         attr: &QpAttributes,
     ) -> Result<(), ModifyError> {
+        if self.head.retired {
+            return Err(ModifyError::NoQp);
+        }
         let (qp_type, from) = (self.head.init.qp_type, self.head.state);
         attr.check(qp_type, from, to)?;
         let head = &mut self.head;

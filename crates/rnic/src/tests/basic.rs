@@ -223,6 +223,19 @@ fn repeat_last_ack__reaches_a_peer_that_lost_the_first() {
 }
 
 #[test]
+fn retire_qp__is_for_good() {
+    let mut pair = Pair::new();
+    let (now, qpn) = (pair.now, pair.sides[0].qpn);
+    let rnic = &mut pair.sides[0].rnic;
+    rnic.retire_qp(now, qpn);
+    for to in [QpState::Reset, QpState::Init, QpState::Error] {
+        let modified = rnic.modify_qp(now, qpn, to, &QpAttributes::default());
+        assert_eq!(modified, Err(ModifyError::NoQp));
+        assert_eq!(rnic.query_qp(qpn).unwrap().state, QpState::Reset);
+    }
+}
+
+#[test]
 fn repeat_last_ack__is_not_taken_for_the_data_of_a_read() {
     let mut pair = Pair::new();
     pair.deliver = Box::new(|to, _| to == 1);

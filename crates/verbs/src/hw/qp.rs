@@ -542,6 +542,13 @@ impl QueuePair {
     }
 
     /// Changes state and attributes.
+    pub(crate) fn retire(&self) {
+        // From Error no connection brings it up.
+        for state in [QpState::Reset, QpState::Error] {
+            let _ = self.modify(state, &QpAttributes::default());
+        }
+    }
+
     pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         let qp = &self.0.qp;
         let failed = |error: Errno| ModifyError::Refused(error.raw_os_error());

@@ -112,6 +112,14 @@ impl QueuePair {
         })
     }
 
+    pub(crate) fn retire(&self) {
+        self.device.with(|core, now| {
+            core.say_last(now, self.qpn);
+            core.rnic.retire_qp(now, self.qpn);
+            core.qp_errors.remove(&self.qpn);
+        });
+    }
+
     pub(crate) fn query(&self) -> Option<QpInfo> {
         self.device.lock().rnic.query_qp(self.qpn)
     }
