@@ -9,6 +9,8 @@
 #include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
 #include <stdatomic.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 enum { TAKERS = 3, CLIENTS = 3 };
 
@@ -536,6 +538,67 @@ static void given_up(void)
 	address.sin_port = 0;
 }
 
+/* An id of an address and a port; 0: any. */
+static struct rdma_cm_id *bound(in_addr_t host, in_port_t port)
+{
+	struct rdma_cm_id *id;
+	struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = host, .sin_port = port};
+	CHECK(!rdma_create_id(NULL, &id, NULL, RDMA_PS_TCP) && !rdma_bind_addr(id, (struct sockaddr *)&at));
+	CHECK(rdma_get_src_port(id) && (!port || rdma_get_src_port(id) == port));
+	return id;
+}
+
+/* The limit with which there are no more descriptors than now: all below the next one are taken. */
+static struct rlimit no_more(struct rlimit had)
+{
+	int next = dup(0);
+	CHECK(next >= 0 && !close(next));
+	return (struct rlimit){.rlim_cur = next, .rlim_max = had.rlim_max};
+}
+
+/* A port is listened on by one, at all of its addresses, or the call says why not. */
+static void ports(void)
+{
+	struct rdma_cm_id *late = bound(address.sin_addr.s_addr, 0), *client;
+	in_port_t port = rdma_get_src_port(late);
+	/* Somebody else has the port when it is to be listened on; it is not exchanged for another that nobody knows. */
+	struct rdma_cm_id *early = bound(address.sin_addr.s_addr, port), *all = bound(INADDR_ANY, port);
+	CHECK(!rdma_listen(early, 0));
+	FAILS(rdma_listen(late, 0), EADDRINUSE);
+	FAILS(rdma_listen(all, 0), EADDRINUSE);
+	CHECK(rdma_get_src_port(late) == port && rdma_get_src_port(all) == port);
+	CHECK(!rdma_destroy_id(early));
+	/* Why no port at all can be listened on. */
+	struct rlimit had;
+	struct rdma_cm_id *any;
+	CHECK(!getrlimit(RLIMIT_NOFILE, &had));
+	CHECK(!rdma_create_id(NULL, &any, NULL, RDMA_PS_TCP));
+	struct rlimit none = no_more(had);
+	CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+	FAILS(rdma_listen(any, 0), EMFILE);
+	FAILS(rdma_listen(late, 0), EMFILE);
+	CHECK(!setrlimit(RLIMIT_NOFILE, &had));
+	CHECK(!rdma_listen(any, 0) && rdma_get_src_port(any) && !rdma_listen(late, 0));
+	/* A request waits until it can be taken. */
+	struct rdma_event_channel *here = rdma_create_event_channel();
+	struct rdma_cm_event *event;
+	address.sin_port = port;
+	client = ask(here);
+	wait_for_event(late->channel);
+	struct rdma_cm_id *asked;
+	none = no_more(had);
+	CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+	FAILS(rdma_get_request(late, &asked), EMFILE);
+	CHECK(!setrlimit(RLIMIT_NOFILE, &had));
+	CHECK(!rdma_get_request(late, &asked) && asked->verbs && asked->pd && !rdma_reject(asked, NULL, 0));
+	CHECK(!rdma_get_cm_event(here, &event) && event->event == RDMA_CM_EVENT_REJECTED && !rdma_ack_cm_event(event));
+	leave(client);
+	leave(asked);
+	rdma_destroy_event_channel(here);
+	CHECK(!rdma_destroy_id(late) && !rdma_destroy_id(all) && !rdma_destroy_id(any));
+	address.sin_port = 0;
+}
+
 /* A shared receive queue that cannot be made takes nothing away that was there. */
 static void no_queue(void)
 {
@@ -667,6 +730,7 @@ int main(int count, char **arguments)
 	order();
 	no_queue();
 	destroyed();
+	ports();
 	race();
 	rdma_free_devices(list);
 	return 0;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rdmux_verbs::{Cancel, Connection, ConnectionRequest, QpType, ServiceId, ServiceRequest};
 
 use super::channel::{Channel, Event, Events, UserContext, take_back};
-use super::listen::some_port;
+use super::listen::{free_port, some_port};
 use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
 use crate::context::{self, Context};
@@ -50,11 +50,26 @@ pub(super) struct Id {
     private: Option<Box<Channel>>,
     /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]), in its domain.
     pub(super) passive: Option<abi::QpInitAttr>,
-    /// Its port was chosen for it when it was bound.
-    pub(super) any_port: bool,
     /// Of IPv6, it does not hear IPv4.
     pub(super) own_family: bool,
     process: u32,
+}
+
+/// A local address as ids have it: what all of them share that are there, which stays.
+#[derive(Clone, Copy)]
+pub(super) struct Port {
+    verbs: *mut abi::Context,
+    pd: *mut abi::Pd,
+    gid: abi::Gid,
+}
+
+impl Port {
+    pub(super) fn at(address: IpAddr) -> Result<Port, c_int> {
+        let device = Device::at(address).ok_or(libc::ENODEV)?;
+        let verbs = context::shared(device)?;
+        let (pd, gid) = (context::shared_domain(verbs)?, device.gid());
+        Ok(Port { verbs, pd, gid })
+    }
 }
 
 /// What a peer asks for.
@@ -163,7 +178,6 @@ impl Id {
             listening: Vec::new(),
             private,
             passive: None,
-            any_port: false,
             own_family: false,
             process: std::process::id(),
         }));
@@ -250,13 +264,14 @@ impl Id {
     }
 
     /// Takes the device of a local address for its own.
-    pub(super) fn take_device(&mut self, address: IpAddr) -> Result<(), c_int> {
-        let device = Device::at(address).ok_or(libc::ENODEV)?;
-        self.shown.verbs = context::shared(device)?;
-        self.shown.pd = context::shared_domain(self.shown.verbs)?;
-        self.shown.port_num = 1;
-        self.shown.sgid = device.gid();
+    fn take_device(&mut self, address: IpAddr) -> Result<(), c_int> {
+        self.take_port(Port::at(address)?);
         Ok(())
+    }
+
+    pub(super) fn take_port(&mut self, port: Port) {
+        (self.shown.verbs, self.shown.pd) = (port.verbs, port.pd);
+        (self.shown.port_num, self.shown.sgid) = (1, port.gid);
     }
 
     /// Takes a path for its route: there is one, by the address.
@@ -460,8 +475,10 @@ pub(super) unsafe extern "C" fn rdma_bind_addr(id: *mut abi::CmId, address: *mut
             if !address.ip().is_unspecified() {
                 own.take_device(address.ip())?;
             }
-            own.any_port = address.port() == 0;
-            let port = if own.any_port { some_port() } else { address.port() };
+            let port = match address.port() {
+                0 => free_port(own, address),
+                port => port,
+            };
             own.set_addresses(SocketAddr::new(address.ip(), port), None);
             Ok(())
         })

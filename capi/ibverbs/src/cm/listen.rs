@@ -9,13 +9,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use rdmux_verbs::soft::group::GroupError;
 use rdmux_verbs::{DatagramListener, ListenError, Listener};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
 use super::channel::{Event, UserContext};
 use super::connect::told;
-use super::id::{Id, Request, Shared, Stage};
+use super::id::{Id, Port, Request, Shared, Stage};
 use crate::device::Device;
 use crate::{abi, context, minus_one};
 
@@ -49,11 +50,12 @@ struct On {
     ps: u32,
     qp_type: u32,
     local: SocketAddr,
+    port: Port,
     /// Requests that wait to be taken, at most.
     backlog: usize,
 }
 
-// SAFETY: the pointers are the program's, and are not followed.
+// SAFETY: the pointers are the program's, and those of its port, which stay: none is followed.
 unsafe impl Send for On {}
 
 /// What is listened for.
@@ -106,8 +108,7 @@ fn tell(on: &On, request: Request) {
     let made = Id::new(channel, events, on.user, on.ps, on.qp_type);
     // SAFETY: just made.
     let own = unsafe { &mut *made };
-    // It listens there, so it is open; else the id has no device, and its request is refused.
-    let _ = own.take_device(on.local.ip());
+    own.take_port(on.port);
     let event = Event::new(made.cast(), &own.shared.given, abi::cm_event::CONNECT_REQUEST, 0);
     let (peer, event) = match &request {
         Request::Connection(request) => {
@@ -158,26 +159,29 @@ pub(crate) fn device_at(address: IpAddr) -> Result<rdmux_verbs::Device, c_int> {
         .clone())
 }
 
-/// Offers a service on all of the addresses; a device that another user has, or that cannot be opened, is left out while one is left.
-fn offer_all<S>(
-    addresses: &[IpAddr],
-    offer: impl Fn(&rdmux_verbs::Device) -> Result<S, ListenError>,
-) -> Result<Vec<(IpAddr, S)>, c_int> {
+/// The devices of addresses; one that another user has, or that cannot be opened, is left out while one is left.
+fn devices_at(addresses: &[IpAddr]) -> Result<Vec<(IpAddr, rdmux_verbs::Device)>, c_int> {
     let mut why = libc::ENODEV;
     let mut found = Vec::new();
     for address in addresses {
-        let offered = device_at(*address).and_then(|device| {
-            offer(&device).map_err(|error| match error {
-                ListenError::Group(_) => libc::EADDRINUSE,
-                ListenError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
-            })
-        });
-        match offered {
-            Ok(service) => found.push((*address, service)),
+        match device_at(*address) {
+            Ok(device) => found.push((*address, device)),
             Err(errno) => why = errno,
         }
     }
     if found.is_empty() { Err(why) } else { Ok(found) }
+}
+
+/// Why a service cannot be offered.
+fn errno_of(error: ListenError) -> c_int {
+    match error {
+        ListenError::Group(GroupError::ServiceInUse { .. }) => libc::EADDRINUSE,
+        ListenError::Group(GroupError::Io { source, .. }) | ListenError::Io(source) => {
+            source.raw_os_error().unwrap_or(libc::EIO)
+        }
+        // An address has no more.
+        ListenError::Group(_) => libc::ENOBUFS,
+    }
 }
 
 /// A port where a program leaves the choice: another one each time, and for each process.
@@ -195,38 +199,52 @@ pub(crate) fn services<S>(
     offer: impl Fn(&rdmux_verbs::Device, u16) -> Result<S, ListenError>,
 ) -> Result<(u16, Vec<(IpAddr, S)>), c_int> {
     let (addresses, port) = addresses(bound, own_family)?;
-    let on = |port| offer_all(&addresses, |device| offer(device, port));
+    let devices = devices_at(&addresses)?;
+    // On all or on none.
+    let on = |port| {
+        let offered = devices.iter().map(|(address, device)| {
+            let service = offer(device, port).map_err(errno_of)?;
+            Ok((*address, service))
+        });
+        Ok((port, offered.collect::<Result<Vec<_>, c_int>>()?))
+    };
     if port != 0 {
-        return Ok((port, on(port)?));
+        return on(port);
     }
-    let found = (0..PORTS.len()).find_map(|_| {
-        let port = some_port();
-        Some((port, on(port).ok()?))
-    });
-    found.ok_or(libc::EADDRINUSE)
+    for _ in PORTS {
+        match on(some_port()) {
+            Err(libc::EADDRINUSE) => {}
+            found => return found,
+        }
+    }
+    Err(libc::EADDRINUSE)
 }
 
-fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int> {
-    let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
-    let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
+/// Offers what an id asks for.
+fn offer(own: &Id) -> impl Fn(&rdmux_verbs::Device, u16) -> Result<Service, ListenError> {
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
-    let offer = |device: &rdmux_verbs::Device, port| {
+    move |device, port| {
         if datagrams {
             return device.listen_datagram(port).map(Service::Datagrams);
         }
         let listener = device.listen_service(own.service(port), &qp_types);
         listener.map(Service::Connections)
-    };
+    }
+}
+
+/// A port for an id that is bound to an address: one that nobody listens on, as far as that can be told now.
+pub(super) fn free_port(own: &Id, address: SocketAddr) -> u16 {
+    let found = services(Some(address), own.own_family, offer(own));
+    found.map_or_else(|_| some_port(), |(port, _)| port)
+}
+
+fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int> {
+    let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
+    let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
     let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
-    let (port, listeners) = match services(Some(bound), own.own_family, offer) {
-        // Somebody else had taken it meanwhile.
-        Err(libc::EADDRINUSE) if own.any_port => {
-            services(Some(SocketAddr::new(bound.ip(), 0)), own.own_family, offer)?
-        }
-        found => found?,
-    };
-    own.set_addresses(SocketAddr::new(bound.ip(), port), None);
-    for (address, listener) in listeners {
+    let (port, services) = services(Some(bound), own.own_family, offer(own))?;
+    let mut ready = Vec::new();
+    for (address, service) in services {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?);
         let on = On {
             shared: own.shared.clone(),
@@ -235,15 +253,21 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
             ps: own.shown.ps,
             qp_type: own.shown.qp_type,
             local: SocketAddr::new(address, port),
+            port: Port::at(address)?,
             backlog,
         };
-        let stopped = stop.clone();
-        let thread = crate::spawn("rdmux-listen", move || hear(&listener, &stopped, &on));
-        // Where one of several addresses is not heard, none is.
-        let thread = thread.inspect_err(|_| own.listening.clear())?;
-        let thread = Some(thread);
-        own.listening.push(Listening { stop, thread });
+        ready.push((service, stop, on));
     }
+    // Where one of several addresses is not heard, none is.
+    let mut listening = Vec::new();
+    for (service, stop, on) in ready {
+        let stopped = stop.clone();
+        let thread = crate::spawn("rdmux-listen", move || hear(&service, &stopped, &on))?;
+        let thread = Some(thread);
+        listening.push(Listening { stop, thread });
+    }
+    own.listening = listening;
+    own.set_addresses(SocketAddr::new(bound.ip(), port), None);
     Ok(())
 }
 
@@ -255,36 +279,38 @@ unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, backlog: c_int) -> c_int {
     minus_one(own.advance(&from, Stage::Listen, |own| listen(id, own, backlog)))
 }
 
-/// The next request of an id that has no channel.
+/// The next request of an id that has no channel: its id, with the queue pair that was asked for.
+fn next_request(own: &mut Id) -> Result<*mut abi::CmId, c_int> {
+    if own.stage != Stage::Listen || !own.waits() {
+        return Err(libc::EINVAL);
+    }
+    // While it fails, the request stays there.
+    let events = super::channel::Events::new()?;
+    own.complete(abi::cm_event::CONNECT_REQUEST, |_| Ok(()))?;
+    // SAFETY: the event that was just waited for.
+    let asked = unsafe { (*own.shown.event).id };
+    // SAFETY: an id that was made for the request, and is nobody's yet.
+    let made = unsafe { &mut *asked.cast::<Id>() };
+    made.migrate(events, ptr::null_mut());
+    // It is the new one's, with the private data in it.
+    made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
+    if let Some(mut init) = own.passive {
+        // SAFETY: as the program gave it to `rdma_create_ep`.
+        let with = unsafe { super::connect::create_qp(asked, own.shown.pd, &mut init, None) };
+        with.inspect_err(|_| {
+            // SAFETY: it is nobody's yet; the request is refused with it.
+            unsafe { super::id::rdma_destroy_id(asked) };
+        })?;
+    }
+    Ok(asked)
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_get_request(listener: *mut abi::CmId, id: *mut *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *listener.cast::<Id>() };
-    if own.stage != Stage::Listen || !own.waits() {
-        return minus_one(Err(libc::EINVAL));
-    }
-    minus_one(
-        own.complete(abi::cm_event::CONNECT_REQUEST, |_| Ok(()))
-            .and_then(|()| {
-                // SAFETY: the event that was just waited for.
-                let asked = unsafe { (*own.shown.event).id };
-                // SAFETY: an id that was made for the request, and is nobody's yet.
-                let made = unsafe { &mut *asked.cast::<Id>() };
-                made.migrate(super::channel::Events::new()?, ptr::null_mut());
-                // It is the new one's, with the private data in it.
-                made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
-                if let Some(mut init) = own.passive {
-                    // SAFETY: as the program gave it to `rdma_create_ep`.
-                    let with = unsafe { super::connect::create_qp(asked, own.shown.pd, &mut init, None) };
-                    if let Err(errno) = with {
-                        // SAFETY: it is nobody's yet; the request is refused with it.
-                        unsafe { super::id::rdma_destroy_id(asked) };
-                        return Err(errno);
-                    }
-                }
-                // SAFETY: a place of the caller's.
-                unsafe { *id = asked };
-                Ok(())
-            }),
-    )
+    minus_one(next_request(own).map(|asked| {
+        // SAFETY: a place of the caller's.
+        unsafe { *id = asked };
+    }))
 }
