@@ -69,7 +69,7 @@ unsafe extern "C" fn rdma_create_ep(
     }
     // SAFETY: just made.
     if unsafe { create(made, info, pd, init) } != 0 {
-        // SAFETY: it sets errno itself, which what ends here does not touch.
+        // What ends here may set another.
         let errno = std::io::Error::last_os_error()
             .raw_os_error()
             .unwrap_or(libc::EIO);

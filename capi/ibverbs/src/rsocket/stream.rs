@@ -245,9 +245,10 @@ impl Stream {
             Ok(()) => self.posted.push_back(posted),
             // It has gone to Error; that there is room was seen to before.
             Err(_) => {
-                if let Posted::Data(bytes) = posted {
-                    // Behind all others: nothing is sent any more, so that order does not matter.
-                    self.send_out += bytes;
+                // Behind all others: nothing is sent any more, so that order does not matter.
+                match posted {
+                    Posted::Data(bytes) => self.send_out += bytes,
+                    Posted::Control => self.controls -= 1,
                 }
                 self.lose(End::Reset);
             }
