@@ -1,38 +1,70 @@
 //! Bytes read at once for several packets of one turn, where each access to memory costs a system call ([`crate::Memory::gathers`]).
 
+use rdmux_wire::{Psn, RKey};
+
 use crate::qp::execute::GATHER_BYTES;
+
+/// What packets of a turn take their bytes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The request whose first packet has this PSN.
+    Request(Psn),
+    /// A region that the peer reads.
+    Region(RKey),
+}
 
 /// What was read of one source in the turn under way.
 #[derive(Debug, Default)]
 pub(crate) struct ReadAhead {
-    /// Which source the bytes are of, and where in it they begin.
-    of: Option<(u32, u64)>,
+    known: Known,
     /// Keeps its length, so that it is cleared once: `filled` of it are the source's.
     bytes: Vec<u8>,
     filled: usize,
 }
 
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Known {
+    #[default]
+    Nothing,
+    /// Its memory is as well read packet by packet.
+    Plain(Origin),
+    /// Its bytes from there are here.
+    From(Origin, u64),
+}
+
 impl ReadAhead {
     /// Forgets what was read: another turn begins, and the memory may have changed.
     pub(crate) fn forget(&mut self) {
-        self.of = None;
+        self.known = Known::Nothing;
     }
 
     /// The `len` bytes at `at` of a source, of which as many as `left` are about to be asked for, read with others where they are not
-    /// here yet. `None`: they are all that is left, and there is nothing to gain.
+    /// here yet. `None`: there is nothing to gain, since they are all that is left, or its memory does not gather.
     pub(crate) fn bytes<E>(
         &mut self,
-        source: u32,
+        source: Origin,
         at: u64,
         len: usize,
         left: usize,
+        gathers: impl FnOnce() -> bool,
         read: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<Option<&[u8]>, E> {
-        let here = self.of.filter(|(of, _)| *of == source);
-        let here = here.and_then(|(_, begin)| usize::try_from(at.checked_sub(begin)?).ok());
-        if let Some(here) = here.filter(|here| here + len <= self.filled) {
-            return Ok(Some(&self.bytes[here..here + len]));
+        match self.known {
+            Known::Plain(of) if of == source => return Ok(None),
+            Known::From(of, begin) if of == source => {
+                let here = at.checked_sub(begin).and_then(|here| usize::try_from(here).ok());
+                if let Some(here) = here.filter(|here| here + len <= self.filled) {
+                    return Ok(Some(&self.bytes[here..here + len]));
+                }
+            }
+            _ if left <= len => return Ok(None),
+            _ if !gathers() => {
+                self.known = Known::Plain(source);
+                return Ok(None);
+            }
+            _ => {}
         }
+        self.known = Known::Nothing;
         let filled = left.min(GATHER_BYTES);
         if filled <= len {
             return Ok(None);
@@ -40,9 +72,8 @@ impl ReadAhead {
         if self.bytes.len() < filled {
             self.bytes.resize(filled, 0);
         }
-        self.of = None;
         read(&mut self.bytes[..filled])?;
-        (self.of, self.filled) = (Some((source, at)), filled);
+        (self.known, self.filled) = (Known::From(source, at), filled);
         Ok(Some(&self.bytes[..len]))
     }
 }

@@ -29,6 +29,7 @@ use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{
     data_operation, gather, gathers, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
 };
+use crate::qp::read_ahead::Origin;
 use crate::qp::{
     Env, Event, Head, QpAttributes, QpState, QpType, WINDOW_PACKETS_DEFAULT, WINDOW_PACKETS_MIN,
     bare_completion, earlier,
@@ -1181,7 +1182,7 @@ fn push_data(
     bth.solicited =
         last && (write.is_none() || imm.is_some()) && wqe.request.flags.contains(SendFlags::SOLICITED);
     let ext = bth.opcode.ext().len();
-    let source = bth.psn.minus(index).value();
+    let source = Origin::Request(bth.psn.minus(index));
     let soon = (room.saturating_mul(head.mtu).min(wqe.bytes - done) as usize).min(buf.room());
     let mut ahead = std::mem::take(&mut buf.ahead);
     let built = buf.push(path, Bth::LEN + ext + bytes + usize::from(bth.pad), |b| {
@@ -1205,14 +1206,15 @@ fn push_data(
         }
         let (pd, sges, out) = (head.init.pd, &wqe.request.sges, &mut b[at..at + bytes]);
         let done = u64::from(done);
-        if bytes < soon && gathers(env, pd, sges) {
-            let read = |several: &mut [u8]| gather(env, pd, sges, done, several);
-            if let Some(bytes) = ahead.bytes(source, done, bytes, soon, read)? {
-                out.copy_from_slice(bytes);
-                return Ok(());
-            }
+        let (asks, read) = (
+            || gathers(env, pd, sges),
+            |several: &mut [u8]| gather(env, pd, sges, done, several),
+        );
+        match ahead.bytes(source, done, bytes, soon, asks, read)? {
+            Some(bytes) => out.copy_from_slice(bytes),
+            None => gather(env, pd, sges, done, out)?,
         }
-        gather(env, pd, sges, done, out)
+        Ok(())
     });
     buf.ahead = ahead;
     built?;

@@ -16,6 +16,7 @@ use crate::qp::execute::{
     Effect, Execution, FlushSpec, GATHER_BYTES, Refusal, Request, Scope, Source, region,
 };
 use crate::qp::message::fits;
+use crate::qp::read_ahead::Origin;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Event, Head, QpAttributes, QpState};
 use crate::trace::{Note, Refused};
@@ -972,16 +973,19 @@ impl Responder {
                             return Ok(());
                         }
                         let (memory, offset) = region(env, pd, head.qpn, reth, Access::REMOTE_READ)?;
-                        if !memory.gathers() {
-                            return Ok(memory.read(offset, out)?);
-                        }
                         let several = Reth { length: left, ..reth };
-                        let here =
-                            ahead.bytes(reth.rkey.0, reth.va, out.len(), left as usize, |several_out| {
+                        let here = ahead.bytes(
+                            Origin::Region(reth.rkey),
+                            reth.va,
+                            out.len(),
+                            left as usize,
+                            || memory.gathers(),
+                            |bytes| {
                                 let (memory, offset) =
                                     region(env, pd, head.qpn, several, Access::REMOTE_READ)?;
-                                Ok::<_, Refusal>(memory.read(offset, several_out)?)
-                            })?;
+                                Ok::<_, Refusal>(memory.read(offset, bytes)?)
+                            },
+                        )?;
                         match here {
                             Some(bytes) => out.copy_from_slice(bytes),
                             None => memory.read(offset, out)?,
