@@ -129,9 +129,14 @@ fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
     if number != 1 {
         return Err(libc::EINVAL);
     }
+    // IBV_PORT_ACTIVE and LinkUp, or IBV_PORT_DOWN and Disabled.
+    let (state, phys_state) = if context.device.is_active() {
+        (4, 5)
+    } else {
+        (1, 3)
+    };
     Ok(abi::PortAttr {
-        // IBV_PORT_ACTIVE
-        state: 4,
+        state,
         max_mtu: PathMtu::Bytes4096.code().into(),
         active_mtu: context.device.active_mtu().code().into(),
         gid_tbl_len: 1,
@@ -142,8 +147,7 @@ fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
         // 4x, 10 Gb/s a lane: numbers that must be there.
         active_width: 2,
         active_speed: 4,
-        // LinkUp
-        phys_state: 5,
+        phys_state,
         link_layer: abi::LINK_LAYER_ETHERNET,
         ..abi::PortAttr::default()
     })

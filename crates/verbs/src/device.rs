@@ -237,6 +237,14 @@ impl Device {
         }
     }
 
+    /// Whether its port is active, which [`AsyncEvent::PortError`] and [`AsyncEvent::PortActive`] tell changes of.
+    pub fn is_active(&self) -> bool {
+        match &self.provided {
+            Provided::Soft(device) => device.is_active(),
+            Provided::Hw(device) => device.is_active(),
+        }
+    }
+
     /// Takes the oldest asynchronous event; sleeps until there is one. `None`: the time is over.
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         match &self.provided {

@@ -80,7 +80,10 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: Args) -> Result<()> {
-    for address in &args.device {
+    for (i, address) in args.device.iter().enumerate() {
+        if args.device[..i].contains(address) {
+            bail!("--device {address}: it is named twice");
+        }
         // Else its program would see no device, or fail when it opens one.
         if let Err(why) = UdpSocket::bind((*address, 0)) {
             bail!("--device {address}: no address of this host, `ip address` lists those there are: {why}");

@@ -226,7 +226,8 @@ impl Responder {
                 }
             )
         };
-        if !self.established || answered || self.answers.iter().any(owes) {
+        // Where no message has ended there is none to speak of.
+        if !self.established || self.msn == 0 || answered || self.answers.iter().any(owes) {
             return;
         }
         for _ in 0..LAST_REPEATS {

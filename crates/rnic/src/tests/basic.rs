@@ -223,6 +223,22 @@ fn repeat_last_ack__reaches_a_peer_that_lost_the_first() {
 }
 
 #[test]
+fn repeat_last_ack__says_nothing_where_no_message_has_ended() {
+    let mut pair = Pair::new();
+    let sges = pair.sides[0].sge(0, 100);
+    pair.post(0, Operation::Send { imm: None }, sges);
+    for _ in 0..4 {
+        pair.step();
+    }
+    let (now, qpn) = (pair.now, pair.sides[1].qpn);
+    pair.sides[1].rnic.repeat_last_ack(now, qpn);
+    assert!(
+        !pair.sides[1].rnic.has_transmit(true),
+        "of a SEND that found no receive"
+    );
+}
+
+#[test]
 fn retire_qp__is_for_good() {
     let mut pair = Pair::new();
     let (now, qpn) = (pair.now, pair.sides[0].qpn);

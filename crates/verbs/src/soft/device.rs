@@ -85,6 +85,10 @@ impl Device {
         self.poll(|| None::<()>);
     }
 
+    pub(crate) fn is_active(&self) -> bool {
+        !self.lock().rnic.is_down()
+    }
+
     pub(crate) fn send_errors(&self) -> u64 {
         self.lock().send_errors
     }

@@ -63,9 +63,11 @@ const AGAIN: &str = "connect again with a fresh queue pair, or move this one to 
 impl Case<'_> {
     pub(super) fn judge(&self) -> Verdict {
         let own = || self.entries.iter().filter(|entry| entry.qpn == self.qpn);
+        let end = self.end();
         // Since it was reset the last time.
         let begin = own()
             .rev()
+            .filter(|entry| entry.number < end)
             .find(|entry| {
                 matches!(
                     entry.note,
@@ -76,7 +78,8 @@ impl Case<'_> {
                 )
             })
             .map_or(0, |entry| entry.number);
-        let life: Vec<&Entry> = self.entries.iter().filter(|entry| entry.number > begin).collect();
+        let is_life = |entry: &&Entry| entry.number > begin && entry.number < end;
+        let life: Vec<&Entry> = self.entries.iter().filter(is_life).collect();
         let is_connection = |entry: &Entry| matches!(entry.note, Note::Connection { .. });
         // It begins in RESET, and a connection that does not come about leaves it there.
         let mut noted = (begin > 0 || own().all(is_connection)).then_some((QpState::Reset, None));
@@ -110,6 +113,24 @@ impl Case<'_> {
             peer_says: self.peer_says(&answer, peer, begin),
             why: answer.why,
             next: answer.next.into_iter().map(str::to_owned).collect(),
+        }
+    }
+
+    /// Where its owner began to destroy it, which takes it through RESET: what counts is how it was before.
+    fn end(&self) -> u64 {
+        let moves = self.entries.iter().rev().filter(|entry| entry.qpn == self.qpn);
+        let destroys = |entry: &&Entry| {
+            let Note::Moved { from, to, .. } = entry.note else {
+                return false;
+            };
+            to == QpState::Reset && from != to || (from, to) == (QpState::Reset, QpState::Error)
+        };
+        match self.state {
+            None => moves
+                .take_while(destroys)
+                .last()
+                .map_or(u64::MAX, |entry| entry.number),
+            Some(_) => u64::MAX,
         }
     }
 
