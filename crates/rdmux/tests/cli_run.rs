@@ -300,7 +300,11 @@ fn run__program_that_cannot_be_started() {
         (&plain, 126, "Permission denied"),
         (build.path().to_str().unwrap(), 126, "Permission denied"),
     ] {
-        let output = run_plainly(build.path(), &[program]).output().unwrap();
+        let output = run_plainly(build.path(), &[program])
+            // A folder that may not be searched makes it "Permission denied", as of env(1).
+            .env("PATH", "/usr/bin:/bin")
+            .output()
+            .unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(status), "{said}");
         assert!(
