@@ -93,6 +93,21 @@ impl Opened {
     }
 }
 
+/// What devices still owe is sent when the program ends in its own way (`exit(3)`), for most end with queues and connections open.
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_EXIT: extern "C" fn() = acknowledge;
+
+extern "C" fn acknowledge() {
+    // The program may end in the middle of anything, so nothing is waited for.
+    let Ok(list) = OPEN.try_lock() else { return };
+    for opened in list.iter().filter_map(|(_, opened)| opened.upgrade()) {
+        if opened.process == std::process::id() {
+            opened.device.acknowledge();
+        }
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -172,6 +172,15 @@ impl Device {
         }
     }
 
+    /// Sends the acknowledgements that wait for company, which an RNIC would have sent long ago: for a process that ends without dropping its
+    /// queue pairs, whose peers would take them for lost. Does nothing while another thread drives the device for long.
+    pub fn acknowledge(&self) {
+        match &self.provided {
+            Provided::Soft(device) => device.acknowledge(),
+            Provided::Hw(_) => {}
+        }
+    }
+
     /// Datagram trains that the system refused to send; the protocol took them for lost.
     pub fn send_errors(&self) -> u64 {
         match &self.provided {

@@ -68,6 +68,8 @@ const TURNS_FOR_OTHERS: u32 = 16;
 /// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
 /// looking again after a hit would delay what it waits for by a system call.
 const RECEIVES_PER_TURN: usize = 8;
+/// How often a process that ends tries to get the turn, for its last acknowledgements: it must not wait for a thread that does not go on.
+const LAST_TRIES: usize = 1_000;
 /// How often a polling caller looks at what other engines have to say. Their messages have a thread of their own, but one that may
 /// wait long for a CPU that a caller spins on.
 const SERVE_NS: u64 = 100_000;
@@ -510,6 +512,17 @@ impl Engine {
             self.kick.wake();
         }
         found
+    }
+
+    /// Sends the acknowledgements that wait.
+    pub(crate) fn acknowledge(&self) {
+        for _ in 0..LAST_TRIES {
+            if let Some(mut core) = self.try_lock() {
+                core.finish(self.now(), true);
+                return;
+            }
+            thread::yield_now();
+        }
     }
 
     /// Posts a send request, and sends what it wants sent. Where somebody else has the turn, and the request is one that the queue
