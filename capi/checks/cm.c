@@ -394,6 +394,15 @@ static void backlog(void)
 	address.sin_port = 0;
 }
 
+/* What a part of this began with: nobody listens any more, and the next listener takes a port of its own. */
+static void over(struct rdma_cm_id *listener, struct rdma_event_channel *there, struct rdma_event_channel *here)
+{
+	CHECK(!rdma_destroy_id(listener));
+	rdma_destroy_event_channel(here);
+	rdma_destroy_event_channel(there);
+	address.sin_port = 0;
+}
+
 /* Nothing more is told there. */
 static void nothing(struct rdma_event_channel *channel)
 {
@@ -471,11 +480,8 @@ static void time_wait(void)
 	expect(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 	leave(id[1]);
 	nothing(here);
-	CHECK(!rdma_destroy_id(listener));
 	rdma_destroy_event_channel(other);
-	rdma_destroy_event_channel(here);
-	rdma_destroy_event_channel(there);
-	address.sin_port = 0;
+	over(listener, there, here);
 }
 
 static void *serve_once(void *listener)
@@ -532,10 +538,7 @@ static void given_up(void)
 	nothing(here);
 	leave(id);
 	leave(accepted);
-	CHECK(!rdma_destroy_id(listener));
-	rdma_destroy_event_channel(here);
-	rdma_destroy_event_channel(there);
-	address.sin_port = 0;
+	over(listener, there, here);
 }
 
 /* An id of an address and a port; 0: any. */
@@ -645,10 +648,7 @@ static void destroyed(void)
 	rdma_destroy_srq(id);
 	leave(id);
 	leave(accepted);
-	CHECK(!rdma_destroy_id(listener));
-	rdma_destroy_event_channel(here);
-	rdma_destroy_event_channel(there);
-	address.sin_port = 0;
+	over(listener, there, here);
 }
 
 /* None of these is to be called in an id's state. */
@@ -703,10 +703,7 @@ static void order(void)
 	refuses(id);
 	leave(id);
 	leave(accepted);
-	CHECK(!rdma_destroy_id(listener));
-	rdma_destroy_event_channel(here);
-	rdma_destroy_event_channel(there);
-	address.sin_port = 0;
+	over(listener, there, here);
 }
 
 int main(int count, char **arguments)

@@ -541,6 +541,7 @@ static void kill_some(int kills)
 			CHECK(status_of(&process) == 0);
 			break;
 		}
+		/* Time is what is meant: the moment at which it dies is drawn, wherever it is by then. */
 		usleep(draw(30000));
 		CHECK(!kill(process.pid, SIGKILL));
 		close(process.in);

@@ -254,7 +254,8 @@ fn run__exit_status_is_the_programs() {
 #[test]
 fn run__signals_reach_the_program() {
     let build = build();
-    let script = "trap 'kill $!; exit 9' USR1; sleep 600 >/dev/null & echo ready; wait";
+    // Each waits for input, which ends with this test.
+    let script = "trap 'kill $!; exit 9' USR1; cat <&0 >/dev/null & echo ready; wait";
     for (signal, status, ended_by) in [
         (Signal::USR1, Some(9), None),
         (Signal::KILL, None, Some(Signal::KILL.as_raw())),
@@ -263,9 +264,10 @@ fn run__signals_reach_the_program() {
         let script = if status.is_some() {
             script
         } else {
-            "echo ready; exec sleep 600"
+            "echo ready; exec cat"
         };
         let mut run = run_plainly(build.path(), &["sh", "-c", script])
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -274,8 +276,11 @@ fn run__signals_reach_the_program() {
         out.read_line(&mut line).unwrap();
         assert_eq!(line, "ready\n");
         kill_process(Pid::from_child(&run), signal).unwrap();
+        // Waiting would end it.
+        let input = run.stdin.take();
         let ended = run.wait().unwrap();
         assert_eq!((ended.code(), ended.signal()), (status, ended_by));
+        drop(input);
     }
 }
 

@@ -572,6 +572,7 @@ fn rests_for__until_the_numbers_may_be_used_again() {
     for connection in [c, s] {
         while let Some(left) = connection.rests_for() {
             assert!(left <= Duration::from_millis(68), "{left:?}");
+            // Time is what is meant: numbers rest for so long, and nothing happens when they do no more.
             std::thread::sleep(left);
         }
     }
