@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use rdmux_push::server::EndReason;
-use rdmux_push::{Access, Domain, Error, ErrorCode, Options, Placement, Region, Way};
+use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Options, Placement, Region, Way};
 use rdmux_verbs::{Memory, SgeList, Status};
 use rdmux_wire::push::Message;
 
@@ -259,6 +259,51 @@ fn software_flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
     disk.set(|gate| gate.shut = false);
     assert_eq!(client.next_done().unwrap().token, 1);
     assert_eq!(other.stat(&name("disk"), 5).unwrap().durable, 8192);
+}
+
+#[test]
+fn software_flush__those_that_wait_together_are_all_covered() {
+    const GLOBAL: Placement = Placement::GLOBAL;
+    // Of flushes that wait together the first is a visible or a persistent one, before or behind the others' ranges.
+    let table = [
+        [(GLOBAL, 0), (PERSISTENT, 8192)],
+        [(GLOBAL, 8192), (PERSISTENT, 0)],
+        [(PERSISTENT, 0), (GLOBAL, 8192)],
+        [(PERSISTENT, 8192), (PERSISTENT, 0)],
+        [(PERSISTENT, 0), (PERSISTENT, 8192)],
+    ];
+    for waiting in table {
+        let disk = Disk::new(true);
+        let server = Running::start("127.0.9.35:7174", vec![disk.region()], LONG);
+        let mut client = server.client();
+        let mapping = client.map(&name("disk"), RW, 0, 0, 0).unwrap();
+        let post = |client: &mut Client, offset, placement, token| {
+            let way = Some(Way::SoftwareFlush);
+            let posted = client.post_flush_by(&mapping, offset, 4096, placement, way, token);
+            posted.unwrap();
+        };
+        // While this one is held, the others wait for its thread.
+        post(&mut client, 65536, PERSISTENT, 0);
+        disk.wait_until_held();
+        for (token, (placement, offset)) in (1..).zip(waiting) {
+            post(&mut client, offset, placement, token);
+        }
+        // Its answer comes after the server has taken what was asked for before.
+        client.stat(&name("disk"), 0).unwrap();
+        disk.set(|gate| gate.shut = false);
+        for token in 0..=waiting.len() as u64 {
+            assert_eq!(client.next_done().unwrap().token, token);
+        }
+        let flushed = &disk.gate.lock().unwrap().flushed[1..];
+        for (_, offset) in waiting.iter().filter(|(placement, _)| *placement == PERSISTENT) {
+            assert!(
+                flushed
+                    .iter()
+                    .any(|range| range.start <= *offset && offset + 4096 <= range.end),
+                "{waiting:?}: {offset} was answered, the medium got {flushed:?}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -358,8 +359,8 @@ pub(crate) struct Gate {
     pub(crate) shut: bool,
     pub(crate) fails: bool,
     pub(crate) waiting: usize,
-    /// Persistent flushes that were done.
-    pub(crate) flushes: usize,
+    /// The ranges of the persistent flushes that were done, in their order.
+    pub(crate) flushed: Vec<Range<u64>>,
 }
 
 impl Disk {
@@ -397,7 +398,7 @@ impl Disk {
     }
 
     pub(crate) fn flushes(&self) -> usize {
-        self.gate.lock().unwrap().flushes
+        self.gate.lock().unwrap().flushed.len()
     }
 }
 
@@ -426,7 +427,7 @@ impl Memory for Disk {
         !placement.contains(Placement::PERSISTENT)
     }
 
-    fn flush(&self, _: u64, _: u64, placement: Placement) -> Result<(), Fault> {
+    fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
         if !placement.contains(Placement::PERSISTENT) {
             return Ok(());
         }
@@ -435,7 +436,7 @@ impl Memory for Disk {
         self.changed.notify_all();
         let mut gate = self.changed.wait_while(gate, |gate| gate.shut).unwrap();
         gate.waiting -= 1;
-        gate.flushes += 1;
+        gate.flushed.push(offset..offset + length);
         if gate.fails { Err(Fault::Io(5)) } else { Ok(()) }
     }
 }
