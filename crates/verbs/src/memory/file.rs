@@ -268,13 +268,22 @@ impl FileMemory {
         if *failed {
             return Err(Fault::Io(Errno::IO.raw_os_error()));
         }
-        if let Err(error) = fdatasync(&self.file) {
+        if let Err(error) = sync(&self.file) {
             // The kernel reports a failed write-back once and forgets the pages: no later success may hide it.
             *failed = true;
             return Err(fault(error));
         }
         self.check(offset, length)
     }
+}
+
+/// fdatasync(2), in place of which a test can have something else done.
+fn sync(file: &File) -> Result<(), Errno> {
+    #[cfg(test)]
+    if let Some(instead) = tests::SYNC_ONCE.take() {
+        return instead(file);
+    }
+    fdatasync(file)
 }
 
 fn fault(error: Errno) -> Fault {
@@ -298,4 +307,67 @@ fn write_holes(file: &File, from: u64, to: u64) -> io::Result<()> {
         at += n as u64;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(non_snake_case, reason = "tests are named function__case")]
+
+    use std::cell::Cell;
+
+    use super::*;
+
+    type Sync = fn(&File) -> Result<(), Errno>;
+
+    thread_local! {
+        /// Done in place of this thread's next fdatasync.
+        pub(super) static SYNC_ONCE: Cell<Option<Sync>> = const { Cell::new(None) };
+    }
+
+    const BYTES: u64 = 64 << 10;
+
+    fn written() -> (tempfile::TempDir, FileMemory) {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = FileMemory::open(&folder.path().join("f"), Some(BYTES), false).unwrap();
+        memory.write(0, &[1; BYTES as usize]).unwrap();
+        (folder, memory)
+    }
+
+    #[test]
+    fn flush__after_one_that_failed_fails_for_good() {
+        let (_folder, memory) = written();
+        let eio = Err(Fault::Io(Errno::IO.raw_os_error()));
+        SYNC_ONCE.set(Some(|_| Err(Errno::IO)));
+        assert_eq!(memory.flush_to_medium(0, BYTES), eio);
+        // The disk works again, and what it lost stays lost.
+        assert_eq!(memory.flush_to_medium(0, BYTES), eio);
+        memory.write(0, &[2; 8]).unwrap();
+        let elsewhere = std::thread::scope(|scope| scope.spawn(|| memory.flush_to_medium(0, 8)).join());
+        assert_eq!(elsewhere.unwrap(), eio);
+    }
+
+    #[test]
+    fn flush__of_a_full_disk_fails_for_good() {
+        let (_folder, memory) = written();
+        SYNC_ONCE.set(Some(|_| Err(Errno::NOSPC)));
+        assert_eq!(memory.flush_to_medium(0, BYTES), Err(Fault::NoSpace));
+        assert_eq!(
+            memory.flush_to_medium(0, BYTES),
+            Err(Fault::Io(Errno::IO.raw_os_error()))
+        );
+    }
+
+    #[test]
+    fn flush__while_the_file_is_truncated_promises_nothing() {
+        let (_folder, memory) = written();
+        SYNC_ONCE.set(Some(|file| {
+            file.set_len(BYTES / 2).unwrap();
+            fdatasync(file)
+        }));
+        assert_eq!(memory.flush_to_medium(0, BYTES), Err(Fault::Unmapped));
+        assert!(
+            SYNC_ONCE.take().is_none(),
+            "it was truncated before the flush began"
+        );
+    }
 }
