@@ -162,6 +162,8 @@ mod switch {
         ReadReplayedFromStart,
         /// The responder remembers one request less than it promised.
         ResourceForgotten,
+        /// The responder keeps for replay what is so old that it seems to come after a repeat.
+        OldResourceKept,
         /// More requests are sent than the peer can remember.
         InitiatorDepthIgnored,
         /// The send queue is said to have drained while requests are under way.

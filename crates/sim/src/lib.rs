@@ -119,6 +119,8 @@ pub struct Settings {
     pub ending: Ending,
     /// The path between the hosts changes now and then: its latency up and down, and it breaks for a moment.
     pub path_changes: bool,
+    /// Connections come to rest now and then, and go on with PSNs up to a whole cycle further.
+    pub psn_skips: bool,
     /// The hosts are processes of one machine: packets go through memory, and each grants the other memory of its own. Now and
     /// then the link between them breaks, and packets take the network.
     pub one_machine: bool,
@@ -137,6 +139,7 @@ impl Default for Settings {
             bytes_max: 1 << 20,
             ending: Ending::None,
             path_changes: false,
+            psn_skips: false,
             one_machine: false,
         }
     }
@@ -169,6 +172,7 @@ impl Settings {
             ending: Ending::None,
             path_changes: dice.one_in(2),
             one_machine: dice.one_in(4),
+            psn_skips: dice.one_in(2),
         }
     }
 }

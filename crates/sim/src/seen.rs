@@ -48,10 +48,11 @@ pub(crate) const OUTAGE_SHORT: &str = "LinkDown, short";
 pub(crate) const OUTAGE_LONG: &str = "LinkDown, long";
 pub(crate) const SLOWER: &str = "path became ten times slower";
 pub(crate) const FASTER: &str = "path became ten times faster";
+pub(crate) const PSNS_SKIPPED: &str = "PSNs were skipped";
 pub(crate) const ONE_MACHINE: &str = "both hosts on one machine";
 pub(crate) const LINK_BROKE: &str = "link of one machine broke";
 pub(crate) const ENDED_HALF_WAY: &str = "a grant ended half-way";
-const HAPPENED: [&str; 10] = [
+const HAPPENED: [&str; 11] = [
     RESTARTED_SELECTIVE,
     RESTARTED_GO_BACK,
     OLD_PACKETS,
@@ -59,6 +60,7 @@ const HAPPENED: [&str; 10] = [
     OUTAGE_LONG,
     SLOWER,
     FASTER,
+    PSNS_SKIPPED,
     ONE_MACHINE,
     LINK_BROKE,
     ENDED_HALF_WAY,

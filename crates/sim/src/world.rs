@@ -657,6 +657,20 @@ impl World {
         }
     }
 
+    /// Whether packets to a QP of a host are under way.
+    pub(crate) fn has_packets_for(&self, host: usize, qpn: Qpn) -> bool {
+        let of_qp = |packet: &[u8]| packet.get(5..8) == Some(&qpn.value().to_be_bytes()[1..]);
+        self.agenda.values().any(|happening| match happening {
+            Happening::Arrive {
+                to,
+                bytes,
+                segment_bytes,
+                ..
+            } if *to == host => bytes.chunks(*segment_bytes).any(of_qp),
+            _ => false,
+        })
+    }
+
     /// A host deregisters a region, or gives it other memory: nobody reaches what it was.
     pub(crate) fn take_back_region(&mut self, host: usize, lkey: LKey) {
         if let Some(machine) = &mut self.machine {

@@ -760,6 +760,19 @@ impl Qp {
         }
     }
 
+    /// Moves the PSNs of its halves on, the requester's by `sent` and the responder's by `received`; false unless both rest.
+    pub(crate) fn skip_psns(&mut self, env: &Env<'_>, sent: u32, received: u32) -> bool {
+        let Halves::Reliable(requester, responder) = &mut self.halves else {
+            return false;
+        };
+        let rests = requester.outstanding() == 0 && responder.rests();
+        if rests {
+            requester.skip(env, sent);
+            responder.skip(received);
+        }
+        rests
+    }
+
     // Input.
 
     /// Handles a packet that was found to be for this QP.

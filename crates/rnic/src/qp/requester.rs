@@ -360,6 +360,13 @@ impl Requester {
         self.queue.len()
     }
 
+    /// Moves on by `psns`, fewer than 2^23, as if requests of so many packets had been answered. None may be posted.
+    pub(crate) fn skip(&mut self, env: &Env<'_>, psns: u32) {
+        self.next = self.next.plus(psns);
+        self.high = self.next;
+        self.progress(env, self.next);
+    }
+
     /// The moment at which [`Requester::handle_timeout`] is due.
     pub(crate) fn deadline(&self) -> Option<Time> {
         let selective = self.selective.as_deref().and_then(Selective::deadline);

@@ -111,6 +111,19 @@ impl Resource {
         }
     }
 
+    /// PSNs that it takes.
+    fn packets(&self) -> u32 {
+        match self {
+            Resource::Read { packets, .. } => *packets,
+            Resource::Flush { .. } | Resource::Atomic { .. } => 1,
+        }
+    }
+
+    /// The PSN behind it.
+    fn end(&self) -> Psn {
+        self.psn().plus(self.packets())
+    }
+
     fn msn(&self) -> u32 {
         match self {
             Resource::Read { msn, .. } | Resource::Flush { msn, .. } | Resource::Atomic { msn, .. } => *msn,
@@ -213,10 +226,8 @@ impl Responder {
     /// with an answer that brings data is not said again: an acknowledgement does not stand for that.
     pub(crate) fn repeat_last(&mut self) {
         let last = self.expected.minus(1);
-        let answered = self.resources.back().is_some_and(|resource| match resource {
-            Resource::Read { psn, packets, .. } => psn.plus(*packets) == self.expected,
-            Resource::Flush { psn, .. } | Resource::Atomic { psn, .. } => *psn == last,
-        });
+        let youngest = self.resources.back();
+        let answered = youngest.is_some_and(|resource| resource.end() == self.expected);
         let owes = |answer: &Answer| {
             !matches!(
                 answer,
@@ -255,6 +266,16 @@ impl Responder {
 
     pub(crate) fn posted(&self) -> usize {
         self.execution.recv.len()
+    }
+
+    /// Whether no answer is owed and no packet is kept.
+    pub(crate) fn rests(&self) -> bool {
+        self.answers.is_empty() && self.early.is_empty() && !self.sack_owed
+    }
+
+    /// Moves on by `psns`, fewer than 2^23, as if requests of so many packets had been done. The responder must rest.
+    pub(crate) fn skip(&mut self, psns: u32) {
+        self.advance(self.expected.plus(psns));
     }
 
     // Requests.
@@ -532,13 +553,13 @@ impl Responder {
         let msn_next = (self.msn + 1) & 0xff_ffff;
         match effect {
             Effect::Partial => {
-                self.expected = psn.plus(1);
+                self.advance(psn.plus(1));
                 if packet.bth.ack_req {
                     self.owe(psn, Syndrome::ACK);
                 }
             }
             Effect::Complete => {
-                self.expected = psn.plus(1);
+                self.advance(psn.plus(1));
                 self.msn = msn_next;
                 if packet.bth.ack_req {
                     self.owe(psn, Syndrome::ACK);
@@ -546,7 +567,7 @@ impl Responder {
             }
             Effect::Read(source) => {
                 let packets = source.bytes.div_ceil(head.mtu).max(1);
-                self.expected = psn.plus(packets);
+                self.advance(psn.plus(packets));
                 self.msn = msn_next;
                 self.keep(Resource::Read {
                     psn,
@@ -562,14 +583,14 @@ impl Responder {
                 });
             }
             Effect::Atomic(original) => {
-                self.expected = psn.plus(1);
+                self.advance(psn.plus(1));
                 self.msn = msn_next;
                 let msn = self.msn;
                 self.keep(Resource::Atomic { psn, msn, original });
                 self.answers.push_back(Answer::Atomic { psn, msn, original });
             }
             Effect::AtomicWrite => {
-                self.expected = psn.plus(1);
+                self.advance(psn.plus(1));
                 self.msn = msn_next;
                 self.keep(Resource::Flush { psn, msn: self.msn });
                 self.answers.push_back(Answer::Flush {
@@ -580,7 +601,7 @@ impl Responder {
             }
             Effect::Flush(spec) => {
                 let state = self.start_flush(env, head, psn, spec)?;
-                self.expected = psn.plus(1);
+                self.advance(psn.plus(1));
                 self.msn = msn_next;
                 self.keep(Resource::Flush { psn, msn: self.msn });
                 self.answers.push_back(Answer::Flush {
@@ -641,6 +662,16 @@ impl Responder {
             self.answers.truncate(at + 1);
         }
         failed
+    }
+
+    /// The request with this PSN, at most 2^23 further, is the next one. Forgets the resources that no repeat can name any more: a
+    /// repeat is at most 2^23 PSNs old (IBTA Vol 1, 9.7.2), and an older resource would seem to come after it.
+    fn advance(&mut self, psn: Psn) {
+        self.expected = psn;
+        let is_old = |resource: &Resource| psn.since(resource.end()) < 0;
+        while self.resources.front().is_some_and(is_old) && !mutant!(OldResourceKept) {
+            self.resources.pop_front();
+        }
     }
 
     fn keep(&mut self, resource: Resource) {
@@ -733,7 +764,8 @@ impl Responder {
     /// What the acknowledgement of a repeated request says that is done, with its MSN. To a peer that is not rdmux, nothing from the
     /// next READ or atomic on: rxe takes an acknowledgement that has the PSN of one for its answer, and goes without the data.
     fn done_after(&self, head: &Head, psn: Psn) -> (Psn, u32) {
-        let next = self.resources.iter().find(|r| r.psn().since(psn) > 0);
+        // Counted from its last PSN: the first one may be more than half of all PSNs back.
+        let next = self.resources.iter().find(|r| r.end().minus(1).since(psn) > 0);
         match next.filter(|_| !head.selective) {
             Some(resource) => (
                 resource.psn().minus(1),
@@ -1045,13 +1077,7 @@ fn resource_covering(resources: &VecDeque<Resource>, at: Psn) -> Option<Resource
     resources
         .iter()
         .rev()
-        .find(|resource| {
-            let (psn, packets) = match resource {
-                Resource::Read { psn, packets, .. } => (*psn, *packets),
-                Resource::Flush { psn, .. } | Resource::Atomic { psn, .. } => (*psn, 1),
-            };
-            at.since(psn) >= 0 && at.since(psn.plus(packets)) < 0
-        })
+        .find(|resource| at.since(resource.psn()) >= 0 && at.since(resource.end()) < 0)
         .copied()
 }
 

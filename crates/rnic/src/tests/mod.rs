@@ -9,6 +9,7 @@ mod direct;
 mod ended;
 mod malformed;
 mod operations;
+mod psn;
 mod qp_table;
 mod queue;
 mod rxe;

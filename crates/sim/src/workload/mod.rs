@@ -21,6 +21,7 @@ mod path;
 mod post;
 mod shared;
 mod side;
+mod skip;
 mod words;
 
 use side::{GUARD, Layout, NARROW, Piece, SHARED, Service, Side};
@@ -112,6 +113,8 @@ struct Flow {
     /// A READ whose data was lost was flushed: the refusal of a request behind it is to come.
     refusal_owed: bool,
     paused: bool,
+    /// Nothing is posted until the connection rests and its PSNs have been moved on.
+    rests: bool,
     drain: Drain,
 }
 
@@ -154,6 +157,7 @@ const USER_POLL: u64 = 4;
 const USER_FILL: u64 = 5;
 const USER_RECONNECT: u64 = 6;
 const USER_PATH: u64 = 7;
+const USER_SKIP: u64 = 8;
 
 fn tag(what: u64, qp: usize, host: usize) -> u64 {
     what << 32 | (qp as u64) << 1 | host as u64
@@ -441,6 +445,9 @@ impl Workload {
 
     fn begin(&mut self, qps: std::ops::Range<usize>) -> Checked {
         for qp in qps {
+            if self.report.settings.psn_skips {
+                self.plan_skip(qp);
+            }
             for host in 0..2 {
                 if self.dice.one_in(3) {
                     let delay = self.dice.log_uniform(5_000_000);
@@ -467,6 +474,7 @@ impl Workload {
                 self.poll_lazy(host, false)
             }
             USER_FILL => self.fill(host, qp),
+            USER_SKIP => self.skip_psns(qp),
             USER_PATH => {
                 self.change_path();
                 Ok(())
@@ -736,6 +744,7 @@ impl Flow {
             own_failed: false,
             refusal_owed: false,
             paused: false,
+            rests: false,
             drain: Drain::No,
         }
     }

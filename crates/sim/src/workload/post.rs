@@ -67,7 +67,7 @@ impl Workload {
     pub(super) fn post_some(&mut self, qp: usize, host: usize) -> Checked {
         loop {
             let flow = &self.flows[qp][host];
-            if flow.todo == 0 || flow.paused || flow.outstanding.len() >= flow.depth {
+            if flow.todo == 0 || flow.paused || flow.rests || flow.outstanding.len() >= flow.depth {
                 return Ok(());
             }
             if self.is_affected(qp) && !self.goes_on(qp, host) {
