@@ -17,11 +17,14 @@
 //! down=T..T     the port is down from .. to, counted from when the device was opened; down=T.. for good
 //! qp-error=P    so many packets that arrive put their queue pair in error
 //! qp-error=N    the Nth packet that arrives for a queue pair puts that in error
+//! only=cm       loss, dup, reorder, corrupt and delay are for CM messages    default: for all packets
 //! seed=N        another sequence of decisions                                default: 1
 //! ```
 
 use std::fmt;
 use std::str::FromStr;
+
+use rdmux_wire::Qpn;
 
 use crate::time::Time;
 
@@ -38,6 +41,17 @@ pub enum QpError {
     Percent(f64),
     /// By the packet of this number, from 1.
     At(u64),
+}
+
+/// The packets that [`Spec::loss`], [`Spec::dup`], [`Spec::reorder`], [`Spec::corrupt`] and [`Spec::delay_ns`] are for. Others pass, and have
+/// no number in the sequence of decisions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Only {
+    /// All of them.
+    #[default]
+    All,
+    /// Messages of connection management: packets for a general services QP. IBTA Vol 1, 13.4.
+    Cm,
 }
 
 /// What is asked for; the default is a network that does nothing wrong. Parsed from the syntax that the module's documentation shows.
@@ -63,9 +77,19 @@ pub struct Spec {
     pub down_ns: (u64, u64),
     /// When a queue pair is put in error.
     pub qp_error: Option<QpError>,
+    /// Which packets are lost, doubled, held back, damaged and delayed.
+    pub only: Only,
 }
 
 impl Spec {
+    /// Whether a packet is one of those that are lost, doubled, held back, damaged and delayed.
+    pub fn concerns(&self, packet: &[u8]) -> bool {
+        match self.only {
+            Only::All => true,
+            Only::Cm => dest_qpn(packet) == Some(Qpn::GSI),
+        }
+    }
+
     /// Whether the port is down so long after the device was opened.
     pub fn is_down(&self, elapsed_ns: u64) -> bool {
         let (from, to) = self.down_ns;
@@ -86,8 +110,17 @@ impl Default for Spec {
             rnr: 0.0,
             down_ns: (0, 0),
             qp_error: None,
+            only: Only::All,
         }
     }
+}
+
+/// The QPN that a packet is for, damaged or not. IBTA Vol 1, 9.2.
+pub fn dest_qpn(packet: &[u8]) -> Option<Qpn> {
+    let &[high, middle, low] = packet.get(5..8)? else {
+        return None;
+    };
+    Some(Qpn::new(u32::from_be_bytes([0, high, middle, low])))
 }
 
 /// Why a text is no [`Spec`]: the part, and what may be there.
@@ -96,7 +129,7 @@ impl Default for Spec {
 pub struct SpecError(String);
 
 /// All kinds, as an error lists them.
-const KINDS: &str = "loss, dup, reorder, corrupt, delay, rate, rnr, down, qp-error and seed";
+const KINDS: &str = "loss, dup, reorder, corrupt, delay, rate, rnr, down, qp-error, only and seed";
 
 const TIMES: [(&str, f64); 4] = [("ns", 1.0), ("us", 1e3), ("ms", 1e6), ("s", 1e9)];
 const RATES: [(&str, f64); 3] = [("kbit", 1e3), ("Mbit", 1e6), ("Gbit", 1e9)];
@@ -155,6 +188,12 @@ impl FromStr for Spec {
                     spec.qp_error = Some(error.ok_or_else(|| {
                         bad("give the packet's number or a percentage, as qp-error=1000 or qp-error=0.1%")
                     })?);
+                }
+                "only" => {
+                    spec.only = match value {
+                        "cm" => Only::Cm,
+                        _ => return Err(bad("give only=cm, for CM messages alone")),
+                    }
                 }
                 "seed" => spec.seed = value.parse().map_err(|_| bad("give a whole number, as seed=7"))?,
                 _ => return Err(bad(&format!("there is no such kind; kinds are {KINDS}"))),
@@ -215,6 +254,10 @@ impl fmt::Display for Spec {
             None => {}
             Some(QpError::Percent(percent)) => write!(f, "qp-error={percent}%,")?,
             Some(QpError::At(number)) => write!(f, "qp-error={number},")?,
+        }
+        match self.only {
+            Only::All => {}
+            Only::Cm => write!(f, "only=cm,")?,
         }
         write!(f, "seed={}", self.seed)
     }
@@ -417,7 +460,7 @@ mod tests {
     #[test]
     fn parse__every_kind() {
         let found = spec(
-            "loss=1%, dup=2%,reorder=0.5 %,corrupt=0%,delay=1ms..1.5ms,rate=100Mbit,rnr=5%,down=2s..,qp-error=7,seed=9",
+            "loss=1%, dup=2%,reorder=0.5 %,corrupt=0%,delay=1ms..1.5ms,rate=100Mbit,rnr=5%,down=2s..,qp-error=7,only=cm,seed=9",
         );
         let expected = Spec {
             seed: 9,
@@ -430,6 +473,7 @@ mod tests {
             rnr: 5.0,
             down_ns: (2_000_000_000, u64::MAX),
             qp_error: Some(QpError::At(7)),
+            only: Only::Cm,
         };
         assert_eq!(found, expected);
         assert_eq!(spec(&found.to_string()), found, "{found}");
@@ -454,6 +498,7 @@ mod tests {
             ("down=5s", "'down=5s'", "down=2s..5s"),
             ("down=5s..5s", "'down=5s..5s'", "down=2s..5s"),
             ("qp-error=0", "'qp-error=0'", "qp-error=1000"),
+            ("only=rtu", "'only=rtu'", "only=cm"),
             ("seed=-1", "'seed=-1'", "a whole number"),
             ("lose=1%", "'lose=1%'", "no such kind; kinds are loss"),
         ] {
@@ -507,6 +552,16 @@ mod tests {
                 (found as f64 - expected).abs() < 0.1 * expected,
                 "{found} {expected}"
             );
+        }
+    }
+
+    #[test]
+    fn concerns__packets_for_the_general_services_qp_where_cm_alone_is_asked_for() {
+        let for_qp = |low| [0x64, 0, 0xff, 0xff, 0, 0, 0, low, 0, 0, 0, 0];
+        for (text, cm, others) in [("loss=1%", true, true), ("loss=1%,only=cm", true, false)] {
+            assert_eq!(spec(text).concerns(&for_qp(1)), cm, "{text}");
+            assert_eq!(spec(text).concerns(&for_qp(2)), others, "{text}");
+            assert_eq!(spec(text).concerns(&[0; 7]), others, "{text}");
         }
     }
 

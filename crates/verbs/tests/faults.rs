@@ -171,6 +171,19 @@ fn dup__takes_effect_once() {
 }
 
 #[test]
+fn only__cm_messages_when_these_are_asked_for() {
+    over_each_carrier(79, "dup=100%,only=cm", |pair| {
+        write_both_ways(pair);
+        let counts = pair.faulty.device.fault_counts().unwrap();
+        // Connecting takes some messages, writing takes thousands.
+        assert!(
+            counts.duplicated > 0 && counts.duplicated * 10 < counts.packets,
+            "{counts:?}"
+        );
+    });
+}
+
+#[test]
 fn reorder__is_put_right() {
     over_each_carrier(82, "reorder=10%", |pair| {
         write_both_ways(pair);

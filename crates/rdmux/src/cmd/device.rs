@@ -20,7 +20,7 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "PROVIDER", value_parser = parse_provider)]
     provider: Option<Provider>,
     /// Let the device's port misbehave, both ways, as loss=1%,delay=5ms,seed=7. Kinds are loss, dup, reorder, corrupt, delay, rate,
-    /// rnr, down, qp-error and seed: docs/bad-network.md. The environment variable RDMUX_FAULT does the same for any program.
+    /// rnr, down, qp-error, only and seed: docs/bad-network.md. The environment variable RDMUX_FAULT does the same for any program.
     #[arg(long, value_name = "SPEC")]
     fault: Option<Spec>,
     /// Capture what the device sends and receives to a pcapng file: docs/capture.md. The environment variable RDMUX_CAPTURE does the same

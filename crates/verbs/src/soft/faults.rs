@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 
-use rdmux_rnic::faults::{Fate, LATE_NS_MAX, Line, Spec, SpecError, Stream, damage, late_ns};
+use rdmux_rnic::faults::{Fate, LATE_NS_MAX, Line, Spec, SpecError, Stream, damage, dest_qpn, late_ns};
 use rdmux_rnic::{Arrival, Path, Qpn, Time};
 use rdmux_wire::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN};
@@ -222,11 +222,8 @@ impl Faults {
 
     /// A packet of the engine goes out: what becomes of it.
     pub(super) fn leave(&mut self, now: Time, path: &Path, local: bool, packet: &[u8]) -> Fate {
-        let fate = decide(
-            &mut self.out,
-            &mut self.counts,
-            self.spec.is_down(now.since_ns(self.opened)),
-        );
+        let is_down = self.spec.is_down(now.since_ns(self.opened));
+        let fate = decide(&mut self.out, &mut self.counts, is_down, packet);
         if fate.lost {
             return fate;
         }
@@ -260,11 +257,8 @@ impl Faults {
 
     /// A packet comes in: what becomes of it.
     pub(super) fn arrive(&mut self, now: Time, arrival: &Arrival<'_>) -> Fate {
-        let fate = decide(
-            &mut self.into,
-            &mut self.counts,
-            self.spec.is_down(now.since_ns(self.opened)),
-        );
+        let is_down = self.spec.is_down(now.since_ns(self.opened));
+        let fate = decide(&mut self.into, &mut self.counts, is_down, arrival.bytes);
         if fate.lost {
             return fate;
         }
@@ -290,10 +284,7 @@ impl Faults {
     /// Whether a packet that comes in puts its queue pair in error.
     pub(super) fn fails(&mut self, packet: &[u8]) -> Option<Qpn> {
         self.spec.qp_error?;
-        let &[high, middle, low] = packet.get(5..8)? else {
-            return None;
-        };
-        let qpn = Qpn::new(u32::from_be_bytes([0, high, middle, low]));
+        let qpn = dest_qpn(packet)?;
         let fails = qpn != Qpn::GSI && qpn != Qpn::MULTICAST && self.for_queue_pairs.next_qp_error();
         self.counts.qp_errors += u64::from(fails);
         fails.then_some(qpn)
@@ -312,9 +303,12 @@ impl Faults {
     }
 }
 
-/// What becomes of the next packet. One at a port that is down has its number, too.
-fn decide(line: &mut Line, counts: &mut FaultCounts, is_down: bool) -> Fate {
-    let mut fate = line.next_fate();
+/// What becomes of a packet. One at a port that is down has its number, too.
+fn decide(line: &mut Line, counts: &mut FaultCounts, is_down: bool, packet: &[u8]) -> Fate {
+    let mut fate = Fate::default();
+    if line.spec().concerns(packet) {
+        fate = line.next_fate();
+    }
     if is_down {
         fate = Fate {
             lost: true,
