@@ -745,6 +745,14 @@ impl Rnic {
         &mut self.cm
     }
 
+    /// The next first request of a QP is told of as [`Event::FirstRequest`], and not as [`Event::CommunicationEstablished`]: to who has
+    /// accepted a connection it says as much as the RTU, which may be late or lost. A QP that is reset tells nothing again. 12.9.6.
+    pub fn tell_first_request(&mut self, qpn: Qpn) {
+        if let Some(qp) = self.qps.get_mut(&qpn.value()) {
+            qp.head.tells_first_request = true;
+        }
+    }
+
     // Memory of this host.
 
     /// Whether a QP's peer is reached through memory of this host: its packets need no ICRC, and [`Event::WantsGrant`] asks for

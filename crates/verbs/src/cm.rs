@@ -408,9 +408,8 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with a queue pair that was just made; post receives to it only after this returns. The peer may send at
-    /// once; the queue pair sends when the peer's last message has come, or its first request: see
-    /// [`Connection::wait_established`].
+    /// Accepts with a queue pair that was just made; post receives to it only after this returns. Both ends may send at once:
+    /// what comes before the peer has brought up its queue pair is retried.
     pub fn accept(
         mut self,
         qp: &QueuePair,

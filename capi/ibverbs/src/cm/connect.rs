@@ -484,15 +484,13 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     // It is there: who calls this has it.
     let _ = own.shared.keep(&connection);
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
-    for state in [QpState::Rts, QpState::Rtr] {
-        // It goes on when the peer has answered.
+    for state in [QpState::Rtr, QpState::Rts] {
         pair.show(verbs, &connection, state);
     }
     let waits = connection.clone();
     let thread = crate::spawn("rdmux-accept", move || {
         let connection = waits;
         if connection.wait_established() {
-            pair.show(verbs, &connection, QpState::Rts);
             tell_connection(&shared, abi::cm_event::ESTABLISHED, &connection, &[]);
             watch(&shared, &connection);
         } else {

@@ -217,6 +217,8 @@ pub enum Event {
     QpError(Qpn, Status, Cause),
     /// A request came in on a QP in RTR: the connection stands although its last message is missing. 11.6.3.1.
     CommunicationEstablished(Qpn),
+    /// The first request came in on a QP of which [`crate::Rnic::tell_first_request`] asked to hear that, in any state.
+    FirstRequest(Qpn),
     /// The send queue of a QP in SQD has drained. 11.6.3.1.
     SqDrained(Qpn),
     /// A QP with a shared receive queue is in error and uses up no more of its receives. 11.6.3.1.
@@ -256,6 +258,15 @@ impl Env<'_> {
     pub(crate) fn note(&mut self, qpn: Qpn, note: Note) {
         if let Some(tracer) = self.tracer.as_mut() {
             tracer.note(self.now, qpn, &note);
+        }
+    }
+
+    /// Tells the driver that a QP has got its first request, where that says something.
+    pub(crate) fn tell_first_request(&mut self, head: &Head) {
+        if head.tells_first_request {
+            self.events.push_back(Event::FirstRequest(head.qpn));
+        } else if head.state == QpState::Rtr && !mutant!(EstablishedUntold) {
+            self.events.push_back(Event::CommunicationEstablished(head.qpn));
         }
     }
 
@@ -369,6 +380,8 @@ pub(crate) struct Head {
     pub(crate) local: bool,
     /// Regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
+    /// The driver waits for the first request.
+    pub(crate) tells_first_request: bool,
     /// It stays in Reset until it is destroyed.
     retired: bool,
     /// The room in its send queue, and the queue of its own receives: who posts shares them.
@@ -467,6 +480,7 @@ impl Qp {
             timer: None,
             local: false,
             granted: false,
+            tells_first_request: false,
             retired: false,
             sends,
             receives,

@@ -18,7 +18,7 @@ use crate::qp::execute::{
 use crate::qp::message::fits;
 use crate::qp::read_ahead::Origin;
 use crate::qp::reorder::Reorder;
-use crate::qp::{Env, Event, Head, QpAttributes, QpState};
+use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::{Note, Refused};
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
@@ -320,9 +320,7 @@ impl Responder {
         }
         if !self.established {
             self.established = true;
-            if head.state == QpState::Rtr && !mutant!(EstablishedUntold) {
-                env.events.push_back(Event::CommunicationEstablished(head.qpn));
-            }
+            env.tell_first_request(head);
         }
         match self.handle_next(env, head, packet) {
             Ok(()) => {

@@ -6,7 +6,7 @@ use rdmux_wire::roce::Packet;
 use crate::cq::Status;
 use crate::qp::execute::{Effect, Execution, Refusal, Request, Scope};
 use crate::qp::message::fits;
-use crate::qp::{Env, Event, Head, QpAttributes, QpState};
+use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::Note;
 
 /// A packet that lies up to this many before the one expected is a copy, or late. The specification takes any first packet for
@@ -61,9 +61,7 @@ impl UcReceiver {
         self.expected = psn.plus(1);
         if !self.established {
             self.established = true;
-            if head.state == QpState::Rtr {
-                env.events.push_back(Event::CommunicationEstablished(head.qpn));
-            }
+            env.tell_first_request(head);
         }
         if !begins && !self.execution.is_inside_message() {
             // The rest of a message that was dropped.

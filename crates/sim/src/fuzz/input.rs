@@ -71,6 +71,7 @@ impl Reach {
             Event::CqError(_) => "CQ error",
             Event::QpError(..) => "QP error",
             Event::CommunicationEstablished(_) => "communication established",
+            Event::FirstRequest(_) => "first request",
             Event::SqDrained(_) => "SQ drained",
             Event::LastWqeReached(_) => "last WQE reached",
             Event::SrqLimitReached(_) => "SRQ limit reached",

@@ -13,7 +13,7 @@ use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
 use super::device::Device;
-use super::engine::{Accepted, CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
+use super::engine::{CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
 use super::qp::QueuePair;
 use crate::cancel::Cancel;
 use crate::cm::{
@@ -171,9 +171,7 @@ impl Device {
                         if !core.connections.contains_key(&id) {
                             return Err(ConnectError::Unreachable(peer.ip()));
                         }
-                        ready_to_receive(core, now, &agreed)?;
-                        core.rnic
-                            .modify_qp(now, pair.qpn, QpState::Rts, &agreed.ready_to_send())?;
+                        bring_up(core, now, &agreed)?;
                         core.rnic.cm().establish(id);
                         Ok::<_, ConnectError>(agreed)
                     })?;
@@ -351,8 +349,8 @@ impl Agreed {
     }
 }
 
-/// Moves a queue pair from Reset to RTR as both ends agreed.
-fn ready_to_receive(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> Result<(), ConnectError> {
+/// Moves a queue pair from Reset to RTS as both ends agreed.
+fn bring_up(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> Result<(), ConnectError> {
     let (pair, remote) = (&agreed.pair, &agreed.remote);
     let reliable = pair.qp_type != QpType::Uc;
     let config = *core.rnic.config();
@@ -370,6 +368,8 @@ fn ready_to_receive(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> 
         ..agreed.receive()
     };
     core.rnic.modify_qp(now, pair.qpn, QpState::Rtr, &rtr)?;
+    core.rnic
+        .modify_qp(now, pair.qpn, QpState::Rts, &agreed.ready_to_send())?;
     core.meet(pair.qpn);
     Ok(())
 }
@@ -486,31 +486,41 @@ impl ConnectionRequest {
         let agreed = self.device.with(|core, now| {
             let agreed = self.agree(core, pair, params)?;
             if !pair.external {
-                ready_to_receive(core, now, &agreed)?;
+                bring_up(core, now, &agreed)?;
+                core.rnic.tell_first_request(pair.qpn);
             }
             Ok::<_, ConnectError>(agreed)
         })?;
         let mut connection = Connection::new(&self.device, pair.qpn, id, events);
-        prepare()?;
-        let accepted = self.device.with(|core, now| {
-            let mut local = local_endpoint(pair, psn, params, remote.path_mtu);
-            local.initiator_depth = local.initiator_depth.min(remote.responder_resources);
-            let accepted = core.rnic.cm().accept(now, id, &local, private_data);
-            // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
-            if accepted.is_ok() {
-                let (qpn, record) = (pair.managed(), None);
-                let entry = ConnectionEntry { sink, qpn, record };
-                core.connections.insert(id, entry);
-                if let Some(qpn) = qpn {
-                    let rts = agreed.ready_to_send();
-                    core.accepted.insert(qpn, Accepted { id, rts });
+        let accept = || {
+            self.device.with(|core, now| {
+                let mut local = local_endpoint(pair, psn, params, remote.path_mtu);
+                local.initiator_depth = local.initiator_depth.min(remote.responder_resources);
+                let accepted = core.rnic.cm().accept(now, id, &local, private_data);
+                // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
+                if accepted.is_ok() {
+                    let (qpn, record) = (pair.managed(), None);
+                    let entry = ConnectionEntry { sink, qpn, record };
+                    core.connections.insert(id, entry);
+                    if let Some(qpn) = qpn {
+                        core.accepted.insert(qpn, id);
+                    }
+                    core.record(id);
                 }
-                core.record(id);
+                accepted.map_err(ConnectError::from)
+            })
+        };
+        prepare().and_then(|()| accept()).inspect_err(|_| {
+            // It would send, and receive, without a connection.
+            if let Some(qpn) = pair.managed() {
+                self.device.with(|core, now| {
+                    let _ = core
+                        .rnic
+                        .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
+                });
             }
-            accepted
-        });
-        self.decided = accepted.is_ok();
-        accepted?;
+        })?;
+        self.decided = true;
         connection.remote = Some(remote);
         connection.agreed = Some(agreed);
         connection.private_data = std::mem::take(&mut self.private_data);

@@ -118,14 +118,6 @@ pub(crate) struct ConnectionEntry {
     pub(crate) record: Option<Record>,
 }
 
-/// A connection that was accepted. Its queue pair receives; it sends once the connection stands. IBTA Vol 1, 12.9.7.
-#[derive(Debug)]
-pub(crate) struct Accepted {
-    pub(crate) id: CmId,
-    /// With which it goes to RTS.
-    pub(crate) rts: QpAttributes,
-}
-
 /// Until when those who may drive sleep at most, in ns of the engine's clock; 0: awake, or looks again by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sleeps {
@@ -162,7 +154,7 @@ pub(crate) struct Core {
     pub(crate) async_events: AsyncEvents,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
     /// Connections that were accepted and wait for the peer's last message, or its first request, by their queue pairs.
-    pub(crate) accepted: HashMap<Qpn, Accepted>,
+    pub(crate) accepted: HashMap<Qpn, CmId>,
     pub(crate) listeners: HashMap<ServiceId, ListenerEntry>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
@@ -978,10 +970,11 @@ impl Core {
             }
             Event::CommunicationEstablished(qpn) => {
                 self.async_events.push(AsyncEvent::CommunicationEstablished(qpn));
-                // The peer's last message is late or lost: its request says as much.
-                if let Some(Accepted { id, .. }) = self.accepted.get(&qpn) {
-                    let id = *id;
-                    self.rnic.cm().establish(id);
+            }
+            // The RTU is late or lost: the request says as much.
+            Event::FirstRequest(qpn) => {
+                if let Some(id) = self.accepted.get(&qpn) {
+                    self.rnic.cm().establish(*id);
                 }
             }
             Event::SqDrained(qpn) => self.async_events.push(AsyncEvent::SqDrained(qpn)),
@@ -1015,7 +1008,7 @@ impl Core {
             return;
         };
         if let Some(qpn) = entry.qpn {
-            let accepted = self.accepted.remove(&qpn);
+            self.accepted.remove(&qpn);
             // One that was refused before it was connected can be connected again.
             let refused = matches!(event, CmEvent::Rejected { .. });
             let unused = |qp: QpInfo| qp.state == QpState::Reset || refused && qp.state == QpState::Init;
@@ -1024,9 +1017,6 @@ impl Core {
                 let _ = self
                     .rnic
                     .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
-            } else if let Some(Accepted { rts, .. }) = accepted {
-                // Fails for a queue pair that its owner has moved meanwhile.
-                let _ = self.rnic.modify_qp(now, qpn, QpState::Rts, &rts);
             }
         }
         if let CmEvent::Reply { id, .. } = event {

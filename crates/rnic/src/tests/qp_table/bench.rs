@@ -1079,5 +1079,6 @@ fn event_name(event: &Event) -> Option<String> {
         Event::SrqLimitReached(_) => "SrqLimit".into(),
         Event::Completion(_) => panic!("no queue is armed"),
         Event::WantsGrant(..) => panic!("no peer is on this host"),
+        Event::FirstRequest(_) => panic!("nobody asks for it"),
     })
 }
