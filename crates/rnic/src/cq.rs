@@ -1,6 +1,7 @@
 //! Completion queues. IBTA Vol 1, 10.8 and 11.4.2.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_wire::{Qpn, RKey};
@@ -164,6 +165,18 @@ pub(crate) enum Pushed {
     Overrun { first: bool },
 }
 
+/// How many completion queues of a device are armed.
+#[derive(Clone, Debug, Default)]
+pub struct ArmedQueues(Arc<AtomicUsize>);
+
+impl ArmedQueues {
+    /// Whether any is: its owner may sleep until the queue has told of a completion.
+    #[inline]
+    pub fn any(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
+    }
+}
+
 /// A completion queue. The device and whoever polls share it and nothing else: polling waits for no lock that is held while
 /// packets are handled.
 #[derive(Clone, Debug)]
@@ -174,6 +187,7 @@ struct Queue {
     completions: VecDeque<WorkCompletion>,
     depth: usize,
     armed: Option<Arm>,
+    armed_queues: ArmedQueues,
     /// A driver sleeps and is to be told of the next completion that others take in.
     watched: bool,
     overrun: bool,
@@ -186,9 +200,17 @@ struct Queue {
 }
 
 impl Queue {
+    fn arm(&mut self, arm: Arm) {
+        if self.armed.replace(arm).is_none() {
+            self.armed_queues.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     /// An armed waiter is told.
     fn disarm(&mut self) {
-        self.armed = None;
+        if self.armed.take().is_some() {
+            self.armed_queues.0.fetch_sub(1, Ordering::Relaxed);
+        }
         self.untold = 0;
         self.tell_at = None;
     }
@@ -201,12 +223,19 @@ impl Queue {
     }
 }
 
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.disarm();
+    }
+}
+
 impl CompletionQueue {
-    pub(crate) fn new(depth: usize) -> CompletionQueue {
+    pub(crate) fn new(depth: usize, armed_queues: ArmedQueues) -> CompletionQueue {
         CompletionQueue(Arc::new(Mutex::new(Queue {
             completions: VecDeque::with_capacity(depth.min(1024)),
             depth,
             armed: None,
+            armed_queues,
             watched: false,
             overrun: false,
             came: None,
@@ -350,7 +379,7 @@ impl CompletionQueue {
         let mut queue = self.lock();
         // A request for any completion is the wider one and stays.
         if queue.armed != Some(Arm::Next) {
-            queue.armed = Some(arm);
+            queue.arm(arm);
         }
     }
 

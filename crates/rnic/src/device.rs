@@ -16,7 +16,7 @@ use rdmux_wire::{LKey, Psn, Qpn, RKey};
 use crate::backlog::Backlog;
 use crate::cm::Cm;
 use crate::counters::Counters;
-use crate::cq::{Arm, CompletionQueue, Cqn, Moderation, Status, TooShort, WorkCompletion};
+use crate::cq::{Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooShort, WorkCompletion};
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
@@ -167,6 +167,7 @@ pub struct Rnic {
     regions: Regions,
     cqs: NumberMap<CompletionQueue>,
     next_cqn: u32,
+    armed_queues: ArmedQueues,
     srqs: NumberMap<SharedReceiveQueue>,
     xrcds: Vec<bool>,
     qps: NumberMap<Qp>,
@@ -236,6 +237,7 @@ impl Rnic {
             regions: Regions::new(graveyard.clone()),
             cqs: NumberMap::default(),
             next_cqn: 0,
+            armed_queues: ArmedQueues::default(),
             srqs: NumberMap::default(),
             xrcds: Vec::new(),
             qps: NumberMap::default(),
@@ -422,9 +424,14 @@ impl Rnic {
     /// Makes a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
     pub fn create_cq(&mut self, depth: u32) -> Cqn {
         self.next_cqn += 1;
-        self.cqs
-            .insert(self.next_cqn, CompletionQueue::new(depth.max(1) as usize));
+        let queue = CompletionQueue::new(depth.max(1) as usize, self.armed_queues.clone());
+        self.cqs.insert(self.next_cqn, queue);
         Cqn(self.next_cqn)
+    }
+
+    /// How many of its completion queues are armed, now and later.
+    pub fn armed_queues(&self) -> ArmedQueues {
+        self.armed_queues.clone()
     }
 
     /// Ends a completion queue. Its QPs must have been destroyed.

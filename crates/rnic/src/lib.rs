@@ -38,7 +38,9 @@ mod work;
 
 pub use backlog::Backlog;
 pub use counters::Counters;
-pub use cq::{Arm, CompletionQueue, Cqn, Moderation, Status, TooShort, WcOpcode, WorkCompletion};
+pub use cq::{
+    Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooShort, WcOpcode, WorkCompletion,
+};
 pub use device::{
     Arrival, CmDetail, Config, CqDetail, Paged, PdDetail, QpDetail, QpInfo, RegionDetail, Rnic, SRQ_QPS_MAX,
     SrqDetail, Traffic,

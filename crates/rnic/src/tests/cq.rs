@@ -152,3 +152,28 @@ fn times__stay_with_their_completions() {
     bed.pair.modify(0, QpState::Reset, &QpAttributes::default());
     assert_eq!(next(), None);
 }
+
+#[test]
+fn armed_queues__any_until_told_or_destroyed() {
+    let mut bed = Bed::new();
+    let armed = bed.rnic().armed_queues();
+    let (cq, other) = (bed.cq, bed.rnic().create_cq(4));
+    assert!(!armed.any());
+    bed.rnic().arm_cq(cq, Arm::Solicited);
+    bed.rnic().arm_cq(cq, Arm::Next);
+    assert!(armed.any());
+    assert!(bed.complete(0, 0) && !armed.any(), "told");
+    assert!(!bed.complete(0, 1) && !armed.any(), "not armed");
+
+    bed.rnic().arm_cq(cq, Arm::Next);
+    bed.rnic().arm_cq(other, Arm::Next);
+    assert!(bed.complete(0, 2) && armed.any(), "the other one is");
+    bed.rnic().destroy_cq(other);
+    assert!(!armed.any(), "destroyed");
+
+    bed.moderate(2, 10);
+    assert!(!bed.complete(0, 3) && armed.any(), "to be told later");
+    let due = bed.pair.now + 10_000;
+    bed.rnic().handle_timeout(due);
+    assert!(bed.is_told() && !armed.any(), "told at its time");
+}

@@ -208,7 +208,7 @@ impl CompletionQueue {
     pub(crate) fn arm(&self, arm: Arm) {
         self.waker.reset_if_woken();
         self.queue.arm(arm);
-        self.device.hand_over_to_channel();
+        self.device.hand_over();
     }
 
     pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {

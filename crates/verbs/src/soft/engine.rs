@@ -20,6 +20,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU64;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+#[cfg(test)]
+use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
@@ -28,8 +30,8 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::cm::{CmEvent, CmId, Peering};
 use rdmux_rnic::trace::{ConnectionNote, Note};
 use rdmux_rnic::{
-    Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path, PostError,
-    QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
+    ArmedQueues, Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path,
+    PostError, QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
 };
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
@@ -63,6 +65,9 @@ use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, int
 
 /// Looks of a spinning caller between two at whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
+/// Polls that found nothing since a completion queue was armed last, after which a caller is taken for one that polls until it finds
+/// something. Programs that sleep poll some times, and then arm.
+const POLLS_OF_SPINNER: u32 = 64;
 /// Turns in a row that a caller takes for what others left.
 const TURNS_FOR_OTHERS: u32 = 16;
 /// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
@@ -134,8 +139,9 @@ pub(crate) struct Core {
     /// When it was last heard what other engines have to say.
     served_at: Time,
     sleeps: Sleeps,
-    /// Calls of polling callers.
+    /// Calls of polling callers: all, and those since a completion queue was armed.
     polls: u32,
+    polls_unarmed: u32,
     /// Calls of polling callers that do not look at the sockets: those that are left, and all of them.
     socket_rests: u32,
     socket_rest: u32,
@@ -229,6 +235,8 @@ pub(crate) struct Engine {
     /// The clock's 0.
     start: Instant,
     hand_over: HandOver,
+    /// Queues whose owners may sleep until they are told.
+    armed_queues: ArmedQueues,
     stop: AtomicBool,
     /// Who waits and drives, one at a time: how, by its experience.
     seat: Mutex<Waiter>,
@@ -239,6 +247,9 @@ pub(crate) struct Engine {
     waiting: Option<WaitMode>,
     group: Mutex<Option<Group>>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Leases that the thread slept through to their end while a completion queue was armed.
+    #[cfg(test)]
+    overslept: AtomicUsize,
     /// Woken by asynchronous events.
     pub(crate) async_waker: Arc<Waker>,
 }
@@ -357,6 +368,7 @@ impl Engine {
             served_at: Time(0),
             sleeps: Sleeps::default(),
             polls: 0,
+            polls_unarmed: 0,
             socket_rests: 0,
             socket_rest: 0,
             batch: RxBatch::new(),
@@ -383,6 +395,7 @@ impl Engine {
         let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
+            armed_queues: core.rnic.armed_queues(),
             core: Turns::new(core),
             kick: Waker::new().map_err(io("eventfd"))?,
             start,
@@ -394,6 +407,8 @@ impl Engine {
             waiting,
             group: Mutex::new(Some(group)),
             thread: Mutex::new(None),
+            #[cfg(test)]
+            overslept: AtomicUsize::new(0),
         });
         *slot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&engine);
         let listening = engine.lock().links.listen();
@@ -476,19 +491,27 @@ impl Engine {
     }
 
     /// Looks for something, and drives on behalf of the caller that polls when it is not there yet, unless somebody drives
-    /// already. Acknowledgements wait while requests keep coming in.
+    /// already. The thread goes on looking out beside a caller that may sleep without a further word; for one that comes back it
+    /// rests, and acknowledgements wait while requests keep coming in.
     pub(crate) fn poll<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         if let Some(found) = look() {
             return Some(found);
         }
         let mut core = self.try_lock()?;
         let now = self.now();
-        self.hand_over.polls(now.0);
-        let received = core.receive_polled(now);
         core.polls = core.polls.wrapping_add(1);
+        core.polls_unarmed = match self.armed_queues.any() {
+            true => 0,
+            false => core.polls_unarmed.saturating_add(1),
+        };
+        let comes_back = core.polls_unarmed > POLLS_OF_SPINNER;
+        if comes_back {
+            self.hand_over.polls(now.0);
+        }
+        let received = core.receive_polled(now);
         let met = now.since_ns(core.served_at) > SERVE_NS && core.serve_links(now);
         let yields = core.polls.is_multiple_of(LOOKS_PER_LOOK_AROUND) && core.needs_to_yield(now);
-        core.finish(now, received == 0);
+        core.finish(now, received == 0 || !comes_back);
         self.wake_early(&core);
         drop(core);
         let found = look();
@@ -499,7 +522,7 @@ impl Engine {
         if met {
             self.wake_driver();
         }
-        if received > 0 && !self.hand_over.is_leased() {
+        if received > 0 && comes_back && !self.hand_over.is_leased() {
             // The caller may never come back for what it left owing: let the thread begin to watch it.
             self.kick.wake();
         }
@@ -678,8 +701,13 @@ impl Engine {
             if self.waiting != Some(WaitMode::Running) && self.hand_over.lease(self.now().0) {
                 // Look again when the lease is over, or when the caller says that it sleeps.
                 let lease = Duration::from_nanos(POLLER_LEASE_NS);
-                if !self.kick.wait(Some(lease)) && self.hand_over.park() {
-                    self.kick.wait(None);
+                if !self.kick.wait(Some(lease)) {
+                    #[cfg(test)]
+                    self.overslept
+                        .fetch_add(usize::from(self.armed_queues.any()), Ordering::Relaxed);
+                    if self.hand_over.park() {
+                        self.kick.wait(None);
+                    }
                 }
                 self.hand_over.unpark();
                 idle = None;

@@ -63,19 +63,14 @@ impl Engine {
         }
     }
 
-    /// A caller goes to sleep: what it left owing is sent, and the thread has the socket from now on.
+    /// A caller goes to sleep, or may do so since it has armed a completion queue: what it left owing is sent, and the thread has
+    /// the sockets from now on.
     pub(crate) fn hand_over(&self) {
         let mut core = self.lock();
         core.finish(self.now(), true);
         self.wake_early(&core);
         drop(core);
         self.wake(self.hand_over.hand_over());
-    }
-
-    /// A caller waits by a descriptor: from now on somebody else always drives.
-    pub(crate) fn hand_over_to_channel(&self) {
-        self.hand_over.rely_for_good();
-        self.hand_over();
     }
 
     /// Sleeps until woken or the time is over (false), while others drive.
@@ -221,7 +216,8 @@ struct Leaves<'a>(&'a Engine);
 impl Drop for Leaves<'_> {
     fn drop(&mut self) {
         let Leaves(engine) = self;
-        engine.wake(engine.hand_over.leave_seat(engine.now().0));
+        let is_any_armed = || engine.armed_queues.any();
+        engine.wake(engine.hand_over.leave_seat(engine.now().0, is_any_armed));
     }
 }
 

@@ -460,3 +460,51 @@ fn arm__while_another_waits_for_the_queue() {
     };
     assert_eq!(second.wr_id, 1);
 }
+
+/// A program arms its queue, polls until that is empty, and sleeps on the descriptor: the engine's thread looks out meanwhile, and
+/// never sleeps for the time that it trusts a polling caller for.
+#[test]
+fn poll__of_an_armed_queue_takes_no_lease() {
+    const ROUNDS: u64 = 200;
+    let pair = Pair::new([127, 0, 14, 16]);
+    let cq = &pair.cqs[1];
+    for wr_id in 0..ROUNDS {
+        let sges = SgeList::EMPTY;
+        pair.qps[1].post_recv(RecvRequest { wr_id, sges }).unwrap();
+        cq.arm(Arm::Next);
+        assert_eq!(cq.poll(), None);
+        pair.post(Operation::Send { imm: None });
+        assert!(is_told(cq));
+        assert_eq!(cq.poll().unwrap().wr_id, wr_id);
+        while pair.cqs[0].poll().is_none() {
+            pair.cqs[0].arm(Arm::Next);
+            if pair.cqs[0].poll().is_some() {
+                break;
+            }
+            assert!(is_told(&pair.cqs[0]));
+        }
+    }
+    assert_eq!(pair.engine().overslept.load(Ordering::Relaxed), 0);
+}
+
+/// The same while another thread polls a queue of the same device that is not armed, for a while, and then does something else.
+#[test]
+fn poll__beside_an_armed_queue_takes_no_lease() {
+    const ROUNDS: u64 = 20;
+    let pair = Pair::new([127, 0, 14, 17]);
+    for wr_id in 0..ROUNDS {
+        let sges = SgeList::EMPTY;
+        pair.qps[1].post_recv(RecvRequest { wr_id, sges }).unwrap();
+        for _ in 0..4 * POLLS_OF_SPINNER {
+            pair.cqs[0].poll();
+        }
+        pair.cqs[1].arm(Arm::Next);
+        for _ in 0..4 * POLLS_OF_SPINNER {
+            pair.cqs[0].poll();
+        }
+        pair.post(Operation::Send { imm: None });
+        assert!(is_told(&pair.cqs[1]));
+        assert_eq!(pair.cqs[1].poll().unwrap().wr_id, wr_id);
+    }
+    assert_eq!(pair.engine().overslept.load(Ordering::Relaxed), 0);
+}

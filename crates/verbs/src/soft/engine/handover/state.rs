@@ -27,8 +27,6 @@ pub(in super::super) struct HandOver {
     parked: AtomicBool,
     /// Who sleeps and relies on somebody else.
     sleepers: AtomicUsize,
-    /// Some caller waits by a descriptor, which nobody sees.
-    has_channel: AtomicBool,
 }
 
 impl HandOver {
@@ -38,7 +36,6 @@ impl HandOver {
             leased: AtomicBool::new(false),
             parked: AtomicBool::new(false),
             sleepers: AtomicUsize::new(0),
-            has_channel: AtomicBool::new(false),
         }
     }
 
@@ -62,6 +59,8 @@ impl HandOver {
 
     // A caller that polls.
 
+    /// The caller looks out from now on. Only in a turn that finds no completion queue armed: whoever arms one arms it first and
+    /// calls [`HandOver::hand_over`] behind its next turn, so either this caller sees it armed, or its lease ends there.
     #[inline]
     pub(in super::super) fn polls(&self, now_ns: u64) {
         self.polled_at_ns.store(now_ns.max(1), Ordering::Relaxed);
@@ -82,11 +81,6 @@ impl HandOver {
 
     pub(in super::super) fn rely_no_more(&self) {
         self.sleepers.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    /// As [`HandOver::rely`], for good: the caller waits by a descriptor.
-    pub(in super::super) fn rely_for_good(&self) {
-        self.has_channel.store(true, Ordering::Relaxed);
     }
 
     /// The caller looks out no more. Somebody sits in the thread's place, and does so as long as somebody relies on it, or the
@@ -116,12 +110,12 @@ impl HandOver {
         self.polled_at_ns.store(SEATED, Ordering::Relaxed);
     }
 
-    /// It goes about its business, and will soon be back: until then nobody looks out, unless others rely on it.
-    pub(in super::super) fn leave_seat(&self, now_ns: u64) -> Wake {
+    /// It goes about its business, and will soon be back: until then nobody looks out, unless others sleep and rely on it, or
+    /// may do so since they have armed a completion queue.
+    pub(in super::super) fn leave_seat(&self, now_ns: u64, is_any_armed: impl FnOnce() -> bool) -> Wake {
         self.polls(now_ns);
         fence(Ordering::SeqCst);
-        let relied_on = self.has_channel.load(Ordering::Relaxed) || self.sleepers.load(Ordering::Relaxed) > 0;
-        if relied_on {
+        if self.sleepers.load(Ordering::Relaxed) > 0 || is_any_armed() {
             self.give_to_thread()
         } else if self.parked.load(Ordering::Relaxed) {
             Wake::Thread

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::rc::Rc;
 
+use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::sync::{Condvar, Mutex, MutexGuard};
 use loom::thread;
 
@@ -70,8 +71,11 @@ impl World {
 
 struct Model {
     hand_over: HandOver,
+    /// What is reached in turns.
     world: Mutex<World>,
     changed: Condvar,
+    /// Completion queues that are armed.
+    armed: AtomicUsize,
     /// Whether the thread looks again by itself when the lease is over. Where it does not, nobody may rely on that.
     lease_ends: bool,
 }
@@ -82,6 +86,7 @@ impl Model {
             hand_over: HandOver::new(),
             world: Mutex::default(),
             changed: Condvar::new(),
+            armed: AtomicUsize::new(0),
             lease_ends,
         })
     }
@@ -135,6 +140,30 @@ impl Model {
         }
     }
 
+    fn is_any_armed(&self) -> bool {
+        self.armed.load(Ordering::Relaxed) > 0
+    }
+
+    /// A caller that polls.
+    fn poll(&self) {
+        self.change(|world| {
+            if !self.is_any_armed() {
+                self.hand_over.polls(1);
+            }
+            world.drive();
+        });
+    }
+
+    /// A caller that arms a completion queue, polls it until it is empty, and sleeps until a descriptor tells it.
+    fn sleep_armed(&self) {
+        self.armed.fetch_add(1, Ordering::Relaxed);
+        // Its turn.
+        drop(self.world());
+        self.wake(self.hand_over.hand_over());
+        self.poll();
+        drop(self.wait(|world| world.taken_in[OF_OTHER]));
+    }
+
     /// A caller that sleeps and relies on others.
     fn sleep(&self) {
         self.hand_over.rely();
@@ -158,7 +187,7 @@ impl Model {
                 |world: &World| world.seat_kick || world.arrived.contains(&true) || world.taken_in[OF_SEAT];
             self.wait(something).seat_kick = false;
         }
-        self.wake(self.hand_over.leave_seat(1));
+        self.wake(self.hand_over.leave_seat(1, || self.is_any_armed()));
     }
 
     fn end(&self) {
@@ -176,8 +205,7 @@ fn poller_sleeps() {
     let model = Model::new(false);
     let thread = spawn(&model, Model::run);
     let caller = spawn(&model, |model| {
-        model.hand_over.polls(1);
-        model.change(World::drive);
+        model.poll();
         model.sleep();
         model.end();
     });
@@ -186,8 +214,46 @@ fn poller_sleeps() {
     thread.join().unwrap();
 }
 
+/// A caller polls, arms, polls until its queue is empty, and sleeps.
+fn poller_arms() {
+    let model = Model::new(false);
+    let thread = spawn(&model, Model::run);
+    let caller = spawn(&model, |model| {
+        model.poll();
+        model.sleep_armed();
+        model.end();
+    });
+    model.change(|world| world.arrived[OF_OTHER] = true);
+    caller.join().unwrap();
+    thread.join().unwrap();
+}
+
+/// One has armed a queue and sleeps; another polls a queue that is not armed, and does not come back.
+fn poller_leaves_beside_armed() {
+    let model = Model::new(false);
+    let thread = spawn(&model, Model::run);
+    let poller = spawn(&model, |model| {
+        model.poll();
+        model.poll();
+        model.change(|world| world.arrived[OF_OTHER] = true);
+    });
+    model.sleep_armed();
+    model.end();
+    poller.join().unwrap();
+    thread.join().unwrap();
+}
+
 /// One sleeps and relies on who sits in the thread's place, who leaves.
 fn seat_is_relied_on() {
+    sleeper_beside_seat(Model::sleep);
+}
+
+/// The same, of one that has armed a queue.
+fn seat_is_relied_on_by_armed() {
+    sleeper_beside_seat(Model::sleep_armed);
+}
+
+fn sleeper_beside_seat(sleep: fn(&Model)) {
     let model = Model::new(false);
     let thread = spawn(&model, Model::run);
     let seated = spawn(&model, |model| {
@@ -195,7 +261,7 @@ fn seat_is_relied_on() {
         model.change(|world| world.arrived[OF_OTHER] = true);
     });
     model.change(|world| world.arrived[OF_SEAT] = true);
-    model.sleep();
+    sleep(&model);
     model.end();
     seated.join().unwrap();
     thread.join().unwrap();
@@ -215,21 +281,27 @@ fn seat_is_left() {
 
 /// Whether all models hold, without one fence.
 fn hold(without: Option<&'static str>) -> bool {
-    [poller_sleeps, seat_is_relied_on, seat_is_left]
-        .into_iter()
-        .all(|model| {
-            let run = || {
-                let mut builder = loom::model::Builder::new();
-                builder.preemption_bound.get_or_insert(2);
-                builder.check(move || {
-                    WITHOUT.set(without);
-                    model();
-                });
-            };
-            let held = catch_unwind(AssertUnwindSafe(run)).is_ok();
-            WITHOUT.set(None);
-            held
-        })
+    let models = [
+        poller_sleeps,
+        poller_arms,
+        poller_leaves_beside_armed,
+        seat_is_relied_on,
+        seat_is_relied_on_by_armed,
+        seat_is_left,
+    ];
+    models.into_iter().all(|model| {
+        let run = || {
+            let mut builder = loom::model::Builder::new();
+            builder.preemption_bound.get_or_insert(2);
+            builder.check(move || {
+                WITHOUT.set(without);
+                model();
+            });
+        };
+        let held = catch_unwind(AssertUnwindSafe(run)).is_ok();
+        WITHOUT.set(None);
+        held
+    })
 }
 
 #[test]
