@@ -111,8 +111,13 @@ pub trait Memory: fmt::Debug + Send + Sync {
     /// Copies `out.len()` bytes at `offset` out.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault>;
 
-    /// Places `bytes` at `offset`.
+    /// Places `bytes` at `offset`, in ascending order, the last word last: a program may poll it.
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault>;
+
+    /// Places `bytes` at `offset` in any order: a completion tells the reader that they are there.
+    fn write_in_any_order(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.write(offset, bytes)
+    }
 
     /// Does an atomic operation on the 8 bytes at `offset` and gives back what they held as a number of the host. Where the
     /// bytes can be loaded and stored it is atomic to the CPUs too; else to all accesses through this `Memory`. An `offset`

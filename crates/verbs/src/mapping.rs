@@ -201,6 +201,22 @@ impl Mapping {
         Ok(unsafe { madvise(at.cast(), len, Advice::LinuxPopulateWrite) }?)
     }
 
+    /// Children that are forked do not get it.
+    pub(crate) fn keep_from_children(&self) -> io::Result<()> {
+        // SAFETY: the range is this mapping's own, and the advice changes nothing of it in this process.
+        Ok(unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxDontFork) }?)
+    }
+
+    /// Takes the pages away and keeps the addresses: the kernel answers accesses from other processes with an error from then on, and
+    /// nothing else comes to lie there as long as the value lives.
+    pub(crate) fn take_away(&self) -> io::Result<()> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: replaces exactly the range that is this mapping's own. Its methods hand out no reference that outlives a copy, except
+        // those to words, whose users do not call this.
+        unsafe { mmap_anonymous(self.base.as_ptr().cast(), self.len, ProtFlags::empty(), flags) }?;
+        Ok(())
+    }
+
     /// Places `len` bytes of another mapping as [`Mapping::write`] does, in one pass.
     pub(crate) fn write_from(
         &self,
@@ -274,12 +290,12 @@ impl Mapping {
         way: Way,
     ) -> Result<(), CopyError> {
         let here = match way {
-            Way::ToProcess => self.at(offset, len),
-            Way::FromProcess => self.at_writable(offset, len),
+            Way::ToProcess(..) => self.at(offset, len),
+            Way::FromProcess(_) => self.at_writable(offset, len),
         };
         let here = here.map_err(CopyError::From)?;
         // SAFETY: `len` bytes from there lie inside of the mapping.
-        unsafe { copy_process(here, pid, address, len as usize, way, LAST_WORD) }.map_err(CopyError::To)
+        unsafe { copy_process(here, pid, address, len as usize, way) }.map_err(CopyError::To)
     }
 
     /// Copies between addresses of two processes, this one's and another's: the kernel checks both.
@@ -287,98 +303,98 @@ impl Mapping {
         let here = std::ptr::without_provenance_mut(own as usize);
         // SAFETY: the kernel copies from or to where this process may; what lies there is the program's, which knows that it is
         // written.
-        unsafe { copy_process(here, pid, address, len as usize, way, LAST_WORD) }
+        unsafe { copy_process(here, pid, address, len as usize, way) }
     }
 
-    /// Copies between the mapping and addresses of this process, which the kernel checks: to the mapping, or from it.
-    pub(crate) fn copy_addresses(&self, offset: u64, own: u64, len: u64, way: Way) -> Result<(), Fault> {
-        let (there, way) = match way {
-            Way::ToProcess => (self.at_writable(offset, len)?, Way::FromProcess),
-            Way::FromProcess => (self.at(offset, len)?, Way::ToProcess),
-        };
+    /// Places bytes of this process's addresses, which the kernel checks, in the mapping.
+    pub(crate) fn copy_from_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
+        let there = self.at_writable(offset, len)?;
+        let pid = std::process::id().cast_signed();
         // SAFETY: `len` bytes from there lie inside of the mapping; the other side is the kernel's to check.
         unsafe {
             copy_process(
                 there,
-                std::process::id().cast_signed(),
+                pid,
                 own,
                 len as usize,
-                way,
-                LAST_WORD,
+                Way::FromProcess(Order::LastWordLast),
+            )
+        }
+    }
+
+    /// Places bytes of the mapping at addresses of this process, which the kernel checks.
+    pub(crate) fn copy_to_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
+        let here = self.at(offset, len)?;
+        let pid = std::process::id().cast_signed();
+        // SAFETY: as for `copy_from_addresses`.
+        unsafe {
+            copy_process(
+                here,
+                pid,
+                own,
+                len as usize,
+                Way::ToProcess(Order::LastWordLast, None),
             )
         }
     }
 
     /// Places bytes in memory of another process.
-    pub(crate) fn write_process(pid: i32, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+    pub(crate) fn write_process(
+        pid: i32,
+        address: u64,
+        bytes: &[u8],
+        order: Order,
+        passage: Option<Passage>,
+    ) -> Result<(), Fault> {
+        let (from, way) = (bytes.as_ptr().cast_mut(), Way::ToProcess(order, passage));
         // SAFETY: the bytes are a reference's, and only read.
-        unsafe {
-            copy_process(
-                bytes.as_ptr().cast_mut(),
-                pid,
-                address,
-                bytes.len(),
-                Way::ToProcess,
-                LAST_WORD,
-            )
-        }
+        unsafe { copy_process(from, pid, address, bytes.len(), way) }
     }
 
     /// Copies bytes out of memory of another process.
     pub(crate) fn read_process(pid: i32, address: u64, out: &mut [u8]) -> Result<(), Fault> {
-        // SAFETY: the bytes are an exclusive reference's, so nobody polls them.
-        unsafe { copy_process(out.as_mut_ptr(), pid, address, out.len(), Way::FromProcess, 0) }
+        // SAFETY: the bytes are an exclusive reference's.
+        unsafe {
+            copy_process(
+                out.as_mut_ptr(),
+                pid,
+                address,
+                out.len(),
+                Way::FromProcess(Order::Any),
+            )
+        }
     }
 }
 
-/// Bytes that are copied after all others where a program may poll them.
+/// Bytes that are placed after all others where a program may poll them.
 const LAST_WORD: usize = 8;
 
-/// Copies between this process and another one, the `last` bytes in a copy of their own after all others. The kernel checks rights
-/// and addresses there; what fails is a fault and never a signal.
+/// Copies between this process and another one. The kernel checks rights and addresses there; what fails is a fault and never a signal.
 ///
 /// # Safety
-/// No reference to the `len` bytes at `here` contradicts that they are read, and written when the bytes come from the process. Whether they are
-/// there the kernel checks on this side too.
-unsafe fn copy_process(
-    here: *mut u8,
-    pid: i32,
-    address: u64,
-    len: usize,
-    way: Way,
-    last: usize,
-) -> Result<(), Fault> {
+/// No reference to the `len` bytes at `here` contradicts that they are read, and written when the bytes come from the process.
+/// The kernel checks on this side too that they are there.
+unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: Way) -> Result<(), Fault> {
+    let own = pid == std::process::id().cast_signed();
     let mut done = 0;
     while done < len {
-        let left = len - done;
-        let piece = if left > last { left - last } else { left };
-        let local = libc::iovec {
-            iov_base: here.wrapping_add(done).cast(),
-            iov_len: piece,
-        };
-        let remote = libc::iovec {
-            iov_base: std::ptr::without_provenance_mut(address.wrapping_add(done as u64) as usize),
-            iov_len: piece,
-        };
-        let call = match way {
-            Way::ToProcess => libc::process_vm_writev,
-            Way::FromProcess => libc::process_vm_readv,
-        };
-        // SAFETY: the local bytes are as the caller says; the remote ones are the kernel's to check.
-        let n = unsafe { call(pid, &raw const local, 1, &raw const remote, 1, 0) };
-        let failed = (n < 0).then(|| io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO));
-        let copied = match failed {
-            None => Ok(n as usize),
+        let (local, remote) = (here.wrapping_add(done), address.wrapping_add(done as u64));
+        // SAFETY: as the caller says.
+        let copied = match unsafe { call_process(local, pid, remote, len - done, way) } {
             // A filter of system calls (seccomp), as some containers have it.
-            Some(libc::EPERM | libc::ENOSYS | libc::EACCES) if pid == std::process::id().cast_signed() => {
+            Err(libc::EPERM | libc::ENOSYS | libc::EACCES) if own => {
+                let there = std::ptr::without_provenance_mut(remote as usize);
                 let (from, to) = match way {
-                    Way::ToProcess => (local, remote),
-                    Way::FromProcess => (remote, local),
+                    Way::ToProcess(..) => (local, there),
+                    Way::FromProcess(_) => (there, local),
                 };
+                // The last word goes in a copy of its own.
+                let left = len - done;
+                let piece = if left > LAST_WORD { left - LAST_WORD } else { left };
                 // SAFETY: as above.
-                unsafe { copy_by_file(from, to) }
+                unsafe { copy_by_file(from, to, piece) }
             }
-            Some(errno) => Err(errno),
+            copied => copied,
         };
         match copied {
             Ok(0) | Err(libc::EFAULT) => return Err(Fault::Unmapped),
@@ -387,6 +403,71 @@ unsafe fn copy_process(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Calls that this thread has made into processes.
+    static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// One call of the kernel that copies `len` bytes, at most: it says how many.
+///
+/// # Safety
+/// As for [`copy_process`].
+unsafe fn call_process(here: *mut u8, pid: i32, address: u64, len: usize, way: Way) -> Result<usize, i32> {
+    let vector = |iov_base: *mut u8, iov_len| libc::iovec {
+        iov_base: iov_base.cast(),
+        iov_len,
+    };
+    let there = |address: u64| std::ptr::without_provenance_mut(address as usize);
+    let (Way::ToProcess(order, _) | Way::FromProcess(order)) = way;
+    let passage = match way {
+        Way::ToProcess(_, passage) => passage,
+        Way::FromProcess(_) => None,
+    };
+    let last = match order {
+        Order::LastWordLast if len > LAST_WORD => LAST_WORD,
+        _ => 0,
+    };
+    let (mut entry, gate, left) = passage.map_or((0, 0, 0), |it| (it.entry, it.gate, it.left));
+    let entry = (&raw mut entry).cast();
+    let entry_len = if passage.is_some() { size_of::<u32>() } else { 0 };
+    // The kernel copies one local vector after the other, and passes over those of no bytes.
+    let first = len - last;
+    let local = [
+        vector(entry, entry_len),
+        vector(here, first),
+        vector(here.wrapping_add(first), last),
+        vector(entry, entry_len),
+    ];
+    let remote = [
+        vector(there(gate), entry_len),
+        vector(there(address), len),
+        vector(there(left), entry_len),
+    ];
+    let call = match way {
+        Way::ToProcess(..) => libc::process_vm_writev,
+        Way::FromProcess(_) => libc::process_vm_readv,
+    };
+    #[cfg(test)]
+    CALLS.with(|calls| calls.set(calls.get() + 1));
+    // SAFETY: the local bytes are as the caller says, and an entry of this function's, which is only read, since a passage belongs to
+    // a copy to the process; the remote ones are the kernel's to check.
+    let n = unsafe {
+        call(
+            pid,
+            local.as_ptr(),
+            local.len() as libc::c_ulong,
+            remote.as_ptr(),
+            remote.len() as libc::c_ulong,
+            0,
+        )
+    };
+    match usize::try_from(n) {
+        Ok(n) => Ok(n.saturating_sub(entry_len).min(len)),
+        Err(_) => Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)),
+    }
 }
 
 /// Whether the system lets this process make calls into processes of its user, itself first of all: filters of system calls (seccomp) may
@@ -407,11 +488,11 @@ pub fn allows_calls_into_processes() -> bool {
 }
 
 /// Copies within this process through a file in memory: the kernel checks both sides, as it does for calls into processes, and allows it to
-/// everybody. Copies some of the bytes, and says how many.
+/// everybody. Copies some of `len` bytes, and says how many.
 ///
 /// # Safety
-/// No reference to the bytes contradicts that the first are read and the second written.
-unsafe fn copy_by_file(from: libc::iovec, to: libc::iovec) -> Result<usize, i32> {
+/// No reference to the bytes contradicts that those at `from` are read and those at `to` written.
+unsafe fn copy_by_file(from: *const u8, to: *mut u8, len: usize) -> Result<usize, i32> {
     /// The file, and the process that made it: one that is forked shares it, and makes its own.
     static FILE: Mutex<Option<(u32, OwnedFd)>> = Mutex::new(None);
     const AT_ONCE: usize = 64 << 10;
@@ -433,16 +514,36 @@ unsafe fn copy_by_file(from: libc::iovec, to: libc::iovec) -> Result<usize, i32>
     let file = file.expect("made above");
     let checked = |n: isize| usize::try_from(n).map_err(|_| last_error());
     // SAFETY: as the caller says, and the kernel checks that the bytes are there.
-    let n = checked(unsafe { libc::pwrite(file, from.iov_base, from.iov_len.min(AT_ONCE), 0) })?;
+    let n = checked(unsafe { libc::pwrite(file, from.cast(), len.min(AT_ONCE), 0) })?;
     // SAFETY: as above.
-    checked(unsafe { libc::pread(file, to.iov_base, n, 0) })
+    checked(unsafe { libc::pread(file, to.cast(), n, 0) })
 }
 
 /// The direction of a copy between processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    ToProcess,
-    FromProcess,
+    ToProcess(Order, Option<Passage>),
+    FromProcess(Order),
+}
+
+/// The order in which bytes are placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Ascending, the last word behind all others: a program may poll it.
+    LastWordLast,
+    /// Any: something else tells the reader that they are there.
+    Any,
+}
+
+/// What a copy into the memory of another process tells that process's owner of the memory, who may close the gate to keep the copy out:
+/// see `soft/shm/gate.rs`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Passage {
+    /// Address in the other process, to which the entry is copied before the bytes.
+    pub(crate) gate: u64,
+    /// Address to which the entry is copied behind the bytes.
+    pub(crate) left: u64,
+    pub(crate) entry: u32,
 }
 
 /// Which side of a copy failed.
@@ -509,6 +610,67 @@ mod tests {
             }
         }
         all
+    }
+
+    fn calls<R>(f: impl FnOnce() -> R) -> u64 {
+        let before = CALLS.get();
+        f();
+        CALLS.get() - before
+    }
+
+    /// Each is one call of the kernel, whatever the length and the order.
+    #[test]
+    fn copy_process__makes_one_call() {
+        if !allows_calls_into_processes() {
+            return;
+        }
+        let memory = Mapping::anonymous(8192).unwrap();
+        let pid = std::process::id().cast_signed();
+        for len in [1, 8, 9, 4096, 8192] {
+            for order in [Order::LastWordLast, Order::Any] {
+                let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + len) as u8).collect();
+                let write = || Mapping::write_process(pid, memory.address(), &bytes, order, None).unwrap();
+                assert_eq!(calls(write), 1, "{len} bytes");
+                let mut seen = vec![0; len];
+                memory.read(0, &mut seen).unwrap();
+                assert_eq!(seen, bytes);
+                let mut copied = vec![0; len];
+                let read = || Mapping::read_process(pid, memory.address(), &mut copied).unwrap();
+                assert_eq!(calls(read), 1, "{len} bytes");
+                assert_eq!(copied, bytes);
+            }
+        }
+    }
+
+    /// Polled memory: who sees the last word sees all before it.
+    #[test]
+    fn copy_process__places_the_last_word_last() {
+        if !allows_calls_into_processes() {
+            return;
+        }
+        const LEN: usize = 4096 + 8;
+        const TURNS: u64 = 20_000;
+        let memory = Mapping::anonymous(8192).unwrap();
+        let pid = std::process::id().cast_signed();
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                for turn in 1..=TURNS {
+                    let words = std::iter::repeat_n(turn.to_ne_bytes(), LEN / 8);
+                    let bytes: Vec<u8> = words.flatten().collect();
+                    let order = Order::LastWordLast;
+                    Mapping::write_process(pid, memory.address(), &bytes, order, None).unwrap();
+                }
+            });
+            let (mut seen, mut bytes) = (0, vec![0; LEN - 8]);
+            while seen < TURNS {
+                let word = memory.atomic(LEN as u64 - 8, Atomic::FetchAdd(0)).unwrap();
+                memory.read(0, &mut bytes).unwrap();
+                let words = bytes.chunks(8).map(|w| u64::from_ne_bytes(w.try_into().unwrap()));
+                let first = words.min();
+                assert!(first >= Some(word), "{word} was seen before {first:?}");
+                seen = word;
+            }
+        });
     }
 
     #[test]

@@ -27,8 +27,8 @@ const ACCEPTED_TIME: Duration = Duration::from_secs(15);
 const CONNECT_TIME: Duration = Duration::from_secs(20);
 /// A connection on which nothing completes for so long hangs; who is stopped is so for less.
 const HANG_TIME: Duration = Duration::from_secs(15);
-/// Longest deregistration: a peer that does not leave is given a second.
-const DEREG_TIME: Duration = Duration::from_secs(4);
+/// Longest deregistration: it waits for a peer that is stopped while it writes memory that it has mapped.
+const DEREG_TIME: Duration = Duration::from_secs(30);
 /// How long a process is stopped.
 const STOP_TIME: Duration = Duration::from_secs(2);
 

@@ -177,7 +177,7 @@ pub(super) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &
     let mut done = 0;
     for (sge, at, n) in pieces(sges, skip, bytes.len()) {
         let (memory, begin) = memory_of(env, pd, sge, Access::LOCAL_WRITE)?;
-        let written = memory.write(begin + at, &bytes[done..done + n]);
+        let written = memory.write_in_any_order(begin + at, &bytes[done..done + n]);
         written.map_err(|_| Status::LocalQpOperation)?;
         done += n;
     }

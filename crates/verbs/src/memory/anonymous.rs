@@ -74,6 +74,10 @@ impl Memory for AnonymousMemory {
         self.mapping.write(offset, bytes)
     }
 
+    fn write_in_any_order(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.mapping.copy_in(offset, bytes)
+    }
+
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
         self.mapping.atomic(offset, atomic)
     }

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
-use crate::mapping::Mapping;
+use crate::mapping::{Mapping, Order};
 
 /// Held during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
 /// (`IBV_ATOMIC_HCA`).
@@ -48,6 +48,11 @@ impl ApplicationMemory {
             .filter(|at| at.checked_add(len).is_some())
             .ok_or(Fault::Unmapped)
     }
+
+    fn place(&self, offset: u64, bytes: &[u8], order: Order) -> Result<(), Fault> {
+        let at = self.range(offset, bytes.len() as u64)?;
+        Mapping::write_process(self.pid, at, bytes, order, None)
+    }
 }
 
 impl Memory for ApplicationMemory {
@@ -60,7 +65,11 @@ impl Memory for ApplicationMemory {
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        Mapping::write_process(self.pid, self.range(offset, bytes.len() as u64)?, bytes)
+        self.place(offset, bytes, Order::LastWordLast)
+    }
+
+    fn write_in_any_order(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        self.place(offset, bytes, Order::Any)
     }
 
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
@@ -103,7 +112,7 @@ impl Memory for ApplicationMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mapping::{Mapping, Way, allows_calls_into_processes};
+    use crate::mapping::{Mapping, allows_calls_into_processes};
 
     #[test]
     fn write__to_what_is_unmapped_meanwhile_is_a_fault() {
@@ -189,7 +198,7 @@ mod tests {
             assert!(back == bytes);
             let other = Mapping::anonymous(LEN as usize).unwrap();
             other
-                .copy_addresses(5, pages.address() + 5, LEN - 5, Way::ToProcess)
+                .copy_from_addresses(5, pages.address() + 5, LEN - 5)
                 .unwrap();
             let mut back = vec![0; bytes.len()];
             other.read(5, &mut back).unwrap();

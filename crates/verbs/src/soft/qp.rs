@@ -9,6 +9,7 @@ use rdmux_rnic::{
 
 use super::device::{Device, ProtectionDomain};
 use super::engine::{AttachError, Core};
+use super::shm::stay;
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 
 #[derive(Debug)]
@@ -30,6 +31,7 @@ impl Drop for QueuePair {
             core.leave_groups();
             core.qp_errors.remove(&self.qpn);
         });
+        self.wait_for_stays();
     }
 }
 
@@ -109,7 +111,17 @@ impl QueuePair {
                 core.qp_errors.remove(&self.qpn);
             }
             Ok(())
-        })
+        })?;
+        if matches!(to, QpState::Reset | QpState::Error) {
+            self.wait_for_stays();
+        }
+        Ok(())
+    }
+
+    /// Waits until no peer is inside of what was granted for the queue pair.
+    fn wait_for_stays(&self) {
+        let stays = self.device.lock().links.stays_of_qp(self.qpn);
+        stay::wait(&stays);
     }
 
     pub(crate) fn retire(&self) {
@@ -118,6 +130,7 @@ impl QueuePair {
             core.rnic.retire_qp(now, self.qpn);
             core.qp_errors.remove(&self.qpn);
         });
+        self.wait_for_stays();
     }
 
     pub(crate) fn query(&self) -> Option<QpInfo> {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rdmux_rnic::{LKey, RKey, RegionSpec, RegisterError, WindowType};
 
 use super::device::{Device, ProtectionDomain};
+use super::shm::stay;
 
 #[derive(Debug)]
 pub(crate) struct MemoryRegion {
@@ -67,8 +68,9 @@ impl MemoryRegion {
         let before = core
             .rnic
             .rereg_mr(self.lkey, Some(pd.pd), |spec| *spec = replacement)?;
-        core.links.revoke_region(self.lkey);
+        let stays = core.links.revoke_region(self.lkey);
         drop(core);
+        stay::wait(&stays);
         drop(before);
         Ok(())
     }
@@ -79,8 +81,10 @@ impl Drop for MemoryRegion {
         let mut core = self.device.lock();
         core.rnic.unbind_mws(self.lkey);
         let memory = core.rnic.dereg_mr(self.lkey);
-        core.links.revoke_region(self.lkey);
+        let stays = core.links.revoke_region(self.lkey);
         drop(core);
+        // The memory is the program's again: nothing may land in it from now on.
+        stay::wait(&stays);
         // Dropped when the engine is unlocked: memory may unmap, close, or run its owner's code.
         drop(memory);
     }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{Fault, Memory, PeerFault, PeerMemory};
@@ -11,9 +11,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::segment::{Segment, Side};
+use super::revocation::{self, Words};
+use super::segment::{GrantWords, Segment, Side};
 use super::why::NotDirect;
-use crate::mapping::{CopyError, Mapping, Way};
+use crate::mapping::{CopyError, Mapping, Order, Passage, Way};
 use crate::memory::{AnonymousMemory, ApplicationMemory};
 
 /// Bytes copied between two looks at the grant: taking one back waits for a copy of that many.
@@ -173,8 +174,8 @@ impl Process {
         Mapping::read_process(self.pid()?, address, out)
     }
 
-    fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
-        Mapping::write_process(self.pid()?, address, bytes)
+    fn write(&self, address: u64, bytes: &[u8], passage: Passage) -> Result<(), Fault> {
+        Mapping::write_process(self.pid()?, address, bytes, Order::LastWordLast, Some(passage))
     }
 
     fn copy(&self, own: &Mapping, own_at: u64, address: u64, len: u64, way: Way) -> Result<(), CopyError> {
@@ -195,81 +196,135 @@ pub(super) struct Granted {
     pub(super) side: Side,
     pub(super) index: u32,
     pub(super) generation: u32,
+    /// Addresses in the peer's process through which calls into it go, as [`Passage`] has them.
+    pub(super) gate: u64,
+    pub(super) left: u64,
     /// The link stands.
     pub(super) open: Arc<AtomicBool>,
 }
 
+/// The direction of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    ToPeer,
+    FromPeer,
+}
+
 impl Granted {
+    fn words(&self) -> GrantWords<'_> {
+        GrantWords {
+            segment: &self.segment,
+            holder: self.side,
+        }
+    }
+
     /// Whether it has not been taken back.
     #[inline]
     pub(super) fn holds(&self) -> bool {
-        let grant = self.segment.grant(self.side.other(), self.index);
-        grant.load(Ordering::Acquire) == self.generation && self.open.load(Ordering::Relaxed)
+        let grant = self.words().grant(self.index, Ordering::Acquire);
+        grant == self.generation && self.open.load(Ordering::Relaxed)
     }
 
-    /// Calls `f` while the grant holds, and lets its owner see that somebody is inside.
+    /// Calls `f`, which writes, while the grant holds: its owner learns of the end of it.
     #[inline]
-    fn inside<R>(&self, f: impl FnOnce() -> Result<R, PeerFault>) -> Result<R, PeerFault> {
-        let inside = self.segment.inside(self.side);
-        let entered = inside.load(Ordering::Relaxed) | 1;
-        inside.store(entered, Ordering::Relaxed);
-        // The owner takes the grant back and then looks whether somebody is inside; here it is the other way round.
-        fence(Ordering::SeqCst);
-        let result = if self.holds() { f() } else { Err(PeerFault::Ended) };
-        inside.store(entered.wrapping_add(1), Ordering::Release);
+    fn writing<R>(&self, f: impl FnOnce(Passage) -> Result<R, PeerFault>) -> Result<R, PeerFault> {
+        if !self.open.load(Ordering::Relaxed) {
+            return Err(PeerFault::Ended);
+        }
+        let words = self.words();
+        let entry = revocation::enter(&words, self.index, self.generation).ok_or(PeerFault::Ended)?;
+        let result = f(Passage {
+            gate: self.gate,
+            left: self.left,
+            entry,
+        });
+        revocation::leave(&words, entry);
         result
     }
 
-    /// Copies between `own`, which is mapped, and the peer's memory.
-    fn copy(&self, at: u64, own: &Mapping, own_at: u64, length: u64, way: Way) -> Result<(), PeerFault> {
+    /// Calls `f`, which reads, and discards its result when the grant has ended meanwhile.
+    #[inline]
+    fn reading<R>(&self, f: impl FnOnce() -> Result<R, PeerFault>) -> Result<R, PeerFault> {
+        if !self.holds() {
+            return Err(PeerFault::Ended);
+        }
+        let result = f()?;
+        let held = revocation::still_holds(&self.words(), self.index, self.generation);
+        if held { Ok(result) } else { Err(PeerFault::Ended) }
+    }
+
+    /// Calls `f` for pieces of a length, with the place of each, and how it goes by calls into the peer.
+    fn by_pieces(
+        &self,
+        length: u64,
+        direction: Direction,
+        mut f: impl FnMut(u64, u64, Way) -> Result<(), PeerFault>,
+    ) -> Result<(), PeerFault> {
         let mut done = 0;
         while done < length {
             let n = (length - done).min(PIECE_BYTES);
-            let (at, own_at) = (at + done, own_at + done);
-            self.inside(|| {
-                let copied = match (&self.reach, way) {
-                    (Reach::Mapped(theirs), Way::ToProcess) => theirs.mapping.write_from(at, own, own_at, n),
-                    (Reach::Mapped(theirs), Way::FromProcess) => own
-                        .write_from(own_at, &theirs.mapping, at, n)
-                        .map_err(CopyError::swapped),
-                    (Reach::Process(process), way) => process.copy(own, own_at, at, n, way),
-                };
-                copied.map_err(|error| match error {
-                    CopyError::From(fault) => PeerFault::Own(fault),
-                    CopyError::To(_) => PeerFault::Ended,
-                })
-            })?;
+            match direction {
+                Direction::ToPeer => {
+                    self.writing(|passage| f(done, n, Way::ToProcess(Order::LastWordLast, Some(passage))))?
+                }
+                Direction::FromPeer => self.reading(|| f(done, n, Way::FromProcess(Order::LastWordLast)))?,
+            }
             done += n;
         }
         Ok(())
     }
 
+    /// Copies between `own`, which is mapped, and the peer's memory.
+    fn copy(
+        &self,
+        at: u64,
+        own: &Mapping,
+        own_at: u64,
+        length: u64,
+        direction: Direction,
+    ) -> Result<(), PeerFault> {
+        self.by_pieces(length, direction, |done, n, way| {
+            let (at, own_at) = (at + done, own_at + done);
+            let copied = match (&self.reach, direction) {
+                (Reach::Mapped(theirs), Direction::ToPeer) => theirs.mapping.write_from(at, own, own_at, n),
+                (Reach::Mapped(theirs), Direction::FromPeer) => own
+                    .write_from(own_at, &theirs.mapping, at, n)
+                    .map_err(CopyError::swapped),
+                (Reach::Process(process), _) => process.copy(own, own_at, at, n, way),
+            };
+            copied.map_err(|error| match error {
+                CopyError::From(fault) => PeerFault::Own(fault),
+                CopyError::To(_) => PeerFault::Ended,
+            })
+        })
+    }
+
     /// Copies between addresses of this process and the peer's memory, without a buffer between. False: something of it failed, on a
     /// side that is not known, and may be tried piece by piece.
-    fn copy_application(&self, at: u64, own: &dyn Memory, own_at: u64, length: u64, way: Way) -> bool {
+    fn copy_application(
+        &self,
+        at: u64,
+        own: &dyn Memory,
+        own_at: u64,
+        length: u64,
+        direction: Direction,
+    ) -> bool {
         let application = own
             .as_any()
             .and_then(|any| any.downcast_ref::<ApplicationMemory>());
         let Some(own) = application.and_then(|own| own.range(own_at, length).ok()) else {
             return false;
         };
-        let mut done = 0;
-        while done < length {
-            let n = (length - done).min(PIECE_BYTES);
+        let copied = self.by_pieces(length, direction, |done, n, way| {
             let (at, own) = (at + done, own + done);
-            let copied = self.inside(|| {
-                match &self.reach {
-                    Reach::Mapped(theirs) => theirs.mapping.copy_addresses(at, own, n, way),
-                    Reach::Process(process) => process.copy_addresses(own, at, n, way),
-                }
-                .map_err(PeerFault::Own)
-            });
-            if copied.is_err() {
-                return false;
-            }
-            done += n;
-        }
-        true
+            let copied = match (&self.reach, direction) {
+                (Reach::Mapped(theirs), Direction::ToPeer) => theirs.mapping.copy_from_addresses(at, own, n),
+                (Reach::Mapped(theirs), Direction::FromPeer) => theirs.mapping.copy_to_addresses(at, own, n),
+                (Reach::Process(process), _) => process.copy_addresses(own, at, n, way),
+            };
+            copied.map_err(PeerFault::Own)
+        });
+        copied.is_ok()
     }
 
     /// Copies piece by piece through a buffer.
@@ -290,7 +345,7 @@ impl Granted {
 
     fn read_bytes(&self, at: u64, out: &mut [u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
-        self.inside(|| match &self.reach {
+        self.reading(|| match &self.reach {
             Reach::Mapped(theirs) => theirs.mapping.read(at, out).map_err(ended),
             Reach::Process(process) => process.read(at, out).map_err(ended),
         })
@@ -301,8 +356,8 @@ impl PeerMemory for Granted {
     #[inline]
     fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault> {
         match mapping_of(from) {
-            Some(own) => self.copy(offset, own, from_offset, length, Way::ToProcess),
-            None if self.copy_application(offset, from, from_offset, length, Way::ToProcess) => Ok(()),
+            Some(own) => self.copy(offset, own, from_offset, length, Direction::ToPeer),
+            None if self.copy_application(offset, from, from_offset, length, Direction::ToPeer) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 from.read(from_offset + done, buffer).map_err(PeerFault::Own)?;
                 self.write_bytes(offset + done, buffer)
@@ -312,16 +367,16 @@ impl PeerMemory for Granted {
 
     fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault> {
         let ended = |_: Fault| PeerFault::Ended;
-        self.inside(|| match &self.reach {
+        self.writing(|passage| match &self.reach {
             Reach::Mapped(theirs) => theirs.mapping.write(offset, bytes).map_err(ended),
-            Reach::Process(process) => process.write(offset, bytes).map_err(ended),
+            Reach::Process(process) => process.write(offset, bytes, passage).map_err(ended),
         })
     }
 
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault> {
         match mapping_of(to) {
-            Some(own) => self.copy(offset, own, to_offset, length, Way::FromProcess),
-            None if self.copy_application(offset, to, to_offset, length, Way::FromProcess) => Ok(()),
+            Some(own) => self.copy(offset, own, to_offset, length, Direction::FromPeer),
+            None if self.copy_application(offset, to, to_offset, length, Direction::FromPeer) => Ok(()),
             None => self.copy_buffered(length, |buffer, done| {
                 self.read_bytes(offset + done, buffer)?;
                 to.write(to_offset + done, buffer).map_err(PeerFault::Own)

@@ -10,19 +10,22 @@ use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, QpInfo, Qpn, RKey, Rnic, Time};
-use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, accept_with};
 
+use super::gate::Gate;
 use super::grant::{Granted, MAPPED, Process, Reach, Window};
 use super::message::{self, Message, Refusal};
+use super::revocation;
 use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
-use super::segment::{self, Area, GRANTS, Segment, Side};
+use super::segment::{self, Area, GRANTS, GrantWords, Segment, Side};
+use super::stay::{Given, Stay, Stays};
 use super::why::{NotDirect, Why};
 use crate::mapping::is_safe_to_map;
 use crate::memory::{AnonymousMemory, ApplicationMemory};
@@ -55,9 +58,6 @@ const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
 const REASONS_MAX: usize = 1024;
 /// How long a peer that cannot be linked to is not asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-/// How long a peer may stay inside of memory that is taken back from it, before its link is given up: it copies a mebibyte at a
-/// time, but may be stopped meanwhile.
-const LEAVE_TIME: Duration = Duration::from_secs(1);
 
 /// The number of the user who may look at everybody's devices.
 pub(in crate::soft) const ROOT: u32 = 0;
@@ -100,21 +100,18 @@ struct Rings {
     /// What was granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
     generation: u32,
+    /// That the peer's calls into this process go through, once one is granted.
+    gate: Option<Arc<Gate>>,
+    process: Option<Arc<Process>>,
+    stays: Arc<Stays>,
 }
 
 /// Our end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: who else holds it can make its writers block.)
 #[derive(Debug)]
 struct Bell {
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     /// The epoll set in which it is, once it rings for us.
     bells: Option<Arc<OwnedFd>>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Given {
-    qpn: Qpn,
-    lkey: LKey,
-    generation: u32,
 }
 
 #[derive(Debug)]
@@ -164,6 +161,8 @@ pub(crate) struct Links {
     met: bool,
     /// Memory is granted and asked for; else all goes by packets.
     grants: bool,
+    /// Peers that may still be inside of what was taken back from them.
+    stays: Arc<Stays>,
     /// By whose wish the device is captured.
     capturing: Option<u64>,
     buffer: Vec<u8>,
@@ -201,6 +200,7 @@ impl Links {
             left_waiting: false,
             met: false,
             grants: true,
+            stays: Arc::default(),
             capturing: None,
             buffer: Vec::with_capacity(1 << 16),
         })
@@ -460,8 +460,9 @@ impl Links {
             Errno::PIPE | Errno::CONNRESET => last_word(&socket),
             errno => Why::System(errno),
         })?;
-        let rings = Rings::new(segment, Side::Asking, bell);
-        self.add(socket, pid, Some(peer), State::Asked(Box::new(rings)))
+        let process = Process::of(pid, socket.as_fd());
+        let rings = Rings::new(segment, Side::Asking, bell, process.clone().ok(), &self.stays);
+        self.add(socket, pid, process, Some(peer), State::Asked(Box::new(rings)))
             .map_err(Why::System)?;
         // What it answered before says nothing about now.
         self.refused.remove(&peer);
@@ -472,13 +473,13 @@ impl Links {
         &mut self,
         socket: OwnedFd,
         pid: i32,
+        process: Result<Arc<Process>, NotDirect>,
         peer: Option<(IpAddr, u8)>,
         state: State,
     ) -> Result<(), Errno> {
         let id = self.next_id;
         self.next_id += 1;
         watch(&self.control, socket.as_fd(), id)?;
-        let process = Process::of(pid, socket.as_fd());
         if let Ok(process) = &process {
             // Its sockets outlive it where it has forked.
             let once = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
@@ -572,7 +573,8 @@ impl Links {
                 self.list.remove(i);
             }
             let state = if only_looks { State::Looks } else { State::Unknown };
-            let _ = self.add(socket, pid, None, state);
+            let process = Process::of(pid, socket.as_fd());
+            let _ = self.add(socket, pid, process, None, state);
         }
     }
 
@@ -627,7 +629,8 @@ impl Links {
                 }
                 let [file, bell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
                 let segment = Segment::from_file(file.as_fd()).ok()?;
-                let mut rings = Rings::new(segment, Side::Answering, bell);
+                let process = link.process.clone().ok();
+                let mut rings = Rings::new(segment, Side::Answering, bell, process, &self.stays);
                 rings.bell.hang(&self.bells).ok()?;
                 let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
                 // Anybody can say so: it has to be who is found under that name.
@@ -800,29 +803,25 @@ impl Links {
         self.revoke(|given| given.qpn == qpn);
     }
 
-    /// Takes back what was granted of a region. When this returns no peer reaches it any more.
-    pub(crate) fn revoke_region(&mut self, lkey: LKey) {
+    /// Peers that may still be inside of what was granted for a queue pair.
+    pub(in crate::soft) fn stays_of_qp(&self, qpn: Qpn) -> Vec<Arc<Stay>> {
+        self.stays.of(|given| given.qpn == qpn)
+    }
+
+    /// Takes back what was granted of a region. No peer reaches it any more when these stays are over.
+    #[must_use]
+    pub(in crate::soft) fn revoke_region(&mut self, lkey: LKey) -> Vec<Arc<Stay>> {
         self.revoke(|given| given.lkey == lkey);
+        self.stays.of(|given| given.lkey == lkey)
     }
 
     fn revoke(&mut self, is_it: impl Fn(&Given) -> bool) {
-        // First from all, so that one that does not leave costs the time of one, not of each.
-        let mut inside = Vec::new();
-        for (i, link) in self.list.iter_mut().enumerate() {
-            if let State::Up(rings) = &mut link.state
-                && rings.take_back(&is_it)
-            {
-                inside.push(i);
-            }
+        let mut inside = false;
+        for (_, rings) in self.up() {
+            inside |= rings.take_back(&is_it);
         }
-        let since = Instant::now();
-        for i in inside {
-            let link = &mut self.list[i];
-            if let State::Up(rings) = &link.state
-                && !rings.wait_outside(&link.socket, since)
-            {
-                link.give_up();
-            }
+        if inside {
+            self.stays.wait_briefly();
         }
     }
 }
@@ -911,14 +910,20 @@ impl Drop for Rings {
 }
 
 impl Rings {
-    fn new(segment: Arc<Segment>, side: Side, bell: OwnedFd) -> Rings {
+    fn new(
+        segment: Arc<Segment>,
+        side: Side,
+        bell: OwnedFd,
+        process: Option<Arc<Process>>,
+        stays: &Arc<Stays>,
+    ) -> Rings {
         Rings {
             tx: Producer::new(segment.ring(side)),
             rx: Consumer::new(segment.ring(side.other())),
             segment,
             side,
             bell: Bell {
-                socket: bell,
+                socket: Arc::new(bell),
                 bells: None,
             },
             waiting: VecDeque::new(),
@@ -926,6 +931,9 @@ impl Rings {
             wants_room: false,
             given: Vec::new(),
             generation: 0,
+            gate: None,
+            process,
+            stays: Arc::clone(stays),
         }
     }
 
@@ -979,50 +987,48 @@ impl Rings {
         }
     }
 
-    /// Takes grants back, and says whether there were any.
+    /// Takes grants back. Whether the peer may be inside of one: then that is among the stays.
     fn take_back(&mut self, is_it: impl Fn(&Given) -> bool) -> bool {
-        let mut any = false;
-        for (index, given) in self.given.iter_mut().enumerate() {
-            if given.as_ref().is_some_and(&is_it) {
-                *given = None;
-                let word = self.segment.grant(self.side, index as u32);
-                word.store(0, Ordering::Relaxed);
-                any = true;
-            }
+        let is_index = |index: &usize| self.given[*index].as_ref().is_some_and(&is_it);
+        let indices: Vec<u32> = (0..self.given.len()).filter(is_index).map(|i| i as u32).collect();
+        if indices.is_empty() {
+            return false;
         }
-        any
+        let holder = self.side.other();
+        let words = GrantWords {
+            segment: &self.segment,
+            holder,
+        };
+        let inside = revocation::take_back(&words, &indices);
+        let taken: Vec<_> = indices.iter().map(|i| self.given[*i as usize].take()).collect();
+        let Some((entry, index)) = inside else {
+            return false;
+        };
+        let given = indices.iter().position(|i| *i == index).and_then(|at| taken[at]);
+        if let Some(given) = given {
+            self.stays.add(Stay {
+                given,
+                entry,
+                segment: Arc::clone(&self.segment),
+                holder,
+                gate: self.gate.clone(),
+                process: self.process.clone(),
+                bell: Arc::clone(&self.bell.socket),
+            });
+        }
+        given.is_some()
     }
 
-    /// Waits until the peer is outside of all that was granted to it, a time from `since`. False: it does not leave.
-    fn wait_outside(&self, socket: &OwnedFd, since: Instant) -> bool {
-        // The peer says that it is inside and then looks at the grant; here it is the other way round.
-        fence(Ordering::SeqCst);
-        let inside = self.segment.inside(self.side.other());
-        let before = inside.load(Ordering::Acquire);
-        if before.is_multiple_of(2) {
-            return true;
-        }
-        let mut looks = 0u32;
-        while inside.load(Ordering::Acquire) == before {
-            looks += 1;
-            if looks.is_multiple_of(64) {
-                std::thread::yield_now();
-                let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
-                let at_once = Timespec {
-                    tv_sec: 0,
-                    tv_nsec: 0,
-                };
-                // A peer that has died inside will not leave, nor go on.
-                if poll(&mut fds, Some(&at_once)).is_ok_and(|n| n > 0) {
-                    return true;
-                }
-                if since.elapsed() > LEAVE_TIME {
-                    return false;
-                }
-            }
-            std::hint::spin_loop();
-        }
-        true
+    /// The gate that calls of the peer are to go through from now on.
+    fn open_gate(&mut self) -> Result<u64, Errno> {
+        let open = self.gate.take().filter(|gate| !gate.is_closed());
+        let gate = match open {
+            Some(gate) => gate,
+            None => Arc::new(Gate::new()?),
+        };
+        let address = gate.address();
+        self.gate = Some(gate);
+        Ok(address)
     }
 
     /// Grants a peer what it asks for, if that may be.
@@ -1069,12 +1075,19 @@ impl Rings {
             Some(_) => grantable.memory_offset,
             None => address.wrapping_add(grantable.memory_offset),
         };
+        let mapped = file.is_some();
+        let gate = if mapped {
+            0
+        } else {
+            self.open_gate().map_err(|_| Refusal::Full)?
+        };
         let given = self.given.get(index).copied().flatten().unwrap_or_else(|| {
             self.generation = self.generation.wrapping_add(1).max(1);
             Given {
                 qpn: of,
                 lkey: grantable.lkey,
                 generation: self.generation,
+                mapped,
             }
         });
         if index == self.given.len() {
@@ -1094,6 +1107,8 @@ impl Rings {
             iova: grantable.iova,
             length: grantable.length,
             offset,
+            gate,
+            left: self.segment.left_address(self.side.other()),
         };
         Ok((granted, file))
     }
@@ -1132,6 +1147,8 @@ impl Rings {
                 side: self.side,
                 index: granted.index,
                 generation: granted.generation,
+                gate: granted.gate,
+                left: granted.left,
                 open: Arc::clone(open),
             }),
             memory_offset,

@@ -11,7 +11,7 @@ use super::report::Object;
 use crate::soft::capture::Filter;
 
 /// Both ends must have the same.
-pub(crate) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 3;
 
 /// Longer than any message, so that a longer one shows.
 pub(in crate::soft) const LEN_MAX: usize = 128;
@@ -53,6 +53,9 @@ pub(in crate::soft) struct Granted {
     pub(super) length: u64,
     /// Where the region begins: in the descriptor's memory, or without one in the address space of its process.
     pub(super) offset: u64,
+    /// Without a descriptor: addresses in its process through which calls go, as [`crate::mapping::Passage`] has them.
+    pub(super) gate: u64,
+    pub(super) left: u64,
 }
 
 /// Why two engines do not share memory. The numbers travel.
@@ -149,7 +152,13 @@ impl Message {
                         granted.access.bits(),
                     ],
                 );
-                for number in [granted.iova, granted.length, granted.offset] {
+                for number in [
+                    granted.iova,
+                    granted.length,
+                    granted.offset,
+                    granted.gate,
+                    granted.left,
+                ] {
                     out.extend(number.to_ne_bytes());
                 }
                 out
@@ -213,7 +222,7 @@ impl Message {
                 by: qpn(1)?,
                 reason: u8::try_from(word(2)).ok().and_then(Refusal::from_byte)?,
             }),
-            (GRANTED, 3, []) => Some(Message::Granted(Granted {
+            (GRANTED, 5, []) => Some(Message::Granted(Granted {
                 rkey: RKey(word(0)),
                 by: qpn(1)?,
                 index: word(2),
@@ -222,6 +231,8 @@ impl Message {
                 iova: number(0),
                 length: number(1),
                 offset: number(2),
+                gate: number(3),
+                left: number(4),
             })),
             _ => None,
         }
@@ -251,6 +262,8 @@ mod tests {
             iova: 1 << 40,
             length: 4096,
             offset: 8192,
+            gate: 1 << 47,
+            left: 77,
         };
         let mut all = vec![
             Message::Hello {

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 use rustix::io::Errno;
 
+use super::revocation::Words;
 use super::ring::{RingMemory, SLOTS_MIN, Word, area_bytes, payload_offset};
 use crate::mapping::{Mapping, is_safe_to_map, sealed_file};
 
@@ -89,9 +90,19 @@ impl Segment {
         self.mapping.word(side.index() * WORDS_BYTES + line * LINE_BYTES)
     }
 
-    /// Odd while that end is inside of memory that was granted to it.
+    /// Says of which of its grants that end writes the memory: [`super::revocation`].
     pub(super) fn inside(&self, side: Side) -> &AtomicU32 {
         self.word(side, 0)
+    }
+
+    /// Holds the last entry whose copy that end has finished by calls into the other end's process: [`super::gate`].
+    pub(super) fn left(&self, side: Side) -> &AtomicU32 {
+        self.word(side, 2)
+    }
+
+    /// Address of [`Segment::left`] in this process.
+    pub(super) fn left_address(&self, side: Side) -> u64 {
+        std::ptr::from_ref(self.left(side)).addr() as u64
     }
 
     /// The CPU on which that end last looked for packets, plus 1.
@@ -104,6 +115,42 @@ impl Segment {
         let index = (index % GRANTS) as usize;
         self.mapping
             .word(2 * WORDS_BYTES + by.index() * GRANTS_BYTES + 4 * index)
+    }
+}
+
+/// The words of the grants that one end holds.
+#[derive(Debug)]
+pub(super) struct GrantWords<'a> {
+    pub(super) segment: &'a Segment,
+    pub(super) holder: Side,
+}
+
+impl Words for GrantWords<'_> {
+    #[inline]
+    fn inside(&self, order: Ordering) -> u32 {
+        self.segment.inside(self.holder).load(order)
+    }
+
+    #[inline]
+    fn set_inside(&self, value: u32, order: Ordering) {
+        self.segment.inside(self.holder).store(value, order);
+    }
+
+    #[inline]
+    fn grant(&self, index: u32, order: Ordering) -> u32 {
+        self.segment.grant(self.holder.other(), index).load(order)
+    }
+
+    #[inline]
+    fn set_grant(&self, index: u32, generation: u32, order: Ordering) {
+        self.segment
+            .grant(self.holder.other(), index)
+            .store(generation, order);
+    }
+
+    #[inline]
+    fn fence(&self, order: Ordering) {
+        fence(order);
     }
 }
 

@@ -8,13 +8,15 @@ use rdmux_rnic::{
     Fault, Memory, Operation, Path, Psn, QpAttributes, QpState, RecvRequest, SendFlags as WrFlags,
     SendRequest, SgeList, Status, Target,
 };
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::net::SocketAddrUnix;
 
 use super::super::grant;
+use super::super::revocation::Words;
 use super::*;
 use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
-use crate::mapping::Mapping;
+use crate::mapping::{Mapping, Order, Passage};
 use crate::region::MemoryRegion;
 
 const LONG: Duration = Duration::from_secs(20);
@@ -489,6 +491,8 @@ fn hear__anything_in_messages() {
                 },
                 5 => Message::Refused(Refusal::Off),
                 _ => Message::Granted(message::Granted {
+                    gate: 0,
+                    left: 0,
                     rkey,
                     by: of,
                     index: random.next() as u32,
@@ -685,38 +689,219 @@ fn ask__ten_thousand_times_and_read_nothing() {
     assert!(honest.have_link());
 }
 
+/// A queue pair of an honest device whose peer is forged, and was granted its region.
+struct GrantedTo {
+    qp: QueuePair,
+    link: Forged,
+    granted: message::Granted,
+    /// As a peer that writes has it.
+    entry: u32,
+}
+
+impl GrantedTo {
+    fn new(forger: &Forger, end: &End) -> GrantedTo {
+        let qp = end.qp.pd().create_qp(&QpOptions::new(&end.cq)).unwrap();
+        connect(&end.device, &qp, (forger.address, forger.qpn()));
+        let link = forger.link(&end.device);
+        let (rkey, of, by) = (end.mr.rkey(), qp.qpn(), forger.qpn());
+        link.say(&Message::Ask { rkey, of, by });
+        let Some(Message::Granted(granted)) = link.hear() else {
+            panic!("it is granted")
+        };
+        let mut granted_to = GrantedTo {
+            qp,
+            link,
+            granted,
+            entry: 0,
+        };
+        granted_to.entry = granted_to.enter().unwrap();
+        granted_to
+    }
+
+    fn words(&self) -> GrantWords<'_> {
+        GrantWords {
+            segment: &self.link.segment,
+            holder: Side::Asking,
+        }
+    }
+
+    fn enter(&self) -> Option<u32> {
+        revocation::enter(&self.words(), self.granted.index, self.granted.generation)
+    }
+
+    /// A call as the peer makes it once it has entered.
+    fn call(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let passage = Passage {
+            gate: self.granted.gate,
+            left: self.granted.left,
+            entry: self.entry,
+        };
+        let pid = std::process::id().cast_signed();
+        Mapping::write_process(pid, address, bytes, Order::LastWordLast, Some(passage))
+    }
+
+    /// Whether somebody has taken the grant back.
+    fn has_ended(&self) -> bool {
+        self.words().grant(self.granted.index, Ordering::Acquire) == 0
+    }
+
+    fn stays(&self, device: &Device) -> usize {
+        device.engine().lock().links.stays_of_qp(self.qp.qpn()).len()
+    }
+}
+
+/// An end whose peers reach its memory by calls, where the system lets them.
+fn end_by_calls(device: &Device) -> End {
+    let mut end = End::new(device);
+    end.memory = Arc::new(AnonymousMemory::new(3 * AREA_BYTES).unwrap());
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
+    let (offset, length) = (AREA_BYTES as u64, AREA_BYTES as u64);
+    let pd = end.qp.pd();
+    end.mr = pd.reg_mr(end.memory.clone(), offset, length, 0, access).unwrap();
+    end
+}
+
 #[test]
-fn revoke__of_peers_that_never_leave() {
+fn revoke__of_peers_stopped_before_they_write() {
     let mut honest = Honest::new([127, 0, 1, 131], [127, 0, 1, 132]);
     let forgers: Vec<Forger> = (3..9).map(|slot| Forger::new([127, 0, 1, 133], slot)).collect();
-    let first = End::new(honest.device());
-    let mut forged = Vec::new();
-    let pd = first.qp.pd();
-    let qps: Vec<QueuePair> = forgers
+    let end = end_by_calls(honest.device());
+    let granted: Vec<GrantedTo> = forgers
         .iter()
-        .map(|forger| {
-            let qp = pd.create_qp(&QpOptions::new(&first.cq)).unwrap();
-            connect(honest.device(), &qp, (forger.address, forger.qpn()));
-            let link = forger.link(honest.device());
-            let (rkey, of, by) = (first.mr.rkey(), qp.qpn(), forger.qpn());
-            link.say(&Message::Ask { rkey, of, by });
-            assert!(matches!(link.hear(), Some(Message::Granted(_))));
-            link.segment.inside(Side::Asking).store(1, Ordering::SeqCst);
-            forged.push(link);
-            qp
-        })
+        .map(|forger| GrantedTo::new(forger, &end))
         .collect();
-    let since = Instant::now();
-    drop(first.mr);
-    let took = since.elapsed();
-    // One by one it would be six times as long.
-    assert!(took < 3 * LEAVE_TIME, "{took:?}");
-    for (qp, link) in qps.iter().zip(&forged) {
-        assert_ne!(qp.carrier(), Some(Carrier::SharedMemory));
-        assert_eq!(link.hear(), Some(Message::Over));
+    let End { mr, memory, .. } = end;
+    // They have entered, and do nothing more for now: the deregistration does not wait for them.
+    drop(mr);
+    for peer in &granted {
+        assert!(peer.has_ended());
+        // They go on.
+        for bytes in [1, 8, 5000] {
+            assert_eq!(peer.call(memory.address(), &vec![1; bytes]), Err(Fault::Unmapped));
+        }
+        assert_eq!(peer.enter(), None);
+        assert_eq!(peer.qp.carrier(), Some(Carrier::SharedMemory), "the link stands");
     }
+    let mut bytes = vec![1; 3 * AREA_BYTES];
+    memory.read(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0));
     honest.check();
-    assert!(honest.have_link());
+    // The gate is open again to who is granted something new.
+    let end = end_by_calls(honest.device());
+    let peer = &granted[0];
+    let (rkey, of, by) = (end.mr.rkey(), peer.qp.qpn(), forgers[0].qpn());
+    peer.link.say(&Message::Ask { rkey, of, by });
+    assert!(
+        matches!(peer.link.hear(), Some(Message::Denied { .. })),
+        "another domain's"
+    );
+}
+
+/// Deregisters while a peer is inside, which lets go when `leave` is called; meanwhile others go on.
+fn revoke_while_inside(honest: &mut Honest, end: End, peer: &GrantedTo, leave: impl FnOnce()) {
+    let device = honest.device().clone();
+    let over = AtomicBool::new(false);
+    let End { mr, .. } = end;
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            drop(mr);
+            over.store(true, Ordering::SeqCst);
+        });
+        until("the end of the grant", || peer.has_ended());
+        for _ in 0..3 {
+            honest.check();
+        }
+        assert_eq!(peer.stays(&device), 1);
+        assert!(!over.load(Ordering::SeqCst), "the peer may still write");
+        leave();
+    });
+    assert_eq!(peer.stays(&device), 0);
+    honest.check();
+}
+
+#[test]
+fn revoke__waits_for_a_call_under_way() {
+    let mut honest = Honest::new([127, 0, 1, 142], [127, 0, 1, 143]);
+    let forger = Forger::new([127, 0, 1, 144], 3);
+    let end = end_by_calls(honest.device());
+    let peer = GrantedTo::new(&forger, &end);
+    // The call is through the gate, and has not told that it is over.
+    peer.call(1, &[1]).unwrap_err();
+    revoke_while_inside(&mut honest, end, &peer, || {
+        peer.link
+            .segment
+            .left(Side::Asking)
+            .store(peer.entry, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn revoke__waits_for_who_has_mapped_the_memory() {
+    let mut honest = Honest::new([127, 0, 1, 145], [127, 0, 1, 146]);
+    let forger = Forger::new([127, 0, 1, 147], 3);
+    let end = End::new(honest.device());
+    let peer = GrantedTo::new(&forger, &end);
+    revoke_while_inside(&mut honest, end, &peer, || {
+        revocation::leave(&peer.words(), peer.entry)
+    });
+}
+
+#[test]
+fn revoke__waits_for_a_peer_whose_link_has_ended() {
+    let mut honest = Honest::new([127, 0, 1, 148], [127, 0, 1, 149]);
+    let forger = Forger::new([127, 0, 1, 150], 3);
+    let end = End::new(honest.device());
+    let peer = GrantedTo::new(&forger, &end);
+    peer.link.say(&Message::Over);
+    until("the end of the link", || honest.others() == 0);
+    revoke_while_inside(&mut honest, end, &peer, || {
+        revocation::leave(&peer.words(), peer.entry)
+    });
+}
+
+/// What a peer was granted before it is not granted by the same number.
+#[test]
+fn grant__generations_differ() {
+    let honest = Honest::new([127, 0, 1, 151], [127, 0, 1, 152]);
+    let forger = Forger::new([127, 0, 1, 153], 3);
+    let end = End::new(honest.device());
+    let first = GrantedTo::new(&forger, &end);
+    revocation::leave(&first.words(), first.entry);
+    let pd = end.qp.pd();
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let second = pd.reg_mr(end.memory.clone(), 0, 4096, 0, access).unwrap();
+    drop(end.mr);
+    let (rkey, of, by) = (second.rkey(), first.qp.qpn(), forger.qpn());
+    first.link.say(&Message::Ask { rkey, of, by });
+    let Some(Message::Granted(granted)) = first.link.hear() else {
+        panic!("it is granted")
+    };
+    assert_eq!(granted.index, first.granted.index, "the place is used again");
+    assert_ne!(granted.generation, first.granted.generation);
+    assert_eq!(first.enter(), None);
+}
+
+/// A region that is registered anew with fewer rights is not written by who wrote to it directly before.
+#[test]
+fn rereg__takes_back_what_was_granted() {
+    let mut honest = Honest::new([127, 0, 1, 154], [127, 0, 1, 155]);
+    let writes = |honest: &Honest| {
+        let (from, to) = (&honest.victim, &honest.other);
+        let (va, rkey) = (to.mr.iova(), to.mr.rkey());
+        from.post(Operation::Write { va, rkey, imm: None }, from.mr.sge(0, 8).into());
+        from.cq.wait(LONG).unwrap().expect("a completion").status
+    };
+    until("a direct request", || {
+        assert_eq!(writes(&honest), Status::Success);
+        honest.device().counters().direct_requests > 0
+    });
+    let other = &mut honest.other;
+    other.memory.write(AREA_BYTES as u64, &[3; 8]).unwrap();
+    let (memory, at) = (other.memory.clone(), AREA_BYTES as u64);
+    let read_only = Access::LOCAL_WRITE | Access::REMOTE_READ;
+    other.mr.rereg(memory, at, at, 0, read_only).unwrap();
+    assert_eq!(writes(&honest), Status::RemoteAccess);
+    assert_eq!(honest.other.bytes()[..8], [3; 8]);
 }
 
 #[test]
@@ -738,6 +923,8 @@ fn granted__by_somebody_else() {
         iova: va,
         length: AREA_BYTES as u64,
         offset: 0,
+        gate: 0,
+        left: 0,
     });
     victim.memory.write(AREA_BYTES as u64, &[7; AREA_BYTES]).unwrap();
     for round in 0..50 {
@@ -788,7 +975,7 @@ fn accept__hundreds_of_connections() {
 fn send__to_a_peer_that_takes_nothing() {
     let (segment, _file) = Segment::create().unwrap();
     let [bell, _theirs] = bells();
-    let mut rings = Rings::new(segment, Side::Asking, bell);
+    let mut rings = Rings::new(segment, Side::Asking, bell, None, &Arc::default());
     let meta = Meta {
         segment_bytes: 1024,
         traffic_class: 0,
@@ -808,7 +995,7 @@ fn send__to_a_peer_that_takes_nothing() {
 fn take__memory_that_cannot_be_relied_on() {
     let (segment, _file) = Segment::create().unwrap();
     let [bell, _theirs] = bells();
-    let rings = Rings::new(segment, Side::Asking, bell);
+    let rings = Rings::new(segment, Side::Asking, bell, None, &Arc::default());
     let open = Arc::new(AtomicBool::new(true));
     let granted = |offset, length| message::Granted {
         rkey: RKey(1),
@@ -819,6 +1006,8 @@ fn take__memory_that_cannot_be_relied_on() {
         iova: 0,
         length,
         offset,
+        gate: 0,
+        left: 0,
     };
     let [own, _end] = bells();
     let process = Process::of(std::process::id() as i32, own.as_fd());
@@ -884,9 +1073,9 @@ fn serve__a_process_whose_socket_outlives_it() {
     // The other end is here, as in a child that it forked.
     let [socket, _held] = bells();
     let mut core = honest.device().engine().lock();
-    core.links
-        .add(socket, process.id() as i32, None, State::Unknown)
-        .unwrap();
+    let pid = process.id() as i32;
+    let other = Process::of(pid, socket.as_fd());
+    core.links.add(socket, pid, other, None, State::Unknown).unwrap();
     let its = core.links.list.last().unwrap().process.clone().unwrap();
     drop(core);
     assert!(its.lives());

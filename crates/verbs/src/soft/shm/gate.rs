@@ -1,0 +1,174 @@
+//! Keeps copies out that a peer makes by calls into this process, when their grant has been taken back.
+//!
+//! A peer looks at its grant and then calls `process_vm_writev`. It may be stopped between the two for as long as somebody
+//! likes (a debugger, a freezer, Ctrl-Z), so the call itself has to fail when the grant has ended. The kernel copies the vectors of a call in
+//! their order and ends at the first that it cannot: the first vector of each such call goes to a *gate*, a page of this process
+//! that can be closed, and the last one to a word that tells that the call is over. All of them are parts of one system call, in
+//! which no process can be stopped.
+//!
+//! ```text
+//! process_vm_writev: entry -> gate | the bytes -> region | entry -> Segment::left
+//! ```
+//!
+//! Closing takes the page away, so calls that come later fail before they copy anything. Calls that have the page already (the kernel
+//! holds it while it copies) are told apart by its contents, which are final once the file of the page can be sealed
+//! against writing: the kernel seals it when no mapping and no call holds the page any more. Then the gate names the last entry
+//! that went through it: if it is the one to be waited for, that call is over when [`super::segment::Segment::left`] holds it too.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::{Errno, pread};
+
+use crate::mapping::Mapping;
+
+/// A page that the calls of one peer go through.
+#[derive(Debug)]
+pub(super) struct Gate {
+    /// Closed, it keeps the addresses, so that nothing else comes to lie where a late call writes.
+    page: Mapping,
+    file: OwnedFd,
+    closed: AtomicBool,
+    sealed: AtomicBool,
+}
+
+impl Gate {
+    pub(super) fn new() -> Result<Gate, Errno> {
+        let file = memfd_create("rdmux-gate", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let bytes = rustix::param::page_size();
+        ftruncate(&file, bytes as u64)?;
+        let errno_of = |error: std::io::Error| Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
+        let page = Mapping::of_file(&file, 0, bytes, true).map_err(errno_of)?;
+        // A child's mapping would keep the file from being sealed.
+        page.keep_from_children().map_err(errno_of)?;
+        Ok(Gate {
+            page,
+            file,
+            closed: AtomicBool::new(false),
+            sealed: AtomicBool::new(false),
+        })
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.page.address()
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Closes it: no call goes through any more. Calls that have gone through may go on.
+    pub(super) fn close(&self) {
+        // Where the system refuses, it is tried again: `last_through` knows nothing until then.
+        if !self.is_closed() && self.page.take_away().is_ok() {
+            self.closed.store(true, Ordering::Release);
+        }
+    }
+
+    /// The last entry that went through a closed gate, 0 if none did; `None` while that may still change.
+    pub(super) fn last_through(&self) -> Option<u32> {
+        if !self.is_closed() {
+            return None;
+        }
+        if !self.sealed.load(Ordering::Acquire) {
+            fcntl_add_seals(&self.file, SealFlags::WRITE).ok()?;
+            self.sealed.store(true, Ordering::Release);
+        }
+        let mut entry = [0; 4];
+        match pread(&self.file, &mut entry, 0) {
+            Ok(4) => Some(u32::from_ne_bytes(entry)),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(non_snake_case, reason = "names of tests are function__case")]
+
+    use super::*;
+    use rdmux_rnic::Fault;
+
+    use crate::mapping::{Order, Passage, allows_calls_into_processes};
+
+    /// Writes by a call into this process.
+    fn write(at: u64, bytes: &[u8], gate: &Gate, words: &Mapping, entry: u32) -> Result<(), Fault> {
+        let passage = Passage {
+            gate: gate.address(),
+            left: words.address(),
+            entry,
+        };
+        let pid = std::process::id().cast_signed();
+        Mapping::write_process(pid, at, bytes, Order::LastWordLast, Some(passage))
+    }
+
+    /// A region of this process, and the word behind it.
+    fn region() -> (Mapping, Mapping) {
+        (
+            Mapping::anonymous(8192).unwrap(),
+            Mapping::anonymous(4096).unwrap(),
+        )
+    }
+
+    #[test]
+    fn close__keeps_late_calls_out() {
+        if !allows_calls_into_processes() {
+            return;
+        }
+        let gate = Gate::new().unwrap();
+        let (memory, words) = region();
+        let write = |entry, bytes: &[u8]| write(memory.address() + 5, bytes, &gate, &words, entry);
+        let seen = || {
+            let mut bytes = [0; 5000];
+            memory.read(5, &mut bytes).unwrap();
+            bytes
+        };
+        write(7, &[1; 5000]).unwrap();
+        assert!(seen() == [1; 5000]);
+        assert_eq!(words.word(0).load(Ordering::Acquire), 7);
+        assert_eq!(gate.last_through(), None, "it is open");
+        gate.close();
+        assert_eq!(gate.last_through(), Some(7));
+        for bytes in [1, 8, 9, 5000] {
+            assert_eq!(write(9, &vec![2; bytes]), Err(Fault::Unmapped));
+        }
+        assert!(seen() == [1; 5000]);
+        assert_eq!(words.word(0).load(Ordering::Acquire), 7);
+        assert_eq!(gate.last_through(), Some(7));
+    }
+
+    #[test]
+    fn last_through__of_a_gate_that_nothing_went_through() {
+        let gate = Gate::new().unwrap();
+        gate.close();
+        assert_eq!(gate.last_through(), Some(0));
+    }
+
+    /// A call that fails behind the gate has gone through, and does not tell that it is over.
+    #[test]
+    fn last_through__of_a_call_that_fails() {
+        if !allows_calls_into_processes() {
+            return;
+        }
+        let gate = Gate::new().unwrap();
+        let (memory, words) = region();
+        memory.take_away().unwrap();
+        let written = write(memory.address(), &[1; 100], &gate, &words, 3);
+        assert_eq!(written, Err(Fault::Unmapped));
+        gate.close();
+        assert_eq!(gate.last_through(), Some(3));
+        assert_eq!(words.word(0).load(Ordering::Acquire), 0);
+    }
+
+    /// A child that is forked holds no mapping of the file: it would keep it from being sealed.
+    #[test]
+    fn new__is_not_copied_to_children() {
+        let gate = Gate::new().unwrap();
+        let begin = format!("{:x}-", gate.address());
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&begin));
+        let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).unwrap();
+        assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
+    }
+}

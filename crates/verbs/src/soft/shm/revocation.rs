@@ -1,0 +1,74 @@
+//! The words by which a grant is taken back while its holder may be writing.
+//!
+//! The owner of a grant has a word per grant, which holds the grant's generation as long as it lasts. The holder has one word,
+//! `inside`: even, or an *entry*, which names the grant and is odd. The holder stores the entry, then looks at the grant; the owner
+//! clears the grant, then looks at `inside`. A `SeqCst` fence stands between the two steps on both sides, so at least one of them
+//! sees the other: the holder does not write, or the owner knows the entry that it has to wait for.
+//!
+//! READs enter nothing: they look at the grant again behind the copy, and discard what they copied where it has ended.
+
+use std::sync::atomic::Ordering;
+
+use super::segment::GRANTS;
+
+/// The words, as one end sees them. Tests put others below the same steps.
+pub(super) trait Words {
+    fn inside(&self, order: Ordering) -> u32;
+    fn set_inside(&self, value: u32, order: Ordering);
+    fn grant(&self, index: u32, order: Ordering) -> u32;
+    fn set_grant(&self, index: u32, generation: u32, order: Ordering);
+    fn fence(&self, order: Ordering);
+}
+
+/// Entries count in these bits; below are the grant's index and the bit that says inside.
+const COUNT_ONE: u32 = 2 * GRANTS;
+
+const _: () = assert!(GRANTS.is_power_of_two());
+
+/// Enters a grant in order to write: the entry to give to [`leave`], or `None` when the grant has ended.
+#[inline]
+pub(super) fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u32> {
+    let before = words.inside(Ordering::Relaxed);
+    let count = before.wrapping_add(COUNT_ONE) & !(COUNT_ONE - 1);
+    let entry = count | (index % GRANTS) << 1 | 1;
+    // Who sees this entry sees all that was written under those before it.
+    words.set_inside(entry, Ordering::Release);
+    words.fence(Ordering::SeqCst);
+    if words.grant(index, Ordering::Acquire) == generation {
+        return Some(entry);
+    }
+    leave(words, entry);
+    None
+}
+
+/// Ends an entry: all that was written is there.
+#[inline]
+pub(super) fn leave(words: &impl Words, entry: u32) {
+    words.set_inside(entry & !1, Ordering::Release);
+}
+
+/// Whether a grant holds, to who has copied out of it since and before the copy.
+#[inline]
+pub(super) fn still_holds(words: &impl Words, index: u32, generation: u32) -> bool {
+    words.fence(Ordering::Acquire);
+    words.grant(index, Ordering::Acquire) == generation
+}
+
+/// Takes grants back; the entry by which the holder may be writing to one of them, and the index of that.
+pub(super) fn take_back(words: &impl Words, grants: &[u32]) -> Option<(u32, u32)> {
+    for index in grants {
+        words.set_grant(*index, 0, Ordering::Relaxed);
+    }
+    words.fence(Ordering::SeqCst);
+    let entry = words.inside(Ordering::Acquire);
+    let index = entry / 2 % GRANTS;
+    (entry & 1 == 1 && grants.contains(&index)).then_some((entry, index))
+}
+
+/// Whether the holder has left since it was found by an entry.
+pub(super) fn has_left(words: &impl Words, entry: u32) -> bool {
+    words.inside(Ordering::Acquire) != entry
+}
+
+#[cfg(test)]
+mod tests;

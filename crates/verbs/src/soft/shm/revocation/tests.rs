@@ -1,0 +1,208 @@
+//! The steps under loom, which tries the orders in which two threads may run and every value that a load may return. The model
+//! holds as it is, and fails with each ordering or fence weakened by itself.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::rc::Rc;
+use std::sync::atomic::Ordering::{self, AcqRel, Relaxed};
+
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicU32, fence};
+use loom::thread;
+
+use super::*;
+
+/// The part of the steps that a model weakens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Weak {
+    Nothing,
+    FenceOfEnter,
+    FenceOfTakeBack,
+    ReleaseOfEnter,
+    ReleaseOfLeave,
+    AcquireOfHasLeft,
+    /// The holder does not look at the grant.
+    NoLook,
+}
+
+/// The words, and the memory that is granted.
+#[derive(Debug, Default)]
+struct Shared {
+    inside: AtomicU32,
+    grant: AtomicU32,
+    memory: UnsafeCell<()>,
+}
+
+#[derive(Clone, Debug)]
+struct End {
+    shared: Rc<Shared>,
+    weak: Weak,
+    owner: bool,
+}
+
+impl Words for End {
+    fn inside(&self, order: Ordering) -> u32 {
+        let weak = self.owner && self.weak == Weak::AcquireOfHasLeft;
+        self.shared.inside.load(if weak { Relaxed } else { order })
+    }
+
+    fn set_inside(&self, value: u32, order: Ordering) {
+        let weak = match self.weak {
+            Weak::ReleaseOfEnter => value & 1 == 1,
+            Weak::ReleaseOfLeave => value & 1 == 0,
+            _ => false,
+        };
+        self.shared
+            .inside
+            .store(value, if weak { Relaxed } else { order });
+    }
+
+    fn grant(&self, _: u32, order: Ordering) -> u32 {
+        match self.weak {
+            Weak::NoLook => 1,
+            _ => self.shared.grant.load(order),
+        }
+    }
+
+    fn set_grant(&self, _: u32, generation: u32, order: Ordering) {
+        self.shared.grant.store(generation, order);
+    }
+
+    fn fence(&self, order: Ordering) {
+        let weak = match self.weak {
+            Weak::FenceOfEnter => !self.owner,
+            Weak::FenceOfTakeBack => self.owner,
+            _ => false,
+        };
+        fence(if weak { AcqRel } else { order });
+    }
+}
+
+/// A holder writes twice while the owner takes the grant back and writes then.
+fn take_back_while_written(weak: Weak) {
+    let shared = Shared {
+        grant: AtomicU32::new(1),
+        ..Shared::default()
+    };
+    let owner = End {
+        shared: Rc::new(shared),
+        weak,
+        owner: true,
+    };
+    let holder = End {
+        owner: false,
+        ..owner.clone()
+    };
+    let other = thread::spawn(move || {
+        for _ in 0..2 {
+            if let Some(entry) = enter(&holder, 0, 1) {
+                holder.shared.memory.with_mut(|_| ());
+                leave(&holder, entry);
+            }
+        }
+    });
+    if let Some((entry, _)) = take_back(&owner, &[0]) {
+        while !has_left(&owner, entry) {
+            thread::yield_now();
+        }
+    }
+    // Loom reports a race with the holder's writes.
+    owner.shared.memory.with_mut(|_| ());
+    other.join().unwrap();
+}
+
+fn holds(weak: Weak) -> bool {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    catch_unwind(AssertUnwindSafe(|| {
+        builder.check(move || take_back_while_written(weak))
+    }))
+    .is_ok()
+}
+
+#[test]
+fn take_back__while_the_holder_writes() {
+    assert!(holds(Weak::Nothing));
+}
+
+#[test]
+fn take_back__with_any_step_weakened() {
+    for weak in [
+        Weak::FenceOfEnter,
+        Weak::FenceOfTakeBack,
+        Weak::ReleaseOfEnter,
+        Weak::ReleaseOfLeave,
+        Weak::AcquireOfHasLeft,
+        Weak::NoLook,
+    ] {
+        assert!(!holds(weak), "{weak:?}");
+    }
+}
+
+/// Plain words.
+#[derive(Debug, Default)]
+struct Plain {
+    inside: std::sync::atomic::AtomicU32,
+    grants: [std::sync::atomic::AtomicU32; 3],
+}
+
+impl Words for Plain {
+    fn inside(&self, order: Ordering) -> u32 {
+        self.inside.load(order)
+    }
+
+    fn set_inside(&self, value: u32, order: Ordering) {
+        self.inside.store(value, order);
+    }
+
+    fn grant(&self, index: u32, order: Ordering) -> u32 {
+        self.grants[index as usize].load(order)
+    }
+
+    fn set_grant(&self, index: u32, generation: u32, order: Ordering) {
+        self.grants[index as usize].store(generation, order);
+    }
+
+    fn fence(&self, order: Ordering) {
+        std::sync::atomic::fence(order);
+    }
+}
+
+#[test]
+fn take_back__names_the_entry_of_these_grants_alone() {
+    let words = Plain::default();
+    for index in 0..3 {
+        words.set_grant(index, 5 + index, Relaxed);
+    }
+    assert_eq!(enter(&words, 1, 5), None, "another generation");
+    let first = enter(&words, 1, 6).unwrap();
+    leave(&words, first);
+    assert_eq!(take_back(&words, &[0]), None, "nobody is inside");
+    let second = enter(&words, 1, 6).unwrap();
+    assert_ne!(first, second);
+    assert_eq!(take_back(&words, &[2]), None, "it is inside of another grant");
+    assert_eq!(take_back(&words, &[1]), Some((second, 1)));
+    assert!(!has_left(&words, second));
+    leave(&words, second);
+    assert!(has_left(&words, second));
+    assert_eq!(enter(&words, 1, 6), None);
+    assert_eq!(words.inside(Relaxed) & 1, 0);
+}
+
+#[test]
+fn enter__numbers_wrap() {
+    let words = Plain::default();
+    words.set_grant(1, 1, Relaxed);
+    words.set_inside(u32::MAX, Relaxed);
+    let entry = enter(&words, 1, 1).unwrap();
+    assert_eq!(entry, 1 << 1 | 1);
+}
+
+#[test]
+fn still_holds__until_the_grant_is_taken_back() {
+    let words = Plain::default();
+    words.set_grant(1, 7, Relaxed);
+    assert!(still_holds(&words, 1, 7));
+    assert!(!still_holds(&words, 1, 6));
+    take_back(&words, &[1]);
+    assert!(!still_holds(&words, 1, 7));
+}

@@ -1,0 +1,164 @@
+//! Peers that may still be writing to memory that was taken back from them.
+//!
+//! A peer whose grant is taken back while it writes is waited for only briefly under the engine's lock. Where it does not leave,
+//! because the system has stopped it or runs something else on its CPU, its *stay* is kept. Whoever gives the memory back to the program
+//! (deregistration, the end of a queue pair) waits for the stays that concern it, without the lock.
+//!
+//! A stay ends when the peer leaves or its process ends. One in a call of the kernel also ends by its gate: that is closed, and then the kernel tells
+//! whether the call is over or will fail, however long the peer is stopped ([`super::gate`]). A peer that has mapped the
+//! memory copies in user space; nothing but its own progress, or its death, ends that.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rdmux_rnic::{LKey, Qpn};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::gate::Gate;
+use super::grant::Process;
+use super::revocation;
+use super::segment::{GrantWords, Segment, Side};
+
+/// For how long the engine waits for a peer that runs: it copies a mebibyte at a time.
+const BRIEFLY: Duration = Duration::from_micros(100);
+/// How long a stopped peer is left alone between two looks; its death is noticed at once.
+const LOOK_AGAIN: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 1_000_000,
+};
+
+/// A region that was granted to the peer of a queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Given {
+    pub(super) qpn: Qpn,
+    pub(super) lkey: LKey,
+    pub(super) generation: u32,
+    /// The peer maps it; else it calls into this process.
+    pub(super) mapped: bool,
+}
+
+/// A peer that was inside of a grant when that was taken back.
+#[derive(Debug)]
+pub(in crate::soft) struct Stay {
+    pub(super) given: Given,
+    pub(super) entry: u32,
+    pub(super) segment: Arc<Segment>,
+    /// The peer's side.
+    pub(super) holder: Side,
+    /// That the peer's calls go through.
+    pub(super) gate: Option<Arc<Gate>>,
+    pub(super) process: Option<Arc<Process>>,
+    /// Hangs up when the peer ends.
+    pub(super) bell: Arc<OwnedFd>,
+}
+
+impl Stay {
+    /// Whether nothing that the peer does can reach the memory any more.
+    fn is_over(&self) -> bool {
+        self.is_past_the_gate() || self.has_left()
+    }
+
+    /// Whether the peer has left, or its process has ended.
+    fn has_left(&self) -> bool {
+        let words = GrantWords {
+            segment: &self.segment,
+            holder: self.holder,
+        };
+        revocation::has_left(&words, self.entry) || self.peer_has_ended(&NOT_AT_ALL)
+    }
+
+    /// Whether its call is over, or will fail.
+    fn is_past_the_gate(&self) -> bool {
+        let gate = self.gate.as_ref().filter(|_| !self.given.mapped);
+        match gate.and_then(|gate| gate.last_through()) {
+            None => false,
+            Some(last) if last != self.entry => true,
+            Some(_) => self.segment.left(self.holder).load(Ordering::Acquire) == self.entry,
+        }
+    }
+
+    /// Whether the peer's process has ended, or does within a time.
+    fn peer_has_ended(&self, within: &Timespec) -> bool {
+        let (fd, flags) = match &self.process {
+            Some(process) => (process.fd(), PollFlags::IN),
+            None => (self.bell.as_fd(), PollFlags::RDHUP),
+        };
+        poll(&mut [PollFd::from_borrowed_fd(fd, flags)], Some(within)).is_ok_and(|n| n > 0)
+    }
+
+    fn wait(&self) {
+        loop {
+            // Closed now, not when the grant ended: most peers run, and leave before.
+            if let Some(gate) = self.gate.as_ref().filter(|_| !self.given.mapped) {
+                gate.close();
+            }
+            if self.is_over() || self.peer_has_ended(&LOOK_AGAIN) {
+                return;
+            }
+        }
+    }
+}
+
+const NOT_AT_ALL: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 0,
+};
+
+/// Waits until each of them is over. Not to be called with the engine locked.
+pub(in crate::soft) fn wait(stays: &[Arc<Stay>]) {
+    for stay in stays {
+        stay.wait();
+    }
+}
+
+/// The stays of an engine's peers.
+#[derive(Debug, Default)]
+pub(super) struct Stays {
+    list: Mutex<Vec<Arc<Stay>>>,
+}
+
+impl Stays {
+    pub(super) fn add(&self, stay: Stay) {
+        let mut list = self.list();
+        // An entry is of one grant: one that was given later at the same index has nothing to do with it.
+        let is_known =
+            |known: &Arc<Stay>| known.entry == stay.entry && Arc::ptr_eq(&known.segment, &stay.segment);
+        if !list.iter().any(is_known) {
+            list.push(Arc::new(stay));
+        }
+    }
+
+    /// Those of some grants that are not over.
+    pub(super) fn of(&self, is_it: impl Fn(&Given) -> bool) -> Vec<Arc<Stay>> {
+        let mut list = self.list();
+        // A call that is still to come writes to the gate's address, so that stays taken until the peer leaves.
+        list.retain(|stay| !stay.has_left());
+        let concerns = |stay: &&Arc<Stay>| is_it(&stay.given) && !stay.is_over();
+        list.iter().filter(concerns).cloned().collect()
+    }
+
+    /// Waits a moment for peers that run.
+    pub(super) fn wait_briefly(&self) {
+        let since = Instant::now();
+        while !self.of(|_| true).is_empty() && since.elapsed() < BRIEFLY {
+            std::hint::spin_loop();
+        }
+    }
+
+    fn list(&self) -> MutexGuard<'_, Vec<Arc<Stay>>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Stays {
+    fn drop(&mut self) {
+        for stay in self.list().drain(..) {
+            if !stay.has_left() {
+                // Keeps the gate's address taken, as above.
+                std::mem::forget(stay);
+            }
+        }
+    }
+}
