@@ -32,6 +32,14 @@ counters! {
     direct_requests,
     /// Bytes written and read in memory that a peer on this host granted, without packets.
     direct_bytes,
+    /// WRITEs with immediate data to a peer on this host: they go by packets, since they take a receive.
+    by_packets_immediate,
+    /// WRITEs and READs to a peer on this host that went by packets because their QP sends at a limited rate.
+    by_packets_rate_limited,
+    /// WRITEs and READs to a peer on this host that went by packets because it had not granted the memory.
+    by_packets_not_granted,
+    /// WRITEs and READs to a peer on this host that went by packets because requests before them were not answered yet.
+    by_packets_behind_others,
     /// Regions granted to peers on this host.
     grants,
     /// Packets dropped because they are malformed.

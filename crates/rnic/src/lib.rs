@@ -49,7 +49,7 @@ pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
 pub use mcast::{MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError};
 pub use memory::{Access, Atomic, Fault, HeapMemory, Memory, PeerFault, PeerMemory, Placement};
-pub use qp::requester::direct::{Grant, Grantable, NotGranted};
+pub use qp::requester::direct::{ByPackets, Grant, Grantable, NotGranted};
 pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState, QpType};
 pub use queue::{NotPosted, ReceiveQueue, SendQueue};
 pub use rdmux_wire::roce::Selectivity;

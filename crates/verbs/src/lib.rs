@@ -73,7 +73,7 @@ pub use memory::{AnonymousMemory, ApplicationMemory, DaxError, DaxMemory, FileMe
 pub use provider::{Provider, set_process_provider};
 pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
-    Access, Arm, Atomic, AttrMask, Bind, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
+    Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
     INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, Moderation,
     ModifyError, Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType,
     Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, SGE_MAX,

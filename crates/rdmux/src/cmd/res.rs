@@ -1,5 +1,6 @@
 //! `rdmux res`: what the devices of this user's processes have, with the words of rdma(8).
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
 use anyhow::Result;
@@ -16,7 +17,7 @@ const JSON: &str = "\
 JSON: an array of objects: ifname, port, provider (hw, of an RNIC's alone), pid, comm, and of
   (none)  pd, cq, qp, cm_id, mr, ctx, srq: how many
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
-          why-not), pdn, scqn, rcqn, srqn, sends, receives
+          why-not, by-packets), pdn, scqn, rcqn, srqn, sends, receives
   cq      cqn, cqe, users, waiting, overrun, ctxn
   mr      mrn, type, rkey, lkey, iova, mrlen, access, pdn
   pd      pdn, users, ctxn
@@ -43,7 +44,8 @@ enum Command {
     /// and all must hold: `pid 7`, `state RTS,RTR`, `lqpn 3,7-9`, `rkey 0x2a`; of one that is given again, either. A name that there is
     /// not is answered by those that there are. On a terminal queue pairs are columns; elsewhere, and with --details, a line each, of
     /// names and values as rdma(8) prints them. `carrier` is `shm` or `udp` with the reason, `direct` how many regions of the peer are
-    /// reached without packets, mapped or by calls into its process, with the reason for the last one that is not.
+    /// reached without packets, mapped or by calls into its process, with the reason for the last one that is not, and how many WRITEs and
+    /// READs went by packets all the same.
     #[command(visible_alias = "list", after_help = JSON)]
     Show {
         /// What to show of each device [default: how many there are of all].
@@ -364,7 +366,24 @@ fn direct_words(qp: &QpResource) -> String {
         .filter(|(n, _)| *n > 0)
         .map(|(n, kind)| format!("{kind} {n}"));
     let why_not = direct.why_not.iter().map(|why| format!("({why})"));
-    counts.chain(why_not).collect::<Vec<_>>().join(" ")
+    let by_packets = by_packets(qp).into_iter().filter(|(_, n)| *n > 0);
+    let by_packets = by_packets.map(|(why, n)| format!("{why} {n}"));
+    counts
+        .chain(why_not)
+        .chain(by_packets)
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+/// Requests that went by packets although the peer is on this host, by the reason.
+fn by_packets(qp: &QpResource) -> [(&'static str, u64); 4] {
+    let by_packets = &qp.direct.by_packets;
+    [
+        ("immediate", by_packets.immediate),
+        ("rate-limited", by_packets.rate_limited),
+        ("not-granted", by_packets.not_granted),
+        ("behind-others", by_packets.behind_others),
+    ]
 }
 
 fn qp_row(row: Row, qp: &QpResource) -> Row {
@@ -382,6 +401,7 @@ fn qp_row(row: Row, qp: &QpResource) -> Row {
         "mapped": qp.direct.mapped,
         "process": qp.direct.by_calls,
         "why-not": qp.direct.why_not,
+        "by-packets": by_packets(qp).into_iter().collect::<BTreeMap<_, _>>(),
     });
     let peer = qp.peer.map(|(address, _)| address.to_string());
     row.with("lqpn", qp.qpn.value())
@@ -447,8 +467,8 @@ fn cm_row(row: Row, cm: &CmDetail) -> Row {
 
 #[cfg(test)]
 mod tests {
-    use rdmux_verbs::Qpn;
     use rdmux_verbs::soft::resources::{Counts, DeviceResource, Direct};
+    use rdmux_verbs::{ByPackets, Qpn};
 
     use super::*;
 
@@ -464,6 +484,10 @@ mod tests {
                 mapped: 2,
                 by_calls: 0,
                 why_not: Some("not shareable".into()),
+                by_packets: ByPackets {
+                    behind_others: 4,
+                    ..ByPackets::default()
+                },
             },
             pdn: 1,
             send_cqn: 2,
@@ -504,7 +528,7 @@ mod tests {
     fn qp__columns() {
         let expected = "\
 link           lqpn    rqpn  type  state  peer       path-mtu  pid  comm  carrier             direct
-127.0.0.1/3  196625  262162  RC    RTS    127.0.0.2      4096    7  perf  udp (switched off)  mapped 2 (not shareable)
+127.0.0.1/3  196625  262162  RC    RTS    127.0.0.2      4096    7  perf  udp (switched off)  mapped 2 (not shareable) behind-others 4
 127.0.0.1/3  196626       -  UD    INIT   -                 -    7  perf  -                   -
 127.0.0.1/4       -       -  -     -      -                 -    -  -     -                   (it does not answer)";
         let object = Some(Object::Qp);

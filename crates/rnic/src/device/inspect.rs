@@ -7,6 +7,7 @@ use super::Rnic;
 use crate::cm::{CmId, CmState};
 use crate::cq::Cqn;
 use crate::memory::Access;
+use crate::qp::requester::direct::ByPackets;
 use crate::region::{Pd, RegionKind};
 use crate::srq::{SrqInfo, Srqn, Xrcd};
 use crate::{Psn, QpInfo, Qpn};
@@ -36,6 +37,8 @@ pub struct QpDetail {
     pub sq_psn: Psn,
     /// PSN of the next request that is expected.
     pub rq_psn: Psn,
+    /// Its WRITEs and READs that went by packets although the peer is on this host.
+    pub by_packets: ByPackets,
 }
 
 /// A completion queue.
@@ -157,6 +160,7 @@ impl Rnic {
             srq: init.srq,
             sq_psn,
             rq_psn,
+            by_packets: qp.by_packets(),
         })
     }
 

@@ -36,7 +36,7 @@ pub(crate) mod unreliable;
 
 use execute::Execution;
 use rate::Rate;
-use requester::direct::Grant;
+use requester::direct::{ByPackets, Grant};
 use requester::{Broken, Requester};
 use responder::Responder;
 pub use state::{AttrMask, ModifyError, QpState};
@@ -650,6 +650,14 @@ impl Qp {
             && takes
         {
             responder.repeat_last();
+        }
+    }
+
+    /// Requests that went by packets although the peer is on this host.
+    pub(crate) fn by_packets(&self) -> ByPackets {
+        match &self.halves {
+            Halves::Reliable(requester, _) => requester.by_packets(),
+            _ => ByPackets::default(),
         }
     }
 

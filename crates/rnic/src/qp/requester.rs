@@ -585,6 +585,7 @@ impl Requester {
         let Some(path) = head.path else {
             return Err(Status::LocalQpOperation);
         };
+        self.count_by_packets(env, head, at.wqe);
         let wqe = &mut self.queue[at.wqe];
         let first = *wqe.first.get_or_insert_with(|| {
             let first = self.next;

@@ -401,6 +401,56 @@ fn direct__without_a_packet_nothing_is_sent() {
 }
 
 #[test]
+fn by_packets__counts_each_request_by_its_reason() {
+    let mut host = Host::new(true);
+    host.warm();
+    let counts = |host: &Host| {
+        let side = &host.pair.sides[0];
+        side.rnic.qp_detail(side.qpn).unwrap().by_packets
+    };
+    let before = counts(&host);
+    assert_eq!(
+        before.not_granted,
+        KEYS.len() as u64,
+        "the first of each key asks"
+    );
+    host.perform(Recv(4096));
+    host.perform(Recv(4096));
+    // The SEND waits for its answer, and what is small goes by packets behind it.
+    host.post(send(8)).unwrap();
+    host.post(write(8, 8)).unwrap();
+    host.post(read(8, 8)).unwrap();
+    host.post(ask(What::WriteImm, 0, 8)).unwrap();
+    // Nothing names the memory of one without bytes.
+    host.post(write(8, 0)).unwrap();
+    host.rest();
+    host.post(write(0, 8).key(Key::Window)).unwrap();
+    host.post(write(8, 8)).unwrap();
+    host.rest();
+    let expected = ByPackets {
+        immediate: 1,
+        rate_limited: 0,
+        not_granted: before.not_granted + 1,
+        behind_others: 3,
+    };
+    assert_eq!(counts(&host), expected);
+    let all = host.pair.sides[0].rnic.counters();
+    assert_eq!(
+        (
+            all.by_packets_immediate,
+            all.by_packets_not_granted,
+            all.by_packets_behind_others
+        ),
+        (1, expected.not_granted, 3)
+    );
+    // Towards another host nothing is counted.
+    host.set_local(false);
+    host.post(write(8, 8)).unwrap();
+    host.rest();
+    assert_eq!(counts(&host), expected);
+}
+
+#[test]
 fn direct__a_completion_queue_that_overruns() {
     let [direct, packets] = [true, false].map(|grants| {
         let mut host = Host::new(grants);

@@ -45,11 +45,25 @@ impl Grant {
     }
 }
 
+/// WRITEs and READs to a peer on this host that went by packets, each by the first reason that applies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ByPackets {
+    /// WRITE with immediate data: it takes a receive of the peer's.
+    pub immediate: u64,
+    /// The QP sends at a limited rate.
+    pub rate_limited: u64,
+    /// The peer had not granted what they reach.
+    pub not_granted: u64,
+    /// Requests before them were not answered yet.
+    pub behind_others: u64,
+}
+
 /// What a QP may reach itself.
 #[derive(Debug, Default)]
 pub(super) struct Direct {
     /// Keys that were asked for, with what came of it.
     grants: Vec<(RKey, Option<Grant>)>,
+    by_packets: ByPackets,
 }
 
 /// What a request of `bytes` reaches at the peer, if a grant could cover it: key, address and right. One without bytes names no
@@ -79,6 +93,37 @@ impl Requester {
     /// What the peer granted, and may have taken back since.
     pub(crate) fn grants(&self) -> impl Iterator<Item = &Grant> {
         self.direct.grants.iter().filter_map(|(_, grant)| grant.as_ref())
+    }
+
+    /// Requests that went by packets although the peer is on this host.
+    pub(crate) fn by_packets(&self) -> ByPackets {
+        self.direct.by_packets
+    }
+
+    /// Counts a request whose first packet is about to be built.
+    pub(super) fn count_by_packets(&mut self, env: &mut Env<'_>, head: &Head, wqe: usize) {
+        let wqe = &self.queue[wqe];
+        let may_be_direct = head.local && head.init.qp_type == QpType::Rc && wqe.bytes > 0;
+        if !may_be_direct || wqe.first.is_some() {
+            return;
+        }
+        let is_granted = self.grant_for(&wqe.request.operation, wqe.bytes).is_some();
+        let (own, all) = (&mut self.direct.by_packets, &mut *env.counters);
+        let (own, all) = match wqe.request.operation {
+            Operation::Write { imm: Some(_), .. } => (&mut own.immediate, &mut all.by_packets_immediate),
+            Operation::Write { .. } | Operation::Read { .. } => {
+                if head.rate.is_limited() {
+                    (&mut own.rate_limited, &mut all.by_packets_rate_limited)
+                } else if is_granted {
+                    (&mut own.behind_others, &mut all.by_packets_behind_others)
+                } else {
+                    (&mut own.not_granted, &mut all.by_packets_not_granted)
+                }
+            }
+            _ => return,
+        };
+        *own += 1;
+        *all += 1;
     }
 
     /// Asks the peer for what a request would reach, once.

@@ -4,8 +4,8 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::cm::CmState;
 use rdmux_rnic::{
-    Access, CmDetail, CqDetail, Cqn, Pd, PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail, RegionKind,
-    SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
+    Access, ByPackets, CmDetail, CqDetail, Cqn, Pd, PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail,
+    RegionKind, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
 
@@ -110,6 +110,8 @@ pub struct Direct {
     pub by_calls: u32,
     /// Why the last region that is reached by packets is not one of those.
     pub why_not: Option<String>,
+    /// WRITEs and READs that went by packets all the same.
+    pub by_packets: ByPackets,
 }
 
 /// A counter of a device.
@@ -258,6 +260,10 @@ pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, 
         detail.rq_psn.value().into(),
         info.send_outstanding as u64,
         info.recv_posted as u64,
+        detail.by_packets.immediate,
+        detail.by_packets.rate_limited,
+        detail.by_packets.not_granted,
+        detail.by_packets.behind_others,
     ];
     Record {
         number: qpn.value().into(),
@@ -508,6 +514,12 @@ impl QpResource {
                 mapped: short(9)?,
                 by_calls: short(10)?,
                 why_not,
+                by_packets: ByPackets {
+                    immediate: word(21),
+                    rate_limited: word(22),
+                    not_granted: word(23),
+                    behind_others: word(24),
+                },
             },
             pdn: short(13)?,
             send_cqn: short(14)?,
@@ -643,8 +655,16 @@ mod tests {
             srq: Some(Srqn(7)),
             sq_psn: Psn::new(8),
             rq_psn: Psn::new(0xff_ffff),
+            by_packets: BY_PACKETS,
         }
     }
+
+    const BY_PACKETS: ByPackets = ByPackets {
+        immediate: 1,
+        rate_limited: 2,
+        not_granted: 3,
+        behind_others: 4,
+    };
 
     #[test]
     fn parse__inverts_qp_record() {
@@ -692,6 +712,7 @@ mod tests {
             };
             assert_eq!(qp.carrier, expected);
             assert_eq!((qp.direct.mapped, qp.direct.by_calls), (2, 1));
+            assert_eq!(qp.direct.by_packets, BY_PACKETS);
             assert_eq!(qp.direct.why_not, not_direct.map(|why| why.to_string()));
             assert_eq!((qp.pdn, qp.send_cqn, qp.recv_cqn, qp.srqn), (2, 5, 6, Some(7)));
             assert_eq!(
