@@ -177,3 +177,27 @@ fn armed_queues__any_until_told_or_destroyed() {
     bed.rnic().handle_timeout(due);
     assert!(bed.is_told() && !armed.any(), "told at its time");
 }
+
+#[test]
+fn keep_times__of_others_stay_when_a_queue_pair_is_forgotten() {
+    let mut bed = Bed::new();
+    let (other, _) = bed.pair.second_qps();
+    bed.pair.sides[0]
+        .rnic
+        .modify_qp(bed.pair.now, other, QpState::Error, &QpAttributes::default())
+        .unwrap();
+    let (cq, now, first) = (bed.cq, bed.pair.now, bed.pair.sides[0].qpn);
+    bed.rnic().keep_cq_times(cq);
+    for (wr_id, qpn) in [(1, first), (2, other), (3, other), (4, first), (5, other)] {
+        let sges = SgeList::EMPTY;
+        let request = RecvRequest { wr_id, sges };
+        bed.rnic().post_recv(now + 100 * wr_id, qpn, request).unwrap();
+    }
+    bed.pair.modify(0, QpState::Reset, &QpAttributes::default());
+    let queue = bed.rnic().cq(cq).unwrap();
+    let left = std::iter::from_fn(|| queue.poll_with_time().map(|(wc, came)| (wc.wr_id, came)));
+    assert_eq!(
+        left.collect::<Vec<_>>(),
+        [2, 3, 5].map(|wr_id| (wr_id, now + 100 * wr_id))
+    );
+}

@@ -132,3 +132,38 @@ fn poll_ended_memories__of_flushes_that_are_forgotten() {
     side.rnic.poll_ended_memories();
     assert!(weak.upgrade().is_none(), "still held");
 }
+
+#[test]
+fn poll_flush__those_of_other_queue_pairs_stay() {
+    for to in [Some(QpState::Error), Some(QpState::Reset), None] {
+        let mut pair = Pair::new();
+        let rkey = pair.slow_region(false, Ok(()));
+        let (other, _) = pair.second_qps();
+        let first = pair.sides[0].qpn;
+        for qpn in [other, first, other] {
+            pair.sides[0].qpn = qpn;
+            pair.flush(rkey);
+        }
+        for _ in 0..4 {
+            pair.step();
+        }
+        pair.sides[0].completions();
+        match to {
+            Some(to) => pair.modify(1, to, &QpAttributes::default()),
+            None => pair.sides[1].rnic.destroy_qp(pair.sides[1].qpn),
+        }
+        let now = pair.now;
+        let side = &mut pair.sides[1];
+        let jobs: Vec<FlushJob> = std::iter::from_fn(|| side.rnic.poll_flush()).collect();
+        assert_eq!(jobs.len(), 2, "{to:?}");
+        for job in jobs {
+            side.rnic.handle_flush(now, job.id, Ok(()));
+        }
+        for _ in 0..4 {
+            pair.step();
+        }
+        let done = pair.sides[0].completions();
+        let ended = done.iter().map(|wc| (wc.qpn, wc.status)).collect::<Vec<_>>();
+        assert_eq!(ended, [(other, Status::Success); 2], "{to:?}");
+    }
+}

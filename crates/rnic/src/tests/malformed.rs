@@ -1054,6 +1054,31 @@ fn rnr__within_its_retries_waits_and_beyond_them_ends() {
 }
 
 #[test]
+fn rnr__retries_are_counted_anew_after_progress() {
+    for selective in [false, true] {
+        let mut pair = Pair::with(|rtr, rts| {
+            rts.rnr_retry = Some(2);
+            rtr.selective = Some(selective);
+        });
+        for round in 1..4 {
+            pair.post(0, Operation::Send { imm: None }, SgeList::inline(b"hello"));
+            // Both retries are used up.
+            while pair.sides[0].rnic.counters().rcvd_rnr_err < 2 * round {
+                assert_eq!(pair.sides[0].state(), QpState::Rts, "selective: {selective}");
+                pair.pass(1_000);
+            }
+            recv(&mut pair, 64);
+            pair.run();
+            assert_eq!(
+                statuses(&mut pair, 0),
+                [Status::Success],
+                "selective: {selective}"
+            );
+        }
+    }
+}
+
+#[test]
 fn rnr__a_copy_of_what_is_being_waited_out_counts_as_no_retry() {
     for selective in [false, true] {
         let mut pair = Pair::with(|rtr, rts| {

@@ -280,6 +280,35 @@ fn nak__tells_what_was_kept_only_to_peers_that_agreed() {
 }
 
 #[test]
+fn reorder__a_hole_with_little_behind_it_is_filled_within_a_quarter_of_a_round_trip() {
+    const ROUND_TRIP_NS: u64 = 400_000;
+    let mut pair = Pair::with(|rtr, _| rtr.selective = Some(true));
+    pair.disable_trains();
+    let answer: Rc<RefCell<Option<Vec<u8>>>> = Rc::default();
+    let hold = answer.clone();
+    pair.deliver = Box::new(move |side, bytes| {
+        if side == 0 {
+            *hold.borrow_mut() = Some(bytes[..bytes.len() - 4].to_vec());
+        }
+        side == 1
+    });
+    pair.write(0, 0, 8);
+    pair.pass(ROUND_TRIP_NS);
+    let answer = answer.borrow_mut().take().unwrap();
+    pair.inject_back(&answer);
+    assert_eq!(pair.sides[0].completions().len(), 1);
+
+    lose_once(&mut pair, 1, |packet| packet.bth.psn.value() == psn(0));
+    pair.write(0, 0, 2 * 1024);
+    pair.pass(ROUND_TRIP_NS / 8);
+    assert_eq!(counters(&pair, 0).retransmitted_packets, 0);
+    pair.pass(ROUND_TRIP_NS / 8);
+    assert_eq!(counters(&pair, 0).retransmitted_packets, 1);
+    assert_eq!(pair.sides[0].completions().len(), 1);
+    assert_eq!(counters(&pair, 0).tail_probes, 0);
+}
+
+#[test]
 fn timeout__gives_the_answer_the_time_that_answers_were_seen_to_take() {
     let mut pair = Pair::with(|rtr, _| rtr.selective = Some(true));
     pair.disable_trains();
