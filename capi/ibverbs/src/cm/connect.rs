@@ -535,13 +535,27 @@ unsafe extern "C" fn rdma_reject(id: *mut abi::CmId, data: *const c_void, length
 unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
     let own = unsafe { &mut *id.cast::<Id>() };
-    let Some(connection) = own.shared.connection().filter(|_| !own.is_inherited()) else {
-        return minus_one(Err(libc::EINVAL));
-    };
-    minus_one(own.complete(abi::cm_event::DISCONNECTED, |own| {
-        own.advance(&[Stage::Connect], Stage::Disconnect, |_| {
-            connection.disconnect();
+    minus_one(disconnect(own))
+}
+
+/// Ends a connection as the kernel's rdma_cm does: from when an id has asked or was asked there is no order in which that is an error.
+fn disconnect(own: &mut Id) -> Result<(), c_int> {
+    match (own.stage, own.shared.connection()) {
+        _ if own.is_inherited() => Err(libc::EINVAL),
+        (Stage::Connect, Some(connection)) => own.complete(abi::cm_event::DISCONNECTED, |own| {
+            own.advance(&[Stage::Connect], Stage::Disconnect, |_| {
+                connection.disconnect();
+                Ok(())
+            })
+        }),
+        // Its queue pair takes part in none any more. No event tells of that.
+        (Stage::Connect, None) => {
+            if !own.shown.qp.is_null() {
+                Pair::Own(own.pair()?).fail();
+            }
             Ok(())
-        })
-    }))
+        }
+        (Stage::Disconnect, _) => Ok(()),
+        _ => Err(libc::EINVAL),
+    }
 }

@@ -237,6 +237,8 @@ impl Id {
             _ if status != 0 => Err(status.abs()),
             UNREACHABLE => Err(libc::ETIMEDOUT),
             DISCONNECTED if expected != DISCONNECTED => Err(libc::ECONNRESET),
+            // The peer ended it before, and the program has that event.
+            TIMEWAIT_EXIT if expected == DISCONNECTED => Ok(()),
             _ if kind != expected => Err(libc::EIO),
             _ => Ok(()),
         }
