@@ -1,4 +1,4 @@
-/* Extended completion queues and their limits, moderation, the null region, device memory, domains, importing. */
+/* Extended completion queues and their limits, moderation, the null region, device memory, domains, importing, invalidation. */
 #include "check.h"
 #include <fcntl.h>
 #include <poll.h>
@@ -270,6 +270,52 @@ static void busy(void)
 	CHECK(!ibv_dereg_mr(region) && !ibv_dealloc_pd(second));
 }
 
+/* What IBV_DEVICE_MEM_MGT_EXTENSIONS promises: windows of type 2 that their owner, or a peer by its SEND, invalidates. */
+static void invalidate(void)
+{
+	struct ibv_device_attr device;
+	struct ibv_device_attr_ex whole;
+	CHECK(!ibv_query_device(context, &device) && device.device_cap_flags & IBV_DEVICE_MEM_MGT_EXTENSIONS);
+	CHECK(!ibv_query_device_ex(context, NULL, &whole) && whole.device_cap_flags_ex & IBV_DEVICE_MEM_MGT_EXTENSIONS);
+	struct ibv_cq *sends = ibv_create_cq(context, 16, NULL, NULL, 0), *receives = ibv_create_cq(context, 16, NULL, NULL, 0);
+	struct ibv_mr *region = ibv_reg_mr(pd, words, sizeof(words), IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
+	struct ibv_mw *window = ibv_alloc_mw(pd, IBV_MW_TYPE_2);
+	struct ibv_qp *qp[2];
+	CHECK(sends && receives && region && window);
+	create_pair(pd, sends, receives, qp);
+	struct ibv_send_wr bind = {.opcode = IBV_WR_BIND_MW, .send_flags = IBV_SEND_SIGNALED}, *bad_send;
+	bind.bind_mw.mw = window;
+	bind.bind_mw.bind_info = (struct ibv_mw_bind_info){.mr = region, .addr = (uintptr_t)words, .length = sizeof(words), .mw_access_flags = IBV_ACCESS_REMOTE_WRITE};
+	for (int round = 0; round < 2; round++) {
+		uint32_t key = bind.bind_mw.rkey = ibv_inc_rkey(window->rkey);
+		CHECK(!ibv_post_send(qp[1], &bind, &bad_send) && completion(sends).opcode == IBV_WC_BIND_MW);
+		window->rkey = key;
+		if (round) {
+			struct ibv_send_wr local = {.opcode = IBV_WR_LOCAL_INV, .send_flags = IBV_SEND_SIGNALED, .invalidate_rkey = key};
+			CHECK(!ibv_post_send(qp[1], &local, &bad_send) && completion(sends).opcode == IBV_WC_LOCAL_INV);
+		} else {
+			struct ibv_recv_wr receive = {.sg_list = &to, .num_sge = 1}, *bad_receive;
+			struct ibv_send_wr send = {.sg_list = &from, .num_sge = 1, .opcode = IBV_WR_SEND_WITH_INV, .send_flags = IBV_SEND_SIGNALED, .invalidate_rkey = key};
+			CHECK(!ibv_post_recv(qp[1], &receive, &bad_receive) && !ibv_post_send(qp[0], &send, &bad_send));
+			completion(sends);
+			struct ibv_wc wc = completion(receives);
+			CHECK(wc.wc_flags & IBV_WC_WITH_INV && wc.invalidated_rkey == key);
+		}
+	}
+	/* It is no key any more. */
+	struct ibv_send_wr write = {.sg_list = &from, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED};
+	write.wr.rdma.remote_addr = (uintptr_t)&words[1];
+	write.wr.rdma.rkey = window->rkey;
+	CHECK(!ibv_post_send(qp[0], &write, &bad_send));
+	struct ibv_wc wc;
+	double end = now() + LONG;
+	while (!ibv_poll_cq(sends, 1, &wc))
+		CHECK(now() < end);
+	CHECK(wc.status == IBV_WC_REM_ACCESS_ERR);
+	CHECK(!ibv_destroy_qp(qp[0]) && !ibv_destroy_qp(qp[1]) && !ibv_dealloc_mw(window) && !ibv_dereg_mr(region));
+	CHECK(!ibv_destroy_cq(sends) && !ibv_destroy_cq(receives));
+}
+
 static void import(void)
 {
 	int other = open("/dev/null", O_RDONLY);
@@ -338,6 +384,7 @@ int main(void)
 	domains();
 	modify();
 	busy();
+	invalidate();
 	import();
 	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_close_device(context));
 	return 0;

@@ -50,7 +50,8 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     attr.vendor_part_id = 1;
     attr.max_qp = NUMBERED_MAX;
     attr.max_qp_wr = WR_MAX as c_int;
-    let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B;
+    // SEND with invalidate, local invalidate, windows of type 2. Registration by a work request is the kernel's alone.
+    let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B | device_cap::MEM_MGT_EXTENSIONS;
     attr.device_cap_flags =
         (windows | device_cap::XRC | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
     attr.max_mw = OBJECTS_MAX;

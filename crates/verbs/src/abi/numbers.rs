@@ -219,6 +219,7 @@ pub const LINK_LAYER_ETHERNET: u8 = 2;
 pub mod device_cap {
     pub const MEM_WINDOW: u64 = 1 << 17;
     pub const XRC: u64 = 1 << 20;
+    pub const MEM_MGT_EXTENSIONS: u64 = 1 << 21;
     pub const MEM_WINDOW_TYPE_2A: u64 = 1 << 23;
     pub const MEM_WINDOW_TYPE_2B: u64 = 1 << 24;
     pub const FLUSH_GLOBAL: u64 = 1 << 38;
