@@ -17,6 +17,7 @@ use rdmux_verbs::soft::udp::{ROCE_PORT, RxBatch, RxSocket};
 use rdmux_wire::cm::ServiceId;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::Signal;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const NOBODY: u32 = 65_534;
@@ -587,6 +588,25 @@ fn join__holder_that_does_not_answer() {
     let refused = Group::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(matches!(refused, GroupError::OtherVersion { .. }), "{refused:?}");
     answering.join().unwrap();
+}
+
+#[test]
+fn join__waits_for_a_holder_that_gets_no_cpu() {
+    let addr = IpAddr::from([127, 0, 0, 54]);
+    for dies in [false, true] {
+        let holder = Member::start(addr, NOBODY).unwrap();
+        let pid = rustix::process::Pid::from_raw(holder.pid()).unwrap();
+        let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
+        signal(Signal::STOP);
+        thread::scope(|scope| {
+            let joining = scope.spawn(|| Member::start(addr, NOBODY));
+            // Time itself is meant: longer than the survivors of a holder take.
+            thread::sleep(Duration::from_secs(3));
+            assert!(!joining.is_finished());
+            signal(if dies { Signal::KILL } else { Signal::CONT });
+            joining.join().unwrap().unwrap();
+        });
+    }
 }
 
 #[test]

@@ -63,8 +63,11 @@ pub const SERVICES_MAX: usize = 512;
 /// The slot of QPN 1.
 const CM_SLOT: u8 = 0;
 
-/// How long `join` waits for the survivors of a holder to agree, or for a holder's answer.
+/// How long `join` waits for the survivors of a holder to agree.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long `join` waits for a holder that lives, in all: on a busy machine it may get no CPU for seconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Why a process cannot have a place on the port.
 #[derive(Debug, thiserror::Error)]
@@ -118,8 +121,12 @@ pub enum GroupError {
         /// The local address.
         addr: IpAddr,
     },
-    /// The process that holds the port does not answer: it is stopped, or it is no rdmux.
-    #[error("{addr}: process {pid}, which holds UDP port {ROCE_PORT}, does not answer: continue or end it")]
+    /// The process that holds the port does not answer: it is stopped, gets no CPU, or is no rdmux.
+    #[error(
+        "{addr}: process {pid}, which holds UDP port {ROCE_PORT}, lives and has not answered for {} s. If it is stopped, continue \
+         or end it; if it gets no CPU, try again; or use another local address",
+        ANSWER_TIMEOUT.as_secs()
+    )]
     NoAnswer {
         /// The local address.
         addr: IpAddr,
@@ -310,7 +317,8 @@ impl Group {
             }
         };
         let names = Names::new(addr);
-        let deadline = Instant::now() + JOIN_TIMEOUT;
+        let mut deadline = Instant::now() + JOIN_TIMEOUT;
+        let give_up = Instant::now() + ANSWER_TIMEOUT;
         let mut pause = Duration::from_millis(1);
         loop {
             let failure = match names.claim_holder() {
@@ -340,7 +348,7 @@ impl Group {
                         });
                     }
                 },
-                Err(Errno::ADDRINUSE) => match enter(&names, deadline)? {
+                Err(Errno::ADDRINUSE) => match enter(&names, give_up)? {
                     Entry::Welcome {
                         link,
                         shares,
@@ -348,7 +356,12 @@ impl Group {
                     } => {
                         return Self::start(names, shares, next_slot, Role::Member(link), calls);
                     }
-                    Entry::Retry(failure) => failure,
+                    Entry::NoHolder(failure) => failure,
+                    Entry::HolderLeft(failure) => {
+                        // Its survivors have their time from now on.
+                        deadline = give_up.min(Instant::now() + JOIN_TIMEOUT);
+                        failure
+                    }
                 },
                 Err(e) => return Err(io("bind an abstract Unix socket")(e)),
             };
@@ -593,8 +606,10 @@ enum Entry {
         shares: Shares,
         next_slot: u8,
     },
-    /// The holder went away, or is about to come; with the error to report when there is no more time.
-    Retry(GroupError),
+    /// Nobody listens yet, or any more; with the error to report when there is no more time.
+    NoHolder(GroupError),
+    /// A holder was there a moment ago, and may be again; with the error to report when there is no more time.
+    HolderLeft(GroupError),
 }
 
 /// Asks the holder for the sockets.
@@ -609,8 +624,10 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     };
     let link = match names.connect_holder() {
         Ok(link) => link,
-        // Between its bind and its listen, or not there any more, or too many at its door.
-        Err(Errno::CONNREFUSED | Errno::AGAIN) => return Ok(Entry::Retry(GroupError::PortInUse { addr })),
+        // Between its bind and its listen, or not there any more.
+        Err(Errno::CONNREFUSED) => return Ok(Entry::NoHolder(GroupError::PortInUse { addr })),
+        // Too many at its door.
+        Err(Errno::AGAIN) => return Ok(Entry::HolderLeft(GroupError::PortInUse { addr })),
         Err(e) => return Err(io("connect to the holder of the port")(e)),
     };
     let (uid, pid) = udp::peer_credentials(&link).map_err(|source| GroupError::Io {
@@ -629,7 +646,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     }
     let mut buffer = [0; message::LEN_MAX];
     let Ok((len, mut descriptors)) = receive_with_descriptors(&link, &mut buffer) else {
-        return Ok(Entry::Retry(no_answer));
+        return Ok(Entry::HolderLeft(no_answer));
     };
     match Message::decode(&buffer[..len]) {
         Some(Message::Welcome {
@@ -652,7 +669,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
             }
         }
         Some(Message::Welcome { .. }) => Err(GroupError::OtherVersion { addr, pid }),
-        _ if len == 0 => Ok(Entry::Retry(no_answer)),
+        _ if len == 0 => Ok(Entry::HolderLeft(no_answer)),
         _ => Err(no_answer),
     }
 }
