@@ -238,7 +238,7 @@ impl Device {
     }
 
     /// Connects a queue pair that was just made, RC, UC or an XRC initiator, to whoever listens on an address and port. Waits for
-    /// the answer.
+    /// the answer. Its receives may be there already: [`QueuePair::init`].
     pub fn connect(
         &self,
         qp: &QueuePair,
@@ -408,7 +408,7 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with a queue pair that was just made; post receives to it only after this returns. Both ends may send at once:
+    /// Accepts with a queue pair that was just made, and may have its receives: [`QueuePair::init`]. Both ends may send at once:
     /// what comes before the peer has brought up its queue pair is retried.
     pub fn accept(
         mut self,

@@ -527,7 +527,18 @@ impl QueuePair {
         Ok(key)
     }
 
-    /// Posts a receive request.
+    /// Moves a queue pair of a connected service that was just made from Reset to Init, where `rdma_create_qp(3)` leaves one: it takes
+    /// receives, and is there to be connected. IBTA Vol 1, 10.3.1.2.
+    pub fn init(&self) -> Result<(), ModifyError> {
+        let attributes = QpAttributes {
+            // Connecting sets the peer's rights.
+            access: Some(Access::empty()),
+            ..QpAttributes::default()
+        };
+        self.modify(QpState::Init, &attributes)
+    }
+
+    /// Posts a receive request. A queue pair that was just made takes none before [`QueuePair::init`], or before it is connected.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         match self.provided() {
             Provided::Soft(qp) => qp.post_recv(request),

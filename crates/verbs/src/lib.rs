@@ -5,7 +5,9 @@
 //! Its provider is [`soft`]: an RNIC in user space that speaks RoCEv2 over UDP.
 //!
 //! ```no_run
-//! use rdmux_verbs::{Access, AnonymousMemory, ConnectParams, Device, Operation, QpOptions, SendFlags, SendRequest, Target};
+//! use rdmux_verbs::{
+//!     Access, AnonymousMemory, ConnectParams, Device, Operation, QpOptions, RecvRequest, SendFlags, SendRequest, Target,
+//! };
 //! use std::{sync::Arc, time::Duration};
 //!
 //! let device = Device::open("127.0.0.1".parse()?)?;
@@ -14,6 +16,8 @@
 //! let qp = pd.create_qp(&QpOptions::new(&cq))?;
 //! let memory = Arc::new(AnonymousMemory::new(4096)?);
 //! let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;
+//! qp.init()?;
+//! qp.post_recv(RecvRequest { wr_id: 0, sges: mr.sge(64, 64).into() })?;
 //! let connection = device.connect(&qp, "127.0.0.1:7174".parse()?, &ConnectParams::default(), b"hello")?;
 //! qp.post_send(SendRequest {
 //!     wr_id: 1,

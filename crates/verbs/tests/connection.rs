@@ -612,6 +612,52 @@ fn connect__private_data_of_full_size_and_no_more() {
 }
 
 #[test]
+fn init__takes_receives_before_the_queue_pair_is_connected() {
+    let address = IpAddr::from([127, 0, 11, 61]);
+    let (client, server) = (end(address, 4096), end(address, 4096));
+    for end in [&client, &server] {
+        let receive = || {
+            end.qp.post_recv(RecvRequest {
+                wr_id: 2,
+                sges: end.mr.sge(0, 8).into(),
+            })
+        };
+        assert_eq!(receive(), Err(PostError::WrongState));
+        end.qp.init().unwrap();
+        receive().unwrap();
+    }
+    // A receive that was not there would end the connection.
+    let params = ConnectParams {
+        rnr_retry: 0,
+        ..ConnectParams::default()
+    };
+    let peer = SocketAddr::new(address, 7174);
+    let connect_client = || client._device.connect(&client.qp, peer, &params, b"");
+    // Nobody listens: the queue pair is as it was.
+    assert!(matches!(connect_client(), Err(ConnectError::Rejected { .. })));
+    let listener = server._device.listen(7174).unwrap();
+    std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| {
+            let request = listener.accept(LONG).expect("a request");
+            let connection = request.accept(&server.qp, &params, b"").unwrap();
+            (connection, exchange(&server))
+        });
+        let connection = connect_client().unwrap();
+        let statuses = exchange(&client);
+        let (_accepted, theirs) = accepting.join().unwrap();
+        assert_eq!((statuses, theirs), ([Status::Success; 2], [Status::Success; 2]));
+        drop(connection);
+    });
+}
+
+/// Sends, and takes what was sent and what was received.
+fn exchange(end: &End) -> [Status; 2] {
+    let request = send(1, Operation::Send { imm: None }, end.mr.sge(8, 8).into());
+    end.qp.post_send(request).unwrap();
+    [(); 2].map(|()| end.cq.wait(LONG).unwrap().expect("a completion").status)
+}
+
+#[test]
 fn drop__of_a_connection_that_has_ended_leaves_its_queue_pair_alone() {
     let (_client, c, server, s) = connected([127, 0, 11, 60].into(), 4096);
     c.disconnect();
