@@ -971,6 +971,33 @@ fn accept__hundreds_of_connections() {
     assert!(honest.have_link());
 }
 
+/// What a peer sent before it died arrives, though nobody was rung for it.
+#[test]
+fn part__takes_what_is_in_the_ring() {
+    let mut honest = Honest::new([127, 0, 1, 156], [127, 0, 1, 157]);
+    let forger = Forger::new([127, 0, 1, 158], 3);
+    let meta = Meta {
+        segment_bytes: 64,
+        traffic_class: 0,
+    };
+    for _ in 0..20 {
+        let forged = forger.link(honest.device());
+        // Between two turns of the engine, so that it finds both at the same time.
+        let core = honest.device().engine().lock();
+        let before = core.rnic.counters().rcvd_pkts_local;
+        let mut ring = Producer::new(forged.segment.ring(Side::Asking));
+        for _ in 0..3 {
+            ring.push(meta, &[0; 64]).unwrap();
+        }
+        drop((forged.socket, forged.bell));
+        drop(core);
+        until("the end of the link", || honest.others() == 0);
+        let after = honest.device().counters().rcvd_pkts_local;
+        assert_eq!(after - before, 3);
+    }
+    honest.check();
+}
+
 #[test]
 fn send__to_a_peer_that_takes_nothing() {
     let (segment, _file) = Segment::create().unwrap();
