@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path as FilePath, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,35 +20,23 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 /// What the provider takes its libraries from.
 const LIBRARIES: &str = "RDMUX_HW_LIBRARIES";
 const ADDRESS: &str = "127.0.0.22";
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
-/// The library as this build makes it: `cargo test` makes none, since no test can be linked to it.
-fn library() -> &'static FilePath {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let own = std::env::current_exe().unwrap();
-        let profile = own.parent().and_then(FilePath::parent).unwrap();
-        let mut cargo = Command::new(env!("CARGO"));
-        cargo.args([
-            "build",
-            "--quiet",
-            "--locked",
-            "--offline",
-            "-p",
-            env!("CARGO_PKG_NAME"),
-        ]);
-        if profile.ends_with("release") {
-            cargo.arg("--release");
-        }
-        cargo.arg("--target-dir").arg(profile.parent().unwrap());
-        let library = profile.join("libibverbs.so");
-        match cargo.status() {
-            Ok(status) => assert!(status.success()),
-            // Not this user's to run: who started the tests has built it.
-            Err(error) => assert!(library.exists(), "{error}, and there is no {}", library.display()),
-        }
-        library
-    })
+/// The library of this profile. `cargo test` makes none, since no test can be linked to it; `cargo build` has to come before.
+fn library() -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let profile = own.parent().and_then(FilePath::parent).unwrap();
+    let library = profile.join("libibverbs.so");
+    let made = |file: &FilePath| fs::metadata(file).and_then(|meta| meta.modified());
+    let build = format!("cargo build -p {} makes it", env!("CARGO_PKG_NAME"));
+    let built = made(&library).unwrap_or_else(|error| panic!("{}: {error}: {build}", library.display()));
+    // Cargo lists beside it what it is made of: "library: source source".
+    let sources = fs::read_to_string(library.with_extension("d")).unwrap();
+    for source in sources.lines().flat_map(|line| line.split(' ').skip(1)) {
+        let newer = made(FilePath::new(source)).is_ok_and(|changed| changed > built);
+        assert!(!newer, "{} is older than {source}: {build}", library.display());
+    }
+    library
 }
 
 /// Runs a test in a process of its own, whose system has this library.
