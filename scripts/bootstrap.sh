@@ -57,7 +57,9 @@ bootstrap_missing() {
           packages=$(rust_packages)
           [ -z "$packages" ] || echo "$packages" lld
         fi ;;
-      test) have ip || echo iproute2 ;;
+      test)
+        have ip || echo iproute2
+        have tshark || echo tshark ;;
       programs)
         [ -e /usr/include/infiniband/verbs.h ] || echo libibverbs-dev
         [ -e /usr/include/rdma/rdma_cma.h ] || echo librdmacm-dev

@@ -2,6 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::time::{Duration, Instant};
 
@@ -10,6 +12,7 @@ use rdmux_push::server::EndReason;
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Options, Placement, Region, Way};
 use rdmux_verbs::{Memory, SgeList, Status};
 use rdmux_wire::push::Message;
+use skip::skip;
 
 #[test]
 fn flush__persistent_of_memory_is_refused() {
@@ -36,8 +39,7 @@ fn flush__persistent_of_memory_is_refused() {
 #[test]
 fn flush__persistent_of_a_file_in_memory_is_refused() {
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
-        println!("skipped: /dev/shm cannot be written");
-        return;
+        return skip("/dev/shm cannot be written");
     };
     let region = Region::file(name("f"), &folder.path().join("f"), Some(4096), false).unwrap();
     let server = Running::start("127.0.9.11:7174", vec![region], LONG);

@@ -2,12 +2,15 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::time::Instant;
 
 use common::*;
 use rdmux_push::server::Config;
 use rdmux_push::{Access, MapRequest, Placement, Region};
+use skip::skip;
 
 /// Bytes of this process's memory that are in use.
 fn resident_bytes() -> u64 {
@@ -94,8 +97,7 @@ fn map__thousands_of_one_client_and_each_works() {
 #[test]
 fn map__hundreds_of_gigabytes() {
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
-        println!("skipped: /dev/shm cannot be written");
-        return;
+        return skip("/dev/shm cannot be written");
     };
     // Without its blocks: what is served for reading and writing has them allocated first.
     let (bytes, path) = (400u64 << 30, folder.path().join("f"));
@@ -128,7 +130,7 @@ fn map__hundreds_of_gigabytes_to_write() {
     let bytes = 300u64 << 30;
     let region = match Region::anonymous(name("m"), bytes) {
         Ok(region) => region,
-        Err(error) => return println!("skipped: this system does not promise so much memory: {error}"),
+        Err(error) => return skip(format!("this system does not promise so much memory: {error}")),
     };
     let server = Running::start("127.0.9.82:7174", vec![region], LONG);
     let mut client = server.client();

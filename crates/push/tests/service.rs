@@ -2,6 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::time::Instant;
 
@@ -11,6 +13,7 @@ use rdmux_push::server::EndReason;
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Key, Options, Placement, Region, Server};
 use rdmux_verbs::{ConnectParams, Device, FileMemory, Operation, QpOptions, Status};
 use rdmux_wire::push::Message;
+use skip::skip;
 
 #[test]
 fn write_flush_read__round_trip() {
@@ -41,8 +44,7 @@ fn write_flush_read__round_trip() {
 #[test]
 fn connect__over_ipv6() {
     if std::net::UdpSocket::bind("[::1]:0").is_err() {
-        println!("skipped: this host has no IPv6");
-        return;
+        return skip("this host has no IPv6");
     }
     let server = Running::start("[::1]:7981", vec![memory_region("m", 4096)], LONG);
     let mut client = server.client();

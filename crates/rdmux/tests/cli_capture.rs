@@ -3,6 +3,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -11,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use common::text;
 use serde_json::Value;
+use skip::skip;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
@@ -71,7 +74,7 @@ fn tshark(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
         command.args(["-e", field]);
     }
     let Ok(output) = command.output() else {
-        println!("without tshark: it is not installed");
+        skip("there is no tshark to judge the captures");
         return None;
     };
     assert!(output.status.success(), "{}", text(&output.stderr));

@@ -3,6 +3,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -16,6 +18,7 @@ use std::time::{Duration, Instant};
 use common::{AS_NOBODY, text};
 use rdmux_verbs::*;
 use serde_json::Value;
+use skip::skip;
 use tempfile::TempDir;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
@@ -1162,8 +1165,9 @@ fn trace__stays_its_users() {
         command.output().unwrap()
     };
     if !as_nobody("/tmp", &["--version"]).status.success() {
-        println!("skipped: this user may not be another one, or another user may not run {RDMUX}");
-        return;
+        return skip(format!(
+            "this user may not be another one, or another user may not run {RDMUX}"
+        ));
     }
     let played = Played::new(61, "local-protection");
     let folder = played.folder.path().to_str().unwrap();
@@ -1207,8 +1211,9 @@ fn explain__root_asks_about_anothers() {
         .output()
         .is_ok_and(|output| output.status.success());
     if !is_possible {
-        println!("skipped: this user may not be another one, or another user may not run {own:?}");
-        return;
+        return skip(format!(
+            "this user may not be another one, or another user may not run {own:?}"
+        ));
     }
     let mut child = Running(command.spawn().unwrap());
     let pid = child.0.id();

@@ -1,6 +1,9 @@
 //! `--metrics`: what a scraper gets from running commands, checked by a strict reader of the format, and by promtool where it is.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../../skip.rs"]
+mod skip;
+
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,6 +12,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use skip::skip;
 use tempfile::TempDir;
 
 const LONG: Duration = Duration::from_secs(60);
@@ -466,8 +470,7 @@ fn metrics__an_address_that_is_taken_is_said() {
 fn promtool__finds_nothing_to_say() {
     let promtool = std::env::var("RDMUX_PROMTOOL").unwrap_or_else(|_| "promtool".into());
     if Command::new(&promtool).arg("--version").output().is_err() {
-        println!("skipped: there is no promtool (Debian's package prometheus has it)");
-        return;
+        return skip("there is no promtool (Debian's package prometheus has it)");
     }
     let home = tempfile::tempdir().unwrap();
     let args = [

@@ -1,6 +1,10 @@
 //! `--provider` on hosts without an RNIC: what is said, and that it is said at once.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../../skip.rs"]
+mod skip;
+
+use skip::skip;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -64,8 +68,7 @@ fn provider_hw__own_drop_in_and_old_library() {
         cc.status().is_ok_and(|status| status.success())
     };
     if !build("int rdmux_drop_in;") {
-        println!("skipped: there is no C compiler");
-        return;
+        return skip("there is no C compiler");
     }
     let text = line(&perf(&["--provider", "hw"], folder.path()));
     assert!(text.contains("rdmux's own libibverbs.so.1"), "{text}");

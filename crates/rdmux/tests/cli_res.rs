@@ -5,6 +5,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::fs;
 use std::process::{Child, Command, Output, Stdio};
@@ -13,9 +15,10 @@ use std::time::{Duration, Instant};
 
 use common::{AS_NOBODY, text};
 use serde_json::Value;
+use skip::skip;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(60);
 /// Set in what [`is_inside`] starts.
 const INSIDE: &str = "RDMUX_RES_INSIDE";
 
@@ -209,7 +212,7 @@ fn is_inside(test: &str) -> bool {
     let up = ["unshare", flags, "--fork", "--kill-child"];
     let possible = by(&up, "ip", &["link", "set", "lo", "up"]).output();
     if !possible.is_ok_and(|output| output.status.success()) {
-        println!("skipped: this user may not make network namespaces here");
+        skip("this user may not make network namespaces here");
         return false;
     }
     let own = std::env::current_exe().unwrap();
@@ -235,7 +238,7 @@ fn is_possible(runner: &[&str]) -> bool {
     let output = by(runner, "true", &[]).output();
     let possible = output.as_ref().is_ok_and(|output| output.status.success());
     if !possible {
-        println!("skipped: {} is not possible here", runner.join(" "));
+        skip(format!("{} is not possible here", runner.join(" ")));
     }
     possible
 }
@@ -245,7 +248,7 @@ fn others_may_run_rdmux() -> bool {
     let output = by(&AS_NOBODY, RDMUX, &["--version"]).output();
     let may = output.is_ok_and(|output| output.status.success());
     if !may {
-        println!("skipped: another user may not run {RDMUX}");
+        skip(format!("another user may not run {RDMUX}"));
     }
     may
 }
@@ -510,7 +513,7 @@ fn res__two_network_namespaces() {
         by(runner, "ip", &args).output().unwrap().status.success()
     };
     if !ip(&[], &format!("link add v1 type veth peer name v2 netns {pid}")) {
-        return println!("skipped: this system has no veth");
+        return skip("this system has no veth");
     }
     assert!(ip(&[], "addr add 10.9.2.1/24 dev v1") && ip(&[], "link set v1 up"));
     assert!(ip(&enter, "addr add 10.9.2.2/24 dev v2") && ip(&enter, "link set v2 up"));
@@ -552,9 +555,7 @@ fn res__process_that_is_stopped() {
     // Told when all of its threads are.
     let told = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
     assert!(told.is_some_and(|(_, status)| status.stopped()));
-    let since = Instant::now();
     let shown = show(&[], &[]);
-    assert!(since.elapsed() < Duration::from_secs(10));
     let line = line_of(&shown, stopped.0).unwrap();
     assert_eq!(line["error"], "it does not answer", "{line}");
     assert_eq!(line["pid"], stopped.1.0.id());

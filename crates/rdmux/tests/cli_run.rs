@@ -2,6 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -12,6 +14,7 @@ use std::process::{Command, Stdio};
 
 use common::AS_NOBODY;
 use rustix::process::{Pid, Signal, kill_process};
+use skip::skip;
 use tempfile::TempDir;
 
 const REDIRECT: &str = "librdmux_sysfs.so";
@@ -90,8 +93,7 @@ fn run__build_of_root_used_by_another_user() {
     let (build, runtime) = (build(), runtime_of(NOBODY));
     let may = || libraries(&AS_NOBODY, build.path(), runtime.path());
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: this user may not be another one");
-        return;
+        return skip("this user may not be another one");
     }
     for _ in 0..2 {
         let found = may().unwrap();
@@ -106,8 +108,7 @@ fn run__build_of_root_used_by_another_user() {
 #[test]
 fn run__links_of_another_user_are_not_trusted() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: this user may not be another one");
-        return;
+        return skip("this user may not be another one");
     }
     let (build, runtime) = (build(), runtime_of(0));
     let links = build.path().join("rdmux-run");
@@ -135,8 +136,7 @@ fn run__links_of_another_user_are_not_trusted() {
 #[test]
 fn run__libraries_of_another_user_are_not_loaded() {
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: this user may not be another one");
-        return;
+        return skip("this user may not be another one");
     }
     let (root, runtime) = (build(), runtime_of(0));
     let run = || libraries(&[], root.path(), runtime.path());

@@ -2,6 +2,9 @@
 //! any command, nor by the metrics that both may read. Only root can be two users.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../../skip.rs"]
+mod skip;
+
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -11,6 +14,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use skip::skip;
 use tempfile::TempDir;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
@@ -29,7 +33,7 @@ fn is_inside(test: &str) -> bool {
         return true;
     }
     if !rustix::process::geteuid().is_root() {
-        println!("skipped: only root can be two users");
+        skip("only root can be two users");
         return false;
     }
     let script = "ip link set lo up && exec \"$@\"";
@@ -99,7 +103,7 @@ impl User {
             .output()
             .is_ok_and(|output| output.status.success());
         if !may {
-            println!("skipped: another user may not run {RDMUX}");
+            skip(format!("another user may not run {RDMUX}"));
         }
         may
     }

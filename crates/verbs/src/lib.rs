@@ -54,6 +54,9 @@ mod persist;
 mod provider;
 mod region;
 mod sidr;
+#[cfg(test)]
+#[path = "../../skip.rs"]
+mod skip;
 pub mod soft;
 mod srq;
 pub mod thread;

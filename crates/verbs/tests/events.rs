@@ -2,6 +2,8 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
+#[path = "../../skip.rs"]
+mod skip;
 
 use std::net::IpAddr;
 use std::process::Command;
@@ -9,6 +11,7 @@ use std::sync::Arc;
 
 use common::{LONG, connect};
 use rdmux_verbs::*;
+use skip::skip;
 
 struct End {
     device: Device,
@@ -145,8 +148,7 @@ fn event__port_error_and_port_active() {
         command.output().ok()
     };
     if !in_namespace(&["true"]).is_some_and(|tried| tried.status.success()) {
-        println!("skipped: this user can have no network namespace with a link");
-        return;
+        return skip("this user can have no network namespace with a link");
     }
     let program = std::env::current_exe().unwrap();
     let output = in_namespace(&[program.to_str().unwrap(), "--exact", "namespace", "--nocapture"]).unwrap();

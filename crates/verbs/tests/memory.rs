@@ -1,10 +1,14 @@
 //! Memory kinds: what a file on a disk, a file on tmpfs and anonymous pages do with bytes, faults and flushes.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
+#[path = "../../skip.rs"]
+mod skip;
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use rdmux_verbs::*;
+use skip::skip;
 
 /// A folder that goes with the value.
 struct Folder(PathBuf);
@@ -118,8 +122,7 @@ fn file_memory__truncated_and_grown_again_is_not_taken_for_whole() {
 fn file_memory__on_tmpfs_is_volatile_and_refuses_persistence() {
     let shm = Path::new("/dev/shm");
     if !shm.is_dir() {
-        println!("skipped: no /dev/shm on this host");
-        return;
+        return skip("no /dev/shm on this host");
     }
     let folder = Folder::new(shm, "tmpfs");
     let memory = FileMemory::open(&folder.0.join("f"), Some(4096), false).unwrap();
