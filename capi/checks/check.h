@@ -17,7 +17,7 @@
 	} while (0)
 
 /* Seconds after which nothing comes any more. */
-enum { LONG = 20 };
+enum { LONG = 60 };
 
 static inline double now(void)
 {

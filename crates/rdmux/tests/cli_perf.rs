@@ -4,6 +4,8 @@
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+const LONG: Duration = Duration::from_secs(60);
+
 fn rdmux(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
     command.args(args).stdin(Stdio::null());
@@ -41,7 +43,7 @@ impl Drop for Server {
 
 /// Runs a client again while nothing listens yet.
 fn client(args: &[&str]) -> Output {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + LONG;
     loop {
         let output = rdmux(args).output().unwrap();
         let early = String::from_utf8_lossy(&output.stderr).contains("nothing listens")
@@ -295,8 +297,17 @@ fn perf__misspelt_environment() {
 /// A server whose client is killed in the middle; how the server ended.
 fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str; 2]) -> Option<i32> {
     let mut server = Server::perf_with("write-lat", addresses[0], &[], &[("RDMUX_SHM", shared_memory)]);
-    // Wait for one that gets through, then for one that is killed in the middle.
-    let deadline = Instant::now() + Duration::from_secs(30);
+    // What a client's queue pair has sent, once it is connected: its PSN, and whether it writes the server's memory without packets.
+    let sent = || -> Option<(serde_json::Value, bool)> {
+        let output = rdmux(&["res", "show", "qp", "--json"]).output().unwrap();
+        let qps: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let qp = qps
+            .iter()
+            .find(|qp| qp["ifname"] == addresses[1] && qp["state"] == "RTS")?;
+        let direct = qp["direct"]["mapped"] == 1 || qp["direct"]["process"] == 1;
+        Some((qp["sq-psn"].clone(), direct))
+    };
+    let deadline = Instant::now() + LONG;
     loop {
         // From an address of its own, where nobody is left who could disconnect in its place.
         let mut busy = rdmux(&["perf", "write-lat", addresses[0], "-n", "100000000"])
@@ -305,15 +316,20 @@ fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str;
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // It either ends at once, since nothing listens yet, or runs until it is killed.
-        let until = Instant::now() + Duration::from_secs(1);
-        while busy.try_wait().unwrap().is_none() && Instant::now() < until {
-            std::thread::yield_now();
+        // It either ends at once, since nothing listens yet, or is killed in the middle, when it has sent something.
+        let mut first = None;
+        let mut writes = false;
+        while !writes && busy.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < deadline, "no client writes");
+            let seen = sent();
+            writes = seen
+                .as_ref()
+                .is_some_and(|seen| seen.1 || first.as_ref().is_some_and(|first| first != seen));
+            first = first.or(seen);
         }
-        let ran = busy.try_wait().unwrap().is_none();
         let _ = busy.kill();
         busy.wait().unwrap();
-        if ran || Instant::now() > deadline {
+        if writes {
             break;
         }
     }

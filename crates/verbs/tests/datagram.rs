@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 /// Long enough to see that nothing comes, if something would come at once.
 const SHORT: Duration = Duration::from_millis(100);
 const QKEY: u32 = RDMA_UDP_QKEY;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 /// A process that accepts connections: this test binary, started again to run `child` alone.
 struct Server {

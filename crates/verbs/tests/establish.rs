@@ -14,7 +14,7 @@ use rdmux_verbs::*;
 use rdmux_wire::cm::Message;
 use rdmux_wire::roce::{Packet, Transport};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const PORT: u16 = 7174;
 
 /// The active side. Its RTUs are lost.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rdmux_verbs::*;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const PORT: u16 = 7174;
 
 struct Side {

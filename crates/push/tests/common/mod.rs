@@ -22,7 +22,7 @@ use rdmux_verbs::{
 };
 use rdmux_wire::push::{MESSAGE_LEN_MAX, Message};
 
-pub(crate) const LONG: Duration = Duration::from_secs(20);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn key() -> Key {
     Key::new([7; 32])

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rdmux_verbs::*;
 
-pub(crate) const LONG: Duration = Duration::from_secs(20);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// Connects two queue pairs, the first of which asks as `params` say. Their connections.
 pub(crate) fn connect(client: &QueuePair, server: &QueuePair, params: &ConnectParams) -> [Connection; 2] {

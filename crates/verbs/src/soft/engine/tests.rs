@@ -18,7 +18,7 @@ thread_local! {
     pub(super) static NO_THREADS: Cell<bool> = const { Cell::new(false) };
 }
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 /// Two queue pairs of one device that are connected to each other.
 struct Pair {
@@ -246,7 +246,7 @@ fn asks_when_it_ends(device: &Device) -> (impl Fn() + Send + Sync + use<>, mpsc:
             device.counters();
             let _ = done.send(());
         });
-        let _ = tell.send(answered.recv_timeout(Duration::from_secs(5)).is_ok());
+        let _ = tell.send(answered.recv_timeout(LONG).is_ok());
     };
     (end, told)
 }

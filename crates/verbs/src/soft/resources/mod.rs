@@ -384,7 +384,7 @@ mod tests {
     use crate::memory::AnonymousMemory;
     use crate::{Carrier, Device, QpOptions, QueuePair};
 
-    const LONG: Duration = Duration::from_secs(20);
+    const LONG: Duration = Duration::from_secs(60);
 
     fn at(device: &Device) -> DeviceAt {
         let address = device.address();

@@ -19,7 +19,7 @@ use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
 use crate::mapping::{Mapping, Order, Passage};
 use crate::region::MemoryRegion;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 /// Steele, Lea and Flood's generator, as `SplittableRandom` has it.
 struct Random(u64);
