@@ -16,6 +16,8 @@ use crate::region::MemoryRegion;
 thread_local! {
     /// No thread is to be had by flushes that this one drives.
     pub(super) static NO_THREADS: Cell<bool> = const { Cell::new(false) };
+    /// More run on the host than it has CPUs, for polls of this thread.
+    pub(super) static OVERSUBSCRIBED: Cell<bool> = const { Cell::new(false) };
 }
 
 const LONG: Duration = Duration::from_secs(60);
@@ -507,4 +509,26 @@ fn poll__beside_an_armed_queue_takes_no_lease() {
         assert_eq!(pair.cqs[1].poll().unwrap().wr_id, wr_id);
     }
     assert_eq!(pair.engine().overslept.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn poll__looks_again_after_it_gave_up_the_cpu() {
+    let pair = Pair::new([127, 0, 14, 18]);
+    OVERSUBSCRIBED.set(true);
+    let deadline = Instant::now() + LONG;
+    // The first two looks are before that.
+    let looks_thrice = || {
+        let mut looks = 0;
+        let found = pair.engine().poll(|| {
+            looks += 1;
+            (looks == 3).then_some(())
+        });
+        found.is_some()
+    };
+    while !looks_thrice() {
+        assert!(
+            Instant::now() < deadline,
+            "a poll that gives up the CPU ends with a look"
+        );
+    }
 }
