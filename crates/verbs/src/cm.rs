@@ -3,6 +3,7 @@
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmError, Endpoint};
@@ -206,6 +207,36 @@ pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
+/// When something happened to a connection, or a request for one came, in the order of this process: what comes later is greater.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Arrival(u64);
+
+impl Arrival {
+    pub(crate) fn next() -> Arrival {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Arrival(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// How far a connection has come. One that ended may have been established before anybody looked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Both ends have it.
+    pub established: Option<Arrival>,
+    /// An end has given it up.
+    pub ended: Option<Arrival>,
+}
+
+impl Progress {
+    pub(crate) fn establish(&mut self, at: Arrival) {
+        self.established.get_or_insert(at);
+    }
+
+    pub(crate) fn end(&mut self, at: Arrival) {
+        self.ended.get_or_insert(at);
+    }
+}
+
 impl Device {
     /// Listens on a port (RDMA_PS_TCP) for connections of RC.
     pub fn listen(&self, port: u16) -> Result<Listener, ListenError> {
@@ -387,6 +418,14 @@ impl ConnectionRequest {
         }
     }
 
+    /// When it came.
+    pub fn arrival(&self) -> Arrival {
+        match &self.provided {
+            Provided::Soft(request) => request.arrival,
+            Provided::Hw(request) => request.arrival,
+        }
+    }
+
     /// The type of queue pair that it can be accepted with.
     pub fn qp_type(&self) -> QpType {
         accepting_type(self.remote().transport)
@@ -553,12 +592,17 @@ impl Connection {
         }
     }
 
+    /// How far it has come by what is known now.
+    pub fn progress(&self) -> Progress {
+        match &self.provided {
+            Provided::Soft(connection) => connection.progress(),
+            Provided::Hw(connection) => connection.progress(),
+        }
+    }
+
     /// Whether the peer has ended the connection. When it has, the queue pair is in Error: what was posted is flushed.
     pub fn is_ended(&self) -> bool {
-        match &self.provided {
-            Provided::Soft(connection) => connection.is_ended(),
-            Provided::Hw(connection) => connection.is_ended(),
-        }
+        self.progress().ended.is_some()
     }
 
     /// For how much longer at most the numbers of a connection that has ended are not used again, since packets of it may still

@@ -64,8 +64,8 @@ pub mod waiting;
 
 pub use cancel::Cancel;
 pub use cm::{
-    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, ExternalPair,
-    ListenError, Listener,
+    Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest,
+    ExternalPair, ListenError, Listener, Progress,
 };
 pub use cq::ResizeError;
 pub use datagram::AddressHandle;

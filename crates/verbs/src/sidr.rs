@@ -10,7 +10,7 @@ use rdmux_rnic::{Qpn, Target};
 use rdmux_wire::cm::SidrStatus;
 
 use crate::cancel::Cancel;
-use crate::cm::ListenError;
+use crate::cm::{Arrival, ListenError};
 use crate::device::{Device, QueuePair};
 use crate::hw;
 use crate::provider::Provided;
@@ -222,6 +222,14 @@ impl ServiceRequest {
         match &self.provided {
             Provided::Soft(request) => request.peer,
             Provided::Hw(request) => request.peer,
+        }
+    }
+
+    /// When it came.
+    pub fn arrival(&self) -> Arrival {
+        match &self.provided {
+            Provided::Soft(request) => request.arrival,
+            Provided::Hw(request) => request.arrival,
         }
     }
 

@@ -5,8 +5,9 @@ use std::ffi::{c_int, c_void};
 use std::io::IoSliceMut;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use rdmux_verbs::Arrival;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
@@ -110,11 +111,24 @@ impl Event {
     }
 }
 
+/// Something that a program is to be told, and when it happened.
+pub(super) struct Happened {
+    pub(super) at: Arrival,
+    pub(super) tell: Box<dyn FnOnce()>,
+}
+
+/// A connection, or somebody who listens: each has a thread that waits for what happens there.
+pub(super) trait Source: Send + Sync {
+    /// Takes what has happened and nobody has taken.
+    fn take(self: Arc<Self>) -> Vec<Happened>;
+}
+
 /// The events that a channel has for its program.
 pub(super) struct Events {
     /// Counts them, so that reading it waits for one.
     count: OwnedFd,
     list: Mutex<VecDeque<Box<Event>>>,
+    sources: Mutex<Vec<Weak<dyn Source>>>,
 }
 
 impl Events {
@@ -123,11 +137,43 @@ impl Events {
         Ok(Arc::new(Events {
             count: eventfd(0, flags).map_err(Errno::raw_os_error)?,
             list: Mutex::default(),
+            sources: Mutex::default(),
         }))
     }
 
     fn list(&self) -> MutexGuard<'_, VecDeque<Box<Event>>> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The channel tells of what happens there, until the source is dropped.
+    pub(super) fn watch(&self, source: Weak<dyn Source>) {
+        let mut sources = self.sources();
+        if !sources.iter().any(|known| known.ptr_eq(&source)) {
+            sources.push(source);
+        }
+    }
+
+    /// It does so no more: nothing of the source is used after this.
+    pub(super) fn forget(&self, source: &Weak<dyn Source>) {
+        self.sources().retain(|known| !known.ptr_eq(source));
+    }
+
+    fn sources(&self) -> MutexGuard<'_, Vec<Weak<dyn Source>>> {
+        self.sources.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells what has happened at all sources, in the order in which it did: their threads run in any order. `last` comes after that,
+    /// before another thread tells what happens later.
+    pub(super) fn tell_happened<T>(&self, last: impl FnOnce() -> T) -> T {
+        let mut sources = self.sources();
+        sources.retain(|source| source.strong_count() > 0);
+        let live = sources.iter().filter_map(Weak::upgrade);
+        let mut happened: Vec<Happened> = live.flat_map(Source::take).collect();
+        happened.sort_by_key(|happened| happened.at);
+        for happened in happened {
+            (happened.tell)();
+        }
+        last()
     }
 
     /// Requests that came in on an id and wait to be taken.

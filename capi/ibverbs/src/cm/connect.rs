@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::slice;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rdmux_verbs::{
@@ -12,7 +12,7 @@ use rdmux_verbs::{
 };
 
 use super::bring_up::{attributes, show};
-use super::channel::Event;
+use super::channel::{Event, Happened, Source};
 use super::datagram;
 use super::id::{Id, Request, Shared, Stage};
 use crate::queue_pair::Owner;
@@ -257,16 +257,37 @@ pub(super) fn told(remote: &Endpoint) -> abi::ConnParam {
     }
 }
 
-/// Waits until a connection ends, and tells of that.
-fn watch(shared: &Shared, connection: &Connection) {
-    while !connection.wait_ended(Duration::from_secs(3_600)) {}
-    tell_ended(shared, connection);
+impl Source for Shared {
+    fn take(self: Arc<Self>) -> Vec<Happened> {
+        use abi::cm_event::{DISCONNECTED, ESTABLISHED};
+        let Some((connection, new)) = self.take_progress() else {
+            return Vec::new();
+        };
+        let mut happened = Vec::new();
+        if let Some(at) = new.established {
+            let shared = self.clone();
+            let tell = Box::new(move || tell_connection(&shared, ESTABLISHED, &connection, &[]));
+            happened.push(Happened { at, tell });
+        }
+        if let Some(at) = new.ended {
+            let tell = Box::new(move || self.tell(|id, of| Event::new(id, of, DISCONNECTED, 0)));
+            happened.push(Happened { at, tell });
+        }
+        happened
+    }
 }
 
-/// Tells that a connection has ended, and later that its numbers rest no longer, unless the id is gone by then.
-fn tell_ended(shared: &Shared, connection: &Connection) {
-    use abi::cm_event::{DISCONNECTED, TIMEWAIT_EXIT};
-    shared.tell(|id, of| Event::new(id, of, DISCONNECTED, 0));
+/// An id's connection, as its channel watches it.
+pub(super) fn source_of(shared: &Arc<Shared>) -> Weak<dyn Source> {
+    let source: Weak<Shared> = Arc::downgrade(shared);
+    source
+}
+
+/// Waits until a connection ends, and tells of that, and later that its numbers rest no longer, unless the id is gone by then.
+fn watch(shared: &Shared, connection: &Connection) {
+    use abi::cm_event::TIMEWAIT_EXIT;
+    while !connection.wait_ended(Duration::from_secs(3_600)) {}
+    shared.events().tell_happened(|| ());
     while let Some(rest) = connection.rests_for() {
         if shared.gone.wait(rest) {
             return;
@@ -368,7 +389,12 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
                     Pair::Own(_) => abi::cm_event::ESTABLISHED,
                     Pair::External(_) => abi::cm_event::CONNECT_RESPONSE,
                 };
-                tell_connection(&shared, event, &connection, connection.private_data());
+                let events = shared.events();
+                events.watch(source_of(&shared));
+                events.tell_happened(|| {
+                    tell_connection(&shared, event, &connection, connection.private_data());
+                    shared.follow(true);
+                });
                 watch(&shared, &connection);
             }
             Err(error) => {
@@ -474,15 +500,24 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     let Some(Request::Connection(request)) = &mut own.request else {
         return Err(libc::EINVAL);
     };
-    let accepted = request.accept_pair(pair.get(), &params, &data);
-    let connection = Arc::new(accepted.map_err(|error| match error {
+    let events = own.shared.events();
+    events.watch(source_of(&own.shared));
+    // The peer may answer, and ask anew, before this returns: the answer is told first.
+    let accepted = events.tell_happened(|| {
+        let connection = request.accept_pair(pair.get(), &params, &data).map(Arc::new);
+        if let Ok(connection) = &connection {
+            // It is there: who calls this has it.
+            let _ = own.shared.keep(connection);
+            own.shared.follow(false);
+        }
+        connection
+    });
+    let connection = accepted.map_err(|error| match error {
         ConnectError::Rejected { .. } => libc::ECONNREFUSED,
         ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EINVAL),
         _ => libc::EINVAL,
-    })?);
+    })?;
     own.request = None;
-    // It is there: who calls this has it.
-    let _ = own.shared.keep(&connection);
     let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
     for state in [QpState::Rtr, QpState::Rts] {
         pair.show(verbs, &connection, state);
@@ -490,13 +525,10 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     let waits = connection.clone();
     let thread = crate::spawn("rdmux-accept", move || {
         let connection = waits;
-        if connection.wait_established() {
-            tell_connection(&shared, abi::cm_event::ESTABLISHED, &connection, &[]);
-            watch(&shared, &connection);
-        } else {
-            // It may have been, and ended, and only the message was lost that said so.
-            tell_ended(&shared, &connection);
-        }
+        // Where it is not, it may have been, and ended, and only the message was lost that said so.
+        let _ = connection.wait_established();
+        shared.events().tell_happened(|| ());
+        watch(&shared, &connection);
     });
     // Nobody would hear how it goes on.
     thread.map(drop).inspect_err(|_| connection.disconnect())

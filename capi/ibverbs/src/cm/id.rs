@@ -3,12 +3,15 @@
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use rdmux_verbs::{Cancel, Connection, ConnectionRequest, QpType, ServiceId, ServiceRequest};
+use rdmux_verbs::{
+    Arrival, Cancel, Connection, ConnectionRequest, Progress, QpType, ServiceId, ServiceRequest,
+};
 
-use super::channel::{Channel, Event, Events, UserContext, take_back};
-use super::listen::{free_port, some_port};
+use super::channel::{Channel, Event, Events, Source, UserContext, take_back};
+use super::connect::source_of;
+use super::listen::{Listening, free_port, some_port};
 use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
 use crate::context::{self, Context};
@@ -45,7 +48,7 @@ pub(super) struct Id {
     pub(super) request: Option<Request>,
     pub(super) memberships: Vec<Membership>,
     /// Ends those who listen when it is dropped.
-    pub(super) listening: Vec<super::listen::Listening>,
+    pub(super) listening: Vec<Listening>,
     /// Its own channel, where it was made without one: calls wait for their event.
     private: Option<Box<Channel>>,
     /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]), in its domain.
@@ -78,6 +81,16 @@ pub(super) enum Request {
     Service(ServiceRequest),
 }
 
+impl Request {
+    /// When it came.
+    pub(super) fn arrival(&self) -> Arrival {
+        match self {
+            Request::Connection(request) => request.arrival(),
+            Request::Service(request) => request.arrival(),
+        }
+    }
+}
+
 /// What an id has in common with the threads that wait for it.
 pub(super) struct Shared {
     state: Mutex<State>,
@@ -94,6 +107,14 @@ struct State {
     /// The program's channel; null where it has none.
     channel: *mut abi::EventChannel,
     connection: Option<Arc<Connection>>,
+    /// What of the connection's progress the program was told; `None`: nothing is told yet.
+    told: Option<Told>,
+}
+
+/// What a program was told of a connection.
+struct Told {
+    established: bool,
+    ended: bool,
 }
 
 // SAFETY: the pointers are the program's, and not followed.
@@ -128,6 +149,27 @@ impl Shared {
         self.state().connection.clone()
     }
 
+    /// Lets the connection's progress be told: that it is established unless the program was told so, and that it has ended.
+    pub(super) fn follow(&self, established: bool) {
+        let ended = false;
+        self.state().told = Some(Told { established, ended });
+    }
+
+    /// The connection, and its progress that was not told: the caller tells it.
+    pub(super) fn take_progress(&self) -> Option<(Arc<Connection>, Progress)> {
+        let mut state = self.state();
+        let connection = state.connection.clone()?;
+        let told = state.told.as_mut()?;
+        let known = connection.progress();
+        let new = Progress {
+            established: known.established.filter(|_| !told.established),
+            ended: known.ended.filter(|_| !told.ended),
+        };
+        told.established |= known.established.is_some();
+        told.ended |= known.ended.is_some();
+        Some((connection, new))
+    }
+
     pub(super) fn events(&self) -> Arc<Events> {
         self.state().events.clone()
     }
@@ -159,6 +201,7 @@ impl Id {
             events,
             channel,
             connection: None,
+            told: None,
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
@@ -261,8 +304,19 @@ impl Id {
         let moved = before.take_of(state.id);
         moved.into_iter().for_each(|event| events.push(event));
         drop(state);
+        for source in self.sources() {
+            before.forget(&source);
+            events.watch(source);
+        }
         self.shown.channel = shown_channel(channel, &mut private);
         self.private = private;
+    }
+
+    /// What its channel watches for it.
+    fn sources(&self) -> Vec<Weak<dyn Source>> {
+        let mut sources: Vec<Weak<dyn Source>> = self.listening.iter().map(Listening::source).collect();
+        sources.push(source_of(&self.shared));
+        sources
     }
 
     /// Takes the device of a local address for its own.

@@ -1,11 +1,12 @@
 //! Ids that listen.
 
 use std::ffi::c_int;
+use std::iter;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -14,7 +15,7 @@ use rdmux_verbs::{DatagramListener, ListenError, Listener};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
-use super::channel::{Event, UserContext};
+use super::channel::{Event, Happened, Source, UserContext};
 use super::connect::told;
 use super::id::{Id, Port, Request, Shared, Stage};
 use crate::device::Device;
@@ -30,6 +31,16 @@ const BACKLOG_MAX: usize = 1_024;
 pub(super) struct Listening {
     stop: Arc<OwnedFd>,
     thread: Option<thread::JoinHandle<()>>,
+    shared: Arc<Shared>,
+    hearing: Weak<Hearing>,
+}
+
+impl Listening {
+    /// What its channel watches.
+    pub(super) fn source(&self) -> Weak<dyn Source> {
+        let source: Weak<Hearing> = self.hearing.clone();
+        source
+    }
 }
 
 impl Drop for Listening {
@@ -38,6 +49,8 @@ impl Drop for Listening {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+        // The port is free after this.
+        self.shared.events().forget(&self.source());
     }
 }
 
@@ -57,6 +70,8 @@ struct On {
 
 // SAFETY: the pointers are the program's, and those of its port, which stay: none is followed.
 unsafe impl Send for On {}
+// SAFETY: as above.
+unsafe impl Sync for On {}
 
 /// What is listened for.
 enum Service {
@@ -83,18 +98,34 @@ impl Service {
     }
 }
 
-fn hear(listener: &Service, stop: &OwnedFd, on: &On) {
+/// What is listened for, and for whom.
+struct Hearing {
+    service: Service,
+    on: On,
+}
+
+impl Source for Hearing {
+    fn take(self: Arc<Self>) -> Vec<Happened> {
+        let requests = iter::from_fn(|| self.service.next());
+        let happened = requests.map(|request| {
+            let (at, hearing) = (request.arrival(), self.clone());
+            let tell = Box::new(move || tell(&hearing.on, request));
+            Happened { at, tell }
+        });
+        happened.collect()
+    }
+}
+
+fn hear(hearing: &Hearing, stop: &OwnedFd) {
     loop {
         let mut fds = [
-            PollFd::new(listener, PollFlags::IN),
+            PollFd::new(&hearing.service, PollFlags::IN),
             PollFd::new(stop, PollFlags::IN),
         ];
         if poll(&mut fds, None).is_err_and(|errno| errno != Errno::INTR) || !fds[1].revents().is_empty() {
             return;
         }
-        while let Some(request) = listener.next() {
-            tell(on, request);
-        }
+        hearing.on.shared.events().tell_happened(|| ());
     }
 }
 
@@ -261,10 +292,17 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
     // Where one of several addresses is not heard, none is.
     let mut listening = Vec::new();
     for (service, stop, on) in ready {
-        let stopped = stop.clone();
-        let thread = crate::spawn("rdmux-listen", move || hear(&service, &stopped, &on))?;
-        let thread = Some(thread);
-        listening.push(Listening { stop, thread });
+        let (stopped, shared) = (stop.clone(), own.shared.clone());
+        let heard = Arc::new(Hearing { service, on });
+        let hearing = Arc::downgrade(&heard);
+        shared.events().watch(hearing.clone());
+        let thread = crate::spawn("rdmux-listen", move || hear(&heard, &stopped))?;
+        listening.push(Listening {
+            stop,
+            thread: Some(thread),
+            shared,
+            hearing,
+        });
     }
     own.listening = listening;
     own.set_addresses(SocketAddr::new(bound.ip(), port), None);

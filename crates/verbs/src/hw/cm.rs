@@ -22,7 +22,7 @@ use super::device::{Device, poll_until};
 use super::objects::Qp;
 use super::qp::QueuePair;
 use crate::abi::{self, cm_event, port_space};
-use crate::cm::{ACK_TIMEOUT, CONNECT_DATA_MAX, ConnectError, ConnectParams, ListenError};
+use crate::cm::{ACK_TIMEOUT, Arrival, CONNECT_DATA_MAX, ConnectError, ConnectParams, ListenError, Progress};
 use crate::features::Features;
 use crate::soft::engine::Waker;
 
@@ -417,7 +417,7 @@ impl Device {
         });
         let remote = up.inspect_err(|_| QueuePair::fail(qp.object()))?;
         let connection = Connection::new(self, line, remote, told.private_data);
-        connection.phase().established = true;
+        connection.known().establish(Arrival::next());
         Ok(connection)
     }
 
@@ -521,6 +521,7 @@ impl Listener {
                 device: self.device.clone(),
                 peer: id.peer()?,
                 id: Some(id),
+                arrival: Arrival::next(),
                 remote,
                 private_data: taken.told.private_data,
                 depth: taken.told.initiator_depth,
@@ -540,6 +541,7 @@ pub(crate) struct ConnectionRequest {
     device: Device,
     /// `None`: decided.
     id: Option<Id>,
+    pub(crate) arrival: Arrival,
     pub(crate) peer: IpAddr,
     pub(crate) remote: Endpoint,
     pub(crate) private_data: Vec<u8>,
@@ -608,20 +610,14 @@ impl Drop for ConnectionRequest {
     }
 }
 
-/// How far a connection has come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Phase {
-    established: bool,
-    ended: bool,
-}
-
 /// A connection of a queue pair. Dropped, it is ended.
 #[derive(Debug)]
 pub(crate) struct Connection {
     line: Arc<Line>,
     pub(crate) remote: Option<Endpoint>,
     pub(crate) private_data: Vec<u8>,
-    phase: Mutex<Phase>,
+    /// By the events that were taken.
+    known: Mutex<Progress>,
     /// This side has ended it.
     left: AtomicBool,
     /// Keeps the thread that hears of it.
@@ -634,37 +630,37 @@ impl Connection {
             line,
             remote: Some(remote),
             private_data,
-            phase: Mutex::default(),
+            known: Mutex::default(),
             left: AtomicBool::new(false),
             _device: device.clone(),
         }
     }
 
-    fn phase(&self) -> MutexGuard<'_, Phase> {
-        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    fn known(&self) -> MutexGuard<'_, Progress> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn note(&self, taken: &Taken) {
-        let mut phase = self.phase();
         match taken.kind {
-            cm_event::ESTABLISHED => phase.established = true,
-            kind => phase.ended |= ends(kind),
+            cm_event::ESTABLISHED => self.known().establish(Arrival::next()),
+            kind if ends(kind) => self.known().end(Arrival::next()),
+            _ => {}
         }
     }
 
     /// How far it has come by what is known now.
-    fn look(&self) -> Phase {
+    pub(crate) fn progress(&self) -> Progress {
         while let Some(taken) = self.line.poll() {
             self.note(&taken);
         }
-        *self.phase()
+        *self.known()
     }
 
-    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Phase) -> bool) -> bool {
-        while !done(self.look()) {
+    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
+        while !done(self.progress()) {
             match self.line.wait(deadline) {
                 Some(taken) => self.note(&taken),
-                None => return done(self.look()),
+                None => return done(self.progress()),
             }
         }
         true
@@ -673,20 +669,20 @@ impl Connection {
     /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
     pub(crate) fn wait_established(&self) -> bool {
         let deadline = Instant::now().checked_add(ESTABLISH_TIMEOUT);
-        self.wait_until(deadline, |phase| phase.established || phase.ended);
-        let established = self.look().established;
+        self.wait_until(deadline, |progress| {
+            progress.established.or(progress.ended).is_some()
+        });
+        let established = self.progress().established.is_some();
         if !established {
             self.disconnect();
         }
         established
     }
 
-    pub(crate) fn is_ended(&self) -> bool {
-        self.look().ended
-    }
-
     pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
-        self.wait_until(Instant::now().checked_add(timeout), |phase| phase.ended)
+        self.wait_until(Instant::now().checked_add(timeout), |progress| {
+            progress.ended.is_some()
+        })
     }
 
     /// Ends the connection: the queue pair goes to Error and the peer is told. Does nothing the second time.
@@ -694,14 +690,14 @@ impl Connection {
         if self.left.swap(true, Ordering::AcqRel) {
             return;
         }
-        let phase = self.look();
-        if !phase.ended {
+        let progress = self.progress();
+        if progress.ended.is_none() {
             self.line.end_qp();
             let _ = self.line.id.disconnect();
         }
-        if !phase.established {
+        if progress.established.is_none() {
             // Nothing more will be heard of it.
-            self.phase().ended = true;
+            self.known().end(Arrival::next());
         }
     }
 }
@@ -709,7 +705,7 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.disconnect();
-        if !self.look().ended {
+        if self.progress().ended.is_none() {
             // The system asks the peer again until it has answered, as long as there is the id.
             let mut lines = self.line.shared.lines();
             if !self.line.has_ended() {

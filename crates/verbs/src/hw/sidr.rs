@@ -14,7 +14,7 @@ use super::cma::{Id, Tell};
 use super::device::Device;
 use super::qp::QueuePair;
 use crate::abi::{cm_event, port_space};
-use crate::cm::ListenError;
+use crate::cm::{Arrival, ListenError};
 use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError};
 
 /// Longest wait for the peer's answer.
@@ -86,6 +86,7 @@ impl DatagramListener {
                 return Some(ServiceRequest {
                     peer: id.peer()?,
                     id: Some(id),
+                    arrival: Arrival::next(),
                     private_data: taken.told.private_data,
                 });
             }
@@ -103,6 +104,7 @@ impl DatagramListener {
 pub(crate) struct ServiceRequest {
     /// `None`: decided.
     id: Option<Id>,
+    pub(crate) arrival: Arrival,
     pub(crate) peer: IpAddr,
     pub(crate) private_data: Vec<u8>,
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
@@ -17,8 +17,8 @@ use super::engine::{CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_
 use super::qp::QueuePair;
 use crate::cancel::Cancel;
 use crate::cm::{
-    ACK_TIMEOUT, ConnectError, ConnectParams, ExternalPair, ListenError, accepting_type, deadline_after,
-    transport_of,
+    ACK_TIMEOUT, Arrival, ConnectError, ConnectParams, ExternalPair, ListenError, Progress, accepting_type,
+    deadline_after, transport_of,
 };
 
 /// The window towards a peer that is not rdmux and so does not say what it can take.
@@ -44,7 +44,7 @@ impl Events {
     }
 
     /// The next event; sleeps until there is one. `None`: the time is over. One thread waits at a time.
-    pub(super) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<CmEvent> {
+    pub(super) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<(Arrival, CmEvent)> {
         self.wait_while(|| true, device, deadline)
     }
 
@@ -54,7 +54,7 @@ impl Events {
         cancel: &Cancel,
         device: &Device,
         deadline: Option<Instant>,
-    ) -> Option<CmEvent> {
+    ) -> Option<(Arrival, CmEvent)> {
         self.wait_while(|| cancel.wakes(&self.0), device, deadline)
     }
 
@@ -63,7 +63,7 @@ impl Events {
         wanted: impl Fn() -> bool,
         device: &Device,
         deadline: Option<Instant>,
-    ) -> Option<CmEvent> {
+    ) -> Option<(Arrival, CmEvent)> {
         loop {
             if let Some(event) = self.0.poll() {
                 return Some(event);
@@ -150,9 +150,12 @@ impl Device {
                 .events
                 .wait_unless(cancel, self, deadline_after(CONNECT_TIMEOUT))
             {
-                Some(CmEvent::Reply {
-                    remote, private_data, ..
-                }) => {
+                Some((
+                    arrival,
+                    CmEvent::Reply {
+                        remote, private_data, ..
+                    },
+                )) => {
                     connection.remote = Some(remote);
                     connection.private_data = private_data;
                     let remote = Endpoint {
@@ -179,21 +182,20 @@ impl Device {
                     if pair.external {
                         return Ok(connection);
                     }
-                    connection
-                        .phase
-                        .lock()
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .established = true;
+                    connection.known().establish(arrival);
                     return Ok(connection);
                 }
                 // The queue pair stays as it was: it can be connected again.
-                Some(CmEvent::Rejected {
-                    reason, private_data, ..
-                }) => {
+                Some((
+                    _,
+                    CmEvent::Rejected {
+                        reason, private_data, ..
+                    },
+                )) => {
                     connection.left.store(true, Ordering::Release);
                     return Err(ConnectError::Rejected { reason, private_data });
                 }
-                Some(CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. }) | None => {
+                Some((_, CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. })) | None => {
                     connection.left.store(true, Ordering::Release);
                     self.with(|core, now| {
                         core.rnic.cm().disconnect(now, id);
@@ -396,7 +398,7 @@ impl Service {
     }
 
     /// The next request. `None`: the time is over.
-    pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<CmEvent> {
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<(Arrival, CmEvent)> {
         self.events.wait(&self.device, deadline)
     }
 
@@ -421,14 +423,17 @@ impl Service {
     pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
         let deadline = deadline_after(timeout);
         loop {
-            let CmEvent::Request {
-                id,
-                peer,
-                addressing,
-                remote,
-                private_data,
-                ..
-            } = self.wait(deadline)?
+            let (
+                arrival,
+                CmEvent::Request {
+                    id,
+                    peer,
+                    addressing,
+                    remote,
+                    private_data,
+                    ..
+                },
+            ) = self.wait(deadline)?
             else {
                 continue;
             };
@@ -436,6 +441,7 @@ impl Service {
             let mut request = ConnectionRequest {
                 device: self.device.clone(),
                 id,
+                arrival,
                 peer,
                 peer_port: addressing.map_or(0, |from| from.src_port),
                 remote,
@@ -456,6 +462,7 @@ impl Service {
 pub(crate) struct ConnectionRequest {
     device: Device,
     id: CmId,
+    pub(crate) arrival: Arrival,
     pub(crate) peer: IpAddr,
     pub(crate) peer_port: u16,
     pub(crate) remote: Endpoint,
@@ -575,16 +582,10 @@ pub(crate) struct Connection {
     pub(crate) remote: Option<Endpoint>,
     agreed: Option<Agreed>,
     pub(crate) private_data: Vec<u8>,
-    phase: Mutex<Phase>,
+    /// By the events that were taken.
+    known: Mutex<Progress>,
     /// This side has ended it.
     left: AtomicBool,
-}
-
-/// How far a connection has come. One that ended may have been established before anybody looked.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Phase {
-    established: bool,
-    ended: bool,
 }
 
 impl Connection {
@@ -597,40 +598,40 @@ impl Connection {
             remote: None,
             agreed: None,
             private_data: Vec::new(),
-            phase: Mutex::default(),
+            known: Mutex::default(),
             left: AtomicBool::new(false),
         }
     }
 
-    fn note(&self, event: &CmEvent) -> Phase {
-        let mut phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
-        match event {
-            CmEvent::Established { .. } => phase.established = true,
-            CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. } => {
-                phase.ended = true
-            }
-            _ => {}
-        }
-        *phase
+    fn known(&self) -> MutexGuard<'_, Progress> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How far it has come by what is known now.
-    fn phase(&self) -> Phase {
-        while let Some(event) = self.events.0.poll() {
-            self.note(&event);
+    pub(crate) fn progress(&self) -> Progress {
+        // Held while events are taken: another thread that finds none finds what they said.
+        let mut known = self.known();
+        while let Some((arrival, event)) = self.events.0.poll() {
+            match event {
+                CmEvent::Established { .. } => known.establish(arrival),
+                CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. } => {
+                    known.end(arrival);
+                }
+                _ => {}
+            }
         }
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+        *known
     }
 
     /// Waits until `done`; false when the time is over.
-    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Phase) -> bool) -> bool {
+    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
         let waker = self.events.0.waker();
-        while !done(self.phase()) {
+        while !done(self.progress()) {
             // What wakes may have been noted by another thread that looked.
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) || !self.device.sleep(waker, left) {
                 waker.reset_if_woken();
-                return done(self.phase());
+                return done(self.progress());
             }
         }
         true
@@ -642,25 +643,18 @@ impl Connection {
 
     pub(crate) fn establish(&self) {
         self.device.with(|core, _| core.rnic.cm().establish(self.id));
-        self.phase
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .established = true;
+        self.known().establish(Arrival::next());
     }
 
     pub(crate) fn wait_established(&self) -> bool {
-        self.wait_until(deadline_after(ESTABLISH_TIMEOUT), |phase| {
-            phase.established || phase.ended
+        self.wait_until(deadline_after(ESTABLISH_TIMEOUT), |progress| {
+            progress.established.or(progress.ended).is_some()
         });
-        let established = self.phase().established;
+        let established = self.progress().established.is_some();
         if !established {
             self.disconnect();
         }
         established
-    }
-
-    pub(crate) fn is_ended(&self) -> bool {
-        self.phase().ended
     }
 
     pub(crate) fn rests_for(&self) -> Option<Duration> {
@@ -672,7 +666,7 @@ impl Connection {
     }
 
     pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
-        self.wait_until(deadline_after(timeout), |phase| phase.ended)
+        self.wait_until(deadline_after(timeout), |progress| progress.ended.is_some())
     }
 
     pub(crate) fn disconnect(&self) {
@@ -680,7 +674,7 @@ impl Connection {
             return;
         }
         let (id, qpn) = (self.id, self.qpn);
-        let established = self.phase().established;
+        let established = self.progress().established.is_some();
         self.device.with(|core, now| {
             core.say_last(now, qpn);
             // Once a connection has ended its queue pair is its owner's to use again.
@@ -698,7 +692,7 @@ impl Connection {
             }
         });
         if !established {
-            self.phase.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
+            self.known().end(Arrival::next());
             self.events.0.waker().wake();
         }
     }

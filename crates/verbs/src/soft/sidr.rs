@@ -12,7 +12,7 @@ use super::device::Device;
 use super::engine::ConnectionEntry;
 use super::qp::QueuePair;
 use crate::cancel::Cancel;
-use crate::cm::{ListenError, deadline_after};
+use crate::cm::{Arrival, ListenError, deadline_after};
 use crate::sidr::{AnswerError, Found, ResolveError};
 
 /// Longest wait for the peer's answer. Its requests are given up sooner when there is none.
@@ -43,20 +43,26 @@ impl Device {
         })?;
         let deadline = deadline_after(RESOLVE_TIMEOUT);
         match events.wait_unless(cancel, self, deadline) {
-            Some(CmEvent::SidrReply {
-                status: SidrStatus::VALID,
-                qpn,
-                qkey,
-                private_data,
-                ..
-            }) => Ok(Found {
+            Some((
+                _,
+                CmEvent::SidrReply {
+                    status: SidrStatus::VALID,
+                    qpn,
+                    qkey,
+                    private_data,
+                    ..
+                },
+            )) => Ok(Found {
                 qpn,
                 qkey,
                 private_data,
             }),
-            Some(CmEvent::SidrReply {
-                status, private_data, ..
-            }) => Err(ResolveError::Refused { status, private_data }),
+            Some((
+                _,
+                CmEvent::SidrReply {
+                    status, private_data, ..
+                },
+            )) => Err(ResolveError::Refused { status, private_data }),
             _ => {
                 self.with(|core, now| {
                     core.rnic.cm().disconnect(now, id);
@@ -81,17 +87,21 @@ impl Service {
     pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
         let deadline = deadline_after(timeout);
         loop {
-            if let CmEvent::SidrRequest {
-                id,
-                peer,
-                addressing,
-                private_data,
-                ..
-            } = self.wait(deadline)?
+            if let (
+                arrival,
+                CmEvent::SidrRequest {
+                    id,
+                    peer,
+                    addressing,
+                    private_data,
+                    ..
+                },
+            ) = self.wait(deadline)?
             {
                 return Some(ServiceRequest {
                     device: self.device.clone(),
                     id,
+                    arrival,
                     peer,
                     peer_port: addressing.map_or(0, |from| from.src_port),
                     private_data,
@@ -107,6 +117,7 @@ impl Service {
 pub(crate) struct ServiceRequest {
     device: Device,
     id: CmId,
+    pub(crate) arrival: Arrival,
     pub(crate) peer: IpAddr,
     pub(crate) peer_port: u16,
     pub(crate) private_data: Vec<u8>,

@@ -10,6 +10,8 @@ use std::time::Duration;
 use rdmux_rnic::cm::{CmEvent, CmId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use crate::cm::Arrival;
+
 /// Someone who sleeps until the engine tells. A pollable descriptor, so that programs can wait for other things too.
 #[derive(Debug)]
 pub(crate) struct Waker {
@@ -69,7 +71,7 @@ impl Waker {
 /// What happened to a connection, or the requests of a service, for its user to take.
 #[derive(Debug)]
 pub(crate) struct CmQueue {
-    events: Mutex<VecDeque<CmEvent>>,
+    events: Mutex<VecDeque<(Arrival, CmEvent)>>,
     waker: Waker,
 }
 
@@ -81,11 +83,11 @@ impl CmQueue {
         })
     }
 
-    fn events(&self) -> MutexGuard<'_, VecDeque<CmEvent>> {
+    fn events(&self) -> MutexGuard<'_, VecDeque<(Arrival, CmEvent)>> {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn poll(&self) -> Option<CmEvent> {
+    pub(crate) fn poll(&self) -> Option<(Arrival, CmEvent)> {
         self.events().pop_front()
     }
 
@@ -95,7 +97,7 @@ impl CmQueue {
 
     /// A request has ended: nobody can decide on it any more.
     pub(super) fn withdraw(&self, ended: CmId) {
-        self.events().retain(|event| {
+        self.events().retain(|(_, event)| {
             let (CmEvent::Request { id, .. } | CmEvent::SidrRequest { id, .. }) = event else {
                 return true;
             };
@@ -114,7 +116,7 @@ impl CmSink {
         let Some(queue) = self.0.upgrade() else {
             return false;
         };
-        queue.events().push_back(event);
+        queue.events().push_back((Arrival::next(), event));
         queue.waker.wake();
         true
     }
