@@ -105,20 +105,6 @@ fn file_memory__truncated_by_another_faults_and_stays_alive() {
 }
 
 #[test]
-fn file_memory__truncated_and_grown_again_is_not_taken_for_whole() {
-    let folder = on_disk("regrown");
-    let path = folder.0.join("f");
-    let memory = FileMemory::open(&path, Some(1 << 20), false).unwrap();
-    let file = File::options().write(true).open(&path).unwrap();
-    file.set_len(0).unwrap();
-    file.set_len(1 << 20).unwrap();
-    assert_eq!(
-        memory.flush(0, 1 << 20, Placement::PERSISTENT),
-        Err(Fault::Unmapped)
-    );
-}
-
-#[test]
 fn file_memory__on_tmpfs_is_volatile_and_refuses_persistence() {
     let shm = Path::new("/dev/shm");
     if !shm.is_dir() {

@@ -9,12 +9,28 @@ use rustix::fs::{fstatfs, major, minor};
 
 use super::PersistenceDomain;
 
+const TMPFS: i64 = 0x0102_1994;
+
 /// Whether a file's bytes are in memory alone, on no device: tmpfs, ramfs, hugetlbfs.
 pub(super) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
-    const TMPFS: i64 = 0x0102_1994;
     const RAMFS: i64 = 0x8584_58f6;
     const HUGETLBFS: i64 = 0x9584_58f6;
     Ok([TMPFS, RAMFS, HUGETLBFS].contains(&fstatfs(file)?.f_type))
+}
+
+/// Whether a file keeps the blocks that it has until it is truncated, or a hole is made in it: ext2 to ext4, XFS, btrfs and tmpfs count
+/// what is allocated, and no writing makes that less. Elsewhere it may: ZFS counts blocks once they are compressed, and of a network
+/// file system or FUSE the server counts as it likes.
+pub(super) fn keeps_its_blocks(file: impl AsFd) -> io::Result<bool> {
+    Ok(counts_what_is_allocated(fstatfs(file)?.f_type))
+}
+
+/// By the number that statfs(2) has for a file system.
+fn counts_what_is_allocated(file_system: i64) -> bool {
+    const EXT: i64 = 0xef53;
+    const XFS: i64 = 0x5846_5342;
+    const BTRFS: i64 = 0x9123_683e;
+    [EXT, XFS, BTRFS, TMPFS].contains(&file_system)
 }
 
 /// Whether a block device, given by its folder, keeps its bytes in memory alone.
@@ -61,6 +77,17 @@ pub(super) fn domain_of(device: &Path) -> Option<PersistenceDomain> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counts_what_is_allocated__where_compressing_makes_it_no_less() {
+        for kept in [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994] {
+            assert!(counts_what_is_allocated(kept), "{kept:#x}");
+        }
+        // ZFS, overlayfs (of which any other may be the upper), NFS, FUSE, SMB.
+        for other in [0x2fc1_2fc1, 0x794c_7630, 0x6969, 0x6573_5546, 0xff53_4d42] {
+            assert!(!counts_what_is_allocated(other), "{other:#x}");
+        }
+    }
 
     #[test]
     fn domain_of__what_a_region_says_holds_for_what_is_below_it() {

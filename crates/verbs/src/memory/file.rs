@@ -9,11 +9,11 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
-use rustix::fs::{FallocateFlags, OFlags, fallocate, fdatasync, fstat};
+use rustix::fs::{FallocateFlags, OFlags, Stat, fallocate, fdatasync, fstat};
 use rustix::io::Errno;
 
 use super::PersistenceDomain;
-use super::domain::{device_folder, is_in_memory, is_ram_disk};
+use super::domain::{device_folder, is_in_memory, is_ram_disk, keeps_its_blocks};
 use crate::lease::{FileWatch, Wanted};
 use crate::mapping::Mapping;
 
@@ -27,7 +27,8 @@ pub struct FileMemory {
     read_only: bool,
     /// Its size stays.
     is_device: bool,
-    /// All blocks were allocated at first, so that fewer later mean a truncation, even one that was grown over again.
+    /// All blocks were allocated at first and the file system lets none go, so that fewer later mean a truncation, even one that was
+    /// grown over again.
     blocks_known: bool,
     /// A flush failed: what was written since may be lost though later flushes would succeed. It stays failed. Held while a
     /// flush runs, since the kernel tells a failure to one caller alone.
@@ -121,8 +122,7 @@ impl FileMemory {
                 File::open(parent)?.sync_all()?;
             }
         }
-        let stat = fstat(&file)?;
-        let blocks_known = !read_only && (stat.st_blocks as u64).saturating_mul(512) >= len;
+        let blocks_known = !read_only && keeps_its_blocks(&file)? && has_blocks(&fstat(&file)?, len);
         Ok(FileMemory {
             file: Arc::new(file),
             len,
@@ -172,7 +172,7 @@ impl FileMemory {
             return Ok(());
         }
         let stat = fstat(&self.file).map_err(fault)?;
-        let lost = self.blocks_known && (stat.st_blocks as u64).saturating_mul(512) < self.len;
+        let lost = self.blocks_known && !has_blocks(&stat, self.len);
         if (stat.st_size as u64) < end || lost {
             return Err(Fault::Unmapped);
         }
@@ -286,6 +286,11 @@ fn sync(file: &File) -> Result<(), Errno> {
     fdatasync(file)
 }
 
+/// Whether a file has blocks for so many bytes.
+fn has_blocks(stat: &Stat, len: u64) -> bool {
+    (stat.st_blocks as u64).saturating_mul(512) >= len
+}
+
 fn fault(error: Errno) -> Fault {
     match error {
         Errno::NOSPC | Errno::DQUOT => Fault::NoSpace,
@@ -316,6 +321,7 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
+    use crate::skip::skip;
 
     type Sync = fn(&File) -> Result<(), Errno>;
 
@@ -369,5 +375,34 @@ mod tests {
             SYNC_ONCE.take().is_none(),
             "it was truncated before the flush began"
         );
+    }
+
+    /// Truncates the file and grows it again: it has fewer blocks then, as if a file system had compressed it.
+    fn regrow(memory: &FileMemory) {
+        memory.file().set_len(0).unwrap();
+        memory.file().set_len(BYTES).unwrap();
+        assert!(!has_blocks(&fstat(memory.file()).unwrap(), BYTES));
+    }
+
+    #[test]
+    fn check__truncated_and_grown_again_is_not_taken_for_whole() {
+        let (_folder, memory) = written();
+        if !memory.blocks_known {
+            return skip("the file system of the folder for temporary files may let blocks go");
+        }
+        regrow(&memory);
+        assert_eq!(memory.flush_to_medium(0, BYTES), Err(Fault::Unmapped));
+    }
+
+    #[test]
+    fn check__fewer_blocks_are_no_loss_where_the_file_system_lets_them_go() {
+        let (_folder, mut memory) = written();
+        memory.blocks_known = false;
+        regrow(&memory);
+        memory.write(0, &[3; 8]).unwrap();
+        assert_eq!(memory.flush_to_medium(0, BYTES), Ok(()));
+        // A file that is too short is truncated everywhere.
+        memory.file().set_len(BYTES / 2).unwrap();
+        assert_eq!(memory.flush_to_medium(0, BYTES), Err(Fault::Unmapped));
     }
 }
