@@ -987,7 +987,7 @@ fn part__takes_what_is_in_the_ring() {
         let before = core.rnic.counters().rcvd_pkts_local;
         let mut ring = Producer::new(forged.segment.ring(Side::Asking));
         for _ in 0..3 {
-            ring.push(meta, &[0; 64]).unwrap();
+            let _ = ring.push(meta, &[0; 64]).unwrap();
         }
         drop((forged.socket, forged.bell));
         drop(core);
