@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use common::{AS_NOBODY, text};
 use rdmux_verbs::*;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use skip::skip;
 use tempfile::TempDir;
@@ -565,8 +566,8 @@ fn play(scene: &str) {
                 .unwrap();
             tell(&client);
         }
-        "peer-gone" => {
-            // The peer is another process, which is killed.
+        "peer-gone" | "peer-stalled" => {
+            // The peer is another process, which is killed or stopped.
             let client = End::new(1);
             let mut peer = Running(start("peer", &std::env::var("XDG_RUNTIME_DIR").unwrap(), &[]));
             let mut lines = BufReader::new(peer.0.stdout.take().unwrap()).lines();
@@ -582,7 +583,13 @@ fn play(scene: &str) {
                 assert!(Instant::now() < deadline);
                 thread::yield_now();
             }
-            drop(peer);
+            if scene == "peer-stalled" {
+                kill_process(Pid::from_child(&peer.0), Signal::STOP).unwrap();
+                client.post(Operation::Send { imm: None }, SgeList::inline(b"x"));
+                client.ends(Status::RetryExceeded);
+            } else {
+                drop(peer);
+            }
             client.is_broken();
             tell(&client);
         }
@@ -870,6 +877,18 @@ fn explain__end_of_a_connection() {
         "ERR",
         "peer-gone",
         &["the process of its peer, on this host, has ended"],
+    );
+    explains(
+        83,
+        "peer-stalled",
+        "ERR",
+        "peer-stalled",
+        &[
+            "transport retry counter exceeded",
+            "(0 resends)",
+            "nothing was lost",
+            "took nothing of what was sent",
+        ],
     );
 }
 

@@ -86,6 +86,8 @@ counters! {
     sent_naks,
     /// Timeouts of the local ACK timer.
     local_ack_timeout_err,
+    /// Timeouts of the local ACK timer at which a peer on this host had yet to take what was sent; nothing was sent again.
+    local_stalls,
     /// Packets sent again.
     retransmitted_packets,
     /// Requests that ended because no retry was left.

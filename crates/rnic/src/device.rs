@@ -95,6 +95,18 @@ impl Default for Traffic {
     }
 }
 
+/// How far a peer on this host has come with what was sent to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkProgress {
+    /// A number that changes whenever the peer takes something.
+    pub taken: u32,
+    /// It has taken all that was sent, and all that it sent was taken here.
+    pub all: bool,
+}
+
+/// The progress of the link to a peer, by its address and its QPN; `None` when packets may get lost there.
+pub type Links<'a> = dyn Fn(IpAddr, Qpn) -> Option<LinkProgress> + 'a;
+
 /// What arrived on UDP port 4791: one packet, or several that the system received as one.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival<'a> {
@@ -763,13 +775,18 @@ impl Rnic {
     // Memory of this host.
 
     /// Whether a QP's peer is reached through memory of this host: its packets need no ICRC, and [`Event::WantsGrant`] asks for
-    /// what it could reach itself. With false all grants are forgotten. A QP that is reset is told anew.
+    /// what it could reach itself. With false all grants are forgotten, and what has no answer is taken for lost with the link. A QP
+    /// that is reset is told anew.
     pub fn set_local(&mut self, qpn: Qpn, local: bool) {
-        let Some(qp) = self.qps.get_mut(&qpn.value()) else {
-            return;
-        };
-        qp.head.local = local || qp.head.local && mutant!(LinkOutlived);
-        if let Some(requester) = qp.requester().filter(|_| !local) {
+        if let Some(qp) = self.qps.get_mut(&qpn.value()) {
+            qp.set_local(local);
+            set_timer(qp, &mut self.timers);
+        }
+    }
+
+    /// Forgets what the peer of a QP granted; its requests ask anew.
+    pub fn forget_grants(&mut self, qpn: Qpn) {
+        if let Some(requester) = self.qps.get_mut(&qpn.value()).and_then(Qp::requester) {
             requester.forget_grants();
         }
     }
@@ -1114,14 +1131,19 @@ impl Rnic {
         self.with_qp(now, qpn, |qp, env| qp.handle_flush(env, psn, result.is_ok()));
     }
 
-    /// The time of [`Rnic::poll_timeout`] has come.
+    /// The time of [`Rnic::poll_timeout`] has come, for a device without links to peers on its host.
     pub fn handle_timeout(&mut self, now: Time) {
+        self.handle_timeout_with(now, &|_, _| None);
+    }
+
+    /// The time of [`Rnic::poll_timeout`] has come. `links` is asked about the peers of QPs that are local.
+    pub fn handle_timeout_with(&mut self, now: Time, links: &Links<'_>) {
         self.cm.handle_timeout(now);
         while let Some((at, qpn)) = self.timers.first().copied()
             && at <= now
         {
             self.timers.pop_first();
-            self.with_qp(now, Qpn::new(qpn), |qp, env| qp.handle_timeout(env));
+            self.with_qp(now, Qpn::new(qpn), |qp, env| qp.handle_timeout(env, links));
         }
         while let Some((at, cqn)) = self.moderated.first().copied()
             && at <= now
@@ -1325,16 +1347,21 @@ impl Rnic {
             self.revoked.push(qpn);
         }
         list(qp, &mut self.ready, &mut self.ack_ready);
-        // An entry that is too early is put right when it fires, so that progress costs nothing.
-        if let Some(deadline) = qp.deadline()
-            && qp.head.timer.is_none_or(|timer| deadline < timer)
-        {
-            if let Some(later) = qp.head.timer.replace(deadline) {
-                self.timers.remove(&(later, qpn.value()));
-            }
-            self.timers.insert((deadline, qpn.value()));
-        }
+        set_timer(qp, &mut self.timers);
         Some(result)
+    }
+}
+
+/// Enters the deadline of a QP. An entry that is too early is put right when it fires, so that progress costs nothing.
+fn set_timer(qp: &mut Qp, timers: &mut BTreeSet<(Time, u32)>) {
+    if let Some(deadline) = qp.deadline()
+        && qp.head.timer.is_none_or(|timer| deadline < timer)
+    {
+        let qpn = qp.head.qpn.value();
+        if let Some(later) = qp.head.timer.replace(deadline) {
+            timers.remove(&(later, qpn));
+        }
+        timers.insert((deadline, qpn));
     }
 }
 

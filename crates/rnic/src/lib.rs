@@ -42,8 +42,8 @@ pub use cq::{
     Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooShort, WcOpcode, WorkCompletion,
 };
 pub use device::{
-    Arrival, CmDetail, Config, CqDetail, Paged, PdDetail, QpDetail, QpInfo, RegionDetail, Rnic, SRQ_QPS_MAX,
-    SrqDetail, Traffic,
+    Arrival, CmDetail, Config, CqDetail, LinkProgress, Links, Paged, PdDetail, QpDetail, QpInfo,
+    RegionDetail, Rnic, SRQ_QPS_MAX, SrqDetail, Traffic,
 };
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};

@@ -74,6 +74,11 @@ pub enum Note {
         /// Retries that the connection has; each sends twice.
         retry_count: u8,
     },
+    /// The same, but the peer, on this host, had yet to take what was sent: nothing is lost.
+    PeerStalled {
+        /// The oldest that is not answered.
+        psn: Psn,
+    },
     /// No retry was left.
     RetriesUsed {
         /// The oldest that was not answered.
@@ -313,6 +318,7 @@ impl Note {
     pub fn is_frequent(&self) -> bool {
         match self {
             Note::TimedOut { .. }
+            | Note::PeerStalled { .. }
             | Note::GapNak { .. }
             | Note::NotReady { .. }
             | Note::Missing { .. }

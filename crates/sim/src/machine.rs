@@ -148,6 +148,8 @@ struct End {
     up: bool,
     /// When the youngest of the packets that go to it arrives.
     arrival_last: Time,
+    /// Trains that it has taken.
+    taken: u32,
     given: Vec<Given>,
     /// What it asked for and was not told to have ended.
     asked: Vec<(Qpn, RKey)>,
@@ -208,6 +210,16 @@ impl Machine {
         let last = &mut self.ends[to].arrival_last;
         *last = at.max(*last);
         (!self.dead).then_some(*last)
+    }
+
+    /// A host takes a train that was sent to it.
+    pub(crate) fn takes(&mut self, host: usize) {
+        self.ends[host].taken = self.ends[host].taken.wrapping_add(1);
+    }
+
+    /// Trains that a host has taken.
+    pub(crate) fn taken(&self, host: usize) -> u32 {
+        self.ends[host].taken
     }
 
     pub(crate) fn message_ns(&mut self) -> u64 {

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
-    Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, Path, PostError, QpType, RKey, Rnic, SendRequest,
+    Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, LinkProgress, Path, PostError, QpType, RKey, Rnic, SendRequest,
     Time, TransmitBuf, WorkCompletion,
 };
 
@@ -328,7 +328,9 @@ impl World {
         self.now = self.now.max(at);
         if planned > at {
             let host = usize::from(timers[1] < timers[0]);
-            self.hosts[host].rnic.handle_timeout(self.now);
+            let link = self.link_progress(host);
+            let rnic = &mut self.hosts[host].rnic;
+            rnic.handle_timeout_with(self.now, &|_, _| link);
             self.settle(host);
             return Step::Moved;
         }
@@ -353,6 +355,9 @@ impl World {
                         segment_bytes,
                         local,
                     };
+                    if let Some(machine) = self.machine.as_mut().filter(|_| local) {
+                        machine.takes(to);
+                    }
                     self.hosts[to].rnic.handle_arrival(self.now, &arrival);
                     self.settle(to);
                 }
@@ -604,6 +609,19 @@ impl World {
             Change::TakesBack(host) if !self.hosts[host].vanished => machine.revoke_any(host),
             _ => {}
         }
+    }
+
+    /// How far the other host has come with what this one sends it through memory. One that hangs takes nothing.
+    fn link_progress(&self, host: usize) -> Option<LinkProgress> {
+        let machine = self.machine.as_ref().filter(|machine| machine.is_up(host))?;
+        let waits = |of: usize| {
+            let to_it = |happening: &Happening| matches!(happening, Happening::Arrive { to, local: true, .. } if *to == of);
+            self.agenda.values().any(to_it)
+        };
+        Some(LinkProgress {
+            taken: machine.taken(1 - host),
+            all: !self.hosts[1 - host].vanished && !waits(0) && !waits(1),
+        })
     }
 
     /// Packets that are under way in memory, to these hosts, are lost.

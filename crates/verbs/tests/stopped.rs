@@ -1,12 +1,12 @@
-//! A peer that is stopped while it writes to this process's memory without packets, as by a debugger, a freezer or Ctrl-Z: what the
-//! program gets back by deregistration is its own, and others are served meanwhile.
+//! A peer that is stopped, as by a debugger, a freezer or Ctrl-Z. While it writes to this process's memory without packets: what the
+//! program gets back by deregistration is its own, and others are served meanwhile. While it is sent something: nothing is taken for lost.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdmux_verbs::*;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -15,7 +15,10 @@ const AREA_BYTES: u64 = 8 << 20;
 const LONG: Duration = Duration::from_secs(60);
 const PORT: u16 = 7174;
 
-/// Of [`writer`], in its environment.
+/// SENDs to a peer that is stopped.
+const SENDS: u64 = 40;
+
+/// Of [`writer`] and [`receiver`], in their environment.
 const PEER: &str = "RDMUX_STOPPED_PEER";
 
 fn end(device: &Device) -> (ProtectionDomain, CompletionQueue, QueuePair) {
@@ -27,15 +30,44 @@ fn end(device: &Device) -> (ProtectionDomain, CompletionQueue, QueuePair) {
     (pd, cq, qp)
 }
 
-/// The process that is stopped: writes all of its peer's memory over and over, until that is refused.
-#[test]
-fn writer() {
-    let Ok(peer) = std::env::var(PEER) else { return };
-    let peer: IpAddr = peer.parse().unwrap();
+/// The addresses of the process that is stopped and of its peer; `None` in any other process.
+fn addresses() -> Option<(IpAddr, IpAddr)> {
+    let peer: IpAddr = std::env::var(PEER).ok()?.parse().unwrap();
     let own: IpAddr = match peer {
         IpAddr::V4(v4) => (u32::from(v4) + 1).to_be_bytes().into(),
         IpAddr::V6(_) => panic!("an IPv4 address"),
     };
+    Some((own, peer))
+}
+
+/// The process that is stopped: receives what it is sent.
+#[test]
+fn receiver() {
+    let Some((own, peer)) = addresses() else { return };
+    let device = Device::open(own).unwrap();
+    let (_pd, cq, qp) = end(&device);
+    let params = ConnectParams::default();
+    let connection = device
+        .connect(&qp, SocketAddr::new(peer, PORT), &params, b"")
+        .unwrap();
+    for wr_id in 0..SENDS {
+        let sges = SgeList::EMPTY;
+        qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
+    }
+    println!("@ ready");
+    for wr_id in 0..SENDS {
+        let wc = cq.wait(LONG).unwrap().unwrap();
+        assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Success));
+    }
+    // Until it is killed.
+    cq.wait(LONG).unwrap();
+    drop(connection);
+}
+
+/// The process that is stopped: writes all of its peer's memory over and over, until that is refused.
+#[test]
+fn writer() {
+    let Some((own, peer)) = addresses() else { return };
     let device = Device::open(own).unwrap();
     let (pd, cq, qp) = end(&device);
     let params = ConnectParams::default();
@@ -67,34 +99,34 @@ fn writer() {
     while device.counters().direct_requests == 0 {
         assert!(write());
     }
-    println!("@ writing");
+    println!("@ ready");
     while write() {}
 }
 
-/// A running [`writer`].
-struct Writer {
+/// A running [`writer`] or [`receiver`].
+struct Peer {
     child: Child,
     _output: BufReader<ChildStdout>,
 }
 
-impl Writer {
-    fn of(child: Child) -> Writer {
+impl Peer {
+    fn of(child: Child) -> Peer {
         let mut child = child;
         let mut output = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
-        while !line.contains("@ writing") {
+        while !line.contains("@ ready") {
             line.clear();
-            assert!(output.read_line(&mut line).unwrap() > 0, "the writer ended");
+            assert!(output.read_line(&mut line).unwrap() > 0, "the peer ended");
         }
-        Writer {
+        Peer {
             child,
             _output: output,
         }
     }
 
-    fn start(peer: IpAddr) -> Child {
+    fn start(name: &str, peer: IpAddr) -> Child {
         Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "writer", "--nocapture"])
+            .args(["--exact", name, "--nocapture"])
             .env(PEER, peer.to_string())
             .stdout(Stdio::piped())
             .spawn()
@@ -119,7 +151,7 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
+impl Drop for Peer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -132,7 +164,7 @@ struct Written {
     mr: MemoryRegion,
     qp: QueuePair,
     connection: Connection,
-    writer: Writer,
+    writer: Peer,
 }
 
 fn written(device: &Device, listener: &Listener, memory: AnonymousMemory) -> Written {
@@ -140,7 +172,7 @@ fn written(device: &Device, listener: &Listener, memory: AnonymousMemory) -> Wri
     let memory = Arc::new(memory);
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let mr = pd.reg_mr_all(memory.clone(), memory.address(), access).unwrap();
-    let child = Writer::start(device.address());
+    let child = Peer::start("writer", device.address());
     let request = listener.accept(LONG).unwrap();
     let mut said = mr.rkey().0.to_be_bytes().to_vec();
     said.extend(memory.address().to_be_bytes());
@@ -155,7 +187,7 @@ fn written(device: &Device, listener: &Listener, memory: AnonymousMemory) -> Wri
         mr,
         qp,
         connection,
-        writer: Writer::of(child),
+        writer: Peer::of(child),
     }
 }
 
@@ -179,4 +211,58 @@ fn dereg_mr__of_a_peer_stopped_in_its_write() {
         assert!(found == own, "round {round}: written after deregistration");
         drop(written.connection);
     }
+}
+
+/// A peer that does not run is no lossy one: nothing is sent to it again, and the queue pair ends after its retries all the same.
+#[test]
+fn send__to_a_peer_that_is_stopped() {
+    let device = Device::open("127.0.77.5".parse().unwrap()).unwrap();
+    let listener = device.listen(PORT).unwrap();
+    let (_pd, cq, qp) = end(&device);
+    let child = Peer::start("receiver", device.address());
+    let request = listener.accept(LONG).unwrap();
+    let connection = request.accept(&qp, &ConnectParams::default(), b"").unwrap();
+    assert!(connection.wait_established());
+    let receiver = Peer::of(child);
+    assert_eq!(qp.carrier(), Some(Carrier::SharedMemory));
+    let send = |wr_id| {
+        let request = SendRequest {
+            wr_id,
+            operation: Operation::Send { imm: None },
+            sges: SgeList::EMPTY,
+            flags: SendFlags::SIGNALED,
+            to: Target::Connected,
+        };
+        qp.post_send(request).unwrap();
+    };
+    // What says that packets were lost.
+    let losses = || {
+        let counters = device.counters();
+        let timeouts = counters.local_ack_timeout_err;
+        (timeouts, counters.retransmitted_packets, counters.tail_probes)
+    };
+    assert_eq!(losses(), (0, 0, 0));
+
+    receiver.stop();
+    (0..SENDS).for_each(send);
+    let begin = Instant::now();
+    while device.counters().local_stalls == 0 {
+        assert!(begin.elapsed() < LONG);
+        assert!(cq.wait(Duration::from_millis(10)).unwrap().is_none());
+    }
+    receiver.signal(Signal::CONT);
+    for wr_id in 0..SENDS {
+        let wc = cq.wait(LONG).unwrap().unwrap();
+        assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Success));
+    }
+    assert_eq!(losses(), (0, 0, 0));
+
+    receiver.stop();
+    let before = device.counters().local_stalls;
+    send(SENDS);
+    let wc = cq.wait(LONG).unwrap().unwrap();
+    assert_eq!((wc.wr_id, wc.status), (SENDS, Status::RetryExceeded));
+    assert_eq!(losses(), (0, 0, 0));
+    assert!(device.counters().local_stalls > before);
+    drop(connection);
 }

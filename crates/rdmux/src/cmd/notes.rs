@@ -42,6 +42,7 @@ pub(crate) fn name(note: &Note) -> &'static str {
         Note::Failed { .. } => "failed",
         Note::RequestFailed { .. } => "request-failed",
         Note::TimedOut { .. } => "timed-out",
+        Note::PeerStalled { .. } => "peer-stalled",
         Note::RetriesUsed { .. } => "retries-used",
         Note::RnrNak { .. } => "rnr-nak",
         Note::GapNak { .. } => "gap-nak",
@@ -108,6 +109,10 @@ pub(crate) fn words(note: &Note) -> String {
             "no answer to PSN {} in time; sent again {resends} times of {} before",
             psn.value(),
             2 * u32::from(*retry_count)
+        ),
+        Note::PeerStalled { psn } => format!(
+            "the peer's process, on this host, has not taken PSN {} yet: it does not run, and nothing was sent again",
+            psn.value()
         ),
         Note::RetriesUsed {
             psn,

@@ -8,7 +8,7 @@ use rdmux_wire::{Psn, Qpn, RKey};
 use crate::backlog::Backlog;
 use crate::cq::{CompletionQueue, Cqn, Pushed, Status, WcOpcode, WorkCompletion};
 use crate::dcqcn::Parameters;
-use crate::device::{Arrival, Traffic};
+use crate::device::{Arrival, Links, Traffic};
 use crate::faults::Line;
 use crate::memory::Access;
 use crate::probes;
@@ -853,10 +853,12 @@ impl Qp {
         }
     }
 
-    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>) {
+    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>, links: &Links<'_>) {
         self.head.timer = None;
         if let Halves::Reliable(requester, _) = &mut self.halves {
-            let result = requester.handle_timeout(env, &self.head);
+            let peer = self.head.path.filter(|_| self.head.local);
+            let link = peer.and_then(|path| links(path.dst, self.head.dest_qpn));
+            let result = requester.handle_timeout(env, &self.head, link);
             self.end_if_broken(env, result);
         }
     }
@@ -867,6 +869,14 @@ impl Qp {
         {
             requester.end_broken(env, &self.head, broken);
             self.fail(env, Some((broken.status, Cause::OwnRequest)));
+        }
+    }
+
+    /// Its peer is on this host, or is not any more.
+    pub(crate) fn set_local(&mut self, local: bool) {
+        self.head.local = local || self.head.local && mutant!(LinkOutlived);
+        if let Halves::Reliable(requester, _) = &mut self.halves {
+            requester.set_local(local);
         }
     }
 

@@ -8,6 +8,10 @@
 //! four times the timeout (9.7.6.1.3), so each of the `retry_count` retries resends twice within its period and the period
 //! grows to four times: a lost resend costs one timeout instead of a retry. It grows that far, too, for answers that were
 //! measured to take longer than the timeout.
+//!
+//! Within a host nothing is lost while the link lives. Nothing but that timer asks for an answer there, and it sends nothing again
+//! while the peer has yet to take what was sent: the peer is stopped, or waits for a CPU. Such a timeout uses up its part of a
+//! retry all the same, so that a peer that stays stopped is given up after the time that the user set.
 
 pub(crate) mod direct;
 mod rtt;
@@ -24,6 +28,7 @@ use rdmux_wire::roce::{
 use rdmux_wire::sack::Sack;
 
 use crate::cq::Status;
+use crate::device::LinkProgress;
 use crate::graveyard::Held;
 use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{
@@ -147,7 +152,9 @@ pub(crate) struct Requester {
     rnr_retry: u8,
     max_rd_atomic: u8,
 
+    /// Timeouts since the last progress: each sent something again, but for `stalls` of them.
     resends: u8,
+    stalls: u8,
     rnr_tries: u8,
     deadline: Option<Time>,
     rnr_until: Option<Time>,
@@ -164,6 +171,12 @@ pub(crate) struct Requester {
     pub(crate) flush_icrc: FlushIcrc,
     /// When the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
     selective: Option<Box<Selective>>,
+    /// The peer is on this host.
+    local: bool,
+    /// The link to it broke, and what it had not taken is lost.
+    link_broke: bool,
+    /// Up to where the peer had taken what was sent, at the last timeout.
+    taken: Option<u32>,
     direct: Direct,
 }
 
@@ -201,6 +214,7 @@ impl Requester {
             rnr_retry: 0,
             max_rd_atomic: 1,
             resends: 0,
+            stalls: 0,
             rnr_tries: 0,
             deadline: None,
             rnr_until: None,
@@ -211,6 +225,9 @@ impl Requester {
             draining: false,
             flush_icrc: FlushIcrc::default(),
             selective: None,
+            local: false,
+            link_broke: false,
+            taken: None,
             direct: Direct::default(),
         }
     }
@@ -369,11 +386,23 @@ impl Requester {
 
     /// The moment at which [`Requester::handle_timeout`] is due.
     pub(crate) fn deadline(&self) -> Option<Time> {
+        if self.link_broke {
+            return Some(Time(0));
+        }
         let selective = self.selective.as_deref().and_then(Selective::deadline);
         earlier(earlier(self.deadline, self.rnr_until), selective)
     }
 
-    pub(crate) fn handle_timeout(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
+    /// `link`: how far the peer has come, where nothing on the way to it is lost.
+    pub(crate) fn handle_timeout(
+        &mut self,
+        env: &mut Env<'_>,
+        head: &Head,
+        link: Option<LinkProgress>,
+    ) -> Result<(), Broken> {
+        if std::mem::take(&mut self.link_broke) && self.high != self.una {
+            self.send_again(env, self.una);
+        }
         if self.rnr_until.is_some_and(|until| until <= env.now) {
             self.rnr_until = None;
             // What the peer had no receive for may have got there meanwhile, with nothing to be sent again.
@@ -383,19 +412,58 @@ impl Requester {
         }
         if self.deadline.is_some_and(|deadline| deadline <= env.now) {
             self.deadline = None;
-            env.counters.local_ack_timeout_err += 1;
-            let note = Note::TimedOut {
-                psn: self.una,
-                resends: self.resends,
-                retry_count: self.retry_count,
-            };
-            env.note(head.qpn, note);
-            self.congested();
-            self.gap_resent = false;
-            self.resend_from(env, head, self.una)?;
+            if self.is_stalled(link) {
+                self.stall(env, head)?;
+            } else {
+                self.time_out(env, head)?;
+            }
         }
-        self.selective_timeout(env);
+        self.selective_timeout(env, link);
         Ok(())
+    }
+
+    /// No answer came in time.
+    fn time_out(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
+        env.counters.local_ack_timeout_err += 1;
+        let note = Note::TimedOut {
+            psn: self.una,
+            resends: self.resends - self.stalls,
+            retry_count: self.retry_count,
+        };
+        env.note(head.qpn, note);
+        self.congested();
+        self.gap_resent = false;
+        self.resend_from(env, head, self.una)
+    }
+
+    /// The same, but nothing is lost.
+    fn stall(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
+        env.counters.local_stalls += 1;
+        env.note(head.qpn, Note::PeerStalled { psn: self.una });
+        self.count_retry(env, head)?;
+        self.stalls = self.stalls.saturating_add(1);
+        self.arm(env.now);
+        Ok(())
+    }
+
+    /// The peer is on this host, or is not any more.
+    pub(crate) fn set_local(&mut self, local: bool) {
+        self.link_broke |= self.local && !local;
+        self.local = local;
+        if !local {
+            self.forget_grants();
+        }
+    }
+
+    /// Whether the peer has yet to take what was sent, and has taken nothing since the last timeout. One that has taken some of it
+    /// since, which may have been another queue pair's, runs, and does not answer.
+    fn is_stalled(&mut self, link: Option<LinkProgress>) -> bool {
+        let Some(link) = link.filter(|link| !link.all) else {
+            self.taken = None;
+            return false;
+        };
+        let before = self.taken.replace(link.taken);
+        before.is_none_or(|before| before == link.taken)
     }
 
     // Sending.
@@ -762,6 +830,13 @@ impl Requester {
         }
     }
 
+    /// The peer lives: what it does not answer from now on is counted anew.
+    fn lives(&mut self) {
+        self.resends = 0;
+        self.stalls = 0;
+        self.taken = None;
+    }
+
     // Answers.
 
     pub(crate) fn handle_response(
@@ -822,7 +897,7 @@ impl Requester {
                     self.rnr_tries += 1;
                 }
                 // The peer lives, so this is no timeout in the making.
-                self.resends = 0;
+                self.lives();
                 self.deadline = None;
                 self.rnr_until = Some(env.now + rnr_timer_ns(timer));
                 self.rnr_psn = psn;
@@ -948,7 +1023,7 @@ impl Requester {
         if self.cursor_psn().since(una) < 0 {
             self.cursor = self.locate(una);
         }
-        self.resends = 0;
+        self.lives();
         self.rnr_tries = 0;
         self.gap_resent = false;
         self.rnr_until = None;
@@ -1102,6 +1177,13 @@ impl Requester {
         if self.queue.is_empty() {
             return Ok(());
         }
+        self.count_retry(env, head)?;
+        self.send_again(env, psn);
+        Ok(())
+    }
+
+    /// Uses up a part of a retry.
+    fn count_retry(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
         if self.resends == 0 {
             self.stuck_since = Time(env.now.0.saturating_sub(self.timeout_ns.unwrap_or(0)));
         }
@@ -1109,7 +1191,7 @@ impl Requester {
             env.counters.retry_exceeded_err += 1;
             let note = Note::RetriesUsed {
                 psn: self.una,
-                resends: self.resends,
+                resends: self.resends - self.stalls,
                 retry_count: self.retry_count,
                 stuck_ns: env.now.since_ns(self.stuck_since),
                 heard_ns: self.heard.map(|heard| env.now.since_ns(heard)),
@@ -1118,10 +1200,15 @@ impl Requester {
             return Err(Broken::oldest(Status::RetryExceeded));
         }
         self.resends = self.resends.saturating_add(1);
+        Ok(())
+    }
+
+    /// Sends again what has no answer, from a PSN on or as the peer then says.
+    fn send_again(&mut self, env: &mut Env<'_>, psn: Psn) {
         if self.selective.is_some() {
             self.probe(env);
             self.arm(env.now);
-            return Ok(());
+            return;
         }
         self.rewind(psn);
         if self
@@ -1143,7 +1230,6 @@ impl Requester {
             };
         }
         self.arm(env.now);
-        Ok(())
     }
 
     /// Packets were lost: fewer in flight from now on, once for all losses of one window.

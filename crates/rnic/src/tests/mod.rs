@@ -7,6 +7,7 @@ mod counted;
 mod cq;
 mod direct;
 mod ended;
+mod local;
 mod malformed;
 mod operations;
 mod psn;

@@ -141,6 +141,10 @@ pub(super) struct Pair {
     pub(super) deliver: Box<Deliver>,
     /// Whether what goes to each side is marked on its way, where it may be.
     pub(super) marked: [bool; 2],
+    /// Sides that do nothing; what is sent to them waits.
+    pub(super) stopped: [bool; 2],
+    /// Datagrams that each side has taken.
+    taken: [u32; 2],
     buf: TransmitBuf,
 }
 
@@ -166,6 +170,8 @@ impl Pair {
             now: Time(1),
             deliver: Box::new(|_, _| true),
             marked: [false; 2],
+            stopped: [false; 2],
+            taken: [0; 2],
             buf: TransmitBuf::new(1 << 18, true),
         };
         for i in 0..2 {
@@ -423,14 +429,11 @@ impl Pair {
         let end = self.now + ns;
         loop {
             while self.step() {}
-            let timers = self.sides.iter().filter_map(|side| side.rnic.poll_timeout());
-            let Some(next) = timers.min().filter(|at| *at <= end) else {
+            let Some(next) = self.next_timer().filter(|at| *at <= end) else {
                 break;
             };
             self.now = self.now.max(next);
-            for side in &mut self.sides {
-                side.rnic.handle_timeout(self.now);
-            }
+            self.handle_timeouts();
         }
         self.now = end;
     }
@@ -452,22 +455,53 @@ impl Pair {
             if self.step() {
                 continue;
             }
-            let timers = self.sides.iter().filter_map(|side| side.rnic.poll_timeout());
-            let Some(next) = timers.min() else { return };
+            let Some(next) = self.next_timer() else { return };
             // A timer left over from progress that came before it fires without effect.
             self.now = self.now.max(next);
-            for side in &mut self.sides {
-                side.rnic.handle_timeout(self.now);
-            }
+            self.handle_timeouts();
         }
         panic!("the pair does not come to rest");
+    }
+
+    fn next_timer(&self) -> Option<Time> {
+        let running = self
+            .sides
+            .iter()
+            .zip(self.stopped)
+            .filter(|(_, stopped)| !stopped);
+        running.filter_map(|(side, _)| side.rnic.poll_timeout()).min()
+    }
+
+    fn handle_timeouts(&mut self) {
+        let waits = self.sides.each_ref().map(|side| !side.inbox.is_empty());
+        for (i, side) in self.sides.iter_mut().enumerate() {
+            let link = LinkProgress {
+                taken: self.taken[1 - i],
+                all: waits == [false; 2],
+            };
+            if !self.stopped[i] {
+                side.rnic.handle_timeout_with(self.now, &|_, _| Some(link));
+            }
+        }
+    }
+
+    /// A side takes the next datagram that waits for it, and ignores it.
+    pub(super) fn ignore_one(&mut self, i: usize) {
+        self.taken[i] += u32::from(self.sides[i].inbox.pop_front().is_some());
+    }
+
+    /// Whether packets go through memory, for both sides.
+    pub(super) fn set_local(&mut self, local: bool) {
+        for side in &mut self.sides {
+            side.rnic.set_local(side.qpn, local);
+        }
     }
 
     /// One exchange; false when nothing moved.
     pub(super) fn step(&mut self) -> bool {
         let mut moved = false;
         for i in 0..2 {
-            loop {
+            while !self.stopped[i] {
                 self.buf.clear();
                 let more = self.sides[i].rnic.poll_transmit(self.now, &mut self.buf, true);
                 for train in self.buf.trains() {
@@ -494,8 +528,12 @@ impl Pair {
                 }
             }
         }
-        for side in &mut self.sides {
-            while let Some((path, bytes, segment_bytes, local)) = side.inbox.pop_front() {
+        for (i, side) in self.sides.iter_mut().enumerate() {
+            while !self.stopped[i]
+                && let Some((path, bytes, segment_bytes, local)) = side.inbox.pop_front()
+            {
+                self.taken[i] += 1;
+                moved = true;
                 let arrival = Arrival {
                     src: path.src,
                     src_port: path.src_port,

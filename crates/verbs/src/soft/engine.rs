@@ -58,7 +58,7 @@ use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
 use super::port::Port;
 use super::resources::DeviceAt;
-use super::shm::link::Links;
+use super::shm::link::{Links, slot_of};
 use super::shm::ring::Meta;
 use super::trace::Level;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
@@ -343,6 +343,9 @@ impl Engine {
         let capture = capture::of_process(format!("{address}/{}", group.slot()))?;
         if spec.is_some() || capture.is_some() {
             links.keep_to_packets();
+        }
+        if spec.is_some() {
+            links.lose_packets();
         }
         // One clock for all engines: a thread's load is watched by it.
         static START: OnceLock<Instant> = OnceLock::new();
@@ -836,7 +839,9 @@ impl Core {
     /// Timers, and what more than the usual is owed for what came in.
     fn after_receive(&mut self, now: Time) {
         if self.rnic.poll_timeout().is_some_and(|at| at <= now) {
-            self.rnic.handle_timeout(now);
+            let links = &self.links;
+            self.rnic
+                .handle_timeout(now, &|dst, qpn| links.progress((dst, slot_of(qpn))));
             while let Some(event) = self.rnic.poll_port_event(now) {
                 self.async_events.push(event);
             }

@@ -93,8 +93,7 @@ impl Port {
         let qpns: Vec<Qpn> = self.rnic.qpns().collect();
         for qpn in qpns {
             if self.rnic.is_local(qpn) {
-                self.rnic.set_local(qpn, false);
-                self.rnic.set_local(qpn, true);
+                self.rnic.forget_grants(qpn);
             }
         }
     }
@@ -298,9 +297,9 @@ impl Port {
         }
     }
 
-    /// As [`Rnic::handle_timeout`].
-    pub(crate) fn handle_timeout(&mut self, now: Time) {
-        self.rnic.handle_timeout(now);
+    /// As [`Rnic::handle_timeout_with`].
+    pub(crate) fn handle_timeout(&mut self, now: Time, links: &rdmux_rnic::Links<'_>) {
+        self.rnic.handle_timeout_with(now, links);
         self.hand_in(now);
     }
 

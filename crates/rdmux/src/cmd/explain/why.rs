@@ -340,6 +340,25 @@ impl Case<'_> {
             why += "; the peer's process on this host has ended";
             return Answer::new("peer-gone", why, &["start the peer again", AGAIN]);
         }
+        // Of its last timeouts: the note of the last one stands before that of the retries.
+        let last = before.iter().rev().filter(of_qp).map(|entry| entry.note);
+        let stalled = |note: &Note| match note {
+            Note::PeerStalled { .. } => Some(true),
+            Note::TimedOut { .. } => Some(false),
+            _ => None,
+        };
+        if last.into_iter().find_map(|note| stalled(&note)) == Some(true) {
+            why += "; nothing was lost: the peer's process, on this host, took nothing of what was sent, so it was stopped or got no CPU";
+            return Answer::new(
+                "peer-stalled",
+                why,
+                &[
+                    "see what stops the peer's process (a debugger, a freezer, a busy machine)",
+                    "give the connection a longer timeout or more retries where the peer may be stopped for so long",
+                    AGAIN,
+                ],
+            );
+        }
         let port = before.iter().rev().find_map(|entry| match entry.note {
             Note::Port { active } => Some(active),
             _ => None,
@@ -466,8 +485,13 @@ impl Case<'_> {
             );
         }
         // What was waited for has come since.
-        let last = last
-            .filter(|note| !(self.is_idle && matches!(note, Note::TimedOut { .. } | Note::RnrNak { .. })));
+        let last = last.filter(|note| {
+            !(self.is_idle
+                && matches!(
+                    note,
+                    Note::TimedOut { .. } | Note::PeerStalled { .. } | Note::RnrNak { .. }
+                ))
+        });
         match (state, last) {
             (
                 QpState::Reset | QpState::Init,
@@ -485,6 +509,14 @@ impl Case<'_> {
                     u32::from(resends) + 1
                 ),
                 &["see whether the peer runs and is reached; `rdmux capture` shows what goes by"],
+            ),
+            (QpState::Rts, Some(Note::PeerStalled { psn })) if self.alive => Answer::new(
+                "peer-stalled",
+                format!(
+                    "nothing is lost, but the peer's process, on this host, has not taken PSN {} yet: it does not run",
+                    psn.value()
+                ),
+                &["see what stops the peer's process (a debugger, a freezer, a busy machine)"],
             ),
             (QpState::Rts, Some(Note::RnrNak { psn, wait_ns, .. })) if self.alive => Answer::new(
                 "rnr-wait",

@@ -12,7 +12,7 @@
 //! stay below an eighth of a window; more halve it, once a window. The rest is left to ECN.
 //!
 //! When nothing new is heard for two round trips, the oldest and the last packet under way are sent again. The answer tells
-//! the rest. Such probes count as no retry: those remain what the specification's timer counts.
+//! the rest. Such probes count as no retry: those remain what the specification's timer counts. A peer on this host is not probed.
 
 use std::collections::VecDeque;
 
@@ -22,6 +22,7 @@ use rdmux_wire::sack::Sack;
 
 use super::rtt::Rtt;
 use super::{Broken, Cursor, Requester, Wqe};
+use crate::device::LinkProgress;
 use crate::qp::reorder::Reorder;
 use crate::qp::{Env, Head, WINDOW_PACKETS_MIN};
 use crate::time::Time;
@@ -581,7 +582,7 @@ impl Requester {
         if let Some(selective) = &mut self.selective {
             selective.probes = 0;
         }
-        self.resends = 0;
+        self.lives();
         self.judge_holes(env.now);
         if self.rnr_until.is_none() && self.high != self.una {
             self.arm(env.now);
@@ -664,7 +665,7 @@ impl Requester {
     }
 
     /// The time of [`Selective::deadline`] has come.
-    pub(super) fn selective_timeout(&mut self, env: &mut Env<'_>) {
+    pub(super) fn selective_timeout(&mut self, env: &mut Env<'_>, link: Option<LinkProgress>) {
         let Some(selective) = &mut self.selective else {
             return;
         };
@@ -678,9 +679,10 @@ impl Requester {
         };
         if due(selective.probe_at) {
             selective.probe_at = None;
-            // A FLUSH takes as long as the medium does: only the specification's timer asks after it.
+            // A FLUSH takes as long as the medium does: only the specification's timer asks after it. On a link that loses nothing
+            // the answer is late because the peer is.
             let flushes = self.queue.front().is_some_and(Wqe::is_flush);
-            if !flushes {
+            if !flushes && link.is_none() {
                 self.probe(env);
                 let latest = self.deadline;
                 if let Some(selective) = &mut self.selective {

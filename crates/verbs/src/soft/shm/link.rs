@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::trace::Note;
-use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, accept_with};
@@ -163,6 +163,8 @@ pub(crate) struct Links {
     grants: bool,
     /// Peers that may still be inside of what was taken back from them.
     stays: Arc<Stays>,
+    /// Packets get lost on purpose.
+    loses: bool,
     /// By whose wish the device is captured.
     capturing: Option<u64>,
     buffer: Vec<u8>,
@@ -201,6 +203,7 @@ impl Links {
             met: false,
             grants: true,
             stays: Arc::default(),
+            loses: false,
             capturing: None,
             buffer: Vec::with_capacity(1 << 16),
         })
@@ -225,6 +228,21 @@ impl Links {
     /// From now on nothing goes past the packets: no memory is granted, and none is asked for.
     pub(crate) fn keep_to_packets(&mut self) {
         self.grants = false;
+    }
+
+    /// Packets get lost here on purpose, before they go into a ring or behind one.
+    pub(crate) fn lose_packets(&mut self) {
+        self.loses = true;
+    }
+
+    /// How far a peer has come with what was sent to it; `None` where packets may get lost.
+    pub(crate) fn progress(&self, peer: (IpAddr, u8)) -> Option<LinkProgress> {
+        let link = self.list.iter().find(|link| link.peer == Some(peer))?;
+        let State::Up(rings) = &link.state else {
+            return None;
+        };
+        let peer_loses = rings.segment.loses(rings.side.other()).load(Ordering::Relaxed) != 0;
+        (!self.loses && !peer_loses).then(|| rings.progress())
     }
 
     /// Ends all links, and gives the slot's name back.
@@ -456,6 +474,8 @@ impl Links {
             address: self.address,
             slot: self.slot,
         };
+        let loses = u32::from(self.loses);
+        segment.loses(Side::Asking).store(loses, Ordering::Relaxed);
         say(&socket, &hello, &[file.as_fd(), theirs.as_fd()]).map_err(|errno| match errno {
             Errno::PIPE | Errno::CONNRESET => last_word(&socket),
             errno => Why::System(errno),
@@ -638,6 +658,8 @@ impl Links {
                 if check_user(&named) != Ok(link.pid) {
                     return None;
                 }
+                let loses = u32::from(self.loses);
+                rings.segment.loses(rings.side).store(loses, Ordering::Relaxed);
                 say(&link.socket, &Message::Welcome, &[]).ok()?;
                 link.peer = Some((address, slot));
                 link.state = State::Up(Box::new(rings));
@@ -967,6 +989,14 @@ impl Rings {
             self.waiting.pop_front();
         }
         Ok(())
+    }
+
+    fn progress(&self) -> LinkProgress {
+        let (taken, all) = self.tx.taken();
+        LinkProgress {
+            taken,
+            all: all && self.waiting.is_empty() && !self.rx.is_ready(),
+        }
     }
 
     fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {

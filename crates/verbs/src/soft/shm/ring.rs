@@ -279,6 +279,12 @@ impl<M: RingMemory> Producer<M> {
         Ok(full)
     }
 
+    /// Up to where the consumer has taken records, as it says, and whether that is all of them.
+    pub(crate) fn taken(&self) -> (u32, bool) {
+        let head = self.memory.load(Word::Head, Ordering::Relaxed);
+        (head, head == self.tail)
+    }
+
     fn look_for_room(&mut self) -> Result<(), Corrupt> {
         // The consumer has read what is before its head, so the place may be written again.
         let head = self.memory.load(Word::Head, Ordering::Acquire);

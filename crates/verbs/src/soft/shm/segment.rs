@@ -110,6 +110,11 @@ impl Segment {
         self.word(side, 1)
     }
 
+    /// Not 0 when that end loses packets on purpose, as a bad network would.
+    pub(super) fn loses(&self, side: Side) -> &AtomicU32 {
+        self.word(side, 3)
+    }
+
     /// The generation of a grant that `by` gave, as long as it lasts; 0 is none.
     pub(super) fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
         let index = (index % GRANTS) as usize;

@@ -210,6 +210,7 @@ impl Entry {
                 resends,
                 retry_count,
             } => (5, [psn.value().into(), resends.into(), retry_count.into(), 0, 0]),
+            Note::PeerStalled { psn } => (21, [psn.value().into(), 0, 0, 0, 0]),
             Note::RetriesUsed {
                 psn,
                 resends,
@@ -437,6 +438,7 @@ fn note(kind: u64, words: [u64; 5]) -> Option<Note> {
             psn: psn(words[2])?,
             bytes: short(3)?,
         },
+        21 => Note::PeerStalled { psn: psn(words[0])? },
         _ => return None,
     })
 }
@@ -465,6 +467,7 @@ mod tests {
                 resends: 3,
                 retry_count: 7,
             },
+            Note::PeerStalled { psn },
             Note::GapNak { psn },
             Note::NotReady { psn },
             Note::Missing {

@@ -1,0 +1,157 @@
+//! Peers on one host: nothing is lost there, but a peer may not run.
+
+use super::util::*;
+use crate::*;
+
+/// The local ACK timeout of the pair below, 4.096 us x 2^10.
+const TIMEOUT_NS: u64 = 4_194_304;
+
+/// A pair on one host that has measured a round trip.
+fn pair(selective: bool) -> Pair {
+    let mut pair = Pair::with(|rtr, rts| {
+        rtr.selective = Some(selective);
+        (rts.timeout, rts.retry_count) = (Some(10), Some(7));
+    });
+    pair.set_local(true);
+    pair.write(0, 0, 8);
+    pair.run();
+    assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+    pair
+}
+
+/// Counters that say that something was lost, or was taken for lost.
+fn losses(pair: &Pair) -> [u64; 6] {
+    let [asking, answering] = [0, 1].map(|i| *pair.sides[i].rnic.counters());
+    [
+        asking.tail_probes,
+        asking.retransmitted_packets,
+        asking.local_ack_timeout_err,
+        asking.packet_seq_err,
+        answering.duplicate_request,
+        answering.out_of_sequence,
+    ]
+}
+
+fn stalls(pair: &Pair) -> u64 {
+    pair.sides[0].rnic.counters().local_stalls
+}
+
+#[test]
+fn stopped__nothing_is_sent_again() {
+    for selective in [false, true] {
+        let mut pair = pair(selective);
+        pair.stopped[1] = true;
+        for _ in 0..40 {
+            pair.write(0, 0, 3_000);
+        }
+        pair.pass(5 * TIMEOUT_NS);
+        assert_eq!(pair.sides[0].completed(), []);
+        assert_eq!(
+            (losses(&pair), stalls(&pair)),
+            ([0; 6], 3),
+            "after 1, 2 and 4 timeouts"
+        );
+        pair.stopped[1] = false;
+        pair.run();
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success); 40]);
+        assert_eq!((losses(&pair), stalls(&pair)), ([0; 6], 3));
+    }
+}
+
+/// How long it takes until a request that is not answered ends.
+fn given_up_after(pair: &mut Pair) -> u64 {
+    let begin = pair.now;
+    pair.write(0, 0, 8);
+    pair.run();
+    assert_eq!(pair.sides[0].completed(), [(7, Status::RetryExceeded)]);
+    pair.now.since_ns(begin)
+}
+
+#[test]
+fn stopped__for_good_ends_when_it_would_over_a_network() {
+    for selective in [false, true] {
+        let mut lossy = pair(selective);
+        lossy.set_local(false);
+        lossy.deliver = Box::new(|_, _| false);
+        let over_a_network = given_up_after(&mut lossy);
+        let mut stopped = pair(selective);
+        stopped.stopped[1] = true;
+        assert_eq!(given_up_after(&mut stopped), over_a_network);
+        assert_eq!((losses(&stopped), stalls(&stopped)), ([0; 6], 15));
+    }
+}
+
+#[test]
+fn running__but_silent_is_asked_again() {
+    for selective in [false, true] {
+        let mut pair = pair(selective);
+        let mut ignored = 0;
+        pair.deliver = Box::new(move |to, _| {
+            ignored += u32::from(to == 1);
+            to == 0 || ignored > 1
+        });
+        pair.write(0, 0, 8);
+        pair.run();
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+        let counters = pair.sides[0].rnic.counters();
+        assert_eq!((counters.local_ack_timeout_err, counters.local_stalls), (1, 0));
+    }
+}
+
+#[test]
+fn running__behind_with_the_requests_of_others_is_asked_again() {
+    let mut pair = pair(false);
+    pair.stopped[1] = true;
+    pair.write(0, 0, 8);
+    pair.step();
+    // The request is taken and forgotten; others behind it are not taken.
+    let others = [(); 2].map(|()| pair.sides[1].inbox[0].clone());
+    pair.sides[1].inbox.extend(others);
+    pair.ignore_one(1);
+    pair.pass(TIMEOUT_NS);
+    assert_eq!(pair.sides[0].rnic.counters().retransmitted_packets, 0);
+    pair.ignore_one(1);
+    pair.pass(TIMEOUT_NS);
+    assert_eq!(pair.sides[0].rnic.counters().retransmitted_packets, 1);
+}
+
+#[test]
+fn link_broke__what_was_in_it_is_sent_again_at_once() {
+    for selective in [false, true] {
+        let mut pair = pair(selective);
+        pair.stopped[1] = true;
+        for _ in 0..10 {
+            pair.write(0, 0, 3_000);
+        }
+        pair.step();
+        pair.sides[1].inbox.clear();
+        pair.stopped[1] = false;
+        pair.set_local(false);
+        pair.pass(TIMEOUT_NS / 2);
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success); 10]);
+        assert_eq!(pair.sides[0].rnic.counters().local_ack_timeout_err, 0);
+    }
+}
+
+#[test]
+fn link_broke__under_a_read_and_a_flush() {
+    for selective in [false, true] {
+        let mut pair = pair(selective);
+        let rkey = pair.slow_region(true, Ok(()));
+        let bytes = pattern(9_000);
+        pair.sides[1].memory.write(0, &bytes).unwrap();
+        pair.stopped[1] = true;
+        let (key, sges) = (pair.sides[1].rkey, pair.sides[0].sge(1 << 20, 9_000));
+        pair.post(0, Operation::Read { va: IOVA, rkey: key }, sges);
+        pair.flush(rkey);
+        pair.step();
+        pair.sides[1].inbox.clear();
+        pair.stopped[1] = false;
+        pair.set_local(false);
+        pair.run();
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success); 2]);
+        let mut found = vec![0; 9_000];
+        pair.sides[0].memory.read(1 << 20, &mut found).unwrap();
+        assert!(found == bytes);
+    }
+}
