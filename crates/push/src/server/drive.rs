@@ -54,7 +54,6 @@ impl Server {
             metrics.count(&event);
             log(&event);
         };
-        self.next_probe = Instant::now() + self.keepalive / 2;
         self.booked_ns = thread_cpu_ns();
         loop {
             for at in 0..self.service.driver.endpoints.len() {
@@ -68,7 +67,7 @@ impl Server {
                 break;
             }
             if !more {
-                self.wait(now, next.saturating_duration_since(now))?;
+                self.wait(now, next.map(|next| next.saturating_duration_since(now)))?;
             }
         }
         self.service.shut_down(self.now());
@@ -125,10 +124,10 @@ impl Server {
         true
     }
 
-    /// Waits until something may have come, and takes what it finds on the way.
-    fn wait(&mut self, began: Instant, timeout: Duration) -> io::Result<()> {
+    /// Waits until something may have come, and takes what it finds on the way. `None`: for as long as nothing comes.
+    fn wait(&mut self, began: Instant, timeout: Option<Duration>) -> io::Result<()> {
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
-        let timeout_ns = timeout.as_nanos() as u64;
+        let timeout_ns = timeout.map_or(u64::MAX, |timeout| timeout.as_nanos() as u64);
         let (mut turns, clients) = (0u32, self.service.clients_so_far());
         loop {
             match self.waiting.plan(elapsed_ns()) {
@@ -157,7 +156,7 @@ impl Server {
                 return Ok(());
             }
         }
-        if self.sleep(timeout.saturating_sub(began.elapsed()))? {
+        if self.sleep(timeout.map(|timeout| timeout.saturating_sub(began.elapsed())))? {
             self.waiting.policy.woke(elapsed_ns(), None);
         } else {
             self.waiting.policy.gave_up(elapsed_ns());
@@ -166,17 +165,17 @@ impl Server {
     }
 
     /// Whether something woke it.
-    fn sleep(&self, timeout: Duration) -> io::Result<bool> {
+    fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
         for endpoint in &self.service.driver.endpoints {
             fds.push(PollFd::new(&endpoint.cq, PollFlags::IN));
             fds.push(PollFd::new(&endpoint.listener, PollFlags::IN));
         }
-        let timeout = Timespec {
+        let timeout = timeout.map(|timeout| Timespec {
             tv_sec: timeout.as_secs().min(3600) as i64,
             tv_nsec: timeout.subsec_nanos().into(),
-        };
-        match poll(&mut fds, Some(&timeout)) {
+        });
+        match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }

@@ -6,6 +6,7 @@ mod drive;
 mod event;
 mod lease;
 mod metrics;
+mod probes;
 mod requests;
 mod service;
 mod session;
@@ -33,6 +34,7 @@ use self::drive::Waiting;
 pub use self::event::Event;
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
 pub use self::metrics::{Metrics, RequestKind, ServerMetrics};
+use self::probes::Probes;
 pub use self::service::{Driver, Registered, Service, Slot};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
 use self::work::Workers;
@@ -203,9 +205,8 @@ pub struct Server {
     began: Instant,
     /// The endpoint that is looked at next.
     next_endpoint: usize,
-    keepalive: Duration,
-    /// When live clients are probed next.
-    next_probe: Instant,
+    /// When live clients are probed.
+    probes: Probes,
     wake: Arc<OwnedFd>,
     done_tx: mpsc::Sender<Done>,
     done_rx: mpsc::Receiver<Done>,
@@ -277,8 +278,7 @@ impl Server {
             service,
             began,
             next_endpoint: 0,
-            keepalive: config.keepalive,
-            next_probe: began,
+            probes: Probes::new(config.keepalive / 2),
             wake,
             done_tx,
             done_rx,
@@ -453,10 +453,11 @@ impl Server {
         self.booked_ns = now_ns;
     }
 
-    /// Does what is due; returns when it wants to be called again.
-    fn handle_timers(&mut self, now: Instant) -> Instant {
+    /// Does what is due; returns when it wants to be called again, if nothing comes before. `None`: not at all.
+    fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
         let since = now.saturating_duration_since(self.began);
-        if self.next_probe <= now {
+        let is_anybody_there = !self.service.driver.links.is_empty();
+        if self.probes.are_due(now, is_anybody_there) {
             // All at once, so that the machine wakes up once. A WRITE of nothing is answered by the peer's NIC alone; who has
             // not answered the last one by now was silent for half of the keep-alive time, and before it for no more than that.
             let clients: Vec<u64> = self.service.driver.links.keys().copied().collect();
@@ -476,7 +477,6 @@ impl Server {
                     self.service.handle_lost(since, client);
                 }
             }
-            self.next_probe = now + self.keepalive / 2;
         }
         self.service.handle_timeout(since);
         let lingering = &mut self.service.driver.lingering;
@@ -485,8 +485,7 @@ impl Server {
         }
         let lingering = lingering.front().map(|(until, _)| *until);
         let service = self.service.poll_timeout().map(|at| self.began + at);
-        let next = lingering.into_iter().chain(service).min();
-        next.map_or(self.next_probe, |next| next.min(self.next_probe))
+        lingering.into_iter().chain(service).chain(self.probes.next).min()
     }
 }
 
