@@ -692,24 +692,56 @@ pub(crate) fn errno_of_post(error: &PostError) -> c_int {
 
 pub(crate) unsafe extern "C" fn post_send(
     pair: *mut abi::Qp,
-    mut wr: *mut abi::SendWr,
+    wr: *mut abi::SendWr,
     bad: *mut *mut abi::SendWr,
 ) -> c_int {
     // SAFETY: a queue pair that was made, says the caller.
     let own = unsafe { Pair::of(pair) };
     // SAFETY: null or a request of the caller's list.
+    let is_one = unsafe { wr.as_ref() }.is_some_and(|only| only.next.is_null());
+    let posted = if is_one {
+        // SAFETY: as the caller says.
+        let posted = unsafe { request(own, &*wr) }
+            .and_then(|request| own.pair.post_send(request).map_err(|error| errno_of_post(&error)));
+        posted.map_err(|errno| (wr, errno))
+    } else {
+        // SAFETY: as the caller says.
+        unsafe { post_chain(own, wr) }
+    };
+    let Err((failed, errno)) = posted else { return 0 };
+    // SAFETY: a place of the caller's.
+    unsafe { *bad = failed };
+    errno
+}
+
+/// Posts the requests of a list as one: their packets leave together, and their peer and the engine's thread are woken once. Fails with the
+/// first that is not taken; those before it are posted.
+///
+/// # Safety
+/// The list and what it names live, says `ibv_post_send(3)`.
+unsafe fn post_chain(own: &Pair, first: *mut abi::SendWr) -> Result<(), (*mut abi::SendWr, c_int)> {
+    let (mut requests, mut wr, mut malformed) = (Vec::new(), first, Ok(()));
+    // SAFETY: null or a request of the list.
     while let Some(next) = unsafe { wr.as_ref() } {
         // SAFETY: as the caller says.
-        let posted = unsafe { request(own, next) }
-            .and_then(|request| own.pair.post_send(request).map_err(|error| errno_of_post(&error)));
-        if let Err(errno) = posted {
-            // SAFETY: a place of the caller's.
-            unsafe { *bad = wr };
-            return errno;
+        match unsafe { request(own, next) } {
+            Ok(request) => requests.push(request),
+            Err(errno) => {
+                malformed = Err((wr, errno));
+                break;
+            }
         }
         wr = next.next;
     }
-    0
+    own.pair.post_send_list(requests).map_err(|failed| {
+        let mut wr = first;
+        for _ in 0..failed.index {
+            // SAFETY: as many requests of the list were read above.
+            wr = unsafe { (*wr).next };
+        }
+        (wr, errno_of_post(&failed.source))
+    })?;
+    malformed
 }
 
 pub(crate) unsafe extern "C" fn post_recv(

@@ -589,8 +589,12 @@ impl Engine {
                 .try_for_each(|(index, request)| self.post_send(queue, qpn, request).map_err(failed(index)));
         };
         let now = self.now();
-        let posted = numbered
-            .try_for_each(|(index, request)| core.rnic.post_send(now, qpn, request).map_err(failed(index)));
+        let posted = numbered.try_for_each(|(index, request)| {
+            if core.rnic.post_directly(|| now, qpn, &request) {
+                return Ok(());
+            }
+            core.rnic.post_send(now, qpn, request).map_err(failed(index))
+        });
         self.finish(core, now);
         posted
     }
