@@ -8,6 +8,7 @@
 
 mod flush;
 mod handover;
+mod looks;
 mod open;
 mod seat;
 mod sleep;
@@ -44,6 +45,7 @@ use crate::waiting::{Plan, WaitMode};
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
+use self::looks::Looks;
 pub(crate) use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
 use self::seat::Waiter;
@@ -78,8 +80,6 @@ const LAST_TRIES: usize = 1_000;
 /// How often a polling caller looks at what other engines have to say. Their messages have a thread of their own, but one that may
 /// wait long for a CPU that a caller spins on.
 const SERVE_NS: u64 = 100_000;
-/// Most calls of a polling caller in a row that do not look at the sockets: some microseconds.
-const SOCKET_RESTS_MAX: u32 = 127;
 /// Bytes gathered before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
 /// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
@@ -142,9 +142,10 @@ pub(crate) struct Core {
     /// Calls of polling callers: all, and those since a completion queue was armed.
     polls: u32,
     polls_unarmed: u32,
-    /// Calls of polling callers that do not look at the sockets: those that are left, and all of them.
-    socket_rests: u32,
-    socket_rest: u32,
+    looks: Looks,
+    /// How often the sockets were looked at.
+    #[cfg(test)]
+    looked: u64,
     batch: RxBatch,
     /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
     tx: [Option<TxSocket>; SLOTS],
@@ -372,8 +373,9 @@ impl Engine {
             sleeps: Sleeps::default(),
             polls: 0,
             polls_unarmed: 0,
-            socket_rests: 0,
-            socket_rest: 0,
+            looks: Looks::default(),
+            #[cfg(test)]
+            looked: 0,
             batch: RxBatch::new(),
             tx,
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
@@ -810,23 +812,14 @@ impl Core {
         ended
     }
 
-    /// Takes in what has arrived, for a caller that polls. A look at a socket is a system call and costs as much as a whole
-    /// message between processes, so while it finds nothing and there are links, it happens ever more seldom.
+    /// Takes in what has arrived, for a caller that polls.
     fn receive_polled(&mut self, now: Time) -> usize {
-        if self.socket_rests > 0 {
-            self.socket_rests -= 1;
-            let received = self.links.receive(&mut self.rnic, now);
-            self.after_receive(now);
-            return received;
+        if self.looks.is_due(now) {
+            return self.receive(now, 1);
         }
-        let local = self.links.receive(&mut self.rnic, now);
-        let received = self.receive(now, 1);
-        self.socket_rest = match received {
-            0 if !self.links.is_empty() => (2 * self.socket_rest + 1).min(SOCKET_RESTS_MAX),
-            _ => 0,
-        };
-        self.socket_rests = self.socket_rest;
-        local + received
+        let received = self.links.receive(&mut self.rnic, now);
+        self.after_receive(now);
+        received
     }
 
     /// Whether somebody else needs the CPU that this caller spins on.
@@ -854,7 +847,8 @@ impl Core {
 
     /// Takes in what has arrived; returns how many datagrams.
     fn receive(&mut self, now: Time, turns: usize) -> usize {
-        let mut total = self.receive_multicast(now) + self.links.receive(&mut self.rnic, now);
+        let linked = self.links.receive(&mut self.rnic, now);
+        let mut total = self.receive_multicast(now);
         for _ in 0..turns {
             // An error is one of another datagram's (an ICMP message); the next receive goes on.
             let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
@@ -870,8 +864,13 @@ impl Core {
                 self.transmit(now, false);
             }
         }
+        self.looks.looked(now, total > 0);
+        #[cfg(test)]
+        {
+            self.looked += 1;
+        }
         self.after_receive(now);
-        total
+        total + linked
     }
 
     /// Takes in what was sent to the device's groups; returns how many datagrams.
@@ -1204,6 +1203,7 @@ impl Core {
                             .show_sent(now, train, false, &bytes[train.range.clone()]);
                     }
                     self.sent += n;
+                    self.looks.sent(now);
                     if n > 0 && self.rnic.set_down(now, false) {
                         self.async_events.push(AsyncEvent::PortActive);
                     }
@@ -1282,6 +1282,7 @@ impl Core {
                 parts: &[IoSlice::new(&packet.bytes)],
             };
             let sent = socket.send_batch(&[outgoing]);
+            self.looks.sent(now);
             self.send_errors += u64::from(!sent.is_ok_and(|n| n == 1));
         }
     }

@@ -532,3 +532,18 @@ fn poll__looks_again_after_it_gave_up_the_cpu() {
         );
     }
 }
+
+#[test]
+fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
+    const POLLS: u64 = 100_000;
+    let device = Device::open(IpAddr::from([127, 0, 14, 21])).unwrap();
+    let cq = device.create_cq(4).unwrap();
+    let (before, began) = (device.engine().lock().looked, Instant::now());
+    for _ in 0..POLLS {
+        assert_eq!(cq.poll(), None);
+    }
+    let looked = device.engine().lock().looked - before;
+    // The engine's thread looks too, each time that it wakes up.
+    let most = 2_000 + began.elapsed().as_micros() as u64 / 40;
+    assert!(looked <= most, "{looked} looks, {most} at most");
+}
