@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdmux_verbs::{Arm, CompletionQueue, CreateError, Status, WcOpcode, WorkCompletion};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
@@ -96,9 +96,9 @@ impl Queue {
         channel.count(-1);
     }
 
-    /// Takes the event that its descriptor tells of, if there is one.
+    /// Takes the event that its descriptor tells of, if there is one. It is readable, or was a moment ago.
     fn take_event(&self) -> bool {
-        rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
+        self.queue.take_event() || rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
     }
 
     /// A completion as programs read it. There is no service level on Ethernet: as with mlx5, `sl` says what headers a datagram came with,
@@ -326,17 +326,29 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
     queue: *mut *mut abi::Cq,
     cq_context: *mut *mut c_void,
 ) -> c_int {
-    // SAFETY: a channel that was made, says the caller.
-    let channel = unsafe { Channel::of(channel) };
+    // SAFETY: a channel that was made, of a context that is open as long, says the caller.
+    let (device, channel) = unsafe { (&Context::of((*channel).context).device, Channel::of(channel)) };
+    let fd = channel.epoll.as_raw_fd();
+    let mut slept_since = None;
     let found = loop {
-        if let Some(found) = next_event(channel) {
+        let found = match wait::is_blocking(fd) {
+            Ok(true) if slept_since.is_none() => {
+                wait::uncancelled(|| device.look_before_sleep(|| next_event(channel)))
+            }
+            _ => next_event(channel),
+        };
+        if let Some(found) = found {
             break found;
         }
+        slept_since.get_or_insert_with(Instant::now);
         // SAFETY: there is nothing to drop here.
-        if let Err(errno) = unsafe { wait::readable_or_cancelled(channel.epoll.as_raw_fd()) } {
+        if let Err(errno) = unsafe { wait::readable_or_cancelled(fd) } {
             return minus_one(Err(errno));
         }
     };
+    if let Some(since) = slept_since {
+        device.slept(since);
+    }
     // SAFETY: it has given an event, so that it is not destroyed; places of the caller's.
     unsafe {
         *queue = found.cast();
@@ -382,7 +394,7 @@ unsafe extern "C" fn ibv_ack_cq_events(queue: *mut abi::Cq, count: u32) {
 pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_only: c_int) -> c_int {
     // SAFETY: a queue that was made, says the caller.
     let (channel, own) = unsafe { ((*queue).channel, Queue::of(queue)) };
-    if !channel.is_null() && own.take_event() {
+    if !channel.is_null() && own.queue.take_event() {
         // What it told of is still to be asked for.
         // SAFETY: the queue holds its channel.
         let channel = unsafe { Channel::of(channel) };

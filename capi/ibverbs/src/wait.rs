@@ -9,6 +9,31 @@ unsafe extern "C-unwind" {
     /// The system's, as a cancellation point: where its thread is cancelled it unwinds.
     #[link_name = "poll"]
     fn cancellable_poll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout_ms: c_int) -> c_int;
+    fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
+}
+
+/// `PTHREAD_CANCEL_DISABLE`.
+const CANCEL_DISABLE: c_int = 1;
+
+/// Calls a function whose thread is not cancelled meanwhile: it may be where it sleeps.
+pub(crate) fn uncancelled<R>(call: impl FnOnce() -> R) -> R {
+    let mut before = 0;
+    // SAFETY: a state that there is, and a place of this function's.
+    unsafe { pthread_setcancelstate(CANCEL_DISABLE, &raw mut before) };
+    let result = call();
+    // SAFETY: the state that there was.
+    unsafe { pthread_setcancelstate(before, ptr::null_mut()) };
+    result
+}
+
+/// Whether who reads a descriptor waits where there is nothing to read.
+pub(crate) fn is_blocking(fd: RawFd) -> Result<bool, c_int> {
+    // SAFETY: no memory is touched.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    if flags < 0 {
+        return Err(last_errno());
+    }
+    Ok(flags & libc::O_NONBLOCK == 0)
 }
 
 pub(crate) fn entry(fd: RawFd, events: i16) -> libc::pollfd {
@@ -66,12 +91,7 @@ pub(crate) fn restarts() -> bool {
 /// # Safety
 /// Whoever calls it, and all between it and C, may be unwound: it has nothing to drop, and is `extern "C-unwind"` at the edge.
 pub(crate) unsafe fn readable_or_cancelled(fd: RawFd) -> Result<(), c_int> {
-    // SAFETY: no memory is touched.
-    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-    if flags < 0 {
-        return Err(last_errno());
-    }
-    let timeout_ms = if flags & libc::O_NONBLOCK != 0 { 0 } else { -1 };
+    let timeout_ms = if is_blocking(fd)? { -1 } else { 0 };
     loop {
         let mut entry = entry(fd, libc::POLLIN);
         // SAFETY: one entry, of this function's; for unwinding see above.

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
@@ -169,6 +169,23 @@ impl Device {
         match &self.provided {
             Provided::Soft(device) => device.progress(),
             Provided::Hw(device) => device.progress(),
+        }
+    }
+
+    /// For a caller that is about to sleep until a descriptor of its completion queues is readable: calls `look`, and while that finds
+    /// nothing drives the device, and calls it again when a queue has told of something, for as long as that is expected to cost
+    /// less than to be woken. `None`: sleep, and then say so ([`Device::slept`]).
+    pub fn look_before_sleep<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+        match &self.provided {
+            Provided::Soft(device) => device.look_before_sleep(look),
+            Provided::Hw(_) => look(),
+        }
+    }
+
+    /// The caller has slept on descriptors since [`Device::look_before_sleep`], which it called then, until something came.
+    pub fn slept(&self, since: Instant) {
+        if let Provided::Soft(device) = &self.provided {
+            device.slept(since);
         }
     }
 
@@ -370,6 +387,15 @@ impl CompletionQueue {
         match &self.0.provided {
             Provided::Soft(cq) => cq.arm(arm),
             Provided::Hw(cq) => cq.arm(arm),
+        }
+    }
+
+    /// Takes what [`CompletionQueue::as_fd`] tells of, so that it is not readable any more. False: it tells of nothing, or of something
+    /// that comes at this moment.
+    pub fn take_event(&self) -> bool {
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.take_event(),
+            Provided::Hw(cq) => cq.take_event(),
         }
     }
 

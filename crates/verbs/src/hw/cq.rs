@@ -141,6 +141,10 @@ impl CompletionQueue {
         }
     }
 
+    pub(crate) fn take_event(&self) -> bool {
+        self.0.cq.take_events()
+    }
+
     /// Arms the queue. Whether there was an event, which who polls next sees to.
     fn rearm(&self, arm: Arm) -> bool {
         let came = self.0.cq.take_events();

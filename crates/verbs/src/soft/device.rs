@@ -205,6 +205,10 @@ impl CompletionQueue {
         self.device.lock().rnic.keep_cq_times(self.cqn);
     }
 
+    pub(crate) fn take_event(&self) -> bool {
+        self.waker.reset_if_woken()
+    }
+
     pub(crate) fn arm(&self, arm: Arm) {
         self.waker.reset_if_woken();
         self.queue.arm(arm);

@@ -23,7 +23,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 #[cfg(test)]
 use std::sync::atomic::AtomicUsize;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -139,6 +139,14 @@ pub(crate) struct Core {
     /// When it was last heard what other engines have to say.
     served_at: Time,
     sleeps: Sleeps,
+    /// The thread sleeps in epoll.
+    thread_asleep: bool,
+    /// A caller looks out for a moment: while it does, peers need not ring for a thread that sleeps.
+    caller_looks: bool,
+    /// Peers ring for the thread.
+    bells: bool,
+    /// How often completion queues have told who waits for them.
+    told: Arc<AtomicU64>,
     /// Calls of polling callers: all, and those since a completion queue was armed.
     polls: u32,
     polls_unarmed: u32,
@@ -238,6 +246,8 @@ pub(crate) struct Engine {
     hand_over: HandOver,
     /// Queues whose owners may sleep until they are told.
     armed_queues: ArmedQueues,
+    /// See [`Core::told`].
+    told: Arc<AtomicU64>,
     stop: AtomicBool,
     /// Who waits and drives, one at a time: how, by its experience.
     seat: Mutex<Waiter>,
@@ -371,6 +381,10 @@ impl Engine {
             links,
             served_at: Time(0),
             sleeps: Sleeps::default(),
+            thread_asleep: false,
+            caller_looks: false,
+            bells: false,
+            told: Arc::default(),
             polls: 0,
             polls_unarmed: 0,
             looks: Looks::default(),
@@ -401,6 +415,7 @@ impl Engine {
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
             armed_queues: core.rnic.armed_queues(),
+            told: core.told.clone(),
             core: Turns::new(core),
             kick: Waker::new().map_err(io("eventfd"))?,
             start,
@@ -732,6 +747,7 @@ impl Engine {
             core.links.tell_cpu(current_cpu());
             let peer_cpu = core.links.peer_cpu();
             let flushes = core.flushers.busy.load(Ordering::Relaxed) > 0;
+            let caller_looks = core.caller_looks;
             drop(core);
             if received > 0 {
                 if let Some((since, slept)) = idle.take() {
@@ -741,8 +757,8 @@ impl Engine {
             }
             let (since, slept_before) = *idle.get_or_insert((now, false));
             // While a flush runs the thread sleeps even when it is to spin: on one CPU it would hold up the flush, and who waits
-            // for one waits for a disk.
-            if !flushes {
+            // for one waits for a disk. Beside a caller that looks it need not.
+            if !flushes && !caller_looks {
                 match waiter.plan(now.since_ns(since), now, peer_cpu) {
                     Plan::Sleep => {}
                     Plan::Yield => {
@@ -820,6 +836,22 @@ impl Core {
         let received = self.links.receive(&mut self.rnic, now);
         self.after_receive(now);
         received
+    }
+
+    /// Has peers ring while the thread sleeps and no caller looks out. False: there is something to take in already.
+    fn set_bells(&mut self) -> bool {
+        let wanted = self.thread_asleep && !self.caller_looks;
+        if wanted == self.bells {
+            return true;
+        }
+        if wanted {
+            self.bells = self.links.prepare_sleep();
+            self.bells
+        } else {
+            self.bells = false;
+            self.links.awake();
+            true
+        }
     }
 
     /// Whether somebody else needs the CPU that this caller spins on.
@@ -1001,6 +1033,7 @@ impl Core {
                 }
                 if let Some(waker) = self.cq_wakers.get(&cqn).and_then(Weak::upgrade) {
                     waker.wake();
+                    self.told.fetch_add(1, Ordering::Release);
                 }
             }
             Event::QpError(qpn, status, cause) => {

@@ -150,8 +150,12 @@ pub fn wake_cost_ns() -> u64 {
     *COST.get_or_init(|| measure_wake_cost().ok().flatten().unwrap_or(WAKE_NS_DEFAULT))
 }
 
-/// Two threads wake each other in turn: half the median round trip. `None` when too few were done in time.
+/// Two threads wake each other in turn: half the median round trip. `None` when too few were done in time, or both would run on the one
+/// CPU that this process is pinned to: its peers have others.
 fn measure_wake_cost() -> io::Result<Option<u64>> {
+    if sched_getaffinity(None).is_ok_and(|cpus| cpus.count() == 1) && online_cpus() != Some(1) {
+        return Ok(None);
+    }
     let ends = Instant::now() + MEASURE_TIME;
     let left = move || Some(ends.saturating_duration_since(Instant::now()));
     let wakers = Arc::new([Waker::new()?, Waker::new()?]);

@@ -2,6 +2,7 @@
 //! it, and what arrives wakes it, not a thread that then wakes it. Others who wait meanwhile sleep beside it, and rely on it.
 
 use std::sync::TryLockError;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -80,6 +81,54 @@ impl Engine {
         let woken = waker.wait(left);
         self.hand_over.rely_no_more();
         woken
+    }
+
+    /// For a caller that is about to sleep on descriptors until a completion queue tells: looks for what it waits for, and drives, for as
+    /// long as the policy expects that to cost less than a wake-up. The thread sleeps meanwhile, and peers need not wake it.
+    ///
+    /// `None`: the caller is to sleep, and tells how long it did ([`Engine::slept`]).
+    pub(crate) fn look_before_sleep<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
+        let mut told = self.told.load(Ordering::Acquire);
+        if let Some(found) = look() {
+            return Some(found);
+        }
+        // Pinned to it, the thread always looks; and callers must be woken by signals.
+        if self.waiting == Some(WaitMode::Running) {
+            return None;
+        }
+        let mut seat = self.seat.try_lock().ok()?;
+        let began = self.now();
+        let mut looks = None;
+        loop {
+            let now = self.now();
+            let peer_cpu = looks.as_ref().and_then(|looks: &LooksOut<'_>| looks.peer_cpu);
+            match seat.plan(now.since_ns(began), now, peer_cpu) {
+                Plan::Sleep => return None,
+                Plan::Yield => thread::yield_now(),
+                Plan::Spin { .. } => std::hint::spin_loop(),
+            }
+            looks.get_or_insert_with(|| LooksOut::begin(self));
+            if let Some(mut core) = self.try_lock() {
+                let now = self.now();
+                let received = core.receive_polled(now);
+                core.finish(now, received == 0);
+                self.wake_early(&core);
+            }
+            let told_now = self.told.load(Ordering::Acquire);
+            if std::mem::replace(&mut told, told_now) != told_now
+                && let Some(found) = look()
+            {
+                seat.policy.came(self.now().since_ns(began));
+                return Some(found);
+            }
+        }
+    }
+
+    /// A caller slept on descriptors since that time, until something came.
+    pub(crate) fn slept(&self, since: Instant) {
+        if let Ok(mut seat) = self.seat.try_lock() {
+            seat.policy.woke(since.elapsed().as_nanos() as u64, None);
+        }
     }
 
     /// Waits until `look` finds something: looks again and again, or sleeps, as the policy has it. The caller drives meanwhile, if
@@ -218,6 +267,37 @@ impl Drop for Leaves<'_> {
         let Leaves(engine) = self;
         let is_any_armed = || engine.armed_queues.any();
         engine.wake(engine.hand_over.leave_seat(engine.now().0, is_any_armed));
+    }
+}
+
+/// A caller looks out, for a moment, beside a thread that may sleep.
+struct LooksOut<'a> {
+    engine: &'a Engine,
+    peer_cpu: Option<u32>,
+}
+
+impl LooksOut<'_> {
+    fn begin(engine: &Engine) -> LooksOut<'_> {
+        let mut core = engine.lock();
+        core.links.tell_cpu(current_cpu());
+        core.caller_looks = true;
+        core.set_bells();
+        let peer_cpu = core.links.peer_cpu();
+        LooksOut { engine, peer_cpu }
+    }
+}
+
+impl Drop for LooksOut<'_> {
+    /// From now on the thread is woken by what comes, and what came before that is taken in.
+    fn drop(&mut self) {
+        let engine = self.engine;
+        let mut core = engine.lock();
+        core.caller_looks = false;
+        while !core.set_bells() {
+            core.receive(engine.now(), RECEIVES_PER_TURN);
+        }
+        core.finish(engine.now(), true);
+        engine.wake_early(&core);
     }
 }
 

@@ -53,7 +53,9 @@ impl Epoll {
     pub(super) fn wait(&self, engine: &Engine) -> bool {
         let timeout_ns = {
             let mut core = engine.lock();
-            if !core.links.prepare_sleep() {
+            core.thread_asleep = true;
+            if !core.set_bells() {
+                core.thread_asleep = false;
                 return false;
             }
             let due = core.rnic.poll_timeout();
@@ -94,7 +96,12 @@ impl Epoll {
         }
         let mut core = engine.lock();
         core.sleeps.thread_ns = 0;
-        core.links.awake();
+        core.thread_asleep = false;
+        if core.caller_looks && happened(BELLS) {
+            // A bell that came late: else it would end the next sleep too.
+            core.links.awake();
+        }
+        core.set_bells();
         true
     }
 }

@@ -547,3 +547,69 @@ fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
     let most = 2_000 + began.elapsed().as_micros() as u64 / 40;
     assert!(looked <= most, "{looked} looks, {most} at most");
 }
+
+/// Who looks before it sleeps spares the thread the wake-ups while it looks, and is told of all that comes when it does not any more.
+#[test]
+fn look_before_sleep__loses_no_wake_up() {
+    const MESSAGES: u64 = 2_000;
+    let ends = [19, 20].map(|host| {
+        let device = Device::open(IpAddr::from([127, 0, 14, host])).unwrap();
+        let cq = device.create_cq(64).unwrap();
+        let qp = device
+            .alloc_pd()
+            .unwrap()
+            .create_qp(&QpOptions::new(&cq))
+            .unwrap();
+        (device, cq, qp)
+    });
+    for ((device, _, qp), (peer, _, peer_qp)) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
+        let (init, mut rtr, rts) = steps(device, peer_qp.qpn());
+        rtr.path = rtr.path.map(|path| Path {
+            dst: peer.address(),
+            ..path
+        });
+        for (to, attr) in [(QpState::Init, init), (QpState::Rtr, rtr), (QpState::Rts, rts)] {
+            qp.modify(to, &attr).unwrap();
+        }
+    }
+    // Each side answers the other, and waits for events of both requests.
+    let side = |(device, cq, qp): &(Device, CompletionQueue, QueuePair), first: bool| {
+        let engine = device.engine();
+        let receive = || {
+            let sges = SgeList::EMPTY;
+            qp.post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
+        };
+        let (mut sent, mut received) = (0, 0);
+        receive();
+        if first {
+            qp.post_send(send()).unwrap();
+        }
+        while sent < MESSAGES || received < MESSAGES {
+            cq.arm(Arm::Next);
+            let mut empty = true;
+            while let Some(wc) = cq.poll() {
+                assert_eq!(wc.status, Status::Success);
+                empty = false;
+                if wc.wr_id == 1 {
+                    sent += 1;
+                    continue;
+                }
+                received += 1;
+                receive();
+                if received + u64::from(first) <= MESSAGES {
+                    qp.post_send(send()).unwrap();
+                }
+            }
+            let look = || cq.take_event().then_some(());
+            if empty && engine.look_before_sleep(look).is_none() {
+                let since = Instant::now();
+                assert!(is_told(cq), "sent {sent}, received {received}");
+                engine.slept(since);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| side(&ends[0], true));
+        scope.spawn(|| side(&ends[1], false));
+    });
+}

@@ -52,15 +52,14 @@ impl Waker {
         }
     }
 
-    pub(crate) fn reset(&self) {
-        let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+    /// Whether it was woken since it was reset last.
+    pub(crate) fn reset(&self) -> bool {
+        rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
 
-    /// Resets it, without a system call where nobody woke it.
-    pub(crate) fn reset_if_woken(&self) {
-        if self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) {
-            self.reset();
-        }
+    /// The same, without a system call where nobody woke it.
+    pub(crate) fn reset_if_woken(&self) -> bool {
+        self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) && self.reset()
     }
 
     pub(crate) fn fd(&self) -> &OwnedFd {
