@@ -48,7 +48,7 @@ use self::handover::{HandOver, POLLER_LEASE_NS};
 use self::looks::Looks;
 pub(crate) use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
-use self::seat::Waiter;
+use self::seat::{Seat, Waiter};
 use self::sleep::Epoll;
 use self::turn::{Turn, Turns};
 pub(crate) use self::waker::{CmQueue, CmSink, Waker};
@@ -250,7 +250,7 @@ pub(crate) struct Engine {
     told: Arc<AtomicU64>,
     stop: AtomicBool,
     /// Who waits and drives, one at a time: how, by its experience.
-    seat: Mutex<Waiter>,
+    seat: Mutex<Seat>,
     /// Ends the sleep of who sits there.
     seat_kick: Waker,
     /// The sockets and bells, for who sits there.
@@ -421,7 +421,7 @@ impl Engine {
             start,
             hand_over: HandOver::new(),
             stop: AtomicBool::new(false),
-            seat: Mutex::new(Waiter::new(waiting)),
+            seat: Mutex::new(Seat::new(waiting)),
             seat_kick: Waker::new().map_err(io("eventfd"))?,
             watch,
             waiting,

@@ -20,9 +20,32 @@ pub(super) struct Waiter {
     policy: Policy,
 }
 
+/// The ways of waiting of those who sit in the thread's place, one at a time.
+#[derive(Debug)]
+pub(super) struct Seat {
+    /// Who sleeps there itself.
+    sitting: Waiter,
+    /// Who only looks there before it sleeps on descriptors.
+    looking: Waiter,
+}
+
+impl Seat {
+    pub(super) fn new(pinned: Option<WaitMode>) -> Seat {
+        Seat {
+            sitting: Waiter::new(pinned),
+            // What arrives wakes the thread, and that the caller.
+            looking: Waiter::woken_by(2, pinned),
+        }
+    }
+}
+
 impl Waiter {
     pub(super) fn new(pinned: Option<WaitMode>) -> Waiter {
-        let mut policy = Policy::new(wake_cost_ns());
+        Waiter::woken_by(1, pinned)
+    }
+
+    fn woken_by(wake_ups: u64, pinned: Option<WaitMode>) -> Waiter {
+        let mut policy = Policy::new(wake_ups * wake_cost_ns());
         policy.pin(pinned);
         Waiter { policy }
     }
@@ -97,12 +120,13 @@ impl Engine {
             return None;
         }
         let mut seat = self.seat.try_lock().ok()?;
+        let waiter = &mut seat.looking;
         let began = self.now();
         let mut looks = None;
         loop {
             let now = self.now();
             let peer_cpu = looks.as_ref().and_then(|looks: &LooksOut<'_>| looks.peer_cpu);
-            match seat.plan(now.since_ns(began), now, peer_cpu) {
+            match waiter.plan(now.since_ns(began), now, peer_cpu) {
                 Plan::Sleep => return None,
                 Plan::Yield => thread::yield_now(),
                 Plan::Spin { .. } => std::hint::spin_loop(),
@@ -118,7 +142,7 @@ impl Engine {
             if std::mem::replace(&mut told, told_now) != told_now
                 && let Some(found) = look()
             {
-                seat.policy.came(self.now().since_ns(began));
+                waiter.policy.came(self.now().since_ns(began));
                 return Some(found);
             }
         }
@@ -127,7 +151,7 @@ impl Engine {
     /// A caller slept on descriptors since that time, until something came.
     pub(crate) fn slept(&self, since: Instant) {
         if let Ok(mut seat) = self.seat.try_lock() {
-            seat.policy.woke(since.elapsed().as_nanos() as u64, None);
+            seat.looking.policy.woke(since.elapsed().as_nanos() as u64, None);
         }
     }
 
@@ -165,7 +189,7 @@ impl Engine {
         };
         // Left, however it ends, before anybody else may sit there: others may have come to rely on who sat there.
         let _leaves = Leaves(self);
-        self.wait_in_seat(&mut seat, deadline, waker, cq, look)
+        self.wait_in_seat(&mut seat.sitting, deadline, waker, cq, look)
     }
 
     /// The part of [`Engine::wait`] of who has the seat.
