@@ -34,6 +34,9 @@ const BANDWIDTHS: [(&str, &str, &str, &str); 3] = [
     ("rdmux READ", "read-bw", "ib_read_bw, drop-in", "ib_read_bw"),
 ];
 
+/// The program of the second line, which arms, polls and sleeps on a channel instead.
+const EVENTS: &str = "ib_send_lat -e, drop-in";
+
 /// Columns of perftest's lines.
 const TYPICAL: usize = 4;
 const BANDWIDTH: usize = 3;
@@ -61,13 +64,21 @@ pub(super) fn suite() -> Suite {
                 &bandwidth.rounds(program, MIB),
                 &bandwidth.rounds(native, MIB),
             );
-            vec![write, stream]
+            let (_, _, polling, _) = LATENCIES[1];
+            let events = Ratio::new(
+                "SEND 8 B, drop-in, events / polling",
+                "at most 3.00",
+                &latency.rounds(EVENTS, 8),
+                &latency.rounds(polling, 8),
+            );
+            vec![write, events, stream]
         },
     }
 }
 
 fn latency() -> Table {
     const ITERATIONS: u32 = 50_000;
+    const ITERATIONS_EVENTS: u32 = 10_000;
     let mut lines = Vec::new();
     for (native, test, name, program) in LATENCIES {
         lines.push(Line::new(native, &[8], move |size| {
@@ -75,9 +86,12 @@ fn latency() -> Table {
             perf.run(ITERATIONS, "t_typical")
         }));
         lines.push(Line::new(name, &[8], move |size| {
-            perftest(program, size, ITERATIONS, TYPICAL)
+            perftest(program, size, ITERATIONS, TYPICAL, &[])
         }));
     }
+    lines.push(Line::new(EVENTS, &[8], move |size| {
+        perftest("ib_send_lat", size, ITERATIONS_EVENTS, TYPICAL, &["-e"])
+    }));
     Table {
         key: "latency_us",
         title: "Half round trip, p50, us",
@@ -96,7 +110,7 @@ fn bandwidth() -> Table {
             perf.run(count(size), "BW_average").map(megabytes)
         }));
         lines.push(Line::new(name, &[MIB], move |size| {
-            perftest(program, size, count(size), BANDWIDTH).map(megabytes)
+            perftest(program, size, count(size), BANDWIDTH, &[]).map(megabytes)
         }));
     }
     Table {
@@ -109,8 +123,8 @@ fn bandwidth() -> Table {
     }
 }
 
-/// A figure of one of perftest's programs on the drop-in.
-fn perftest(program: &str, size: usize, iterations: u32, column: usize) -> Result<f64> {
+/// A figure of one of perftest's programs on the drop-in; both sides are given the options.
+fn perftest(program: &str, size: usize, iterations: u32, column: usize, options: &[&str]) -> Result<f64> {
     installed(program)?;
     let rdmux = std::env::current_exe()?;
     let rdmux = rdmux.to_str().context("the name of this program is no text")?;
@@ -133,7 +147,7 @@ fn perftest(program: &str, size: usize, iterations: u32, column: usize) -> Resul
     ];
     // Of a stream as many messages are under way as of `rdmux perf`; a ping-pong takes no such option.
     let depth: &[&str] = if column == BANDWIDTH { &["-t", "32"] } else { &[] };
-    let server = [&common[..], depth].concat();
+    let server = [&common[..], depth, options].concat();
     let _server = Server::start_on(&port, &mut peer("1", rdmux, &server))?;
     let client = [&server[..], &["127.0.0.1"]].concat();
     let output = peer("0", rdmux, &client).output()?;
