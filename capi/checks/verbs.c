@@ -174,6 +174,20 @@ static void device_memory(void)
 	CHECK(!ibv_destroy_cq(cq) && !ibv_dereg_mr(region) && !ibv_free_dm(memory));
 }
 
+/* The port's GID, and what a place of its table has that is empty. */
+static void gids(void)
+{
+	struct ibv_port_attr port;
+	union ibv_gid gid, none = {};
+	struct ibv_gid_entry entries[4];
+	CHECK(!ibv_query_port(context, 1, &port) && port.gid_tbl_len == 2);
+	CHECK(!ibv_query_gid(context, 1, 0, &gid) && memcmp(&gid, &none, sizeof(gid)));
+	CHECK(!ibv_query_gid(context, 1, 1, &gid) && !memcmp(&gid, &none, sizeof(gid)));
+	CHECK(ibv_query_gid(context, 1, 2, &gid) && errno == EINVAL);
+	CHECK(!ibv_query_gid_ex(context, 1, 0, entries, 0) && ibv_query_gid_ex(context, 1, 1, entries, 0) == ENODATA);
+	CHECK(ibv_query_gid_ex(context, 1, 2, entries, 0) == EINVAL && ibv_query_gid_table(context, entries, 4, 0) == 1);
+}
+
 static void domains(void)
 {
 	struct ibv_td_init_attr td_attr = {};
@@ -381,6 +395,7 @@ int main(void)
 	moderation();
 	null_region();
 	device_memory();
+	gids();
 	domains();
 	modify();
 	busy();

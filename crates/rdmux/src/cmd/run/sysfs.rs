@@ -122,6 +122,7 @@ fn files(index: usize, address: IpAddr) -> Vec<(String, String)> {
         ("sm_sl", "0"),
         ("pkeys/0", "0xffff"),
         ("gids/0", &*gid),
+        ("gids/1", "0000:0000:0000:0000:0000:0000:0000:0000"),
         ("gid_attrs/types/0", "RoCE v2"),
     ] {
         file(format!("{port}/{path}"), text);
