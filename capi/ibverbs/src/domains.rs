@@ -1,9 +1,9 @@
 //! Thread domains, and the parent domains that stand for one and a protection domain. `ibv_alloc_td(3)`, `ibv_alloc_parent_domain(3)`.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 
 use crate::memory::{Domain, new_domain};
-use crate::uses::Uses;
+use crate::uses::{Use, Uses};
 use crate::{abi, made};
 
 /// What a program's `struct ibv_td` pointer points at. That its objects are one thread's helps nothing here: their locks are free then.
@@ -36,22 +36,85 @@ pub(crate) unsafe extern "C" fn dealloc_td(domain: *mut abi::Td) -> c_int {
     0
 }
 
+/// What a parent domain has beyond its protection domain.
+pub(crate) struct Parent {
+    pub(crate) allocators: Option<Allocators>,
+    /// The domains that it is of.
+    _of: Vec<Use>,
+}
+
+/// A program's own allocation of memory that the library would allocate for it.
+#[derive(Clone, Copy)]
+pub(crate) struct Allocators {
+    alloc: abi::AllocMemory,
+    free: abi::FreeMemory,
+    context: *mut c_void,
+}
+
+/// `IBV_ALLOCATOR_USE_DEFAULT`: the library is to allocate.
+const USE_DEFAULT: *mut c_void = std::ptr::without_provenance_mut(usize::MAX);
+
+/// Of no vendor, and of one kind.
+const RESOURCE_TYPE: u64 = 0;
+
+impl Allocators {
+    /// Memory of the program's; `None`: it leaves that to the library.
+    ///
+    /// # Safety
+    /// The domain is theirs, and is not deallocated.
+    pub(crate) unsafe fn alloc(
+        &self,
+        pd: *mut abi::Pd,
+        size: usize,
+        alignment: usize,
+    ) -> Result<Option<*mut c_void>, c_int> {
+        // SAFETY: a function of the program's, called as `ibv_alloc_parent_domain(3)` says.
+        match unsafe { (self.alloc)(pd, self.context, size, alignment, RESOURCE_TYPE) } {
+            USE_DEFAULT => Ok(None),
+            at if at.is_null() => Err(libc::ENOMEM),
+            at => Ok(Some(at)),
+        }
+    }
+
+    /// Gives it back.
+    ///
+    /// # Safety
+    /// [`Allocators::alloc`] gave it, for this domain; it is not used any more.
+    pub(crate) unsafe fn free(&self, pd: *mut abi::Pd, at: *mut c_void) {
+        // SAFETY: as above.
+        unsafe { (self.free)(pd, self.context, at, RESOURCE_TYPE) };
+    }
+}
+
 unsafe fn alloc(context: *mut abi::Context, init: &abi::ParentDomainInitAttr) -> Result<*mut abi::Pd, c_int> {
     use abi::parent_domain::*;
-    let allocators = !init.alloc.is_null() && !init.free.is_null();
-    let wanted = init.comp_mask & ALLOCATORS != 0;
-    if init.pd.is_null() || init.comp_mask & !(ALLOCATORS | PD_CONTEXT) != 0 || wanted && !allocators {
+    let has = |bit: u32| init.comp_mask & bit != 0;
+    // Nobody sees this memory who does not see the program's: that some of it may be unprotected asks for nothing.
+    if init.pd.is_null() || has(!(ALLOCATORS | PD_CONTEXT | ALLOW_CC_UNPROTECTED_ALLOC)) {
         return Err(libc::EINVAL);
     }
+    let allocators = if has(ALLOCATORS) {
+        Some(Allocators {
+            alloc: init.alloc.ok_or(libc::EINVAL)?,
+            free: init.free.ok_or(libc::EINVAL)?,
+            context: if has(PD_CONTEXT) {
+                init.pd_context
+            } else {
+                std::ptr::null_mut()
+            },
+        })
+    } else {
+        None
+    };
     // SAFETY: a domain that was made, says the caller.
     let of = unsafe { Domain::of(init.pd) };
     if of.parent_of.is_some() {
         return Err(libc::EINVAL);
     }
-    let mut parent_of = vec![of.uses.begin()];
+    let mut uses = vec![of.uses.begin()];
     // SAFETY: null, or a domain that was made.
     if let Some(td) = unsafe { init.td.cast::<ThreadDomain>().as_ref() } {
-        parent_of.push(td.uses.begin());
+        uses.push(td.uses.begin());
     }
     let (handle, domain) = (of.shown.handle, of.domain.clone());
     Ok(new_domain(
@@ -59,11 +122,14 @@ unsafe fn alloc(context: *mut abi::Context, init: &abi::ParentDomainInitAttr) ->
         handle,
         domain,
         Uses::default(),
-        Some(parent_of),
+        Some(Parent {
+            allocators,
+            _of: uses,
+        }),
     ))
 }
 
-/// Its allocators are for buffers that a device reads from the program's memory. There are none here, so they are never called.
+/// Its allocators give the buffers of `ibv_alloc_buf`. Queues have none: no device reads them from the program's memory.
 pub(crate) unsafe extern "C" fn alloc_parent_domain(
     context: *mut abi::Context,
     init: *mut abi::ParentDomainInitAttr,

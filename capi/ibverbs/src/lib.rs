@@ -1,5 +1,5 @@
 //! `libibverbs.so.1` over rdmux: what programs call that are linked with the system's, with the same names, versions and structures
-//! (rdma-core 44 to 56), on the RNIC in user space. Nothing of it is in the way of the system's library: it is found first only where
+//! (rdma-core 44 to 65), on the RNIC in user space. Nothing of it is in the way of the system's library: it is found first only where
 //! `rdmux run`, or `LD_LIBRARY_PATH`, says so.
 //!
 //! Each object that a program gets is the structure of `<infiniband/verbs.h>`, with what rdmux has behind it. A panic ends the program
@@ -7,6 +7,7 @@
 #![allow(unsafe_code, reason = "the C interface")]
 
 mod address;
+mod buffer;
 mod channel;
 mod cm;
 mod completions;

@@ -11,6 +11,7 @@ use rdmux_verbs::{
 
 use crate::channel::errno_of;
 use crate::context::Context;
+use crate::domains::Parent;
 use crate::queue_pair::{Pair, errno_of_post};
 use crate::uses::{Use, Uses};
 use crate::{abi, made};
@@ -21,8 +22,8 @@ pub(crate) struct Domain {
     pub(crate) shown: abi::Pd,
     pub(crate) domain: ProtectionDomain,
     pub(crate) uses: Uses,
-    /// A parent domain: it uses another one, and maybe a thread domain.
-    pub(crate) parent_of: Option<Vec<Use>>,
+    /// Of a parent domain.
+    pub(crate) parent_of: Option<Parent>,
 }
 
 impl Domain {
@@ -54,7 +55,7 @@ pub(crate) fn new_domain(
     handle: u32,
     domain: ProtectionDomain,
     uses: Uses,
-    parent_of: Option<Vec<Use>>,
+    parent_of: Option<Parent>,
 ) -> *mut abi::Pd {
     let shown = abi::Pd { context, handle };
     let domain = Domain {
@@ -209,7 +210,11 @@ pub(crate) unsafe fn register_memory(
     Ok(made)
 }
 
-unsafe fn register(
+/// Registers memory of the program's.
+///
+/// # Safety
+/// As `ibv_reg_mr(3)` has it.
+pub(crate) unsafe fn register(
     pd: *mut abi::Pd,
     address: *mut c_void,
     length: usize,

@@ -44,15 +44,28 @@ macro_rules! fails {
 }
 
 makes_nothing! {
+    ibv_alloc_dmah
+    ibv_create_comp_cntr
     ibv_reg_dmabuf_mr
 }
 
 refuses! {
+    _ibv_query_comp_cntr_caps
+    ibv_dealloc_dmah
+    ibv_destroy_comp_cntr
+    ibv_inc_comp_cntr
+    ibv_inc_err_comp_cntr
+    ibv_qp_attach_comp_cntr
     ibv_query_ece
+    ibv_read_comp_cntr
+    ibv_read_err_comp_cntr
+    ibv_set_comp_cntr
     ibv_set_ece
+    ibv_set_err_comp_cntr
 }
 
 fails! {
+    ibv_dm_export_dmabuf_fd
     ibv_resolve_eth_l2_from_gid
 }
 

@@ -96,6 +96,29 @@ versions! {
         "ibv_unimport_dm";
     "IBVERBS_1.14":
         "ibv_query_qp_data_in_order";
+    "IBVERBS_1.15":
+        "ibv_alloc_dmah"
+        "ibv_dealloc_dmah"
+        "ibv_reg_mr_ex";
+    "IBVERBS_1.16":
+        "ibv_dm_export_dmabuf_fd"
+        "ibv_query_port_speed";
+    "IBVERBS_1.17":
+        "ibv_alloc_buf"
+        "ibv_free_buf"
+        "ibv_reg_buf_mr";
+    "IBVERBS_1.18":
+        "_ibv_query_comp_cntr_caps"
+        "ibv_create_comp_cntr"
+        "ibv_destroy_comp_cntr"
+        "ibv_export_buf_dmabuf_fd"
+        "ibv_inc_comp_cntr"
+        "ibv_inc_err_comp_cntr"
+        "ibv_qp_attach_comp_cntr"
+        "ibv_read_comp_cntr"
+        "ibv_read_err_comp_cntr"
+        "ibv_set_comp_cntr"
+        "ibv_set_err_comp_cntr";
     "IBVERBS_PRIVATE_34":
         "__ioctl_final_num_attrs"
         "__verbs_log"
@@ -242,6 +265,14 @@ versions! {
         "rdma_get_remote_ece"
         "rdma_reject_ece"
         "rdma_set_local_ece";
+    "RDMACM_1.4":
+        "rdma_query_addrinfo"
+        "rdma_resolve_addrinfo"
+        "rdma_write_cm_event";
+    "RDMACM_1.5":
+        "repoll_create"
+        "repoll_ctl"
+        "repoll_wait";
     "RDMUX_PRIVATE":
         "rdmux_drop_in";
 }

@@ -149,8 +149,8 @@ pub struct ParentDomainInitAttr {
     pub pd: *mut Pd,
     pub td: *mut Td,
     pub comp_mask: u32,
-    pub alloc: *const c_void,
-    pub free: *const c_void,
+    pub alloc: Option<AllocMemory>,
+    pub free: Option<FreeMemory>,
     pub pd_context: *mut c_void,
 }
 
@@ -922,6 +922,10 @@ pub type ModifyQpRateLimit = unsafe extern "C" fn(*mut Qp, *mut QpRateLimitAttr)
 pub type CqRead<T> = unsafe extern "C" fn(*mut CqEx) -> T;
 /// `ibv_reg_dm_mr`: offset, bytes, rights.
 pub type RegDmMr = unsafe extern "C" fn(*mut Pd, *mut Dm, u64, usize, u32) -> *mut Mr;
+/// `alloc` of `struct ibv_parent_domain_init_attr`
+pub type AllocMemory = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, usize, u64) -> *mut c_void;
+/// `free` of `struct ibv_parent_domain_init_attr`
+pub type FreeMemory = unsafe extern "C" fn(*mut Pd, *mut c_void, *mut c_void, u64);
 /// `ibv_alloc_parent_domain`
 pub type AllocParentDomain = unsafe extern "C" fn(*mut Context, *mut ParentDomainInitAttr) -> *mut Pd;
 /// `ibv_create_cq_ex`

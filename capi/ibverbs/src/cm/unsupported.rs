@@ -17,6 +17,12 @@ macro_rules! fails {
 fails! {
     EOPNOTSUPP:
     rdma_get_remote_ece
+    rdma_query_addrinfo
     rdma_reject_ece
+    rdma_resolve_addrinfo
     rdma_set_local_ece
+    rdma_write_cm_event
+    repoll_create
+    repoll_ctl
+    repoll_wait
 }

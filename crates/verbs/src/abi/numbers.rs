@@ -77,6 +77,7 @@ pub mod srq {
 pub mod parent_domain {
     pub const ALLOCATORS: u32 = 1;
     pub const PD_CONTEXT: u32 = 1 << 1;
+    pub const ALLOW_CC_UNPROTECTED_ALLOC: u32 = 1 << 2;
 }
 
 /// `IBV_DM_MASK_HANDLE`.
