@@ -68,6 +68,7 @@ bootstrap_missing() {
         have ib_write_lat || echo perftest
         have ucx_perftest || echo ucx-utils
         have fi_pingpong || echo libfabric-bin
+        have fio || echo fio
         [ -e /usr/include/librpma.h ] || echo librpma-dev
         have ip || echo iproute2 ;;
       pyverbs)
