@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::faults::{Line, Spec, Stream, damage, late_ns};
 use rdmux_rnic::{
-    Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, LinkProgress, Path, PostError, QpType, RKey, Rnic, SendRequest,
-    Time, TransmitBuf, WorkCompletion,
+    Arrival, Config, Cqn, Event, FlushId, FlushJob, LKey, LinkProgress, Path, PostError, QpType, RKey, Rnic,
+    SendRequest, Time, TransmitBuf, WorkCompletion,
 };
 
 use rdmux_rnic::ECN_MARKED;

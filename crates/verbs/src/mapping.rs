@@ -597,6 +597,7 @@ pub(crate) fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
 mod tests {
     use super::*;
     use crate::persist::{LINE, Stream, WriteBack, cpu};
+    use crate::skip::skip;
 
     /// Every way that this processor can go.
     fn cpus() -> Vec<Cpu> {
@@ -622,7 +623,7 @@ mod tests {
     #[test]
     fn copy_process__makes_one_call() {
         if !allows_calls_into_processes() {
-            return;
+            return skip("calls into processes are refused");
         }
         let memory = Mapping::anonymous(8192).unwrap();
         let pid = std::process::id().cast_signed();
@@ -646,7 +647,7 @@ mod tests {
     #[test]
     fn copy_process__places_the_last_word_last() {
         if !allows_calls_into_processes() {
-            return;
+            return skip("calls into processes are refused");
         }
         const LEN: usize = 4096 + 8;
         const TURNS: u64 = 20_000;
@@ -723,7 +724,9 @@ mod tests {
     /// A reader that sees the last word sees everything before it.
     #[test]
     fn write_through__last_word_is_seen_last() {
-        let Some(cpu) = cpu() else { return };
+        let Some(cpu) = cpu() else {
+            return skip("the processor cannot write caches back");
+        };
         let memory = Mapping::anonymous(4096).unwrap();
         const LEN: usize = 2048 + 8;
         std::thread::scope(|threads| {

@@ -100,7 +100,7 @@ struct Rings {
     /// What was granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
     generation: u32,
-    /// That the peer's calls into this process go through, once one is granted.
+    /// That of the grants that are given next, once one was given.
     gate: Option<Arc<Gate>>,
     process: Option<Arc<Process>>,
     stays: Arc<Stays>,
@@ -843,7 +843,7 @@ impl Links {
             inside |= rings.take_back(&is_it);
         }
         if inside {
-            self.stays.wait_briefly();
+            self.stays.wait_briefly(is_it);
         }
     }
 }
@@ -1034,31 +1034,30 @@ impl Rings {
         let Some((entry, index)) = inside else {
             return false;
         };
-        let given = indices.iter().position(|i| *i == index).and_then(|at| taken[at]);
+        let at = indices.iter().position(|i| *i == index);
+        let given = at.and_then(|at| taken[at].clone());
+        let is_inside = given.is_some();
         if let Some(given) = given {
             self.stays.add(Stay {
                 given,
                 entry,
                 segment: Arc::clone(&self.segment),
                 holder,
-                gate: self.gate.clone(),
                 process: self.process.clone(),
                 bell: Arc::clone(&self.bell.socket),
             });
         }
-        given.is_some()
+        is_inside
     }
 
-    /// The gate that calls of the peer are to go through from now on.
-    fn open_gate(&mut self) -> Result<u64, Errno> {
-        let open = self.gate.take().filter(|gate| !gate.is_closed());
-        let gate = match open {
+    /// The gate that calls of the peer go through for what it is granted from now on.
+    fn open_gate(&mut self) -> Result<Arc<Gate>, Errno> {
+        let gate = match self.gate.take().filter(|gate| !gate.is_closed()) {
             Some(gate) => gate,
             None => Arc::new(Gate::new()?),
         };
-        let address = gate.address();
-        self.gate = Some(gate);
-        Ok(address)
+        self.gate = Some(Arc::clone(&gate));
+        Ok(gate)
     }
 
     /// Grants a peer what it asks for, if that may be.
@@ -1105,21 +1104,25 @@ impl Rings {
             Some(_) => grantable.memory_offset,
             None => address.wrapping_add(grantable.memory_offset),
         };
-        let mapped = file.is_some();
-        let gate = if mapped {
-            0
-        } else {
-            self.open_gate().map_err(|_| Refusal::Full)?
+        let gate = match file {
+            Some(_) => None,
+            None => Some(self.open_gate().map_err(|_| Refusal::Full)?),
         };
-        let given = self.given.get(index).copied().flatten().unwrap_or_else(|| {
+        let is_open = |given: &Given| given.gate.as_ref().is_none_or(|gate| !gate.is_closed());
+        let before = self.given.get(index).cloned().flatten().filter(is_open);
+        let given = before.unwrap_or_else(|| {
             self.generation = self.generation.wrapping_add(1).max(1);
             Given {
                 qpn: of,
                 lkey: grantable.lkey,
                 generation: self.generation,
-                mapped,
+                gate,
             }
         });
+        let (generation, gate) = (
+            given.generation,
+            given.gate.as_ref().map_or(0, |gate| gate.address()),
+        );
         if index == self.given.len() {
             self.given.push(Some(given));
         } else {
@@ -1127,12 +1130,12 @@ impl Rings {
         }
         let index = index as u32;
         let word = self.segment.grant(self.side, index);
-        word.store(given.generation, Ordering::Release);
+        word.store(generation, Ordering::Release);
         let granted = message::Granted {
             rkey,
             by,
             index,
-            generation: given.generation,
+            generation,
             access: grantable.access,
             iova: grantable.iova,
             length: grantable.length,

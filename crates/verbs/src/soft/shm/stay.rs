@@ -30,13 +30,14 @@ const LOOK_AGAIN: Timespec = Timespec {
 };
 
 /// A region that was granted to the peer of a queue pair.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(super) struct Given {
     pub(super) qpn: Qpn,
     pub(super) lkey: LKey,
     pub(super) generation: u32,
-    /// The peer maps it; else it calls into this process.
-    pub(super) mapped: bool,
+    /// The gate that the peer's calls go through, whose address stays taken as long as the grant lasts; `None`: the peer maps the
+    /// memory.
+    pub(super) gate: Option<Arc<Gate>>,
 }
 
 /// A peer that was inside of a grant when that was taken back.
@@ -47,8 +48,6 @@ pub(in crate::soft) struct Stay {
     pub(super) segment: Arc<Segment>,
     /// The peer's side.
     pub(super) holder: Side,
-    /// That the peer's calls go through.
-    pub(super) gate: Option<Arc<Gate>>,
     pub(super) process: Option<Arc<Process>>,
     /// Hangs up when the peer ends.
     pub(super) bell: Arc<OwnedFd>,
@@ -56,7 +55,7 @@ pub(in crate::soft) struct Stay {
 
 impl Stay {
     /// Whether nothing that the peer does can reach the memory any more.
-    fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.is_past_the_gate() || self.has_left()
     }
 
@@ -71,7 +70,7 @@ impl Stay {
 
     /// Whether its call is over, or will fail.
     fn is_past_the_gate(&self) -> bool {
-        let gate = self.gate.as_ref().filter(|_| !self.given.mapped);
+        let gate = self.given.gate.as_ref();
         match gate.and_then(|gate| gate.last_through()) {
             None => false,
             Some(last) if last != self.entry => true,
@@ -89,13 +88,17 @@ impl Stay {
     }
 
     fn wait(&self) {
-        loop {
-            // Closed now, not when the grant ended: most peers run, and leave before.
-            if let Some(gate) = self.gate.as_ref().filter(|_| !self.given.mapped) {
+        // Most peers run, and have left by now. Closing a gate ends all grants that go through it.
+        if self.has_left() {
+            return;
+        }
+        if let Some(gate) = &self.given.gate {
+            gate.close();
+        }
+        while !self.is_over() && !self.peer_has_ended(&LOOK_AGAIN) {
+            if let Some(gate) = self.given.gate.as_ref().filter(|gate| !gate.is_closed()) {
+                // The system had no room for it.
                 gate.close();
-            }
-            if self.is_over() || self.peer_has_ended(&LOOK_AGAIN) {
-                return;
             }
         }
     }
@@ -130,19 +133,20 @@ impl Stays {
         }
     }
 
-    /// Those of some grants that are not over.
+    /// Those of some grants whose peers have not left. (Whether they are over by their gates is the waiter's to ask: the kernel may
+    /// take its time to answer.)
     pub(super) fn of(&self, is_it: impl Fn(&Given) -> bool) -> Vec<Arc<Stay>> {
         let mut list = self.list();
         // A call that is still to come writes to the gate's address, so that stays taken until the peer leaves.
         list.retain(|stay| !stay.has_left());
-        let concerns = |stay: &&Arc<Stay>| is_it(&stay.given) && !stay.is_over();
+        let concerns = |stay: &&Arc<Stay>| is_it(&stay.given);
         list.iter().filter(concerns).cloned().collect()
     }
 
-    /// Waits a moment for peers that run.
-    pub(super) fn wait_briefly(&self) {
+    /// Waits a moment for the peers of some grants, if they run.
+    pub(super) fn wait_briefly(&self, is_it: impl Fn(&Given) -> bool) {
         let since = Instant::now();
-        while !self.of(|_| true).is_empty() && since.elapsed() < BRIEFLY {
+        while !self.of(&is_it).is_empty() && since.elapsed() < BRIEFLY {
             std::hint::spin_loop();
         }
     }
