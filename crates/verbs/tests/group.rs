@@ -600,6 +600,9 @@ fn join__waits_for_a_holder_that_gets_no_cpu() {
         let pid = rustix::process::Pid::from_raw(holder.pid()).unwrap();
         let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
         signal(Signal::STOP);
+        // Told when all of its threads are.
+        let told = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
+        assert!(told.is_some_and(|(_, status)| status.stopped()));
         thread::scope(|scope| {
             let joining = scope.spawn(|| Member::start(addr, NOBODY));
             // Time itself is meant: longer than the survivors of a holder take.
