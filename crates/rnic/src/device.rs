@@ -772,6 +772,16 @@ impl Rnic {
         }
     }
 
+    /// The peer of an accepted connection has its QP in RTR: the RTU or a request came from it. Packets that reached it earlier were
+    /// dropped silently, so what was sent to it is sent again at once, unless it has answered. That uses up no retry.
+    pub fn peer_is_ready(&mut self, now: Time, qpn: Qpn) {
+        self.with_qp(now, qpn, |qp, env| {
+            if let Some(requester) = qp.requester() {
+                requester.peer_is_ready(env);
+            }
+        });
+    }
+
     // Memory of this host.
 
     /// Whether a QP's peer is reached through memory of this host: its packets need no ICRC, and [`Event::WantsGrant`] asks for

@@ -874,9 +874,15 @@ impl Qp {
 
     /// Its peer is on this host, or is not any more.
     pub(crate) fn set_local(&mut self, local: bool) {
-        self.head.local = local || self.head.local && mutant!(LinkOutlived);
-        if let Halves::Reliable(requester, _) = &mut self.halves {
-            requester.set_local(local);
+        let was_local = self.head.local;
+        self.head.local = local || was_local && mutant!(LinkOutlived);
+        if let Halves::Reliable(requester, _) = &mut self.halves
+            && !local
+        {
+            if was_local {
+                requester.link_broke();
+            }
+            requester.forget_grants();
         }
     }
 

@@ -171,9 +171,7 @@ pub(crate) struct Requester {
     pub(crate) flush_icrc: FlushIcrc,
     /// When the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
     selective: Option<Box<Selective>>,
-    /// The peer is on this host.
-    local: bool,
-    /// The link to it broke, and what it had not taken is lost.
+    /// The link to the peer broke, and what it had not taken is lost.
     link_broke: bool,
     /// Up to where the peer had taken what was sent, at the last timeout.
     taken: Option<u32>,
@@ -225,7 +223,6 @@ impl Requester {
             draining: false,
             flush_icrc: FlushIcrc::default(),
             selective: None,
-            local: false,
             link_broke: false,
             taken: None,
             direct: Direct::default(),
@@ -335,6 +332,7 @@ impl Requester {
         self.resources.clear();
         self.deadline = None;
         self.rnr_until = None;
+        self.link_broke = false;
         if let Some(selective) = &mut self.selective {
             selective.clear();
         }
@@ -400,7 +398,7 @@ impl Requester {
         head: &Head,
         link: Option<LinkProgress>,
     ) -> Result<(), Broken> {
-        if std::mem::take(&mut self.link_broke) && self.high != self.una {
+        if std::mem::take(&mut self.link_broke) && self.awaits_answer() {
             self.send_again(env, self.una);
         }
         if self.rnr_until.is_some_and(|until| until <= env.now) {
@@ -446,13 +444,21 @@ impl Requester {
         Ok(())
     }
 
-    /// The peer is on this host, or is not any more.
-    pub(crate) fn set_local(&mut self, local: bool) {
-        self.link_broke |= self.local && !local;
-        self.local = local;
-        if !local {
-            self.forget_grants();
+    /// What has no answer is sent again as soon as timers are looked at.
+    pub(crate) fn link_broke(&mut self) {
+        self.link_broke = self.awaits_answer();
+    }
+
+    /// Sends again what the peer had no queue pair in RTR for, and so dropped. A peer that has answered anything had one.
+    pub(crate) fn peer_is_ready(&mut self, env: &mut Env<'_>) {
+        if self.heard.is_none() && self.awaits_answer() {
+            self.send_again(env, self.una);
         }
+    }
+
+    /// Whether something was sent and is not answered. Behind [`Requester::flush`] nothing is, whatever the PSNs say.
+    fn awaits_answer(&self) -> bool {
+        !self.queue.is_empty() && self.high != self.una
     }
 
     /// Whether the peer has yet to take what was sent, and has taken nothing since the last timeout. One that has taken some of it

@@ -155,3 +155,62 @@ fn link_broke__under_a_read_and_a_flush() {
         assert!(found == bytes);
     }
 }
+
+#[test]
+fn link_broke__of_a_pair_that_has_ended_or_ends() {
+    for (selective, ends_first) in [(false, true), (false, false), (true, true), (true, false)] {
+        let mut pair = pair(selective);
+        pair.stopped[1] = true;
+        pair.write(0, 0, 3_000);
+        pair.step();
+        if !ends_first {
+            pair.set_local(false);
+        }
+        pair.modify(0, QpState::Error, &QpAttributes::default());
+        pair.set_local(false);
+        pair.pass(2 * TIMEOUT_NS);
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Flushed)]);
+        assert_eq!(losses(&pair), [0; 6]);
+        assert_eq!(pair.sides[0].rnic.poll_timeout(), None);
+    }
+}
+
+/// One side accepts, is in RTS at once, and sends before the other, which has asked for the connection, knows that.
+#[test]
+fn peer_is_ready__what_it_has_dropped_is_sent_again_at_once() {
+    for selective in [false, true] {
+        let attributes = |rtr: &mut QpAttributes, rts: &mut QpAttributes| {
+            rtr.selective = Some(selective);
+            // The one timeout would end the pair.
+            (rts.timeout, rts.retry_count) = (Some(10), Some(0));
+        };
+        let mut pair = Pair::with(attributes);
+        let [accepting, asking] = [0, 1].map(|i| pair.sides[i].qpn);
+        pair.modify(1, QpState::Reset, &QpAttributes::default());
+        pair.connect_qp(1, asking, accepting, &attributes, QpState::Init);
+        for _ in 0..10 {
+            pair.write(0, 0, 3_000);
+        }
+        while pair.step() {}
+        pair.connect_qp(1, asking, accepting, &attributes, QpState::Rts);
+        while pair.step() {}
+        assert_eq!(pair.sides[0].completed(), []);
+        pair.sides[0].rnic.peer_is_ready(pair.now, accepting);
+        pair.pass(TIMEOUT_NS / 2);
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success); 10]);
+        // One that has answered has dropped nothing.
+        let before = pair.sides[0].rnic.counters().retransmitted_packets;
+        pair.stopped[1] = true;
+        pair.write(0, 0, 8);
+        pair.step();
+        pair.sides[0].rnic.peer_is_ready(pair.now, accepting);
+        pair.stopped[1] = false;
+        while pair.step() {}
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success)]);
+        let counters = pair.sides[0].rnic.counters();
+        assert_eq!(
+            (counters.retransmitted_packets, counters.local_ack_timeout_err),
+            (before, 0)
+        );
+    }
+}

@@ -215,7 +215,7 @@ impl Pair {
         }
     }
 
-    fn connect_qp(
+    pub(super) fn connect_qp(
         &mut self,
         i: usize,
         qpn: Qpn,

@@ -1084,6 +1084,9 @@ impl Core {
         };
         if let Some(qpn) = entry.qpn {
             self.accepted.remove(&qpn);
+            if matches!(event, CmEvent::Established { .. }) {
+                self.rnic.peer_is_ready(now, qpn);
+            }
             // One that was refused before it was connected can be connected again.
             let refused = matches!(event, CmEvent::Rejected { .. });
             let unused = |qp: QpInfo| qp.state == QpState::Reset || refused && qp.state == QpState::Init;

@@ -317,11 +317,15 @@ impl Drop for LooksOut<'_> {
         let engine = self.engine;
         let mut core = engine.lock();
         core.caller_looks = false;
-        while !core.set_bells() {
+        if !core.set_bells() {
             core.receive(engine.now(), RECEIVES_PER_TURN);
         }
         core.finish(engine.now(), true);
         engine.wake_early(&core);
+        // A peer that goes on sending would keep this caller here for ever: the thread takes in the rest.
+        if !core.set_bells() {
+            engine.kick.wake();
+        }
     }
 }
 

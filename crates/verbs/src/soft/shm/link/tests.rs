@@ -15,6 +15,7 @@ use rustix::net::SocketAddrUnix;
 use super::super::grant;
 use super::super::revocation::Words;
 use super::*;
+use crate::cm::ConnectParams;
 use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
 use crate::mapping::{Mapping, Order, Passage, allows_calls_into_processes};
 use crate::region::MemoryRegion;
@@ -554,7 +555,7 @@ fn hear__nonsense_ends_the_link_and_no_connection() {
     // Both ends of a connection that connection management knows.
     let (pd, cq) = (y.0.alloc_pd().unwrap(), y.0.create_cq(16).unwrap());
     let listener = y.0.listen(7174).unwrap();
-    let params = crate::ConnectParams::default();
+    let params = ConnectParams::default();
     let asking = x.1.unwrap();
     let (asking, asked) = thread::scope(|scope| {
         let accepting = scope.spawn(|| {
@@ -1029,6 +1030,51 @@ fn granted__by_somebody_else() {
         forged.say(&Message::Ask { rkey, of, by });
         assert!(matches!(forged.hear(), Some(Message::Denied { .. })));
     }
+}
+
+/// Whoever accepts is in RTS at once, and sends by a link that is up: its SEND may be there before its peer is in RTR.
+#[test]
+fn accept__and_speak_first() {
+    let honest = Honest::new([127, 0, 1, 173], [127, 0, 1, 174]);
+    let [server, client] = [&honest.victim.device, &honest.other.device];
+    let listener = server.listen(7333).unwrap();
+    let queue_pair = |device: &Device| {
+        let cq = device.create_cq(16).unwrap();
+        let pd = device.alloc_pd().unwrap();
+        (pd.create_qp(&QpOptions::new(&cq)).unwrap(), cq)
+    };
+    // 69 s: who waits for the timer waits for too long.
+    let params = ConnectParams {
+        ack_timeout: Some(24),
+        ..ConnectParams::default()
+    };
+    for _ in 0..50 {
+        let ((speaks, cq), (hears, _cq)) = (queue_pair(server), queue_pair(client));
+        hears.init().unwrap();
+        let sges = SgeList::EMPTY;
+        hears.post_recv(RecvRequest { wr_id: 1, sges }).unwrap();
+        thread::scope(|scope| {
+            let connecting = scope.spawn(|| {
+                let to = (server.address(), 7333).into();
+                client.connect(&hears, to, &ConnectParams::default(), b"")
+            });
+            let request = listener.accept(LONG).unwrap();
+            let accepted = request.accept(&speaks, &params, b"").unwrap();
+            speaks
+                .post_send(SendRequest {
+                    wr_id: 1,
+                    operation: Operation::Send { imm: None },
+                    sges: SgeList::EMPTY,
+                    flags: WrFlags::SIGNALED,
+                    to: Target::Connected,
+                })
+                .unwrap();
+            let wc = cq.wait(LONG).unwrap().expect("the timer is not needed");
+            assert_eq!(wc.status, Status::Success);
+            drop((connecting.join().unwrap().unwrap(), accepted));
+        });
+    }
+    assert_eq!(server.counters().local_ack_timeout_err, 0);
 }
 
 #[test]
