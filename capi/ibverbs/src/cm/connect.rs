@@ -500,12 +500,16 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     let Some(Request::Connection(request)) = &mut own.request else {
         return Err(libc::EINVAL);
     };
-    let events = own.shared.events();
+    let (events, verbs) = (own.shared.events(), own.shown.verbs.expose_provenance());
     events.watch(source_of(&own.shared));
     // The peer may answer, and ask anew, before this returns: the answer is told first.
     let accepted = events.tell_happened(|| {
         let connection = request.accept_pair(pair.get(), &params, &data).map(Arc::new);
         if let Ok(connection) = &connection {
+            // Whoever gets ESTABLISHED finds the queue pair in RTS.
+            for state in [QpState::Rtr, QpState::Rts] {
+                pair.show(verbs, connection, state);
+            }
             // It is there: who calls this has it.
             let _ = own.shared.keep(connection);
             own.shared.follow(false);
@@ -518,10 +522,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
         _ => libc::EINVAL,
     })?;
     own.request = None;
-    let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
-    for state in [QpState::Rtr, QpState::Rts] {
-        pair.show(verbs, &connection, state);
-    }
+    let shared = own.shared.clone();
     let waits = connection.clone();
     let thread = crate::spawn("rdmux-accept", move || {
         let connection = waits;

@@ -308,6 +308,8 @@ impl Id {
             before.forget(&source);
             events.watch(source);
         }
+        // While a source was in neither list, a thread that told what happened passed it over.
+        events.tell_happened(|| ());
         self.shown.channel = shown_channel(channel, &mut private);
         self.private = private;
     }
