@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use common::{AS_NOBODY, text};
 use rdmux_verbs::*;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use serde_json::Value;
 use skip::skip;
 use tempfile::TempDir;
@@ -594,6 +594,8 @@ fn play(scene: &str) {
             tell(&client);
         }
         "peer" => {
+            // It may be stopped when the scene's process is killed, and would stay behind.
+            set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
             let server = End::new(2);
             let listener = server.device.listen(7174).unwrap();
             println!("listening");
@@ -684,9 +686,11 @@ impl Played {
 
     fn explained(&self) -> Value {
         let said = self.say(&["explain", "qp", &self.qpn, "--json"]);
-        let list: Vec<Value> = serde_json::from_str(&said).unwrap();
+        // A queue pair of a process that has ended may have had the same number.
+        let mut list: Vec<Value> = serde_json::from_str(&said).unwrap();
+        list.retain(|explained| explained["pid"] == self.child.0.id());
         assert_eq!(list.len(), 1, "{said}");
-        list[0].clone()
+        list.remove(0)
     }
 
     fn kill(&mut self) {
