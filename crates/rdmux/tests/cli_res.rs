@@ -142,14 +142,17 @@ fn meet(server: &Place<'_>, memory: &str, client: &Place<'_>, expected: impl Fn(
                 figures["results"][0]["n_iterations"].as_u64().unwrap() > 0,
                 "{figures}"
             );
-            assert!(as_expected, "server and client: {seen:#?}");
-            return;
+            // A look may take as long as the measurement: another one comes.
+            if as_expected {
+                return;
+            }
+            continue;
         }
         let why = text(&output.stderr);
         let early = why.contains("nothing listens") || why.contains("no answer");
         assert!(early, "{why}");
     }
-    panic!("no connection within {LONG:?}");
+    panic!("not within {LONG:?}; seen last, server and client: {seen:#?}");
 }
 
 fn start_piped(mut command: Command) -> Running {
