@@ -826,6 +826,10 @@ impl Requester {
     }
 
     fn arm(&mut self, now: Time) {
+        // While an RNR NAK is waited out nothing goes out, so no answer can be late.
+        if self.rnr_until.is_some() {
+            return;
+        }
         let shift = u32::from(self.resends / 2).min(2);
         let answer_ns = self.selective.as_deref().and_then(Selective::answer_ns);
         self.deadline = self

@@ -157,6 +157,31 @@ fn link_broke__under_a_read_and_a_flush() {
 }
 
 #[test]
+fn link_broke__while_the_peer_is_not_ready_to_receive() {
+    for selective in [false, true] {
+        // The peer asks for 491.52 ms, more than all retries take.
+        let mut pair = Pair::with(|rtr, rts| {
+            (rtr.selective, rtr.min_rnr_timer) = (Some(selective), Some(31));
+            (rts.timeout, rts.retry_count) = (Some(10), Some(7));
+        });
+        pair.set_local(true);
+        for _ in 0..3 {
+            pair.post(0, Operation::Send { imm: None }, SgeList::inline(b"hello"));
+        }
+        pair.step();
+        pair.step();
+        assert_eq!(pair.sides[0].rnic.counters().rcvd_rnr_err, 1);
+        pair.set_local(false);
+        for _ in 0..3 {
+            pair.recv(1, 1, 0, 64);
+        }
+        pair.run();
+        assert_eq!(pair.sides[0].completed(), [(7, Status::Success); 3]);
+        assert_eq!(pair.sides[0].rnic.counters().local_ack_timeout_err, 0);
+    }
+}
+
+#[test]
 fn link_broke__of_a_pair_that_has_ended_or_ends() {
     for (selective, ends_first) in [(false, true), (false, false), (true, true), (true, false)] {
         let mut pair = pair(selective);

@@ -584,7 +584,7 @@ impl Requester {
         }
         self.lives();
         self.judge_holes(env.now);
-        if self.rnr_until.is_none() && self.high != self.una {
+        if self.high != self.una {
             self.arm(env.now);
         }
     }
