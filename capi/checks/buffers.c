@@ -66,7 +66,7 @@ static void use(struct ibv_pd *pd)
 	completion(cq);
 	completion(cq);
 	CHECK(!memcmp(bytes + page, "told", 4));
-	/* What is not in it, or another domain's, or a file's that it does not have. */
+	/* The registration refuses a range beyond the buffer, another domain's buffer, and a file that has no such buffer. */
 	attr.length = page + 1;
 	CHECK(!reg_mr_ex(pd, &attr) && errno == EINVAL);
 	attr.length = SIZE_MAX;

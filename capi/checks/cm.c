@@ -1,12 +1,9 @@
 /* rdma_cm: what packaged programs ask for seldom, and channels that many threads take events from, while ids connect, change their channel,
    and go. */
-#include "check.h"
-#include <arpa/inet.h>
+#include "cm_check.h"
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
-#include <rdma/rdma_cma.h>
 #include <rdma/rdma_verbs.h>
 #include <stdatomic.h>
 #include <sys/resource.h>
@@ -15,7 +12,6 @@
 enum { TAKERS = 3, CLIENTS = 3 };
 
 static int rounds = 60;
-static struct sockaddr_in address = {.sin_family = AF_INET};
 static struct rdma_event_channel *served;
 static atomic_int clients_left = CLIENTS;
 /* Ids of requests, and those that are gone again. */
@@ -23,28 +19,6 @@ static atomic_int asked, gone;
 
 /* Fails with this errno. */
 #define FAILS(call, number) CHECK((call) == -1 && errno == (number))
-
-static struct rdma_cm_event *event_of(struct rdma_event_channel *channel, enum rdma_cm_event_type type)
-{
-	struct rdma_cm_event *event;
-	CHECK(!rdma_get_cm_event(channel, &event));
-	if (event->event != type)
-		fprintf(stderr, "%s, not %s\n", rdma_event_str(event->event), rdma_event_str(type));
-	CHECK(event->event == type && !event->status);
-	return event;
-}
-
-static void expect(struct rdma_event_channel *channel, enum rdma_cm_event_type type)
-{
-	CHECK(!rdma_ack_cm_event(event_of(channel, type)));
-}
-
-static void create_qp(struct rdma_cm_id *id)
-{
-	struct ibv_qp_init_attr init = {.cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
-	CHECK(!rdma_create_qp(id, NULL, &init));
-	CHECK(id->qp && id->send_cq && id->recv_cq);
-}
 
 /* Brings up a queue pair as its connection says. */
 static void bring_up_for(struct rdma_cm_id *id, struct ibv_qp *qp)
@@ -55,13 +29,6 @@ static void bring_up_for(struct rdma_cm_id *id, struct ibv_qp *qp)
 		CHECK(!rdma_init_qp_attr(id, &attr, &mask));
 		CHECK(!ibv_modify_qp(qp, &attr, mask));
 	}
-}
-
-static void leave(struct rdma_cm_id *id)
-{
-	if (id->qp)
-		rdma_destroy_qp(id);
-	CHECK(!rdma_destroy_id(id));
 }
 
 /* More than an answer has room for. */

@@ -1,42 +1,11 @@
 /* rdma_cm: one event channel tells of connections in the order in which their peers acted. A peer that connects again after its
    connection was established, or has ended, is told of after that. */
-#include "check.h"
-#include <arpa/inet.h>
-#include <netinet/in.h>
+#include "cm_check.h"
 #include <pthread.h>
-#include <rdma/rdma_cma.h>
 
 enum { PER_ROUND = 3 };
 
 static int rounds = 60;
-static struct sockaddr_in address = {.sin_family = AF_INET};
-
-static struct rdma_cm_event *event_of(struct rdma_event_channel *channel, enum rdma_cm_event_type type)
-{
-	struct rdma_cm_event *event;
-	CHECK(!rdma_get_cm_event(channel, &event));
-	if (event->event != type)
-		fprintf(stderr, "%s, not %s\n", rdma_event_str(event->event), rdma_event_str(type));
-	CHECK(event->event == type && !event->status);
-	return event;
-}
-
-static void expect(struct rdma_event_channel *channel, enum rdma_cm_event_type type)
-{
-	CHECK(!rdma_ack_cm_event(event_of(channel, type)));
-}
-
-static void create_qp(struct rdma_cm_id *id)
-{
-	struct ibv_qp_init_attr init = {.cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
-	CHECK(!rdma_create_qp(id, NULL, &init));
-}
-
-static void leave(struct rdma_cm_id *id)
-{
-	rdma_destroy_qp(id);
-	CHECK(!rdma_destroy_id(id));
-}
 
 /* Connects some, each once the one before is established; then ends one and connects another, so that two are there at most. */
 static void *client(void *unused)

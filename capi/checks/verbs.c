@@ -284,7 +284,7 @@ static void busy(void)
 	CHECK(!ibv_dereg_mr(region) && !ibv_dealloc_pd(second));
 }
 
-/* What IBV_DEVICE_MEM_MGT_EXTENSIONS promises: windows of type 2 that their owner, or a peer by its SEND, invalidates. */
+/* IBV_DEVICE_MEM_MGT_EXTENSIONS promises windows of type 2 that their owner, or a peer by its SEND, invalidates. */
 static void invalidate(void)
 {
 	struct ibv_device_attr device;

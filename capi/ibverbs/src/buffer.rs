@@ -9,7 +9,7 @@ use crate::memory::{self, Domain};
 use crate::uses::Use;
 use crate::{abi, made, minus_one};
 
-/// What a program's `struct ibv_buf` pointer points at.
+/// The memory that a program's `struct ibv_buf` pointer points at.
 struct Buffer {
     pd: *mut abi::Pd,
     address: *mut c_void,

@@ -36,7 +36,7 @@ pub(crate) unsafe extern "C" fn dealloc_td(domain: *mut abi::Td) -> c_int {
     0
 }
 
-/// What a parent domain has beyond its protection domain.
+/// The attributes of a parent domain beyond its protection domain.
 pub(crate) struct Parent {
     pub(crate) allocators: Option<Allocators>,
     /// The domains that it is of.

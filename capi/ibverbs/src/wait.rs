@@ -26,7 +26,7 @@ pub(crate) fn uncancelled<R>(call: impl FnOnce() -> R) -> R {
     result
 }
 
-/// Whether who reads a descriptor waits where there is nothing to read.
+/// Returns whether a read of the descriptor blocks while there is nothing to read.
 pub(crate) fn is_blocking(fd: RawFd) -> Result<bool, c_int> {
     // SAFETY: no memory is touched.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };

@@ -297,7 +297,7 @@ fn perf__misspelt_environment() {
 /// A server whose client is killed in the middle; how the server ended.
 fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str; 2]) -> Option<i32> {
     let mut server = Server::perf_with("write-lat", addresses[0], &[], &[("RDMUX_SHM", shared_memory)]);
-    // What a client's queue pair has sent, once it is connected: its PSN, and whether it writes the server's memory without packets.
+    // Once the client's queue pair is connected: its next PSN, and whether it writes the server's memory without packets.
     let sent = || -> Option<(serde_json::Value, bool)> {
         let output = rdmux(&["res", "show", "qp", "--json"]).output().unwrap();
         let qps: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap_or_default();

@@ -800,7 +800,7 @@ fn serve__idle_with_100_connections_sleeps() {
     let (woken, used) = (woken - before.0, used - before.1);
     println!("woken {woken} times in 10 s, {used:?}");
     assert!(woken < 100, "woken {woken} times in 10 s");
-    // What a wake-up costs depends on what else runs; one that never sleeps takes far more.
+    // The cost of a wake-up depends on the load of the machine; a server that never sleeps uses far more.
     assert!(used < Duration::from_millis(200), "{used:?} in 10 s");
     for client in &mut clients {
         client.stat(&Name::new("m").unwrap(), 0).unwrap();

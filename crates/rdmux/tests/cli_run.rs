@@ -205,21 +205,26 @@ fn run__name_that_nothing_can_be_preloaded_by() {
 
 #[test]
 fn usage__what_the_program_could_not_use_is_said() {
-    for (args, expected) in [
+    for (args, (name, value), expected) in [
         (
             &["--device", "192.0.2.1"][..],
+            ("RDMUX_FAULT", ""),
             "192.0.2.1: no address of this host",
         ),
         (
             &["--capture", "/nonexistent/c"],
+            ("RDMUX_FAULT", ""),
             "there is no folder /nonexistent",
         ),
+        (&[], ("RDMUX_FAULT", "loss=2"), "RDMUX_FAULT: 'loss=2'"),
+        (&[], ("RDMUX_SHM", "of"), "RDMUX_SHM=of: it takes on or off"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rdmux"));
         let output = command
             .arg("run")
             .args(args)
             .args(["--", "true"])
+            .env(name, value)
             .output()
             .unwrap();
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -170,7 +170,7 @@ pub(crate) enum Pushed {
 pub struct ArmedQueues(Arc<AtomicUsize>);
 
 impl ArmedQueues {
-    /// Whether any is: its owner may sleep until the queue has told of a completion.
+    /// Returns whether any queue is armed: its owner may sleep until the queue signals a completion.
     #[inline]
     pub fn any(&self) -> bool {
         self.0.load(Ordering::Relaxed) > 0

@@ -82,7 +82,7 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Whether a packet is one of those that are lost, doubled, held back, damaged and delayed.
+    /// Returns whether the faults apply to a packet.
     pub fn concerns(&self, packet: &[u8]) -> bool {
         match self.only {
             Only::All => true,

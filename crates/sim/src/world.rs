@@ -675,7 +675,7 @@ impl World {
         }
     }
 
-    /// Whether packets to a QP of a host are under way.
+    /// Returns whether packets to a QP of a host are in flight.
     pub(crate) fn has_packets_for(&self, host: usize, qpn: Qpn) -> bool {
         let of_qp = |packet: &[u8]| packet.get(5..8) == Some(&qpn.value().to_be_bytes()[1..]);
         self.agenda.values().any(|happening| match happening {

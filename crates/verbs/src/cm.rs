@@ -600,7 +600,7 @@ impl Connection {
         }
     }
 
-    /// Whether the peer has ended the connection. When it has, the queue pair is in Error: what was posted is flushed.
+    /// Returns whether the peer has ended the connection. The queue pair is then in Error and its requests are flushed.
     pub fn is_ended(&self) -> bool {
         self.progress().ended.is_some()
     }

@@ -95,6 +95,6 @@ pub use sidr::{
     AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError,
     ServiceRequest,
 };
-pub use soft::engine::AttachError;
+pub use soft::engine::{AttachError, check_environment};
 pub use soft::load::{Load, wake_cost_ns};
 pub use srq::{SharedReceiveQueue, XrcDomain};

@@ -535,8 +535,8 @@ pub(crate) enum Order {
     Any,
 }
 
-/// What a copy into the memory of another process tells that process's owner of the memory, who may close the gate to keep the copy out:
-/// see `soft/shm/gate.rs`.
+/// The words that a copy into the memory of another process writes beside the bytes. The owner of the memory closes the gate to make
+/// the copy fail: see `soft/shm/gate.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Passage {
     /// Address in the other process, to which the entry is copied before the bytes.

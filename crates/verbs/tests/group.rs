@@ -605,7 +605,7 @@ fn join__waits_for_a_holder_that_gets_no_cpu() {
         assert!(told.is_some_and(|(_, status)| status.stopped()));
         thread::scope(|scope| {
             let joining = scope.spawn(|| Member::start(addr, NOBODY));
-            // Time itself is meant: longer than the survivors of a holder take.
+            // The test needs time to pass, not a condition: a joiner that gives up on a stopped holder does so within 3 s.
             thread::sleep(Duration::from_secs(3));
             assert!(!joining.is_finished());
             signal(if dies { Signal::KILL } else { Signal::CONT });

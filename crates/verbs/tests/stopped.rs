@@ -253,7 +253,7 @@ fn send__to_a_peer_that_is_stopped() {
         };
         qp.post_send(request).unwrap();
     };
-    // What says that packets were lost.
+    // Counters that rise when packets are lost.
     let losses = || {
         let counters = device.counters();
         let timeouts = counters.local_ack_timeout_err;

@@ -107,11 +107,11 @@ struct State {
     /// The program's channel; null where it has none.
     channel: *mut abi::EventChannel,
     connection: Option<Arc<Connection>>,
-    /// What of the connection's progress the program was told; `None`: nothing is told yet.
+    /// The progress of the connection that the program was told; `None`: it was told nothing yet.
     told: Option<Told>,
 }
 
-/// What a program was told of a connection.
+/// Progress of a connection that the program was told.
 struct Told {
     established: bool,
     ended: bool,
@@ -314,7 +314,7 @@ impl Id {
         self.private = private;
     }
 
-    /// What its channel watches for it.
+    /// Returns the sources of events that its channel watches.
     fn sources(&self) -> Vec<Weak<dyn Source>> {
         let mut sources: Vec<Weak<dyn Source>> = self.listening.iter().map(Listening::source).collect();
         sources.push(source_of(&self.shared));

@@ -36,7 +36,7 @@ pub(super) struct Listening {
 }
 
 impl Listening {
-    /// What its channel watches.
+    /// Returns the source of events that its channel watches.
     pub(super) fn source(&self) -> Weak<dyn Source> {
         let source: Weak<Hearing> = self.hearing.clone();
         source
@@ -98,7 +98,7 @@ impl Service {
     }
 }
 
-/// What is listened for, and for whom.
+/// The service that is listened on, and the id that gets its requests.
 struct Hearing {
     service: Service,
     on: On,

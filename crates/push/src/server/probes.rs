@@ -14,7 +14,7 @@ impl Probes {
         Probes { period, next: None }
     }
 
-    /// Whether clients are to be probed now. The first time is a period after the first client has come.
+    /// Returns whether the server must probe its clients now: first one period after the first client connected.
     pub(super) fn are_due(&mut self, now: Instant, is_anybody_there: bool) -> bool {
         let due = is_anybody_there && self.next.is_some_and(|next| next <= now);
         if !is_anybody_there {

@@ -99,6 +99,8 @@ pub(crate) fn run(args: Args) -> Result<()> {
             folder.display()
         );
     }
+    // The program would fail at its first device.
+    rdmux_verbs::check_environment()?;
     let (environment, tree) = environment(&args)?;
     if args.env {
         for (name, value) in environment {

@@ -444,7 +444,7 @@ impl Requester {
         Ok(())
     }
 
-    /// What has no answer is sent again as soon as timers are looked at.
+    /// The next [`Requester::handle_timeout`], due at once, sends again all that has no answer.
     pub(crate) fn link_broke(&mut self) {
         self.link_broke = self.awaits_answer();
     }
@@ -456,13 +456,13 @@ impl Requester {
         }
     }
 
-    /// Whether something was sent and is not answered. Behind [`Requester::flush`] nothing is, whatever the PSNs say.
+    /// Returns whether a request was sent and has no answer. After [`Requester::flush`] there is none, whatever the PSNs say.
     fn awaits_answer(&self) -> bool {
         !self.queue.is_empty() && self.high != self.una
     }
 
-    /// Whether the peer has yet to take what was sent, and has taken nothing since the last timeout. One that has taken some of it
-    /// since, which may have been another queue pair's, runs, and does not answer.
+    /// Returns whether packets wait for the peer and it has taken none since the last timeout. A peer that has taken some since then,
+    /// possibly for another queue pair, runs and does not answer.
     fn is_stalled(&mut self, link: Option<LinkProgress>) -> bool {
         let Some(link) = link.filter(|link| !link.all) else {
             self.taken = None;

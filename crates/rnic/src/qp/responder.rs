@@ -268,7 +268,7 @@ impl Responder {
         self.execution.recv.len()
     }
 
-    /// Whether no answer is owed and no packet is kept.
+    /// Returns whether no answer is pending and no early packet is kept.
     pub(crate) fn rests(&self) -> bool {
         self.answers.is_empty() && self.early.is_empty() && !self.sack_owed
     }

@@ -490,7 +490,7 @@ impl Pair {
         self.taken[i] += u32::from(self.sides[i].inbox.pop_front().is_some());
     }
 
-    /// Whether packets go through memory, for both sides.
+    /// Sets for both sides whether packets go through memory.
     pub(super) fn set_local(&mut self, local: bool) {
         for side in &mut self.sides {
             side.rnic.set_local(side.qpn, local);

@@ -18,9 +18,9 @@ pub(super) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
     Ok([TMPFS, RAMFS, HUGETLBFS].contains(&fstatfs(file)?.f_type))
 }
 
-/// Whether a file keeps the blocks that it has until it is truncated, or a hole is made in it: ext2 to ext4, XFS, btrfs and tmpfs count
-/// what is allocated, and no writing makes that less. Elsewhere it may: ZFS counts blocks once they are compressed, and of a network
-/// file system or FUSE the server counts as it likes.
+/// Returns whether a file keeps its blocks until somebody truncates it or punches a hole. On ext2 to ext4, XFS, btrfs and tmpfs
+/// `st_blocks` counts allocated blocks, and no write lowers it. Elsewhere a write may: ZFS counts blocks after compression, and the server
+/// of a network file system or FUSE may count in any way.
 pub(super) fn keeps_its_blocks(file: impl AsFd) -> io::Result<bool> {
     Ok(counts_what_is_allocated(fstatfs(file)?.f_type))
 }

@@ -286,7 +286,7 @@ fn sync(file: &File) -> Result<(), Errno> {
     fdatasync(file)
 }
 
-/// Whether a file has blocks for so many bytes.
+/// Returns whether a file has blocks for `len` bytes.
 fn has_blocks(stat: &Stat, len: u64) -> bool {
     (stat.st_blocks as u64).saturating_mul(512) >= len
 }

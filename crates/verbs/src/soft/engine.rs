@@ -46,7 +46,7 @@ use crate::waiting::{Plan, WaitMode};
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
 use self::looks::Looks;
-pub(crate) use self::open::check_environment;
+pub use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
 use self::seat::{Seat, Waiter};
 use self::sleep::Epoll;

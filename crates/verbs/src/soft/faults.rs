@@ -303,7 +303,7 @@ impl Faults {
     }
 }
 
-/// What becomes of a packet. One at a port that is down has its number, too.
+/// Draws the fate of a packet. A packet at a port that is down gets a number too.
 fn decide(line: &mut Line, counts: &mut FaultCounts, is_down: bool, packet: &[u8]) -> Fate {
     let mut fate = Fate::default();
     if line.spec().concerns(packet) {

@@ -8,6 +8,7 @@ use rdmux_rnic::faults::{Spec, SpecError};
 
 use crate::provider::Provider;
 use crate::soft::capture::CaptureError;
+use crate::soft::faults;
 use crate::soft::group::GroupError;
 use crate::waiting::WaitMode;
 
@@ -58,8 +59,9 @@ const VARIABLES: [(&str, &[&str], &str); 4] = [
     ),
 ];
 
-/// A misspelt word would be taken for none, and change what is measured.
-pub(crate) fn check_environment() -> Result<(), OpenError> {
+/// Checks the environment variables that [`Device::open`](crate::Device::open) reads. Taken for unset, a misspelt value would change
+/// without a word what a program measures.
+pub fn check_environment() -> Result<(), OpenError> {
     for (name, words, takes) in VARIABLES {
         let Some(value) = std::env::var_os(name) else {
             continue;
@@ -69,6 +71,7 @@ pub(crate) fn check_environment() -> Result<(), OpenError> {
             return Err(OpenError::Environment { name, value, takes });
         }
     }
+    faults::of_process()?;
     Ok(())
 }
 

@@ -23,9 +23,9 @@ pub(super) struct Waiter {
 /// The ways of waiting of those who sit in the thread's place, one at a time.
 #[derive(Debug)]
 pub(super) struct Seat {
-    /// Who sleeps there itself.
+    /// A caller that sleeps in the thread's place.
     sitting: Waiter,
-    /// Who only looks there before it sleeps on descriptors.
+    /// A caller that looks once in the thread's place and then sleeps on descriptors.
     looking: Waiter,
 }
 
@@ -33,7 +33,7 @@ impl Seat {
     pub(super) fn new(pinned: Option<WaitMode>) -> Seat {
         Seat {
             sitting: Waiter::new(pinned),
-            // What arrives wakes the thread, and that the caller.
+            // A packet wakes the thread, and the thread wakes the caller.
             looking: Waiter::woken_by(2, pinned),
         }
     }

@@ -548,7 +548,7 @@ fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
     assert!(looked <= most, "{looked} looks, {most} at most");
 }
 
-/// Who looks before it sleeps spares the thread the wake-ups while it looks, and is told of all that comes when it does not any more.
+/// While a caller looks, the thread is not woken; after its last look the caller is told of all that arrives.
 #[test]
 fn look_before_sleep__loses_no_wake_up() {
     const MESSAGES: u64 = 2_000;

@@ -52,7 +52,7 @@ impl Waker {
         }
     }
 
-    /// Whether it was woken since it was reset last.
+    /// Resets the waker. Returns whether it was woken since the last reset.
     pub(crate) fn reset(&self) -> bool {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }

@@ -31,7 +31,7 @@ pub(super) fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u
     let before = words.inside(Ordering::Relaxed);
     let count = before.wrapping_add(COUNT_ONE) & !(COUNT_ONE - 1);
     let entry = count | (index % GRANTS) << 1 | 1;
-    // Who sees this entry sees all that was written under those before it.
+    // A reader of this entry sees all bytes written under the entries before it.
     words.set_inside(entry, Ordering::Release);
     words.fence(Ordering::SeqCst);
     if words.grant(index, Ordering::Acquire) == generation {
@@ -47,7 +47,7 @@ pub(super) fn leave(words: &impl Words, entry: u32) {
     words.set_inside(entry & !1, Ordering::Release);
 }
 
-/// Whether a grant holds, to who has copied out of it since and before the copy.
+/// Returns whether a grant has held during a copy out of it: call it after the copy.
 #[inline]
 pub(super) fn still_holds(words: &impl Words, index: u32, generation: u32) -> bool {
     words.fence(Ordering::Acquire);
@@ -65,7 +65,7 @@ pub(super) fn take_back(words: &impl Words, grants: &[u32]) -> Option<(u32, u32)
     (entry & 1 == 1 && grants.contains(&index)).then_some((entry, index))
 }
 
-/// Whether the holder has left since it was found by an entry.
+/// Returns whether the holder has left since `entry` was seen.
 pub(super) fn has_left(words: &impl Words, entry: u32) -> bool {
     words.inside(Ordering::Acquire) != entry
 }

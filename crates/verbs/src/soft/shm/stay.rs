@@ -54,12 +54,12 @@ pub(in crate::soft) struct Stay {
 }
 
 impl Stay {
-    /// Whether nothing that the peer does can reach the memory any more.
+    /// Returns whether the peer can no longer reach the memory, whatever it does.
     pub(super) fn is_over(&self) -> bool {
         self.is_past_the_gate() || self.has_left()
     }
 
-    /// Whether the peer has left, or its process has ended.
+    /// Returns whether the peer has left, or its process has ended.
     fn has_left(&self) -> bool {
         let words = GrantWords {
             segment: &self.segment,
@@ -68,7 +68,7 @@ impl Stay {
         revocation::has_left(&words, self.entry) || self.peer_has_ended(&NOT_AT_ALL)
     }
 
-    /// Whether its call is over, or will fail.
+    /// Returns whether the peer's call is over, or will fail.
     fn is_past_the_gate(&self) -> bool {
         let gate = self.given.gate.as_ref();
         match gate.and_then(|gate| gate.last_through()) {
@@ -78,7 +78,7 @@ impl Stay {
         }
     }
 
-    /// Whether the peer's process has ended, or does within a time.
+    /// Returns whether the peer's process has ended, or ends within a time.
     fn peer_has_ended(&self, within: &Timespec) -> bool {
         let (fd, flags) = match &self.process {
             Some(process) => (process.fd(), PollFlags::IN),

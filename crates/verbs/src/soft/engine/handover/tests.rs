@@ -71,7 +71,7 @@ impl World {
 
 struct Model {
     hand_over: HandOver,
-    /// What is reached in turns.
+    /// The state under the engine's lock.
     world: Mutex<World>,
     changed: Condvar,
     /// Completion queues that are armed.

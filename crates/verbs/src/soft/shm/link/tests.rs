@@ -742,7 +742,7 @@ impl GrantedTo {
         Mapping::write_process(pid, address, bytes, Order::LastWordLast, Some(passage))
     }
 
-    /// Whether somebody has taken the grant back.
+    /// Returns whether the owner has revoked the grant.
     fn has_ended(&self) -> bool {
         self.words().grant(self.granted.index, Ordering::Acquire) == 0
     }
@@ -776,7 +776,7 @@ fn revoke__of_peers_stopped_before_they_write() {
         .map(|forger| GrantedTo::new(forger, &end))
         .collect();
     let End { mr, memory, .. } = end;
-    // They have entered, and do nothing more for now: the deregistration does not wait for them.
+    // They have entered and copy nothing yet: the deregistration does not wait for them.
     drop(mr);
     for peer in &granted {
         assert!(peer.has_ended());
@@ -876,22 +876,63 @@ fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> message::Granted {
     }
 }
 
+/// Two regions that one peer was granted through one gate, and a third to ask for.
+struct ByOneGate {
+    honest: Honest,
+    forger: Forger,
+    end: End,
+    second: MemoryRegion,
+    third: MemoryRegion,
+    /// Inside of the region of `end`.
+    peer: GrantedTo,
+    /// The grant of `second`.
+    granted: message::Granted,
+}
+
+impl ByOneGate {
+    fn new(hosts: [u8; 3]) -> ByOneGate {
+        let [own, other, forging] = hosts.map(|host| [127, 0, 1, host]);
+        let honest = Honest::new(own, other);
+        let forger = Forger::new(forging, 3);
+        let end = end_by_calls(honest.device());
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let region = |offset| {
+            end.qp
+                .pd()
+                .reg_mr(end.memory.clone(), offset, 4096, 0, access)
+                .unwrap()
+        };
+        let (second, third) = (region(0), region(4096));
+        let peer = GrantedTo::new(&forger, &end);
+        let granted = ask_for(&peer, &forger, second.rkey());
+        assert_eq!(granted.gate, peer.granted.gate);
+        ByOneGate {
+            honest,
+            forger,
+            end,
+            second,
+            third,
+            peer,
+            granted,
+        }
+    }
+}
+
 /// A gate that was closed for one region's sake is still that of the regions that were granted through it.
 #[test]
 fn revoke__through_a_gate_that_the_link_uses_no_more() {
     if !allows_calls_into_processes() {
         return skip("calls into processes are refused");
     }
-    let honest = Honest::new([127, 0, 1, 159], [127, 0, 1, 160]);
-    let forger = Forger::new([127, 0, 1, 161], 3);
-    let end = end_by_calls(honest.device());
-    let pd = end.qp.pd();
-    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-    let second = pd.reg_mr(end.memory.clone(), 0, 4096, 0, access).unwrap();
-    let third = pd.reg_mr(end.memory.clone(), 4096, 4096, 0, access).unwrap();
-    let mut peer = GrantedTo::new(&forger, &end);
-    let granted = ask_for(&peer, &forger, second.rkey());
-    assert_eq!(granted.gate, peer.granted.gate);
+    let ByOneGate {
+        honest,
+        forger,
+        end,
+        second,
+        third,
+        mut peer,
+        granted,
+    } = ByOneGate::new([159, 160, 161]);
     // The peer is inside of the first region, which is taken back. It leaves, and is in a call to the second before the gate is closed.
     let revoke = |mr: &MemoryRegion| honest.device().engine().lock().links.revoke_region(mr.lkey());
     let stays = revoke(&end.mr);
@@ -919,15 +960,15 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
     if !allows_calls_into_processes() {
         return skip("calls into processes are refused");
     }
-    let honest = Honest::new([127, 0, 1, 162], [127, 0, 1, 163]);
-    let forger = Forger::new([127, 0, 1, 164], 3);
-    let end = end_by_calls(honest.device());
-    let pd = end.qp.pd();
-    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-    let second = pd.reg_mr(end.memory.clone(), 0, 4096, 0, access).unwrap();
-    let third = pd.reg_mr(end.memory.clone(), 4096, 4096, 0, access).unwrap();
-    let mut peer = GrantedTo::new(&forger, &end);
-    let granted = ask_for(&peer, &forger, second.rkey());
+    let ByOneGate {
+        honest,
+        forger,
+        end,
+        second,
+        third,
+        mut peer,
+        granted,
+    } = ByOneGate::new([162, 163, 164]);
     // Deregistered while the peer is inside, who then leaves.
     let End { mr, memory, .. } = end;
     drop(mr);
@@ -948,7 +989,7 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
     assert_eq!(peer.call(memory.address(), &[1]), Ok(()));
 }
 
-/// What a peer was granted before it is not granted by the same number.
+/// A grant entry that is used again gets another generation.
 #[test]
 fn grant__generations_differ() {
     let honest = Honest::new([127, 0, 1, 151], [127, 0, 1, 152]);
@@ -1105,7 +1146,7 @@ fn accept__hundreds_of_connections() {
     assert!(honest.have_link());
 }
 
-/// What a peer sent before it died arrives, though nobody was rung for it.
+/// Packets that a peer sent before it died arrive, although it rang no bell for them.
 #[test]
 fn part__takes_what_is_in_the_ring() {
     let mut honest = Honest::new([127, 0, 1, 156], [127, 0, 1, 157]);
