@@ -407,10 +407,11 @@ fn fault__delay_of_one_side_shows_in_its_latency() {
         let output = client(&args);
         assert!(output.status.success(), "{}", text(&output.stderr));
         let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-        let least = found["results"][0]["t_min"]
+        let typical = found["results"][0]["t_typical"]
             .as_f64()
             .unwrap_or_else(|| panic!("{found:#}"));
-        // A round trip passes both ports, twice each.
-        assert!(least >= 6000.0, "{least} us");
+        // A round trip passes both ports, twice each: 6 ms. A delay counts from the moment at which a device began to receive the packet's
+        // batch, so a few round trips are shorter; without one of the four delays all are, by 1 ms or more.
+        assert!(typical >= 5500.0, "{typical} us");
     }
 }
