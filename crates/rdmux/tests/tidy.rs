@@ -190,3 +190,20 @@ fn tests__skip_in_one_way() {
         }
     }
 }
+
+#[test]
+fn docs__each_page_is_in_the_book_once() {
+    let summary = fs::read_to_string(root().join("docs/SUMMARY.md")).unwrap();
+    let mut listed: Vec<&str> = summary
+        .split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split(')').next())
+        .collect();
+    listed.push("SUMMARY.md");
+    listed.sort_unstable();
+    let folder = fs::read_dir(root().join("docs")).unwrap();
+    let names = folder.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut pages: Vec<String> = names.filter(|name| name.ends_with(".md")).collect();
+    pages.sort_unstable();
+    assert_eq!(listed, pages);
+}
