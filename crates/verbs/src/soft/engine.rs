@@ -12,6 +12,7 @@ mod looks;
 mod open;
 mod seat;
 mod sleep;
+mod sockets;
 mod turn;
 mod waker;
 
@@ -50,11 +51,12 @@ pub use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
 use self::seat::{Seat, Waiter};
 use self::sleep::Epoll;
+use self::sockets::TxSockets;
 use self::turn::{Turn, Turns};
 pub(crate) use self::waker::{CmQueue, CmSink, Waker};
 use super::capture;
 use super::faults::{self, Leaving};
-use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, SLOTS};
+use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record};
 use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
@@ -155,8 +157,7 @@ pub(crate) struct Core {
     #[cfg(test)]
     looked: u64,
     batch: RxBatch,
-    /// One socket per slot of the destination, so that the receiving kernel never merges trains for different sockets.
-    tx: [Option<TxSocket>; SLOTS],
+    tx: TxSockets,
     buf: TransmitBuf,
     /// Trains of `buf` that were sent already; the rest waits for the socket.
     sent: usize,
@@ -361,8 +362,6 @@ impl Engine {
         // One clock for all engines: a thread's load is watched by it.
         static START: OnceLock<Instant> = OnceLock::new();
         let start = *START.get_or_init(Instant::now);
-        let mut tx = [const { None }; SLOTS];
-        tx[0] = Some(gsi);
         let now = Time(start.elapsed().as_nanos() as u64);
         let mut port = Port::new(Rnic::new(config), spec, now);
         let device = DeviceAt {
@@ -391,7 +390,7 @@ impl Engine {
             #[cfg(test)]
             looked: 0,
             batch: RxBatch::new(),
-            tx,
+            tx: TxSockets::new(address, gsi),
             buf: TransmitBuf::new(TRANSMIT_BYTES, gso),
             sent: 0,
             blocked: None,
@@ -1146,14 +1145,9 @@ impl Core {
         }
     }
 
-    /// The UDP source port of packets to a QPN; its socket is made when it is first needed.
+    /// Returns the UDP source port of packets to a QPN.
     pub(crate) fn source_port(&mut self, dest_qpn: Qpn) -> io::Result<u16> {
-        let slot = (dest_qpn.value() >> 16) as usize % SLOTS;
-        let socket = match &mut self.tx[slot] {
-            Some(socket) => socket,
-            empty => empty.insert(TxSocket::bind(self.address)?),
-        };
-        Ok(socket.local_addr().port())
+        self.tx.port_to(dest_qpn)
     }
 
     fn transmit(&mut self, now: Time, all: bool) {
@@ -1189,7 +1183,7 @@ impl Core {
             let train = &trains[self.sent];
             let port = train.path.src_port;
             if !self.links.is_empty()
-                && let Some(slot) = slot_of_port(&self.tx, port)
+                && let Some(slot) = self.tx.slot_of_port(port)
             {
                 let meta = Meta {
                     segment_bytes: train.segment_bytes as u16,
@@ -1215,7 +1209,7 @@ impl Core {
                 })
                 .count()
                 .min(16);
-            let Some(socket) = self.tx.iter().flatten().find(|s| s.local_addr().port() == port) else {
+            let Some(socket) = self.tx.by_port(port) else {
                 self.sent += run;
                 continue;
             };
@@ -1246,10 +1240,7 @@ impl Core {
                     let full = n < run.len();
                     let since = self.blocked.unwrap_or(now);
                     self.blocked = full.then_some(since);
-                    let is_mad = self.tx[0]
-                        .as_ref()
-                        .is_some_and(|gsi| gsi.local_addr().port() == port);
-                    if full && (is_mad || now.since_ns(since) >= SOCKET_FULL_NS) {
+                    if full && (self.tx.carries_cm(port) || now.since_ns(since) >= SOCKET_FULL_NS) {
                         self.blocked = None;
                         self.send_errors += 1;
                         self.sent += 1;
@@ -1282,7 +1273,7 @@ impl Core {
     fn send_with_faults(&mut self, now: Time) {
         let (links, tx) = (&self.links, &self.tx);
         let shared = |path: &Path| {
-            let slot = slot_of_port(tx, path.src_port);
+            let slot = tx.slot_of_port(path.src_port);
             slot.is_some_and(|slot| links.reach((path.dst, slot)))
         };
         self.rnic.take_trains(now, &self.buf, self.sent, shared);
@@ -1291,7 +1282,7 @@ impl Core {
             let Leaving {
                 path, local, damaged, ..
             } = packet;
-            let slot = slot_of_port(&self.tx, path.src_port);
+            let slot = self.tx.slot_of_port(path.src_port);
             let linked = slot
                 .map(|slot| (path.dst, slot))
                 .filter(|peer| self.links.reach(*peer));
@@ -1306,8 +1297,7 @@ impl Core {
                 }
                 continue;
             }
-            let mut sockets = self.tx.iter().flatten();
-            let socket = sockets.find(|socket| socket.local_addr().port() == path.src_port);
+            let socket = self.tx.by_port(path.src_port);
             let Some(socket) = socket.filter(|_| !local) else {
                 continue;
             };
@@ -1322,13 +1312,6 @@ impl Core {
             self.send_errors += u64::from(!sent.is_ok_and(|n| n == 1));
         }
     }
-}
-
-/// The slot of the processes that packets from a port go to; none of the one that carries connection management.
-fn slot_of_port(tx: &[Option<TxSocket>; SLOTS], port: u16) -> Option<u8> {
-    let is_it = |socket: &Option<TxSocket>| socket.as_ref().is_some_and(|s| s.local_addr().port() == port);
-    let slot = tx.iter().position(is_it)?;
-    (slot > 0).then_some(slot as u8)
 }
 
 /// Whether sending failed because the device's address or its interface has gone.

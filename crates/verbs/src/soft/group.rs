@@ -3,7 +3,7 @@
 //! The first process of an address binds [`SLOTS`] sockets to the port, all at once, and a filter that chooses among
 //! them by the top byte of the destination QPN. Every later process of the same user gets all of them, so that none is
 //! ever closed while one process lives: closing one would move live QPs to other sockets. Each process reads the socket
-//! of its own slot and no other.
+//! of its own slot and no other, and keeps the others open by one descriptor (`sockets.rs`).
 //!
 //! Connection management uses QPN 1, which lies in slot 0. One process, the *holder*, reads that socket and hands each
 //! message to the process that it is for: by the slot in the top byte of the communication id, or by the service that a
@@ -25,6 +25,7 @@
 mod ledger;
 pub(in crate::soft) mod message;
 mod names;
+mod sockets;
 mod worker;
 
 use std::collections::BTreeSet;
@@ -50,18 +51,19 @@ pub(crate) use self::ledger::{OwnRecords, Record};
 use self::message::Message;
 pub(in crate::soft) use self::message::{receive_with_descriptors, send_bytes};
 use self::names::Names;
+use self::sockets::Sockets;
 use self::worker::{Role, Worker};
 use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
 use super::user::{User, user_of};
 
-/// Sockets of a group. Slot 0 carries connection management alone, so 15 processes can share an address.
-pub const SLOTS: usize = 16;
+/// Sockets of a group. Slot 0 carries connection management alone, so 127 processes can share an address.
+pub const SLOTS: usize = 128;
 
 /// Services that one process may offer on one address.
 pub const SERVICES_MAX: usize = 512;
 
 /// The slot of QPN 1.
-const CM_SLOT: u8 = 0;
+pub(in crate::soft) const CM_SLOT: u8 = 0;
 
 /// How long `join` waits for the survivors of a holder to agree.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -221,16 +223,13 @@ pub struct GroupCounters {
 /// not `exec` keeps its parent's place taken, and must end before the place is free.
 pub struct Group {
     shared: Arc<Shared>,
-    sockets: Sockets,
+    socket: RxSocket,
     slot: u8,
     records: Arc<OwnRecords>,
     thread: Option<JoinHandle<()>>,
     thread_id: ThreadId,
     _slot_claim: OwnedFd,
 }
-
-/// The sockets by slot.
-type Sockets = Arc<Vec<RxSocket>>;
 
 /// What all processes of a group hold.
 type Shares = (Sockets, Arc<Ledger>);
@@ -322,7 +321,7 @@ impl Group {
         let mut pause = Duration::from_millis(1);
         loop {
             let failure = match names.claim_holder() {
-                Ok(listener) => match bind_all(addr) {
+                Ok(listener) => match Sockets::bind(addr) {
                     Ok(sockets) => {
                         rustix::net::listen(&listener, worker::BACKLOG)
                             .map_err(io("listen on a Unix socket"))?;
@@ -386,7 +385,10 @@ impl Group {
             .claim_a_slot(first_slot, |slot| ledger.is_dirty(slot))
             .map_err(|e| io("bind an abstract Unix socket")(e.into()))?
             .ok_or(GroupError::Full { addr })?;
-        discard_queue(&sockets[usize::from(slot)]).map_err(io("read UDP port 4791"))?;
+        let [socket, cm_socket] = sockets
+            .open([slot, CM_SLOT])
+            .map_err(io("open the sockets of UDP port 4791"))?;
+        discard_queue(&socket).map_err(io("read UDP port 4791"))?;
 
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| io("make an eventfd")(e.into()))?;
@@ -401,14 +403,14 @@ impl Group {
             counters: Counters::default(),
         });
         let records = Arc::new(OwnRecords::new(Arc::clone(&ledger), slot));
-        let shares = (Arc::clone(&sockets), ledger);
-        let worker = Worker::new(Arc::clone(&shared), shares, slot, role, calls)
+        let shares = (sockets, ledger);
+        let worker = Worker::new(Arc::clone(&shared), shares, (slot, cm_socket), role, calls)
             .map_err(io("duplicate a descriptor"))?;
         let thread = crate::thread::spawn("rdmux-cm", move || worker.run()).map_err(io("start a thread"))?;
         let thread_id = thread.thread().id();
         Ok(Group {
             shared,
-            sockets,
+            socket,
             slot,
             records,
             thread: Some(thread),
@@ -444,7 +446,7 @@ impl Group {
     /// # Errors
     /// Those of `fcntl(F_DUPFD_CLOEXEC)`.
     pub fn socket(&self) -> io::Result<RxSocket> {
-        self.sockets[usize::from(self.slot)].try_clone()
+        self.socket.try_clone()
     }
 
     /// Offers `service`: from the return on, requests for it that arrive on this address come to this process.
@@ -584,21 +586,6 @@ pub fn route(payload: &[u8]) -> Option<Route> {
     })
 }
 
-/// Binds all sockets of a new group. The caller is the holder of the address.
-fn bind_all(addr: IpAddr) -> io::Result<Sockets> {
-    let local = SocketAddr::new(addr, ROCE_PORT);
-    // A socket that shares with nobody proves that nobody is there: neither the survivors of a holder that ended, whose
-    // group must not grow, nor a program that would share and so shift all slots.
-    drop(RxSocket::bind(local, false)?);
-    let first = RxSocket::bind(local, true)?;
-    udp::attach_qpn_filter(&first)?;
-    let mut sockets = vec![first];
-    while sockets.len() < SLOTS {
-        sockets.push(RxSocket::bind(local, true)?);
-    }
-    Ok(Arc::new(sockets))
-}
-
 /// The answer to an attempt to become a member.
 enum Entry {
     Welcome {
@@ -654,18 +641,13 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
             next_slot,
         }) => {
             let ledger = descriptors.pop().and_then(Ledger::from_fd);
-            let sockets: io::Result<Vec<_>> = descriptors.into_iter().map(RxSocket::from_fd).collect();
-            let is_ours = |s: &RxSocket| s.local_addr() == SocketAddr::new(addr, ROCE_PORT);
-            match (sockets, ledger) {
-                (Ok(sockets), Some(ledger)) if sockets.len() == SLOTS && sockets.iter().all(is_ours) => {
-                    let shares = (Arc::new(sockets), Arc::new(ledger));
-                    Ok(Entry::Welcome {
-                        link,
-                        shares,
-                        next_slot,
-                    })
-                }
-                _ => Err(no_answer),
+            match Sockets::from_descriptors(addr, descriptors).zip(ledger) {
+                Some((sockets, ledger)) => Ok(Entry::Welcome {
+                    link,
+                    shares: (sockets, Arc::new(ledger)),
+                    next_slot,
+                }),
+                None => Err(no_answer),
             }
         }
         Some(Message::Welcome { .. }) => Err(GroupError::OtherVersion { addr, pid }),

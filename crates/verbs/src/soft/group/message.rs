@@ -18,9 +18,9 @@ use rustix::net::{
 use super::{SERVICES_MAX, SLOTS};
 
 /// Both ends must have the same.
-pub(crate) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 3;
 
-/// Descriptors of a welcome: all sockets and the ledger.
+/// Descriptors of a welcome at most: all sockets and the ledger.
 pub(super) const DESCRIPTORS: usize = SLOTS + 1;
 
 /// A datagram of connection management is shorter: BTH, DETH, 256 bytes, ICRC.
@@ -36,7 +36,7 @@ const MAD: u8 = 4;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message<'a> {
-    /// Holder to new connection, with all sockets of the group and its ledger.
+    /// Holder to new connection, with the group's sockets and its ledger.
     Welcome { version: u16, next_slot: u8 },
     /// Member to holder: who it is and what it offers, again at each change.
     Announce { slot: u8, services: Vec<ServiceId> },
@@ -183,9 +183,20 @@ pub(in crate::soft) fn receive_with_descriptors(
     fd: impl AsFd,
     buffer: &mut [u8],
 ) -> Result<(usize, Vec<OwnedFd>), Errno> {
+    receive_by(fd, buffer, RecvFlags::DONTWAIT)
+}
+
+/// Makes descriptors of those that came with the first message, which stays in the queue.
+pub(super) fn peek_with_descriptors(fd: impl AsFd) -> Result<Vec<OwnedFd>, Errno> {
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let (_, descriptors) = receive_by(fd, &mut [0], flags)?;
+    Ok(descriptors)
+}
+
+fn receive_by(fd: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> Result<(usize, Vec<OwnedFd>), Errno> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
     let received = recvmsg(fd, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
     let mut descriptors = Vec::new();
     for item in control.drain() {
@@ -193,8 +204,9 @@ pub(in crate::soft) fn receive_with_descriptors(
             descriptors.extend(fds);
         }
     }
+    // There is room for all that a message may carry: the process may not have more descriptors.
     if received.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(Errno::MSGSIZE);
+        return Err(Errno::MFILE);
     }
     Ok((received.bytes, descriptors))
 }

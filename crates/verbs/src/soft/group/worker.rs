@@ -1,7 +1,7 @@
 //! The group's thread: holder, member, or on the way from one to the other.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -13,7 +13,8 @@ use rustix::net::{SocketFlags, accept_with};
 
 use super::ledger::Ledger;
 use super::message::{self, Message};
-use super::{CM_SLOT, Calls, MadDatagram, Route, SLOTS, Shared, Shares, Sockets, route};
+use super::sockets::Sockets;
+use super::{Calls, MadDatagram, Route, SLOTS, Shared, Shares, route};
 use crate::soft::udp::{self, RxBatch, RxSocket};
 use crate::soft::user::{User, user_of};
 
@@ -105,11 +106,10 @@ impl Worker {
     pub(super) fn new(
         shared: Arc<Shared>,
         (sockets, ledger): Shares,
-        slot: u8,
+        (slot, cm_socket): (u8, RxSocket),
         role: Role,
         calls: Calls,
     ) -> io::Result<Self> {
-        let cm_socket = sockets[usize::from(CM_SLOT)].try_clone()?;
         if let Role::Member(link) = &role {
             let mut state = shared.state();
             state.link = Some(link.try_clone()?);
@@ -313,8 +313,8 @@ impl Worker {
                 };
                 holder.peers.remove(i);
             }
-            let sockets = self.sockets.iter().map(|s| s.as_fd());
-            let descriptors: Vec<BorrowedFd<'_>> = sockets.chain([self.ledger.as_fd()]).collect();
+            let mut descriptors = self.sockets.descriptors();
+            descriptors.push(self.ledger.as_fd());
             let welcome = Message::Welcome {
                 version: message::VERSION,
                 next_slot: self.next_slot,
