@@ -1,8 +1,8 @@
-//! The RDMA transport as a state machine. It does no I/O, reads no clock, starts no thread and draws no random number that
-//! it was not seeded with: whoever drives it feeds in datagrams and the time, and sends what it wants sent. The `soft`
-//! provider of `rdmux-verbs` drives it over UDP, the simulator over links that lose packets under a virtual clock.
+//! The RDMA transport as a state machine. It does no I/O, reads no clock, starts no thread, and takes randomness only from the seed
+//! that it is given: its driver passes in received datagrams and the time, and sends the packets that the engine produces. The `soft`
+//! provider of `rdmux-verbs` drives it over UDP; the simulator drives it over lossy links under a virtual clock.
 //!
-//! Begin with [`Rnic`], whose documentation is the calling contract, and [`Memory`], by which all bytes are reached.
+//! Begin with [`Rnic`], whose documentation is the calling contract, and [`Memory`], through which the engine accesses all bytes.
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 

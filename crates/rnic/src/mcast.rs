@@ -5,12 +5,12 @@ use std::net::IpAddr;
 
 use rdmux_wire::Qpn;
 
-/// Groups of a device; as many as rxe has.
+/// Maximum number of groups of a device; the same limit as rxe has.
 pub const MCAST_GROUPS_MAX: usize = 8192;
-/// QPs attached to one group; as many as rxe has.
+/// Maximum number of QPs attached to one group; the same limit as rxe has.
 pub const MCAST_QPS_MAX: usize = 56;
 
-/// Why a QP was not attached to a group, or not detached from it.
+/// Error of attaching a QP to a multicast group, or of detaching it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum McastError {
     /// No such QP.
@@ -22,10 +22,10 @@ pub enum McastError {
     /// The address is no multicast address of the device's own family.
     #[error("the address is no multicast address of the device's address family")]
     BadAddress,
-    /// As many groups as a device has.
+    /// The device already has [`MCAST_GROUPS_MAX`] groups.
     #[error("the device has no room for another multicast group")]
     TooManyGroups,
-    /// As many QPs as a group takes.
+    /// The group already has [`MCAST_QPS_MAX`] QPs.
     #[error("the multicast group has no room for another QP")]
     TooManyQps,
     /// The QP is not attached to this group.
@@ -38,7 +38,7 @@ pub enum McastError {
 pub(crate) struct Groups(BTreeMap<IpAddr, Vec<Qpn>>);
 
 impl Groups {
-    /// Attaching twice is attaching once. IBTA Vol 1, 11.3.1.
+    /// Attaches a QP to a group. A second attach of the same QP changes nothing. IBTA Vol 1, 11.3.1.
     pub(crate) fn attach(&mut self, group: IpAddr, qpn: Qpn) -> Result<(), McastError> {
         if self.0.len() >= MCAST_GROUPS_MAX && !self.0.contains_key(&group) {
             return Err(McastError::TooManyGroups);

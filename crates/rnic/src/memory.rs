@@ -1,4 +1,4 @@
-//! Memory as the engine sees it: every access is done, or a fault. A fault becomes the NAK that the specification gives.
+//! Memory as the engine sees it: an access either succeeds or faults. A fault becomes the NAK that the specification assigns to it.
 
 use std::any::Any;
 use std::fmt;
@@ -7,10 +7,10 @@ use bitflags::bitflags;
 pub use rdmux_wire::roce::Placement;
 
 bitflags! {
-    /// What may be done with a region or on a QP. The values are those of `enum ibv_access_flags`; IBTA Vol 1, 10.6.3.1.
+    /// Access rights of a region or a QP. The values are those of `enum ibv_access_flags`; IBTA Vol 1, 10.6.3.1.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct Access: u32 {
-        /// The device may write it for its owner: receives and READ destinations.
+        /// The device may write the region on behalf of its owner: receives and READ destinations.
         const LOCAL_WRITE = 1 << 0;
         /// A peer may WRITE and ATOMIC WRITE.
         const REMOTE_WRITE = 1 << 1;
@@ -18,19 +18,19 @@ bitflags! {
         const REMOTE_READ = 1 << 2;
         /// A peer may compare-and-swap and fetch-and-add.
         const REMOTE_ATOMIC = 1 << 3;
-        /// Memory windows may be bound to it. IBTA Vol 1, 10.6.7.2.
+        /// Memory windows may be bound to the region. IBTA Vol 1, 10.6.7.2.
         const MW_BIND = 1 << 4;
         /// Addresses count from the start of the region or window. IBTA Vol 1, 10.6.3.1.
         const ZERO_BASED = 1 << 5;
-        /// Pages need not be there when registered. Always so here: registration never pins.
+        /// Pages need not be present at registration. Always true here: registration never pins.
         const ON_DEMAND = 1 << 6;
-        /// The pages are huge ones; a hint.
+        /// The region consists of huge pages; a hint.
         const HUGETLB = 1 << 7;
         /// A peer may FLUSH with placement type global visibility. A19.4.
         const FLUSH_GLOBAL = 1 << 8;
         /// A peer may FLUSH with placement type persistence. A19.4.
         const FLUSH_PERSISTENT = 1 << 9;
-        /// Writes may be seen out of order; a hint.
+        /// Writes may become visible out of order; a hint.
         const RELAXED_ORDERING = 1 << 20;
     }
 }
@@ -48,10 +48,10 @@ impl Access {
     }
 }
 
-/// Why memory could not be read, written or flushed.
+/// Error of reading, writing or flushing memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// There is no memory at that place, or no longer: unmapped, truncated, revoked.
+    /// There is no memory at that offset, or it has gone: unmapped, truncated, revoked.
     #[error("no memory at this offset (unmapped or truncated)")]
     Unmapped,
     /// The medium has no room for the bytes.
@@ -60,29 +60,29 @@ pub enum Fault {
     /// The medium failed; the number is the system's errno.
     #[error("input/output error (errno {0})")]
     Io(i32),
-    /// This memory cannot do that: a persistent flush of volatile memory.
+    /// The memory does not support the operation: a persistent flush of volatile memory, for example.
     #[error("not supported by this memory")]
     NotSupported,
 }
 
-/// An operation on 8 aligned bytes that nobody sees half done.
+/// An operation on 8 aligned bytes that nobody observes half done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
-    /// Store `swap` when the number is `compare`.
+    /// Stores `swap` if the current value is `compare`.
     CompareSwap {
-        /// To be found.
+        /// Expected value.
         compare: u64,
-        /// To be stored.
+        /// Value to store.
         swap: u64,
     },
-    /// Add, wrapping.
+    /// Adds, wrapping.
     FetchAdd(u64),
-    /// Store these bytes as they are.
+    /// Stores these bytes as they are.
     Write([u8; 8]),
 }
 
 impl Atomic {
-    /// What stands there afterwards.
+    /// Returns the bytes after the operation.
     pub fn apply(self, before: [u8; 8]) -> [u8; 8] {
         match self {
             Atomic::CompareSwap { compare, swap } if u64::from_ne_bytes(before) == compare => {
@@ -95,90 +95,91 @@ impl Atomic {
     }
 }
 
-/// Memory that regions are registered over.
+/// Memory over which regions are registered.
 ///
-/// Offsets count from the start of the memory. An access outside of it is [`Fault::Unmapped`], never a panic. Bytes are
-/// placed in ascending order and the last word with release semantics, since programs poll it.
+/// Offsets count from the start of the memory. An access outside of it returns [`Fault::Unmapped`] and never panics. Bytes are written
+/// in ascending order and the last word with release semantics, since programs poll it.
 pub trait Memory: fmt::Debug + Send + Sync {
-    /// Bytes of it.
+    /// Returns the length in bytes.
     fn len(&self) -> u64;
 
-    /// Whether it has no bytes.
+    /// Returns whether the memory has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Copies `out.len()` bytes at `offset` out.
+    /// Copies `out.len()` bytes at `offset` into `out`.
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault>;
 
-    /// Places `bytes` at `offset`, in ascending order, the last word last: a program may poll it.
+    /// Writes `bytes` at `offset` in ascending order, the last word last, since a program may poll it.
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault>;
 
-    /// Places `bytes` at `offset` in any order: a completion tells the reader that they are there.
+    /// Writes `bytes` at `offset` in any order: the reader learns from a completion that the bytes are there.
     fn write_in_any_order(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         self.write(offset, bytes)
     }
 
-    /// Does an atomic operation on the 8 bytes at `offset` and gives back what they held as a number of the host. Where the
-    /// bytes can be loaded and stored it is atomic to the CPUs too; else to all accesses through this `Memory`. An `offset`
-    /// whose address is no multiple of 8 is [`Fault::NotSupported`].
+    /// Executes an atomic operation on the 8 bytes at `offset` and returns their previous value in the host's byte order. Where the
+    /// bytes can be loaded and stored, the operation is also atomic with respect to the CPUs; otherwise only with respect to accesses
+    /// through this `Memory`. An `offset` whose address is not a multiple of 8 returns [`Fault::NotSupported`].
     fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault>;
 
-    /// The placement types that a flush of this memory can honour.
+    /// Returns the placement types that a flush of this memory can honour.
     fn placement(&self) -> Placement;
 
-    /// Whether [`Memory::flush`] of this placement type returns without waiting for a medium. Then the engine calls it
-    /// itself; else it hands the flush to the driver ([`crate::Rnic::poll_flush`]).
+    /// Returns whether [`Memory::flush`] with this placement type returns without waiting for a medium. If so, the engine calls it
+    /// itself; otherwise the engine hands the flush to the driver ([`crate::Rnic::poll_flush`]).
     fn flush_is_immediate(&self, placement: Placement) -> bool;
 
-    /// Whether one large access is much cheaper than many small ones, as it is where each is a system call. Then what arrives
-    /// or leaves together is placed or read together.
+    /// Returns whether one large access is much cheaper than many small ones, for example because each access is a system call. If so,
+    /// the engine writes the bytes of packets that arrive together, and reads the bytes of packets that leave together, in one access.
     fn gathers(&self) -> bool {
         false
     }
 
-    /// Brings `length` bytes at `offset` to the placement asked for. May block when not immediate.
+    /// Brings `length` bytes at `offset` to the requested placement. May block unless [`Memory::flush_is_immediate`].
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault>;
 
-    /// Itself, for a driver that has a shorter way between memories of its own kinds.
+    /// Returns the concrete memory, for a driver that has a shorter path between memories of its own kinds.
     fn as_any(&self) -> Option<&dyn Any> {
         None
     }
 
-    /// The memory whose pages these are, at the same offsets, for a device that reads and writes them by itself and so goes past
-    /// this trait. `None`: its bytes are not mapped in this process for as long as it lives, or nothing may go past it.
+    /// Returns the memory that owns the pages, at the same offsets, for a device that reads and writes them by itself and so bypasses
+    /// this trait. Returns `None` if the bytes are not mapped in this process for the memory's whole lifetime, or if nothing may bypass
+    /// the trait.
     fn pages(&self) -> Option<&dyn Any> {
         None
     }
 }
 
-/// A peer's memory that this host lets us reach without the peer: it granted that, and may take it back at any time.
+/// A peer's memory that the peer has granted and that this host can access without the peer. The peer may revoke the grant at any time.
 pub trait PeerMemory: fmt::Debug + Send + Sync {
-    /// Places `length` bytes of own memory at an offset of the peer's. As with [`Memory::write`] the last word comes last.
+    /// Copies `length` bytes of own memory to an offset in the peer's memory. As with [`Memory::write`], the last word is written last.
     fn write(&self, offset: u64, from: &dyn Memory, from_offset: u64, length: u64) -> Result<(), PeerFault>;
 
-    /// Places bytes at an offset of the peer's memory.
+    /// Writes bytes at an offset in the peer's memory.
     fn write_bytes(&self, offset: u64, bytes: &[u8]) -> Result<(), PeerFault>;
 
-    /// Places `length` bytes at an offset of the peer's memory in own memory.
+    /// Copies `length` bytes at an offset in the peer's memory to own memory.
     fn read(&self, offset: u64, to: &dyn Memory, to_offset: u64, length: u64) -> Result<(), PeerFault>;
 
-    /// Itself, for a driver that tells its own kinds apart.
+    /// Returns the concrete memory, for a driver that distinguishes its own kinds.
     fn as_any(&self) -> Option<&dyn Any> {
         None
     }
 }
 
-/// Why a peer's memory was not reached.
+/// Error of accessing a peer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerFault {
-    /// The grant has ended, or the system does not allow it: it is the peer's to do, and asked for by packets.
+    /// The grant has ended, or the system does not allow the access: the requester must send packets, and the peer executes the request.
     Ended,
     /// Own memory failed.
     Own(Fault),
 }
 
-/// Plain bytes in the process's heap: for tests and the simulator.
+/// Plain bytes in the process's heap, for tests and the simulator.
 pub struct HeapMemory {
     bytes: std::sync::Mutex<Vec<u8>>,
     len: u64,
@@ -191,7 +192,7 @@ impl fmt::Debug for HeapMemory {
 }
 
 impl HeapMemory {
-    /// `len` zero bytes.
+    /// Returns a memory of `len` zero bytes.
     pub fn new(len: usize) -> HeapMemory {
         HeapMemory {
             bytes: std::sync::Mutex::new(vec![0; len]),

@@ -1,6 +1,6 @@
-//! Deliberate defects, one at a time, by which the tests prove that they can fail. Compiled in by feature `mutants` only.
+//! Deliberate defects, one at a time, with which the tests prove that they can fail. Only feature `mutants` compiles them in.
 
-/// Whether a defect is switched on; constant `false` without feature `mutants`.
+/// Evaluates to true when a defect is switched on; constant `false` without feature `mutants`.
 macro_rules! mutant {
     ($name:ident) => {{
         #[cfg(feature = "mutants")]
@@ -27,14 +27,14 @@ mod switch {
             }
 
             impl Mutant {
-                /// All of them.
+                /// All defects.
                 pub const ALL: &[Mutant] = &[$(Mutant::$name),+];
             }
         };
     }
 
     mutants! {
-        /// A region reaches one byte too far.
+        /// A region extends one byte too far.
         BoundOffByOne,
         /// A request is acknowledged although its bytes were not placed.
         AckBeforePlacement,
@@ -44,7 +44,7 @@ mod switch {
         GapAccepted,
         /// A PSN comparison does not wrap.
         PsnDoesNotWrap,
-        /// A NAK that reports a gap acknowledges the packet that it asks for.
+        /// A NAK that reports a gap also acknowledges the packet that it requests.
         GapNakAcknowledges,
         /// An RNR NAK is taken as an acknowledgement.
         RnrIsAck,
@@ -58,81 +58,81 @@ mod switch {
         IcrcIgnored,
         /// The last packet of a message is never sent again.
         LastNotResent,
-        /// A READ or FLUSH that is replayed waits behind answers to later requests.
+        /// The responder queues a replayed READ or FLUSH behind its answers to later requests.
         ReplayBehindAll,
         /// Retries are not counted.
         RetriesNeverEnd,
         /// A QP in error does not flush its receives.
         ReceivesForgotten,
-        /// A type 2 window serves every QP.
+        /// A type 2 window accepts requests on any QP.
         WindowOfAnyQp,
-        /// A SEND with invalidate leaves the key as it was.
+        /// A SEND with invalidate leaves the key valid.
         InvalidateForgotten,
         /// A QP in SQD begins new requests.
         SqdBeginsNew,
         /// A fenced request does not wait.
         FenceIgnored,
-        /// An atomic operation takes any address.
+        /// An atomic operation accepts any address.
         AtomicMisaligned,
         /// An atomic operation does not wait for a FLUSH before it.
         AtomicPassesFlush,
-        /// A message of UC goes on after a gap.
+        /// A UC message continues after a gap.
         UcGapAccepted,
-        /// A packet of UC that is late or a copy begins a message.
+        /// A UC packet that is late or a duplicate begins a message.
         UcLateAccepted,
-        /// A message of UC that is dropped uses up its receive.
+        /// A dropped UC message consumes a receive.
         UcDropUsesReceive,
-        /// A send request of UC or UD that fails leaves the QP in RTS.
+        /// A failed send request of UC or UD leaves the QP in RTS.
         SqeNotEntered,
         /// The Q_Key is not checked.
         QkeyIgnored,
-        /// A datagram's header is not placed.
+        /// The GRH of a datagram is not placed.
         GrhLeftOut,
-        /// The header is not counted among a datagram's bytes.
+        /// The GRH is not counted in a datagram's byte length.
         GrhNotCounted,
-        /// What is sent to a group reaches QPs that are not attached.
+        /// A datagram to a group reaches QPs that are not attached to it.
         McastToAll,
-        /// What is sent to a group reaches one of the attached QPs alone.
+        /// A datagram to a group reaches only one of the attached QPs.
         McastToFirst,
-        /// A send request of UC or UD that fails takes the QP to Error.
+        /// A failed send request of UC or UD moves the QP to Error.
         SqeIsError,
-        /// A gap is reported by bitmap to a peer that did not agree to it.
+        /// The responder reports a gap by bitmap to a peer that did not agree to it.
         SackUnagreed,
-        /// A gap is kept to oneself.
+        /// The responder does not report a gap.
         SackNeverSent,
         /// A bitmap begins one packet too late.
         SackBeginsLate,
-        /// A bitmap acknowledges the packet that it asks for.
+        /// A bitmap acknowledges the packet that it requests.
         SackAcknowledgesHole,
-        /// What comes after a gap is dropped.
+        /// The responder drops packets behind a gap.
         KeptNothing,
-        /// What was kept is executed before all that is missing has come.
+        /// The responder executes kept packets before all missing packets have arrived.
         KeptBeforeGapCloses,
-        /// A message that was kept is not solicited any more.
+        /// A kept message loses its solicited event.
         KeptSolicitedLost,
-        /// A request that was kept and finds no receive is passed over.
+        /// The responder skips a kept request that finds no receive.
         KeptRefusedSkipped,
-        /// What was kept behind the next gap is acknowledged.
+        /// The responder acknowledges packets that it keeps behind the next gap.
         AckPastHole,
-        /// A hole counts as filled without a packet.
+        /// The requester treats a hole as filled without sending a packet.
         HoleNeverResent,
-        /// A hole that was filled in vain is not filled again.
+        /// The requester fills a hole only once, even if that packet is lost as well.
         HoleFilledOnce,
-        /// Nobody asks what the peer has when no answer comes.
+        /// The requester sends no probe when no answer arrives.
         ProbeNeverSent,
-        /// READ data that came late completes all that was sent.
+        /// READ data that arrives late completes every request that was sent.
         AnsweredIsAll,
-        /// Packets that are reported as arrived count as under way.
+        /// Packets that the peer reports as arrived still count as in flight.
         ArrivedStillInFlight,
         /// Every loss halves the window.
         EveryLossHalves,
-        /// The limit of a shared receive queue is not disarmed when it was told.
+        /// The limit of a shared receive queue stays armed after its event.
         SrqLimitStaysArmed,
-        /// The limit of a shared receive queue is not told.
+        /// The limit of a shared receive queue raises no event.
         SrqLimitUntold,
-        /// Nobody is told that a QP in error uses no more of a shared receive queue.
+        /// The device raises no event when a QP in Error stops using its shared receive queue.
         LastWqeUntold,
-        /// A message of XRC takes its receive from another queue than it names.
+        /// An XRC message takes its receive from a queue other than the one that it names.
         XrcSrqIgnored,
         /// A solicited message wakes nobody.
         SolicitedIgnored,
@@ -146,61 +146,61 @@ mod switch {
         LocalInvalidateForgotten,
         /// A region that is registered anew keeps its old memory.
         ReregisterKeepsMemory,
-        /// A region that is deregistered stays.
+        /// A deregistered region stays usable.
         DeregisterForgotten,
         /// A repeated atomic operation is executed again.
         AtomicReplayExecutes,
-        /// A repeated atomic operation is answered without what it found.
+        /// The response to a repeated atomic operation lacks the original value.
         AtomicReplayLost,
         /// A repeated ATOMIC WRITE is executed again.
         AtomicWriteReplayExecutes,
-        /// A FLUSH leaves out its last byte.
+        /// A FLUSH omits its last byte.
         FlushShort,
         /// A FLUSH that failed is answered as one that succeeded.
         FailedFlushAnswered,
-        /// A part of a READ that is asked for again is taken from its beginning.
+        /// The responder answers a repeated request for part of a READ from the beginning of the READ.
         ReadReplayedFromStart,
-        /// The responder remembers one request less than it promised.
+        /// The responder remembers one request fewer than it announced.
         ResourceForgotten,
-        /// The responder keeps for replay what is so old that it seems to come after a repeat.
+        /// The responder keeps a request for replay for so long that its PSN seems to follow that of a repeat.
         OldResourceKept,
-        /// More requests are sent than the peer can remember.
+        /// The requester sends more requests than the peer can remember.
         InitiatorDepthIgnored,
-        /// The send queue is said to have drained while requests are under way.
+        /// The device reports the send queue as drained while requests are in flight.
         SqDrainedEarly,
-        /// Nobody is told that the send queue has drained.
+        /// The device raises no event when the send queue has drained.
         SqDrainedUntold,
         /// RNR retries are not counted.
         RnrRetriesNeverEnd,
         /// A QP in error flushes its send requests in the wrong order.
         FlushedBackwards,
-        /// Nobody is told that a QP went to error.
+        /// The device raises no event when a QP enters Error.
         QpErrorUntold,
-        /// Nobody is told that a completion queue overran.
+        /// The device raises no event when a completion queue overruns.
         OverrunUntold,
-        /// Nobody is told of the first request in RTR.
+        /// The device raises no event for the first request in RTR.
         EstablishedUntold,
-        /// A device that was restarted numbers its QPs from the beginning.
+        /// A restarted device numbers its QPs from the beginning again.
         NumbersBeginAgain,
-        /// A new path is not taken.
+        /// A QP ignores a new path.
         PathStays,
-        /// A request that comes again when its connection has ended gets no answer.
+        /// A request that is repeated after its connection has ended gets no answer.
         CmAnswerNotRepeated,
         /// A connection that has ended is forgotten at once.
         TimeWaitSkipped,
         /// A DREQ is not answered.
         DreqUnanswered,
-        /// A peer that asks for time gets none.
+        /// An MRA of the peer has no effect.
         MraIgnored,
-        /// A request by a QP that is connected opens a second connection.
+        /// A request from a QP that is already connected opens a second connection.
         StaleUnnoticed,
-        /// A request that comes again is taken for a new one.
+        /// A repeated request is treated as a new one.
         RequestTaken,
-        /// An RTU that was lost is not repeated.
+        /// A lost RTU is not repeated.
         RtuNotRepeated,
-        /// The answer to a resolution that comes again is not repeated.
+        /// A repeated resolution request gets no answer.
         SidrAnswerNotRepeated,
-        /// The passive user is not told that the connection stands.
+        /// The passive user receives no event when the connection is established.
         CmEstablishedUntold,
         /// A QP that is detached from a group stays attached.
         DetachForgotten,
@@ -208,23 +208,23 @@ mod switch {
         UdTooLongSent,
         /// An address handle's traffic class is not sent.
         UdTrafficClassLost,
-        /// A request that needs no packet is done before those in front of it.
+        /// A request that needs no packet executes before earlier requests have completed.
         DirectOvertakes,
-        /// A request that needs no packet is begun in SQD.
+        /// A request that needs no packet begins in SQD.
         DirectInSqd,
         /// A request whose grant has ended counts as done.
         EndedIsDone,
-        /// What a QP's peer was granted stays granted when the QP takes no requests any more.
+        /// Grants to a QP's peer stay valid when the QP stops accepting requests.
         GrantOutlivesError,
-        /// What a QP's peer was granted stays granted when the QP is destroyed.
+        /// Grants to a QP's peer stay valid when the QP is destroyed.
         GrantOutlivesQp,
-        /// A grant reaches one byte too far.
+        /// A grant extends one byte too far.
         GrantOffByOne,
-        /// A grant allows what the region does not.
+        /// A grant allows an access that the region does not.
         GrantWithoutRight,
-        /// A key is asked for with every request.
+        /// The requester asks for a grant of the key with every request.
         GrantAskedTwice,
-        /// A QP whose link within the host broke goes on sending through it.
+        /// A QP whose link within the host broke continues to send through that link.
         LinkOutlived,
     }
 
@@ -232,7 +232,7 @@ mod switch {
         static ON: Cell<Option<Mutant>> = const { Cell::new(None) };
     }
 
-    /// Switches one defect on for engines driven by this thread, or all off.
+    /// Switches one defect on for engines driven by this thread, or switches all off.
     pub fn set(mutant: Option<Mutant>) {
         ON.set(mutant);
     }

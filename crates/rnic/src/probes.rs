@@ -1,5 +1,6 @@
-//! USDT probes of the engine, by the feature `probes`: docs/metrics.md lists them with their arguments. Without it nothing is left of them,
-//! not even what their arguments would cost; with it each is a `nop`, and a note that says where its arguments are.
+//! USDT probes of the engine, enabled by feature `probes`; docs/probes.md lists them with their arguments. Without the feature no code
+//! of them remains, and their arguments are not evaluated. With it each probe is a `nop` plus an ELF note that says where its arguments
+//! are.
 
 use crate::cq::{Status, WcOpcode};
 use crate::qp::QpState;
@@ -21,7 +22,7 @@ macro_rules! probe {
     };
 }
 
-/// As `enum ibv_wc_status`, which tracers know.
+/// The number of `enum ibv_wc_status`, which tracers know.
 pub(crate) fn status(status: Status) -> u32 {
     match status {
         Status::Success => 0,
@@ -39,7 +40,7 @@ pub(crate) fn status(status: Status) -> u32 {
     }
 }
 
-/// As `enum ibv_wc_opcode`, and `IB_WC_REG_MR` of the kernel.
+/// The number of `enum ibv_wc_opcode`, or `IB_WC_REG_MR` of the kernel.
 pub(crate) fn opcode(opcode: WcOpcode) -> u32 {
     match opcode {
         WcOpcode::Send => 0,
@@ -57,7 +58,7 @@ pub(crate) fn opcode(opcode: WcOpcode) -> u32 {
     }
 }
 
-/// As `enum ibv_qp_state`.
+/// The number of `enum ibv_qp_state`.
 pub(crate) fn state(state: QpState) -> u32 {
     match state {
         QpState::Reset => 0,
@@ -70,7 +71,7 @@ pub(crate) fn state(state: QpState) -> u32 {
     }
 }
 
-/// The big-endian number of 24 bits at a place of a packet; 0 where the packet is too short.
+/// Returns the big-endian 24-bit number at an offset of a packet, or 0 if the packet is too short.
 pub(crate) fn word24(packet: &[u8], at: usize) -> u32 {
     let bytes = packet.get(at..at + 3);
     bytes.map_or(0, |b| u32::from_be_bytes([0, b[0], b[1], b[2]]))

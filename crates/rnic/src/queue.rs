@@ -1,5 +1,5 @@
-//! Work queues, as whoever posts to them shares them with the device: a post that needs no decision of the device's waits for
-//! nobody who drives it. IBTA Vol 1, 10.8.
+//! Work queues that the device shares with the callers that post to them: a post that needs no decision of the device does not wait for
+//! the thread that drives the device. IBTA Vol 1, 10.8.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -8,16 +8,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::qp::{Head, QpInit, QpType, requester, unreliable};
 use crate::work::{PostError, RecvRequest, SendRequest};
 
-/// Why a queue did not take a request by itself.
+/// Result of a post that the queue could not complete by itself.
 #[derive(Debug)]
 pub enum NotPosted<R> {
-    /// It takes none such.
+    /// The queue does not accept such a request.
     Refused(PostError),
-    /// The queue pair's state has a say: the device is to be asked.
+    /// The outcome depends on the state of the queue pair: the caller must ask the device.
     Undecided(R),
 }
 
-/// A queue of receives: of one QP, or shared. The device takes from it what messages use up.
+/// A queue of receives, of one QP or shared. The device takes receives from it as messages consume them.
 #[derive(Clone, Debug)]
 pub struct ReceiveQueue(Arc<Mutex<Receives>>);
 
@@ -25,7 +25,7 @@ pub struct ReceiveQueue(Arc<Mutex<Receives>>);
 struct Receives {
     requests: VecDeque<RecvRequest>,
     max: usize,
-    /// Receives are posted here without the device.
+    /// Set while callers may post without the device.
     open: bool,
 }
 
@@ -44,7 +44,7 @@ impl ReceiveQueue {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts a receive request, where that is all there is to do. IBTA Vol 1, 11.4.1.2.
+    /// Posts a receive request if the post needs nothing from the device. IBTA Vol 1, 11.4.1.2.
     pub fn post(&self, request: RecvRequest) -> Result<(), NotPosted<RecvRequest>> {
         let mut receives = self.lock();
         if !receives.open {
@@ -53,12 +53,12 @@ impl ReceiveQueue {
         receives.push(request).map_err(NotPosted::Refused)
     }
 
-    /// Posts on behalf of the device, which knows that the QP takes receives.
+    /// Posts on behalf of the device, which has checked that the QP accepts receives.
     pub(crate) fn push(&self, request: RecvRequest) -> Result<(), PostError> {
         self.lock().push(request)
     }
 
-    /// Takes the oldest, and says how many are left.
+    /// Takes the oldest receive and returns it with the number of receives left.
     #[inline]
     pub(crate) fn take(&self) -> Option<(RecvRequest, usize)> {
         let mut receives = self.lock();
@@ -66,7 +66,7 @@ impl ReceiveQueue {
         Some((taken, receives.requests.len()))
     }
 
-    /// Puts one back that no message used up: it is the oldest again.
+    /// Puts back a receive that no message consumed: it becomes the oldest again.
     pub(crate) fn put_back(&self, request: RecvRequest) {
         self.lock().requests.push_front(request);
     }
@@ -79,12 +79,12 @@ impl ReceiveQueue {
         self.len() == 0
     }
 
-    /// From now on receives are posted without the device.
+    /// Lets callers post without the device from here on.
     pub(crate) fn open(&self) {
         self.lock().open = true;
     }
 
-    /// From now on the device decides; what was posted comes back.
+    /// Makes callers ask the device from here on, and returns the posted receives.
     pub(crate) fn close(&self) -> VecDeque<RecvRequest> {
         let mut receives = self.lock();
         receives.open = false;
@@ -95,7 +95,7 @@ impl ReceiveQueue {
         self.lock().max as u32
     }
 
-    /// Makes it hold so many; fails with how many are posted when these are more.
+    /// Changes the capacity; fails with the number of posted receives if they are more than `max`.
     pub(crate) fn resize(&self, max: u32) -> Result<(), usize> {
         let mut receives = self.lock();
         let posted = receives.requests.len();
@@ -121,19 +121,19 @@ impl Receives {
 /// A request's place in its send queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// Reserved before the device heard of it.
+    /// The caller reserved the place before the device saw the request.
     Reserved,
-    /// Still to be taken.
+    /// The request still needs a place.
     Wanted,
 }
 
 impl Place {
-    /// Whether the request has its place now.
+    /// Takes a place if none is reserved; returns whether the request has one.
     pub(crate) fn take(self, head: &Head) -> bool {
         self == Place::Reserved || head.sends.take_place()
     }
 
-    /// The request needs none.
+    /// Gives a reserved place back: the request needs none.
     pub(crate) fn give_back(self, head: &Head) {
         if self == Place::Reserved {
             head.sends.give_back(1);
@@ -141,8 +141,8 @@ impl Place {
     }
 }
 
-/// The room in a QP's send queue. Whoever cannot have the device now reserves a place for a request, leaves the request where the
-/// device will find it, and it is handed in by [`crate::Rnic::post_reserved`].
+/// The room in a QP's send queue. A caller that cannot lock the device reserves a place for a request and leaves the request where the
+/// device's driver finds it; the driver then calls [`crate::Rnic::post_reserved`].
 #[derive(Clone, Debug)]
 pub struct SendQueue(Arc<Room>);
 
@@ -150,11 +150,11 @@ pub struct SendQueue(Arc<Room>);
 struct Room {
     qp_type: QpType,
     max: u32,
-    /// Requests posted, or reserved for, and not complete.
+    /// Requests that are posted or have a reserved place, and are not complete.
     outstanding: AtomicU32,
     /// Path MTU in bytes while the QP's state takes requests, else 0.
     mtu: AtomicU32,
-    /// The QP may have READs and atomics under way.
+    /// Set when the QP may have READs and atomics in flight.
     has_resources: AtomicBool,
 }
 
@@ -169,13 +169,13 @@ impl SendQueue {
         }))
     }
 
-    /// Reserves a place for a request that the device is sure to take. False: only the device can say what becomes of it.
+    /// Reserves a place for a request that the device is certain to accept. Returns false if only the device can decide on the request.
     pub fn reserve(&self, request: &SendRequest) -> bool {
-        // The QP may change at once. Then the request is one of those that were posted before the change.
+        // The QP may change right after this. The request then counts as posted before the change.
         self.takes(request) && self.take_place()
     }
 
-    /// Whether the QP takes such a request now.
+    /// Returns whether the QP accepts such a request in its current state.
     pub(crate) fn takes(&self, request: &SendRequest) -> bool {
         let room = &*self.0;
         let mtu = room.mtu.load(Ordering::Acquire);
@@ -189,7 +189,7 @@ impl SendQueue {
         mtu > 0 && fits && (!requester::takes_resource(&request.operation) || has_resources())
     }
 
-    /// Takes a place if there is one.
+    /// Takes a place if there is one; returns whether it did.
     pub(crate) fn take_place(&self) -> bool {
         let more = |taken| (taken < self.0.max).then_some(taken + 1);
         let outstanding = &self.0.outstanding;
@@ -198,7 +198,7 @@ impl SendQueue {
             .is_ok()
     }
 
-    /// Gives places back, before the requests' completions can be seen.
+    /// Gives places back. Must happen before the completions of these requests become visible.
     pub(crate) fn give_back(&self, places: usize) {
         self.0.outstanding.fetch_sub(places as u32, Ordering::Relaxed);
     }

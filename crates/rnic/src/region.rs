@@ -17,13 +17,13 @@ use crate::work::{Bind, Registration};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Pd(pub u32);
 
-/// Why a region was not registered.
+/// Error of registering a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegisterError {
     /// The range lies outside of the memory, or wraps around the address space.
     #[error("the region lies outside of its memory")]
     OutOfRange,
-    /// Flush rights were asked for that this memory cannot honour.
+    /// The caller requested flush rights that this memory cannot honour.
     #[error("this memory cannot honour the flush asked for: it keeps nothing over a loss of power")]
     FlushNotSupported,
     /// Remote write and atomic rights need local write rights. IBTA Vol 1, 10.6.3.1.
@@ -35,18 +35,18 @@ pub enum RegisterError {
     /// No such region.
     #[error("no such memory region")]
     NoRegion,
-    /// Memory windows are bound to the region: it ends, or gets other memory, when they have been unbound. IBTA Vol 1, 10.6.7.2.
+    /// Memory windows are bound to the region: it cannot be deregistered or get other memory until they are unbound. IBTA Vol 1, 10.6.7.2.
     #[error("memory windows are bound to the region")]
     WindowsBound,
-    /// As many regions and windows as there can be.
+    /// The device already has the maximum number of regions and windows.
     #[error("too many memory regions and windows")]
     NoResources,
-    /// The device reaches memory by its pages, and this memory has none that stay: a file, which needs a device that pages on demand.
+    /// The device accesses memory by its pages, and this memory has no lasting pages: a file, for example, which needs on-demand paging.
     #[error(
         "an RNIC without on-demand paging reaches memory that stays mapped only, and not files: copy through registered memory"
     )]
     NotMapped,
-    /// The device does not have it.
+    /// The device does not support it.
     #[error("the device does not offer this: {0}")]
     Unsupported(&'static str),
     /// The device refused the memory; the number is the system's errno.
@@ -57,35 +57,35 @@ pub enum RegisterError {
 /// Types of memory windows. IBTA Vol 1, 10.6.7.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WindowType {
-    /// Every QP of its protection domain serves it; bound by a verb.
+    /// Type 1: valid on every QP of its protection domain; bound by a verb.
     One,
-    /// Only the QP that bound it serves it (type 2B); bound and ended by work requests.
+    /// Type 2B: valid only on the QP that bound it; bound and invalidated by work requests.
     Two,
 }
 
-/// What a key stands for.
+/// Kind of object that a key names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegionKind {
-    /// A region that was registered.
+    /// A registered region.
     Memory,
-    /// A region whose memory is given and taken by work requests. IBTA Vol 1, 10.6.3.4.
+    /// A region that gets and loses its memory by work requests. IBTA Vol 1, 10.6.3.4.
     Fast,
     /// A window.
     Window(WindowType),
 }
 
-/// What to register.
+/// Parameters of a registration.
 #[derive(Clone, Debug)]
 pub struct RegionSpec {
     /// The memory.
     pub memory: Arc<dyn Memory>,
-    /// Where in the memory the region begins.
+    /// Offset of the region in the memory.
     pub memory_offset: u64,
     /// Bytes.
     pub length: u64,
-    /// Address by which work requests and peers name the region's first byte.
+    /// Address with which work requests and peers name the region's first byte.
     pub iova: u64,
-    /// Rights.
+    /// Access rights.
     pub access: Access,
 }
 
@@ -123,7 +123,7 @@ impl RegionSpec {
     }
 }
 
-/// Keys are random numbers already: hash by the number itself.
+/// Hasher for keys. They are random numbers already, so the hash is computed from the number alone.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct NumberHasher(u64);
 
@@ -137,7 +137,7 @@ impl Hasher for NumberHasher {
     }
 
     fn write_u32(&mut self, n: u32) {
-        // The map takes its buckets from the low bits and its tags from the high ones.
+        // The map takes the bucket index from the low bits and the tag from the high bits.
         self.0 = u64::from(n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 }
@@ -148,15 +148,15 @@ pub(crate) type NumberMap<V> = HashMap<u32, V, BuildHasherDefault<NumberHasher>>
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct View<'a> {
     pub(crate) memory: &'a Arc<dyn Memory>,
-    /// Where in the memory it begins.
+    /// Offset of the view in the memory.
     pub(crate) memory_offset: u64,
     pub(crate) length: u64,
-    /// Address of its first byte.
+    /// Address of the view's first byte.
     pub(crate) iova: u64,
 }
 
 impl View<'_> {
-    /// Offset in the memory of `length` bytes at `va`, when they lie inside.
+    /// Returns the offset in the memory of the `length` bytes at `va` if they lie inside the view.
     pub(crate) fn offset_of(&self, va: u64, length: u64) -> Option<u64> {
         let at = va.checked_sub(self.iova)?;
         let end = at.checked_add(length)?;
@@ -165,20 +165,20 @@ impl View<'_> {
     }
 }
 
-/// What a key stands for.
+/// The object that a key names.
 #[derive(Debug)]
 struct Entry {
     key: u32,
     pd: Pd,
     kind: Kind,
-    /// Windows that are bound to it. As long as there are any, it stays as it is.
+    /// Number of windows bound to this region. While there are any, the region does not change.
     windows: u32,
 }
 
 #[derive(Debug)]
 enum Kind {
     Region(RegionSpec),
-    /// Memory is given and taken by work requests.
+    /// A region that gets and loses its memory by work requests.
     Fast {
         length_max: u64,
         spec: Option<RegionSpec>,
@@ -186,7 +186,7 @@ enum Kind {
     Window {
         kind: WindowType,
         bound: Option<Bound>,
-        /// Type 1: the key of the youngest binding that was posted, which may wait in a queue.
+        /// Type 1: the key of the most recently posted binding, which may still wait in a queue.
         posted: RKey,
     },
 }
@@ -208,23 +208,23 @@ impl Entry {
     }
 }
 
-/// A work request on keys was not done: they are not there, not one's own, or in the wrong state.
+/// Error of a work request on keys: a key does not exist, belongs to someone else, or is in the wrong state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KeyError;
 
 /// All protection domains, regions and windows of a device.
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
-    /// By the high 24 bits of their keys: the low 8 are their user's to change.
+    /// Entries by the high 24 bits of their keys: the user may change the low 8 bits.
     entries: NumberMap<Entry>,
-    /// Type 2 windows by the QP that bound them, each by its key without the low 8 bits.
+    /// Type 2 windows by the QP that bound them; each window is named by its key without the low 8 bits.
     bound_on: BTreeSet<(Qpn, u32)>,
     pds: Vec<bool>,
-    /// Where memories go that work requests and packets take away.
+    /// Receives the memories that work requests and packets take away from keys.
     pub(crate) graveyard: Graveyard,
 }
 
-/// Entries there can be; the rest of the keys stays free, so that one is soon found and a guess seldom hits.
+/// Maximum number of entries. All other keys stay free, so that a free one is soon found and a guess seldom hits.
 const ENTRIES_MAX: usize = 1 << 20;
 
 impl Regions {
@@ -244,9 +244,9 @@ impl Regions {
         Pd(free as u32)
     }
 
-    /// Ends a PD; whatever was registered in it goes with it, and its memory is returned.
+    /// Deallocates a PD and everything registered in it; returns the memories.
     pub(crate) fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
-        // Windows are of their region's domain, so what is bound together goes together.
+        // A window belongs to its region's domain, so a window and its region are removed together.
         let gone = self.entries.extract_if(|_, entry| entry.pd == pd);
         let memories = gone.filter_map(|(_, entry)| Some(entry.spec()?.memory.clone()));
         let memories = memories.collect();
@@ -262,7 +262,8 @@ impl Regions {
         self.pds.get(pd.0 as usize).copied().unwrap_or(false)
     }
 
-    /// A peer must not guess a key: all 32 bits are random. Key 0 stays free, as peers use it for "none".
+    /// Adds an entry with a new key. All 32 bits are random, so that a peer cannot guess a key. Key 0 stays free, as peers use it for
+    /// "none".
     fn insert(&mut self, rng: &mut impl RngCore, pd: Pd, kind: Kind) -> Result<u32, RegisterError> {
         if !self.has_pd(pd) {
             return Err(RegisterError::NoPd);
@@ -327,7 +328,7 @@ impl Regions {
         Ok(RKey(key))
     }
 
-    /// Changes a region in place: its keys stay. After an error it is as it was.
+    /// Changes a region in place: its keys stay the same. After an error the region is unchanged.
     pub(crate) fn reregister(
         &mut self,
         lkey: LKey,
@@ -355,7 +356,7 @@ impl Regions {
         Ok(before.memory)
     }
 
-    /// The plain region of a remote key: windows, and what work requests fill and empty, stay the owner's to look up.
+    /// Returns the plain region of a remote key. Only the owner looks up windows and regions that work requests fill and empty.
     pub(crate) fn plain(&self, rkey: u32, pd: Pd) -> Option<&RegionSpec> {
         let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
         match &entry.kind {
@@ -364,12 +365,12 @@ impl Regions {
         }
     }
 
-    /// After this no access through the key succeeds; those under way were complete when they returned.
+    /// Deregisters a region. After the return no access through the key succeeds; earlier accesses completed before they returned.
     pub(crate) fn deregister(&mut self, lkey: LKey) -> Result<Option<Arc<dyn Memory>>, RegisterError> {
         let entry = self.entries.get(&(lkey.0 >> 8)).ok_or(RegisterError::NoRegion)?;
         let named = match entry.kind {
             Kind::Region(_) => entry.key == lkey.0,
-            // Its key has changed with each registration.
+            // The region's key has changed with each registration.
             Kind::Fast { .. } => true,
             Kind::Window { .. } => false,
         };
@@ -395,7 +396,7 @@ impl Regions {
         is_window
     }
 
-    /// Whether windows are bound to a region.
+    /// Returns whether windows are bound to a region.
     pub(crate) fn has_windows(&self, lkey: LKey) -> bool {
         self.entries
             .get(&(lkey.0 >> 8))
@@ -419,14 +420,14 @@ impl Regions {
         }
     }
 
-    /// A QP is gone: the windows that it alone served serve no other that gets its number.
+    /// Unbinds the windows that are valid only on this QP, which has been destroyed: they must not be valid on a later QP with its number.
     pub(crate) fn forget_qp(&mut self, qpn: Qpn) {
         while let Some((_, window)) = self.bound_on.range((qpn, 0)..=(qpn, u32::MAX)).next().copied() {
             self.rebind(window, None);
         }
     }
 
-    /// Binds a window, named by its key without the low 8 bits, to something else.
+    /// Changes the binding of a window, which is named by its key without the low 8 bits.
     fn rebind(&mut self, window: u32, to: Option<Bound>) {
         let entry = self.entries.get_mut(&window);
         let Some(Kind::Window { kind, bound, .. }) = entry.map(|entry| &mut entry.kind) else {
@@ -461,7 +462,7 @@ impl Regions {
         self.entries.get_mut(&(key >> 8)).filter(|entry| entry.key == key)
     }
 
-    /// The region of a local key, when it belongs to `pd` and grants `access`.
+    /// Returns the region of a local key if it belongs to `pd` and grants `access`.
     pub(crate) fn local(&self, lkey: u32, pd: Pd, access: Access) -> Option<View<'_>> {
         let entry = self.exact(lkey).filter(|entry| entry.pd == pd)?;
         entry
@@ -470,7 +471,7 @@ impl Regions {
             .map(RegionSpec::view)
     }
 
-    /// The region or window of a remote key, when it grants `access` to requests that come in on this QP. IBTA Vol 1, 10.6.7.
+    /// Returns the region or window of a remote key if it grants `access` to requests that arrive on this QP. IBTA Vol 1, 10.6.7.
     pub(crate) fn remote(&self, rkey: u32, pd: Pd, qpn: Qpn, access: Access) -> Option<View<'_>> {
         let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
         let Kind::Window { kind, bound, .. } = &entry.kind else {
@@ -503,7 +504,7 @@ impl Regions {
         })
     }
 
-    /// Binds a window by a work request of a QP. IBTA Vol 1, 10.6.7.2.
+    /// Binds a window on behalf of a QP's work request. IBTA Vol 1, 10.6.7.2.
     pub(crate) fn bind(&mut self, bind: &Bind, pd: Pd, qpn: Qpn) -> Result<(), KeyError> {
         let rights = bind.access.difference(Access::ZERO_BASED);
         let remote = Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
@@ -511,7 +512,7 @@ impl Regions {
             let region = self.exact(bind.region.0).filter(|entry| entry.pd == pd);
             let spec = region.and_then(Entry::spec).ok_or(KeyError)?;
             let writes = rights.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
-            // What the region's memory cannot do no window can.
+            // A window cannot grant a flush that the region does not.
             let flushes = spec.access & (Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT);
             let allowed = spec.access.contains(Access::MW_BIND)
                 && (remote | flushes).contains(rights)
@@ -525,7 +526,7 @@ impl Regions {
         let Kind::Window { kind, bound, .. } = &mut entry.kind else {
             return Err(KeyError);
         };
-        // A type 2 window is ended before it is bound anew, and with another key, so that the old one grants nothing.
+        // A type 2 window must be invalidated before it is bound again, and the new key must differ, so that the old key grants nothing.
         let refused =
             *kind == WindowType::Two && (bound.is_some() || bind.length == 0 || bind.window.0 == entry.key);
         if entry.pd != pd || refused {
@@ -539,8 +540,8 @@ impl Regions {
         Ok(())
     }
 
-    /// The key that a type 1 window gets by a binding that is posted now: bindings before it may still wait in a queue.
-    /// `window` is the key by which it is reached now, or that of the youngest binding.
+    /// Returns the key that a type 1 window gets from a binding that is posted next: earlier bindings may still wait in a queue.
+    /// `window` is the key that is valid at present, or the key of the most recently posted binding.
     pub(crate) fn next_window_key(&self, window: RKey) -> Option<RKey> {
         let entry = self.entries.get(&(window.0 >> 8))?;
         match entry.kind {
@@ -553,7 +554,7 @@ impl Regions {
         }
     }
 
-    /// The binding of a type 1 window with this key was posted.
+    /// Records the key of a type 1 window whose binding was posted.
     pub(crate) fn keep_window_key(&mut self, window: RKey) {
         let entry = self.entries.get_mut(&(window.0 >> 8));
         if let Some(Kind::Window { posted, .. }) = entry.map(|entry| &mut entry.kind) {
@@ -561,7 +562,7 @@ impl Regions {
         }
     }
 
-    /// Gives a region its memory by a work request. IBTA Vol 1, 10.6.3.4.
+    /// Gives a region its memory on behalf of a work request. IBTA Vol 1, 10.6.3.4.
     pub(crate) fn fill(&mut self, registration: &Registration, pd: Pd) -> Result<(), KeyError> {
         let key = registration.key.0;
         let entry = self.entries.get_mut(&(key >> 8)).filter(|entry| entry.pd == pd);
@@ -577,8 +578,8 @@ impl Regions {
         Ok(())
     }
 
-    /// Ends what a key grants until it is registered or bound again; not of a region that windows are bound to. IBTA Vol 1,
-    /// 10.6.7.2.3.
+    /// Invalidates a key until its region is registered or its window is bound again. Fails for a region with bound windows. IBTA Vol
+    /// 1, 10.6.7.2.3.
     pub(crate) fn invalidate(&mut self, rkey: RKey, pd: Pd, qpn: Qpn) -> Result<(), KeyError> {
         let entry = self.exact_mut(rkey.0).filter(|entry| entry.pd == pd);
         let entry = entry.ok_or(KeyError)?;
@@ -601,24 +602,24 @@ impl Regions {
         self.entries.len()
     }
 
-    // For those who look from outside.
+    // Inspection.
 
     pub(crate) fn pds(&self) -> impl Iterator<Item = Pd> {
         let used = self.pds.iter().enumerate().filter(|(_, used)| **used);
         used.map(|(i, _)| Pd(i as u32))
     }
 
-    /// The protection domain of each region and window.
+    /// Returns the protection domain of each region and window.
     pub(crate) fn domains(&self) -> impl Iterator<Item = Pd> {
         self.entries.values().map(|entry| entry.pd)
     }
 
-    /// Regions and windows by the high 24 bits of their keys.
+    /// Returns regions and windows by the high 24 bits of their keys.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u32> {
         self.entries.keys().copied()
     }
 
-    /// Why [`Regions::remote`] gives nothing, or not these bytes.
+    /// Returns the reason for which [`Regions::remote`] returns nothing, or a view without these bytes.
     pub(crate) fn denial(
         &self,
         rkey: u32,
@@ -651,7 +652,7 @@ impl Regions {
                 begin: view.iova,
                 length: view.length,
             },
-            // What is behind it has gone, or has failed.
+            // The memory behind the key has gone or has failed.
             _ => Denial::Memory,
         }
     }

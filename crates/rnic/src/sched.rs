@@ -1,7 +1,7 @@
-//! The transmit scheduler: who sends next, and how much. IEEE 802.1Qaz: strict classes first, the highest before the others;
-//! the rest share by weights, in bytes (deficit round robin). Inside of a class everybody takes turns of the same bytes.
+//! The transmit scheduler: it decides who sends next, and how much. IEEE 802.1Qaz: strict classes come first, in descending order; the
+//! other classes share by weights, in bytes (deficit round robin). Inside a class all senders take turns of the same number of bytes.
 //!
-//! It knows nothing of what it schedules but an id: the device schedules QPs by it, whoever shares a device its sharers.
+//! The scheduler knows its senders only by an id. The device schedules its QPs; a device that several users share schedules its users.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU8;
@@ -11,36 +11,36 @@ pub const CLASSES: usize = 8;
 /// Bytes of one turn: a little less than a train takes, so that one turn is one train.
 pub const TURN_BYTES: u32 = 60_000;
 
-/// How a class is served: the transmission selection of IEEE 802.1Qaz.
+/// Service policy of a class: the transmission selection of IEEE 802.1Qaz.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// Before all classes below it, and before all that share.
+    /// Served before all lower classes and before all classes that share.
     Strict,
     /// Enhanced transmission selection: shares what strict classes leave, in proportion to this weight.
     Ets(NonZeroU8),
 }
 
 impl Default for Policy {
-    /// An equal share. (A port that nobody configured is strict by the standard; but here any program chooses its class, and
-    /// with equal shares none of them can starve the others.)
+    /// An equal share. (The standard's default for an unconfigured port is strict; but here any program chooses its class, and with
+    /// equal shares no program can starve the others.)
     fn default() -> Policy {
         Policy::Ets(NonZeroU8::MIN)
     }
 }
 
-/// The class of a packet: the class selector of its DSCP, which is how NICs map DSCP to priority unless told otherwise. Class n
-/// is what CSn (DSCP 8 n) asks for. `tos` is the IPv4 TOS or the IPv6 traffic class.
+/// Returns the class of a packet: the class selector of its DSCP, which is the default mapping of DSCP to priority in NICs. Class n is
+/// the class of CSn (DSCP 8 n). `tos` is the IPv4 TOS or the IPv6 traffic class.
 pub const fn class_of(tos: u8) -> usize {
     (tos >> 5) as usize
 }
 
-/// A turn of `id`: it may send until it has sent `bytes`, the last packet may go over.
+/// A turn of `id`: the sender may begin packets until it has sent `bytes`; the last packet may exceed them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "every turn ends with `Scheduler::end`"]
 pub struct Turn<Id> {
-    /// Whose turn it is.
+    /// The sender.
     pub id: Id,
-    /// Bytes that it may begin packets within.
+    /// Bytes within which the sender may begin packets.
     pub bytes: u32,
     class: usize,
     credit: i64,
@@ -48,11 +48,11 @@ pub struct Turn<Id> {
 
 #[derive(Debug)]
 struct Class<Id> {
-    /// Bytes that a visit brings; `None` for a strict class.
+    /// Bytes that a visit adds to the credit; `None` for a strict class.
     quantum: Option<i64>,
-    /// Bytes that the class may still send in this visit; less than 0 when its last packet went over.
+    /// Bytes that the class may still send in this visit; negative when its last packet exceeded the credit.
     credit: i64,
-    /// Who waits, with what is left of its turn; less than 0 when its last packet went over.
+    /// Waiting senders, each with the rest of its turn; negative when the sender's last packet exceeded the turn.
     waiting: VecDeque<(Id, i64)>,
 }
 
@@ -60,13 +60,13 @@ struct Class<Id> {
 #[derive(Debug)]
 pub struct Scheduler<Id> {
     classes: [Class<Id>; CLASSES],
-    /// The sharing class that is visited.
+    /// The sharing class that is being visited.
     visited: usize,
     waiting: usize,
 }
 
 impl<Id: Copy + PartialEq> Scheduler<Id> {
-    /// A scheduler with nobody waiting.
+    /// Returns a scheduler without waiting senders.
     pub fn new(policies: [Policy; CLASSES]) -> Scheduler<Id> {
         let weight = |policy| match policy {
             Policy::Strict => None,
@@ -75,7 +75,7 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         let least = policies.into_iter().filter_map(weight).min().unwrap_or(1);
         Scheduler {
             classes: policies.map(|policy| Class {
-                // The smallest quantum is a turn, which is more than a packet may go over: one visit always pays the debt.
+                // The smallest quantum is a turn, which is larger than the excess of one packet: one visit always pays the debt.
                 quantum: weight(policy).map(|weight| i64::from(TURN_BYTES) * weight / least),
                 credit: 0,
                 waiting: VecDeque::new(),
@@ -85,23 +85,23 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         }
     }
 
-    /// `id`, which does not wait yet, has something to send. `class` is below [`CLASSES`].
+    /// Adds `id`, which has something to send and does not wait yet. `class` is below [`CLASSES`].
     pub fn push(&mut self, class: usize, id: Id) {
         self.waiting += 1;
         self.classes[class].waiting.push_back((id, 0));
     }
 
-    /// How many wait.
+    /// Returns the number of waiting senders.
     pub fn len(&self) -> usize {
         self.waiting
     }
 
-    /// Whether nobody waits.
+    /// Returns whether no sender waits.
     pub fn is_empty(&self) -> bool {
         self.waiting == 0
     }
 
-    /// Forgets `id`. Unlike all else this looks at everybody who waits.
+    /// Forgets `id`. Unlike the other functions this one looks at every waiting sender.
     pub fn forget(&mut self, id: Id) {
         for class in &mut self.classes {
             class.waiting.retain(|(other, _)| *other != id);
@@ -109,7 +109,7 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         self.waiting = self.classes.iter().map(|class| class.waiting.len()).sum();
     }
 
-    /// Whose turn it is. Until [`Scheduler::end`] it does not wait.
+    /// Returns the next turn. Its sender does not wait until [`Scheduler::end`].
     pub fn pick(&mut self) -> Option<Turn<Id>> {
         let at = self.strict().or_else(|| self.visit())?;
         let class = &mut self.classes[at];
@@ -127,7 +127,7 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         })
     }
 
-    /// The turn is over: `sent` bytes went out, and there is `more` to send or not. Who could not use up its turn goes on with
+    /// Ends a turn: the sender has sent `sent` bytes, and has `more` to send or not. A sender that could not use up its turn continues
     /// it when its class is picked next.
     pub fn end(&mut self, turn: Turn<Id>, sent: usize, more: bool) {
         let sent = sent as i64;
@@ -144,7 +144,7 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
                 class.waiting.push_back((turn.id, left.min(0)));
             }
         } else if class.waiting.is_empty() {
-            // Nothing is saved up for later.
+            // An empty class saves up no credit.
             class.credit = class.credit.min(0);
         }
     }
@@ -154,7 +154,7 @@ impl<Id: Copy + PartialEq> Scheduler<Id> {
         self.classes.iter().rposition(strict)
     }
 
-    /// The sharing class to serve: the one that is visited until its credit is used up, then the next one with somebody waiting.
+    /// Returns the sharing class to serve: the visited class until its credit is used up, then the next class with a waiting sender.
     fn visit(&mut self) -> Option<usize> {
         for step in 0..=CLASSES {
             let at = (self.visited + step) % CLASSES;
@@ -185,7 +185,7 @@ mod tests {
         Policy::Ets(NonZeroU8::new(weight).unwrap())
     }
 
-    /// Lets those who wait send packets of `packet_bytes(id)` until `total` bytes went out; returns the bytes of each id.
+    /// Lets the waiting senders send packets of `packet_bytes(id)` until `total` bytes are sent; returns the bytes of each id.
     fn run(
         scheduler: &mut Scheduler<usize>,
         ids: usize,
@@ -289,7 +289,7 @@ mod tests {
 
     #[test]
     fn pick__nobody_in_a_class_starves() {
-        // Everybody has its turn before anybody has its second, also when some come and go and the buffer ends turns early.
+        // Every sender has its turn before any sender has its second, even if some come and go and the buffer ends turns early.
         let mut rng = ChaCha8Rng::seed_from_u64(4);
         let mut scheduler = Scheduler::new([Policy::default(); CLASSES]);
         let ids = 20;
@@ -331,7 +331,7 @@ mod tests {
         scheduler.end(turn, 1000, true);
         let turn = scheduler.pick().unwrap();
         assert_eq!((turn.id, turn.bytes), ('a', TURN_BYTES - 1000));
-        // What goes over is paid back in the next turn.
+        // Bytes in excess of a turn are deducted from the sender's next turn.
         scheduler.end(turn, TURN_BYTES as usize, true);
         let turn = scheduler.pick().unwrap();
         assert_eq!((turn.id, turn.bytes), ('b', TURN_BYTES));

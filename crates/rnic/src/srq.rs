@@ -13,35 +13,35 @@ pub struct Srqn(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Xrcd(pub u32);
 
-/// What a shared receive queue is made with.
+/// Parameters of a new shared receive queue.
 #[derive(Clone, Copy, Debug)]
 pub struct SrqInit {
     /// Protection domain of the receives' memory.
     pub pd: Pd,
-    /// Receives it holds.
+    /// Receives that the queue holds.
     pub max_wr: u32,
-    /// For XRC: the domain that it serves, and where its completions go.
+    /// For XRC: the domain that the queue serves, and the completion queue of its receives.
     pub xrc: Option<(Xrcd, Cqn)>,
 }
 
-/// What is known about a shared receive queue.
+/// Properties of a shared receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqInfo {
-    /// Receives it holds.
+    /// Receives that the queue holds.
     pub max_wr: u32,
-    /// Receives posted and not used.
+    /// Receives that are posted and not consumed.
     pub posted: usize,
     /// The limit, while it is armed.
     pub limit: Option<u32>,
 }
 
-/// Why a shared receive queue was not changed.
+/// Error of changing a shared receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SrqError {
     /// No such queue.
     #[error("no such shared receive queue")]
     NoSrq,
-    /// More receives are posted than the new size takes.
+    /// More receives are posted than the new size allows.
     #[error("{posted} receives are posted, more than the new size")]
     TooSmall {
         /// Receives posted.
@@ -50,10 +50,10 @@ pub enum SrqError {
     /// The limit is higher than the queue's size. IBTA Vol 1, 10.2.9.1.
     #[error("the limit is higher than the queue's size")]
     LimitTooHigh,
-    /// QPs still use it. IBTA Vol 1, 11.2.9.5.
+    /// QPs still use the queue. IBTA Vol 1, 11.2.9.5.
     #[error("QPs still use the shared receive queue")]
     Busy,
-    /// The device refused it; the number is the system's errno.
+    /// The device refused the queue; the number is the system's errno.
     #[error("the device refused it: {}", std::io::Error::from_raw_os_error(*.0))]
     Refused(i32),
 }
@@ -61,7 +61,7 @@ pub enum SrqError {
 #[derive(Debug)]
 pub(crate) struct SharedReceiveQueue {
     pub(crate) init: SrqInit,
-    /// Who posts shares it.
+    /// Shared with the callers that post to it.
     pub(crate) queue: ReceiveQueue,
     limit: Option<u32>,
 }
@@ -79,7 +79,7 @@ impl SharedReceiveQueue {
         self.queue.push(request)
     }
 
-    /// Takes the oldest receive. The second value: the limit was reached, which is told once. IBTA Vol 1, 10.2.9.1.
+    /// Takes the oldest receive. The second value is set when the limit is reached, which is reported once. IBTA Vol 1, 10.2.9.1.
     pub(crate) fn take(&mut self) -> (Option<RecvRequest>, bool) {
         let Some((taken, left)) = self.queue.take() else {
             return (None, false);

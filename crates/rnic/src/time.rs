@@ -1,4 +1,4 @@
-//! The engine's only idea of time: nanoseconds since a moment that the driver chose. It is always an argument.
+//! Time as the engine knows it: nanoseconds since a moment that the driver chose. The time is always an argument.
 
 use std::ops::Add;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct Time(pub u64);
 
 impl Time {
-    /// Nanoseconds from `earlier` to this moment; 0 when it is not earlier.
+    /// Returns the nanoseconds from `earlier` to this moment, or 0 if `earlier` is not earlier.
     pub const fn since_ns(self, earlier: Time) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
@@ -17,7 +17,7 @@ impl Time {
 impl Add<u64> for Time {
     type Output = Time;
 
-    /// The moment `ns` nanoseconds later.
+    /// Returns the moment `ns` nanoseconds later.
     fn add(self, ns: u64) -> Time {
         Time(self.0.saturating_add(ns))
     }

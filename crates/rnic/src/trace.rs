@@ -1,7 +1,7 @@
-//! What a device notes of itself for those who ask later why something went wrong: changes of state, errors, and what led to them.
+//! Notes that a device takes to explain failures later: changes of state, errors, and the events that led to them.
 //!
-//! Notes are given to a [`Tracer`], which the driver brings; without one nothing is noted. Nothing is noted for a packet that goes
-//! its way.
+//! The device passes notes to a [`Tracer`], which the driver supplies; without a tracer it takes none. A packet that is processed
+//! normally causes no note.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -14,128 +14,128 @@ use crate::memory::{Access, Fault};
 use crate::qp::{Cause, QpState, QpType};
 use crate::time::Time;
 
-/// Keeps notes. It must not call back, and should take no longer than a packet does.
+/// Receives notes. A tracer must not call back into the device, and should take no longer than processing a packet does.
 pub trait Tracer: fmt::Debug + Send {
-    /// Something happened to a QP; QPN 0 stands for the device. `now` is 0 where the time is not known.
+    /// Receives a note about a QP; QPN 0 stands for the device. `now` is 0 where the time is not known.
     fn note(&mut self, now: Time, qpn: Qpn, note: &Note);
 }
 
-/// Something that happened.
+/// An event that the device notes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Note {
-    /// A QP was moved to another state by its owner, or on its behalf.
+    /// The owner of a QP, or the device on its behalf, moved it to another state.
     Moved {
         /// Transport service.
         qp_type: QpType,
-        /// State before.
+        /// Previous state.
         from: QpState,
-        /// State now.
+        /// New state.
         to: QpState,
     },
-    /// A QP was told who its peer is.
+    /// A QP got its peer.
     Peer {
-        /// Its address.
+        /// The peer's address.
         address: IpAddr,
-        /// Its QPN.
+        /// The peer's QPN.
         qpn: Qpn,
         /// Path MTU, in bytes.
         mtu: u32,
     },
     /// A QP went to Error on its own. IBTA Vol 1, 10.3.1.7.
     Failed {
-        /// What is wrong.
+        /// Status of the failure.
         status: Status,
-        /// Whose doing it is.
+        /// Cause of the failure.
         cause: Cause,
-        /// State before.
+        /// Previous state.
         from: QpState,
     },
-    /// A request of one's own ended in error.
+    /// A request of this device ended in error.
     RequestFailed {
-        /// As its completion says.
+        /// Status, as in its completion.
         status: Status,
-        /// What it was.
+        /// Opcode of the request.
         opcode: WcOpcode,
-        /// Its own number.
+        /// Number that the caller gave the request.
         wr_id: u64,
-        /// Address at the peer, or of one's own memory where that is what is wrong.
+        /// Address in the peer's memory, or in own memory if that is at fault.
         va: u64,
-        /// The key of that.
+        /// Key of that memory.
         key: u32,
         /// Bytes.
         length: u32,
     },
-    /// No answer came in time to the packet of this PSN. IBTA Vol 1, 9.7.6.1.3.
+    /// The ACK timeout of the packet with this PSN expired. IBTA Vol 1, 9.7.6.1.3.
     TimedOut {
-        /// The oldest that is not answered.
+        /// PSN of the oldest packet without an answer.
         psn: Psn,
-        /// How often it had been sent again before.
+        /// Number of earlier retransmissions of that packet.
         resends: u8,
-        /// Retries that the connection has; each sends twice.
+        /// Retry count of the connection; each retry sends twice.
         retry_count: u8,
     },
-    /// The same, but the peer, on this host, had yet to take what was sent: nothing is lost.
+    /// The ACK timeout expired, but the peer, on this host, had not yet taken the packets: nothing is lost.
     PeerStalled {
-        /// The oldest that is not answered.
+        /// PSN of the oldest packet without an answer.
         psn: Psn,
     },
-    /// No retry was left.
+    /// The retries are exhausted.
     RetriesUsed {
-        /// The oldest that was not answered.
+        /// PSN of the oldest packet without an answer.
         psn: Psn,
-        /// How often it had been sent again.
+        /// Number of retransmissions of that packet.
         resends: u8,
-        /// Retries that the connection had; each sends twice.
+        /// Retry count of the connection; each retry sends twice.
         retry_count: u8,
-        /// For how long no answer had brought it further, in ns.
+        /// Time for which no answer had acknowledged anything new, in ns.
         stuck_ns: u64,
-        /// How long ago anything had come from the peer, in ns; `None`: nothing ever had.
+        /// Time since the last packet from the peer, in ns; `None` if nothing ever arrived.
         heard_ns: Option<u64>,
     },
-    /// The peer had no receive, or was not ready. IBTA Vol 1, 9.7.5.2.8.
+    /// The peer sent an RNR NAK: it had no receive, or was not ready. IBTA Vol 1, 9.7.5.2.8.
     RnrNak {
-        /// The packet that it was not ready for.
+        /// PSN of the packet for which the peer was not ready.
         psn: Psn,
-        /// How long it is to be waited, in ns.
+        /// Time for which the requester must wait, in ns.
         wait_ns: u64,
-        /// How often that had been waited for it before.
+        /// Number of earlier RNR waits for that packet.
         tries: u8,
-        /// Retries that the connection has; 7: without end.
+        /// RNR retry count of the connection; 7 means without limit.
         rnr_retry: u8,
-        /// That was one too many.
+        /// Set when the RNR retries are exhausted.
         is_last: bool,
     },
-    /// The peer lacks packets from this PSN on.
+    /// The peer reported that packets from this PSN on are missing.
     GapNak {
-        /// The first that is missing.
+        /// PSN of the first missing packet.
         psn: Psn,
     },
-    /// The peer refused a request for good.
+    /// The peer refused a request with a fatal NAK.
     FatalNak {
-        /// Its PSN.
+        /// PSN of the request.
         psn: Psn,
-        /// Why.
+        /// Code of the NAK.
         code: NakCode,
     },
-    /// A request of the peer was refused for good.
+    /// The responder refused a request of the peer permanently.
     Refused(Refused),
-    /// A request of the peer found no receive: it is to come again.
+    /// A request of the peer found no receive: the peer must send it again.
     NotReady {
-        /// Its PSN.
+        /// PSN of the request.
         psn: Psn,
     },
-    /// Requests of the peer are missing.
+    /// A packet of the peer arrived behind a gap.
     Missing {
-        /// The one that is expected.
+        /// PSN that the responder expects.
         expected: Psn,
-        /// The one that came.
+        /// PSN that arrived.
         psn: Psn,
     },
-    /// A flush that a peer asked for failed.
+    /// A flush that a peer requested failed.
     FlushFailed {
-        /// The PSN that the request began with.
+        /// First PSN of the request.
         psn: Psn,
-        /// Why.
+        /// Fault of the memory.
         fault: Fault,
     },
     /// A completion queue overran. IBTA Vol 1, 11.6.3.1.
@@ -143,68 +143,68 @@ pub enum Note {
         /// The queue.
         cqn: Cqn,
     },
-    /// Something happened to a connection.
+    /// The state of a connection changed.
     Connection {
-        /// Its communication id.
+        /// Communication id of the connection.
         id: u32,
-        /// What.
+        /// Kind of change.
         what: ConnectionNote,
-        /// Of a rejection, its reason. IBTA Vol 1, 12.6.7.2.
+        /// Reason of a rejection. IBTA Vol 1, 12.6.7.2.
         reason: u16,
     },
     /// The peer's process, on this host, has ended.
     PeerGone,
-    /// A fault that was asked for ([`crate::faults`]) happened to a packet.
+    /// A fault was injected into a packet on request ([`crate::faults`]).
     Injected {
-        /// What.
+        /// Kind of fault.
         what: Injection,
-        /// On its way out, else in.
+        /// Set for an outgoing packet, clear for an incoming one.
         sent: bool,
     },
-    /// The network takes no packets, or takes them again.
+    /// The network stopped accepting packets, or accepts them again.
     Port {
-        /// It takes them.
+        /// Set when the network accepts packets.
         active: bool,
     },
-    /// Notes were left out: there were too many.
+    /// Notes were dropped because there were too many.
     Skipped {
-        /// How many.
+        /// Number of dropped notes.
         notes: u64,
     },
-    /// A packet went by.
+    /// A packet was sent or received.
     Packet {
-        /// Out, else in.
+        /// Set for a sent packet, clear for a received one.
         sent: bool,
-        /// Through memory of this host.
+        /// Set for a packet that went through memory of this host.
         local: bool,
-        /// The opcode's number.
+        /// Number of the opcode.
         opcode: u8,
-        /// Its PSN.
+        /// PSN of the packet.
         psn: Psn,
-        /// UDP payload, in bytes.
+        /// UDP payload length in bytes.
         bytes: u32,
     },
 }
 
-/// A request of the peer that was refused.
+/// A refused request of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused {
-    /// Its PSN.
+    /// PSN of the request.
     pub psn: Psn,
-    /// What its packet asked for.
+    /// Operation of the request's packet.
     pub operation: Operation,
-    /// The key that it names.
+    /// Key in the request.
     pub key: u32,
-    /// The address that it names.
+    /// Address in the request.
     pub va: u64,
     /// Bytes.
     pub length: u32,
-    /// Why.
+    /// Reason of the refusal.
     pub why: Denial,
 }
 
 impl Refused {
-    /// One whose memory failed after its header had been looked at.
+    /// Returns the refusal of a request whose memory failed after its header had been checked.
     pub(crate) fn of_memory(psn: Psn, operation: Operation, reth: Option<Reth>) -> Refused {
         Refused {
             psn,
@@ -217,66 +217,66 @@ impl Refused {
     }
 }
 
-/// Why a request was refused. IBTA Vol 1, 9.7.4.1 and 9.9.3.
+/// Reason for which a request was refused. IBTA Vol 1, 9.7.4.1 and 9.9.3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Denial {
-    /// No region or window has the key, or none any more.
+    /// No region or window has the key, or it has been invalidated.
     NoKey,
-    /// The key is one of another protection domain.
+    /// The key belongs to another protection domain.
     OtherDomain,
-    /// The key does not grant that.
+    /// The key does not grant the access.
     NoRight {
-        /// What the request needs.
+        /// Rights that the request needs.
         needs: Access,
-        /// What the key grants.
+        /// Rights that the key grants.
         has: Access,
     },
-    /// The range lies outside of what the key stands for.
+    /// The range lies outside of the region or window.
     OutOfRange {
-        /// Its first byte.
+        /// First address of the region or window.
         begin: u64,
-        /// Its bytes.
+        /// Length of the region or window in bytes.
         length: u64,
     },
-    /// The window serves another QP.
+    /// The window is valid on another QP only.
     OtherWindow,
-    /// The QP does not allow that.
+    /// The QP does not allow the access.
     NoRightOnQp {
-        /// What the request needs.
+        /// Rights that the request needs.
         needs: Access,
-        /// What the QP allows.
+        /// Rights that the QP allows.
         has: Access,
     },
-    /// The memory behind the key is not there any more, or failed.
+    /// The memory behind the key has gone or has failed.
     Memory,
     /// The message is longer than the receive that it found.
     TooLong,
     /// The memory of the receive failed.
     Receive(Status),
-    /// The key that the message ends cannot be ended.
+    /// The key that the message should invalidate cannot be invalidated.
     Invalidation,
-    /// The packet does not fit here: opcode, order, length, alignment, or a READ, atomic or FLUSH where none was promised.
+    /// The packet is not valid at this point: opcode, order, length, alignment, or a READ, atomic or FLUSH without responder resources.
     Invalid,
 }
 
-/// What happened to a connection. IBTA Vol 1, 12.9.
+/// Change of a connection's state. IBTA Vol 1, 12.9.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ConnectionNote {
-    /// The peer accepted it.
+    /// The peer accepted the connection.
     Accepted = 1,
-    /// It stands.
+    /// The connection is established.
     Established = 2,
-    /// The peer refused it.
+    /// The peer refused the connection.
     Rejected = 3,
-    /// No answer came.
+    /// The peer did not answer.
     Unreachable = 4,
-    /// It was ended: by the peer, or because it was not decided on.
+    /// The connection ended: the peer ended it, or the user did not decide on it in time.
     Disconnected = 5,
 }
 
 impl ConnectionNote {
-    /// All of them.
+    /// All values.
     pub const ALL: [ConnectionNote; 5] = [
         ConnectionNote::Accepted,
         ConnectionNote::Established,
@@ -286,24 +286,24 @@ impl ConnectionNote {
     ];
 }
 
-/// What was done to a packet because it was asked for.
+/// Fault that was injected into a packet on request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Injection {
-    /// It is lost.
+    /// The packet is lost.
     Lost = 1,
-    /// It is damaged.
+    /// The packet is corrupted.
     Corrupted = 2,
-    /// It comes twice.
+    /// The packet arrives twice.
     Duplicated = 3,
-    /// Others overtake it.
+    /// Other packets overtake it.
     Reordered = 4,
-    /// A QP fails with it.
+    /// A QP fails instead of receiving the packet.
     QpError = 5,
 }
 
 impl Injection {
-    /// All of them.
+    /// All values.
     pub const ALL: [Injection; 5] = [
         Injection::Lost,
         Injection::Corrupted,
@@ -314,7 +314,7 @@ impl Injection {
 }
 
 impl Note {
-    /// Whether it may happen as often as packets go by.
+    /// Returns whether the event may occur as often as packets do.
     pub fn is_frequent(&self) -> bool {
         match self {
             Note::TimedOut { .. }
@@ -330,7 +330,7 @@ impl Note {
         }
     }
 
-    /// Whether somebody will ask why.
+    /// Returns whether the event is a failure that a user will want explained.
     pub fn is_trouble(&self) -> bool {
         match self {
             Note::Failed { .. }

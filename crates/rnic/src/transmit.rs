@@ -1,8 +1,8 @@
-//! Packets on their way out, gathered into trains that one system call can send.
+//! Outgoing packets, gathered into trains that one system call can send.
 //!
-//! A train is a run of packets to one destination that are all as long as the first, but for a shorter last one: what
-//! UDP segmentation offload takes. The kernel numbers the IPv4 identification of its segments from 0, so the ICRC of packet
-//! *i* of a train is computed with identification *i*.
+//! A train is a sequence of packets to one destination that have the length of the first packet, except for the last, which may be
+//! shorter: the form that UDP segmentation offload requires. The kernel numbers the IPv4 identification of its segments from 0, so the
+//! ICRC of packet *i* of a train is computed with identification *i*.
 
 use std::net::IpAddr;
 use std::ops::Range;
@@ -13,42 +13,42 @@ use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
 use crate::probes::word24;
 use crate::qp::read_ahead::ReadAhead;
 
-/// Most packets of a train: the segment limit of older kernels.
+/// Maximum packets of a train: the segment limit of older kernels.
 pub const TRAIN_PACKETS_MAX: usize = 64;
-/// Most bytes of a train: the largest UDP payload over IPv4.
+/// Maximum bytes of a train: the largest UDP payload over IPv4.
 pub const TRAIN_BYTES_MAX: usize = 65_507;
 
 /// Bytes of BTH and the longest extension headers, rounded up.
 const HEADERS_MAX: usize = 64;
-/// Most pad bytes of a packet.
+/// Maximum pad bytes of a packet.
 const PAD_MAX: usize = 3;
 
-/// Where a QP's packets go and how. The address vector of IBTA Vol 1, 11.2.2.1, reduced to what RoCEv2 needs.
+/// Path of a QP's packets: the address vector of IBTA Vol 1, 11.2.2.1, reduced to what RoCEv2 needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Path {
     /// Own address.
     pub src: IpAddr,
     /// The peer's address.
     pub dst: IpAddr,
-    /// UDP source port; covered by the ICRC, otherwise free.
+    /// UDP source port; covered by the ICRC, otherwise arbitrary.
     pub src_port: u16,
-    /// Traffic class (IPv6) or TOS (IPv4): DSCP and ECN. The DSCP chooses the QP's class here ([`crate::sched::class_of`]);
-    /// ECN is the device's to set towards peers that are rdmux, and taken as it is towards others.
+    /// Traffic class (IPv6) or TOS (IPv4): DSCP and ECN. The DSCP chooses the QP's class here ([`crate::sched::class_of`]). The device
+    /// sets ECN towards rdmux peers, and sends it unchanged towards other peers.
     pub traffic_class: u8,
 }
 
-/// ECN field of a packet whose sender heeds marks: ECT(0). RFC 3168.
+/// ECN field of a packet whose sender reacts to marks: ECT(0). RFC 3168.
 pub const ECN_CAPABLE: u8 = 0b10;
 /// ECN field of a packet that was marked on its way: CE. RFC 3168.
 pub const ECN_MARKED: u8 = 0b11;
 
 impl Path {
-    /// Whether it never leaves the host.
+    /// Returns whether packets on this path never leave the host.
     pub fn is_loopback(&self) -> bool {
         self.src == self.dst || self.src.is_loopback() || self.dst.is_loopback()
     }
 
-    /// What the ICRC covers of this path.
+    /// Returns the fields of this path that the ICRC covers.
     pub fn flow(&self) -> Flow {
         Flow {
             src: self.src,
@@ -62,15 +62,15 @@ impl Path {
 /// A train inside of a [`TransmitBuf`].
 #[derive(Clone, Debug)]
 pub struct Train {
-    /// Where it goes.
+    /// Destination.
     pub path: Path,
-    /// Its bytes in [`TransmitBuf::bytes`].
+    /// The train's bytes in [`TransmitBuf::bytes`].
     pub range: Range<usize>,
     /// Bytes of each packet but the last.
     pub segment_bytes: usize,
-    /// Packets.
+    /// Number of packets.
     pub packets: usize,
-    /// It goes through memory of this host, and nowhere else: its packets have no ICRC.
+    /// Set for a train that goes through memory of this host and nowhere else: its packets have no ICRC.
     pub local: bool,
     closed: bool,
 }
@@ -78,22 +78,22 @@ pub struct Train {
 /// A buffer that the engine fills with trains.
 #[derive(Debug)]
 pub struct TransmitBuf {
-    /// Grows to what was ever used and is not cleared between uses: most of a packet is overwritten anyway.
+    /// Grows to the largest size ever used and is not cleared between uses: most of a packet is overwritten anyway.
     bytes: Vec<u8>,
     used: usize,
     trains: Vec<Train>,
     limit_bytes: usize,
-    /// Where the turn under way ends.
+    /// Offset at which the current turn ends.
     turn_end: usize,
-    /// What is pushed goes through memory of this host.
+    /// Set while pushed packets go through memory of this host.
     local: bool,
     train_packets_max: usize,
-    /// What was read for packets that are still to come in this turn.
+    /// Bytes read ahead for later packets of this turn.
     pub(crate) ahead: ReadAhead,
 }
 
 impl TransmitBuf {
-    /// A buffer for up to `limit_bytes`; with `gso` false every train is one packet.
+    /// Returns a buffer for up to `limit_bytes`; with `gso` false every train is one packet.
     pub fn new(limit_bytes: usize, gso: bool) -> TransmitBuf {
         TransmitBuf {
             bytes: Vec::new(),
@@ -113,38 +113,38 @@ impl TransmitBuf {
         self.trains.clear();
     }
 
-    /// The trains in the order in which they must be sent.
+    /// Returns the trains in the order in which they must be sent.
     pub fn trains(&self) -> &[Train] {
         &self.trains
     }
 
-    /// All bytes; trains name ranges of them.
+    /// Returns all bytes; the trains refer to ranges of them.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.used]
     }
 
-    /// Whether nothing is to be sent.
+    /// Returns whether there is nothing to send.
     pub fn is_empty(&self) -> bool {
         self.trains.is_empty()
     }
 
-    /// Whether it took all that it should take before it is sent, or in the turn under way.
+    /// Returns whether the buffer, or the current turn, has reached its limit.
     pub fn is_full(&self) -> bool {
         self.used >= self.limit_bytes.min(self.turn_end)
     }
 
-    /// Bytes that it takes until it is full.
+    /// Returns the bytes left until the buffer is full.
     pub(crate) fn room(&self) -> usize {
         self.limit_bytes.min(self.turn_end).saturating_sub(self.used)
     }
 
-    /// Whether a packet of this many bytes fills it.
+    /// Returns whether a packet of this many bytes fills the buffer.
     pub(crate) fn is_filled_by(&self, bytes: u32) -> bool {
         bytes as usize >= self.room()
     }
 
-    /// It is full after another `bytes`, until [`TransmitBuf::end_turn`]. `local`: what is pushed meanwhile goes through memory of
-    /// this host.
+    /// Limits the buffer to another `bytes` until [`TransmitBuf::end_turn`]. With `local` set, the packets of this turn go through
+    /// memory of this host.
     pub(crate) fn begin_turn(&mut self, bytes: u32, local: bool) {
         self.turn_end = self.used + bytes as usize;
         self.local = local;
@@ -156,13 +156,13 @@ impl TransmitBuf {
         self.local = false;
     }
 
-    /// From now on every train is one packet: the system cannot segment.
+    /// Makes every later train one packet: the system cannot segment.
     pub fn disable_gso(&mut self) {
         self.train_packets_max = 1;
     }
 
-    /// Adds a packet of `len` bytes before the ICRC. `fill` writes it; the ICRC is added here. When `fill` fails the packet
-    /// is taken back.
+    /// Adds a packet of `len` bytes before the ICRC. `fill` writes the packet, and this function adds the ICRC. If `fill` fails, no
+    /// packet is added.
     pub(crate) fn push<E>(
         &mut self,
         path: &Path,
@@ -172,7 +172,7 @@ impl TransmitBuf {
         self.push_with_icrc(path, len, Flow::icrc, fill)
     }
 
-    /// As [`TransmitBuf::push`], with an ICRC of its own: a function of the packet and its IPv4 identification.
+    /// Like [`TransmitBuf::push`], with a caller-supplied ICRC function of the packet and its IPv4 identification.
     pub(crate) fn push_with_icrc<E>(
         &mut self,
         path: &Path,
@@ -186,7 +186,7 @@ impl TransmitBuf {
             self.bytes.resize(start + total, 0);
         }
         let packet = &mut self.bytes[start..start + len];
-        // Reserved fields of the headers, and the pad, are zero; the payload between is written by `fill`.
+        // Reserved header fields and the pad must be zero; `fill` writes the payload between them.
         let (headers, pad) = (len.min(HEADERS_MAX), len.saturating_sub(PAD_MAX));
         packet[..headers].fill(0);
         packet[pad..].fill(0);

@@ -9,24 +9,24 @@ use crate::region::RegionSpec;
 use crate::srq::Srqn;
 use crate::transmit::Path;
 
-/// Most scatter/gather elements of a work request.
+/// Maximum scatter/gather elements of a work request.
 pub const SGE_MAX: usize = 32;
-/// Most bytes that a send request carries in itself.
+/// Maximum bytes of inline data in a send request.
 pub const INLINE_BYTES_MAX: usize = 1024;
 
-/// A piece of registered memory of one's own.
+/// A piece of own registered memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sge {
     /// Address inside of the region.
     pub addr: u64,
     /// Bytes.
     pub length: u32,
-    /// The region.
+    /// Key of the region.
     pub lkey: u32,
 }
 
 impl Sge {
-    /// `length` bytes at `addr` in the region of `lkey`.
+    /// Returns an element of `length` bytes at `addr` in the region of `lkey`.
     pub const fn new(addr: u64, length: u32, lkey: LKey) -> Sge {
         Sge {
             addr,
@@ -48,7 +48,7 @@ enum Elements {
 }
 
 impl SgeList {
-    /// No element: a zero-length operation.
+    /// A list without elements: a zero-length operation.
     pub const EMPTY: SgeList = SgeList(Elements::Few(
         [Sge {
             addr: 0,
@@ -58,13 +58,13 @@ impl SgeList {
         0,
     ));
 
-    /// The bytes themselves instead of where they are: the caller's memory is free again at once and needs no registration.
-    /// For SEND, WRITE and ATOMIC WRITE, up to [`INLINE_BYTES_MAX`].
+    /// Returns a list that holds the bytes themselves: the caller may reuse its memory at once and need not register it. For SEND,
+    /// WRITE and ATOMIC WRITE, up to [`INLINE_BYTES_MAX`].
     pub fn inline(bytes: &[u8]) -> SgeList {
         SgeList(Elements::Inline(bytes.into()))
     }
 
-    /// The elements in order; none when the bytes are inline.
+    /// Returns the elements in order; none if the bytes are inline.
     pub fn as_slice(&self) -> &[Sge] {
         match &self.0 {
             Elements::Few(list, n) => &list[..usize::from(*n)],
@@ -73,7 +73,7 @@ impl SgeList {
         }
     }
 
-    /// The bytes, when they are inline.
+    /// Returns the bytes if they are inline.
     pub fn as_inline(&self) -> Option<&[u8]> {
         match &self.0 {
             Elements::Inline(bytes) => Some(bytes),
@@ -81,7 +81,7 @@ impl SgeList {
         }
     }
 
-    /// Bytes of all elements.
+    /// Returns the total bytes of all elements.
     pub fn bytes(&self) -> u64 {
         match self.as_inline() {
             Some(bytes) => bytes.len() as u64,
@@ -107,83 +107,83 @@ impl From<&[Sge]> for SgeList {
     }
 }
 
-/// What a send work request does.
+/// Operation of a send work request.
 #[derive(Clone, Debug)]
 pub enum Operation {
-    /// SEND the list's bytes into the peer's next receive.
+    /// Sends the list's bytes into the peer's next receive.
     Send {
         /// Immediate data for the receiver's completion.
         imm: Option<u32>,
     },
-    /// SEND, and end the peer's memory region or type 2 window of this key. IBTA Vol 1, 9.4.1.1.2.
+    /// SEND that also invalidates the peer's memory region or type 2 window of this key. IBTA Vol 1, 9.4.1.1.2.
     SendInvalidate {
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
     },
-    /// RDMA WRITE the list's bytes to the peer's memory.
+    /// RDMA WRITE of the list's bytes to the peer's memory.
     Write {
-        /// Address there.
+        /// Address at the peer.
         va: u64,
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
-        /// Immediate data; with it the peer uses up a receive.
+        /// Immediate data; with it the message consumes a receive of the peer.
         imm: Option<u32>,
     },
     /// RDMA READ from the peer's memory into the list.
     Read {
-        /// Address there.
+        /// Address at the peer.
         va: u64,
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
     },
-    /// Stores `swap` into the peer's aligned 8 bytes when they hold `compare`; what they held comes back into the list's 8
-    /// bytes. Numbers in the peer's byte order. IBTA Vol 1, 9.4.5.
+    /// Stores `swap` into the peer's aligned 8 bytes if their value is `compare`, and returns the previous value in the list's 8 bytes.
+    /// Numbers are in the peer's byte order. IBTA Vol 1, 9.4.5.
     CompareSwap {
-        /// Address there, a multiple of 8.
+        /// Address at the peer, a multiple of 8.
         va: u64,
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
-        /// Value to be found.
+        /// Expected value.
         compare: u64,
-        /// Value to be stored.
+        /// Value to store.
         swap: u64,
     },
-    /// Adds to the peer's aligned 8 bytes, wrapping; what they held comes back into the list's 8 bytes. IBTA Vol 1, 9.4.5.
+    /// Adds to the peer's aligned 8 bytes, wrapping, and returns the previous value in the list's 8 bytes. IBTA Vol 1, 9.4.5.
     FetchAdd {
-        /// Address there, a multiple of 8.
+        /// Address at the peer, a multiple of 8.
         va: u64,
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
-        /// Value to be added.
+        /// Value to add.
         add: u64,
     },
-    /// ATOMIC WRITE: places the list's 8 bytes at once, after everything before is placed. IBTA Vol 1, A19.
+    /// ATOMIC WRITE: writes the list's 8 bytes at once, after all earlier bytes are placed. IBTA Vol 1, A19.
     AtomicWrite {
-        /// Address there, a multiple of 8.
+        /// Address at the peer, a multiple of 8.
         va: u64,
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
     },
-    /// FLUSH: the peer brings bytes to the placement asked for before this completes. IBTA Vol 1, A19.
+    /// FLUSH: the peer brings bytes to the requested placement before this request completes. IBTA Vol 1, A19.
     Flush {
-        /// Address there.
+        /// Address at the peer.
         va: u64,
-        /// Key there.
+        /// Key at the peer.
         rkey: RKey,
         /// Bytes.
         length: u32,
         /// Placement types.
         placement: Placement,
-        /// The range, or the whole region.
+        /// Selects the range or the whole region.
         selectivity: Selectivity,
     },
-    /// Lets peers reach a part of a region by a window of its own key, from when this completes. IBTA Vol 1, 10.6.7.2. A type 1
-    /// window is bound by [`crate::Rnic::bind_mw`], which chooses the key.
+    /// Lets peers access a part of a region through a window with its own key, once this request has completed. IBTA Vol 1, 10.6.7.2.
+    /// [`crate::Rnic::bind_mw`] binds type 1 windows and chooses their keys.
     Bind(Bind),
     /// Gives a region of [`crate::Rnic::alloc_mr`] its memory. IBTA Vol 1, 10.6.3.4 (fast register).
     Register(Box<Registration>),
-    /// Ends a region of [`crate::Rnic::alloc_mr`] or a type 2 window of one's own until it is registered or bound again. IBTA Vol
-    /// 1, 10.6.7.2.3.
+    /// Invalidates a region of [`crate::Rnic::alloc_mr`] or an own type 2 window until it is registered or bound again. IBTA Vol 1,
+    /// 10.6.7.2.3.
     LocalInvalidate {
         /// Key.
         rkey: RKey,
@@ -191,7 +191,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The address and key of the peer's memory, or of the window or region that it is about.
+    /// Returns the address and key of the peer's memory, or of the window or region that the operation concerns.
     pub(crate) fn names(&self) -> Option<(u64, u32)> {
         match self {
             Operation::Send { .. } => None,
@@ -207,7 +207,7 @@ impl Operation {
         }
     }
 
-    /// Whether it is done by the device alone, without a packet.
+    /// Returns whether the device executes the operation alone, without a packet.
     pub fn is_local(&self) -> bool {
         matches!(
             self,
@@ -215,7 +215,7 @@ impl Operation {
         )
     }
 
-    /// Whether the peer answers with data into the list.
+    /// Returns whether the peer answers with data for the list.
     pub fn takes_answer(&self) -> bool {
         matches!(
             self,
@@ -224,10 +224,10 @@ impl Operation {
     }
 }
 
-/// What a memory window is bound to. IBTA Vol 1, 10.6.7.2.
+/// Binding of a memory window. IBTA Vol 1, 10.6.7.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bind {
-    /// The window by its new key: that of the window but for the low 8 bits, which are the caller's.
+    /// New key of the window: its present key with low 8 bits of the caller's choice.
     pub window: RKey,
     /// The region, registered with [`Access::MW_BIND`].
     pub region: LKey,
@@ -235,20 +235,20 @@ pub struct Bind {
     pub va: u64,
     /// Bytes; 0 unbinds.
     pub length: u64,
-    /// Remote rights; [`Access::ZERO_BASED`] makes peers' addresses count from the window's start.
+    /// Remote rights; with [`Access::ZERO_BASED`] peers' addresses count from the window's start.
     pub access: Access,
 }
 
-/// What [`Operation::Register`] makes of a region.
+/// Parameters of [`Operation::Register`].
 #[derive(Clone, Debug)]
 pub struct Registration {
-    /// The region by its new key: that of the region but for the low 8 bits, which are the caller's.
+    /// New key of the region: its present key with low 8 bits of the caller's choice.
     pub key: RKey,
-    /// Its memory and rights.
+    /// Memory and rights of the region.
     pub spec: RegionSpec,
 }
 
-/// Whom a send request is for.
+/// Destination of a send request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Target {
     /// The QP's peer: RC and UC.
@@ -256,11 +256,11 @@ pub enum Target {
     Connected,
     /// Any UD QP.
     Datagram {
-        /// The address handle: how to get there.
+        /// The address handle: path to the device of that QP.
         path: Path,
-        /// The QP there; [`Qpn::MULTICAST`] with a group's address.
+        /// QPN of the destination; [`Qpn::MULTICAST`] with a group's address.
         qpn: Qpn,
-        /// What that QP asks to be shown. IBTA Vol 1, 10.2.5.
+        /// Q_Key that the destination QP expects. IBTA Vol 1, 10.2.5.
         qkey: u32,
     },
     /// A shared receive queue of the peer: XRC.
@@ -271,11 +271,11 @@ bitflags! {
     /// Send flags, valued as `enum ibv_send_flags`.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct SendFlags: u32 {
-        /// Begin only when all earlier READs and atomics of the QP are complete. IBTA Vol 1, 10.8.3.3.
+        /// Begins only when all earlier READs and atomics of the QP are complete. IBTA Vol 1, 10.8.3.3.
         const FENCE = 1 << 0;
-        /// Make a completion also on success.
+        /// Generates a completion also on success.
         const SIGNALED = 1 << 1;
-        /// Wake a receiver that armed for solicited events.
+        /// Wakes a receiver that armed its completion queue for solicited events.
         const SOLICITED = 1 << 2;
     }
 }
@@ -283,20 +283,20 @@ bitflags! {
 /// A send work request.
 #[derive(Clone, Debug)]
 pub struct SendRequest {
-    /// The caller's own number, given back in the completion.
+    /// Number of the caller's choice, returned in the completion.
     pub wr_id: u64,
-    /// What to do.
+    /// The operation.
     pub operation: Operation,
     /// Own memory: source of SEND, WRITE and ATOMIC WRITE, destination of READ and atomics, else empty.
     pub sges: SgeList,
     /// Flags.
     pub flags: SendFlags,
-    /// Whom it is for.
+    /// Destination.
     pub to: Target,
 }
 
 impl SendRequest {
-    /// Checks what does not depend on the QP's state; gives the bytes of the message.
+    /// Checks the properties that do not depend on the QP's state; returns the message length in bytes.
     pub fn check(&self) -> Result<u32, PostError> {
         if self.sges.as_slice().len() > SGE_MAX {
             return Err(PostError::TooManySges);
@@ -327,21 +327,21 @@ impl SendRequest {
 /// A receive work request.
 #[derive(Clone, Debug)]
 pub struct RecvRequest {
-    /// The caller's own number, given back in the completion.
+    /// Number of the caller's choice, returned in the completion.
     pub wr_id: u64,
-    /// Where the message goes.
+    /// Destination of the message's bytes.
     pub sges: SgeList,
 }
 
 impl RecvRequest {
-    /// Checks what does not depend on the queue.
+    /// Checks the properties that do not depend on the queue.
     pub fn check(&self) -> Result<(), PostError> {
         if self.sges.as_inline().is_some() {
             Err(PostError::Invalid)
         } else if self.sges.as_slice().len() > SGE_MAX {
             Err(PostError::TooManySges)
         } else if self.sges.bytes() > u64::from(MESSAGE_BYTES_MAX) {
-            // So a SEND that is longer than a message may be fits no receive. 9.7.4.1.7.
+            // With this check no receive fits a SEND that exceeds the maximum message length. 9.7.4.1.7.
             Err(PostError::TooLong)
         } else {
             Ok(())
@@ -349,25 +349,25 @@ impl RecvRequest {
     }
 }
 
-/// Why a work request was not accepted.
+/// Error of posting a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PostError {
     /// No such QP.
     #[error("no such QP")]
     NoQp,
-    /// The QP's state does not take this request. IBTA Vol 1, 10.3.1.
+    /// The QP does not accept this request in its state. IBTA Vol 1, 10.3.1.
     #[error("the QP's state does not take this request")]
     WrongState,
-    /// The queue holds as many requests as it was made for.
+    /// The queue is full.
     #[error("the work queue is full")]
     QueueFull,
     /// More elements than [`SGE_MAX`].
     #[error("too many scatter/gather elements")]
     TooManySges,
-    /// Longer than a message may be: 2^31 bytes, the path MTU on UD, the limit of inline data.
+    /// The message exceeds its limit: 2^31 bytes, the path MTU on UD, or the limit of inline data.
     #[error("the message is too long")]
     TooLong,
-    /// The operation is none of this QP's transport, or its operands contradict each other.
+    /// The QP's transport does not have the operation, or its operands contradict each other.
     #[error("the QP does not take this operation")]
     Invalid,
     /// The QP takes its receives from a shared receive queue.
@@ -376,7 +376,7 @@ pub enum PostError {
     /// No such shared receive queue.
     #[error("no such shared receive queue")]
     NoSrq,
-    /// The device does not have this operation.
+    /// The device does not support this operation.
     #[error("the device does not offer this: {0}")]
     Unsupported(&'static str),
     /// The device refused the request; the number is the system's errno.

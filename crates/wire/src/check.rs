@@ -1,18 +1,18 @@
-//! Checks a capture of RoCEv2: what a peer would drop without a word is named here, packet by packet.
+//! Checks a capture of RoCEv2, packet by packet: it names the errors for which a peer would silently drop a packet.
 //!
-//! Feed a [`Checker`] the packets in order and look at its [`Report`]. It verifies of each packet its opcode, headers, pad
-//! and ICRC (exactly, since a capture shows the IPv4 identification), and of each connection that
+//! Pass the packets to a [`Checker`] in order and read its [`Report`]. It verifies of each packet its opcode, headers, pad and ICRC
+//! (exactly, since a capture shows the IPv4 identification), and of each connection that
 //! - First and Middle packets carry exactly one path MTU, Last 1 byte to one, Only at most one. The path MTU is the payload of
 //!   the first First or Middle seen;
 //! - a message is First, Middles, Last of one kind, and a WRITE has as many bytes as its RETH says;
-//! - requests' PSNs advance by one, a READ's by the number of its responses. What falls behind is a retransmission, a gap is
+//! - the PSNs of requests advance by one, or for a READ by the number of its responses. A lower PSN is a retransmission, a gap is
 //!   an error;
-//! - a response's PSN lies within those requested, and is of the kind that the request there asks for.
+//! - the PSN of a response lies within those requested, and the response has the kind that the request requires.
 //!
-//! It learns which two directions make a connection from the CM messages in the capture, or else from the PSNs.
+//! It learns from the CM messages in the capture which two directions form a connection, or otherwise from the PSNs.
 //!
-//! A capture from a virtual link can show a GSO train that was not split yet, as one long UDP datagram. Its segment size is
-//! not in the capture: it is found by looking for the length at which the first segment's ICRC fits.
+//! A capture from a virtual link can show a GSO train that was not split yet, as one long UDP datagram. The capture does not hold its
+//! segment size: the checker searches for the length at which the first segment's ICRC is correct.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
@@ -29,24 +29,24 @@ use crate::roce::{
 use crate::sack::Sack;
 use crate::{Malformed, Psn, Qpn};
 
-/// No packet is longer: the largest path MTU, and the most that headers, pad and ICRC can take.
+/// Maximum length of a packet: the largest path MTU, and the maximum of headers, pad and ICRC.
 const PACKET_LEN_MAX: usize = 4096 + 100;
 const PACKET_LEN_MIN: usize = Bth::LEN + ICRC_LEN;
-/// Errors that a report names; more are only counted.
+/// Maximum number of errors that a report names; further errors are only counted.
 const ERRORS_KEPT: usize = 1_000;
-/// Requests that owe a response, remembered for each direction.
+/// Maximum number of requests with a pending response that are remembered for each direction.
 const OWED_MAX: usize = 1_024;
 
-/// Something wrong in a capture.
+/// An error in a capture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
     /// Number of the packet, from 1, as in Wireshark.
     pub packet: u64,
-    /// What is wrong.
+    /// Description of the error.
     pub reason: String,
 }
 
-/// What a capture holds.
+/// Contents of a capture.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Packets of any kind.
@@ -59,26 +59,26 @@ pub struct Report {
     pub fragments: u64,
     /// RoCEv2 packets by opcode.
     pub opcodes: BTreeMap<u8, u64>,
-    /// Requests sent again.
+    /// Retransmitted requests.
     pub retransmissions: u64,
-    /// Negative acknowledgements, receiver-not-ready left out.
+    /// Negative acknowledgements, without receiver-not-ready.
     pub naks: u64,
-    /// Receiver-not-ready.
+    /// Receiver-not-ready NAKs.
     pub rnr_naks: u64,
     /// FLUSHes with the ICRC that rxe gives them ([`Flow::rxe_flush_icrc`]) instead of the specification's.
     ///
     /// [`Flow::rxe_flush_icrc`]: crate::icrc::Flow::rxe_flush_icrc
     pub rxe_flushes: u64,
-    /// Responses to requests that the capture does not hold, as when it begins in the middle of a connection.
+    /// Responses to requests that are not in the capture, for example because it begins in the middle of a connection.
     pub unmatched: u64,
     /// Number of errors.
     pub errors_total: u64,
-    /// The first thousand of them.
+    /// The first thousand errors.
     pub errors: Vec<Error>,
 }
 
 impl Report {
-    /// There was RoCEv2, and nothing wrong with it.
+    /// Returns whether there were RoCEv2 packets and no errors.
     pub fn passed(&self) -> bool {
         self.roce > 0 && self.errors_total == 0
     }
@@ -120,7 +120,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// One direction of a connection: who sends to which QP of whom.
+/// One direction of a connection: sender, receiver and the receiver's QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Direction {
     src: IpAddr,
@@ -128,22 +128,22 @@ struct Direction {
     qpn: Qpn,
 }
 
-/// A request that owes more than an acknowledgement.
+/// A request whose response is more than an acknowledgement.
 #[derive(Clone, Copy, Debug)]
 struct Owed {
     psn: Psn,
     operation: Operation,
-    /// Bytes that a READ asked for.
+    /// Bytes that a READ requests.
     length: u32,
 }
 
-/// The message whose First was seen but not its Last.
+/// A message whose First was seen but not its Last.
 #[derive(Clone, Copy, Debug)]
 struct Open {
-    /// WRITE, or else SEND or READ response.
+    /// Set for a WRITE, clear for a SEND or READ response.
     write: bool,
     bytes: u64,
-    /// Bytes that a WRITE's RETH promised.
+    /// Length in a WRITE's RETH.
     length: Option<u32>,
 }
 
@@ -151,14 +151,14 @@ struct Open {
 #[derive(Clone, Debug)]
 struct Requests {
     first: Psn,
-    /// The CM said that `first` is the first; else it is the first that the capture holds.
+    /// Set when `first` comes from the CM; otherwise it is the first PSN in the capture.
     told: bool,
     /// PSN of the next new request; `None` while the last was a READ whose number of responses is not known yet.
     next: Option<Psn>,
-    /// The last request with an open end, if `next` is not known.
+    /// The last READ, whose number of responses is unknown if `next` is `None`.
     last_read: Owed,
     open: Option<Open>,
-    /// Packets before the next may be missing, and with them the beginning of its message.
+    /// Set when packets before the next one may be missing, and with them the beginning of its message.
     incomplete: bool,
     owed: VecDeque<Owed>,
 }
@@ -181,7 +181,7 @@ impl Requests {
         }
     }
 
-    /// PSN after the last request; when that is not known yet, the furthest that it can be.
+    /// Returns the PSN after the last request, or if that is unknown the highest PSN that it can be.
     fn end(&self) -> Psn {
         self.next.unwrap_or_else(|| {
             self.last_read
@@ -190,13 +190,13 @@ impl Requests {
         })
     }
 
-    /// Whether a response may carry `psn`.
+    /// Returns whether a response may carry `psn`.
     fn cover(&self, psn: Psn) -> bool {
         psn.since(self.first) >= 0 && psn.since(self.end()) < 0
     }
 }
 
-/// Packets that answer a READ of `length` bytes.
+/// Returns the number of response packets to a READ of `length` bytes.
 fn responses(length: u32, mtu: u32) -> u32 {
     length.div_ceil(mtu).max(1)
 }
@@ -206,11 +206,11 @@ fn responses(length: u32, mtu: u32) -> u32 {
 pub struct Checker {
     report: Report,
     requests: HashMap<Direction, Requests>,
-    /// Path MTU by direction.
+    /// Path MTUs by direction.
     mtus: HashMap<Direction, u32>,
-    /// The longest Only or Last packet by direction, until the path MTU is known.
+    /// Length of the longest Only or Last packet by direction, until the path MTU is known.
     longest: HashMap<Direction, u32>,
-    /// The direction opposite to one.
+    /// Opposite direction of each direction.
     opposite: HashMap<Direction, Direction>,
     /// REQs by sender and communication id, waiting for their REP.
     connecting: HashMap<(IpAddr, IpAddr, u32), (Qpn, Psn)>,
@@ -219,7 +219,7 @@ pub struct Checker {
 }
 
 impl Checker {
-    /// A checker that has seen nothing.
+    /// Returns a checker that has seen no packets.
     pub fn new() -> Checker {
         Checker::default()
     }
@@ -237,7 +237,7 @@ impl Checker {
         self.packet(captured.link, captured.data);
     }
 
-    /// Checks the next packet, which begins as `link` says.
+    /// Checks the next packet, whose first header has type `link`.
     pub fn packet(&mut self, link: LinkType, data: &[u8]) {
         self.report.packets += 1;
         match ip_udp(link, data) {
@@ -250,7 +250,7 @@ impl Checker {
         }
     }
 
-    /// What was found so far.
+    /// Returns the report so far.
     pub fn report(&self) -> &Report {
         &self.report
     }
@@ -309,7 +309,7 @@ impl Checker {
                 ));
                 return;
             }
-            // What the receiver's GRO joined may be several trains, each numbered from 0.
+            // A datagram that the receiver's GRO joined may contain several trains, each numbered from 0.
             if !icrc_fits(datagram, segment, id) && icrc_fits(datagram, segment, 0) {
                 id = 0;
             }
@@ -325,7 +325,7 @@ impl Checker {
         }
     }
 
-    /// Length of the segments of a train: the one at which the first segment has a correct ICRC.
+    /// Returns the segment length of a train: the length at which the first segment has a correct ICRC.
     fn segment_len(&self, datagram: &UdpDatagram<'_>) -> Option<usize> {
         let payload = datagram.payload;
         let longest = PACKET_LEN_MAX.min(payload.len() - 1);
@@ -343,7 +343,7 @@ impl Checker {
             .find(fits)
     }
 
-    /// Checks one RoCEv2 packet, whose ICRC is right with the identification `id`.
+    /// Checks one RoCEv2 packet, whose ICRC is correct with the identification `id`.
     fn roce(&mut self, datagram: &UdpDatagram<'_>, bytes: &[u8], id: u16) {
         self.report.roce += 1;
         self.report.rxe_flushes += u64::from(is_flush_of_rxe(datagram, bytes, id));
@@ -377,7 +377,7 @@ impl Checker {
         }
     }
 
-    /// Pad: as many zero bytes as make the payload a multiple of four. IBTA Vol 1, 9.2.6.
+    /// Checks the pad: as many zero bytes as make the payload a multiple of four. IBTA Vol 1, 9.2.6.
     fn pad(&mut self, packet: &Packet<'_>) {
         let pad = usize::from(packet.bth.pad);
         if !(packet.payload().len() + pad).is_multiple_of(4) {
@@ -392,11 +392,11 @@ impl Checker {
         }
     }
 
-    /// Length of the payload by opcode and path MTU. IBTA Vol 1, 9.7.4.1.5 and 9.8.2.2.6.
+    /// Checks the payload length by opcode and path MTU. IBTA Vol 1, 9.7.4.1.5 and 9.8.2.2.6.
     fn payload_len(&mut self, direction: Direction, packet: &Packet<'_>) -> Result<(), String> {
         use Operation::*;
         let len = packet.payload().len() as u32;
-        // What rdmux says to itself about a gap.
+        // A report about a gap between rdmux endpoints.
         if let Some(sack) = Sack::of(packet) {
             return sack.map(|_| ()).map_err(|error| error.to_string());
         }
@@ -443,7 +443,7 @@ impl Checker {
         Ok(())
     }
 
-    /// UD: only connection management has something to check.
+    /// Checks a UD packet: only connection management has something to check.
     fn datagram_service(&mut self, direction: Direction, packet: &Packet<'_>) {
         if packet.bth.dest_qpn != Qpn::GSI {
             return;
@@ -461,7 +461,7 @@ impl Checker {
                     .insert((src, dst, req.local_comm_id), (req.qpn, req.starting_psn));
             }
             Ok((_, Message::Rep(rep))) => {
-                // A repeated REP finds nothing, and leaves the connection as it is.
+                // A repeated REP finds no REQ, and leaves the connection unchanged.
                 if let Some((qpn, psn)) = self.connecting.remove(&(dst, src, rep.remote_comm_id)) {
                     let forth = Direction {
                         src: dst,
@@ -469,14 +469,14 @@ impl Checker {
                         qpn: rep.qpn,
                     };
                     let back = Direction { src, dst, qpn };
-                    // Each side states the PSN with which the other begins. IBTA Vol 1, 12.7.31.
+                    // Each side announces the PSN with which the other begins. IBTA Vol 1, 12.7.31.
                     self.connect(forth, back);
                     self.requests.insert(forth, Requests::new(rep.starting_psn, true));
                     self.requests.insert(back, Requests::new(psn, true));
                 }
             }
             Ok(_) => {}
-            // Path changes and other management classes are none of ours.
+            // Path changes and other management classes are not checked.
             Err(Malformed::Undefined {
                 what: "CM attribute" | "MAD management class",
                 ..
@@ -485,7 +485,7 @@ impl Checker {
         }
     }
 
-    /// Notes that two directions make one connection, and forgets an earlier one of the same QPs.
+    /// Records that two directions form one connection, and forgets an earlier connection of the same QPs.
     fn connect(&mut self, forth: Direction, back: Direction) {
         for direction in [forth, back] {
             self.mtus.remove(&direction);
@@ -508,7 +508,7 @@ impl Checker {
         self.requests.insert(direction, requests);
     }
 
-    /// Path MTU of a connection, which both directions share.
+    /// Returns the path MTU of a connection, which both directions share.
     fn mtu_of_connection(&self, direction: Direction) -> Option<u32> {
         let opposite = self
             .opposite
@@ -529,7 +529,7 @@ impl Checker {
             requests.next = Some(read.psn.plus(responses(read.length, mtu)));
         }
         let next = requests.next.unwrap_or_else(|| {
-            // The path MTU that makes this the packet after the READ; if none does, the READ itself, and this is a gap.
+            // Some path MTU may make this the packet after the READ. If none does, there is a gap, whose size assumes the fewest responses.
             let fits = |mtu: &PathMtu| read.psn.plus(responses(read.length, mtu.bytes())) == psn;
             if psn.since(read.psn) <= 0 {
                 requests.end()
@@ -607,7 +607,7 @@ impl Checker {
         }
     }
 
-    /// The direction whose requests a response in `direction` answers.
+    /// Returns the direction whose requests a response in `direction` answers.
     fn asked_by(&mut self, direction: Direction, psn: Psn) -> Option<Direction> {
         if let Some(known) = self.opposite.get(&direction) {
             return Some(*known);
@@ -622,7 +622,7 @@ impl Checker {
             }
         }
         match found[..] {
-            // The true one is always among those found, so when there is one, it is that one.
+            // The correct direction is always among those found, so a single one found is the correct one.
             [one] => {
                 self.opposite.insert(direction, one);
                 self.opposite.insert(one, direction);
@@ -636,8 +636,8 @@ impl Checker {
     }
 }
 
-/// Checks that a new request continues the message before it or begins one, and that a WRITE has the length it promised.
-/// IBTA Vol 1, 9.7.4.1.2.
+/// Checks that a new request continues the message before it or begins one, and that a WRITE has the length in its RETH. IBTA Vol 1,
+/// 9.7.4.1.2.
 fn message(requests: &mut Requests, packet: &Packet<'_>) -> Result<(), String> {
     let operation = packet.bth.opcode.operation;
     let len = packet.payload().len() as u64;
@@ -667,7 +667,7 @@ fn message(requests: &mut Requests, packet: &Packet<'_>) -> Result<(), String> {
     let write = operation.is_write();
     let open = match open.filter(|open| open.write == write) {
         Some(open) if !incomplete => open,
-        // Something is missing, so the length no longer tells anything.
+        // Packets are missing, so the length cannot be checked.
         _ if incomplete => Open {
             write,
             bytes: 0,
@@ -686,7 +686,7 @@ fn message(requests: &mut Requests, packet: &Packet<'_>) -> Result<(), String> {
     }
 }
 
-/// Checks that a response is what the request with its PSN asks for.
+/// Checks that a response has the kind and length that the request with its PSN requires.
 fn answers(requests: &Requests, mtu: Option<u32>, packet: &Packet<'_>) -> Result<(), String> {
     let (psn, operation) = (packet.bth.psn, packet.bth.opcode.operation);
     if !requests.cover(psn) {
@@ -713,7 +713,7 @@ fn answers(requests: &Requests, mtu: Option<u32>, packet: &Packet<'_>) -> Result
         .rev()
         .find_map(|owed| Some((owed, index_in(owed)?)));
     let Some((owed, index)) = asked else {
-        // A request that has been forgotten would look the same.
+        // The checker may have forgotten the request.
         let forgotten = requests.owed.len() == OWED_MAX;
         return if forgotten {
             Ok(())
@@ -740,7 +740,7 @@ fn icrc_of(datagram: &UdpDatagram<'_>, packet: &[u8], id: u16) -> u32 {
     datagram.flow.icrc_as_captured(packet, id, datagram.dont_fragment)
 }
 
-/// Whether a packet has the right ICRC at its end. At least [`PACKET_LEN_MIN`] bytes.
+/// Returns whether a packet ends with the correct ICRC. The packet has at least [`PACKET_LEN_MIN`] bytes.
 fn icrc_fits(datagram: &UdpDatagram<'_>, whole: &[u8], id: u16) -> bool {
     let (packet, icrc) = whole.split_at(whole.len() - ICRC_LEN);
     icrc_of(datagram, packet, id).to_le_bytes() == icrc || is_flush_of_rxe(datagram, whole, id)

@@ -1,5 +1,5 @@
-//! Communication management datagrams: how two endpoints agree on a connection. IBTA Vol 1, chapter 12; annex A11 (RDMA IP
-//! CM service); annex A16 and A17 (RoCE).
+//! Communication management datagrams, with which two endpoints agree on a connection. IBTA Vol 1, chapter 12; annex A11 (RDMA IP CM
+//! service); annex A16 and A17 (RoCE).
 //!
 //! Each message is a MAD of 256 bytes, sent as one UD SEND Only to QPN 1 with [`crate::roce::GSI_QKEY`]. Byte offsets in
 //! this file count from the end of the 24-byte MAD header, as in the tables of chapter 12.
@@ -13,8 +13,7 @@
 //! 24  message, 232 bytes, private data at its end
 //! ```
 //!
-//! Private data has no length on the wire: each message has room for a fixed number of bytes, and what the sender leaves
-//! over is zero.
+//! Private data has no length on the wire: each message has room for a fixed number of bytes, and the sender fills unused bytes with zero.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -48,18 +47,18 @@ mod attribute {
     pub(super) const APR: u16 = 0x1a;
 }
 
-/// What a message is about; enough to hand a MAD to the endpoint it belongs to.
+/// Addressee of a message; enough to pass a MAD to the endpoint that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Destination {
-    /// Asks for a service: REQ, SIDR_REQ.
+    /// A request for a service: REQ, SIDR_REQ.
     Service(ServiceId),
-    /// Goes on with what the receiver began under this communication id (or SIDR request id).
+    /// Continues an exchange that the receiver began under this communication id (or SIDR request id).
     CommId(u32),
-    /// A REJ by one that gave up before it knew the receiver's id: whoever has the request knows. IBTA Vol 1, 12.6.7.2.
+    /// A REJ of a sender that gave up before it knew the receiver's id: goes to whoever has the request. IBTA Vol 1, 12.6.7.2.
     Everyone,
 }
 
-/// Where a MAD goes, read from its fixed fields without parsing the rest. `None` when it is no CM message.
+/// Returns the destination of a MAD from its fixed fields, without parsing the rest. `None` if it is not a CM message.
 pub fn destination(mad: &[u8]) -> Option<Destination> {
     if mad.len() < MAD_LEN || mad[1] != CLASS || mad[2] != CLASS_VERSION || mad[3] != METHOD_SEND {
         return None;
@@ -81,7 +80,7 @@ pub fn destination(mad: &[u8]) -> Option<Destination> {
     }
 }
 
-/// Names what a listener offers. IBTA Vol 1, A3.2.3 and A11.2.
+/// Name of a listener's service. IBTA Vol 1, A3.2.3 and A11.2.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServiceId(
     /// The number.
@@ -93,22 +92,22 @@ impl ServiceId {
     const UDP: u64 = 0x0111_0000;
     const IB: u64 = 0x013f_0000;
 
-    /// The id of a connected service on `port` (RDMA_PS_TCP in rdma_cm).
+    /// Returns the id of a connected service on `port` (RDMA_PS_TCP in rdma_cm).
     pub const fn tcp(port: u16) -> ServiceId {
         ServiceId(ServiceId::TCP | port as u64)
     }
 
-    /// The id of a datagram service on `port` (RDMA_PS_UDP in rdma_cm).
+    /// Returns the id of a datagram service on `port` (RDMA_PS_UDP in rdma_cm).
     pub const fn udp(port: u16) -> ServiceId {
         ServiceId(ServiceId::UDP | port as u64)
     }
 
-    /// The id of a service on `port` whose queue pairs are of any type (RDMA_PS_IB in rdma_cm).
+    /// Returns the id of a service on `port` whose queue pairs are of any type (RDMA_PS_IB in rdma_cm).
     pub const fn ib(port: u16) -> ServiceId {
         ServiceId(ServiceId::IB | port as u64)
     }
 
-    /// The port, when the id is one of those above.
+    /// Returns the port, if the id is one of those above.
     pub const fn port(self) -> Option<u16> {
         match self.0 & !0xffff {
             ServiceId::TCP | ServiceId::UDP | ServiceId::IB => Some(self.0 as u16),
@@ -123,22 +122,22 @@ impl fmt::Debug for ServiceId {
     }
 }
 
-/// The room that a message has for its user: `N` bytes, zero where unused.
+/// Private data of a message: `N` bytes, zero where unused.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct PrivateData<const N: usize>([u8; N]);
 
 impl<const N: usize> PrivateData<N> {
-    /// Bytes there is room for.
+    /// Capacity in bytes.
     pub const LEN: usize = N;
 
-    /// `bytes`, filled up with zeros. `None` when they do not fit.
+    /// Returns private data of `bytes`, padded with zeros. `None` if they do not fit.
     pub fn new(bytes: &[u8]) -> Option<PrivateData<N>> {
         let mut data = [0; N];
         data.get_mut(..bytes.len())?.copy_from_slice(bytes);
         Some(PrivateData(data))
     }
 
-    /// All `N` bytes.
+    /// Returns all `N` bytes.
     pub fn bytes(&self) -> &[u8; N] {
         &self.0
     }
@@ -157,7 +156,7 @@ impl<const N: usize> Default for PrivateData<N> {
 }
 
 impl<const N: usize> fmt::Debug for PrivateData<N> {
-    /// Without the zeros at the end.
+    /// Prints the bytes without trailing zeros.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let end = self.0.iter().rposition(|b| *b != 0).map_or(0, |last| last + 1);
         for byte in &self.0[..end] {
@@ -167,36 +166,36 @@ impl<const N: usize> fmt::Debug for PrivateData<N> {
     }
 }
 
-/// Enhanced connection establishment: what vendors tell each other in REQ and REP.
+/// Enhanced connection establishment: vendor options in REQ and REP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ece {
-    /// Who defines `options`: 24 bits, not 0 (which means that there is no ECE).
+    /// Vendor that defines `options`: 24 bits, not 0 (which means that there is no ECE).
     pub vendor: u32,
     /// Options, in the attribute modifier of the MAD header.
     pub options: u32,
 }
 
 impl Ece {
-    /// `None` for vendor 0.
+    /// Returns the ECE of the header fields; `None` for vendor 0.
     fn from_fields(vendor: u32, options: u32) -> Option<Ece> {
         (vendor != 0).then_some(Ece { vendor, options })
     }
 }
 
-/// What rdmux endpoints tell each other through ECE.
+/// Options that rdmux endpoints exchange through ECE.
 ///
 /// ```text
 /// options  31..28 version   27..6 zero, ignored on receive   5 selective   4..0 log2 of the receive window in bytes
 /// ```
 ///
-/// A bit that one side does not know it takes for 0, so that what a bit stands for is used only when both sides set it.
+/// A side treats a bit that it does not know as 0, so that a feature is used only when both sides set its bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extensions {
     /// Version of these extensions, 1 to 15.
     pub version: u8,
-    /// Log2 of the bytes that the sender of the message can have in flight towards it, 0 to 31.
+    /// Log2 of the bytes that may be in flight towards the sender of the message, 0 to 31.
     pub receive_window_log2: u8,
-    /// The sender of the message keeps packets behind a gap and sends and understands [`crate::sack::Sack`].
+    /// Set when the sender of the message keeps packets behind a gap, and sends and understands [`crate::sack::Sack`].
     pub selective: bool,
 }
 
@@ -207,7 +206,7 @@ impl Extensions {
     pub const VERSION: u8 = 1;
     const SELECTIVE: u32 = 1 << 5;
 
-    /// The extensions that `ece` holds; `None` when it is another vendor's.
+    /// Returns the extensions in `ece`; `None` if it is another vendor's.
     pub fn from_ece(ece: Ece) -> Option<Extensions> {
         let version = (ece.options >> 28) as u8;
         if ece.vendor != Extensions::VENDOR || version == 0 {
@@ -220,7 +219,7 @@ impl Extensions {
         })
     }
 
-    /// As ECE.
+    /// Returns the extensions as ECE.
     pub fn to_ece(self) -> Ece {
         let selective = if self.selective { Extensions::SELECTIVE } else { 0 };
         let options =
@@ -232,8 +231,8 @@ impl Extensions {
     }
 }
 
-/// The header with which private data of REQ and SIDR_REQ begins when the service is named by an IP port: who connects to
-/// whom. IBTA Vol 1, A11.3.
+/// The header at the beginning of the private data of REQ and SIDR_REQ if the service is named by an IP port: the addresses of both
+/// sides. IBTA Vol 1, A11.3.
 ///
 /// ```text
 ///  0  version 0 | IP version (high nibble) | source port
@@ -246,7 +245,7 @@ pub struct IpAddressing {
     pub src_port: u16,
     /// Address of the connecting side.
     pub src: IpAddr,
-    /// Address connected to, of the same family.
+    /// Address of the listening side, of the same family.
     pub dst: IpAddr,
 }
 
@@ -287,7 +286,7 @@ impl IpAddressing {
         })
     }
 
-    /// Writes the header to the first 36 bytes of `b`. Of addresses of two families both are written as IPv6.
+    /// Writes the header to the first 36 bytes of `b`. If the families of the addresses differ, writes both as IPv6.
     pub fn emit(&self, b: &mut [u8]) {
         b[..IpAddressing::LEN].fill(0);
         put(b, 2, &self.src_port.to_be_bytes());
@@ -303,7 +302,7 @@ impl IpAddressing {
     }
 }
 
-/// The GID of an address: IPv6 as it is, IPv4 mapped into it. IBTA Vol 1, A17.4.
+/// Returns the GID of an address: IPv6 unchanged, IPv4 as an IPv4-mapped address. IBTA Vol 1, A17.4.
 pub fn to_gid(address: IpAddr) -> Ipv6Addr {
     match address {
         IpAddr::V4(a) => a.to_ipv6_mapped(),
@@ -311,7 +310,7 @@ pub fn to_gid(address: IpAddr) -> Ipv6Addr {
     }
 }
 
-/// The address that a GID stands for.
+/// Returns the address of a GID.
 pub fn from_gid(gid: Ipv6Addr) -> IpAddr {
     gid.to_canonical()
 }
@@ -324,22 +323,22 @@ fn gid(b: &[u8], at: usize) -> Ipv6Addr {
 
 /// Request for a connection. IBTA Vol 1, 12.6.5.
 ///
-/// The fields of an alternate path, of reliable datagram and of LIDs are written as RoCE asks and not read.
+/// The fields of an alternate path, of reliable datagram and of LIDs are written as RoCE requires and not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Req {
     /// Communication id of the sender.
     pub local_comm_id: u32,
     /// Vendor options.
     pub ece: Option<Ece>,
-    /// The service asked for.
+    /// Requested service.
     pub service_id: ServiceId,
-    /// Names the sender's device; with the QPN, or the communication id, it names the request.
+    /// GUID of the sender's device; together with the QPN, or the communication id, it identifies the request.
     pub ca_guid: u64,
-    /// Q_Key, of no meaning to connected services.
+    /// Q_Key, meaningless for connected services.
     pub qkey: u32,
     /// QP of the sender.
     pub qpn: Qpn,
-    /// READs and atomics that the sender takes at a time; bounds the receiver's initiator depth.
+    /// READs and atomics that the sender can answer at a time; bounds the receiver's initiator depth.
     pub responder_resources: u8,
     /// READs and atomics that the sender wants to have outstanding.
     pub initiator_depth: u8,
@@ -347,9 +346,9 @@ pub struct Req {
     pub remote_response_timeout: u8,
     /// RC, UC or XRC.
     pub transport: Transport,
-    /// The sender implements end-to-end flow control.
+    /// Set when the sender implements end-to-end flow control.
     pub flow_control: bool,
-    /// The PSN with which the *receiver* of this message shall begin to send.
+    /// PSN with which the *receiver* of this message shall begin to send.
     pub starting_psn: Psn,
     /// Time within which the sender answers, 4.096 µs * 2^n.
     pub local_response_timeout: u8,
@@ -359,11 +358,11 @@ pub struct Req {
     pub pkey: u16,
     /// Path MTU.
     pub path_mtu: PathMtu,
-    /// Retries after receiver-not-ready, 0 to 6; 7 for ever.
+    /// Retries after receiver-not-ready, 0 to 6; 7 without limit.
     pub rnr_retry_count: u8,
-    /// How often the sender repeats this message, 0 to 15.
+    /// Number of times that the sender repeats this message, 0 to 15.
     pub max_cm_retries: u8,
-    /// The sender's QP uses a shared receive queue.
+    /// Set when the sender's QP uses a shared receive queue.
     pub srq: bool,
     /// GID of the sender.
     pub src_gid: Ipv6Addr,
@@ -381,7 +380,7 @@ pub struct Req {
     pub service_level: u8,
     /// ACK timeout of the receiver's QP towards the sender, 4.096 µs * 2^n.
     pub local_ack_timeout: u8,
-    /// Private data; begins with [`IpAddressing`] when the service is named by an IP port.
+    /// Private data; begins with [`IpAddressing`] if the service is named by an IP port.
     pub private_data: PrivateData<92>,
 }
 
@@ -442,7 +441,7 @@ impl Req {
             Transport::Xrc => (3, 1),
             Transport::Ud => panic!("REQ is for connected services"),
         };
-        // A path of one hop stays in its subnet and would name its ends by LIDs; RoCE has none. IBTA Vol 1, 12.7.11.
+        // A path of one hop stays in its subnet and would identify its ends by LIDs, which RoCE does not have. IBTA Vol 1, 12.7.11.
         let (lid, subnet_local) = if self.hop_limit > 1 {
             (LID_PERMISSIVE, 0)
         } else {
@@ -502,14 +501,14 @@ impl Answered {
     }
 }
 
-/// Message receipt acknowledgement: the answer will take a while. IBTA Vol 1, 12.6.6.
+/// Message receipt acknowledgement: the answer takes longer. IBTA Vol 1, 12.6.6.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mra {
     /// Communication id of the sender.
     pub local_comm_id: u32,
     /// Communication id of the receiver.
     pub remote_comm_id: u32,
-    /// What was received.
+    /// Message that was received.
     pub answered: Answered,
     /// Time until the answer, 4.096 µs * 2^n.
     pub service_timeout: u8,
@@ -517,7 +516,7 @@ pub struct Mra {
     pub private_data: PrivateData<222>,
 }
 
-/// Why a connection was refused. IBTA Vol 1, 12.6.7.2.
+/// Reason of a rejection. IBTA Vol 1, 12.6.7.2.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RejReason(
     /// The code.
@@ -601,17 +600,17 @@ impl fmt::Debug for RejReason {
 /// Refusal. IBTA Vol 1, 12.6.7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rej {
-    /// Communication id of the sender; 0 when it has given none.
+    /// Communication id of the sender; 0 if it has assigned none.
     pub local_comm_id: u32,
-    /// Communication id of the receiver; 0 when the sender knows none.
+    /// Communication id of the receiver; 0 if the sender does not know it.
     pub remote_comm_id: u32,
-    /// What is refused.
+    /// Rejected message.
     pub answered: Answered,
-    /// Why.
+    /// Reason of the rejection.
     pub reason: RejReason,
     /// Bytes of `ari` in use, 0 to 72.
     pub ari_len: u8,
-    /// Additional reject information: what the sender would accept instead.
+    /// Additional reject information: values that the sender would accept instead.
     pub ari: [u8; 72],
     /// Private data.
     pub private_data: PrivateData<148>,
@@ -626,29 +625,29 @@ pub struct Rep {
     pub remote_comm_id: u32,
     /// Vendor options.
     pub ece: Option<Ece>,
-    /// Q_Key, of no meaning to connected services.
+    /// Q_Key, meaningless for connected services.
     pub qkey: u32,
     /// QP of the sender.
     pub qpn: Qpn,
-    /// End-to-end context; in XRC the QP that the sender lets the receiver target. 24 bits.
+    /// End-to-end context; in XRC the QP that the receiver may target. 24 bits.
     pub eecn: u32,
-    /// The PSN with which the *receiver* of this message shall begin to send.
+    /// PSN with which the *receiver* of this message shall begin to send.
     pub starting_psn: Psn,
-    /// READs and atomics that the sender takes at a time.
+    /// READs and atomics that the sender can answer at a time.
     pub responder_resources: u8,
     /// READs and atomics that the sender wants to have outstanding.
     pub initiator_depth: u8,
-    /// How long the sender may take to acknowledge, 4.096 µs * 2^n.
+    /// Time that the sender may take to acknowledge, 4.096 µs * 2^n.
     pub target_ack_delay: u8,
     /// Answer to an alternate path, 2 bits: 0 accepted, 1 not supported, 2 refused.
     pub failover: u8,
-    /// The sender implements end-to-end flow control.
+    /// Set when the sender implements end-to-end flow control.
     pub flow_control: bool,
-    /// Retries after receiver-not-ready, 0 to 6; 7 for ever.
+    /// Retries after receiver-not-ready, 0 to 6; 7 without limit.
     pub rnr_retry_count: u8,
-    /// The sender's QP uses a shared receive queue.
+    /// Set when the sender's QP uses a shared receive queue.
     pub srq: bool,
-    /// Names the sender's device.
+    /// GUID of the sender's device.
     pub ca_guid: u64,
     /// Private data.
     pub private_data: PrivateData<196>,
@@ -689,21 +688,21 @@ pub struct Drep {
     pub private_data: PrivateData<224>,
 }
 
-/// Asks which QP serves datagrams of a service. IBTA Vol 1, 12.11.1.
+/// Request for the QP of a datagram service. IBTA Vol 1, 12.11.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SidrReq {
-    /// Names the request.
+    /// Id of the request.
     pub request_id: u32,
     /// Partition key.
     pub pkey: u16,
-    /// The service asked for.
+    /// Requested service.
     pub service_id: ServiceId,
-    /// Private data; begins with [`IpAddressing`] when the service is named by an IP port.
+    /// Private data; begins with [`IpAddressing`] if the service is named by an IP port.
     pub private_data: PrivateData<216>,
 }
 
-/// Asks to load an alternate path, which does not exist on RoCE: the fields of the path are written as zero and not read.
-/// IBTA Vol 1, 12.8.1.
+/// Request to load an alternate path, which does not exist on RoCE: the fields of the path are written as zero and not read. IBTA Vol
+/// 1, 12.8.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lap {
     /// Communication id of the sender.
@@ -720,7 +719,7 @@ pub struct AprStatus(
 );
 
 impl AprStatus {
-    /// The communication id is not known.
+    /// The communication id is unknown.
     pub const INVALID_COMM_ID: AprStatus = AprStatus(1);
     /// Alternate paths are not supported.
     pub const UNSUPPORTED: AprStatus = AprStatus(2);
@@ -779,13 +778,13 @@ impl fmt::Display for SidrStatus {
 /// Answer to a [`SidrReq`]. IBTA Vol 1, 12.11.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SidrRep {
-    /// The request answered.
+    /// Id of the answered request.
     pub request_id: u32,
     /// Outcome.
     pub status: SidrStatus,
-    /// The QP that serves.
+    /// QP that serves the datagrams.
     pub qpn: Qpn,
-    /// The service asked for.
+    /// Requested service.
     pub service_id: ServiceId,
     /// Q_Key of the QP.
     pub qkey: u32,
@@ -811,7 +810,7 @@ pub enum Message {
 }
 
 impl Message {
-    /// Reads a MAD: its transaction id and the message. Bytes after the 256th are ignored.
+    /// Reads a MAD: returns its transaction id and the message. Ignores bytes after the 256th.
     pub fn parse(mad: &[u8]) -> Result<(u64, Message), Malformed> {
         need("MAD", mad, MAD_LEN)?;
         for (what, value, expected) in [
@@ -1007,7 +1006,7 @@ impl Message {
         }
     }
 
-    /// Attribute id of the message.
+    /// Returns the attribute id of the message.
     pub const fn attribute(&self) -> u16 {
         match self {
             Message::Req(_) => attribute::REQ,
@@ -1081,7 +1080,7 @@ mod tests {
         PrivateData::new(&bytes).unwrap()
     }
 
-    /// One of each kind, no two fields alike.
+    /// Returns one message of each kind, in which no two fields have the same value.
     fn each() -> Vec<Message> {
         let (local_comm_id, remote_comm_id) = (0x0102_0304, 0x0506_0708);
         vec![

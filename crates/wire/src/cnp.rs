@@ -1,11 +1,11 @@
-//! Congestion notification packets: a BTH whose BECN is set, and 16 reserved bytes. IBTA Vol 1, A17.9.3.
+//! Congestion notification packets: a BTH with BECN set, and 16 reserved bytes. IBTA Vol 1, A17.9.3.
 //!
-//! Their opcode is of no transport service, so they are told apart before [`crate::roce::Packet`] is asked.
+//! Their opcode belongs to no transport service, so a receiver identifies them before it calls [`crate::roce::Packet`].
 
 use crate::roce::{Bth, ICRC_LEN, PKEY_DEFAULT};
 use crate::{Malformed, Qpn, be16, be24, be32, need, put, put24};
 
-/// What a congestion notification says: a packet that this QP sent was marked on its way.
+/// A congestion notification: a packet that this QP sent was marked in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cnp {
     /// The QP whose packets are marked.
@@ -20,7 +20,7 @@ impl Cnp {
     /// Bytes of the packet before the ICRC.
     pub const LEN: usize = Bth::LEN + 16;
 
-    /// A notification with the default partition key.
+    /// Returns a notification with the default partition key.
     pub const fn new(dest_qpn: Qpn) -> Cnp {
         Cnp {
             dest_qpn,
@@ -28,12 +28,12 @@ impl Cnp {
         }
     }
 
-    /// Whether a UDP payload is one, going by its opcode.
+    /// Returns whether a UDP payload is a CNP by its opcode.
     pub fn is_cnp(b: &[u8]) -> bool {
         b.first() == Some(&Cnp::OPCODE)
     }
 
-    /// Reads a packet, ICRC included; returns the ICRC too, which is to be checked. What is reserved is not looked at.
+    /// Reads a packet, ICRC included. Also returns the ICRC, which the caller must check. Ignores reserved fields.
     pub fn parse(b: &[u8]) -> Result<(Cnp, u32), Malformed> {
         need("CNP", b, Cnp::LEN + ICRC_LEN)?;
         let undefined = |what, value: u8| Malformed::Undefined {
@@ -56,7 +56,7 @@ impl Cnp {
         Ok((cnp, be32(b, Cnp::LEN).swap_bytes()))
     }
 
-    /// Writes all but the ICRC to the first [`Cnp::LEN`] bytes of `b`.
+    /// Writes everything except the ICRC to the first [`Cnp::LEN`] bytes of `b`.
     pub fn emit(&self, b: &mut [u8]) {
         b[..Cnp::LEN].fill(0);
         b[0] = Cnp::OPCODE;

@@ -1,5 +1,5 @@
-//! The 40 bytes that stand before a received datagram: the global route header, which on RoCEv2 is the IP header. IBTA Vol 1,
-//! 11.4.2.1 and A17.4.5; over IPv4 its 20 bytes are the last ones, and those before are zero.
+//! The 40 bytes before a received datagram: the global route header, which on RoCEv2 is the IP header. IBTA Vol 1, 11.4.2.1 and
+//! A17.4.5. The 20 bytes of an IPv4 header are the last ones, and the bytes before them are zero.
 
 use std::net::IpAddr;
 
@@ -7,13 +7,13 @@ use crate::icrc::Flow;
 
 /// Bytes before the payload in the receive buffer of a UD QP.
 pub const GRH_LEN: usize = 40;
-/// Hop limit that is written: a UDP socket does not show how many hops were left.
+/// Hop limit in the header: a UDP socket does not show the hop limit of a received packet.
 const HOP_LIMIT: u8 = 64;
 const UDP_HEADER: usize = 8;
 const IPV4_HEADER: usize = 20;
 
-/// The header of a packet with `udp_payload` bytes. What a UDP socket does not show is as an rdmux sends it: IPv4
-/// identification 0, do not fragment, flow label 0, hop limit 64.
+/// Returns the header of a packet with `udp_payload` bytes. Fields that a UDP socket does not show have the values that rdmux sends:
+/// IPv4 identification 0, do not fragment, flow label 0, hop limit 64.
 pub fn grh(flow: &Flow, traffic_class: u8, udp_payload: usize) -> [u8; GRH_LEN] {
     let mut grh = [0; GRH_LEN];
     let udp_len = (udp_payload + UDP_HEADER) as u16;
@@ -28,7 +28,7 @@ pub fn grh(flow: &Flow, traffic_class: u8, udp_payload: usize) -> [u8; GRH_LEN] 
             head[9] = 17;
             head[12..16].copy_from_slice(&src.octets());
             head[16..20].copy_from_slice(&dst.octets());
-            // Programs tell IPv4 from IPv6 by whether this is right.
+            // Programs distinguish IPv4 from IPv6 by the correctness of this checksum.
             let checksum = checksum(head);
             head[10..12].copy_from_slice(&checksum.to_be_bytes());
         }
@@ -49,7 +49,7 @@ pub fn grh(flow: &Flow, traffic_class: u8, udp_payload: usize) -> [u8; GRH_LEN] 
     grh
 }
 
-/// The Internet checksum of a header whose own field is zero. RFC 1071.
+/// Returns the Internet checksum of a header whose checksum field is zero. RFC 1071.
 fn checksum(head: &[u8]) -> u16 {
     let words = head
         .chunks_exact(2)
@@ -82,7 +82,7 @@ mod tests {
                 0x45, 0, 0, 92, 0, 0, 0x40, 0, 64, 17, 0x26, 0x8f, 10, 0, 0, 1, 10, 0, 0, 2
             ]
         );
-        // RFC 1071: the sum over a right header is all ones.
+        // RFC 1071: the sum over a correct header is all ones.
         assert_eq!(checksum(&grh[20..]), 0);
     }
 

@@ -1,4 +1,4 @@
-//! The invariant CRC of RoCEv2, and what to do when the IPv4 identification is not known. IBTA Vol 1, A17.5.1.
+//! The invariant CRC of RoCEv2, and how a receiver checks it without knowing the IPv4 identification. IBTA Vol 1, A17.5.1.
 //!
 //! The ICRC is a CRC-32 (IEEE 802.3, as in zlib) over eight bytes of ones in place of the LRH, the IP and UDP headers and
 //! the packet, with the fields that a router may change replaced by ones. The IPv4 identification is *not* among those, yet
@@ -30,8 +30,8 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// CRC state after the LRH, IP and UDP headers of a packet with `udp_payload` bytes. `ip_id` is the IPv4
-    /// identification; IPv6 has none, nor a DF.
+    /// Returns the CRC state after the LRH, IP and UDP headers of a packet with `udp_payload` bytes. `ip_id` is the IPv4
+    /// identification; IPv6 has neither an identification nor a DF bit.
     fn prefix(&self, udp_payload: usize, ip_id: u16, dont_fragment: bool) -> Hasher {
         let mut hasher = Hasher::new_with_initial(LRH_CRC);
         let udp_len = (udp_payload + UDP_HEADER) as u16;
@@ -72,24 +72,24 @@ impl Flow {
         hasher
     }
 
-    /// ICRC of `packet`, which is a UDP payload *without* its last four bytes, the ICRC itself. DF is taken as set: RoCEv2 is
-    /// never fragmented (IBTA Vol 1, A17.4.4), and a UDP receiver could not see it.
+    /// Returns the ICRC of `packet`, which is a UDP payload *without* its last four bytes, the ICRC itself. Assumes that DF is set:
+    /// RoCEv2 is never fragmented (IBTA Vol 1, A17.4.4), and a UDP receiver could not see DF.
     pub fn icrc(&self, packet: &[u8], ip_id: u16) -> u32 {
         self.icrc_as_captured(packet, ip_id, true)
     }
 
-    /// As [`Flow::icrc`], for a packet whose IPv4 header was seen.
+    /// Like [`Flow::icrc`], for a packet whose IPv4 header is known.
     pub fn icrc_as_captured(&self, packet: &[u8], ip_id: u16, dont_fragment: bool) -> u32 {
         self.covered(packet, ip_id, dont_fragment).finalize()
     }
 
-    /// What Linux's rxe takes for the ICRC of a FLUSH, up to 6.12 at least: it covers the packet's headers a second time, with
-    /// nothing masked. rxe's table of opcodes has no payload offset for FLUSH, so it takes the headers for payload too.
+    /// Returns the ICRC that Linux's rxe, up to 6.12 at least, computes for a FLUSH: it covers the packet's headers a second time, with
+    /// nothing masked. rxe's table of opcodes has no payload offset for FLUSH, so rxe treats the headers as payload too.
     pub fn rxe_flush_icrc(&self, packet: &[u8], ip_id: u16) -> u32 {
         self.rxe_flush_icrc_as_captured(packet, ip_id, true)
     }
 
-    /// As [`Flow::rxe_flush_icrc`], for a packet whose IPv4 header was seen.
+    /// Like [`Flow::rxe_flush_icrc`], for a packet whose IPv4 header is known.
     pub fn rxe_flush_icrc_as_captured(&self, packet: &[u8], ip_id: u16, dont_fragment: bool) -> u32 {
         let mut hasher = self.covered(packet, ip_id, dont_fragment);
         hasher.update(packet);
@@ -109,7 +109,7 @@ impl Flow {
     }
 }
 
-/// How the ICRC of a packet of one length depends on the IPv4 identification: 16 values, one a bit, brought to echelon form.
+/// Dependence of the ICRC on the IPv4 identification, for packets of one length: 16 values, one for each bit, in echelon form.
 #[derive(Clone, Debug)]
 pub struct IdBasis {
     /// Reduced rows: the highest set bit of each differs, `(crc difference, identification bits that cause it)`.
@@ -117,12 +117,12 @@ pub struct IdBasis {
 }
 
 impl IdBasis {
-    /// The basis for packets with `udp_payload` bytes, ICRC included.
+    /// Returns the basis for packets with `udp_payload` bytes, ICRC included.
     pub fn new(udp_payload: usize) -> IdBasis {
         IdBasis::with_covered(udp_payload.saturating_sub(crate::roce::ICRC_LEN))
     }
 
-    /// The basis for FLUSHes with `udp_payload` bytes whose ICRC is that of [`Flow::rxe_flush_icrc`].
+    /// Returns the basis for FLUSHes with `udp_payload` bytes whose ICRC is that of [`Flow::rxe_flush_icrc`].
     pub fn of_rxe_flush(udp_payload: usize) -> IdBasis {
         IdBasis::with_covered(2 * udp_payload.saturating_sub(crate::roce::ICRC_LEN))
     }
@@ -151,8 +151,8 @@ impl IdBasis {
         IdBasis { rows }
     }
 
-    /// The identification that explains `difference`, which is the ICRC received XOR the ICRC computed with
-    /// identification 0. `None`: no identification does, so the packet is corrupt.
+    /// Returns the identification that explains `difference`, which is the received ICRC XOR the ICRC computed with identification 0.
+    /// `None` if no identification explains it: the packet is corrupt.
     pub fn solve(&self, difference: u32) -> Option<u16> {
         let (mut left, mut id) = (difference, 0);
         for row in &self.rows {

@@ -1,4 +1,4 @@
-//! Identifiers of the transport. Each is a type of its own, so that a QPN is never taken for a PSN.
+//! Identifiers of the transport. Each has its own type, so that a QPN cannot be used as a PSN.
 
 use std::fmt;
 
@@ -12,12 +12,12 @@ impl Qpn {
     /// All QPs attached to a multicast group. IBTA Vol 1, 10.5.2.1.
     pub const MULTICAST: Qpn = Qpn(0xff_ffff);
 
-    /// A QPN of the low 24 bits of `value`.
+    /// Returns the QPN of the low 24 bits of `value`.
     pub const fn new(value: u32) -> Qpn {
         Qpn(value & 0xff_ffff)
     }
 
-    /// The number.
+    /// Returns the number.
     pub const fn value(self) -> u32 {
         self.0
     }
@@ -37,35 +37,35 @@ impl fmt::Display for Qpn {
 
 /// Packet sequence number, 24 bits, compared modulo 2^24. IBTA Vol 1, 9.7.2.
 ///
-/// It has no `Ord`: what comes first is only defined between numbers less than 2^23 apart, see [`Psn::since`].
+/// It has no `Ord`: the order is only defined between numbers less than 2^23 apart, see [`Psn::since`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Psn(u32);
 
 impl Psn {
-    /// A PSN of the low 24 bits of `value`.
+    /// Returns the PSN of the low 24 bits of `value`.
     pub const fn new(value: u32) -> Psn {
         Psn(value & 0xff_ffff)
     }
 
-    /// The number.
+    /// Returns the number.
     pub const fn value(self) -> u32 {
         self.0
     }
 
-    /// The PSN `n` packets later.
+    /// Returns the PSN `n` packets later.
     #[must_use]
     pub const fn plus(self, n: u32) -> Psn {
         Psn(self.0.wrapping_add(n) & 0xff_ffff)
     }
 
-    /// The PSN `n` packets earlier.
+    /// Returns the PSN `n` packets earlier.
     #[must_use]
     pub const fn minus(self, n: u32) -> Psn {
         Psn(self.0.wrapping_sub(n) & 0xff_ffff)
     }
 
-    /// How many packets this PSN is after `other`; negative when before. The difference is taken as a signed 24-bit
-    /// number (IBTA Vol 1, 9.7.2), so it is meaningful for numbers less than 2^23 apart.
+    /// Returns by how many packets this PSN follows `other`; negative if it precedes `other`. The difference is a signed 24-bit number
+    /// (IBTA Vol 1, 9.7.2), so it is meaningful for numbers less than 2^23 apart.
     pub const fn since(self, other: Psn) -> i32 {
         ((self.0.wrapping_sub(other.0) << 8) as i32) >> 8
     }
@@ -96,12 +96,12 @@ key! {
     LKey
 }
 key! {
-    /// Remote key: lets a peer reach a memory region. IBTA Vol 1, 10.6.3.
+    /// Remote key: lets a peer access a memory region. IBTA Vol 1, 10.6.3.
     RKey
 }
 
 impl RKey {
-    /// The key with its low 8 bits, which belong to the key's user, counted up. As `ibv_inc_rkey`.
+    /// Returns the key with its low 8 bits, which belong to the key's user, incremented. Like `ibv_inc_rkey`.
     pub const fn next(self) -> RKey {
         RKey(self.0 & !0xff | self.0.wrapping_add(1) & 0xff)
     }

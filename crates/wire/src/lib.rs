@@ -1,10 +1,10 @@
-//! Bytes on the wire: what rdmux and its peers send each other, parsed and written.
+//! Parsing and writing of the bytes that rdmux and its peers exchange.
 //!
-//! No I/O, no clock, no state. Per format there is a checked view over a slice or a plain value with `parse` and `emit`.
+//! No I/O, no clock, no state. Each format has a checked view over a slice, or a plain value with `parse` and `emit`.
 //!
-//! **Panic contract.** `parse` takes bytes from anyone and returns an error for what it does not like. A value that came
-//! from `parse` never panics in an accessor. `emit` writes into a buffer that the caller made large enough (each value
-//! says how large) and panics when it is not: that is a bug of the caller, never of the peer.
+//! **Panic contract.** `parse` accepts bytes from anyone and returns an error for invalid ones. Accessors of a value from `parse` never
+//! panic. `emit` writes into a buffer that the caller made large enough (each value documents the size) and panics if the buffer is too
+//! small: that is a bug of the caller, never of the peer.
 //!
 //! Begin with [`roce::Packet`], [`icrc::Flow`] and [`cm::Message`].
 #![forbid(unsafe_code)]
@@ -26,7 +26,7 @@ mod vectors;
 
 pub use id::{LKey, Psn, Qpn, RKey};
 
-/// Bytes that do not have the shape their format asks for.
+/// Bytes that do not have the shape that their format requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// Shorter than the headers that it must carry.
@@ -34,9 +34,9 @@ pub enum Malformed {
     Truncated {
         /// The header or message that does not fit.
         what: &'static str,
-        /// Bytes there are.
+        /// Available bytes.
         len: usize,
-        /// Bytes there must be.
+        /// Required bytes.
         min: usize,
     },
     /// A field holds a value that the format does not define.
@@ -44,12 +44,12 @@ pub enum Malformed {
     Undefined {
         /// The field.
         what: &'static str,
-        /// What it held.
+        /// Value of the field.
         value: u64,
     },
 }
 
-/// Checks that `bytes` holds at least `min`, so that fixed fields can be read.
+/// Checks that `bytes` has at least `min` bytes, so that fixed fields can be read.
 pub(crate) fn need(what: &'static str, bytes: &[u8], min: usize) -> Result<(), Malformed> {
     if bytes.len() < min {
         return Err(Malformed::Truncated {

@@ -1,7 +1,7 @@
 //! Captures: a pcapng writer, and a reader of pcapng and of classic pcap files, over byte slices.
 //!
-//! Begin with [`write_section`], [`write_interface`] and [`write_packet`] to write one, with [`Reader`] and [`ip_udp`] to
-//! read one. The formats are described in the Internet-Drafts draft-ietf-opsawg-pcapng and draft-ietf-opsawg-pcap.
+//! To write a capture, begin with [`write_section`], [`write_interface`] and [`write_packet`]; to read one, with [`Reader`] and
+//! [`ip_udp`]. The formats are described in the Internet-Drafts draft-ietf-opsawg-pcapng and draft-ietf-opsawg-pcap.
 //!
 //! ```text
 //! section header       0a0d0d0a | length | 1a2b3c4d | version 1.0 | section length (-1: not given) | length
@@ -29,7 +29,7 @@ const OPT_TIME_RESOLUTION: u16 = 9;
 const OPT_TIME_OFFSET: u16 = 14;
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// What a captured packet begins with. The values are those of the tcpdump registry of link-layer header types.
+/// Type of a captured packet's first header. The values are those of the tcpdump registry of link-layer header types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LinkType(
     /// The value.
@@ -41,13 +41,13 @@ impl LinkType {
     pub const NULL: LinkType = LinkType(0);
     /// Ethernet.
     pub const ETHERNET: LinkType = LinkType(1);
-    /// IPv4 or IPv6, as some systems number it.
+    /// IPv4 or IPv6, under the number that some systems use.
     pub const RAW_BSD: LinkType = LinkType(12);
     /// IPv4 or IPv6.
     pub const RAW: LinkType = LinkType(101);
-    /// Linux "cooked": what `tcpdump -i any` wrote before version 2.
+    /// Linux "cooked": the format of `tcpdump -i any` before version 2.
     pub const LINUX_SLL: LinkType = LinkType(113);
-    /// What no network carries: tags that name a dissector of Wireshark, and what that is to show.
+    /// Data that no network carries: tags that name a Wireshark dissector, and the data for it.
     pub const UPPER_PDU: LinkType = LinkType(252);
     /// Linux "cooked", version 2.
     pub const LINUX_SLL2: LinkType = LinkType(276);
@@ -63,7 +63,7 @@ pub fn write_section(out: &mut Vec<u8>) {
     });
 }
 
-/// Adds an interface to the section; packets name interfaces by number, from 0 in the order in which they were added.
+/// Adds an interface to the section. Packets refer to interfaces by number, in the order of their addition, from 0.
 pub fn write_interface(out: &mut Vec<u8>, link: LinkType, name: Option<&str>) {
     block(out, INTERFACE, |out| {
         out.extend_from_slice(&link.0.to_le_bytes());
@@ -77,7 +77,7 @@ pub fn write_interface(out: &mut Vec<u8>, link: LinkType, name: Option<&str>) {
     });
 }
 
-/// Adds a packet. `original_len` is its length on the wire, of which `data` may be only the beginning.
+/// Adds a packet. `original_len` is its length on the wire; `data` may be only its beginning.
 pub fn write_packet(
     out: &mut Vec<u8>,
     interface: u32,
@@ -101,8 +101,8 @@ pub fn write_packet(
     });
 }
 
-/// Adds what is known of an interface so far: packets seen, and of these the ones that the capture had no room for. The last such
-/// block of an interface counts.
+/// Adds the statistics of an interface so far: packets seen, and the packets among them for which the capture had no room. The last
+/// such block of an interface is the valid one.
 pub fn write_statistics(out: &mut Vec<u8>, interface: u32, timestamp_ns: u64, received: u64, dropped: u64) {
     block(out, STATISTICS, |out| {
         out.extend_from_slice(&interface.to_le_bytes());
@@ -114,8 +114,8 @@ pub fn write_statistics(out: &mut Vec<u8>, interface: u32, timestamp_ns: u64, re
     });
 }
 
-/// Appends an Ethernet header to `out`, between two addresses of which only the IP is known: locally administered MAC addresses
-/// made of their last four bytes. What follows is what [`write_ip_udp`] appends, and both are a packet of [`LinkType::ETHERNET`].
+/// Appends an Ethernet header to `out`. Only the IP addresses are known, so the MAC addresses are locally administered ones made of the
+/// last four bytes of these. With the output of [`write_ip_udp`] behind it, it is a packet of [`LinkType::ETHERNET`].
 pub fn write_ethernet(out: &mut Vec<u8>, src: IpAddr, dst: IpAddr) {
     let mac = |address: IpAddr| match address {
         IpAddr::V4(v4) => v4.octets(),
@@ -135,8 +135,8 @@ pub fn write_ethernet(out: &mut Vec<u8>, src: IpAddr, dst: IpAddr) {
     });
 }
 
-/// Appends a line of text that stands for no packet of a network to `out`: a packet of [`LinkType::UPPER_PDU`], for which Wireshark
-/// shows the text.
+/// Appends a line of text to `out`: a packet of [`LinkType::UPPER_PDU`], for which Wireshark shows the text. It represents no packet of
+/// a network.
 pub fn write_text(out: &mut Vec<u8>, text: &str) {
     const DISSECTOR: &[u8; 16] = b"data-text-lines\0";
     out.extend_from_slice(&[0, 12, 0, DISSECTOR.len() as u8]);
@@ -145,8 +145,8 @@ pub fn write_text(out: &mut Vec<u8>, text: &str) {
     out.extend_from_slice(text.as_bytes());
 }
 
-/// Appends an IP and UDP header for `flow` and `payload` to `out`, with DF set and all checksums: a packet of
-/// [`LinkType::RAW`]. `ip_id` counts for IPv4 only; `tos` is its TOS byte, or IPv6's traffic class.
+/// Appends an IP and UDP header for `flow` and `payload` to `out`, with DF set and all checksums: a packet of [`LinkType::RAW`].
+/// `ip_id` is used for IPv4 only; `tos` is the TOS byte of IPv4 or the traffic class of IPv6.
 pub fn write_ip_udp(out: &mut Vec<u8>, flow: &Flow, ip_id: u16, tos: u8, payload: &[u8]) {
     let start = out.len();
     let udp_len = (payload.len() + 8) as u16;
@@ -187,7 +187,7 @@ pub fn write_ip_udp(out: &mut Vec<u8>, flow: &Flow, ip_id: u16, tos: u8, payload
     out[at + 6..at + 8].copy_from_slice(&checksum.to_be_bytes());
 }
 
-/// Sum of the 16-bit words of `bytes`, an odd one filled up with zero. RFC 1071.
+/// Returns the sum of the 16-bit words of `bytes`; an odd last byte is padded with zero. RFC 1071.
 fn sum(bytes: &[u8]) -> u32 {
     bytes
         .chunks(2)
@@ -212,7 +212,7 @@ fn block(out: &mut Vec<u8>, kind: u32, body: impl FnOnce(&mut Vec<u8>)) {
     out.extend_from_slice(&len.to_le_bytes());
 }
 
-/// An option; text that its 16-bit length cannot hold is cut.
+/// Appends an option; text that exceeds its 16-bit length is cut.
 fn option(out: &mut Vec<u8>, code: u16, value: &[u8]) {
     let value = &value[..value.len().min(usize::from(u16::MAX))];
     out.extend_from_slice(&code.to_le_bytes());
@@ -221,7 +221,7 @@ fn option(out: &mut Vec<u8>, code: u16, value: &[u8]) {
     pad(out);
 }
 
-/// Fills up to a multiple of four: every part of a capture before this one is such a multiple.
+/// Pads to a multiple of four: every earlier part of a capture is such a multiple.
 fn pad(out: &mut Vec<u8>) {
     out.resize(out.len().next_multiple_of(4), 0);
 }
@@ -229,15 +229,15 @@ fn pad(out: &mut Vec<u8>) {
 /// A packet of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Captured<'a> {
-    /// What `data` begins with.
+    /// Type of the first header in `data`.
     pub link: LinkType,
-    /// When, since 1970.
+    /// Time in nanoseconds since 1970.
     pub timestamp_ns: u64,
-    /// Bytes that the packet had; `data` may be only its beginning.
+    /// Length of the original packet; `data` may be only its beginning.
     pub original_len: u32,
     /// The packet.
     pub data: &'a [u8],
-    /// A comment, when it has one that is UTF-8.
+    /// Comment of the packet, if it has one that is UTF-8.
     pub comment: Option<&'a str>,
 }
 
@@ -260,7 +260,7 @@ enum Format {
 struct Interface {
     link: LinkType,
     snap_len: u32,
-    /// As in option 9: a power of ten, or of two when the highest bit is set.
+    /// Resolution as in option 9: a power of ten, or of two when the highest bit is set.
     resolution: u8,
     offset_s: i64,
 }
@@ -284,7 +284,7 @@ impl Interface {
 }
 
 impl<'a> Reader<'a> {
-    /// Looks at the file's first bytes to tell its format and byte order.
+    /// Detects the file's format and byte order from its first bytes.
     pub fn new(bytes: &'a [u8]) -> Result<Reader<'a>, Malformed> {
         need("capture", bytes, 4)?;
         let magic = be32(bytes, 0);
@@ -363,7 +363,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Reads one block; `None` when it holds no packet.
+    /// Reads one block; returns `None` if it holds no packet.
     fn next_block(&mut self) -> Result<Option<Captured<'a>>, Malformed> {
         let at = self.at;
         self.room("pcapng block", at, 12)?;
@@ -372,7 +372,7 @@ impl<'a> Reader<'a> {
             value: value.into(),
         };
         if be32(self.bytes, at) == SECTION_HEADER {
-            // The byte order may change here, and with it how the length is read.
+            // The byte order may change here, which affects how the length is read.
             self.big_endian = match be32(self.bytes, at + 8) {
                 BYTE_ORDER => true,
                 other if other.swap_bytes() == BYTE_ORDER => false,
@@ -471,7 +471,7 @@ impl<'a> Reader<'a> {
         Ok(None)
     }
 
-    /// Calls `each` with the options between `at` and `end`, up to the first that does not fit.
+    /// Calls `each` with the options between `at` and `end`, until an option does not fit.
     fn options(&self, mut at: usize, end: usize, mut each: impl FnMut(u16, &'a [u8])) {
         while at + 4 <= end {
             let (code, len) = (self.u16(at), usize::from(self.u16(at + 2)));
@@ -514,27 +514,27 @@ pub struct UdpDatagram<'a> {
     pub flow: Flow,
     /// IPv4 identification; 0 in IPv6.
     pub ip_id: u16,
-    /// DF is set; always so in IPv6.
+    /// Set when DF is set; always set in IPv6.
     pub dont_fragment: bool,
-    /// What UDP carries. Longer than a packet can be when the capture was taken before a GSO train was split.
+    /// UDP payload. Longer than a packet can be if the capture was taken before a GSO train was split.
     pub payload: &'a [u8],
 }
 
-/// Why there is no [`UdpDatagram`] in a packet.
+/// Reason for which a packet contains no [`UdpDatagram`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoUdp {
-    /// It is something else.
+    /// The packet is not UDP over IP.
     #[error("neither IPv4 nor IPv6 with UDP")]
     Other,
-    /// It is part of a datagram.
+    /// The packet is an IP fragment.
     #[error("an IP fragment")]
     Fragment,
-    /// The capture holds only its beginning, or its lengths contradict each other.
+    /// The capture holds only the packet's beginning, or its lengths contradict each other.
     #[error("captured only in part")]
     Truncated,
 }
 
-/// Finds the UDP datagram in a packet that begins as `link` says.
+/// Finds the UDP datagram in a packet whose first header has type `link`.
 pub fn ip_udp(link: LinkType, data: &[u8]) -> Result<UdpDatagram<'_>, NoUdp> {
     let ip = match link {
         LinkType::NULL => data.get(4..),
@@ -557,7 +557,8 @@ pub fn ip_udp(link: LinkType, data: &[u8]) -> Result<UdpDatagram<'_>, NoUdp> {
     }
 }
 
-/// What follows the EtherType at `at`, behind any VLAN tags. What is not IP is told by its first nibble later on.
+/// Returns the bytes behind the EtherType at `at` and any VLAN tags. For a packet that is not IP, returns a zero byte: the caller
+/// checks the first nibble.
 fn after_ethertype(data: &[u8], mut at: usize) -> Option<&[u8]> {
     while let [0x81, 0x00] | [0x88, 0xa8] = data.get(at..at + 2)? {
         at += 4;
@@ -576,7 +577,7 @@ fn ipv4_udp(ip: &[u8]) -> Result<UdpDatagram<'_>, NoUdp> {
         return Err(NoUdp::Other);
     }
     let header_len = usize::from(ip[0] & 0x0f) * 4;
-    // A train longer than 64 KiB has no room for its length here (RFC 791) and captures show 0.
+    // A train longer than 64 KiB does not fit this length field (RFC 791); captures show 0.
     let total = match usize::from(be16(ip, 2)) {
         0 => ip.len(),
         total => total,
@@ -615,7 +616,7 @@ fn ipv6_udp(ip: &[u8]) -> Result<UdpDatagram<'_>, NoUdp> {
         match next {
             17 => return udp(bytes.get(at..).ok_or(NoUdp::Truncated)?, address(8), address(24)),
             44 => return Err(NoUdp::Fragment),
-            // Hop-by-hop options, routing and destination options tell their length in units of eight. RFC 8200, 4.
+            // Hop-by-hop options, routing and destination options have their length in units of eight. RFC 8200, 4.
             0 | 43 | 60 => {
                 let Some([following, len]) = bytes.get(at..at + 2) else {
                     return Err(NoUdp::Truncated);

@@ -1,5 +1,5 @@
-//! Control messages of the push service: who may map which region, under which lease, and what a mapping is good for. The data
-//! travels as RDMA READ, WRITE and FLUSH on the same connection, or, where there is no mapping for it, in Write and Read here.
+//! Control messages of the push service: which client may map which region under which lease, and the uses of a mapping. The data
+//! travels as RDMA READ, WRITE and FLUSH on the same connection, or, where the client has no mapping, in the Write and Read messages.
 //!
 //! Each message is one RC SEND, big endian throughout. It has at most [`CONTROL_LEN_MAX`] bytes; Write and Bytes have at most
 //! [`MESSAGE_LEN_MAX`].
@@ -43,8 +43,8 @@
 //! 26  Released
 //! ```
 //!
-//! The client speaks first: Hello, Challenge, Proof, Welcome; before Welcome nothing else is answered. Hello, Challenge and
-//! Error have header version 1 for ever, so that any two versions can agree; all others have [`VERSION`].
+//! The client begins: Hello, Challenge, Proof, Welcome. Before Welcome the server answers nothing else. Hello, Challenge and Error keep
+//! header version 1 for ever, so that any two versions can agree; all other messages have [`VERSION`].
 
 use std::fmt;
 
@@ -57,33 +57,33 @@ mod codec;
 
 /// Bytes of the header.
 pub const HEADER_LEN: usize = 16;
-/// The longest message, of those that carry no data.
+/// Maximum length of a message that carries no data.
 pub const CONTROL_LEN_MAX: usize = 4096;
-/// The most bytes of data in a message.
+/// Maximum data bytes of a message.
 pub const DATA_LEN_MAX: usize = 65536;
-/// The longest message: one with so much data, and the longest name.
+/// Maximum length of a message: the maximum data and the longest name.
 pub const MESSAGE_LEN_MAX: usize = DATA_LEN_MAX + 512;
 /// Version of the protocol described here.
 pub const VERSION: u16 = 2;
-/// Header version of the messages that any two versions understand.
+/// Header version of the messages that every version understands.
 const VERSION_FOREVER: u16 = 1;
-/// The most extents that fit into a [`Message::Mapped`].
+/// Maximum number of extents in a [`Message::Mapped`].
 pub const EXTENTS_MAX: usize = (CONTROL_LEN_MAX - HEADER_LEN - 21) / Extent::LEN;
-/// The most changes that fit into a [`Message::Notice`].
+/// Maximum number of changes in a [`Message::Notice`].
 pub const CHANGES_MAX: usize = (CONTROL_LEN_MAX - HEADER_LEN - 2) / Change::LEN;
 
-/// Name of a region: 1 to 255 bytes of UTF-8 without control characters, so that it can be shown on a terminal as it is.
+/// Name of a region: 1 to 255 bytes of UTF-8 without control characters, so that a terminal can show it unchanged.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(Box<str>);
 
 impl Name {
-    /// Checks length and characters.
+    /// Returns the name if its length and characters are valid.
     pub fn new(name: &str) -> Option<Name> {
         let fits = (1..=255).contains(&name.len()) && !name.chars().any(char::is_control);
         fits.then(|| Name(name.into()))
     }
 
-    /// The name.
+    /// Returns the name.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -102,7 +102,7 @@ impl fmt::Debug for Name {
 }
 
 bitflags! {
-    /// What a mapping is to be used for, or what others may do meanwhile.
+    /// Access that a mapping gives to its client, or that it leaves to others.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Access: u32 {
         /// RDMA READ.
@@ -113,38 +113,37 @@ bitflags! {
 }
 
 bitflags! {
-    /// The ways by which a client can make durable what it wrote to a region. Without any, nothing there is durable.
+    /// Methods by which a client can make its writes to a region durable. Without any, nothing in the region is durable.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct Ways: u8 {
         /// A FLUSH with placement type persistence. IBTA Vol 1, A19.4.
         const FLUSH = 1;
-        /// A [`Message::Flush`] behind the WRITEs on the same QP, to the server's processor, which flushes and then answers.
+        /// A [`Message::Flush`] behind the WRITEs on the same QP: the server's processor flushes and then answers.
         const SOFTWARE_FLUSH = 2;
-        /// A READ behind the WRITE on the same QP: bytes are placed straight into the persistence domain, and are there before
-        /// a READ is answered.
+        /// A READ behind the WRITE on the same QP: bytes are placed straight into the persistence domain, before the READ is answered.
         const READ_AFTER_WRITE = 4;
     }
 }
 
-/// What becomes of a request that a lease of somebody else's stands against.
+/// Handling of a request that conflicts with another client's lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Conflict {
-    /// The lease is broken: its holder is told, and the request waits until it has let go or its time is over.
+    /// The server breaks the lease: it notifies the holder, and the request waits until the holder releases the lease or its time is over.
     #[default]
     Break = 0,
-    /// The request fails with [`ErrorCode::Busy`]; the holder hears nothing.
+    /// The request fails with [`ErrorCode::Busy`]; the holder is not notified.
     Fail = 1,
 }
 
-/// What has happened to a mapping.
+/// A change of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
     /// The mapping.
     pub mapping: u64,
-    /// What.
+    /// Kind of change.
     pub kind: ChangeKind,
-    /// How long it is still good, milliseconds.
+    /// Time for which the mapping is still valid, in milliseconds.
     pub ms: u32,
 }
 
@@ -152,19 +151,18 @@ impl Change {
     const LEN: usize = 13;
 }
 
-/// See [`Change`].
+/// Kind of a [`Change`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ChangeKind {
-    /// Its lease is being broken: post nothing more, wait for what is under way, and release it.
+    /// The mapping's lease is being broken: the client must post nothing more, wait for requests in flight, and release the mapping.
     Break = 1,
-    /// It was revoked: its keys are invalid, and using them ends the connection. It can still be flushed, as after
+    /// The mapping was revoked: its keys are invalid, and using them ends the connection. It can still be flushed, as after
     /// [`Message::Release`].
     Revoked = 2,
 }
 
-/// How far a loss of power reaches into the region's bytes: what is durable once it has left the processor's caches, or
-/// without leaving them.
+/// Persistence domain of a region: which bytes survive a loss of power, and whether they must leave the processor's caches for that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Domain {
@@ -172,7 +170,7 @@ pub enum Domain {
     None = 0,
     /// A file: durable after fdatasync.
     File = 1,
-    /// Persistent memory: durable once out of the caches (ADR).
+    /// Persistent memory: durable once the bytes have left the caches (ADR).
     Adr = 2,
     /// Persistent memory whose power-fail protection includes the caches (eADR).
     Eadr = 3,
@@ -190,16 +188,16 @@ impl Domain {
     }
 }
 
-/// A part of a region and the address at which RDMA reaches it.
+/// A part of a region and the address at which RDMA accesses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Where it begins in the region.
+    /// Offset in the region.
     pub offset: u64,
-    /// Its bytes.
+    /// Length in bytes.
     pub length: u64,
-    /// Its address.
+    /// Virtual address.
     pub va: u64,
-    /// Its key.
+    /// Remote key.
     pub rkey: RKey,
 }
 
@@ -207,22 +205,22 @@ impl Extent {
     const LEN: usize = 28;
 }
 
-/// What the server says of a region.
+/// The server's description of a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// Its name.
     pub name: Name,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// What of it survives a loss of power.
+    /// Persistence domain.
     pub domain: Domain,
-    /// The kinds of flush it offers.
+    /// Supported kinds of flush.
     pub placement: Placement,
-    /// No one may write to it.
+    /// Set when nobody may write to the region.
     pub read_only: bool,
-    /// The upload asked about, else the one that wrote to it last; 0 when there was none.
+    /// The requested upload, or by default the upload that wrote last; 0 if there was none.
     pub transfer: u64,
-    /// Bytes of that upload, counted from its first offset without a gap, that are durable.
+    /// Durable bytes of that upload, contiguous from its first offset.
     pub durable: u64,
 }
 
@@ -232,27 +230,27 @@ impl Region {
     }
 }
 
-/// Why a request failed.
+/// Reason for which a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum ErrorCode {
-    /// No version in common.
+    /// Client and server have no version in common.
     BadVersion = 1,
-    /// The proof does not fit the key.
+    /// The proof does not match the key.
     BadKey = 2,
-    /// No region of that name.
+    /// There is no region of that name.
     NoSuchRegion = 3,
-    /// Offset and length reach past the region's end.
+    /// Offset and length extend past the region's end.
     OutOfRange = 4,
-    /// Writing was asked of a region that is only read.
+    /// The client requested write access to a read-only region.
     ReadOnly = 5,
-    /// The region or the server cannot do this.
+    /// The region or the server does not support the request.
     NotSupported = 6,
     /// Too many mappings or connections, or another upload holds the region.
     Busy = 7,
     /// The file behind the region failed.
     Io = 8,
-    /// A message that is malformed, or out of turn.
+    /// A message is malformed or out of sequence.
     Protocol = 9,
     /// The mapping was revoked or released.
     Revoked = 10,
@@ -282,72 +280,72 @@ impl ErrorCode {
 /// A message of the push service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// Client: the versions it speaks.
+    /// Client: the protocol versions it supports.
     Hello {
         /// Lowest version.
         version_min: u16,
         /// Highest version.
         version_max: u16,
-        /// Random, for the server to prove that it has the key.
+        /// Random; the server proves with it that it has the key.
         client_nonce: [u8; 32],
     },
-    /// Server: the version chosen, and its half of the proof.
+    /// Server: the chosen version and its half of the proof.
     Challenge {
-        /// The version that both speak.
+        /// Version that both sides support.
         version: u16,
-        /// Random, for the client to prove that it has the key.
+        /// Random; the client proves with it that it has the key.
         server_nonce: [u8; 32],
         /// Proof that the server has the key.
         server_proof: [u8; 32],
     },
-    /// Client: its half of the proof, and who it is.
+    /// Client: its half of the proof, and its identity.
     Proof {
         /// Proof that the client has the key.
         client_proof: [u8; 32],
-        /// Random, the same whenever this client connects again; zeros for one that never does.
+        /// Random, and the same whenever this client connects again; zeros for a client that never does.
         client: [u8; 16],
     },
-    /// Server: the client may go on.
+    /// Server: the client may continue.
     Welcome {
-        /// A client that is silent for so long is taken for dead.
+        /// Time after which the server considers a silent client dead.
         keepalive_ms: u32,
         /// Mappings that one connection may hold.
         mappings_max: u32,
-        /// Messages of the client's that may be unanswered at a time.
+        /// Client messages that may be unanswered at a time.
         messages_max: u16,
-        /// Mappings of earlier connections of this client that were revoked, all of them.
+        /// Total number of mappings of this client's earlier connections that were revoked.
         revoked: u32,
     },
     /// Client: map a region for direct access.
     Map {
         /// The region.
         region: Name,
-        /// What for.
+        /// Access for this client.
         access: Access,
-        /// What others may do there meanwhile.
+        /// Access left to others meanwhile.
         share: Access,
-        /// What if a lease stands against it.
+        /// Handling of a conflicting lease.
         conflict: Conflict,
         /// First byte.
         offset: u64,
-        /// Bytes; 0 means to the end.
+        /// Length in bytes; 0 means to the end.
         length: u64,
         /// Upload that this mapping serves, so that it can be resumed; 0 for none.
         transfer: u64,
     },
     /// Server: the mapping.
     Mapped {
-        /// Names the mapping on this connection.
+        /// Id of the mapping on this connection.
         mapping: u64,
         /// Size of the region.
         region_bytes: u64,
-        /// What of it survives a loss of power.
+        /// Persistence domain of the region.
         domain: Domain,
-        /// The kinds of flush it offers.
+        /// Supported kinds of flush.
         placement: Placement,
-        /// The ways to durability that it offers.
+        /// Supported methods to make writes durable.
         ways: Ways,
-        /// What is mapped, at most [`EXTENTS_MAX`].
+        /// Mapped extents, at most [`EXTENTS_MAX`].
         extents: Vec<Extent>,
     },
     /// Client: end a mapping and forget it.
@@ -361,21 +359,21 @@ pub enum Message {
     Stat {
         /// The region.
         region: Name,
-        /// The upload whose progress is asked for; 0 for the one that wrote last.
+        /// Upload whose progress is requested; 0 for the upload that wrote last.
         transfer: u64,
     },
-    /// Server: the region asked about.
+    /// Server: the requested region.
     Region(Region),
     /// Client: ask about all regions.
     List,
     /// Server: as many regions as fit into a message.
     Regions {
-        /// How many there are.
+        /// Total number of regions.
         total: u32,
-        /// The first of them; build it with [`Message::regions`].
+        /// The first of the regions; [`Message::regions`] builds the list.
         regions: Vec<Region>,
     },
-    /// Client: ask for a checksum of what is durable.
+    /// Client: ask for a checksum of the durable bytes.
     Checksum {
         /// The region.
         region: Name,
@@ -389,28 +387,28 @@ pub enum Message {
         /// CRC-64/NVME.
         crc: u64,
     },
-    /// Either side: nothing more will come.
+    /// Either side: no more messages follow.
     Goodbye,
     /// Server: the request failed.
     Error {
-        /// Why, for programs.
+        /// Reason as a code, for programs.
         code: ErrorCode,
-        /// Why, for people.
+        /// Reason as text, for people.
         text: String,
     },
-    /// Client: make a range of a mapping durable. It is acted on after all that was posted before it on this connection. The
-    /// mapping may have been released or revoked: what was written through it before is meant.
+    /// Client: make a range of a mapping durable. The server executes it after all requests posted before it on this connection. The
+    /// mapping may have been released or revoked: the flush covers earlier writes through it.
     Flush {
         /// The mapping.
         mapping: u64,
-        /// First byte, in the region.
+        /// First byte, relative to the region.
         offset: u64,
         /// Bytes.
         length: u64,
         /// The kind of flush.
         placement: Placement,
     },
-    /// Server: all of the range is where the flush was to bring it.
+    /// Server: the whole range is flushed.
     Flushed,
     /// Client: write without a mapping.
     Write {
@@ -418,14 +416,14 @@ pub enum Message {
         region: Name,
         /// First byte.
         offset: u64,
-        /// The kind of flush before the answer; none for none.
+        /// Kind of flush before the answer; empty for no flush.
         placement: Placement,
-        /// What if a lease stands against it.
+        /// Handling of a conflicting lease.
         conflict: Conflict,
-        /// What to write, 1 to [`DATA_LEN_MAX`] bytes.
+        /// Bytes to write, 1 to [`DATA_LEN_MAX`].
         bytes: Vec<u8>,
     },
-    /// Server: it is written, and flushed.
+    /// Server: the bytes are written and flushed.
     Written,
     /// Client: read without a mapping.
     Read {
@@ -433,25 +431,24 @@ pub enum Message {
         region: Name,
         /// First byte.
         offset: u64,
-        /// Bytes, 1 to [`DATA_LEN_MAX`].
+        /// Length in bytes, 1 to [`DATA_LEN_MAX`].
         length: u32,
-        /// What if a lease stands against it.
+        /// Handling of a conflicting lease.
         conflict: Conflict,
     },
-    /// Server: what was read.
+    /// Server: the bytes read.
     Bytes {
         /// The bytes.
         bytes: Vec<u8>,
     },
-    /// Server, unasked: what has happened to mappings. There is one at a time: the next comes when this was taken.
+    /// Server, unsolicited: changes of mappings. Only one is outstanding at a time: the next follows when the client has acknowledged this.
     Notice {
-        /// What has happened, at most [`CHANGES_MAX`].
+        /// The changes, at most [`CHANGES_MAX`].
         changes: Vec<Change>,
     },
-    /// Client: the notice was taken. It has no answer.
+    /// Client: acknowledges the notice. It has no answer.
     Noticed,
-    /// Client: give up a mapping's keys and its lease. What was written through it can still be flushed by
-    /// [`Message::Flush`], until it is unmapped.
+    /// Client: give up a mapping's keys and its lease. Until the mapping is unmapped, [`Message::Flush`] can still flush writes through it.
     Release {
         /// The mapping.
         mapping: u64,
@@ -461,7 +458,7 @@ pub enum Message {
 }
 
 impl Message {
-    /// A [`Message::Regions`] with as many of `all` as fit.
+    /// Returns a [`Message::Regions`] with as many of `all` as fit.
     pub fn regions(all: impl IntoIterator<Item = Region>) -> Message {
         let (mut total, mut regions, mut room) = (0, Vec::new(), CONTROL_LEN_MAX - HEADER_LEN - 6);
         for region in all {
@@ -471,7 +468,7 @@ impl Message {
                     room = left;
                     regions.push(region);
                 }
-                // What follows one that does not fit is left out too, so that the list has no holes.
+                // Regions after one that does not fit are omitted too, so that the list has no holes.
                 None => room = 0,
             }
         }

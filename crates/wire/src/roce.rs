@@ -1,8 +1,8 @@
 //! RoCEv2 packets: BTH, extension headers, payload, pad and ICRC inside a UDP datagram. IBTA Vol 1, chapter 9 and annex
 //! A17 (RoCEv2), annex A19 (FLUSH, ATOMIC WRITE).
 //!
-//! [`Packet::parse`] checks that a datagram has the length its opcode asks for; the ICRC is checked apart
-//! ([`crate::icrc`]), because it needs the addresses too.
+//! [`Packet::parse`] checks that a datagram has the length that its opcode requires. The ICRC is checked separately ([`crate::icrc`]),
+//! because it also needs the addresses.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ pub const ICRC_LEN: usize = 4;
 pub const PKEY_DEFAULT: u16 = 0xffff;
 /// Q_Key of the general services QP. IBTA Vol 1, 10.2.4.2.
 pub const GSI_QKEY: u32 = 0x8001_0000;
-/// The longest message of any transport service, in bytes. IBTA Vol 1, 9.7.7.
+/// Maximum length of a message of any transport service, in bytes. IBTA Vol 1, 9.7.7.
 pub const MESSAGE_BYTES_MAX: u32 = 1 << 31;
 
 /// Payload bytes of a full packet. IBTA Vol 1, 9.7.7 and 12.7.8.
@@ -43,28 +43,28 @@ impl PathMtu {
         PathMtu::Bytes4096,
     ];
 
-    /// Payload bytes of a full packet.
+    /// Returns the payload bytes of a full packet.
     pub const fn bytes(self) -> u32 {
         128 << self as u8
     }
 
-    /// The code in CM messages and in verbs.
+    /// Returns the code in CM messages and in verbs.
     pub const fn code(self) -> u8 {
         self as u8
     }
 
-    /// The value with this code.
+    /// Returns the value with this code.
     pub fn from_code(code: u8) -> Option<PathMtu> {
         PathMtu::ALL.into_iter().find(|mtu| mtu.code() == code)
     }
 
-    /// The value with this many bytes.
+    /// Returns the value with this many bytes.
     pub fn from_bytes(bytes: u32) -> Option<PathMtu> {
         PathMtu::ALL.into_iter().find(|mtu| mtu.bytes() == bytes)
     }
 
-    /// The largest that a link with `mtu` bytes carries, IP, UDP and all headers included; Linux leaves the same 80 bytes for
-    /// them, so that both ends of a link come to the same value. `None` below 336.
+    /// Returns the largest path MTU that a link with `mtu` bytes carries, IP, UDP and all headers included. Linux reserves the same 80
+    /// bytes for headers, so that both ends of a link choose the same value. `None` below 336.
     pub fn of_link(mtu: u32) -> Option<PathMtu> {
         PathMtu::ALL
             .into_iter()
@@ -86,7 +86,7 @@ pub enum Transport {
     Xrc,
 }
 
-/// What a packet is for, the lower five bits of the opcode. IBTA Vol 1, 9.2.1, A17.9.3 and A19.
+/// Operation of a packet, the lower five bits of the opcode. IBTA Vol 1, 9.2.1, A17.9.3 and A19.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[expect(missing_docs, reason = "the names are the specification's own")]
@@ -118,33 +118,33 @@ pub enum Operation {
     AtomicWrite = 0x1d,
 }
 
-/// Where a packet stands in its message.
+/// Position of a packet in its message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Position {
-    /// More packets follow.
+    /// First of several packets.
     First,
     /// Between first and last.
     Middle,
-    /// Ends a message of several packets.
+    /// Last of several packets.
     Last,
     /// The whole message.
     Only,
 }
 
 impl Position {
-    /// Whether a message begins with this packet.
+    /// Returns whether a message begins with this packet.
     pub const fn begins(self) -> bool {
         matches!(self, Position::First | Position::Only)
     }
 
-    /// Whether a message ends with this packet.
+    /// Returns whether a message ends with this packet.
     pub const fn ends(self) -> bool {
         matches!(self, Position::Last | Position::Only)
     }
 }
 
 bitflags! {
-    /// The extension headers that follow the BTH, in the order in which they stand.
+    /// Set of the extension headers that follow the BTH, in the order of their bits.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Ext: u16 {
         /// Datagram: Q_Key and source QPN, 8 bytes.
@@ -159,7 +159,7 @@ bitflags! {
         const ATOMIC = 1 << 4;
         /// Acknowledgement, 4 bytes.
         const AETH = 1 << 5;
-        /// Atomic's original value, 8 bytes.
+        /// Original value of an atomic, 8 bytes.
         const ATOMIC_ACK = 1 << 6;
         /// Immediate data, 4 bytes.
         const IMM = 1 << 7;
@@ -171,7 +171,7 @@ bitflags! {
 /// Bytes of each header, in the order of the bits of [`Ext`].
 const EXT_LEN: [u8; 9] = [8, 4, 4, 16, 28, 4, 8, 4, 4];
 
-/// Bytes of all headers in each set: this is looked up several times a packet.
+/// Total length of each set of headers: a table, since it is read several times for each packet.
 const EXT_SET_LEN: [u8; 1 << EXT_LEN.len()] = {
     let mut table = [0; 1 << EXT_LEN.len()];
     let mut set = 1;
@@ -184,13 +184,13 @@ const EXT_SET_LEN: [u8; 1 << EXT_LEN.len()] = {
 };
 
 impl Ext {
-    /// Bytes of all headers in the set.
+    /// Returns the total length of the headers in the set, in bytes.
     #[expect(clippy::len_without_is_empty, reason = "bitflags makes is_empty")]
     pub const fn len(self) -> usize {
         EXT_SET_LEN[self.bits() as usize % EXT_SET_LEN.len()] as usize
     }
 
-    /// Where header `ext` begins, counted from the end of the BTH: behind those with lower bits.
+    /// Returns the offset of header `ext` from the end of the BTH: headers with lower bits precede it.
     fn offset(self, ext: Ext) -> usize {
         debug_assert!(self.contains(ext));
         Ext::from_bits_truncate(self.bits() & (ext.bits() - 1)).len()
@@ -240,7 +240,7 @@ impl Operation {
     };
 
     fn from_code(code: u8) -> Option<Operation> {
-        // The codes are dense but for three holes (0x15, 0x18 to 0x1b).
+        // The codes are dense except for holes (0x15, 0x18 to 0x1b).
         let at = match code {
             0x00..=0x14 => code,
             0x16 | 0x17 => code - 1,
@@ -250,7 +250,7 @@ impl Operation {
         Some(Operation::ALL[usize::from(at)])
     }
 
-    /// Place in the message; what is always one packet is [`Position::Only`].
+    /// Returns the position in the message; an operation that always has one packet is [`Position::Only`].
     pub const fn position(self) -> Position {
         use Operation::*;
         match self {
@@ -263,7 +263,7 @@ impl Operation {
         }
     }
 
-    /// SEND in any form.
+    /// Returns whether this is a SEND in any form.
     pub const fn is_send(self) -> bool {
         use Operation::*;
         matches!(
@@ -279,7 +279,7 @@ impl Operation {
         )
     }
 
-    /// RDMA WRITE in any form.
+    /// Returns whether this is an RDMA WRITE in any form.
     pub const fn is_write(self) -> bool {
         use Operation::*;
         matches!(
@@ -288,7 +288,7 @@ impl Operation {
         )
     }
 
-    /// READ response in any form (FLUSH and ATOMIC WRITE are answered by one too).
+    /// Returns whether this is a READ response in any form (it also answers FLUSH and ATOMIC WRITE).
     pub const fn is_read_response(self) -> bool {
         use Operation::*;
         matches!(
@@ -297,7 +297,7 @@ impl Operation {
         )
     }
 
-    /// Compare-and-swap, fetch-and-add, ATOMIC WRITE.
+    /// Returns whether this is a compare-and-swap, a fetch-and-add or an ATOMIC WRITE.
     pub const fn is_atomic(self) -> bool {
         matches!(
             self,
@@ -305,14 +305,14 @@ impl Operation {
         )
     }
 
-    /// Goes from responder to requester.
+    /// Returns whether the responder sends this to the requester.
     pub const fn is_response(self) -> bool {
         self.is_read_response() || matches!(self, Operation::Acknowledge | Operation::AtomicAcknowledge)
     }
 }
 
 impl Opcode {
-    /// An RC opcode.
+    /// Returns an RC opcode.
     pub const fn rc(operation: Operation) -> Opcode {
         Opcode {
             transport: Transport::Rc,
@@ -320,7 +320,7 @@ impl Opcode {
         }
     }
 
-    /// The code on the wire.
+    /// Returns the code on the wire.
     pub const fn code(self) -> u8 {
         let base = match self.transport {
             Transport::Rc => 0x00,
@@ -331,7 +331,7 @@ impl Opcode {
         base + self.operation as u8
     }
 
-    /// The opcode of a code on the wire, if the specification defines one.
+    /// Returns the opcode of a code on the wire, if the specification defines one.
     pub fn from_code(code: u8) -> Option<Opcode> {
         use Operation::*;
         let operation = Operation::from_code(code & 0x1f)?;
@@ -345,7 +345,7 @@ impl Opcode {
         Some(Opcode { transport, operation })
     }
 
-    /// The extension headers that packets of this opcode carry.
+    /// Returns the extension headers that packets of this opcode carry.
     pub fn ext(self) -> Ext {
         use Operation::*;
         let of_operation = match self.operation {
@@ -386,7 +386,7 @@ impl fmt::Display for Opcode {
 pub struct Bth {
     /// Transport service and operation.
     pub opcode: Opcode,
-    /// Solicited event: the receiver may wake a waiter that asked for solicited events only.
+    /// Solicited event: the receiver may wake a waiter that armed for solicited events only.
     pub solicited: bool,
     /// Migration request; sent as 1, ignored on receive (some hardware expects 1).
     pub migreq: bool,
@@ -398,9 +398,9 @@ pub struct Bth {
     pub fecn: bool,
     /// Backward congestion notification. Not covered by the ICRC.
     pub becn: bool,
-    /// The QP that the packet is for.
+    /// QP that shall receive the packet.
     pub dest_qpn: Qpn,
-    /// The sender asks for an acknowledgement.
+    /// Set when the sender requests an acknowledgement.
     pub ack_req: bool,
     /// Sequence number.
     pub psn: Psn,
@@ -410,7 +410,7 @@ impl Bth {
     /// Bytes of the header.
     pub const LEN: usize = 12;
 
-    /// A header with everything at its usual value.
+    /// Returns a header with default values.
     pub const fn new(opcode: Opcode, dest_qpn: Qpn, psn: Psn) -> Bth {
         Bth {
             opcode,
@@ -467,7 +467,7 @@ impl Bth {
 pub struct Reth {
     /// Virtual address at the responder.
     pub va: u64,
-    /// Key of the region there.
+    /// Key of the region at the responder.
     pub rkey: RKey,
     /// Bytes of the whole message (DMA length).
     pub length: u32,
@@ -521,17 +521,17 @@ impl Deth {
     }
 }
 
-/// What a negative acknowledgement says. IBTA Vol 1, table 45 (9.7.5.2.1).
+/// Code of a negative acknowledgement. IBTA Vol 1, table 45 (9.7.5.2.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum NakCode {
-    /// A packet is missing before this one.
+    /// A packet before this one is missing.
     PsnSequence = 0,
-    /// Opcode, order or length that the responder cannot accept.
+    /// Opcode, order or length is not acceptable to the responder.
     InvalidRequest = 1,
-    /// Key, bounds or access rights do not allow it.
+    /// Key, bounds or access rights do not allow the access.
     RemoteAccess = 2,
-    /// The responder failed while doing it.
+    /// The responder failed while executing the request.
     RemoteOperation = 3,
 }
 
@@ -574,7 +574,7 @@ impl Syndrome {
         })
     }
 
-    /// The byte that stands in the AETH.
+    /// Returns the code in the AETH.
     pub const fn code(self) -> u8 {
         match self {
             Syndrome::Ack { credit } => credit & 0x1f,
@@ -584,7 +584,7 @@ impl Syndrome {
     }
 }
 
-/// Time that RNR timer `code` stands for, in nanoseconds. IBTA Vol 1, table 46 (9.7.5.2.8).
+/// Returns the time of an RNR timer code, in nanoseconds. IBTA Vol 1, table 46 (9.7.5.2.8).
 pub const fn rnr_timer_ns(code: u8) -> u64 {
     const US: [u64; 32] = [
         655_360, 10, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640, 960, 1_280, 1_920, 2_560, 3_840,
@@ -594,7 +594,7 @@ pub const fn rnr_timer_ns(code: u8) -> u64 {
     US[(code & 31) as usize] * 1_000
 }
 
-/// Time that local ACK timeout `code` stands for, in nanoseconds; `None` for 0, no timeout. IBTA Vol 1, 9.7.6.1.3.
+/// Returns the time of a local ACK timeout code, in nanoseconds; `None` for 0, no timeout. IBTA Vol 1, 9.7.6.1.3.
 pub const fn ack_timeout_ns(code: u8) -> Option<u64> {
     match code & 31 {
         0 => None,
@@ -605,7 +605,7 @@ pub const fn ack_timeout_ns(code: u8) -> Option<u64> {
 /// ACK extended transport header, 4 bytes. IBTA Vol 1, 9.3.5.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Aeth {
-    /// Acknowledgement or its refusal.
+    /// Positive or negative acknowledgement.
     pub syndrome: Syndrome,
     /// Message sequence number: messages completed by the responder, 24 bits.
     pub msn: u32,
@@ -634,7 +634,7 @@ impl Aeth {
 pub struct AtomicEth {
     /// Virtual address at the responder, 8-aligned.
     pub va: u64,
-    /// Key of the region there.
+    /// Key of the region at the responder.
     pub rkey: RKey,
     /// Value to swap in, or to add.
     pub swap_or_add: u64,
@@ -665,7 +665,7 @@ impl AtomicEth {
 }
 
 bitflags! {
-    /// Placement types that a FLUSH asks for. IBTA Vol 1, A19.4.
+    /// Placement types that a FLUSH requests. IBTA Vol 1, A19.4.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct Placement: u8 {
         /// Bytes are visible to every processor and device of the responder.
@@ -675,10 +675,10 @@ bitflags! {
     }
 }
 
-/// What part of the region a FLUSH covers. IBTA Vol 1, A19.4.
+/// Part of the region that a FLUSH covers. IBTA Vol 1, A19.4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Selectivity {
-    /// Address and length of the RETH.
+    /// The range of the RETH's address and length.
     Range,
     /// The whole memory region of the RETH's key.
     MemoryRegion,
@@ -730,7 +730,7 @@ impl Feth {
     }
 }
 
-/// One RoCEv2 packet: the bytes of a UDP payload, checked to be as long as its opcode asks.
+/// One RoCEv2 packet: the bytes of a UDP payload, checked to have the length that the opcode requires.
 #[derive(Clone, Copy, Debug)]
 pub struct Packet<'a> {
     /// Base header.
@@ -740,7 +740,7 @@ pub struct Packet<'a> {
 }
 
 impl<'a> Packet<'a> {
-    /// Checks lengths, opcode, version and those extension headers that can be wrong in themselves.
+    /// Checks lengths, opcode, version, and those extension headers that can be invalid by themselves.
     pub fn parse(bytes: &'a [u8]) -> Result<Packet<'a>, Malformed> {
         let bth = Bth::parse(bytes)?;
         let ext = bth.opcode.ext();
@@ -763,13 +763,13 @@ impl<'a> Packet<'a> {
         &self.bytes[Bth::LEN + self.ext.offset(ext)..]
     }
 
-    /// Payload without pad and ICRC.
+    /// Returns the payload without pad and ICRC.
     pub fn payload(&self) -> &'a [u8] {
         let end = self.bytes.len() - ICRC_LEN - usize::from(self.bth.pad);
         &self.bytes[Bth::LEN + self.ext.len()..end]
     }
 
-    /// The ICRC as it stands in the packet (little endian on the wire).
+    /// Returns the ICRC in the packet (little endian on the wire).
     pub fn icrc(&self) -> u32 {
         let at = self.bytes.len() - ICRC_LEN;
         u32::from_le_bytes([
@@ -780,26 +780,26 @@ impl<'a> Packet<'a> {
         ])
     }
 
-    /// All bytes of the UDP payload, ICRC included.
+    /// Returns all bytes of the UDP payload, ICRC included.
     pub fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
-    /// RDMA header, when the opcode has one.
+    /// Returns the RDMA header, if the opcode has one.
     pub fn reth(&self) -> Option<Reth> {
         self.ext
             .contains(Ext::RETH)
             .then(|| Reth::parse(self.ext_bytes(Ext::RETH)))
     }
 
-    /// Datagram header, when the opcode has one.
+    /// Returns the datagram header, if the opcode has one.
     pub fn deth(&self) -> Option<Deth> {
         self.ext
             .contains(Ext::DETH)
             .then(|| Deth::parse(self.ext_bytes(Ext::DETH)))
     }
 
-    /// Acknowledge header, when the opcode has one.
+    /// Returns the acknowledge header, if the opcode has one.
     pub fn aeth(&self) -> Option<Aeth> {
         if !self.ext.contains(Ext::AETH) {
             return None;
@@ -807,7 +807,7 @@ impl<'a> Packet<'a> {
         Aeth::parse(self.ext_bytes(Ext::AETH)).ok()
     }
 
-    /// FLUSH header, when the opcode has one.
+    /// Returns the FLUSH header, if the opcode has one.
     pub fn feth(&self) -> Option<Feth> {
         if !self.ext.contains(Ext::FETH) {
             return None;
@@ -815,35 +815,35 @@ impl<'a> Packet<'a> {
         Feth::parse(self.ext_bytes(Ext::FETH)).ok()
     }
 
-    /// Atomic header, when the opcode has one.
+    /// Returns the atomic header, if the opcode has one.
     pub fn atomic(&self) -> Option<AtomicEth> {
         self.ext
             .contains(Ext::ATOMIC)
             .then(|| AtomicEth::parse(self.ext_bytes(Ext::ATOMIC)))
     }
 
-    /// Original value in an atomic acknowledgement.
+    /// Returns the original value in an atomic acknowledgement.
     pub fn atomic_ack(&self) -> Option<u64> {
         self.ext
             .contains(Ext::ATOMIC_ACK)
             .then(|| be64(self.ext_bytes(Ext::ATOMIC_ACK), 0))
     }
 
-    /// Immediate data, when the opcode has it.
+    /// Returns the immediate data, if the opcode has it.
     pub fn imm(&self) -> Option<u32> {
         self.ext
             .contains(Ext::IMM)
             .then(|| be32(self.ext_bytes(Ext::IMM), 0))
     }
 
-    /// Key to invalidate, when the opcode has it.
+    /// Returns the key to invalidate, if the opcode has it.
     pub fn invalidate(&self) -> Option<RKey> {
         self.ext
             .contains(Ext::IETH)
             .then(|| RKey(be32(self.ext_bytes(Ext::IETH), 0)))
     }
 
-    /// XRC SRQ number, when the opcode has it.
+    /// Returns the XRC SRQ number, if the opcode has it.
     pub fn xrc_srqn(&self) -> Option<u32> {
         self.ext
             .contains(Ext::XRCETH)
@@ -859,7 +859,7 @@ mod tests {
     const VA: u64 = 0x7f12_3456_7000;
     const RKEY: RKey = RKey(0xcafe_0102);
 
-    /// What opens every test packet that asks for an acknowledgement and has `pad` bytes of padding.
+    /// Returns the BTH of every test packet that requests an acknowledgement and has `pad` bytes of padding.
     fn bth(operation: Operation, pad: u8) -> Bth {
         Bth {
             pad,
@@ -890,7 +890,7 @@ mod tests {
 
     #[test]
     fn from_code__codes_with_no_meaning_here() {
-        // Holes, UC READ, reliable datagram, UD SEND First, CNP.
+        // Holes, UC READ, reliable datagram, UD SEND First, CNP: none of them is defined.
         for code in [0x15, 0x18, 0x1b, 0x1e, 0x1f, 0x2c, 0x40, 0x60, 0x81, 0xff] {
             assert_eq!(Opcode::from_code(code), None, "{code:#x}");
         }
@@ -1138,7 +1138,7 @@ mod tests {
             let whole = parse(&vector.packet);
             let min = vector.packet.len() - whole.payload().len();
             for len in 0..vector.packet.len() {
-                // Payload has no length of its own: only what cuts into headers, pad or ICRC can be seen.
+                // The payload has no length field: the parser notices only a cut into headers, pad or ICRC.
                 assert_eq!(
                     Packet::parse(&vector.packet[..len]).is_err(),
                     len < min,
@@ -1166,7 +1166,7 @@ mod tests {
         broken("FLUSH", 15, 0x14); // placement: reserved bit
     }
 
-    /// Emits the headers over stale bytes and compares all but the ICRC, which [`crate::icrc`] tests.
+    /// Writes the headers over stale bytes and compares everything except the ICRC, which [`crate::icrc`] tests.
     fn emitted(name: &str, bth: Bth, ext: impl FnOnce(&mut [u8]), payload: &[u8]) {
         let expected = packet(name);
         let mut bytes = vec![0xee; expected.len() - ICRC_LEN];

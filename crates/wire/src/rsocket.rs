@@ -1,11 +1,11 @@
-//! Sockets over RDMA, as `librdmacm` speaks them (rsocket(7)): what peers say when they connect, what the immediate data of a message
-//! means, what is written into each other's tables, and the headers of datagrams. There is no specification but that library.
+//! Sockets over RDMA in the protocol of `librdmacm` (rsocket(7)): the private data of a connection, the immediate data of messages, the
+//! entries that peers write into each other's tables, and the headers of datagrams. That library is the only specification.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use crate::{Malformed, Qpn, be16, be32, be64, need, put};
 
-/// In what order a peer has its tables in memory: who writes there obeys.
+/// Byte order of a side's tables in memory; a peer that writes to them must use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// The highest byte first.
@@ -15,7 +15,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// This host's.
+    /// Byte order of this host.
     pub const NATIVE: Order = if cfg!(target_endian = "big") {
         Order::Big
     } else {
@@ -58,15 +58,15 @@ pub struct Target {
     pub addr: u64,
     /// Key for it.
     pub rkey: u32,
-    /// Bytes; of a table, entries.
+    /// Length in bytes; of a table, in entries.
     pub length: u32,
 }
 
 impl Target {
-    /// Bytes that [`Target::emit`] writes: an entry of the table of buffers.
+    /// Bytes that [`Target::emit`] writes: one entry of the table of buffers.
     pub const LEN: usize = 16;
 
-    /// Reads one.
+    /// Reads a target.
     pub fn parse(bytes: &[u8], order: Order) -> Result<Target, Malformed> {
         need("rsocket target", bytes, Target::LEN)?;
         Ok(Target {
@@ -76,7 +76,7 @@ impl Target {
         })
     }
 
-    /// Writes it.
+    /// Writes the target.
     pub fn emit(&self, bytes: &mut [u8], order: Order) {
         order.put64(bytes, 0, self.addr);
         order.put32(bytes, 8, self.rkey);
@@ -84,12 +84,12 @@ impl Target {
     }
 }
 
-/// A buffer of a program's that its peer may write at an offset that both know it by: an entry of the table of mappings.
+/// A program's buffer that the peer may write at an offset known to both: an entry of the table of mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Iomap {
-    /// What its first byte is called.
+    /// Offset that both sides use for its first byte.
     pub offset: u64,
-    /// Where it is.
+    /// Memory of the buffer.
     pub target: Target,
 }
 
@@ -97,7 +97,7 @@ impl Iomap {
     /// Bytes that [`Iomap::emit`] writes.
     pub const LEN: usize = 8 + Target::LEN;
 
-    /// Reads one.
+    /// Reads an entry.
     pub fn parse(bytes: &[u8], order: Order) -> Result<Iomap, Malformed> {
         need("rsocket iomap", bytes, Iomap::LEN)?;
         Ok(Iomap {
@@ -106,19 +106,19 @@ impl Iomap {
         })
     }
 
-    /// Writes it.
+    /// Writes the entry.
     pub fn emit(&self, bytes: &mut [u8], order: Order) {
         order.put64(bytes, 0, self.offset);
         self.target.emit(&mut bytes[8..], order);
     }
 }
 
-/// How many mappings a table of the size that is asked for has: what one byte can say.
+/// Returns the number of mappings that a table offers for a requested size: the number that one byte can encode.
 pub fn iomaps_offered(wanted: u16) -> u16 {
     iomaps_of(iomaps_code(wanted))
 }
 
-/// Up to 128 as they are; more in steps of 256.
+/// Encodes up to 128 exactly, more in steps of 256.
 fn iomaps_code(count: u16) -> u8 {
     if count <= 0x80 {
         count as u8
@@ -135,18 +135,18 @@ fn iomaps_of(code: u8) -> u16 {
     }
 }
 
-/// What each side of a stream says in the private data of its CM message.
+/// Private data of a stream side's CM message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnData {
-    /// How its tables are to be written.
+    /// Byte order of the side's tables.
     pub order: Order,
-    /// Messages that it takes before it grants more.
+    /// Messages that the side accepts before it grants more.
     pub credits: u16,
-    /// Its table of buffers, behind which its table of mappings stands.
+    /// The side's table of buffers, followed by its table of mappings.
     pub table: Target,
-    /// Mappings that it has room for; `None`: it knows of none.
+    /// Mappings for which the side has room; `None` if it does not support them.
     pub iomaps: Option<u16>,
-    /// The first buffer for what is sent to it.
+    /// First buffer for data sent to the side.
     pub data: Target,
 }
 
@@ -158,7 +158,7 @@ impl ConnData {
     const BIG: u8 = 1 << 0;
     const IOMAPS: u8 = 1 << 1;
 
-    /// Reads what a peer said.
+    /// Reads a peer's private data.
     pub fn parse(bytes: &[u8]) -> Result<ConnData, Malformed> {
         need("rsocket connection data", bytes, ConnData::LEN)?;
         if bytes[0] != ConnData::VERSION {
@@ -180,7 +180,7 @@ impl ConnData {
         })
     }
 
-    /// Writes it.
+    /// Writes the private data.
     pub fn emit(&self, bytes: &mut [u8]) {
         bytes[..8].fill(0);
         bytes[0] = ConnData::VERSION;
@@ -199,25 +199,25 @@ impl ConnData {
     }
 }
 
-/// What a message says beside the bytes that it writes: its immediate data.
+/// Immediate data of a message: its meaning besides the bytes that the message writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
-    /// So many bytes of the stream are in the buffer.
+    /// The buffer has this many more bytes of the stream.
     Data(u32),
-    /// Messages may be sent up to this number; a new buffer may stand in the table.
+    /// Messages may be sent up to this number; the table may have a new buffer.
     Credits(u16),
-    /// A mapping was entered under this index.
+    /// A mapping was entered at this index.
     Iomap(u16),
-    /// No more is sent or taken.
+    /// The sender sends and accepts nothing more.
     Disconnect,
-    /// Nothing: who sends it wants to know whether it gets through.
+    /// No content: the sender probes the connection.
     KeepAlive,
-    /// No more is sent.
+    /// The sender sends nothing more.
     Shutdown,
 }
 
 impl Message {
-    /// Bytes that one message can write, and more.
+    /// Upper bound of the bytes that one message can write.
     pub const DATA_MAX: u32 = (1 << 29) - 1;
 
     const OP_DATA: u32 = 0;
@@ -230,7 +230,7 @@ impl Message {
         let value = imm & Message::DATA_MAX;
         match (imm >> 29, value) {
             (Message::OP_DATA, _) => Ok(Message::Data(value)),
-            // It counts beyond 16 bits, which wrap.
+            // The value has more than 16 bits, and the number wraps at 16.
             (Message::OP_CREDITS, _) => Ok(Message::Credits(value as u16)),
             (Message::OP_IOMAP, _) => Ok(Message::Iomap(value as u16)),
             (Message::OP_CONTROL, 0) => Ok(Message::Disconnect),
@@ -243,7 +243,7 @@ impl Message {
         }
     }
 
-    /// The immediate data.
+    /// Returns the immediate data.
     pub fn imm(self) -> u32 {
         let (op, value) = match self {
             Message::Data(bytes) => (Message::OP_DATA, bytes & Message::DATA_MAX),
@@ -257,10 +257,10 @@ impl Message {
     }
 }
 
-/// What stands before the bytes of a datagram that goes by RDMA: the sender's address and port.
+/// Header of a datagram over RDMA: the sender's address and port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DatagramHeader {
-    /// Who sent it.
+    /// Address and port of the sender.
     pub source: SocketAddr,
 }
 
@@ -273,7 +273,7 @@ impl DatagramHeader {
         if self.source.is_ipv4() { 8 } else { Self::LEN_MAX }
     }
 
-    /// Reads one; the datagram's bytes stand behind its length.
+    /// Reads a header; the datagram's bytes follow at its length.
     pub fn parse(bytes: &[u8]) -> Result<DatagramHeader, Malformed> {
         need("rsocket datagram", bytes, 8)?;
         let address: IpAddr = match (bytes[0], bytes[1]) {
@@ -289,7 +289,7 @@ impl DatagramHeader {
         })
     }
 
-    /// Writes it.
+    /// Writes the header.
     pub fn emit(&self, bytes: &mut [u8]) {
         bytes[..self.bytes()].fill(0);
         bytes[0] = version(self.source.ip());
@@ -302,14 +302,14 @@ impl DatagramHeader {
     }
 }
 
-/// What stands before what goes by UDP, between sockets that do not know each other's queue pairs yet.
+/// Header of a UDP packet between sockets that do not know each other's queue pairs yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdpHeader {
-    /// A datagram stands behind it; else it only says the queue pair.
+    /// Set when a datagram follows; otherwise the packet only announces the queue pair.
     pub has_data: bool,
-    /// Who sent it: the queue pair.
+    /// Queue pair of the sender.
     pub qpn: Qpn,
-    /// ... and the address of its device.
+    /// Address of the sender's device.
     pub address: IpAddr,
 }
 
@@ -324,7 +324,7 @@ impl UdpHeader {
         if self.address.is_ipv4() { 16 } else { Self::LEN_MAX }
     }
 
-    /// Reads one; a datagram stands behind its length.
+    /// Reads a header; a datagram follows at its length.
     pub fn parse(bytes: &[u8]) -> Result<UdpHeader, Malformed> {
         need("rsocket UDP", bytes, 16)?;
         let tag = be32(bytes, 0);
@@ -359,7 +359,7 @@ impl UdpHeader {
         })
     }
 
-    /// Writes it.
+    /// Writes the header.
     pub fn emit(&self, bytes: &mut [u8]) {
         bytes[..self.bytes()].fill(0);
         put(bytes, 0, &UdpHeader::TAG.to_be_bytes());
@@ -390,7 +390,7 @@ fn undefined_version(version: u8) -> Malformed {
     }
 }
 
-/// The first 16 bytes, which are there.
+/// Returns the address in the first 16 bytes; the caller guarantees that there are so many.
 fn v6(bytes: &[u8]) -> IpAddr {
     let mut octets = [0; 16];
     octets.copy_from_slice(&bytes[..16]);
@@ -417,7 +417,7 @@ mod tests {
         },
     };
 
-    /// As `struct rs_conn_data` of rdma-core lies in memory.
+    /// The bytes of rdma-core's `struct rs_conn_data` in memory.
     const DATA_BYTES: [u8; 40] = [
         1, 2, 0x01, 0x80, 0, 0, 0, 3, 0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88, 0x99, 0xaa, 0xbb, 0xcc,
         0, 0, 0, 2, 0, 0, 0x70, 0, 0, 0, 0, 0, 1, 2, 3, 4, 0, 1, 0, 0,
@@ -428,7 +428,7 @@ mod tests {
         let mut bytes = [0xff; ConnData::LEN];
         DATA.emit(&mut bytes);
         assert_eq!(bytes, DATA_BYTES);
-        // A CM message's private data is longer.
+        // The private data of a CM message is longer.
         assert_eq!(ConnData::parse(&[&DATA_BYTES[..], &[0; 16]].concat()), Ok(DATA));
         let mut other = DATA_BYTES;
         other[0] = 2;
@@ -454,7 +454,7 @@ mod tests {
             (1000, 768),
             (0xffff, 0x7f00),
         ] {
-            // 129 to 255 say nothing but the flag: none in steps of 256, which reads as 128.
+            // 129 to 255 encode only the flag, with zero steps of 256; this decodes as 128.
             assert_eq!(iomaps_offered(wanted), offered, "{wanted}");
         }
     }
@@ -489,7 +489,7 @@ mod tests {
             assert_eq!(message.imm(), imm);
             assert_eq!(Message::parse(imm), Ok(message));
         }
-        // Beyond 16 bits.
+        // A value with more than 16 bits.
         assert_eq!(Message::parse(0x8001_0190), Ok(Message::Credits(400)));
         for imm in [0x2000_0000, 0x4000_0000, 0x6000_0000, 0xa000_0000, 0xe000_0003] {
             assert!(Message::parse(imm).is_err(), "{imm:#x}");

@@ -1,16 +1,16 @@
-//! Selective negative acknowledgement: what an rdmux responder says about a gap to a requester that agreed to hear it
-//! ([`crate::cm::Extensions::selective`]). Not of the specification, and never sent to anyone else.
+//! Selective negative acknowledgement: the report of an rdmux responder about a gap, to a requester that agreed to receive such reports
+//! ([`crate::cm::Extensions::selective`]). It is not part of the specification, and is never sent to any other requester.
 //!
-//! It is an Acknowledge with the NAK of a PSN sequence error (IBTA Vol 1, 9.7.5.2.8), which has no payload there. The PSN of
-//! its BTH is the one that is missing, and everything before it is acknowledged, as ever. The payload is a bitmap:
+//! It is an Acknowledge with the NAK of a PSN sequence error (IBTA Vol 1, 9.7.5.2.8), which has no payload in the specification. The
+//! PSN of its BTH is the missing one, and it acknowledges everything before that PSN, like any such NAK. The payload is a bitmap:
 //!
 //! ```text
 //! bit i%8 of byte i/8   the request packet with PSN + 1 + i was received and is kept
 //! ```
 //!
-//! A READ request stands for its first PSN only. The bitmap has whole 32-bit words, at least one, at most
-//! [`Sack::BYTES_MAX`] bytes, and fits the path MTU. Bits that it does not hold count as 0. What was received once stays so:
-//! a responder does not drop what it has reported.
+//! A READ request is represented by its first PSN only. The bitmap consists of whole 32-bit words, at least one, has at most
+//! [`Sack::BYTES_MAX`] bytes, and fits the path MTU. Bits beyond its end count as 0. A responder does not drop a packet that it has
+//! reported as received.
 
 use crate::Malformed;
 use crate::roce::{NakCode, Operation, Packet, Syndrome};
@@ -20,10 +20,10 @@ use crate::roce::{NakCode, Operation, Packet, Syndrome};
 pub struct Sack<'a>(&'a [u8]);
 
 impl<'a> Sack<'a> {
-    /// Most bytes of the bitmap.
+    /// Maximum bytes of the bitmap.
     pub const BYTES_MAX: usize = 512;
 
-    /// PSNs after the missing one that a bitmap can speak of at this path MTU.
+    /// Returns the number of PSNs after the missing one that a bitmap can cover at this path MTU.
     pub const fn reach(path_mtu: u32) -> u32 {
         let bytes = if path_mtu < Sack::BYTES_MAX as u32 {
             path_mtu
@@ -33,7 +33,7 @@ impl<'a> Sack<'a> {
         8 * bytes
     }
 
-    /// The bitmap in the payload of an Acknowledge.
+    /// Reads the bitmap in the payload of an Acknowledge.
     pub fn parse(payload: &'a [u8]) -> Result<Sack<'a>, Malformed> {
         if payload.is_empty() || payload.len() > Sack::BYTES_MAX || !payload.len().is_multiple_of(4) {
             return Err(Malformed::Undefined {
@@ -44,7 +44,7 @@ impl<'a> Sack<'a> {
         Ok(Sack(payload))
     }
 
-    /// The bitmap that a packet carries: `None` when it is no NAK of a PSN sequence error, or a plain one.
+    /// Returns the bitmap of a packet: `None` if the packet is not a NAK of a PSN sequence error, or is one without a payload.
     pub fn of(packet: &Packet<'a>) -> Option<Result<Sack<'a>, Malformed>> {
         let nak = Syndrome::Nak(NakCode::PsnSequence);
         let is_nak = packet.bth.opcode.operation == Operation::Acknowledge
@@ -52,7 +52,7 @@ impl<'a> Sack<'a> {
         (is_nak && !packet.payload().is_empty()).then(|| Sack::parse(packet.payload()))
     }
 
-    /// Whether the packet `offset` PSNs after the missing one was received; the missing one itself was not.
+    /// Returns whether the packet `offset` PSNs after the missing one was received; the missing one itself was not.
     pub fn holds(&self, offset: u32) -> bool {
         let Some(bit) = offset.checked_sub(1) else {
             return false;
@@ -62,23 +62,23 @@ impl<'a> Sack<'a> {
             .is_some_and(|byte| byte >> (bit % 8) & 1 == 1)
     }
 
-    /// PSNs from the missing one to the last that was received; 0 when none was.
+    /// Returns the number of PSNs from the missing one to the last one received, or 0 if none was received.
     pub fn last(&self) -> u32 {
         let byte = self.0.iter().rposition(|byte| *byte != 0);
         byte.map_or(0, |at| 8 * at as u32 + 8 - self.0[at].leading_zeros())
     }
 
-    /// Packets that were received.
+    /// Returns the number of packets that were received.
     pub fn count(&self) -> u32 {
         self.0.iter().map(|byte| byte.count_ones()).sum()
     }
 
-    /// Bytes of a bitmap that reaches to the packet `last` PSNs after the missing one.
+    /// Returns the bytes of a bitmap that covers the packet `last` PSNs after the missing one.
     pub fn len_for(last: u32) -> usize {
         (last.max(1).div_ceil(32) as usize * 4).min(Sack::BYTES_MAX)
     }
 
-    /// Writes the bitmap of these offsets into `b`, which [`Sack::len_for`] says the length of; those beyond it are left out.
+    /// Writes the bitmap of these offsets into `b`, whose length is that of [`Sack::len_for`]; offsets beyond it are omitted.
     pub fn emit(offsets: impl Iterator<Item = u32>, b: &mut [u8]) {
         b.fill(0);
         for offset in offsets {

@@ -2,7 +2,7 @@
 
 use crate::icrc::Flow;
 
-/// A packet and what its ICRC was computed with.
+/// A packet and the parameters of its ICRC.
 pub(crate) struct Vector {
     pub(crate) name: &'static str,
     pub(crate) flow: Flow,
@@ -34,12 +34,12 @@ fn vector(name: &'static str, v6: bool, ip_id: u16, hex: &str) -> Vector {
     }
 }
 
-/// The packet named `name`.
+/// Returns the packet named `name`.
 pub(crate) fn packet(name: &str) -> Vec<u8> {
     all().into_iter().find(|v| v.name == name).unwrap().packet
 }
 
-/// All packets: destination QPN 0x12abcd (QPN 1 in UD), PSN 0xfedcba, M set.
+/// Returns all packets: destination QPN 0x12abcd (QPN 1 in UD), PSN 0xfedcba, M set.
 pub(crate) fn all() -> Vec<Vector> {
     vec![
         vector(

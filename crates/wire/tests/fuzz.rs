@@ -1,5 +1,5 @@
-//! Fuzzing of the parsers by stable means: takes the seeds of `fuzz/corpus/TARGET/`, mutates them and hands them to the target.
-//! `fuzz/stable.rs` says how long, and how to run one input again.
+//! Fuzzing of the parsers with a stable toolchain: mutates the seeds of `fuzz/corpus/TARGET/` and passes them to the target.
+//! `fuzz/stable.rs` documents how long this runs, and how to run one input again.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../../fuzz/stable.rs"]

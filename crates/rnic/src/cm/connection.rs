@@ -1,4 +1,4 @@
-//! Connections: made, refused, ended. IBTA Vol 1, 12.6 and 12.9.
+//! Establishing, refusing and ending connections. IBTA Vol 1, 12.6 and 12.9.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ use super::{
 use crate::time::Time;
 use crate::transmit::ECN_MARKED;
 
-/// Codes of the shortest and the longest rest that a connection gets: 67 ms and 2.1 s.
+/// Timeout codes of the shortest and the longest TimeWait of a connection: 67 ms and 2.1 s.
 const REST_MIN: u8 = 14;
 const REST_MAX: u8 = 19;
 
@@ -31,7 +31,7 @@ impl Cm {
         Some(extensions.to_ece())
     }
 
-    /// Asks the device at `peer` for a connection to `service`. Private data: 92 bytes, or 56 beside addressing.
+    /// Requests a connection to `service` from the device at `peer`. Private data: 92 bytes, or 56 beside addressing.
     pub fn connect(
         &mut self,
         now: Time,
@@ -88,7 +88,7 @@ impl Cm {
         Ok(CmId(id))
     }
 
-    /// Accepts a request. Private data: 196 bytes. After an error the request stands as it did.
+    /// Accepts a request. Private data: 196 bytes. After an error the request is still pending.
     pub fn accept(
         &mut self,
         now: Time,
@@ -106,11 +106,11 @@ impl Cm {
         let rep = Rep {
             local_comm_id: id.0,
             remote_comm_id: c.remote_id,
-            // Only to one that asked: librdmacm gives up a connection when its device knows nothing of the ECE in a REP.
+            // Only to a peer whose REQ had our extensions: librdmacm gives up a connection when its device does not know the ECE in a REP.
             ece: extensions.filter(|_| c.extended && !local.plain),
             qkey: 0,
             qpn: local.qpn,
-            // In XRC the target's QPN stands here. 12.6.8.
+            // In XRC this field holds the target's QPN. 12.6.8.
             eecn: if c.transport == Transport::Xrc {
                 local.qpn.value()
             } else {
@@ -137,19 +137,19 @@ impl Cm {
         Ok(())
     }
 
-    /// Refuses a request, or a reply. Private data beyond 148 bytes (136 of a resolution) is cut off.
+    /// Refuses a request or a reply. Private data beyond 148 bytes (136 for a resolution) is cut off.
     pub fn reject(&mut self, now: Time, id: CmId, reason: RejReason, private_data: &[u8]) {
         self.reject_with(now, id, reason, &[], private_data);
     }
 
-    /// Refuses as [`Cm::reject`] does and says in up to 72 bytes what would be accepted: for
-    /// [`RejReason::INVALID_PATH_MTU`] the code of the largest path MTU. 12.6.7.2.
+    /// Refuses as [`Cm::reject`] does, and names in up to 72 bytes what this side would accept: for [`RejReason::INVALID_PATH_MTU`] the
+    /// code of the largest path MTU. 12.6.7.2.
     pub fn reject_with(&mut self, now: Time, id: CmId, reason: RejReason, ari: &[u8], private_data: &[u8]) {
         let Some(c) = self.connections.get_mut(&id.0) else {
             return;
         };
         let answered = match c.state {
-            // A rejection that is lost is asked for again, after an MRA only when its time is over.
+            // If the rejection is lost, the peer repeats its request; after an MRA it does so only when the MRA's time is over.
             State::ReqReceived => {
                 c.rest = ANSWER_KEPT;
                 Answered::Req
@@ -176,7 +176,8 @@ impl Cm {
         self.send(peer, message);
     }
 
-    /// The user's QP is ready: after a reply the peer is told; on the passive side data came before the peer's own message.
+    /// Establishes a connection when the user's QP is ready. After a reply this sends the RTU; the passive side calls it if data
+    /// arrives before the RTU.
     pub fn establish(&mut self, id: CmId) {
         let Some(c) = self.connections.get_mut(&id.0) else {
             return;
@@ -203,8 +204,8 @@ impl Cm {
         self.set_deadline(id.0, None);
     }
 
-    /// Ends a connection; [`CmEvent::Disconnected`] follows when the peer has agreed or does not answer. A request that was
-    /// not answered yet is withdrawn, one that was not decided on refused; of these nothing more is heard.
+    /// Ends a connection; [`CmEvent::Disconnected`] follows when the peer has agreed or does not answer. A request without an answer is
+    /// withdrawn, and a request that the user has not decided on is refused; no event follows for these.
     pub fn disconnect(&mut self, now: Time, id: CmId) {
         let tid = self.new_tid();
         let Some(c) = self.connections.get_mut(&id.0) else {
@@ -237,7 +238,7 @@ impl Cm {
         }
     }
 
-    /// Both ends of a connection that the peer may take for one: accepted or replied to, and not ended.
+    /// Returns both ends of a connection that the peer may consider a connection: accepted or replied to, and not ended.
     pub fn peering(&self, id: CmId) -> Option<Peering> {
         let c = self.connections.get(&id.0)?;
         matches!(
@@ -258,8 +259,8 @@ impl Cm {
         })
     }
 
-    /// The device of an address that had these QPs is known to have gone: its connections end as if it had ended them itself.
-    /// [`CmEvent::Disconnected`] follows for each.
+    /// Ends the connections of a device that is known to have gone, named by its address and by the QPNs that it had, as if the device
+    /// had ended them itself. [`CmEvent::Disconnected`] follows for each.
     pub fn peer_gone(&mut self, now: Time, peer: IpAddr, had: impl Fn(Qpn) -> bool) {
         let is_its = |c: &Connection| c.peer == peer && had(c.remote_qpn);
         let ids = self
@@ -275,8 +276,8 @@ impl Cm {
         }
     }
 
-    /// Ends a connection that another device of this address had, which has gone without doing so: its peer gets a DREQ as
-    /// from that device. [`CmEvent::Disconnected`] follows.
+    /// Ends a connection of another device of this address that has gone without ending it: the peer gets a DREQ as if from that
+    /// device. [`CmEvent::Disconnected`] follows.
     pub fn bury(&mut self, now: Time, peering: &Peering) {
         let id = peering.id;
         if self.len() >= CONNECTIONS_MAX || self.connections.contains_key(&id.0) {
@@ -291,7 +292,7 @@ impl Cm {
         self.disconnect(now, id);
     }
 
-    /// Tells the peer that nobody waits for its answer any more. It may not have told its id: the GUID names us. 12.6.7.2.
+    /// Tells the peer that this side no longer waits for its answer. The peer's id may be unknown, so our GUID identifies us. 12.6.7.2.
     pub(super) fn withdraw(&mut self, now: Time, id: u32) {
         let Some(c) = self.connections.get(&id) else {
             return;
@@ -310,7 +311,7 @@ impl Cm {
         self.send(peer, message);
     }
 
-    /// Tells the peer that the user takes its time: it waits before it asks again. 12.6.6.
+    /// Tells the peer that the user needs more time, so that the peer waits before it repeats its message. 12.6.6.
     pub(super) fn send_mra(&mut self, id: u32) {
         let Some(c) = self.connections.get_mut(&id) else {
             return;
@@ -350,13 +351,13 @@ impl Cm {
         if req.dst_gid != gid {
             return refuse(self, RejReason::INVALID_GID, &gid.octets());
         }
-        // The peer uses a QP that we still take for connected: it has forgotten us. 12.9.8.3.1.
+        // The peer uses a QP that this side considers connected: the peer has forgotten the connection. 12.9.8.3.1.
         let stale = self.by_qp.get(&(peer, req.ca_guid, req.qpn)).copied();
         if let Some(id) = stale.filter(|_| !mutant!(StaleUnnoticed)) {
             refuse(self, RejReason::STALE_CONNECTION, &[]);
             return self.end_stale(now, id);
         }
-        // In silence, as TCP does: the peer asks again, and there may be room then.
+        // Drop the request without an answer, as TCP does: the peer repeats it, and there may be room then.
         if undecided >= BACKLOG_MAX {
             return;
         }
@@ -376,7 +377,7 @@ impl Cm {
         connection.peer_response = req.local_response_timeout;
         connection.rest = req.local_ack_timeout.clamp(REST_MIN, REST_MAX);
         connection.decide_by = now + DECISION_NS;
-        // Within what the peer gives us, the way back included.
+        // An MRA must reach the peer within the response timeout that the peer gave.
         let half = now + nanoseconds(req.remote_response_timeout) / 2;
         let deadline = half.min(connection.decide_by);
         self.by_request.insert(key, id);
@@ -408,7 +409,7 @@ impl Cm {
         });
     }
 
-    /// Ends a connection whose peer has forgotten it: its user hears of it.
+    /// Ends a connection that its peer has forgotten, and notifies the user.
     fn end_stale(&mut self, now: Time, id: u32) {
         if self.connections.get(&id).is_some_and(|c| c.state.is_undecided()) {
             self.reject(now, CmId(id), RejReason::STALE_CONNECTION, &[]);
@@ -418,7 +419,7 @@ impl Cm {
         }
     }
 
-    /// A request came again: it gets the answer that it had, or hears that there is none yet.
+    /// Answers a repeated request: repeats the earlier answer, or sends an MRA if there is none yet.
     fn handle_req_again(&mut self, id: u32) {
         match self.connections.get(&id).map(|c| c.state) {
             Some(State::ReqReceived | State::MraReqSent) => self.send_mra(id),
@@ -435,7 +436,7 @@ impl Cm {
             .get(&id)
             .filter(|c| c.peer == peer && c.state != State::TimeWait)
         else {
-            // The id that the peer takes for ours, by which it knows that it is meant.
+            // Name the id that the peer used for us, so that the peer recognizes its connection.
             let ids = (id, rep.local_comm_id);
             return self.send(peer, rej(tid, ids, Answered::Rep, RejReason::INVALID_COMM_ID));
         };
@@ -444,7 +445,7 @@ impl Cm {
             _ if c.remote_id != rep.local_comm_id || c.request.is_some() => {}
             State::RepReceived | State::MraRepSent => self.send_mra(id),
             State::Established if mutant!(RtuNotRepeated) => {}
-            // Our RTU was lost.
+            // The RTU was lost.
             State::Established => self.repeat(id),
             _ => {}
         }
@@ -464,7 +465,7 @@ impl Cm {
         c.state = State::RepReceived;
         c.decide_by = now + DECISION_NS;
         let key = c.qp_key();
-        // As for a request: the peer has forgotten the connection that this QP has. 12.9.8.3.1.
+        // As with a request: the peer has forgotten the earlier connection of this QP. 12.9.8.3.1.
         if let Some(old) = self.by_qp.get(&key).copied() {
             self.reject(now, CmId(id), RejReason::STALE_CONNECTION, &[]);
             self.events.push_back(CmEvent::Rejected {
@@ -503,7 +504,7 @@ impl Cm {
         match self.known(id, peer, rtu.local_comm_id).map(|c| c.state) {
             Some(State::RepSent | State::MraRepReceived) => self.establish(CmId(id)),
             Some(_) => {}
-            // The peer takes for connected what has been given up here.
+            // The peer considers a connection established that this side has given up.
             None => {
                 let ids = (id, rtu.local_comm_id);
                 self.send(peer, rej(tid, ids, Answered::Other, RejReason::INVALID_COMM_ID));
@@ -511,7 +512,7 @@ impl Cm {
         }
     }
 
-    /// The connection that a REJ is about. One that gives up waiting for us may not know our id. 12.6.7.2.
+    /// Returns the connection that a REJ concerns. A peer that stops waiting for our answer may not know our id. 12.6.7.2.
     fn rejected(&self, peer: IpAddr, rej: &Rej) -> Option<u32> {
         if rej.remote_comm_id != 0 || rej.reason != RejReason::TIMEOUT {
             return Some(rej.remote_comm_id);
@@ -529,7 +530,7 @@ impl Cm {
         let Some(c) = self.connections.get(&id).filter(|c| c.peer == peer) else {
             return;
         };
-        // Until the peer has answered, its id is not known. Afterwards a REJ that names another one is stale or made up.
+        // The peer's id is unknown until the peer has answered. After that, a REJ with another id is stale or forged.
         let unknown = matches!(c.state, State::ReqSent | State::MraReqReceived);
         if !unknown && c.remote_id != rej.local_comm_id {
             return;
@@ -548,7 +549,7 @@ impl Cm {
         self.events.push_back(event);
     }
 
-    /// The peer needs more time: wait that long before asking again. What it has answered in this way costs no try. 12.6.6.
+    /// The peer needs more time: wait that long before the next try. The try that the MRA answers is not counted. 12.6.6.
     pub(super) fn handle_mra(&mut self, now: Time, peer: IpAddr, mra: &Mra) {
         let id = mra.remote_comm_id;
         let Some(c) = self.connections.get_mut(&id).filter(|c| c.peer == peer) else {
@@ -573,7 +574,7 @@ impl Cm {
     pub(super) fn handle_dreq(&mut self, now: Time, peer: IpAddr, tid: u64, dreq: &Dreq) {
         let id = dreq.remote_comm_id;
         let known = self.known(id, peer, dreq.local_comm_id);
-        // The ids of a connection with the QPN of another one: neither is meant.
+        // The ids are those of one connection and the QPN is that of another: end neither.
         if known
             .as_ref()
             .is_some_and(|c| !c.state.is_undecided() && c.local_qpn != dreq.remote_qpn)
@@ -596,7 +597,7 @@ impl Cm {
             remote_comm_id: dreq.local_comm_id,
             private_data: PrivateData::default(),
         };
-        // Also for a connection that has gone: the peer only wants to hear that it has.
+        // Also answer for a connection that has gone: the peer only needs to know that it has ended.
         if !mutant!(DreqUnanswered) {
             self.send(peer, emit(&Message::Drep(drep), tid));
         }
@@ -615,7 +616,7 @@ impl Cm {
         }
     }
 
-    /// There is one path between two addresses. 12.8.
+    /// Refuses an alternate path: there is only one path between two addresses. 12.8.
     pub(super) fn handle_lap(&mut self, peer: IpAddr, tid: u64, lap: &Lap) {
         let id = lap.remote_comm_id;
         let status = match self.known(id, peer, lap.local_comm_id).map(|c| c.state) {

@@ -1,17 +1,16 @@
-//! Connection management: two ends agree on QPNs, PSNs and depths by messages between their general services QPs. IBTA Vol 1,
-//! chapter 12.
+//! Connection management: two ends agree on QPNs, PSNs and depths by messages between their general services QPs. IBTA Vol 1, chapter 12.
 //!
-//! It moves no QP: as with the kernel's `ib_cm`, whoever uses it modifies the QP between the messages. The active side
-//! calls [`Cm::connect`], gets [`CmEvent::Reply`], moves its QP to RTS and calls [`Cm::establish`]. The passive side
-//! calls [`Cm::listen`], gets [`CmEvent::Request`], moves its QP to RTS, calls [`Cm::accept`] and gets
-//! [`CmEvent::Established`] (or [`Cm::establish`]es itself when data comes before the RTU). Either side [`Cm::disconnect`]s.
+//! It does not modify QPs: as with the kernel's `ib_cm`, the user modifies the QP between the messages. The active side calls
+//! [`Cm::connect`], gets [`CmEvent::Reply`], moves its QP to RTS and calls [`Cm::establish`]. The passive side calls [`Cm::listen`],
+//! gets [`CmEvent::Request`], moves its QP to RTS, calls [`Cm::accept`] and gets [`CmEvent::Established`] (or [`Cm::establish`]es
+//! itself when data arrives before the RTU). Either side [`Cm::disconnect`]s.
 //!
-//! A datagram service has no connection; only its QPN and Q_Key are asked for: [`Cm::resolve`], [`CmEvent::SidrRequest`],
+//! A datagram service has no connection. Its clients ask only for its QPN and Q_Key: [`Cm::resolve`], [`CmEvent::SidrRequest`],
 //! [`Cm::answer`], [`CmEvent::SidrReply`]. 12.11.
 //!
-//! Both sides say through ECE what rdmux needs to know, never in the user's private data.
+//! Both sides exchange what rdmux needs to know in the ECE fields, never in the user's private data.
 //!
-//! Every state and every event are a table in `tests/cm_table.rs`.
+//! `tests/cm_table.rs` has a table of every state and every event.
 
 mod connection;
 mod sidr;
@@ -31,80 +30,80 @@ use crate::backlog::Backlog;
 use crate::device::{CmDetail, Config};
 use crate::time::Time;
 
-/// Response timeout that we announce: 4.096 us x 2^20 = 4.3 s, as the kernel does.
+/// Response timeout that this side announces: 4.096 us x 2^20 = 4.3 s, the same as the kernel's.
 const RESPONSE_TIMEOUT: u8 = 20;
-/// Time for which our MRAs put off the peer: 17 s. A message that is lost meanwhile costs no more than that.
+/// Service timeout in our MRAs, for which the peer waits: 17 s. A message that is lost meanwhile costs no more than this time.
 const SERVICE_TIMEOUT: u8 = 22;
-/// First wait for an answer; it doubles with each try.
+/// Wait for an answer after the first try; it doubles with each try.
 const FIRST_WAIT_NS: u64 = 64_000_000;
-/// Messages sent before the peer is given up: 64 ms x (2^6 - 1) and the last wait, 8.3 s in all.
+/// Messages that are sent before the peer counts as unreachable: 64 ms x (2^6 - 1) and the last wait, 8.3 s in all.
 const TRIES: u8 = 7;
-/// Connections under way in all; more are refused.
+/// Maximum number of connections that have not ended; further requests are refused.
 const CONNECTIONS_MAX: usize = 1 << 16;
-/// Requests of one service that its user has not decided on; more are dropped, and come again.
+/// Maximum requests of one service that its user has not decided on. Further requests are dropped, and the peer repeats them.
 pub(crate) const BACKLOG_MAX: usize = 128;
-/// Time that a user has to decide on a request. No peer asks for that long.
+/// Time that a user has to decide on a request. No peer keeps requesting for that long.
 const DECISION_NS: u64 = 60_000_000_000;
-/// Connections at rest, and apart from them as many requests: the one whose rest ends first makes place for the next.
+/// Maximum connections in TimeWait, and separately maximum requests: when full, the entry whose TimeWait ends first is forgotten.
 pub(crate) const RESTING_MAX: usize = 4_096;
-/// How long an answer to a request is kept for repetitions of the request: the kernel repeats after 4.3 s.
+/// Timeout code of the time for which an answer is kept in case the request is repeated: the kernel repeats after 4.3 s.
 const ANSWER_KEPT: u8 = 21;
-/// Messages that wait to be sent; more are dropped, and come again.
+/// Maximum messages that wait to be sent. Further messages are dropped; a timeout or their cause repeats them.
 pub(crate) const OUT_MAX: usize = 256;
 
-/// Local communication id: names a connection of this device, or a resolution of a service.
+/// Local communication id, which names a connection of this device or a resolution of a service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CmId(pub u32);
 
-/// Why a connection was not asked for or accepted.
+/// Error of requesting or accepting a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CmError {
-    /// There is no such request, or no longer: withdrawn, expired, or decided on before.
+    /// There is no such request, or it has gone: withdrawn, expired, or already decided on.
     #[error("there is no such connection request any more")]
     NoSuchRequest,
     /// More private data than the message holds.
     #[error("too much private data for the message")]
     PrivateDataTooLong,
-    /// As many connections as there can be.
+    /// The device already has the maximum number of connections.
     #[error("too many connections")]
     NoResources,
-    /// Connections are for RC, UC and XRC.
+    /// Only RC, UC and XRC have connections.
     #[error("datagram services have no connections")]
     InvalidTransport,
 }
 
-/// What one side brings into a connection, and learns of the other.
+/// Parameters of one side of a connection, which the other side learns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Endpoint {
     /// RC, UC or XRC (in a REQ only).
     pub transport: Transport,
     /// QPN.
     pub qpn: Qpn,
-    /// The PSN at which the *receiver* of the message shall start sending: the sender's own receive PSN.
+    /// PSN at which the *receiver* of the message shall start sending: the sender's own receive PSN.
     pub starting_psn: Psn,
-    /// READs, atomics and FLUSHes that it can answer at a time.
+    /// READs, atomics and FLUSHes that this side can answer at a time.
     pub responder_resources: u8,
-    /// READs, atomics and FLUSHes that it wants to have under way.
+    /// READs, atomics and FLUSHes that this side wants to have in flight.
     pub initiator_depth: u8,
-    /// Retries on RNR NAK that the other side is to use.
+    /// RNR retry count that the other side shall use.
     pub rnr_retry_count: u8,
-    /// Retries on timeout that the other side is to use (in a REQ only).
+    /// Retry count that the other side shall use (in a REQ only).
     pub retry_count: u8,
-    /// Its QP takes receives from a shared receive queue.
+    /// Set when the QP takes receives from a shared receive queue.
     pub srq: bool,
     /// Local ACK timeout code (in a REQ only).
     pub ack_timeout: u8,
     /// Path MTU (in a REQ only).
     pub path_mtu: PathMtu,
-    /// Traffic class of the path, ECN left out (in a REQ only).
+    /// Traffic class of the path without ECN (in a REQ only).
     pub traffic_class: u8,
-    /// What an rdmux peer told besides; `None` for any other peer. Filled in by the device when sending.
+    /// Extensions of an rdmux peer; `None` for any other peer. The device fills them in when it sends.
     pub extensions: Option<Extensions>,
-    /// Own side: the peer is told of no extensions, since who brings up the QP knows of none.
+    /// Own side: send no extensions to the peer, since the code that brings up the QP does not know them.
     pub plain: bool,
 }
 
-/// Names both ends of a connection: enough to end it when the device that had it has gone.
+/// Names of both ends of a connection: enough to end the connection when its device has gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peering {
     /// The connection.
@@ -119,107 +118,107 @@ pub struct Peering {
     pub remote_qpn: Qpn,
 }
 
-/// What happened to a connection.
+/// Event of a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CmEvent {
-    /// A peer asks for a connection to a service that is listened on.
+    /// A peer requests a connection to a service that has a listener.
     Request {
-        /// The connection, to be accepted or rejected.
+        /// The connection, which the user must accept or reject.
         id: CmId,
         /// The service.
         service: ServiceId,
         /// The peer's address.
         peer: IpAddr,
-        /// Addresses and ports as the peer gave them, when it did.
+        /// Addresses and ports, if the peer sent them.
         addressing: Option<IpAddressing>,
-        /// The peer's side.
+        /// Parameters of the peer's side.
         remote: Endpoint,
-        /// The user's private data: what follows the addressing.
+        /// The user's private data, without the addressing.
         private_data: Vec<u8>,
     },
-    /// The peer accepted; the QP can be moved and the connection established.
+    /// The peer accepted: the user can move its QP and establish the connection.
     Reply {
         /// The connection.
         id: CmId,
-        /// The peer's side.
+        /// Parameters of the peer's side.
         remote: Endpoint,
         /// The user's private data.
         private_data: Vec<u8>,
     },
-    /// The peer is ready too.
+    /// The peer is ready too: the connection is established.
     Established {
         /// The connection.
         id: CmId,
     },
-    /// The peer refused, or withdrew its request; the id is gone.
+    /// The peer refused, or withdrew its request. The id is no longer valid.
     Rejected {
         /// The connection.
         id: CmId,
-        /// Why.
+        /// Reason of the rejection.
         reason: RejReason,
-        /// What the peer would have accepted; its meaning depends on the reason. 12.6.7.2.
+        /// Values that the peer would have accepted; their meaning depends on the reason. 12.6.7.2.
         ari: Vec<u8>,
         /// The user's private data.
         private_data: Vec<u8>,
     },
-    /// No answer came; the id is gone.
+    /// The peer did not answer. The id is no longer valid.
     Unreachable {
         /// The connection.
         id: CmId,
     },
-    /// The connection has ended, by either side, or its request or reply was not decided on within a minute; the id is gone.
+    /// Either side ended the connection, or the user did not decide on its request or reply within a minute. The id is no longer valid.
     Disconnected {
         /// The connection.
         id: CmId,
     },
-    /// A peer asks which QP serves datagrams of a service that is listened on.
+    /// A peer asks for the QP of a datagram service that has a listener.
     SidrRequest {
-        /// The request, to be answered.
+        /// The request, which the user must answer.
         id: CmId,
         /// The service.
         service: ServiceId,
         /// The peer's address.
         peer: IpAddr,
-        /// Addresses and ports as the peer gave them, when it did.
+        /// Addresses and ports, if the peer sent them.
         addressing: Option<IpAddressing>,
-        /// The user's private data: what follows the addressing.
+        /// The user's private data, without the addressing.
         private_data: Vec<u8>,
     },
-    /// The peer answered; the id is gone.
+    /// The peer answered. The id is no longer valid.
     SidrReply {
         /// The resolution.
         id: CmId,
-        /// Outcome. QPN and Q_Key mean something when it is [`SidrStatus::VALID`].
+        /// Outcome. QPN and Q_Key are valid only with [`SidrStatus::VALID`].
         status: SidrStatus,
-        /// The QP that serves.
+        /// QP that serves the datagrams.
         qpn: Qpn,
-        /// Its Q_Key.
+        /// Q_Key of that QP.
         qkey: u32,
         /// The user's private data.
         private_data: Vec<u8>,
     },
 }
 
-/// Where a connection stands, as those see it who look from outside. IBTA Vol 1, 12.9.7.
+/// State of a connection as inspection shows it. IBTA Vol 1, 12.9.7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CmState {
-    /// Connections to a service are waited for.
+    /// A listener waits for connections to a service.
     Listen,
-    /// It was asked for.
+    /// This side has requested the connection.
     Connect,
-    /// A peer asks for it.
+    /// The peer has requested the connection.
     Accept,
-    /// It stands.
+    /// The connection is established.
     Established,
-    /// It is being ended.
+    /// The connection is being ended.
     Disconnect,
-    /// It has ended; its ids and QPNs rest.
+    /// The connection has ended; its ids and QPNs are not reused yet.
     TimeWait,
-    /// The QP of a datagram service is asked for. 12.11.
+    /// The QP of a datagram service is being resolved. 12.11.
     Resolve,
 }
 
-/// In the numbers by which connections are told of: a service that is listened on.
+/// Bit that marks a service with a listener in the numbers that inspection uses for connections.
 pub(crate) const LISTENER: u64 = 1 << 63;
 
 /// States of a connection. IBTA Vol 1, 12.9.6 and 12.9.7; of a resolution, 12.11.
@@ -229,13 +228,13 @@ pub(crate) enum State {
     ReqSent,
     /// Active: the peer needs more time for its REP.
     MraReqReceived,
-    /// Active: REP received, the user moves its QP.
+    /// Active: REP received, the user moves its QP to RTS.
     RepReceived,
-    /// Active: the user takes its time; the peer knows.
+    /// Active: the user needs more time, and an MRA has been sent.
     MraRepSent,
-    /// Passive: REQ received, the user decides.
+    /// Passive: REQ received, the user has yet to decide.
     ReqReceived,
-    /// Passive: the user takes its time; the peer knows.
+    /// Passive: the user needs more time, and an MRA has been sent.
     MraReqSent,
     /// Passive: REP sent, waits for RTU.
     RepSent,
@@ -244,12 +243,12 @@ pub(crate) enum State {
     Established,
     /// DREQ sent, waits for DREP.
     DreqSent,
-    /// Ended, and the user knows. The id and the QPN rest until nothing of the connection is under way any more, and a
-    /// repeated request gets the answer that it had.
+    /// Ended, and the user has been notified. The id and the QPN are not reused until no packet of the connection is in flight. A
+    /// repeated request gets the same answer again.
     TimeWait,
     /// SIDR_REQ sent, waits for SIDR_REP.
     SidrReqSent,
-    /// SIDR_REQ received, the user decides.
+    /// SIDR_REQ received, the user has yet to decide.
     SidrReqReceived,
 }
 
@@ -272,7 +271,7 @@ impl State {
     #[cfg(test)]
     pub(crate) const COUNT: usize = State::SidrReqReceived as usize + 1;
 
-    /// The user has not decided on a request.
+    /// Returns whether the user has yet to decide on a request.
     fn is_undecided(self) -> bool {
         matches!(
             self,
@@ -281,14 +280,14 @@ impl State {
     }
 }
 
-/// The QPN of a connection that has no QP here yet.
+/// QPN of a connection that has no QP here yet.
 const NO_QPN: Qpn = Qpn::new(0);
 
-/// Names a request: the peer's address, its GUID (`None` for a resolution), its communication or request id.
+/// Key of a request: the peer's address, its GUID (`None` for a resolution), its communication or request id.
 type RequestKey = (IpAddr, Option<u64>, u32);
-/// Names a peer's QP: its address, its GUID, its QPN.
+/// Key of a peer's QP: its address, its GUID, its QPN.
 type QpKey = (IpAddr, u64, Qpn);
-/// A message, ready to be sent.
+/// A message that is ready to be sent.
 type Mad = Box<[u8; MAD_LEN]>;
 
 #[derive(Debug)]
@@ -297,24 +296,24 @@ struct Connection {
     service: ServiceId,
     transport: Transport,
     peer: IpAddr,
-    /// Passive: the request that it came from.
+    /// Passive: the request that the connection came from.
     request: Option<RequestKey>,
     local_qpn: Qpn,
     remote_id: u32,
     remote_guid: u64,
     remote_qpn: Qpn,
-    /// Passive: the REQ had our extensions.
+    /// Passive: set when the REQ had our extensions.
     extended: bool,
     tid: u64,
-    /// The message that is sent again until it is answered, or when its cause comes again.
+    /// The message that is repeated until it is answered, or when the peer repeats the message that caused it.
     message: Mad,
     tries: u8,
     tries_max: u8,
-    /// Code of the time that the peer may take to answer.
+    /// Timeout code of the time that the peer may take to answer.
     peer_response: u8,
-    /// Code of the time for which ids and QPNs rest at the end. 12.9.8.4.
+    /// Timeout code of TimeWait, for which ids and QPNs are not reused. 12.9.8.4.
     rest: u8,
-    /// Until when the user may decide on a request.
+    /// Time until which the user may decide on a request.
     decide_by: Time,
     deadline: Option<Time>,
 }
@@ -357,23 +356,23 @@ pub struct Cm {
     window_log2: u8,
     rng: ChaCha12Rng,
     next_tid: u64,
-    /// Services that are listened on, each with its requests that are not decided on.
+    /// Services with a listener, each with the number of requests that the user has not decided on.
     listeners: HashMap<ServiceId, usize>,
     connections: HashMap<u32, Connection>,
-    /// Passive side: requests to connections.
+    /// Passive side: connections by their requests.
     by_request: HashMap<RequestKey, u32>,
-    /// The peers' QPs of connections that live, as far as they are known.
+    /// Connections that have not ended, by the peer's QP as far as it is known.
     by_qp: HashMap<QpKey, u32>,
-    /// Connections in TimeWait, by when that ends.
+    /// Connections in TimeWait, by the end of TimeWait.
     resting: BTreeSet<(Time, u32)>,
-    /// The same of requests and resolutions, which never had a QP here. They cost a peer little, so they displace none of those.
+    /// Likewise requests and resolutions that never had a QP here. They cost a peer little, so they must not displace connections.
     answered: BTreeSet<(Time, u32)>,
     /// Own QPNs of connections in any state.
     qpns: BTreeSet<(Qpn, u32)>,
     timers: BTreeSet<(Time, u32)>,
     out: VecDeque<(IpAddr, Mad)>,
     events: VecDeque<CmEvent>,
-    /// UDP source port of what is sent to general services QPs.
+    /// UDP source port of messages to general services QPs.
     src_port: u16,
 }
 
@@ -400,12 +399,12 @@ impl Cm {
         }
     }
 
-    /// Accepts requests for a service from now on: connections to it, and resolutions of it.
+    /// Starts accepting requests for a service: connections to it and resolutions of it.
     pub fn listen(&mut self, service: ServiceId) {
         self.listeners.entry(service).or_insert(0);
     }
 
-    /// Refuses requests for a service from now on, and those that were not decided on.
+    /// Starts refusing requests for a service, and refuses those that the user has not decided on.
     pub fn unlisten(&mut self, now: Time, service: ServiceId) {
         let undecided = |c: &Connection| c.state.is_undecided() && c.service == service;
         let mut ids: Vec<u32> = self
@@ -414,7 +413,7 @@ impl Cm {
             .filter(|(_, c)| undecided(c))
             .map(|(id, _)| *id)
             .collect();
-        // A run must not depend on the order of a hash map.
+        // The outcome must not depend on the order of a hash map.
         ids.sort_unstable();
         for id in ids {
             self.reject(now, CmId(id), RejReason::INVALID_SERVICE_ID, &[]);
@@ -422,7 +421,7 @@ impl Cm {
         self.listeners.remove(&service);
     }
 
-    /// Forgets a connection without a word, as after a crash. The peer learns of it when it asks.
+    /// Forgets a connection without a message to the peer, as a crash would. The peer learns of it when it next sends a CM message.
     pub fn destroy(&mut self, id: CmId) {
         self.forget(id.0);
     }
@@ -431,22 +430,22 @@ impl Cm {
         self.events.is_empty()
     }
 
-    /// Something that happened to a connection.
+    /// Returns the next event.
     pub fn poll_event(&mut self) -> Option<CmEvent> {
         self.events.pop_front()
     }
 
-    /// Connections and resolutions there are, in any state but TimeWait.
+    /// Returns the number of connections and resolutions in any state but TimeWait.
     pub fn len(&self) -> usize {
         self.connections.len() - self.resting()
     }
 
-    /// Whether there is no connection.
+    /// Returns whether there is no connection or resolution outside TimeWait.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Communication ids of connections and resolutions, and services that are listened on with [`LISTENER`].
+    /// Returns the communication ids of connections and resolutions, and the services with a listener, marked with [`LISTENER`].
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u64> {
         let connections = self.connections.keys().map(|id| u64::from(*id));
         connections.chain(self.listeners.keys().map(|service| LISTENER | service.0))
@@ -464,18 +463,18 @@ impl Cm {
         })
     }
 
-    /// When a connection that has ended, or is being ended, goes on by itself at the latest: `None` when its rest is over, or it
-    /// never was. 12.9.8.4.
+    /// Returns the time by which a connection that is ending or has ended changes state by itself; `None` if its TimeWait is over, or
+    /// if it never existed. 12.9.8.4.
     pub fn next_deadline(&self, id: CmId) -> Option<Time> {
         self.connections.get(&id.0)?.deadline
     }
 
-    /// Connections and resolutions in TimeWait: their ids and QPNs are not given out.
+    /// Returns the number of connections and resolutions in TimeWait, whose ids and QPNs are not reused.
     pub fn resting(&self) -> usize {
         self.resting.len() + self.answered.len()
     }
 
-    // Driven by the device.
+    // Called by the device.
 
     pub(crate) fn backlog(&self) -> Backlog {
         Backlog {
@@ -507,8 +506,8 @@ impl Cm {
         }
     }
 
-    /// Whether a QPN is a connection's, whose QP may have gone, or was a moment ago: packets to it may still be under way.
-    /// 12.9.8.4.
+    /// Returns whether a QPN belongs to a connection, whose QP may be gone, or did so until recently: packets to that QPN may still be
+    /// in flight. 12.9.8.4.
     pub(crate) fn has_qpn(&self, qpn: Qpn) -> bool {
         self.qpns
             .range((qpn, 0)..)
@@ -516,14 +515,14 @@ impl Cm {
             .is_some_and(|(at, _)| *at == qpn)
     }
 
-    /// State of a connection, for tests.
+    /// Returns the state of a connection, for tests.
     #[cfg(test)]
     pub(crate) fn state(&self, id: CmId) -> Option<State> {
         self.connections.get(&id.0).map(|c| c.state)
     }
 
-    /// Messages that are no CM messages, or of another version, are dropped: a MAD that is sent without being asked for has
-    /// no answer that could report it. 13.4.6.
+    /// Handles a MAD. Drops anything that is not a CM message, or is one of another version: an unsolicited MAD has no response that
+    /// could report the error. 13.4.6.
     pub(crate) fn handle_mad(&mut self, now: Time, peer: IpAddr, mad: &[u8]) {
         let Ok((tid, message)) = Message::parse(mad) else {
             return;
@@ -537,21 +536,21 @@ impl Cm {
             Message::Dreq(dreq) => self.handle_dreq(now, peer, tid, &dreq),
             Message::Drep(drep) => self.handle_drep(now, peer, &drep),
             Message::Lap(lap) => self.handle_lap(peer, tid, &lap),
-            // Answers LAPs, which are never sent.
+            // An APR answers a LAP, and this side never sends one.
             Message::Apr(_) => {}
             Message::SidrReq(req) => self.handle_sidr_req(now, peer, tid, &req),
             Message::SidrRep(rep) => self.handle_sidr_rep(now, peer, &rep),
         }
     }
 
-    /// The connection that both ends' ids and the peer's address name, unless it has ended.
+    /// Returns the connection with these ids of both ends and this peer address, unless it has ended.
     fn known(&mut self, id: u32, peer: IpAddr, remote_id: u32) -> Option<&mut Connection> {
         self.connections
             .get_mut(&id)
             .filter(|c| c.peer == peer && c.remote_id == remote_id && c.state != State::TimeWait)
     }
 
-    /// A deadline has passed.
+    /// Handles an expired deadline.
     fn expire(&mut self, now: Time, id: u32) {
         let Some(c) = self.connections.get_mut(&id) else {
             return;
@@ -560,7 +559,7 @@ impl Cm {
             State::ReqSent | State::RepSent | State::DreqSent | State::SidrReqSent => {
                 self.send_again(now, id);
             }
-            // The peer's time is over.
+            // The time that the peer asked for is over.
             State::MraReqReceived => {
                 c.state = State::ReqSent;
                 self.send_again(now, id);
@@ -585,7 +584,7 @@ impl Cm {
         }
     }
 
-    /// Sends a connection's message; after the last try the peer is given up.
+    /// Sends a connection's message; after the last try, gives up the peer.
     fn send_again(&mut self, now: Time, id: u32) {
         let Some(c) = self.connections.get_mut(&id) else {
             return;
@@ -596,7 +595,7 @@ impl Cm {
         let mut wait = FIRST_WAIT_NS << c.tries;
         c.tries += 1;
         if c.tries == c.tries_max {
-            // The peer may take as long as was announced.
+            // The peer may take as long as it announced.
             wait = wait.max(nanoseconds(c.peer_response.min(SERVICE_TIMEOUT)));
         }
         let (peer, message) = (c.peer, c.message.clone());
@@ -636,7 +635,7 @@ impl Cm {
         }
     }
 
-    /// Sends a connection's message once more because its cause came again; that costs none of its tries.
+    /// Sends a connection's message once more because the peer repeated the message that caused it. Does not count as a try.
     fn repeat(&mut self, id: u32) {
         if let Some(c) = self.connections.get(&id) {
             let (peer, message) = (c.peer, c.message.clone());
@@ -644,8 +643,7 @@ impl Cm {
         }
     }
 
-    /// Ends a connection: its ids and QPN rest. `answer` is what repetitions of its request get; without it, that the
-    /// connection is stale.
+    /// Moves a connection to TimeWait. Repetitions of its request get `answer`, or without one a rejection as a stale connection.
     fn rest(&mut self, now: Time, id: u32, answer: Option<Mad>) {
         let Some(c) = self.connections.get_mut(&id) else {
             return;
@@ -706,7 +704,7 @@ impl Cm {
         }
     }
 
-    /// A request of a service is undecided no longer.
+    /// Counts one undecided request of a service less.
     fn decided(&mut self, service: ServiceId) {
         if let Some(undecided) = self.listeners.get_mut(&service) {
             *undecided = undecided.saturating_sub(1);
@@ -717,7 +715,7 @@ impl Cm {
         if self.len() >= CONNECTIONS_MAX {
             return None;
         }
-        // A peer must not guess the id of somebody else's connection. 2^24 ids for 2^16 connections: this ends soon.
+        // A peer must not guess the id of another connection. With 2^24 ids for 2^16 connections this loop ends soon.
         loop {
             let id = u32::from(self.slot) << 24 | self.rng.next_u32() & 0xff_ffff;
             if id != 0 && !self.connections.contains_key(&id) {
@@ -732,12 +730,12 @@ impl Cm {
     }
 }
 
-/// The time of a timeout code: 4.096 us x 2^code.
+/// Returns the time of a timeout code: 4.096 us x 2^code.
 fn nanoseconds(code: u8) -> u64 {
     4_096 << code.min(31)
 }
 
-/// The user's private data behind the addressing, if there is any.
+/// Returns private data that consists of the addressing, if any, and the user's private data.
 fn with_addressing<const N: usize>(
     addressing: Option<IpAddressing>,
     private_data: &[u8],
@@ -751,7 +749,7 @@ fn with_addressing<const N: usize>(
     PrivateData::new(&data).ok_or(CmError::PrivateDataTooLong)
 }
 
-/// Takes private data apart: services named by an IP port begin theirs with the addresses.
+/// Splits private data: that of services named by an IP port begins with the addresses.
 fn without_addressing(service: ServiceId, data: &[u8]) -> (Option<IpAddressing>, Vec<u8>) {
     match service.port().and_then(|_| IpAddressing::parse(data).ok()) {
         Some(addressing) => (Some(addressing), data[IpAddressing::LEN..].to_vec()),
@@ -759,17 +757,17 @@ fn without_addressing(service: ServiceId, data: &[u8]) -> (Option<IpAddressing>,
     }
 }
 
-/// As much of `bytes` as there is room for.
+/// Returns the part of `bytes` that fits.
 fn cut<const N: usize>(bytes: &[u8]) -> PrivateData<N> {
     PrivateData::new(&bytes[..bytes.len().min(N)]).unwrap_or_default()
 }
 
-/// A REJ without more than its reason.
+/// Returns a REJ that carries only a reason.
 fn rej(tid: u64, ids: (u32, u32), answered: Answered, reason: RejReason) -> Mad {
     rej_with(tid, ids, answered, reason, &[], &[])
 }
 
-/// A REJ; `ids` are ours and the peer's. What does not fit is cut off.
+/// Returns a REJ; `ids` are ours and the peer's. Data that does not fit is cut off.
 fn rej_with(
     tid: u64,
     (local_comm_id, remote_comm_id): (u32, u32),

@@ -1,4 +1,4 @@
-//! Resolution of service ids: which QP serves datagrams of a service. IBTA Vol 1, 12.11.
+//! Resolution of service ids to the QP that serves the service's datagrams. IBTA Vol 1, 12.11.
 
 use std::net::IpAddr;
 
@@ -39,7 +39,7 @@ impl Cm {
         Ok(CmId(id))
     }
 
-    /// Answers a [`CmEvent::SidrRequest`]. Private data: 136 bytes. After an error the request stands as it did.
+    /// Answers a [`CmEvent::SidrRequest`]. Private data: 136 bytes. After an error the request is still pending.
     pub fn answer(
         &mut self,
         now: Time,
@@ -72,7 +72,7 @@ impl Cm {
     pub(super) fn handle_sidr_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &SidrReq) {
         let key = (peer, None, req.request_id);
         if let Some(id) = self.by_request.get(&key).copied() {
-            // Asked again: the answer, if there is one yet.
+            // A repeated request: send the answer again if there is one yet.
             if self
                 .connections
                 .get(&id)
@@ -97,7 +97,7 @@ impl Cm {
         let Some(undecided) = self.listeners.get(&req.service_id).copied() else {
             return self.send(peer, refusal(SidrStatus::UNSUPPORTED));
         };
-        // In silence: the peer asks again, and there may be room then.
+        // Drop the request without an answer: the peer repeats it, and there may be room then.
         if undecided >= BACKLOG_MAX {
             return;
         }

@@ -363,7 +363,7 @@ fn overrun__of_a_completion_queue_fails_all_of_its_qps_and_no_other() {
         .map(|wc| wc.wr_id)
         .collect();
     assert_eq!(queued, [0, 1]);
-    // In error for good: what is flushed now is lost too.
+    // The queue stays in error: later flushed completions are lost too.
     let request = RecvRequest {
         wr_id: 9,
         sges: SgeList::EMPTY,
@@ -375,7 +375,7 @@ fn overrun__of_a_completion_queue_fails_all_of_its_qps_and_no_other() {
 
 #[test]
 fn overrun__by_the_flush_of_another_spreads_to_the_queue_that_it_fills() {
-    // The QP's sends complete to a queue of one, its receives to another of one that a second QP uses too.
+    // The QP's sends complete to a CQ of one entry; its receives complete to another CQ of one entry, which a second QP shares.
     let mut pair = Pair::new();
     let side = &mut pair.sides[0];
     let (sends, receives) = (side.rnic.create_cq(1), side.rnic.create_cq(1));
@@ -418,7 +418,7 @@ fn train__of_full_packets_is_one_and_a_longer_first_packet_ends_its_own() {
         .iter()
         .map(|t| (t.packets, t.segment_bytes))
         .collect();
-    // WRITE First is longer than Middle by its RETH: one Middle may follow it and ends the train. Last is as long as Middle.
+    // WRITE First is longer than Middle by its RETH, so one Middle may follow it and ends the train. Last is as long as Middle.
     assert_eq!(shape, [(2, 12 + 16 + 1024 + 4), (38, 12 + 1024 + 4)]);
 }
 
@@ -452,7 +452,7 @@ fn read__whose_answer_was_lost_is_replayed_before_a_flush_that_still_runs() {
     let sges = pair.sides[0].sge(0, 100);
     pair.post(0, Operation::Read { va: IOVA, rkey }, sges);
     pair.flush(rkey);
-    // Many times longer than all retries last.
+    // This is many times longer than all retries together.
     pair.pass(10_000_000_000);
     assert_eq!(ok(&mut pair, 0)[0].opcode, WcOpcode::Read);
     let job = pair.sides[1].rnic.poll_flush().unwrap();
@@ -463,14 +463,14 @@ fn read__whose_answer_was_lost_is_replayed_before_a_flush_that_still_runs() {
 
 #[test]
 fn write__whose_answer_was_lost_is_acknowledged_although_a_flush_behind_it_runs() {
-    // The window is too small for the repeated WRITE to bring the FLUSH along.
+    // The window is too small for a FLUSH behind the repeated WRITE.
     let mut pair = Pair::with(|rtr, _| rtr.window_bytes = Some(4 * 1024));
     pair.disable_trains();
     let rkey = pair.slow_region(false, Ok(()));
     let mut flush_came = false;
     pair.deliver = Box::new(move |to, bytes| {
         flush_came |= to == 1 && bytes[0] == 0x1c;
-        // Nothing is answered until the FLUSH has been taken, but what opens the window for it.
+        // After the FLUSH has been taken no answer arrives; an earlier one opens the window for the FLUSH.
         to == 1 || !flush_came
     });
     let operation = Operation::Write {
@@ -502,7 +502,7 @@ fn poll_timeout__is_none_when_all_is_done_and_after_destruction() {
     assert_eq!(pair.sides[0].rnic.poll_timeout(), None);
 }
 
-/// Memory that counts its accesses and wants few.
+/// Memory that counts its accesses and asks for few of them.
 #[derive(Debug)]
 struct Counting(HeapMemory, std::sync::atomic::AtomicUsize);
 
@@ -542,7 +542,7 @@ impl Memory for Counting {
     }
 }
 
-/// Registers a MiB of [`Counting`] memory at a side.
+/// Registers 1 MiB of [`Counting`] memory at a side.
 fn counting(pair: &mut Pair, side: usize) -> (std::sync::Arc<Counting>, LKey, RKey) {
     let memory = std::sync::Arc::new(Counting(HeapMemory::new(1 << 20), Default::default()));
     let spec = RegionSpec {
@@ -558,7 +558,7 @@ fn counting(pair: &mut Pair, side: usize) -> (std::sync::Arc<Counting>, LKey, RK
 }
 
 impl Counting {
-    /// How often it was reached since the last call.
+    /// Returns the number of accesses since the last call.
     fn count(&self) -> usize {
         self.1.swap(0, std::sync::atomic::Ordering::Relaxed)
     }
@@ -607,7 +607,7 @@ fn gathering_memory__is_read_and_filled_once_a_train_by_a_send() {
     let length = 300_001;
     from.0
         .with(|m| m[3..3 + length].copy_from_slice(&pattern(length)));
-    // Two elements at either end, which part at other bytes than packets do.
+    // Two elements at either end, split at other offsets than the packets are.
     let list = |lkey, at: u64, first: u32| {
         let second = Sge::new(IOVA + at + u64::from(first), length as u32 - first, lkey);
         SgeList::from(&[Sge::new(IOVA + at, first, lkey), second][..])

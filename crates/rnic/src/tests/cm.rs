@@ -54,7 +54,7 @@ fn connect(pair: &mut Pair) -> CmId {
         .unwrap()
 }
 
-/// Connects as far as the request at side 1.
+/// Runs a connection until side 1 has the request.
 fn requested(pair: &mut Pair) -> (CmId, CmId) {
     pair.sides[1].rnic.cm().listen(SERVICE);
     let active = connect(pair);
@@ -87,7 +87,7 @@ fn disconnect(pair: &mut Pair, side: usize, id: CmId) {
     pair.sides[side].rnic.cm().disconnect(now, id);
 }
 
-/// Which CM message a datagram is; `None` for other packets.
+/// Returns the attribute id of a CM message; `None` for other packets.
 fn attribute(bytes: &[u8]) -> Option<u8> {
     let mad = bytes.get(Bth::LEN + Deth::LEN..)?;
     (bytes[0] == 0x64 && mad.len() >= MAD_LEN).then(|| mad[17])
@@ -99,7 +99,7 @@ const RTU: u8 = 0x14;
 const DREQ: u8 = 0x15;
 const DREP: u8 = 0x16;
 
-/// Loses the first `n` messages of a kind.
+/// Drops the first `n` messages of a kind.
 fn lose(pair: &mut Pair, kind: u8, mut n: u32) {
     pair.deliver = Box::new(move |_, bytes| {
         if attribute(bytes) == Some(kind) && n > 0 {
@@ -271,7 +271,7 @@ fn reject__of_a_reply_ends_the_passive_side() {
     accept(&mut pair, passive);
     pair.step();
     event(&mut pair, 0);
-    // The rejection is lost: the reply that comes again is for nobody, and rejected as that.
+    // The rejection is lost: the repeated reply names no connection and is rejected for that reason.
     let mut lost = false;
     pair.deliver = Box::new(move |to, _| to == 0 || std::mem::replace(&mut lost, true));
     let now = pair.now;
@@ -331,7 +331,7 @@ fn duplicate__request_makes_one_connection_and_uses_up_no_tries() {
     let mut pair = Pair::new();
     let (_, passive) = requested(&mut pair);
     accept(&mut pair, passive);
-    // The reply is lost again and again while the peer keeps asking.
+    // The replies are lost while the peer keeps repeating its request.
     pair.deliver = Box::new(|to, _| to == 1);
     pair.pass(3 * SECOND);
     assert_eq!(event(&mut pair, 1), None, "neither a request nor the end of it");
@@ -484,13 +484,13 @@ fn stale__qp_of_a_peer_that_forgot_is_rejected_and_the_old_connection_ended() {
     );
     assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
     assert_eq!(connections(&mut pair), [0, 0]);
-    // Now that both have forgotten, it works.
+    // Both sides have forgotten the connection, so a new one succeeds.
     connect(&mut pair);
     pair.step();
     assert!(matches!(event(&mut pair, 1), Some(CmEvent::Request { .. })));
 }
 
-/// The messages that side 0 has to send.
+/// Returns the messages that side 0 has to send.
 fn said(pair: &mut Pair) -> Vec<Message> {
     let mut buf = TransmitBuf::new(1 << 20, false);
     let now = pair.now;
@@ -504,7 +504,7 @@ fn said(pair: &mut Pair) -> Vec<Message> {
     mads.collect()
 }
 
-/// A request to side 0, made of side 0's own that it has to send first; each number makes another one.
+/// Returns a request to side 0, made from side 0's own pending request; each `n` makes a different one.
 fn request_of(pair: &mut Pair, n: u32) -> Req {
     let said = said(pair);
     let Some(Message::Req(sent)) = said.first() else {
@@ -523,7 +523,7 @@ fn numbered(sent: &Req, n: u32) -> Req {
     }
 }
 
-/// Side 0 with a listener and a connection of its own under way, and a request to it.
+/// Returns side 0 with a listener and a connection request of its own, and a request to it.
 fn listening() -> (Pair, CmId, Req) {
     let mut pair = Pair::new();
     let id = connect(&mut pair);
@@ -544,7 +544,7 @@ fn rej(local_comm_id: u32, remote_comm_id: u32) -> Message {
     })
 }
 
-/// Gives side 0 a MAD from `src`.
+/// Delivers a MAD from side 1 to side 0.
 fn mad(pair: &mut Pair, message: &Message) {
     let mut mad = [0; MAD_LEN];
     message.emit(1, &mut mad);
@@ -603,7 +603,7 @@ fn unknown__messages_make_no_connection_and_no_event() {
 
 #[test]
 fn request__of_a_nameless_peer_does_not_end_what_is_being_made() {
-    // A QPN and a GUID of zero are what a connection has before its answer came.
+    // Before the answer arrives, a connection has a remote QPN and GUID of zero.
     let mut pair = Pair::new();
     let id = connect(&mut pair);
     pair.sides[0].rnic.cm().listen(SERVICE);
@@ -728,7 +728,7 @@ fn request__with_a_qp_that_is_known_to_a_service_that_is_not_is_rejected_as_that
 #[test]
 fn rejection__without_the_right_id_ends_nothing_once_the_peer_has_answered() {
     for wrong in [0, 99] {
-        // Requested, replied to, established, asked to end: on the passive side.
+        // States of the passive side: requested, replied to, established, being disconnected.
         let (mut pair, _, req) = listening();
         mad(&mut pair, &Message::Req(req));
         let Some(CmEvent::Request { id, .. }) = event(&mut pair, 0) else {
@@ -811,7 +811,7 @@ fn reject__cuts_off_private_data_that_is_too_long() {
     );
 }
 
-/// The kinds of what a side has to send, and nothing is delivered.
+/// Returns the attribute ids of the messages that side 0 has to send, and delivers none of them.
 fn kinds(pair: &mut Pair) -> Vec<u16> {
     said(pair).iter().map(Message::attribute).collect()
 }
@@ -912,7 +912,7 @@ fn reject__says_what_would_be_accepted() {
     assert!(
         matches!(event(&mut pair, 0), Some(CmEvent::Rejected { id, ari, .. }) if id == active && ari == [2])
     );
-    // A GID of somebody else's: ours is told.
+    // A REQ with a foreign GID is rejected, and the rejection names our GID.
     let (mut pair, id, req) = listening();
     pair.sides[0].rnic.cm().destroy(id);
     let request = Req {
@@ -932,7 +932,7 @@ fn stale__qp_in_a_reply_is_rejected_and_the_old_connection_ended() {
     let mut pair = Pair::new();
     let (old, forgotten) = established(&mut pair);
     pair.sides[1].rnic.cm().destroy(forgotten);
-    // Another QP of ours, so that the peer has nothing against the request.
+    // A different own QP, so that the peer does not consider the request stale.
     let (peer, now) = (address(&pair, 1), pair.now);
     let local = Endpoint {
         qpn: Qpn::new(0x01_4321),
@@ -1081,7 +1081,7 @@ fn answer(pair: &mut Pair, id: CmId) {
     assert_eq!(answered, Ok(()));
 }
 
-/// Resolves as far as the request at side 1.
+/// Runs a resolution until side 1 has the request.
 fn asked(pair: &mut Pair) -> (CmId, CmId) {
     pair.sides[1].rnic.cm().listen(DATAGRAMS);
     let id = resolve(pair);

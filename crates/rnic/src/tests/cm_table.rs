@@ -1,9 +1,9 @@
-//! Connection management as a table: each state with each event. IBTA Vol 1, 12.9.6 and 12.9.7 (connections), 12.11
-//! (resolutions); the last column has the section of the event.
+//! Connection management as a table of each state with each event. IBTA Vol 1, 12.9.6 and 12.9.7 (connections), 12.11 (resolutions);
+//! the last column has the section of the event.
 //!
-//! A cell says what becomes of the connection: its next state (`=` as before, `gone` forgotten), the messages that are sent
-//! and what the user is told (`-` nothing); `.` stands for `= - -`. A number after REJ is the reason, after SIDR_REP and
-//! APR the status. `!` is an error of the user's call.
+//! A cell shows the effect on the connection: its next state (`=` unchanged, `gone` forgotten), the messages that are sent and the
+//! events that the user gets (`-` none); `.` stands for `= - -`. A number after REJ is the reason, after SIDR_REP and APR the status.
+//! `!` is an error that the user's call returns.
 
 use std::net::IpAddr;
 
@@ -20,7 +20,7 @@ use super::table::{check, parse};
 use crate::cm::{Cm, CmError, CmEvent, CmId, Endpoint, Peering, State};
 use crate::{Config, Time};
 
-/// The active side, from the request on. EstablishedA: by its reply.
+/// The active side, from the request on. EstablishedA: established by its reply.
 const ACTIVE: &str = "
 event                  | ReqSent                   | MraReqReceived          | RepReceived                | MraRepSent                 | EstablishedA               | section
 REQ                    | = - Request               | = - Request             | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | DreqSent REJ10+DREQ -      | 12.6.5
@@ -62,7 +62,7 @@ bury                   | .                         | .                       | .
 destroy                | gone - -                  | gone - -                | gone - -                   | gone - -                   | gone - -                   | -
 ";
 
-/// The passive side. EstablishedP: by the RTU, or by data.
+/// The passive side. EstablishedP: established by the RTU, or by data.
 const PASSIVE: &str = "
 event                  | ReqReceived                       | MraReqSent                        | RepSent                    | MraRepReceived             | EstablishedP               | section
 REQ                    | MraReqSent MRA -                  | = MRA -                           | = REP -                    | .                          | .                          | 12.6.5
@@ -104,7 +104,7 @@ bury                   | .                                 | .                  
 destroy                | gone - -                          | gone - -                          | gone - -                   | gone - -                   | gone - -                   | -
 ";
 
-/// The end: DreqSent and TimeWait of a connection that was made passively; an id that is not known.
+/// The end of a connection: DreqSent and TimeWait of the passive side; Unknown is an id that does not exist.
 const END: &str = "
 event                  | DreqSent                   | TimeWait                | Unknown                 | section
 REQ                    | .                          | = REJ10 -               | = - Request             | 12.6.5
@@ -146,7 +146,7 @@ bury                   | .                          | .                       | 
 destroy                | gone - -                   | gone - -                | .                       | -
 ";
 
-/// Resolutions; SidrAnswered is the TimeWait of one that was answered.
+/// Resolutions; SidrAnswered is the TimeWait of an answered one.
 const SIDR: &str = "
 event                  | SidrReqSent             | SidrReqReceived                 | SidrAnswered            | section
 REQ                    | = - Request             | = - Request                     | = - Request             | 12.6.5
@@ -192,7 +192,7 @@ const OURS: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 1));
 const PEER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 2));
 const STRANGER: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 3));
 const SERVICE: ServiceId = ServiceId::udp(7174);
-/// One that nobody listens on.
+/// A service without a listener.
 const OTHER_SERVICE: ServiceId = ServiceId::udp(7175);
 const OUR_QPN: Qpn = Qpn::new(0x01_0005);
 const THEIR_QPN: Qpn = Qpn::new(0x02_0007);
@@ -251,7 +251,7 @@ fn req(local_comm_id: u32) -> Message {
     })
 }
 
-/// A request of another QP that the peer would have.
+/// Returns a request of another QP of the peer, changed by `change`.
 fn req_with(change: impl FnOnce(&mut Req)) -> Message {
     let Message::Req(mut req) = req(THEIR_ID + 2) else {
         unreachable!("a REQ")
@@ -340,7 +340,7 @@ fn sidr_req(request_id: u32, service_id: ServiceId) -> Message {
     })
 }
 
-/// The messages, by the names of the table's rows.
+/// Returns the message of a table row.
 fn message(event: &str, id: CmId) -> Option<Message> {
     Some(match event {
         "REQ" => req(THEIR_ID),
@@ -487,7 +487,7 @@ impl Bench {
         assert_eq!(refused, None, "{event}");
     }
 
-    /// Applies an event of the table; the error of a user's call.
+    /// Applies an event of the table; returns the error of a user's call.
     fn apply(&mut self, event: &str, from: IpAddr) -> Option<CmError> {
         if let Some(message) = message(event, self.id) {
             self.arrive(&message, from);
@@ -497,7 +497,7 @@ impl Bench {
         match event {
             "timeout" => self.time_out(),
             "timeouts to end" => {
-                // What is shown is the last one, or the first that leads elsewhere.
+                // The cell shows the last timeout, or the first one that changes the state.
                 let before = self.state();
                 for _ in 0..20 {
                     self.outcome();
@@ -550,7 +550,7 @@ impl Bench {
             .map_or_else(|| "gone".to_owned(), |state| format!("{state:?}"))
     }
 
-    /// What is sent and what the user is told.
+    /// Returns the messages sent and the events for the user.
     fn outcome(&mut self) -> (String, String) {
         let sent = std::iter::from_fn(|| self.cm.poll_transmit())
             .map(|(_, _, mad)| sent_name(&mad[..]))
@@ -595,7 +595,7 @@ fn told_name(event: &CmEvent) -> String {
     }
 }
 
-/// What a cell of the table would have to say.
+/// Returns the correct cell of the table.
 fn observed(column: &str, event: &str) -> String {
     let mut bench = Bench::in_state(column);
     let before = bench.state();

@@ -1,4 +1,4 @@
-//! What is counted and measured.
+//! Tests of counters and latencies.
 
 use super::util::*;
 use crate::*;
@@ -18,7 +18,7 @@ fn counters__what_one_end_sent_the_other_received() {
     let [a, b] = counters(&pair);
     assert_eq!((a.sent_pkts, a.sent_bytes), (b.rcvd_pkts, b.rcvd_bytes));
     assert_eq!((b.sent_pkts, b.sent_bytes), (a.rcvd_pkts, a.rcvd_bytes));
-    // With their headers, and no more.
+    // The bytes include the packets' headers, and nothing else.
     assert!((10_000..11_000).contains(&a.sent_bytes), "{}", a.sent_bytes);
     assert!((5_000..5_500).contains(&b.sent_bytes), "{}", b.sent_bytes);
 }
@@ -50,7 +50,7 @@ fn latencies__from_posting_to_completion() {
     let began = pair.now;
     pair.write(0, 0, 8);
     while pair.step() {}
-    // Lost; it is sent again when this is due, and answered at once.
+    // The packet is lost. The retransmission happens at this time and is answered at once.
     let due = pair.sides[0].rnic.poll_timeout().unwrap();
     pair.run();
     assert_eq!(pair.sides[0].completed().len(), 1);
@@ -59,7 +59,7 @@ fn latencies__from_posting_to_completion() {
     assert_eq!((written.count(), written.sum_ns()), (1, due.since_ns(began)));
     assert_eq!(latencies[WcOpcode::Read], Histogram::default());
 
-    // A request that fails took no time that says anything.
+    // A failed request does not count: its duration means nothing.
     let wrong = Operation::Read {
         va: IOVA,
         rkey: RKey(pair.sides[1].rkey.0 ^ 1 << 20),

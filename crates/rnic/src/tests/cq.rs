@@ -21,7 +21,7 @@ impl Bed {
         &mut self.pair.sides[0].rnic
     }
 
-    /// Completes a request so long after the beginning; whether who waits is told.
+    /// Completes a request `ns` after the beginning; returns whether an event is raised.
     fn complete(&mut self, ns: u64, wr_id: u64) -> bool {
         let (now, qpn) = (self.pair.now + ns, self.pair.sides[0].qpn);
         let sges = SgeList::EMPTY;
@@ -147,7 +147,7 @@ fn times__stay_with_their_completions() {
     assert_eq!(queue.poll_many(2, &mut taken), 2);
     assert_eq!(next(), Some((6, now + 600)));
     assert_eq!(next(), None);
-    // Reset forgets the queue pair's completions, and their times with them.
+    // Reset discards the queue pair's completions together with their times.
     bed.complete(700, 7);
     bed.pair.modify(0, QpState::Reset, &QpAttributes::default());
     assert_eq!(next(), None);

@@ -1,5 +1,4 @@
-//! WRITEs and READs of memory that a peer on the same host granted: whatever a program does, what it sees is what it would see
-//! by packets.
+//! WRITEs and READs of memory that a peer on the same host granted: a program observes the same behaviour as with packets.
 
 mod host;
 
@@ -8,7 +7,7 @@ use crate::*;
 use Do::*;
 use host::*;
 
-/// What a program sees of itself: completions of each kind and events in their order, states, and both memories.
+/// Returns what a program observes besides memory: completions of each kind and events in their order, and the QPs' states.
 fn outcome(host: &Host) -> (Vec<Vec<String>>, Vec<Option<QpState>>) {
     let class = |line: &String| {
         let kinds = ["opcode: Recv", "WorkCompletion"];
@@ -27,8 +26,8 @@ fn outcome(host: &Host) -> (Vec<Vec<String>>, Vec<Option<QpState>>) {
     (log, host.pair.sides.iter().map(state).collect())
 }
 
-/// Runs a program on one host, in both ways of posting, and on two; gives how many requests that
-/// were queued needed no packet.
+/// Runs a program on one host, with both ways of posting, and on two hosts, and compares the outcomes. Returns the number of
+/// requests that needed no packet although they were queued first.
 fn run_both(name: &str, program: &[Do]) -> u64 {
     let run = |grants, posts_directly| {
         let mut host = Host::new(grants);
@@ -53,7 +52,7 @@ fn run_both(name: &str, program: &[Do]) -> u64 {
         }
         direct.0
     });
-    // A grant found ended before the request is queued is asked for anew by that request.
+    // A request that finds its grant ended before it is queued requests the grant anew.
     assert!(direct >= queued, "{name}");
     let completed = packets
         .1
@@ -66,7 +65,7 @@ fn run_both(name: &str, program: &[Do]) -> u64 {
 
 type OnHost = Box<dyn FnOnce(&mut Host)>;
 
-/// Runs each program of a table, and compares how many requests need no packet.
+/// Runs each program of a table and checks the number of requests that need no packet.
 fn check(table: &[(&str, u64, &[Do])]) {
     for (name, expected, program) in table {
         assert_eq!(run_both(name, program), *expected, "{name}: direct requests");
@@ -166,7 +165,7 @@ fn direct__own_memory_that_fails_ends_as_by_packets() {
     for own in [Own::NoKey, Own::OutOfBounds, Own::Faults, Own::ReadOnly] {
         for bytes in [2, 3000] {
             for ask in [write(8, bytes).own(own), read(8, bytes).own(own)] {
-                // What of it was placed before it failed is not said.
+                // It is unspecified how much of such a request is placed before it fails.
                 let behind = [Post(write(0, 8)), Rest, Post(ask), Rest, Post(write(0, 8)), Rest];
                 if own == Own::NoKey {
                     let [direct, packets] = [true, false].map(|grants| {
@@ -416,12 +415,12 @@ fn by_packets__counts_each_request_by_its_reason() {
     );
     host.perform(Recv(4096));
     host.perform(Recv(4096));
-    // The SEND waits for its answer, and what is small goes by packets behind it.
+    // While the SEND waits for its answer, small requests behind it go by packets.
     host.post(send(8)).unwrap();
     host.post(write(8, 8)).unwrap();
     host.post(read(8, 8)).unwrap();
     host.post(ask(What::WriteImm, 0, 8)).unwrap();
-    // Nothing names the memory of one without bytes.
+    // A request without bytes names no memory.
     host.post(write(8, 0)).unwrap();
     host.rest();
     host.post(write(0, 8).key(Key::Window)).unwrap();
@@ -443,7 +442,7 @@ fn by_packets__counts_each_request_by_its_reason() {
         ),
         (1, expected.not_granted, 3)
     );
-    // Towards another host nothing is counted.
+    // Requests to another host are not counted.
     host.set_local(false);
     host.post(write(8, 8)).unwrap();
     host.rest();
@@ -479,7 +478,7 @@ fn direct__a_completion_queue_that_overruns() {
     assert_eq!((direct.1, packets.1), (3, 0), "the third overran it");
 }
 
-/// The QPs that the owner says are revoked by what is done to it.
+/// Returns the QPs whose grants the owner revokes when `f` acts on the owner.
 fn revoked_by(f: impl FnOnce(&mut Host)) -> Vec<Qpn> {
     let mut host = Host::new(true);
     host.warm();
@@ -535,7 +534,7 @@ fn poll_revoked__says_at_once_what_ended() {
         (
             "a queue that overruns",
             Box::new(move |host| {
-                // One that another QP fills.
+                // Another QP fills the queue.
                 let side = &mut host.pair.sides[1];
                 let init = QpInit::new(side.pd, side.cq);
                 let other = side.rnic.create_qp(init).unwrap();
@@ -574,7 +573,7 @@ fn poll_revoked__says_at_once_what_ended() {
     for (name, f) in goes_on {
         assert_eq!(revoked_by(f), [], "{name}");
     }
-    // Twice of nothing more, and of what was granted to nobody.
+    // A second change revokes nothing more, and a QP without grants has nothing to revoke.
     let twice = revoked_by(|host| {
         host.pair.modify(1, QpState::Error, &none);
         host.pair.modify(1, QpState::Reset, &none);
@@ -585,9 +584,9 @@ fn poll_revoked__says_at_once_what_ended() {
     assert_eq!(pair.sides[1].rnic.poll_revoked(), None);
 }
 
-// Asking.
+// Requesting grants.
 
-/// A region for itself at side 1.
+/// Registers another region at side 1.
 fn another_region(host: &mut Host) -> RKey {
     let side = &mut host.pair.sides[1];
     let spec = region(side.memory.clone(), 0, MEMORY as u64, ALL_ACCESS);
@@ -743,7 +742,7 @@ fn set_local__false_forgets_and_what_waits_goes_by_packets() {
 #[test]
 fn set_grant__to_a_queue_that_waits_is_used() {
     let mut host = Host::new(true);
-    // A window of 64 KiB holds the second back until the first is answered, and by then it is granted.
+    // A window of 64 KiB holds the second request back until the first is answered; by then the grant has arrived.
     host.post(write(0, 0x4_0000)).unwrap();
     host.post(write(0, 0x4_0000)).unwrap();
     host.pair.step();

@@ -1,4 +1,4 @@
-//! Memory that ends inside of the device: whoever drives it drops the last handle.
+//! Memory whose use ends inside the device: the device's driver drops the last handle.
 
 use std::sync::{Arc, Weak};
 
@@ -39,14 +39,14 @@ impl Ending {
         self.pair.modify(0, to, &QpAttributes::default());
     }
 
-    /// Posts the registration; it is done when the queue pair is in RTS.
+    /// Posts the registration, which executes if the queue pair is in RTS.
     fn register(&mut self) {
         let register = self.register.take().unwrap();
         self.pair.post(0, register, SgeList::EMPTY);
         self.pair.run();
     }
 
-    /// The memory waits for the driver, and for nobody else.
+    /// Asserts that the device keeps the memory until the driver polls for it, and that nobody else holds it.
     fn leaves_it_to_the_driver(mut self, case: &str) {
         assert!(self.memory.upgrade().is_some(), "{case}: dropped inside");
         self.pair.sides[0].rnic.poll_ended_memories();

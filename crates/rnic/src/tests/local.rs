@@ -1,4 +1,4 @@
-//! Peers on one host: nothing is lost there, but a peer may not run.
+//! Peers on one host: packets are never lost there, but a peer may not be running.
 
 use super::util::*;
 use crate::*;
@@ -6,7 +6,7 @@ use crate::*;
 /// The local ACK timeout of the pair below, 4.096 us x 2^10.
 const TIMEOUT_NS: u64 = 4_194_304;
 
-/// A pair on one host that has measured a round trip.
+/// Returns a pair on one host that has measured a round trip.
 fn pair(selective: bool) -> Pair {
     let mut pair = Pair::with(|rtr, rts| {
         rtr.selective = Some(selective);
@@ -19,7 +19,7 @@ fn pair(selective: bool) -> Pair {
     pair
 }
 
-/// Counters that say that something was lost, or was taken for lost.
+/// Returns the counters of lost packets and of packets assumed to be lost.
 fn losses(pair: &Pair) -> [u64; 6] {
     let [asking, answering] = [0, 1].map(|i| *pair.sides[i].rnic.counters());
     [
@@ -58,7 +58,7 @@ fn stopped__nothing_is_sent_again() {
     }
 }
 
-/// How long it takes until a request that is not answered ends.
+/// Returns the time until a request without an answer ends.
 fn given_up_after(pair: &mut Pair) -> u64 {
     let begin = pair.now;
     pair.write(0, 0, 8);
@@ -104,7 +104,7 @@ fn running__behind_with_the_requests_of_others_is_asked_again() {
     pair.stopped[1] = true;
     pair.write(0, 0, 8);
     pair.step();
-    // The request is taken and forgotten; others behind it are not taken.
+    // Side 1 takes the request and forgets it, but does not take the packets behind it.
     let others = [(); 2].map(|()| pair.sides[1].inbox[0].clone());
     pair.sides[1].inbox.extend(others);
     pair.ignore_one(1);
@@ -159,7 +159,7 @@ fn link_broke__under_a_read_and_a_flush() {
 #[test]
 fn link_broke__while_the_peer_is_not_ready_to_receive() {
     for selective in [false, true] {
-        // The peer asks for 491.52 ms, more than all retries take.
+        // The peer's RNR timer is 491.52 ms, longer than all retries together.
         let mut pair = Pair::with(|rtr, rts| {
             (rtr.selective, rtr.min_rnr_timer) = (Some(selective), Some(31));
             (rts.timeout, rts.retry_count) = (Some(10), Some(7));
@@ -200,13 +200,13 @@ fn link_broke__of_a_pair_that_has_ended_or_ends() {
     }
 }
 
-/// One side accepts, is in RTS at once, and sends before the other, which has asked for the connection, knows that.
+/// One side accepts, moves to RTS at once, and sends before the other side, which requested the connection, knows of that.
 #[test]
 fn peer_is_ready__what_it_has_dropped_is_sent_again_at_once() {
     for selective in [false, true] {
         let attributes = |rtr: &mut QpAttributes, rts: &mut QpAttributes| {
             rtr.selective = Some(selective);
-            // The one timeout would end the pair.
+            // A single timeout would end the pair.
             (rts.timeout, rts.retry_count) = (Some(10), Some(0));
         };
         let mut pair = Pair::with(attributes);
@@ -223,7 +223,7 @@ fn peer_is_ready__what_it_has_dropped_is_sent_again_at_once() {
         pair.sides[0].rnic.peer_is_ready(pair.now, accepting);
         pair.pass(TIMEOUT_NS / 2);
         assert_eq!(pair.sides[0].completed(), [(7, Status::Success); 10]);
-        // One that has answered has dropped nothing.
+        // A peer that has answered has dropped nothing.
         let before = pair.sides[0].rnic.counters().retransmitted_packets;
         pair.stopped[1] = true;
         pair.write(0, 0, 8);

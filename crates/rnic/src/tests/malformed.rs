@@ -1,5 +1,5 @@
-//! What comes in wrong, and the reaction that the specification gives it. Side 0 asks, side 1 answers; packets are made by
-//! hand.
+//! Invalid packets and the reaction that the specification requires. Side 0 sends requests and side 1 answers; the tests build the
+//! packets by hand.
 
 use rdmux_wire::roce::{
     Aeth, AtomicEth, Bth, Feth, NakCode, Opcode, Operation as Op, Packet, Reth, Syndrome, Transport,
@@ -12,7 +12,7 @@ use crate::*;
 #[derive(Debug, PartialEq, Eq)]
 struct Said {
     op: Op,
-    /// Counted from the first PSN of the connection.
+    /// PSN relative to the first PSN of the connection.
     psn: i32,
     syndrome: Option<Syndrome>,
     payload: Vec<u8>,
@@ -37,7 +37,7 @@ fn ack(psn: i32, syndrome: Syndrome) -> Said {
     said(Op::Acknowledge, psn, syndrome)
 }
 
-/// What a side has to say now.
+/// Returns the packets that a side sends.
 fn says(pair: &mut Pair, side: usize) -> Vec<Said> {
     let mut buf = TransmitBuf::new(1 << 20, true);
     while pair.sides[side].rnic.poll_transmit(pair.now, &mut buf, true) {}
@@ -66,7 +66,7 @@ fn header(pair: &Pair, to: usize, op: Op, psn: u32) -> Bth {
     bth
 }
 
-/// A packet for a side, without ICRC; `psn` counts from the first PSN of the connection.
+/// Returns a packet for a side, without ICRC; `psn` counts from the first PSN of the connection.
 fn packet(bth: Bth, ext: &[u8], payload: &[u8]) -> Vec<u8> {
     let mut bth = bth;
     bth.pad = ((4 - payload.len() % 4) % 4) as u8;
@@ -78,7 +78,7 @@ fn packet(bth: Bth, ext: &[u8], payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Gives side 1 a request and returns what it says.
+/// Delivers a request to side 1 and returns its answers.
 fn ask(pair: &mut Pair, op: Op, psn: u32, ext: &[u8], payload: &[u8]) -> Vec<Said> {
     give(pair, op, psn, ext, payload);
     says(pair, 1)
@@ -89,7 +89,7 @@ fn give(pair: &mut Pair, op: Op, psn: u32, ext: &[u8], payload: &[u8]) {
     pair.inject(&bytes);
 }
 
-/// Gives side 0 an answer that side 1 did not make.
+/// Delivers an answer to side 0 that side 1 did not send.
 fn answer(pair: &mut Pair, op: Op, psn: u32, syndrome: Syndrome, payload: &[u8]) {
     let mut aeth = [0; Aeth::LEN];
     Aeth { syndrome, msn: 0 }.emit(&mut aeth);
@@ -114,12 +114,12 @@ fn flush_headers(va: u64, rkey: RKey, length: u32, placement: Placement) -> Vec<
     bytes
 }
 
-/// Side 1's region under its own key.
+/// Returns a RETH for side 1's region with the region's own key.
 fn own(pair: &Pair, offset: u64, length: u32) -> [u8; Reth::LEN] {
     reth(IOVA + offset, pair.sides[1].rkey, length)
 }
 
-/// Side 1 refused with this code and is in error; nothing was written.
+/// Asserts that side 1 refused with this code, is in Error, and wrote nothing.
 fn refused(pair: &mut Pair, answers: &[Said], psn: i32, syndrome: Syndrome) {
     assert_eq!(answers, [ack(psn, syndrome)]);
     assert_eq!(pair.sides[1].state(), QpState::Error);
@@ -138,7 +138,7 @@ fn statuses(pair: &mut Pair, side: usize) -> Vec<Status> {
         .collect()
 }
 
-// Packets that are no packets.
+// Malformed packets.
 
 #[test]
 fn malformed__too_short_for_its_headers_is_dropped() {
@@ -226,7 +226,7 @@ fn icrc__that_names_an_identification_no_train_has_is_dropped() {
     assert_eq!(says(&mut pair, 1), [ack(0, Syndrome::ACK)]);
 }
 
-// Packets for somebody else.
+// Misrouted packets.
 
 #[test]
 fn misrouted__unknown_qpn_is_dropped() {
@@ -343,7 +343,7 @@ fn state__error_still_acknowledges_what_was_done() {
     give(&mut pair, Op::ReadRequest, 1, &ext, &[]);
     give(&mut pair, Op::SendOnly, 2, &[], &[1; 4]);
     pair.modify(1, QpState::Error, &QpAttributes::default());
-    // The last SEND was received too, but to say so would be to say that the READ was answered.
+    // The last SEND was received too, but its acknowledgement would imply that the READ was answered.
     assert_eq!(says(&mut pair, 1), [ack(0, Syndrome::ACK)]);
 }
 
@@ -363,7 +363,7 @@ fn psn__ahead_is_reported_once_and_dropped() {
         ask(&mut pair, Op::WriteOnly, 0, &ext, &[2; 4]),
         [ack(0, Syndrome::ACK)]
     );
-    // The gap closed, so another one is reported again.
+    // The gap has closed, so the next one is reported.
     assert_eq!(
         ask(&mut pair, Op::WriteOnly, 2, &ext, &[1; 4]),
         [ack(1, NAK_SEQUENCE)]
@@ -509,7 +509,7 @@ fn receive__missing_is_rnr_for_send_and_write_with_immediate() {
     let mut pair = Pair::new();
     let rnr = Syndrome::RnrNak { timer: 1 };
     assert_eq!(ask(&mut pair, Op::SendOnly, 0, &[], &[1; 4]), [ack(0, rnr)]);
-    // What follows in the same window is no gap to report.
+    // The next packet of the same window is not reported as a gap.
     assert_eq!(ask(&mut pair, Op::SendOnly, 1, &[], &[1; 4]), []);
     assert_eq!(ask(&mut pair, Op::SendOnly, 0, &[], &[1; 4]), [ack(0, rnr)]);
     let mut ext = own(&pair, 0, 4).to_vec();
@@ -552,7 +552,7 @@ fn length__beyond_the_longest_message_is_an_invalid_request() {
         let longest = 1 << 31;
         let answers = ask(&mut pair, op, 0, &reth(IOVA, rkey, longest + 1), &payload);
         refused(&mut pair, &answers, 0, NAK_INVALID);
-        // One byte less is only beyond the region.
+        // One byte less only exceeds the region.
         let mut pair = Pair::new();
         let answers = ask(&mut pair, op, 0, &reth(IOVA, rkey, longest), &payload);
         refused(&mut pair, &answers, 0, NAK_ACCESS);
@@ -573,7 +573,7 @@ fn payload__of_a_read_or_flush_is_an_invalid_request() {
     }
 }
 
-/// Memory that can be registered and not be read.
+/// Memory that can be registered but not read.
 #[derive(Debug)]
 struct Unreadable(Fault);
 
@@ -677,7 +677,7 @@ fn rkey__of_another_protection_domain_is_a_remote_access_error() {
 
 #[test]
 fn bounds__by_one_byte_are_a_remote_access_error() {
-    // The region is the middle of its memory, so that one byte too far would hit something.
+    // The region lies in the middle of its memory, so that an access one byte beyond it would reach other bytes.
     for (offset, length) in [(-1i64, 4u32), (97, 4), (0, 101), (100, 1), (-1, 101)] {
         for op in [Op::WriteOnly, Op::ReadRequest, Op::Flush] {
             let mut pair = Pair::new();
@@ -817,7 +817,7 @@ fn duplicate_write__is_acknowledged_up_to_the_next_read() {
     assert_eq!(write(&mut pair, 3), ack(3));
     assert_eq!(write(&mut pair, 1), ack(1));
     assert_eq!(write(&mut pair, 3), ack(3));
-    // Two at once: one acknowledgement stands for both, and it is no READ's.
+    // Two duplicates in a row: one acknowledgement covers both, and its PSN is not that of a READ.
     give(&mut pair, Op::WriteOnly, 0, &ext, &[1; 4]);
     assert_eq!(write(&mut pair, 3), ack(3));
 }
@@ -897,7 +897,7 @@ fn flush__repeated_while_it_runs_is_put_off_and_replayed_when_done() {
     assert_eq!(says(&mut pair, 1), done);
     assert_eq!(ask(&mut pair, Op::Flush, 0, &ext, &[]), done);
     assert!(pair.sides[1].rnic.poll_flush().is_none(), "not flushed again");
-    // A result that comes twice is of no effect.
+    // A result that is reported twice has no effect.
     pair.sides[1]
         .rnic
         .handle_flush(pair.now, job.id, Err(Fault::Io(5)));
@@ -970,9 +970,9 @@ fn flush__of_a_qp_that_has_gone_is_forgotten() {
     assert_eq!(says(&mut pair, 1), []);
 }
 
-// Answers that the requester gets.
+// Responses that the requester receives.
 
-/// Side 0 has an unanswered WRITE of two packets under way, and another of one.
+/// Returns a pair whose side 0 has a WRITE of two packets and another of one packet in flight.
 fn writing() -> Pair {
     let mut pair = Pair::new();
     pair.deliver = Box::new(|_, _| false);
@@ -1062,7 +1062,7 @@ fn rnr__retries_are_counted_anew_after_progress() {
         });
         for round in 1..4 {
             pair.post(0, Operation::Send { imm: None }, SgeList::inline(b"hello"));
-            // Both retries are used up.
+            // Both retries are used.
             while pair.sides[0].rnic.counters().rcvd_rnr_err < 2 * round {
                 assert_eq!(pair.sides[0].state(), QpState::Rts, "selective: {selective}");
                 pair.pass(1_000);
@@ -1132,7 +1132,7 @@ fn rnr__a_flush_that_runs_for_long_is_waited_for() {
 #[test]
 fn ghost__acknowledgements_are_ignored() {
     let mut pair = writing();
-    // Of what was never sent, and of long ago.
+    // PSNs that were never sent, and PSNs from long ago.
     for psn in [3, 100, 0x80_0000, 0u32.wrapping_sub(2), 0u32.wrapping_sub(100)] {
         for syndrome in [Syndrome::ACK, NAK_SEQUENCE, NAK_ACCESS] {
             answer(&mut pair, Op::Acknowledge, psn, syndrome, &[]);

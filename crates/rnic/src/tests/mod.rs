@@ -1,4 +1,4 @@
-//! The engine over a virtual link.
+//! Tests of the engine over a virtual link.
 
 mod basic;
 mod cm;

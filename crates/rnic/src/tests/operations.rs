@@ -1,9 +1,9 @@
-//! Operations beyond SEND, WRITE, READ and FLUSH, and the objects that go with them.
+//! Operations other than SEND, WRITE, READ and FLUSH, and the objects that they use.
 
 use super::util::*;
 use crate::*;
 
-/// Posts at side 0 with its own number and flags.
+/// Posts a request at side 0 with a work request id and flags.
 fn post(pair: &mut Pair, wr_id: u64, operation: Operation, sges: SgeList, flags: SendFlags) {
     let side = &mut pair.sides[0];
     let request = SendRequest {
@@ -32,7 +32,7 @@ fn recv(pair: &mut Pair, length: u32) {
     pair.recv(1, 9, 0x8000, length);
 }
 
-/// The one completion of side `i`.
+/// Returns the only completion of side `i`.
 fn one(pair: &mut Pair, i: usize) -> WorkCompletion {
     let all = pair.sides[i].completions();
     assert_eq!(all.len(), 1, "{all:?}");
@@ -130,7 +130,7 @@ fn atomic__whose_answer_is_lost_is_replayed_and_not_done_again() {
 
 #[test]
 fn atomic__without_the_right_on_the_qp_or_the_region_is_refused() {
-    // On the QP: invalid request; on the region: remote access. 9.7.4.1.
+    // A right missing on the QP is an invalid request, one missing on the region a remote access error. 9.7.4.1.
     let no_atomics = ALL_ACCESS.difference(Access::REMOTE_ATOMIC);
     let mut pair = Pair::with(|rtr, _| rtr.access = Some(no_atomics));
     let (operation, sges) = (fetch_add(&pair, 1), pair.sides[0].sge(8, 8));
@@ -254,7 +254,7 @@ fn post_send__refuses_what_does_not_fit() {
     );
 }
 
-/// Operations that the responder must remember.
+/// Returns the operations that the responder must remember.
 fn remembered(pair: &Pair) -> [(Operation, SgeList); 4] {
     let (va, rkey) = (IOVA, pair.sides[1].rkey);
     let sges = pair.sides[0].sge(0, 8);
@@ -368,7 +368,7 @@ fn spec_of(pair: &Pair, i: usize, access: Access) -> RegionSpec {
     }
 }
 
-/// WRITEs 8 bytes from side 0; how that ended.
+/// Writes 8 bytes from side 0; returns the status of the request.
 fn write_status(pair: &mut Pair, va: u64, rkey: RKey) -> Status {
     let sges = pair.sides[0].sge(0, 8);
     post(
@@ -383,7 +383,7 @@ fn write_status(pair: &mut Pair, va: u64, rkey: RKey) -> Status {
     wc.unwrap().status
 }
 
-/// Side 1 posts on its own QP and ends it.
+/// Executes an operation on side 1's own QP; returns its status.
 fn at_peer(pair: &mut Pair, operation: Operation) -> Status {
     pair.post(1, operation, SgeList::EMPTY);
     pair.run();
@@ -410,7 +410,7 @@ fn register__gives_memory_until_it_is_invalidated() {
     assert_eq!(write_status(&mut pair, 0x5_0000, key), Status::RemoteAccess);
     assert_eq!(pair.sides[1].state(), QpState::Error);
 
-    // Twice is an error, and so is what was never there.
+    // Registering twice is an error, and so is invalidating a key that never existed.
     let mut pair = Pair::new();
     let pd = pair.sides[1].pd;
     let (_, rkey) = pair.sides[1].rnic.alloc_mr(pd, 0x1000).unwrap();
@@ -633,7 +633,7 @@ fn window__grants_the_flushes_of_its_region() {
             assert_eq!(status, expected, "{access:?} {va:#x} {selectivity:?}");
         }
     }
-    // The region's memory cannot persist.
+    // The region's memory does not support persistence.
     let mut pair = Pair::new();
     let pd = pair.sides[1].pd;
     let window = pair.sides[1].rnic.alloc_mw(pd, WindowType::Two).unwrap();
@@ -641,7 +641,7 @@ fn window__grants_the_flushes_of_its_region() {
     assert_eq!(at_peer(&mut pair, operation), Status::MemoryBind);
 }
 
-/// A region that windows can be bound to at side 1, by work requests: its keys, and a type 2 window of it.
+/// Registers a region by a work request and binds a type 2 window to it, both at side 1: returns the region's keys and the window's.
 fn bound(pair: &mut Pair) -> (LKey, RKey, RKey) {
     let pd = pair.sides[1].pd;
     let (lkey, rkey) = pair.sides[1].rnic.alloc_mr(pd, 0x1000).unwrap();
@@ -670,13 +670,13 @@ fn bind_to(region: LKey, window: RKey) -> Operation {
 
 #[test]
 fn window__keeps_its_region_from_being_invalidated() {
-    // By its owner.
+    // The owner tries to invalidate the region.
     let mut pair = Pair::new();
     let (_, rkey, _) = bound(&mut pair);
     let invalidate = Operation::LocalInvalidate { rkey };
     assert_eq!(at_peer(&mut pair, invalidate), Status::LocalQpOperation);
 
-    // By its peer.
+    // The peer tries to invalidate the region.
     let mut pair = Pair::new();
     let (_, rkey, _) = bound(&mut pair);
     recv(&mut pair, 64);
@@ -684,7 +684,7 @@ fn window__keeps_its_region_from_being_invalidated() {
     pair.run();
     assert_eq!(one(&mut pair, 1).status, Status::RemoteInvalidRequest);
 
-    // When the window has ended the region can end too, and the window's key does not reach what it is given next.
+    // The region can be invalidated after its window, and the old window key does not reach the region's next memory.
     let mut pair = Pair::new();
     let (lkey, rkey, window) = bound(&mut pair);
     for rkey in [window, rkey] {
@@ -813,7 +813,7 @@ fn local_operations__keep_their_place_among_the_others() {
     );
     let register = Operation::Register(Box::new(Registration { key: rkey, spec }));
     post(&mut pair, 2, register, SgeList::EMPTY, SendFlags::SIGNALED);
-    // It uses what the one before it registered.
+    // The WRITE uses the key of the registration before it.
     let sges = Sge::new(0x5_0000, 64, LKey(rkey.0)).into();
     post(
         &mut pair,
@@ -894,7 +894,7 @@ fn sqd__of_an_idle_queue_has_drained_at_once_and_answers_go_on() {
 
 // Shared receive queues. IBTA Vol 1, 10.2.9.
 
-/// A pair whose side 1 takes its receives from a shared receive queue of 8.
+/// Returns a pair whose side 1 takes its receives from a shared receive queue of 8.
 fn shared(posted: u64) -> (Pair, Srqn) {
     let mut pair = Pair::new();
     let side = &mut pair.sides[1];
@@ -1030,7 +1030,7 @@ fn srq__keeps_its_receives_when_a_qp_fails_and_the_last_one_is_told() {
 
 // XRC. IBTA Vol 1, A14.
 
-/// A pair with an initiator at side 0 and a target at side 1, and a shared receive queue there.
+/// Returns a pair with an initiator at side 0, a target at side 1, and a shared receive queue at side 1.
 fn xrc() -> (Pair, Srqn) {
     let mut pair = Pair::new();
     let side = &mut pair.sides[1];

@@ -1,4 +1,4 @@
-//! PSNs that come round: what a QP keeps by PSN is forgotten before another request has the number, or seems to come before it.
+//! PSN wraparound: a QP must forget state that it keeps by PSN before another request gets that PSN, or seems to precede it.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -8,7 +8,7 @@ use rdmux_wire::roce::{Aeth, Bth, NakCode, Opcode, Operation as Op, Packet, Synd
 use super::util::*;
 use crate::*;
 
-/// Half of all PSNs: a packet from so far back to the one before `expected` is a repeat. IBTA Vol 1, 9.7.2.
+/// Half of the PSN space: a packet whose PSN is at most this far before `expected` is a repeat. IBTA Vol 1, 9.7.2.
 const HALF: u32 = 1 << 23;
 const MTU: u32 = 256;
 
@@ -21,7 +21,7 @@ fn pair(selective: bool) -> Pair {
     pair
 }
 
-/// Moves both ends on, as requests of side 0 do.
+/// Advances the PSNs of both ends, as requests of side 0 would.
 fn skip(pair: &mut Pair, mut psns: u32) {
     while psns > 0 {
         let part = psns.min(HALF - 1);
@@ -32,7 +32,7 @@ fn skip(pair: &mut Pair, mut psns: u32) {
     }
 }
 
-/// Posts an operation at side 0 and waits for its end.
+/// Posts an operation at side 0, waits for its end, and returns its status.
 fn done(pair: &mut Pair, operation: Operation, length: u32) -> Status {
     let sges = match length {
         0 => SgeList::EMPTY,
@@ -43,7 +43,7 @@ fn done(pair: &mut Pair, operation: Operation, length: u32) -> Status {
     pair.sides[0].completions()[0].status
 }
 
-/// A WRITE whose first acknowledgement is lost.
+/// Executes a WRITE whose first acknowledgement is lost.
 fn write_with_lost_ack(pair: &mut Pair) -> Status {
     let mut lost = false;
     pair.deliver = Box::new(move |side, bytes| {
@@ -57,7 +57,7 @@ fn write_with_lost_ack(pair: &mut Pair) -> Status {
     pair.sides[0].completions()[0].status
 }
 
-/// Operations that the responder keeps for replay, with the bytes that each brings.
+/// Returns the operations that the responder keeps for replay, with the byte count of each.
 fn kept(rkey: RKey) -> [(Operation, u32); 5] {
     let va = IOVA;
     let flush = Operation::Flush {
@@ -112,7 +112,7 @@ fn duplicate__any_distance_from_what_is_kept() {
     }
 }
 
-/// Gives side 1 a packet again, and returns what it answers: the operation, and how many PSNs after the first one.
+/// Delivers a packet to side 1 again and returns the answers: the operation, and the PSN relative to the first one.
 fn repeat(pair: &mut Pair, packet: &[u8]) -> Vec<(Op, i32)> {
     pair.inject(packet);
     let mut buf = TransmitBuf::new(1 << 20, false);
@@ -158,7 +158,7 @@ fn acknowledgement__of_what_is_not_in_flight() {
         pair.deliver = Box::new(|side, _| side == 0);
         pair.write(0, 0, 4 * MTU);
         pair.step();
-        // Before the oldest packet in flight, and behind the last of the four.
+        // PSNs before the oldest packet in flight, and behind the last of the four.
         let stale = [
             -2,
             -3,

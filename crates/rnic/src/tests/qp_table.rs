@@ -1,14 +1,14 @@
-//! Queue pairs as tables, one for each transport service: each state with each event. IBTA Vol 1, 10.3.1 (states), 9.7 to 9.9
-//! (what comes in); the last column has the section of the event.
+//! Queue pairs as tables of each state with each event, one table for each transport service. IBTA Vol 1, 10.3.1 (states), 9.7 to 9.9
+//! (incoming packets); the last column has the section of the event.
 //!
-//! A cell says what becomes of the QP: its next state (`=` as before, `gone` destroyed), the packets that it sends and what its
-//! user is told: completions by operation, with `!` and the status if that is an error, and asynchronous events by name (`-`
-//! nothing); `.` stands for `= - -`. `!` alone is an error of the user's call. The row `others` speaks for every event that
-//! has none of its own.
+//! A cell shows the effect on the QP: its next state (`=` unchanged, `gone` destroyed), the packets that it sends, and the
+//! notifications of its user: completions by operation, with `!` and the status if that is an error, and asynchronous events by name
+//! (`-` none); `.` stands for `= - -`. `!` alone is an error that the user's call returns. The row `others` covers every event without
+//! a row of its own.
 //!
-//! From Init on a receive is posted. Where requests are answered, in RTS and SQD a WRITE was sent and is not answered, or what
-//! stands behind `for`; Drained is SQD when nothing is open. Requests of UC and UD are complete when they have left, so their
-//! SQD has drained.
+//! A receive is posted from Init on. If requests of the transport are answered, in RTS and SQD a WRITE, or the operation after `for`,
+//! is sent and not answered yet; Drained is SQD without pending requests. Requests of UC and UD are complete once they are sent, so
+//! their SQD is drained.
 
 mod bench;
 
@@ -139,7 +139,7 @@ timeout                         | .               | .                           
 timeouts to end                 | .               | .                             | .                                                     | Error - Write!Retry+Recv!Flush                        | Error - Write!Retry+Recv!Flush                        | .                                         | .                             | 9.7.6.1.3, 9.9.2.1.1
 ";
 
-/// What is different of RC between peers that retransmit selectively. ARCHITECTURE, decision 7.
+/// Rows of RC that differ between peers that retransmit selectively. ARCHITECTURE, decision 7.
 const SELECTIVE: &str = "
 event                 | Reset | Init | RTR                          | RTS                | SQD                | Drained            | Error | section
 SEND, gap inside      | .     | .    | = ACK+NAK:Bitmap Established | = ACK+NAK:Bitmap - | = ACK+NAK:Bitmap - | = ACK+NAK:Bitmap - | .     | ARCHITECTURE, decision 7
@@ -154,7 +154,7 @@ NAK bitmap            | .     | .    | .                            | = WriteOnl
 data for READ, a gap  | .     | .    | .                            | .                  | .                  | .                  | .     | ARCHITECTURE, decision 7
 ";
 
-/// XRC initiator. A14. It answers nothing.
+/// XRC initiator. A14. It answers no requests.
 const XRC_INITIATOR: &str = "
 event                           | Reset          | Init                          | RTR                           | RTS                                                   | SQD                                                   | Drained                       | Error                         | section
 post SEND                       | !              | !                             | !                             | = SendOnly -                                          | .                                                     | .                             | = - Send!Flush                | 10.3.1, 11.4.1.1
@@ -229,7 +229,7 @@ timeouts to end                 | .              | .                            
 others                          | .              | .                             | .                             | .                                                     | .                                                     | .                             | .                             | A14
 ";
 
-/// XRC target. A14. It asks for nothing, and its receives are those of a shared receive queue.
+/// XRC target. A14. It sends no requests, and takes its receives from a shared receive queue.
 const XRC_TARGET: &str = "
 event                     | Reset          | Init                          | RTR                                                | RTS                                    | SQD                                    | Error          | section
 post SEND                 | !              | !                             | !                                                  | !                                      | !                                      | !              | A14
@@ -431,13 +431,13 @@ ACK                    | .               | .                             | .    
 others                 | .               | .                             | .                                     | .                                     | .                                     | .                                     | .              | 9.6.1.3
 ";
 
-/// What a cell of a table would have to say.
+/// Returns the correct cell of a table.
 fn observed(kind: Kind, column: &str, event: &str) -> String {
     let mut bench = Bench::in_state(kind, column, event);
     let before = bench.state();
     let taken = bench.apply(event);
     let (sent, told) = bench.outcome();
-    // A QP that fails while it sends is in error only then.
+    // Not earlier: a QP that fails while it sends enters Error only then.
     let after = bench.state();
     let next = if after == before { "=".to_owned() } else { after };
     match format!("{next} {sent} {told}") {

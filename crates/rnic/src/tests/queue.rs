@@ -1,4 +1,4 @@
-//! Work queues that are posted to without the device.
+//! Posting to work queues without the device.
 
 use super::util::*;
 use crate::*;
@@ -18,7 +18,7 @@ fn receive(wr_id: u64) -> RecvRequest {
     RecvRequest { wr_id, sges }
 }
 
-/// A connection whose queues hold 16 requests each.
+/// Returns a connection whose queues hold 16 requests each.
 fn small() -> (Pair, Qpn, Qpn) {
     let mut pair = Pair::new();
     let (a, b) = pair.second_qps();
@@ -92,7 +92,7 @@ fn reserve__leaves_to_the_device_what_it_may_refuse() {
             .unwrap();
         assert!(!sends.reserve(&send(0)), "{state:?}");
     }
-    // A UD QP takes no more than a packet.
+    // A UD QP accepts no message longer than one packet.
     let ud = pair.ud_qp(0, 7);
     let sends = pair.sides[0].rnic.send_queue(ud).unwrap();
     let of = |length| SendRequest {

@@ -1,4 +1,4 @@
-//! What Linux's rxe and librdmacm do differently from the specification, and how we get along.
+//! Differences of Linux's rxe and librdmacm from the specification, and how this implementation deals with them.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,7 +11,7 @@ use super::util::*;
 use crate::cm::{CmEvent, Endpoint};
 use crate::*;
 
-/// Which of the two ICRCs a FLUSH carries; `None` for other packets.
+/// Returns whether the ICRC of a FLUSH is that of rxe (else it is the standard one); `None` for other packets.
 fn flush_of_rxe(packet: &[u8]) -> Option<bool> {
     let (covered, icrc) = packet.split_last_chunk().unwrap();
     let flow = Flow {
@@ -29,7 +29,7 @@ fn flush_of_rxe(packet: &[u8]) -> Option<bool> {
     Some(of_rxe)
 }
 
-/// A pair whose side 1 takes FLUSHes with one of the ICRCs only; counts the FLUSHes sent to it.
+/// Returns a pair whose side 1 accepts FLUSHes with only one of the ICRCs, and a count of the FLUSHes sent to it.
 fn pair(takes_of_rxe: bool) -> (Pair, Rc<Cell<u32>>) {
     let mut pair = Pair::with(|rtr, _| rtr.peer_is_rdmux = Some(false));
     pair.disable_trains();
@@ -111,7 +111,7 @@ fn flush__first_one_lost_towards_the_specification_tries_both() {
 fn flush__a_peer_that_sent_one_with_the_icrc_of_rxe_is_answered_in_kind() {
     let (mut pair, sent) = pair(true);
     assert_eq!(flush_and_count(&mut pair, &sent), 2);
-    // Side 1 has learned it from what it received.
+    // Side 1 has learned the ICRC from the FLUSHes that it received.
     let first = Rc::new(Cell::new(None));
     let seen = first.clone();
     pair.deliver = Box::new(move |to, packet| {
@@ -164,7 +164,7 @@ fn flush__with_the_icrc_of_rxe_is_dropped_from_a_peer_that_is_rdmux() {
     assert!(pair.sides[1].rnic.counters().rx_icrc_encapsulated > 0);
 }
 
-/// Connects and returns the ECE of the REP; the REQ arrives with ECE, or without.
+/// Connects and returns the ECE of the REP; the REQ arrives with or without ECE.
 fn rep_ece(req_with_ece: bool) -> Option<rdmux_wire::cm::Ece> {
     let mut pair = Pair::new();
     let now = pair.now;

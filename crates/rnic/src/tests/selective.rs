@@ -11,7 +11,7 @@ use crate::*;
 
 const WINDOW: u32 = 64;
 
-/// A pair that agreed, has measured a round trip and sends each packet as a datagram of its own.
+/// Returns a pair that agreed on selective retransmission, has measured a round trip and sends each packet as a datagram of its own.
 fn pair() -> Pair {
     let mut pair = Pair::with(|rtr, _| rtr.selective = Some(true));
     pair.disable_trains();
@@ -21,7 +21,7 @@ fn pair() -> Pair {
     pair
 }
 
-/// Loses the first packet to a side for which `is_it` holds; returns what was sent, by side.
+/// Drops the first packet to a side for which `is_it` holds; returns a log of all packets: destination side, opcode, PSN.
 fn lose_once(
     pair: &mut Pair,
     to: usize,
@@ -131,7 +131,7 @@ fn read__whose_data_was_lost_completes_before_what_was_done_behind_it() {
     let done: Vec<WcOpcode> = pair.sides[0].completions().iter().map(|wc| wc.opcode).collect();
     assert_eq!(done, [WcOpcode::Read, WcOpcode::Write]);
     assert!(holds(&pair, 0, 1 << 20, &bytes));
-    // The acknowledgement of the WRITE was remembered.
+    // The requester kept the acknowledgement of the WRITE.
     assert_eq!(counters(&pair, 0).retransmitted_packets, 1);
     assert_eq!(counters(&pair, 0).tail_probes, 0);
 }
@@ -149,7 +149,7 @@ fn tail__the_last_packets_are_mended_by_a_probe() {
         });
         let begun = pair.now;
         pair.write(0, 1 << 20, 10 * 1024);
-        // Twice the shortest wait; the specification's timeout is 4.2 ms.
+        // This is twice the shortest wait; the specification's timeout is 4.2 ms.
         pair.pass(400_000);
         assert_eq!(pair.sides[0].completions().len(), 1, "{lost_behind}");
         assert!(holds(&pair, 1, 1 << 20, &bytes));
@@ -164,7 +164,7 @@ fn tail__a_flush_that_takes_long_is_not_probed() {
     let mut pair = pair();
     let rkey = pair.slow_region(false, Ok(()));
     pair.flush(rkey);
-    // Less than the specification's timeout of 4.2 ms.
+    // This is less than the specification's timeout of 4.2 ms.
     pair.pass(4_000_000);
     assert_eq!(counters(&pair, 0).tail_probes, 0);
     assert_eq!(counters(&pair, 0).retransmitted_packets, 0);
@@ -201,7 +201,7 @@ fn send__without_a_receive_is_sent_again_alone() {
         pair.post(0, Operation::Send { imm: None }, sges);
     }
     pair.step();
-    // The refusal is on its way, the other three are kept.
+    // The RNR NAK is in flight; the other three SENDs are kept.
     assert_eq!(counters(&pair, 1).kept_requests, 3);
     for at in 0..4u64 {
         let side = &mut pair.sides[1];
@@ -218,7 +218,7 @@ fn send__without_a_receive_is_sent_again_alone() {
     assert_eq!(counters(&pair, 0).retransmitted_packets, 1);
 }
 
-/// A WRITE of one packet, `ahead` PSNs after the next one.
+/// Returns a WRITE of one packet, `ahead` PSNs after the next one.
 fn stray(pair: &Pair, ahead: u32, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; Bth::LEN + Reth::LEN + len];
     let at = Psn::new(PSN).plus(1 + ahead);
@@ -358,7 +358,7 @@ fn after_half_of_the_psns__loss_is_seen_and_mended_as_before() {
     assert_eq!(after.retransmitted_packets, before.retransmitted_packets + 1);
     assert_eq!(pair.sides[0].completions().len(), 1);
 
-    // A READ completes no WRITE behind it.
+    // The answer to a READ does not complete a WRITE behind it.
     pair.deliver =
         Box::new(|side, bytes| side == 0 || !Packet::parse(bytes).unwrap().bth.opcode.operation.is_write());
     let (rkey, sges) = (pair.sides[1].rkey, pair.sides[0].sge(1 << 20, 8));
@@ -373,7 +373,7 @@ fn after_half_of_the_psns__loss_is_seen_and_mended_as_before() {
 
 #[test]
 fn modify__of_the_window_moves_the_reach_with_it() {
-    // The narrowest window reaches over 16 packets.
+    // With the narrowest window the reach is 16 packets.
     let mut pair = Pair::with(|rtr, _| (rtr.selective, rtr.window_bytes) = (Some(true), Some(1)));
     let wider = QpAttributes {
         window_bytes: Some(1 << 20),

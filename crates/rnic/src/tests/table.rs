@@ -1,13 +1,13 @@
 //! State machines as tables in the source: a column for each state, a row for each event.
 
-/// The row that speaks for every event which has none of its own.
+/// Name of the row that covers every event without a row of its own.
 const OTHERS: &str = "others";
 
 fn cells(line: &str) -> Vec<&str> {
     line.split('|').map(str::trim).collect()
 }
 
-/// The columns' states and the rows: event, cells, section.
+/// Returns the columns' states, and the rows: event, cells, section.
 pub(super) fn parse(table: &str) -> (Vec<&str>, Vec<Vec<&str>>) {
     let mut lines = table.trim().lines();
     let header = cells(lines.next().expect("a header"));
@@ -15,7 +15,7 @@ pub(super) fn parse(table: &str) -> (Vec<&str>, Vec<Vec<&str>>) {
     (columns, lines.map(cells).collect())
 }
 
-/// A table with some of its rows changed.
+/// Returns a table with some of its rows replaced.
 pub(super) fn with_rows(table: &str, changed: &str) -> String {
     let changed = changed.trim().lines();
     let changed: Vec<(&str, &str)> = changed.map(|line| (cells(line)[0], line)).collect();
@@ -26,8 +26,7 @@ pub(super) fn with_rows(table: &str, changed: &str) -> String {
     table.trim().lines().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Asserts every cell: `observed` gives what that of a state and an event would have to say. A table that does not hold is
-/// printed as it would have to be.
+/// Asserts every cell: `observed` returns the correct cell for a state and an event. If the table is wrong, the corrected table is printed.
 pub(super) fn check(table: &str, events: &[&str], observed: impl Fn(&str, &str) -> String) {
     let (columns, rows) = parse(table);
     let named: Vec<&str> = rows
@@ -66,7 +65,7 @@ pub(super) fn check(table: &str, events: &[&str], observed: impl Fn(&str, &str) 
     assert!(wrong.is_empty(), "{wrong:#?}\n{}", aligned(&right));
 }
 
-/// The lines of a table with their columns below each other.
+/// Returns the lines of a table with aligned columns.
 fn aligned(lines: &[String]) -> String {
     let rows: Vec<Vec<&str>> = lines.iter().map(|line| cells(line)).collect();
     let width = |column: usize| {

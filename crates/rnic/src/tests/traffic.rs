@@ -9,7 +9,7 @@ use super::util::*;
 use crate::sched::{CLASSES, Policy, TURN_BYTES};
 use crate::*;
 
-/// Side 0 posts a WRITE of `bytes` on a QP of its own.
+/// Posts a WRITE of `bytes` on one of side 0's QPs.
 fn post(pair: &mut Pair, qpn: Qpn, bytes: u32) {
     let rkey = pair.sides[1].rkey;
     let side = &mut pair.sides[0];
@@ -27,7 +27,7 @@ fn post(pair: &mut Pair, qpn: Qpn, bytes: u32) {
     side.rnic.post_send(pair.now, qpn, request).unwrap();
 }
 
-/// What side 0 sends into a buffer that one turn fills: destination QPN and packets of each train.
+/// Returns the trains that side 0 sends in one turn: destination QPN and number of packets of each.
 fn transmit(pair: &mut Pair) -> Vec<(Qpn, usize)> {
     let mut buf = TransmitBuf::new(TURN_BYTES as usize, true);
     pair.sides[0].rnic.poll_transmit(pair.now, &mut buf, true);
@@ -96,7 +96,7 @@ fn rate_limited(bps: u64) -> Pair {
     Pair::with(|rtr, _| rtr.rate_limit_bps = Some(bps))
 }
 
-/// Lets things happen until side 0 has `count` completions; returns how long that took.
+/// Runs both sides until side 0 has `count` completions; returns the time that passed.
 fn run_until_complete(pair: &mut Pair, count: usize) -> u64 {
     let (begin, mut done) = (pair.now, 0);
     while done < count {
@@ -123,7 +123,7 @@ fn rate_limit__writes_take_their_time() {
     let took_ns = run_until_complete(&mut pair, 1);
     assert!((83_000_000..88_000_000).contains(&took_ns), "{took_ns}");
     assert_eq!(pair.sides[0].rnic.counters().local_ack_timeout_err, 0);
-    // Far below what a packet takes in the ACK timeout, too.
+    // At this rate even one packet takes longer than the ACK timeout.
     let mut pair = rate_limited(1_000_000);
     pair.write(0, 0, 20_000);
     run_until_complete(&mut pair, 1);
@@ -167,7 +167,7 @@ fn rate_limit__does_not_hold_up_others() {
     assert_eq!(run_until_complete(&mut pair, 1), 0);
 }
 
-/// The ECN fields of what side 0 sends for a WRITE.
+/// Returns the ECN fields of the packets that side 0 sends for a WRITE.
 fn ecn_of(pair: &mut Pair) -> Vec<u8> {
     pair.write(0, 0, 5000);
     let mut buf = TransmitBuf::new(1 << 18, true);
@@ -183,7 +183,7 @@ fn ecn__towards_peers_that_answer_marks() {
     assert_eq!(ecn_of(&mut Pair::new()), [ECN_CAPABLE; 2]);
     let foreign = |rtr: &mut QpAttributes, _: &mut QpAttributes| rtr.peer_is_rdmux = Some(false);
     assert_eq!(ecn_of(&mut Pair::with(foreign)), [0; 2]);
-    // The user knows better.
+    // The user's own ECN bits are kept.
     let asked = |rtr: &mut QpAttributes, _: &mut QpAttributes| {
         rtr.peer_is_rdmux = Some(false);
         rtr.path.as_mut().unwrap().traffic_class = ECN_CAPABLE;
@@ -216,7 +216,7 @@ fn marked__packets_slow_their_sender_down() {
     );
     pair.marked[1] = true;
     pair.write(0, 0, 1 << 20);
-    // The first CNP halves 10 Gbit/s, and more follow.
+    // The first CNP halves the rate of 10 Gbit/s, and more CNPs follow.
     let took_ns = run_until_complete(&mut pair, 1);
     assert!(took_ns > 2_000_000, "{took_ns}");
     let (sender, receiver) = (*pair.sides[0].rnic.counters(), *pair.sides[1].rnic.counters());
@@ -241,7 +241,7 @@ fn marked__read_responses_slow_the_responder_down() {
     assert!(pair.sides[1].rnic.counters().rp_cnp_handled > 0);
 }
 
-/// What side 0 counts when it is given this CNP, whose ICRC is right.
+/// Returns the counters of side 0 after it has received this CNP with a correct ICRC.
 fn given(cnp: Cnp, change: impl Fn(&mut [u8])) -> Counters {
     let mut pair = Pair::new();
     let mut bytes = [0; Cnp::LEN];

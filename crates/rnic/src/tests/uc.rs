@@ -19,7 +19,7 @@ fn connected() -> Pair {
     pair
 }
 
-/// Has some of the packets to side 1 lost, counted from one.
+/// Drops some of the packets to side 1, numbered from one.
 fn lose(pair: &mut Pair, lost: std::ops::Range<usize>) {
     let mut count = 0;
     pair.deliver = Box::new(move |to, _| {
@@ -52,7 +52,7 @@ fn counters(pair: &Pair) -> &Counters {
     pair.sides[1].rnic.counters()
 }
 
-/// Gives side 1 a packet: opcode, PSN counted from the first, what follows the BTH.
+/// Delivers a packet to side 1: opcode, PSN relative to the first, and the bytes behind the BTH.
 fn inject(pair: &mut Pair, opcode: u8, psn: u32, rest: &[u8]) {
     let pad = rest.len().wrapping_neg() & 3;
     let mut packet = vec![opcode, (pad as u8) << 4, 0xff, 0xff, 0];
@@ -149,7 +149,7 @@ fn gap__each_packet_of_a_message_drops_it_whole() {
         lose(&mut pair, lost..lost + 1);
         send(&mut pair, 0, 4096);
         assert_eq!(pair.sides[1].completed(), [], "packet {lost}");
-        // Its receive is there for the next message.
+        // The receive of the dropped message is still there for the next one.
         send(&mut pair, 100, 3000);
         assert_eq!(pair.sides[1].completed(), [(1, Status::Success)], "packet {lost}");
         expect_bytes(&pair, 4096, 100, 3000);
@@ -202,7 +202,7 @@ fn late__copies_and_stragglers_are_dropped() {
     inject(&mut pair, SEND_ONLY, 1, b"second");
     assert_eq!(pair.sides[1].completed(), [(1, Status::Success)]);
     assert_eq!(counters(&pair).duplicate_request, 2);
-    // Far behind is far ahead: the sender went on through an outage.
+    // A PSN far behind counts as far ahead: the sender continued during an outage.
     inject(&mut pair, SEND_ONLY, 0x80_0000, b"third");
     assert_eq!(pair.sides[1].completed(), [(2, Status::Success)]);
 }
@@ -265,7 +265,7 @@ fn length__that_does_not_fit_its_place_drops_the_message() {
             (1, QpState::Rts)
         );
     }
-    // A last packet carries at least a byte.
+    // A last packet must carry at least one byte.
     let mut pair = connected();
     pair.recv(1, 1, 4096, 4096);
     inject(&mut pair, SEND_FIRST, 0, &[1; 1024]);
@@ -351,7 +351,7 @@ fn access__not_granted_drops_the_message_and_keeps_the_qp() {
         inject(&mut pair, WRITE_ONLY, n as u32, &rest);
         assert_eq!(counters(&pair).dropped_messages, n as u64 + 1);
     }
-    // Nor is the rest of it taken.
+    // The rest of such a message is dropped too.
     let rest = [reth(end - 3, good, 1028), vec![9; 1024]].concat();
     inject(&mut pair, WRITE_FIRST, 4, &rest);
     inject(&mut pair, 0x28, 5, &[9; 4]);
@@ -506,7 +506,7 @@ fn sqd__ends_the_message_under_way_then_tells() {
     let send = Operation::Send { imm: None };
     pair.post(0, send.clone(), long.clone());
     pair.post(0, send, long);
-    // One turn's worth leaves.
+    // One turn sends only a part.
     let mut buf = TransmitBuf::new(10_000, true);
     assert!(pair.sides[0].rnic.poll_transmit(pair.now, &mut buf, true));
     pair.modify(0, QpState::Sqd, &QpAttributes::default());

@@ -349,7 +349,7 @@ fn post_send__refusals() {
             qpn,
             qkey,
         },
-        // A group without the QPN of groups, and the other way round.
+        // A group address without the multicast QPN, and vice versa.
         Target::Datagram {
             path: Path { dst: group, ..path },
             qpn,
@@ -412,7 +412,7 @@ fn sqe__flushes_sends_takes_receives_and_ends_by_modify() {
     assert_eq!(pair.sides[0].state(), QpState::Sqe);
     pair.try_post(0, to, send.clone(), good.clone()).unwrap();
     assert_eq!(pair.sides[0].completed(), [(7, Status::Flushed)]);
-    // Receives go on.
+    // Receives continue.
     let back = Target::Datagram {
         path: pair.path(1, pair.sides[0].address),
         qpn: pair.sides[0].qpn,
@@ -495,7 +495,7 @@ fn multicast__every_attached_qp_gets_a_copy_the_senders_too() {
             pair.sides[i].rnic.attach_mcast(qpn, group()).unwrap();
         }
     }
-    // Twice is once.
+    // A second attach changes nothing.
     pair.sides[1].rnic.attach_mcast(second, group()).unwrap();
     let to = to_group(&pair, group());
     send(&mut pair, to, 100);
@@ -564,7 +564,7 @@ fn multicast__qkey_and_receives_are_each_qps_own() {
 
 #[test]
 fn multicast__both_address_and_qpn_must_say_so() {
-    // A packet to a QP under a group's address, and one to the QPN of groups under the device's address.
+    // A packet to a QP with a group's address, and a packet to the multicast QPN with the device's address.
     let mut pair = datagrams();
     pair.recv(1, 9, 0, 100);
     let rnic = &mut pair.sides[1].rnic;
@@ -609,7 +609,7 @@ fn attach_mcast__refusals() {
         let refused = rnic.attach_mcast(ud, bad.parse().unwrap());
         assert_eq!(refused, Err(McastError::BadAddress), "{bad}");
     }
-    // An IPv4 group as a GID writes it.
+    // An IPv4 group in the form of a GID.
     rnic.attach_mcast(ud, "::ffff:239.1.2.3".parse().unwrap())
         .unwrap();
     assert!(rnic.has_mcast_group(group()));

@@ -8,7 +8,7 @@ use crate::*;
 
 /// Bytes of each side's memory.
 pub(super) const MEMORY: usize = 4 << 20;
-/// Address by which each side's memory is named.
+/// Address of each side's memory.
 pub(super) const IOVA: u64 = 0x7000_0000_0000;
 pub(super) const ALL_ACCESS: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
@@ -26,7 +26,7 @@ pub(super) struct Side {
     pub(super) cq: Cqn,
     pub(super) qpn: Qpn,
     pub(super) address: IpAddr,
-    /// Datagrams on their way to this side: path, bytes, segment size, and whether they go through memory.
+    /// Datagrams in flight to this side: path, bytes, segment size, and whether they go through memory.
     pub(super) inbox: VecDeque<(Path, Vec<u8>, usize, bool)>,
 }
 
@@ -82,7 +82,7 @@ impl Side {
         std::iter::from_fn(|| self.rnic.poll_cq(self.cq)).collect()
     }
 
-    /// What its completions say most of the time: of which request, and how it ended.
+    /// Returns the id and the status of each completion, which is all that most tests look at.
     pub(super) fn completed(&mut self) -> Vec<(u64, Status)> {
         let all = self.completions();
         all.iter().map(|wc| (wc.wr_id, wc.status)).collect()
@@ -93,7 +93,7 @@ impl Side {
     }
 }
 
-/// Memory whose persistent flush is carried out by the driver; `immediate` ones end with `result` at once.
+/// Memory whose persistent flush the driver executes; with `immediate` set the flush ends at once with `result`.
 #[derive(Debug)]
 pub(super) struct SlowMemory {
     pub(super) heap: HeapMemory,
@@ -133,17 +133,17 @@ impl Memory for SlowMemory {
 
 type Deliver = dyn FnMut(usize, &mut Vec<u8>) -> bool;
 
-/// A connected pair of RC QPs; side 0 is called the requester in tests, though both can ask.
+/// A connected pair of RC QPs. Tests call side 0 the requester, though both sides can send requests.
 pub(super) struct Pair {
     pub(super) sides: [Side; 2],
     pub(super) now: Time,
-    /// Called with each datagram and where it goes: false loses it.
+    /// Called with each datagram and the side that it goes to; returning false drops the datagram.
     pub(super) deliver: Box<Deliver>,
-    /// Whether what goes to each side is marked on its way, where it may be.
+    /// Sides to which packets are ECN-marked in flight, if they are ECN capable.
     pub(super) marked: [bool; 2],
-    /// Sides that do nothing; what is sent to them waits.
+    /// Sides that do nothing; datagrams to them wait.
     pub(super) stopped: [bool; 2],
-    /// Datagrams that each side has taken.
+    /// Number of datagrams that each side has taken.
     taken: [u32; 2],
     buf: TransmitBuf,
 }
@@ -155,12 +155,12 @@ impl Pair {
         Pair::with(|_, _| {})
     }
 
-    /// A pair whose attributes `change` had a say in: those to RTR and those to RTS.
+    /// Returns a pair whose attributes to RTR and to RTS are changed by `change`.
     pub(super) fn with(change: impl Fn(&mut QpAttributes, &mut QpAttributes)) -> Pair {
         Pair::with_traffic(Traffic::default(), change)
     }
 
-    /// The same, between devices that share what they send in another way.
+    /// Like [`Pair::with`], with another traffic configuration of the devices.
     pub(super) fn with_traffic(
         traffic: Traffic,
         change: impl Fn(&mut QpAttributes, &mut QpAttributes),
@@ -185,7 +185,7 @@ impl Pair {
         self.connect_qp(i, qpn, dest_qpn, change, QpState::Rts);
     }
 
-    /// What a QP of a side is given on the way to a state, from the one before.
+    /// Returns the attributes for the transition of a side's QP to `to` from the state before it.
     pub(super) fn attributes(&self, i: usize, dest_qpn: Qpn, to: QpState) -> QpAttributes {
         match to {
             QpState::Init => QpAttributes {
@@ -253,7 +253,7 @@ impl Pair {
         }
     }
 
-    /// A QP of another type on a side, not brought up.
+    /// Creates a QP of another type on a side, in Reset.
     pub(super) fn create_qp(&mut self, i: usize, qp_type: QpType) -> Qpn {
         let side = &mut self.sides[i];
         let init = QpInit {
@@ -263,7 +263,7 @@ impl Pair {
         side.rnic.create_qp(init).unwrap()
     }
 
-    /// A UD QP that is ready to send.
+    /// Creates a UD QP that is ready to send.
     pub(super) fn ud_qp(&mut self, i: usize, qkey: u32) -> Qpn {
         let qpn = self.create_qp(i, QpType::Ud);
         self.ready_datagram(i, qpn, qkey);
@@ -289,7 +289,7 @@ impl Pair {
         }
     }
 
-    /// A pair of UC QPs.
+    /// Returns a pair of UC QPs.
     pub(super) fn uc() -> Pair {
         let mut pair = Pair::new();
         let side = &pair.sides[1];
@@ -301,7 +301,7 @@ impl Pair {
         pair
     }
 
-    /// The way from a side to an address.
+    /// Returns the path from a side to an address.
     pub(super) fn path(&self, from: usize, dst: IpAddr) -> Path {
         Path {
             src: self.sides[from].address,
@@ -311,14 +311,14 @@ impl Pair {
         }
     }
 
-    /// Takes a side's QP back to RTR, as if it had never been further.
+    /// Moves a side's QP back to RTR, as if it had never been further.
     pub(super) fn back_to_rtr(&mut self, i: usize) {
         let (qpn, dest_qpn) = (self.sides[i].qpn, self.sides[1 - i].qpn);
         self.modify(i, QpState::Reset, &QpAttributes::default());
         self.connect_qp(i, qpn, dest_qpn, &|_, _| {}, QpState::Rtr);
     }
 
-    /// A second connection between the same sides.
+    /// Creates a second connection between the same sides.
     pub(super) fn second_qps(&mut self) -> (Qpn, Qpn) {
         let [a, b] = [0, 1].map(|i| {
             let side = &mut self.sides[i];
@@ -334,7 +334,7 @@ impl Pair {
         (a, b)
     }
 
-    /// Puts other QPs in the place of the first ones: side 0's of another type, side 1's as `answering` says.
+    /// Replaces the first QPs: side 0's by one of another type, side 1's by one made with `answering`.
     pub(super) fn replace_qps(&mut self, asking: QpType, answering: QpInit) {
         let asking = QpInit {
             qp_type: asking,
@@ -349,7 +349,7 @@ impl Pair {
         }
     }
 
-    /// Brings a side's QP to a state.
+    /// Moves a side's QP to a state.
     pub(super) fn modify(&mut self, i: usize, to: QpState, attributes: &QpAttributes) {
         let side = &mut self.sides[i];
         side.rnic.modify_qp(self.now, side.qpn, to, attributes).unwrap();
@@ -390,12 +390,12 @@ impl Pair {
         side.rnic.post_recv(self.now, qpn, request).unwrap();
     }
 
-    /// From now on every packet is a datagram of its own.
+    /// Sends every packet as a datagram of its own from here on.
     pub(super) fn disable_trains(&mut self) {
         self.buf.disable_gso();
     }
 
-    /// Registers memory at side 1 that takes persistent flushes.
+    /// Registers memory at side 1 that accepts persistent flushes.
     pub(super) fn slow_region(&mut self, immediate: bool, result: Result<(), Fault>) -> RKey {
         let spec = RegionSpec {
             memory: Arc::new(SlowMemory {
@@ -424,7 +424,7 @@ impl Pair {
         self.post(0, operation, SgeList::EMPTY);
     }
 
-    /// Lets time pass to the next timer, if it comes within `ns`.
+    /// Lets `ns` pass and handles the timers and datagrams in between.
     pub(super) fn pass(&mut self, ns: u64) {
         let end = self.now + ns;
         loop {
@@ -448,7 +448,7 @@ impl Pair {
         self.post(0, operation, sges);
     }
 
-    /// Moves what is on its way, in both directions, until nothing is; then lets time pass to the next timer. Ends when no
+    /// Delivers the datagrams in flight in both directions until none is left, then advances the clock to the next timer. Ends when no
     /// timer is left.
     pub(super) fn run(&mut self) {
         for _ in 0..100_000 {
@@ -456,7 +456,7 @@ impl Pair {
                 continue;
             }
             let Some(next) = self.next_timer() else { return };
-            // A timer left over from progress that came before it fires without effect.
+            // A stale timer, left over from before some progress, fires without effect.
             self.now = self.now.max(next);
             self.handle_timeouts();
         }
@@ -485,7 +485,7 @@ impl Pair {
         }
     }
 
-    /// A side takes the next datagram that waits for it, and ignores it.
+    /// Makes a side take the next datagram that waits for it and ignore it.
     pub(super) fn ignore_one(&mut self, i: usize) {
         self.taken[i] += u32::from(self.sides[i].inbox.pop_front().is_some());
     }
@@ -497,7 +497,7 @@ impl Pair {
         }
     }
 
-    /// One exchange; false when nothing moved.
+    /// Sends and delivers the pending datagrams of both sides once; returns whether there were any.
     pub(super) fn step(&mut self) -> bool {
         let mut moved = false;
         for i in 0..2 {
@@ -549,12 +549,12 @@ impl Pair {
         moved
     }
 
-    /// A packet as side 0 would send it to side 1's QP, ICRC included.
+    /// Returns a packet as side 0 would send it to side 1's QP, ICRC included.
     pub(super) fn craft(&self, packet_without_icrc: &[u8]) -> Vec<u8> {
         self.craft_with_id(packet_without_icrc, 0)
     }
 
-    /// The same, under an IPv4 identification.
+    /// Like [`Pair::craft`], with an IPv4 identification.
     pub(super) fn craft_with_id(&self, packet_without_icrc: &[u8], ip_id: u16) -> Vec<u8> {
         self.craft_from(0, packet_without_icrc, ip_id)
     }
@@ -572,7 +572,7 @@ impl Pair {
         bytes
     }
 
-    /// Gives side 0 a packet from side 1; the ICRC is added here.
+    /// Delivers a packet from side 1 to side 0; the ICRC is added here.
     pub(super) fn inject_back(&mut self, packet_without_icrc: &[u8]) {
         let bytes = self.craft_from(1, packet_without_icrc, 0);
         let src = self.sides[1].address;
@@ -581,7 +581,7 @@ impl Pair {
             .handle_datagram(self.now, src, 0xc001, &bytes, bytes.len());
     }
 
-    /// Gives side 1 a datagram from side 0.
+    /// Delivers a datagram from side 0 to side 1.
     pub(super) fn inject(&mut self, bytes: &[u8]) {
         let src = self.sides[0].address;
         self.sides[1]
@@ -590,7 +590,7 @@ impl Pair {
     }
 }
 
-/// Bytes that tell where they are from.
+/// Returns bytes whose values depend on their offset.
 pub(super) fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
 }

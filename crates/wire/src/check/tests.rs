@@ -6,7 +6,7 @@ use crate::pcapng::{write_interface, write_ip_udp, write_packet, write_section};
 use crate::roce::{Aeth, Deth, Feth, NakCode, Placement, Selectivity};
 use Operation::*;
 
-/// A requester at .1 (QPN 0x11) and a responder at .2 (QPN 0x22), and what was captured between them.
+/// A requester at .1 (QPN 0x11) and a responder at .2 (QPN 0x22), and a checker of the packets captured between them.
 struct Wire {
     checker: Checker,
     v6: bool,
@@ -43,7 +43,7 @@ impl Wire {
         self.checker.packet(LinkType::RAW, &ip);
     }
 
-    /// A packet with its ICRC, as sent with IPv4 identification `id`.
+    /// Returns a packet with its ICRC, as sent with IPv4 identification `id`.
     fn build(&self, forth: bool, bth: Bth, ext: &[u8], payload: &[u8], id: u16) -> Vec<u8> {
         let mut bytes = vec![0; Bth::LEN];
         let pad = payload.len().next_multiple_of(4) - payload.len();
@@ -92,14 +92,14 @@ impl Wire {
         self.feed(forth, &packet);
     }
 
-    /// Fails unless the capture is in order.
+    /// Asserts that the capture has no error.
     fn good(&self) -> &Report {
         let report = self.checker.report();
         assert!(report.passed(), "{report}");
         report
     }
 
-    /// Fails unless there is exactly one error, which contains `reason`.
+    /// Asserts that there is exactly one error, and that it contains `reason`.
     fn bad(&self, reason: &str) {
         let report = self.checker.report();
         assert!(
@@ -199,7 +199,7 @@ fn icrc__with_df_clear() {
     wire.bad("DF is not set");
 }
 
-/// WRITE Middles of `mtu` bytes and a shorter Last as one datagram, each with the identification that `id` gives.
+/// Returns WRITE Middles of `mtu` bytes and a shorter Last as one datagram, each with the identification that `id` returns.
 fn train(wire: &Wire, count: u32, mtu: usize, id: impl Fn(u32) -> u16) -> Vec<u8> {
     let segment = |i: u32| {
         let (operation, len) = if i + 1 < count {
@@ -652,7 +652,7 @@ fn file__of_scapy_packets() {
     checker.file(&bytes).unwrap();
     let report = checker.report();
     assert_eq!(report.roce, crate::vectors::all().len() as u64);
-    // As a conversation they make no sense, but no ICRC is wrong.
+    // The packets form no valid conversation, but no ICRC is wrong.
     assert!(!report.to_string().contains("ICRC"), "{report}");
 }
 
@@ -701,7 +701,7 @@ fn icrc__of_rxe_is_taken_for_a_flush_and_counted() {
         wire.feed(true, &packet);
         wire.bad("ICRC");
     }
-    // Not on other packets.
+    // This ICRC is wrong on any other packet.
     let mut wire = Wire::new();
     let mut packet = wire.build(true, bth(SendOnly, 1), &[], &[1; 20], 0);
     let end = packet.len() - 4;

@@ -1,10 +1,10 @@
-//! Messages to bytes and back.
+//! Conversion of messages to and from bytes.
 
 use super::*;
 use crate::{be16, be32, be64, need};
 
 impl Message {
-    /// Reads a message: its request id and itself. `bytes` are those of one SEND.
+    /// Reads a message: returns its request id and the message. `bytes` are those of one SEND.
     pub fn parse(bytes: &[u8]) -> Result<(u64, Message), Malformed> {
         need("push header", bytes, HEADER_LEN)?;
         let type_code = be16(bytes, 0);
@@ -143,13 +143,13 @@ impl Message {
         Ok((be64(bytes, 8), message))
     }
 
-    /// Replaces what is in `out` by the message. The text of an [`Message::Error`] is cut to fit, and its control
-    /// characters become spaces.
+    /// Replaces the contents of `out` by the message. Cuts the text of an [`Message::Error`] to fit, and replaces its control
+    /// characters by spaces.
     ///
     /// # Panics
     ///
-    /// When there are more extents than [`EXTENTS_MAX`], more changes than [`CHANGES_MAX`], more regions than
-    /// [`Message::regions`] takes, or no data, or more than [`DATA_LEN_MAX`].
+    /// If there are more extents than [`EXTENTS_MAX`], more changes than [`CHANGES_MAX`], more regions than [`Message::regions`] takes,
+    /// no data, or more data than [`DATA_LEN_MAX`].
     pub fn emit(&self, request: u64, out: &mut Vec<u8>) {
         out.clear();
         out.extend_from_slice(&self.type_code().to_be_bytes());
@@ -362,7 +362,7 @@ impl Message {
     }
 }
 
-/// The header version of a type of message.
+/// Returns the header version of a message type.
 fn version_of(type_code: u16) -> u16 {
     match type_code {
         1 | 2 | 16 => VERSION_FOREVER,
@@ -370,7 +370,7 @@ fn version_of(type_code: u16) -> u16 {
     }
 }
 
-/// The longest message of a type.
+/// Returns the maximum length of a message type.
 fn len_max_of(type_code: u16) -> usize {
     match type_code {
         19 | 22 => MESSAGE_LEN_MAX,
@@ -405,7 +405,7 @@ fn put_region(out: &mut Vec<u8>, region: &Region) {
     out.extend_from_slice(&region.durable.to_be_bytes());
 }
 
-/// Takes fields off a message, one after the other.
+/// Takes the fields of a message one after the other.
 struct Reader<'a> {
     bytes: &'a [u8],
     at: usize,

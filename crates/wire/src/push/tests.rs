@@ -17,7 +17,7 @@ fn region(s: &str) -> Region {
     }
 }
 
-/// One of each type, in the order of their codes.
+/// Returns one message of each type, in the order of their codes.
 fn each() -> Vec<Message> {
     let extent = |n: u64| Extent {
         offset: n << 20,
@@ -140,8 +140,8 @@ fn parse__inverts_emit() {
     }
 }
 
-/// The seeds of the fuzzer are these messages, byte by byte as they have always been: a change of a layout is a change of version.
-/// `RDMUX_PUSH_SEEDS_WRITE=1` writes them anew.
+/// Checks that the fuzzer's seeds are these messages, byte for byte: changing a layout requires a new version.
+/// `RDMUX_PUSH_SEEDS_WRITE=1` writes the seeds again.
 #[test]
 fn emit__as_the_seeds_of_the_fuzzer() {
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/push");
@@ -178,7 +178,7 @@ fn parse__truncated_at_every_byte() {
         for len in 0..bytes.len() {
             assert!(Message::parse(&bytes[..len]).is_err(), "{message:?} cut to {len}");
             if len >= HEADER_LEN {
-                // The same with a length field that fits, so that the body's own checks are reached.
+                // The same with a matching length field, so that the parser reaches the checks of the body.
                 let mut cut = bytes[..len].to_vec();
                 cut[4..8].copy_from_slice(&(len as u32).to_be_bytes());
                 assert!(
@@ -361,7 +361,7 @@ fn write__as_much_as_there_may_be() {
     let mut bytes = Vec::new();
     message.emit(3, &mut bytes);
     assert_eq!(Message::parse(&bytes), Ok((3, message)));
-    // Only what carries data may be so long.
+    // Only messages that carry data may be this long.
     bytes[1] = 7;
     assert!(Message::parse(&bytes).is_err());
 }

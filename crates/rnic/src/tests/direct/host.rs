@@ -1,4 +1,4 @@
-//! Two devices of one host, what they do for each other, and programs for them.
+//! Two devices of one host, the driver's part between them, and steps of test programs for them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::tests::util::*;
 use crate::*;
 
-/// Regions of side 1, each over its whole memory but for the last.
+/// Regions of side 1. Each covers the whole memory of the side, except [`Key::Part`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
     Whole,
@@ -31,16 +31,16 @@ pub(super) const KEYS: [Key; 7] = [
     Key::Window,
     Key::Fast,
 ];
-/// Where the small region begins, and its bytes.
+/// Offset of the small region; its length follows.
 pub(super) const PART: u64 = 0x4000;
 pub(super) const PART_BYTES: u64 = 0x1000;
-/// Own memory that faults, and own memory that the device may only read.
+/// Number of the own memory that faults; that of the own memory that the device may only read follows.
 pub(super) const OWN_FAULTS: u64 = 1;
 pub(super) const OWN_READ_ONLY: u64 = 2;
-/// Where in its own memory a request of number `n` begins.
+/// Distance in own memory between the bytes of one request and those of the next.
 pub(super) const OWN_STRIDE: u64 = 0x1_0000;
 
-/// What a request does at the peer.
+/// Operation of a request at the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
     Write,
@@ -50,20 +50,20 @@ pub(super) enum What {
     FetchAdd,
     AtomicWrite,
     Flush,
-    /// Done by the device alone: a window of its own.
+    /// Bind of an own window, which the device executes alone.
     Bind,
 }
 
-/// Where its own bytes are.
+/// Location of a request's own bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Own {
     Memory,
-    /// In this many elements.
+    /// Split into this many elements.
     Pieces(u32),
     Inline,
-    /// A key that does not exist, for the second half.
+    /// The second half has a key that does not exist.
     NoKey,
-    /// Reaches out of the region.
+    /// The range extends beyond the region.
     OutOfBounds,
     Faults,
     ReadOnly,
@@ -129,29 +129,29 @@ pub(super) enum Do {
     Post(Ask),
     /// Side 1 posts a receive.
     Recv(u32),
-    /// All that can happen happens.
+    /// Runs both sides until nothing is left to do.
     Rest,
-    /// Side `0` goes to this state, or changes in it.
+    /// Moves side `0`'s QP to this state, or changes it in this state.
     Modify(usize, QpState),
-    /// The rights of side 1's QP.
+    /// Changes the rights of side 1's QP.
     Rights(Access),
-    /// Side 0's QP, in RTS.
+    /// Changes side 0's QP in RTS.
     RateLimit(u64),
-    /// Side 1's, in SQD.
+    /// Changes side 1's QP in SQD.
     MaxDestRdAtomic(u8),
-    /// Side 0's, in SQD.
+    /// Changes side 0's QP in SQD.
     MaxRdAtomic(u8),
     Destroy(usize),
-    /// Side 1 ends a region, or registers it over other memory.
+    /// Deregisters a region of side 1; the next variant registers it over other memory.
     Dereg(Key),
     Rereg(Key),
-    /// The owner takes all grants back.
+    /// The owner revokes all grants.
     TakeBack,
-    /// The grant ends after so many bytes more.
+    /// The grant ends after this many more bytes.
     EndsAfter(u64),
 }
 
-/// A peer's memory that ends when it is taken back.
+/// A peer's memory; access ends when the grant is revoked.
 #[derive(Debug)]
 pub(super) struct Granted {
     pub(super) memory: Arc<dyn Memory>,
@@ -161,7 +161,7 @@ pub(super) struct Granted {
 }
 
 impl Granted {
-    /// Does an access of `length` bytes piece by piece, until the grant ends.
+    /// Executes an access of `length` bytes piece by piece until the grant ends.
     fn pieces(
         &self,
         length: u64,
@@ -215,7 +215,7 @@ impl PeerMemory for Granted {
     }
 }
 
-/// Memory of which every access is a fault.
+/// Memory whose every access faults.
 #[derive(Debug)]
 pub(super) struct Faulty(HeapMemory);
 
@@ -249,22 +249,22 @@ impl Memory for Faulty {
     }
 }
 
-/// Two devices of one host, or, for comparison, of two.
+/// Two devices on one host, or, for comparison, on two hosts.
 pub(super) struct Host {
     pub(super) pair: Pair,
-    /// Peers are told to be on this host.
+    /// Set when the peers are on one host and grant memory.
     pub(super) grants: bool,
-    /// Requests are tried without being queued first.
+    /// Set when requests are first tried without being queued.
     pub(super) posts_directly: bool,
     pub(super) keys: Vec<(Key, RKey, u64)>,
     pub(super) own_keys: Vec<(u64, LKey)>,
     pub(super) own_window: RKey,
-    /// What side 1 granted, for which QP.
+    /// Side 1's grants, each with the QP it was made for.
     pub(super) given: Vec<(Qpn, LKey, Arc<Granted>)>,
-    /// Keys that side 0 asked for.
+    /// Keys for which side 0 requested a grant.
     pub(super) asked: Vec<RKey>,
     pub(super) posted: u64,
-    /// Receives that completed, and send requests, with what else was told.
+    /// Log of receive completions, send completions and events.
     pub(super) log: Vec<String>,
 }
 
@@ -336,7 +336,7 @@ impl Host {
         host
     }
 
-    /// Binds the window and fills the region that is filled by requests.
+    /// Binds the window and fills the region that work requests fill.
     pub(super) fn open_keys(&mut self) {
         let (qpn, now) = (self.pair.sides[1].qpn, self.pair.now);
         let (lkey, memory) = (self.pair.sides[1].lkey, self.pair.sides[1].memory.clone());
@@ -369,7 +369,7 @@ impl Host {
         self.rest();
     }
 
-    /// Grants of all keys that may be granted were asked for, and given.
+    /// Makes side 0 request and receive the grants of all keys that may be granted.
     pub(super) fn warm(&mut self) {
         for key in KEYS {
             let ask = if key == Key::ReadOnly {
@@ -474,7 +474,7 @@ impl Host {
         side.rnic.post_send(now, side.qpn, request)
     }
 
-    /// What the driver does: takes back what is revoked, asks the peer for what is wanted, logs the rest.
+    /// Acts as the driver: revokes grants, requests wanted grants from the peer, logs everything else. Returns whether grants were wanted.
     pub(super) fn serve(&mut self) -> bool {
         let mut wanted = Vec::new();
         for (i, side) in self.pair.sides.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! A queue pair of any transport service that is driven into a state, and everything that can happen to it there.
+//! A queue pair of any transport service that is driven into a state, and every event that can happen to it there.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use rdmux_wire::sack::Sack;
 use crate::tests::util::*;
 use crate::*;
 
-/// Every event. In the name of an answer, what stands behind `for` was asked; else that is a WRITE.
+/// Every event. The name of an answer may end in `for` and the operation that is answered; the default is a WRITE.
 pub(super) const EVENTS: &[&str] = &[
     "post SEND",
     "post SEND, key gone",
@@ -135,7 +135,7 @@ pub(super) const EVENTS: &[&str] = &[
     "timeouts to end",
 ];
 
-/// The transport service of a table, and how its QP came about.
+/// Transport service of a table's QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Rc,
@@ -167,7 +167,7 @@ impl Kind {
         }
     }
 
-    /// Whether its requests wait for answers.
+    /// Returns whether its requests wait for responses.
     fn is_answered(self) -> bool {
         matches!(self, Kind::Rc | Kind::Selective | Kind::XrcSend)
     }
@@ -175,16 +175,16 @@ impl Kind {
 
 const QKEY: u32 = 0x33;
 const MTU: usize = 1024;
-/// Completions that the QP's queue holds.
+/// Number of completions that the QP's CQ holds.
 const CQ_DEPTH: u32 = 16;
-/// PSN of the request that is not answered.
+/// PSN of the request without a response.
 const ASKED: i32 = 0;
 
 fn group() -> IpAddr {
     [239, 0, 0, 1].into()
 }
 
-/// A packet for the QP, to be changed before it is sent.
+/// A packet for the QP, which may be changed before it is sent.
 struct Crafted {
     bth: Bth,
     ext: Vec<u8>,
@@ -192,7 +192,7 @@ struct Crafted {
     src: IpAddr,
     dst: IpAddr,
     traffic_class: u8,
-    /// Turned in the ICRC.
+    /// Bits to flip in the ICRC.
     flip: u8,
 }
 
@@ -212,25 +212,25 @@ impl Crafted {
     }
 }
 
-/// A pair whose side 1 has the QP; side 0 only lends its address.
+/// A pair whose side 1 has the QP; side 0 only provides the peer's address.
 pub(super) struct Bench {
     pair: Pair,
     kind: Kind,
     qpn: Qpn,
     cq: Cqn,
-    /// Where its receives are posted, unless to itself.
+    /// Shared receive queue for its receives; `None` if the QP has its own receive queue.
     srq: Option<Srqn>,
-    /// A region whose flushes are up to the test.
+    /// Key of a region whose flushes the test completes.
     slow: RKey,
-    /// A region that was registered by a request.
+    /// Key of a region that a work request registered.
     fast: RKey,
-    /// What peers may do on the QP.
+    /// Rights of peers on the QP.
     access: Access,
     gone: bool,
 }
 
 impl Bench {
-    /// Drives a QP into the state of a column; the event may need some preparation.
+    /// Drives a QP into the state of a column; some events need additional preparation.
     pub(super) fn in_state(kind: Kind, column: &str, event: &str) -> Bench {
         let mut bench = Bench::new(kind, event);
         let way = match column {
@@ -298,7 +298,7 @@ impl Bench {
         }
     }
 
-    /// The requests that are not answered when an event comes.
+    /// Returns the requests that have no response yet when an event occurs.
     fn asked(&self, event: &str) -> Vec<Operation> {
         let (write, behind) = (self.operation("WRITE"), event.split_once(" for "));
         match behind {
@@ -311,7 +311,7 @@ impl Bench {
         }
     }
 
-    /// An operation at the peer, by its name.
+    /// Returns an operation at the peer by its name.
     fn operation(&self, name: &str) -> Operation {
         let (va, rkey) = (IOVA, self.pair.sides[0].rkey);
         match name {
@@ -347,7 +347,7 @@ impl Bench {
     fn post(&mut self, operation: Operation) -> Result<(), PostError> {
         let bytes = match operation {
             Operation::Flush { .. } | Operation::LocalInvalidate { .. } => 0,
-            // Two packets.
+            // The response has two packets.
             Operation::Read { .. } => MTU as u32 + 8,
             _ => 8,
         };
@@ -386,14 +386,14 @@ impl Bench {
         }
     }
 
-    /// With the attributes that the transition needs.
+    /// Modifies the QP with the attributes that the transition needs.
     fn modify(&mut self, to: QpState) -> Result<(), ModifyError> {
         let comes_back = matches!(self.qp_state(), QpState::Rts | QpState::Sqd | QpState::Sqe);
         let mut attr = match to {
             QpState::Rts if comes_back => QpAttributes::default(),
             _ => self.pair.attributes(1, Qpn::new(5), to),
         };
-        // Few, so that they soon end.
+        // Low counts, so that the retries are soon exhausted.
         (attr.retry_count, attr.rnr_retry) = (attr.retry_count.and(Some(1)), attr.rnr_retry.and(Some(1)));
         attr.access = attr.access.and(Some(self.access));
         let (answers, asks) = match self.kind {
@@ -516,7 +516,7 @@ impl Bench {
         self.arrive(Op::WriteOnly, psn, &reth(IOVA, rkey, length), &[1; 8]);
     }
 
-    /// The first packet of a WRITE of two.
+    /// Delivers the first packet of a two-packet WRITE.
     fn write_first(&mut self, psn: i32) {
         let rkey = self.pair.sides[1].rkey;
         self.arrive(Op::WriteFirst, psn, &reth(IOVA, rkey, MTU as u32 + 8), &[1; MTU]);
@@ -556,13 +556,13 @@ impl Bench {
         true
     }
 
-    /// What the region that its requests and its peer's use grants ends.
+    /// Deregisters the region that the QP's and its peer's requests use.
     fn end_region(&mut self) {
         let side = &mut self.pair.sides[1];
         side.rnic.dereg_mr(side.lkey).expect("it is there");
     }
 
-    /// Applies an event; false when it is a call that is refused.
+    /// Applies an event; returns false if the event is a call that is refused.
     pub(super) fn apply(&mut self, event: &str) -> bool {
         if let Some(call) = event.strip_prefix("post ") {
             return self.apply_post(call);
@@ -580,7 +580,7 @@ impl Bench {
                 self.time_out();
             }
             "timeouts to end" => {
-                // What is shown is what follows the last one.
+                // The cell shows the effect of the last timeout.
                 while self.time_out() && self.pair.sides[1].rnic.poll_timeout().is_some() {
                     self.outcome();
                 }
@@ -611,7 +611,7 @@ impl Bench {
             "SEND, key gone" => {
                 let gone = Sge::new(IOVA, 8, LKey(0x55)).into();
                 let posted = self.post_with(send, gone, to, none);
-                // It fails when its bytes are needed.
+                // The request fails when its bytes are needed.
                 self.transmit();
                 posted
             }
@@ -651,7 +651,7 @@ impl Bench {
         self.modify(to).is_ok()
     }
 
-    /// Another QP that completes to the same queue fills it.
+    /// Fills the CQ by another QP that completes to it.
     fn overrun_cq(&mut self) {
         let side = &mut self.pair.sides[1];
         let other = side.rnic.create_qp(QpInit::new(side.pd, self.cq));
@@ -669,12 +669,12 @@ impl Bench {
         }
     }
 
-    /// What is wrong with a packet, or said by its way, before its request is looked at.
+    /// Applies an event of a packet that does not depend on its request: an invalid packet, an ECN mark, a CNP.
     fn apply_link(&mut self, event: &str) {
         let mut packet = self.crafted(Op::SendOnly, 0, &[], &[1; 8]);
         match event {
             "too short" => {
-                // Without the headers that its opcode asks for.
+                // A packet without the headers that its opcode requires.
                 if self.kind != Kind::Ud {
                     packet.bth.opcode.operation = Op::WriteOnly;
                 }
@@ -757,7 +757,7 @@ impl Bench {
                 self.arrive(Op::SendOnlyInvalidate, 0, &key, &[1; 8]);
             }
             "SEND invalidate, no right" => {
-                // Of a region that is there for good.
+                // The key of a region that cannot be invalidated.
                 let key = rkey.0.to_be_bytes();
                 self.arrive(Op::SendOnlyInvalidate, 0, &key, &[1; 8]);
             }
@@ -822,7 +822,7 @@ impl Bench {
                 self.flush(0);
                 self.outcome();
                 self.fetch_add(1, IOVA);
-                // Answered behind it: the FLUSH's own end comes first.
+                // The response comes after that of the FLUSH, so the FLUSH must end first.
                 self.end_flush(Ok(()));
             }
             "repeated FLUSH that runs" => {
@@ -876,7 +876,7 @@ impl Bench {
                 self.time_out();
             }
             "NAK bitmap" => {
-                // The first and the third are missing, and three more came.
+                // The first and the third packet are missing, and three others have arrived.
                 let mut bitmap = [0; 4];
                 Sack::emit([1, 3, 4].into_iter(), &mut bitmap);
                 self.answer(Op::Acknowledge, ASKED, nak(NakCode::PsnSequence), &bitmap);
@@ -927,7 +927,7 @@ impl Bench {
             "data for FETCH ADD" => {
                 self.answer(Op::ReadResponseOnly, ASKED, Syndrome::ACK, &[1; 8]);
             }
-            // AtomicAckETH stands where a payload would.
+            // The AtomicAckETH is in the place of a payload.
             "original" | "original for READ" | "original for FETCH ADD" => {
                 self.answer(Op::AtomicAcknowledge, ASKED, Syndrome::ACK, &[0; 8]);
             }
@@ -938,7 +938,7 @@ impl Bench {
         }
     }
 
-    /// Takes what the QP sends.
+    /// Returns the packets that the QP sends.
     fn transmit(&mut self) -> TransmitBuf {
         let mut buf = TransmitBuf::new(1 << 20, false);
         let rnic = &mut self.pair.sides[1].rnic;
@@ -946,7 +946,7 @@ impl Bench {
         buf
     }
 
-    /// Packets sent and what the user is told.
+    /// Returns the packets sent and the notifications of the user.
     pub(super) fn outcome(&mut self) -> (String, String) {
         let buf = self.transmit();
         let sent = buf
@@ -967,7 +967,7 @@ impl Bench {
     }
 }
 
-/// A region that a request gave its memory: one that a request can end.
+/// Registers a region by a work request, so that a request can invalidate it.
 fn register_by_request(pair: &mut Pair) -> RKey {
     let side = &mut pair.sides[1];
     let (_, key) = side.rnic.alloc_mr(side.pd, 64).expect("there are keys");
@@ -1064,13 +1064,13 @@ fn status_name(status: Status) -> &'static str {
     }
 }
 
-/// The name of an asynchronous event.
+/// Returns the name of an asynchronous event.
 fn event_name(event: &Event) -> Option<String> {
     Some(match event {
         Event::QpError(_, status, Cause::PeerRequest) => format!("QP:{}", status_name(*status)),
         Event::QpError(_, _, Cause::QueueOverrun) => "QP:Overrun".into(),
         Event::QpError(_, _, Cause::Injected) => panic!("no fault is asked for"),
-        // The completion says it.
+        // The completion reports this error.
         Event::QpError(_, _, Cause::OwnRequest) => return None,
         Event::CqError(_) => "CQ:Overrun".into(),
         Event::CommunicationEstablished(_) => "Established".into(),
