@@ -1,12 +1,12 @@
-//! Captures written inside of a device: whole RoCEv2 packets as they would be on Ethernet, what goes by shared memory included, in
+//! Captures written inside of a device: whole RoCEv2 packets as they would be on Ethernet, including those that go by shared memory, in
 //! pcapng files for Wireshark and for `rdmux capture check`.
 //!
-//! A device is captured from when it is opened ([`set_process_capture`], the environment variable `RDMUX_CAPTURE`), or while a program
-//! of its user asks for it ([`start`]). The engine never waits for the file: what finds no room in a bounded queue is dropped
-//! and counted.
+//! A device is captured from the moment it is opened ([`set_process_capture`], the environment variable `RDMUX_CAPTURE`), or while a
+//! program of its user asks for it ([`start`]). The engine never waits for the file: packets that find no room in a bounded queue are
+//! dropped and counted.
 //!
-//! While a device is captured nothing goes past the packets: WRITE and READ that would be done in shared memory, without a trace at
-//! either end, go by packets, from it and to it.
+//! While a device is captured all data goes by packets: WRITEs and READs that would be done in shared memory, without a trace at either
+//! end, are carried by packets, from the device and to it.
 
 mod filter;
 mod remote;
@@ -29,16 +29,16 @@ pub use self::filter::{Filter, FilterError, Kind};
 pub use self::remote::{Capturing, Counts, start};
 use self::writer::{Carried, Input, Record, Writer, flow};
 
-/// What the devices that this process opens are captured to, and once one was, the capture.
+/// File that the devices of this process are captured to, and its writer once a device is captured.
 static OF_PROCESS: Mutex<(Option<PathBuf>, Option<Writer>)> = Mutex::new((None, None));
 
-/// From now on devices that this process opens are captured to this file, one for all; `%p` in its name stands for the process's number.
-/// It goes before the environment variable `RDMUX_CAPTURE`.
+/// Captures all devices that this process opens from now on to this one file; `%p` in its name stands for the process ID. It takes
+/// precedence over the environment variable `RDMUX_CAPTURE`.
 pub fn set_process_capture(file: &FilePath) {
     *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = (Some(file.into()), None);
 }
 
-/// Whether this process or its environment asks for a capture.
+/// Returns whether this process or its environment asks for a capture.
 pub(crate) fn is_asked_for() -> bool {
     let set = OF_PROCESS
         .lock()
@@ -48,7 +48,7 @@ pub(crate) fn is_asked_for() -> bool {
     set || std::env::var_os("RDMUX_CAPTURE").is_some_and(|name| !name.is_empty())
 }
 
-/// Why a device was not opened to be captured.
+/// Reason why a device that is to be captured was not opened.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot capture to {}: {source}", file.display())]
 pub struct CaptureError {
@@ -56,7 +56,7 @@ pub struct CaptureError {
     source: io::Error,
 }
 
-/// The capture that this process or its environment asks for, of a device of this name.
+/// Returns the capture that this process or its environment asks for, for a device of this name.
 pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError> {
     let (file, writer) = &mut *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     if file.is_none() {
@@ -80,7 +80,7 @@ pub(super) fn of_process(device: String) -> Result<Option<Capture>, CaptureError
     Ok(Some(Capture::new(writer, device, Filter::default())))
 }
 
-/// Makes a file, or empties one, that no other process captures to.
+/// Creates a file, or empties one, unless another process captures to it.
 fn create(name: &FilePath) -> io::Result<File> {
     let file = OpenOptions::new()
         .write(true)
@@ -93,7 +93,7 @@ fn create(name: &FilePath) -> io::Result<File> {
                 "another process captures to it: put %p in the name, which stands for a process's number";
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
         }
-        // What is no file may have no locks.
+        // Anything but a regular file may not support locks.
         _ if file.metadata()?.is_file() => file.set_len(0)?,
         _ => {}
     }
@@ -113,9 +113,9 @@ impl Capture {
         Capture { input, filter }
     }
 
-    /// A capture for who asked for it, to a file of theirs.
+    /// Creates a capture for a process that asked for it, to a file of that process.
     pub(super) fn to(file: OwnedFd, done: OwnedFd, device: String, filter: Filter) -> io::Result<Capture> {
-        // Writing to anything else may end the process by a signal, or take for ever.
+        // Writing to anything else may end the process by a signal, or block for ever.
         let kind = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::CharacterDevice) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -124,12 +124,12 @@ impl Capture {
         Ok(Capture::new(&writer, device, filter))
     }
 
-    /// Waits a while until all that was captured is in the file.
+    /// Waits, for a limited time, until everything that was captured is in the file.
     pub(super) fn finish(self) {
         self.input.sync();
     }
 
-    /// A train that leaves.
+    /// Captures a train that is sent.
     pub(super) fn sent(
         &self,
         rnic: &Rnic,
@@ -170,7 +170,7 @@ impl Capture {
         }
     }
 
-    /// What has arrived.
+    /// Captures packets that have arrived.
     pub(super) fn arrived(&self, rnic: &Rnic, arrival: &Arrival<'_>, fate: Option<&Fate>) {
         for packet in arrival.bytes.chunks(arrival.segment_bytes.max(1)) {
             if self.filter.takes(rnic, arrival.src, false, packet) {
@@ -192,7 +192,7 @@ impl Capture {
         }
     }
 
-    /// A queue pair went to error.
+    /// Captures the event that a queue pair went to error.
     pub(super) fn failed(&self, own: IpAddr, qpn: Qpn, status: Status, cause: Cause) {
         if self.filter.qp.is_some_and(|wanted| wanted != qpn) {
             return;
@@ -221,7 +221,7 @@ impl Capture {
     }
 }
 
-/// What faults made of a packet.
+/// Describes the faults that were injected into a packet.
 fn note(fate: &Fate) -> Option<String> {
     let kinds = [
         (fate.lost, "lost"),

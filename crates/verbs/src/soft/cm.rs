@@ -21,14 +21,14 @@ use crate::cm::{
     deadline_after, transport_of,
 };
 
-/// The window towards a peer that is not rdmux and so does not say what it can take.
+/// Window towards a peer that is not rdmux and so does not announce how much it can receive.
 const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
 /// Longest wait for the peer's answer, MRAs included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest wait for the peer's last message.
 const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Events of one connection or listener, with someone to wake.
+/// Events of one connection or listener, with a waker.
 #[derive(Debug)]
 pub(super) struct Events(Arc<CmQueue>);
 
@@ -38,17 +38,17 @@ impl Events {
         Ok((CmSink(Arc::downgrade(&queue)), Events(queue)))
     }
 
-    /// Readable when there may be an event.
+    /// Returns a descriptor that is readable when there may be an event.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.0.waker().fd().as_fd()
     }
 
-    /// The next event; sleeps until there is one. `None`: the time is over. One thread waits at a time.
+    /// Returns the next event; sleeps until there is one. Returns `None` at the deadline. Only one thread may wait at a time.
     pub(super) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<(Arrival, CmEvent)> {
         self.wait_while(|| true, device, deadline)
     }
 
-    /// The same, but `None` also when it is given up.
+    /// Does the same, but returns `None` also when the wait is cancelled.
     pub(super) fn wait_unless(
         &self,
         cancel: &Cancel,
@@ -96,7 +96,7 @@ impl Device {
         let mut path_mtu = path_mtu_to(self.address(), peer.ip())?.min(params.path_mtu_max);
         loop {
             match self.connect_at(pair, peer, params, private_data, path_mtu, cancel) {
-                // The peer's link carries less than ours: ask for less.
+                // The peer's link carries smaller packets than ours: ask for a smaller path MTU.
                 Err(ConnectError::Rejected {
                     reason: RejReason::INVALID_PATH_MTU,
                     ..
@@ -170,7 +170,7 @@ impl Device {
                         if pair.external {
                             return Ok(agreed);
                         }
-                        // The peer has answered and gone, which took the queue pair to Error.
+                        // The connection has ended since the peer answered, which moved the queue pair to Error.
                         if !core.connections.contains_key(&id) {
                             return Err(ConnectError::Unreachable(peer.ip()));
                         }
@@ -219,7 +219,7 @@ pub(crate) struct Pair {
     qpn: Qpn,
     qp_type: QpType,
     srq: bool,
-    /// Its owner brings it up.
+    /// Set when its owner brings it up.
     external: bool,
 }
 
@@ -242,14 +242,14 @@ impl Pair {
         }
     }
 
-    /// Its number, if it comes and goes with its connection.
+    /// Returns its number, if the connection brings it up and takes it down.
     fn managed(&self) -> Option<Qpn> {
         (!self.external).then_some(self.qpn)
     }
 }
 
 fn local_endpoint(pair: &Pair, starting_psn: Psn, params: &ConnectParams, path_mtu: PathMtu) -> Endpoint {
-    // What is not acknowledged has no READs, and no retries.
+    // A transport without acknowledgements has no READs, and no retries.
     let reliable = pair.qp_type != QpType::Uc;
     let if_reliable = |value: u8| if reliable { value } else { 0 };
     Endpoint {
@@ -269,7 +269,7 @@ fn local_endpoint(pair: &Pair, starting_psn: Psn, params: &ConnectParams, path_m
     }
 }
 
-/// What both ends of a connection have agreed on: with what a queue pair is brought up.
+/// Parameters that both ends of a connection have agreed on, for bringing up a queue pair.
 #[derive(Clone, Debug)]
 struct Agreed {
     pair: Pair,
@@ -307,7 +307,7 @@ impl Agreed {
         })
     }
 
-    /// With what the queue pair goes to a state, in the order Init, RTR, RTS. It is given nothing for other states.
+    /// Returns the attributes for moving the queue pair to a state, in the order Init, RTR, RTS; none for other states.
     fn attributes(&self, to: QpState) -> QpAttributes {
         match to {
             QpState::Init => QpAttributes {
@@ -338,7 +338,7 @@ impl Agreed {
         let reliable = self.pair.qp_type != QpType::Uc;
         let asks = reliable && self.pair.qp_type != QpType::XrcRecv;
         let (ack_timeout, retry_count) = self.retries;
-        // What the peer can answer bounds what we may ask: of some peers nothing.
+        // The peer's responder resources bound the initiator depth: of some peers they are 0.
         let depth = self.params.initiator_depth.min(self.remote.responder_resources);
         QpAttributes {
             sq_psn: Some(self.remote.starting_psn),
@@ -387,7 +387,7 @@ pub(crate) struct Service {
 impl Service {
     pub(super) fn offer(device: &Device, id: ServiceId, datagrams: bool) -> Result<Service, ListenError> {
         let (sink, events) = Events::new()?;
-        // Last of what can fail: only a service that stands is given back when it is dropped.
+        // Registered last of all steps that can fail: dropping a complete service unregisters it, and nothing else does.
         device.register_service(id)?;
         let mut core = device.lock();
         core.listeners.insert(id, ListenerEntry { sink, datagrams });
@@ -397,12 +397,12 @@ impl Service {
         Ok(Service { device, id, events })
     }
 
-    /// The next request. `None`: the time is over.
+    /// Returns the next request; `None` at the deadline.
     pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<(Arrival, CmEvent)> {
         self.events.wait(&self.device, deadline)
     }
 
-    /// Readable when a request may have come.
+    /// Returns a descriptor that is readable when a request may have arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.events.fd()
     }
@@ -419,7 +419,7 @@ impl Drop for Service {
 }
 
 impl Service {
-    /// The next request for a connection to a queue pair of one of these types; others are refused.
+    /// Returns the next request for a connection to a queue pair of one of these types; rejects others.
     pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
         let deadline = deadline_after(timeout);
         loop {
@@ -457,7 +457,7 @@ impl Service {
     }
 }
 
-/// A peer's request to connect. Dropped undecided, it is refused.
+/// A peer's request to connect. Dropping it undecided rejects it.
 #[derive(Debug)]
 pub(crate) struct ConnectionRequest {
     device: Device,
@@ -467,7 +467,7 @@ pub(crate) struct ConnectionRequest {
     pub(crate) peer_port: u16,
     pub(crate) remote: Endpoint,
     pub(crate) private_data: Vec<u8>,
-    /// At which the peer is to start sending.
+    /// PSN at which the peer is to start sending.
     starting_psn: Psn,
     decided: bool,
 }
@@ -504,7 +504,7 @@ impl ConnectionRequest {
                 let mut local = local_endpoint(pair, psn, params, remote.path_mtu);
                 local.initiator_depth = local.initiator_depth.min(remote.responder_resources);
                 let accepted = core.rnic.cm().accept(now, id, &local, private_data);
-                // Not before: a request that the peer has withdrawn meanwhile would leave its entry behind.
+                // Inserted only after the accept: a request that the peer has withdrawn meanwhile would leave its entry behind.
                 if accepted.is_ok() {
                     let (qpn, record) = (pair.managed(), None);
                     let entry = ConnectionEntry { sink, qpn, record };
@@ -518,7 +518,7 @@ impl ConnectionRequest {
             })
         };
         prepare().and_then(|()| accept()).inspect_err(|_| {
-            // It would send, and receive, without a connection.
+            // Otherwise the queue pair would send, and receive, without a connection.
             if let Some(qpn) = pair.managed() {
                 self.device.with(|core, now| {
                     let _ = core
@@ -572,7 +572,7 @@ impl Drop for ConnectionRequest {
     }
 }
 
-/// A connection of a queue pair. Dropped, it is ended.
+/// A connection of a queue pair. Dropping it ends it.
 #[derive(Debug)]
 pub(crate) struct Connection {
     device: Device,
@@ -582,9 +582,9 @@ pub(crate) struct Connection {
     pub(crate) remote: Option<Endpoint>,
     agreed: Option<Agreed>,
     pub(crate) private_data: Vec<u8>,
-    /// By the events that were taken.
+    /// Progress according to the events that were taken.
     known: Mutex<Progress>,
-    /// This side has ended it.
+    /// Set when this side has ended it.
     left: AtomicBool,
 }
 
@@ -607,9 +607,9 @@ impl Connection {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How far it has come by what is known now.
+    /// Returns how far it has come, after taking all pending events.
     pub(crate) fn progress(&self) -> Progress {
-        // Held while events are taken: another thread that finds none finds what they said.
+        // Locked while events are taken, so that another thread that finds none left sees their effect.
         let mut known = self.known();
         while let Some((arrival, event)) = self.events.0.poll() {
             match event {
@@ -623,11 +623,11 @@ impl Connection {
         *known
     }
 
-    /// Waits until `done`; false when the time is over.
+    /// Waits until `done` holds; returns false at the deadline.
     fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
         let waker = self.events.0.waker();
         while !done(self.progress()) {
-            // What wakes may have been noted by another thread that looked.
+            // Another thread may have taken the event that wakes this one.
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) || !self.device.sleep(waker, left) {
                 waker.reset_if_woken();
@@ -660,7 +660,7 @@ impl Connection {
     pub(crate) fn rests_for(&self) -> Option<Duration> {
         self.device.with(|core, now| {
             let until = core.rnic.cm().next_deadline(self.id)?;
-            // The engine may come to it a moment later.
+            // The engine may handle the deadline a moment later.
             Some(Duration::from_nanos(until.since_ns(now)).max(Duration::from_millis(1)))
         })
     }
@@ -677,7 +677,7 @@ impl Connection {
         let established = self.progress().established.is_some();
         self.device.with(|core, now| {
             core.say_last(now, qpn);
-            // Once a connection has ended its queue pair is its owner's to use again.
+            // After the end of a connection its owner may use the queue pair again.
             let entry = core.connections.get_mut(&id);
             if entry.is_some_and(|entry| entry.qpn.take().is_some()) {
                 core.accepted.remove(&qpn);
@@ -687,7 +687,7 @@ impl Connection {
             }
             core.rnic.cm().disconnect(now, id);
             if !established {
-                // Nothing more will be heard of it.
+                // No further event comes for it.
                 core.connections.remove(&id);
             }
         });

@@ -19,7 +19,7 @@ use crate::cq::ResizeError;
 use crate::device::CreateError;
 use crate::event::AsyncEvent;
 
-/// The handle that closes the engine when the last object of the device has gone.
+/// Handle that closes the engine when the last object of the device is dropped.
 #[derive(Debug)]
 struct Handle {
     engine: Arc<Engine>,
@@ -32,7 +32,7 @@ impl Drop for Handle {
     }
 }
 
-/// A device, which each of its objects holds.
+/// A device. Each of its objects holds a clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Device(Arc<Handle>);
 
@@ -54,7 +54,7 @@ impl Device {
         self.0.address
     }
 
-    /// Whether both are the same device, opened once.
+    /// Returns whether both are the same opened device.
     pub(crate) fn is(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -148,7 +148,7 @@ pub(crate) struct ProtectionDomain {
 
 impl Drop for ProtectionDomain {
     fn drop(&mut self) {
-        // Dropped when the engine is unlocked again: memory may unmap, close, or run its owner's code.
+        // Drop the memories only after the engine is unlocked: dropping may unmap, close, or run code of a memory's owner.
         let memories = self.device.lock().rnic.dealloc_pd(self.pd);
         drop(memories);
     }
@@ -160,7 +160,7 @@ pub(crate) struct CompletionQueue {
     cqn: Cqn,
     queue: rdmux_rnic::CompletionQueue,
     waker: Arc<Waker>,
-    /// Threads in [`CompletionQueue::wait`].
+    /// Number of threads in [`CompletionQueue::wait`].
     waiters: AtomicUsize,
 }
 
@@ -219,7 +219,7 @@ impl CompletionQueue {
         let look = || {
             let (wc, left) = self.queue.poll_and_count()?;
             if left > 0 {
-                // Another thread may wait for it: one wake-up can stand for several completions.
+                // Another thread may wait for the rest: one wake-up can stand for several completions.
                 self.waker.wake();
             }
             Some(wc)
@@ -235,7 +235,7 @@ impl CompletionQueue {
             .device
             .wait(deadline_after(timeout), &self.waker, &self.queue, look);
         if self.waiters.fetch_sub(1, Ordering::SeqCst) > 1 {
-            // The wake-up may have been for all of them, and so was what the queue was armed for: they look and arm again.
+            // The wake-up, and the event for which the queue was armed, may have been meant for all waiters: they poll and arm again.
             self.waker.wake();
         }
         Ok(found)

@@ -1,5 +1,5 @@
-//! Fault injection: a device whose port misbehaves as [`rdmux_rnic::faults`] says. What leaves and what arrives is decided on packet
-//! by packet, each direction on its own; what is held back waits here, by copy.
+//! Fault injection: a device whose port misbehaves as [`rdmux_rnic::faults`] specifies. Each direction decides on its packets one by one,
+//! independently of the other; packets that are held back wait here as copies.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,19 +13,19 @@ use rdmux_wire::roce::{Bth, ICRC_LEN};
 use super::udp::ROCE_PORT;
 use crate::event::AsyncEvent;
 
-/// Bytes held back in each direction; what comes when there are more is lost, as in a switch whose queue is full.
+/// Largest number of bytes that are held back in each direction; further packets are lost, as in a switch whose queue is full.
 const HELD_BYTES_MAX: usize = 16 << 20;
 
-/// What the devices of this process do from now on, unless their options say.
+/// Faults of the devices that this process opens, unless their options specify others.
 static OF_PROCESS: Mutex<Option<Spec>> = Mutex::new(None);
 
-/// From now on devices that this process opens misbehave so, unless [`Options::faults`](crate::Options::faults) says otherwise: for
-/// programs whose devices are opened elsewhere. It goes before the environment variable `RDMUX_FAULT`.
+/// Makes the devices that this process opens from now on misbehave as `spec` says, unless [`Options::faults`](crate::Options::faults) says
+/// otherwise: for programs whose devices are opened elsewhere. It takes precedence over the environment variable `RDMUX_FAULT`.
 pub fn set_process_faults(spec: Spec) {
     *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) = Some(spec);
 }
 
-/// What this process and its environment ask for.
+/// Returns the faults that this process or its environment asks for.
 pub(crate) fn of_process() -> Result<Option<Spec>, SpecError> {
     if let Some(spec) = *OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner) {
         return Ok(Some(spec));
@@ -36,16 +36,16 @@ pub(crate) fn of_process() -> Result<Option<Spec>, SpecError> {
     }
 }
 
-/// What faults did to a device's packets since it was opened, both directions together.
+/// Counts of the faults injected into a device's packets since it was opened, for both directions together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultCounts {
-    /// Packets that came by.
+    /// All packets.
     pub packets: u64,
     /// Lost: at random, at a port that was down, or in a full queue.
     pub lost: u64,
     /// Damaged.
     pub corrupted: u64,
-    /// Doubled.
+    /// Duplicated.
     pub duplicated: u64,
     /// Held back to be overtaken.
     pub reordered: u64,
@@ -57,9 +57,9 @@ pub struct FaultCounts {
 #[derive(Debug)]
 pub(super) struct Leaving {
     pub(super) path: Path,
-    /// It has no ICRC: it goes through memory of this host, or not at all.
+    /// Set when it has no ICRC: it goes through memory of this host, or not at all.
     pub(super) local: bool,
-    /// It is not what it was: through memory of this host, where nobody would see that, it does not go.
+    /// Set when its bytes were changed: it is not sent through memory of this host, where no ICRC would show the damage.
     pub(super) damaged: bool,
     pub(super) bytes: Vec<u8>,
 }
@@ -99,7 +99,7 @@ impl Arriving {
         }
     }
 
-    /// Damages it. What came through memory has no ICRC: it gets the right one before, so that the damage shows.
+    /// Damages the packet. One that came through memory has no ICRC: it gets the right one first, so that the damage shows.
     fn damage(&mut self, draw: u64) {
         if let Some(end) = self.bytes.len().checked_sub(ICRC_LEN)
             && self.local
@@ -119,10 +119,10 @@ impl Arriving {
     }
 }
 
-/// Packets that are held back, by when they go on.
+/// Packets that are held back, by the time at which they go on.
 #[derive(Debug)]
 struct Held<T> {
-    /// Each with its bytes, as they came.
+    /// Each with its number of bytes; those of equal time in the order in which they came.
     packets: BTreeMap<(Time, u64), (usize, T)>,
     next: u64,
     bytes: usize,
@@ -137,7 +137,7 @@ impl<T> Held<T> {
         }
     }
 
-    /// False: there is no room.
+    /// Holds a packet back until `at`. Returns false if there is no room.
     fn put(&mut self, at: Time, bytes: usize, packet: T) -> bool {
         if self.bytes + bytes > HELD_BYTES_MAX {
             return false;
@@ -170,7 +170,7 @@ pub(super) struct Faults {
     for_queue_pairs: Line,
     leaving: Held<Leaving>,
     arriving: Held<Arriving>,
-    /// When the port goes down next, or up.
+    /// Time when the port next goes down or up.
     change: Option<Time>,
     is_down: bool,
     pub(super) counts: FaultCounts,
@@ -193,7 +193,7 @@ impl Faults {
         }
     }
 
-    /// The port has gone down, or up: once each.
+    /// Returns the event that the port has gone down, or up: once each.
     pub(super) fn port_event(&mut self, now: Time) -> Option<AsyncEvent> {
         self.change.filter(|at| *at <= now)?;
         self.is_down = !self.is_down;
@@ -210,7 +210,7 @@ impl Faults {
         self.is_down
     }
 
-    /// When something is to be done by itself.
+    /// Returns the time when the next packet goes on or the port changes.
     pub(super) fn due(&self) -> Option<Time> {
         let times = [self.leaving.due(), self.arriving.due(), self.change];
         times.into_iter().flatten().min()
@@ -220,7 +220,7 @@ impl Faults {
         self.leaving.due().is_some()
     }
 
-    /// A packet of the engine goes out: what becomes of it.
+    /// Takes a packet that the engine sends; returns its fate.
     pub(super) fn leave(&mut self, now: Time, path: &Path, local: bool, packet: &[u8]) -> Fate {
         let is_down = self.spec.is_down(now.since_ns(self.opened));
         let fate = decide(&mut self.out, &mut self.counts, is_down, packet);
@@ -250,12 +250,12 @@ impl Faults {
         self.put(fate, |faults| faults.leaving.put(at, packet.len(), leaving))
     }
 
-    /// A packet that may go out now.
+    /// Returns a packet that may go out now.
     pub(super) fn next_leaving(&mut self, now: Time) -> Option<Leaving> {
         self.leaving.take(now)
     }
 
-    /// A packet comes in: what becomes of it.
+    /// Takes a packet that arrives; returns its fate.
     pub(super) fn arrive(&mut self, now: Time, arrival: &Arrival<'_>) -> Fate {
         let is_down = self.spec.is_down(now.since_ns(self.opened));
         let fate = decide(&mut self.into, &mut self.counts, is_down, arrival.bytes);
@@ -276,12 +276,12 @@ impl Faults {
         self.put(fate, |faults| faults.arriving.put(at, len, arriving))
     }
 
-    /// A packet that may come in now.
+    /// Returns a packet that may come in now.
     pub(super) fn next_arriving(&mut self, now: Time) -> Option<Arriving> {
         self.arriving.take(now)
     }
 
-    /// Whether a packet that comes in puts its queue pair in error.
+    /// Returns the queue pair that an arriving packet puts in error, if it does so.
     pub(super) fn fails(&mut self, packet: &[u8]) -> Option<Qpn> {
         self.spec.qp_error?;
         let qpn = dest_qpn(packet)?;

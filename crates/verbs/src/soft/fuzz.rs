@@ -1,16 +1,18 @@
-//! What the fuzz targets give bytes to: what comes from files and from other processes of the host. Each panics when something is wrong.
+//! Entry points of the fuzz targets, for bytes that come from files and from other processes of the host. Each panics when something is
+//! wrong.
 
 use super::resources::Item;
 use super::shm::message::Message;
 use super::shm::report::Page;
 use super::trace;
 
-/// A trace, as it lies in a user's runtime folder: what is read from it can be written, and then reads the same.
+/// Parses a trace, as it lies in a user's runtime folder, and checks that everything read from it can be written and then reads the same.
 pub fn trace(input: &[u8]) {
     trace::fuzz(input);
 }
 
-/// What a device hears on its control socket, and what it answers: whatever is understood can be written and means the same again.
+/// Parses a message that a device receives on its control socket, or a page that it answers, and checks that whatever is understood can be
+/// written and means the same again.
 pub fn report(input: &[u8]) {
     if let Some(message) = Message::decode(input) {
         assert_eq!(Message::decode(&message.encode()), Some(message));
@@ -21,7 +23,7 @@ pub fn report(input: &[u8]) {
         let Some(item) = Item::parse(page.object, record) else {
             continue;
         };
-        // A queue pair is told of with what only its engine knows.
+        // The record of an engine's queue pair holds data that only the engine has: `record` returns `None` for it.
         if let Some(again) = item.record() {
             assert_eq!(Item::parse(page.object, &again), Some(item));
         }

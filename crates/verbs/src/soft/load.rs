@@ -1,5 +1,5 @@
-//! What the machine is like for who waits: how many CPUs there are, whether somebody else needs this one, and what a wake-up
-//! costs. It measures; [`crate::waiting`] decides.
+//! Conditions of the machine for a thread that waits: how many CPUs there are, whether other threads need this one, and the cost of a
+//! wake-up. This module measures; [`crate::waiting`] decides.
 
 use std::cell::RefCell;
 use std::fs;
@@ -14,32 +14,32 @@ use crate::waiting::{Conditions, WAKE_NS_DEFAULT};
 
 use super::engine::Waker;
 
-/// How long an answer of [`Load::look`] stands.
+/// Time for which an answer of [`Load::look`] is valid.
 const LOOK_NS: u64 = 1_000_000;
-/// How long a number of CPUs stands: administrators change it, and asking takes 30 µs.
+/// Time for which a number of CPUs is valid: administrators change it, and asking takes 30 µs.
 const CPUS_NS: u64 = 1_000_000_000;
-/// The CPU is needed by others when its thread stood in the run queue for one part in this of the time.
+/// Divisor of the elapsed time: others need the CPU when the thread was in the run queue for more than 1 / `WAITED_PART` of it.
 const WAITED_PART: u64 = 5;
-/// How long nobody spins after the CPU was needed. A thread that sleeps stands in no queue: only spinning again shows whether
-/// it is still needed, and that may cost a time slice.
+/// Time without spinning after others needed the CPU. A thread that sleeps is in no run queue: only spinning again shows whether they still
+/// need it, and that may cost a time slice.
 const HOLD_NS_MIN: u64 = 100_000_000;
-/// Each time that it still is when that is over doubles it, up to this.
+/// Upper limit of the time without spinning, which doubles each time that others still need the CPU at its end.
 const HOLD_NS_MAX: u64 = 1_600_000_000;
-/// How long the measurement of a wake-up may take.
+/// Longest time for the measurement of a wake-up.
 const MEASURE_TIME: Duration = Duration::from_millis(2);
 /// Round trips of that measurement.
 const MEASURE_ROUNDS: usize = 40;
-/// Fewer tell nothing: on a busy machine some take a hundred times as long.
+/// Fewest round trips for a result: on a busy machine some take a hundred times as long.
 const MEASURE_ROUNDS_MIN: usize = 8;
 
-/// The CPU that this thread runs on, now.
+/// Returns the CPU that this thread runs on at the moment.
 pub(crate) fn current_cpu() -> u32 {
     sched_getcpu() as u32
 }
 
-/// Whether this thread and all that it could wait for share one CPU: the machine has no more, or the cgroups' quotas pay for no
-/// more, rounded down (where one and a half are paid for, two spinners would be stopped for a quarter of the time). A thread that
-/// is pinned to one of several does not: its peers run elsewhere, or say that they do not.
+/// Returns whether this thread and all that it could wait for share one CPU: the machine has no more, or the cgroups' quotas pay for no
+/// more, rounded down (with a quota of one and a half CPUs, two spinners would be stopped for a quarter of the time). Returns false for a
+/// thread that is pinned to one of several CPUs: its peers run on others, or report that they do not.
 fn has_one_cpu() -> bool {
     let allowed = thread::available_parallelism().map_or(1, usize::from);
     let pinned = sched_getaffinity(None).is_ok_and(|cpus| cpus.count() == 1);
@@ -50,7 +50,7 @@ fn online_cpus() -> Option<usize> {
     parse_online(fs::read_to_string("/sys/devices/system/cpu/online").ok()?.trim())
 }
 
-/// Numbers and ranges: `0-3,8`.
+/// Returns the number of CPUs in a list of numbers and ranges: `0-3,8`.
 fn parse_online(text: &str) -> Option<usize> {
     text.split(',').try_fold(0, |sum, range| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
@@ -63,13 +63,12 @@ thread_local! {
     static LOAD: RefCell<Load> = RefCell::default();
 }
 
-/// [`Load::look`] for this thread, by the engines' clock.
+/// Calls [`Load::look`] for this thread, with a time of the engines' clock.
 pub(crate) fn conditions(now_ns: u64) -> Conditions {
     LOAD.with_borrow_mut(|load| load.look(now_ns))
 }
 
-/// Watches whether a thread that spins keeps others from running. It is about the thread that asks: each
-/// has one of its own.
+/// Watches whether a thread that spins keeps others from running. A value describes the thread that calls it: each thread has its own.
 #[derive(Debug, Default)]
 pub struct Load {
     one_cpu: bool,
@@ -80,10 +79,10 @@ pub struct Load {
 }
 
 impl Load {
-    /// What the machine is like, at most a millisecond ago; `now_ns` is of any clock that does not go back. Whether the peer
-    /// shares the CPU is for the caller to add.
+    /// Returns the conditions of the machine, at most a millisecond old; `now_ns` is of any clock that does not go back. The caller adds
+    /// whether the peer shares the CPU.
     ///
-    /// It costs nothing most of the time, and 7 µs once a millisecond: to be asked by who is about to spin.
+    /// The call costs nothing most of the time, and 7 µs once a millisecond: a thread calls it when it is about to spin.
     pub fn look(&mut self, now_ns: u64) -> Conditions {
         if now_ns < self.conditions_until_ns {
             return self.conditions;
@@ -102,17 +101,17 @@ impl Load {
     }
 }
 
-/// How long a thread has stood in a run queue, seen from time to time.
+/// Time that a thread has spent in a run queue, read from time to time.
 #[derive(Debug, Default)]
 struct RunQueue {
-    /// When it was seen, and how long the thread had waited until then.
+    /// Time of the last reading, and how long the thread had waited until then.
     seen: Option<(u64, u64)>,
     hold_ns: u64,
     hold_until_ns: u64,
 }
 
 impl RunQueue {
-    /// Takes in how long the thread has waited in all. Whether others need its CPU, or did lately.
+    /// Adds a reading of how long the thread has waited in all. Returns whether others need its CPU, or did lately.
     fn see(&mut self, now_ns: u64, waited_ns: u64) -> bool {
         if let Some((at_ns, before_ns)) = self.seen.replace((now_ns, waited_ns)) {
             let elapsed = now_ns.saturating_sub(at_ns);
@@ -134,24 +133,24 @@ impl RunQueue {
     }
 }
 
-/// How long this thread has stood in run queues since it began. `None` where the system does not tell.
+/// Returns how long this thread has been in run queues since it began. `None` if the system does not report it.
 fn waited_ns() -> Option<u64> {
     parse_schedstat(&fs::read_to_string("/proc/thread-self/schedstat").ok()?)
 }
 
-/// The second of three numbers: nanoseconds on a CPU, nanoseconds in a run queue, time slices.
+/// Returns the second of three numbers: nanoseconds on a CPU, nanoseconds in a run queue, time slices.
 fn parse_schedstat(text: &str) -> Option<u64> {
     text.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
-/// What a wake-up costs from one CPU to another. Measured when first asked for, which takes 2 ms at most.
+/// Returns the cost of a wake-up from one CPU to another. The first call measures it, which takes 2 ms at most.
 pub fn wake_cost_ns() -> u64 {
     static COST: OnceLock<u64> = OnceLock::new();
     *COST.get_or_init(|| measure_wake_cost().ok().flatten().unwrap_or(WAKE_NS_DEFAULT))
 }
 
-/// Two threads wake each other in turn: half the median round trip. `None` when too few were done in time, or both would run on the one
-/// CPU that this process is pinned to: its peers have others.
+/// Lets two threads wake each other in turn, and returns half the median round trip. `None` when too few were done in time, or both threads
+/// would run on the one CPU that this process is pinned to: its peers have others.
 fn measure_wake_cost() -> io::Result<Option<u64>> {
     if sched_getaffinity(None).is_ok_and(|cpus| cpus.count() == 1) && online_cpus() != Some(1) {
         return Ok(None);
@@ -159,7 +158,7 @@ fn measure_wake_cost() -> io::Result<Option<u64>> {
     let ends = Instant::now() + MEASURE_TIME;
     let left = move || Some(ends.saturating_duration_since(Instant::now()));
     let wakers = Arc::new([Waker::new()?, Waker::new()?]);
-    // Nobody waits for its end: on a busy machine that comes late.
+    // Nothing waits for the thread's end: on a busy machine that comes late.
     let cpu = sched_getcpu();
     crate::thread::spawn("rdmux-wake", {
         let wakers = wakers.clone();
@@ -177,7 +176,7 @@ fn measure_wake_cost() -> io::Result<Option<u64>> {
         let start = Instant::now();
         wakers[0].wake();
         is_there = wakers[1].wait(left());
-        // Moved to the other's CPU, it would measure less.
+        // A thread that has moved to the other's CPU would measure less.
         if is_there && sched_getcpu() == cpu {
             rounds.push(start.elapsed().as_nanos() as u64);
         }
@@ -187,7 +186,7 @@ fn measure_wake_cost() -> io::Result<Option<u64>> {
     Ok(enough.then(|| rounds[rounds.len() / 2] / 2))
 }
 
-/// Keeps this thread from a CPU, if there is another.
+/// Keeps this thread off a CPU, if there is another.
 fn leave_cpu(cpu: usize) {
     if let Ok(mut cpus) = sched_getaffinity(None) {
         cpus.unset(cpu);
@@ -246,12 +245,12 @@ mod tests {
     #[test]
     fn see__a_fifth_of_the_time_in_the_queue() {
         let mut queue = RunQueue::default();
-        // What the thread had waited before anybody looked does not count.
+        // The time that the thread had waited before the first reading does not count.
         assert!(!queue.see(MS, 50 * MS));
         assert!(!queue.see(2 * MS, 50 * MS));
         assert!(!queue.see(3 * MS, 50 * MS + MS / 5));
         assert!(queue.see(4 * MS, 50 * MS + MS / 2));
-        // A time slice that somebody else had.
+        // Another thread had a time slice.
         let mut queue = RunQueue::default();
         assert!(!queue.see(MS, 0));
         assert!(queue.see(6 * MS, 4 * MS));
@@ -283,7 +282,7 @@ mod tests {
         }
         assert_eq!(held[..4], [1, 2, 4, 8].map(|n| n * HOLD_NS_MIN));
         assert_eq!(held[4..], [HOLD_NS_MAX; 3]);
-        // It went well for long enough.
+        // Nobody needed the CPU for long enough, so the next hold is short again.
         now += 2 * HOLD_NS_MAX;
         assert!(!queue.see(now, waited));
         assert!(queue.see(now + MS, waited + MS));

@@ -1,5 +1,5 @@
-//! Memberships in multicast groups. Each group has a socket of its own, bound to the group's address: of what is sent to a group
-//! the kernel gives every such socket a copy, so the processes that share an address need not know of each other here.
+//! Memberships in multicast groups. Each group has a socket of its own, bound to the group's address. The kernel gives every such socket a
+//! copy of each datagram that is sent to the group, so the processes that share an address need not know of each other here.
 
 use std::io;
 use std::net::IpAddr;
@@ -9,10 +9,10 @@ use rustix::event::epoll;
 
 use super::udp::{RxSocket, interface_of};
 
-/// Sockets that are looked at in one turn.
+/// Largest number of sockets that one call of [`Memberships::ready`] returns.
 const READY_MAX: usize = 16;
 
-/// The groups that a device belongs to.
+/// Multicast groups that a device belongs to.
 #[derive(Debug)]
 pub(crate) struct Memberships {
     epoll: OwnedFd,
@@ -36,7 +36,7 @@ impl Memberships {
         })
     }
 
-    /// Joins a group on the interface that has the device's address. Joining twice is joining once.
+    /// Joins a group on the interface that has the device's address. A second call for the same group has no effect.
     pub(crate) fn join(&mut self, device: IpAddr, group: IpAddr) -> io::Result<()> {
         if self.sockets.iter().any(|membership| membership.group == group) {
             return Ok(());
@@ -54,13 +54,13 @@ impl Memberships {
         Ok(())
     }
 
-    /// Leaves the groups that are not wanted any more.
+    /// Leaves the groups for which `wanted` returns false.
     pub(crate) fn leave(&mut self, wanted: impl Fn(IpAddr) -> bool) {
         // Closing a socket ends its membership and takes it out of the epoll set.
         self.sockets.retain(|membership| wanted(membership.group));
     }
 
-    /// Those with something to receive, some of them if they are many.
+    /// Returns the memberships that have something to receive, or some of them if there are many.
     pub(crate) fn ready(&self) -> impl Iterator<Item = &Membership> {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -83,7 +83,7 @@ impl Memberships {
 }
 
 impl AsFd for Memberships {
-    /// Readable when [`Memberships::ready`] has any.
+    /// Returns a descriptor that is readable when [`Memberships::ready`] returns any.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

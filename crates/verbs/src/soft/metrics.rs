@@ -1,4 +1,4 @@
-//! What is measured of the devices of this process, for those who export it. Figures alone: no payload, no names and no peers.
+//! Metrics of the devices of this process, for programs that export them. They are figures only: no payload, no names and no peers.
 
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -8,45 +8,45 @@ use rdmux_rnic::{Counters, Histogram, Latencies};
 use super::engine::Engine;
 use super::faults::FaultCounts;
 
-/// The engines of this process that were opened.
+/// Engines that this process has opened.
 static ENGINES: Mutex<Vec<Weak<Engine>>> = Mutex::new(Vec::new());
 
-/// What is measured of a device since it was opened. It is all of one moment.
+/// Metrics of a device since it was opened, all of the same moment.
 #[derive(Clone, Debug)]
 pub struct DeviceMetrics {
-    /// Its address.
+    /// Address of the device.
     pub address: IpAddr,
     /// The top byte of its QPNs, by which the devices of an address differ.
     pub slot: u8,
-    /// What it counted.
+    /// Counters of the device.
     pub counters: Counters,
     /// Datagram trains that the system refused to send.
     pub send_errors: u64,
-    /// Whether the network took packets the last time.
+    /// Set when the network accepted the packets that the device sent last.
     pub is_up: bool,
-    /// Queue pairs that it has.
+    /// Number of its queue pairs.
     pub queue_pairs: usize,
-    /// Memory regions that it has.
+    /// Number of its memory regions.
     pub regions: usize,
-    /// Completion queues that it has.
+    /// Number of its completion queues.
     pub completion_queues: usize,
-    /// How long its requests took.
+    /// Latencies of its requests.
     pub latencies: Latencies,
-    /// How long flushes of its memory took that peers asked for by FLUSH, where they had to wait for a medium.
+    /// Durations of the flushes of its memory that peers requested with FLUSH and that had to wait for a medium.
     pub flushes: Histogram,
-    /// What faults did, where it was opened with some.
+    /// Counts of the injected faults, if it was opened with faults.
     pub faults: Option<FaultCounts>,
 }
 
-/// A device was opened.
+/// Adds the engine of a device that was opened.
 pub(super) fn enlist(engine: &Arc<Engine>) {
     let mut engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner);
     engines.retain(|known| known.strong_count() > 0);
     engines.push(Arc::downgrade(engine));
 }
 
-/// The devices that this process has open, in the order in which they were opened. Each is asked for a moment of its time, as a program
-/// that posts to it does.
+/// Returns the metrics of the devices that this process has open, in the order in which they were opened. Each call locks the engine of
+/// each device for a moment, as a program that posts to it does.
 pub fn devices() -> Vec<DeviceMetrics> {
     let engines = ENGINES.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let open = engines.iter().filter_map(Weak::upgrade);

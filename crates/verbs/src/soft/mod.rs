@@ -22,7 +22,7 @@ pub mod trace;
 pub mod udp;
 mod user;
 
-/// The protocols between the processes of one host, and their versions. Where two differ, the processes do not go together and say so.
+/// Protocols between the processes of one host, with their versions. Processes with different versions do not work together, and say so.
 pub const LOCAL_PROTOCOLS: [(&str, u16); 2] = [
     ("group of processes", group::message::VERSION),
     ("shared memory", shm::message::VERSION),

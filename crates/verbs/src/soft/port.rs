@@ -1,6 +1,6 @@
-//! The engine behind its port. All that arrives is handed in here, what leaves is shown here, and all timers are asked for here, so that
-//! faults can stand between the engine and its carriers, UDP and shared memory alike, and captures see what goes by. While nobody
-//! asks for either, that is one look at a pointer.
+//! The engine behind its port. All packets that arrive or leave and all queries of timers pass through here, so that fault injection can
+//! act between the engine and its carriers, UDP and shared memory alike, and captures see every packet. Without faults and captures the
+//! cost is one test of a pointer.
 
 use std::net::IpAddr;
 use std::ops::{Deref, DerefMut};
@@ -16,15 +16,15 @@ use super::resources::DeviceAt;
 use super::trace::{self, Level};
 use crate::event::AsyncEvent;
 
-/// The engine, and what stands between it and its carriers.
+/// The engine, and the faults and captures between it and its carriers.
 #[derive(Debug)]
 pub(crate) struct Port {
     rnic: Rnic,
-    /// `None` while neither is there.
+    /// `None` while there are neither faults nor a capture.
     watch: Option<Box<Watch>>,
-    /// The network takes no packets.
+    /// Set while the network accepts no packets.
     is_down: bool,
-    /// Packets are noted one by one.
+    /// Set when the trace notes every packet.
     traces_packets: bool,
 }
 
@@ -73,7 +73,7 @@ impl Port {
         self.watch.as_mut()?.faults.as_mut()
     }
 
-    /// Whether packets are disturbed one by one.
+    /// Returns whether fault injection decides on each packet.
     #[inline]
     pub(crate) fn has_faults(&self) -> bool {
         self.watch.as_ref().is_some_and(|watch| watch.faults.is_some())
@@ -83,12 +83,12 @@ impl Port {
         Some(self.watch.as_ref()?.faults.as_ref()?.counts)
     }
 
-    /// Whether nothing may go past the packets.
+    /// Returns whether all requests must be carried out by packets, without direct access to shared memory.
     pub(crate) fn keeps_to_packets(&self) -> bool {
         self.watch.is_some()
     }
 
-    /// Forgets what peers granted, and asks again.
+    /// Discards the grants of the peers on this host; requests ask for them anew.
     pub(crate) fn forget_grants(&mut self) {
         let qpns: Vec<Qpn> = self.rnic.qpns().collect();
         for qpn in qpns {
@@ -100,9 +100,9 @@ impl Port {
 
     // Notes.
 
-    /// From now on what happens is noted, where that can be.
+    /// Starts the trace of the device, if one can be kept.
     pub(super) fn trace(&mut self, level: Level, device: DeviceAt, now: Time) {
-        // A device goes without where there is no place for it.
+        // Without a place for the file the device has no trace.
         if let Some(Ok(trace)) = trace::begin(level, device, now) {
             self.rnic.set_tracer(Some(Box::new(trace)));
             self.traces_packets = level == Level::Packets;
@@ -116,7 +116,7 @@ impl Port {
                 continue;
             };
             let own = if sent { None } else { Some(parsed.bth.dest_qpn) };
-            // A packet names who it is for alone.
+            // A packet names only the queue pair that it is for.
             let qpn = own.or_else(|| self.sender_of(parsed.bth.dest_qpn));
             let note = Note::Packet {
                 sent,
@@ -129,14 +129,14 @@ impl Port {
         }
     }
 
-    /// The queue pair whose peer has this number; there may be several of that number at several addresses.
+    /// Returns a queue pair whose peer has this number; peers at several addresses may have the same one.
     fn sender_of(&self, dest: Qpn) -> Option<Qpn> {
         self.rnic
             .qpns()
             .find(|qpn| self.rnic.query_qp(*qpn).is_some_and(|info| info.dest_qpn == dest))
     }
 
-    /// What was done to a packet on purpose.
+    /// Notes the faults that were injected into a packet.
     fn note_fate(&mut self, now: Time, fate: &Fate, sent: bool) {
         let what = [
             (fate.lost, Injection::Lost),
@@ -155,7 +155,7 @@ impl Port {
         self.watch.as_ref().is_some_and(|watch| watch.capture.is_some())
     }
 
-    /// From now on what goes by is captured.
+    /// Starts to capture the packets that arrive and leave.
     pub(super) fn capture(&mut self, capture: Capture) {
         self.watch.get_or_insert_default().capture = Some(capture);
     }
@@ -168,7 +168,7 @@ impl Port {
         capture
     }
 
-    /// A train of the engine has left.
+    /// Records in the trace and the capture that the engine has sent a train.
     #[inline]
     pub(crate) fn show_sent(&mut self, now: Time, train: &Train, shared: bool, bytes: &[u8]) {
         if self.traces_packets {
@@ -181,7 +181,7 @@ impl Port {
         }
     }
 
-    /// A queue pair has gone to error.
+    /// Records in the capture that a queue pair has gone to error.
     pub(crate) fn show_failed(&self, qpn: Qpn, status: Status, cause: Cause) {
         if let Some(watch) = &self.watch
             && let Some(capture) = &watch.capture
@@ -190,13 +190,13 @@ impl Port {
         }
     }
 
-    /// Whether the network takes no packets, or none are given to it.
+    /// Returns whether the network accepts no packets, or fault injection keeps the port down.
     pub(crate) fn is_down(&self) -> bool {
         let faults = self.watch.as_ref().and_then(|watch| watch.faults.as_ref());
         self.is_down || faults.is_some_and(Faults::is_down)
     }
 
-    /// The network takes packets, or does not; gives what it did the last time.
+    /// Records whether the network accepts no packets; returns the state recorded before.
     pub(crate) fn set_down(&mut self, now: Time, is_down: bool) -> bool {
         if is_down != self.is_down {
             self.rnic.note(now, Qpn::new(0), Note::Port { active: !is_down });
@@ -225,7 +225,7 @@ impl Port {
         self.handle_arrival(now, &arrival);
     }
 
-    /// As [`Rnic::handle_arrival`]; what is held back arrives later, by [`Port::handle_timeout`].
+    /// As [`Rnic::handle_arrival`]; packets that fault injection holds back arrive later, by [`Port::handle_timeout`].
     #[inline]
     pub(crate) fn handle_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
         if self.traces_packets {
@@ -267,7 +267,7 @@ impl Port {
         self.hand_in(now);
     }
 
-    /// Hands in what has been held back for long enough.
+    /// Hands the engine the packets that have been held back for long enough.
     fn hand_in(&mut self, now: Time) {
         while let Some(faults) = self.faults()
             && let Some(arriving) = faults.next_arriving(now)
@@ -303,7 +303,7 @@ impl Port {
         self.hand_in(now);
     }
 
-    /// The port went down or came up, because that was asked for.
+    /// Returns the event that fault injection took the port down or brought it up, if it did.
     pub(crate) fn poll_port_event(&mut self, now: Time) -> Option<AsyncEvent> {
         let event = self.faults()?.port_event(now)?;
         let active = event == AsyncEvent::PortActive;
@@ -311,15 +311,15 @@ impl Port {
         Some(event)
     }
 
-    /// Whether packets are held back that are to leave.
+    /// Returns whether fault injection holds back packets that are to be sent.
     #[inline]
     pub(crate) fn has_leaving(&self) -> bool {
         let faults = self.watch.as_ref().and_then(|watch| watch.faults.as_ref());
         faults.is_some_and(Faults::has_leaving)
     }
 
-    /// Takes the trains from a number on, each of one packet; [`Port::next_leaving`] gives them back in their time. `shared`: which go by
-    /// shared memory.
+    /// Takes the packets of the trains from index `from` on; [`Port::next_leaving`] returns each when its time has come. `shared` tells
+    /// which paths go by shared memory.
     pub(crate) fn take_trains(
         &mut self,
         now: Time,

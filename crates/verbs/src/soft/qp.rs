@@ -17,7 +17,7 @@ pub(crate) struct QueuePair {
     pub(super) device: Device,
     pub(super) qpn: Qpn,
     pub(super) qp_type: QpType,
-    /// Receives come from a shared receive queue.
+    /// Set when receives come from a shared receive queue.
     pub(super) has_srq: bool,
     sends: SendQueue,
     receives: ReceiveQueue,
@@ -91,7 +91,7 @@ impl QueuePair {
             Ok(()) => Ok(()),
             Err(NotPosted::Refused(error)) => Err(error),
             Err(NotPosted::Undecided(request)) => {
-                // In Error it completes at once.
+                // In Error the receive completes at once.
                 let post = |core: &mut Core, now| core.rnic.post_recv(now, self.qpn, request);
                 self.device.with(post)
             }
@@ -118,7 +118,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Waits until no peer is inside of what was granted for the queue pair.
+    /// Waits until no peer accesses memory that was granted for the queue pair.
     fn wait_for_stays(&self) {
         let stays = self.device.lock().links.stays_of_qp(self.qpn);
         stay::wait(&stays);

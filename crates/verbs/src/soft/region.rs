@@ -83,9 +83,9 @@ impl Drop for MemoryRegion {
         let memory = core.rnic.dereg_mr(self.lkey);
         let stays = core.links.revoke_region(self.lkey);
         drop(core);
-        // The memory is the program's again: nothing may land in it from now on.
+        // From here on the memory belongs to the program again: no peer may write to it.
         stay::wait(&stays);
-        // Dropped when the engine is unlocked: memory may unmap, close, or run its owner's code.
+        // Drop the memory only after the engine is unlocked: dropping may unmap, close, or run code of the memory's owner.
         drop(memory);
     }
 }

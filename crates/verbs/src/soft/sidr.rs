@@ -15,7 +15,7 @@ use crate::cancel::Cancel;
 use crate::cm::{Arrival, ListenError, deadline_after};
 use crate::sidr::{AnswerError, Found, ResolveError};
 
-/// Longest wait for the peer's answer. Its requests are given up sooner when there is none.
+/// Longest wait for the peer's answer. Without an answer the device gives up its requests sooner.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Device {
@@ -83,7 +83,7 @@ impl Device {
 }
 
 impl Service {
-    /// The next request of somebody who looks for a datagram service.
+    /// Returns the next request of a peer that looks for a datagram service.
     pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
         let deadline = deadline_after(timeout);
         loop {
@@ -112,7 +112,7 @@ impl Service {
     }
 }
 
-/// A peer's request for a datagram service. Dropped undecided, it is refused.
+/// A peer's request for a datagram service. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub(crate) struct ServiceRequest {
     device: Device,

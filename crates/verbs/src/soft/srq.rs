@@ -16,7 +16,7 @@ pub(crate) struct SharedReceiveQueue {
 
 impl Drop for SharedReceiveQueue {
     fn drop(&mut self) {
-        // Its QPs hold it, so that none is left.
+        // Queue pairs hold their shared receive queue, so none of them is left.
         let _ = self.device.lock().rnic.destroy_srq(self.srqn);
     }
 }
@@ -49,7 +49,7 @@ impl SharedReceiveQueue {
     pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         self.receives.post(request).map_err(|why| match why {
             NotPosted::Refused(error) => error,
-            // It is closed when it ends, and never before.
+            // The queue is closed when it is destroyed, and never before.
             NotPosted::Undecided(_) => PostError::NoSrq,
         })
     }

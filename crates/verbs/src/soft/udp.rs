@@ -5,7 +5,7 @@
 //! connected*: an unconnected socket with `IP_MTU_DISCOVER = DO` is the one kind whose IPv4 Identification is known
 //! before sending (0, and `i` for segment `i` of a GSO train), and the ICRC covers that field.
 //!
-//! Neither type sleeps: every call returns at once, and whoever drives them waits on their descriptors.
+//! Neither type sleeps: every call returns at once, and the caller waits on their descriptors.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
@@ -23,13 +23,13 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 /// The UDP destination port of RoCEv2. IBTA Vol 1, Annex A17.
 pub const ROCE_PORT: u16 = rdmux_wire::roce::UDP_PORT;
 
-/// The most segments of one GSO train: what every kernel that has `UDP_SEGMENT` accepts (newer ones take 128).
+/// Largest number of segments in one GSO train: every kernel that has `UDP_SEGMENT` accepts it (newer ones take 128).
 pub const GSO_SEGMENTS_MAX: usize = rdmux_rnic::TRAIN_PACKETS_MAX;
 
-/// The most bytes of one GSO train, and of one datagram: what fits an IPv4 packet.
+/// Largest number of bytes in one GSO train, and in one datagram: what fits an IPv4 packet.
 pub const GSO_BYTES_MAX: usize = rdmux_rnic::TRAIN_BYTES_MAX;
 
-/// Datagrams that one [`RxSocket::recv_batch`] returns at most.
+/// Largest number of datagrams that one [`RxSocket::recv_batch`] returns.
 pub const RX_BATCH: usize = 8;
 
 /// Entries that one `sendmmsg` takes; longer slices are sent in several calls.
@@ -38,10 +38,10 @@ const TX_BATCH: usize = 16;
 /// Bytes of one receive buffer: more than the largest datagram, merged or not.
 const RX_BUFFER_BYTES: usize = 1 << 16;
 
-/// What receive and send buffers ask for; the kernel grants an ordinary user `net.core.{r,w}mem_max`.
+/// Size that is requested for receive and send buffers; the kernel grants an ordinary user `net.core.{r,w}mem_max`.
 pub const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 
-/// Hop limit of what is sent to a group: a group may reach as far as a host does.
+/// Hop limit of datagrams to a group: a group may reach as far as a host does.
 const MULTICAST_HOPS: u32 = 64;
 
 /// A socket that receives RoCEv2 datagrams.
@@ -85,7 +85,7 @@ impl RxSocket {
         let local = match group {
             IpAddr::V4(group) => {
                 sockopt::set_ip_recvtos(&fd, true)?;
-                // Only what arrives by this interface, not what other sockets joined the group for.
+                // Receive only what arrives on this interface, not what other sockets joined the group for.
                 set_int(&fd, libc::IPPROTO_IP, libc::IP_MULTICAST_ALL, 0)?;
                 SocketAddr::new(group.into(), ROCE_PORT)
             }
@@ -125,7 +125,7 @@ impl RxSocket {
         Ok(Self { fd, local })
     }
 
-    /// A second handle to the same socket; both read from one queue.
+    /// Returns a second handle to the same socket; both read from one queue.
     ///
     /// # Errors
     /// Those of `fcntl(F_DUPFD_CLOEXEC)`.
@@ -136,14 +136,15 @@ impl RxSocket {
         })
     }
 
-    /// The address and port that the socket is bound to: the destination of everything it receives.
+    /// Returns the address and port that the socket is bound to: the destination of everything it receives.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// The receive buffer as the kernel accounts for it. A datagram costs its memory, headers and page rounding
-    /// included, not its length: as a rule half of this holds payload.
+    /// Returns the size of the receive buffer as the kernel accounts for it. The kernel charges a datagram with the
+    /// memory that it occupies, headers and page rounding included, and not with its length: as a rule half of the
+    /// buffer holds payload.
     ///
     /// # Errors
     /// Those of `getsockopt`.
@@ -161,8 +162,8 @@ impl RxSocket {
         self.buffer_bytes()
     }
 
-    /// Receives what is there, [`RX_BATCH`] datagrams at most, into `batch`, and returns how many; 0 when the queue is
-    /// empty. The batch's former contents are gone either way.
+    /// Receives the waiting datagrams, [`RX_BATCH`] at most, into `batch`, and returns how many; 0 when the queue is
+    /// empty. The batch's former contents are lost either way.
     ///
     /// A return below [`RX_BATCH`] does not mean that the queue is empty: the call takes a single datagram when the
     /// last call found none, which is the cheapest way for a caller that spins.
@@ -261,12 +262,12 @@ impl RxBatch {
         }
     }
 
-    /// The datagrams of the last [`RxSocket::recv_batch`], in their order of arrival.
+    /// Returns the datagrams of the last [`RxSocket::recv_batch`], in their order of arrival.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = Datagram<'_>> {
         (0..self.filled).map(|i| self.datagram(i))
     }
 
-    /// Points the first `count` headers at their buffers. Done for each call, since the kernel overwrites the lengths.
+    /// Points the first `count` headers at their buffers. Each call does so, since the kernel overwrites the lengths.
     fn prepare(&mut self, count: usize) {
         let headers = &mut *self.headers;
         for (i, buffer) in self
@@ -323,7 +324,7 @@ impl fmt::Debug for RxBatch {
     }
 }
 
-/// What one receive returned: a datagram, or several of one sender that GRO merged.
+/// Result of one receive: a datagram, or several of one sender that GRO merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Datagram<'a> {
     /// The sender.
@@ -337,7 +338,7 @@ pub struct Datagram<'a> {
 }
 
 impl<'a> Datagram<'a> {
-    /// The UDP payload of each datagram.
+    /// Returns the UDP payload of each datagram.
     pub fn segments(&self) -> impl ExactSizeIterator<Item = &'a [u8]> + use<'a> {
         self.bytes.chunks(self.segment_size)
     }
@@ -346,7 +347,7 @@ impl<'a> Datagram<'a> {
 /// One entry of [`TxSocket::send_batch`]: a datagram, or a train of them to one destination.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
-    /// Where to.
+    /// Destination.
     pub dst: SocketAddr,
     /// Cuts the bytes into datagrams of this size, the last one shorter or equal: at most [`GSO_SEGMENTS_MAX`] of them.
     pub segment_size: Option<u16>,
@@ -361,24 +362,24 @@ impl Outgoing<'_> {
         self.parts.iter().map(|p| p.len()).sum()
     }
 
-    /// The segment size where there is more than one segment.
+    /// Returns the segment size if there is more than one segment.
     fn train(&self) -> Option<u16> {
         self.segment_size.filter(|&size| self.len() > usize::from(size))
     }
 }
 
-/// Why [`TxSocket::send_batch`] stopped.
+/// Reason why [`TxSocket::send_batch`] stopped.
 #[derive(Debug, thiserror::Error)]
 #[error("datagram {index}: {source}")]
 pub struct SendError {
     /// The entry that failed; all before it were sent, and those after it were not tried.
     pub index: usize,
-    /// `EMSGSIZE` where a datagram does not fit the MTU of the path; `ENETUNREACH` and its like.
+    /// `EMSGSIZE` when a datagram does not fit the MTU of the path; `ENETUNREACH` and similar errors.
     pub source: io::Error,
 }
 
 impl SendError {
-    /// Whether the datagram was too large for the path. Others may still fit.
+    /// Returns whether the datagram was too large for the path. Others may still fit.
     #[must_use]
     pub fn is_too_large(&self) -> bool {
         self.source.raw_os_error() == Some(libc::EMSGSIZE)
@@ -412,7 +413,7 @@ impl TxSocket {
             }
         }
         ask_buffer(&fd, Buffer::Send, SOCKET_BUFFER_BYTES)?;
-        // Nobody reads this socket: what strangers send to it must not take memory.
+        // Nothing reads this socket: datagrams that others send to it must not take memory.
         sockopt::set_socket_recv_buffer_size(&fd, 1)?;
         rustix::net::bind(&fd, &SocketAddr::new(local, 0))?;
         send_multicast_by(&fd, local)?;
@@ -425,20 +426,21 @@ impl TxSocket {
         })
     }
 
-    /// Source address and port; the ICRC covers both.
+    /// Returns the source address and port; the ICRC covers both.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// Whether trains go out whole. Once it is false every datagram is sent on its own with IPv4 Identification 0, so
-    /// the caller must build trains of one segment for the ICRC to be right. It never becomes true again.
+    /// Returns whether trains are sent whole. Once it is false every datagram is sent on its own with IPv4
+    /// Identification 0, so the caller must build trains of one segment for the ICRC to be right. It never becomes true
+    /// again.
     #[must_use]
     pub fn gso(&self) -> bool {
         self.gso.load(Relaxed)
     }
 
-    /// Trains that the kernel refused and that were sent in pieces.
+    /// Returns how many trains the kernel refused and the socket sent in pieces.
     #[must_use]
     pub fn gso_refused(&self) -> u64 {
         self.gso_refused.load(Relaxed)
@@ -488,7 +490,7 @@ impl TxSocket {
     /// full.
     ///
     /// # Errors
-    /// A [`SendError`] with the index of the entry that cannot be sent; the caller may go on behind it.
+    /// A [`SendError`] with the index of the entry that cannot be sent; the caller may continue after that entry.
     pub fn send_batch(&self, outgoing: &[Outgoing<'_>]) -> Result<usize, SendError> {
         let mut sent = 0;
         while sent < outgoing.len() {
@@ -511,7 +513,7 @@ impl TxSocket {
         Ok(sent)
     }
 
-    /// Whether `e` says that the device below cannot segment, rather than that the entry is wrong.
+    /// Returns whether `e` means that the device below cannot segment, rather than that the entry is wrong.
     fn refuses_gso(&self, entry: &Outgoing<'_>, e: &io::Error) -> bool {
         self.gso() && entry.train().is_some() && matches!(e.raw_os_error(), Some(libc::EIO | libc::EINVAL))
     }
@@ -537,7 +539,7 @@ impl TxSocket {
     /// Sends a prefix of `entries`, and returns its length; an error concerns the first entry.
     fn send_many(&self, entries: &[Outgoing<'_>]) -> io::Result<usize> {
         let gso = self.gso();
-        // An entry that is not to be given to the kernel as it is ends the batch; alone, `send_one` deals with it.
+        // An entry that must not go to the kernel unchanged ends the batch; `send_one` handles it alone.
         let count = entries
             .iter()
             .take_while(|e| check(e).is_ok() && (gso || e.train().is_none()))
@@ -571,8 +573,8 @@ impl TxSocket {
         usize::try_from(n).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Sends a train as datagrams of their own. When the socket's buffer fills up in the middle the rest is lost, as on
-    /// any link, and the train counts as sent.
+    /// Sends each segment of a train as a datagram of its own. When the socket's buffer fills up in the middle the rest
+    /// is lost, as on any link, and the train counts as sent.
     fn send_segments(&self, entry: &Outgoing<'_>) -> io::Result<()> {
         let bytes: Vec<u8> = entry.parts.iter().flat_map(|p| p.iter().copied()).collect();
         let size = usize::from(entry.segment_size.unwrap_or(u16::MAX)).max(1);
@@ -599,7 +601,8 @@ impl AsFd for TxSocket {
 
 const SEND_FLAGS: c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 
-/// Refuses what the kernel would refuse with the same error number as missing GSO, or would cut in its own way.
+/// Refuses an entry that the kernel would refuse with the same error number as missing GSO, or would cut in its own
+/// way.
 fn check(entry: &Outgoing<'_>) -> io::Result<()> {
     let len = entry.len();
     let segments = entry
@@ -617,7 +620,7 @@ fn check(entry: &Outgoing<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// The message header of `entry`. It points into all three arguments.
+/// Returns the message header of `entry`. It points into all three arguments.
 fn header(entry: &Outgoing<'_>, name: &mut SockAddr, control: &mut Control) -> libc::msghdr {
     let mut control_bytes = 0;
     if let Some(size) = entry.train() {
@@ -653,8 +656,8 @@ fn header(entry: &Outgoing<'_>, name: &mut SockAddr, control: &mut Control) -> l
     header
 }
 
-/// Attaches the filter by which the group of `socket` chooses a member: the top byte of the destination QPN, which is
-/// byte 5 of the UDP payload. All sockets of the group follow it.
+/// Attaches the filter by which the `SO_REUSEPORT` group of `socket` chooses a member: the top byte of the destination
+/// QPN, which is byte 5 of the UDP payload. The filter applies to all sockets of the group.
 pub(crate) fn attach_qpn_filter(socket: &RxSocket) -> io::Result<()> {
     const LOAD_WORD: u16 = 0x20; // BPF_LD | BPF_W | BPF_ABS
     const AND: u16 = 0x54; // BPF_ALU | BPF_AND | BPF_K
@@ -695,8 +698,8 @@ pub(crate) fn attach_qpn_filter(socket: &RxSocket) -> io::Result<()> {
     }
 }
 
-/// User and process at the other end of a connected Unix socket; process 0 when it is out of our sight, in another PID
-/// namespace. (rustix has this call, but its process id cannot hold the 0.)
+/// Returns user and process at the other end of a connected Unix socket; process 0 when it is in another PID namespace,
+/// where this process cannot see it. (rustix has this call, but its process id cannot hold the 0.)
 pub(crate) fn peer_credentials(fd: impl AsFd) -> io::Result<(u32, i32)> {
     let mut credentials = libc::ucred {
         pid: 0,
@@ -740,11 +743,11 @@ fn local_addr(fd: &OwnedFd) -> io::Result<SocketAddr> {
     SocketAddr::try_from(name).map_err(|_| io::ErrorKind::InvalidInput.into())
 }
 
-/// Makes a socket send what is for a group by the interface that has the address `local`, and to this host too.
+/// Makes a socket send datagrams to groups through the interface that has the address `local`, and to this host too.
 fn send_multicast_by(fd: &OwnedFd, local: IpAddr) -> io::Result<()> {
     match local {
         IpAddr::V4(local) => {
-            // Fails where the address is on no interface; then the routes choose one.
+            // This fails if no interface has the address; then the routes choose one.
             let _ = sockopt::set_ip_multicast_if(fd, &local);
             sockopt::set_ip_multicast_loop(fd, true)?;
             sockopt::set_ip_multicast_ttl(fd, MULTICAST_HOPS)?;
@@ -767,7 +770,7 @@ pub(crate) struct Interface {
     pub(crate) mtu: u32,
 }
 
-/// Calls with each address of each network interface, and the interface's name.
+/// Calls `call` with each address of each network interface, and the interface's name.
 fn each_interface(mut call: impl FnMut(&libc::ifaddrs, &CStr)) -> io::Result<()> {
     let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
     // SAFETY: the call writes the head of a list that it allocates, or fails; it is freed below.
@@ -786,8 +789,8 @@ fn each_interface(mut call: impl FnMut(&libc::ifaddrs, &CStr)) -> io::Result<()>
     Ok(())
 }
 
-/// The addresses of all network interfaces that are up, those that other hosts can reach first. Those of IPv6 that mean nothing without
-/// their link are left out.
+/// Returns the addresses of all network interfaces that are up, those that other hosts can reach first. IPv6 link-local
+/// addresses, which mean nothing without their link, are left out.
 pub(crate) fn local_addresses() -> io::Result<Vec<IpAddr>> {
     let mut found = Vec::new();
     each_interface(|entry, _| {
@@ -802,7 +805,7 @@ pub(crate) fn local_addresses() -> io::Result<Vec<IpAddr>> {
     Ok(found)
 }
 
-/// The network interface that has a local address. All of 127.0.0.0/8 is the loopback interface's.
+/// Returns the network interface that has a local address. All of 127.0.0.0/8 belongs to the loopback interface.
 pub(crate) fn interface_of(address: IpAddr) -> io::Result<Interface> {
     let mut found = None;
     each_interface(|entry, name| {
@@ -822,24 +825,24 @@ pub(crate) fn interface_of(address: IpAddr) -> io::Result<Interface> {
     Ok(Interface { index, mtu })
 }
 
-/// The name of the network interface of an index.
+/// Returns the name of the network interface with an index.
 pub(crate) fn interface_name(index: u32) -> Option<String> {
     let fd = udp_socket(Ipv4Addr::LOCALHOST.into()).ok()?;
     rustix::net::netdevice::index_to_name(&fd, index).ok()
 }
 
-/// The address of an entry, if it is one of IP.
+/// Returns the address of an entry, if it is an IP address.
 fn interface_address(entry: &libc::ifaddrs) -> Option<IpAddr> {
-    // SAFETY: the address is null or a sockaddr, whose family is there whatever it is.
+    // SAFETY: the address is null or a sockaddr, which has a family field whatever its kind.
     let family = unsafe { entry.ifa_addr.as_ref() }?.sa_family;
     match c_int::from(family) {
         libc::AF_INET => {
-            // SAFETY: an address of this family is a sockaddr_in; it is read wherever it lies.
+            // SAFETY: an address of this family is a sockaddr_in; the read needs no alignment.
             let v4 = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned() };
             Some(Ipv4Addr::from(v4.sin_addr.s_addr.to_ne_bytes()).into())
         }
         libc::AF_INET6 => {
-            // SAFETY: an address of this family is a sockaddr_in6; it is read wherever it lies.
+            // SAFETY: an address of this family is a sockaddr_in6; the read needs no alignment.
             let v6 = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned() };
             Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
         }
@@ -873,7 +876,7 @@ enum Buffer {
     Send,
 }
 
-/// Sets a buffer past the system's limit where the process may, else up to it.
+/// Sets the size of a buffer, beyond the system's limit if the process may do that, else up to the limit.
 fn ask_buffer(fd: &OwnedFd, which: Buffer, bytes: usize) -> io::Result<()> {
     match which {
         Buffer::Receive => sockopt::set_socket_recv_buffer_size_force(fd, bytes)
@@ -990,7 +993,7 @@ impl SockAddr {
     }
 }
 
-/// The address in a name that the kernel wrote; unspecified when it is of no IP family.
+/// Returns the address in a name that the kernel wrote; the unspecified address when it is of no IP family.
 fn socket_addr(name: &libc::sockaddr_storage) -> SocketAddr {
     let name: *const libc::sockaddr_storage = name;
     // SAFETY: a sockaddr_storage is large and aligned enough for either structure; both hold integers only, for which

@@ -1,23 +1,23 @@
-//! Whether a peer is a process of this user.
+//! Determines whether a peer is a process of this user.
 
 use std::fs;
 use std::sync::OnceLock;
 
-/// The number that the kernel gives users who have none, unless it is set to another.
+/// Uid that the kernel shows for users who have none in this user namespace, unless it is set to another.
 const OVERFLOW_UID: u32 = 65_534;
 
-/// What the user of a peer is to this process.
+/// Relation of a peer's user to the user of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum User {
-    /// The same.
+    /// The same user.
     Own,
-    /// Another one.
+    /// Another user.
     Other,
-    /// Perhaps the same: in this process's user namespace both have a number that all users have who have none of their own.
+    /// Perhaps the same user: in this process's user namespace both have the uid that all users share who have none of their own.
     Unknown,
 }
 
-/// Whose a process is of which the kernel says that it has this effective uid.
+/// Returns the relation to the user of a process for which the kernel reports this effective uid.
 pub(crate) fn user_of(uid: u32) -> User {
     if uid != rustix::process::geteuid().as_raw() {
         return User::Other;
@@ -27,7 +27,7 @@ pub(crate) fn user_of(uid: u32) -> User {
     })
 }
 
-/// The same, of who has the number of this process's user.
+/// Does the same for a process with the uid of this process's user.
 fn user_of_own_number(uid: u32, overflow: u32, uid_map: impl Fn() -> String) -> User {
     if uid != overflow || has_numbers_for_all(&uid_map()) {
         User::Own
@@ -36,7 +36,7 @@ fn user_of_own_number(uid: u32, overflow: u32, uid_map: impl Fn() -> String) -> 
     }
 }
 
-/// The number of users who have none here. Read once: whoever asks for a link may ask often.
+/// Returns the uid of users who have none here. It is read once: a process that asks for a link may ask often.
 fn overflow_uid() -> u32 {
     static READ: OnceLock<u32> = OnceLock::new();
     *READ.get_or_init(|| {
@@ -46,18 +46,18 @@ fn overflow_uid() -> u32 {
     })
 }
 
-/// Whether each user has a number in a user namespace with this map.
+/// Returns whether every user has a uid in a user namespace with this map.
 fn has_numbers_for_all(uid_map: &str) -> bool {
     let counts = uid_map.lines().map(|line| {
         let count = line.split_whitespace().nth(2);
         count.and_then(|count| count.parse::<u64>().ok()).unwrap_or(0)
     });
-    // The number that is left over is never a user's.
+    // The one uid that may be left over never belongs to a user.
     counts.sum::<u64>() >= u64::from(u32::MAX)
 }
 
-/// The number of this process's user outside of its user namespace, in the one above: users of different namespaces may have one
-/// number, 0 above all.
+/// Returns the uid of this process's user outside of its user namespace, in the parent namespace: users of different namespaces may have
+/// the same uid, above all 0.
 pub(in crate::soft) fn outer_number(uid: u32) -> u32 {
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     outer_number_by(uid, &map).unwrap_or(uid)
@@ -111,7 +111,7 @@ mod tests {
         for map in ["", "0 1000", "0 1000 x", "1 4294967295 2"] {
             assert_eq!(outer_number_by(2, map), None);
         }
-        // Of a user without a number here.
+        // A user without a uid in this namespace.
         assert_eq!(outer_number_by(65_534, ONE), None);
     }
 

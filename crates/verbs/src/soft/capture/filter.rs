@@ -1,4 +1,4 @@
-//! Which packets a capture takes.
+//! Filters for the packets that a capture takes.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -8,7 +8,7 @@ use rdmux_rnic::{Qpn, Rnic};
 use rdmux_wire::cnp::Cnp;
 use rdmux_wire::roce::{Opcode, Operation};
 
-/// Which packets a capture takes: all items must hold. The default takes all.
+/// Filter for the packets that a capture takes: all items must hold. The default takes all packets.
 ///
 /// ```text
 /// qp=N          of this queue pair of the device, both ways; N decimal, or hexadecimal as 0x3001a
@@ -34,9 +34,9 @@ pub enum Kind {
     Write,
     /// RDMA READ, and READ responses.
     Read,
-    /// Atomic operations and ATOMIC WRITE, and their answers.
+    /// Atomic operations and ATOMIC WRITE, and their responses.
     Atomic,
-    /// FLUSH. Its answer looks like that of a READ.
+    /// FLUSH. Its response looks like that of a READ.
     Flush,
     /// Acknowledgements and NAKs.
     Ack,
@@ -57,7 +57,7 @@ const KINDS: [(&str, Kind); 8] = [
     ("cnp", Kind::Cnp),
 ];
 
-/// Why a text is no [`Filter`]: the part, and what may be there.
+/// Error for a text that is no [`Filter`]: the part, and what may be there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct FilterError(String);
@@ -65,7 +65,7 @@ pub struct FilterError(String);
 impl FromStr for Filter {
     type Err = FilterError;
 
-    /// Items separated by commas or spaces, each once at most. No items: all packets.
+    /// Parses items separated by commas or spaces, each once at most. Without items the filter takes all packets.
     fn from_str(text: &str) -> Result<Filter, FilterError> {
         let mut filter = Filter::default();
         for item in text.split([',', ' ']).filter(|item| !item.is_empty()) {
@@ -125,7 +125,7 @@ impl fmt::Display for Filter {
 }
 
 impl Filter {
-    /// Whether a packet between the device and `other` is taken.
+    /// Returns whether the filter takes a packet between the device and `other`.
     pub(super) fn takes(&self, rnic: &Rnic, other: IpAddr, sent: bool, packet: &[u8]) -> bool {
         if *self == Filter::default() {
             return true;

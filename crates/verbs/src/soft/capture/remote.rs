@@ -1,5 +1,5 @@
-//! Captures a device of another process of this user, asked for over the socket of its slot. That process writes the file, which is
-//! opened here; the capture lasts as long as the connection.
+//! Captures a device of another process of this user, with a request over the socket of the device's slot. That process writes the file,
+//! which this one opens; the capture lasts as long as the connection.
 
 use std::fs::File;
 use std::io;
@@ -16,19 +16,19 @@ use crate::soft::resources::{AskError, DeviceAt};
 use crate::soft::shm::link::check_user;
 use crate::soft::shm::message::{self, Message};
 
-/// How long the device has for its answer.
+/// Time that the device has for its answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A capture under way; it ends with the value.
+/// A running capture. Dropping it ends the capture.
 #[derive(Debug)]
 pub struct Capturing {
     socket: OwnedFd,
-    /// Readable when all is written.
+    /// Readable when everything has been written.
     done: OwnedFd,
     pid: Option<u32>,
 }
 
-/// What came by while a capture lasted.
+/// Packet counts of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counts {
     /// Packets that the filter took.
@@ -74,7 +74,7 @@ pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing
 }
 
 impl Capturing {
-    /// Whether the device is still there, after waiting for its end for so long.
+    /// Waits up to `at_most` for the end of the device; returns whether the device still exists.
     ///
     /// # Errors
     /// Those of `poll`.
@@ -85,7 +85,7 @@ impl Capturing {
     /// Ends the capture, and waits until its file is complete.
     ///
     /// # Errors
-    /// [`AskError::Ended`] when the process ended before it: the file holds what had been written.
+    /// [`AskError::Ended`] when the process ended first: the file holds what it had written.
     pub fn stop(self) -> Result<Counts, AskError> {
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
         let ended = AskError::Ended { pid: self.pid };
@@ -105,7 +105,7 @@ impl Capturing {
     }
 }
 
-/// Whether something is to be read, or nothing will be any more, after so long at most.
+/// Waits up to `at_most`; returns whether there is something to read, or the other end is closed.
 fn readable(fd: &OwnedFd, at_most: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + at_most;
     loop {

@@ -1,4 +1,4 @@
-//! Writes captures: a thread that takes what engines put into a bounded queue, makes whole packets of it and writes pcapng.
+//! Writes captures: a thread takes what engines put into a bounded queue, makes whole packets of it and writes pcapng.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -15,20 +15,20 @@ use rdmux_wire::pcapng::{self, LinkType};
 use rdmux_wire::roce::{Bth, ICRC_LEN, NakCode, Packet, Syndrome, UDP_PORT, rnr_timer_ns};
 use rustix::net::SendFlags;
 
-/// Trains that wait to be written at most, and their bytes: what comes then is dropped and counted.
+/// Largest number of trains that wait to be written, and of their bytes: trains beyond that are dropped and counted.
 const RECORDS_MAX: usize = 16 << 10;
 const BYTES_MAX: usize = 64 << 20;
-/// Bytes gathered before they are written.
+/// Number of bytes that are gathered before they are written.
 const WRITE_BYTES: usize = 1 << 20;
-/// How long whoever ends a capture waits for the rest to be written.
+/// Time that the end of a capture waits for the rest to be written.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What carried a packet.
+/// Carrier of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Carried {
     Udp,
     SharedMemory,
-    /// No packet.
+    /// None: the record is an event.
     Event,
 }
 
@@ -37,19 +37,19 @@ pub(super) enum Carried {
 pub(super) struct Record {
     pub(super) at: SystemTime,
     pub(super) carried: Carried,
-    /// This side built it: packet `i` has identification `i`.
+    /// Set when this side built it: packet `i` has identification `i`.
     pub(super) sent: bool,
     pub(super) flow: Flow,
     pub(super) traffic_class: u8,
     pub(super) segment_bytes: usize,
     pub(super) bytes: Box<[u8]>,
-    /// What the faults made of it; of an event, all there is.
+    /// Faults that were injected into it; for an event, its text.
     pub(super) note: Option<String>,
 }
 
 enum Message {
     Of(u32, Record),
-    /// All before is to be in the file, with the counts.
+    /// Asks for all records before it to be in the file, with the counts.
     Sync(Sender<()>),
 }
 
@@ -60,19 +60,19 @@ struct Counts {
     dropped: AtomicU64,
 }
 
-/// Of which devices a capture is, by their numbers in it: names and counts.
+/// Devices of a capture, by their numbers in it: names and counts.
 type Devices = Arc<Mutex<Vec<(String, Arc<Counts>)>>>;
 
-/// A file that a capture goes to. It ends with its last device.
+/// Sending side of the queue to a capture's file. Each device holds one; the capture ends when the last clone is dropped.
 #[derive(Clone, Debug)]
 pub(super) struct Writer {
     queue: SyncSender<Message>,
-    /// In the queue.
+    /// Bytes in the queue.
     bytes: Arc<AtomicUsize>,
     devices: Devices,
 }
 
-/// One device's way into a capture.
+/// Input of one device to a capture.
 #[derive(Debug)]
 pub(super) struct Input {
     writer: Writer,
@@ -81,7 +81,8 @@ pub(super) struct Input {
 }
 
 impl Writer {
-    /// `done`, a socket, is told packets and dropped packets when all is written, and then closed.
+    /// Starts the thread that writes the file. When all is written the thread sends the numbers of packets and of dropped packets to
+    /// `done`, a socket, and closes it.
     pub(super) fn new(file: File, done: Option<OwnedFd>) -> io::Result<Writer> {
         let (queue, records) = sync_channel(RECORDS_MAX);
         let writer = Writer {
@@ -108,14 +109,14 @@ impl Writer {
             if let Some(done) = done {
                 let (packets, dropped) = out.counts();
                 let counts = [packets.to_ne_bytes(), dropped.to_ne_bytes()].concat();
-                // Nobody may be left to hear it.
+                // The process at the other end may have gone.
                 let _ = rustix::net::send(&done, &counts, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
             }
         })?;
         Ok(writer)
     }
 
-    /// Takes a device into the capture.
+    /// Adds a device to the capture.
     pub(super) fn input(&self, name: String) -> Input {
         let counts = Arc::new(Counts::default());
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,7 +130,7 @@ impl Writer {
 }
 
 impl Input {
-    /// Never waits: what finds no room is dropped and counted.
+    /// Adds a record to the queue. Never waits: a record that finds no room is dropped and counted.
     pub(super) fn put(&self, record: Record) {
         let packets = match record.carried {
             Carried::Event => 0,
@@ -145,11 +146,11 @@ impl Input {
         }
     }
 
-    /// Waits a while until all that was put is in the file.
+    /// Waits, for a limited time, until all records in the queue are in the file.
     pub(super) fn sync(&self) {
         let (done, wait) = channel();
         let mut message = Message::Sync(done);
-        // A full queue empties, unless the file takes nothing.
+        // The thread empties a full queue, unless the file takes nothing.
         for _ in 0..100 {
             match self.writer.queue.try_send(message) {
                 Ok(()) => {
@@ -159,25 +160,25 @@ impl Input {
                 Err(std::sync::mpsc::TrySendError::Full(back)) => message = back,
                 Err(_) => return,
             }
-            // A bounded channel tells nobody that it has room again.
+            // A bounded channel does not notify the sender when it has room again.
             std::thread::sleep(PATIENCE / 100);
         }
     }
 }
 
-/// What is known of a device whose packets have been written.
+/// State of a device whose packets have been written.
 struct Written {
-    /// Interfaces of UDP, shared memory and events, once there are any.
+    /// Interfaces of UDP, shared memory and events, once they exist.
     interfaces: [Option<u32>; 3],
     checker: Checker,
     bases: Vec<(usize, IdBasis)>,
 }
 
-/// The thread's side.
+/// State of the thread.
 struct Out {
     file: File,
     pending: Vec<u8>,
-    /// Nothing can be written any more; what comes is dropped.
+    /// Set when the file can no longer be written; all further records are dropped.
     failed: bool,
     bytes: Arc<AtomicUsize>,
     devices: Devices,
@@ -216,12 +217,12 @@ impl Out {
         self.end();
     }
 
-    /// Writes the counts so far, and everything.
+    /// Writes the counts so far, and everything that is pending.
     fn end(&mut self) {
         let now = since_1970_ns(SystemTime::now());
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         for (written, (_, counts)) in self.written.iter().zip(devices.iter()) {
-            // Where packets were dropped is known of the device, not of its carriers.
+            // Drops are counted for the device, not for its carriers.
             if let Some(interface) = written.interfaces.iter().flatten().next() {
                 let (packets, dropped) = (counts.packets.load(Relaxed), counts.dropped.load(Relaxed));
                 pcapng::write_statistics(&mut self.pending, *interface, now, packets, dropped);
@@ -238,7 +239,7 @@ impl Out {
         self.pending.clear();
     }
 
-    /// Packets that came by, and those that are not in the file.
+    /// Returns the numbers of packets that were captured, and of those that are not in the file.
     fn counts(&self) -> (u64, u64) {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         let sum =
@@ -294,7 +295,7 @@ impl Out {
             let ip_id = match (record.carried, packet.len().checked_sub(ICRC_LEN)) {
                 (_, None) => 0,
                 (_, Some(end)) if end < Bth::LEN => 0,
-                // It had none.
+                // A packet in shared memory has no ICRC.
                 (Carried::SharedMemory, Some(end)) => {
                     let icrc = flow.icrc(&packet[..end], 0);
                     packet[end..].copy_from_slice(&icrc.to_le_bytes());
@@ -324,7 +325,8 @@ impl Out {
 }
 
 impl Written {
-    /// The IPv4 identification with which a packet was sent: no socket shows it, but its ICRC covers it. `None`: none explains its ICRC.
+    /// Returns the IPv4 identification with which a packet was sent: no socket shows it, but the packet's ICRC covers it. Returns `None`
+    /// when no identification explains the ICRC.
     fn solve(&mut self, flow: &Flow, packet: &[u8]) -> Option<u16> {
         let (covered, icrc) = packet.split_last_chunk::<ICRC_LEN>()?;
         let icrc = u32::from_le_bytes(*icrc);
@@ -345,7 +347,7 @@ impl Written {
         if self.bases.len() < 64 {
             self.bases.push((packet.len(), basis));
         }
-        // The kernel's endpoint computes that of a FLUSH in its own way.
+        // The kernel's endpoint computes the ICRC of a FLUSH in its own way.
         id.or_else(|| {
             let difference = flow.rxe_flush_icrc(covered, 0) ^ icrc;
             IdBasis::of_rxe_flush(packet.len()).solve(difference)
@@ -353,7 +355,7 @@ impl Written {
     }
 }
 
-/// What a NAK says.
+/// Describes a NAK; returns `None` for any other packet.
 fn refusal(packet: &[u8]) -> Option<String> {
     let packet = Packet::parse(packet).ok()?;
     let psn = packet.bth.psn.value();
@@ -377,7 +379,7 @@ fn since_1970_ns(at: SystemTime) -> u64 {
         .map_or(0, |since| since.as_nanos() as u64)
 }
 
-/// What the ICRC covers of the way of a packet to port 4791.
+/// Returns the addresses and ports of a packet to port 4791, as far as the ICRC covers them.
 pub(super) fn flow(src: IpAddr, src_port: u16, dst: IpAddr) -> Flow {
     Flow {
         src,
@@ -439,7 +441,7 @@ mod tests {
         assert_eq!(told, [RECORDS * 32, dropped]);
         let written = pcapng::Reader::new(&bytes).unwrap().filter(Result::is_ok).count() as u64;
         assert_eq!(written + dropped, RECORDS * 32);
-        // The last block: how many, and how many of them are missing.
+        // The last block holds the number of packets, and how many of them are missing.
         let mut expected = Vec::new();
         pcapng::write_statistics(&mut expected, 0, 0, RECORDS * 32, dropped);
         assert_eq!(bytes[bytes.len() - expected.len() + 20..], expected[20..]);

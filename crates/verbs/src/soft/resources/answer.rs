@@ -1,4 +1,4 @@
-//! Answers for devices that have no engine to give them: those of RNICs. A thread sleeps until somebody asks.
+//! Answers queries for devices that have no engine to do so: those of RNICs. A thread sleeps until a query arrives.
 
 use std::io;
 use std::net::IpAddr;
@@ -17,25 +17,25 @@ pub(crate) use crate::soft::shm::report::RECORDS_MAX;
 use crate::soft::shm::report::{Object, Page, Record};
 use crate::soft::shm::why::Why;
 
-/// Who asks at a time; the oldest has to go for one more.
+/// Largest number of clients at a time; for one more, the oldest connection is closed.
 const OPEN_MAX: usize = 16;
 
-/// After which time it is tried again to let somebody in, where the process had no descriptor left for that.
+/// Time after which the thread tries again to accept a client, when the process had no descriptor left for it.
 const PAUSE: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 100_000_000,
 };
 
-/// What a device has of a kind: at most [`RECORDS_MAX`] of the objects from a number on, those with the lowest numbers. Of counters, whose
-/// numbers are their places, it is all.
+/// Objects of a kind that a device has: at most [`RECORDS_MAX`], those with the lowest numbers from a given number on. Counters, whose
+/// numbers are their places, are all included.
 #[derive(Debug)]
 pub(crate) struct Told {
     pub(crate) items: Vec<Item>,
-    /// There are objects behind these.
+    /// Set when further objects follow these.
     pub(crate) more: bool,
 }
 
-/// Answers who asks, as long as it lives.
+/// Answers queries until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Answering {
     stop: OwnedFd,
@@ -43,7 +43,7 @@ pub(crate) struct Answering {
 }
 
 impl Answering {
-    /// Begins to answer for a device of an address; `items` tells what it has of a kind, from a number on.
+    /// Begins to answer for a device of an address; `items` returns its objects of a kind, from a number on.
     pub(crate) fn begin(
         address: IpAddr,
         items: impl Fn(Object, u64) -> Told + Send + 'static,
@@ -63,7 +63,7 @@ impl Answering {
 impl Drop for Answering {
     fn drop(&mut self) {
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
-        // The thread itself is the last to hold the device, if that ends while it tells of it.
+        // The thread itself is the last to hold the device, if the device ends while the thread answers a query.
         let thread = self.thread.take();
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != thread::current().id()) {
             let _ = thread.join();
@@ -98,7 +98,7 @@ fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told)
             continue;
         }
         match accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-            // Another user gets nothing; root may look.
+            // Processes of other users get no answer, except root's.
             Ok(socket) if matches!(check_user(&socket), Ok(_) | Err(Why::OtherUser(ROOT))) => {
                 if open.len() == OPEN_MAX {
                     open.remove(0);
@@ -106,13 +106,13 @@ fn run(listener: &OwnedFd, stop: &OwnedFd, items: &impl Fn(Object, u64) -> Told)
                 open.push(socket);
             }
             Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
-            // Who knocks still waits, so that the next poll would come back at once.
+            // The client still waits, so the next poll of the listener would return at once.
             Err(_) => is_full = true,
         }
     }
 }
 
-/// Answers one question; `None`: there will be no more.
+/// Answers one query; returns `None` when the connection is to be closed.
 fn answer(socket: &OwnedFd, items: &impl Fn(Object, u64) -> Told) -> Option<()> {
     let mut buffer = [0; message::LEN_MAX];
     let question = match group::receive_with_descriptors(socket, &mut buffer) {
@@ -124,11 +124,11 @@ fn answer(socket: &OwnedFd, items: &impl Fn(Object, u64) -> Told) -> Option<()> 
         return None;
     };
     let page = page(object, from, items(object, from)).encode();
-    // Who does not read gets no more.
+    // A client that does not read gets no further answers.
     group::send_bytes(socket, &page, &[]).ok()
 }
 
-/// The objects from a number on, in the order of their numbers, as many as a page holds.
+/// Returns the objects from a number on, in the order of their numbers, as many as a page holds.
 fn page(object: Object, from: u64, told: Told) -> Page {
     let record = |(place, item): (usize, &Item)| {
         let mut record = item.record()?;

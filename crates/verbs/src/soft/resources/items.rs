@@ -1,4 +1,4 @@
-//! What is told of each kind of object, and how it travels: the words of a [`Record`], in the order in which they stand here.
+//! Contents of each kind of object in an answer, and their encoding: the words of a [`Record`], in the order in which they stand here.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -13,7 +13,7 @@ use crate::Carrier;
 use crate::soft::shm::report::{Object, Record};
 use crate::soft::shm::why::{NotDirect, Why};
 
-/// An object of a device, as it is told of.
+/// An object of a device, as the device reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Item {
     /// The device itself.
@@ -26,7 +26,7 @@ pub enum Item {
     Mr(RegionDetail),
     /// A protection domain.
     Pd(PdDetail),
-    /// A connection, or who listens for them.
+    /// A connection, or a listener.
     CmId(CmDetail),
     /// A shared receive queue.
     Srq(SrqDetail),
@@ -34,22 +34,22 @@ pub enum Item {
     Counter(CounterResource),
 }
 
-/// What is known of a device from outside.
+/// Properties of a device that are visible from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceResource {
-    /// Of its address: [`super::node_guid`].
+    /// GUID of its address: [`super::node_guid`].
     pub guid: u64,
     /// Bytes of payload that a packet on its link carries.
     pub mtu: u32,
-    /// The network takes its packets.
+    /// Set while the network accepts its packets.
     pub active: bool,
     /// Version of rdmux.
     pub version: String,
-    /// Objects that it has.
+    /// Numbers of its objects.
     pub counts: Counts,
 }
 
-/// How many objects a device has.
+/// Numbers of objects that a device has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Queue pairs.
@@ -62,11 +62,11 @@ pub struct Counts {
     pub pds: u32,
     /// Shared receive queues.
     pub srqs: u32,
-    /// Connections, and who listens for them.
+    /// Connections, and listeners.
     pub cm_ids: u32,
 }
 
-/// What is known of a queue pair from outside.
+/// Properties of a queue pair that are visible from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QpResource {
     /// Its number.
@@ -79,19 +79,19 @@ pub struct QpResource {
     pub peer: Option<(IpAddr, Qpn)>,
     /// Path MTU in bytes.
     pub path_mtu: u32,
-    /// What carries its packets; `None` while it has no peer, or not one.
+    /// Carrier of its packets; `None` while it has no peer, or more than one.
     pub carrier: Option<Carrier>,
-    /// What of its peer's memory it reaches without packets.
+    /// Memory of its peer that it reaches without packets.
     pub direct: Direct,
     /// Protection domain.
     pub pdn: u32,
-    /// Where its send completions go.
+    /// Completion queue of its sends.
     pub send_cqn: u32,
-    /// Where its receive completions go.
+    /// Completion queue of its receives.
     pub recv_cqn: u32,
-    /// Where it takes its receives from, when not its own queue.
+    /// Shared receive queue that it takes its receives from, if it has one.
     pub srqn: Option<u32>,
-    /// PSN that its next send request begins with.
+    /// First PSN of its next send request.
     pub sq_psn: u32,
     /// PSN of the next request that it expects.
     pub rq_psn: u32,
@@ -101,16 +101,16 @@ pub struct QpResource {
     pub receives: u32,
 }
 
-/// What a queue pair reaches without packets: regions of a peer on the same host, by WRITE and READ.
+/// Regions of a peer on the same host that a queue pair reaches without packets, by WRITE and READ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Direct {
     /// Regions that are mapped.
     pub mapped: u32,
     /// Regions that the kernel copies to and from (`process_vm_writev`).
     pub by_calls: u32,
-    /// Why the last region that is reached by packets is not one of those.
+    /// Reason why the last region that is reached by packets is not one of those.
     pub why_not: Option<String>,
-    /// WRITEs and READs that went by packets all the same.
+    /// WRITEs and READs that went by packets nevertheless.
     pub by_packets: ByPackets,
 }
 
@@ -119,25 +119,25 @@ pub struct Direct {
 pub struct CounterResource {
     /// Its name, as in [`rdmux_rnic::Counters`].
     pub name: String,
-    /// Since the device was opened.
+    /// Its value since the device was opened.
     pub value: u64,
 }
 
-/// What carries packets, to the engine itself.
+/// Carrier of packets, as the engine itself knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::soft) enum Carried {
-    /// There is no one peer.
+    /// There is not exactly one peer.
     Nowhere,
     Shared,
     Udp(Why),
 }
 
-/// What a queue pair reaches without packets, to the engine itself.
+/// Regions that a queue pair reaches without packets, as the engine itself knows them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::soft) struct Reached {
     pub(in crate::soft) mapped: u32,
     pub(in crate::soft) by_calls: u32,
-    /// The last reason why a region was not reached.
+    /// Last reason why a region was not reached without packets.
     pub(in crate::soft) not_direct: Option<NotDirect>,
 }
 
@@ -175,7 +175,7 @@ const CM_STATES: [CmState; 7] = [
 const SHARED: u8 = 0;
 const NOWHERE: u8 = 255;
 const RNIC: u8 = 254;
-/// A number that is not there; all that there are have 32 bits at most.
+/// Word that stands for an absent number; the numbers themselves have 32 bits at most.
 const NONE: u64 = u64::MAX;
 
 fn place<T: PartialEq>(all: &[T], one: &T) -> u64 {
@@ -228,7 +228,7 @@ fn code(word: u64, value: u64) -> Option<(u8, u32)> {
     Some((u8::try_from(word).ok()?, u32::try_from(value).ok()?))
 }
 
-/// The record of a queue pair.
+/// Returns the record of a queue pair of an engine.
 pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, reached: Reached) -> Record {
     let info = &detail.info;
     let peer = address(info.path.map(|path| path.dst));
@@ -273,7 +273,7 @@ pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, 
 }
 
 impl Item {
-    /// The record of all but queue pairs of engines, which have [`qp_record`].
+    /// Returns the record of an object; `None` for queue pairs of engines, which have [`qp_record`].
     pub(in crate::soft) fn record(&self) -> Option<Record> {
         let record = |number: u64, words: &[u64]| Record {
             number,
@@ -351,7 +351,7 @@ impl Item {
                 words.extend(srq.qpns.iter().map(|qpn| u64::from(qpn.value())));
                 record(srq.srqn.0.into(), &words)
             }
-            // Its number is its place among the counters.
+            // The number of a counter is its place among the counters, which the caller sets.
             Item::Counter(counter) => Record {
                 name: counter.name.clone(),
                 ..record(0, &[counter.value])
@@ -359,7 +359,7 @@ impl Item {
         })
     }
 
-    /// `None` for what no engine tells.
+    /// Parses a record. `None` for a record that no engine sends.
     pub(in crate::soft) fn parse(object: Object, record: &Record) -> Option<Item> {
         let word = |at| record.word(at);
         let short = |at| u32::try_from(record.word(at)).ok();
@@ -447,7 +447,8 @@ impl Item {
 }
 
 impl QpResource {
-    /// The record of one that an RNIC has: it is carried by the RNIC's link, or by nothing yet, and all that it sends goes there.
+    /// Returns the record of a queue pair of an RNIC, which is carried by the RNIC's link, or by nothing yet, and sends everything there.
+    /// `None` for any other.
     fn record(&self) -> Option<Record> {
         let is_rnics = matches!(self.carrier, None | Some(Carrier::Rnic)) && self.direct == Direct::default();
         if !is_rnics {
@@ -733,7 +734,7 @@ mod tests {
         let mut understood = 0;
         for round in 0..100_000 {
             let object = Object::ALL[round % Object::ALL.len()];
-            // Small numbers are words that mean something.
+            // Small numbers are words that have a meaning.
             let words = (0..next() % 30).map(|_| next() % (1 << (next() % 44))).collect();
             let record = Record {
                 number: next() % (1 << (next() % 44)),

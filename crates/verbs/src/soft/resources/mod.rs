@@ -1,7 +1,7 @@
-//! What the devices of a network namespace have, asked from outside: for tools that show it.
+//! Queries for the objects of the devices in a network namespace, from outside of their processes: for tools that show them.
 //!
-//! [`devices`] finds the devices, and [`ask`] asks them for objects of one kind, all at once. A device answers only processes of its
-//! own user, and root. Asking costs it little: it tells of a bounded number of objects at a time and never waits.
+//! [`devices`] finds the devices, and [`ask`] asks them for objects of one kind, all at once. A device answers only processes of its own
+//! user, and of root. A query costs the device little: it reports a bounded number of objects at a time and never waits.
 //!
 //! ```no_run
 //! use rdmux_verbs::soft::resources::{Object, ask, devices};
@@ -38,10 +38,10 @@ use super::shm::report::{PAGE_BYTES_MAX, Page};
 use super::shm::why::Why;
 use super::udp;
 
-/// Objects of a kind that a device can have: regions and windows are the most.
+/// Largest number of objects of a kind that a device can have: regions and windows are the most.
 const ITEMS_MAX: usize = 1 << 20;
 
-/// How often a device is asked anew that too many others ask.
+/// Time between two attempts to connect to a device whose backlog is full.
 const KNOCK_AGAIN: Duration = Duration::from_millis(5);
 
 /// A device of some process: a place on port 4791 of a local address.
@@ -54,7 +54,7 @@ pub struct DeviceAt {
 }
 
 impl fmt::Display for DeviceAt {
-    /// As `address/slot`.
+    /// Writes `address/slot`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.address, self.slot)
     }
@@ -84,17 +84,17 @@ pub struct BadName(String);
 pub struct Told {
     /// Its process; `None` when that is in a PID namespace which this process does not see into.
     pub pid: Option<u32>,
-    /// Its user: this one, unless this one is root.
+    /// Its user: that of this process, unless this process is root's.
     pub uid: u32,
-    /// Each object, in the order of their numbers. They come and go while they are told of.
+    /// All objects, in the order of their numbers. Objects may come and go while the device reports them.
     pub items: Vec<Item>,
 }
 
-/// Why a device did not answer.
+/// Reason why a device did not answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AskError {
-    /// There is no such device now.
+    /// There is no such device at the moment.
     #[error("there is no such device")]
     NotThere,
     /// It belongs to a process of another user.
@@ -103,7 +103,7 @@ pub enum AskError {
         /// The user.
         uid: u32,
     },
-    /// It may belong to another user: this user namespace has numbers for some users alone, and shows the others as one.
+    /// It may belong to another user: this user namespace has numbers for some users only, and shows the others as one.
     #[error("its user may be another one: this user namespace does not tell")]
     UnknownUser,
     /// It did not answer in time: its process is stopped, or gets no CPU.
@@ -134,8 +134,8 @@ impl From<Why> for AskError {
     }
 }
 
-/// The soft devices of this network namespace, those of other users included, by address and slot. Where `/proc` is not mounted they
-/// cannot be listed: then these are the places of 127.0.0.1, most of which nobody has.
+/// Returns the soft devices of this network namespace, those of other users included, by address and slot. Without a mounted `/proc` they
+/// cannot be listed: then the result is all slots of 127.0.0.1, most of which have no device.
 pub fn devices() -> Vec<DeviceAt> {
     let loopback = || {
         let address = IpAddr::from(Ipv4Addr::LOCALHOST);
@@ -149,10 +149,10 @@ pub fn devices() -> Vec<DeviceAt> {
         .collect()
 }
 
-/// The node GUID of the devices of a local address: an EUI-64 of local scope, made from the address, so that it is the same in every
-/// process and after every start, as an RNIC's is.
+/// Returns the node GUID of the devices of a local address: an EUI-64 of local scope, made from the address, so that it is the same in
+/// every process and after every start, as an RNIC's is.
 ///
-/// The GUID in CM messages is another one, of each opening: see [`rdmux_rnic::Config::guid`].
+/// The GUID in CM messages is another one, different for each opening: see [`rdmux_rnic::Config::guid`].
 pub fn node_guid(address: IpAddr) -> u64 {
     match address {
         IpAddr::V4(address) => {
@@ -169,8 +169,8 @@ pub fn node_guid(address: IpAddr) -> u64 {
     }
 }
 
-/// The devices of provider `hw` that processes have open, likewise. They are asked as the others are; of connections and shared receive
-/// queues they tell nothing.
+/// Returns the devices of provider `hw` that processes of this network namespace have open, those of other users included, by address and
+/// slot. [`ask`] works for them too; they report no connections and no shared receive queues.
 pub fn rnics() -> Vec<DeviceAt> {
     let slots = group::slots_in_use().unwrap_or_default().into_iter();
     slots
@@ -184,20 +184,20 @@ fn is_slot(slot: &u8) -> bool {
 }
 
 impl DeviceAt {
-    /// Whether it is a device of provider `hw`.
+    /// Returns whether it is a device of provider `hw`.
     pub fn is_rnic(&self) -> bool {
         group::is_rnic_slot(self.slot)
     }
 }
 
-/// The network interface that has a local address: its name and index.
+/// Returns name and index of the network interface that has a local address.
 pub fn netdev_of(address: IpAddr) -> Option<(String, u32)> {
     let index = udp::interface_of(address).ok()?.index;
     Some((udp::interface_name(index)?, index))
 }
 
-/// The local addresses that programs see devices for: those of a list as `RDMUX_DEVICES` has it, in its order, else those of all
-/// interfaces that are up, loopback last.
+/// Returns the local addresses that programs see devices for: those of a list in the format of `RDMUX_DEVICES`, in its order, else those of
+/// all interfaces that are up, loopback last.
 ///
 /// # Errors
 /// The word of the list that is no address.
@@ -211,7 +211,7 @@ pub fn visible_addresses(list: Option<&str>) -> Result<Vec<IpAddr>, String> {
         .collect()
 }
 
-/// Asks devices for their objects of a kind, all at once, and waits for no answer longer than `timeout`. In the order of
+/// Asks devices for their objects of a kind, all at once, and waits for no answer longer than `timeout`. The answers are in the order of
 /// `devices`.
 pub fn ask(
     devices: &[DeviceAt],
@@ -253,16 +253,16 @@ pub fn ask(
     asked.into_iter().map(Question::end).collect()
 }
 
-/// A device that is asked.
+/// A query to a device.
 struct Question {
     device: DeviceAt,
     object: Object,
     socket: Option<OwnedFd>,
-    /// What it has told so far.
+    /// Objects that it has reported so far.
     told: Told,
-    /// The number from which on it is to tell next.
+    /// Number from which the next page starts.
     from: u64,
-    /// The whole, or why there is none.
+    /// Set when the query is over: success, or the reason for failure.
     answer: Option<Result<(), AskError>>,
 }
 
@@ -282,12 +282,12 @@ impl Question {
         }
     }
 
-    /// Whether it was not asked yet.
+    /// Returns whether the query was not sent yet.
     fn is_new(&self) -> bool {
         self.socket.is_none() && self.answer.is_none()
     }
 
-    /// Asks the first question, unless too many wait at the device's door.
+    /// Connects and asks for the first page, unless the device's backlog is full.
     fn ask(&mut self) {
         let asked = match group::connect_slot(self.device.address, self.device.slot) {
             Ok(socket) => self.ask_by(socket),
@@ -301,7 +301,7 @@ impl Question {
     fn ask_by(&mut self, socket: OwnedFd) -> Result<(), AskError> {
         let (uid, pid) = udp::peer_credentials(&socket)?;
         match check_user(&socket) {
-            // Root may look at everybody's; what it is told it does not trust.
+            // Root may query the devices of all users, and does not trust their answers.
             Err(Why::OtherUser(_)) if rustix::process::geteuid().as_raw() == ROOT => {}
             checked => drop(checked?),
         }
@@ -311,7 +311,7 @@ impl Question {
         self.ask_for_a_page()
     }
 
-    /// Asks for the objects behind those that were told of.
+    /// Asks for the objects that follow those received.
     fn ask_for_a_page(&self) -> Result<(), AskError> {
         let (object, from) = (self.object, self.from);
         let question = Message::List { object, from }.encode();
@@ -320,7 +320,7 @@ impl Question {
         group::send_bytes(socket, &question, &[]).map_err(|_| AskError::Ended { pid })
     }
 
-    /// Takes a page.
+    /// Receives a page.
     fn hear(&mut self) {
         let mut buffer = vec![0; PAGE_BYTES_MAX];
         let socket = self.socket.as_ref();
@@ -354,7 +354,7 @@ impl Question {
         if !page.more {
             return Some(Ok(()));
         }
-        // More behind nothing, or behind the last number, is no answer.
+        // A page that is empty, or ends with the last number, cannot have a successor.
         let Some(next) = page.records.last().and_then(|last| last.number.checked_add(1)) else {
             return ended;
         };
@@ -417,7 +417,7 @@ mod tests {
         group::connect_slot(device.address, device.slot).unwrap()
     }
 
-    /// Whether the engine ended the connection, after what it may have said before.
+    /// Returns whether the engine ended the connection, after anything that it may have sent before.
     fn is_ended(socket: &OwnedFd) -> bool {
         let deadline = Instant::now() + LONG;
         let mut buffer = vec![0; PAGE_BYTES_MAX];
@@ -431,7 +431,7 @@ mod tests {
         false
     }
 
-    /// A device with a queue pair of each kind, and many of one.
+    /// Returns a device with a queue pair each of the types UC, UD and XRC send, and `many` of type RC.
     fn populated(address: [u8; 4], many: usize) -> (Device, Vec<QueuePair>) {
         let device = Device::open(IpAddr::from(address)).unwrap();
         let pd = device.alloc_pd().unwrap();
@@ -456,7 +456,7 @@ mod tests {
         assert_eq!(guid("2001:db8::a:b:c:d"), 0x020a_000b_000c_000d);
         let address = IpAddr::from([127, 0, 6, 40]);
         for _ in 0..2 {
-            // The same when it is opened again.
+            // The GUID is the same when the device is opened again.
             let device = Device::open(address).unwrap();
             let items = told(&device, Object::Device).items;
             assert!(matches!(&items[..], [Item::Device(one)] if one.guid == node_guid(address)));
@@ -562,7 +562,7 @@ mod tests {
 
     #[test]
     fn ask__process_that_does_not_answer() {
-        // Bound, listening, and never accepting, as a stopped process is.
+        // The socket is bound and listens, but never accepts, like that of a stopped process.
         let silent = DeviceAt {
             address: IpAddr::from([127, 0, 6, 3]),
             slot: 7,
@@ -623,7 +623,7 @@ mod tests {
         write(regions[0].iova(), regions[0].rkey());
         until(&|found| found.direct.mapped == 1);
         write(regions[1].iova(), regions[1].rkey());
-        // Where the system refuses the calls it says so.
+        // If the system refuses the calls, the device reports that.
         until(&|found| found.direct.by_calls == 1 || found.direct.why_not.is_some());
         let [shared_region, _private_region] = regions;
         drop(shared_region);
@@ -632,7 +632,7 @@ mod tests {
         until(&|found| found.direct.why_not.as_deref() == Some("not granted by the peer"));
     }
 
-    /// To RTS, as the peer of another.
+    /// Moves a queue pair to RTS, connected to `peer`.
     fn bring_up(qp: &QueuePair, peer: &QueuePair) {
         let access = Access::REMOTE_WRITE;
         let init = QpAttributes {
@@ -704,7 +704,7 @@ mod tests {
         let deaf = raw_question(place);
         let object = Object::Qp;
         let question = Message::List { object, from: 0 }.encode();
-        // Until the engine's side is full: then it ends the connection.
+        // Send until the engine's side is full: then the engine ends the connection.
         let deadline = Instant::now() + LONG;
         loop {
             match group::send_bytes(&deaf, &question, &[]) {
@@ -714,7 +714,7 @@ mod tests {
             }
             assert!(Instant::now() < deadline);
         }
-        // And those who never ask keep nobody out.
+        // Clients that never ask keep no others out.
         let idle: Vec<_> = (0..200)
             .filter_map(|_| group::connect_slot(place.address, place.slot).ok())
             .collect();

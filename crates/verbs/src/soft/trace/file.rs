@@ -1,8 +1,8 @@
-//! The file in which a device keeps its notes, and those of others, read.
+//! Writes the file in which a device keeps its notes, and reads the files of other devices.
 //!
-//! It lies in the user's runtime folder, which nobody else can enter, and is written at each note: so it is there however the process
-//! ends. Behind a header of [`HEADER_BYTES`] are two rings of [`RING`] records: of what is rare, and of what may happen as often as
-//! packets go by, which would overwrite it. A lock on the file tells that its process lives.
+//! The file lies in the user's runtime folder, which nobody else can enter. The device writes to it at each note, so the notes are there
+//! however the process ends. A header of [`HEADER_BYTES`] precedes two rings of [`RING`] records: one for rare notes, and one for notes
+//! that may be as frequent as packets and would overwrite the rare ones. A lock on the file shows that its process lives.
 
 use std::ffi::OsStr;
 use std::io;
@@ -23,25 +23,25 @@ use super::record::{Entry, RECORD_BYTES, seal};
 use crate::soft::resources::DeviceAt;
 use crate::soft::user::outer_number;
 
-/// Traces of ended processes that are kept: the newest. The others go when a device is opened.
+/// Number of traces of ended processes that are kept: the newest. The others are removed when a device is opened.
 pub const KEPT_MAX: usize = 16;
-/// Traces that are read at once: the newest.
+/// Largest number of traces that are read at once: the newest.
 pub const TRACES_MAX: usize = 256;
-/// Files of a folder that are looked at.
+/// Largest number of files of a folder that are looked at.
 const FILES_MAX: usize = 1024;
 
 const HEADER_BYTES: usize = 128;
-/// Records of a ring.
+/// Number of records in a ring.
 const RING: u64 = 4096;
-/// Bytes of a trace.
+/// Size of a trace in bytes.
 const FILE_BYTES: usize = HEADER_BYTES + 2 * RING as usize * RECORD_BYTES;
 const MAGIC: [u8; 8] = *b"rdmuxtrc";
 const VERSION: u64 = 1;
 const SUFFIX: &str = ".trace";
 
-/// Notes that may happen with every packet: so many at once ...
+/// Limit for notes that may come with every packet: so many at once ...
 const BURST: u64 = 512;
-/// ... and one more in this time. What is more is counted.
+/// ... and one more in this time. Notes beyond that are only counted.
 const NOTE_NS: u64 = 20_000;
 
 /// The trace of a device of this process.
@@ -50,28 +50,28 @@ pub(in crate::soft) struct TraceFile {
     folder: OwnedFd,
     name: String,
     file: OwnedFd,
-    /// What the engine's clock says is so much after 1970, in ns.
+    /// Time from 1970 to the zero of the engine's clock, in ns.
     base_ns: u64,
     last: Time,
     number: u64,
     /// Records written to each ring.
     written: [u64; 2],
-    /// Frequent notes that may be made now, and until when that was reckoned.
+    /// Number of frequent notes that may be made now, and the time up to which it was calculated.
     tokens: u64,
     reckoned: Time,
     skipped: u64,
-    /// Somebody may ask why: it stays when the device is closed.
+    /// Set when a note reports trouble that somebody may ask about: the file stays when the device is closed.
     trouble: bool,
-    /// Every packet is noted, however many there are.
+    /// Set when every packet is noted, however many there are.
     packets: bool,
-    /// It cannot be written any more.
+    /// Set when the file can no longer be written.
     broken: bool,
 }
 
 impl TraceFile {
-    /// Makes one, and removes those of ended processes that are too many.
+    /// Creates a trace, and removes the surplus traces of ended processes.
     pub(super) fn create(device: DeviceAt, now: Time, packets: bool) -> io::Result<TraceFile> {
-        // At once, while `now` is: the times of two devices are compared, and what comes next takes its time.
+        // Read the clock at once, close to `now`: readers compare the times of two devices, and the next steps take time.
         let clocks = (now, unix_ns());
         TraceFile::create_in(own_folder()?, device, clocks, packets)
     }
@@ -120,7 +120,7 @@ impl TraceFile {
         Ok(trace)
     }
 
-    /// Whether a note that may come with every packet is made.
+    /// Returns whether to make a note that may come with every packet.
     fn may_note(&mut self, now: Time) -> bool {
         if self.packets {
             return true;
@@ -172,7 +172,7 @@ impl Tracer for TraceFile {
 }
 
 impl Drop for TraceFile {
-    /// The device is closed in good order: what nobody will ask about goes.
+    /// Removes a trace that nobody will ask about: the device is closed in good order.
     fn drop(&mut self) {
         if !self.trouble {
             let _ = unlinkat(&self.folder, &self.name, AtFlags::empty());
@@ -180,13 +180,13 @@ impl Drop for TraceFile {
     }
 }
 
-/// The name of this process.
+/// Returns the name of this process.
 fn comm() -> String {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     clean_name(name.trim_end())
 }
 
-/// A process names itself as it likes.
+/// Replaces control characters and white space in a process name: a process chooses its name freely.
 fn clean_name(name: &str) -> String {
     name.replace(|c: char| c.is_control() || c.is_whitespace(), "?")
 }
@@ -195,15 +195,16 @@ fn uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Where this process keeps traces.
+/// Returns the folder in which this process keeps traces.
 fn own_path() -> PathBuf {
     let runtime = std::env::var_os("XDG_RUNTIME_DIR");
     path_of(runtime.as_deref(), uid(), outer_number(uid()))
 }
 
-/// Where a user's are: in the runtime folder, if that is this user's and nobody else may write there. In another's, as root has it by
-/// `su`, its owner could exchange what is made, which would also be in that one's way.
-/// In /tmp it has the number that the user has outside: who is root in a user namespace of its own would take root's.
+/// Returns the folder of a user's traces: in the runtime folder, if that belongs to this user and nobody else may write there. In another
+/// user's runtime folder, which root has after `su`, the owner could exchange the files, which would also be in the owner's way. In /tmp
+/// the name has the uid that the user has outside of the user namespace: a process that is root in a user namespace of its own would
+/// otherwise take root's folder.
 fn path_of(runtime: Option<&OsStr>, user: u32, outer: u32) -> PathBuf {
     let is_own = |folder: &Path| {
         let found = std::fs::metadata(folder);
@@ -215,7 +216,7 @@ fn path_of(runtime: Option<&OsStr>, user: u32, outer: u32) -> PathBuf {
     }
 }
 
-/// Opens the folder of this user, which is made where there is none. Errors say which it is.
+/// Opens the folder of this user, and creates it if there is none. Errors name the folder.
 fn own_folder() -> io::Result<OwnedFd> {
     let path = own_path();
     match mkdir(&path, Mode::RWXU) {
@@ -225,14 +226,14 @@ fn own_folder() -> io::Result<OwnedFd> {
     open_folder(&path, Some(uid()))
 }
 
-/// Nanoseconds since 1970, UTC.
+/// Returns the time in nanoseconds since 1970, UTC.
 fn unix_ns() -> u64 {
     let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     unix.as_nanos() as u64
 }
 
-/// The folder of this user in which rdmux keeps what lives no longer than the host is up; made where there is none. It is the user's
-/// alone: an error when somebody else's, or open to others.
+/// Returns the folder of this user in which rdmux keeps files that last no longer than the host is up; creates it if there is none. The
+/// folder is the user's alone: returns an error when it belongs to another user, or is open to others.
 pub fn runtime_folder() -> io::Result<PathBuf> {
     own_folder()?;
     Ok(own_path())
@@ -243,7 +244,7 @@ fn at(path: &Path, errno: Errno) -> io::Error {
     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
 }
 
-/// Opens a folder, if it is `owner`'s alone.
+/// Opens a folder, if it belongs to `owner` and is closed to others.
 fn open_folder(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let folder = open(path, flags, Mode::empty()).map_err(|errno| at(path, errno))?;
@@ -257,7 +258,7 @@ fn open_folder(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     Ok(folder)
 }
 
-/// The traces in a folder, newest first.
+/// Returns the names of the traces in a folder, newest first.
 fn names(folder: &OwnedFd) -> Vec<String> {
     let Ok(dir) = Dir::read_from(folder) else {
         return Vec::new();
@@ -273,7 +274,7 @@ fn names(folder: &OwnedFd) -> Vec<String> {
     names
 }
 
-/// Opens a trace, if it is a file and nothing that opening or reading could wait for.
+/// Opens a trace, if it is a regular file, so that neither opening nor reading can block.
 fn open_trace(folder: &OwnedFd, name: &str) -> io::Result<(OwnedFd, u32)> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = openat(folder, name, flags, Mode::empty())?;
@@ -284,7 +285,7 @@ fn open_trace(folder: &OwnedFd, name: &str) -> io::Result<(OwnedFd, u32)> {
     Ok((file, stat.st_uid))
 }
 
-/// Locks a trace for as long as this process lives. Who looks whether it is locked holds a lock of its own for a moment.
+/// Locks a trace for as long as this process lives. A process that tests whether it is locked holds a lock of its own for a moment.
 fn lock(file: &OwnedFd) -> Result<(), Errno> {
     for _ in 0..1_000 {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -295,12 +296,12 @@ fn lock(file: &OwnedFd) -> Result<(), Errno> {
     Err(Errno::WOULDBLOCK)
 }
 
-/// Whether the process of a trace lives.
+/// Returns whether the process of a trace lives.
 fn is_alive(file: &OwnedFd) -> bool {
     flock(file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
 }
 
-/// Removes the traces of ended processes but the newest.
+/// Removes the traces of ended processes except the newest [`KEPT_MAX`].
 fn clean(folder: &OwnedFd) {
     let mut ended = 0;
     for name in names(folder) {
@@ -312,7 +313,7 @@ fn clean(folder: &OwnedFd) {
     }
 }
 
-/// What stands before the records.
+/// Header before the records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Header {
     device: DeviceAt,
@@ -378,21 +379,21 @@ impl Header {
 pub struct Trace {
     /// The device.
     pub device: DeviceAt,
-    /// Its process.
+    /// Its process ID.
     pub pid: u32,
-    /// The name of that.
+    /// Name of its process.
     pub comm: String,
-    /// Its user.
+    /// User of its process.
     pub uid: u32,
-    /// When it was opened: nanoseconds since 1970, UTC.
+    /// Time when it was opened: nanoseconds since 1970, UTC.
     pub opened_ns: u64,
-    /// Its process lives.
+    /// Set while its process lives.
     pub alive: bool,
-    /// What is noted, oldest first.
+    /// Notes, oldest first.
     pub entries: Vec<Entry>,
 }
 
-/// Header and records of a trace, whoever has written it.
+/// Parses header and records of a trace, whoever has written it.
 fn parse(bytes: &[u8]) -> Option<(Header, Vec<Entry>)> {
     let (header, records) = bytes.split_first_chunk::<HEADER_BYTES>()?;
     let header = Header::decode(header)?;
@@ -406,7 +407,7 @@ fn parse(bytes: &[u8]) -> Option<(Header, Vec<Entry>)> {
     Some((header, entries))
 }
 
-/// Reads a trace, as it is and with checksums put right, so that what lies behind these is reached: [`crate::soft::fuzz`].
+/// Parses a trace, as it is and with corrected checksums, so that the checks behind the checksum run too. [`crate::soft::fuzz`] calls it.
 pub(in crate::soft) fn fuzz(input: &[u8]) {
     let mut sealed = input.to_vec();
     if let Some(records) = sealed.get_mut(HEADER_BYTES..) {
@@ -457,7 +458,7 @@ fn read(folder: &OwnedFd, name: &str) -> Option<Trace> {
     })
 }
 
-/// The folders below `folder` that are named after a user, behind `prefix`, each with that user.
+/// Returns the folders below `folder` whose names are `prefix` and a uid, each with that uid.
 fn named_after_users(folder: &str, prefix: &str) -> Vec<(PathBuf, u32)> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let user = |name: &str| {
@@ -471,7 +472,8 @@ fn named_after_users(folder: &str, prefix: &str) -> Vec<(PathBuf, u32)> {
         .collect()
 }
 
-/// Which of all users' files are read, each with its user, its name and its place: first the newest of each user, then the second newest.
+/// Chooses the files to read among those of all users, each with its user, its name and its place: first the newest of each user, then the
+/// second newest of each, and so on.
 fn ranked(mut files: Vec<(u32, String, usize)>) -> Vec<(String, usize)> {
     files.sort_unstable_by(|(user_a, a, _), (user_b, b, _)| user_a.cmp(user_b).then(b.cmp(a)));
     let of_each = files.chunk_by(|(user_a, ..), (user_b, ..)| user_a == user_b);
@@ -484,7 +486,8 @@ fn ranked(mut files: Vec<(u32, String, usize)>) -> Vec<(String, usize)> {
     chosen.map(|(_, name, place)| (name.clone(), place)).collect()
 }
 
-/// The traces in folders that are their users' alone: the newest [`TRACES_MAX`], of each user as many, so that none hides another's.
+/// Reads the traces in folders that are their users' alone: the newest [`TRACES_MAX`], taken from the users in turn, so that no user's
+/// traces hide another's.
 fn traces_in(places: &[(PathBuf, u32)]) -> Vec<Trace> {
     let mut files: Vec<(u32, String, usize)> = Vec::new();
     for (place, (path, owner)) in places.iter().enumerate() {
@@ -503,8 +506,8 @@ fn traces_in(places: &[(PathBuf, u32)]) -> Vec<Trace> {
     found
 }
 
-/// The folders in which traces of this user are looked for: that of this process's environment, and where they are by default. Those of a
-/// process whose `XDG_RUNTIME_DIR` is another are in none of these.
+/// Returns the folders in which [`traces`] looks for traces of this user: that of this process's environment, and the default ones. Traces
+/// of a process with another `XDG_RUNTIME_DIR` are in none of these.
 pub fn folders() -> Vec<PathBuf> {
     let uid = uid();
     let usual = [
@@ -517,8 +520,8 @@ pub fn folders() -> Vec<PathBuf> {
     std::iter::once(own.clone()).chain(others).collect()
 }
 
-/// The traces of this user, newest first; root gets everybody's. There are [`TRACES_MAX`] at most. What is no trace, or of another
-/// version, is left out, and so is a folder that is not its user's alone.
+/// Returns the traces of this user, newest first; root gets those of all users. There are [`TRACES_MAX`] at most. Files that are no trace,
+/// or of another version, are left out, and so is a folder that is not its user's alone.
 pub fn traces() -> Vec<Trace> {
     let uid = uid();
     let mut places: Vec<(PathBuf, u32)> = folders().into_iter().map(|path| (path, uid)).collect();
@@ -554,7 +557,7 @@ mod tests {
         }
     }
 
-    /// A folder of a test's own, gone with the value.
+    /// A test's own folder. Dropping it removes the folder.
     struct Folder(PathBuf);
 
     impl Folder {
@@ -607,7 +610,7 @@ mod tests {
         assert_eq!((found.device, found.pid), (header().device, std::process::id()));
         let notes: Vec<Note> = found.entries.iter().map(|entry| entry.note).collect();
         assert_eq!(notes, [FATAL, Note::PeerGone, FATAL]);
-        // One that does not know the time has that of the one before.
+        // A note without a time gets the time of the note before it.
         let times: Vec<u64> = found
             .entries
             .iter()
@@ -677,7 +680,7 @@ mod tests {
         let before: Vec<u64> = folder.read().iter().map(|trace| trace.opened_ns).collect();
         let _another = folder.trace();
         let found = folder.read();
-        // Two live, and so many that do not: the newest.
+        // Two traces that are alive, and the newest `KEPT_MAX` of the others.
         assert_eq!(found.len(), KEPT_MAX + 2);
         assert_eq!(found.iter().filter(|trace| trace.alive).count(), 2);
         let kept: Vec<u64> = found[1..=KEPT_MAX].iter().map(|trace| trace.opened_ns).collect();
@@ -699,7 +702,7 @@ mod tests {
             .set_len(1 << 40)
             .unwrap();
         assert_eq!(folder.read(), []);
-        // Nor do they keep a device from being opened.
+        // Nor do such files keep a device from being opened.
         let _trace = folder.trace();
         assert_eq!(folder.read().len(), 1);
     }
@@ -729,7 +732,7 @@ mod tests {
         let few = [(2, "0000000001".into(), 2), (3, "0000000002".into(), 3)];
         let found = ranked(many.chain(few).collect());
         assert_eq!(found.len(), TRACES_MAX);
-        // However many folders one user has, the others' are there.
+        // However many folders one user has, the newest files of the other users are found.
         let places: Vec<usize> = found[..3].iter().map(|(_, place)| *place).collect();
         assert_eq!(places, [1, 3, 2]);
         let rest: Vec<&str> = found[3..].iter().map(|(name, _)| &**name).collect();
@@ -746,7 +749,7 @@ mod tests {
                 opened_ns: n,
                 ..header()
             };
-            // Names of a far future.
+            // The names are of a far future.
             let name = format!("{n:020}-1{SUFFIX}");
             std::fs::write(folder.0.join(name), header.encode()).unwrap();
         };
@@ -807,7 +810,7 @@ mod tests {
         let (found, entries) = parse(&bytes).unwrap();
         assert_eq!(found, header());
         assert_eq!(entries, [3, 5, 7].map(entry));
-        // Cut anywhere: what is whole is there.
+        // Cut anywhere, a trace parses as soon as it has a whole header.
         for len in 0..bytes.len() {
             let parsed = parse(&bytes[..len]);
             assert_eq!(parsed.is_some(), len >= HEADER_BYTES);
@@ -824,7 +827,7 @@ mod tests {
         for round in 0..2_000 {
             let mut bytes: Vec<u8> = (0..usize::from(next()) * 8).map(|_| next()).collect();
             if round % 2 == 0 {
-                // Behind a good header.
+                // Every other round has a good header.
                 bytes.splice(0..0, header().encode());
             }
             let _ = parse(&bytes);

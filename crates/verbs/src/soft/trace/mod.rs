@@ -1,5 +1,5 @@
-//! What devices note of themselves, also for after the end of their processes: changes of state, errors and what led to them, connections,
-//! faults. `RDMUX_TRACE` says how much.
+//! Traces: notes that devices keep, also beyond the end of their processes, of changes of state, errors and what led to them, connections,
+//! and faults. `RDMUX_TRACE` sets how much they note.
 
 mod file;
 mod record;
@@ -13,17 +13,17 @@ pub(in crate::soft) use self::file::{TraceFile, fuzz};
 pub use self::record::Entry;
 use super::resources::DeviceAt;
 
-/// How much is noted.
+/// Level of detail of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::soft) enum Level {
     Off,
     Events,
-    /// Every packet too.
+    /// Events and every packet.
     Packets,
 }
 
 impl Level {
-    /// What the environment asks for.
+    /// Returns the level that the environment variable `RDMUX_TRACE` asks for.
     pub(in crate::soft) fn of_environment() -> Level {
         match std::env::var_os("RDMUX_TRACE") {
             Some(value) if value == "off" => Level::Off,
@@ -33,7 +33,7 @@ impl Level {
     }
 }
 
-/// The trace of a device that is opened. Where it cannot be kept, the device goes without.
+/// Creates the trace of a device that is opened, unless the level is `Off`. If the trace cannot be kept, the device runs without one.
 pub(in crate::soft) fn begin(level: Level, device: DeviceAt, now: Time) -> Option<io::Result<TraceFile>> {
     (level != Level::Off).then(|| TraceFile::create(device, now, level == Level::Packets))
 }

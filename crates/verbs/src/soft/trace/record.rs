@@ -1,14 +1,14 @@
-//! How a note stands in a file: 64 bytes, eight words of the host's byte order.
+//! Layout of a note in a file: 64 bytes, eight words in the host's byte order.
 //!
 //! | word | what |
 //! |---|---|
 //! | 0 | number, from 1; the record's place in its ring is the number's there |
 //! | 1 | time, ns since 1970 |
 //! | 2 | kind (8 bits), QPN (24 bits), checksum of all other words (32 bits) |
-//! | 3 to 7 | what the kind says |
+//! | 3 to 7 | contents that depend on the kind |
 //!
-//! A reader may see a record half written, or a file that somebody else has written: the checksum shows the one, and every word is
-//! looked at before it means anything.
+//! A reader may see a record half written, or a file that another program has written. The checksum detects the first; against the second
+//! the reader checks every word before it uses it.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -23,13 +23,13 @@ const WORDS: usize = 8;
 /// A note with its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Of all notes of the device, from 1.
+    /// Number among all notes of the device, from 1.
     pub number: u64,
     /// Nanoseconds since 1970, UTC.
     pub time_ns: u64,
     /// The queue pair; 0: the device.
     pub qpn: Qpn,
-    /// What happened.
+    /// The event.
     pub note: Note,
 }
 
@@ -61,10 +61,10 @@ const NAKS: [NakCode; 4] = [
     NakCode::RemoteAccess,
     NakCode::RemoteOperation,
 ];
-/// A number that is not there.
+/// Word that stands for an absent number.
 const NONE: u64 = u64::MAX;
 
-/// Puts parts of so many bits each into a word, the first lowest.
+/// Packs parts, each with its number of bits, into a word, the first lowest.
 fn pack(parts: &[(u64, u32)]) -> u64 {
     let mut shift = 0;
     parts.iter().fold(0, |word, (part, bits)| {
@@ -74,7 +74,7 @@ fn pack(parts: &[(u64, u32)]) -> u64 {
     })
 }
 
-/// Takes a part of so many bits out of a word.
+/// Returns the part of a word that has `bits` bits from bit `shift` on.
 fn part(word: u64, shift: u32, bits: u32) -> u64 {
     word >> shift & (u64::MAX >> (64 - bits))
 }
@@ -103,7 +103,7 @@ fn flag(word: u64) -> Option<bool> {
     }
 }
 
-/// Mixes words so that one that has changed shows.
+/// Returns a checksum of the words that shows a change of any of them.
 fn checksum(words: &[u64; WORDS]) -> u32 {
     let mut sum = 0x9e37_79b9_7f4a_7c15u64;
     for (i, word) in words.iter().enumerate() {
@@ -113,7 +113,7 @@ fn checksum(words: &[u64; WORDS]) -> u32 {
     (sum >> 32) as u32 ^ sum as u32
 }
 
-/// Puts the checksum of a record right.
+/// Sets the correct checksum in a record.
 pub(super) fn seal(bytes: &mut [u8; RECORD_BYTES]) {
     let mut words = bytes_to_words(bytes);
     words[2] = words[2] & 0xffff_ffff | u64::from(checksum(&words)) << 32;
@@ -148,7 +148,7 @@ impl Entry {
         words_to_bytes(&words)
     }
 
-    /// `None` for what no encoder makes, and for an empty place.
+    /// Decodes a record. `None` for bytes that no encoder makes, and for an empty place.
     pub(super) fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Entry> {
         let words = bytes_to_words(bytes);
         let [number, time_ns, tag, ..] = words;
@@ -164,7 +164,7 @@ impl Entry {
         })
     }
 
-    /// Kind and words of the note.
+    /// Returns kind and words of the note.
     fn words(&self) -> (u64, [u64; 5]) {
         match self.note {
             Note::Moved { qp_type, from, to } => {

@@ -11,7 +11,7 @@ fn v6() -> IpAddr {
     Ipv6Addr::LOCALHOST.into()
 }
 
-/// The loopback addresses of this host; some containers have no IPv6.
+/// Returns the loopback addresses of this host; some containers have no IPv6.
 fn loopbacks() -> Vec<IpAddr> {
     let mut all = vec![v4(), v6()];
     all.retain(|ip| {
@@ -31,7 +31,7 @@ fn pair(ip: IpAddr) -> (RxSocket, TxSocket) {
     )
 }
 
-/// Source, TOS, and payload of each segment, in order, until `count` have come.
+/// Receives until `count` segments have arrived, for 60 s at most; returns source, TOS and payload of each, in order.
 fn receive(rx: &RxSocket, count: usize) -> Vec<(SocketAddr, u8, Vec<u8>)> {
     let mut batch = RxBatch::new();
     let mut received = Vec::new();
