@@ -68,7 +68,8 @@ enum Command {
     Bench(cmd::bench::Args),
 }
 
-/// The program's version, and those of the protocols that it speaks: what two that do not go together are compared by.
+/// Returns the program's version and the versions of the protocols that it speaks: two programs that do not work together are compared by
+/// these.
 fn long_version() -> &'static str {
     static TEXT: LazyLock<String> = LazyLock::new(|| {
         let mut text = format!("{}\n", env!("CARGO_PKG_VERSION"));

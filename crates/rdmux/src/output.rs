@@ -1,13 +1,13 @@
-//! What a person reads: units, alignment, errors on one line.
+//! Output for people: units, alignment, errors on one line.
 
 use std::io::Write;
 
-/// Writes an error as one line to stderr: what, then why, outermost first.
+/// Writes an error as one line to stderr: the failure, then its causes, outermost first.
 pub(crate) fn error(error: &anyhow::Error) {
     let mut line = String::from("rdmux: ");
     for (i, cause) in error.chain().enumerate() {
         let text = cause.to_string();
-        // Errors that show their cause themselves would say it twice.
+        // Some errors show their cause themselves: do not print it twice.
         if i > 0 && (line.ends_with(&text) || line.contains(&format!(": {text}"))) {
             continue;
         }
@@ -16,11 +16,11 @@ pub(crate) fn error(error: &anyhow::Error) {
         }
         line.push_str(&text);
     }
-    // A closed stderr is nobody to tell.
+    // Nobody reads a closed stderr: ignore the failure.
     let _ = writeln!(std::io::stderr(), "{}", line.replace('\n', " "));
 }
 
-/// `bytes` with a binary unit: `64 KiB`, `1.5 GiB`.
+/// Formats bytes with a binary unit: `64 KiB`, `1.5 GiB`.
 pub(crate) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;
@@ -36,7 +36,7 @@ pub(crate) fn bytes(bytes: u64) -> String {
     }
 }
 
-/// Writes a line to stdout. A pipe that nobody reads any more is no reason to fail; a disk that takes no more ends the program.
+/// Writes a line to stdout. A pipe without a reader is no reason to fail; any other error, such as a full disk, ends the program.
 pub(crate) fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{line}").and_then(|()| out.flush()) {
@@ -48,14 +48,14 @@ pub(crate) fn say(line: &str) {
     }
 }
 
-/// How a column of a [`table`] is aligned.
+/// Alignment of a column of a [`table`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Align {
     Left,
     Right,
 }
 
-/// The width of each column of a [`table`].
+/// Returns the width of each column of a [`table`].
 pub(crate) fn widths(columns: &[(&str, Align)], rows: &[Vec<String>]) -> Vec<usize> {
     columns
         .iter()
@@ -70,7 +70,7 @@ pub(crate) fn widths(columns: &[(&str, Align)], rows: &[Vec<String>]) -> Vec<usi
         .collect()
 }
 
-/// Rows under a header, in aligned columns two spaces apart; no line ends in spaces.
+/// Returns rows under a header, in aligned columns two spaces apart; no line ends in spaces.
 pub(crate) fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
     let widths = widths(columns, rows);
     let line = |cells: &mut dyn Iterator<Item = &str>| {

@@ -1,5 +1,5 @@
-//! `rdmux capture`, `--capture` and `RDMUX_CAPTURE`: what is captured is what `rdmux capture check` and, where it is there, tshark
-//! find right, over UDP and shared memory; and only the own user captures.
+//! `rdmux capture`, `--capture` and `RDMUX_CAPTURE`: `rdmux capture check` and, where it is installed, tshark find captures over UDP and
+//! shared memory correct; only the own user captures.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -18,7 +18,7 @@ use skip::skip;
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -45,14 +45,14 @@ fn run(args: &[&str]) -> String {
     text(&output.stdout)
 }
 
-/// What `rdmux capture check` finds in a capture that has everything: no errors.
+/// Returns the result of `rdmux capture check` for a capture that has everything: no errors.
 fn check(file: &Path) -> Value {
     let found = look(file);
     assert!(found["errors_total"] == 0 && found["passed"] == true, "{found:#}");
     found
 }
 
-/// What `rdmux capture check` finds.
+/// Returns the result of `rdmux capture check`.
 fn look(file: &Path) -> Value {
     let output = rdmux(&["capture", "check", "--json", file.to_str().unwrap()])
         .output()
@@ -62,7 +62,7 @@ fn look(file: &Path) -> Value {
     found["files"][0].clone()
 }
 
-/// Lines of what tshark makes of these fields of the packets that a display filter takes; `None` where there is no tshark.
+/// Returns tshark's lines with these fields of the packets that match a display filter; `None` where there is no tshark.
 fn tshark(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
     let mut command = Command::new("tshark");
     command
@@ -81,7 +81,7 @@ fn tshark(file: &Path, filter: &str, fields: &[&str]) -> Option<Vec<String>> {
     Some(text(&output.stdout).lines().map(str::to_owned).collect())
 }
 
-/// What tshark has to say against a capture: nothing, where there is no tshark.
+/// Checks that tshark finds nothing wrong with a capture; does nothing where there is no tshark.
 fn judge(file: &Path, packets: u64) {
     let Some(all) = tshark(file, "infiniband", &["infiniband.bth.opcode"]) else {
         return;
@@ -89,7 +89,7 @@ fn judge(file: &Path, packets: u64) {
     assert_eq!(all.len() as u64, packets, "tshark takes each packet for RoCE");
     let wrong = "_ws.malformed || ip.checksum.status == 0 || udp.checksum.status == 0";
     // Version 4.0 does not know FLUSH and ATOMIC WRITE.
-    // And it looks for Ethernet in every SEND, beyond the end of a short one.
+    // It also looks for Ethernet in every SEND, beyond the end of a short one.
     let short =
         "udp.length < 64 && infiniband.bth.opcode in {0x04, 0x05, 0x16, 0x17, 0x24, 0x25, 0x64, 0x65}";
     let wrong = format!("({wrong}) && !(infiniband.bth.opcode in {{0x1c, 0x1d}}) && !({short})");
@@ -97,7 +97,7 @@ fn judge(file: &Path, packets: u64) {
     assert!(wrong.is_empty(), "{wrong:?}");
 }
 
-/// Names of a capture's interfaces.
+/// Returns the names of a capture's interfaces.
 fn interfaces(file: &Path) -> Vec<String> {
     let bytes = std::fs::read(file).unwrap();
     let mut names = Vec::new();
@@ -113,7 +113,7 @@ fn interfaces(file: &Path) -> Vec<String> {
     names
 }
 
-/// Comments of a capture's packets.
+/// Returns the comments of a capture's packets.
 fn comments(file: &Path) -> Vec<String> {
     let bytes = std::fs::read(file).unwrap();
     let packets = rdmux_wire::pcapng::Reader::new(&bytes).unwrap();
@@ -153,7 +153,7 @@ const SCENARIOS: [&str; 22] = [
     "cm-datagram",
 ];
 
-/// Those scenarios, between two processes that are captured.
+/// Runs those scenarios between two processes that are captured; returns the captures.
 fn lab_peers(environment: &[(&str, &str)], addresses: [&str; 2], port: &str) -> [PathBuf; 2] {
     let folder = folder().keep();
     let files = ["answer.pcapng", "ask.pcapng"].map(|name| folder.join(name));
@@ -184,7 +184,7 @@ fn lab_peers(environment: &[(&str, &str)], addresses: [&str; 2], port: &str) -> 
     files
 }
 
-/// The opcodes that each capture of the scenarios must have, with what else it must.
+/// Checks that each capture of the scenarios has its opcodes and everything else that it must have.
 fn check_lab_peers(files: &[PathBuf; 2], carrier: &str) {
     for file in files {
         let found = check(file);
@@ -244,7 +244,7 @@ fn capture__every_opcode_through_shared_memory() {
     check_lab_peers(&files, " shm");
 }
 
-/// A server and a client of `rdmux perf read-lat`, connected, for as long as they are let.
+/// Starts a server and a client of `rdmux perf read-lat`, which are connected until they are dropped.
 fn perf(addresses: [&str; 2], port: &str) -> [Running; 2] {
     let serve = ["perf", "read-lat", "--bind", addresses[0], "-p", port];
     let quiet = |args: &[&str]| {
@@ -276,7 +276,7 @@ fn perf(addresses: [&str; 2], port: &str) -> [Running; 2] {
     }
 }
 
-/// The device at an address that has a connected queue pair, and that one.
+/// Returns the device at an address that has a connected queue pair, and that queue pair's number.
 fn own_device(address: &str) -> Option<(String, u64)> {
     let shown: Value = serde_json::from_str(&run(&["res", "show", "qp", "--json"])).unwrap();
     let is_it = |qp: &&Value| qp["ifname"] == address && qp["state"] == "RTS";
@@ -303,7 +303,7 @@ fn capture__of_a_running_device() {
         ];
         let found: Value = serde_json::from_str(&run(&[&args, filter].concat())).unwrap();
         assert_eq!(found["device"], device.as_str());
-        // Where the disk or the CPU was too slow for all, gaps are found.
+        // Where the disk or the CPU was too slow for all packets, the check finds gaps.
         let checked = if found["dropped"] == 0 {
             check(&file)
         } else {
@@ -313,7 +313,7 @@ fn capture__of_a_running_device() {
         assert_eq!(checked["roce"], counted, "what was not dropped is there");
         (file, checked)
     };
-    // READs that needed no packet before do now, and can be seen.
+    // READs that need no packet otherwise need one during a capture, so they can be seen.
     let (file, found) = capture("all", &[]);
     assert!(found["opcodes"]["RC ReadRequest"].as_u64() > Some(0), "{found:#}");
     assert_eq!(interfaces(&file), [format!("{device} shm")]);

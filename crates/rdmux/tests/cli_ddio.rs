@@ -154,7 +154,7 @@ fn ddio__off_and_on_again() {
         "{error}"
     );
 
-    // Once more changes nothing, and does not forget what was set before.
+    // A second `off` changes nothing, and keeps the value that was set before the first.
     let output = host.rdmux(&["ddio", "off", "0000:19:00.0", "--json"]);
     assert!(output.status.success(), "{output:?}");
     let value: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -178,7 +178,7 @@ fn ddio__other_bits_stay() {
     assert_eq!(host.changed(), [(0x180, 0xd1)]);
 }
 
-/// Firmware had switched it off, with no-snoop writes apart: off clears that too, on is on.
+/// The firmware has switched it off, except for no-snoop writes: `off` clears that bit too, and `on` switches it on.
 #[test]
 fn ddio__half_off() {
     let host = skylake(0x19);
@@ -192,7 +192,7 @@ fn ddio__half_off() {
 #[test]
 fn ddio__a_port_that_does_not_take_it() {
     let host = skylake(0x99);
-    // What is written goes nowhere, and what is read is always the same.
+    // Writes have no effect, and reads always return the same.
     fs::remove_file(host.config()).unwrap();
     symlink("/dev/zero", host.config()).unwrap();
     let output = host.rdmux(&["ddio", "on", "mlx5_0"]);

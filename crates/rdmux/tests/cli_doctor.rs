@@ -10,7 +10,7 @@ use serde_json::Value;
 struct Host(tempfile::TempDir);
 
 impl Host {
-    /// One where nothing stands in the way.
+    /// Makes a host where nothing stands in the way.
     fn well() -> Host {
         let host = Host(tempfile::tempdir().unwrap());
         for (file, text) in [
@@ -60,7 +60,7 @@ impl Host {
             .unwrap()
     }
 
-    /// What one check finds, as verdicts and lines of text.
+    /// Returns the findings of one check, as verdicts and as lines of text.
     fn check(&self, name: &str) -> (Vec<String>, String) {
         let json = self.doctor(&[name, "--json"]);
         let list: Vec<Value> = serde_json::from_slice(&json.stdout).unwrap();
@@ -238,7 +238,7 @@ fn doctor__this_host() {
         .unwrap();
     let list: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
     for finding in &list {
-        // Whatever is not well comes with what to do about it, or could not be told.
+        // A finding that is neither ok nor unknown comes with advice.
         let verdict = finding["verdict"].as_str().unwrap();
         assert!(
             matches!(verdict, "ok" | "unknown") || finding["advice"].is_string(),

@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-/// A server that is ended with the value.
+/// A server that is killed when the value is dropped.
 struct Server(Child);
 
 impl Drop for Server {
@@ -19,7 +19,7 @@ impl Drop for Server {
     }
 }
 
-/// From now on `fdatasync` fails with EIO in this process and those that it starts.
+/// Makes `fdatasync` fail with EIO in this process and those that it starts.
 fn fail_fdatasync() -> io::Result<()> {
     let statement = |code: u32, jt, jf, k| libc::sock_filter {
         code: code as u16,
@@ -120,7 +120,7 @@ fn push__to_a_file_whose_disk_fails_is_an_error_and_stays_one() {
         );
     }
 
-    // The server lives and goes on serving reads.
+    // The server lives and keeps serving reads.
     let output = Command::new(env!("CARGO_BIN_EXE_rdmux"))
         .args(["pull", "--key", &path("key"), &url, &path("back")])
         .stdin(Stdio::null())

@@ -1,5 +1,5 @@
-//! `rdmux explain` and `rdmux trace`: each cause is provoked for real, in a process of its own, and told while that lives and after it
-//! was killed.
+//! `rdmux explain` and `rdmux trace`: the tests provoke each cause for real, in a process of its own, and check the explanation while that
+//! process lives and after it was killed.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -24,9 +24,9 @@ use tempfile::TempDir;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
-/// Names the scene that a process of this binary is to play.
+/// Variable with the scene that a process of this binary is to play.
 const SCENE: &str = "RDMUX_EXPLAIN_SCENE";
-/// ... and its network, so that scenes do not meet.
+/// Variable with the network of the scene, so that scenes do not meet.
 const NET: &str = "RDMUX_EXPLAIN_NET";
 const ALL: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
@@ -78,7 +78,7 @@ impl End {
         }
     }
 
-    /// One more queue pair of the same device and protection domain.
+    /// Creates one more queue pair of the same device and protection domain.
     fn another(&self) -> End {
         let memory = self.memory.clone();
         let mr = self.pd.reg_mr_all(memory.clone(), 0, server_access()).unwrap();
@@ -114,7 +114,7 @@ impl End {
         self.qp.post_send(request).unwrap();
     }
 
-    /// Waits until its completion queue has one with this status.
+    /// Waits for a completion with this status.
     fn ends(&self, status: Status) {
         loop {
             let found = self.cq.wait(LONG).unwrap().expect("a completion").status;
@@ -124,7 +124,7 @@ impl End {
         }
     }
 
-    /// Waits until it is in error.
+    /// Waits until the queue pair is in error.
     fn is_broken(&self) {
         let deadline = Instant::now() + LONG;
         while self.qp.query().unwrap().state != QpState::Error {
@@ -134,7 +134,7 @@ impl End {
     }
 }
 
-/// Connects them; what each asks of the other is the same.
+/// Connects two ends, both with the same parameters.
 fn connect(client: &End, server: &End, params: &ConnectParams) -> [Connection; 2] {
     let listener = server.device.listen_for(7174, &[QpType::Rc, QpType::Uc]).unwrap();
     thread::scope(|scope| {
@@ -183,18 +183,18 @@ fn connect_by_hand(end: &End, peer: &End, path_mtu: u32) {
     }
 }
 
-/// Two ends, connected over shared memory or UDP as it happens.
+/// Returns two ends, connected over shared memory or UDP as it happens.
 fn pair() -> (End, End, [Connection; 2]) {
     let (client, server) = (End::new(1), End::new(2));
     let connections = connect(&client, &server, &ConnectParams::default());
     (client, server, connections)
 }
 
-/// Tells which queue pair it is, and stays.
+/// Prints the number of the queue pair, and stays.
 fn tell(end: &End) {
     println!("explain {}", end.qp.qpn().value());
     std::io::stdout().flush().unwrap();
-    // Ends with the test, if not before.
+    // Standard input ends with the test, if not before.
     let _ = std::io::stdin().read_line(&mut String::new());
     std::process::exit(0);
 }
@@ -207,7 +207,7 @@ fn write(va: u64, rkey: RKey) -> Operation {
     Operation::Write { va, rkey, imm: None }
 }
 
-/// Memory whose flush fails as on a disk that does.
+/// Memory whose flush fails as on a failing disk.
 #[derive(Debug)]
 struct BadDisk {
     takes_writes: bool,
@@ -286,7 +286,7 @@ fn play(scene: &str) {
         }
         "local-length" => {
             let (client, server, _held) = pair();
-            // Longer than the receive that it finds.
+            // The message is longer than the receive that it finds.
             let sges = server.mr.sge(0, 4).into();
             server.qp.post_recv(RecvRequest { wr_id: 1, sges }).unwrap();
             client.post(Operation::Send { imm: None }, SgeList::inline(b"longer than 4"));
@@ -375,7 +375,7 @@ fn play(scene: &str) {
             tell(&client);
         }
         "bad-response" => {
-            // The ends do not agree on the path MTU: it answers in longer packets than are expected.
+            // The ends do not agree on the path MTU: the server answers in longer packets than the client expects.
             let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
             connect_by_hand(&client, &server, 1024);
             connect_by_hand(&server, &client, 4096);
@@ -389,7 +389,7 @@ fn play(scene: &str) {
         }
         "retrying" => {
             let (client, server) = (End::with_options(1, no_memory), End::with_options(2, no_memory));
-            // Some minutes until it fails.
+            // It takes some minutes to fail.
             let params = ConnectParams {
                 ack_timeout: Some(17),
                 retry_count: 7,
@@ -407,7 +407,7 @@ fn play(scene: &str) {
             tell(&client);
         }
         "other-window" => {
-            // Bound by a queue pair, for the peer of that one alone.
+            // A queue pair binds the window, for its own peer alone.
             let (_client, server, _held) = pair();
             let (stranger, second) = (End::new(3), server.another());
             let _connected = connect(&stranger, &second, &ConnectParams::default());
@@ -438,7 +438,7 @@ fn play(scene: &str) {
             tell(&client);
         }
         "send-queue" => {
-            // A UC queue pair goes on receiving.
+            // A UC queue pair keeps receiving.
             let (client, server) = (End::of_type(1, QpType::Uc), End::of_type(2, QpType::Uc));
             let _held = connect(&client, &server, &ConnectParams::default());
             let wrong = Sge::new(client.mr.iova(), 64, LKey(client.mr.lkey().0 ^ 1 << 20));
@@ -490,7 +490,7 @@ fn play(scene: &str) {
                 client.post(to.clone(), SgeList::inline(b"x"));
                 client.ends(Status::Success);
             }
-            // From now on it answers nothing.
+            // The server answers nothing after this.
             server
                 .qp
                 .modify(QpState::Reset, &QpAttributes::default())
@@ -594,7 +594,7 @@ fn play(scene: &str) {
             tell(&client);
         }
         "peer" => {
-            // It may be stopped when the scene's process is killed, and would stay behind.
+            // The peer may be stopped when the scene's process is killed, and would stay behind.
             set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
             let server = End::new(2);
             let listener = server.device.listen(7174).unwrap();
@@ -609,7 +609,7 @@ fn play(scene: &str) {
     }
 }
 
-/// Plays the scene that the environment names; nothing to do in a run of the tests.
+/// Plays the scene that the environment names; does nothing in a run of the tests.
 #[test]
 fn scene() {
     if let Ok(scene) = std::env::var(SCENE) {
@@ -619,7 +619,7 @@ fn scene() {
 
 // The other side.
 
-/// A child that is killed with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -642,7 +642,7 @@ fn start(scene: &str, folder: &str, environment: &[(&str, &str)]) -> Child {
     command.spawn().unwrap()
 }
 
-/// A scene that has been played up to where there is something to explain.
+/// A scene, played up to the point where there is something to explain.
 struct Played {
     folder: TempDir,
     child: Running,
@@ -699,7 +699,7 @@ impl Played {
     }
 }
 
-/// Plays a scene; its cause and the words of its explanation are as expected, before and after its process is killed.
+/// Plays a scene, and checks its cause and the words of its explanation, before and after its process is killed.
 fn explains(net: u8, scene: &str, state: &str, cause: &str, words: &[&str]) -> Value {
     let mut played = Played::new(net, scene);
     let mut last = Value::Null;
@@ -713,7 +713,7 @@ fn explains(net: u8, scene: &str, state: &str, cause: &str, words: &[&str]) -> V
         assert_eq!(found["alive"], alive, "{found:#}");
         assert_eq!(found["lqpn"].to_string(), played.qpn);
         assert_eq!(found["pid"], played.child.0.id(), "{found:#}");
-        // It is in RESET since it was made, which nobody notes.
+        // The queue pair is in RESET since it was made, which no note records.
         assert!(
             state == "RESET" || found["since"].as_str().is_some_and(|since| since.ends_with('Z')),
             "{found:#}"
@@ -733,7 +733,7 @@ fn explains(net: u8, scene: &str, state: &str, cause: &str, words: &[&str]) -> V
 
 #[test]
 fn explain__remote_access_at_both_ends() {
-    // Who asked knows what it asked for, and its peer's device why that was refused.
+    // The requester knows its request, and the peer's device knows why it was refused.
     let found = explains(
         40,
         "remote-access",
@@ -1008,7 +1008,7 @@ fn explain__retries_that_go_on() {
         found["why"].as_str().unwrap().contains("no answer after"),
         "{found:#}"
     );
-    // Who is gone retries no more.
+    // A process that has ended does not retry.
     played.kill();
     assert_eq!(played.explained()["cause"], "process-ended");
 }
@@ -1023,7 +1023,7 @@ fn explain__process_with_another_runtime_folder() {
         let output = command.output().unwrap();
         text(&output.stdout) + &text(&output.stderr)
     };
-    // Its state its process tells; where its notes were looked for is said.
+    // The process reports the state; the output names the folder in which notes were looked for.
     let looked = format!("{}/rdmux", elsewhere.path().display());
     let live = said(&["explain", "qp", &played.qpn]);
     assert!(
@@ -1096,7 +1096,7 @@ fn explain__nothing_is_wrong_until_its_process_ends() {
 fn explain__without_notes() {
     let played = Played::with(57, "local-protection", &[("RDMUX_TRACE", "off")]);
     let found = played.explained();
-    // That it is in error its process says; not why.
+    // The process reports that the queue pair is in error, but not why.
     assert_eq!(
         (&found["cause"], &found["state"]),
         (&"unknown".into(), &"ERR".into()),
@@ -1152,7 +1152,7 @@ fn trace__dump_of_packets() {
         "{shown}"
     );
     assert!(shown.contains("RC RTR to RTS"), "{shown}");
-    // Without packets there are only the others.
+    // Without packets, the trace has only the other events.
     let played = Played::new(59, "healthy");
     assert!(!played.say(&["trace", "dump", "--json"]).contains("\"packet\""));
 }
@@ -1194,7 +1194,7 @@ fn trace__stays_its_users() {
     }
     let played = Played::new(61, "local-protection");
     let folder = played.folder.path().to_str().unwrap();
-    // Even if the way to it were open.
+    // They may not read it even if the way to it is open.
     fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).unwrap();
     let qpn = &played.qpn;
     for args in [
@@ -1266,7 +1266,7 @@ fn explain__root_asks_about_anothers() {
             (&"local-protection".into(), &alive.into())
         );
     }
-    // Of its traces there are more than are kept, should this run often.
+    // If this test runs often, it leaves more traces than are kept.
     let folder = "/tmp/rdmux-65534";
     for entry in fs::read_dir(folder).unwrap().flatten() {
         if entry

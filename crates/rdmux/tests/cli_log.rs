@@ -117,16 +117,16 @@ impl Place {
         self.rdmux(&all).stdin(Stdio::null()).output().unwrap()
     }
 
-    /// Appends what is given, to its end; the exit status, what stdout says, and stderr.
+    /// Appends the input up to its end; returns the exit status, stdout and stderr.
     fn append(&self, input: &str) -> (Option<i32>, String, String) {
         let mut writer = Writer::spawn(self, Stdio::piped(), Stdio::piped());
-        // It may end before it has read all.
+        // The writer may end before it has read everything.
         let _ = writer.input.as_mut().unwrap().write_all(input.as_bytes());
         drop(writer.input.take());
         writer.end()
     }
 
-    /// The records that are known to be acknowledged.
+    /// Returns the records that are known to be acknowledged.
     fn records(&self) -> Vec<String> {
         let output = self.log("read", &[]);
         let text = String::from_utf8(output.stdout).unwrap();
@@ -193,7 +193,7 @@ impl Writer {
             .unwrap_or_else(|_| panic!("{line} is not acknowledged"))
     }
 
-    /// Waits for its end: the exit status, the numbers on stdout not taken yet, and stderr.
+    /// Waits until it ends; returns the exit status, the numbers on stdout not taken yet, and stderr.
     fn end(mut self) -> (Option<i32>, String, String) {
         let mut errors = String::new();
         if let Some(mut stderr) = self.child.stderr.take() {
@@ -233,7 +233,7 @@ fn append__survives_each_server_killed_stopped_and_started_again() {
     assert_eq!(place.records(), sent);
 }
 
-/// Waits until all replicas have the same: the writer brings them there by itself.
+/// Waits until all replicas are in step: the writer brings them there by itself.
 fn until_in_step(place: &Place) {
     let deadline = Instant::now() + LONG;
     loop {
@@ -247,7 +247,7 @@ fn until_in_step(place: &Place) {
             return;
         }
         assert!(Instant::now() < deadline, "{status}");
-        // What other processes do is to be asked for.
+        // Other processes do not report their progress, so poll.
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -258,7 +258,7 @@ fn append__a_new_writer_ends_the_one_before_wherever_that_was_stopped() {
     let mut first = Writer::start(&place);
     first.append("first");
     kill_process(Pid::from_child(&first.child), Signal::STOP).unwrap();
-    // It lies in the pipe when the writer goes on, and must never be acknowledged.
+    // The line waits in the pipe until the writer goes on, and must never be acknowledged.
     first.send("too late");
     let mut second = Writer::start(&place);
     assert_eq!(second.append("second"), 2);
@@ -340,7 +340,7 @@ fn append__no_majority_says_who_does_not_answer() {
 #[test]
 fn append__from_an_address_that_no_host_has() {
     let place = Place::new(97, false);
-    // It is not going to be there: the patience that servers are met with is for nothing here.
+    // This address is not going to appear: the patience meant for servers is in vain here.
     let output = place.log("append", &["--from", "192.0.2.1", "--patience", "86400"]);
     assert!(!output.status.success());
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -370,7 +370,7 @@ fn append__whatever_ends_it_what_is_under_way_is_acknowledged_and_read() {
     assert_eq!(place.records(), ["a", "b", "c"]);
 
     let (mut ours, mut its) = UnixStream::pair().unwrap();
-    // Closed with bytes that nobody read, a socket fails at its other end.
+    // A socket closed with unread bytes fails at its other end.
     its.write_all(b"unread").unwrap();
     let writer = Writer::spawn(&place, OwnedFd::from(its).into(), Stdio::piped());
     ours.write_all(b"d\n").unwrap();

@@ -1,4 +1,5 @@
-//! `--metrics`: what a scraper gets from running commands, checked by a strict reader of the format, and by promtool where it is.
+//! `--metrics`: metrics that a scraper gets from running commands, checked by a strict reader of the format, and by promtool where it is
+//! installed.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -38,12 +39,12 @@ fn ok(home: &TempDir, args: &[&str]) -> Output {
     output
 }
 
-/// A file to pull into.
+/// Returns the path of a file to pull into.
 fn into(home: &TempDir) -> String {
     home.path().join("pulled").to_str().unwrap().to_owned()
 }
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -62,7 +63,7 @@ struct Measured {
 }
 
 impl Measured {
-    /// Starts it and waits until it has said where its metrics are.
+    /// Starts the command and waits until it has printed the address of its metrics.
     fn start(mut command: Command) -> Measured {
         let mut child = Running(command.args(["--metrics", "127.0.0.1:0"]).spawn().unwrap());
         let (tx, errors) = mpsc::channel();
@@ -124,8 +125,8 @@ impl Measured {
 /// Names and values of a series' labels.
 type Labels = Vec<(String, String)>;
 
-/// What the text format says, read strictly: each line is as the format has it, each family stands once and together, no series
-/// twice, histograms add up.
+/// Metrics in the text format, read strictly: each line conforms to the format, each family appears once and in one piece, no series
+/// appears twice, and histograms add up.
 #[derive(Default)]
 struct Exposition {
     /// Type of each family.
@@ -139,7 +140,7 @@ fn is_name(name: &str) -> bool {
     name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_') && name.chars().all(rest)
 }
 
-/// The labels between braces.
+/// Parses the labels between braces.
 fn labels(text: &str) -> Labels {
     let mut found = Vec::new();
     let mut rest = text;
@@ -267,7 +268,7 @@ impl Exposition {
         }
     }
 
-    /// The sum of all series of a name whose labels hold these words.
+    /// Returns the sum of all series of a name whose labels hold these words.
     fn sum(&self, name: &str, with: &str) -> f64 {
         let of = |series: &str| series.split('{').next() == Some(name) && series.contains(with);
         let found: Vec<f64> = self
@@ -320,11 +321,11 @@ fn serve__counts_what_clients_do() {
     }
     assert_eq!(after.sum("rdmux_state_id", labels), 4.0);
     assert_eq!(after.sum("rdmux_info", "hca_type=\"rdmux\""), 1.0);
-    // Whoever reaches the address may read it: there is nothing in it but figures.
+    // Anybody who reaches the address may read it: it holds nothing but figures.
     for secret in ["secret", "127.0.21.1", home.path().to_str().unwrap()] {
         assert!(!text.contains(secret), "{secret} in {text}");
     }
-    // Counters never go back.
+    // Counters never decrease.
     for (series, value) in &before.samples {
         let kind = &before.families.get(series.split('{').next().unwrap());
         if kind.is_some_and(|kind| kind == "counter") {
@@ -342,7 +343,7 @@ fn serve__says_which_clients_were_refused() {
         .output()
         .unwrap();
     assert!(!output.status.success());
-    // It ends by itself, a moment after the client has.
+    // The connection ends by itself, a moment after the client.
     let deadline = Instant::now() + LONG;
     loop {
         let metrics = serving.scrape();
@@ -361,7 +362,7 @@ fn perf__shows_latencies_while_it_runs() {
     let serve = ["perf", "write-lat", "--bind", "127.0.20.3"];
     let server = Running(rdmux(&home, &serve).spawn().unwrap());
     let deadline = Instant::now() + LONG;
-    // A client that came before its server has ended; the next one comes.
+    // A client that starts before its server listens ends at once; the next one tries again.
     let (client, metrics) = 'found: loop {
         assert!(Instant::now() < deadline);
         let args = [
@@ -431,7 +432,7 @@ fn serve__is_not_held_up_by_clients_of_its_metrics() {
     let slow: Vec<TcpStream> = (0..300)
         .map(|_| {
             let mut stream = TcpStream::connect(&serving.at).unwrap();
-            // One that was let go already takes nothing.
+            // A connection that the server has already closed takes nothing.
             let _ = stream.write_all(b"GET /metrics HTTP/1.1\r\nX: ");
             stream
         })

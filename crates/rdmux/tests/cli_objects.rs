@@ -1,4 +1,4 @@
-//! `rdmux dev`, `link`, `res` and `stat`: what they show of devices that run, and to whom.
+//! `rdmux dev`, `link`, `res` and `stat`: their output about running devices, and the users who may see it.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -117,7 +117,7 @@ fn dev_and_link__of_a_device() {
         assert_eq!(link[key], expected, "{link}");
     }
     assert!(link["netdev_index"].as_u64().is_some());
-    // The same as a person sees it.
+    // The same output, as a person sees it.
     let line = &lines(&["link", "show", "127.0.7.1/-"])[0];
     let expected = format!(
         "link {} state ACTIVE physical_state LINK_UP active_mtu 4096 netdev lo pid {pid}",
@@ -137,7 +137,7 @@ fn link__port_that_is_down() {
         ..Options::default()
     };
     let device = Device::open_with("127.0.7.2".parse().unwrap(), options).unwrap();
-    // It is down once the device's thread has looked.
+    // The port is down once the device's thread has checked it.
     assert!(device.wait_async_event(LONG).is_some());
     let link = &list(&["link", "show", "127.0.7.2"])[0];
     assert_eq!(
@@ -205,7 +205,7 @@ fn res__objects_of_each_kind() {
     );
     drop(listener);
     assert_eq!(at.res("cm_id", ""), Vec::<Value>::new());
-    // As a person sees them, when nobody's terminal asks for columns.
+    // Lines for a person, where no terminal asks for columns.
     let line = &lines(&["res", "show", "mr", "link", &at.name])[0];
     assert!(line.starts_with(&format!("dev {} mrn ", at.name)), "{line}");
     assert!(line.contains(" access local-write,remote-read "), "{line}");
@@ -238,19 +238,19 @@ fn res__filters() {
     assert_eq!(at.res("cm_id", "src-port 7000-7175").len(), 1);
     assert_eq!(at.res("cm_id", "dst-port 7175").len(), 0);
     drop(listener);
-    // Of all devices of the address.
+    // All devices of the address.
     let of = |link: &str| list(&["res", "show", "qp", "link", link]).len();
     assert_eq!((of("127.0.7.4/-"), of("127.0.7.4")), (3, 3));
 }
 
-/// The forms of rdma(8).
+/// Checks the forms of rdma(8).
 #[test]
 fn usage__as_with_rdma() {
     let at = Populated::at("127.0.7.10");
     let same = |forms: &[&[&str]]| {
         let said = forms.iter().map(|args| {
             let all = lines(args);
-            // Its place among all devices is another whenever others come and go.
+            // The index among all devices changes whenever others come and go.
             let own = all
                 .iter()
                 .filter_map(|line| line.find(&at.name).map(|from| line[from..].to_owned()));
@@ -302,7 +302,7 @@ fn usage__as_with_rdma() {
     ] {
         assert_eq!(json(args), expected, "{args:?}");
     }
-    // Details are what JSON has anyway.
+    // With details, a line has what JSON has in any case.
     let line = &lines(&["-d", "res", "show", "qp", &at.name])[0];
     assert!(line.contains(" scqn ") && line.contains(" sends 0 "), "{line}");
 }
@@ -369,7 +369,7 @@ fn usage__what_is_wrong_is_said() {
     );
 }
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -397,7 +397,7 @@ fn res__root_sees_everybodys_and_others_their_own() {
         .stdin(Stdio::null())
         .stdout(Stdio::null());
     let serving = Running(command.spawn().unwrap());
-    // Root sees it, with all that it has.
+    // Root sees the device and all its objects.
     let deadline = Instant::now() + LONG;
     let theirs = loop {
         let output = rdmux_by(&[], &["res", "show", "cm_id", "dev", "127.0.7.9", "--json"]);
@@ -414,7 +414,7 @@ fn res__root_sees_everybodys_and_others_their_own() {
         0,
         "nobody has connected"
     );
-    // The other way round there is nothing but the name of the device, and whose it is.
+    // The other way round, the user sees only the name of the device and its owner.
     let key = format!("{:08x}", roots.mr.rkey().0);
     let guid = list(&["dev", "show", &roots.name])[0]["node_guid"]
         .as_str()

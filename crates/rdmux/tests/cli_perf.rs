@@ -12,7 +12,7 @@ fn rdmux(args: &[&str]) -> Command {
     command
 }
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Server(Child);
 
 impl Server {
@@ -41,7 +41,7 @@ impl Drop for Server {
     }
 }
 
-/// Runs a client again while nothing listens yet.
+/// Runs a client, again and again while nothing listens yet.
 fn client(args: &[&str]) -> Output {
     let deadline = Instant::now() + LONG;
     loop {
@@ -147,7 +147,7 @@ fn perf__all_sizes_go_from_2_bytes_to_8_mib() {
 
 #[test]
 fn perf__without_a_server_is_one_line_and_status_1() {
-    // Another process of the address answers that nothing listens on the port; until it is up, nobody does.
+    // Another process of the address answers that nothing listens on the port; until that process is up, nobody answers.
     let _other = Server::perf("write-lat", "127.0.1.24", &["-p", "18000"]);
     let deadline = Instant::now() + Duration::from_secs(30);
     let output = loop {
@@ -201,7 +201,7 @@ fn perf__sleeps_on_events_where_there_are_some() {
     ];
     for (i, test) in tests.into_iter().enumerate() {
         let address = format!("127.0.1.{}", 30 + i);
-        // The client's word counts.
+        // The client's option decides for both sides.
         let mut server = Server::perf(test, &address, &[]);
         let output = client(&["perf", test, &address, "-e", "-s", "1k", "-n", "50", "--json"]);
         assert!(output.status.success(), "{test}: {}", text(&output.stderr));
@@ -294,10 +294,10 @@ fn perf__misspelt_environment() {
     }
 }
 
-/// A server whose client is killed in the middle; how the server ended.
+/// Kills a server's client in the middle of a test; returns the exit status of the server.
 fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str; 2]) -> Option<i32> {
     let mut server = Server::perf_with("write-lat", addresses[0], &[], &[("RDMUX_SHM", shared_memory)]);
-    // Once the client's queue pair is connected: its next PSN, and whether it writes the server's memory without packets.
+    // Returns the next PSN of the client's queue pair, once it is connected, and whether it writes the server's memory without packets.
     let sent = || -> Option<(serde_json::Value, bool)> {
         let output = rdmux(&["res", "show", "qp", "--json"]).output().unwrap();
         let qps: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap_or_default();
@@ -309,14 +309,14 @@ fn end_of_a_server_whose_client_is_killed(shared_memory: &str, addresses: [&str;
     };
     let deadline = Instant::now() + LONG;
     loop {
-        // From an address of its own, where nobody is left who could disconnect in its place.
+        // The client has an address of its own, where no process is left to disconnect in its place.
         let mut busy = rdmux(&["perf", "write-lat", addresses[0], "-n", "100000000"])
             .args(["--bind", addresses[1]])
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        // It either ends at once, since nothing listens yet, or is killed in the middle, when it has sent something.
+        // The client either ends at once, since nothing listens yet, or is killed in the middle, when it has sent something.
         let mut first = None;
         let mut writes = false;
         while !writes && busy.try_wait().unwrap().is_none() {

@@ -1,4 +1,4 @@
-//! `--provider` on hosts without an RNIC: what is said, and that it is said at once.
+//! `--provider` on hosts without an RNIC: the messages, and that they come at once.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -9,7 +9,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
-/// Runs `rdmux perf` with a folder where the loader looks first.
+/// Runs `rdmux perf` with a folder in which the loader looks first.
 fn perf(arguments: &[&str], libraries: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_rdmux"))
         .args(["perf", "write-lat", "127.0.0.1"])
@@ -19,7 +19,7 @@ fn perf(arguments: &[&str], libraries: &Path) -> Output {
         .unwrap()
 }
 
-/// The one line that a failed command says.
+/// Returns the one line that a failed command prints.
 fn line(output: &Output) -> String {
     assert!(!output.status.success());
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -97,7 +97,7 @@ fn provider_hw__faults_and_captures_are_softs() {
 
 #[test]
 fn provider_hw__address_without_a_device() {
-    // With libraries or without, with an RNIC or without: loopback has none.
+    // Loopback has no device, with libraries or without, with an RNIC or without.
     let text = line(&perf(&["--provider", "hw"], Path::new("/nonexistent")));
     let words = ["install", "no RDMA device"];
     assert!(words.iter().any(|word| text.contains(word)), "{text}");

@@ -1,5 +1,5 @@
-//! `rdmux serve`, `push` and `pull` as a user runs them: processes, exit codes, what is printed. Each test has an address of
-//! its own on the loopback interface, so that they run side by side.
+//! `rdmux serve`, `push` and `pull` as a user runs them: processes, exit codes, output. Each test has an address of its own on the loopback
+//! interface, so that they run side by side.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -60,7 +60,7 @@ impl Place {
         self.rdmux(args).output().unwrap()
     }
 
-    /// Runs what must succeed; returns its stdout.
+    /// Runs a command that must succeed; returns its stdout.
     fn ok(&self, args: &[&str]) -> String {
         let output = self.run(args);
         let (out, err) = texts(&output);
@@ -68,7 +68,7 @@ impl Place {
         out
     }
 
-    /// Runs what must fail with one line on stderr; returns it.
+    /// Runs a command that must fail with one line on stderr; returns that line.
     fn fails(&self, args: &[&str], code: i32) -> String {
         let output = self.run(args);
         let (out, err) = texts(&output);
@@ -158,7 +158,7 @@ impl Serve {
         self.address.parse().unwrap()
     }
 
-    /// The next line of the log with this text, and when it came.
+    /// Returns the next line of the log with this text, and the time at which it came.
     fn logged(&self, text: &str) -> (Instant, String) {
         let deadline = Instant::now() + LONG;
         loop {
@@ -185,7 +185,7 @@ impl Serve {
         Client::connect(self.socket(), &place.key(), &options).unwrap()
     }
 
-    /// Ends it by a signal; it must end cleanly.
+    /// Ends the server by a signal; it must end cleanly.
     fn end(mut self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.process.0);
         rustix::process::kill_process(pid, signal).unwrap();
@@ -205,7 +205,7 @@ impl Pushing {
         Pushing::start_with(place, file, url, &[])
     }
 
-    /// As a client on another host would: what carries its packets does not tell of its death.
+    /// Starts a push as a client on another host would: the carrier of its packets does not report its death.
     fn start_by_udp(place: &Place, file: &str, url: &str, more: &[&str]) -> Pushing {
         let mut command = place.rdmux(&Pushing::args(file, url, more));
         command.env("RDMUX_SHM", "off");
@@ -248,7 +248,7 @@ impl Pushing {
         Some(line.strip_prefix("ACK ").unwrap().parse().unwrap())
     }
 
-    /// Kills it; returns what was acknowledged at last.
+    /// Kills it; returns the position acknowledged last.
     fn kill(&mut self, after: u64) -> u64 {
         let mut last = 0;
         while last < after {
@@ -392,7 +392,7 @@ fn serve__declared_persistent_memory_is_mapped() {
     let place = Place::new();
     let bytes = pattern(3_000_001, 3);
     let source = place.write("source", &bytes);
-    // A file in memory, which a loss of power would take: it stands for memory that this host does not have.
+    // A file in memory, which a loss of power would erase, stands for memory that this host does not have.
     let path = format!("/dev/shm/rdmux-serve-{}", std::process::id());
     let spec = format!("{path},size=4M,name=pm,domain=adr");
     let serve = Serve::start(&place, "127.0.10.24", &["--file", &spec]);
@@ -406,7 +406,7 @@ fn serve__declared_persistent_memory_is_mapped() {
     let out = place.ok(&["push", &source, &serve.url("pm")]);
     assert!(out.contains("durable: persistent memory"), "{out}");
     let served = fs::read(&path);
-    // Who has read the file took it out of the mapping; what is written then is there as well.
+    // Reading the file took it out of the mapping; bytes written after that are there as well.
     let out = place.ok(&["push", &source, &(serve.url("pm") + "@1M")]);
     assert!(out.contains("durable: persistent memory"), "{out}");
     let served_then = fs::read(&path);
@@ -454,7 +454,7 @@ fn push__killed_client_resumes_at_the_last_acknowledged_flush() {
         fs::read(place.path("d")).unwrap() == bytes,
         "the served file differs"
     );
-    // All is there: nothing is sent again.
+    // Everything is there: nothing is sent again.
     let out = place.ok(&["push", &source, &serve.url("d"), "--resume"]);
     assert!(out.contains("pushed 0 bytes"), "{out}");
     // Another file of that name and size is another upload.
@@ -510,7 +510,7 @@ fn push__resume_of_what_was_overwritten_there_starts_again() {
     let serve = Serve::start(&place, "127.0.10.7", &["--file", &spec]);
     place.ok(&["push", &source, &serve.url("d")]);
     fs::OpenOptions::new().write(true).open(place.path("d")).unwrap();
-    // Not through rdmux: the server knows nothing of it.
+    // This change does not go through rdmux, so the server knows nothing of it.
     let mut there = bytes.clone();
     there[5000] ^= 1;
     std::os::unix::fs::FileExt::write_all_at(
@@ -556,7 +556,7 @@ fn push__file_opened_by_another_program_says_how_to_go_on() {
     let serve = Serve::start(&place, "127.0.10.26", &["--file", &spec]);
     let mut pushing = Pushing::start(&place, &source, &serve.url("d"));
     let mut acknowledged = pushing.ack().unwrap();
-    // It waits until the push has let go.
+    // The open waits until the push has released the file.
     drop(fs::OpenOptions::new().write(true).open(place.path("d")).unwrap());
     while let Some(more) = pushing.ack() {
         acknowledged = more;
@@ -674,7 +674,7 @@ fn errors__one_line_and_exit_status() {
     ] {
         place.fails(usage, 2);
     }
-    // After all that it still serves.
+    // The server still serves after all these errors.
     place.ok(&["pull", &serve.url("constant"), &place.arg("back")]);
 }
 
@@ -724,7 +724,7 @@ fn serve__full_disk_is_told_at_the_start() {
     let stat = rustix::fs::statvfs("/dev/shm").unwrap();
     let place = Place::new();
     let path = folder.path().join("f");
-    // More than there can be: refused before any of it is taken.
+    // More bytes than the file system can have: the server refuses before it takes any.
     let spec = format!("{},size={}", path.display(), (stat.f_blocks + 1) * stat.f_frsize);
     let err = place.fails(&["serve", "--listen", "127.0.10.14", "--file", &spec], 1);
     assert!(
@@ -740,14 +740,14 @@ fn serve__file_truncated_by_another_process_ends_that_connection_only() {
     let spec = file_spec(&place, "d", ",size=1M");
     let serve = Serve::start(&place, "127.0.10.15", &["--file", &spec, "--mem", "m,size=4K"]);
     let mut client = serve.client(&place);
-    // Who shared nothing would have been asked first.
+    // A client that shares nothing would have been asked first.
     let request = MapRequest {
         share: Access::WRITE,
         ..MapRequest::new(Access::WRITE)
     };
     let mapping = client.map_as(&Name::new("d").unwrap(), &request).unwrap();
     client.write(&mapping, 0, &[1; 1 << 20]).unwrap();
-    // Not by truncate(1), which opens without waiting, and so fails where a lease is broken first.
+    // truncate(1) opens without waiting, and so fails where a lease is broken first: use the shell instead.
     let truncate = Command::new("sh")
         .args(["-c", &format!("head -c 4096 /dev/zero > {}", place.arg("d"))])
         .status()
@@ -760,7 +760,7 @@ fn serve__file_truncated_by_another_process_ends_that_connection_only() {
     serve.end(rustix::process::Signal::TERM);
 }
 
-/// How often all threads of a process were woken, and what they have used: exactly, since ticks are samples, and a busy machine takes
+/// Returns how often all threads of a process were woken, and their CPU time: exactly, since ticks are samples, and a busy machine takes
 /// them at bad moments.
 fn activity(pid: u32) -> (u64, Duration) {
     let (mut woken, mut used) = (0, 0);
@@ -794,7 +794,7 @@ fn serve__idle_with_100_connections_sleeps() {
             .unwrap();
     }
     let before = activity(serve.pid());
-    // Time is meant: in it nothing happens.
+    // This is the time to measure, in which nothing happens.
     std::thread::sleep(Duration::from_secs(10));
     let (woken, used) = activity(serve.pid());
     let (woken, used) = (woken - before.0, used - before.1);
@@ -814,7 +814,7 @@ fn serve__dead_client_ends_within_the_keep_alive_time() {
     let spec = file_spec(&place, "d", ",size=64M");
     let serve = Serve::start(&place, "127.0.10.17", &["--file", &spec, "--keepalive", "2"]);
     let mut living = serve.client(&place);
-    // An address of its own: nobody is there to disconnect in its place.
+    // The client has an address of its own: no other process there can disconnect in its place.
     let from = ["--from", "127.0.10.117"];
     let mut pushing = Pushing::start_by_udp(&place, &source, &serve.url("d"), &from);
     pushing.kill(1 << 20);
@@ -832,7 +832,7 @@ fn serve__dead_client_ends_at_once_if_its_address_has_others() {
     let source = place.write("source", &pattern(64 << 20, 10));
     let spec = file_spec(&place, "d", ",size=64M");
     let serve = Serve::start(&place, "127.0.10.23", &["--file", &spec, "--keepalive", "1000"]);
-    // A client on the server's address, where the other comes from too.
+    // A client on the server's address, from which the other client connects too.
     let mut living = serve.client(&place);
     let from = ["--from", "127.0.10.23"];
     let mut pushing = Pushing::start_with(&place, &source, &serve.url("d"), &from);
@@ -931,7 +931,7 @@ fn pull__replaces_a_file_at_the_end_only() {
     assert_eq!(left.len(), 2, "{left:?}");
 }
 
-/// Folders that demos of this process left.
+/// Counts the folders that demos of this process left.
 fn demo_folders(parent: &Path) -> usize {
     let names = fs::read_dir(parent)
         .unwrap()
@@ -997,7 +997,7 @@ fn demo__push_interrupted_leaves_nothing() {
     assert_eq!(process.0.wait().unwrap().code(), Some(130));
     assert_eq!(demo_folders(place.folder.path()), 0);
     for child in children.split_whitespace() {
-        // Killed; whoever adopted it may not have waited for it yet.
+        // The child was killed; the process that adopted it may not have waited for it yet.
         let stat = fs::read_to_string(format!("/proc/{child}/stat")).unwrap_or_default();
         let state = stat
             .rsplit_once(") ")

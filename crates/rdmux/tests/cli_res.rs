@@ -1,7 +1,7 @@
-//! `rdmux res show`, and by it how two processes of one host reach each other: the best way that the system allows, or why not.
+//! `rdmux res show`, and by its output how two processes of one host reach each other: in the best way that the system allows, or why not.
 //!
-//! Most cases need namespaces. As root each is tried in a network namespace of its own, as an ordinary user in a user namespace too
-//! where such may be made; what cannot be tried says so and passes.
+//! Most cases need namespaces. As root, each runs in a network namespace of its own; as an ordinary user, in a user namespace too, where
+//! the user may make one. A case that cannot run says so and passes.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -19,10 +19,10 @@ use skip::skip;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
-/// Set in what [`is_inside`] starts.
+/// Variable that is set in processes which [`is_inside`] starts.
 const INSIDE: &str = "RDMUX_RES_INSIDE";
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -32,16 +32,16 @@ impl Drop for Running {
     }
 }
 
-/// Where one side runs.
+/// Place in which one side runs.
 #[derive(Clone, Default)]
 struct Place<'a> {
     address: &'a str,
-    /// What runs it: a program with its first arguments, or nothing.
+    /// Command that runs it: a program with its first arguments, or nothing.
     by: &'a [&'a str],
-    /// What runs `rdmux res` so that it sees this side.
+    /// Command that runs `rdmux res` so that it sees this side.
     seen_by: &'a [&'a str],
     environment: &'a [(&'a str, &'a str)],
-    /// The binary, where it is another one.
+    /// Path of the binary, where it is another one.
     binary: Option<&'a str>,
 }
 
@@ -67,7 +67,7 @@ impl<'a> Place<'a> {
         command
     }
 
-    /// Its one queue pair, if it is among those shown, or null.
+    /// Returns its one queue pair, if it is among those shown, or null.
     fn qp_of(&self, shown: &Value) -> Value {
         let mine = |qp: &&Value| qp["ifname"] == self.address && qp["state"] == "RTS";
         shown
@@ -80,7 +80,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// The queue pairs of two sides.
+/// Returns the queue pairs of two sides.
 fn look(sides: [&Place<'_>; 2]) -> [Value; 2] {
     let shown = show(sides[0].seen_by, &["qp"]);
     let also = (sides[0].seen_by != sides[1].seen_by).then(|| show(sides[1].seen_by, &["qp"]));
@@ -97,7 +97,7 @@ fn by(runner: &[&str], program: &str, args: &[&str]) -> Command {
     command
 }
 
-/// What `rdmux res show` prints as JSON.
+/// Returns the JSON that `rdmux res show` prints.
 fn show(runner: &[&str], what: &[&str]) -> Value {
     let args = [&["res", "show"], what, &["--json"]].concat();
     let output = by(runner, RDMUX, &args).output().unwrap();
@@ -105,8 +105,8 @@ fn show(runner: &[&str], what: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// Lets one side read the other's memory for a while, until both queue pairs are as expected, and to the end. `memory` is the kind of
-/// the server's.
+/// Lets the client read the server's memory, until both queue pairs are as expected and the measurement has ended. `memory` is the kind of
+/// the server's memory.
 fn meet(server: &Place<'_>, memory: &str, client: &Place<'_>, expected: impl Fn(&Value, &Value) -> bool) {
     let serve = ["perf", "read-lat", "--bind", server.address, "--memory", memory];
     let mut serving = server.command(&serve);
@@ -131,7 +131,7 @@ fn meet(server: &Place<'_>, memory: &str, client: &Place<'_>, expected: impl Fn(
             if !as_expected {
                 let [theirs, own] = look([server, client]);
                 as_expected = expected(&theirs, &own);
-                // At the end they go, one before the other.
+                // At the end the queue pairs disappear, one before the other.
                 seen = seen.filter(|_| theirs.is_null()).or(Some([theirs, own]));
             }
         }
@@ -142,7 +142,7 @@ fn meet(server: &Place<'_>, memory: &str, client: &Place<'_>, expected: impl Fn(
                 figures["results"][0]["n_iterations"].as_u64().unwrap() > 0,
                 "{figures}"
             );
-            // A look may take as long as the measurement: another one comes.
+            // A look may take as long as the measurement: try again.
             if as_expected {
                 return;
             }
@@ -177,7 +177,7 @@ fn is_shared(qp: &Value) -> bool {
     qp["carrier"] == "shm"
 }
 
-/// Whether UDP carries its packets, for a reason with these words.
+/// Returns whether UDP carries its packets, for a reason with these words.
 fn is_udp_since(qp: &Value, why: &str) -> bool {
     qp["carrier"] == "udp"
         && qp["carrier-why"]
@@ -205,8 +205,8 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Whether this is a process that may make namespaces, in a network namespace of its own. Otherwise one that may is started, to
-/// run the test of this name alone; its failure is this one's.
+/// Returns whether this process may make namespaces, and is in a network namespace of its own. Otherwise starts a process that may and is,
+/// which runs the test of this name alone; its failure is this one's.
 fn is_inside(test: &str) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
@@ -236,7 +236,7 @@ fn is_inside(test: &str) -> bool {
     false
 }
 
-/// Whether the system lets a program be run in this way here; says so when it does not.
+/// Returns whether the system lets a program be run in this way here; says so when it does not.
 fn is_possible(runner: &[&str]) -> bool {
     let output = by(runner, "true", &[]).output();
     let possible = output.as_ref().is_ok_and(|output| output.status.success());
@@ -246,7 +246,7 @@ fn is_possible(runner: &[&str]) -> bool {
     possible
 }
 
-/// Whether another user may run the binary; says so when not.
+/// Returns whether another user may run the binary; says so when not.
 fn others_may_run_rdmux() -> bool {
     let output = by(&AS_NOBODY, RDMUX, &["--version"]).output();
     let may = output.is_ok_and(|output| output.status.success());
@@ -270,7 +270,7 @@ fn res__one_user_shares_memory() {
     });
     let [server, client] = ["127.0.3.2", "127.0.4.2"].map(Place::at);
     meet(&server, "private", &client, |theirs, own| {
-        // A Yama that refuses is a system's right.
+        // The system may refuse calls by Yama.
         is_shared(theirs) && is_shared(own) && (is_called(own) || is_not_direct_since(own, "ptrace"))
     });
 }
@@ -329,7 +329,7 @@ fn capture__another_user_is_refused() {
     ] {
         let serve = ["perf", "read-lat", "--bind", address];
         let _serving = Running(by(of, RDMUX, &serve).stdout(Stdio::null()).spawn().unwrap());
-        // It is listed, and lets nobody else capture it: root may look at its objects, no more.
+        // The device is listed, and nobody else may capture it: root may look at its objects, no more.
         let deadline = Instant::now() + LONG;
         let device = loop {
             let output = by(by_whom, RDMUX, &["res", "show"]).output().unwrap();
@@ -401,7 +401,7 @@ fn res__process_that_has_no_number_here() {
     meet(&outside, "shared", &inside, |theirs, own| {
         is_shared(theirs) && is_shared(own) && is_mapped(own)
     });
-    // From above, the process below has a number; not the other way round.
+    // From the outer namespace, the inner process has a number; not the other way round.
     let [outside, inside] = [Place::at("127.0.3.9"), Place::run_by("127.0.4.9", &below)];
     meet(&outside, "private", &inside, |theirs, own| {
         is_shared(theirs) && is_shared(own) && is_not_direct_since(own, "another PID namespace")
@@ -425,7 +425,7 @@ fn res__user_namespace_of_the_same_user() {
     meet(&outside, "shared", &inside, |theirs, own| {
         is_shared(theirs) && is_shared(own) && is_mapped(own)
     });
-    // From below, no process above may be called into.
+    // From the inner namespace, no calls into an outer process are allowed.
     let [outside, inside] = [Place::at("127.0.3.12"), Place::run_by("127.0.4.12", &below)];
     meet(&outside, "private", &inside, |theirs, own| {
         is_shared(theirs) && is_shared(own) && is_not_direct_since(own, "ptrace")
@@ -441,7 +441,7 @@ fn res__user_namespace_that_does_not_tell_users_apart() {
     if !is_inside("res__user_namespace_that_does_not_tell_users_apart") {
         return;
     }
-    // Without a map all users are one there.
+    // Without a map, all users are one in the namespace.
     let below = ["unshare", "-U"];
     if !is_possible(&below) {
         return;
@@ -450,7 +450,7 @@ fn res__user_namespace_that_does_not_tell_users_apart() {
     meet(&outside, "shared", &inside, |theirs, own| {
         is_udp_since(theirs, "user namespace does not tell") && own.is_null()
     });
-    // Nor does it share a port with those.
+    // Such a process does not share the port with processes outside either.
     let serve = |place: &Place<'_>| place.command(&["perf", "read-lat", "--bind", place.address]);
     let holding = serve(&outside).stdout(Stdio::null()).spawn().unwrap();
     let _holding = Running(holding);
@@ -470,7 +470,7 @@ fn res__process_that_may_not_be_traced() {
     if !is_inside("res__process_that_may_not_be_traced") {
         return;
     }
-    // Of the same user, but of another group.
+    // The sides are of the same user, but of different groups.
     let other_group = ["setpriv", "--reuid", "65534", "--regid", "1", "--clear-groups"];
     if !is_possible(&other_group) || !others_may_run_rdmux() {
         return;
@@ -533,7 +533,7 @@ fn res__two_network_namespaces() {
 
 #[test]
 fn res__process_that_is_stopped() {
-    // Whoever asks while it is stopped waits for it.
+    // Any process that asks while this one is stopped waits for it.
     if !is_inside("res__process_that_is_stopped") {
         return;
     }
@@ -555,7 +555,7 @@ fn res__process_that_is_stopped() {
     }
     let pid = rustix::process::Pid::from_child(&stopped.1.0);
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-    // Told when all of its threads are.
+    // waitpid reports the stop once all threads are stopped.
     let told = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
     assert!(told.is_some_and(|(_, status)| status.stopped()));
     let shown = show(&[], &[]);

@@ -1,4 +1,4 @@
-//! `rdmux run` of a build: where it puts the links to its libraries, whose it trusts, and what becomes of exit status and signals.
+//! `rdmux run` of a build: the place of the links to its libraries, the owners that it trusts, and its handling of exit status and signals.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -19,18 +19,18 @@ use tempfile::TempDir;
 
 const REDIRECT: &str = "librdmux_sysfs.so";
 const BUILT: [&str; 2] = ["libibverbs.so", REDIRECT];
-/// The links, and what each leads to.
+/// The links and their targets.
 const LINKS: [(&str, &str); 3] = [
     ("libibverbs.so.1", "libibverbs.so"),
     ("librdmacm.so.1", "libibverbs.so"),
     (REDIRECT, REDIRECT),
 ];
 const NOBODY: u32 = 65534;
-/// A folder as a build makes it, with the program and something in the libraries' place.
+/// Makes a folder as a build does, with the program and something in the libraries' place.
 fn build() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    // By another process: a file that this one wrote is busy while a child of another test has its descriptors.
+    // Another process copies it: a file that this one wrote is busy while a child of another test has its descriptors.
     let copied = Command::new("cp")
         .args([env!("CARGO_BIN_EXE_rdmux"), folder.path().to_str().unwrap()])
         .status();
@@ -41,7 +41,7 @@ fn build() -> TempDir {
     folder
 }
 
-/// A folder that is a user's alone.
+/// Makes a folder that belongs to a user alone.
 fn runtime_of(user: u32) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     if rustix::process::geteuid().is_root() {
@@ -50,7 +50,7 @@ fn runtime_of(user: u32) -> TempDir {
     folder
 }
 
-/// The folder that a program which is run so gets its libraries from.
+/// Returns the folder from which a program that is run in this way gets its libraries.
 fn libraries(runner: &[&str], build: &Path, runtime: &Path) -> Result<PathBuf, String> {
     let program = build.join("rdmux");
     let line: Vec<&str> = runner
@@ -100,7 +100,7 @@ fn run__build_of_root_used_by_another_user() {
         assert!(found.starts_with(runtime.path().join("rdmux")), "{found:?}");
         leads_to(&found, build.path());
     }
-    // Root's links do for everybody.
+    // Root's links serve every user.
     libraries(&[], build.path(), runtime.path()).unwrap();
     assert_eq!(may().unwrap(), build.path().join("rdmux-run"));
 }
@@ -123,7 +123,7 @@ fn run__links_of_another_user_are_not_trusted() {
         assert!(found.starts_with(runtime.path()), "{found:?}");
         leads_to(&found, build.path());
     }
-    // Nor is a runtime folder that others may enter.
+    // A runtime folder that others may enter is not trusted either.
     let own = runtime.path().join("rdmux");
     fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
     let why = libraries(&[], build.path(), runtime.path()).unwrap_err();
@@ -156,7 +156,7 @@ fn run__libraries_of_another_user_are_not_loaded() {
         chown(path, Some(0), None).unwrap();
     }
     run().unwrap();
-    // Nor those that somebody put where they would be installed.
+    // Libraries that somebody put where they would be installed are not loaded either.
     let bin = root.path().join("bin");
     fs::create_dir(&bin).unwrap();
     fs::rename(root.path().join("rdmux"), bin.join("rdmux")).unwrap();
@@ -248,7 +248,7 @@ fn run__exit_status_is_the_programs() {
         let ended = run.arg(status.to_string()).status().unwrap();
         assert_eq!(ended.code(), Some(status));
     }
-    // Nobody stands in between who could make a status of a signal.
+    // No process in between can turn a signal into a status.
     for signal in [Signal::TERM, Signal::KILL, Signal::PIPE] {
         let mut run = run_plainly(build.path(), &["sh", "-c", "kill -$0 $$"]);
         let ended = run.arg(signal.as_raw().to_string()).status().unwrap();
@@ -259,13 +259,13 @@ fn run__exit_status_is_the_programs() {
 #[test]
 fn run__signals_reach_the_program() {
     let build = build();
-    // Each waits for input, which ends with this test.
+    // Each program waits for input, which ends with this test.
     let script = "trap 'kill $!; exit 9' USR1; cat <&0 >/dev/null & echo ready; wait";
     for (signal, status, ended_by) in [
         (Signal::USR1, Some(9), None),
         (Signal::KILL, None, Some(Signal::KILL.as_raw())),
     ] {
-        // Of the second nothing would be there to end the other program.
+        // In the second case nothing would be left to end the other program.
         let script = if status.is_some() {
             script
         } else {
@@ -281,7 +281,7 @@ fn run__signals_reach_the_program() {
         out.read_line(&mut line).unwrap();
         assert_eq!(line, "ready\n");
         kill_process(Pid::from_child(&run), signal).unwrap();
-        // Waiting would end it.
+        // `wait` would close the input, and so end the program.
         let input = run.stdin.take();
         let ended = run.wait().unwrap();
         assert_eq!((ended.code(), ended.signal()), (status, ended_by));
@@ -292,7 +292,7 @@ fn run__signals_reach_the_program() {
 #[test]
 fn run__program_that_cannot_be_started() {
     let build = build();
-    // By another process, as the program itself.
+    // Another process writes it, as with the program itself.
     let written = Command::new("sh")
         .args([
             "-c",
@@ -311,7 +311,7 @@ fn run__program_that_cannot_be_started() {
         (build.path().to_str().unwrap(), 126, "Permission denied"),
     ] {
         let output = run_plainly(build.path(), &[program])
-            // A folder that may not be searched makes it "Permission denied", as of env(1).
+            // A folder in PATH that may not be searched would make it "Permission denied", as with env(1).
             .env("PATH", "/usr/bin:/bin")
             .output()
             .unwrap();

@@ -1,4 +1,4 @@
-//! `rdmux push --stream` of memory that is written to all the time.
+//! `rdmux push --stream` of memory that is written all the time.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Two users of one host: whatever one runs and offers, the other learns no name, no path, no payload, no key and no queue pair of it by
-//! any command, nor by the metrics that both may read. Only root can be two users.
+//! Two users of one host: the other user learns no name, path, payload, key or queue pair of anything that the owner runs and offers, by
+//! any command or by the metrics that both may read. Only root can be two users.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -19,15 +19,15 @@ use tempfile::TempDir;
 
 const RDMUX: &str = env!("CARGO_BIN_EXE_rdmux");
 const LONG: Duration = Duration::from_secs(60);
-/// Set in what [`is_inside`] starts.
+/// Variable that is set in processes which [`is_inside`] starts.
 const INSIDE: &str = "RDMUX_USERS_INSIDE";
-/// In each name, path and message of the one user.
+/// Part of each name, path and message of the owner.
 const SECRET: &str = "sEcReT";
 const OWNER: u32 = 65_534;
 const OTHER: u32 = 65_533;
 
-/// Whether this is root in a network namespace of its own. Otherwise such a process is started, to run the test of this name alone; its
-/// failure is this one's.
+/// Returns whether this is root in a network namespace of its own. Otherwise starts such a process, which runs the test of this name alone;
+/// its failure is this one's.
 fn is_inside(test: &str) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
@@ -54,7 +54,7 @@ fn is_inside(test: &str) -> bool {
     false
 }
 
-/// A user with a folder that is theirs alone.
+/// A user with a folder that belongs to them alone.
 struct User {
     uid: u32,
     home: TempDir,
@@ -96,7 +96,7 @@ impl User {
         self.home.path().join(name)
     }
 
-    /// Whether this user may run the binary; says so when not.
+    /// Returns whether this user may run the binary; says so when not.
     fn may_run_rdmux(&self) -> bool {
         let may = self
             .rdmux(&["--version"])
@@ -109,7 +109,7 @@ impl User {
     }
 }
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -119,7 +119,7 @@ impl Drop for Running {
     }
 }
 
-/// The first line of standard error that begins so, without its beginning.
+/// Returns the first line of standard error with this beginning, without the beginning.
 fn said(child: &mut Child, beginning: &'static str) -> String {
     let stderr = child.stderr.take().unwrap();
     let (tx, rx) = mpsc::channel();
@@ -146,7 +146,7 @@ fn scrape(at: &str) -> String {
     answer
 }
 
-/// Everything below a folder that is not its owner's alone, as another user could read it.
+/// Returns the owner's entries of a folder that are not the owner's alone, as another user could read them.
 fn readable(folder: &Path, owner: u32) -> Vec<PathBuf> {
     use std::os::unix::fs::MetadataExt;
     let mut found = Vec::new();
@@ -170,13 +170,13 @@ fn users__learn_nothing_of_each_other() {
             .flat_map(|folder| readable(Path::new(folder), OWNER))
             .collect()
     };
-    // Other programs of this user's may have left files there.
+    // Other programs of these users may have left files there.
     let before = in_common();
     let (owner, other) = (User::new(OWNER), User::new(OTHER));
     if !owner.may_run_rdmux() || !other.may_run_rdmux() {
         return;
     }
-    // One serves a file and a log, and has a writer of the log that stays connected.
+    // The owner serves a file and a log, and has a writer of the log that stays connected.
     let file = owner.path(&format!("{SECRET}-file"));
     let region = format!("{},size=64K,name={SECRET}-region", file.display());
     let memory = format!("{SECRET}-log,size=256K");
@@ -227,7 +227,7 @@ fn users__learn_nothing_of_each_other() {
         .unwrap();
     assert_eq!(acknowledged.trim(), "1");
 
-    // What the owner sees of it, so that there is something to hide.
+    // The owner sees its queue pair, so there is something to hide.
     let own = owner.run(&["res", "show", "qp", "--json"]);
     let own: serde_json::Value = serde_json::from_slice(&own.stdout).unwrap();
     let mine = |qp: &&serde_json::Value| qp["peer"] == "127.0.40.3";
@@ -238,7 +238,7 @@ fn users__learn_nothing_of_each_other() {
     let device = own.as_array().unwrap().iter().find(mine).unwrap();
     let device = format!("127.0.40.1/{}", device["port"]);
 
-    // The other one asks by every command that shows something, and by those that reach a region.
+    // The other user runs every command that shows something, and those that reach a region.
     let into = other.path("into");
     let into = into.to_str().unwrap();
     let commands: [&[&str]; 19] = [
@@ -298,11 +298,11 @@ fn users__learn_nothing_of_each_other() {
     }
     let captured = fs::read(other.path("into")).unwrap_or_default();
     assert!(captured.is_empty(), "a refused capture holds something");
-    // Metrics are for everybody who reaches them, and hold figures alone.
+    // Everybody who reaches the metrics may read them, and they hold only figures.
     hidden("metrics", &scrape(at));
-    // The names of sockets, and command lines of threads, are for everybody to see as well.
+    // Everybody may see the names of sockets and the command lines of threads as well.
     hidden("/proc/net/unix", &fs::read_to_string("/proc/net/unix").unwrap());
-    // Nothing that others could read was left where all may look.
+    // Nothing that others could read was left where everybody may look.
     let mut left = in_common();
     left.retain(|path| !before.contains(path));
     assert!(left.is_empty(), "{left:?}");
@@ -314,7 +314,7 @@ fn users__learn_nothing_of_each_other() {
                 || path.is_dir())
     );
 
-    // Nothing of it was disturbed.
+    // The owner's programs were not disturbed.
     writeln!(input, "{SECRET} another record").unwrap();
     drop(input);
     let deadline = Instant::now() + LONG;

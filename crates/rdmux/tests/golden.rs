@@ -1,9 +1,9 @@
-//! What every command prints, as text and as JSON, and its help: compared with the files in `golden/`, so that a change of what people
-//! and scripts read is seen in review. `RDMUX_GOLDEN_WRITE=1` writes them anew.
+//! Output of every command, as text and as JSON, and its help: compared with the files in `golden/`, so that reviewers see a change of the
+//! output that people and scripts read. `RDMUX_GOLDEN_WRITE=1` writes the files anew.
 //!
-//! Help is compared as it is. In output, what differs from run to run is masked: a number, with its fraction or the further parts of
-//! an address, is `N`; eight or more hexadecimal digits, and a GUID, are `H`; several spaces are two, since widths follow figures. JSON is
-//! written with one key a line and its numbers as `"N"`.
+//! Help is compared as it is. In output, the parts that differ from run to run are masked: a number, with its fraction or the further parts
+//! of an address, is `N`; eight or more hexadecimal digits, and a GUID, are `H`; several spaces are two, since widths follow figures. JSON
+//! is written with one key a line and its numbers as `"N"`.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod host;
@@ -49,7 +49,7 @@ const OUTPUTS: [&str; 25] = [
     "stat show",
 ];
 
-/// Commands whose output has none, and why.
+/// Commands whose output has no files, and why.
 const WITHOUT: [(&str, &str); 4] = [
     (
         "demo push",
@@ -69,12 +69,12 @@ fn golden(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// The file of a command: its words, joined.
+/// Returns the file of a command: its words, joined.
 fn file_of(folder: &str, command: &str, extension: &str) -> String {
     format!("{folder}/{}.{extension}", command.replace(' ', "-"))
 }
 
-/// Compares with a file, or writes it.
+/// Compares the output with a file, or writes the file.
 fn compare(name: &str, found: &str) {
     let path = golden(name);
     let found = format!("{}\n", found.trim_end());
@@ -91,13 +91,13 @@ fn compare(name: &str, found: &str) {
     );
 }
 
-/// Output of a command, masked and compared.
+/// Masks and compares the output of a command.
 fn compare_text(command: &str, home: &TempDir, out: &str) {
     assert!(OUTPUTS.contains(&command), "{command} is not in OUTPUTS");
     compare(&file_of("output", command, "txt"), &mask(&own(home, out)));
 }
 
-/// JSON of a command, one value or several, masked and compared.
+/// Masks and compares the JSON of a command, one value or several.
 fn compare_json(command: &str, home: &TempDir, out: &str) {
     assert!(OUTPUTS.contains(&command), "{command} is not in OUTPUTS");
     let values = serde_json::Deserializer::from_str(out).into_iter::<Value>();
@@ -108,7 +108,7 @@ fn compare_json(command: &str, home: &TempDir, out: &str) {
     compare(&file_of("output", command, "json"), &values.join("\n"));
 }
 
-/// Names of this run's own folder are the same in each.
+/// Replaces the name of this run's own folder, so that it is the same in each run.
 fn own(home: &TempDir, text: &str) -> String {
     text.replace(home.path().to_str().unwrap(), "FOLDER")
 }
@@ -120,7 +120,7 @@ fn mask_json(home: &TempDir, value: Value) -> Value {
         Value::Array(values) => values.into_iter().map(|value| mask_json(home, value)).collect(),
         Value::Object(map) => {
             let masked = map.into_iter().map(|(key, value)| {
-                // These have a key for whatever was counted.
+                // The keys of these objects depend on what was counted.
                 let value = match (key.as_str(), value) {
                     ("counters" | "opcodes", Value::Object(counts)) => {
                         assert!(counts.values().all(Value::is_u64), "{counts:?}");
@@ -136,7 +136,7 @@ fn mask_json(home: &TempDir, value: Value) -> Value {
     }
 }
 
-/// See the head of this file.
+/// Masks a text as the head of this file describes.
 fn mask(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let is_word = |c: &char| c.is_ascii_alphanumeric() || *c == '_';
@@ -186,7 +186,7 @@ fn mask(text: &str) -> String {
 
 const GUID_CHARS: usize = "0123:4567:89ab:cdef".len();
 
-/// Whether these begin with a GUID.
+/// Returns whether the characters begin with a GUID.
 fn is_guid(chars: &[char]) -> bool {
     let fits = |(i, c): (usize, &char)| {
         if i % 5 == 4 {
@@ -198,7 +198,7 @@ fn is_guid(chars: &[char]) -> bool {
     chars.len() >= GUID_CHARS && chars[..GUID_CHARS].iter().enumerate().all(fits)
 }
 
-/// How many of these are points, each with digits behind it.
+/// Returns the length of the leading points that each have digits behind them, with these digits.
 fn parts(chars: &[char]) -> usize {
     let mut n = 0;
     while chars.get(n) == Some(&'.') && chars.get(n + 1).is_some_and(char::is_ascii_digit) {
@@ -234,7 +234,7 @@ fn rdmux(home: &TempDir, args: &[&str]) -> Command {
     command
 }
 
-/// What a command that must succeed prints.
+/// Returns the output of a command that must succeed.
 fn run(home: &TempDir, args: &[&str]) -> String {
     let output = rdmux(home, args).output().unwrap();
     let err = String::from_utf8_lossy(&output.stderr);
@@ -242,7 +242,7 @@ fn run(home: &TempDir, args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The same, again while its server is not there yet.
+/// Does the same, and repeats it while the command's server is not there yet.
 fn run_when_there(home: &TempDir, args: &[&str]) -> String {
     let deadline = Instant::now() + LONG;
     loop {
@@ -256,13 +256,13 @@ fn run_when_there(home: &TempDir, args: &[&str]) -> String {
     }
 }
 
-/// An address of this run's own: others may go on beside it.
+/// Returns an address of this run's own: other runs may go on beside it.
 fn address(last: u8) -> String {
     let [low, high, ..] = std::process::id().to_le_bytes();
     format!("127.{}.{low}.{last}", high | 0x80)
 }
 
-/// A child that is ended with the value.
+/// A child that is killed when the value is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -272,7 +272,7 @@ impl Drop for Running {
     }
 }
 
-/// A process that runs on, and what it has printed when it has said this.
+/// Starts a process that keeps running; returns it and its output up to `last`.
 fn start(home: &TempDir, args: &[&str], last: &str) -> (Running, String) {
     let mut command = rdmux(home, args);
     let errors = home.path().join("errors");
@@ -297,7 +297,7 @@ fn help(command: &str) -> String {
     run(&home, &words)
 }
 
-/// The commands that a help text lists, without `help` itself.
+/// Returns the commands that a help text lists, without `help` itself.
 fn listed(help: &str) -> Vec<String> {
     let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1);
     let entries = lines.take_while(|line| !line.is_empty());
@@ -311,7 +311,7 @@ fn listed(help: &str) -> Vec<String> {
         .collect()
 }
 
-/// Every command with its help, the program itself first.
+/// Returns every command with its help, the program itself first.
 fn commands() -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut open = vec![String::new()];
@@ -328,7 +328,7 @@ fn commands() -> Vec<(String, String)> {
     found
 }
 
-/// Whether it does something itself, and does not only have commands below it.
+/// Returns whether a command does something itself, and does not only have commands below it.
 fn is_leaf(help: &str) -> bool {
     let usage = help.lines().find(|line| line.starts_with("Usage: ")).unwrap();
     let words = usage.trim_start_matches("Usage: ").split(' ').skip(1);
@@ -338,7 +338,7 @@ fn is_leaf(help: &str) -> bool {
             .any(|word| word.starts_with('[') || word.starts_with("--"))
 }
 
-/// The names of the files in a folder of `golden/`.
+/// Returns the names of the files in a folder of `golden/`.
 fn files_in(folder: &str) -> BTreeSet<String> {
     let files = fs::read_dir(golden(folder)).unwrap();
     let names = files.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -366,7 +366,7 @@ fn help__says_the_keys_of_json() {
         let keys = text
             .lines()
             .any(|line| line.starts_with("JSON: ") || line.contains("Print JSON: {"));
-        // The program's own options are those of the commands that have them too.
+        // The program's own options are also options of the commands that have them.
         assert!(
             !json || keys || command.is_empty(),
             "rdmux {command} --help lists no keys of its JSON"
@@ -425,20 +425,20 @@ fn generate__has_a_page_and_completions_for_every_command() {
     }
 }
 
-/// The long options that a help text lists.
+/// Returns the long options that a help text lists.
 fn options(help: &str) -> Vec<String> {
     let lines = help
         .lines()
         .filter(|line| line.starts_with("  ") && line.trim_start().starts_with('-'));
     let words = lines.flat_map(|line| line.split([' ', ',']).take(8));
     let long = words.filter(|word| word.starts_with("--"));
-    // What may be given again has points behind it.
+    // An option that may be given again has points behind it.
     long.map(|word| word.trim_end_matches("...").to_owned()).collect()
 }
 
 // Output.
 
-/// Runs a command for its text, and for its JSON.
+/// Runs a command for its text and for its JSON.
 fn both(home: &TempDir, name: &str, args: &[&str]) {
     compare_text(name, home, &run(home, args));
     compare_json(name, home, &run(home, &[args, &["--json"]].concat()));
@@ -470,7 +470,7 @@ fn output__log() {
     let home = tempfile::tempdir().unwrap();
     let serve = ["serve", "--listen", &address(3), "--mem", "a,size=1M"];
     let (_serving, _) = start(&home, &serve, "listening on");
-    // Of one region, which is never behind the others.
+    // A log of one region, which is never behind the others.
     let target = &format!("rdmux://{}/a", address(3));
     let log = |command: &str, more: &[&str], input: &str| {
         let args = [&["log", command, target], more].concat();
@@ -540,7 +540,7 @@ fn output__doctor_and_ddio() {
     let host = host::skylake(0x99);
     let root = host.root.path().to_str().unwrap().to_owned();
     both(&host.root, "doctor", &["doctor", "ddio", "--root", &root]);
-    // Each as text, then as JSON: the second changes nothing any more.
+    // Each runs for its text, then for its JSON: the second run changes nothing.
     both(
         &host.root,
         "ddio off",
@@ -549,10 +549,10 @@ fn output__doctor_and_ddio() {
     both(&host.root, "ddio on", &["ddio", "on", "mlx5_0", "--root", &root]);
 }
 
-/// Only what is of this address: other tests have devices as well.
+/// Returns only the lines of this address: other tests have devices as well.
 fn of_address(address: &str, out: &str) -> String {
     let lines = out.lines().filter(|line| line.contains(&format!("{address}/")));
-    // Of as many digits as chance has it, some of which would be taken for hexadecimal.
+    // PSNs and numbers of connections have a random number of digits, and the mask would take some for hexadecimal.
     let steady = |line: &str| {
         let mut before = "";
         let words = line.split(' ').map(|word| {
@@ -600,7 +600,7 @@ fn output__res_and_capture() {
                 .spawn()
                 .unwrap(),
         );
-        // Until it is connected and reaches what it reads.
+        // Wait until the client is connected and has mapped the memory that it reads.
         let shown = loop {
             assert!(Instant::now() < deadline);
             if measuring.0.try_wait().unwrap().is_some() {
@@ -637,7 +637,7 @@ fn output__res_and_capture() {
         both(&home, "capture", &capture);
         break;
     }
-    // Of a capture that has ended in order.
+    // Output of a capture that has ended in order.
     let file = home.path().join("d.pcapng").to_str().unwrap().to_owned();
     let address = &*address(10);
     let serve = ["perf", "send-lat", "--bind", address];

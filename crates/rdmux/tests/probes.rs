@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-/// Name and number of arguments of each probe of the program, from its notes of SystemTap's kind.
+/// Returns the name and the number of arguments of each probe of the program, from its notes of SystemTap's kind.
 fn probes() -> BTreeMap<String, usize> {
     const OWNER: &[u8] = b"stapsdt\0";
     let program = std::fs::read(env!("CARGO_BIN_EXE_rdmux")).unwrap();
@@ -23,7 +23,7 @@ fn probes() -> BTreeMap<String, usize> {
         assert_eq!(texts[0], "rdmux");
         let arguments = texts[2].split_whitespace().count();
         let before = found.insert(texts[1].to_owned(), arguments);
-        // One that stands in several places is one.
+        // A probe that stands in several places counts once.
         assert!(before.is_none_or(|before| before == arguments), "{}", texts[1]);
     }
     found

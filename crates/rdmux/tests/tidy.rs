@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What each crate may use of this workspace, as ARCHITECTURE.md draws it.
+/// Crates of this workspace that each crate may use, as ARCHITECTURE.md draws them.
 const MAY_USE: [(&str, &[&str]); 8] = [
     ("crates/wire", &[]),
     ("crates/rnic", &["wire"]),
@@ -43,12 +43,12 @@ fn root() -> PathBuf {
         .unwrap()
 }
 
-/// Every Rust file below the crates' `src`, as a path from the root, with its text.
+/// Returns every Rust file below the crates' `src`, as a path from the root, with its text.
 fn sources() -> Vec<(String, String)> {
     files_in("src")
 }
 
-/// The same below another folder that each crate may have.
+/// Returns the same below another folder that each crate may have.
 fn files_in(folder: &str) -> Vec<(String, String)> {
     let root = root();
     let mut found = Vec::new();
@@ -178,7 +178,7 @@ fn words__of_unfinished_work_are_nowhere() {
     }
 }
 
-/// By `crates/skip.rs`, which `./test` counts.
+/// Checks that tests skip only by `crates/skip.rs`, which `./test` counts.
 #[test]
 fn tests__skip_in_one_way() {
     for (name, text) in sources().into_iter().chain(files_in("tests")) {

@@ -18,7 +18,7 @@ const LINK: Link = Link {
 const FLOWS: u8 = 8;
 const WINDOW_BYTES: u32 = 512 << 10;
 
-/// Jain's index, the share of the link, and what was measured.
+/// Returns Jain's index, the share of the link, and the measurement.
 fn flows(link: &Link, seed: u64) -> (f64, f64, Goodput) {
     let streams = Streams {
         seed,
@@ -43,7 +43,7 @@ fn marking_bottleneck__eight_flows_share_equally_over_a_short_queue() {
     for seed in 1..=3 {
         let (jain, share, goodput) = flows(&LINK, seed);
         assert!(jain >= 0.95 && share >= 0.85, "{jain}, {share}");
-        // At first all send at the rate of the link, until the windows are full.
+        // At first all flows send at the rate of the link, until the windows are full.
         let (before, after) = (goodput.before, goodput.switched);
         assert!(before.queue_bytes_max <= u64::from(FLOWS) * u64::from(WINDOW_BYTES) * 11 / 10);
         assert!(after.queue_bytes_max <= 400_000, "{after:?}");
@@ -53,7 +53,7 @@ fn marking_bottleneck__eight_flows_share_equally_over_a_short_queue() {
 
 #[test]
 fn bottleneck_without_marks__the_queue_is_as_long_as_the_windows() {
-    // What the marks are good for.
+    // Shows the benefit of the marks.
     let unmarked = Link {
         marking: None,
         ..LINK

@@ -9,9 +9,9 @@ use rdmux_rnic::{Counters, Status, WcOpcode};
 use rdmux_sim::fuzz::Reach;
 use stable::{Rng, corpus, mutate};
 
-/// Random inputs by which, beside the corpus, it is judged what inputs reach.
+/// Number of random inputs that, together with the corpus, must reach every part of the engine.
 const JUDGED_INPUTS: u64 = 2_000;
-/// Distinct packets and completions that they reach at least; see [`Reach`].
+/// Minimum numbers of distinct packets and completions that they reach; see [`Reach`].
 const PACKETS_MIN: usize = 650;
 const COMPLETIONS_MIN: usize = 240;
 const EVENTS: [&str; 16] = [
@@ -33,7 +33,7 @@ const EVENTS: [&str; 16] = [
     "wants a grant",
 ];
 
-/// Events of every kind; the engine's own traffic makes the packets that are then changed.
+/// Returns events of every kind; the engine's own traffic makes the packets that are then changed.
 fn random(seed: u64) -> Vec<u8> {
     let mut rng = Rng(seed);
     (0..20 + rng.below(2400)).map(|_| rng.next() as u8).collect()

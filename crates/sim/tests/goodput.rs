@@ -21,7 +21,7 @@ fn link(loss_percent: f64, round_trip_ns: u64) -> Link {
     }
 }
 
-/// One sender; time enough for many losses.
+/// Returns the settings for one sender, with time enough for many losses.
 fn stream(loss_percent: f64, message_bytes: u32, selective: bool) -> Streams {
     Streams {
         seed: 1,

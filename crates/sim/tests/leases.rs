@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_sim::leases::{Counts, Defect, Report, Settings, run};
 
-/// Runs in release.
+/// Number of runs in release.
 const RUNS: u64 = 8_000;
-/// Seeds within which each defect shows.
+/// Number of seeds within which each defect shows.
 const DEFECT_SEEDS: u64 = 100;
 
 fn env(name: &str) -> Option<u64> {
@@ -20,7 +20,7 @@ fn env(name: &str) -> Option<u64> {
     Some(parsed.unwrap_or_else(|_| panic!("{name}={value} is no number")))
 }
 
-/// What a run found wrong.
+/// Makes a run; returns its violation as the error.
 fn violation(settings: &Settings) -> Result<Report, String> {
     match catch_unwind(|| run(settings)) {
         Ok(Report {

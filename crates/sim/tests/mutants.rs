@@ -9,9 +9,9 @@ use rdmux_sim::goodput::{Link, Streams, measure};
 use rdmux_sim::{Ending, Report, Settings, run, run_connections, run_unreliable};
 use rdmux_sim::{leases, power};
 
-/// Seeds tried for each defect.
+/// Number of seeds tried for each defect.
 const SEEDS: u64 = 1200;
-/// Seeds after which goodput is looked at too: what harms it alone shows in no other way.
+/// Seeds after which goodput is measured too: a defect that harms only goodput shows in no other way.
 const GOODPUT_AFTER: u64 = 30;
 
 /// A kind of run: its name, and its runs for each of [`SEEDS`] (some are shorter than others).
@@ -23,7 +23,7 @@ const KINDS: [Kind; 3] = [
     ("connections", run_connections, 4),
 ];
 
-/// A run; the endings take turns, with none among them, and every other one is within a machine.
+/// Returns the settings of a run. The endings take turns, with none among them, and every other run is within a machine.
 fn settings(kind: &str, seed: u64) -> Settings {
     let drawn = Settings::drawn(seed);
     match kind {
@@ -39,7 +39,7 @@ fn settings(kind: &str, seed: u64) -> Settings {
             operations: 20,
             ..drawn
         },
-        // Links of a machine lose some of what is not sent again.
+        // Links within a machine lose some of the packets that are not retransmitted.
         _ => Settings {
             one_machine: false,
             ..drawn
@@ -47,7 +47,7 @@ fn settings(kind: &str, seed: u64) -> Settings {
     }
 }
 
-/// Share of a link that a stream gets at a loss of 5 %, retransmitting selectively.
+/// Returns the share of a link that a stream gets at a loss of 5 %, retransmitting selectively.
 fn goodput() -> f64 {
     let link = Link {
         bits_per_second: 10_000_000_000,
@@ -71,7 +71,7 @@ fn goodput() -> f64 {
     measure(&link, &streams).share_of(&link, &streams)
 }
 
-/// The first run that shows the defect, and what it shows.
+/// Returns the first run that shows the defect, and its violation.
 fn caught(mutant: Mutant, healthy: f64) -> Option<String> {
     mutant::set(Some(mutant));
     let found = (0..SEEDS).find_map(|seed| {
@@ -106,7 +106,7 @@ fn every_mutant_is_caught() {
             }
         }
     };
-    // The switch is a thread's own, so defects can be tried side by side.
+    // The switch belongs to a thread, so defects can be tried side by side.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
         for _ in 0..cores {
@@ -127,7 +127,7 @@ fn without_a_mutant_nothing_is_caught() {
     }
 }
 
-/// The first seed whose run finds something, and what it finds.
+/// Checks that the run of some seed shows the defect; prints the first such seed and its violation.
 fn first_found(mutant: Mutant, run: impl Fn(u64) -> Option<String> + std::panic::RefUnwindSafe) {
     mutant::set(Some(mutant));
     let found = (0..SEEDS).find_map(|seed| {
@@ -141,7 +141,7 @@ fn first_found(mutant: Mutant, run: impl Fn(u64) -> Option<String> + std::panic:
     }
 }
 
-/// What the engine itself does wrong about durability shows in power cuts too.
+/// Checks that power cuts, too, show defects of the engine that concern durability.
 #[test]
 fn power_cuts_catch_what_concerns_them() {
     for mutant in [
@@ -160,7 +160,7 @@ fn power_cuts_catch_what_concerns_them() {
     }
 }
 
-/// And what it does wrong about what was acknowledged shows when mappings are revoked.
+/// Checks that revoked mappings show defects of the engine that concern acknowledgements.
 #[test]
 fn leases_catch_what_concerns_them() {
     for mutant in [Mutant::FlushAnsweredEarly, Mutant::GapAccepted] {

@@ -1,4 +1,4 @@
-//! Power cuts: 10,000 at random moments; the table of what is durable where; defects that must show. `RDMUX_SIM_RUNS` sets how
+//! Power cuts: 10,000 at random moments; the table of durability by platform and method; defects that must show. `RDMUX_SIM_RUNS` sets how
 //! many runs there are, `RDMUX_SIM_FIRST` their first seed; each failure prints the command that does its run again.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
@@ -11,15 +11,15 @@ use rdmux_sim::power::{
     run_log_everywhere,
 };
 
-/// Power cuts of all random runs in release.
+/// Minimum number of power cuts of all random runs in release.
 const CUTS_MIN: u64 = 10_000;
-/// Runs in release, of three to four cuts each.
+/// Number of runs in release, of three to four cuts each.
 const RUNS: u64 = 3_000;
-/// Runs of a log in release, of three to four cuts each.
+/// Number of runs of a log in release, of three to four cuts each.
 const LOG_RUNS: u64 = 2_000;
-/// Seeds within which each defect shows.
+/// Number of seeds within which each defect shows.
 const DEFECT_SEEDS: u64 = 200;
-/// Runs of each cell of the table.
+/// Number of runs of each cell of the table.
 const CELL_RUNS: u64 = if cfg!(debug_assertions) { 20 } else { 60 };
 
 fn env(name: &str) -> Option<u64> {
@@ -28,10 +28,10 @@ fn env(name: &str) -> Option<u64> {
     Some(parsed.unwrap_or_else(|_| panic!("{name}={value} is no number")))
 }
 
-/// What came of many runs: counts by name, and the failures.
+/// Result of many runs: counts by name, and the failures.
 type Total = (Counted, Vec<String>);
 
-/// What a run found wrong.
+/// Makes a run; returns its violation as the error.
 fn violation(settings: &Settings) -> Result<Report, String> {
     match catch_unwind(|| run(settings)) {
         Ok(Report {
@@ -43,7 +43,7 @@ fn violation(settings: &Settings) -> Result<Report, String> {
     }
 }
 
-/// Does runs on all cores, says what happened, and returns the counts.
+/// Makes runs on all cores, prints their results, and returns the counts.
 fn many(runs: u64, one: impl Fn(u64) -> Result<Counted, String> + Sync) -> Counted {
     let runs = if cfg!(debug_assertions) { runs / 20 } else { runs };
     let runs = env("RDMUX_SIM_RUNS").unwrap_or(runs);
@@ -105,7 +105,7 @@ fn run__ten_thousand_power_cuts() {
     }
 }
 
-/// What a run of a log finds wrong, and how to do it again.
+/// Makes a run of a log; returns its violation, and how to replay it, as the error.
 fn log_violation(settings: &Settings, defect: Option<LogDefect>) -> Result<Counted, String> {
     match catch_unwind(|| run_log(settings, defect)) {
         Ok(report) => match &report.violation {
@@ -227,7 +227,7 @@ fn run__every_defect_shows() {
     }
 }
 
-/// What runs on a platform show of a method.
+/// Returns the verdict of runs on a platform about a method.
 fn cell(platform: Platform, method: Method) -> Verdict {
     let mut refused = 0;
     for seed in 0..CELL_RUNS {
@@ -238,7 +238,7 @@ fn cell(platform: Platform, method: Method) -> Verdict {
         match violation(&settings) {
             Ok(report) => refused += report.refused,
             Err(what) if what.starts_with("after a power cut: unit") => return Verdict::Lost,
-            // Where nothing survives, a kill is as bad.
+            // Where nothing survives a loss of power, a kill is as bad.
             Err(what) if platform.domain == Domain::None && what.starts_with("after a kill: unit") => {
                 return Verdict::Lost;
             }

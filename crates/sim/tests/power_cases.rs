@@ -38,7 +38,7 @@ fn flush(at: u64, len: u64) -> Ask {
     }
 }
 
-/// Steps until all of these have ended.
+/// Steps until all of these operations have ended.
 fn until_done(bed: &mut Bed, operations: &[u64]) -> Vec<Done> {
     let mut all = Vec::new();
     while all.len() < operations.len() {
@@ -61,8 +61,8 @@ fn ended(done: &[Done]) -> Vec<Ended> {
     done.iter().map(|done| done.ended).collect()
 }
 
-/// Two WRITEs over the same lines with flushes behind them: whenever power is cut and whatever of six lines that leaves, the
-/// server has what was answered.
+/// Posts two WRITEs over the same lines with flushes behind them: whenever power is cut and whichever of six lines survive, the server has
+/// everything that it answered.
 #[test]
 fn cut__every_one_at_every_step() {
     let mut looked_at = 0;
@@ -94,7 +94,7 @@ fn cut__every_one_at_every_step() {
                 ledger.flushed(done.operation);
                 answered += 1;
             }
-            // Tearing as well when that is not too much.
+            // Tear lines as well when that does not make too many cases.
             let shadow = bed.shadow();
             let all = shadow
                 .all_left(true, 300)
@@ -140,7 +140,7 @@ fn write__that_comes_again_is_not_placed_again() {
             until_done(&mut bed, &asked);
             assert_eq!(bed.shadow().passed().placed_bytes, bytes, "seed {seed}");
         }
-        // The late copies.
+        // The late copies arrive.
         while bed.step().unwrap() {}
         seen += bed.steps();
         duplicates += bed.duplicates();
@@ -197,7 +197,7 @@ fn flush__across_the_end_of_a_mapping_ends_the_connection_and_flushes_nothing() 
     }
 }
 
-/// The mapping ends at every moment of a WRITE and its flush. An answer that came all the same is true.
+/// Ends the mapping at every moment of a WRITE and its flush. An answer that comes nevertheless is true.
 #[test]
 fn revoke__while_a_flush_is_under_way() {
     let (mut done, mut failed) = (0, 0);
@@ -251,7 +251,7 @@ fn revoke__what_comes_late_changes_nothing_and_ends_the_connection() {
         assert_eq!(visible[..500], [1; 500], "what was accepted is there");
         let late = ask_all(&mut bed, link, &[write(0, 2, 500), write(600, 2, 8)]);
         let ends = ended(&until_done(&mut bed, &late));
-        // The NAK is sent once, and may be lost: a queue pair in error sends no other.
+        // The NAK is sent once and may be lost: a queue pair in error sends no other.
         let refused = ends[0] == Ended::Failed(Status::RemoteAccess);
         told += u32::from(refused);
         assert!(

@@ -1,6 +1,5 @@
-//! Many runs by seed, of four kinds, and whether they saw all that the engine has. `RDMUX_SIM_RUNS` sets how many there are of
-//! each kind, `RDMUX_SIM_FIRST` their first seed; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and
-//! prints its report.
+//! Many runs by seed, of four kinds, which must together see all that the engine has. `RDMUX_SIM_RUNS` sets how many there are of each
+//! kind, `RDMUX_SIM_FIRST` their first seed; `RDMUX_SIM_SEED=N` replays one of the kind that the test's filter names and prints its report.
 
 use std::panic::catch_unwind;
 use std::sync::Mutex;
@@ -8,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_sim::{Ending, Report, Seen, Settings, run, run_connections, run_unreliable};
 
-/// Operations that the runs of a test in release post at least.
+/// Minimum number of operations that the runs of a test post in release.
 const OPERATIONS_MIN: u64 = 1_000_000;
 
 fn env(name: &str) -> Option<u64> {
@@ -22,9 +21,9 @@ fn env(name: &str) -> Option<u64> {
 
 /// A kind of run.
 struct Kind {
-    /// What must hold.
+    /// Property that must hold.
     name: &'static str,
-    /// Runs of it in release.
+    /// Number of its runs in release.
     runs: u64,
     run: fn(&Settings) -> Report,
     settings_of: fn(u64) -> Settings,
@@ -63,7 +62,7 @@ const KINDS: [Kind; 4] = [
     },
 ];
 
-/// What came of many runs.
+/// Result of many runs.
 #[derive(Default)]
 struct Total {
     operations: u64,
@@ -81,7 +80,7 @@ impl Kind {
         env("RDMUX_SIM_RUNS").unwrap_or(runs)
     }
 
-    /// Runs it for many seeds on all cores.
+    /// Makes runs for many seeds on all cores.
     fn many(&self) -> Total {
         let first = env("RDMUX_SIM_FIRST").unwrap_or(0);
         let (next, end) = (AtomicU64::new(first), first + self.runs());
@@ -162,7 +161,7 @@ fn all_runs_hold_and_see_everything() {
     }
 }
 
-/// Each kind of run by one seed, when there is one.
+/// Replays a run of each kind by one seed, when there is one.
 mod replay {
     use super::{KINDS, env};
 

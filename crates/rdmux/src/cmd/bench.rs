@@ -1,4 +1,4 @@
-//! `rdmux bench`: rdmux beside the machine's floor and its peers, in one run. `bench/run` calls it.
+//! `rdmux bench`: compares rdmux with the machine's floor and with its peers, in one run. `bench/run` calls it.
 //!
 //! Every round measures every row once, so that a noisy moment hits all of them; the tables show medians over the rounds.
 
@@ -23,7 +23,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use self::table::Suite;
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
-/// Where the two sides of a pair run.
+/// CPUs of the two sides of a pair.
 const CPUS: [usize; 2] = [0, 1];
 
 /// Measure rdmux beside the floors of this machine, UCX and libfabric.
@@ -104,17 +104,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Messages of a bandwidth run: about half a second's worth.
+/// Returns the number of messages of a bandwidth run: about half a second's worth.
 fn count(size: usize) -> u32 {
     ((1usize << 31) / size).clamp(400, 20_000) as u32
 }
 
-/// MiB/s to MB/s.
+/// Converts MiB/s to MB/s.
 fn megabytes(mebibytes: f64) -> f64 {
     mebibytes * 1.048_576
 }
 
-/// Keeps this thread, and those that it starts from now on, on one CPU.
+/// Keeps this thread, and threads that it starts later, on one CPU.
 pub(crate) fn pin(cpu: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu);

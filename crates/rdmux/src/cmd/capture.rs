@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use super::push::{interrupted, take_interrupts};
 use crate::output;
 
-/// How long all devices together have to say that they are there.
+/// Time that all devices together have to answer.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How often a capture looks whether it is to end.
+/// Period at which a capture checks whether to end.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Capture what a device of this user sends and receives, shared memory included, until Ctrl-C; or check captures.
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// `rdmux capture -w FILE`.
+/// Runs `rdmux capture -w FILE`.
 fn capture(args: &Args, path: &Path) -> Result<()> {
     let filter: Filter = args.filter.join(",").parse()?;
     let device = match args.device {
@@ -93,7 +93,7 @@ fn capture(args: &Args, path: &Path) -> Result<()> {
     let file = File::create(path).with_context(cannot)?;
     let capturing = start(device, &file, &filter).with_context(|| format!("{device} is not captured"))?;
     if !args.json {
-        // A closed stderr is nobody to tell.
+        // Nobody reads a closed stderr: ignore the failure.
         let _ = writeln!(
             std::io::stderr(),
             "capturing {device} to {}; end by Ctrl-C",
@@ -130,9 +130,9 @@ fn capture(args: &Args, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The device to capture where none is named.
+/// Returns the device to capture where none is named.
 fn only_device() -> Result<DeviceAt> {
-    // Root sees everybody's, and captures its own alone.
+    // Root sees the devices of all users, and captures only its own.
     let uid = rustix::process::geteuid().as_raw();
     let answers = ask(&devices(), Object::Device, PATIENCE);
     let own: Vec<DeviceAt> = answers

@@ -1,5 +1,4 @@
-//! `rdmux ddio`: whether what devices write goes to the processor's cache first, by the register of the PCI root port above
-//! them.
+//! `rdmux ddio`: switches whether writes of devices go to the processor's cache first, by the register of the PCI root port above them.
 //!
 //! perfctrlsts_0, byte 0x180 of a root port's configuration space: bit 7 use_allocating_flow_wr, bit 3 nosnoopopwren. Intel Xeon
 //! Scalable datasheet, volume 2. Without both, writes go to the memory controller's write pending queue.
@@ -15,14 +14,14 @@ use serde_json::{Value, json};
 use super::doctor::{Finding, Verdict};
 use crate::output;
 
-/// Offset of the byte.
+/// Offset of the register's byte.
 const REGISTER: u64 = 0x180;
-/// Root ports by vendor and device whose register is known, and the processors that have them.
+/// Vendor and device IDs of the root ports whose register is known, and the processors that have them.
 const INTEL: u16 = 0x8086;
 const ROOT_PORTS: std::ops::RangeInclusive<u16> = 0x2030..=0x2033;
 const KNOWN: &str = "Skylake-SP and Cascade Lake";
 
-/// What both print.
+/// JSON that both subcommands print.
 const JSON: &str = "\
 JSON: one object: device, root_port (address, vendor, device), generation (of the processor, or null), before and after (the byte of the
 register), ddio (on or off), behind (array of PCI addresses).";
@@ -97,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What `rdmux doctor ddio` finds.
+/// Returns the findings of `rdmux doctor ddio`.
 pub(crate) fn findings(root: &Path) -> Vec<Finding> {
     let host = Host::new(root);
     let names = match host.rdma_devices() {
@@ -117,7 +116,7 @@ pub(crate) fn findings(root: &Path) -> Vec<Finding> {
     names.iter().map(|name| host.finding(name)).collect()
 }
 
-/// The byte.
+/// Value of the register's byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Register(u8);
 
@@ -125,7 +124,7 @@ impl Register {
     const ALLOCATES: u8 = 1 << 7;
     const NO_SNOOP: u8 = 1 << 3;
 
-    /// Whether writes go to the cache.
+    /// Returns whether writes go to the cache.
     fn is_on(self) -> bool {
         self.0 & Register::ALLOCATES != 0
     }
@@ -138,7 +137,7 @@ impl Register {
         Register(self.0 & !(Register::ALLOCATES | Register::NO_SNOOP))
     }
 
-    /// Back on, with nosnoopopwren as it was before it was switched off, if that is known.
+    /// Returns the value that switches it back on, with nosnoopopwren as it was before it was switched off, if that is known.
     fn on(self, before: Option<Register>) -> Register {
         let no_snoop = before.unwrap_or(self).0 & Register::NO_SNOOP;
         Register(self.off().0 | Register::ALLOCATES | no_snoop)
@@ -154,7 +153,7 @@ impl Register {
     }
 }
 
-/// What `ddio on` or `off` did.
+/// Values of the register before and after `ddio on` or `off`.
 #[derive(Clone, Copy, Debug)]
 struct Change {
     before: Register,
@@ -179,7 +178,7 @@ impl Change {
     }
 }
 
-/// A processor, as /proc/cpuinfo has it.
+/// A processor, as /proc/cpuinfo describes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Cpu {
     vendor: String,
@@ -192,7 +191,7 @@ struct Cpu {
 impl Cpu {
     fn parse(cpuinfo: &str) -> Cpu {
         let mut cpu = Cpu::default();
-        // The first processor speaks for all.
+        // The entry of the first processor stands for all.
         for line in cpuinfo.lines().take_while(|line| !line.trim().is_empty()) {
             let Some((key, value)) = line.split_once(':') else {
                 continue;
@@ -211,7 +210,7 @@ impl Cpu {
         cpu
     }
 
-    /// The generation, of those whose register is known.
+    /// Returns the generation of a processor whose register is known.
     fn generation(&self) -> Option<&'static str> {
         match (self.vendor.as_str(), self.family, self.model, self.stepping) {
             ("GenuineIntel", 6, 85, 0..=4) => Some("Skylake-SP"),
@@ -265,7 +264,7 @@ impl RootPort {
 
     fn read_from(&self, file: &fs::File) -> Result<Register> {
         let mut byte = [0];
-        // Of a configuration space, users see the first 64 bytes.
+        // Ordinary users see only the first 64 bytes of a configuration space.
         match file.read_at(&mut byte, REGISTER) {
             Ok(0) if rustix::process::geteuid().is_root() => {
                 bail!("{self} has no extended configuration space, which byte {REGISTER:#x} is in")
@@ -286,7 +285,7 @@ impl RootPort {
         })
     }
 
-    /// The devices that it leads to.
+    /// Returns the devices behind the port.
     fn behind(&self) -> Vec<String> {
         let mut found = Vec::new();
         let mut folders = vec![(self.folder.clone(), 0)];
@@ -314,13 +313,13 @@ impl RootPort {
     }
 }
 
-/// Whether a folder of sysfs is that of a PCI bridge.
+/// Returns whether a folder of sysfs is that of a PCI bridge.
 fn is_bridge(folder: &Path) -> bool {
     let class = hex(&folder.join("class"));
     class.is_ok_and(|class| class >> 8 == 0x0604)
 }
 
-/// `0000:17:00.0`.
+/// Returns whether `name` has the form of a PCI address, such as `0000:17:00.0`.
 fn is_pci_address(name: &str) -> bool {
     let is_hex = |part: &str, len: std::ops::RangeInclusive<usize>| {
         len.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit())
@@ -335,7 +334,7 @@ fn is_pci_address(name: &str) -> bool {
     is_hex(domain, 4..=8) && is_hex(bus, 2..=2) && is_hex(device, 2..=2) && is_hex(function, 1..=1)
 }
 
-/// A number of sysfs, such as `0x8086`.
+/// Reads a number of sysfs, such as `0x8086`.
 fn hex(path: &Path) -> Result<u32> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let digits = text.trim().trim_start_matches("0x");
@@ -371,7 +370,7 @@ impl Host {
         Cpu::parse(&cpuinfo.unwrap_or_default())
     }
 
-    /// The folder of a device that is named as a user does.
+    /// Returns the folder of a device that the user has named.
     fn device(&self, name: &str) -> Result<PathBuf> {
         let path = if is_pci_address(name) {
             self.root.join("sys/bus/pci/devices").join(name)
@@ -398,7 +397,7 @@ impl Host {
         })
     }
 
-    /// The root port above a device, or itself: the last one of its path that stands on a root bus.
+    /// Returns the root port above a device, or the device itself: the last part of its path that stands on a root bus.
     fn root_port(&self, device: &Path) -> Result<RootPort> {
         let names: Vec<&str> = device.iter().filter_map(|part| part.to_str()).collect();
         let root_bus = |name: &&str| name.starts_with("pci") && name.contains(':');
@@ -420,12 +419,12 @@ impl Host {
         })
     }
 
-    /// Where the byte of before is kept until the next boot.
+    /// Returns the path of the file that keeps the byte's earlier value until the next boot.
     fn saved(&self, port: &RootPort) -> PathBuf {
         self.root.join("run/rdmux/ddio").join(&port.address)
     }
 
-    /// Switches, with a look at what came of it.
+    /// Switches, then reads the register back: fails if it did not take the value.
     fn change(&self, port: &RootPort, on: bool) -> Result<Change> {
         let file = port.open_to_write()?;
         let before = port.read_from(&file)?;

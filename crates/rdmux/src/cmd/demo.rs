@@ -16,9 +16,9 @@ use self::measure::{Cell, OPERATIONS, QUEUE_DEPTHS, SIZES, Wait};
 use self::stage::Stage;
 use crate::output::{self, Align};
 
-/// What the measured file has.
+/// Size of the measured file.
 const MEASURED_BYTES: u64 = 64 << 20;
-/// Without a file given, one of about this size is looked for.
+/// Approximate size of the file that is looked for where none is given.
 const FILE_BYTES_WANTED: u64 = 64 << 20;
 const FILE_BYTES_MAX: u64 = 512 << 20;
 
@@ -150,7 +150,7 @@ fn push(args: &PushArgs) -> Result<()> {
     let wait = args
         .wait
         .unwrap_or(if cpus.len() >= 2 { Wait::Poll } else { Wait::Block });
-    // The server beside the client, when there is a CPU for it.
+    // The server has a CPU beside the client's, where there is one for it.
     let (client_cpu, server_cpu) = (cpus[0], *cpus.get(1).unwrap_or(&cpus[0]));
     tell(&format!(
         "measure client on CPU {client_cpu}, server on CPU {server_cpu}, both {}",
@@ -197,7 +197,7 @@ fn push(args: &PushArgs) -> Result<()> {
     Ok(())
 }
 
-/// Pushes, and kills the client when half of the file is acknowledged. Returns what was acknowledged at last.
+/// Pushes, and kills the client when half of the file is acknowledged. Returns the number of bytes acknowledged last.
 fn push_and_kill(stage: &mut Stage, source: &Path, length: u64, url: &str) -> Result<u64> {
     let flush_every = length.div_ceil(16).min(1 << 30).to_string();
     let chunk = length.div_ceil(16).min(1 << 20).to_string();
@@ -280,14 +280,14 @@ fn measure_both(
     Ok(cells)
 }
 
-/// An address of the loopback interface that is most likely nobody else's.
+/// Returns an address of the loopback interface that most likely nobody else uses.
 fn unused_loopback() -> IpAddr {
-    // Process ids have 22 bits at most: every process has an address of its own.
+    // Process ids have 22 bits at most, so every process gets an address of its own.
     let pid = std::process::id().to_be_bytes();
     Ipv4Addr::new(127, 64 | pid[1] & 0x3f, pid[2], pid[3]).into()
 }
 
-/// This program, or a larger file where system programs and libraries are.
+/// Returns this program, or a larger file among the system's programs and libraries.
 fn find_file() -> Result<PathBuf> {
     let exe = std::env::current_exe().context("cannot find this program's own file: name a file")?;
     let mut best = (std::fs::metadata(&exe)?.len(), exe.clone());
@@ -308,7 +308,7 @@ fn find_file() -> Result<PathBuf> {
         if best.0 >= FILE_BYTES_WANTED {
             break;
         }
-        // The entry's own kind: links are left out.
+        // The metadata of the entry itself: links are left out.
         let Ok(meta) = entry.metadata() else { continue };
         if meta.is_file()
             && (best.0..FILE_BYTES_MAX).contains(&meta.len())
@@ -335,7 +335,7 @@ fn same(one: &Path, two: &Path) -> Result<bool> {
     }
 }
 
-/// Two significant digits and more, no more than two after the point.
+/// Formats a value with two significant digits or more, and no more than two after the point.
 fn short(value: f64) -> String {
     match value {
         v if v >= 9.95 => format!("{v:.0}"),

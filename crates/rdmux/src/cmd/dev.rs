@@ -5,7 +5,7 @@ use rdmux_verbs::soft::resources::{DeviceResource, Item, Object, netdev_of};
 
 use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers, guid};
 
-/// What every soft device can do, by the names that rdma(8) has.
+/// Capabilities of every soft device, by the names that rdma(8) has.
 const CAPABILITIES: [&str; 11] = [
     "BAD_PKEY_CNTR",
     "BAD_QKEY_CNTR",
@@ -32,7 +32,7 @@ const STAT_JSON: &str = "\
 JSON: an array of objects: ifname (the address), port (the slot), provider (hw, of an RNIC's alone), a count by the name of each
 counter, pid, comm; or error, where a device does not answer.";
 
-/// What counters can be chosen by.
+/// Keys by which counters can be chosen.
 const STAT_KEYS: [(&str, Kind); 2] = [("pid", Kind::Number), ("comm", Kind::Word)];
 
 #[derive(clap::Args, Debug)]
@@ -120,7 +120,7 @@ pub(crate) fn run_dev(args: &DevArgs, before: Options) -> Result<()> {
                 .with("fw", device.version.clone())
                 .with("node_guid", guid(device.guid))
                 .with("sys_image_guid", guid(device.guid));
-            // What an RNIC can do is `ibv_devinfo`'s to say.
+            // `ibv_devinfo` shows the capabilities of an RNIC.
             match answer.at.is_rnic() {
                 true => row,
                 false => row.shown_as("caps", CAPABILITIES.to_vec(), caps.clone()),
@@ -188,7 +188,7 @@ pub(crate) fn run_stat(args: &StatArgs, before: Options) -> Result<()> {
     Ok(())
 }
 
-/// A row for each device, of what it is.
+/// Returns a row for each device with its properties, or with the error where it does not answer.
 fn each_device(
     found: &[Answer],
     head: impl Fn(&Answer) -> String,

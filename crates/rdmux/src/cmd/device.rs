@@ -1,4 +1,4 @@
-//! What commands that open devices have in common.
+//! Options that all commands which open devices have in common.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -37,7 +37,7 @@ fn parse_provider(name: &str) -> Result<Provider, String> {
 }
 
 impl DeviceArgs {
-    /// To be called before a device is opened.
+    /// Applies the options to this process. Must be called before a device is opened.
     pub(crate) fn apply(&self) -> Result<()> {
         if let Some(provider) = self.provider {
             set_process_provider(provider);

@@ -1,4 +1,4 @@
-//! `rdmux doctor`: looks at the host and says what stands in the way, and what to do.
+//! `rdmux doctor`: looks at the host, reports problems and gives advice.
 
 mod host;
 mod network;
@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 use super::ddio;
 use crate::output::{self, Align};
 
-/// A check: its name, and what finds.
+/// A check: its name and its function.
 type Check = (&'static str, fn(&Path) -> Vec<Finding>);
 
-/// All checks. One more is a line here.
+/// All checks. A new check needs only a line here.
 const CHECKS: [Check; 13] = [
     ("cpu", host::cpu),
     ("port", network::port),
@@ -53,7 +53,7 @@ pub(crate) struct Args {
     root: PathBuf,
 }
 
-/// How what was found is to be taken.
+/// Meaning of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Ok,
@@ -61,7 +61,7 @@ pub(crate) enum Verdict {
     Limit,
     /// Something does not work.
     Blocked,
-    /// It could not be told.
+    /// The check could not find out.
     Unknown,
 }
 
@@ -79,7 +79,7 @@ impl Verdict {
 /// Something that a check found.
 #[derive(Debug)]
 pub(crate) struct Finding {
-    /// What it is about, such as a device.
+    /// Subject of the finding, such as a device.
     subject: String,
     verdict: Verdict,
     what: String,
@@ -156,17 +156,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     verdict(&found)
 }
 
-/// A file of the host, as text.
+/// Returns the text of a file of the host.
 fn text(root: &Path, file: &str) -> Option<String> {
     std::fs::read_to_string(root.join(file)).ok()
 }
 
-/// A file of the host that holds one number.
+/// Returns the number in a file of the host.
 fn number(root: &Path, file: &str) -> Option<u64> {
     text(root, file)?.trim().parse().ok()
 }
 
-/// What is blocked, or could not be told, is a failure, so that scripts notice.
+/// Fails if a finding is blocked or unknown, so that scripts notice.
 fn verdict(found: &[(&str, Finding)]) -> Result<()> {
     let of = |verdict: Verdict| {
         let with = found.iter().filter(|(_, finding)| finding.verdict == verdict);

@@ -1,4 +1,4 @@
-//! `rdmux explain`: why a queue pair is as it is, from what its device noted, also after the end of its process.
+//! `rdmux explain`: explains the state of a queue pair by the notes of its device, also after the end of its process.
 
 mod why;
 
@@ -16,9 +16,9 @@ use super::trace::{entry_json, places, table};
 use super::{notes, objects::Output};
 use crate::output;
 
-/// How long all devices together have for their answers.
+/// Time that all devices together have for their answers.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Events that are shown.
+/// Maximum number of events shown.
 const EVENTS_MAX: usize = 12;
 
 #[derive(clap::Args, Debug)]
@@ -57,20 +57,20 @@ fn parse_qpn(text: &str) -> Result<u32, String> {
     number.ok_or_else(|| "a queue pair's number is one from 2 to 16777215, or hexadecimal with 0x".into())
 }
 
-/// A queue pair, with all that is known of it.
+/// A queue pair and everything known of it.
 struct Found {
     device: DeviceAt,
     pid: Option<u32>,
     comm: Option<String>,
-    /// What its process says now.
+    /// The queue pair as its process reports it.
     live: Option<QpResource>,
-    /// Its process lives.
+    /// Set when its process lives.
     alive: bool,
-    /// ... but does not answer.
+    /// Set when its process lives but does not answer.
     silent: bool,
-    /// Notes of its device are found.
+    /// Set when notes of its device are found.
     noted: bool,
-    /// What is noted of it and of its device.
+    /// Notes of the queue pair and of its device as a whole.
     entries: Vec<Entry>,
 }
 
@@ -140,15 +140,15 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Every device that has, or had, a queue pair of this number.
+/// Returns every device that has, or had, a queue pair of this number.
 fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
     let chosen: Vec<DeviceAt> = devices()
         .into_iter()
-        // A QPN has the slot of its device.
+        // The top byte of a QPN is the slot of its device.
         .filter(|at| only.is_none_or(|only| only == *at) && u32::from(at.slot) == qpn.value() >> 16)
         .collect();
     let mut found = Vec::new();
-    // Stopped, or without a CPU: what they noted is all there is.
+    // Devices that are stopped or get no CPU: only their notes are available.
     let mut silent = Vec::new();
     for (device, answer) in ask(&chosen, Object::Qp, PATIENCE) {
         let told = match answer {
@@ -178,7 +178,7 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
             entries: trace.map(|trace| of_qp(trace, qpn)).unwrap_or_default(),
         });
     }
-    // Gone: the youngest of each other device that had one.
+    // Devices that did not report the queue pair: the youngest trace of each that had it.
     let mut seen: Vec<DeviceAt> = found.iter().map(|found| found.device).collect();
     for trace in traces {
         let is_it = only.is_none_or(|only| only == trace.device) && !seen.contains(&trace.device);
@@ -199,7 +199,7 @@ fn find(qpn: Qpn, only: Option<DeviceAt>, traces: &[Trace]) -> Vec<Found> {
     found
 }
 
-/// The RNIC on which a process has a queue pair of this number.
+/// Returns the RNIC on which a process has a queue pair of this number.
 fn on_an_rnic(qpn: Qpn, only: Option<DeviceAt>) -> Option<DeviceAt> {
     let chosen: Vec<DeviceAt> = rnics()
         .into_iter()
@@ -211,7 +211,7 @@ fn on_an_rnic(qpn: Qpn, only: Option<DeviceAt>) -> Option<DeviceAt> {
     found.map(|(device, _)| device)
 }
 
-/// What is noted of a queue pair, and of its device as a whole.
+/// Returns the notes of a queue pair and of its device as a whole.
 fn of_qp(trace: &Trace, qpn: Qpn) -> Vec<Entry> {
     let entries = trace.entries.iter();
     entries

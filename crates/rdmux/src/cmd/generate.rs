@@ -13,7 +13,7 @@ pub(crate) struct Args {
     into: PathBuf,
 }
 
-/// Where each shell looks below a prefix.
+/// Path below a prefix where each shell looks for completions.
 const SHELLS: [(Shell, &str); 3] = [
     (Shell::Bash, "share/bash-completion/completions/rdmux"),
     (Shell::Zsh, "share/zsh/site-functions/_rdmux"),

@@ -17,7 +17,7 @@ use super::push::{interrupted, take_interrupts};
 use super::serve::{domain_words, load_key, pin};
 use crate::output::{self, Align};
 
-/// Lines read ahead of what is acknowledged.
+/// Maximum number of lines read ahead of the acknowledged ones.
 const AHEAD: usize = 4096;
 
 /// Keep an append-only log in regions of several servers.
@@ -204,7 +204,7 @@ impl Writing {
     }
 }
 
-/// A log of one region keeps nothing when that is lost, and one of two stops: people should know.
+/// Warns of a log of few regions: with one region, its loss loses everything; with two, the loss of one stops the log.
 fn warn_of_few(common: &Common) {
     let replicas = common.targets.len();
     if replicas < 3 {
@@ -216,7 +216,7 @@ fn warn_of_few(common: &Common) {
     }
 }
 
-/// Whether an acknowledgement means that a loss of power of all servers loses nothing.
+/// Returns whether an acknowledged record survives a loss of power of all servers.
 fn is_durable(log: &Log) -> bool {
     log.replicas()
         .all(|(_, _, domain)| domain.is_none_or(|domain| domain != Domain::None))
@@ -344,13 +344,13 @@ fn append(args: &Append) -> Result<()> {
         }
         Ok(())
     })();
-    // What is under way needs but time, unless it is the log that failed: no other end may give it up.
+    // Records in flight need nothing but time, unless the log itself failed: after any other end, wait for them.
     let failed = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(error) if !matches!(error, LogError::Append(_)));
     if !result.as_ref().is_err_and(failed) {
         let waited = (|| -> Result<()> {
             let last = log.last();
             while log.acknowledged() < last {
-                // In steps, so that acknowledgements are told as they come.
+                // Wait in steps, so that acknowledgements are reported as they come.
                 log.wait_for(log.acknowledged() + 1)?;
                 report(&log, &line_of);
             }
@@ -388,7 +388,7 @@ fn append(args: &Append) -> Result<()> {
     Ok(())
 }
 
-/// Looks at all regions at once; an error of each that cannot be reached.
+/// Looks at all regions at once; returns an error for each that cannot be reached.
 fn look_at_all(common: &Common, records: bool) -> Result<Vec<Result<Option<View>, rdmux_push::Error>>> {
     let key = common.key()?;
     Ok(std::thread::scope(|scope| {

@@ -6,7 +6,7 @@ use rdmux_wire::roce::{NakCode, Opcode, Operation};
 
 use super::res::{access_words, state_name, type_name};
 
-/// Nanoseconds since 1970 as `2026-11-22T08:36:29.123456789Z`.
+/// Formats nanoseconds since 1970 as `2026-11-22T08:36:29.123456789Z`.
 pub(crate) fn utc(time_ns: u64) -> String {
     let (seconds, ns) = (time_ns / 1_000_000_000, time_ns % 1_000_000_000);
     let (days, second) = (seconds / 86_400, seconds % 86_400);
@@ -23,7 +23,7 @@ pub(crate) fn utc(time_ns: u64) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{ns:09}Z")
 }
 
-/// Nanoseconds with a fitting unit: `655 ms`, `3.4 s`.
+/// Formats nanoseconds with a fitting unit: `655 ms`, `3.4 s`.
 pub(crate) fn duration(ns: u64) -> String {
     match ns {
         0..1_000 => format!("{ns} ns"),
@@ -34,7 +34,7 @@ pub(crate) fn duration(ns: u64) -> String {
     }
 }
 
-/// The name of an event, for programs.
+/// Returns the name of an event, for programs.
 pub(crate) fn name(note: &Note) -> &'static str {
     match note {
         Note::Moved { .. } => "moved",
@@ -68,7 +68,7 @@ pub(crate) fn name(note: &Note) -> &'static str {
     }
 }
 
-/// An event in words.
+/// Describes an event in words.
 pub(crate) fn words(note: &Note) -> String {
     match note {
         Note::Moved { qp_type, from, to } => {
@@ -206,7 +206,7 @@ pub(crate) fn words(note: &Note) -> String {
     }
 }
 
-/// When anything came from the peer the last time.
+/// Says when the last packet came from the peer.
 pub(crate) fn heard(heard_ns: Option<u64>) -> String {
     match heard_ns {
         Some(ns) => format!("last heard from the peer {} before", duration(ns)),
@@ -214,7 +214,7 @@ pub(crate) fn heard(heard_ns: Option<u64>) -> String {
     }
 }
 
-/// `WRITE of 8 bytes to 0x7f.. with rkey 0x..`.
+/// Describes a request, such as `WRITE of 8 bytes to 0x7f.. with rkey 0x..`.
 pub(crate) fn request(opcode: WcOpcode, va: u64, key: u32, length: u32, own: bool) -> String {
     let name = match opcode {
         WcOpcode::Send => "SEND",
@@ -237,7 +237,7 @@ pub(crate) fn request(opcode: WcOpcode, va: u64, key: u32, length: u32, own: boo
     format!("{name} of {length} bytes{at}")
 }
 
-/// What was refused, and why.
+/// Describes a refused request and the reason.
 pub(crate) fn denied(refused: &Refused) -> String {
     use Operation as Op;
     let name = match refused.operation {
@@ -300,7 +300,7 @@ pub(crate) fn fault_words(fault: Fault) -> String {
     }
 }
 
-/// Whether what is wrong is one's own memory, not the peer's.
+/// Tells errors of one's own memory from errors of the peer's.
 trait IsLocal {
     fn is_local(&self) -> bool;
 }
@@ -330,7 +330,7 @@ mod tests {
         ] {
             assert_eq!(utc(seconds * 1_000_000_000 + 7), format!("{expected}.000000007Z"));
         }
-        // The largest has its time too.
+        // The largest value has its time too.
         assert!(utc(u64::MAX).starts_with("2554-07-21T23:34:33.709551615"));
     }
 

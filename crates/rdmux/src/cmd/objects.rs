@@ -1,5 +1,5 @@
-//! What `dev`, `link`, `res` and `stat` have in common: the devices that answer, filters, and how objects are shown, with the words
-//! and JSON keys of rdma(8).
+//! Common parts of `dev`, `link`, `res` and `stat`: the devices that answer, filters, and the display of objects, with the words and JSON
+//! keys of rdma(8).
 //!
 //! A device is a process's place on an address, and its name ADDRESS/SLOT: JSON has the address as `ifname` and the slot as `port`. Slots from
 //! 128 on are devices of provider `hw`, and shown with that word.
@@ -19,7 +19,7 @@ use serde_json::{Map, Value, json};
 
 use crate::output::{self, Align};
 
-/// How long all devices together have for their answers.
+/// Time that all devices together have for their answers.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// How objects are printed.
@@ -44,7 +44,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// With what was asked for in another place.
+    /// Combines these options with those given in another place.
     pub(crate) fn and(self, other: Options) -> Options {
         Options {
             output: Output {
@@ -59,17 +59,17 @@ impl Options {
         self.details > 0
     }
 
-    /// Something is asked for.
+    /// Returns whether any option is given.
     pub(crate) fn is_any(self) -> bool {
         self.output.json || self.output.pretty || self.details > 0
     }
 }
 
-/// Which devices are meant: ADDRESS/SLOT, ADDRESS/- or ADDRESS.
+/// Devices that the user means: ADDRESS/SLOT, ADDRESS/- or ADDRESS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Named {
     All,
-    /// All of an address.
+    /// All devices of an address.
     Of(IpAddr),
     One(DeviceAt),
 }
@@ -106,9 +106,9 @@ impl Named {
     }
 }
 
-/// What a device answered.
+/// Answer of a device.
 pub(crate) struct Answer {
-    /// Its place among all devices, by address and slot, at this moment.
+    /// Index among all devices, by address and slot, at this moment.
     pub(crate) index: usize,
     pub(crate) at: DeviceAt,
     pub(crate) pid: Option<u32>,
@@ -116,7 +116,7 @@ pub(crate) struct Answer {
     pub(crate) items: Result<Vec<Item>, String>,
 }
 
-/// What devices answered, and a note for each that keeps to itself what it has.
+/// Returns the answers of devices, and a note for each device that hides its objects from this user.
 pub(crate) fn answers(named: Named, object: Object) -> Result<(Vec<Answer>, Vec<anyhow::Error>)> {
     let mut all = devices();
     all.extend(rnics());
@@ -153,39 +153,39 @@ pub(crate) fn answers(named: Named, object: Object) -> Result<(Vec<Answer>, Vec<
     Ok((found, hidden))
 }
 
-/// The name of a process.
+/// Returns the name of a process.
 fn comm(pid: u32) -> Option<String> {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?;
-    // A process names itself as it likes.
+    // A process may choose any name.
     Some(
         name.trim_end()
             .replace(|c: char| c.is_control() || c.is_whitespace(), "?"),
     )
 }
 
-/// How a value is shown to a person.
+/// Form in which a person sees a value.
 #[derive(Clone, Debug, PartialEq)]
 enum Shown {
-    /// As it is; not at all when there is none.
+    /// As it is; left out when there is none.
     Plain,
-    /// With other words.
+    /// In other words.
     As(String),
-    /// In JSON alone.
+    /// Only in JSON.
     Hidden,
-    /// In JSON, and to who asks for details.
+    /// In JSON, and for a user who asks for details.
     Detail,
 }
 
 /// An object: names and values in the order in which they are shown.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Row {
-    /// What a line begins with.
+    /// Beginning of its line.
     pub(crate) head: String,
     pairs: Vec<(Cow<'static, str>, Value, Shown)>,
 }
 
 impl Row {
-    /// An object of a device. `head` names it in a line.
+    /// Creates the row of an object of a device. `head` names it in a line.
     pub(crate) fn of(answer: &Answer, head: String) -> Row {
         let row = Row {
             head,
@@ -194,7 +194,7 @@ impl Row {
         let row = row
             .hidden("ifname", json!(answer.at.address))
             .hidden("port", json!(answer.at.slot));
-        // An RNIC's.
+        // An RNIC has a provider.
         match answer.at.is_rnic() {
             true => row.with("provider", "hw"),
             false => row,
@@ -206,7 +206,7 @@ impl Row {
         self
     }
 
-    /// A value that a person reads with other words.
+    /// Adds a value that a person reads in other words.
     pub(crate) fn shown_as(
         mut self,
         key: impl Into<Cow<'static, str>>,
@@ -227,19 +227,19 @@ impl Row {
         self
     }
 
-    /// Its process.
+    /// Adds the device's process.
     pub(crate) fn with_process(self, answer: &Answer) -> Row {
         self.with("pid", answer.pid).with("comm", answer.comm.clone())
     }
 
-    /// What is shown of a device that gives no answer.
+    /// Creates the row of a device that gives no answer.
     pub(crate) fn error(answer: &Answer, head: String, why: &str) -> Row {
         Row::of(answer, head)
             .shown_as("error", why, String::new())
             .with_process(answer)
     }
 
-    /// Whether there is such a value.
+    /// Returns whether there is such a value.
     #[cfg(test)]
     pub(crate) fn has(&self, key: &str) -> bool {
         self.value(key).is_some()
@@ -259,7 +259,7 @@ impl Row {
         )
     }
 
-    /// A value for a person; `None`: it has none.
+    /// Returns the form of a value that a person sees; `None` where there is none.
     fn cell(&self, key: &str, details: bool) -> Option<String> {
         let (_, value, shown) = self.pairs.iter().find(|(name, ..)| *name == key)?;
         match (shown, value) {
@@ -291,7 +291,7 @@ impl Row {
     }
 }
 
-/// Prints objects: JSON, a table on a terminal, where columns are named, else a line for each.
+/// Prints objects: as JSON; as a table on a terminal, where columns are named; or else a line for each.
 pub(crate) fn print(rows: &[Row], options: Options, columns: &[(&str, Align)], notes: Vec<anyhow::Error>) {
     let Options { output, .. } = options;
     let details = options.wants_details();
@@ -316,7 +316,7 @@ pub(crate) fn print(rows: &[Row], options: Options, columns: &[(&str, Align)], n
     }
 }
 
-/// The objects under a header, each with its device in the first column.
+/// Returns the objects under a header, each with its device in the first column.
 pub(crate) fn table(rows: &[Row], columns: &[(&str, Align)]) -> String {
     if rows.is_empty() {
         return String::new();
@@ -342,7 +342,7 @@ pub(crate) fn table(rows: &[Row], columns: &[(&str, Align)]) -> String {
     output::table(&columns, &rows.iter().map(cells).collect::<Vec<_>>())
 }
 
-/// What a filter's value may be.
+/// Form of a filter's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Numbers: `7`, `3-9`, `1,5,0x8-0xc`.
@@ -355,7 +355,7 @@ pub(crate) enum Kind {
     Address,
 }
 
-/// What is to be shown of all objects.
+/// Selection of the objects to show.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Filter {
     pub(crate) named: Named,
@@ -363,7 +363,7 @@ pub(crate) struct Filter {
     tests: Vec<(&'static str, Test)>,
 }
 
-/// One of them must be the object's.
+/// Accepted values: the object's value must be one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Test {
     Numbers(Vec<(u64, u64)>),
@@ -396,7 +396,7 @@ impl Test {
         }
     }
 
-    /// A filter that is given again: what either lets through.
+    /// Adds the values of the same filter given again: either may match.
     fn or(&mut self, other: Test) {
         match (self, other) {
             (Test::Numbers(own), Test::Numbers(more)) => own.extend(more),
@@ -432,7 +432,7 @@ impl Test {
 }
 
 impl Filter {
-    /// Names and values in turn; a mistake ends the program as wrong usage.
+    /// Parses names and values in turn; a mistake ends the program as wrong usage.
     pub(crate) fn of_words(words: &[String], keys: &[(&'static str, Kind)]) -> Filter {
         Filter::parse(words, keys).unwrap_or_else(|why| wrong_usage(&why))
     }
@@ -472,14 +472,14 @@ impl Filter {
         Ok(filter)
     }
 
-    /// Whether an object is to be shown; one that could not be told of is, unless something is asked of it.
+    /// Returns whether to show an object. One that gave no answer is shown too, unless a filter asks for a value of it.
     pub(crate) fn takes(&self, row: &Row) -> bool {
         let mut tests = self.tests.iter();
         tests.all(|(key, test)| row.value(key).is_some_and(|value| test.holds(value)))
     }
 }
 
-/// The names of filters.
+/// Returns the names of filters.
 pub(crate) fn names(keys: &[(&'static str, Kind)]) -> String {
     let all = ["link", "dev"]
         .into_iter()
@@ -492,7 +492,7 @@ pub(crate) fn wrong_usage(why: &str) -> ! {
     clap::Error::raw(ErrorKind::InvalidValue, format!("{why}\n")).exit()
 }
 
-/// `7` or `0x2a`.
+/// Parses `7` or `0x2a`.
 fn number(text: &str) -> Option<u64> {
     match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         Some(digits) if digits.starts_with(|c: char| c.is_ascii_hexdigit()) => {
@@ -503,14 +503,14 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// `7` or `3-9`.
+/// Parses `7` or `3-9`.
 fn range(text: &str) -> Option<(u64, u64)> {
     let (from, to) = text.split_once('-').unwrap_or((text, text));
     let (from, to) = (number(from)?, number(to)?);
     (from <= to).then_some((from, to))
 }
 
-/// A GUID as rdma(8) prints it.
+/// Formats a GUID as rdma(8) does.
 pub(crate) fn guid(guid: u64) -> String {
     let part = |shift: u32| (guid >> shift) & 0xffff;
     format!(

@@ -1,7 +1,7 @@
 //! `rdmux perf`: latency and bandwidth of one operation, with perftest's columns and flags.
 //!
-//! The server has no host argument, the client has one. They meet by CM on the port, the client's private data says what will
-//! be done, and the server's says where its buffer lies:
+//! The server has no host argument, the client has one. They meet by CM on the port. The client's private data describes the test, and the
+//! server's gives the address of its buffer:
 //!
 //! ```text
 //! client  "RDPF" | version 2 | test u8 | queue pairs u16 | bytes u32 | flags u32 | depth u32 | va u64 | rkey u32    big endian
@@ -9,7 +9,7 @@
 //! flags   bit 0: sleep on completion events
 //! ```
 //!
-//! A server that does something else refuses, and says why in the private data, as text.
+//! A server that runs another test refuses the connection, and gives the reason as text in the private data.
 
 mod push;
 
@@ -29,20 +29,20 @@ use rdmux_verbs::{
 };
 use serde::Serialize;
 
-/// How long a server waits for its client, and either for the other's next move.
+/// Time that a server waits for a client's further connections, and that each side waits for the other's next step.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often a side that sleeps looks whether the other is still there.
+/// Period at which a sleeping side checks whether the other is still there.
 const WATCH: Duration = Duration::from_secs(1);
 /// Largest message of `-a`: 8 MiB, as perftest.
 const ALL_SIZES_MAX: u32 = 1 << 23;
 /// Largest message.
 const SIZE_MAX: u32 = 1 << 30;
-/// Why `-e` is refused.
+/// Reason for the refusal of `-e`.
 const NO_EVENTS: &str =
     "write-lat has no events: a WRITE completes nothing at its target, which polls the memory; send-lat has";
-/// A WRITE of so many is completed, which keeps the queue from filling up.
+/// Number of WRITEs of which one is completed, which keeps the queue from filling up.
 const COMPLETED_EVERY: u8 = 64;
-/// Most looks at a byte between two turns of the device.
+/// Maximum number of checks of a byte between two calls that drive the device.
 const LOOKS_MAX: u32 = 256;
 
 /// What is measured.
@@ -81,7 +81,7 @@ impl Test {
         )
     }
 
-    /// Whether each side has completions to sleep on while it waits for the other.
+    /// Returns whether each side has completions to sleep on while it waits for the other.
     fn has_events(self) -> bool {
         self != Test::WriteLat
     }
@@ -101,7 +101,7 @@ impl Test {
         }
     }
 
-    /// Its name on the command line.
+    /// Returns its name on the command line.
     fn name(self) -> String {
         self.to_possible_value()
             .map_or_else(String::new, |value| value.get_name().to_owned())
@@ -205,7 +205,7 @@ fn parse_message_size(text: &str) -> Result<u32, String> {
         .ok_or_else(|| "give 1 byte to 1 GiB, as a number with or without K, M or G".into())
 }
 
-/// Pages for buffers.
+/// Allocates pages for buffers.
 fn memory(kind: MemoryKind, bytes: usize) -> std::io::Result<AnonymousMemory> {
     match kind {
         MemoryKind::Shared => AnonymousMemory::shareable(bytes),
@@ -213,7 +213,7 @@ fn memory(kind: MemoryKind, bytes: usize) -> std::io::Result<AnonymousMemory> {
     }
 }
 
-/// One line of results. Keys as in perftest's JSON.
+/// One line of results. Keys are as in perftest's JSON.
 #[derive(Serialize, Debug, Clone)]
 pub(crate) struct Row {
     #[serde(rename = "MsgSize")]
@@ -290,25 +290,25 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
 }
 
-/// What the client asks for.
+/// Request that the client sends in its private data.
 #[derive(Clone, Copy, Debug)]
 struct Request {
     test: Test,
     qps: u16,
     bytes: u32,
     depth: u32,
-    /// Both sides sleep on completion events.
+    /// Set when both sides sleep on completion events.
     events: bool,
 }
 
-/// Of what client and server say to each other.
+/// Version of the protocol between client and server.
 pub(crate) const VERSION: u8 = 2;
 
 impl Request {
-    /// With the buffer of the client that follows it.
+    /// Length including the client's buffer, which follows the request.
     const LEN: usize = 32;
 
-    /// As private data of a client whose buffer lies at `va`.
+    /// Returns the private data of a client whose buffer lies at `va`.
     fn emit(&self, va: u64, rkey: RKey) -> [u8; Request::LEN] {
         let mut b = [0; Request::LEN];
         b[..4].copy_from_slice(b"RDPF");
@@ -364,7 +364,7 @@ impl Request {
     }
 }
 
-/// Where the client of a request wants its answers written.
+/// Returns the address and the key of the buffer to which the client of a request wants its answers written.
 fn buffer_of(private_data: &[u8]) -> (u64, RKey) {
     let number = |range: std::ops::Range<usize>| {
         let bytes = private_data.get(range).unwrap_or_default();
@@ -381,11 +381,12 @@ struct Side {
     qps: Vec<QueuePair>,
     memory: Arc<AnonymousMemory>,
     mr: MemoryRegion,
-    /// Looks at a byte that the peer writes between two turns of the device.
+    /// Number of checks of a byte that the peer writes, between two calls that drive the device.
     looks: Cell<u32>,
 }
 
-/// Two buffers: the lower half is sent from, the upper half written to, each with room for one message per queue pair.
+/// Creates a side with two buffers: requests send from the lower half, and the peer writes to the upper half. Each has room for one message
+/// per queue pair.
 fn side(device: &Device, request: &Request, kind: MemoryKind) -> Result<Side> {
     let pd = device.alloc_pd()?;
     let entries = u32::from(request.qps) * (request.depth + 8) * 2;
@@ -416,8 +417,8 @@ fn side(device: &Device, request: &Request, kind: MemoryKind) -> Result<Side> {
 }
 
 impl Side {
-    /// Looks whether the peer has written a byte, and lets the device move on when it has not. A peer on this host may write it
-    /// with no device in between, then it is looked at often; where the device brings it, looking before is in vain.
+    /// Returns whether the peer has written a byte, and drives the device if it has not. A peer on this host may write the byte with no
+    /// device in between: then this checks it often. Where the device delivers the byte, checks before the device was driven are in vain.
     fn has_come(&self, device: &Device, at: u64, expected: u8) -> bool {
         let looks = self.looks.get();
         if (0..looks).any(|_| self.memory.load_u8(at) == expected) {
@@ -507,7 +508,7 @@ fn serve(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What the client asks for, where this server does that.
+/// Returns the client's request, if this server runs the same test.
 fn request_for(args: &Args, private_data: &[u8]) -> Result<Request> {
     let request = Request::parse(private_data)?;
     ensure!(
@@ -519,7 +520,7 @@ fn request_for(args: &Args, private_data: &[u8]) -> Result<Request> {
     Ok(request)
 }
 
-/// The server's part of a test, until the client disconnects.
+/// Runs the server's part of a test, until the client disconnects.
 fn answer_client(
     request: &Request,
     device: &Device,
@@ -537,7 +538,7 @@ fn answer_client(
         packets: 0,
         since: Instant::now(),
     };
-    // The next completion; `None` when there is none yet and it is time to look after the client.
+    // Returns the next completion; `None` when there is none yet and it is time to check on the client.
     let completion = || -> Result<Option<WorkCompletion>> {
         Ok(if request.events {
             side.cq.wait(WATCH)?
@@ -633,8 +634,8 @@ fn answer_client(
                 }
             }
         }
-        // One-sided: the NIC answers; this side only drives it, or sleeps.
-        // Those of the push service never come here.
+        // The requests are one-sided: the NIC answers them. This side only drives it, or sleeps.
+        // Tests of the push service never come here.
         Test::PushRead | Test::PushWrite => Ok(()),
         Test::WriteBw | Test::ReadLat | Test::ReadBw | Test::FlushLat | Test::FlushBw => loop {
             if request.events {
@@ -649,7 +650,7 @@ fn answer_client(
     }
 }
 
-/// Whether a client is still there: looked at now and then by a server that spins, each time by one that sleeps.
+/// A server's check that its client is still there: made now and then by a server that spins, each time by one that sleeps.
 struct Watch<'a> {
     sleeps: bool,
     device: &'a Device,
@@ -660,7 +661,7 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    /// True when the test is over. Fails when the client has said nothing for too long: it was killed, or cut off.
+    /// Returns whether the test is over. Fails when the client has sent nothing for too long: it was killed, or cut off.
     fn is_over(&mut self) -> Result<bool> {
         self.spins = self.spins.wrapping_add(1);
         if !self.sleeps && !self.spins.is_multiple_of(1 << 14) {
@@ -679,7 +680,7 @@ impl Watch<'_> {
         if packets != self.packets {
             (self.packets, self.since) = (packets, Instant::now());
         }
-        // Within a host its death is told, and WRITEs bring no packets.
+        // Within a host this side is notified of the client's death, and WRITEs bring no packets.
         let told = |c: &Connection| c.qp().and_then(QueuePair::carrier) == Some(Carrier::SharedMemory);
         ensure!(
             self.since.elapsed() < PATIENCE || self.connections.iter().all(told),
@@ -702,7 +703,7 @@ fn params() -> ConnectParams {
     ConnectParams::default()
 }
 
-/// Own address on the route to a peer.
+/// Returns the own address on the route to a peer.
 pub(crate) fn route_to(peer: SocketAddr) -> Result<IpAddr> {
     let any: SocketAddr = if peer.is_ipv4() {
         ([0, 0, 0, 0], 0).into()
@@ -716,7 +717,7 @@ pub(crate) fn route_to(peer: SocketAddr) -> Result<IpAddr> {
     Ok(probe.local_addr()?.ip())
 }
 
-/// Connects, measures every size asked for, and prints unless JSON is asked for.
+/// Connects, measures every requested size, and prints the results unless JSON is requested.
 fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     let peer = (host, args.port)
         .to_socket_addrs()
@@ -807,14 +808,14 @@ fn measure(
     Ok(row)
 }
 
-/// What to tell of a connection that was not made: what the server said, or that there is none.
+/// Returns the error for a connection that was not made: the server's message, or that there is no server.
 fn not_connected(error: ConnectError, peer: SocketAddr, test: Test) -> anyhow::Error {
     if let ConnectError::Rejected {
         reason: RejReason::CONSUMER,
         private_data,
     } = &error
     {
-        // Sent by anybody, and filled up with zeros.
+        // Anybody may have sent this, and it is padded with zeros.
         let said: String = String::from_utf8_lossy(private_data)
             .chars()
             .take_while(|c| *c != '\0')
@@ -868,7 +869,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The next completion. `None`: there is none for too long.
+    /// Returns the next completion; `None` when there is none for too long.
     fn poll(&self) -> Option<WorkCompletion> {
         let mut spins = 0u32;
         let mut deadline = None;
@@ -885,7 +886,7 @@ impl Run<'_> {
         }
     }
 
-    /// Waits for the peer's WRITE: the last byte changes.
+    /// Waits for the peer's WRITE, which changes the last byte.
     fn wait_byte(&self, at: u64, expected: u8) -> Result<()> {
         let mut spins = 0u32;
         let mut deadline = None;
@@ -902,10 +903,10 @@ impl Run<'_> {
         }
     }
 
-    /// Times round trips, `group` of them by each two looks at the clock.
+    /// Times round trips, `group` of them between two readings of the clock.
     fn latency(&self, iterations: u32, until: Option<Instant>, group: u32) -> Result<Row> {
         let Run { request, side, .. } = self;
-        // WRITE and SEND go there and back; READ and FLUSH are answered by the NIC.
+        // In WRITE and SEND tests, a message goes there and back; the NIC answers a READ or FLUSH.
         let halves = if matches!(request.test, Test::WriteLat | Test::SendLat) {
             2.0
         } else {
@@ -937,7 +938,7 @@ impl Run<'_> {
         Ok(latency_row(request.bytes, trips, samples, halves))
     }
 
-    /// There and back, or one answered request. `turn` counts WRITEs, which carry it in their last byte.
+    /// Makes one round trip there and back, or one request that the NIC answers. `turn` counts WRITEs, which carry it in their last byte.
     fn round_trip(&self, turn: &mut u8) -> Result<()> {
         let Run {
             request,
@@ -1012,8 +1013,8 @@ impl Run<'_> {
         let mut peak = 0f64;
         let begin = Instant::now();
         let mut last_progress = begin;
-        // The best stretch: from when the first of its requests was posted, as perftest has it, so that completions which come
-        // all at once make none. The times are those of the requests not done and of a stretch before them.
+        // The peak is the best stretch, measured from the posting of its first request, as perftest does, so that completions which come
+        // all at once make no peak. `posted_at` holds the times of the requests not done and of a stretch before them.
         let stretch = (total / 100).max(4 * u64::from(request.depth)).min(total) as usize;
         let mut posted_at = std::collections::VecDeque::new();
         let mut not_done = 0usize;
@@ -1126,7 +1127,7 @@ fn silent() -> String {
     format!("no answer from the server for {} s", PATIENCE.as_secs())
 }
 
-/// Figures of round trips in nanoseconds; `parts` is 2 where half of one counts.
+/// Returns the figures of round trips in nanoseconds; `parts` is 2 where half of a round trip counts.
 fn latency_row(bytes: u32, iterations: u64, mut samples: Vec<u64>, parts: f64) -> Row {
     samples.sort_unstable();
     let n = samples.len();

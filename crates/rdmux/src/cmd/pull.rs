@@ -39,7 +39,7 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
         .ok_or_else(|| "give bytes, or a number with K, M, G or T".into())
 }
 
-/// A file in the making; removed unless it is finished.
+/// A partly written file, removed unless it is finished.
 struct Part(Option<PathBuf>);
 
 impl Drop for Part {
@@ -58,7 +58,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         "{}: is a folder: name a file in it",
         args.file.display()
     );
-    // What is there is replaced at the end, in one step; only a file may be.
+    // An existing file is replaced at the end, in one step; anything but a file is refused.
     let existing = match fs::metadata(&args.file) {
         Ok(meta) if !meta.is_file() => {
             bail!("{} is not a regular file: pull into a file", args.file.display())
@@ -67,7 +67,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => return Err(error).with_context(|| args.file.display().to_string()),
     };
-    // Behind a link, the file that it leads to.
+    // Where the name is a link, the target is the file that it leads to.
     let target = if existing.is_some() {
         fs::canonicalize(&args.file).with_context(|| args.file.display().to_string())?
     } else {
@@ -79,7 +79,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         .with_context(|| format!("{}: not the name of a file", args.file.display()))?;
     name.push(".part");
     let part_path = target.with_file_name(name);
-    // Before the server is asked: it may be long until it answers.
+    // Check this before the server is asked, which may take long to answer.
     let folder = folder_of(&target);
     if !folder.is_dir() {
         bail!("{}: there is no folder {}", args.file.display(), folder.display());
@@ -88,7 +88,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut client = connect(&args.source, common)?;
     let offset = args.source.offset;
     let request = MapRequest {
-        // It disturbs no writer: the checksum tells whether there was one.
+        // This mapping disturbs no writer: the checksum shows whether there was one.
         share: Access::READ | Access::WRITE,
         offset,
         length: args.bytes.unwrap_or(0),
@@ -96,7 +96,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     };
     let mapping = client.map_as(&args.source.region, &request)?;
     let length: u64 = mapping.extents().iter().map(|extent| extent.length).sum();
-    // One that a killed pull left is ours to replace; a link that somebody put there is not followed.
+    // Replace a file that a killed pull left; do not follow a link that somebody put there.
     let _ = fs::remove_file(&part_path);
     let mut file = File::options()
         .write(true)

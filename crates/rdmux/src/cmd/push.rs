@@ -23,7 +23,7 @@ use serde_json::json;
 use super::serve::load_key;
 use crate::output;
 
-/// Tokens of flushes carry this bit, and the position up to which they flush.
+/// Bit in the tokens of flushes; the other bits are the position up to which they flush.
 const FLUSH: u64 = 1 << 62;
 
 /// Write a file into a remote region and make it durable there.
@@ -95,7 +95,7 @@ fn parse_flush_every(text: &str) -> Result<u64, String> {
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From now on Ctrl-C is noticed by [`interrupted`]; the second one ends the process.
+/// Makes [`interrupted`] report Ctrl-C; a second Ctrl-C ends the process.
 pub(super) fn take_interrupts() -> Result<()> {
     ctrlc::set_handler(|| {
         if INTERRUPTED.swap(true, Ordering::Relaxed) {
@@ -105,7 +105,7 @@ pub(super) fn take_interrupts() -> Result<()> {
     .context("cannot take signals")
 }
 
-/// Whether the user wants to end.
+/// Returns whether the user wants to end.
 pub(super) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
@@ -115,7 +115,7 @@ pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
     let key: Key = load_key(common.key.as_deref())?;
     let mut first = None;
     for address in target.resolve()? {
-        // Where another user has the loopback address that the route takes, the server's own may do.
+        // Where another user has the loopback address that the route takes, the server's own address may work.
         let again = (common.from.is_none() && address.ip().is_loopback()).then_some(address.ip());
         for from in [Some(common.from), again.map(Some)].into_iter().flatten() {
             let options = Options {
@@ -127,7 +127,7 @@ pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
                 Err(error @ Error::Open(_)) => {
                     first.get_or_insert(error);
                 }
-                // Another address of the host may be the one that it serves on.
+                // The host may serve on another of its addresses.
                 Err(error @ (Error::NobodyListens(_) | Error::Connect { .. } | Error::Target(_))) => {
                     first.get_or_insert(error);
                     break;
@@ -139,7 +139,7 @@ pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
     Err(first.map_or_else(|| anyhow!("{}: no address", target.host), Into::into))
 }
 
-/// A bar on a terminal, nothing elsewhere.
+/// Returns a bar on a terminal, a hidden one elsewhere.
 pub(super) fn progress_bar(bytes: u64, common: &Common) -> ProgressBar {
     if common.quiet || common.json || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
@@ -152,7 +152,7 @@ pub(super) fn progress_bar(bytes: u64, common: &Common) -> ProgressBar {
     }
 }
 
-/// What an acknowledged flush of such memory means.
+/// Describes the guarantee of an acknowledged flush of such memory.
 pub(super) fn durability_words(domain: Domain) -> &'static str {
     match domain {
         Domain::None => "visible, not durable: memory or a file in memory",
@@ -166,7 +166,7 @@ pub(super) fn gigabytes_per_second(bytes: u64, elapsed: Duration) -> f64 {
     bytes as f64 / elapsed.as_secs_f64().max(1e-9) / 1e9
 }
 
-/// An upload under way.
+/// An upload in progress.
 struct Upload {
     file: File,
     path: PathBuf,
@@ -211,7 +211,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     };
     // The mapping comes first: it ends a predecessor that still writes.
     let request = MapRequest {
-        // Who reads meanwhile sees it change, and finds out by the checksum.
+        // A client that reads meanwhile sees the region change, and detects it by the checksum.
         share: Access::READ,
         conflict: Conflict::Fail,
         offset,
@@ -300,7 +300,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Copies memory that its owner goes on writing.
+/// Copies memory that its owner keeps writing.
 fn push_stream(
     args: &Args,
     mut client: Client,
@@ -362,7 +362,7 @@ fn push_stream(
 }
 
 impl Upload {
-    /// Finds out how much of the file is there already.
+    /// Finds out how much of the file the server already has.
     fn resume(&mut self, client: &mut Client, args: &Args, transfer: u64) -> Result<()> {
         let tell = |text: &str| {
             if !args.common.quiet && !args.common.json {
@@ -372,7 +372,7 @@ impl Upload {
         let known = client.stat(&args.target.region, transfer)?;
         let durable = known.durable.min(self.length);
         if known.transfer != transfer || durable == 0 {
-            // The mapping has made it known, so that nothing tells here whether there was an earlier one.
+            // The mapping has made the transfer known, so the server's answer does not show whether there was an earlier one.
             tell("the server has no durable part of an earlier push of this file: starting at 0");
             return Ok(());
         }
@@ -408,7 +408,7 @@ impl Upload {
         })
     }
 
-    /// Writes what is missing and flushes it.
+    /// Writes the missing part and flushes it.
     fn send(
         &mut self,
         client: &mut Client,
@@ -473,7 +473,7 @@ impl Upload {
     }
 }
 
-/// The folder that a file is in.
+/// Returns the folder that a file is in.
 pub(super) fn folder_of(path: &Path) -> &Path {
     path.parent()
         .filter(|folder| !folder.as_os_str().is_empty())

@@ -1,4 +1,4 @@
-//! `rdmux res`: what the devices of this user's processes have, with the words of rdma(8).
+//! `rdmux res`: objects of the devices of this user's processes, with the words of rdma(8).
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -57,7 +57,7 @@ enum Command {
     },
 }
 
-/// The first word behind `show`: an object, for which completions and help have the names, or already a device or filter.
+/// The first word behind `show`: an object, whose names completions and help list, or already a device or filter.
 #[derive(Clone)]
 struct ObjectWord;
 
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &Args, before: Options) -> Result<()> {
     Ok(())
 }
 
-/// `[OBJECT] [DEVICE] [FILTER VALUE]...`
+/// Parses `[OBJECT] [DEVICE] [FILTER VALUE]...`
 fn object_and_filter(words: &[String]) -> Result<(Option<Object>, Filter), String> {
     let first = words.first();
     let object = first.and_then(|word| Object::from_str(word, false).ok());
@@ -146,7 +146,7 @@ fn asked(object: Option<Object>) -> Asked {
     }
 }
 
-/// What objects of a kind can be chosen by.
+/// Returns the keys by which objects of a kind can be chosen.
 fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
     use Kind::{Address, Number, OneOf, Word};
     const TYPES: Kind = OneOf(&["RC", "UC", "UD", "XRC_INI", "XRC_TGT"]);
@@ -223,7 +223,7 @@ fn keys(object: Option<Object>) -> &'static [(&'static str, Kind)] {
     }
 }
 
-/// The columns on a terminal.
+/// Returns the columns on a terminal.
 fn columns(object: Option<Object>) -> &'static [(&'static str, Align)] {
     use Align::{Left, Right};
     match object {
@@ -287,7 +287,7 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
             .with("mrn", mr.mrn)
             .with("type", region_kind(mr.kind))
             .with("rkey", format!("{:#010x}", mr.rkey))
-            // A window is its peers' alone.
+            // Only peers use a window.
             .detail(
                 "lkey",
                 (!matches!(mr.kind, RegionKind::Window(_))).then(|| format!("{:#010x}", mr.rkey)),
@@ -318,7 +318,7 @@ fn row(row: Row, item: &Item, object: Option<Object>) -> Row {
     }
 }
 
-/// The names that rdma(8) has.
+/// Returns the name that rdma(8) uses.
 pub(crate) fn type_name(qp_type: QpType) -> &'static str {
     match qp_type {
         QpType::Rc => "RC",
@@ -357,7 +357,7 @@ pub(crate) fn access_words(access: Access) -> Vec<String> {
     words.collect()
 }
 
-/// What is reached without packets, and why not more.
+/// Describes the regions reached without packets, and the reason why not more are.
 fn direct_words(qp: &QpResource) -> String {
     let direct = &qp.direct;
     let counts = [(direct.mapped, "mapped"), (direct.by_calls, "process")];
@@ -375,7 +375,7 @@ fn direct_words(qp: &QpResource) -> String {
         .join(" ")
 }
 
-/// Requests that went by packets although the peer is on this host, by the reason.
+/// Returns the numbers of requests that went by packets although the peer is on this host, by reason.
 fn by_packets(qp: &QpResource) -> [(&'static str, u64); 4] {
     let by_packets = &qp.direct.by_packets;
     [
@@ -426,7 +426,7 @@ fn qp_row(row: Row, qp: &QpResource) -> Row {
 }
 
 fn cm_row(row: Row, cm: &CmDetail) -> Row {
-    // The states of librdmacm's ids: rdma(8) has no finer ones.
+    // rdma(8) has only the states of librdmacm's ids, none finer.
     let (state, phase) = match cm.state {
         CmState::Listen => ("LISTEN", "listening"),
         CmState::Connect => ("CONNECT", "asking"),
@@ -440,7 +440,7 @@ fn cm_row(row: Row, cm: &CmDetail) -> Row {
     let port = cm.service.port();
     let is_datagrams = cm.service == rdmux_verbs::ServiceId::udp(port.unwrap_or(0));
     let space = port.map_or("IB", |_| if is_datagrams { "UDP" } else { "TCP" });
-    // A service's port is that of who listens.
+    // The port of a service is the listener's.
     let with_port = |address: String| match port {
         Some(port) => format!("{address}:{port}"),
         None => address,

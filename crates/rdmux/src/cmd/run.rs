@@ -1,4 +1,4 @@
-//! `rdmux run`: a program for RDMA, unmodified, on the RNIC in user space.
+//! `rdmux run`: runs an unmodified program for RDMA on the RNIC in user space.
 
 mod sysfs;
 
@@ -25,14 +25,14 @@ use crate::output;
 /// The environment variable that names the devices' addresses.
 const DEVICES: &str = "RDMUX_DEVICES";
 
-/// The exit status where there is no such program, and where it could not be started: POSIX, env.
+/// Exit statuses where there is no such program, and where it could not be started: POSIX, env.
 const NO_PROGRAM: i32 = 127;
 const NOT_STARTED: i32 = 126;
 
 /// The library that is preloaded.
 const REDIRECT: &str = "librdmux_sysfs.so";
 
-/// The libraries, by their files in the build and their names for the loader: those of a program that are replaced, and what is preloaded.
+/// Libraries, by their files in the build and their names for the loader: two that replace those of a program, and the preloaded one.
 const LIBRARIES: [(&str, &str); 3] = [
     ("libibverbs.so", "libibverbs.so.1"),
     ("libibverbs.so", "librdmacm.so.1"),
@@ -84,7 +84,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         if args.device[..i].contains(address) {
             bail!("--device {address}: it is named twice");
         }
-        // Else its program would see no device, or fail when it opens one.
+        // Otherwise the program would see no device, or fail when it opens one.
         if let Err(why) = UdpSocket::bind((*address, 0)) {
             bail!("--device {address}: no address of this host, `ip address` lists those there are: {why}");
         }
@@ -99,7 +99,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
             folder.display()
         );
     }
-    // The program would fail at its first device.
+    // Otherwise the program would fail at its first device.
     rdmux_verbs::check_environment()?;
     let (environment, tree) = environment(&args)?;
     if args.env {
@@ -118,21 +118,21 @@ pub(crate) fn run(args: Args) -> Result<()> {
     }
     let mut starting = Command::new(program);
     starting.args(arguments).envs(environment);
-    // The program takes this process's place: signals and its exit status need nobody in between.
+    // The program replaces this process, so that nothing has to pass on signals and its exit status.
     let error = starting.exec();
     let is_missing = error.kind() == ErrorKind::NotFound;
     output::error(&match is_missing && !Path::new(program).exists() {
         true => anyhow!("{}: there is no such program", program.to_string_lossy()),
-        // A script is there and what it is to be read by may not be.
+        // A script may exist while its interpreter does not.
         false => anyhow::Error::new(error).context(format!("starting {}", program.to_string_lossy())),
     });
     process::exit(if is_missing { NO_PROGRAM } else { NOT_STARTED })
 }
 
-/// Variables of an environment.
+/// Environment variables.
 type Variables = Vec<(&'static str, OsString)>;
 
-/// The variables by which a program runs so, and what is to stand in a mount namespace of its own.
+/// Returns the variables that make a program run on rdmux, and the folder to be shown in a mount namespace of its own, if any.
 fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
     let folder = libraries()?;
     let mut variables = vec![("LD_LIBRARY_PATH", in_front(&folder, "LD_LIBRARY_PATH")?)];
@@ -170,7 +170,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
             variables.push(("LD_PRELOAD", list));
             variables.push(("RDMUX_SYSFS", tree.into()));
         }
-        // Most programs do without.
+        // Most programs do not need it.
         Err(error) if args.sysfs.is_none() => {
             eprintln!("rdmux: /sys/class/infiniband does not show the devices: {error:#}");
         }
@@ -179,7 +179,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
     Ok((variables, None))
 }
 
-/// A word as a shell reads it.
+/// Quotes a word for a shell.
 fn quoted(value: &OsStr) -> Result<String> {
     let value = value
         .to_str()
@@ -187,7 +187,7 @@ fn quoted(value: &OsStr) -> Result<String> {
     Ok(format!("'{}'", value.replace('\'', r"'\''")))
 }
 
-/// The addresses that the program sees devices for.
+/// Returns the addresses that the program sees devices for.
 fn devices(wanted: &[IpAddr]) -> Result<Vec<IpAddr>> {
     if !wanted.is_empty() {
         return Ok(wanted.to_vec());
@@ -196,7 +196,7 @@ fn devices(wanted: &[IpAddr]) -> Result<Vec<IpAddr>> {
     visible_addresses(list.as_deref()).map_err(|word| anyhow!("{DEVICES}: {word} is no IPv4 or IPv6 address"))
 }
 
-/// A search path with a folder before what is in it.
+/// Returns a variable's search path with a folder in front.
 fn in_front(folder: &Path, variable: &str) -> Result<OsString> {
     let before = env::var_os(variable).unwrap_or_default();
     let rest = env::split_paths(&before).filter(|path| !path.as_os_str().is_empty() && path != folder);
@@ -204,9 +204,9 @@ fn in_front(folder: &Path, variable: &str) -> Result<OsString> {
     env::join_paths(all).with_context(|| format!("{} cannot stand in {variable}", folder.display()))
 }
 
-/// The list of what is preloaded, with a library before what is in it.
+/// Returns the list of preloaded libraries with a library in front.
 fn preloaded(library: &Path) -> Result<OsString> {
-    // There is no way to quote these (ld.so(8)): the loader would look for the pieces, and say for each program that it found none.
+    // ld.so(8) has no way to quote these: the loader would look for the pieces, and report for each program that it found none.
     if library
         .as_os_str()
         .as_bytes()
@@ -221,7 +221,7 @@ fn preloaded(library: &Path) -> Result<OsString> {
     in_front(library, "LD_PRELOAD")
 }
 
-/// The folder with the libraries: beside the program where it is installed, or made in the build's folder.
+/// Returns the folder with the libraries: beside the program where it is installed, or made in the build's folder.
 fn libraries() -> Result<PathBuf> {
     let program = env::current_exe().context("where this program is")?;
     let folder = program.parent().unwrap_or(Path::new("/"));
@@ -244,8 +244,8 @@ fn libraries() -> Result<PathBuf> {
     links(folder)
 }
 
-/// Programs load these: they have to be of root, of this user or of whoever this program is, and so their folders; and nobody else may
-/// write there, but for a group that may write to this program too.
+/// Checks that nobody else can change the libraries, which programs load. They and their folders must belong to root, to this user or to
+/// the owner of this program; and nobody else may write there, but for a group that may write to this program too.
 fn check_trust(program: &Path, folder: &Path, names: [&str; 3]) -> Result<()> {
     let look = |path: &Path| fs::metadata(path).with_context(|| path.display().to_string());
     let own = look(program)?;
@@ -269,12 +269,12 @@ fn check_trust(program: &Path, folder: &Path, names: [&str; 3]) -> Result<()> {
     Ok(())
 }
 
-/// Whether a file is one of these users', and nobody may write there whom these bits of its mode stand for.
+/// Returns whether a file belongs to one of these users, and its mode has none of the write bits `others`.
 fn is_theirs(found: &Metadata, users: &[u32], others: u32) -> bool {
     users.contains(&found.uid()) && found.mode() & others == 0
 }
 
-/// A folder with links to the libraries of a build: beside them, or, where this user may not write, in the user's runtime folder.
+/// Returns a folder with links to the libraries of a build: beside them, or, where this user may not write, in the user's runtime folder.
 fn links(built: &Path) -> Result<PathBuf> {
     let beside = built.join("rdmux-run");
     if make_links(Path::new(".."), &beside).is_ok() {
@@ -295,8 +295,8 @@ fn links(built: &Path) -> Result<PathBuf> {
     })
 }
 
-/// Sees to it that a folder has a link for each library. Programs load what it leads to, so it must be root's or this user's, and nobody
-/// else may write there.
+/// Makes sure that a folder has a link for each library. Programs load the files that the links lead to, so the folder must belong to root
+/// or this user, and nobody else may write there.
 fn make_links(to: &Path, folder: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(0o755).create(folder) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
@@ -310,9 +310,9 @@ fn make_links(to: &Path, folder: &Path) -> io::Result<()> {
     for (built, name) in LIBRARIES {
         let link = folder.join(name);
         match symlink(to.join(built), &link) {
-            // It is there, or another one has just made it.
+            // The link is there, or another process has just made it.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            // In a folder that this user cannot write it may be there all the same.
+            // In a folder that this user cannot write, the link may exist all the same.
             Err(_) if link.exists() => {}
             made => made?,
         }

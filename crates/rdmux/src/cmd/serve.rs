@@ -269,14 +269,14 @@ fn reach_words(reach: Reach) -> &'static str {
     }
 }
 
-/// Binds this process, and the threads that it starts from now on, to one CPU.
+/// Binds this process, and threads that it starts later, to one CPU.
 pub(super) fn pin(cpu: usize) -> Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     set.set(cpu);
     rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("cannot run on CPU {cpu}"))
 }
 
-/// The key of a file, or the user's own.
+/// Returns the key in a file, or the user's own.
 pub(super) fn load_key(file: Option<&Path>) -> Result<Key> {
     Ok(match file {
         Some(file) => Key::load(file)?,
@@ -284,7 +284,7 @@ pub(super) fn load_key(file: Option<&Path>) -> Result<Key> {
     })
 }
 
-/// What a flush of a region is worth.
+/// Names the durability that a flush of a region gives.
 pub(super) fn domain_words(domain: Domain) -> &'static str {
     match domain {
         Domain::None => "none",

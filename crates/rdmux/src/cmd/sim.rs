@@ -76,7 +76,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// A percentage that a simulated run can still end under; its sign may be left out here.
+/// Parses a percentage with which a simulated run can still end; the percent sign may be left out here.
 fn percent(text: &str) -> Result<f64, String> {
     let spec: Spec = format!("loss={}%", text.trim_end_matches('%'))
         .parse()
@@ -93,7 +93,7 @@ fn up_to_half(kind: &str, percent: f64) -> Result<f64, String> {
     ))
 }
 
-/// The kinds that leave every operation to succeed, which is what a run checks.
+/// Parses faults, and refuses kinds with which operations may fail: a run checks that every operation succeeds.
 fn parse_fault(text: &str) -> Result<Spec, String> {
     let spec: Spec = text.parse().map_err(|error: SpecError| error.to_string())?;
     let Spec {
@@ -193,7 +193,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     })
 }
 
-/// What a run shows, and what it violated.
+/// Output of a run, and the rule that it violated.
 struct Outcome {
     value: serde_json::Value,
     text: String,
@@ -210,7 +210,7 @@ impl Outcome {
     }
 }
 
-/// Runs with one seed after the other, until one violates a rule or nobody reads any more.
+/// Runs with one seed after the other, until one violates a rule or the reader of standard output has gone.
 fn each_run(args: &Args, first: u64, run: impl Fn(u64) -> Result<Outcome>) -> Result<()> {
     let mut out = std::io::stdout().lock();
     for i in 0..args.runs {
@@ -232,13 +232,13 @@ fn each_run(args: &Args, first: u64, run: impl Fn(u64) -> Result<Outcome>) -> Re
     Ok(())
 }
 
-/// The defect that was asked for.
+/// Returns the requested defect.
 fn defect<T: FromStr<Err = String>>(args: &Args) -> Result<Option<T>> {
     let parsed = args.defect.as_deref().map(str::parse).transpose();
     parsed.map_err(|why| anyhow!("--defect: {why}"))
 }
 
-/// Counts as JSON.
+/// Returns counts as JSON.
 fn counted(counts: &[(&str, u64)]) -> serde_json::Map<String, serde_json::Value> {
     counts
         .iter()
@@ -246,7 +246,7 @@ fn counted(counts: &[(&str, u64)]) -> serde_json::Map<String, serde_json::Value>
         .collect()
 }
 
-/// `rdmux sim --leases`.
+/// Runs `rdmux sim --leases`.
 fn take_back(args: &Args) -> Result<()> {
     let defect = defect(args)?;
     each_run(args, 1, |seed| {
@@ -265,9 +265,9 @@ fn take_back(args: &Args) -> Result<()> {
     })
 }
 
-/// `rdmux sim --power --log`.
+/// Runs `rdmux sim --power --log`.
 fn cut_log(args: &Args) -> Result<()> {
-    // One of the log's, or else one of the server's.
+    // A defect of the log, or else one of the server.
     let of_log = args.defect.as_deref().and_then(|name| name.parse().ok());
     let of_server = match of_log {
         Some(_) => None,
@@ -301,7 +301,7 @@ fn cut_log(args: &Args) -> Result<()> {
     })
 }
 
-/// `rdmux sim --power`.
+/// Runs `rdmux sim --power`.
 fn cut_power(args: &Args) -> Result<()> {
     let defect = defect(args)?;
     each_run(args, 1, |seed| {

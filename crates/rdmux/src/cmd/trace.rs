@@ -1,4 +1,4 @@
-//! `rdmux trace`: what devices noted of themselves, also after the end of their processes.
+//! `rdmux trace`: notes that devices keep about themselves, also after the end of their processes.
 
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -36,7 +36,7 @@ number, time (UTC), time_ns, lqpn (0: the device), event, text.")]
     },
 }
 
-/// Whose notes are meant.
+/// Owner of the notes that the user means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Which {
     Device(DeviceAt),
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Where notes are looked for, in words.
+/// Names the folders in which notes are looked for.
 pub(crate) fn places() -> String {
     let all: Vec<String> = folders().iter().map(|path| path.display().to_string()).collect();
     let others = if rustix::process::geteuid().is_root() {
@@ -106,7 +106,7 @@ pub(crate) fn places() -> String {
     all.join(", ") + others
 }
 
-/// A line about whose notes they are.
+/// Returns a line that names the owner of the notes.
 pub(crate) fn whose(trace: &Trace) -> String {
     let ended = if trace.alive { "" } else { ", which has ended" };
     format!(
@@ -119,7 +119,7 @@ fn text(trace: &Trace) -> String {
     format!("{}\n{}", whose(trace), table(&trace.entries))
 }
 
-/// Events under a header.
+/// Returns events under a header.
 pub(crate) fn table(entries: &[Entry]) -> String {
     let rows: Vec<Vec<String>> = entries
         .iter()

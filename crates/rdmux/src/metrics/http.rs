@@ -1,5 +1,5 @@
-//! As much of HTTP/1.1 as it takes to be scraped: one thread, a bounded number of connections, each for one request and a bounded time.
-//! Nobody waits for a client: when there are too many, the one that has taken longest is let go.
+//! The part of HTTP/1.1 that a scraper needs: one thread, a bounded number of connections, each for one request and a bounded time. No
+//! client makes others wait: at the limit, the server closes the connection that has been open longest.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Connections at a time.
+/// Maximum number of open connections.
 const CONNECTIONS_MAX: usize = 16;
-/// Bytes of a request.
+/// Maximum number of bytes of a request.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
-/// Bytes that a client may still send once it is answered.
+/// Maximum number of bytes that a client may still send after the answer.
 const AFTER_BYTES_MAX: usize = 64 << 10;
-/// How long nobody is accepted when the process has no descriptor left.
+/// Time without accepting connections after the process ran out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Answers `GET /metrics` with what `render` gives, until the process ends. A client has `patience` from its connection to its end.
+/// Answers `GET /metrics` with the result of `render`, until the process ends. A client has `patience` from its connection to its end.
 pub(super) fn serve(
     listener: TcpListener,
     patience: Duration,
@@ -41,9 +41,9 @@ struct Server<F> {
     listener: TcpListener,
     patience: Duration,
     render: F,
-    /// The oldest first.
+    /// Open connections, oldest first.
     connections: Vec<Connection>,
-    /// When connections are accepted again.
+    /// Time at which the server accepts connections again.
     accepts_from: Option<Instant>,
 }
 
@@ -54,20 +54,21 @@ struct Connection {
 }
 
 enum State {
-    /// The request so far.
+    /// The bytes of the request received so far.
     Reading(Vec<u8>),
-    /// The answer, and how much of it was sent.
+    /// The answer and the number of its bytes sent so far.
     Writing(Vec<u8>, usize),
-    /// It is answered. What still comes is read away: closed with unread bytes, a connection would be reset under its answer.
+    /// The answer is sent. Further input is read and discarded: a connection closed with unread bytes would be reset before the client has
+    /// the answer.
     Ending(usize),
 }
 
 impl<F: Fn() -> String> Server<F> {
     fn run(mut self) {
         loop {
-            // Only a bad descriptor or no memory at all fails here.
+            // Only a bad descriptor or a lack of memory fails here.
             if self.wait().is_err() {
-                // Nothing tells when there is memory again; trying at once would spin.
+                // No event reports free memory, and an immediate retry would spin.
                 thread::sleep(ACCEPT_PAUSE);
             }
             self.accept();
@@ -78,7 +79,7 @@ impl<F: Fn() -> String> Server<F> {
         }
     }
 
-    /// Sleeps until there is something to do.
+    /// Sleeps until a connection or the listener is ready, or a time limit expires.
     fn wait(&self) -> io::Result<()> {
         let mut fds = Vec::with_capacity(1 + CONNECTIONS_MAX);
         if self.accepts_from.is_none() {
@@ -112,7 +113,7 @@ impl<F: Fn() -> String> Server<F> {
             return;
         }
         self.accepts_from = None;
-        // Not for ever: those who are connected have their turn.
+        // Bounded, so that open connections get their turn.
         for _ in 0..CONNECTIONS_MAX {
             match self.listener.accept() {
                 Ok((stream, _)) => {
@@ -127,7 +128,7 @@ impl<F: Fn() -> String> Server<F> {
                         until: now + self.patience,
                         state: State::Reading(Vec::new()),
                     };
-                    // Most have sent their request by now, and take the answer at once.
+                    // Most clients have already sent their request and take the answer at once.
                     if connection.advance(&self.render).unwrap_or(false) {
                         self.connections.push(connection);
                     }
@@ -146,7 +147,7 @@ impl<F: Fn() -> String> Server<F> {
 }
 
 impl Connection {
-    /// Goes on as far as it can without waiting. False: it has ended.
+    /// Proceeds as far as possible without waiting. Returns false when the connection has ended.
     fn advance(&mut self, render: &impl Fn() -> String) -> io::Result<bool> {
         loop {
             match self.step(render) {
@@ -161,7 +162,7 @@ impl Connection {
         }
     }
 
-    /// One read or write. False: it has ended.
+    /// Makes one read or write. Returns false when the connection has ended.
     fn step(&mut self, render: &impl Fn() -> String) -> io::Result<bool> {
         let mut bytes = [0; 4096];
         match &mut self.state {
@@ -193,7 +194,7 @@ impl Connection {
     }
 }
 
-/// The answer, once the request is whole.
+/// Returns the answer once the request is complete.
 fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>> {
     if !is_whole(request) {
         return (request.len() >= REQUEST_BYTES_MAX).then(|| {
@@ -243,7 +244,7 @@ fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>>
     })
 }
 
-/// Whether it ends with an empty line; what may follow that is not looked at.
+/// Returns whether the request ends with an empty line; bytes behind that line are not checked.
 fn is_whole(request: &[u8]) -> bool {
     let ends = |at: usize| request[at..].starts_with(b"\r\n") || request[at..].starts_with(b"\n");
     (1..request.len()).any(|at| request[at - 1] == b'\n' && ends(at))
@@ -266,10 +267,10 @@ mod tests {
 
     use super::*;
 
-    /// Longer than any of these tests.
+    /// A time longer than any of these tests takes.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// A server that answers with so many bytes, and how often it did.
+    /// Starts a server that answers with `bytes` bytes; returns its address and the count of its answers.
     fn start(bytes: usize, patience: Duration) -> (SocketAddr, Arc<AtomicUsize>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -289,7 +290,7 @@ mod tests {
         stream
     }
 
-    /// What comes back for these bytes, to the end.
+    /// Sends these bytes; returns everything that the server sends until it closes the connection.
     fn ask(address: SocketAddr, request: &[u8]) -> String {
         let mut stream = connect(address);
         stream.write_all(request).unwrap();
@@ -429,7 +430,7 @@ mod tests {
             })
             .collect();
         assert!(ask(address, GET).ends_with("xxxxx"));
-        // All but the last were let go.
+        // The server has closed all but the last ones.
         for mut stream in &slow[..9 * CONNECTIONS_MAX] {
             let ended = stream.read(&mut [0; 1]);
             assert!(
@@ -440,7 +441,7 @@ mod tests {
 
     #[test]
     fn clients__that_never_read_hold_up_nobody() {
-        // More than sockets take.
+        // More bytes than the sockets buffer.
         const BYTES: usize = 8 << 20;
         let (address, rendered) = start(BYTES, LONG);
         let deaf: Vec<TcpStream> = (0..2 * CONNECTIONS_MAX)

@@ -1,5 +1,5 @@
-//! What is measured, for Prometheus: `--metrics ADDR`. Figures alone, since whoever reaches the address reads them: no names of regions
-//! or files, no peers, no payload.
+//! Metrics for Prometheus: `--metrics ADDR`. They hold figures only, since anybody who reaches the address can read them: no names of
+//! regions or files, no peers, no payload.
 
 mod http;
 mod text;
@@ -16,16 +16,16 @@ use rdmux_verbs::soft::metrics::{DeviceMetrics, devices};
 
 use self::text::{Kind, Text};
 
-/// Where metrics are when only an address is given.
+/// Port of the metrics where only an address is given.
 pub(crate) const PORT_DEFAULT: u16 = 9791;
 
-/// A client has so long for its request and for taking the answer.
+/// Time that a client has for sending its request and taking the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The server of this process, if it is one.
 static SERVER: OnceLock<Metrics> = OnceLock::new();
 
-/// `ADDR`, `ADDR:PORT` or `PORT`; port 0 is any that is free.
+/// Parses `ADDR`, `ADDR:PORT` or `PORT`; port 0 stands for any free port.
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
     let numeric = match text.strip_prefix("localhost") {
         Some(rest) if rest.is_empty() || rest.starts_with(':') => format!("127.0.0.1{rest}"),
@@ -50,7 +50,7 @@ pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
     Ok(address)
 }
 
-/// Answers at this address until the process ends, and says where on standard error.
+/// Serves metrics at this address until the process ends, and prints their URL to standard error.
 pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
     let listener = TcpListener::bind(address).with_context(|| {
         format!("cannot offer metrics at {address} (choose another port with --metrics ADDR:PORT)")
@@ -58,7 +58,7 @@ pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
     let at = listener.local_addr().context("cannot offer metrics")?;
     http::serve(listener, PATIENCE, || render(&devices(), &rnics(), SERVER.get()))
         .context("cannot offer metrics")?;
-    // Nobody may read it.
+    // Nobody may read standard error: ignore a failure.
     let _ = std::io::Write::write_fmt(
         &mut std::io::stderr(),
         format_args!("rdmux: metrics at http://{at}/metrics\n"),
@@ -66,13 +66,14 @@ pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
     Ok(())
 }
 
-/// From now on the figures of a server are among the metrics.
+/// Adds the figures of a server to the metrics.
 pub(crate) fn show_server(metrics: Metrics) {
-    // There is one in a process.
+    // A process has at most one server.
     let _ = SERVER.set(metrics);
 }
 
-/// Counters whose meaning node_exporter's infiniband collector has a name for, which it takes from mlx5's and the specification's.
+/// Counters with the meaning of a counter of node_exporter's infiniband collector, and their names there, which the collector takes from
+/// mlx5's and the specification's.
 const NODE_EXPORTER: [(&str, &str); 17] = [
     ("rcvd_pkts", "port_packets_received"),
     ("sent_pkts", "port_packets_transmitted"),
@@ -96,14 +97,14 @@ const NODE_EXPORTER: [(&str, &str); 17] = [
     ("resp_cqe_flush_error", "resp_cqes_flush_errors"),
 ];
 
-/// The metric of a counter of devices.
+/// Returns the name of the metric for a counter of devices.
 fn counter_name(counter: &str) -> String {
     let known = NODE_EXPORTER.iter().find(|(name, _)| *name == counter);
     let name = known.map_or(counter, |(_, theirs)| theirs);
     format!("rdmux_{name}_total")
 }
 
-/// Requests that a latency is shown of.
+/// Requests whose latency is shown, with their labels.
 const OPERATIONS: [(WcOpcode, &str); 10] = [
     (WcOpcode::Send, "send"),
     (WcOpcode::Write, "write"),
@@ -117,7 +118,7 @@ const OPERATIONS: [(WcOpcode, &str); 10] = [
     (WcOpcode::LocalInvalidate, "local_invalidate"),
 ];
 
-/// All metrics, in the text format of Prometheus.
+/// Returns all metrics, in the text format of Prometheus.
 fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metrics>) -> String {
     let mut text = Text::default();
     text.family(
@@ -126,7 +127,7 @@ fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metr
         "The version that runs; always 1.",
     );
     text.sample("", &[("version", env!("CARGO_PKG_VERSION"))], 1);
-    // Without a device there is nothing to tell of devices, and a family without samples says nothing.
+    // Without a device there are no samples, and a family without samples says nothing.
     if !devices.is_empty() {
         render_devices(&mut text, devices);
     }
@@ -139,7 +140,7 @@ fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metr
     text.finish()
 }
 
-/// The labels by which a device's port is told from others: those of node_exporter. `rdmux res` shows it as `DEVICE/PORT`.
+/// Labels that identify a device's port, as node_exporter has them. `rdmux res` shows the port as `DEVICE/PORT`.
 struct Port {
     device: String,
     port: String,
@@ -228,7 +229,7 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
         let [device, number] = port.labels();
         for (opcode, name) in OPERATIONS {
             let histogram = &metrics.latencies[opcode];
-            // What a program never does is left out: there are many buckets.
+            // Operations that the program has never made are left out: each has many buckets.
             if histogram.count() > 0 {
                 text.histogram(&[device, number, ("operation", name)], histogram);
             }
@@ -242,7 +243,7 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
     }
 }
 
-/// RNICs of the host that this process uses by provider `hw`.
+/// Writes the metrics of the host's RNICs that this process uses through provider `hw`.
 fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
     let ports: Vec<Port> = rnics
         .iter()
@@ -277,7 +278,7 @@ fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
     }
 }
 
-/// What was done on purpose (`--fault`) by devices that do so.
+/// Writes the faults that devices injected on purpose (`--fault`).
 fn render_faults(text: &mut Text, ports: &[Port], devices: &[DeviceMetrics]) {
     let faulty = || {
         let both = ports.iter().zip(devices);
@@ -402,7 +403,7 @@ mod tests {
         assert_eq!(counter_name("grants"), "rdmux_grants_total");
     }
 
-    /// The table of counters in the documentation: each, in its order, with its meaning.
+    /// Checks that the documentation's table of counters has every counter, in the order of the code, with its meaning.
     #[test]
     fn docs__table_of_counters_is_complete() {
         let page = include_str!("../../../../docs/observability.md");
@@ -434,7 +435,7 @@ mod tests {
         }
     }
 
-    /// Every metric is on the page about them, by its name or as a counter's; and none is there that is not shown.
+    /// Checks that the documentation names every metric that is shown, by its name or by the rule for counters, and no other.
     #[test]
     fn docs__names_of_metrics_are_those_shown() {
         let page = include_str!("../../../../docs/metrics.md");

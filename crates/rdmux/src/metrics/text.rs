@@ -1,10 +1,10 @@
-//! The text format of Prometheus, version 0.0.4, which everything reads that scrapes.
+//! The text format of Prometheus, version 0.0.4, which every scraper reads.
 
 use std::fmt::Write;
 
 use rdmux_verbs::Histogram;
 
-/// What a metric is.
+/// Type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Counter,
@@ -22,7 +22,7 @@ impl Kind {
     }
 }
 
-/// Metrics as they are written: [`Text::family`], then its samples.
+/// Metrics in the text format: [`Text::family`] begins each, and its samples follow.
 #[derive(Debug, Default)]
 pub(super) struct Text {
     text: String,
@@ -30,7 +30,7 @@ pub(super) struct Text {
 }
 
 impl Text {
-    /// Begins a metric; what follows are its samples.
+    /// Begins a metric; the samples that follow belong to it.
     pub(super) fn family(&mut self, name: &str, kind: Kind, help: &str) {
         let help = help.replace('\\', "\\\\").replace('\n', "\\n");
         self.put(format_args!(
@@ -40,7 +40,7 @@ impl Text {
         self.family = name.to_owned();
     }
 
-    /// Writes a sample, whose name is the metric's and a suffix.
+    /// Writes a sample. Its name is the metric's name and a suffix.
     pub(super) fn sample(&mut self, suffix: &str, labels: &[(&str, &str)], value: impl std::fmt::Display) {
         let mut line = format!("{}{suffix}", self.family);
         for (i, (name, value)) in labels.iter().enumerate() {
@@ -49,7 +49,7 @@ impl Text {
                 .replace('"', "\\\"")
                 .replace('\n', "\\n");
             let begin = if i == 0 { '{' } else { ',' };
-            // A string takes all.
+            // Writing to a `String` cannot fail.
             let _ = write!(line, "{begin}{name}=\"{value}\"");
         }
         let end = if labels.is_empty() { "" } else { "}" };
@@ -73,7 +73,7 @@ impl Text {
     }
 
     fn put(&mut self, arguments: std::fmt::Arguments<'_>) {
-        // A string takes all.
+        // Writing to a `String` cannot fail.
         let _ = self.text.write_fmt(arguments);
     }
 }

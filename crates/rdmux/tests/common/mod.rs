@@ -1,7 +1,7 @@
-//! What several of the tests here run programs with.
+//! Helpers with which several of the tests here run programs.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
-/// What runs a program as an ordinary user, when it is called by root.
+/// Command by which root runs a program as an ordinary user.
 pub(crate) const AS_NOBODY: [&str; 6] = [
     "setpriv",
     "--reuid",
@@ -11,7 +11,7 @@ pub(crate) const AS_NOBODY: [&str; 6] = [
     "--clear-groups",
 ];
 
-/// What a program said.
+/// Returns a program's output as text.
 pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

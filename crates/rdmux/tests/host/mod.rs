@@ -16,7 +16,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// A host with this processor, and an RNIC of two functions behind a switch behind a root port.
+    /// Makes a host with this processor, and an RNIC of two functions behind a switch behind a root port.
     pub(crate) fn new(cpuinfo: &str, port: (&str, &str), byte: u8) -> Host {
         let root = tempfile::tempdir().unwrap();
         let host = Host { root };
@@ -64,7 +64,7 @@ impl Host {
         symlink(&folder, devices.join(name)).unwrap();
     }
 
-    /// The RDMA device of a PCI device, linked as the kernel links it.
+    /// Adds the RDMA device of a PCI device, linked as the kernel links it.
     pub(crate) fn rdma(&self, name: &str, device: &str) {
         let own = format!("{device}/infiniband/{name}");
         fs::create_dir_all(self.at(&own)).unwrap();
@@ -78,7 +78,7 @@ impl Host {
         self.at(&format!("sys/devices/pci0000:16/{ROOT_PORT}/config"))
     }
 
-    /// The bytes of the root port's configuration space that are not as they were made.
+    /// Returns byte 0x180 of the root port's configuration space, and all other bytes that are not as they were made.
     pub(crate) fn changed(&self) -> Vec<(usize, u8)> {
         let config = fs::read(self.config()).unwrap();
         let other = config
@@ -95,7 +95,7 @@ impl Host {
     }
 }
 
-/// A host whose root port is known.
+/// Makes a host whose root port is known.
 pub(crate) fn skylake(byte: u8) -> Host {
     Host::new(SKYLAKE, ("0x8086", "0x2030"), byte)
 }

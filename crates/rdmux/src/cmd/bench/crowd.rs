@@ -12,11 +12,11 @@ use super::pair::{
 };
 use super::table::{Line, Ratio, Suite, Table};
 
-/// How long each pair runs.
+/// Run time of each pair.
 const SECONDS: u32 = 2;
-/// With its start; it prints a line a second.
+/// Run time of `ucx_perftest`, including its start; it prints a line a second.
 const UCX_SECONDS: &str = "2.5";
-/// Processes, two to a pair.
+/// Numbers of processes; two form a pair.
 const PROCESSES: [usize; 3] = [2, 4, 8];
 
 const SEND: &str = "rdmux SEND 8 B -e";
@@ -69,15 +69,15 @@ pub(super) fn suite() -> Suite {
     }
 }
 
-/// What a crowd did.
+/// Figures of the pairs that ran at the same time.
 #[derive(Default)]
 struct Outcome {
     round_trips_per_s: f64,
-    /// Of the pair that had the worst.
+    /// 99th percentile of the worst pair.
     p99_us: f64,
 }
 
-/// Rows of both tables: the second shows what the first has measured.
+/// Returns the rows of both tables: the second table shows a figure that the first has measured.
 fn lines(name: &'static str, measure: impl Fn(u16) -> Result<Outcome> + 'static) -> (Line, Line) {
     let waits = Rc::new(RefCell::new(BTreeMap::new()));
     let kept = waits.clone();
@@ -108,8 +108,8 @@ fn perf(what: Perf, pairs: u16) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// `ucx_perftest` runs a number of round trips, and how many fit the time nobody knows: it gets too many and is ended, and its last
-/// line counts.
+/// Runs `ucx_perftest`. It takes a number of round trips, and nobody knows how many fit the time: it gets too many and is killed, and the
+/// last line that it printed counts.
 fn ucx(pairs: u16) -> Result<Outcome> {
     let command = |port: &str, more: &[&str]| -> Result<Command> {
         let mut command = crowded("timeout")?;
@@ -149,7 +149,7 @@ fn ucx(pairs: u16) -> Result<Outcome> {
     for client in clients {
         let output = client.wait_with_output()?;
         let text = String::from_utf8_lossy(&output.stdout);
-        // It counts messages, two to a round trip.
+        // `ucx_perftest` counts messages, two to a round trip.
         outcome.round_trips_per_s += ucx_figure(&text, UCX_MESSAGE_RATE)? / 2.0;
         outcome.p99_us = outcome.p99_us.max(ucx_figure(&text, UCX_LATENCY)?);
     }

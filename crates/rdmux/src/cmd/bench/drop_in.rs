@@ -1,4 +1,4 @@
-//! perftest on the drop-in library beside rdmux's own API: what an unmodified program pays for libibverbs' calls.
+//! perftest on the drop-in library beside rdmux's own API: the cost of libibverbs' calls for an unmodified program.
 
 use anyhow::{Context, Result, ensure};
 
@@ -8,11 +8,11 @@ use super::{count, megabytes};
 
 const MIB: usize = 1 << 20;
 
-/// perftest reads the processor's counter for each round trip, rdmux reads the clock, which takes longer, for each two. Registered memory
-/// is the process's own in both.
+/// perftest reads the processor's counter for each round trip. rdmux reads the clock, which takes longer, once for two round trips. In
+/// both, registered memory is the process's own.
 const NATIVE: &[&str] = &["--memory", "private", "--group", "2"];
 
-/// What is compared: its name, the test of `rdmux perf` and the program.
+/// Rows that are compared: name and test of `rdmux perf`, then name and program of perftest.
 const LATENCIES: [(&str, &str, &str, &str); 3] = [
     (
         "rdmux WRITE",
@@ -34,7 +34,7 @@ const BANDWIDTHS: [(&str, &str, &str, &str); 3] = [
     ("rdmux READ", "read-bw", "ib_read_bw, drop-in", "ib_read_bw"),
 ];
 
-/// The program of the second line, which arms, polls and sleeps on a channel instead.
+/// Name of the row for the second line's program with `-e`: it arms, polls and sleeps on a channel instead.
 const EVENTS: &str = "ib_send_lat -e, drop-in";
 
 /// Columns of perftest's lines.
@@ -123,7 +123,7 @@ fn bandwidth() -> Table {
     }
 }
 
-/// A figure of one of perftest's programs on the drop-in; both sides are given the options.
+/// Runs one of perftest's programs on the drop-in, with the options on both sides; returns a figure.
 fn perftest(program: &str, size: usize, iterations: u32, column: usize, options: &[&str]) -> Result<f64> {
     installed(program)?;
     let rdmux = std::env::current_exe()?;
@@ -145,7 +145,7 @@ fn perftest(program: &str, size: usize, iterations: u32, column: usize, options:
         "-n",
         &iterations,
     ];
-    // Of a stream as many messages are under way as of `rdmux perf`; a ping-pong takes no such option.
+    // A stream has as many messages in flight as with `rdmux perf`; a ping-pong takes no such option.
     let depth: &[&str] = if column == BANDWIDTH { &["-t", "32"] } else { &[] };
     let server = [&common[..], depth, options].concat();
     let _server = Server::start_on(&port, &mut peer("1", rdmux, &server))?;

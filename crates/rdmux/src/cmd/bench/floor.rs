@@ -1,4 +1,4 @@
-//! What UDP itself costs on this host: the floor that rdmux is measured against.
+//! Cost of UDP itself on this host: the floor that rdmux is measured against.
 //!
 //! The kind of socket is the one that RoCEv2 must use (unconnected, DF set), both sides spin, and each side is pinned
 //! to a CPU of its own.
@@ -15,10 +15,10 @@ use rustix::net::{RecvFlags, SendFlags, recvfrom, sendto};
 
 use super::pin;
 
-/// The receiver of a stream acknowledges when this part of the window has arrived.
+/// Number of acknowledgements that the receiver of a stream sends per window.
 const ACKS_PER_WINDOW: u64 = 8;
 
-/// The median half round trip, in nanoseconds, of `bytes`-byte datagrams between two spinning threads on `cpus`, by `sendto` and
+/// Returns the median half round trip, in nanoseconds, of `bytes`-byte datagrams between two spinning threads on `cpus`, by `sendto` and
 /// `recvfrom` and nothing else.
 pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds: usize) -> Result<u64> {
     let (near, far) = (End::new(ip)?, End::new(ip)?);
@@ -56,7 +56,7 @@ pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds
     Ok(half_ns.get(half_ns.len() / 2).copied().unwrap_or(0))
 }
 
-/// Bytes of UDP payload that arrive per second of a stream of GSO trains of `segment_bytes`-byte datagrams from a thread on
+/// Returns the bytes of UDP payload that arrive per second of a stream of GSO trains of `segment_bytes`-byte datagrams from a thread on
 /// `cpus[0]` to one on `cpus[1]`, for `time`, with at most a quarter of the receiver's buffer unacknowledged.
 pub(super) fn raw_udp_bandwidth(
     ip: IpAddr,
@@ -166,7 +166,7 @@ impl End {
     fn receive(&mut self) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
-            // The clock is looked at seldom: it costs a twentieth of a receive.
+            // Reads the clock seldom: a reading costs a twentieth of a receive.
             for _ in 0..4096 {
                 if recvfrom(&self.rx, &mut self.buffer[..], RecvFlags::DONTWAIT).is_ok() {
                     return Ok(());

@@ -12,13 +12,13 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::{CPUS, LOOPBACK};
 
-/// How long a server may take to end once its client has.
+/// Time that a server may take to end after its client has ended.
 const ENDING: Duration = Duration::from_secs(1);
-/// How long a server may take until it listens.
+/// Time that a server may take until it listens.
 const STARTING: Duration = Duration::from_secs(10);
 
-/// A child and what it started, ended with the value. A server whose client has gone ends by itself, and takes its shared
-/// memory with it.
+/// A child and the processes that it started, ended when the value is dropped. A server whose client has gone ends by itself, and removes
+/// its shared memory.
 pub(super) struct Server(Child);
 
 impl Server {
@@ -27,7 +27,7 @@ impl Server {
         Ok(Server(command.spawn()?))
     }
 
-    /// Starts a server that says nothing; it listens on a TCP port when this returns.
+    /// Starts a server whose output is discarded; returns once it listens on a TCP port.
     pub(super) fn start_on(port: &str, command: &mut Command) -> Result<Server> {
         let number = port.parse()?;
         let mut server = Server::start(command.stdout(Stdio::null()))?;
@@ -35,7 +35,7 @@ impl Server {
         while !is_listened_on(number) {
             ensure!(Instant::now() < deadline, "the server does not listen");
             ensure!(matches!(server.0.try_wait(), Ok(None)), "the server ended");
-            // Nothing tells of another program's socket: only looking again does.
+            // No event reports another program's socket, so poll.
             thread::sleep(Duration::from_millis(5));
         }
         Ok(server)
@@ -49,7 +49,7 @@ impl Drop for Server {
             if matches!(self.0.try_wait(), Ok(Some(_))) {
                 return;
             }
-            // A wait with a deadline, which std has not.
+            // Poll: std has no wait with a deadline.
             thread::sleep(Duration::from_millis(5));
         }
         let _ = kill_process_group(Pid::from_child(&self.0), Signal::KILL);
@@ -62,7 +62,7 @@ impl Drop for Server {
 pub(super) struct Perf {
     test: &'static str,
     bytes: usize,
-    /// Of the client and of the server; `None` leaves them to the scheduler.
+    /// CPUs of the client and the server; `None` leaves them to the scheduler.
     cpus: Option<[usize; 2]>,
     port: u16,
     options: &'static [&'static str],
@@ -83,12 +83,12 @@ impl Perf {
         }
     }
 
-    /// Options for both sides.
+    /// Adds options for both sides.
     pub(super) fn options(self, options: &'static [&'static str]) -> Perf {
         Perf { options, ..self }
     }
 
-    /// Both sides sleep whenever they wait.
+    /// Makes both sides sleep whenever they wait.
     pub(super) fn blocked(self) -> Perf {
         Perf {
             blocked: true,
@@ -96,7 +96,7 @@ impl Perf {
         }
     }
 
-    /// Over UDP though both sides are on one host.
+    /// Uses UDP although both sides are on one host.
     pub(super) fn over_udp(self) -> Perf {
         Perf {
             over_udp: true,
@@ -104,7 +104,7 @@ impl Perf {
         }
     }
 
-    /// Which CPU each side runs on.
+    /// Sets the CPU of each side.
     pub(super) fn cpus(self, cpus: [usize; 2]) -> Perf {
         Perf {
             cpus: Some(cpus),
@@ -112,7 +112,7 @@ impl Perf {
         }
     }
 
-    /// One of several pairs that share all CPUs, without priority.
+    /// Makes this one of several pairs that share all CPUs, without priority.
     pub(super) fn in_crowd(self, index: u16) -> Perf {
         Perf {
             cpus: None,
@@ -146,7 +146,7 @@ impl Perf {
         Ok(command)
     }
 
-    /// Starts the server; it listens when this returns.
+    /// Starts the server; returns once it listens.
     pub(super) fn serve(&self) -> Result<Server> {
         let mut command = self.command(1)?;
         let mut server = Server::start(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
@@ -171,7 +171,7 @@ impl Perf {
         Ok(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?)
     }
 
-    /// The row that a client measured.
+    /// Waits for a client; returns the row that it measured.
     pub(super) fn finish(client: Child) -> Result<Row> {
         let output = client.wait_with_output()?;
         ensure!(
@@ -183,7 +183,7 @@ impl Perf {
         Ok(Row(value["results"][0].clone()))
     }
 
-    /// A server, a client, and one of its figures.
+    /// Runs a server and a client; returns one figure.
     pub(super) fn run(&self, iterations: u32, key: &str) -> Result<f64> {
         let _server = self.serve()?;
         Perf::finish(self.start(&["-n", &iterations.to_string()])?)?.figure(key)
@@ -199,8 +199,8 @@ impl Row {
     }
 }
 
-/// A program on any of the CPUs, without priority, even where the bench has one: spinning processes with priority would each
-/// hold a CPU for a slice of 100 ms.
+/// Returns a command that runs a program on any of the CPUs, without priority, even where the bench has one: spinning processes with
+/// priority would each hold a CPU for a slice of 100 ms.
 pub(super) fn crowded(program: &str) -> Result<Command> {
     installed("chrt")?;
     let mut command = Command::new("chrt");
@@ -208,7 +208,7 @@ pub(super) fn crowded(program: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Whether some program listens on a TCP port.
+/// Returns whether some program listens on a TCP port.
 fn is_listened_on(port: u16) -> bool {
     const LISTEN: &str = "0A";
     ["/proc/net/tcp", "/proc/net/tcp6"].iter().any(|path| {
@@ -221,7 +221,7 @@ fn is_listened_on(port: u16) -> bool {
     })
 }
 
-/// A foreign program pinned to a CPU, killed when it takes too long.
+/// Returns a command that runs a foreign program pinned to a CPU, and kills it when it takes too long.
 pub(super) fn peer(cpu: &str, program: &str, args: &[&str]) -> Command {
     let mut command = Command::new("timeout");
     command
@@ -242,7 +242,7 @@ pub(super) fn installed(program: &str) -> Result<()> {
     Ok(())
 }
 
-/// What `ucx_perftest` is told of its transport.
+/// Sets the transport of `ucx_perftest`.
 pub(super) fn ucx_transport(command: &mut Command, tls: &str) {
     command.env("UCX_TLS", tls).env("UCX_WARN_UNUSED_ENV_VARS", "n");
     if tls == "tcp" {
@@ -255,7 +255,7 @@ pub(super) const UCX_LATENCY: usize = 1;
 pub(super) const UCX_BANDWIDTH: usize = 5;
 pub(super) const UCX_MESSAGE_RATE: usize = 7;
 
-/// A figure of `ucx_perftest`, of its last line.
+/// Runs `ucx_perftest`; returns a figure of its last line.
 pub(super) fn ucx(tls: &str, test: &str, size: usize, iterations: u32, column: usize) -> Result<f64> {
     installed("ucx_perftest")?;
     let port = free_port()?;
@@ -289,7 +289,7 @@ pub(super) fn ucx(tls: &str, test: &str, size: usize, iterations: u32, column: u
     ucx_figure(&String::from_utf8_lossy(&output.stdout), column)
 }
 
-/// A column of the last line that `ucx_perftest` printed.
+/// Returns a column of the last line that `ucx_perftest` printed.
 pub(super) fn ucx_figure(text: &str, column: usize) -> Result<f64> {
     text.lines()
         .last()
@@ -301,7 +301,7 @@ pub(super) fn ucx_figure(text: &str, column: usize) -> Result<f64> {
 pub(super) const FABRIC_BANDWIDTH: usize = 5;
 pub(super) const FABRIC_LATENCY: usize = 6;
 
-/// A figure of `fi_pingpong`, of its last line.
+/// Runs `fi_pingpong`; returns a figure of its last line.
 pub(super) fn libfabric(
     [provider, endpoint]: [&str; 2],
     size: usize,

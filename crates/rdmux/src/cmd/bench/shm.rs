@@ -1,5 +1,5 @@
-//! What goes through shared memory between two processes of this host, beside what the memory and a futex take by themselves
-//! and peers' shared memory transports.
+//! rdmux through shared memory between two processes of this host, beside the cost of the memory and of a futex by themselves, and peers'
+//! shared memory transports.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,7 @@ use super::table::{Line, Ratio, Suite, Table};
 use super::{count, megabytes};
 
 const MIB: usize = 1 << 20;
-/// The columns of the blocking table: CPUs that the two sides have.
+/// Columns of the blocking table: number of CPUs of the two sides.
 const CPU_COLUMNS: [usize; 2] = [2, 1];
 
 const WRITE: &str = "rdmux WRITE";
@@ -73,7 +73,7 @@ fn ratios(tables: &[Table]) -> Vec<Ratio> {
     ]
 }
 
-/// The better of two rows in each round.
+/// Returns the better of two rows in each round.
 fn best(table: &Table, names: [&str; 2], column: usize, better: fn(f64, f64) -> f64) -> Vec<f64> {
     let [one, other] = names.map(|name| table.rounds(name, column));
     if one.is_empty() || other.is_empty() {
@@ -104,7 +104,7 @@ fn latency(floors: Option<PathBuf>) -> Table {
         }
     };
     let floor_of = floors.clone();
-    // What is compared stands side by side, so that little time passes between.
+    // Rows that are compared stand side by side, so that little time passes between their measurements.
     let lines = vec![
         Line::new("shared flag", &[8], move |_| {
             Ok(floor(floor_of.as_deref(), "flag")? / 1e3)
@@ -197,7 +197,7 @@ fn blocking(floors: Option<PathBuf>) -> Table {
     }
 }
 
-/// A floor, in ns or bytes/s, as the program that measures them has it.
+/// Runs the program that measures the floors; returns a floor in ns or bytes/s.
 fn floor(program: Option<&Path>, name: &str) -> Result<f64> {
     let program = program.context("give --floors, as bench/run does")?;
     let output = Command::new(program)

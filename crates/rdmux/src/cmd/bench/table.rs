@@ -1,4 +1,4 @@
-//! Tables of what was measured: rows measured in turn, medians over the rounds, and ratios.
+//! Tables of measurements: rows measured in turn, medians over the rounds, and ratios.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -7,20 +7,20 @@ use anyhow::Result;
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
-/// A column: what rows are measured with (bytes, processes, CPUs), and its heading.
+/// A column: the parameter of its measurements (bytes, processes, CPUs), and its heading.
 pub(super) type Column = (usize, &'static str);
 
 /// Measures a row at one column.
 type Measure = Box<dyn FnMut(usize) -> Result<f64>>;
 
-/// A row: what, whose, and the columns that it has.
+/// A row: the name of the quantity and its program, and the columns that it has.
 pub(super) struct Line {
     pub(super) name: &'static str,
     columns: Vec<usize>,
     measure: Measure,
     /// Values of each column, one a round.
     values: BTreeMap<usize, Vec<f64>>,
-    /// Why there are none.
+    /// Error of the measurement, where there are no values.
     missing: Option<String>,
 }
 
@@ -58,39 +58,39 @@ impl Line {
     }
 }
 
-/// Lowest, median and highest.
+/// Returns the lowest, the median and the highest value.
 fn spread(values: &[f64]) -> Option<(f64, f64, f64)> {
     let mut values = values.to_vec();
     values.sort_by(f64::total_cmp);
     Some((*values.first()?, values[values.len() / 2], *values.last()?))
 }
 
-/// Quotients of what was measured in the same round: a machine that is four times slower for some seconds is so for both.
+/// Returns quotients of values of the same round: a machine that is four times slower for some seconds is slower for both.
 fn quotients(of: &[f64], to: &[f64]) -> Vec<f64> {
     of.iter().zip(to).map(|(of, to)| of / to).collect()
 }
 
 /// Rows of one quantity.
 pub(super) struct Table {
-    /// Its name in JSON, with the unit.
+    /// Name in JSON, with the unit.
     pub(super) key: &'static str,
     pub(super) title: &'static str,
-    /// Digits behind the point.
+    /// Digits after the decimal point.
     pub(super) digits: usize,
     pub(super) columns: Vec<Column>,
     pub(super) lines: Vec<Line>,
-    /// Shows each row beside the first that has the column.
+    /// Set when each row is shown beside the first that has the column.
     pub(super) compares: bool,
 }
 
 impl Table {
-    /// What a row measured at a column, one value a round; none where it is missing.
+    /// Returns the values of a row at a column, one a round; none where the row or a measurement is missing.
     pub(super) fn rounds(&self, name: &str, column: usize) -> Vec<f64> {
         let line = self.lines.iter().find(|line| line.name == name);
         line.map_or(Vec::new(), |line| line.rounds(column).to_vec())
     }
 
-    /// What a row measured at a column in relation to the first that has it.
+    /// Returns the ratio of a row's values at a column to those of the first row that has the column.
     fn ratio(&self, line: &Line, column: usize) -> Option<f64> {
         let mut lines = self.lines.iter().filter(|_| self.compares);
         let floor = lines.find_map(|line| Some(line.rounds(column)).filter(|rounds| !rounds.is_empty()))?;
@@ -146,7 +146,7 @@ impl Table {
     }
 }
 
-/// A quotient, or a difference, that a goal is set for.
+/// A quotient or difference with a goal.
 pub(super) struct Ratio {
     pub(super) name: &'static str,
     pub(super) goal: &'static str,
@@ -170,7 +170,7 @@ impl Ratio {
 /// Tables that are measured together.
 pub(super) struct Suite {
     pub(super) key: &'static str,
-    /// How it was measured.
+    /// Conditions of the measurement.
     pub(super) conditions: &'static str,
     pub(super) tables: Vec<Table>,
     pub(super) ratios: fn(&[Table]) -> Vec<Ratio>,

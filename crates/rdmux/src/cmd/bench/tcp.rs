@@ -1,4 +1,4 @@
-//! What TCP costs on this host: two spinning sockets without delay, each on a CPU of its own.
+//! Cost of TCP on this host: two spinning sockets without delay, each on a CPU of its own.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -36,7 +36,7 @@ fn spin_exchange(stream: &mut TcpStream, buffer: &mut [u8], write: bool) -> Resu
     Ok(())
 }
 
-/// A connected pair of spinning TCP sockets without delay.
+/// Returns a connected pair of spinning TCP sockets without delay.
 fn pair() -> Result<(TcpStream, TcpStream)> {
     let listener = TcpListener::bind((LOOPBACK, 0))?;
     let near = TcpStream::connect(listener.local_addr()?)?;
@@ -48,7 +48,7 @@ fn pair() -> Result<(TcpStream, TcpStream)> {
     Ok((near, far))
 }
 
-/// The median half round trip, in microseconds.
+/// Returns the median half round trip, in microseconds.
 pub(super) fn latency(size: usize) -> Result<f64> {
     const ROUNDS: usize = 10_000;
     let (mut near, mut far) = pair()?;
@@ -84,7 +84,7 @@ pub(super) fn latency(size: usize) -> Result<f64> {
     })
 }
 
-/// MB/s of messages in one direction.
+/// Returns MB/s of messages in one direction.
 pub(super) fn bandwidth(size: usize) -> Result<f64> {
     let (mut near, mut far) = pair()?;
     let total = u64::from(count(size)) * size as u64;

@@ -1,4 +1,4 @@
-//! What goes over UDP, beside raw UDP, TCP, and peers over TCP. Both sides are on this host, but use no shared memory.
+//! rdmux over UDP, beside raw UDP, TCP, and peers over TCP. Both sides are on this host, but use no shared memory.
 
 use std::time::Duration;
 

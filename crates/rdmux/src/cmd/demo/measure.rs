@@ -1,5 +1,5 @@
-//! What the demo measures: WRITE, WRITE and FLUSH, and READ of a served file, over rdmux and over TCP with a server that does
-//! the same to the same file: pwrite, pwrite and fdatasync, pread, and only then the answer.
+//! Measurements of the demo: WRITE, WRITE and FLUSH, and READ of a served file, over rdmux and over TCP with a server that does the same to
+//! the same file (pwrite, pwrite and fdatasync, pread) and only then answers.
 //!
 //! A request over TCP is `operation u8 | 3 zeros | bytes u32 | offset u64` in big endian, then the bytes of a write. The answer
 //! is the bytes of a read, else one byte.
@@ -24,9 +24,9 @@ use crate::output;
 pub(super) const SIZES: [u32; 2] = [4 << 10, 64 << 10];
 pub(super) const QUEUE_DEPTHS: [usize; 3] = [1, 2, 8];
 pub(super) const OPERATIONS: [Operation; 3] = [Operation::Write, Operation::Flush, Operation::Read];
-/// How long a cell is measured.
+/// Time for which a cell is measured.
 const CELL: Duration = Duration::from_millis(400);
-/// And before it, unmeasured.
+/// Time for which a cell runs unmeasured before that.
 const WARM_UP: Duration = Duration::from_millis(50);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ pub(super) struct TcpServeArgs {
     cpu: usize,
 }
 
-/// What was measured of one operation, size and depth. CPU is in seconds per GB.
+/// Figures of one operation, size and depth. CPU is in seconds per GB.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Cell {
     pub(super) system: String,
@@ -112,7 +112,7 @@ pub(super) struct Cell {
     pub(super) server_nic: f64,
 }
 
-/// What is measured: requests are posted, and complete in order.
+/// A system under measurement: requests are posted, and complete in order.
 trait Subject {
     fn system(&self) -> &'static str;
     fn span(&self) -> u64;
@@ -179,7 +179,7 @@ fn measure(
     })
 }
 
-/// Keeps `depth` requests under way for some time; returns how many were done.
+/// Keeps `depth` requests in flight for some time; returns how many completed.
 fn drive(
     subject: &mut dyn Subject,
     operation: Operation,
@@ -211,7 +211,7 @@ fn drive(
     }
 }
 
-/// CPU time of a process's threads: those of the soft NIC are named after it.
+/// CPU time of a process's threads. The names of the soft NIC's threads tell them from the others.
 #[derive(Clone, Copy, Debug, Default)]
 struct Cpu {
     app_ns: u64,
@@ -312,7 +312,7 @@ struct Tcp {
     span: u64,
     data: Vec<u8>,
     request: Vec<u8>,
-    /// Bytes of the answers that are to come.
+    /// Bytes of each pending answer.
     answers: VecDeque<usize>,
 }
 

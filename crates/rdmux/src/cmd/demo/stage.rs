@@ -1,4 +1,4 @@
-//! Where a demo plays: a folder and processes, all of which end with it, also on Ctrl-C.
+//! The folder and the processes of a demo, all of which end with it, also on Ctrl-C.
 
 use std::fs::DirBuilder;
 use std::io::{BufRead, BufReader, Read};
@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::measure::Cell;
 
-/// What Ctrl-C has to clean up.
+/// Processes and folder that Ctrl-C has to clean up.
 #[derive(Debug)]
 struct Litter {
     children: Vec<Pid>,
@@ -40,7 +40,7 @@ fn clean_up(litter: &mut Litter) {
     }
 }
 
-/// A process of the demo's, killed when it is dropped.
+/// A process of the demo, killed when the value is dropped.
 #[derive(Debug)]
 pub(super) struct Actor(Child);
 
@@ -57,7 +57,7 @@ impl Actor {
         self.end();
     }
 
-    /// What it wrote to stderr, when it has ended.
+    /// Returns the text that the process wrote to stderr; to be called once it has ended.
     pub(super) fn complaint(&mut self) -> String {
         let mut text = String::new();
         if let Some(mut stderr) = self.0.stderr.take() {
@@ -67,7 +67,7 @@ impl Actor {
     }
 
     fn end(&mut self) {
-        // While the lock is held nobody else signals the pid, which is free once it was waited for.
+        // While this thread holds the lock, no other thread signals the pid, which is free once it was waited for.
         let mut litter = litter();
         let pid = Pid::from_child(&self.0);
         litter.children.retain(|other| *other != pid);
@@ -90,10 +90,10 @@ pub(super) struct Stage {
 }
 
 impl Stage {
-    /// A new folder in `parent`, or where there is a disk.
+    /// Creates a new folder in `parent`, or else on a disk where possible.
     pub(super) fn new(parent: Option<&Path>, prefix: Option<&str>) -> Result<Stage> {
         ctrlc::set_handler(|| {
-            // Held to the end: the main thread, whose children vanish, must not end the process its own way.
+            // The handler holds the lock to the end: the main thread, whose children vanish, must not end the process its own way.
             let mut litter = litter();
             clean_up(&mut litter);
             std::process::exit(130);
@@ -104,7 +104,7 @@ impl Stage {
             None => {
                 let temporary = std::env::temp_dir();
                 let mut all = vec![temporary, "/var/tmp".into(), "/tmp".into()];
-                // A disk first: the sort keeps the order otherwise.
+                // Folders on a disk come first; the sort keeps the order otherwise.
                 all.sort_by_key(|folder| matches!(file_system_of(folder).as_str(), "tmpfs" | "ramfs"));
                 all
             }
@@ -140,7 +140,7 @@ impl Stage {
         self.folder.join(name)
     }
 
-    /// A path in the folder, as an argument.
+    /// Returns a path in the folder, as an argument.
     pub(super) fn arg(&self, name: &str) -> Result<String> {
         self.arg_of(&self.path(name))
     }
@@ -246,7 +246,7 @@ fn first_line(actor: &mut Actor) -> Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// CPUs that this process may run on.
+/// Returns the CPUs that this process may run on.
 pub(super) fn cpus() -> Result<Vec<usize>> {
     let set = rustix::thread::sched_getaffinity(None)?;
     let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU)

@@ -1,4 +1,4 @@
-//! Checks of the host itself: processor, limits, what the kernel lets an ordinary user do.
+//! Checks of the host itself: processor, limits, and the rights that the kernel gives an ordinary user.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::{Finding, Verdict, number, text};
 
-/// What the processor has that rdmux makes use of.
+/// Checks for the features of the processor that rdmux uses.
 pub(super) fn cpu(root: &Path) -> Vec<Finding> {
     let info = text(root, "proc/cpuinfo").unwrap_or_default();
     let Some(flags) = info.lines().find_map(|line| line.strip_prefix("flags")) else {
@@ -43,7 +43,7 @@ pub(super) fn cpu(root: &Path) -> Vec<Finding> {
     vec![finding.with_details(details)]
 }
 
-/// How much memory may be locked.
+/// Checks how much memory may be locked.
 pub(super) fn memlock(root: &Path) -> Vec<Finding> {
     let limits = text(root, "proc/self/limits").unwrap_or_default();
     let line = limits
@@ -56,7 +56,7 @@ pub(super) fn memlock(root: &Path) -> Vec<Finding> {
         Err(_) => Finding::new("-", Verdict::Ok, "unlimited".to_owned()),
         Ok(bytes) => {
             let size = crate::output::bytes(bytes);
-            // An RNIC locks what is registered; the soft one locks nothing.
+            // An RNIC locks registered memory; the soft one locks nothing.
             if devices(root).is_empty() {
                 Finding::new(
                     "-",
@@ -76,7 +76,7 @@ pub(super) fn memlock(root: &Path) -> Vec<Finding> {
     vec![finding.with_details(json!({ "bytes": soft.parse::<u64>().ok() }))]
 }
 
-/// Huge pages.
+/// Checks huge pages.
 pub(super) fn huge_pages(root: &Path) -> Vec<Finding> {
     let enabled = text(root, "sys/kernel/mm/transparent_hugepage/enabled");
     let chosen = enabled
@@ -103,7 +103,7 @@ pub(super) fn huge_pages(root: &Path) -> Vec<Finding> {
     vec![finding.with_details(details)]
 }
 
-/// Whether an ordinary user may make user namespaces, as the tests and `netns` set-ups without root do.
+/// Checks whether an ordinary user may make user namespaces, as the tests and `netns` set-ups without root do.
 pub(super) fn user_namespaces(root: &Path) -> Vec<Finding> {
     let refusals = [
         (
@@ -136,7 +136,7 @@ pub(super) fn user_namespaces(root: &Path) -> Vec<Finding> {
     }]
 }
 
-/// Whether a process may reach another one's memory by system calls.
+/// Checks whether a process may reach another one's memory by system calls.
 pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
     let scope = number(root, "proc/sys/kernel/yama/ptrace_scope");
     let refused = root == Path::new("/") && !allows_calls_into_processes();
@@ -164,7 +164,7 @@ pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
     vec![finding.with_details(json!({ "yama_scope": scope, "process_vm_refused": refused }))]
 }
 
-/// io_uring, which nothing in rdmux relies on.
+/// Checks io_uring, which nothing in rdmux relies on.
 pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
     let disabled = number(root, "proc/sys/kernel/io_uring_disabled");
     let what = match disabled {
@@ -175,7 +175,7 @@ pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
     vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "disabled": disabled }))]
 }
 
-/// userfaultfd, which nothing in rdmux relies on.
+/// Checks userfaultfd, which nothing in rdmux relies on.
 pub(super) fn userfaultfd(root: &Path) -> Vec<Finding> {
     let everyone = number(root, "proc/sys/vm/unprivileged_userfaultfd");
     let what = match everyone {
@@ -186,7 +186,7 @@ pub(super) fn userfaultfd(root: &Path) -> Vec<Finding> {
     vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "unprivileged": everyone }))]
 }
 
-/// RDMA devices that the kernel knows.
+/// Reports the RDMA devices that the kernel knows.
 pub(super) fn rnic(root: &Path) -> Vec<Finding> {
     let names = devices(root);
     if names.is_empty() {
@@ -228,7 +228,8 @@ pub(super) fn rnic(root: &Path) -> Vec<Finding> {
         .collect()
 }
 
-/// The addresses of a device's first port, of its GIDs: each is there for each version of RoCE, and link-local ones are of no use.
+/// Returns the addresses of a device's first port, from its GIDs. Each address has a GID for each version of RoCE; link-local ones are of
+/// no use.
 fn addresses(root: &Path, name: &str) -> Vec<String> {
     let folder = format!("sys/class/infiniband/{name}/ports/1/gids");
     let gids = entries(root, &folder).into_iter();
@@ -247,7 +248,7 @@ fn devices(root: &Path) -> Vec<String> {
     entries(root, "sys/class/infiniband")
 }
 
-/// The names in a folder, sorted; none where it cannot be read.
+/// Returns the names in a folder, sorted; none where it cannot be read.
 fn entries(root: &Path, folder: &str) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(root.join(folder)) else {
         return Vec::new();

@@ -11,7 +11,7 @@ use super::{Finding, Verdict, number, text};
 
 /// UDP port of RoCEv2. IBTA Vol 1, A17.
 const PORT: u16 = 4791;
-/// Who holds UDP port 4791.
+/// Checks who holds UDP port 4791.
 pub(super) fn port(root: &Path) -> Vec<Finding> {
     let mut found = Vec::new();
     for table in ["proc/net/udp", "proc/net/udp6"] {
@@ -103,7 +103,7 @@ struct Socket {
 }
 
 impl Socket {
-    /// The process that has it, if its files may be seen.
+    /// Returns the process that holds the socket, if this user may see its files.
     fn holder(&self, root: &Path) -> Option<(u32, String)> {
         let link = format!("socket:[{}]", self.inode);
         fs::read_dir(root.join("proc")).ok()?.find_map(|entry| {
@@ -119,7 +119,7 @@ impl Socket {
     }
 }
 
-/// The path MTU that each interface carries.
+/// Reports the path MTU that each interface carries.
 pub(super) fn mtu(root: &Path) -> Vec<Finding> {
     let Ok(entries) = fs::read_dir(root.join("sys/class/net")) else {
         return vec![Finding::new(
@@ -163,7 +163,7 @@ pub(super) fn mtu(root: &Path) -> Vec<Finding> {
         .collect()
 }
 
-/// Whether the kernel takes and gives UDP datagrams in trains.
+/// Checks whether the kernel takes and gives UDP datagrams in trains.
 pub(super) fn gso(root: &Path) -> Vec<Finding> {
     let release = text(root, "proc/sys/kernel/osrelease").unwrap_or_default();
     let mut parts = release
@@ -187,7 +187,7 @@ pub(super) fn gso(root: &Path) -> Vec<Finding> {
     }]
 }
 
-/// How long bursts may be before datagrams are lost.
+/// Checks the receive buffers, whose size limits the bursts that lose no datagrams.
 pub(super) fn buffers(root: &Path) -> Vec<Finding> {
     let Some(max) = number(root, "proc/sys/net/core/rmem_max") else {
         return vec![Finding::new(

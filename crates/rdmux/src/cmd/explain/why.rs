@@ -1,4 +1,4 @@
-//! From events to a cause in plain words, and to what can be done.
+//! Derives a cause in plain words, and advice, from events.
 
 use std::net::IpAddr;
 
@@ -9,34 +9,34 @@ use rdmux_verbs::{Cause, QpState, Qpn, RejReason, Status, WcOpcode};
 use crate::cmd::notes::{denied, duration, fault_words, heard, request};
 use crate::cmd::trace::places;
 
-/// What is known of a queue pair.
+/// The evidence about a queue pair.
 pub(super) struct Case<'a> {
     pub(super) qpn: Qpn,
-    /// As its process says now.
+    /// State that its process reports.
     pub(super) state: Option<QpState>,
-    /// Its process says that no request of its own is open.
+    /// Set when its process reports that no request of its own is open.
     pub(super) is_idle: bool,
-    /// Its process lives.
+    /// Set when its process lives.
     pub(super) alive: bool,
-    /// Its device left notes that are found.
+    /// Set when notes of its device are found.
     pub(super) noted: bool,
-    /// What its device noted of it, and of itself, oldest first.
+    /// Notes of its device about it and about the device itself, oldest first.
     pub(super) entries: &'a [Entry],
-    /// Of all devices: its peer's may be among them.
+    /// Traces of all devices: that of its peer may be among them.
     pub(super) traces: &'a [Trace],
 }
 
-/// What is to be said of it.
+/// Explanation of a queue pair's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Verdict {
-    /// As far as it was noted.
+    /// State that the process reports, or else the last one noted.
     pub(super) state: Option<QpState>,
     pub(super) since_ns: Option<u64>,
     pub(super) peer: Option<(IpAddr, Qpn)>,
-    /// One word, for programs.
+    /// Cause as one word, for programs.
     pub(super) cause: &'static str,
     pub(super) why: String,
-    /// What its peer on this host noted of the same.
+    /// Note that its peer on this host made about the same failure.
     pub(super) peer_says: Option<String>,
     pub(super) next: Vec<String>,
 }
@@ -64,7 +64,7 @@ impl Case<'_> {
     pub(super) fn judge(&self) -> Verdict {
         let own = || self.entries.iter().filter(|entry| entry.qpn == self.qpn);
         let end = self.end();
-        // Since it was reset the last time.
+        // Number of the note of its last reset; its present life begins there.
         let begin = own()
             .rev()
             .filter(|entry| entry.number < end)
@@ -81,7 +81,7 @@ impl Case<'_> {
         let is_life = |entry: &&Entry| entry.number > begin && entry.number < end;
         let life: Vec<&Entry> = self.entries.iter().filter(is_life).collect();
         let is_connection = |entry: &Entry| matches!(entry.note, Note::Connection { .. });
-        // It begins in RESET, and a connection that does not come about leaves it there.
+        // A queue pair begins in RESET, and a failed connection establishment leaves it there.
         let mut noted = (begin > 0 || own().all(is_connection)).then_some((QpState::Reset, None));
         let mut peer = None;
         for entry in life.iter().filter(|entry| entry.qpn == self.qpn) {
@@ -116,7 +116,8 @@ impl Case<'_> {
         }
     }
 
-    /// Where its owner began to destroy it, which takes it through RESET: what counts is how it was before.
+    /// Returns the number of the note at which the owner began to destroy the queue pair. Destruction takes it through RESET; the state
+    /// before that counts.
     fn end(&self) -> u64 {
         let moves = self.entries.iter().rev().filter(|entry| entry.qpn == self.qpn);
         let destroys = |entry: &&Entry| {
@@ -134,7 +135,7 @@ impl Case<'_> {
         }
     }
 
-    /// It is in error.
+    /// Explains a queue pair that is in error.
     fn of_error(&self, life: &[&Entry]) -> Answer {
         let own = life.iter().filter(|entry| entry.qpn == self.qpn);
         let went = own.rev().find_map(|entry| match entry.note {
@@ -170,7 +171,7 @@ impl Case<'_> {
         }
     }
 
-    /// A request of its own ended in error.
+    /// Explains an error of one of its own requests.
     fn of_request(&self, before: &[&Entry], peer: Option<(IpAddr, Qpn)>) -> Option<Answer> {
         let own: Vec<&Note> = before
             .iter()
@@ -308,7 +309,7 @@ impl Case<'_> {
         })
     }
 
-    /// No answer came.
+    /// Explains retries that got no answer.
     fn of_retries(&self, before: &[&Entry], what: &str, to: &str) -> Answer {
         let of_qp = |entry: &&&Entry| entry.qpn == self.qpn;
         let used = before
@@ -340,7 +341,7 @@ impl Case<'_> {
             why += "; the peer's process on this host has ended";
             return Answer::new("peer-gone", why, &["start the peer again", AGAIN]);
         }
-        // Of its last timeouts: the note of the last one stands before that of the retries.
+        // Kind of its last timeout, whose note stands before that of the retries.
         let last = before.iter().rev().filter(of_qp).map(|entry| entry.note);
         let stalled = |note: &Note| match note {
             Note::PeerStalled { .. } => Some(true),
@@ -398,7 +399,7 @@ impl Case<'_> {
         )
     }
 
-    /// A request of its peer could not be done.
+    /// Explains a request of its peer that could not be executed.
     fn of_peers_request(&self, before: &[&Entry], status: Status) -> Answer {
         let last = before
             .iter()
@@ -419,7 +420,7 @@ impl Case<'_> {
         last.unwrap_or_else(|| unknown(&format!("a request of its peer failed: {status}")))
     }
 
-    /// Somebody moved it to error.
+    /// Explains a move to error for which no failure is noted.
     fn of_move(&self, before: &[&Entry]) -> Answer {
         for entry in before.iter().rev().filter(|entry| entry.qpn == self.qpn) {
             match entry.note {
@@ -436,7 +437,7 @@ impl Case<'_> {
                 }
                 Note::Connection { what, reason, .. } => match what {
                     ConnectionNote::Disconnected => {
-                        // News of the peer's death come by another way first.
+                        // The note of the peer's death comes first, by another way.
                         let gone = before
                             .iter()
                             .any(|entry| entry.qpn == self.qpn && entry.note == Note::PeerGone);
@@ -466,7 +467,7 @@ impl Case<'_> {
         )
     }
 
-    /// It is not in error.
+    /// Explains a queue pair that is not in error.
     fn of_health(&self, state: QpState, life: &[&Entry]) -> Answer {
         let last = life
             .iter()
@@ -484,7 +485,7 @@ impl Case<'_> {
                 &["end the connection, and start the peer again"],
             );
         }
-        // What was waited for has come since.
+        // An idle queue pair has since received what these notes waited for.
         let last = last.filter(|note| {
             !(self.is_idle
                 && matches!(
@@ -541,7 +542,7 @@ impl Case<'_> {
         }
     }
 
-    /// What the peer on this host noted of a request that failed there.
+    /// Returns the note of the peer on this host about a request that failed there.
     fn peer_says(&self, answer: &Answer, peer: Option<(IpAddr, Qpn)>, begin: u64) -> Option<String> {
         let asked = [
             "remote-access",
@@ -563,7 +564,7 @@ impl Case<'_> {
     }
 }
 
-/// Its connection did not come about.
+/// Explains a connection that was not established.
 fn of_refusal(what: ConnectionNote, reason: u16) -> Answer {
     if what == ConnectionNote::Rejected {
         return Answer::new(
@@ -598,7 +599,7 @@ fn of_overrun(before: &[&Entry]) -> Answer {
     )
 }
 
-/// It is in error, and there are no notes of its device.
+/// Explains an error where its device has no notes.
 fn without_notes() -> Answer {
     Answer::new(
         "unknown",
@@ -633,7 +634,7 @@ fn cause_of(refused: &Refused) -> &'static str {
         | Denial::OtherWindow => "peer-access",
         Denial::Memory => "memory-failed",
         Denial::Receive(_) => "receive-failed",
-        // What its own program sees of that, at its receive.
+        // Its own program sees this as a local length error of its receive.
         Denial::TooLong => "local-length",
         Denial::NoRightOnQp { .. } | Denial::Invalidation | Denial::Invalid => "peer-invalid-request",
     }

@@ -30,7 +30,7 @@ struct Call<'a> {
     listener: Option<Listener>,
 }
 
-/// A connection and what belongs to it.
+/// A connection with its queue pair and completion queue.
 struct Line {
     cq: CompletionQueue,
     qp: QueuePair,
@@ -181,7 +181,7 @@ fn datagram(s: &Side) -> Result<()> {
     let request = listener.accept(WAIT).context("no request came")?;
     expect_data(request.private_data(), 400, SIDR_REQ_DATA)?;
     request.reject(&[]);
-    // Until the asker has done: an answer that got lost is asked for again.
+    // Wait until the asker is done: it repeats its request if an answer gets lost.
     s.barrier()
 }
 
@@ -198,7 +198,7 @@ fn serve_datagram(s: &Side, listener: &DatagramListener) -> Result<()> {
     s.barrier()
 }
 
-/// One that serves, one that is rejected, one that nobody has.
+/// Resolves three services: one that answers, one that rejects, and one that nobody offers.
 fn ask_services(s: &Side) -> Result<()> {
     let resolve = |port_offset| {
         let to = SocketAddr::new(s.address.ip(), s.address.port() + port_offset);

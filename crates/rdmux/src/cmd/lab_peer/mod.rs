@@ -119,7 +119,7 @@ fn ask(address: SocketAddr, own: IpAddr, lossy: bool, names: &[String]) -> Resul
     Ok(())
 }
 
-/// What a scenario needs of both devices.
+/// Returns the features that a scenario needs of both devices.
 fn needs(name: &str) -> Features {
     match name {
         "atomics" => Features::ATOMIC,
@@ -149,7 +149,7 @@ fn run_scenario(side: &Side, name: &str) -> Result<()> {
     say(&format!("ok {name}"))
 }
 
-/// The byte at offset `i`.
+/// Returns the byte of the pattern at offset `i`.
 fn pattern(i: u32) -> u8 {
     (i.wrapping_add(1).wrapping_mul(2_654_435_761) >> 24) as u8
 }
@@ -179,7 +179,7 @@ fn expect_status(what: &str, wc: &WorkCompletion, wanted: Status) -> Result<()> 
     Ok(())
 }
 
-/// The tests wait for these lines.
+/// Prints a line that the tests wait for.
 fn say(line: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;

@@ -17,7 +17,7 @@ use super::{WAIT, expect, expect_status, pattern_bytes};
 
 /// Bytes of a side's memory, and of its local memory.
 pub(super) const MEMORY: u32 = 65536;
-/// Of a datagram's header in front of what is received.
+/// Bytes of a datagram's header in front of the received data.
 pub(super) const GRH: u32 = 40;
 const QKEY: u32 = 0x1111_1111;
 const FIRST_PSN: u32 = 0x00ff_fff0;
@@ -32,18 +32,18 @@ pub(super) fn all_rights() -> Access {
         | Access::FLUSH_GLOBAL
 }
 
-/// The program's half of what both share.
+/// This program's half of the state that both programs share.
 pub(super) struct Side {
     pub(super) asks: bool,
-    /// The link loses datagrams: those of UC and UD may be missing, all else must hold.
+    /// Set when the link loses datagrams: those of UC and UD may be missing, all else must hold.
     pub(super) lossy: bool,
-    /// To the other side.
+    /// Connection to the other side.
     control: TcpStream,
-    /// Of the answerer.
+    /// Address of the answerer.
     pub(super) address: SocketAddr,
     pub(super) device: Device,
     pub(super) pd: ProtectionDomain,
-    /// What peers reach, with all rights; zeroed before each scenario.
+    /// Memory that peers reach, with all rights; zeroed before each scenario.
     pub(super) memory: Arc<AnonymousMemory>,
     pub(super) memory_mr: MemoryRegion,
     /// Source of requests and target of receives.
@@ -55,7 +55,7 @@ pub(super) struct Side {
 pub(super) struct Names(TcpStream);
 
 impl Names {
-    /// `None`: the asker has done.
+    /// Returns the next name; `None` when the asker is done.
     pub(super) fn next(&mut self) -> Result<Option<String>> {
         let mut name = [0; NAME];
         match self.0.read_exact(&mut name) {
@@ -77,7 +77,7 @@ impl Side {
         Ok((side, names))
     }
 
-    /// Goes to the answerer.
+    /// Connects to the answerer.
     pub(super) fn ask(address: SocketAddr, own: IpAddr, lossy: bool) -> Result<Side> {
         let control = TcpStream::connect(address)?;
         let side = Side::new(true, lossy, control, address, own)?;
@@ -123,7 +123,7 @@ impl Side {
         Ok((&self.control).write_all(&padded)?)
     }
 
-    /// Tells the other side and hears what it tells.
+    /// Sends eight values to the other side and receives its eight.
     pub(super) fn swap(&self, mine: [u64; 8]) -> Result<[u64; 8]> {
         let mut bytes = [0; 64];
         for (to, value) in bytes.chunks_exact_mut(8).zip(mine) {
@@ -144,13 +144,13 @@ impl Side {
         self.swap([0; 8]).map(drop)
     }
 
-    /// Tells a key and hears one; 0 says nothing.
+    /// Sends a key to the other side and receives its key; 0 stands for none.
     pub(super) fn swap_key(&self, mine: RKey) -> Result<RKey> {
         let theirs = self.swap([mine.0.into(), 0, 0, 0, 0, 0, 0, 0])?[0];
         Ok(RKey(theirs as u32))
     }
 
-    /// RNR NAKs sent so far.
+    /// Returns the number of RNR NAKs sent so far.
     pub(super) fn rnr_naks(&self) -> u64 {
         self.device.counters().resources_rnr_nak
     }
@@ -172,21 +172,21 @@ impl Side {
         Ok(self.local.write(0, &zeroes)?)
     }
 
-    /// Bytes of the memory that peers reach.
+    /// Returns bytes of the memory that peers reach.
     pub(super) fn memory(&self, at: u32, length: u32) -> Result<Vec<u8>> {
         let mut bytes = vec![0; length as usize];
         self.memory.read(at.into(), &mut bytes)?;
         Ok(bytes)
     }
 
-    /// The number of 8 bytes there.
+    /// Returns the number in 8 bytes of that memory.
     pub(super) fn word(&self, at: u32) -> Result<u64> {
         let mut bytes = [0; 8];
         self.memory.read(at.into(), &mut bytes)?;
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    /// Bytes of the local memory.
+    /// Returns bytes of the local memory.
     pub(super) fn local(&self, at: u32, length: u32) -> Result<Vec<u8>> {
         let mut bytes = vec![0; length as usize];
         self.local.read(at.into(), &mut bytes)?;
@@ -199,12 +199,12 @@ impl Side {
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    /// The pattern from its beginning to a place in the local memory.
+    /// Writes the pattern, from its beginning, to a place in the local memory.
     pub(super) fn put_pattern(&self, at: u32, length: u32) -> Result<()> {
         Ok(self.local.write(at.into(), &pattern_bytes(0, length))?)
     }
 
-    /// A receive into the local memory.
+    /// Returns a receive into the local memory.
     pub(super) fn receive(&self, wr_id: u64, to: u32, length: u32) -> RecvRequest {
         let sges = self.local_sges(to, length);
         RecvRequest { wr_id, sges }
@@ -218,7 +218,7 @@ impl Side {
     }
 }
 
-/// What is known of the peer's end.
+/// Address and memory of the peer's end.
 struct There {
     path: Path,
     qpn: Qpn,
@@ -271,7 +271,7 @@ impl<'a> End<'a> {
         })
     }
 
-    /// Connects to the other side's end and waits until that is ready too. `memory` is what the peer shall reach.
+    /// Connects to the other side's end and waits until that is ready too. The peer may reach `memory`.
     pub(super) fn join(&mut self, memory: &MemoryRegion) -> Result<()> {
         let side = self.side;
         let gid = match side.device.address() {
@@ -329,7 +329,7 @@ impl<'a> End<'a> {
         Ok(self.qp.modify(QpState::Rts, &rts)?)
     }
 
-    /// Neither side's QP goes before both are done with it: an acknowledgement may still be asked for again.
+    /// Keeps the QP until both sides are done: the peer may still request a lost acknowledgement again.
     pub(super) fn close(self) -> Result<()> {
         self.side.barrier()
     }
@@ -350,17 +350,17 @@ impl<'a> End<'a> {
         self.there().is_rdmux
     }
 
-    /// The key of the peer's memory.
+    /// Returns the key of the peer's memory.
     pub(super) fn rkey(&self) -> RKey {
         self.there().rkey
     }
 
-    /// The address at an offset of the peer's memory.
+    /// Returns the address at an offset of the peer's memory.
     pub(super) fn va(&self, at: u32) -> u64 {
         self.there().va + u64::from(at)
     }
 
-    /// A request whose bytes come from, or go to, the local memory.
+    /// Returns a request whose bytes come from, or go to, the local memory.
     pub(super) fn request(&self, operation: Operation, local: u32, length: u32) -> SendRequest {
         let to = match self.qp_type {
             QpType::Ud => Target::Datagram {
@@ -441,7 +441,7 @@ impl<'a> End<'a> {
         }
     }
 
-    /// Posts requests at once, numbered from 0.
+    /// Posts requests in one call, numbered from 0.
     pub(super) fn post(&self, list: Vec<SendRequest>) -> Result<()> {
         let numbered = list
             .into_iter()
@@ -454,7 +454,7 @@ impl<'a> End<'a> {
         self.cq.wait(WAIT)?.context("no completion")
     }
 
-    /// Posts requests at once and awaits that all succeed, in order.
+    /// Posts requests in one call and waits until all succeed, in order.
     pub(super) fn run(&self, what: &str, list: Vec<SendRequest>) -> Result<()> {
         let n = list.len() as u64;
         self.post(list)?;
@@ -471,7 +471,8 @@ impl<'a> End<'a> {
         self.expect_refusal(what, &self.completion()?, wanted)
     }
 
-    /// A responder in error repeats no NAK: where it can get lost, a refusal may show as retries exceeded.
+    /// Checks for a refusal. A responder in error repeats no NAK: where the link can lose the NAK, the request may end with retries
+    /// exceeded.
     pub(super) fn expect_refusal(&self, what: &str, wc: &WorkCompletion, wanted: Status) -> Result<()> {
         match wc.status {
             Status::RetryExceeded if self.side.lossy => Ok(()),
@@ -497,5 +498,5 @@ pub(super) fn expect_imm(wc: &WorkCompletion, imm: u32) -> Result<()> {
     expect("immediate data", wc.imm.unwrap_or_default(), imm)
 }
 
-/// Time in which a datagram that was sent arrives, or never does: of one that a link may lose nothing else tells.
+/// Time after which a sent datagram has arrived or never will: on a link that may lose it, nothing else tells.
 pub(super) const SETTLE: Duration = Duration::from_millis(200);

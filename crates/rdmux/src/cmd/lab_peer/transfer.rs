@@ -122,7 +122,7 @@ fn connect_to(device: &Device, peer: SocketAddr, bytes: u32) -> Result<(End, Con
     Ok((end, connection, there))
 }
 
-/// As transfer.c asks for.
+/// Returns the parameters that transfer.c asks for.
 fn params() -> ConnectParams {
     ConnectParams {
         responder_resources: 4,
@@ -131,7 +131,7 @@ fn params() -> ConnectParams {
     }
 }
 
-/// What the private data tells of the peer's memory.
+/// The peer's memory, as described in the private data.
 #[derive(Clone, Copy, Debug)]
 struct PeerMemory {
     va: u64,
@@ -167,14 +167,14 @@ impl PeerMemory {
     }
 }
 
-/// One end of a connection. The message's memory is apart: nobody may reach it from outside.
+/// One end of a connection. The message has memory of its own, which no peer may reach.
 struct End {
     cq: CompletionQueue,
     qp: QueuePair,
-    /// What the peer may reach; the client's READ lands here.
+    /// Memory that the peer may reach; the client's READ lands here.
     memory: Arc<AnonymousMemory>,
     memory_mr: MemoryRegion,
-    /// The client's pattern.
+    /// Region of the client's pattern.
     source_mr: MemoryRegion,
     message: Arc<AnonymousMemory>,
     message_mr: MemoryRegion,

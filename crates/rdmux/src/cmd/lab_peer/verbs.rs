@@ -174,7 +174,7 @@ fn read(s: &Side) -> Result<()> {
             e.read(e.rkey(), 4097, 4097, 35903),
         ];
         if s.lossy && !e.peer_is_rdmux() {
-            // rxe does not answer a READ of nothing a second time.
+            // rxe does not answer a repeated READ of nothing.
             list.remove(1);
         }
         e.run("READ", list)?;
@@ -292,7 +292,7 @@ fn flush(s: &Side) -> Result<()> {
     e.close()
 }
 
-/// The answerer's memory is a device of persistent memory, named by the variable LAB_DAX.
+/// Runs FLUSH with an answerer whose memory is a device of persistent memory, named by the variable LAB_DAX.
 fn flush_dax(s: &Side) -> Result<()> {
     let rights = Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT;
     let memory = match s.asks {
@@ -347,7 +347,7 @@ fn window_rights() -> Access {
     Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC
 }
 
-/// Binds `length` bytes at 4096 of the memory to a window; its new key.
+/// Binds `length` bytes at 4096 of the memory to a window; returns its new key.
 fn bind_1(s: &Side, e: &End<'_>, window: &MemoryWindow, length: u64) -> Result<RKey> {
     let from = s.memory_mr.iova() + 4096;
     let flags = SendFlags::SIGNALED;
@@ -376,7 +376,7 @@ fn bind_2(s: &Side, e: &End<'_>, window: &MemoryWindow) -> Result<RKey> {
     Ok(key)
 }
 
-/// The answerer's window, if this is the answerer.
+/// Allocates the answerer's window, if this is the answerer.
 fn make_window(s: &Side, window_type: WindowType) -> Result<Option<MemoryWindow>> {
     Ok(match s.asks {
         true => None,
@@ -384,7 +384,7 @@ fn make_window(s: &Side, window_type: WindowType) -> Result<Option<MemoryWindow>
     })
 }
 
-/// The asker reaches a window that the answerer has bound.
+/// Accesses, as the asker, a window that the answerer has bound.
 fn use_window(s: &Side, e: &End<'_>, key: RKey) -> Result<()> {
     s.put_pattern(0, 4096)?;
     let list = vec![
@@ -555,7 +555,7 @@ fn shared_receives(s: &Side) -> Result<()> {
     Ok(())
 }
 
-/// What a responder must refuse: name, rights that the QP and the region lack, how it must end, request.
+/// A request that a responder must refuse: name, rights that the QP lacks, rights that the region lacks, expected status, request.
 type Refusal = (&'static str, Access, Access, Status, fn(&End<'_>) -> SendRequest);
 
 /// Line by line as in verbs.c.
@@ -610,7 +610,7 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
         let behind = || e.write(e.rkey(), 0, 0, 8);
         let own_refuses = s.device.provider() == Provider::Hw && what.contains("misaligned");
         if own_refuses && e.post(vec![request(&e)]).is_err() {
-            // The library did not take it. The peer, which is to see the end of the queue pair, gets another one to refuse.
+            // The library refused the request. The peer expects the queue pair to fail, so it gets another request to refuse.
             say("refused here")?;
             e.post(vec![e.fetch_add(WRONG, 0, 0, 0), behind()])?;
             expect_status(what, &e.completion()?, Status::RemoteAccess)?;
@@ -631,7 +631,7 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
         expect_status("the WRITE behind it", &e.completion()?, Status::Flushed)?;
     } else {
         let wc = e.completion()?;
-        // rxe says so of a receive that is too short.
+        // rxe reports this status for a receive that is too short.
         let is_rxe = s.device.provider() == Provider::Hw && wc.status == Status::LocalQpOperation;
         match is_send {
             true if is_rxe => {}
@@ -702,7 +702,7 @@ fn unreliable(s: &Side) -> Result<()> {
     e.close()
 }
 
-/// The addresses in the 40 bytes in front of a datagram.
+/// Returns the addresses in the 40 bytes in front of a datagram.
 fn header_addresses(header: &[u8]) -> Result<(IpAddr, IpAddr)> {
     fn v4(bytes: &[u8]) -> Result<IpAddr> {
         Ok(IpAddr::from(<[u8; 4]>::try_from(bytes)?))
@@ -766,7 +766,7 @@ fn datagrams(s: &Side) -> Result<()> {
     e.close()
 }
 
-/// Answers to where the last datagram says that it came from.
+/// Sends an answer to the source address of the last datagram.
 fn answer_datagram(s: &Side, e: &End<'_>, qpn: Option<Qpn>) -> Result<()> {
     let qpn = qpn.context("a datagram without a source QP")?;
     let (from, _) = header_addresses(&s.local(4000, GRH)?)?;
@@ -804,7 +804,7 @@ fn multicast(s: &Side) -> Result<()> {
             }
             e.qp.detach_mcast(group)?;
             s.barrier()?;
-            // What comes is the datagram behind the one to the group.
+            // Only the datagram that follows the one to the group arrives.
             e.received(1, GRH + 1000)?;
             expect_header(s, &e, 0)?;
             ensure!(e.cq.poll().is_none(), "a datagram after the QP was detached");

@@ -1,5 +1,5 @@
-//! `rdmux perf push-read` and `push-write`: how long a client of the push service waits, by each way to durability; the table of
-//! the SMB3 Push Mode deck (SDC 2019).
+//! `rdmux perf push-read` and `push-write`: time that a client of the push service waits, by each way to durability; the table of the SMB3
+//! Push Mode deck (SDC 2019).
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -20,17 +20,17 @@ use serde::Serialize;
 use crate::cmd::serve::{domain_words, load_key};
 use crate::output::{self, Align};
 
-/// Requests under way, as the deck has them.
+/// Numbers of requests in flight, as in the deck.
 const DEPTHS: [usize; 3] = [1, 2, 8];
 /// Bytes of a request.
 const SIZES: [u32; 2] = [4096, 65536];
-/// The part of the region that is used.
+/// Bytes of the region that the tests use.
 const SPAN: u64 = 256 << 20;
-/// A cell takes no longer, however many requests it was to have.
+/// Maximum time of a cell, however many requests it was to have.
 const CELL: Duration = Duration::from_secs(3);
-/// The longest time that is told apart, nanoseconds.
+/// Longest time that the histogram distinguishes, in nanoseconds.
 const LONGEST_NS: u64 = 60_000_000_000;
-/// How long an own server may take to begin.
+/// Time that a server started here may take to begin.
 const STARTING: Duration = Duration::from_secs(10);
 
 /// What only these two tests take.
@@ -54,7 +54,7 @@ pub(crate) struct PushArgs {
     svg: Option<PathBuf>,
 }
 
-/// What the command line says, of what all tests take.
+/// Values of the options that all tests take.
 #[derive(Debug)]
 pub(super) struct Common<'a> {
     pub(super) writes: bool,
@@ -67,14 +67,14 @@ pub(super) struct Common<'a> {
     pub(super) json: bool,
 }
 
-/// How bytes get there, or here.
+/// Way in which the bytes travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Method {
     /// By message, with the server's processor.
     Ordinary,
     /// RDMA READ alone.
     Read,
-    /// RDMA WRITE, and durable by that way.
+    /// RDMA WRITE, made durable in that way.
     Push(Way),
 }
 
@@ -112,7 +112,7 @@ struct Cell {
     p50_us: f64,
     p99_us: f64,
     mean_us: f64,
-    /// Time on a processor for a request: of the server's own code, and of its NIC. Of a server that was started here alone.
+    /// Processor time for a request: here of the server's own code, below of its NIC. Only of a server that was started here.
     server_application_us: Option<f64>,
     server_nic_us: Option<f64>,
 }
@@ -160,7 +160,7 @@ impl Server {
         let address = common
             .bind
             .map_or("127.0.0.1".to_owned(), |bind| bind.to_string());
-        // A service of this run's own, by the process's number. It is no UDP port, so what uses those does not matter.
+        // A service of this run's own, numbered by its process. The number is no UDP port, so ports in use by others do not matter.
         let port = 20_000 + std::process::id() % 20_000;
         let address = if address.contains(':') {
             format!("[{address}]:{port}")
@@ -198,7 +198,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Time on a processor so far, nanoseconds: of the server's own threads, and of its NIC's.
+    /// Returns the processor time so far, in nanoseconds: of the server's own threads, and of its NIC's.
     fn cpu_ns(&self) -> Option<(u64, u64)> {
         let (mut application, mut nic) = (0, 0);
         for task in std::fs::read_dir(format!("/proc/{}/task", self.child.id())).ok()? {
@@ -209,7 +209,7 @@ impl Server {
                 .next()?
                 .parse()
                 .ok()?;
-            // Flushes are carried out for the NIC.
+            // The flush threads work for the NIC.
             let is_nic = ["rdmux-nic", "rdmux-flush", "rdmux-cm", "rdmux-wake"].contains(&name.trim());
             *if is_nic { &mut nic } else { &mut application } += spent;
         }
@@ -339,7 +339,7 @@ pub(super) fn run(args: &PushArgs, common: &Common) -> Result<()> {
     Ok(())
 }
 
-/// What a cell is measured with.
+/// Objects that a cell is measured with.
 struct Bed {
     client: Client,
     mapping: Mapping,
@@ -376,7 +376,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Posts one request; returns how many completions it has.
+    /// Posts one request; returns the number of its completions.
     fn post(&mut self, method: Method, offset: u64, bytes: u32, slot: u64, durable: bool) -> Result<u64> {
         let at = slot * u64::from(bytes);
         let region = self.mapping.region().clone();
@@ -414,7 +414,7 @@ impl Bed {
         let mut posted = 0u64;
         while histogram.len() < requests.into() {
             while begun.len() < depth && posted < requests.into() && Instant::now() < end {
-                // xorshift: offsets without order, the same each time.
+                // xorshift: offsets without order, the same in each run.
                 self.random ^= self.random << 13;
                 self.random ^= self.random >> 7;
                 self.random ^= self.random << 17;
@@ -447,7 +447,7 @@ impl Report {
         methods
     }
 
-    /// The rows of the table: size and depth, and the cell of each method.
+    /// Returns the rows of the table: size and depth, and the cell of each method.
     fn rows(&self) -> Vec<(u32, usize, Vec<&Cell>)> {
         let mut rows: Vec<(u32, usize, Vec<&Cell>)> = Vec::new();
         for cell in &self.cells {
@@ -542,7 +542,7 @@ impl Report {
         text.trim_end().to_owned()
     }
 
-    /// Bars of p50, a group for each size and depth.
+    /// Draws bars of p50, a group for each size and depth.
     fn svg(&self) -> String {
         const COLOURS: [&str; 4] = ["#9a9a9a", "#4e79a7", "#e15759", "#59a14f"];
         let (methods, rows) = (self.methods(), self.rows());

@@ -1,9 +1,9 @@
-//! `rdmux push --stream`: copies memory that another process goes on writing, in rounds, as the migration of a virtual machine does.
+//! `rdmux push --stream`: copies memory that another process keeps writing, in rounds, as the migration of a virtual machine does.
 //!
-//! Which pages were written since the last round is found by comparing a checksum of each page. That needs no right and no help of
-//! the writer's, and works for every file: the kernel's own ways (soft-dirty bits, userfaultfd, PAGEMAP_SCAN) tell of page
-//! tables of one process, which must be traced or must help itself. The price is reading all memory once a round, the last
-//! one while the writer is paused.
+//! Each round compares a checksum of each page to find the pages written since the last one. That needs no right over the writer and no
+//! help from it, and works for every file: the kernel's own ways (soft-dirty bits, userfaultfd, PAGEMAP_SCAN) report on the page tables of
+//! one process, which must be traced or must help itself. The price is reading all memory once a round, in the last round while the writer
+//! is paused.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,9 +18,9 @@ use serde::Serialize;
 
 use super::{Args, FLUSH, interrupted};
 
-/// Bytes that are compared as one.
+/// Bytes compared as one unit.
 const PAGE: usize = 4096;
-/// Rounds while the writer runs.
+/// Maximum number of rounds while the writer runs.
 const ROUNDS_MAX: usize = 30;
 
 /// What only streaming takes.
@@ -55,7 +55,7 @@ pub(super) struct StreamArgs {
     pause_below: u64,
 }
 
-/// A round.
+/// A round of copying.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Round {
     /// Bytes that had changed.
@@ -64,7 +64,7 @@ pub(super) struct Round {
     pub(super) paused: bool,
 }
 
-/// The writer, paused; it goes on when this is dropped.
+/// The paused writer; it goes on when this is dropped.
 struct Paused<'a>(&'a StreamArgs, Instant);
 
 impl<'a> Paused<'a> {
@@ -104,7 +104,7 @@ fn shell(command: &str) -> Result<()> {
     Ok(())
 }
 
-/// A signal stops each thread of a process when it gets there.
+/// Waits until all threads of a process are stopped: a signal stops each thread when it gets there.
 fn wait_stopped(pid: i32) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(5);
     let stopped = || -> std::io::Result<bool> {
@@ -119,18 +119,18 @@ fn wait_stopped(pid: i32) -> Result<()> {
     };
     while !stopped().with_context(|| format!("process {pid}"))? {
         ensure!(Instant::now() < deadline, "process {pid} does not stop");
-        // The kernel tells nobody but a process's parent: only looking again does.
+        // The kernel notifies only the parent of a process, so poll.
         std::thread::sleep(Duration::from_micros(100));
     }
     Ok(())
 }
 
-/// Memory on its way.
+/// A copy of memory in progress.
 pub(super) struct Stream<'a> {
     args: &'a Args,
     file: &'a File,
     length: u64,
-    /// A checksum of each page, as it was sent last.
+    /// Checksum of each page as it was sent last.
     sums: Vec<u64>,
     pub(super) rounds: Vec<Round>,
     pub(super) paused_seconds: f64,
@@ -148,7 +148,7 @@ impl<'a> Stream<'a> {
         }
     }
 
-    /// Copies until both sides have the same, of the moment of the pause; returns the checksum of that.
+    /// Copies until both sides have the memory of the moment of the pause; returns its checksum.
     pub(super) fn run(
         &mut self,
         client: &mut Client,
@@ -162,7 +162,7 @@ impl<'a> Stream<'a> {
             if let Some(round) = self.rounds.last() {
                 told(round);
             }
-            // When a round is as long as the one before, the writer is as fast as this, and more rounds help nothing.
+            // When a round is as long as the one before, the writer is as fast as this copy, and more rounds do not help.
             let shrinks = match &self.rounds[..] {
                 [.., before, last] => last.bytes * 10 < before.bytes * 9,
                 _ => true,
@@ -181,7 +181,7 @@ impl<'a> Stream<'a> {
         Ok(crc)
     }
 
-    /// Sends the pages that differ from what was sent last, and flushes; returns their bytes, and the checksum of all.
+    /// Sends the pages that differ from those sent last, and flushes; returns their bytes, and the checksum of all pages.
     fn round(
         &mut self,
         client: &mut Client,
@@ -243,7 +243,7 @@ impl<'a> Stream<'a> {
             }
         }
         client.drain()?;
-        // In pieces that one request may have.
+        // Flush in pieces of a size that one request may have.
         let piece = 1u64 << 30;
         for at in (0..self.length).step_by(piece as usize) {
             let length = piece.min(self.length - at);

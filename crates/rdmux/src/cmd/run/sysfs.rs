@@ -1,4 +1,4 @@
-//! What the kernel shows of RDMA devices in `/sys/class/infiniband` and its like, for those of rdmux: a folder below which these stand,
+//! The kernel's files for RDMA devices in `/sys/class/infiniband` and its like, made for rdmux's devices: a folder below which they stand,
 //! and a mount namespace in which they stand where programs look for them.
 
 use std::fs;
@@ -19,15 +19,15 @@ use rustix::mount::{
 };
 use rustix::thread::UnshareFlags;
 
-/// Where programs look.
+/// Folders in which programs look for devices.
 const SHOWN: [&str; 3] = [
     "sys/class/infiniband",
     "sys/class/infiniband_verbs",
     "dev/infiniband",
 ];
 
-/// The folder of these devices in this user's runtime folder; made where there is none. Its name says what is in it, so that programs
-/// with the same devices share one, and none is ever changed.
+/// Returns the folder of these devices in this user's runtime folder; makes it where there is none. Its name is a hash of its contents, so
+/// that programs with the same devices share one, and none is ever changed.
 pub(super) fn folder(runtime: &Path, devices: &[IpAddr]) -> Result<PathBuf> {
     let at = |path: &Path| format!("making {}", path.display());
     let files: Vec<(String, String)> = devices
@@ -38,7 +38,7 @@ pub(super) fn folder(runtime: &Path, devices: &[IpAddr]) -> Result<PathBuf> {
     let mut hasher = DefaultHasher::new();
     files.hash(&mut hasher);
     let folder = runtime.join(format!("sysfs-{:016x}", hasher.finish()));
-    // What removes old files from /tmp may leave folders behind.
+    // A program that removes old files from /tmp may leave folders behind.
     let is_whole = || {
         let first = files.first().map_or("", |(path, _)| path);
         folder.join(first).symlink_metadata().is_ok()
@@ -46,7 +46,7 @@ pub(super) fn folder(runtime: &Path, devices: &[IpAddr]) -> Result<PathBuf> {
     if is_whole() {
         return Ok(folder);
     }
-    // Goes with all that is in it, however this ends.
+    // Removed with all its contents, however this function ends.
     let building = tempfile::Builder::new()
         .prefix("sysfs-")
         .suffix(".new")
@@ -71,15 +71,15 @@ pub(super) fn folder(runtime: &Path, devices: &[IpAddr]) -> Result<PathBuf> {
         fs::rename(&folder, building.path().join("remains")).with_context(|| at(&folder))?;
     }
     match fs::rename(&made, &folder) {
-        // Another one has just made it.
+        // Another process has just made it.
         Err(_) if is_whole() => {}
         renamed => renamed.with_context(|| at(&folder))?,
     }
     Ok(folder)
 }
 
-/// The files of a device, named as in the kernel's Documentation/ABI/stable/sysfs-class-infiniband, with their contents; those that begin
-/// with an arrow are links.
+/// Returns the files of a device, named as in the kernel's Documentation/ABI/stable/sysfs-class-infiniband, with their contents; contents
+/// that begin with an arrow stand for links.
 fn files(index: usize, address: IpAddr) -> Vec<(String, String)> {
     let (name, verbs) = (format!("rdmux{index}"), format!("uverbs{index}"));
     let gid = match address {
@@ -109,7 +109,7 @@ fn files(index: usize, address: IpAddr) -> Vec<(String, String)> {
     ] {
         file(format!("{device}/{path}"), text);
     }
-    // What ibv_query_port says too.
+    // ibv_query_port returns the same values.
     for (path, text) in [
         ("state", "4: ACTIVE"),
         ("phys_state", "5: LinkUp"),
@@ -137,13 +137,13 @@ fn files(index: usize, address: IpAddr) -> Vec<(String, String)> {
     let device = format!("sys/class/infiniband_verbs/{verbs}");
     files.push((format!("{device}/ibdev"), format!("{name}\n")));
     files.push((format!("{device}/abi_version"), "1\n".into()));
-    // Nobody says anything over it, but some look whether it is a character device that they may open.
+    // Programs send nothing through it, but some check whether it is a character device that they may open.
     files.push((format!("dev/infiniband/{verbs}"), "-> /dev/null".into()));
     files
 }
 
-/// Moves this process into a mount namespace in which what is in the folder stands where programs look for it. What else is in the same
-/// folders of the system stays.
+/// Moves this process into a mount namespace in which the folder's contents stand where programs look for them. The other contents of these
+/// folders of the system stay.
 pub(super) fn enter(folder: &Path) -> Result<()> {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     unshare(UnshareFlags::NEWNS)
@@ -174,7 +174,7 @@ fn unshare(flags: UnshareFlags) -> Result<(), Errno> {
     rustix::thread::unshare(flags)
 }
 
-/// Puts a new folder in the place of one of the system's: with all that is in it, and with what is shown there.
+/// Mounts a new folder in place of one of the system's: it has all other entries of that folder, and those of [`SHOWN`] from `folder`.
 fn beside(parent: &Path, folder: &Path) -> Result<()> {
     let shown = SHOWN
         .iter()
@@ -236,7 +236,7 @@ mod tests {
         let one = folder(runtime.path(), &devices).unwrap();
         let known = one.join("sys/class/infiniband/rdmux0/node_type");
         assert_eq!(fs::read_to_string(&known).unwrap(), "1: CA\n");
-        // Somebody emptied it.
+        // The file is gone, as after somebody emptied the folder.
         fs::remove_file(&known).unwrap();
         assert_eq!(folder(runtime.path(), &devices).unwrap(), one);
         assert!(known.exists());
