@@ -1,4 +1,4 @@
-//! The checksum by which both ends compare what is there: CRC-64/NVME.
+//! The checksum with which both ends compare their bytes: CRC-64/NVME.
 
 use crc_fast::{CrcAlgorithm, Digest};
 use rdmux_verbs::{Fault, Memory};
@@ -22,18 +22,18 @@ impl Crc64 {
         self.0.update(bytes);
     }
 
-    /// The checksum of all bytes so far.
+    /// Returns the checksum of all bytes so far.
     pub fn value(&self) -> u64 {
         self.0.finalize()
     }
 }
 
-/// The checksum of a part of a memory.
+/// Returns the checksum of a part of a memory.
 pub fn crc64_of(memory: &dyn Memory, offset: u64, length: u64) -> Result<u64, Fault> {
     crc64_while(memory, offset, length, || true).map(Option::unwrap_or_default)
 }
 
-/// As [`crc64_of`], as long as `wanted`, which is asked before each chunk, says so; `None` when it did not.
+/// Like [`crc64_of`], but calls `wanted` before each chunk and returns `None` once it returns false.
 pub(crate) fn crc64_while(
     memory: &dyn Memory,
     offset: u64,
@@ -56,8 +56,9 @@ pub(crate) fn crc64_while(
     Ok(Some(crc.value()))
 }
 
-/// Names an upload, so that it can be resumed: the same for the same source and place. It is the CRC-64/NVME of the source's
-/// size, its modification time and the offset in the region, each as 16 big-endian bytes, and the source's base name; never 0.
+/// Returns a name for an upload, so that it can be resumed: the same for the same source and place. It is the CRC-64/NVME of
+/// the source's size, its modification time and the offset in the region, each as 16 big-endian bytes, and the source's base
+/// name; never 0.
 pub fn transfer_id(name: &[u8], size: u64, modified_ns: i128, offset: u64) -> u64 {
     let mut crc = Crc64::default();
     for number in [size.into(), modified_ns, offset.into()] {

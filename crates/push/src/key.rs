@@ -12,10 +12,10 @@ use subtle::ConstantTimeEq;
 
 /// Bytes of a key.
 const KEY_LEN: usize = 32;
-/// More than a key file holds.
+/// Maximum number of bytes read of a key file, more than it holds.
 const FILE_LEN_MAX: u64 = 4096;
 
-/// Why there is no key.
+/// Reason why there is no key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The file cannot be read or made.
@@ -23,10 +23,10 @@ pub enum KeyError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// No such file, and it was named explicitly.
+    /// The file does not exist, and was named explicitly.
     #[error(
         "key file {} does not exist: copy the server's key file to it, or make a new one for both ends with \
          `(umask 077; openssl rand -hex 32 > FILE)`",
@@ -36,7 +36,7 @@ pub enum KeyError {
         /// The file.
         path: PathBuf,
     },
-    /// Others could have read it.
+    /// Other users could have read the file.
     #[error(
         "key file {} can be read by others (mode {mode:03o}): make a new one, or `chmod 600` it if nobody has",
         path.display()
@@ -47,17 +47,17 @@ pub enum KeyError {
         /// Its permission bits.
         mode: u32,
     },
-    /// It belongs to another user.
+    /// The file belongs to another user.
     #[error("key file {} belongs to uid {owner}, not to you (uid {user})", path.display())]
     Owner {
         /// The file.
         path: PathBuf,
-        /// Who has it.
+        /// User id of the file's owner.
         owner: u32,
-        /// Who asks.
+        /// User id of the caller.
         user: u32,
     },
-    /// Not 64 hexadecimal digits.
+    /// The file does not hold 64 hexadecimal digits.
     #[error("key file {} does not hold a key: it needs 64 hexadecimal digits, 32 random bytes", path.display())]
     Malformed {
         /// The file.
@@ -68,14 +68,14 @@ pub enum KeyError {
     NoHome,
 }
 
-/// Which end a proof is of.
+/// The end that a proof comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     Server,
     Client,
 }
 
-/// What both ends know of a handshake. All of it is under the proofs, so that nobody in between can change it.
+/// Handshake data that both ends know. The proofs cover all of it, so that nobody in between can change it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Transcript {
     pub(crate) version_min: u16,
@@ -83,7 +83,7 @@ pub(crate) struct Transcript {
     pub(crate) version: u16,
     pub(crate) client_nonce: [u8; 32],
     pub(crate) server_nonce: [u8; 32],
-    /// Who the client says it is; zeros in the server's proof, which comes before that.
+    /// The name that the client gives; zeros in the server's proof, which comes before that.
     pub(crate) client: [u8; 16],
 }
 
@@ -98,7 +98,7 @@ impl std::fmt::Debug for Key {
 }
 
 impl Key {
-    /// The key with these bytes.
+    /// Creates the key with these bytes.
     pub fn new(bytes: [u8; KEY_LEN]) -> Key {
         Key(bytes)
     }
@@ -113,7 +113,7 @@ impl Key {
             io::ErrorKind::NotFound => KeyError::Missing { path: path.into() },
             _ => io(error),
         })?;
-        // Of the open file, so that it cannot be exchanged between look and read.
+        // Checks the open file, so that nobody can exchange it between check and read.
         let meta = file.metadata().map_err(io)?;
         if !meta.is_file() {
             return Err(KeyError::Malformed { path: path.into() });
@@ -142,12 +142,12 @@ impl Key {
         parse(text.trim_end()).ok_or_else(|| KeyError::Malformed { path: path.into() })
     }
 
-    /// The user's own key file, made with a new key when there is none.
+    /// Loads the user's own key file; creates it with a new key if there is none.
     pub fn load_or_create() -> Result<Key, KeyError> {
         Key::load_or_create_at(&default_path().ok_or(KeyError::NoHome)?)
     }
 
-    /// A key file, made with a new key when there is none. Of several processes that make it at a time, all get the same.
+    /// Loads a key file; creates it with a new key if there is none. Several processes that create it at once get the same key.
     pub fn load_or_create_at(path: &Path) -> Result<Key, KeyError> {
         match Key::load(path) {
             Err(KeyError::Missing { .. }) => {}
@@ -160,7 +160,7 @@ impl Key {
         Key::load(path)
     }
 
-    /// What proves to the other end that `role` has the key.
+    /// Returns the proof that `role` has the key, for the other end.
     pub(crate) fn proof(&self, role: Role, transcript: &Transcript) -> [u8; 32] {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
         mac.update(match role {
@@ -176,13 +176,13 @@ impl Key {
         mac.finalize().into_bytes().into()
     }
 
-    /// Whether a proof is right, in a time that does not tell where it is wrong.
+    /// Returns whether a proof is right, in a time that does not reveal where it is wrong.
     pub(crate) fn verify(&self, role: Role, transcript: &Transcript, proof: &[u8; 32]) -> bool {
         self.proof(role, transcript).ct_eq(proof).into()
     }
 }
 
-/// `${XDG_CONFIG_HOME:-~/.config}/rdmux/key`.
+/// Returns `${XDG_CONFIG_HOME:-~/.config}/rdmux/key`.
 pub fn default_path() -> Option<PathBuf> {
     let set = |name| {
         std::env::var_os(name)
@@ -195,7 +195,7 @@ pub fn default_path() -> Option<PathBuf> {
     Some(config.join("rdmux").join("key"))
 }
 
-/// 32 random bytes of the operating system's.
+/// Returns 32 random bytes from the operating system.
 pub(crate) fn random_nonce() -> io::Result<[u8; 32]> {
     let mut nonce = [0; 32];
     OsRng.try_fill_bytes(&mut nonce).map_err(io::Error::other)?;
@@ -217,7 +217,7 @@ fn parse(text: &str) -> Option<Key> {
     Some(Key(key))
 }
 
-/// Makes a key file, complete from the moment on that it has its name. One that is there already stays.
+/// Creates a key file, which is complete as soon as it has its name. An existing file stays.
 fn create(path: &Path) -> io::Result<()> {
     let folder = path
         .parent()
@@ -239,7 +239,7 @@ fn create(path: &Path) -> io::Result<()> {
         .open(&temporary)?;
     let mut text: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
     text.push('\n');
-    // A link, unlike a rename, fails when somebody was faster; then theirs is the key.
+    // A link, unlike a rename, fails if another process was faster; then that process's key counts.
     let result = file
         .write_all(text.as_bytes())
         .and_then(|()| file.sync_all())

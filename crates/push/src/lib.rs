@@ -1,6 +1,6 @@
-//! The push service: files and memory that peers write to and read from by RDMA, and make durable by FLUSH, with no code of
-//! the server's on the way. Its messages are those of [`rdmux_wire::push`]; they say who may reach which bytes, under which
-//! key, and what a flush of them is worth. The bytes themselves travel as RDMA WRITE, READ and FLUSH.
+//! The push service: files and memory that peers write and read by RDMA, and make durable by FLUSH, without server code in the
+//! data path. Its messages are those of [`rdmux_wire::push`]; they say who may access which bytes, under which key, and how
+//! durable a flush makes them. The bytes themselves travel as RDMA WRITE, READ and FLUSH.
 //!
 //! It is not a file system: regions have a fixed size and a name, and there is no cache and no lock.
 //!

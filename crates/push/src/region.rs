@@ -1,4 +1,4 @@
-//! Regions: memory that a server offers by name, and how far uploads into it have got.
+//! Regions: memory that a server offers by name, and the progress of uploads into it.
 
 use std::any::Any;
 use std::io;
@@ -13,10 +13,10 @@ use rdmux_verbs::{
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
 
-/// Uploads that a region remembers; the oldest is forgotten first.
+/// Maximum number of uploads that a region remembers; it forgets the oldest first.
 const UPLOADS_MAX: usize = 64;
 
-/// Why a region cannot be offered.
+/// Reason why a region cannot be offered.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: {source}")]
 pub struct RegionError {
@@ -37,7 +37,7 @@ pub struct Region {
     state: Mutex<State>,
 }
 
-/// Where a region's bytes are.
+/// The place of a region's bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     /// In a file, on a file system of this kind, reached through the kernel.
@@ -62,14 +62,14 @@ struct State {
 }
 
 impl Region {
-    /// A file, or a DAX device; `size` creates a file or grows it to that many bytes. What is on persistent memory with direct access
-    /// is mapped, else the kernel copies.
+    /// Opens a file, or a DAX device; `size` creates a file or grows it to that many bytes. Persistent memory with direct
+    /// access is mapped; for other files the kernel copies.
     pub fn file(name: Name, path: &Path, size: Option<u64>, read_only: bool) -> Result<Region, RegionError> {
         Region::file_in(name, path, size, read_only, None)
     }
 
-    /// The same in a domain that is declared, since the system does not know it, or knows less: for persistent memory, and
-    /// files in memory (tmpfs), which are then mapped as well.
+    /// Does the same in a declared domain, which the system does not know, or underrates: for persistent memory, and for files
+    /// in memory (tmpfs), which are then mapped as well.
     pub fn file_in(
         name: Name,
         path: &Path,
@@ -98,7 +98,7 @@ impl Region {
             Domain::WholeSystem => PersistenceDomain::WholeSystem,
         });
         let meta = std::fs::metadata(path);
-        // Shown to people only, so that a path that has no absolute form does no harm.
+        // Only people see this path, so that a path that has no absolute form does no harm.
         let shown = std::path::absolute(path).unwrap_or_else(|_| path.into());
         let kind = meta.as_ref().ok().map(|meta| meta.file_type());
         let is_block_device = kind.is_some_and(|kind| kind.is_block_device());
@@ -128,13 +128,13 @@ impl Region {
             let had = meta
                 .as_ref()
                 .map_or(0, |meta| meta.len().max(meta.blocks().saturating_mul(512)));
-            // Some file systems find out only after minutes of allocating.
+            // Some file systems find the lack of space only after minutes of allocating.
             check_space(&shown, size, size.saturating_sub(had)).map_err(failed)?;
         }
         let is_new = size.is_some() && std::fs::symlink_metadata(path).is_err();
         let memory = FileMemory::open(path, size, read_only).map_err(|error| {
             if is_new {
-                // It holds nothing: a disk that is full must not keep it.
+                // The file holds nothing: a disk that is full must not keep it.
                 let _ = std::fs::remove_file(path);
             }
             failed(error)
@@ -170,7 +170,7 @@ impl Region {
         Region::new(name, Arc::new(memory), domain, read_only).placed_in_domain()
     }
 
-    /// Pages of this process's own, zero at first.
+    /// Allocates pages of this process, zero at first.
     pub fn anonymous(name: Name, bytes: u64) -> Result<Region, RegionError> {
         let memory = usize::try_from(bytes)
             .ok()
@@ -181,7 +181,7 @@ impl Region {
                 what: format!("memory region {name} of {bytes} bytes"),
                 source,
             })?;
-        // Whole pages are mapped; only what was asked for is offered.
+        // The process maps whole pages; the region offers only the bytes asked for.
         let memory = Truncated(memory, bytes);
         Ok(Region {
             place: Place::Memory,
@@ -189,7 +189,7 @@ impl Region {
         })
     }
 
-    /// Any memory.
+    /// Offers any memory.
     pub fn new(name: Name, memory: Arc<dyn Memory>, domain: Domain, read_only: bool) -> Region {
         Region {
             name,
@@ -203,40 +203,40 @@ impl Region {
         }
     }
 
-    /// The same region, of a memory that places bytes straight into its persistence domain and has them there before it answers
-    /// a READ.
+    /// Declares that the region's memory places bytes straight into its persistence domain, and has them there before it
+    /// answers a READ.
     pub fn placed_in_domain(mut self) -> Region {
         self.placed_in_domain = true;
         self
     }
 
-    /// The same region, but persistent flushes do nothing and claim to be done: proof that a crash test can fail.
+    /// Makes persistent flushes do nothing and claim to be done: this proves that a crash test can fail.
     pub fn without_flush(mut self) -> Region {
         self.memory = Arc::new(WithoutFlush(self.memory));
         self
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &Name {
         &self.name
     }
 
-    /// Its size.
+    /// Returns its size.
     pub fn bytes(&self) -> u64 {
         self.memory.len()
     }
 
-    /// What of it survives a loss of power.
+    /// Returns how much of it survives a loss of power.
     pub fn domain(&self) -> Domain {
         self.domain
     }
 
-    /// The kinds of flush it offers.
+    /// Returns the kinds of flush that it offers.
     pub fn placement(&self) -> Placement {
         self.memory.placement()
     }
 
-    /// The ways to durability that it offers.
+    /// Returns the ways to durability that it offers.
     pub fn ways(&self) -> Ways {
         let durable = self.domain != Domain::None && self.placement().contains(Placement::PERSISTENT);
         let mut ways = Ways::empty();
@@ -245,54 +245,54 @@ impl Region {
         ways
     }
 
-    /// The ways to durability that a device offers, which gets at the region's bytes like this.
+    /// Returns the ways to durability on a device that accesses the region's bytes by `reach`.
     pub fn ways_on(&self, device: &Device, reach: Reach) -> Ways {
         let mut ways = self.ways();
         if device.provider() == Provider::Soft {
             return ways;
         }
-        // Where an RNIC's writes come to rest is the platform's to say (docs/persistence-model.md).
+        // The platform determines where an RNIC's writes are placed (docs/persistence-model.md).
         ways.remove(Ways::READ_AFTER_WRITE);
         let flushes = Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT;
         if reach != Reach::Direct || !device.features().contains(flushes) {
             ways.remove(Ways::FLUSH);
-            // Also of what survives nothing: then it is the way to what every processor sees.
+            // This holds also for a region that keeps nothing: there it is the way to visibility for every processor.
             ways.insert(Ways::SOFTWARE_FLUSH);
         }
         ways
     }
 
-    /// How a device gets at its bytes.
+    /// Returns how a device accesses its bytes.
     pub fn reach(&self, device: &Device) -> Reach {
         device.reach(&*self.memory)
     }
 
-    /// Whether nobody may write to it.
+    /// Returns whether nobody may write to it.
     pub fn read_only(&self) -> bool {
         self.read_only
     }
 
-    /// Where its bytes are.
+    /// Returns the place of its bytes.
     pub fn place(&self) -> &Place {
         &self.place
     }
 
-    /// Why a file on persistent memory is reached through the kernel all the same.
+    /// Returns why a file on persistent memory is accessed through the kernel all the same.
     pub fn not_mapped(&self) -> Option<&str> {
         self.not_mapped.as_deref()
     }
 
-    /// Its bytes.
+    /// Returns its bytes.
     pub fn memory(&self) -> &Arc<dyn Memory> {
         &self.memory
     }
 
-    /// The failure of its medium, which is final.
+    /// Returns the failure of its medium, which is final.
     pub fn failed(&self) -> Option<Fault> {
         self.lock().failed
     }
 
-    /// What is told of it to clients. `transfer`: the upload they ask about, 0 for the last.
+    /// Returns the description for clients. `transfer` is the upload that they ask about, 0 for the last.
     pub fn describe(&self, transfer: u64) -> push::Region {
         let state = self.lock();
         let upload = match transfer {
@@ -310,8 +310,8 @@ impl Region {
         }
     }
 
-    /// Makes the memory of a mapping of `offset..offset + length`. One that may write ends what was durable of other
-    /// uploads there.
+    /// Makes the memory of a mapping of `offset..offset + length`. If the mapping may write, the durable part of other uploads
+    /// ends where it begins.
     pub fn open(self: &Arc<Region>, write: bool, offset: u64, length: u64, transfer: u64) -> Arc<Mapped> {
         let mut upload = None;
         if write {
@@ -333,7 +333,7 @@ impl Region {
                 upload = Some(this);
             }
         }
-        // What makes bytes durable here is the strongest flush that there is.
+        // The strongest flush that the region offers makes bytes durable here.
         let counts = if self.placement().contains(Placement::PERSISTENT) {
             Placement::PERSISTENT
         } else {
@@ -352,9 +352,9 @@ impl Region {
     }
 }
 
-/// How far an upload has got: all positions are relative to its first byte. It promises that the first `durable` bytes are
-/// the upload's and were flushed after they were placed. An upload that starts again, or somebody else who may write, takes
-/// back what it promised from there on: what follows is of the time before.
+/// Progress of an upload: all positions are relative to its first byte. It promises that the first `durable` bytes are the
+/// upload's and were flushed after they were placed. When the upload starts again, or somebody else may write, the promise ends
+/// at that position: bytes behind it are from the time before.
 #[derive(Debug)]
 struct Upload {
     id: u64,
@@ -365,11 +365,11 @@ struct Upload {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Progress {
-    /// Bytes placed without a gap, since the last step back.
+    /// Bytes placed without a gap since the last step back.
     written: u64,
     /// Bytes flushed without a gap: at most `written`.
     durable: u64,
-    /// Counts steps back: a flush that ran meanwhile says nothing of what was written after one.
+    /// Number of steps back: a flush that ran during one proves nothing about bytes written after it.
     steps_back: u64,
 }
 
@@ -399,14 +399,14 @@ impl Upload {
         self.lock().durable
     }
 
-    /// The part of a range that is the upload's, relative to its first byte.
+    /// Returns the part of a range that belongs to the upload, relative to the upload's first byte.
     fn part(&self, offset: u64, length: u64) -> Option<(u64, u64)> {
         let end = offset.saturating_add(length).min(self.base + self.length);
         let start = offset.max(self.base);
         (start < end).then(|| (start - self.base, end - self.base))
     }
 
-    /// Somebody else may write there.
+    /// Ends the promise where somebody else may write.
     fn cut(&self, offset: u64, length: u64) {
         if let Some((start, _)) = self.part(offset, length) {
             self.lock().step_back(start);
@@ -441,7 +441,7 @@ impl Upload {
     }
 }
 
-/// The memory of one mapping: the region's, with a note of what was written and flushed, and of what failed.
+/// The memory of one mapping: the region's memory, with a record of what was written and flushed, and of what failed.
 #[derive(Debug)]
 pub struct Mapped {
     region: Arc<Region>,
@@ -451,12 +451,12 @@ pub struct Mapped {
 }
 
 impl Mapped {
-    /// The region.
+    /// Returns the region.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
     }
 
-    /// What failed last.
+    /// Returns the last failure.
     pub fn fault(&self) -> Option<Fault> {
         *self.fault.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -510,7 +510,7 @@ impl Memory for Mapped {
         self.region.memory.flush_is_immediate(placement)
     }
 
-    /// What a device writes by itself is not noted: an upload by it goes on from its beginning.
+    /// A device's own writes are not recorded: an upload by such a device resumes from its beginning.
     fn pages(&self) -> Option<&dyn Any> {
         self.region.memory.pages()
     }
@@ -584,7 +584,7 @@ impl<M: Memory> Memory for Truncated<M> {
     }
 }
 
-/// A memory whose persistent flushes are left out.
+/// A memory that skips persistent flushes.
 #[derive(Debug)]
 struct WithoutFlush(Arc<dyn Memory>);
 
@@ -632,7 +632,7 @@ fn io_error(error: DaxError) -> io::Error {
     }
 }
 
-/// The domain, as the protocol names it.
+/// Returns the domain as the protocol names it.
 fn domain_of(domain: PersistenceDomain) -> Domain {
     match domain {
         PersistenceDomain::None => Domain::None,
@@ -643,15 +643,15 @@ fn domain_of(domain: PersistenceDomain) -> Domain {
     }
 }
 
-/// Whether the file system of a path, which need not be there yet, has `missing` bytes for a file that gets `size`.
+/// Checks that the file system of a path, which need not exist yet, has `missing` bytes for a file that gets `size`.
 fn check_space(path: &Path, size: u64, missing: u64) -> io::Result<()> {
     let is_new = std::fs::symlink_metadata(path).is_err();
     let there = path.parent().filter(|_| is_new).unwrap_or(path);
-    // Opening says better what is wrong with a path than this can.
+    // Opening the path explains its faults better than this function can.
     let Ok(stat) = rustix::fs::statvfs(there) else {
         return Ok(());
     };
-    // Some blocks are kept for root; a tmpfs without a limit has none at all.
+    // Some blocks are reserved for root; a tmpfs without a limit reports none at all.
     let blocks = if rustix::process::geteuid().is_root() {
         stat.f_bfree
     } else {
@@ -668,13 +668,13 @@ fn check_space(path: &Path, size: u64, missing: u64) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::StorageFull, why))
 }
 
-/// The kind of the file system that a path is on, as mounted: `ext4`, `tmpfs`.
+/// Returns the kind of the file system that a path is on, as mounted: `ext4`, `tmpfs`.
 pub fn file_system_of(path: &Path) -> String {
     let path = path.canonicalize().unwrap_or_else(|_| path.into());
     let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let mounts = String::from_utf8_lossy(&mounts);
-    // mount-id parent major:minor root mount-point options... - type source options; the longest mount point wins, and of
-    // equal ones the last.
+    // Format: mount-id parent major:minor root mount-point options... - type source options. The longest mount point wins, and
+    // of equal ones the last.
     let mut best: Option<(usize, &str)> = None;
     for line in mounts.lines() {
         let (Some((mount, rest)), true) = (line.split_once(" - "), line.len() < 1 << 16) else {
@@ -703,7 +703,7 @@ mod tests {
         region.describe(transfer).durable
     }
 
-    /// Two pages of memory; something happens while its next flush is under way.
+    /// Two pages of memory; a closure runs during the next flush.
     struct DuringFlush {
         memory: AnonymousMemory,
         next: Mutex<Option<Box<dyn FnOnce() + Send>>>,
@@ -859,7 +859,7 @@ mod tests {
         let region = Arc::new(Region::new(Name::new("r").unwrap(), memory, Domain::None, false));
         let memory = region.open(true, 0, 9000, 7);
         memory.write(0, &[1; 8192]).unwrap();
-        // Beyond the end of the memory.
+        // This write goes beyond the end of the memory.
         memory.write(4096, &[2; 4097]).unwrap_err();
         memory.flush(0, 8192, Placement::GLOBAL).unwrap();
         assert_eq!(durable(&region, 7), 4096, "nobody knows what is there");

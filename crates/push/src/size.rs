@@ -1,6 +1,6 @@
 //! Sizes as people write them: `4096`, `64K`, `1M`, `2G`, `1T`, with binary units.
 
-/// Bytes of a size; `None` when it is none, or does not fit 64 bits.
+/// Returns the bytes of a size; `None` if the text is not a size, or the size does not fit 64 bits.
 pub fn parse_size(text: &str) -> Option<u64> {
     let text = text.trim();
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());

@@ -1,4 +1,4 @@
-//! Where a push goes: `rdmux://HOST[:PORT]/REGION[@OFFSET]`.
+//! The target of a push: `rdmux://HOST[:PORT]/REGION[@OFFSET]`.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
@@ -10,39 +10,39 @@ use crate::size::parse_size;
 /// The port of the push service.
 pub const DEFAULT_PORT: u16 = 7174;
 
-/// Why an address is none.
+/// Reason why an address is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
-    /// Not of the form.
+    /// The text does not have the form.
     #[error("'{text}' is not rdmux://HOST[:PORT]/REGION[@OFFSET]: {why}")]
     Malformed {
-        /// What was given.
+        /// The text.
         text: String,
-        /// What is wrong with it.
+        /// The error in it.
         why: &'static str,
     },
-    /// No address of that name.
+    /// The name has no address.
     #[error("{host}: {source}")]
     Resolve {
         /// The name.
         host: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// No way there.
+    /// There is no route.
     #[error("no route to {peer}: {source}")]
     Route {
-        /// Where.
+        /// The peer.
         peer: IpAddr,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
-/// A region of a server, and where in it.
+/// A region of a server, and an offset in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Name or address.
+    /// Name or address of the server.
     pub host: String,
     /// Port.
     pub port: u16,
@@ -83,7 +83,7 @@ impl std::str::FromStr for Target {
             .split_once('/')
             .ok_or_else(|| malformed("the region is missing"))?;
         let (host, port) = split_port(authority).ok_or_else(|| malformed("host or port is wrong"))?;
-        // A region may have an @ in its name: only what is a number after the last one is an offset.
+        // A region may have an @ in its name: only a number after the last @ is an offset.
         let (region, offset) = match path.rsplit_once('@').map(|(name, at)| (name, parse_size(at))) {
             Some((name, Some(offset))) => (name, offset),
             _ => (path, 0),
@@ -98,7 +98,7 @@ impl std::str::FromStr for Target {
 }
 
 impl Target {
-    /// The addresses of the host.
+    /// Returns the addresses of the host.
     pub fn resolve(&self) -> Result<Vec<SocketAddr>, TargetError> {
         let failed = |source| TargetError::Resolve {
             host: self.host.clone(),
@@ -115,7 +115,7 @@ impl Target {
     }
 }
 
-/// Host and port of `HOST`, `HOST:PORT`, `[V6]` or `[V6]:PORT`; a bare IPv6 address is taken too.
+/// Returns host and port of `HOST`, `HOST:PORT`, `[V6]` or `[V6]:PORT`; accepts a bare IPv6 address too.
 pub fn split_port(text: &str) -> Option<(&str, Option<u16>)> {
     if let Some(rest) = text.strip_prefix('[') {
         let (host, after) = rest.split_once(']')?;
@@ -143,7 +143,7 @@ fn parse_port(text: &str) -> Option<u16> {
         .filter(|port| *port != 0)
 }
 
-/// The address of this host from which packets to `peer` leave. Nothing is sent.
+/// Returns the address of this host from which packets to `peer` leave. Sends nothing.
 pub fn local_address_towards(peer: IpAddr) -> Result<IpAddr, TargetError> {
     let route = || -> io::Result<IpAddr> {
         let any: IpAddr = match peer {

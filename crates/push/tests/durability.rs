@@ -1,4 +1,4 @@
-//! Flushes: who may ask for which, by which way, and what they are worth.
+//! Flushes: the rights and ways to ask for each kind, and the durability that they give.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -29,7 +29,7 @@ fn flush__persistent_of_memory_is_refused() {
         "{error}"
     );
     client.flush(&mapping, 0, 8, Placement::GLOBAL).unwrap();
-    // A client that does not care loses its connection, not its illusions.
+    // A client that posts such a flush all the same loses its connection.
     let raw = Raw::ready(server.address);
     let (_, va, rkey) = raw.map("m", RW, 0, 0);
     raw.post(flush(va, rkey, Placement::PERSISTENT), SgeList::EMPTY);
@@ -67,7 +67,7 @@ fn flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
     std::thread::scope(|scope| {
         let flushing = scope.spawn(|| client.flush(&mapping, 0, 8192, Placement::PERSISTENT));
         disk.wait_until_held();
-        // Longer than all retries of the transport together: the client is put off, not given up.
+        // This lasts longer than all retries of the transport together: the client waits, and does not lose its connection.
         while held.elapsed() < Duration::from_secs(4) {
             other.write(&others, 0, &[1; 100]).unwrap();
             assert_eq!(
@@ -79,7 +79,7 @@ fn flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
                 !flushing.is_finished(),
                 "the flush was acknowledged before it was done"
             );
-            // Time is meant: a flush that waits for no disk would have ended in it.
+            // Time must pass here: a flush that waits for no disk would have ended in it.
             std::thread::sleep(Duration::from_millis(50));
         }
         disk.set(|gate| gate.shut = false);
@@ -192,7 +192,7 @@ fn flush__read_after_write_needs_the_right_to_read() {
     );
     let mapping = client.map(&name("disk"), RW, 0, 0, 0).unwrap();
     client.flush(&mapping, 0, 8, PERSISTENT).unwrap();
-    // The last bytes too: nothing past the mapping is read.
+    // Flushes the last bytes too: nothing past the mapping is read.
     client
         .flush(&mapping, mapping.region_bytes() - 3, 3, PERSISTENT)
         .unwrap();
@@ -209,7 +209,7 @@ fn software_flush__pipelined_behind_writes_covers_them_all() {
     let buffer = client.buffer(1 << 20).unwrap();
     let bytes = pattern(1 << 20, 3);
     buffer.memory().write(0, &bytes).unwrap();
-    // More flushes than the server takes at a time, each behind its write, and not one waited for.
+    // Posts more flushes than the server takes at a time, each behind its write, without waiting for any.
     for at in 0..64u64 {
         let offset = at << 14;
         client
@@ -254,7 +254,7 @@ fn software_flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
             "not durable yet"
         );
     }
-    // The same client's other requests go on too.
+    // The same client's other requests complete too.
     assert_eq!(client.stat(&name("m"), 0).unwrap().bytes, 4096);
     client.handle_notices().unwrap();
     assert_eq!(client.in_flight(), 1);
@@ -266,7 +266,7 @@ fn software_flush__is_held_as_long_as_the_disk_takes_and_others_go_on() {
 #[test]
 fn software_flush__those_that_wait_together_are_all_covered() {
     const GLOBAL: Placement = Placement::GLOBAL;
-    // Of flushes that wait together the first is a visible or a persistent one, before or behind the others' ranges.
+    // Among flushes that wait together, the first is a visible or a persistent one, before or behind the others' ranges.
     let table = [
         [(GLOBAL, 0), (PERSISTENT, 8192)],
         [(GLOBAL, 8192), (PERSISTENT, 0)],
@@ -284,13 +284,13 @@ fn software_flush__those_that_wait_together_are_all_covered() {
             let posted = client.post_flush_by(&mapping, offset, 4096, placement, way, token);
             posted.unwrap();
         };
-        // While this one is held, the others wait for its thread.
+        // While this flush is held, the others wait for its thread.
         post(&mut client, 65536, PERSISTENT, 0);
         disk.wait_until_held();
         for (token, (placement, offset)) in (1..).zip(waiting) {
             post(&mut client, offset, placement, token);
         }
-        // Its answer comes after the server has taken what was asked for before.
+        // The answer comes after the server has taken all earlier requests.
         client.stat(&name("disk"), 0).unwrap();
         disk.set(|gate| gate.shut = false);
         for token in 0..=waiting.len() as u64 {
@@ -338,7 +338,7 @@ fn software_flush__errors_are_answers_and_the_connection_goes_on() {
         raw.ask(&flush(on_disk, 4096, 4096, PERSISTENT)),
         Some(Message::Flushed)
     );
-    // A medium that fails is told, and takes no more writes.
+    // The server reports a medium that fails, and accepts no more writes to it.
     disk.set(|gate| gate.fails = true);
     let answer = raw.ask(&flush(on_disk, 4096, 4096, PERSISTENT));
     assert!(

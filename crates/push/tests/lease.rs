@@ -1,4 +1,4 @@
-//! Leases: who waits for whom, and that nothing is written through a mapping once it was taken back.
+//! Leases: requests wait for the holders that they must wait for, and nothing is written through a mapping once it is revoked.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -35,7 +35,7 @@ fn byte(server: &Running, at: u64) -> u8 {
     byte[0]
 }
 
-/// Maps in a thread of its own, and hands the client back with the mapping.
+/// Maps on a thread of its own, and hands the client back with the mapping.
 fn map_beside(mut client: Client, request: MapRequest) -> mpsc::Receiver<(Client, Mapping)> {
     let (tx, rx) = mpsc::channel();
     thread::spawn(move || {
@@ -45,7 +45,7 @@ fn map_beside(mut client: Client, request: MapRequest) -> mpsc::Receiver<(Client
     rx
 }
 
-/// Lets a client hear what the server says, until its lease is over.
+/// Lets a client handle the server's notices until its lease is over.
 fn hear_until_over(client: &mut Client, mapping: &Mapping) {
     let timeout = Timespec::try_from(LONG).unwrap();
     client.arm().unwrap();
@@ -74,7 +74,7 @@ fn break__a_holder_that_hears_of_it_lets_go_and_can_still_flush() {
     let error = holder.write(&mapping, 0, &[3; 100]).unwrap_err();
     assert!(matches!(error, Error::LeaseBroken { .. }), "{error}");
     assert!(!error.to_string().is_empty());
-    // By message, since its keys are dead.
+    // This flush goes by message, since the mapping's keys are invalid.
     holder.flush(&mapping, 0, 100, Placement::GLOBAL).unwrap();
     assert_eq!((byte(&server, 0), byte(&server, 99)), (2, 1));
     holder.unmap(mapping).unwrap();
@@ -135,7 +135,7 @@ fn break__a_holder_that_does_not_answer_is_revoked_and_its_late_write_kills_its_
         "{reason}"
     );
     assert_eq!(mappings, 0, "it had none left");
-    // It would have been told, had it listened: the break, and nothing more before that is taken.
+    // The server has sent the holder a notice of the break, and sends no more before the holder takes that one.
     let notice = holder.messages.borrow_mut().pop_front();
     let Some((1, Message::Notice { changes })) = notice else {
         panic!("{notice:?}")
@@ -161,13 +161,13 @@ fn break__notices_come_one_at_a_time() {
         other => panic!("{other:?}"),
     };
     assert_eq!(kinds(holder.receive()), [(first, ChangeKind::Break)]);
-    // All that happened since is in the next, and of each mapping only the last.
+    // The next notice has all later changes, but only the last one of each mapping.
     holder.send(&Message::Noticed);
     assert_eq!(
         kinds(holder.receive()),
         [(first, ChangeKind::Revoked), (second, ChangeKind::Revoked)]
     );
-    // A second receipt for it does no harm.
+    // A second receipt for a notice does no harm.
     holder.send(&Message::Noticed);
     assert_eq!(
         holder.ask(&Message::Release { mapping: first }),
@@ -244,7 +244,7 @@ fn map__several_readers_one_writer_and_those_who_share() {
         .unwrap();
     busy(&mut clients[1], reader);
     let second = clients[1].map_as(&name("m"), &fail(Access::READ, RW)).unwrap();
-    // One's own never stand against each other.
+    // A client's own leases never conflict with each other.
     clients[0].map_as(&name("m"), &fail(RW, Access::READ)).unwrap();
     clients[0].write(&first, 0, &[4]).unwrap();
     let mut there = [0];
@@ -264,7 +264,7 @@ fn connect__again_under_the_same_name_revokes_before_it_is_welcome() {
         ..Options::default()
     });
     assert_eq!(server.end(), (EndReason::ConnectedAgain, 1));
-    // Nobody needs to break anything: the lease went with the connection.
+    // No lease needs to be broken: it ended with the connection.
     let mapping = again.map(&name("m"), RW, 0, 0, 0).unwrap();
     again.write(&mapping, 0, &[8; 8]).unwrap();
     assert_ne!(before.write8(va, rkey), Status::Success);
@@ -288,7 +288,7 @@ fn connect__again_waits_for_ordinary_writes_of_before() {
         bytes: vec![1; 8],
     });
     disk.wait_until_held();
-    // Who does not wait for its welcome has none.
+    // A client that does not wait for its welcome is not welcome.
     let hasty = Raw::connect(server.address);
     let mut handshake = Handshake::new(key(), [1; 32], [5; 16]);
     let challenge = hasty.ask(&handshake.hello()).unwrap();
@@ -305,7 +305,7 @@ fn connect__again_waits_for_ordinary_writes_of_before() {
             }
         )
     });
-    // The old connection is gone; what it asked for is not done.
+    // The old connection has ended; its write is not done yet.
     hasty.send(&Message::List);
     server.wait_for(|event| {
         matches!(
@@ -327,7 +327,7 @@ fn connect__again_waits_for_ordinary_writes_of_before() {
         welcome.recv_timeout(SHORT).is_err(),
         "welcome before the write was done"
     );
-    // Somebody else is welcome meanwhile.
+    // Another client is welcome meanwhile.
     server.client();
     disk.set(|gate| gate.shut = false);
     welcome.recv_timeout(LONG).unwrap();
@@ -390,7 +390,7 @@ fn exclusive__a_program_at_the_server_waits_like_everybody() {
     assert!(error.to_string().contains("no region of that name"));
 }
 
-/// A server with a file, and its path. `None` where the file system has no leases.
+/// Starts a server with a file, and returns the file's path too. Returns `None` if the file system has no leases.
 fn start_with_file(
     address: &str,
     break_timeout: Duration,
@@ -402,7 +402,7 @@ fn start_with_file(
         break_timeout,
         ..config(address, vec![region])
     });
-    // Unwatched regions are told before any client.
+    // The server reports unwatched regions before any client.
     server.client().close();
     match server.wait_for(|event| matches!(event, Event::Unwatched { .. } | Event::Ended { .. })) {
         Event::Unwatched { why, .. } => {
@@ -434,7 +434,7 @@ fn file__opened_by_a_program_of_the_host_waits_for_the_holder() {
     hear_until_over(&mut holder, &mapping);
     holder.release(&mapping).unwrap();
     opened.recv_timeout(LONG).unwrap();
-    // As long as it is open nobody has the region alone.
+    // As long as the file is open, nobody gets the region alone.
     let error = holder.map(&name("m"), RW, 0, 0, 0).unwrap_err();
     assert!(
         error
@@ -502,7 +502,7 @@ fn file__opened_by_a_reader_lets_no_waiting_writer_in() {
     let writer = open(true);
     server.wait_for(breaking);
     second.release(&with_writers).unwrap();
-    // A while in which it would be let in.
+    // A time in which the server would let the writer in.
     assert!(
         writer.recv_timeout(SHORT).is_err(),
         "while another holds it without sharing that"

@@ -7,7 +7,7 @@ use common::*;
 use rdmux_push::Target;
 use rdmux_push::log::{Log, Options, agree, look};
 
-/// A record whose bytes tell its number.
+/// Returns a record whose bytes depend on its number.
 fn record(number: u64) -> Vec<u8> {
     pattern(60_001, number as usize * 131)
 }
@@ -22,7 +22,7 @@ fn open__finds_all_of_a_log_larger_than_the_buffer_of_requests() {
         ..Options::default()
     };
     let mut log = Log::open(&targets, &key(), &options).unwrap();
-    // More than 9 MiB.
+    // These take more than 9 MiB.
     let records = 160;
     for number in 1..=records {
         assert_eq!(log.append(&record(number)).unwrap(), number);

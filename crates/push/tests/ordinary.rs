@@ -1,4 +1,4 @@
-//! Ordinary reads and writes, by message: beside leases, and in order with what goes by RDMA.
+//! Ordinary reads and writes, by message: beside leases, and in order with RDMA requests.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -52,7 +52,7 @@ fn ordinary__round_trip_of_more_than_a_message_takes() {
         ),
         "{error}"
     );
-    // An error is that request's alone; those beside it are done.
+    // An error belongs to its request alone; the requests beside it are done.
     let buffer = client.buffer(1 << 17).unwrap();
     client
         .post_ordinary_write(
@@ -82,7 +82,7 @@ fn ordinary__round_trip_of_more_than_a_message_takes() {
     assert_eq!(client.next_done().unwrap().token, 2);
 }
 
-/// As many messages under way as the server allows, always: each finds a receive, though the answers are acknowledged late.
+/// Keeps as many messages in flight as the server allows: each finds a receive, though the answers are acknowledged late.
 #[test]
 fn ordinary__message_finds_a_receive() {
     let server = Running::start("127.0.9.66:7174", vec![memory_region("m", 1 << 16)], LONG);
@@ -102,7 +102,7 @@ fn ordinary__message_finds_a_receive() {
     assert_eq!(client.device().counters().rcvd_rnr_err, 0);
 }
 
-/// Pushes and ordinary writes to the same bytes, thousands of them without waiting: what was posted last is there.
+/// Posts thousands of pushes and ordinary writes to the same bytes without waiting: the bytes posted last are there.
 #[test]
 fn ordinary__and_pushes_take_effect_in_the_order_of_posting() {
     let folder = tempfile::tempdir().unwrap();
@@ -124,7 +124,7 @@ fn ordinary__and_pushes_take_effect_in_the_order_of_posting() {
             while client.in_flight() > 40 {
                 client.next_done().unwrap();
             }
-            // Each of those under way has its own piece of the buffer.
+            // Each request in flight has its own piece of the buffer.
             slot = (slot + 1) % 64;
             let from = slot * 1024;
             let bytes = vec![turn as u8; length as usize];
@@ -144,7 +144,7 @@ fn ordinary__and_pushes_take_effect_in_the_order_of_posting() {
                     continue;
                 }
                 _ => {
-                    // A read sees all before it, by either way.
+                    // A read sees all requests before it, by either path.
                     client.drain().unwrap();
                     let mut there = vec![0; 4096];
                     if turn % 2 == 0 {
@@ -182,7 +182,7 @@ fn ordinary__breaks_the_lease_of_another_and_not_ones_own() {
     let mut there = [0; 8];
     other.ordinary_read(&name("m"), 0, &mut there).unwrap();
     assert_eq!(there, [1, 1, 1, 1, 2, 2, 2, 2]);
-    // The holder did not listen: it was revoked for the reader.
+    // The holder handled no notices: the server revoked its mapping for the reader.
     server.wait_for(|event| matches!(event, Event::Revoked { .. }));
     holder.handle_notices().unwrap();
     assert!(!holder.is_held(&mapping));
@@ -199,7 +199,7 @@ fn fallback__goes_on_by_message_behind_what_was_pushed() {
     let buffer = first.buffer(1 << 18).unwrap();
     let bytes = pattern(1 << 18, 5);
     buffer.memory().write(0, &bytes).unwrap();
-    // Somebody who writes there again and again: whoever needs the range gets it in turn.
+    // Another client writes there again and again: each client that needs the range gets it in turn.
     let (stop, stopped) = mpsc::channel::<()>();
     let mut other = server.client();
     let thread = thread::spawn(move || {
@@ -216,7 +216,7 @@ fn fallback__goes_on_by_message_behind_what_was_pushed() {
         turns
     });
     for turn in 0..200u64 {
-        // The other takes the lease somewhere in the first half, with writes under way.
+        // The other client takes the lease somewhere in the first half, with writes in flight.
         while turn == 100 && first.is_held(&mapping) {
             first.handle_notices().unwrap();
             thread::yield_now();
@@ -272,7 +272,7 @@ fn fallback__of_a_push_whose_lease_ends_while_it_waits_for_a_message() {
     let mapping = first.map(&name("m"), RW, 0, 0, 0).unwrap();
     let buffer = first.buffer(4096).unwrap();
     buffer.memory().write(0, &[5; 8]).unwrap();
-    // A message that takes its time, so that the push behind it is held back.
+    // This message takes long, so that the push behind it is held back.
     first
         .post_ordinary_write(&name("disk"), 0, &buffer, 0, 8, Placement::PERSISTENT, 1)
         .unwrap();
@@ -293,7 +293,7 @@ fn fallback__of_a_push_whose_lease_ends_while_it_waits_for_a_message() {
     assert_eq!(there, [5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 6]);
 }
 
-/// A full queue refuses an ordinary write, and no request waits for it afterwards.
+/// Checks that a full queue refuses an ordinary write, and that no request waits for it afterwards.
 #[test]
 fn ordinary__that_a_full_queue_refuses_holds_nothing_up() {
     let server = Running::start("127.0.9.67:7174", vec![memory_region("m", 1 << 16)], LONG);

@@ -12,14 +12,14 @@ use rdmux_push::server::Config;
 use rdmux_push::{Access, MapRequest, Placement, Region};
 use skip::skip;
 
-/// Bytes of this process's memory that are in use.
+/// Returns the bytes of this process's memory that are in use.
 fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = status.split(' ').nth(1).unwrap().parse().unwrap();
     pages * rustix::param::page_size() as u64
 }
 
-/// `RDMUX_PUSH_MAPPINGS=10000 cargo test --release -p rdmux-push --test scale -- --nocapture` for the figures.
+/// Prints figures: `RDMUX_PUSH_MAPPINGS=10000 cargo test --release -p rdmux-push --test scale -- --nocapture`.
 #[test]
 fn map__thousands_of_one_client_and_each_works() {
     let count: u64 = std::env::var("RDMUX_PUSH_MAPPINGS").map_or(2_000, |n| n.parse().unwrap());
@@ -47,7 +47,7 @@ fn map__thousands_of_one_client_and_each_works() {
         slowest.as_secs_f64() * 1e6,
         bytes / count
     );
-    // One more is refused, by its number.
+    // One more mapping is refused, because of the number of mappings.
     assert!(
         client
             .map(&name("m"), RW, 0, 4096, 0)
@@ -70,7 +70,7 @@ fn map__thousands_of_one_client_and_each_works() {
         server.regions[0].memory().read(at * 4096, &mut there).unwrap();
         assert_eq!(u64::from_be_bytes(there), at);
     }
-    // Somebody who needs all of it has them all broken, in a few notices.
+    // A client that needs the whole region has all mappings broken, in a few notices.
     let begun = Instant::now();
     let mut other = server.client();
     let granted = std::thread::spawn(move || other.map(&name("m"), RW, 0, 0, 0).map(|_| ()));
@@ -99,7 +99,7 @@ fn map__hundreds_of_gigabytes() {
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
         return skip("/dev/shm cannot be written");
     };
-    // Without its blocks: what is served for reading and writing has them allocated first.
+    // The file has no blocks here: a file that is served for reading and writing has them allocated first.
     let (bytes, path) = (400u64 << 30, folder.path().join("f"));
     let file = std::fs::File::create_new(&path).unwrap();
     file.set_len(bytes).unwrap();
@@ -124,7 +124,7 @@ fn map__hundreds_of_gigabytes() {
     assert!(error.to_string().contains("outside"), "{error}");
 }
 
-/// Memory of hundreds of gigabytes, of which a page here and there is there.
+/// Maps memory of hundreds of gigabytes, of which only a few pages are present.
 #[test]
 fn map__hundreds_of_gigabytes_to_write() {
     let bytes = 300u64 << 30;
@@ -142,7 +142,7 @@ fn map__hundreds_of_gigabytes_to_write() {
         server.regions[0].memory().read(offset, &mut there).unwrap();
         assert_eq!(there[..], pattern(100, 9)[..], "{offset}");
     }
-    // By message a flush may be of all of it.
+    // A flush by message may cover the whole region.
     let way = Some(rdmux_push::Way::SoftwareFlush);
     client
         .post_flush_by(&mapping, 0, bytes, Placement::GLOBAL, way, 1)

@@ -235,7 +235,7 @@ fn write__to_a_file_that_another_process_truncates() {
     let others = other.map(&name("m"), RW, 0, 0, 0).unwrap();
     for what in ["write", "read", "flush"] {
         let mut client = server.client();
-        // Who shared nothing would have been asked first.
+        // A client that shared nothing would have been asked to release first.
         let mapping = client.map_as(&name("f"), &shared()).unwrap();
         client.write(&mapping, 0, &[1; 65536]).unwrap();
         std::fs::File::options()
@@ -257,7 +257,7 @@ fn write__to_a_file_that_another_process_truncates() {
             "{what}: {reason}"
         );
         other.write(&others, 0, &[1; 100]).unwrap();
-        // Put right again, for the next turn.
+        // Restores the file's size for the next turn.
         drop(FileMemory::open(&path, Some(1 << 20), false).unwrap());
     }
 }
@@ -365,7 +365,7 @@ fn request__more_at_a_time_than_the_server_has_slots() {
         length: 1 << 20,
     };
     checksum.emit(1, &mut bytes);
-    // The server takes sixteen and puts off the others until it has answered.
+    // The server takes sixteen, and delays the others until it has answered.
     for _ in 0..24 {
         raw.send_bytes(&bytes);
     }
@@ -412,13 +412,13 @@ fn run__a_server_that_only_looks_takes_connections_and_messages() {
     }
 }
 
-/// Messages that no client of ours sends, and too many of those that it does.
+/// Sends messages that this client library never sends, and too many of those that it does.
 #[test]
 fn request__hostile_ones_end_their_own_connection_at_most() {
     let server = Running::start("127.0.9.23:7174", vec![memory_region("m", 4096)], LONG);
     let mut other = server.client();
     let raw = Raw::ready(server.address);
-    // Receipts for what was never sent, more than the server has receives.
+    // Receipts for notices that were never sent, more than the server has receives.
     for _ in 0..100 {
         raw.send(&Message::Noticed);
     }
@@ -439,7 +439,7 @@ fn request__hostile_ones_end_their_own_connection_at_most() {
             "{message:?}: {answer:?}"
         );
     }
-    // What only a server says.
+    // Messages that only a server sends.
     for message in [
         Message::Flushed,
         Message::Written,
@@ -490,7 +490,7 @@ fn request__hostile_ones_end_their_own_connection_at_most() {
         "{answer:?}"
     );
     other.map(&name("m"), RW, 0, 0, 0).unwrap();
-    // The longest message there is, cut short.
+    // The longest possible message, cut short.
     let write = Message::Write {
         region: name("m"),
         offset: 0,

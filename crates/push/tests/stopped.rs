@@ -1,4 +1,4 @@
-//! Clients as processes of their own, stopped at the worst moment and continued when another has taken over.
+//! Clients as processes of their own, stopped at the worst moment and continued when another client has taken over.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -89,11 +89,11 @@ impl Process {
         process
     }
 
-    /// The next line that the client means for us.
+    /// Returns the next line that the client prints for this test.
     fn line(&mut self) -> String {
         let mut line = String::new();
         while self.lines.read_line(&mut line).unwrap() > 0 {
-            // The harness of the tests may have begun the line.
+            // The test harness may have begun the line.
             if let Some((_, text)) = line.trim_end().split_once('@') {
                 return text.to_owned();
             }
@@ -127,7 +127,7 @@ fn start(address: &str, keepalive: Duration) -> Running {
     })
 }
 
-/// Whether the region holds one byte all over.
+/// Returns whether every byte of the region is `byte`.
 fn holds(server: &Running, byte: u8) -> bool {
     let mut there = vec![0; BYTES];
     server.regions[0].memory().read(0, &mut there).unwrap();
@@ -173,13 +173,14 @@ fn stopped__amid_a_flood_of_writes_again_and_again() {
         let server = start("127.0.9.71:7174", Duration::from_secs(60));
         let from = format!("127.0.9.{}", 210 + round);
         let mut stopped = Process::start(server.address, &from, 1, "flood", shared_memory);
-        // At any moment of its flood.
+        // The client stops at any moment of its flood.
         std::thread::sleep(Duration::from_micros(1 + round * round * 700));
         stopped.signal(Signal::STOP);
         let mut other = server.client();
         take_over(&server, &mut other, 0x22);
         stopped.signal(Signal::CONT);
-        // It hears of the break only when it is over: its requests under way are refused, or it lets go by itself.
+        // The client learns of the break only after the fact: the server refuses its requests in flight, or it releases by
+        // itself.
         let said = stopped.line();
         println!("round {round}: {said}");
         assert!(
@@ -196,7 +197,7 @@ fn stopped__and_replaced_by_itself_on_another_connection() {
     let server = start("127.0.9.72:7174", Duration::from_secs(60));
     let mut stopped = Process::start(server.address, "127.0.9.230", 9, "once", false);
     stopped.signal(Signal::STOP);
-    // The same client, started again elsewhere: no lease is waited for.
+    // The same client, started again elsewhere, waits for no lease.
     let mut again = server.client_with(Options {
         client: Some([9; 16]),
         ..Options::default()

@@ -11,10 +11,10 @@ use rdmux_wire::push::{Access, Conflict, DATA_LEN_MAX, Message, Name};
 use super::lease::Path;
 use super::{Asked, Buffer, Client, Error, Mapping, Way};
 
-/// Data requests under way at a time.
+/// Maximum number of data requests in flight.
 pub const DEPTH_MAX: usize = 256;
 
-/// What a data request was.
+/// Kind of a data request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A write.
@@ -28,9 +28,9 @@ pub enum Kind {
 /// A data request that is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// The number given to it.
+    /// The number that the caller gave it.
     pub token: u64,
-    /// What it was.
+    /// Its kind.
     pub kind: Kind,
 }
 
@@ -43,21 +43,21 @@ pub(super) struct Entry {
 
 #[derive(Debug)]
 enum State {
-    /// An RDMA request, through that mapping.
+    /// An RDMA request, through the mapping of this number.
     Posted(u64),
-    /// So many messages are not answered.
+    /// A request by message, of which `left` messages have no answer.
     Told {
         left: usize,
-        /// They hold back RDMA requests and flushes.
+        /// Set if the messages hold back RDMA requests and flushes.
         ordinary: bool,
-        /// What the first failure was.
+        /// The first failure.
         failed: Option<Error>,
     },
     Done,
     Failed(Error),
 }
 
-/// Where the bytes of an answer go.
+/// The place for the bytes of an answer.
 #[derive(Debug)]
 pub(super) struct Received {
     memory: Arc<AnonymousMemory>,
@@ -70,7 +70,7 @@ impl Entry {
         matches!(self.state, State::Done)
     }
 
-    /// Done or failed.
+    /// Returns whether the request is done or has failed.
     pub(super) fn is_over(&self) -> bool {
         matches!(self.state, State::Done | State::Failed(_))
     }
@@ -81,12 +81,12 @@ impl Entry {
 }
 
 impl Client {
-    /// Data requests that are not done, or not taken by [`Client::next_done`].
+    /// Returns the number of data requests that are not done, or not taken by [`Client::next_done`].
     pub fn in_flight(&self) -> usize {
         self.entries.len()
     }
 
-    /// Writes `length` bytes of `buffer` from `from` on to `offset` of the region.
+    /// Writes `length` bytes of `buffer`, from `from` on, to `offset` of the region.
     pub fn post_write(
         &mut self,
         mapping: &Mapping,
@@ -143,8 +143,8 @@ impl Client {
         )
     }
 
-    /// Brings what was written before to where `placement` says, by the way of [`super::Options::way`] or the best that the
-    /// mapping offers. A mapping whose lease is over is flushed by message.
+    /// Brings earlier writes to where `placement` says, by the way of [`super::Options::way`] or the best that the mapping
+    /// offers. A mapping whose lease is over is flushed by message.
     pub fn post_flush(
         &mut self,
         mapping: &Mapping,
@@ -156,7 +156,7 @@ impl Client {
         self.post_flush_by(mapping, offset, length, placement, self.options.way, token)
     }
 
-    /// As [`Client::post_flush`], by that way.
+    /// Like [`Client::post_flush`], but by `way`.
     pub fn post_flush_by(
         &mut self,
         mapping: &Mapping,
@@ -168,7 +168,7 @@ impl Client {
     ) -> Result<(), Error> {
         mapping.needs(Access::WRITE, "write")?;
         let way = mapping.way(placement, way)?;
-        // It covers what was written by message too.
+        // The flush also covers writes by message.
         self.settle()?;
         let rdma = matches!(self.path(mapping), Ok(Path::Rdma));
         let (operation, sges) = match way {
@@ -183,7 +183,7 @@ impl Client {
                 };
                 (operation, SgeList::EMPTY)
             }
-            // Any bytes will do: it is answered after all that came before it was placed.
+            // Any bytes will do: the READ is answered after everything before it was placed.
             Way::ReadAfterWrite if rdma => {
                 mapping.extent(offset, length)?;
                 let bytes = length.min(8) as u32;
@@ -208,8 +208,8 @@ impl Client {
         self.post(mapping, operation, sges, token, Kind::Flush)
     }
 
-    /// Writes by message: without a mapping, with the server's processor. With a `placement` it is there when it is done.
-    /// Leases of others that stand against it are broken.
+    /// Writes by message: without a mapping, through the server's processor. With a `placement`, the bytes are there when the
+    /// request is done. Breaks conflicting leases of others.
     #[expect(
         clippy::too_many_arguments,
         reason = "those of a write, and what becomes of it"
@@ -244,7 +244,7 @@ impl Client {
         Ok(())
     }
 
-    /// Reads by message: without a mapping. Leases of others that stand against it are broken.
+    /// Reads by message: without a mapping. Breaks conflicting leases of others.
     pub fn post_ordinary_read(
         &mut self,
         region: &Name,
@@ -273,7 +273,7 @@ impl Client {
         Ok(())
     }
 
-    /// Waits until a mapping's keys are known to be invalid: then nothing posted before can come after what follows.
+    /// Waits until a mapping's keys are known to be invalid: then no request posted before can take effect after later ones.
     fn wait_over(&mut self, mapping: &Mapping) -> Result<(), Error> {
         while mapping.direct && !self.is_over(mapping) {
             self.turn()?;
@@ -281,8 +281,8 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for the ordinary reads and writes: the server's processor acts on a message some time after it has arrived, and
-    /// what follows would overtake it.
+    /// Waits for the ordinary reads and writes: the server's processor acts on a message some time after its arrival, and later
+    /// requests would overtake it.
     fn settle(&mut self) -> Result<(), Error> {
         while self.ordinary > 0 {
             self.turn()?;
@@ -290,7 +290,7 @@ impl Client {
         Ok(())
     }
 
-    /// How a request is to be done once it may be posted: what it has to wait for may take the lease away.
+    /// Returns the path of a request that may be posted: the lease may end while this waits for earlier messages.
     fn path_after_messages(&mut self, mapping: &Mapping) -> Result<Path, Error> {
         if self.path(mapping)? == Path::Rdma {
             self.settle()?;
@@ -298,7 +298,7 @@ impl Client {
         self.path(mapping)
     }
 
-    /// Waits for something to happen.
+    /// Waits for a completion and handles it.
     pub(super) fn turn(&mut self) -> Result<(), Error> {
         if let Some(wc) = self.poll(None)? {
             self.handle(&wc)?;
@@ -306,7 +306,7 @@ impl Client {
         Ok(())
     }
 
-    /// A data request that is done by so many messages.
+    /// Begins a data request that takes `left` messages.
     fn begin(&mut self, token: u64, kind: Kind, left: usize, ordinary: bool) -> Result<u64, Error> {
         let state = match left {
             0 => State::Done,
@@ -340,7 +340,7 @@ impl Client {
     ) -> Result<(), Error> {
         self.settle()?;
         if self.path(mapping)? != Path::Rdma {
-            // It ended in this wait.
+            // The lease ended during this wait.
             return Err(Error::LeaseBroken {
                 region: mapping.region.clone(),
             });
@@ -368,7 +368,7 @@ impl Client {
         self.entries.get_mut(at as usize)
     }
 
-    /// An RDMA request is done.
+    /// Handles the completion of an RDMA request.
     pub(super) fn entry_done(&mut self, number: u64) -> Result<(), Error> {
         let Some(entry) = self.entry(number) else {
             return Ok(());
@@ -379,7 +379,7 @@ impl Client {
         Ok(())
     }
 
-    /// A message of a data request is answered.
+    /// Handles the answer to a message of a data request.
     pub(super) fn entry_answered(
         &mut self,
         number: u64,
@@ -425,7 +425,7 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for the oldest data request. After an error that is not the end of the connection, it was that request's.
+    /// Waits for the oldest data request. An error that does not end the connection is that request's.
     pub fn next_done(&mut self) -> Result<Done, Error> {
         loop {
             if self
@@ -444,7 +444,7 @@ impl Client {
         }
     }
 
-    /// Waits until no data request is under way.
+    /// Waits until no data request is in flight.
     pub fn drain(&mut self) -> Result<(), Error> {
         while !self.entries.is_empty() {
             self.next_done()?;
@@ -524,7 +524,7 @@ impl Client {
     }
 }
 
-/// A range, in pieces that fit a message.
+/// Splits a range into pieces that fit a message.
 fn pieces(offset: u64, length: u32) -> Vec<(u64, usize)> {
     let end = offset.saturating_add(length.into());
     (offset..end)

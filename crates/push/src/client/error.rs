@@ -1,4 +1,4 @@
-//! What goes wrong at a client.
+//! Errors of a client.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use rdmux_wire::push::{ErrorCode, Name};
 use super::mapping::Way;
 use crate::target::TargetError;
 
-/// What went wrong.
+/// An error of a client.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The address cannot be reached.
@@ -18,45 +18,45 @@ pub enum Error {
     /// The device did not open.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// Nobody serves there.
+    /// No server listens there.
     #[error("nobody serves on {0}: start `rdmux serve` there, or give the port that it listens on")]
     NobodyListens(SocketAddr),
-    /// No connection.
+    /// The connection could not be established.
     #[error("{peer}: {source}")]
     Connect {
-        /// Where.
+        /// The server's address.
         peer: SocketAddr,
-        /// Why.
+        /// The cause.
         source: ConnectError,
     },
     /// The keys differ.
     #[error("{0} has another key: give both sides the same key file with --key FILE")]
     WrongKey(SocketAddr),
-    /// The server said no.
+    /// The server refused.
     #[error("{text}")]
     Refused {
-        /// Why, for programs.
+        /// The reason, for programs.
         code: ErrorCode,
-        /// Why, for people.
+        /// The reason, for people.
         text: String,
     },
     /// The connection is over.
     #[error("connection to {peer} lost: {why}")]
     Lost {
-        /// Where.
+        /// The server's address.
         peer: SocketAddr,
-        /// Why.
+        /// The cause.
         why: String,
     },
-    /// The server does not speak as it should.
+    /// The server violates the protocol.
     #[error("{peer} does not speak the push protocol as it should: {why}")]
     Protocol {
-        /// Where.
+        /// The server's address.
         peer: SocketAddr,
-        /// What is wrong.
+        /// The violation.
         why: String,
     },
-    /// Outside of a mapping; nothing was sent.
+    /// The range lies outside of the mapping; nothing was sent.
     #[error("{length} bytes at {offset} lie outside of the mapping of {region}")]
     OutOfRange {
         /// The region.
@@ -66,15 +66,15 @@ pub enum Error {
         /// Bytes.
         length: u64,
     },
-    /// The mapping was not made for this; nothing was sent.
+    /// The mapping was made without the right; nothing was sent.
     #[error("the mapping of {region} was made without the right to {right}")]
     NoRight {
         /// The region.
         region: Name,
-        /// What for.
+        /// The missing right.
         right: &'static str,
     },
-    /// A persistent flush of what keeps nothing; nothing was sent.
+    /// A persistent flush of a region that keeps nothing; nothing was sent.
     #[error(
         "region {region} keeps nothing over a loss of power: a persistent flush is refused; flush for visibility, or serve a \
          file on a disk"
@@ -92,11 +92,11 @@ pub enum Error {
         region: Name,
         /// The way asked for.
         way: Way,
-        /// What is offered.
+        /// The ways that are offered.
         offered: String,
     },
-    /// Somebody else needed the range, and the mapping's lease is over; nothing was sent. What was acknowledged before holds;
-    /// the mapping can still be flushed.
+    /// Somebody else needed the range, and the mapping's lease is over; nothing was sent. Requests that were acknowledged
+    /// before remain in effect; the mapping can still be flushed.
     #[error(
         "the mapping of {region} is over, because somebody else needed it: map it again, or use ordinary reads and writes"
     )]
@@ -110,16 +110,16 @@ pub enum Error {
         /// The region.
         region: Name,
     },
-    /// Own memory.
+    /// An access to own memory failed.
     #[error("memory: {0}")]
     Memory(#[from] Fault),
-    /// Own memory.
+    /// Own memory could not be registered.
     #[error("memory: {0}")]
     Register(#[from] RegisterError),
     /// The device has no room.
     #[error(transparent)]
     Create(#[from] CreateError),
-    /// A work request was not taken.
+    /// The queue pair did not accept a work request.
     #[error("work request: {0}")]
     Post(#[from] PostError),
     /// A system call failed.

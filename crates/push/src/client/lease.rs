@@ -1,4 +1,4 @@
-//! Leases, as a client has them: what the server says of them, and letting go.
+//! A client's leases: the server's notices about them, and their release.
 
 use std::time::{Duration, Instant};
 
@@ -6,20 +6,20 @@ use rdmux_wire::push::{Change, ChangeKind, Message};
 
 use super::{Asked, Client, Error, Fallback, Mapping, OnBreak};
 
-/// A mapping's lease, and what is under way through it.
+/// A mapping's lease, and the requests in flight through it.
 #[derive(Debug)]
 pub(super) struct Leased {
     state: State,
-    /// RDMA requests that are not done.
+    /// Number of RDMA requests that are not done.
     pub(super) in_flight: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Held,
-    /// Somebody else needs it by then.
+    /// Somebody else needs the range by this time.
     Breaking(Instant),
-    /// The server was told that it is released.
+    /// The client has told the server that it releases the mapping.
     Releasing,
     /// The server has made the keys invalid.
     Over,
@@ -28,13 +28,13 @@ enum State {
 /// A mapping that somebody else needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken {
-    /// [`Mapping::id`].
+    /// Number of the mapping ([`Mapping::id`]).
     pub mapping: u64,
-    /// When the server revokes it.
+    /// Time at which the server revokes it.
     pub until: Instant,
 }
 
-/// How a request through a mapping is to be done.
+/// Path of a request through a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Path {
     Rdma,
@@ -50,8 +50,8 @@ impl Client {
         self.leased.insert(mapping.id, leased);
     }
 
-    /// The mappings that others need and that are not released. With [`OnBreak::Release`] those through which something is
-    /// still under way.
+    /// Returns the mappings that others need and that are not released. With [`OnBreak::Release`], these are the mappings that
+    /// still have requests in flight.
     pub fn broken(&self) -> impl Iterator<Item = Broken> {
         self.leased.iter().filter_map(|(id, leased)| match leased.state {
             State::Breaking(until) => Some(Broken { mapping: *id, until }),
@@ -59,13 +59,13 @@ impl Client {
         })
     }
 
-    /// Whether requests can be posted through a mapping.
+    /// Returns whether requests can be posted through a mapping.
     pub fn is_held(&self, mapping: &Mapping) -> bool {
         matches!(self.lease_path(mapping), Ok(Path::Rdma))
     }
 
-    /// Waits for what is under way through a mapping, and gives up its keys and its lease. What was written through it can
-    /// still be flushed; it is for [`Client::unmap`] to forget it.
+    /// Waits for the requests in flight through a mapping, and gives up its keys and its lease. Bytes written through it can
+    /// still be flushed, until [`Client::unmap`] forgets the mapping.
     pub fn release(&mut self, mapping: &Mapping) -> Result<(), Error> {
         while self
             .leased
@@ -78,7 +78,7 @@ impl Client {
         Ok(())
     }
 
-    /// How a request through a mapping is to be done now.
+    /// Returns the path that a request through a mapping takes now.
     pub(super) fn path(&self, mapping: &Mapping) -> Result<Path, Error> {
         match self.lease_path(mapping) {
             Ok(Path::Rdma) if !mapping.direct => Ok(Path::Message),
@@ -86,7 +86,7 @@ impl Client {
         }
     }
 
-    /// What the lease allows, whatever the server's device reaches.
+    /// Returns the path that the lease allows, whatever the server's device reaches.
     fn lease_path(&self, mapping: &Mapping) -> Result<Path, Error> {
         if mapping.connection != self.connection {
             return Err(Error::MappingEnded {
@@ -108,10 +108,10 @@ impl Client {
         leased.is_none_or(|leased| leased.state == State::Over)
     }
 
-    /// The server says what has become of a mapping.
+    /// Handles the server's notice about a mapping.
     pub(super) fn changed(&mut self, change: &Change) -> Result<(), Error> {
         let Some(leased) = self.leased.get_mut(&change.mapping) else {
-            // It was unmapped meanwhile.
+            // The mapping was unmapped meanwhile.
             return Ok(());
         };
         match change.kind {
@@ -128,7 +128,7 @@ impl Client {
         Ok(())
     }
 
-    /// Releases a mapping, unless something is under way through it: then later.
+    /// Releases a mapping, unless requests through it are in flight: then a later call does.
     fn begin_release(&mut self, id: u64) -> Result<(), Error> {
         let Some(leased) = self.leased.get_mut(&id) else {
             return Ok(());
@@ -140,7 +140,7 @@ impl Client {
         self.tell(Message::Release { mapping: id }, Asked::Release(id))
     }
 
-    /// A request through a mapping is done.
+    /// Handles the completion of a request through a mapping.
     pub(super) fn one_less(&mut self, id: u64) -> Result<(), Error> {
         let Some(leased) = self.leased.get_mut(&id) else {
             return Ok(());

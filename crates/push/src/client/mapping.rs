@@ -1,4 +1,4 @@
-//! Mappings, as a client has them.
+//! A client's mappings.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use rdmux_wire::push::{Access, Conflict, Domain, Extent, Name, Ways};
 
 use super::Error;
 
-/// The most bytes of one request.
+/// Maximum number of bytes of one request.
 pub const REQUEST_BYTES_MAX: u64 = 1 << 30;
 
 /// A way to durability, of those that a region may offer ([`Ways`]).
@@ -25,7 +25,7 @@ pub enum Way {
 impl Way {
     pub(super) const ALL: [Way; 3] = [Way::Flush, Way::ReadAfterWrite, Way::SoftwareFlush];
 
-    /// As regions offer it.
+    /// Returns the flag with which regions offer it.
     pub fn flag(self) -> Ways {
         match self {
             Way::Flush => Ways::FLUSH,
@@ -45,14 +45,14 @@ impl fmt::Display for Way {
     }
 }
 
-/// What to map, under which lease.
+/// A range to map, and the lease to map it under.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapRequest {
-    /// What for.
+    /// Access that the client wants.
     pub access: Access,
-    /// What others may do there meanwhile.
+    /// Access that others may have there meanwhile.
     pub share: Access,
-    /// What if somebody's lease stands against it.
+    /// Treatment of a conflicting lease.
     pub conflict: Conflict,
     /// First byte.
     pub offset: u64,
@@ -63,7 +63,7 @@ pub struct MapRequest {
 }
 
 impl MapRequest {
-    /// The whole region, for one who writes or several who read; who stands against that is asked to go.
+    /// Requests the whole region, for one writer or several readers; holders of conflicting leases are asked to release.
     pub fn new(access: Access) -> MapRequest {
         let alone = access.contains(Access::WRITE);
         MapRequest {
@@ -77,7 +77,7 @@ impl MapRequest {
     }
 }
 
-/// A mapping: what of a region RDMA reaches.
+/// A mapping: the part of a region that RDMA reaches.
 #[derive(Clone, Debug)]
 pub struct Mapping {
     pub(super) id: u64,
@@ -90,42 +90,42 @@ pub struct Mapping {
     pub(super) ways: Ways,
     pub(super) region_bytes: u64,
     pub(super) extents: Vec<Extent>,
-    /// By RDMA; else by message, which the server's device cannot reach.
+    /// Set if RDMA reaches the bytes; otherwise the server's device cannot reach them, and requests go by message.
     pub(super) direct: bool,
 }
 
 impl Mapping {
-    /// Its number on this connection.
+    /// Returns its number on this connection.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// The region.
+    /// Returns the region.
     pub fn region(&self) -> &Name {
         &self.region
     }
 
-    /// What of it survives a loss of power.
+    /// Returns how much of it survives a loss of power.
     pub fn domain(&self) -> Domain {
         self.domain
     }
 
-    /// The kinds of flush it offers.
+    /// Returns the kinds of flush that it offers.
     pub fn placement(&self) -> Placement {
         self.placement
     }
 
-    /// The ways to durability that it offers.
+    /// Returns the ways to durability that it offers.
     pub fn ways(&self) -> Ways {
         self.ways
     }
 
-    /// Size of the region.
+    /// Returns the size of the region.
     pub fn region_bytes(&self) -> u64 {
         self.region_bytes
     }
 
-    /// The strongest flush it offers.
+    /// Returns the strongest flush that it offers.
     pub fn strongest(&self) -> Placement {
         if self.placement.contains(Placement::PERSISTENT) {
             Placement::PERSISTENT
@@ -134,17 +134,18 @@ impl Mapping {
         }
     }
 
-    /// Whether RDMA reaches it. Else reads and writes are done by message, with the server's processor.
+    /// Returns whether RDMA reaches it. If not, reads and writes go by message, through the server's processor.
     pub fn is_direct(&self) -> bool {
         self.direct
     }
 
-    /// What is mapped.
+    /// Returns the mapped extents.
     pub fn extents(&self) -> &[Extent] {
         &self.extents
     }
 
-    /// How a flush of that kind is done: by `wanted` where it is offered, else an error; by the best there is without a wish.
+    /// Returns the way for a flush of this kind: `wanted` if it is offered, otherwise an error; without `wanted`, the best way
+    /// there is.
     pub fn way(&self, placement: Placement, wanted: Option<Way>) -> Result<Way, Error> {
         if !self.placement.contains(placement) {
             return Err(Error::NotPersistent {
@@ -153,9 +154,9 @@ impl Mapping {
         }
         let offers = |way: &Way| {
             let may = *way != Way::ReadAfterWrite || self.access.contains(Access::READ);
-            // What every processor sees is so by any way.
+            // Every way makes bytes visible to every processor.
             let is_offered = self.ways.contains(way.flag());
-            // A FLUSH that is not among the ways there are is one that a device lacks.
+            // A FLUSH that is missing from the ways that are offered is one that a device lacks.
             let lacks = *way == Way::Flush && !self.ways.is_empty() && !is_offered;
             may && !lacks && (!placement.contains(Placement::PERSISTENT) || is_offered)
         };
@@ -177,7 +178,7 @@ impl Mapping {
         })
     }
 
-    /// Address and key of a range of the region, for one request.
+    /// Returns address and key of a range of the region, for one request.
     pub(super) fn locate(&self, offset: u64, length: u64) -> Result<(u64, RKey), Error> {
         if length > REQUEST_BYTES_MAX {
             return Err(self.out_of_range(offset, length));
@@ -186,7 +187,7 @@ impl Mapping {
         Ok((extent.va + (offset - extent.offset), extent.rkey))
     }
 
-    /// The extent that a range lies in.
+    /// Returns the extent that contains a range.
     pub(super) fn extent(&self, offset: u64, length: u64) -> Result<&Extent, Error> {
         let inside = |extent: &&Extent| {
             let end = offset.checked_add(length);
@@ -215,7 +216,7 @@ impl Mapping {
     }
 }
 
-/// Own memory that requests take bytes from and put bytes into.
+/// Own memory, from which requests take bytes and into which they put bytes.
 #[derive(Debug)]
 pub struct Buffer {
     pub(super) mr: MemoryRegion,
@@ -223,7 +224,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// The bytes.
+    /// Returns the bytes.
     pub fn memory(&self) -> &AnonymousMemory {
         &self.memory
     }
@@ -249,7 +250,7 @@ mod tests {
         };
         let (global, both) = (Placement::GLOBAL, Placement::GLOBAL | Placement::PERSISTENT);
         let of = |ways, offers, placement| mapping(ways, offers).way(placement, None).ok();
-        // Memory offers no way to durability, and FLUSH to what every processor sees.
+        // Memory offers no way to durability, but FLUSH for visibility to every processor.
         assert_eq!(of(Ways::empty(), global, global), Some(Way::Flush));
         assert_eq!(of(Ways::SOFTWARE_FLUSH, global, global), Some(Way::SoftwareFlush));
         assert_eq!(

@@ -4,9 +4,9 @@
 //! effect in the order in which they were posted: a message is acted on after all RDMA requests before it, and an RDMA request
 //! is held back until the ordinary reads and writes before it are answered.
 //!
-//! A mapping lives under a lease. When somebody else needs its range, the server says so; the client takes that in whenever it
-//! waits for something, or in [`Client::handle_notices`], posts nothing more through the mapping, and releases it when what
-//! was under way is done. Then requests fail with [`Error::LeaseBroken`], or are done by message ([`Fallback`]).
+//! A mapping has a lease. When somebody else needs its range, the server sends a notice. The client handles the notice whenever
+//! it waits for something, or in [`Client::handle_notices`]: it posts nothing more through the mapping, and releases it when
+//! the requests in flight are done. Then requests fail with [`Error::LeaseBroken`], or go by message ([`Fallback`]).
 
 mod data;
 mod error;
@@ -37,73 +37,73 @@ pub use self::session::{Failure, Handshake, Next};
 use crate::key::{Key, random_nonce};
 use crate::target::local_address_towards;
 
-/// Messages that this client has unanswered at a time, where the server allows so many.
+/// Maximum number of messages of this client without an answer, if the server allows so many.
 const MESSAGES_MAX: usize = 14;
-/// Receives: for each answer, and for one notice.
+/// Receives: one for each answer, and one for a notice.
 const RECEIVES: usize = MESSAGES_MAX + 1;
-/// Places to send messages from: for each that has an answer, and two that have none.
+/// Places to send messages from: one for each message that has an answer, and two for those that have none.
 const SENDS: usize = MESSAGES_MAX + 2;
-/// Messages have work request ids from here on; data has those below.
+/// Messages have work request ids from here on; data requests have lower ones.
 const CONTROL: u64 = 1 << 63;
 const CONTROL_SEND: u64 = CONTROL | 1 << 32;
 const PROBE: u64 = CONTROL | 2 << 32;
-/// A server that is busy with others may take so long for the handshake.
+/// Time for the handshake with a server that may be busy with others.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How a client waits.
+/// Waiting mode of a client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Wait {
-    /// Asleep.
+    /// The client sleeps.
     #[default]
     Blocked,
-    /// Spinning: lowest latency, one CPU always busy.
+    /// The client spins: lowest latency, one CPU always busy.
     Polled,
 }
 
-/// What the client does when the lease of a mapping is being broken.
+/// The client's reaction when the lease of a mapping is being broken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnBreak {
-    /// It releases the mapping as soon as nothing is under way through it.
+    /// The client releases the mapping as soon as no request through it is in flight.
     #[default]
     Release,
-    /// It tells ([`Client::broken`]) and goes on, until it is told to release the mapping ([`Client::release`]) or the
-    /// server's patience ends.
+    /// The client reports the break ([`Client::broken`]) and continues until the application releases the mapping
+    /// ([`Client::release`]) or the server's break timeout expires.
     Tell,
 }
 
-/// What becomes of requests through a mapping whose lease is over.
+/// Treatment of requests through a mapping whose lease is over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fallback {
     /// They fail with [`Error::LeaseBroken`], and the application decides.
     #[default]
     Application,
-    /// They are done by message, once the server has acknowledged that the mapping's keys are invalid. In turn they break the
-    /// other's lease.
+    /// They go by message, once the server has acknowledged that the mapping's keys are invalid. In turn they break the other
+    /// holder's lease.
     Automatic,
 }
 
-/// How to connect.
+/// Options for a connection.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Own address; `None` takes the one from which packets to the server leave.
     pub from: Option<IpAddr>,
     /// A device that is open already.
     pub device: Option<Device>,
-    /// How to wait for completions.
+    /// Waiting mode for completions.
     pub wait: Wait,
-    /// How flushes are done; `None` takes the best way that the mapping offers.
+    /// Way of flushing; `None` takes the best way that the mapping offers.
     pub way: Option<Way>,
-    /// What to do when a lease is being broken.
+    /// Reaction when a lease is being broken.
     pub on_break: OnBreak,
-    /// What becomes of requests whose lease is over.
+    /// Treatment of requests whose lease is over.
     pub fallback: Fallback,
-    /// This client's name over several connections, in this process or after it: connecting revokes what the same client
-    /// mapped before. `None` makes one up.
+    /// This client's name over several connections, in this process or after it: connecting revokes the earlier mappings of the
+    /// same client. `None` makes one up.
     pub client: Option<[u8; 16]>,
 }
 
-/// A connection to a server. Data requests are posted with a number of the caller's own and complete in order
-/// ([`Client::next_done`]); everything else asks and waits.
+/// A connection to a server. The caller posts data requests with numbers of its own; they complete in order
+/// ([`Client::next_done`]). Every other call sends a request and waits for its answer.
 #[derive(Debug)]
 pub struct Client {
     link: Link,
@@ -112,17 +112,17 @@ pub struct Client {
     key: Key,
     options: Options,
     id: [u8; 16],
-    /// Number of the connection: mappings of another are over.
+    /// Number of the connection: mappings of other connections are over.
     connection: u64,
     /// Data requests in the order in which they were posted, and the number of the first.
     entries: VecDeque<Entry>,
     first_entry: u64,
-    /// Ordinary reads and writes that are not answered.
+    /// Number of ordinary reads and writes without an answer.
     ordinary: usize,
     leased: HashMap<u64, Leased>,
 }
 
-/// What ends with a connection. The fields are in the order in which they have to go.
+/// Everything that ends with a connection. The fields are in the order in which they must be dropped.
 #[derive(Debug)]
 struct Link {
     connection: Connection,
@@ -132,11 +132,11 @@ struct Link {
     cq: CompletionQueue,
     /// Messages that have not been sent yet, for lack of room at the server.
     outbox: VecDeque<(Message, Asked)>,
-    /// What the answers to come are for, by request.
+    /// Receivers of the pending answers, by request.
     asked: HashMap<u64, Asked>,
     messages_max: usize,
     free_sends: Vec<usize>,
-    /// A notice that was taken and not acknowledged.
+    /// Number of a notice that the client has taken and not acknowledged.
     noticed: Option<u64>,
     /// The answer that the caller waits for.
     answer: Option<Message>,
@@ -145,19 +145,20 @@ struct Link {
     keepalive: Duration,
 }
 
-/// Who waits for an answer.
+/// The receiver of an answer.
 #[derive(Debug)]
 enum Asked {
     /// The caller.
     Caller,
-    /// A data request, of that number; and where the bytes go.
+    /// The data request with this number, and the place for the bytes.
     Entry(u64, Option<Received>),
     /// The release of a mapping.
     Release(u64),
 }
 
 impl Client {
-    /// Connects and shows the key. What the same client mapped on other connections is revoked when this returns.
+    /// Connects and proves that it has the key. When this returns, the server has revoked the same client's mappings on other
+    /// connections.
     pub fn connect(peer: SocketAddr, key: &Key, options: &Options) -> Result<Client, Error> {
         let device = match &options.device {
             Some(device) => device.clone(),
@@ -194,9 +195,9 @@ impl Client {
         Ok(client)
     }
 
-    /// Connects again, as the same client: after the connection was lost, or to fence what is still under way. When this
-    /// returns, the server has revoked all mappings that this client had and finished its ordinary writes, so that nothing
-    /// of before can land any more: what was not done may be done again. Returns the numbers of the data requests that were
+    /// Connects again as the same client, after the connection was lost or to fence requests in flight. When this returns, the
+    /// server has revoked all mappings that this client had and finished its ordinary writes, so that no earlier request can
+    /// take effect any more: requests that were not done may be done again. Returns the numbers of the data requests that were
     /// not done, oldest first.
     ///
     /// After an error it may be called again.
@@ -239,24 +240,24 @@ impl Client {
         }
     }
 
-    /// The server's address.
+    /// Returns the server's address.
     pub fn peer(&self) -> SocketAddr {
         self.peer
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Device {
         self.pd.device()
     }
 
-    /// This client's name over several connections.
+    /// Returns this client's name over several connections.
     pub fn id(&self) -> [u8; 16] {
         self.id
     }
 
-    /// Maps a range of a region, for one who writes or several who read; `length` 0 is the rest of it. `transfer` names an
-    /// upload whose progress the server is to remember, 0 none. Who stands against it is asked to go, and this waits; but an
-    /// upload disturbs nobody and fails. [`Client::map_as`] chooses otherwise.
+    /// Maps a range of a region, for one writer or several readers; `length` 0 is the rest of it. `transfer` names an upload
+    /// whose progress the server is to remember; 0 names none. Holders of conflicting leases are asked to release, and this
+    /// call waits for them; but a conflicting upload disturbs nobody and fails. [`Client::map_as`] offers other choices.
     pub fn map(
         &mut self,
         region: &Name,
@@ -347,7 +348,7 @@ impl Client {
         }
     }
 
-    /// The ways that this side's device has too.
+    /// Returns the ways that this side's device supports too.
     fn ways_here(&self, mut ways: Ways) -> Ways {
         let flushes = Features::FLUSH_GLOBAL | Features::FLUSH_PERSISTENT;
         if !self.pd.device().features().contains(flushes) {
@@ -357,7 +358,7 @@ impl Client {
         ways
     }
 
-    /// Ends a mapping, after all requests under way.
+    /// Ends a mapping, after all requests in flight.
     pub fn unmap(&mut self, mapping: Mapping) -> Result<(), Error> {
         if mapping.connection != self.connection {
             return Ok(());
@@ -371,7 +372,7 @@ impl Client {
         }
     }
 
-    /// Asks about a region and an upload into it; 0 for the one that wrote last.
+    /// Queries a region and an upload into it; `transfer` 0 selects the upload that wrote last.
     pub fn stat(&mut self, region: &Name, transfer: u64) -> Result<push::Region, Error> {
         let request = Message::Stat {
             region: region.clone(),
@@ -383,7 +384,7 @@ impl Client {
         }
     }
 
-    /// Asks about all regions; returns those that fit a message, and how many there are.
+    /// Queries all regions; returns those that fit a message, and the number of all.
     pub fn list(&mut self) -> Result<(Vec<push::Region>, u32), Error> {
         match self.ask(Message::List)? {
             Message::Regions { total, regions } => Ok((regions, total)),
@@ -391,7 +392,7 @@ impl Client {
         }
     }
 
-    /// Asks for the CRC-64/NVME of a range, as the server reads it.
+    /// Returns the CRC-64/NVME of a range, as the server reads it.
     pub fn checksum(&mut self, region: &Name, offset: u64, length: u64) -> Result<u64, Error> {
         let request = Message::Checksum {
             region: region.clone(),
@@ -404,7 +405,7 @@ impl Client {
         }
     }
 
-    /// Memory to write from and read into.
+    /// Allocates memory to write from and read into.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer, Error> {
         let memory = Arc::new(AnonymousMemory::new(bytes)?);
         let mr = self.pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?;
@@ -413,7 +414,7 @@ impl Client {
 
     /// Says goodbye and ends the connection.
     pub fn close(mut self) {
-        // The end of the connection would overtake a goodbye that has not arrived.
+        // Disconnecting at once would overtake a goodbye that has not arrived.
         let _ = self.say_goodbye(Instant::now() + Duration::from_secs(1));
         self.link.connection.disconnect_and_wait(Duration::from_secs(1));
     }
@@ -435,7 +436,7 @@ impl Client {
         Ok(())
     }
 
-    /// Asks and waits for the answer.
+    /// Sends a request and waits for the answer.
     fn ask(&mut self, message: Message) -> Result<Message, Error> {
         match self.ask_within(message, None)? {
             Message::Error { code, text } => Err(Error::Refused { code, text }),
@@ -485,8 +486,8 @@ impl Client {
         Ok(())
     }
 
-    /// Takes in what has arrived from the server, without waiting: that a lease is being broken, above all. Everything that
-    /// waits does so too; only who waits for nothing needs it.
+    /// Handles what has arrived from the server, without waiting: above all, notices of leases that are being broken. Every
+    /// call that waits does so too; only a caller that never waits needs this one.
     pub fn handle_notices(&mut self) -> Result<(), Error> {
         while let Some(wc) = self.link.cq.poll() {
             self.handle(&wc)?;
@@ -494,8 +495,8 @@ impl Client {
         Ok(())
     }
 
-    /// Waits for a completion, for the keep-alive time at most. A server that is silent for so long is probed, so that its
-    /// death is noticed.
+    /// Waits for a completion, for the keep-alive time at most. Probes a server that is silent for so long, so that its death
+    /// is noticed.
     fn poll(&mut self, deadline: Option<Instant>) -> Result<Option<WorkCompletion>, Error> {
         let link = &mut self.link;
         let silent = Instant::now() + link.keepalive;
@@ -621,7 +622,7 @@ impl Link {
         let slots = Arc::new(AnonymousMemory::new((RECEIVES + SENDS + 1) * MESSAGE_LEN_MAX)?);
         let slots_mr = pd.reg_mr_all(slots.clone(), 0, Access::LOCAL_WRITE)?;
         let params = ConnectParams {
-            // The server writes nothing here; its probe, a WRITE of no bytes, needs the right all the same.
+            // The server writes nothing here, but its probe, a WRITE of no bytes, needs the right.
             access: Access::LOCAL_WRITE | Access::REMOTE_WRITE,
             ..ConnectParams::default()
         };
@@ -698,7 +699,7 @@ impl Link {
         Ok(())
     }
 
-    /// Where the bytes of a READ go that nobody wants.
+    /// Returns the place for the bytes of a READ that nobody wants.
     fn scratch(&self, length: u32) -> SgeList {
         const { assert!(CONTROL_LEN_MAX <= MESSAGE_LEN_MAX) };
         let at = ((RECEIVES + SENDS) * MESSAGE_LEN_MAX) as u64;

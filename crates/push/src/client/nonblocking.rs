@@ -1,4 +1,4 @@
-//! For one thread that has several clients: it looks at each, and sleeps until one of them has something.
+//! Several clients on one thread: it polls each of them, and sleeps until one has something.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Client, Done, Entry, Error};
 
 impl Client {
-    /// As [`Client::next_done`], but `None` where that would wait.
+    /// Like [`Client::next_done`], but returns `None` instead of waiting.
     pub fn poll_done(&mut self) -> Result<Option<Done>, Error> {
         if !self.entries.front().is_some_and(Entry::is_over) {
             self.handle_notices()?;
@@ -17,7 +17,8 @@ impl Client {
         Ok(None)
     }
 
-    /// What arrives from now on makes the client's descriptor readable; until then it is not. What has arrived is taken in.
+    /// Arms the client's descriptor, which becomes readable when something arrives from now on, and not before. Handles what
+    /// has already arrived.
     pub fn arm(&mut self) -> Result<(), Error> {
         while let Some(wc) = self.link.cq.wait(Duration::ZERO)? {
             self.handle(&wc)?;

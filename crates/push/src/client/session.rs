@@ -4,25 +4,25 @@ use rdmux_wire::push::{ErrorCode, Message, VERSION};
 
 use crate::key::{Key, Role, Transcript};
 
-/// How a handshake fails.
+/// Failure of a handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Failure {
     /// The keys differ.
     WrongKey,
-    /// The server said no.
+    /// The server refused.
     Refused(ErrorCode, String),
-    /// Not what a server says now.
+    /// A message that a server does not send at this point.
     Protocol,
 }
 
-/// What to do next.
+/// The next step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Send this and give what comes to [`Handshake::handle`].
+    /// Send this message and pass the answer to [`Handshake::handle`].
     Send(Message),
-    /// Done.
+    /// The handshake is done.
     Welcome {
-        /// A silent client is taken for dead after so long.
+        /// Time of silence after which the server takes a client for dead.
         keepalive_ms: u32,
         /// Mappings that one connection may hold.
         mappings_max: u32,
@@ -33,7 +33,7 @@ pub enum Next {
     },
 }
 
-/// The handshake: send [`Handshake::hello`], then follow [`Handshake::handle`].
+/// The handshake: the caller sends [`Handshake::hello`], then follows [`Handshake::handle`].
 #[derive(Debug)]
 pub struct Handshake {
     key: Key,
@@ -43,7 +43,7 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// A handshake; `nonce` is random, `client` the name that this client has on all its connections, or zeros.
+    /// Creates a handshake; `nonce` is random, `client` the name that this client has on all its connections, or zeros.
     pub fn new(key: Key, nonce: [u8; 32], client: [u8; 16]) -> Handshake {
         Handshake {
             key,
@@ -53,7 +53,7 @@ impl Handshake {
         }
     }
 
-    /// The first message.
+    /// Returns the first message.
     pub fn hello(&self) -> Message {
         Message::Hello {
             version_min: VERSION,
@@ -62,7 +62,7 @@ impl Handshake {
         }
     }
 
-    /// Takes a message of the server's.
+    /// Handles a message from the server.
     pub fn handle(&mut self, message: Message) -> Result<Next, Failure> {
         match (message, self.proved) {
             (
@@ -84,7 +84,7 @@ impl Handshake {
                     server_nonce,
                     client: [0; 16],
                 };
-                // Who cannot show that it has the key gets no proof of ours.
+                // A server that cannot prove that it has the key gets no proof from this client.
                 if !self.key.verify(Role::Server, &transcript, &server_proof) {
                     return Err(Failure::WrongKey);
                 }

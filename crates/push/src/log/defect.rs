@@ -1,6 +1,6 @@
-//! Deliberate defects, one at a time, by which the tests prove that they can fail.
+//! Deliberate defects, enabled one at a time, with which the tests prove that they can fail.
 
-/// Whether a defect is switched on; never outside of tests.
+/// Returns whether a defect is switched on; false outside of tests.
 macro_rules! defect {
     ($name:ident) => {
         $crate::log::defect::is_on($crate::log::defect::Defect::$name)
@@ -24,13 +24,13 @@ macro_rules! defects {
 }
 
 defects! {
-    /// One replica fewer than a majority acknowledges.
+    /// One replica fewer than a majority is enough for an acknowledgement.
     AckBeforeQuorum,
-    /// A record counts where it was written, flushed or not.
+    /// A record counts once it is written, flushed or not.
     AckBeforeFlush,
     /// The flush of a batch ends one line short.
     FlushTooShort,
-    /// A writer that connects again does not look whether it was fenced.
+    /// A writer that reconnects does not check whether it was fenced.
     PromiseIgnored,
     /// The promise is not flushed before the log is read.
     PromiseNotFlushed,
@@ -38,29 +38,29 @@ defects! {
     ShortestChosen,
     /// Recovery takes the longest log, whoever wrote it.
     LongestChosen,
-    /// Recovery reads what a loss of power may take back.
+    /// Recovery reads bytes that a loss of power may revert.
     OldNotFlushed,
-    /// Recovery is content with a minority.
+    /// Recovery accepts a minority.
     MinorityRecovers,
     /// A replica that lost what it held has a say in a recovery.
     BlankHasSay,
     /// A replica that has not caught up has a say in a recovery.
     JoiningHasSay,
-    /// A replica that lost what it held is taken in without a new epoch.
+    /// A replica that lost its contents joins without a new epoch.
     JoinsAnyTime,
-    /// A replica that was blank before the promises is taken in when it is blank again.
+    /// A replica that was blank before the promises joins when it is blank again.
     SeenBlankOnce,
-    /// A majority is counted though some of it may be lost again.
+    /// A majority is counted although some of its replicas may be lost again.
     NotConfirmed,
-    /// Checksums of frames are not looked at.
+    /// Checksums of frames are not checked.
     ChecksumIgnored,
-    /// What an earlier writer wrote counts as acknowledged before the epoch's start does.
+    /// Frames of an earlier writer count as acknowledged before the start of the epoch does.
     OldEpochAcked,
-    /// A replica that comes back gets what is new, whatever it misses.
+    /// A replica that comes back receives only new frames, whatever it lacks.
     GapLeft,
-    /// A writer that raises its epoch goes on behind what another one appended meanwhile.
+    /// A writer that raises its epoch continues behind frames that another writer appended meanwhile.
     FollowedUnnoticed,
-    /// Both header slots are the same one.
+    /// Both headers go to the same slot.
     OneSlot,
 }
 

@@ -1,4 +1,4 @@
-//! The log over connections: the state machine's actions done by clients, all on the caller's thread.
+//! The log over connections: clients perform the state machine's actions, all on the caller's thread.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,10 +17,10 @@ use crate::key::random_nonce;
 use crate::target::local_address_towards;
 use crate::{Domain, Error, ErrorCode, Key, Target};
 
-/// Looking again costs less than a wake-up for so long.
+/// Time to poll before sleeping: polling for this long costs less than a wake-up.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// How a log is opened.
+/// Settings for opening a log.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Own address; `None` takes the one from which packets to each server leave.
@@ -33,7 +33,7 @@ pub struct Options {
     pub trim: Option<u64>,
     /// Spin while waiting: lowest latency, one CPU always busy.
     pub polled: bool,
-    /// A majority must have come along within this time, and acknowledge within it later.
+    /// Time within which a majority must be ready, and later must acknowledge.
     pub patience: Duration,
 }
 
@@ -50,39 +50,39 @@ impl Default for Options {
     }
 }
 
-/// Why a log cannot be written.
+/// Reason why a log cannot be written.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// The log is over for this writer.
     #[error(transparent)]
     Over(#[from] Over),
-    /// What a region holds cannot be this log.
+    /// The contents of a region cannot be part of this log.
     #[error("{target}: {why}")]
     Region {
-        /// Which.
+        /// The region.
         target: Target,
-        /// What is wrong with it.
+        /// Reason, in words.
         why: String,
     },
-    /// No majority of the replicas.
+    /// No majority of the replicas is available.
     #[error("no majority of the {replicas} replicas within {seconds} s: {states}")]
     NoMajority {
-        /// How many there are.
+        /// Number of replicas.
         replicas: usize,
-        /// How long was waited.
+        /// Time waited, in seconds.
         seconds: f64,
-        /// How each is.
+        /// State of each replica.
         states: String,
     },
-    /// No majority of the replicas, and waiting changes nothing: too many of the servers refuse.
+    /// No majority of the replicas is available, and waiting does not help: too many of the servers refuse.
     #[error("no majority of the {replicas} replicas can be had: {states}")]
     Refused {
-        /// How many there are.
+        /// Number of replicas.
         replicas: usize,
-        /// What those that refuse say.
+        /// Errors of the servers that refuse.
         states: String,
     },
-    /// The record was not taken.
+    /// The writer did not accept the record.
     #[error(transparent)]
     Append(#[from] AppendError),
     /// A system call failed.
@@ -96,12 +96,12 @@ pub(super) struct Waker(OwnedFd);
 
 impl Waker {
     pub(super) fn wake(&self) {
-        // Fails only when it was woken 2^64 times without anybody looking.
+        // The write fails only after 2^64 wake-ups that nobody read.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 }
 
-/// Devices by their own address: one serves all clients.
+/// Devices by their own address: all clients on an address share its device.
 #[derive(Debug, Default)]
 pub(super) struct Devices(Mutex<HashMap<IpAddr, Device>>);
 
@@ -115,7 +115,7 @@ impl Devices {
         if let Some(device) = devices.get(&route) {
             return Ok(device.clone());
         }
-        // Where another user has the loopback address that the route takes, the server's own may do.
+        // If another user has the loopback address that the route takes, the server's own address may work.
         let device = match Device::open(route) {
             Err(_) if from.is_none() && peer.is_loopback() => Device::open(peer)?,
             device => device?,
@@ -129,17 +129,17 @@ impl Devices {
 pub struct Log {
     writer: Writer,
     targets: Vec<Target>,
-    /// The session with each replica that the writer asked for last, until it ends it.
+    /// Last session that the writer asked for with each replica; `None` once the writer has ended it.
     sessions: Vec<Option<u64>>,
     links: HashMap<usize, (u64, Link)>,
     dial: Dial,
     came: mpsc::Receiver<Came>,
     start: Instant,
     changes: Vec<(usize, String)>,
-    /// The replicas whose server refused for good when it was asked last, and what it said.
+    /// Error of each replica whose server refused for good at the last attempt.
     refused: Vec<Option<String>>,
     domains: Vec<Option<Domain>>,
-    /// The replicas whose server is connected.
+    /// Set for each replica whose server is connected.
     connected: Vec<bool>,
     options: Options,
 }
@@ -153,7 +153,8 @@ impl std::fmt::Debug for Log {
 }
 
 impl Log {
-    /// Opens the log that these regions hold, all of them: ends the writer before, and brings a majority to one state.
+    /// Opens the log in these regions, which must be all of its regions: ends the previous writer, and brings a majority to one
+    /// state.
     pub fn open(targets: &[Target], key: &Key, options: &Options) -> Result<Log, LogError> {
         let random = || -> io::Result<u64> {
             let [a, b, c, d, e, f, g, h, ..] = random_nonce()?;
@@ -220,43 +221,43 @@ impl Log {
         self.wait(|log| log.acknowledged() >= sequence)
     }
 
-    /// Does what can be done without waiting; returns the last record that is acknowledged.
+    /// Does all work that needs no waiting; returns the sequence number of the last acknowledged record.
     pub fn poll(&mut self) -> Result<u64, LogError> {
         self.turn()?;
         Ok(self.acknowledged())
     }
 
-    /// Waits until something happens, or `fd` is readable, or `timeout` is over.
+    /// Waits until the log makes progress, `fd` is readable, or `timeout` expires.
     pub fn sleep(&mut self, fd: Option<impl AsFd>, timeout: Duration) -> Result<(), LogError> {
         self.sleep_on(fd.as_ref().map(AsFd::as_fd), timeout)
     }
 
-    /// The last record that is acknowledged.
+    /// Returns the sequence number of the last acknowledged record.
     pub fn acknowledged(&self) -> u64 {
         self.writer.acknowledged()
     }
 
-    /// The last record that was appended.
+    /// Returns the sequence number of the last appended record.
     pub fn last(&self) -> u64 {
         self.writer.last()
     }
 
-    /// The first record that is still there.
+    /// Returns the sequence number of the first record that is not dropped.
     pub fn first(&self) -> u64 {
         self.writer.first()
     }
 
-    /// The term of this writer.
+    /// Returns the term of this writer.
     pub fn term(&self) -> u64 {
         self.writer.epoch().term
     }
 
-    /// What became of the replicas since this was asked last: which, and how it is.
+    /// Returns the replicas' state changes since the last call: the replica's index and its state in words.
     pub fn take_changes(&mut self) -> Vec<(usize, String)> {
         std::mem::take(&mut self.changes)
     }
 
-    /// How each replica is, in words, and what of it survives a loss of power, as far as it is known.
+    /// Returns each replica's target, its state in words, and, once known, how much of its contents survives a loss of power.
     pub fn replicas(&self) -> impl Iterator<Item = (&Target, String, Option<Domain>)> {
         let states = (0..self.targets.len()).map(|at| self.writer.describe(at));
         self.targets
@@ -273,7 +274,7 @@ impl Log {
         Ok(first)
     }
 
-    /// Waits until everything is acknowledged, tells the replicas so, and ends the connections.
+    /// Waits until everything is acknowledged, records that in the replicas' headers, and ends the connections.
     pub fn close(mut self) -> Result<(), LogError> {
         self.wait(|log| !log.is_behind())?;
         self.writer.mark();
@@ -284,7 +285,7 @@ impl Log {
         Ok(())
     }
 
-    /// Lets the replicas that are in step finish, for a while.
+    /// Waits, for a limited time, until the replicas that are in step have no request in flight.
     fn settle(&mut self) -> Result<(), LogError> {
         let end = Instant::now() + Duration::from_secs(2).min(self.options.patience);
         self.turn()?;
@@ -298,7 +299,7 @@ impl Log {
         self.writer.acknowledged() < self.writer.last()
     }
 
-    /// Waits until `done`. Replicas that do nothing for too long, or refuse for good, are not waited for.
+    /// Waits until `done`. Fails when the replicas make no progress for too long, or when too many refuse for good.
     fn wait(&mut self, done: impl Fn(&Log) -> bool) -> Result<(), LogError> {
         let patience = self.options.patience;
         let mut deadline = Instant::now() + patience;
@@ -355,7 +356,7 @@ impl Log {
         self.start.elapsed()
     }
 
-    /// Does all that can be done at once.
+    /// Does all work that needs no waiting.
     fn turn(&mut self) -> Result<(), LogError> {
         loop {
             let mut busy = false;
@@ -415,7 +416,7 @@ impl Log {
                         .spawn((replica, session), true, move |_| acquire(client, mapping))?;
                 }
             }
-            // Dropped, it ends at once.
+            // Dropping the link ends the session at once.
             What::Disconnect => {
                 self.sessions[replica] = None;
                 self.connected[replica] = false;
@@ -440,7 +441,7 @@ impl Log {
             acquired,
             result,
         } = came;
-        // It took longer than the writer waited: dropped, it ends at once.
+        // Connecting took longer than the writer waited: dropping the client ends its session at once.
         if self.sessions[replica] != Some(session) {
             return;
         }
@@ -501,7 +502,7 @@ impl Log {
         for (replica, session, error) in failed {
             self.lost(replica, session, &error);
         }
-        // What came before it was armed is here.
+        // Handles completions from before the clients were armed.
         self.turn()?;
         if (self.acknowledged(), self.writer.is_ready()) != before {
             return Ok(());
@@ -527,7 +528,7 @@ impl Log {
             Err(error) => return Err(io::Error::from(error).into()),
         }
         if !fds[0].revents().is_empty() {
-            // The clients' are reset when they are armed again.
+            // The next `arm` resets the clients' descriptors.
             let _ = rustix::io::read(&waker.0, &mut [0u8; 8]);
         }
         drop(fds);
@@ -535,7 +536,7 @@ impl Log {
     }
 }
 
-/// Whether a server that is asked again says the same, until somebody changes how it, or this side, was started.
+/// Returns whether a repeated attempt fails in the same way until somebody changes how the server, or this side, is started.
 fn is_final(error: &Error) -> bool {
     use ErrorCode::*;
     match error {

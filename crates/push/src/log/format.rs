@@ -1,4 +1,4 @@
-//! What stands in a replica, big endian throughout:
+//! Layout of a replica, big endian throughout:
 //!
 //! ```text
 //! region     0  header, slot 0
@@ -25,25 +25,25 @@
 //!           48  payload, then zeros to a multiple of 8
 //! ```
 //!
-//! A frame belongs to the log when the one before it does and its chain fits; so a torn frame, one of an earlier turn of the
-//! ring and one that another writer left there all end it. The chain of a frame stands for the whole log up to it.
+//! A frame belongs to the log if the frame before it does and its chain matches. So a torn frame, a frame from an earlier turn
+//! of the ring, or a frame that another writer left there ends the log. The chain of a frame identifies the whole log up to it.
 
 use super::defect::defect;
 use super::{Epoch, RECORD_BYTES_MAX};
 use crate::crc::Crc64;
 
-/// Where the second header slot is.
+/// Offset of the second header slot.
 const SLOT: u64 = 4096;
 /// Bytes of a header.
 pub(super) const HEADER_LEN: usize = 120;
-/// Where the ring begins: also what is to be read to have both headers.
+/// Offset of the ring, and the number of bytes to read for both headers.
 pub(super) const AREA_AT: u64 = 2 * SLOT;
 /// Bytes of a frame before its payload.
 pub(super) const FRAME_LEN: usize = 48;
-/// The smallest ring.
+/// Smallest size of a ring in bytes.
 pub(super) const AREA_MIN: u64 = 4096;
 const MAGIC: &[u8; 8] = b"rdmuxlog";
-/// Of what stands in a replica.
+/// Version of the layout.
 pub const VERSION: u16 = 1;
 const JOINING: u32 = 1;
 const RECORD: u32 = u32::from_be_bytes(*b"Rrec");
@@ -74,7 +74,7 @@ fn crc_of(parts: &[&[u8]]) -> u64 {
     crc.value()
 }
 
-/// A place between two frames.
+/// A position between two frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Point {
     /// Bytes of all frames before it, since the log began.
@@ -88,7 +88,7 @@ pub(super) struct Point {
 }
 
 impl Point {
-    /// Where a log begins.
+    /// Returns the point at which a log begins.
     pub(super) fn origin(log: u64) -> Point {
         Point {
             chain: crc_of(&[MAGIC, &log.to_be_bytes()]),
@@ -97,11 +97,11 @@ impl Point {
     }
 }
 
-/// What a replica says of itself.
+/// A replica's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) replicas: u16,
-    /// It lacks what was acknowledged before it came: it has no say in a recovery.
+    /// Set while the replica lacks records that were acknowledged before it joined: it has no say in a recovery.
     pub(super) joining: bool,
     pub(super) log: u64,
     pub(super) replica: u64,
@@ -112,19 +112,19 @@ pub(super) struct Header {
     pub(super) acknowledged: u64,
 }
 
-/// What the header slots of a replica hold.
+/// Contents of a replica's header slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
     /// Zeros: never used.
     Blank,
-    /// Something else than a log, or one that is damaged.
+    /// Something other than a log, or a damaged log.
     Other,
     /// A log.
     Log(Header),
 }
 
 impl Header {
-    /// Where it is written: to the slot that does not hold its predecessor.
+    /// Returns the offset of its slot: the slot that does not hold the previous header.
     pub(super) fn offset(&self) -> u64 {
         self.generation % 2 * SLOT
     }
@@ -186,14 +186,14 @@ impl Header {
             && header.area.is_multiple_of(8)
             && header.area < u64::MAX / 4
             && header.head.position.is_multiple_of(8)
-            // Far from where sums overflow, and out of reach of a log that grows honestly.
+            // Sums stay far from overflow, and a log does not reach these values by normal growth.
             && [header.generation, header.head.position, header.head.sequence, header.promise.term, header.head.epoch.term]
                 .iter()
                 .all(|number| *number < 1 << 62);
         sane.then_some(header)
     }
 
-    /// Looks at the first [`AREA_AT`] bytes of a region.
+    /// Finds the valid header in the first [`AREA_AT`] bytes of a region.
     pub(super) fn find(bytes: &[u8]) -> Found {
         let slots = [
             bytes.get(..HEADER_LEN),
@@ -207,8 +207,8 @@ impl Header {
         }
     }
 
-    /// Zeros; or the first header, which goes to slot 1, was being written to zeros when the power went, of which any 8 bytes
-    /// may have stayed.
+    /// Returns whether the slots hold zeros, or zeros over which the first header, which goes to slot 1, was being written when
+    /// the power failed: any 8 bytes of it may have survived.
     fn is_blank(bytes: &[u8]) -> bool {
         let first = SLOT as usize..SLOT as usize + HEADER_LEN;
         let zero = |(at, byte): (usize, &u8)| *byte == 0 || first.contains(&at);
@@ -217,34 +217,34 @@ impl Header {
     }
 }
 
-/// What a frame says of itself.
+/// A parsed frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Frame {
-    /// The place behind it.
+    /// The point after the frame.
     pub(super) end: Point,
     pub(super) is_record: bool,
     pub(super) length: u32,
     pub(super) acknowledged: u64,
 }
 
-/// What stands at a place of the ring.
+/// Result of scanning a position of the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scan {
     /// A frame of the log.
     Frame(Frame),
-    /// Perhaps one: so many bytes are needed to tell.
+    /// Perhaps a frame: this many bytes are needed to decide.
     Need(usize),
-    /// None: the log ends before.
+    /// No frame: the log ends before this position.
     End,
 }
 
-/// Bytes that a payload takes, with frame and padding.
+/// Returns the number of bytes that a payload takes, with frame and padding.
 pub(super) fn frame_len(payload: usize) -> u64 {
     (FRAME_LEN + payload.next_multiple_of(8)) as u64
 }
 
 impl Frame {
-    /// Makes the frame that follows `after`, and its bytes. A record gets the next sequence number.
+    /// Builds the frame that follows `after`, and its bytes. A record gets the next sequence number.
     pub(super) fn emit(
         after: &Point,
         record: Option<&[u8]>,
@@ -278,7 +278,7 @@ impl Frame {
         (frame, out)
     }
 
-    /// Looks at what follows `after`: `bytes` stand there, in a ring of `area`.
+    /// Parses the frame that follows `after` from `bytes`; the frame takes `area` bytes at most.
     pub(super) fn scan(after: &Point, bytes: &[u8], area: u64) -> Scan {
         if bytes.len() < FRAME_LEN {
             return Scan::Need(FRAME_LEN);

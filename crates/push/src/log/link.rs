@@ -1,4 +1,4 @@
-//! What the driver has of one replica: a session with its server, and the requests under way.
+//! The driver's state for one replica: a session with its server, and the requests in flight.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, mpsc};
@@ -10,12 +10,12 @@ use super::writer::What;
 use crate::client::{Buffer, MapRequest};
 use crate::{Access, Client, Error, Key, Mapping, Target};
 
-/// Bytes that requests under way may take.
+/// Bytes of the buffer for requests in flight.
 const BUFFER: u64 = 4 << 20;
-/// Names writers of logs to the servers: mapping for writing ends the connection of the one before.
+/// Identifies log writers to the servers: a mapping for writing ends the connection of the previous writer.
 const WRITERS: u64 = u64::from_be_bytes(*b"rdmuxlog");
 
-/// What a thread comes back with.
+/// Result of a connecting thread.
 pub(super) struct Came {
     pub(super) replica: usize,
     pub(super) session: u64,
@@ -23,7 +23,7 @@ pub(super) struct Came {
     pub(super) result: Result<(Client, Mapping), Error>,
 }
 
-/// How to reach the servers.
+/// Everything needed to reach the servers.
 #[derive(Clone)]
 pub(super) struct Dial {
     pub(super) key: Key,
@@ -34,7 +34,7 @@ pub(super) struct Dial {
 }
 
 impl Dial {
-    /// Connects and maps the region for reading, while others write.
+    /// Connects and maps the region for reading, while others may write.
     pub(super) fn connect(&self, target: &Target) -> Result<(Client, Mapping), Error> {
         let mut first = None;
         for address in target.resolve()? {
@@ -60,7 +60,7 @@ impl Dial {
         Err(first.unwrap_or(Error::Io(std::io::ErrorKind::AddrNotAvailable.into())))
     }
 
-    /// Does `work` on a thread, and reports it.
+    /// Runs `work` on a thread, which reports the result.
     pub(super) fn spawn(
         &self,
         (replica, session): (usize, u64),
@@ -70,7 +70,7 @@ impl Dial {
         let dial = self.clone();
         let run = move || {
             let result = work(&dial);
-            // Nobody listens when the log was closed meanwhile.
+            // Nobody receives it if the log was closed meanwhile.
             let _ = dial.came.send(Came {
                 replica,
                 session,
@@ -86,7 +86,7 @@ impl Dial {
     }
 }
 
-/// Maps the region for writing, alone but for readers.
+/// Maps the region for writing and shares it with readers only.
 pub(super) fn acquire(mut client: Client, reading: Mapping) -> Result<(Client, Mapping), Error> {
     let request = MapRequest {
         share: Access::READ,
@@ -99,18 +99,18 @@ pub(super) fn acquire(mut client: Client, reading: Mapping) -> Result<(Client, M
     Ok((client, mapping))
 }
 
-/// What a request has of the buffer.
+/// A request's part of the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {
     /// First byte.
     at: u64,
     /// Bytes.
     length: u64,
-    /// Bytes before it that are lost as long as it is used.
+    /// Bytes before it that stay unused as long as it is in use.
     lost: u64,
 }
 
-/// The part of the buffer that is in use: a ring, given back in the order in which it was taken.
+/// The part of the buffer that is in use: a ring, freed in the order of allocation.
 #[derive(Debug, Default)]
 struct Room {
     used: u64,
@@ -118,9 +118,9 @@ struct Room {
 }
 
 impl Room {
-    /// Where so many bytes find room, if there is any; [`Room::take`] takes it.
+    /// Returns the piece where `length` bytes fit, if there is any; [`Room::take`] allocates it.
     fn find(&self, length: u64) -> Option<Piece> {
-        // A request's bytes do not turn round the end of the buffer: what is left there is lost to it.
+        // A request's bytes do not wrap around the end of the buffer: it skips the bytes that remain there.
         let turns = self.next + length > BUFFER;
         let lost = if turns { BUFFER - self.next } else { 0 };
         let at = if turns { 0 } else { self.next };
@@ -137,7 +137,7 @@ impl Room {
     }
 }
 
-/// A request under way.
+/// A request in flight.
 struct Posted {
     piece: Piece,
     is_read: bool,
@@ -166,7 +166,7 @@ impl Link {
         })
     }
 
-    /// Takes a read, write or flush, to be done when there is room.
+    /// Accepts a read, write or flush, and posts it once there is room.
     pub(super) fn take(&mut self, what: What) -> Result<(), Error> {
         self.waiting.push_back(what);
         self.post()
@@ -211,7 +211,7 @@ impl Link {
         Ok(())
     }
 
-    /// The oldest request, if it is done: the bytes of a read.
+    /// Polls the oldest request: returns `None` until it is complete, then the bytes if it was a read.
     pub(super) fn poll(&mut self) -> Result<Option<Option<Vec<u8>>>, Error> {
         if self.client.poll_done()?.is_none() {
             if !self.client.is_held(&self.mapping) {

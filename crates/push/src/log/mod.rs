@@ -1,15 +1,16 @@
-//! An append-only log in N remote mappings, of which any minority may be lost: a record is acknowledged when a majority of the
-//! replicas hold it durably. The replicas are regions of `rdmux serve`, memory that runs no code of the log's: writers do
-//! it all by WRITE, FLUSH and READ.
+//! An append-only log in N remote mappings, any minority of which may be lost: a record is acknowledged when a majority of the
+//! replicas hold it durably. The replicas are regions of `rdmux serve`, which runs no code of the log: writers do all the work
+//! by WRITE, FLUSH and READ.
 //!
-//! There is one writer at a time. A new one takes the mappings of a majority for itself, which ends those of the writer before
-//! at the servers (that is the fence), promises them durably to its epoch (so that the old one notices when it
-//! comes back), reads what they hold, takes the log whose last frame has the highest epoch, the longest of these, brings the
-//! others to it, and appends a frame that starts its epoch. When that is durable on a majority, all before it is too, and
-//! nobody can come to another conclusion any more. These are the rules of Raft's elections, with the fence in place of votes.
+//! There is one writer at a time. A new writer acquires the mappings of a majority, which ends the previous writer's mappings
+//! at the servers (the fence). It promises these replicas durably to its epoch, so that the old writer notices when it
+//! reconnects. It reads them, takes the log whose last frame has the highest epoch (the longest of these), brings the other
+//! replicas to it, and appends a frame that starts its epoch. When that frame is durable on a majority, everything before it is
+//! durable there too, and no later writer can reach another conclusion. These are the rules of Raft's elections, with the fence
+//! in place of votes.
 //!
-//! [`Writer`] is that as a state machine, without I/O and clock; [`Log`] drives it over [`Client`](crate::Client)s. `format.rs`
-//! says what stands in a replica.
+//! [`Writer`] implements this as a state machine without I/O or clock; [`Log`] drives it with [`Client`](crate::Client)s.
+//! `format.rs` describes the layout of a replica.
 
 mod defect;
 mod driver;
@@ -26,19 +27,19 @@ pub use format::VERSION;
 pub use reader::{Read, View, agree, look, scan};
 pub use writer::{Action, AppendError, Event, Over, Settings, What, Writer};
 
-/// The most bytes of a record.
+/// Maximum number of bytes in a record.
 pub const RECORD_BYTES_MAX: u32 = 16 << 20;
 
-/// A time in which one writer writes. Later ones are greater.
+/// A period in which one writer writes. Later epochs compare greater.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Epoch {
-    /// Counts writers.
+    /// Number that increases with each writer.
     pub term: u64,
-    /// The writer's own random number: two that choose a term at once differ.
+    /// The writer's own random number: it differs between two writers that choose the same term at once.
     pub writer: u64,
 }
 
-/// What is wrong with the regions given of a log that has another number of them, for people.
+/// Returns the error text, for people, about a log that has another number of regions than were given.
 pub fn count_words(has: usize, given: usize) -> String {
     let what = match given.checked_sub(has) {
         Some(over) => format!("{over} too many"),

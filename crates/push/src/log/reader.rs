@@ -1,4 +1,4 @@
-//! Reading a log without disturbing who writes it.
+//! Reading a log without disturbing its writer.
 
 use super::Epoch;
 use super::driver::Devices;
@@ -8,46 +8,47 @@ use crate::{Access, Client, Domain, Error, Key, Target};
 
 /// Bytes read at a time.
 const READ: usize = 1 << 20;
-/// How often a replica is read anew when its writer dropped more than was read.
+/// Maximum number of attempts to read a replica whose writer drops records faster than they are read.
 const AGAIN: u32 = 8;
 
-/// What one replica holds.
+/// Contents of one replica.
 #[derive(Clone, Debug)]
 pub struct View {
-    /// How many hold the log.
+    /// Number of replicas of the log.
     pub replicas: u16,
     /// The log's random number.
     pub log: u64,
-    /// The replica's.
+    /// The replica's random number.
     pub replica: u64,
-    /// It has not got yet what was acknowledged before it joined.
+    /// True while the replica lacks records that were acknowledged before it joined.
     pub joining: bool,
-    /// The writer that it is promised to.
+    /// Epoch of the writer to which the replica is promised.
     pub promise: Epoch,
-    /// Bytes of the ring.
+    /// Size of the ring in bytes.
     pub area: u64,
-    /// Of these, in use.
+    /// Bytes of the ring in use.
     pub used: u64,
-    /// Where what is in use begins: bytes of all that was dropped. In the ring it is there modulo `area`.
+    /// Position of the first byte in use: the number of bytes dropped so far. Its offset in the ring is `position` modulo
+    /// `area`.
     pub position: u64,
-    /// Number of the first record, and of the last; `first - 1` when there is none.
+    /// Sequence number of the first record.
     pub first: u64,
-    /// See `first`.
+    /// Sequence number of the last record; `first - 1` when there is none.
     pub last: u64,
     /// The epoch of the last frame.
     pub epoch: Epoch,
-    /// The last record of which this replica knows that it is acknowledged.
+    /// Sequence number of the last record that this replica knows to be acknowledged.
     pub acknowledged: u64,
-    /// What of it survives a loss of power.
+    /// Persistence domain of the region: it decides what survives a loss of power.
     pub domain: Domain,
-    /// The records, if they were asked for.
+    /// The records, if the caller asked for them.
     pub records: Vec<(u64, Vec<u8>)>,
-    /// Whether all that it held was seen: not where its writer drops records faster than they are read.
+    /// False if part of the contents was missed because the writer drops records faster than they are read.
     pub whole: bool,
     chain: u64,
 }
 
-/// Looks at a replica; `None` where there is no log. With `records` it takes them along.
+/// Reads a replica; returns `None` if it holds no log. With `records`, the view contains the records.
 pub fn look(target: &Target, key: &Key, records: bool) -> Result<Option<View>, Error> {
     let address = target.resolve()?[0];
     let options = crate::Options {
@@ -72,8 +73,8 @@ pub fn look(target: &Target, key: &Key, records: bool) -> Result<Option<View>, E
     Ok(view)
 }
 
-/// Goes through a region of so many bytes, which `read_at` reads; `domain` is only told. With `records` it takes them along.
-/// `None` where there is no log.
+/// Scans a region of `region_bytes` bytes through `read_at`; `domain` is only copied into the view. With `records`, the view
+/// contains the records. Returns `None` if there is no log.
 pub fn scan(
     region_bytes: u64,
     domain: Domain,
@@ -116,7 +117,7 @@ pub fn scan(
                     let payload = bytes[FRAME_LEN..FRAME_LEN + frame.length as usize].to_vec();
                     view.records.push((frame.end.sequence, payload));
                 }
-                // The padding may not be here yet; nothing looks at it.
+                // The padding may be missing here; nothing reads it.
                 bytes.drain(..whole.min(bytes.len()));
                 view.used += whole as u64;
                 view.acknowledged = view.acknowledged.max(frame.acknowledged);
@@ -139,8 +140,8 @@ pub fn scan(
     view.last = after.sequence;
     view.epoch = after.epoch;
     view.chain = after.chain;
-    // Space is used again after the header says that what stood there is dropped: as long as the log does not begin behind
-    // the place where it seemed to end, it did end there.
+    // The writer reuses space only after the header says that the frames there are dropped. So if the log does not begin behind
+    // the position at which the scan ended, the log did end there.
     let mut now = vec![0; AREA_AT as usize];
     read_at(0, &mut now)?;
     view.whole = matches!(Header::find(&now), Found::Log(now) if now.log == header.log
@@ -148,22 +149,23 @@ pub fn scan(
     Ok(Some(view))
 }
 
-/// What several replicas say together.
+/// Combined contents of several replicas.
 #[derive(Clone, Debug)]
 pub struct Read {
     /// The records, oldest first.
     pub records: Vec<(u64, Vec<u8>)>,
-    /// Records up to this one are known to be acknowledged; what follows may be, or may be gone with the next writer.
+    /// Records up to this one are known to be acknowledged; later ones may be acknowledged too, or the next writer may discard
+    /// them.
     pub acknowledged: u64,
-    /// How many replicas the log has, and how many of them were seen.
+    /// Number of replicas of the log.
     pub replicas: u16,
-    /// See `replicas`.
+    /// Number of these that were read.
     pub seen: usize,
-    /// Whether a majority was seen, whole: then no acknowledged record is missing at the end.
+    /// True if a majority was read whole: then no acknowledged record is missing at the end.
     pub complete: bool,
 }
 
-/// Takes the log that a writer would take, of the replicas that were seen.
+/// Chooses, among the replicas that were read, the log that a writer would choose.
 pub fn agree(views: &[View]) -> Option<Read> {
     let has_say: Vec<&View> = views.iter().filter(|view| !view.joining).collect();
     let best = has_say
@@ -186,7 +188,7 @@ mod tests {
     use super::*;
     use crate::log::{Settings, What, Writer};
 
-    /// A writer of one replica, whose memory is at hand.
+    /// A writer with one replica, whose memory is here.
     struct One {
         writer: Writer,
         memory: Vec<u8>,
@@ -250,7 +252,7 @@ mod tests {
         }
     }
 
-    /// Looks while the writer appends so many records after the first header was read.
+    /// Reads the log while the writer appends `records` records after the first read of the header.
     fn look_beside(records: u64) -> Read {
         let mut one = One::new();
         one.append(20);

@@ -1,4 +1,4 @@
-//! The writer, without I/O and clock.
+//! The writer, without I/O or clock.
 
 mod recovery;
 mod replica;
@@ -16,24 +16,24 @@ use super::{Epoch, RECORD_BYTES_MAX};
 const RESERVE: u64 = 16 * FRAME_LEN as u64;
 /// Bytes written between two flushes.
 const BATCH: u64 = 256 << 10;
-/// Requests under way with a replica.
+/// Maximum number of requests in flight with a replica.
 const OPS_MAX: usize = 48;
 /// Bytes read at a time.
 const READ: u64 = 256 << 10;
 /// Bytes that one FLUSH covers.
 const FLUSH: u64 = 1 << 30;
-/// A replica that failed is tried again after so long; twice that the next time, up to the maximum.
+/// Delay before a failed replica is tried again; each failure doubles it, up to the maximum.
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
-/// How often an opening may begin anew because another writer was seen.
+/// Maximum number of restarts of an opening because another writer was seen.
 const RAISES_MAX: u32 = 3;
-/// How often a replica that is promised to a higher epoch is looked at before the writer raises its own.
+/// Maximum number of looks at a replica that is promised to a higher epoch before the writer raises its own.
 const OUTRANKED_MAX: u32 = 3;
 
-/// How a writer is made.
+/// Settings of a writer.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// How many replicas hold the log.
+    /// Number of replicas of the log.
     pub replicas: usize,
     /// A random number for the writer.
     pub writer: u64,
@@ -49,19 +49,19 @@ pub struct Settings {
     pub trim: Option<u64>,
 }
 
-/// What is to be done.
+/// An action for the caller to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Action {
-    /// With which replica.
+    /// Replica to act on.
     pub replica: usize,
-    /// On which of its sessions; what is reported of it names the same.
+    /// Session of the replica; the caller's report names the same session.
     pub session: u64,
-    /// What.
+    /// The action itself.
     pub what: What,
 }
 
-/// What is to be done with a replica. Reads, writes and flushes are done in order, each reported by
-/// [`Writer::handle_done`]; a session's failure by [`Writer::handle_lost`].
+/// An action on a replica. The caller performs reads, writes and flushes in order, and reports each to [`Writer::handle_done`];
+/// it reports a session's failure to [`Writer::handle_lost`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum What {
     /// Begin a session and map the region for reading; then [`Writer::handle_connected`].
@@ -79,21 +79,21 @@ pub enum What {
     Write {
         /// First byte.
         offset: u64,
-        /// What.
+        /// The bytes.
         bytes: Vec<u8>,
     },
-    /// Make these bytes of the region durable, as durable as it gets there.
+    /// Make these bytes of the region as durable as the region allows.
     Flush {
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u64,
     },
-    /// End the session. Nothing more is reported of it.
+    /// End the session. The caller reports nothing more about it.
     Disconnect,
 }
 
-/// Why a writer is at its end.
+/// Reason why a writer has ended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Over {
     /// Another writer took over.
@@ -102,75 +102,75 @@ pub enum Over {
     /// Nobody has created the log.
     #[error("no log there: all replicas are blank")]
     NoLog,
-    /// What is to be a log cannot be one.
+    /// The log cannot be opened with these settings.
     #[error("{0}")]
     Unusable(String),
-    /// The same, for what stands in a replica.
+    /// A replica cannot be part of the log, and too few others are left.
     #[error("replica {}: {why}", replica + 1)]
     Replica {
-        /// Which.
+        /// Index of the replica.
         replica: usize,
-        /// What is wrong with it.
+        /// Reason, in words.
         why: String,
     },
 }
 
-/// What happened.
+/// An event for the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The log is open: all that it holds is acknowledged.
+    /// The log is open: all its records are acknowledged.
     Ready {
-        /// Sequence number of the first record that it still has.
+        /// Sequence number of the first record that is not dropped.
         first: u64,
         /// Sequence number of the last record; `first - 1` when there is none.
         last: u64,
     },
     /// All records up to this one are acknowledged.
     Acknowledged {
-        /// Its sequence number.
+        /// Sequence number of this record.
         sequence: u64,
     },
-    /// A replica changed.
+    /// A replica's state changed.
     Replica {
-        /// Which.
+        /// Index of the replica.
         replica: usize,
-        /// How it is, for people.
+        /// Its state, in words for people.
         state: String,
     },
-    /// Nothing more can be done.
+    /// The writer has ended.
     Over(Over),
 }
 
-/// Why a record is not taken.
+/// Reason why the writer does not accept a record.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AppendError {
     /// The log is not open yet, or being opened again.
     #[error("the log is not open yet")]
     NotReady,
-    /// All room is taken by records that are not acknowledged: wait for acknowledgements.
+    /// Records that are not acknowledged take all the room: wait for acknowledgements.
     #[error("the log has no room until more is acknowledged")]
     Busy,
-    /// No room.
+    /// The log has no room.
     #[error("the log is full: drop old records with `rdmux log trim`, or append with --drop-oldest")]
     Full,
     /// Too long for any log, or for this one.
     #[error("a record of {bytes} bytes is too long: this log takes {max}")]
     TooLong {
-        /// The record's.
+        /// Size of the record.
         bytes: usize,
-        /// What the log takes.
+        /// Largest size that the log takes.
         max: u64,
     },
-    /// The writer is at its end.
+    /// The writer has ended.
     #[error(transparent)]
     Over(Over),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
-    /// Looking at the replicas' headers.
+    /// The writer reads the replicas' headers.
     Opening,
-    /// Taking them over; `creating` a log where there is none.
+    /// The writer takes the replicas over; `creating` if there is no log yet.
     Recovering {
         creating: bool,
     },
@@ -179,8 +179,8 @@ enum State {
     Over(Over),
 }
 
-/// A writer. Do what [`Writer::poll_action`] says and report it; take [`Writer::poll_event`]s; call
-/// [`Writer::handle_timeout`] at [`Writer::poll_timeout`]. `now` counts from any moment.
+/// A writer. The caller performs and reports what [`Writer::poll_action`] returns, takes [`Writer::poll_event`]s, and calls
+/// [`Writer::handle_timeout`] at [`Writer::poll_timeout`]. `now` counts from any fixed moment.
 #[derive(Debug)]
 pub struct Writer {
     settings: Settings,
@@ -188,23 +188,23 @@ pub struct Writer {
     replicas: Vec<Replica>,
     actions: VecDeque<Action>,
     events: VecDeque<Event>,
-    /// The log's id and the bytes of its ring, as the first replica says.
+    /// The log's id and the size of its ring in bytes, from the first replica's header.
     log: Option<(u64, u64)>,
-    /// A writer was promised that log before.
+    /// Set if the log was promised to a writer before.
     in_use: bool,
     epoch: Epoch,
     /// The highest term seen.
     term: u64,
     raises: u32,
-    /// Begin anew with a higher epoch, once all is acknowledged.
+    /// Set to restart with a higher epoch once all records are acknowledged.
     raise: bool,
-    /// The log's end when that began, all of it acknowledged: what stands behind it then is another writer's.
+    /// End of the log when that restart began, all of it acknowledged: frames behind it come from another writer.
     own: Option<Point>,
-    /// A promise of this epoch was written somewhere.
+    /// Set once a promise of this epoch was written to a replica.
     promised: bool,
-    /// Counts how often those whose log was read were asked whether they still are ours.
+    /// Number of rounds in which the replicas whose log was read were asked whether this writer still holds them.
     round: u64,
-    /// The replica for whose sake the epoch is raised: its header is to be seen first.
+    /// The replica that made the writer raise its epoch: the writer must see its header first.
     awaited: Option<usize>,
     /// The bytes from head to tail.
     copy: VecDeque<u8>,
@@ -215,12 +215,12 @@ pub struct Writer {
     /// Position behind the frame that starts this epoch.
     epoch_start: u64,
     ready: bool,
-    /// Everything before this position is acknowledged, and the last record before it.
+    /// Position before which everything is acknowledged, and the last record before it.
     acknowledged: (u64, u64),
 }
 
 impl Writer {
-    /// A writer that begins now.
+    /// Creates a writer.
     pub fn new(settings: Settings) -> Writer {
         let replicas = (0..settings.replicas).map(|_| Replica::new()).collect();
         let mut writer = Writer {
@@ -253,7 +253,7 @@ impl Writer {
         writer
     }
 
-    /// A session began; the region has so many bytes.
+    /// Handles a new session; the region has `region_bytes` bytes.
     pub fn handle_connected(&mut self, replica: usize, session: u64, region_bytes: u64) {
         let Some(r) = self.current(replica, session) else {
             return;
@@ -280,7 +280,7 @@ impl Writer {
         );
     }
 
-    /// The mapping for writing was made.
+    /// Handles the new mapping for writing.
     pub fn handle_acquired(&mut self, replica: usize, session: u64) {
         let Some(r) = self.current(replica, session) else {
             return;
@@ -289,7 +289,7 @@ impl Writer {
             return;
         }
         r.phase = Phase::Settling;
-        // What is read from here on can be relied on only when a loss of power does not take it back.
+        // Bytes read from here on are reliable only if a loss of power cannot revert them.
         if !defect!(OldNotFlushed) {
             let end = AREA_AT + self.log.map_or(0, |(_, area)| area);
             for at in (0..end).step_by(FLUSH as usize) {
@@ -307,7 +307,7 @@ impl Writer {
         );
     }
 
-    /// The oldest read, write or flush of a session is done; `bytes` of a read.
+    /// Handles the completion of a session's oldest read, write or flush; `bytes` come from a read.
     pub fn handle_done(&mut self, replica: usize, session: u64, bytes: Option<Vec<u8>>, now: Duration) {
         let Some(r) = self.current(replica, session) else {
             return;
@@ -324,14 +324,14 @@ impl Writer {
                 r.known = Some(r.durable);
                 self.acknowledge();
                 self.caught_up(replica);
-                // What had to wait for its turn goes now: perhaps nothing more is appended.
+                // Frames that waited for a free request go out here: no append may follow to send them.
                 self.pump(replica);
             }
         }
         self.advance(now);
     }
 
-    /// A session ended, or did not begin.
+    /// Handles a session that ended or failed to begin.
     pub fn handle_lost(&mut self, replica: usize, session: u64, why: &str, now: Duration) {
         if self.current(replica, session).is_some() {
             self.down(replica, why, now);
@@ -339,7 +339,7 @@ impl Writer {
         }
     }
 
-    /// What is due now is done.
+    /// Does the work that is due at `now`.
     pub fn handle_timeout(&mut self, now: Duration) {
         if matches!(self.state, State::Over(_)) {
             return;
@@ -351,7 +351,7 @@ impl Writer {
         }
     }
 
-    /// When [`Writer::handle_timeout`] wants to be called.
+    /// Returns when the caller must call [`Writer::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Duration> {
         if matches!(self.state, State::Over(_)) {
             return None;
@@ -363,17 +363,17 @@ impl Writer {
         self.replicas.iter().filter_map(due).min()
     }
 
-    /// What is to be done next.
+    /// Returns the next action for the caller.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// What happened next.
+    /// Returns the next event for the caller.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// Appends a record; returns its sequence number. It is acknowledged when an event says so.
+    /// Appends a record; returns its sequence number. An event reports the acknowledgement.
     pub fn append(&mut self, record: &[u8]) -> Result<u64, AppendError> {
         if let State::Over(over) = &self.state {
             return Err(AppendError::Over(over.clone()));
@@ -394,7 +394,7 @@ impl Writer {
         let need = frame_len(record.len()) + RESERVE;
         if self.room() < need {
             if self.settings.drop_oldest {
-                // Not one by one: each step costs the replicas a header.
+                // Drops several frames at once: each step costs the replicas a header.
                 let aim = need.max(self.area() / 8);
                 let until = self.tail.position + aim - self.area();
                 self.drop_before(|begin, _| begin < until);
@@ -413,14 +413,14 @@ impl Writer {
         Ok(self.tail.sequence)
     }
 
-    /// Drops the records below a sequence number, which must be acknowledged; returns the first that is left.
+    /// Drops acknowledged records below a sequence number; returns the sequence number of the first that is left.
     pub fn trim(&mut self, below: u64) -> u64 {
         self.drop_before(|_, frame| frame.end.sequence < below);
         self.mark();
         self.head.sequence + 1
     }
 
-    /// Tells the replicas in their headers what is acknowledged, so that readers need no later record to know.
+    /// Writes to the replicas' headers how far the log is acknowledged, so that readers need no later record to know.
     pub fn mark(&mut self) {
         for r in &mut self.replicas {
             r.header_wanted = true;
@@ -428,43 +428,43 @@ impl Writer {
         self.pump_all();
     }
 
-    /// Whether nothing is under way with any replica that has all.
+    /// Returns whether no request is in flight with any replica that has all acknowledged records.
     pub fn is_quiet(&self) -> bool {
         let streaming = |r: &&Replica| r.phase == Phase::Streaming && r.durable >= self.acknowledged.0;
         self.replicas.iter().filter(streaming).all(|r| r.ops.is_empty())
     }
 
-    /// The epoch.
+    /// Returns the writer's epoch.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// The last record that is acknowledged.
+    /// Returns the sequence number of the last acknowledged record.
     pub fn acknowledged(&self) -> u64 {
         self.acknowledged.1
     }
 
-    /// The first record that is not dropped, which may be the next one.
+    /// Returns the sequence number of the first record that is not dropped, which may be the next record.
     pub fn first(&self) -> u64 {
         self.head.sequence + 1
     }
 
-    /// The last record appended.
+    /// Returns the sequence number of the last appended record.
     pub fn last(&self) -> u64 {
         self.tail.sequence
     }
 
-    /// Whether records can be appended.
+    /// Returns whether the writer accepts records.
     pub fn is_ready(&self) -> bool {
         self.ready
     }
 
-    /// How a replica is, for people; the same words as in the events.
+    /// Returns a replica's state in words for people, as in the events.
     pub fn describe(&self, replica: usize) -> String {
         self.replicas[replica].state.clone()
     }
 
-    /// The records that are there, as `(sequence, payload)`.
+    /// Returns the records in the log, as `(sequence, payload)`.
     pub fn records(&self) -> impl Iterator<Item = (u64, Vec<u8>)> + '_ {
         self.frames.iter().filter(|frame| frame.is_record).map(|frame| {
             let at = frame.end.position - frame_len(frame.length as usize) + FRAME_LEN as u64;
@@ -493,7 +493,8 @@ impl Writer {
             self.awaited = None;
         }
         if self.state == (State::Recovering { creating: false }) && !self.in_use {
-            // Another writer may be creating a log there, since nobody was promised this one: all are looked at again before any is.
+            // As no writer was promised this log, another writer may be creating one: all headers are read again before any
+            // promise.
             self.raise = true;
         }
         let r = &mut self.replicas[at];
@@ -502,7 +503,8 @@ impl Writer {
         r.asked = 0;
         r.confirmed = 0;
         r.header_busy = false;
-        // Until it is seen again it may belong to another writer, and lose what that one counts on.
+        // Until the writer sees it again, the replica may belong to another writer and lose data that this other writer relies
+        // on.
         r.may_join &= defect!(SeenBlankOnce);
         r.retry = (r.retry * 2).clamp(RETRY_MIN, RETRY_MAX);
         r.phase = Phase::Down { until: now + r.retry };
@@ -555,7 +557,7 @@ impl Writer {
     }
 }
 
-/// Where the byte at a position stands in the region, and how many of `length` follow it without a turn of the ring.
+/// Returns where in the region the byte at a position is, and how many of `length` bytes follow it before the ring wraps.
 fn segment(area: u64, position: u64, length: u64) -> (u64, u64) {
     let at = position % area;
     (AREA_AT + at, length.min(area - at))

@@ -9,18 +9,18 @@ use rdmux_wire::push::{Access, Name};
 
 use super::{Done, wake};
 
-/// What a program that has the server asks of it.
+/// A request from the program that runs the server.
 #[derive(Debug)]
 pub(super) enum Local {
     Begin {
         region: Name,
         access: Access,
         share: Access,
-        /// Hears the operation's number, once it may begin; nothing when there is no such region.
+        /// Receives the operation's number once it may begin; nothing if there is no such region.
         reply: mpsc::Sender<u64>,
     },
     End(u64),
-    /// Somebody outside wants the file of the region of that number.
+    /// A program outside of the server wants the file of the region with this number.
     Wanted(usize, Wanted),
 }
 
@@ -29,7 +29,7 @@ pub(super) enum Local {
 #[error("the server has ended, or has no region of that name")]
 pub struct ServerEnded;
 
-/// Does things with a server's regions from another thread: truncate a file, rename it, copy it.
+/// A handle for operations on a server's regions from another thread: to truncate a file, rename it, copy it.
 #[derive(Clone, Debug)]
 pub struct Control {
     pub(super) server: mpsc::Sender<Done>,
@@ -37,9 +37,9 @@ pub struct Control {
 }
 
 impl Control {
-    /// Waits until nobody has a lease on the region that stands against `access`, or against whose rights `share` stands: with
-    /// [`Access::WRITE`] and nothing shared, until it is the caller's alone. Leases that stand against it are broken: this
-    /// takes as long as their holders need, and the break timeout at most for each.
+    /// Waits until no lease on the region conflicts with `access` and `share`: with [`Access::WRITE`] and nothing shared, until
+    /// the region is the caller's alone. Conflicting leases are broken: this takes as long as their holders need, and the break
+    /// timeout at most for each.
     pub fn exclusive(&self, region: &Name, access: Access, share: Access) -> Result<Exclusive, ServerEnded> {
         let (reply, granted) = mpsc::channel();
         let begin = Local::Begin {
@@ -62,7 +62,7 @@ impl Control {
     }
 }
 
-/// A region is the caller's, until this is dropped. Clients that need it meanwhile wait.
+/// Reserves a region for the caller until it is dropped. Clients that need the region meanwhile wait.
 #[derive(Debug)]
 pub struct Exclusive {
     control: Control,

@@ -1,4 +1,5 @@
-//! The server's thread: it takes what comes, and waits for more, by looking for a while where that pays and else asleep.
+//! The server's thread: it handles what arrives, and waits for more, by polling for a while where that pays and otherwise
+//! asleep.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -11,13 +12,13 @@ use super::control::Local;
 use super::work::thread_cpu_ns;
 use super::{Done, Event, Server};
 
-/// Who looks for messages looks for connections once in so many turns: that is rarer, and takes a lock.
+/// Polls for messages per poll for new connections: connections are rarer, and the poll for them takes a lock.
 const ACCEPT_EVERY: u32 = 64;
 
-/// How much is taken before the clock is looked at.
+/// Maximum number of events handled before the thread reads the clock.
 const TURN: usize = 256;
 
-/// How the thread waits.
+/// Waiting policy of the thread.
 #[derive(Debug)]
 pub(super) struct Waiting {
     policy: Policy,
@@ -37,7 +38,7 @@ impl Waiting {
     }
 
     fn plan(&mut self, elapsed_ns: u64) -> Plan {
-        // What the machine is like costs something to ask: only who would look asks.
+        // Reading the machine's load costs something: only a thread that would poll reads it.
         if self.policy.plan(elapsed_ns, Conditions::default()) == Plan::Sleep {
             return Plan::Sleep;
         }
@@ -47,7 +48,7 @@ impl Waiting {
 }
 
 impl Server {
-    /// Serves until stopped. `log` hears of what happens.
+    /// Serves until stopped. Passes each event to `log`.
     pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
         let metrics = self.metrics();
         let mut tell = |event: Event| {
@@ -75,8 +76,8 @@ impl Server {
         Ok(())
     }
 
-    /// Takes what has come, but not for ever: deadlines, connections and the end of the server are for those of no message too.
-    /// Returns whether there may be more.
+    /// Handles what has arrived, but not for ever: deadlines, new connections and the server's end also concern clients that
+    /// send nothing. Returns whether there may be more.
     fn take_turn(&mut self) -> bool {
         for _ in 0..TURN {
             if !self.take_done() {
@@ -86,7 +87,7 @@ impl Server {
         (0..TURN).all(|_| self.take_one())
     }
 
-    /// Takes one thing that has come; driving the devices when nothing has.
+    /// Handles one thing that has arrived; drives the devices if there is nothing.
     fn take_one(&mut self) -> bool {
         for _ in 0..self.service.driver.endpoints.len() {
             let at = self.next_endpoint % self.service.driver.endpoints.len();
@@ -99,7 +100,7 @@ impl Server {
         self.take_done()
     }
 
-    /// Takes one thing that another thread has sent.
+    /// Handles one message from another thread.
     fn take_done(&mut self) -> bool {
         let Ok(done) = self.done_rx.try_recv() else {
             return false;
@@ -124,7 +125,7 @@ impl Server {
         true
     }
 
-    /// Waits until something may have come, and takes what it finds on the way. `None`: for as long as nothing comes.
+    /// Waits until something may have arrived, and handles what it finds meanwhile. With `None`, waits without a limit.
     fn wait(&mut self, began: Instant, timeout: Option<Duration>) -> io::Result<()> {
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         let timeout_ns = timeout.map_or(u64::MAX, |timeout| timeout.as_nanos() as u64);
@@ -149,7 +150,7 @@ impl Server {
             }
         }
         for at in 0..self.service.driver.endpoints.len() {
-            // Waiting for no time arms the queue and looks once more: nothing is missed.
+            // A wait of zero time arms the queue and polls once more: no completion is missed.
             if let Some(wc) = self.service.driver.endpoints[at].cq.wait(Duration::ZERO)? {
                 self.completed(at, &wc);
                 self.waiting.policy.came(elapsed_ns());
@@ -164,7 +165,7 @@ impl Server {
         Ok(())
     }
 
-    /// Whether something woke it.
+    /// Sleeps; returns whether something woke the thread.
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
         for endpoint in &self.service.driver.endpoints {
@@ -181,7 +182,7 @@ impl Server {
         }
         let woken: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         if woken.first() == Some(&true) {
-            // The others are reset when they are armed and asked again.
+            // The other descriptors are reset when they are armed and polled again.
             let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
         }
         Ok(woken.contains(&true))

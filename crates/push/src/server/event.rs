@@ -1,4 +1,4 @@
-//! What happens at a server, for people to read.
+//! Events at a server, for people to read.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -7,29 +7,29 @@ use rdmux_wire::push;
 
 use super::EndReason;
 
-/// What happens, for people to read.
+/// An event, for people to read.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A client connected and has the key.
     Connected {
         /// Number of the client.
         client: u64,
-        /// Where from.
+        /// Address of the client.
         peer: IpAddr,
     },
-    /// A client mapped.
+    /// A client mapped a range.
     Mapped {
         /// Number of the client.
         client: u64,
         /// Number of the mapping.
         mapping: u64,
-        /// What.
+        /// The region.
         region: push::Name,
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u64,
-        /// What for.
+        /// Access of the mapping.
         access: push::Access,
     },
     /// A client ended a mapping.
@@ -45,7 +45,7 @@ pub enum Event {
         client: u64,
         /// Number of the mapping.
         mapping: u64,
-        /// It has so long to release it.
+        /// Time for the client to release it.
         within: Duration,
     },
     /// A client released a mapping: it can be flushed, and nothing else.
@@ -62,14 +62,14 @@ pub enum Event {
         /// Number of the mapping.
         mapping: u64,
     },
-    /// A program of this host opens a region's file: who stands against that has released it.
+    /// A program of this host opens a region's file: the holders of conflicting leases have released them.
     Opened {
         /// The region.
         region: push::Name,
-        /// It may write.
+        /// Set if the program may write.
         write: bool,
     },
-    /// Nobody else has a region's file open any more.
+    /// All other programs have closed a region's file.
     Closed {
         /// The region.
         region: push::Name,
@@ -78,25 +78,25 @@ pub enum Event {
     Unwatched {
         /// The region.
         region: push::Name,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// A connection ended, and its mappings with it.
     Ended {
         /// Number of the client.
         client: u64,
-        /// Where from.
+        /// Address of the client.
         peer: IpAddr,
-        /// Why.
+        /// The reason.
         reason: EndReason,
-        /// Mappings that ended with it.
+        /// Number of mappings that ended with it.
         mappings: usize,
     },
     /// A connection was refused.
     Refused {
-        /// Where from.
+        /// Address of the client.
         peer: IpAddr,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }

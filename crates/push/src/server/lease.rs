@@ -1,33 +1,34 @@
-//! The lease table: who may do what with which bytes, and how that is taken back. No I/O and no clock: `now` counts from any
-//! moment.
+//! The lease table: it decides who may do what with which bytes, and when that right ends. No I/O and no clock: `now` counts
+//! from any fixed moment.
 //!
 //! A *lease* says what its owner does with a range (access) and what others may do there meanwhile (share). Two leases of
-//! different owners conflict when their ranges overlap and either does what the other does not share: the rule of SMB's
+//! different owners conflict if their ranges overlap and either owner does what the other does not share: the rule of SMB's
 //! share modes. An owner's own leases never conflict.
 //!
-//! Everything that touches bytes has a lease: a mapping for as long as it lives, an ordinary read or write for as long as it
-//! runs, a local change of a file for as long as the file is open. Whoever asks for one that conflicts waits. A mapping in the
-//! way is *broken*: its holder is told ([`Effect::Notify`]) and has until the deadline to let go; then it is revoked
-//! ([`Effect::Revoke`]). An operation in the way is waited for. Waiters of one range are served in the order in which they
-//! asked, so that nobody waits for ever; who is served may be broken at once for the next.
+//! Every access to bytes needs a lease: a mapping for as long as it lives, an ordinary read or write for as long as it runs, a
+//! local change of a file for as long as the file is open. A request for a conflicting lease waits. A conflicting mapping is
+//! *broken*: its holder is notified ([`Effect::Notify`]) and has until the deadline to release it; then it is revoked
+//! ([`Effect::Revoke`]). A conflicting operation is not broken: the request waits for its end. Requests for one range are granted
+//! in the order in which they came, so that nobody waits for ever; a lease may be broken for the next request as soon as it is
+//! granted.
 //!
-//! The driver makes a mapping's keys invalid *before* it tells the table that the lease is gone: [`Leases::release`] and
-//! [`Leases::owner_ended`] are called with keys that are dead already, and [`Effect::Revoke`] is carried out before
-//! [`Leases::release`] answers it. Then no write through a mapping follows the grant to the one that it was broken for.
+//! The driver invalidates a mapping's keys *before* it tells the table that the lease is gone: the keys are invalid already
+//! when it calls [`Leases::release`] or [`Leases::owner_ended`], and it carries out [`Effect::Revoke`] before it answers with
+//! [`Leases::release`]. So no write through a mapping follows the grant for which the mapping was broken.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use rdmux_wire::push::{Access, Conflict};
 
-/// Names a lease, from the request for it on. Never used twice.
+/// Identifies a lease from its request on. Ids are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LeaseId(u64);
 
-/// What is asked for.
+/// The terms of a lease, as its request asks for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Claim {
-    /// Who asks: a connection, or a local operation.
+    /// The owner: a connection, or a local operation.
     pub owner: u64,
     /// Number of the region.
     pub region: usize,
@@ -35,14 +36,14 @@ pub struct Claim {
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// What for.
+    /// Access that the owner wants.
     pub access: Access,
-    /// What others may do there meanwhile.
+    /// Access that others may have there meanwhile.
     pub share: Access,
 }
 
 impl Claim {
-    /// Whether the two cannot be held at a time.
+    /// Returns whether the two claims cannot be held at the same time.
     pub fn conflicts(&self, other: &Claim) -> bool {
         let shared = other.share.contains(self.access) && self.share.contains(other.access);
         self.owner != other.owner && self.overlaps(other) && !shared
@@ -55,30 +56,30 @@ impl Claim {
     }
 }
 
-/// How a lease ends when somebody else needs its range.
+/// Treatment of a lease when somebody else needs its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It is broken: the holder is told, and has so long to let go.
+    /// The lease is broken: its holder is notified, and has a limited time to release it.
     Mapping,
-    /// It is waited for: it ends by itself, soon.
+    /// The others wait for the lease: it ends by itself, soon.
     Operation,
 }
 
-/// What became of a request.
+/// Result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// It is held.
+    /// The lease is held.
     Granted,
-    /// [`Effect::Granted`] will come.
+    /// The request waits; [`Effect::Granted`] follows.
     Waiting,
-    /// This one stands against it, or asked earlier.
+    /// This claim conflicts, and is held or was requested earlier.
     Refused(Claim),
 }
 
-/// What the driver is to do.
+/// Work for the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Tell the holder that its lease is being broken and that it has until then.
+    /// Notify the holder that its lease is being broken, and of its deadline.
     Notify {
         /// The lease.
         lease: LeaseId,
@@ -94,7 +95,7 @@ pub enum Effect {
         /// Its holder.
         owner: u64,
     },
-    /// A request that waited is held now.
+    /// A request that waited is granted.
     Granted {
         /// The lease.
         lease: LeaseId,
@@ -117,11 +118,12 @@ struct Lease {
     state: State,
 }
 
-/// What is held, in an order that makes the leases of others in a region quick to find: one owner may have thousands.
+/// Leases that are held, in an order in which the leases of other owners in a region are quick to find: one owner may have
+/// thousands.
 #[derive(Debug, Default)]
 struct Held {
     leases: BTreeMap<(usize, u64, LeaseId), Lease>,
-    /// Region and owner.
+    /// Region and owner of each lease.
     by_id: HashMap<LeaseId, (usize, u64)>,
 }
 
@@ -142,7 +144,7 @@ impl Held {
         self.leases.remove(&(region, owner, id))
     }
 
-    /// Those that a claim cannot be held beside.
+    /// Returns the leases that conflict with a claim.
     fn against(&self, claim: &Claim) -> impl Iterator<Item = (LeaseId, &Lease)> {
         let Claim { region, owner, .. } = *claim;
         let before = self
@@ -166,7 +168,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Whether one that asked earlier must be served first: an owner's operations on the same bytes keep their order too.
+    /// Returns whether an earlier request must be served first: an owner's operations on the same bytes keep their order too.
     fn comes_after(&self, earlier: &Waiting) -> bool {
         let operations = self.kind == Kind::Operation && earlier.kind == Kind::Operation;
         let same_owner = self.claim.owner == earlier.claim.owner;
@@ -175,21 +177,22 @@ impl Waiting {
     }
 }
 
-/// The table. After every call but [`Leases::next_timeout`], carry out what [`Leases::poll`] gives until it gives nothing.
+/// The table. After every call but [`Leases::next_timeout`], the driver must carry out all effects that [`Leases::poll`]
+/// returns.
 #[derive(Debug)]
 pub struct Leases {
     break_timeout: Duration,
     held: Held,
     /// Leases that are being broken, by deadline.
     breaking: BTreeSet<(Duration, LeaseId)>,
-    /// In the order in which they asked.
+    /// Requests that wait, in the order in which they came.
     waiting: VecDeque<Waiting>,
     effects: VecDeque<Effect>,
     last_id: u64,
 }
 
 impl Leases {
-    /// A table whose holders have so long to let go.
+    /// Creates a table that gives holders `break_timeout` to release a lease.
     pub fn new(break_timeout: Duration) -> Leases {
         Leases {
             break_timeout,
@@ -201,7 +204,7 @@ impl Leases {
         }
     }
 
-    /// Forgets all leases and requests, whose numbers are not used again.
+    /// Forgets all leases and requests; their numbers are not used again.
     pub fn clear(&mut self) {
         *self = Leases {
             last_id: self.last_id,
@@ -241,8 +244,8 @@ impl Leases {
         (id, answer)
     }
 
-    /// A lease is over, or a request is taken back: the holder let go, the operation is done, or [`Effect::Revoke`] was carried
-    /// out. One that is not there any more does no harm.
+    /// Ends a lease, or cancels a request: the holder released it, the operation is done, or the driver carried out
+    /// [`Effect::Revoke`]. A lease that has already gone does no harm.
     pub fn release(&mut self, now: Duration, id: LeaseId) {
         if !self.forget(id) {
             self.waiting.retain(|waiting| waiting.id != id);
@@ -250,7 +253,7 @@ impl Leases {
         self.settle(now);
     }
 
-    /// All mappings and requests of an owner are over. Its operations that run go on, until each is released.
+    /// Ends all mappings and cancels all requests of an owner. Its running operations continue until each is released.
     pub fn owner_ended(&mut self, now: Duration, owner: u64) {
         let over = |lease: &Lease| lease.claim.owner == owner && lease.kind == Kind::Mapping;
         let ids: Vec<_> = self
@@ -264,14 +267,14 @@ impl Leases {
             self.forget(id);
         }
         self.waiting.retain(|waiting| waiting.claim.owner != owner);
-        // An operation that was granted and not begun is released by who polls: it has nobody to begin it any more.
+        // The caller of `poll` releases an operation that was granted but not begun: its owner is no longer there to begin it.
         let granted = |effect: &Effect| matches!(effect, Effect::Granted { lease, .. } if self.held.by_id.contains_key(lease));
         self.effects
             .retain(|effect| effect.owner() != owner || granted(effect));
         self.settle(now);
     }
 
-    /// Time has passed.
+    /// Revokes the leases whose deadline has passed.
     pub fn handle_timeout(&mut self, now: Duration) {
         while let Some((until, id)) = self.breaking.first().copied()
             && until <= now
@@ -287,27 +290,27 @@ impl Leases {
         }
     }
 
-    /// When [`Leases::handle_timeout`] has something to do.
+    /// Returns when [`Leases::handle_timeout`] has something to do.
     pub fn next_timeout(&self) -> Option<Duration> {
         self.breaking.first().map(|(until, _)| *until)
     }
 
-    /// What is to be done next.
+    /// Returns the next effect for the driver.
     pub fn poll(&mut self) -> Option<Effect> {
         self.effects.pop_front()
     }
 
-    /// Whether a lease is held. One that is being broken is.
+    /// Returns whether a lease is held; a lease that is being broken is still held.
     pub fn is_held(&self, id: LeaseId) -> bool {
         self.held.by_id.contains_key(&id)
     }
 
-    /// Leases that are held.
+    /// Returns the number of leases that are held.
     pub fn len(&self) -> usize {
         self.held.by_id.len()
     }
 
-    /// Whether nobody holds any.
+    /// Returns whether no lease is held.
     pub fn is_empty(&self) -> bool {
         self.held.by_id.is_empty()
     }
@@ -317,7 +320,7 @@ impl Leases {
         self.held.insert(id, Lease { claim, kind, state });
     }
 
-    /// Whether it was held.
+    /// Removes a lease; returns whether it was held.
     fn forget(&mut self, id: LeaseId) -> bool {
         let lease = self.held.remove(id);
         if let Some(State::Breaking { until }) = lease.as_ref().map(|lease| lease.state) {
@@ -326,7 +329,8 @@ impl Leases {
         lease.is_some()
     }
 
-    /// Grants what can be granted. What stands against the rest is being broken since they asked, or is the one just granted.
+    /// Grants the requests that can be granted. Leases that block the others have been breaking since those came, or were just
+    /// granted.
     fn settle(&mut self, now: Duration) {
         let mut at = 0;
         while at < self.waiting.len() {

@@ -1,4 +1,4 @@
-//! What a server counts and measures. Figures alone: no names, no peers, no payload.
+//! The server's counters and measurements. Figures alone: no names, no peers, no payload.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -8,29 +8,29 @@ use rdmux_wire::push::Message;
 
 use super::Event;
 
-/// What clients ask for by message; WRITE, READ and FLUSH go past the server and are the device's to measure.
+/// Kind of a client's request by message; WRITE, READ and FLUSH bypass the server, and the device measures them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RequestKind {
-    /// To map.
+    /// Mapping of a range.
     Map,
-    /// To end a mapping.
+    /// End of a mapping.
     Unmap,
-    /// To let go of a mapping's range.
+    /// Release of a mapping's range.
     Release,
-    /// To flush, where FLUSH does not reach or the client has none.
+    /// Flush, where FLUSH does not reach or the client has none.
     Flush,
-    /// To write, for a client without a mapping.
+    /// Write, for a client without a mapping.
     Write,
-    /// To read, for a client without a mapping.
+    /// Read, for a client without a mapping.
     Read,
-    /// To sum up a range.
+    /// Checksum of a range.
     Checksum,
-    /// To tell of a region, or of all.
+    /// Description of a region, or of all.
     Stat,
 }
 
 impl RequestKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [RequestKind; 8] = [
         RequestKind::Map,
         RequestKind::Unmap,
@@ -42,7 +42,7 @@ impl RequestKind {
         RequestKind::Stat,
     ];
 
-    /// What an answer without an error is the answer to.
+    /// Returns the kind of request that an answer without an error belongs to.
     fn answered_by(answer: &Message) -> Option<RequestKind> {
         Some(match answer {
             Message::Mapped { .. } => RequestKind::Map,
@@ -58,43 +58,44 @@ impl RequestKind {
     }
 }
 
-/// What a server counted and measured since it was made. Counters only grow.
+/// Counters and measurements of a server since it was made. Counters only grow.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServerMetrics {
-    /// Connections now, those included whose client has not shown its key.
+    /// Current connections, including those whose client has not proved that it has the key.
     pub connections: usize,
-    /// Mappings now that clients reach.
+    /// Current mappings that clients reach.
     pub mappings: usize,
-    /// Clients that connected and showed the key.
+    /// Clients that connected and proved that they have the key.
     pub connected: u64,
     /// Connections that were refused.
     pub refused: u64,
-    /// Connections that ended, those in their handshake included.
+    /// Connections that ended, including those in their handshake.
     pub ended: u64,
     /// Mappings that were made.
     pub mapped: u64,
-    /// Holders of mappings that were asked to let go.
+    /// Breaks: holders of mappings that were asked to release them.
     pub breaks: u64,
-    /// Mappings taken away because their holder did not let go in time.
+    /// Mappings revoked because their holder did not release them in time.
     pub revoked: u64,
     /// Requests answered with an error.
     pub errors: u64,
     /// Bytes that came or went by message: of clients without a mapping, and of mappings that no device reaches by itself.
     pub message_bytes: u64,
-    /// Processor time of the server's threads for those bytes, from the message in to the answer out, flushes of such mappings and the wait
-    /// before each message included. What the device's own threads and the kernel's interrupts take is not.
+    /// Processor time of the server's threads for those bytes, from the message in to the answer out, including flushes of such
+    /// mappings and the wait before each message. The time of the device's own threads and of the kernel's interrupts is not
+    /// included.
     pub message_cpu_ns: u64,
     requests: [Histogram; RequestKind::ALL.len()],
 }
 
 impl ServerMetrics {
-    /// How long requests took that were answered without an error, from the message in to the answer out; for a mapping, waiting for
-    /// those who had to let go included.
+    /// Returns the durations of requests that were answered without an error, from the message in to the answer out; for a
+    /// mapping, including the wait for holders that had to release.
     pub fn requests(&self, kind: RequestKind) -> &Histogram {
         &self.requests[kind as usize]
     }
 
-    /// Seconds of processor time that a GiB by message took; `None`: there was no byte.
+    /// Returns the processor time, in seconds, per GiB by message; `None` if there was no byte.
     pub fn message_cpu_seconds_per_gib(&self) -> Option<f64> {
         let gib = self.message_bytes as f64 / f64::from(1 << 30);
         (self.message_bytes > 0).then(|| self.message_cpu_ns as f64 * 1e-9 / gib)
@@ -106,12 +107,12 @@ impl ServerMetrics {
 pub struct Metrics(Arc<Mutex<ServerMetrics>>);
 
 impl Metrics {
-    /// What there is now.
+    /// Returns the current metrics.
     pub fn read(&self) -> ServerMetrics {
         self.lock().clone()
     }
 
-    /// Held for a copy at most.
+    /// Locks the metrics; callers hold the lock for a copy at most.
     pub(super) fn lock(&self) -> MutexGuard<'_, ServerMetrics> {
         // No invariant spans a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -134,7 +135,7 @@ impl Metrics {
         }
     }
 
-    /// A request that came at `began` is answered.
+    /// Counts the answer to a request that came at `began`.
     pub(super) fn answered(&self, began: Option<Instant>, answer: &Message) {
         let metrics = &mut *self.lock();
         if matches!(answer, Message::Error { .. }) {

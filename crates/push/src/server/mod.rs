@@ -1,5 +1,5 @@
-//! The server: one thread for all its sessions, which looks or sleeps as [`rdmux_verbs::waiting`] has it; the data path is the
-//! device's alone. What it decides is [`Service`]'s; what stands here carries that out.
+//! The server: one thread for all its sessions, which polls or sleeps according to [`rdmux_verbs::waiting`]; the data path
+//! belongs to the device alone. [`Service`] makes the decisions; this module carries them out.
 
 mod control;
 mod drive;
@@ -42,29 +42,30 @@ pub use self::work::{Finished, Job};
 use crate::key::{Key, random_nonce};
 use crate::region::{Mapped, Region};
 
-/// A client has so long to show that it has the key.
+/// Time for a client to prove that it has the key.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// An ending connection has so long to take the last message.
+/// Time for an ending connection to take the last message.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
-/// A connection that failed stays so long before its client is told to disconnect, so that the NAK that says why comes first.
+/// Time that a failed connection stays before its client is disconnected, so that the NAK with the cause arrives first.
 const LINGER: Duration = Duration::from_millis(200);
-/// Clients that have not shown yet that they have the key.
+/// Maximum number of clients that have not yet proved that they have the key.
 const HALF_OPEN_MAX: usize = 64;
-/// Clients at a time, on one address.
+/// Maximum number of clients on one address at a time.
 const CONNECTIONS_MAX: usize = 1024;
 /// Mappings that one client may have, unless [`Config::mappings_max`] says otherwise.
 pub const MAPPINGS_MAX_DEFAULT: u32 = 16384;
-/// Messages of a client that may come before the server looks.
+/// Messages of a client that may arrive before the server polls.
 const RECEIVES: usize = 16;
-/// Of those, such as need an answer: one is left for a notice's receipt, and one for a goodbye.
+/// Of these, messages that need an answer: one receive is left for a notice's receipt, and one for a goodbye.
 const MESSAGES_MAX: u16 = RECEIVES as u16 - 2;
-/// Messages of a client that it has not acknowledged the answer to. Each has a slot, and no receive is posted that would not get
-/// one: a client cannot make the server hold more. They are three times as many, since a client that goes on at once acknowledges
-/// many answers together (IBTA Vol 1, 9.7.5.1.2), and its next message must find a receive all the same.
+/// Maximum number of messages of a client whose answers it has not acknowledged. Each message has a slot, and the server posts
+/// a receive only if its message would get a slot: a client cannot make the server hold more. There are three times as many
+/// slots as receives, since a client that continues at once acknowledges many answers together (IBTA Vol 1, 9.7.5.1.2), and its
+/// next message must still find a receive.
 const SLOTS: usize = 3 * RECEIVES;
 /// Work requests that a connection may have completions for: receives, sends, a notice, a probe.
 const COMPLETIONS_PER_CONNECTION: usize = RECEIVES + SLOTS + 2;
-/// A holder has so long to let go of a lease that somebody else needs. MS-SMB2 3.3.2.5 has the same; it is less than the 45 s
+/// Time for a holder to release a lease that somebody else needs. MS-SMB2 3.3.2.5 has the same value; it is less than the 45 s
 /// after which Linux takes a file lease away (proc_sys_fs(5), `lease-break-time`).
 pub const BREAK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(35);
 
@@ -72,34 +73,34 @@ const SEND: u64 = 1 << 32;
 const PROBE: u64 = 2 << 32;
 const NOTICE: u64 = 3 << 32;
 
-/// How a server is made.
+/// Settings of a server.
 #[derive(Debug)]
 pub struct Config {
-    /// Addresses and ports.
+    /// Addresses and ports to listen on.
     pub listen: Vec<SocketAddr>,
     /// The key that clients need.
     pub key: Key,
-    /// What is offered.
+    /// The regions that the server offers.
     pub regions: Vec<Region>,
-    /// A client that is silent for so long is taken for dead.
+    /// Time of silence after which a client is taken for dead.
     pub keepalive: Duration,
-    /// A holder has so long to let go of a lease that somebody else needs; then it is taken away.
+    /// Time for a holder to release a lease that somebody else needs; then the server revokes it.
     pub break_timeout: Duration,
-    /// Mappings that one client may have.
+    /// Maximum number of mappings of one client.
     pub mappings_max: u32,
-    /// How the devices are opened.
+    /// Options for opening the devices.
     pub device: rdmux_verbs::Options,
 }
 
-/// Why a server could not be made.
+/// Reason why a server could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The device did not open.
     #[error("cannot listen on {address}: {source}")]
     Open {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The cause.
         source: OpenError,
     },
     /// The port is taken.
@@ -107,15 +108,15 @@ pub enum ServeError {
         "cannot listen on {address}: {source} (choose another port with --listen ADDR:PORT, or end the other server)"
     )]
     Listen {
-        /// Where.
+        /// The address.
         address: SocketAddr,
-        /// Why.
+        /// The cause.
         source: ListenError,
     },
     /// Two regions have one name.
     #[error("two regions are named {0}: name one of them with ,name=NAME")]
     SameName(push::Name),
-    /// Something else.
+    /// Another object could not be created.
     #[error(transparent)]
     Create(#[from] CreateError),
     /// A system call failed.
@@ -123,7 +124,7 @@ pub enum ServeError {
     Io(#[from] io::Error),
 }
 
-/// Ends a server from another thread.
+/// A handle that ends a server from another thread.
 #[derive(Clone, Debug)]
 pub struct Stopper(mpsc::Sender<Done>, Arc<OwnedFd>);
 
@@ -136,11 +137,11 @@ impl Stopper {
 }
 
 fn wake(fd: &OwnedFd) {
-    // Fails only when it was woken 2^64 times without anybody looking.
+    // The write fails only after 2^64 wake-ups that nobody read.
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// What comes back to the server's thread from others.
+/// A message from another thread to the server's thread.
 #[derive(Debug)]
 enum Done {
     Stop,
@@ -148,7 +149,7 @@ enum Done {
     Local(control::Local),
 }
 
-/// Which endpoint, and the QP's number there.
+/// Index of the endpoint, and the QP's number there.
 type ConnectionKey = (usize, u32);
 
 #[derive(Debug)]
@@ -160,41 +161,41 @@ struct Endpoint {
     connections: usize,
 }
 
-/// A client's connection. The fields are in the order in which they have to go.
+/// A client's connection. The fields are in the order in which they must be dropped.
 #[derive(Debug)]
 struct Link {
     key: ConnectionKey,
-    /// By number of the mapping.
+    /// Registered mappings, by number of the mapping.
     mappings: HashMap<u64, MemoryRegion>,
     connection: Connection,
     qp: QueuePair,
-    /// Where messages come in, then a place for each slot's answer, and one for a notice.
+    /// Places for incoming messages, then one for each slot's answer, and one for a notice.
     buffers: Arc<AnonymousMemory>,
     buffers_mr: MemoryRegion,
     free_slots: Vec<usize>,
-    /// When the message came into each slot.
+    /// Arrival time of the message in each slot.
     began: [Option<Instant>; SLOTS],
-    /// Where no receive is posted until a slot is free.
+    /// Places for which no receive is posted until a slot is free.
     idle_receives: Vec<usize>,
     pd: ProtectionDomain,
     probing: bool,
 }
 
-/// What carries out what the service decides.
+/// The driver, which carries out what the service decides.
 #[derive(Debug)]
 struct Hands {
     endpoints: Vec<Endpoint>,
-    /// By number of the client.
+    /// Connections, by number of the client.
     links: HashMap<u64, Link>,
-    /// Numbers of the clients.
+    /// Numbers of the clients, by connection.
     numbers: HashMap<ConnectionKey, u64>,
-    /// Failed connections, and when they go. The oldest is first.
+    /// Failed connections, and when each is dropped. The oldest is first.
     lingering: VecDeque<(Instant, Link)>,
     workers: Workers,
     /// Watches of files, by number of the region.
     files: HashMap<usize, FileWatch>,
     metrics: Metrics,
-    /// Jobs that carried bytes by message.
+    /// Number of jobs that carried bytes by message.
     jobs_by_message: u64,
 }
 
@@ -203,15 +204,15 @@ struct Hands {
 pub struct Server {
     service: Service<Hands>,
     began: Instant,
-    /// The endpoint that is looked at next.
+    /// The endpoint to poll next.
     next_endpoint: usize,
-    /// When live clients are probed.
+    /// Schedule for probing live clients.
     probes: Probes,
     wake: Arc<OwnedFd>,
     done_tx: mpsc::Sender<Done>,
     done_rx: mpsc::Receiver<Done>,
     waiting: Waiting,
-    /// Processor time of the server's thread when it was last booked.
+    /// Processor time of the server's thread at the last booking.
     booked_ns: u64,
     stop: bool,
 }
@@ -236,7 +237,7 @@ impl Server {
         });
         let mut endpoints: Vec<Endpoint> = Vec::new();
         for address in config.listen {
-            // One device serves several ports of an address.
+            // Several ports of an address share one device.
             let known = endpoints.iter().find(|e| e.address.ip() == address.ip());
             let device = match known {
                 Some(endpoint) => endpoint.device.clone(),
@@ -288,17 +289,17 @@ impl Server {
         })
     }
 
-    /// What is offered.
+    /// Returns the regions that the server offers.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.service.shared.regions
     }
 
-    /// What it counts and measures, to be read while it runs.
+    /// Returns the server's metrics, which can be read while it runs.
     pub fn metrics(&self) -> Metrics {
         self.service.driver.metrics.clone()
     }
 
-    /// The ways to durability that clients are offered of a region.
+    /// Returns the ways to durability that the server offers to clients of a region.
     pub fn ways(&self, region: &Region) -> Ways {
         let device = self
             .service
@@ -312,12 +313,12 @@ impl Server {
         )
     }
 
-    /// How the devices get at a region's bytes: for clients of any of them.
+    /// Returns how the devices access a region's bytes: the costliest way among all devices.
     pub fn reach(&self, region: &Region) -> Reach {
         self.service.driver.reach(region)
     }
 
-    /// Works on the regions from elsewhere.
+    /// Returns a handle for operations on the regions from another thread.
     pub fn control(&self) -> Control {
         Control {
             server: self.done_tx.clone(),
@@ -325,12 +326,12 @@ impl Server {
         }
     }
 
-    /// Ends this server from elsewhere.
+    /// Returns a handle that ends this server from another thread.
     pub fn stopper(&self) -> Stopper {
         Stopper(self.done_tx.clone(), self.wake.clone())
     }
 
-    /// The service's time.
+    /// Returns the service's time.
     fn now(&self) -> Duration {
         self.began.elapsed()
     }
@@ -367,7 +368,7 @@ impl Server {
     ) -> Result<(), Box<dyn std::error::Error>> {
         let nonce = random_nonce()?;
         let endpoint = &mut self.service.driver.endpoints[at];
-        // A domain for each client: no key of one is good for another.
+        // Each client has its own domain: no key of one client is valid for another.
         let pd = endpoint.device.alloc_pd()?;
         let mut options = QpOptions::new(&endpoint.cq);
         options.max_send_wr = SLOTS as u32 + 2;
@@ -424,7 +425,7 @@ impl Server {
         } else if wc.wr_id == PROBE {
             link.probing = false;
         } else if wc.wr_id == NOTICE {
-            // Its place is free when the client says that it has taken it.
+            // The notice's place stays in use until the client says that it has taken the notice.
         } else if wc.wr_id & SEND != 0 {
             let slot = (wc.wr_id & !SEND) as usize;
             self.service.handle_sent(now, client, slot);
@@ -442,8 +443,8 @@ impl Server {
         }
     }
 
-    /// Books what this thread has taken of a processor since the last time, and `others_ns` of other threads, on bytes by message, or on
-    /// nothing.
+    /// Books the processor time of this thread since the last booking, and `others_ns` of other threads, on bytes by message,
+    /// or on nothing.
     fn book(&mut self, by_message: bool, others_ns: u64) {
         let now_ns = work::thread_cpu_ns();
         if by_message {
@@ -453,13 +454,14 @@ impl Server {
         self.booked_ns = now_ns;
     }
 
-    /// Does what is due; returns when it wants to be called again, if nothing comes before. `None`: not at all.
+    /// Does what is due; returns when to call again if nothing happens before, or `None` if no call is needed.
     fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
         let since = now.saturating_duration_since(self.began);
         let is_anybody_there = !self.service.driver.links.is_empty();
         if self.probes.are_due(now, is_anybody_there) {
-            // All at once, so that the machine wakes up once. A WRITE of nothing is answered by the peer's NIC alone; who has
-            // not answered the last one by now was silent for half of the keep-alive time, and before it for no more than that.
+            // Probes all clients at once, so that the machine wakes up once. The peer's NIC alone answers an empty WRITE. A
+            // client that has not answered the last probe by now has been silent for half of the keep-alive time, and before it
+            // for no more than that.
             let clients: Vec<u64> = self.service.driver.links.keys().copied().collect();
             for client in clients {
                 if !self.service.is_ready(client) {
@@ -489,7 +491,7 @@ impl Server {
     }
 }
 
-/// Rights that mean something on a device: what it does not have nobody can use.
+/// Returns the rights that a device supports: nobody can use a right that it lacks.
 fn rights_on(device: &Device) -> Access {
     let mut rights = Access::all();
     let features = device.features();
@@ -501,7 +503,7 @@ fn rights_on(device: &Device) -> Access {
     rights
 }
 
-/// Whether a device reaches other memory, but not this: a file, or pages that its driver does not take.
+/// Returns whether a device reaches other memory, but not this: a file, or pages that its driver does not accept.
 fn is_out_of_reach(error: &RegisterError) -> bool {
     match error {
         RegisterError::NotMapped => true,
@@ -522,7 +524,7 @@ impl Hands {
             .endpoints
             .iter()
             .map(|endpoint| region.reach(&endpoint.device));
-        // The one that costs the most.
+        // The costlier of two.
         let worst = |a: Reach, b: Reach| match (a, b) {
             (Reach::Processor, _) | (_, Reach::Processor) => Reach::Processor,
             (Reach::OnDemand, _) | (_, Reach::OnDemand) => Reach::OnDemand,
@@ -546,12 +548,12 @@ impl Driver for Hands {
         let device = link.pd.device();
         let reach = map.region.reach(device);
         let mut possible = rights_on(device);
-        // A device's own FLUSH does not bring to the medium what it wrote to the page cache.
+        // A device's own FLUSH does not bring bytes that it wrote to the page cache to the medium.
         possible.set(
             Access::FLUSH_PERSISTENT,
             possible.contains(Access::FLUSH_PERSISTENT) && reach == Reach::Direct,
         );
-        // The offset in the region is the address, so that both ends speak of the same numbers.
+        // The address is the offset in the region, so that both ends use the same numbers.
         let registered = link
             .pd
             .reg_mr(memory, map.offset, map.length, map.offset, rights & possible);
@@ -581,7 +583,7 @@ impl Driver for Hands {
 
     fn deregister(&mut self, client: u64, mapping: u64) {
         let links = &mut self.links;
-        // When the region is gone the responder was in no access, and begins none.
+        // Once the memory region is gone, the responder is in no access to it, and begins none.
         if let Some(mr) = links
             .get_mut(&client)
             .and_then(|link| link.mappings.remove(&mapping))
@@ -648,19 +650,19 @@ impl Driver for Hands {
 }
 
 impl Link {
-    /// A slot for the message that came in at `place`, where the next may come as long as there is a slot for each.
+    /// Takes a slot for the message that came in at `place`, and posts receives again as long as there is a slot for each.
     fn take_slot(&mut self, place: usize) -> Option<usize> {
         let slot = self.free_slots.pop();
         if let Some(slot) = slot {
             self.began[slot] = Some(Instant::now());
         }
         self.idle_receives.push(place);
-        // A receive that is refused: the connection is at its end, as its completions will say.
+        // If a receive is refused, the connection is at its end, as its completions will say.
         self.post_receives();
         slot
     }
 
-    /// A slot's answer was acknowledged. False: the connection takes nothing any more.
+    /// Frees a slot whose answer was acknowledged. Returns false if the connection accepts nothing more.
     fn give_back(&mut self, slot: usize) -> bool {
         self.free_slots.push(slot);
         self.post_receives()
@@ -678,7 +680,7 @@ impl Link {
         true
     }
 
-    /// Sends a message from a place among the buffers.
+    /// Sends a message from a place in the buffers.
     fn emit(&self, place: usize, wr_id: u64, request: u64, message: &Message) -> bool {
         let mut bytes = Vec::with_capacity(256);
         message.emit(request, &mut bytes);

@@ -1,8 +1,8 @@
-//! When clients are probed.
+//! Schedule for probing clients.
 
 use std::time::{Duration, Instant};
 
-/// The time of the next probes. There is none while there is nobody to probe: a server without clients has no timer.
+/// The time of the next probes. There is none without clients: a server without clients has no timer.
 #[derive(Debug)]
 pub(super) struct Probes {
     period: Duration,

@@ -1,4 +1,4 @@
-//! What clients ask for, and what leases make of it.
+//! Clients' requests, and how leases decide on them.
 
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -13,18 +13,18 @@ use super::session::{Action, EndReason, Map, Ordinary};
 use super::work::{Task, Ticket};
 use super::{CLOSING_TIMEOUT, Event};
 
-/// Owners of local operations have this bit; clients' numbers never get so far.
+/// Bit set in the owners of local operations; clients' numbers never become so large.
 const LOCAL: u64 = 1 << 63;
 
-/// What waits for a lease.
+/// A request that waits for a lease.
 #[derive(Debug)]
 pub(super) enum Pending {
     Map(Ticket, Map),
     Write(Ticket, Ordinary, Vec<u8>, Placement),
     Read(Ticket, Ordinary),
-    /// An operation of the server's own, and who hears that it may begin.
+    /// An operation of the server's own, and the channel that reports that it may begin.
     Local(u64, mpsc::Sender<u64>),
-    /// Somebody outside wants the file of the region of that number.
+    /// A program outside of the server that wants the file of the region with this number.
     Outside(usize, push::Access),
 }
 
@@ -41,7 +41,7 @@ impl Pending {
     }
 }
 
-/// A client that is welcome once nothing of its earlier connections runs.
+/// A client that is welcome once no job of its earlier connections runs.
 #[derive(Debug)]
 pub(super) struct Welcoming {
     id: [u8; 16],
@@ -56,7 +56,7 @@ impl Welcoming {
 }
 
 impl<D: Driver> Service<D> {
-    /// A client's message has come into one of its slots, which takes the next when this one is answered.
+    /// Handles a client's message. Its slot takes the next message when this one is answered.
     pub fn handle_message(&mut self, now: Duration, key: u64, slot: usize, message: &[u8]) {
         self.now = now;
         let Some(client) = self.clients.get_mut(&key) else {
@@ -106,7 +106,7 @@ impl<D: Driver> Service<D> {
                 placement,
             } => {
                 let Some(mapping) = client.mappings.get(&mapping) else {
-                    // It is being made: nobody knows its number yet.
+                    // The mapping is being made: nobody knows its number yet.
                     let answer = Message::Error {
                         code: ErrorCode::Protocol,
                         text: format!("no mapping {mapping}"),
@@ -172,8 +172,8 @@ impl<D: Driver> Service<D> {
         regions.iter().position(|r| Arc::ptr_eq(r, region)).unwrap_or(0)
     }
 
-    /// The client has shown the key. What it mapped before is revoked, and what it wrote before is done, when it hears that
-    /// it is welcome.
+    /// Handles a client that has proved that it has the key. When the client receives its welcome, its earlier mappings are
+    /// revoked and its earlier writes are done.
     fn welcome(&mut self, ticket: Ticket, id: [u8; 16]) {
         let Some(client) = self.clients.get_mut(&ticket.client) else {
             return;
@@ -223,7 +223,7 @@ impl<D: Driver> Service<D> {
             offset: ordinary.offset,
             length: ordinary.length,
             access,
-            // It is over soon and keeps nobody out but those who want to be alone.
+            // The operation ends soon, and keeps out only those that want to be alone.
             share: push::Access::all(),
         }
     }
@@ -240,7 +240,7 @@ impl<D: Driver> Service<D> {
             access: map.access,
             share: map.share,
         };
-        // Before anybody is asked to go for it.
+        // Checks this before any holder is asked to release a lease.
         if let Err(failure) = self.check_outside(&map) {
             return self.fail(Pending::Map(ticket, map), failure);
         }
@@ -248,8 +248,7 @@ impl<D: Driver> Service<D> {
         self.claim(claim, conflict, Pending::Map(ticket, map));
     }
 
-    /// Another connection that wrote for the same upload is ended: it is a client that died, or one that must not write any
-    /// more.
+    /// Ends another connection that wrote for the same upload: its client died, or must not write any more.
     fn take_over(&mut self, key: u64, map: &Map) {
         let same = |mapping: &Mapping| {
             let overlaps =
@@ -266,7 +265,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Goes on with `pending` when it has its lease.
+    /// Requests a lease for `pending`, and continues with it once it has the lease.
     pub(super) fn claim(&mut self, claim: Claim, conflict: Conflict, pending: Pending) {
         let kind = match pending {
             Pending::Map(..) => Kind::Mapping,
@@ -321,7 +320,7 @@ impl<D: Driver> Service<D> {
             Pending::Map(ticket, map) => {
                 let client = self.clients.get(&ticket.client);
                 if !client.is_some_and(|client| client.session.is_live(map.mapping)) {
-                    // It was ended before it was made.
+                    // The mapping was ended before it was made.
                     self.leases.release(self.now, lease);
                     let text = format!("mapping {} was ended before it was made", map.mapping);
                     return self.fail(Pending::Map(ticket, map), (ErrorCode::Revoked, text));
@@ -417,7 +416,7 @@ impl<D: Driver> Service<D> {
         Ok(registered)
     }
 
-    /// Makes a mapping's keys invalid, and then lets others have its range. Returns whether they were valid.
+    /// Invalidates a mapping's keys, and then lets others have its range. Returns whether the keys were valid.
     fn revoke(&mut self, key: u64, mapping: u64) -> bool {
         let client = self.clients.get_mut(&key);
         let Some(lease) = client
@@ -433,9 +432,9 @@ impl<D: Driver> Service<D> {
         true
     }
 
-    /// Does what the lease table wants.
+    /// Carries out the effects of the lease table.
     pub(super) fn carry_out(&mut self) {
-        // What an effect leads to may have effects: they are the outermost caller's, however many there are.
+        // An effect may lead to more effects: the outermost call carries out all of them.
         if std::mem::replace(&mut self.carrying_out, true) {
             return;
         }
@@ -483,7 +482,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Tells a client what has become of a mapping.
+    /// Notifies a client of a change to a mapping.
     fn changed(&mut self, key: u64, mapping: u64, kind: ChangeKind, ms: u32) {
         if let Some(client) = self.clients.get_mut(&key) {
             client.changes.insert(mapping, Change { mapping, kind, ms });
@@ -491,7 +490,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Sends what there is to tell, unless the client has not taken the last notice: then it has no receive for another.
+    /// Sends pending changes, unless the client has not taken the last notice: then it has no receive for another.
     fn notify(&mut self, key: u64) {
         let Some(client) = self.clients.get_mut(&key) else {
             return;
@@ -510,7 +509,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// A claim of a new owner on all of a region.
+    /// Returns a claim of a new owner on all of a region.
     pub(super) fn local_claim(&mut self, region: usize, access: push::Access, share: push::Access) -> Claim {
         self.locals_so_far += 1;
         Claim {
@@ -523,8 +522,8 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Somebody who has the server wants a region for itself: `reply` hears the operation's number when it may begin, for
-    /// [`Service::handle_local_end`]. Nothing when there is no such region.
+    /// Handles a request of the program that runs the server to have a region for itself. When the operation may begin, `reply`
+    /// receives its number, for [`Service::handle_local_end`]; `reply` receives nothing if there is no such region.
     pub fn handle_local(
         &mut self,
         now: Duration,
@@ -542,7 +541,7 @@ impl<D: Driver> Service<D> {
         self.claim(claim, Conflict::Break, Pending::Local(number, reply));
     }
 
-    /// An operation of the server's own is over.
+    /// Handles the end of an operation of the server's own.
     pub fn handle_local_end(&mut self, now: Duration, number: u64) {
         self.now = now;
         self.end_local(number);

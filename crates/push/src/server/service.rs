@@ -1,5 +1,5 @@
-//! The service itself: clients, their mappings, and who has to let go for whom. No I/O and no clock: messages and time come
-//! in, and what is to be done with memory and connections is asked of a [`Driver`].
+//! The service itself: clients, their mappings, and who must release a range for whom. No I/O and no clock: the caller passes
+//! messages and time in, and the service acts on memory and connections through a [`Driver`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -17,27 +17,27 @@ use super::work::{Finished, Job, Task, Ticket};
 use super::{Event, HANDSHAKE_TIMEOUT};
 use crate::region::Mapped;
 
-/// Where a message goes out, and so what comes back when it has left.
+/// The place that an outgoing message takes, and so what the driver reports when the message has left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slot {
     /// The answer to the message that came into this slot.
     Answer(usize),
-    /// A notice, of which one is under way at a time.
+    /// A notice, of which one is in flight at a time.
     Notice,
 }
 
-/// How a client reaches a mapping.
+/// A client's way to a mapping.
 #[derive(Clone, Copy, Debug)]
 pub struct Registered {
-    /// By RDMA, there; `None`: by message alone, through the server's processor.
+    /// The extent that RDMA reaches; `None` if only messages reach the mapping, through the server's processor.
     pub extent: Option<Extent>,
-    /// The ways to durability that are offered.
+    /// The ways to durability that the server offers.
     pub ways: Ways,
 }
 
-/// What a [`Service`] needs of the world. Everything has happened when its call returns.
+/// The operations that a [`Service`] needs from outside. Each has taken full effect when it returns.
 pub trait Driver {
-    /// Registers the memory of a mapping for a client. An error says why not.
+    /// Registers the memory of a mapping for a client. The error is the reason.
     fn register(
         &mut self,
         client: u64,
@@ -46,31 +46,31 @@ pub trait Driver {
         rights: Access,
     ) -> Result<Registered, String>;
 
-    /// Makes the keys of a mapping invalid. When this returns nothing reaches the memory through them, and what was on its way
-    /// is there: the revocation point.
+    /// Invalidates the keys of a mapping. When this returns, nothing reaches the memory through them, and what was in flight is
+    /// placed: the revocation point.
     fn deregister(&mut self, client: u64, mapping: u64);
 
-    /// Sends. False: the connection takes nothing any more.
+    /// Sends a message. Returns false if the connection accepts nothing more.
     fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool;
 
-    /// Makes a slot ready for the next message. False: the connection takes nothing any more.
+    /// Makes a slot ready for the next message. Returns false if the connection accepts nothing more.
     fn receive(&mut self, client: u64, slot: usize) -> bool;
 
-    /// Ends a connection: nothing of it does anything any more. One that `failed` may stay for a moment to say why.
+    /// Ends a connection, which then does nothing more. A connection that `failed` may stay for a moment to report why.
     fn disconnect(&mut self, client: u64, failed: bool);
 
-    /// Does a job, and returns what came of it; or gives it to somebody and calls [`Service::finished`] later. Jobs of one
-    /// region that change or read it are done in order.
+    /// Runs a job and returns its result, or hands it on and calls [`Service::finished`] later. Jobs that change or read the
+    /// same region run in order.
     fn work(&mut self, job: Job) -> Option<Finished>;
 
-    /// Lets programs of the host go on that wait for the file of the region of that number.
+    /// Lets programs of the host continue that wait for the file of the region with this number.
     fn let_others(&mut self, region: usize);
 
-    /// Whether no program of the host has the file of the region of that number open.
+    /// Returns whether no program of the host has the file of the region with this number open.
     fn is_alone(&mut self, region: usize) -> bool;
 }
 
-/// A mapping. Without its lease it is no longer reached, and can only be flushed.
+/// A mapping. Without its lease it cannot be accessed, and can only be flushed.
 #[derive(Debug)]
 pub(super) struct Mapping {
     pub(super) lease: Option<LeaseId>,
@@ -87,22 +87,22 @@ pub(super) struct Client {
     pub(super) peer: IpAddr,
     pub(super) session: Session,
     pub(super) mappings: BTreeMap<u64, Mapping>,
-    /// The handshake, or the last message, must be done by then.
+    /// Deadline of the handshake, or of the last message.
     pub(super) deadline: Option<Duration>,
-    /// The end, once the last message has left.
+    /// Reason of the end, which follows once the last message has left.
     pub(super) closing: Option<EndReason>,
-    /// Who it is over several connections; zeros when it has not said.
+    /// Name of the client over several connections; zeros if it has given none.
     pub(super) id: [u8; 16],
-    /// What it is to be told of its mappings: of each the last that happened.
+    /// Changes to notify the client of: the last one of each mapping.
     pub(super) changes: BTreeMap<u64, Change>,
-    /// The notice that it has not taken yet.
+    /// Number of the notice that the client has not taken yet.
     pub(super) notice: Option<u64>,
     pub(super) notices_so_far: u64,
-    /// It has ended: for its jobs that take long.
+    /// Set when the client has ended; its long jobs read it.
     pub(super) gone: Arc<AtomicBool>,
 }
 
-/// Jobs of a client that are not done and change or read a region.
+/// Jobs of a client that change or read a region and are not done.
 #[derive(Debug)]
 struct Running {
     /// The client's name over several connections.
@@ -110,36 +110,36 @@ struct Running {
     jobs: usize,
 }
 
-/// All sessions of a server, and the leases between them. Give it what happens, by the `handle_*` methods and
-/// [`Service::finished`]; it calls the [`Driver`] from within. Call [`Service::handle_timeout`] at [`Service::poll_timeout`].
-/// `now` counts from any moment.
+/// All sessions of a server, and the leases between them. The caller reports events through the `handle_*` methods and
+/// [`Service::finished`], which call the [`Driver`], and calls [`Service::handle_timeout`] at [`Service::poll_timeout`]. `now`
+/// counts from any fixed moment.
 #[derive(Debug)]
 pub struct Service<D> {
     pub(super) driver: D,
     pub(super) shared: Arc<Shared>,
-    /// The moment of the call that is being answered.
+    /// Time of the call in progress.
     pub(super) now: Duration,
     pub(super) clients: BTreeMap<u64, Client>,
     clients_so_far: u64,
     pub(super) leases: Leases,
     pub(super) carrying_out: bool,
-    /// Mappings by their lease: client and number.
+    /// Client and number of each mapping, by lease.
     pub(super) leased: HashMap<LeaseId, (u64, u64)>,
-    /// What waits for a lease.
+    /// Requests that wait for a lease.
     pub(super) pending: HashMap<LeaseId, Pending>,
-    /// Clients whose earlier connections' jobs are not done.
+    /// Clients whose jobs from earlier connections are not done.
     pub(super) welcoming: Vec<Welcoming>,
     running: HashMap<u64, Running>,
-    /// Local operations by their number.
+    /// Leases of local operations, by number.
     pub(super) locals: HashMap<u64, LeaseId>,
     pub(super) locals_so_far: u64,
-    /// Regions whose file others may have open, and what for.
+    /// Regions whose file others may have open, and the access that they have.
     pub(super) open: HashMap<usize, rdmux_wire::push::Access>,
     pub(super) events: Vec<Event>,
 }
 
 impl<D: Driver> Service<D> {
-    /// A service without clients, whose mappings' holders have `break_timeout` to let go.
+    /// Creates a service without clients. Holders of mappings have `break_timeout` to release them.
     pub fn new(driver: D, shared: Arc<Shared>, break_timeout: Duration) -> Service<D> {
         Service {
             driver,
@@ -160,7 +160,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// A client has connected; `nonce` is random. Returns its number, which no other gets.
+    /// Handles a new connection; `nonce` is random. Returns the client's number, which no other client gets.
     pub fn handle_connected(&mut self, now: Duration, peer: IpAddr, nonce: [u8; 32]) -> u64 {
         self.now = now;
         self.clients_so_far += 1;
@@ -180,7 +180,7 @@ impl<D: Driver> Service<D> {
         self.clients_so_far
     }
 
-    /// An answer has left: its slot can take the next message.
+    /// Handles an answer that has left: its slot can take the next message.
     pub fn handle_sent(&mut self, now: Duration, client: u64, slot: usize) {
         self.now = now;
         let Some(known) = self.clients.get_mut(&client) else {
@@ -192,7 +192,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// A connection failed, or ended: why, if its queue pair knows.
+    /// Handles a connection that failed or ended; `status` is the cause, if the queue pair knows it.
     pub fn handle_disconnected(&mut self, now: Duration, client: u64, status: Option<Status>) {
         self.now = now;
         if let Some(known) = self.clients.get(&client) {
@@ -201,19 +201,19 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// A client does not answer.
+    /// Handles a client that does not answer.
     pub fn handle_dead(&mut self, now: Duration, client: u64) {
         self.now = now;
         self.end(client, EndReason::Dead);
     }
 
-    /// A connection takes nothing any more.
+    /// Handles a connection that accepts nothing more.
     pub fn handle_lost(&mut self, now: Duration, client: u64) {
         self.now = now;
         self.end(client, EndReason::Failed("connection lost".into()));
     }
 
-    /// What is due now is done.
+    /// Does what is due at `now`.
     pub fn handle_timeout(&mut self, now: Duration) {
         self.now = now;
         let mut late = Vec::new();
@@ -230,18 +230,18 @@ impl<D: Driver> Service<D> {
         self.carry_out();
     }
 
-    /// When [`Service::handle_timeout`] wants to be called.
+    /// Returns when the caller must call [`Service::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Duration> {
         let deadlines = self.clients.values().filter_map(|client| client.deadline);
         deadlines.chain(self.leases.next_timeout()).min()
     }
 
-    /// What has happened, for people to read.
+    /// Returns the new events, for people to read.
     pub fn poll_events(&mut self) -> impl Iterator<Item = Event> + '_ {
         self.events.drain(..)
     }
 
-    /// The server ends.
+    /// Ends all clients, as the server ends.
     pub fn shut_down(&mut self, now: Duration) {
         self.now = now;
         for client in self.clients.keys().copied().collect::<Vec<_>>() {
@@ -249,7 +249,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Forgets everything, as a process does that ends: nothing is said or done about it.
+    /// Forgets everything, as when a process ends: without an event or a call of the driver.
     pub fn forget(&mut self) {
         self.clients.clear();
         self.leases.clear();
@@ -262,24 +262,24 @@ impl<D: Driver> Service<D> {
         self.events.clear();
     }
 
-    /// What it was made with.
+    /// Returns the driver.
     pub fn driver(&self) -> &D {
         &self.driver
     }
 
-    /// What it was made with.
+    /// Returns the driver.
     pub fn driver_mut(&mut self) -> &mut D {
         &mut self.driver
     }
 
-    /// Whether a client has shown that it has the key.
+    /// Returns whether a client has proved that it has the key.
     pub fn is_ready(&self, client: u64) -> bool {
         self.clients
             .get(&client)
             .is_some_and(|known| known.session.is_ready())
     }
 
-    /// Clients that have not shown yet that they have the key.
+    /// Returns the number of clients that have not yet proved that they have the key.
     pub fn half_open(&self) -> usize {
         self.clients
             .values()
@@ -287,7 +287,7 @@ impl<D: Driver> Service<D> {
             .count()
     }
 
-    /// Clients so far.
+    /// Returns the number of clients so far.
     pub fn clients_so_far(&self) -> u64 {
         self.clients_so_far
     }
@@ -311,7 +311,7 @@ impl<D: Driver> Service<D> {
             return;
         };
         known.gone.store(true, Ordering::Relaxed);
-        // The mappings first: from here on nothing of the client reaches a region, and only then may others.
+        // The mappings end first: once nothing of the client reaches a region any more, others may.
         let mut mappings = 0;
         for (mapping, known) in &mut known.mappings {
             if let Some(lease) = known.lease.take() {
@@ -356,7 +356,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// A job is done.
+    /// Handles a job that is done.
     pub fn finished(&mut self, now: Duration, finished: Finished) {
         self.now = now;
         self.job_finished(finished);
@@ -383,7 +383,7 @@ impl<D: Driver> Service<D> {
         self.welcome_all();
     }
 
-    /// Whether something runs for a client of that name, on a connection other than this.
+    /// Returns whether a job runs for the client of this name on a connection other than `but`.
     pub(super) fn runs_for(&self, id: [u8; 16], but: u64) -> bool {
         self.running
             .iter()
@@ -392,7 +392,7 @@ impl<D: Driver> Service<D> {
 }
 
 impl Client {
-    /// What ended a connection whose queue pair says this.
+    /// Returns why a connection ended whose queue pair reports `status`.
     fn why_ended(&self, status: Option<Status>) -> EndReason {
         let fault = self.mappings.values().find_map(|mapping| {
             let fault = mapping.memory.fault()?;

@@ -1,4 +1,4 @@
-//! One client's side of the server: what its messages mean. No I/O.
+//! The server's side of one client: the meaning of its messages. No I/O.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use crate::key::{Key, Role, Transcript};
 use crate::region::Region;
 use crate::server::service::Registered;
 
-/// What all sessions of a server share.
+/// State that all sessions of a server share.
 #[derive(Debug)]
 pub struct Shared {
     /// The key that clients need.
     pub key: Key,
-    /// What is offered.
+    /// The regions that the server offers.
     pub regions: Vec<Arc<Region>>,
-    /// A client that is silent for so long is taken for dead.
+    /// Time of silence after which a client is taken for dead.
     pub keepalive_ms: u32,
     /// Mappings that one client may hold.
     pub mappings_max: u32,
@@ -34,7 +34,7 @@ impl Shared {
     }
 }
 
-/// What is to be done about a message.
+/// The action that a message requires.
 #[derive(Debug)]
 pub enum Action {
     /// Answer it.
@@ -65,11 +65,11 @@ pub enum Action {
     Write(Ordinary, Vec<u8>, Placement),
     /// Read, then answer with [`Message::Bytes`].
     Read(Ordinary),
-    /// The notice of this number was taken; there is no answer.
+    /// The client has taken the notice of this number; there is no answer.
     Noticed(u64),
     /// Compute the checksum, then answer with [`Message::Checksummed`].
     Checksum {
-        /// Of what.
+        /// The region.
         region: Arc<Region>,
         /// First byte.
         offset: u64,
@@ -85,30 +85,30 @@ pub enum Action {
 pub struct Ordinary {
     /// Number of the region.
     pub number: usize,
-    /// Of what.
+    /// The region.
     pub region: Arc<Region>,
     /// First byte.
     pub offset: u64,
     /// Bytes.
     pub length: u64,
-    /// What if a lease stands against it.
+    /// Treatment of a conflicting lease.
     pub conflict: Conflict,
 }
 
 /// A mapping to make, checked.
 #[derive(Debug)]
 pub struct Map {
-    /// Its number.
+    /// Number of the mapping.
     pub mapping: u64,
     /// Number of the region.
     pub number: usize,
-    /// Of what.
+    /// The region.
     pub region: Arc<Region>,
-    /// What for.
+    /// Access of the mapping.
     pub access: Access,
-    /// What others may do there meanwhile.
+    /// Access that others may have there meanwhile.
     pub share: Access,
-    /// What if a lease stands against it.
+    /// Treatment of a conflicting lease.
     pub conflict: Conflict,
     /// First byte.
     pub offset: u64,
@@ -118,7 +118,7 @@ pub struct Map {
     pub transfer: u64,
 }
 
-/// Why a connection ended.
+/// Reason why a connection ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EndReason {
     /// The client said goodbye.
@@ -133,13 +133,13 @@ pub enum EndReason {
     Protocol(String),
     /// The handshake took too long.
     HandshakeTimeout,
-    /// The client disconnected without a goodbye, or those who share its address did when it died.
+    /// The client disconnected without a goodbye, or those that share its address disconnected it when it died.
     Disconnected,
-    /// The client's NIC does not answer any more.
+    /// The client's NIC no longer answers.
     Dead,
     /// The connection failed: an access outside of a mapping, or memory that failed.
     Failed(String),
-    /// Another connection goes on with its upload.
+    /// Another connection continues its upload.
     TakenOver,
     /// The client connected again.
     ConnectedAgain,
@@ -166,14 +166,14 @@ impl std::fmt::Display for EndReason {
     }
 }
 
-/// What a session knows of a mapping.
+/// A session's record of a mapping.
 #[derive(Debug)]
 struct Known {
     number: usize,
     access: Access,
     offset: u64,
     length: u64,
-    /// Its keys are valid, or will be when it is made.
+    /// Set while the keys are valid, or will be once the mapping is made.
     live: bool,
 }
 
@@ -185,8 +185,8 @@ enum State {
     Ended,
 }
 
-/// A client's session. Give each message to [`Session::handle`], in order, and do what it says. When an action takes time,
-/// further messages may be handled meanwhile.
+/// A client's session. The caller passes each message to [`Session::handle`], in order, and performs the action that it
+/// returns. While an action takes time, the session may handle further messages.
 #[derive(Debug)]
 pub struct Session {
     shared: Arc<Shared>,
@@ -197,7 +197,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session with a client of whom nothing is known; `nonce` is random.
+    /// Creates a session with an unknown client; `nonce` is random.
     pub fn new(shared: Arc<Shared>, nonce: [u8; 32]) -> Session {
         Session {
             shared,
@@ -208,12 +208,12 @@ impl Session {
         }
     }
 
-    /// Whether the client has shown that it has the key.
+    /// Returns whether the client has proved that it has the key.
     pub fn is_ready(&self) -> bool {
         matches!(self.state, State::Ready)
     }
 
-    /// Takes a message; returns its request id and what is to be done.
+    /// Handles a message; returns its request id and the action that it requires.
     pub fn handle(&mut self, bytes: &[u8]) -> (u64, Action) {
         let (request, message) = match Message::parse(bytes) {
             Ok(parsed) => parsed,
@@ -284,7 +284,7 @@ impl Session {
         Action::Welcome { client }
     }
 
-    /// The client is known and no earlier mapping of it is left; so many were.
+    /// Returns the welcome for a known client of which no earlier mapping is left; `revoked` is the number of those revoked.
     pub fn welcome(&self, revoked: u32) -> Message {
         Message::Welcome {
             keepalive_ms: self.shared.keepalive_ms,
@@ -422,7 +422,7 @@ impl Session {
         }))
     }
 
-    /// The region of that name, which may be accessed so.
+    /// Returns the region of that name, if it allows `access`.
     fn writable(&self, name: &Name, access: Access) -> Result<(usize, &Arc<Region>), Message> {
         let (number, region) = self
             .shared
@@ -485,19 +485,19 @@ impl Session {
         })
     }
 
-    /// A mapping was revoked: it can still be flushed.
+    /// Notes that a mapping was revoked: it can still be flushed.
     pub fn revoked(&mut self, mapping: u64) {
         if let Some(known) = self.mappings.get_mut(&mapping) {
             known.live = false;
         }
     }
 
-    /// Whether a mapping's keys are valid.
+    /// Returns whether a mapping's keys are valid.
     pub fn is_live(&self, mapping: u64) -> bool {
         self.mappings.get(&mapping).is_some_and(|known| known.live)
     }
 
-    /// A mapping was made; or it was not.
+    /// Notes whether a mapping was made, and returns the answer to the client.
     pub fn mapped(&mut self, map: &Map, made: Result<Registered, (ErrorCode, String)>) -> Message {
         match made {
             Ok(registered) => Message::Mapped {

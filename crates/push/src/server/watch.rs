@@ -1,5 +1,6 @@
-//! Programs of the server's own host that open a region's file. The kernel tells of them beforehand and lets them wait; they are
-//! let on when no lease stands against them. As long as they have the file open nobody gets a mapping that does.
+//! Programs of the server's own host that open a region's file. The kernel announces them to the server and makes them wait;
+//! the server lets them continue when no lease conflicts. As long as they have the file open, nobody gets a mapping that
+//! conflicts.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -16,7 +17,7 @@ use super::session::Map;
 use super::{Done, Event, wake};
 use crate::region::{Place, Region};
 
-/// Watches the files of regions. Returns the watches by number of the region, and says which could not be had.
+/// Watches the files of regions. Returns the watches by number of the region, and adds an event for each file that has none.
 pub(super) fn watch(
     regions: &[Arc<Region>],
     server: &mpsc::Sender<Done>,
@@ -60,7 +61,7 @@ pub(super) fn watch(
 }
 
 impl<D: Driver> Service<D> {
-    /// Somebody wants the file of the region of that number, or nobody has it any more.
+    /// Handles a program that wants the file of the region with this number, or the fact that none has it any more.
     pub fn handle_wanted(&mut self, now: Duration, number: usize, wanted: Wanted) {
         self.now = now;
         let access = match wanted {
@@ -68,16 +69,16 @@ impl<D: Driver> Service<D> {
             Wanted::Read => Access::READ,
             Wanted::Write => Access::WRITE,
         };
-        // It keeps nobody out: who does not share with it is asked to go.
+        // The claim keeps nobody out: a holder that does not share with it is asked to release.
         let claim = self.local_claim(number, access, Access::all());
         self.claim(claim, Conflict::Break, Pending::Outside(number, access));
     }
 
-    /// Nothing stands against it any more: whoever wants the file may have it.
+    /// Lets programs have the file for which they wait, as no lease conflicts with it any more.
     pub(super) fn opened(&mut self, number: usize, access: Access) {
         let open = self.open.entry(number).or_default();
         *open |= access;
-        // To let one have it is to let all: a writer may wait for mappings that do not stand against a reader.
+        // Letting one program in lets in all: a writer may wait for mappings that do not conflict with a reader.
         let waits = |pending: &Pending| matches!(pending, Pending::Outside(other, _) if *other == number);
         if self.pending.values().any(waits) {
             return;
@@ -97,7 +98,7 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Whether a mapping can be had beside those who have the file open.
+    /// Checks that a mapping does not conflict with programs that have the file open.
     pub(super) fn check_outside(&mut self, map: &Map) -> Result<(), (ErrorCode, String)> {
         let Some(open) = self.open.get(&map.number) else {
             return Ok(());

@@ -1,5 +1,5 @@
-//! What may wait for a medium: done on threads, so that no client waits for another's disk. One thread a region keeps reads,
-//! writes and flushes of it in order; checksums, which take long, have another.
+//! Jobs that may wait for a medium run on threads, so that no client waits for another's disk. One thread per region runs its
+//! reads, writes and flushes in order; checksums, which take long, have another.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -15,25 +15,25 @@ use super::{Done, wake};
 use crate::crc::crc64_while;
 use crate::region::{Mapped, Region};
 
-/// Whose job it is, and where the answer goes.
+/// A job's client, and where the answer goes.
 #[derive(Clone, Debug)]
 pub(super) struct Ticket {
-    /// The client's number, which is never another's.
+    /// The client's number, which is never reused.
     pub(super) client: u64,
     pub(super) slot: usize,
     pub(super) request: u64,
-    /// To be released when the job is done.
+    /// Lease to release when the job is done.
     pub(super) lease: Option<LeaseId>,
 }
 
-/// What is to be done.
+/// The work of a job.
 #[derive(Debug)]
 pub(super) enum Task {
     Checksum {
         region: Arc<Region>,
         offset: u64,
         length: u64,
-        /// Whether its client has gone: nobody wants it any more.
+        /// Set when the client has gone: nobody wants the checksum then.
         gone: Arc<AtomicBool>,
     },
     Flush {
@@ -55,33 +55,33 @@ pub(super) enum Task {
     },
 }
 
-/// What a [`Service`](super::Service) wants done.
+/// Work that a [`Service`](super::Service) hands to its driver.
 #[derive(Debug)]
 pub struct Job {
     /// Number of the region.
     pub(super) region: usize,
     pub(super) ticket: Ticket,
     pub(super) task: Task,
-    /// It waits for no medium, and for no job before it.
+    /// Set if the job waits for no medium, and for no job before it.
     pub(super) at_once: bool,
-    /// It is one of those that a client is not welcome before they are done.
+    /// Set if the client is welcome on a new connection only after this job is done.
     pub(super) counted: bool,
-    /// It carries bytes that came or go by message, or flushes what did.
+    /// Set if the job carries bytes that come or go by message, or flushes such bytes.
     pub(super) by_message: bool,
 }
 
 impl Job {
-    /// The client that it is done for.
+    /// Returns the client for which the job runs.
     pub fn client(&self) -> u64 {
         self.ticket.client
     }
 
-    /// Whether it takes no longer than processors and their memory do.
+    /// Returns whether the job waits for nothing but processors and their memory.
     pub fn is_immediate(&self) -> bool {
         self.at_once
     }
 
-    /// Does it.
+    /// Runs the job.
     pub fn run(self) -> Finished {
         let answer = self.task.run();
         Finished {
@@ -93,7 +93,7 @@ impl Job {
         }
     }
 
-    /// It could not be begun.
+    /// Returns the failure of a job that could not begin.
     fn failed(self, text: &str) -> Finished {
         let answer = Message::Error {
             code: ErrorCode::Busy,
@@ -116,16 +116,16 @@ pub struct Finished {
     pub(super) answer: Message,
     pub(super) counted: bool,
     pub(super) by_message: bool,
-    /// What it took of a thread's processor time, if it is by message and a thread did it.
+    /// Processor time that a thread took for the job, if it is by message and ran on a thread.
     pub(super) cpu_ns: u64,
 }
 
-/// The threads, each made when it is needed first.
+/// The threads, each started when it is first needed.
 #[derive(Debug)]
 pub(super) struct Workers {
     done: mpsc::Sender<Done>,
     wake: Arc<OwnedFd>,
-    /// By number of the region, and whether it is the one for checksums.
+    /// Queues by number of the region, and whether the thread is the one for checksums.
     threads: HashMap<(usize, bool), mpsc::Sender<Job>>,
 }
 
@@ -138,7 +138,7 @@ impl Workers {
         }
     }
 
-    /// Does a job: at once when it waits for nothing, else on a thread.
+    /// Runs a job: at once if it waits for nothing, otherwise on a thread.
     pub(super) fn submit(&mut self, job: Job) -> Option<Finished> {
         if job.at_once {
             return Some(job.run());
@@ -168,7 +168,7 @@ impl Workers {
                 batch.extend(rx.try_iter());
                 let mut batch = batch.into_iter().peekable();
                 while let Some(mut job) = batch.next() {
-                    // Flushes of one mapping that wait together are one: whatever each covers was placed before.
+                    // Flushes of one mapping that wait together become one: the bytes that each covers were placed before.
                     let mut others = Vec::new();
                     while let Some(other) = batch.next_if(|next| job.task.absorb(&next.task)) {
                         others.push((other.ticket, other.counted));
@@ -199,15 +199,15 @@ impl Workers {
     }
 }
 
-/// The processor time that this thread has had.
+/// Returns the processor time of this thread.
 pub(super) fn thread_cpu_ns() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
 }
 
 impl Task {
-    /// Bytes that it carries which came or go by message; `None`: it has nothing to do with such. `reach` says how devices get at the
-    /// bytes of a flush.
+    /// Returns how many bytes the task carries by message; `None` if it has nothing to do with such bytes. `reach` returns how
+    /// devices access the bytes of a flush.
     pub(super) fn bytes_by_message(&self, reach: impl FnOnce(&Region) -> Reach) -> Option<u64> {
         match self {
             Task::Checksum { .. } => None,
@@ -221,7 +221,7 @@ impl Task {
         matches!(self, Task::Checksum { .. })
     }
 
-    /// Whether it waits for no medium: for processors and their memory at most.
+    /// Returns whether the task waits for no medium: for processors and their memory at most.
     pub(super) fn is_immediate(&self) -> bool {
         let in_memory = |memory: &Mapped| memory.region().domain() != rdmux_wire::push::Domain::File;
         match self {
@@ -236,7 +236,7 @@ impl Task {
         }
     }
 
-    /// Takes another flush of the same mapping in.
+    /// Merges another flush of the same mapping into this one; returns whether it did.
     fn absorb(&mut self, other: &Task) -> bool {
         match (self, other) {
             (
@@ -264,7 +264,7 @@ impl Task {
     }
 
     fn run(self) -> Message {
-        // What panics has not done it; the thread goes on.
+        // A task that panics has failed; the thread continues.
         let run = std::panic::AssertUnwindSafe(|| self.run_inner());
         let failed = std::panic::catch_unwind(run).unwrap_or(Err(Fault::Io(5)));
         failed.unwrap_or_else(|fault| Message::Error {

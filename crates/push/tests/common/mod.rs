@@ -1,4 +1,4 @@
-//! What the tests have in common: a server in a thread, a client that speaks verbs, a file whose flushes can be held.
+//! Common parts of the tests: a server in a thread, a client that speaks verbs, a file whose flushes can be held.
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(missing_docs, reason = "nobody reads the pages of tests")]
 
@@ -48,7 +48,7 @@ pub(crate) fn config(address: &str, regions: Vec<Region>) -> Config {
     }
 }
 
-/// A server in a thread of its own, ended when dropped.
+/// A server on a thread of its own, which ends when this is dropped.
 pub(crate) struct Running {
     pub(crate) address: SocketAddr,
     pub(crate) stopper: Stopper,
@@ -108,7 +108,7 @@ impl Running {
         }
     }
 
-    /// The next end of a connection.
+    /// Returns the next end of a connection.
     pub(crate) fn end(&self) -> (EndReason, usize) {
         loop {
             match self.events.recv_timeout(LONG).expect("the end of a connection") {
@@ -139,7 +139,7 @@ pub(crate) fn crc(bytes: &[u8]) -> u64 {
 
 pub(crate) const RW: Access = Access::READ.union(Access::WRITE);
 
-/// A whole region, to read and write beside others who do.
+/// Returns a request for a whole region, to read and write beside others that do the same.
 pub(crate) fn shared() -> MapRequest {
     MapRequest {
         share: RW,
@@ -154,10 +154,10 @@ pub(crate) struct Raw {
     pub(crate) cq: CompletionQueue,
     pub(crate) memory: Arc<AnonymousMemory>,
     pub(crate) mr: MemoryRegion,
-    /// What came while something else was waited for.
+    /// Messages that came while the test waited for something else.
     pub(crate) messages: RefCell<VecDeque<(u64, Message)>>,
     pub(crate) statuses: RefCell<VecDeque<Status>>,
-    /// What was sent last, and how often it has not been taken yet: all are sent from one place.
+    /// The last bytes sent, and how many sends of them have not completed: all messages are sent from one place.
     pub(crate) sending: RefCell<(Vec<u8>, usize)>,
 }
 
@@ -207,7 +207,7 @@ impl Raw {
         Raw::ready_as(address, [0; 16])
     }
 
-    /// Connects as the client of that name.
+    /// Connects as the client of this name.
     pub(crate) fn ready_as(address: SocketAddr, client: [u8; 16]) -> Raw {
         let raw = Raw::connect(address);
         let mut handshake = Handshake::new(key(), [1; 32], client);
@@ -258,7 +258,7 @@ impl Raw {
         self.receive()
     }
 
-    /// The next message; `None` when the connection ends instead.
+    /// Returns the next message; `None` if the connection ends instead.
     pub(crate) fn receive(&self) -> Option<Message> {
         loop {
             if let Some((_, message)) = self.messages.borrow_mut().pop_front() {
@@ -280,7 +280,7 @@ impl Raw {
         }
     }
 
-    /// Takes a completion; false when the connection has ended.
+    /// Takes a completion; returns false if the connection has ended.
     fn turn(&self) -> bool {
         let wc = self.cq.wait(LONG).unwrap().expect("a completion");
         if wc.wr_id == Raw::SEND {
@@ -329,7 +329,7 @@ impl Raw {
         }
     }
 
-    /// Writes 8 bytes by RDMA, and waits for what becomes of it.
+    /// Writes 8 bytes by RDMA, and returns the status of the write.
     pub(crate) fn write8(&self, va: u64, rkey: RKey) -> Status {
         self.post(Operation::Write { va, rkey, imm: None }, self.mr.sge(0, 8).into());
         self.status()
@@ -346,7 +346,7 @@ pub(crate) fn flush(va: u64, rkey: RKey, placement: Placement) -> Operation {
     }
 }
 
-/// A file whose flushes a test holds, lets go, or fails.
+/// A file whose flushes a test can hold, release, or fail.
 #[derive(Debug)]
 pub(crate) struct Disk {
     pub(crate) memory: AnonymousMemory,

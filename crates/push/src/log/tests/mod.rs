@@ -1,5 +1,5 @@
-//! The writer in a simulated world: servers whose memory forgets what was not flushed, writers that come, die and meet, links
-//! that break. A checker compares what was acknowledged with what the log holds.
+//! The writer in a simulated world: servers that lose what was not flushed, writers that start, die and run at the same time,
+//! links that break. A checker compares what was acknowledged with what the log holds.
 
 mod world;
 
@@ -9,7 +9,7 @@ use self::world::World;
 use super::format::AREA_AT;
 use super::{Action, Settings, What, Writer};
 
-/// Runs of every test run; `RDMUX_LOG_RUNS` for more.
+/// Number of simulations in a test run; `RDMUX_LOG_RUNS` sets a higher one.
 const RUNS: u64 = 600;
 /// Seeds within which each defect must be caught.
 #[cfg(not(debug_assertions))]
@@ -37,13 +37,13 @@ fn log__nothing_acknowledged_is_lost() {
         }
     }
     println!("{seen:?}");
-    // What never happened was not tested.
+    // An event that never happened was not tested.
     if runs >= RUNS {
         seen.assert_all_seen();
     }
 }
 
-/// The rarest takes thousands of runs: part `sim` of ./test has them, optimised.
+/// The rarest defect takes thousands of simulations: part `sim` of ./test runs them, optimised.
 #[cfg(not(debug_assertions))]
 #[test]
 fn log__each_defect_is_caught() {
@@ -68,14 +68,14 @@ fn log__each_defect_is_caught() {
     assert!(missed.is_empty(), "not caught by {SEEDS} seeds: {missed:?}");
 }
 
-/// Does what a writer of one replica wants done with its memory; what is read of the ring gets so many bytes more.
+/// Performs the actions of a writer with one replica on the replica's memory; each read of the ring returns `extra` bytes more.
 fn serve(writer: &mut Writer, memory: &mut [u8], extra: usize) {
     while let Some(action) = writer.poll_action() {
         answer(writer, memory, &action, extra);
     }
 }
 
-/// Does one action with a replica's memory.
+/// Performs one action on a replica's memory.
 fn answer(writer: &mut Writer, memory: &mut [u8], action: &Action, extra: usize) {
     let now = std::time::Duration::ZERO;
     let (replica, session) = (action.replica, action.session);
@@ -114,7 +114,7 @@ fn writer_of_one() -> Writer {
     Writer::new(settings_of_one())
 }
 
-/// Else two writers that create at once could leave a log that is promised on one replica, and never can be opened.
+/// Without this rule, two writers that create a log at once could leave it promised on one replica, and nobody could ever open it.
 #[test]
 fn creation__promises_nothing_after_a_loss_before_all_are_seen_again() {
     let now = std::time::Duration::ZERO;

@@ -11,7 +11,7 @@ use crate::log::{Action, AppendError, Epoch, Event, Over, Settings, What, Writer
 
 type Failure = String;
 
-/// What happened in runs, so that a test that tests nothing is noticed.
+/// Counts of events in simulations, so that a test that tests nothing is noticed.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Seen {
     acknowledged: u64,
@@ -60,18 +60,18 @@ impl Seen {
     }
 }
 
-/// A server's region. What is visible and what is durable differ, by 8 bytes each, until a flush.
+/// A server's region. Visible and durable contents differ, in units of 8 bytes, until a flush.
 struct Server {
     visible: Vec<u8>,
     durable: Vec<u8>,
-    /// All that was written to a unit since it was durable.
+    /// All values written to a unit since it was last durable.
     pending: BTreeMap<usize, Vec<[u8; 8]>>,
     up: bool,
-    /// It answers nothing before this time.
+    /// The server answers nothing before this time.
     stalled_until: u64,
-    /// Sessions that it knows: writer, and the writer's session number.
+    /// Sessions that the server knows: writer, and the writer's session number.
     sessions: Vec<(usize, u64)>,
-    /// The one that may write.
+    /// The session that may write.
     holder: Option<(usize, u64)>,
 }
 
@@ -96,10 +96,10 @@ impl Server {
         }
     }
 
-    /// Any version of each unit may be the one that survives.
+    /// Cuts the power: any version of each unit may survive. Returns the number of units that lost their last version.
     fn cut_power(&mut self, dice: &mut ChaCha8Rng) -> u64 {
         let mut lost = 0;
-        // Often the two extremes: a cache that wrote everything back, or nothing.
+        // Chooses the two extremes often: a cache that wrote everything back, or nothing.
         let bias = dice.next_u64() % 4;
         for (unit, versions) in std::mem::take(&mut self.pending) {
             let survives = match bias {
@@ -120,14 +120,14 @@ impl Server {
         Header::find(&self.visible[..AREA_AT as usize])
     }
 
-    /// Whether it has what was acknowledged before it came, and keeps that over a loss of power. One that is promised to nobody
-    /// may belong to a creation that came to nothing.
+    /// Returns whether the replica has what was acknowledged before it joined, and keeps that over a loss of power. A log that
+    /// is promised to nobody may come from an unfinished creation.
     fn has_say(&self) -> bool {
         let found = Header::find(&self.durable[..AREA_AT as usize]);
         matches!(found, Found::Log(header) if !header.joining && header.promise.term > 0)
     }
 
-    /// The frames of the log that it holds.
+    /// Returns the frames of the log on the server.
     fn frames(&self) -> Vec<(Frame, Vec<u8>)> {
         let Found::Log(header) = self.header() else {
             return Vec::new();
@@ -151,28 +151,28 @@ impl Server {
     }
 }
 
-/// A writer and what its user knows.
+/// A writer and its user's knowledge.
 struct User {
     writer: Writer,
     alive: bool,
-    /// It does nothing before this time.
+    /// The user does nothing before this time.
     paused_until: u64,
     appended: HashMap<u64, Vec<u8>>,
     acknowledged: u64,
     was_ready: bool,
-    /// Records acknowledged to it.
+    /// Number of records acknowledged to this user.
     own: u64,
     full: bool,
-    /// What is on the way to each server, in order, and when the last of it arrives; and on the way back.
+    /// Actions in flight to each server, in order, and the arrival time of the last; then the same for the answers.
     sent: Vec<VecDeque<Action>>,
     sent_until: Vec<u64>,
     back: Vec<VecDeque<Answer>>,
     back_until: Vec<u64>,
-    /// Servers that it cannot reach.
+    /// Set for each server that the user cannot reach.
     cut: Vec<bool>,
 }
 
-/// What comes back from a server.
+/// A server's answer.
 #[derive(Debug)]
 enum Answer {
     Done(Action, Option<Vec<u8>>),
@@ -185,11 +185,11 @@ enum Happening {
     Arrives(usize, usize),
     /// The oldest answer on the way back reaches the writer.
     Answers(usize, usize),
-    /// The writer's timer.
+    /// The writer's timer expires.
     Timer(usize),
     /// A user appends.
     Appends(usize),
-    /// Something breaks, or comes back.
+    /// A random fault begins.
     Fault,
     Restart(usize),
     Heal(usize, usize),
@@ -217,7 +217,7 @@ pub(super) struct World {
     queue: BinaryHeap<Scheduled>,
     servers: Vec<Server>,
     users: Vec<User>,
-    /// What was acknowledged, by sequence number, and the first epoch in which it was: it never changes.
+    /// Acknowledged records by sequence number, each with the first epoch in which it was acknowledged; a record never changes.
     history: BTreeMap<u64, (Epoch, Vec<u8>)>,
     /// The last record that a writer dropped.
     dropped: u64,
@@ -228,7 +228,7 @@ pub(super) struct World {
     seen: Seen,
 }
 
-/// Microseconds.
+/// In microseconds.
 const MS: u64 = 1_000;
 const SECOND: u64 = 1_000 * MS;
 
@@ -268,7 +268,7 @@ impl World {
         self.dice.next_u64() % n
     }
 
-    /// Below `often`, and one time in `n` below `seldom`.
+    /// Returns a number below `often`, and one time in `n` a number below `seldom`.
     fn mostly(&mut self, often: u64, n: u64, seldom: u64) -> u64 {
         let below = if self.below(n) == 0 { seldom } else { often };
         self.below(below)
@@ -280,14 +280,14 @@ impl World {
             .push(Scheduled(time.max(self.now), self.tie, happening));
     }
 
-    /// Runs until faults end, heals everything, and looks whether all is there.
+    /// Runs until faults end, heals everything, and checks that all acknowledged records are there.
     pub(super) fn run(mut self) -> Result<Seen, Failure> {
         self.spawn();
         let span = 2 * SECOND + self.below(8) * SECOND;
         self.at(0, Happening::Fault);
         self.until(span)?;
         self.faults = false;
-        // One after the other, with a loss of power of all servers at once in between: what is acknowledged stays.
+        // Runs new writers one after the other, and cuts the power of all servers in between: acknowledged records survive.
         for round in 0..2 {
             self.heal();
             for user in &mut self.users {
@@ -302,7 +302,7 @@ impl World {
             ));
             let end = self.now + 60 * SECOND;
             while self.now < end && !self.is_well(user) {
-                // What a process had posted before it died may still end its successor.
+                // Requests that a process posted before it died may still end its successor.
                 if !self.users[user].alive {
                     self.spawn();
                     user = self.users.len() - 1;
@@ -331,11 +331,11 @@ impl World {
         Ok(self.seen)
     }
 
-    /// Whether all replicas are in step and records are acknowledged, as far as there is room.
+    /// Returns whether all replicas are in step and records are acknowledged, as far as there is room.
     fn is_well(&self, at: usize) -> bool {
         let user = &self.users[at];
         let in_step = (0..self.servers.len()).all(|at| user.writer.describe(at) == "in step");
-        // A log that is full cannot always be opened.
+        // A full log cannot always be opened.
         let full = user.full || !user.alive && !self.drop_oldest;
         full && !user.alive || user.writer.is_ready() && in_step && (full || user.own > 3)
     }
@@ -350,7 +350,7 @@ impl World {
         }
     }
 
-    /// Tells what happens, for who looks for the cause of a failure.
+    /// Prints what happens, to help find the cause of a failure.
     fn trace(&self, what: std::fmt::Arguments) {
         if self.tracing {
             println!("{:>10} us: {what}", self.now);
@@ -424,7 +424,7 @@ impl World {
         Ok(())
     }
 
-    /// A dead user never comes back; one that is paused does later.
+    /// Returns the time until which a user does nothing: for ever if it is dead, the end of its pause if it is paused.
     fn waits(&self, user: usize) -> Option<u64> {
         let user = &self.users[user];
         if !user.alive {
@@ -472,13 +472,13 @@ impl World {
         self.at(self.now + 10 * MS, Happening::Appends(user));
     }
 
-    /// Forgets what is to happen to the dead.
+    /// Removes the events of dead users.
     fn dismiss(&mut self) {
         let queue = std::mem::take(&mut self.queue);
         self.queue = queue.into_iter().filter(|s| s.0 < u64::MAX / 4).collect();
     }
 
-    /// Takes what a writer wants done and what it says.
+    /// Takes a writer's actions and events.
     fn drive(&mut self, user: usize) -> Result<(), Failure> {
         while let Some(action) = self.users[user].writer.poll_action() {
             let delay = 20 + self.mostly(300, 20, 30 * MS);
@@ -514,9 +514,9 @@ impl World {
                     .records()
                     .filter(|(s, _)| s <= last)
                     .collect();
-                // To open a log that is full, the oldest records go, whoever knows of them.
+                // Opening a full log drops the oldest records, regardless of who knows of them.
                 self.dropped = self.dropped.max(*first - 1);
-                // One that learns late that its epoch began lacks what a later one did, which is none of its business.
+                // A writer that learns late that its epoch began need not have the records of a later epoch.
                 let epoch = self.users[at].writer.epoch();
                 let before = self.history.iter().rev().find(|(_, (other, _))| *other < epoch);
                 if let Some((acknowledged, _)) = before
@@ -577,7 +577,7 @@ impl World {
         Ok(())
     }
 
-    /// What is dropped was acknowledged.
+    /// Checks that every dropped record was acknowledged.
     fn note_dropped(&mut self, first: u64) -> Result<(), Failure> {
         for sequence in self.dropped + 1..first {
             if !self.history.contains_key(&sequence) {
@@ -605,7 +605,7 @@ impl World {
     }
 
     fn arrives(&mut self, user: usize, at: usize) {
-        // What a dead process had posted may still arrive.
+        // Requests that a dead process posted may still arrive.
         let cut = self.users[user].cut[at];
         let server = &mut self.servers[at];
         if server.stalled_until > self.now && !cut {
@@ -686,7 +686,7 @@ impl World {
         self.at(time, Happening::Answers(user, at));
     }
 
-    /// The writer hears that a session is over, sooner or later.
+    /// Reports to the writer, after some time, that a session is over.
     fn lose(&mut self, user: usize, at: usize, session: u64) {
         let delay = self.mostly(2 * MS, 4, 400 * MS);
         self.answer(user, at, delay, Answer::Lost(session));
@@ -704,7 +704,7 @@ impl World {
         let user = (!alive.is_empty()).then(|| alive[self.below(alive.len() as u64) as usize]);
         match self.below(12) {
             0 | 1 => {
-                // The process dies; what it was given stays in the page cache.
+                // The process dies; bytes written to it stay in the page cache.
                 self.stop(at, some_time);
             }
             2..=4 => {
@@ -719,7 +719,7 @@ impl World {
                 }
             }
             5 => {
-                // What is lost for good is a minority at any time, until it has everything again.
+                // At any time only a minority may lose its contents for good, until it has everything again.
                 let lacking = self.servers.iter().filter(|server| !server.has_say()).count();
                 if self.servers[at].has_say() && 2 * (lacking + 1) < self.servers.len() {
                     self.seen.wiped += 1;
@@ -754,7 +754,7 @@ impl World {
                     self.users[user].alive = false;
                 }
             }
-            // Another writer comes while the first is alive.
+            // Another writer starts while the first is alive.
             _ if alive.len() < 3 => self.spawn(),
             _ => {}
         }
@@ -779,7 +779,7 @@ impl World {
         }
     }
 
-    /// All replicas hold the same log, and it is what was acknowledged.
+    /// Checks that all replicas hold the same log, and that it holds what was acknowledged.
     fn check_replicas(&mut self) -> Result<(), Failure> {
         for (at, server) in self.servers.iter().enumerate() {
             let Found::Log(header) = server.header() else {

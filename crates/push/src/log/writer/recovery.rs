@@ -1,4 +1,4 @@
-//! Taking replicas over: what they hold, which log that makes, and when they have a say.
+//! Takeover of replicas: reading what they hold, choosing the log, and deciding when a replica has a say.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ impl Writer {
             Found::Blank => None,
             Found::Log(header) => Some(header),
         };
-        // One whose creation was not finished holds nothing: it can be made ours.
+        // A replica whose creation was not finished holds nothing: this writer can take it.
         let header = header.filter(|h| h.promise.term > 0 || self.log.is_none_or(|(log, _)| log == h.log));
         if let Some(h) = &header {
             if h.promise.term > 0 && !self.in_use {
@@ -44,7 +44,7 @@ impl Writer {
         r.header = header;
         r.outranked = 0;
         if r.header.is_none() {
-            // It holds nothing of what it held.
+            // The replica lost what it held.
             r.known = None;
         }
         let has_say = r.header.is_some_and(|h| !h.joining && h.promise.term > 0);
@@ -60,7 +60,7 @@ impl Writer {
         }
     }
 
-    /// Whether a replica can be one of this log's.
+    /// Checks that a replica can be part of this log.
     pub(super) fn admit(&self, at: usize, h: &Header) -> Result<(), String> {
         if usize::from(h.replicas) != self.replicas.len() {
             let (has, given) = (usize::from(h.replicas), self.replicas.len());
@@ -80,7 +80,7 @@ impl Writer {
         }
     }
 
-    /// The header of a replica that is ours alone was read.
+    /// Handles the header of a replica that only this writer may write.
     pub(super) fn settle(&mut self, at: usize) {
         let (creating, epoch) = (self.state == State::Recovering { creating: true }, self.epoch);
         let r = &mut self.replicas[at];
@@ -89,7 +89,7 @@ impl Writer {
                 // Another writer was faster.
                 self.raise = true;
             }
-            // No replica is written to before all are held: of two writers that create a log at once, one does.
+            // The writer writes to no replica before it holds all: of two writers that create a log at once, one does.
             Some(_) | None if creating => r.phase = Phase::Held,
             Some(h) if h.joining && !defect!(JoiningHasSay) => {
                 r.may_join |= h.promise == epoch;
@@ -155,10 +155,10 @@ impl Writer {
         }
     }
 
-    /// A replica that holds nothing, or not enough, gets all. It has no say until it has what was acknowledged before.
+    /// Fills a replica that holds nothing, or not enough. It has no say until it has what was acknowledged before.
     ///
-    /// What it had promised is lost too: another writer may count on it, and on no more than a minority besides. So a
-    /// majority must be promised anew after it was seen like this, which fences that writer.
+    /// Its promise is lost too: another writer may rely on this replica, and on no more than a minority besides. So a majority
+    /// must be promised again after the replica was seen like this, which fences that writer.
     pub(super) fn join(&mut self, at: usize) {
         let joins = self.replicas[at].may_join || defect!(JoinsAnyTime);
         if self.state != State::Active || !joins {
@@ -219,7 +219,7 @@ impl Writer {
         }
     }
 
-    /// Reads what a replica holds, frame by frame.
+    /// Reads a replica's log, frame by frame.
     pub(super) fn read_log(&mut self, at: usize) {
         let r = &mut self.replicas[at];
         let Some(header) = r.header else { return };
@@ -241,7 +241,7 @@ impl Writer {
     }
 
     pub(super) fn log_read(&mut self, at: usize, length: u64, bytes: &[u8], now: Duration) {
-        // Taken as the log, other bytes would end it where it goes on.
+        // Bytes of another length would seem to end the log where it continues.
         if bytes.len() as u64 != length {
             let why = format!(
                 "{} bytes of its log came where {length} were asked for",
@@ -256,7 +256,7 @@ impl Writer {
         }
     }
 
-    /// Goes on where enough replicas have come along.
+    /// Continues once enough replicas are ready.
     pub(super) fn advance(&mut self, now: Duration) {
         if self.raise && (self.state != State::Active || self.acknowledged.0 == self.tail.position) {
             return self.raise_epoch(now);
@@ -299,7 +299,7 @@ impl Writer {
         }
         let peeked = |r: &&Replica| r.phase == Phase::Peeked;
         let seen = self.replicas.iter().filter(peeked).count();
-        // As long as nobody was promised the log, its creation may not have been finished, and is begun again.
+        // Until the log is promised to a writer, its creation may be unfinished, and starts again.
         let in_use = self.in_use;
         let joined = |h: Header| !h.joining || defect!(JoiningHasSay);
         let has_say = |r: &&Replica| peeked(r) && in_use && r.header.is_some_and(joined);
@@ -345,8 +345,9 @@ impl Writer {
         self.act(at, What::Acquire);
     }
 
-    /// Asks replicas whether they still are ours, all in one round; returns how many said so. What each of them said before it
-    /// said at another time: one may have been lost since, with all that it promised, and another writer may count on that.
+    /// Asks the replicas that `which` selects, in one round, to confirm that this writer still holds them; returns how many
+    /// did. Their earlier answers came at different times: a replica may have been lost since, with its promise, and another
+    /// writer may rely on that.
     pub(super) fn confirm(&mut self, which: impl Fn(&Replica) -> bool) -> usize {
         if self.round == 0 || self.replicas.iter().any(|r| which(r) && r.asked < self.round) {
             self.round += 1;
@@ -363,7 +364,7 @@ impl Writer {
             .count()
     }
 
-    /// Takes the log that every later writer would have to take, too.
+    /// Chooses the log that every later writer would have to choose, too.
     pub(super) fn choose(&mut self) {
         let read = |r: &Replica| r.phase == Phase::Read;
         let needed = if defect!(MinorityRecovers) {
@@ -448,7 +449,7 @@ impl Writer {
         self.acknowledge();
     }
 
-    /// A replica whose log was read, or that waited for the choice, gets what it lacks.
+    /// Sends what it lacks to a replica whose log was read, or that waited for the choice.
     pub(super) fn meet(&mut self, at: usize) {
         match self.replicas[at].phase {
             Phase::Read => {
@@ -463,7 +464,7 @@ impl Writer {
         }
     }
 
-    /// The last place up to which a replica's log is this one.
+    /// Returns the last position up to which a replica's log equals this one.
     pub(super) fn common(&self, copied: &Copied) -> Option<u64> {
         let ours = |point: &Point| {
             if point.position == self.head.position {
@@ -480,7 +481,7 @@ impl Writer {
             .map(|point| point.position)
     }
 
-    /// From now on a replica is kept in step, from a position up to which it has everything, if there is one.
+    /// Starts to keep a replica in step; the replica has everything up to `from`, if that is given.
     pub(super) fn stream(&mut self, at: usize, from: Option<u64>) {
         let head = self.head.position;
         let tail = self.tail.position;
@@ -498,7 +499,7 @@ impl Writer {
         if r.joining.is_none() {
             r.known = from;
         }
-        // Without a common place its header must first say where the log begins.
+        // Without a common position, the replica's header must first say where the log begins.
         r.room_from = from.and(r.header.map(|h| h.head.position));
         let state = if r.joining.is_some() {
             "joins: it gets all there is"
@@ -509,7 +510,7 @@ impl Writer {
         self.pump(at);
     }
 
-    /// A replica may have what it lacked.
+    /// Reports a replica that has caught up, and gives it a say if it was joining.
     pub(super) fn caught_up(&mut self, at: usize) {
         let acknowledged = self.acknowledged.0;
         let r = &mut self.replicas[at];
@@ -523,7 +524,7 @@ impl Writer {
         }
     }
 
-    /// Counts what is durable on a majority.
+    /// Advances the acknowledged position to what is durable on a majority.
     pub(super) fn acknowledge(&mut self) {
         if self.state != State::Active {
             return;
@@ -564,7 +565,7 @@ impl Writer {
         }
     }
 
-    /// Another writer has promised itself a replica.
+    /// Handles a replica that is promised to another writer.
     pub(super) fn outranked(&mut self, at: usize, by: Epoch, now: Duration) {
         if self.state != State::Active {
             self.raises += 1;
@@ -583,14 +584,15 @@ impl Writer {
         if held < self.majority() {
             return self.end(Over::Fenced(by));
         }
-        // As long as a majority is ours alone, that writer got no majority: it is gone, or takes ours any moment.
+        // While this writer holds a majority, the other writer has none: it is gone, or takes this writer's replicas at any
+        // moment.
         let outranked = self.replicas[at].outranked + 1;
         self.down(at, "promised to another writer, which has no majority", now);
         self.replicas[at].outranked = outranked;
         self.raise |= outranked > OUTRANKED_MAX;
     }
 
-    /// Begins anew, with an epoch above all that was seen.
+    /// Restarts with an epoch above all epochs seen.
     pub(super) fn raise_epoch(&mut self, now: Duration) {
         let awaited = self.awaited;
         if self.state == State::Active {
@@ -607,7 +609,7 @@ impl Writer {
             r.known = None;
             r.joining = None;
             r.may_join = false;
-            // Two writers that meet must not meet again.
+            // Different delays keep two writers that collided from colliding again.
             let wait = Duration::from_millis(1 + self.settings.writer % 64) * self.raises;
             match r.phase {
                 Phase::Unusable => {}

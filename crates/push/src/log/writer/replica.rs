@@ -1,4 +1,4 @@
-//! What a writer knows of one replica.
+//! A writer's state for one replica.
 
 use std::time::Duration;
 
@@ -8,48 +8,48 @@ use crate::log::format::{Frame, Header, Point, Scan};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// No session until then.
+    /// No session before `until`.
     Down { until: Duration },
-    /// A session is asked for.
+    /// The writer has asked for a session.
     Connecting,
-    /// Its header is read, to disturb nobody in vain.
+    /// The writer reads the header first, so that it disturbs no other writer in vain.
     Peeking,
     /// Waiting until enough headers are read.
     Peeked,
-    /// The mapping for writing is asked for.
+    /// The writer has asked for the mapping for writing.
     Acquiring,
-    /// What it holds is made durable, then its header is read again: nobody else writes now.
+    /// The contents are being made durable, then the header is read again: no other writer can write.
     Settling,
-    /// It is ours and holds nothing yet.
+    /// The writer holds the replica, which has no contents yet.
     Held,
-    /// The header of a new log is written.
+    /// The header of a new log is being written.
     Formatting,
-    /// That is done.
+    /// The header of the new log is written.
     Formatted,
-    /// The promise is written.
+    /// The promise is being written.
     Promising,
-    /// Its log is read.
+    /// The log is being read.
     Reading,
-    /// That is done.
+    /// The log is read.
     Read,
-    /// It has no say, and waits until others have chosen the log.
+    /// The replica has no say, and waits until others have determined the log.
     Waiting,
-    /// It is kept in step.
+    /// The writer keeps the replica in step.
     Streaming,
-    /// It can't be part of this log.
+    /// The replica cannot be part of this log.
     Unusable,
 }
 
-/// A request under way: what its completion means.
+/// The meaning of the completion of a request in flight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Op {
-    /// Nothing.
+    /// No meaning.
     Other,
     /// Both headers are read.
     Header,
-    /// So many bytes of the log are read.
+    /// This many bytes of the log are read.
     Log(u64),
-    /// It still was ours in this round.
+    /// The writer still held the replica in this round.
     Confirmed(u64),
     /// A header is durable.
     HeaderDurable(Header),
@@ -65,28 +65,28 @@ pub(super) struct Replica {
     pub(super) retry: Duration,
     pub(super) ops: std::collections::VecDeque<Op>,
     pub(super) region_bytes: u64,
-    /// As read, or as written and durable.
+    /// The header as read, or as written and durable.
     pub(super) header: Option<Header>,
     pub(super) header_busy: bool,
-    /// Write it although nothing waits for it.
+    /// Set to write the header although nothing waits for it.
     pub(super) header_wanted: bool,
     pub(super) copied: Option<Copied>,
-    /// Written up to here.
+    /// Position up to which the log is written.
     pub(super) sent: u64,
-    /// Durable up to here.
+    /// Position up to which the log is durable.
     pub(super) durable: u64,
-    /// The same, over sessions of this epoch: nobody else has written since.
+    /// The same, over sessions of this epoch, in which no other writer has written.
     pub(super) known: Option<u64>,
-    /// Where the log begins by its durable header: a ring's length from there may be used.
+    /// Start of the log in the durable header: one ring length from there may be used.
     pub(super) room_from: Option<u64>,
-    /// It has a say when it has everything up to there.
+    /// Position up to which the replica must have everything before it has a say.
     pub(super) joining: Option<u64>,
-    /// It was seen, and still is, to have no say since before this epoch was promised anywhere.
+    /// Set if the replica was seen to have no say before this epoch was promised to any replica, and has had none since.
     pub(super) may_join: bool,
-    /// The last round in which it was asked whether it still is ours, and the last that it answered.
+    /// Last round in which the writer asked whether it still holds the replica, and the last round that the replica confirmed.
     pub(super) asked: u64,
     pub(super) confirmed: u64,
-    /// How often it was found to be promised to another writer.
+    /// Number of times that the replica was found to be promised to another writer.
     pub(super) outranked: u32,
 }
 
@@ -121,13 +121,13 @@ impl Replica {
         !matches!(self.phase, Phase::Down { .. } | Phase::Unusable)
     }
 
-    /// What of it counts towards a majority.
+    /// Returns the position up to which the replica counts towards a majority.
     pub(super) fn counts(&self) -> u64 {
         let joined = self.joining.is_none() || defect!(JoiningHasSay);
         self.known.filter(|_| joined).unwrap_or(0)
     }
 
-    /// Its durable header says that the log begins at `head`.
+    /// Notes that the durable header says that the log begins at `head`.
     pub(super) fn streams_from(&mut self, head: u64) {
         self.room_from = Some(head);
         if self.sent < head {
@@ -146,7 +146,7 @@ pub(super) struct Copied {
     pub(super) head: Point,
     pub(super) end: Point,
     pub(super) frames: Vec<Frame>,
-    /// From `head` on.
+    /// The bytes from `head` on.
     bytes: Vec<u8>,
     area: u64,
 }
@@ -175,7 +175,7 @@ impl Copied {
         &self.bytes[..(self.end.position - self.head.position) as usize]
     }
 
-    /// Goes through what was read; returns position and length of what is to be read next, or nothing when the log ends.
+    /// Scans what was read; returns position and length of the next read, or `None` if the log ends.
     pub(super) fn scan(&mut self) -> Option<(u64, u64)> {
         loop {
             let at = (self.end.position - self.head.position) as usize;

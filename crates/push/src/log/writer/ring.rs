@@ -1,4 +1,4 @@
-//! The writer's copy of the log, and handing it on to the replicas.
+//! The writer's copy of the log, and its transfer to the replicas.
 
 use super::replica::{Op, Phase};
 use super::{BATCH, OPS_MAX, What, Writer, segment};
@@ -14,7 +14,7 @@ impl Writer {
         self.head.position + self.area() - self.tail.position
     }
 
-    /// Puts a frame behind the last one.
+    /// Appends a frame to the copy.
     pub(super) fn push(&mut self, record: Option<&[u8]>) {
         let (frame, bytes) = Frame::emit(&self.tail, record, self.epoch, self.acknowledged.1);
         self.copy.extend(&bytes);
@@ -22,7 +22,7 @@ impl Writer {
         self.frames.push_back(frame);
     }
 
-    /// Bytes between head and tail.
+    /// Returns bytes between head and tail.
     pub(super) fn bytes(&self, position: u64, length: u64) -> Vec<u8> {
         let from = (position - self.head.position) as usize;
         let until = from + length as usize;
@@ -36,7 +36,7 @@ impl Writer {
         bytes
     }
 
-    /// Drops acknowledged frames from the front, as long as `goes` says so of where one begins and of itself.
+    /// Drops acknowledged frames from the front as long as `goes` returns true for a frame's start and the frame.
     pub(super) fn drop_before(&mut self, goes: impl Fn(u64, &Frame) -> bool) {
         let acknowledged = self.acknowledged.0;
         self.drop_frames(|begin, frame| frame.end.position <= acknowledged && goes(begin, frame));
@@ -61,7 +61,7 @@ impl Writer {
         }
     }
 
-    /// Gives a replica what it lacks, as far as it may be under way at a time.
+    /// Sends a replica the frames that it lacks, within the limit on requests in flight.
     pub(super) fn pump(&mut self, at: usize) {
         let (head, tail, area) = (self.head, self.tail.position, self.area());
         let acknowledged = self.acknowledged.1;
@@ -76,7 +76,7 @@ impl Writer {
                 r.header_wanted = false;
                 let generation = r.header.map_or(0, |h| h.generation) + 1;
                 let replica = r.header.map_or(self.settings.replica_ids[at], |h| h.replica);
-                // One whose log begins later than ours may not have what is before.
+                // A replica whose log begins later than this one may lack the frames before.
                 let own = r
                     .header
                     .map(|h| h.head)

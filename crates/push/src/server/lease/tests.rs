@@ -152,7 +152,7 @@ fn request__who_asked_first_is_served_first_and_broken_for_the_next() {
     let (mut leases, now) = (Leases::new(TIMEOUT), Duration::ZERO);
     let (first, _) = ask(&mut leases, now, reader(1));
     let (second, _) = ask(&mut leases, now, writer(2));
-    // It would not conflict with the holder, but it asked after the writer.
+    // The reader would not conflict with the holder, but it asked after the writer.
     let (third, answer) = ask(&mut leases, now, reader(3));
     assert_eq!(answer, Answer::Waiting);
     effects(&mut leases);
@@ -218,7 +218,7 @@ impl Random {
     }
 }
 
-/// What goes from a client to the server on one connection, in order.
+/// A packet from a client to the server; packets on one connection stay in order.
 #[derive(Clone, Debug)]
 enum Packet {
     Map(Claim, Conflict),
@@ -227,34 +227,34 @@ enum Packet {
         at: u64,
     },
     Release(LeaseId),
-    /// A new connection of the client: the first thing on it.
+    /// The first packet on a new connection of the client.
     Connect {
         before: Option<u64>,
     },
 }
 
-/// How a driver may be wrong.
+/// A defect of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Defect {
     None,
-    /// The table hears that a lease is gone while its key still works.
+    /// The driver tells the table that a lease is gone while its key still works.
     ReleasesFirst,
-    /// A new connection is welcome before the old one's keys are invalid.
+    /// The driver accepts a new connection before it invalidates the old one's keys.
     ForgetsOldConnections,
-    /// A break that is not answered in time is forgotten.
+    /// The driver forgets a break that the client does not answer in time.
     NeverRevokes,
 }
 
-/// A client program: what it believes it may do.
+/// A client program, and the keys that it believes to be valid.
 #[derive(Debug, Default)]
 struct Client {
     connection: u64,
     keys: Vec<(LeaseId, Claim)>,
-    /// Does nothing more, as one that is stopped; what it sent is still under way.
+    /// Set while the client is stopped: it does nothing, but its packets are still in flight.
     stopped: bool,
 }
 
-/// A server, clients and the network between them. What is under way arrives in order within a connection, after any time.
+/// A server, clients and the network between them. Packets arrive in order within a connection, after any time.
 struct World {
     now: Duration,
     random: Random,
@@ -263,7 +263,7 @@ struct World {
     clients: Vec<Client>,
     connections: u64,
     alive: BTreeSet<u64>,
-    /// Keys that the server's NIC takes, with the connection that they are good on.
+    /// Keys that the server's NIC accepts, with the connection on which they are valid.
     keys: HashMap<LeaseId, Claim>,
     to_server: HashMap<u64, VecDeque<Packet>>,
     to_client: HashMap<u64, VecDeque<Effect>>,
@@ -340,7 +340,7 @@ impl World {
             return;
         }
         let packet = match what {
-            // It connects, for the first time or again; what it sent before may still be under way.
+            // The client connects, for the first time or again; its earlier packets may still be in flight.
             0 => {
                 let before = (client.connection != 0).then_some(client.connection);
                 self.connections += 1;
@@ -362,7 +362,7 @@ impl World {
                 Packet::Map(claim(client.connection, offset, length, access, share), conflict)
             }
             5 if !client.keys.is_empty() => {
-                // Sometimes it says so twice.
+                // Sometimes the client releases a lease twice.
                 let at = pick % client.keys.len();
                 let key = client.keys[at].0;
                 if pick.is_multiple_of(2) {
@@ -383,7 +383,7 @@ impl World {
             .push_back(packet);
     }
 
-    /// A client takes what the server told it, or leaves it.
+    /// A client acts on a message from the server, or ignores it.
     fn client_hears(&mut self) {
         let at = self.random.below(4) as usize;
         let obeys = self.random.below(4) != 0;
@@ -484,7 +484,8 @@ impl World {
         Ok(())
     }
 
-    /// From here on nothing is written through what stood against it.
+    /// Gives out a key, and checks that no key of a conflicting lease is left: nothing may be written through such a key from
+    /// here on.
     fn granted(&mut self, lease: LeaseId) -> Result<(), String> {
         let claim = self.claims[&lease].clone();
         if let Some(other) = self.keys.values().find(|other| other.conflicts(&claim)) {
@@ -516,7 +517,7 @@ impl World {
         Ok(())
     }
 
-    /// Everybody who still waits is served when time goes on and nobody asks for more.
+    /// Checks that every request that still waits is granted when time goes on and no more requests come.
     fn finish(&mut self) -> Result<(), String> {
         for _ in 0..1_000 {
             if self.waiting.is_empty() {

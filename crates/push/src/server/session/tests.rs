@@ -256,7 +256,7 @@ fn handle__map_up_to_the_limit_and_again_after_unmap() {
     let Action::Map(map) = session.handle(&bytes(&message)).1 else {
         panic!()
     };
-    // One that could not be made does not count.
+    // A mapping that could not be made does not count.
     session.mapped(&map, Err((ErrorCode::Busy, String::new())));
     assert!(matches!(session.handle(&bytes(&message)).1, Action::Map(_)));
 }
@@ -333,7 +333,7 @@ fn handle__flush_checks_mapping_range_right_and_domain() {
         session.handle(&good).1,
         Action::Flush { mapping: 1, .. }
     ));
-    // What was written through it may still be flushed when it is over.
+    // Bytes written through a mapping may still be flushed when it is over.
     let release = bytes(&Message::Release { mapping: 1 });
     assert!(matches!(session.handle(&release).1, Action::Release(1)));
     assert!(!session.is_live(1));
