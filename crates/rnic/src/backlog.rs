@@ -1,15 +1,15 @@
-//! What a device keeps because of its peers, and how much that may be.
+//! State that a device keeps because of its peers, and its upper bounds.
 
 use crate::cm;
 use crate::qp::responder::ANSWERS_MAX;
 
-/// How much a device keeps at the moment because of what peers sent. A peer cannot make it more than [`Backlog::is_bounded`]
-/// says, whatever it sends.
+/// Amount of state that a device keeps at the moment because of packets that peers sent. A peer cannot make it exceed the bounds
+/// that [`Backlog::is_bounded`] checks, whatever it sends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Backlog {
-    /// Packets that came before their turn, of all QPs.
+    /// Packets that were received ahead of a gap, over all QPs.
     pub kept_packets: usize,
-    /// Answers that are owed, of all QPs.
+    /// Responses that are not sent yet, over all QPs.
     pub answers: usize,
     /// Messages of the connection manager that wait to be sent.
     pub cm_messages: usize,
@@ -18,11 +18,12 @@ pub struct Backlog {
 }
 
 impl Backlog {
-    /// Whether it is as small as it has to be for this many QPs.
+    /// Returns whether each amount is within its bound for a device with this many QPs.
     pub fn is_bounded(&self, qps: usize) -> bool {
-        // A bitmap says of every packet kept by a responder that it is there; a requester asks for no more either.
+        // A SACK bitmap reports every packet that a responder keeps; a requester does not ask for more READ data ahead of a gap
+        // either.
         let kept_max = 2 * 8 * rdmux_wire::sack::Sack::BYTES_MAX;
-        // An answer may be put before one that is owed already.
+        // A replayed response may be inserted in front of one that is pending already.
         let answers_max = ANSWERS_MAX + 1;
         self.kept_packets <= qps * kept_max
             && self.answers <= qps * answers_max

@@ -12,13 +12,13 @@ use crate::time::Time;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Cqn(pub u32);
 
-/// How a work request ended. The names are those of `enum ibv_wc_status`; IBTA Vol 1, 11.6.2.
+/// Outcome of a work request. The names are those of `enum ibv_wc_status`; IBTA Vol 1, 11.6.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum Status {
-    /// Done.
+    /// The request succeeded.
     #[error("success")]
     Success,
-    /// A receive buffer too small, or a message longer than allowed.
+    /// The receive buffer is too small, or the message is longer than allowed.
     #[error("local length error")]
     LocalLength,
     /// The request's own memory keys or bounds are wrong.
@@ -27,34 +27,34 @@ pub enum Status {
     /// The request's own memory failed while it was read or written.
     #[error("local QP operation error")]
     LocalQpOperation,
-    /// Not done: the QP was in error.
+    /// The request was not carried out: the QP was in error.
     #[error("work request flushed error")]
     Flushed,
-    /// The peer's answer does not fit the request.
+    /// The peer's response does not fit the request.
     #[error("bad response error")]
     BadResponse,
-    /// The peer found the request invalid: opcode, length, or a right missing on its QP.
+    /// The peer found the request invalid: its opcode, its length, or a right missing on the peer's QP.
     #[error("remote invalid request error")]
     RemoteInvalidRequest,
     /// The peer's memory key, bounds or rights did not allow it.
     #[error("remote access error")]
     RemoteAccess,
-    /// The peer failed while doing it.
+    /// The peer failed while it carried out the request.
     #[error("remote operation error")]
     RemoteOperation,
-    /// No answer within the retries.
+    /// No response came within the retries.
     #[error("transport retry counter exceeded")]
     RetryExceeded,
     /// The peer had no receive posted within the retries.
     #[error("RNR retry counter exceeded")]
     RnrRetryExceeded,
-    /// A memory window could not be bound: rights, bounds, or not one's own.
+    /// A memory window could not be bound: wrong rights or bounds, or a window or region that the requester does not own.
     #[error("memory window bind error")]
     MemoryBind,
 }
 
 impl Status {
-    /// All of them.
+    /// All values.
     pub const ALL: [Status; 12] = [
         Status::Success,
         Status::LocalLength,
@@ -71,7 +71,7 @@ impl Status {
     ];
 }
 
-/// What kind of work request completed.
+/// Kind of a completed work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "the names are the verbs' own")]
 pub enum WcOpcode {
@@ -90,7 +90,7 @@ pub enum WcOpcode {
 }
 
 impl WcOpcode {
-    /// All of them.
+    /// All values.
     pub const ALL: [WcOpcode; 12] = [
         WcOpcode::Send,
         WcOpcode::Write,
@@ -110,62 +110,62 @@ impl WcOpcode {
 /// A work completion. IBTA Vol 1, 11.4.2.1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkCompletion {
-    /// The request's own number.
+    /// Number that the poster of the request chose.
     pub wr_id: u64,
-    /// How it ended. With anything but success, only `wr_id`, `status` and `qpn` are meaningful.
+    /// Outcome. With anything but success, only `wr_id`, `status` and `qpn` are meaningful.
     pub status: Status,
-    /// What it was.
+    /// Kind of the request.
     pub opcode: WcOpcode,
     /// Bytes received or read.
     pub byte_len: u32,
     /// Immediate data of a receive.
     pub imm: Option<u32>,
-    /// The QP it was posted to, or that used it up.
+    /// The QP that the request was posted to, or that used it up.
     pub qpn: Qpn,
-    /// Receives: the key that the message ended (SEND with invalidate).
+    /// Receives: the key that the message invalidated (SEND with invalidate).
     pub invalidated: Option<RKey>,
-    /// Receives of UD: where the message came from; its first 40 bytes are the GRH.
+    /// Receives of UD: the sender's QPN. The first 40 bytes of the message are the GRH.
     pub src_qpn: Option<Qpn>,
 }
 
-/// When an armed queue speaks up. IBTA Vol 1, 11.4.2.2.
+/// Completion at which an armed queue notifies its waiter. IBTA Vol 1, 11.4.2.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arm {
-    /// At the next completion.
+    /// The next completion.
     Next,
-    /// At the next receive that was sent as solicited, or the next error.
+    /// The next receive of a message that was sent as solicited, or the next error.
     Solicited,
 }
 
-/// Completions that an armed queue lets come together before it speaks up: what [`Arm`] asks for is told when so many have come since
-/// it was armed, or when the first of them is so old, whichever is earlier.
+/// Moderation of an armed queue: it notifies its waiter of the completions that [`Arm`] asks for when so many have come since it
+/// was armed, or when the first of them is so old, whichever is earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moderation {
-    /// Completions.
+    /// Number of completions.
     pub count: u16,
-    /// Microseconds.
+    /// Time in microseconds.
     pub period_us: u16,
 }
 
-/// A completion queue cannot be made that short: it has more completions.
+/// The completion queue cannot be made that short: it holds more completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the completion queue has more completions than that")]
 pub struct TooShort;
 
-/// What a completion did to its queue.
+/// Effect of a completion on its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pushed {
-    /// Nobody is to be told.
+    /// No waiter is to be notified.
     Quiet,
-    /// An armed waiter is to be told at that time, if the queue still says so then ([`CompletionQueue::expire`]).
+    /// An armed waiter is to be notified at this time, if the queue still says so then ([`CompletionQueue::expire`]).
     Later(Time),
-    /// An armed waiter is to be told.
+    /// An armed waiter is to be notified.
     Tell,
-    /// The queue had no room, or was in error for that already: the completion is lost.
+    /// The queue had no room, or was in error for that reason already: the completion is lost.
     Overrun { first: bool },
 }
 
-/// How many completion queues of a device are armed.
+/// Number of completion queues of a device that are armed.
 #[derive(Clone, Debug, Default)]
 pub struct ArmedQueues(Arc<AtomicUsize>);
 
@@ -177,8 +177,8 @@ impl ArmedQueues {
     }
 }
 
-/// A completion queue. The device and whoever polls share it and nothing else: polling waits for no lock that is held while
-/// packets are handled.
+/// A completion queue. The device and its pollers share nothing else: polling does not wait for a lock that is held while packets
+/// are handled.
 #[derive(Clone, Debug)]
 pub struct CompletionQueue(Arc<Mutex<Queue>>);
 
@@ -188,13 +188,13 @@ struct Queue {
     depth: usize,
     armed: Option<Arm>,
     armed_queues: ArmedQueues,
-    /// A driver sleeps and is to be told of the next completion that others take in.
+    /// Set while a driver sleeps and has to be notified of the next completion that another driver causes.
     watched: bool,
     overrun: bool,
-    /// When each of `completions` came, where that is asked for.
+    /// Time of each of `completions`, if the user asked for it.
     came: Option<VecDeque<Time>>,
     moderation: Option<Moderation>,
-    /// Completions that an armed waiter has yet to be told of, and when it is at the latest.
+    /// Completions of which the armed waiter has not been notified yet, and the latest time at which it is.
     untold: u32,
     tell_at: Option<Time>,
 }
@@ -206,7 +206,7 @@ impl Queue {
         }
     }
 
-    /// An armed waiter is told.
+    /// Disarms the queue, and cancels a notification that moderation delays.
     fn disarm(&mut self) {
         if self.armed.take().is_some() {
             self.armed_queues.0.fetch_sub(1, Ordering::Relaxed);
@@ -272,7 +272,7 @@ impl CompletionQueue {
         };
         let mut later = None;
         match queue.moderation {
-            // Who sleeps in a driver is told at once, and with that everybody.
+            // A driver that sleeps is notified at once, and all waiters with it.
             Some(Moderation { count, period_us })
                 if tell && !queue.watched && queue.untold + 1 < u32::from(count) =>
             {
@@ -293,7 +293,7 @@ impl CompletionQueue {
         }
     }
 
-    /// The time of [`Pushed::Later`] has come. Whether the waiter is to be told.
+    /// Handles the time of [`Pushed::Later`]. Returns whether the waiter is to be notified.
     pub(crate) fn expire(&self, at: Time) -> bool {
         let mut queue = self.lock();
         let is_due = queue.tell_at == Some(at);
@@ -303,13 +303,13 @@ impl CompletionQueue {
         is_due
     }
 
-    /// Lets completions come together, or (`None`) has a waiter told of each.
+    /// Sets the moderation of notifications; `None` notifies a waiter of each completion.
     pub(crate) fn moderate(&self, moderation: Option<Moderation>) {
-        // Less than two, or no time, is none.
+        // A count below two, or no time, means no moderation.
         self.lock().moderation = moderation.filter(|to| to.count > 1 && to.period_us > 0);
     }
 
-    /// Makes room for `depth` completions. IBTA Vol 1, 11.2.8.3.
+    /// Resizes the queue to `depth` completions. IBTA Vol 1, 11.2.8.3.
     pub(crate) fn resize(&self, depth: usize) -> Result<(), TooShort> {
         let mut queue = self.lock();
         if depth < queue.completions.len() {
@@ -319,7 +319,7 @@ impl CompletionQueue {
         Ok(())
     }
 
-    /// Keeps when each completion comes, from now on.
+    /// Records the time of each completion from now on.
     pub(crate) fn keep_times(&self) {
         let mut queue = self.lock();
         let there = queue.completions.len();
@@ -334,7 +334,7 @@ impl CompletionQueue {
         Some(self.poll_and_count()?.0)
     }
 
-    /// Takes the oldest completion, and says how many are left.
+    /// Takes the oldest completion, and returns the number of completions left.
     #[inline]
     pub fn poll_and_count(&self) -> Option<(WorkCompletion, usize)> {
         let mut queue = self.lock();
@@ -345,7 +345,7 @@ impl CompletionQueue {
         Some((wc, queue.completions.len()))
     }
 
-    /// Takes the oldest completion, and says when it came: at the engine's beginning, where that is not kept
+    /// Takes the oldest completion, and returns its time: the engine's beginning if the queue does not record times
     /// ([`crate::Rnic::keep_cq_times`]).
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Time)> {
         let mut queue = self.lock();
@@ -362,19 +362,19 @@ impl CompletionQueue {
         n
     }
 
-    /// Completions that wait, and whether the queue overran: then no more come.
+    /// Returns the number of completions in the queue, and whether it overran: then it receives no more.
     pub fn state(&self) -> (usize, bool) {
         let queue = self.lock();
         (queue.completions.len(), queue.overrun)
     }
 
-    /// Completions that it holds.
+    /// Returns the number of completions that the queue can hold.
     pub(crate) fn depth(&self) -> usize {
         self.lock().depth
     }
 
-    /// Asks for an [`crate::Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is there already makes none: poll after
-    /// arming.
+    /// Asks for an [`crate::Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is in the queue already causes none: poll
+    /// after arming.
     pub fn arm(&self, arm: Arm) {
         let mut queue = self.lock();
         // A request for any completion is the wider one and stays.
@@ -383,8 +383,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Begins or ends to watch for the next completion, beside what it is armed for: for a driver that sleeps, and needs no event for
-    /// what it takes in itself.
+    /// Sets whether a sleeping driver waits for the next completion, in addition to what the queue is armed for. A driver needs no
+    /// event for completions that it causes itself.
     pub fn watch(&self, watched: bool) {
         self.lock().watched = watched;
     }

@@ -1,26 +1,26 @@
 //! Congestion control: DCQCN, as published by Zhu et al., "Congestion Control for Large-Scale RDMA Deployments", SIGCOMM 2015.
 //! Section 3 describes the algorithm, section 5 chooses its parameters.
 //!
-//! Switches mark packets (ECN). The receiver of marked packets, the notification point, tells their sender by congestion
-//! notification packets (CNP); the sender, the reaction point, cuts the rate of that QP and then lets it grow again.
+//! Switches mark packets (ECN). The receiver of marked packets, the notification point, notifies their sender by congestion
+//! notification packets (CNP). The sender, the reaction point, cuts the rate of that QP and then lets it grow again.
 
 use crate::time::Time;
 
-/// What DCQCN is made with. [`Parameters::default`] has the published values; hardware often ships others (mlx5, for one, lets
-/// rates grow every 300 us).
+/// Parameters of DCQCN. [`Parameters::default`] has the published values; hardware often ships others (mlx5, for one, lets rates
+/// grow every 300 us).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Parameters {
-    /// Rate of a QP that hears of no congestion: the link's.
+    /// Rate of a QP that receives no CNPs: the link's.
     pub line_bps: u64,
-    /// No QP is made slower.
+    /// Lowest rate of a QP.
     pub min_bps: u64,
     /// g: weight of the newest observation in alpha.
     pub gain: f64,
-    /// K: alpha decays when there was no CNP for this long.
+    /// K: alpha decays when no CNP came for this long.
     pub alpha_timer_ns: u64,
-    /// T: the rate grows after this time,
+    /// T: the rate grows each time this interval has passed,
     pub increase_timer_ns: u64,
-    /// B: and after this many bytes.
+    /// B: and each time this many bytes were sent.
     pub increase_bytes: u64,
     /// F: steps by which the rate returns to where it was before it grows beyond.
     pub fast_recovery_steps: u32,
@@ -28,14 +28,14 @@ pub struct Parameters {
     pub additive_increase_bps: u64,
     /// Rhai: the same in hyper increase.
     pub hyper_increase_bps: u64,
-    /// N: a QP is sent one CNP in this time at most.
+    /// N: shortest interval between two CNPs for a QP.
     pub cnp_interval_ns: u64,
 }
 
 impl Default for Parameters {
     fn default() -> Parameters {
         Parameters {
-            // Too low is mended by the growth of a rate, too high by a few more CNPs.
+            // A QP recovers from too low a value by the growth of its rate, from too high a value by a few more CNPs.
             line_bps: 10_000_000_000,
             // Not in the paper; QCN's rpgMinRate (IEEE 802.1Qau).
             min_bps: 10_000_000,
@@ -52,12 +52,11 @@ impl Default for Parameters {
     }
 }
 
-/// The sender's side of one QP. It has no timers of its own: what happened since it was last asked is made up for when it is
-/// asked again.
+/// The sender's side of one QP. It has no timers of its own: each call first makes up for the time since the last one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ReactionPoint(Option<Limited>);
 
-/// A QP that was told of congestion, until its rate has come back to the line's.
+/// State of a QP that received a CNP, until its rate is back at the line's.
 #[derive(Clone, Copy, Debug)]
 struct Limited {
     /// Rt.
@@ -73,18 +72,18 @@ struct Limited {
 }
 
 impl ReactionPoint {
-    /// Whether nothing limits the QP.
+    /// Returns whether nothing limits the QP.
     pub fn is_idle(&self) -> bool {
         self.0.is_none()
     }
 
-    /// The rate that the QP may send at; `None` while nothing limits it.
+    /// Returns the rate that the QP may send at; `None` while nothing limits it.
     pub fn rate_bps(&mut self, now: Time, with: &Parameters) -> Option<u64> {
         self.pass_time(now, with);
         Some(self.0?.current_bps as u64)
     }
 
-    /// A CNP came in. Equation 1.
+    /// Handles a CNP. Equation 1.
     pub fn handle_cnp(&mut self, now: Time, with: &Parameters) {
         self.pass_time(now, with);
         let line_bps = with.line_bps as f64;
@@ -101,7 +100,7 @@ impl ReactionPoint {
         });
     }
 
-    /// Bytes were sent.
+    /// Counts bytes that were sent.
     pub fn handle_sent(&mut self, now: Time, bytes: u64, with: &Parameters) {
         self.pass_time(now, with);
         let Some(limited) = &mut self.0 else { return };
@@ -113,7 +112,8 @@ impl ReactionPoint {
         }
     }
 
-    /// Ends: each increase brings the rate nearer to the line's, where the limit is lifted.
+    /// Makes up for the time since the last call. The loop ends because each increase brings the rate nearer to the line's, where
+    /// the limit is lifted.
     fn pass_time(&mut self, now: Time, with: &Parameters) {
         while let Some(limited) = &mut self.0 {
             if limited.alpha_due.min(limited.increase_due) > now {
@@ -131,7 +131,7 @@ impl ReactionPoint {
         }
     }
 
-    /// One step of figure 7: fast recovery, additive or hyper increase. Equations 3 and 4; hyper increase as in QCN, to which
+    /// Does one step of figure 7: fast recovery, additive or hyper increase. Equations 3 and 4; hyper increase as in QCN, to which
     /// the paper refers.
     fn increase(&mut self, with: &Parameters) {
         let Some(limited) = &mut self.0 else { return };
@@ -146,7 +146,7 @@ impl ReactionPoint {
         }
         limited.target_bps = limited.target_bps.min(line_bps);
         limited.current_bps = (limited.target_bps + limited.current_bps) / 2.0;
-        // The last half of the way would never end.
+        // Halving the remaining distance would never end, so the limit is lifted close to the line's rate.
         if limited.current_bps + with.additive_increase_bps.max(1) as f64 >= line_bps {
             self.0 = None;
         }
@@ -160,7 +160,7 @@ pub struct NotificationPoint {
 }
 
 impl NotificationPoint {
-    /// A marked packet came in; returns whether a CNP is owed for it.
+    /// Handles a marked packet; returns whether a CNP is to be sent for it.
     pub fn handle_marked(&mut self, now: Time, with: &Parameters) -> bool {
         if self
             .told
@@ -271,11 +271,11 @@ mod tests {
         for _ in 0..6 {
             point.handle_sent(Time(1), 10_000_000, &with());
         }
-        // Additive: one of them has passed five.
+        // Additive: one of the counters has passed five.
         assert!(close(point.0.unwrap().target_bps, target + 0.04 * G));
         rate(&mut point, 55 * 5);
         assert!(close(point.0.unwrap().target_bps, target + 6.0 * 0.04 * G));
-        // Hyper: both have.
+        // Hyper: both counters have passed five.
         rate(&mut point, 55 * 6);
         assert!(close(
             point.0.unwrap().target_bps,
@@ -288,7 +288,7 @@ mod tests {
         let mut point = ReactionPoint::default();
         point.handle_cnp(Time(0), &with());
         assert_eq!(point.rate_bps(Time(u64::MAX / 2), &with()), None);
-        // Then it begins anew.
+        // The next CNP begins again with the initial state.
         point.handle_cnp(Time(u64::MAX / 2), &with());
         assert_eq!(point.rate_bps(Time(u64::MAX / 2), &with()), Some(20_000_000_000));
     }

@@ -40,48 +40,51 @@ pub use self::inspect::{
     CmDetail, CqDetail, Paged, PdDetail, QpDetail, RegionDetail, SRQ_QPS_MAX, SrqDetail,
 };
 
-/// The identification that segment 127 of a train has: our own peers number from 0 and send no longer trains.
+/// IPv4 identification of segment 127 of a train: rdmux peers number segments from 0 and send no longer trains.
 const RDMUX_IP_ID_MAX: u16 = 127;
 /// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
 
-/// Random numbers tried for a QPN. Half of them at least are no QP's; connections whose QPs have gone hold few of the others.
+/// Random numbers tried for a QPN. At least half of all numbers belong to no QP, and connections whose QPs were destroyed hold few
+/// of those.
 const QPN_TRIES: u32 = 1_000;
 
 /// Traffic class of congestion notifications: DSCP 48 (CS6).
 const CNP_TRAFFIC_CLASS: u8 = 48 << 2;
 
-/// What a device is made with.
+/// Parameters of a new device.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Its address, which is its GID.
+    /// Address of the device, which is its GID.
     pub address: IpAddr,
-    /// The top byte of every QPN and of every CM communication id: the processes that share an address divide by it.
+    /// Top byte of every QPN and of every CM communication id: processes that share an address use different top bytes.
     pub slot: u8,
     /// Seed of keys, QPNs, PSNs and communication ids. They are as unpredictable as this seed.
     pub seed: [u8; 32],
-    /// GUID of the channel adapter, in CM messages: a random one for each opening. QPNs and communication ids are unique within one
-    /// opening of one process only, and the peer takes what comes with the same GUID and number for the same connection (a repeated
-    /// REQ) or for its end (12.9.8.3.1, a stale connection): with a GUID that outlives them, chance would end a connection of another process.
+    /// GUID of the channel adapter in CM messages: a random one for each opening. QPNs and communication ids are unique within one
+    /// opening of one process only. The peer takes a message with a known GUID and number for one of the same connection (a
+    /// repeated REQ) or for its end (12.9.8.3.1, a stale connection). With a GUID that outlives the numbers, a chance match would
+    /// end a connection of another process.
     pub guid: u64,
-    /// UDP source port of what is sent to other general services QPs.
+    /// UDP source port of packets to other general services QPs.
     pub gsi_src_port: u16,
-    /// Bytes in flight per connection that this end can take; told to peers that are rdmux.
+    /// Bytes in flight per connection that this end can receive; rdmux announces it to rdmux peers.
     pub receive_window_bytes: u32,
-    /// How QPs share what the device sends.
+    /// Scheduling and congestion control of the device's QPs.
     pub traffic: Traffic,
-    /// Bytes of payload that a packet on its link carries: the longest message of UD. 256, 512, 1024, 2048 or 4096.
+    /// Bytes of payload that a packet on the device's link carries: the longest message of UD. 256, 512, 1024, 2048 or 4096.
     pub mtu: u32,
 }
 
-/// How QPs share what a device sends.
+/// Scheduling and congestion control of a device's QPs.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic {
-    /// How each traffic class is served. A QP's class is that of its [`Path::traffic_class`].
+    /// Transmission selection of each traffic class. A QP's class is that of its [`Path::traffic_class`].
     pub classes: [Policy; CLASSES],
-    /// Congestion control of connections that leave the host; `None` switches it off.
+    /// Congestion control of connections to other hosts; `None` switches it off.
     pub congestion: Option<Parameters>,
-    /// Congestion control of connections that never leave the host, too. Nothing marks their packets, unless somebody makes it.
+    /// True to apply congestion control to connections within this host too. Nothing marks their packets unless it is configured
+    /// to.
     pub congestion_on_loopback: bool,
 }
 
@@ -95,39 +98,40 @@ impl Default for Traffic {
     }
 }
 
-/// How far a peer on this host has come with what was sent to it.
+/// Progress of a peer on this host in taking packets from the link to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkProgress {
-    /// A number that changes whenever the peer takes something.
+    /// A number that changes whenever the peer takes a packet.
     pub taken: u32,
-    /// It has taken all that was sent, and all that it sent was taken here.
+    /// True when the peer has taken all packets sent to it, and this end has taken all packets that the peer sent.
     pub all: bool,
 }
 
-/// The progress of the link to a peer, by its address and its QPN; `None` when packets may get lost there.
+/// Returns the progress of the link to a peer, given the peer's address and QPN; `None` when the way to the peer may lose packets.
 pub type Links<'a> = dyn Fn(IpAddr, Qpn) -> Option<LinkProgress> + 'a;
 
-/// What arrived on UDP port 4791: one packet, or several that the system received as one.
+/// A datagram that arrived on UDP port 4791: one packet, or several that the system received as one.
 #[derive(Clone, Copy, Debug)]
 pub struct Arrival<'a> {
     /// The sender's address.
     pub src: IpAddr,
     /// The sender's UDP port.
     pub src_port: u16,
-    /// The address that it was sent to: the device's own, or that of a multicast group.
+    /// The destination address: the device's own, or that of a multicast group.
     pub dst: IpAddr,
     /// IPv4 TOS or IPv6 traffic class.
     pub traffic_class: u8,
     /// The UDP payloads, one after the other.
     pub bytes: &'a [u8],
-    /// Bytes of each of them; the last may be shorter.
+    /// Bytes of each payload; the last one may be shorter.
     pub segment_bytes: usize,
-    /// It came through memory of this host: nothing on its way can have changed it, and its ICRC is not looked at.
+    /// True when the datagram came through memory of this host: nothing can have changed it on its way, and the device does not
+    /// check its ICRC.
     pub local: bool,
 }
 
 impl Arrival<'_> {
-    /// What the ICRC covers of its way.
+    /// Returns the addresses and ports that the ICRC covers.
     pub(crate) fn flow(&self) -> Flow {
         Flow {
             src: self.src,
@@ -138,7 +142,7 @@ impl Arrival<'_> {
     }
 }
 
-/// What is known about a QP.
+/// Attributes and fill levels of a QP.
 #[derive(Clone, Copy, Debug)]
 pub struct QpInfo {
     /// Transport service.
@@ -147,15 +151,15 @@ pub struct QpInfo {
     pub state: QpState,
     /// The peer's QPN.
     pub dest_qpn: Qpn,
-    /// Addresses, once set.
+    /// Addresses; `None` until they are set.
     pub path: Option<Path>,
     /// Path MTU in bytes.
     pub path_mtu: u32,
-    /// UD: the Q_Key that datagrams must show.
+    /// UD: the Q_Key that incoming datagrams must carry.
     pub qkey: u32,
-    /// Send requests posted and not complete.
+    /// Send requests that are posted and not complete.
     pub send_outstanding: usize,
-    /// Receive requests posted and not used.
+    /// Receive requests that are posted and not used up.
     pub recv_posted: usize,
 }
 
@@ -163,15 +167,14 @@ pub struct QpInfo {
 ///
 /// # Calling contract
 /// - *Verbs* (`alloc_pd` ... `post_recv`, `poll_cq`, and the methods of [`Rnic::cm`]) may be called at any time.
-/// - *Input*: [`Rnic::handle_datagram`] for what arrives on UDP port 4791, [`Rnic::handle_timeout`] when the time of
-///   [`Rnic::poll_timeout`] has come, [`Rnic::handle_flush`] when a flush job is done. Input may be given in any order;
+/// - *Input*: [`Rnic::handle_datagram`] for datagrams that arrive on UDP port 4791, [`Rnic::handle_timeout`] when the time that
+///   [`Rnic::poll_timeout`] returned has come, [`Rnic::handle_flush`] when a flush job is done. Input may be given in any order;
 ///   `now` never runs backwards.
-/// - After verbs or input, poll until nothing is left, in any order: [`Rnic::poll_transmit`] for packets, [`Rnic::poll_flush`]
-///   for flushes to carry out, [`Rnic::poll_event`] for what to tell the application, [`Rnic::poll_ended_memories`] for memories
-///   to drop, and `cm().poll_event()`.
-///   [`Rnic::poll_timeout`] comes last, since all others change it.
+/// - After verbs or input, poll until nothing is left, in any order: [`Rnic::poll_transmit`] for packets, [`Rnic::poll_flush`] for
+///   flushes to carry out, [`Rnic::poll_event`] for events to pass to the application, [`Rnic::poll_ended_memories`] for memories
+///   to drop, and `cm().poll_event()`. [`Rnic::poll_timeout`] comes last, since all others change it.
 ///
-/// Datagrams that `poll_transmit` gave out may be lost, duplicated, delayed or sent twice: the protocol mends it.
+/// Datagrams that `poll_transmit` returned may be lost, duplicated, delayed or sent twice: the protocol recovers from that.
 #[derive(Debug)]
 pub struct Rnic {
     config: Config,
@@ -186,21 +189,21 @@ pub struct Rnic {
     groups: Groups,
     /// QPs that have packets to send.
     ready: Scheduler<Qpn>,
-    /// QPs that owe only an acknowledgement, which may wait for the next call that asks for these.
+    /// QPs that have only an acknowledgement to send. It may wait until a call of [`Rnic::poll_transmit`] asks for all.
     ack_ready: VecDeque<Qpn>,
-    /// QPs that owe a congestion notification.
+    /// QPs with a pending congestion notification.
     cnps: VecDeque<Qpn>,
-    /// At most one entry for each QP, the one that its head names.
+    /// Deadlines of QPs: at most one entry for each, the one that its head names.
     timers: BTreeSet<(Time, u32)>,
-    /// Completion queues that let completions come together, and when who waits is told; some of that may be over.
+    /// Completion queues with moderation, by the time at which the waiter is notified at the latest. An entry may be stale.
     moderated: BTreeSet<(Time, u32)>,
-    /// There is a completion queue that cares for the time.
+    /// Set when a completion queue needs the time of its completions.
     times_completions: bool,
-    /// QPs with bytes of the datagram under way that are not placed yet.
+    /// QPs that have not placed all bytes of the datagram being handled yet.
     gathering: Vec<Qpn>,
     flushes: Flushes,
     events: VecDeque<Event>,
-    /// Queues that overran during the call under way, each with the QP whose completion was lost.
+    /// Queues that overran during the current call, each with the QP whose completion was lost.
     overrun: Vec<(Cqn, Qpn)>,
     graveyard: Graveyard,
     counters: Counters,
@@ -209,13 +212,13 @@ pub struct Rnic {
     rxe_flush_basis: Option<Box<IdBasis>>,
     cm: Cm,
     gsi_psn: Psn,
-    /// QPs whose peers are to lose what they were granted.
+    /// QPs whose peers' grants the driver has to revoke.
     revoked: Vec<Qpn>,
     rnr_faults: Option<Line>,
     tracer: Option<Box<dyn Tracer>>,
 }
 
-/// What a QP needs of the rest of a device, borrowed field by field: the device's QPs stay free.
+/// Borrows the parts of a device that a QP needs, field by field, so that the device's QPs stay free to borrow.
 macro_rules! env_of {
     ($device:expr, $now:expr) => {
         Env {
@@ -237,7 +240,7 @@ macro_rules! env_of {
 }
 
 impl Rnic {
-    /// A device without objects.
+    /// Creates a device without objects.
     pub fn new(config: Config) -> Rnic {
         let mut rng = ChaCha12Rng::from_seed(config.seed);
         let cm = Cm::new(&config, ChaCha12Rng::from_rng(&mut rng));
@@ -279,13 +282,13 @@ impl Rnic {
 
     // Objects.
 
-    /// Makes a protection domain. IBTA Vol 1, 11.2.1.5.
+    /// Creates a protection domain. IBTA Vol 1, 11.2.1.5.
     pub fn alloc_pd(&mut self) -> Pd {
         self.regions.alloc_pd()
     }
 
-    /// Ends a protection domain and every region in it. Its QPs must have been destroyed. The regions' memories come back, for
-    /// the caller to drop where what that runs does no harm.
+    /// Destroys a protection domain and every region in it. Its QPs must have been destroyed. Returns the regions' memories: the
+    /// caller drops them where the code that this runs does no harm.
     pub fn dealloc_pd(&mut self, pd: Pd) -> Vec<Arc<dyn Memory>> {
         self.regions.dealloc_pd(pd)
     }
@@ -295,14 +298,14 @@ impl Rnic {
         self.regions.register(&mut self.rng, pd, spec)
     }
 
-    /// Makes a region without memory, for up to `length_max` bytes: work requests give it its memory and take it away. IBTA
-    /// Vol 1, 11.2.8.1.
+    /// Creates a region without memory, for up to `length_max` bytes: work requests register memory in it and invalidate the
+    /// registration. IBTA Vol 1, 11.2.8.1.
     pub fn alloc_mr(&mut self, pd: Pd, length_max: u64) -> Result<(LKey, RKey), RegisterError> {
         self.regions.alloc_region(&mut self.rng, pd, length_max)
     }
 
-    /// Changes memory, rights or protection domain of a region that no windows are bound to; its keys stay. The memory that it
-    /// had comes back. After an error the region is as it was. IBTA Vol 1, 11.2.8.5.
+    /// Changes memory, rights or protection domain of a region that no windows are bound to; its keys stay. Returns the memory that
+    /// it had. After an error the region is as it was. IBTA Vol 1, 11.2.8.5.
     pub fn rereg_mr(
         &mut self,
         lkey: LKey,
@@ -312,34 +315,35 @@ impl Rnic {
         self.regions.reregister(lkey, pd, change)
     }
 
-    /// Ends a region that no windows are bound to: once this returns nothing reaches its memory through it. The memory, if it
-    /// had any, comes back, for the caller to drop where what that runs does no harm.
+    /// Deregisters a region that no windows are bound to: once this returns, nothing reaches the memory through it. Returns the
+    /// memory, if the region had any: the caller drops it where the code that this runs does no harm.
     pub fn dereg_mr(&mut self, lkey: LKey) -> Result<Option<Arc<dyn Memory>>, RegisterError> {
         self.regions.deregister(lkey)
     }
 
-    /// Whether windows are bound to a region, which [`Rnic::dereg_mr`] refuses then.
+    /// Returns whether windows are bound to a region, which makes [`Rnic::dereg_mr`] fail.
     pub fn has_mws(&self, lkey: LKey) -> bool {
         self.regions.has_windows(lkey)
     }
 
-    /// Unbinds all windows of a region, as if each had been ended by who bound it: for an owner who cannot wait for that.
+    /// Unbinds all windows of a region, as if the owner of each had unbound it: for a region's owner who cannot wait for that.
     pub fn unbind_mws(&mut self, lkey: LKey) {
         self.regions.unbind_all(lkey);
     }
 
-    /// Makes a memory window. IBTA Vol 1, 11.2.8.9.
+    /// Creates a memory window. IBTA Vol 1, 11.2.8.9.
     pub fn alloc_mw(&mut self, pd: Pd, window_type: WindowType) -> Result<RKey, RegisterError> {
         self.regions.alloc_window(&mut self.rng, pd, window_type)
     }
 
-    /// Ends a memory window, bound or not; any key that it ever had names it. False: there is none.
+    /// Destroys a memory window, bound or not, named by any key that it ever had. Returns false if there is no such window.
     pub fn dealloc_mw(&mut self, window: RKey) -> bool {
         self.regions.dealloc_window(window)
     }
 
-    /// Posts the binding of a type 1 window and gives its new key, by which peers reach it once the request has completed.
-    /// `bind.window` is its key so far, whether or not the binding that gave it has completed. IBTA Vol 1, 11.2.8.11.
+    /// Posts the binding of a type 1 window and returns its new key, by which peers reach it once the request has completed.
+    /// `bind.window` is the window's previous key, whether or not the binding that assigned it has completed. IBTA Vol 1,
+    /// 11.2.8.11.
     pub fn bind_mw(
         &mut self,
         now: Time,
@@ -364,7 +368,7 @@ impl Rnic {
         Ok(window)
     }
 
-    /// Makes an XRC domain. IBTA Vol 1, A14.
+    /// Creates an XRC domain. IBTA Vol 1, A14.
     pub fn alloc_xrcd(&mut self) -> Xrcd {
         let free = self.xrcds.iter().position(|used| !used).unwrap_or_else(|| {
             self.xrcds.push(false);
@@ -374,7 +378,7 @@ impl Rnic {
         Xrcd(free as u32)
     }
 
-    /// Ends an XRC domain. Its queues and QPs must have been destroyed.
+    /// Destroys an XRC domain. Its queues and QPs must have been destroyed.
     pub fn dealloc_xrcd(&mut self, xrcd: Xrcd) {
         if let Some(used) = self.xrcds.get_mut(xrcd.0 as usize) {
             *used = false;
@@ -385,7 +389,8 @@ impl Rnic {
         self.xrcds.get(xrcd.0 as usize).copied().unwrap_or(false)
     }
 
-    /// Makes a shared receive queue. IBTA Vol 1, 11.2.9.1. `None`: the PD, the XRC domain or its CQ does not exist.
+    /// Creates a shared receive queue. Returns `None` when the PD, the XRC domain or its CQ does not exist, or when there are 2^15
+    /// such queues already. IBTA Vol 1, 11.2.9.1.
     pub fn create_srq(&mut self, init: SrqInit) -> Option<Srqn> {
         let xrc_is_there = |(xrcd, cq): (Xrcd, Cqn)| self.has_xrcd(xrcd) && self.cqs.contains_key(&cq.0);
         if !self.regions.has_pd(init.pd) || !init.xrc.is_none_or(xrc_is_there) || self.srqs.len() >= 1 << 15 {
@@ -412,12 +417,12 @@ impl Rnic {
         srq.modify(max_wr, limit)
     }
 
-    /// What is known about a shared receive queue.
+    /// Returns the attributes of a shared receive queue.
     pub fn query_srq(&self, srqn: Srqn) -> Option<SrqInfo> {
         Some(self.srqs.get(&srqn.0)?.info())
     }
 
-    /// Ends a shared receive queue that no QP uses; nothing completes any more. IBTA Vol 1, 11.2.9.5.
+    /// Destroys a shared receive queue that no QP uses; its receives do not complete. IBTA Vol 1, 11.2.9.5.
     pub fn destroy_srq(&mut self, srqn: Srqn) -> Result<(), SrqError> {
         if self.qps.values().any(|qp| qp.head.init.srq == Some(srqn)) {
             return Err(SrqError::Busy);
@@ -433,7 +438,7 @@ impl Rnic {
         srq.post(request)
     }
 
-    /// Makes a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
+    /// Creates a completion queue for `depth` completions. IBTA Vol 1, 11.2.6.1.
     pub fn create_cq(&mut self, depth: u32) -> Cqn {
         self.next_cqn += 1;
         let queue = CompletionQueue::new(depth.max(1) as usize, self.armed_queues.clone());
@@ -441,17 +446,17 @@ impl Rnic {
         Cqn(self.next_cqn)
     }
 
-    /// How many of its completion queues are armed, now and later.
+    /// Returns a handle that tells how many of the device's completion queues are armed; it stays up to date.
     pub fn armed_queues(&self) -> ArmedQueues {
         self.armed_queues.clone()
     }
 
-    /// Ends a completion queue. Its QPs must have been destroyed.
+    /// Destroys a completion queue. Its QPs must have been destroyed.
     pub fn destroy_cq(&mut self, cq: Cqn) {
         self.cqs.remove(&cq.0);
     }
 
-    /// Makes room for `depth` completions in a queue, at least 1. IBTA Vol 1, 11.2.8.3.
+    /// Resizes a completion queue to `depth` completions, at least 1. IBTA Vol 1, 11.2.8.3.
     pub fn resize_cq(&mut self, cq: Cqn, depth: u32) -> Result<(), TooShort> {
         match self.cqs.get(&cq.0) {
             Some(queue) => queue.resize(depth.max(1) as usize),
@@ -459,7 +464,7 @@ impl Rnic {
         }
     }
 
-    /// Has a completion queue let completions come together before it tells who waits; `None`: no more.
+    /// Sets the moderation of a completion queue, which delays the notification of its waiter; `None` ends it.
     pub fn moderate_cq(&mut self, cq: Cqn, moderation: Option<Moderation>) {
         if let Some(queue) = self.cqs.get(&cq.0) {
             self.times_completions = true;
@@ -467,7 +472,7 @@ impl Rnic {
         }
     }
 
-    /// Has a completion queue keep when each completion comes: the time of the call that brought it about
+    /// Makes a completion queue record the time of each completion: that of the call that caused it
     /// ([`CompletionQueue::poll_with_time`]).
     pub fn keep_cq_times(&mut self, cq: Cqn) {
         if let Some(queue) = self.cqs.get(&cq.0) {
@@ -476,7 +481,7 @@ impl Rnic {
         }
     }
 
-    /// 24 bits: the slot, and 16 that are random.
+    /// Returns a number of 24 bits: the slot, and 16 random bits.
     fn new_number(&mut self) -> u32 {
         if mutant!(NumbersBeginAgain) {
             let taken = self.qps.len() + self.srqs.len() + 16;
@@ -485,11 +490,12 @@ impl Rnic {
         u32::from(self.config.slot) << 16 | self.rng.next_u32() & 0xffff
     }
 
-    /// Makes a QP. IBTA Vol 1, 11.2.4.1. `None`: the PD, a CQ, the shared receive queue or the XRC domain does not exist or does
-    /// not go with the transport service, or all QPNs are taken.
+    /// Creates a QP. Returns `None` when the PD, a CQ, the shared receive queue or the XRC domain does not exist or does not match
+    /// the transport service, or all QPNs are taken. IBTA Vol 1, 11.2.4.1.
     pub fn create_qp(&mut self, init: QpInit) -> Option<Qpn> {
         let cqs = [init.send_cq, init.recv_cq];
-        // 16 bits of a QPN are ours; half of them stay free, so that a number rests after its QP has gone.
+        // The device chooses 16 bits of a QPN; half of these numbers stay free, so that a number stays unused for a while after its
+        // QP was destroyed.
         if !self.regions.has_pd(init.pd)
             || cqs.iter().any(|cq| !self.cqs.contains_key(&cq.0))
             || !self.receives_from_exist(&init)
@@ -506,7 +512,7 @@ impl Rnic {
         Some(qpn)
     }
 
-    /// Whether where a QP is to take its receives from is there, and is what its transport service takes.
+    /// Returns whether the source of a QP's receives exists and matches the QP's transport service.
     fn receives_from_exist(&self, init: &QpInit) -> bool {
         let srq_fits = init.srq.is_none_or(|srqn| {
             let srq = self.srqs.get(&srqn.0);
@@ -519,14 +525,14 @@ impl Rnic {
         }
     }
 
-    /// A QP is about to end because its owner wants it to, not because of an error: its last acknowledgement is sent again with the
-    /// next [`Rnic::poll_transmit`] of all. If it was lost the peer would repeat its request, and nobody would answer. A requester takes no
-    /// notice of an acknowledgement that it knows. IBTA Vol 1, 9.7.5.1.
+    /// Repeats the last acknowledgement of a QP that its owner, not an error, is about to end: the next [`Rnic::poll_transmit`]
+    /// with `all` sends it again. If the first one was lost, the peer would repeat its request, and nobody would answer. A
+    /// requester ignores an acknowledgement that it knows. IBTA Vol 1, 9.7.5.1.
     pub fn repeat_last_ack(&mut self, now: Time, qpn: Qpn) {
         self.with_qp(now, qpn, |qp, _| qp.repeat_last());
     }
 
-    /// Ends a QP; nothing completes any more. Type 2 windows that it bound are unbound.
+    /// Destroys a QP; its requests do not complete. Type 2 windows that were bound through it are unbound.
     pub fn destroy_qp(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.remove(&qpn.value()) {
             if qp.head.granted && !mutant!(GrantOutlivesQp) {
@@ -556,13 +562,13 @@ impl Rnic {
         result.unwrap_or(Err(ModifyError::NoQp))
     }
 
-    /// Takes a QP to Reset for good: it exists, and keeps its number, until it is destroyed, but is to those who modify it no more. So
-    /// whoever still knows it, as a connection that is being made does, does not bring it up.
+    /// Moves a QP to Reset for good: it exists and keeps its number until it is destroyed, but [`Rnic::modify_qp`] fails with
+    /// [`ModifyError::NoQp`]. So code that still knows it, such as a connection establishment in progress, cannot bring it up.
     pub fn retire_qp(&mut self, now: Time, qpn: Qpn) {
         self.with_qp(now, qpn, |qp, env| qp.retire(env));
     }
 
-    /// Attaches a UD QP to a multicast group: what is sent to the group's address is delivered to it too. IBTA Vol 1, 11.3.1.
+    /// Attaches a UD QP to a multicast group: it receives packets to the group's address too. IBTA Vol 1, 11.3.1.
     pub fn attach_mcast(&mut self, qpn: Qpn, group: IpAddr) -> Result<(), McastError> {
         let group = group.to_canonical();
         let qp = self.qps.get(&qpn.value()).ok_or(McastError::NoQp)?;
@@ -583,12 +589,12 @@ impl Rnic {
         self.groups.detach(group.to_canonical(), qpn)
     }
 
-    /// Whether a QP is attached to a multicast group: what is sent to it is to be handed in.
+    /// Returns whether a QP is attached to a multicast group: the driver then passes in datagrams to the group.
     pub fn has_mcast_group(&self, group: IpAddr) -> bool {
         !self.groups.attached(group.to_canonical()).is_empty()
     }
 
-    /// What is known about a QP.
+    /// Returns the attributes and fill levels of a QP.
     pub fn query_qp(&self, qpn: Qpn) -> Option<QpInfo> {
         let qp = self.qps.get(&qpn.value())?;
         Some(QpInfo {
@@ -603,27 +609,27 @@ impl Rnic {
         })
     }
 
-    /// A random number of the device's own generator, for a starting PSN and the like.
+    /// Returns a random number from the device's own generator, for a starting PSN and the like.
     pub fn random(&mut self) -> u32 {
         self.rng.next_u32()
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// How long requests took.
+    /// Returns the latencies of requests.
     pub fn latencies(&self) -> &Latencies {
         &self.latencies
     }
 
-    /// What the device was made with.
+    /// Returns the parameters that the device was created with.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// How much it keeps because of its peers.
+    /// Returns the amount of state that the device keeps because of its peers.
     pub fn backlog(&self) -> Backlog {
         let mut backlog = self.cm.backlog();
         for qp in self.qps.values() {
@@ -632,12 +638,12 @@ impl Rnic {
         backlog
     }
 
-    /// The QPs there are, in no order.
+    /// Returns the numbers of all QPs, in no order.
     pub fn qpns(&self) -> impl Iterator<Item = Qpn> {
         self.qps.values().map(|qp| qp.head.qpn)
     }
 
-    /// QPs, regions and completion queues there are.
+    /// Returns the numbers of QPs, regions and completion queues.
     pub fn object_counts(&self) -> (usize, usize, usize) {
         (self.qps.len(), self.regions.len(), self.cqs.len())
     }
@@ -646,14 +652,14 @@ impl Rnic {
 
     /// Posts a send request. IBTA Vol 1, 11.4.1.1.
     pub fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
-        // A request that is refused, or done at once, ends in here.
+        // If the request is refused or completes at once, its memory moves to the graveyard here.
         let _memory = self.graveyard.hold(&request.operation);
         self.with_qp(now, qpn, |qp, env| qp.post_send(env, request, Place::Wanted))
             .unwrap_or(Err(PostError::NoQp))
     }
 
-    /// Posts a send request that has its place in the queue ([`SendQueue::reserve`]). Should the QP not take it any more, that is
-    /// as if it had been posted before what has changed the QP.
+    /// Posts a send request whose place in the queue is reserved ([`SendQueue::reserve`]). If the QP does not take such a request
+    /// any longer, the outcome is the same as if the request had been posted before the change of the QP.
     pub fn post_reserved(&mut self, now: Time, qpn: Qpn, request: SendRequest) {
         let _memory = self.graveyard.hold(&request.operation);
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
@@ -662,30 +668,30 @@ impl Rnic {
                 return qp.end_reserved(env, &request);
             }
             if qp.post_send(env, request, Place::Reserved).is_err() {
-                // Reset, which forgets what was posted.
+                // The QP is in Reset, which discards posted requests.
                 qp.head.sends.give_back(1);
             }
         };
         self.with_qp(now, qpn, post);
     }
 
-    /// The room in a QP's send queue, to be reserved without the device.
+    /// Returns the send queue of a QP, in which callers reserve places without locking the device.
     pub fn send_queue(&self, qpn: Qpn) -> Option<SendQueue> {
         Some(self.qps.get(&qpn.value())?.head.sends.clone())
     }
 
-    /// A QP's own receives, to be posted without the device.
+    /// Returns a QP's own receive queue, to which callers post without locking the device.
     pub fn receive_queue(&self, qpn: Qpn) -> Option<ReceiveQueue> {
         Some(self.qps.get(&qpn.value())?.head.receives.clone())
     }
 
-    /// The receives of a shared receive queue, to be posted without the device.
+    /// Returns the receives of a shared receive queue, to which callers post without locking the device.
     pub fn srq_receives(&self, srqn: Srqn) -> Option<ReceiveQueue> {
         Some(self.srqs.get(&srqn.0)?.queue.clone())
     }
 
-    /// Does a send request that needs no packets, if it is one ([`Event::WantsGrant`]) and nothing is before it. False: it is to be
-    /// posted. `now` is seldom asked for.
+    /// Carries out a send request that needs no packets ([`Event::WantsGrant`]) if no request is queued before it. Returns false if
+    /// the caller must post the request instead. Calls `now` only rarely.
     #[inline]
     pub fn post_directly(&mut self, now: impl Fn() -> Time, qpn: Qpn, request: &SendRequest) -> bool {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
@@ -706,8 +712,8 @@ impl Rnic {
         done
     }
 
-    /// Posts a send request as [`Rnic::post_send`] does, and builds its packets at once when nobody else has anything to send:
-    /// then it is nobody else's turn, and [`Rnic::poll_transmit`] has nothing to decide. `buf` is empty, or not built into.
+    /// Posts a send request as [`Rnic::post_send`] does, and builds its packets at once if no other QP has anything to send: then
+    /// [`Rnic::poll_transmit`] would have no choice between QPs. If `buf` is not empty, no packet is built.
     pub fn post_send_into(
         &mut self,
         now: Time,
@@ -741,7 +747,7 @@ impl Rnic {
         self.cqs.get(&cq.0)?.poll()
     }
 
-    /// Asks for an [`Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is there already makes none: poll after
+    /// Asks for an [`Event::Completion`]. IBTA Vol 1, 11.4.2.2. A completion that is in the queue already causes none: poll after
     /// arming.
     pub fn arm_cq(&mut self, cq: Cqn, arm: Arm) {
         if let Some(queue) = self.cqs.get(&cq.0) {
@@ -749,31 +755,33 @@ impl Rnic {
         }
     }
 
-    /// A completion queue, to be polled and armed without the device.
+    /// Returns a completion queue, which callers poll and arm without locking the device.
     pub fn cq(&self, cq: Cqn) -> Option<CompletionQueue> {
         self.cqs.get(&cq.0).cloned()
     }
 
-    /// Completions that wait in a queue, and whether it overran: then no more come.
+    /// Returns the number of completions in a queue, and whether the queue overran: then it receives no more.
     pub fn cq_state(&self, cq: Cqn) -> Option<(usize, bool)> {
         self.cqs.get(&cq.0).map(CompletionQueue::state)
     }
 
-    /// Connection management. IBTA Vol 1, chapter 12.
+    /// Returns the connection manager. IBTA Vol 1, chapter 12.
     pub fn cm(&mut self) -> &mut Cm {
         &mut self.cm
     }
 
-    /// The next first request of a QP is told of as [`Event::FirstRequest`], and not as [`Event::CommunicationEstablished`]: to who has
-    /// accepted a connection it says as much as the RTU, which may be late or lost. A QP that is reset tells nothing again. 12.9.6.
+    /// Makes the device report the next first request of a QP as [`Event::FirstRequest`] instead of
+    /// [`Event::CommunicationEstablished`]. To an end that has accepted a connection, this event means as much as the RTU, which
+    /// may be late or lost. A reset of the QP cancels this. 12.9.6.
     pub fn tell_first_request(&mut self, qpn: Qpn) {
         if let Some(qp) = self.qps.get_mut(&qpn.value()) {
             qp.head.tells_first_request = true;
         }
     }
 
-    /// The peer of an accepted connection has its QP in RTR: the RTU or a request came from it. Packets that reached it earlier were
-    /// dropped silently, so what was sent to it is sent again at once, unless it has answered. That uses up no retry.
+    /// Notes that the peer of an accepted connection has its QP in RTR: the RTU or a request came from it. The peer silently
+    /// dropped packets that reached it earlier, so the requester sends them again at once, unless the peer has answered any. That
+    /// uses up no retry.
     pub fn peer_is_ready(&mut self, now: Time, qpn: Qpn) {
         self.with_qp(now, qpn, |qp, env| {
             if let Some(requester) = qp.requester() {
@@ -784,9 +792,9 @@ impl Rnic {
 
     // Memory of this host.
 
-    /// Whether a QP's peer is reached through memory of this host: its packets need no ICRC, and [`Event::WantsGrant`] asks for
-    /// what it could reach itself. With false all grants are forgotten, and what has no answer is taken for lost with the link. A QP
-    /// that is reset is told anew.
+    /// Sets whether a QP reaches its peer through memory of this host. If so, its packets need no ICRC, and [`Event::WantsGrant`]
+    /// asks for memory that the QP could access itself. If not, the QP forgets all grants, and takes requests without an answer for
+    /// lost with the link. The driver must call this again after a reset of the QP.
     pub fn set_local(&mut self, qpn: Qpn, local: bool) {
         if let Some(qp) = self.qps.get_mut(&qpn.value()) {
             qp.set_local(local);
@@ -794,25 +802,25 @@ impl Rnic {
         }
     }
 
-    /// Forgets what the peer of a QP granted; its requests ask anew.
+    /// Forgets the grants of a QP's peer; further requests ask for them again.
     pub fn forget_grants(&mut self, qpn: Qpn) {
         if let Some(requester) = self.qps.get_mut(&qpn.value()).and_then(Qp::requester) {
             requester.forget_grants();
         }
     }
 
-    /// What [`Rnic::set_local`] said last.
+    /// Returns the value that [`Rnic::set_local`] set last.
     pub fn is_local(&self, qpn: Qpn) -> bool {
         self.qps.get(&qpn.value()).is_some_and(|qp| qp.head.local)
     }
 
-    /// The connected QPs to an address whose peer's number is one that `is_it` names.
+    /// Returns the QPs whose path leads to an address and whose peer's QPN satisfies `is_it`.
     pub fn qps_to(&self, dst: IpAddr, is_it: impl Fn(Qpn) -> bool) -> Vec<Qpn> {
         let to = |qp: &&Qp| qp.head.path.is_some_and(|path| path.dst == dst) && is_it(qp.head.dest_qpn);
         self.qps.values().filter(to).map(|qp| qp.head.qpn).collect()
     }
 
-    /// The peer's answer to [`Event::WantsGrant`].
+    /// Passes in the peer's answer to [`Event::WantsGrant`].
     pub fn set_grant(&mut self, now: Time, qpn: Qpn, rkey: RKey, grant: Option<Grant>) {
         self.with_qp(now, qpn, |qp, _| {
             if let Some(requester) = qp.requester() {
@@ -821,14 +829,14 @@ impl Rnic {
         });
     }
 
-    /// What the peer of a QP granted it, and may have taken back since.
+    /// Returns the grants that a QP holds from its peer, which may have revoked them since.
     pub fn grants(&self, qpn: Qpn) -> impl Iterator<Item = &Grant> {
         let qp = self.qps.get(&qpn.value());
         qp.into_iter().flat_map(Qp::held_grants)
     }
 
-    /// What the peer of a QP may be granted of the region of a key. It holds until [`Rnic::poll_revoked`] names the QP, or the
-    /// region is registered anew or deregistered.
+    /// Returns the memory and rights that the peer of a QP may be granted for the region of a key. The grant is valid until
+    /// [`Rnic::poll_revoked`] returns the QP, or the region is registered anew or deregistered.
     pub fn grantable(&mut self, qpn: Qpn, rkey: RKey) -> Result<Grantable, NotGranted> {
         let qp = self.qps.get_mut(&qpn.value()).ok_or(NotGranted::NoQp)?;
         let allowed = qp.grants().ok_or(NotGranted::NoQp)?;
@@ -850,19 +858,20 @@ impl Rnic {
         })
     }
 
-    /// A QP that takes no more requests, or other ones: what was granted to its peer is to be taken back before anything else.
+    /// Returns a QP that takes no more requests, or takes other ones: the driver must revoke all grants to its peer before anything
+    /// else.
     pub fn poll_revoked(&mut self) -> Option<Qpn> {
         self.revoked.pop()
     }
 
     // Notes.
 
-    /// From now on what happens is noted there. What was there before comes back.
+    /// Sets the tracer that receives notes from now on. Returns the previous tracer.
     pub fn set_tracer(&mut self, tracer: Option<Box<dyn Tracer>>) -> Option<Box<dyn Tracer>> {
         std::mem::replace(&mut self.tracer, tracer)
     }
 
-    /// Notes what the driver knows of; QPN 0 stands for the device.
+    /// Passes a note of the driver to the tracer; QPN 0 stands for the device.
     pub fn note(&mut self, now: Time, qpn: Qpn, note: Note) {
         if let Some(tracer) = &mut self.tracer {
             tracer.note(now, qpn, &note);
@@ -871,15 +880,15 @@ impl Rnic {
 
     // Faults.
 
-    /// From now on some requests that need a receive are answered by RNR NAK as if there were none, as [`Spec::rnr`] says. The other
-    /// faults are the driver's.
+    /// Makes the device answer some requests that need a receive with an RNR NAK, as if there were none, at the rate of
+    /// [`Spec::rnr`]. The driver injects the other faults.
     pub fn set_faults(&mut self, spec: &Spec) {
         let line = || Line::new(*spec, Stream::Receives);
         self.rnr_faults = (spec.rnr > 0.0).then(line);
     }
 
-    /// Puts a QP in error, as a device does that has failed it: the event of IBTA Vol 1, 11.6.3.2 is that of a local catastrophic
-    /// error.
+    /// Puts a QP in error, as if the device had failed: the asynchronous event is that of a local catastrophic error, IBTA Vol 1,
+    /// 11.6.3.2.
     pub fn fail_qp(&mut self, now: Time, qpn: Qpn) {
         let fault = Some((Status::LocalQpOperation, Cause::Injected));
         self.with_qp(now, qpn, |qp, env| {
@@ -889,9 +898,9 @@ impl Rnic {
         });
     }
 
-    /// Moves the PSNs of a reliable QP on, as if it had sent and received requests of so many packets: tests reach in this way what
-    /// takes a network millions of packets. The peer's QP must be moved on likewise. False, and nothing is done, while the QP has
-    /// requests or answers under way, or for 2^23 PSNs and more.
+    /// Advances the PSNs of a reliable QP as if it had sent and received requests of so many packets: in this way tests reach
+    /// states that take a network millions of packets. The peer's QP must be advanced likewise. Returns false, and does nothing,
+    /// while the QP has requests or responses pending, or for 2^23 PSNs and more.
     pub fn skip_psns(&mut self, now: Time, qpn: Qpn, sent: u32, received: u32) -> bool {
         let may = sent.max(received) < 1 << 23;
         may && self.with_qp(now, qpn, |qp, env| qp.skip_psns(env, sent, received)) == Some(true)
@@ -899,8 +908,8 @@ impl Rnic {
 
     // Input.
 
-    /// Handles what arrived on UDP port 4791 from `src`, sent to the device's own address in traffic class 0. The bytes are one
-    /// packet, or several of `segment_bytes` each (the last may be shorter) that the system received as one.
+    /// Handles a datagram that arrived on UDP port 4791 from `src`, sent to the device's own address in traffic class 0. The bytes
+    /// are one packet, or several of `segment_bytes` each (the last may be shorter) that the system received as one.
     pub fn handle_datagram(
         &mut self,
         now: Time,
@@ -921,7 +930,7 @@ impl Rnic {
         self.handle_arrival(now, &arrival);
     }
 
-    /// Handles what arrived on UDP port 4791.
+    /// Handles a datagram that arrived on UDP port 4791.
     pub fn handle_arrival(&mut self, now: Time, arrival: &Arrival<'_>) {
         if arrival.bytes.is_empty() || arrival.segment_bytes == 0 {
             self.counters.malformed += 1;
@@ -949,7 +958,8 @@ impl Rnic {
         }
     }
 
-    /// Whether the ICRC is right; see `rdmux_wire::icrc` for the IPv4 identification. `narrow`: the peer is known to be rdmux.
+    /// Returns whether the ICRC is right; see `rdmux_wire::icrc` for the IPv4 identification. `narrow`: the peer is known to be
+    /// rdmux.
     fn icrc_is_right(&mut self, flow: &Flow, bytes: &[u8], icrc: u32, narrow: bool) -> bool {
         let difference = flow.icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ icrc;
         if difference == 0 || mutant!(IcrcIgnored) {
@@ -969,14 +979,14 @@ impl Rnic {
         }
     }
 
-    /// Whether a packet is a FLUSH with the ICRC that rxe gives it.
+    /// Returns whether a packet is a FLUSH with the ICRC that rxe computes for it.
     fn is_flush_of_rxe(&mut self, flow: &Flow, packet: &Packet<'_>) -> bool {
         if packet.bth.opcode.operation != Op::Flush {
             return false;
         }
         let bytes = packet.bytes();
         let difference = flow.rxe_flush_icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ packet.icrc();
-        // All FLUSHes have one length.
+        // All FLUSHes have the same length.
         let basis = self
             .rxe_flush_basis
             .get_or_insert_with(|| Box::new(IdBasis::of_rxe_flush(bytes.len())));
@@ -985,7 +995,8 @@ impl Rnic {
         fits
     }
 
-    /// Checks in the order of rxe and the specification (9.6.1), the ICRC last but before anything takes effect.
+    /// Checks a packet in the order of rxe and the specification (9.6.1), with the ICRC last but before anything takes effect, and
+    /// passes it to its QP.
     fn handle_packet(&mut self, now: Time, arrival: &Arrival<'_>, bytes: &[u8]) {
         let Ok(packet) = Packet::parse(bytes) else {
             self.counters.malformed += 1;
@@ -1043,7 +1054,7 @@ impl Rnic {
         }
     }
 
-    /// A packet for this QP was marked on its way. IBTA Vol 1, A17.9.3.
+    /// Handles a packet for this QP that a switch marked. IBTA Vol 1, A17.9.3.
     fn handle_marked(&mut self, now: Time, qpn: Qpn) {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return;
@@ -1056,7 +1067,7 @@ impl Rnic {
         }
     }
 
-    /// Checks a congestion notification as any other packet of a connection.
+    /// Handles a congestion notification, with the checks of any other packet of a connection.
     fn handle_cnp(&mut self, now: Time, flow: &Flow, bytes: &[u8]) {
         let Ok((cnp, icrc)) = Cnp::parse(bytes) else {
             self.counters.malformed += 1;
@@ -1087,7 +1098,7 @@ impl Rnic {
         }
     }
 
-    /// Gives a copy to every QP that is attached to the group, the sender's own too. IBTA Vol 1, 10.5.2.1.
+    /// Delivers a copy of a packet to every QP that is attached to the group, the sender's own included. IBTA Vol 1, 10.5.2.1.
     fn handle_multicast(&mut self, now: Time, arrival: &Arrival<'_>, packet: &Packet<'_>) {
         let flow = arrival.flow();
         let attached = if mutant!(McastToAll) {
@@ -1095,7 +1106,7 @@ impl Rnic {
         } else {
             self.groups.attached(flow.dst).to_vec()
         };
-        // Both the address and the QPN say that it is for a group.
+        // Both the address and the QPN of a packet to a group are those of a group.
         if packet.bth.dest_qpn != Qpn::MULTICAST || attached.is_empty() {
             self.counters.no_qp += 1;
             return;
@@ -1130,7 +1141,7 @@ impl Rnic {
         }
     }
 
-    /// The driver finished a flush job; an error is final for the connection that asked.
+    /// Handles the end of a flush job; an error is final for the connection whose peer asked for the flush.
     pub fn handle_flush(&mut self, now: Time, id: FlushId, result: Result<(), crate::memory::Fault>) {
         let Some((qpn, psn)) = self.flushes.finish(id) else {
             return;
@@ -1141,12 +1152,12 @@ impl Rnic {
         self.with_qp(now, qpn, |qp, env| qp.handle_flush(env, psn, result.is_ok()));
     }
 
-    /// The time of [`Rnic::poll_timeout`] has come, for a device without links to peers on its host.
+    /// Handles due timers when the time of [`Rnic::poll_timeout`] has come, for a device without links to peers on its host.
     pub fn handle_timeout(&mut self, now: Time) {
         self.handle_timeout_with(now, &|_, _| None);
     }
 
-    /// The time of [`Rnic::poll_timeout`] has come. `links` is asked about the peers of QPs that are local.
+    /// Handles due timers when the time of [`Rnic::poll_timeout`] has come. Calls `links` for the peers of QPs that are local.
     pub fn handle_timeout_with(&mut self, now: Time, links: &Links<'_>) {
         self.cm.handle_timeout(now);
         while let Some((at, qpn)) = self.timers.first().copied()
@@ -1167,8 +1178,8 @@ impl Rnic {
 
     // Output.
 
-    /// Fills `buf` with packets to send. Acknowledgements that may wait for company are left out unless `all`; ask for them
-    /// when there is nothing else to do. Call again while it returns true.
+    /// Fills `buf` with packets to send. Leaves out acknowledgements that may wait to be combined with later ones unless `all` is
+    /// set; set it when there is nothing else to do. Returns true while the caller must call again.
     pub fn poll_transmit(&mut self, now: Time, buf: &mut TransmitBuf, all: bool) -> bool {
         let filled = buf.bytes().len();
         while !buf.is_full()
@@ -1211,29 +1222,30 @@ impl Rnic {
         self.has_urgent_transmit()
     }
 
-    /// Whether [`Rnic::poll_transmit`] has anything, acknowledgements that may wait included if `all`.
+    /// Returns whether [`Rnic::poll_transmit`] has anything to send, including acknowledgements that may wait if `all` is set.
     #[inline]
     pub fn has_transmit(&self, all: bool) -> bool {
         self.has_urgent_transmit() || (all && !self.ack_ready.is_empty())
     }
 
-    /// Whether [`Rnic::poll_flush`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing.
+    /// Returns whether [`Rnic::poll_flush`], [`Rnic::poll_event`], [`Rnic::poll_revoked`] and `cm().poll_event()` have nothing to
+    /// return.
     #[inline]
     pub fn is_quiet(&self) -> bool {
         self.events.is_empty()
             && self.flushes.is_idle()
             && self.revoked.is_empty()
             && self.cm.is_quiet()
-            // A request that was done at once may have set a timer.
+            // A request that completed within its post may have set a timer.
             && self.moderated.is_empty()
     }
 
-    /// Whether [`Rnic::poll_transmit`] has more than acknowledgements that may wait.
+    /// Returns whether [`Rnic::poll_transmit`] has more to send than acknowledgements that may wait.
     pub fn has_urgent_transmit(&self) -> bool {
         !self.ready.is_empty() || !self.cnps.is_empty() || self.cm.has_transmit()
     }
 
-    /// Sends the congestion notification that a QP owes, in a class of its own as NICs do (mlx5: DSCP 48).
+    /// Builds the pending congestion notification of a QP, in a traffic class of its own as NICs do (mlx5: DSCP 48).
     fn push_cnp(&mut self, buf: &mut TransmitBuf, qpn: Qpn) {
         let Some(qp) = self.qps.get_mut(&qpn.value()) else {
             return;
@@ -1289,23 +1301,23 @@ impl Rnic {
         self.counters.sent_pkts += 1;
     }
 
-    /// A flush to carry out where blocking does no harm.
+    /// Returns a flush that the driver carries out in a context that may block.
     pub fn poll_flush(&mut self) -> Option<FlushJob> {
         self.flushes.poll()
     }
 
-    /// Memories that were ended by a work request, by a packet or with a QP. The caller drops them where what that runs does no
-    /// harm.
+    /// Returns memories that a work request, a packet or the destruction of a QP ended. The caller drops them where the code that
+    /// this runs does no harm.
     pub fn poll_ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
         self.graveyard.take()
     }
 
-    /// Something to tell the application.
+    /// Returns the next event for the application.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// When [`Rnic::handle_timeout`] is due next.
+    /// Returns the time at which [`Rnic::handle_timeout`] is due next.
     pub fn poll_timeout(&self) -> Option<Time> {
         let first = |timers: &BTreeSet<(Time, u32)>| timers.first().map(|(at, _)| *at);
         let due = [
@@ -1316,7 +1328,7 @@ impl Rnic {
         due.into_iter().flatten().min()
     }
 
-    /// Calls `f` on a QP and what it needs of the device; QPs whose completion queue overran thereby go to error.
+    /// Calls `f` on a QP and the parts of the device that it needs, then puts QPs whose completion queue overran in error.
     fn with_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let result = self.on_qp(now, qpn, f);
         if !self.overrun.is_empty() {
@@ -1325,10 +1337,10 @@ impl Rnic {
         result
     }
 
-    /// QPs whose completion queue overran go to error.
+    /// Puts QPs whose completion queue overran in error.
     #[cold]
     fn fail_overrun(&mut self, now: Time) {
-        // A QP fails once, so this ends; what it flushes may overrun the next queue.
+        // Each QP fails at most once, so this loop ends; the requests that a QP flushes may overrun the next queue.
         while let Some((cq, lost_of)) = self.overrun.pop() {
             let uses = |qp: &Qp| {
                 [qp.head.init.send_cq, qp.head.init.recv_cq].contains(&cq) || qp.head.qpn == lost_of
@@ -1345,7 +1357,7 @@ impl Rnic {
         }
     }
 
-    /// Calls `f` on a QP and what it needs of the device, then lists it for sending and for its timer.
+    /// Calls `f` on a QP and the parts of the device that it needs, then lists the QP for sending and updates its timer.
     fn on_qp<R>(&mut self, now: Time, qpn: Qpn, f: impl FnOnce(&mut Qp, &mut Env<'_>) -> R) -> Option<R> {
         let qp = self.qps.get_mut(&qpn.value())?;
         let mut env = env_of!(self, now);
@@ -1362,7 +1374,7 @@ impl Rnic {
     }
 }
 
-/// Enters the deadline of a QP. An entry that is too early is put right when it fires, so that progress costs nothing.
+/// Enters the deadline of a QP. An entry that is too early is corrected when it fires, so that progress costs nothing.
 fn set_timer(qp: &mut Qp, timers: &mut BTreeSet<(Time, u32)>) {
     if let Some(deadline) = qp.deadline()
         && qp.head.timer.is_none_or(|timer| deadline < timer)

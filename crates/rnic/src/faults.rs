@@ -1,10 +1,10 @@
-//! A network that misbehaves on purpose: what it does to which packet, as a function of a seed and the packet's number. No I/O and no
-//! clock, so that the `soft` provider and the simulator misbehave alike.
+//! Injected network faults: the faults of a packet are a function of a seed and the packet's number. This module does no I/O and
+//! reads no clock, so that the `soft` provider and the simulator inject the same faults.
 //!
-//! [`Spec`] is what is asked for, [`Line`] decides for one direction of one port, and [`damage`] is how a packet is corrupted.
+//! [`Spec`] describes the faults, [`Line`] decides on them for one direction of one port, and [`damage`] corrupts a packet.
 //!
 //! # Syntax
-//! Items separated by commas, each kind once at most; `rdmux --fault` and the environment variable `RDMUX_FAULT` take the same:
+//! Items separated by commas, each kind at most once; `rdmux --fault` and the environment variable `RDMUX_FAULT` take the same syntax:
 //!
 //! ```text
 //! loss=P        so many packets are lost                                     P: percent, as 1% or 0.05%
@@ -28,33 +28,33 @@ use rdmux_wire::Qpn;
 
 use crate::time::Time;
 
-/// How long a packet is held back at most that others are to overtake, and how much later a second copy comes.
+/// Longest time for which a packet is held back so that others overtake it, and longest delay of a second copy.
 pub const LATE_NS_MAX: u64 = 1_000_000;
 
 /// Bytes of a packet on the wire around the UDP payload, for [`Spec::rate_bps`]: Ethernet's preamble, header, checksum and gap, IPv4, UDP.
 const WIRE_BYTES: u64 = 8 + 14 + 4 + 12 + 20 + 8;
 
-/// When a queue pair is put in error.
+/// Packets that put a queue pair in error.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum QpError {
-    /// By so many percent of the packets that arrive for queue pairs.
+    /// Each packet that arrives for a queue pair, with this probability in percent.
     Percent(f64),
-    /// By the packet of this number, from 1.
+    /// The packet with this number, counted from 1.
     At(u64),
 }
 
-/// The packets that [`Spec::loss`], [`Spec::dup`], [`Spec::reorder`], [`Spec::corrupt`] and [`Spec::delay_ns`] are for. Others pass, and have
-/// no number in the sequence of decisions.
+/// The packets to which [`Spec::loss`], [`Spec::dup`], [`Spec::reorder`], [`Spec::corrupt`] and [`Spec::delay_ns`] apply. Others
+/// pass, and have no number in the sequence of decisions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Only {
-    /// All of them.
+    /// All packets.
     #[default]
     All,
     /// Messages of connection management: packets for a general services QP. IBTA Vol 1, 13.4.
     Cm,
 }
 
-/// What is asked for; the default is a network that does nothing wrong. Parsed from the syntax that the module's documentation shows.
+/// A specification of faults; the default is a network without any. Parsed from the syntax that the module's documentation shows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spec {
     /// Seed of all decisions.
@@ -67,17 +67,17 @@ pub struct Spec {
     pub reorder: f64,
     /// Packets with changed bytes, in percent.
     pub corrupt: f64,
-    /// Least and most time that a packet takes longer, in ns.
+    /// Least and most additional delay of a packet, in ns.
     pub delay_ns: (u64, u64),
     /// Bits a second in each direction.
     pub rate_bps: Option<u64>,
-    /// Requests that need a receive and are told that there is none, in percent.
+    /// Requests that need a receive and are answered as if there were none, in percent.
     pub rnr: f64,
-    /// From when to when the port is down, in ns since the device was opened.
+    /// Start and end of the time in which the port is down, in ns since the device was opened.
     pub down_ns: (u64, u64),
-    /// When a queue pair is put in error.
+    /// Packets that put a queue pair in error.
     pub qp_error: Option<QpError>,
-    /// Which packets are lost, doubled, held back, damaged and delayed.
+    /// Packets that may be lost, duplicated, held back, damaged and delayed.
     pub only: Only,
 }
 
@@ -90,7 +90,7 @@ impl Spec {
         }
     }
 
-    /// Whether the port is down so long after the device was opened.
+    /// Returns whether the port is down so long after the device was opened.
     pub fn is_down(&self, elapsed_ns: u64) -> bool {
         let (from, to) = self.down_ns;
         (from..to).contains(&elapsed_ns)
@@ -115,7 +115,7 @@ impl Default for Spec {
     }
 }
 
-/// The QPN that a packet is for, damaged or not. IBTA Vol 1, 9.2.
+/// Returns the QPN that a packet is for, damaged or not. IBTA Vol 1, 9.2.
 pub fn dest_qpn(packet: &[u8]) -> Option<Qpn> {
     let &[high, middle, low] = packet.get(5..8)? else {
         return None;
@@ -123,7 +123,7 @@ pub fn dest_qpn(packet: &[u8]) -> Option<Qpn> {
     Some(Qpn::new(u32::from_be_bytes([0, high, middle, low])))
 }
 
-/// Why a text is no [`Spec`]: the part, and what may be there.
+/// Error of parsing a [`Spec`]: the part that is wrong, and the values that are allowed there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct SpecError(String);
@@ -213,7 +213,7 @@ fn time(text: &str) -> Option<u64> {
     number(text, &TIMES)
 }
 
-/// A number with one of these units, in the smallest of them.
+/// Parses a number with one of these units, and returns it in the smallest of them.
 fn number(text: &str, units: &[(&str, f64)]) -> Option<u64> {
     let text = text.trim();
     let digits = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
@@ -224,7 +224,7 @@ fn number(text: &str, units: &[(&str, f64)]) -> Option<u64> {
 }
 
 impl fmt::Display for Spec {
-    /// In the same syntax; what is not asked for is left out, but not the seed.
+    /// Writes the specification in the syntax that it is parsed from; leaves out defaults, but not the seed.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (kind, percent) in [
             ("loss", self.loss),
@@ -263,27 +263,28 @@ impl fmt::Display for Spec {
     }
 }
 
-/// What happens to one packet.
+/// Faults of one packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fate {
-    /// It never arrives; nothing else is said of it then.
+    /// True when the packet is lost; the other fields mean nothing then.
     pub lost: bool,
-    /// It arrives damaged: [`damage`] takes this.
+    /// Argument of [`damage`] when the packet arrives damaged.
     pub corrupted: Option<u64>,
-    /// It arrives twice, and the second time so much later, in 2^-64 of what is late.
+    /// Additional delay of a second copy, in 2^-64 of the longest ([`late_ns`]), when the packet arrives twice.
     pub duplicated: Option<u64>,
-    /// It arrives so much later, in 2^-64 of what is late.
+    /// Additional delay, in 2^-64 of the longest ([`late_ns`]), when other packets overtake the packet.
     pub reordered: Option<u64>,
-    /// It takes so much longer, in ns.
+    /// Additional delay by [`Spec::delay_ns`], in ns.
     pub delay_ns: u64,
 }
 
-/// So much of `late_ns_max`, for [`Fate::duplicated`] and [`Fate::reordered`].
+/// Returns the additional delay that `part`, [`Fate::duplicated`] or [`Fate::reordered`], stands for: that many 2^-64 of
+/// `late_ns_max`.
 pub fn late_ns(part: u64, late_ns_max: u64) -> u64 {
     below(part, late_ns_max.saturating_add(1))
 }
 
-/// What is decided of a packet, apart: more of one kind must not shift the others.
+/// Independent decisions about a packet: a higher share of one kind must not change the decisions of the others.
 #[derive(Clone, Copy)]
 enum What {
     Loss,
@@ -297,7 +298,7 @@ enum What {
     QpError,
 }
 
-/// The directions of a port, and whatever else counts on its own: each has a sequence of decisions of its own.
+/// The directions of a port, and other packets that are counted apart: each stream has a sequence of decisions of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     /// Packets that are sent.
@@ -310,19 +311,19 @@ pub enum Stream {
     ForQueuePairs,
 }
 
-/// Decides what happens to the packets of one direction, one after the other.
+/// Decides on the faults of the packets of one direction, one after the other.
 #[derive(Clone, Debug)]
 pub struct Line {
     spec: Spec,
     stream: Stream,
-    /// Packets so far.
+    /// Number of packets so far.
     number: u64,
-    /// When the packets so far have been sent, at the rate.
+    /// Time at which the packets so far have been sent, at the rate.
     free: Time,
 }
 
 impl Line {
-    /// A line that has carried nothing.
+    /// Creates a line that has carried no packet.
     pub fn new(spec: Spec, stream: Stream) -> Line {
         Line {
             spec,
@@ -332,7 +333,7 @@ impl Line {
         }
     }
 
-    /// What is asked for.
+    /// Returns the specification.
     pub fn spec(&self) -> &Spec {
         &self.spec
     }
@@ -347,13 +348,13 @@ impl Line {
         percent > 0.0 && (self.draw(what) >> 11) as f64 * 100.0 < percent * (1u64 << 53) as f64
     }
 
-    /// What happens to the next packet.
+    /// Decides on the faults of the next packet.
     pub fn next_fate(&mut self) -> Fate {
         let percent = self.spec.loss;
         self.next_fate_with_loss(percent)
     }
 
-    /// As [`Line::next_fate`], where another share is lost.
+    /// As [`Line::next_fate`], with `percent` in place of [`Spec::loss`].
     pub fn next_fate_with_loss(&mut self, percent: f64) -> Fate {
         self.number += 1;
         if self.strikes(What::Loss, percent) {
@@ -374,7 +375,7 @@ impl Line {
         }
     }
 
-    /// When a packet of so many bytes (UDP payload) that comes now has passed, by the rate alone.
+    /// Returns the time at which a packet of so many bytes (UDP payload) that comes now has passed, by the rate alone.
     pub fn passes(&mut self, now: Time, bytes: usize) -> Time {
         let Some(bps) = self.spec.rate_bps else { return now };
         let bits = (WIRE_BYTES + bytes as u64) * 8;
@@ -383,13 +384,13 @@ impl Line {
         self.free
     }
 
-    /// Whether the next request that needs a receive is to be told that there is none.
+    /// Returns whether the next request that needs a receive is to be answered as if there were none.
     pub fn next_rnr(&mut self) -> bool {
         self.number += 1;
         self.strikes(What::Rnr, self.spec.rnr)
     }
 
-    /// Whether the next packet for a queue pair puts that in error.
+    /// Returns whether the next packet for a queue pair puts that in error.
     pub fn next_qp_error(&mut self) -> bool {
         self.number += 1;
         match self.spec.qp_error {
@@ -400,7 +401,7 @@ impl Line {
     }
 }
 
-/// Damages a packet as networks do: a bit, several, a run of bytes, or its end is missing. `draw` says how.
+/// Damages a packet as networks do: flips one bit or several, changes a run of bytes, or cuts off its end, as `draw` decides.
 pub fn damage(packet: &mut Vec<u8>, draw: u64) {
     if packet.is_empty() {
         return;
@@ -415,7 +416,7 @@ pub fn damage(packet: &mut Vec<u8>, draw: u64) {
         kind @ (0 | 1) => {
             let first = below(next(), bits);
             flip(packet, first);
-            // Another one that is not the first: what is damaged differs from what it was.
+            // Flips bits other than the first one, so that the damaged packet differs from the original.
             for _ in 0..kind * below(next(), 8) {
                 let other = (first + 1 + below(next(), bits - 1)) % bits;
                 flip(packet, other);
@@ -436,7 +437,7 @@ fn flip(packet: &mut [u8], bit: u64) {
     packet[(bit / 8) as usize] ^= 1 << (bit % 8);
 }
 
-/// `0..n` of a draw.
+/// Maps a draw to `0..n`.
 fn below(draw: u64, n: u64) -> u64 {
     ((u128::from(draw) * u128::from(n)) >> 64) as u64
 }
@@ -522,7 +523,7 @@ mod tests {
         assert_eq!(fates(text, Stream::Sent), sent);
         assert_ne!(fates(text, Stream::Received), sent);
         assert_ne!(fates(&format!("{text},seed=2"), Stream::Sent), sent);
-        // More of one kind leaves the others as they were.
+        // A higher share of one kind leaves the other decisions as they were.
         let more = fates(
             "loss=10%,dup=90%,reorder=10%,corrupt=10%,delay=1us..9us",
             Stream::Sent,

@@ -1,4 +1,4 @@
-//! Flushes under way: handed to the driver, finished later.
+//! Flushes in progress: the device hands them to the driver, which reports their results later.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -8,15 +8,15 @@ use rdmux_wire::{Psn, Qpn};
 use crate::graveyard::Graveyard;
 use crate::memory::{Memory, Placement};
 
-/// Names a flush that the driver carries out.
+/// Identifier of a flush that the driver carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FlushId(pub u64);
 
-/// A flush for the driver: call [`Memory::flush`] with these values where blocking does no harm, then
+/// A flush for the driver: it calls [`Memory::flush`] with these values in a context that may block, then
 /// [`crate::Rnic::handle_flush`] with the result.
 #[derive(Clone, Debug)]
 pub struct FlushJob {
-    /// To be given back.
+    /// Identifier to pass to [`crate::Rnic::handle_flush`].
     pub id: FlushId,
     /// The memory.
     pub memory: Arc<dyn Memory>,
@@ -72,7 +72,7 @@ impl Flushes {
         self.jobs.pop_front()
     }
 
-    /// Who waits for a flush; `None` when its QP has gone meanwhile.
+    /// Returns the QP and the PSN of the request that waits for a flush; `None` when [`Flushes::forget`] has removed it since.
     pub(crate) fn finish(&mut self, id: FlushId) -> Option<(Qpn, Psn)> {
         self.waiting.remove(&id)
     }

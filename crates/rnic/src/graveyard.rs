@@ -1,4 +1,4 @@
-//! Memories that the device is done with.
+//! Memories that the device no longer uses.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,15 +6,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::memory::Memory;
 use crate::work::Operation;
 
-/// Handles of memories that work requests, packets or errors ended. Dropping the last handle unmaps, closes, or runs its owner's
-/// code, which may ask the device: so the engine drops none of them itself, but keeps them for its caller.
+/// Handles of memories that work requests, packets or errors ended. Dropping the last handle of a memory unmaps or closes it, or
+/// runs its owner's code, which may call the device. So the engine drops none of them itself, but keeps them for its caller.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Graveyard(Arc<Graves>);
 
 #[derive(Debug, Default)]
 struct Graves {
     memories: Mutex<Vec<Arc<dyn Memory>>>,
-    /// There may be some: it is asked after every call of the device.
+    /// Set when `memories` may hold some: the driver asks after every call of the device.
     any: AtomicBool,
 }
 
@@ -35,7 +35,7 @@ impl Graveyard {
         std::mem::take(&mut memories)
     }
 
-    /// Keeps the memory that a request holds past the request itself, however that ends.
+    /// Returns a guard that keeps the memory of a registration alive beyond the request, however the request ends.
     pub(crate) fn hold(&self, operation: &Operation) -> Option<Box<Held>> {
         match operation {
             Operation::Register(registration) => Some(Box::new(Held {
@@ -47,7 +47,7 @@ impl Graveyard {
     }
 }
 
-/// A memory that is buried when this is dropped.
+/// A memory that moves to the graveyard when this guard is dropped.
 #[derive(Debug)]
 pub(crate) struct Held {
     memory: Arc<dyn Memory>,

@@ -1,10 +1,10 @@
-//! How long things took, counted in buckets of powers of two: cheap enough for every request, fine enough to see where it goes wrong.
+//! Histograms of durations with buckets of powers of two: cheap enough to record every request, fine enough to locate outliers.
 
 use std::ops::Index;
 
 use crate::cq::WcOpcode;
 
-/// The first bucket's bound is 2 to this, in ns.
+/// Binary logarithm of the first bucket's bound in ns.
 const FIRST_LOG2: u32 = 8;
 /// Buckets with a bound.
 const BOUNDED: usize = 28;
@@ -12,33 +12,33 @@ const BOUNDED: usize = 28;
 /// A histogram of durations. It only grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Histogram {
-    /// The last one is for what is longer than all bounds.
+    /// The last bucket counts durations that exceed all bounds.
     buckets: [u64; BOUNDED + 1],
     sum_ns: u64,
 }
 
 impl Histogram {
-    /// Counts a duration.
+    /// Records a duration.
     #[inline]
     pub fn record(&mut self, ns: u64) {
-        // The logarithm, rounded up: a bound is in the bucket that it ends.
+        // The logarithm, rounded up: a duration equal to a bound belongs to the bucket that ends there.
         let log2 = u64::BITS - ns.saturating_sub(1).leading_zeros();
         let bucket = (log2.saturating_sub(FIRST_LOG2) as usize).min(BOUNDED);
         self.buckets[bucket] += 1;
         self.sum_ns = self.sum_ns.saturating_add(ns);
     }
 
-    /// Durations counted.
+    /// Returns the number of durations recorded.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// Their sum, in ns.
+    /// Returns the sum of the durations recorded, in ns.
     pub fn sum_ns(&self) -> u64 {
         self.sum_ns
     }
 
-    /// For each bound in ns, in ascending order from 256 ns to 34 s, how many durations were no longer.
+    /// Returns, for each bound in ns in ascending order from 256 ns to 34 s, the number of durations that do not exceed it.
     pub fn cumulative(&self) -> impl Iterator<Item = (u64, u64)> {
         let mut so_far = 0;
         let bounded = self.buckets[..BOUNDED].iter().enumerate();
@@ -49,9 +49,9 @@ impl Histogram {
     }
 }
 
-/// How long requests of each kind took, from when they were posted until they completed, by the time of the calls that did so. Counted are
-/// those with success on a reliable transport, unless they were done where they were posted ([`crate::Event::WantsGrant`]): that takes
-/// no time of the driver's.
+/// Latencies of requests by opcode, from the call that posted a request to the call that completed it, in the time that the driver
+/// passed to these calls. Only successful requests on a reliable transport are counted, except those that the device completed
+/// within the post ([`crate::Event::WantsGrant`]): they take none of the driver's time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Latencies(Box<[Histogram; WcOpcode::ALL.len()]>);
 

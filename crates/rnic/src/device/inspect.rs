@@ -1,7 +1,8 @@
-//! What a device has, for those who look from outside: in pages, so that each look is bounded.
+//! Listings of a device's objects for tools that inspect it: in pages, so that each call returns a bounded amount.
 //!
-//! Each kind has its numbers, in whose order it is told of: from one number on, so many at most, and whether there are more. One
-//! look goes over all objects of that kind, and over all that use them, once.
+//! Objects of each kind are listed in the order of their numbers: a call takes the number to begin with and the size of the page,
+//! and also returns whether there are more objects. A call goes once over all objects of the kind, and once over all objects that
+//! use them.
 
 use super::Rnic;
 use crate::cm::{CmId, CmState};
@@ -14,30 +15,30 @@ use crate::{Psn, QpInfo, Qpn};
 use rdmux_wire::cm::ServiceId;
 use std::net::IpAddr;
 
-/// QPs of a shared receive queue that are told of by their numbers.
+/// Most QPs of a shared receive queue that are listed by number.
 pub const SRQ_QPS_MAX: usize = 16;
 
-/// A page: what it holds, and whether there is more behind it.
+/// A page: its entries, and whether more follow.
 pub type Paged<T> = (Vec<T>, bool);
 
-/// What a QP was made with and where it stands, beside [`QpInfo`].
+/// Parameters and state of a QP, in addition to [`QpInfo`].
 #[derive(Clone, Copy, Debug)]
 pub struct QpDetail {
-    /// What programs see too.
+    /// Attributes that programs can query too.
     pub info: QpInfo,
     /// Protection domain.
     pub pd: Pd,
-    /// Where its send completions go.
+    /// Completion queue of its send requests.
     pub send_cq: Cqn,
-    /// Where its receive completions go.
+    /// Completion queue of its receive requests.
     pub recv_cq: Cqn,
-    /// Where it takes its receives from, when not its own queue.
+    /// Shared receive queue from which it takes its receives; `None` for its own queue.
     pub srq: Option<Srqn>,
-    /// PSN that the next send request begins with.
+    /// PSN of the next send request's first packet.
     pub sq_psn: Psn,
-    /// PSN of the next request that is expected.
+    /// PSN of the next request that the responder expects.
     pub rq_psn: Psn,
-    /// Its WRITEs and READs that went by packets although the peer is on this host.
+    /// Its WRITEs and READs that were sent in packets although the peer is on this host.
     pub by_packets: ByPackets,
 }
 
@@ -46,11 +47,11 @@ pub struct QpDetail {
 pub struct CqDetail {
     /// Its number.
     pub cqn: Cqn,
-    /// Completions that it holds at most.
+    /// Most completions that it holds.
     pub depth: u32,
     /// Completions that wait to be polled.
     pub waiting: u32,
-    /// It overran, and takes no more.
+    /// Set when it overran, and so takes no more completions.
     pub overrun: bool,
     /// QPs that complete to it.
     pub users: u32,
@@ -70,9 +71,9 @@ pub struct PdDetail {
 pub struct RegionDetail {
     /// The high 24 bits of its keys.
     pub mrn: u32,
-    /// What it is.
+    /// Kind of the entry.
     pub kind: RegionKind,
-    /// The key by which peers reach it, and of a region its owner too.
+    /// The key by which peers access it, and for a region its owner too.
     pub rkey: u32,
     /// Protection domain.
     pub pd: Pd,
@@ -80,7 +81,7 @@ pub struct RegionDetail {
     pub iova: u64,
     /// Bytes; 0 while it has no memory.
     pub length: u64,
-    /// What it grants.
+    /// Rights that it grants.
     pub access: Access,
 }
 
@@ -91,32 +92,32 @@ pub struct SrqDetail {
     pub srqn: Srqn,
     /// Protection domain of its receives.
     pub pd: Pd,
-    /// For XRC: the domain, and where its completions go.
+    /// For XRC: the domain, and the completion queue of its receives.
     pub xrc: Option<(Xrcd, Cqn)>,
-    /// What programs see too.
+    /// Attributes that programs can query too.
     pub info: SrqInfo,
     /// The first [`SRQ_QPS_MAX`] QPs that take their receives from it.
     pub qpns: Vec<Qpn>,
-    /// QPs that do.
+    /// Number of QPs that take their receives from it.
     pub users: u32,
 }
 
-/// A connection, or who listens for them.
+/// A connection, or a service that is listened on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CmDetail {
-    /// Its communication id; of who listens the service.
+    /// Its communication id; for a service that is listened on, the number by which it is listed.
     pub number: u64,
-    /// Where it stands.
+    /// Its state.
     pub state: CmState,
     /// The service.
     pub service: ServiceId,
-    /// The peer, where there is one.
+    /// The peer's address; `None` for a service that is listened on.
     pub peer: Option<IpAddr>,
-    /// Own QPN and the peer's, as far as there are any yet.
+    /// Own QPN and the peer's, each `None` while there is none.
     pub qpns: (Option<Qpn>, Option<Qpn>),
 }
 
-/// The first `max` numbers that are not below `from`, in order, and whether there are more.
+/// Returns the first `max` numbers that are not below `from`, in order, and whether there are more.
 pub(crate) fn first(numbers: impl Iterator<Item = u64>, from: u64, max: usize) -> Paged<u64> {
     let mut found: Vec<u64> = numbers.filter(|number| *number >= from).collect();
     let more = found.len() > max;
@@ -128,7 +129,7 @@ pub(crate) fn first(numbers: impl Iterator<Item = u64>, from: u64, max: usize) -
     (found, more)
 }
 
-/// Counts how often each of `numbers`, which are in order, is named.
+/// Counts how often `named` contains each of `numbers`, which are in order.
 fn count(numbers: &[u64], named: impl Iterator<Item = u64>) -> Vec<u32> {
     let mut counts = vec![0u32; numbers.len()];
     for name in named {
@@ -140,13 +141,13 @@ fn count(numbers: &[u64], named: impl Iterator<Item = u64>) -> Vec<u32> {
 }
 
 impl Rnic {
-    /// QPs by their numbers.
+    /// Lists QPs in the order of their numbers.
     pub fn list_qps(&self, from: u64, max: usize) -> Paged<Qpn> {
         let (numbers, more) = first(self.qps.keys().map(|qpn| u64::from(*qpn)), from, max);
         (numbers.iter().map(|qpn| Qpn::new(*qpn as u32)).collect(), more)
     }
 
-    /// What a QP was made with, and where it stands.
+    /// Returns the parameters and the state of a QP.
     pub fn qp_detail(&self, qpn: Qpn) -> Option<QpDetail> {
         let info = self.query_qp(qpn)?;
         let qp = self.qps.get(&qpn.value())?;
@@ -164,7 +165,7 @@ impl Rnic {
         })
     }
 
-    /// Completion queues by their numbers.
+    /// Lists completion queues in the order of their numbers.
     pub fn list_cqs(&self, from: u64, max: usize) -> Paged<CqDetail> {
         let (numbers, more) = first(self.cqs.keys().map(|cqn| u64::from(*cqn)), from, max);
         let of_qp = self.qps.values().flat_map(|qp| {
@@ -189,7 +190,7 @@ impl Rnic {
         (numbers.iter().zip(users).filter_map(detail).collect(), more)
     }
 
-    /// Protection domains by their numbers.
+    /// Lists protection domains in the order of their numbers.
     pub fn list_pds(&self, from: u64, max: usize) -> Paged<PdDetail> {
         let (numbers, more) = first(self.regions.pds().map(|pd| u64::from(pd.0)), from, max);
         let named = self.qps.values().map(|qp| qp.head.init.pd);
@@ -203,14 +204,14 @@ impl Rnic {
         (numbers.iter().zip(users).map(detail).collect(), more)
     }
 
-    /// Memory regions and windows by the high 24 bits of their keys.
+    /// Lists memory regions and windows in the order of the high 24 bits of their keys.
     pub fn list_regions(&self, from: u64, max: usize) -> Paged<RegionDetail> {
         let (numbers, more) = first(self.regions.numbers().map(u64::from), from, max);
         let detail = |number: &u64| self.regions.detail(*number as u32);
         (numbers.iter().filter_map(detail).collect(), more)
     }
 
-    /// Shared receive queues by their numbers.
+    /// Lists shared receive queues in the order of their numbers.
     pub fn list_srqs(&self, from: u64, max: usize) -> Paged<SrqDetail> {
         let (numbers, more) = first(self.srqs.keys().map(|srqn| u64::from(*srqn)), from, max);
         let mut qpns = vec![Vec::new(); numbers.len()];
@@ -238,7 +239,7 @@ impl Rnic {
         (numbers.iter().zip(qpns).filter_map(detail).collect(), more)
     }
 
-    /// Connections by their communication ids, then who listens by services.
+    /// Lists connections in the order of their communication ids, then services that are listened on in the order of their ids.
     pub fn list_connections(&self, from: u64, max: usize) -> Paged<CmDetail> {
         let (numbers, more) = first(self.cm.numbers(), from, max);
         let detail = |number: &u64| match u32::try_from(*number) {
@@ -254,8 +255,8 @@ impl Rnic {
         (numbers.iter().filter_map(detail).collect(), more)
     }
 
-    /// How many objects there are of each kind: QPs, regions and windows, completion queues, protection domains, shared receive
-    /// queues, connections with who listens for them.
+    /// Returns the number of objects of each kind: QPs, regions and windows, completion queues, protection domains, shared receive
+    /// queues, connections with services that are listened on.
     pub fn all_counts(&self) -> [usize; 6] {
         let (qps, regions, cqs) = self.object_counts();
         let (pds, cm_ids) = (self.regions.pds().count(), self.cm.numbers().count());

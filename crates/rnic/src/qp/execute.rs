@@ -1,5 +1,5 @@
-//! The one place where a peer's request is checked and done: rights, bounds, memory, completion. Both ways by which requests
-//! come in, packets and rings in shared memory, end here, so there is no second responder. IBTA Vol 1, 9.7.4.
+//! The one place where a peer's request is checked and carried out: rights, bounds, memory, completion. Requests in packets from
+//! the network and in rings in shared memory both end here, so there is no second responder. IBTA Vol 1, 9.7.4.
 
 mod denial;
 
@@ -18,15 +18,16 @@ use crate::region::{Pd, View};
 use crate::srq::Srqn;
 use crate::work::{PostError, RecvRequest};
 
-/// Bytes that are placed or read together at most.
+/// Most bytes that are placed or read at once.
 pub(crate) const GATHER_BYTES: usize = 64 << 10;
 
-/// On whose behalf a request is done: that of the QP, or on XRC that of the shared receive queue which the packet names.
+/// Objects on whose behalf a request is carried out: those of the QP, or on XRC those of the shared receive queue that the packet
+/// names.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scope {
-    /// Where the keys that the peer names must be.
+    /// Protection domain of the keys that the peer names.
     pub(crate) pd: Pd,
-    /// Where the memory of the receives must be: the shared receive queue's, if there is one. IBTA Vol 1, 10.2.9.
+    /// Protection domain of the receives' memory: the shared receive queue's, if there is one. IBTA Vol 1, 10.2.9.
     pub(crate) recv_pd: Pd,
     pub(crate) qpn: Qpn,
     pub(crate) recv_cq: Cqn,
@@ -34,7 +35,7 @@ pub(crate) struct Scope {
 }
 
 impl Scope {
-    /// The scope of a request that came in on a QP; `named`: the shared receive queue in its XRC header. IBTA Vol 1, A14.
+    /// Returns the scope of a request that came in on a QP; `named`: the shared receive queue in its XRC header. IBTA Vol 1, A14.
     pub(crate) fn of(env: &Env<'_>, head: &Head, named: Option<u32>) -> Result<Scope, Refusal> {
         let init = &head.init;
         if init.qp_type != QpType::XrcRecv {
@@ -66,7 +67,7 @@ impl Scope {
     }
 }
 
-/// A request, or one packet's part of one.
+/// A request, or the part of one that a packet carries.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Request<'a> {
     Send {
@@ -76,7 +77,7 @@ pub(crate) enum Request<'a> {
         invalidate: Option<RKey>,
         solicited: bool,
     },
-    /// A SEND of UD, whose receive gets the header first.
+    /// A SEND of UD: the GRH is placed at the beginning of the receive.
     Datagram {
         grh: [u8; GRH_LEN],
         payload: &'a [u8],
@@ -96,7 +97,7 @@ pub(crate) enum Request<'a> {
     },
     Atomic {
         eth: AtomicEth,
-        /// Add, else compare and swap.
+        /// True to add, false to compare and swap.
         add: bool,
     },
     AtomicWrite {
@@ -109,24 +110,24 @@ pub(crate) enum Request<'a> {
     },
 }
 
-/// What came of a request.
+/// Effect of a request.
 #[derive(Clone, Debug)]
 pub(crate) enum Effect {
-    /// Placed; the message goes on.
+    /// The payload was placed; the message is not complete.
     Partial,
     /// The message is complete.
     Complete,
-    /// To be answered with this memory's bytes.
+    /// The response carries the bytes of this memory.
     Read(Source),
-    /// Done; to be answered with what the memory held.
+    /// The operation was done; the response carries the memory's previous value.
     Atomic(u64),
-    /// Done; to be answered without data.
+    /// The operation was done; the response carries no data.
     AtomicWrite,
-    /// To be answered when this flush has finished.
+    /// The response follows when this flush has finished.
     Flush(FlushSpec),
 }
 
-/// Where a READ's bytes come from. The region is looked up again for every packet, so that deregistration holds.
+/// Source of a READ's bytes. The region is looked up again for every packet, so that deregistration takes effect at once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Source {
     pub(crate) va: u64,
@@ -135,7 +136,7 @@ pub(crate) struct Source {
     pub(crate) pd: Pd,
 }
 
-/// A flush that was allowed.
+/// Parameters of a flush that passed the checks.
 #[derive(Clone, Debug)]
 pub(crate) struct FlushSpec {
     pub(crate) memory: Arc<dyn Memory>,
@@ -144,18 +145,19 @@ pub(crate) struct FlushSpec {
     pub(crate) placement: Placement,
 }
 
-/// Why a request was not done. All but the first put the QP in error.
+/// Reason for which a request was not carried out. All but the first put the QP in error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     NotReady,
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
-    /// The message does not fit into its receive, which is still there.
+    /// The message does not fit into its receive, which has not completed yet.
     TooLong,
-    /// The message's receive ended with this status: its own memory failed.
+    /// The message's receive completed with this status: its own memory failed.
     Receive(Status),
-    /// A SEND came whole and its key could not be invalidated: class J of IBTA Vol 1, 9.9.3, of which the peer is not told.
+    /// All of a SEND was received but its key could not be invalidated: class J of IBTA Vol 1, 9.9.3, of which the peer is not
+    /// notified.
     Invalidation,
 }
 
@@ -168,7 +170,7 @@ impl From<Fault> for Refusal {
     }
 }
 
-/// Receives posted, and the message under way.
+/// Posted receives, and the message in progress.
 #[derive(Debug)]
 pub(crate) struct Execution {
     pub(crate) recv: ReceiveQueue,
@@ -176,15 +178,15 @@ pub(crate) struct Execution {
     gathered: Gathered,
 }
 
-/// Bytes of the message under way that were taken in and are not placed yet. They never outlive the datagram that brought
-/// them, so nothing is answered before it is placed.
+/// Bytes of the message in progress that were received and are not placed yet. They are placed or discarded by the end of the
+/// datagram that brought them, so no request is answered before its bytes are placed.
 #[derive(Debug, Default)]
 struct Gathered {
     place: Option<GatheredPlace>,
     bytes: Vec<u8>,
 }
 
-/// Where they belong.
+/// Place of the gathered bytes.
 #[derive(Clone, Copy, Debug)]
 enum GatheredPlace {
     Region {
@@ -192,12 +194,12 @@ enum GatheredPlace {
         rkey: RKey,
         pd: Pd,
     },
-    /// From this byte of the receive of the message under way.
+    /// The receive of the message in progress, from this byte on.
     Receive(u64),
 }
 
 impl Gathered {
-    /// Takes in more; true where there is enough to place it now.
+    /// Adds bytes; returns true when there are enough to place them now.
     fn push(&mut self, place: GatheredPlace, payload: &[u8]) -> bool {
         self.place.get_or_insert(place);
         self.bytes.extend_from_slice(payload);
@@ -235,14 +237,14 @@ impl Execution {
         }
     }
 
-    /// Takes a receive request. In Error it completes at once, as flushed.
+    /// Posts a receive request. In Error it completes at once, as flushed.
     pub(crate) fn post(
         &mut self,
         env: &mut Env<'_>,
         head: &Head,
         request: RecvRequest,
     ) -> Result<(), PostError> {
-        // An XRC initiator receives nothing, and a target into the queues of its domain. A14.
+        // An XRC initiator receives nothing, and an XRC target takes receives from the queues of its domain. A14.
         if matches!(head.init.qp_type, QpType::XrcSend | QpType::XrcRecv) {
             return Err(PostError::Invalid);
         }
@@ -294,7 +296,7 @@ impl Execution {
                 if !head.access.contains(Access::REMOTE_READ) || reth.length > MESSAGE_BYTES_MAX {
                     return Err(Refusal::InvalidRequest);
                 }
-                // A READ of nothing names no memory: neither key nor address is looked at. 9.7.4.1.5.
+                // A READ of 0 bytes names no memory: neither key nor address is checked. 9.7.4.1.5.
                 if reth.length > 0 {
                     region(env, pd, qpn, reth, Access::REMOTE_READ)?;
                 }
@@ -332,7 +334,7 @@ impl Execution {
                     return Err(Refusal::InvalidRequest);
                 }
                 let at = (reth.va, reth.rkey);
-                // It is a WRITE by its rights. A19.4.
+                // An ATOMIC WRITE needs the rights of a WRITE. A19.4.
                 do_atomic(env, head, scope, at, Access::REMOTE_WRITE, Atomic::Write(bytes))?;
                 Ok(Effect::AtomicWrite)
             }
@@ -367,7 +369,8 @@ impl Execution {
         }
     }
 
-    /// Whether a message begins where one may: not inside of another.
+    /// Checks that the packet's place in a message is possible: a message begins only outside of another and continues only inside
+    /// of one.
     fn begins(&self, begins: bool) -> Result<(), Refusal> {
         if begins == self.message.is_none() {
             Ok(())
@@ -376,8 +379,8 @@ impl Execution {
         }
     }
 
-    /// The receive that a message uses up: the QP's own or one left over from a message that was given up, else one of its
-    /// shared receive queue.
+    /// Takes the receive for a message: the QP's own or one left over from a message that was given up, else one of its shared
+    /// receive queue.
     fn take_recv(&mut self, env: &mut Env<'_>, srq: Option<Srqn>) -> Option<RecvRequest> {
         if let Some((own, _)) = self.recv.take() {
             return Some(own);
@@ -430,7 +433,7 @@ impl Execution {
         let at = std::mem::replace(received, end);
         let (wr_id, byte_len) = (recv.wr_id, end as u32);
         if mutant!(AckBeforePlacement) {
-            // Acknowledged, and nowhere.
+            // The data is acknowledged, but never placed.
         } else if !self.gathered.bytes.is_empty() || (!position.ends() && gathers(env, recv_pd, &recv.sges)) {
             if self.gathered.push(GatheredPlace::Receive(at), payload) || position.ends() {
                 self.place_gathered(env)?;
@@ -503,12 +506,12 @@ impl Execution {
         Ok(Effect::Complete)
     }
 
-    /// Whether a message has begun and not ended.
+    /// Returns whether a message has begun and not ended.
     pub(crate) fn is_inside_message(&self) -> bool {
         self.message.is_some()
     }
 
-    /// Ends the message under way: the receive of a SEND completes with this status.
+    /// Ends the message in progress: the receive of a SEND completes with this status.
     pub(crate) fn end_receive(&mut self, env: &mut Env<'_>, status: Status) {
         self.gathered.forget();
         if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
@@ -517,7 +520,7 @@ impl Execution {
         }
     }
 
-    /// Gives up the message under way: its receive is there for the next one. IBTA Vol 1, 9.8.2.2.
+    /// Gives up the message in progress: the next one takes its receive. IBTA Vol 1, 9.8.2.2.
     pub(crate) fn give_up_message(&mut self) {
         if let Some(Message::Send { recv, .. }) = self.message.take()
             && !mutant!(UcDropUsesReceive)
@@ -566,12 +569,12 @@ impl Execution {
             return Err(Refusal::InvalidRequest);
         };
         let (scope, total) = (*scope, *total);
-        // The length announced is the length that comes: no more, and no less at the end. 9.7.4.1.6.
+        // A message must have the length that it announced: no more bytes, and no fewer at its end. 9.7.4.1.6.
         let bytes = payload.len() as u32;
         if bytes > *left || (position.ends() && bytes != *left) {
             return Err(Refusal::InvalidRequest);
         }
-        // A receive must be there before the last packet takes effect, for it is the packet that comes again.
+        // A receive must be posted before the last packet takes effect, since the peer sends only that packet again.
         let shared = scope.srq.and_then(|srqn| env.srqs.get(&srqn.0));
         let has_recv = !self.recv.is_empty() || shared.is_some_and(|srq| !srq.is_empty());
         if imm.is_some() && !has_recv {
@@ -624,19 +627,19 @@ impl Execution {
         Ok(Effect::Complete)
     }
 
-    /// Whether bytes wait to be placed.
+    /// Returns whether bytes wait to be placed.
     pub(crate) fn has_gathered(&self) -> bool {
         !self.gathered.bytes.is_empty()
     }
 
-    /// Places what waits: the datagram has ended.
+    /// Places the gathered bytes at the end of the datagram.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) -> Result<(), Refusal> {
         let bytes = &self.gathered.bytes;
         let placed = match (self.gathered.place, &self.message) {
             (Some(GatheredPlace::Region { va, rkey, pd }), Some(Message::Write { scope, .. })) => {
                 let length = bytes.len() as u32;
                 let reth = Reth { va, rkey, length };
-                // Looked up again: the region may have gone since the packet came.
+                // The region is looked up again: it may have been deregistered since the packet came.
                 region(env, pd, scope.qpn, reth, Access::REMOTE_WRITE)
                     .and_then(|(memory, offset)| Ok(memory.write(offset, bytes)?))
             }
@@ -652,7 +655,7 @@ impl Execution {
         placed
     }
 
-    /// Ends every receive as flushed.
+    /// Completes every receive as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         self.gathered.forget();
         let mut recv_cq = head.init.recv_cq;
@@ -670,7 +673,8 @@ impl Execution {
     }
 }
 
-/// An atomic operation: rights, alignment (9.4.5: of the address as the peer names it), bounds, memory.
+/// Carries out an atomic operation: checks rights, alignment (9.4.5: of the address as the peer names it) and bounds, and accesses
+/// the memory.
 fn do_atomic(
     env: &Env<'_>,
     head: &Head,
@@ -687,7 +691,8 @@ fn do_atomic(
     Ok(memory.atomic(offset, atomic)?)
 }
 
-/// The memory that a header names, when rights and bounds allow it to requests that come in on this QP.
+/// Returns the memory that a header names and the offset in it, if rights and bounds allow requests that come in on this QP to
+/// access it.
 pub(crate) fn region<'a>(
     env: &'a Env<'_>,
     pd: Pd,

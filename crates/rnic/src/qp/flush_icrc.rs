@@ -1,12 +1,12 @@
-//! Which ICRC a peer wants on a FLUSH: the specification's, or rxe's (see [`Flow::rxe_flush_icrc`]).
+//! The ICRC that a peer expects on a FLUSH: the specification's, or rxe's (see [`Flow::rxe_flush_icrc`]).
 //!
-//! A peer drops the other one without a word, so a requester that is not told tries both: it changes over whenever it goes
-//! back to a FLUSH. A FLUSH that was answered at once settles it. One that was answered after going back does not, since
-//! that answer may have been a late one to the ICRC before.
+//! A peer silently drops a FLUSH with the other one. So a requester that does not know the peer's variant tries both: it changes
+//! over whenever it retransmits a FLUSH. A FLUSH that was answered without retransmission settles the variant. One that was
+//! answered after a retransmission does not, since that response may have been a late one to the FLUSH with the previous ICRC.
 //!
 //! [`Flow::rxe_flush_icrc`]: rdmux_wire::icrc::Flow::rxe_flush_icrc
 
-/// What a requester knows about its peer's ICRC of FLUSHes.
+/// State of a requester's knowledge of the ICRC that its peer expects on FLUSHes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FlushIcrc {
     of_rxe: bool,
@@ -15,7 +15,7 @@ pub(crate) struct FlushIcrc {
 }
 
 impl FlushIcrc {
-    /// Knowledge from outside: the peer is rdmux, or sent a FLUSH itself.
+    /// Settles the variant by other evidence: the peer is rdmux, or sent a FLUSH itself.
     pub(crate) fn settle(&mut self, of_rxe: bool) {
         *self = FlushIcrc {
             of_rxe,
@@ -24,12 +24,12 @@ impl FlushIcrc {
         };
     }
 
-    /// Whether FLUSHes go out with rxe's ICRC.
+    /// Returns whether the requester sends FLUSHes with rxe's ICRC.
     pub(crate) fn is_of_rxe(self) -> bool {
         self.of_rxe
     }
 
-    /// The oldest request without an answer is a FLUSH, and is sent again.
+    /// Notes that the requester retransmits from a FLUSH, the oldest request without a response.
     pub(crate) fn resend(&mut self) {
         if !self.settled {
             self.of_rxe = !self.of_rxe;
@@ -37,7 +37,7 @@ impl FlushIcrc {
         }
     }
 
-    /// A FLUSH was answered.
+    /// Notes that a FLUSH was answered.
     pub(crate) fn answered(&mut self) {
         self.settled |= !self.resent;
         self.resent = false;

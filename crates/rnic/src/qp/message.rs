@@ -1,4 +1,4 @@
-//! Messages, whatever the transport service: their packets, their own memory, and what is done without packets.
+//! Functions on messages that all transport services share: packets, access to local memory, operations without packets.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::region::Pd;
 use crate::trace::Note;
 use crate::work::{Operation, SendRequest, Sge, SgeList};
 
-/// What a completion calls an operation.
+/// Returns the opcode of an operation's completion.
 pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
     match operation {
         Operation::Send { .. } | Operation::SendInvalidate { .. } => WcOpcode::Send,
@@ -27,7 +27,8 @@ pub(super) fn opcode_of(operation: &Operation) -> WcOpcode {
     }
 }
 
-/// Notes that a request ended in error, with what it names: of the peer, or of its own memory where that is what is wrong.
+/// Notes that a request ended in error, with the address and key that it names: the peer's, or those of its own memory if that
+/// caused the error.
 pub(super) fn note_failed(env: &mut Env<'_>, head: &Head, request: &SendRequest, bytes: u32, status: Status) {
     let named = request.operation.names();
     let first = request.sges.as_slice().first();
@@ -51,7 +52,7 @@ pub(super) fn note_failed(env: &mut Env<'_>, head: &Head, request: &SendRequest,
     env.note(head.qpn, note);
 }
 
-/// Does an operation that needs no packet.
+/// Carries out an operation that needs no packet.
 pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operation) -> Result<(), Status> {
     let (pd, qpn) = (head.init.pd, head.qpn);
     match operation {
@@ -69,7 +70,8 @@ pub(super) fn perform_local(env: &mut Env<'_>, head: &Head, operation: &Operatio
     }
 }
 
-/// Packets of a request of `bytes`: none of what the device does alone, one of a message without bytes.
+/// Returns the number of packets of a request of `bytes`: none for an operation that the device carries out alone, one for a
+/// message without bytes.
 pub(super) fn packets_of(operation: &Operation, bytes: u32, mtu: u32) -> u32 {
     if operation.is_local() {
         0
@@ -78,7 +80,7 @@ pub(super) fn packets_of(operation: &Operation, bytes: u32, mtu: u32) -> u32 {
     }
 }
 
-/// Where packet `index` of `packets` stands.
+/// Returns the position of packet `index` of `packets`.
 pub(super) fn position_of(index: u32, packets: u32) -> Position {
     match (index, index + 1 == packets) {
         (0, true) => Position::Only,
@@ -88,7 +90,7 @@ pub(super) fn position_of(index: u32, packets: u32) -> Position {
     }
 }
 
-/// The operation of a packet of a SEND or WRITE whose last one has immediate data, or a key to invalidate, or neither.
+/// Returns the operation of a packet of a SEND or WRITE whose last packet has immediate data, or a key to invalidate, or neither.
 pub(super) fn data_operation(write: bool, position: Position, imm: bool, invalidate: bool) -> Op {
     match (write, position, imm) {
         (false, Position::Last, false) if invalidate => Op::SendLastInvalidate,
@@ -108,7 +110,7 @@ pub(super) fn data_operation(write: bool, position: Position, imm: bool, invalid
     }
 }
 
-/// Whether a packet brings as many bytes as its place in the message asks for. IBTA Vol 1, 9.7.4.1.6.
+/// Returns whether a packet has as many bytes as its position in the message requires. IBTA Vol 1, 9.7.4.1.6.
 pub(super) fn fits(packet: &Packet<'_>, mtu: u32) -> bool {
     let (bytes, mtu) = (packet.payload().len(), mtu as usize);
     match packet.bth.opcode.operation.position() {
@@ -118,7 +120,7 @@ pub(super) fn fits(packet: &Packet<'_>, mtu: u32) -> bool {
     }
 }
 
-/// The parts of a list that bytes `[skip, skip + len)` of the message fall in: `(element, offset in it, bytes)`.
+/// Returns the parts of a list that hold bytes `[skip, skip + len)` of the message: `(element, offset in it, bytes)`.
 fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, u64, usize)> {
     let (mut skip, mut left) = (skip, len);
     sges.as_slice().iter().filter_map(move |sge| {
@@ -134,7 +136,7 @@ fn pieces(sges: &SgeList, skip: u64, len: usize) -> impl Iterator<Item = (&Sge, 
     })
 }
 
-/// The memory of an element, and where in it the element begins.
+/// Returns the memory of an element, and the offset in it at which the element begins.
 pub(super) fn memory_of<'a>(
     env: &'a Env<'_>,
     pd: Pd,
@@ -147,14 +149,14 @@ pub(super) fn memory_of<'a>(
     Ok((region.memory, offset.ok_or(Status::LocalProtection)?))
 }
 
-/// Whether the memory of a list is one that large accesses suit better than many small ones.
+/// Returns whether the memory of a list is accessed more cheaply at once than packet by packet.
 pub(super) fn gathers(env: &Env<'_>, pd: Pd, sges: &SgeList) -> bool {
     let first = sges.as_slice().first();
     first
         .is_some_and(|sge| memory_of(env, pd, sge, Access::empty()).is_ok_and(|(memory, _)| memory.gathers()))
 }
 
-/// Copies a part of the message out of its own memory.
+/// Copies a part of a message out of local memory.
 pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut [u8]) -> Result<(), Status> {
     if let Some(bytes) = sges.as_inline() {
         let at = skip as usize;
@@ -172,7 +174,7 @@ pub(super) fn gather(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, out: &mut
     Ok(())
 }
 
-/// Places a part of a message into its own memory.
+/// Places a part of a message into local memory.
 pub(super) fn scatter(env: &Env<'_>, pd: Pd, sges: &SgeList, skip: u64, bytes: &[u8]) -> Result<(), Status> {
     let mut done = 0;
     for (sge, at, n) in pieces(sges, skip, bytes.len()) {

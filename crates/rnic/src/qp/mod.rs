@@ -1,5 +1,5 @@
-//! Queue pairs. One half asks, the other answers: [`requester`] and [`responder`] where delivery is reliable, [`unreliable`] and
-//! [`uc`] or [`ud`] where it is not. What a peer asks for is done in [`execute`] alone.
+//! Queue pairs. One half sends requests, the other executes them: [`requester`] and [`responder`] where delivery is reliable,
+//! [`unreliable`] and [`uc`] or [`ud`] where it is not. Only [`execute`] carries out a peer's requests.
 
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
 use rdmux_wire::sack::Sack;
@@ -59,37 +59,37 @@ pub enum QpType {
     XrcRecv,
 }
 
-/// Packets in flight towards a peer that did not say what it can take: what rxe allows itself.
+/// Packets in flight to a peer that did not announce its window: rxe's own limit.
 pub(crate) const WINDOW_PACKETS_DEFAULT: u32 = 64;
-/// Fewest packets in flight, however often packets are lost.
+/// Smallest window in packets, however often packets are lost.
 pub(crate) const WINDOW_PACKETS_MIN: u32 = 4;
 const WINDOW_PACKETS_MAX: u32 = 1 << 16;
-/// Windows that are kept out of order at most.
+/// Most windows that are kept out of order.
 const REACH_WINDOWS: u32 = 4;
 
-/// What a QP is made with.
+/// Parameters of a new QP.
 #[derive(Clone, Copy, Debug)]
 pub struct QpInit {
     /// Transport service.
     pub qp_type: QpType,
     /// Protection domain.
     pub pd: Pd,
-    /// Where send completions go.
+    /// Completion queue of send requests.
     pub send_cq: Cqn,
-    /// Where receive completions go.
+    /// Completion queue of receive requests.
     pub recv_cq: Cqn,
-    /// Send requests it holds.
+    /// Most send requests that it holds.
     pub max_send_wr: u32,
-    /// Receive requests it holds; without meaning beside a shared receive queue.
+    /// Most receive requests that it holds; without meaning for a QP with a shared receive queue.
     pub max_recv_wr: u32,
-    /// Takes its receives from here. IBTA Vol 1, 10.2.9.
+    /// Shared receive queue from which the QP takes its receives. IBTA Vol 1, 10.2.9.
     pub srq: Option<Srqn>,
     /// XRC target: the domain whose shared receive queues peers may name.
     pub xrcd: Option<Xrcd>,
 }
 
 impl QpInit {
-    /// An RC QP with one completion queue, 128 send and 128 receive requests, to be changed as needed.
+    /// Returns the parameters of an RC QP with one completion queue, 128 send and 128 receive requests, to be changed as needed.
     pub fn new(pd: Pd, cq: Cqn) -> QpInit {
         QpInit {
             qp_type: QpType::Rc,
@@ -107,20 +107,20 @@ impl QpInit {
 /// Attributes to set; `None` leaves one as it is. IBTA Vol 1, 11.2.4.2.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct QpAttributes {
-    /// What peers may do on this QP.
+    /// Rights of peers on this QP.
     pub access: Option<Access>,
     /// Addresses.
     pub path: Option<Path>,
-    /// Path MTU in bytes: 256, 512, 1024, 2048 or 4096. More than the device's link takes where the way to the peer does not
+    /// Path MTU in bytes: 256, 512, 1024, 2048 or 4096. It may exceed the MTU of the device's link if the path to the peer does not
     /// leave the host.
     pub path_mtu: Option<u32>,
     /// The peer's QPN.
     pub dest_qpn: Option<Qpn>,
     /// First PSN to be received.
     pub rq_psn: Option<Psn>,
-    /// READs, atomics and FLUSHes of the peer that can be kept for replay; with 0 these are refused.
+    /// READs, atomics and FLUSHes of the peer that the responder can keep for replay; with 0 it refuses them.
     pub max_dest_rd_atomic: Option<u8>,
-    /// RNR timer code to ask for when no receive is posted.
+    /// RNR timer code that the responder sends when no receive is posted.
     pub min_rnr_timer: Option<u8>,
     /// First PSN to be sent.
     pub sq_psn: Option<Psn>,
@@ -128,25 +128,26 @@ pub struct QpAttributes {
     pub timeout: Option<u8>,
     /// Retries on timeout, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Retries on RNR NAK, 0 to 6; 7 is for ever. What waits for a FLUSH in that way is waited for as long as it takes.
+    /// Retries on RNR NAK, 0 to 6; 7 retries without end. RNR NAKs by which the peer delays a request until a FLUSH has ended do
+    /// not count.
     pub rnr_retry: Option<u8>,
-    /// READs, atomics and FLUSHes under way; with 0 these are not taken.
+    /// READs, atomics and FLUSHes in flight; with 0 the requester does not take them.
     pub max_rd_atomic: Option<u8>,
-    /// Bytes in flight that both ends can take; both told each other when they connected.
+    /// Bytes in flight that both ends can take; the ends exchanged their limits when they connected.
     pub window_bytes: Option<u32>,
     /// The peer numbers the IPv4 identification of a train from 0, so the ICRC check can be narrower.
     pub peer_is_rdmux: Option<bool>,
-    /// Highest rate of what is sent, in bits per second; 0 for none.
+    /// Highest sending rate in bits per second; 0 for none.
     pub rate_limit_bps: Option<u64>,
-    /// UD: the Q_Key that datagrams must show. IBTA Vol 1, 10.2.5.
+    /// UD: the Q_Key that incoming datagrams must carry. IBTA Vol 1, 10.2.5.
     pub qkey: Option<u32>,
-    /// Both ends said that they retransmit selectively: what comes after a gap is kept, and reported by
+    /// Set when both ends agreed to retransmit selectively: the responder keeps packets after a gap, and reports them by
     /// [`rdmux_wire::sack::Sack`].
     pub selective: Option<bool>,
 }
 
 impl QpAttributes {
-    /// Whether a QP of this type goes from one state to another with these attributes. IBTA Vol 1, 11.2.4.2.
+    /// Checks that a QP of this type goes from one state to another with these attributes. IBTA Vol 1, 11.2.4.2.
     pub fn check(&self, qp_type: QpType, from: QpState, to: QpState) -> Result<(), ModifyError> {
         state::check(qp_type, from, to, self.mask())?;
         let within = |what, value: Option<u8>, max: u8| match value {
@@ -192,7 +193,7 @@ impl QpAttributes {
     }
 }
 
-/// What sent a QP to error.
+/// Cause that put a QP in error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
     /// A send request of its own, whose completion says so.
@@ -201,23 +202,23 @@ pub enum Cause {
     PeerRequest,
     /// A completion queue that overran.
     QueueOverrun,
-    /// A fault that was asked for ([`crate::Rnic::fail_qp`]).
+    /// An injected fault ([`crate::Rnic::fail_qp`]).
     Injected,
 }
 
-/// Something to tell the driver about.
+/// An event for the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A completion queue that was armed has a completion.
     Completion(Cqn),
-    /// A completion queue overran: it takes no more completions, and the QPs that complete to it go to error. What is in it
-    /// can still be polled. Asynchronous event of IBTA Vol 1, 11.6.3.
+    /// A completion queue overran: it takes no more completions, and the QPs that complete to it go to error. Completions in it can
+    /// still be polled. Asynchronous event of IBTA Vol 1, 11.6.3.
     CqError(Cqn),
-    /// A QP went to error on its own. IBTA Vol 1, 11.6.3.1 where a request of its own is not the cause.
+    /// A QP went to error on its own. IBTA Vol 1, 11.6.3.1 if the cause is not a request of its own.
     QpError(Qpn, Status, Cause),
-    /// A request came in on a QP in RTR: the connection stands although its last message is missing. 11.6.3.1.
+    /// A request came in on a QP in RTR: the connection is established although its last message is missing. 11.6.3.1.
     CommunicationEstablished(Qpn),
-    /// The first request came in on a QP of which [`crate::Rnic::tell_first_request`] asked to hear that, in any state.
+    /// The first request came in, in any state, on a QP for which the driver called [`crate::Rnic::tell_first_request`].
     FirstRequest(Qpn),
     /// The send queue of a QP in SQD has drained. 11.6.3.1.
     SqDrained(Qpn),
@@ -225,12 +226,12 @@ pub enum Event {
     LastWqeReached(Qpn),
     /// Fewer receives than the limit are left in a shared receive queue; the limit is disarmed. 11.6.3.1.
     SrqLimitReached(Srqn),
-    /// A request of a QP whose peer is on this host goes by packets, and would not if the peer granted it this key. Answered by
-    /// [`crate::Rnic::set_grant`], or never.
+    /// A request of a QP whose peer is on this host is sent in packets, and would not be if the peer granted access to the memory
+    /// of this key. The driver answers with [`crate::Rnic::set_grant`], or never.
     WantsGrant(Qpn, RKey),
 }
 
-/// What both halves of a QP need of the rest of the device.
+/// The parts of the device that both halves of a QP use.
 #[derive(Debug)]
 pub(crate) struct Env<'a> {
     pub(crate) regions: &'a mut Regions,
@@ -240,20 +241,20 @@ pub(crate) struct Env<'a> {
     pub(crate) flushes: &'a mut crate::flush::Flushes,
     pub(crate) counters: &'a mut crate::Counters,
     pub(crate) latencies: &'a mut crate::Latencies,
-    /// Queues that overran, each with the QP whose completion was lost: their QPs are to fail, and so is that one, which on XRC
-    /// completes to the queue of a shared receive queue.
+    /// Queues that overran, each with the QP whose completion was lost. All QPs of such a queue have to fail, and so does that one,
+    /// which on XRC completes to the queue of a shared receive queue.
     pub(crate) overrun: &'a mut Vec<(Cqn, Qpn)>,
     pub(crate) traffic: &'a Traffic,
-    /// Decides which requests are told that there is no receive, though there is one.
+    /// Decides which requests are answered with an RNR NAK although there is a receive.
     pub(crate) rnr_faults: &'a mut Option<Line>,
     pub(crate) tracer: &'a mut Option<Box<dyn Tracer>>,
-    /// When who waits for which queue is told at the latest.
+    /// Latest times at which waiters of moderated queues are notified.
     pub(crate) moderated: &'a mut std::collections::BTreeSet<(Time, u32)>,
     pub(crate) now: Time,
 }
 
 impl Env<'_> {
-    /// Notes something for those who ask later.
+    /// Passes a note to the tracer.
     #[cold]
     pub(crate) fn note(&mut self, qpn: Qpn, note: Note) {
         if let Some(tracer) = self.tracer.as_mut() {
@@ -261,7 +262,7 @@ impl Env<'_> {
         }
     }
 
-    /// Tells the driver that a QP has got its first request, where that says something.
+    /// Notifies the driver of the first request of a QP, if the driver asked for that or the QP is in RTR.
     pub(crate) fn tell_first_request(&mut self, head: &Head) {
         if head.tells_first_request {
             self.events.push_back(Event::FirstRequest(head.qpn));
@@ -270,7 +271,7 @@ impl Env<'_> {
         }
     }
 
-    /// Posts a completion and tells who waits for it.
+    /// Adds a completion to its queue, and notifies the queue's waiter if it is due.
     pub(crate) fn complete(&mut self, cq: Cqn, wc: WorkCompletion, solicited: bool) {
         let Some(queue) = self.cqs.get(&cq.0) else {
             return;
@@ -299,7 +300,7 @@ impl Env<'_> {
                 if first && !mutant!(OverrunUntold) {
                     self.events.push_back(Event::CqError(cq));
                 }
-                // Later too: a QP may have been brought up again since.
+                // Also after the first loss: a QP may have been brought up again since.
                 if !self.overrun.contains(&(cq, wc.qpn)) {
                     self.overrun.push((cq, wc.qpn));
                 }
@@ -328,7 +329,7 @@ pub(crate) struct Qp {
     halves: Halves,
 }
 
-/// The halves of a QP, by what its transport service promises.
+/// The halves of a QP, by the guarantees of its transport service.
 #[derive(Debug)]
 #[expect(
     clippy::large_enum_variant,
@@ -353,7 +354,7 @@ impl Halves {
     }
 }
 
-/// What both halves of a QP read.
+/// Attributes that both halves of a QP read.
 #[derive(Debug)]
 pub(crate) struct Head {
     pub(crate) qpn: Qpn,
@@ -366,38 +367,38 @@ pub(crate) struct Head {
     pub(crate) peer_is_rdmux: bool,
     pub(crate) qkey: u32,
     pub(crate) rate: Rate,
-    /// Both ends retransmit selectively.
+    /// Set when both ends retransmit selectively.
     pub(crate) selective: bool,
     /// Packets in flight that both ends can take.
     pub(crate) window: u32,
-    /// The device's list of QPs that have something to send holds this one.
+    /// Set while the device's list of QPs that have something to send holds this one.
     pub(crate) listed: bool,
-    /// The list of QPs that owe only an acknowledgement holds this one.
+    /// Set while the device's list of QPs that have only an acknowledgement to send holds this one.
     pub(crate) ack_listed: bool,
-    /// The device's timers hold an entry for this QP at this time.
+    /// Time of this QP's entry in the device's timers.
     pub(crate) timer: Option<Time>,
-    /// The peer is on this host: packets go through memory.
+    /// Set while the QP reaches its peer, which is on this host, through memory.
     pub(crate) local: bool,
-    /// Regions were granted to the peer, for as long as this QP takes its requests.
+    /// Set when regions were granted to the peer, for as long as this QP takes its requests.
     pub(crate) granted: bool,
-    /// The driver waits for the first request.
+    /// Set when the driver waits for the first request.
     pub(crate) tells_first_request: bool,
-    /// It stays in Reset until it is destroyed.
+    /// Set when the QP stays in Reset until it is destroyed.
     retired: bool,
-    /// The room in its send queue, and the queue of its own receives: who posts shares them.
+    /// The send queue with its free places, and the QP's own receive queue: shared with the threads that post.
     pub(crate) sends: SendQueue,
     pub(crate) receives: ReceiveQueue,
 }
 
 impl Head {
-    /// What congestion control of this QP is made with, if it has any: nothing marks packets on loopback.
+    /// Returns the parameters of this QP's congestion control, if it has any: nothing marks packets on loopback.
     pub(crate) fn congestion<'a>(&self, traffic: &'a Traffic) -> Option<&'a Parameters> {
         let leaves = |path: Path| traffic.congestion_on_loopback || !path.is_loopback();
         let has = self.init.qp_type != QpType::Ud && self.path.is_some_and(leaves);
         traffic.congestion.as_ref().filter(|_| has)
     }
 
-    /// Sets the ECN field of what is sent. A peer that is not known to answer marks gets none that the user did not ask for.
+    /// Sets the ECN field of the QP's packets. For a peer that is not known to answer marks, only the user sets ECN bits.
     fn set_ecn(&mut self, traffic: &Traffic) {
         let capable = self.congestion(traffic).is_some();
         let Some(path) = &mut self.path else { return };
@@ -408,7 +409,7 @@ impl Head {
         }
     }
 
-    /// Brings the rate up to date.
+    /// Updates the rate.
     pub(crate) fn look_at_rate(&mut self, env: &Env<'_>) {
         if !self.rate.is_free() {
             let with = self.congestion(env.traffic);
@@ -416,7 +417,7 @@ impl Head {
         }
     }
 
-    /// The opcode of an operation on this QP's transport.
+    /// Returns the opcode of an operation on this QP's transport.
     pub(crate) fn opcode(&self, operation: Operation) -> Opcode {
         let transport = match self.init.qp_type {
             QpType::Rc => Transport::Rc,
@@ -427,7 +428,7 @@ impl Head {
         Opcode { transport, operation }
     }
 
-    /// Whether packets of this opcode may be for this QP: one of its transport, and of the half that it has.
+    /// Returns whether packets of this opcode may be for this QP: they have its transport, and it has the half that handles them.
     pub(crate) fn takes(&self, opcode: Opcode) -> bool {
         let response = opcode.operation.is_response();
         let half = match self.init.qp_type {
@@ -438,7 +439,7 @@ impl Head {
         half && opcode == self.opcode(opcode.operation)
     }
 
-    /// Whether its state takes them. 10.3.1.
+    /// Returns whether the QP's state allows packets of this opcode. 10.3.1.
     pub(crate) fn takes_now(&self, opcode: Opcode) -> bool {
         match self.state {
             QpState::Rts | QpState::Sqd | QpState::Sqe => true,
@@ -447,14 +448,14 @@ impl Head {
         }
     }
 
-    /// Whether packets from this address may be for this QP: only UD has no peer.
+    /// Returns whether packets from this address may be for this QP: only UD has no peer.
     pub(crate) fn is_from_peer(&self, src: std::net::IpAddr) -> bool {
         self.init.qp_type == QpType::Ud || self.path.is_some_and(|path| path.dst == src)
     }
 }
 
 impl Qp {
-    /// `mtu`: bytes of payload that the device's link takes.
+    /// Creates a QP. `mtu`: bytes of payload that a packet on the device's link carries.
     pub(crate) fn new(qpn: Qpn, init: QpInit, mtu: u32) -> Qp {
         let queues = (SendQueue::new(&init), ReceiveQueue::new(init.max_recv_wr, false));
         Qp::with_queues(qpn, init, mtu, queues)
@@ -488,7 +489,7 @@ impl Qp {
         Qp { head, halves }
     }
 
-    /// Takes it to Reset for good.
+    /// Moves the QP to Reset for good.
     pub(crate) fn retire(&mut self, env: &mut Env<'_>) {
         let _ = self.modify(env, QpState::Reset, &QpAttributes::default());
         self.head.retired = true;
@@ -562,7 +563,7 @@ impl Qp {
                 }
             }
             QpState::Reset => {
-                // Nothing completes: what was posted is forgotten, with what completed already. 10.3.1.
+                // Nothing completes: posted requests are discarded, and so are completions that are not polled yet. 10.3.1.
                 for cq in [self.head.init.send_cq, self.head.init.recv_cq] {
                     if let Some(queue) = env.cqs.get(&cq.0) {
                         queue.forget(self.head.qpn);
@@ -585,7 +586,7 @@ impl Qp {
         Ok(())
     }
 
-    /// Tells who posts whether the state takes requests as they come.
+    /// Lets callers post without the device while the QP's state takes requests, and closes the queues otherwise.
     fn open_queues(&self) {
         let Head { state, init, mtu, .. } = &self.head;
         if matches!(state, QpState::Rts | QpState::Sqd) {
@@ -600,14 +601,15 @@ impl Qp {
         let receives = !matches!(init.qp_type, QpType::XrcSend | QpType::XrcRecv) && init.srq.is_none();
         match state {
             QpState::Reset => drop(self.head.receives.close()),
-            // Closed where its receives are flushed.
+            // The flush of the receives closes the queue.
             QpState::Error => {}
             _ if receives => self.head.receives.open(),
             _ => {}
         }
     }
 
-    /// To Error: every posted request completes as flushed. `cause` is told as an asynchronous event.
+    /// Moves the QP to Error: every posted request completes as flushed. The driver receives `cause`, if any, in an asynchronous
+    /// event.
     pub(crate) fn fail(&mut self, env: &mut Env<'_>, cause: Option<(Status, Cause)>) {
         if self.head.state == QpState::Error {
             return;
@@ -643,7 +645,7 @@ impl Qp {
         }
     }
 
-    /// Has the last acknowledgement said again, where a peer may wait for it.
+    /// Sends the last acknowledgement again if a peer may wait for it.
     pub(crate) fn repeat_last(&mut self) {
         let takes = matches!(self.head.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
         if let Halves::Reliable(_, responder) = &mut self.halves
@@ -653,7 +655,7 @@ impl Qp {
         }
     }
 
-    /// Requests that went by packets although the peer is on this host.
+    /// Returns the numbers of requests that were sent in packets although the peer is on this host.
     pub(crate) fn by_packets(&self) -> ByPackets {
         match &self.halves {
             Halves::Reliable(requester, _) => requester.by_packets(),
@@ -661,7 +663,8 @@ impl Qp {
         }
     }
 
-    /// What the peer may be granted of regions that allow it; `None` when the QP takes no requests, or none that order themselves.
+    /// Returns the rights that the peer may be granted on regions that allow them; `None` when the QP takes no requests, or none
+    /// that order themselves.
     pub(crate) fn grants(&self) -> Option<Access> {
         let takes = matches!(self.head.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
         let Halves::Reliable(_, responder) = &self.halves else {
@@ -675,7 +678,7 @@ impl Qp {
         (takes && self.head.init.qp_type == QpType::Rc).then_some(access)
     }
 
-    /// The half that asks, where delivery is reliable.
+    /// Returns the requester, if delivery is reliable.
     pub(crate) fn requester(&mut self) -> Option<&mut Requester> {
         match &mut self.halves {
             Halves::Reliable(requester, _) => Some(requester),
@@ -683,7 +686,7 @@ impl Qp {
         }
     }
 
-    /// What the peer granted.
+    /// Returns the grants of the peer.
     pub(crate) fn held_grants(&self) -> impl Iterator<Item = &Grant> {
         let requester = match &self.halves {
             Halves::Reliable(requester, _) => Some(requester),
@@ -714,7 +717,8 @@ impl Qp {
         }
     }
 
-    /// A request that has its place cannot be done any more: it ends with an error, behind those before it.
+    /// Ends a request that has a place in the queue but cannot be carried out any longer: it completes with an error, after the
+    /// requests before it.
     pub(crate) fn end_reserved(&mut self, env: &mut Env<'_>, request: &SendRequest) {
         let status = Status::LocalQpOperation;
         self.fail(env, Some((status, Cause::OwnRequest)));
@@ -727,7 +731,7 @@ impl Qp {
         );
     }
 
-    /// Does a send request that needs no packets; false: it is to be posted.
+    /// Carries out a send request that needs no packets; returns false if the caller must post it instead.
     #[inline]
     pub(crate) fn post_directly(&mut self, env: &mut Env<'_>, request: &SendRequest) -> bool {
         match &mut self.halves {
@@ -736,7 +740,7 @@ impl Qp {
         }
     }
 
-    /// Takes a receive request. In Error it completes at once, as flushed.
+    /// Posts a receive request. In Error it completes at once, as flushed.
     pub(crate) fn post_recv(&mut self, env: &mut Env<'_>, request: RecvRequest) -> Result<(), PostError> {
         match &mut self.halves {
             Halves::Reliable(_, responder) => responder.post(env, &self.head, request),
@@ -746,7 +750,7 @@ impl Qp {
         }
     }
 
-    /// Send requests posted and not complete.
+    /// Returns the number of send requests that are posted and not complete.
     pub(crate) fn send_outstanding(&self) -> usize {
         match &self.halves {
             Halves::Reliable(requester, _) => requester.outstanding(),
@@ -754,7 +758,7 @@ impl Qp {
         }
     }
 
-    /// Receive requests posted and not used.
+    /// Returns the number of receive requests that are posted and not used up.
     pub(crate) fn recv_posted(&self) -> usize {
         match &self.halves {
             Halves::Reliable(_, responder) => responder.posted(),
@@ -764,7 +768,7 @@ impl Qp {
         }
     }
 
-    /// Adds what it keeps because of its peer.
+    /// Adds the amount of state that the QP keeps because of its peer.
     pub(crate) fn add_backlog(&self, backlog: &mut Backlog) {
         if let Halves::Reliable(requester, responder) = &self.halves {
             let (kept, answers) = responder.backlog();
@@ -773,7 +777,8 @@ impl Qp {
         }
     }
 
-    /// PSN that the next send request begins with, and the one that is expected next; 0 where a half is not there or counts none.
+    /// Returns the PSN of the next send request, and the PSN that the responder expects next; 0 for a half that does not exist or
+    /// does not count PSNs.
     pub(crate) fn next_psns(&self) -> (Psn, Psn) {
         match &self.halves {
             Halves::Reliable(requester, responder) => (requester.next_psn(), responder.expected_psn()),
@@ -782,7 +787,8 @@ impl Qp {
         }
     }
 
-    /// Moves the PSNs of its halves on, the requester's by `sent` and the responder's by `received`; false unless both rest.
+    /// Advances the PSNs of its halves, the requester's by `sent` and the responder's by `received`; returns false unless both are
+    /// idle.
     pub(crate) fn skip_psns(&mut self, env: &Env<'_>, sent: u32, received: u32) -> bool {
         let Halves::Reliable(requester, responder) = &mut self.halves else {
             return false;
@@ -797,7 +803,7 @@ impl Qp {
 
     // Input.
 
-    /// Handles a packet that was found to be for this QP.
+    /// Handles a packet that the device has found to be for this QP.
     pub(crate) fn handle_packet(&mut self, env: &mut Env<'_>, arrival: &Arrival<'_>, packet: &Packet<'_>) {
         let head = &self.head;
         let failed = match &mut self.halves {
@@ -814,14 +820,14 @@ impl Qp {
         }
     }
 
-    /// A FLUSH with the ICRC of rxe came: so are its own to be sent.
+    /// Notes that the peer sent a FLUSH with the ICRC of rxe: the requester sends its own with the same.
     pub(crate) fn settle_flush_icrc(&mut self) {
         if let Halves::Reliable(requester, _) = &mut self.halves {
             requester.flush_icrc.settle(true);
         }
     }
 
-    /// Whether bytes wait for the end of their datagram.
+    /// Returns whether bytes wait to be placed at the end of their datagram.
     pub(crate) fn has_gathered(&self) -> bool {
         match &self.halves {
             Halves::Reliable(_, responder) => responder.has_gathered(),
@@ -830,7 +836,7 @@ impl Qp {
         }
     }
 
-    /// The datagram has ended: places what waits.
+    /// Places the bytes that wait for the end of their datagram.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) {
         match &mut self.halves {
             Halves::Reliable(_, responder) => {
@@ -843,7 +849,7 @@ impl Qp {
         }
     }
 
-    /// The flush that began with this PSN has finished.
+    /// Handles the end of the flush that began with this PSN.
     pub(crate) fn handle_flush(&mut self, env: &mut Env<'_>, psn: Psn, done: bool) {
         if let Halves::Reliable(_, responder) = &mut self.halves
             && responder.handle_flush(psn, done)
@@ -872,7 +878,7 @@ impl Qp {
         }
     }
 
-    /// Its peer is on this host, or is not any more.
+    /// Sets whether the QP reaches its peer through memory of this host.
     pub(crate) fn set_local(&mut self, local: bool) {
         let was_local = self.head.local;
         self.head.local = local || was_local && mutant!(LinkOutlived);
@@ -886,7 +892,7 @@ impl Qp {
         }
     }
 
-    /// When [`Qp::handle_timeout`] is due, or it is to be looked at again although nothing comes in.
+    /// Returns the time at which [`Qp::handle_timeout`] is due, or at which the rate lets the QP send again.
     pub(crate) fn deadline(&self) -> Option<Time> {
         let answer = match &self.halves {
             Halves::Reliable(requester, _) => requester.deadline(),
@@ -897,7 +903,7 @@ impl Qp {
 
     // Output.
 
-    /// Traffic class of what is sent next.
+    /// Returns the traffic class of the next packet to send.
     pub(crate) fn class(&self) -> usize {
         let of_request = match &self.halves {
             Halves::Ud(sender, _) => sender.class(),
@@ -907,12 +913,12 @@ impl Qp {
         of_request.or_else(of_path).unwrap_or(0)
     }
 
-    /// Whether it has more to send than an acknowledgement that may wait.
+    /// Returns whether it has more to send than an acknowledgement that may wait.
     pub(crate) fn wants_turn(&self) -> bool {
         self.wants() == Wants::Turn
     }
 
-    /// What it has to send.
+    /// Returns the kind of packets that it has to send.
     pub(crate) fn wants(&self) -> Wants {
         let (asks, answers) = match &self.halves {
             Halves::Reliable(requester, responder) => {
@@ -931,7 +937,7 @@ impl Qp {
         }
     }
 
-    /// Builds the packets of a turn of `bytes`; acknowledgements that may wait too, if `all`.
+    /// Builds the packets of a turn of `bytes`, including acknowledgements that may wait if `all` is set.
     pub(crate) fn transmit(&mut self, env: &mut Env<'_>, buf: &mut TransmitBuf, bytes: u32, all: bool) {
         let (before, held) = (buf.bytes().len(), self.head.rate.held_until.is_some());
         buf.begin_turn(bytes.min(self.head.rate.burst_bytes), self.head.local);
@@ -942,7 +948,7 @@ impl Qp {
             }
             Halves::Uc(sender, _) | Halves::Ud(sender, _) => {
                 if let Err(status) = sender.transmit(env, &self.head, buf) {
-                    // What was received is not touched by it. 10.3.1.6.
+                    // The error leaves received messages as they are. 10.3.1.6.
                     if !mutant!(SqeNotEntered) {
                         let qpn = self.head.qpn.value();
                         probe!(
@@ -965,8 +971,8 @@ impl Qp {
                 }
             }
         }
-        // After the requests: an acknowledgement is short and ends the train. Where a train is no system call but a packet is as
-        // much work as any other, it waits until the peer waits too.
+        // Acknowledgements follow the requests: an acknowledgement is short and ends the train. On a local link no system call
+        // sends a train, but a packet costs as much work as any other: there an acknowledgement waits until the peer waits too.
         if let Halves::Reliable(_, responder) = &mut self.halves
             && (all || !self.head.local || !responder.owes_only_ack())
             && let Some(status) = responder.transmit(env, &self.head, buf)
@@ -984,24 +990,24 @@ impl Qp {
     }
 }
 
-/// What a QP has to send.
+/// Kind of packets that a QP has to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wants {
     Nothing,
-    /// Only an acknowledgement, which may wait for company.
+    /// Only an acknowledgement, which may wait to be combined with later ones.
     Acknowledgement,
     Turn,
 }
 
 impl Head {
-    /// PSNs after the oldest missing one that are kept out of order: as many windows as let the sender go on while a packet is
-    /// lost, and lost again.
+    /// Returns the number of PSNs after the oldest missing one that are kept out of order: as many windows as let the sender
+    /// continue while a packet is lost, and lost again.
     pub(crate) fn reach(&self) -> u32 {
         (REACH_WINDOWS * self.window).min(Sack::reach(self.mtu))
     }
 }
 
-/// The earlier of two times, where there are any.
+/// Returns the earlier of two times, if there are any.
 #[inline]
 pub(crate) fn earlier(a: Option<Time>, b: Option<Time>) -> Option<Time> {
     match (a, b) {
@@ -1011,7 +1017,7 @@ pub(crate) fn earlier(a: Option<Time>, b: Option<Time>) -> Option<Time> {
     }
 }
 
-/// A completion without data.
+/// Creates a completion without data.
 pub(crate) fn bare_completion(qpn: Qpn, wr_id: u64, status: Status, opcode: WcOpcode) -> WorkCompletion {
     WorkCompletion {
         wr_id,

@@ -1,10 +1,10 @@
-//! How fast a QP may send, and what it owes its peer for marked packets.
+//! Sending rate of a QP, and its pending congestion notification.
 
 use crate::dcqcn::{NotificationPoint, Parameters, ReactionPoint};
 use crate::pacer::{Pacer, burst_bytes};
 use crate::time::Time;
 
-/// The rate of one QP: the lower of what congestion control leaves and of its own limit.
+/// The rate of one QP: the lower of the rate that congestion control allows and the QP's own limit.
 #[derive(Debug)]
 pub(crate) struct Rate {
     reaction: ReactionPoint,
@@ -12,11 +12,11 @@ pub(crate) struct Rate {
     /// The user's limit; 0 for none.
     pub(crate) limit_bps: u64,
     pacer: Pacer,
-    /// A CNP is owed, and the device's list of those holds this QP.
+    /// Set while a CNP is pending and the device's list of pending CNPs holds this QP.
     pub(crate) cnp_owed: bool,
-    /// No data goes out before this moment.
+    /// The QP sends no data before this moment.
     pub(crate) held_until: Option<Time>,
-    /// Bytes that go out together; no limit where no rate limits the QP.
+    /// Bytes that the QP may send together; no limit while no rate limits the QP.
     pub(crate) burst_bytes: u32,
 }
 
@@ -35,36 +35,36 @@ impl Default for Rate {
 }
 
 impl Rate {
-    /// A marked packet came in; returns whether a CNP has come to be owed.
+    /// Handles a marked packet; returns whether it makes a CNP pending.
     pub(crate) fn handle_marked(&mut self, now: Time, with: &Parameters) -> bool {
         let owed = !self.cnp_owed && self.notification.handle_marked(now, with);
         self.cnp_owed |= owed;
         owed
     }
 
-    /// The peer says that packets of this QP were marked.
+    /// Handles a CNP, by which the peer reports that packets of this QP were marked.
     pub(crate) fn handle_cnp(&mut self, now: Time, with: &Parameters) {
         self.reaction.handle_cnp(now, with);
     }
 
-    /// Brings `held_until` and `burst_bytes` up to date.
+    /// Updates `held_until` and `burst_bytes`.
     pub(crate) fn look(&mut self, now: Time, with: Option<&Parameters>, packet_bytes: u32) {
         let rate_bps = self.bps(now, with);
         self.held_until = rate_bps.and_then(|_| self.pacer.waits_until(now));
         self.burst_bytes = rate_bps.map_or(u32::MAX, |bps| burst_bytes(bps, packet_bytes));
     }
 
-    /// Whether nothing limits it, so that there is nothing to look at: as it is with most, most of the time.
+    /// Returns whether nothing limits the QP, so that there is nothing to update: the case of most QPs, most of the time.
     pub(crate) fn is_free(&self) -> bool {
         self.burst_bytes == u32::MAX && self.limit_bps == 0 && self.reaction.is_idle()
     }
 
-    /// Whether some rate limits the QP.
+    /// Returns whether some rate limits the QP.
     pub(crate) fn is_limited(&self) -> bool {
         self.burst_bytes != u32::MAX
     }
 
-    /// `bytes` went out.
+    /// Counts `bytes` that the QP sent.
     pub(crate) fn charge(&mut self, now: Time, bytes: u64, with: Option<&Parameters>) {
         if let Some(with) = with {
             self.reaction.handle_sent(now, bytes, with);

@@ -1,10 +1,11 @@
-//! Bytes read at once for several packets of one turn, where each access to memory costs a system call ([`crate::Memory::gathers`]).
+//! Bytes that are read at once for several packets of one turn, for memory where each access costs a system call
+//! ([`crate::Memory::gathers`]).
 
 use rdmux_wire::{Psn, RKey};
 
 use crate::qp::execute::GATHER_BYTES;
 
-/// What packets of a turn take their bytes from.
+/// Source of the bytes of packets of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// The request whose first packet has this PSN.
@@ -13,11 +14,11 @@ pub(crate) enum Origin {
     Region(RKey),
 }
 
-/// What was read of one source in the turn under way.
+/// Bytes read from one source in the current turn.
 #[derive(Debug, Default)]
 pub(crate) struct ReadAhead {
     known: Known,
-    /// Keeps its length, so that it is cleared once: `filled` of it are the source's.
+    /// Keeps its length, so that it is zeroed once: the first `filled` bytes belong to the source.
     bytes: Vec<u8>,
     filled: usize,
 }
@@ -26,20 +27,21 @@ pub(crate) struct ReadAhead {
 enum Known {
     #[default]
     Nothing,
-    /// Its memory is as well read packet by packet.
+    /// The source's memory is read packet by packet at no higher cost.
     Plain(Origin),
-    /// Its bytes from there are here.
+    /// The buffer holds the source's bytes from this offset on.
     From(Origin, u64),
 }
 
 impl ReadAhead {
-    /// Forgets what was read: another turn begins, and the memory may have changed.
+    /// Forgets the bytes read: another turn begins, and the memory may have changed.
     pub(crate) fn forget(&mut self) {
         self.known = Known::Nothing;
     }
 
-    /// The `len` bytes at `at` of a source, of which as many as `left` are about to be asked for, read with others where they are not
-    /// here yet. `None`: there is nothing to gain, since they are all that is left, or its memory does not gather.
+    /// Returns the `len` bytes at `at` of a source. The caller is about to ask for `left` bytes; unless the buffer holds the first
+    /// `len`, this reads as many of them at once as fit. Returns `None` when there is nothing to gain: no more than `len` bytes are
+    /// left, or the source's memory does not gather.
     pub(crate) fn bytes<E>(
         &mut self,
         source: Origin,

@@ -1,11 +1,11 @@
-//! Packets that came before their turn. They wait here, whole, until what is missing before them has come, and are then
-//! handled like any other, so that nothing is done or placed out of order.
+//! Packets that arrived ahead of a gap. They are kept whole until the missing packets have come, and are then handled like any
+//! other, so that nothing is executed or placed out of order.
 
 use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
 
-/// Packets by PSN. Whoever keeps them bounds how far apart their PSNs are, and so how many there are.
+/// Packets by PSN. The owner bounds the distance between their PSNs, and so their number.
 #[derive(Debug, Default)]
 pub(crate) struct Reorder {
     packets: VecDeque<(Psn, Box<[u8]>)>,
@@ -24,17 +24,17 @@ impl Reorder {
         self.packets.clear();
     }
 
-    /// PSNs of what is kept, in order.
+    /// Returns the PSNs of the packets kept, in order.
     pub(crate) fn psns(&self) -> impl DoubleEndedIterator<Item = Psn> {
         self.packets.iter().map(|(psn, _)| *psn)
     }
 
-    /// The first PSN that is kept.
+    /// Returns the first PSN that is kept.
     pub(crate) fn first(&self) -> Option<Psn> {
         self.packets.front().map(|(psn, _)| *psn)
     }
 
-    /// The first PSN that is kept and is not before `psn`.
+    /// Returns the first PSN that is kept and is not before `psn`.
     pub(crate) fn first_from(&self, psn: Psn) -> Option<Psn> {
         self.packets.get(self.place(psn)).map(|(psn, _)| *psn)
     }
@@ -44,7 +44,8 @@ impl Reorder {
         self.first_from(psn) == Some(psn)
     }
 
-    /// Keeps a packet; false when its PSN is kept already. Most come in order, so this seldom moves any.
+    /// Keeps a packet; returns false when a packet with its PSN is kept already. Most packets come in order, so an insertion seldom
+    /// moves others.
     pub(crate) fn keep(&mut self, psn: Psn, packet: &[u8]) -> bool {
         let at = self.place(psn);
         if self.packets.get(at).is_some_and(|(there, _)| *there == psn) {
@@ -66,7 +67,7 @@ impl Reorder {
         None
     }
 
-    /// Where a packet with this PSN is or would be.
+    /// Returns the index at which a packet with this PSN is or would be.
     fn place(&self, psn: Psn) -> usize {
         match self.packets.back() {
             Some((last, _)) if psn.since(*last) > 0 => self.packets.len(),

@@ -1,17 +1,18 @@
-//! The asking half of an RC QP: send queue, window, retransmission. IBTA Vol 1, 9.7.
+//! The requesting half of an RC QP: send queue, window, retransmission. IBTA Vol 1, 9.7.
 //!
-//! PSNs are given to a request when its first packet is built. `cursor` says what goes out next; going back to resend is
-//! moving the cursor, since packets are built anew from the request's own memory. A READ takes as many PSNs as its response
-//! has packets and is asked for in pieces that fit the window, so that the answer never overruns our own receive buffer.
+//! A request gets its PSNs when its first packet is built. `cursor` points to the next packet to build. To retransmit, the
+//! requester moves the cursor back, since packets are built again from the request's own memory. A READ takes as many PSNs as its
+//! response has packets. It is sent as several READ requests that each fit the window, so that the responses never overrun our own
+//! receive buffer.
 //!
-//! Retries: a timeout without progress resends from the oldest unanswered packet. The specification lets a period last up to
-//! four times the timeout (9.7.6.1.3), so each of the `retry_count` retries resends twice within its period and the period
-//! grows to four times: a lost resend costs one timeout instead of a retry. It grows that far, too, for answers that were
-//! measured to take longer than the timeout.
+//! Retries: after a timeout without progress, the requester retransmits from the oldest packet without a response. The
+//! specification lets a period last up to four times the timeout (9.7.6.1.3). So each of the `retry_count` retries retransmits
+//! twice within its period, and the period grows to four times: a lost retransmission costs one timeout instead of a retry. The
+//! period also grows that far if responses were measured to take longer than the timeout.
 //!
-//! Within a host nothing is lost while the link lives. Nothing but that timer asks for an answer there, and it sends nothing again
-//! while the peer has yet to take what was sent: the peer is stopped, or waits for a CPU. Such a timeout uses up its part of a
-//! retry all the same, so that a peer that stays stopped is given up after the time that the user set.
+//! Within a host nothing is lost while the link lives. There only this timer prompts the peer for a response, and it retransmits
+//! nothing while the peer has not taken all packets sent to it: the peer is stopped, or waits for a CPU. Such a timeout uses up its
+//! part of a retry all the same, so that a peer that stays stopped is given up after the time that the user set.
 
 pub(crate) mod direct;
 mod rtt;
@@ -46,7 +47,7 @@ use crate::trace::Note;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
 
-/// An acknowledgement is asked for at least this often within a message.
+/// Most packets of a message from one request for an acknowledgement to the next.
 const ACK_REQ_PACKETS: u32 = 32;
 /// Bytes of the XRC extended transport header. A14.
 const XRCETH_LEN: usize = 4;
@@ -59,13 +60,13 @@ use selective::{Selective, later};
 #[derive(Debug)]
 struct Wqe {
     request: SendRequest,
-    /// Memory of the request, which outlives it.
+    /// Guard that keeps the request's memory beyond the end of the request.
     _memory: Option<Box<Held>>,
-    /// Bytes that travel as payload, there or back.
+    /// Bytes of payload, in requests or in responses.
     bytes: u32,
-    /// PSNs that it takes.
+    /// Number of PSNs of the request.
     packets: u32,
-    /// PSN of the first packet, once it was built; of a local operation that of the next packet, once it was done.
+    /// PSN of the first packet, once it was built; for a local operation that of the next packet, once the operation was done.
     first: Option<Psn>,
     posted: Time,
 }
@@ -75,7 +76,7 @@ impl Wqe {
         matches!(self.request.operation, Operation::Read { .. })
     }
 
-    /// Whether only data from the peer completes it: READ and atomics.
+    /// Returns whether only data from the peer completes the request: READ and atomics.
     fn takes_answer(&self) -> bool {
         self.request.operation.takes_answer()
     }
@@ -88,7 +89,8 @@ impl Wqe {
         self.request.operation.is_local()
     }
 
-    /// Whether a peer that is not ready for it has a FLUSH to end first, however long that takes: it lacks no receive.
+    /// Returns whether a peer that answers this request with an RNR NAK must first end a FLUSH, however long that takes: the peer
+    /// does not lack a receive.
     fn may_wait_for_flush(&self) -> bool {
         self.takes_resource() && !self.is_read()
     }
@@ -98,7 +100,7 @@ impl Wqe {
     }
 }
 
-/// Whether an operation takes one of the responder's replay resources.
+/// Returns whether an operation takes one of the responder's replay resources.
 pub(crate) fn takes_resource(operation: &Operation) -> bool {
     matches!(
         operation,
@@ -110,7 +112,7 @@ pub(crate) fn takes_resource(operation: &Operation) -> bool {
     )
 }
 
-/// Whether a request is one of the transport service: RC, XRC. An XRC target has no send queue. IBTA Vol 1, A14.
+/// Returns whether the transport service, RC or XRC, supports a request. An XRC target has no send queue. IBTA Vol 1, A14.
 pub(crate) fn takes(qp_type: QpType, request: &SendRequest) -> bool {
     match (qp_type, request.to) {
         (QpType::XrcSend, Target::Srq(_)) | (QpType::Rc, Target::Connected) => true,
@@ -130,21 +132,21 @@ struct Cursor {
 pub(crate) struct Requester {
     queue: VecDeque<Wqe>,
     cursor: Cursor,
-    /// Oldest PSN that is not answered.
+    /// Oldest PSN without a response.
     una: Psn,
     /// PSN that the next request begins with.
     next: Psn,
     /// First PSN that was never sent.
     high: Psn,
-    /// READ requests and FLUSHes that were sent and are not answered: first PSN and PSNs taken. What is resent must lie inside
-    /// of one request that the peer may know, so these only ever get finer.
+    /// READ requests and FLUSHes that were sent and have no response: first PSN and number of PSNs. A retransmission must lie
+    /// inside of one request that the peer may know, so these ranges are only ever divided.
     resources: VecDeque<(Psn, u32)>,
     since_ack_req: u32,
 
     window: u32,
     congestion_window: u32,
     acked_since_growth: u32,
-    /// Losses before this PSN belong to a congestion event that was answered already.
+    /// Losses before this PSN belong to a congestion event that the window was reduced for already.
     recover: Psn,
 
     timeout_ns: Option<u64>,
@@ -152,37 +154,37 @@ pub(crate) struct Requester {
     rnr_retry: u8,
     max_rd_atomic: u8,
 
-    /// Timeouts since the last progress: each sent something again, but for `stalls` of them.
+    /// Timeouts since the last progress: each retransmitted something, except for `stalls` of them.
     resends: u8,
     stalls: u8,
     rnr_tries: u8,
     deadline: Option<Time>,
     rnr_until: Option<Time>,
-    /// The packet that the peer was not ready for, while that is waited out.
+    /// PSN of the packet that the peer answered with an RNR NAK, while the requester waits that out.
     rnr_psn: Psn,
-    /// When anything came from the peer the last time.
+    /// Time of the last packet from the peer.
     heard: Option<Time>,
-    /// Since when no answer has brought it further, once something was sent again for that.
+    /// Time since which no response has made progress, once something was retransmitted for that.
     stuck_since: Time,
-    /// A hole before `una` was seen and resent; wait for the timer before doing so again.
+    /// Set when a hole before `una` was seen and retransmitted; the next retransmission waits for the timer.
     gap_resent: bool,
-    /// The QP went to SQD and was not told yet that the send queue has drained.
+    /// Set when the QP went to SQD and its user was not notified yet that the send queue has drained.
     draining: bool,
     pub(crate) flush_icrc: FlushIcrc,
-    /// When the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
+    /// State of selective retransmission, if the peer agreed to it. Then `cursor` never goes back, and holes are filled instead.
     selective: Option<Box<Selective>>,
-    /// The link to the peer broke, and what it had not taken is lost.
+    /// Set when the link to the peer broke, and packets that the peer had not taken are lost.
     link_broke: bool,
-    /// Up to where the peer had taken what was sent, at the last timeout.
+    /// [`LinkProgress::taken`] at the last timeout.
     taken: Option<u32>,
     direct: Direct,
 }
 
-/// The requester cannot go on: one request ends with this status and the QP goes to Error.
+/// The requester cannot continue: one request ends with this status and the QP goes to Error.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Broken {
     pub(crate) status: Status,
-    /// Which of the posted requests, counted from the oldest.
+    /// Index of the request in the queue, counted from the oldest.
     request: usize,
 }
 
@@ -257,7 +259,7 @@ impl Requester {
         }
     }
 
-    /// Takes a send request. In Error it completes at once, as flushed.
+    /// Posts a send request. In Error it completes at once, as flushed.
     pub(crate) fn post(
         &mut self,
         env: &mut Env<'_>,
@@ -265,13 +267,13 @@ impl Requester {
         request: SendRequest,
         place: Place,
     ) -> Result<(), PostError> {
-        // What is no request of this transport service is none in any state.
+        // A request that the transport service does not support is invalid in any state.
         if !takes(head.init.qp_type, &request) {
             return Err(PostError::Invalid);
         }
         let bytes = request.check()?;
         match head.state {
-            // Taken in SQD too, and begun when the QP is back in RTS. 10.3.1.5.
+            // Requests are taken in SQD too, and begun when the QP is back in RTS. 10.3.1.5.
             QpState::Rts | QpState::Sqd => {}
             QpState::Error | QpState::Sqe => {
                 let opcode = opcode_of(&request.operation);
@@ -282,13 +284,14 @@ impl Requester {
             }
             QpState::Reset | QpState::Init | QpState::Rtr => return Err(PostError::WrongState),
         }
-        // The peer remembers none, or the user wants none.
+        // The peer keeps no such request for replay, or the user allows none.
         if takes_resource(&request.operation) && !self.has_resources() {
             return Err(PostError::Invalid);
         }
         self.ask(env, head, &request, bytes);
         if self.may_go_directly() && self.post_directly(env, head, &request) {
-            // Behind its completion: who sees that and finds no place asks the device, which is here.
+            // The place is given back after the completion: a caller that sees the completion and finds no free place calls the
+            // device, which is executing this code.
             place.give_back(head);
             return Ok(());
         }
@@ -308,12 +311,12 @@ impl Requester {
         Ok(())
     }
 
-    /// Whether requests may take resources of the peer at all.
+    /// Returns whether requests may take resources of the peer at all.
     pub(crate) fn has_resources(&self) -> bool {
         self.max_rd_atomic > 0
     }
 
-    /// Ends every request as flushed.
+    /// Completes every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         if mutant!(FlushedBackwards) {
             self.queue.make_contiguous().reverse();
@@ -338,7 +341,7 @@ impl Requester {
         }
     }
 
-    /// Ends the request that broke, and those before it as flushed; the caller then fails the QP.
+    /// Completes the request that broke with its status, and those before it as flushed; the caller then fails the QP.
     pub(crate) fn end_broken(&mut self, env: &mut Env<'_>, head: &Head, broken: Broken) {
         for i in 0..=broken.request {
             let Some(wqe) = self.queue.pop_front() else { break };
@@ -362,7 +365,7 @@ impl Requester {
         }
     }
 
-    /// Packets kept.
+    /// Returns the number of packets kept.
     pub(crate) fn kept(&self) -> usize {
         self.selective.as_deref().map_or(0, Selective::kept)
     }
@@ -375,14 +378,14 @@ impl Requester {
         self.queue.len()
     }
 
-    /// Moves on by `psns`, fewer than 2^23, as if requests of so many packets had been answered. None may be posted.
+    /// Advances by `psns`, fewer than 2^23, as if requests of so many packets had been answered. No request may be posted.
     pub(crate) fn skip(&mut self, env: &Env<'_>, psns: u32) {
         self.next = self.next.plus(psns);
         self.high = self.next;
         self.progress(env, self.next);
     }
 
-    /// The moment at which [`Requester::handle_timeout`] is due.
+    /// Returns the moment at which [`Requester::handle_timeout`] is due.
     pub(crate) fn deadline(&self) -> Option<Time> {
         if self.link_broke {
             return Some(Time(0));
@@ -391,7 +394,7 @@ impl Requester {
         earlier(earlier(self.deadline, self.rnr_until), selective)
     }
 
-    /// `link`: how far the peer has come, where nothing on the way to it is lost.
+    /// Handles due timers. `link`: the progress of a peer on this host, to which no packet is lost.
     pub(crate) fn handle_timeout(
         &mut self,
         env: &mut Env<'_>,
@@ -403,7 +406,7 @@ impl Requester {
         }
         if self.rnr_until.is_some_and(|until| until <= env.now) {
             self.rnr_until = None;
-            // What the peer had no receive for may have got there meanwhile, with nothing to be sent again.
+            // The packet that the peer had no receive for may have been executed meanwhile, with nothing left to retransmit.
             if self.selective.is_some() && self.high != self.una {
                 self.arm(env.now);
             }
@@ -420,7 +423,7 @@ impl Requester {
         Ok(())
     }
 
-    /// No answer came in time.
+    /// Retransmits, since no response came in time.
     fn time_out(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
         env.counters.local_ack_timeout_err += 1;
         let note = Note::TimedOut {
@@ -434,7 +437,7 @@ impl Requester {
         self.resend_from(env, head, self.una)
     }
 
-    /// The same, but nothing is lost.
+    /// Counts a timeout at which nothing is lost.
     fn stall(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
         env.counters.local_stalls += 1;
         env.note(head.qpn, Note::PeerStalled { psn: self.una });
@@ -444,19 +447,20 @@ impl Requester {
         Ok(())
     }
 
-    /// The next [`Requester::handle_timeout`], due at once, sends again all that has no answer.
+    /// Makes the next [`Requester::handle_timeout`], due at once, retransmit all packets without a response.
     pub(crate) fn link_broke(&mut self) {
         self.link_broke = self.awaits_answer();
     }
 
-    /// Sends again what the peer had no queue pair in RTR for, and so dropped. A peer that has answered anything had one.
+    /// Retransmits packets that the peer dropped because its queue pair was not in RTR. A peer that has answered anything was in
+    /// RTR.
     pub(crate) fn peer_is_ready(&mut self, env: &mut Env<'_>) {
         if self.heard.is_none() && self.awaits_answer() {
             self.send_again(env, self.una);
         }
     }
 
-    /// Returns whether a request was sent and has no answer. After [`Requester::flush`] there is none, whatever the PSNs say.
+    /// Returns whether a request was sent and has no response. After [`Requester::flush`] there is none, whatever the PSNs are.
     fn awaits_answer(&self) -> bool {
         !self.queue.is_empty() && self.high != self.una
     }
@@ -481,7 +485,7 @@ impl Requester {
         }
     }
 
-    /// PSNs that may still go out before an answer must come in.
+    /// Returns the number of PSNs that may still be sent before a response must come.
     fn room(&self) -> u32 {
         let in_flight = self.cursor_psn().since(self.una).max(0) as u32;
         let window = self.window.min(self.congestion_window);
@@ -491,7 +495,7 @@ impl Requester {
         }
     }
 
-    /// Whether there is something to be sent again, out of turn.
+    /// Returns whether a hole is to be filled, before new packets are sent.
     fn has_due(&self, head: &Head) -> bool {
         self.selective.as_deref().is_some_and(Selective::has_due)
             && matches!(head.state, QpState::Rts | QpState::Sqd)
@@ -499,12 +503,12 @@ impl Requester {
             && head.rate.held_until.is_none()
     }
 
-    /// The QP goes to SQD: it is told once when what was begun has ended.
+    /// Notes that the QP goes to SQD: one event follows when the requests that were begun have ended.
     pub(crate) fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// Tells that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
+    /// Reports that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
     pub(crate) fn tell_drained(&mut self, env: &mut Env<'_>, head: &Head) {
         let begun = self.queue.front().is_some_and(|wqe| wqe.first.is_some()) && !mutant!(SqDrainedEarly);
         if self.draining && head.state == QpState::Sqd && !begun && !mutant!(SqDrainedUntold) {
@@ -513,7 +517,7 @@ impl Requester {
         }
     }
 
-    /// Whether packets can go out that are worth sending.
+    /// Returns whether packets can be sent that are worth sending.
     pub(crate) fn wants_transmit(&self, head: &Head) -> bool {
         if self.has_due(head) {
             return true;
@@ -524,7 +528,7 @@ impl Requester {
         self.may_transmit(head, least)
     }
 
-    /// Whether the next packet can go out with `least` PSNs free in the window.
+    /// Returns whether the next packet can be sent with `least` PSNs free in the window.
     fn may_transmit(&self, head: &Head, least: u32) -> bool {
         if !matches!(head.state, QpState::Rts | QpState::Sqd) || self.rnr_until.is_some() {
             return false;
@@ -539,7 +543,7 @@ impl Requester {
             && self.cursor.packet == 0
             && self.answers_wait_before_cursor()
             && !mutant!(FenceIgnored);
-        // What is sent again is read again: a key ends when nothing before can need it any more. 10.8.3.3.
+        // A retransmission reads memory again: a key is invalidated when no request before can need it any longer. 10.8.3.3.
         let ends_key = matches!(wqe.request.operation, Operation::LocalInvalidate { .. });
         if fenced || ends_key && self.cursor.wqe > 0 {
             return false;
@@ -554,19 +558,19 @@ impl Requester {
             return false;
         }
         let cursor = self.cursor_psn();
-        // The request that the cursor is inside of holds a resource already and is only resent in part.
+        // The request that the cursor is inside of holds a resource already and is only retransmitted in part.
         let before = self
             .resources
             .iter()
             .take_while(|(first, n)| first.plus(*n).since(cursor) <= 0)
             .count();
-        // What was posted before the depth became 0 goes out all the same.
+        // Requests that were posted before the depth became 0 are sent all the same.
         let waits = wqe.takes_resource() && before >= usize::from(self.max_rd_atomic.max(1));
         !waits || mutant!(InitiatorDepthIgnored)
     }
 
-    /// PSNs that must be free before the next ones of a request with `left` go out: a READ is asked for in few pieces, and
-    /// data leaves in trains that are worth their system call.
+    /// Returns the number of PSNs that must be free before the next packets of a request with `left` packets are sent: a READ is
+    /// divided into few pieces, and data leaves in trains that are worth their system call.
     fn worth_sending(&self, is_read: bool, left: u32) -> u32 {
         let window = self.window.min(self.congestion_window);
         left.min(if is_read {
@@ -594,7 +598,7 @@ impl Requester {
                 self.transmit_due(env, head, buf)?;
                 continue;
             }
-            // A train that was worth beginning goes on to the window's edge.
+            // A train that was worth starting continues to the edge of the window.
             let begun = sent && self.queue.get(self.cursor.wqe).is_some_and(|wqe| !wqe.is_read());
             if !(if begun {
                 self.may_transmit(head, 1)
@@ -617,7 +621,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Does the local operation at the cursor, in its turn.
+    /// Carries out the local operation at the cursor.
     fn do_local(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Status> {
         let wqe = &mut self.queue[self.cursor.wqe];
         if wqe.first.is_none() {
@@ -632,7 +636,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Completes local operations that nothing before them holds back.
+    /// Completes local operations that no request before them holds back.
     fn complete_local(&mut self, env: &mut Env<'_>, head: &Head) {
         while self
             .queue
@@ -643,7 +647,7 @@ impl Requester {
         }
     }
 
-    /// Builds the packet at `at`: the cursor's, which moves on, or one that fills a hole of `hole` PSNs.
+    /// Builds the packet at `at`: the cursor's, which then advances, or one that fills a hole of `hole` PSNs.
     fn transmit_one(
         &mut self,
         env: &mut Env<'_>,
@@ -653,7 +657,7 @@ impl Requester {
         hole: Option<u32>,
     ) -> Result<(), Status> {
         let room = hole.unwrap_or_else(|| self.room());
-        // Whatever stops the train, an acknowledgement that opens the window again is on its way.
+        // Whatever stops the train, its last packet requests an acknowledgement, which opens the window again.
         let pauses = head.rate.is_limited() && buf.is_filled_by(head.mtu);
         let ack_every = (self.window.min(self.congestion_window) / 2).clamp(1, ACK_REQ_PACKETS);
         let Some(path) = head.path else {
@@ -670,7 +674,7 @@ impl Requester {
         let mut bth = Bth::new(head.opcode(Op::ReadRequest), head.dest_qpn, psn);
         bth.ack_req = true;
         let mut packets = 1;
-        // On XRC its extended header comes first of all. A14.
+        // On XRC its extended header comes before all others. A14.
         let (srqn, ext) = match wqe.request.to {
             Target::Srq(srqn) => (Some(srqn), Bth::LEN + XRCETH_LEN),
             Target::Connected | Target::Datagram { .. } => (None, Bth::LEN),
@@ -758,7 +762,7 @@ impl Requester {
                 bth.ack_req = edge;
                 bth.ack_req = push_data(env, head, buf, &path, wqe, at.packet, bth, srqn, room)?;
             }
-            // Done without packets, by `do_local`.
+            // `do_local` carries these out without packets.
             Operation::Bind(_) | Operation::Register(_) | Operation::LocalInvalidate { .. } => return Ok(()),
         }
         if hole.is_some() {
@@ -806,7 +810,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Remembers a request: as a new one, or as a part cut out of the one that it lies in.
+    /// Records a request that takes a resource: as a new entry, or by dividing the entry that it lies in.
     fn keep_resource(&mut self, psn: Psn, packets: u32) {
         let covers = |&(first, n): &(Psn, u32)| psn.since(first) >= 0 && psn.since(first.plus(n)) < 0;
         let Some(at) = self.resources.iter().position(covers) else {
@@ -818,7 +822,7 @@ impl Requester {
         let after = first.plus(n).since(end) as u32;
         let parts = [(first, before), (psn, packets), (end, after)];
         self.resources.remove(at);
-        // What lies before `una` is answered and counts no more.
+        // Ranges before `una` are answered and count no longer.
         let open = |(first, n): &(Psn, u32)| *n > 0 && first.plus(*n).since(self.una) > 0;
         for part in parts.into_iter().rev().filter(open) {
             self.resources.insert(at, part);
@@ -826,7 +830,7 @@ impl Requester {
     }
 
     fn arm(&mut self, now: Time) {
-        // While an RNR NAK is waited out nothing goes out, so no answer can be late.
+        // While an RNR NAK is waited out, nothing is sent, so no response can be late.
         if self.rnr_until.is_some() {
             return;
         }
@@ -840,7 +844,7 @@ impl Requester {
         }
     }
 
-    /// The peer lives: what it does not answer from now on is counted anew.
+    /// Notes that the peer lives: retries are counted from 0 again.
     fn lives(&mut self) {
         self.resends = 0;
         self.stalls = 0;
@@ -856,7 +860,7 @@ impl Requester {
         packet: &Packet<'_>,
     ) -> Result<(), Broken> {
         let psn = packet.bth.psn;
-        // Only what is in flight can be answered; anything else is stale or made up. 9.7.5.1.1.
+        // Only packets in flight can be answered; any other response is stale or forged. 9.7.5.1.1.
         if psn.since(self.high) >= 0 || psn.since(self.una) < -1 {
             env.counters.stale_responses += 1;
             return Ok(());
@@ -878,7 +882,7 @@ impl Requester {
             }
             Syndrome::RnrNak { timer } => {
                 env.counters.rcvd_rnr_err += 1;
-                // A copy of one that is being waited out says nothing new.
+                // A copy of an RNR NAK that is being waited out says nothing new.
                 if psn.since(self.una) < 0 || self.rnr_until.is_some() && psn == self.rnr_psn {
                     return Ok(());
                 }
@@ -906,7 +910,7 @@ impl Requester {
                     }
                     self.rnr_tries += 1;
                 }
-                // The peer lives, so this is no timeout in the making.
+                // The peer lives, so this does not lead to a timeout.
                 self.lives();
                 self.deadline = None;
                 self.rnr_until = Some(env.now + rnr_timer_ns(timer));
@@ -942,7 +946,7 @@ impl Requester {
                     return Ok(());
                 }
                 env.note(head.qpn, Note::FatalNak { psn, code });
-                // A READ before it may still lack its data; nothing brings that any more, and the retries do not matter.
+                // A READ before it may still lack its data; no packet brings that any longer, and the retries do not matter.
                 let _ = self.acknowledge(env, head, psn);
                 let status = match code {
                     NakCode::RemoteAccess => Status::RemoteAccess,
@@ -956,8 +960,8 @@ impl Requester {
         Ok(())
     }
 
-    /// Everything before `upto` is done at the peer. False when a READ before it still lacks data: its response was lost, and
-    /// it was resent. 9.7.5.1.1.
+    /// Handles the news that the peer has executed everything before `upto`. Returns false when a READ before it still lacks data:
+    /// its response was lost, and the READ was sent again. 9.7.5.1.1.
     fn acknowledge(&mut self, env: &mut Env<'_>, head: &Head, upto: Psn) -> Result<bool, Broken> {
         while let Some(wqe) = self.queue.front() {
             let Some(first) = wqe.first else { break };
@@ -969,7 +973,7 @@ impl Requester {
                 continue;
             }
             if wqe.takes_answer() && !mutant!(AckCompletesRead) {
-                // All before the READ is done; the READ itself is only done by its data.
+                // All requests before the READ are done; only its data completes the READ itself.
                 if first.since(self.una) > 0 {
                     self.progress(env, first);
                 }
@@ -995,8 +999,8 @@ impl Requester {
         Ok(true)
     }
 
-    /// Whether a request that began with `first` began before `psn`, which is not before `una`. Counted from `una`, since the
-    /// longest message takes half of all PSNs.
+    /// Returns whether a request that began with `first` began before `psn`, which is not before `una`. The distances are counted
+    /// from `una`, since the longest message takes half of all PSNs.
     fn begins_before(&self, first: Psn, psn: Psn) -> bool {
         first.since(self.una) < psn.since(self.una)
     }
@@ -1017,11 +1021,11 @@ impl Requester {
         };
     }
 
-    /// `una` moves on: the peer lives, and the window opens.
+    /// Advances `una`: the peer lives, and the window opens.
     fn progress(&mut self, env: &Env<'_>, una: Psn) {
         let acked = una.since(self.una).max(0) as u32;
         self.una = una;
-        // Half of the PSNs further it would lie ahead.
+        // `recover` advances with `una`: half of all PSNs behind it, it would seem to lie ahead.
         self.recover = later(self.recover, una);
         while self
             .resources
@@ -1081,10 +1085,10 @@ impl Requester {
         self.handle_kept(env, head)
     }
 
-    /// Handles a response in its turn.
+    /// Handles a response whose turn has come.
     fn take_response(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Broken> {
         let psn = packet.bth.psn;
-        // It acknowledges all requests before the one that it answers.
+        // The response acknowledges all requests before the one that it answers.
         let at = self.locate(psn);
         let Some(wqe) = self.queue.get(at.wqe) else {
             return Ok(());
@@ -1093,7 +1097,7 @@ impl Requester {
         if !self.acknowledge(env, head, first)? {
             return Ok(());
         }
-        // What it answers is now the oldest request.
+        // The request that it answers is now the oldest.
         let Some(wqe) = self.queue.front() else {
             return Ok(());
         };
@@ -1155,7 +1159,7 @@ impl Requester {
                 self.progress(env, psn.plus(1));
                 self.tell_drained(env, head);
             }
-            // An answer of a kind that nobody asked for. 9.9.2.1.
+            // A response of a kind that no request asked for. 9.9.2.1.
             _ => return Err(Broken::oldest(Status::BadResponse)),
         }
         Ok(())
@@ -1213,7 +1217,8 @@ impl Requester {
         Ok(())
     }
 
-    /// Sends again what has no answer, from a PSN on or as the peer then says.
+    /// Retransmits packets without a response: all from a PSN on, or with selective retransmission those that the peer then reports
+    /// missing.
     fn send_again(&mut self, env: &mut Env<'_>, psn: Psn) {
         if self.selective.is_some() {
             self.probe(env);
@@ -1242,7 +1247,7 @@ impl Requester {
         self.arm(env.now);
     }
 
-    /// Packets were lost: fewer in flight from now on, once for all losses of one window.
+    /// Reduces the number of packets in flight after a loss, once for all losses of one window.
     fn congested(&mut self) {
         if self.una.since(self.recover) >= 0 {
             self.congestion_window = (self.congestion_window / 2).max(WINDOW_PACKETS_MIN);
@@ -1252,8 +1257,8 @@ impl Requester {
     }
 }
 
-/// Builds one packet of a SEND or WRITE, of `room` that may leave; returns whether it asks for an acknowledgement, as the last one does
-/// in any case.
+/// Builds one packet of a SEND or WRITE. `room`: PSNs that may be sent, this one included. Returns whether the packet requests an
+/// acknowledgement, as the last one always does.
 #[expect(
     clippy::too_many_arguments,
     reason = "one call of one place, apart for its length"
@@ -1325,7 +1330,7 @@ fn push_data(
     Ok(bth.ack_req)
 }
 
-/// Writes the headers that every request begins with; gives their length.
+/// Writes the headers that every request begins with; returns their length.
 fn emit_heads(b: &mut [u8], bth: &Bth, srqn: Option<Srqn>) -> usize {
     bth.emit(b);
     let Some(Srqn(number)) = srqn else {
@@ -1360,8 +1365,8 @@ mod tests {
     use crate::region::{NumberMap, Regions};
     use crate::{Counters, Cqn, Pd, Qpn, SgeList};
 
-    /// Two WRITEs that were sent, the first as long as can be in packets of 256 bytes: 2^23 PSNs, of which the last 4 are not
-    /// answered.
+    /// A requester that has sent two requests, the first with the most packets of 256 bytes: 2^23 PSNs, of which the last 4 have no
+    /// response.
     fn longest() -> (Requester, Psn) {
         let first = Psn::new(0xff_0000);
         let behind = first.plus(1 << 23);

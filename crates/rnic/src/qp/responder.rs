@@ -1,8 +1,8 @@
-//! The answering half of an RC QP: sequence, duplicates, answers in order. IBTA Vol 1, 9.7.
+//! The responding half of an RC QP: sequence, duplicates, responses in order. IBTA Vol 1, 9.7.
 //!
-//! What a request does is [`super::execute`]'s. Here it is decided whether a packet is the next one, a repeat, or one after a
-//! gap, and what is owed for it. Answers leave in the order of the requests: a READ's data and a FLUSH's end hold back the
-//! acknowledgements of later requests, so that an acknowledgement always means that everything before it is done.
+//! [`super::execute`] carries out requests. The responder decides whether a packet is the next one, a repetition, or one after a
+//! gap, and which response follows. Responses leave in the order of the requests: a READ's data and the end of a FLUSH hold back
+//! the acknowledgements of later requests, so that an acknowledgement always means that everything before it is done.
 
 use std::collections::VecDeque;
 
@@ -23,22 +23,23 @@ use crate::trace::{Note, Refused};
 use crate::transmit::{Path, TransmitBuf};
 use crate::work::{PostError, RecvRequest};
 
-/// RNR timer code by which a repeated FLUSH is put off while it runs: 10.24 ms.
+/// RNR timer code of the response to a repeated FLUSH that still runs: 10.24 ms.
 const FLUSH_RUNS_TIMER: u8 = 20;
-/// RNR timer code by which an atomic operation is put off while a FLUSH before it runs: 0.64 ms. It may not take effect before
-/// what the FLUSH covers is safe. A19.
+/// RNR timer code of the response to an atomic operation while a FLUSH before it runs: 0.64 ms. The operation must not take effect
+/// before the data that the FLUSH covers is safe. A19.
 const ATOMIC_WAITS_TIMER: u8 = 12;
-/// Requests acknowledged together at most while the acknowledgement may wait for company.
+/// Most requests that one acknowledgement covers while it waits to be combined with later ones.
 const ACK_WAITS_FOR: u32 = 16;
 
-/// How often the last acknowledgement is said again by who ends: of a network that loses 1 % both ways, eight in a million of these
-/// ends are not heard.
+/// Number of times that a responder that is about to end sends its last acknowledgement again: on a network that loses 1 % both
+/// ways, the peer misses the acknowledgement in eight of a million such endings.
 const LAST_REPEATS: u32 = 2;
 
-/// Answers owed at most; requests beyond are dropped, and come again. Only a peer that ignores its initiator depth gets here.
+/// Most pending responses; requests beyond are dropped, and come again. Only a peer that ignores its initiator depth reaches this
+/// limit.
 pub(crate) const ANSWERS_MAX: usize = 1024;
 
-/// An answer owed, in the order of the requests.
+/// A pending response, in the order of the requests.
 #[derive(Debug)]
 enum Answer {
     Ack {
@@ -52,7 +53,7 @@ enum Answer {
         source: Source,
         begun: bool,
     },
-    /// A READ response without data: FLUSH, and ATOMIC WRITE (which is done from the start). A19.
+    /// A READ response without data, for a FLUSH or for an ATOMIC WRITE (which is done from the start). A19.
     Flush {
         psn: Psn,
         msn: u32,
@@ -83,7 +84,7 @@ enum FlushState {
     Failed,
 }
 
-/// A request that is replayed, not executed, when it comes again. 9.7.5.1.5 (responder resources).
+/// A request whose response is replayed when it comes again, without execution. 9.7.5.1.5 (responder resources).
 #[derive(Clone, Copy, Debug)]
 enum Resource {
     Read {
@@ -111,7 +112,7 @@ impl Resource {
         }
     }
 
-    /// PSNs that it takes.
+    /// Returns the number of PSNs of the request.
     fn packets(&self) -> u32 {
         match self {
             Resource::Read { packets, .. } => *packets,
@@ -119,7 +120,7 @@ impl Resource {
         }
     }
 
-    /// The PSN behind it.
+    /// Returns the PSN after those of the request.
     fn end(&self) -> Psn {
         self.psn().plus(self.packets())
     }
@@ -137,18 +138,18 @@ pub(crate) struct Responder {
     /// PSN of the next new request.
     expected: Psn,
     msn: u32,
-    /// The gap before `expected` was reported; silence until it closes. 9.7.5.2.8.
+    /// Set when the gap at `expected` was reported; no other NAK is sent until it closes. 9.7.5.2.8.
     nak_sent: bool,
     answers: VecDeque<Answer>,
-    /// Requests that the youngest acknowledgement in `answers` stands for.
+    /// Number of requests that the youngest acknowledgement in `answers` covers.
     ack_covers: u32,
     resources: VecDeque<Resource>,
     max_resources: u8,
     min_rnr_timer: u8,
     established: bool,
-    /// Requests after the gap, when the peer agreed to selective retransmission.
+    /// Requests after the gap, if the peer agreed to selective retransmission.
     early: Reorder,
-    /// The peer is to be told what is missing and what is there.
+    /// Set when a selective NAK is pending, which reports the missing request and those kept.
     sack_owed: bool,
 }
 
@@ -176,7 +177,7 @@ impl Responder {
         self.min_rnr_timer = attr.min_rnr_timer.unwrap_or(self.min_rnr_timer);
     }
 
-    /// Takes a receive request. In Error it completes at once, as flushed.
+    /// Posts a receive request. In Error it completes at once, as flushed.
     pub(crate) fn post(
         &mut self,
         env: &mut Env<'_>,
@@ -186,8 +187,9 @@ impl Responder {
         self.execution.post(env, head, request)
     }
 
-    /// Ends every receive as flushed. When the last answer owed is the NAK that tells the peer why, all stay; else those at
-    /// the front that only say what is done already: the peer must not take a SEND that was received for one that was not.
+    /// Completes every receive as flushed. If the last pending response is the NAK that reports the error to the peer, all
+    /// responses stay. Otherwise only those at the front stay that report completed requests: the peer must not take a SEND that
+    /// was received for one that was not.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         self.execution.flush(env, head);
         self.early.clear();
@@ -222,8 +224,8 @@ impl Responder {
         }
     }
 
-    /// Owes the last acknowledgement again, twice: this half is about to end, and with it who would repeat it. What ended
-    /// with an answer that brings data is not said again: an acknowledgement does not stand for that.
+    /// Queues the last acknowledgement again, twice: this half is about to end, and cannot repeat it later. If the last request was
+    /// one whose response brings data, nothing is repeated: an acknowledgement does not stand for that response.
     pub(crate) fn repeat_last(&mut self) {
         let last = self.expected.minus(1);
         let youngest = self.resources.back();
@@ -237,7 +239,7 @@ impl Responder {
                 }
             )
         };
-        // Where no message has ended there is none to speak of.
+        // If no message has ended, there is no last acknowledgement.
         if !self.established || self.msn == 0 || answered || self.answers.iter().any(owes) {
             return;
         }
@@ -250,12 +252,12 @@ impl Responder {
         }
     }
 
-    /// Whether the peer may READ at all: some resources were promised.
+    /// Returns whether the peer may READ at all: some resources were promised.
     pub(crate) fn takes_reads(&self) -> bool {
         self.max_resources > 0
     }
 
-    /// Packets kept and answers owed.
+    /// Returns the numbers of packets kept and of pending responses.
     pub(crate) fn backlog(&self) -> (usize, usize) {
         (self.early.len(), self.answers.len())
     }
@@ -273,14 +275,14 @@ impl Responder {
         self.answers.is_empty() && self.early.is_empty() && !self.sack_owed
     }
 
-    /// Moves on by `psns`, fewer than 2^23, as if requests of so many packets had been done. The responder must rest.
+    /// Advances by `psns`, fewer than 2^23, as if requests of so many packets had been done. The responder must be idle.
     pub(crate) fn skip(&mut self, psns: u32) {
         self.advance(self.expected.plus(psns));
     }
 
     // Requests.
 
-    /// Handles a request packet. `Some`: it was refused, the NAK is owed, and the QP is to fail with this status.
+    /// Handles a request packet. `Some`: the request was refused, a NAK is pending, and the caller fails the QP with this status.
     pub(crate) fn handle_request(
         &mut self,
         env: &mut Env<'_>,
@@ -335,7 +337,7 @@ impl Responder {
         }
     }
 
-    /// A request cannot be done now, or never. `Some`: the QP is to fail with this status.
+    /// Handles a request that cannot be carried out now, or ever. `Some`: the caller fails the QP with this status.
     fn refused(
         &mut self,
         env: &mut Env<'_>,
@@ -370,7 +372,7 @@ impl Responder {
 
     // Selective retransmission.
 
-    /// Keeps a request that came after a gap, if that is not too wide, and owes the peer word of it.
+    /// Keeps a request that came after a gap, if that is not too wide, and makes a report to the peer pending.
     fn keep_early(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let psn = packet.bth.psn;
         let within = psn.since(self.expected) as u32 <= head.reach();
@@ -378,12 +380,12 @@ impl Responder {
         if within && fits && !mutant!(KeptNothing) && self.early.keep(psn, packet.bytes()) {
             env.counters.kept_requests += 1;
         }
-        // A peer that was told to wait with the missing one knows of it.
+        // A peer that received an RNR NAK for the missing request knows of it.
         self.sack_owed |= !self.nak_sent && !mutant!(SackNeverSent);
     }
 
-    /// The request that was missing was done: those kept behind it are next, up to the next gap. `Some`: one was refused, and
-    /// the QP is to fail with this status.
+    /// Executes the requests kept behind a missing one that has been executed, up to the next gap. `Some`: one was refused, and the
+    /// caller fails the QP with this status.
     fn gap_narrowed(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
         self.sack_owed = false;
         if self.early.is_empty() {
@@ -407,7 +409,7 @@ impl Responder {
         if let Some(last) = last.filter(|_| mutant!(AckPastHole)) {
             self.owe(last, Syndrome::ACK);
         }
-        // The peer waits for this, whether or not the last packet asked for it.
+        // The peer waits for this, whether or not the last packet requested an acknowledgement.
         if self.early.is_empty() {
             self.owe(self.expected.minus(1), Syndrome::ACK);
         } else {
@@ -416,13 +418,14 @@ impl Responder {
         None
     }
 
-    /// Takes the request that is next, if it is kept.
+    /// Takes the next request, if it is kept.
     fn take_kept(&mut self) -> Option<Box<[u8]>> {
         let first = self.early.first().filter(|_| mutant!(KeptBeforeGapCloses));
         self.early.take(first.unwrap_or(self.expected))
     }
 
-    /// Builds the NAK that says what is missing and what is there. All answers that were owed before it have left.
+    /// Builds the selective NAK, which reports the missing request and those kept. All responses that were pending before it have
+    /// left.
     fn transmit_sack(&mut self, env: &mut Env<'_>, head: &Head, path: &Path, buf: &mut TransmitBuf) {
         self.sack_owed = false;
         let expected = self.expected;
@@ -443,7 +446,7 @@ impl Responder {
         });
     }
 
-    /// Owes the NAK that ends the connection, and says with which status.
+    /// Queues the NAK that ends the connection, and returns the status with which the QP fails.
     fn refuse(&mut self, env: &mut Env<'_>, psn: Psn, refusal: Refusal) -> Status {
         let (code, status) = match refusal {
             Refusal::InvalidRequest => (NakCode::InvalidRequest, Status::RemoteInvalidRequest),
@@ -453,7 +456,7 @@ impl Responder {
                 self.execution.end_receive(env, Status::LocalLength);
                 (NakCode::InvalidRequest, Status::RemoteInvalidRequest)
             }
-            // 9.9.2.2 for memory of our own that failed.
+            // 9.9.2.2 for a failure of the responder's own memory.
             Refusal::RemoteOperation | Refusal::Receive(_) | Refusal::NotReady | Refusal::Invalidation => {
                 (NakCode::RemoteOperation, Status::RemoteOperation)
             }
@@ -463,12 +466,12 @@ impl Responder {
         status
     }
 
-    /// Whether bytes of a message wait for the end of their datagram.
+    /// Returns whether bytes of a message wait for the end of their datagram.
     pub(crate) fn has_gathered(&self) -> bool {
         self.execution.has_gathered()
     }
 
-    /// The datagram has ended: places what waits. `Some`: that failed, and the QP is to fail with this status.
+    /// Places gathered bytes at the end of the datagram. `Some`: that failed, and the caller fails the QP with this status.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>, head: &Head) -> Option<Status> {
         let refusal = self.execution.place_gathered(env).err()?;
         let last = self.expected.minus(1);
@@ -477,7 +480,7 @@ impl Responder {
             _ => Op::WriteMiddle,
         };
         env.note(head.qpn, Note::Refused(Refused::of_memory(last, operation, None)));
-        // An acknowledgement of the same packet may be owed already; it was not sent, since the datagram ended just now.
+        // An acknowledgement of the same packet may be pending already; it was not sent, since the datagram ended just now.
         if matches!(self.answers.back(), Some(Answer::Ack { psn, syndrome: Syndrome::ACK, .. }) if *psn == last)
         {
             self.answers.pop_back();
@@ -488,7 +491,7 @@ impl Responder {
     fn handle_next(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) -> Result<(), Refusal> {
         let operation = packet.bth.opcode.operation;
         let (position, payload) = (operation.position(), packet.payload());
-        // What asks for bytes or for a flush brings none. 9.4.4 and A19.4.
+        // A request for bytes or for a flush carries no payload. 9.4.4 and A19.4.
         let bare = matches!(
             operation,
             Op::ReadRequest | Op::Flush | Op::CompareSwap | Op::FetchAdd
@@ -523,7 +526,7 @@ impl Responder {
             _ => return Err(Refusal::InvalidRequest),
         };
         let psn = packet.bth.psn;
-        // None was promised.
+        // No resource was promised to the peer.
         let takes_resource = operation.is_atomic() || matches!(operation, Op::ReadRequest | Op::Flush);
         if takes_resource && self.max_resources == 0 {
             return Err(Refusal::InvalidRequest);
@@ -620,7 +623,7 @@ impl Responder {
         spec: FlushSpec,
     ) -> Result<FlushState, Refusal> {
         if spec.memory.flush_is_immediate(spec.placement) {
-            // Whatever the fault is, the right to flush was checked: it is the operation that failed. A19.4.
+            // Whatever the fault is, the right to flush was checked: the operation itself failed. A19.4.
             return match spec.memory.flush(spec.offset, spec.length, spec.placement) {
                 Ok(()) => Ok(FlushState::Done),
                 Err(_) => Err(Refusal::RemoteOperation),
@@ -640,7 +643,7 @@ impl Responder {
         })
     }
 
-    /// The driver finished a flush. True when the QP is to fail: durability was promised to nobody, and will not be.
+    /// Handles the end of a flush. Returns true when the QP is to fail: no response has promised durability, and none will.
     pub(crate) fn handle_flush(&mut self, psn: Psn, ok: bool) -> bool {
         let owed = self
             .answers
@@ -662,8 +665,8 @@ impl Responder {
         failed
     }
 
-    /// The request with this PSN, at most 2^23 further, is the next one. Forgets the resources that no repeat can name any more: a
-    /// repeat is at most 2^23 PSNs old (IBTA Vol 1, 9.7.2), and an older resource would seem to come after it.
+    /// Makes `psn`, at most 2^23 further, the PSN of the next request. Forgets the resources that no repetition can name any
+    /// longer: a repetition is at most 2^23 PSNs old (IBTA Vol 1, 9.7.2), and an older resource would seem to come after it.
     fn advance(&mut self, psn: Psn) {
         self.expected = psn;
         let is_old = |resource: &Resource| psn.since(resource.end()) < 0;
@@ -694,7 +697,7 @@ impl Responder {
                 syndrome: Syndrome::ACK,
             }) = self.answers.back_mut()
         {
-            // One acknowledgement stands for all before it.
+            // One acknowledgement covers all requests before it.
             if psn.since(*last) > 0 {
                 (*last, *last_msn) = (psn, msn);
             }
@@ -705,7 +708,7 @@ impl Responder {
         self.answers.push_back(Answer::Ack { psn, msn, syndrome });
     }
 
-    /// A request that was executed before. 9.7.5.1.4.
+    /// Handles a request that was executed before. 9.7.5.1.4.
     fn handle_duplicate(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let psn = packet.bth.psn;
         match packet.bth.opcode.operation {
@@ -735,7 +738,8 @@ impl Responder {
                 let (done, done_msn) = self.done_after(head, psn);
                 match self.answers.front() {
                     None if !self.early.is_empty() => self.sack_owed = true,
-                    // It may run for longer than the peer's retries last, so what is done before it is said now.
+                    // The FLUSH may run for longer than the peer's retries last, so the responder acknowledges everything before it
+                    // now.
                     Some(Answer::Flush {
                         psn,
                         msn,
@@ -759,10 +763,11 @@ impl Responder {
         }
     }
 
-    /// What the acknowledgement of a repeated request says that is done, with its MSN. To a peer that is not rdmux, nothing from the
-    /// next READ or atomic on: rxe takes an acknowledgement that has the PSN of one for its answer, and goes without the data.
+    /// Returns the PSN up to which the acknowledgement of a repeated request reports completion, and its MSN. For a peer that is
+    /// not rdmux it ends before the next READ or atomic: rxe takes an acknowledgement with the PSN of one for its response, and
+    /// completes it without the data.
     fn done_after(&self, head: &Head, psn: Psn) -> (Psn, u32) {
-        // Counted from its last PSN: the first one may be more than half of all PSNs back.
+        // The distance is counted from the last PSN of a resource: the first one may be more than half of all PSNs back.
         let next = self.resources.iter().find(|r| r.end().minus(1).since(psn) > 0);
         match next.filter(|_| !head.selective) {
             Some(resource) => (
@@ -773,7 +778,7 @@ impl Responder {
         }
     }
 
-    /// A deliberate defect: a repeated request is executed again, after those that came since.
+    /// A deliberate defect: executes a repeated request again, after those that came since.
     fn replay_by_executing(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let (expected, msn) = (self.expected, self.msn);
         let _ = self.handle_next(env, head, packet);
@@ -781,7 +786,7 @@ impl Responder {
     }
 
     fn replay_read(&mut self, env: &mut Env<'_>, head: &Head, at: Psn, reth: Reth) {
-        // Still in hand: go back to where the peer wants it again.
+        // A response that is still being sent goes back to the PSN from which the peer requests it again.
         for answer in &mut self.answers {
             if let Answer::Read {
                 psn, source, begun, ..
@@ -791,7 +796,7 @@ impl Responder {
                     return;
                 }
                 let first = resource_covering(&self.resources, *psn);
-                // A peer that asks selectively wants only what it asks for, besides what is on its way.
+                // A peer that retransmits selectively needs only the part that it requests, besides the part in flight.
                 if !head.selective
                     && let Some(Resource::Read {
                         psn: first,
@@ -822,7 +827,7 @@ impl Responder {
         else {
             return;
         };
-        // Only what was asked for and allowed the first time. 9.7.5.1.5.
+        // Only bytes that the first request named and the responder allowed are replayed. 9.7.5.1.5.
         let skip = at.since(first) as u32 * head.mtu;
         let inside = reth.rkey == source.rkey
             && at.since(first.plus(packets)) < 0
@@ -849,8 +854,8 @@ impl Responder {
         }
     }
 
-    /// Puts a replayed answer where it stands in the order of requests: before a FLUSH that still runs, say, for the peer may
-    /// not take what is behind before it has this.
+    /// Inserts a replayed response at its place in the order of requests, for instance before a FLUSH that still runs: the peer
+    /// must not receive later responses before this one.
     fn insert(&mut self, answer: Answer) {
         let at = answer.psn();
         let after = self
@@ -866,7 +871,7 @@ impl Responder {
             .iter()
             .position(|a| matches!(a, Answer::Flush { psn, .. } if *psn == at));
         match owed {
-            // It runs: let the peer come back later instead of counting it as lost.
+            // The FLUSH runs: an RNR NAK makes the peer come back later instead of counting it as lost.
             Some(0) => {
                 if let Some(Answer::Flush {
                     psn,
@@ -909,7 +914,7 @@ impl Responder {
         }
     }
 
-    /// Nothing but an acknowledgement is owed, which may wait a little for company.
+    /// Returns whether only an acknowledgement is pending, which may wait a little to be combined with later ones.
     pub(crate) fn owes_only_ack(&self) -> bool {
         self.answers.len() == 1
             && !self.sack_owed
@@ -923,8 +928,8 @@ impl Responder {
             )
     }
 
-    /// Builds the packets owed, until the buffer is full for this turn. `Some`: memory failed under a READ, and the QP
-    /// is to fail with this status.
+    /// Builds the packets of pending responses, until the buffer is full for this turn. `Some`: memory failed under a READ, and the
+    /// caller fails the QP with this status.
     pub(crate) fn transmit(
         &mut self,
         env: &mut Env<'_>,
@@ -963,7 +968,7 @@ impl Responder {
                         syndrome: Syndrome::ACK,
                         msn: *msn,
                     };
-                    // AtomicAckETH stands where a payload would. 9.3.5.
+                    // AtomicAckETH stands in the place of a payload. 9.3.5.
                     let original = original.to_be_bytes();
                     self.answers.pop_front();
                     env.counters.sent_pkts += 1;
@@ -1097,7 +1102,7 @@ fn emit<E>(
         fill(&mut b[head..head + bytes])
     })
 }
-/// Whether a packet is the one of its message that takes a receive.
+/// Returns whether a packet is the one of its message that uses up a receive.
 fn needs_receive(operation: Op, has_imm: bool) -> bool {
     (operation.is_send() && operation.position().begins()) || (operation.is_write() && has_imm)
 }

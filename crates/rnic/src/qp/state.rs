@@ -7,15 +7,15 @@ use crate::qp::QpType;
 /// State of a QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QpState {
-    /// Made, nothing set.
+    /// Created, nothing set.
     Reset,
-    /// Takes receives, moves no packet.
+    /// Takes receives; sends and receives no packets.
     Init,
     /// Ready to receive: answers requests.
     Rtr,
     /// Ready to send.
     Rts,
-    /// Send queue drained: what was begun ends, nothing new begins; then attributes may be changed.
+    /// Send queue drained: requests that were begun are completed, no new one is begun; then attributes may be changed.
     Sqd,
     /// Send queue error, UC and UD: sends are flushed, receives go on.
     Sqe,
@@ -27,7 +27,7 @@ bitflags! {
     /// Attributes of a QP that a modify sets.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct AttrMask: u32 {
-        /// What peers may do on this QP.
+        /// Rights of peers on this QP.
         const ACCESS = 1 << 0;
         /// Addresses.
         const PATH = 1 << 1;
@@ -39,7 +39,7 @@ bitflags! {
         const RQ_PSN = 1 << 4;
         /// Responder resources.
         const MAX_DEST_RD_ATOMIC = 1 << 5;
-        /// RNR timer to ask for.
+        /// RNR timer to send.
         const MIN_RNR_TIMER = 1 << 6;
         /// First PSN to be sent.
         const SQ_PSN = 1 << 7;
@@ -55,7 +55,7 @@ bitflags! {
         const WINDOW = 1 << 12;
         /// The peer numbers the IPv4 identification of a train from 0.
         const PEER_IS_RDMUX = 1 << 13;
-        /// The Q_Key that datagrams must show.
+        /// The Q_Key that incoming datagrams must carry.
         const QKEY = 1 << 14;
         /// Highest rate.
         const RATE_LIMIT = 1 << 15;
@@ -68,7 +68,7 @@ bitflags! {
 pub(crate) type Transition = (QpState, QpState, AttrMask, AttrMask);
 
 impl QpType {
-    /// Attributes that Init needs.
+    /// Returns the attributes that Init needs.
     fn init_needs(self) -> AttrMask {
         match self {
             QpType::Ud => AttrMask::QKEY,
@@ -76,7 +76,7 @@ impl QpType {
         }
     }
 
-    /// Attributes that ready-to-receive needs.
+    /// Returns the attributes that ready-to-receive needs.
     fn rtr_needs(self) -> AttrMask {
         let connected = AttrMask::PATH | AttrMask::PATH_MTU | AttrMask::DEST_QPN | AttrMask::RQ_PSN;
         match self {
@@ -88,7 +88,7 @@ impl QpType {
         }
     }
 
-    /// Attributes that ready-to-send needs.
+    /// Returns the attributes that ready-to-send needs.
     fn rts_needs(self) -> AttrMask {
         let retries = AttrMask::TIMEOUT | AttrMask::RETRY_COUNT | AttrMask::RNR_RETRY;
         match self {
@@ -98,7 +98,7 @@ impl QpType {
         }
     }
 
-    /// What both ends must be of one mind about from the first packet on.
+    /// Returns the attributes that both ends must have agreed on before the first packet.
     fn agreed(self) -> AttrMask {
         match self {
             QpType::Rc | QpType::XrcSend | QpType::XrcRecv => AttrMask::SELECTIVE,
@@ -106,7 +106,7 @@ impl QpType {
         }
     }
 
-    /// Attributes that may change while the QP works.
+    /// Returns the attributes that may change while the QP works.
     fn while_working(self) -> AttrMask {
         let extensions = AttrMask::WINDOW | AttrMask::PEER_IS_RDMUX;
         let of_type = match self {
@@ -118,7 +118,7 @@ impl QpType {
         of_type | AttrMask::RATE_LIMIT
     }
 
-    /// Attributes that may change while the send queue is drained.
+    /// Returns the attributes that may change while the send queue is drained.
     fn while_drained(self) -> AttrMask {
         let path = match self {
             QpType::Ud => AttrMask::empty(),
@@ -129,8 +129,8 @@ impl QpType {
         self.while_working() | path | drained | depth
     }
 
-    /// Every transition that is allowed; any state may also go to Reset and to Error. IBTA Vol 1, table 91 (11.2.4.2); Linux's
-    /// `qp_state_table` where that says more (XRC).
+    /// Returns every transition that is allowed; any state may also go to Reset and to Error. IBTA Vol 1, table 91 (11.2.4.2);
+    /// Linux's `qp_state_table` where that says more (XRC).
     pub(crate) fn transitions(self) -> Vec<Transition> {
         use QpState::{Init, Reset, Rtr, Rts, Sqd, Sqe};
         let none = AttrMask::empty();
@@ -152,7 +152,7 @@ impl QpType {
     }
 }
 
-/// Why a QP was not modified.
+/// Error of a modification of a QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModifyError {
     /// No such QP.
@@ -161,29 +161,29 @@ pub enum ModifyError {
     /// The specification has no such transition.
     #[error("a QP does not go from {from:?} to {to:?}")]
     Transition {
-        /// State it is in.
+        /// Current state.
         from: QpState,
-        /// State asked for.
+        /// Requested state.
         to: QpState,
     },
     /// The transition needs attributes that were not given.
     #[error("{from:?} to {to:?} needs {missing:?}")]
     Missing {
-        /// State it is in.
+        /// Current state.
         from: QpState,
-        /// State asked for.
+        /// Requested state.
         to: QpState,
-        /// What was not given.
+        /// Missing attributes.
         missing: AttrMask,
     },
     /// The transition does not take attributes that were given.
     #[error("{from:?} to {to:?} does not take {extra:?}")]
     Extra {
-        /// State it is in.
+        /// Current state.
         from: QpState,
-        /// State asked for.
+        /// Requested state.
         to: QpState,
-        /// What was given.
+        /// Attributes that the transition does not take.
         extra: AttrMask,
     },
     /// A value outside of what the specification allows.
@@ -238,7 +238,7 @@ mod tests {
         QpType::XrcRecv,
     ];
 
-    /// Attributes that a transition needs.
+    /// Returns the attributes that a transition needs.
     fn needs(qp_type: QpType, from: QpState, to: QpState) -> AttrMask {
         let rows = qp_type.transitions();
         let row = rows.iter().find(|t| t.0 == from && t.1 == to);

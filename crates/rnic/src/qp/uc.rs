@@ -1,4 +1,4 @@
-//! The receiving half of a UC QP: a message arrives whole, or is dropped without a word. IBTA Vol 1, 9.8.2.2.
+//! The receiving half of a UC QP: it receives a message completely, or drops it silently. IBTA Vol 1, 9.8.2.2.
 
 use rdmux_wire::Psn;
 use rdmux_wire::roce::Packet;
@@ -9,9 +9,9 @@ use crate::qp::message::fits;
 use crate::qp::{Env, Head, QpAttributes};
 use crate::trace::Note;
 
-/// A packet that lies up to this many before the one expected is a copy, or late. The specification takes any first packet for
-/// a new message, since its links neither copy nor reorder; Ethernet and IP may. What lies further behind is taken for a
-/// sender that went on through a long outage.
+/// A packet whose PSN lies up to this many before the expected one is a copy, or late. The specification takes any first packet for
+/// a new message, since its links neither copy nor reorder; Ethernet and IP may. A packet further behind means that the sender
+/// continued through a long outage.
 const LATE_PACKETS_MAX: i32 = 1 << 15;
 
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl UcReceiver {
         self.expected
     }
 
-    /// Handles a packet. `Some`: a receive ended with this status, and the QP is to fail with it.
+    /// Handles a packet. `Some`: a receive completed with this status, with which the caller fails the QP.
     pub(crate) fn handle_request(
         &mut self,
         env: &mut Env<'_>,
@@ -64,18 +64,18 @@ impl UcReceiver {
             env.tell_first_request(head);
         }
         if !begins && !self.execution.is_inside_message() {
-            // The rest of a message that was dropped.
+            // The packet belongs to a message that was dropped.
             return None;
         }
         match self.execute(env, head, packet) {
             Ok(_) => None,
-            // Of the receive's own making. 9.9.3.
+            // The receive's own memory failed. 9.9.3.
             Err(refusal @ Refusal::Receive(status)) => {
                 let refused = self.execution.denial(env, head, packet, refusal);
                 env.note(head.qpn, Note::Refused(refused));
                 Some(status)
             }
-            // Of the peer's making, who is not told.
+            // The peer's request is at fault; the peer is not notified.
             Err(refusal) => {
                 match refusal {
                     Refusal::NotReady => env.counters.resources_dropped += 1,
@@ -87,14 +87,15 @@ impl UcReceiver {
         }
     }
 
-    /// Drops the message under way, if any. What it wrote by then stays written.
+    /// Drops the message in progress, if any. Bytes that it wrote before stay written.
     fn drop_message(&mut self, env: &mut Env<'_>) {
-        // Before the next message begins another run of bytes. What fails here was dropped anyway.
+        // Gathered bytes are placed before the next message adds bytes for another place. An error is ignored, since the message is
+        // dropped anyway.
         let _ = self.execution.place_gathered(env);
         self.execution.give_up_message();
     }
 
-    /// The datagram has ended: places what waits. The message that it belongs to is over or goes on; nobody is told.
+    /// Places the gathered bytes at the end of the datagram. Their message is over or continues; nobody is notified of an error.
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) {
         if self.execution.place_gathered(env).is_err() {
             env.counters.dropped_messages += 1;

@@ -1,4 +1,4 @@
-//! The receiving half of a UD QP: a packet is a message from anybody who knows the Q_Key. IBTA Vol 1, 9.8.3.
+//! The receiving half of a UD QP: each packet is a message, from any sender that knows the Q_Key. IBTA Vol 1, 9.8.3.
 
 use rdmux_wire::grh::grh;
 use rdmux_wire::roce::Packet;
@@ -15,7 +15,7 @@ pub(crate) struct UdReceiver {
 }
 
 impl UdReceiver {
-    /// Handles a datagram. `Some`: a receive ended with this status, and the QP is to fail with it.
+    /// Handles a datagram. `Some`: a receive completed with this status, with which the caller fails the QP.
     pub(crate) fn handle_request(
         &mut self,
         env: &mut Env<'_>,
@@ -49,7 +49,7 @@ impl UdReceiver {
                 env.note(head.qpn, Note::Refused(refused));
                 Some(status)
             }
-            // Of the sender's making, who may be anybody: class D of 9.9.3.
+            // The message is at fault, and its sender may be anybody: class D of 9.9.3.
             Err(Refusal::TooLong) => {
                 env.counters.dropped_messages += 1;
                 None

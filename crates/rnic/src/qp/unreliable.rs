@@ -1,5 +1,5 @@
-//! The sending half of UC and UD QPs. Requests leave in order, as fast as the device sends them; one is complete when its
-//! last packet is built, since nobody answers. IBTA Vol 1, 9.8.
+//! The sending half of UC and UD QPs. Requests leave in order, as fast as the device sends them. A request is complete when its
+//! last packet is built, since no peer answers it. IBTA Vol 1, 9.8.
 
 use std::collections::VecDeque;
 
@@ -17,26 +17,26 @@ use crate::sched::class_of;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
 
-/// Of this and higher Q_Keys the QP's own is sent. IBTA Vol 1, 10.2.5.
+/// For Q_Keys in requests of at least this value the QP sends its own Q_Key. IBTA Vol 1, 10.2.5.
 const QKEY_OF_QP: u32 = 0x8000_0000;
 
 #[derive(Debug)]
 struct Wqe {
     request: SendRequest,
-    /// Memory of the request, which outlives it.
+    /// Guard that keeps the request's memory beyond the end of the request.
     _memory: Option<Box<Held>>,
     bytes: u32,
-    /// 0 for what the device does alone.
+    /// Number of packets; 0 for an operation that the device carries out alone.
     packets: u32,
 }
 
 #[derive(Debug)]
 pub(crate) struct Sender {
     queue: VecDeque<Wqe>,
-    /// Packets of the oldest request that were built.
+    /// Number of packets of the oldest request that were built.
     built: u32,
     next: Psn,
-    /// The QP went to SQD and was not told yet that the send queue has drained.
+    /// Set when the QP went to SQD and its user was not notified yet that the send queue has drained.
     draining: bool,
 }
 
@@ -54,7 +54,7 @@ impl Sender {
         self.next = attr.sq_psn.unwrap_or(self.next);
     }
 
-    /// Takes a send request. In SQE and Error it completes at once, as flushed.
+    /// Posts a send request. In SQE and Error it completes at once, as flushed.
     pub(crate) fn post(
         &mut self,
         env: &mut Env<'_>,
@@ -62,7 +62,7 @@ impl Sender {
         request: SendRequest,
         place: Place,
     ) -> Result<(), PostError> {
-        // What is no request of this transport service is none in any state.
+        // A request that the transport service does not support is invalid in any state.
         if !takes(head.init.qp_type, &request) {
             return Err(PostError::Invalid);
         }
@@ -100,7 +100,7 @@ impl Sender {
         self.queue.len()
     }
 
-    /// Ends every request as flushed.
+    /// Completes every request as flushed.
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         head.sends.give_back(self.queue.len());
         for wqe in std::mem::take(&mut self.queue) {
@@ -109,7 +109,7 @@ impl Sender {
         self.built = 0;
     }
 
-    /// Ends the oldest request with this status, and those behind it as flushed.
+    /// Completes the oldest request with this status, and those behind it as flushed.
     pub(crate) fn break_off(&mut self, env: &mut Env<'_>, head: &Head, status: Status) {
         if let Some(wqe) = self.queue.pop_front() {
             head.sends.give_back(1);
@@ -119,12 +119,12 @@ impl Sender {
         self.flush(env, head);
     }
 
-    /// The QP goes to SQD: it is told once when what was begun has ended.
+    /// Notes that the QP goes to SQD: one event follows when the requests that were begun have ended.
     pub(crate) fn drain(&mut self) {
         self.draining = true;
     }
 
-    /// Tells that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
+    /// Reports that the send queue has drained, if so. IBTA Vol 1, 10.3.1.5.
     pub(crate) fn tell_drained(&mut self, env: &mut Env<'_>, head: &Head) {
         if self.draining && head.state == QpState::Sqd && self.built == 0 {
             self.draining = false;
@@ -132,7 +132,7 @@ impl Sender {
         }
     }
 
-    /// Traffic class of what leaves next, when that does not depend on the QP.
+    /// Returns the traffic class of the next packet, if the request determines it instead of the QP.
     pub(crate) fn class(&self) -> Option<usize> {
         match self.queue.front()?.request.to {
             Target::Datagram { path, .. } => Some(class_of(path.traffic_class)),
@@ -145,7 +145,7 @@ impl Sender {
         may_begin && head.rate.held_until.is_none() && !self.queue.is_empty()
     }
 
-    /// Builds packets until the buffer is full for this turn. An error is that of the oldest request.
+    /// Builds packets until the buffer is full for this turn. An error concerns the oldest request.
     pub(crate) fn transmit(
         &mut self,
         env: &mut Env<'_>,
@@ -178,13 +178,13 @@ impl Sender {
     }
 }
 
-/// Whether a request is one of the transport service: UC, UD.
+/// Returns whether the transport service, UC or UD, supports a request.
 pub(crate) fn takes(qp_type: QpType, request: &SendRequest) -> bool {
     has(qp_type, &request.operation) && is_addressed(qp_type, &request.to)
 }
 
-/// Which operations a transport service has. IBTA Vol 1, 9.4 and 10.8.2: UC neither reads nor invalidates at the peer, UD only
-/// sends.
+/// Returns whether a transport service supports an operation. IBTA Vol 1, 9.4 and 10.8.2: UC neither reads nor invalidates at the
+/// peer, UD only sends.
 fn has(qp_type: QpType, operation: &Operation) -> bool {
     match operation {
         Operation::Send { .. } => true,
@@ -193,8 +193,8 @@ fn has(qp_type: QpType, operation: &Operation) -> bool {
     }
 }
 
-/// Whether a request says to whom it goes as its transport service asks for. A group is addressed as such twice: by its
-/// address and by its QPN. IBTA Vol 1, 10.5.2.1.
+/// Returns whether a request has a target of the kind that its transport service needs. Both the address and the QPN of a multicast
+/// target must be those of a group. IBTA Vol 1, 10.5.2.1.
 fn is_addressed(qp_type: QpType, to: &Target) -> bool {
     match to {
         Target::Connected => qp_type == QpType::Uc,
@@ -251,7 +251,7 @@ fn push_packet(
     let bytes = (wqe.bytes - done).min(head.mtu) as usize;
     let mut bth = Bth::new(head.opcode(operation), dest_qpn, psn);
     bth.pad = ((4 - bytes % 4) % 4) as u8;
-    // Only what uses up a receive can wake somebody there.
+    // Only a packet that uses up a receive can wake a waiter at the peer.
     bth.solicited = position.ends()
         && (reth.is_none() || imm.is_some())
         && wqe.request.flags.contains(SendFlags::SOLICITED);

@@ -1,4 +1,4 @@
-//! Why a request was refused, found out again once it was: who is refused waits for nothing any more.
+//! Reasons of refused requests. They are found by a second check after the refusal: a request that is refused is in no hurry.
 
 use rdmux_wire::roce::{Operation as Op, Packet};
 
@@ -8,7 +8,7 @@ use crate::qp::{Env, Head};
 use crate::trace::{Denial, Refused};
 
 impl Execution {
-    /// What a packet asked for, and why it was refused.
+    /// Returns the request of a packet, and the reason for which it was refused.
     pub(crate) fn denial(
         &self,
         env: &Env<'_>,

@@ -1,8 +1,8 @@
-//! WRITEs and READs that need no packet: the peer is on this host and has granted us its memory.
+//! WRITEs and READs that need no packet: the peer is on this host and has granted us access to its memory.
 //!
-//! A grant is only a shorter way. Such a request is done when everything before it is answered, so that nothing overtakes
-//! anything; what a grant does not cover, and every request when it has ended, goes by packets, and it is the peer's responder
-//! that allows or refuses it.
+//! A grant is only a shortcut. A request is carried out directly when all requests before it are answered, so that none overtakes
+//! another. Requests that no grant covers, and all requests after the grant has ended, are sent in packets, and the peer's
+//! responder allows or refuses them.
 
 use std::sync::Arc;
 
@@ -15,28 +15,28 @@ use crate::qp::message::{memory_of, opcode_of};
 use crate::qp::{Env, Event, Head, QpState, QpType, bare_completion};
 use crate::work::{Operation, SendFlags, SendRequest, Target};
 
-/// Regions of a peer that a QP asks for at most; the ones asked for first are forgotten first.
+/// Most regions of a peer for which a QP asks for grants; the QP forgets the oldest first.
 const GRANTS_MAX: usize = 64;
-/// A request of more bytes waits for those before it rather than being cut into packets.
+/// A request of more bytes waits for those before it instead of being divided into packets.
 const WAITS_BYTES: u32 = 4_096;
 
-/// A region of the peer that we may reach ourselves, as a peer of its QP and by its key.
+/// A region of the peer that we may access directly, under the rules for a peer of its QP that uses its key.
 #[derive(Clone, Debug)]
 pub struct Grant {
     /// The memory.
     pub memory: Arc<dyn PeerMemory>,
-    /// Where in the memory the region begins.
+    /// Offset in the memory at which the region begins.
     pub memory_offset: u64,
-    /// Address by which requests name the region's first byte.
+    /// Address of the region's first byte in requests.
     pub iova: u64,
     /// Bytes.
     pub length: u64,
-    /// What of [`Access::REMOTE_WRITE`] and [`Access::REMOTE_READ`] is granted.
+    /// Granted rights out of [`Access::REMOTE_WRITE`] and [`Access::REMOTE_READ`].
     pub access: Access,
 }
 
 impl Grant {
-    /// Where in the memory a request begins, if the grant covers it.
+    /// Returns the offset in the memory at which a request begins, if the grant covers the request.
     fn offset_of(&self, va: u64, bytes: u32, access: Access) -> Option<u64> {
         let at = va.checked_sub(self.iova)?;
         let limit = self.length + u64::from(mutant!(GrantOffByOne));
@@ -45,29 +45,29 @@ impl Grant {
     }
 }
 
-/// WRITEs and READs to a peer on this host that went by packets, each by the first reason that applies.
+/// Numbers of WRITEs and READs to a peer on this host that were sent in packets, each counted under the first reason that applies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ByPackets {
-    /// WRITE with immediate data: it takes a receive of the peer's.
+    /// WRITE with immediate data: it uses up a receive of the peer's.
     pub immediate: u64,
     /// The QP sends at a limited rate.
     pub rate_limited: u64,
-    /// The peer had not granted what they reach.
+    /// The peer had not granted the memory that the request names.
     pub not_granted: u64,
-    /// Requests before them were not answered yet.
+    /// Requests before it were not answered yet.
     pub behind_others: u64,
 }
 
-/// What a QP may reach itself.
+/// Memory that a QP may access directly.
 #[derive(Debug, Default)]
 pub(super) struct Direct {
-    /// Keys that were asked for, with what came of it.
+    /// Keys for which the QP asked for a grant, with the grant if the peer gave one.
     grants: Vec<(RKey, Option<Grant>)>,
     by_packets: ByPackets,
 }
 
-/// What a request of `bytes` reaches at the peer, if a grant could cover it: key, address and right. One without bytes names no
-/// memory, and asks whether the peer lives.
+/// Returns the key, address and right that a request of `bytes` needs at the peer, if a grant could cover it. A request without
+/// bytes names no memory, and checks that the peer lives.
 fn reaches(operation: &Operation, bytes: u32) -> Option<(RKey, u64, Access)> {
     match *operation {
         _ if bytes == 0 => None,
@@ -78,24 +78,24 @@ fn reaches(operation: &Operation, bytes: u32) -> Option<(RKey, u64, Access)> {
 }
 
 impl Requester {
-    /// The peer is out of reach.
+    /// Forgets all grants: the peer cannot be reached directly.
     pub(crate) fn forget_grants(&mut self) {
         self.direct.grants.clear();
     }
 
-    /// The peer's answer to [`Event::WantsGrant`].
+    /// Handles the peer's answer to [`Event::WantsGrant`].
     pub(crate) fn set_grant(&mut self, rkey: RKey, grant: Option<Grant>) {
         if let Some(asked) = self.direct.grants.iter_mut().find(|(key, _)| *key == rkey) {
             asked.1 = grant;
         }
     }
 
-    /// What the peer granted, and may have taken back since.
+    /// Returns the peer's grants, which the peer may have revoked since.
     pub(crate) fn grants(&self) -> impl Iterator<Item = &Grant> {
         self.direct.grants.iter().filter_map(|(_, grant)| grant.as_ref())
     }
 
-    /// Requests that went by packets although the peer is on this host.
+    /// Returns the numbers of requests that were sent in packets although the peer is on this host.
     pub(crate) fn by_packets(&self) -> ByPackets {
         self.direct.by_packets
     }
@@ -126,7 +126,7 @@ impl Requester {
         *all += 1;
     }
 
-    /// Asks the peer for what a request would reach, once.
+    /// Asks the peer, once for each key, for a grant of the memory that a request names.
     pub(super) fn ask(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest, bytes: u32) {
         if !head.local || head.init.qp_type != QpType::Rc {
             return;
@@ -144,7 +144,7 @@ impl Requester {
         env.events.push_back(Event::WantsGrant(head.qpn, rkey));
     }
 
-    /// The grant that covers a request, and where in its memory the request begins.
+    /// Returns the grant that covers a request, and the offset in its memory at which the request begins.
     fn grant_for(&self, operation: &Operation, bytes: u32) -> Option<(&Grant, u64)> {
         let (rkey, va, access) = reaches(operation, bytes)?;
         let asked = self.direct.grants.iter().find(|(key, _)| *key == rkey)?;
@@ -152,7 +152,8 @@ impl Requester {
         Some((grant, grant.offset_of(va, bytes, access)?))
     }
 
-    /// Whether the request at the cursor is to be done directly: `Some(true)` now, `Some(false)` when those before it are done.
+    /// Returns whether the request at the cursor is to be carried out directly: `Some(true)` now, `Some(false)` when those before
+    /// it are done.
     pub(super) fn directly(&self, head: &Head) -> Option<bool> {
         if self.direct.grants.is_empty() || head.rate.is_limited() {
             return None;
@@ -165,19 +166,19 @@ impl Requester {
         if self.cursor.wqe == 0 {
             return Some(true);
         }
-        // Packets would keep those behind waiting for packets too: wait once, if all goes directly from then on.
+        // Packets would make later requests wait for packets too: wait once, if all are carried out directly from then on.
         let covered = |wqe: &Wqe| self.grant_for(&wqe.request.operation, wqe.bytes).is_some();
         let waits = wqe.bytes > WAITS_BYTES || self.queue.iter().take(self.cursor.wqe).all(covered);
         waits.then_some(false)
     }
 
-    /// Whether a request that is posted now may go directly.
+    /// Returns whether a request that is posted now may be carried out directly.
     #[inline]
     pub(crate) fn may_go_directly(&self) -> bool {
         !self.direct.grants.is_empty() && (self.queue.is_empty() || mutant!(DirectOvertakes))
     }
 
-    /// Does a request at once, if nothing is before it; false: it is to be queued.
+    /// Carries out a request at once, if no request is before it; returns false if the caller must queue it instead.
     #[inline]
     pub(crate) fn post_directly(&mut self, env: &mut Env<'_>, head: &Head, request: &SendRequest) -> bool {
         let is_plain = match request.operation {
@@ -190,10 +191,10 @@ impl Requester {
         if !is_plain || !may || !begins || !head.rate.is_free() {
             return false;
         }
-        // What cannot be is refused by who queues it.
+        // The code that queues a request refuses an invalid one.
         let Ok(bytes) = request.check() else { return false };
         if self.reach(env, head, request, bytes) != Some(Ok(())) {
-            // What fails of own memory is found again, and told in its turn.
+            // A failure of own memory occurs again when the request's turn comes, and is reported then.
             return false;
         }
         probe!(post_direct, head.qpn.value(), request.wr_id, bytes);
@@ -206,7 +207,7 @@ impl Requester {
         true
     }
 
-    /// Does the request at the cursor, the oldest, directly. When the grant has ended, it goes by packets.
+    /// Carries out the request at the cursor, the oldest, directly. If the grant has ended, the request is sent in packets.
     pub(super) fn do_direct(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Status> {
         let Some(wqe) = self.queue.pop_front() else {
             return Ok(());
@@ -225,7 +226,7 @@ impl Requester {
         }
     }
 
-    /// Does what a request asks for in the peer's memory. `None`: it is not ours to do.
+    /// Carries out a request in the peer's memory. Returns `None` if no valid grant covers it.
     fn reach(
         &mut self,
         env: &mut Env<'_>,
@@ -271,7 +272,7 @@ impl Requester {
             Err(PeerFault::Own(_)) => Some(Err(Status::LocalQpOperation)),
             Err(PeerFault::Ended) => {
                 let (rkey, ..) = reaches(&request.operation, bytes)?;
-                // It may be granted anew, as after a change of the QP's rights.
+                // The peer may grant the memory again, for instance after a change of its QP's rights.
                 self.direct.grants.retain(|(key, _)| *key != rkey);
                 None
             }
@@ -282,9 +283,9 @@ impl Requester {
 /// A region of ours that a peer may be granted.
 #[derive(Clone, Debug)]
 pub struct Grantable {
-    /// Its memory, and what else a [`Grant`] says.
+    /// The region's memory. The other fields are those of a [`Grant`].
     pub memory: Arc<dyn crate::memory::Memory>,
-    /// Where in the memory the region begins.
+    /// Offset in the memory at which the region begins.
     pub memory_offset: u64,
     /// Address of the first byte.
     pub iova: u64,
@@ -292,15 +293,16 @@ pub struct Grantable {
     pub length: u64,
     /// Rights.
     pub access: Access,
-    /// The region.
+    /// The region's key.
     pub lkey: rdmux_wire::LKey,
 }
 
-/// Why a peer is not granted a region.
+/// Reason for which a peer is not granted a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NotGranted {
     /// There is no such QP, or it takes no requests now.
     NoQp,
-    /// The key is none of the QP's domain, or names a window or a region that work requests fill: their ends must hold at once.
+    /// The key belongs to no region of the QP's domain, or to a window or a region that work requests fill: the invalidation of
+    /// these must take effect at once.
     NoRegion,
 }

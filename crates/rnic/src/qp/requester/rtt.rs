@@ -1,19 +1,19 @@
-//! Round trips measured, and how long to wait for an answer: the estimator of Jacobson and Karels as RFC 6298 has it, and the
+//! Round-trip measurements and the waiting times derived from them: the estimator of Jacobson and Karels as in RFC 6298, and the
 //! probe timeout of RFC 8985, 7.2.
 
 use rdmux_wire::Psn;
 
 use crate::time::Time;
 
-/// The shortest wait before the peer is asked what it has. A receiver that sleeps takes about this long to wake.
+/// Shortest wait before the requester probes the peer. A receiver that sleeps takes about this long to wake.
 const PROBE_NS_MIN: u64 = 200_000;
 
 #[derive(Debug, Default)]
 pub(super) struct Rtt {
-    /// 0: nothing was measured yet.
+    /// 0 until a round trip was measured.
     smoothed_ns: u64,
     variation_ns: u64,
-    /// The packet that is being timed. It was sent once and asks for an answer (Karn).
+    /// The packet that is being timed. It was sent once and requests a response (Karn).
     timed: Option<(Psn, Time)>,
 }
 
@@ -22,7 +22,7 @@ impl Rtt {
         self.timed.is_some()
     }
 
-    /// The packet that is being timed.
+    /// Returns the packet that is being timed.
     pub(super) fn timed(&self) -> Option<Psn> {
         self.timed.map(|(psn, _)| psn)
     }
@@ -31,12 +31,12 @@ impl Rtt {
         self.timed = Some((psn, now));
     }
 
-    /// Nothing can be learned from the answer any more.
+    /// Stops timing: the response does not measure a round trip any longer.
     pub(super) fn give_up(&mut self) {
         self.timed = None;
     }
 
-    /// The packet that is being timed was answered.
+    /// Ends a measurement: the packet that is being timed was answered.
     pub(super) fn end(&mut self, now: Time) {
         let Some((_, at)) = self.timed.take() else { return };
         let ns = now.since_ns(at).max(1);
@@ -49,18 +49,18 @@ impl Rtt {
         }
     }
 
-    /// How long to wait for an answer before asking again; `None` before the first measurement.
+    /// Returns the time to wait for a response before a probe; `None` before the first measurement.
     pub(super) fn probe_ns(&self) -> Option<u64> {
         let wait = self.answer_ns()?.max(2 * self.smoothed_ns);
         Some(wait.max(PROBE_NS_MIN))
     }
 
-    /// The time in which an answer comes unless something was lost.
+    /// Returns the time in which a response comes unless something was lost.
     pub(super) fn answer_ns(&self) -> Option<u64> {
         (self.smoothed_ns > 0).then(|| self.smoothed_ns + 4 * self.variation_ns.max(self.smoothed_ns / 16))
     }
 
-    /// How long a packet may be overtaken by others before it is taken for lost. RFC 8985, 6.2.
+    /// Returns the time for which other packets may overtake a packet before it is taken for lost. RFC 8985, 6.2.
     pub(super) fn reorder_ns(&self) -> Option<u64> {
         (self.smoothed_ns > 0).then_some(self.smoothed_ns / 4)
     }

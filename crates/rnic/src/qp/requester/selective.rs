@@ -1,18 +1,19 @@
-//! Selective retransmission: what is known to be missing, when it is asked for again, and how losses are heard of when no
-//! answer comes. Only towards peers that agreed to it; see [`rdmux_wire::sack`] for what they say.
+//! Selective retransmission: the packets known to be missing, the times of their retransmission, and probes for losses of which no
+//! response tells. Only for peers that agreed to it; see [`rdmux_wire::sack`] for their reports.
 //!
-//! A *hole* is a request packet that the peer misses, or data of a READ that we miss; both are mended by sending the request
-//! packet again, for a READ that of the part. Holes come from three sources: a bitmap, READ data behind a gap or an
-//! acknowledgement that overtakes READ data, and the probe. A hole is filled at once when enough packets behind it have
-//! come for it not to be mere reordering, else a quarter of a round trip after it was seen; and again when an answer to that
+//! A *hole* is a request packet that the peer misses, or data of a READ that we miss. Both are filled by sending the request packet
+//! again; for a READ it requests only the missing part. Holes come from three sources: a bitmap, READ data behind a gap or an
+//! acknowledgement that overtakes READ data, and the probe. A hole is filled at once when so many packets behind it have come that
+//! it cannot be mere reordering, else a quarter of a round trip after it was seen. It is filled again when a response to that
 //! should have come. This follows RACK and TLP (RFC 8985) and IRN (Mittal et al., SIGCOMM 2018).
 //!
-//! The window bounds what is on its way: packets that the peer has reported, and data that waits here, no longer are. So a
-//! hole does not stop what is behind it, up to [`Head::reach`] PSNs. Losses are taken for the link's own as long as they
-//! stay below an eighth of a window; more halve it, once a window. The rest is left to ECN.
+//! The window limits packets in flight: packets that the peer has reported, and data that is kept here, no longer count. So a hole
+//! does not stop the packets behind it, up to [`Head::reach`] PSNs. Losses are taken for the link's own as long as they stay below
+//! an eighth of a window; more halve it, once a window. ECN handles the rest.
 //!
-//! When nothing new is heard for two round trips, the oldest and the last packet under way are sent again. The answer tells
-//! the rest. Such probes count as no retry: those remain what the specification's timer counts. A peer on this host is not probed.
+//! When the peer reports nothing new for two round trips, the requester sends the oldest and the last packet in flight again. The
+//! response reports the rest. Such probes do not count as retries: only timeouts of the specification's timer do. A peer on this
+//! host is not probed.
 
 use std::collections::VecDeque;
 
@@ -28,25 +29,26 @@ use crate::qp::{Env, Head, WINDOW_PACKETS_MIN};
 use crate::time::Time;
 use crate::transmit::TransmitBuf;
 
-/// Packets behind a hole by which it is taken for a loss: at first, and at most when packets were seen to overtake others.
+/// Numbers of packets behind a hole from which the hole is taken for a loss: the initial one, and the highest one after packets
+/// were seen to overtake others.
 const REORDER_PACKETS_MIN: u32 = 3;
 const REORDER_PACKETS_MAX: u32 = 64;
-/// Part of the window whose loss is taken for the link's own.
+/// Divisor of the window: losses up to this part of it are taken for the link's own.
 const LOST_PART: u32 = 8;
-/// Waits before the first round trip was measured, as parts of the specification's timeout.
+/// Divisor of the specification's timeout for waits before the first round trip was measured.
 const UNMEASURED_PART: u64 = 64;
-/// The same when there is no timeout.
+/// Wait before the first round trip was measured when there is no timeout.
 const UNMEASURED_NS: u64 = 1_000_000;
 
-/// PSNs that are missing, there or here.
+/// PSNs that are missing, at the peer or here.
 #[derive(Clone, Copy, Debug)]
 struct Hole {
     psn: Psn,
     packets: u32,
     seen: Time,
-    /// When it was last filled.
+    /// Time at which it was last filled.
     sent: Option<Time>,
-    /// To be filled now.
+    /// Set when it is to be filled now.
     due: bool,
 }
 
@@ -58,33 +60,32 @@ impl Hole {
 
 #[derive(Debug)]
 pub(super) struct Selective {
-    /// Sorted, apart from each other. Before `told` they are READ data, from there on requests.
+    /// Sorted and disjoint. Holes before `told` are READ data, those from there on requests.
     holes: VecDeque<Hole>,
-    /// Holes to be filled now.
+    /// Number of holes to be filled now.
     due: u32,
-    /// Responses that came before their turn.
+    /// Responses that came ahead of missing READ data.
     early: Reorder,
-    /// All requests before this PSN were done by the peer, although READ data may be missing. Not before `una`,
-    /// as the two below.
+    /// The peer has executed all requests before this PSN, although READ data may be missing. Not before `una`, as the two below.
     told: Psn,
-    /// Everything before this PSN was answered by the peer: what has not come is late or lost. Not after `told`.
+    /// The peer has answered everything before this PSN: responses that have not come are late or lost. Not after `told`.
     answered: Psn,
     /// Requests before this PSN have arrived or are in `holes`.
     requests_upto: Psn,
-    /// The newest bitmap's PSN, and how many packets it holds.
+    /// The newest bitmap's PSN, and the number of packets that it reports as kept.
     reported: (Psn, u32),
     reach: u32,
-    /// Packets behind a hole by which it is taken for a loss.
+    /// Number of packets behind a hole from which the hole is taken for a loss.
     reorder: u32,
     /// Packets lost in the window that ends at [`Requester::recover`].
     lost: u32,
     rtt: Rtt,
-    /// The last FLUSH that was sent: what is behind it is answered when the medium is done.
+    /// The last FLUSH that was sent: responses behind it come when the medium is done.
     flush: Option<Psn>,
-    /// Probes since something new was heard.
+    /// Number of probes since the last news from the peer.
     probes: u32,
     probe_at: Option<Time>,
-    /// When holes that may be mere reordering are taken for losses.
+    /// Time at which holes that may be mere reordering are taken for losses.
     suspect_at: Option<Time>,
 }
 
@@ -109,7 +110,7 @@ impl Selective {
         }
     }
 
-    /// The window was changed.
+    /// Sets the reach after a change of the window.
     pub(super) fn set_reach(&mut self, reach: u32) {
         self.reach = reach;
     }
@@ -122,7 +123,7 @@ impl Selective {
         self.due > 0
     }
 
-    /// The next moment at which [`Requester::selective_timeout`] has something to do.
+    /// Returns the next moment at which [`Requester::selective_timeout`] has something to do.
     pub(super) fn deadline(&self) -> Option<Time> {
         match (self.probe_at, self.suspect_at) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -130,7 +131,7 @@ impl Selective {
         }
     }
 
-    /// PSNs that may go out when `in_flight` are not answered, with a window of `window`.
+    /// Returns the number of PSNs that may be sent when `in_flight` are not answered, with a window of `window`.
     pub(super) fn room(&self, window: u32, in_flight: u32) -> u32 {
         let arrived = if mutant!(ArrivedStillInFlight) {
             0
@@ -142,24 +143,24 @@ impl Selective {
             .min(self.reach.saturating_sub(in_flight))
     }
 
-    /// A packet went out for the first time.
+    /// Notes that a packet was sent for the first time.
     pub(super) fn sent(&mut self, psn: Psn, ack_req: bool, now: Time) {
         if ack_req && self.flush.is_none() && !self.rtt.is_timing() {
             self.rtt.begin(psn, now);
         }
     }
 
-    /// A FLUSH went out.
+    /// Notes that a FLUSH was sent.
     pub(super) fn sent_flush(&mut self, psn: Psn) {
         self.flush = Some(psn);
     }
 
-    /// Everything before `una` is answered.
+    /// Handles progress: everything before `una` is answered.
     pub(super) fn progress(&mut self, una: Psn, now: Time) {
         if let Some(psn) = self.rtt.timed()
             && una.since(psn) > 0
         {
-            // Behind a hole the answer was late for another reason.
+            // Behind a hole the response was late for another reason.
             if self.holes.is_empty() {
                 self.rtt.end(now);
             } else {
@@ -167,7 +168,7 @@ impl Selective {
             }
         }
         self.probes = 0;
-        // Half of the PSNs further a mark that stayed behind would lie ahead.
+        // A mark that stayed behind by half of all PSNs would seem to lie ahead.
         for mark in [&mut self.told, &mut self.answered, &mut self.requests_upto] {
             *mark = later(*mark, una);
         }
@@ -193,19 +194,19 @@ impl Selective {
         }
     }
 
-    /// The time in which an answer comes, once it was measured.
+    /// Returns the time in which a response comes, once it was measured.
     pub(super) fn answer_ns(&self) -> Option<u64> {
         self.rtt.answer_ns()
     }
 
-    /// Waits for an answer from now on, at most until `latest`.
+    /// Sets the time of the next probe, if that is before `latest`.
     pub(super) fn arm(&mut self, now: Time, latest: Option<Time>) {
         let at = self.rtt.probe_ns().map(|ns| now + (ns << self.probes.min(16)));
-        // The specification's timer does the same, and counts.
+        // The specification's timer also probes, and counts a retry.
         self.probe_at = at.filter(|at| latest.is_some_and(|latest| *at < latest));
     }
 
-    /// Nothing is under way, or the peer asked to wait.
+    /// Stops probing: nothing is in flight, or the peer sent an RNR NAK.
     pub(super) fn disarm(&mut self) {
         self.probe_at = None;
         self.suspect_at = None;
@@ -221,7 +222,7 @@ impl Selective {
         self.disarm();
     }
 
-    /// The hole that begins at or holds `psn`, or where it would be.
+    /// Returns the index of the hole that begins at or contains `psn`, or the index that such a hole would get.
     fn place(&self, psn: Psn) -> usize {
         self.holes.partition_point(|hole| hole.end().since(psn) <= 0)
     }
@@ -248,7 +249,7 @@ impl Selective {
         }
     }
 
-    /// One PSN is missing no more.
+    /// Notes that one PSN is no longer missing.
     fn fill(&mut self, psn: Psn) {
         let at = self.place(psn);
         let Some(hole) = self
@@ -272,7 +273,7 @@ impl Selective {
         }
     }
 
-    /// Forgets the holes for which `filled` holds.
+    /// Forgets the holes for which `filled` holds. Returns whether there were any.
     fn forget(&mut self, mut filled: impl FnMut(&Hole) -> bool) -> bool {
         let before = self.holes.len();
         let due = &mut self.due;
@@ -284,17 +285,18 @@ impl Selective {
         self.holes.len() < before
     }
 
-    /// All requests before `upto` were done.
+    /// Notes that the peer has executed all requests before `upto`.
     fn tell(&mut self, upto: Psn) {
         let told = self.told;
         if upto.since(told) > 0 {
             self.told = upto;
-            // What was missing there has arrived; whether its data has, is another matter.
+            // Requests missing there have arrived; whether their data has, is another matter.
             self.forget(|hole| hole.psn.since(told) >= 0 && hole.psn.since(upto) < 0);
         }
     }
 
-    /// A hole was filled by a packet that had been on its way all the time: others overtook it by `packets`.
+    /// Raises the reordering threshold: a hole was filled by a packet that had been in flight all the time, which others overtook
+    /// by `packets`.
     fn overtaken(&mut self, packets: u32) {
         self.reorder = self.reorder.max(packets + 1).min(REORDER_PACKETS_MAX);
     }
@@ -305,7 +307,7 @@ impl Selective {
         (reorder, self.rtt.answer_ns().unwrap_or(2 * unmeasured))
     }
 
-    /// Decides which holes are losses and which were filled in vain. Returns the packets that were found to be lost.
+    /// Decides which holes are losses and which were filled in vain. Returns the number of packets that were found to be lost.
     fn judge(&mut self, now: Time, timeout_ns: Option<u64>) -> u32 {
         let (reorder_ns, answer_ns) = self.waits_ns(timeout_ns);
         let data_end = self.early.psns().next_back().map(|psn| psn.plus(1));
@@ -345,7 +347,7 @@ pub(super) fn later(a: Psn, b: Psn) -> Psn {
     if a.since(b) > 0 { a } else { b }
 }
 
-/// PSNs that go out, or come back, as one: a packet, or what is left of a READ.
+/// PSNs that are sent, or come back, together: a packet, or the rest of a READ.
 struct Unit {
     psn: Psn,
     packets: u32,
@@ -359,7 +361,7 @@ impl Unit {
 }
 
 impl Requester {
-    /// The unit that begins at `psn`, whose place is `at`.
+    /// Returns the unit that begins at `psn`, which is at `at` in the queue.
     fn unit(&self, at: Cursor, psn: Psn) -> Option<Unit> {
         let sent = |wqe: &&Wqe| wqe.first.is_some() && !wqe.is_local();
         let wqe = self.queue.get(at.wqe).filter(sent)?;
@@ -381,7 +383,7 @@ impl Requester {
         self.resources.iter().find(covers).copied()
     }
 
-    /// Units from `psn` on.
+    /// Returns the units from `psn` on.
     fn units(&self, psn: Psn) -> impl Iterator<Item = Unit> {
         let (mut at, mut psn) = (self.locate(psn), psn);
         std::iter::from_fn(move || {
@@ -401,7 +403,7 @@ impl Requester {
         })
     }
 
-    /// The PSN of the first READ data that is missing; data behind it waits.
+    /// Returns the PSN of the first READ data that is missing; data behind it is kept.
     fn next_data(&self) -> Psn {
         let sent = self.queue.iter().map_while(|wqe| Some((wqe.first?, wqe)));
         let mut asked = sent.filter(|(_, wqe)| wqe.takes_answer());
@@ -410,12 +412,12 @@ impl Requester {
             .map_or(self.high, |(first, _)| later(first, self.una))
     }
 
-    /// Whether a response must wait for READ data before it.
+    /// Returns whether a response must wait for READ data before it.
     pub(super) fn is_early(&self, psn: Psn) -> bool {
         self.selective.is_some() && psn.since(self.next_data()) > 0
     }
 
-    /// Keeps a response for its turn.
+    /// Keeps a response until the READ data before it has come.
     pub(super) fn keep_response(&mut self, env: &mut Env<'_>, head: &Head, packet: &Packet<'_>) {
         let psn = packet.bth.psn;
         let Some(selective) = &mut self.selective else {
@@ -437,7 +439,7 @@ impl Requester {
         self.hear(env);
     }
 
-    /// READ data came in turn: what waited for it is next.
+    /// Handles kept responses whose turn has come, after READ data came in order.
     pub(super) fn handle_kept(&mut self, env: &mut Env<'_>, head: &Head) -> Result<(), Broken> {
         loop {
             let first = self
@@ -473,7 +475,7 @@ impl Requester {
         }
     }
 
-    /// All before `upto` was done, but READ data is missing.
+    /// Handles an acknowledgement of all requests before `upto` while READ data is missing.
     pub(super) fn done_without_data(&mut self, env: &Env<'_>, upto: Psn) {
         let Some(selective) = &mut self.selective else {
             return;
@@ -485,12 +487,12 @@ impl Requester {
         }
     }
 
-    /// Notes the READ data before `upto` that has not come.
+    /// Notes the READ data before `upto` that has not come as missing.
     fn data_is_missing(&mut self, env: &Env<'_>, upto: Psn) {
         let Some(mut selective) = self.selective.take() else {
             return;
         };
-        // What is before was looked at when it became known.
+        // Data before this PSN was checked when its absence became known.
         let from = later(selective.answered, self.una);
         selective.answered = later(selective.answered, upto);
         for (first, packets) in &self.resources {
@@ -512,7 +514,7 @@ impl Requester {
         self.selective = Some(selective);
     }
 
-    /// The peer says what is missing and what is there.
+    /// Handles a selective NAK, by which the peer reports missing and kept packets.
     pub(super) fn handle_sack(
         &mut self,
         env: &mut Env<'_>,
@@ -544,7 +546,7 @@ impl Requester {
         let told = selective.told;
         let from = later(later(expected, told), selective.requests_upto);
         for unit in self.units(from) {
-            // The missing one itself counts, even when nothing behind it could be kept.
+            // The missing packet itself counts, even when none behind it could be kept.
             if unit.psn.since(last) > 0 {
                 break;
             }
@@ -577,7 +579,7 @@ impl Requester {
         Ok(())
     }
 
-    /// Something new was heard without an acknowledgement: the peer lives.
+    /// Handles news from the peer other than an acknowledgement: the peer lives.
     fn hear(&mut self, env: &Env<'_>) {
         if let Some(selective) = &mut self.selective {
             selective.probes = 0;
@@ -610,7 +612,7 @@ impl Requester {
         }
     }
 
-    /// The peer is to get this packet again, whatever else it has: it had no receive for it.
+    /// Makes a packet due for retransmission whatever else the peer has: the peer answered it with an RNR NAK.
     pub(super) fn fill_again(&mut self, now: Time, psn: Psn) {
         let unit = self.unit(self.locate(psn), psn);
         if let (Some(selective), Some(unit)) = (&mut self.selective, unit) {
@@ -619,7 +621,8 @@ impl Requester {
         }
     }
 
-    /// Nothing was heard for too long: the oldest packet and the last go out again, with whatever is known to be missing.
+    /// Sends a probe, since the peer was silent for too long: the oldest packet and the last are sent again, with all that are
+    /// known to be missing.
     pub(super) fn probe(&mut self, env: &mut Env<'_>) {
         if mutant!(ProbeNeverSent) {
             return;
@@ -648,7 +651,8 @@ impl Requester {
         self.selective = Some(selective);
     }
 
-    /// The last unit under way. A FLUSH is none to probe with: a repeat of one that runs makes the peer ask for time.
+    /// Returns the last unit in flight. A FLUSH is not suitable for a probe: the peer answers a repetition of one that runs with an
+    /// RNR NAK.
     fn last_unit(&self) -> Option<Unit> {
         let last = self.high.minus(1);
         let at = self.locate(last);
@@ -664,7 +668,7 @@ impl Requester {
         Some(Unit { psn, packets, ..unit })
     }
 
-    /// The time of [`Selective::deadline`] has come.
+    /// Handles due timers when the time of [`Selective::deadline`] has come.
     pub(super) fn selective_timeout(&mut self, env: &mut Env<'_>, link: Option<LinkProgress>) {
         let Some(selective) = &mut self.selective else {
             return;
@@ -679,8 +683,8 @@ impl Requester {
         };
         if due(selective.probe_at) {
             selective.probe_at = None;
-            // A FLUSH takes as long as the medium does: only the specification's timer asks after it. On a link that loses nothing
-            // the answer is late because the peer is.
+            // A FLUSH takes as long as the medium does: only the specification's timer probes for it. On a link that loses nothing
+            // the response is late because the peer is.
             let flushes = self.queue.front().is_some_and(Wqe::is_flush);
             if !flushes && link.is_none() {
                 self.probe(env);
