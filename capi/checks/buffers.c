@@ -1,5 +1,5 @@
-/* Calls of rdma-core 65 that older headers do not have: buffers that the library allocates, from the allocators of a parent domain where
-   it has some, and registration by one structure of attributes. */
+/* Calls of rdma-core 65 that older headers do not have: buffers that the library allocates, with the allocators of a parent
+   domain if it has some, and registration by one structure of attributes. */
 #define _GNU_SOURCE
 #include "check.h"
 #include <dlfcn.h>
@@ -113,7 +113,7 @@ int main(void)
 	void *buf;
 	CHECK(!alloc_buf(pd, 0, &buf) && errno == EINVAL && !alloc_buf(pd, SIZE_MAX / 2, &buf) && errno == ENOMEM);
 
-	/* Memory that confidential guests share with a device is any memory here. */
+	/* Memory that confidential guests share with a device is ordinary memory here. */
 	struct ibv_pd *parent = parent_of(pd, ALLOW_CC);
 	CHECK(parent);
 	use(parent);

@@ -1,11 +1,12 @@
-/* Requests that are posted as one list: done in order, and where one is not taken, it is named and those before it are posted. */
+/* Requests that are posted as one list: they are executed in order, and a request that is refused is named, while those
+   before it are posted. */
 #include "check.h"
 
 enum { CHAIN = 16 };
 
 int main(int argc, char **argv)
 {
-	/* Through shared memory they would need no packets. */
+	/* Through shared memory the requests would need no packets. */
 	CHECK(!setenv("RDMUX_SHM", "off", 1));
 	struct ibv_context *context = open_first();
 	struct ibv_pd *pd = ibv_alloc_pd(context);
@@ -35,7 +36,7 @@ int main(int argc, char **argv)
 		CHECK(!memcmp(from, to, sizeof(from)));
 	}
 
-	/* One that is not taken is named, and those before it are posted. */
+	/* A refused request is named, and those before it are posted. */
 	struct ibv_sge sge = {(uintptr_t)from, 8, source->lkey};
 	struct ibv_send_wr wr[3], *bad = NULL;
 	for (int i = 0; i < 3; i++) {

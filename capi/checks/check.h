@@ -1,4 +1,4 @@
-/* What the programs here begin with: a device, and two queue pairs of it that are connected to each other. */
+/* Common beginning of the programs here: a device, and two queue pairs of it that are connected to each other. */
 #include <errno.h>
 #include <infiniband/verbs.h>
 #include <stdint.h>
@@ -7,7 +7,7 @@
 #include <string.h>
 #include <time.h>
 
-/* Ends the program where something does not hold. */
+/* Ends the program if a condition does not hold. */
 #define CHECK(holds) \
 	do { \
 		if (!(holds)) { \
@@ -16,7 +16,7 @@
 		} \
 	} while (0)
 
-/* Seconds after which nothing comes any more. */
+/* Seconds after which nothing more arrives. */
 enum { LONG = 60 };
 
 static inline double now(void)
@@ -61,7 +61,7 @@ static inline void create_pair(struct ibv_pd *pd, struct ibv_cq *send_cq, struct
 		bring_up(qp[i], qp[1 - i]->qp_num);
 }
 
-/* Posts a receive to one, and a send of four bytes to the other. */
+/* Posts a receive to one queue pair, and a send of four bytes to the other. */
 static inline void exchange(struct ibv_qp *qp[2], struct ibv_sge from, struct ibv_sge to, uint64_t wr_id)
 {
 	struct ibv_recv_wr receive = {.wr_id = wr_id, .sg_list = &to, .num_sge = 1}, *bad_receive;
@@ -70,7 +70,7 @@ static inline void exchange(struct ibv_qp *qp[2], struct ibv_sge from, struct ib
 	CHECK(!ibv_post_send(qp[0], &send, &bad_send));
 }
 
-/* The next completion, which is to be of a success. */
+/* Returns the next completion, which must be a success. */
 static inline struct ibv_wc completion(struct ibv_cq *cq)
 {
 	struct ibv_wc wc;

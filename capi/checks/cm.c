@@ -1,5 +1,5 @@
-/* rdma_cm: what packaged programs ask for seldom, and channels that many threads take events from, while ids connect, change their channel,
-   and go. */
+/* rdma_cm: calls that packaged programs seldom make, and channels from which many threads take events while ids connect,
+   change their channel, and are destroyed. */
 #include "cm_check.h"
 #include <fcntl.h>
 #include <poll.h>
@@ -14,13 +14,13 @@ enum { TAKERS = 3, CLIENTS = 3 };
 static int rounds = 60;
 static struct rdma_event_channel *served;
 static atomic_int clients_left = CLIENTS;
-/* Ids of requests, and those that are gone again. */
+/* Numbers of ids made for requests, and of those that are destroyed again. */
 static atomic_int asked, gone;
 
-/* Fails with this errno. */
+/* Checks that a call fails with this errno. */
 #define FAILS(call, number) CHECK((call) == -1 && errno == (number))
 
-/* Brings up a queue pair as its connection says. */
+/* Brings up a queue pair with the attributes of its connection. */
 static void bring_up_for(struct rdma_cm_id *id, struct ibv_qp *qp)
 {
 	for (int state = IBV_QPS_INIT; state <= IBV_QPS_RTS; state++) {
@@ -31,7 +31,7 @@ static void bring_up_for(struct rdma_cm_id *id, struct ibv_qp *qp)
 	}
 }
 
-/* More than an answer has room for. */
+/* More bytes than an answer has room for. */
 static char much[255];
 
 /* Takes events of the server's ids; another thread may still hold an earlier event of an id that goes. */
@@ -56,25 +56,25 @@ static void *take(void *unused)
 			create_qp(id);
 			if (event->param.conn.private_data && *(char *)event->param.conn.private_data == 'r') {
 				CHECK(!rdma_reject(id, "no", 2));
-				/* Its event is the listening one's. */
+				/* The event belongs to the listening id. */
 				leave(id);
 				atomic_fetch_add(&gone, 1);
 				CHECK(!rdma_ack_cm_event(event));
 				break;
 			}
-			/* What cannot be sent leaves the request as it was. */
+			/* An answer that cannot be sent leaves the request as it was. */
 			param.private_data = much, param.private_data_len = sizeof(much);
 			FAILS(rdma_accept(id, &param), EINVAL);
 			param.private_data_len = 0;
 			if (rdma_accept(id, &param)) {
-				/* Who asked has left. */
+				/* The client has left. */
 				leave(id);
 				atomic_fetch_add(&gone, 1);
 			}
 			CHECK(!rdma_ack_cm_event(event));
 			break;
 		case RDMA_CM_EVENT_ESTABLISHED:
-		/* Another thread has the end and has not left yet. */
+		/* Another thread has the event of the end, and has not destroyed the id yet. */
 		case RDMA_CM_EVENT_TIMEWAIT_EXIT:
 			CHECK(!rdma_ack_cm_event(event));
 			break;
@@ -102,12 +102,12 @@ static void *client(void *unused)
 		expect(first, RDMA_CM_EVENT_ADDR_RESOLVED);
 		CHECK(id->verbs && id->pd && rdma_get_src_port(id));
 		CHECK(!rdma_resolve_route(id, 1000));
-		/* It is on its way, and comes to the channel that the id has then. */
+		/* The event is on its way, and arrives at the channel that the id has then. */
 		CHECK(!rdma_migrate_id(id, second));
 		expect(second, RDMA_CM_EVENT_ROUTE_RESOLVED);
 		struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1, .retry_count = 7, .rnr_retry_count = 7};
 		if (i % 4 == 0) {
-			/* A queue pair of the program's own. */
+			/* A queue pair that the program brings up itself. */
 			struct ibv_cq *cq = ibv_create_cq(id->verbs, 8, NULL, NULL, 0);
 			struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
 			struct ibv_qp *qp = ibv_create_qp(id->pd, &init);
@@ -122,7 +122,7 @@ static void *client(void *unused)
 			expect(second, RDMA_CM_EVENT_DISCONNECTED);
 			CHECK(!ibv_destroy_qp(qp) && !ibv_destroy_cq(cq));
 		} else if (i % 4 == 1) {
-			/* Leaves without waiting. */
+			/* Destroys the id without waiting. */
 			create_qp(id);
 			CHECK(!rdma_connect(id, &param));
 		} else if (i % 4 == 2) {
@@ -187,7 +187,7 @@ static void options(void)
 	FAILS(rdma_set_option(id, RDMA_OPTION_ID, RDMA_OPTION_ID_AFONLY, &byte, sizeof byte), EINVAL);
 	FAILS(rdma_set_option(id, RDMA_OPTION_ID, 77, &on, sizeof on), ENOSYS);
 	FAILS(rdma_set_option(id, RDMA_OPTION_IB, RDMA_OPTION_IB_PATH, &on, 72), EINVAL);
-	/* A loopback address without a device stands for the first one's. */
+	/* A loopback address without a device stands for the first device's address. */
 	struct sockaddr_in loopback = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(0x7f634d4d)};
 	CHECK(!rdma_bind_addr(id, (struct sockaddr *)&loopback));
 	CHECK(((struct sockaddr_in *)rdma_get_local_addr(id))->sin_addr.s_addr == address.sin_addr.s_addr && id->verbs);
@@ -195,7 +195,7 @@ static void options(void)
 	FAILS(rdma_bind_addr(id, (struct sockaddr *)&ib), EAFNOSUPPORT);
 	struct sockaddr_in6 v6 = {.sin6_family = AF_INET6, .sin6_addr = IN6ADDR_LOOPBACK_INIT};
 	FAILS(rdma_resolve_addr(id, (struct sockaddr *)&address, (struct sockaddr *)&v6, 100), EINVAL);
-	/* Datagrams alone have groups. */
+	/* Only datagram ids have groups. */
 	struct sockaddr_in group = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(0xef010101)};
 	FAILS(rdma_join_multicast(id, (struct sockaddr *)&group, NULL), EINVAL);
 	FAILS(rdma_leave_multicast(id, (struct sockaddr *)&group), EADDRNOTAVAIL);
@@ -219,7 +219,7 @@ static void names(void)
 	rdma_freeaddrinfo(found);
 }
 
-/* A shared receive queue of an id is the one of its queue pair, and a group's datagram comes to its member. */
+/* The shared receive queue of an id serves its queue pair, and a group's datagram reaches its member. */
 static void group(void)
 {
 	struct rdma_event_channel *channel = rdma_create_event_channel();
@@ -257,7 +257,7 @@ static void group(void)
 	rdma_destroy_event_channel(channel);
 }
 
-/* An endpoint of datagrams at the device's address and a port, or one that looks for who serves there. */
+/* Makes a datagram endpoint at the device's address and a port, or one that resolves the peer that serves there. */
 static struct rdma_cm_id *endpoint(int passive, const char *port)
 {
 	char host[INET_ADDRSTRLEN];
@@ -272,7 +272,7 @@ static struct rdma_cm_id *endpoint(int passive, const char *port)
 	return id;
 }
 
-/* The port of who looks for datagrams. */
+/* Port of the datagram client. */
 static atomic_int asks_from;
 
 static void *serve_datagrams(void *listener)
@@ -291,7 +291,7 @@ static void *serve_datagrams(void *listener)
 	return NULL;
 }
 
-/* Datagrams without a channel: who serves is told, or nobody does. */
+/* Datagrams without a channel: the client learns which queue pair serves, or that none does. */
 static void datagrams(void)
 {
 	struct rdma_cm_id *listener = endpoint(1, NULL), *id;
@@ -335,7 +335,7 @@ static void wait_for_event(struct rdma_event_channel *channel)
 	CHECK(poll(&wait, 1, LONG * 1000) == 1);
 }
 
-/* No more requests wait than a listener says. */
+/* No more requests wait than a listener allows. */
 static void backlog(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
@@ -351,7 +351,7 @@ static void backlog(void)
 	CHECK(!rdma_get_cm_event(here, &event) && event->id == second && event->event == RDMA_CM_EVENT_REJECTED);
 	CHECK(!rdma_ack_cm_event(event));
 	leave(second);
-	/* The first one is refused with the listener. */
+	/* The first request is refused when the listener is destroyed. */
 	CHECK(!rdma_destroy_id(listener));
 	CHECK(!rdma_get_cm_event(here, &event) && event->id == first && event->event == RDMA_CM_EVENT_REJECTED);
 	CHECK(!rdma_ack_cm_event(event));
@@ -361,7 +361,7 @@ static void backlog(void)
 	address.sin_port = 0;
 }
 
-/* What a part of this began with: nobody listens any more, and the next listener takes a port of its own. */
+/* Ends a part of this check: nobody listens any more, and the next listener takes another port. */
 static void over(struct rdma_cm_id *listener, struct rdma_event_channel *there, struct rdma_event_channel *here)
 {
 	CHECK(!rdma_destroy_id(listener));
@@ -370,7 +370,7 @@ static void over(struct rdma_cm_id *listener, struct rdma_event_channel *there, 
 	address.sin_port = 0;
 }
 
-/* Nothing more is told there. */
+/* Checks that the channel gets no further event. */
 static void nothing(struct rdma_event_channel *channel)
 {
 	struct rdma_cm_event *event;
@@ -406,7 +406,7 @@ static struct rdma_cm_id *answer(struct rdma_event_channel *channel, struct rdma
 	}
 }
 
-/* Ends a connection at one end; both hear of it. */
+/* Ends a connection at one end; both ends get an event. */
 static void end(struct rdma_cm_id *id, struct rdma_cm_id *other)
 {
 	expect(id->channel, RDMA_CM_EVENT_ESTABLISHED);
@@ -416,7 +416,7 @@ static void end(struct rdma_cm_id *id, struct rdma_cm_id *other)
 	expect(other->channel, RDMA_CM_EVENT_DISCONNECTED);
 }
 
-/* A connection is ended as often as programs like, from when there is one to be asked for, and once an end of it is told. */
+/* A program may disconnect a connection any number of times, from the request on, and after the event of its end. */
 static void disconnects(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
@@ -430,7 +430,7 @@ static void disconnects(void)
 		id[0] = ask(here);
 		id[1] = answer(there, id[0]);
 		end(id[ends], id[1 - ends]);
-		/* Where it was ended, and where the peer's end was heard of. */
+		/* At the end that disconnected, and at the one that got the peer's disconnect. */
 		for (int i = 0; i < 4; i++)
 			CHECK(!rdma_disconnect(id[i % 2]));
 		expect(here, RDMA_CM_EVENT_TIMEWAIT_EXIT);
@@ -440,7 +440,7 @@ static void disconnects(void)
 			leave(id[i]);
 		}
 	}
-	/* One that was asked for takes its queue pair's part in it back. */
+	/* Disconnecting an id whose request was not answered takes its queue pair out of the connection. */
 	id[0] = ask(here);
 	struct rdma_cm_event *event = event_of(there, RDMA_CM_EVENT_CONNECT_REQUEST);
 	id[1] = event->id;
@@ -458,7 +458,7 @@ static void disconnects(void)
 	over(listener, there, here);
 }
 
-/* Some time after its end a connection's numbers may be used again: both ends are told, unless they have gone. */
+/* Some time after a connection's end its numbers may be used again: both ends get an event, unless they have been destroyed. */
 static void time_wait(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel(), *other = rdma_create_event_channel();
@@ -470,7 +470,7 @@ static void time_wait(void)
 		end(id[ends], id[1 - ends]);
 		struct rdma_cm_event *event = event_of(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 		CHECK(event->id == id[1] && !event->listen_id && !rdma_ack_cm_event(event));
-		/* It goes where its id goes, and goes with it. */
+		/* The event goes where its id goes, and is dropped with it. */
 		wait_for_event(here);
 		CHECK(!rdma_migrate_id(id[0], other));
 		nothing(here);
@@ -481,7 +481,7 @@ static void time_wait(void)
 		nothing(other);
 		leave(id[1]);
 	}
-	/* Ids that are gone hear nothing. */
+	/* Destroyed ids get no event. */
 	id[0] = ask(here);
 	id[1] = answer(there, id[0]);
 	end(id[0], id[1]);
@@ -508,7 +508,7 @@ static void *serve_once(void *listener)
 	return NULL;
 }
 
-/* The same of ids without a channel of the program's. */
+/* The same for ids without a channel of the program. */
 static void time_wait_alone(void)
 {
 	struct rdma_cm_id *listener = listening(NULL), *id;
@@ -528,12 +528,12 @@ static void time_wait_alone(void)
 	address.sin_port = 0;
 }
 
-/* Who is gone asks no more: somebody who listens later hears only those that are there. */
+/* A destroyed id sends no further request: a later listener gets the requests of existing ids only. */
 static void given_up(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
 	struct rdma_cm_id *listener = listening(there), *early[8], *id, *accepted;
-	/* So many that the first have asked when the last are made. */
+	/* So many ids that the first have asked when the last are made. */
 	for (int i = 0; i < 8; i++)
 		early[i] = ask(here);
 	for (int i = 0; i < 8; i++)
@@ -542,7 +542,7 @@ static void given_up(void)
 	id = ask(here);
 	accepted = answer(there, id);
 	end(id, accepted);
-	/* By then they would have asked again. */
+	/* By then the destroyed ids would have asked again. */
 	expect(here, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 	expect(there, RDMA_CM_EVENT_TIMEWAIT_EXIT);
 	nothing(there);
@@ -552,7 +552,7 @@ static void given_up(void)
 	over(listener, there, here);
 }
 
-/* An id of an address and a port; 0: any. */
+/* Makes an id of an address and a port; 0: any. */
 static struct rdma_cm_id *bound(in_addr_t host, in_port_t port)
 {
 	struct rdma_cm_id *id;
@@ -562,7 +562,7 @@ static struct rdma_cm_id *bound(in_addr_t host, in_port_t port)
 	return id;
 }
 
-/* The limit with which there are no more descriptors than now: all below the next one are taken. */
+/* Returns the limit that allows no more descriptors than now: all numbers below the next one are taken. */
 static struct rlimit no_more(struct rlimit had)
 {
 	int next = dup(0);
@@ -570,19 +570,20 @@ static struct rlimit no_more(struct rlimit had)
 	return (struct rlimit){.rlim_cur = next, .rlim_max = had.rlim_max};
 }
 
-/* A port is listened on by one, at all of its addresses, or the call says why not. */
+/* One id listens on a port, at all of its addresses, or the call gives the reason for its failure. */
 static void ports(void)
 {
 	struct rdma_cm_id *late = bound(address.sin_addr.s_addr, 0), *client;
 	in_port_t port = rdma_get_src_port(late);
-	/* Somebody else has the port when it is to be listened on; it is not exchanged for another that nobody knows. */
+	/* Another id has the port when `late` is to listen on it; the library does not exchange it for a port that nobody
+	   knows. */
 	struct rdma_cm_id *early = bound(address.sin_addr.s_addr, port), *all = bound(INADDR_ANY, port);
 	CHECK(!rdma_listen(early, 0));
 	FAILS(rdma_listen(late, 0), EADDRINUSE);
 	FAILS(rdma_listen(all, 0), EADDRINUSE);
 	CHECK(rdma_get_src_port(late) == port && rdma_get_src_port(all) == port);
 	CHECK(!rdma_destroy_id(early));
-	/* Why no port at all can be listened on. */
+	/* The error that is returned when no port at all can be listened on. */
 	struct rlimit had;
 	struct rdma_cm_id *any;
 	CHECK(!getrlimit(RLIMIT_NOFILE, &had));
@@ -613,7 +614,7 @@ static void ports(void)
 	address.sin_port = 0;
 }
 
-/* A shared receive queue that cannot be made takes nothing away that was there. */
+/* A shared receive queue that cannot be made leaves existing objects untouched. */
 static void no_queue(void)
 {
 	struct rdma_cm_id *id;
@@ -631,7 +632,8 @@ static void no_queue(void)
 	leave(id);
 }
 
-/* A queue pair that is destroyed while its connection is asked for takes no receives of a shared queue, and nothing is told of it. */
+/* A queue pair that is destroyed while its connection is requested takes no receives of a shared queue, and no event reports
+   it. */
 static void destroyed(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
@@ -652,7 +654,7 @@ static void destroyed(void)
 	rdma_destroy_qp(id);
 	accepted = answer(there, id);
 	CHECK(!rdma_get_cm_event(here, &event) && event->event == RDMA_CM_EVENT_CONNECT_ERROR && !rdma_ack_cm_event(event));
-	/* The peer hears that there is no connection. */
+	/* The peer learns that there is no connection. */
 	expect(there, RDMA_CM_EVENT_DISCONNECTED);
 	struct pollfd told = {.fd = id->verbs->async_fd, .events = POLLIN};
 	CHECK(!poll(&told, 1, 0));
@@ -662,7 +664,7 @@ static void destroyed(void)
 	over(listener, there, here);
 }
 
-/* None of these is to be called in an id's state. */
+/* None of these calls is allowed in an id's state. */
 static void refuses(struct rdma_cm_id *id)
 {
 	struct rdma_conn_param param = {.responder_resources = 1, .initiator_depth = 1};
@@ -675,7 +677,7 @@ static void refuses(struct rdma_cm_id *id)
 	CHECK(rdma_get_src_port(id) == port);
 }
 
-/* What is called out of order is refused and changes nothing, as the kernel's rdma_cm has it. */
+/* A call out of order is refused and changes nothing, as with the kernel's rdma_cm. */
 static void order(void)
 {
 	struct rdma_event_channel *there = rdma_create_event_channel(), *here = rdma_create_event_channel();
@@ -695,7 +697,7 @@ static void order(void)
 	expect(here, RDMA_CM_EVENT_ROUTE_RESOLVED);
 	FAILS(rdma_resolve_route(id, 1000), EINVAL);
 	create_qp(id);
-	/* More than a request has room for: the call says so, and it can be asked again. */
+	/* Private data for which a request has no room: the call fails, and can be repeated. */
 	FAILS(rdma_connect(id, &param), EINVAL);
 	param.private_data_len = 56;
 	CHECK(!rdma_connect(id, &param));

@@ -1,5 +1,5 @@
-/* rdma_cm: one event channel tells of connections in the order in which their peers acted. A peer that connects again after its
-   connection was established, or has ended, is told of after that. */
+/* rdma_cm: an event channel reports connections in the order in which their peers acted. When a peer connects again after
+   its connection was established, or has ended, the channel reports that later. */
 #include "cm_check.h"
 #include <pthread.h>
 
@@ -7,7 +7,8 @@ enum { PER_ROUND = 3 };
 
 static int rounds = 60;
 
-/* Connects some, each once the one before is established; then ends one and connects another, so that two are there at most. */
+/* Makes some connections, each once the one before is established; then ends one and makes another, so that there are two at
+   most. */
 static void *client(void *unused)
 {
 	struct rdma_event_channel *channel = rdma_create_event_channel();

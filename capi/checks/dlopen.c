@@ -1,5 +1,5 @@
-/* The libraries opened and closed again, several times over: by themselves, and with a plugin that is linked with them, which this
-   file is too (-DPLUGIN). Their threads never run code that is gone, and the program ends as it wants. */
+/* Opens and closes the libraries several times: by themselves, and with a plugin that is linked with them, which this file
+   is too (-DPLUGIN). Their threads never run code that is gone, and the program ends in its own way. */
 #include "check.h"
 #include <dlfcn.h>
 #include <rdma/rdma_cma.h>
@@ -8,7 +8,7 @@
 #ifdef PLUGIN
 static uint32_t words[2];
 
-/* Something is sent, and somebody listens; all of it ends, or is left. */
+/* Sends something, and listens; then destroys all objects, or leaves them. */
 void use(bool leave)
 {
 	struct ibv_context *context = open_first();
@@ -41,7 +41,7 @@ void use(bool leave)
 #else
 #include <pthread.h>
 
-/* Opens a library as a part of a program does that the others know nothing of. */
+/* Opens a library as one part of a program does, unknown to the other parts. */
 static void *opened(const char *name)
 {
 	void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
@@ -66,7 +66,7 @@ static void call(void *library, const char *name)
 	CHECK(devices && count > 0);
 }
 
-/* The library is where it was: its threads run, what was left open may be used, and nothing is lost with each turn. */
+/* Checks that the library is still where it was: its threads run, objects left open may be used, and no turn loses anything. */
 static void check_stays(void)
 {
 	bool is_mapped = false;
@@ -92,7 +92,7 @@ static void *call_use(void *use)
 
 int main(int argc, char **argv)
 {
-	/* No symbol of this program's own stands in for the library's. */
+	/* This program has no symbol that stands in for the library's. */
 	CHECK(!dlsym(RTLD_DEFAULT, "ibv_open_device"));
 	char plugin[4096];
 	snprintf(plugin, sizeof plugin, "%s.so", argv[0]);

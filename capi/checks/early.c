@@ -1,6 +1,7 @@
-/* Traffic that begins before the passive side has the RTU. The active side sends as soon as it is told of the connection, the passive
-   side as soon as rdma_accept has returned, as rdma_cm allows both: with CM messages in time, late or lost, and with more runnable
-   processes than CPUs. Every connection is established, every message arrives, and no asynchronous event comes. */
+/* Traffic that begins before the passive side has the RTU. The active side sends as soon as it gets the event of the
+   connection, and the passive side as soon as rdma_accept has returned, as rdma_cm allows both: with CM messages in time,
+   late or lost, and with more runnable processes than CPUs. Every connection is established, every message arrives, and
+   there is no asynchronous event. */
 #include "check.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -12,7 +13,7 @@
 #include <unistd.h>
 
 enum { SPINNERS = 16, AT_ONCE = 10, BYTES = 64, RECEIVES = 2 };
-/* Completions that each side waits for: what it sends, and what it receives. */
+/* Completions that each side waits for: that of its send, and that of its receive. */
 enum { SENT = 1, RECEIVED = 2 };
 
 static const char *faults;
@@ -20,7 +21,7 @@ static int connections;
 
 struct end {
 	struct rdma_cm_id *id;
-	/* The peer's message, and then its own. */
+	/* The peer's message, followed by its own. */
 	char bytes[2][BYTES];
 	struct ibv_mr *mr;
 	int completed, established;
@@ -37,7 +38,7 @@ struct side {
 
 static void set_nonblocking(int fd) { CHECK(!fcntl(fd, F_SETFL, O_NONBLOCK)); }
 
-/* Makes what the ends of a side share, when the first one has its device. */
+/* Makes the objects that the ends of a side share, when the first one has its device. */
 static void share(struct side *side, struct ibv_context *context)
 {
 	if (side->context) {
@@ -52,7 +53,7 @@ static void share(struct side *side, struct ibv_context *context)
 	set_nonblocking(context->async_fd);
 }
 
-/* Makes an end's queue pair, and posts its receive before the peer can hear of it. */
+/* Makes an end's queue pair, and posts its receive before the peer can learn of it. */
 static void prepare(struct side *side, struct end *end, struct rdma_cm_id *id)
 {
 	end->id = id;
@@ -98,7 +99,7 @@ static void take_completions(struct side *side)
 	CHECK(!found);
 }
 
-/* Waits for something of a side, and takes its completions. Null: there is no event of a connection. */
+/* Waits for an event of a side, and takes its completions. Null: there is no connection event. */
 static struct rdma_cm_event *next(struct side *side)
 {
 	struct pollfd wait[3] = {{.fd = side->events->fd, .events = POLLIN}};
@@ -173,7 +174,7 @@ static void serve(struct sockaddr_in *at, int tell)
 			break;
 		case RDMA_CM_EVENT_DISCONNECTED:
 			CHECK(!rdma_ack_cm_event(event));
-			/* The peer has ended it because all was done. */
+			/* The peer has ended the connection because it has finished. */
 			while (end->completed != (SENT | RECEIVED))
 				take_completions(&side);
 			CHECK(end->established == 1);
@@ -245,7 +246,7 @@ static void connect_all(struct sockaddr_in *to)
 	}
 }
 
-/* A process that ends with this one. */
+/* Forks a process that ends with this one. */
 static pid_t child(void)
 {
 	pid_t parent = getpid(), pid = fork();
@@ -267,7 +268,7 @@ static void ends_well(pid_t pid)
 	CHECK(!status);
 }
 
-/* The address of the first device. Only a process of its own looks, so that this one has no threads when it forks. */
+/* Returns the address of the first device. Another process looks it up, so that this one has no threads when it forks. */
 static struct sockaddr_in first_address(void)
 {
 	struct sockaddr_in at = {.sin_family = AF_INET};
@@ -287,7 +288,7 @@ static struct sockaddr_in first_address(void)
 	return at;
 }
 
-/* Connects so many times; the CM messages of the active side meet these faults. */
+/* Connects so many times, with these faults in the CM messages of the active side. */
 static void run(const char *with, int times)
 {
 	struct sockaddr_in at = first_address();

@@ -1,11 +1,11 @@
-/* What has ended is reached no more: a queue pair that is destroyed while its connection stands, and what a program leaves in a context
-   that it closes. */
+/* Ended objects can no longer be reached: a queue pair that is destroyed while its connection exists, and the objects that a
+   program leaves in a context that it closes. */
 #include "check.h"
 #include <rdma/rdma_cma.h>
 
 static uint32_t words[2] = {1, 2};
 
-/* A write to the second word fails, and changes nothing. */
+/* Checks that a write to the second word fails, and changes nothing. */
 static void unreachable(struct ibv_qp *qp, struct ibv_cq *cq, uint32_t lkey, uint32_t rkey)
 {
 	struct ibv_sge from = {.addr = (uintptr_t)&words[0], .length = 4, .lkey = lkey};
@@ -104,7 +104,7 @@ static void closed(void)
 	CHECK(!ibv_close_device(contexts[1]));
 	unreachable(qp[0], cq[0], mr[0]->lkey, rkey);
 	CHECK(!ibv_import_mr(mr[0]->pd, handle) && errno == ENOENT);
-	/* The next event is of the other context's, and of what is there. */
+	/* The next event belongs to the other context, and to an existing object. */
 	struct ibv_async_event event;
 	CHECK(!ibv_get_async_event(contexts[0], &event) && event.element.qp == qp[0]);
 	ibv_ack_async_event(&event);

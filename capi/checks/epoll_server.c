@@ -72,11 +72,11 @@ static void connect_all(int from, int to)
 		bring_up(all[i].qp, numbers[i]);
 		receive(&all[i]);
 	}
-	/* Both have posted their receives. */
+	/* Both sides have posted their receives. */
 	CHECK(write(to, numbers, 1) == 1 && read(from, numbers, 1) == 1);
 }
 
-/* Takes the completions of one until there are no more. */
+/* Takes the completions of a connection until there are no more. */
 static void drain(struct connection *one)
 {
 	struct ibv_wc wc;
@@ -88,7 +88,7 @@ static void drain(struct connection *one)
 	CHECK(found == 0);
 }
 
-/* Sleeps until some have events, and drains those. */
+/* Sleeps until some connections have events, and drains those. */
 static void sleep_and_drain(void)
 {
 	struct epoll_event events[CONNECTIONS];

@@ -1,7 +1,8 @@
-/* Asynchronous events: whose they are, and that an object ends whatever the program has asked for. */
+/* Asynchronous events: each concerns the right object, and an object can be destroyed whatever events the program has asked
+   for. */
 #include "check.h"
 
-/* A queue pair with a shared receive queue, which has reached its last receive: an event of it. */
+/* Returns a queue pair with a shared receive queue, which has reached its last receive and so has an event. */
 static struct ibv_qp *reached(struct ibv_pd *pd, struct ibv_cq *cq, struct ibv_srq *srq)
 {
 	struct ibv_qp_init_attr init = {.send_cq = cq, .recv_cq = cq, .srq = srq, .cap = {4, 4, 1, 1, 0}, .qp_type = IBV_QPT_RC};
@@ -11,7 +12,7 @@ static struct ibv_qp *reached(struct ibv_pd *pd, struct ibv_cq *cq, struct ibv_s
 	return qp;
 }
 
-/* The next event, which is to be of a queue pair. */
+/* Takes the next event, which must concern the queue pair. */
 static void expect(struct ibv_context *context, struct ibv_qp *qp, struct ibv_async_event *event)
 {
 	CHECK(!ibv_get_async_event(context, event));
@@ -31,7 +32,7 @@ int main(void)
 	}
 	struct ibv_async_event event;
 
-	/* The second's and the third's were not asked for: both end at once. */
+	/* The program has not asked for the events of the second and the third: both can be destroyed at once. */
 	struct ibv_qp *first = reached(pd[0], cq[0], srq[0]), *second = reached(pd[0], cq[0], srq[0]);
 	struct ibv_qp *third = reached(pd[1], cq[1], srq[1]);
 	expect(contexts[0], first, &event);
@@ -39,7 +40,7 @@ int main(void)
 	ibv_ack_async_event(&event);
 	CHECK(!ibv_destroy_qp(first));
 
-	/* Nor are theirs told of afterwards. */
+	/* Nor are their events given afterwards. */
 	for (int i = 0; i < 2; i++) {
 		first = reached(pd[i], cq[i], srq[i]);
 		expect(contexts[i], first, &event);

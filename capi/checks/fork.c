@@ -1,5 +1,5 @@
-/* A program that forks: its children disturb it in no way, whatever they do with what they have of it, and one that opens the device anew
-   has its own. */
+/* A program that forks: its children do not disturb it, whatever they do with their copies of its objects, and a child that
+   opens the device again has its own. */
 #include "check.h"
 #include <sys/wait.h>
 #include <unistd.h>
@@ -34,7 +34,7 @@ static void make(struct end *end)
 	CHECK(end->srq = ibv_create_srq(end->pd, &srq));
 }
 
-/* Sends and receives, and sleeps for that. */
+/* Sends and receives, sleeping until the completions arrive. */
 static void use(struct end *end, int rounds)
 {
 	struct ibv_sge from = {(uintptr_t)&end->words[0], 4, end->mr->lkey}, to = {(uintptr_t)&end->words[1], 4, end->mr->lkey};
@@ -61,7 +61,7 @@ static void end_all(struct end *end)
 	CHECK(!ibv_dereg_mr(end->mr) && !ibv_dealloc_pd(end->pd) && !ibv_close_device(end->context));
 }
 
-/* What children do. */
+/* Actions of children. */
 static void leave(struct end *end) { (void)end; _exit(0); }
 static void run_exit_handlers(struct end *end) { (void)end; exit(0); }
 static void execute(struct end *end) { (void)end; execlp("true", "true", NULL); _exit(1); }
@@ -100,7 +100,7 @@ int main(void)
 		pid_t child = fork();
 		CHECK(child >= 0);
 		if (child == 0) {
-			/* One that hangs is told from one that works. */
+			/* Distinguishes a child that hangs from one that works. */
 			alarm(LONG);
 			does[i](&end);
 			_exit(2);
@@ -114,7 +114,7 @@ int main(void)
 		use(&end, 20);
 	}
 	end_all(&end);
-	/* Nothing was closed for good: it can be opened again. */
+	/* Nothing was closed for good: the device can be opened again. */
 	memset(&end, 0, sizeof(end));
 	make(&end);
 	use(&end, 5);

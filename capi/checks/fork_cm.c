@@ -1,5 +1,5 @@
-/* Children of a program that has connections by rdma_cm: what they destroy is their copies' alone, and the connection
-   lives on; and one that connects itself has its own. */
+/* Children of a program that has connections by rdma_cm: they destroy only their own copies, and the connection lives on;
+   and a child that connects has its own connection. */
 #include "check.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -25,7 +25,7 @@ static void give_pair(struct rdma_cm_id *id)
 	CHECK(!rdma_create_qp(id, pd, &init));
 }
 
-/* Both ends, in one process. */
+/* Connects both ends, in one process. */
 static void meet(void)
 {
 	struct rdma_addrinfo hints = {.ai_port_space = RDMA_PS_TCP}, *found;
@@ -111,7 +111,7 @@ int main(void)
 			if (i == 2)
 				rdma_disconnect(ids[0]);
 			if (i == 3) {
-				/* It connects on its own: of the parent's it needs nothing. */
+				/* This child makes its own connection: it needs nothing of the parent's. */
 				pd = NULL;
 				meet();
 				use(20);

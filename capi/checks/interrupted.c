@@ -1,5 +1,5 @@
-/* Calls that wait for an event: a handler that was set with SA_RESTART leaves them waiting, one without ends them, and so does
- * pthread_cancel(3), as with rdma-core, whose calls wait in read(2). */
+/* Calls that wait for an event: a signal whose handler was set with SA_RESTART leaves them waiting, one without that flag
+ * ends them, and so does pthread_cancel(3), as with rdma-core, whose calls wait in read(2). */
 #define _GNU_SOURCE
 #include "check.h"
 
@@ -16,7 +16,7 @@ static struct rdma_event_channel *events;
 static atomic_int handled, thread_id;
 static void handle(int signal) { (void)signal; handled++; }
 
-/* The calls, each of which gives back 0 where it has its event. */
+/* The calls; each returns 0 if it has its event. */
 static int get_cq_event(void)
 {
 	struct ibv_cq *cq;
@@ -34,14 +34,14 @@ static int get_cm_event(void)
 	return rdma_get_cm_event(events, &event) || rdma_ack_cm_event(event);
 }
 
-/* What it gave back, and how it failed. */
+/* Returns 0, or the errno with which the call failed. */
 static void *call(void *of)
 {
 	thread_id = gettid();
 	return (void *)(intptr_t)(((int (*)(void))of)() ? errno : 0);
 }
 
-/* A thread in a call that waits. */
+/* Starts a thread in a call that waits. */
 static pthread_t waiting(int (*of)(void))
 {
 	pthread_t thread;

@@ -1,5 +1,6 @@
-/* Programs killed at any moment, while they connect, accept, send, write and destroy: two others on the address go on and are told, and
-   the next one connects at once. KILLED_TIMES says how many are killed; KILLED_SEED replays what is drawn, if not the moments. */
+/* Programs killed at any moment, while they connect, accept, send, write and destroy: two others on the address go on and
+   get an event, and the next one connects at once. KILLED_TIMES gives the number of kills; KILLED_SEED replays the random
+   draws, if not the moments. */
 #define _GNU_SOURCE
 #include "check.h"
 #include <dirent.h>
@@ -13,10 +14,10 @@
 
 enum { BYTES = 32 << 10, MESSAGE = 1 << 10, SURVIVORS = 2 };
 
-/* ---- A node: it listens, connects where it is told to, and exchanges messages on every connection, each of which is one queue pair by
-   rdma_cm and one that is brought up by hand. */
+/* ---- A node: it listens, connects to the nodes that it is told, and exchanges messages on every connection, each of which
+   is one queue pair by rdma_cm and one that is brought up by hand. */
 
-/* What each tells the other as private data. */
+/* Private data that each end sends to the other. */
 struct hello {
 	uint64_t area;
 	uint32_t rkey, number, qpn;
@@ -24,7 +25,7 @@ struct hello {
 
 enum state { CONNECTING, UP, ENDING, OVER };
 
-/* Of one queue pair: what is posted and has not completed, and the next message. */
+/* State of one queue pair: what is posted and has not completed, and the next message. */
 struct lane {
 	struct ibv_qp *qp;
 	int recvs, sends;
@@ -41,7 +42,7 @@ struct connection {
 	enum state state;
 	unsigned port;
 	bool connects, leaves, is_told;
-	/* For each lane what is received, sent, and written by the peer. */
+	/* For each lane the bytes received, sent, and written by the peer. */
 	uint8_t memory[2][2 * MESSAGE + 2 * BYTES];
 };
 
@@ -53,7 +54,7 @@ static struct ibv_pd *pd;
 static unsigned own_number;
 static struct sockaddr_in address = {.sin_family = AF_INET};
 static uint64_t random_state;
-/* The others may go. */
+/* Set when the other nodes may end. */
 static bool ends;
 
 static uint64_t draw(uint64_t below)
@@ -80,10 +81,10 @@ static bool holds(const uint8_t *from, size_t bytes, uint64_t key)
 	return true;
 }
 
-/* Those that are never killed. */
+/* Returns whether a node is never killed. */
 static bool survives(unsigned number) { return number < SURVIVORS; }
 
-/* Messages have numbers, which nothing else of the two ends has. */
+/* Returns the number of a message, which nothing else of the two ends has. */
 static uint64_t key(const struct connection *connection, int lane, uint64_t seq)
 {
 	uint32_t a = connection->own.qpn, b = connection->peer.qpn;
@@ -98,7 +99,7 @@ static void receive(struct connection *of, int i)
 	of->lanes[i].recvs++;
 }
 
-/* A write into the peer's memory, and the message that says so. */
+/* Writes into the peer's memory, and sends the message about it. */
 static void say(struct connection *of, int i)
 {
 	struct lane *lane = &of->lanes[i];
@@ -115,7 +116,7 @@ static void say(struct connection *of, int i)
 	lane->seq++;
 }
 
-/* Something without a word, which comes back when the peer is no more. */
+/* Sends an empty message, which completes with an error when the peer is gone. */
 static void ask(struct connection *of)
 {
 	struct ibv_send_wr wr = {.wr_id = 3, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED}, *bad;
@@ -147,12 +148,12 @@ static struct rdma_conn_param parameters(const struct connection *of)
 	return (struct rdma_conn_param){.private_data = &of->own, .private_data_len = sizeof of->own, .responder_resources = 1, .initiator_depth = 1, .retry_count = 7, .rnr_retry_count = 7};
 }
 
-/* The second queue pair, as soon as the peer's is known. */
+/* Brings up the second queue pair, as soon as the peer's is known. */
 static void bring_up_second(struct connection *of, const struct rdma_cm_event *event)
 {
 	CHECK(event->param.conn.private_data_len >= sizeof of->peer);
 	memcpy(&of->peer, event->param.conn.private_data, sizeof of->peer);
-	/* Whoever may die is asked for no longer than 2 s. */
+	/* A peer that may die is retried for no longer than 2 s. */
 	bring_up_within(of->lanes[1].qp, of->peer.qpn, survives(of->peer.number) ? 14 : 13);
 	receive(of, 1);
 }
@@ -179,7 +180,8 @@ static void connect_to(unsigned port, unsigned number)
 	CHECK(!rdma_resolve_addr(id, NULL, (struct sockaddr *)&to, 1000 * LONG));
 }
 
-/* The connection is over: everything that was posted has to come back. Of the second queue pair nothing tells, so who was left asks. */
+/* Handles the end of the connection: everything that was posted has to complete. Nothing reports the end to the second queue
+   pair, so the survivor sends on it. */
 static void end(struct connection *of)
 {
 	if (of->state != UP)
@@ -221,11 +223,11 @@ static void completed(struct connection *of, const struct ibv_wc *wc)
 	} else if (of->state == OVER) {
 		return;
 	} else if (of->state == ENDING) {
-		/* The peer had not come to its end yet. */
+		/* The peer had not ended its side yet. */
 		if (i == 1 && !lane->sends)
 			ask(of);
 	} else if (wc->wr_id < 2 && wc->byte_len) {
-		/* Both count the messages of a lane, which come by turns. */
+		/* Both ends count the messages of a lane, which alternate. */
 		uint8_t *area = of->memory[i] + 2 * MESSAGE + BYTES;
 		if (wc->byte_len != MESSAGE || !holds(of->memory[i], MESSAGE, key(of, i, lane->seq)))
 			fatal(of, "a message is wrong");
@@ -241,7 +243,7 @@ static void completed(struct connection *of, const struct ibv_wc *wc)
 	}
 }
 
-/* Everything has come back, and it was told. */
+/* Returns whether everything has completed, and the end was reported. */
 static bool is_over(const struct connection *of)
 {
 	return of->state == OVER || (of->state == ENDING && of->is_told && !of->lanes[0].recvs && !of->lanes[0].sends && !of->lanes[1].recvs && !of->lanes[1].sends);
@@ -265,7 +267,7 @@ static void happened(struct rdma_cm_event *event)
 		create_queues(of);
 		bring_up_second(of, event);
 		param = parameters(of);
-		/* The peer may have gone since. */
+		/* The peer may have gone meanwhile. */
 		if (rdma_accept(event->id, &param))
 			of->state = OVER;
 		break;
@@ -296,7 +298,7 @@ static void happened(struct rdma_cm_event *event)
 	}
 }
 
-/* How many descriptors there are in a folder of /proc, or files. */
+/* Returns the number of descriptors in a folder of /proc, or of files. */
 static int entries(const char *path)
 {
 	DIR *folder = opendir(path);
@@ -335,7 +337,7 @@ static void node(unsigned number)
 	for (int i = 0; i < 3; i++)
 		CHECK(!fcntl(fds[i], F_SETFL, O_NONBLOCK));
 	printf("ready %u\n", ntohs(rdma_get_src_port(listening)));
-	/* Turns of the lanes with the other survivor at the last mark, and what is to be answered. */
+	/* Turns of the lanes with the other survivor at the last mark, and the answer that is pending. */
 	uint64_t marks[2] = {0};
 	enum { NOT, ASKED, MARKED } mark = NOT;
 	bool settles = false, is_up = false;
@@ -420,7 +422,7 @@ static void node(unsigned number)
 	CHECK(!ibv_close_device(context));
 }
 
-/* ---- Who starts and kills them. */
+/* ---- The process that starts and kills them. */
 
 struct process {
 	pid_t pid;
@@ -454,7 +456,7 @@ static struct process start(unsigned number)
 	return process;
 }
 
-/* The numbers behind a word that a process says, or will say. */
+/* Waits for a word that a process prints, and reads the numbers behind it. */
 static void hear(struct process *process, const char *word, int numbers[2])
 {
 	char line[256];
@@ -500,7 +502,7 @@ static void check_goes_on(struct process *processes)
 		hear(&processes[i], "goes on", NULL);
 }
 
-/* Descriptors and mappings of each survivor, once it has been told of everybody's end. */
+/* Reads the descriptors and mappings of each survivor, once it has got the event of every end. */
 static void settle(struct process *processes, int figures[SURVIVORS][2])
 {
 	for (int i = 0; i < SURVIVORS; i++)
@@ -520,7 +522,7 @@ static void kill_some(int kills)
 	}
 	tell_connect(&survivors[1], &survivors[0]);
 	check_goes_on(survivors);
-	/* The last one is not killed. */
+	/* The last process is not killed. */
 	for (int i = 0; i <= kills; i++) {
 		struct process process = start(SURVIVORS + i);
 		bool is_last = i == kills, opens = !is_last && draw(4) == 0;
@@ -541,7 +543,7 @@ static void kill_some(int kills)
 			CHECK(status_of(&process) == 0);
 			break;
 		}
-		/* Time is what is meant: the moment at which it dies is drawn, wherever it is by then. */
+		/* The delay is time, not progress: the moment of death is random, wherever the process is by then. */
 		usleep(draw(30000));
 		CHECK(!kill(process.pid, SIGKILL));
 		close(process.in);
@@ -557,7 +559,7 @@ static void kill_some(int kills)
 	check_goes_on(survivors);
 	for (int i = 0; i < SURVIVORS; i++) {
 		printf("%d: descriptors %d, %d; mappings %d, %d\n", i, early[i][0], late[i][0], early[i][1], late[i][1]);
-		/* A socket is kept for each place on the port that was ever sent to; the C library keeps stacks. */
+		/* The library keeps a socket for each place on the port that was ever sent to; the C library keeps stacks. */
 		CHECK(late[i][0] <= early[i][0] + 15 && late[i][1] <= early[i][1] + 64);
 		tell(&survivors[i], "end\n");
 	}
@@ -592,7 +594,7 @@ int main(int argc, char **argv)
 	printf("KILLED_SEED=%llu\n", (unsigned long long)random_state);
 	signal(SIGPIPE, SIG_IGN);
 	CHECK(readlink("/proc/self/exe", itself, sizeof itself - 1) > 0);
-	/* What the dead leave there is counted. */
+	/* Files that killed processes leave there are counted. */
 	char files[64];
 	CHECK(mkdtemp(runtime) && !atexit(remove_runtime) && !setenv("XDG_RUNTIME_DIR", runtime, 1));
 	const char *times = getenv("KILLED_TIMES");

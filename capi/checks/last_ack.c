@@ -1,4 +1,5 @@
-/* A program that ends as soon as it has a message leaves its peer's request answered, as an RNIC does, which acknowledges by itself. */
+/* A program that ends as soon as it has a message still acknowledges its peer's request, as an RNIC does, which acknowledges
+   by itself. */
 #include "check.h"
 
 #include <sys/wait.h>
@@ -21,7 +22,7 @@ static void open_side(struct side *side)
 	CHECK((side->qp = ibv_create_qp(side->pd, &init)) && (side->mr = ibv_reg_mr(side->pd, side->bytes, sizeof(side->bytes), IBV_ACCESS_LOCAL_WRITE)));
 }
 
-/* Takes in the peer's number, and gives the own one. */
+/* Exchanges queue pair numbers with the peer, and connects. */
 static void meet(struct side *side, int from, int to)
 {
 	uint32_t peer;
@@ -29,7 +30,7 @@ static void meet(struct side *side, int from, int to)
 	bring_up(side->qp, peer);
 }
 
-/* Both are as far. */
+/* Waits until both sides have come this far. */
 static void both(int from, int to)
 {
 	char byte = 0;
@@ -58,7 +59,7 @@ int main(void)
 		both(up[0], down[1]);
 		struct ibv_send_wr send = {.sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_SEND, .send_flags = IBV_SEND_SIGNALED}, *bad;
 		CHECK(!ibv_post_send(side.qp, &send, &bad));
-		/* It ends before this side looks. */
+		/* The child ends before this side polls. */
 		CHECK(waitpid(child, &status, 0) == child && status == 0);
 		completion(side.cq);
 		CHECK(!ibv_destroy_qp(side.qp) && !ibv_dereg_mr(side.mr) && !ibv_destroy_cq(side.cq) && !ibv_dealloc_pd(side.pd) && !ibv_close_device(side.context));

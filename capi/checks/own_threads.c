@@ -1,5 +1,5 @@
-/* The library's own threads: none takes a signal of the program's, which may wait for it in a thread of its own; and where the system refuses
-   one, the call that needs it fails. */
+/* The library's own threads: none takes a signal of the program, which may wait for it in a thread of its own; and if the
+   system refuses a thread, the call that needs it fails. */
 #include "check.h"
 #include <dirent.h>
 #include <fcntl.h>
@@ -42,7 +42,7 @@ static void give_pair(struct rdma_cm_id *id)
 	CHECK(!rdma_create_qp(id, NULL, &init));
 }
 
-/* An id that only has to connect. */
+/* Returns an id that only has to connect. */
 static struct rdma_cm_id *resolved(void)
 {
 	struct rdma_cm_id *id = new_id();
@@ -55,7 +55,7 @@ static struct rdma_cm_id *resolved(void)
 
 static struct rdma_conn_param param = {.retry_count = 7, .rnr_retry_count = 7};
 
-/* Threads that listen, connect and wait, of ids and of sockets: somebody asks each of them. */
+/* Starts threads that listen, connect and wait, for ids and for sockets: each of them gets a request. */
 static void begin(void)
 {
 	CHECK((channel = rdma_create_event_channel()));
@@ -78,14 +78,14 @@ static void begin(void)
 	CHECK(rpoll(&fd, 1, LONG * 1000) == 1);
 }
 
-/* Whether a thread of this process has a signal blocked. */
+/* Returns whether a thread of this process has a signal blocked. */
 static int blocks(const char *thread, int signal)
 {
 	char path[300], line[300];
 	unsigned long long mask = 0;
 	snprintf(path, sizeof(path), "/proc/self/task/%s/status", thread);
 	FILE *file = fopen(path, "r");
-	/* It has ended. */
+	/* The thread has ended. */
 	if (!file)
 		return -1;
 	int found = 0;
@@ -107,12 +107,12 @@ static void signals(void)
 		int terms[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGCHLD, SIGALRM, SIGIO, SIGRTMIN};
 		for (size_t i = 0; i < sizeof(terms) / sizeof(*terms); i++)
 			CHECK(blocks(task->d_name, terms[i]) != 0);
-		/* A handler of the program's hears of a fault. */
+		/* A fault reaches a handler of the program. */
 		CHECK(blocks(task->d_name, SIGSEGV) != 1);
 		seen++;
 	}
 	CHECK(!closedir(tasks) && seen >= 3);
-	/* The mask of who called is as it was. */
+	/* The signal mask of the calling thread is unchanged. */
 	sigset_t mask, wanted;
 	CHECK(!pthread_sigmask(SIG_SETMASK, NULL, &mask) && !sigismember(&mask, SIGTERM) && !sigismember(&mask, SIGUSR1));
 	sigemptyset(&wanted);
@@ -121,7 +121,7 @@ static void signals(void)
 	CHECK(!pthread_sigmask(SIG_BLOCK, &wanted, NULL) && !kill(getpid(), SIGTERM) && !sigwait(&wanted, &got) && got == SIGTERM);
 }
 
-/* From now on there are no new threads. */
+/* Makes the system refuse new threads from now on. */
 static void refuse(void)
 {
 	struct sock_filter filter[] = {
@@ -152,7 +152,7 @@ static void refused(void)
 	CHECK(rdma_connect(datagrams, &param) == -1 && errno == EAGAIN);
 	CHECK(rdma_accept(asked, &param) == -1 && errno == EAGAIN);
 	CHECK(rconnect(s, (struct sockaddr *)&at, sizeof(at)) == -1 && errno == EAGAIN);
-	/* It can be tried again. */
+	/* The call can be repeated. */
 	CHECK(rconnect(s, (struct sockaddr *)&at, sizeof(at)) == -1 && errno == EAGAIN);
 	CHECK(raccept(rlistening, NULL, NULL) == -1 && errno == EAGAIN);
 	CHECK(!rclose(s) && !rclose(rlistening));

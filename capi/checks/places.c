@@ -28,7 +28,7 @@ static void hold(void)
 	struct ibv_context *context = ibv_open_device(list[0]);
 	if (!context) {
 		CHECK(errno == EBUSY);
-		/* Nor by rdma_cm. */
+		/* rdma_cm fails, too. */
 		struct sockaddr_in address = {.sin_family = AF_INET};
 		CHECK(inet_pton(AF_INET, getenv("RDMUX_DEVICES"), &address.sin_addr) == 1);
 		struct rdma_event_channel *channel = rdma_create_event_channel();
@@ -40,12 +40,12 @@ static void hold(void)
 		exit(HAS_NONE);
 	}
 	CHECK(write(STDOUT_FILENO, "o", 1) == 1);
-	/* Until it is killed, or nobody is left who would. */
+	/* Until it is killed, or no process is left that would. */
 	char end;
 	CHECK(read(STDIN_FILENO, &end, 1) == 0);
 }
 
-/* Starts one; false where there is no place for it. */
+/* Starts a process; returns false if there is no place for it. */
 static bool start(struct process *process)
 {
 	int ends[2], lives[2];
@@ -63,7 +63,7 @@ static bool start(struct process *process)
 	close(lives[0]);
 	process->said = ends[0];
 	process->lives = lives[1];
-	/* A letter when it has a place; else what it says, which ends with it. */
+	/* A letter when the process has a place; otherwise its message, followed by its end. */
 	char said[4096];
 	ssize_t bytes = 0, more;
 	struct pollfd wait = {.fd = ends[0], .events = POLLIN};
@@ -103,7 +103,7 @@ int main(int argc, char **argv)
 		return 0;
 	}
 	CHECK(readlink("/proc/self/exe", itself, sizeof itself - 1) > 0);
-	/* An address that nobody else has places of. */
+	/* An address on which no other process has a place. */
 	char address[32];
 	snprintf(address, sizeof address, "127.%d.%d.3", getpid() >> 8 & 127, getpid() & 255);
 	CHECK(!setenv("RDMUX_DEVICES", address, 1));

@@ -1,5 +1,6 @@
-/* Sockets over RDMA beyond what Debian's programs do: a thread that reads beside one that writes, many sockets of one process, what is polled
-   together with pipes, halves that are shut, signals, forks, peers that die or lie, and what calls answer that are wrong. */
+/* Sockets over RDMA beyond the use by Debian's programs: a thread that reads beside one that writes, many sockets in one
+   process, sockets polled together with pipes, halves that are shut, signals, forks, peers that die or lie, and the results
+   of wrong calls. */
 #include "check.h"
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -68,7 +69,7 @@ static void bytes_and_calls(int listener)
 	struct sockaddr_in peer;
 	socklen_t length = sizeof(peer);
 	CHECK(!rgetpeername(s[0], (struct sockaddr *)&peer, &length) && peer.sin_port == address.sin_port);
-	/* Who asks says from which port. */
+	/* The connecting side has a port, which the peer sees. */
 	struct sockaddr_in own;
 	length = sizeof(own);
 	CHECK(!rgetsockname(s[0], (struct sockaddr *)&own, &length) && own.sin_port);
@@ -80,7 +81,7 @@ static void bytes_and_calls(int listener)
 	CHECK(wait_for(s[1], POLLIN) & POLLIN);
 	CHECK(rrecv(s[1], got, 3, MSG_PEEK | MSG_WAITALL) == 3 && !memcmp(got, "one", 3));
 	CHECK(rreadv(s[1], into, 2) == 7 && !memcmp(got, "one two", 7));
-	/* A half is shut: what was sent before is read, then the end; the other half goes on. */
+	/* Shuts one half: the peer reads what was sent before, then the end; the other half goes on. */
 	CHECK(rsend(s[0], "end", 3, 0) == 3 && !rshutdown(s[0], SHUT_WR));
 	CHECK(rrecv(s[1], got, 4, MSG_WAITALL) == 3 && rrecv(s[1], got, 4, 0) == 0);
 	CHECK(rsend(s[0], "x", 1, MSG_NOSIGNAL) == -1 && errno == EPIPE);
@@ -113,7 +114,7 @@ static void what_is_wrong(int listener)
 	CHECK(!rclose(s));
 }
 
-/* Sockets and pipes are polled and selected together. */
+/* Polls and selects sockets and pipes together. */
 static void mixed(int listener)
 {
 	int s[2], p[2];
@@ -139,7 +140,7 @@ static void mixed(int listener)
 	CHECK(!close(p[0]) && !close(p[1]) && !rclose(s[0]) && !rclose(s[1]));
 }
 
-/* What a stream carries at a place. */
+/* Returns the byte that a stream carries at a place. */
 static unsigned char at(size_t place, int seed)
 {
 	return place * 2654435761u >> 11 ^ seed;
@@ -177,7 +178,7 @@ static void *reads(void *argument)
 	return NULL;
 }
 
-/* Both ways of several streams at a time: each end has a thread that reads and one that writes. */
+/* Uses both directions of several streams at the same time: each end has a thread that reads and one that writes. */
 static void threads(int listener)
 {
 	int s[PAIRS][2];
@@ -187,7 +188,7 @@ static void threads(int listener)
 		pair(listener, s[i]);
 		for (int j = 0; j < 2; j++)
 			for (int k = 0; k < 2; k++) {
-				/* The first end's bytes are those that the second reads. */
+				/* The second end reads the bytes that the first one writes. */
 				ways[i][j][k] = (struct way){s[i][j], i * 2 + (j ^ k), rounds * 10000};
 				CHECK(!pthread_create(&thread[i][j][k], NULL, k ? reads : writes, &ways[i][j][k]));
 			}
@@ -200,7 +201,7 @@ static void threads(int listener)
 		CHECK(!rclose(s[i][0]) && !rclose(s[i][1]));
 }
 
-/* A thread that waits for something of a socket. */
+/* A thread that waits in a call on a socket. */
 struct waiter {
 	int s;
 	int (*waits)(int s);
@@ -224,12 +225,12 @@ static void *waits(void *argument)
 	struct waiter *own = argument;
 	atomic_store(&own->thread, syscall(SYS_gettid));
 	int got = own->waits(own->s);
-	/* A stream is shut first, which is its end. */
+	/* A stream is shut first, so the call returns its end. */
 	CHECK((got == -1 && errno == EBADF) || (got == 0 && own->is_stream));
 	return NULL;
 }
 
-/* What waits is inside of its call: it has nothing else to sleep for. */
+/* Waits until the thread sleeps, which it does only inside of its call. */
 static void until_asleep(int thread)
 {
 	char path[64], state;
@@ -241,7 +242,7 @@ static void until_asleep(int thread)
 	} while (state != 'S');
 }
 
-/* A thread that waits for a socket ends when another closes it, and is told that there is no such socket. */
+/* When another thread closes a socket, a thread that waits for it returns with the error that there is no such socket. */
 static void closed(int listener)
 {
 	int s[2];
@@ -260,7 +261,7 @@ static void closed(int listener)
 	CHECK(!rclose(s[0]) && !rgetsockname(listener, (struct sockaddr *)&address, &length));
 }
 
-/* A program of its own, which connects, says something and is killed. */
+/* Another program connects, sends something and is killed. */
 static void peer_dies(int listener, const char *program)
 {
 	char port[8];
@@ -288,7 +289,7 @@ static void rings(int signal)
 	(void)signal;
 }
 
-/* A signal ends a call that waits, at the latest the second one. */
+/* A signal ends a call that waits, at the latest the second signal. */
 static void signals(int listener)
 {
 	int s[2];
@@ -315,7 +316,7 @@ static void forks(int listener)
 	if (!child) {
 		CHECK(rwrite(s[0], "x", 1) == -1 && errno == EBADF);
 		CHECK(!rclose(s[0]) && !rclose(listener));
-		/* What it makes is its own. */
+		/* Sockets that the child makes are its own. */
 		alarm(LONG);
 		int own = listening();
 		pair(own, s);
@@ -327,7 +328,8 @@ static void forks(int listener)
 	CHECK(!rclose(s[0]) && !rclose(s[1]));
 }
 
-/* One who speaks the protocol wrong: what it says when it connects, and the immediate data of what it sends then, without bytes. */
+/* A peer that violates the protocol: the private data with which it connects, and the immediate data of its message after
+   that, without bytes. */
 struct liar {
 	unsigned char says[40];
 	uint32_t sends;
@@ -379,7 +381,7 @@ static void liars(int listener)
 			CHECK(rread(s, &byte, 1) == -1 && errno == ECONNRESET);
 			CHECK(rwrite(s, &byte, 1) == -1 && errno == ECONNRESET && !rclose(s));
 		}
-		/* Nobody is there to be accepted. */
+		/* There is no connection to accept. */
 		do
 			CHECK(rpoll(&fd, 1, 5) == 0);
 		while (!atomic_load(&liar.done));
@@ -397,12 +399,12 @@ static void datagrams(void)
 	CHECK(b >= 0 && rsend(b, "x", 1, 0) == -1 && errno == EDESTADDRREQ);
 	CHECK(!rconnect(b, (struct sockaddr *)&address, sizeof(address)));
 	CHECK(rsend(b, got, 3000, 0) == -1 && errno == EMSGSIZE);
-	/* What the system refuses is told: nothing can be sent to port 0. */
+	/* The call returns the system's error: nothing can be sent to port 0. */
 	struct sockaddr_in nowhere = address;
 	nowhere.sin_port = 0;
 	CHECK(rsendto(b, "x", 1, 0, (struct sockaddr *)&nowhere, sizeof(nowhere)) == -1 && errno == EINVAL);
 	for (int i = 0; i < 4; i++) {
-		/* The first goes by UDP. */
+		/* The first datagram goes by UDP. */
 		CHECK(rsend(b, "question", 8, 0) == 8);
 		length = sizeof(from);
 		CHECK(wait_for(a, POLLIN) & POLLIN);
@@ -416,7 +418,7 @@ static void datagrams(void)
 	CHECK(!rclose(a) && !rclose(b));
 }
 
-/* Buffers that the peer writes: in time for what is sent after, and not once they are given up. */
+/* Buffers that the peer writes: it learns of them before later data, and cannot write them after they are unmapped. */
 static void mapped(void)
 {
 	int mappings = 2;
@@ -427,7 +429,7 @@ static void mapped(void)
 	socklen_t length = sizeof(address);
 	CHECK(!rgetsockname(listener, (struct sockaddr *)&address, &length));
 	pair(listener, s);
-	/* The table of who accepted has two places, that of who connected none. */
+	/* The accepting side's table has two entries, the connecting side's none. */
 	static char here[100000], there[100000];
 	CHECK(riomap(s[1], there, sizeof(there), PROT_WRITE, 0, 0) == -1 && errno == ENOMEM);
 	CHECK(riomap(s[0], here, 10, PROT_WRITE, 0, 500) == 500);
@@ -443,7 +445,7 @@ static void mapped(void)
 		CHECK(here[i] == 'z');
 	CHECK(riounmap(s[0], there, 1) == -1 && errno == EINVAL && !riounmap(s[0], here, 10));
 	here[0] = 'a';
-	/* What was written to stays as it is, and who wrote is not connected any more. */
+	/* The buffer stays as it is, and the writer is no longer connected. */
 	CHECK(riowrite(s[1], there, 10, 500, 0) == 10);
 	CHECK(rrecv(s[1], there, 1, 0) == -1 && errno == ECONNRESET && here[0] == 'a');
 	CHECK(!rclose(s[0]) && !rclose(s[1]) && !rclose(listener));

@@ -1,5 +1,5 @@
-/* Many threads on one device: queues that come and go on a channel that others wait on, events that are taken and acknowledged beside
-   that, and queue pairs that several post to and poll. */
+/* Many threads on one device: some make and destroy queues on a channel that others wait on, some take and acknowledge
+   events beside that, and several post to the same queue pairs and poll. */
 #include "check.h"
 #include <fcntl.h>
 #include <poll.h>
@@ -21,12 +21,13 @@ static struct ibv_sge word(int i)
 	return (struct ibv_sge){.addr = (uintptr_t)&words[i], .length = 4, .lkey = mr->lkey};
 }
 
-/* Of each queue, how many of its events were taken. */
+/* Number of a queue's events that were taken. */
 struct maker {
 	atomic_int taken;
 };
 
-/* Makes a queue and a pair on the channel, uses it, and destroys it while others take its events: that waits for their acknowledgements. */
+/* Makes a queue and a pair on the channel, uses them, and destroys the queue while others take its events: that waits for
+   their acknowledgements. */
 static void *make(void *argument)
 {
 	struct maker *own = argument;
@@ -41,7 +42,8 @@ static void *make(void *argument)
 			exchange(qp, word(0), word(1), j);
 			completion(cq);
 			completion(cq);
-			/* The first was told of, whoever polled it. Every other queue is destroyed with its event on the way. */
+			/* The channel reports the first completion, whoever polled it. Every other queue is destroyed while
+			   its event is on the way. */
 			double end = now() + LONG;
 			while ((i + j) % 2 == 0 && atomic_load(&own->taken) == before)
 				CHECK(now() < end);
@@ -76,14 +78,14 @@ static struct ibv_qp *shared[2];
 static struct ibv_cq_ex *shared_cq;
 static atomic_int done;
 
-/* Several post to one queue pair, by both interfaces, and poll one extended queue. */
+/* Several threads post to one queue pair, by both interfaces, and poll one extended queue. */
 static void *send(void *argument)
 {
 	(void)argument;
 	int mine = 0, before = -1;
 	double end = 0;
 	while (mine < rounds * 10 || atomic_load(&done) < SENDERS * rounds * 10 * 2) {
-		/* All may take as long as they need, while any of them gets on. */
+		/* Each thread may take as long as it needs, while any of them makes progress. */
 		if (atomic_load(&done) != before) {
 			before = atomic_load(&done);
 			end = now() + LONG;

@@ -77,7 +77,7 @@ static void extended(void)
 		CHECK(!ibv_query_rt_values_ex(context, &after));
 		CHECK((uint64_t)before.raw_clock.tv_nsec <= last && last <= (uint64_t)after.raw_clock.tv_nsec);
 
-		/* Classic calls, and another length. */
+		/* Classic calls, and resizing. */
 		exchange(qp, from, to, 1);
 		completion(classic);
 		completion(classic);
@@ -89,7 +89,7 @@ static void extended(void)
 	}
 }
 
-/* An event for several completions: who sleeps is told when the first is old. */
+/* One event for several completions: a sleeping thread is woken when the first completion is old enough. */
 static void moderation(void)
 {
 	struct ibv_comp_channel *channel = ibv_create_comp_channel(context);
@@ -116,7 +116,7 @@ static void moderation(void)
 	CHECK(!ibv_destroy_cq(sends) && !ibv_destroy_cq(receives) && !ibv_destroy_comp_channel(channel));
 }
 
-/* What is received into the null region is gone, and what is sent from it is zero. */
+/* Bytes received into the null region are discarded, and bytes sent from it are zero. */
 static void null_region(void)
 {
 	struct ibv_mr *null = ibv_alloc_null_mr(pd);
@@ -161,7 +161,7 @@ static void device_memory(void)
 	completion(cq);
 	completion(cq);
 	CHECK(!ibv_memcpy_from_dm(&read, memory, 40, 4) && read == words[0]);
-	/* Its rights change, and its place stays. */
+	/* The region's rights change, and its location stays. */
 	CHECK(!ibv_rereg_mr(region, IBV_REREG_MR_CHANGE_ACCESS, NULL, NULL, 0, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED));
 	read = 5;
 	CHECK(!ibv_memcpy_to_dm(memory, 40, &read, 4) && ibv_memcpy_to_dm(memory, 41, &read, 4) == EINVAL);
@@ -174,7 +174,7 @@ static void device_memory(void)
 	CHECK(!ibv_destroy_cq(cq) && !ibv_dereg_mr(region) && !ibv_free_dm(memory));
 }
 
-/* The port's GID, and what a place of its table has that is empty. */
+/* The port's GID, and the contents of an empty entry of its table. */
 static void gids(void)
 {
 	struct ibv_port_attr port;
@@ -201,7 +201,7 @@ static void domains(void)
 	struct ibv_cq_ex *cq = create(IBV_WC_STANDARD_FLAGS, IBV_CQ_INIT_ATTR_MASK_PD, 0, parent);
 	CHECK(cq);
 	struct ibv_qp *qp[2];
-	/* Its queue pairs reach the regions of the domain that it is of. */
+	/* Queue pairs of the parent domain reach the regions of its protection domain. */
 	create_pair(parent, ibv_cq_ex_to_cq(cq), ibv_cq_ex_to_cq(cq), qp);
 	exchange(qp, from, to, 0);
 	completion(ibv_cq_ex_to_cq(cq));
@@ -213,7 +213,7 @@ static void domains(void)
 	CHECK(!ibv_dealloc_pd(parent) && !ibv_dealloc_td(td));
 }
 
-/* What a queue pair is not given, and what it may not be. */
+/* Attributes and states that a queue pair refuses. */
 static void modify(void)
 {
 	struct ibv_cq *cq = ibv_create_cq(context, 16, NULL, NULL, 0);
@@ -255,7 +255,7 @@ static void modify(void)
 	CHECK(!ibv_destroy_qp(pair[0]) && !ibv_destroy_qp(pair[1]) && !ibv_destroy_cq(cq));
 }
 
-/* What is used is not destroyed. */
+/* An object in use is not destroyed. */
 static void busy(void)
 {
 	struct ibv_pd *own = ibv_alloc_pd(context);
@@ -275,7 +275,7 @@ static void busy(void)
 	struct ibv_mw *window = ibv_alloc_mw(own, IBV_MW_TYPE_2);
 	CHECK(window && ibv_dealloc_pd(own) == EBUSY && !ibv_dealloc_mw(window));
 
-	/* A region that goes to another domain leaves its first. */
+	/* A region that moves to another domain leaves its first. */
 	struct ibv_mr *region = ibv_reg_mr(own, words, sizeof(words), IBV_ACCESS_LOCAL_WRITE);
 	CHECK(region && ibv_dealloc_pd(own) == EBUSY);
 	struct ibv_pd *second = ibv_alloc_pd(context);
@@ -316,7 +316,7 @@ static void invalidate(void)
 			CHECK(wc.wc_flags & IBV_WC_WITH_INV && wc.invalidated_rkey == key);
 		}
 	}
-	/* It is no key any more. */
+	/* The key is no longer valid. */
 	struct ibv_send_wr write = {.sg_list = &from, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED};
 	write.wr.rdma.remote_addr = (uintptr_t)&words[1];
 	write.wr.rdma.rkey = window->rkey;
@@ -355,12 +355,12 @@ static void import(void)
 	ibv_unimport_mr(region);
 	ibv_unimport_pd(shared);
 	CHECK(!ibv_close_device(second));
-	/* What was imported is still there. */
+	/* The imported objects still exist. */
 	CHECK(region = ibv_import_mr(pd, mr->handle));
 	ibv_unimport_mr(region);
 }
 
-/* What the device has in /sys, in a file that begins with a number. */
+/* Returns the number at the beginning of a file that the device has in /sys. */
 static unsigned shown(const char *file)
 {
 	char path[256];
@@ -371,7 +371,7 @@ static unsigned shown(const char *file)
 	return value;
 }
 
-/* Programs that ask the library, and those that look in /sys, are told the same of a port. */
+/* Programs that query the library, and those that read /sys, get the same values of a port. */
 static void port(void)
 {
 	struct ibv_port_attr attr;

@@ -11,24 +11,24 @@ use crate::memory::Domain;
 use crate::uses::Use;
 use crate::{abi, made};
 
-/// What a program's `struct ibv_ah` pointer points at.
+/// Object behind a program's `struct ibv_ah` pointer.
 #[repr(C)]
 pub(crate) struct Handle {
     shown: abi::Ah,
     device: Device,
     to: IpAddr,
     traffic_class: u8,
-    /// The queue pair that was sent to last, and the source port of packets to it: `qpn << 16 | port`. 0: none yet.
+    /// Queue pair that was sent to last, and the source port of packets to it: `qpn << 16 | port`. 0: none yet.
     last: AtomicU64,
     _domain: Use,
 }
 
-/// The address that a GID stands for.
+/// Returns the address that a GID stands for.
 pub(crate) fn address_of(gid: abi::Gid) -> IpAddr {
     IpAddr::from(Ipv6Addr::from(gid)).to_canonical()
 }
 
-/// The peer's address and the traffic class of an address vector.
+/// Returns the peer's address and the traffic class of an address vector.
 pub(crate) fn vector(attr: &abi::AhAttr) -> Result<(IpAddr, u8), c_int> {
     // On Ethernet there is no address but the global one.
     if attr.is_global == 0 || attr.grh.sgid_index != 0 || attr.port_num > 1 {
@@ -37,7 +37,7 @@ pub(crate) fn vector(attr: &abi::AhAttr) -> Result<(IpAddr, u8), c_int> {
     Ok((address_of(attr.grh.dgid.0), attr.grh.traffic_class))
 }
 
-/// The address vector of a peer's address.
+/// Returns the address vector of a peer's address.
 pub(crate) fn vector_to(to: IpAddr, traffic_class: u8) -> abi::AhAttr {
     let gid = match to {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),
@@ -55,7 +55,7 @@ pub(crate) fn vector_to(to: IpAddr, traffic_class: u8) -> abi::AhAttr {
 }
 
 impl Handle {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is null, or one that `ibv_create_ah` gave out and is not destroyed.
@@ -64,7 +64,7 @@ impl Handle {
         unsafe { handle.cast::<Handle>().as_ref() }.ok_or(libc::EINVAL)
     }
 
-    /// Whom a request is for.
+    /// Returns the destination of a request.
     pub(crate) fn target(&self, qpn: u32, qkey: u32) -> Result<Target, c_int> {
         let qpn = Qpn::new(qpn);
         let last = self.last.load(Ordering::Relaxed);
@@ -125,7 +125,7 @@ unsafe extern "C" fn ibv_destroy_ah(handle: *mut abi::Ah) -> c_int {
     0
 }
 
-/// The way back to who sent a datagram: the global route header before it says.
+/// Returns the address vector of the sender of a datagram, from the global route header before it.
 ///
 /// # Safety
 /// As `ibv_init_ah_from_wc(3)` has it.

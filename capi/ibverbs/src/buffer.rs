@@ -9,7 +9,7 @@ use crate::memory::{self, Domain};
 use crate::uses::Use;
 use crate::{abi, made, minus_one};
 
-/// The memory that a program's `struct ibv_buf` pointer points at.
+/// Memory that a program's `struct ibv_buf` pointer points at.
 struct Buffer {
     pd: *mut abi::Pd,
     address: *mut c_void,
@@ -18,7 +18,7 @@ struct Buffer {
     _domain: Use,
 }
 
-/// Where a buffer's bytes are from.
+/// Source of a buffer's bytes.
 enum Backing {
     Heap(Layout),
     /// The allocators of its parent domain.
@@ -108,8 +108,8 @@ mod mask {
     pub(super) const BUF: u64 = 1 << 5;
 }
 
-/// `struct ibv_mr_init_attr`, of rdma-core 65. Programs that were compiled earlier have a shorter one: what `comp_mask` does not name
-/// is not read.
+/// `struct ibv_mr_init_attr`, of rdma-core 65. Programs that were compiled earlier have a shorter one, so the library does not
+/// read fields that `comp_mask` does not name.
 #[repr(C)]
 struct MrInitAttr {
     length: usize,
@@ -125,7 +125,7 @@ struct MrInitAttr {
 
 const _: () = assert!(size_of::<MrInitAttr>() == 72);
 
-/// Registers what the attributes name.
+/// Registers the memory that the attributes name.
 ///
 /// # Safety
 /// As `ibv_reg_mr_ex(3)` has it.
@@ -146,7 +146,7 @@ unsafe fn register(pd: *mut abi::Pd, attr: *const MrInitAttr) -> Result<*mut abi
             return Err(libc::EINVAL);
         }
     }
-    // Memory of another device (dma-buf), and hints for a PCIe device's cache.
+    // dma-buf memory of another device, and hints for a PCIe device's cache.
     if of_file || has & mask::DMAH != 0 {
         return Err(libc::EOPNOTSUPP);
     }

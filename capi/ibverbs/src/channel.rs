@@ -19,21 +19,21 @@ use crate::query::CQE_MAX;
 use crate::uses::Uses;
 use crate::{abi, made, minus_one, wait};
 
-/// What a program's `struct ibv_comp_channel` pointer points at.
+/// Object behind a program's `struct ibv_comp_channel` pointer.
 #[repr(C)]
 struct Channel {
     shown: UnsafeCell<abi::CompChannel>,
-    /// Readable when one of its queues has an event, or `again` is.
+    /// Readable when one of its queues has an event, or when `again` is readable.
     epoll: OwnedFd,
     /// Readable when `earlier` is not empty: both change together, under its lock.
     again: OwnedFd,
-    /// Queues whose event was not asked for when they were armed again. Under its lock events are given, and queues leave the channel:
-    /// one that has given an event is not destroyed before that is acknowledged.
+    /// Queues that were armed again before the program had asked for their event. The lock is held while events are given and
+    /// while queues leave the channel: a queue that has given an event is not destroyed before the event is acknowledged.
     earlier: Mutex<VecDeque<*mut Queue>>,
 }
 
 impl Channel {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`create_channel`] gave out, and is not destroyed.
@@ -42,25 +42,25 @@ impl Channel {
         unsafe { &*channel.cast::<Channel>() }
     }
 
-    /// A queue begins to use it, or ends to: to be called under the lock.
+    /// Counts a queue that begins to use the channel, or stops. The caller holds the lock.
     fn count(&self, change: c_int) {
-        // SAFETY: only who has the lock writes it.
+        // SAFETY: only the holder of the lock writes it.
         unsafe { (*self.shown.get()).refcnt += change };
     }
 }
 
-/// What a program's `struct ibv_cq` pointer points at.
+/// Object behind a program's `struct ibv_cq` pointer.
 #[repr(C)]
 pub(crate) struct Queue {
     pub(crate) shown: UnsafeCell<abi::CqEx>,
     pub(crate) queue: CompletionQueue,
-    /// What a datagram's `sl` says: see [`Queue::shown`].
+    /// Meaning of a datagram's `sl`: see [`Queue::shown`].
     packet_type: u8,
-    /// How it is polled one after another, where it was made for that.
+    /// State of polling one completion after another, for a queue made for that.
     pub(crate) poller: Poller,
     /// Completions on their way to the program.
     buffer: Mutex<VecDeque<WorkCompletion>>,
-    /// Events of its channel, and asynchronous ones.
+    /// Unacknowledged events of its channel, and asynchronous ones.
     given: Given,
     pub(crate) errors: Given,
     pub(crate) uses: Uses,
@@ -71,7 +71,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Queue {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_create_cq` gave out, and is not destroyed.
@@ -80,7 +80,7 @@ impl Queue {
         unsafe { &*queue.cast::<Queue>() }
     }
 
-    /// Its channel, if it has one, tells of it no more.
+    /// Takes the queue out of its channel, if it has one, so that the channel no longer reports it.
     fn leave_channel(&self, channel: *mut abi::CompChannel) {
         if channel.is_null() {
             return;
@@ -96,13 +96,13 @@ impl Queue {
         channel.count(-1);
     }
 
-    /// Takes the event that its descriptor tells of, if there is one. It is readable, or was a moment ago.
+    /// Takes the event that made its descriptor readable, if there is one. The descriptor is readable, or was a moment ago.
     fn take_event(&self) -> bool {
         self.queue.take_event() || rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
     }
 
-    /// A completion as programs read it. There is no service level on Ethernet: as with mlx5, `sl` says what headers a datagram came with,
-    /// which UCX reads there: 8 for RoCEv2, and 1 for IPv6 or 2 for IPv4.
+    /// Returns a completion as programs read it. There is no service level on Ethernet: as with mlx5, `sl` says which headers a
+    /// datagram came with, because UCX reads that there: 8 for RoCEv2, and 1 for IPv6 or 2 for IPv4.
     pub(crate) fn shown(&self, wc: &WorkCompletion) -> abi::Wc {
         let mut wc_flags = 0;
         let mut imm_data = 0;
@@ -172,7 +172,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::Comp
     // SAFETY: a channel that was made, says the caller.
     let own = unsafe { Channel::of(channel) };
     let held = lock(&own.earlier);
-    // SAFETY: only who has the lock writes it.
+    // SAFETY: only the holder of the lock writes it.
     if unsafe { (*own.shown.get()).refcnt } > 0 {
         return libc::EBUSY;
     }
@@ -185,7 +185,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::Comp
 /// Makes a completion queue.
 ///
 /// # Safety
-/// What is given was made, and is not destroyed.
+/// The objects given were made, and are not destroyed.
 pub(crate) unsafe fn create_cq(
     context: *mut abi::Context,
     cqe: c_int,
@@ -197,7 +197,7 @@ pub(crate) unsafe fn create_cq(
     unsafe { create_cq_with(context, cqe, cq_context, channel, vector, Poller::default()) }
 }
 
-/// The same, and how it is polled one after another.
+/// Makes a completion queue, with a way to poll completions one after another.
 ///
 /// # Safety
 /// As [`create_cq`].
@@ -257,7 +257,7 @@ pub(crate) unsafe fn create_cq_with(
     Ok(made.cast())
 }
 
-/// The number of the error that a program is told.
+/// Returns the error number that a program gets.
 pub(crate) fn errno_of(error: &CreateError) -> c_int {
     match error {
         CreateError::NoRoom => libc::ENOMEM,
@@ -349,7 +349,7 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
     if let Some(since) = slept_since {
         device.slept(since);
     }
-    // SAFETY: it has given an event, so that it is not destroyed; places of the caller's.
+    // SAFETY: the queue has given an event, so that it is not destroyed; places of the caller's.
     unsafe {
         *queue = found.cast();
         *cq_context = (*(*found).shown.get()).cq.cq_context;
@@ -357,7 +357,7 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
     0
 }
 
-/// The queue that has an event, which it has given when this returns.
+/// Returns the queue that has an event. The event has been given when this returns.
 fn next_event(channel: &Channel) -> Option<*mut Queue> {
     let mut earlier = lock(&channel.earlier);
     if let Some(found) = earlier.pop_front() {
@@ -395,7 +395,7 @@ pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_onl
     // SAFETY: a queue that was made, says the caller.
     let (channel, own) = unsafe { ((*queue).channel, Queue::of(queue)) };
     if !channel.is_null() && own.queue.take_event() {
-        // What it told of is still to be asked for.
+        // The program has yet to ask for the event that the descriptor reported.
         // SAFETY: the queue holds its channel.
         let channel = unsafe { Channel::of(channel) };
         let mut earlier = lock(&channel.earlier);

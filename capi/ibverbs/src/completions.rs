@@ -1,5 +1,5 @@
-//! Extended completion queues (`ibv_cq_ex`): completions taken one after another between start and end, each read in parts, and when
-//! it came; and what can be changed of any completion queue.
+//! Extended completion queues (`ibv_cq_ex`): a program takes completions one after another between start and end, and reads
+//! each in parts, with the time at which it came. Also the properties that can be changed of any completion queue.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
@@ -17,23 +17,24 @@ use crate::{abi, made, status};
 /// The device's clock: `CLOCK_MONOTONIC`, in nanoseconds.
 pub(crate) const CLOCK_KHZ: u64 = 1_000_000;
 
-/// What is kept of a queue that is polled by `ibv_start_poll` and `ibv_next_poll`.
+/// State of a queue that is polled by `ibv_start_poll` and `ibv_next_poll`.
 #[derive(Default)]
 pub(crate) struct Poller {
-    /// What of completions is to be read, as `ibv_create_cq_ex` was told; `None`: it is no extended queue.
+    /// Fields of completions to be read, as given to `ibv_create_cq_ex`; `None` for a queue that is not extended.
     wc_flags: Option<u64>,
-    /// The program sees to it that one thread polls at a time.
+    /// Set when the program ensures that one thread polls at a time.
     single_threaded: bool,
-    /// A thread is between start and end.
+    /// True while a thread is between start and end.
     taken: AtomicBool,
     current: UnsafeCell<Option<(abi::Wc, Instant)>>,
 }
 
-// SAFETY: what is being read is touched between start and end alone, by the thread that took the queue, or that the program lets.
+// SAFETY: the completion that is being read is touched between start and end alone, by the thread that took the queue, or that
+// the program lets.
 unsafe impl Sync for Poller {}
 
 impl Poller {
-    /// Gives a queue its functions, and has it keep what they tell.
+    /// Gives a queue its functions, and makes it keep the times that they return.
     pub(crate) fn prepare(&self, queue: &CompletionQueue, shown: &mut abi::CqEx) -> Result<(), c_int> {
         use abi::cq_ex::{WITH_COMPLETION_TIMESTAMP, WITH_COMPLETION_TIMESTAMP_WALLCLOCK};
         let Some(wanted) = self.wc_flags else {
@@ -113,7 +114,8 @@ unsafe fn take(queue: *mut abi::CqEx) -> c_int {
         return libc::ENOENT;
     };
     let wc = own.shown(&wc);
-    // SAFETY: the program's own structure, whose two fields are written by who polls alone; and the completion is this thread's.
+    // SAFETY: the program's own structure, whose two fields only the polling thread writes; and the completion is this
+    // thread's.
     unsafe {
         (*queue).wr_id = wc.wr_id;
         (*queue).status = wc.status;
@@ -155,7 +157,7 @@ unsafe extern "C" fn end_poll(queue: *mut abi::CqEx) {
         .store(false, Ordering::Release);
 }
 
-/// A part of the completion that is being read; nothing of none.
+/// Returns a part of the completion that is being read; a default value if there is none.
 ///
 /// # Safety
 /// A queue that was made for that, by the thread that is between start and end.
@@ -201,7 +203,7 @@ unsafe extern "C" fn read_completion_wallclock_ns(queue: *mut abi::CqEx) -> u64 
     unsafe { read(queue, |_, came| clock_at(libc::CLOCK_REALTIME, came)) }
 }
 
-/// What a clock of the system shows, in nanoseconds.
+/// Returns the time of a system clock, in nanoseconds.
 fn clock_ns(clock: libc::clockid_t) -> u64 {
     // SAFETY: numbers alone, all of which may be zero.
     let mut now: libc::timespec = unsafe { std::mem::zeroed() };
@@ -210,8 +212,8 @@ fn clock_ns(clock: libc::clockid_t) -> u64 {
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
-/// What a clock showed at a moment. The monotonic one is read once, so that moments keep their order and distance; the other may be set,
-/// and what it shows is taken from now.
+/// Returns the time that a clock showed at a moment. The monotonic clock is read once, so that moments keep their order and
+/// distance; the other one may be set, so its time is derived from now.
 fn clock_at(clock: libc::clockid_t, moment: Instant) -> u64 {
     static MONOTONIC: OnceLock<(Instant, u64)> = OnceLock::new();
     let both = || (Instant::now(), clock_ns(clock));
@@ -223,7 +225,7 @@ fn clock_at(clock: libc::clockid_t, moment: Instant) -> u64 {
     (shown_ns + ns(moment, at)).saturating_sub(ns(at, moment))
 }
 
-/// What the device's clock shows.
+/// Returns the time of the device's clock.
 pub(crate) unsafe extern "C" fn query_rt_values(_: *mut abi::Context, values: *mut abi::ValuesEx) -> c_int {
     // SAFETY: a structure of the caller's.
     let values = unsafe { &mut *values };
@@ -232,7 +234,7 @@ pub(crate) unsafe extern "C" fn query_rt_values(_: *mut abi::Context, values: *m
         return libc::EINVAL;
     }
     if asked & abi::cq_ex::RAW_CLOCK != 0 {
-        // As other devices have it: ticks.
+        // In ticks, as on other devices.
         values.raw_clock = [0, clock_at(libc::CLOCK_MONOTONIC, Instant::now()).cast_signed()];
         values.comp_mask = abi::cq_ex::RAW_CLOCK;
     }

@@ -20,39 +20,40 @@ use crate::{
     warn, xrc,
 };
 
-/// What a program's `struct ibv_context` pointer points into: what `verbs.h` calls through stands before the context, ours behind.
+/// Object that a program's `struct ibv_context` pointer points into: the part that `verbs.h` calls through lies before the
+/// context, ours behind it.
 #[repr(C)]
 pub(crate) struct Context {
     verbs: abi::VerbsContext,
     pub(crate) of: &'static Device,
     pub(crate) device: rdmux_verbs::Device,
-    /// What all contexts of the device have in common.
+    /// State that all contexts of the device share.
     opened: Arc<Opened>,
-    /// `cmd_fd`: nothing is said over it, but programs duplicate it, and a context is found again by it.
+    /// `cmd_fd`: nothing is sent over it, but programs duplicate it, and a context is found again by it.
     command: OwnedFd,
-    /// `async_fd`: readable when the device has an event, or this context.
+    /// `async_fd`: readable when the device has an event, or this context has one.
     events_fd: OwnedFd,
     /// Readable when there are events of this context's objects: both change together, under their lock.
     told: OwnedFd,
     events: Mutex<VecDeque<abi::AsyncEvent>>,
-    /// Of a context that ids share: what [`shared_xrcd`] and [`shared_domain`] have made, or 0.
+    /// For a context that ids share: the objects that [`shared_xrcd`] and [`shared_domain`] have made, or 0.
     shared_xrcd: Mutex<usize>,
     shared_domain: Mutex<usize>,
 }
 
-/// A device of the process: all contexts of an address share one, since an address has few places.
+/// A device of the process: all contexts of an address share one, because an address has few slots.
 struct Opened {
     device: rdmux_verbs::Device,
     process: u32,
     objects: Mutex<Objects>,
-    /// Those that are open, by their addresses: events of the port are for all.
+    /// Addresses of its open contexts: events of the port go to all of them.
     contexts: Mutex<Vec<usize>>,
 }
 
 static OPEN: Mutex<Vec<(IpAddr, Weak<Opened>)>> = Mutex::new(Vec::new());
 
 impl Opened {
-    /// Those of this process that are open.
+    /// Returns the open devices of this process.
     fn all() -> Vec<Arc<Opened>> {
         let process = std::process::id();
         let list = lock(&OPEN);
@@ -60,7 +61,7 @@ impl Opened {
         opened.filter(|opened| opened.process == process).collect()
     }
 
-    /// The device of an address: the one that is open, or a new one. A child of a fork has its own.
+    /// Returns the device of an address: the one that is open, or a new one. A child of a fork has its own.
     fn get(of: &Device) -> Result<Arc<Opened>, c_int> {
         let mut list = lock(&OPEN);
         list.retain(|(_, opened)| opened.strong_count() > 0);
@@ -72,7 +73,7 @@ impl Opened {
         }
         let device = rdmux_verbs::Device::open(of.address).map_err(|error| {
             match &error {
-                // They name it themselves.
+                // These errors name the address themselves.
                 OpenError::Group(_) | OpenError::NotOneHost(_) => warn(format_args!("{error}")),
                 _ => warn(format_args!("{}: {error}", of.address)),
             }
@@ -93,13 +94,14 @@ impl Opened {
     }
 }
 
-/// What devices still owe is sent when the program ends in its own way (`exit(3)`), for most end with queues and connections open.
+/// Sends pending acknowledgements of devices when the program ends in its own way (`exit(3)`), because most programs end with
+/// queues and connections open.
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static AT_EXIT: extern "C" fn() = acknowledge;
 
 extern "C" fn acknowledge() {
-    // The program may end in the middle of anything, so nothing is waited for.
+    // The program may end in the middle of anything, so this waits for nothing.
     let Ok(list) = OPEN.try_lock() else { return };
     for opened in list.iter().filter_map(|(_, opened)| opened.upgrade()) {
         if opened.process == std::process::id() {
@@ -112,13 +114,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The objects that asynchronous events are of, by their numbers: what the program's pointers point at.
+/// Objects that asynchronous events concern, by their numbers, as the program's pointers.
 #[derive(Default)]
 pub(crate) struct Objects {
     pub(crate) pairs: HashMap<u32, *mut abi::Qp>,
     pub(crate) completions: HashMap<u32, *mut abi::Cq>,
     pub(crate) queues: HashMap<u32, *mut abi::Srq>,
-    /// What can be imported, by its handle.
+    /// Objects that can be imported, by their handles.
     pub(crate) domains: HashMap<u32, *mut abi::Pd>,
     pub(crate) regions: HashMap<u32, *mut abi::Mr>,
     pub(crate) memories: HashMap<u32, *mut abi::Dm>,
@@ -126,7 +128,7 @@ pub(crate) struct Objects {
 }
 
 impl Objects {
-    /// A handle that nothing has had.
+    /// Returns a handle that no object has had.
     pub(crate) fn new_handle(&mut self) -> u32 {
         self.handles += 1;
         self.handles
@@ -138,22 +140,23 @@ impl Context {
         lock(&self.opened.objects)
     }
 
-    /// Whether its process has forked, and this is the child: it has a copy of what the parent opened, without its threads, and what they
-    /// share with the kernel is still the parent's. Nothing of that is to be ended here; only the copy's memory is lost.
+    /// Returns whether its process has forked and this is the child: it has a copy of what the parent opened, without the
+    /// parent's threads, and what they share with the kernel still belongs to the parent. The child must end nothing of that;
+    /// only the memory of the copy is lost.
     pub(crate) fn is_inherited(&self) -> bool {
         self.opened.process != std::process::id()
     }
 
-    /// An event is for this context.
+    /// Reports an event to this context.
     fn tell(&self, event: abi::AsyncEvent) {
         let mut events = lock(&self.events);
         events.push_back(event);
         let _ = rustix::io::write(&self.told, &1u64.to_ne_bytes());
     }
 
-    /// The next event, for the program: its object now waits with its end until that is acknowledged.
+    /// Takes the next event, for the program: from now on the end of its object waits until the event is acknowledged.
     fn take_event(&self) -> Option<abi::AsyncEvent> {
-        // Held until the event is counted: its object is not destroyed before.
+        // Held until the event is counted: its object is not destroyed before that.
         let _objects = self.objects();
         let event = self.take_from(VecDeque::pop_front)?;
         // SAFETY: an object takes its events out of the list as it leaves the objects, which are held.
@@ -163,17 +166,17 @@ impl Context {
         Some(event)
     }
 
-    /// Takes an object that is to end out of the objects, and those of its events that the program has not been given.
+    /// Takes an object that is about to end out of the objects, together with its events that the program has not been given.
     pub(crate) fn take_out(&self, element: *mut c_void, remove: impl FnOnce(&mut Objects)) {
-        // What the device tells of it later finds no object.
+        // Later events of the device for it find no object.
         distribute(&self.opened);
         let mut objects = self.objects();
         remove(&mut objects);
         self.take_from(|events| events.retain(|event| event.element != element.addr()));
     }
 
-    /// Ends the objects that a program has left in a context which it closes, as the kernel does: peers reach nothing of them any more.
-    /// What an imported object or an address handle still uses is only found no more.
+    /// Ends the objects that a program has left in a context which it closes, as the kernel does: peers no longer reach
+    /// anything of them. An object that an imported object or an address handle still uses can only no longer be found.
     ///
     /// # Safety
     /// The context is this one's, and none of its objects is used any more.
@@ -215,7 +218,7 @@ impl Context {
         taken
     }
 
-    /// What a program's pointer points into.
+    /// Returns the object that a program's pointer points into.
     ///
     /// # Safety
     /// The pointer is one that [`ibv_open_device`] gave out, and is not closed.
@@ -227,7 +230,7 @@ impl Context {
 }
 
 fn open(of: &'static Device) -> Result<*mut abi::Context, c_int> {
-    // A file, which is told from others by its number, whoever duplicates it.
+    // A file, which its number distinguishes from others, whoever duplicates it.
     let command = memfd_create("rdmux", MemfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
     open_over(of, command)
 }
@@ -294,7 +297,7 @@ fn open_over(of: &'static Device, command: OwnedFd) -> Result<*mut abi::Context,
     Ok(&raw mut made.verbs.context)
 }
 
-/// The context of a device that all ids share. It stays open. A child of a fork has its own.
+/// Returns the context of a device that all ids share. It stays open. A child of a fork has its own.
 pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     static OPEN: Mutex<Vec<(IpAddr, usize)>> = Mutex::new(Vec::new());
     let mut list = lock(&OPEN);
@@ -310,7 +313,7 @@ pub(crate) fn shared(of: &'static Device) -> Result<*mut abi::Context, c_int> {
     Ok(context)
 }
 
-/// What is made once for such a context, at its first use, and stays too.
+/// Makes an object once for such a context, at its first use. It stays open, too.
 fn made_once<T>(place: &Mutex<usize>, make: impl FnOnce() -> Result<*mut T, c_int>) -> Result<*mut T, c_int> {
     let mut at = lock(place);
     if *at == 0 {
@@ -319,7 +322,7 @@ fn made_once<T>(place: &Mutex<usize>, make: impl FnOnce() -> Result<*mut T, c_in
     Ok(ptr::with_exposed_provenance_mut(*at))
 }
 
-/// The domain of XRC that ids of such a context share.
+/// Returns the XRC domain that ids of such a context share.
 pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, c_int> {
     // SAFETY: a context of `shared`, which is never closed.
     let own = unsafe { Context::of(context) };
@@ -327,14 +330,14 @@ pub(crate) fn shared_xrcd(context: *mut abi::Context) -> Result<*mut abi::Xrcd, 
     made_once(&own.shared_xrcd, || unsafe { xrc::unnamed(context) })
 }
 
-/// The domain of such a context that ids have where their program gives none.
+/// Returns the domain of such a context that ids have when their program gives none.
 pub(crate) fn shared_domain(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int> {
     // SAFETY: a context of `shared`, which is never closed.
     let own = unsafe { Context::of(context) };
     made_once(&own.shared_domain, || memory::alloc_pd(context))
 }
 
-/// A second context of the device that a context of this process is of: its objects can be imported there.
+/// Opens a second context of the device that a context of this process belongs to: its objects can be imported there.
 fn import(command: c_int) -> Result<*mut abi::Context, c_int> {
     // SAFETY: a descriptor of the caller's, which it leaves open during the call.
     let given = unsafe { BorrowedFd::borrow_raw(command) };
@@ -347,7 +350,7 @@ fn import(command: c_int) -> Result<*mut abi::Context, c_int> {
     };
     let mut open = Opened::all().into_iter();
     let found = open.find_map(|opened| lock(&opened.contexts).iter().find_map(is_of));
-    // Contexts of other processes are not reached: their memory is theirs.
+    // Contexts of other processes cannot be reached: their memory is theirs.
     let of = found.ok_or(libc::EOPNOTSUPP)?;
     // SAFETY: from now on the descriptor is the context's, says `ibv_import_device(3)`.
     open_over(of, unsafe { OwnedFd::from_raw_fd(command) })
@@ -384,11 +387,11 @@ unsafe extern "C" fn ibv_close_device(context: *mut abi::Context) -> c_int {
     0
 }
 
-/// Takes the device's events, and tells each to the context of its object. Those of objects that are gone are left out.
+/// Takes the device's events, and reports each to the context of its object. Skips events of objects that are gone.
 fn distribute(opened: &Opened) {
     use abi::event_type::*;
     while let Some(event) = opened.device.poll_async_event() {
-        // Held until the context has the event: its object, and so the context, is not destroyed before.
+        // Held until the context has the event: its object, and so the context, is not destroyed before that.
         let objects = lock(&opened.objects);
         let pair = |qpn: rdmux_verbs::Qpn| {
             let pair = *objects.pairs.get(&qpn.value())?;
@@ -445,7 +448,7 @@ fn distribute(opened: &Opened) {
     }
 }
 
-/// The count of the object that an event is of; none of a port.
+/// Returns the count of the object that an event belongs to; `None` for a port.
 ///
 /// # Safety
 /// The object is not destroyed.
@@ -486,7 +489,7 @@ unsafe extern "C-unwind" fn ibv_get_async_event(
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_ack_async_event(event: *mut abi::AsyncEvent) {
-    // SAFETY: an event that `ibv_get_async_event` filled, says the caller; until now its object waits with its end.
+    // SAFETY: an event that `ibv_get_async_event` filled, says the caller; until now the end of its object waits for this.
     if let Some(given) = unsafe { given_of(&*event) } {
         given.acknowledge(1);
     }

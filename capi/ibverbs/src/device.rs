@@ -1,4 +1,4 @@
-//! Devices: one for each local address that peers can use. Its only GID is that address.
+//! Devices: one for each local address that peers can use. That address is its only GID.
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::net::IpAddr;
@@ -11,15 +11,15 @@ use rdmux_verbs::soft::resources::{node_guid, visible_addresses};
 
 use crate::{abi, warn};
 
-/// The environment variable that names the devices' addresses, in their order.
+/// Environment variable that names the devices' addresses, in their order.
 const ADDRESSES: &str = "RDMUX_DEVICES";
 
-/// What a program's `struct ibv_device` pointer points at. Entries live as long as the process does: programs free the list and go on
+/// Object behind a program's `struct ibv_device` pointer. Entries live as long as the process does: programs free the list and go on
 /// to use what was in it.
 #[repr(C)]
 pub(crate) struct Device {
     pub(crate) shown: abi::Device,
-    /// Vendors' libraries look here for the operations of a driver of theirs, and find that there are none.
+    /// Vendors' libraries look here for the operations of their own driver, and find that there are none.
     driver: *const c_void,
     rest: [*const c_void; 7],
     pub(crate) address: IpAddr,
@@ -32,7 +32,7 @@ unsafe impl Sync for Device {}
 unsafe impl Send for Device {}
 
 impl Device {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`ibv_get_device_list`] gave out.
@@ -69,22 +69,22 @@ impl Device {
         }
     }
 
-    /// All that there are now.
+    /// Returns all devices that exist now.
     pub(crate) fn all() -> Vec<&'static Device> {
         devices()
     }
 
-    /// The one of an address.
+    /// Returns the device of an address.
     pub(crate) fn at(address: IpAddr) -> Option<&'static Device> {
         devices().into_iter().find(|device| device.address == address)
     }
 
-    /// Its node GUID, in network order.
+    /// Returns its node GUID, in network order.
     pub(crate) fn guid(&self) -> u64 {
         node_guid(self.address).to_be()
     }
 
-    /// Its GID.
+    /// Returns its GID.
     pub(crate) fn gid(&self) -> abi::Gid {
         match self.address {
             IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
@@ -93,7 +93,7 @@ impl Device {
     }
 }
 
-/// Writes a string of C into a field, cut where it is too long.
+/// Writes a C string into a field, truncated if it is too long.
 pub(crate) fn put(field: &mut [c_char], text: &str) {
     let room = field.len() - 1;
     for (to, from) in field.iter_mut().zip(text.bytes().take(room)) {
@@ -101,9 +101,9 @@ pub(crate) fn put(field: &mut [c_char], text: &str) {
     }
 }
 
-/// The addresses that devices are shown for; none when the list of them is not one.
+/// Returns the addresses for which devices are shown; none when the list of addresses is malformed.
 fn addresses() -> Vec<IpAddr> {
-    // Asked for once: the program may change its environment meanwhile, and threads of the library look for devices too.
+    // Read once: the program may change its environment meanwhile, and threads of the library look for devices too.
     static LIST: OnceLock<Option<String>> = OnceLock::new();
     let list = LIST.get_or_init(|| std::env::var(ADDRESSES).ok());
     visible_addresses(list.as_deref()).unwrap_or_else(|word| {
@@ -114,7 +114,7 @@ fn addresses() -> Vec<IpAddr> {
     })
 }
 
-/// The devices that there are now. One that was shown once keeps its name and its place in memory.
+/// Returns the devices that exist now. A device that was shown once keeps its name and its place in memory.
 fn devices() -> Vec<&'static Device> {
     static KNOWN: Mutex<Vec<&'static Device>> = Mutex::new(Vec::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -180,7 +180,8 @@ extern "C" fn ibv_get_sysfs_path() -> *const c_char {
     c"/sys".as_ptr()
 }
 
-/// The contents of a file of a device's folder, without the end of the line: its length, or -1. `rdmux run` shows what there is.
+/// Returns the length of a file in a device's folder without the end of the line, and writes its contents, or returns -1.
+/// `rdmux run` shows which files there are.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_read_sysfs_file(
     folder: *const c_char,

@@ -1,5 +1,5 @@
-//! Device memory, which a device without a board has among the process's pages, and the region that is none: reads of it give zeros,
-//! and what is written there is gone. `ibv_alloc_dm(3)`, `ibv_alloc_null_mr(3)`.
+//! Device memory, which a device without a board keeps in the process's pages, and the null region: reads of it give zeros, and
+//! writes to it are discarded. `ibv_alloc_dm(3)`, `ibv_alloc_null_mr(3)`.
 
 use std::ffi::{c_int, c_void};
 use std::slice;
@@ -10,12 +10,12 @@ use rdmux_verbs::{Access, AnonymousMemory, Atomic, Fault, Memory, Placement};
 use crate::context::Context;
 use crate::{abi, made, memory, status};
 
-/// Bytes of one device memory.
+/// Maximum number of bytes of one device memory.
 pub(crate) const BYTES_MAX: u64 = 1 << 20;
 /// Programs copy to and from device memory by words: offsets and lengths are multiples of these bytes.
 const WORD: u64 = 4;
 
-/// What a program's `struct ibv_dm` pointer points at.
+/// Object behind a program's `struct ibv_dm` pointer.
 #[repr(C)]
 struct DeviceMemory {
     shown: abi::Dm,
@@ -25,7 +25,7 @@ struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`alloc_dm`] or [`ibv_import_dm`] gave out, and is not freed.
@@ -55,7 +55,7 @@ impl DeviceMemory {
         Box::into_raw(Box::new(own)).cast()
     }
 
-    /// Whether a part of it may be copied.
+    /// Returns whether a part of it may be copied.
     fn has(&self, offset: u64, length: usize) -> bool {
         let length = length as u64;
         let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
@@ -97,7 +97,7 @@ pub(crate) unsafe extern "C" fn free_dm(memory: *mut abi::Dm) -> c_int {
     }
     // SAFETY: a memory that was made, of a context that is open as long, says the caller.
     let (own, mut objects) = unsafe { (DeviceMemory::of(memory), Context::of((*memory).context).objects()) };
-    // Regions and those who imported it hold it.
+    // Regions, and programs that imported it, hold it.
     if Arc::strong_count(&own.memory) > 1 {
         return libc::EBUSY;
     }
@@ -108,7 +108,7 @@ pub(crate) unsafe extern "C" fn free_dm(memory: *mut abi::Dm) -> c_int {
     0
 }
 
-/// Ends a program's memory; regions and those who imported it hold it still.
+/// Ends a program's memory; regions, and programs that imported it, still hold it.
 ///
 /// # Safety
 /// It was made, has left the objects, and is not used any more.
@@ -159,7 +159,7 @@ pub(crate) unsafe extern "C" fn reg_dm_mr(
         .checked_add(length as u64)
         .is_some_and(|end| end <= own.length);
     let access = memory::rights(access).and_then(|access| {
-        // It has no address but its beginning.
+        // The region has no address but its beginning.
         let fits = inside && access.contains(Access::ZERO_BASED);
         if fits { Ok(access) } else { Err(libc::EINVAL) }
     });
@@ -195,7 +195,7 @@ unsafe extern "C" fn ibv_unimport_dm(memory: *mut abi::Dm) {
     drop(unsafe { Box::from_raw(memory.cast::<DeviceMemory>()) });
 }
 
-/// Reads give zeros, writes go nowhere.
+/// Memory that discards writes and reads as zeros.
 #[derive(Debug)]
 struct Null;
 
@@ -230,7 +230,7 @@ impl Memory for Null {
     }
 }
 
-/// For the requests of its own program alone.
+/// Allocates a null region, for the requests of its own program alone.
 pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut abi::Pd) -> *mut abi::Mr {
     // SAFETY: a domain that was made, says the caller.
     made(unsafe { memory::register_memory(pd, Arc::new(Null), (0, u64::MAX), 0, Access::LOCAL_WRITE) })

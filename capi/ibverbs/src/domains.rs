@@ -1,4 +1,5 @@
-//! Thread domains, and the parent domains that stand for one and a protection domain. `ibv_alloc_td(3)`, `ibv_alloc_parent_domain(3)`.
+//! Thread domains, and the parent domains that combine one with a protection domain. `ibv_alloc_td(3)`,
+//! `ibv_alloc_parent_domain(3)`.
 
 use std::ffi::{c_int, c_void};
 
@@ -6,7 +7,8 @@ use crate::memory::{Domain, new_domain};
 use crate::uses::{Use, Uses};
 use crate::{abi, made};
 
-/// What a program's `struct ibv_td` pointer points at. That its objects are one thread's helps nothing here: their locks are free then.
+/// Object behind a program's `struct ibv_td` pointer. That one thread alone uses its objects brings nothing here: their locks
+/// are free then.
 #[repr(C)]
 struct ThreadDomain {
     shown: abi::Td,
@@ -39,7 +41,7 @@ pub(crate) unsafe extern "C" fn dealloc_td(domain: *mut abi::Td) -> c_int {
 /// The attributes of a parent domain beyond its protection domain.
 pub(crate) struct Parent {
     pub(crate) allocators: Option<Allocators>,
-    /// The domains that it is of.
+    /// Domains that it consists of.
     _of: Vec<Use>,
 }
 
@@ -51,14 +53,14 @@ pub(crate) struct Allocators {
     context: *mut c_void,
 }
 
-/// `IBV_ALLOCATOR_USE_DEFAULT`: the library is to allocate.
+/// `IBV_ALLOCATOR_USE_DEFAULT`: the library allocates.
 const USE_DEFAULT: *mut c_void = std::ptr::without_provenance_mut(usize::MAX);
 
-/// Of no vendor, and of one kind.
+/// No vendor's, and always the same.
 const RESOURCE_TYPE: u64 = 0;
 
 impl Allocators {
-    /// Memory of the program's; `None`: it leaves that to the library.
+    /// Allocates memory of the program; `None` if the program leaves that to the library.
     ///
     /// # Safety
     /// The domain is theirs, and is not deallocated.
@@ -76,7 +78,7 @@ impl Allocators {
         }
     }
 
-    /// Gives it back.
+    /// Frees such memory.
     ///
     /// # Safety
     /// [`Allocators::alloc`] gave it, for this domain; it is not used any more.
@@ -89,7 +91,7 @@ impl Allocators {
 unsafe fn alloc(context: *mut abi::Context, init: &abi::ParentDomainInitAttr) -> Result<*mut abi::Pd, c_int> {
     use abi::parent_domain::*;
     let has = |bit: u32| init.comp_mask & bit != 0;
-    // Nobody sees this memory who does not see the program's: that some of it may be unprotected asks for nothing.
+    // Only the program itself sees this memory: a request that some of it may be unprotected asks for nothing.
     if init.pd.is_null() || has(!(ALLOCATORS | PD_CONTEXT | ALLOW_CC_UNPROTECTED_ALLOC)) {
         return Err(libc::EINVAL);
     }
@@ -129,7 +131,8 @@ unsafe fn alloc(context: *mut abi::Context, init: &abi::ParentDomainInitAttr) ->
     ))
 }
 
-/// Its allocators give the buffers of `ibv_alloc_buf`. Queues have none: no device reads them from the program's memory.
+/// The domain's allocators provide the buffers of `ibv_alloc_buf`. Queues use none: no device reads queues from the program's
+/// memory.
 pub(crate) unsafe extern "C" fn alloc_parent_domain(
     context: *mut abi::Context,
     init: *mut abi::ParentDomainInitAttr,

@@ -1,9 +1,9 @@
-//! `libibverbs.so.1` over rdmux: what programs call that are linked with the system's, with the same names, versions and structures
-//! (rdma-core 44 to 65), on the RNIC in user space. Nothing of it is in the way of the system's library: it is found first only where
-//! `rdmux run`, or `LD_LIBRARY_PATH`, says so.
+//! `libibverbs.so.1` over rdmux: the calls of programs that are linked with the system's library, with the same names, versions
+//! and structures (rdma-core 44 to 65), on the RNIC in user space. It does not get in the way of the system's library: programs
+//! find it first only where `rdmux run`, or `LD_LIBRARY_PATH`, says so.
 //!
-//! Each object that a program gets is the structure of `<infiniband/verbs.h>`, with what rdmux has behind it. A panic ends the program
-//! at the edge: it never unwinds into C.
+//! Each object that a program gets is the structure of `<infiniband/verbs.h>`, with rdmux's own state behind it. A panic ends
+//! the program at the C boundary: it never unwinds into C.
 #![allow(unsafe_code, reason = "the C interface")]
 
 mod address;
@@ -44,7 +44,7 @@ fn set_errno(errno: c_int) {
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// What a call that makes something gives back: the object, or a null pointer and `errno`.
+/// Returns the value of a call that makes something: the object, or a null pointer and `errno`.
 fn made<T>(result: Result<*mut T, c_int>) -> *mut T {
     result.unwrap_or_else(|errno| {
         set_errno(errno);
@@ -52,12 +52,12 @@ fn made<T>(result: Result<*mut T, c_int>) -> *mut T {
     })
 }
 
-/// What a call gives back that tells errors by their number: 0 or that number.
+/// Returns the value of a call that reports errors by their number: 0 or that number.
 fn status(result: Result<(), c_int>) -> c_int {
     result.err().unwrap_or(0)
 }
 
-/// What a call gives back that tells errors by -1 and `errno`.
+/// Returns the value of a call that reports errors by -1 and `errno`.
 fn minus_one(result: Result<(), c_int>) -> c_int {
     match result {
         Ok(()) => 0,
@@ -68,20 +68,20 @@ fn minus_one(result: Result<(), c_int>) -> c_int {
     }
 }
 
-/// Tells whoever reads the program's output, if that can be written to.
+/// Writes a warning to the program's standard error, if that can be written to.
 fn warn(text: std::fmt::Arguments<'_>) {
     let _ = writeln!(std::io::stderr(), "rdmux: {text}");
 }
 
-/// Starts a thread of the library's, which takes none of the program's signals.
+/// Starts a thread of the library, which takes none of the program's signals.
 ///
 /// # Errors
-/// `EAGAIN`, or what else the system refuses it with.
+/// `EAGAIN`, or any other error with which the system refuses it.
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, c_int> {
     rdmux_verbs::thread::spawn(name, run).map_err(|error| error.raw_os_error().unwrap_or(libc::EAGAIN))
 }
 
-/// A mark by which rdmux knows its own library where it looks for the system's.
+/// Mark by which rdmux recognises its own library where it looks for the system's.
 #[unsafe(no_mangle)]
 extern "C" fn rdmux_drop_in() -> c_int {
     1

@@ -16,18 +16,18 @@ use crate::queue_pair::{Pair, errno_of_post};
 use crate::uses::{Use, Uses};
 use crate::{abi, made};
 
-/// What a program's `struct ibv_pd` pointer points at.
+/// Object behind a program's `struct ibv_pd` pointer.
 #[repr(C)]
 pub(crate) struct Domain {
     pub(crate) shown: abi::Pd,
     pub(crate) domain: ProtectionDomain,
     pub(crate) uses: Uses,
-    /// Of a parent domain.
+    /// Attributes of a parent domain.
     pub(crate) parent_of: Option<Parent>,
 }
 
 impl Domain {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_alloc_pd` gave out, and is not deallocated.
@@ -49,7 +49,7 @@ pub(crate) fn alloc_pd(context: *mut abi::Context) -> Result<*mut abi::Pd, c_int
     Ok(made)
 }
 
-/// What a program gets for a domain.
+/// Makes the object that a program gets for a domain.
 pub(crate) fn new_domain(
     context: *mut abi::Context,
     handle: u32,
@@ -86,16 +86,16 @@ pub(crate) unsafe extern "C" fn ibv_dealloc_pd(domain: *mut abi::Pd) -> c_int {
     unsafe { end_domain(domain) }
 }
 
-/// Ends what a program has of a domain.
+/// Ends a program's object for a domain.
 ///
 /// # Safety
-/// It was made, and is used no more.
+/// It was made, and is not used any more.
 unsafe fn end_domain(domain: *mut abi::Pd) -> c_int {
     // SAFETY: a domain that was made, of a context that is open as long, says the caller.
     let mut objects = unsafe { Context::of((*domain).context) }.objects();
     // SAFETY: as above.
     let handle = unsafe { (*domain).handle };
-    // One that was imported has the handle of another.
+    // An imported domain has the handle of another.
     if objects.domains.get(&handle) == Some(&domain) {
         objects.domains.remove(&handle);
     }
@@ -117,34 +117,34 @@ pub(crate) unsafe fn end_left(domain: *mut abi::Pd) {
     }
 }
 
-/// What a program's `struct ibv_mr` pointer points at.
+/// Object behind a program's `struct ibv_mr` pointer.
 #[repr(C)]
 pub(crate) struct Region {
-    /// The part that a registration anew changes is written with `registered` held.
+    /// `registered` is held while the fields that a re-registration changes are written.
     shown: UnsafeCell<abi::Mr>,
     registered: Mutex<Registered>,
 }
 
-/// What of a region a registration anew changes.
+/// Properties of a region that a re-registration changes.
 struct Registered {
-    /// `None`: it was imported, and is another's.
+    /// `None` for an imported region, which belongs to another.
     region: Option<MemoryRegion>,
     memory: Arc<dyn Memory>,
-    /// Where in the memory it begins.
+    /// Offset in the memory at which it begins.
     offset: u64,
     access: Access,
-    /// Its domain; none where it was imported.
+    /// Its domain; `None` for an imported region.
     of: Option<Use>,
 }
 
 impl Region {
-    /// Whether memory windows are bound to it.
+    /// Returns whether memory windows are bound to it.
     fn has_windows(&self) -> bool {
         let registered = self.registered();
         registered.region.as_ref().is_some_and(MemoryRegion::has_windows)
     }
 
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that a registration gave out, and is not deregistered.
@@ -166,12 +166,13 @@ impl Region {
     }
 }
 
-/// The rights that a program asks for. Those that the specification calls optional may be ignored: IBV_ACCESS_OPTIONAL_RANGE.
+/// Returns the rights that a program asks for. Rights that the specification calls optional may be ignored:
+/// IBV_ACCESS_OPTIONAL_RANGE.
 pub(crate) fn rights(access: u32) -> Result<Access, c_int> {
     Access::from_bits(access & !0x3ff0_0000).ok_or(libc::EINVAL)
 }
 
-/// Registers `length` bytes at `offset` of a memory, and gives the program what it is told of them.
+/// Registers `length` bytes at `offset` of a memory, and makes the structure that the program gets for them.
 ///
 /// # Safety
 /// A domain that was made, and is not deallocated.
@@ -210,7 +211,7 @@ pub(crate) unsafe fn register_memory(
     Ok(made)
 }
 
-/// Registers memory of the program's.
+/// Registers memory of the program.
 ///
 /// # Safety
 /// As `ibv_reg_mr(3)` has it.
@@ -288,7 +289,7 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
     let mut objects = unsafe { Context::of((*region).context) }.objects();
     // SAFETY: as above.
     let handle = unsafe { (*region).handle };
-    // One that was imported has the handle of another.
+    // An imported region has the handle of another.
     if objects.regions.get(&handle) == Some(&region) {
         objects.regions.remove(&handle);
     }
@@ -298,7 +299,7 @@ unsafe extern "C" fn ibv_dereg_mr(region: *mut abi::Mr) -> c_int {
     0
 }
 
-/// Ends a region: it is deregistered, where it was not imported.
+/// Ends a region. A region that was not imported is deregistered.
 ///
 /// # Safety
 /// It was made, has left the objects, and is not used any more.
@@ -307,7 +308,7 @@ pub(crate) unsafe fn end_region(region: *mut abi::Mr) {
     drop(unsafe { Box::from_raw(region.cast::<Region>()) });
 }
 
-/// `enum ibv_rereg_mr_flags`, and the values of `ibv_rereg_mr` where it fails: it changed nothing.
+/// `enum ibv_rereg_mr_flags`, and the values that `ibv_rereg_mr` returns when it fails without any change.
 const CHANGE_TRANSLATION: c_int = 1;
 const CHANGE_PD: c_int = 1 << 1;
 const CHANGE_ACCESS: c_int = 1 << 2;
@@ -328,7 +329,7 @@ unsafe fn change(
     let mut registered = own.registered();
     let registered = &mut *registered;
     let shown = own.shown.get();
-    // SAFETY: only who holds what is registered writes it, as here.
+    // SAFETY: only the holder of what is registered writes it, as here.
     let (pd_before, address_before, length_before) = unsafe { ((*shown).pd, (*shown).addr, (*shown).length) };
     let region = registered.region.as_mut().ok_or(libc::EOPNOTSUPP)?;
     let access = if flags & CHANGE_ACCESS != 0 {
@@ -391,7 +392,7 @@ unsafe extern "C" fn ibv_rereg_mr(
     }
 }
 
-/// A region of the process that another context is to know too, by its handle. It ends with the one that was registered.
+/// Imports a region of the process into another context, by its handle. It ends with the one that was registered.
 ///
 /// # Safety
 /// A domain that was made, and is not deallocated.
@@ -404,7 +405,7 @@ unsafe fn import(pd: *mut abi::Pd, handle: u32) -> Result<*mut abi::Mr, c_int> {
     // SAFETY: it is there while it is among the objects, which are held.
     let found = unsafe { Region::of(found) };
     let registered = found.registered();
-    // SAFETY: only who holds what is registered writes it, as here.
+    // SAFETY: only the holder of what is registered writes it, as here.
     let known = unsafe { &*found.shown.get() };
     let shown = abi::Mr {
         context,
@@ -455,10 +456,10 @@ unsafe extern "C" fn ibv_unimport_pd(domain: *mut abi::Pd) {
     unsafe { end_domain(domain) };
 }
 
-/// What a program's `struct ibv_mw` pointer points at.
+/// Object behind a program's `struct ibv_mw` pointer.
 #[repr(C)]
 struct Window {
-    /// A program has one thread at a time bind it.
+    /// The program binds it from one thread at a time.
     shown: UnsafeCell<abi::Mw>,
     window: MemoryWindow,
     _domain: Use,
@@ -503,7 +504,7 @@ pub(crate) unsafe extern "C" fn dealloc_mw(window: *mut abi::Mw) -> c_int {
     0
 }
 
-/// What a window grants: programs name local writes too, which are the region's.
+/// Returns the rights that a window grants. Programs name local writes too, but those are a right of the region.
 pub(crate) fn window_access(flags: u32) -> Result<Access, c_int> {
     let access = Access::from_bits(flags).ok_or(libc::EINVAL)?;
     Ok(access.difference(Access::LOCAL_WRITE))
@@ -539,11 +540,11 @@ pub(crate) unsafe extern "C" fn bind_mw(
         .pair
         .bind_mw(bind.wr_id, &own.window, region, range, access, flags);
     let bound = bound.map_err(|error| errno_of_post(&error));
-    // SAFETY: the program's own structure, of which only who binds the window writes the key.
+    // SAFETY: the program's own structure, of which only the thread that binds the window writes the key.
     crate::status(bound.map(|rkey| unsafe { (*own.shown.get()).rkey = rkey.0 }))
 }
 
-/// Pages are fetched when they are used: advice about that is taken, and nothing done.
+/// Pages are fetched when they are used, so advice to fetch them is accepted and ignored.
 pub(crate) extern "C" fn advise_mr(
     _: *mut abi::Pd,
     advice: u32,

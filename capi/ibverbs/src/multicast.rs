@@ -1,4 +1,4 @@
-//! Multicast groups: a GID of a group is the address of one.
+//! Multicast groups: the GID of a group is its address.
 
 use std::ffi::c_int;
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ fn errno_of(error: &McastError) -> c_int {
     }
 }
 
-/// Attaches a queue pair to a group. `EINVAL`: it is not of datagrams, or this is no group's address.
+/// Attaches a queue pair to a group. `EINVAL`: the queue pair is not a datagram one, or the address is not a group's.
 pub(crate) fn attach(pair: &Pair, group: IpAddr) -> Result<(), c_int> {
     pair.pair.attach_mcast(group).map_err(|error| match error {
         AttachError::Refused(error) => errno_of(&error),
@@ -24,7 +24,7 @@ pub(crate) fn attach(pair: &Pair, group: IpAddr) -> Result<(), c_int> {
     })
 }
 
-/// Detaches it.
+/// Detaches a queue pair from a group.
 pub(crate) fn detach(pair: &Pair, group: IpAddr) -> Result<(), c_int> {
     pair.pair.detach_mcast(group).map_err(|error| errno_of(&error))
 }

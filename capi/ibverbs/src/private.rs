@@ -1,6 +1,6 @@
-//! What vendors' libraries ask for when they are loaded: the interface between `libibverbs` and its drivers. They register themselves
-//! and are never called, so nothing of this is ever reached; but each name has to be there, or a program that happens to be linked with such
-//! a library does not start.
+//! Interface between `libibverbs` and its drivers, which vendors' libraries ask for when they are loaded. They register
+//! themselves and are never called, so nothing of this is ever reached; but each name has to exist, or a program that happens
+//! to be linked with such a library does not start.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -88,11 +88,11 @@ never_reached! {
     verbs_uninit_context
 }
 
-/// A driver introduces itself: there are no devices for it.
+/// Registers a driver: there are no devices for it.
 #[unsafe(no_mangle)]
 extern "C" fn verbs_register_driver_34(_: *const c_void) {}
 
-/// As above, of drivers from before.
+/// Like the above, for older drivers.
 #[unsafe(no_mangle)]
 extern "C" fn ibv_register_driver(_: *const c_char, _: *const c_void) {}
 

@@ -1,4 +1,4 @@
-//! What devices and ports say of themselves.
+//! Properties of devices and ports.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,13 +11,13 @@ use crate::device::{Device, put};
 use crate::queue_pair::WR_MAX;
 use crate::{abi, completions, device_memory, minus_one, status};
 
-/// Completions that a queue can have.
+/// Maximum number of completions that a queue can have.
 pub(crate) const CQE_MAX: c_int = 1 << 20;
-/// Objects of a kind that a device can have: queue pairs by their numbers, the others as many.
+/// Maximum number of objects of a kind that a device can have: for queue pairs by their numbers, for the others just as many.
 const OBJECTS_MAX: c_int = 1 << 16;
-/// Those that have a number on the wire: docs/features.md.
+/// Maximum number of objects that have a number on the wire: docs/features.md.
 const NUMBERED_MAX: c_int = 1 << 15;
-/// Fewer than the 255 that a queue pair may have: as rxe tells, since perftest sets up its end by its peer's number.
+/// Fewer than the 255 that a queue pair may have: as rxe reports, because perftest sets up its end by its peer's number.
 const READS_MAX: c_int = 128;
 
 /// More of `enum ibv_device_cap_flags`.
@@ -50,7 +50,7 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     attr.vendor_part_id = 1;
     attr.max_qp = NUMBERED_MAX;
     attr.max_qp_wr = WR_MAX as c_int;
-    // SEND with invalidate, local invalidate, windows of type 2. Registration by a work request is the kernel's alone.
+    // SEND with invalidate, local invalidate, windows of type 2. Only the kernel can register by a work request.
     let windows = device_cap::MEM_WINDOW | device_cap::MEM_WINDOW_TYPE_2B | device_cap::MEM_MGT_EXTENSIONS;
     attr.device_cap_flags =
         (windows | device_cap::XRC | SRQ_RESIZE | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN) as u32;
@@ -67,7 +67,7 @@ fn attributes(of: &Device) -> abi::DeviceAttr {
     attr.max_qp_rd_atom = READS_MAX;
     attr.max_res_rd_atom = READS_MAX * NUMBERED_MAX;
     attr.max_qp_init_rd_atom = 128;
-    // IBV_ATOMIC_HCA: atomic to those of the device.
+    // IBV_ATOMIC_HCA: atomic with respect to the device's own atomic operations.
     attr.atomic_cap = 1;
     attr.max_ah = OBJECTS_MAX;
     attr.max_mcast_grp = MCAST_GROUPS_MAX as c_int;
@@ -145,7 +145,7 @@ fn port(context: &Context, number: u8) -> Result<abi::PortAttr, c_int> {
         port_cap_flags: 1 << 16 | 1 << 26,
         max_msg_sz: 1 << 31,
         pkey_tbl_len: 1,
-        // 4x, 10 Gb/s a lane: numbers that must be there.
+        // 4x, 10 Gb/s a lane: arbitrary numbers, because the fields must have some.
         active_width: 2,
         active_speed: 4,
         phys_state,
@@ -168,7 +168,7 @@ pub(crate) unsafe extern "C" fn query_port(
     }))
 }
 
-/// The exported function is of programs from before the structure grew.
+/// The exported function serves programs from before the structure grew.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_port(
     context: *mut abi::Context,
@@ -180,7 +180,7 @@ unsafe extern "C" fn ibv_query_port(
     unsafe { query_port(context, number, attr, old) }
 }
 
-/// In units of 100 Mb/s: 4 lanes of 10 Gb/s, as [`port`] has them.
+/// Speed in units of 100 Mb/s: 4 lanes of 10 Gb/s, as [`port`] has them.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_port_speed(_: *mut abi::Context, number: u32, speed: *mut u64) -> c_int {
     if number != 1 {
@@ -191,10 +191,10 @@ unsafe extern "C" fn ibv_query_port_speed(_: *mut abi::Context, number: u32, spe
     0
 }
 
-/// Places of a port's GID table. One is empty: programs that are told to use index 1 ask what is there.
+/// Entries of a port's GID table. One is empty: programs that are told to use index 1 query it.
 const GIDS_MAX: u32 = 2;
 
-/// The GID at an index; `ENODATA`: that place is empty.
+/// Returns the GID at an index; `ENODATA`: that entry is empty.
 fn gid(context: &Context, port: u32, index: u32) -> Result<abi::Gid, c_int> {
     match (port, index) {
         (1, 0) => Ok(context.of.gid()),
@@ -274,7 +274,7 @@ unsafe extern "C" fn _ibv_query_gid_table(
     }
 }
 
-/// Of `<infiniband/driver.h>`: 0 is InfiniBand and RoCE v1, 1 RoCE v2. An empty place has the first.
+/// From `<infiniband/driver.h>`: 0 is InfiniBand and RoCE v1, 1 is RoCE v2. An empty entry has type 0.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_query_gid_type(
     context: *mut abi::Context,
@@ -289,7 +289,7 @@ unsafe extern "C" fn ibv_query_gid_type(
     0
 }
 
-/// The one P_Key there is: that of the default partition, with full membership.
+/// The only P_Key: that of the default partition, with full membership.
 const PKEY: u16 = 0xffff;
 
 #[unsafe(no_mangle)]

@@ -21,33 +21,33 @@ use crate::uses::Use;
 use crate::wr::{self, Builder};
 use crate::{abi, made, memory, srq, status, xrc};
 
-/// Requests that a queue of a queue pair can have.
+/// Maximum number of requests in a queue of a queue pair.
 pub(crate) const WR_MAX: u32 = 1 << 14;
 
-/// What a program's `struct ibv_qp` pointer points at.
+/// Object behind a program's `struct ibv_qp` pointer.
 #[repr(C)]
 pub(crate) struct Pair {
     shown: UnsafeCell<abi::QpEx>,
     pub(crate) pair: QueuePair,
-    /// `sq_sig_all`: each request is signalled.
+    /// `sq_sig_all`: set when each request is signalled.
     pub(crate) signal_all: bool,
     pub(crate) cap: abi::QpCap,
-    /// Requests under way from start to complete, where it was made for them.
+    /// Requests being built between start and complete, for a queue pair made for them.
     pub(crate) builder: Builder,
     pub(crate) given: Given,
-    /// What the program has set, as it asks for it again.
+    /// Attributes that the program has set, for its queries.
     attributes: Mutex<abi::QpAttr>,
     address: IpAddr,
-    /// A target of XRC: its domain.
+    /// Domain of an XRC target.
     xrc: Option<Arc<xrc::Shared>>,
-    /// One for each time that a program has it: a target of XRC may be opened again.
+    /// One reference for each handle that a program has: an XRC target may be opened again.
     opened: Arc<()>,
     /// Its domain and its queues.
     _of: Vec<Use>,
 }
 
 impl Pair {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_create_qp` gave out, and is not destroyed.
@@ -57,17 +57,17 @@ impl Pair {
     }
 }
 
-/// What a queue pair is made in: a protection domain, or for a target of XRC its domain.
+/// Object that a queue pair is made in: a protection domain, or for an XRC target its domain.
 #[derive(Clone, Copy)]
 pub(crate) enum Owner {
     Domain(*mut abi::Pd),
     Xrc(*mut abi::Xrcd),
 }
 
-/// Makes a queue pair; `operations` are those that it is to have functions for, if any.
+/// Makes a queue pair; `operations` are those that it must have functions for, if any.
 ///
 /// # Safety
-/// What `owner` and `init` name was made, and is not destroyed.
+/// The objects that `owner` and `init` name were made, and are not destroyed.
 pub(crate) unsafe fn create(
     owner: Owner,
     init: &mut abi::QpInitAttr,
@@ -156,7 +156,7 @@ pub(crate) unsafe fn create(
     Ok(unsafe { show((pair, Arc::default()), context, pd, init, operations, (xrc, used)) })
 }
 
-/// Gives a program a queue pair.
+/// Makes the object that a program gets for a queue pair.
 ///
 /// # Safety
 /// The context is open.
@@ -194,12 +194,12 @@ unsafe fn show(
         _of: used,
     };
     let made: *mut abi::Qp = Box::into_raw(Box::new(made)).cast();
-    // Events of one that is opened again go to who made it.
+    // Events of a queue pair that is opened again go to the handle that made it.
     context.objects().pairs.entry(number).or_insert(made);
     made
 }
 
-/// `ibv_open_qp`: the target of XRC that has the number.
+/// `ibv_open_qp`: opens the XRC target that has the number.
 ///
 /// # Safety
 /// The context is open, the domain was made and is not closed.
@@ -243,7 +243,7 @@ unsafe extern "C" fn ibv_create_qp(pd: *mut abi::Pd, init: *mut abi::QpInitAttr)
     made(unsafe { create(Owner::Domain(pd), &mut *init, None) })
 }
 
-/// What of them the older structure has.
+/// Returns the attributes that the older structure has.
 pub(crate) fn basic(init: &abi::QpInitAttrEx) -> abi::QpInitAttr {
     abi::QpInitAttr {
         qp_context: init.qp_context,
@@ -258,7 +258,7 @@ pub(crate) fn basic(init: &abi::QpInitAttrEx) -> abi::QpInitAttr {
 
 unsafe fn create_extended(init: &mut abi::QpInitAttrEx) -> Result<*mut abi::Qp, c_int> {
     use abi::qp_init::{CREATE_FLAGS, PD, SEND_OPS_FLAGS, XRCD};
-    // Of the flags none is supported, but to set none is no error.
+    // None of the flags is supported, but it is no error to set none.
     let flags = if init.comp_mask & CREATE_FLAGS != 0 {
         init.create_flags
     } else {
@@ -289,7 +289,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
     made(unsafe { create_extended(&mut *init) })
 }
 
-/// The same queue pair, where it was made with functions for its requests.
+/// Returns the same queue pair, if it was made with functions for its requests.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ibv_qp_to_qp_ex(pair: *mut abi::Qp) -> *mut abi::QpEx {
     // SAFETY: a queue pair that was made, says the caller.
@@ -322,7 +322,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(pair: *mut abi::Qp) -> c_int {
     0
 }
 
-/// Ends a queue pair: connections may have it still, but peers reach nothing by it, and nothing of it completes.
+/// Ends a queue pair: connections may still have it, but peers reach nothing by it, and nothing of it completes.
 ///
 /// # Safety
 /// It was made, has left the objects, and is not used any more.
@@ -351,7 +351,7 @@ pub(crate) fn number_of(state: QpState) -> u32 {
     STATES.iter().position(|known| *known == state).unwrap_or(0) as u32
 }
 
-/// Refuses what there is no word for below: one port, one P_Key, no second path, queues that keep their length.
+/// Refuses attributes that the code below cannot express: one port, one P_Key, no second path, queues that keep their length.
 fn check(attr: &abi::QpAttr, mask: u32, before: u32) -> Result<(), c_int> {
     use abi::qp_attr::*;
     let has = |bit: u32| mask & bit != 0;
@@ -365,14 +365,14 @@ fn check(attr: &abi::QpAttr, mask: u32, before: u32) -> Result<(), c_int> {
     if invalid {
         return Err(libc::EINVAL);
     }
-    // IBV_MIG_MIGRATED is how it is.
+    // IBV_MIG_MIGRATED is the only state.
     if has(ALT_PATH | CAP) || has(PATH_MIG_STATE) && attr.path_mig_state != 0 {
         return Err(libc::EOPNOTSUPP);
     }
     Ok(())
 }
 
-/// `ibv_modify_qp_rate_limit(3)`: of the rate alone.
+/// `ibv_modify_qp_rate_limit(3)`: supports the rate alone.
 pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
     pair: *mut abi::Qp,
     attr: *mut abi::QpRateLimitAttr,
@@ -382,7 +382,7 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
     if limit.comp_mask != 0 {
         return libc::EINVAL;
     }
-    // A burst is as long as the device makes it.
+    // The device determines the length of a burst.
     if limit.max_burst_sz != 0 || limit.typical_pkt_sz != 0 {
         return libc::EOPNOTSUPP;
     }
@@ -396,14 +396,15 @@ pub(crate) unsafe extern "C" fn modify_qp_rate_limit(
 fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
     let mut kept = own.attributes.lock().unwrap_or_else(PoisonError::into_inner);
     use abi::qp_attr::*;
-    // Programs set both halves' attributes at both ends of XRC, and the kernel's interface ignores those that an end does not have.
+    // Programs set the attributes of both halves at both ends of XRC, and the kernel's interface ignores those that an end does
+    // not have.
     let mask = match own.pair.qp_type() {
         QpType::XrcSend => mask & !(MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER),
         QpType::XrcRecv => mask & !(MAX_QP_RD_ATOMIC | RETRY_CNT | RNR_RETRY),
         _ => mask,
     };
     let has = |bit: u32| mask & bit != 0;
-    // It may have changed by itself since it was last set.
+    // The state may have changed by itself since it was last set.
     let before = own
         .pair
         .query()
@@ -461,14 +462,14 @@ fn modify(own: &Pair, attr: &abi::QpAttr, mask: u32) -> Result<(), c_int> {
         ModifyError::NoQp => libc::ENOENT,
         _ => libc::EINVAL,
     })?;
-    // SAFETY: the program's own structure, which it reads as it likes.
+    // SAFETY: the program's own structure, which it may read at any time.
     unsafe { (&raw mut (*own.shown.get()).qp.state).write(to) };
     keep(&mut kept, attr, mask);
     kept.qp_state = to;
     Ok(())
 }
 
-/// Keeps what was set: a program may ask for it.
+/// Keeps the attributes that were set: a program may query them.
 fn keep(kept: &mut abi::QpAttr, attr: &abi::QpAttr, mask: u32) {
     use abi::qp_attr::*;
     macro_rules! fields {
@@ -550,10 +551,10 @@ unsafe extern "C" fn ibv_query_qp(
     0
 }
 
-/// The elements of a request.
+/// Returns the elements of a request.
 ///
 /// # Safety
-/// `count` elements lie there, unless it is 0.
+/// `count` elements are there, unless it is 0.
 pub(crate) unsafe fn elements<'a>(list: *const abi::Sge, count: c_int) -> Result<&'a [abi::Sge], c_int> {
     let count = usize::try_from(count).map_err(|_| libc::EINVAL)?;
     match count {
@@ -574,10 +575,10 @@ pub(crate) fn sges(list: &[abi::Sge]) -> SgeList {
     }
 }
 
-/// Copies what is to be sent inline.
+/// Copies the bytes to be sent inline.
 ///
 /// # Safety
-/// The elements name memory of the program's that lives.
+/// The elements name memory of the program that lives.
 unsafe fn inline(list: &[abi::Sge]) -> Result<SgeList, c_int> {
     let mut bytes = Vec::new();
     for sge in list {
@@ -593,10 +594,10 @@ unsafe fn inline(list: &[abi::Sge]) -> Result<SgeList, c_int> {
     Ok(SgeList::inline(&bytes))
 }
 
-/// The binding of a window of type 2, to a key that the program has chosen.
+/// Returns the binding of a window of type 2 to a key that the program has chosen.
 ///
 /// # Safety
-/// What it names was made, and is not destroyed.
+/// The objects that it names were made, and are not destroyed.
 pub(crate) unsafe fn bind(wr: &abi::BindMwWr) -> Result<Operation, c_int> {
     let info = wr.bind_info;
     if info.mr.is_null() {
@@ -612,14 +613,14 @@ pub(crate) unsafe fn bind(wr: &abi::BindMwWr) -> Result<Operation, c_int> {
     }))
 }
 
-/// A request as the vocabulary has it.
+/// Converts a request into the vocabulary.
 ///
 /// # Safety
-/// What the request names lives, says `ibv_post_send(3)`.
+/// The objects that the request names live, as `ibv_post_send(3)` says.
 unsafe fn request(own: &Pair, wr: &abi::SendWr) -> Result<SendRequest, c_int> {
     use abi::wr_opcode::*;
     let imm = u32::from_be(wr.imm_data);
-    // SAFETY: which part of the union is meant says the operation; all are numbers.
+    // SAFETY: the operation says which part of the union is meant; all are numbers.
     let (rdma, atomic, ud) = unsafe { (wr.wr.rdma, wr.wr.atomic, wr.wr.ud) };
     let (va, rkey) = (rdma.remote_addr, RKey(rdma.rkey));
     let operation = match wr.opcode {
@@ -714,8 +715,8 @@ pub(crate) unsafe extern "C" fn post_send(
     errno
 }
 
-/// Posts the requests of a list as one: their packets leave together, and their peer and the engine's thread are woken once. Fails with the
-/// first that is not taken; those before it are posted.
+/// Posts the requests of a list as one: their packets leave together, and their peer and the engine's thread are woken once.
+/// Fails with the first request that is not accepted; those before it are posted.
 ///
 /// # Safety
 /// The list and what it names live, says `ibv_post_send(3)`.
@@ -774,7 +775,7 @@ pub(crate) unsafe extern "C" fn post_recv(
     0
 }
 
-/// The queue pair of a device that has a number.
+/// Returns the queue pair of a device that has a number.
 ///
 /// # Safety
 /// The context is open.
@@ -786,7 +787,7 @@ pub(crate) unsafe fn numbered(context: *mut abi::Context, qpn: u32) -> Option<Qu
     Some(unsafe { Pair::of(pair) }.pair.clone())
 }
 
-/// A connection has brought a queue pair to a state, with attributes that a program may ask for.
+/// Records that a connection has brought a queue pair to a state, with attributes that a program may query.
 pub(crate) fn tell(context: *mut abi::Context, qpn: Qpn, attr: &abi::QpAttr, mask: u32) {
     // SAFETY: a context of ids, which is never closed.
     let objects = unsafe { Context::of(context) }.objects();

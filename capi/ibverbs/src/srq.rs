@@ -14,7 +14,7 @@ use crate::queue_pair::{WR_MAX, elements, errno_of_post, sges};
 use crate::uses::{Use, Uses};
 use crate::{abi, channel, made, status, xrc};
 
-/// What a program's `struct ibv_srq` pointer points at.
+/// Object behind a program's `struct ibv_srq` pointer.
 #[repr(C)]
 pub(crate) struct Queue {
     shown: UnsafeCell<abi::Srq>,
@@ -28,7 +28,7 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that `ibv_create_srq` gave out, and is not destroyed.
@@ -38,10 +38,10 @@ impl Queue {
     }
 }
 
-/// Makes a queue; of XRC in a domain, whose completions go to a queue of its own.
+/// Makes a queue; an XRC queue is in a domain, and its completions go to a queue of its own.
 ///
 /// # Safety
-/// What is given was made, and is not destroyed.
+/// The objects given were made, and are not destroyed.
 unsafe fn create(
     pd: *mut abi::Pd,
     srq_context: *mut c_void,
@@ -99,7 +99,7 @@ unsafe extern "C" fn ibv_create_srq(pd: *mut abi::Pd, init: *mut abi::SrqInitAtt
 /// Makes a queue as `ibv_create_srq_ex(3)` says.
 ///
 /// # Safety
-/// What `init` names was made, and is not destroyed.
+/// The objects that `init` names were made, and are not destroyed.
 pub(crate) unsafe fn create_extended(init: &abi::SrqInitAttrEx) -> Result<*mut abi::Srq, c_int> {
     use abi::srq::{INIT_CQ, INIT_PD, INIT_TYPE, INIT_XRCD, TYPE_BASIC, TYPE_XRC};
     let has = |bits: u32| init.comp_mask & bits == bits;
@@ -128,7 +128,7 @@ pub(crate) unsafe extern "C" fn create_srq_ex(
     made(unsafe { create_extended(&*init) })
 }
 
-/// The number that peers name a queue of XRC by.
+/// Returns the number by which peers name an XRC queue.
 pub(crate) unsafe extern "C" fn get_srq_num(queue: *mut abi::Srq, number: *mut u32) -> c_int {
     // SAFETY: a queue that was made, says the caller.
     let own = unsafe { Queue::of(queue) };

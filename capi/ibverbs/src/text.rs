@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-/// The name of a number, as C reads it.
+/// Returns the name of a number, as C reads it.
 pub(crate) fn name(
     names: &'static [&'static CStr],
     number: c_int,

@@ -1,5 +1,5 @@
-//! UDP sockets, by system calls. Under `librspreload.so` the C library's names for them are ours: the standard library's sockets would be
-//! rsockets, which have sockets.
+//! UDP sockets, by system calls. `librspreload.so` directs the C library's names for them to this library: the standard
+//! library's sockets would be rsockets, which contain sockets.
 
 use std::ffi::c_int;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,11 +11,11 @@ use rustix::net::{
     sendto, socket_with,
 };
 
-/// A socket that is bound, and waits for nothing.
+/// A bound, non-blocking socket.
 pub(crate) struct Udp(OwnedFd);
 
 impl Udp {
-    /// A socket with an address; port 0: any.
+    /// Makes a socket with an address; port 0: any.
     pub(crate) fn new(address: SocketAddr) -> Result<Udp, c_int> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
@@ -27,7 +27,7 @@ impl Udp {
         Ok(Udp(socket))
     }
 
-    /// A socket of any address and port, to reach a peer from.
+    /// Makes a socket with any address and port, to reach a peer.
     pub(crate) fn towards(peer: SocketAddr) -> Result<Udp, c_int> {
         Udp::new(match peer {
             SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
@@ -35,20 +35,20 @@ impl Udp {
         })
     }
 
-    /// Its address, as the system has it.
+    /// Returns its address, as the system has it.
     pub(crate) fn local(&self) -> Result<SocketAddr, c_int> {
         let local = getsockname(&self.0).and_then(SocketAddr::try_from);
         local.map_err(Errno::raw_os_error)
     }
 
-    /// The local address from which a peer is reached.
+    /// Returns the local address from which a peer is reached.
     pub(crate) fn route(peer: SocketAddr) -> Result<SocketAddr, c_int> {
         let socket = Udp::towards(peer)?;
         connect(&socket.0, &peer).map_err(Errno::raw_os_error)?;
         socket.local()
     }
 
-    /// The next datagram, cut where it is longer than the buffer: how many bytes, and whose.
+    /// Returns the next datagram, truncated if it is longer than the buffer: the number of bytes, and the sender.
     pub(crate) fn receive(&self, into: &mut [u8]) -> Option<(usize, SocketAddr)> {
         let (length, _, from) = recvfrom(&self.0, into, RecvFlags::empty()).ok()?;
         let from = SocketAddr::try_from(from?).ok()?;

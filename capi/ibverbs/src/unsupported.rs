@@ -1,11 +1,12 @@
-//! Calls that are not supported yet, or never will be, and say so as the manual has it; and those that have nothing to do here.
+//! Calls that are not supported yet, or never will be, and return the error that the manual prescribes; and calls that have
+//! nothing to do here.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
 use crate::set_errno;
 
-/// Answered by a null pointer and `EOPNOTSUPP`.
+/// Calls that return a null pointer and `EOPNOTSUPP`.
 macro_rules! makes_nothing {
     ($($name:ident)*) => {
         $(
@@ -18,7 +19,7 @@ macro_rules! makes_nothing {
     };
 }
 
-/// Answered by the error's number.
+/// Calls that return the error's number.
 macro_rules! refuses {
     ($($name:ident)*) => {
         $(
@@ -30,7 +31,7 @@ macro_rules! refuses {
     };
 }
 
-/// Answered by -1 and `EOPNOTSUPP`.
+/// Calls that return -1 and `EOPNOTSUPP`.
 macro_rules! fails {
     ($($name:ident)*) => {
         $(
@@ -69,7 +70,8 @@ fails! {
     ibv_resolve_eth_l2_from_gid
 }
 
-/// What arrives is placed in ascending order, and the last word last. 0: not what is asked for here, whole cache lines at once.
+/// Incoming bytes are placed in ascending order, and the last word last. 0: the call asks for something else, whole cache lines
+/// at once.
 #[unsafe(no_mangle)]
 extern "C" fn ibv_query_qp_data_in_order(_: *mut c_void, _: c_int, _: u32) -> c_int {
     0
@@ -97,7 +99,7 @@ extern "C" fn ibv_is_fork_initialized() -> c_int {
     2
 }
 
-/// Structures of the kernel's interface, which nobody gets here.
+/// Structures of the kernel's interface, which no program gets here.
 #[unsafe(no_mangle)]
 extern "C" fn ibv_copy_ah_attr_from_kern(_: *mut c_void, _: *mut c_void) {}
 

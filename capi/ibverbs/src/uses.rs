@@ -1,14 +1,14 @@
-//! What uses an object: it is not destroyed before, as the manual has it (`EBUSY`).
+//! Users of an object: it is not destroyed before they are gone, as the manual prescribes (`EBUSY`).
 
 use std::ffi::c_int;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How many use an object. A clone counts the same.
+/// Number of users of an object. A clone has the same count.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Uses(Arc<AtomicUsize>);
 
-/// One that uses an object, until it is dropped.
+/// One use of an object, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Use(Arc<AtomicUsize>);
 
@@ -18,7 +18,7 @@ impl Uses {
         Use(self.0.clone())
     }
 
-    /// An error while the object is used.
+    /// Returns an error while the object is used.
     pub(crate) fn check_unused(&self) -> Result<(), c_int> {
         match self.0.load(Ordering::Acquire) {
             0 => Ok(()),

@@ -1,4 +1,4 @@
-//! The version of each exported name, as `libibverbs.map` has it: programs ask for both.
+//! The version of each exported name, as in `libibverbs.map`: programs ask for both.
 
 /// Gives names their version.
 macro_rules! versions {

@@ -1,4 +1,5 @@
-//! Waiting for descriptors as calls that block do: signals interrupt them where a read is interrupted, and threads can be cancelled there.
+//! Waits for descriptors as blocking calls do: signals interrupt them where they interrupt a read, and threads can be cancelled
+//! there.
 
 use std::ffi::c_int;
 use std::os::fd::RawFd;
@@ -6,7 +7,7 @@ use std::ptr;
 use std::time::Duration;
 
 unsafe extern "C-unwind" {
-    /// The system's, as a cancellation point: where its thread is cancelled it unwinds.
+    /// The system's function, as a cancellation point: a cancelled thread unwinds there.
     #[link_name = "poll"]
     fn cancellable_poll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout_ms: c_int) -> c_int;
     fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
@@ -15,7 +16,7 @@ unsafe extern "C-unwind" {
 /// `PTHREAD_CANCEL_DISABLE`.
 const CANCEL_DISABLE: c_int = 1;
 
-/// Calls a function whose thread is not cancelled meanwhile: it may be where it sleeps.
+/// Calls a function during which the thread is not cancelled, though it may be cancelled where it sleeps.
 pub(crate) fn uncancelled<R>(call: impl FnOnce() -> R) -> R {
     let mut before = 0;
     // SAFETY: a state that there is, and a place of this function's.
@@ -50,7 +51,7 @@ fn last_errno() -> c_int {
         .unwrap_or(libc::EIO)
 }
 
-/// `ppoll(2)`, and no cancellation point. `None`: waits for ever.
+/// `ppoll(2)`, which is no cancellation point. `None`: waits for ever.
 pub(crate) fn poll(fds: &mut [libc::pollfd], left: Option<Duration>) -> Result<usize, c_int> {
     let left = left.map(|left| libc::timespec {
         tv_sec: left.as_secs().try_into().unwrap_or(libc::time_t::MAX),
@@ -71,8 +72,8 @@ pub(crate) fn poll(fds: &mut [libc::pollfd], left: Option<Duration>) -> Result<u
     usize::try_from(n).map_err(|_| last_errno())
 }
 
-/// Whether a call that a signal interrupted goes on, as `read(2)` does where the handler was set with `SA_RESTART`. A poll is
-/// interrupted by all of them and does not tell by which: it goes on where no handler was set without.
+/// Returns whether a call that a signal interrupted goes on, as `read(2)` does when the handler was set with `SA_RESTART`.
+/// Every signal interrupts a poll, which does not report the signal: the call goes on if no handler was set without that flag.
 pub(crate) fn restarts() -> bool {
     (1..=libc::SIGRTMAX()).all(|signal| {
         // SAFETY: all of it may be zero: numbers, and no function.
@@ -85,11 +86,12 @@ pub(crate) fn restarts() -> bool {
     })
 }
 
-/// Waits until a descriptor is readable; at once [`libc::EAGAIN`] where the program has set it to non-blocking. The thread may be cancelled
-/// meanwhile (`pthread_cancel(3)`).
+/// Waits until a descriptor is readable; fails at once with [`libc::EAGAIN`] if the program has set it to non-blocking. The
+/// thread may be cancelled meanwhile (`pthread_cancel(3)`).
 ///
 /// # Safety
-/// Whoever calls it, and all between it and C, may be unwound: it has nothing to drop, and is `extern "C-unwind"` at the edge.
+/// The caller, and all functions between it and C, may be unwound: they have nothing to drop, and are `extern "C-unwind"` at
+/// the edge.
 pub(crate) unsafe fn readable_or_cancelled(fd: RawFd) -> Result<(), c_int> {
     let timeout_ms = if is_blocking(fd)? { -1 } else { 0 };
     loop {

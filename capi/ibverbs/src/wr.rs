@@ -14,7 +14,7 @@ use crate::address::Handle;
 use crate::queue_pair::{Pair, errno_of_post, sges};
 use crate::{abi, queue_pair};
 
-/// What is being built for a queue pair. From start to complete it is one thread's; others wait.
+/// Requests being built for a queue pair. From start to complete they belong to one thread; others wait.
 #[derive(Default)]
 pub(crate) struct Builder {
     taken: AtomicBool,
@@ -24,14 +24,14 @@ pub(crate) struct Builder {
 #[derive(Default)]
 struct Batch {
     requests: Vec<SendRequest>,
-    /// What went wrong first; then none of the batch is posted.
+    /// First error; then none of the batch is posted.
     failed: Option<c_int>,
 }
 
 // SAFETY: the batch is touched between `start` and its end alone, by the thread that took it.
 unsafe impl Sync for Builder {}
 
-/// The functions that a queue pair is given which was made for them.
+/// Gives a queue pair that was made for them its functions.
 pub(crate) fn give(qp: &mut abi::QpEx) {
     qp.wr_atomic_cmp_swp = cmp_swp as *const c_void;
     qp.wr_atomic_fetch_add = fetch_add as *const c_void;
@@ -74,7 +74,7 @@ pub(crate) const OFFERED: u64 = {
         | abi::qp_ex::ATOMIC_WRITE
 };
 
-/// The batch of a queue pair.
+/// Returns the batch of a queue pair.
 ///
 /// # Safety
 /// The caller is between start and complete, as the manual asks of a program.
@@ -108,7 +108,7 @@ unsafe fn begin(qp: *mut abi::QpEx, operation: Operation) {
     });
 }
 
-/// Sets something of the request that was begun last.
+/// Changes the request that was begun last.
 ///
 /// # Safety
 /// As [`batch`].
@@ -168,8 +168,9 @@ fn post(own: &Pair, requests: &mut Vec<SendRequest>) -> Result<(), c_int> {
     {
         return own.pair.post_send(only).map_err(|error| errno_of_post(&error));
     }
-    // What the queue has no room for is refused whole. Another thread's `ibv_post_send` in between may still take the room, and a request
-    // that is refused for itself is found as it is posted: then those before it are posted, and this fails.
+    // Refuses a batch as a whole if the queue has no room for it. Another thread's `ibv_post_send` in between may still take
+    // the room, and a request that is invalid by itself is found only as it is posted: then the requests before it are posted,
+    // and this fails.
     let outstanding = own.pair.query().map_or(0, |info| info.send_outstanding);
     if outstanding + requests.len() > own.cap.max_send_wr as usize {
         return Err(libc::ENOMEM);
@@ -283,7 +284,7 @@ unsafe extern "C" fn flush(
         1 => Some(Selectivity::MemoryRegion),
         _ => None,
     };
-    // A FLUSH says its length in 32 bits (IBTA Vol 1, 9.4.8): more would be promised than is done.
+    // A FLUSH gives its length in 32 bits (IBTA Vol 1, 9.4.8): a longer one would promise more than it does.
     let length_of = u32::try_from(length).ok();
     let operation = Operation::Flush {
         va,

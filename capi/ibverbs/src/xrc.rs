@@ -1,4 +1,4 @@
-//! XRC domains, and what a program opens a second time. IBTA Vol 1, A14; `ibv_open_xrcd(3)`, `ibv_open_qp(3)`.
+//! XRC domains, and objects that a program opens a second time. IBTA Vol 1, A14; `ibv_open_xrcd(3)`, `ibv_open_qp(3)`.
 
 use std::ffi::c_int;
 use std::net::IpAddr;
@@ -11,8 +11,8 @@ use crate::channel::errno_of;
 use crate::context::Context;
 use crate::{abi, made, queue_pair};
 
-/// A domain, and what its target queue pairs are made with: neither is used, since the shared receive queues that peers name have their
-/// own protection domains and completion queues.
+/// A domain, and the objects that its target queue pairs are made with: neither is used, because the shared receive queues that
+/// peers name have their own protection domains and completion queues.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) domain: XrcDomain,
@@ -20,7 +20,7 @@ pub(crate) struct Shared {
     pub(crate) cq: CompletionQueue,
 }
 
-/// What a program's `struct ibv_xrcd` pointer points at.
+/// Object behind a program's `struct ibv_xrcd` pointer.
 #[repr(C)]
 pub(crate) struct Domain {
     shown: abi::Xrcd,
@@ -28,7 +28,7 @@ pub(crate) struct Domain {
 }
 
 impl Domain {
-    /// What a program's pointer points at.
+    /// Returns the object behind a program's pointer.
     ///
     /// # Safety
     /// The pointer is one that [`open_xrcd`] gave out, and is not closed.
@@ -38,7 +38,7 @@ impl Domain {
     }
 }
 
-/// A file, by which a process finds the domain again: its device's address, and its file system and inode.
+/// A file by which a process finds the domain again: its device's address, and its file system and inode.
 type Name = (IpAddr, u64, u64);
 
 static NAMED: Mutex<Vec<(Name, Weak<Shared>)>> = Mutex::new(Vec::new());
@@ -81,7 +81,7 @@ fn open(context: &Context, attr: &abi::XrcdInitAttr) -> Result<Arc<Shared>, c_in
     }
 }
 
-/// A domain that no file names.
+/// Makes a domain that no file names.
 ///
 /// # Safety
 /// The context is open.
@@ -114,7 +114,7 @@ pub(crate) unsafe extern "C" fn close_xrcd(domain: *mut abi::Xrcd) -> c_int {
     0
 }
 
-/// `ibv_open_qp`: another handle of a target queue pair of this process.
+/// `ibv_open_qp`: makes another handle of a target queue pair of this process.
 pub(crate) unsafe extern "C" fn open_qp(
     context: *mut abi::Context,
     attr: *mut abi::QpOpenAttr,

@@ -1,5 +1,6 @@
-//! Provider `hw` with this library as the system's: what it asks of `libibverbs` is then to be had on every host. A device of both kinds
-//! is in one process; the one that is tested opens the other at run time, as it opens the system's.
+//! Provider `hw` with this library in the place of the system's: everything that the provider asks of `libibverbs` is then
+//! available on every host. One process has a device of each kind; the provider under test opens the other at run time, as it
+//! opens the system's.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::fs::{self, File};
@@ -17,12 +18,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What the provider takes its libraries from.
+/// Variable that names the folder of the provider's libraries.
 const LIBRARIES: &str = "RDMUX_HW_LIBRARIES";
 const ADDRESS: &str = "127.0.0.22";
 const LONG: Duration = Duration::from_secs(60);
 
-/// The library of this profile. `cargo test` makes none, since no test can be linked to it; `cargo build` has to come before.
+/// Returns the library of this profile. `cargo test` makes none, since no test can be linked to it; `cargo build` has to run
+/// before.
 fn library() -> PathBuf {
     let own = std::env::current_exe().unwrap();
     let profile = own.parent().and_then(FilePath::parent).unwrap();
@@ -30,7 +32,7 @@ fn library() -> PathBuf {
     let made = |file: &FilePath| fs::metadata(file).and_then(|meta| meta.modified());
     let build = format!("cargo build -p {} makes it", env!("CARGO_PKG_NAME"));
     let built = made(&library).unwrap_or_else(|error| panic!("{}: {error}: {build}", library.display()));
-    // Cargo lists beside it what it is made of: "library: source source".
+    // Beside it, Cargo lists its sources: "library: source source".
     let sources = fs::read_to_string(library.with_extension("d")).unwrap();
     for source in sources.lines().flat_map(|line| line.split(' ').skip(1)) {
         let newer = made(FilePath::new(source)).is_ok_and(|changed| changed > built);
@@ -39,7 +41,7 @@ fn library() -> PathBuf {
     library
 }
 
-/// Runs a test in a process of its own, whose system has this library.
+/// Runs a test in a process of its own, whose system library is this one.
 fn with_the_library(name: &str, test: impl FnOnce()) {
     if std::env::var_os(LIBRARIES).is_some() {
         return test();
@@ -60,7 +62,7 @@ fn with_the_library(name: &str, test: impl FnOnce()) {
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr)
     );
-    // A name that no test has would succeed as well.
+    // A name that no test has would succeed, too.
     assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
 }
 
@@ -73,7 +75,7 @@ fn device() -> Device {
     Device::open_with(address, options).unwrap()
 }
 
-/// A queue pair, and what it is made of.
+/// A queue pair and the objects that it is made of.
 struct End {
     pd: ProtectionDomain,
     cq: CompletionQueue,
@@ -99,7 +101,7 @@ impl End {
         }
     }
 
-    /// Brings it up towards another, by address.
+    /// Brings it up, connected to another, by address.
     fn bring_up(&self, peer: &End) {
         let address: IpAddr = ADDRESS.parse().unwrap();
         let init = QpAttributes {
@@ -180,12 +182,12 @@ fn reg_mr__of_a_file_where_the_device_pages_on_demand() {
             .flush(4090, 11, Placement::GLOBAL | Placement::PERSISTENT)
             .unwrap();
         assert_eq!(&fs::read(&path).unwrap()[4090..4101], b"over a page");
-        // The device's own FLUSH would end in the page cache.
+        // The device's own FLUSH would reach no further than the page cache.
         let persistent =
             b.pd.reg_mr_all(memory.clone(), 0, access | Access::FLUSH_PERSISTENT);
         assert!(persistent.is_err());
 
-        // Shortened: an error of the request, and no signal here.
+        // A shortened file: the request fails, and this process gets no signal.
         File::options()
             .write(true)
             .open(&path)
@@ -241,7 +243,7 @@ fn resize__of_a_completion_queue() {
         for wr_id in 0..3 {
             assert_eq!(a.next().wr_id, wr_id);
         }
-        // What this provider does not have it says.
+        // The provider's feature flags leave out what it does not have.
         for lacks in [Features::CQ_MODERATION, Features::CQ_TIMES] {
             assert!(!device.features().contains(lacks));
         }
@@ -266,7 +268,7 @@ fn post_send_list__is_posted_up_to_the_first_that_is_refused() {
                 assert_eq!(&found, b"in order");
             }
 
-            // Of one that says itself what is wrong with it, and of one too many for the queue.
+            // Lists with a request that is invalid by itself, and with one too many for the queue.
             let datagram = SendRequest {
                 to: Target::Srq(Srqn(1)),
                 ..write(3)
@@ -281,7 +283,7 @@ fn post_send_list__is_posted_up_to_the_first_that_is_refused() {
                 operation: Operation::Send { imm: None },
                 ..write(wr_id)
             };
-            // The peer has no receive for them: they stay in the queue.
+            // The peer has no receive for them, so they stay in the queue.
             let full = a.qp.post_send_list((0..4096).map(silent)).unwrap_err();
             assert_eq!(full.source, PostError::QueueFull);
             assert!(full.index >= 100, "{full:?}");
@@ -348,7 +350,8 @@ fn drop__of_a_region_that_others_bind_windows_to() {
                 // The region had ended; the queue pair goes on.
                 assert_eq!(posted, Err(PostError::Invalid));
             } else if a.next().status != Status::Success {
-                // It ended between: that is the end of the queue pair too, as of any that is told of a region that is not there.
+                // The region ended in between: that ends the queue pair too, as with any request for a region that does not
+                // exist.
                 break;
             }
         }
@@ -364,7 +367,7 @@ fn rereg__other_memory_in_another_domain() {
         let (before, write) = (other.mr.rkey(), Access::LOCAL_WRITE | Access::REMOTE_WRITE);
         let elsewhere = device.alloc_pd().unwrap();
         let memory = Arc::new(AnonymousMemory::new(1 << 16).unwrap());
-        // Windows hold a region as it is.
+        // A region with windows cannot be changed.
         let window = other.pd.alloc_mw(WindowType::One).unwrap();
         let bound = other.qp.bind_mw(
             7,
@@ -380,7 +383,7 @@ fn rereg__other_memory_in_another_domain() {
         assert!(matches!(bound, Err(RegisterError::WindowsBound)), "{bound:?}");
         drop(window);
         other.mr.rereg(memory.clone(), 0, 4096, 0, write).unwrap();
-        // What it was reached by reaches it no more, and what it is now does.
+        // The previous key no longer reaches the region, and the current one reaches its current memory.
         one.buffer.write(0, b"anew").unwrap();
         one.qp.post_send(one.write(1, 4, 0, other.mr.rkey())).unwrap();
         assert_eq!(one.next().status, Status::Success);
@@ -390,7 +393,7 @@ fn rereg__other_memory_in_another_domain() {
         assert_ne!(other.mr.rkey(), before);
         one.qp.post_send(one.write(2, 4, 0, before)).unwrap();
         assert_eq!(one.next().status, Status::RemoteAccess);
-        // In another domain than its queue pair's it is out of reach.
+        // In another domain than its queue pair's, the region is out of reach.
         other.mr.rereg_in(&elsewhere, memory, 0, 4096, 0, write).unwrap();
         assert_eq!(other.mr.length(), 4096);
     });
@@ -480,7 +483,7 @@ fn ask__what_this_process_has_on_an_rnic() {
     });
 }
 
-/// What those who ask hear of this process's device, others of this host left out.
+/// Returns what processes that ask learn of this process's device, without other devices of this host.
 fn told(object: Object) -> Vec<Item> {
     let address: IpAddr = ADDRESS.parse().unwrap();
     let places: Vec<DeviceAt> = rnics().into_iter().filter(|at| at.address == address).collect();
@@ -552,7 +555,7 @@ fn ask__process_without_a_descriptor_left() {
         setrlimit(Resource::Nofile, few).unwrap();
         let filling: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
         connect(&socket, &name).unwrap();
-        // It was woken, and sleeps again although somebody waits to be let in.
+        // The thread was woken, and sleeps again although a client waits to be accepted.
         let is_asleep = || {
             let mut text = [0; 512];
             let len = state.read_at(&mut text, 0).unwrap();

@@ -1,16 +1,17 @@
-//! Shows a program the RDMA devices of rdmux where it looks for those of the kernel: a library to be preloaded (`LD_PRELOAD`), whose
-//! functions for files do what the C library's do, but find `/sys/class/infiniband`, `/sys/class/infiniband_verbs` and `/dev/infiniband`
-//! below the folder that `RDMUX_SYSFS` names. `rdmux run` makes that folder and sets both.
+//! Shows a program the RDMA devices of rdmux where it looks for those of the kernel: a library to be preloaded (`LD_PRELOAD`),
+//! whose file functions do what the C library's do, but find `/sys/class/infiniband`, `/sys/class/infiniband_verbs` and
+//! `/dev/infiniband` below the folder that `RDMUX_SYSFS` names. `rdmux run` makes that folder and sets both.
 //!
-//! A path of another place is handed on as it is: nothing is allocated or looked up once the program has started, so that what may be
-//! called in a signal handler still may. Threads may be cancelled in these functions as in the C library's.
+//! A path elsewhere is passed on unchanged: the library allocates and looks up nothing once the program has started, so that
+//! functions that may be called in a signal handler still may. Threads may be cancelled in these functions as in the C
+//! library's.
 #![allow(unsafe_code, reason = "the C interface")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// What is looked for elsewhere, and all below.
+/// Paths that are redirected, with everything below them.
 const SHOWN: [&[u8]; 3] = [
     b"/sys/class/infiniband",
     b"/sys/class/infiniband_verbs",
@@ -20,7 +21,7 @@ const SHOWN: [&[u8]; 3] = [
 const VARIABLE: &CStr = c"RDMUX_SYSFS";
 const PATH_MAX: usize = libc::PATH_MAX as usize;
 
-/// The folder; copied when the program starts, since programs overwrite their environment.
+/// The folder, copied when the program starts, since programs overwrite their environment.
 static FOLDER: OnceLock<Vec<u8>> = OnceLock::new();
 
 extern "C" fn start() {
@@ -39,7 +40,7 @@ extern "C" fn start() {
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
 
-/// Whether a path is one of [`SHOWN`], or below.
+/// Returns whether a path is one of [`SHOWN`], or below.
 fn is_shown(path: &[u8]) -> bool {
     SHOWN.iter().any(|shown| {
         path.strip_prefix(*shown)
@@ -47,7 +48,7 @@ fn is_shown(path: &[u8]) -> bool {
     })
 }
 
-/// Calls with the path that is meant.
+/// Calls a function with the redirected path, or with the path itself.
 ///
 /// # Safety
 /// The path is null or a string of C.
@@ -68,7 +69,7 @@ unsafe fn redirected<R>(path: *const c_char, call: impl FnOnce(*const c_char) ->
     call(whole.as_ptr().cast())
 }
 
-/// What a function gives back when there is none of its name behind this library.
+/// Value that a function returns when there is no function of its name behind this library.
 trait Missing {
     const MISSING: Self;
 }
@@ -85,7 +86,7 @@ impl<T> Missing for *mut T {
     const MISSING: *mut T = std::ptr::null_mut();
 }
 
-/// The function of a name that is behind this library.
+/// The function of a name behind this library.
 struct Next {
     name: &'static CStr,
     known: AtomicPtr<c_void>,
@@ -102,7 +103,7 @@ impl Next {
         }
     }
 
-    /// Null where there is none. It is looked up when the program starts, or before, if another library's start calls it.
+    /// Returns null if there is none. It is looked up when the program starts, or earlier, if another library's start calls it.
     fn next(&self) -> *mut c_void {
         let found = self.known.load(Ordering::Relaxed);
         if !found.is_null() {
@@ -126,7 +127,7 @@ macro_rules! functions {
         static ALL: &[&Next] = &[$(&next::$name),*];
 
         $(
-            // A thread that is cancelled unwinds through this.
+            // A cancelled thread unwinds through this.
             #[unsafe(no_mangle)]
             unsafe extern "C-unwind" fn $name(
                 $($before: $before_type,)*
@@ -150,7 +151,7 @@ macro_rules! functions {
     };
 }
 
-// A mode that was not given is handed on as whatever lies in its place, and not looked at.
+// A mode that was not given is passed on as whatever is in its place, and not looked at.
 functions! {
     open(; flags: c_int, mode: c_uint) -> c_int;
     open64(; flags: c_int, mode: c_uint) -> c_int;

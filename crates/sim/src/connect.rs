@@ -1,9 +1,9 @@
-//! Connection management under faults: connections and resolutions that are made, refused, withdrawn, left undecided, ended by
-//! either side or both, forgotten by one of them; by users who take their time, on hosts that restart.
+//! Connection management under faults. Users establish, reject or withdraw connections and resolutions, leave them undecided,
+//! end them from either side or from both, or forget them on one side. Users take their time, and hosts restart.
 //!
-//! What must hold whatever happens: every user hears how its connection ended, once; private data arrives as it was given;
-//! in the end no connection, no id at rest and no timer is left. Without restarts, and with losses that the retries are
-//! made for, both ends of a connection also come to the same opinion of it, and nobody is unreachable.
+//! Invariants: every user is notified exactly once of how its connection ended; private data arrives unchanged; at the end no
+//! connection, no resting id and no timer is left. Without restarts, and with losses that the retries are made for, both ends
+//! of a connection also agree on its state, and no peer is reported unreachable.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,10 +25,10 @@ const SECOND: u64 = 1_000_000_000;
 /// Up to this loss, in percent, seven tries each way are enough: one in ten million connections would fail.
 const RELIABLE_LOSS: f64 = 5.0;
 
-/// An end that is not agreed to by then is not answered: the tries are over soon after.
+/// A disconnect that the peer has not answered by then gets no answer: the retries run out soon after.
 const ANSWERED_NS: u64 = 8 * SECOND;
 
-/// What a user answers.
+/// Answer of a user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Decision {
     Yes,
@@ -38,27 +38,27 @@ enum Decision {
     Neither,
 }
 
-/// What both users will do with a connection.
+/// Actions that both users will take on a connection.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     active_host: usize,
-    /// Asks for the QP of a datagram service instead.
+    /// Set when the active side asks for the QP of a datagram service instead.
     resolution: bool,
-    /// Nobody listens on what is asked for.
+    /// Set when no user listens on the requested service.
     unknown_service: bool,
     with_addressing: bool,
     transport: Transport,
-    /// By the active and the passive user, and how long each takes.
+    /// Decisions of the active and the passive user; `decision_ns`: the time that each takes.
     decisions: [Decision; 2],
     decision_ns: [u64; 2],
-    /// When each side (active, passive) ends it after it was established; `None` leaves it to the other.
+    /// Time after establishment at which each side (active, passive) ends the connection; `None` leaves it to the other side.
     end_ns: [Option<u64>; 2],
-    /// The active side forgets it instead of ending it.
+    /// Set when the active side forgets the connection instead of ending it.
     active_forgets: bool,
     qpns: [Qpn; 2],
 }
 
-/// How far a side came.
+/// Progress of a side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Seen {
     Asked,
@@ -84,7 +84,7 @@ fn tag(what: u64, host: usize, id: u32) -> u64 {
     what << 40 | (host as u64) << 32 | u64::from(id)
 }
 
-/// Which message carries private data.
+/// Message that carries private data.
 #[derive(Clone, Copy, Debug)]
 enum Carrier {
     Req,
@@ -112,7 +112,7 @@ struct Run {
     sides: BTreeMap<(usize, u32), Side>,
     /// Connections that a restart may have cut.
     disturbed: BTreeSet<usize>,
-    /// Since when sides wait for the peer to agree to the end.
+    /// By side: the time since which it waits for the peer to agree to the end.
     ending: BTreeMap<(usize, u32), Time>,
     is_lossy: bool,
 }
@@ -135,7 +135,7 @@ fn draw_plan(dice: &mut Dice, number: u32) -> Plan {
         2 => [None, None],
         _ => [after(dice), after(dice)],
     };
-    // Sometimes those of an earlier connection, as after a restart.
+    // Sometimes the QPNs of an earlier connection, as after a restart.
     let qpn = if dice.one_in(8) { number / 2 } else { number };
     let active_host = dice.below(2) as usize;
     let qpns = [active_host, 1 - active_host].map(|host| Qpn::new((host as u32 + 1) << 16 | (16 + qpn)));
@@ -214,7 +214,7 @@ impl Run {
         }
         self.drive_to_rest()?;
         self.check_opinions()?;
-        // Those that nobody ended, or whose other side was lost.
+        // Connections that neither side ended, or whose other side was lost.
         let open: Vec<(usize, u32)> = self
             .sides
             .iter()
@@ -260,7 +260,7 @@ impl Run {
         }
     }
 
-    /// When nothing is under way any more, a connection is open at both ends or at none.
+    /// Checks that, once nothing is in flight, every connection is open at both ends or at neither.
     fn check_opinions(&self) -> Result<(), String> {
         if let Some((at, side)) = self.sides.iter().find(|(_, side)| side.seen == Seen::Asked) {
             return Err(format!("{at:?}: {side:?}: nothing came of it"));
@@ -274,7 +274,7 @@ impl Run {
         Ok(())
     }
 
-    /// Whether a connection's messages get through, sooner or later.
+    /// Returns whether a connection's messages get through, sooner or later.
     fn is_calm(&self, connection: usize) -> bool {
         !self.is_lossy && !self.disturbed.contains(&connection)
     }
@@ -304,7 +304,7 @@ impl Run {
         }
     }
 
-    /// What a side was told of the other, but for what a REP does not say.
+    /// Returns whether `remote` is the endpoint that the other side sent, in the fields that a REP carries too.
     fn is_told(&self, remote: &Endpoint, plan: &Plan, role: usize) -> bool {
         let told = self.endpoint(plan, role);
         (remote.transport, remote.qpn, remote.srq, remote.starting_psn)
@@ -390,7 +390,7 @@ impl Run {
     fn restart(&mut self, host: usize) {
         self.world.restart(host);
         self.listen(host);
-        // Whatever has begun may have messages under way or a side that is lost.
+        // Any connection that has begun may have messages in flight or a side that is lost.
         let begun: Vec<usize> = self.sides.values().map(|side| side.connection).collect();
         self.disturbed.extend(begun);
         self.sides.retain(|(at, _), _| *at != host);
@@ -405,7 +405,7 @@ impl Run {
         self.set_seen(host, id, Seen::Over);
         let qpn = self.plans[connection].qpns[1];
         let data = private_data(connection, Carrier::SidrRep, 136);
-        // Too late when it was not decided on in time.
+        // The answer fails when the user has not decided in time.
         let _ = self.world.with(host, |rnic, now| {
             rnic.cm().answer(now, id, status, qpn, QKEY, &data)
         });
@@ -438,7 +438,7 @@ impl Run {
 
     fn decide_reply(&mut self, host: usize, id: CmId, connection: usize) {
         match self.plans[connection].decisions[0] {
-            // It withdraws at a time of its own, or has done so.
+            // The user withdraws at a time of its own, or has done so already.
             Decision::Neither => {
                 self.set_seen(host, id, Seen::Open);
                 self.disconnect(host, id);
@@ -458,7 +458,7 @@ impl Run {
         }
     }
 
-    /// Of a request or reply that is refused nothing more is heard, unless its end was under way already.
+    /// Marks a rejected request or reply as over, because no event follows it, unless its end was in progress already.
     fn over_unless_it_is_ending(&mut self, host: usize, id: CmId) {
         let is_ending = self.world.hosts[host].rnic.cm().peering(id).is_some();
         self.set_seen(host, id, if is_ending { Seen::Open } else { Seen::Over });
@@ -476,7 +476,7 @@ impl Run {
         }
     }
 
-    /// A request has come: to which connection it belongs.
+    /// Returns the plan of the connection that an arriving request belongs to.
     fn requested(
         &mut self,
         host: usize,
@@ -503,7 +503,7 @@ impl Run {
         if differs {
             return Err("a request that differs from what was asked".to_owned());
         }
-        // A repeated request may come when its connection has ended already; never while that lives.
+        // A repeated request may arrive after its connection has ended, but never while the connection lives.
         let alive = |side: &&Side| side.connection == connection && side.passive && side.seen != Seen::Over;
         if self.sides.values().any(|side| alive(&side)) {
             return Err("a second request for a connection that lives".to_owned());
@@ -595,7 +595,7 @@ impl Run {
             }
             CmEvent::Unreachable { .. } => {
                 self.set_seen(host, *id, Seen::Over);
-                // Who resolves has no MRA to wait for: while a user decides its tries run out.
+                // A resolving side gets no MRA: while the user decides, its retries run out.
                 let slow = plan.decisions[1] == Decision::Neither || plan.decision_ns[1] > SECOND / 20;
                 !self.is_calm(connection) || plan.resolution && slow
             }
@@ -633,7 +633,7 @@ impl Run {
         }
     }
 
-    /// Whether a rejection can have this reason.
+    /// Returns whether a rejection can have this reason.
     fn is_fair(&self, connection: usize, passive: bool, reason: RejReason, data: &[u8]) -> bool {
         let plan = self.plans[connection];
         let by_user = |decision, carrier| {
@@ -644,7 +644,7 @@ impl Run {
         if !self.is_calm(connection) {
             return true;
         }
-        // By who still knows the QPN of an earlier connection, and by who has gone for that reason.
+        // Sent by a peer that still knows the QPN of an earlier connection, or by one that has gone for that reason.
         let same_qpn = |other: &&Plan| other.qpns.iter().any(|qpn| plan.qpns.contains(qpn));
         if [RejReason::STALE_CONNECTION, RejReason::INVALID_COMM_ID].contains(&reason)
             && self.plans.iter().filter(same_qpn).count() > 1
@@ -653,7 +653,7 @@ impl Run {
         }
         if passive {
             return by_user(plan.decisions[0], Carrier::RejOfRep)
-                // Withdrawn, as far as the peer still knew.
+                // The active user withdrew; the reason depends on what the peer still knew of the connection.
                 || plan.decisions[0] == Decision::Neither
                     && [RejReason::TIMEOUT, RejReason::INVALID_COMM_ID].contains(&reason)
                 // The rejection by the user was lost.

@@ -3,12 +3,12 @@
 use rand_chacha::ChaCha8Rng;
 use rand_core::{RngCore, SeedableRng};
 
-/// Every random decision of a run comes from one of these.
+/// Source of every random decision of a run.
 #[derive(Debug)]
 pub(crate) struct Dice(ChaCha8Rng);
 
 impl Dice {
-    /// `stream` keeps apart what must not shift when another part of the run draws more or less.
+    /// `stream` separates decisions that must not shift when another part of the run draws more or less.
     pub(crate) fn new(seed: u64, stream: u64) -> Dice {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(stream);

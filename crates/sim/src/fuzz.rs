@@ -1,6 +1,6 @@
-//! Fuzzing of the engine: the input says what users, links and clocks do to two devices with QPs of every transport service,
-//! hostile packets with a right ICRC included. It runs under the coverage-guided fuzzer and, by stable means, in every test
-//! run.
+//! Fuzzing of the engine: the input determines what users, links and clocks do to two devices with QPs of every transport
+//! service, including hostile packets with a correct ICRC. It runs under the coverage-guided fuzzer and, on stable Rust, in
+//! every test run.
 
 mod input;
 mod packet;
@@ -24,25 +24,25 @@ use input::Input;
 pub use input::Reach;
 use side::{FENCED, IOVA, Kind, PSN, QKEY, REGION, Side};
 
-/// Packets that wait on the link at most.
+/// Maximum number of packets that wait on the link.
 const LINK_PACKETS: usize = 512;
-/// Packets that one input event may cause: a few windows of all QPs and what they owe.
+/// Maximum number of packets that one input event may cause: a few windows of all QPs and their pending responses.
 const BURST_PACKETS: usize = 1 << 15;
-/// Timers that fire at most until a device whose peer is silent comes to rest.
+/// Maximum number of timers that fire until a device whose peer is silent becomes idle.
 const TIMERS_TO_REST: usize = 20_000;
-/// Exchanges after which all is done when nothing is lost any more.
+/// Exchanges after which everything has completed once no packet is lost.
 const STEPS_TO_FINISH: usize = 100_000;
 
-/// A packet on its way.
+/// A packet in flight.
 #[derive(Clone, Debug)]
 struct Wire {
     path: Path,
     bytes: Vec<u8>,
-    /// It goes through memory of one machine.
+    /// Set when the packet goes through memory of one machine.
     local: bool,
 }
 
-/// Panics when the engine does, or when one of its invariants is broken. Says what was reached.
+/// Panics when the engine does, or when one of its invariants is broken. Returns what the input reached.
 pub fn rnic(input: &[u8]) -> Reach {
     let mut input = Input(input);
     let mut pair = Pair::new(&mut input);
@@ -65,17 +65,17 @@ pub fn rnic(input: &[u8]) -> Reach {
 struct Pair {
     now: Time,
     sides: [Side; 2],
-    /// Packets on their way to each side.
+    /// Packets in flight to each side.
     links: [VecDeque<Wire>; 2],
     buf: TransmitBuf,
     shape: u8,
-    /// The QPs that this input is about.
+    /// QPs that this input exercises.
     focus: Vec<usize>,
-    /// Whether it is about connections instead.
+    /// Set when the input exercises connections instead.
     connects: bool,
-    /// Whether the link is whole at the end, else it is cut.
+    /// Set when the link is whole at the end; otherwise it is cut.
     heals: bool,
-    /// Both sides are processes of one machine.
+    /// Present when both sides are processes of one machine.
     machine: Option<Machine>,
 }
 
@@ -83,7 +83,7 @@ impl Pair {
     fn new(input: &mut Input<'_>) -> Pair {
         let (shape, focus) = (input.byte(), input.byte());
         let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0, focus & 1 != 0));
-        // Few QPs, so that something comes of each.
+        // Few QPs, so that each of them makes progress.
         let first = usize::from(focus >> 1) % Kind::ALL.len();
         let (second, ends) = (usize::from(focus >> 5), input.byte());
         let mut pair = Pair {
@@ -118,7 +118,7 @@ impl Pair {
         }
     }
 
-    /// What a transition of a QP needs.
+    /// Returns the attributes that a transition of a QP needs.
     fn attributes(&self, i: usize, at: usize, to: QpState, shape: u8) -> QpAttributes {
         let kind = self.sides[i].queues[at].kind;
         let qp_type = kind.qp_type();
@@ -169,7 +169,7 @@ impl Pair {
             let side = &mut self.sides[i];
             let qpn = side.queues[at].qpn;
             let brought = side.rnic.modify_qp(self.now, qpn, to, &attr);
-            // Unless its completion queue overran.
+            // The transition fails only if the QP's completion queue overran.
             assert!(brought.is_ok() || side.state(at) == QpState::Error);
             side.queues[at].set_timeout(attr.timeout);
             side.rnic.set_local(qpn, self.machine.is_some());
@@ -202,7 +202,7 @@ impl Pair {
             }
             29..=38 => {
                 let bytes = packet::forged(&self.sides[i], at, self.mtu() as usize, input);
-                // Rarely as many as a peer could send that knows no bounds.
+                // Rarely many packets, as a peer that respects no limits could send them.
                 let many = if input.one_in(16) { input.word() % 2048 } else { 0 };
                 for n in 0..=u32::from(many) {
                     let mut bytes = bytes.clone();
@@ -250,7 +250,7 @@ impl Pair {
                 self.fire(1);
             }
             53 => {
-                // To the next timer, as a driver that is in time.
+                // Advances to the next timer, as a punctual driver does.
                 if let Some(at) = self.sides[i].rnic.poll_timeout() {
                     self.now = self.now.max(at);
                     self.fire(0);
@@ -265,7 +265,7 @@ impl Pair {
         }
     }
 
-    // What users do.
+    // Actions of users.
 
     fn post(&mut self, i: usize, at: usize, input: &mut Input<'_>) {
         let (kind, modes) = (input.byte(), input.byte());
@@ -320,7 +320,7 @@ impl Pair {
     }
 
     fn operation(&mut self, i: usize, kind: u8, length: u32, input: &mut Input<'_>) -> Operation {
-        // Most lie inside of the region, some at its end, some do not.
+        // Most addresses lie inside the region, some at its end, some outside.
         let va = match input.byte() {
             n @ 0..=7 => (IOVA + REGION + u64::from(n & 1)).wrapping_sub(length.into()),
             _ => IOVA + u64::from(input.word()) % (REGION - 0x800),
@@ -390,7 +390,7 @@ impl Pair {
         }
     }
 
-    /// Own memory of a request.
+    /// Returns the local memory of a request.
     fn own(&self, i: usize, length: u32, mode: u8, input: &mut Input<'_>) -> SgeList {
         let lkey = match input.byte() {
             0 => LKey(0x55),
@@ -512,13 +512,13 @@ impl Pair {
         );
     }
 
-    /// A connection ends and another begins, of the same QPs or of new ones.
+    /// Ends a connection and begins another, on the same QPs or on new ones.
     fn renew(&mut self, at: usize, input: &mut Input<'_>) {
         let (how, shape) = (input.byte(), input.byte());
         let ends = [(0, at), (1, peer_of(at))];
         for (i, at) in ends {
             let side = &mut self.sides[i];
-            // Its completion queue would not work any more.
+            // After an overrun the QP's completion queue no longer works.
             if how & (1 << i) != 0 || side.is_overrun(side.queues[at].cq) {
                 side.renew(at);
             } else {
@@ -563,7 +563,7 @@ impl Pair {
                 side.rnic.arm_cq(side.cqs[at], arm);
             }
             12 => {
-                // Windows end, bound or not, and others take their place.
+                // Deallocates a window, bound or not, and allocates another in its place.
                 let of = usize::from(3 + (input.byte() & 1));
                 side.rnic.dealloc_mw(side.keys[of]);
                 let types = [rdmux_rnic::WindowType::One, rdmux_rnic::WindowType::Two];
@@ -576,7 +576,7 @@ impl Pair {
                 side.keys[5] = key;
             }
             14 => {
-                // Another PD with a region, which goes at once.
+                // Another PD with a region, which is deallocated at once.
                 let pd = side.rnic.alloc_pd();
                 let spec = side.spec(0, FENCED);
                 side.rnic.reg_mr(pd, spec).expect("it is inside");
@@ -594,7 +594,7 @@ impl Pair {
         let private = vec![3; usize::from(input.byte()) / if what & 0x80 == 0 { 4 } else { 1 }];
         let side = &mut self.sides[i];
         let local = endpoint(side.queues[at].qpn, side.queues[at].kind);
-        // Mostly the newest.
+        // Mostly the newest id.
         let back = usize::from(input.byte() / 64);
         let known = side.cm_ids.iter().rev().nth(back).copied();
         let id = known.unwrap_or(CmId(u32::from(input.byte())));
@@ -633,7 +633,7 @@ impl Pair {
                 }
             }
             _ => {
-                // As after the death of another process: its connection ends here.
+                // As after the death of another process, whose connection ends here.
                 let peering = Peering {
                     id: CmId(u32::from(input.word())),
                     local_qpn: side.queues[at].qpn,
@@ -647,9 +647,9 @@ impl Pair {
         }
     }
 
-    // What the link does.
+    // Actions of the link.
 
-    /// A packet is changed on its way by somebody who can compute an ICRC.
+    /// Changes a packet in flight, as an attacker that can compute an ICRC would.
     fn damage(&mut self, i: usize, input: &mut Input<'_>) {
         let Some(mut wire) = self.links[i].pop_front() else {
             return;
@@ -664,7 +664,7 @@ impl Pair {
         self.deliver(i, &wire);
     }
 
-    /// The next packet comes from somebody else, or was damaged: nothing may come of it.
+    /// Delivers the next packet damaged or from another source, and checks that it has no effect.
     fn deliver_in_vain(&mut self, i: usize, input: &mut Input<'_>) {
         let Some(mut wire) = self.links[i].pop_front() else {
             return;
@@ -673,10 +673,10 @@ impl Pair {
         let connected = self.sides[i]
             .queue_of(dest_qpn)
             .is_some_and(|at| at != Kind::Ud as usize);
-        // IPv4 hides a field that the ICRC covers, so that some wrong ones are as good as right.
+        // IPv4 hides a field that the ICRC covers, so some wrong ICRCs are as good as right ones.
         if wire.path.src.is_ipv6() {
             let at = usize::from(input.byte()) % wire.bytes.len();
-            // What the ICRC does not cover.
+            // The ICRC does not cover byte 4.
             let covered = at != 4;
             wire.bytes[at] ^= if covered { 1 << (input.byte() & 7) } else { 0 };
             if !covered {
@@ -687,14 +687,14 @@ impl Pair {
         } else {
             return;
         }
-        // Nobody comes between on a machine.
+        // On one machine nobody can tamper with packets.
         wire.local = false;
         let before = self.sides[i].snapshot();
         self.deliver(i, &wire);
         self.sides[i].assert_unchanged(&before);
     }
 
-    /// Puts the right ICRC for an IPv4 identification at the end of a packet of the other side's, and delivers it.
+    /// Appends the correct ICRC for an IPv4 identification to a packet of the other side, and delivers the packet.
     fn seal_and_deliver(&mut self, to: usize, mut bytes: Vec<u8>, ip_id: u16) {
         let path = self.path(1 - to);
         let icrc = path.flow().icrc(&bytes, ip_id);
@@ -725,7 +725,7 @@ impl Pair {
         side.rnic.handle_arrival(self.now, &arrival);
     }
 
-    /// Remembers where the window of a connection is.
+    /// Records where the window of a connection is.
     fn note_psn(&mut self, to: usize, bytes: &[u8]) {
         let Ok(bth) = Bth::parse(bytes) else { return };
         let Some(at) = self.sides[to].queue_of(bth.dest_qpn) else {
@@ -742,7 +742,7 @@ impl Pair {
     }
 
     fn fire(&mut self, i: usize) {
-        // At every other timer the peer on the same host has not run since the one before.
+        // At every other timer the peer on the same host has not run since the previous one.
         let stalled = self.machine.is_some() && self.now.0.is_multiple_of(2);
         let link = stalled.then_some(LinkProgress { taken: 0, all: false });
         let rnic = &mut self.sides[i].rnic;
@@ -753,7 +753,7 @@ impl Pair {
         );
     }
 
-    /// Polls both sides empty and checks what must hold between any two events.
+    /// Polls both sides empty and checks the invariants that hold between any two events.
     fn settle(&mut self) {
         for i in 0..2 {
             self.take_back(i);
@@ -770,7 +770,7 @@ impl Pair {
         }
     }
 
-    /// Takes back what a side's QPs granted that take no requests any more.
+    /// Revokes the grants of those QPs of a side that take no requests any more.
     fn take_back(&mut self, i: usize) {
         let rnic = &mut self.sides[i].rnic;
         while let Some(qpn) = rnic.poll_revoked() {
@@ -782,7 +782,7 @@ impl Pair {
         }
     }
 
-    /// Grants a side what it wants of the other, where that may be.
+    /// Grants a side the memory of the other that it asked for, where that is allowed.
     fn grant(&mut self, i: usize) {
         for (by, rkey) in std::mem::take(&mut self.sides[i].wanted) {
             let machine = self.machine.as_mut().expect("nobody is near");
@@ -827,7 +827,7 @@ impl Pair {
         }
     }
 
-    /// From now on the link loses nothing, flushes succeed and receives are there: what is open comes to an end.
+    /// Lets the link lose nothing, flushes succeed and receives be posted, until everything open has ended.
     fn finish(&mut self) {
         for _ in 0..STEPS_TO_FINISH {
             self.settle();
@@ -858,7 +858,7 @@ impl Pair {
         panic!("what is open does not come to an end");
     }
 
-    /// From now on nothing arrives: every retry runs out and no timer is left.
+    /// Delivers nothing more: every retry runs out and no timer is left.
     fn rest(&mut self) {
         for i in 0..2 {
             let mut fired = 0;
@@ -873,7 +873,7 @@ impl Pair {
     }
 }
 
-/// The place of a QP's peer among the QPs of the other side.
+/// Returns the index of a QP's peer among the QPs of the other side.
 fn peer_of(at: usize) -> usize {
     Kind::ALL[at].of_peer() as usize
 }

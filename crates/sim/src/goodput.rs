@@ -13,7 +13,7 @@ pub use crate::network::{Link, Marking, Switched};
 /// Address by which each host names its memory.
 const IOVA: u64 = 1 << 40;
 
-/// What is measured.
+/// Parameters of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Streams {
     /// Seed of everything that is drawn.
@@ -28,7 +28,7 @@ pub struct Streams {
     pub path_mtu: u32,
     /// Bytes that each QP may have in flight.
     pub window_bytes: u32,
-    /// Both ends retransmit selectively.
+    /// Set when both ends retransmit selectively.
     pub selective: bool,
     /// Local ACK timeout code.
     pub timeout: u8,
@@ -38,14 +38,14 @@ pub struct Streams {
     pub measured_ns: u64,
 }
 
-/// What came of it.
+/// Result of a measurement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Goodput {
-    /// Payload bytes of the WRITEs that each sender completed while it was measured.
+    /// Payload bytes of the WRITEs that each sender completed during the measurement.
     pub bytes: Vec<u64>,
-    /// What the switch did before the measurement began.
+    /// Counts of the switch before the measurement began.
     pub before: Switched,
-    /// What it did from then on.
+    /// Counts of the switch from then on.
     pub switched: Switched,
 }
 
@@ -127,7 +127,7 @@ fn post(network: &mut Network, host: usize, own: &End, rkey: RKey, bytes: u32) {
     posted.expect("room for as many as were posted before");
 }
 
-/// Connects every sender to the last host: its own end and the one there.
+/// Connects every sender to the last host. Returns each sender's own end and the one at the last host.
 fn connect(network: &mut Network, streams: &Streams) -> Vec<(End, End)> {
     let sink = usize::from(streams.senders);
     let pairs = (0..sink).map(|sender| {

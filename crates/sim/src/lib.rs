@@ -27,7 +27,7 @@ mod world;
 pub use report::{Counted, KINDS, Report};
 pub use seen::Seen;
 
-/// What ends before its time in a run, at a random moment.
+/// Event that ends something early in a run, at a random moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ending {
     /// Nothing: every operation succeeds.
@@ -43,7 +43,7 @@ pub enum Ending {
     OutOfBounds,
     /// A request does what the region that it names does not allow.
     NoRight,
-    /// A request names a key that was bound, registered or valid before and is no more.
+    /// A request names a key that was bound, registered or valid before and no longer is.
     EndedKey,
     /// A SEND is longer than the receive that it finds.
     ShortReceive,
@@ -53,9 +53,9 @@ pub enum Ending {
     Misaligned,
     /// A request names own memory by a key that does not exist.
     BadLocalKey,
-    /// A window is to be bound beyond its region.
+    /// A request binds a window beyond its region.
     BadBind,
-    /// A SEND is to end the key of a region that only a verb may end.
+    /// A SEND invalidates the key of a region that only a verb may end.
     BadInvalidate,
     /// A region's memory fails.
     MemoryFails,
@@ -67,7 +67,7 @@ pub enum Ending {
     LinkDown,
     /// A completion queue overruns.
     Overrun,
-    /// A host answers what was not asked.
+    /// A host sends a response that nothing asked for.
     FalseAnswer,
 }
 
@@ -95,8 +95,8 @@ impl Ending {
     ];
 }
 
-/// What a run is made of. What is not said here (path MTU, windows, depths, address family, latency, starting PSNs, ...) is
-/// drawn from the seed.
+/// Settings of a run. Everything else (path MTU, windows, depths, address family, latency, starting PSNs, ...) is drawn from
+/// the seed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
     /// Seed of everything.
@@ -115,14 +115,14 @@ pub struct Settings {
     pub qps: u32,
     /// Longest operation in bytes.
     pub bytes_max: u32,
-    /// What ends before its time.
+    /// Event that ends something early.
     pub ending: Ending,
-    /// The path between the hosts changes now and then: its latency up and down, and it breaks for a moment.
+    /// Set when the path between the hosts changes now and then: its latency rises and falls, and it breaks for a moment.
     pub path_changes: bool,
-    /// Connections come to rest now and then, and go on with PSNs up to a whole cycle further.
+    /// Set when connections become idle now and then and go on with PSNs up to a whole cycle further.
     pub psn_skips: bool,
-    /// The hosts are processes of one machine: packets go through memory, and each grants the other memory of its own. Now and
-    /// then the link between them breaks, and packets take the network.
+    /// Set when the hosts are processes of one machine: packets go through memory, and each host grants the other memory of its
+    /// own. Now and then the link between them breaks, and packets take the network.
     pub one_machine: bool,
 }
 
@@ -146,7 +146,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// A run of at least 200 operations over at least 4 QPs, faults and sizes drawn from the seed.
+    /// Returns settings for at least 200 operations over at least 4 QPs, with faults and sizes drawn from the seed.
     pub fn drawn(seed: u64) -> Settings {
         let mut dice = dice::Dice::new(seed, 2);
         let mut up_to = |max: f64| match dice.below(4) {
@@ -188,8 +188,8 @@ pub fn run_connections(settings: &Settings) -> Report {
     connect::run(settings)
 }
 
-/// Runs the simulation of UC and UD queue pairs and of multicast. What arrives must be what was sent, whole and to whom it was
-/// sent; how much arrives is up to the links.
+/// Runs the simulation of UC and UD queue pairs and of multicast. Each message that arrives must be one that was sent, whole,
+/// at a destination of that message; how many arrive is up to the links.
 pub fn run_unreliable(settings: &Settings) -> Report {
     unreliable::run(settings)
 }

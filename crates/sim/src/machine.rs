@@ -1,6 +1,6 @@
 //! Two hosts that are processes of one machine: their packets go through memory, in order and without loss, and each grants the
 //! other memory of its own, for as long as it likes. The link between them may break and come back at any moment; meanwhile
-//! packets take the network. Each of the two learns of that in its own time.
+//! packets take the network. Each host learns of such a change in its own time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,29 +9,29 @@ use rdmux_rnic::{Grant, Grantable, LKey, Memory, PeerFault, PeerMemory, QpState,
 
 use crate::dice::Dice;
 
-/// Bytes copied between two looks at a grant.
+/// Bytes copied between two checks of a grant.
 const PIECE_BYTES: u64 = 4096;
-/// Keys that a QP may have asked for and be granted at one time: one more is asked for in the place of the first.
+/// Maximum number of keys that a QP may have asked for and be granted at one time; a further key replaces the first.
 const KEYS_MAX: usize = 64;
-/// Time that a message takes at most: who wants a link, who asks for memory.
+/// Maximum time that a message takes: a request for a link or for memory.
 const MESSAGE_NS_MAX: u64 = 20_000;
-/// Time after which the other end of a link learns at most that it broke.
+/// Maximum time until the other end of a link learns that it broke.
 const NOTICED_NS_MAX: u64 = 50_000;
-/// Time for which a link stays broken at most.
+/// Maximum time for which a link stays broken.
 const BROKEN_NS_MAX: u64 = 3_000_000;
-/// Longest that a packet takes.
+/// Maximum time that a packet takes.
 const PACKET_NS_MAX: u64 = 5_000;
 
-/// Memory of a peer, as long as it grants it.
+/// Memory of a peer, for as long as the peer grants it.
 #[derive(Debug)]
 pub(crate) struct Granted {
     memory: Arc<dyn Memory>,
     open: AtomicBool,
-    /// Bytes after which it is taken back, in the middle of a copy too.
+    /// Bytes after which the grant is revoked, even in the middle of a copy.
     bytes_left: AtomicU64,
-    /// A request was told that it has ended: it may be asked for anew.
+    /// Set when a request has learned that the grant ended: the QP may ask for it again.
     told: AtomicBool,
-    /// Requests that were told so when some of their bytes were copied.
+    /// Requests that learned that after some of their bytes were copied.
     half_way: Arc<AtomicU64>,
 }
 
@@ -50,7 +50,7 @@ impl Granted {
         PeerFault::Ended
     }
 
-    /// Copies piece by piece, until all is copied or the grant ends. Memory of the owner's that fails ends it too.
+    /// Copies piece by piece, until all is copied or the grant ends. A failure of the owner's memory ends it too.
     fn copy(
         &self,
         length: u64,
@@ -103,20 +103,20 @@ impl PeerMemory for Granted {
 /// A grant as its owner knows it.
 #[derive(Debug)]
 struct Given {
-    /// The QP whose peer it was given to.
+    /// QP whose peer it was given to.
     of: Qpn,
     /// The region.
     lkey: LKey,
-    /// The QP of the peer that asked for it, and by which key.
+    /// QP of the peer that asked for it; `rkey` is the key that it asked by.
     by: Qpn,
     rkey: RKey,
     memory: Arc<Granted>,
 }
 
-/// What one host tells the other beside packets.
+/// Message between the hosts, besides packets.
 #[derive(Clone, Debug)]
 pub(crate) enum Message {
-    /// `by` would reach what `rkey` names on its peer `of`.
+    /// `by` asks to reach what `rkey` names at its peer `of`.
     Ask { of: Qpn, by: Qpn, rkey: RKey },
     /// The answer.
     Answer {
@@ -126,32 +126,32 @@ pub(crate) enum Message {
     },
 }
 
-/// What is to happen to the link.
+/// A change of the link, to be scheduled.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Change {
-    /// It breaks, and a host learns of it.
+    /// The link breaks, and a host learns of it.
     Breaks(usize),
     /// A host learns that this link broke.
     Noticed(usize, u32),
-    /// There is one again, and a host learns of it.
+    /// There is a link again, and a host learns of it.
     Begins(usize),
-    /// The other host learns that there is this one.
+    /// The other host learns of this link.
     Welcome(usize, u32),
-    /// A host takes a grant back.
+    /// A host revokes a grant.
     TakesBack(usize),
 }
 
 /// One end of the link.
 #[derive(Debug, Default)]
 struct End {
-    /// Its packets go through memory.
+    /// True while its packets go through memory.
     up: bool,
-    /// When the youngest of the packets that go to it arrives.
+    /// Arrival time of the youngest packet sent to it.
     arrival_last: Time,
     /// Trains that it has taken.
     taken: u32,
     given: Vec<Given>,
-    /// What it asked for and was not told to have ended.
+    /// Keys that it asked for and does not know to have ended.
     asked: Vec<(Qpn, RKey)>,
 }
 
@@ -168,7 +168,7 @@ pub(crate) struct Machine {
     ends: [End; 2],
     /// Number of the link.
     link: u32,
-    /// Nobody reads what goes into it.
+    /// True while nobody reads what goes into the link.
     dead: bool,
     dice: Dice,
     pub(crate) breaks: u64,
@@ -176,7 +176,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Two hosts without a link, and what will happen to it.
+    /// Creates two hosts without a link. Returns the changes of the link to schedule, too.
     pub(crate) fn new(seed: u64, latency_ns: u64) -> (Machine, Vec<(u64, Change)>) {
         let mut dice = Dice::new(seed, 6);
         let span = 40 * latency_ns + 5_000_000;
@@ -199,12 +199,12 @@ impl Machine {
         (machine, changes)
     }
 
-    /// Whether what a host sends goes through memory.
+    /// Returns whether packets from a host go through memory.
     pub(crate) fn is_up(&self, host: usize) -> bool {
         self.ends[host].up
     }
 
-    /// When a packet that is sent through memory now arrives; `None`: nobody reads it.
+    /// Returns the time at which a packet that is sent through memory now arrives; `None` if nobody reads it.
     pub(crate) fn arrival(&mut self, now: Time, to: usize) -> Option<Time> {
         let at = now + self.dice.between(50, PACKET_NS_MAX);
         let last = &mut self.ends[to].arrival_last;
@@ -212,12 +212,12 @@ impl Machine {
         (!self.dead).then_some(*last)
     }
 
-    /// A host takes a train that was sent to it.
+    /// Records that a host takes a train that was sent to it.
     pub(crate) fn takes(&mut self, host: usize) {
         self.ends[host].taken = self.ends[host].taken.wrapping_add(1);
     }
 
-    /// Trains that a host has taken.
+    /// Returns the number of trains that a host has taken.
     pub(crate) fn taken(&self, host: usize) -> u32 {
         self.ends[host].taken
     }
@@ -226,13 +226,13 @@ impl Machine {
         self.dice.log_uniform(MESSAGE_NS_MAX)
     }
 
-    /// Number of the link, which what is said on it belongs to.
+    /// Returns the number of the link, to which messages on it belong.
     pub(crate) fn link(&self) -> Option<u32> {
         (!self.dead).then_some(self.link)
     }
 
-    /// The link breaks, if there is one. Whether what is under way is lost; when the other end learns of it, and when the next
-    /// link comes.
+    /// Breaks the link, if there is one. Returns whether packets in flight are lost, and the changes to schedule: the other end
+    /// learns of the break, and the next link begins.
     pub(crate) fn breaks(&mut self, host: usize) -> Option<(bool, [(u64, Change); 2])> {
         if self.dead {
             return None;
@@ -249,7 +249,7 @@ impl Machine {
         Some((self.dice.one_in(2), changes))
     }
 
-    /// An end is no end any more: it reaches nothing, and nobody reaches what it granted.
+    /// Detaches an end: it reaches nothing, and nobody reaches what it granted.
     pub(crate) fn part(&mut self, host: usize) {
         self.ends[host].up = false;
         self.ends[host].asked.clear();
@@ -259,7 +259,7 @@ impl Machine {
         self.ends[1 - host].given.clear();
     }
 
-    /// An end learns that its link broke.
+    /// Lets an end learn that its link broke. Returns whether it did.
     pub(crate) fn notices(&mut self, host: usize, link: u32) -> bool {
         let notices = self.dead && self.link == link && self.ends[host].up;
         if notices {
@@ -268,7 +268,7 @@ impl Machine {
         notices
     }
 
-    /// Another link begins, unless there is one; the time after which the other end learns of it.
+    /// Begins another link, unless there is one. Returns the time after which the other end learns of it.
     pub(crate) fn begins(&mut self, host: usize) -> Option<(u64, Change)> {
         if !self.dead || self.ends.iter().any(|end| end.up) {
             return None;
@@ -280,14 +280,14 @@ impl Machine {
         Some((other, Change::Welcome(1 - host, self.link)))
     }
 
-    /// Whether an end joins the link.
+    /// Joins an end to the link. Returns whether it joined.
     pub(crate) fn welcome(&mut self, host: usize, link: u32) -> bool {
         let joins = self.link() == Some(link);
         self.ends[host].up |= joins;
         joins
     }
 
-    /// A host hangs: it takes nothing back any more, and reaches nothing.
+    /// Decides whether a host hangs. A host that hangs revokes nothing any more, and reaches nothing.
     pub(crate) fn hangs(&mut self, host: usize) -> bool {
         let hangs = self.dice.one_in(2);
         if hangs {
@@ -298,7 +298,7 @@ impl Machine {
 
     // Grants.
 
-    /// A QP wants a grant. An error: it asked before.
+    /// Records that a QP asks for a grant. Returns an error if it has asked before.
     pub(crate) fn asks(&mut self, host: usize, by: Qpn, rkey: RKey) -> Result<(), String> {
         let given = &mut self.ends[1 - host].given;
         let before = given.len();
@@ -319,7 +319,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether an owner answers at all.
+    /// Decides whether an owner answers at all.
     pub(crate) fn answers(&mut self) -> bool {
         !self.dice.one_in(8)
     }
@@ -353,17 +353,17 @@ impl Machine {
         }
     }
 
-    /// A host takes back what it granted for a QP.
+    /// Revokes what a host granted for a QP.
     pub(crate) fn revoke_qp(&mut self, host: usize, qpn: Qpn) {
         self.ends[host].take_back(|given| given.of == qpn);
     }
 
-    /// A host takes back what it granted of a region.
+    /// Revokes what a host granted of a region.
     pub(crate) fn revoke_region(&mut self, host: usize, lkey: LKey) {
         self.ends[host].take_back(|given| given.lkey == lkey);
     }
 
-    /// A host takes back one of its grants, any.
+    /// Revokes one of the grants of a host, at random.
     pub(crate) fn revoke_any(&mut self, host: usize) {
         let given = &self.ends[host].given;
         let n = self.dice.below(given.len() as u64) as usize;
@@ -372,7 +372,7 @@ impl Machine {
         }
     }
 
-    /// A QP of a host that takes no requests, and whose peer reaches its memory all the same.
+    /// Returns a QP of a host that takes no requests, but whose peer still reaches its memory.
     pub(crate) fn outlived(&self, host: usize, rnic: &Rnic) -> Option<Qpn> {
         let takes = |qpn| {
             let info = rnic.query_qp(qpn);
@@ -385,7 +385,7 @@ impl Machine {
         open.map(|given| given.of).find(|of| !takes(*of))
     }
 
-    /// Copies that ended half-way.
+    /// Returns the number of copies that ended half-way.
     pub(crate) fn half_way(&self) -> u64 {
         self.half_way.load(Ordering::Relaxed)
     }

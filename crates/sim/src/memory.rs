@@ -1,4 +1,4 @@
-//! Memory that knows what a loss of power would leave, doors to it that can be shut, and an allocator.
+//! Memory that knows what a power loss would leave, doors to it that can be shut, and an allocator.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,18 +7,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
-/// Bytes, and their image on the medium: what flushes brought there.
+/// Bytes, and their image on the medium, which flushes update.
 #[derive(Debug)]
 pub(crate) struct Image {
     pub(crate) bytes: Vec<u8>,
     pub(crate) medium: Vec<u8>,
-    /// What ATOMIC WRITEs under way say by their taking effect.
+    /// Promises that ATOMIC WRITEs in flight make by taking effect.
     pub(crate) promises: Vec<Promise>,
     /// Promises that were not true when they were made.
     pub(crate) promises_broken: u64,
 }
 
-/// Once these eight bytes stand at this place, these ranges are on the medium: a FLUSH stands before the ATOMIC WRITE.
+/// Promise that once these eight bytes are at this place, these ranges are on the medium, because a FLUSH precedes the ATOMIC
+/// WRITE.
 #[derive(Debug)]
 pub(crate) struct Promise {
     pub(crate) at: u64,
@@ -27,7 +28,7 @@ pub(crate) struct Promise {
 }
 
 impl Image {
-    /// An ATOMIC WRITE takes effect.
+    /// Checks the promise of an ATOMIC WRITE that takes effect.
     fn publish(&mut self, at: u64, value: [u8; 8]) {
         let made = self.promises.iter().position(|p| p.at == at && p.value == value);
         if let Some(promise) = made.map(|i| self.promises.swap_remove(i)) {
@@ -46,7 +47,7 @@ pub(crate) struct SimMemory {
 }
 
 impl SimMemory {
-    /// Memory with these bytes; with `gathers` the engine places together what arrives together.
+    /// Creates memory with these bytes; with `gathers` the engine places together what arrives together.
     pub(crate) fn new(bytes: Vec<u8>, gathers: bool) -> SimMemory {
         let len = bytes.len();
         let medium = vec![0; len];
@@ -72,16 +73,16 @@ impl SimMemory {
     }
 }
 
-/// What a region is registered over: memory behind a door. Nobody may pass once the region was deregistered.
+/// Memory behind a door, over which a region is registered. No access may pass once the region is deregistered.
 #[derive(Debug)]
 pub(crate) struct Door {
     pub(crate) memory: Arc<SimMemory>,
     pub(crate) shut: AtomicBool,
-    /// Reads and writes that came through although it was shut.
+    /// Reads and writes that passed although the door was shut.
     pub(crate) trespasses: AtomicU64,
-    /// Every access is a fault.
+    /// Set to make every access fault.
     pub(crate) fails: AtomicBool,
-    /// Every flush is a fault.
+    /// Set to make every flush fault.
     pub(crate) flush_fails: AtomicBool,
 }
 
@@ -166,7 +167,7 @@ impl Memory for Door {
     }
 }
 
-/// Which parts of a memory are in use by operations under way.
+/// Ranges of a memory that operations in flight use.
 #[derive(Debug)]
 pub(crate) struct Space {
     /// Free ranges: offset to length.
@@ -180,7 +181,7 @@ impl Space {
         }
     }
 
-    /// First fit: what was freed is soon used again, so a write that comes too late hits something.
+    /// Takes a range, first fit: a freed range is soon used again, so a write that arrives too late hits something.
     pub(crate) fn take(&mut self, len: u64) -> Option<u64> {
         let (at, room) = self.free.iter().find(|(_, room)| **room >= len)?;
         let (at, room) = (*at, *room);

@@ -1,5 +1,5 @@
-//! Hosts around one switch. Every wire has a rate, and each port of the switch a queue that drops what does not fit and, where
-//! asked to, marks what waits long (ECN, by the thresholds of RED).
+//! Hosts around one switch. Every wire has a rate. Each port of the switch has a queue that drops packets that do not fit and,
+//! where configured, marks packets that wait long (ECN, by the thresholds of RED).
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -11,26 +11,26 @@ use crate::dice::Dice;
 
 /// Bytes of a packet on the wire around the UDP payload: Ethernet's preamble, header, checksum and gap, IPv4, UDP.
 const WIRE_BYTES: u64 = 8 + 14 + 4 + 12 + 20 + 8;
-/// What a host's network interface takes at once before the host is asked for more.
+/// Bytes that a host's network interface takes at once before it asks the host for more.
 const INTERFACE_BYTES: usize = 32 << 10;
 
-/// What all wires and ports are like.
+/// Properties of all wires and ports.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
     /// Rate of every wire.
     pub bits_per_second: u64,
-    /// Time there and back over idle wires, without the time that a packet takes to be sent.
+    /// Round-trip time over idle wires, without the time that sending a packet takes.
     pub round_trip_ns: u64,
     /// Packets lost at random, in percent.
     pub loss_percent: f64,
     /// Bytes that a port of the switch holds.
     pub queue_bytes_max: u64,
-    /// When ports mark.
+    /// Thresholds at which ports mark packets, if they do.
     pub marking: Option<Marking>,
 }
 
-/// RED: no packet is marked that finds less than `begin_bytes` before it, up to `percent_max` of them at `full_bytes`, all
-/// beyond.
+/// RED: ports mark no packet that finds less than `begin_bytes` before it, up to `percent_max` of the packets at `full_bytes`,
+/// and all beyond that.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Marking {
     /// Kmin.
@@ -58,9 +58,9 @@ struct Packet {
 
 #[derive(Debug)]
 enum Happening {
-    /// A host's interface has sent what it was given.
+    /// A host's interface has sent everything given to it.
     InterfaceFree(usize),
-    /// A packet has come to the switch.
+    /// A packet has arrived at the switch.
     Switch(Packet),
     Arrive(Packet),
 }
@@ -69,13 +69,13 @@ enum Happening {
 pub(crate) struct Host {
     pub(crate) rnic: Rnic,
     pub(crate) address: IpAddr,
-    /// When its interface has sent all that it was given.
+    /// Time at which its interface has sent everything given to it.
     interface_free: Time,
-    /// When the switch's port towards it has sent all that it holds.
+    /// Time at which the switch's port towards it has sent everything that it holds.
     port_free: Time,
 }
 
-/// What the switch did.
+/// Counts of the switch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Switched {
     /// Packets that came to it.
@@ -143,14 +143,14 @@ impl Network {
         }
     }
 
-    /// Calls verbs of a host; what they want sent is sent.
+    /// Calls verbs of a host, and sends what they want to send.
     pub(crate) fn with<R>(&mut self, host: usize, f: impl FnOnce(&mut Rnic, Time) -> R) -> R {
         let result = f(&mut self.hosts[host].rnic, self.now);
         self.transmit(host);
         result
     }
 
-    /// Lets the next thing happen, and returns the host that it happened to; `None` when nothing happens before `end`.
+    /// Lets the next event happen, and returns the host that it happened to; `None` when nothing happens before `end`.
     pub(crate) fn step(&mut self, end: Time) -> Option<usize> {
         let timers = self.hosts.iter().map(|host| host.rnic.poll_timeout());
         let timers = timers.enumerate().filter_map(|(host, at)| Some((at?, host)));
@@ -198,7 +198,7 @@ impl Network {
         self.agenda.insert((at, self.next), happening);
     }
 
-    /// Gives a host's interface what the host wants sent, when it has sent all before.
+    /// Gives a host's interface the packets that the host wants to send, once the interface has sent all earlier ones.
     fn transmit(&mut self, from: usize) {
         if self.hosts[from].interface_free > self.now {
             return;

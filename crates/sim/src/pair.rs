@@ -1,4 +1,4 @@
-//! Connecting queue pairs by hand: connection management has its own runs.
+//! Connects queue pairs by hand: connection management has its own runs.
 
 use rdmux_rnic::{Access, Path, Psn, QpAttributes, QpState, Qpn};
 
@@ -6,7 +6,7 @@ use crate::dice::Dice;
 use crate::tap::Agreed;
 use crate::world::World;
 
-/// What both ends of a connection have in common.
+/// Terms that both ends of a connection have in common.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
     pub(crate) mtu: u32,

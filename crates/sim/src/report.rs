@@ -1,4 +1,4 @@
-//! What came of a run.
+//! Result of a run.
 
 use std::fmt;
 
@@ -11,18 +11,18 @@ use crate::world::{Carried, World};
 /// Operations of one kind that succeeded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
-    /// How many.
+    /// Number of operations.
     pub operations: u64,
     /// Bytes that they moved.
     pub bytes: u64,
 }
 
-/// What came of a run. For the same settings it is the same: it holds no figure of a real clock.
+/// Result of a run. The same settings give the same result: it holds no figure of a real clock.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// What was asked for.
+    /// Settings of the run.
     pub settings: Settings,
-    /// What was found wrong first; `None`: every property held.
+    /// First violation found; `None` when every property held.
     pub violation: Option<String>,
     /// Drawn: IPv4 or IPv6.
     pub address_family: &'static str,
@@ -60,7 +60,7 @@ pub struct Report {
     pub corrupted: u64,
     /// Times that the path between the hosts changed or broke.
     pub path_changes: u64,
-    /// Packets sent again, by both devices.
+    /// Packets retransmitted, by both devices.
     pub retransmitted: u64,
     /// Timeouts of the local ACK timer.
     pub timeouts: u64,
@@ -76,7 +76,7 @@ pub struct Report {
     pub direct: u64,
     /// Times that the link of two hosts on one machine broke.
     pub links_broken: u64,
-    /// What came to pass, by name.
+    /// Occurrences in the run, by name.
     pub seen: Seen,
 }
 
@@ -126,7 +126,7 @@ impl Report {
         }
     }
 
-    /// Operations that succeeded.
+    /// Returns the number of operations that succeeded.
     pub fn completed(&self) -> u32 {
         self.done.iter().map(|kind| kind.operations as u32).sum()
     }
@@ -136,7 +136,7 @@ impl Report {
         self.done[kind].bytes += bytes;
     }
 
-    /// What a world looks like at the end of its run.
+    /// Fills in the state of a world at the end of its run.
     pub(crate) fn world(&mut self, world: &World) {
         self.virtual_ns = world.now.0;
         self.steps = world.steps;

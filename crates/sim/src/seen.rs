@@ -1,4 +1,4 @@
-//! What came to pass in runs, by name: so that a test can say that nothing which the engine has was left out.
+//! Occurrences in runs, by name, so that a test can check that runs left out nothing that the engine has.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -40,7 +40,7 @@ const CM_EVENTS: [&str; 8] = [
     "SidrReply",
 ];
 
-/// What befell whole runs, besides each [`Ending`].
+/// Events of whole runs, besides each [`Ending`].
 pub(crate) const RESTARTED_SELECTIVE: &str = "Restart under selective traffic";
 pub(crate) const RESTARTED_GO_BACK: &str = "Restart under go-back-N traffic";
 pub(crate) const OLD_PACKETS: &str = "packets of before a restart came";
@@ -68,7 +68,7 @@ const HAPPENED: [&str; 11] = [
 
 type Name = (&'static str, String);
 
-/// How often each thing came to pass. Things are named by their kind and name.
+/// Number of occurrences of each thing. A thing is named by its kind and name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen(BTreeMap<Name, u64>);
 
@@ -79,7 +79,7 @@ const STATUS: &str = "status";
 const EVENT: &str = "event";
 const CM_EVENT: &str = "CM event";
 const RUN: &str = "run";
-/// What only devices of other makes, strangers and a service with too many requests give rise to.
+/// Counters that only devices of other makes, strangers and a service with too many requests increment.
 const OF_OTHERS: [&str; 4] = ["dropped_busy", "icrc_residual_16", "rxe_flush_icrc", "wrong_peer"];
 const COUNTER: &str = "counter";
 
@@ -91,7 +91,7 @@ impl Seen {
         }
     }
 
-    /// What the engine has and was not seen.
+    /// Returns the names of what the engine has and no run showed.
     pub fn missing(&self) -> Vec<String> {
         let missing = all().into_iter().filter(|name| !self.0.contains_key(name));
         missing.map(|(kind, name)| format!("{kind} {name}")).collect()
@@ -105,7 +105,7 @@ impl Seen {
         self.note(RUN, what, 1);
     }
 
-    /// A device's counters.
+    /// Adds a device's counters.
     pub(crate) fn counters(&mut self, counters: &Counters) {
         for (name, value, _) in counters.iter().filter(|(_, value, _)| *value > 0) {
             self.note(COUNTER, name, value);
@@ -127,14 +127,14 @@ impl Seen {
         self.note(CM_EVENT, CM_EVENTS[cm_event_at(event)], 1);
     }
 
-    /// Packets with this opcode.
+    /// Adds packets with this opcode.
     pub(crate) fn packets(&mut self, code: u8, times: u64) {
         if let Some(name) = packet_name(code).filter(|_| times > 0) {
             self.note(PACKET, name, times);
         }
     }
 
-    /// CM messages with this attribute id.
+    /// Adds CM messages with this attribute id.
     pub(crate) fn messages(&mut self, attribute: u16, times: u64) {
         let at = usize::from(attribute.wrapping_sub(CM_MESSAGE_FIRST));
         if let Some(name) = CM_MESSAGES.get(at) {
@@ -157,7 +157,7 @@ fn event_at(event: &Event) -> usize {
         Event::CqError(_) => 1,
         Event::QpError(_, _, Cause::OwnRequest) => 2,
         Event::QpError(_, _, Cause::PeerRequest) => 3,
-        // Nothing in here asks for the other.
+        // Nothing in here asks for the other cause.
         Event::QpError(_, _, Cause::QueueOverrun | Cause::Injected) => 4,
         Event::CommunicationEstablished(_) => 5,
         Event::SqDrained(_) => 6,
@@ -181,7 +181,7 @@ fn cm_event_at(event: &CmEvent) -> usize {
     }
 }
 
-/// What the engine has.
+/// Returns the names of everything that the engine has.
 fn all() -> BTreeSet<Name> {
     let mut all = BTreeSet::new();
     all.extend((0..=u8::MAX).filter_map(|code| Some((PACKET, packet_name(code)?))));

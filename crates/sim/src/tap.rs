@@ -1,4 +1,4 @@
-//! What can be said of packets by looking at the wire alone.
+//! Checks of packets that need only the wire.
 
 use std::collections::BTreeMap;
 
@@ -10,16 +10,16 @@ use crate::seen::Seen;
 /// Opcodes of an Acknowledge, on RC and on XRC, and of a congestion notification.
 const ACKNOWLEDGE: [u8; 2] = [0x11, 0xb1];
 const CNP: u8 = 0x81;
-/// Bits of the opcode that say what the packet is, and those of answers.
+/// Bits of the opcode that name the operation, and the range of responses.
 const OPERATION: u8 = 0x1f;
 const ANSWERS: std::ops::RangeInclusive<u8> = 0x0d..=0x12;
-/// UD SEND Only, and where a MAD that it carries names the message.
+/// UD SEND Only, and the offset at which a MAD that it carries names the message.
 const DATAGRAM: u8 = 0x64;
 const ATTRIBUTE_AT: usize = Bth::LEN + Deth::LEN + 16;
 /// Bits of the traffic class that are ECN's.
 const ECN: u8 = 3;
 
-/// What a host may send to a QP of the other.
+/// Terms on which a host may send to a QP of the other host.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Agreed {
     pub(crate) path: Path,
@@ -29,25 +29,25 @@ pub(crate) struct Agreed {
 /// Looks at every packet that leaves a host.
 #[derive(Debug, Default)]
 pub(crate) struct Tap {
-    /// By sending host and destination QPN: what both ends agreed on. After a restart a QPN may be another QP's, while the
-    /// peer of the first has not given up yet.
+    /// By sending host and destination QPN: the terms that both ends agreed on. After a restart a QPN may belong to another QP,
+    /// while the peer of the first has not given up yet.
     agreed: BTreeMap<(usize, u32), Vec<Agreed>>,
     /// By sending host and destination QPN: the PSN of the last request.
     requested: BTreeMap<(usize, u32), Psn>,
     /// Packets by opcode, and CM messages by attribute id.
     opcodes: BTreeMap<u8, u64>,
     messages: BTreeMap<u16, u64>,
-    /// The first packet that was not to be sent.
+    /// First packet that a host was not allowed to send.
     pub(crate) violation: Option<String>,
 }
 
 impl Tap {
-    /// From now on `host` sends to `qpn` as agreed.
+    /// Records that from now on `host` sends to `qpn` as agreed.
     pub(crate) fn agree(&mut self, host: usize, qpn: Qpn, agreed: Agreed) {
         self.agreed.entry((host, qpn.value())).or_default().push(agreed);
     }
 
-    /// From now on `host` sends to `qpn` over this path, which was `before`.
+    /// Records that from now on `host` sends to `qpn` over `path`, instead of `before`.
     pub(crate) fn reroute(&mut self, host: usize, qpn: Qpn, before: Path, path: Path) {
         let all = self.agreed.entry((host, qpn.value())).or_default();
         let moved = |agreed: &&mut Agreed| without_ecn(agreed.path) == without_ecn(before);
@@ -56,7 +56,7 @@ impl Tap {
         }
     }
 
-    /// PSN of the last request that a host sent to a QP.
+    /// Returns the PSN of the last request that a host sent to a QP.
     pub(crate) fn requested(&self, host: usize, qpn: Qpn) -> Option<Psn> {
         self.requested.get(&(host, qpn.value())).copied()
     }

@@ -1,8 +1,9 @@
-//! UC, UD and multicast by seed, and what must come of them.
+//! UC, UD and multicast by seed, and the checks of their results.
 //!
-//! Every message has a number, from which its bytes follow; its receiver gets it as immediate data, or knows it by the bytes.
-//! So each receive tells which message it took, and that message says what the receive must hold, who may have it and how often. The receives of a QP
-//! are used in their order and none is lost; the messages of a UC connection keep theirs.
+//! Every message has a number, from which its bytes follow; its receiver gets the number as immediate data, or recognises the
+//! message by the bytes. So each receive tells which message it took, and that message determines what the receive must hold,
+//! which QPs may have it and how often. The receives of a QP are used in their order and none is lost; the messages of a UC
+//! connection keep their order.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
@@ -25,12 +26,12 @@ const MEMORY: u64 = 3 << 20;
 const GUARD: u64 = 4096;
 const IOVA: u64 = 1 << 40;
 const GRH: usize = 40;
-/// Messages of as many bytes are told apart by these.
+/// Minimum length of messages that are told apart by their bytes.
 const KNOWN_BY_BYTES: u64 = 16;
 /// Longest datagram: the device's own.
 const DATAGRAM_MAX: u64 = 4096;
 const KEY: u32 = 0x1111_1111;
-/// A run that takes more steps than this for each message does not come to rest.
+/// Maximum number of steps for each message; a run that takes more does not become idle.
 const STEPS_PER_MESSAGE: u64 = 2_000;
 
 const ACT: u64 = 0;
@@ -42,23 +43,23 @@ struct Piece {
     len: u64,
 }
 
-/// What was sent.
+/// A message that was sent.
 #[derive(Debug)]
 struct Message {
     from: usize,
     bytes: usize,
-    /// Where it was sent to, if it is a datagram.
+    /// Destination address of a datagram.
     dst: Option<IpAddr>,
-    /// A WRITE: where its bytes are at the receiver.
+    /// WRITE: location of its bytes at the receiver.
     placed: Option<Piece>,
-    /// QPs that may have it.
+    /// QPs that may receive it.
     receivers: BTreeSet<usize>,
-    /// How often each had it.
+    /// Number of times that each QP received it.
     had: BTreeMap<usize, u32>,
-    /// QPs that left the group before they had it.
+    /// QPs that left the group before they received it.
     excused: BTreeSet<usize>,
     traffic_class: u8,
-    /// Without immediate data.
+    /// Set for a message without immediate data.
     is_plain: bool,
 }
 
@@ -66,19 +67,19 @@ struct Message {
 struct Queue {
     host: usize,
     qpn: Qpn,
-    /// The QP that it is connected with; UD has none.
+    /// QP that it is connected with; UD has none.
     peer: Option<usize>,
     groups: Vec<IpAddr>,
     recvs: VecDeque<(u64, Piece)>,
     next_recv: u64,
-    /// Receives that stand ready.
+    /// Number of receives to keep posted.
     depth: usize,
-    /// Requests posted, with what they have to say at their end.
+    /// Posted requests, with the status that each must complete with.
     sends: VecDeque<(u64, Status)>,
     next_send: u64,
-    /// The last message of UC that came in.
+    /// Last message of UC that arrived.
     last: Option<u32>,
-    /// A request of its own failed.
+    /// Set when a request of its own failed.
     broken: bool,
 }
 
@@ -105,7 +106,7 @@ struct Run {
     left: u32,
     bytes_max: u64,
     datagram_max: u64,
-    /// Nothing is lost, copied or overtaken, and receives stand ready: then everything arrives, once.
+    /// Set when nothing is lost, copied or overtaken, and receives are posted: then everything arrives, once.
     faultless: bool,
     report: Report,
 }
@@ -134,7 +135,7 @@ impl Run {
             loss: settings.loss_percent,
             dup: settings.dup_percent,
             reorder: settings.reorder_percent,
-            // Over IPv4 16 of the check bits remain, which is too few for as many runs.
+            // Over IPv4 16 of the check bits remain, which is too few for so many runs.
             corrupt: if shape.ipv6 { settings.corrupt_percent } else { 0.0 },
         };
         let mut report = Report::new(settings);
@@ -183,7 +184,7 @@ impl Run {
             ..QpInit::new(side.pd, side.cq)
         };
         let qpn = self.world.hosts[host].rnic.create_qp(init);
-        // Now and then none stands ready.
+        // Now and then no receive is posted.
         let few = !self.faultless && self.dice.one_in(3);
         self.queues.push(Queue {
             host,
@@ -337,7 +338,7 @@ impl Run {
             let wr_id = queue.next_recv;
             queue.next_recv += 1;
             queue.recvs.push_back((wr_id, Piece { at, len }));
-            // In two elements, whose border falls into the header at times.
+            // In two elements, whose border sometimes falls into the header.
             let cut = self.dice.below(len.min(100)) as u32;
             let sges = [
                 Sge::new(IOVA + at, cut, side.lkey),
@@ -374,7 +375,7 @@ impl Run {
         Ok(())
     }
 
-    /// From SQE back to RTS.
+    /// Moves a QP from SQE back to RTS.
     fn mend(&mut self, qp: usize) -> Checked {
         let Queue { host, qpn, .. } = self.queues[qp];
         let result = self.world.with(host, |rnic, now| {
@@ -397,7 +398,7 @@ impl Run {
             .map_err(|error| format!("a request was refused: {error}"))
     }
 
-    /// A request whose own memory is not there: it ends in error and takes the QP to SQE.
+    /// Posts a request whose local memory does not exist: it ends in error and takes the QP to SQE.
     fn post_bad(&mut self, qp: usize) -> Checked {
         let to = match self.queues[qp].peer {
             Some(_) => Target::Connected,
@@ -425,7 +426,7 @@ impl Run {
         contents
     }
 
-    /// Books a message and brings its bytes into the sender's memory.
+    /// Records a message and writes its bytes into the sender's memory.
     fn message(&mut self, message: Message) -> Option<(u32, SgeList)> {
         let host = self.queues[message.from].host;
         let (number, bytes) = (self.messages.len() as u32, message.bytes);
@@ -433,7 +434,7 @@ impl Run {
         let sges = if bytes <= 200 && self.dice.one_in(2) {
             SgeList::inline(&contents)
         } else {
-            // It leaves at once, or after others of its QP; its memory is not used again.
+            // The message leaves at once, or after others of its QP; its memory is not used again.
             let side = &mut self.sides[host];
             let at = side.space.take(bytes.max(1) as u64)?;
             side.write_both(at, &contents);
@@ -448,7 +449,7 @@ impl Run {
         let longest = self.dice.log_uniform(self.bytes_max);
         let bytes = self.dice.below(longest + 1);
         let writes = self.dice.one_in(3);
-        // Few bytes might be those of another message too.
+        // A few bytes might also be those of another message.
         let is_plain = bytes >= KNOWN_BY_BYTES && self.dice.one_in(3);
         let there = &mut self.sides[1 - host];
         let placed = if writes {
@@ -494,13 +495,13 @@ impl Run {
         self.post(qp, request, Status::Success)
     }
 
-    /// Whom a datagram is for, and the QPs that may have it.
+    /// Draws the target of a datagram, and the QPs that may receive it.
     fn choose_target(&mut self, qp: usize) -> (Target, IpAddr, BTreeSet<usize>) {
         let host = self.queues[qp].host;
         let wrong_key = self.dice.one_in(10);
         let qkey = match self.dice.below(3) {
             _ if wrong_key => KEY ^ 1 << self.dice.below(31),
-            // The sender's own, which is the same.
+            // The sender's own Q_Key, which is the same.
             0 => 0x8000_0000 | self.dice.next() as u32,
             _ => KEY,
         };
@@ -526,7 +527,7 @@ impl Run {
         (Target::Datagram { path, qpn, qkey }, dst, receivers)
     }
 
-    /// Posts a datagram that no packet holds: it is refused at once.
+    /// Posts a datagram that is longer than any packet: the engine refuses it at once.
     fn post_too_long(&mut self, qp: usize) -> Checked {
         let (to, ..) = self.choose_target(qp);
         let Queue { host, qpn, .. } = self.queues[qp];
@@ -543,7 +544,7 @@ impl Run {
         }
     }
 
-    /// A QP leaves a group that it is in.
+    /// Detaches a QP from a group that it is in.
     fn detach(&mut self, qp: usize) -> Checked {
         let queue = &mut self.queues[qp];
         let Some(group) = queue.groups.pop() else {
@@ -570,7 +571,7 @@ impl Run {
         }
         let bytes = self.dice.below(self.datagram_max + 1) as usize;
         let (mut to, dst, receivers) = self.choose_target(qp);
-        // The service type of an address handle is its own.
+        // Each address handle has its own service type.
         let traffic_class = self.dice.next() as u8 & !3;
         if let Target::Datagram { path, .. } = &mut to {
             path.traffic_class = traffic_class;
@@ -633,7 +634,7 @@ impl Run {
         Ok(())
     }
 
-    /// The message to a QP whose bytes these are.
+    /// Returns the message to a QP that has these bytes.
     fn known_by_bytes(&self, qp: usize, piece: Piece, len: usize) -> Option<u32> {
         let image = self.sides[self.queues[qp].host].memory.lock();
         let bytes = &image.bytes[piece.at as usize..piece.at as usize + len];
@@ -645,7 +646,7 @@ impl Run {
         found.map(|(number, _)| number as u32)
     }
 
-    /// The bytes of a WRITE that took no receive are there.
+    /// Checks that the bytes of a WRITE that took no receive are there.
     fn check_plain_write(&self, number: usize, message: &Message) -> Checked {
         let Some(piece) = message.placed.filter(|_| message.is_plain) else {
             return Ok(());
@@ -734,7 +735,7 @@ impl Run {
             if !queue.sends.is_empty() || info.send_outstanding != 0 {
                 return Err(format!("QP {qp}: {} requests are open", queue.sends.len()));
             }
-            // A message of UC whose end was lost has one of them.
+            // A UC message whose end was lost occupies one of the receives.
             let begun = usize::from(queue.peer.is_some() && !self.faultless);
             if !(queue.recvs.len().saturating_sub(begun)..=queue.recvs.len()).contains(&info.recv_posted) {
                 return Err(format!(
@@ -773,7 +774,7 @@ impl Run {
     }
 }
 
-/// The header before a datagram: addresses, next protocol, version, traffic class.
+/// Checks the header before a datagram: addresses, next protocol, version, traffic class.
 fn check_grh(grh: &[u8], src: IpAddr, dst: IpAddr, traffic_class: u8) -> Checked {
     let right = match (src, dst) {
         (IpAddr::V4(src), IpAddr::V4(dst)) => {
@@ -827,14 +828,14 @@ impl Side {
         }
     }
 
-    /// Writes as the application would.
+    /// Writes bytes as the application would.
     fn write_both(&mut self, at: u64, bytes: &[u8]) {
         let range = at as usize..at as usize + bytes.len();
         self.model[range.clone()].copy_from_slice(bytes);
         self.memory.lock().bytes[range].copy_from_slice(bytes);
     }
 
-    /// Takes what is in a piece for right.
+    /// Accepts the bytes of a piece as correct.
     fn accept(&mut self, piece: Piece) {
         let range = piece.at as usize..(piece.at + piece.len) as usize;
         self.model[range.clone()].copy_from_slice(&self.memory.lock().bytes[range]);

@@ -20,11 +20,11 @@ use crate::machine::{Change, Machine, Message};
 use crate::seen::{self, Seen};
 use crate::tap::Tap;
 
-/// Bytes of a READ response without data, and the syndrome of a NAK, which none has.
+/// Bytes of a READ response without data, and the syndrome of a NAK, which no READ response has.
 const FORGED_BYTES: usize = Bth::LEN + Aeth::LEN + ICRC_LEN;
 const NAK_SEQUENCE: u8 = 0x60;
 
-/// What a link does to packets, in percent of them.
+/// Faults of a link, in percent of its packets.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Faults {
     pub(crate) loss: f64,
@@ -33,7 +33,7 @@ pub(crate) struct Faults {
     pub(crate) corrupt: f64,
 }
 
-/// What links did.
+/// Counts of the links.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Carried {
     pub(crate) packets: u64,
@@ -42,22 +42,22 @@ pub(crate) struct Carried {
     pub(crate) duplicated: u64,
     pub(crate) reordered: u64,
     pub(crate) corrupted: u64,
-    /// Times that the path between the hosts became another one.
+    /// Times that the path between the hosts changed.
     pub(crate) path_changes: u64,
 }
 
-/// How the two hosts are put together.
+/// Configuration of the two hosts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) ipv6: bool,
     pub(crate) gso: bool,
     pub(crate) gro: bool,
-    /// Acknowledgements are asked for only when a host has been idle for a while.
+    /// Set when the driver polls acknowledgements only once a host has been idle for a while.
     pub(crate) lazy_acks: bool,
     pub(crate) latency_ns: u64,
-    /// Longest that a flush takes.
+    /// Maximum time that a flush takes.
     pub(crate) flush_ns_max: u64,
-    /// The hosts are processes of one machine.
+    /// Set when the hosts are processes of one machine.
     pub(crate) one_machine: bool,
 }
 
@@ -69,7 +69,7 @@ enum Happening {
         segment_bytes: usize,
         local: bool,
     },
-    /// Something happens to the link of two hosts of one machine, or one says something on it.
+    /// The link of two hosts on one machine changes, or carries a message.
     Change(Change),
     Message {
         to: usize,
@@ -85,19 +85,19 @@ enum Happening {
 pub(crate) struct Host {
     pub(crate) rnic: Rnic,
     pub(crate) address: IpAddr,
-    /// An armed completion queue spoke up.
+    /// Armed completion queues that gave an event.
     pub(crate) completed: Vec<Cqn>,
     pub(crate) events: VecDeque<Event>,
     pub(crate) cm_events: VecDeque<CmEvent>,
-    /// Nothing goes in or out any more.
+    /// Set when nothing goes in or out any more.
     pub(crate) vanished: bool,
     idle_pending: bool,
     arrival_last: Time,
-    /// Until when nothing reaches it.
+    /// Time until which nothing reaches it.
     cut_off_until: Time,
 }
 
-/// What a step did.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Nothing is left to happen.
@@ -118,17 +118,17 @@ pub(crate) struct World {
     pub(crate) flushes_running: u32,
     shape: Shape,
     latency_ns: u64,
-    /// Until when every other packet is lost.
+    /// Time until which every other packet is lost.
     lossy_until: Time,
-    /// Until when switches mark what may be marked (ECN).
+    /// Time until which switches mark the packets that may be marked (ECN).
     marking_until: Time,
-    /// QPs of each host that nothing reaches, and until when.
+    /// QPs of each host that nothing reaches, and the time until which that lasts.
     cut_off: BTreeMap<(usize, Qpn), Time>,
-    /// What this host sends as acknowledgement to this QP becomes an answer that was not asked for.
+    /// Set when acknowledgements from this host to this QP become responses that nothing asked for.
     forged: Option<(usize, Qpn)>,
-    /// The hosts are processes of one machine.
+    /// Present when the hosts are processes of one machine.
     pub(crate) machine: Option<Machine>,
-    /// What the links do to packets towards each host.
+    /// Faults of the links to each host.
     lines: [Line; 2],
     agenda: BTreeMap<(Time, u64), Happening>,
     next: u64,
@@ -204,7 +204,7 @@ impl World {
         world
     }
 
-    /// Calls a verb; what comes of it is carried on.
+    /// Calls a verb, and carries on what it causes.
     pub(crate) fn with<R>(&mut self, host: usize, f: impl FnOnce(&mut Rnic, Time) -> R) -> R {
         let result = f(&mut self.hosts[host].rnic, self.now);
         self.settle(host);
@@ -230,14 +230,14 @@ impl World {
         posted
     }
 
-    /// Takes the oldest completion of a host's queue.
+    /// Polls the oldest completion of a host's queue.
     pub(crate) fn poll_cq(&mut self, host: usize, cq: Cqn) -> Option<WorkCompletion> {
         let wc = self.hosts[host].rnic.poll_cq(cq)?;
         self.seen.completion(wc.opcode, wc.status);
         Some(wc)
     }
 
-    /// A host loses all that it had and comes back at once, with the same address and GUID.
+    /// Restarts a host: it loses all its state and comes back at once, with the same address and GUID.
     pub(crate) fn restart(&mut self, host: usize) {
         self.leave(host);
         let mut config = *self.hosts[host].rnic.config();
@@ -259,7 +259,7 @@ impl World {
         self.latency_ns
     }
 
-    /// From now on packets take a path of this latency; those under way stay on theirs.
+    /// Lets packets take a path of this latency from now on; packets in flight stay on theirs.
     pub(crate) fn change_latency(&mut self, latency_ns: u64) {
         self.carried.path_changes += 1;
         self.latency_ns = latency_ns;
@@ -268,13 +268,13 @@ impl World {
         }
     }
 
-    /// Nothing that is sent to this host for a while reaches it.
+    /// Loses everything that is sent to this host, for a while.
     pub(crate) fn break_link(&mut self, to: usize, for_ns: u64) {
         self.carried.path_changes += 1;
         self.hosts[to].cut_off_until = self.now + for_ns;
     }
 
-    /// Nothing that is sent to a QP of this host for a while reaches it.
+    /// Loses everything that is sent to a QP of this host, for a while.
     pub(crate) fn cut_off(&mut self, to: usize, qpn: Qpn, for_ns: u64) {
         self.cut_off.insert((to, qpn), self.now + for_ns);
     }
@@ -288,24 +288,24 @@ impl World {
         until.is_some_and(|until| self.now < *until)
     }
 
-    /// Every other packet is lost for a while.
+    /// Loses every other packet for a while.
     pub(crate) fn lose_more(&mut self, for_ns: u64) {
         self.carried.path_changes += 1;
         self.lossy_until = self.now + for_ns;
     }
 
-    /// Switches mark packets for a while.
+    /// Lets switches mark packets for a while.
     pub(crate) fn mark(&mut self, for_ns: u64) {
         self.carried.path_changes += 1;
         self.marking_until = self.now + for_ns;
     }
 
-    /// From now on a host acknowledges nothing to this QP of the other, but answers it falsely.
+    /// Lets a host, from now on, acknowledge nothing to this QP of the other, but send false responses.
     pub(crate) fn forge(&mut self, host: usize, to: Qpn) {
         self.forged = Some((host, to));
     }
 
-    /// `Step::User(tag)` will come after `delay_ns`.
+    /// Schedules `Step::User(tag)` after `delay_ns`.
     pub(crate) fn call_back(&mut self, delay_ns: u64, tag: u64) {
         self.plan(self.now + delay_ns, Happening::User(tag));
     }
@@ -315,7 +315,7 @@ impl World {
         self.agenda.insert((at, self.next), happening);
     }
 
-    /// Lets the next thing happen.
+    /// Lets the next event happen.
     pub(crate) fn step(&mut self) -> Step {
         self.steps += 1;
         let timer = |host: &Host| host.rnic.poll_timeout().unwrap_or(Time(u64::MAX));
@@ -365,7 +365,7 @@ impl World {
             Happening::Change(change) => self.change(change),
             Happening::Message { to, link, message } => self.say(to, link, message),
             Happening::FlushRuns(host, job) => {
-                // It may have done its work long before it says so.
+                // A flush may have done its work long before it reports that.
                 let result = job.memory.flush(job.offset, job.length, job.placement);
                 let rest = if self.dice.one_in(2) {
                     0
@@ -389,7 +389,7 @@ impl World {
         Step::Moved
     }
 
-    /// Polls all that a host has to say.
+    /// Polls everything that a host has pending.
     fn settle(&mut self, host: usize) {
         self.take_back_revoked(host);
         if self.shape.lazy_acks {
@@ -475,7 +475,7 @@ impl World {
         }
     }
 
-    /// Takes a train over the link, packet by packet; neighbours that make it side by side may arrive as one.
+    /// Takes a train over the link, packet by packet; neighbours that arrive side by side may arrive as one.
     fn carry(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
         let latency = self.latency_ns;
         let loss = match () {
@@ -532,7 +532,7 @@ impl World {
         self.hosts[to].arrival_last = at;
     }
 
-    /// Makes a READ response that refuses of an acknowledgement.
+    /// Turns an acknowledgement into a READ response that refuses.
     fn forge_answer(&self, path: &Path, packet: &mut Vec<u8>) {
         let acknowledges = matches!(packet[0] & 0x1f, 0x10..=0x12) && packet[0] >> 5 != 3;
         let to_forged = self.forged.is_some_and(|(_, qpn)| {
@@ -611,7 +611,8 @@ impl World {
         }
     }
 
-    /// How far the other host has come with what this one sends it through memory. One that hangs takes nothing.
+    /// Returns how far the other host has come with the packets that this one sends it through memory. A host that hangs takes
+    /// none.
     fn link_progress(&self, host: usize) -> Option<LinkProgress> {
         let machine = self.machine.as_ref().filter(|machine| machine.is_up(host))?;
         let waits = |of: usize| {
@@ -624,7 +625,7 @@ impl World {
         })
     }
 
-    /// Packets that are under way in memory, to these hosts, are lost.
+    /// Loses packets that are in flight in memory to these hosts.
     fn lose_local(&mut self, to_these: impl Fn(usize) -> bool) {
         let lost = &mut self.carried.lost;
         self.agenda.retain(|_, happening| match happening {
@@ -642,7 +643,7 @@ impl World {
         });
     }
 
-    /// A host learns whether its peer is on the same machine.
+    /// Tells a host whether its peer is on the same machine.
     fn set_local(&mut self, host: usize, local: bool) {
         let peer = self.hosts[1 - host].address;
         let rnic = &mut self.hosts[host].rnic;
@@ -652,13 +653,13 @@ impl World {
         self.settle(host);
     }
 
-    /// A QP was told who its peer is.
+    /// Tells a QP, which has just learned its peer, whether that is on the same machine.
     pub(crate) fn meet(&mut self, host: usize, qpn: Qpn) {
         let local = self.machine.as_ref().is_some_and(|machine| machine.is_up(host));
         self.hosts[host].rnic.set_local(qpn, local);
     }
 
-    /// Nothing goes in or out of a host any more: it died, or it hangs.
+    /// Lets nothing go in or out of a host any more: it died, or it hangs.
     pub(crate) fn vanish(&mut self, host: usize) {
         self.hosts[host].vanished = true;
         if self.machine.as_mut().is_some_and(|machine| !machine.hangs(host)) {
@@ -666,7 +667,7 @@ impl World {
         }
     }
 
-    /// A host ends, with its end of the link.
+    /// Ends a host, with its end of the link.
     fn leave(&mut self, host: usize) {
         self.change(Change::Breaks(host));
         if let Some(machine) = &mut self.machine {
@@ -689,7 +690,7 @@ impl World {
         })
     }
 
-    /// A host deregisters a region, or gives it other memory: nobody reaches what it was.
+    /// Revokes grants of a region that a host deregisters or gives other memory: nobody reaches the old memory.
     pub(crate) fn take_back_region(&mut self, host: usize, lkey: LKey) {
         if let Some(machine) = &mut self.machine {
             machine.revoke_region(host, lkey);
@@ -711,7 +712,7 @@ impl World {
         }
     }
 
-    /// A request of a host would need no packet if it were granted a key.
+    /// Asks for a grant of a key, with which requests of a host would need no packet.
     fn ask(&mut self, host: usize, by: Qpn, rkey: RKey) {
         let info = self.hosts[host].rnic.query_qp(by);
         let Some((machine, info)) = self.machine.as_mut().zip(info) else {
@@ -727,7 +728,7 @@ impl World {
         self.tell(1 - host, Message::Ask { of, by, rkey });
     }
 
-    /// Says something on the link.
+    /// Sends a message on the link.
     fn tell(&mut self, to: usize, message: Message) {
         if let Some(machine) = &mut self.machine
             && let Some(link) = machine.link()
@@ -760,7 +761,7 @@ impl World {
         }
     }
 
-    /// Takes a train through memory.
+    /// Carries a train through memory.
     fn carry_local(&mut self, to: usize, path: Path, bytes: &[u8], segment_bytes: usize) {
         let forges = self.forged.is_some_and(|(from, _)| from != to);
         let together = if forges { segment_bytes } else { bytes.len() };

@@ -30,12 +30,12 @@ const _: () = assert!(size_of::<AddressInfo>() == 96);
 const PASSIVE: c_int = 1;
 const NUMERIC_HOST: c_int = 2;
 
-/// Room for any address of IP.
+/// Room for any IP address.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 struct Storage([u8; size_of::<libc::sockaddr_in6>()]);
 
-/// An address, and its length.
+/// An address and its length.
 type Address = (Storage, libc::socklen_t);
 
 /// Addresses with what they point at.
@@ -45,7 +45,7 @@ struct Found {
     addresses: [Storage; 2],
 }
 
-/// A copy of an address.
+/// Copies an address.
 ///
 /// # Safety
 /// Null, or as many bytes as are said.
@@ -60,8 +60,8 @@ unsafe fn copy(address: *const libc::sockaddr, length: libc::socklen_t) -> Optio
     Some((storage, length))
 }
 
-/// Of which type queue pairs are that a program asks for, and what ports they have: what it leaves open follows from the other, and is RC
-/// over RDMA_PS_TCP where it says nothing.
+/// Returns the type of the queue pairs that a program asks for, and their port space. A value that the program leaves open
+/// follows from the other one; if both are open, they are RC and RDMA_PS_TCP.
 fn kind(hints: &AddressInfo) -> (u32, u32) {
     use abi::port_space::{IPOIB, TCP, UDP};
     use abi::qp_type::{RC, UD};
@@ -75,7 +75,7 @@ fn kind(hints: &AddressInfo) -> (u32, u32) {
     }
 }
 
-/// The address of a host or a service, or both, by name.
+/// Looks up the address of a host or a service, or both, by name.
 ///
 /// # Safety
 /// Strings or null.

@@ -1,4 +1,4 @@
-//! With what programs bring up queue pairs by themselves.
+//! Attributes with which programs bring up queue pairs by themselves.
 
 use std::ffi::c_int;
 
@@ -9,7 +9,7 @@ use super::id::{Id, Request};
 use crate::address::vector_to;
 use crate::{abi, minus_one, queue_pair};
 
-/// With what the queue pair of an id goes to a state, and the mask of `ibv_modify_qp(3)`.
+/// Returns the attributes with which the queue pair of an id goes to a state, and the mask of `ibv_modify_qp(3)`.
 pub(super) fn attributes(own: &Id, to: QpState) -> Result<(abi::QpAttr, u32), c_int> {
     use abi::qp_attr::*;
     let mut attr = abi::QpAttr {
@@ -34,7 +34,7 @@ pub(super) fn attributes(own: &Id, to: QpState) -> Result<(abi::QpAttr, u32), c_
     Ok((attr, mask))
 }
 
-/// What both ends of a connection have agreed on.
+/// Returns the attributes that both ends of a connection have agreed on.
 fn agreed(own: &Id, to: QpState) -> Result<QpAttributes, c_int> {
     let agreed = match &own.request {
         Some(Request::Connection(request)) => {
@@ -50,7 +50,7 @@ fn agreed(own: &Id, to: QpState) -> Result<QpAttributes, c_int> {
     agreed.ok_or(libc::EINVAL)
 }
 
-/// What a queue pair goes to a state with, as programs give it and see it.
+/// Converts the attributes of a transition of a queue pair into those that programs give and see.
 pub(super) fn show(agreed: &QpAttributes, to: QpState) -> (abi::QpAttr, u32) {
     use abi::qp_attr::*;
     let mut shown = abi::QpAttr {
@@ -103,7 +103,7 @@ unsafe extern "C" fn rdma_init_qp_attr(
     }))
 }
 
-/// The queue pair that the program brings up is ready: the peer is told.
+/// Tells the peer that the queue pair which the program brings up is ready.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_establish(id: *mut abi::CmId) -> c_int {
     // SAFETY: an id that was made, says the caller.
@@ -116,7 +116,8 @@ unsafe extern "C" fn rdma_establish(id: *mut abi::CmId) -> c_int {
     )
 }
 
-/// What a queue pair has received before the peer's last message came says as much. Those that the library brings up need not be told of.
+/// Takes note that a queue pair has received a message before the peer's last CM message came, which says as much. A program
+/// need not call this for queue pairs that the library brings up.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn rdma_notify(id: *mut abi::CmId, event: u32) -> c_int {
     // SAFETY: an id that was made, says the caller.

@@ -15,25 +15,25 @@ use super::id::Id;
 use crate::events::Given;
 use crate::{abi, made, minus_one, wait};
 
-/// The longest private data of a message: that of a REP.
+/// Length of the longest private data of a message: that of a REP.
 const PRIVATE_DATA_MAX: usize = 196;
 
-/// What a program's `struct rdma_cm_event` pointer points at.
+/// Object behind a program's `struct rdma_cm_event` pointer.
 #[repr(C)]
 pub(super) struct Event {
     pub(super) shown: abi::CmEvent,
-    /// What [`Event::shown`] points at: an event stays where it was made.
+    /// Data that [`Event::shown`] points at: an event stays where it was made.
     private_data: [u8; PRIVATE_DATA_MAX],
-    /// Whose events wait to be acknowledged: the id's, or the listening one's.
+    /// Count of unacknowledged events that this event belongs to: the id's, or the listening id's.
     of: Arc<Given>,
-    /// The id of a request, until the program has it; else null.
+    /// Id of a request, until the program has it; otherwise null.
     asks: *mut Id,
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
         if !self.asks.is_null() {
-            // SAFETY: made by a Box in `Id::new`, and nobody's but this event's. The request is refused with it.
+            // SAFETY: made by a Box in `Id::new`, and owned by this event alone. The request is refused with it.
             unsafe { Box::from_raw(self.asks) }.end();
         }
     }
@@ -43,7 +43,7 @@ impl Drop for Event {
 unsafe impl Send for Event {}
 
 impl Event {
-    /// An event of an id.
+    /// Makes an event of an id.
     pub(super) fn new(id: *mut abi::CmId, of: &Arc<Given>, event: u32, status: c_int) -> Box<Event> {
         Box::new(Event {
             shown: abi::CmEvent {
@@ -71,16 +71,16 @@ impl Event {
         })
     }
 
-    /// ... that was made for a request which came in on another one, which listens.
+    /// Turns it into an event of a listening id, on which the request came in for which this id was made.
     pub(super) fn on(mut self: Box<Event>, listener: *mut abi::CmId, of: &Arc<Given>) -> Box<Event> {
         self.shown.listen_id = listener;
         self.asks = self.shown.id.cast();
-        // It is an event of the one that listens: the new id can go before it is acknowledged.
+        // The event belongs to the listening id: the new id can be destroyed before the event is acknowledged.
         self.of = of.clone();
         self
     }
 
-    /// ... with what the peer's user said, and parameters of the connection.
+    /// Adds the private data of the peer's user, and parameters of the connection.
     pub(super) fn with(mut self: Box<Event>, conn: abi::ConnParam, private_data: &[u8]) -> Box<Event> {
         let length = private_data.len().min(PRIVATE_DATA_MAX);
         self.private_data[..length].copy_from_slice(&private_data[..length]);
@@ -96,7 +96,7 @@ impl Event {
         self
     }
 
-    /// ... with what the peer's user said, and who serves datagrams.
+    /// Adds the private data of the peer's user, and the queue pair that serves datagrams.
     pub(super) fn with_ud(self: Box<Event>, ud: abi::UdParam, private_data: &[u8]) -> Box<Event> {
         // SAFETY: numbers and pointers, all of which may be zero.
         let mut event = self.with(unsafe { std::mem::zeroed() }, private_data);
@@ -111,21 +111,21 @@ impl Event {
     }
 }
 
-/// Something that a program is to be told, and when it happened.
+/// Something to report to a program, and the time at which it happened.
 pub(super) struct Happened {
     pub(super) at: Arrival,
     pub(super) tell: Box<dyn FnOnce()>,
 }
 
-/// A connection, or somebody who listens: each has a thread that waits for what happens there.
+/// A connection or a listener: each has a thread that waits for what happens there.
 pub(super) trait Source: Send + Sync {
-    /// Takes what has happened and nobody has taken.
+    /// Takes everything that has happened and was not taken yet.
     fn take(self: Arc<Self>) -> Vec<Happened>;
 }
 
-/// The events that a channel has for its program.
+/// Events that a channel holds for its program.
 pub(super) struct Events {
-    /// Counts them, so that reading it waits for one.
+    /// Number of events, so that a read waits for one.
     count: OwnedFd,
     list: Mutex<VecDeque<Box<Event>>>,
     sources: Mutex<Vec<Weak<dyn Source>>>,
@@ -145,7 +145,7 @@ impl Events {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The channel tells of what happens there, until the source is dropped.
+    /// Makes the channel report what happens at the source, until the source is dropped.
     pub(super) fn watch(&self, source: Weak<dyn Source>) {
         let mut sources = self.sources();
         if !sources.iter().any(|known| known.ptr_eq(&source)) {
@@ -153,7 +153,7 @@ impl Events {
         }
     }
 
-    /// It does so no more: nothing of the source is used after this.
+    /// Undoes [`Events::watch`]: nothing of the source is used after this.
     pub(super) fn forget(&self, source: &Weak<dyn Source>) {
         self.sources().retain(|known| !known.ptr_eq(source));
     }
@@ -162,8 +162,8 @@ impl Events {
         self.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells what has happened at all sources, in the order in which it did: their threads run in any order. `last` comes after that,
-    /// before another thread tells what happens later.
+    /// Reports what has happened at all sources, in the order in which it happened, because their threads run in any order.
+    /// Calls `last` after that, before another thread reports what happens later.
     pub(super) fn tell_happened<T>(&self, last: impl FnOnce() -> T) -> T {
         let mut sources = self.sources();
         sources.retain(|source| source.strong_count() > 0);
@@ -176,7 +176,7 @@ impl Events {
         last()
     }
 
-    /// Requests that came in on an id and wait to be taken.
+    /// Returns the number of requests that came in on an id and wait to be taken.
     pub(super) fn waiting(&self, listener: *mut abi::CmId) -> usize {
         let list = self.list();
         list.iter()
@@ -190,7 +190,7 @@ impl Events {
         let _ = rustix::io::write(&self.count, &1u64.to_ne_bytes());
     }
 
-    /// The next event, which is waited for. Those of an id that is gone, or has gone to another channel, are not there any more.
+    /// Waits for the next event. Events of an id that is gone, or that has moved to another channel, are no longer there.
     pub(super) fn next(&self) -> Result<Box<Event>, c_int> {
         loop {
             if let Some(event) = self.next_at_once() {
@@ -203,7 +203,7 @@ impl Events {
         }
     }
 
-    /// The next event, if there is one.
+    /// Returns the next event, if there is one.
     fn next_at_once(&self) -> Option<Box<Event>> {
         let mut list = self.list();
         let event = list.pop_front()?;
@@ -211,7 +211,7 @@ impl Events {
         Some(event)
     }
 
-    /// Counts one less. To be called under the lock of the list.
+    /// Decrements the count. The caller holds the lock of the list.
     fn count_down(&self) {
         let mut count = [0; 8];
         let at_once = rustix::io::ReadWriteFlags::NOWAIT;
@@ -223,7 +223,7 @@ impl Events {
         self.take(|event| event.shown.id == id || event.shown.listen_id == id)
     }
 
-    /// Takes out the events that are acknowledged there.
+    /// Takes out the events that are acknowledged at `given`.
     pub(super) fn take_given(&self, given: &Arc<Given>) -> VecDeque<Box<Event>> {
         self.take(|event| Arc::ptr_eq(&event.of, given))
     }
@@ -232,7 +232,7 @@ impl Events {
         let mut list = self.list();
         let (of, rest): (VecDeque<_>, _) = list.drain(..).partition(|event| which(event));
         *list = rest;
-        // They are counted no more: a program that polls is not told of what it will not find.
+        // They are no longer counted: otherwise a program that polls would learn of events that it cannot find.
         for _ in &of {
             self.count_down();
         }
@@ -247,7 +247,7 @@ pub(super) fn give(mut event: Box<Event>) -> *mut abi::CmEvent {
     Box::into_raw(event).cast()
 }
 
-/// What a program's `struct rdma_event_channel` pointer points at.
+/// Object behind a program's `struct rdma_event_channel` pointer.
 #[repr(C)]
 pub(super) struct Channel {
     shown: abi::EventChannel,
@@ -294,7 +294,7 @@ unsafe extern "C-unwind" fn rdma_get_cm_event(
     }
 }
 
-/// The program has done with an event.
+/// Handles the program's acknowledgement of an event.
 ///
 /// # Safety
 /// It came from [`give`], and is not used any more.
@@ -332,10 +332,10 @@ unsafe extern "C" fn rdma_migrate_id(id: *mut abi::CmId, channel: *mut abi::Even
         unsafe { &*channel.cast::<Channel>() }.events.clone()
     };
     own.migrate(events, channel);
-    // Who takes events of the channel before has done with those of this id after that.
+    // A thread that took events of the previous channel has acknowledged those of this id after this.
     own.shared.given.wait_acknowledged();
     0
 }
 
-/// The context of a program's, as it gave it.
+/// The context that a program gave for an id, unchanged.
 pub(super) type UserContext = *mut c_void;

@@ -18,10 +18,10 @@ use super::id::{Id, Request, Shared, Stage};
 use crate::queue_pair::Owner;
 use crate::{abi, channel, context, minus_one, queue_pair, warn};
 
-/// Completions of a queue that the library makes for an id, where it has no requests of that kind.
+/// Capacity of a completion queue that the library makes for an id that has no requests of that kind.
 const DEPTH_MIN: u32 = 1;
 
-/// How long somebody who is going to listen is waited for.
+/// Time between two tries to reach a peer that does not listen yet.
 const LISTENS_SOON: Duration = Duration::from_millis(50);
 const LISTENS_SOON_TRIES: u32 = 6;
 
@@ -47,7 +47,7 @@ pub(super) unsafe fn queue_of(
 /// Makes an id's queue pair.
 ///
 /// # Safety
-/// What is given was made, and is not destroyed.
+/// The objects given were made, and are not destroyed.
 pub(super) unsafe fn create_qp(
     id: *mut abi::CmId,
     pd: *mut abi::Pd,
@@ -58,14 +58,14 @@ pub(super) unsafe fn create_qp(
     let made = unsafe { create_qp_with(id, pd, init, operations) };
     // SAFETY: as the caller says.
     if made.is_err() && unsafe { (*id).qp.is_null() } {
-        // What was made for it goes too.
+        // Destroys what was made for the queue pair, too.
         // SAFETY: as the caller says.
         unsafe { rdma_destroy_qp(id) };
     }
     made
 }
 
-/// As above, leaving what it made where it fails.
+/// Makes an id's queue pair, but leaves behind what it made when it fails.
 ///
 /// # Safety
 /// As above.
@@ -124,7 +124,7 @@ unsafe fn create_qp_with(
     Ok(())
 }
 
-/// Brings a queue pair to Init, as connecting expects it, or one of datagrams to where it can be used.
+/// Brings a queue pair to Init, as connecting expects it, or a datagram queue pair to the state in which it can be used.
 ///
 /// # Safety
 /// It was just made.
@@ -184,7 +184,7 @@ pub(super) unsafe extern "C" fn rdma_destroy_qp(id: *mut abi::CmId) {
         // SAFETY: made for the id, and used no more, says the caller.
         unsafe { queue_pair::ibv_destroy_qp(qp) };
     }
-    // Those of a shared receive queue go with it.
+    // The completion queues of a shared receive queue are destroyed with it.
     if own.shown.srq.is_null() || own.shown.qp_type != abi::qp_type::XRC_RECV {
         destroy_queues(own);
     }
@@ -197,7 +197,7 @@ pub(super) fn destroy_queues(own: &mut Id) {
     destroy_queue(&mut shown.recv_cq_channel, &mut shown.recv_cq);
 }
 
-/// Destroys one of them. Without a channel here it is the program's, and only forgotten.
+/// Destroys one completion queue. A queue without a channel here is the program's: it is only forgotten.
 pub(super) fn destroy_queue(channel: &mut *mut abi::CompChannel, queue: &mut *mut abi::Cq) {
     let channel = std::mem::replace(channel, ptr::null_mut());
     let queue = std::mem::replace(queue, ptr::null_mut());
@@ -210,7 +210,7 @@ pub(super) fn destroy_queue(channel: &mut *mut abi::CompChannel, queue: &mut *mu
     }
 }
 
-/// What a program asks for, as the vocabulary has it.
+/// Converts the parameters that a program asks for into those of the vocabulary.
 pub(super) fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectParams {
     let default = ConnectParams::default();
     let mut params = ConnectParams {
@@ -229,10 +229,10 @@ pub(super) fn parameters(own: &Id, asked: Option<&abi::ConnParam>) -> ConnectPar
     params
 }
 
-/// What a program says to its peer's.
+/// Returns the private data that a program sends to its peer.
 ///
 /// # Safety
-/// As many bytes lie there as it says.
+/// As many bytes are there as `length` says.
 pub(super) unsafe fn private_data(data: *const c_void, length: u8) -> Vec<u8> {
     if data.is_null() || length == 0 {
         return Vec::new();
@@ -241,12 +241,12 @@ pub(super) unsafe fn private_data(data: *const c_void, length: u8) -> Vec<u8> {
     unsafe { slice::from_raw_parts(data.cast::<u8>(), length.into()) }.to_vec()
 }
 
-/// The peer's side of a connection, as an event tells it.
+/// Returns the parameters of the peer's side of a connection, as an event reports them.
 pub(super) fn told(remote: &Endpoint) -> abi::ConnParam {
     abi::ConnParam {
         private_data: ptr::null(),
         private_data_len: 0,
-        // What the peer can ask for at a time is to be answered here, and the other way round.
+        // This side answers as many requests at a time as the peer can make, and the other way round.
         responder_resources: remote.initiator_depth,
         initiator_depth: remote.responder_resources,
         flow_control: 1,
@@ -277,13 +277,14 @@ impl Source for Shared {
     }
 }
 
-/// An id's connection, as its channel watches it.
+/// Returns an id's connection as the source that its channel watches.
 pub(super) fn source_of(shared: &Arc<Shared>) -> Weak<dyn Source> {
     let source: Weak<Shared> = Arc::downgrade(shared);
     source
 }
 
-/// Waits until a connection ends, and tells of that, and later that its numbers rest no longer, unless the id is gone by then.
+/// Waits until a connection ends, and reports that. Later it reports that the connection's numbers no longer rest, unless the
+/// id is gone by then.
 fn watch(shared: &Shared, connection: &Connection) {
     use abi::cm_event::TIMEWAIT_EXIT;
     while !connection.wait_ended(Duration::from_secs(3_600)) {}
@@ -309,9 +310,9 @@ fn tell_connection(shared: &Arc<Shared>, event: u32, connection: &Arc<Connection
 
 /// The queue pair of a connection.
 enum Pair {
-    /// The id's: the library brings it up.
+    /// A queue pair of the id: the library brings it up.
     Own(QueuePair),
-    /// The program's, which it brings up itself.
+    /// A queue pair of the program, which brings it up itself.
     External(ExternalPair),
 }
 
@@ -335,7 +336,7 @@ impl Pair {
             Pair::External(pair) => ConnectPair::External(pair),
         }
     }
-    /// The connection has brought it to a state: the program sees it in its queue pair.
+    /// Shows the program, in its queue pair, the state to which the connection has brought it.
     fn show(&self, verbs: usize, connection: &Connection, state: QpState) {
         if let Pair::Own(pair) = self
             && let Some(agreed) = connection.attributes(state)
@@ -345,7 +346,7 @@ impl Pair {
         }
     }
 
-    /// There is no connection: what was posted completes, as flushed.
+    /// Flushes posted requests when there is no connection.
     fn fail(&self) {
         if let Pair::Own(pair) = self {
             let _ = pair.modify(QpState::Error, &QpAttributes::default());
@@ -417,8 +418,9 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     thread.map(drop)
 }
 
-/// Asks a peer; where nobody listens, as `nobody` tells, asks again for a moment while there is the id. Programs that begin together count on resolving an address
-/// taking longer than listening, as it does where it asks the network; here it does not.
+/// Asks a peer. While nobody listens, which `nobody` tells, asks again for a moment, as long as the id exists. Programs that
+/// start together rely on resolving an address to take longer than listening, as it does where it asks the network; here it
+/// does not.
 pub(super) fn soon<T, E>(
     shared: &Shared,
     ask: impl Fn() -> Result<T, E>,
@@ -426,7 +428,7 @@ pub(super) fn soon<T, E>(
 ) -> Result<T, E> {
     for _ in 0..LISTENS_SOON_TRIES {
         match ask() {
-            // Nothing tells that somebody listens.
+            // There is no notification when a peer begins to listen.
             Err(error) if nobody(&error) => {
                 if shared.gone.wait(LISTENS_SOON) {
                     return Err(error);
@@ -438,10 +440,10 @@ pub(super) fn soon<T, E>(
     ask()
 }
 
-/// The event of a connection that did not come about.
+/// Returns the event of a connection that was not established.
 fn refused(error: &ConnectError) -> (u32, c_int, &[u8]) {
     match error {
-        // What the peer's user refused, or nobody listens for, is told by the reason's number.
+        // When the peer's user refused, or nobody listens, the status is the number of the reason.
         ConnectError::Rejected { reason, private_data } => (
             abi::cm_event::REJECTED,
             c_int::from(reason.0),
@@ -484,7 +486,7 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
         private_data(asked.private_data, asked.private_data_len)
     });
     if own.is_datagram() {
-        // While it fails, the request stays the program's to refuse.
+        // If this fails, the program can still refuse the request.
         let pair = datagram::pair(own, asked)?;
         let Some(Request::Service(request)) = &mut own.request else {
             return Err(libc::EINVAL);
@@ -496,21 +498,21 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     }
     let pair = Pair::of(own, asked)?;
     let params = parameters(own, asked);
-    // While it fails, the request stays the program's to accept otherwise, or to refuse.
+    // If this fails, the program can still accept the request otherwise, or refuse it.
     let Some(Request::Connection(request)) = &mut own.request else {
         return Err(libc::EINVAL);
     };
     let (events, verbs) = (own.shared.events(), own.shown.verbs.expose_provenance());
     events.watch(source_of(&own.shared));
-    // The peer may answer, and ask anew, before this returns: the answer is told first.
+    // The peer may answer, and send another request, before this returns: the answer is reported first.
     let accepted = events.tell_happened(|| {
         let connection = request.accept_pair(pair.get(), &params, &data).map(Arc::new);
         if let Ok(connection) = &connection {
-            // Whoever gets ESTABLISHED finds the queue pair in RTS.
+            // A program that gets ESTABLISHED finds the queue pair in RTS.
             for state in [QpState::Rtr, QpState::Rts] {
                 pair.show(verbs, connection, state);
             }
-            // It is there: who calls this has it.
+            // The id exists: the caller has it.
             let _ = own.shared.keep(connection);
             own.shared.follow(false);
         }
@@ -526,12 +528,12 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     let waits = connection.clone();
     let thread = crate::spawn("rdmux-accept", move || {
         let connection = waits;
-        // Where it is not, it may have been, and ended, and only the message was lost that said so.
+        // If it is not established now, it may have been, and has ended, and only the message that said so was lost.
         let _ = connection.wait_established();
         shared.events().tell_happened(|| ());
         watch(&shared, &connection);
     });
-    // Nobody would hear how it goes on.
+    // Without the thread nobody would learn how the connection goes on.
     thread.map(drop).inspect_err(|_| connection.disconnect())
 }
 
@@ -571,7 +573,8 @@ unsafe extern "C" fn rdma_disconnect(id: *mut abi::CmId) -> c_int {
     minus_one(disconnect(own))
 }
 
-/// Ends a connection as the kernel's rdma_cm does: from when an id has asked or was asked there is no order in which that is an error.
+/// Ends a connection as the kernel's rdma_cm does: once an id has sent or received a request, no order of calls makes this an
+/// error.
 fn disconnect(own: &mut Id) -> Result<(), c_int> {
     match (own.stage, own.shared.connection()) {
         _ if own.is_inherited() => Err(libc::EINVAL),
@@ -581,7 +584,7 @@ fn disconnect(own: &mut Id) -> Result<(), c_int> {
                 Ok(())
             })
         }),
-        // Its queue pair takes part in none any more. No event tells of that.
+        // Its queue pair no longer takes part in a connection. No event reports that.
         (Stage::Connect, None) => {
             if !own.shown.qp.is_null() {
                 Pair::Own(own.pair()?).fail();

@@ -1,4 +1,5 @@
-//! Ids of datagrams: they ask a peer, or are asked, which queue pair serves a port. There is no connection after that.
+//! Ids of datagrams: they ask a peer, or are asked by one, for the queue pair that serves a port. There is no connection after
+//! that.
 
 use std::ffi::c_int;
 use std::net::SocketAddr;
@@ -11,7 +12,7 @@ use super::id::Id;
 use crate::address::vector_to;
 use crate::{abi, queue_pair};
 
-/// The queue pair that answers a request: the id's, or the one that the program names.
+/// Returns the queue pair that answers a request: the id's, or the one that the program names.
 pub(super) fn pair(own: &Id, asked: Option<&abi::ConnParam>) -> Result<QueuePair, c_int> {
     if !own.shown.qp.is_null() {
         return own.pair();
@@ -21,7 +22,7 @@ pub(super) fn pair(own: &Id, asked: Option<&abi::ConnParam>) -> Result<QueuePair
     unsafe { queue_pair::numbered(own.shown.verbs, asked.qp_num) }.ok_or(libc::EINVAL)
 }
 
-/// What of a service an event tells.
+/// Returns the part of a service that an event reports.
 fn told(service: &DatagramService, traffic_class: u8) -> abi::UdParam {
     abi::UdParam {
         private_data: std::ptr::null(),
@@ -32,7 +33,7 @@ fn told(service: &DatagramService, traffic_class: u8) -> abi::UdParam {
     }
 }
 
-/// Asks a peer which queue pair serves, and tells.
+/// Asks a peer for the queue pair that serves, and reports the answer.
 pub(super) fn connect(
     own: &Id,
     device: Device,
@@ -48,7 +49,7 @@ pub(super) fn connect(
         let found = soon(&shared, ask, nobody);
         let (event, status) = match &found {
             Ok(_) => (ESTABLISHED, 0),
-            // What the peer refuses is told by the status of its answer.
+            // When the peer refuses, the status of the event is that of its answer.
             Err(ResolveError::Refused { status, .. }) => (UNREACHABLE, c_int::from(status.0)),
             Err(ResolveError::Unreachable(_)) => (UNREACHABLE, -libc::ETIMEDOUT),
             Err(ResolveError::Io(error)) => (CONNECT_ERROR, -error.raw_os_error().unwrap_or(libc::EIO)),

@@ -10,7 +10,7 @@ use super::srq::rdma_destroy_srq;
 use crate::abi;
 
 const PASSIVE: c_int = 1;
-/// How long a program that asks for an endpoint waits for each step.
+/// Time for which a program that asks for an endpoint waits for each step.
 const RESOLVE_MS: c_int = 2_000;
 
 unsafe fn create(
@@ -69,7 +69,7 @@ unsafe extern "C" fn rdma_create_ep(
     }
     // SAFETY: just made.
     if unsafe { create(made, info, pd, init) } != 0 {
-        // What ends here may set another.
+        // The clean-up below may set another `errno`.
         let errno = std::io::Error::last_os_error()
             .raw_os_error()
             .unwrap_or(libc::EIO);

@@ -1,4 +1,4 @@
-//! Ids: what a program binds, resolves, connects and listens with.
+//! Ids, with which a program binds, resolves, connects and listens.
 
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
@@ -19,7 +19,7 @@ use crate::device::Device;
 use crate::events::Given;
 use crate::{abi, minus_one, queue_pair};
 
-/// How far an id has come: the states of the kernel's rdma_cm, without those in which it waits for an address or a route, which are
+/// Progress of an id: the states of the kernel's rdma_cm, without those in which it waits for an address or a route, which are
 /// known here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
@@ -27,14 +27,14 @@ pub(super) enum Stage {
     AddrBound,
     AddrResolved,
     RouteResolved,
-    /// It has asked a peer, or was asked by one, whatever came of that.
+    /// It has sent a request to a peer, or received one, whatever the outcome.
     Connect,
     /// The program has ended its connection.
     Disconnect,
     Listen,
 }
 
-/// What a program's `struct rdma_cm_id` pointer points at.
+/// Object behind a program's `struct rdma_cm_id` pointer.
 #[repr(C)]
 pub(super) struct Id {
     pub(super) shown: abi::CmId,
@@ -44,21 +44,21 @@ pub(super) struct Id {
     pub(super) remote: Option<SocketAddr>,
     pub(super) traffic_class: u8,
     pub(super) ack_timeout: Option<u8>,
-    /// Whoever made this id's request waits for the answer.
+    /// Request that this id was made for: the peer waits for the answer.
     pub(super) request: Option<Request>,
     pub(super) memberships: Vec<Membership>,
-    /// Ends those who listen when it is dropped.
+    /// Listening services, which end when this is dropped.
     pub(super) listening: Vec<Listening>,
-    /// Its own channel, where it was made without one: calls wait for their event.
+    /// Channel of its own, for an id made without one: calls wait for their event.
     private: Option<Box<Channel>>,
-    /// With what queue pairs of ids are made that come in on this one ([`super::endpoint`]), in its domain.
+    /// Attributes with which queue pairs are made for ids that come in on this one ([`super::endpoint`]), in its domain.
     pub(super) passive: Option<abi::QpInitAttr>,
-    /// Of IPv6, it does not hear IPv4.
+    /// Set on an IPv6 id that does not accept IPv4.
     pub(super) own_family: bool,
     process: u32,
 }
 
-/// A local address as ids have it: what all of them share that are there, which stays.
+/// A local address as ids have it: the objects that all ids there share, which stay.
 #[derive(Clone, Copy)]
 pub(super) struct Port {
     verbs: *mut abi::Context,
@@ -75,14 +75,14 @@ impl Port {
     }
 }
 
-/// What a peer asks for.
+/// A peer's request.
 pub(super) enum Request {
     Connection(ConnectionRequest),
     Service(ServiceRequest),
 }
 
 impl Request {
-    /// When it came.
+    /// Returns the time at which it arrived.
     pub(super) fn arrival(&self) -> Arrival {
         match self {
             Request::Connection(request) => request.arrival(),
@@ -91,27 +91,27 @@ impl Request {
     }
 }
 
-/// What an id has in common with the threads that wait for it.
+/// State that an id shares with the threads that wait for it.
 pub(super) struct Shared {
     state: Mutex<State>,
-    /// Events that the program has and did not acknowledge.
+    /// Events that the program has and has not acknowledged.
     pub(super) given: Arc<Given>,
-    /// Cancelled when the program has destroyed it: nobody asks, or waits, for it any more.
+    /// Cancelled when the program has destroyed the id: nobody asks, or waits, for it any more.
     pub(super) gone: Cancel,
 }
 
 struct State {
-    /// Null when it is destroyed.
+    /// Null when the id is destroyed.
     id: *mut abi::CmId,
     events: Arc<Events>,
-    /// The program's channel; null where it has none.
+    /// The program's channel; null when it has none.
     channel: *mut abi::EventChannel,
     connection: Option<Arc<Connection>>,
-    /// The progress of the connection that the program was told; `None`: it was told nothing yet.
+    /// Progress of the connection that was reported to the program; `None` while nothing is to be reported.
     told: Option<Told>,
 }
 
-/// Progress of a connection that the program was told.
+/// Progress of a connection that was reported to the program.
 struct Told {
     established: bool,
     ended: bool,
@@ -125,8 +125,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the program an event of the id, unless that is gone. It is made by `event` from the id and from where it is
-    /// acknowledged.
+    /// Reports an event of the id to the program, unless the id is gone. `event` makes it from the id and from the count of its
+    /// unacknowledged events.
     pub(super) fn tell(&self, event: impl FnOnce(*mut abi::CmId, &Arc<Given>) -> Box<Event>) {
         let state = self.state();
         if !state.id.is_null() {
@@ -134,7 +134,7 @@ impl Shared {
         }
     }
 
-    /// Keeps a connection, unless the id is gone: then it is ended, and this is false.
+    /// Keeps a connection, unless the id is gone: then it ends the connection and returns false.
     pub(super) fn keep(&self, connection: &Arc<Connection>) -> bool {
         let mut state = self.state();
         if state.id.is_null() {
@@ -149,13 +149,14 @@ impl Shared {
         self.state().connection.clone()
     }
 
-    /// Lets the connection's progress be told: that it is established unless the program was told so, and that it has ended.
+    /// Starts reporting the connection's progress: that it is established, unless the program was told so, and that it has
+    /// ended.
     pub(super) fn follow(&self, established: bool) {
         let ended = false;
         self.state().told = Some(Told { established, ended });
     }
 
-    /// The connection, and its progress that was not told: the caller tells it.
+    /// Returns the connection and its progress that was not reported yet: the caller reports it.
     pub(super) fn take_progress(&self) -> Option<(Arc<Connection>, Progress)> {
         let mut state = self.state();
         let connection = state.connection.clone()?;
@@ -174,7 +175,7 @@ impl Shared {
         self.state().events.clone()
     }
 
-    /// Its channel: the events, and what the program knows of it.
+    /// Returns the events of its channel, and the channel as the program knows it.
     pub(super) fn channel(&self) -> (Arc<Events>, *mut abi::EventChannel) {
         let state = self.state();
         (state.events.clone(), state.channel)
@@ -182,7 +183,7 @@ impl Shared {
 }
 
 impl Id {
-    /// An id; without a channel it has one of its own for these events.
+    /// Makes an id; without a channel it gets one of its own for these events.
     pub(super) fn new(
         channel: *mut abi::EventChannel,
         events: Arc<Events>,
@@ -228,17 +229,17 @@ impl Id {
         id
     }
 
-    /// Tells an event without more than its kind.
+    /// Reports an event that consists of its kind alone.
     pub(super) fn tell(&self, event: u32) {
         self.shared.tell(|id, of| Event::new(id, of, event, 0));
     }
 
-    /// Whether calls wait for their event.
+    /// Returns whether calls wait for their event.
     pub(super) fn waits(&self) -> bool {
         self.private.is_some()
     }
 
-    /// Takes a step from one of the stages in which it may be taken to the next one. Where it fails, it stays where it was.
+    /// Takes a step from one of the allowed stages to the next one. If the step fails, the id stays in its stage.
     pub(super) fn advance(
         &mut self,
         from: &[Stage],
@@ -248,13 +249,13 @@ impl Id {
         if !from.contains(&self.stage) {
             return Err(libc::EINVAL);
         }
-        // The step may tell of itself: from then on the id may be gone.
+        // The step may report its event: from then on the id may be gone.
         let before = std::mem::replace(&mut self.stage, to);
         step(self).inspect_err(|_| self.stage = before)
     }
 
-    /// Does what brings about an event. Where calls wait for theirs, this one does then; another event is an error. It stays the
-    /// program's until the next call, or the id's end.
+    /// Performs the action that causes an event. If calls wait for their event, waits for it; another event is an error. The
+    /// program keeps the event until the next call, or the id's end.
     pub(super) fn complete(
         &mut self,
         expected: u32,
@@ -262,7 +263,7 @@ impl Id {
     ) -> Result<(), c_int> {
         let waits = self.waits();
         begin(self)?;
-        // Where a channel has the event, another thread may have taken it, and the id may be gone.
+        // If a channel has the event, another thread may have taken it, and the id may be gone.
         if waits { self.wait(expected) } else { Ok(()) }
     }
 
@@ -275,12 +276,12 @@ impl Id {
         use abi::cm_event::*;
         match kind {
             REJECTED => Err(libc::ECONNREFUSED),
-            // Of datagrams: the peer's answer.
+            // For datagrams: the peer's answer.
             UNREACHABLE if status > 0 => Err(libc::ECONNREFUSED),
             _ if status != 0 => Err(status.abs()),
             UNREACHABLE => Err(libc::ETIMEDOUT),
             DISCONNECTED if expected != DISCONNECTED => Err(libc::ECONNRESET),
-            // The peer ended it before, and the program has that event.
+            // The peer ended the connection before, and the program has that event.
             TIMEWAIT_EXIT if expected == DISCONNECTED => Ok(()),
             _ if kind != expected => Err(libc::EIO),
             _ => Ok(()),
@@ -295,7 +296,7 @@ impl Id {
         }
     }
 
-    /// Takes the id's events over to another channel.
+    /// Moves the id's events to another channel.
     pub(super) fn migrate(&mut self, events: Arc<Events>, channel: *mut abi::EventChannel) {
         let mut private = channel.is_null().then(|| Channel::of(events.clone()));
         let mut state = self.shared.state();
@@ -308,7 +309,7 @@ impl Id {
             before.forget(&source);
             events.watch(source);
         }
-        // While a source was in neither list, a thread that told what happened passed it over.
+        // A thread that reported events while a source was in neither list skipped that source.
         events.tell_happened(|| ());
         self.shown.channel = shown_channel(channel, &mut private);
         self.private = private;
@@ -321,7 +322,7 @@ impl Id {
         sources
     }
 
-    /// Takes the device of a local address for its own.
+    /// Sets the id's device to that of a local address.
     fn take_device(&mut self, address: IpAddr) -> Result<(), c_int> {
         self.take_port(Port::at(address)?);
         Ok(())
@@ -332,7 +333,7 @@ impl Id {
         (self.shown.port_num, self.shown.sgid) = (1, port.gid);
     }
 
-    /// Takes a path for its route: there is one, by the address.
+    /// Takes a path as its route. There always is a route, by the address.
     fn take_path(&mut self, length: usize) -> Result<(), c_int> {
         if length == 0 || !length.is_multiple_of(PATH_BYTES) {
             return Err(libc::EINVAL);
@@ -340,7 +341,7 @@ impl Id {
         self.take_route()
     }
 
-    /// Its address has a route: there is one, by the address.
+    /// Takes the step to a resolved route. There always is a route, by the address.
     fn take_route(&mut self) -> Result<(), c_int> {
         self.advance(&[Stage::AddrResolved], Stage::RouteResolved, |own| {
             own.tell(abi::cm_event::ROUTE_RESOLVED);
@@ -358,7 +359,7 @@ impl Id {
         if local.is_ipv4() != peer.is_ipv4() {
             return Err(libc::EINVAL);
         }
-        // Peers at an address of this host's are reached from there.
+        // Peers at an address of this host are reached from that address.
         self.take_device(local).or_else(|_| self.take_device(peer.ip()))?;
         let bound = self.local.filter(|local| local.port() != 0);
         let port = given
@@ -384,7 +385,7 @@ impl Id {
         }
     }
 
-    /// Its device's.
+    /// Returns its device.
     pub(super) fn device(&self) -> Result<&rdmux_verbs::Device, c_int> {
         if self.shown.verbs.is_null() {
             return Err(libc::EINVAL);
@@ -393,7 +394,7 @@ impl Id {
         Ok(&unsafe { Context::of(self.shown.verbs) }.device)
     }
 
-    /// What is asked for, or listened for, at a port.
+    /// Returns the service that the id asks for, or listens on, at a port.
     pub(super) fn service(&self, port: u16) -> ServiceId {
         match (self.shown.ps, self.is_datagram()) {
             (abi::port_space::IB, _) => ServiceId::ib(port),
@@ -402,7 +403,7 @@ impl Id {
         }
     }
 
-    /// Of which types of the vocabulary the queue pair is that asks, and that is asked for.
+    /// Returns the type, in the vocabulary, of the queue pair that asks and of the one that is asked for.
     pub(super) fn qp_type(&self) -> QpType {
         match self.shown.qp_type {
             abi::qp_type::UC => QpType::Uc,
@@ -413,12 +414,12 @@ impl Id {
         }
     }
 
-    /// Whether it is for datagrams, which have no connections.
+    /// Returns whether it is for datagrams, which have no connections.
     pub(super) fn is_datagram(&self) -> bool {
         self.shown.qp_type == abi::qp_type::UD
     }
 
-    /// The queue pair that it was given.
+    /// Returns its queue pair.
     pub(super) fn pair(&self) -> Result<rdmux_verbs::QueuePair, c_int> {
         if self.shown.qp.is_null() {
             return Err(libc::EINVAL);
@@ -427,15 +428,15 @@ impl Id {
         Ok(unsafe { queue_pair::Pair::of(self.shown.qp) }.pair.clone())
     }
 
-    /// Whether its process has forked, and this is the child: its connection, and who listens, are the parent's.
+    /// Returns whether its process has forked and this is the child: its connection and its listeners belong to the parent.
     pub(super) fn is_inherited(&self) -> bool {
         self.process != std::process::id()
     }
 
-    /// The program uses it no more.
+    /// Ends the id, which the program no longer uses.
     pub(super) fn end(mut self: Box<Self>) {
         if self.is_inherited() {
-            // Nothing of it may be dropped here: that would disconnect, and wait for threads that are the parent's.
+            // Nothing of it may be dropped here: that would disconnect, and wait for threads that belong to the parent.
             std::mem::forget(self);
             return;
         }
@@ -472,7 +473,7 @@ pub(super) unsafe extern "C" fn rdma_create_id(
     }))
 }
 
-/// An id of a port space; the type of its queue pair follows from that, unless it is given.
+/// Makes an id of a port space; the type of its queue pair follows from that, unless it is given.
 pub(super) fn create(
     channel: *mut abi::EventChannel,
     context: UserContext,
@@ -484,7 +485,7 @@ pub(super) fn create(
     let wanted = qp_type.unwrap_or(if ps == UDP { UD } else { RC });
     let qp_type = match (ps, wanted) {
         (TCP, RC | UC | XRC_SEND | XRC_RECV) | (UDP, UD) | (IB, RC | UC | XRC_SEND | XRC_RECV) => wanted,
-        // IPoIB has its own queue pairs and Q_Key, which RoCE knows nothing of.
+        // IPoIB has its own queue pairs and Q_Key, which RoCE does not have.
         _ => return Err(libc::EOPNOTSUPP),
     };
     let events = if channel.is_null() {
@@ -496,7 +497,7 @@ pub(super) fn create(
     Ok(Id::new(channel, events, context, ps, qp_type).cast())
 }
 
-/// What a program reads in its id: the channel that it gave, or the id's own.
+/// Returns the channel that a program reads in its id: the one that it gave, or the id's own.
 fn shown_channel(
     given: *mut abi::EventChannel,
     private: &mut Option<Box<Channel>>,
@@ -513,7 +514,7 @@ pub(super) unsafe extern "C" fn rdma_destroy_id(id: *mut abi::CmId) -> c_int {
     0
 }
 
-/// The address that stands for one: that of the first device for loopback, where loopback has no device.
+/// Returns the address to use for `address`: for a loopback address without a device, that of the first device.
 fn seen(address: SocketAddr) -> SocketAddr {
     if !address.ip().is_loopback() || Device::at(address.ip()).is_some() {
         return address;
@@ -621,7 +622,7 @@ unsafe extern "C" fn rdma_set_option(
             own.ack_timeout = Some(timeout).filter(|timeout| *timeout < 32);
             own.ack_timeout.map(|_| ()).ok_or(libc::EINVAL)
         }),
-        // A port is nobody's until it is listened on, so there is none to share.
+        // No id owns a port until it listens on it, so there is none to share.
         (LEVEL_ID, REUSEADDR) => flag().map(|_| ()),
         (LEVEL_ID, AFONLY) => flag().map(|only| own.own_family = only),
         (LEVEL_IB, PATH) => own.take_path(length),

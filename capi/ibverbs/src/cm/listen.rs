@@ -21,13 +21,13 @@ use super::id::{Id, Port, Request, Shared, Stage};
 use crate::device::Device;
 use crate::{abi, context, minus_one};
 
-/// Ports that are tried where the program leaves the choice.
+/// Ports to try when the program leaves the choice to the library.
 const PORTS: std::ops::Range<u16> = 32_768..61_000;
 
-/// The longest backlog, as the kernel's.
+/// Maximum backlog, as in the kernel.
 const BACKLOG_MAX: usize = 1_024;
 
-/// One who hears requests on an address, until this is dropped.
+/// Receives requests on an address, until it is dropped.
 pub(super) struct Listening {
     stop: Arc<OwnedFd>,
     thread: Option<thread::JoinHandle<()>>,
@@ -54,17 +54,17 @@ impl Drop for Listening {
     }
 }
 
-/// The id that listens, as its threads know it: requests are told there.
+/// The listening id, as its threads know it: requests are reported to it.
 struct On {
     shared: Arc<Shared>,
-    /// The program's: told in events, and not followed.
+    /// The program's pointer: reported in events, and not followed.
     id: *mut abi::CmId,
     user: UserContext,
     ps: u32,
     qp_type: u32,
     local: SocketAddr,
     port: Port,
-    /// Requests that wait to be taken, at most.
+    /// Maximum number of requests that wait to be taken.
     backlog: usize,
 }
 
@@ -73,7 +73,7 @@ unsafe impl Send for On {}
 // SAFETY: as above.
 unsafe impl Sync for On {}
 
-/// What is listened for.
+/// Service that an id listens for.
 enum Service {
     Connections(Listener),
     Datagrams(DatagramListener),
@@ -89,7 +89,7 @@ impl AsFd for Service {
 }
 
 impl Service {
-    /// The next request that has come.
+    /// Returns the next request that has arrived.
     fn next(&self) -> Option<Request> {
         match self {
             Service::Connections(listener) => listener.accept(Duration::ZERO).map(Request::Connection),
@@ -98,7 +98,7 @@ impl Service {
     }
 }
 
-/// The service that is listened on, and the id that gets its requests.
+/// The service that an id listens on, and the id that gets its requests.
 struct Hearing {
     service: Service,
     on: On,
@@ -129,11 +129,11 @@ fn hear(hearing: &Hearing, stop: &OwnedFd) {
     }
 }
 
-/// Makes an id for a request, and tells of it.
+/// Makes an id for a request, and reports it.
 fn tell(on: &On, request: Request) {
     let (events, channel) = on.shared.channel();
     if events.waiting(on.id) >= on.backlog {
-        // Dropped, it is refused.
+        // Dropping the request refuses it.
         return;
     }
     let made = Id::new(channel, events, on.user, on.ps, on.qp_type);
@@ -149,7 +149,7 @@ fn tell(on: &On, request: Request) {
             (peer, event.with(conn, request.private_data()))
         }
         Request::Service(request) => {
-            // Who asks says no more of itself.
+            // The request says no more about its sender.
             // SAFETY: numbers and pointers, all of which may be zero.
             let ud = unsafe { std::mem::zeroed() };
             let peer = SocketAddr::new(request.peer(), request.peer_port());
@@ -159,17 +159,17 @@ fn tell(on: &On, request: Request) {
     own.set_addresses(on.local, Some(peer));
     let event = event.on(on.id, &on.shared.given);
     (own.request, own.stage) = (Some(request), Stage::Connect);
-    // To whoever hears the listening id; where that is gone, nobody takes the new one.
+    // The event goes to the listening id; if that is gone, nobody takes the new id.
     on.shared.tell(|_, _| event);
 }
 
-/// The addresses that an id listens on.
+/// Returns the addresses that an id listens on.
 fn addresses(bound: Option<SocketAddr>, own_family: bool) -> Result<(Vec<IpAddr>, u16), c_int> {
     let bound = bound.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
     if !bound.ip().is_unspecified() {
         return Ok((vec![bound.ip()], bound.port()));
     }
-    // IPv6's hears both, as of a socket, unless it is to hear its own.
+    // IPv6's unspecified address stands for both families, as with a socket, unless the id is limited to its own.
     let all = Device::all().into_iter().map(|device| device.address);
     let all: Vec<IpAddr> = all
         .filter(|address| (bound.is_ipv6() && !own_family) || address.is_ipv4() == bound.is_ipv4())
@@ -181,7 +181,7 @@ fn addresses(bound: Option<SocketAddr>, own_family: bool) -> Result<(Vec<IpAddr>
     }
 }
 
-/// The device of an address.
+/// Returns the device of an address.
 pub(crate) fn device_at(address: IpAddr) -> Result<rdmux_verbs::Device, c_int> {
     let device = Device::at(address).ok_or(libc::ENODEV)?;
     // SAFETY: a context of `context::shared`, which is never closed.
@@ -190,7 +190,8 @@ pub(crate) fn device_at(address: IpAddr) -> Result<rdmux_verbs::Device, c_int> {
         .clone())
 }
 
-/// The devices of addresses; one that another user has, or that cannot be opened, is left out while one is left.
+/// Returns the devices of addresses. It leaves out a device that another user has, or that cannot be opened, if others are
+/// left.
 fn devices_at(addresses: &[IpAddr]) -> Result<Vec<(IpAddr, rdmux_verbs::Device)>, c_int> {
     let mut why = libc::ENODEV;
     let mut found = Vec::new();
@@ -203,19 +204,19 @@ fn devices_at(addresses: &[IpAddr]) -> Result<Vec<(IpAddr, rdmux_verbs::Device)>
     if found.is_empty() { Err(why) } else { Ok(found) }
 }
 
-/// Why a service cannot be offered.
+/// Returns the error number for a service that cannot be offered.
 fn errno_of(error: ListenError) -> c_int {
     match error {
         ListenError::Group(GroupError::ServiceInUse { .. }) => libc::EADDRINUSE,
         ListenError::Group(GroupError::Io { source, .. }) | ListenError::Io(source) => {
             source.raw_os_error().unwrap_or(libc::EIO)
         }
-        // An address has no more.
+        // An address has no more room.
         ListenError::Group(_) => libc::ENOBUFS,
     }
 }
 
-/// A port where a program leaves the choice: another one each time, and for each process.
+/// Returns a port when a program leaves the choice: another one each time, and for each process.
 pub(crate) fn some_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let first = u64::from(std::process::id()) * 61;
@@ -223,7 +224,8 @@ pub(crate) fn some_port() -> u16 {
     PORTS.start + ((first + n) % PORTS.len() as u64) as u16
 }
 
-/// Offers a service on an address, or on all, and a port, or one that is free: the port, and what was offered on each address.
+/// Offers a service on an address, or on all, and on a port, or on a free one. Returns the port, and the service on each
+/// address.
 pub(crate) fn services<S>(
     bound: Option<SocketAddr>,
     own_family: bool,
@@ -231,7 +233,7 @@ pub(crate) fn services<S>(
 ) -> Result<(u16, Vec<(IpAddr, S)>), c_int> {
     let (addresses, port) = addresses(bound, own_family)?;
     let devices = devices_at(&addresses)?;
-    // On all or on none.
+    // Offers the service on all addresses or on none.
     let on = |port| {
         let offered = devices.iter().map(|(address, device)| {
             let service = offer(device, port).map_err(errno_of)?;
@@ -251,7 +253,7 @@ pub(crate) fn services<S>(
     Err(libc::EADDRINUSE)
 }
 
-/// Offers what an id asks for.
+/// Returns the function that offers the service of an id.
 fn offer(own: &Id) -> impl Fn(&rdmux_verbs::Device, u16) -> Result<Service, ListenError> {
     let (qp_types, datagrams) = ([own.qp_type()], own.is_datagram());
     move |device, port| {
@@ -263,7 +265,7 @@ fn offer(own: &Id) -> impl Fn(&rdmux_verbs::Device, u16) -> Result<Service, List
     }
 }
 
-/// A port for an id that is bound to an address: one that nobody listens on, as far as that can be told now.
+/// Returns a port for an id that is bound to an address: one that nobody listens on, as far as that can be known now.
 pub(super) fn free_port(own: &Id, address: SocketAddr) -> u16 {
     let found = services(Some(address), own.own_family, offer(own));
     found.map_or_else(|_| some_port(), |(port, _)| port)
@@ -289,7 +291,7 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
         };
         ready.push((service, stop, on));
     }
-    // Where one of several addresses is not heard, none is.
+    // If the id cannot listen on one of several addresses, it listens on none.
     let mut listening = Vec::new();
     for (service, stop, on) in ready {
         let (stopped, shared) = (stop.clone(), own.shared.clone());
@@ -317,12 +319,13 @@ unsafe extern "C" fn rdma_listen(id: *mut abi::CmId, backlog: c_int) -> c_int {
     minus_one(own.advance(&from, Stage::Listen, |own| listen(id, own, backlog)))
 }
 
-/// The next request of an id that has no channel: its id, with the queue pair that was asked for.
+/// Waits for the next request of an id that has no channel. Returns the request's id, with the queue pair that the program
+/// asked for.
 fn next_request(own: &mut Id) -> Result<*mut abi::CmId, c_int> {
     if own.stage != Stage::Listen || !own.waits() {
         return Err(libc::EINVAL);
     }
-    // While it fails, the request stays there.
+    // If this fails, the request stays where it is.
     let events = super::channel::Events::new()?;
     own.complete(abi::cm_event::CONNECT_REQUEST, |_| Ok(()))?;
     // SAFETY: the event that was just waited for.
@@ -330,7 +333,7 @@ fn next_request(own: &mut Id) -> Result<*mut abi::CmId, c_int> {
     // SAFETY: an id that was made for the request, and is nobody's yet.
     let made = unsafe { &mut *asked.cast::<Id>() };
     made.migrate(events, ptr::null_mut());
-    // It is the new one's, with the private data in it.
+    // The event belongs to the new id, with the private data in it.
     made.shown.event = std::mem::replace(&mut own.shown.event, ptr::null_mut());
     if let Some(mut init) = own.passive {
         // SAFETY: as the program gave it to `rdma_create_ep`.

@@ -1,7 +1,8 @@
 //! `librdmacm.so.1`: connections by address and port. It is the same file as `libibverbs.so.1` under another name: an id and its queue
 //! pair, device and events belong together, and two libraries would have to hand them to each other.
 //!
-//! What waits (a connection that is being made, one that may end) has a thread of its own, which tells the id's channel.
+//! Everything that waits (a connection that is being made, one that may end) has a thread of its own, which reports to the id's
+//! channel.
 
 mod address_info;
 mod bring_up;
@@ -19,7 +20,7 @@ mod unsupported;
 pub(crate) use listen::{device_at, services, some_port};
 pub(crate) use socket_address::{read as read_address, route, write as write_address};
 
-/// What no option or event of this library names, but programs ask for: the text of an event.
+/// Text of an event. No option or event of this library needs it, but programs ask for it.
 mod text {
     use std::ffi::{CStr, c_char, c_int};
 

@@ -22,7 +22,7 @@ struct JoinAttr {
     address: *mut libc::sockaddr,
 }
 
-/// Bits of its mask.
+/// Bits of `comp_mask`.
 const ADDRESS: u32 = 1;
 const JOIN_FLAGS: u32 = 1 << 1;
 
@@ -33,18 +33,18 @@ const SEND_ONLY: u32 = 1;
 /// A group that an id has joined.
 pub(super) struct Membership {
     group: IpAddr,
-    /// Receives too.
+    /// Set when the id also receives from the group.
     full: bool,
-    /// Its events, which are acknowledged before it is over.
+    /// Its events, which the program acknowledges before the membership ends.
     given: Arc<Given>,
 }
 
 impl Membership {
-    /// The id leaves the group.
+    /// Takes the id out of the group.
     pub(super) fn end(self, own: &Id) {
         let joined = |other: &Membership| other.full && other.group == self.group;
         if self.full && !own.shown.qp.is_null() && !own.memberships.iter().any(joined) {
-            // Nothing is to be detached where the queue pair came after it had joined.
+            // If the queue pair was made after the id had joined, there is nothing to detach.
             // SAFETY: the id's queue pair.
             let _ = multicast::detach(unsafe { Pair::of(own.shown.qp) }, self.group);
         }
@@ -92,7 +92,7 @@ unsafe fn join(
     own.complete(abi::cm_event::MULTICAST_JOIN, |own| {
         own.shared.tell(|id, _| {
             let mut event = Event::new(id, &given, event, -status).with_ud(ud, &[]);
-            // What the program gave, as it gave it.
+            // The program's context, unchanged.
             event.shown.param.ud.private_data = context;
             event
         });

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use crate::udp::Udp;
 
-/// What a program gave.
+/// Reads a socket address that a program gave.
 ///
 /// # Safety
 /// Null, or a socket address of the size that its family has.
@@ -29,7 +29,7 @@ pub(crate) unsafe fn read(address: *const libc::sockaddr) -> Result<SocketAddr, 
     }
 }
 
-/// The words of a `struct sockaddr_storage` with an address.
+/// Returns the words of a `struct sockaddr_storage` with an address.
 pub(super) fn storage(address: SocketAddr) -> [u64; 16] {
     let mut bytes = [0u8; 128];
     let family = match address.ip() {
@@ -51,10 +51,10 @@ pub(super) fn storage(address: SocketAddr) -> [u64; 16] {
     words
 }
 
-/// Writes an address as a socket of a family has it, cut where there is no room for it, and how long it is.
+/// Writes an address as a socket of a family has it, truncated if there is too little room, and its whole length.
 ///
 /// # Safety
-/// As much room as is said.
+/// As much room as `length` says.
 pub(crate) unsafe fn write(
     address: SocketAddr,
     family: c_int,
@@ -86,7 +86,7 @@ pub(crate) unsafe fn write(
     }
 }
 
-/// The local address from which a peer is reached.
+/// Returns the local address from which a peer is reached.
 pub(crate) fn route(peer: SocketAddr) -> Result<IpAddr, c_int> {
     Ok(Udp::route(peer)?.ip())
 }

@@ -7,10 +7,10 @@ use super::connect::{destroy_queue, destroy_queues, queue_of};
 use super::id::Id;
 use crate::{abi, context, minus_one, srq};
 
-/// Makes the queue of an id, with what of the structure the program left out.
+/// Makes the shared receive queue of an id, and fills in the fields of the structure that the program left out.
 ///
 /// # Safety
-/// What is given was made, and is not destroyed.
+/// The objects given were made, and are not destroyed.
 unsafe fn create(id: *mut abi::CmId, init: &mut abi::SrqInitAttrEx) -> Result<(), c_int> {
     use abi::srq::{INIT_CQ, INIT_PD, INIT_TYPE, INIT_XRCD, TYPE_XRC};
     // SAFETY: an id that was made, which one thread uses at a time, says the caller.
@@ -22,7 +22,7 @@ unsafe fn create(id: *mut abi::CmId, init: &mut abi::SrqInitAttrEx) -> Result<()
         init.pd = own.shown.pd;
     }
     init.comp_mask |= INIT_PD;
-    // What this call makes goes where it fails; a queue pair's queues stay.
+    // If this call fails, it destroys what it made; the completion queues of a queue pair stay.
     let has_queue = !own.shown.recv_cq.is_null();
     if init.srq_type == TYPE_XRC {
         if init.comp_mask & INIT_XRCD == 0 || init.xrcd.is_null() {

@@ -1,4 +1,4 @@
-//! Calls that are not supported yet, and say so. Programs do not start without them, used or not.
+//! Calls that are not supported yet and return an error. Programs do not start without them, whether they use them or not.
 
 use crate::set_errno;
 

@@ -1,24 +1,25 @@
-//! A program's bytes: one buffer or many, gone through once.
+//! A program's bytes, in one buffer or many, gone through once.
 
 use std::ffi::c_int;
 use std::slice;
 
-/// What is left of a list of buffers of the program's.
+/// Remaining part of a list of a program's buffers.
 pub(super) struct Buffers<'a> {
     list: &'a [libc::iovec],
-    /// Of the first in the list.
+    /// Offset in the first buffer of the list.
     offset: usize,
     left: usize,
 }
 
 impl<'a> Buffers<'a> {
-    /// All of the list.
+    /// Starts with all of the list.
     ///
     /// # Safety
-    /// Each stands for as many bytes as it says, which nobody else uses until this is dropped; they can be written if they are to be.
+    /// Each buffer has as many bytes as it says, which nothing else uses until this is dropped; the bytes are writable if they
+    /// will be written.
     ///
     /// # Errors
-    /// `EINVAL`: more than can be counted.
+    /// `EINVAL`: the sum of the lengths overflows.
     pub(super) unsafe fn new(list: &'a [libc::iovec]) -> Result<Buffers<'a>, c_int> {
         let add = |sum: usize, buffer: &libc::iovec| sum.checked_add(buffer.iov_len);
         let left = list
@@ -32,17 +33,18 @@ impl<'a> Buffers<'a> {
         })
     }
 
-    /// Bytes.
+    /// Returns the number of bytes left.
     pub(super) fn left(&self) -> usize {
         self.left
     }
 
-    /// The same from here, to be gone through without moving on.
+    /// Returns a copy of the rest, to be gone through without moving on.
     pub(super) fn peek(&self) -> Buffers<'a> {
         Buffers { ..*self }
     }
 
-    /// Goes through the next `length` bytes, piece by piece; less where less is left. `with` is given each and where it begins.
+    /// Goes through the next `length` bytes, piece by piece, or fewer if fewer are left. Calls `with` for each piece, with the
+    /// offset at which it begins.
     pub(super) fn take(&mut self, length: usize, mut with: impl FnMut(usize, &mut [u8])) {
         let length = length.min(self.left);
         let mut done = 0;

@@ -17,11 +17,11 @@ use super::{Role, Socket, State, Wait, open, poll};
 use crate::cm::{read_address, write_address};
 use crate::set_errno;
 
-/// How long what was sent is waited for when a socket is shut down or closed, unless `SO_LINGER` says.
+/// Time for which `rshutdown` or `rclose` waits until sent data has arrived, unless `SO_LINGER` is set.
 const LINGER: Duration = Duration::from_secs(10);
-/// Buffers of one call.
+/// Maximum number of buffers of one call.
 const IOV_MAX: usize = 1_024;
-/// What flags may ask for.
+/// Supported flags.
 const FLAGS: c_int = libc::MSG_DONTWAIT
     | libc::MSG_NOSIGNAL
     | libc::MSG_PEEK
@@ -30,7 +30,7 @@ const FLAGS: c_int = libc::MSG_DONTWAIT
     | libc::MSG_MORE
     | libc::MSG_CMSG_CLOEXEC;
 
-/// What a call gives back: a number, or -1 and `errno`.
+/// Returns the value of a call: a number, or -1 and `errno`.
 fn result<T: TryInto<isize>>(result: Result<T, c_int>) -> isize {
     let errno = match result.map(TryInto::try_into) {
         Ok(Ok(number)) => return number,
@@ -41,7 +41,7 @@ fn result<T: TryInto<isize>>(result: Result<T, c_int>) -> isize {
     -1
 }
 
-/// The same, of those that give an `int`.
+/// Like [`result`], for calls that return an `int`.
 fn int<T: TryInto<isize>>(made: Result<T, c_int>) -> c_int {
     result(made) as c_int
 }
@@ -151,7 +151,7 @@ unsafe extern "C" fn rconnect(socket: c_int, address: *const libc::sockaddr, _: 
     }))
 }
 
-/// Waits until what was sent has arrived, or will not, or the time is over.
+/// Waits until sent data has arrived or is lost, or the time is over.
 fn flush(socket: &Socket, limit: Duration) {
     let wait = Wait::Until(Instant::now() + limit);
     let flushed = || {
@@ -161,7 +161,7 @@ fn flush(socket: &Socket, limit: Duration) {
             _ => Some(Ok(())),
         })
     };
-    // A signal does not end what has a limit anyway.
+    // A signal does not end this wait, which has a limit anyway.
     while flushed() == Err(libc::EINTR) {}
 }
 
@@ -188,7 +188,7 @@ extern "C" fn rshutdown(socket: c_int, how: c_int) -> c_int {
 extern "C" fn rclose(socket: c_int) -> c_int {
     status(Socket::take(socket).map(|socket| {
         if !socket.is_own() {
-            // What is behind it is the parent's, and stays.
+            // The socket's contents belong to the parent, and stay.
             std::mem::forget(socket);
             return;
         }
@@ -207,7 +207,7 @@ extern "C" fn rclose(socket: c_int) -> c_int {
     }))
 }
 
-/// The program's list of buffers.
+/// Returns the program's list of buffers.
 ///
 /// # Safety
 /// As of `readv(2)`.
@@ -250,13 +250,13 @@ fn send(socket: c_int, from: &mut Buffers<'_>, flags: c_int, to: Option<SocketAd
         }
     });
     match (sent, total - from.left()) {
-        // Of a stream what could not be sent any more is told next time; a datagram is sent as a whole.
+        // A stream reports the error of bytes that could not be sent next time; a datagram is sent as a whole.
         (Err(errno), some) if some == 0 || is_whole => Err(errno),
         (_, some) => Ok(some),
     }
 }
 
-/// What was received: bytes, who sent them, and whether there were more.
+/// Result of a receive: the number of bytes, their sender, and whether there were more.
 struct Received {
     bytes: usize,
     from: Option<SocketAddr>,
@@ -436,10 +436,10 @@ unsafe extern "C" fn rrecvmsg(socket: c_int, message: *mut libc::msghdr, flags: 
     }))
 }
 
-/// Tells an address, where there is one and somebody wants it.
+/// Writes an address, if there is one and the caller wants it.
 ///
 /// # Safety
-/// Null, or as much room as is said.
+/// Null, or as much room as `length` says.
 unsafe fn tell_address(
     socket: &Socket,
     address: Option<SocketAddr>,
@@ -538,7 +538,7 @@ unsafe extern "C" fn rgetsockopt(
     }))
 }
 
-/// Declared with `...`: where it is given, its third argument is passed as any other is.
+/// Declared with `...` in the header: its third argument, if given, is passed like any other.
 #[unsafe(no_mangle)]
 extern "C" fn rfcntl(socket: c_int, command: c_int, argument: c_long) -> c_int {
     int(Socket::get(socket).and_then(|socket| match command {
@@ -612,7 +612,7 @@ unsafe extern "C" fn riomap(
         }
         let mut state = socket.lock();
         let stream = state.stream()?;
-        // SAFETY: the program's, which gives it to its peer, until `riounmap` or the end of the socket.
+        // SAFETY: memory of the program, which gives it to its peer, until `riounmap` or the end of the socket.
         let memory = unsafe { ApplicationMemory::new(address, bytes.into()) };
         let is_shown = protection == libc::PROT_WRITE;
         let access = if is_shown {

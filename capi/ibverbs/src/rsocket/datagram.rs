@@ -1,4 +1,5 @@
-//! Datagrams: over UD between sockets that know each other's queue pair, and over UDP, with a header that says it, until then.
+//! Datagrams: over UD between sockets that know each other's queue pair, and until then over UDP, with a header that names the
+//! queue pair.
 //!
 //! A socket has a UDP socket, whose port is its own, and a queue pair on each device that peers are reached from.
 
@@ -19,15 +20,15 @@ use super::options::Options;
 use super::resources::{RECEIVE, Region, create_errno};
 use crate::udp::Udp;
 
-/// Bytes of a datagram with its header: what rdma-core's buffers hold.
+/// Bytes of a datagram with its header: the size of rdma-core's buffers.
 const DATAGRAM_MAX: usize = 2_048;
-/// The global route header, which stands before what was received.
+/// Bytes of the global route header before a received datagram.
 const GRH: usize = 40;
-/// Bytes of a buffer for a datagram that is received.
+/// Bytes of a receive buffer for a datagram.
 const SLOT: u64 = (GRH + DATAGRAM_MAX) as u64;
-/// Peers that are known; were there more, all are asked for anew.
+/// Maximum number of known peers; beyond that, all are forgotten and asked again.
 const PEERS_MAX: usize = 4_096;
-/// What is taken at a time, so that peers that never rest do not keep a caller.
+/// Maximum number of datagrams taken at a time, so that peers that never pause do not keep a caller.
 const BATCH: usize = 256;
 
 /// A queue pair on a device.
@@ -37,7 +38,7 @@ struct Port {
     cq: CompletionQueue,
     send: Region,
     receive: Region,
-    /// Places in the buffer for sending that are free.
+    /// Free slots in the send buffer.
     free: Vec<u64>,
     sends: usize,
 }
@@ -77,7 +78,7 @@ impl Port {
         self.qp.post_recv(request).map_err(|_| libc::ENOBUFS)
     }
 
-    /// What a completion brought.
+    /// Handles a completion. Returns the datagram that it brought.
     fn take(&mut self, wc: &WorkCompletion) -> Option<(SocketAddr, Vec<u8>)> {
         if wc.wr_id & RECEIVE == 0 {
             self.free.push(wc.wr_id);
@@ -100,13 +101,13 @@ impl Port {
     }
 }
 
-/// Who is sent to.
+/// A destination.
 struct Peer {
-    /// Which of the ports reaches it.
+    /// Index of the port that reaches it.
     port: usize,
-    /// Its queue pair, once it has said it.
+    /// Its queue pair, once the peer has named it.
     target: Option<Target>,
-    /// Bytes that go there at once.
+    /// Maximum number of bytes of a datagram to it.
     mtu: usize,
 }
 
@@ -135,12 +136,12 @@ impl Datagram {
         }
     }
 
-    /// Buffers and queues have been made.
+    /// Returns whether buffers and queues have been made.
     pub(super) fn is_open(&self) -> bool {
         !self.ports.is_empty()
     }
 
-    /// Takes a port; 0: any.
+    /// Binds a port; 0: any.
     pub(super) fn bind(&mut self, address: SocketAddr, options: &Options) -> Result<(), c_int> {
         if self.udp.is_some() {
             return Err(libc::EINVAL);
@@ -150,13 +151,13 @@ impl Datagram {
         Ok(())
     }
 
-    /// The socket's address as peers on the way to `peer` know it.
+    /// Returns the socket's address as peers on the way to `peer` know it.
     fn local(&self, port: usize) -> Result<SocketAddr, c_int> {
         let bound = self.name().ok_or(libc::EINVAL)?;
         Ok(SocketAddr::new(self.ports[port].device.address(), bound.port()))
     }
 
-    /// A peer, known from now on.
+    /// Returns a peer, which is known from now on.
     fn peer(&mut self, address: SocketAddr) -> Result<&mut Peer, c_int> {
         if !self.peers.contains_key(&address) {
             if self.peers.len() >= PEERS_MAX {
@@ -178,7 +179,7 @@ impl Datagram {
         self.peers.get_mut(&address).ok_or(libc::ENOBUFS)
     }
 
-    /// From now on what comes makes the descriptors readable.
+    /// Arms the completion queues, and adds the descriptors that new datagrams make readable.
     pub(super) fn arm(&self, fds: &mut Vec<RawFd>) {
         for port in &self.ports {
             port.cq.arm(Arm::Next);
@@ -187,7 +188,7 @@ impl Datagram {
         fds.extend(self.udp.as_ref().map(Udp::fd));
     }
 
-    /// Takes in what has come. Whether anything has.
+    /// Takes in what has arrived. Returns whether anything has.
     pub(super) fn progress(&mut self) -> bool {
         let mut came = false;
         let mut completions = VecDeque::new();
@@ -205,7 +206,7 @@ impl Datagram {
                 break;
             };
             came = true;
-            // What is not understood is for nobody, as everything else that comes by UDP.
+            // Ignores datagrams that it does not understand, like everything else that comes by UDP.
             let _ = self.hear(from, &bytes[..length]);
         }
         came
@@ -214,7 +215,7 @@ impl Datagram {
     fn hear(&mut self, from: SocketAddr, bytes: &[u8]) -> Result<(), c_int> {
         let header = UdpHeader::parse(bytes).map_err(|_| libc::EPROTO)?;
         let port = self.peer(from)?.port;
-        // Of several addresses of its host the one of its device.
+        // Of several addresses of the peer's host, the header has that of its device.
         let handle = self.ports[port].device.create_ah(header.address, 0);
         let target = handle
             .to(header.qpn, RDMA_UDP_QKEY)
@@ -227,7 +228,7 @@ impl Datagram {
         Ok(())
     }
 
-    /// Keeps what a peer sent, while there is room: else it is lost, as datagrams are.
+    /// Keeps a peer's datagram while there is room: otherwise it is lost, as datagrams are.
     fn queue(&mut self, from: SocketAddr, bytes: Vec<u8>) {
         let is_wanted = self.connected.is_none_or(|peer| peer == from);
         if is_wanted && self.queue.len() < 2 * usize::from(self.options.rq_size) {
@@ -235,7 +236,7 @@ impl Datagram {
         }
     }
 
-    /// Sends by UDP: a datagram, or only who we are.
+    /// Sends by UDP: a datagram, or only the header that names this queue pair.
     fn send_udp(&mut self, to: SocketAddr, data: Option<&mut Buffers<'_>>) -> Result<(), c_int> {
         let port = self.peer(to)?.port;
         let header = UdpHeader {
@@ -259,7 +260,7 @@ impl Datagram {
         self.udp.as_ref().ok_or(libc::EINVAL)?.send(&bytes[..length], to)
     }
 
-    /// Sends a datagram. `None`: there is no room now.
+    /// Sends a datagram. Returns `None` when there is no room now.
     pub(super) fn send(
         &mut self,
         to: SocketAddr,
@@ -276,7 +277,7 @@ impl Datagram {
         options: &Options,
     ) -> Result<Option<()>, c_int> {
         if self.udp.is_none() {
-            // The program has bound no port.
+            // The program has not bound a port.
             self.options = options.clone();
             self.udp = Some(Udp::towards(to)?);
         }
@@ -315,7 +316,7 @@ impl Datagram {
         Ok(Some(()))
     }
 
-    /// Takes the oldest datagram, or only looks at it: who sent it, its bytes, and how many there were.
+    /// Takes the oldest datagram, or only looks at it. Returns its sender, the number of bytes copied, and its length.
     pub(super) fn receive(
         &mut self,
         into: &mut Buffers<'_>,
@@ -333,12 +334,12 @@ impl Datagram {
         Some((from, taken, length))
     }
 
-    /// All that was sent is on its way.
+    /// Returns whether all sent datagrams are on their way.
     pub(super) fn is_flushed(&self) -> bool {
         self.ports.iter().all(|port| port.free.len() == port.sends)
     }
 
-    /// What there is of `POLLIN` and `POLLOUT`.
+    /// Returns the state of `POLLIN` and `POLLOUT`.
     pub(super) fn events(&self) -> i16 {
         let mut events = if self.queue.is_empty() { 0 } else { libc::POLLIN };
         if self.ports.iter().all(|port| !port.free.is_empty()) {
@@ -347,7 +348,7 @@ impl Datagram {
         events
     }
 
-    /// Where the socket is, once that is known.
+    /// Returns the socket's address, once it is known.
     pub(super) fn name(&self) -> Option<SocketAddr> {
         let local = self.udp.as_ref()?.local().ok()?;
         Some(SocketAddr::new(local.ip().to_canonical(), local.port()))

@@ -1,4 +1,4 @@
-//! Buffers of a program's that its peer writes at an offset: `riomap`, `riounmap`, `riowrite`.
+//! Buffers of a program that its peer writes at an offset: `riomap`, `riounmap`, `riowrite`.
 
 use std::ffi::c_int;
 
@@ -10,23 +10,23 @@ use super::resources::BUFFERS;
 /// A buffer that the program has mapped.
 struct Own {
     mr: MemoryRegion,
-    /// What the peer knows it by, and its place in the peer's table; `None`: it is not for the peer.
+    /// Offset by which the peer knows it, and its index in the peer's table; `None`: it is not for the peer.
     shown: Option<(u64, u16)>,
     told: bool,
 }
 
 pub(super) struct Iomaps {
     own: Vec<Own>,
-    /// Entries of the table here, and of the peer's.
+    /// Numbers of entries of the table here, and of the peer's.
     here: u16,
     there: u16,
 }
 
-/// A place in the peer's memory.
+/// A location in the peer's memory.
 pub(super) struct Mapped {
     pub(super) addr: u64,
     pub(super) rkey: u32,
-    /// Bytes from there on.
+    /// Number of bytes from there on.
     pub(super) bytes: u64,
 }
 
@@ -39,7 +39,7 @@ impl Iomaps {
         }
     }
 
-    /// Keeps a buffer; with an offset the peer is told of it, before what is sent next.
+    /// Keeps a buffer. With an offset, the peer learns of it before the next data.
     ///
     /// # Errors
     /// `ENOMEM`: the peer's table is full.
@@ -59,7 +59,7 @@ impl Iomaps {
         Ok(())
     }
 
-    /// Gives a buffer up: the peer reaches it no more.
+    /// Removes a buffer: the peer no longer reaches it.
     pub(super) fn remove(&mut self, address: u64, length: u64) -> Result<(), c_int> {
         let is_it = |own: &Own| own.mr.iova() == address && own.mr.length() == length;
         let at = self.own.iter().position(is_it).ok_or(libc::EINVAL)?;
@@ -67,12 +67,12 @@ impl Iomaps {
         Ok(())
     }
 
-    /// The peer knows of all.
+    /// Returns whether the peer knows of all buffers.
     pub(super) fn are_told(&self) -> bool {
         self.own.iter().all(|own| own.told)
     }
 
-    /// The next that the peer is to be told of: its index, and the entry.
+    /// Returns the next buffer to report to the peer: its index, and the entry.
     pub(super) fn tell_next(&mut self, order: Order) -> Option<(u16, [u8; Iomap::LEN])> {
         let own = self.own.iter_mut().find(|own| !own.told)?;
         own.told = true;
@@ -87,7 +87,7 @@ impl Iomaps {
         Some((index, entry))
     }
 
-    /// Where an offset of the peer's is.
+    /// Returns the location of an offset in the peer's memory.
     ///
     /// # Errors
     /// `EINVAL`: the peer has mapped nothing there.

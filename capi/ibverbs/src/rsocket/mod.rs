@@ -1,10 +1,10 @@
 //! Sockets over RDMA (rsocket(7)): streams over RC and datagrams over UD, with the protocol of rdma-core's `librdmacm`, so that its programs
 //! are peers.
 //!
-//! A socket is a number in the table below, and behind it a [`State`] under one lock. Whoever calls moves the protocol on
-//! ([`State::progress`]), as in rdma-core: there is no thread that does. Who waits for a stream drives the device for a while
-//! ([`Socket::drive`]), which one call at a time does; then, as all others do, it leaves a [`Waker`] in the socket and sleeps, since another
-//! thread's call may take the completion that it waits for.
+//! A socket is a number in the table below, with a [`State`] under one lock behind it. The calling thread moves the protocol on
+//! ([`State::progress`]), as in rdma-core: there is no thread for that. A call that waits for a stream drives the device for a
+//! while ([`Socket::drive`]), which one call at a time does. Then, like all others, it leaves a [`Waker`] in the socket and
+//! sleeps, because another thread's call may take the completion that it waits for.
 
 mod buffers;
 mod calls;
@@ -35,16 +35,18 @@ use stream::Stream;
 
 use crate::wait;
 
-/// How long a call looks before it sleeps: what a peer answers at once needs no wake-up. As rdma-core's `polling_time`.
+/// Time for which a call looks before it sleeps: an immediate response from the peer then needs no wake-up. The same as
+/// rdma-core's `polling_time`.
 const LOOKS: Duration = Duration::from_micros(10);
-/// How long a call that waits for a stream alone drives the device, as that waits best, before it sleeps so that signals end it.
+/// Time for which a call that waits for a stream alone drives the device, which is the best way to wait, before it sleeps so
+/// that signals end it.
 const DRIVES: Duration = Duration::from_millis(2);
 
 /// A thread that waits for sockets.
 struct Waker(OwnedFd);
 
 impl Waker {
-    /// That of this thread, with nothing told.
+    /// Returns this thread's waker, without a pending wake-up.
     fn of_thread() -> Result<Arc<Waker>, c_int> {
         thread_local! {
             static WAKER: Result<Arc<Waker>, c_int> = {
@@ -52,7 +54,7 @@ impl Waker {
                 made.map(|fd| Arc::new(Waker(fd))).map_err(Errno::raw_os_error)
             };
         }
-        // A thread that ends has none.
+        // A thread that is ending has none.
         let waker = WAKER.try_with(Clone::clone).map_err(|_| libc::EINTR)??;
         let _ = rustix::io::read(&waker.0, &mut [0; 8]);
         Ok(waker)
@@ -63,13 +65,13 @@ impl Waker {
     }
 }
 
-/// What a socket is. One that has descriptors to wait on stays what it is until the last who has the socket has let go.
+/// State of a socket's life. A role with descriptors to wait on stays until the last holder of the socket has let go.
 enum Role {
     /// Neither bound nor connected.
     New,
     /// Has a port.
     Bound(Listening),
-    /// A thread connects it, unless that is given up.
+    /// A thread connects it, unless the connection attempt is cancelled.
     Opening(Arc<Cancel>),
     /// Connecting failed.
     Failed,
@@ -82,15 +84,16 @@ struct State {
     options: Options,
     local: Option<SocketAddr>,
     remote: Option<SocketAddr>,
-    /// What `SO_ERROR` tells, once.
+    /// Error that `SO_ERROR` returns, once.
     error: c_int,
-    /// `rclose` was called.
+    /// Set when `rclose` was called.
     closed: bool,
     waiters: Vec<Arc<Waker>>,
 }
 
 impl State {
-    /// Takes in what has come and sends what is owed. Whether anything has come: then others may go on too.
+    /// Takes in what has arrived, and sends what is pending. Returns whether anything has arrived: then other waiters may go on
+    /// too.
     fn progress(&mut self) -> bool {
         let moved = match &mut self.role {
             Role::Bound(listening) => listening.progress(),
@@ -108,7 +111,7 @@ impl State {
         self.waiters.iter().for_each(|waiter| waiter.wake());
     }
 
-    /// From now on what comes is told by the descriptors that this adds to a list.
+    /// Arms the socket, and adds the descriptors that report new arrivals to a list.
     fn arm(&self, fds: &mut Vec<RawFd>) {
         match &self.role {
             Role::Bound(listening) if listening.accepts => listening.fds(fds),
@@ -124,7 +127,7 @@ impl State {
         }
     }
 
-    /// The stream, once it is connected.
+    /// Returns the stream, once it is connected.
     fn stream(&mut self) -> Result<&mut Stream, c_int> {
         match &mut self.role {
             Role::Stream(stream) => Ok(stream),
@@ -140,17 +143,17 @@ impl State {
 
 /// A socket.
 struct Socket {
-    /// Its number is the socket's: so the process has no other descriptor of that number.
+    /// Descriptor whose number is the socket's, so that the process has no other descriptor of that number.
     number: OwnedFd,
     /// AF_INET or AF_INET6.
     domain: c_int,
-    /// Who made it. A child of a fork has a copy, which is nothing but a number to be closed.
+    /// Process that made it. A child of a fork has a copy, which is nothing but a number to be closed.
     process: u32,
     nonblocking: AtomicBool,
     state: Mutex<State>,
 }
 
-/// How long a call waits.
+/// Time for which a call waits.
 #[derive(Clone, Copy)]
 enum Wait {
     Never,
@@ -159,7 +162,7 @@ enum Wait {
 }
 
 impl Socket {
-    /// A new socket, in the table.
+    /// Makes a new socket, in the table.
     fn new(domain: c_int, role: Role, options: Options) -> Result<Arc<Socket>, c_int> {
         let number = eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
         let socket = Arc::new(Socket {
@@ -184,19 +187,19 @@ impl Socket {
         Ok(socket)
     }
 
-    /// The socket of a number.
+    /// Returns the socket of a number.
     fn of(number: c_int) -> Option<Arc<Socket>> {
         let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
         let socket = table.as_ref()?.get(&number)?;
         socket.is_own().then(|| socket.clone())
     }
 
-    /// Whether this process made it.
+    /// Returns whether this process made it.
     fn is_own(&self) -> bool {
         self.process == std::process::id()
     }
 
-    /// The same for a call that is for sockets only.
+    /// Like [`Socket::of`], for a call that works on sockets only.
     fn get(number: c_int) -> Result<Arc<Socket>, c_int> {
         Socket::of(number).ok_or(libc::EBADF)
     }
@@ -216,7 +219,7 @@ impl Socket {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How long a call with these flags waits.
+    /// Returns the time for which a call with these flags waits.
     fn wait_of(&self, flags: c_int) -> Wait {
         if flags & libc::MSG_DONTWAIT != 0 || self.nonblocking.load(Ordering::Relaxed) {
             Wait::Never
@@ -225,7 +228,7 @@ impl Socket {
         }
     }
 
-    /// Waits at the completion queue of a stream, for a call that has sat down there. Whether anything came.
+    /// Waits at the completion queue of a stream, for a call that has taken its seat there. Returns whether anything arrived.
     fn drive(&self, cq: &CompletionQueue, limit: Duration) -> bool {
         let found = cq.wait(limit).ok().flatten();
         let came = found.is_some();
@@ -233,12 +236,12 @@ impl Socket {
         if let Role::Stream(stream) = &mut state.role {
             stream.stand_up(found);
         }
-        // Nobody else has seen what came meanwhile, or was told of it.
+        // No other call has seen, or was notified of, what arrived meanwhile.
         state.wake();
         came
     }
 
-    /// Calls `step` until it gives a result, whenever something has come.
+    /// Calls `step` whenever something has arrived, until it gives a result.
     ///
     /// # Errors
     /// `EAGAIN` when the time is over, `EINTR` when a signal came, `EBADF` once the socket is closed, and those of `step`.
@@ -282,7 +285,7 @@ impl Socket {
             state.waiters.push(waker.clone());
             let mut fds = vec![waker.0.as_raw_fd()];
             state.arm(&mut fds);
-            // What came before it was armed would make no wake-up.
+            // An arrival before the descriptors were armed would not wake the thread.
             let again = state.progress();
             drop(state);
             let slept = if again { Ok(()) } else { sleep(&fds, wait) };
@@ -302,7 +305,7 @@ fn sleep(fds: &[RawFd], wait: Wait) -> Result<(), c_int> {
         Wait::Forever => None,
     };
     match wait::poll(&mut fds, left) {
-        // As `recv(2)`, which does so where no time was set.
+        // Like `recv(2)`, which restarts when it has no timeout.
         Err(libc::EINTR) if left.is_none() && wait::restarts() => Ok(()),
         polled => polled.map(|_| ()),
     }

@@ -17,18 +17,18 @@ use super::stream::Stream;
 use super::{Role, Socket, State};
 use crate::cm::{device_at, route, services, some_port};
 
-/// A port of streams. It is held from when it is bound; only then can nobody else have it.
+/// A port of streams. The socket holds it from `rbind` on; only then is it certain that no other socket has it.
 pub(super) struct Listening {
     listeners: Vec<(IpAddr, Listener)>,
-    /// `rlisten` was called.
+    /// Set when `rlisten` was called.
     pub(super) accepts: bool,
-    /// Who waits to be accepted.
+    /// Connections that wait to be accepted.
     requests: VecDeque<Request>,
 }
 
-/// Somebody who speaks the protocol and wants to be connected.
+/// A peer that speaks the protocol and wants to connect.
 struct Request {
-    /// The address and device that were asked.
+    /// Address that it asked; `device`: device of that address.
     local: IpAddr,
     device: Device,
     request: ConnectionRequest,
@@ -47,7 +47,7 @@ impl Listening {
         );
     }
 
-    /// Takes requests in; those of others than rsockets are refused. Whether any came.
+    /// Takes requests in, and refuses those that do not come from rsockets. Returns whether any came.
     pub(super) fn progress(&mut self) -> bool {
         let before = self.requests.len();
         for (local, listener) in &self.listeners {
@@ -68,13 +68,13 @@ impl Listening {
         self.requests.len() > before
     }
 
-    /// Whether somebody waits to be accepted.
+    /// Returns whether a request waits to be accepted.
     pub(super) fn has_request(&self) -> bool {
         !self.requests.is_empty()
     }
 }
 
-/// What a peer said of itself, where it is of use.
+/// Parses the private data of a peer. Returns an error if it is of no use.
 fn parse(private_data: &[u8]) -> Result<ConnData, c_int> {
     match ConnData::parse(private_data) {
         Ok(peer) if peer.table.length > 0 => Ok(peer),
@@ -93,7 +93,7 @@ fn parameters(source_port: u16) -> ConnectParams {
 }
 
 impl State {
-    /// Takes a port; 0: any.
+    /// Binds a port; 0: any.
     pub(super) fn bind(&mut self, address: SocketAddr) -> Result<(), c_int> {
         if !matches!(self.role, Role::New) {
             return Err(libc::EINVAL);
@@ -111,7 +111,7 @@ impl State {
     }
 }
 
-/// Takes the next connection that somebody asks for. `None`: there is none.
+/// Accepts the next connection request. Returns `None` when there is none.
 pub(super) fn accept(on: &Socket, state: &mut State) -> Option<Result<Arc<Socket>, c_int>> {
     let listening = match &mut state.role {
         Role::Bound(listening) if listening.accepts && !state.closed => listening,
@@ -152,7 +152,7 @@ fn answer(on: &Socket, state: &State, asked: Request) -> Result<Arc<Socket>, c_i
     Ok(socket)
 }
 
-/// Waits until a connection that was accepted stands, and tells those who wait for that.
+/// Waits until an accepted connection is established, and wakes the threads that wait for that.
 fn establish(socket: &Weak<Socket>, connection: &Connection) {
     let stands = connection.wait_established();
     if let Some(socket) = socket.upgrade() {
@@ -166,17 +166,17 @@ fn establish(socket: &Weak<Socket>, connection: &Connection) {
     }
 }
 
-/// The device that a peer is reached from.
+/// Returns the device from which a peer is reached.
 pub(super) fn device_towards(peer: SocketAddr, bound: Option<SocketAddr>) -> Result<Device, c_int> {
     let local = match bound.filter(|bound| !bound.ip().is_unspecified()) {
         Some(bound) => return device_at(bound.ip()),
         None => route(peer)?,
     };
-    // Peers at an address of this host's are reached from there.
+    // Peers at an address of this host are reached from that address.
     device_at(local).or_else(|_| device_at(peer.ip()))
 }
 
-/// Begins to connect: what is to be waited for happens in a thread.
+/// Begins to connect: a thread does everything that has to wait.
 pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_int> {
     let mut state = socket.lock();
     match &state.role {
@@ -193,12 +193,12 @@ pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_in
     let opens = socket.clone();
     let cancel = Arc::new(Cancel::new());
     let cancelled = cancel.clone();
-    // It waits for the lock before it says how that went.
+    // The thread waits for the lock before it reports the result.
     crate::spawn("rdmux-connect", move || {
         let connected = open(&device, own, port, peer, &cancelled);
         let mut state = opens.lock();
         match connected {
-            // Nobody wants it any more: it ends.
+            // The socket was closed meanwhile: the connection ends.
             Ok(_) if state.closed => (state.role, state.error) = (Role::Failed, libc::EBADF),
             Ok(stream) => state.role = Role::Stream(Box::new(stream)),
             Err(errno) => (state.role, state.error) = (Role::Failed, errno),
@@ -234,7 +234,7 @@ fn open(
 }
 
 impl State {
-    /// Ends what there is: nobody uses it any more.
+    /// Ends the connection, which nobody uses any more.
     pub(super) fn close(&mut self) {
         self.closed = true;
         if let Role::Opening(cancel) = &self.role {

@@ -1,4 +1,4 @@
-//! Options of sockets: those that mean something here, and those that are noted and given back.
+//! Options of sockets: those that have an effect here, and those that are only stored and returned.
 
 use std::ffi::c_int;
 use std::time::Duration;
@@ -15,11 +15,11 @@ const RDMA_INLINE: c_int = 2;
 const RDMA_IOMAPSIZE: c_int = 3;
 const RDMA_ROUTE: c_int = 4;
 
-/// Requests of a queue: no fewer, and no more.
+/// Minimum and maximum number of requests of a queue.
 const QUEUE: std::ops::RangeInclusive<u32> = 16..=4_096;
-/// Bytes of a buffer.
+/// Minimum and maximum number of bytes of a buffer.
 const BUFFER: std::ops::RangeInclusive<u32> = 4_096..=1 << 30;
-/// Bytes of the segments that are told of: those of the path MTU are not known before there is a path.
+/// Segment size to report: that of the path MTU is not known before there is a path.
 const SEGMENT: c_int = 2_048;
 
 #[derive(Clone)]
@@ -32,12 +32,12 @@ pub(super) struct Options {
     pub(super) receive_bytes: u32,
     /// `SO_LINGER`; `None`: off.
     pub(super) linger: Option<Duration>,
-    /// What changes nothing here.
+    /// Options without effect here.
     noted: Vec<((c_int, c_int), c_int)>,
 }
 
 impl Default for Options {
-    /// As rdma-core has them.
+    /// The values of rdma-core.
     fn default() -> Options {
         Options {
             sq_size: 384,
@@ -52,7 +52,7 @@ impl Default for Options {
     }
 }
 
-/// An option that is accepted, since what it asks for is so, or does not matter to a stream of messages.
+/// Returns whether an option is accepted because its effect is the case anyway, or does not matter to a stream of messages.
 fn is_noted(level: c_int, name: c_int) -> bool {
     match level {
         libc::SOL_SOCKET => matches!(
@@ -72,7 +72,7 @@ fn is_noted(level: c_int, name: c_int) -> bool {
     }
 }
 
-/// Twice what is asked for, as of any socket.
+/// Returns twice the size that the program asks for, as with any socket.
 fn buffer(asked: c_int) -> u32 {
     let twice = u32::try_from(asked).unwrap_or(0).saturating_mul(2);
     twice.clamp(*BUFFER.start(), *BUFFER.end()).next_multiple_of(2)
@@ -104,7 +104,7 @@ impl State {
                 let seconds = u64::try_from(seconds).map_err(|_| libc::EINVAL)?;
                 own.linger = (int_of(value)? != 0).then(|| Duration::from_secs(seconds));
             }
-            // Those of what is connected stay as they are.
+            // The buffers of a connected socket stay as they are.
             (libc::SOL_SOCKET, libc::SO_SNDBUF | libc::SO_RCVBUF) if is_open => {}
             (libc::SOL_SOCKET, libc::SO_SNDBUF) => own.send_bytes = buffer(int_of(value)?),
             (libc::SOL_SOCKET, libc::SO_RCVBUF) => own.receive_bytes = buffer(int_of(value)?),
@@ -113,7 +113,7 @@ impl State {
             (SOL_RDMA, RDMA_RQSIZE) => own.rq_size = queue(int_of(value)?),
             (SOL_RDMA, RDMA_INLINE) => own.inline = int_of(value)?.clamp(0, 0xfffe) as u16,
             (SOL_RDMA, RDMA_IOMAPSIZE) => own.iomaps = iomaps_offered(int_of(value)?.clamp(0, 0xffff) as u16),
-            // A path is the address.
+            // A path is the same as the address.
             (SOL_RDMA, RDMA_ROUTE) => {}
             _ if is_noted(level, name) => {
                 let given = int_of(value)?;
@@ -125,7 +125,7 @@ impl State {
         Ok(())
     }
 
-    /// An option's value.
+    /// Returns an option's value.
     fn option(&mut self, socket: &Socket, level: c_int, name: c_int) -> Result<Vec<c_int>, c_int> {
         let own = &self.options;
         let is_stream = !matches!(self.role, Role::Datagram(_));
@@ -162,7 +162,7 @@ impl State {
             (SOL_RDMA, RDMA_RQSIZE) => own.rq_size.into(),
             (SOL_RDMA, RDMA_INLINE) => own.inline.into(),
             (SOL_RDMA, RDMA_IOMAPSIZE) => own.iomaps.into(),
-            // There is none but the address.
+            // There is no route but the address.
             (SOL_RDMA, RDMA_ROUTE) => return Err(libc::ENODATA),
             (libc::IPPROTO_TCP, libc::TCP_MAXSEG) => SEGMENT,
             _ if is_noted(level, name) => {
@@ -174,7 +174,7 @@ impl State {
         Ok(vec![one])
     }
 
-    /// Writes an option's value, as much as there is room for; gives how much that was.
+    /// Writes as much of an option's value as fits. Returns how much that was.
     pub(super) fn get_option(
         &mut self,
         socket: &Socket,

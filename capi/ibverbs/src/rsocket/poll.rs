@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use super::{DRIVES, LOOKS, Role, Socket, State, Waker};
 use crate::wait::{self, entry};
 
-/// What is told whether it was asked for or not.
+/// Events that are reported whether the program asks for them or not.
 const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
 
 impl State {
-    /// What can be done with the socket now.
+    /// Returns the events that the socket has now.
     fn events(&mut self) -> i16 {
         self.progress();
         match &mut self.role {
-            // As of a socket that is not connected.
+            // As with a socket that is not connected.
             Role::New => libc::POLLOUT | libc::POLLHUP,
             Role::Bound(listening) if listening.accepts && listening.has_request() => libc::POLLIN,
             Role::Bound(_) | Role::Opening(_) => 0,
@@ -27,15 +27,15 @@ impl State {
     }
 }
 
-/// What is waited for, and how.
+/// State of a call that waits for descriptors.
 struct Polled<'a> {
     fds: &'a mut [libc::pollfd],
-    /// The sockets among them, and where they stand.
+    /// The sockets among them, with their indices.
     sockets: Vec<(usize, Arc<Socket>)>,
 }
 
 impl Polled<'_> {
-    /// How many of the sockets have what is asked for.
+    /// Returns how many of the sockets have an event that the program asks for.
     fn look(&mut self) -> usize {
         let mut ready = 0;
         for (at, socket) in &self.sockets {
@@ -46,8 +46,8 @@ impl Polled<'_> {
         ready
     }
 
-    /// Where there is nothing but one stream, and it has not what is asked for: waits for that as a call for it alone does. Whether
-    /// anything came.
+    /// If the only entry is one stream without a requested event, waits for it as a call on that stream alone does. Returns
+    /// whether anything arrived.
     fn drive(&self, left: Option<Duration>) -> bool {
         let ([fd], [(_, socket)]) = (&*self.fds, &self.sockets[..]) else {
             return false;
@@ -63,11 +63,11 @@ impl Polled<'_> {
         seat.is_some_and(|cq| socket.drive(&cq, limit))
     }
 
-    /// Asks the system about the others, and with them about `more`; for no longer than is said.
+    /// Polls the other descriptors, together with `more`, for no longer than `left`.
     fn ask(&mut self, more: &[RawFd], left: Option<Duration>) -> Result<usize, c_int> {
         let is_socket = |at: usize| self.sockets.iter().any(|(of, _)| *of == at);
         let mut asked: Vec<libc::pollfd> = Vec::with_capacity(self.fds.len() + more.len());
-        // Those with negative numbers are left out.
+        // poll(2) ignores entries with negative numbers.
         asked.extend(
             self.fds
                 .iter()
@@ -86,7 +86,7 @@ impl Polled<'_> {
         Ok(ready)
     }
 
-    /// Leaves a waker in all sockets, and gives their descriptors.
+    /// Leaves a waker in all sockets, and returns their descriptors.
     fn watch(&self, waker: &Arc<Waker>) -> Vec<RawFd> {
         let mut fds = vec![waker.0.as_raw_fd()];
         for (_, socket) in &self.sockets {
@@ -135,7 +135,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> Resul
         }
         let waker = Waker::of_thread()?;
         let more = polled.watch(&waker);
-        // What came before they were armed makes no wake-up.
+        // An arrival before they were armed does not wake the thread.
         let slept = if polled.look() > 0 {
             Ok(0)
         } else {
@@ -150,7 +150,7 @@ pub(super) fn poll(fds: &mut [libc::pollfd], timeout: Option<Duration>) -> Resul
 /// One set of `select(2)`: bits of numbers below `count`.
 pub(super) struct Set {
     set: *mut libc::fd_set,
-    /// What a number in it asks for, and by what it is answered.
+    /// Events that a number in the set asks for, and events that set its bit in the result.
     asks: i16,
     answers: i16,
 }

@@ -1,4 +1,4 @@
-//! What a stream has on its device, from before it is connected.
+//! Objects that a stream has on its device, from before it is connected.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use rdmux_wire::rsocket::{ConnData, Iomap, Order, Target};
 
 use super::options::Options;
 
-/// Control messages that are under way at a time, beside those with data.
+/// Maximum number of control messages in flight, besides messages with data.
 pub(super) const CONTROLS: u32 = 4;
 /// Entries of the table of buffers.
 pub(super) const BUFFERS: u64 = 2;
-/// Marks the numbers of receives.
+/// Bit set in the numbers of receives.
 pub(super) const RECEIVE: u64 = 1 << 63;
 
-/// Memory of the library's own, registered.
+/// Registered memory of the library itself.
 pub(super) struct Region {
     pub(super) memory: Arc<AnonymousMemory>,
     pub(super) mr: MemoryRegion,
@@ -36,7 +36,7 @@ impl Region {
         Ok(Region { memory, mr, length })
     }
 
-    /// As a peer knows it: a part of it, or of a table so many entries.
+    /// Returns a part of it as a peer knows it, or so many entries of a table.
     pub(super) fn target(&self, offset: u64, length: u32) -> Target {
         Target {
             addr: self.mr.iova() + offset,
@@ -60,11 +60,11 @@ pub(super) fn register_errno(_: &RegisterError) -> c_int {
 pub(super) struct Resources {
     pub(super) qp: QueuePair,
     pub(super) cq: CompletionQueue,
-    /// Bytes under way.
+    /// Bytes in flight.
     pub(super) send: Region,
-    /// What the peer writes: two halves, one of which is being filled while the other is read.
+    /// Memory that the peer writes: two halves, one of which is being filled while the other is read.
     pub(super) receive: Region,
-    /// What the peer says of its buffers, and then of its mappings.
+    /// The peer's entries about its buffers, followed by those about its mappings.
     pub(super) tables: Region,
     pub(super) iomaps: u16,
     pub(super) sq_size: u32,
@@ -77,7 +77,7 @@ impl Resources {
         let errno = |error| create_errno(&error);
         let (sq_size, rq_size) = (u32::from(options.sq_size), options.rq_size);
         let pd = device.alloc_pd().map_err(errno)?;
-        // Control messages use up receives that no credit was given for.
+        // Control messages use up receives for which no credit was given.
         let receives = u32::from(rq_size) + CONTROLS;
         let cq = device.create_cq(sq_size + receives).map_err(errno)?;
         let mut of_qp = QpOptions::new(&cq);
@@ -98,12 +98,12 @@ impl Resources {
         })
     }
 
-    /// Half of the buffer for what the peer sends: what it is granted at a time.
+    /// Returns the length of half of the buffer for the peer's data: the amount that the peer is granted at a time.
     pub(super) fn half(&self) -> u64 {
         self.receive.length / 2
     }
 
-    /// What the peer is told when connecting.
+    /// Returns the private data for the peer when connecting.
     pub(super) fn conn_data(&self) -> [u8; ConnData::LEN] {
         let mut bytes = [0; ConnData::LEN];
         let data = ConnData {
@@ -117,7 +117,7 @@ impl Resources {
         bytes
     }
 
-    /// Posts a receive: messages bring their bytes by themselves.
+    /// Posts a receive without memory: the bytes arrive by WRITE, beside the message.
     pub(super) fn post_receive(&self) -> Result<(), c_int> {
         let request = RecvRequest {
             wr_id: RECEIVE,
@@ -126,7 +126,7 @@ impl Resources {
         self.qp.post_recv(request).map_err(|_| libc::ENOBUFS)
     }
 
-    /// Posts all that there are to be.
+    /// Posts all receives.
     pub(super) fn post_receives(&self) -> Result<(), c_int> {
         (0..u32::from(self.rq_size) + CONTROLS).try_for_each(|_| self.post_receive())
     }

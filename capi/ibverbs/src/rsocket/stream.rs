@@ -1,7 +1,7 @@
-//! A connected stream: bytes are written into the peer's buffer, in messages whose immediate data says how many there are.
+//! A connected stream: bytes are written into the peer's buffer, in messages whose immediate data gives their number.
 //!
-//! The peer grants its buffer by halves, in a table of ours that it writes, and messages by number ([`Message::Credits`]). What it
-//! says is believed only as far as it can hurt nobody but itself: more than it was granted ends the connection.
+//! The peer grants its buffer by halves, in a table here that it writes, and grants messages by number ([`Message::Credits`]).
+//! The stream trusts the peer only as far as a lie hurts the peer alone: using more than it was granted ends the connection.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -18,26 +18,26 @@ use super::buffers::Buffers;
 use super::iomap::{Iomaps, Mapped};
 use super::resources::{BUFFERS, CONTROLS, RECEIVE, Resources};
 
-/// Bytes of a message at most.
+/// Maximum number of bytes of a message.
 const MESSAGE_BYTES_MAX: u64 = 65_536;
-/// Less room than this is none: messages would be small.
+/// Less room than this counts as none: messages would be small.
 const ROOM_MIN: u64 = 2_048;
-/// Completions that are taken at a time, so that a peer that never rests does not keep a caller.
+/// Maximum number of completions taken at a time, so that a peer that never pauses does not keep a caller.
 const BATCH: usize = 256;
 
-/// A request that is under way.
+/// A request in flight.
 enum Posted {
-    /// Its bytes are so many of the buffer.
+    /// Number of bytes that it occupies in the buffer.
     Data(u64),
     Control,
 }
 
-/// How a connection ended.
+/// Outcome of a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// Both said that they had no more.
+    /// Both sides said that they had no more data.
     Closed,
-    /// It was lost.
+    /// The connection was lost.
     Reset,
 }
 
@@ -45,47 +45,47 @@ pub(super) struct Stream {
     pub(super) own: Resources,
     pub(super) connection: Arc<Connection>,
     pub(super) peer: ConnData,
-    /// The peer's last message of connecting has come: the queue pair sends.
+    /// Set when the peer's last message of connecting has arrived: the queue pair can send.
     established: bool,
     end: Option<End>,
     completions: VecDeque<WorkCompletion>,
-    /// A call waits at the completion queue: it takes what comes, and nobody else.
+    /// Set while a call waits at the completion queue: it alone takes completions.
     is_seated: bool,
 
     posted: VecDeque<Posted>,
     controls: u32,
-    /// What is left of the buffer that the peer granted, and which entry of the table the next one will be in.
+    /// Unused rest of the buffer that the peer granted, and index of the table entry for the next one.
     target: Target,
     next_target: u64,
-    /// Messages sent, and up to which number the peer takes them; both wrap.
+    /// Number of messages sent, and number up to which the peer accepts them; both wrap.
     sent: u16,
     sent_max: u16,
-    /// Bytes put into the buffer for sending, and taken out.
+    /// Numbers of bytes put into the send buffer, and taken out.
     send_in: u64,
     send_out: u64,
     /// Control messages that wait for their turn.
     owed: VecDeque<Message>,
     writable: bool,
 
-    /// Bytes that the peer may write, has written, and that were read.
+    /// Numbers of bytes that the peer may write, that it has written, and that were read.
     granted: u64,
     received: u64,
     read: u64,
-    /// Of each message, bytes that were not read.
+    /// By message: the number of bytes that were not read.
     messages: VecDeque<u32>,
-    /// Messages read, and at which number the peer is told; both wrap.
+    /// Number of messages read, and number at which to notify the peer; both wrap.
     taken: u16,
     tell_at: u16,
-    /// The entry of the peer's table that the next grant goes to.
+    /// Index of the entry in the peer's table for the next grant.
     grant_slot: u32,
-    /// Neither the peer nor this side has said that there is no more to read.
+    /// True while neither side has said that there is no more to read.
     readable: bool,
 
     pub(super) iomaps: Iomaps,
 }
 
 impl Stream {
-    /// The stream of a connection.
+    /// Makes the stream of a connection.
     pub(super) fn new(
         own: Resources,
         connection: Arc<Connection>,
@@ -122,13 +122,13 @@ impl Stream {
         }
     }
 
-    /// Lets a call wait at the completion queue, without the socket's lock. `None`: another one does.
+    /// Lets a call wait at the completion queue, without the socket's lock. Returns `None` while another call does.
     pub(super) fn sit(&mut self) -> Option<CompletionQueue> {
         let is_free = !std::mem::replace(&mut self.is_seated, true);
         is_free.then(|| self.own.cq.clone())
     }
 
-    /// That call is back, with what it took.
+    /// Ends that wait, with the completion that the call took.
     pub(super) fn stand_up(&mut self, found: Option<WorkCompletion>) {
         self.is_seated = false;
         if let Some(wc) = found {
@@ -136,7 +136,7 @@ impl Stream {
         }
     }
 
-    /// What comes from now on makes the descriptor readable. While a call waits at the queue, it tells.
+    /// Arms the completion queue, and adds its descriptor. While a call waits at the queue, that call notifies the others.
     pub(super) fn arm(&self, fds: &mut Vec<RawFd>) {
         if self.is_seated {
             return;
@@ -145,7 +145,7 @@ impl Stream {
         fds.push(self.own.cq.as_fd().as_raw_fd());
     }
 
-    /// Takes completions in, and sends what is owed. Whether anything came.
+    /// Takes completions in, and sends what is pending. Returns whether anything arrived.
     pub(super) fn progress(&mut self) -> bool {
         self.send_owed();
         if self.is_seated {
@@ -186,7 +186,7 @@ impl Stream {
         }
     }
 
-    /// What the peer said.
+    /// Handles a message of the peer.
     fn hear(&mut self, message: Message) -> Result<(), ()> {
         match message {
             Message::Data(bytes) => {
@@ -202,7 +202,7 @@ impl Stream {
                 }
             }
             Message::Credits(number) => self.sent_max = number,
-            // The mapping stands in the table; the message took a credit.
+            // The mapping is in the table; the message used a credit.
             Message::Iomap(_) => self.taken = self.taken.wrapping_add(1),
             Message::KeepAlive => {}
             Message::Shutdown if self.writable => self.readable = false,
@@ -220,7 +220,7 @@ impl Stream {
         }
     }
 
-    /// It never was established.
+    /// Ends a connection that was never established.
     pub(super) fn fail(&mut self) {
         self.lose(End::Reset);
     }
@@ -243,9 +243,9 @@ impl Stream {
         };
         match self.own.qp.post_send(request) {
             Ok(()) => self.posted.push_back(posted),
-            // It has gone to Error; that there is room was seen to before.
+            // The queue pair has gone to Error; that there is room was checked before.
             Err(_) => {
-                // Behind all others: nothing is sent any more, so that order does not matter.
+                // Behind all others: nothing is sent any more, so the order does not matter.
                 match posted {
                     Posted::Data(bytes) => self.send_out += bytes,
                     Posted::Control => self.controls -= 1,
@@ -255,7 +255,7 @@ impl Stream {
         }
     }
 
-    /// Writes to a place that the peer granted, with a message.
+    /// Writes to a location that the peer granted, with a message.
     fn post_write(&mut self, to: Target, sges: SgeList, message: Message, posted: Posted) {
         let operation = Operation::Write {
             va: to.addr,
@@ -310,13 +310,13 @@ impl Stream {
         }
     }
 
-    /// The buffer that the peer granted: bytes that may be written there now.
+    /// Returns the number of bytes that may be written now to the buffer that the peer granted.
     fn granted_by_peer(&mut self) -> u64 {
         if self.target.length == 0 {
             let at = self.next_target * Target::LEN as u64;
             let memory = &self.own.tables.memory;
             let mut entry = [0; Target::LEN];
-            // The length is written last: where it stands the rest does.
+            // The peer writes the length last: once the length is there, so is the rest.
             let length = memory.read(at + 12, &mut entry[..4]);
             if length.is_ok() && entry[..4] != [0; 4] && memory.read(at, &mut entry).is_ok() {
                 if let Ok(target) = Target::parse(&entry, Order::NATIVE) {
@@ -329,7 +329,7 @@ impl Stream {
         self.target.length.into()
     }
 
-    /// Bytes that one more request with data can have now, whatever the peer takes; 0: it has to wait.
+    /// Returns the number of bytes that one more request with data can have now, whatever the peer accepts; 0: it has to wait.
     fn room(&mut self) -> u64 {
         let requests = self.posted.len() as u32 - self.controls;
         let size = self.own.send.length;
@@ -346,7 +346,7 @@ impl Stream {
         }
     }
 
-    /// Bytes that the next message can have now; 0: it has to wait.
+    /// Returns the number of bytes that the next message can have now; 0: it has to wait.
     fn message_room(&mut self) -> u64 {
         if self.sent == self.sent_max {
             0
@@ -355,11 +355,11 @@ impl Stream {
         }
     }
 
-    /// Takes bytes of the program's to be sent.
+    /// Takes bytes of the program to be sent.
     fn stage(&mut self, from: &mut Buffers<'_>, length: u64) -> (SgeList, Posted) {
         let bytes = length as usize;
         let start = self.send_in % self.own.send.length;
-        // What is left at the buffer's end is used up, however little: else it would bound each message from then on.
+        // The rest at the buffer's end is used up, however little it is: otherwise it would limit each message from then on.
         let is_end = start + length == self.own.send.length;
         if bytes <= self.own.inline.min(INLINE_BYTES_MAX) && !is_end {
             let mut inline = [0; INLINE_BYTES_MAX];
@@ -381,7 +381,7 @@ impl Stream {
         )
     }
 
-    /// Why nothing can be sent any more.
+    /// Returns the reason why nothing can be sent any more.
     fn send_error(&self) -> Option<c_int> {
         match self.end {
             None if self.writable => None,
@@ -391,7 +391,7 @@ impl Stream {
         }
     }
 
-    /// Sends as much as can be now.
+    /// Sends as much as is possible now.
     pub(super) fn send(&mut self, from: &mut Buffers<'_>) -> Result<(), c_int> {
         self.tell_iomaps();
         while from.left() > 0 && self.iomaps.are_told() {
@@ -437,7 +437,7 @@ impl Stream {
         }
     }
 
-    /// Writes into buffers that the peer has mapped, as much as can be now. `offset` moves on.
+    /// Writes as much as is possible now into buffers that the peer has mapped. `offset` moves on.
     pub(super) fn write_mapped(&mut self, from: &mut Buffers<'_>, offset: &mut u64) -> Result<(), c_int> {
         while from.left() > 0 {
             if let Some(errno) = self.send_error() {
@@ -460,7 +460,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Reads what is there, with `peek` without taking it. `None`: nothing is, but something may come.
+    /// Reads the bytes that are there, with `peek` without taking them. Returns `None` when there are none yet.
     pub(super) fn receive(&mut self, into: &mut Buffers<'_>, peek: bool) -> Option<Result<usize, c_int>> {
         let length = (self.received - self.read).min(into.left() as u64);
         if length == 0 {
@@ -485,7 +485,7 @@ impl Stream {
         Some(Ok(length as usize))
     }
 
-    /// So many bytes were read.
+    /// Accounts for `length` bytes that were read.
     fn forget(&mut self, length: u64) {
         self.read += length;
         let mut left = length as u32;
@@ -501,7 +501,7 @@ impl Stream {
         self.send_owed();
     }
 
-    /// No more is read, or sent, or both: `SHUT_RD`, `SHUT_WR`, `SHUT_RDWR`.
+    /// Ends reading, or sending, or both: `SHUT_RD`, `SHUT_WR`, `SHUT_RDWR`.
     pub(super) fn shut(&mut self, how: c_int) {
         let before = (self.readable, self.writable);
         self.readable &= how == libc::SHUT_WR;
@@ -515,17 +515,17 @@ impl Stream {
         self.send_owed();
     }
 
-    /// The connection was lost.
+    /// Returns whether the connection was lost.
     pub(super) fn is_reset(&self) -> bool {
         self.end == Some(End::Reset)
     }
 
-    /// All that was sent has arrived, or will not.
+    /// Returns whether all sent bytes have arrived, or are lost.
     pub(super) fn is_flushed(&self) -> bool {
         self.is_reset() || self.posted.is_empty() && (self.owed.is_empty() || self.end.is_some())
     }
 
-    /// What there is of `POLLIN`, `POLLOUT`; and how it ended, once everything is read.
+    /// Returns the state of `POLLIN` and `POLLOUT`, and the outcome once everything is read.
     pub(super) fn events(&mut self) -> i16 {
         let is_read = self.messages.is_empty();
         let mut events = match self.end {

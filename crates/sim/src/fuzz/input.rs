@@ -1,4 +1,4 @@
-//! What a fuzzer gives, taken apart, and what it reached.
+//! Parser of a fuzzer's input, and record of what the input reached.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use rdmux_rnic::{Event, Status, WcOpcode};
 
 use super::side::Kind;
 
-/// What is left of the input.
+/// Remaining bytes of the input.
 pub(super) struct Input<'a>(pub(super) &'a [u8]);
 
 impl Input<'_> {
@@ -29,7 +29,7 @@ impl Input<'_> {
         taken.to_vec()
     }
 
-    /// True once in `n` times.
+    /// Returns true once in `n` times.
     pub(super) fn one_in(&mut self, n: u8) -> bool {
         self.byte() % n == n - 1
     }
@@ -39,16 +39,16 @@ impl Input<'_> {
     }
 }
 
-/// What inputs reached: a fuzzer that reaches nothing finds nothing.
+/// Record of what inputs reached: a fuzzer that reaches nothing finds nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reach {
     /// Packets that were delivered to a QP, by transport service, state and opcode.
     pub packets: BTreeSet<(u8, u8, u8)>,
     /// Completions, by transport service, operation and status.
     pub completions: BTreeSet<(u8, u8, u8)>,
-    /// Names of asynchronous events, and of what users of the connection manager were told.
+    /// Names of asynchronous events, and of events that users of the connection manager received.
     pub events: BTreeSet<&'static str>,
-    /// Counters of the engine that counted.
+    /// Counters of the engine that were incremented.
     pub counters: BTreeSet<&'static str>,
 }
 

@@ -1,5 +1,5 @@
-//! Packets that a peer could send who knows everything but what is good for it: the headers of their opcode, numbers near the
-//! window, and a right ICRC.
+//! Packets as a malicious but well-informed peer could send them: with the headers of their opcode, PSNs near the window, and a
+//! correct ICRC.
 
 use rdmux_rnic::{Psn, Qpn, RKey};
 use rdmux_wire::cnp::Cnp;
@@ -48,7 +48,7 @@ fn transport(kind: Kind) -> Transport {
     }
 }
 
-/// A packet for a QP of `to`, without its ICRC.
+/// Returns a packet for a QP of `to`, without its ICRC.
 pub(super) fn forged(to: &Side, at: usize, mtu: usize, input: &mut Input<'_>) -> Vec<u8> {
     let queue = &to.queues[at];
     let what = input.byte();
@@ -72,7 +72,7 @@ pub(super) fn forged(to: &Side, at: usize, mtu: usize, input: &mut Input<'_>) ->
         operation,
     };
     let near = if answers { queue.near.1 } else { queue.near.0 };
-    // Mostly the next one, else some before or behind.
+    // Mostly the next PSN, otherwise one before or behind it.
     let psn = match input.byte() {
         near_by @ 0..=31 => near.plus(u32::from(near_by)).minus(8),
         32 => Psn::new(u32::from(input.word()) << 8),
@@ -122,7 +122,7 @@ fn payload(operation: Op, mtu: usize, input: &mut Input<'_>) -> Vec<u8> {
         _ if operation == Op::AtomicWrite => 8,
         n => usize::from(n) % 64,
     };
-    // Bytes that are mostly 0 in a bitmap say more than what is all ones.
+    // A bitmap that is mostly 0 tests more than one that is all ones.
     let some = input.bytes(n.min(8));
     let mut payload = some;
     payload.resize(n, 0);
@@ -138,13 +138,13 @@ fn key(to: &Side, input: &mut Input<'_>) -> RKey {
     }
 }
 
-/// Where `length` bytes may lie, or just not.
+/// Returns an address at which `length` bytes lie inside the region, or just outside.
 fn address(length: u64, input: &mut Input<'_>) -> u64 {
     match input.byte() {
         0 => u64::MAX - u64::from(input.byte()),
         1 => IOVA - 1,
         2 => IOVA + (REGION - u64::from(input.byte())),
-        // At the end, and one byte over it.
+        // Up to the end of the region, or one byte beyond it.
         n @ 4..=11 => (IOVA + REGION + u64::from(n & 1)).wrapping_sub(length),
         n => IOVA + u64::from(n & 0xf8) + u64::from(n == 3),
     }
@@ -223,13 +223,13 @@ fn extensions(
     }
 }
 
-/// The packet `n` PSNs behind.
+/// Advances the PSN of a packet by `n`.
 pub(super) fn count_on(bytes: &mut [u8], n: u32) {
     let psn = u32::from_be_bytes([0, bytes[9], bytes[10], bytes[11]]).wrapping_add(n);
     bytes[9..12].copy_from_slice(&psn.to_be_bytes()[1..]);
 }
 
-/// A packet of a fuzzer's bytes for a QP: only as much is put right as lets it through the first checks.
+/// Returns a packet for a QP made of a fuzzer's bytes, corrected only as far as the first checks require.
 pub(super) fn raw(qpn: Qpn, input: &mut Input<'_>) -> Vec<u8> {
     let n = usize::from(input.byte());
     let mut bytes = input.bytes(n);
@@ -243,7 +243,7 @@ pub(super) fn raw(qpn: Qpn, input: &mut Input<'_>) -> Vec<u8> {
     bytes
 }
 
-/// A CM message of a fuzzer's bytes.
+/// Returns a CM message made of a fuzzer's bytes.
 pub(super) fn mad(input: &mut Input<'_>) -> Vec<u8> {
     let mut bytes = vec![0; Bth::LEN + 8];
     bytes[0] = 0x64;

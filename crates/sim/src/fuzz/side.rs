@@ -1,4 +1,4 @@
-//! A device with a QP of every transport service, and what its user may expect of it.
+//! A device with a QP of every transport service, and checks of what its user may expect of it.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
@@ -18,23 +18,23 @@ use crate::memory::{Door, SimMemory};
 pub(super) const IOVA: u64 = 0x1000;
 /// Bytes of the region that peers may change.
 pub(super) const REGION: u64 = 1 << 14;
-/// Bytes of those that nobody may change: one grants only READ, one belongs to a PD of its own.
+/// Bytes of each region that no peer may change: one grants only READ, one belongs to a PD of its own.
 pub(super) const FENCED: u64 = 1 << 10;
 const GUARD: u64 = 256;
 const GUARD_BYTE: u8 = 0xa5;
 pub(super) const SEND_WR_MAX: u32 = 64;
 const RECV_WR_MAX: u32 = 64;
 const SRQ_WR_MAX: u32 = 64;
-/// Completions that the small queue holds.
+/// Capacity of the small completion queue.
 const SMALL_CQ: u32 = 12;
-/// Connections under way that a user remembers.
+/// Maximum number of connections in progress that a user remembers.
 const CM_IDS: usize = 64;
 
 /// First PSN of every connection: it soon wraps around.
 pub(super) const PSN: u32 = 0xff_fff8;
 pub(super) const QKEY: u32 = 0x33;
 
-/// What a QP is. The targets and initiators of XRC are each other's peers, all others those of their own kind.
+/// Kind of a QP. XRC targets and initiators are each other's peers; the peer of any other QP is of the same kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Rc,
@@ -78,27 +78,27 @@ impl Kind {
     }
 }
 
-/// A QP, and what was posted to it and has not completed.
+/// A QP, and the requests posted to it that have not completed.
 #[derive(Debug)]
 pub(super) struct Queue {
     pub(super) kind: Kind,
     pub(super) qpn: Qpn,
     pub(super) cq: Cqn,
-    /// Send requests: number, and whether they complete when all is well.
+    /// Send requests: number, and whether they complete when they succeed.
     sends: VecDeque<(u64, bool)>,
     recvs: VecDeque<u64>,
-    /// A send request was flushed: those behind it do not succeed.
+    /// Set when a send request was flushed: no request behind it succeeds.
     flushed: bool,
-    /// A send request has failed: those behind it are flushed.
+    /// Set when a send request has failed: the requests behind it are flushed.
     broken: bool,
-    /// It gives up in the end when no answer comes.
+    /// Set when the QP gives up in the end if no response comes.
     times_out: bool,
-    /// PSNs of the last request to it, and of the last that it sent.
+    /// PSNs of the last request to this QP, and of the last request that it sent.
     pub(super) near: (Psn, Psn),
 }
 
 impl Queue {
-    /// What was posted is forgotten.
+    /// Forgets what was posted.
     pub(super) fn forget(&mut self) {
         self.sends.clear();
         self.recvs.clear();
@@ -110,7 +110,7 @@ impl Queue {
         self.times_out = code.map_or(self.times_out, |code| code > 0);
     }
 
-    /// The state was changed by its user: UC and UD come back from errors of their requests.
+    /// Handles a change of the state by the user: UC and UD recover from errors of their requests.
     pub(super) fn repaired(&mut self) {
         if matches!(self.kind, Kind::Uc | Kind::Ud) {
             (self.flushed, self.broken) = (false, false);
@@ -118,7 +118,7 @@ impl Queue {
     }
 }
 
-/// Where a request was posted, in the low bits of its number.
+/// Queue that a request was posted to, encoded in the low bits of its number.
 #[derive(Clone, Copy)]
 enum Posted {
     Send,
@@ -133,23 +133,23 @@ pub(super) struct Side {
     memory: Arc<SimMemory>,
     pub(super) pd: Pd,
     pub(super) lkey: LKey,
-    /// Keys that peers may try: of the region, of those that nobody may change, of windows, of a region without memory.
+    /// Keys that peers may try: of the region, of the regions that no peer may change, of windows, of a region without memory.
     pub(super) keys: [RKey; 6],
     pub(super) queues: Vec<Queue>,
     pub(super) cqs: [Cqn; 2],
     pub(super) srq: Srqn,
     pub(super) xrc_srq: Srqn,
     xrcd: Xrcd,
-    /// Receives in the shared queues that have not completed.
+    /// Receives posted to the shared queues that have not completed.
     shared: [BTreeSet<u64>; 2],
     next_wr: u64,
     pub(super) flushes: Vec<FlushJob>,
     pub(super) cm_ids: VecDeque<CmId>,
-    /// Ids of which nothing more may be heard.
+    /// Ids for which no further event may arrive.
     cm_gone: BTreeSet<u32>,
-    /// Queues whose overrun was told.
+    /// Completion queues whose overrun was reported, with the number of reports.
     overrun: BTreeMap<u32, u32>,
-    /// Keys of the other side that a QP would reach without packets.
+    /// Keys of the other side that a QP asks to reach without packets.
     pub(super) wanted: Vec<(Qpn, RKey)>,
     pub(super) reach: Reach,
 }
@@ -254,7 +254,7 @@ impl Side {
         (self.rnic.create_qp(init).expect("there are QPNs"), cq)
     }
 
-    /// Destroys a QP and makes another in its place; after an overrun with a fresh completion queue.
+    /// Destroys a QP and creates another in its place, with a new completion queue after an overrun.
     pub(super) fn renew(&mut self, at: usize) {
         let kind = self.queues[at].kind;
         self.rnic.destroy_qp(self.queues[at].qpn);
@@ -268,14 +268,14 @@ impl Side {
         queue.forget();
     }
 
-    /// Ends the region and registers it again, under other keys.
+    /// Deregisters the region and registers it again, under other keys.
     pub(super) fn renew_region(&mut self) {
         drop(self.rnic.dereg_mr(self.lkey));
         let key = register(&mut self.rnic, &self.memory, self.pd, GUARD, REGION, Side::ACCESS);
         (self.lkey, self.keys[0]) = key;
     }
 
-    /// What a request may register: a part of the region.
+    /// Returns the part of the region that a request may register.
     pub(super) fn spec(&self, at: u64, length: u64) -> RegionSpec {
         RegionSpec {
             memory: Arc::new(Door::new(self.memory.clone())),
@@ -310,7 +310,7 @@ impl Side {
         self.number(Posted::Send)
     }
 
-    /// A send request was taken.
+    /// Records a send request that the engine has accepted.
     pub(super) fn sent(&mut self, at: usize, wr_id: u64, signaled: bool) {
         self.queues[at].sends.push_back((wr_id, signaled));
     }
@@ -334,9 +334,9 @@ impl Side {
         }
     }
 
-    // What must hold.
+    // Invariants.
 
-    /// Takes what the user is told.
+    /// Polls all events and completions, as the user would.
     pub(super) fn hear(&mut self) {
         while let Some(event) = self.rnic.poll_event() {
             self.reach.event(&event);
@@ -358,7 +358,7 @@ impl Side {
         while let Some(event) = self.rnic.cm().poll_event() {
             self.cm_event(&event);
         }
-        // Only here: of one that ends sooner, what was said by then would still be heard.
+        // Only here: an id that is destroyed before the loop above would still receive the events queued by then.
         while self.cm_ids.len() > CM_IDS
             && let Some(oldest) = self.cm_ids.pop_front()
         {
@@ -367,7 +367,7 @@ impl Side {
         }
     }
 
-    /// A request completes at most once, in the order of its queue, and after one that failed as flushed.
+    /// Checks that a request completes at most once, in the order of its queue, and as flushed after one that failed.
     fn completed(&mut self, wc: &WorkCompletion) {
         let at = self.queue_of(wc.qpn);
         let at = at.unwrap_or_else(|| panic!("a completion of a QP that is gone: {wc:?}"));
@@ -382,7 +382,7 @@ impl Side {
                 let before = queue.sends.drain(..=place).take(place);
                 let left_out = before.filter(|(_, signaled)| *signaled).count();
                 assert_eq!(left_out, 0, "{:?}: out of order: {wc:?}", queue.kind);
-                // UC and UD come back from this.
+                // UC and UD recover from an error.
                 let may = !queue.flushed || wc.status != Status::Success;
                 let must = !queue.broken || wc.status == Status::Flushed;
                 assert!(may && must, "after an error: {wc:?}");
@@ -422,7 +422,7 @@ impl Side {
         }
     }
 
-    /// A connection begins, under an id that may have been another's.
+    /// Records that a connection begins, under an id that may have been another's.
     pub(super) fn cm_begins(&mut self, id: CmId) {
         self.cm_gone.remove(&id.0);
         self.cm_ids.retain(|other| *other != id);
@@ -433,7 +433,7 @@ impl Side {
         self.cm_gone.insert(id.0);
     }
 
-    /// What must hold between any two events.
+    /// Checks the invariants that hold between any two events.
     pub(super) fn check(&mut self) {
         for queue in &self.queues {
             let Some(info) = self.rnic.query_qp(queue.qpn) else {
@@ -454,7 +454,7 @@ impl Side {
                 "{kind:?}: completed and open"
             );
             if self.is_overrun(queue.cq) {
-                // What would have completed is lost.
+                // Completions after the overrun are lost.
                 assert!(idle, "{kind:?} works although its completion queue does not");
                 continue;
             }
@@ -484,7 +484,7 @@ impl Side {
         assert!(intact, "bytes outside of the region changed");
     }
 
-    /// What must hold when nothing arrives any more and no timer is left: no request waits for an answer that nobody asks for.
+    /// Checks, once nothing arrives and no timer is left, that no request waits for a response that nothing asks for.
     pub(super) fn check_rest(&self) {
         for queue in &self.queues {
             let info = self.rnic.query_qp(queue.qpn).expect("it is there");
@@ -498,7 +498,7 @@ impl Side {
         }
     }
 
-    /// Posts receives where there are few.
+    /// Posts receives to queues that hold few.
     pub(super) fn post_missing_recvs(&mut self, now: Time) {
         for at in 0..self.queues.len() {
             let info = self.rnic.query_qp(self.queues[at].qpn).expect("it is there");
@@ -517,7 +517,7 @@ impl Side {
         }
     }
 
-    /// What a packet may not change when it is dropped.
+    /// Returns the state that a dropped packet may not change.
     pub(super) fn snapshot(&self) -> Snapshot {
         let infos = self
             .queues
@@ -530,7 +530,7 @@ impl Side {
         }
     }
 
-    /// A packet was dropped: nothing but the counters of that have changed.
+    /// Checks that a dropped packet changed nothing but the counters of dropped packets.
     pub(super) fn assert_unchanged(&self, before: &Snapshot) {
         let now = self.snapshot();
         assert!(now.queues == before.queues && now.bytes == before.bytes);
@@ -542,7 +542,7 @@ impl Side {
         }
     }
 
-    /// Notes which counters counted.
+    /// Records which counters were incremented.
     pub(super) fn take_reach(&mut self) -> Reach {
         let counted = self.rnic.counters().iter().filter(|(_, value, _)| *value > 0);
         self.reach.counters.extend(counted.map(|(name, ..)| name));
@@ -557,7 +557,7 @@ pub(super) struct Snapshot {
     counters: Counters,
 }
 
-/// Counters of packets that nothing comes of.
+/// Counters that packets without effect may increment.
 const DROPPED: [&str; 8] = [
     "rcvd_pkts",
     "rcvd_bytes",

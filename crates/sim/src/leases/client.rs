@@ -16,15 +16,15 @@ use super::hands::{CLIENT, End, RECV, SERVER, SLOTS, Tag};
 use super::run::{REGION_BYTES, Run};
 use crate::pair::{Terms, bring_up};
 
-/// Work requests of clients: pushes have their number.
+/// Bits of the clients' work request ids; the id of a push also has its number.
 pub(super) const PUSH: u64 = 1 << 62;
 pub(super) const FLUSH: u64 = 1 << 61;
 const MESSAGE: u64 = 1 << 60;
 pub(super) const NUMBER: u64 = (1 << 56) - 1;
 
-/// Requests of a client under way: two of a connection's messages are left for receipts.
+/// Maximum number of a client's requests in flight: two of a connection's messages are left for receipts.
 const REQUESTS_MAX: usize = SLOTS - 4;
-/// Mappings that a client has at a time.
+/// Maximum number of mappings that a client has at a time.
 const HELD_MAX: usize = 6;
 /// Longest push.
 const PUSH_BYTES_MAX: u64 = 1024;
@@ -38,11 +38,11 @@ struct Held {
     va: u64,
     range: Range<u64>,
     access: Access,
-    /// Pushes through it that no FLUSH was posted behind.
+    /// Pushes through it behind which no FLUSH was posted.
     pushes: Vec<u64>,
-    /// It was asked to let go.
+    /// Set when the server asked the client to release it.
     breaking: bool,
-    /// It is told to the server that it has let go, or it has been told that it must.
+    /// Set when the client has told the server that it has released it, or has been told that it must.
     over: bool,
 }
 
@@ -61,19 +61,19 @@ struct Connection {
     end: End,
     handshake: Option<Handshake>,
     failed: bool,
-    /// What has come and was not looked at.
+    /// Completions that the client has not looked at.
     inbox: VecDeque<WorkCompletion>,
     requests: BTreeMap<u64, Request>,
     next_request: u64,
     held: Vec<Held>,
-    /// By push or flush: the mapping.
+    /// By push or flush in flight: the mapping.
     under_way: BTreeMap<u64, u64>,
 }
 
 #[derive(Debug)]
 pub(super) struct Client {
     name: [u8; 16],
-    /// Whether it lets go when it is asked to.
+    /// Set when the client releases mappings that the server asks for.
     obeys: bool,
     acts_left: u32,
     stopped: bool,
@@ -91,13 +91,13 @@ impl Client {
         }
     }
 
-    /// The QPs of its connection: its own, and its number at the server.
+    /// Returns its own QPN and its number at the server.
     pub(super) fn connected(&self) -> Option<(Qpn, u64)> {
         let connection = self.connection.as_ref()?;
         Some((connection.end.qpn, connection.number))
     }
 
-    /// It has nothing more to do.
+    /// Returns whether the client has nothing more to do.
     pub(super) fn is_done(&self) -> bool {
         self.acts_left == 0
     }
@@ -110,7 +110,7 @@ impl Client {
 }
 
 impl Run<'_> {
-    /// Something of a client's has completed.
+    /// Handles a completion of a client.
     pub(super) fn client_completes(&mut self, wc: &WorkCompletion) {
         let success = wc.status == Status::Success;
         if wc.wr_id & PUSH != 0 && success {
@@ -139,7 +139,7 @@ impl Run<'_> {
         }
     }
 
-    /// A client takes what has come.
+    /// Lets a client handle the completions that have arrived.
     pub(super) fn hear(&mut self, at: usize) -> Result<(), String> {
         if self.clients[at].stopped {
             return Ok(());
@@ -202,7 +202,7 @@ impl Run<'_> {
                     return Err(format!("a mapping is made that was not asked for: {request}"));
                 };
                 let number = connection.number;
-                // The server may have restarted: then it is nobody's.
+                // If the server has restarted, the mapping belongs to nobody.
                 let Some(uid) = self.ground.uid(number, mapping) else {
                     return Ok(());
                 };
@@ -227,7 +227,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Who obeys posts nothing more, waits for what is under way, and lets go.
+    /// Lets a client that obeys post nothing more, wait for what is in flight, and release the mappings that it was asked for.
     fn let_go(&mut self, at: usize) {
         let client = &mut self.clients[at];
         if !client.obeys {
@@ -272,7 +272,7 @@ impl Run<'_> {
         self.tell(at, number, message);
     }
 
-    /// A client does something.
+    /// Lets a client perform its next action.
     pub(super) fn act(&mut self, at: usize) {
         let client = &mut self.clients[at];
         if client.acts_left == 0 {
@@ -289,7 +289,7 @@ impl Run<'_> {
             return self.connect(at);
         }
         if self.clients[at].ready().is_none() {
-            // Sometimes it loses patience.
+            // Sometimes the client loses patience.
             if self.dice.one_in(20) {
                 self.connect(at);
             }
@@ -322,7 +322,7 @@ impl Run<'_> {
                 }
             }
             _ => {
-                // What it has just posted may still be under way when it is welcome anew.
+                // Its last pushes may still be in flight when the server welcomes it again.
                 for _ in 0..self.dice.between(0, 4) {
                     self.push(at);
                 }
@@ -336,7 +336,7 @@ impl Run<'_> {
         self.hear(at)
     }
 
-    /// Connects, for the first time or again. The connection before is not ended, but forgotten.
+    /// Connects, for the first time or again. The client forgets its previous connection without ending it.
     fn connect(&mut self, at: usize) {
         let hands = self.service.driver_mut();
         let (server, end) = (hands.make_end(SERVER), hands.make_end(CLIENT));
@@ -384,7 +384,7 @@ impl Run<'_> {
         from * UNIT..(from + len) * UNIT
     }
 
-    /// A part of a range that is as long as a push may be.
+    /// Draws a part of a range, no longer than a push may be.
     fn part_of(&mut self, range: &Range<u64>) -> Range<u64> {
         let units = (range.end - range.start) / UNIT;
         let len = self.dice.log_uniform(units.min(PUSH_BYTES_MAX / UNIT));
@@ -426,7 +426,7 @@ impl Run<'_> {
         self.ask(at, Request::Map { range, access }, &message);
     }
 
-    /// One of the mappings that a client uses.
+    /// Picks one of the mappings that a client uses.
     fn pick_held(&mut self, at: usize) -> Option<usize> {
         let client = &mut self.clients[at];
         let obeys = client.obeys;
@@ -557,7 +557,7 @@ impl Run<'_> {
     }
 }
 
-/// What a push consists of.
+/// Returns the bytes of a push.
 fn bytes_of(push: u64, range: &Range<u64>) -> Vec<u8> {
     push.to_be_bytes()
         .repeat(((range.end - range.start) / UNIT) as usize)

@@ -1,4 +1,5 @@
-//! The region's bytes and the judge beside them: which mapping or operation each byte came from, and whether it still might.
+//! The region's bytes and the judge beside them, which checks what mapping or operation each byte came from and whether that
+//! still may write.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -9,26 +10,26 @@ use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 use crate::dice::Dice;
 
-/// What is written is whole numbers of 8 bytes, each the number of its push.
+/// Bytes of a unit. Every write consists of whole units, each of which holds the number of its push.
 pub(super) const UNIT: u64 = 8;
 
-/// A mapping, for ever: numbers of the server's begin anew with it.
+/// Permanent identity of a mapping: the server's own numbers start again when it restarts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Uid(usize);
 
-/// Who is writing.
+/// Current writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Writer {
     Nobody,
     Mapping(Uid),
-    /// The server's processor, for this client.
+    /// The server's processor, on behalf of this client.
     Operation(u64),
 }
 
-/// Somebody's right to a range.
+/// A right to a range.
 #[derive(Clone, Debug)]
 pub(super) struct Right {
-    /// Number of the client; none: the server itself.
+    /// Number of the client; `None` for the server itself.
     pub(super) client: Option<u64>,
     pub(super) range: Range<u64>,
     pub(super) access: Access,
@@ -36,7 +37,7 @@ pub(super) struct Right {
 }
 
 impl Right {
-    /// Whether they cannot be had at a time.
+    /// Returns whether the two rights cannot be held at the same time.
     fn excludes(&self, other: &Right) -> bool {
         let apart = self.range.end <= other.range.start || other.range.end <= self.range.start;
         let one = self.client.is_some() && self.client == other.client;
@@ -45,7 +46,7 @@ impl Right {
     }
 }
 
-/// WRITEs that a device has taken and that are on their way, in order.
+/// WRITEs that a device has accepted and that have not reached memory yet, in order.
 #[derive(Debug, Default)]
 struct Lane(VecDeque<(u64, Vec<u8>)>);
 
@@ -54,13 +55,13 @@ struct Mapping {
     right: Right,
     memory: Arc<Mapped>,
     lane: Lane,
-    /// It is past its revocation point, because of this.
+    /// Reason why it is past its revocation point.
     over: Option<String>,
 }
 
 #[derive(Debug)]
 struct Push {
-    /// None: an ordinary write.
+    /// `None` for an ordinary write.
     through: Option<Uid>,
     range: Range<u64>,
     landed: u64,
@@ -74,11 +75,11 @@ struct State {
     /// By number of client and of mapping, in this life of the server.
     numbers: BTreeMap<(u64, u64), Uid>,
     pushes: Vec<Push>,
-    /// Clients of whose connections nothing may land any more, because a later one is welcome.
+    /// Clients for which a later connection is welcome, so that nothing of theirs may land any more.
     succeeded: Vec<u64>,
-    /// What the server itself does.
+    /// Rights that the server itself holds.
     own: Vec<(u64, Right)>,
-    /// What an operation writes that is said to be done and is not.
+    /// Writes of an operation that is reported done although it is not.
     held_back: Option<Vec<(u64, Vec<u8>)>>,
     violation: Option<String>,
     drained: u64,
@@ -108,19 +109,19 @@ impl Ground {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was found wrong first.
+    /// Returns the first violation.
     pub(super) fn violation(&self) -> Option<String> {
         self.lock().violation.take()
     }
 
-    /// Writes that landed when their mapping ended, no sooner.
+    /// Returns the number of writes that landed only when their mapping ended.
     pub(super) fn drained(&self) -> u64 {
         self.lock().drained
     }
 
-    // What goes on at the server.
+    // Events at the server.
 
-    /// A mapping is made: whatever excludes it must be over.
+    /// Records that a mapping is made: whatever excludes it must be over.
     pub(super) fn begin(&self, number: (u64, u64), right: Right, memory: Arc<Mapped>) -> Uid {
         let mut state = self.lock();
         let uid = Uid(state.mappings.len());
@@ -139,7 +140,7 @@ impl Ground {
         uid
     }
 
-    /// The server begins something itself.
+    /// Records that the server itself begins an operation.
     pub(super) fn begin_own(&self, number: u64, right: Right) {
         let mut state = self.lock();
         state.end_excluded(&right, "the server itself went on");
@@ -150,7 +151,7 @@ impl Ground {
         self.lock().own.retain(|(own, _)| *own != number);
     }
 
-    /// A mapping is over: somebody was told so.
+    /// Records that a mapping is over: somebody was notified of that.
     pub(super) fn over(&self, client: u64, mapping: u64, why: &str) {
         let mut state = self.lock();
         if let Some(uid) = state.numbers.get(&(client, mapping)).copied() {
@@ -158,7 +159,7 @@ impl Ground {
         }
     }
 
-    /// All mappings of a client are over.
+    /// Records that all mappings of a client are over.
     pub(super) fn client_over(&self, client: u64, why: &str) {
         let mut state = self.lock();
         let of = (client, 0)..=(client, u64::MAX);
@@ -168,13 +169,13 @@ impl Ground {
         }
     }
 
-    /// A later connection of the same client is welcome: nothing of this one may land.
+    /// Records that a later connection of the same client is welcome: nothing of this one may land.
     pub(super) fn succeeded(&self, client: u64) {
         self.client_over(client, "its client is welcome on another connection");
         self.lock().succeeded.push(client);
     }
 
-    /// The server has lost all that it knew; the host lives, and what was on its way has arrived.
+    /// Records that the server has lost its state; the host lives, and what was on its way has arrived.
     pub(super) fn restarted(&self) {
         let count = self.lock().mappings.len();
         for at in 0..count {
@@ -187,7 +188,7 @@ impl Ground {
         state.own.clear();
     }
 
-    /// Everything of a mapping that is on its way lands.
+    /// Lets everything of a mapping that is on its way land. Returns the number of writes.
     pub(super) fn drain(&self, uid: Uid) -> u64 {
         let mut landed = 0;
         while self.land(uid) {
@@ -196,13 +197,13 @@ impl Ground {
         landed
     }
 
-    /// What was on its way when a mapping ended lands.
+    /// Lets everything land that was on its way when a mapping ended, and counts it.
     pub(super) fn drain_last(&self, uid: Uid) {
         let landed = self.drain(uid);
         self.lock().drained += landed;
     }
 
-    /// Everything that came before a message of that client lands.
+    /// Lets everything land that came before a message of that client.
     pub(super) fn drain_client(&self, client: u64) {
         let state = self.lock();
         let of = (client, 0)..=(client, u64::MAX);
@@ -220,7 +221,7 @@ impl Ground {
         }
     }
 
-    /// Lets something that is on its way land, or not.
+    /// Lets some writes that are on their way land, or none.
     pub(super) fn stir(&self, dice: &mut Dice) {
         let state = self.lock();
         let waiting = state.mappings.iter().enumerate();
@@ -257,12 +258,12 @@ impl Ground {
         result
     }
 
-    /// Does something for a client on the server's processor.
+    /// Runs `f` for a client on the server's processor.
     pub(super) fn operate<R>(&self, client: u64, f: impl FnOnce() -> R) -> R {
         self.write_as(Writer::Operation(client), f)
     }
 
-    /// The same, but what it writes is left to [`Ground::land_late`].
+    /// Runs `f` for a client, but leaves its writes to [`Ground::land_late`].
     pub(super) fn pretend<R>(&self, client: u64, f: impl FnOnce() -> R) -> (R, Vec<(u64, Vec<u8>)>) {
         self.lock().held_back = Some(Vec::new());
         let result = self.operate(client, f);
@@ -276,13 +277,13 @@ impl Ground {
         }
     }
 
-    // What clients do.
+    // Actions of clients.
 
     pub(super) fn uid(&self, client: u64, mapping: u64) -> Option<Uid> {
         self.lock().numbers.get(&(client, mapping)).copied()
     }
 
-    /// A write is posted; its number, which it consists of.
+    /// Records a posted write. Returns its number, of which its bytes consist.
     pub(super) fn posted(&self, through: Option<Uid>, range: Range<u64>) -> u64 {
         let mut state = self.lock();
         state.pushes.push(Push {
@@ -294,7 +295,7 @@ impl Ground {
         state.pushes.len() as u64
     }
 
-    /// A write is acknowledged.
+    /// Records that a write is acknowledged.
     pub(super) fn acknowledged(&self, push: u64) {
         let mut state = self.lock();
         let known = &mut state.pushes[push as usize - 1];
@@ -307,7 +308,7 @@ impl Ground {
         }
     }
 
-    /// A FLUSH behind these pushes was answered.
+    /// Records that a FLUSH behind these pushes was answered.
     pub(super) fn flushed(&self, pushes: &[u64]) {
         let mut state = self.lock();
         for push in pushes {
@@ -317,7 +318,7 @@ impl Ground {
         }
     }
 
-    /// Nothing more happens: everything acknowledged is there.
+    /// Checks that everything acknowledged is there, once nothing more happens.
     pub(super) fn finish(&self) {
         let mut state = self.lock();
         for push in 1..=state.pushes.len() as u64 {
@@ -353,7 +354,7 @@ impl State {
         }
     }
 
-    /// A mapping is past its revocation point: what was acknowledged is there, and nothing more comes.
+    /// Records that a mapping is past its revocation point: what was acknowledged must be there, and nothing more may come.
     fn end(&mut self, uid: Uid, why: &str) {
         let over = &mut self.mappings[uid.0].over;
         if over.is_some() {
@@ -408,7 +409,7 @@ impl State {
         }
     }
 
-    /// An ordinary read or write goes on: what excludes it is over.
+    /// Records that an ordinary read or write goes on: what excludes it is over.
     fn operates(&mut self, client: u64, range: Range<u64>, access: Access) {
         if access == Access::WRITE && self.succeeded.contains(&client) {
             let what = format!(
@@ -478,7 +479,7 @@ impl Memory for Ground {
     }
 }
 
-/// What a mapping's region is registered over: the region, behind the device's buffers.
+/// Memory that a mapping's region is registered over: the region, behind the device's buffers.
 #[derive(Debug)]
 pub(super) struct Door {
     pub(super) ground: Arc<Ground>,

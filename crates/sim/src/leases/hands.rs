@@ -1,4 +1,4 @@
-//! What carries out the service's decisions: the engine of the server, jobs that take time, and the judge who watches.
+//! Driver that carries out the service's decisions: the engine of the server, jobs that take time, and the judge that watches.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -19,51 +19,51 @@ use crate::world::World;
 pub(super) const SERVER: usize = 0;
 pub(super) const CLIENT: usize = 1;
 
-/// Messages that either side has room for, on a connection.
+/// Messages that each side has room for, per connection.
 pub(super) const SLOTS: usize = 16;
-/// Bytes of each.
+/// Bytes of each slot.
 pub(super) const SLOT_BYTES: u64 = 1024;
 /// Address by which each side names its slots.
 const OWN_IOVA: u64 = 1 << 40;
 
-/// Work requests: receives have their slot's number.
+/// Bits of the work request ids; the id of a receive also has its slot's number.
 pub(super) const RECV: u64 = 1 << 63;
 const ANSWER: u64 = 1 << 62;
 const NOTICE: u64 = 1 << 61;
 
-/// A failed connection stays so long, so that its peer hears why.
+/// Time for which a failed connection stays, so that its peer learns the reason.
 const LINGER_NS: u64 = 200_000_000;
-/// Longest that a job takes.
+/// Maximum time that a job takes.
 const JOB_NS_MAX: u64 = 4_000_000;
 
-/// Longest that the server's thread takes to look, and that it has a region for itself.
+/// Maximum time until the server's thread looks, and for which the server has a region to itself.
 pub(super) const WAKE_NS_MAX: u64 = 1_000_000;
 pub(super) const OWN_NS_MAX: u64 = 4_000_000;
-/// What a turn takes beside the break: a job, an operation of the server's own, the thread.
+/// Time that a turn takes besides the break: a job, an operation of the server's own, the thread.
 const SLACK_NS: u64 = JOB_NS_MAX + OWN_NS_MAX + 2 * WAKE_NS_MAX;
 
-/// What comes up later, by `World::call_back`.
+/// Event scheduled with `World::call_back`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tag {
-    /// The server's thread looks at what has come.
+    /// The server's thread handles what has arrived.
     Wake,
-    /// The service wants to be called.
+    /// The time has come at which the service asked to be called.
     Timeout,
     /// A job is done.
     Job(u64),
-    /// What an InvalidatedLate server owes.
+    /// An InvalidatedLate server performs a pending deregistration.
     Owed(u64),
-    /// A connection of the server's that failed goes.
+    /// The server destroys a connection that failed.
     Bury(u64),
-    /// A client does something.
+    /// A client performs an action.
     Act(u64),
-    /// A client looks at what has come.
+    /// A client handles what has arrived.
     Hear(u64),
-    /// A client goes on that had stopped.
+    /// A client that had stopped goes on.
     GoOn(u64),
     /// The links or the server do something.
     Fault,
-    /// An operation of the server's own is over.
+    /// An operation of the server's own ends.
     OwnEnds(u64),
 }
 
@@ -111,7 +111,7 @@ pub(super) struct End {
 }
 
 impl End {
-    /// The message that came into a slot.
+    /// Returns the message in a slot.
     pub(super) fn message(&self, slot: usize, bytes: usize) -> Vec<u8> {
         let at = slot * SLOT_BYTES as usize;
         self.memory
@@ -133,13 +133,13 @@ type Late = (u64, Vec<(u64, Vec<u8>)>);
 #[derive(Clone, Debug)]
 struct Asked {
     since_ns: u64,
-    /// When it may have been answered at the latest.
+    /// Latest time at which it may be answered.
     until_ns: u64,
-    /// Which mapping it ends.
+    /// Mapping that it ends.
     ends: Option<u64>,
 }
 
-/// Both engines, the network, and the server's side but its decisions.
+/// Both engines, the network, and the server's side except for its decisions.
 #[derive(Debug)]
 pub(super) struct Hands {
     pub(super) world: World,
@@ -154,21 +154,21 @@ pub(super) struct Hands {
     defect: Option<Defect>,
     links: BTreeMap<u64, Link>,
     by_qpn: BTreeMap<Qpn, u64>,
-    /// A QPN is not used twice: old packets would fit.
+    /// QPNs that were used. None is used twice, because old packets would fit.
     used: [BTreeSet<Qpn>; 2],
     jobs: BTreeMap<u64, Job>,
-    /// What jobs write that were reported too early.
+    /// Writes of jobs that were reported too early.
     late: BTreeMap<u64, Late>,
-    /// When the last job ends: they are done in order.
+    /// Time at which the last job ends: jobs run in order.
     busy_until_ns: u64,
     owed: BTreeMap<u64, (LKey, Uid)>,
     buried: BTreeMap<u64, End>,
     next: u64,
-    /// By client and slot.
+    /// Requests without an answer, by client and slot.
     asked: BTreeMap<(u64, usize), Asked>,
-    /// What clients call themselves.
+    /// Names that clients give themselves.
     names: BTreeMap<u64, [u8; 16]>,
-    /// Operations of the server's own that wait or run.
+    /// Number of operations of the server's own that wait or run.
     pub(super) own: usize,
     break_ns: u64,
     pub(super) violation: Option<String>,
@@ -262,7 +262,7 @@ impl Hands {
         }
     }
 
-    /// Makes a slot ready. False: the queue pair takes nothing any more.
+    /// Posts the receive of a slot. Returns false when the queue pair accepts no receives any more.
     pub(super) fn post_recv(&mut self, host: usize, end: (Qpn, LKey), slot: usize) -> bool {
         let at = OWN_IOVA + slot as u64 * SLOT_BYTES;
         let request = RecvRequest {
@@ -299,7 +299,7 @@ impl Hands {
         self.world.post_send(host, qpn, request).is_ok()
     }
 
-    /// A queue pair and what belongs to it go.
+    /// Destroys a queue pair and what belongs to it.
     pub(super) fn destroy(&mut self, host: usize, end: &End) {
         self.world.with(host, |rnic, _| {
             rnic.destroy_qp(end.qpn);
@@ -307,7 +307,7 @@ impl Hands {
         });
     }
 
-    /// A client has connected.
+    /// Records that a client has connected.
     pub(super) fn connected(&mut self, client: u64, end: End) {
         for slot in 0..SLOTS {
             self.ready(SERVER, &end, slot);
@@ -326,7 +326,7 @@ impl Hands {
         self.links.get(&client).map(|link| link.end.qpn)
     }
 
-    /// The server's process ends and begins anew.
+    /// Ends the server's process and begins another.
     pub(super) fn restart(&mut self) {
         self.counts.strangers += self.world.hosts[SERVER].rnic.counters().no_qp;
         self.world.restart(SERVER);
@@ -344,7 +344,7 @@ impl Hands {
         self.own = 0;
     }
 
-    /// What a completion at the server is.
+    /// Returns the client and the meaning of a completion at the server.
     pub(super) fn what(&self, wc: &WorkCompletion) -> Option<(u64, Came)> {
         let client = *self.by_qpn.get(&wc.qpn)?;
         let slot = (wc.wr_id & 0xffff) as usize;
@@ -358,9 +358,9 @@ impl Hands {
         ))
     }
 
-    /// A message for the service: what the judge has to know of it.
+    /// Takes a message for the service, and tells the judge what it has to know about it.
     pub(super) fn take(&mut self, client: u64, slot: usize, bytes: usize) -> Option<Vec<u8>> {
-        // A completion comes behind the writes before it.
+        // A completion arrives behind the writes before it.
         self.ground.drain_client(client);
         let message = self.links.get(&client)?.end.message(slot, bytes);
         if let Ok((_, parsed)) = Message::parse(&message) {
@@ -385,13 +385,13 @@ impl Hands {
         Some(message)
     }
 
-    /// Until when one that asks now has what it asks for.
+    /// Returns the time by which a request made now has what it asks for.
     pub(super) fn longest_wait(&self) -> u64 {
         let ahead = self.asked.len() + self.jobs.len() + self.own;
         self.world.now.0 + (ahead as u64 + 1) * (self.break_ns + SLACK_NS)
     }
 
-    /// Whoever waited for too long.
+    /// Reports a violation if a request has waited for too long.
     pub(super) fn check_waits(&mut self) {
         let now = self.world.now.0;
         let late = self.asked.iter().find(|(_, asked)| asked.until_ns < now);
@@ -403,12 +403,12 @@ impl Hands {
         }
     }
 
-    /// Whether all requests are answered.
+    /// Returns whether all requests are answered.
     pub(super) fn is_quiet(&self) -> bool {
         self.asked.is_empty() && self.jobs.is_empty()
     }
 
-    /// A job's time is over.
+    /// Runs a job whose time is over.
     pub(super) fn job(&mut self, number: u64) -> Option<Finished> {
         if let Some((client, writes)) = self.late.remove(&number) {
             self.ground.land_late(client, &writes);
@@ -418,7 +418,7 @@ impl Hands {
         Some(self.ground.operate(client, || job.run()))
     }
 
-    /// What should have been done before.
+    /// Performs a deregistration that should have been done before.
     pub(super) fn owed(&mut self, number: u64) {
         if let Some((lkey, uid)) = self.owed.remove(&number) {
             let _ = self.world.with(SERVER, |rnic, _| rnic.dereg_mr(lkey));
@@ -437,7 +437,7 @@ impl Hands {
         self.next
     }
 
-    /// What a message says to whom it is sent, for the judge.
+    /// Tells the judge what a message says to its recipient.
     fn told(&mut self, client: u64, slot: Slot, message: &Message) {
         if let Slot::Answer(slot) = slot
             && let Some(asked) = self.asked.remove(&(client, slot))
@@ -476,7 +476,7 @@ impl Hands {
         }
     }
 
-    /// Whether another connection of the same client has shown the key.
+    /// Returns whether another connection of the same client has shown the key.
     fn has_successor(&self, client: u64) -> bool {
         let name = self.names.get(&client);
         self.names
@@ -496,10 +496,10 @@ impl Hands {
     }
 }
 
-/// What a completion at the server says.
+/// Meaning of a completion at the server.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Came {
-    /// A message of so many bytes in a slot.
+    /// A message: its slot and its length in bytes.
     Message(usize, usize),
     /// The answer to a slot's message has left.
     Sent(usize),
@@ -589,7 +589,7 @@ impl Driver for Hands {
 
     fn receive(&mut self, client: u64, slot: usize) -> bool {
         let end = self.links.get(&client).map(|link| (link.end.qpn, link.end.lkey));
-        // What a defect made up came into no slot.
+        // A message that a defect made up came into no slot.
         slot >= SLOTS || end.is_some_and(|end| self.post_recv(SERVER, end, slot))
     }
 
@@ -622,7 +622,7 @@ impl Driver for Hands {
             return Some(self.ground.operate(client, || job.run()));
         }
         let number = self.number();
-        // They are done in order.
+        // Jobs are done in order.
         let takes = self.dice.log_uniform(JOB_NS_MAX);
         let ends = self.busy_until_ns.max(self.world.now.0) + takes;
         self.busy_until_ns = ends;

@@ -1,16 +1,17 @@
 //! Leases over a wire: clients that push, break, connect again, stop and die, a server that restarts, and links that lose,
 //! duplicate, reorder and break.
 //!
-//! The engines of both sides and the push service's own state machines ([`rdmux_push::server::Service`]) run; what stands
-//! here instead of a machine is the network, the way from the device to the memory, on which what was accepted may wait, and
-//! the clients. A judge sits at the memory: it knows from outside who was told what, and looks at each byte that lands.
+//! The engines of both sides and the push service's own state machines ([`rdmux_push::server::Service`]) run. The simulation
+//! replaces the machine: the network, the path from the device to the memory, on which accepted bytes may wait, and the
+//! clients. A judge sits at the memory: it knows from outside which party was notified of what, and checks each byte that
+//! lands.
 //!
-//! What must hold:
+//! Invariants:
 //!
-//! - no byte lands through a mapping after its revocation point: from when the operation that it stood in the way of goes
-//!   on, or its end was acknowledged, or its client was welcome on another connection, or the server had ended;
-//! - what was acknowledged before that is there, once;
-//! - whoever waits goes on within the break timeout, for each that asked before.
+//! - no byte lands through a mapping after its revocation point: after the operation that it blocked went on, its end was
+//!   acknowledged, its client was welcome on another connection, or the server ended;
+//! - what was acknowledged before that point is there, once;
+//! - a request waits at most the break timeout for each request made before it.
 
 mod client;
 mod ground;
@@ -22,22 +23,22 @@ use std::str::FromStr;
 
 use crate::dice::Dice;
 
-/// A deliberate defect of what carries out the service's decisions, which runs must show.
+/// A deliberate defect in carrying out the service's decisions, which runs must reveal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Defect {
     /// The operation goes on before what the device had accepted has landed.
     NotDrained,
-    /// The keys of a mapping are made invalid a moment after the operation went on.
+    /// The keys of a mapping become invalid a moment after the operation went on.
     InvalidatedLate,
     /// The keys of a mapping stay valid.
     NeverInvalidated,
-    /// A break is taken for acknowledged when it was sent, and the keys for given up.
+    /// A break is taken for acknowledged, and the keys for given up, as soon as it is sent.
     AcknowledgementAssumed,
-    /// A connection that has a successor, and its mappings, live on.
+    /// A connection that has a successor lives on, with its mappings.
     OldConnectionLives,
     /// An ordinary write is reported done before it is.
     WriteReportedEarly,
-    /// Nobody looks whether the time of a break is up.
+    /// Nobody checks whether the time of a break is up.
     TimeNeverUp,
 }
 
@@ -79,14 +80,14 @@ impl FromStr for Defect {
     }
 }
 
-/// What a run is made of; what is not said here is drawn from the seed.
+/// Settings of a run; everything else is drawn from the seed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
     /// Seed of everything.
     pub seed: u64,
     /// A defect.
     pub defect: Option<Defect>,
-    /// Things that each client does.
+    /// Number of actions of each client.
     pub acts: u32,
     /// Packets lost, in percent.
     pub loss_percent: f64,
@@ -97,7 +98,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// A run whose faults are drawn from the seed.
+    /// Returns settings with faults drawn from the seed.
     pub fn drawn(seed: u64) -> Settings {
         let mut dice = Dice::new(seed, 12);
         let mut up_to = |max: f64| match dice.below(3) {
@@ -115,7 +116,7 @@ impl Settings {
         }
     }
 
-    /// The command that does the run again.
+    /// Returns the command that repeats the run.
     pub fn replay(&self) -> String {
         let mut command = format!("rdmux sim --leases --seed {}", self.seed);
         if let Some(defect) = self.defect {
@@ -127,19 +128,19 @@ impl Settings {
 
 macro_rules! counts {
     ($($(#[doc = $doc:literal])+ $name:ident: $shown:literal,)+) => {
-        /// What happened.
+        /// Counts of what happened.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counts {
             $($(#[doc = $doc])+ pub $name: u64,)+
         }
 
         impl Counts {
-            /// By name.
+            /// Returns the counts by name.
             pub fn list(&self) -> Vec<(&'static str, u64)> {
                 vec![$(($shown, self.$name)),+]
             }
 
-            /// Adds those of another run.
+            /// Adds the counts of another run.
             pub fn add(&mut self, other: &Counts) {
                 $(self.$name += other.$name;)+
             }
@@ -150,7 +151,7 @@ macro_rules! counts {
 counts! {
     /// Clients that were welcome.
     welcomes: "welcomes",
-    /// Of these, such as had been connected before.
+    /// Of these, clients that had been connected before.
     reconnects: "reconnects",
     /// Mappings made.
     mappings: "mappings",
@@ -164,13 +165,13 @@ counts! {
     ordinary: "ordinary operations",
     /// Operations of the server's own that went on.
     local: "local operations",
-    /// Requests that had to wait for somebody.
+    /// Requests that had to wait for another party.
     waited: "requests that waited",
-    /// Breaks that holders were told of.
+    /// Breaks that holders were notified of.
     breaks: "breaks",
     /// Mappings released.
     released: "released",
-    /// Mappings taken away when their time was up.
+    /// Mappings revoked when their time was up.
     revoked: "revoked",
     /// Writes that were on their way when their mapping ended, and landed then.
     drained: "drained at the end",
@@ -200,14 +201,14 @@ counts! {
     steps: "steps",
 }
 
-/// What came of a run. For the same settings it is the same.
+/// Result of a run. The same settings give the same result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// What was asked for.
+    /// Settings of the run.
     pub settings: Settings,
-    /// What was found wrong first.
+    /// First violation found.
     pub violation: Option<String>,
-    /// What happened.
+    /// Counts of what happened.
     pub counts: Counts,
 }
 
@@ -233,7 +234,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Runs clients against a service that takes leases back.
+/// Runs clients against a service that revokes leases.
 pub fn run(settings: &Settings) -> Report {
     run::Run::new(settings).run()
 }

@@ -1,4 +1,4 @@
-//! A run: what happens when, and what is looked at after each step.
+//! A run: the schedule of events, and the checks after each step.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
@@ -15,12 +15,12 @@ use super::{Defect, Report, Settings};
 use crate::dice::Dice;
 use crate::world::{Faults, Shape, Step, World};
 
-/// Bytes of the region: few, so that clients want the same.
+/// Bytes of the region: few, so that clients compete for them.
 pub(super) const REGION_BYTES: u64 = 2048;
-/// Steps without an end are a violation.
+/// Maximum number of steps; a run that takes more is a violation.
 const STEPS_MAX: u64 = 2_000_000;
 const MAPPINGS_MAX: u32 = 64;
-/// Messages of a client that may be unanswered.
+/// Messages of a client that may be without an answer.
 const MESSAGES_MAX: u16 = 14;
 /// Shortest and longest break timeouts.
 const BREAK_NS: [u64; 4] = [2_000_000, 20_000_000, 200_000_000, 2_000_000_000];
@@ -42,19 +42,19 @@ pub(super) struct Run<'a> {
     pub(super) name: Name,
     pub(super) break_ns: u64,
     pub(super) clients: Vec<Client>,
-    /// Whose queue pairs those at the clients' host are.
+    /// Client of each queue pair at the clients' host.
     pub(super) by_qpn: BTreeMap<Qpn, usize>,
     pub(super) connections: u64,
-    /// By number: the pushes before a FLUSH.
+    /// By number of a FLUSH: the pushes before it.
     pub(super) flushes: BTreeMap<u64, Vec<u64>>,
     pub(super) flushes_so_far: u64,
     /// Completions that the server's thread has not looked at.
     inbox: Vec<rdmux_rnic::WorkCompletion>,
     timeout_planned: Option<Duration>,
-    /// In one of so many steps something lands that is on its way.
+    /// In one of so many steps, something that is on its way lands.
     stirs: u64,
     own: Vec<Own>,
-    /// Servers so far: what was planned for one is not for the next.
+    /// Number of servers so far: an event scheduled for one is not for the next.
     life: u64,
 }
 
@@ -80,7 +80,7 @@ impl Run<'_> {
         let world = World::new(settings.seed, shape, faults, window_bytes);
         let ground = Arc::new(Ground::new(REGION_BYTES));
         let name = Name::new("r").expect("a name");
-        // Where it is waits for a medium, ordinary operations take time.
+        // With a domain that waits for a medium, ordinary operations take time.
         let domain = dice.pick(&[Domain::File, Domain::File, Domain::WholeSystem]);
         let region = Region::new(name.clone(), ground.clone(), domain, false);
         let break_ns = dice.pick(&BREAK_NS);
@@ -196,7 +196,7 @@ impl Run<'_> {
         Ok(step != Step::Rest)
     }
 
-    /// Looks for what must not be.
+    /// Looks for violations.
     fn look(&mut self) -> Result<(), String> {
         if let Some(what) = self.ground.violation() {
             return Err(what);
@@ -253,7 +253,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The server's thread takes what has come.
+    /// Lets the server's thread handle what has arrived.
     fn wake(&mut self) {
         let now = self.now();
         for wc in std::mem::take(&mut self.inbox) {
@@ -278,7 +278,7 @@ impl Run<'_> {
         }
     }
 
-    /// What follows each call of the service.
+    /// Does what follows each call of the service.
     fn after(&mut self) {
         let now = self.now();
         while let Some((client, message)) = self.hands().made_up.pop_front() {
@@ -353,7 +353,7 @@ impl Run<'_> {
                 let n = self.dice.below(self.clients.len() as u64) as usize;
                 if let Some((qpn, number)) = self.clients[n].connected() {
                     hands.counts.cut += 1;
-                    // One way, the other, or both.
+                    // In one direction, the other, or both.
                     let ways = self.dice.between(1, 3);
                     if ways & 1 != 0 {
                         hands.world.cut_off(CLIENT, qpn, long);
@@ -368,7 +368,7 @@ impl Run<'_> {
         }
     }
 
-    /// A program that has the server wants the region.
+    /// Lets the program that runs the server ask for the region.
     fn begin_own(&mut self) {
         let (tx, granted) = mpsc::channel();
         let access = self.dice.pick(&[Access::READ, Access::WRITE]);
@@ -387,13 +387,13 @@ impl Run<'_> {
             .handle_local(now, &self.name.clone(), access, share, tx);
     }
 
-    /// The server's process ends, and another begins.
+    /// Ends the server's process and begins another.
     fn restart(&mut self) {
         self.inbox.clear();
         self.own.clear();
         self.life += 1;
         self.timeout_planned = None;
-        // The memory of the new one is the same; its leases are none.
+        // The new server has the same memory and no leases.
         self.service.forget();
         let hands = self.hands();
         hands.counts.restarts += 1;

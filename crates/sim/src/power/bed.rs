@@ -1,5 +1,5 @@
-//! A client and a server with a [`Shadow`]: both on the engine, with links that lose, duplicate and reorder, and power that is
-//! cut when one likes.
+//! A client and a server with a [`Shadow`]: both run on the engine, over links that lose, duplicate and reorder packets, and
+//! the power of the server can be cut at any moment.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -25,97 +25,97 @@ const CLIENT: usize = 1;
 /// A message that asks for a software flush: operation, offset, length. Its answer: operation, and whether it was done.
 const MESSAGE_BYTES: u64 = 24;
 const ANSWER_BYTES: u64 = 16;
-/// Messages that either side has room for.
+/// Messages that each side has room for.
 const SLOTS: u64 = 8;
-/// Own memory of a client's connection.
+/// Local memory of a client's connection.
 const ROOM: u64 = 64 << 10;
 /// Longest WRITE or READ.
 pub const REQUEST_BYTES_MAX: u64 = 16 << 10;
-/// Address by which each side names own memory.
+/// Address by which each side names its own memory.
 const OWN_IOVA: u64 = 1 << 40;
-/// Longest that the server's processor takes for a message, and that a flush takes.
+/// Maximum time that the server's processor takes for a message, and that a flush takes.
 const SERVER_NS_MAX: u64 = 200_000;
 
-/// A connection and the mapping that it reaches. A revoked one, or one of before a power cut, is never used again.
+/// A connection and the mapping that it reaches. It is never used again once it is revoked or a power cut has happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Link(usize);
 
-/// What a client asks for. Offsets are those of the server's memory.
+/// Request of a client. Offsets are those of the server's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ask {
     /// RDMA WRITE.
     Write {
-        /// Where.
+        /// Offset.
         at: u64,
-        /// What.
+        /// Bytes to write.
         bytes: Vec<u8>,
     },
     /// RDMA READ.
     Read {
-        /// Where.
+        /// Offset.
         at: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
     /// ATOMIC WRITE of 8 bytes at a multiple of 8.
     AtomicWrite {
-        /// Where.
+        /// Offset.
         at: u64,
-        /// What.
+        /// Bytes to write.
         bytes: [u8; UNIT],
     },
     /// FETCH and ADD at a multiple of 8.
     FetchAdd {
-        /// Where.
+        /// Offset.
         at: u64,
-        /// What is added.
+        /// Number to add.
         add: u64,
     },
     /// FLUSH.
     Flush {
-        /// Where.
+        /// Offset.
         at: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
         /// Placement types.
         placement: Placement,
-        /// Of the whole mapping, whatever range it names.
+        /// Set to flush the whole mapping, whatever range the request names.
         whole: bool,
     },
     /// A message that the server answers after its processor wrote the range back.
     SoftwareFlush {
-        /// Where.
+        /// Offset.
         at: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
 }
 
-/// How something ended that was asked for.
+/// Outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// Done.
     Done,
-    /// The server answered that it does not do that; the connection goes on.
+    /// The server answered that it does not support this; the connection goes on.
     Refused,
-    /// It failed, and with it the connection.
+    /// The request failed, and the connection with it.
     Failed(Status),
 }
 
-/// Something that was asked for has ended.
+/// A request that has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
-    /// On which connection.
+    /// Its connection.
     pub link: Link,
     /// The operation's number.
     pub operation: u64,
-    /// How it ended.
+    /// Its outcome.
     pub ended: Ended,
-    /// READ: the bytes; FETCH and ADD: the 8 bytes before.
+    /// READ: the bytes that it returned; FETCH and ADD: the 8 bytes before.
     pub bytes: Vec<u8>,
 }
 
-/// What a [`Bed`] is made of, beside what it draws from the seed.
+/// Settings of a [`Bed`], besides what it draws from the seed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BedSettings {
     /// Seed of everything that is drawn.
@@ -132,14 +132,14 @@ pub struct BedSettings {
     pub reorder_percent: f64,
 }
 
-/// What a client has of an operation under way.
+/// State of an operation in flight, at the client.
 #[derive(Debug)]
 struct Operated {
     link: usize,
-    /// Own memory that it uses.
+    /// Local memory that it uses.
     piece: Option<(u64, u64)>,
     takes_bytes: bool,
-    /// Its answer is a message; until that it has ended only if it failed.
+    /// Set when its answer is a message; before that arrives, the operation ends only if it fails.
     by_message: bool,
 }
 
@@ -162,12 +162,12 @@ struct Connection {
     mapping: Option<Mapping>,
     rkey: RKey,
     iova: u64,
-    /// Of before a power cut.
+    /// Set for a connection of before a power cut.
     gone: bool,
     answers: u64,
 }
 
-/// What a mapping is made of, at the server.
+/// Object that a mapping is made of, at the server.
 #[derive(Clone, Copy, Debug)]
 enum Mapping {
     Region(LKey),
@@ -175,7 +175,7 @@ enum Mapping {
     Window(RKey),
 }
 
-/// What the server will do on behalf of a message.
+/// Work that the server does on behalf of a message.
 #[derive(Debug)]
 struct Job {
     link: usize,
@@ -190,7 +190,7 @@ pub struct Bed {
     dice: Dice,
     connections: Vec<Connection>,
     by_qpn: [BTreeMap<u32, usize>; 2],
-    /// A QPN of before a power cut rests: old packets would fit.
+    /// QPNs that were used. A QPN of before a power cut is not used again, because old packets would fit.
     used: [BTreeSet<u32>; 2],
     cqs: [Cqn; 2],
     operations: BTreeMap<u64, Operated>,
@@ -199,7 +199,7 @@ pub struct Bed {
     done: VecDeque<Done>,
     mtu: u32,
     window_bytes: u32,
-    /// One in so many steps the shadow stirs; 0: never.
+    /// The shadow stirs in one of so many steps; 0: never.
     stirs: u64,
     domain: Domain,
 }
@@ -214,7 +214,7 @@ impl std::fmt::Debug for Bed {
 }
 
 impl Bed {
-    /// A server whose memory holds these bytes, filled up to a whole line with zeros.
+    /// Creates a server whose memory holds these bytes, padded with zeros to a whole line.
     pub fn new(settings: &BedSettings, bytes: Vec<u8>) -> Bed {
         let mut dice = Dice::new(settings.seed, 8);
         let shape = Shape {
@@ -260,54 +260,54 @@ impl Bed {
         }
     }
 
-    /// The server's memory.
+    /// Returns the server's memory.
     pub fn shadow(&self) -> &Shadow {
         &self.shadow
     }
 
-    /// Bytes of a packet at most, which a WRITE is placed by.
+    /// Returns the maximum number of bytes of a packet, the unit in which a WRITE is placed.
     pub fn mtu(&self) -> usize {
         self.mtu as usize
     }
 
-    /// What the links carried.
+    /// Returns the counts of the links.
     pub(super) fn carried(&self) -> Carried {
         self.world.carried
     }
 
-    /// Requests that came to the server and had been executed before.
+    /// Returns the number of requests that came to the server and had been executed before.
     pub fn duplicates(&self) -> u64 {
         self.world.hosts[SERVER].rnic.counters().duplicate_request
     }
 
-    /// Packets that came to the server for a QP that it has not: late ones of before a power cut.
+    /// Returns the number of packets that came to the server for a QP that does not exist: late ones from before a power cut.
     pub fn strangers(&self) -> u64 {
         self.world.hosts[SERVER].rnic.counters().no_qp
     }
 
-    /// The time, in nanoseconds since the beginning.
+    /// Returns the time, in nanoseconds since the beginning.
     pub fn now_ns(&self) -> u64 {
         self.world.now.0
     }
 
-    /// Steps so far.
+    /// Returns the number of steps so far.
     pub fn steps(&self) -> u64 {
         self.world.steps
     }
 
-    /// Number of the next operation.
+    /// Returns the number of the next operation.
     pub fn next_operation(&self) -> u64 {
         self.next
     }
 
-    /// A ledger of a range, from what the server's programs see there.
+    /// Returns a ledger of a range, initialised with what the server's programs see there.
     pub fn ledger(&self, range: Range<u64>) -> Ledger {
         let visible = self.shadow.visible();
         let found = &visible[range.start as usize..range.end as usize];
         Ledger::new(range, found)
     }
 
-    /// Connects, and maps a range of the server's memory: by a region or a window, as the dice will.
+    /// Connects, and maps a range of the server's memory, by a region or a window: the dice decide.
     ///
     /// # Panics
     /// When the range is outside of the memory.
@@ -422,16 +422,18 @@ impl Bed {
         (End { qpn, lkey }, pd)
     }
 
-    /// Posts a request; its number, by which it will be [`Done`]. None: there is no room now, or the connection has ended.
+    /// Posts a request. Returns its number, by which it will be [`Done`], or `None` when there is no room now or the connection
+    /// has ended.
     ///
-    /// Ranges are not checked: what reaches out of a mapping, or into one that was revoked, fails as it would.
+    /// Ranges are not checked: a request that reaches out of a mapping, or into one that was revoked, fails like any such
+    /// request.
     ///
     /// # Panics
     /// When a WRITE or READ is longer than [`REQUEST_BYTES_MAX`].
     pub fn ask(&mut self, link: Link, ask: &Ask) -> Option<u64> {
         let connection = &mut self.connections[link.0];
         let number = self.next;
-        // What lies before the mapping wraps to an address that is out of it too.
+        // An offset before the mapping wraps to an address that is out of the mapping too.
         let va = |at: u64| {
             connection
                 .iova
@@ -500,7 +502,7 @@ impl Bed {
         let piece = if inline || length == 0 {
             None
         } else {
-            // Rounded, so that every piece is aligned.
+            // Rounded up, so that every piece is aligned.
             let room = length.next_multiple_of(64);
             let at = connection.space.take(room)?;
             connection
@@ -540,10 +542,10 @@ impl Bed {
         Some(number)
     }
 
-    /// Lets the next thing happen; false: nothing is left to happen.
+    /// Lets the next event happen; returns false when no event is left.
     ///
     /// # Errors
-    /// What the engine did that it must not do.
+    /// Describes what the engine did that it must not do.
     pub fn step(&mut self) -> Result<bool, String> {
         let step = self.world.step();
         if let Step::User(job) = step {
@@ -568,41 +570,42 @@ impl Bed {
         }
     }
 
-    /// What the server sends is lost for a while.
+    /// Loses what the server sends, for a while.
     pub fn lose_answers(&mut self, for_ns: u64) {
         self.world.break_link(CLIENT, for_ns);
     }
 
-    /// All buffers of the server drain.
+    /// Drains all buffers of the server.
     pub fn drain(&mut self) {
         self.shadow.drain();
     }
 
-    /// Something that has ended.
+    /// Returns a request that has ended.
     pub fn poll(&mut self) -> Option<Done> {
         self.done.pop_front()
     }
 
-    /// Whether a connection may still be used.
+    /// Returns whether a connection may still be used.
     pub fn is_up(&self, link: Link) -> bool {
         let connection = &self.connections[link.0];
         let info = self.world.hosts[CLIENT].rnic.query_qp(connection.client.qpn);
         !connection.gone && info.is_some_and(|info| info.state == QpState::Rts)
     }
 
-    /// The state of the server's end of a connection; None: there is no such QP any more.
+    /// Returns the state of the server's end of a connection; `None` when that QP no longer exists.
     pub fn server_state(&self, link: Link) -> Option<QpState> {
         let connection = &self.connections[link.0];
         let info = self.world.hosts[SERVER].rnic.query_qp(connection.server.qpn);
         info.filter(|_| !connection.gone).map(|info| info.state)
     }
 
-    /// Whether bytes of a connection are on their way to the server's caches.
+    /// Returns whether bytes of a connection are on their way to the server's caches.
     pub fn is_draining(&self, link: Link) -> bool {
         self.connections[link.0].lane.waits()
     }
 
-    /// The server revokes a mapping: its key ends, and what it had accepted drains. From then on nothing may change through it.
+    /// Revokes a mapping at the server: its key ends, and what the server had accepted drains. From then on nothing may change
+    /// through it.
     pub fn revoke(&mut self, link: Link) {
         let connection = &mut self.connections[link.0];
         if let Some(mapping) = connection.mapping.take() {
@@ -615,14 +618,14 @@ impl Bed {
         }
     }
 
-    /// The power of the server is cut and comes back. Its memory is what survived; all connections are gone, though the client
-    /// is not told and goes on sending for a while. What was under way never becomes [`Done`].
+    /// Cuts the power of the server and restores it. Its memory is what survived. All connections are gone, though the client
+    /// is not notified and goes on sending for a while. Operations in flight never become [`Done`].
     pub fn cut(&mut self) {
         self.shadow.cut(&mut self.dice);
         self.restart();
     }
 
-    /// The server's process is killed and started again: as [`Bed::cut`], but memory that outlives a process is untouched.
+    /// Kills the server's process and starts it again: like [`Bed::cut`], but memory that outlives a process is untouched.
     pub fn kill(&mut self) {
         self.shadow.kill();
         self.restart();
@@ -654,7 +657,7 @@ impl Bed {
         }
     }
 
-    /// The server's processor: looks at a message, writes its range back, answers.
+    /// Acts as the server's processor: looks at a message, writes its range back, answers.
     fn do_job(&mut self, job: u64) {
         let Some(Job { link, slot }) = self.jobs.remove(&job) else {
             return;
@@ -700,7 +703,7 @@ impl Bed {
             return if failed { Ok(()) } else { self.answered(link, slot) };
         }
         let Some(operated) = self.operations.get(&wc.wr_id) else {
-            // The message of a software flush that was answered first.
+            // This is the message of a software flush that was answered first.
             return Ok(());
         };
         if operated.by_message && !failed {
@@ -732,7 +735,7 @@ impl Bed {
         Ok(())
     }
 
-    /// A connection ended: no message on it is answered any more.
+    /// Ends the operations of a connection that ended which wait for a message: the server answers none of them any more.
     fn end_messages(&mut self, link: usize) {
         let done = &mut self.done;
         self.operations.retain(|operation, one| {
@@ -749,7 +752,7 @@ impl Bed {
         });
     }
 
-    /// A software flush was answered.
+    /// Handles the answer to a software flush.
     fn answered(&mut self, link: usize, slot: u64) -> Result<(), String> {
         let connection = &self.connections[link];
         let at = (slot * ANSWER_BYTES) as usize;
@@ -774,10 +777,10 @@ impl Bed {
     }
 }
 
-/// Numbers of receives have this bit.
+/// Bit set in the numbers of receives.
 const RECV: u64 = 1 << 63;
 
-/// The slot of a receive.
+/// Returns the slot of a receive.
 fn slot_of(wc: &WorkCompletion) -> Option<u64> {
     (wc.wr_id & RECV != 0).then_some(wc.wr_id & !RECV)
 }

@@ -1,19 +1,19 @@
-//! Who decides what a power cut leaves: dice, or a walk over all that is possible.
+//! Choice of what a power cut leaves: by dice, or by a walk over everything that is possible.
 
 use crate::dice::Dice;
 
-/// Decides.
+/// Source of choices.
 pub(super) trait Choose {
-    /// One of `0..n`; `n` is at least 1. Zero is the choice that keeps least.
+    /// Returns one of `0..n`; `n` is at least 1. Zero is the choice that keeps least.
     fn choose(&mut self, n: u64) -> u64;
 
-    /// Whether lines may be torn.
+    /// Returns whether lines may be torn.
     fn tears(&self) -> bool {
         true
     }
 }
 
-/// By chance. Half of the cuts leave no more than they must: those show most.
+/// Choice by chance. Half of the cuts leave no more than they must: those reveal most.
 #[derive(Debug)]
 pub(super) struct Chance<'a> {
     dice: &'a mut Dice,
@@ -33,10 +33,10 @@ impl Choose for Chance<'_> {
     }
 }
 
-/// Each possibility once: a walk over the tree of all choices.
+/// Choice of each possibility once: a walk over the tree of all choices.
 #[derive(Debug)]
 pub(super) struct Walk {
-    /// What was chosen of how many, from the root to a leaf.
+    /// Choices made and numbers of options, from the root to a leaf.
     path: Vec<(u64, u64)>,
     at: usize,
     tears: bool,
@@ -51,7 +51,7 @@ impl Walk {
         }
     }
 
-    /// Goes on to the next leaf; false: all were seen.
+    /// Goes on to the next leaf; returns false when all were visited.
     pub(super) fn advance(&mut self) -> bool {
         self.at = 0;
         while let Some((chosen, of)) = self.path.pop() {

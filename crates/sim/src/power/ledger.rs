@@ -1,4 +1,5 @@
-//! What a client knows of its mapping: every value that each unit of 8 bytes may have, and the oldest that a cut may leave.
+//! Knowledge of a client about its mapping: every value that each unit of 8 bytes may have, and the oldest that a cut may
+//! leave.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,15 +10,15 @@ use super::shadow::UNIT;
 #[derive(Clone, Copy, Debug)]
 struct Value {
     bytes: [u8; UNIT],
-    /// Bytes that the operation wrote.
+    /// Mask of the bytes that the operation wrote.
     mask: u8,
-    /// The operation that wrote it; 0: it was found.
+    /// Operation that wrote it; 0 when it was found in memory.
     by: u64,
-    /// It was an ATOMIC WRITE: everything flushed before it is durable once it stands.
+    /// Set for an ATOMIC WRITE: everything flushed before it is durable once its value is there.
     publishes: bool,
 }
 
-/// A unit's values in the order of the operations that wrote them. Older ones than the first are gone for good.
+/// A unit's values in the order of the operations that wrote them. Values older than the first are gone for good.
 #[derive(Clone, Debug)]
 struct Unit(VecDeque<Value>);
 
@@ -26,11 +27,11 @@ struct Unit(VecDeque<Value>);
 struct Flush {
     by: u64,
     range: Range<u64>,
-    /// ATOMIC WRITEs wait for it.
+    /// Set when ATOMIC WRITEs wait for it.
     orders: bool,
 }
 
-/// What a client posted and was told about one mapping. Operations are numbered upwards.
+/// Operations that a client posted to one mapping, and the answers that it received. Operations are numbered upwards.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     range: Range<u64>,
@@ -39,7 +40,8 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// A mapping of this range of the server's memory, which holds `found`. The range begins and ends at a unit.
+    /// Creates the ledger of a mapping of this range of the server's memory, which holds `found`. The range begins and ends at
+    /// a unit.
     ///
     /// # Panics
     /// When `found` is not as long as the range.
@@ -54,12 +56,12 @@ impl Ledger {
         ledger
     }
 
-    /// The range that it is about.
+    /// Returns the range of the mapping.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }
 
-    /// Takes what stands there now as all that there is.
+    /// Takes the values that are there now as the only ones.
     fn find(&mut self, found: &[u8]) {
         self.flushes.clear();
         let value = |bytes: &[u8]| Value {
@@ -74,7 +76,7 @@ impl Ledger {
         self.units = units.collect();
     }
 
-    /// The units that a range touches: number, the bytes of it that are touched.
+    /// Returns the units that a range touches: the number of each, and the bytes of it that are touched.
     fn touched(&self, range: &Range<u64>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         let (from, to) = (
             (range.start - self.range.start) as usize,
@@ -103,19 +105,19 @@ impl Ledger {
         }
     }
 
-    /// A WRITE was posted, which travels in packets of `mtu` bytes. Each places its bytes apart.
+    /// Records a posted WRITE, which travels in packets of `mtu` bytes. The bytes of each packet are placed separately.
     pub fn posted_write(&mut self, by: u64, at: u64, bytes: &[u8], mtu: usize) {
         for (n, packet) in bytes.chunks(mtu).enumerate() {
             self.write(by, at + (n * mtu) as u64, packet, false);
         }
     }
 
-    /// An ATOMIC WRITE was posted, behind the flushes of the same QP.
+    /// Records a posted ATOMIC WRITE, behind the flushes of the same QP.
     pub fn posted_atomic_write(&mut self, by: u64, at: u64, bytes: [u8; UNIT]) {
         self.write(by, at, &bytes, true);
     }
 
-    /// A fetch-and-add was posted; what it will find.
+    /// Records a posted fetch-and-add. Returns the value that it will find.
     pub fn posted_fetch_add(&mut self, by: u64, at: u64, add: u64) -> u64 {
         let last = self.units[((at - self.range.start) as usize) / UNIT].0.back();
         let before = u64::from_ne_bytes(last.expect("a unit has a value").bytes);
@@ -123,13 +125,13 @@ impl Ledger {
         before
     }
 
-    /// Something was posted whose answer says that what was posted before it is durable. `orders`: it is a FLUSH, which an
-    /// ATOMIC WRITE behind it waits for. IBTA Vol 1, A19.
+    /// Records a posted operation whose answer says that what was posted before it is durable. `orders`: the operation is a
+    /// FLUSH, for which an ATOMIC WRITE behind it waits. IBTA Vol 1, A19.
     pub fn posted_flush(&mut self, by: u64, range: Range<u64>, orders: bool) {
         self.flushes.push(Flush { by, range, orders });
     }
 
-    /// Its answer came: what it covers is durable.
+    /// Records the answer to such an operation: what it covers is durable.
     pub fn flushed(&mut self, by: u64) {
         if let Some(at) = self.flushes.iter().position(|flush| flush.by == by) {
             let flush = self.flushes.remove(at);
@@ -137,7 +139,7 @@ impl Ledger {
         }
     }
 
-    /// What was posted before operation `before` and lies in the range is durable.
+    /// Records that everything posted before operation `before` is durable, as far as it lies in the range.
     pub fn durable(&mut self, before: u64, range: &Range<u64>) {
         for (n, touched) in self.touched(range) {
             let unit = &mut self.units[n].0;
@@ -148,16 +150,16 @@ impl Ledger {
         }
     }
 
-    /// Whether these bytes are what may be read by a READ that was posted as operation `by`.
+    /// Checks whether a READ that was posted as operation `by` may return these bytes.
     ///
     /// # Errors
-    /// What differs.
+    /// Describes the difference.
     pub fn check_read(&self, by: u64, at: u64, bytes: &[u8]) -> Result<(), String> {
         for (n, touched) in self.touched(&(at..at + bytes.len() as u64)) {
             let unit = &self.units[n].0;
             let from = (self.range.start + (n * UNIT + touched.start) as u64 - at) as usize;
             let read = &bytes[from..from + touched.len()];
-            // Of a unit that something later made durable the older values are forgotten.
+            // The older values of a unit are forgotten once something later has made it durable.
             let Some(before) = unit.iter().rposition(|value| value.by < by) else {
                 continue;
             };
@@ -172,10 +174,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// The server restarted with these bytes. They become all that there is.
+    /// Records that the server restarted with these bytes. They become the only values.
     ///
     /// # Errors
-    /// A unit that has no value that it may have: something durable is lost, or something that nobody wrote is there.
+    /// A unit does not hold a value that it may have: something durable is lost, or something that nobody wrote is there.
     pub fn recover(&mut self, found: &[u8]) -> Result<(), String> {
         let published = self
             .units
@@ -210,7 +212,8 @@ impl Ledger {
         ))
     }
 
-    /// The mapping was revoked, and these bytes are visible there. Whatever was posted and is not there never will be.
+    /// Records that the mapping was revoked while these bytes were visible. Operations posted whose bytes are not there never
+    /// take effect.
     ///
     /// # Errors
     /// As of [`Ledger::recover`].
@@ -227,10 +230,10 @@ impl Ledger {
         Ok(())
     }
 
-    /// Everything that was posted is done: whether these bytes are visible then.
+    /// Checks whether these bytes are visible once everything posted is done.
     ///
     /// # Errors
-    /// What differs.
+    /// Describes the difference.
     pub fn check_last(&self, visible: &[u8]) -> Result<(), String> {
         let units = self.units.iter().zip(visible.chunks_exact(UNIT)).enumerate();
         let differs = |unit: &Unit, bytes: &[u8]| unit.0.back().is_none_or(|value| value.bytes != *bytes);
@@ -245,13 +248,13 @@ impl Ledger {
 }
 
 impl Unit {
-    /// The latest of its values that looks like this.
+    /// Returns the latest of its values with these bytes.
     fn latest(&self, bytes: &[u8]) -> Option<&Value> {
         self.0.iter().rev().find(|value| value.bytes == *bytes)
     }
 }
 
-/// The bits of these bytes of a unit.
+/// Returns the mask of these bytes of a unit.
 fn mask(bytes: &Range<usize>) -> u8 {
     ((1u16 << bytes.end) - (1u16 << bytes.start)) as u8
 }

@@ -18,19 +18,19 @@ use crate::dice::Dice;
 /// Bytes before the ring, and of a frame before its record, as `push/src/log/format.rs` has them.
 const RING_AT: u64 = 8192;
 const FRAME: usize = 48;
-/// Steps without an end are a violation.
+/// Maximum number of steps; a run that takes more is a violation.
 const STEPS_MAX: u64 = 400_000;
-/// Longest records: short ones, and such as the smallest ring takes.
+/// Maximum lengths of records: short ones, and the longest that the smallest ring takes.
 const RECORD_BYTES_MAX: [u64; 3] = [30, 200, 900];
 
-/// What a log may do wrong, or a reader of it, that power cuts must show.
+/// Defect of a log, or of its reader, that power cuts must reveal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogDefect {
-    /// What is written counts as durable when the WRITE is answered.
+    /// A WRITE counts as durable once it is answered.
     Unflushed,
     /// A flush ends one line short.
     FlushShort,
-    /// The reader takes a frame for whole without its checksum.
+    /// The reader accepts a frame as whole without its checksum.
     ChecksumIgnored,
 }
 
@@ -60,14 +60,14 @@ impl FromStr for LogDefect {
     }
 }
 
-/// What came of a run. For the same settings it is the same.
+/// Result of a run. The same settings give the same result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LogReport {
-    /// What was asked for.
+    /// Settings of the run.
     pub settings: Settings,
     /// The log's defect.
     pub defect: Option<LogDefect>,
-    /// What was found wrong first.
+    /// First violation found.
     pub violation: Option<String>,
     /// Power cuts.
     pub cuts: u64,
@@ -77,15 +77,15 @@ pub struct LogReport {
     pub appended: u64,
     /// Records acknowledged.
     pub acknowledged: u64,
-    /// Records that were under way at a stop, and were there whole afterwards.
+    /// Records that were in flight at a stop and were there whole afterwards.
     pub survived: u64,
-    /// Records that were under way at a stop, and were not.
+    /// Records that were in flight at a stop and were not.
     pub vanished: u64,
-    /// Of these, such as began where the log ended and were torn.
+    /// Of these, records that began where the log ended and were torn.
     pub torn: u64,
     /// Turns of the ring.
     pub turns: u64,
-    /// What the memory went through.
+    /// Counts of the memory.
     pub passed: Passed,
     /// Packets sent.
     pub packets: u64,
@@ -116,7 +116,7 @@ impl LogReport {
         }
     }
 
-    /// The counts, by name.
+    /// Returns the counts by name.
     pub fn counts(&self) -> Counted {
         vec![
             ("power cuts", self.cuts),
@@ -136,7 +136,7 @@ impl LogReport {
         ]
     }
 
-    /// The command that does the run again.
+    /// Returns the command that repeats the run.
     pub fn replay(&self) -> String {
         let s = &self.settings;
         let (seed, platform) = (s.seed, s.platform.name());
@@ -171,7 +171,7 @@ impl fmt::Display for LogReport {
     }
 }
 
-/// A request of the writer's that is under way, or answered before one that is older.
+/// A request of the writer that is in flight, or was answered before an older one.
 #[derive(Debug)]
 struct UnderWay {
     operation: Option<u64>,
@@ -190,16 +190,16 @@ pub(super) struct LogRun {
     now: Duration,
     link: Option<Link>,
     session: u64,
-    /// What does not fit yet.
+    /// Actions for which there is no room yet.
     backlog: VecDeque<What>,
     under_way: VecDeque<UnderWay>,
     /// Records by sequence number, as they were appended.
     history: BTreeMap<u64, Vec<u8>>,
-    /// All up to this one are acknowledged.
+    /// Number up to which all records are acknowledged.
     acknowledged: u64,
-    /// The first one that the writer has not dropped.
+    /// First record that the writer has not dropped.
     first: u64,
-    /// The log was open once.
+    /// Set once the log was open.
     open: bool,
     report: LogReport,
 }
@@ -272,7 +272,7 @@ impl LogRun {
             self.restarted()
                 .map_err(|what| format!("after {after}: {what}"))?;
         }
-        // What is left is a log: it can be opened, and gone on with.
+        // The bytes left are a log: it can be opened and continued.
         let end = self.report.acknowledged + 3;
         while self.report.acknowledged < end {
             self.step()?;
@@ -280,7 +280,7 @@ impl LogRun {
         Ok(())
     }
 
-    /// The memory is what survived: the reader looks at it, and a new writer begins.
+    /// Continues with the memory that survived: the reader checks it, and a new writer begins.
     fn restarted(&mut self) -> Result<(), String> {
         let left = self.bed.shadow().visible();
         let last = self.look_at(&left)?;
@@ -297,7 +297,7 @@ impl LogRun {
         Ok(())
     }
 
-    /// What the reader finds must be the log: returns the last record.
+    /// Checks that what the reader finds is the log. Returns the last record.
     fn look_at(&mut self, left: &[u8]) -> Result<Option<u64>, String> {
         let mut read = |at: u64, bytes: &mut [u8]| {
             bytes.copy_from_slice(&left[at as usize..at as usize + bytes.len()]);
@@ -331,7 +331,8 @@ impl LogRun {
         Ok(Some(view.last))
     }
 
-    /// The record that seems to stand where the log ends, by all but its checksum; none where it goes over the ring's end.
+    /// Returns the record that seems to be where the log ends, judged by all but its checksum; `None` where it crosses the
+    /// ring's end.
     fn frame_behind(left: &[u8], view: &View) -> Option<(u64, Vec<u8>)> {
         let at = (RING_AT + (view.position + view.used) % view.area) as usize;
         let frame = left.get(at..at + FRAME)?;
@@ -416,7 +417,7 @@ impl LogRun {
         }
     }
 
-    /// Does what the writer wants, and takes what it says.
+    /// Carries out the actions of the writer, and handles its events.
     fn drive(&mut self) -> Result<(), String> {
         while let Some(Action { session, what, .. }) = self.writer.poll_action() {
             match what {
@@ -443,7 +444,7 @@ impl LogRun {
             self.under_way.push_back(under_way);
         }
         self.report_done();
-        // To open a log that is full, the oldest records go, which are acknowledged by then.
+        // To open a log that is full, the writer drops the oldest records, which are acknowledged by then.
         self.first = self.first.max(self.writer.first());
         while let Some(event) = self.writer.poll_event() {
             self.heard(&event)?;
@@ -481,7 +482,7 @@ impl LogRun {
         })
     }
 
-    /// The way to durability that is taken for a flush; none: the WRITEs' own answers.
+    /// Returns the request that stands in for a flush; `None` when the WRITEs' own answers do.
     fn flush(&mut self, at: u64, len: u64) -> Option<Ask> {
         let method = self.dice.pick(&self.methods);
         let len = match self.defect {
@@ -519,7 +520,7 @@ impl LogRun {
         self.report_done();
     }
 
-    /// The writer hears of what is done, oldest first.
+    /// Reports completed requests to the writer, oldest first.
     fn report_done(&mut self) {
         while let Some(UnderWay { answer: Some(_), .. }) = self.under_way.front()
             && let Some(UnderWay { answer, .. }) = self.under_way.pop_front()
@@ -551,8 +552,8 @@ impl LogRun {
         Ok(())
     }
 
-    /// Appends so many records; at every step the reader looks at every memory that a cut may leave, as long as there are no
-    /// more than `max`. Returns how many it looked at.
+    /// Appends so many records. At every step the reader checks every memory that a cut may leave, as long as there are no more
+    /// than `max`. Returns how many it checked.
     pub(super) fn run_everywhere(mut self, records: u64, max: usize) -> Result<u64, String> {
         let mut looked_at = 0;
         while self.acknowledged < records {
@@ -579,7 +580,8 @@ fn new_writer(dice: &mut Dice) -> Writer {
 }
 
 impl Settings {
-    /// A run of a log, whose server, one on which something survives, and faults are drawn from the seed.
+    /// Returns settings for a run of a log. The server, one on which something survives, and the faults are drawn from the
+    /// seed.
     pub fn drawn_for_log(seed: u64) -> Settings {
         let drawn = Settings::drawn(seed);
         let mut dice = Dice::new(seed, 14);

@@ -1,14 +1,14 @@
-//! Power cuts: what a client was told to be durable must be there when the server is back.
+//! Power cuts: whatever a client was told is durable must be there when the server is back.
 //!
-//! A [`Shadow`] is a server's memory with all that stands between a WRITE and the media: I/O buffers, caches, write pending
-//! queue. The engines of a client and of the server run over links that lose, duplicate and reorder packets; a scheduler drains
-//! buffers and evicts lines when it likes; power is cut at any step, and what is left is any of all that may be left. [`run`]
-//! does that for clients that write, flush and read, and compares what is left with what they were told.
+//! A [`Shadow`] is a server's memory with everything between a WRITE and the media: I/O buffers, caches, write pending queue.
+//! The engines of a client and of the server run over links that lose, duplicate and reorder packets. A scheduler drains
+//! buffers and evicts lines at random moments. Power is cut at any step, and what is left is any of all that may be left.
+//! [`run`] does that for clients that write, flush and read, and compares what is left with what they were told.
 //!
-//! A program of one's own runs over the same things: make a [`Bed`], map ranges of its memory ([`Bed::map`]), post requests
-//! ([`Bed::ask`]), let time pass ([`Bed::step`]), take what has ended ([`Bed::poll`]), cut the power ([`Bed::cut`]) and look at
-//! what is left ([`Shadow::visible`] of [`Bed::shadow`]). [`Ledger`] says which values each byte may have then; a program whose
-//! recovery reads its own format needs none.
+//! Other programs can run over the same parts: make a [`Bed`], map ranges of its memory ([`Bed::map`]), post requests
+//! ([`Bed::ask`]), let time pass ([`Bed::step`]), take requests that have ended ([`Bed::poll`]), cut the power ([`Bed::cut`])
+//! and look at what is left ([`Shadow::visible`] of [`Bed::shadow`]). [`Ledger`] says which values each byte may have then; a
+//! program whose recovery reads its own format needs none.
 //!
 //! ```
 //! use rdmux_rnic::Placement;
@@ -62,18 +62,18 @@ use crate::dice::Dice;
 /// Counts by name.
 pub type Counted = Vec<(&'static str, u64)>;
 
-/// What a run is made of; what is not said here is drawn from the seed.
+/// Settings of a run; everything else is drawn from the seed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
     /// Seed of everything.
     pub seed: u64,
     /// The server.
     pub platform: Platform,
-    /// Clients also rely on this, whatever the table says of it, and use nothing else.
+    /// Method that clients also rely on, whatever the table says of it; they use no other.
     pub rely: Option<Method>,
     /// A defect of the server.
     pub defect: Option<Defect>,
-    /// Times that the server stops, by a power cut or now and then by a kill of its process.
+    /// Number of times that the server stops, by a power cut or now and then by a kill of its process.
     pub cuts: u32,
     /// Packets lost, in percent.
     pub loss_percent: f64,
@@ -84,7 +84,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// A run whose server and faults are drawn from the seed.
+    /// Returns settings with a server and faults drawn from the seed.
     pub fn drawn(seed: u64) -> Settings {
         let mut dice = Dice::new(seed, 9);
         let mut up_to = |max: f64| match dice.below(3) {
@@ -104,7 +104,7 @@ impl Settings {
         }
     }
 
-    /// The command that does the run again.
+    /// Returns the command that repeats the run.
     pub fn replay(&self) -> String {
         let mut command = format!("rdmux sim --power --seed {}", self.seed);
         let drawn = Settings::drawn(self.seed);
@@ -138,12 +138,12 @@ impl Settings {
     }
 }
 
-/// What came of a run. For the same settings it is the same.
+/// Result of a run. The same settings give the same result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
-    /// What was asked for.
+    /// Settings of the run.
     pub settings: Settings,
-    /// What was found wrong first.
+    /// First violation found.
     pub violation: Option<String>,
     /// Power cuts.
     pub cuts: u64,
@@ -155,11 +155,11 @@ pub struct Report {
     pub operations: u64,
     /// Operations done.
     pub done: u64,
-    /// Flushes that were refused, as they had to be.
+    /// Flushes that the server refused, as it had to.
     pub refused: u64,
     /// Answers by each of [`Method::ALL`]; none for the WRITEs themselves.
     pub answers: [u64; 5],
-    /// What the memory went through.
+    /// Counts of the memory.
     pub passed: Passed,
     /// Packets sent.
     pub packets: u64,
@@ -188,7 +188,7 @@ impl Report {
         }
     }
 
-    /// The counts, by name.
+    /// Returns the counts by name.
     pub fn counts(&self) -> Counted {
         let mut counts = vec![
             ("power cuts", self.cuts),
@@ -233,18 +233,18 @@ pub fn run(settings: &Settings) -> Report {
     run::Run::new(settings).run()
 }
 
-/// Runs the writer and the reader of a log of one replica against a server whose power is cut, with a defect of the log's or
-/// none. Take the settings from [`Settings::drawn_for_log`]: a log that is not flushed by [`Settings::rely`] is so by any way
-/// that the table says is durable on the platform, which must have one.
+/// Runs the writer and the reader of a log of one replica against a server whose power is cut, with a defect of the log or
+/// none. Take the settings from [`Settings::drawn_for_log`]: without [`Settings::rely`], the log is flushed by any method that
+/// the table says is durable on the platform, which must have one.
 pub fn run_log(settings: &Settings, defect: Option<LogDefect>) -> LogReport {
     log::LogRun::new(settings, defect).run()
 }
 
-/// Appends records to a log; at every step its reader looks at every memory that a cut may leave, lines torn, wherever there
-/// are no more than `max`. Returns how many it looked at.
+/// Appends records to a log. At every step its reader checks every memory that a cut may leave, with torn lines, wherever there
+/// are no more than `max`. Returns how many it checked.
 ///
 /// # Errors
-/// What was found wrong first.
+/// Describes the first violation found.
 pub fn run_log_everywhere(settings: &Settings, records: u64, max: usize) -> Result<u64, String> {
     log::LogRun::new(settings, None).run_everywhere(records, max)
 }

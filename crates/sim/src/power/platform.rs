@@ -1,14 +1,14 @@
-//! What a server is made of, the ways to durability, and which of these hold on which.
+//! Properties of a server, the ways to durability, and the table of which way holds on which server.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// What survives a power cut. SNIA NVM Programming Model 1.2, 6.
+/// Part of a server that survives a power cut. SNIA NVM Programming Model 1.2, 6.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Domain {
     /// Nothing: DRAM, tmpfs.
     None,
-    /// What was synced to a file; writes go to the page cache.
+    /// Data synced to a file; writes go to the page cache.
     File,
     /// The memory controller's write pending queue and the media. Caches and I/O buffers are lost.
     Adr,
@@ -18,30 +18,30 @@ pub enum Domain {
     WholeSystem,
 }
 
-/// Where what peers write goes first.
+/// First destination of what peers write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Inbound {
     /// Through I/O buffers to the last level cache: an RNIC, DDIO on. Or to a file's page cache.
     Cache,
     /// Through I/O buffers to the write pending queue: an RNIC, DDIO off.
     Queue,
-    /// Placed by a processor with non-temporal stores, or with a write-back behind each store: in any order on the way to the write
-    /// pending queue, until a fence. FLUSHes, READs and atomic operations have one in front.
+    /// Placed by a processor with non-temporal stores, or with a write-back behind each store: bytes move to the write pending
+    /// queue in any order, until a fence. FLUSHes, READs and atomic operations have one in front.
     Stores,
 }
 
 /// A server, as far as durability depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Platform {
-    /// What survives.
+    /// Part that survives.
     pub domain: Domain,
-    /// Where what peers write goes first.
+    /// First destination of what peers write.
     pub inbound: Inbound,
-    /// The RNIC acknowledges a WRITE while its bytes are still inside of it. rdmux places first.
+    /// Set when the RNIC acknowledges a WRITE while its bytes are still inside of it. rdmux places them first.
     pub acks_early: bool,
 }
 
-/// How a client makes sure that a WRITE is durable.
+/// Way in which a client makes sure that a WRITE is durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
     /// The WRITE's own acknowledgement.
@@ -78,14 +78,14 @@ impl Method {
     }
 }
 
-/// A cell of the table: what a method's answer says of the bytes before it.
+/// Cell of the table: meaning of a method's answer for the bytes before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// They survive every power cut.
+    /// The bytes survive every power cut.
     Durable,
-    /// There are cuts that they do not survive.
+    /// The bytes do not survive some cuts.
     Lost,
-    /// The server refuses to answer so.
+    /// The server refuses to give this answer.
     Refused,
 }
 
@@ -120,7 +120,7 @@ impl Platform {
         Platform::new(Domain::WholeSystem, Inbound::Cache, true),
     ];
 
-    /// ADR with DDIO on: where most goes wrong.
+    /// ADR with DDIO on, the platform on which most goes wrong.
     pub const ADR_CACHED: Platform = Platform::ALL[2];
 
     /// Its name.
@@ -137,12 +137,13 @@ impl Platform {
         }
     }
 
-    /// Whether what is written waits in I/O buffers on its way. What a processor places, or copies to a file, does not.
+    /// Returns whether written bytes wait in I/O buffers on their way. Bytes that a processor places, or copies to a file, do
+    /// not.
     pub fn buffers(self) -> bool {
         self.domain != Domain::File && self.inbound != Inbound::Stores
     }
 
-    /// The table: whether an answer by this method promises durability here.
+    /// Returns a cell of the table: whether an answer by this method promises durability here.
     pub fn verdict(self, method: Method) -> Verdict {
         let durable = match method {
             Method::FlushPersistent | Method::SoftwareFlush if self.domain == Domain::None => {
@@ -160,22 +161,22 @@ impl Platform {
     }
 }
 
-/// A deliberate defect of the server or of what a client relies on, which power cuts must show.
+/// Deliberate defect of the server or of what a client relies on, which power cuts must reveal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Defect {
     /// A persistent flush does not write back the cache.
     WriteBackDropped,
-    /// A persistent flush writes back the cache first and waits for the I/O buffers then.
+    /// A persistent flush writes back the cache before it waits for the I/O buffers.
     WriteBackBeforeDrain,
     /// A flush is answered before the write-back is fenced.
     AckBeforeFence,
     /// A flush leaves out the last line of its range.
     LineShort,
-    /// The server acts on a software flush before it was told of the message's arrival.
+    /// The server acts on a software flush before it is notified of the message's arrival.
     MessageTooEarly,
     /// A revoked mapping's I/O buffers are not drained.
     RevokedUndrained,
-    /// A READ has no fence in front where a processor places.
+    /// A READ has no fence in front, although a processor places the bytes.
     ReadUnfenced,
 }
 
@@ -191,7 +192,7 @@ impl Defect {
         Defect::ReadUnfenced,
     ];
 
-    /// A platform where it shows.
+    /// Returns a platform on which the defect shows.
     pub fn platform(self) -> Platform {
         match self {
             Defect::ReadUnfenced => Platform::ALL[4],
@@ -213,7 +214,7 @@ impl Defect {
     }
 }
 
-/// The one of `all` that has this name.
+/// Returns the element of `all` that has this name.
 pub(super) fn named<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T, String> {
     let found = all.iter().find(|one| name(**one) == text);
     found.copied().ok_or_else(|| {

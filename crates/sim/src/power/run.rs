@@ -12,27 +12,27 @@ use super::shadow::UNIT;
 use super::{Report, Settings};
 use crate::dice::Dice;
 
-/// Steps without an end are a violation.
+/// Maximum number of steps; a run that takes more is a violation.
 const STEPS_MAX: u64 = 400_000;
-/// Operations of a run without a power cut at the end of it.
+/// Operations at the end of a run, after the last power cut.
 const LAST_OPERATIONS: u64 = 40;
 
 type Checked = Result<(), String>;
 
-/// What a client asked for.
+/// A request of a client.
 #[derive(Clone, Debug)]
 struct Asked {
     mapping: usize,
     ask: Ask,
-    /// The way to durability that it is.
+    /// Way to durability that the request is.
     method: Option<Method>,
-    /// It was posted when the mapping was no longer its link's.
+    /// Set when it was posted after the mapping was no longer its link's.
     late: bool,
-    /// It fails, and its connection with it.
+    /// Set when it fails, and its connection with it.
     fails: bool,
-    /// It asks for a durability that the server does not have.
+    /// Set when it asks for a durability that the server does not have.
     refused: bool,
-    /// FETCH and ADD: what it will find.
+    /// FETCH and ADD: the value that it will find.
     finds: Option<u64>,
 }
 
@@ -41,15 +41,15 @@ struct Asked {
 struct Mapping {
     ledger: Ledger,
     link: Link,
-    /// The server ended it.
+    /// Set when the server ended it.
     revoked: bool,
-    /// The connection fails, or was told to have.
+    /// Set when the connection fails, or was reported to have failed.
     failing: bool,
     outstanding: u64,
     depth: u64,
-    /// WRITEs since the last flush.
+    /// Range of the WRITEs since the last flush.
     written: Option<Range<u64>>,
-    /// A FLUSH was posted last.
+    /// Set when the last operation posted was a FLUSH.
     flushed: bool,
     /// WRITEs that were answered: they outlive the server's process.
     acked: Vec<(u64, Range<u64>)>,
@@ -59,7 +59,7 @@ pub(super) struct Run<'a> {
     settings: &'a Settings,
     dice: Dice,
     bed: Bed,
-    /// What stands outside of all mappings, always.
+    /// Bytes that are outside of all mappings at all times.
     initial: Vec<u8>,
     mappings: Vec<Mapping>,
     asked: BTreeMap<u64, Asked>,
@@ -74,11 +74,11 @@ impl Run<'_> {
         for _ in 0..dice.between(1, 3) {
             let len = 8 * dice.between(4, 256);
             ranges.push(end..end + len);
-            // Sometimes two mappings have parts of one line.
+            // Sometimes two mappings share a line.
             end += len + 8 * dice.between(1, 16);
         }
         let mut initial = vec![0; (end as usize).next_multiple_of(64)];
-        // What is lost is lost to zeros.
+        // Lost bytes become zeros.
         if settings.platform.domain != Domain::None {
             dice.fill(&mut initial);
         }
@@ -150,7 +150,7 @@ impl Run<'_> {
         }
     }
 
-    /// All that is asked for is answered, and all that was written is visible.
+    /// Runs until everything asked for is answered and everything written is visible.
     fn last_life(&mut self) -> Checked {
         let end = self.bed.next_operation() + LAST_OPERATIONS;
         while self.bed.next_operation() < end {
@@ -213,7 +213,7 @@ impl Run<'_> {
             .map_err(|what| format!("at revocation: {what}"))
     }
 
-    /// A client whose mapping ended gets it anew, when the old one is surely revoked.
+    /// Maps the range of a client whose mapping ended again, once the old mapping is surely revoked.
     fn map_again(&mut self, n: usize) -> Checked {
         self.revoke(n)?;
         let visible = self.visible(n);
@@ -241,7 +241,7 @@ impl Run<'_> {
         self.recover("a kill")
     }
 
-    /// The server is there again: what it has must be what it may have.
+    /// Checks, when the server is back, that it holds only what it may hold.
     fn recover(&mut self, after: &str) -> Checked {
         self.asked.clear();
         for n in 0..self.mappings.len() {
@@ -320,13 +320,13 @@ impl Run<'_> {
         bytes
     }
 
-    /// An operation, and the way to durability that it is.
+    /// Draws an operation, with the way to durability that it is.
     fn draw_ask(&mut self, n: usize) -> (Ask, Option<Method>) {
         let range = self.mappings[n].ledger.range();
         let flushes = self.mappings[n].written.is_some() && self.dice.one_in(2) || self.dice.one_in(12);
         let publishes = std::mem::take(&mut self.mappings[n].flushed) && self.dice.one_in(2);
         if publishes || !flushes {
-            // What an ATOMIC WRITE says of the FLUSH in front of it.
+            // An ATOMIC WRITE publishes the FLUSH in front of it.
             let what = if publishes { 0 } else { self.dice.below(16) };
             return match what {
                 0 => {
@@ -359,7 +359,7 @@ impl Run<'_> {
         let method = match self.settings.rely {
             Some(method) if method != Method::Write && self.dice.one_in(2) => method,
             Some(_) => Method::Write,
-            // What is refused ends a connection.
+            // A refused request ends its connection.
             None => match self.dice.below(40) {
                 0..8 => Method::Read,
                 8..14 => Method::FlushGlobal,
@@ -454,7 +454,7 @@ impl Run<'_> {
             refused,
             finds,
         };
-        // What comes after a request that fails is never done.
+        // A request behind one that fails is never done.
         mapping.failing |= fails;
         self.asked.insert(operation, asked);
     }
@@ -519,7 +519,7 @@ impl Run<'_> {
                 mapping.acked.push((done.operation, covered));
             }
             Ask::Read { at, .. } => {
-                // Packets of an answer are read one after the other.
+                // The packets of a response are read one after the other.
                 let mtu = self.bed.mtu();
                 for (n, packet) in done.bytes.chunks(mtu).enumerate().filter(|_| current) {
                     let at = at + (n * mtu) as u64;
@@ -538,7 +538,7 @@ impl Run<'_> {
 }
 
 impl Ask {
-    /// Bytes of the server's memory that it is about, of a mapping of this range.
+    /// Returns the bytes of the server's memory that the request concerns, in a mapping of this range.
     fn range(&self, mapping: &Range<u64>) -> Range<u64> {
         match self {
             Ask::Write { at, bytes } => *at..*at + bytes.len() as u64,

@@ -1,12 +1,12 @@
-//! Memory with the way that a byte takes to the media: buffers, caches, queues, and what a power cut leaves of each.
+//! Memory with the path of a byte to the media: buffers, caches, queues, and what a power cut leaves of each.
 //!
 //! ```text
 //! WRITE -> (RNIC, when it acknowledges early) -> I/O buffers, in order per QP -+-> last level cache -> write pending -> media
 //!                                                                             +-> write pending queue, DDIO off    ----^
 //! ```
 //!
-//! A line is 64 bytes and what is torn in it are units of 8. The versions of a line reach the media in the order in which they
-//! reached the cache; of two lines either may be first.
+//! A line is 64 bytes; it is torn into units of 8. The versions of a line reach the media in the order in which they reached
+//! the cache; of two lines either may be first.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -23,19 +23,19 @@ pub const LINE: usize = 64;
 /// Bytes that are placed whole or not at all when a line is torn.
 pub const UNIT: usize = 8;
 
-/// Where a version of a line is. In this order on its way to the media.
+/// Place of a version of a line, in the order of the way to the media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
     /// In the last level cache, or the page cache of a file.
     Cache,
-    /// There, and its write-back was asked for: it may be under way, and is done when a fence is.
+    /// There too, with a write-back requested: that may be in progress, and is done when a fence is.
     WritingBack,
     /// In the memory controller's write pending queue.
     Pending,
 }
 
 impl Place {
-    /// Where what leaves the I/O buffers is.
+    /// Returns the place of bytes that leave the I/O buffers.
     fn first(platform: Platform) -> Place {
         match platform.inbound {
             Inbound::Cache => Place::Cache,
@@ -49,7 +49,7 @@ impl Place {
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     line: usize,
-    /// Which bytes.
+    /// Mask of the bytes.
     mask: u64,
     bytes: [u8; LINE],
 }
@@ -64,14 +64,14 @@ impl Piece {
         }
     }
 
-    /// The masks of the units that it has bytes of.
+    /// Returns the masks of the units that it has bytes of.
     fn units(&self) -> impl Iterator<Item = u64> + use<> {
         let mask = self.mask;
         let unit = move |n: usize| mask & 0xff << (n * UNIT);
         (0..LINE / UNIT).map(unit).filter(|unit| *unit != 0)
     }
 
-    /// The bytes that stand when it was torn: any of its units, but not all.
+    /// Returns the bytes that are there after it was torn: any of its units, but not all.
     fn torn(&self, by: &mut dyn Choose) -> u64 {
         if !by.tears() {
             return 0;
@@ -87,7 +87,7 @@ impl Piece {
     }
 }
 
-/// What waits in a lane.
+/// Entry that waits in a lane.
 #[derive(Clone, Copy, Debug)]
 enum Entry {
     Line(Piece),
@@ -99,18 +99,18 @@ enum Entry {
 #[derive(Clone, Debug, Default)]
 struct Buffers {
     entries: VecDeque<Entry>,
-    /// Of these, how many have left the RNIC. Those of a platform that acknowledges late all have.
+    /// Number of entries that have left the RNIC. On a platform that acknowledges late all have.
     out_of_rnic: usize,
-    /// Nobody may come here any more.
+    /// Set when no entry may come any more.
     shut: bool,
 }
 
-/// What a shadow went through.
+/// Counts of a shadow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Passed {
     /// Bytes placed by peers, in calls of the engine.
     pub placed_bytes: u64,
-    /// Lines that left a buffer because the scheduler said so.
+    /// Lines that left a buffer because the scheduler decided so.
     pub drained: u64,
     /// Lines that the cache evicted.
     pub evicted: u64,
@@ -126,16 +126,16 @@ pub struct Passed {
 struct State {
     platform: Platform,
     defect: Option<Defect>,
-    /// A persistent flush is done within the engine's call.
+    /// Set when a persistent flush completes within the engine's call.
     flushes_at_once: bool,
     gathers: bool,
     media: Vec<u8>,
-    /// What a processor sees: all that left the I/O buffers.
+    /// Bytes that a processor sees: all that left the I/O buffers.
     visible: Vec<u8>,
     /// By line: versions that are not on the media, oldest first.
     lines: BTreeMap<usize, Vec<(Piece, Place)>>,
     lanes: Vec<Buffers>,
-    /// A fence that comes too late.
+    /// Set while a fence is pending that comes too late.
     fence_owed: bool,
     passed: Passed,
 }
@@ -148,8 +148,8 @@ pub struct Shadow {
 }
 
 impl Shadow {
-    /// Memory that holds these bytes. `flushes_at_once`: the engine is not told to wait for persistent flushes, as with mapped
-    /// persistent memory; else they run beside it, as with files. `gathers`: see [`Memory::gathers`].
+    /// Creates memory that holds these bytes. `flushes_at_once`: the engine is not told to wait for persistent flushes, as with
+    /// mapped persistent memory; otherwise they run beside it, as with files. `gathers`: see [`Memory::gathers`].
     pub(super) fn new(
         platform: Platform,
         defect: Option<Defect>,
@@ -185,17 +185,17 @@ impl Shadow {
         Ok(offset as usize..end.ok_or(Fault::Unmapped)? as usize)
     }
 
-    /// What it went through.
+    /// Returns the counts of the shadow.
     pub fn passed(&self) -> Passed {
         self.lock().passed
     }
 
-    /// What the server's programs see.
+    /// Returns the bytes that the server's programs see.
     pub fn visible(&self) -> Vec<u8> {
         self.lock().visible.clone()
     }
 
-    /// The way to this memory of one QP.
+    /// Returns the path of one QP to this memory.
     pub(super) fn lane(self: &Arc<Shadow>) -> Lane {
         let mut state = self.lock();
         state.lanes.push(Buffers::default());
@@ -205,7 +205,7 @@ impl Shadow {
         }
     }
 
-    /// All buffers drain.
+    /// Drains all buffers.
     pub(super) fn drain(&self) {
         let mut state = self.lock();
         for lane in 0..state.lanes.len() {
@@ -218,14 +218,14 @@ impl Shadow {
         self.lock().stir(dice);
     }
 
-    /// The memory of a server after its power was cut now, by chance: one of all that may be.
+    /// Replaces the memory by what a power cut now leaves: one of all possibilities, by chance.
     pub(super) fn cut(&self, dice: &mut Dice) {
         let mut state = self.lock();
         let left = state.left(&mut Chance::new(dice));
         state.restart(left);
     }
 
-    /// The memory after the server's process was killed: whatever the host accepted is there.
+    /// Replaces the memory by what a kill of the server's process leaves: whatever the host accepted is there.
     pub(super) fn kill(&self) {
         let mut state = self.lock();
         for lane in 0..state.lanes.len() {
@@ -238,8 +238,8 @@ impl Shadow {
         state.restart(left);
     }
 
-    /// Every memory that a power cut now may leave, as long as there are at most `max`; None: there are more. Lines are torn
-    /// only if asked for.
+    /// Returns every memory that a power cut now may leave, or `None` when there are more than `max`. Lines are torn only if
+    /// the caller asks for that.
     pub fn all_left(&self, tears: bool, max: usize) -> Option<Vec<Vec<u8>>> {
         let mut walk = Walk::new(tears);
         let mut all = Vec::new();
@@ -285,7 +285,7 @@ impl State {
         }
     }
 
-    /// The oldest entry of a lane goes on.
+    /// Moves the oldest entry of a lane on.
     fn drain_one(&mut self, lane: usize) -> Option<Entry> {
         let buffers = &mut self.lanes[lane];
         let entry = buffers.entries.pop_front()?;
@@ -302,7 +302,8 @@ impl State {
         while self.drain_one(lane).is_some() {}
     }
 
-    /// What READs, atomic operations and FLUSHes do first: all that their QP wrote is visible, and as far as it gets by itself.
+    /// Does what READs, atomic operations and FLUSHes do first: everything that their QP wrote becomes visible, and moves as
+    /// far as it gets by itself.
     fn order(&mut self, lane: usize) {
         self.drain(lane);
         if self.platform.inbound == Inbound::Stores {
@@ -310,7 +311,7 @@ impl State {
         }
     }
 
-    /// What was written before a message goes on when the processor is told of the message.
+    /// Moves on what was written before a message when the processor is notified of the message.
     fn completed(&mut self, lane: usize, slot: u64) {
         let waits = |entry: &Entry| matches!(entry, Entry::Message(of) if *of == slot);
         if self.lanes[lane].entries.iter().any(waits) {
@@ -354,7 +355,7 @@ impl State {
         Ok(())
     }
 
-    /// The second half of a persistent flush: writes back and fences.
+    /// Does the second half of a persistent flush: writes back and fences.
     fn flush_cache(&mut self, range: Range<usize>) {
         match self.defect {
             Some(Defect::WriteBackDropped | Defect::WriteBackBeforeDrain) => self.fence(),
@@ -425,13 +426,13 @@ impl State {
         self.lines.keys().nth(n).copied()
     }
 
-    /// What a power cut leaves.
+    /// Returns what a power cut leaves.
     fn left(&mut self, by: &mut dyn Choose) -> Vec<u8> {
         let domain = self.platform.domain;
         if domain == Domain::None {
             return vec![0; self.media.len()];
         }
-        // What left the buffers at the last moment.
+        // Some entries leave the buffers at the last moment.
         for lane in 0..self.lanes.len() {
             let held = self.lanes[lane].out_of_rnic as u64;
             let drains = match domain {
@@ -488,7 +489,7 @@ impl State {
     }
 }
 
-/// The way of one QP to a [`Shadow`]: what a region of that QP is registered over.
+/// Path of one QP to a [`Shadow`], over which a region of that QP is registered.
 #[derive(Clone, Debug)]
 pub struct Lane {
     shadow: Arc<Shadow>,
@@ -496,7 +497,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Memory for the messages of this QP, `slots` of `slot_bytes`: what is written before a message arrives before it.
+    /// Returns memory for the messages of this QP, `slots` of `slot_bytes`: bytes written before a message arrive before it.
     pub(super) fn mailbox(&self, slots: u64, slot_bytes: u64) -> Mailbox {
         Mailbox {
             lane: self.clone(),
@@ -505,7 +506,7 @@ impl Lane {
         }
     }
 
-    /// The server's processor was told that a message came into this slot.
+    /// Records that the server's processor was notified of a message in this slot.
     pub(super) fn completed(&self, slot: u64) {
         let mut state = self.shadow.lock();
         if state.defect != Some(Defect::MessageTooEarly) {
@@ -513,14 +514,14 @@ impl Lane {
         }
     }
 
-    /// The server's processor makes a range durable, on behalf of a message.
+    /// Makes a range durable by the server's processor, on behalf of a message.
     pub(super) fn flush_by_processor(&self, range: Range<u64>) {
         let mut state = self.shadow.lock();
         state.passed.flushes += 1;
         state.flush_cache(range.start as usize..range.end as usize);
     }
 
-    /// The mapping ends: what was accepted goes on, and nothing comes after it.
+    /// Ends the mapping: what was accepted moves on, and nothing comes after it.
     pub(super) fn shut(&self) {
         let mut state = self.shadow.lock();
         if state.defect != Some(Defect::RevokedUndrained) {
@@ -529,7 +530,7 @@ impl Lane {
         state.lanes[self.number].shut = true;
     }
 
-    /// Bytes on their way to the caches.
+    /// Returns whether bytes are on their way to the caches.
     pub(super) fn waits(&self) -> bool {
         !self.shadow.lock().lanes[self.number].entries.is_empty()
     }
@@ -593,12 +594,12 @@ impl Memory for Lane {
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
         let range = self.shadow.range(offset, length)?;
-        // One that was begun before its mapping ended does no harm.
+        // A flush that was begun before its mapping ended does no harm.
         self.shadow.lock().flush(self.number, range, placement)
     }
 }
 
-/// Ordinary memory that a QP's messages go to, behind what it wrote before.
+/// Ordinary memory for the messages of a QP, behind what the QP wrote before.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     lane: Lane,
@@ -607,7 +608,7 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// The bytes of a slot.
+    /// Returns the bytes of a slot.
     pub(super) fn take(&self, slot: u64) -> Vec<u8> {
         let bytes = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
         let at = (slot * self.slot_bytes) as usize;

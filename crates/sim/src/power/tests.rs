@@ -1,4 +1,4 @@
-//! What a cut may leave, all of it.
+//! Tests of everything that a cut may leave.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -65,7 +65,7 @@ fn all_left__a_later_version_of_a_line_is_not_there_without_the_earlier() {
     lane.write(8, &[2; 2 * UNIT]).unwrap();
     shadow.drain();
     let all = left(&shadow, true);
-    // Each unit of the first or not; with all of the first, each unit of the second or not.
+    // Any units of the first version; with all of the first, any units of the second.
     assert_eq!(all.len(), 4 + 4 - 1);
     for bytes in all {
         let second = bytes[8..24].contains(&2);
@@ -78,7 +78,7 @@ fn all_left__a_buffer_drains_in_order() {
     let shadow = shadow(ADR_DIRECT, 3);
     let lane = shadow.lane();
     lane.write(0, &[1; 3 * LINE]).unwrap();
-    // What has left the buffer is in the write pending queue, which survives.
+    // Lines that have left the buffer are in the write pending queue, which survives.
     let all = left(&shadow, false);
     let lines = |bytes: &Vec<u8>| [0, 1, 2].map(|line| bytes[line * LINE]);
     let seen: BTreeSet<[u8; 3]> = all.iter().map(lines).collect();
@@ -150,7 +150,7 @@ fn completed__drains_what_was_written_before_the_message() {
     assert_eq!(shadow.visible()[0], 1, "before the message");
     assert_eq!(shadow.visible()[64], 0, "behind it");
     assert!(lane.waits());
-    // Nobody waits for the same message twice.
+    // A second notification of the same message drains nothing more.
     lane.completed(1);
     assert_eq!(shadow.visible()[64], 0);
 }

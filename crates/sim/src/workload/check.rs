@@ -1,4 +1,4 @@
-//! Completions against the model, and what must hold when everything has come to rest.
+//! Checks of completions against the model, and of the state when everything is idle.
 
 use std::sync::atomic::Ordering;
 
@@ -51,7 +51,7 @@ impl Workload {
         checked.map_err(|what| format!("QP {qp} host {host}: {what} ({wc:?})"))
     }
 
-    /// Polls the queue that speaks up for solicited messages and errors only.
+    /// Polls the queue that gives events for solicited messages and errors only.
     pub(super) fn poll_lazy(&mut self, host: usize, told: bool) -> Checked {
         let cq = self.sides[host].objects.lazy_cq;
         self.world.hosts[host].rnic.arm_cq(cq, Arm::Solicited);
@@ -63,7 +63,7 @@ impl Workload {
             let speaks = self.received(qp, host, &wc);
             any |= speaks.map_err(|what| format!("QP {qp} host {host}: {what} ({wc:?})"))?;
         }
-        // What came since it was told may be polled already.
+        // A completion that came after the event may have been polled already.
         if any && !told && self.world.hosts[host].completed.is_empty() {
             return Err(format!("host {host}: nobody was told of a solicited message"));
         }
@@ -111,12 +111,12 @@ impl Workload {
             }
         }
         self.post_some(qp, host)?;
-        // Room was freed on both sides: others may have waited for it.
+        // Room was freed on both sides: other flows may have waited for it.
         let other = self.dice.below(self.flows.len() as u64) as usize;
         self.post_some(other, 1 - host)
     }
 
-    /// An operation succeeded: what it did must be there.
+    /// Checks the effects of an operation that succeeded.
     pub(super) fn done(&mut self, qp: usize, host: usize, op: Op) -> Checked {
         let peer = 1 - host;
         self.report.book(op.kind.index(), op.bytes);
@@ -175,7 +175,7 @@ impl Workload {
         side.give(freed.as_slice());
     }
 
-    /// A work request on a key is done.
+    /// Handles the completion of a work request on a key.
     fn key_done(&mut self, qp: usize, host: usize, op: &Op) {
         let Some(n) = op.key else { return };
         let key = &mut self.sides[host].ends[qp].keys[n];
@@ -194,7 +194,7 @@ impl Workload {
         side.give(freed.as_slice());
     }
 
-    /// True: a message that an armed queue speaks up for.
+    /// Checks a completed receive. Returns true for a message that makes an armed queue give an event.
     fn received(&mut self, qp: usize, host: usize, wc: &WorkCompletion) -> Result<bool, String> {
         let (shared, id) = untag(wc.wr_id);
         let own = shared.and_then(|n| {
@@ -221,7 +221,7 @@ impl Workload {
             self.sides[host].unknown.extend(pieces);
             return Ok(true);
         }
-        // The queues of XRC are polled at different times.
+        // The completion queues of XRC are polled at different times.
         if flow.recv_failed && !self.sides[host].ends[qp].xrc {
             return Err("a receive succeeded after one that failed".to_owned());
         }
@@ -262,7 +262,7 @@ impl Workload {
         Ok(recv.solicited)
     }
 
-    /// The receive that the next message of the peer of `host` uses.
+    /// Takes the receive that the next message of the peer of `host` uses.
     fn next_recv(&mut self, qp: usize, host: usize, id: u64) -> Result<super::Recv, String> {
         let flow = &mut self.flows[qp][1 - host];
         let Some(recv) = flow.recvs.pop_front().filter(|_| flow.recvs_posted > 0) else {
@@ -279,7 +279,8 @@ impl Workload {
         if !self.is_affected(qp) {
             return Err("an operation failed".to_owned());
         }
-        // Those before it that were to complete silently have; unless it is flushed, when they are too.
+        // The operations before it that were to complete silently have succeeded, unless it is flushed: then they are flushed
+        // too.
         let flow = &mut self.flows[qp][host];
         let before: Vec<Op> = {
             let at = flow.outstanding.iter().position(|op| op.wr_id == wc.wr_id);
@@ -289,8 +290,8 @@ impl Workload {
             flow.outstanding.drain(..at).collect()
         };
         let op = flow.outstanding.pop_front().ok_or("nothing open")?;
-        // The request that found its own memory gone may have older ones before it, which end as flushed; so may one that the
-        // peer refused, behind a READ whose data was lost.
+        // A request that fails by its own memory may have older requests before it, which end as flushed; so may a request that
+        // the peer refused, behind a READ whose data was lost.
         let local = matches!(
             wc.status,
             Status::LocalProtection | Status::LocalQpOperation | Status::MemoryBind
@@ -337,7 +338,7 @@ impl Workload {
         Ok(())
     }
 
-    /// An operation may have taken effect, in part too.
+    /// Records that an operation may have taken effect, perhaps in part.
     fn unsure(&mut self, _qp: usize, host: usize, op: &Op) {
         let peer = 1 - host;
         if op.kind.takes_answer() || op.kind == Kind::Probe {
@@ -353,7 +354,8 @@ impl Workload {
 
     // The end.
 
-    /// Nothing happens any more although there is something to do: there was no room. False: all is done.
+    /// Handles an idle run that still has operations to post: there was no room for them. Returns false when everything is
+    /// done.
     pub(super) fn unblock(&mut self) -> Result<bool, String> {
         let open = |flow: &super::Flow| flow.todo > 0;
         let blocked: Vec<(usize, usize)> = (0..self.flows.len())
@@ -376,7 +378,7 @@ impl Workload {
         Err("no room in memory for the next operation".to_owned())
     }
 
-    /// At rest, what is open can only be operations that complete silently, and the engine has none of them left.
+    /// Ends silent operations when the run is idle: only these can be open, and the engine has none of them left.
     fn end_silent(&mut self, qp: usize, host: usize) -> Checked {
         let info = self.world.hosts[host]
             .rnic
@@ -415,14 +417,14 @@ impl Workload {
         Ok(())
     }
 
-    /// What affected connections left open may be done or not.
+    /// Records that operations left open on affected connections may be done or not.
     fn forget_affected(&mut self) {
         for qp in 0..self.flows.len() {
             if !self.is_affected(qp) {
                 continue;
             }
             for host in 0..2 {
-                // What never arrived, or completed silently but for its last answer.
+                // Messages that never arrived, and operations that completed silently except for their last response.
                 let flow = &mut self.flows[qp][host];
                 let outstanding = std::mem::take(&mut flow.outstanding);
                 let recvs = flow.recvs.iter().flat_map(|recv| recv.pieces.iter().copied());
@@ -445,7 +447,7 @@ impl Workload {
         }
     }
 
-    /// Every receive that was posted to a shared queue is there still, or used.
+    /// Checks that every receive posted to a shared queue is still there, or was used.
     fn check_shared(&self, host: usize) -> Checked {
         let rnic = &self.world.hosts[host].rnic;
         for shared in &self.sides[host].objects.shared {
@@ -507,7 +509,7 @@ impl Workload {
         };
         let silent = flow.outstanding.iter().all(|op| !op.signaled);
         let affected = self.is_affected(qp);
-        // An operation that completes silently stays in our books when nothing after it was posted.
+        // The model keeps an operation that completes silently when no operation was posted after it.
         if !(flow.outstanding.is_empty() || affected && silent || end.overrun) || send.send_outstanding != 0 {
             return Err(format!(
                 "{} operations are open, {} in the engine",

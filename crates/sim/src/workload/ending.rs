@@ -1,4 +1,4 @@
-//! What ends before its time, and how operations may end then.
+//! Early endings, and the statuses that operations may end with then.
 
 use std::sync::atomic::Ordering;
 
@@ -11,7 +11,7 @@ use super::{Checked, Kind, Op, Piece, Recv, USER_RECONNECT, Workload, tag};
 use crate::{Ending, seen};
 
 impl Workload {
-    /// Whether the ending is due. Memory fails under a FLUSH, if there is one soon.
+    /// Returns whether the ending is due. Memory fails under a FLUSH, if there is one soon.
     pub(super) fn is_time(&self) -> bool {
         let done = self.report.completed();
         let (host, qp) = self.ending_at;
@@ -47,7 +47,7 @@ impl Workload {
             }
             Ending::MemoryFails => {
                 let door = &self.sides[host].ends[qp].reg.door;
-                // A medium may fail while what is cached is still served.
+                // A medium may fail while cached bytes are still served.
                 door.flush_fails.store(true, Ordering::Relaxed);
                 door.fails.store(self.dice.one_in(3), Ordering::Relaxed);
             }
@@ -72,7 +72,7 @@ impl Workload {
         self.take_completions()
     }
 
-    /// Posts more requests than the completion queue takes, and polls it no more.
+    /// Posts more requests than the completion queue takes, and no longer polls it.
     fn overrun(&mut self, qp: usize, host: usize) -> Checked {
         self.sides[host].ends[qp].narrow_unpolled = true;
         for _ in 0..2 * NARROW {
@@ -93,7 +93,7 @@ impl Workload {
         Ok(())
     }
 
-    /// Takes what completed, so that nothing of a QP that goes is left.
+    /// Polls the completions, so that none is left of a QP that is about to be destroyed.
     fn poll_lazy_quietly(&mut self, host: usize) -> Checked {
         let waits = self.sides[host].objects.lazy_cq;
         let told = self.world.hosts[host].completed.contains(&waits);
@@ -101,12 +101,12 @@ impl Workload {
         self.poll_lazy(host, told)
     }
 
-    /// A host loses all state; later both make new connections.
+    /// Restarts a host, which loses all its state; later both hosts make new connections.
     fn restart(&mut self, host: usize) -> Checked {
         self.note_restart();
         self.world.restart(host);
         if self.dice.one_in(2) {
-            // What is under way is then overtaken by what the new connections send.
+            // Packets in flight are then overtaken by those of the new connections.
             self.world.change_latency((self.report.latency_ns / 100).max(1));
         }
         let side = &mut self.sides[host];
@@ -120,7 +120,7 @@ impl Workload {
         let common = side.objects.common.door.clone();
         common.shut.store(true, Ordering::Relaxed);
         side.shut.push(common);
-        // Messages may have come in part.
+        // Messages may have arrived in part.
         let receives = side.objects.shared.iter();
         let receives: Vec<Piece> = receives
             .flat_map(|shared| shared.recvs.values().copied())
@@ -152,13 +152,13 @@ impl Workload {
         self.begin(self.second.clone())
     }
 
-    /// Posts a request that is to be refused, here or there.
+    /// Posts a request that the engine or the peer must refuse.
     fn probe(&mut self, qp: usize, host: usize) -> Checked {
         let peer = 1 - host;
         let shared = self.shared_of(qp, peer);
         let length = match self.ending {
             Ending::Misaligned => 8,
-            // Any key that still granted something, or the right, would grant this.
+            // Any key that still granted something, or had the right, would grant this.
             Ending::EndedKey | Ending::NoRight => 1,
             Ending::BadBind | Ending::BadInvalidate => 0,
             Ending::ShortReceive => shared.map_or_else(
@@ -191,7 +191,7 @@ impl Workload {
                 if nothing.is_empty() || self.dice.one_in(2) {
                     nothing.extend(foreign);
                 }
-                // Another key, or the same with another tag.
+                // Another key, or the same key with another tag.
                 let wrong = [0x1234_5600, self.dice.between(1, 255) as u32];
                 nothing.extend(wrong.map(|bits| (RKey(reg.rkey.0 ^ bits), reg.iova)));
                 let (rkey, va) = self.dice.pick(&nothing);
@@ -251,7 +251,7 @@ impl Workload {
         self.submit(qp, host, op, operation, sges, SendFlags::empty(), shared)
     }
 
-    /// Posts all receives that are to come, and one for the probe.
+    /// Posts all receives that are pending, and one for the probe.
     fn receive_for_probe(&mut self, qp: usize, host: usize, length: u64) -> Checked {
         while self.flows[qp][host].recvs_posted < self.flows[qp][host].recvs.len() {
             self.post_recv(qp, host)?;
@@ -275,7 +275,7 @@ impl Workload {
         self.post_recv(qp, host)
     }
 
-    /// Whether requests of `host` may be refused by its peer.
+    /// Returns whether the peer of `host` may refuse its requests.
     pub(super) fn peer_refuses(&self, host: usize) -> bool {
         let own = self.ending_at.0 == host;
         match self.ending {
@@ -290,10 +290,10 @@ impl Workload {
         }
     }
 
-    /// How a receive of an affected QP may end but for being flushed.
+    /// Returns the statuses, besides flushed, with which a receive of an affected QP may end.
     pub(super) fn expected_of_receive(&self) -> &'static [Status] {
         match self.ending {
-            // The latter of a message that was to end a window.
+            // The latter status is that of a message that was to invalidate a window.
             Ending::Deregister => &[Status::LocalProtection, Status::RemoteInvalidRequest],
             Ending::ShortReceive => &[Status::LocalLength],
             Ending::BadInvalidate => &[Status::RemoteInvalidRequest],
@@ -302,7 +302,7 @@ impl Workload {
         }
     }
 
-    /// How the first operation of `host` that fails may end.
+    /// Returns the statuses with which the first operation of `host` that fails may end.
     pub(super) fn expected(&self, host: usize, op: &Op) -> &'static [Status] {
         use Status::{
             BadResponse, Flushed, LocalProtection, LocalQpOperation, MemoryBind, RemoteAccess,

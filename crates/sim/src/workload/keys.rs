@@ -1,5 +1,5 @@
-//! Keys that come and go while operations are under way: memory windows, and regions that work requests or re-registration
-//! give other memory.
+//! Keys that come and go while operations are in flight: memory windows, and regions that get other memory by work requests or
+//! by re-registration.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,7 +10,7 @@ use super::side::{Piece, Reg, Service};
 use crate::dice::Dice;
 use crate::memory::{Door, SimMemory, Space};
 
-/// Most bytes that one of these keys grants.
+/// Maximum number of bytes that one of these keys grants.
 const BYTES_MAX: u64 = 32 << 10;
 const BOTH: Access = Access::REMOTE_WRITE.union(Access::REMOTE_READ);
 
@@ -20,19 +20,19 @@ pub(super) enum Kind {
     WindowTwo,
     /// Registered by work requests.
     Fast,
-    /// Registered anew by a verb.
+    /// Registered again by a verb.
     Region,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Idle,
-    /// The work request that opens it is under way.
+    /// The work request that opens it is in flight.
     Opening,
     Open,
-    /// What ends it is under way.
+    /// The request that ends it is in flight.
     Closing,
-    /// It has ended; operations that used it are not complete yet.
+    /// It has ended, but operations that used it have not completed yet.
     Ended,
 }
 
@@ -42,26 +42,26 @@ pub(super) struct Key {
     pub(super) kind: Kind,
     pub(super) state: State,
     pub(super) rkey: RKey,
-    /// What peers may do by it.
+    /// Rights of peers by this key.
     rights: Access,
     arena: Piece,
-    /// The arena that a type 1 window is bound to until the new binding is done.
+    /// Arena that a type 1 window is bound to until the new binding is done.
     before: Option<Piece>,
-    /// What of the arena is free.
+    /// Free part of the arena.
     space: Space,
     /// Address of the arena's first byte.
     iova: u64,
     uses_left: u32,
     users: u32,
     door: Option<Arc<Door>>,
-    /// A key that grants nothing any more, and an address that it granted.
+    /// A key that no longer grants anything, and an address that it granted.
     ended: Option<(RKey, u64)>,
 }
 
 impl Key {
     pub(super) fn some(rnic: &mut Rnic, pd: Pd, dice: &mut Dice, service: Service) -> Vec<Key> {
         let kinds = [Kind::WindowOne, Kind::WindowTwo, Kind::Fast, Kind::Region];
-        // A type 2 window serves the QP that bound it: on XRC that is none which takes requests.
+        // A type 2 window serves only the QP that bound it: on XRC that is one that takes no requests.
         let kinds = kinds
             .into_iter()
             .filter(|kind| service == Service::Rc || *kind != Kind::WindowTwo);
@@ -70,7 +70,7 @@ impl Key {
         kinds.into_iter().map(new).collect()
     }
 
-    /// One that allows WRITE or READ alone.
+    /// Creates a key that allows WRITE or READ alone.
     pub(super) fn of_one_right(rnic: &mut Rnic, pd: Pd, dice: &mut Dice) -> Key {
         let rights = dice.pick(&[Access::REMOTE_WRITE, Access::REMOTE_READ]);
         Key::new(rnic, pd, Kind::Region, rights)
@@ -100,7 +100,7 @@ impl Key {
         }
     }
 
-    /// Draws how long it lives and gives it memory.
+    /// Gives the key memory, and draws the number of its uses.
     fn take_arena(&mut self, space: &mut Space, dice: &mut Dice) -> bool {
         let len = dice.log_uniform(BYTES_MAX);
         let Some(at) = space.take(len) else { return false };
@@ -126,7 +126,8 @@ impl Key {
         (door, spec)
     }
 
-    /// Opens it where that takes a work request, and gives the request; for a type 1 window the key is the one so far.
+    /// Opens a key for which that takes a work request, and returns the request; for a type 1 window the key in it is the
+    /// current one.
     pub(super) fn open(
         &mut self,
         reg: &Reg,
@@ -163,7 +164,7 @@ impl Key {
         }))
     }
 
-    /// Opens it by a verb.
+    /// Opens the key by a verb.
     pub(super) fn register(
         &mut self,
         rnic: &mut Rnic,
@@ -188,7 +189,7 @@ impl Key {
         done.map_err(|error| format!("registering anew: {error}"))
     }
 
-    /// The request that ends a type 1 window.
+    /// Returns the request that ends a type 1 window.
     pub(super) fn unbind(&self, reg: &Reg) -> Option<Operation> {
         (self.kind == Kind::WindowOne).then(|| {
             Operation::Bind(Bind {
@@ -201,12 +202,12 @@ impl Key {
         })
     }
 
-    /// A key and an address that grant nothing.
+    /// Returns a key and an address that grant nothing.
     pub(super) fn nothing(&self) -> Option<(RKey, u64)> {
         let (rkey, iova) = self.ended.filter(|_| self.kind != Kind::Region)?;
         match self.state {
             State::Open | State::Closing | State::Opening if rkey == self.rkey => None,
-            // It moves, and the key so far is good until it has.
+            // The window is being bound again, and its current key is valid until that is done.
             State::Opening if self.before.is_some() => None,
             // Another tag, and an address that the key itself grants.
             State::Open => Some((rkey, self.iova)),
@@ -214,18 +215,18 @@ impl Key {
         }
     }
 
-    /// A key and an address that grant something on the QP of its end alone.
+    /// Returns a key and an address that grant something only on the QP of its own end.
     pub(super) fn foreign(&self) -> Option<(RKey, u64)> {
         (self.kind == Kind::WindowTwo && self.state == State::Open).then_some((self.rkey, self.iova))
     }
 
-    /// A key, an address that it grants, and the right that it lacks.
+    /// Returns a key, an address that it grants, and the right that it lacks.
     pub(super) fn lacking(&self) -> Option<(RKey, u64, Access)> {
         let lacks = BOTH.difference(self.rights);
         (self.state == State::Open && !lacks.is_empty()).then_some((self.rkey, self.iova, lacks))
     }
 
-    /// The key that a window would be bound with, while it is not.
+    /// Returns the key that a window would be bound with, while it is unbound.
     pub(super) fn to_bind(&self) -> Option<RKey> {
         (self.kind == Kind::WindowTwo && self.state == State::Idle).then(|| self.rkey.next())
     }
@@ -234,7 +235,7 @@ impl Key {
         self.door.as_ref()
     }
 
-    /// The request that opens it is done. The memory that it had before comes back.
+    /// Handles the completion of the request that opens it. Returns the memory that it had before.
     pub(super) fn opened(&mut self) -> Option<Piece> {
         self.state = State::Open;
         self.before.take()
@@ -244,12 +245,12 @@ impl Key {
         self.state == State::Open && self.uses_left == 0
     }
 
-    /// Whether its own user may end it: nobody needs it any more.
+    /// Returns whether its own user may end it: no operation needs it any more.
     pub(super) fn may_close(&self) -> bool {
         self.wants_close() && self.users == 0
     }
 
-    /// Takes memory for an operation of the peer: where it is, and by which address.
+    /// Takes memory for an operation of the peer. Returns its location, and the address for it.
     pub(super) fn use_it(&mut self, bytes: u64, right: Access) -> Option<(Piece, u64)> {
         if self.state != State::Open || self.uses_left == 0 || !self.rights.contains(right) {
             return None;
@@ -260,21 +261,22 @@ impl Key {
         Some((Piece { at, len: bytes }, self.iova + at - self.arena.at))
     }
 
-    /// The operation was never posted.
+    /// Takes back the use of an operation that was never posted.
     pub(super) fn not_used(&mut self, piece: Piece) {
         self.uses_left += 1;
         self.users -= 1;
         self.space.give(piece.at, piece.len);
     }
 
-    /// An operation that used it is complete. The memory comes back that is not needed any more.
+    /// Handles the completion of an operation that used it. Returns memory that is no longer needed.
     pub(super) fn used(&mut self, piece: Piece) -> Option<Piece> {
         self.users -= 1;
         self.space.give(piece.at, piece.len);
         self.rest()
     }
 
-    /// It grants nothing any more. The memory comes back that is not needed any more, and the door that was shut.
+    /// Handles the end of the key, which grants nothing any more. Returns memory that is no longer needed, and the door that
+    /// was shut.
     pub(super) fn close(&mut self) -> (Option<Piece>, Option<Arc<Door>>) {
         self.ended = Some((self.rkey, self.iova));
         self.state = State::Ended;

@@ -1,9 +1,9 @@
-//! Operations by seed, and what must come of them.
+//! Operations by seed, and the checks of their results.
 //!
-//! The model is a second copy of each host's memory. Operations that are under way at one time never touch the same bytes,
-//! so what an operation will have done is written into the model when it is posted, and compared when it completes. At the
-//! end all of both memories is compared: nothing else may have changed. Atomic operations do meet on the same words; what they
-//! gave back must fit one order of them all ([`words`]).
+//! The model is a second copy of each host's memory. Operations in flight at the same time never touch the same bytes, so the
+//! effect of an operation is written into the model when it is posted, and compared when it completes. At the end all of both
+//! memories is compared: nothing else may have changed. Atomic operations may work on the same words; the values that they
+//! returned must fit one order of them all ([`words`]).
 
 use std::collections::VecDeque;
 
@@ -27,7 +27,7 @@ mod words;
 use side::{GUARD, Layout, NARROW, Piece, SHARED, Service, Side};
 use words::WordOp;
 
-/// A run that needs more steps than this for each operation does not come to rest.
+/// Maximum number of steps for each operation; a run that takes more does not become idle.
 const STEPS_PER_OPERATION: u64 = 20_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +42,7 @@ enum Kind {
     Bind,
     Register,
     LocalInvalidate,
-    /// To be refused.
+    /// A request that must be refused.
     Probe,
 }
 
@@ -54,15 +54,15 @@ struct Op {
     local: Vec<Piece>,
     remote: Option<Piece>,
     signaled: bool,
-    /// WRITE: its bytes are checked by a later FLUSH, which frees them.
+    /// WRITE: set when a later FLUSH checks its bytes and frees them.
     held: bool,
-    /// What must be on the medium when it completes; ATOMIC WRITE: what may be freed then.
+    /// Pieces that must be on the medium when it completes; ATOMIC WRITE: pieces that may be freed then.
     covers: Vec<Piece>,
-    /// READ: a WRITE behind it sends on what it brings, and frees that.
+    /// READ: set when a WRITE behind it sends on the bytes that it brings, and frees them.
     lends: bool,
-    /// FLUSH: an ATOMIC WRITE behind it frees what it covers.
+    /// FLUSH: set when an ATOMIC WRITE behind it frees what it covers.
     publishes: bool,
-    /// The key of the peer that it uses, or the own one that it changes.
+    /// Key of the peer that it uses, or key of its own end that it changes.
     key: Option<usize>,
     word: Option<WordOp>,
 }
@@ -71,18 +71,18 @@ struct Op {
 struct Recv {
     wr_id: u64,
     pieces: Vec<Piece>,
-    /// The shared receive queue that it is for, where the message brings its content along.
+    /// Shared receive queue that it is for; then the message brings its content along.
     shared: Option<usize>,
     data: Vec<u8>,
     byte_len: u32,
     imm: Option<u32>,
     opcode: WcOpcode,
     solicited: bool,
-    /// The key of the receiver that it ends.
+    /// Key of the receiver that the message invalidates.
     invalidates: Option<usize>,
 }
 
-/// The send queue's way through SQD.
+/// Progress of the send queue through SQD.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Drain {
     No,
@@ -90,30 +90,30 @@ enum Drain {
     Drained,
 }
 
-/// What goes one way on one connection.
+/// One direction of one connection.
 #[derive(Debug)]
 struct Flow {
     todo: u32,
     depth: usize,
     outstanding: VecDeque<Op>,
-    /// Receives of the other end, in the order in which messages need them: those posted first.
+    /// Receives of the other end, in the order in which messages need them; the posted ones come first.
     recvs: VecDeque<Recv>,
     recvs_posted: usize,
     held: Vec<Piece>,
-    /// What the next operation, an ATOMIC WRITE, says is on the medium.
+    /// Pieces that the next operation, an ATOMIC WRITE, declares to be on the medium.
     to_publish: Option<Vec<Piece>>,
-    /// What the next operation, a WRITE behind a fence, sends on: pieces that a READ fills with these bytes.
+    /// Pieces that the next operation, a WRITE behind a fence, sends on: a READ fills them with these bytes.
     to_forward: Option<(Vec<Piece>, Vec<u8>)>,
     next_wr_id: u64,
     next_recv_id: u64,
-    /// How the first operation that failed ended.
+    /// Status of the first operation that failed.
     failed: Option<Status>,
     recv_failed: bool,
     own_failed: bool,
-    /// A READ whose data was lost was flushed: the refusal of a request behind it is to come.
+    /// Set when a READ whose data was lost was flushed: the refusal of a request behind it must follow.
     refusal_owed: bool,
     paused: bool,
-    /// Nothing is posted until the connection rests and its PSNs have been moved on.
+    /// Set while nothing is posted until the connection is idle and its PSNs have been moved on.
     rests: bool,
     drain: Drain,
 }
@@ -121,7 +121,7 @@ struct Flow {
 pub(crate) struct Workload {
     world: World,
     sides: [Side; 2],
-    /// `flows[qp][host]`: what `host` asks for on `qp`.
+    /// `flows[qp][host]`: the operations that `host` posts on `qp`.
     flows: Vec<[Flow; 2]>,
     dice: Dice,
     layout: Layout,
@@ -130,18 +130,18 @@ pub(crate) struct Workload {
     window_bytes: u32,
     rnr_percent: f64,
     ending: Ending,
-    /// (host, QP) of the ending, if it is one QP's; happened yet?
+    /// (host, QP) of the ending, if it concerns one QP; `ended`: whether it has happened yet.
     ending_at: (usize, usize),
     ended: bool,
     ending_after: u32,
     /// Connections made after a restart.
     second: std::ops::Range<usize>,
-    /// Whether each connection retransmits selectively.
+    /// By connection: whether it retransmits selectively.
     selective: Vec<bool>,
     lossless: bool,
     /// The shortest local ACK timeout.
     timeout_ns: u64,
-    /// The outage was longer than what every connection bears.
+    /// Set when the outage was longer than every connection bears.
     outage_ends_all: bool,
     report: Report,
     scratch: Vec<u8>,
@@ -173,7 +173,7 @@ impl Workload {
             gro: !dice.one_in(4),
             lazy_acks: dice.one_in(3),
             latency_ns: dice.log_uniform(300_000) + 1_000,
-            // An atomic operation behind a FLUSH is put off by RNR NAK, which must not use up few retries.
+            // An RNR NAK delays an atomic operation behind a FLUSH; that must not use up few retries.
             flush_ns_max: dice.log_uniform(if ending == Ending::NoReceive {
                 100
             } else {
@@ -244,12 +244,12 @@ impl Workload {
         workload
     }
 
-    /// Makes connections that will do `operations` in all.
+    /// Makes connections that perform `operations` in all.
     fn add_connections(&mut self, qps: usize, operations: u32) {
         let timeout = self.timeout();
         let parts = 2 * qps as u32;
         for qp in 0..qps {
-            // Running out of receives is a matter of a queue of one's own.
+            // Only a queue with receives of its own can run out of them.
             let plain = self.ending == Ending::NoReceive && qp == self.ending_at.1;
             let service = if !plain && self.dice.one_in(3) {
                 Service::Xrc
@@ -267,7 +267,7 @@ impl Workload {
             }
             let flows = [0, 1].map(|host| {
                 let extra = operations % parts > 2 * qp as u32 + host;
-                // What has nothing before it needs no packet on one machine.
+                // A request with nothing before it needs no packet on one machine.
                 let deepest = match () {
                     () if narrow[host as usize] => NARROW,
                     () if self.report.settings.one_machine && self.dice.one_in(2) => 2,
@@ -293,7 +293,7 @@ impl Workload {
         timeout
     }
 
-    /// A PSN by which packets of before the restart would fit into a connection that was made after it.
+    /// Returns a PSN by which packets from before the restart would fit into a connection that was made after it.
     fn psn_before_restart(&mut self, qp: usize, host: usize) -> Option<Psn> {
         let before = qp.checked_sub(self.second.start)?;
         let to = self.sides[1 - host].ends[before].recv_qpn;
@@ -305,7 +305,7 @@ impl Workload {
         Some(psn.minus(self.dice.below(4) as u32))
     }
 
-    /// Brings both ends to RTS, by hand: connection management has its own runs.
+    /// Brings both ends to RTS by hand: connection management has its own runs.
     fn connect(&mut self, qp: usize, service: Service, timeout: u8) {
         let near_wrap = self.dice.one_in(2);
         let selective = self.dice.one_in(2);
@@ -368,7 +368,7 @@ impl Workload {
                     timeout: Some(timeout),
                     ..Default::default()
                 };
-                // A target answers in RTR too.
+                // A target responds in RTR too.
                 let target = (!self.dice.one_in(2)).then_some(target);
                 ways = vec![(own.send_qpn, send, Some(rts)), (own.recv_qpn, rtr, target)];
             }
@@ -423,7 +423,7 @@ impl Workload {
                 }
                 Step::Moved => {}
                 Step::User(tag) => {
-                    // What came of the step stands before what is done now.
+                    // Results of the step come before what the user does now.
                     self.take_events()?;
                     self.user(tag)?;
                 }
@@ -501,7 +501,7 @@ impl Workload {
         text
     }
 
-    /// Whether the ending concerns this QP, so that its operations may fail.
+    /// Returns whether the ending concerns this QP, so that its operations may fail.
     fn is_affected(&self, qp: usize) -> bool {
         let all = self.ending_is_everywhere();
         let concerned = all || self.ending != Ending::LinkDown && self.ending_at.1 == qp;
@@ -519,7 +519,7 @@ impl Workload {
         self.modify(host, qpn, QpState::Sqd, &QpAttributes::default())
     }
 
-    /// Back to RTS, maybe over another path.
+    /// Moves a QP back to RTS, perhaps over another path.
     fn resume(&mut self, qp: usize, host: usize) -> Checked {
         if std::mem::replace(&mut self.flows[qp][host].drain, Drain::No) != Drain::Drained {
             return Ok(());
@@ -603,7 +603,7 @@ impl Workload {
         match event {
             Event::QpError(_, status, cause) => {
                 end.errors += 1;
-                // An XRC end is two QPs.
+                // An XRC end consists of two QPs.
                 if !affected || end.errors > if end.xrc { 2 } else { 1 } {
                     return Err("not to be expected".to_owned());
                 }
@@ -628,7 +628,7 @@ impl Workload {
                 if self.flows[qp][host].drain != Drain::Asked {
                     return Err("not asked for, or twice".to_owned());
                 }
-                // What completed in the same step completed before.
+                // Completions of the same step came before.
                 self.take_completions()?;
                 self.flows[qp][host].drain = Drain::Drained;
                 let delay = self.dice.log_uniform(500_000);
@@ -638,7 +638,7 @@ impl Workload {
         Ok(())
     }
 
-    /// What the queue holds can be polled still; nothing more comes.
+    /// Handles an overrun: completions that the queue holds can still be polled; nothing more comes.
     fn queue_overran(&mut self, host: usize, cq: Cqn) -> Checked {
         let (at, qp) = self.ending_at;
         let end = &mut self.sides[host].ends[qp];
@@ -687,7 +687,7 @@ impl Workload {
 }
 
 impl Kind {
-    /// Place in [`Report::done`].
+    /// Returns the index in [`Report::done`].
     fn index(self) -> usize {
         match self {
             Kind::Send => 0,
@@ -715,12 +715,12 @@ impl Kind {
         }
     }
 
-    /// Whether it needs no peer.
+    /// Returns whether the operation needs no peer.
     fn is_local(self) -> bool {
         matches!(self, Kind::Bind | Kind::Register | Kind::LocalInvalidate)
     }
 
-    /// Whether only data from the peer completes it.
+    /// Returns whether only data from the peer completes the operation.
     fn takes_answer(self) -> bool {
         matches!(self, Kind::Read | Kind::FetchAdd | Kind::CompareSwap)
     }

@@ -4,19 +4,21 @@
 use super::{USER_PATH, Workload, tag};
 use crate::{Ending, seen};
 
-/// How much slower a path gets at most than the timeouts are made for, and how much faster. Timeouts allow for twelve times
-/// the latency, and all retries together for 46 timeouts: an answer that takes ten times as long is in time.
+/// Maximum factor by which a path gets slower than the timeouts are made for, and factor by which it gets faster. Timeouts
+/// allow for twelve times the latency, and all retries together for 46 timeouts: a response that takes ten times as long is in
+/// time.
 const SLOWER: u64 = 10;
 const FASTER: u64 = 100;
-/// Timeouts for which a path breaks at most: four of the fourteen times that the oldest packet is sent again.
+/// Maximum number of timeouts for which a path breaks: four of the fourteen retransmissions of the oldest packet.
 const BROKEN_TIMEOUTS: u64 = 2;
-/// A few congestion notifications: rates stay such that timeouts are long enough.
+/// Maximum time for which packets are marked. It causes few congestion notifications: rates stay such that timeouts are long
+/// enough.
 const MARKED_NS_MAX: u64 = 200_000;
-/// Timeouts that an outage lasts at most which ends connections.
+/// Maximum number of timeouts for an outage that ends connections.
 const OUTAGE_TIMEOUTS: u64 = 120;
 
 impl Workload {
-    /// Plans the changes of a run.
+    /// Schedules the path changes of a run.
     pub(super) fn plan_path_changes(&mut self) {
         for _ in 0..self.dice.between(1, 4) {
             let delay = self.dice.log_uniform(40 * self.report.latency_ns + 5_000_000);
@@ -51,7 +53,7 @@ impl Workload {
         }
     }
 
-    /// The ending that is an outage: less or more than the retries bear.
+    /// Breaks the links for an outage that lasts less or more than the retries bear.
     pub(super) fn break_for_long(&mut self) {
         let timeouts = self.dice.log_uniform(OUTAGE_TIMEOUTS);
         self.outage_ends_all = timeouts > BROKEN_TIMEOUTS;
@@ -60,7 +62,7 @@ impl Workload {
         self.break_links(timeouts * self.timeout_ns);
     }
 
-    /// Whether what has ended may concern every connection.
+    /// Returns whether the ending may concern every connection.
     pub(super) fn ending_is_everywhere(&self) -> bool {
         match self.ending {
             Ending::PeerVanishes | Ending::Restart => true,

@@ -1,4 +1,4 @@
-//! Which operations are posted.
+//! Choice and posting of operations.
 
 use rdmux_rnic::{
     Access, INLINE_BYTES_MAX, LKey, Operation, Placement, QpState, RKey, RecvRequest, Selectivity, SendFlags,
@@ -13,18 +13,18 @@ use crate::memory::Promise;
 /// Longest READ whose bytes are sent on.
 const FORWARDED_MAX: u64 = 8 << 10;
 
-/// The number of a receive stands in the low bits; where it was posted in these.
+/// Returns the bits of a receive's number that say where it was posted; the low bits hold its own number.
 pub(super) fn recv_tag(shared: Option<usize>) -> u64 {
     1 << 63 | shared.map_or(0, |n| n as u64 + 1) << 48
 }
 
-/// The shared receive queue and number of a receive.
+/// Returns the shared receive queue and the number of a receive.
 pub(super) fn untag(wr_id: u64) -> (Option<usize>, u64) {
     let shared = (wr_id >> 48 & 0x7fff) as usize;
     (shared.checked_sub(1), wr_id & 0xffff_ffff_ffff)
 }
 
-/// The pieces of an operation, while it is put together.
+/// Pieces of an operation, while it is assembled.
 #[derive(Debug, Default)]
 struct Taken {
     local: Vec<Piece>,
@@ -55,7 +55,7 @@ impl Workload {
         }
     }
 
-    /// Whether a QP that an outage may have ended still works.
+    /// Returns whether a QP that an outage may have ended still works.
     fn goes_on(&self, qp: usize, host: usize) -> bool {
         let qpn = self.sides[host].ends[qp].send_qpn;
         let info = self.world.hosts[host].rnic.query_qp(qpn);
@@ -135,7 +135,7 @@ impl Workload {
         }
     }
 
-    /// False: there is no room now.
+    /// Posts one operation. Returns false when there is no room now.
     fn post_one(&mut self, qp: usize, host: usize) -> Result<bool, String> {
         let may_tend = self.flows[qp][host].to_publish.is_none();
         let seldom = if self.ending == crate::Ending::EndedKey {
@@ -182,7 +182,7 @@ impl Workload {
             self.sides[peer].ends[qp].keys[n].state = keys::State::Closing;
         }
 
-        // The content, and what the operation will make of it.
+        // Draws the content, and computes the effect of the operation.
         self.scratch.resize(bytes as usize, 0);
         let mut data = std::mem::take(&mut self.scratch);
         self.dice.fill(&mut data);
@@ -265,7 +265,7 @@ impl Workload {
             self.flows[qp][host].held.push(piece);
         }
         let mut flags = SendFlags::empty();
-        // A READ before it must not come again when the key has ended.
+        // A READ before it must not be retransmitted after the key has ended.
         flags.set(
             SendFlags::FENCE,
             invalidates.is_some()
@@ -328,7 +328,7 @@ impl Workload {
         Ok(true)
     }
 
-    /// Numbers an operation and gives it to the engine.
+    /// Numbers an operation and posts it to the engine.
     #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
     pub(super) fn submit(
         &mut self,
@@ -341,7 +341,7 @@ impl Workload {
         shared: Option<usize>,
     ) -> Checked {
         let flow = &mut self.flows[qp][host];
-        // The last that fits must speak for the silent ones before it.
+        // The last operation that fits must be signaled, on behalf of the silent ones before it.
         let last = flow.todo <= 1 || flow.outstanding.len() + 1 >= flow.depth;
         op.signaled = last || op.kind == Kind::Probe || !self.dice.one_in(6);
         flags.set(SendFlags::SIGNALED, op.signaled);
@@ -381,7 +381,7 @@ impl Workload {
         done.map_err(|error| format!("QP {qp} host {host}: post_send #{wr_id}: {error}"))
     }
 
-    /// The shared receive queue that the next message to this end uses.
+    /// Returns the shared receive queue that the next message to this end uses.
     pub(super) fn shared_of(&mut self, qp: usize, host: usize) -> Option<usize> {
         let end = &self.sides[host].ends[qp];
         if end.xrc {
@@ -541,7 +541,7 @@ impl Workload {
 
     // Keys.
 
-    /// Opens, moves or ends a key of one's own; true: that took a work request.
+    /// Opens, moves or ends a key of this end. Returns true when that took a work request.
     fn tend_keys(&mut self, qp: usize, host: usize) -> Result<bool, String> {
         let side = &mut self.sides[host];
         let keys = side.ends[qp].keys.len() as u64;
@@ -597,7 +597,7 @@ impl Workload {
         Ok(true)
     }
 
-    /// A key of the peer that a SEND may end now.
+    /// Returns a key of the peer that a SEND may invalidate now.
     fn key_to_invalidate(&self, qp: usize, peer: usize) -> Option<usize> {
         let keys = &self.sides[peer].ends[qp].keys;
         let ends = |key: &keys::Key| {
@@ -608,7 +608,7 @@ impl Workload {
 }
 
 impl Op {
-    /// One that moves no bytes.
+    /// Creates an operation that moves no bytes.
     pub(super) fn bare(kind: Kind) -> Op {
         Op {
             wr_id: 0,

@@ -1,4 +1,4 @@
-//! Shared receive queues: which receive a message takes is known only when it completes.
+//! Shared receive queues: only its completion tells which receive a message took.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,16 +13,16 @@ use crate::memory::Space;
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) srqn: Srqn,
-    /// Receives posted and not complete.
+    /// Posted receives that have not completed.
     pub(super) recvs: BTreeMap<u64, Piece>,
     /// Bytes of each receive.
     pub(super) len: u64,
     space: Space,
     depth: u32,
     next_id: u64,
-    /// The limit that is armed.
+    /// Armed limit.
     armed: Option<u32>,
-    /// Receives that were left when it was looked at last.
+    /// Receives left at the last look.
     left: usize,
 }
 
@@ -41,7 +41,7 @@ impl Shared {
         }
     }
 
-    /// Posts receives up to a number that is drawn, and arms the limit. `tag` stands in the upper bits of each number.
+    /// Posts receives up to a random number, and arms the limit. `tag` is in the upper bits of each number.
     pub(super) fn fill(&mut self, rnic: &mut Rnic, dice: &mut Dice, common: &Reg, tag: u64) -> Checked {
         if dice.one_in(8) {
             self.resize(rnic, dice)?;
@@ -84,7 +84,7 @@ impl Shared {
         Ok(())
     }
 
-    /// A receive completed: where its bytes are.
+    /// Removes a completed receive. Returns the location of its bytes.
     pub(super) fn take(&mut self, id: u64) -> Option<Piece> {
         self.recvs.remove(&id)
     }
@@ -97,7 +97,7 @@ impl Shared {
         self.space.give(piece.at, piece.len);
     }
 
-    /// The limit was reached, says an event.
+    /// Checks an event that reports that the limit was reached.
     pub(super) fn limit_reached(&mut self, rnic: &Rnic) -> Checked {
         let left = rnic.query_srq(self.srqn).map_or(0, |info| info.posted);
         match self.armed.take() {
@@ -107,7 +107,7 @@ impl Shared {
         }
     }
 
-    /// Looks for a limit that was reached although nobody was told.
+    /// Checks that no limit was reached without an event.
     pub(super) fn look(&mut self, rnic: &Rnic) -> Checked {
         let left = rnic.query_srq(self.srqn).map_or(0, |info| info.posted);
         let before = std::mem::replace(&mut self.left, left);

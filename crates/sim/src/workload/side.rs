@@ -15,10 +15,10 @@ use crate::dice::Dice;
 use crate::memory::{Door, SimMemory, Space};
 use crate::world::World;
 
-/// Bytes before and after every region that nobody may touch.
+/// Bytes before and after every region that no operation may touch.
 pub(super) const GUARD: u64 = 4096;
 
-/// All that a peer may do here.
+/// All rights of a peer.
 pub(super) const RIGHTS: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
     .union(Access::REMOTE_READ)
@@ -27,7 +27,7 @@ pub(super) const RIGHTS: Access = Access::LOCAL_WRITE
     .union(Access::FLUSH_GLOBAL)
     .union(Access::FLUSH_PERSISTENT);
 
-/// Completions that a small completion queue holds.
+/// Capacity of a small completion queue.
 pub(super) const NARROW: u32 = 16;
 
 /// A piece of a host's memory, taken from its [`Space`].
@@ -37,7 +37,7 @@ pub(super) struct Piece {
     pub(super) len: u64,
 }
 
-/// A region over all of a host's memory but the guards.
+/// A region over all of a host's memory except for the guards.
 #[derive(Clone, Debug)]
 pub(super) struct Reg {
     pub(super) door: Arc<Door>,
@@ -75,28 +75,28 @@ impl Reg {
     }
 }
 
-/// One end of a connection: an RC QP, or an XRC initiator and the target of the peer's.
+/// One end of a connection: an RC QP, or an XRC initiator and the target of the peer's initiator.
 #[derive(Debug)]
 pub(super) struct End {
     pub(super) send_qpn: Qpn,
     pub(super) recv_qpn: Qpn,
     pub(super) xrc: bool,
-    /// Takes its receives from this shared receive queue.
+    /// Shared receive queue that it takes its receives from.
     pub(super) srq: Option<usize>,
     pub(super) reg: Reg,
     pub(super) keys: Vec<Key>,
-    /// The small completion queue of its own that its requests complete to, and whether nobody polls that.
+    /// Small completion queue of its own, to which its requests complete, and whether nobody polls it.
     pub(super) narrow: Option<Cqn>,
     pub(super) narrow_unpolled: bool,
-    /// That queue overran.
+    /// Set when that queue overran.
     pub(super) overrun: bool,
-    /// Destroyed, or lost with its host: it completes nothing.
+    /// Set when the end was destroyed, or lost with its host: it completes nothing.
     pub(super) gone: bool,
-    /// Asynchronous events that came.
+    /// Numbers of asynchronous events that came.
     pub(super) errors: u32,
     pub(super) last_wqe: u32,
     pub(super) established: u32,
-    /// A request of the peer was done here.
+    /// Set when a request of the peer was executed here.
     pub(super) served: bool,
 }
 
@@ -106,16 +106,16 @@ impl End {
     }
 }
 
-/// What a host's users share in the engine.
+/// Objects in the engine that a host's users share.
 #[derive(Debug)]
 pub(super) struct Objects {
     pub(super) pd: Pd,
     pub(super) xrcd: Xrcd,
-    /// Polled at each completion.
+    /// Completion queue polled at each completion.
     pub(super) cq: Cqn,
-    /// Armed for solicited events, and polled now and then.
+    /// Completion queue armed for solicited events, and polled now and then.
     pub(super) lazy_cq: Cqn,
-    /// For words and shared receive queues.
+    /// Region for words and shared receive queues.
     pub(super) common: Reg,
     pub(super) shared: Vec<Shared>,
 }
@@ -134,11 +134,11 @@ pub(super) struct Side {
     /// Doors of regions that ended.
     pub(super) shut: Vec<Arc<Door>>,
     pub(super) lazy_poll_planned: bool,
-    /// A QPN of before the restart was drawn again.
+    /// Set when a QPN of before the restart was drawn again.
     repeated_qpn: bool,
 }
 
-/// How the memory of a host is divided.
+/// Division of a host's memory.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Layout {
     /// Bytes for operations.
@@ -185,7 +185,7 @@ impl Side {
         }
     }
 
-    /// Makes an end in Reset; a plain one has receives of its own, a narrow one a small completion queue.
+    /// Creates an end in Reset; a plain one has receives of its own, a narrow one a small completion queue.
     pub(super) fn add_end(
         &mut self,
         world: &mut World,
@@ -221,7 +221,8 @@ impl Side {
             .collect();
         let mut create = |init| {
             let qpn = rnic.create_qp(init).expect("there are QPNs");
-            // A QPN of before a restart comes by chance, one time in many thousand; its old packets would fit. Let it rest.
+            // By chance, one time in many thousand, the engine draws a QPN of before a restart, whose old packets would fit. It
+            // is replaced once.
             if !before.contains(&qpn) || std::mem::replace(&mut self.repeated_qpn, true) {
                 return qpn;
             }
@@ -280,7 +281,7 @@ impl Side {
         self.ends.iter().rposition(|end| end.has(qpn))
     }
 
-    /// Writes `data` into the pieces, as far as it goes.
+    /// Writes `data` into the pieces, as far as it fits.
     pub(super) fn write_model(&mut self, pieces: &[Piece], mut data: &[u8]) {
         for piece in pieces {
             let n = (piece.len as usize).min(data.len());
@@ -302,7 +303,7 @@ impl Side {
         }
     }
 
-    /// Takes what is there for right, and gives it.
+    /// Accepts what is there as correct, and returns it.
     pub(super) fn accept(&mut self, pieces: &[Piece]) -> Vec<u8> {
         let image = self.memory.lock();
         let mut all = Vec::new();
@@ -331,7 +332,8 @@ impl Side {
         }
     }
 
-    /// All of memory is as the model has it, but for what is unknown, and nothing came through a door after it was shut.
+    /// Checks that all of memory is as the model has it, except for unknown bytes, and that nothing passed a door after it was
+    /// shut.
     pub(super) fn compare_all(&mut self) -> Checked {
         let words = self.words.check(&self.memory.lock().bytes);
         words?;
@@ -356,7 +358,7 @@ impl Side {
     }
 }
 
-/// What an end is made of.
+/// Service of an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Service {
     Rc,

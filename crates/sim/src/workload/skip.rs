@@ -1,11 +1,11 @@
-//! Connections that go on with PSNs far from those before: as after millions of packets, of which no simulation has the time.
+//! Connections that go on with PSNs far from those before, as after millions of packets, which no simulation has the time for.
 
 use super::{Checked, USER_SKIP, Workload, tag};
 use crate::seen;
 
-/// Half of all PSNs, of which a QP moves on by less at once.
+/// Half of all PSNs; a QP moves on by less than this at once.
 const HALF: u64 = 1 << 23;
-/// Time after which a connection rests at the latest.
+/// Maximum time until a connection becomes idle.
 const RESTS_NS_MAX: u64 = 5_000_000;
 
 impl Workload {
@@ -14,7 +14,7 @@ impl Workload {
         self.world.call_back(delay, tag(USER_SKIP, qp, 0));
     }
 
-    /// Lets a connection rest; once it does, moves the PSNs of both its directions on.
+    /// Lets a connection become idle; once it is, moves the PSNs of both its directions on.
     pub(super) fn skip_psns(&mut self, qp: usize) -> Checked {
         let over = self.is_affected(qp) || self.flows[qp].iter().all(|flow| flow.todo == 0);
         let rests = over || self.is_at_rest(qp);
@@ -58,7 +58,7 @@ impl Workload {
         Ok(())
     }
 
-    /// The QPs of a connection, and how far each moves on when the requests of each host do: as sender, as receiver.
+    /// Returns the QPs of a connection, and how far each moves on when the requests of each host do: as sender, as receiver.
     fn ways(&self, qp: usize, psns: [u32; 2]) -> Vec<(usize, rdmux_rnic::Qpn, u32, u32)> {
         let of_host = |host: usize| {
             let end = &self.sides[host].ends[qp];

@@ -1,4 +1,4 @@
-//! Words that atomic operations of several QPs work on, and whether what they gave back fits one order of them all.
+//! Words that atomic operations of several QPs work on, and the check that the values they returned fit one order of them all.
 
 use std::collections::BTreeMap;
 
@@ -10,31 +10,31 @@ use crate::dice::Dice;
 const ADDED: usize = 3;
 const SWAPPED: usize = 3;
 
-/// An atomic operation under way.
+/// An atomic operation in flight.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WordOp {
     word: usize,
-    /// Added to the word.
+    /// Number to add to the word.
     pub(super) add: u64,
     pub(super) compare: u64,
     pub(super) swap: u64,
-    /// What the word had grown to, by operations complete when this was posted.
+    /// Value that the word had reached by operations that had completed when this one was posted.
     floor: u64,
 }
 
 #[derive(Debug, Default)]
 struct Word {
     initial: u64,
-    /// By what an addition found, less `initial`: what it added.
+    /// By the value that an addition found, less `initial`: the number that it added.
     added: BTreeMap<u64, u64>,
-    /// By what a swap found: what it left.
+    /// By the value that a swap found: the value that it left.
     swapped: BTreeMap<u64, u64>,
-    /// What a swap found last, or left.
+    /// Last value that a swap found or left.
     seen: u64,
     floor: u64,
-    /// Values that were to be stored.
+    /// Values that swaps were to store.
     offered: Vec<u64>,
-    /// An operation failed, and may have taken effect.
+    /// Set when an operation failed that may have taken effect.
     unsure: bool,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Bytes of all: for atomics, and one for the ATOMIC WRITEs of each flow.
+    /// Returns the number of bytes of all words: for atomics, and one word for the ATOMIC WRITEs of each flow.
     pub(super) fn bytes(flows: usize) -> u64 {
         8 * (ADDED + SWAPPED + flows) as u64
     }
@@ -74,7 +74,7 @@ impl Words {
         }
     }
 
-    /// Where the ATOMIC WRITEs of a flow go.
+    /// Returns the location for the ATOMIC WRITEs of a flow.
     pub(super) fn published(&self, flow: usize) -> Piece {
         let at = self.at + 8 * (self.words.len() + flow) as u64;
         Piece { at, len: 8 }
@@ -84,7 +84,7 @@ impl Words {
         self.at + 8 * op.word as u64
     }
 
-    /// A value that no word ever held.
+    /// Returns a value that no word ever held.
     pub(super) fn fresh(&mut self) -> u64 {
         self.next += 1;
         self.next
@@ -101,7 +101,7 @@ impl Words {
         }
     }
 
-    /// Mostly with the value that it will find, if nobody is faster.
+    /// Returns a compare-and-swap, mostly with the value that it will find unless another operation is faster.
     pub(super) fn compare_swap(&mut self, dice: &mut Dice) -> WordOp {
         let word = ADDED + dice.below(SWAPPED as u64) as usize;
         let swap = self.fresh();
@@ -117,7 +117,7 @@ impl Words {
         }
     }
 
-    /// It came back with what it had found.
+    /// Checks an operation that returned the value it found.
     pub(super) fn done(&mut self, op: &WordOp, found: u64) -> Checked {
         let word = &mut self.words[op.word];
         if op.add > 0 {
@@ -144,12 +144,12 @@ impl Words {
         Ok(())
     }
 
-    /// It failed, having taken effect or not.
+    /// Records an operation that failed, whether it took effect or not.
     pub(super) fn unsure(&mut self, op: &WordOp) {
         self.words[op.word].unsure = true;
     }
 
-    /// Every operation took effect once, and nothing else did.
+    /// Checks that every operation took effect once, and nothing else did.
     pub(super) fn check(&self, image: &[u8]) -> Checked {
         for (n, word) in self.words.iter().enumerate() {
             let last = read_word(image, self.at + 8 * n as u64);
