@@ -1,12 +1,12 @@
-//! The one way in which a test of any crate says that it cannot run here. Included by `#[path]`, since a crate of its own would have to
-//! stand below all others.
+//! The one function by which a test of any crate reports that it cannot run here. Crates include it by `#[path]`, since a crate of
+//! its own would have to stand below all others.
 
 use std::fmt::Display;
 use std::fs::OpenOptions;
 use std::io::Write;
 
-/// Notes that the test which calls this does not run here, and why; the test returns then. libtest counts it as passed:
-/// `./test` subtracts what the file named by `RDMUX_SKIPS` lists. Without that file the line goes past libtest's capture.
+/// Records that the calling test does not run here, and why; the test then returns. libtest counts it as passed: `./test` subtracts
+/// the tests that are listed in the file named by `RDMUX_SKIPS`. Without that file the line goes past libtest's capture.
 pub(crate) fn skip(why: impl Display) {
     let thread = std::thread::current();
     // libtest names each thread after its test.

@@ -1,5 +1,5 @@
-//! What a message between two devices of one process costs the caller, call by call: the engine without waiting for anybody.
-//! `cargo bench -p rdmux-verbs --bench engine`
+//! Cost to the caller of each call for a message between two devices of one process: the engine without waiting for anybody. `cargo
+//! bench -p rdmux-verbs --bench engine`
 
 use std::error::Error;
 use std::hint::black_box;
@@ -34,7 +34,7 @@ fn end() -> Result<End, Box<dyn Error>> {
     Ok(End { device, cq, qp, mr })
 }
 
-/// Median time of a call, in ns.
+/// Prints the median time of a call, in ns.
 fn time(name: &str, mut times: Vec<u32>) {
     times.sort_unstable();
     println!("{name:<24} {:>6} ns", times[times.len() / 2]);

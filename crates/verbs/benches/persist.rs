@@ -1,7 +1,7 @@
-//! What it costs to bring bytes out of the processor's caches: `cargo bench -p rdmux-verbs --bench persist`. Every way into
-//! random slots of 256 MiB of memory, as a peer's WRITEs would come; medians in ns, with the fence that an answer to FLUSH
-//! waits for (`sfence`), and after the slash until the bytes are out (`mfence`, `lfence`). Then the same through the memory kinds,
-//! a file in memory standing for persistent memory.
+//! Cost of bringing bytes out of the processor's caches: `cargo bench -p rdmux-verbs --bench persist`. It measures every way into
+//! random slots of 256 MiB of memory, as a peer's WRITEs would come; medians in ns, with the fence that an answer to FLUSH waits
+//! for (`sfence`), and after the slash until the bytes are out (`mfence`, `lfence`). Then it measures the same through the memory
+//! kinds, with a file in memory in place of persistent memory.
 #![allow(unsafe_code, reason = "instructions on memory of its own")]
 
 use std::alloc::{Layout, alloc_zeroed};
@@ -25,13 +25,13 @@ const SIZES: [usize; 8] = [8, 64, 128, 256, 512, 1024, 4096, 65536];
 /// A way to place bytes.
 type Way = fn(Cpu, &[u8], *mut u8);
 
-/// Into the cache alone.
+/// Places bytes in the cache alone.
 fn cached(_: Cpu, from: &[u8], to: *mut u8) {
     // SAFETY: `measure` gives a slot of the memory that is as long as the source.
     unsafe { place_cached(from.as_ptr(), to, from.len()) };
 }
 
-/// Into the cache, then written back.
+/// Places bytes in the cache, then writes them back.
 fn cached_and_back(cpu: Cpu, from: &[u8], to: *mut u8) {
     // SAFETY: as above.
     unsafe {
@@ -40,7 +40,7 @@ fn cached_and_back(cpu: Cpu, from: &[u8], to: *mut u8) {
     }
 }
 
-/// Past the cache, but for what shares its line with other bytes and for the last line.
+/// Places bytes past the cache, except those that share their line with other bytes and those of the last line.
 fn past(cpu: Cpu, from: &[u8], to: *mut u8) {
     if from.len() < 128 {
         return cached_and_back(cpu, from, to);
@@ -49,13 +49,13 @@ fn past(cpu: Cpu, from: &[u8], to: *mut u8) {
     unsafe { place_past(cpu, from.as_ptr(), to, from.len()) };
 }
 
-/// As the library does.
+/// Places bytes as the library does.
 fn placed(cpu: Cpu, from: &[u8], to: *mut u8) {
     // SAFETY: as above.
     unsafe { place(cpu, from.as_ptr(), to, from.len()) };
 }
 
-/// The same in pieces, as packets come.
+/// Places bytes as the library does, in pieces, as packets come.
 fn placed_in_packets(cpu: Cpu, from: &[u8], to: *mut u8) {
     for (piece, at) in from.chunks(4096).zip((0..).step_by(4096)) {
         // SAFETY: as above; the piece is inside of the slot.
@@ -68,7 +68,7 @@ fn median(mut all: Vec<u64>) -> u64 {
     all[all.len() / 2]
 }
 
-/// Median with either fence.
+/// Returns the median with either fence.
 fn measure(way: Way, cpu: Cpu, memory: *mut u8, size: usize, shift: usize) -> (u64, u64) {
     let source = vec![0x5a; size];
     let mut random = 0x9e37_79b9_7f4a_7c15u64;
@@ -98,7 +98,7 @@ fn measure(way: Way, cpu: Cpu, memory: *mut u8, size: usize, shift: usize) -> (u
     (run(false), run(true))
 }
 
-/// What the accesses of a memory kind take, each with the flush behind it apart; ns.
+/// Measures the accesses of a memory kind, and apart from it each with the flush behind it; ns.
 fn memory_kind(name: &str, memory: &dyn Memory, placement: Placement) {
     let mut random = 7u64;
     let mut time = |work: &mut dyn FnMut(u64)| {

@@ -1,5 +1,6 @@
-//! What shared memory and futexes carry between two processes on CPU 0 and CPU 1: the floor of the path between peers of one
-//! host. `cargo bench -p rdmux-verbs --bench shm`; with the name of one figure it prints that alone, as `rdmux bench` wants it.
+//! Throughput and latency of shared memory and futexes between two processes on CPU 0 and CPU 1: the floor of the path between
+//! peers of one host. `cargo bench -p rdmux-verbs --bench shm`; with the name of one figure it prints that alone, as `rdmux bench`
+//! needs it.
 //!
 //! The program starts itself as the other process, with the shared memory as its standard input.
 #![allow(unsafe_code, reason = "memory that two processes write")]
@@ -17,14 +18,14 @@ use rustix::thread::{CpuSet, futex, sched_setaffinity};
 
 /// Bytes between words that different processes write, so that they share no cache line, nor one that is fetched along.
 const STRIDE: usize = 128;
-/// Where the messages begin, one slot for each direction.
+/// Offset of the messages, one slot for each direction.
 const SLOTS_AT: usize = 4096;
 const SLOT_BYTES: usize = 1 << 20;
 const MAP_BYTES: usize = SLOTS_AT + 2 * SLOT_BYTES;
-/// The other process died, or never came.
+/// Time after which the other process counts as dead, or as never started.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Round trips timed together: the clock takes as long as a quarter of one.
+/// Number of round trips timed together: reading the clock takes as long as a quarter of one.
 const GROUP: u64 = 2;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -32,11 +33,11 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 /// A figure that can be measured.
 #[derive(Clone, Copy)]
 enum Figure {
-    /// Half round trip of a word and so many bytes beside it, which either side copies in and out, both spinning; ns.
+    /// Half the round trip of a word and this many bytes beside it, which either side copies in and out, both spinning; ns.
     Exchange(usize),
-    /// One process copies so many bytes into shared memory, again and again; bytes/s.
+    /// One process copies this many bytes into shared memory, again and again; bytes/s.
     Copy(usize),
-    /// Half round trip of a word whose reader sleeps in a futex, the other process on that CPU; ns.
+    /// Half the round trip of a word whose reader sleeps in a futex, the other process on that CPU; ns.
     Futex { far_cpu: usize },
 }
 
@@ -78,7 +79,7 @@ fn main() -> Outcome<()> {
     }
 }
 
-/// The side that measures.
+/// Runs the side that measures.
 fn measure(name: &str, figure: Figure) -> Outcome<f64> {
     pin(0)?;
     let memory = memfd_create("rdmux-bench", MemfdFlags::CLOEXEC)?;
@@ -93,13 +94,13 @@ fn measure(name: &str, figure: Figure) -> Outcome<f64> {
         Figure::Exchange(bytes) => exchange(&shared, 100_000, bytes, 0)?,
         Figure::Copy(_) => Vec::new(),
     };
-    // The first are the other process's start.
+    // The first samples include the start of the other process.
     samples.drain(..samples.len() / 10);
     samples.sort_unstable();
     Ok(samples[samples.len() / 2] as f64 / 2.0)
 }
 
-/// The side that answers, until it is ended.
+/// Runs the side that answers, until it is ended.
 fn far(figure: Figure) -> Outcome<()> {
     let shared = Shared::map(std::io::stdin())?;
     match figure {
@@ -116,7 +117,7 @@ fn far(figure: Figure) -> Outcome<()> {
     Ok(())
 }
 
-/// Round trips, in nanoseconds; side 0 begins.
+/// Returns the times of round trips, in nanoseconds; side 0 begins.
 fn exchange(shared: &Shared, rounds: u64, bytes: usize, side: usize) -> Outcome<Vec<u64>> {
     let (mut from, mut to) = (vec![0u8; bytes], vec![1u8; bytes]);
     let (mine, theirs) = (shared.word(side), shared.word(1 - side));
@@ -143,7 +144,7 @@ fn exchange(shared: &Shared, rounds: u64, bytes: usize, side: usize) -> Outcome<
     Ok(samples)
 }
 
-/// Round trips, in nanoseconds, of a word that says whose turn it is; side 0 begins.
+/// Returns the times of round trips, in nanoseconds, of a word that says whose turn it is; side 0 begins.
 fn hand_over(shared: &Shared, rounds: u64, side: u32) -> Outcome<Vec<u64>> {
     let turn = shared.turn();
     let timeout = futex::Timespec {
@@ -176,7 +177,7 @@ fn give(turn: &AtomicU32, to: u32) -> Outcome<()> {
     Ok(())
 }
 
-/// Bytes per second.
+/// Returns the rate of copies, in bytes per second.
 fn copy_rate(shared: &Shared, bytes: usize) -> f64 {
     const WARM_UP: u32 = 20;
     const ROUNDS: u32 = 1_000;
@@ -225,7 +226,7 @@ impl Shared {
         Ok(Shared(NonNull::new(base.cast()).ok_or("mapped at 0")?))
     }
 
-    /// The word that a side writes.
+    /// Returns the word that a side writes.
     fn word(&self, side: usize) -> &AtomicU64 {
         // SAFETY: aligned and inside of the mapping, which is never unmapped.
         unsafe { AtomicU64::from_ptr(self.0.as_ptr().add(side * STRIDE).cast()) }
@@ -253,7 +254,7 @@ impl Shared {
     }
 }
 
-/// The other process, ended with the value.
+/// The other process. It ends with the value.
 struct Far(Child);
 
 impl Far {

@@ -1,5 +1,5 @@
-//! What each of the system calls under the `soft` provider costs on this host. `rdmux bench` has what UDP carries.
-//! `cargo bench -p rdmux-verbs --bench udp [-- ADDRESS]`
+//! Cost on this host of each of the system calls under the `soft` provider. `rdmux bench` measures what UDP carries. `cargo bench
+//! -p rdmux-verbs --bench udp [-- ADDRESS]`
 
 use std::error::Error;
 use std::io::IoSlice;
@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     system_calls(ip)
 }
 
-/// Time of each call on one thread: the peer's half of the work is done between the measurements.
+/// Measures the time of each call on one thread: the peer's half of the work is done between the measurements.
 fn system_calls(ip: IpAddr) -> Result<(), Box<dyn Error>> {
     const ROUNDS: u32 = 20_000;
     let rx = RxSocket::bind(SocketAddr::new(ip, 0), false)?;

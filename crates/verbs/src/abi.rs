@@ -2,7 +2,7 @@
 //! machines. Only what programs share with the libraries is here, under the names of `<infiniband/verbs.h>` and
 //! `<rdma/rdma_cma.h>` without their prefix. Sizes and offsets are in `abi/layout.rs`.
 //!
-//! Structures that a library hands out are longer than what is declared here, and only reached through pointers.
+//! Structures that a library hands out are longer than declared here, and are only reached through pointers.
 #![allow(missing_debug_implementations, reason = "unions cannot be shown")]
 #![allow(
     missing_docs,
@@ -36,7 +36,7 @@ pub struct Device {
     pub ibdev_path: [c_char; 256],
 }
 
-/// `struct ibv_context_ops`: what is called through the context and not by name.
+/// `struct ibv_context_ops`: the operations that programs call through the context and not by name.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ContextOps {
@@ -65,15 +65,15 @@ pub struct Context {
     pub async_fd: c_int,
     pub num_comp_vectors: c_int,
     pub mutex: Mutex,
-    /// [`EXTENDED`] where a [`VerbsContext`] ends here.
+    /// [`EXTENDED`] if a [`VerbsContext`] ends here.
     pub abi_compat: usize,
 }
 
-/// Of [`Context::abi_compat`].
+/// Value of [`Context::abi_compat`] in a [`VerbsContext`].
 pub const EXTENDED: usize = usize::MAX;
 
-/// `struct verbs_context`, which ends with the context and grows at its front: an operation is there when [`VerbsContext::size`],
-/// which counts the context too, reaches it, and it is not null.
+/// `struct verbs_context`, which ends with the context and grows at its front. An operation exists if [`VerbsContext::size`], which
+/// counts the context too, reaches it, and it is not null.
 #[repr(C)]
 #[derive(Debug)]
 pub struct VerbsContext {
@@ -338,8 +338,8 @@ pub struct Qp {
     pub events_completed: u32,
 }
 
-/// `struct ibv_qp_ex`. [`QpEx::wr_flush`] is there in what newer libraries hand out, and nowhere else: it may be read when the queue pair
-/// was made with [`qp_ex::FLUSH`].
+/// `struct ibv_qp_ex`. Only newer libraries provide [`QpEx::wr_flush`]: it may be read if the queue pair was made with
+/// [`qp_ex::FLUSH`].
 #[repr(C)]
 #[derive(Debug)]
 pub struct QpEx {
@@ -718,7 +718,7 @@ pub struct PortAttr {
     pub link_layer: u8,
     pub flags: u8,
     pub port_cap_flags2: u16,
-    /// Newer libraries only, which are told the size.
+    /// Only for newer libraries, which receive the size of the structure.
     pub active_speed_ex: u32,
 }
 
@@ -768,7 +768,7 @@ pub struct DeviceAttr {
     pub phys_port_cnt: u8,
 }
 
-/// `struct ibv_device_attr_ex`, what of it is used; the rest by its size.
+/// `struct ibv_device_attr_ex`: the fields in use; the others by their size.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceAttrEx {
@@ -808,7 +808,7 @@ pub struct AsyncEvent {
     pub event_type: u32,
 }
 
-/// `struct sockaddr_storage`, as much as addresses of IP need.
+/// `struct sockaddr_storage`: the part that IP addresses need.
 #[repr(C, align(8))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SockAddr(pub [u8; 28]);
@@ -918,7 +918,7 @@ pub type QueryDeviceEx = unsafe extern "C" fn(*mut Context, *const c_void, *mut 
 pub type CreateQpEx = unsafe extern "C" fn(*mut Context, *mut QpInitAttrEx) -> *mut Qp;
 /// `ibv_modify_qp_rate_limit`
 pub type ModifyQpRateLimit = unsafe extern "C" fn(*mut Qp, *mut QpRateLimitAttr) -> c_int;
-/// A completion's part, as `ibv_wc_read_*` have it.
+/// Function that reads one field of a completion, such as `ibv_wc_read_*`.
 pub type CqRead<T> = unsafe extern "C" fn(*mut CqEx) -> T;
 /// `ibv_reg_dm_mr`: offset, bytes, rights.
 pub type RegDmMr = unsafe extern "C" fn(*mut Pd, *mut Dm, u64, usize, u32) -> *mut Mr;

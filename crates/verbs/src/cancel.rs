@@ -1,4 +1,4 @@
-//! Giving up what another thread waits for.
+//! Cancellation of a wait in another thread.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::device::Device;
 use crate::soft::engine::CmQueue;
 
-/// Lets a thread give up what another one waits for: [`Device::connect_pair`] and [`Device::resolve_from`]. It is for one wait at a
-/// time, and for good. Provider `hw` looks at it only before it asks.
+/// Lets a thread cancel the wait of another one: [`Device::connect_pair`] and [`Device::resolve_from`]. It serves one wait at a
+/// time, and cancellation is final. Provider `hw` checks it only before it sends its request.
 #[derive(Debug, Default)]
 pub struct Cancel {
     state: Mutex<State>,
@@ -18,12 +18,12 @@ pub struct Cancel {
 #[derive(Debug, Default)]
 struct State {
     cancelled: bool,
-    /// Who waits for a peer.
+    /// Queue of the thread that waits for a peer.
     waits: Weak<CmQueue>,
 }
 
 impl Cancel {
-    /// Nothing is given up yet.
+    /// Makes a `Cancel` that is not cancelled yet.
     pub fn new() -> Cancel {
         Cancel::default()
     }
@@ -32,7 +32,7 @@ impl Cancel {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives up: who waits, or will, returns at once.
+    /// Cancels: a thread that waits, or will wait, returns at once.
     pub fn cancel(&self) {
         let mut state = self.state();
         state.cancelled = true;
@@ -44,12 +44,12 @@ impl Cancel {
         }
     }
 
-    /// Whether it was given up.
+    /// Returns whether it was cancelled.
     pub fn is_cancelled(&self) -> bool {
         self.state().cancelled
     }
 
-    /// Sleeps until it is given up. False: the time is over.
+    /// Sleeps until it is cancelled. Returns false if the timeout expires first.
     pub fn wait(&self, timeout: Duration) -> bool {
         let waited = self
             .cancelled
@@ -57,7 +57,8 @@ impl Cancel {
         waited.unwrap_or_else(PoisonError::into_inner).0.cancelled
     }
 
-    /// Has one who waits for a peer be woken. False: it was given up before.
+    /// Registers the queue of a thread that waits for a peer, so that cancellation wakes it. Returns false if it was cancelled
+    /// before.
     pub(crate) fn wakes(&self, queue: &Arc<CmQueue>) -> bool {
         let mut state = self.state();
         state.waits = Arc::downgrade(queue);

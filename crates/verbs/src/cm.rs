@@ -20,37 +20,38 @@ use crate::provider::Provided;
 use crate::soft;
 use crate::soft::group::GroupError;
 
-/// What [`ConnectParams::ack_timeout`] is where nobody says.
+/// Default of [`ConnectParams::ack_timeout`].
 pub(crate) const ACK_TIMEOUT: u8 = 14;
 
-/// Private data of [`Device::connect`], in bytes: that of a REQ with its addresses. IBTA Vol 1, 12.6.5 and A11.
+/// Maximum private data of [`Device::connect`], in bytes: that of a REQ that also carries its addresses. IBTA Vol 1, 12.6.5 and
+/// A11.
 pub const CONNECT_DATA_MAX: usize = 56;
 
-/// What is asked for when connecting.
+/// Parameters of connection establishment.
 #[derive(Clone, Debug)]
 pub struct ConnectParams {
-    /// What the peer may do on this queue pair.
+    /// Rights of the peer on this queue pair.
     pub access: Access,
-    /// Own READs, FLUSHes and atomics under way at a time.
+    /// READs, FLUSHes and atomics of this side in flight at a time.
     pub initiator_depth: u8,
     /// The peer's READs, FLUSHes and atomics that can be answered at a time.
     pub responder_resources: u8,
-    /// Local ACK timeout code: 4.096 us x 2^code. `None`: 14, which is 67 ms; who accepts takes that of the request.
+    /// Local ACK timeout code: 4.096 us x 2^code. `None`: 14, which is 67 ms; the accepting side takes that of the request.
     pub ack_timeout: Option<u8>,
     /// Retries on timeout, 0 to 7.
     pub retry_count: u8,
-    /// Retries on RNR NAK, 7 for ever.
+    /// Retries on RNR NAK; 7: without limit.
     pub rnr_retry: u8,
     /// RNR timer code that the peer is asked to wait.
     pub min_rnr_timer: u8,
     /// Largest path MTU to use; the link may allow less.
     pub path_mtu_max: PathMtu,
-    /// IPv4 TOS or IPv6 traffic class; its DSCP chooses the traffic class. Who accepts takes that of the request. ECN is set
-    /// towards peers that are rdmux; towards others its bits are sent as they stand here.
+    /// IPv4 TOS or IPv6 traffic class; its DSCP chooses the traffic class. The accepting side takes that of the request. ECN is set
+    /// towards peers that are rdmux; towards others its bits are sent as given here.
     pub traffic_class: u8,
-    /// What is asked for; `None`: the port's service of RDMA_PS_TCP.
+    /// Requested service; `None`: the port's service of RDMA_PS_TCP.
     pub service: Option<ServiceId>,
-    /// The port that the peer is told to be asked from; 0: none. It says no more than that. Provider `hw` chooses one itself.
+    /// Source port that the peer is shown; 0: none. It has no other effect. Provider `hw` chooses one itself.
     pub source_port: u16,
 }
 
@@ -77,24 +78,24 @@ impl Default for ConnectParams {
     }
 }
 
-/// A queue pair that is not brought up here, but by its owner, with the attributes that the connection gives
-/// ([`Connection::attributes`], [`ConnectionRequest::attributes`]). To its peer it is one that keeps to the specification alone.
+/// A queue pair that its owner brings up, with the attributes that the connection gives ([`Connection::attributes`],
+/// [`ConnectionRequest::attributes`]). To its peer it is one that keeps to the specification alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExternalPair {
     /// QPN.
     pub qpn: Qpn,
-    /// RC, UC or, of XRC, what fits the side.
+    /// RC, UC, or the XRC type that fits the side.
     pub qp_type: QpType,
-    /// It takes receives from a shared receive queue.
+    /// Set when it takes receives from a shared receive queue.
     pub srq: bool,
 }
 
 /// The queue pair that is to be connected.
 #[derive(Clone, Copy, Debug)]
 pub enum ConnectPair<'a> {
-    /// Its connection brings it up.
+    /// A queue pair that its connection brings up.
     Own(&'a QueuePair),
-    /// Its owner brings it up.
+    /// A queue pair that its owner brings up.
     External(&'a ExternalPair),
 }
 
@@ -113,7 +114,7 @@ impl<'a> ConnectPair<'a> {
         }
     }
 
-    /// Whether it may be this device's.
+    /// Returns whether it may belong to `device`.
     fn is_of(self, device: &Device) -> bool {
         self.own().is_none_or(|qp| qp.device().is(device))
     }
@@ -139,12 +140,12 @@ impl<'a> ConnectPair<'a> {
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The peer said no.
+    /// The peer refused the connection.
     #[error("the peer refused the connection: {reason}")]
     Rejected {
-        /// Why.
+        /// Reason.
         reason: RejReason,
-        /// What its user said.
+        /// Private data from the peer's user.
         private_data: Vec<u8>,
     },
     /// No answer.
@@ -163,13 +164,13 @@ pub enum ConnectError {
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
-    /// No connection of this kind is made with such a queue pair: RC and UC connect to their like, XRC initiators to targets.
+    /// No connection of this kind can be made with such a queue pair: RC and UC connect to their like, XRC initiators to targets.
     #[error("a {0:?} queue pair cannot be connected so")]
     QpType(QpType),
     /// The queue pair was not made on the device that is to connect it.
     #[error("the queue pair belongs to another device")]
     OtherDevice,
-    /// Another thread has given it up.
+    /// Another thread has cancelled the attempt.
     #[error("the connection was given up")]
     Cancelled,
     /// The queue pair cannot be connected in its state.
@@ -202,12 +203,12 @@ pub enum ListenError {
     Io(#[from] io::Error),
 }
 
-/// When a wait of `timeout` ends; `None`: never.
+/// Returns the time at which a wait of `timeout` ends; `None`: never.
 pub(crate) fn deadline_after(timeout: Duration) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
-/// When something happened to a connection, or a request for one came, in the order of this process: what comes later is greater.
+/// Order, within this process, of events of connections and of requests for them: a later one is greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Arrival(u64);
 
@@ -218,12 +219,12 @@ impl Arrival {
     }
 }
 
-/// How far a connection has come. One that ended may have been established before anybody looked.
+/// Progress of a connection. One that ended may have been established before anybody looked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// Both ends have it.
+    /// Set once both ends have established it.
     pub established: Option<Arrival>,
-    /// An end has given it up.
+    /// Set once an end has ended it.
     pub ended: Option<Arrival>,
 }
 
@@ -252,7 +253,7 @@ impl Device {
     /// Listens as [`Device::listen_for`] does, for a service by its id.
     ///
     /// # Errors
-    /// Provider `hw` has the ports of RDMA_PS_TCP alone ([`io::ErrorKind::Unsupported`]).
+    /// Provider `hw` supports the ports of RDMA_PS_TCP alone ([`io::ErrorKind::Unsupported`]).
     pub fn listen_service(&self, service: ServiceId, qp_types: &[QpType]) -> Result<Listener, ListenError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.listen(service)?),
@@ -268,8 +269,8 @@ impl Device {
         })
     }
 
-    /// Connects a queue pair that was just made, RC, UC or an XRC initiator, to whoever listens on an address and port. Waits for
-    /// the answer. Its receives may be there already: [`QueuePair::init`].
+    /// Connects a new queue pair (RC, UC or an XRC initiator) to the listener on an address and port, and waits for the answer. Its
+    /// receives may already be posted: [`QueuePair::init`].
     pub fn connect(
         &self,
         qp: &QueuePair,
@@ -280,11 +281,11 @@ impl Device {
         self.connect_pair(ConnectPair::Own(qp), peer, params, private_data, &Cancel::new())
     }
 
-    /// Connects as [`Device::connect`] does, either kind of queue pair, until another thread gives it up. The peer of an external
-    /// one waits until [`Connection::establish`].
+    /// Connects either kind of queue pair as [`Device::connect`] does, until another thread cancels it. The peer of an external one
+    /// waits until [`Connection::establish`].
     ///
     /// # Errors
-    /// Those of [`Device::connect`], and [`ConnectError::Cancelled`]. Provider `hw` connects no external queue pairs
+    /// Errors of [`Device::connect`], and [`ConnectError::Cancelled`]. Provider `hw` connects no external queue pairs
     /// ([`io::ErrorKind::Unsupported`]).
     pub fn connect_pair(
         &self,
@@ -334,7 +335,7 @@ fn no_external() -> ConnectError {
     ConnectError::Io(io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
-/// The transport service of connections of a queue pair; `None`: it has none.
+/// Returns the transport service of a queue pair's connections; `None` if its type has no connections.
 pub(crate) fn transport_of(qp_type: QpType) -> Option<Transport> {
     match qp_type {
         QpType::Rc => Some(Transport::Rc),
@@ -344,7 +345,7 @@ pub(crate) fn transport_of(qp_type: QpType) -> Option<Transport> {
     }
 }
 
-/// The type of the queue pair that accepts a request for a transport service.
+/// Returns the type of the queue pair that accepts a request for a transport service.
 pub(crate) fn accepting_type(transport: Transport) -> QpType {
     match transport {
         Transport::Rc => QpType::Rc,
@@ -354,7 +355,7 @@ pub(crate) fn accepting_type(transport: Transport) -> QpType {
     }
 }
 
-/// A port that connections come in on.
+/// A port on which connection requests arrive.
 #[derive(Debug)]
 pub struct Listener {
     provided: Provided<soft::cm::Service, hw::cm::Listener>,
@@ -363,7 +364,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Waits for a request. `None`: the time is over.
+    /// Waits for a request. Returns `None` if the timeout expires.
     pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
         let provided = match &self.provided {
             Provided::Soft(service) => Provided::Soft(service.accept(&self.qp_types, timeout)?),
@@ -382,7 +383,7 @@ impl Listener {
 }
 
 impl AsFd for Listener {
-    /// Readable when a request may have come, until [`Listener::accept`] found none.
+    /// Returns a descriptor that is readable when a request may have arrived, until [`Listener::accept`] finds none.
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.provided {
             Provided::Soft(service) => service.fd(),
@@ -391,10 +392,10 @@ impl AsFd for Listener {
     }
 }
 
-/// Private data of an answer (REP), in bytes: IBTA 12.6.8.
+/// Maximum private data of an answer (REP), in bytes: IBTA 12.6.8.
 const REP_DATA_MAX: usize = 196;
 
-/// A peer's request to connect. Dropped undecided, it is refused.
+/// A peer's request to connect. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub struct ConnectionRequest {
     provided: Provided<soft::cm::ConnectionRequest, hw::cm::ConnectionRequest>,
@@ -410,7 +411,7 @@ impl ConnectionRequest {
         }
     }
 
-    /// The port that it was asked from, as the peer says; 0: it does not, or provider `hw` does not tell.
+    /// Returns the source port that the peer sent; 0: the peer sent none, or provider `hw`, which does not report it.
     pub fn peer_port(&self) -> u16 {
         match &self.provided {
             Provided::Soft(request) => request.peer_port,
@@ -418,7 +419,7 @@ impl ConnectionRequest {
         }
     }
 
-    /// When it came.
+    /// Returns when the request arrived.
     pub fn arrival(&self) -> Arrival {
         match &self.provided {
             Provided::Soft(request) => request.arrival,
@@ -426,12 +427,12 @@ impl ConnectionRequest {
         }
     }
 
-    /// The type of queue pair that it can be accepted with.
+    /// Returns the type of the queue pair that can accept the request.
     pub fn qp_type(&self) -> QpType {
         accepting_type(self.remote().transport)
     }
 
-    /// The peer's side.
+    /// Returns the peer's endpoint.
     pub fn remote(&self) -> &Endpoint {
         match &self.provided {
             Provided::Soft(request) => &request.remote,
@@ -439,7 +440,7 @@ impl ConnectionRequest {
         }
     }
 
-    /// What the peer's user sent, filled up with zeros.
+    /// Returns the private data that the peer's user sent, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
         match &self.provided {
             Provided::Soft(request) => &request.private_data,
@@ -447,8 +448,8 @@ impl ConnectionRequest {
         }
     }
 
-    /// Accepts with a queue pair that was just made, and may have its receives: [`QueuePair::init`]. Both ends may send at once:
-    /// what comes before the peer has brought up its queue pair is retried.
+    /// Accepts with a new queue pair, whose receives may already be posted: [`QueuePair::init`]. Both ends may send at once:
+    /// packets that arrive before the peer has brought up its queue pair are sent again.
     pub fn accept(
         mut self,
         qp: &QueuePair,
@@ -458,8 +459,8 @@ impl ConnectionRequest {
         self.accept_after(qp, params, private_data, || Ok(()))
     }
 
-    /// Accepts as [`ConnectionRequest::accept`] does, but calls `prepare` when the queue pair takes receives and before the
-    /// peer hears of it: what it posts is there in time.
+    /// Accepts as [`ConnectionRequest::accept`] does, but calls `prepare` once the queue pair takes receives and before the peer
+    /// gets the answer: the receives that it posts are there in time.
     pub fn accept_after(
         &mut self,
         qp: &QueuePair,
@@ -470,10 +471,11 @@ impl ConnectionRequest {
         self.accept_pair_after(ConnectPair::Own(qp), params, private_data, prepare)
     }
 
-    /// Accepts as [`ConnectionRequest::accept`] does, with either kind of queue pair; its owner has brought up an external one.
+    /// Accepts as [`ConnectionRequest::accept`] does, with either kind of queue pair. The owner of an external one has already
+    /// brought it up.
     ///
     /// # Errors
-    /// As [`Device::connect_pair`]. The request stays: it can be accepted otherwise, or refused.
+    /// Errors of [`Device::connect_pair`]. The request stays: it can be accepted in another way, or refused.
     pub fn accept_pair(
         &mut self,
         pair: ConnectPair<'_>,
@@ -511,10 +513,11 @@ impl ConnectionRequest {
         Ok(Connection { provided, qp, peer })
     }
 
-    /// With what a queue pair goes to Init, RTR and RTS that its owner brings up before [`ConnectionRequest::accept_pair`].
+    /// Returns the attributes for Init, RTR or RTS of a queue pair that its owner brings up before
+    /// [`ConnectionRequest::accept_pair`].
     ///
     /// # Errors
-    /// Those of making a socket; provider `hw` has no such connections.
+    /// Errors of creating a socket; provider `hw` has no such connections.
     pub fn attributes(&self, to: QpState, params: &ConnectParams) -> Result<QpAttributes, ConnectError> {
         match &self.provided {
             Provided::Soft(request) => Ok(request.attributes(to, params)?),
@@ -522,7 +525,7 @@ impl ConnectionRequest {
         }
     }
 
-    /// Refuses.
+    /// Refuses the request.
     pub fn reject(mut self, private_data: &[u8]) {
         match &mut self.provided {
             Provided::Soft(request) => request.reject(private_data),
@@ -531,11 +534,11 @@ impl ConnectionRequest {
     }
 }
 
-/// A connection of a queue pair. Dropped, it is ended.
+/// A connection of a queue pair. Dropping it ends it.
 #[derive(Debug)]
 pub struct Connection {
     provided: Provided<soft::cm::Connection, hw::cm::Connection>,
-    /// `None`: its owner brings it up.
+    /// `None` if the owner of the queue pair brings it up.
     qp: Option<QueuePair>,
     peer: IpAddr,
 }
@@ -546,7 +549,7 @@ impl Connection {
         self.peer
     }
 
-    /// The peer's side.
+    /// Returns the peer's endpoint.
     pub fn remote(&self) -> Option<&Endpoint> {
         match &self.provided {
             Provided::Soft(connection) => connection.remote.as_ref(),
@@ -554,7 +557,7 @@ impl Connection {
         }
     }
 
-    /// What the peer's user sent when connecting, filled up with zeros.
+    /// Returns the private data that the peer's user sent when connecting, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
         match &self.provided {
             Provided::Soft(connection) => &connection.private_data,
@@ -567,7 +570,8 @@ impl Connection {
         self.qp.as_ref()
     }
 
-    /// With what a queue pair goes to Init, RTR and RTS that its owner brings up. `None`: the provider does that alone.
+    /// Returns the attributes for Init, RTR or RTS of a queue pair that its owner brings up. `None`: only the provider brings up
+    /// queue pairs.
     pub fn attributes(&self, to: QpState) -> Option<QpAttributes> {
         match &self.provided {
             Provided::Soft(connection) => connection.attributes(to),
@@ -575,16 +579,17 @@ impl Connection {
         }
     }
 
-    /// The queue pair that its owner brings up is ready: after [`Device::connect_pair`] the peer is told; on the passive
-    /// side, it has received before the peer's last message came. Does nothing to other connections.
+    /// Reports that the queue pair that its owner brings up is ready. After [`Device::connect_pair`] this notifies the peer; on the
+    /// passive side it means that the queue pair received something before the peer's last message arrived. Does nothing to other
+    /// connections.
     pub fn establish(&self) {
         if let (Provided::Soft(connection), None) = (&self.provided, &self.qp) {
             connection.establish();
         }
     }
 
-    /// Passive side: waits for the peer's last message, or its first request, which says as much. False when neither came: then
-    /// the connection is over.
+    /// Passive side: waits for the peer's last message, or for its first request, which implies it. Returns false if neither
+    /// arrives: then the connection is over.
     pub fn wait_established(&self) -> bool {
         match &self.provided {
             Provided::Soft(connection) => connection.wait_established(),
@@ -592,7 +597,7 @@ impl Connection {
         }
     }
 
-    /// How far it has come by what is known now.
+    /// Returns the progress that is known so far.
     pub fn progress(&self) -> Progress {
         match &self.provided {
             Provided::Soft(connection) => connection.progress(),
@@ -605,8 +610,8 @@ impl Connection {
         self.progress().ended.is_some()
     }
 
-    /// For how much longer at most the numbers of a connection that has ended are not used again, since packets of it may still
-    /// be under way: ask again after that. `None`: its rest is over. Provider `hw` does not tell: `None`. IBTA Vol 1, 12.9.8.4.
+    /// Returns for how much longer, at most, the numbers of an ended connection are not reused, since its packets may still be in
+    /// flight: ask again after that. `None`: that time is over, or provider `hw`, which does not report it. IBTA Vol 1, 12.9.8.4.
     pub fn rests_for(&self) -> Option<Duration> {
         match &self.provided {
             Provided::Soft(connection) => connection.rests_for(),
@@ -614,7 +619,7 @@ impl Connection {
         }
     }
 
-    /// Waits until the peer has ended the connection. False: the time is over.
+    /// Waits until the peer has ended the connection. Returns false if the timeout expires.
     pub fn wait_ended(&self, timeout: Duration) -> bool {
         match &self.provided {
             Provided::Soft(connection) => connection.wait_ended(timeout),
@@ -622,7 +627,7 @@ impl Connection {
         }
     }
 
-    /// Ends the connection: what is owed to the peer is sent, the queue pair goes to Error and the peer is told. Does nothing
+    /// Ends the connection: sends what is pending for the peer, moves the queue pair to Error and notifies the peer. Does nothing
     /// the second time.
     pub fn disconnect(&self) {
         match &self.provided {

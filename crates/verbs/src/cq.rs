@@ -1,4 +1,4 @@
-//! What can be changed of a completion queue that is there: its length, when it speaks up, and whether it keeps times.
+//! Changes to an existing completion queue: its length, its moderation, and whether it records times.
 
 use std::io;
 use std::time::Instant;
@@ -8,10 +8,10 @@ use rdmux_rnic::{Moderation, WorkCompletion};
 use crate::device::CompletionQueue;
 use crate::features::{Features, Unsupported};
 
-/// Why a completion queue keeps its length.
+/// Why a completion queue was not resized.
 #[derive(Debug, thiserror::Error)]
 pub enum ResizeError {
-    /// It has more completions than that.
+    /// The queue holds more completions than it would have room for.
     #[error("the completion queue has more completions than it would have room for")]
     TooShort,
     /// The device refuses.
@@ -20,7 +20,7 @@ pub enum ResizeError {
 }
 
 impl CompletionQueue {
-    /// Makes room for `depth` completions; those that are there stay. IBTA Vol 1, 11.2.8.3.
+    /// Makes room for `depth` completions; completions that are in the queue stay. IBTA Vol 1, 11.2.8.3.
     pub fn resize(&self, depth: u32) -> Result<(), ResizeError> {
         match (self.soft(), self.hw()) {
             (Some(cq), _) => cq.resize(depth),
@@ -29,25 +29,26 @@ impl CompletionQueue {
         }
     }
 
-    /// Lets completions come together before an armed queue speaks up; `None`: it speaks up at the first.
+    /// Lets several completions arrive before an armed queue raises its event; `None`: the first completion raises it.
     ///
     /// # Errors
-    /// Only devices that have [`Features::CQ_MODERATION`].
+    /// [`Unsupported`] unless the device has [`Features::CQ_MODERATION`].
     pub fn moderate(&self, moderation: Option<Moderation>) -> Result<(), Unsupported> {
         self.soft_only(Features::CQ_MODERATION)?.moderate(moderation);
         Ok(())
     }
 
-    /// Keeps when each completion comes, for [`CompletionQueue::poll_with_time`].
+    /// Records the time at which each completion arrives, for [`CompletionQueue::poll_with_time`].
     ///
     /// # Errors
-    /// Only devices that have [`Features::CQ_TIMES`].
+    /// [`Unsupported`] unless the device has [`Features::CQ_TIMES`].
     pub fn keep_times(&self) -> Result<(), Unsupported> {
         self.soft_only(Features::CQ_TIMES)?.keep_times();
         Ok(())
     }
 
-    /// As [`CompletionQueue::poll`], and when the completion came: now, where that was not kept.
+    /// Polls as [`CompletionQueue::poll`] does, and also returns when the completion arrived: the present time if the queue did not
+    /// record it.
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
         match self.soft() {
             Some(cq) => cq.poll_with_time(),

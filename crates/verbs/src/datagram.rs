@@ -9,7 +9,7 @@ use crate::device::{Device, QueuePair};
 use crate::provider::Provided;
 use crate::soft::engine::AttachError;
 
-/// How to get to a host or a multicast group. IBTA Vol 1, 11.2.2.1.
+/// Address of a host or a multicast group. IBTA Vol 1, 11.2.2.1.
 #[derive(Clone, Debug)]
 pub struct AddressHandle {
     device: Device,
@@ -18,7 +18,7 @@ pub struct AddressHandle {
 }
 
 impl Device {
-    /// Makes an address handle. `traffic_class` is the IPv4 TOS or the IPv6 traffic class of what is sent by it.
+    /// Makes an address handle. `traffic_class` is the IPv4 TOS or the IPv6 traffic class of the datagrams that are sent by it.
     pub fn create_ah(&self, address: IpAddr, traffic_class: u8) -> AddressHandle {
         AddressHandle {
             device: self.clone(),
@@ -29,10 +29,10 @@ impl Device {
 }
 
 impl AddressHandle {
-    /// Whom a send request of a UD queue pair is for: a queue pair there, and what it asks to be shown.
+    /// Returns the target of a send request on a UD queue pair: the queue pair `qpn` at this address, which demands `qkey`.
     ///
     /// # Errors
-    /// Those of making a socket.
+    /// Errors of creating a socket.
     pub fn to(&self, qpn: Qpn, qkey: u32) -> io::Result<Target> {
         let path = Path {
             src: self.device.address(),
@@ -43,17 +43,17 @@ impl AddressHandle {
         Ok(Target::Datagram { path, qpn, qkey })
     }
 
-    /// The same for all queue pairs that are attached to the multicast group whose address this is.
+    /// Returns the same target for all queue pairs that are attached to the multicast group at this address.
     ///
     /// # Errors
-    /// Those of making a socket.
+    /// Errors of creating a socket.
     pub fn to_group(&self, qkey: u32) -> io::Result<Target> {
         self.to(Qpn::MULTICAST, qkey)
     }
 }
 
 impl QueuePair {
-    /// Makes a UD queue pair ready to receive and send; datagrams must show `qkey`.
+    /// Makes a UD queue pair ready to receive and send; the datagrams that it receives must carry `qkey`.
     pub fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
         match self.provided() {
             Provided::Soft(qp) => qp.ready_datagram(qkey),
@@ -61,7 +61,7 @@ impl QueuePair {
         }
     }
 
-    /// Attaches a UD queue pair to a multicast group: what is sent to the group is delivered to it too, also what it sends
+    /// Attaches a UD queue pair to a multicast group: it then also receives what is sent to the group, including what it sends
     /// itself. IPv6 groups of link-local scope are those of the link that has the device's address.
     pub fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
         match self.provided() {
@@ -70,7 +70,7 @@ impl QueuePair {
         }
     }
 
-    /// Detaches it from a multicast group.
+    /// Detaches a UD queue pair from a multicast group.
     pub fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
         match self.provided() {
             Provided::Soft(qp) => qp.detach_mcast(group),

@@ -1,4 +1,4 @@
-//! Devices and their objects. Each ends its part of the device when it is dropped.
+//! Devices and their objects. Dropping an object destroys its part of the device.
 
 use std::collections::VecDeque;
 use std::io;
@@ -33,7 +33,7 @@ pub enum CreateError {
     /// The device has no room for another.
     #[error("the device has no room for another object, or what it is to use does not fit it")]
     NoRoom,
-    /// What it is to use belongs to another device.
+    /// An object that it is to use belongs to another device.
     #[error("a completion queue, shared receive queue or XRC domain of another device")]
     OtherDevice,
     /// A system call failed.
@@ -41,25 +41,25 @@ pub enum CreateError {
     Io(#[from] io::Error),
 }
 
-/// Why a list of work requests was not taken whole.
+/// Why a list of work requests was not posted as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("request {index} of the list: {source}")]
 pub struct PostListError {
-    /// Which request was the first that was not taken, counted from 0: those before it are posted, those behind it are not.
+    /// Index of the first request that was not posted, counted from 0: those before it are posted, those behind it are not.
     pub index: usize,
-    /// Why.
+    /// Reason.
     pub source: PostError,
 }
 
-/// How a device gets at the bytes of a memory.
+/// Way in which a device accesses the bytes of a memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// By itself.
+    /// The device accesses them itself.
     Direct,
-    /// By itself, page by page, as the kernel gives them: what it wrote to a file is in the page cache, where its FLUSH to persistence
-    /// has no say.
+    /// The device accesses them itself, page by page, as the kernel provides them: what it wrote to a file is in the page cache,
+    /// which its FLUSH to persistence does not reach.
     OnDemand,
-    /// Not: a processor copies between it and memory that is registered.
+    /// The device cannot access them: a processor copies between this memory and registered memory.
     Processor,
 }
 
@@ -76,7 +76,7 @@ impl Device {
         Device::open_with(address, Options::default())
     }
 
-    /// The same, with options.
+    /// Opens it as [`Device::open`] does, with options.
     pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
         let address = address.to_canonical();
         check_environment()?;
@@ -95,7 +95,7 @@ impl Device {
         Ok(Device { provided, address })
     }
 
-    /// What it is.
+    /// Returns the kind of the device.
     pub fn provider(&self) -> Provider {
         match &self.provided {
             Provided::Soft(_) => Provider::Soft,
@@ -103,7 +103,8 @@ impl Device {
         }
     }
 
-    /// What it offers. The soft device has all, but what it does not pin needs no paging on demand to be registered.
+    /// Returns the features of the device. The soft device has all; it pins no memory, and so needs no paging on demand to register
+    /// it.
     pub fn features(&self) -> Features {
         match &self.provided {
             Provided::Soft(_) => Features::all(),
@@ -111,7 +112,7 @@ impl Device {
         }
     }
 
-    /// How it gets at the bytes of a memory.
+    /// Returns how the device accesses the bytes of a memory.
     pub fn reach(&self, memory: &dyn Memory) -> Reach {
         if self.provider() == Provider::Soft {
             return Reach::Direct;
@@ -129,7 +130,7 @@ impl Device {
         self.provided.soft().expect("a soft device")
     }
 
-    /// Whether both are the same device, opened once: objects of different ones do not go together.
+    /// Returns whether both are the same device, opened once: objects of different ones cannot be combined.
     pub(crate) fn is(&self, other: &Device) -> bool {
         match (&self.provided, &other.provided) {
             (Provided::Soft(device), Provided::Soft(other)) => device.is(other),
@@ -163,8 +164,8 @@ impl Device {
         Ok(CompletionQueue(Arc::new(CqInner { provided, device })))
     }
 
-    /// Lets the caller drive the device, unless somebody does: takes in what has arrived and sends what is owed. A program that
-    /// polls memory instead of a completion queue calls this in its loop.
+    /// Lets the caller drive the device, unless another thread does: receives packets that have arrived and sends packets that are
+    /// pending. A program that polls memory instead of a completion queue calls this in its loop.
     pub fn progress(&self) {
         match &self.provided {
             Provided::Soft(device) => device.progress(),
@@ -172,9 +173,9 @@ impl Device {
         }
     }
 
-    /// For a caller that is about to sleep until a descriptor of its completion queues is readable: calls `look`, and while that finds
-    /// nothing drives the device, and calls it again when a queue has told of something, for as long as that is expected to cost
-    /// less than to be woken. `None`: sleep, and then say so ([`Device::slept`]).
+    /// For a caller that is about to sleep until a descriptor of its completion queues is readable. Calls `look`; while that finds
+    /// nothing, drives the device, and calls `look` again when a queue has raised an event. Goes on as long as that is expected to
+    /// cost less than a wake-up. `None`: the caller is to sleep, and then to call [`Device::slept`].
     pub fn look_before_sleep<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         match &self.provided {
             Provided::Soft(device) => device.look_before_sleep(look),
@@ -182,15 +183,16 @@ impl Device {
         }
     }
 
-    /// The caller has slept on descriptors since [`Device::look_before_sleep`], which it called then, until something came.
+    /// Reports that the caller has slept on descriptors since `since`, when it called [`Device::look_before_sleep`], until
+    /// something arrived.
     pub fn slept(&self, since: Instant) {
         if let Provided::Soft(device) = &self.provided {
             device.slept(since);
         }
     }
 
-    /// Sends the acknowledgements that wait for company, which an RNIC would have sent long ago: for a process that ends without dropping its
-    /// queue pairs, whose peers would take them for lost. Does nothing while another thread drives the device for long.
+    /// Sends the delayed acknowledgements, which an RNIC would have sent long ago. It is for a process that ends without dropping
+    /// its queue pairs, whose peers would take them for lost. Does nothing while another thread drives the device for long.
     pub fn acknowledge(&self) {
         match &self.provided {
             Provided::Soft(device) => device.acknowledge(),
@@ -198,7 +200,7 @@ impl Device {
         }
     }
 
-    /// Datagram trains that the system refused to send; the protocol took them for lost.
+    /// Returns how many datagram trains the system refused to send; the protocol took them for lost.
     pub fn send_errors(&self) -> u64 {
         match &self.provided {
             Provided::Soft(device) => device.send_errors(),
@@ -206,7 +208,7 @@ impl Device {
         }
     }
 
-    /// The path MTU towards a peer: the largest that the interface's MTU carries.
+    /// Returns the path MTU towards a peer: the largest that the interface's MTU carries.
     pub fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
         match &self.provided {
             Provided::Soft(device) => device.path_mtu_to(peer),
@@ -214,7 +216,7 @@ impl Device {
         }
     }
 
-    /// The UDP source port of packets to a queue pair of a peer, for programs that bring theirs up themselves
+    /// Returns the UDP source port of packets to a queue pair of a peer, for programs that bring up their queue pairs themselves
     /// ([`rdmux_rnic::Path::src_port`]).
     pub fn source_port(&self, peer: Qpn) -> io::Result<u16> {
         match &self.provided {
@@ -223,7 +225,7 @@ impl Device {
         }
     }
 
-    /// What the device counted.
+    /// Returns the counters of the device.
     pub fn counters(&self) -> Counters {
         match &self.provided {
             Provided::Soft(device) => device.counters(),
@@ -231,7 +233,7 @@ impl Device {
         }
     }
 
-    /// What faults did to its packets, where it was opened with some ([`Options::faults`]).
+    /// Returns the counts of faults that were injected into its packets, if it was opened with faults ([`Options::faults`]).
     pub fn fault_counts(&self) -> Option<FaultCounts> {
         match &self.provided {
             Provided::Soft(device) => device.fault_counts(),
@@ -247,7 +249,8 @@ impl Device {
         }
     }
 
-    /// Readable when there may be an asynchronous event, until [`Device::poll_async_event`] found none.
+    /// Returns a descriptor that is readable when there may be an asynchronous event, until [`Device::poll_async_event`] finds
+    /// none.
     pub fn async_event_fd(&self) -> BorrowedFd<'_> {
         match &self.provided {
             Provided::Soft(device) => device.async_event_fd(),
@@ -255,7 +258,7 @@ impl Device {
         }
     }
 
-    /// The largest path MTU that the device's link carries, to whatever peer.
+    /// Returns the largest path MTU that the device's link carries, whatever the peer.
     pub fn active_mtu(&self) -> PathMtu {
         match &self.provided {
             Provided::Soft(device) => soft::engine::device_mtu(device.address()),
@@ -263,7 +266,7 @@ impl Device {
         }
     }
 
-    /// Whether its port is active, which [`AsyncEvent::PortError`] and [`AsyncEvent::PortActive`] tell changes of.
+    /// Returns whether its port is active. [`AsyncEvent::PortError`] and [`AsyncEvent::PortActive`] report changes.
     pub fn is_active(&self) -> bool {
         match &self.provided {
             Provided::Soft(device) => device.is_active(),
@@ -271,7 +274,7 @@ impl Device {
         }
     }
 
-    /// Takes the oldest asynchronous event; sleeps until there is one. `None`: the time is over.
+    /// Takes the oldest asynchronous event; sleeps until there is one. Returns `None` if the timeout expires.
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         match &self.provided {
             Provided::Soft(device) => device.wait_async_event(timeout),
@@ -279,7 +282,7 @@ impl Device {
         }
     }
 
-    /// Queue pairs, memory regions and completion queues there are.
+    /// Returns the numbers of queue pairs, memory regions and completion queues.
     pub fn object_counts(&self) -> (usize, usize, usize) {
         match &self.provided {
             Provided::Soft(device) => device.object_counts(),
@@ -311,7 +314,7 @@ impl ProtectionDomain {
     /// Makes a queue pair.
     ///
     /// # Errors
-    /// [`CreateError::OtherDevice`] when what `options` name was not made on this device.
+    /// [`CreateError::OtherDevice`] if an object in `options` was not made on this device.
     pub fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
         let device = self.device();
         let ours = options.send_cq.device().is(device)
@@ -356,7 +359,7 @@ impl CompletionQueue {
         self.0.provided.hw()
     }
 
-    /// Its number, by which [`AsyncEvent::CqError`] names it.
+    /// Returns its number, by which [`AsyncEvent::CqError`] names it.
     pub fn cqn(&self) -> Cqn {
         match &self.0.provided {
             Provided::Soft(cq) => cq.cqn(),
@@ -364,7 +367,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Takes the oldest completion, driving the device when there is none. Never sleeps, and waits for nobody who drives.
+    /// Takes the oldest completion, driving the device if there is none. Never sleeps, and does not wait for another thread that
+    /// drives.
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
         match &self.0.provided {
@@ -373,7 +377,7 @@ impl CompletionQueue {
         }
     }
 
-    /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device when there is none.
+    /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device if there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
         match &self.0.provided {
             Provided::Soft(cq) => cq.poll_many(max, into),
@@ -381,8 +385,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Asks for a wake-up through [`CompletionQueue::as_fd`], which is readable no more until then. A completion that is there
-    /// already makes none: poll after arming.
+    /// Requests a wake-up through [`CompletionQueue::as_fd`], which is not readable until then. A completion that is there already
+    /// causes no wake-up: poll after arming.
     pub fn arm(&self, arm: Arm) {
         match &self.0.provided {
             Provided::Soft(cq) => cq.arm(arm),
@@ -390,8 +394,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Takes what [`CompletionQueue::as_fd`] tells of, so that it is not readable any more. False: it tells of nothing, or of something
-    /// that comes at this moment.
+    /// Takes the event that [`CompletionQueue::as_fd`] reports, so that the descriptor is no longer readable. Returns false if
+    /// there is no event, or one that arrives at this moment.
     pub fn take_event(&self) -> bool {
         match &self.0.provided {
             Provided::Soft(cq) => cq.take_event(),
@@ -399,8 +403,8 @@ impl CompletionQueue {
         }
     }
 
-    /// Takes the oldest completion; waits until there is one, as the device waits ([`Options::waiting`]). `None`: the time is over.
-    /// Waiting for no time arms the queue for any completion and looks once more: what comes later makes
+    /// Takes the oldest completion; waits until there is one, as the device waits ([`Options::waiting`]). Returns `None` if the
+    /// timeout expires. A timeout of zero arms the queue for any completion and polls once more: a later completion makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
         match &self.0.provided {
@@ -411,7 +415,7 @@ impl CompletionQueue {
 }
 
 impl AsFd for CompletionQueue {
-    /// Readable when an armed queue has a completion, until it is armed again.
+    /// Returns a descriptor that is readable when the armed queue has a completion, until it is armed again.
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.0.provided {
             Provided::Soft(cq) => cq.fd(),
@@ -420,38 +424,38 @@ impl AsFd for CompletionQueue {
     }
 }
 
-/// What carries the packets of a queue pair.
+/// Carrier of the packets of a queue pair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Carrier {
     /// Rings in memory that this process shares with the peer's, on the same host.
     SharedMemory,
     /// The link of an RNIC.
     Rnic,
-    /// UDP; and why it is not shared memory.
+    /// UDP, with the reason why it is not shared memory.
     Udp(String),
 }
 
-/// How a queue pair is made.
+/// Options for a new queue pair.
 #[derive(Clone, Debug)]
 pub struct QpOptions {
     /// Transport service.
     pub qp_type: QpType,
-    /// Where send completions go.
+    /// Queue for send completions.
     pub send_cq: CompletionQueue,
-    /// Where receive completions go.
+    /// Queue for receive completions.
     pub recv_cq: CompletionQueue,
-    /// Send requests it holds.
+    /// Number of send requests that it holds.
     pub max_send_wr: u32,
-    /// Receive requests it holds.
+    /// Number of receive requests that it holds.
     pub max_recv_wr: u32,
-    /// Takes its receives from here.
+    /// Shared receive queue from which it takes its receives.
     pub srq: Option<SharedReceiveQueue>,
     /// XRC target: the domain whose shared receive queues peers may name.
     pub xrcd: Option<XrcDomain>,
 }
 
 impl QpOptions {
-    /// RC, both kinds of completion to one queue, 128 requests each way.
+    /// Returns options for RC, with both kinds of completion in one queue and 128 requests each way.
     pub fn new(cq: &CompletionQueue) -> QpOptions {
         QpOptions {
             qp_type: QpType::Rc,
@@ -469,7 +473,7 @@ impl QpOptions {
 struct QpInner {
     provided: Provided<soft::qp::QueuePair, hw::qp::QueuePair>,
     pd: ProtectionDomain,
-    /// What it uses lives as long as it does.
+    /// Keeps alive the objects that the queue pair uses.
     options: QpOptions,
 }
 
@@ -512,12 +516,12 @@ impl QueuePair {
         }
     }
 
-    /// Posts send requests in order, as one doorbell. Fails at the first that is not taken; those before it are posted.
+    /// Posts send requests in order, as one doorbell. Fails at the first that cannot be posted; those before it are posted.
     pub fn post_send_list(
         &self,
         requests: impl IntoIterator<Item = SendRequest>,
     ) -> Result<(), PostListError> {
-        // What makes them is the caller's code, and may use the device: it runs before the engine is locked.
+        // The iterator is the caller's code, and may use the device: it runs before the engine is locked.
         let requests: Vec<SendRequest> = requests.into_iter().collect();
         match self.provided() {
             Provided::Soft(qp) => qp.post_send_list(requests),
@@ -525,8 +529,8 @@ impl QueuePair {
         }
     }
 
-    /// Posts the binding of a type 1 window to a range of addresses of a region, and gives the key by which peers reach them
-    /// once the request has completed. Type 2 windows are bound by [`Operation::Bind`].
+    /// Posts the binding of a type 1 window to a range of addresses of a region, and returns the key by which peers reach them once
+    /// the request has completed. Type 2 windows are bound by [`Operation::Bind`].
     ///
     /// [`Operation::Bind`]: rdmux_rnic::Operation::Bind
     pub fn bind_mw(
@@ -553,8 +557,8 @@ impl QueuePair {
         Ok(key)
     }
 
-    /// Moves a queue pair of a connected service that was just made from Reset to Init, where `rdma_create_qp(3)` leaves one: it takes
-    /// receives, and is there to be connected. IBTA Vol 1, 10.3.1.2.
+    /// Moves a new queue pair of a connected service from Reset to Init, where `rdma_create_qp(3)` leaves one: it takes receives,
+    /// and can be connected. IBTA Vol 1, 10.3.1.2.
     pub fn init(&self) -> Result<(), ModifyError> {
         let attributes = QpAttributes {
             // Connecting sets the peer's rights.
@@ -564,7 +568,7 @@ impl QueuePair {
         self.modify(QpState::Init, &attributes)
     }
 
-    /// Posts a receive request. A queue pair that was just made takes none before [`QueuePair::init`], or before it is connected.
+    /// Posts a receive request. A new queue pair takes none before [`QueuePair::init`], or before it is connected.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         match self.provided() {
             Provided::Soft(qp) => qp.post_recv(request),
@@ -580,8 +584,9 @@ impl QueuePair {
         }
     }
 
-    /// Its owner uses it no more, while others may still hold it, as a connection that is being made does: it forgets what was posted
-    /// and has completed, and nobody brings it up again. Changing its state is from then on an error ([`ModifyError`]).
+    /// Retires the queue pair: its owner uses it no more, while others, such as a connection that is being established, may still
+    /// hold it. It discards requests that were posted and completions, and nobody brings it up again. Changing its state is from
+    /// then on an error ([`ModifyError`]).
     pub fn retire(&self) {
         match self.provided() {
             Provided::Soft(qp) => qp.retire(),
@@ -589,7 +594,7 @@ impl QueuePair {
         }
     }
 
-    /// What is known about it.
+    /// Returns what is known about it.
     pub fn query(&self) -> Option<QpInfo> {
         match self.provided() {
             Provided::Soft(qp) => qp.query(),
@@ -597,7 +602,7 @@ impl QueuePair {
         }
     }
 
-    /// What carries its packets; `None` before it has a peer.
+    /// Returns the carrier of its packets; `None` before it has a peer.
     pub fn carrier(&self) -> Option<Carrier> {
         match self.provided() {
             Provided::Soft(qp) => qp.carrier(),
@@ -605,7 +610,7 @@ impl QueuePair {
         }
     }
 
-    /// Why it went to Error on its own, if it did since it was made or reset.
+    /// Returns why it went to Error on its own, if it did since it was made or reset.
     pub fn error(&self) -> Option<Status> {
         match self.provided() {
             Provided::Soft(qp) => qp.error(),

@@ -1,4 +1,4 @@
-//! Asynchronous events: what happens to objects without a request of theirs completing. IBTA Vol 1, 11.6.3.
+//! Asynchronous events: changes of objects that no completion of their own requests reports. IBTA Vol 1, 11.6.3.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,8 +16,8 @@ const KEPT_MAX: usize = 1024;
 pub enum AsyncEvent {
     /// A completion queue overran; its queue pairs are in error.
     CqError(Cqn),
-    /// A queue pair went to error for a reason of its own device: its memory failed, its completion queue overran, or that fault was
-    /// asked for ([`Options::faults`](crate::Options::faults)).
+    /// A queue pair went to error for a reason of its own device: its memory failed, its completion queue overran, or the program
+    /// asked for that fault ([`Options::faults`](crate::Options::faults)).
     QpFatal(Qpn),
     /// A queue pair went to error: its peer asked for something invalid.
     QpRequestError(Qpn),
@@ -27,7 +27,7 @@ pub enum AsyncEvent {
     CommunicationEstablished(Qpn),
     /// The send queue of a queue pair in SQD has drained.
     SqDrained(Qpn),
-    /// A queue pair in error uses up no more receives of its shared receive queue.
+    /// A queue pair in error consumes no further receives of its shared receive queue.
     LastWqeReached(Qpn),
     /// Fewer receives than the limit are left in a shared receive queue.
     SrqLimitReached(Srqn),
@@ -38,7 +38,7 @@ pub enum AsyncEvent {
 }
 
 impl AsyncEvent {
-    /// The event of a queue pair that went to error; none where the completion of its own request says it all.
+    /// Returns the event of a queue pair that went to error; `None` if the completion of its own request reports everything.
     pub(crate) fn of_qp_error(qpn: Qpn, status: Status, cause: Cause) -> Option<AsyncEvent> {
         match (cause, status) {
             (Cause::OwnRequest, _) => None,
@@ -49,7 +49,7 @@ impl AsyncEvent {
     }
 }
 
-/// Events that wait for the program.
+/// Events that the program has not taken yet.
 #[derive(Debug)]
 pub(crate) struct AsyncEvents {
     queue: VecDeque<AsyncEvent>,
@@ -76,8 +76,8 @@ impl AsyncEvents {
         self.queue.pop_front()
     }
 
-    /// Takes the oldest on behalf of one who waits. One wake-up can stand for several events: while there are more, the next who
-    /// waits is woken.
+    /// Takes the oldest event for a waiting thread. One wake-up can stand for several events: while there are more, this wakes the
+    /// next waiting thread.
     pub(crate) fn take_and_pass_on(&mut self) -> Option<AsyncEvent> {
         let event = self.take();
         if !self.queue.is_empty() {

@@ -1,11 +1,11 @@
-//! What devices offer of the vocabulary.
+//! Optional features of devices.
 
 use std::fmt;
 
 use bitflags::bitflags;
 
 bitflags! {
-    /// What a device offers besides RC, SEND, WRITE and READ. What it lacks is an error when it is asked for.
+    /// Features of a device besides RC, SEND, WRITE and READ. A request for a feature that the device lacks is an error.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct Features: u32 {
         /// Queue pairs of UC.
@@ -38,14 +38,14 @@ bitflags! {
         const CONNECT_ANY = 1 << 13;
         /// Queue pairs that are brought up by hand, by the peer's address.
         const BY_ADDRESS = 1 << 14;
-        /// Completion queues that let completions come together.
+        /// Completion queues with moderation: several completions cause one event.
         const CQ_MODERATION = 1 << 15;
-        /// Completion queues that keep when each completion came.
+        /// Completion queues that record the time at which each completion arrived.
         const CQ_TIMES = 1 << 16;
     }
 }
 
-/// Each with its name, as users read it.
+/// Each feature with its name, as users read it.
 const NAMES: [(Features, &str); 17] = [
     (Features::UC, "UC"),
     (Features::UD, "UD"),
@@ -67,7 +67,7 @@ const NAMES: [(Features, &str); 17] = [
 ];
 
 impl Features {
-    /// The names of those that it has, in the order of the bits.
+    /// Returns the names of the features in the set, in the order of their bits.
     pub fn names(self) -> impl Iterator<Item = &'static str> {
         NAMES
             .into_iter()
@@ -75,7 +75,7 @@ impl Features {
             .map(|(_, name)| name)
     }
 
-    /// The name of the first.
+    /// Returns the name of the first feature in the set.
     pub(crate) fn first_name(self) -> &'static str {
         let mut names = NAMES.into_iter();
         names
@@ -93,13 +93,13 @@ impl fmt::Display for Features {
     }
 }
 
-/// A device lacks what was asked for.
+/// The device lacks a feature that was requested.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the device {device} does not offer {}", .feature.first_name())]
 pub struct Unsupported {
-    /// What it lacks.
+    /// Feature that the device lacks.
     pub feature: Features,
-    /// Its name.
+    /// Name of the device.
     pub device: String,
 }
 

@@ -1,9 +1,9 @@
-//! File leases: a file that is mapped must not be shortened by another process while it is touched, since that is a signal that
-//! kills. A write lease is had while nobody else has the file open; whoever then opens or truncates it waits, until the lease is
-//! given up or the system's lease break time is over. fcntl(2), "Leases".
+//! File leases. Another process must not shorten a mapped file while this process touches the mapping, since that raises a signal
+//! that kills. A process can have a write lease while nobody else has the file open. Another process that then opens or truncates
+//! the file waits until the lease is given up or the system's lease break time is over. fcntl(2), "Leases".
 //!
-//! The system tells of a break by a signal. It goes to one thread, which waits for it with the signal blocked: no other
-//! thread and no handler of the program is concerned.
+//! The system reports a break by a signal. The signal goes to one thread, which waits for it with the signal blocked: it concerns
+//! no other thread and no handler of the program.
 #![allow(
     unsafe_code,
     reason = "leases and the wait for their signal, which rustix lacks"
@@ -18,43 +18,43 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// How often a lease that was given up is asked for again.
+/// Interval between attempts to take a lease again that was given up.
 const RETAKE_EVERY: Duration = Duration::from_secs(1);
 
-/// A write lease on a file, given up when somebody else wants the file and taken again when they are gone.
+/// A write lease on a file. It is given up when another process wants the file, and taken again when no other process has it open.
 #[derive(Debug)]
 pub(crate) struct Lease(Arc<Inner>);
 
-/// The file may be touched through its mapping as long as this lives.
+/// Guard: while it lives, the file may be touched through its mapping.
 #[derive(Debug)]
 pub(crate) struct Held<'a>(#[expect(dead_code, reason = "held for its lock")] RwLockReadGuard<'a, bool>);
 
 #[derive(Debug)]
 struct Inner {
     file: Arc<File>,
-    /// Whether the lease is held; locked for reading while the mapping is touched.
+    /// True while the lease is held; locked for reading while the mapping is touched.
     held: RwLock<bool>,
-    /// When the lease was last known to be unbroken, in milliseconds of the coarse monotonic clock.
+    /// Time at which the lease was last known to be unbroken, in milliseconds of the coarse monotonic clock.
     known_ms: AtomicU64,
-    /// For how long that is good: a broken lease is ours for the break time at least.
+    /// Time for which that knowledge is good, in milliseconds: a broken lease is ours for the break time at least.
     good_for_ms: u64,
-    /// The file is not what it was: never again.
+    /// Set when the file is not what it was: the lease is never taken again.
     ended: AtomicBool,
     usable: Usable,
     break_told: Mutex<BreakTold>,
 }
 
-/// Who is told of a break of a [`Lease`], and lets go.
+/// Receiver of break notifications of a [`Lease`], which then lets go of the file.
 #[derive(Debug)]
 struct BreakTold {
-    /// Without anybody it is given up at once.
+    /// Without a receiver the lease is given up at once.
     tell: Option<Tell>,
     told: Wanted,
-    /// It was told and has not let go yet.
+    /// True while the receiver was notified and has not let go yet.
     waiting: bool,
 }
 
-/// Whether a file may be mapped again after others had it.
+/// Check that says whether a file may be mapped again after other processes had it.
 struct Usable(Box<dyn Fn() -> bool + Send + Sync>);
 
 impl std::fmt::Debug for Usable {
@@ -64,8 +64,8 @@ impl std::fmt::Debug for Usable {
 }
 
 impl Lease {
-    /// Takes a write lease. `usable` is asked before the lease counts as held again after a break, and must not touch the mapping.
-    /// Fails when somebody else has the file open (`WouldBlock`), or it is another user's (`PermissionDenied`).
+    /// Takes a write lease. `usable` is called before the lease counts as held again after a break, and must not touch the mapping.
+    /// Fails if another process has the file open (`WouldBlock`), or the file belongs to another user (`PermissionDenied`).
     pub(crate) fn take(
         file: Arc<File>,
         usable: impl Fn() -> bool + Send + Sync + 'static,
@@ -84,7 +84,7 @@ impl Lease {
             }),
             file,
         });
-        // Listed first: the break of a lease that nobody watches would be missed.
+        // The lease is listed first: the break of a lease that nobody watches would be missed.
         let mut list = watcher.lock();
         list.retain(|lease| lease.strong_count() > 0);
         let weak: Weak<Inner> = Arc::downgrade(&inner);
@@ -97,22 +97,23 @@ impl Lease {
         Ok(Lease(inner))
     }
 
-    /// Has `tell` called as [`FileWatch::begin`] has it. From a break on the mapping is not touched, but others wait for
-    /// [`FileWatch::let_go`].
+    /// Watches the file, and calls `tell` as [`FileWatch::begin`] does. After a break the mapping is not touched, but other
+    /// processes wait for [`FileWatch::let_go`].
     pub(crate) fn watch(&self, tell: impl Fn(Wanted) + Send + Sync + 'static) -> FileWatch {
         self.0.break_told().tell = Some(Tell(Box::new(tell)));
         FileWatch(Watching::Lease(self.0.clone()))
     }
 
-    /// Keeps the lease while the mapping is touched; `None` when it is not held. Not for long: who breaks the lease waits.
+    /// Keeps the lease while the mapping is touched; returns `None` if the lease is not held. Hold it briefly: a process that
+    /// breaks the lease waits.
     #[inline]
     pub(crate) fn hold(&self) -> Option<Held<'_>> {
         let guard = self.0.held.read().unwrap_or_else(PoisonError::into_inner);
         if !*guard {
             return None;
         }
-        // A process that was stopped may find that the system has taken the lease meanwhile: an unbroken one is good for less than
-        // the break time, then it is asked for.
+        // The system may have taken the lease of a process that was stopped meanwhile. So the knowledge that the lease is unbroken
+        // is good for less than the break time; after that the kernel is asked.
         let now = now_ms();
         let known = self.0.known_ms.load(Ordering::Relaxed);
         if now.saturating_sub(known) > self.0.good_for_ms {
@@ -125,10 +126,10 @@ impl Lease {
     }
 }
 
-/// What another process wants to do with a file that is watched.
+/// Access that another process wants to a file that is watched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wanted {
-    /// Nothing any more: nobody else has it open.
+    /// No access: no other process has it open.
     Nothing,
     /// Open it to read.
     Read,
@@ -136,24 +137,24 @@ pub enum Wanted {
     Write,
 }
 
-/// Watches over a file by a lease. Another process that wants to open or truncate it waits, until [`FileWatch::let_go`] or the
-/// system's lease break time is over. What is not noticed: those who have it open already, which is why there is no watch
-/// then; what is done by another host, or while the watch is let go; a change of the name.
+/// Watches over a file by a lease. Another process that wants to open or truncate the file waits until [`FileWatch::let_go`], or
+/// until the system's lease break time is over. The watch does not notice processes that have the file open already, which is why
+/// there is no watch then; nor what another host does, or what happens while the watch is let go; nor a change of the name.
 #[derive(Debug)]
 pub struct FileWatch(Watching);
 
 #[derive(Debug)]
 enum Watching {
-    /// A lease for nothing else.
+    /// A lease that serves the watch alone.
     Own(Arc<Watch>),
-    /// The one under which the file is mapped.
+    /// The lease under which the file is mapped.
     Lease(Arc<Inner>),
 }
 
 #[derive(Debug)]
 struct Watch {
     file: Arc<File>,
-    /// The lease: for reading alone on a file that is open for reading alone, so that others may read.
+    /// Kind of lease: for reading alone on a file that is open for reading alone, so that others may read.
     kind: libc::c_int,
     state: Mutex<WatchState>,
     tell: Tell,
@@ -162,7 +163,7 @@ struct Watch {
 #[derive(Debug)]
 struct WatchState {
     held: bool,
-    /// Never again.
+    /// Set when the file is never to be watched again.
     over: bool,
     told: Wanted,
 }
@@ -176,10 +177,10 @@ impl std::fmt::Debug for Tell {
 }
 
 impl FileWatch {
-    /// Begins to watch. `tell` is called on a thread of this module's when somebody wants the file, and when nobody has it any
-    /// more that it was let go for. It is told under the watch's lock, so that it hears of everything in order: it must not wait,
-    /// nor ask the watch. Fails when somebody else has the file open (`WouldBlock`), it is
-    /// another user's (`PermissionDenied`), or its file system has no leases.
+    /// Begins to watch. A thread of this module calls `tell` when another process wants the file, and when all processes for which
+    /// it was let go have closed it. It calls `tell` under the watch's lock, so that the calls are in order: `tell` must not wait,
+    /// nor use the watch. Fails if another process has the file open (`WouldBlock`), the file belongs to another user
+    /// (`PermissionDenied`), or its file system has no leases.
     pub(crate) fn begin(
         file: Arc<File>,
         read_only: bool,
@@ -196,7 +197,7 @@ impl FileWatch {
             }),
             tell: Tell(Box::new(tell)),
         });
-        // Listed first: the break of a lease that nobody watches would be missed.
+        // The watch is listed first: the break of a lease that nobody watches would be missed.
         let weak: Weak<Watch> = Arc::downgrade(&watch);
         let mut state = watch.lock();
         watcher.lock().push(weak);
@@ -207,7 +208,7 @@ impl FileWatch {
         Ok(FileWatch(Watching::Own(watch)))
     }
 
-    /// Lets the others have the file. The watch goes on when they have closed it.
+    /// Lets other processes have the file. The watch resumes when they have closed it.
     pub fn let_go(&self) {
         let let_go = match &self.0 {
             Watching::Own(watch) => std::mem::take(&mut watch.lock().held),
@@ -221,9 +222,9 @@ impl FileWatch {
         }
     }
 
-    /// Whether nobody else has the file, as far as is known now. When it was let go, the watch is gone on with at once if they
-    /// have closed it: `tell` hears of that. A mapping's takes longer, since the file has to be made present again: the watcher
-    /// is asked to, and until then the others have it.
+    /// Returns whether no other process has the file, as far as is known. If it was let go and the others have closed it, the watch
+    /// resumes at once and calls `tell`. The watch of a mapping takes longer, since the file has to be made present again: this
+    /// asks the watcher thread to do so, and until then the others count as having the file.
     pub fn is_alone(&self) -> bool {
         match &self.0 {
             Watching::Own(watch) => {
@@ -310,18 +311,18 @@ impl Drop for Lease {
     }
 }
 
-/// What has a lease that the thread is told of.
+/// Owner of a lease whose breaks the watcher thread receives.
 trait Watched: Send + Sync {
-    /// The lease may be wanted by somebody.
+    /// Checks whether another process wants the file.
     fn look(&self);
-    /// Whether it was given up and is to be taken again.
+    /// Returns whether the lease was given up and is to be taken again.
     fn is_lost(&self) -> bool;
-    /// Takes it again, if nobody else has the file any more.
+    /// Takes the lease again, if no other process has the file open.
     fn retake(&self);
 }
 
 impl Watched for Inner {
-    /// Gives up a lease that somebody waits for, once nobody touches the mapping.
+    /// Gives up a lease that another process waits for, once nobody touches the mapping.
     fn look(&self) {
         let wanted = match fcntl(&self.file, libc::F_GETLEASE, 0) {
             Ok(libc::F_WRLCK) => return,
@@ -380,14 +381,14 @@ impl Inner {
     }
 }
 
-/// Milliseconds of a clock that costs next to nothing. It stands while the machine sleeps, as the system's own count of the break
-/// time does.
+/// Returns the milliseconds of a clock that costs next to nothing. It stands still while the machine sleeps, as the system's own
+/// count of the break time does.
 fn now_ms() -> u64 {
     let now = clock_gettime(ClockId::MonotonicCoarse);
     now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
 }
 
-/// A quarter of the system's lease break time; it is at least a second, or there is no limit.
+/// Returns a quarter of the system's lease break time; that time is at least a second, or there is no limit.
 fn good_for_ms() -> u64 {
     let seconds = fs::read_to_string("/proc/sys/fs/lease-break-time").unwrap_or_default();
     seconds.trim().parse::<u64>().unwrap_or(1).max(1) * 250
@@ -405,19 +406,19 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<()> {
     fcntl(file, libc::F_SETLEASE, kind).map(drop)
 }
 
-/// Takes a lease whose breaks the watcher's thread is told of. Whose they are is forgotten whenever a lease is given up, and the
-/// signal would go to any thread then, which it ends the process by.
+/// Takes a lease whose break signals go to the watcher's thread. The kernel forgets the receiver whenever a lease is given up; the
+/// signal would then go to any thread, and would end the process.
 fn obtain(file: &File, kind: libc::c_int) -> io::Result<()> {
     own(file, watcher()?.tid)?;
     set(file, kind)
 }
 
-/// While a lease is being broken, what it is about to become is told.
+/// Returns whether the lease is unbroken: while a lease is being broken, the kernel reports what it is about to become.
 fn is_unbroken(file: &File) -> bool {
     fcntl(file, libc::F_GETLEASE, 0).is_ok_and(|kind| kind == libc::F_WRLCK)
 }
 
-/// Has the signals of a file sent to one thread.
+/// Directs the signals of a file to one thread.
 fn own(file: &File, tid: libc::pid_t) -> io::Result<()> {
     const F_SETOWN_EX: libc::c_int = 15;
     const F_OWNER_TID: libc::c_int = 0;
@@ -437,13 +438,13 @@ fn own(file: &File, tid: libc::pid_t) -> io::Result<()> {
     }
 }
 
-/// The thread that is told of breaks.
+/// The thread that receives the signals of breaks.
 struct Watcher {
     tid: libc::pid_t,
     leases: Mutex<Vec<Weak<dyn Watched>>>,
-    /// Whether it is to look again after a while.
+    /// Set when the thread is to look again after a while.
     lost: AtomicBool,
-    /// Whether it is to take again what was given up without waiting for that while.
+    /// Set when the thread is to take leases again that were given up, without waiting for that while.
     asked: AtomicBool,
 }
 
@@ -452,10 +453,11 @@ impl Watcher {
         self.leases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the thread look, and take again what was given up.
+    /// Makes the thread look at the leases, and take those again that were given up.
     fn look_again(&self) {
         self.lost.store(true, Ordering::Relaxed);
-        // SAFETY: the thread lives as long as the process, and has the signal blocked: it ends its wait and does nothing else.
+        // SAFETY: the thread lives as long as the process, and has the signal blocked: the signal ends its wait and does nothing
+        // else.
         unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), self.tid, libc::SIGIO) };
     }
 
@@ -470,10 +472,11 @@ impl Watcher {
             } else {
                 std::ptr::null()
             };
-            // SAFETY: the set is initialised, nothing is to be told of the signal, and the time is a structure that lives meanwhile
-            // or none.
+            // SAFETY: the set is initialised, the pointer for details of the signal is null, and the time is a structure that lives
+            // meanwhile, or null.
             let signal = unsafe { libc::sigtimedwait(signals, std::ptr::null_mut(), timeout) };
-            // When time is up, or when asked, not at another's break: who waits for that does not wait for this.
+            // Take leases again when the time is up or on request, not at the break of another lease: the process that waits for
+            // that break does not wait for this.
             let retake = self.asked.swap(false, Ordering::Relaxed) || signal < 0;
             let leases: Vec<_> = self.lock().iter().filter_map(Weak::upgrade).collect();
             let mut lost = false;
@@ -492,7 +495,7 @@ impl Watcher {
     }
 }
 
-/// Starts the thread at the first lease.
+/// Returns the watcher, whose thread starts at the first lease.
 fn watcher() -> io::Result<&'static Watcher> {
     static WATCHER: OnceLock<Watcher> = OnceLock::new();
     static STARTING: Mutex<()> = Mutex::new(());

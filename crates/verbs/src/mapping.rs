@@ -4,9 +4,9 @@
 //! pointers, or by atomics.
 //!
 //! Copies race: RDMA lets a program read what a peer writes, and gives it old, new or mixed bytes. Rust defines no copy of that
-//! kind; by its model such a race, and one of atomics of different sizes on the same bytes, is undefined. What is relied on is
-//! what compilers make of them: a copy becomes `memcpy` or plain moves, which give each byte one of the values that it had, and
-//! an atomic becomes one instruction. To leave them no other choice, nothing here looks at the bytes themselves: they are only
+//! kind; by its model such a race, and one of atomics of different sizes on the same bytes, is undefined. This module relies on
+//! what compilers make of them: a copy becomes `memcpy` or plain moves, which give each byte one of the values that it had, and an
+//! atomic becomes one instruction. To leave compilers no other choice, nothing here looks at the bytes in place: they are only
 //! looked at in the copy, and read once.
 #![allow(
     unsafe_code,
@@ -44,7 +44,7 @@ impl Mapping {
     /// Maps `len` bytes, rounded up to whole pages, of the process's own; zero at first.
     pub(crate) fn anonymous(len: usize) -> io::Result<Mapping> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
-        // Pages come when they are touched, and are not accounted for before.
+        // The kernel provides pages when they are touched, and does not account for them before.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address that the kernel chooses affects no memory that exists.
         let base = unsafe {
@@ -59,15 +59,16 @@ impl Mapping {
     }
 
     /// Maps `len` bytes of a file at `offset`, a multiple of the page size. The file must never be shortened below their end:
-    /// what is touched then would be a signal.
+    /// touching the missing bytes would raise a signal.
     pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         Mapping::of_file_as(file, offset, len, writable, flags)
     }
 
-    /// Maps `len` bytes of a file on persistent memory, such that what is stored needs no call of the kernel to be found again after
-    /// a loss of power: before a page may be written, the file system's own record of it is on the medium (`MAP_SYNC`). What cannot
-    /// promise that is refused: [`io::ErrorKind::Unsupported`]. What [`Mapping::of_file`] says of shortening holds here too.
+    /// Maps `len` bytes of a file on persistent memory, such that stored bytes can be found again after a loss of power without a
+    /// system call: before a page may be written, the file system's own record of it is on the medium (`MAP_SYNC`). A file system
+    /// that cannot promise that is refused: [`io::ErrorKind::Unsupported`]. The file must not be shortened here either, as for
+    /// [`Mapping::of_file`].
     pub(crate) fn synchronous(file: impl AsFd, len: usize) -> io::Result<Mapping> {
         let flags = MapFlags::SHARED_VALIDATE | MapFlags::SYNC;
         Mapping::of_file_as(file, 0, len, true, flags)
@@ -108,7 +109,7 @@ impl Mapping {
         self.len
     }
 
-    /// Where it begins in this process.
+    /// Returns its start address in this process.
     pub(crate) fn address(&self) -> u64 {
         self.base.as_ptr() as u64
     }
@@ -156,7 +157,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Copies bytes in, in any order: something else tells the reader that they are there.
+    /// Copies bytes in, in any order: the reader learns by other means that they are there.
     #[inline]
     pub(crate) fn copy_in(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let to = self.at_writable(offset, bytes.len() as u64)?;
@@ -175,15 +176,15 @@ impl Mapping {
         Ok(())
     }
 
-    /// Places bytes as [`Mapping::write`] does, such that the next [`persist::fence`] has them out of the caches.
+    /// Places bytes as [`Mapping::write`] does, such that they are out of the caches after the next [`persist::fence`].
     pub(crate) fn write_through(&self, cpu: Cpu, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let to = self.at_writable(offset, bytes.len() as u64)?;
-        // SAFETY: as for `write`; only `persist` tells what the processor can.
+        // SAFETY: as for `write`; only `persist` reports what the processor can do.
         unsafe { persist::place(cpu, bytes.as_ptr(), to, bytes.len()) };
         Ok(())
     }
 
-    /// Writes back what the caches hold of a range. Done after the next [`persist::fence`].
+    /// Writes back what the caches hold of a range. The write-back is done after the next [`persist::fence`].
     pub(crate) fn write_back(&self, cpu: Cpu, offset: u64, len: u64) -> Result<(), Fault> {
         let at = self.at(offset, len)?;
         // SAFETY: `at` checked that `len` bytes from there lie inside of the mapping, which lives as long as `self`.
@@ -191,8 +192,8 @@ impl Mapping {
         Ok(())
     }
 
-    /// Makes the pages of a range present and writable. What would be a signal when it is touched, such as a lack of blocks or a
-    /// failing medium, is an error here. Linux 5.14.
+    /// Makes the pages of a range present and writable. A condition that would raise a signal when the range is touched, such as a
+    /// lack of blocks or a failing medium, is an error here. Linux 5.14.
     pub(crate) fn populate(&self, offset: u64, len: usize) -> io::Result<()> {
         let at = self
             .at_writable(offset, len as u64)
@@ -201,14 +202,14 @@ impl Mapping {
         Ok(unsafe { madvise(at.cast(), len, Advice::LinuxPopulateWrite) }?)
     }
 
-    /// Children that are forked do not get it.
+    /// Keeps the mapping out of children that are forked.
     pub(crate) fn keep_from_children(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping's own, and the advice changes nothing of it in this process.
         Ok(unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxDontFork) }?)
     }
 
-    /// Takes the pages away and keeps the addresses: the kernel answers accesses from other processes with an error from then on, and
-    /// nothing else comes to lie there as long as the value lives.
+    /// Removes the pages and keeps the addresses: from then on the kernel answers accesses from other processes with an error, and
+    /// nothing else is mapped there as long as the value lives.
     pub(crate) fn take_away(&self) -> io::Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: replaces exactly the range that is this mapping's own. Its methods hand out no reference that outlives a copy, except
@@ -239,7 +240,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// An atomic operation on 8 aligned bytes.
+    /// Executes an atomic operation on 8 aligned bytes. Returns their previous value.
     pub(crate) fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, Fault> {
         let at = self.at_writable(offset, 8)?;
         if !at.addr().is_multiple_of(8) {
@@ -256,10 +257,10 @@ impl Mapping {
         })
     }
 
-    /// A byte.
+    /// Returns a byte.
     ///
     /// # Panics
-    /// When it lies outside.
+    /// If it lies outside of the mapping.
     pub(crate) fn byte(&self, offset: u64) -> &AtomicU8 {
         let at = self.at(offset, 1).expect("offset inside of the memory");
         // SAFETY: the byte is inside of the mapping (checked by `at`), which lives as long as `self`; an atomic byte has no
@@ -267,10 +268,10 @@ impl Mapping {
         unsafe { AtomicU8::from_ptr(at) }
     }
 
-    /// A word of a writable mapping.
+    /// Returns a word of a writable mapping.
     ///
     /// # Panics
-    /// When it lies outside, is not aligned, or the mapping is not writable.
+    /// If it lies outside of the mapping, is not aligned, or the mapping is not writable.
     #[inline]
     pub(crate) fn word(&self, offset: usize) -> &AtomicU32 {
         let at = self.at_writable(offset as u64, 4).expect("a word of the mapping");
@@ -301,12 +302,12 @@ impl Mapping {
     /// Copies between addresses of two processes, this one's and another's: the kernel checks both.
     pub(crate) fn copy_between(own: u64, pid: i32, address: u64, len: u64, way: Way) -> Result<(), Fault> {
         let here = std::ptr::without_provenance_mut(own as usize);
-        // SAFETY: the kernel copies from or to where this process may; what lies there is the program's, which knows that it is
-        // written.
+        // SAFETY: the kernel copies only from or to addresses that this process may access; the bytes there are the program's,
+        // which knows that they are written.
         unsafe { copy_process(here, pid, address, len as usize, way) }
     }
 
-    /// Places bytes of this process's addresses, which the kernel checks, in the mapping.
+    /// Copies bytes at addresses of this process, which the kernel checks, into the mapping.
     pub(crate) fn copy_from_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
         let there = self.at_writable(offset, len)?;
         let pid = std::process::id().cast_signed();
@@ -322,7 +323,7 @@ impl Mapping {
         }
     }
 
-    /// Places bytes of the mapping at addresses of this process, which the kernel checks.
+    /// Copies bytes of the mapping to addresses of this process, which the kernel checks.
     pub(crate) fn copy_to_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
         let here = self.at(offset, len)?;
         let pid = std::process::id().cast_signed();
@@ -366,10 +367,11 @@ impl Mapping {
     }
 }
 
-/// Bytes that are placed after all others where a program may poll them.
+/// Number of bytes that are placed after all others where a program may poll them.
 const LAST_WORD: usize = 8;
 
-/// Copies between this process and another one. The kernel checks rights and addresses there; what fails is a fault and never a signal.
+/// Copies between this process and another one. The kernel checks rights and addresses there; a failure is a fault and never a
+/// signal.
 ///
 /// # Safety
 /// No reference to the `len` bytes at `here` contradicts that they are read, and written when the bytes come from the process.
@@ -381,7 +383,7 @@ unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: W
         let (local, remote) = (here.wrapping_add(done), address.wrapping_add(done as u64));
         // SAFETY: as the caller says.
         let copied = match unsafe { call_process(local, pid, remote, len - done, way) } {
-            // A filter of system calls (seccomp), as some containers have it.
+            // A filter of system calls (seccomp) refuses the call, as in some containers.
             Err(libc::EPERM | libc::ENOSYS | libc::EACCES) if own => {
                 let there = std::ptr::without_provenance_mut(remote as usize);
                 let (from, to) = match way {
@@ -411,7 +413,7 @@ thread_local! {
     static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// One call of the kernel that copies `len` bytes, at most: it says how many.
+/// Makes one system call that copies `len` bytes at most. Returns how many it copied.
 ///
 /// # Safety
 /// As for [`copy_process`].
@@ -433,7 +435,7 @@ unsafe fn call_process(here: *mut u8, pid: i32, address: u64, len: usize, way: W
     let (mut entry, gate, left) = passage.map_or((0, 0, 0), |it| (it.entry, it.gate, it.left));
     let entry = (&raw mut entry).cast();
     let entry_len = if passage.is_some() { size_of::<u32>() } else { 0 };
-    // The kernel copies one local vector after the other, and passes over those of no bytes.
+    // The kernel copies one local vector after the other, and skips empty ones.
     let first = len - last;
     let local = [
         vector(entry, entry_len),
@@ -452,8 +454,8 @@ unsafe fn call_process(here: *mut u8, pid: i32, address: u64, len: usize, way: W
     };
     #[cfg(test)]
     CALLS.with(|calls| calls.set(calls.get() + 1));
-    // SAFETY: the local bytes are as the caller says, and an entry of this function's, which is only read, since a passage belongs to
-    // a copy to the process; the remote ones are the kernel's to check.
+    // SAFETY: the local bytes are as the caller says, and an entry of this function's, which is only read, since a passage belongs
+    // to a copy to the process; the kernel checks the remote ones.
     let n = unsafe {
         call(
             pid,
@@ -470,8 +472,8 @@ unsafe fn call_process(here: *mut u8, pid: i32, address: u64, len: usize, way: W
     }
 }
 
-/// Whether the system lets this process make calls into processes of its user, itself first of all: filters of system calls (seccomp) may
-/// refuse them, and then programs' own memory is copied twice, and that of peers on the host is reached by packets.
+/// Returns whether the system lets this process make calls into processes of its user, tested on itself. Filters of system calls
+/// (seccomp) may refuse them; then programs' own memory is copied twice, and that of peers on the host is reached by packets.
 pub fn allows_calls_into_processes() -> bool {
     let (mut here, there) = ([0_u8], [1_u8]);
     let local = libc::iovec {
@@ -483,23 +485,23 @@ pub fn allows_calls_into_processes() -> bool {
         iov_len: 1,
     };
     let own = std::process::id().cast_signed();
-    // SAFETY: a byte of this function's that is written, and another one that is read.
+    // SAFETY: the call writes one byte of this function's, and reads another one.
     unsafe { libc::process_vm_readv(own, &raw const local, 1, &raw const remote, 1, 0) == 1 }
 }
 
-/// Copies within this process through a file in memory: the kernel checks both sides, as it does for calls into processes, and allows it to
-/// everybody. Copies some of `len` bytes, and says how many.
+/// Copies within this process through a file in memory: the kernel checks both sides, as it does for calls into processes, and
+/// allows it to every process. Copies some of `len` bytes, and returns how many.
 ///
 /// # Safety
 /// No reference to the bytes contradicts that those at `from` are read and those at `to` written.
 unsafe fn copy_by_file(from: *const u8, to: *mut u8, len: usize) -> Result<usize, i32> {
-    /// The file, and the process that made it: one that is forked shares it, and makes its own.
+    /// The file, and the process that made it: a forked child shares it, and makes its own.
     static FILE: Mutex<Option<(u32, OwnedFd)>> = Mutex::new(None);
     const AT_ONCE: usize = 64 << 10;
     let last_error = || io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
     let make = || memfd_create("rdmux-copy", MemfdFlags::CLOEXEC).map_err(Errno::raw_os_error);
     let process = std::process::id();
-    // Whoever does not get it, also because a thread had it when the process forked, takes another one.
+    // A thread that does not get the lock, also because a thread had it when the process forked, makes another file.
     let (mut held, other);
     let file = if let Ok(guard) = FILE.try_lock() {
         held = guard;
@@ -529,9 +531,9 @@ pub(crate) enum Way {
 /// The order in which bytes are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// Ascending, the last word behind all others: a program may poll it.
+    /// Ascending, the last word after all others: a program may poll it.
     LastWordLast,
-    /// Any: something else tells the reader that they are there.
+    /// Any: the reader learns by other means that the bytes are there.
     Any,
 }
 
@@ -541,22 +543,22 @@ pub(crate) enum Order {
 pub(crate) struct Passage {
     /// Address in the other process, to which the entry is copied before the bytes.
     pub(crate) gate: u64,
-    /// Address to which the entry is copied behind the bytes.
+    /// Address to which the entry is copied after the bytes.
     pub(crate) left: u64,
     pub(crate) entry: u32,
 }
 
-/// Which side of a copy failed.
+/// Side of a copy that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyError {
-    /// The own one: where it comes from, or of another process's memory the side in this process.
+    /// The source; in a copy with another process, the side in this process.
     From(Fault),
-    /// The other one.
+    /// The other side.
     To(Fault),
 }
 
 impl CopyError {
-    /// The same, seen from the other side.
+    /// Returns the same error, seen from the other side.
     pub(crate) fn swapped(self) -> CopyError {
         match self {
             CopyError::From(fault) => CopyError::To(fault),
@@ -572,7 +574,7 @@ impl Drop for Mapping {
     }
 }
 
-/// A file in memory that no process can shorten, lengthen, or seal further. Readers and writers may map it.
+/// Makes a file in memory that no process can shorten, lengthen, or seal further. Readers and writers may map it.
 pub(crate) fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -581,12 +583,12 @@ pub(crate) fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
     Ok(file)
 }
 
-/// Whether a file that another process gave us can be mapped without fear: memory of at least `len` bytes that never get fewer,
-/// and none of huge pages, of which the system may have none left when one is touched, which is a signal too.
+/// Returns whether a file from another process can be mapped safely: memory of at least `len` bytes that cannot shrink, and not of
+/// huge pages. The system may have no huge page left when one is touched, which raises a signal too.
 pub(crate) fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
     const TMPFS: i64 = 0x0102_1994;
-    // First of all: what is no file in memory may have a server, and any other question to that may wait for ever.
+    // This check comes first: a file that is not in memory may have a server, and any other question to that may wait for ever.
     let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
     sealed
         && fstatfs(&file).is_ok_and(|stat| stat.f_type == TMPFS)
@@ -599,7 +601,7 @@ mod tests {
     use crate::persist::{LINE, Stream, WriteBack, cpu};
     use crate::skip::skip;
 
-    /// Every way that this processor can go.
+    /// Returns every set of instructions that this processor can use.
     fn cpus() -> Vec<Cpu> {
         let Some(best) = cpu() else { return Vec::new() };
         let mut all = Vec::new();
@@ -619,7 +621,7 @@ mod tests {
         CALLS.get() - before
     }
 
-    /// Each is one call of the kernel, whatever the length and the order.
+    /// Each copy is one system call, whatever its length and order.
     #[test]
     fn copy_process__makes_one_call() {
         if !allows_calls_into_processes() {
@@ -643,7 +645,7 @@ mod tests {
         }
     }
 
-    /// Polled memory: who sees the last word sees all before it.
+    /// Polled memory: a reader that sees the last word sees all words before it.
     #[test]
     fn copy_process__places_the_last_word_last() {
         if !allows_calls_into_processes() {

@@ -1,10 +1,10 @@
-//! How bytes leave the processor's caches: stores that go past them, and write-backs of cache lines. x86-64 alone has both here;
-//! elsewhere there is no [`Cpu`].
+//! Brings bytes out of the processor's caches: with stores that bypass the caches, and with write-backs of cache lines. Both exist
+//! here for x86-64 alone; elsewhere there is no [`Cpu`].
 //!
-//! Few bytes are placed in the cache and written back; of more, whole lines go past the caches (`docs/persistence.md` has the
-//! figures), all but the last, since a reader must see its last word last. Neither is in the persistence domain before the next
-//! [`fence`]. A lock that is passed on drains these stores as well, being a locked instruction: what one thread
-//! placed, the fence of the next holder covers.
+//! Few bytes are placed in the cache and written back. Of more bytes, whole lines bypass the caches (`docs/persistence.md` has the
+//! figures), all but the last line, since a reader must see its last word last. In neither case are the bytes in the persistence
+//! domain before the next [`fence`]. Passing on a lock drains these stores as well, since that is a locked instruction: the fence
+//! of the next holder covers what the previous one placed.
 #![allow(unsafe_code, reason = "instructions on mapped memory")]
 
 use std::ptr::copy_nonoverlapping;
@@ -14,10 +14,11 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;
 
-/// Up to so many bytes go through the cache: there the fence between the other lines and the last costs more than it saves.
+/// Most bytes that go through the cache: for so few, the fence between the other lines and the last costs more than bypassing
+/// saves.
 const CACHED_MAX: usize = 1024;
 
-/// How a line is written back, the best first: only the last is on every x86-64, and it waits for each line.
+/// Instruction that writes a line back, the best first. Only the last is on every x86-64, and it waits for each line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum WriteBack {
     /// Keeps the line in the cache.
@@ -28,7 +29,7 @@ pub(crate) enum WriteBack {
     Clflush,
 }
 
-/// What past-the-cache stores there are.
+/// Stores that bypass the caches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stream {
     /// 64 bytes at once.
@@ -37,14 +38,14 @@ pub(crate) enum Stream {
     Sse2,
 }
 
-/// What this processor can do.
+/// Abilities of this processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cpu {
     pub(crate) write_back: WriteBack,
     pub(crate) stream: Stream,
 }
 
-/// This processor, if bytes can be brought out of its caches.
+/// Returns the abilities of this processor, if it can bring bytes out of its caches.
 pub(crate) fn cpu() -> Option<Cpu> {
     static CPU: OnceLock<Option<Cpu>> = OnceLock::new();
     *CPU.get_or_init(detect)
@@ -78,7 +79,7 @@ fn detect() -> Option<Cpu> {
     None
 }
 
-/// What was placed or written back before is in the persistence domain of memory (ADR) when what follows is done.
+/// Ensures that bytes placed or written back before are in the persistence domain of memory (ADR) when later operations are done.
 #[inline]
 pub(crate) fn fence() {
     #[cfg(target_arch = "x86_64")]
@@ -90,10 +91,12 @@ pub(crate) fn fence() {
     std::sync::atomic::fence(Ordering::SeqCst);
 }
 
-/// Places bytes in ascending order, the last word with release semantics, so that the next [`fence`] has them out of the caches.
+/// Places bytes in ascending order, the last word with release semantics, so that they are out of the caches after the next
+/// [`fence`].
 ///
 /// # Safety
-/// Both ranges are inside of mappings or references that live meanwhile, do not overlap, and the processor can what `cpu` says.
+/// Both ranges are inside of mappings or references that live meanwhile, and do not overlap; the processor has the abilities in
+/// `cpu`.
 pub(crate) unsafe fn place(cpu: Cpu, from: *const u8, to: *mut u8, len: usize) {
     // SAFETY: as the caller says.
     unsafe {
@@ -106,15 +109,15 @@ pub(crate) unsafe fn place(cpu: Cpu, from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// Places bytes, the lines between the first and the last one past the caches.
+/// Places bytes; the lines between the first and the last one bypass the caches.
 ///
 /// # Safety
-/// As for [`place`]; there are at least two lines' bytes.
+/// As for [`place`]; the range has at least two lines' bytes.
 pub(crate) unsafe fn place_past(cpu: Cpu, from: *const u8, to: *mut u8, len: usize) {
     debug_assert!(len >= 2 * LINE);
     // Up to the first whole line.
     let head = to.addr().next_multiple_of(LINE) - to.addr();
-    // The line of the last byte is stored by ordinary means: it has the word that tells a reader that all is there.
+    // Ordinary stores write the line of the last byte: it has the word that tells a reader that all bytes are there.
     let last = (to.addr() + len - 1) & !(LINE - 1);
     let body = last - (to.addr() + head);
     // SAFETY: `head + body` is less than `len`, so all ranges are inside of what the caller says; each line that is written back
@@ -123,7 +126,7 @@ pub(crate) unsafe fn place_past(cpu: Cpu, from: *const u8, to: *mut u8, len: usi
         copy_nonoverlapping(from, to, head);
         write_back(cpu, to, head);
         stream(cpu, from.add(head), to.add(head), body);
-        // Before the reader sees the last word.
+        // The reader must see the other lines before the last word.
         fence();
         place_cached(from.add(head + body), to.add(head + body), len - head - body);
         write_back(cpu, to.add(head + body), len - head - body);
@@ -156,10 +159,10 @@ pub(crate) unsafe fn place_cached(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// Writes back every line that has a byte of the range. In the domain after the next [`fence`].
+/// Writes back every line that has a byte of the range. The bytes are in the persistence domain after the next [`fence`].
 ///
 /// # Safety
-/// The range is inside of a mapping that lives meanwhile, and the processor can what `cpu` says.
+/// The range is inside of a mapping that lives meanwhile, and the processor has the abilities in `cpu`.
 pub(crate) unsafe fn write_back(cpu: Cpu, at: *mut u8, len: usize) {
     if len == 0 {
         return;
@@ -168,8 +171,8 @@ pub(crate) unsafe fn write_back(cpu: Cpu, at: *mut u8, len: usize) {
     for line in (start..at.addr() + len).step_by(LINE) {
         let line = at.with_addr(line);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the line has a byte of the range, and pages hold whole lines; the instruction is there, as the caller says. It
-        // changes no byte.
+        // SAFETY: the line has a byte of the range, and pages hold whole lines; the processor has the instruction, as the caller
+        // says. It changes no byte.
         unsafe {
             use std::arch::asm;
             match cpu.write_back {
@@ -185,7 +188,7 @@ pub(crate) unsafe fn write_back(cpu: Cpu, at: *mut u8, len: usize) {
     }
 }
 
-/// Places whole lines past the caches.
+/// Places whole lines with stores that bypass the caches.
 ///
 /// # Safety
 /// As for [`place`]; `to` is at the start of a line, and `len` a multiple of its bytes.

@@ -1,33 +1,34 @@
-//! Which provider an object is of. The types of the vocabulary hold what their provider made, and what all providers have in common:
-//! who keeps whom alive, and that objects of different devices do not go together.
+//! The provider of an object. The types of the vocabulary hold an object of their provider, and do what all providers have in
+//! common: they keep the objects that they depend on alive, and refuse to combine objects of different devices.
 
 use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 
-/// What a device is.
+/// Kind of device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Provider {
     /// The RNIC in user space, which every host has.
     #[default]
     Soft,
-    /// An RNIC of the host, or its kernel's soft one, through the system's libraries.
+    /// An RNIC of the host, or its kernel's software RNIC, through the system's libraries.
     Hw,
 }
 
-/// What [`set_process_provider`] set.
+/// Provider that [`set_process_provider`] set.
 static PROCESS_PROVIDER: Mutex<Option<Provider>> = Mutex::new(None);
 
-/// Chooses what devices of this process are that are opened from now on, unless their options say it: for programs whose user
+/// Chooses the provider of the devices that this process opens from then on, unless their options name one: for programs whose user
 /// decides.
 pub fn set_process_provider(provider: Provider) {
     *PROCESS_PROVIDER.lock().unwrap_or_else(PoisonError::into_inner) = Some(provider);
 }
 
 impl Provider {
-    /// The names that users give them.
+    /// Names of the providers, as users give them.
     pub const NAMES: [&str; 2] = ["soft", "hw"];
 
-    /// What a device is whose options do not say it: as [`set_process_provider`] or the environment variable `RDMUX_PROVIDER` says.
+    /// Returns the provider of a device whose options do not name one, as set by [`set_process_provider`] or the environment
+    /// variable `RDMUX_PROVIDER`.
     pub fn of_process() -> Provider {
         let set = *PROCESS_PROVIDER.lock().unwrap_or_else(PoisonError::into_inner);
         let of_environment = || std::env::var("RDMUX_PROVIDER").ok()?.parse().ok();
@@ -47,7 +48,7 @@ impl FromStr for Provider {
     }
 }
 
-/// What a provider made: an object of [`crate::soft`], or of an RNIC.
+/// Object of a provider: of [`crate::soft`], or of an RNIC.
 #[derive(Clone, Debug)]
 pub(crate) enum Provided<S, H> {
     /// The RNIC in user space.

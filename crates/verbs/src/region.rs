@@ -78,10 +78,10 @@ impl ProtectionDomain {
     }
 }
 
-/// Registered memory. Registration neither pins pages nor touches them, whatever their number: each access finds its own, or is a
-/// fault ([`Access::ON_DEMAND`] asks for what is always so). Dropping it unbinds its windows and deregisters: when the drop
-/// returns, no peer reaches the memory any more. (One on this host that was stopped amid a copy, and does not go on within a second,
-/// ends that copy later.)
+/// Registered memory. Registration neither pins pages nor touches them, whatever their number: each access finds its own pages, or
+/// is a fault ([`Access::ON_DEMAND`] asks for what is always so). Dropping the region unbinds its windows and deregisters it: when
+/// the drop returns, no peer reaches the memory. (One on this host that was stopped amid a copy, and does not go on within
+/// a second, ends that copy later.)
 #[derive(Debug)]
 pub struct MemoryRegion {
     provided: Provided<soft::region::MemoryRegion, hw::region::MemoryRegion>,
@@ -91,7 +91,7 @@ pub struct MemoryRegion {
 }
 
 impl MemoryRegion {
-    /// The key for own requests.
+    /// Returns the key for local requests.
     pub fn lkey(&self) -> LKey {
         match &self.provided {
             Provided::Soft(mr) => mr.lkey(),
@@ -99,7 +99,7 @@ impl MemoryRegion {
         }
     }
 
-    /// The key for peers' requests.
+    /// Returns the key for peers' requests.
     pub fn rkey(&self) -> RKey {
         match &self.provided {
             Provided::Soft(mr) => mr.rkey(),
@@ -112,12 +112,13 @@ impl MemoryRegion {
         self.iova
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// Whether memory windows are bound to it, or of an RNIC were when it was last heard of. Dropping the region unbinds them.
+    /// Returns whether memory windows are bound to the region; with an RNIC, whether they were by the last known state. Dropping
+    /// the region unbinds them.
     pub fn has_windows(&self) -> bool {
         match &self.provided {
             Provided::Soft(mr) => mr.has_windows(),
@@ -125,9 +126,9 @@ impl MemoryRegion {
         }
     }
 
-    /// Puts other memory behind the region, or changes its rights. Its keys may be others then: of a soft device they stay, of an RNIC they
-    /// do not. What was behind it is reached no more when this returns. After an error, as while windows are bound to it, the region is as
-    /// it was.
+    /// Replaces the memory of the region, or changes its rights. A soft device keeps the keys of the region; an RNIC changes them.
+    /// When this returns, nobody reaches the previous memory through the region. After an error, such as while windows are bound to
+    /// it, the region is as it was.
     pub fn rereg(
         &mut self,
         memory: Arc<dyn Memory>,
@@ -140,10 +141,10 @@ impl MemoryRegion {
         self.rereg_in(&pd, memory, offset, length, iova, access)
     }
 
-    /// The same, and takes it to another protection domain of the device. IBTA Vol 1, 11.2.8.5.
+    /// Does the same, and moves the region to another protection domain of the device. IBTA Vol 1, 11.2.8.5.
     ///
     /// # Errors
-    /// [`RegisterError::NoPd`] when the domain is another device's.
+    /// [`RegisterError::NoPd`] when the domain belongs to another device.
     pub fn rereg_in(
         &mut self,
         pd: &ProtectionDomain,
@@ -181,7 +182,7 @@ impl MemoryRegion {
     }
 }
 
-/// Memory window: a key for a part of a region. Dropping it ends it.
+/// Memory window: a key for a part of a region. Dropping the window deallocates it.
 #[derive(Debug)]
 pub struct MemoryWindow {
     provided: Provided<soft::region::MemoryWindow, hw::region::MemoryWindow>,
@@ -189,8 +190,8 @@ pub struct MemoryWindow {
 }
 
 impl MemoryWindow {
-    /// Its key: of a type 1 window the one of the last binding, of a type 2 window the first one, from which the user makes
-    /// others by [`RKey::next`].
+    /// Returns its key. For a type 1 window this is the key of the last binding; for a type 2 window it is the first key, from
+    /// which the user makes others by [`RKey::next`].
     pub fn rkey(&self) -> RKey {
         match &self.provided {
             Provided::Soft(mw) => mw.rkey(),

@@ -1,4 +1,4 @@
-//! Datagram services, found by their port: which queue pair serves, and what Q_Key it asks for. IBTA Vol 1, 12.11.
+//! Datagram services, found by their port: the peer answers with the queue pair that serves, and with its Q_Key. IBTA Vol 1, 12.11.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -16,19 +16,19 @@ use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
 
-/// The Q_Key of queue pairs that serve datagrams on a port of RDMA_PS_UDP: the one that programs on `rdma_cm` give theirs,
-/// which refuse an answer with another one.
+/// Q_Key of queue pairs that serve datagrams on a port of RDMA_PS_UDP. Programs on `rdma_cm` give theirs this one, and refuse an
+/// answer with another one.
 pub const RDMA_UDP_QKEY: u32 = 0x0123_4567;
 
 /// Why a service was not found.
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
-    /// The peer said no.
+    /// The peer refused the request.
     #[error("the peer does not serve this: {status}")]
     Refused {
-        /// Why.
+        /// Reason.
         status: SidrStatus,
-        /// What its user said.
+        /// Private data from the peer's user.
         private_data: Vec<u8>,
     },
     /// No answer.
@@ -47,7 +47,7 @@ pub enum ResolveError {
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
-    /// Another thread has given it up.
+    /// Another thread has cancelled the request.
     #[error("looking for the service was given up")]
     Cancelled,
     /// A system call failed, or there are too many connections.
@@ -73,12 +73,12 @@ pub enum AnswerError {
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
-    /// The request was not decided on in time.
+    /// The request was not answered in time.
     #[error("there is no such request any more")]
     Expired,
 }
 
-/// What a peer answered.
+/// A peer's answer.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) qpn: Qpn,
@@ -105,39 +105,41 @@ impl DatagramService {
         self.found.qpn
     }
 
-    /// What datagrams must show.
+    /// Returns the Q_Key that datagrams must carry.
     pub fn qkey(&self) -> u32 {
         self.found.qkey
     }
 
-    /// What the peer's user sent, filled up with zeros.
+    /// Returns the private data that the peer's user sent, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
         &self.found.private_data
     }
 
-    /// Whom a send request is for that is meant for the service. `traffic_class` is the IPv4 TOS or the IPv6 traffic class.
+    /// Returns the target of a send request to the service. `traffic_class` is the IPv4 TOS or the IPv6 traffic class.
     ///
     /// # Errors
-    /// Those of making a socket.
+    /// Errors of creating a socket.
     pub fn target(&self, traffic_class: u8) -> io::Result<Target> {
         let to = self.device.create_ah(self.address, traffic_class);
         to.to(self.found.qpn, self.found.qkey)
     }
 }
 
-/// Private data of [`Device::resolve`], in bytes: that of a SIDR_REQ with its addresses. IBTA Vol 1, 12.11 and A11.
+/// Maximum private data of [`Device::resolve`], in bytes: that of a SIDR_REQ that also carries its addresses. IBTA Vol 1, 12.11 and
+/// A11.
 pub const RESOLVE_DATA_MAX: usize = 180;
 
 impl Device {
-    /// Asks who serves datagrams on an address and port (RDMA_PS_UDP). Waits for the answer. Private data: [`RESOLVE_DATA_MAX`] bytes.
+    /// Asks a peer which queue pair serves datagrams on an address and port (RDMA_PS_UDP), and waits for the answer. Private data:
+    /// [`RESOLVE_DATA_MAX`] bytes.
     pub fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<DatagramService, ResolveError> {
         self.resolve_from(0, peer, private_data, &Cancel::new())
     }
 
-    /// Asks as [`Device::resolve`] does, until another thread gives it up, and tells the peer a port that it is asked from; 0: none.
+    /// Asks as [`Device::resolve`] does, until another thread cancels it, and sends the peer a source port; 0: none.
     ///
     /// # Errors
-    /// Those of [`Device::resolve`], and [`ResolveError::Cancelled`]. Provider `hw` tells a port of its own.
+    /// Errors of [`Device::resolve`], and [`ResolveError::Cancelled`]. Provider `hw` sends a source port of its own.
     pub fn resolve_from(
         &self,
         source_port: u16,
@@ -163,8 +165,8 @@ impl Device {
         })
     }
 
-    /// Serves datagrams on a port (RDMA_PS_UDP): peers ask which queue pair does. Connections ([`Device::listen`]) have ports of
-    /// their own.
+    /// Listens on a port (RDMA_PS_UDP) for peers that ask which queue pair serves datagrams. Connections ([`Device::listen`]) have
+    /// ports of their own.
     pub fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.listen_datagram(port)?),
@@ -175,7 +177,7 @@ impl Device {
     }
 }
 
-/// A port that requests for datagram services come in on.
+/// A port on which requests for datagram services arrive.
 #[derive(Debug)]
 pub struct DatagramListener {
     provided: Provided<soft::cm::Service, hw::sidr::DatagramListener>,
@@ -183,7 +185,7 @@ pub struct DatagramListener {
 }
 
 impl DatagramListener {
-    /// Waits for a request. `None`: the time is over.
+    /// Waits for a request. Returns `None` if the timeout expires.
     pub fn accept(&self, timeout: Duration) -> Option<ServiceRequest> {
         let provided = match &self.provided {
             Provided::Soft(service) => Provided::Soft(service.accept_datagram(timeout)?),
@@ -200,7 +202,7 @@ impl DatagramListener {
 }
 
 impl AsFd for DatagramListener {
-    /// Readable when a request may have come, until [`DatagramListener::accept`] found none.
+    /// Returns a descriptor that is readable when a request may have arrived, until [`DatagramListener::accept`] finds none.
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.provided {
             Provided::Soft(service) => service.fd(),
@@ -209,7 +211,7 @@ impl AsFd for DatagramListener {
     }
 }
 
-/// A peer's request for a datagram service. Dropped undecided, it is refused.
+/// A peer's request for a datagram service. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub struct ServiceRequest {
     provided: Provided<soft::sidr::ServiceRequest, hw::sidr::ServiceRequest>,
@@ -225,7 +227,7 @@ impl ServiceRequest {
         }
     }
 
-    /// When it came.
+    /// Returns when the request arrived.
     pub fn arrival(&self) -> Arrival {
         match &self.provided {
             Provided::Soft(request) => request.arrival,
@@ -233,7 +235,7 @@ impl ServiceRequest {
         }
     }
 
-    /// The port that it was asked from, as the peer says; 0: it does not, or provider `hw` does not tell.
+    /// Returns the source port that the peer sent; 0: the peer sent none, or provider `hw`, which does not report it.
     pub fn peer_port(&self) -> u16 {
         match &self.provided {
             Provided::Soft(request) => request.peer_port,
@@ -241,7 +243,7 @@ impl ServiceRequest {
         }
     }
 
-    /// What the peer's user sent, filled up with zeros.
+    /// Returns the private data that the peer's user sent, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
         match &self.provided {
             Provided::Soft(request) => &request.private_data,
@@ -249,8 +251,8 @@ impl ServiceRequest {
         }
     }
 
-    /// Answers with a UD queue pair that is ready, which may serve many peers; post receives to it before. Private data: 136
-    /// bytes. After an error the request is still to be decided on.
+    /// Answers with a UD queue pair that is ready, and may serve many peers; post receives to it before. Private data: 136 bytes.
+    /// After an error the request is still undecided.
     pub fn accept(&mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
         if !qp.device().is(&self.device) {
             return Err(AnswerError::NotReady);
@@ -262,7 +264,7 @@ impl ServiceRequest {
         }
     }
 
-    /// Refuses. Private data beyond 136 bytes is cut off.
+    /// Refuses the request. Private data beyond 136 bytes is cut off.
     pub fn reject(mut self, private_data: &[u8]) {
         match &mut self.provided {
             Provided::Soft(request) => request.refuse(private_data),

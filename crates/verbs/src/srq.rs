@@ -13,7 +13,7 @@ use crate::soft;
 struct SrqInner {
     provided: Provided<soft::srq::SharedReceiveQueue, hw::srq::SharedReceiveQueue>,
     pd: ProtectionDomain,
-    /// What an XRC queue uses lives as long as it does.
+    /// Keeps alive the objects that an XRC queue uses.
     _xrc: Option<(XrcDomain, CompletionQueue)>,
 }
 
@@ -79,7 +79,7 @@ impl SharedReceiveQueue {
         self.0.pd.device()
     }
 
-    /// Its number: what XRC peers name it by.
+    /// Returns its number, by which XRC peers name it.
     pub fn srqn(&self) -> Srqn {
         match &self.0.provided {
             Provided::Soft(srq) => srq.srqn(),
@@ -95,7 +95,8 @@ impl SharedReceiveQueue {
         }
     }
 
-    /// Resizes it, or arms its limit: when fewer receives are left, [`AsyncEvent::SrqLimitReached`] tells once. 0 disarms.
+    /// Resizes it, or arms its limit: when fewer receives are left, the device raises [`AsyncEvent::SrqLimitReached`] once. 0
+    /// disarms.
     ///
     /// [`AsyncEvent::SrqLimitReached`]: crate::AsyncEvent::SrqLimitReached
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
@@ -105,7 +106,7 @@ impl SharedReceiveQueue {
         }
     }
 
-    /// What is known about it.
+    /// Returns what is known about it.
     pub fn query(&self) -> Option<SrqInfo> {
         match &self.0.provided {
             Provided::Soft(srq) => srq.query(),

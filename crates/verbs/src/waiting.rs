@@ -1,13 +1,14 @@
-//! How to wait: look again and again, or sleep until woken. The policy is pure: it reads no clock and makes no system call.
+//! Waiting: a waiter polls (looks) again and again, or sleeps until woken. The policy is pure: it reads no clock and makes no
+//! system call.
 //!
-//! A wake-up takes some 20 µs, a look far less than one, and nobody knows beforehand how long a wait will be. Who looks for as
-//! long as a wake-up takes, and only then sleeps, never pays more than twice what the best choice would have cost (Karlin,
+//! A wake-up takes some 20 µs, a poll far less than 1 µs, and nobody knows beforehand how long a wait will be. A waiter that polls
+//! for as long as a wake-up takes, and only then sleeps, never pays more than twice what the best choice would have cost (Karlin,
 //! Manasse, Rudolph, Sleator: "Competitive snoopy caching", Algorithmica 3, 1988). [`Policy`] does that where waits have been
-//! short, and sleeps at once where they have been long. Where somebody else needs the CPU it gives it to them between two looks: a
-//! turn of theirs costs less than a wake-up, and only who yields lets the peer answer in it.
+//! short, and sleeps at once where they have been long. Where another task needs the CPU, the waiter yields it between two polls: a
+//! turn of that task costs less than a wake-up, and a peer on the same CPU can answer only while the waiter yields.
 //!
-//! A wait begins when a look has found nothing. Its *gap* is the time from then until what is waited for comes. What the first
-//! look finds was no wait and is not reported: a batch that is taken without waiting says nothing about the wait behind it.
+//! A wait begins when a poll has found nothing. Its *gap* is the time from then until what is waited for arrives. What the first
+//! poll finds was no wait and is not reported: a batch that is taken without waiting says nothing about the wait after it.
 //!
 //! ```
 //! use rdmux_verbs::waiting::{Conditions, Plan, Policy};
@@ -48,38 +49,38 @@
 //! # wait(&Queue, &mut Policy::new(20_000), Conditions::default);
 //! ```
 
-/// What a wake-up is taken to cost before one was measured.
+/// Assumed cost of a wake-up before one was measured.
 pub const WAKE_NS_DEFAULT: u64 = 20_000;
 /// A wake-up on the sleeper's own CPU takes 1 µs; less than this is an error of measurement.
 const WAKE_NS_MIN: u64 = 200;
-/// Who looks for longer than this is not on a machine where looking pays.
+/// Longest cost of a wake-up that counts: on a machine where a waiter would poll for longer, polling does not pay.
 const WAKE_NS_MAX: u64 = 200_000;
-/// A gap counts as no more than so many wake-ups: after an idle hour as after an idle moment, a few short gaps are enough to
-/// be believed.
+/// A gap counts as no more than this many wake-ups, so that after an idle hour, as after an idle moment, a few short gaps are
+/// enough to be believed.
 const GAP_WAKES_MAX: u64 = 4;
-/// One new gap's part of the mean is one in this.
+/// A new gap's part of the mean is one in this many.
 const GAP_WEIGHT: u64 = 8;
-/// One new wake-up's part of the mean is one in this.
+/// A new wake-up's part of the mean is one in this many.
 const WAKE_WEIGHT: u64 = 8;
-/// In [`WaitMode::Interrupted`] one wait in this is spun for twice as long.
+/// In [`WaitMode::Interrupted`] one wait in this many polls for twice as long.
 const PROBE_EVERY: u32 = 16;
 
-/// How much a waiter does for a short wait, least first.
+/// Effort of a waiter for a short wait, least first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WaitMode {
     /// Sleeps at once: what it waits for is more than two wake-ups away.
     Blocked,
-    /// Looks for one wake-up's time, then sleeps: what it waits for is one or two wake-ups away.
+    /// Polls for one wake-up's time, then sleeps: what it waits for is one or two wake-ups away.
     ///
-    /// That far away is the answer of a peer that sleeps itself. Where both sides sleep, each sees a wake-up's time in the
-    /// other's gaps, and only by looking does it find out that the gaps could be short.
+    /// The answer of a peer that itself sleeps is that far away. Where both sides sleep, each sees a wake-up's time in the other's
+    /// gaps, and only by polling does it find out that the gaps could be short.
     Interrupted,
-    /// Looks until it comes, for one wake-up's time at most: what it waits for is less than that away.
+    /// Polls until it arrives, for one wake-up's time at most: what it waits for is less than that away.
     Running,
 }
 
 impl WaitMode {
-    /// The mode that the environment variable `RDMUX_WAIT` pins.
+    /// Returns the mode that the environment variable `RDMUX_WAIT` pins.
     pub fn of_environment() -> Option<WaitMode> {
         match std::env::var("RDMUX_WAIT").ok()?.as_str() {
             "blocked" => Some(WaitMode::Blocked),
@@ -100,12 +101,12 @@ impl WaitMode {
     }
 }
 
-/// What the machine is like for who waits, now.
+/// State of the machine, as it concerns a waiter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Conditions {
-    /// The peer that is waited for runs on this CPU: it cannot while somebody looks.
+    /// Set when the peer that is waited for runs on this CPU: it cannot run while the waiter polls.
     pub shares_cpu: bool,
-    /// More tasks want to run than there are CPUs for them.
+    /// Set when more tasks want to run than there are CPUs for them.
     pub oversubscribed: bool,
 }
 
@@ -115,22 +116,22 @@ impl Conditions {
     }
 }
 
-/// What to do next in a wait.
+/// Next step of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// Arm, look once more, sleep.
+    /// Arm, poll once more, sleep.
     Sleep,
-    /// Look again and again for so long, then plan again.
+    /// Poll again and again for this long, then plan again.
     Spin {
         /// At least 1; `u64::MAX` for ever.
         ns: u64,
     },
-    /// Give the CPU to whoever wants it, look, and plan again: what is waited for comes from one of them, or they have it for so
-    /// long that the next plan is to sleep.
+    /// Yield the CPU, poll, and plan again. What is waited for comes from one of the tasks that want the CPU, or they have it for
+    /// so long that the next plan is to sleep.
     Yield,
 }
 
-/// Decides how one waiter waits, from what its waits have been like.
+/// Decides how one waiter waits, based on its previous waits.
 ///
 /// Calls: [`plan`](Policy::plan) in a wait, as often as wanted; at its end one of [`came`](Policy::came),
 /// [`woke`](Policy::woke) and [`gave_up`](Policy::gave_up).
@@ -141,12 +142,12 @@ pub struct Policy {
     wake_ns: u64,
     /// Moving mean; `None` before the first wait has ended.
     gap_ns: Option<u64>,
-    /// Waits until one that may look for twice as long.
+    /// Number of waits until one that may poll for twice as long.
     until_probe: u32,
 }
 
 impl Policy {
-    /// A policy that knows what a wake-up costs, and nothing yet about gaps.
+    /// Makes a policy that knows what a wake-up costs, and nothing yet about gaps.
     pub fn new(wake_ns: u64) -> Policy {
         Policy {
             pinned: None,
@@ -157,21 +158,22 @@ impl Policy {
         }
     }
 
-    /// Waits in one mode from now on, or (`None`) in the one that fits.
+    /// Pins the policy to one mode, or (`None`) lets it choose the one that fits.
     ///
-    /// Who is pinned to [`WaitMode::Running`] never sleeps, but yields where its CPU is needed.
+    /// A waiter that is pinned to [`WaitMode::Running`] never sleeps, but yields where its CPU is needed.
     pub fn pin(&mut self, mode: Option<WaitMode>) {
         self.pinned = mode;
     }
 
-    /// Takes in the end of a wait that did not sleep, so long after it began.
+    /// Records the end of a wait that did not sleep, `waited_ns` after it began.
     pub fn came(&mut self, waited_ns: u64) {
         self.see_gap(waited_ns);
     }
 
-    /// Takes in the end of a wait that slept, so long after it began. `wake_ns`, where known: how long ago the waker woke it.
+    /// Records the end of a wait that slept, `waited_ns` after it began. `wake_ns`, where known: how long ago the waker woke it.
     pub fn woke(&mut self, waited_ns: u64, wake_ns: Option<u64>) {
-        // No wake-up takes no time, and none began before the wait: the clock is too coarse, or it was another wait's.
+        // A wake-up takes some time, and begins after the wait: otherwise the clock is too coarse, or the wake-up was another
+        // wait's.
         let measured = wake_ns.filter(|&wake| 0 < wake && wake <= waited_ns);
         if let Some(wake) = measured {
             self.see_wake(wake);
@@ -180,15 +182,15 @@ impl Policy {
         self.see_gap(waited_ns.saturating_sub(wake_ns));
     }
 
-    /// Takes in the end of a wait that found nothing.
+    /// Records the end of a wait that found nothing.
     pub fn gave_up(&mut self, waited_ns: u64) {
-        // The gap is at least that, which is news if it was expected earlier.
+        // The gap is at least that long, which is news if it was expected to be shorter.
         if waited_ns > self.gap_ns.unwrap_or(self.wake_ns) {
             self.see_gap(waited_ns);
         }
     }
 
-    /// What to do next in a wait that began so long ago.
+    /// Returns the next step of a wait that began `elapsed_ns` ago.
     pub fn plan(&self, elapsed_ns: u64, conditions: Conditions) -> Plan {
         if self.pinned == Some(WaitMode::Running) {
             return if conditions.need_this_cpu() {
@@ -204,27 +206,29 @@ impl Policy {
         }
     }
 
-    /// The mode that it waits in.
+    /// Returns the mode in which it waits.
     pub fn mode(&self) -> WaitMode {
         self.pinned.unwrap_or(self.mode)
     }
 
-    /// What a wake-up costs.
+    /// Returns the cost of a wake-up.
     pub fn wake_ns(&self) -> u64 {
         self.wake_ns
     }
 
-    /// The gap to expect, no more than four wake-ups; `None` before the first wait has ended.
+    /// Returns the gap to expect, no more than four wake-ups; `None` before the first wait has ended.
     pub fn gap_ns(&self) -> Option<u64> {
         self.gap_ns
     }
 
-    /// How long a wait may look. Not less where gaps have been shorter: one that is a little longer than usual would cost a
-    /// wake-up where it could have cost next to nothing, and what that saves, once in a burst, is less than a wake-up.
+    /// Returns how long a wait may poll. Shorter gaps do not lower it: a gap that is a little longer than usual would then cost a
+    /// wake-up where it could have cost next to nothing, and the polling that this saves, once in a burst, costs less than a
+    /// wake-up.
     fn budget_ns(&self) -> u64 {
         match self.mode() {
             WaitMode::Blocked => 0,
-            // If the peer is itself woken first and then takes some time, one wake-up's time just misses its answer, always.
+            // If the peer is itself woken first and then takes some time, polling for one wake-up's time always just misses its
+            // answer.
             WaitMode::Interrupted if self.until_probe == 0 => 2 * self.wake_ns,
             WaitMode::Interrupted | WaitMode::Running => self.wake_ns,
         }
@@ -240,7 +244,7 @@ impl Policy {
         let least = WaitMode::of(gap, self.wake_ns);
         let mode = match self.gap_ns {
             None => least,
-            // It does more as soon as that should pay, and less only when it clearly does not: gaps vary.
+            // The policy polls more as soon as that should pay, and less only when it clearly does not pay: gaps vary.
             Some(_) => self.mode.clamp(least, WaitMode::of(gap - gap / 3, self.wake_ns)),
         };
         let begins_to_look = self.mode == WaitMode::Blocked && mode > WaitMode::Blocked;
@@ -253,7 +257,8 @@ impl Policy {
         self.gap_ns = Some(gap);
     }
 
-    /// One wake-up that took long, because somebody else had the CPU, moves the mean by a sixteenth at most.
+    /// Takes a wake-up's time into the mean. One wake-up that took long, because another task had the CPU, moves it by a sixteenth
+    /// at most.
     fn see_wake(&mut self, wake_ns: u64) {
         let half = self.wake_ns / 2;
         let near = wake_ns.clamp(self.wake_ns - half, self.wake_ns + half);
@@ -261,7 +266,7 @@ impl Policy {
     }
 }
 
-/// A mean, moved towards a new value by one part in `weight`.
+/// Returns a mean, moved towards a new value by one part in `weight`.
 fn moved(mean: u64, new: u64, weight: u64) -> u64 {
     let step = mean.abs_diff(new).div_ceil(weight);
     if new > mean { mean + step } else { mean - step }
@@ -309,7 +314,7 @@ mod tests {
         }
     }
 
-    /// One wait with this gap, and what it costs: the time spent looking, and the wake-up if it slept.
+    /// Runs one wait with this gap. Returns its cost: the time spent polling, and the wake-up if it slept.
     fn wait(policy: &mut Policy, gap_ns: u64) -> u64 {
         let budget = spin_ns(policy);
         if gap_ns <= budget {
@@ -332,7 +337,7 @@ mod tests {
     #[test]
     fn plan__table_of_the_rules() {
         let table = [
-            // Gap, mode, what it looks for.
+            // Gap, mode, time for which it polls.
             (0, WaitMode::Running, B),
             (500, WaitMode::Running, B),
             (B - 1, WaitMode::Running, B),
@@ -431,9 +436,9 @@ mod tests {
         // Round trips of 0.5 µs, and pauses of a millisecond between requests.
         assert_eq!(after(&[500; 10]).mode(), WaitMode::Running);
         assert_eq!(after(&[1_000_000; 10]).mode(), WaitMode::Blocked);
-        // Looking for 20 µs catches what comes every 10 µs; looking for 5 µs would cost its CPU and the wake-up.
+        // Polling for 20 µs catches what comes every 10 µs; polling for 5 µs would cost its CPU and the wake-up.
         assert_eq!(wait(&mut after(&[10_000; 10]), 10_000), 10_000);
-        // Looking never pays for pauses of 100 µs.
+        // Polling never pays for pauses of 100 µs.
         assert_eq!(wait(&mut after(&[100_000; 10]), 100_000), B);
     }
 
@@ -488,7 +493,7 @@ mod tests {
         let mut policy = Policy::new(B);
         policy.woke(90_000, Some(80_000));
         assert_eq!(policy.gap_ns(), Some(10_000));
-        // Less than the estimate, when none was measured: it came at once.
+        // The wait was shorter than the estimate, and no wake-up was measured: the gap is zero.
         for wake in [None, Some(0), Some(9_000_000)] {
             let mut policy = Policy::new(B);
             policy.woke(5_000, wake);
@@ -555,7 +560,7 @@ mod tests {
         assert_eq!((policy.mode(), policy.wake_ns()), (WaitMode::Running, B));
     }
 
-    /// Changes of mode in so many waits, after some to learn.
+    /// Returns the number of changes of mode in `waits` waits, after some waits to learn.
     fn changes(mut gap: impl FnMut() -> u64, waits: u32) -> u32 {
         let mut policy = Policy::new(B);
         let mut changes = 0;
@@ -572,7 +577,7 @@ mod tests {
         let mut random = Random(2);
         for mean in (1..=80).map(|i| i * B / 20) {
             assert_eq!(changes(|| mean, 10_000), 0, "gap {mean}");
-            // It may still settle, but not come back.
+            // The mode may still settle, but must not change back.
             let jitter = changes(|| random.within(mean * 3 / 4, mean * 5 / 4), 10_000);
             assert!(jitter <= 1, "gap {mean} give or take a quarter: {jitter} changes");
             let exponential = changes(|| random.exponential(mean), 10_000);
@@ -580,7 +585,7 @@ mod tests {
         }
     }
 
-    /// What 20,000 waits cost, in parts of what they cost if every gap is known beforehand.
+    /// Returns the cost of 20,000 waits, relative to their cost if every gap is known beforehand.
     fn ratio(seed: u64, mut gap: impl FnMut(&mut Random) -> u64) -> f64 {
         let mut random = Random(seed);
         let mut policy = Policy::new(B);
@@ -595,7 +600,7 @@ mod tests {
 
     #[test]
     fn policy__costs_about_twice_the_clairvoyant_optimum_at_most() {
-        // A sixteenth of a wake-up a wait goes to probes.
+        // Probes cost a sixteenth of a wake-up per wait.
         const AT_MOST: f64 = 2.0 + 1.0 / PROBE_EVERY as f64 + 0.02;
         let mut worst = (0.0, "", 0, 0);
         for seed in 0..4 {
@@ -644,8 +649,8 @@ mod tests {
         println!("worst: {ratio:.3} times the optimum, {load} {i}, seed {seed}");
     }
 
-    /// Two sides that answer each other's messages after `service_ns`, at first from sleep: how many messages until none waits
-    /// for a wake-up any more, of 2,000.
+    /// Lets two sides answer each other's messages after `service_ns`, at first from sleep. Returns how many messages, of 2,000, it
+    /// takes until neither side waits for a wake-up.
     fn messages_until_awake(random: &mut Random, service_ns: u64, wake_ns: (u64, u64)) -> u32 {
         let mut sides = [after(&[100 * B; 20]), after(&[100 * B; 20])];
         let mut last_asleep = 0;

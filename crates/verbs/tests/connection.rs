@@ -39,7 +39,7 @@ fn end_with(address: IpAddr, bytes: usize, options: Options) -> End {
     }
 }
 
-/// A connected pair: (client, its connection, server, its connection).
+/// Returns a connected pair: (client, its connection, server, its connection).
 fn connected(address: IpAddr, bytes: usize) -> (End, Connection, End, Connection) {
     let (client, server) = (end(address, bytes), end(address, bytes));
     let [c, s] = connect(&client.qp, &server.qp, &ConnectParams::default());
@@ -154,7 +154,7 @@ fn listen__on_a_port_that_another_device_of_the_address_has_fails() {
     assert!(two._device.listen(7174).is_err());
 }
 
-/// What an ordinary user's socket holds by default: the kernel doubles what is asked for to 212,992.
+/// Receive buffer that an ordinary user's socket holds by default: the kernel doubles this request to 212,992.
 const DEFAULT_BUFFER_BYTES: usize = 106_496;
 
 #[test]
@@ -210,7 +210,7 @@ fn write__of_several_clients_at_once_survives_default_socket_buffers() {
         let mut held = Vec::new();
         for _ in 0..CLIENTS {
             let request = listener.accept(LONG).expect("a request");
-            // All QPs of a server may share its domain when all may reach the same region.
+            // All QPs of a server may share its domain if all may reach the same region.
             let qp = server.qp.pd().create_qp(&QpOptions::new(&server.cq)).unwrap();
             held.push(request.accept(&qp, &ConnectParams::default(), &[]).unwrap());
         }
@@ -278,7 +278,7 @@ fn post_recv__in_error_wakes_who_waits() {
     c.disconnect();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| client.cq.wait(LONG).unwrap());
-        // Whether it is posted before or after the other thread sleeps, it must be seen.
+        // The other thread must see the receive, whether it is posted before or after that thread sleeps.
         client
             .qp
             .post_recv(RecvRequest {
@@ -291,7 +291,7 @@ fn post_recv__in_error_wakes_who_waits() {
     });
 }
 
-/// As a program does that posts its receives before it connects.
+/// The client posts its receives before it connects, as some programs do.
 #[test]
 fn connect__after_a_refusal_with_a_queue_pair_that_has_receives() {
     let address = IpAddr::from([127, 0, 12, 17]);
@@ -378,7 +378,7 @@ fn wait__for_ever_is_a_duration_too() {
     assert!(client.cq.wait(Duration::MAX).unwrap().is_some());
 }
 
-/// A device and a queue pair of a type on it, connected by nobody.
+/// Makes a device and a queue pair of a type on it, which is not connected.
 fn typed(
     address: [u8; 4],
     qp_type: QpType,
@@ -489,7 +489,7 @@ fn listen_for__refuses_what_it_does_not_offer() {
     ];
     for (listener, port, offered, other) in cases {
         std::thread::scope(|scope| {
-            // The request that may come is dropped, and so refused by the program.
+            // The program drops the request that may come, and so refuses it.
             let refusing = scope.spawn(|| listener.accept(LONG).map(|request| request.qp_type()));
             for qp_type in [QpType::XrcSend, other, offered] {
                 let (client, _, _, qp, _) = typed(address, qp_type);
@@ -549,12 +549,12 @@ fn connect_pair__given_up_is_withdrawn() {
         cancel.cancel();
         let given_up = asks.join().unwrap();
         assert!(matches!(given_up, Err(ConnectError::Cancelled)), "{given_up:?}");
-        // The peer may not have heard of it yet.
+        // The peer may not have learnt of it yet.
         if let Ok(connection) = request.accept_pair(ConnectPair::Own(&server.qp), &params, b"") {
             assert!(!connection.wait_established());
         }
     });
-    // Nobody is asked any more.
+    // No peer is asked after the cancellation.
     assert!(matches!(connect(), Err(ConnectError::Cancelled)));
     let resolved = client
         ._device
@@ -572,7 +572,7 @@ fn rests_for__until_the_numbers_may_be_used_again() {
     for connection in [c, s] {
         while let Some(left) = connection.rests_for() {
             assert!(left <= Duration::from_millis(68), "{left:?}");
-            // Time is what is meant: numbers rest for so long, and nothing happens when they do no more.
+            // The test needs time to pass: numbers rest for this long, and no event shows when they rest no more.
             std::thread::sleep(left);
         }
     }
@@ -626,7 +626,7 @@ fn init__takes_receives_before_the_queue_pair_is_connected() {
         end.qp.init().unwrap();
         receive().unwrap();
     }
-    // A receive that was not there would end the connection.
+    // Without its receive, a message would end the connection.
     let params = ConnectParams {
         rnr_retry: 0,
         ..ConnectParams::default()
@@ -650,7 +650,7 @@ fn init__takes_receives_before_the_queue_pair_is_connected() {
     });
 }
 
-/// Sends, and takes what was sent and what was received.
+/// Sends, and takes the completions of the send and of the receive.
 fn exchange(end: &End) -> [Status; 2] {
     let request = send(1, Operation::Send { imm: None }, end.mr.sge(8, 8).into());
     end.qp.post_send(request).unwrap();
@@ -674,7 +674,7 @@ fn drop__of_a_connection_that_has_ended_leaves_its_queue_pair_alone() {
     assert_eq!(server.qp.query().unwrap().state, QpState::Init);
 }
 
-/// A thread waits for the end while another one looks whether it has come, and so is the first to see it.
+/// A thread waits for the end while another one checks whether it has come, and so is the first to see it.
 #[test]
 fn wait_ended__when_another_thread_looks_first() {
     let (client, c, server, s) = connected([127, 0, 0, 97].into(), 1 << 16);

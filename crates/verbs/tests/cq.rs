@@ -1,4 +1,4 @@
-//! What can be changed of completion queues: length, moderation, times.
+//! Changes to completion queues: length, moderation, times.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -11,7 +11,7 @@ use common::{LONG, connect};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// A queue pair that is connected to one of the same process, and the queue that its sends complete to.
+/// A queue pair that is connected to one of the same process, and the queue for the completions of its sends.
 struct Bed {
     _connections: [Connection; 2],
     cq: CompletionQueue,
@@ -45,7 +45,7 @@ impl Bed {
         self.pairs[0].post_send(request).unwrap();
     }
 
-    /// Waits by the descriptor alone; whoever else drives the device does.
+    /// Waits by the descriptor alone; another thread drives the device.
     fn is_told(&self) -> bool {
         let timeout = LONG.try_into().unwrap();
         poll(&mut [PollFd::new(&self.cq, PollFlags::IN)], Some(&timeout)).unwrap() == 1

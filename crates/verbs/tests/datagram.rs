@@ -13,7 +13,7 @@ use std::time::Duration;
 use rdmux_verbs::*;
 
 const LONG: Duration = Duration::from_secs(60);
-/// Long enough to see that nothing comes, if something would come at once.
+/// Long enough to see that nothing arrives, if something would arrive at once.
 const SHORT: Duration = Duration::from_millis(100);
 const QKEY: u32 = RDMA_UDP_QKEY;
 
@@ -52,7 +52,7 @@ impl End {
         end
     }
 
-    /// A UC QP on its way to `peer`.
+    /// Brings up a UC QP towards `peer`.
     fn connect(&self, peer: &End) {
         let steps = common::towards(&self.qp, peer.device.address(), peer.qp.qpn(), 0);
         common::bring_up(&self.qp, steps);
@@ -129,7 +129,7 @@ fn ud__over_ipv6_and_to_itself() {
     let bytes = end.bytes(&wc);
     assert_eq!((bytes[0] >> 4, bytes[23], bytes[39]), (6, 1, 1));
     assert_eq!(bytes[40..], full);
-    // Longer than what the loopback interface's MTU allows a packet.
+    // The datagram is longer than the loopback interface's MTU allows.
     let request = SendRequest {
         wr_id: 0,
         operation: Operation::Send { imm: None },
@@ -180,7 +180,7 @@ fn uc__messages_and_writes() {
 #[test]
 fn multicast__devices_of_one_host() {
     let group: IpAddr = [239, 30, 0, 1].into();
-    // Two share an address, as processes do.
+    // Two devices share an address, as processes do.
     let ends = [[127, 0, 30, 5], [127, 0, 30, 6], [127, 0, 30, 6]].map(End::ud);
     let stranger = End::ud([127, 0, 30, 7]);
     for end in ends.iter().chain([&stranger]) {
@@ -231,7 +231,7 @@ fn attach_mcast__refusals() {
 
 // Services.
 
-/// Runs both at once: who is asked, and who asks.
+/// Runs both sides at once: the one that is asked, and the one that asks.
 fn together<A: Send, B>(asked: impl FnOnce() -> A + Send, asks: impl FnOnce() -> B) -> (A, B) {
     thread::scope(|scope| {
         let answering = scope.spawn(asked);
@@ -288,7 +288,7 @@ fn resolve__refusals() {
     let (a, b) = (End::ud([127, 0, 30, 15]), End::ud([127, 0, 30, 16]));
     let (at, elsewhere) = ([127, 0, 30, 16].into(), [127, 0, 30, 17]);
     let listener = b.device.listen_datagram(7174).unwrap();
-    // Ports of connections are others.
+    // Connections have other ports.
     let _connections = b.device.listen(7175).unwrap();
     let ask = |port| refusal(a.device.resolve(SocketAddr::new(at, port), b""));
     assert_eq!(ask(7175).0, SidrStatus::UNSUPPORTED);
@@ -300,7 +300,7 @@ fn resolve__refusals() {
     let (_, (status, _)) = together(|| drop(request()), || ask(7174));
     assert_eq!(status, SidrStatus::REJECT);
 
-    // What cannot serve is no answer, and the peer hears of it.
+    // The listener cannot answer with a queue pair that cannot serve, and the peer is notified.
     let uc = End::new(elsewhere.into(), QpType::Uc);
     let raw = End::new(elsewhere.into(), QpType::Ud);
     for qp in [&uc.qp, &raw.qp] {
@@ -316,7 +316,7 @@ fn resolve__refusals() {
         (Err(AnswerError::PrivateData), SidrStatus::REJECT)
     );
 
-    // Nor may a peer connect to a datagram service, or the other way round.
+    // A peer cannot connect to a datagram service either, nor resolve a service of connections.
     let rc = End::new(elsewhere.into(), QpType::Rc);
     let connected = rc
         .device
@@ -348,7 +348,7 @@ fn resolve__of_a_service_that_does_not_answer_ends() {
     for result in [nobody, ignored] {
         assert!(matches!(result, Err(ResolveError::Unreachable(_))), "{result:?}");
     }
-    // Who answers too late hears nothing of it, and does no harm.
+    // A late answer goes nowhere, and does no harm.
     listener
         .accept(LONG)
         .expect("a request")
@@ -398,7 +398,7 @@ impl Drop for Child {
     }
 }
 
-/// What the other process does.
+/// Body of the other process.
 #[test]
 fn child() {
     let Ok(address) = std::env::var("RDMUX_DATAGRAM_AT") else {
@@ -411,7 +411,7 @@ fn child() {
     }
 }
 
-/// Answers who asks for its port, and says what it receives.
+/// Answers a peer that asks for its port, and reports what it receives.
 fn serve(address: &str, port: u16) {
     let end = End::ud(address.parse::<IpAddr>().unwrap());
     let listener = end.device.listen_datagram(port).unwrap();
@@ -421,7 +421,7 @@ fn serve(address: &str, port: u16) {
     request.accept(&end.qp, &port.to_be_bytes()).unwrap();
     let wc = end.next();
     println!("@ {}", String::from_utf8_lossy(&end.bytes(&wc)[40..]));
-    // Until it is killed.
+    // The process runs until it is killed.
     let _ = std::io::stdin().lines().map_while(Result::ok).count();
 }
 
@@ -429,7 +429,7 @@ fn serve(address: &str, port: u16) {
 fn resolve__each_process_of_an_address_has_its_own_services() {
     let at = "127.0.30.20";
     let mut children = [7001, 7002, 7003].map(|port: u16| (port, Child::start(at, &port.to_string())));
-    // One asks from the same address, one from another.
+    // One end asks from the same address, one from another.
     let ends = [End::ud([127, 0, 30, 20]), End::ud([127, 0, 30, 21])];
     let ask = |end: &End, port| {
         end.device
@@ -451,7 +451,7 @@ fn resolve__each_process_of_an_address_has_its_own_services() {
     }
 }
 
-/// Joins a group and says what it receives.
+/// Joins a group and reports what it receives.
 fn join_and_receive(address: &str) {
     let end = End::ud(address.parse::<IpAddr>().unwrap());
     end.recv(1);
@@ -464,7 +464,7 @@ fn join_and_receive(address: &str) {
 #[test]
 fn multicast__each_process_of_a_host_gets_a_copy() {
     let sender = End::ud([127, 0, 30, 10]);
-    // The first shares the sender's address, the others one of their own.
+    // The first shares the sender's address, the others have one of their own.
     let children = ["127.0.30.10", "127.0.30.11", "127.0.30.11"].map(|address| Child::start(address, "join"));
     let group = sender.device.create_ah([239, 30, 0, 9].into(), 0);
     sender.send_text(group.to_group(QKEY).unwrap(), b"hello, all");

@@ -1,5 +1,5 @@
-//! Persistent memory, of which this host has none: a file in memory stands for it, declared to survive. It is mapped and leased in
-//! the same way. `lab/tests/dax` has the real ones.
+//! Persistent memory, of which this host has none: a file in memory stands in for it, declared to survive. It is mapped and leased
+//! in the same way. `lab/tests/dax` tests the real ones.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -16,7 +16,7 @@ use skip::skip;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A file that goes with the value.
+/// A file that is removed with the value.
 struct Temporary(PathBuf);
 
 impl Temporary {
@@ -41,15 +41,15 @@ fn in_memory(name: &str) -> Temporary {
 
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
-    // Whether a file is mapped changes on a thread of the library's, which tells nobody: only looking again shows it.
+    // A thread of the library changes whether a file is mapped, and notifies nobody: only looking again shows it.
     while !done() {
         assert!(Instant::now() < deadline, "waited for {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// Has another process shorten or lengthen a file. It must not have to wait for the system to take the lease away (45 s, unless
-/// that is set).
+/// Makes another process shorten or lengthen a file. That process must not have to wait for the system to take the lease away (45
+/// s, unless that is set).
 fn truncate(file: &Path, size: &str) {
     let start = Instant::now();
     // The shell's open waits for the lease; that of truncate would not.
@@ -110,7 +110,7 @@ fn dax_memory__keeps_what_is_written_inside_of_its_bounds() {
         let memory = DaxMemory::map(file.open(10_000), Some(domain)).unwrap();
         assert_eq!((memory.len(), memory.domain()), (10_000, domain));
         assert!(memory.is_mapped());
-        // The last page is mapped whole, and yet not reached.
+        // The last page is mapped whole, but bytes beyond the length cannot be reached.
         memory.write(9_900, &[7; 100]).unwrap();
         assert_eq!(memory.write(9_901, &[7; 100]), Err(Fault::Unmapped));
         assert_eq!(memory.write(u64::MAX, &[7; 100]), Err(Fault::Unmapped));
@@ -154,7 +154,7 @@ fn dax_memory__truncated_by_another_process() {
     let memory = DaxMemory::map(file.open(1 << 20), Some(PersistenceDomain::Adr)).unwrap();
     memory.write(0, &[1; 4096]).unwrap();
     truncate(&file.0, "4096");
-    // A mapping would be a signal here, and the end of this process.
+    // A mapping would raise a signal here, and end this process.
     assert_eq!(memory.write(8192, &[1; 100]), Err(Fault::Unmapped));
     assert_eq!(memory.read(8192, &mut [0; 100]), Err(Fault::Unmapped));
     assert_eq!(memory.atomic(8192, Atomic::FetchAdd(1)), Err(Fault::Unmapped));
@@ -162,7 +162,8 @@ fn dax_memory__truncated_by_another_process() {
         memory.flush(0, 1 << 20, Placement::PERSISTENT),
         Err(Fault::Unmapped)
     );
-    // Grown again it is not what it was. Time is meant: in it the lease is asked for again, twice.
+    // After it has grown again the file is not what it was. The test needs time to pass, in which the lease is asked for again,
+    // twice.
     truncate(&file.0, "1M");
     std::thread::sleep(Duration::from_millis(2500));
     assert_eq!(memory.write(8192, &[1; 100]), Err(Fault::Unmapped));
@@ -186,7 +187,7 @@ fn dax_memory__while_another_process_has_the_file_the_kernel_copies() {
 
     wait_until("the mapping to be used again", || memory.is_mapped());
     assert_eq!(memory.atomic(8, Atomic::FetchAdd(1)), Ok(5));
-    // What the kernel was given is flushed by the kernel, once.
+    // The kernel flushes what was written through it, once.
     assert!(!memory.flush_is_immediate(Placement::PERSISTENT));
     assert_eq!(memory.flush(0, 65536, Placement::PERSISTENT), Ok(()));
     assert!(memory.flush_is_immediate(Placement::PERSISTENT));
@@ -219,7 +220,7 @@ fn dax_memory__who_watches_is_told_first_and_lets_go() {
     let opener = std::thread::spawn(move || File::options().write(true).open(path).unwrap());
     assert_eq!(told.recv_timeout(PATIENCE), Ok(Wanted::Write));
     assert!(!memory.is_mapped() && !watch.is_alone());
-    // Time is meant: in it the lease would be taken again, or given up.
+    // The test needs time to pass, in which the lease would be taken again, or given up.
     std::thread::sleep(Duration::from_millis(1500));
     assert!(!opener.is_finished(), "who watches has not let go");
     memory.write(0, &[3; 100]).unwrap();
@@ -231,13 +232,13 @@ fn dax_memory__who_watches_is_told_first_and_lets_go() {
     assert_eq!(told.recv_timeout(PATIENCE), Ok(Wanted::Nothing));
     assert!(memory.is_mapped() && watch.is_alone());
 
-    // Without anybody who watches it is given up at once.
+    // Without a watch the lease is given up at once.
     drop(watch);
     drop(File::open(&file.0).unwrap());
     assert!(!memory.is_mapped());
 }
 
-/// The signal of a break ends a process when it goes to another thread than the one that waits for it.
+/// The signal of a break ends the process if it goes to another thread than the one that waits for it.
 #[test]
 fn watch__taken_again_is_still_told_of_by_its_own_thread() {
     const CHILD: &str = "RDMUX_TEST_CHILD";

@@ -1,4 +1,4 @@
-//! Processes that die: their peers are told by whoever survives on the address.
+//! Processes that die: the processes that survive on the address notify their peers.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -63,7 +63,7 @@ impl Drop for Server {
     }
 }
 
-/// What the processes run: whoever asks is accepted, and kept until standard input ends.
+/// Body of the processes: accepts every request, and keeps the connections until standard input ends.
 #[test]
 fn child() {
     let Ok(at) = std::env::var("RDMUX_DEATH_AT") else {
@@ -112,7 +112,7 @@ impl Client {
         connection
     }
 
-    /// A write of nothing is acknowledged by a peer that lives.
+    /// Checks that the peer lives: it then acknowledges a write of nothing.
     fn check(&self, connection: &Connection) {
         let operation = Operation::Write {
             va: 0,
@@ -137,8 +137,8 @@ fn slot(connection: &Connection) -> u32 {
     connection.remote().unwrap().qpn.value() >> 16
 }
 
-/// A process with connections is killed: the first of its address, which holds it, or another one. The connections are
-/// idle: only a DREQ can tell their peers.
+/// Kills a process with connections: the first of its address, which holds the address, or another one. The connections are idle:
+/// only a DREQ can notify their peers.
 fn peers_are_told(address: IpAddr, client: IpAddr, victim: usize) {
     let client = Client::new(client);
     let mut servers: Vec<Server> = [7001, 7002, 7003]
@@ -156,7 +156,7 @@ fn peers_are_told(address: IpAddr, client: IpAddr, victim: usize) {
         client.check(connection);
         client.check(&client.connect(server));
     }
-    // Its slot rests, its port does not.
+    // The slot of the dead process is not reused yet, but its port is.
     let next = Server::start(address, victim.at.port());
     let connection = client.connect(&next);
     assert_ne!(slot(&connection), slot(&lost[0]));

@@ -1,4 +1,4 @@
-//! What callers rely on whatever the engine is at: who waits is woken, and memory ends outside of the engine's lock.
+//! Guarantees to callers, whatever the engine is doing: a caller that waits is woken, and memory ends outside of the engine's lock.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Whether a descriptor becomes readable in good time.
+/// Returns whether a descriptor becomes readable in good time.
 fn becomes_readable(fd: impl AsFd) -> bool {
     let deadline = Timespec {
         tv_sec: 5,
@@ -110,7 +110,7 @@ fn send(wr_id: u64, bytes: &[u8]) -> SendRequest {
 fn post_send_list__says_which_request_was_not_taken() {
     let end = End::new([127, 0, 14, 8]).ready();
     let too_long = vec![0; INLINE_BYTES_MAX + 1];
-    // What makes the requests may use the device.
+    // The iterator that makes the requests may use the device.
     let lists = [&too_long[..1], &too_long[..2], &too_long, &too_long[..3]];
     let requests = lists.into_iter().map(|bytes| {
         assert!(end.qp.query().is_some());
@@ -153,7 +153,7 @@ fn async_event_fd__tells_which_completion_queue_overran() {
     assert!(!is_readable(end.device.async_event_fd()));
 }
 
-/// Whatever a public signature names can be named by who uses the crate alone.
+/// Checks that users of this crate alone can name every type in its public signatures.
 #[test]
 fn exports__are_all_that_signatures_name() {
     fn attributes(error: ModifyError) -> Option<AttrMask> {

@@ -1,5 +1,5 @@
-//! How a connection comes to stand when the last message of its making is late or lost. The peer is an engine that the test
-//! drives itself, so that it chooses what is lost.
+//! Connection establishment when its last message is late or lost. The peer is an engine that the test drives itself, so that it
+//! chooses which messages are lost.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::io::IoSlice;
@@ -135,7 +135,7 @@ impl Peer {
         id.unwrap()
     }
 
-    /// Connects as far as it can: what is left is that the other side hears of it.
+    /// Connects as far as it can: only the other side's notification is missing.
     fn connect(&mut self, to: IpAddr) -> CmId {
         let (now, own_psn) = (self.now(), Psn::new(100));
         let id = self.ask(to, own_psn);
@@ -159,7 +159,7 @@ impl Peer {
             rq_psn: Some(own_psn),
             max_dest_rd_atomic: Some(4),
             min_rnr_timer: Some(12),
-            // Both ends go by what the REQ and the REP told.
+            // Both ends follow what the REQ and the REP said.
             selective: Some(remote.extensions.is_some_and(|e| e.selective)),
             ..Default::default()
         };
@@ -246,7 +246,7 @@ fn accept__a_request_establishes_the_connection_when_the_last_message_is_lost() 
     thread::scope(|scope| {
         let serving = scope.spawn(|| {
             let connection = server.accept();
-            // It sends before it knows that the connection stands, as rdma_accept(3) allows.
+            // The server sends before it knows that the connection is established, as rdma_accept(3) allows.
             assert_eq!(server.qp.query().unwrap().state, QpState::Rts);
             server.qp.post_send(send(1)).unwrap();
             let wc = server.cq.wait(LONG).unwrap().unwrap();
@@ -254,7 +254,7 @@ fn accept__a_request_establishes_the_connection_when_the_last_message_is_lost() 
             assert!(connection.wait_established());
             assert_eq!(server.cq.wait(LONG).unwrap().unwrap().wr_id, 9);
             assert!(connection.wait_ended(LONG));
-            // Its owner did not bring up the queue pair, and need not be told that it received.
+            // The server's program did not bring up the queue pair itself, and needs no event that it received.
             assert_eq!(server.device.wait_async_event(Duration::ZERO), None);
             connection
         });
@@ -309,10 +309,10 @@ fn accept__hands_out_no_request_that_was_withdrawn() {
         peer.rnic.cm().disconnect(now, id);
         peer.turn();
     }
-    // One whose end is still unknown would be handed out.
+    // A request whose withdrawal the server has not received would be handed out.
     peer.until(|_| (server.device.counters().rcvd_pkts >= 600).then_some(()));
     thread::scope(|scope| {
-        // The first to be handed out is the one that stands.
+        // The first request to be handed out is the one that was not withdrawn.
         let serving = scope.spawn(|| server.accept());
         peer.connect(server.device.address());
         serving.join().unwrap();

@@ -21,7 +21,7 @@ struct End {
 }
 
 impl End {
-    /// `recv_depth`: completions of receives that there is room for.
+    /// `recv_depth`: number of receive completions that there is room for.
     fn new(address: IpAddr, qp_type: QpType, recv_depth: u32) -> End {
         let device = Device::open(address).unwrap();
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(16).unwrap());
@@ -53,7 +53,7 @@ impl End {
         self.cq.wait(LONG).unwrap().expect("a completion")
     }
 
-    /// The next event. That data came before the last message of the connection is as may be.
+    /// Returns the next event, except that data came before the last message of the connection, which may happen or not.
     fn event(&self) -> Option<AsyncEvent> {
         let events = std::iter::from_fn(|| self.device.wait_async_event(LONG));
         events
@@ -78,7 +78,7 @@ fn event__qp_request_error() {
     let qpn = server.qp.qpn();
     assert_eq!(server.event(), Some(AsyncEvent::QpRequestError(qpn)));
     assert_eq!(server.qp.error(), Some(Status::RemoteInvalidRequest));
-    // Who asked learns it from the completion alone.
+    // The requester learns it from the completion alone.
     assert_eq!(client.device.poll_async_event(), None);
 }
 
@@ -89,7 +89,7 @@ fn event__cq_error_and_qp_fatal() {
         let sges = SgeList::EMPTY;
         server.qp.post_recv(RecvRequest { wr_id, sges }).unwrap();
     }
-    // Nobody polls: there is room for one.
+    // Nobody polls, and there is room for one completion.
     for _ in 0..2 {
         client.send(Operation::Send { imm: None }, Target::Connected);
     }

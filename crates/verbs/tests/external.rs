@@ -64,7 +64,7 @@ impl Side {
     }
 }
 
-/// Whose queue pairs are brought up by their owners.
+/// Connects two queue pairs. `active` and `passive` say whose queue pair its owner brings up.
 fn connect(address: [u8; 4], active: bool, passive: bool) {
     let address = IpAddr::from(address);
     let (server, client) = (Side::new(address), Side::new(address));
@@ -93,7 +93,7 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
         server.send();
         server.completes();
         assert!(connection.wait_ended(LONG));
-        // It is its owner's to end.
+        // Only its owner ends an external queue pair.
         let state = server.qp.query().unwrap().state;
         assert_eq!(state == QpState::Rts, passive, "{state:?}");
     });
@@ -151,7 +151,7 @@ fn accept_pair__external_of_one_that_is_brought_up() {
     connect([127, 0, 14, 23], false, true);
 }
 
-/// One that is never established ends where its owner leaves it, and its peer hears of that.
+/// Checks that a connection that is never established ends when its owner leaves it, and that its peer is notified.
 #[test]
 fn connect_pair__external_left_before_it_stands() {
     let address = IpAddr::from([127, 0, 14, 24]);

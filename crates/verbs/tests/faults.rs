@@ -1,4 +1,4 @@
-//! Fault injection over sockets and over shared memory: each kind has its effect, programs get what they are promised all the same, and
+//! Fault injection over sockets and over shared memory: each kind has its effect, programs still get what they are promised, and
 //! one seed makes one sequence of decisions.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
@@ -98,7 +98,7 @@ struct Pair {
     _connections: [Connection; 2],
 }
 
-/// Over each carrier in turn.
+/// Runs a test over each carrier in turn.
 fn over_each_carrier(net: u8, text: &str, test: impl Fn(&Pair)) {
     for (host, shared_memory) in [(1, SharedMemory::Off), (3, SharedMemory::Auto)] {
         let end = |host, faults| End::new([127, 0, net, host].into(), faults, shared_memory, QpType::Rc);
@@ -128,7 +128,7 @@ fn over_each_carrier(net: u8, text: &str, test: impl Fn(&Pair)) {
     }
 }
 
-/// Writes both ways, and what is written is there.
+/// Writes both ways, and checks that the bytes arrive.
 fn write_both_ways(pair: &Pair) {
     for round in 0..ROUNDS {
         let value = round as u8 + 1;
@@ -201,11 +201,11 @@ fn corrupt__is_noticed() {
         assert!(counts.corrupted > 0, "{counts:?}");
         let dropped = |end: &End| {
             let counters = end.device.counters();
-            // By what was damaged.
+            // The part that was damaged decides which counter rises.
             counters.rx_icrc_encapsulated + counters.malformed + counters.no_qp + counters.bad_pkey
         };
         assert!(dropped(&pair.faulty) > 0);
-        // Through memory a damaged packet does not leave: its receiver would not look.
+        // Shared memory carries no damaged packet: its receiver would not check it.
         let local = pair.faulty.qp.carrier() == Some(Carrier::SharedMemory);
         assert_eq!(dropped(&pair.sound) > 0, !local);
     });
@@ -292,7 +292,7 @@ fn down__then_up_again() {
         End::new([127, 0, 88, host].into(), faults, SharedMemory::Off, QpType::Rc)
     });
     let [faulty, sound] = &ends;
-    // Asks again until somebody answers.
+    // The client asks again until the server answers.
     let _connections = connect(&faulty.qp, &sound.qp, &ConnectParams::default());
     let events = [(); 2].map(|()| faulty.device.wait_async_event(LONG));
     assert_eq!(events, [AsyncEvent::PortError, AsyncEvent::PortActive].map(Some));
@@ -303,7 +303,7 @@ fn down__then_up_again() {
     );
 }
 
-/// Brings a queue pair up towards another one, which it soon gives up.
+/// Brings a queue pair up towards another one, with a timeout and retries that end soon.
 fn bring_up(own: &End, peer: &End) {
     let mut steps = common::towards(&own.qp, peer.device.address(), peer.qp.qpn(), 0);
     let to_send = &mut steps[2].1;
@@ -330,7 +330,7 @@ fn down__for_good() {
     }
 }
 
-/// Which of many datagrams arrive, in their order, when the sender's port misbehaves.
+/// Returns which of many datagrams arrive, in their order, when the sender's port misbehaves.
 fn datagrams_that_arrive(text: &str, count: u32) -> Vec<u32> {
     let end = |host, faults| {
         let end = End::new([127, 0, 90, host].into(), faults, SharedMemory::Off, QpType::Ud);
@@ -353,7 +353,7 @@ fn datagrams_that_arrive(text: &str, count: u32) -> Vec<u32> {
         from.qp.post_send(request).unwrap();
         assert_eq!(from.wait().status, Status::Success);
     }
-    // All that was sent has been sent by now, and loopback loses nothing of so little.
+    // All datagrams have been sent by now, and loopback loses none of so few.
     while let Some(wc) = to.cq.wait(Duration::from_millis(200)).unwrap() {
         found.push(wc.imm.expect("a number"));
     }
@@ -384,7 +384,7 @@ fn seed__decides_packet_by_packet() {
 /// Set for the process that [`environment__says_it_for_every_program`] starts.
 const INSIDE: &str = "RDMUX_FAULTS_INSIDE";
 
-/// What comes of opening a device in a process with this environment variable.
+/// Returns the outcome of opening a device in a process with this environment variable.
 fn opened_with(faults: &str) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "environment__opens_a_device", "--nocapture"]);

@@ -1,4 +1,4 @@
-//! The column `rdmux` of the table in docs/features.md, checked: each cell is what devices show over UDP, and over shared memory.
+//! Checks the column `rdmux` of the table in docs/features.md: each cell is what devices show over UDP, and over shared memory.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -22,7 +22,7 @@ const BYTES: usize = 64 << 10;
 const YES: &str = "yes";
 const NO: &str = "no";
 
-/// What a row says of rdmux: the cell that it found.
+/// Check of a row: returns the cell that it found for rdmux.
 type Check = fn(&Bed) -> String;
 
 const CHECKS: [(&str, Check); 41] = [
@@ -88,7 +88,7 @@ struct End {
     xrc_srq: Option<SharedReceiveQueue>,
 }
 
-/// Two ends, brought up: by CM where there are connections.
+/// Two ends, brought up: by CM if the transport has connections.
 struct Pair {
     a: End,
     b: End,
@@ -106,7 +106,7 @@ fn rights() -> Access {
 }
 
 impl Bed {
-    /// The tests that run beside each other share `::1`.
+    /// Returns a port of the bed's own: the tests that run beside each other share `::1`.
     fn port(&self) -> u16 {
         7000 + u16::from(self.net)
     }
@@ -209,7 +209,7 @@ impl Bed {
         }
     }
 
-    /// Until packets go as this bed has it.
+    /// Waits until packets go as this bed has it.
     fn wait_for_carrier(&self, qp: &QueuePair) {
         let deadline = Instant::now() + LONG;
         let shared = || qp.carrier() == Some(Carrier::SharedMemory);
@@ -249,7 +249,7 @@ impl End {
         })
     }
 
-    /// How a request ends.
+    /// Posts a request and returns the status of its completion.
     fn ends(&self, operation: Operation, sges: SgeList) -> Status {
         self.posts(operation, sges, Target::Connected).unwrap();
         self.wait().status
@@ -257,7 +257,7 @@ impl End {
 }
 
 impl Pair {
-    /// Whether a request is done, or refused as none of the transport.
+    /// Returns whether a request succeeds, or is refused because the transport does not have it.
     fn does(&self, request: fn(&Pair) -> (Operation, SgeList)) -> String {
         let (operation, sges) = request(self);
         match self.a.posts(operation, sges, self.to) {
@@ -275,7 +275,7 @@ impl Pair {
     }
 }
 
-/// A SEND arrives.
+/// Checks that a SEND arrives.
 fn works(pair: &Pair) -> String {
     pair.b.receive(7);
     pair.a
@@ -283,7 +283,7 @@ fn works(pair: &Pair) -> String {
         .unwrap();
     assert_eq!(pair.a.wait().status, Status::Success);
     let wc = pair.b.wait();
-    // Of a datagram, behind the 40 bytes of its GRH.
+    // The payload of a datagram is behind the 40 bytes of its GRH.
     let grh = if pair.b.qp.qp_type() == QpType::Ud { 40 } else { 0 };
     assert_eq!((wc.status, wc.wr_id, wc.byte_len), (Status::Success, 7, grh + 5));
     let mut bytes = [0; 5];
@@ -295,7 +295,7 @@ fn works(pair: &Pair) -> String {
     YES.into()
 }
 
-/// There is no word for them.
+/// Checks that there is no queue pair type for them.
 fn other_transports() -> String {
     match QpType::Rc {
         QpType::Rc | QpType::Uc | QpType::Ud | QpType::XrcSend | QpType::XrcRecv => NO.into(),
@@ -477,7 +477,7 @@ fn flush_global(bed: &Bed) -> String {
     bed.pair(QpType::Rc).does(flush)
 }
 
-/// To a file, which is durable by it; memory that keeps nothing is refused.
+/// Flushes to a file, which makes its bytes durable; memory that keeps nothing is refused.
 fn flush_persistent(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
     let rights = rights() | Access::FLUSH_PERSISTENT;
@@ -510,7 +510,7 @@ fn only_reliable(bed: &Bed) -> String {
     found[0].clone()
 }
 
-/// The greatest number that is taken; one more is refused with this.
+/// Returns the greatest number that is accepted; one more is refused with `refusal`.
 fn greatest(taken: usize, refusal: PostError, post: impl Fn(usize) -> Result<(), PostError>) -> String {
     assert_eq!(post(taken), Ok(()));
     assert_eq!(post(taken + 1), Err(refusal));
@@ -537,7 +537,7 @@ fn sges(bed: &Bed) -> String {
     found
 }
 
-/// The whole of it would take 2 GiB: it is taken, and ends where the region does.
+/// Posts the longest message, of 2 GiB: the request is accepted, and ends where the region does.
 fn longest_message(bed: &Bed) -> String {
     let pair = bed.pair(QpType::Rc);
     greatest(1 << 31, PostError::TooLong, |bytes| {
@@ -582,7 +582,7 @@ fn path_mtus(bed: &Bed) -> String {
     found.join(", ")
 }
 
-/// A UC QP on its way, with this path MTU; false: there is none such.
+/// Brings up a UC QP with this path MTU; returns false if there is no such path MTU.
 fn bring_up(from: &End, to: &End, mtu: u32, traffic_class: u8) -> bool {
     let mut steps = common::towards(&from.qp, to.device.address(), to.qp.qpn(), traffic_class);
     steps[1].1.path_mtu = Some(mtu);
@@ -634,7 +634,7 @@ fn shared_receives(bed: &Bed) -> String {
     YES.into()
 }
 
-/// More than there is memory, in no time.
+/// Registers more than there is memory, in no time.
 fn unpinned(bed: &Bed) -> String {
     let device = bed.open(bed.address(), None);
     let pd = device.alloc_pd().unwrap();
@@ -652,7 +652,7 @@ fn multicast(bed: &Bed) -> String {
     let to = pair.a.device.create_ah(group, 0).to_group(QKEY).unwrap();
     let deadline = Instant::now() + LONG;
     loop {
-        // A network may lose what it is sent.
+        // A network may lose a packet.
         pair.a
             .posts(Operation::Send { imm: None }, SgeList::inline(b"all"), to)
             .unwrap();
@@ -697,7 +697,8 @@ fn rate_limit(bed: &Bed) -> String {
     for _ in 0..4 {
         assert_eq!(pair.a.wait().status, Status::Success);
     }
-    // 256 KiB at 1 MB/s, but for a burst at the beginning. What is faster was not limited; a machine may be as slow as it likes.
+    // 256 KiB at 1 MB/s, but for a burst at the beginning. If it is faster, the rate was not limited; a machine may be as slow as
+    // it likes.
     assert!(began.elapsed() > Duration::from_millis(100));
     YES.into()
 }
@@ -730,7 +731,7 @@ fn solicited(bed: &Bed) -> String {
     YES.into()
 }
 
-/// Two datagrams, whose completions go to a queue for one that was prepared.
+/// Sends two datagrams, whose completions go to a queue for one that was prepared.
 fn two_to_a_small_queue(bed: &Bed, prepare: impl FnOnce(&CompletionQueue)) -> (End, CompletionQueue) {
     let device = bed.open(bed.address(), None);
     let end = bed.end(device, QpType::Ud);
@@ -774,7 +775,7 @@ fn cq_resized(bed: &Bed) -> String {
     YES.into()
 }
 
-/// Who sleeps is told when the first is old.
+/// Checks that a thread that sleeps receives the event when the first completion is old.
 fn cq_moderated(bed: &Bed) -> String {
     let moderation = Moderation {
         count: 100,
@@ -808,7 +809,7 @@ fn cq_times(bed: &Bed) -> String {
     YES.into()
 }
 
-/// What comes behind a gap is kept.
+/// Checks that packets behind a gap are kept.
 fn retransmission(bed: &Bed) -> String {
     let faults = "loss=5%,seed=3".parse().unwrap();
     let devices = [
@@ -829,11 +830,11 @@ fn retransmission(bed: &Bed) -> String {
     if kept > 0 { "selective" } else { "go-back-N" }.into()
 }
 
-/// A packet marked on its way brings a notification, which is heeded.
+/// Checks that a packet that was marked on its way causes a notification, which the sender heeds.
 fn congestion(bed: &Bed) -> String {
     const MARKED: u8 = 0b11;
     assert!(Traffic::default().congestion.is_some());
-    // Nothing marks what stays in the memory of a host.
+    // Nothing marks packets that stay in the memory of a host.
     if bed.shared_memory == SharedMemory::Off {
         let options = Options {
             shared_memory: bed.shared_memory,
@@ -880,7 +881,7 @@ fn sidr(bed: &Bed) -> String {
     YES.into()
 }
 
-/// Name and cell of rdmux in each row of the table.
+/// Returns name and cell of rdmux in each row of the table.
 fn rows() -> Vec<(String, String)> {
     let text = include_str!("../../../docs/features.md");
     let table = text

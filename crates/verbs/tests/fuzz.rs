@@ -1,5 +1,5 @@
-//! Fuzzing of what comes from files and other processes of the host, by stable means: the seeds of `fuzz/corpus/`, mutated.
-//! `fuzz/stable.rs` says how long, and how to run one input again.
+//! Fuzzing of data from files and other processes of the host, by stable means: the seeds of `fuzz/corpus/`, mutated.
+//! `fuzz/stable.rs` says how long it runs, and how to run one input again.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../../fuzz/stable.rs"]

@@ -36,7 +36,7 @@ struct Member {
 impl Member {
     /// Starts a process, as an ordinary user in any case, and waits until it has joined or failed.
     fn start(addr: IpAddr, uid: u32) -> Result<Member, String> {
-        // The link to ourselves can be followed by a user who cannot reach the build folder.
+        // A user who cannot reach the build folder can follow the link to this process's own program.
         let mut command = Command::new("/proc/self/exe");
         command.args(["--exact", "child", "--nocapture", "--test-threads=1"]);
         command.env("RDMUX_GROUP_ADDR", addr.to_string()).current_dir("/");
@@ -84,7 +84,7 @@ impl Member {
         );
     }
 
-    /// Whether nothing arrived until now, as far as an answer to a later command shows.
+    /// Checks that nothing has arrived so far, as the answer to a later command shows.
     #[track_caller]
     fn expect_nothing_before_an_answer(&mut self) {
         self.tell("ping");
@@ -110,7 +110,7 @@ impl Member {
         self.process.wait().unwrap();
     }
 
-    /// The process leaves the group and ends.
+    /// Makes the process leave the group and end.
     fn leave(mut self) {
         self.stdin = None;
         assert!(self.process.wait().unwrap().success());
@@ -124,7 +124,7 @@ impl Drop for Member {
     }
 }
 
-/// Whether this process is root, and not only of a user namespace with a single user.
+/// Returns whether this process is root, and not only in a user namespace with a single user.
 fn can_change_user() -> bool {
     let maps_nobody = |line: &str| {
         let mut fields = line.split_whitespace().map(|f| f.parse::<u32>().unwrap());
@@ -138,7 +138,7 @@ fn can_change_user() -> bool {
             .any(maps_nobody)
 }
 
-/// What the processes run. It reports what happens, one line each.
+/// Body of the processes. It reports events, one line each.
 #[test]
 fn child() {
     let Ok(addr) = std::env::var("RDMUX_GROUP_ADDR") else {
@@ -178,7 +178,7 @@ fn child() {
     }
 }
 
-/// The tag at the end of the message.
+/// Returns the tag at the end of the message.
 fn describe(mad: &MadDatagram) -> String {
     assert_eq!(mad.bytes.len(), 280);
     String::from_utf8_lossy(&mad.bytes[240..276])
@@ -200,7 +200,7 @@ impl Sender {
         }
     }
 
-    /// An RC SEND Only to a QPN of `slot`.
+    /// Sends an RC SEND Only to a QPN of `slot`.
     fn data(&self, slot: u8, text: &str) {
         let bytes = [
             &[0x04, 0, 0xff, 0xff, 0, slot, 0x12, 0x34, 0, 0, 0, 1],
@@ -230,12 +230,12 @@ impl Sender {
     }
 }
 
-/// The service that the process in `slot` offers.
+/// Returns the service that the process in `slot` offers.
 fn service_of(slot: u8) -> ServiceId {
     ServiceId::tcp(5000 + u16::from(slot))
 }
 
-/// Each process gets what is for its slot and its service, and nothing else.
+/// Checks that each process gets what is for its slot and its service, and nothing else.
 fn check_all(sender: &Sender, members: &mut [Member], round: &str) {
     for member in members.iter() {
         let slot = member.slot;
@@ -308,7 +308,7 @@ fn share_and_survive(addr: IpAddr) {
         holder.kill();
         check_all(&sender, &mut members, round);
 
-        // What the dead offered is nobody's: the holder's own connection management answers.
+        // Nobody has the service of the dead process: the holder's own connection management answers.
         sender.req(service, round);
         let holder = take_holder(addr, &mut members);
         holder.expect(&format!("mad {round}"));
@@ -328,7 +328,7 @@ fn group__everyone_hears_of_a_rejection_without_an_id() {
     let addr = IpAddr::from([127, 0, 0, 51]);
     let (groups, mads): (Vec<_>, Vec<_>) = (0..3).map(|_| join(addr)).unzip();
     let sender = Sender::new(addr);
-    // Each has announced itself once it gets what is for it alone.
+    // Each process has announced itself once it gets what is for it alone.
     for (group, mads) in groups.iter().zip(&mads) {
         while mads.recv_timeout(Duration::from_millis(100)).is_err() {
             sender.rtu(group.slot(), "there");
@@ -477,7 +477,7 @@ fn until_forks_are_over(mut attempt: impl FnMut() -> bool) {
     }
 }
 
-/// A group in this process and what it is given.
+/// Joins a group in this process. Returns it, and the messages that it receives.
 fn join(addr: IpAddr) -> (Group, Receiver<MadDatagram>) {
     let (tx, rx) = mpsc::channel();
     let group = Group::join(addr, Box::new(move |mad| drop(tx.send(mad)))).unwrap();
@@ -491,7 +491,7 @@ fn join__as_many_as_there_are_slots_in_one_process() {
     let mut groups: Vec<_> = (1..SLOTS).map(|_| join(addr)).collect();
     let full = Group::join(addr, Box::new(|_| {})).unwrap_err();
     assert!(matches!(full, GroupError::Full { .. }), "{full:?}");
-    // The holder is the first: the others have to find the new one.
+    // The holder leaves first: the others have to find the new one.
     for _ in 0..3 {
         let (left, _) = groups.remove(0);
         let slot = left.slot();
@@ -518,7 +518,7 @@ fn holder__unread_and_broken_connections_do_no_harm() {
     let (holder, holder_mads) = join(addr);
     let (member, member_mads) = join(addr);
 
-    // The door may be full for a moment.
+    // The holder's socket may be full for a moment.
     let connect_when_there_is_room = || {
         let start = Instant::now();
         loop {
@@ -536,7 +536,7 @@ fn holder__unread_and_broken_connections_do_no_harm() {
         let _ = rustix::net::send(&fd, &junk, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         broken.push(fd);
     }
-    // One takes a slot and never reads what is sent there.
+    // One connection takes a slot and never reads what is sent there.
     let slot = (1..SLOTS as u8)
         .find(|s| ![holder.slot(), member.slot()].contains(s))
         .unwrap();
@@ -581,7 +581,7 @@ fn join__holder_that_does_not_answer() {
     );
 
     let answering = thread::spawn(move || {
-        // The connection of the first attempt is still at the door.
+        // The connection of the first attempt still waits to be accepted.
         for _ in 0..2 {
             let fd = rustix::net::accept(silent.as_fd()).unwrap();
             let _ = rustix::net::send(&fd, &[1, 1, 77, 77], SendFlags::NOSIGNAL);
@@ -600,7 +600,7 @@ fn join__waits_for_a_holder_that_gets_no_cpu() {
         let pid = rustix::process::Pid::from_raw(holder.pid()).unwrap();
         let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
         signal(Signal::STOP);
-        // Told when all of its threads are.
+        // The call returns when all of its threads have stopped.
         let told = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
         assert!(told.is_some_and(|(_, status)| status.stopped()));
         thread::scope(|scope| {

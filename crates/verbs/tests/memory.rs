@@ -1,4 +1,4 @@
-//! Memory kinds: what a file on a disk, a file on tmpfs and anonymous pages do with bytes, faults and flushes.
+//! Memory kinds: bytes, faults and flushes of a file on a disk, a file on tmpfs and anonymous pages.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rdmux_verbs::*;
 use skip::skip;
 
-/// A folder that goes with the value.
+/// A folder that is removed with the value.
 struct Folder(PathBuf);
 
 impl Folder {

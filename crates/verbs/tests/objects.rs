@@ -42,7 +42,7 @@ fn end(address: IpAddr, options: impl FnOnce(&Device, &ProtectionDomain, QpOptio
     }
 }
 
-/// A connected pair, the second with a shared receive queue of 16.
+/// Returns a connected pair, the second with a shared receive queue of 16.
 fn connected(address: &str) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
     let address = address.parse().unwrap();
     let client = end(address, |_, _, options| options);
@@ -56,7 +56,7 @@ fn connected(address: &str) -> (End, End, SharedReceiveQueue, [Connection; 2]) {
 }
 
 impl End {
-    /// Posts a request and waits for how it ends.
+    /// Posts a request and waits for its completion.
     fn does(&self, operation: Operation, sges: SgeList) -> WorkCompletion {
         let request = SendRequest {
             wr_id: 1,
@@ -129,7 +129,7 @@ fn window__opens_and_closes_a_part_of_a_region() {
         Status::Success
     );
 
-    // Type 2: ended by the peer's own message.
+    // Type 2: the peer's own message ends the window.
     let window = server.pd.alloc_mw(WindowType::Two).unwrap();
     let rkey = window.rkey().next();
     let bind = Bind {
@@ -223,7 +223,7 @@ fn reg_mr__of_256_gib_neither_pins_nor_touches_them() {
         .unwrap();
     println!("registered in {:?}", start.elapsed());
     assert_eq!(mr.length(), 256 << 30);
-    // Of 67 million pages. The tests beside this one touch some of their own.
+    // There are 67 million pages. The tests beside this one touch some of their own.
     let touched = resident().saturating_sub(before);
     assert!(touched < 16_384, "{touched} pages were touched");
 }

@@ -1,8 +1,8 @@
-//! Three processes of a host, each connected to both others and busy with it, of which one after the other is killed or stopped
-//! at any moment: the others are told of that one's end and notice nothing else.
+//! Three processes of a host, each connected to both others and busy with it. One after the other is killed or stopped at any
+//! moment: the others are notified of its end and notice nothing else.
 //!
-//! `RDMUX_CHAOS_KILLS` and `RDMUX_CHAOS_STOPS` say how often in all, `RDMUX_CHAOS_SEED` what is drawn; moments are the
-//! system's, so a seed replays the choice of victims and sizes but no run exactly.
+//! `RDMUX_CHAOS_KILLS` and `RDMUX_CHAOS_STOPS` say how often in all, `RDMUX_CHAOS_SEED` seeds the choices. The system decides the
+//! moments, so a seed replays the choice of victims and sizes but no run exactly.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -18,20 +18,20 @@ use std::time::{Duration, Instant, SystemTime};
 use rdmux_verbs::*;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// By when the others are told of a death.
+/// Time within which the others are notified of a death.
 const TOLD_TIME: Duration = Duration::from_secs(60);
-/// ... and until a side that has accepted gives up a peer that died before it said that it is connected, where no process of that
-/// peer's address is left to say so.
+/// Additional time until a side that has accepted gives up a peer that died before it reported that it is connected, if no process
+/// of that peer's address is left to report the death.
 const ACCEPTED_TIME: Duration = Duration::from_secs(60);
-/// By when two processes that live are connected.
+/// Time within which two processes that live are connected.
 const CONNECT_TIME: Duration = Duration::from_secs(60);
-/// A connection on which nothing completes for so long hangs; who is stopped is so for less.
+/// A connection on which nothing completes for this long hangs; a process is stopped for less.
 const HANG_TIME: Duration = Duration::from_secs(60);
 /// Longest deregistration: it waits for a peer that is stopped while it writes memory that it has mapped.
 const DEREG_TIME: Duration = Duration::from_secs(30);
-/// Within which a connection of a process that was stopped goes on or ends.
+/// Time within which a connection of a process that was stopped goes on or ends.
 const SETTLE_TIME: Duration = Duration::from_secs(5);
-/// How long a process is stopped.
+/// Time for which a process is stopped.
 const STOP_TIME: Duration = Duration::from_secs(2);
 
 const RECVS: u64 = 32;
@@ -42,7 +42,7 @@ const SEND_AT: u64 = RECVS * MESSAGE_BYTES;
 const SOURCE_AT: u64 = SEND_AT + SENDS_MAX as u64 * MESSAGE_BYTES;
 const BACK_AT: u64 = SOURCE_AT + AREA_BYTES;
 
-// ---- What each process does.
+// ---- The work of each process.
 
 struct Random(u64);
 
@@ -66,18 +66,18 @@ fn pattern(key: u64, bytes: u64) -> Vec<u8> {
     words.take(bytes as usize).collect()
 }
 
-/// What a message begins with; the rest is a pattern.
+/// Beginning of a message; the rest is a pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Data,
-    /// Memory that the receiver is to write and to read again.
+    /// Offers memory that the receiver is to write and to read again.
     Offer {
         va: u64,
         rkey: u32,
         bytes: u64,
         key: u64,
     },
-    /// It was written with this pattern last, and is used no more.
+    /// Reports that the offered memory was written with this pattern last, and is used no more.
     Done {
         key: u64,
     },
@@ -113,14 +113,14 @@ fn decode(from: u32, seq: u64, packet: &[u8]) -> Option<Kind> {
     (encode(from, seq, packet.len() as u64, kind) == packet).then_some(kind)
 }
 
-/// Own memory that the peer writes.
+/// Memory of this side that the peer writes.
 struct Offered {
     memory: Arc<AnonymousMemory>,
     mr: Option<MemoryRegion>,
     key: u64,
 }
 
-/// What this side does with memory of the peer.
+/// Work of this side on memory of the peer.
 #[derive(Clone, Copy)]
 struct Task {
     va: u64,
@@ -129,7 +129,7 @@ struct Task {
     key: u64,
     rounds_left: u64,
     reading: bool,
-    /// Requests of this turn that have not completed.
+    /// Number of requests of this turn that have not completed.
     left: usize,
 }
 
@@ -160,7 +160,7 @@ struct Session {
     by_shm: bool,
 }
 
-/// Why a session is over.
+/// Reason why a session is over.
 #[derive(Debug)]
 enum End {
     /// The connection has ended, or a request has failed.
@@ -285,7 +285,7 @@ impl Session {
         Ok(())
     }
 
-    /// The peer has done with what was offered: checks that, and takes it back.
+    /// Checks the offered memory after the peer has reported that it is done with it, and takes it back.
     fn take_back(&mut self, key: u64) -> Result<(), End> {
         let mut offered = self.offered.take().ok_or("done with nothing".to_owned())?;
         let mr = offered.mr.take().unwrap();
@@ -312,7 +312,7 @@ impl Session {
         }
     }
 
-    /// The next turn of the task: WRITEs of all its bytes in pieces, or READs.
+    /// Posts the next turn of the task: WRITEs of all its bytes in pieces, or READs.
     fn next_turn(&mut self) -> Result<(), End> {
         let Some(mut task) = self.task else { return Ok(()) };
         if task.rounds_left == 0 {
@@ -338,7 +338,7 @@ impl Session {
                 1 => 1 + self.random.below(left),
                 _ => left,
             };
-            // A send queue is not endless.
+            // The send queue has a limited length.
             let piece = if task.left >= 16 { left } else { piece };
             let (va, rkey) = (task.va + at, RKey(task.rkey));
             let operation = match task.reading {
@@ -467,7 +467,7 @@ impl Session {
         }
     }
 
-    /// The connection is over: everything that was posted completes, and memory comes back.
+    /// Winds up after the connection is over: everything that was posted completes, and memory comes back.
     fn wind_up(&mut self, connection: &Connection) -> Result<(), End> {
         let deadline = Instant::now() + TOLD_TIME;
         while self.recvs > 0 || !self.posted.is_empty() {
@@ -479,7 +479,7 @@ impl Session {
                 }
                 continue;
             };
-            // What came before the end is still right; what comes now is not used.
+            // Data that arrived before the end is still right; later data is not used.
             match wc.wr_id >> 32 {
                 1 => self.recvs -= 1,
                 _ => drop(self.posted.pop_front()),
@@ -513,8 +513,8 @@ impl Session {
     }
 }
 
-/// Descriptors but for UDP sockets, those of them that are files in memory, mappings of such, all mappings, KiB of memory, requests without
-/// packets, UDP sockets.
+/// Returns the numbers of descriptors other than UDP sockets, of descriptors that are files in memory, of mappings of such files, and of
+/// all mappings; KiB of memory; and the numbers of requests without packets and of UDP sockets.
 fn stats(device: &Device) -> String {
     let links = fs::read_dir("/proc/self/fd").unwrap().flatten();
     let links: Vec<String> = links
@@ -606,7 +606,7 @@ fn node() {
     std::process::exit(0);
 }
 
-// ---- Who starts and ends them.
+// ---- Starting and ending the processes.
 
 struct Process {
     number: u32,
@@ -617,7 +617,7 @@ struct Process {
 
 impl Process {
     fn tell(&mut self, what: &str) {
-        // One that has just died is told nothing.
+        // A process that has just died receives nothing.
         let _ = writeln!(self.stdin, "{what}");
     }
 
@@ -642,7 +642,7 @@ struct Chaos {
     lines_in: Sender<(u32, String)>,
     lines: Receiver<(u32, String)>,
     ready: BTreeSet<u32>,
-    /// Who has a connection to whom.
+    /// Pairs of a process and the peer that it has a connection to.
     up: BTreeSet<(u32, u32)>,
     killed: BTreeMap<u32, Instant>,
     stopped: BTreeMap<u32, Instant>,
@@ -727,7 +727,7 @@ impl Chaos {
         }
     }
 
-    /// Has a new process connected to those that are there.
+    /// Connects a new process to those that are there.
     fn introduce(&mut self, place: usize) {
         let number = self.processes[place].number;
         self.until(CONNECT_TIME, "a process that is ready", |chaos| {
@@ -756,7 +756,7 @@ impl Chaos {
         );
     }
 
-    /// What a process did after it was stopped, or was done to who was, is not unexpected.
+    /// Returns whether a process was stopped lately: anything that it did since, or that happened to it, is not unexpected.
     fn was_stopped(&self, number: u32) -> bool {
         let after = |at: &Instant| at.elapsed() < STOP_TIME + HANG_TIME;
         self.stopped.get(&number).is_some_and(after)
@@ -805,7 +805,7 @@ impl Chaos {
         }
     }
 
-    /// Hears what the processes say until it is so.
+    /// Reads reports of the processes until `is_so` holds.
     fn until(&mut self, time: Duration, what: &str, is_so: impl Fn(&Chaos) -> bool) {
         let deadline = Instant::now() + time;
         while !is_so(self) {
@@ -830,7 +830,7 @@ impl Chaos {
         self.check_told();
     }
 
-    /// Whoever had a connection with the dead has been told.
+    /// Checks that every process that had a connection with a dead one was notified.
     fn check_told(&self) {
         for (process, peer) in &self.up {
             let lives = self.processes.iter().any(|p| p.number == *process);
@@ -859,9 +859,9 @@ impl Chaos {
         self.killed.insert(number, Instant::now());
     }
 
-    /// Kills one of them at some moment, and puts another in its place.
+    /// Kills one of the processes at some moment, and starts another in its place.
     fn kill_one(&mut self, places: std::ops::Range<usize>) {
-        // Soon, while connections are being made, or when there are some.
+        // The kill comes soon, while connections are being made, or when there are some.
         let wait_us = match self.random.below(2) {
             0 => self.random.below(20_000),
             _ => self.random.below(150_000),
@@ -886,7 +886,7 @@ impl Chaos {
         self.listen_for(STOP_TIME);
         self.processes[place].signal(Signal::CONT);
         self.stopped.insert(number, Instant::now());
-        // By then each of its connections goes on or has ended, at both ends.
+        // By now each of its connections goes on or has ended, at both ends.
         self.listen_for(SETTLE_TIME);
         for other in (0..3).filter(|other| *other != place) {
             let peer = self.processes[other].number;
@@ -912,7 +912,7 @@ impl Chaos {
         self.stats.take().unwrap()
     }
 
-    /// The figures of one of them that has no connections any more.
+    /// Returns the figures of a process after all its connections have ended.
     fn idle_stats_of(&mut self, place: usize) -> Vec<u64> {
         for other in (0..self.processes.len()).filter(|other| *other != place) {
             self.kill(other);
@@ -921,8 +921,8 @@ impl Chaos {
         self.until(TOLD_TIME, "told of all", |chaos| {
             chaos.up.iter().all(|(process, _)| *process != number)
         });
-        // What a link held is closed when its end has been served, which may be after the connection's; and some may have died amid
-        // connecting.
+        // The resources of a link are closed when its end has been served, which may be after the end of the connection; and some
+        // processes may have died amid connecting.
         let mut stats = self.stats_of(place);
         let deadline = Instant::now() + ACCEPTED_TIME;
         while stats[1] > 1 && Instant::now() < deadline {
@@ -959,7 +959,7 @@ impl Chaos {
     }
 }
 
-/// How often somebody is killed: the share of a test in the number that was asked for.
+/// Returns how often a test kills: its share of the number that was asked for.
 fn share(variable: &str, in_all: u64, percent: u64) -> u64 {
     let asked = std::env::var(variable).map_or(in_all, |n| n.parse().unwrap());
     (asked * percent).div_ceil(100)
@@ -1008,16 +1008,16 @@ fn kill__leaves_nothing_behind_in_who_survives() {
     let [early, late] = &figures[..] else {
         unreachable!()
     };
-    // One or two may be of a link that is just being closed.
+    // One or two may belong to a link that is being closed.
     assert!(late[0] <= early[0] + 2, "descriptors are left");
-    // A socket is kept for each slot that was ever sent to.
+    // The process keeps a socket for each slot that it ever sent to.
     assert!(
         late[6] <= early[6] + kills && late[6] < 140,
         "UDP sockets are left"
     );
-    // The ledger of the address is one, and is not mapped.
+    // The address has one ledger, which is not mapped.
     assert_eq!(late[1..3], [1, 0], "files in memory are left");
-    // Stacks and arenas of threads are kept by the C library.
+    // The C library keeps stacks and arenas of threads.
     assert!(late[3] <= early[3] + 64, "mappings are left");
     assert!(late[4] <= early[4] + (8 << 10), "memory is left");
     chaos.finish();

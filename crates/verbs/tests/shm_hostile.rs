@@ -1,4 +1,4 @@
-//! A process of the same user that says it is somebody else. What else it may try is in `src/soft/shm/link/tests.rs`.
+//! A process of the same user that claims to be another one. `src/soft/shm/link/tests.rs` checks its other attempts.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -19,7 +19,7 @@ use rustix::net::{
 
 const HELLO: u8 = 1;
 const WELCOME: u8 = 2;
-/// Of shared memory between processes, which this test speaks as it is.
+/// Protocol version of shared memory between processes, which this test speaks itself.
 const VERSION: u16 = soft::LOCAL_PROTOCOLS[1].1;
 /// More than a link's segment has.
 const SEGMENT_BYTES: u64 = 1 << 20;
@@ -43,7 +43,7 @@ fn unix_socket() -> OwnedFd {
     .unwrap()
 }
 
-/// Asks the process of a slot for a link, as somebody; the first byte of its answer.
+/// Asks the process of a slot for a link, in the name of `somebody`. Returns the socket, and the first byte of the answer.
 fn ask(victim: (Ipv4Addr, u8), somebody: (Ipv4Addr, u8)) -> (OwnedFd, Option<u8>) {
     let socket = unix_socket();
     rustix::net::connect(&socket, &name(victim.0, victim.1)).unwrap();
@@ -81,7 +81,7 @@ fn ask(victim: (Ipv4Addr, u8), somebody: (Ipv4Addr, u8)) -> (OwnedFd, Option<u8>
     (socket, first)
 }
 
-/// What the other process runs.
+/// Body of the other process.
 #[test]
 fn impostor() {
     let Ok(slots) = std::env::var("RDMUX_HOSTILE_SLOTS") else {
@@ -96,7 +96,7 @@ fn impostor() {
     assert_eq!(answer, Some(WELCOME), "this test speaks as links do");
     let (_as_other, answer) = ask(victim, (OTHER, slots[1]));
     assert_ne!(answer, Some(WELCOME));
-    // It dies, as somebody else.
+    // It dies under the other name.
     std::process::exit(0);
 }
 

@@ -1,5 +1,6 @@
-//! A peer that is stopped, as by a debugger, a freezer or Ctrl-Z. While it writes to this process's memory without packets: what the
-//! program gets back by deregistration is its own, and others are served meanwhile. While it is sent something: nothing is taken for lost.
+//! A peer that is stopped, as by a debugger, a freezer or Ctrl-Z. If it is stopped while it writes to this process's memory without
+//! packets: memory that the program gets back by deregistration is its own, and others are served meanwhile. If it is stopped while
+//! this process sends to it: nothing is taken for lost.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 #[path = "../../skip.rs"]
@@ -19,13 +20,13 @@ use skip::skip;
 const AREA_BYTES: u64 = 8 << 20;
 const LONG: Duration = Duration::from_secs(60);
 const PORT: u16 = 7174;
-/// WRITEs of which one should have been granted its memory.
+/// Number of WRITEs of which one should have been granted its memory.
 const WRITES_UNTIL_GRANTED: usize = 200;
 
-/// SENDs to a peer that is stopped.
+/// Number of SENDs to a peer that is stopped.
 const SENDS: u64 = 40;
 
-/// Of [`writer`] and [`receiver`], in their environment.
+/// Environment variable of [`writer`] and [`receiver`].
 const PEER: &str = "RDMUX_STOPPED_PEER";
 
 fn end(device: &Device) -> (ProtectionDomain, CompletionQueue, QueuePair) {
@@ -37,7 +38,7 @@ fn end(device: &Device) -> (ProtectionDomain, CompletionQueue, QueuePair) {
     (pd, cq, qp)
 }
 
-/// The addresses of the process that is stopped and of its peer; `None` in any other process.
+/// Returns the addresses of the process that is stopped and of its peer; `None` in any other process.
 fn addresses() -> Option<(IpAddr, IpAddr)> {
     let peer: IpAddr = std::env::var(PEER).ok()?.parse().unwrap();
     let own: IpAddr = match peer {
@@ -47,7 +48,7 @@ fn addresses() -> Option<(IpAddr, IpAddr)> {
     Some((own, peer))
 }
 
-/// The process that is stopped: receives what it is sent.
+/// Body of the process that is stopped: receives what its peer sends.
 #[test]
 fn receiver() {
     let Some((own, peer)) = addresses() else { return };
@@ -66,12 +67,12 @@ fn receiver() {
         let wc = cq.wait(LONG).unwrap().unwrap();
         assert_eq!((wc.wr_id, wc.status), (wr_id, Status::Success));
     }
-    // Until it is killed.
+    // The process runs until it is killed.
     cq.wait(LONG).unwrap();
     drop(connection);
 }
 
-/// The process that is stopped: writes all of its peer's memory over and over, until that is refused.
+/// Body of the process that is stopped: writes all of its peer's memory over and over, until that is refused.
 #[test]
 fn writer() {
     let Some((own, peer)) = addresses() else { return };
@@ -103,7 +104,7 @@ fn writer() {
                 .is_some_and(|wc| wc.status == Status::Success)
         })
     };
-    // The first one asks for the grant, which is answered while others go by packets.
+    // The first WRITE asks for the grant, which is answered while others go by packets.
     for _ in 0..WRITES_UNTIL_GRANTED {
         assert!(write());
         if device.counters().direct_requests > 0 {
@@ -124,7 +125,7 @@ struct Peer {
 }
 
 impl Peer {
-    /// `None`: the system refuses it calls into this process.
+    /// Returns the peer once it is ready; `None`: the system refuses it calls into this process.
     fn of(child: Child) -> Option<Peer> {
         let mut child = child;
         let mut output = BufReader::new(child.stdout.take().unwrap());
@@ -153,14 +154,14 @@ impl Peer {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Stopped when this returns.
+    /// Stops the peer; it is stopped when this returns.
     fn stop(&self) {
         self.signal(Signal::STOP);
         let status = waitpid(Some(Pid::from_child(&self.child)), WaitOptions::UNTRACED).unwrap();
         assert!(status.unwrap().1.stopped());
     }
 
-    /// Goes on, and has ended when this returns.
+    /// Lets the peer go on; it has ended when this returns.
     fn go_on_to_the_end(mut self) {
         self.signal(Signal::CONT);
         self.child.wait().unwrap();
@@ -207,8 +208,8 @@ fn written(device: &Device, listener: &Listener, memory: AnonymousMemory) -> Opt
     })
 }
 
-/// Memory that peers reach by calls into this process: however long the peer is stopped, deregistration returns, and nothing lands
-/// behind it.
+/// Memory that peers reach by calls into this process: however long the peer is stopped, deregistration returns, and nothing is
+/// written after it.
 #[test]
 fn dereg_mr__of_a_peer_stopped_in_its_write() {
     let device = Device::open("127.0.77.1".parse().unwrap()).unwrap();
@@ -231,7 +232,8 @@ fn dereg_mr__of_a_peer_stopped_in_its_write() {
     }
 }
 
-/// A peer that does not run is no lossy one: nothing is sent to it again, and the queue pair ends after its retries all the same.
+/// Checks that a peer that does not run does not count as lossy: nothing is sent to it again, and the queue pair still ends after
+/// its retries.
 #[test]
 fn send__to_a_peer_that_is_stopped() {
     let device = Device::open("127.0.77.5".parse().unwrap()).unwrap();
@@ -268,7 +270,7 @@ fn send__to_a_peer_that_is_stopped() {
         assert!(begin.elapsed() < LONG);
         assert!(cq.wait(Duration::from_millis(10)).unwrap().is_none());
     }
-    // Not behind SIGCONT: a peer that takes all, and loses its CPU before it answers, is asked again.
+    // This check comes before SIGCONT: requests are sent again to a peer that takes all, and loses its CPU before it answers.
     assert_eq!(losses(), (0, 0, 0));
     receiver.signal(Signal::CONT);
     for wr_id in 0..SENDS {

@@ -52,7 +52,7 @@ fn end(address: IpAddr, shared_memory: SharedMemory) -> End {
     }
 }
 
-/// Every message is posted once, received once and completed once, whoever drives, looks and sleeps meanwhile.
+/// Checks that every message is posted once, received once and completed once, whoever drives, polls and sleeps meanwhile.
 fn exchange(address: [u8; 4], shared_memory: SharedMemory) {
     let (a, b) = (
         end(address.into(), shared_memory),
@@ -126,7 +126,7 @@ fn threads__share_a_queue_pair_over_udp() {
     exchange([127, 0, 74, 2], SharedMemory::Off);
 }
 
-/// One side waits, the other answers after a while: each answer must end the wait, whoever drives.
+/// One side waits, the other answers after a while. Checks that each answer ends the wait, whoever drives.
 #[test]
 fn wait__is_ended_by_every_answer() {
     let address = IpAddr::from([127, 0, 74, 3]);
@@ -155,7 +155,7 @@ fn wait__is_ended_by_every_answer() {
                 let wc = b.recv_cq.wait(LONG).unwrap().expect("a request");
                 assert_eq!(wc.status, Status::Success);
                 receive(&b);
-                // Short and long gaps, so that both sides look at some times and sleep at others.
+                // Short and long gaps make both sides poll at some times and sleep at others.
                 if trip % 64 >= 48 {
                     thread::sleep(Duration::from_micros(30 * (trip % 7)));
                 }
@@ -173,7 +173,8 @@ fn wait__is_ended_by_every_answer() {
     });
 }
 
-/// Two wait for one queue. The first message ends one wait; the second one the other, though who sat in the device's seat has left.
+/// Two threads wait for one queue. The first message ends one wait; the second ends the other, though the thread that sat in the
+/// device's seat has left.
 #[test]
 fn wait__of_another_thread_is_ended_when_the_first_has_left() {
     let address = IpAddr::from([127, 0, 74, 4]);
@@ -200,7 +201,7 @@ fn wait__of_another_thread_is_ended_when_the_first_has_left() {
                 let (left, cq) = (left.clone(), &b.recv_cq);
                 scope.spawn(move || left.send(cq.wait(LONG).unwrap().map(|wc| wc.status)).unwrap());
             }
-            // At different moments of their falling asleep.
+            // The messages come at different moments while the threads fall asleep.
             thread::sleep(Duration::from_micros(7 * (round % 43)));
             for wr_id in 0..2 {
                 send(wr_id);

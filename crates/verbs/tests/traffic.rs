@@ -27,7 +27,7 @@ struct End {
 fn end(address: IpAddr, traffic: Traffic) -> End {
     let options = Options {
         traffic,
-        // What is looked at is the network.
+        // The test checks the network.
         shared_memory: SharedMemory::Off,
         ..Options::default()
     };
@@ -88,7 +88,7 @@ fn marked__packets_bring_a_cnp() {
         ..Traffic::default()
     };
     let [a, b] = addresses.map(|address| end(address, traffic));
-    // As if a switch had marked them on their way.
+    // The packets are sent with the mark, as if a switch had marked them on their way.
     a.bring_up(addresses[1], b.qp.qpn(), EF | MARKED);
     b.bring_up(addresses[0], a.qp.qpn(), EF);
     a.write(b.mr.rkey(), b.mr.iova());

@@ -1,4 +1,4 @@
-//! The numbers of the interface, under the names of the C headers without their prefix. `capi/abi` holds them against those.
+//! The numbers of the interface, under the names of the C headers without their prefix. `capi/abi` compares them with the headers.
 
 /// `enum ibv_qp_attr_mask`.
 pub mod qp_attr {
@@ -24,7 +24,7 @@ pub mod qp_attr {
     pub const CAP: u32 = 1 << 19;
     pub const DEST_QPN: u32 = 1 << 20;
     pub const RATE_LIMIT: u32 = 1 << 25;
-    /// Of all of them, those that no longer, or not yet, are one.
+    /// Bits that stand for no attribute, either no longer or not yet.
     pub const UNKNOWN: u32 = !(RATE_LIMIT | ((1 << 21) - 1));
 }
 
@@ -103,7 +103,7 @@ pub mod wr_opcode {
     pub const SEND_WITH_INV: u32 = 9;
 }
 
-/// Of `enum ibv_send_flags`, what [`crate::SendFlags`] does not have.
+/// Flag of `enum ibv_send_flags` that [`crate::SendFlags`] does not have.
 pub const SEND_INLINE: u32 = 1 << 3;
 
 /// `enum ibv_wc_opcode`.
@@ -216,7 +216,7 @@ pub const GID_TYPE_ROCE_V2: u32 = 2;
 /// `IBV_LINK_LAYER_ETHERNET`.
 pub const LINK_LAYER_ETHERNET: u8 = 2;
 
-/// `enum ibv_device_cap_flags`, and what is only in `device_cap_flags_ex`.
+/// `enum ibv_device_cap_flags`, and bits that are only in `device_cap_flags_ex`.
 pub mod device_cap {
     pub const MEM_WINDOW: u64 = 1 << 17;
     pub const XRC: u64 = 1 << 20;

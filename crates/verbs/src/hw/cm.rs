@@ -1,5 +1,5 @@
-//! Connecting queue pairs. One thread of a device takes the events of all its connections, so that a queue pair whose peer has gone is
-//! in Error whether its program looks or not; it sleeps while there are none.
+//! Connection establishment. One thread of a device takes the events of all its connections, so that a queue pair whose peer has
+//! gone is in Error whether its program looks or not; the thread sleeps while there are no events.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -30,9 +30,9 @@ use crate::soft::engine::Waker;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest wait for the peer's last message.
 const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest search for the peer's hardware address, and for the way there.
+/// Longest time for resolving the peer's hardware address, and for resolving the route.
 const RESOLVE_MS: i32 = 5000;
-/// Requests that wait to be accepted.
+/// Most requests that wait to be accepted.
 const BACKLOG: i32 = 128;
 /// Most private data of a REJ. IBTA Vol 1, 12.6.7.
 pub(super) const REJ_DATA_MAX: usize = 148;
@@ -54,24 +54,25 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Lines {
     by_number: HashMap<usize, Weak<Line>>,
-    /// Those that their programs have left, until the peer has answered that, or has not.
+    /// Connections that their programs have left, until the peer has answered or failed to answer.
     left: HashMap<usize, Arc<Line>>,
 }
 
-/// A connection, a listener or a call for one: its id, and its events.
+/// A connection, a listener or an attempt to connect: its id, and its events.
 #[derive(Debug)]
 pub(super) struct Line {
     pub(super) id: Id,
     shared: Arc<Shared>,
     events: Mutex<VecDeque<Taken>>,
     waker: Waker,
-    /// Its last event has come. Set under the lock of the lines, before the queue pair is looked for.
+    /// Set when its last event has arrived, under the lock of the lines and before the queue pair is looked for.
     ended: AtomicBool,
-    /// The queue pair that ends with the connection, until one of the two ends it: from then on it is its owner's to use again.
+    /// The queue pair that goes to Error when the connection ends. Emptied when either side ends the connection: from then on the
+    /// owner may use the queue pair again.
     qp: Mutex<Option<Weak<Qp>>>,
 }
 
-/// Whether an event is the last of a connection.
+/// Returns whether an event is the last of a connection.
 fn ends(kind: u32) -> bool {
     matches!(
         kind,
@@ -88,7 +89,7 @@ impl Shared {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an event to whom it is for.
+    /// Delivers an event to its line.
     fn deliver(&self, taken: Taken) {
         let (line, left) = {
             let mut lines = self.lines();
@@ -102,14 +103,14 @@ impl Shared {
             }
             (line, left)
         };
-        // What ends an id is not done under the lock; a request that nobody wants is refused by its drop.
+        // No id is destroyed under the lock. Dropping a request that nobody wants refuses it.
         drop(left);
         let Some(line) = line else { return };
         if ends(taken.kind) {
             line.end_qp();
         }
         if taken.kind == cm_event::DISCONNECTED {
-            // Answers the peer, if it was the one that ended it.
+            // Answers the peer, if the peer ended the connection.
             let _ = line.id.disconnect();
         }
         if line.queue(taken) {
@@ -148,12 +149,12 @@ impl Cm {
         })
     }
 
-    /// Makes an id whose events are heard.
+    /// Makes an id whose events are delivered.
     pub(super) fn open(&self, space: u32) -> Result<Arc<Line>, Errno> {
         self.adopt(Id::new(&self.shared.channel, space)?)
     }
 
-    /// Hears the events of an id.
+    /// Adopts an id, so that its events are delivered.
     fn adopt(&self, id: Id) -> Result<Arc<Line>, Errno> {
         let waker = Waker::new().map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
         let line = Arc::new(Line {
@@ -178,7 +179,7 @@ impl Drop for Cm {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-        // Their ids hold the channel, which they share.
+        // The ids of these lines hold the channel, which the lines share.
         let left = std::mem::take(&mut self.shared.lines().left);
         drop(left);
     }
@@ -189,7 +190,8 @@ impl Line {
         self.events.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues an event. The kernel's own limit ends where a request is taken, so that one too many is refused here, by its drop.
+    /// Queues an event; returns whether there was room. The kernel stops counting a request once the event is taken, so one request
+    /// too many is refused here, by its drop.
     fn queue(&self, taken: Taken) -> bool {
         let mut events = self.events();
         let has_room = taken.request.is_none() || events.len() < BACKLOG as usize;
@@ -211,7 +213,7 @@ impl Line {
         self.qp.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on the connection's end is the queue pair's, also one that has come already.
+    /// Ties the queue pair to the end of the connection, also to one that has happened already.
     fn set_qp(&self, qp: &QueuePair) {
         *self.qp() = Some(Arc::downgrade(qp.object()));
         if self.has_ended() {
@@ -227,7 +229,7 @@ impl Line {
         }
     }
 
-    /// The next event; sleeps until there is one. `None`: the time is over.
+    /// Returns the next event; sleeps until there is one. `None`: the deadline has passed.
     pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<Taken> {
         loop {
             if let Some(taken) = self.poll() {
@@ -240,12 +242,12 @@ impl Line {
         }
     }
 
-    /// Readable when there may be an event.
+    /// Returns a descriptor that is readable when there may be an event.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.waker.fd().as_fd()
     }
 
-    /// Waits for an event of a kind, past what says nothing.
+    /// Waits for an event of a kind, and skips events that say nothing about it.
     pub(super) fn expect(&self, kind: u32, deadline: Option<Instant>) -> Result<Told, Failure> {
         loop {
             let taken = self.wait(deadline).ok_or(Failure::Silence)?;
@@ -265,7 +267,7 @@ impl Line {
         }
     }
 
-    /// Finds the way to a peer.
+    /// Resolves the address of a peer and the route to it.
     pub(super) fn resolve(
         &self,
         own: IpAddr,
@@ -290,18 +292,18 @@ impl Drop for Line {
     }
 }
 
-/// Why an id did not come where it was to come.
+/// Why an id did not reach the expected state.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The peer said no: why, and private data.
+    /// The peer refused: reason and private data.
     Rejected(i32, Vec<u8>),
     /// No answer.
     Silence,
-    /// What the system says.
+    /// Error that the system reported.
     Other(io::Error),
 }
 
-/// The error in an event's status, which is a negative errno. Without one the peer has ended it.
+/// Returns the error in an event's status, which is a negative errno. Without one the peer has ended the connection.
 fn status_error(status: i32) -> io::Error {
     match status {
         0 => Errno::CONNRESET.into(),
@@ -310,7 +312,7 @@ fn status_error(status: i32) -> io::Error {
 }
 
 impl Failure {
-    /// Of an error on the way to the peer.
+    /// Classifies an error on the way to the peer.
     fn of(error: io::Error) -> Failure {
         match Errno::from_io_error(&error) {
             Some(Errno::NETUNREACH | Errno::HOSTUNREACH | Errno::TIMEDOUT) => Failure::Silence,
@@ -334,7 +336,7 @@ fn io_error(error: Errno) -> ConnectError {
     ConnectError::Io(error.into())
 }
 
-/// Listening on a port of an id that is bound to it.
+/// Binds an id to a port and listens on it.
 pub(super) fn listen(device: &Device, space: u32, port: u16) -> Result<Arc<Line>, ListenError> {
     let failed = |error: Errno| {
         let error = io::Error::from(error);
@@ -369,7 +371,7 @@ impl Device {
         })
     }
 
-    /// Connects a queue pair of RC that was just made to whoever listens on an address and port. The path MTU is that of the links.
+    /// Connects a new queue pair of RC to the listener on an address and port. The path MTU is that of the links.
     pub(crate) fn connect(
         &self,
         qp: &QueuePair,
@@ -389,7 +391,7 @@ impl Device {
             .and_then(|cm| cm.open(port_space::TCP))
             .map_err(io_error)?;
         let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
-        // Older kernels do not have the second one; then the queue pair alone has the time.
+        // Older kernels do not have the second option; then only the queue pair has the timeout.
         line.id
             .set_option(abi::cm_option::TOS, params.traffic_class)
             .map_err(io_error)?;
@@ -421,7 +423,7 @@ impl Device {
         Ok(connection)
     }
 
-    /// READs of a peer that this device answers at a time.
+    /// Returns how many READs of a peer this device answers at a time.
     fn responder_resources(&self, params: &ConnectParams) -> u8 {
         let max = u8::try_from(self.0.attr.orig_attr.max_qp_rd_atom).unwrap_or(u8::MAX);
         params.responder_resources.min(max)
@@ -432,7 +434,7 @@ impl Device {
         params.initiator_depth.min(max)
     }
 
-    /// Rights that mean something on this device: of what it does not have nobody can make use.
+    /// Returns the rights that have a meaning on this device: nobody can use a right whose feature the device lacks.
     pub(super) fn rights(&self, mut access: Access) -> Access {
         let features = self.features();
         for (right, feature) in [
@@ -448,7 +450,7 @@ impl Device {
     }
 }
 
-/// Moves a queue pair from Reset to RTS as both ends agreed, and gives the attributes of the last two steps.
+/// Moves a queue pair from Reset to RTS as both ends agreed, and returns the attributes of the last two steps.
 fn bring_up(
     id: &Id,
     qp: &QueuePair,
@@ -475,13 +477,13 @@ fn bring_up(
     Ok((rtr, rts))
 }
 
-/// What is known of a peer's end.
+/// Returns what is known of a peer's endpoint.
 fn endpoint(told: &Told, rtr: &abi::QpAttr, rts: &abi::QpAttr) -> Endpoint {
     Endpoint {
         transport: Transport::Rc,
         qpn: Qpn::new(told.qpn),
         starting_psn: Psn::new(rts.sq_psn),
-        // The event has them as they are for this side.
+        // The event has both as they are for this side.
         responder_resources: told.initiator_depth,
         initiator_depth: told.responder_resources,
         rnr_retry_count: told.rnr_retry_count,
@@ -495,7 +497,7 @@ fn endpoint(told: &Told, rtr: &abi::QpAttr, rts: &abi::QpAttr) -> Endpoint {
     }
 }
 
-/// A port that connections come in on.
+/// A port on which connection requests arrive.
 #[derive(Debug)]
 pub(crate) struct Listener {
     device: Device,
@@ -503,12 +505,12 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Waits for a request. `None`: the time is over.
+    /// Waits for a request. Returns `None` if the timeout expires.
     pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let taken = self.line.wait(deadline)?;
-            // One of another type is refused when it is dropped.
+            // Dropping a request of another type refuses it.
             let Some(id) = taken.request.filter(|_| qp_types.contains(&QpType::Rc)) else {
                 continue;
             };
@@ -529,17 +531,17 @@ impl Listener {
         }
     }
 
-    /// Readable when a request may have come.
+    /// Returns a descriptor that is readable when a request may have arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.line.fd()
     }
 }
 
-/// A peer's request to connect. Dropped undecided, it is refused.
+/// A peer's request to connect. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub(crate) struct ConnectionRequest {
     device: Device,
-    /// `None`: decided.
+    /// `None` once the request is decided.
     id: Option<Id>,
     pub(crate) arrival: Arrival,
     pub(crate) peer: IpAddr,
@@ -550,7 +552,7 @@ pub(crate) struct ConnectionRequest {
 }
 
 impl ConnectionRequest {
-    /// Accepts; calls `prepare` when the queue pair takes receives and before the peer hears of it.
+    /// Accepts; calls `prepare` once the queue pair takes receives and before the peer gets the answer.
     pub(crate) fn accept_after(
         &mut self,
         qp: &QueuePair,
@@ -568,7 +570,7 @@ impl ConnectionRequest {
         };
         let depth = device.initiator_depth(params).min(self.depth);
         let up = bring_up(id, qp, params, depth, params.ack_timeout).and_then(|_| prepare());
-        // From here on nothing else ends a queue pair whose peer never hears of it.
+        // Nothing else would end a queue pair that the peer never learns of.
         up.inspect_err(|_| QueuePair::fail(qp.object()))?;
         let Some(id) = self.id.take() else {
             return Err(ConnectError::Io(io::ErrorKind::NotFound.into()));
@@ -595,7 +597,7 @@ impl ConnectionRequest {
         Ok(Connection::new(&device, line, self.remote, private_data))
     }
 
-    /// Refuses. The reason is always the consumer's: the system's RDMA CM tells no other.
+    /// Refuses the request. The reason is always that of the consumer: the system's RDMA CM sends no other.
     pub(crate) fn reject(&mut self, private_data: &[u8]) {
         if let Some(id) = self.id.take() {
             // A request that has been withdrawn needs no answer.
@@ -610,17 +612,17 @@ impl Drop for ConnectionRequest {
     }
 }
 
-/// A connection of a queue pair. Dropped, it is ended.
+/// A connection of a queue pair. Dropping it ends it.
 #[derive(Debug)]
 pub(crate) struct Connection {
     line: Arc<Line>,
     pub(crate) remote: Option<Endpoint>,
     pub(crate) private_data: Vec<u8>,
-    /// By the events that were taken.
+    /// Progress by the events that were taken.
     known: Mutex<Progress>,
-    /// This side has ended it.
+    /// Set once this side has ended it.
     left: AtomicBool,
-    /// Keeps the thread that hears of it.
+    /// Keeps alive the thread that takes its events.
     _device: Device,
 }
 
@@ -648,7 +650,7 @@ impl Connection {
         }
     }
 
-    /// How far it has come by what is known now.
+    /// Returns the progress that is known so far.
     pub(crate) fn progress(&self) -> Progress {
         while let Some(taken) = self.line.poll() {
             self.note(&taken);
@@ -666,7 +668,7 @@ impl Connection {
         true
     }
 
-    /// Passive side: waits for the peer's last message. False when it did not come: then the connection is over.
+    /// Passive side: waits for the peer's last message. Returns false if it does not arrive: then the connection is over.
     pub(crate) fn wait_established(&self) -> bool {
         let deadline = Instant::now().checked_add(ESTABLISH_TIMEOUT);
         self.wait_until(deadline, |progress| {
@@ -685,7 +687,7 @@ impl Connection {
         })
     }
 
-    /// Ends the connection: the queue pair goes to Error and the peer is told. Does nothing the second time.
+    /// Ends the connection: moves the queue pair to Error and notifies the peer. Does nothing the second time.
     pub(crate) fn disconnect(&self) {
         if self.left.swap(true, Ordering::AcqRel) {
             return;
@@ -696,7 +698,7 @@ impl Connection {
             let _ = self.line.id.disconnect();
         }
         if progress.established.is_none() {
-            // Nothing more will be heard of it.
+            // No further event will arrive.
             self.known().end(Arrival::next());
         }
     }
@@ -706,7 +708,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         self.disconnect();
         if self.progress().ended.is_none() {
-            // The system asks the peer again until it has answered, as long as there is the id.
+            // As long as the id exists, the system repeats its request until the peer has answered.
             let mut lines = self.line.shared.lines();
             if !self.line.has_ended() {
                 lines.left.insert(self.line.id.number(), self.line.clone());

@@ -1,5 +1,6 @@
-//! The objects of `librdmacm`, as [`super::objects`] has those of `libibverbs`: an event channel, and ids on it whose queue pairs the
-//! library knows by number only. Events are copied and acknowledged when they are taken, so that an id never waits for one to end.
+//! The objects of `librdmacm`, as [`super::objects`] has those of `libibverbs`: an event channel, and ids on it whose queue pairs
+//! the library knows by number only. Events are copied and acknowledged when they are taken, so that the destruction of an id never
+//! waits for an event.
 #![allow(unsafe_code, reason = "objects of a C library, and calls of it")]
 
 use std::ffi::{c_int, c_void};
@@ -18,7 +19,7 @@ use super::objects::{context_name, set_nonblocking};
 use super::qp::state_number;
 use crate::abi;
 
-/// What a function that sets `errno` says.
+/// Returns the result of a function that sets `errno`.
 fn done(result: c_int) -> Result<(), Errno> {
     match result {
         0 => Ok(()),
@@ -30,7 +31,7 @@ fn last_error() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// An address as `struct sockaddr_in` or `struct sockaddr_in6`.
+/// Returns an address as `struct sockaddr_in` or `struct sockaddr_in6`.
 fn sock_addr(address: SocketAddr) -> abi::SockAddr {
     let mut bytes = [0; 28];
     bytes[2..4].copy_from_slice(&address.port().to_be_bytes());
@@ -49,7 +50,7 @@ fn sock_addr(address: SocketAddr) -> abi::SockAddr {
     abi::SockAddr(bytes)
 }
 
-/// The address in a `struct sockaddr_storage`.
+/// Returns the address in a `struct sockaddr_storage`.
 fn address_of(storage: &[u64; 16]) -> Option<IpAddr> {
     let mut bytes = [0u8; 128];
     for (to, word) in bytes.chunks_exact_mut(8).zip(storage) {
@@ -65,7 +66,7 @@ fn address_of(storage: &[u64; 16]) -> Option<IpAddr> {
     }
 }
 
-/// The name of the device that has a local address, and its port.
+/// Returns the name of the device that has a local address, and its port.
 pub(super) fn device_of(library: &'static Library, address: IpAddr) -> Result<(String, u8), Errno> {
     let channel = Arc::new(Channel::new(library)?);
     let id = Id::new(&channel, abi::port_space::TCP)?;
@@ -89,11 +90,11 @@ unsafe impl Send for Channel {}
 // SAFETY: as above.
 unsafe impl Sync for Channel {}
 
-/// What an event says of the peer.
+/// Data of the peer in an event.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Told {
     pub(super) private_data: Vec<u8>,
-    /// READs of the peer that this side is to answer, and those that it may ask for.
+    /// Number of READs of the peer that this side is to answer, and of READs that this side may request.
     pub(super) responder_resources: u8,
     pub(super) initiator_depth: u8,
     pub(super) retry_count: u8,
@@ -106,12 +107,12 @@ pub(super) struct Told {
 /// An event that was taken and acknowledged.
 #[derive(Debug)]
 pub(super) struct Taken {
-    /// Whose it is, by [`Id::number`]: of a request the listener's.
+    /// Number of the id that it belongs to ([`Id::number`]); for a request, that of the listener.
     pub(super) of: usize,
     pub(super) kind: u32,
     pub(super) status: i32,
     pub(super) told: Told,
-    /// Of a request the id that it came with.
+    /// For a request, the id that it came with.
     pub(super) request: Option<Id>,
 }
 
@@ -125,7 +126,7 @@ impl Channel {
         Ok(channel)
     }
 
-    /// Readable when there is an event.
+    /// Returns a descriptor that is readable when there is an event.
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open as long as the channel.
         unsafe { BorrowedFd::borrow_raw((*self.pointer.as_ptr()).fd) }
@@ -139,7 +140,7 @@ impl Channel {
             return None;
         }
         let pointer = NonNull::new(pointer)?;
-        // SAFETY: the event is the caller's until it is acknowledged, and so long its ids live: their destruction waits.
+        // SAFETY: the event is the caller's until it is acknowledged, and its ids live that long: their destruction waits.
         let (event, port_space) = unsafe {
             let event = *pointer.as_ptr();
             (event, (*event.id).ps)
@@ -188,7 +189,8 @@ impl Channel {
                 number,
             }
         });
-        // SAFETY: the event was taken by the call above, and is acknowledged once. The id of a request is the program's from now on.
+        // SAFETY: the event was taken by the call above, and is acknowledged once. The id of a request is the program's from then
+        // on.
         unsafe { (self.library.rdma_ack_cm_event)(pointer.as_ptr()) };
         Some(Taken {
             of,
@@ -212,11 +214,11 @@ impl Drop for Channel {
 pub(super) struct Id {
     channel: Arc<Channel>,
     pointer: NonNull<abi::CmId>,
-    /// Its context. Its address may be another's while events of it are still on their way.
+    /// Value of its context. Another id may get its address while events of this one are still pending.
     number: usize,
 }
 
-/// A number that no id has had.
+/// Returns a number that no id has had.
 fn next_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -227,7 +229,7 @@ unsafe impl Send for Id {}
 // SAFETY: as above.
 unsafe impl Sync for Id {}
 
-/// What is told to the peer.
+/// Data for the peer.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tell<'a> {
     pub(super) private_data: &'a [u8],
@@ -256,7 +258,7 @@ impl Tell<'_> {
 }
 
 impl Id {
-    /// Makes one of a port space.
+    /// Makes an id of a port space.
     pub(super) fn new(channel: &Arc<Channel>, port_space: u32) -> Result<Id, Errno> {
         let mut pointer = null_mut();
         let number = next_number();
@@ -276,12 +278,12 @@ impl Id {
         self.channel.library
     }
 
-    /// Which it is, among all that the process has had.
+    /// Returns its number, unique among all ids that the process has had.
     pub(super) fn number(&self) -> usize {
         self.number
     }
 
-    /// The peer's address, once known.
+    /// Returns the peer's address, once known.
     pub(super) fn peer(&self) -> Option<IpAddr> {
         // SAFETY: the id lives; the library sets the address before the program knows of the peer.
         address_of(unsafe { &(*self.pointer.as_ptr()).dst_addr })
@@ -293,7 +295,7 @@ impl Id {
         done(unsafe { (self.library().rdma_bind_addr)(self.pointer.as_ptr(), &mut address) })
     }
 
-    /// Finds the device and the way to a peer; an event tells.
+    /// Resolves the device and the address of a peer; an event reports the result.
     pub(super) fn resolve_addr(
         &self,
         own: SocketAddr,
@@ -321,7 +323,7 @@ impl Id {
         })
     }
 
-    /// The attributes, and their mask, with which a queue pair goes to a state.
+    /// Returns the attributes, and their mask, with which a queue pair goes to a state.
     pub(super) fn qp_attributes(&self, to: QpState) -> Result<(abi::QpAttr, u32), Errno> {
         let mut attr = abi::QpAttr {
             qp_state: state_number(to),
@@ -335,7 +337,7 @@ impl Id {
 
     pub(super) fn connect(&self, tell: &Tell<'_>) -> Result<(), Errno> {
         let mut param = tell.param();
-        // SAFETY: the id lives, and what is told until the call returns.
+        // SAFETY: the id lives, and the parameters until the call returns.
         done(unsafe { (self.library().rdma_connect)(self.pointer.as_ptr(), &mut param) })
     }
 

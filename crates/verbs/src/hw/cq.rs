@@ -1,4 +1,4 @@
-//! Completion queues, each with a completion channel of its own, and how who waits for them does it.
+//! Completion queues, each with a completion channel of its own, and the policy by which threads wait for them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,9 +21,9 @@ use crate::features::Features;
 use crate::soft::load::{conditions, wake_cost_ns};
 use crate::waiting::{Plan, Policy, WaitMode};
 
-/// The vendor that `rxe` has.
+/// Vendor id of `rxe`.
 const VENDOR_RXE: u32 = 0x00ff_ffff;
-/// `IB_WC_WITH_INVALIDATE` of the kernel, which rxe gives to programs as it is.
+/// `IB_WC_WITH_INVALIDATE` of the kernel, which rxe gives to programs unchanged.
 const WITH_INV_OF_RXE: u32 = 1 << 2;
 
 #[derive(Debug)]
@@ -31,12 +31,12 @@ struct Inner {
     device: Device,
     cq: Arc<Cq>,
     number: u32,
-    /// The flag of receives that ended a key.
+    /// Flag of receives that invalidated a key.
     with_inv: u32,
-    /// For programs that wait by a descriptor: readable as the channel is. Who reads the channel itself would take events that are to be
-    /// acknowledged; an epoll set gives nothing to readers.
+    /// For programs that wait by a descriptor: readable when the channel is. A program that reads the channel itself would take
+    /// events that must be acknowledged; an epoll set gives nothing to readers.
     ready: OwnedFd,
-    /// Wakes others who wait: one event can stand for several completions.
+    /// Wakes other threads that wait: one event can stand for several completions.
     others: OwnedFd,
     /// Threads in [`CompletionQueue::wait`].
     waiters: AtomicUsize,
@@ -53,7 +53,7 @@ impl CompletionQueue {
     pub(super) fn new(device: &Device, depth: u32) -> Result<CompletionQueue, CreateError> {
         let number = device.next_number();
         let depth_max = u32::try_from(device.0.attr.orig_attr.max_cqe).unwrap_or(u32::MAX);
-        // A queue as long as was asked for is not to be had from every device; one that is too short overruns, which it tells.
+        // Not every device has a queue as long as requested; one that is too short overruns, which the device reports.
         let cq = Cq::new(&device.0.context, depth.min(depth_max), number)
             .map_err(|error| device.create_error(error, Features::empty()))?;
         let ready = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io::Error::from)?;
@@ -88,7 +88,7 @@ impl CompletionQueue {
         &self.0.cq
     }
 
-    /// Its number, by which events name it.
+    /// Returns its number, by which events name it.
     pub(crate) fn cqn(&self) -> Cqn {
         Cqn(self.0.number)
     }
@@ -127,16 +127,16 @@ impl CompletionQueue {
     /// Makes room for `depth` completions.
     pub(crate) fn resize(&self, depth: u32) -> Result<(), ResizeError> {
         self.0.cq.resize(depth).map_err(|errno| match errno {
-            // What a device says to one that is too short.
+            // A device answers so to a depth that is too short.
             Errno::INVAL => ResizeError::TooShort,
             other => ResizeError::Io(other.into()),
         })
     }
 
-    /// Asks for a wake-up through the descriptor.
+    /// Requests a wake-up through the descriptor.
     pub(crate) fn arm(&self, arm: Arm) {
         if self.rearm(arm) {
-            // The event was also for those who sleep.
+            // The event was also for threads that sleep.
             self.wake_others(0);
         }
     }
@@ -145,15 +145,15 @@ impl CompletionQueue {
         self.0.cq.take_events()
     }
 
-    /// Arms the queue. Whether there was an event, which who polls next sees to.
+    /// Arms the queue. Returns whether there was an event, which the next thread that polls handles.
     fn rearm(&self, arm: Arm) -> bool {
         let came = self.0.cq.take_events();
         self.0.cq.arm(arm == Arm::Solicited);
         came
     }
 
-    /// Takes the oldest completion; waits until there is one. `None`: the time is over. Waiting for no time arms the queue and
-    /// looks once more.
+    /// Takes the oldest completion; waits until there is one. Returns `None` if the timeout expires. A timeout of zero arms the
+    /// queue and polls once more.
     pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
         if let Some(wc) = self.poll() {
             self.wake_others(0);
@@ -166,14 +166,14 @@ impl CompletionQueue {
         self.0.waiters.fetch_add(1, Ordering::SeqCst);
         let found = self.wait_until(Instant::now().checked_add(timeout));
         self.0.waiters.fetch_sub(1, Ordering::SeqCst);
-        // The event may have been for all of them, and so was what the queue was armed for: they look and arm again.
+        // The event may have been for all waiting threads, and so may the arming: they poll and arm again.
         self.wake_others(0);
         found
     }
 
     fn wake_others(&self, but: usize) {
         if self.0.waiters.load(Ordering::SeqCst) > but {
-            // Fails only when it was woken 2^64 times without anybody looking.
+            // Fails only after 2^64 wake-ups that no thread has read.
             let _ = rustix::io::write(&self.0.others, &1u64.to_ne_bytes());
         }
     }
@@ -182,7 +182,7 @@ impl CompletionQueue {
         let began = Instant::now();
         let elapsed_ns = || began.elapsed().as_nanos() as u64;
         let is_over = || deadline.is_some_and(|at| Instant::now() >= at);
-        // How waits have been is for one who waits at a time; another sleeps at once.
+        // One waiting thread at a time uses the policy; another sleeps at once.
         let mut policy = self.0.policy.try_lock().ok();
         while let Some(policy) = policy.as_deref_mut() {
             match policy.plan(elapsed_ns(), conditions(self.0.began.elapsed().as_nanos() as u64)) {
@@ -223,13 +223,13 @@ impl CompletionQueue {
         }
     }
 
-    /// Readable when an armed queue has a completion, until it is armed again.
+    /// Returns a descriptor that is readable when the armed queue has a completion, until it is armed again.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.0.ready.as_fd()
     }
 }
 
-/// A completion in the words of this crate.
+/// Converts a completion into the type of this crate.
 fn completion(wc: &abi::Wc, with_inv: u32) -> WorkCompletion {
     let is_receive = wc.opcode & wc_opcode::RECV != 0;
     let has = |flag| is_receive && wc.wc_flags & flag != 0;
@@ -248,7 +248,7 @@ fn completion(wc: &abi::Wc, with_inv: u32) -> WorkCompletion {
             wc_opcode::ATOMIC_WRITE => WcOpcode::AtomicWrite,
             wc_opcode::RECV_RDMA_WITH_IMM => WcOpcode::RecvRdmaWithImm,
             other if other & wc_opcode::RECV != 0 => WcOpcode::Recv,
-            // Of requests that are never posted here.
+            // Opcodes of requests that are never posted here.
             _ => WcOpcode::Send,
         },
         byte_len: wc.byte_len,
@@ -273,7 +273,7 @@ fn status(status: u32) -> Status {
         wc_status::RETRY_EXC_ERR => Status::RetryExceeded,
         wc_status::RNR_RETRY_EXC_ERR => Status::RnrRetryExceeded,
         wc_status::LOC_QP_OP_ERR => Status::LocalQpOperation,
-        // Of kinds of queue pair that are never made here, or the vendor's own.
+        // Statuses of kinds of queue pair that are never made here, or the vendor's own.
         _ => Status::LocalQpOperation,
     }
 }

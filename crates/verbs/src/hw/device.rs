@@ -47,15 +47,15 @@ pub enum OpenError {
     NoDevice {
         /// The address.
         address: IpAddr,
-        /// Devices and addresses that there are.
+        /// The devices of this host and their addresses.
         others: Vec<(String, IpAddr)>,
     },
     /// A call failed.
     #[error("opening the RDMA device {device}: {source}")]
     Io {
-        /// Its name.
+        /// Name of the device.
         device: String,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
 }
@@ -71,7 +71,7 @@ fn list(others: &[(String, IpAddr)]) -> String {
     format!(": there is {}", list.join(", "))
 }
 
-/// RDMA devices of this host, and the addresses they have, from the system's own list of GIDs.
+/// Returns the RDMA devices of this host and their addresses, from the system's own list of GIDs.
 pub(crate) fn devices() -> Vec<(String, IpAddr)> {
     let mut found = Vec::new();
     for device in folder("/sys/class/infiniband") {
@@ -94,7 +94,7 @@ pub(crate) fn devices() -> Vec<(String, IpAddr)> {
     found
 }
 
-/// Whether the kernel has none. One that cannot be asked may have some.
+/// Returns whether the kernel has no RDMA devices. A kernel that cannot be asked may have some.
 fn has_no_devices() -> bool {
     match fs::read_dir("/sys/class/infiniband") {
         Ok(mut devices) => devices.next().is_none(),
@@ -102,7 +102,7 @@ fn has_no_devices() -> bool {
     }
 }
 
-/// Why the file may not be opened by which programs reach a device; `None`: it may, or is not known.
+/// Returns why this process may not open the file by which programs reach a device; `None`: it may, or the file is not known.
 fn refused_by(name: &str) -> Option<OpenError> {
     let verbs = Path::new("/sys/class/infiniband_verbs");
     let is_its = |entry: &String| {
@@ -113,7 +113,7 @@ fn refused_by(name: &str) -> Option<OpenError> {
     refused_to(&format!("/dev/infiniband/{entry}"))
 }
 
-/// Why a device's file may not be opened; `None`: it may.
+/// Returns why this process may not open a device's file; `None`: it may.
 fn refused_to(file: &str) -> Option<OpenError> {
     let source = fs::File::options().read(true).write(true).open(file).err()?;
     Some(OpenError::Io {
@@ -122,7 +122,7 @@ fn refused_to(file: &str) -> Option<OpenError> {
     })
 }
 
-/// The names in a folder, sorted; none where it cannot be read.
+/// Returns the names in a folder, sorted; none if it cannot be read.
 pub(super) fn folder(path: impl AsRef<Path>) -> Vec<String> {
     let entries = fs::read_dir(path).into_iter().flatten();
     let mut names: Vec<String> = entries
@@ -132,14 +132,14 @@ pub(super) fn folder(path: impl AsRef<Path>) -> Vec<String> {
     names
 }
 
-/// What all objects of a device share.
+/// State that all objects of a device share.
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) context: Arc<Context>,
     pub(super) library: &'static Library,
     pub(super) address: IpAddr,
     pub(super) port: u8,
-    /// The entry of the port's table of GIDs that is the address; `None` on links that have no GIDs of addresses.
+    /// Index of the address in the port's table of GIDs; `None` on links that have no GIDs of addresses.
     sgid_index: Option<u8>,
     pub(super) attr: abi::DeviceAttrEx,
     features: OnceLock<Features>,
@@ -147,13 +147,13 @@ pub(super) struct Inner {
     pub(super) cm: OnceLock<Result<Cm, Errno>>,
     next_number: AtomicU32,
     entries: Mutex<BTreeMap<u32, Entry>>,
-    /// For tools; nobody else minds that there may be none.
+    /// Answers tools; it may be missing, which matters to nobody else.
     answering: OnceLock<Option<Answering>>,
-    /// Why queue pairs went to error, as their completions said.
+    /// Why queue pairs went to error, according to their completions.
     errors: Mutex<HashMap<u32, Status>>,
 }
 
-/// What is told of an object as long as it lives.
+/// Entry that tools see of an object as long as it lives.
 #[derive(Debug)]
 pub(super) struct Listed(Arc<Inner>, u32);
 
@@ -193,12 +193,12 @@ impl Device {
             Err(Errno::NODEV | Errno::ADDRNOTAVAIL | Errno::INVAL) => {
                 let others = devices();
                 let has_it = |(_, other): &&(String, IpAddr)| *other == address;
-                // The libraries take a device that may not be opened for one that there is not.
+                // The libraries report a device that may not be opened as one that does not exist.
                 let closed = others.iter().find(has_it).and_then(|(name, _)| refused_by(name));
                 return Err(closed.unwrap_or(OpenError::NoDevice { address, others }));
             }
             Err(error) => {
-                // The library takes a file that may not be opened for one that there is not.
+                // The library reports a file that may not be opened as one that does not exist.
                 return Err(
                     refused_to("/dev/infiniband/rdma_cm").unwrap_or_else(|| OpenError::Io {
                         device: "/dev/infiniband/rdma_cm".into(),
@@ -254,17 +254,17 @@ impl Device {
         self.0.context.name()
     }
 
-    /// Whether both are the same device, opened once.
+    /// Returns whether both are the same device, opened once.
     pub(crate) fn is(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// What it offers. The first call tries what devices do not tell.
+    /// Returns its features. The first call tries those that devices do not report.
     pub(crate) fn features(&self) -> Features {
         *self.0.features.get_or_init(|| self.find_features())
     }
 
-    /// That it lacks something.
+    /// Returns the error that it lacks a feature.
     pub(super) fn lacks(&self, feature: Features) -> Unsupported {
         Unsupported {
             feature,
@@ -272,7 +272,7 @@ impl Device {
         }
     }
 
-    /// An error of creation, where no support is said by name.
+    /// Converts an error of creation; one that means a lack of support names the feature.
     pub(super) fn create_error(&self, error: Errno, feature: Features) -> CreateError {
         match error {
             Errno::OPNOTSUPP | Errno::NOSYS | Errno::PROTONOSUPPORT => {
@@ -320,7 +320,7 @@ impl Device {
         features
     }
 
-    /// Whether it makes queue pairs of a type with these extended operations.
+    /// Returns whether it makes queue pairs of a type with these extended operations.
     fn makes(&self, qp_type: u32, extended: u64) -> bool {
         let context = &self.0.context;
         let Ok((pd, cq)) = Pd::new(context).and_then(|pd| Ok((pd, Cq::new(context, 1, 0)?))) else {
@@ -346,7 +346,7 @@ impl Device {
         Qp::new(&Arc::new(pd), init).is_ok_and(|qp| qp.extended() == extended)
     }
 
-    /// Extended operations that its queue pairs of RC and XRC are made with.
+    /// Returns the extended operations with which its queue pairs of RC and XRC are made.
     pub(super) fn extended_operations(&self) -> u64 {
         let features = self.features();
         let of = |feature, operation| {
@@ -362,12 +362,12 @@ impl Device {
         ) | of(Features::ATOMIC_WRITE, abi::qp_ex::ATOMIC_WRITE)
     }
 
-    /// The numbers of own that completion queues and shared receive queues have.
+    /// Returns the next of the provider's own numbers, which completion queues and shared receive queues have.
     pub(super) fn next_number(&self) -> u32 {
         self.0.next_number.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// How to get to an address from here; `None` on links where addresses are no GIDs.
+    /// Returns the route to an address; `None` on links where addresses are no GIDs.
     pub(super) fn route_to(&self, address: IpAddr, traffic_class: u8) -> Option<abi::AhAttr> {
         Some(abi::AhAttr {
             grh: abi::GlobalRoute {
@@ -403,7 +403,7 @@ impl Device {
         cq::CompletionQueue::new(self, depth)
     }
 
-    /// Devices drive themselves.
+    /// Does nothing: devices drive themselves.
     pub(crate) fn progress(&self) {}
 
     pub(crate) fn send_errors(&self) -> u64 {
@@ -414,7 +414,7 @@ impl Device {
         None
     }
 
-    /// The device chooses its own.
+    /// Returns 0: the device chooses its own source port.
     pub(crate) fn source_port(&self, _peer: Qpn) -> io::Result<u16> {
         Ok(0)
     }
@@ -431,7 +431,8 @@ impl Device {
         Ok(PathMtu::from_code(port.active_mtu as u8).unwrap_or(PathMtu::Bytes256))
     }
 
-    /// What the device counted, as far as its driver tells it under these names. A device that several programs use counts for all.
+    /// Returns the counters of the device, as far as its driver reports them under these names. They count for all programs that
+    /// use the device.
     pub(crate) fn counters(&self) -> Counters {
         let folder = format!(
             "/sys/class/infiniband/{}/ports/{}/hw_counters",
@@ -482,13 +483,13 @@ impl Device {
                 t::SRQ_LIMIT_REACHED => AsyncEvent::SrqLimitReached(Srqn(number)),
                 t::PORT_ACTIVE => AsyncEvent::PortActive,
                 t::PORT_ERR | t::DEVICE_FATAL => AsyncEvent::PortError,
-                // What concerns those who manage a subnet.
+                // Events that concern subnet management.
                 _ => continue,
             });
         }
     }
 
-    /// Readable when there may be an asynchronous event.
+    /// Returns a descriptor that is readable when there may be an asynchronous event.
     pub(crate) fn async_event_fd(&self) -> BorrowedFd<'_> {
         self.0.context.async_fd()
     }
@@ -505,7 +506,7 @@ impl Device {
         }
     }
 
-    /// Queue pairs, memory regions and completion queues there are.
+    /// Returns the numbers of queue pairs, memory regions and completion queues.
     pub(crate) fn object_counts(&self) -> (usize, usize, usize) {
         let counts = resources::counts(&self.0);
         (counts.qps as usize, counts.mrs as usize, counts.cqs as usize)
@@ -515,7 +516,7 @@ impl Device {
         self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps in mind why a queue pair went to error: its first completion that says so.
+    /// Records why a queue pair went to error: the status of the first completion that gives a reason.
     pub(super) fn note_error(&self, qpn: u32, status: Status) {
         if status != Status::Flushed {
             self.errors().entry(qpn).or_insert(status);
@@ -531,10 +532,10 @@ impl Device {
     }
 }
 
-/// Sleeps until one of the descriptors is readable; false when the time is over.
+/// Sleeps until one of the descriptors is readable; returns false if the deadline passes.
 ///
 /// # Errors
-/// One of them has ended, as those of a device that was removed do, and none is readable.
+/// Fails if one of them has hung up, as the descriptors of a removed device do, and none is readable.
 pub(super) fn poll_until(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
     let timeout = left.map(|left| rustix::event::Timespec {
@@ -546,7 +547,7 @@ pub(super) fn poll_until(fds: &[BorrowedFd<'_>], deadline: Option<Instant>) -> i
         Ok(0) => Ok(false),
         Ok(_) if fds.iter().any(|fd| fd.revents().contains(PollFlags::IN)) => Ok(true),
         Ok(_) => Err(Errno::NODEV.into()),
-        // An interrupted sleep is one that ended early.
+        // An interrupted sleep counts as one that ended early.
         Err(_) => Ok(true),
     }
 }
@@ -569,7 +570,7 @@ impl ProtectionDomain {
         &self.pd
     }
 
-    /// What tools know it by.
+    /// Returns the number by which tools know it.
     pub(super) fn number(&self) -> u32 {
         self.listed.1
     }

@@ -1,5 +1,5 @@
-//! The system's `libibverbs.so.1` and `librdmacm.so.1`, opened when the first RNIC is: the program itself starts without them. Their
-//! functions by name are in [`Library`].
+//! The system's `libibverbs.so.1` and `librdmacm.so.1`, opened when the first RNIC is: the program itself starts without them.
+//! [`Library`] has their functions by name.
 #![allow(unsafe_code, reason = "functions of C libraries that are found at run time")]
 
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
@@ -11,33 +11,34 @@ use crate::abi;
 
 const LIBIBVERBS: &str = "libibverbs.so.1";
 const LIBRDMACM: &str = "librdmacm.so.1";
-/// The symbol by which rdmux's own replacements of the two libraries are told from the system's.
+/// Symbol that tells rdmux's own replacements of the two libraries from the system's.
 const DROP_IN: &CStr = c"rdmux_drop_in";
-/// For tests: the folder that the two libraries are taken from, rdmux's own as well, so that this provider runs where there is no RNIC.
+/// For tests: variable with the folder from which the two libraries are taken, rdmux's own as well, so that this provider runs
+/// where there is no RNIC.
 const FOLDER_VARIABLE: &str = "RDMUX_HW_LIBRARIES";
 
 /// Why the system's libraries cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LibraryError {
-    /// They are not installed, or not to be loaded.
+    /// They are not installed, or cannot be loaded.
     #[error(
         "provider hw needs the system's {name}: {why}; install rdma-core's libraries (Debian: libibverbs1 librdmacm1 ibverbs-providers)"
     )]
     Missing {
         /// The file.
         name: &'static str,
-        /// What the loader says.
+        /// Message of the loader.
         why: String,
     },
-    /// They are older than what is needed.
+    /// They are older than required.
     #[error("provider hw needs a newer {name}: this one has no {symbol}; rdma-core 34 has it")]
     TooOld {
         /// The file.
         name: &'static str,
-        /// What it lacks.
+        /// Symbol that it lacks.
         symbol: &'static str,
     },
-    /// They are rdmux's own, which would go round in a circle.
+    /// They are rdmux's own, so that rdmux would call itself.
     #[error(
         "provider hw found rdmux's own {name}, not the system's: start the program without 'rdmux run', or without its folder in LD_LIBRARY_PATH"
     )]
@@ -84,7 +85,7 @@ impl Opened {
     }
 }
 
-/// What the loader says of the last failure, on one line.
+/// Returns the loader's message about the last failure, on one line.
 fn dl_error() -> String {
     // SAFETY: the string is this thread's until its next call of the loader.
     let text = unsafe { libc::dlerror() };
@@ -190,7 +191,7 @@ functions! {
 }
 
 impl Library {
-    /// The system's libraries, opened once.
+    /// Returns the system's libraries, opened once.
     pub(super) fn get() -> Result<&'static Library, LibraryError> {
         static LIBRARY: OnceLock<Result<Library, LibraryError>> = OnceLock::new();
         let opened = LIBRARY.get_or_init(Library::open);
@@ -198,7 +199,7 @@ impl Library {
     }
 }
 
-/// The text of a fixed field.
+/// Returns the text of a fixed field.
 pub(super) fn text(field: &[c_char]) -> String {
     let bytes: Vec<u8> = field
         .iter()

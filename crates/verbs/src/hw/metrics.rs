@@ -1,4 +1,4 @@
-//! What is known of the RNICs that this process has open, for those who export it. Figures alone: no payload, no names of files and no
+//! Figures about the RNICs that this process has open, for exporters. There are figures alone: no payload, no names of files and no
 //! peers.
 
 use std::fs;
@@ -24,18 +24,18 @@ pub struct RnicMetrics {
     pub regions: usize,
     /// Completion queues.
     pub completion_queues: usize,
-    /// What its driver counted, for all programs, under the driver's own names.
+    /// Counters of its driver, for all programs, under the driver's own names.
     pub counters: Vec<(String, u64)>,
 }
 
-/// A device was opened.
+/// Adds a device that was opened.
 pub(super) fn enlist(device: &Arc<Inner>) {
     let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     devices.retain(|known| known.strong_count() > 0);
     devices.push(Arc::downgrade(device));
 }
 
-/// The RNICs that this process has open, in the order in which they were opened first.
+/// Returns the RNICs that this process has open, in the order in which they were opened first.
 pub fn devices() -> Vec<RnicMetrics> {
     let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let mut found: Vec<RnicMetrics> = Vec::new();
@@ -64,7 +64,7 @@ pub fn devices() -> Vec<RnicMetrics> {
     found
 }
 
-/// The counters of a device's port.
+/// Returns the counters of a device's port.
 pub(super) fn counters_of(device: &Inner) -> Vec<(String, u64)> {
     let at: PathBuf = format!(
         "/sys/class/infiniband/{}/ports/{}",
@@ -75,14 +75,14 @@ pub(super) fn counters_of(device: &Inner) -> Vec<(String, u64)> {
     counters_at(&at)
 }
 
-/// The counters in a port's folder: those of the specification, and the driver's.
+/// Returns the counters in a port's folder: those of the specification, and the driver's.
 fn counters_at(port: &Path) -> Vec<(String, u64)> {
     let mut found: Vec<(String, u64)> = Vec::new();
     for kind in ["counters", "hw_counters"] {
         let at = port.join(kind);
         for name in folder(&at) {
             let value = fs::read_to_string(at.join(&name)).ok();
-            // How long the driver keeps its figures, which it also has there, counts nothing.
+            // `lifespan` is no counter: it is the time for which the driver keeps its figures.
             let value = value.filter(|_| name != "lifespan");
             if let Some(value) = value.and_then(|text| text.trim().parse().ok())
                 && !found.iter().any(|(known, _)| *known == name)

@@ -1,5 +1,5 @@
-//! The objects of `libibverbs`, each as a value that ends it when it is dropped and keeps alive what it was made of. Calls through the
-//! libraries' structures are made here and nowhere else.
+//! The objects of `libibverbs`, each as a value that destroys its object when it is dropped, and keeps alive the objects that its
+//! object was made of. Calls through the libraries' structures are made here and nowhere else.
 //!
 //! All of them may be used by several threads at a time, as the libraries allow it; an object is destroyed by the drop of its value,
 //! and so after every other use.
@@ -40,17 +40,17 @@ pub(super) use qp::{Ah, BindRange, ExtendedRequest, Qp, QpInit, Request, Work};
 pub(super) use region::{Mr, Mw};
 pub(super) use srq::{Srq, Xrcd};
 
-/// What a function that gives back an error number says.
+/// Returns the result of a function that returns an error number.
 fn done(result: c_int) -> Result<(), Errno> {
     match result {
         0 => Ok(()),
-        // Some return -1 and set `errno`, some a negative number of it.
+        // Some functions return -1 and set `errno`, some a negative error number.
         -1 => Err(last_error()),
         error => Err(Errno::from_raw_os_error(error.saturating_abs().clamp(1, 4095))),
     }
 }
 
-/// What a function that gives back a pointer says.
+/// Returns the result of a function that returns a pointer.
 fn made<T>(pointer: *mut T) -> Result<NonNull<T>, Errno> {
     NonNull::new(pointer).ok_or_else(last_error)
 }
@@ -59,7 +59,7 @@ fn last_error() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Makes a descriptor of a library's never block.
+/// Makes a descriptor of a library non-blocking.
 pub(super) fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), Errno> {
     fcntl_setfl(fd, fcntl_getfl(fd)? | OFlags::NONBLOCK)
 }
@@ -83,7 +83,7 @@ pub(super) struct Event {
 }
 
 impl Context {
-    /// Opens the device of a name.
+    /// Opens the device with the name `name`.
     pub(super) fn open(library: &'static Library, name: &str) -> Result<Context, Errno> {
         let mut count = 0;
         // SAFETY: the result is a list of `count` devices, or null.
@@ -99,7 +99,7 @@ impl Context {
                 break;
             }
         }
-        // SAFETY: the list is not used any more. Opened devices live on.
+        // SAFETY: the list is not used after this. Opened devices live on.
         unsafe { (library.ibv_free_device_list)(list.as_ptr()) };
         let context = Context {
             library,
@@ -120,7 +120,8 @@ impl Context {
         unsafe { &(*self.pointer.as_ptr()).ops }
     }
 
-    /// An operation of the extended context, by its offset there. `None`: the library is older, or the device does not have it.
+    /// Returns an operation of the extended context, by its offset there. `None`: the library is older, or the device does not have
+    /// it.
     fn extended<T: Copy>(&self, offset: usize) -> Option<T> {
         const { assert!(size_of::<Option<T>>() == size_of::<*const c_void>()) };
         let end = offset_of!(abi::VerbsContext, context);
@@ -145,14 +146,14 @@ impl Context {
         unsafe { base.sub(before(offset)).cast::<Option<T>>().read() }
     }
 
-    /// What the device has and how much of it.
+    /// Returns the capabilities and limits of the device.
     pub(super) fn query_device(&self) -> Result<abi::DeviceAttrEx, Errno> {
         // SAFETY: numbers and arrays of them: zero is a value of each.
         let mut attr: abi::DeviceAttrEx = unsafe { std::mem::zeroed() };
         let query: Option<abi::QueryDeviceEx> = self.extended(offset_of!(abi::VerbsContext, query_device_ex));
         if let Some(query) = query {
             let size = size_of::<abi::DeviceAttrEx>();
-            // SAFETY: no input, and an output of the size that is told.
+            // SAFETY: no input, and an output of the size that is passed.
             if done(unsafe { query(self.pointer.as_ptr(), std::ptr::null(), &mut attr, size) }).is_ok() {
                 return Ok(attr);
             }
@@ -163,14 +164,14 @@ impl Context {
         Ok(attr)
     }
 
-    /// What a port is like.
+    /// Returns the attributes of a port.
     pub(super) fn query_port(&self, port: u8) -> Result<abi::PortAttr, Errno> {
         let mut attr = abi::PortAttr::default();
         let query: Option<abi::QueryPort> = self.extended(offset_of!(abi::VerbsContext, query_port));
         let context = self.pointer.as_ptr();
         let result = match query {
             Some(query) => {
-                // SAFETY: the size that is told is that of the structure.
+                // SAFETY: the size that is passed is that of the structure.
                 unsafe { query(context, port, &mut attr, size_of::<abi::PortAttr>()) }
             }
             None => {
@@ -182,18 +183,18 @@ impl Context {
         Ok(attr)
     }
 
-    /// An entry of a port's table of GIDs; `None`: it is empty.
+    /// Returns an entry of a port's table of GIDs; `None`: it is empty.
     pub(super) fn query_gid(&self, port: u8, index: u32) -> Option<abi::GidEntry> {
         let mut entry = abi::GidEntry::default();
         let size = size_of::<abi::GidEntry>();
-        // SAFETY: the size that is told is that of the structure.
+        // SAFETY: the size that is passed is that of the structure.
         let result = unsafe {
             (self.library._ibv_query_gid_ex)(self.pointer.as_ptr(), port.into(), index, &mut entry, 0, size)
         };
         done(result).ok().map(|()| entry)
     }
 
-    /// Readable when there is an asynchronous event.
+    /// Returns a descriptor that is readable when there is an asynchronous event.
     pub(super) fn async_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is open as long as the context.
         unsafe { BorrowedFd::borrow_raw((*self.pointer.as_ptr()).async_fd) }
@@ -210,8 +211,8 @@ impl Context {
         if unsafe { (self.library.ibv_get_async_event)(self.pointer.as_ptr(), &mut event) } != 0 {
             return None;
         }
-        // SAFETY: of these kinds the element is a pointer to the object, which its destruction waits for until the event is
-        // acknowledged. The numbers are set when it is made.
+        // SAFETY: for these kinds the element is a pointer to the object, whose destruction waits until the event is acknowledged.
+        // The numbers are set when the object is made.
         let number = unsafe {
             match event.event_type {
                 t::CQ_ERR => (*(event.element as *const abi::Cq)).cq_context as usize,
@@ -245,12 +246,12 @@ impl Drop for Context {
     }
 }
 
-/// The name of a device.
+/// Returns the name of a device.
 fn device_name(device: &abi::Device) -> String {
     library::text(&device.name)
 }
 
-/// The name of the device that a context of `librdmacm` is of.
+/// Returns the name of the device of a context of `librdmacm`.
 ///
 /// # Safety
 /// The context is open.
@@ -284,7 +285,7 @@ impl Drop for Pd {
     }
 }
 
-/// The elements of a list as the library takes them, where they stand until it has.
+/// The elements of a list in the library's form. They stay in place until the library has taken them.
 struct Elements {
     list: [abi::Sge; rdmux_rnic::SGE_MAX],
     count: usize,
@@ -306,7 +307,7 @@ impl Elements {
         elements
     }
 
-    /// A receive into them; it is not to outlive them.
+    /// Returns a receive into the elements, which it must not outlive.
     fn receive(&mut self, wr_id: u64) -> abi::RecvWr {
         abi::RecvWr {
             wr_id,

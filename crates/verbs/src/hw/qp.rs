@@ -1,4 +1,4 @@
-//! Queue pairs: what requests mean to the library, and what its errors mean here.
+//! Queue pairs: translates requests for the library, and the library's errors for callers.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -21,10 +21,10 @@ use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::features::Features;
 use crate::soft::engine::AttachError;
 
-/// What a queue pair is asked to hold of one request, the most first: elements, and bytes inline. Some devices have room for many
-/// requests or for large ones only.
+/// Sizes that a queue pair is asked to hold of one request, the largest first: elements, and bytes inline. Some devices have room
+/// for many requests or for large ones only.
 const SIZES: [(u32, u32); 6] = [(32, 1024), (16, 512), (8, 256), (4, 128), (2, 64), (1, 0)];
-/// Address handles that are kept at least.
+/// Least capacity for address handles.
 const HANDLES_MIN: usize = 64;
 
 #[derive(Debug)]
@@ -44,14 +44,15 @@ struct Inner {
 #[derive(Clone, Debug)]
 pub(crate) struct QueuePair(Arc<Inner>);
 
-/// Address handles that datagrams have used. Requests name a way, the library a handle, which must live until the request is done.
+/// Address handles that datagrams have used. A request names a [`Way`], but the library a handle, which must live until the request
+/// is done.
 #[derive(Debug)]
 struct Handles<T> {
-    /// With the use that was the last; 0 of one that no request has yet.
+    /// Each with the number of its last use; 0 if no request has used it yet.
     by_way: HashMap<Way, (T, u64)>,
-    /// More than the send queue holds: the handle that was not used for as many requests belongs to none of them.
+    /// More than the send queue holds: a handle that this many requests have not used belongs to none of the requests in the queue.
     capacity: usize,
-    /// Requests that were posted.
+    /// Number of requests that were posted.
     uses: u64,
 }
 
@@ -59,7 +60,7 @@ struct Handles<T> {
 type Way = (IpAddr, u8);
 
 impl<T> Handles<T> {
-    /// The handle of a way, for a request that [`Handles::tried`] hears of next.
+    /// Returns the handle of a way, for a request whose outcome the caller passes to [`Handles::tried`] next.
     fn of(&mut self, way: Way, make: impl FnOnce() -> Result<T, PostError>) -> Result<&T, PostError> {
         let entry = match self.by_way.entry(way) {
             Entry::Occupied(entry) => entry.into_mut(),
@@ -68,7 +69,7 @@ impl<T> Handles<T> {
         Ok(&entry.0)
     }
 
-    /// The request of a way was posted, or refused: only posted ones push others out of the send queue.
+    /// Records that the request of a way was posted, or refused: only posted ones push others out of the send queue.
     fn tried(&mut self, way: Way, is_posted: bool) {
         let Some((_, used)) = self.by_way.get_mut(&way) else {
             return;
@@ -144,7 +145,7 @@ impl ProtectionDomain {
                 extended: if reliable { device.extended_operations() } else { 0 },
             };
             made = Qp::new(self.object(), init);
-            // What it has no room for is refused as invalid or as too much memory.
+            // A device refuses sizes that it has no room for as invalid or as too much memory.
             if !matches!(made, Err(Errno::INVAL | Errno::NOMEM | Errno::TOOBIG)) {
                 break;
             }
@@ -153,7 +154,7 @@ impl ProtectionDomain {
             Errno::INVAL => CreateError::NoRoom,
             other => device.create_error(other, feature),
         })?;
-        // A number that is used again begins without what was said of it.
+        // A number that is used again begins without the error that was recorded for it.
         device.forget_error(qp.number());
         let qp = Arc::new(qp);
         let entry = resources::Entry::Qp {
@@ -250,7 +251,8 @@ impl QueuePair {
             .map_err(|error| self.by_state(error))
     }
 
-    /// What the library does not say: which of its rules was broken. The state is one that programs can do something about.
+    /// Adds the state to the library's error, which does not say which rule was broken: programs can do something about a wrong
+    /// state.
     fn by_state(&self, error: PostError) -> PostError {
         if error == PostError::Invalid && !self.sends() {
             return PostError::WrongState;
@@ -258,7 +260,7 @@ impl QueuePair {
         error
     }
 
-    /// What of a request can be said without the device.
+    /// Checks what can be checked of a request without the device.
     fn check(&self, request: &SendRequest) -> Result<(), PostError> {
         request.check()?;
         let cap = self.0.qp.cap();
@@ -285,7 +287,8 @@ impl QueuePair {
         let mut handles = self.handles();
         let mut at = 0;
         while at < requests.len() {
-            // Those that one call takes: what names windows or handles, and what is the extended interface's, goes by itself.
+            // Requests that one call takes. Those that name windows or handles, or belong to the extended interface, are posted one
+            // by one.
             let chained = |request| self.check(request).and_then(|()| self.plain(request));
             let chain = requests[at..].iter().map(chained);
             let chain: Vec<Request<'_>> = chain.map_while(|request| request.ok().flatten()).collect();
@@ -314,7 +317,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// What carries its packets; `None` before it has a peer.
+    /// Returns the carrier of its packets; `None` before it has a peer.
     pub(crate) fn carrier(&self) -> Option<Carrier> {
         self.query()?.path.map(|_| Carrier::Rnic)
     }
@@ -355,7 +358,7 @@ impl QueuePair {
         }
     }
 
-    /// A request that says all by itself, as the library takes it; `None`: it does not.
+    /// Returns a self-contained request in the library's form; `None`: it is not self-contained.
     fn plain<'a>(&self, request: &'a SendRequest) -> Result<Option<Request<'a>>, PostError> {
         let srqn = match &request.to {
             Target::Connected => 0,
@@ -374,8 +377,8 @@ impl QueuePair {
         }))
     }
 
-    /// What the library calls an operation, its immediate data or key, and what it is about; `None`: it names a window, or is the extended
-    /// interface's.
+    /// Returns the library's number for an operation, its immediate data or key, and its subject; `None`: the operation names a
+    /// window, or belongs to the extended interface.
     fn translate(&self, operation: &Operation) -> Result<Option<(u32, u32, Work<'static>)>, PostError> {
         Ok(Some(match operation {
             Operation::Send { imm: None } => (wr_opcode::SEND, 0, Work::List),
@@ -481,7 +484,7 @@ impl QueuePair {
                     post(wr_opcode::BIND_MW, 0, work)
                 })
             }
-            // What is left goes to whom it names.
+            // The remaining requests go to the targets that they name.
             operation => {
                 let Target::Datagram { path, qpn, qkey } = &request.to else {
                     return Err(PostError::Invalid);
@@ -508,7 +511,7 @@ impl QueuePair {
             .ok_or(PostError::Unsupported(feature.first_name()))
     }
 
-    /// Posts the binding of a type 1 window; gives the key by which peers reach the range.
+    /// Posts the binding of a type 1 window; returns the key by which peers reach the range.
     pub(crate) fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
         self.needs(Features::MW_TYPE_1)?;
         let registry = &self.0.pd.registry;
@@ -543,7 +546,7 @@ impl QueuePair {
 
     /// Changes state and attributes.
     pub(crate) fn retire(&self) {
-        // From Error no connection brings it up.
+        // A connection cannot bring up a queue pair that is in Error.
         for state in [QpState::Reset, QpState::Error] {
             let _ = self.modify(state, &QpAttributes::default());
         }
@@ -566,7 +569,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Attributes as the library takes them. What only two ends that are both rdmux agree on has no meaning here.
+    /// Returns the attributes in the library's form. Those that only two ends that are both rdmux agree on have no meaning here.
     fn attributes(
         &self,
         from: QpState,
@@ -618,11 +621,11 @@ impl QueuePair {
             qp_state: state_number(QpState::Error),
             ..Default::default()
         };
-        // Refused only of one that has ended already.
+        // The library refuses this only for a queue pair that has ended already.
         let _ = qp.modify(attr, qp_attr::STATE);
     }
 
-    /// What is known about it. How many requests are under way devices do not tell.
+    /// Returns what is known about it. Devices do not report how many requests are in flight.
     pub(crate) fn query(&self) -> Option<QpInfo> {
         let mask = qp_attr::STATE | qp_attr::DEST_QPN | qp_attr::AV | qp_attr::PATH_MTU | qp_attr::QKEY;
         let attr = self.0.qp.query(mask).ok()?;
@@ -646,7 +649,7 @@ impl QueuePair {
         })
     }
 
-    /// Why it went to Error on its own, as far as its completions said.
+    /// Returns why it went to Error on its own, as far as its completions reported it.
     pub(crate) fn error(&self) -> Option<Status> {
         self.0.device.error_of(self.0.qp.number())
     }
@@ -775,7 +778,7 @@ mod tests {
             kept
         };
         assert_eq!([post(1, true), post(2, true)].concat(), [1, 1, 2]);
-        // However many are refused, those of requests under way stay, and no handle of them is left.
+        // However many requests are refused, the handles of requests in flight stay, and no handle of a refused one is left.
         for number in 10..30 {
             assert_eq!(post(number, false), [1, 2]);
             assert_eq!(post(2, false), [1, 2]);

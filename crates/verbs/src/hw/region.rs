@@ -1,4 +1,5 @@
-//! Memory regions and windows. Requests name both by key, the library by its object: a domain's registry knows them.
+//! Memory regions and windows. Requests name both by key, but the library by its object: the registry of a domain maps keys to
+//! objects.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,14 +14,14 @@ use super::resources::Entry;
 use crate::features::Features;
 use crate::memory::Pages;
 
-/// Which bits of a key the program chooses, of windows of type 2.
+/// Bits of a type 2 window's key that the program chooses.
 const OWN_BITS: u32 = 0xff;
 
 /// Regions and windows of a protection domain.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
     regions: Mutex<HashMap<u32, Region>>,
-    /// By their keys without the bits that are the program's.
+    /// By their keys without the bits that the program chooses.
     windows: Mutex<HashMap<u32, Window>>,
 }
 
@@ -32,9 +33,9 @@ struct Region {
 
 #[derive(Debug)]
 struct Window {
-    /// `None`: its region has ended, and it with it.
+    /// `None`: its region has been deregistered, and the window was deallocated with it.
     mw: Option<Mw>,
-    /// The region that it is, or was last, bound to.
+    /// The region that it is bound to, or was bound to last.
     region: Option<u32>,
 }
 
@@ -47,7 +48,8 @@ impl Registry {
         self.windows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Posts the binding of a window to a region. Neither ends meanwhile: a region that a window is bound to does not end before it.
+    /// Posts the binding of a window to a region. Neither ends meanwhile: a region does not end before the windows that are bound
+    /// to it.
     pub(super) fn bind<T>(
         &self,
         bind: &Bind,
@@ -64,7 +66,7 @@ impl Registry {
         Ok(posted)
     }
 
-    /// Whether a window is bound to a region, or was when it was last heard of.
+    /// Returns whether a window is bound to a region, or was by the last known state.
     fn is_bound(&self, region: u32) -> bool {
         let windows = self.windows();
         windows
@@ -72,7 +74,7 @@ impl Registry {
             .any(|window| window.mw.is_some() && window.region == Some(region))
     }
 
-    /// A window of type 1 has a new key.
+    /// Replaces the key of a type 1 window.
     pub(super) fn rekey_window(&self, old: u32, new: u32) {
         let mut windows = self.windows();
         if let Some(window) = windows.remove(&(old & !OWN_BITS)) {
@@ -80,7 +82,7 @@ impl Registry {
         }
     }
 
-    /// The bytes of an ATOMIC WRITE, which the library takes by value.
+    /// Returns the bytes of an ATOMIC WRITE, which the library takes by value.
     pub(super) fn eight_bytes(&self, sges: &SgeList) -> Result<[u8; 8], PostError> {
         let mut bytes = [0; 8];
         if let Some(inline) = sges.as_inline() {
@@ -89,7 +91,7 @@ impl Registry {
         }
         let mut at = 0;
         for sge in sges.as_slice() {
-            // Held while it is read: its owner's drop is to be the end of it.
+            // The lock is held while the region is read: when its owner's drop returns, nobody reads it.
             let regions = self.regions();
             let region = regions.get(&sge.lkey).ok_or(PostError::Invalid)?;
             let to = bytes
@@ -144,7 +146,7 @@ impl ProtectionDomain {
             if !device.features().contains(Features::ON_DEMAND) {
                 return Err(RegisterError::NotMapped);
             }
-            // What the device writes is in the page cache: its FLUSH does not bring it any further, though some devices take one.
+            // The device writes to the page cache: its FLUSH does not bring the bytes any further, though some devices take one.
             if access.contains(Access::FLUSH_PERSISTENT) {
                 return Err(RegisterError::FlushNotSupported);
             }
@@ -205,7 +207,7 @@ fn refused(error: Errno) -> RegisterError {
     }
 }
 
-/// Registered memory, whose pages the device holds. Dropping it ends its windows and deregisters.
+/// Registered memory, whose pages the device holds. Dropping it ends its windows and deregisters it.
 #[derive(Debug)]
 pub(crate) struct MemoryRegion {
     pd: ProtectionDomain,
@@ -227,8 +229,8 @@ impl MemoryRegion {
         self.pd.registry.is_bound(self.lkey.0)
     }
 
-    /// By a new region, after which the old one ends: what `ibv_rereg_mr` changes differs between drivers, and after an error of
-    /// its there is neither.
+    /// Registers a new region, after which the old one ends. `ibv_rereg_mr` is not used: what it changes differs between drivers,
+    /// and after it has failed there is neither region.
     pub(crate) fn rereg(&mut self, pd: &ProtectionDomain, spec: RegionSpec) -> Result<(), RegisterError> {
         if self.has_windows() {
             return Err(RegisterError::WindowsBound);
@@ -241,7 +243,7 @@ impl MemoryRegion {
 impl Drop for MemoryRegion {
     fn drop(&mut self) {
         let registry = &self.pd.registry;
-        // A region with windows bound to it does not end: they end first. Nobody binds another to it meanwhile.
+        // A region with windows bound to it does not end, so the windows end first. Nobody binds another window to it meanwhile.
         let mut bound = Vec::new();
         let mut windows = registry.windows();
         for window in windows.values_mut() {
@@ -264,7 +266,7 @@ pub(crate) struct MemoryWindow {
 }
 
 impl MemoryWindow {
-    /// Its key.
+    /// Returns its key.
     pub(crate) fn rkey(&self) -> RKey {
         RKey(self.rkey.load(Ordering::Relaxed))
     }

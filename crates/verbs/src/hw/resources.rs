@@ -1,4 +1,4 @@
-//! What tools are told of the objects that this process has on an RNIC.
+//! Reports to tools about the objects that this process has on an RNIC.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -18,7 +18,7 @@ use crate::device::Carrier;
 use crate::soft::resources::answer::{Answering, RECORDS_MAX, Told};
 use crate::soft::resources::{CounterResource, Counts, DeviceResource, Direct, Item, Object, QpResource};
 
-/// What is kept of an object that lives.
+/// Record of an object that lives.
 #[derive(Clone, Debug)]
 pub(super) enum Entry {
     /// A protection domain, known by the number of its entry.
@@ -45,7 +45,7 @@ pub(super) enum Entry {
     },
 }
 
-/// Tells whoever asks, from now on.
+/// Begins to answer tools that ask.
 pub(super) fn answer(device: &Arc<Inner>) -> io::Result<Answering> {
     let weak = Arc::downgrade(device);
     Answering::begin(device.address, move |object, from| match weak.upgrade() {
@@ -54,7 +54,7 @@ pub(super) fn answer(device: &Arc<Inner>) -> io::Result<Answering> {
     })
 }
 
-/// How many objects there are.
+/// Returns how many objects there are.
 pub(super) fn counts(device: &Inner) -> Counts {
     let mut counts = Counts::default();
     for entry in device.entries().values() {
@@ -85,7 +85,7 @@ fn items(device: &Inner, object: Object, from: u64) -> Told {
     }
 }
 
-/// The objects of a kind from a number on that a page has room for.
+/// Returns the objects of a kind from a number on, as many as a page has room for.
 fn objects(device: &Inner, object: Object, from: u64) -> Told {
     let entries = device.entries();
     let mut chosen = BTreeMap::new();
@@ -99,7 +99,7 @@ fn objects(device: &Inner, object: Object, from: u64) -> Told {
         if u64::from(number) >= from {
             chosen.insert(number, entry);
         }
-        // One more than there is room for tells that there are more.
+        // One object more than there is room for shows that there are more.
         if chosen.len() > RECORDS_MAX + 1 {
             chosen.pop_last();
         }
@@ -108,7 +108,7 @@ fn objects(device: &Inner, object: Object, from: u64) -> Told {
     let chosen = chosen.into_iter().take(RECORDS_MAX);
     let chosen: Vec<(u32, Entry)> = chosen.map(|(number, entry)| (number, entry.clone())).collect();
     let users = users(object, entries.values());
-    // Each queue pair's state is asked of the device, which takes its time.
+    // To query each queue pair's state, the device takes its time.
     drop(entries);
     let items = chosen.iter().filter_map(|(number, entry)| {
         let users = users.get(number).copied().unwrap_or_default();
@@ -120,7 +120,7 @@ fn objects(device: &Inner, object: Object, from: u64) -> Told {
     }
 }
 
-/// By how many others each object of a kind is used.
+/// Returns how many others use each object of a kind.
 fn users<'a>(object: Object, entries: impl Iterator<Item = &'a Entry>) -> HashMap<u32, u32> {
     let mut users = HashMap::new();
     let mut count = |number: u32| *users.entry(number).or_default() += 1;
@@ -157,7 +157,7 @@ fn item(number: u32, entry: &Entry, users: u32) -> Option<Item> {
         Entry::Cq { depth, .. } => Item::Cq(CqDetail {
             cqn: Cqn(number),
             depth: *depth,
-            // Devices do not tell these.
+            // Devices do not report these.
             waiting: 0,
             overrun: false,
             users,

@@ -35,7 +35,7 @@ fn tell(private_data: &[u8], qpn: u32) -> Tell<'_> {
 }
 
 impl Device {
-    /// Asks who serves datagrams on an address and port (RDMA_PS_UDP).
+    /// Asks a peer which queue pair serves datagrams on an address and port (RDMA_PS_UDP).
     pub(crate) fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<Found, ResolveError> {
         if private_data.len() > RESOLVE_DATA_MAX {
             return Err(ResolveError::PrivateData);
@@ -63,21 +63,21 @@ impl Device {
         })
     }
 
-    /// Serves datagrams on a port (RDMA_PS_UDP).
+    /// Listens on a port (RDMA_PS_UDP) for requests for datagram services.
     pub(crate) fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
         let line = listen(self, port_space::UDP, port)?;
         Ok(DatagramListener { line })
     }
 }
 
-/// A port that requests for datagram services come in on.
+/// A port on which requests for datagram services arrive.
 #[derive(Debug)]
 pub(crate) struct DatagramListener {
     line: Arc<Line>,
 }
 
 impl DatagramListener {
-    /// Waits for a request. `None`: the time is over.
+    /// Waits for a request. Returns `None` if the timeout expires.
     pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
@@ -93,16 +93,16 @@ impl DatagramListener {
         }
     }
 
-    /// Readable when a request may have come.
+    /// Returns a descriptor that is readable when a request may have arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.line.fd()
     }
 }
 
-/// A peer's request for a datagram service. Dropped undecided, it is refused.
+/// A peer's request for a datagram service. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub(crate) struct ServiceRequest {
-    /// `None`: decided.
+    /// `None` once the request is decided.
     id: Option<Id>,
     pub(crate) arrival: Arrival,
     pub(crate) peer: IpAddr,
@@ -110,7 +110,8 @@ pub(crate) struct ServiceRequest {
 }
 
 impl ServiceRequest {
-    /// Answers with a UD queue pair that is ready. The system's RDMA CM tells peers [`RDMA_UDP_QKEY`], so it must be that one's.
+    /// Answers with a UD queue pair that is ready. The system's RDMA CM sends peers [`RDMA_UDP_QKEY`], so the queue pair must have
+    /// that one.
     pub(crate) fn accept(&mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
         let serves = |state| matches!(state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
         let info = qp
@@ -126,7 +127,7 @@ impl ServiceRequest {
             .map_err(|_| AnswerError::Expired)
     }
 
-    /// Refuses.
+    /// Refuses the request.
     pub(crate) fn refuse(&mut self, private_data: &[u8]) {
         if let Some(id) = self.id.take() {
             // A request that has been withdrawn needs no answer.

@@ -16,7 +16,7 @@ use crate::features::Features;
 pub(crate) struct SharedReceiveQueue(Arc<Srq>);
 
 impl ProtectionDomain {
-    /// Makes a shared receive queue for up to `max_wr` receives; for XRC with its domain and where its completions go.
+    /// Makes a shared receive queue for up to `max_wr` receives; for XRC with its domain and the queue for its completions.
     pub(crate) fn create_srq(
         &self,
         max_wr: u32,
@@ -49,7 +49,7 @@ impl SharedReceiveQueue {
         &self.0
     }
 
-    /// Its number: what XRC peers name it by; else the one by which events name it.
+    /// Returns its number: for XRC the one by which peers name it; else the one by which events name it.
     pub(crate) fn srqn(&self) -> Srqn {
         Srqn(self.0.number())
     }
@@ -75,7 +75,7 @@ impl SharedReceiveQueue {
         self.0.modify(max_wr, limit).map_err(refused)
     }
 
-    /// What is known about it. How many receives are posted devices do not tell.
+    /// Returns what is known about it. Devices do not report how many receives are posted.
     pub(crate) fn query(&self) -> Option<SrqInfo> {
         let attr = self.0.query().ok()?;
         Some(SrqInfo {

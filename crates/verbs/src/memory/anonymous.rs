@@ -26,9 +26,9 @@ impl AnonymousMemory {
         })
     }
 
-    /// Maps `len` bytes, rounded up to whole pages, that peers on this host may map too: once such memory is registered and
-    /// its key told to a peer of the same user, that peer reads and writes it without this process's doing. A peer that maps it
-    /// reaches all of the memory, by page, not the region alone: what no peer may see belongs into a memory of its own.
+    /// Maps `len` bytes, rounded up to whole pages, that peers on this host may map too. Once such memory is registered and a peer
+    /// of the same user has its key, that peer reads and writes it without any action of this process. A peer that maps it reaches
+    /// all of the memory, by page, not the region alone: data that no peer may see belongs in a memory of its own.
     pub fn shareable(len: usize) -> io::Result<AnonymousMemory> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
         let file = sealed_file("rdmux-memory", len as u64)?;
@@ -43,10 +43,10 @@ impl AnonymousMemory {
         self.mapping.address()
     }
 
-    /// Reads one byte that a peer may write: everything that it placed before is seen too.
+    /// Reads one byte that a peer may write: everything that the peer placed before it is seen too.
     ///
     /// # Panics
-    /// When `offset` lies outside.
+    /// If `offset` lies outside of the memory.
     pub fn load_u8(&self, offset: u64) -> u8 {
         self.mapping.byte(offset).load(Ordering::Acquire)
     }

@@ -1,4 +1,4 @@
-//! Memory of the program's own, as a program registers that uses the C interface.
+//! Memory of the program's own, as programs that use the C interface register it.
 #![allow(unsafe_code, reason = "its maker promises what the compiler cannot see")]
 
 use std::any::Any;
@@ -9,12 +9,12 @@ use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
 use crate::mapping::{Mapping, Order};
 
-/// Held during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
+/// Locked during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
 /// (`IBV_ATOMIC_HCA`).
 static ATOMIC: Mutex<()> = Mutex::new(());
 
-/// Addresses of this process. An RNIC pins registered pages, so that a program may unmap them while a peer still writes there; here the
-/// kernel copies, and what is not mapped any more, or not writable, is a fault and never a signal.
+/// Addresses of this process. An RNIC pins registered pages, so that a program may unmap them while a peer still writes there. Here
+/// the kernel copies, and an access to a page that is no longer mapped, or not writable, is a fault and never a signal.
 #[derive(Debug)]
 pub struct ApplicationMemory {
     address: u64,
@@ -23,11 +23,11 @@ pub struct ApplicationMemory {
 }
 
 impl ApplicationMemory {
-    /// `len` bytes at an address of this process, whatever is mapped there.
+    /// Wraps `len` bytes at an address of this process, whatever is mapped there.
     ///
     /// # Safety
-    /// What lies there is written by devices and peers while the value lives, and as long as it is registered: there are no references to
-    /// it that this would contradict, and nothing of the program relies on its not changing.
+    /// Devices and peers write these bytes while the value lives, and as long as it is registered: there are no references to them
+    /// that this would contradict, and nothing of the program relies on their not changing.
     pub unsafe fn new(address: u64, len: u64) -> ApplicationMemory {
         ApplicationMemory {
             address,
@@ -41,7 +41,7 @@ impl ApplicationMemory {
         self.address
     }
 
-    /// Where `len` bytes at an offset lie.
+    /// Returns the address of `len` bytes at an offset.
     pub(crate) fn range(&self, offset: u64, len: u64) -> Result<u64, Fault> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len);
         end.and_then(|_| self.address.checked_add(offset))
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
     use crate::mapping::{Mapping, allows_calls_into_processes};
 
-    /// Takes the pages away and keeps their addresses, which another thread's mapping would be given otherwise.
+    /// Removes the pages and keeps their addresses, which the kernel could otherwise give to another thread's mapping.
     fn take_away(pages: &Mapping) {
         let address = std::ptr::without_provenance_mut(pages.address() as usize);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED;
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(memory.atomic(8, Atomic::FetchAdd(1)), Err(Fault::Unmapped));
     }
 
-    /// Has the system refuse this thread the calls into processes, as containers' filters of system calls do.
+    /// Makes the system refuse this thread the calls into processes, as containers' filters of system calls do.
     fn refuse_calls_into_processes() {
         let statement = |code: u32, k: u32, jt, jf| libc::sock_filter {
             code: u16::try_from(code).unwrap(),
@@ -151,7 +151,7 @@ mod tests {
         };
         let number = |call: libc::c_long| u32::try_from(call).unwrap();
         let mut filter = [
-            // The number of the call is what the data begin with.
+            // The data begin with the number of the system call.
             statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
             statement(
                 libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
@@ -220,7 +220,7 @@ mod tests {
             assert_eq!(memory.write(5, b"x"), Err(Fault::Unmapped));
             assert_eq!(memory.read(0, &mut back), Err(Fault::Unmapped));
         };
-        // Filters are a thread's own. Several copy at the same time.
+        // A filter applies to its thread alone. Several threads copy at the same time.
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(copies);

@@ -17,13 +17,13 @@ use crate::lease::{FileWatch, Held, Lease, Wanted};
 use crate::mapping::Mapping;
 use crate::persist::{self, Cpu};
 
-/// Bytes whose pages are made present by one call, so that a signal to end the program is not kept waiting.
+/// Bytes whose pages one call makes present: few enough that a signal to end the program does not wait for long.
 const POPULATE_BYTES: usize = 64 << 20;
 
 /// Why a file is not mapped as persistent memory.
 #[derive(Debug, thiserror::Error)]
 pub enum DaxError {
-    /// It is on no persistent memory, or its file system has no direct access.
+    /// It is not on persistent memory, or its file system has no direct access.
     #[error("its file system offers no direct access to persistent memory (mount -o dax)")]
     NotDax,
     /// It was opened for reading only.
@@ -35,10 +35,10 @@ pub enum DaxError {
     /// Another process could shorten it at any time.
     #[error("another process has it open")]
     InUse,
-    /// Who does not own a file gets no lease on it, and so would not be warned when it is shortened.
+    /// A process gets no lease on a file that it does not own, and so would not be warned when the file is shortened.
     #[error("it belongs to another user")]
     NotOwner,
-    /// This processor has no instructions that bring bytes out of its caches, or none that are known here.
+    /// This processor has no instructions that bring bytes out of its caches, or none that rdmux knows.
     #[error("the processor cannot write its caches back")]
     Processor,
     /// A call of the system failed.
@@ -48,17 +48,17 @@ pub enum DaxError {
 
 /// Persistent memory of this host that is mapped: a file on a file system with direct access (DAX), or a DAX device.
 ///
-/// A file is mapped under a lease: before another process opens or truncates it, the mapping is given up, and from then on the file
-/// is reached through the kernel as [`FileMemory`] does, with its faults, until the others have closed it.
+/// A file is mapped under a lease: before another process opens or truncates it, the mapping is given up. From then on, until the
+/// others have closed it, the file is reached through the kernel as [`FileMemory`] does, with its faults.
 #[derive(Debug)]
 pub struct DaxMemory {
     mapping: Arc<Mapping>,
     len: u64,
     domain: PersistenceDomain,
     cpu: Cpu,
-    /// What a file has and a device has not.
+    /// Set for a file, `None` for a device.
     file: Option<Leased>,
-    /// An RNIC writes its pages, so that bytes are where it puts them, and not where [`Memory::write`] does.
+    /// Set once an RNIC writes the pages: then bytes are where the RNIC puts them, and not where [`Memory::write`] does.
     written_past: AtomicBool,
 }
 
@@ -66,21 +66,21 @@ pub struct DaxMemory {
 struct Leased {
     lease: Lease,
     memory: Arc<FileMemory>,
-    /// Writes through the kernel so far, and how many of them a flush has brought to the medium.
+    /// Number of writes through the kernel so far, and of those that a flush has brought to the medium.
     written: AtomicU64,
     settled: AtomicU64,
 }
 
-/// The way to the bytes.
+/// Way to the bytes.
 enum Way<'a> {
-    /// While this is held, if it is a file.
+    /// The mapping; of a file, while this is held.
     Mapped(Option<Held<'a>>),
     Kernel(&'a Leased),
 }
 
 impl DaxMemory {
-    /// Maps a file, if it is on persistent memory with direct access. `declared` says what survives where the system does not know
-    /// it, or knows less; a file in memory (tmpfs) is mapped when it is declared to survive.
+    /// Maps a file, if it is on persistent memory with direct access. `declared` says what survives if the system does not know it,
+    /// or knows less; a file in memory (tmpfs) is mapped if it is declared to survive.
     pub fn map(file: Arc<FileMemory>, declared: Option<PersistenceDomain>) -> Result<DaxMemory, DaxError> {
         let (domain, cpu, mapping) = mapping_of(&file, declared)?;
         let (mapping, len) = (Arc::new(mapping), file.len());
@@ -110,7 +110,8 @@ impl DaxMemory {
         })
     }
 
-    /// Maps a whole DAX device (`/dev/dax0.0`). What survives is what the system says of the device, unless it is declared.
+    /// Maps a whole DAX device (`/dev/dax0.0`). `declared` says what survives; without it, the system's report about the device
+    /// does.
     pub fn device(path: &Path, declared: Option<PersistenceDomain>) -> Result<DaxMemory, DaxError> {
         let cpu = persist::cpu().ok_or(DaxError::Processor)?;
         let file = File::options().read(true).write(true).open(path)?;
@@ -130,7 +131,7 @@ impl DaxMemory {
             .and_then(|size| size.trim().parse::<u64>().ok())
             .filter(|size| (1..=isize::MAX as u64).contains(size))
             .ok_or_else(not_dax)?;
-        // Such a device has no file system whose records could lag behind, and nobody shortens it.
+        // Such a device has no file system whose records could lag behind, and nobody can shorten it.
         let mapping = Mapping::synchronous(&file, size as usize)?;
         Ok(DaxMemory {
             mapping: Arc::new(mapping),
@@ -144,29 +145,29 @@ impl DaxMemory {
         })
     }
 
-    /// What survives a loss of power.
+    /// Returns what survives a loss of power.
     pub fn domain(&self) -> PersistenceDomain {
         self.domain
     }
 
-    /// Whether the mapping is in use now, and no other process has the file.
+    /// Returns whether the mapping is in use, and no other process has the file.
     pub fn is_mapped(&self) -> bool {
         matches!(self.way(), Way::Mapped(_))
     }
 
-    /// Watches over a file: `tell` hears when another process wants to open it, which waits until [`FileWatch::let_go`]; from then
-    /// on the kernel copies. Of a device there is nothing to watch.
+    /// Watches over a file: calls `tell` when another process wants to open it. That process waits until [`FileWatch::let_go`];
+    /// from then on the kernel copies. Returns `None` for a device, of which there is nothing to watch.
     pub fn watch(&self, tell: impl Fn(Wanted) + Send + Sync + 'static) -> Option<FileWatch> {
         Some(self.file.as_ref()?.lease.watch(tell))
     }
 
-    /// The mapping, for an RNIC.
+    /// Returns the mapping, for an RNIC.
     pub(super) fn hand_out(&self) -> &Mapping {
         self.written_past.store(true, Ordering::Release);
         &self.mapping
     }
 
-    /// Whether what a flush is asked for may be in the caches.
+    /// Returns whether bytes that a flush covers may be in the caches.
     fn may_be_cached(&self) -> bool {
         self.through() && self.written_past.load(Ordering::Acquire)
     }
@@ -182,7 +183,7 @@ impl DaxMemory {
         }
     }
 
-    /// Whether all that was written is in the domain after a fence.
+    /// Returns whether everything that was written is in the domain after a fence.
     fn is_settled(&self) -> bool {
         let settled = |leased: &Leased| leased.is_settled() && leased.lease.hold().is_some();
         self.file.as_ref().is_none_or(settled)
@@ -193,13 +194,14 @@ impl DaxMemory {
         fits.then_some(()).ok_or(Fault::Unmapped)
     }
 
-    /// Whether bytes must leave the caches to survive. In larger domains they need not, and where nothing survives it is no use.
+    /// Returns whether bytes must leave the caches to survive. In larger domains they need not, and if nothing survives it is no
+    /// use.
     fn through(&self) -> bool {
         self.domain == PersistenceDomain::Adr
     }
 }
 
-/// What it takes to map a file; says why not.
+/// Returns what is needed to map a file, or why it cannot be mapped.
 fn mapping_of(
     file: &FileMemory,
     declared: Option<PersistenceDomain>,
@@ -227,14 +229,14 @@ fn mapping_of(
     Ok((domain, persist::cpu().ok_or(DaxError::Processor)?, mapping))
 }
 
-/// Has the file system allocate and clear every block, and record that, by a mapping that may do so in bulk: through a
+/// Makes the file system allocate and clear every block, and record that, through a mapping that may do so in bulk: through a
 /// synchronous one each page would wait for a record of its own.
 fn prepare(file: &File, len: usize) -> io::Result<()> {
     populate(&Mapping::of_file(file, 0, len, true)?)?;
     file.sync_all()
 }
 
-/// Makes every page present, so that nothing is left that could fail when it is touched.
+/// Makes every page present, so that no later access can fail.
 fn populate(mapping: &Mapping) -> io::Result<()> {
     for offset in (0..mapping.len()).step_by(POPULATE_BYTES) {
         mapping.populate(offset as u64, POPULATE_BYTES.min(mapping.len() - offset))?;
@@ -253,13 +255,13 @@ impl Memory for DaxMemory {
             && let Some(leased) = &self.file
             && !leased.is_settled()
         {
-            // A READ's answer promises that what was written before is in the domain, and the kernel wrote some of it.
+            // The answer to a READ promises that earlier writes are in the domain, and the kernel wrote some of them.
             leased.settle(0, self.len)?;
         }
         match self.way() {
             Way::Mapped(_held) => {
                 if self.through() {
-                    // What was written before is in the domain when the READ is answered.
+                    // Earlier writes must be in the domain when the READ is answered.
                     persist::fence();
                 }
                 self.mapping.read(offset, out)
@@ -306,8 +308,8 @@ impl Memory for DaxMemory {
         }
     }
 
-    /// All that was placed needs no more than a fence, whatever its length. Through the kernel it waits for the medium; a file that
-    /// changes hands between this answer and the flush holds up the engine once.
+    /// Returns whether a fence is enough for a flush, whatever its length. A flush through the kernel waits for the medium; a file
+    /// that changes hands between this answer and the flush holds up the engine once.
     fn flush_is_immediate(&self, placement: Placement) -> bool {
         !placement.contains(Placement::PERSISTENT) || self.is_settled() && !self.may_be_cached()
     }
@@ -316,7 +318,8 @@ impl Memory for DaxMemory {
         Some(self)
     }
 
-    /// Those of a device. Of a file the mapping is given up when another process wants it, which a device would not notice.
+    /// Returns the pages of a device. The mapping of a file is given up when another process wants the file, which an RNIC would
+    /// not notice.
     fn pages(&self) -> Option<&dyn Any> {
         self.file.is_none().then_some(self as &dyn Any)
     }
@@ -339,7 +342,7 @@ impl Memory for DaxMemory {
         }
         match self.way() {
             Way::Mapped(_held) => Ok(()),
-            // It changed hands since.
+            // The file changed hands since the check above.
             Way::Kernel(leased) if medium => leased.settle(offset, length),
             Way::Kernel(leased) => leased.memory.check(offset, length),
         }
@@ -351,9 +354,9 @@ impl Leased {
         self.settled.load(Ordering::Acquire) >= self.written.load(Ordering::Acquire)
     }
 
-    /// Brings to the medium what was written through the kernel, and through the mapping before.
+    /// Brings to the medium what was written through the kernel, and what was written through the mapping before.
     fn settle(&self, offset: u64, length: u64) -> Result<(), Fault> {
-        // What is written from here on is the next flush's.
+        // Writes from here on belong to the next flush.
         let written = self.written.load(Ordering::Acquire);
         self.memory.flush_to_medium(offset, length)?;
         self.settled.fetch_max(written, Ordering::AcqRel);

@@ -1,4 +1,4 @@
-//! What the system says of a device's persistence domain.
+//! The persistence domain of a device, as the system reports it.
 
 use std::fs;
 use std::io;
@@ -11,7 +11,7 @@ use super::PersistenceDomain;
 
 const TMPFS: i64 = 0x0102_1994;
 
-/// Whether a file's bytes are in memory alone, on no device: tmpfs, ramfs, hugetlbfs.
+/// Returns whether a file's bytes are in memory alone, on no device: tmpfs, ramfs, hugetlbfs.
 pub(super) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
     const RAMFS: i64 = 0x8584_58f6;
     const HUGETLBFS: i64 = 0x9584_58f6;
@@ -25,7 +25,7 @@ pub(super) fn keeps_its_blocks(file: impl AsFd) -> io::Result<bool> {
     Ok(counts_what_is_allocated(fstatfs(file)?.f_type))
 }
 
-/// By the number that statfs(2) has for a file system.
+/// Returns whether a file system, given by its statfs(2) number, counts allocated blocks.
 fn counts_what_is_allocated(file_system: i64) -> bool {
     const EXT: i64 = 0xef53;
     const XFS: i64 = 0x5846_5342;
@@ -33,7 +33,7 @@ fn counts_what_is_allocated(file_system: i64) -> bool {
     [EXT, XFS, BTRFS, TMPFS].contains(&file_system)
 }
 
-/// Whether a block device, given by its folder, keeps its bytes in memory alone.
+/// Returns whether a block device, given by its folder, keeps its bytes in memory alone.
 pub(super) fn is_ram_disk(device: &Path) -> bool {
     let name = device
         .file_name()
@@ -42,14 +42,14 @@ pub(super) fn is_ram_disk(device: &Path) -> bool {
     name.starts_with("ram") || name.starts_with("zram")
 }
 
-/// The folder of a device in sysfs. `kind` is `block` or `char`.
+/// Returns the folder of a device in sysfs. `kind` is `block` or `char`.
 pub(super) fn device_folder(kind: &str, number: u64) -> io::Result<PathBuf> {
     let path = format!("/sys/dev/{kind}/{}:{}", major(number), minor(number));
     Path::new(&path).canonicalize()
 }
 
-/// What the system says of a device, given by its folder: `None` where it says nothing, or that it does not know. Of a device that
-/// is made of others, the weakest word holds.
+/// Returns the persistence domain that the system reports for a device, given by its folder; `None` if the system reports none, or
+/// does not know it. For a device that is made of others, the weakest report holds.
 pub(super) fn domain_of(device: &Path) -> Option<PersistenceDomain> {
     let word = device
         .ancestors()

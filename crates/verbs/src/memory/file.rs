@@ -17,25 +17,26 @@ use super::domain::{device_folder, is_in_memory, is_ram_disk, keeps_its_blocks};
 use crate::lease::{FileWatch, Wanted};
 use crate::mapping::Mapping;
 
-/// A file, or a block device as one, reached by `pread` and `pwrite`: the kernel copies, so a file that another process truncates
-/// or a medium that fails is a fault and never a signal. Its blocks are allocated when it is opened.
+/// A file, or a block device as one, reached by `pread` and `pwrite`. The kernel copies, so truncation by another process or a
+/// failing medium is a fault and never a signal. Its blocks are allocated when it is opened.
 #[derive(Debug)]
 pub struct FileMemory {
     file: Arc<File>,
     len: u64,
     domain: PersistenceDomain,
     read_only: bool,
-    /// Its size stays.
+    /// Set for a block device, whose size does not change.
     is_device: bool,
-    /// All blocks were allocated at first and the file system lets none go, so that fewer later mean a truncation, even one that was
-    /// grown over again.
+    /// Set when all blocks were allocated at first and the file system lets none go. Fewer blocks later then mean a truncation,
+    /// even if the file has grown again since.
     blocks_known: bool,
-    /// A flush failed: what was written since may be lost though later flushes would succeed. It stays failed. Held while a
-    /// flush runs, since the kernel tells a failure to one caller alone.
+    /// Set once a flush has failed, and never cleared: bytes written since may be lost though later flushes would succeed. Locked
+    /// while a flush runs, since the kernel reports a failure to one caller alone.
     failed: Mutex<bool>,
-    /// Held from the read to the write of an atomic operation.
+    /// Locked from the read to the write of an atomic operation.
     atomics: Mutex<()>,
-    /// For an RNIC that pages on demand, made when the first asks. No processor touches it, so that truncation stays a fault.
+    /// Mapping for an RNIC that pages on demand, made when the first one asks. No processor touches it, so that truncation stays a
+    /// fault.
     mapping: OnceLock<Mapping>,
 }
 
@@ -45,7 +46,7 @@ impl FileMemory {
         let mut options = File::options();
         options.read(true).write(!read_only);
         if !read_only {
-            // Nobody else who asks like this gets it, and who has it mounted has asked like this. open(2).
+            // Of all openers with this flag only one gets the device, and a mount opens it with this flag. open(2).
             options.custom_flags(OFlags::EXCL.bits() as i32);
         }
         let mut file = options.open(path)?;
@@ -115,7 +116,7 @@ impl FileMemory {
             }
             if domain == PersistenceDomain::File {
                 file.sync_all()?;
-                // Of the file itself, where `path` is a link.
+                // The directory of the file itself, if `path` is a link.
                 let real = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
                 let real = real.or_else(|_| path.canonicalize())?;
                 let parent = real.parent().unwrap_or_else(|| Path::new("/"));
@@ -136,12 +137,12 @@ impl FileMemory {
         })
     }
 
-    /// What survives a loss of power once it is flushed.
+    /// Returns what survives a loss of power once it is flushed.
     pub fn domain(&self) -> PersistenceDomain {
         self.domain
     }
 
-    /// Whether it was opened for reading only.
+    /// Returns whether it was opened for reading only.
     pub fn is_read_only(&self) -> bool {
         self.read_only
     }
@@ -150,19 +151,19 @@ impl FileMemory {
         &self.file
     }
 
-    /// A mapping for an RNIC that asks the kernel for each page when it needs it: the kernel then allocates, marks as changed and takes
-    /// back pages as for any mapping, so that `fdatasync` knows what the device wrote.
+    /// Returns a mapping for an RNIC that asks the kernel for each page when it needs it. The kernel then allocates pages, marks
+    /// them as changed and takes them back as for any mapping, so that `fdatasync` knows what the device wrote.
     pub(super) fn hand_out(&self) -> Option<&Mapping> {
         if self.mapping.get().is_none() {
             let mapping = Mapping::of_file(&*self.file, 0, usize::try_from(self.len).ok()?, !self.read_only);
-            // Another thread's serves as well.
+            // A mapping that another thread set serves as well.
             let _ = self.mapping.set(mapping.ok()?);
         }
         self.mapping.get()
     }
 
-    /// Whether `len` bytes at `offset` are there. Another process may truncate the file at any time: this is looked at before
-    /// each access, and again by each flush before it promises anything.
+    /// Checks that `len` bytes at `offset` are there. Another process may truncate the file at any time: each access checks this
+    /// first, and each flush checks it again before it promises anything.
     pub(super) fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
         let end = offset
             .checked_add(len)
@@ -181,7 +182,7 @@ impl FileMemory {
 }
 
 impl FileMemory {
-    /// Watches over the file: `tell` hears when another process wants to open it, which waits meanwhile.
+    /// Watches over the file: calls `tell` when another process wants to open it. That process waits meanwhile.
     pub fn watch(&self, tell: impl Fn(Wanted) + Send + Sync + 'static) -> io::Result<FileWatch> {
         FileWatch::begin(self.file.clone(), self.read_only, tell)
     }
@@ -215,7 +216,7 @@ impl Memory for FileMemory {
         if !offset.is_multiple_of(8) {
             return Err(Fault::NotSupported);
         }
-        // Atomic to all that comes this way; a processor that maps the file may see it come between read and write.
+        // Atomic to all accesses through this memory; an access of a processor that maps the file may come between read and write.
         let _one_at_a_time = self.atomics.lock().unwrap_or_else(PoisonError::into_inner);
         let mut before = [0; 8];
         self.read(offset, &mut before)?;
@@ -242,7 +243,7 @@ impl Memory for FileMemory {
         Some(self)
     }
 
-    /// Those of the page cache, for an RNIC that pages on demand. Of block devices it is not tried.
+    /// Returns the pages of the page cache, for an RNIC that pages on demand. This is not tried for block devices.
     fn pages(&self) -> Option<&dyn Any> {
         (!self.is_device).then_some(self as &dyn Any)
     }
@@ -261,7 +262,7 @@ impl Memory for FileMemory {
 }
 
 impl FileMemory {
-    /// A persistent flush, whatever the domain.
+    /// Flushes persistently, whatever the domain.
     pub(super) fn flush_to_medium(&self, offset: u64, length: u64) -> Result<(), Fault> {
         self.check(offset, length)?;
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -277,7 +278,7 @@ impl FileMemory {
     }
 }
 
-/// fdatasync(2), in place of which a test can have something else done.
+/// Calls fdatasync(2); a test can replace the call.
 fn sync(file: &File) -> Result<(), Errno> {
     #[cfg(test)]
     if let Some(instead) = tests::SYNC_ONCE.take() {
@@ -302,7 +303,7 @@ fn io_fault(error: &io::Error) -> Fault {
     fault(Errno::from_io_error(error).unwrap_or(Errno::IO))
 }
 
-/// Allocates blocks where the file system has no `fallocate`: by writing zeros where there is nothing yet.
+/// Allocates blocks if the file system has no `fallocate`: writes zeros where there is nothing yet.
 fn write_holes(file: &File, from: u64, to: u64) -> io::Result<()> {
     let zeros = vec![0u8; 1 << 20];
     let mut at = from;
@@ -326,7 +327,7 @@ mod tests {
     type Sync = fn(&File) -> Result<(), Errno>;
 
     thread_local! {
-        /// Done in place of this thread's next fdatasync.
+        /// Replacement for this thread's next fdatasync.
         pub(super) static SYNC_ONCE: Cell<Option<Sync>> = const { Cell::new(None) };
     }
 

@@ -1,5 +1,5 @@
-//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; addresses of the program's own; files, reached through the kernel; and
-//! persistent memory, DAX files and devices, mapped.
+//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; addresses of the program's own; files,
+//! reached through the kernel; and persistent memory (DAX files and devices), mapped.
 
 use rdmux_rnic::Memory;
 
@@ -15,17 +15,17 @@ pub use self::dax::{DaxError, DaxMemory};
 pub use self::file::FileMemory;
 pub use crate::mapping::allows_calls_into_processes;
 
-/// Whether a memory's pages stay, so that a device may hold on to them.
+/// Permanence of a memory's pages: a device may hold on to pages that stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pages {
-    /// They do, as long as the memory lives.
+    /// They stay as long as the memory lives.
     Stay,
-    /// They come and go: those of a file, which belong to the page cache and end where somebody shortens it.
+    /// They come and go: pages of a file, which belong to the page cache and end where somebody shortens the file.
     ComeAndGo,
 }
 
 impl Pages {
-    /// Those of a memory; `None`: a device cannot reach it by itself.
+    /// Returns the permanence of a memory's pages; `None`: a device cannot reach them by itself.
     pub(crate) fn of(memory: &dyn Memory) -> Option<Pages> {
         let pages = memory.pages()?;
         match pages.downcast_ref::<FileMemory>() {
@@ -35,7 +35,7 @@ impl Pages {
     }
 }
 
-/// Where `length` bytes at an offset of a memory are in this process. Their addresses stay theirs as long as the memory lives.
+/// Returns the address in this process of `length` bytes at an offset of a memory. The bytes keep it as long as the memory lives.
 pub(crate) fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
     let pages = memory.pages()?;
     let mapping = if let Some(anonymous) = pages.downcast_ref::<AnonymousMemory>() {
@@ -49,7 +49,7 @@ pub(crate) fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option
     (end <= mapping.len() as u64).then(|| mapping.address() + offset)
 }
 
-/// What becomes of bytes when power fails. `docs/persistence.md` says which flush reaches what.
+/// Fate of bytes when power fails. `docs/persistence.md` says which flush reaches what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PersistenceDomain {
     /// Nothing survives: DRAM, tmpfs.
@@ -59,8 +59,8 @@ pub enum PersistenceDomain {
     /// Persistent memory and the memory controller's queue before it (ADR): bytes survive once they have left the processor's
     /// caches.
     Adr,
-    /// The same with the caches (eADR, or CXL's Global Persistent Flush): bytes survive once every processor sees them.
+    /// The same and the caches (eADR, or CXL's Global Persistent Flush): bytes survive once every processor sees them.
     Eadr,
-    /// The whole system, as by a battery.
+    /// The whole system, as with a battery.
     WholeSystem,
 }

@@ -1,4 +1,4 @@
-//! What several of the tests here begin with.
+//! Common beginnings of several of the tests here.
 #![allow(dead_code, reason = "not every test needs all of it")]
 
 use std::io::{BufRead, BufReader, Read};
@@ -11,7 +11,7 @@ use rdmux_verbs::*;
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Connects two queue pairs, the first of which asks as `params` say. Their connections.
+/// Connects two queue pairs, the first of which asks as `params` say. Returns their connections.
 pub(crate) fn connect(client: &QueuePair, server: &QueuePair, params: &ConnectParams) -> [Connection; 2] {
     let [asking, asked] = [client, server].map(|qp| qp.pd().device());
     let listener = asked.listen(7174).unwrap();
@@ -32,7 +32,7 @@ pub(crate) fn connect(client: &QueuePair, server: &QueuePair, params: &ConnectPa
     })
 }
 
-/// With what a queue pair is brought up by hand, RC or UC, towards one of a peer that need not be rdmux.
+/// Returns the steps that bring up a queue pair by hand, RC or UC, towards one of a peer that need not be rdmux.
 pub(crate) fn towards(
     qp: &QueuePair,
     peer: IpAddr,
@@ -74,14 +74,14 @@ pub(crate) fn towards(
     ]
 }
 
-/// Brings a queue pair up, without a message.
+/// Brings a queue pair up, without a message of connection management.
 pub(crate) fn bring_up(qp: &QueuePair, steps: [(QpState, QpAttributes); 3]) {
     for (to, attributes) in steps {
         qp.modify(to, &attributes).unwrap();
     }
 }
 
-/// What another process tells: its lines after `@ `, which a test's own output has not.
+/// Returns what another process reports: its lines after `@ `, which a test's own output does not have.
 pub(crate) fn told(stdout: impl Read + Send + 'static) -> Receiver<String> {
     let (tx, events) = mpsc::channel();
     thread::spawn(move || {

@@ -58,7 +58,7 @@ pub(in crate::hw) struct Cq {
 }
 
 impl Cq {
-    /// Makes one for `depth` completions, whose events are of `number`.
+    /// Makes a queue for `depth` completions, whose events carry `number`.
     pub(in crate::hw) fn new(context: &Arc<Context>, depth: u32, number: u32) -> Result<Cq, Errno> {
         let (poll, notify) = context
             .ops()
@@ -85,12 +85,12 @@ impl Cq {
         })
     }
 
-    /// Takes completions; how many.
+    /// Takes completions; returns how many.
     pub(in crate::hw) fn poll(&self, into: &mut [abi::Wc; POLL_MAX], max: usize) -> usize {
         let max = max.min(POLL_MAX) as c_int;
         // SAFETY: there is room for as many completions as are asked for.
         let taken = unsafe { (self.poll)(self.pointer.as_ptr(), max, into.as_mut_ptr()) };
-        // A queue that overran gives an error: it has no more completions.
+        // A queue that overran returns an error: it has no more completions.
         usize::try_from(taken).unwrap_or(0).min(POLL_MAX)
     }
 
@@ -101,18 +101,18 @@ impl Cq {
         done(unsafe { (self.channel.context.library.ibv_resize_cq)(self.pointer.as_ptr(), depth) })
     }
 
-    /// Asks for an event at the next completion.
+    /// Requests an event at the next completion.
     pub(in crate::hw) fn arm(&self, solicited_only: bool) {
         // SAFETY: the queue lives. It cannot fail but for what the arguments rule out.
         unsafe { (self.notify)(self.pointer.as_ptr(), solicited_only.into()) };
     }
 
-    /// Readable when there is an event.
+    /// Returns a descriptor that is readable when there is an event.
     pub(in crate::hw) fn fd(&self) -> BorrowedFd<'_> {
         self.channel.fd()
     }
 
-    /// Takes and acknowledges the events there are. Whether there were any.
+    /// Takes and acknowledges all events. Returns whether there were any.
     pub(in crate::hw) fn take_events(&self) -> bool {
         let library = self.channel.context.library;
         let (mut cq, mut context) = (null_mut(), null_mut());

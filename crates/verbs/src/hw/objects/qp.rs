@@ -1,4 +1,4 @@
-//! Queue pairs, what is sent by them, and address handles.
+//! Queue pairs, their requests, and address handles.
 #![allow(unsafe_code, reason = "objects of a C library, and calls of it")]
 
 use std::ffi::c_int;
@@ -14,7 +14,7 @@ use crate::abi;
 
 shared! { Qp Ah }
 
-/// With what a queue pair is made.
+/// Parameters of a new queue pair.
 #[derive(Debug)]
 pub(in crate::hw) struct QpInit {
     pub(in crate::hw) qp_type: u32,
@@ -32,18 +32,18 @@ pub(in crate::hw) struct QpInit {
 pub(in crate::hw) struct Qp {
     pd: Arc<Pd>,
     pointer: NonNull<abi::Qp>,
-    /// The same, where it was made with extended operations.
+    /// The same queue pair, if it was made with extended operations.
     extended: Option<NonNull<abi::QpEx>>,
     post_send: abi::PostSend,
     post_recv: abi::PostRecv,
-    /// What it has got, and what it uses.
+    /// The capacities that it has got, and the objects that it uses.
     init: QpInit,
 }
 
-/// Where a request is for, or what it is about.
+/// Target or subject of a request.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::hw) enum Work<'a> {
-    /// Only what the list has.
+    /// Nothing but the list.
     List,
     Rdma {
         va: u64,
@@ -67,7 +67,7 @@ pub(in crate::hw) enum Work<'a> {
     },
 }
 
-/// What a window is bound to.
+/// Range that a window is bound to.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::hw) struct BindRange<'a> {
     pub(in crate::hw) region: &'a Mr,
@@ -93,16 +93,16 @@ pub(in crate::hw) struct Request<'a> {
     pub(in crate::hw) wr_id: u64,
     pub(in crate::hw) opcode: u32,
     pub(in crate::hw) flags: u32,
-    /// As the structure has it: immediate data in network order, or a key.
+    /// In the form of the structure: immediate data in network order, or a key.
     pub(in crate::hw) imm: u32,
     pub(in crate::hw) sges: &'a SgeList,
     pub(in crate::hw) work: Work<'a>,
-    /// XRC.
+    /// Target of a request on XRC.
     pub(in crate::hw) srqn: u32,
 }
 
 impl Request<'_> {
-    /// Its list; bytes inline are an element of their own.
+    /// Returns its list; bytes inline are an element of their own.
     fn elements(&self) -> Elements {
         let mut elements = Elements::new(self.sges);
         if let Some(bytes) = self.sges.as_inline() {
@@ -116,7 +116,7 @@ impl Request<'_> {
         elements
     }
 
-    /// As the library takes it, with its list; it is to outlive neither.
+    /// Returns the request in the library's form, with its list; the result must outlive neither.
     fn send(&self, list: &mut Elements) -> abi::SendWr {
         let is_inline = self.sges.as_inline().is_some();
         let flags = self.flags | if is_inline { abi::SEND_INLINE } else { 0 };
@@ -187,7 +187,7 @@ pub(in crate::hw) enum ExtendedRequest {
 }
 
 impl Qp {
-    /// Makes one; what it has got is in [`Qp::cap`].
+    /// Makes a queue pair; [`Qp::cap`] has the capacities that it has got.
     pub(in crate::hw) fn new(pd: &Arc<Pd>, mut init: QpInit) -> Result<Qp, Errno> {
         let context = &pd.context;
         let ops = context.ops();
@@ -259,12 +259,12 @@ impl Qp {
         unsafe { (*self.pointer.as_ptr()).qp_num }
     }
 
-    /// What the device made of what was asked for.
+    /// Returns the capacities that the device gave for those requested.
     pub(in crate::hw) fn cap(&self) -> &abi::QpCap {
         &self.init.cap
     }
 
-    /// Operations of [`abi::qp_ex`] that it takes.
+    /// Returns the operations of [`abi::qp_ex`] that it takes.
     pub(in crate::hw) fn extended(&self) -> u64 {
         match self.extended {
             Some(_) => self.init.extended,
@@ -311,12 +311,12 @@ impl Qp {
         let mut list = request.elements();
         let mut wr = request.send(&mut list);
         let mut bad = null_mut();
-        // SAFETY: the request, its list and what it points to live until the call returns, bytes inline are copied before; what else it
-        // names by number the device checks.
+        // SAFETY: the request, its list and what it points to live until the call returns, and bytes inline are copied before; the
+        // device checks what else the request names by number.
         done(unsafe { (self.post_send)(self.pointer.as_ptr(), &mut wr, &mut bad) })
     }
 
-    /// Posts requests in order by one call. An error comes with the place of the request that it is of: those before it are posted.
+    /// Posts requests in order by one call. An error comes with the place of its request: those before it are posted.
     pub(in crate::hw) fn post_send_chain(&self, requests: &[Request<'_>]) -> Result<(), (usize, Errno)> {
         let mut lists: Vec<Elements> = requests.iter().map(Request::elements).collect();
         let both = requests.iter().zip(&mut lists);
@@ -327,16 +327,16 @@ impl Qp {
             unsafe { (*first.add(at - 1)).next = first.add(at) };
         }
         let mut bad = null_mut();
-        // SAFETY: as for one request, of each; the last has none behind it.
+        // SAFETY: as for one request, for each of them; the last has no request behind it.
         let posted = done(unsafe { (self.post_send)(self.pointer.as_ptr(), first, &mut bad) });
         posted.map_err(|error| {
             let at = bad.addr().saturating_sub(first.addr()) / size_of::<abi::SendWr>();
-            // A library that does not say which has posted none, for all that is known.
+            // If the library does not say which request failed, none counts as posted.
             (if at < requests.len() { at } else { 0 }, error)
         })
     }
 
-    /// Posts a request that only the extended interface has. No other request is posted meanwhile: the caller sees to it.
+    /// Posts a request that only the extended interface has. The caller ensures that no other request is posted meanwhile.
     pub(in crate::hw) fn post_extended(
         &self,
         wr_id: u64,
@@ -376,7 +376,7 @@ impl Qp {
         }
     }
 
-    /// Binds a window of type 1; its new key.
+    /// Binds a window of type 1; returns its new key.
     pub(in crate::hw) fn bind_mw(
         &self,
         wr_id: u64,

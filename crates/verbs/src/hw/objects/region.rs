@@ -19,13 +19,13 @@ pub(in crate::hw) struct Mr {
     pd: Arc<Pd>,
     pub(super) pointer: NonNull<abi::Mr>,
     memory: Option<Arc<dyn Memory>>,
-    /// Of the memory.
+    /// Offset in the memory.
     offset: u64,
     length: u64,
 }
 
 impl Mr {
-    /// Registers `length` bytes at an offset of a memory. `None`: it has no pages that a device may reach by itself.
+    /// Registers `length` bytes at an offset of a memory. `None`: the memory has no pages that a device may reach by itself.
     pub(in crate::hw) fn new(
         pd: &Arc<Pd>,
         memory: Arc<dyn Memory>,
@@ -85,7 +85,7 @@ pub(in crate::hw) struct Mw {
 }
 
 impl Mw {
-    /// Makes one of type 1 or 2.
+    /// Makes a window of type 1 or 2.
     pub(in crate::hw) fn new(pd: &Arc<Pd>, mw_type: u32) -> Result<Mw, Errno> {
         let ops = pd.context.ops();
         let (alloc, dealloc) = ops.alloc_mw.zip(ops.dealloc_mw).ok_or(Errno::OPNOTSUPP)?;

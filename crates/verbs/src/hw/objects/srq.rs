@@ -59,12 +59,12 @@ pub(in crate::hw) struct Srq {
     post: abi::PostSrqRecv,
     number: u32,
     max_sge: u32,
-    /// What one of XRC uses.
+    /// The objects that a queue of XRC uses.
     _xrc: Option<(Arc<Xrcd>, Arc<Cq>)>,
 }
 
 impl Srq {
-    /// Makes one for `max_wr` receives of `max_sge` elements, whose events are of `number`, unless peers name it.
+    /// Makes a queue for `max_wr` receives of `max_sge` elements. Its events carry `number`, unless peers name it.
     pub(in crate::hw) fn new(
         pd: &Arc<Pd>,
         max_wr: u32,
@@ -119,7 +119,7 @@ impl Srq {
         };
         // SAFETY: the queue lives.
         done(unsafe { number_of(srq.pointer.as_ptr(), &mut srq.number) })?;
-        // SAFETY: nobody but this thread has the queue yet. Its events are of the number that peers name it by.
+        // SAFETY: nobody but this thread has the queue yet. Its events carry the number by which peers name it.
         unsafe {
             (*srq.pointer.as_ptr()).srq_context = std::ptr::without_provenance_mut(srq.number as usize)
         };
@@ -130,7 +130,7 @@ impl Srq {
         self.number
     }
 
-    /// Elements that a receive may have.
+    /// Returns how many elements a receive may have.
     pub(in crate::hw) fn max_sge(&self) -> usize {
         self.max_sge as usize
     }
