@@ -1,10 +1,11 @@
-//! The engine's driver: it moves datagrams between sockets and the [`Rnic`], keeps its timers, carries out its flushes and
-//! wakes who waits.
+//! The engine's driver: it moves datagrams between sockets and the [`Rnic`], runs its timers, carries out its flushes and wakes
+//! waiting callers.
 //!
-//! Whoever has the turn ([`turn`]) drives. Normally that is the engine's thread, which sleeps in epoll until a datagram, a
-//! timer or a kick. A caller that polls a completion queue drives as well, and while one does the thread leaves the socket to it
-//! ([`handover`]): two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the socket back at
-//! once, and one that waits sits in the thread's place ([`seat`]). A caller that only posts, and finds the turn taken, leaves its request for whoever has it.
+//! Whoever holds the engine's turn ([`turn`]) drives the engine. Normally that is the engine's thread, which sleeps in epoll until a
+//! datagram arrives, a timer expires or it is kicked. A caller that polls a completion queue drives as well, and meanwhile the thread
+//! leaves the socket to it ([`handover`]): two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the
+//! socket back at once, and a caller that waits takes the thread's place ([`seat`]). A caller that only posts, and finds the turn
+//! taken, leaves its request to the holder of the turn.
 
 mod flush;
 mod handover;
@@ -67,42 +68,42 @@ use super::shm::ring::Meta;
 use super::trace::Level;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 
-/// Looks of a spinning caller between two at whether somebody else needs its CPU.
+/// Polls by a spinning caller between two checks whether somebody else needs its CPU.
 const LOOKS_PER_LOOK_AROUND: u32 = 64;
-/// Polls that found nothing since a completion queue was armed last, after which a caller is taken for one that polls until it finds
-/// something. Programs that sleep poll some times, and then arm.
+/// Polls that find nothing after a completion queue was last armed, after which the engine assumes that the caller polls until it
+/// finds something. Programs that sleep poll a few times, and then arm.
 const POLLS_OF_SPINNER: u32 = 64;
-/// Turns in a row that a caller takes for what others left.
+/// Consecutive turns that a caller takes for requests that others left.
 const TURNS_FOR_OTHERS: u32 = 16;
-/// Receives of the engine's thread before others have their turn: transmit, timers. A polling caller receives once a call:
-/// looking again after a hit would delay what it waits for by a system call.
+/// Receive calls of the engine's thread in a row before transmission and timers. A polling caller receives once per call: another
+/// receive after a hit would delay the caller's result by a system call.
 const RECEIVES_PER_TURN: usize = 8;
-/// How often a process that ends tries to get the turn, for its last acknowledgements: it must not wait for a thread that does not go on.
+/// Attempts of an ending process to take the turn for its last acknowledgements: it must not wait for a thread that makes no progress.
 const LAST_TRIES: usize = 1_000;
-/// How often a polling caller looks at what other engines have to say. Their messages have a thread of their own, but one that may
-/// wait long for a CPU that a caller spins on.
+/// Interval at which a polling caller serves the messages of other engines. These messages have a thread of their own, which may wait
+/// long for a CPU that a caller spins on.
 const SERVE_NS: u64 = 100_000;
-/// Bytes gathered before they are sent.
+/// Bytes collected before they are sent.
 const TRANSMIT_BYTES: usize = 256 << 10;
-/// How long a full socket may hold up the others: a NIC's queue empties faster, a neighbour that is not there never.
+/// Longest time for which a full socket may block the others: a NIC's queue drains faster, that of an absent neighbour never does.
 const SOCKET_FULL_NS: u64 = 2_000_000;
-/// How long to wait for room in a socket's buffer, which empties by itself in well under a millisecond.
+/// Time between attempts to send to a full socket, whose buffer drains by itself in well under a millisecond.
 const SOCKET_RETRY_NS: u64 = 500_000;
-/// Sleeps shorter than this end when they should, not at the next millisecond.
+/// Sleeps shorter than this end on time, not at the next millisecond.
 const PRECISE_NS: u64 = 10_000_000;
 
-/// Why a queue pair was not attached to a multicast group.
+/// Reason why a queue pair was not attached to a multicast group.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// The device does not attach it.
+    /// The device refuses to attach it.
     #[error(transparent)]
     Refused(#[from] McastError),
-    /// The system did not let the device join.
+    /// The system did not let the device join the group.
     #[error("joining {group}: {source}")]
     Join {
         /// The group.
         group: IpAddr,
-        /// Why.
+        /// Error that the system returned.
         source: io::Error,
     },
 }
@@ -111,57 +112,58 @@ pub enum AttachError {
 #[derive(Debug)]
 pub(crate) struct ListenerEntry {
     pub(crate) sink: CmSink,
-    /// It is asked for datagrams, not for connections.
+    /// Set for a service of datagrams (SIDR), not of connections.
     pub(crate) datagrams: bool,
 }
 
-/// A connection that an application holds, or a service that it asks for.
+/// A connection that an application holds, or its query for a service.
 #[derive(Debug)]
 pub(crate) struct ConnectionEntry {
     pub(crate) sink: CmSink,
-    /// The queue pair that ends with it, until this side has ended the connection.
+    /// Queue pair that ends with the connection; `None` once this side has ended the connection.
     pub(crate) qpn: Option<Qpn>,
-    /// Its place in the ledger of the address, as soon as the peer may take it for connected.
+    /// Entry in the ledger of the address, from the moment that the peer may regard the connection as established.
     pub(crate) record: Option<Record>,
 }
 
-/// Until when those who may drive sleep at most, in ns of the engine's clock; 0: awake, or looks again by itself.
+/// Times in ns of the engine's clock at which the sleeping thread and the caller in the seat wake at the latest; 0: awake, or looks
+/// again by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sleeps {
     thread_ns: u64,
     seat_ns: u64,
 }
 
-/// What is reached under the engine's lock.
+/// State that the engine's lock protects.
 pub(crate) struct Core {
     pub(crate) rnic: Port,
     rx: RxSocket,
     memberships: Memberships,
     pub(crate) links: Links,
-    /// When it was last heard what other engines have to say.
+    /// Time at which the messages of other engines were last served.
     served_at: Time,
     sleeps: Sleeps,
-    /// The thread sleeps in epoll.
+    /// True while the thread sleeps in epoll.
     thread_asleep: bool,
-    /// A caller looks out for a moment: while it does, peers need not ring for a thread that sleeps.
+    /// True while a caller polls for a moment before it sleeps: peers need not ring for a sleeping thread meanwhile.
     caller_looks: bool,
-    /// Peers ring for the thread.
+    /// True while peers ring for the thread.
     bells: bool,
-    /// How often completion queues have told who waits for them.
+    /// Number of wake-ups that completion queues sent to their waiters.
     told: Arc<AtomicU64>,
-    /// Calls of polling callers: all, and those since a completion queue was armed.
+    /// Polls by callers: all of them, and those since a completion queue was armed.
     polls: u32,
     polls_unarmed: u32,
     looks: Looks,
-    /// How often the sockets were looked at.
+    /// Number of times that the sockets were read.
     #[cfg(test)]
     looked: u64,
     batch: RxBatch,
     tx: TxSockets,
     buf: TransmitBuf,
-    /// Trains of `buf` that were sent already; the rest waits for the socket.
+    /// Trains of `buf` that are already sent; the rest waits for the socket.
     sent: usize,
-    /// Since when a socket takes no more.
+    /// Time since which a socket has been full.
     blocked: Option<Time>,
     gso: bool,
     address: IpAddr,
@@ -169,16 +171,16 @@ pub(crate) struct Core {
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
     pub(crate) async_events: AsyncEvents,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,
-    /// Connections that were accepted and wait for the peer's last message, or its first request, by their queue pairs.
+    /// Connections that were accepted and wait for the peer's RTU or its first request, by their queue pairs.
     pub(crate) accepted: HashMap<Qpn, CmId>,
     pub(crate) listeners: HashMap<ServiceId, ListenerEntry>,
     /// Trains that could not be sent.
     pub(crate) send_errors: u64,
-    /// How long flushes took that were carried out for peers.
+    /// Durations of the flushes that were carried out for peers.
     pub(crate) flush_times: Histogram,
     records: Arc<OwnRecords>,
     flushers: Arc<Flushers>,
-    /// Of flushes that were refused, to be dropped when the engine is unlocked.
+    /// Memories of refused flushes, to be dropped when the engine is unlocked.
     ended: Vec<Arc<dyn Memory>>,
 }
 
@@ -190,18 +192,18 @@ impl std::fmt::Debug for Core {
     }
 }
 
-/// A send request that was posted while somebody else had the turn, with its place in the queue of its queue pair.
+/// A send request that was posted while somebody else held the turn, with its place in the queue of its queue pair.
 type Left = (Qpn, SendRequest);
 
-/// A turn at the engine. Memories that end meanwhile are dropped behind it: dropping one may unmap, close, or run its owner's code,
-/// which may use the device.
+/// A turn at the engine. Memories that end during the turn are dropped after it: dropping one may unmap, close, or run its owner's
+/// code, which may use the device.
 pub(crate) struct Locked<'a> {
-    // Dropped in this order.
+    // Fields are dropped in this order.
     core: Turn<'a, Core>,
     behind: Behind<'a>,
 }
 
-/// What is to be done behind a turn.
+/// Work to do after the end of a turn.
 struct Behind<'a> {
     engine: &'a Engine,
     ended: Vec<Arc<dyn Memory>>,
@@ -242,19 +244,19 @@ impl DerefMut for Locked<'_> {
 pub(crate) struct Engine {
     core: Turns<Core, Left>,
     kick: Waker,
-    /// The clock's 0.
+    /// Zero of the engine's clock.
     start: Instant,
     hand_over: HandOver,
-    /// Queues whose owners may sleep until they are told.
+    /// Armed completion queues, whose owners may sleep until they are notified.
     armed_queues: ArmedQueues,
     /// See [`Core::told`].
     told: Arc<AtomicU64>,
     stop: AtomicBool,
-    /// Who waits and drives, one at a time: how, by its experience.
+    /// Seat of the caller that waits and drives, one at a time, with the policies learnt from earlier waits.
     seat: Mutex<Seat>,
-    /// Ends the sleep of who sits there.
+    /// Wakes the caller in the seat.
     seat_kick: Waker,
-    /// The sockets and bells, for who sits there.
+    /// The sockets and bells, for the caller in the seat.
     watch: OwnedFd,
     waiting: Option<WaitMode>,
     group: Mutex<Option<Group>>,
@@ -325,12 +327,12 @@ impl Engine {
         }
         let buffer_bytes = rx.buffer_bytes().map_err(io("UDP receive buffer"))?;
         let gsi = TxSocket::bind(address).map_err(io("UDP socket"))?;
-        // Packets that are lost and held back one by one leave one by one, too.
+        // Faults lose and delay single packets, so packets leave one at a time, without GSO.
         let gso = gsi.self_test().map_err(io("UDP self-test"))? && spec.is_none();
 
         let mut seed = [0u8; 32];
         fill_random(&mut seed).map_err(io("random numbers"))?;
-        // Not of the seed, since peers are told: who connects, not which node it is.
+        // Not derived from the seed, since peers receive it. It identifies the device that connects, not its node.
         let mut guid = [0u8; 8];
         fill_random(&mut guid).map_err(io("random numbers"))?;
         let config = Config {
@@ -359,7 +361,7 @@ impl Engine {
         if spec.is_some() {
             links.lose_packets();
         }
-        // One clock for all engines: a thread's load is watched by it.
+        // One clock for all engines: the load of a thread is measured by it.
         static START: OnceLock<Instant> = OnceLock::new();
         let start = *START.get_or_init(Instant::now);
         let now = Time(start.elapsed().as_nanos() as u64);
@@ -453,7 +455,7 @@ impl Engine {
         self.begin(self.core.take())
     }
 
-    /// A turn, unless somebody has it.
+    /// Takes the turn, unless somebody holds it.
     fn try_lock(&self) -> Option<Locked<'_>> {
         Some(self.begin(self.core.try_take()?))
     }
@@ -470,7 +472,7 @@ impl Engine {
         Locked { core, behind }
     }
 
-    /// Posts what others left.
+    /// Posts the requests that others left.
     #[cold]
     fn post_left(&self, core: &mut Core) {
         let (left, now) = (self.core.left(), self.now());
@@ -481,8 +483,8 @@ impl Engine {
         self.wake_early(core);
     }
 
-    /// Takes a turn to see to what was left, unless somebody has it and will. A caller is not kept for ever: then it is the thread's
-    /// to do.
+    /// Takes a turn to post the requests that others left, unless somebody holds the turn and will post them. A caller does not do so
+    /// for ever: after some turns it leaves them to the thread.
     #[cold]
     fn take_turn(&self) {
         for _ in 0..TURNS_FOR_OTHERS {
@@ -500,7 +502,7 @@ impl Engine {
         self.kick.wake();
     }
 
-    /// The moment that a time of its stands for.
+    /// Returns the instant of a time of the engine's clock.
     pub(crate) fn instant(&self, time: Time) -> Instant {
         self.start + Duration::from_nanos(time.0)
     }
@@ -509,9 +511,9 @@ impl Engine {
         Time(self.start.elapsed().as_nanos() as u64)
     }
 
-    /// Looks for something, and drives on behalf of the caller that polls when it is not there yet, unless somebody drives
-    /// already. The thread goes on looking out beside a caller that may sleep without a further word; for one that comes back it
-    /// rests, and acknowledgements wait while requests keep coming in.
+    /// Calls `look`. If it finds nothing, drives on behalf of the polling caller, unless somebody drives already, and calls it again.
+    /// The thread keeps watching the sockets beside a caller that may sleep without further notice. For a caller that comes back, the
+    /// thread stays idle, and acknowledgements wait while requests keep coming in.
     pub(crate) fn poll<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         if let Some(found) = look() {
             return Some(found);
@@ -535,22 +537,22 @@ impl Engine {
         drop(core);
         let mut found = look();
         if yields && found.is_none() {
-            // Who it looks for may be the one who cannot run.
+            // The peer that the caller waits for may be the one that cannot run.
             thread::yield_now();
-            // A caller that finds nothing goes on to look at other things, which may have happened since, but after this.
+            // A caller that finds nothing then checks other state, which may have changed meanwhile, but after what it polls for.
             found = look();
         }
         if met {
             self.wake_driver();
         }
         if received > 0 && comes_back && !self.hand_over.is_leased() {
-            // The caller may never come back for what it left owing: let the thread begin to watch it.
+            // The caller may never come back for the acknowledgements that it left pending: let the thread begin to watch it.
             self.kick.wake();
         }
         found
     }
 
-    /// Sends the acknowledgements that wait.
+    /// Sends the pending acknowledgements.
     pub(crate) fn acknowledge(&self) {
         for _ in 0..LAST_TRIES {
             if let Some(mut core) = self.try_lock() {
@@ -561,8 +563,8 @@ impl Engine {
         }
     }
 
-    /// Posts a send request, and sends what it wants sent. Where somebody else has the turn, and the request is one that the queue
-    /// is sure to take, it is left to them.
+    /// Posts a send request, and sends the resulting packets. Where somebody else holds the turn, and the queue is sure to accept the
+    /// request, the request is left to the holder.
     pub(crate) fn post_send(
         &self,
         queue: &SendQueue,
@@ -591,7 +593,7 @@ impl Engine {
         posted
     }
 
-    /// As [`Engine::post_send`], in order. Fails at the first that is not taken.
+    /// Posts requests as [`Engine::post_send`] does, in order. Fails at the first that is not accepted.
     pub(crate) fn post_send_list(
         &self,
         queue: &SendQueue,
@@ -615,7 +617,7 @@ impl Engine {
         posted
     }
 
-    /// Calls `f` on the device, then sends what it wants sent.
+    /// Calls `f` on the device, then sends the resulting packets.
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Core, Time) -> R) -> R {
         let mut core = self.lock();
         let now = self.now();
@@ -624,14 +626,14 @@ impl Engine {
         result
     }
 
-    /// Sends what the device wants sent, and wakes the thread if it would sleep for too long.
+    /// Sends the device's pending packets, and wakes the thread if it would sleep for too long.
     fn finish(&self, mut core: Locked<'_>, now: Time) {
         core.finish(now, false);
         self.wake_early(&core);
     }
 
-    /// Wakes those who sleep past something that is to be done: each, since either may leave it to the other. Requests that follow
-    /// each other set later timers, so this happens once in a timeout, not once a request.
+    /// Wakes those who would sleep past the next timer: each of them, since either may leave the work to the other. Successive
+    /// requests set later and later timers, so this happens once per timeout, not once per request.
     fn wake_early(&self, core: &Core) {
         if core.sleeps == Sleeps::default() {
             return;
@@ -651,16 +653,16 @@ impl Engine {
 
     fn handle_mad(&self, mad: &MadDatagram) {
         self.with(|core, now| {
-            // Data that the peer sent before this message came by another socket: a DREQ must not overtake the last answer.
+            // The data that the peer sent before this message came by another socket: a DREQ must not overtake the last response.
             core.receive(now, RECEIVES_PER_TURN);
             core.rnic
                 .handle_datagram(now, mad.src.ip(), mad.src.port(), &mad.bytes, mad.bytes.len());
-            // The engine's thread was woken for that data, finds none, and sleeps on: nobody else sends what it is owed.
+            // That data woke the engine's thread, which finds none and sleeps on: nobody else sends the acknowledgements of the data.
             core.finish(now, true);
         });
     }
 
-    /// Others on this host have something to say.
+    /// Serves the messages of other engines on this host.
     fn serve_links(&self) {
         let met = self.with(|core, now| {
             let met = core.serve_links(now);
@@ -690,7 +692,7 @@ impl Engine {
         *self.lock().rnic.counters()
     }
 
-    /// What is measured of it; `None` when it is closed.
+    /// Returns the device's metrics; `None` when it is closed.
     pub(crate) fn metrics(&self) -> Option<DeviceMetrics> {
         if self.stop.load(Ordering::Acquire) {
             return None;
@@ -712,19 +714,19 @@ impl Engine {
         })
     }
 
-    /// The engine's thread.
+    /// Main loop of the engine's thread.
     fn run(self: Arc<Engine>, epoll: &Epoll) {
-        // Pacing needs timers that fire on time; what cannot be had is done without.
+        // Pacing needs timers that fire on time; the engine works without them where the system refuses.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
         let mut waiter = Waiter::new(self.waiting);
-        // Since when nothing has come, and whether it has slept since.
+        // Time since which nothing has arrived, and whether the thread has slept since.
         let mut idle: Option<(Time, bool)> = None;
         while !self.stop.load(Ordering::Acquire) {
             if self.core.is_rung() {
                 self.take_turn();
             }
             if self.waiting != Some(WaitMode::Running) && self.hand_over.lease(self.now().0) {
-                // Look again when the lease is over, or when the caller says that it sleeps.
+                // Look again when the lease is over, or when the caller announces that it sleeps.
                 let lease = Duration::from_nanos(POLLER_LEASE_NS);
                 if !self.kick.wait(Some(lease)) {
                     #[cfg(test)]
@@ -755,8 +757,8 @@ impl Engine {
                 continue;
             }
             let (since, slept_before) = *idle.get_or_insert((now, false));
-            // While a flush runs the thread sleeps even when it is to spin: on one CPU it would hold up the flush, and who waits
-            // for one waits for a disk. Beside a caller that looks it need not.
+            // While a flush runs, the thread sleeps even when it is to spin: on one CPU it would delay the flush, and whoever waits
+            // for a flush waits for a disk. Beside a caller that looks it need not spin.
             if !flushes && !caller_looks {
                 match waiter.plan(now.since_ns(since), now, peer_cpu) {
                     Plan::Sleep => {}
@@ -775,7 +777,7 @@ impl Engine {
         }
     }
 
-    /// Ends the engine: its thread and its membership of the address's group.
+    /// Ends the engine: its thread and its membership in the address's group.
     pub(crate) fn close(&self) {
         self.stop.store(true, Ordering::Release);
         self.kick.wake();
@@ -799,7 +801,7 @@ impl Engine {
     }
 }
 
-/// A descriptor that is readable when one of these is.
+/// Creates a descriptor that is readable when one of these is.
 fn watch_all(fds: [BorrowedFd<'_>; 3]) -> Result<OwnedFd, Errno> {
     let watch = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     for fd in fds {
@@ -808,8 +810,8 @@ fn watch_all(fds: [BorrowedFd<'_>; 3]) -> Result<OwnedFd, Errno> {
     Ok(watch)
 }
 
-/// Bytes in flight that one connection may have towards a socket with this buffer. The kernel charges more than the payload,
-/// and several connections share the buffer: losses teach those to take less.
+/// Returns the number of bytes that one connection may have in flight towards a socket with this buffer. The kernel charges more than
+/// the payload, and several connections share the buffer: losses make those reduce their windows.
 fn window_for(buffer_bytes: usize) -> u32 {
     (buffer_bytes / 4).clamp(16 << 10, 512 << 10) as u32
 }
@@ -820,14 +822,14 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 }
 
 impl Core {
-    /// Memories that have ended, for the caller to drop behind its turn.
+    /// Returns the memories that have ended, for the caller to drop after its turn.
     fn ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
         let mut ended = self.rnic.poll_ended_memories();
         ended.append(&mut self.ended);
         ended
     }
 
-    /// Takes in what has arrived, for a caller that polls.
+    /// Processes arrived packets, for a caller that polls. Returns how many datagrams and trains.
     fn receive_polled(&mut self, now: Time) -> usize {
         if self.looks.is_due(now) {
             return self.receive(now, 1);
@@ -837,7 +839,7 @@ impl Core {
         received
     }
 
-    /// Has peers ring while the thread sleeps and no caller looks out. False: there is something to take in already.
+    /// Makes peers ring while the thread sleeps and no caller looks. Returns false if packets wait already.
     fn set_bells(&mut self) -> bool {
         let wanted = self.thread_asleep && !self.caller_looks;
         if wanted == self.bells {
@@ -853,7 +855,7 @@ impl Core {
         }
     }
 
-    /// Whether somebody else needs the CPU that this caller spins on.
+    /// Returns whether somebody else needs the CPU that this caller spins on.
     fn needs_to_yield(&mut self, now: Time) -> bool {
         let cpu = current_cpu();
         self.links.tell_cpu(cpu);
@@ -864,7 +866,7 @@ impl Core {
         self.links.peer_cpu() == Some(cpu) || conditions(now.0).oversubscribed
     }
 
-    /// Timers, and what more than the usual is owed for what came in.
+    /// Handles expired timers and the events of the port.
     fn after_receive(&mut self, now: Time) {
         if self.rnic.poll_timeout().is_some_and(|at| at <= now) {
             let links = &self.links;
@@ -876,12 +878,12 @@ impl Core {
         }
     }
 
-    /// Takes in what has arrived; returns how many datagrams.
+    /// Processes arrived packets; returns how many datagrams and trains.
     fn receive(&mut self, now: Time, turns: usize) -> usize {
         let linked = self.links.receive(&mut self.rnic, now);
         let mut total = self.receive_multicast(now);
         for _ in 0..turns {
-            // An error is one of another datagram's (an ICMP message); the next receive goes on.
+            // An error belongs to another datagram (an ICMP message); the next receive succeeds.
             let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
             if n == 0 {
                 break;
@@ -904,7 +906,7 @@ impl Core {
         total + linked
     }
 
-    /// Takes in what was sent to the device's groups; returns how many datagrams.
+    /// Processes the datagrams that were sent to the device's groups; returns how many.
     fn receive_multicast(&mut self, now: Time) -> usize {
         let mut total = 0;
         for membership in self.memberships.ready() {
@@ -927,20 +929,20 @@ impl Core {
         })
     }
 
-    /// Leaves the groups that no queue pair is attached to any more.
+    /// Leaves the groups to which no queue pair is attached.
     pub(crate) fn leave_groups(&mut self) {
         let rnic = &self.rnic;
         self.memberships.leave(|group| rnic.has_mcast_group(group));
     }
 
-    /// A queue pair is about to end: acknowledgements that waited for company are sent, and the last one again, since what they stand
-    /// for has been done and nobody will be there to say so.
+    /// Sends the delayed acknowledgements of a queue pair that is about to end, and repeats the last one: its requests have been
+    /// executed, and nobody will be there to acknowledge them later.
     pub(crate) fn say_last(&mut self, now: Time, qpn: Qpn) {
         self.rnic.repeat_last_ack(now, qpn);
         self.finish(now, true);
     }
 
-    /// Gives out what the engine wants done: packets, flushes, events. `all`: acknowledgements too.
+    /// Carries out the engine's pending output: packets, flushes, events. `all`: acknowledgements too.
     pub(crate) fn finish(&mut self, now: Time, all: bool) {
         loop {
             self.revoke();
@@ -953,14 +955,14 @@ impl Core {
             }
             let refused = self.start_flushes(now);
             let connections = self.tell(now);
-            // What connection management answers, and a flush that was refused, is sent at once.
+            // Responses of connection management and of refused flushes are sent at once.
             if !refused && !connections {
                 return;
             }
         }
     }
 
-    /// Posts a send request and builds its packets, if no other are to be sent before.
+    /// Posts a send request and builds its packets, if no others are to be sent before them.
     pub(crate) fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
         if self.sent == self.buf.trains().len() {
             self.buf.clear();
@@ -969,28 +971,28 @@ impl Core {
         self.rnic.post_send_into(now, qpn, request, &mut self.buf)
     }
 
-    /// Takes back what was granted for queue pairs that take no more requests.
+    /// Revokes the grants of queue pairs that accept no more requests.
     fn revoke(&mut self) {
         while let Some(qpn) = self.rnic.poll_revoked() {
             self.links.revoke_qp(qpn);
         }
     }
 
-    /// Hears what other engines of this host have to say. Whether there is a new link: it is not among those that a sleeper is rung
-    /// for.
+    /// Serves the messages of other engines on this host. Returns whether a link has come up: its peer does not ring for those who
+    /// sleep already.
     fn serve_links(&mut self, now: Time) -> bool {
         self.served_at = now;
         self.links.serve(&mut self.rnic, now)
     }
 
-    /// A queue pair has been told who its peer is.
+    /// Links to the peer of a queue pair, which has just been set.
     pub(crate) fn meet(&mut self, qpn: Qpn) {
         if let Some(info) = self.rnic.query_qp(qpn).filter(|info| info.qp_type != QpType::Ud) {
             self.links.want(&mut self.rnic, qpn, &info);
         }
     }
 
-    /// Hands flushes to their threads; returns whether some found none.
+    /// Hands flushes to their threads; returns whether some got no thread.
     fn start_flushes(&mut self, now: Time) -> bool {
         let mut refused = false;
         while let Some(job) = self.rnic.poll_flush() {
@@ -1004,7 +1006,7 @@ impl Core {
         refused
     }
 
-    /// Tells whom events concern; returns whether some were of connections.
+    /// Delivers all events; returns whether some concerned connections.
     fn tell(&mut self, now: Time) -> bool {
         let mut connections = false;
         loop {
@@ -1017,7 +1019,7 @@ impl Core {
         }
     }
 
-    /// Tells whom events concern that are not of connections.
+    /// Delivers the events that do not concern connections.
     pub(crate) fn tell_events(&mut self) {
         while let Some(event) = self.rnic.poll_event() {
             self.tell_event(event);
@@ -1045,7 +1047,7 @@ impl Core {
             Event::CommunicationEstablished(qpn) => {
                 self.async_events.push(AsyncEvent::CommunicationEstablished(qpn));
             }
-            // The RTU is late or lost: the request says as much.
+            // The RTU is late or lost: the request proves that the peer is ready.
             Event::FirstRequest(qpn) => {
                 if let Some(id) = self.accepted.get(&qpn) {
                     self.rnic.cm().establish(*id);
@@ -1076,7 +1078,7 @@ impl Core {
         };
         self.note_connection(now, id, &event);
         let Some(entry) = self.connections.get(&id) else {
-            // So that peers that ask and give up fill no listener's queue.
+            // Peers that ask and give up must not fill a listener's queue.
             let queues = self.listeners.values().filter_map(|l| l.sink.0.upgrade());
             queues.for_each(|queue| queue.withdraw(id));
             return;
@@ -1086,11 +1088,11 @@ impl Core {
             if matches!(event, CmEvent::Established { .. }) {
                 self.rnic.peer_is_ready(now, qpn);
             }
-            // One that was refused before it was connected can be connected again.
+            // A queue pair whose connection was refused before it was established can be connected again.
             let refused = matches!(event, CmEvent::Rejected { .. });
             let unused = |qp: QpInfo| qp.state == QpState::Reset || refused && qp.state == QpState::Init;
             if ends && !self.rnic.query_qp(qpn).is_some_and(unused) {
-                // What is posted completes as flushed, so that whoever waits for it learns of the end.
+                // Posted requests complete as flushed, so that whoever waits for them learns of the end.
                 let _ = self
                     .rnic
                     .modify_qp(now, qpn, QpState::Error, &QpAttributes::default());
@@ -1108,7 +1110,7 @@ impl Core {
         }
     }
 
-    /// Notes what happened to a connection, for those who ask why.
+    /// Records in the trace what happened to a connection.
     fn note_connection(&mut self, now: Time, id: CmId, event: &CmEvent) {
         let (what, reason) = match event {
             CmEvent::Reply { .. } => (ConnectionNote::Accepted, 0),
@@ -1127,7 +1129,7 @@ impl Core {
         self.rnic.note(now, qpn.unwrap_or(Qpn::new(0)), note);
     }
 
-    /// Hands a request to who listens; a request of the other kind is for nobody.
+    /// Hands a request to its listener. Rejects a request that has none, or one of the other kind only.
     fn ask_listener(&mut self, now: Time, id: CmId, service: ServiceId, datagrams: bool, event: CmEvent) {
         let listener = self.listeners.get(&service).filter(|l| l.datagrams == datagrams);
         if !listener.is_some_and(|listener| listener.sink.tell(event)) {
@@ -1136,7 +1138,7 @@ impl Core {
         }
     }
 
-    /// Records a connection, so that it can be ended should this process die.
+    /// Records a connection in the ledger, so that the holder can end it if this process dies.
     pub(crate) fn record(&mut self, id: CmId) {
         if let Some(peering) = self.rnic.cm().peering(id)
             && let Some(entry) = self.connections.get_mut(&id)
@@ -1145,7 +1147,7 @@ impl Core {
         }
     }
 
-    /// Returns the UDP source port of packets to a QPN.
+    /// Returns the UDP source port of packets to a QPN; creates its socket on first use.
     pub(crate) fn source_port(&mut self, dest_qpn: Qpn) -> io::Result<u16> {
         self.tx.port_to(dest_qpn)
     }
@@ -1172,8 +1174,8 @@ impl Core {
         }
     }
 
-    /// Sends the trains in the buffer, until a socket takes no more. One that stays full drops its trains: a neighbour that
-    /// does not answer must not hold up everybody else's.
+    /// Sends the trains in the buffer, until a socket is full. A socket that stays full loses its trains: a neighbour that does not
+    /// answer must not block everybody else's.
     fn send_pending(&mut self, now: Time) {
         if self.rnic.has_faults() {
             return self.send_with_faults(now);
@@ -1197,11 +1199,11 @@ impl Core {
                 }
             }
             if train.local {
-                // Its link has broken since it was built, and it has no ICRC: as good as lost.
+                // The link has broken since this train was built, and the train has no ICRC: it counts as lost.
                 self.sent += 1;
                 continue;
             }
-            // A run of trains that leave by one socket is one system call.
+            // Consecutive trains that leave by one socket are sent in one system call.
             let run = trains[self.sent..]
                 .iter()
                 .take_while(|t| {
@@ -1249,7 +1251,7 @@ impl Core {
                     }
                 }
                 Err(error) => {
-                    // As good as lost on the way: the protocol notices, and the counter tells why.
+                    // The train counts as lost on the way: the protocol notices, and the counter shows the reason.
                     self.send_errors += 1;
                     self.sent += error.index + 1;
                     if port_is_down(&error.source) && !self.rnic.set_down(now, true) {
@@ -1268,7 +1270,7 @@ impl Core {
 }
 
 impl Core {
-    /// Gives the packets in the buffer to the port, and sends those that it lets go. One that a socket does not take is lost.
+    /// Gives the packets in the buffer to the port, and sends those that the port releases. A packet that a socket refuses is lost.
     #[cold]
     fn send_with_faults(&mut self, now: Time) {
         let (links, tx) = (&self.links, &self.tx);
@@ -1291,7 +1293,7 @@ impl Core {
                     segment_bytes: packet.bytes.len() as u16,
                     traffic_class: path.traffic_class,
                 };
-                // Who receives it looks at no ICRC, which would have shown the damage.
+                // The receiver does not check the ICRC, which would have shown the damage.
                 if !damaged {
                     self.links.send(peer, meta, &packet.bytes);
                 }
@@ -1314,7 +1316,7 @@ impl Core {
     }
 }
 
-/// Whether sending failed because the device's address or its interface has gone.
+/// Returns whether sending failed because the device's address or its interface has gone.
 fn port_is_down(error: &io::Error) -> bool {
     let down = [
         Errno::NETDOWN,
@@ -1325,7 +1327,7 @@ fn port_is_down(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| down.contains(&errno))
 }
 
-/// What a socket received that is bound to `dst`.
+/// Wraps a datagram from a socket that is bound to `dst`.
 fn arrival<'a>(datagram: &Datagram<'a>, dst: IpAddr) -> Arrival<'a> {
     Arrival {
         src: datagram.src.ip(),
@@ -1338,28 +1340,28 @@ fn arrival<'a>(datagram: &Datagram<'a>, dst: IpAddr) -> Arrival<'a> {
     }
 }
 
-/// Whether an address is a broadcast address, of all networks or of one that this host is on.
+/// Returns whether an address is a broadcast address, of all networks or of one that this host is on.
 fn is_broadcast(address: IpAddr) -> bool {
     use rustix::net::{AddressFamily, SocketType, connect, socket};
     let IpAddr::V4(v4) = address else { return false };
-    // Only the kernel knows the networks: it connects no socket to a broadcast address that has not asked for it.
+    // Only the kernel knows the networks: it refuses to connect a socket without SO_BROADCAST to a broadcast address.
     v4.is_broadcast()
         || socket(AddressFamily::INET, SocketType::DGRAM, None)
             .is_ok_and(|probe| connect(&probe, &SocketAddr::new(address, ROCE_PORT)) == Err(Errno::ACCESS))
 }
 
-/// The path MTU that the device's own link carries. Where the address is on no link, as routers have them, what every Ethernet
-/// carries.
+/// Returns the path MTU of the device's own link. Where the address is on no link, as on routers, returns the path MTU that every
+/// Ethernet carries.
 pub(crate) fn device_mtu(address: IpAddr) -> PathMtu {
     let link = interface_of(address).ok();
     link.and_then(|link| PathMtu::of_link(link.mtu))
         .unwrap_or(PathMtu::Bytes1024)
 }
 
-/// The path MTU towards a peer: the largest that the interface's MTU carries.
+/// Returns the path MTU towards a peer: the largest that the interface's MTU carries.
 pub(crate) fn path_mtu_to(local: IpAddr, peer: IpAddr) -> io::Result<PathMtu> {
     use rustix::net::{AddressFamily, SocketType, bind, connect, socket, sockopt};
-    // Only a connected socket tells its path's MTU; nothing is sent.
+    // Only a connected socket reports its path's MTU; nothing is sent.
     let v4 = peer.is_ipv4();
     let probe = socket(
         if v4 {

@@ -5,22 +5,22 @@
 //! ever closed while one process lives: closing one would move live QPs to other sockets. Each process reads the socket
 //! of its own slot and no other, and keeps the others open by one descriptor (`sockets.rs`).
 //!
-//! Connection management uses QPN 1, which lies in slot 0. One process, the *holder*, reads that socket and hands each
-//! message to the process that it is for: by the slot in the top byte of the communication id, or by the service that a
-//! request asks for. The others are *members*, each with a connection to the holder; when the holder ends, in whatever
-//! way, the connections do too, one member becomes holder and the rest connect to it.
+//! Connection management uses QPN 1, which lies in slot 0. One process, the *holder*, reads that socket and hands each message to the
+//! process concerned: the one with the slot in the top byte of the communication id, or the one that offers the requested service. The
+//! others are *members*, each with a connection to the holder. When the holder ends, in whatever way, these connections end too, one
+//! member becomes holder and the rest connect to it.
 //!
-//! What must survive every death lies with the kernel, under abstract Unix socket names, which vanish with the process
-//! that bound them and are scoped by network namespace just as the port is: who is holder, which slots are taken, which
-//! services are offered. Messages between processes only speed up the finding. So two processes never have one slot or
-//! service, and a new holder knows for whom it must wait before it says that a service does not exist.
+//! The kernel keeps the state that must survive every death: who is holder, which slots are taken, which services are offered. It keeps
+//! this as abstract Unix socket names, which vanish with the process that bound them and are scoped by network namespace just as the port
+//! is. Messages between processes only speed up the lookup. So two processes never have the same slot or service, and a new holder knows
+//! for whom it must wait before it answers that a service does not exist.
 //!
-//! A process that ends without ending its connections leaves their names in the group's *ledger*. The holder sends the DREQs
-//! in its place, so that peers need not find out by retries, and its slot rests meanwhile: no new process gets it as long
-//! as there is another. When no process is left, the ledger is gone too, and the peers' retries tell them.
+//! A process that ends without ending its connections leaves them in the group's *ledger*. The holder sends the DREQs in its place, so
+//! that peers need not find out by retries. Meanwhile the slot rests: no new process gets it as long as another slot is free. When no
+//! process is left, the ledger is gone too, and the peers find out by retries.
 //!
-//! Only processes of one user share a port: both ends of each connection check the other's credentials. What another user
-//! binds among the names can keep us from starting, as a socket on the port can, but it is never sent anything.
+//! Only processes of one user share a port: both ends of each connection check the other's credentials. Another user who binds one of the
+//! names can keep this process from starting, as with a socket on the port, but is never sent anything.
 
 mod ledger;
 pub(in crate::soft) mod message;
@@ -62,16 +62,16 @@ pub const SLOTS: usize = 128;
 /// Services that one process may offer on one address.
 pub const SERVICES_MAX: usize = 512;
 
-/// The slot of QPN 1.
+/// Slot of QPN 1.
 pub(in crate::soft) const CM_SLOT: u8 = 0;
 
-/// How long `join` waits for the survivors of a holder to agree.
+/// Time for which `join` waits for the survivors of a holder to agree.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long `join` waits for a holder that lives, in all: on a busy machine it may get no CPU for seconds.
+/// Total time for which `join` waits for a live holder: on a busy machine the holder may get no CPU for seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Why a process cannot have a place on the port.
+/// Reason why a process cannot have a place on the port.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GroupError {
@@ -83,7 +83,7 @@ pub enum GroupError {
     OtherUser {
         /// The local address.
         addr: IpAddr,
-        /// Whose it is.
+        /// Number of that user.
         uid: u32,
         /// The process that holds it; 0 when it is in another PID namespace.
         pid: i32,
@@ -97,10 +97,10 @@ pub enum GroupError {
     UnknownUser {
         /// The local address.
         addr: IpAddr,
-        /// The number that both have.
+        /// User number that both processes show.
         uid: u32,
     },
-    /// The port belongs to something that is no group: the kernel's rxe driver, or another program.
+    /// The port belongs to something other than a group: the kernel's rxe driver, or another program.
     #[error(
         "{addr}: UDP port {ROCE_PORT} is in use by another program or by the kernel's rdma_rxe (see `ss -ulnp` and \
          `rdma link`): stop it, or use another local address or network namespace"
@@ -117,13 +117,13 @@ pub enum GroupError {
         /// The address.
         addr: IpAddr,
     },
-    /// Each slot has its process.
+    /// All slots are taken.
     #[error("{addr}: all {} places on UDP port {ROCE_PORT} are taken: end one of those processes", SLOTS - 1)]
     Full {
         /// The local address.
         addr: IpAddr,
     },
-    /// The process that holds the port does not answer: it is stopped, gets no CPU, or is no rdmux.
+    /// The process that holds the port does not answer: it is stopped, gets no CPU, or is not rdmux.
     #[error(
         "{addr}: process {pid}, which holds UDP port {ROCE_PORT}, lives and has not answered for {} s. If it is stopped, continue \
          or end it; if it gets no CPU, try again; or use another local address",
@@ -165,14 +165,14 @@ pub enum GroupError {
     Io {
         /// The local address.
         addr: IpAddr,
-        /// What was tried.
+        /// The attempted operation.
         what: &'static str,
-        /// Why it failed.
+        /// Error that the system returned.
         source: io::Error,
     },
 }
 
-/// A service as a person knows it.
+/// Returns the name of a service for people.
 fn service_words(service: ServiceId) -> String {
     service
         .port()
@@ -188,32 +188,32 @@ pub struct MadDatagram {
     pub bytes: Vec<u8>,
 }
 
-/// Takes the messages for this process, on the group's own thread. It must not call back into the [`Group`], and while it
-/// works no message moves on the address.
+/// Receives the messages for this process, on the group's own thread. It must not call back into the [`Group`], and while it runs no
+/// message moves on the address.
 pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
 
-/// Takes the connections of a process that has gone, on the same thread and with the same restrictions: who holds the
-/// address ends them in its place.
+/// Receives the connections of a process that has gone, on the same thread and with the same restrictions: the holder of the address ends
+/// them in the place of that process.
 pub(crate) type Bury = Box<dyn Fn(Vec<Peering>) + Send>;
 
-/// What the group's thread does for an engine.
+/// Work that the group's thread does for an engine.
 pub(crate) struct Calls {
     pub(crate) deliver: Deliver,
     pub(crate) bury: Bury,
-    /// Something else to wait for, and what to do when it is readable: under the same restrictions.
+    /// Another descriptor to wait for, and the function to call when it is readable, under the same restrictions.
     pub(crate) aside: Option<(OwnedFd, Box<dyn Fn() + Send>)>,
 }
 
-/// What became of the datagrams that the holder read; all zero in the other processes.
+/// Counts of the datagrams that the holder read, by their fate; all zero in the other processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupCounters {
-    /// Handed on to another process.
+    /// Forwarded to another process.
     pub forwarded: u64,
     /// Delivered to this process.
     pub delivered: u64,
-    /// No message of connection management.
+    /// Not a message of connection management.
     pub malformed: u64,
-    /// For a process that lives but could not take it: stopped, or still finding the new holder. The sender repeats it.
+    /// For a process that lives but could not accept it: stopped, or still looking for the new holder. The sender repeats the datagram.
     pub undeliverable: u64,
 }
 
@@ -231,10 +231,10 @@ pub struct Group {
     _slot_claim: OwnedFd,
 }
 
-/// What all processes of a group hold.
+/// Objects that all processes of a group hold.
 type Shares = (Sockets, Arc<Ledger>);
 
-/// What the group's thread and its user both touch.
+/// State that the group's thread and its user share.
 struct Shared {
     names: Names,
     wake: OwnedFd,
@@ -268,8 +268,8 @@ impl Shared {
 }
 
 impl State {
-    /// Tells the holder our slot and services. A connection that cannot take it is ended, and the thread makes a new one,
-    /// which begins with this message.
+    /// Sends this process's slot and services to the holder. If the connection cannot take the message, this ends it, and the thread makes
+    /// a new one, which begins with this message.
     fn announce(&mut self) {
         let Some(link) = &self.link else { return };
         let services = self.services.iter().map(|(id, _)| *id).collect();
@@ -303,7 +303,7 @@ impl Group {
         Self::join_with(addr, calls)
     }
 
-    /// Takes a place as [`Group::join`] does, with a thread that does more.
+    /// Takes a place as [`Group::join`] does, with a thread that also does other work.
     ///
     /// # Errors
     /// Those of [`Group::join`].
@@ -325,7 +325,7 @@ impl Group {
                     Ok(sockets) => {
                         rustix::net::listen(&listener, worker::BACKLOG)
                             .map_err(io("listen on a Unix socket"))?;
-                        // A random start: the slots of processes that ended a moment ago are not the first to be reused.
+                        // Starts at random, so that the slots of processes that ended a moment ago are not the first to be reused.
                         let start = (names::random() % (SLOTS as u64 - 1)) as u8 + 1;
                         let ledger = Ledger::create().map_err(|source| GroupError::Io {
                             addr,
@@ -357,7 +357,7 @@ impl Group {
                     }
                     Entry::NoHolder(failure) => failure,
                     Entry::HolderLeft(failure) => {
-                        // Its survivors have their time from now on.
+                        // The time for the holder's survivors begins here.
                         deadline = give_up.min(Instant::now() + JOIN_TIMEOUT);
                         failure
                     }
@@ -419,29 +419,29 @@ impl Group {
         })
     }
 
-    /// The slot of this process: the top byte of all its QPNs and communication ids.
+    /// Returns the slot of this process: the top byte of all its QPNs and communication ids.
     #[must_use]
     pub fn slot(&self) -> u8 {
         self.slot
     }
 
-    /// A socket under the name of this process's slot, to listen on; see [`connect_slot`].
+    /// Binds a socket to listen on to the name of this process's slot; see [`connect_slot`].
     pub(crate) fn bind_slot(&self) -> Result<OwnedFd, Errno> {
         self.shared.names.bind_slot(self.slot)
     }
 
-    /// Where the connections of this process are recorded.
+    /// Returns the records of this process's connections.
     pub(crate) fn records(&self) -> Arc<OwnRecords> {
         Arc::clone(&self.records)
     }
 
-    /// The local address.
+    /// Returns the local address.
     #[must_use]
     pub fn addr(&self) -> IpAddr {
         self.shared.names.addr()
     }
 
-    /// The socket of this process's slot: it receives what is sent to the QPNs of the slot.
+    /// Returns the socket of this process's slot: it receives the packets to the QPNs of the slot.
     ///
     /// # Errors
     /// Those of `fcntl(F_DUPFD_CLOEXEC)`.
@@ -449,7 +449,7 @@ impl Group {
         self.socket.try_clone()
     }
 
-    /// Offers `service`: from the return on, requests for it that arrive on this address come to this process.
+    /// Offers `service`: once this returns, requests for it that arrive on this address come to this process.
     ///
     /// # Errors
     /// [`GroupError::ServiceInUse`], and those of making the socket whose name reserves the service.
@@ -472,14 +472,14 @@ impl Group {
         Ok(())
     }
 
-    /// Takes back an offer; one that was not made is ignored.
+    /// Withdraws an offered service; ignores a service that is not offered.
     pub fn unregister_service(&self, service: ServiceId) {
         let mut state = self.shared.state();
         state.services.retain(|(id, _)| *id != service);
         state.announce();
     }
 
-    /// What this process did as the holder.
+    /// Returns the counts of this process's work as the holder.
     #[must_use]
     pub fn counters(&self) -> GroupCounters {
         let c = &self.shared.counters;
@@ -494,11 +494,11 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // What is left is the holder's to end, and the region another process's to use.
+        // The holder ends the remaining connections, and another process may use the region.
         self.records.abandon();
         self.shared.stop.store(true, Relaxed);
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
-        // Dropped by its own callback, the thread ends by itself.
+        // If its own callback drops the group, the thread ends by itself.
         if let Some(thread) = self
             .thread
             .take()
@@ -518,12 +518,12 @@ impl fmt::Debug for Group {
     }
 }
 
-/// A connection to the process of a slot of a local address, wherever in this network namespace it is.
+/// Connects to the process of a slot of a local address, anywhere in this network namespace.
 pub(crate) fn connect_slot(addr: IpAddr, slot: u8) -> Result<OwnedFd, Errno> {
     Names::new(addr).connect_slot(slot)
 }
 
-/// Listens under the name of a slot, and never accepts: as a process does that is stopped.
+/// Listens under the name of a slot, and never accepts, like a stopped process.
 #[cfg(test)]
 pub(crate) fn listen_silently(addr: IpAddr, slot: u8) -> OwnedFd {
     let fd = Names::new(addr).bind_slot(slot).unwrap();
@@ -531,24 +531,24 @@ pub(crate) fn listen_silently(addr: IpAddr, slot: u8) -> OwnedFd {
     fd
 }
 
-/// A socket to listen on under the name of a place for a device of an RNIC; see [`connect_slot`].
+/// Binds a socket to listen on to the name of a place for a device of an RNIC; see [`connect_slot`].
 pub(in crate::soft) fn bind_rnic_slot(addr: IpAddr) -> Result<OwnedFd, Errno> {
     Names::new(addr).bind_rnic_slot()
 }
 
-/// Whether a slot is the place of a device of an RNIC.
+/// Returns whether a slot is the place of a device of an RNIC.
 pub(in crate::soft) fn is_rnic_slot(slot: u8) -> bool {
     names::RNIC_SLOTS.contains(&slot)
 }
 
-/// The slots that have a process in this network namespace, whoever's, in the order of addresses, those of RNICs included; `None` where the
-/// system does not tell.
+/// Returns the slots that have a process of any user in this network namespace, in the order of addresses, those of RNICs included; `None`
+/// where the system does not tell.
 pub(crate) fn slots_in_use() -> Option<BTreeSet<(IpAddr, u8)>> {
     let sockets = fs::read_to_string("/proc/net/unix").ok()?;
     Some(slots_of_sockets(&sockets))
 }
 
-/// Of the system's list of Unix sockets: number, references, protocol, flags, type, state, inode, and a name if it has one.
+/// Parses the system's list of Unix sockets: number, references, protocol, flags, type, state, inode, and a name if there is one.
 fn slots_of_sockets(sockets: &str) -> BTreeSet<(IpAddr, u8)> {
     const SEQPACKET: &str = "0005";
     let slot = |line: &str| {
@@ -560,18 +560,18 @@ fn slots_of_sockets(sockets: &str) -> BTreeSet<(IpAddr, u8)> {
     sockets.lines().filter_map(slot).collect()
 }
 
-/// Whom a datagram to QPN 1 is for.
+/// Destination of a datagram to QPN 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// The process that offers the service.
+    /// The process that offers this service.
     Service(ServiceId),
-    /// The process that gave out the communication id.
+    /// The process that issued the communication id.
     Slot(u8),
     /// All processes: one of them may know more.
     Everyone,
 }
 
-/// Whom the UDP payload `payload` is for; `None` when it is no message of connection management.
+/// Returns the destination of the UDP payload `payload`; `None` if it is not a message of connection management.
 #[must_use]
 pub fn route(payload: &[u8]) -> Option<Route> {
     let packet = Packet::parse(payload).ok()?;
@@ -586,16 +586,16 @@ pub fn route(payload: &[u8]) -> Option<Route> {
     })
 }
 
-/// The answer to an attempt to become a member.
+/// Outcome of an attempt to become a member.
 enum Entry {
     Welcome {
         link: OwnedFd,
         shares: Shares,
         next_slot: u8,
     },
-    /// Nobody listens yet, or any more; with the error to report when there is no more time.
+    /// Nobody listens; with the error to report when the time is over.
     NoHolder(GroupError),
-    /// A holder was there a moment ago, and may be again; with the error to report when there is no more time.
+    /// A holder was there a moment ago, and may come back; with the error to report when the time is over.
     HolderLeft(GroupError),
 }
 
@@ -611,9 +611,9 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     };
     let link = match names.connect_holder() {
         Ok(link) => link,
-        // Between its bind and its listen, or not there any more.
+        // The holder is between its bind and its listen, or has gone.
         Err(Errno::CONNREFUSED) => return Ok(Entry::NoHolder(GroupError::PortInUse { addr })),
-        // Too many at its door.
+        // The holder's backlog is full.
         Err(Errno::AGAIN) => return Ok(Entry::HolderLeft(GroupError::PortInUse { addr })),
         Err(e) => return Err(io("connect to the holder of the port")(e)),
     };
@@ -656,7 +656,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     }
 }
 
-/// Throws away what came for the former process of a slot.
+/// Discards the datagrams that came for the former process of a slot.
 fn discard_queue(socket: &RxSocket) -> io::Result<()> {
     const BATCHES_MAX: usize = 4096; // more than any buffer holds; a sender must not keep us here
     let mut batch = RxBatch::new();

@@ -1,4 +1,4 @@
-//! Flushes, carried out where blocking does no harm.
+//! Flushes, carried out on threads where blocking does no harm.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,14 +12,14 @@ use rustix::io::Errno;
 
 use super::Engine;
 
-/// How long an idle thread waits for more.
+/// Time for which an idle thread waits for more jobs.
 const FLUSHER_IDLE: Duration = Duration::from_secs(5);
 
-/// Threads that carry out flushes, one per memory that is being flushed, so that a slow medium holds up nobody else.
+/// Threads that carry out flushes, one per memory that is being flushed, so that a slow medium delays nobody else.
 #[derive(Debug, Default)]
 pub(super) struct Flushers {
     pub(super) engine: Mutex<Weak<Engine>>,
-    /// Jobs by memory, as long as its thread lives.
+    /// Jobs by memory; an entry exists as long as the memory's thread.
     jobs: Mutex<HashMap<usize, Vec<FlushJob>>>,
     more: Condvar,
     /// Jobs that are not done.
@@ -27,7 +27,7 @@ pub(super) struct Flushers {
 }
 
 impl Flushers {
-    /// Queues a job. Gives it back when no thread is to be had.
+    /// Queues a job. Returns it as the error when no thread can be created.
     pub(super) fn submit(this: &Arc<Flushers>, job: FlushJob) -> Result<(), FlushJob> {
         let key = Arc::as_ptr(&job.memory).cast::<()>() as usize;
         let mut jobs = this.jobs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -36,7 +36,7 @@ impl Flushers {
             this.more.notify_all();
         } else {
             let flushers = this.clone();
-            // It begins with waiting for the jobs, which are locked.
+            // The thread first waits for the lock on the jobs, which this function holds.
             if spawn_flusher(move || flushers.run(key)).is_err() {
                 return Err(job);
             }
@@ -67,7 +67,7 @@ impl Flushers {
                     }
                 }
             };
-            // One flush of all that is asked for serves every waiter: whatever each of them covers was placed before.
+            // One flush of the whole requested range serves every waiter: the data that each job covers was placed before.
             let (Some(start), Some(end)) = (
                 batch.iter().map(|j| j.offset).min(),
                 batch.iter().map(|j| j.offset.saturating_add(j.length)).max(),
@@ -78,7 +78,7 @@ impl Flushers {
                 .iter()
                 .fold(batch[0].placement, |all, job| all | job.placement);
             let began = Instant::now();
-            // What panics has not flushed. The thread goes on: its memory's later flushes come here too.
+            // A flush that panics has failed. The thread goes on: later flushes of its memory come here too.
             let flush = || batch[0].memory.flush(start, end - start, placement);
             let result = panic::catch_unwind(AssertUnwindSafe(flush))
                 .unwrap_or(Err(Fault::Io(Errno::IO.raw_os_error())));

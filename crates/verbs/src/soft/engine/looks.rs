@@ -1,15 +1,14 @@
-//! When a polling caller looks at the sockets. A look is a system call and costs as much as a whole message between processes of
-//! one host, so the longer nothing has come or gone that way, the longer the next look can wait, and delays what comes by
-//! little beside the silence before it.
+//! Times at which a polling caller looks at the sockets. A look is a system call and costs as much as a whole message between processes of
+//! one host. So the longer the sockets have been silent, the longer the next look can wait: the delay is small beside the silence.
 
 use rdmux_rnic::Time;
 
-/// The wait for the next look is one part in this of the silence: what comes is late by 1.6 % of it at most.
+/// The wait for the next look is the silence divided by this: packets are late by 1.6 % of the silence at most.
 const PART: u64 = 64;
-/// ... and no longer than some wake-ups take: 20,000 looks a second.
+/// Upper limit of that wait, about the time of a few wake-ups: 20,000 looks per second.
 const WAIT_NS_MAX: u64 = 50_000;
 
-/// When datagrams came and went, and when the sockets are looked at again.
+/// Times of the last datagram in or out, and of the next look at the sockets.
 #[derive(Debug, Default)]
 pub(super) struct Looks {
     active_at: Time,
@@ -22,7 +21,7 @@ impl Looks {
         now >= self.next_at
     }
 
-    /// Somebody has looked at the sockets.
+    /// Records that somebody has looked at the sockets.
     pub(super) fn looked(&mut self, now: Time, found: bool) {
         if found {
             self.active_at = now;
@@ -30,7 +29,7 @@ impl Looks {
         self.next_at = now + (now.since_ns(self.active_at) / PART).min(WAIT_NS_MAX);
     }
 
-    /// A datagram was sent: its answer may come as soon as the network allows.
+    /// Records that a datagram was sent: its response may come as soon as the network allows.
     pub(super) fn sent(&mut self, now: Time) {
         (self.active_at, self.next_at) = (now, now);
     }
@@ -44,7 +43,7 @@ mod tests {
 
     const POLL_NS: u64 = 100;
 
-    /// Polls from one time to another, and finds nothing; returns how often it looked, and the longest wait for a look.
+    /// Polls from one time to another, and finds nothing; returns the number of looks, and the longest wait for a look.
     fn poll(looks: &mut Looks, from: u64, to: u64) -> (u64, u64) {
         let (mut count, mut last, mut longest) = (0, from, 0);
         for now in (from..to).step_by(POLL_NS as usize) {

@@ -1,4 +1,4 @@
-//! How a device is opened, and why it may not be.
+//! Opening of a device: options and errors.
 
 use std::io;
 use std::net::IpAddr;
@@ -12,28 +12,28 @@ use crate::soft::faults;
 use crate::soft::group::GroupError;
 use crate::waiting::WaitMode;
 
-/// How a device is opened.
+/// Options for opening a device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// How who waits for the device does it, its own thread included; `None`: as the environment variable `RDMUX_WAIT` says
-    /// (`blocked`, `interrupted` or `running`), else as it pays ([`crate::waiting`]). With [`WaitMode::Running`] the thread keeps
-    /// one CPU busy.
+    /// Way in which callers and the device's own thread wait for the device; `None`: as the environment variable `RDMUX_WAIT` says
+    /// (`blocked`, `interrupted` or `running`), else whatever costs least ([`crate::waiting`]). With [`WaitMode::Running`] the thread
+    /// keeps one CPU busy.
     pub waiting: Option<WaitMode>,
     /// Bytes of the socket's receive buffer to ask for; `None` takes what the system grants, up to 8 MiB.
     pub receive_buffer_bytes: Option<usize>,
-    /// How queue pairs share what the device sends, and how congestion is met.
+    /// Sharing of the device's bandwidth among queue pairs, and congestion control.
     pub traffic: Traffic,
-    /// Whether shared memory is used between this device and others of the same user on this host.
+    /// Use of shared memory between this device and others of the same user on this host.
     pub shared_memory: SharedMemory,
-    /// How the device's port misbehaves, both ways and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or the
-    /// environment variable `RDMUX_FAULT` says, else not at all. While it does, WRITE and READ within the host go by packets too.
+    /// Faults of the device's port, in both directions and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or
+    /// the environment variable `RDMUX_FAULT` says, else none. With faults, WRITE and READ within the host go by packets too.
     pub faults: Option<Spec>,
-    /// What the device is; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else soft. Of
-    /// the other options an RNIC heeds [`Options::waiting`] alone.
+    /// Kind of the device; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else soft. Of the
+    /// other options, an RNIC uses [`Options::waiting`] alone.
     pub provider: Option<Provider>,
 }
 
-/// Whether shared memory is used between devices of one user on one host.
+/// Use of shared memory between devices of one user on one host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SharedMemory {
     /// Wherever both ends can, unless the environment variable `RDMUX_SHM` is `off`.
@@ -43,7 +43,7 @@ pub enum SharedMemory {
     Off,
 }
 
-/// The environment variables of a few words, and what they take.
+/// Environment variables that take one of a few words: name, words, description.
 const VARIABLES: [(&str, &[&str], &str); 4] = [
     ("RDMUX_PROVIDER", &Provider::NAMES, "soft or hw"),
     ("RDMUX_SHM", &["on", "off"], "on or off"),
@@ -59,8 +59,8 @@ const VARIABLES: [(&str, &[&str], &str); 4] = [
     ),
 ];
 
-/// Checks the environment variables that [`Device::open`](crate::Device::open) reads. Taken for unset, a misspelt value would change
-/// without a word what a program measures.
+/// Checks the environment variables that [`Device::open`](crate::Device::open) reads. A misspelt value that counted as unset would
+/// silently change the results of a program's measurements.
 pub fn check_environment() -> Result<(), OpenError> {
     for (name, words, takes) in VARIABLES {
         let Some(value) = std::env::var_os(name) else {
@@ -81,10 +81,10 @@ impl SharedMemory {
     }
 }
 
-/// Why a device could not be opened.
+/// Reason why a device could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// The address stands for several hosts, or for any: peers could not send to it.
+    /// The address stands for several hosts, or for any host: peers could not send to it.
     #[error("{0} is not the address of one host: open a device on each address that peers are to use")]
     NotOneHost(IpAddr),
     /// The address cannot be used, its port is taken, or another user has it.
@@ -93,7 +93,7 @@ pub enum OpenError {
     /// The RNIC cannot be used.
     #[error(transparent)]
     Hw(#[from] crate::hw::OpenError),
-    /// What only the soft device does was asked of an RNIC.
+    /// The options ask an RNIC for a feature that only the soft device has.
     #[error("{0} are the soft device's: an RNIC of provider hw has none")]
     SoftOnly(&'static str),
     /// An environment variable has a value that it does not take.
@@ -101,23 +101,23 @@ pub enum OpenError {
     Environment {
         /// The variable.
         name: &'static str,
-        /// What it is set to.
+        /// Its value.
         value: String,
-        /// What it takes.
+        /// The values that it takes.
         takes: &'static str,
     },
-    /// The environment asks for faults that there are not.
+    /// `RDMUX_FAULT` is not a valid fault specification.
     #[error("RDMUX_FAULT: {0}")]
     Faults(#[from] SpecError),
-    /// It is to be captured to a file that cannot be made.
+    /// The capture file of the device cannot be created.
     #[error(transparent)]
     Capture(#[from] CaptureError),
     /// A system call failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The attempted operation.
         what: &'static str,
-        /// Why it failed.
+        /// Error that the system returned.
         source: io::Error,
     },
 }

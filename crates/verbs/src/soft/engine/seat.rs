@@ -1,5 +1,5 @@
-//! Waiting for a completion. Whoever waits sits in the thread's place, one caller at a time: it looks or sleeps as the policy has
-//! it, and what arrives wakes it, not a thread that then wakes it. Others who wait meanwhile sleep beside it, and rely on it.
+//! Waiting for a completion. A waiting caller takes the thread's place, one caller at a time: it looks or sleeps as the policy decides,
+//! and arriving packets wake it directly, not through the thread. Other callers that wait meanwhile sleep beside it, and rely on it.
 
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
@@ -14,13 +14,13 @@ use super::{Core, Engine, RECEIVES_PER_TURN, SOCKET_RETRY_NS, Waker};
 use crate::soft::load::{conditions, current_cpu, wake_cost_ns};
 use crate::waiting::{Conditions, Plan, Policy, WaitMode};
 
-/// How whoever waits and drives does so: the caller in the seat, or the thread.
+/// Way in which a driver waits: the caller in the seat, or the thread.
 #[derive(Debug)]
 pub(super) struct Waiter {
     policy: Policy,
 }
 
-/// The ways of waiting of those who sit in the thread's place, one at a time.
+/// Ways of waiting of the callers that sit in the thread's place, one at a time.
 #[derive(Debug)]
 pub(super) struct Seat {
     /// A caller that sleeps in the thread's place.
@@ -50,7 +50,7 @@ impl Waiter {
         Waiter { policy }
     }
 
-    /// Something came, so long after the wait began.
+    /// Records that something came `waited_ns` after the wait began.
     pub(super) fn ended(&mut self, waited_ns: u64, slept: bool) {
         if slept {
             self.policy.woke(waited_ns, None);
@@ -59,9 +59,9 @@ impl Waiter {
         }
     }
 
-    /// What to do while nothing has come, so long after the wait began.
+    /// Decides the next step while nothing has come, `elapsed_ns` after the wait began.
     pub(super) fn plan(&mut self, elapsed_ns: u64, now: Time, peer_cpu: Option<u32>) -> Plan {
-        // Without looking, most of the time.
+        // Most calls end here, without looking at the conditions.
         if self.policy.plan(elapsed_ns, Conditions::default()) == Plan::Sleep {
             return Plan::Sleep;
         }
@@ -74,7 +74,7 @@ impl Waiter {
 }
 
 impl Engine {
-    /// Wakes whoever sleeps and is to drive: the caller in the seat, else the thread.
+    /// Wakes the sleeping driver: the caller in the seat, else the thread.
     pub(super) fn wake_driver(&self) {
         self.wake(self.hand_over.driver());
     }
@@ -87,8 +87,8 @@ impl Engine {
         }
     }
 
-    /// A caller goes to sleep, or may do so since it has armed a completion queue: what it left owing is sent, and the thread has
-    /// the sockets from now on.
+    /// Hands the sockets to the thread for a caller that goes to sleep, or may do so since it has armed a completion queue. Sends the
+    /// acknowledgements that the caller left pending.
     pub(crate) fn hand_over(&self) {
         let mut core = self.lock();
         core.finish(self.now(), true);
@@ -97,7 +97,7 @@ impl Engine {
         self.wake(self.hand_over.hand_over());
     }
 
-    /// Sleeps until woken or the time is over (false), while others drive.
+    /// Sleeps until woken, while others drive. Returns false if the time is over first.
     pub(crate) fn sleep(&self, waker: &Waker, left: Option<Duration>) -> bool {
         self.hand_over.rely();
         self.hand_over();
@@ -106,16 +106,17 @@ impl Engine {
         woken
     }
 
-    /// For a caller that is about to sleep on descriptors until a completion queue tells: looks for what it waits for, and drives, for as
-    /// long as the policy expects that to cost less than a wake-up. The thread sleeps meanwhile, and peers need not wake it.
+    /// Looks for a completion, and drives, on behalf of a caller that is about to sleep on descriptors until a completion queue notifies
+    /// it. Does so for as long as the policy expects that to cost less than a wake-up. The thread sleeps meanwhile, and peers need not
+    /// wake it.
     ///
-    /// `None`: the caller is to sleep, and tells how long it did ([`Engine::slept`]).
+    /// `None`: the caller should sleep, and then report how long it slept ([`Engine::slept`]).
     pub(crate) fn look_before_sleep<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         let mut told = self.told.load(Ordering::Acquire);
         if let Some(found) = look() {
             return Some(found);
         }
-        // Pinned to it, the thread always looks; and callers must be woken by signals.
+        // In this mode the thread always looks, and signals must be able to wake callers.
         if self.waiting == Some(WaitMode::Running) {
             return None;
         }
@@ -148,16 +149,16 @@ impl Engine {
         }
     }
 
-    /// A caller slept on descriptors since that time, until something came.
+    /// Records that a caller slept on descriptors from `since` until something came.
     pub(crate) fn slept(&self, since: Instant) {
         if let Ok(mut seat) = self.seat.try_lock() {
             seat.looking.policy.woke(since.elapsed().as_nanos() as u64, None);
         }
     }
 
-    /// Waits until `look` finds something: looks again and again, or sleeps, as the policy has it. The caller drives meanwhile, if
-    /// no other one does: so it is woken by what arrives, not by a thread that was. `waker` tells of completions of `cq` while
-    /// that is armed. `None`: the time is over.
+    /// Waits until `look` finds something: looks again and again, or sleeps, as the policy decides. The caller drives meanwhile, if no
+    /// other caller does: so arriving packets wake it directly, not through a thread that they woke. `waker` signals completions of `cq`
+    /// while that is armed. `None`: the time is over.
     pub(crate) fn wait<R>(
         &self,
         deadline: Option<Instant>,
@@ -171,7 +172,7 @@ impl Engine {
         }
         let seat = match self.seat.try_lock() {
             Err(TryLockError::WouldBlock) => None,
-            // Who sat there has left it; how waits have been is as good as before.
+            // The caller in the seat panicked and has left it; the record of its waits is still valid.
             Err(TryLockError::Poisoned(seat)) => Some(seat.into_inner()),
             Ok(seat) => Some(seat),
         };
@@ -187,12 +188,13 @@ impl Engine {
                 }
             }
         };
-        // Left, however it ends, before anybody else may sit there: others may have come to rely on who sat there.
+        // Leaves the seat, however this wait ends, before anybody else can take it: others may have come to rely on the caller in the
+        // seat.
         let _leaves = Leaves(self);
         self.wait_in_seat(&mut seat.sitting, deadline, waker, cq, look)
     }
 
-    /// The part of [`Engine::wait`] of who has the seat.
+    /// Part of [`Engine::wait`] of the caller that has the seat.
     fn wait_in_seat<R>(
         &self,
         seat: &mut Waiter,
@@ -244,7 +246,7 @@ impl Engine {
             if !core.links.prepare_sleep() {
                 continue;
             }
-            // Only others who drive meanwhile need to tell.
+            // Only completions that others take in meanwhile need to notify this caller.
             cq.watch(true);
             let due = core.rnic.poll_timeout();
             let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
@@ -294,7 +296,7 @@ impl Drop for Leaves<'_> {
     }
 }
 
-/// A caller looks out, for a moment, beside a thread that may sleep.
+/// A caller's short time of looking beside a thread that may sleep.
 struct LooksOut<'a> {
     engine: &'a Engine,
     peer_cpu: Option<u32>,
@@ -312,7 +314,7 @@ impl LooksOut<'_> {
 }
 
 impl Drop for LooksOut<'_> {
-    /// From now on the thread is woken by what comes, and what came before that is taken in.
+    /// Lets arriving packets wake the thread again, and processes those that arrived before.
     fn drop(&mut self) {
         let engine = self.engine;
         let mut core = engine.lock();
@@ -322,14 +324,14 @@ impl Drop for LooksOut<'_> {
         }
         core.finish(engine.now(), true);
         engine.wake_early(&core);
-        // A peer that goes on sending would keep this caller here for ever: the thread takes in the rest.
+        // A peer that keeps sending would keep this caller here for ever: the thread processes the rest.
         if !core.set_bells() {
             engine.kick.wake();
         }
     }
 }
 
-/// The time that is left; `None`: there is no end.
+/// Returns the remaining time; `None`: there is no deadline.
 fn left_until(deadline: Option<Instant>) -> Option<Duration> {
     deadline.map(|at| at.saturating_duration_since(Instant::now()))
 }
@@ -339,7 +341,7 @@ fn is_over(left: Option<Duration>) -> bool {
 }
 
 impl Core {
-    /// Takes in what has arrived, for a caller that is about to sleep, or was woken: what is left in a socket wakes it again.
+    /// Processes arrived packets, for a caller that is about to sleep, or was woken: packets that remain in a socket wake it again.
     fn receive_seated(&mut self, now: Time, woken: bool) {
         if self.links.receive(&mut self.rnic, now) == 0 && woken {
             self.receive(now, RECEIVES_PER_TURN);

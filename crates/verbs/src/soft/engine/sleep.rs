@@ -1,4 +1,4 @@
-//! The sleep of the engine's thread.
+//! Sleep of the engine's thread.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 
 use super::{Engine, PRECISE_NS, SOCKET_RETRY_NS};
 
-/// Where the engine's thread sleeps.
+/// The epoll set in which the engine's thread sleeps.
 pub(super) struct Epoll {
     epoll: OwnedFd,
 }
@@ -49,7 +49,7 @@ impl Epoll {
         Ok(Epoll { epoll })
     }
 
-    /// Sleeps until something arrives, a timer is due, or somebody wakes the thread. False: something had come already.
+    /// Sleeps until something arrives, a timer is due, or somebody wakes the thread. Returns false if something had arrived already.
     pub(super) fn wait(&self, engine: &Engine) -> bool {
         let timeout_ns = {
             let mut core = engine.lock();
@@ -76,7 +76,7 @@ impl Epoll {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as _,
         });
-        // epoll counts in milliseconds, a paced queue pair in microseconds.
+        // epoll's timeout counts in milliseconds, a paced queue pair in microseconds.
         let timeout = match timeout {
             Some(precise) if timeout_ns < Some(PRECISE_NS) => {
                 let mut fds = [PollFd::new(&self.epoll, PollFlags::IN)];
@@ -98,7 +98,7 @@ impl Epoll {
         core.sleeps.thread_ns = 0;
         core.thread_asleep = false;
         if core.caller_looks && happened(BELLS) {
-            // A bell that came late: else it would end the next sleep too.
+            // A bell that came late would also end the next sleep.
             core.links.awake();
         }
         core.set_bells();

@@ -1,4 +1,4 @@
-//! The driver without its thread: the test takes each turn itself.
+//! The driver without its thread: each test takes every turn itself.
 
 use std::cell::Cell;
 use std::sync::mpsc;
@@ -14,9 +14,9 @@ use crate::device::{CompletionQueue, Device, QpOptions, QueuePair};
 use crate::region::MemoryRegion;
 
 thread_local! {
-    /// No thread is to be had by flushes that this one drives.
+    /// Flushes that this thread drives get no thread.
     pub(super) static NO_THREADS: Cell<bool> = const { Cell::new(false) };
-    /// More run on the host than it has CPUs, for polls of this thread.
+    /// For polls of this thread, more tasks run on the host than it has CPUs.
     pub(super) static OVERSUBSCRIBED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -52,7 +52,7 @@ impl Pair {
         self.device.engine()
     }
 
-    /// Keeps the engine's thread from the socket for good, as a caller does that polls.
+    /// Keeps the engine's thread from the socket for good, as a polling caller does.
     fn take_over(&self) {
         self.engine().hand_over.sit();
         self.engine().kick.wake();
@@ -61,7 +61,7 @@ impl Pair {
         }
     }
 
-    /// Calls `turn` until it takes in what was sent. Nobody looks at the socket after that: what is owed then stays owed.
+    /// Calls `turn` until it receives the sent packets. Nobody looks at the socket after that: pending acknowledgements stay pending.
     fn take_in(&self, turn: impl Fn()) {
         let deadline = Instant::now() + LONG;
         while self.device.counters().rcvd_pkts == 0 && Instant::now() < deadline {
@@ -69,7 +69,7 @@ impl Pair {
         }
     }
 
-    /// Registers a memory that the first queue pair's peer may be asked to flush.
+    /// Registers a memory that the first queue pair may ask its peer to flush.
     fn register(&self, memory: Arc<dyn Memory>) -> MemoryRegion {
         let pd = self.qps[1].pd();
         pd.reg_mr_all(memory, 0, Access::FLUSH_PERSISTENT).unwrap()
@@ -109,7 +109,7 @@ fn connect(device: &Device, qp: &QueuePair, peer: Qpn) {
     }
 }
 
-/// What a queue pair is given on its way to RTS.
+/// Returns the attributes that a queue pair gets on its way to RTS.
 fn steps(device: &Device, peer: Qpn) -> (QpAttributes, QpAttributes, QpAttributes) {
     let address = device.address();
     let init = QpAttributes {
@@ -225,7 +225,7 @@ fn flush__that_panics_has_failed() {
         flush: || panic!("no such medium"),
         end: || {},
     });
-    // The second asks the thread of the first, since both are of one memory.
+    // The second flush uses the thread of the first, since both are of one memory.
     for _ in 0..2 {
         let pair = Pair::on(&device);
         let region = pair.register(memory.clone());
@@ -239,7 +239,8 @@ fn unflushed(end: impl Fn() + Send + Sync + 'static) -> Arc<dyn Memory> {
     Arc::new(Medium { flush: || {}, end })
 }
 
-/// For memory: tells when it ends whether its device answers. It asks on another thread, so that the test ends when it does not.
+/// Returns a destructor for a memory, and a receiver that gets whether the device still answers when the memory ends. The destructor asks
+/// on another thread, so that the test ends even if the device does not answer.
 fn asks_when_it_ends(device: &Device) -> (impl Fn() + Send + Sync + use<>, mpsc::Receiver<bool>) {
     let (device, (tell, told)) = (device.clone(), mpsc::sync_channel(1));
     let end = move || {
@@ -320,7 +321,7 @@ fn memory__whose_flush_outlives_its_region_is_dropped_when_the_engine_is_unlocke
         begins.recv_timeout(LONG).unwrap();
         drop(region);
         if forgotten {
-            // Nobody waits for it any more.
+            // Nobody waits for the flush.
             pair.qps[1]
                 .modify(QpState::Error, &QpAttributes::default())
                 .unwrap();
@@ -330,8 +331,8 @@ fn memory__whose_flush_outlives_its_region_is_dropped_when_the_engine_is_unlocke
     }
 }
 
-/// Two threads post while a third has the turn: neither waits for it, and all that they posted is sent, in the order of each, once
-/// the turn has ended.
+/// Two threads post while a third has the turn: neither waits for it. Once the turn has ended, all their requests are sent, in the order
+/// of each thread.
 #[test]
 fn post_send__leaves_the_request_to_who_has_the_turn() {
     const EACH: u64 = 32;
@@ -359,7 +360,7 @@ fn post_send__leaves_the_request_to_who_has_the_turn() {
                     };
                     qp.post_send(request).unwrap();
                 }
-                // Receives wait for nobody either.
+                // Posting a receive does not wait for the turn either.
                 let sges = SgeList::EMPTY;
                 qp.post_recv(RecvRequest { wr_id: 0, sges }).unwrap();
             });
@@ -367,7 +368,7 @@ fn post_send__leaves_the_request_to_who_has_the_turn() {
     });
     assert_eq!(turn.rnic.counters().sent_pkts, sent_before);
     drop(turn);
-    // Not taken by the engine's way, which would post what is left.
+    // Takes the turn directly: `Engine::lock` would post the requests that were left.
     let sent = pair.engine().core.take().rnic.counters().sent_pkts;
     assert_eq!(sent - sent_before, 2 * EACH);
     let mut next = [0; 2];
@@ -384,7 +385,7 @@ fn post_send__leaves_the_request_to_who_has_the_turn() {
     }
 }
 
-/// Whether a descriptor becomes readable in time.
+/// Returns whether a descriptor becomes readable in time.
 fn is_told(cq: &CompletionQueue) -> bool {
     let timeout = Timespec {
         tv_sec: LONG.as_secs() as i64,
@@ -393,7 +394,7 @@ fn is_told(cq: &CompletionQueue) -> bool {
     poll(&mut [PollFd::new(cq, PollFlags::IN)], Some(&timeout)).is_ok_and(|n| n > 0)
 }
 
-/// Waits until somebody sleeps in the thread's place, or the thread itself does.
+/// Waits until a caller sleeps in the thread's place, or the thread itself sleeps.
 fn until_asleep(engine: &Engine, who: impl Fn(Sleeps) -> u64) {
     let deadline = Instant::now() + LONG;
     while who(engine.core.take().sleeps) == 0 {
@@ -451,7 +452,7 @@ fn arm__while_another_waits_for_the_queue() {
         pair.post(Operation::Send { imm: None });
         assert_eq!(waiter.join().unwrap(), Some(0));
     });
-    // It may have been told of the first, which the waiter took. Else it is of the second.
+    // The notification may be for the first message, which the waiter took. Otherwise it is for the second.
     pair.post(Operation::Send { imm: None });
     let second = loop {
         assert!(is_told(&pair.cqs[1]));
@@ -463,8 +464,8 @@ fn arm__while_another_waits_for_the_queue() {
     assert_eq!(second.wr_id, 1);
 }
 
-/// A program arms its queue, polls until that is empty, and sleeps on the descriptor: the engine's thread looks out meanwhile, and
-/// never sleeps for the time that it trusts a polling caller for.
+/// A program arms its queue, polls until the queue is empty, and sleeps on the descriptor: the engine's thread watches meanwhile, and
+/// never sleeps for the time for which it trusts a polling caller.
 #[test]
 fn poll__of_an_armed_queue_takes_no_lease() {
     const ROUNDS: u64 = 200;
@@ -516,7 +517,7 @@ fn poll__looks_again_after_it_gave_up_the_cpu() {
     let pair = Pair::new([127, 0, 14, 18]);
     OVERSUBSCRIBED.set(true);
     let deadline = Instant::now() + LONG;
-    // The first two looks are before that.
+    // The first two looks precede the yield.
     let looks_thrice = || {
         let mut looks = 0;
         let found = pair.engine().poll(|| {
@@ -543,12 +544,12 @@ fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
         assert_eq!(cq.poll(), None);
     }
     let looked = device.engine().lock().looked - before;
-    // The engine's thread looks too, each time that it wakes up.
+    // The engine's thread looks too, each time it wakes up.
     let most = 2_000 + began.elapsed().as_micros() as u64 / 40;
     assert!(looked <= most, "{looked} looks, {most} at most");
 }
 
-/// While a caller looks, the thread is not woken; after its last look the caller is told of all that arrives.
+/// While a caller looks, nobody wakes the thread; after its last look the caller is notified of every arrival.
 #[test]
 fn look_before_sleep__loses_no_wake_up() {
     const MESSAGES: u64 = 2_000;

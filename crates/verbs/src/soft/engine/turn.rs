@@ -1,9 +1,9 @@
-//! Whose turn it is to drive, and what others leave for them: a lock, and a queue beside it. Whoever finds the lock held, and only
-//! has something to hand in, leaves it there and goes: it is taken up before the lock rests.
+//! The turn to drive, and the items that others leave for its holder: a lock, and a queue beside it. A caller that finds the lock held,
+//! and only has an item to hand in, leaves the item there and goes: somebody takes it in before the lock comes free for good.
 //!
-//! One word says whether the lock is held, whether somebody sleeps for it, and whether something was left (*rung*). Who leaves
-//! something says so there, and learns in the same step whether the lock was held. If it was, its holder finds the word rung
-//! when it has let go; if not, who left it takes the turn.
+//! One word says whether the lock is held, whether somebody sleeps for it, and whether something was left (*rung*). A caller that leaves
+//! an item sets the bit there, and learns in the same step whether the lock was held. If it was, its holder finds the word rung after
+//! unlocking; if not, the caller that left the item takes the turn.
 
 mod word;
 
@@ -14,19 +14,19 @@ use lock_api::{GuardSend, RawMutex};
 
 use self::word::Word;
 
-/// What the word needs of the system.
+/// Functions of the system that the word needs.
 mod sync {
     use rustix::thread::futex;
 
     pub(super) use std::hint::spin_loop as pause;
     pub(super) use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// How often who wants the turn looks before it sleeps: turns are short.
+    /// Attempts to take the turn before sleeping: turns are short.
     pub(super) const LOOKS: u32 = 100;
 
     /// Sleeps while the word has this value.
     pub(super) fn wait(word: &AtomicU32, value: u32) {
-        // Woken, or not put to sleep: the caller looks again.
+        // Woken, or never asleep: the caller looks again.
         let _ = futex::wait(word, futex::Flags::PRIVATE, value, None);
     }
 
@@ -35,7 +35,7 @@ mod sync {
     }
 }
 
-/// The word, as `lock_api` wants it.
+/// The word, with the interface that `lock_api` requires.
 #[derive(Debug)]
 pub(super) struct RawTurn(Word);
 
@@ -61,14 +61,14 @@ unsafe impl RawMutex for RawTurn {
     }
 }
 
-/// What is reached in turns, and what is left for whoever has the turn.
+/// The state that the turn protects, and the items left for the holder of the turn.
 pub(super) struct Turns<T, L> {
     lock: lock_api::Mutex<RawTurn, T>,
     left: Mutex<VecDeque<L>>,
 }
 
 impl<T, L> std::fmt::Debug for Turns<T, L> {
-    /// Without a turn: who ends one has something to look for.
+    /// Takes no turn: whoever ends a turn must look for items afterwards.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Turns").finish_non_exhaustive()
     }
@@ -91,33 +91,33 @@ impl<T, L> Turns<T, L> {
         self.lock.lock()
     }
 
-    /// Takes the turn, if it is free.
+    /// Takes the turn if it is free.
     #[inline]
     pub(super) fn try_take(&self) -> Option<Turn<'_, T>> {
         self.lock.try_lock()
     }
 
-    /// Leaves something. True: nobody has the turn, and the caller is to take it if it is still free.
+    /// Leaves an item. Returns true if nobody has the turn: the caller must take it then, if it is still free.
     #[must_use]
     pub(super) fn leave(&self, left: L) -> bool {
         self.queue().push_back(left);
         !self.word().ring()
     }
 
-    /// Whether something was left: for whoever has taken the turn to ask, and once more after it has ended.
+    /// Returns whether an item was left. The holder of the turn asks after taking the turn, and again after ending it.
     #[inline]
     pub(super) fn is_rung(&self) -> bool {
         self.word().is_rung()
     }
 
-    /// What was left, oldest first, for whoever has the turn.
+    /// Removes and returns the items that were left, oldest first. Only the holder of the turn calls this.
     pub(super) fn left(&self) -> VecDeque<L> {
         self.word().answer();
         std::mem::take(&mut *self.queue())
     }
 
     fn word(&self) -> &Word {
-        // SAFETY: what is asked of the word here takes and ends no turn.
+        // SAFETY: the operations on the word here neither take nor end a turn.
         #[allow(unsafe_code, reason = "`lock_api` gives the word in no other way")]
         let RawTurn(word) = unsafe { self.lock.raw() };
         word

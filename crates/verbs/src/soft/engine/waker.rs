@@ -1,4 +1,4 @@
-//! Who waits for the engine, and the events of connections that they wait for.
+//! Wakers of those who wait for the engine, and the connection events that they wait for.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,12 +12,12 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::cm::Arrival;
 
-/// Someone who sleeps until the engine tells. A pollable descriptor, so that programs can wait for other things too.
+/// A sleeper that the engine can wake. Its descriptor is pollable, so that programs can wait for other things too.
 #[derive(Debug)]
 pub(crate) struct Waker {
     fd: OwnedFd,
-    /// It was woken since [`Waker::reset_if_woken`]: set after the descriptor, so that one which is readable is not passed over for
-    /// good.
+    /// Set when the waker was woken since [`Waker::reset_if_woken`]. Stored after the write to the descriptor, so that a readable
+    /// descriptor is not overlooked for good.
     woken: AtomicBool,
 }
 
@@ -30,12 +30,12 @@ impl Waker {
     }
 
     pub(crate) fn wake(&self) {
-        // Fails only when it was woken 2^64 times without anybody looking.
+        // Fails only if it was woken 2^64 times without a reset.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
         self.woken.store(true, Ordering::Release);
     }
 
-    /// Sleeps until woken or the time is over; false when it is over.
+    /// Sleeps until woken; returns false if the time is over first.
     pub(crate) fn wait(&self, timeout: Option<Duration>) -> bool {
         let timeout = timeout.map(|t| Timespec {
             tv_sec: t.as_secs().min(i64::MAX as u64 / 2) as i64,
@@ -57,7 +57,7 @@ impl Waker {
         rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
     }
 
-    /// The same, without a system call where nobody woke it.
+    /// Does the same, without a system call if nobody woke it.
     pub(crate) fn reset_if_woken(&self) -> bool {
         self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) && self.reset()
     }
@@ -67,7 +67,7 @@ impl Waker {
     }
 }
 
-/// What happened to a connection, or the requests of a service, for its user to take.
+/// Events of a connection, or requests for a service, until its user takes them.
 #[derive(Debug)]
 pub(crate) struct CmQueue {
     events: Mutex<VecDeque<(Arrival, CmEvent)>>,
@@ -94,7 +94,7 @@ impl CmQueue {
         &self.waker
     }
 
-    /// A request has ended: nobody can decide on it any more.
+    /// Removes a request that has ended: the user can no longer decide on it.
     pub(super) fn withdraw(&self, ended: CmId) {
         self.events().retain(|(_, event)| {
             let (CmEvent::Request { id, .. } | CmEvent::SidrRequest { id, .. }) = event else {
@@ -110,7 +110,7 @@ impl CmQueue {
 pub(crate) struct CmSink(pub(crate) Weak<CmQueue>);
 
 impl CmSink {
-    /// Whether there is still someone who hears of it.
+    /// Queues an event and wakes its user; returns whether the user still exists.
     pub(super) fn tell(&self, event: CmEvent) -> bool {
         let Some(queue) = self.0.upgrade() else {
             return false;

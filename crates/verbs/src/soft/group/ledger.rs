@@ -1,8 +1,8 @@
-//! The connections of each process, kept where they outlive it.
+//! Connections of each process, recorded where the records outlive the process.
 //!
-//! A file in memory that every process of the group holds, as it holds all sockets: it lasts as long as one of them lives. Each
-//! slot has a region, written only by its process. A slot that no process has and whose region has records belonged to one
-//! that ended without ending its connections: the holder does that for it.
+//! A file in memory that every process of the group holds, as it holds all sockets. So the file lasts as long as one of them lives. Each
+//! slot has a region, written only by its process. If no process has a slot and the slot's region has records, its process ended without
+//! ending its connections: the holder ends them in its place.
 //!
 //! ```text
 //! region   0  records that may be in use (4 bytes, the host's order) | zero
@@ -11,7 +11,7 @@
 //!         28  1 << 24 | peer's QPN; 0: not in use
 //! ```
 //!
-//! All accesses are reads and writes of the file, so that no process can pull it away under another.
+//! All accesses are reads and writes of the file, not of a mapping, so that no process can take the file away under another.
 
 use std::fs::File;
 use std::io;
@@ -27,7 +27,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, memfd_
 
 use super::SLOTS;
 
-/// Connections of one process that are recorded; what goes beyond is left to the peers' retries.
+/// Most connections of one process that are recorded; beyond that, peers find out by retries.
 const RECORDS_MAX: u32 = 8_192;
 const RECORD_BYTES: u64 = 32;
 const REGION_BYTES: u64 = (RECORDS_MAX as u64 + 1) * RECORD_BYTES;
@@ -50,7 +50,7 @@ impl Ledger {
         Ok(Ledger(file))
     }
 
-    /// The file of a group that is there already; `None` when it is no such file.
+    /// Opens the file of an existing group; `None` if it is not such a file.
     pub(super) fn from_fd(fd: OwnedFd) -> Option<Ledger> {
         let file = File::from(fd);
         let sealed = fcntl_get_seals(&file).is_ok_and(|seals| seals.contains(SEALS));
@@ -62,7 +62,7 @@ impl Ledger {
         self.0.as_fd()
     }
 
-    /// Whether a slot has records.
+    /// Returns whether a slot has records.
     pub(super) fn is_dirty(&self, slot: u8) -> bool {
         self.used(slot) > 0
     }
@@ -75,7 +75,7 @@ impl Ledger {
         }
     }
 
-    /// The records of a slot.
+    /// Returns the records of a slot.
     pub(super) fn read(&self, slot: u8) -> Vec<Peering> {
         let mut bytes = vec![0; self.used(slot) as usize * RECORD_BYTES as usize];
         if self
@@ -90,10 +90,10 @@ impl Ledger {
         records.iter().filter_map(decode).filter(of_slot).collect()
     }
 
-    /// Empties a slot, whose process has gone.
+    /// Clears the region of a slot whose process has gone.
     pub(super) fn clear(&self, slot: u8) {
         let zeros = vec![0; (self.used(slot) as usize + 1) * RECORD_BYTES as usize];
-        // Cannot fail for a file that has its size and stays in memory.
+        // Cannot fail: the file has its full size and stays in memory.
         let _ = self.0.write_all_at(&zeros, region(slot));
     }
 }
@@ -134,7 +134,7 @@ fn decode(record: &[u8; RECORD_BYTES as usize]) -> Option<Peering> {
     })
 }
 
-/// A process's own region.
+/// Region of this process.
 #[derive(Debug)]
 pub(crate) struct OwnRecords {
     ledger: Arc<Ledger>,
@@ -143,16 +143,16 @@ pub(crate) struct OwnRecords {
     abandoned: AtomicBool,
 }
 
-/// Which records are in use.
+/// The records in use.
 #[derive(Debug, Default)]
 struct Places {
     free: Vec<u32>,
-    /// Records used since the region was last empty.
+    /// Number of records used since the region was last empty.
     used: u32,
 }
 
 impl OwnRecords {
-    /// The region of a slot that this process has just got.
+    /// Clears and takes the region of a slot that this process has just got.
     pub(super) fn new(ledger: Arc<Ledger>, slot: u8) -> OwnRecords {
         ledger.clear(slot);
         OwnRecords {
@@ -163,7 +163,7 @@ impl OwnRecords {
         }
     }
 
-    /// This process gives up its slot: what is recorded stays as it is from now on.
+    /// Gives up the slot of this process: its records stay as they are.
     pub(super) fn abandon(&self) {
         let _places = self.places();
         self.abandoned.store(true, Relaxed);
@@ -182,7 +182,7 @@ impl OwnRecords {
         let _ = self.ledger.0.write_all_at(record, at);
     }
 
-    /// Records a connection as long as the result lives; `None` when there is no room.
+    /// Records a connection for as long as the result lives; `None` if there is no room.
     pub(crate) fn record(self: &Arc<Self>, peering: &Peering) -> Option<Record> {
         let mut places = self.places();
         if self.abandoned.load(Relaxed) {
@@ -206,7 +206,7 @@ impl OwnRecords {
     }
 }
 
-/// A connection that is recorded.
+/// Record of a connection.
 #[derive(Debug)]
 pub(crate) struct Record {
     records: Arc<OwnRecords>,

@@ -1,4 +1,4 @@
-//! What holder and members say to each other, one message a packet of the `SOCK_SEQPACKET` connection.
+//! Messages between holder and members, one per packet of the `SOCK_SEQPACKET` connection.
 //!
 //! Both ends are processes of one user on one host, so numbers have the host's byte order; that does not mean that they
 //! are trusted: a message that is not understood ends the connection, and no call here waits.
@@ -17,7 +17,7 @@ use rustix::net::{
 
 use super::{SERVICES_MAX, SLOTS};
 
-/// Both ends must have the same.
+/// Version of the protocol; both ends must have the same.
 pub(crate) const VERSION: u16 = 3;
 
 /// Descriptors of a welcome at most: all sockets and the ledger.
@@ -26,7 +26,7 @@ pub(super) const DESCRIPTORS: usize = SLOTS + 1;
 /// A datagram of connection management is shorter: BTH, DETH, 256 bytes, ICRC.
 pub(super) const MAD_BYTES_MAX: usize = 512;
 
-/// The longest message, and room for one byte more, by which a longer one shows.
+/// Bytes of the longest message, and of one byte more, by which a longer one is noticed.
 pub(super) const LEN_MAX: usize = 2 + 8 * SERVICES_MAX + 1;
 
 const WELCOME: u8 = 1;
@@ -36,11 +36,11 @@ const MAD: u8 = 4;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message<'a> {
-    /// Holder to new connection, with the group's sockets and its ledger.
+    /// Holder to new connection. Carries the group's sockets and its ledger.
     Welcome { version: u16, next_slot: u8 },
-    /// Member to holder: who it is and what it offers, again at each change.
+    /// Member to holder: its slot and its services; sent again at each change.
     Announce { slot: u8, services: Vec<ServiceId> },
-    /// Holder to members: where the search for a free slot begins, should they become holder.
+    /// Holder to members: start of the search for a free slot, in case they become holder.
     NextSlot(u8),
     /// Holder to member: a datagram for it.
     Mad { src: SocketAddr, bytes: &'a [u8] },
@@ -74,13 +74,13 @@ impl<'a> Message<'a> {
         }
     }
 
-    /// `None` for what no encoder makes.
+    /// Returns `None` for bytes that no encoder produces.
     pub(super) fn decode(packet: &'a [u8]) -> Option<Self> {
         let slot_of = |slot: u8| (1..SLOTS as u8).contains(&slot).then_some(slot);
         let (&kind, rest) = packet.split_first()?;
         match kind {
             WELCOME => {
-                // The version comes first: all else may differ with it.
+                // The version comes first: everything else may depend on it.
                 let version = u16::from_ne_bytes(*rest.get(1..)?.first_chunk()?);
                 if version != VERSION {
                     return Some(Message::Welcome {
@@ -132,13 +132,13 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Sends without waiting; `AGAIN` when the other side does not read.
+/// Sends without waiting; fails with `AGAIN` when the other side does not read.
 pub(super) fn send(fd: impl AsFd, message: &Message<'_>) -> Result<(), Errno> {
     rustix::net::send(fd, &message.encode(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
     Ok(())
 }
 
-/// Sends with `descriptors`.
+/// Sends a message with `descriptors`.
 pub(super) fn send_with_descriptors(
     fd: impl AsFd,
     message: &Message<'_>,
@@ -167,7 +167,7 @@ pub(in crate::soft) fn send_bytes(
     Ok(())
 }
 
-/// Receives one message without waiting; 0 bytes at the end of the connection. Descriptors that come along are closed.
+/// Receives one message without waiting; 0 bytes at the end of the connection. Closes descriptors that come with it.
 pub(super) fn receive(fd: impl AsFd, buffer: &mut [u8]) -> Result<usize, Errno> {
     loop {
         match rustix::net::recv(&fd, &mut *buffer, RecvFlags::DONTWAIT) {
@@ -211,7 +211,7 @@ fn receive_by(fd: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> Result<(usi
     Ok((received.bytes, descriptors))
 }
 
-/// Waits until `fd` has something to read, or has ended; false when `deadline` came first.
+/// Waits until `fd` is readable, or has ended; returns false if `deadline` comes first.
 pub(super) fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> Result<bool, Errno> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());

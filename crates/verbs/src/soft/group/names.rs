@@ -1,4 +1,4 @@
-//! The abstract Unix socket names under which the kernel keeps the group's state.
+//! Abstract Unix socket names under which the kernel keeps the group's state.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -12,10 +12,10 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 
 use super::SLOTS;
 
-/// The places of devices of RNICs, which only tools look for: no QPN of a soft device begins like that.
+/// Places of devices of RNICs, for which only tools look: no QPN of a soft device begins with these bytes.
 pub(super) const RNIC_SLOTS: RangeInclusive<u8> = 128..=255;
 
-/// Of all names.
+/// Prefix of all names.
 const PREFIX: &str = "rdmux-4791-";
 
 /// The names of one address.
@@ -33,21 +33,21 @@ impl Names {
         self.addr
     }
 
-    /// Becomes the holder: a socket to listen on. `ADDRINUSE` when there is one.
+    /// Claims the name of the holder; returns a socket to listen on. `ADDRINUSE` when there is a holder.
     pub(super) fn claim_holder(&self) -> Result<OwnedFd, Errno> {
         let fd = unix_socket(SocketType::SEQPACKET)?;
         bind(&fd, &self.name("")?)?;
         Ok(fd)
     }
 
-    /// A connection to the holder.
+    /// Connects to the holder.
     pub(super) fn connect_holder(&self) -> Result<OwnedFd, Errno> {
         let fd = unix_socket(SocketType::SEQPACKET)?;
         connect(&fd, &self.name("")?)?;
         Ok(fd)
     }
 
-    /// Takes the first free slot from `first` on, in a circle; `None` when there is none. Those that `rests` come last.
+    /// Takes the first free slot from `first` on, in a circle; `None` if there is none. Slots for which `rests` is true come last.
     pub(super) fn claim_a_slot(
         &self,
         first: u8,
@@ -72,22 +72,22 @@ impl Names {
         self.claim(&slot_suffix(slot))
     }
 
-    /// A socket to listen on for who wants to meet the process of a slot, which is ours. Names of one kind of socket do not collide
-    /// with those of another.
+    /// Binds a socket to listen on for processes that connect to this process's slot. Names of one kind of socket do not collide with
+    /// those of another.
     pub(super) fn bind_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
         let fd = unix_socket(SocketType::SEQPACKET)?;
         bind(&fd, &self.name(&slot_suffix(slot))?)?;
         Ok(fd)
     }
 
-    /// The same for a device of an RNIC, under the first place that is free.
+    /// Does the same for a device of an RNIC, under the first free place.
     pub(super) fn bind_rnic_slot(&self) -> Result<OwnedFd, Errno> {
         let bound = RNIC_SLOTS.map(|slot| self.bind_slot(slot));
         let mut bound = bound.skip_while(|bound| matches!(bound, Err(Errno::ADDRINUSE)));
         bound.next().unwrap_or(Err(Errno::ADDRINUSE))
     }
 
-    /// A connection to the process of a slot.
+    /// Connects to the process of a slot.
     pub(super) fn connect_slot(&self, slot: u8) -> Result<OwnedFd, Errno> {
         let fd = unix_socket(SocketType::SEQPACKET)?;
         connect(&fd, &self.name(&slot_suffix(slot))?)?;
@@ -99,12 +99,12 @@ impl Names {
         self.claim(&service_suffix(service))
     }
 
-    /// Whether a process has `slot`.
+    /// Returns whether a process has `slot`.
     pub(super) fn is_slot_claimed(&self, slot: u8) -> bool {
         self.is_claimed(&slot_suffix(slot))
     }
 
-    /// Whether a process offers `service`.
+    /// Returns whether a process offers `service`.
     pub(super) fn is_service_claimed(&self, service: ServiceId) -> bool {
         self.is_claimed(&service_suffix(service))
     }
@@ -115,8 +115,8 @@ impl Names {
         Ok(fd)
     }
 
-    /// A datagram socket connects to a bound name at once, without its owner's help. In doubt the answer is yes: then a
-    /// message is dropped and repeated, where a no would refuse a service that exists.
+    /// Returns whether a name is bound: a datagram socket connects to a bound name at once, without its owner's help. In doubt the answer
+    /// is yes: then a message is dropped and repeated, where a no would refuse an existing service.
     fn is_claimed(&self, suffix: &str) -> bool {
         let connected = unix_socket(SocketType::DGRAM).and_then(|fd| connect(&fd, &self.name(suffix)?));
         connected != Err(Errno::CONNREFUSED)
@@ -127,11 +127,11 @@ impl Names {
     }
 }
 
-/// The address and slot whose process bound an abstract name, if that is what [`Names::bind_slot`] binds.
+/// Returns the address and slot of an abstract name, if [`Names::bind_slot`] binds such a name.
 pub(super) fn slot_of_name(name: &str) -> Option<(IpAddr, u8)> {
     let (addr, slot) = name.strip_prefix(PREFIX)?.rsplit_once("-slot-")?;
     let (addr, slot) = (addr.parse().ok()?, slot.parse().ok()?);
-    // What is written otherwise is somebody else's.
+    // A name that is spelt differently belongs to somebody else.
     let ours = format!("{PREFIX}{addr}{}", slot_suffix(slot));
     let is_slot = (1..SLOTS as u8).contains(&slot) || RNIC_SLOTS.contains(&slot);
     (ours == name && is_slot).then_some((addr, slot))
@@ -154,7 +154,7 @@ fn unix_socket(kind: SocketType) -> Result<OwnedFd, Errno> {
     )
 }
 
-/// A number that differs from process to process; no secret.
+/// Returns a number that differs from process to process; not secret.
 pub(super) fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -8,7 +8,7 @@ const REP: u8 = 0x13;
 const SIDR_REQ: u8 = 0x17;
 const SIDR_REP: u8 = 0x18;
 
-/// A datagram to QPN 1 with attribute `attribute`, whose message begins with `body`.
+/// Returns a datagram to QPN 1 with attribute `attribute`, whose message begins with `body`.
 fn datagram(attribute: u8, body: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0; 12 + 8 + 256 + 4];
     bytes[..4].copy_from_slice(&[0x64, 0, 0xff, 0xff]);

@@ -1,4 +1,4 @@
-//! The group's thread: holder, member, or on the way from one to the other.
+//! The group's thread: holder, member, or between the two.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,29 +21,29 @@ use crate::soft::user::{User, user_of};
 /// Connections that wait to be accepted.
 pub(super) const BACKLOG: i32 = 64;
 
-/// Connections of a holder: each slot, and as many that have not said who they are.
+/// Most connections of a holder: one per slot, and as many again that have not announced themselves.
 const PEERS_MAX: usize = 2 * SLOTS;
 
-/// Messages taken from one connection at a time, so that no peer keeps the others waiting: more than its queue holds.
+/// Most messages taken from one connection at a time, so that no peer delays the others: more than its queue holds.
 const MESSAGES_PER_TURN: usize = 512;
 
-/// How long a new holder leaves connection management unread while living members have not announced themselves.
+/// Time for which a new holder leaves connection management unread while living members have not announced themselves.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
 
-/// How long after a connection's end its process may take to vanish.
+/// Time after a connection's end within which its process vanishes.
 const INSPECTION_TIME: Duration = Duration::from_secs(1);
 
-/// How long the slot of a process that died with connections rests: its peers have been told or given up by then.
+/// Time for which the slot of a process that died with connections rests: by its end, the peers have been notified or have given up.
 const REST_TIME: Duration = Duration::from_secs(10);
 
-/// How often something is looked at that nothing tells of.
+/// Interval of checks for events that nothing signals.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Pauses between attempts to find the new holder.
 const SEEK_PAUSE_MIN: Duration = Duration::from_millis(1);
 const SEEK_PAUSE_MAX: Duration = Duration::from_millis(100);
 
-/// ... and while the name of the holder belongs to another user.
+/// Pause while the name of the holder belongs to another user.
 const FOREIGN_PAUSE: Duration = Duration::from_secs(1);
 
 pub(super) enum Role {
@@ -57,7 +57,7 @@ pub(super) enum Role {
 }
 
 impl Role {
-    /// The first process of an address: there is no member that it could have to wait for.
+    /// Returns the role of the first process of an address: there is no member that it would have to wait for.
     pub(super) fn holder(listener: OwnedFd) -> Self {
         Role::Holder(Holder {
             listener,
@@ -71,12 +71,12 @@ impl Role {
 
 pub(super) struct Holder {
     listener: OwnedFd,
-    /// In the order of their coming.
+    /// In the order in which they connected.
     peers: Vec<Peer>,
     settle_until: Option<Instant>,
-    /// Some process ended: until then slots are looked through for what it left.
+    /// Set when a process has ended: end of the time in which this thread searches the slots for its connections.
     inspect_until: Option<Instant>,
-    /// Slots whose connections are being ended, and when that is over.
+    /// Slots whose connections are being ended, and the times at which their rest is over.
     buried: Vec<(u8, Instant)>,
 }
 
@@ -85,7 +85,7 @@ struct Peer {
     /// `None` until the peer announces itself.
     slot: Option<u8>,
     services: Vec<ServiceId>,
-    /// The connection is at its end, or broke the rules.
+    /// Set when the connection has ended, or the peer broke the rules.
     gone: bool,
 }
 
@@ -146,7 +146,7 @@ impl Worker {
         }
     }
 
-    /// Sleeps until there is something to do for the role.
+    /// Sleeps until there is work for the role.
     fn wait(&mut self) {
         let input = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let mut fds = vec![input(self.shared.wake.as_fd())];
@@ -159,7 +159,7 @@ impl Worker {
                 fds.extend(holder.peers.iter().map(|p| input(p.fd.as_fd())));
                 match holder.settle_until {
                     None => fds.push(input(self.cm_socket.as_fd())),
-                    // Whoever we wait for may also die, which nothing tells.
+                    // A member that the holder waits for may also die, which nothing signals.
                     Some(_) => timeout = Some(LOOK_AGAIN),
                 }
                 if holder.inspect_until.is_some() {
@@ -175,7 +175,7 @@ impl Worker {
         let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
-            // Out of memory: nothing else is possible for these descriptors. Trying again at once would spin.
+            // Out of memory: poll has no other error for these descriptors. Trying again at once would spin.
             Err(_) => std::thread::sleep(SEEK_PAUSE_MAX),
         }
         if let Some((_, call)) = aside.filter(|_| !fds[1].revents().is_empty()) {
@@ -198,7 +198,7 @@ impl Worker {
                 return;
             }
             holder.settle_until = None;
-            // The former holder, and who died with it.
+            // The former holder has ended, and others may have died with it.
             holder.inspect_until = Some(Instant::now() + INSPECTION_TIME);
         }
         self.bury_the_dead();
@@ -206,7 +206,7 @@ impl Worker {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
         }
-        // A process that offers a service has said so before anyone can ask for it: what it said is read first.
+        // A process that offers a service announces it before anybody can ask for it: the holder reads its announcement first.
         self.serve_peers();
         let Role::Holder(holder) = &mut self.role else {
             return;
@@ -260,7 +260,7 @@ impl Worker {
         }
     }
 
-    /// Ends the connections of processes that did not, and lets their slots rest meanwhile.
+    /// Ends the connections of processes that did not end them, and lets their slots rest meanwhile.
     fn bury_the_dead(&mut self) {
         let Role::Holder(holder) = &mut self.role else {
             return;
@@ -280,7 +280,7 @@ impl Worker {
             if now < *end {
                 return true;
             }
-            // With its name in our hands nobody else begins to use the slot.
+            // While this thread holds the name, nobody else begins to use the slot.
             if let Ok(_claim) = names.claim_slot(*slot) {
                 ledger.clear(*slot);
             }
@@ -288,7 +288,7 @@ impl Worker {
         });
     }
 
-    /// Takes in new connections and reads what all have said.
+    /// Accepts new connections and reads the messages of all.
     fn serve_peers(&mut self) {
         self.read_peers();
         for _ in 0..BACKLOG {
@@ -296,7 +296,7 @@ impl Worker {
             let Ok(fd) = accept_with(&holder.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
                 break;
             };
-            // Another user learns who we are from our credentials, and gets nothing.
+            // Another user learns this process's identity from its credentials, and gets nothing.
             if !udp::peer_credentials(&fd).is_ok_and(|(uid, _)| user_of(uid) == User::Own) {
                 continue;
             }
@@ -307,7 +307,7 @@ impl Worker {
                 return;
             };
             if holder.peers.len() >= PEERS_MAX {
-                // Those that did not say who they are make place, the oldest first.
+                // Connections that have not announced themselves make room, the oldest first.
                 let Some(i) = holder.peers.iter().position(|p| p.slot.is_none()) else {
                     continue;
                 };
@@ -351,12 +351,12 @@ impl Worker {
                     Some(Message::Announce { slot, services }) if slot != self.slot => {
                         if peer.slot != Some(slot) {
                             self.next_slot = after(slot);
-                            // Its new process has cleared it.
+                            // The slot's new process has cleared it.
                             holder.buried.retain(|(buried, _)| *buried != slot);
                         }
                         peer.slot = Some(slot);
                         peer.services = services;
-                        // A slot has one process, and its latest connection counts.
+                        // A slot has one process, and only its latest connection counts.
                         for other in holder.peers.iter_mut().enumerate().filter(|(j, _)| *j != i) {
                             other.1.gone |= other.1.slot == Some(slot);
                         }
@@ -374,7 +374,7 @@ impl Worker {
         holder.peers.retain(|p| !p.gone);
         if self.next_slot != next_slot {
             for peer in &holder.peers {
-                // One that does not read misses a hint.
+                // A member that does not read misses a hint.
                 let _ = message::send(&peer.fd, &Message::NextSlot(self.next_slot));
             }
         }
@@ -394,7 +394,7 @@ impl Worker {
                     bytes: bytes.to_vec(),
                 }),
                 Some(Message::NextSlot(slot)) => self.next_slot = slot,
-                // The greeting of a new holder; we have its sockets.
+                // The greeting of a new holder, whose sockets this process already has.
                 Some(Message::Welcome {
                     version: message::VERSION,
                     ..
@@ -410,7 +410,7 @@ impl Worker {
         }
     }
 
-    /// Becomes the holder, or finds it. Its name belongs to one process at a time, so at most one succeeds in the first.
+    /// Becomes the holder, or finds it. The holder's name belongs to one process at a time, so at most one becomes the holder.
     fn seek(&mut self) {
         let Role::Seeking { pause } = &mut self.role else {
             return;
@@ -447,13 +447,13 @@ impl Worker {
     }
 }
 
-/// Who gets a datagram.
+/// Recipient of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
-    /// We: it is ours, or nobody's, and then our connection management refuses it.
+    /// This process: the datagram is for it, or for nobody, and then connection management here refuses it.
     Own,
     Peer(usize),
-    /// A process that lives and has not announced itself.
+    /// A process that lives but has not announced itself.
     Absent,
 }
 
@@ -480,7 +480,7 @@ fn target(shared: &Shared, peers: &[Peer], own_slot: u8, to: Route) -> Target {
     }
 }
 
-/// The slot after `slot`, in the circle of those that processes have.
+/// Returns the slot after `slot`, in the circle of the slots of processes.
 fn after(slot: u8) -> u8 {
     slot % (SLOTS as u8 - 1) + 1
 }

@@ -1,19 +1,19 @@
-//! Keeps copies out that a peer makes by calls into this process, when their grant has been taken back.
+//! Blocks copies that a peer makes by calls into this process after their grant was revoked.
 //!
-//! A peer looks at its grant and then calls `process_vm_writev`. It may be stopped between the two for as long as somebody
-//! likes (a debugger, a freezer, Ctrl-Z), so the call itself has to fail when the grant has ended. The kernel copies the vectors of a call in
-//! their order and ends at the first that it cannot: the first vector of each such call goes to a *gate*, a page of this process
-//! that can be closed, and the last one to a word that tells that the call is over. All of them are parts of one system call, in
-//! which no signal stops a process. (It may lose its CPU there, and ends the call when it gets one again.)
+//! A peer checks its grant and then calls `process_vm_writev`. A debugger, a freezer or Ctrl-Z may stop the peer between the two for any
+//! length of time, so the call itself has to fail once the grant has ended. The kernel copies the vectors of a call in their order and
+//! stops at the first that it cannot copy. The first vector of each such call goes to a *gate*, a page of this process that can be closed,
+//! and the last one to a word that shows that the call is over. All of them are parts of one system call, in which no signal stops a
+//! process. (The process may lose its CPU there, and ends the call when it gets one again.)
 //!
 //! ```text
 //! process_vm_writev: entry -> gate | the bytes -> region | entry -> Segment::left
 //! ```
 //!
-//! Closing takes the page away, so calls that come later fail before they copy anything. Calls that have the page already (the kernel
-//! holds it while it copies) are told apart by its contents, which are final once the file of the page can be sealed
-//! against writing: the kernel seals it when no mapping and no call holds the page any more. Then the gate names the last entry
-//! that went through it: if it is the one to be waited for, that call is over when [`super::segment::Segment::left`] holds it too.
+//! Closing takes the page away, so later calls fail before they copy anything. Some calls have the page already (the kernel holds it while
+//! it copies). The contents of the page tell about those. They are final once the file of the page can be sealed against writing, which
+//! the kernel permits when no mapping and no call holds the page. Then the gate names the last entry that passed it: if that is the entry
+//! to wait for, its call is over when [`super::segment::Segment::left`] holds the entry too.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,10 +23,10 @@ use rustix::io::{Errno, pread};
 
 use crate::mapping::Mapping;
 
-/// A page that the calls of one peer go through.
+/// A page that each call of one peer writes first.
 #[derive(Debug)]
 pub(super) struct Gate {
-    /// Closed, it keeps the addresses, so that nothing else comes to lie where a late call writes.
+    /// A closed gate keeps its addresses, so that nothing else is mapped where a late call writes.
     page: Mapping,
     file: OwnedFd,
     closed: AtomicBool,
@@ -58,15 +58,15 @@ impl Gate {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Closes it: no call goes through any more. Calls that have gone through may go on.
+    /// Closes the gate: no further call passes it. Calls that have passed it may go on.
     pub(super) fn close(&self) {
-        // Where the system refuses, it is tried again: `last_through` knows nothing until then.
+        // If the system refuses, somebody calls this again; `last_through` returns `None` until then.
         if !self.is_closed() && self.page.take_away().is_ok() {
             self.closed.store(true, Ordering::Release);
         }
     }
 
-    /// The last entry that went through a closed gate, 0 if none did; `None` while that may still change.
+    /// Returns the last entry that passed a closed gate, 0 if none did; `None` while that may still change.
     pub(super) fn last_through(&self) -> Option<u32> {
         if !self.is_closed() {
             return None;
@@ -104,7 +104,7 @@ mod tests {
         Mapping::write_process(pid, at, bytes, Order::LastWordLast, Some(passage))
     }
 
-    /// A region of this process, and the word behind it.
+    /// Returns a region of this process, and the mapping with the word for the end of calls.
     fn region() -> (Mapping, Mapping) {
         (
             Mapping::anonymous(8192).unwrap(),
@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(gate.last_through(), Some(0));
     }
 
-    /// A call that fails behind the gate has gone through, and does not tell that it is over.
+    /// A call that fails behind the gate has passed it, and does not signal its end.
     #[test]
     fn last_through__of_a_call_that_fails() {
         if !allows_calls_into_processes() {
@@ -162,7 +162,7 @@ mod tests {
         assert_eq!(words.word(0).load(Ordering::Acquire), 0);
     }
 
-    /// A child that is forked holds no mapping of the file: it would keep it from being sealed.
+    /// A forked child holds no mapping of the file, which would keep the file from being sealed.
     #[test]
     fn new__is_not_copied_to_children() {
         let gate = Gate::new().unwrap();

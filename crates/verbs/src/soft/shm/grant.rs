@@ -17,36 +17,36 @@ use super::why::NotDirect;
 use crate::mapping::{CopyError, Mapping, Order, Passage, Way};
 use crate::memory::{AnonymousMemory, ApplicationMemory};
 
-/// Bytes copied between two looks at the grant: taking one back waits for a copy of that many.
+/// Bytes copied between two checks of the grant: a revocation waits for a copy of this size.
 const PIECE_BYTES: u64 = 1 << 20;
-/// Bytes of a copy through the stack.
+/// Bytes of the buffer on the stack for copies.
 const BUFFER_BYTES: usize = 4096;
 
-/// Mappings of peers' memory: a quarter of those that Linux gives a process, so that its own never fail for them.
+/// Most mappings of peers' memory: a quarter of those that Linux gives a process, so that the process's own never fail because of them.
 const MAPPED_MAX: usize = 16_384;
-/// Their bytes: a quarter of the addresses of a process.
+/// Most bytes of those mappings: a quarter of the addresses of a process.
 const MAPPED_BYTES_MAX: usize = 1 << 45;
-/// For how long a process that was seen alive is taken for alive: too short for the system to use up all other numbers and give
-/// its number to another one.
+/// Time for which a process that was seen alive counts as alive: too short for the system to use up all other process numbers and give
+/// this number to another process.
 const SEEN_TIME: Duration = Duration::from_millis(10);
 
-/// How a peer's memory is reached.
+/// Way to reach a peer's memory.
 #[derive(Debug)]
 pub(super) enum Reach {
-    /// It is mapped here too.
+    /// The memory is mapped in this process too.
     Mapped(Window),
     /// The kernel copies between the processes; offsets are the peer's addresses.
     Process(Arc<Process>),
 }
 
-/// What is mapped of peers' memory.
+/// Count of the mappings of peers' memory, and of their bytes.
 #[derive(Debug)]
 pub(super) struct Mapped {
     windows: AtomicUsize,
     bytes: AtomicUsize,
 }
 
-/// ... in this process, by all its devices.
+/// Mappings in this process, by all its devices.
 pub(super) static MAPPED: Mapped = Mapped::new();
 
 impl Mapped {
@@ -88,7 +88,7 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// As [`Mapping::of_file`]. `None`: it cannot be mapped, or too much is.
+    /// Maps as [`Mapping::of_file`] does. `None`: the file cannot be mapped, or too much is mapped already.
     pub(super) fn of_file(
         counted: &'static Mapped,
         file: BorrowedFd<'_>,
@@ -115,25 +115,25 @@ impl Drop for Window {
     }
 }
 
-/// The process of a peer. Its number is another one's some time after its death, which the end of the link tells late or, where it
-/// has forked, never; so it is looked for before it is reached.
+/// The process of a peer. Some time after its death, another process gets its number. The end of the link shows the death late or, if the
+/// process has forked, never; so this process checks that the peer lives before it accesses the peer.
 #[derive(Debug)]
 pub(super) struct Process {
     pid: i32,
-    /// Readable when it has ended.
+    /// Readable when the process has ended.
     fd: OwnedFd,
-    /// When it was seen alive, in nanoseconds from `since`.
+    /// Time at which the process was last seen alive, in nanoseconds from `since`.
     seen_ns: AtomicU64,
     since: Instant,
 }
 
 impl Process {
-    /// The process at the other end of a connection.
+    /// Opens the process at the other end of a connection.
     pub(super) fn of(pid: i32, socket: BorrowedFd<'_>) -> Result<Arc<Process>, NotDirect> {
-        // What the system calls a process that has no number here.
+        // The system reports 0 for a process that has no number in this PID namespace.
         let number = Pid::from_raw(pid).ok_or(NotDirect::OtherPidNamespace)?;
         let fd = pidfd_open(number, PidfdFlags::empty()).map_err(NotDirect::Calls)?;
-        // The number was its own when it connected, and still is if the connection stands.
+        // The process had the number when it connected, and still has it if the connection is up.
         let mut ended = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
         if poll(&mut ended, Some(&Timespec::default())) != Ok(0) {
             return Err(NotDirect::Calls(Errno::SRCH));
@@ -150,7 +150,7 @@ impl Process {
         self.fd.as_fd()
     }
 
-    /// Its number, while it is its own.
+    /// Returns the number of the process while the process has it.
     #[inline]
     fn pid(&self) -> Result<i32, Fault> {
         let now_ns = self.since.elapsed().as_nanos() as u64;
@@ -187,19 +187,19 @@ impl Process {
     }
 }
 
-/// A grant of a peer. Used under the engine's lock alone: an end of a link is inside of one grant at a time.
+/// A grant by a peer. Used under the engine's lock alone: one end of a link is inside of one grant at a time.
 #[derive(Debug)]
 pub(super) struct Granted {
     pub(super) reach: Reach,
     pub(super) segment: Arc<Segment>,
-    /// Our side of the link.
+    /// This process's side of the link.
     pub(super) side: Side,
     pub(super) index: u32,
     pub(super) generation: u32,
-    /// Addresses in the peer's process through which calls into it go, as [`Passage`] has them.
+    /// Addresses in the peer's process to which calls into it also write, see [`Passage`].
     pub(super) gate: u64,
     pub(super) left: u64,
-    /// The link stands.
+    /// Set while the link is up.
     pub(super) open: Arc<AtomicBool>,
 }
 
@@ -218,14 +218,14 @@ impl Granted {
         }
     }
 
-    /// Whether it has not been taken back.
+    /// Returns whether the grant has not been revoked.
     #[inline]
     pub(super) fn holds(&self) -> bool {
         let grant = self.words().grant(self.index, Ordering::Acquire);
         grant == self.generation && self.open.load(Ordering::Relaxed)
     }
 
-    /// Calls `f`, which writes, while the grant holds: its owner learns of the end of it.
+    /// Calls `f`, which writes, if the grant holds, and shows the owner of the grant the end of `f`.
     #[inline]
     fn writing<R>(&self, f: impl FnOnce(Passage) -> Result<R, PeerFault>) -> Result<R, PeerFault> {
         if !self.open.load(Ordering::Relaxed) {
@@ -242,7 +242,7 @@ impl Granted {
         result
     }
 
-    /// Calls `f`, which reads, and discards its result when the grant has ended meanwhile.
+    /// Calls `f`, which reads, and discards its result if the grant has ended meanwhile.
     #[inline]
     fn reading<R>(&self, f: impl FnOnce() -> Result<R, PeerFault>) -> Result<R, PeerFault> {
         if !self.holds() {
@@ -253,7 +253,7 @@ impl Granted {
         if held { Ok(result) } else { Err(PeerFault::Ended) }
     }
 
-    /// Calls `f` for pieces of a length, with the place of each, and how it goes by calls into the peer.
+    /// Calls `f` for each piece of a length, with the piece's offset and length, and the kind of call into the peer.
     fn by_pieces(
         &self,
         length: u64,
@@ -274,7 +274,7 @@ impl Granted {
         Ok(())
     }
 
-    /// Copies between `own`, which is mapped, and the peer's memory.
+    /// Copies between `own`, which is a mapping, and the peer's memory.
     fn copy(
         &self,
         at: u64,
@@ -299,8 +299,8 @@ impl Granted {
         })
     }
 
-    /// Copies between addresses of this process and the peer's memory, without a buffer between. False: something of it failed, on a
-    /// side that is not known, and may be tried piece by piece.
+    /// Copies between addresses of this process and the peer's memory, without a buffer. Returns false if a part failed, on an unknown
+    /// side: the caller may try again piece by piece.
     fn copy_application(
         &self,
         at: u64,

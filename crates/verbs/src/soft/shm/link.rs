@@ -1,10 +1,9 @@
-//! Links between the engines of one host: how they meet, what they hand each other, how they part.
+//! Links between the engines of one host: how they begin, carry messages, and end.
 //!
-//! Every process of an address listens under the name of its slot, so the peer of a queue pair is found by the peer's address
-//! and the top byte of its QPN: within one network namespace, just as its UDP socket would be. The link that is made then
-//! carries the same packets as UDP does, so nothing has to be agreed between the queue pairs: a sender may change from one to
-//! the other at any packet, and when a link breaks nothing is lost but speed. Its connection ends with the peer, however that
-//! dies.
+//! Every process of an address listens under the name of its slot. So the peer of a queue pair is found by the peer's address and the top
+//! byte of its QPN, within one network namespace, just as its UDP socket is. A link carries the same packets as UDP, so the queue pairs
+//! need no agreement: a sender may change from one to the other at any packet, and when a link breaks nothing is lost but speed. The
+//! link's connection ends with the peer, however the peer dies.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
@@ -40,48 +39,48 @@ mod tell;
 #[cfg(test)]
 mod tests;
 
-/// Links of an engine, those included that are being made.
+/// Most links of an engine, including those that are being established.
 const LINKS_MAX: usize = 64;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
-/// Messages read from one peer in a turn.
+/// Messages read from one peer per turn.
 const MESSAGES_PER_TURN: usize = 64;
-/// Rings taken from one peer in a turn.
+/// Rings taken from one peer per turn.
 const RINGS_PER_TURN: usize = 64;
-/// Records taken from one link in a turn.
+/// Records taken from one link per turn.
 const RECORDS_PER_TURN: usize = 16;
-/// Bytes that wait for room in a ring at most; what is more is as good as lost on a network.
+/// Most bytes that wait for room in a ring; trains beyond that count as lost on a network.
 const WAITING_BYTES_MAX: usize = 16 << 20;
-/// What one costs besides its bytes: its place in the queue, which may be twice as long as it has to be, and the allocator's.
+/// Cost of a waiting train besides its bytes: its place in the queue, which may be twice as long as needed, and the allocator's overhead.
 const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
-/// Queue pairs whose reasons for going by packets are kept; when there are more, those that are gone are forgotten.
+/// Queue pairs whose reasons for using packets are kept; beyond that, reasons of destroyed queue pairs are discarded.
 const REASONS_MAX: usize = 1024;
-/// How long a peer that cannot be linked to is not asked again.
+/// Time for which this side does not ask a peer again after it could not link to the peer.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
-/// The number of the user who may look at everybody's devices.
+/// Number of the user who may query everybody's devices.
 pub(in crate::soft) const ROOT: u32 = 0;
 
-/// The slot of a QPN's process.
+/// Returns the slot of a QPN's process.
 pub(crate) fn slot_of(qpn: Qpn) -> u8 {
     (qpn.value() >> 16) as u8 % SLOTS as u8
 }
 
-/// The device that a queue pair talks to: its address and slot.
+/// Returns the device that a queue pair talks to: its address and slot.
 fn peer_of(info: &QpInfo) -> Option<(IpAddr, u8)> {
     Some((info.path?.dst, slot_of(info.dest_qpn)))
 }
 
 #[derive(Debug)]
 enum State {
-    /// Accepted, and has said nothing yet.
+    /// Accepted; the peer has sent nothing yet.
     Unknown,
-    /// Root, of whom this is another user: it may ask what there is, and nothing else.
+    /// A root process, while this process belongs to another user: it may list the objects, and nothing else.
     Looks,
-    /// Asked, and has not answered yet; with its rings.
+    /// Asked for by this side, without an answer yet; with its rings.
     Asked(Box<Rings>),
     Up(Box<Rings>),
-    /// To be taken down.
+    /// To be removed.
     Over,
 }
 
@@ -95,38 +94,39 @@ struct Rings {
     /// Trains that wait for room, and their bytes.
     waiting: VecDeque<(Meta, Box<[u8]>)>,
     waiting_bytes: usize,
-    /// The peer is to ring when there is room.
+    /// Set when the peer will ring as soon as there is room.
     wants_room: bool,
-    /// What was granted to the peer, by the grants' indices.
+    /// Regions granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
     generation: u32,
-    /// That of the grants that are given next, once one was given.
+    /// Gate of the next grants that need one; `None` before the first of them.
     gate: Option<Arc<Gate>>,
     process: Option<Arc<Process>>,
     stays: Arc<Stays>,
 }
 
-/// Our end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: who else holds it can make its writers block.)
+/// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
+/// block.)
 #[derive(Debug)]
 struct Bell {
     socket: Arc<OwnedFd>,
-    /// The epoll set in which it is, once it rings for us.
+    /// The epoll set that contains the socket, once it rings for this process.
     bells: Option<Arc<OwnedFd>>,
 }
 
 #[derive(Debug)]
 struct Link {
     id: u64,
-    /// The epoll set in which it is.
+    /// The epoll set that contains the connection.
     control: Arc<OwnedFd>,
     socket: OwnedFd,
-    /// 0 when it is in a namespace of its own.
+    /// Process number of the peer; 0 when the peer is in another PID namespace.
     pid: i32,
     process: Result<Arc<Process>, NotDirect>,
-    /// Known from the start when we asked, else with the greeting.
+    /// Address and slot of the peer. Known from the start if this side asked, else from the greeting.
     peer: Option<(IpAddr, u8)>,
     open: Arc<AtomicBool>,
-    /// The link is to end, but not because the peer has gone.
+    /// Set when the link is to end although the peer lives.
     alive: bool,
     state: State,
 }
@@ -137,46 +137,46 @@ pub(crate) struct Links {
     address: IpAddr,
     slot: u8,
     on: bool,
-    /// `None` when the engine has closed, or somebody else sits on the name.
+    /// `None` when the engine is closed, or somebody else holds the name.
     listener: Option<OwnedFd>,
-    /// Readable when somebody has something to say: [`Links::serve`].
+    /// Readable when there is work for [`Links::serve`].
     control: Arc<OwnedFd>,
     /// Readable when a peer has rung: see [`Links::awake`].
     bells: Arc<OwnedFd>,
     list: Vec<Link>,
     next_id: u64,
-    /// Peers that there is no link to, why, and since when.
+    /// Peers without a link, with the reason and the time of the last attempt.
     refused: HashMap<(IpAddr, u8), (Why, Instant)>,
-    /// Queue pairs by their peers, to be told when there is a link.
+    /// Queue pairs that wait for a link, by their peers.
     waiting: Vec<((IpAddr, u8), Qpn)>,
-    /// Why a queue pair did not get the memory that it asked for last.
+    /// Reasons why queue pairs did not get the memory that they asked for last.
     not_direct: HashMap<Qpn, NotDirect>,
-    /// How many sleep until a peer rings.
+    /// Number of sleepers that wait for a peer to ring.
     asleep: u32,
-    /// The link by which something came last.
+    /// The link from which the last train came.
     heard_last: u64,
-    /// Somebody could not be let in, for want of a descriptor.
+    /// Set when a connection could not be accepted, for want of a descriptor.
     left_waiting: bool,
-    /// A link has come up.
+    /// Set when a link has come up.
     met: bool,
-    /// Memory is granted and asked for; else all goes by packets.
+    /// Set while memory is granted and asked for; else all data goes by packets.
     grants: bool,
-    /// Peers that may still be inside of what was taken back from them.
+    /// Peers that may still be inside of memory that was revoked from them.
     stays: Arc<Stays>,
-    /// Packets get lost on purpose.
+    /// Set when packets get lost on purpose.
     loses: bool,
-    /// By whose wish the device is captured.
+    /// The link whose peer has the device captured.
     capturing: Option<u64>,
     buffer: Vec<u8>,
 }
 
-/// In the epoll set of control: the listener; links have numbers from 1.
+/// Event data of the listener in the `control` epoll set; links have numbers from 1.
 const LISTENER: u64 = 0;
-/// ... and with this bit their processes.
+/// Bit that marks the event data of a link's process there.
 const DEATH: u64 = 1 << 63;
 
 impl Links {
-    /// `listener` is bound to the name of the slot, without which nobody can tell who we are; `control` is an epoll set.
+    /// `listener` is bound to the name of the slot, without which nobody can tell who this process is; `control` is an epoll set.
     pub(crate) fn new(
         address: IpAddr,
         slot: u8,
@@ -209,13 +209,13 @@ impl Links {
         })
     }
 
-    /// From now on others may ask for links: whoever serves them stands.
+    /// Lets others ask for links. Called once the engine that serves them exists.
     pub(crate) fn listen(&self) -> Result<(), Errno> {
         let Some(listener) = &self.listener else {
             return Ok(());
         };
         rustix::net::listen(listener, BACKLOG)?;
-        // Told once of each who comes: one who cannot be let in, for want of a descriptor, does not keep the engine awake.
+        // Edge-triggered: a connection that cannot be accepted, for want of a descriptor, does not keep the engine awake.
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
         epoll::add(
             &self.control,
@@ -225,17 +225,17 @@ impl Links {
         )
     }
 
-    /// From now on nothing goes past the packets: no memory is granted, and none is asked for.
+    /// Restricts the device to packets: it grants no memory, and asks for none.
     pub(crate) fn keep_to_packets(&mut self) {
         self.grants = false;
     }
 
-    /// Packets get lost here on purpose, before they go into a ring or behind one.
+    /// Declares that packets get lost here on purpose, before they go into a ring or after they come out of one.
     pub(crate) fn lose_packets(&mut self) {
         self.loses = true;
     }
 
-    /// How far a peer has come with what was sent to it; `None` where packets may get lost.
+    /// Returns how far a peer has come with the data sent to it; `None` where packets may get lost.
     pub(crate) fn progress(&self, peer: (IpAddr, u8)) -> Option<LinkProgress> {
         let link = self.list.iter().find(|link| link.peer == Some(peer))?;
         let State::Up(rings) = &link.state else {
@@ -245,7 +245,7 @@ impl Links {
         (!self.loses && !peer_loses).then(|| rings.progress())
     }
 
-    /// Ends all links, and gives the slot's name back.
+    /// Ends all links, and releases the slot's name.
     pub(crate) fn close(&mut self) {
         self.on = false;
         self.listener = None;
@@ -267,20 +267,20 @@ impl Links {
 
     // Packets.
 
-    /// Whether no link stands.
+    /// Returns whether there is no link.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// Whether trains wait for room that nobody may be told of.
+    /// Returns whether trains wait for room of which the peer may notify nobody.
     #[inline]
     pub(crate) fn have_waiting(&self) -> bool {
         let waits = |link: &Link| matches!(&link.state, State::Up(rings) if !rings.waiting.is_empty());
         self.list.iter().any(waits)
     }
 
-    /// Sends a train of packets to the process of a slot; false: there is no link to it.
+    /// Sends a train of packets to the process of a slot; returns false if there is no link to it.
     #[inline]
     pub(crate) fn send(&mut self, peer: (IpAddr, u8), meta: Meta, bytes: &[u8]) -> bool {
         for link in &mut self.list {
@@ -297,13 +297,13 @@ impl Links {
         false
     }
 
-    /// Whether there is a link to the process of a slot.
+    /// Returns whether there is a link to the process of a slot.
     pub(crate) fn reach(&self, peer: (IpAddr, u8)) -> bool {
         let up = |link: &Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
         self.list.iter().any(up)
     }
 
-    /// Takes in what has arrived; returns how many trains.
+    /// Processes arrived packets; returns how many trains.
     #[inline]
     pub(crate) fn receive(&mut self, rnic: &mut Port, now: Time) -> usize {
         let mut total = 0;
@@ -343,8 +343,8 @@ impl Links {
         total
     }
 
-    /// Somebody goes to sleep: from now on peers ring for what they send, and for room that others wait for. False: something is
-    /// there already, and nobody sleeps. [`Links::awake`] ends the sleep.
+    /// Prepares for the sleep of a caller or thread: peers ring for packets that they send, and for room that trains wait for. Returns
+    /// false if something is there already; then nobody sleeps. [`Links::awake`] ends the sleep.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         self.asleep += 1;
         for link in &mut self.list {
@@ -363,7 +363,7 @@ impl Links {
         true
     }
 
-    /// Somebody who slept is awake. The last one spares peers the ringing, and answers those who have rung.
+    /// Ends the sleep of one sleeper. The last one stops the peers from ringing, and takes the rings that have come.
     pub(crate) fn awake(&mut self) {
         self.asleep = self.asleep.saturating_sub(1);
         if self.asleep > 0 {
@@ -377,12 +377,12 @@ impl Links {
             }
         }
         if !rung {
-            // Something else, or a bell that came late.
+            // Something else woke the sleeper, or a bell came late.
             self.up().for_each(|(_, rings)| rings.bell.answer());
         }
     }
 
-    /// The CPU of the peer that sent something last, where one did.
+    /// Returns the CPU of the peer that sent the last train, if it is known.
     #[inline]
     pub(crate) fn peer_cpu(&self) -> Option<u32> {
         let link = self.list.iter().find(|link| link.id == self.heard_last)?;
@@ -393,7 +393,7 @@ impl Links {
         cpu.load(Ordering::Relaxed).checked_sub(1)
     }
 
-    /// Tells peers on which CPU this process looks for what they send.
+    /// Shows peers the CPU on which this process looks for their packets.
     pub(crate) fn tell_cpu(&mut self, cpu: u32) {
         for (_, rings) in self.up() {
             let word = rings.segment.cpu(rings.side);
@@ -403,11 +403,11 @@ impl Links {
         }
     }
 
-    // Meeting.
+    // Establishment of links.
 
-    /// A queue pair is going to talk to a peer: links to its process, if that is on this host.
+    /// Links to the process of a queue pair's peer, if that process is on this host.
     pub(crate) fn want(&mut self, rnic: &mut Rnic, qpn: Qpn, info: &QpInfo) {
-        // It may have waited for another peer.
+        // The queue pair may have waited for another peer.
         self.waiting.retain(|(_, waits)| *waits != qpn);
         let Some(peer) = peer_of(info) else { return };
         self.not_direct.remove(&qpn);
@@ -433,7 +433,7 @@ impl Links {
         }
     }
 
-    /// Why packets to the peer of a queue pair go by UDP; `None`: they do not.
+    /// Returns why packets to the peer of a queue pair go by UDP; `None` if they do not.
     pub(crate) fn why_not(&self, info: &QpInfo) -> Option<Why> {
         let peer = peer_of(info)?;
         let mut links = self.list.iter().filter(|link| link.peer == Some(peer));
@@ -484,7 +484,7 @@ impl Links {
         let rings = Rings::new(segment, Side::Asking, bell, process.clone().ok(), &self.stays);
         self.add(socket, pid, process, Some(peer), State::Asked(Box::new(rings)))
             .map_err(Why::System)?;
-        // What it answered before says nothing about now.
+        // The peer's earlier answer says nothing about the present.
         self.refused.remove(&peer);
         Ok(())
     }
@@ -501,7 +501,7 @@ impl Links {
         self.next_id += 1;
         watch(&self.control, socket.as_fd(), id)?;
         if let Ok(process) = &process {
-            // Its sockets outlive it where it has forked.
+            // If the process has forked, its sockets outlive it.
             let once = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
             epoll::add(
                 &self.control,
@@ -524,7 +524,7 @@ impl Links {
         Ok(())
     }
 
-    /// Hears what others have to say: who wants a link, who asks for memory or grants it, who has gone. Whether a link has come up.
+    /// Handles the input of peers: connections, messages, and ends. Returns whether a link has come up.
     pub(crate) fn serve(&mut self, rnic: &mut Port, now: Time) -> bool {
         let mut events = [epoll::Event {
             flags: epoll::EventFlags::empty(),
@@ -568,7 +568,7 @@ impl Links {
                     return;
                 }
             };
-            // Another user learns who we are from our credentials, and gets nothing; root may look.
+            // Another user learns this process's identity from its credentials, and gets nothing; root may query.
             let (pid, only_looks) = match check_user(&socket) {
                 Ok(pid) => (pid, false),
                 Err(Why::OtherUser(ROOT)) => (0, true),
@@ -598,7 +598,7 @@ impl Links {
         }
     }
 
-    /// Reads what one peer says.
+    /// Reads the messages of one peer.
     fn hear(&mut self, rnic: &mut Port, now: Time, id: u64) {
         for _ in 0..MESSAGES_PER_TURN {
             let Some(i) = self.list.iter().position(|link| link.id == id) else {
@@ -608,9 +608,9 @@ impl Links {
             let received = group::receive_with_descriptors(&self.list[i].socket, &mut buffer);
             let heard = match received {
                 Err(Errno::AGAIN) => return,
-                // The peer has not read all that it was told; what it said before is still to come.
+                // The peer has closed without reading all messages to it; the messages that it sent before are still to come.
                 Err(Errno::CONNRESET) => continue,
-                // It has gone.
+                // The peer has gone.
                 Ok((0, _)) => return self.part(rnic, now, i),
                 Err(_) => None,
                 Ok((len, descriptors)) => Message::decode(&buffer[..len]).and_then(|message| {
@@ -623,14 +623,14 @@ impl Links {
                     self.list[i].leave();
                     return self.part(rnic, now, i);
                 }
-                // Much to tell: others have their turn before the next page.
+                // A page is long: others have their turn before the next one.
                 Some(Message::List { .. }) => return,
                 Some(_) => {}
             }
         }
     }
 
-    /// Handles a message; `None`: the link is to end.
+    /// Handles a message; returns `None` if the link is to end.
     fn handle(
         &mut self,
         rnic: &mut Port,
@@ -653,7 +653,7 @@ impl Links {
                 let mut rings = Rings::new(segment, Side::Answering, bell, process, &self.stays);
                 rings.bell.hang(&self.bells).ok()?;
                 let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
-                // Anybody can say so: it has to be who is found under that name.
+                // Any process can claim this name: the sender must be the process that listens under it.
                 let named = group::connect_slot(address, slot).ok()?;
                 if check_user(&named) != Ok(link.pid) {
                     return None;
@@ -691,7 +691,7 @@ impl Links {
                     Err(reason) => (Message::Denied { rkey, by, reason }, None),
                 };
                 let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-                // One that does not read its messages goes without.
+                // A peer that does not read its messages gets no answer.
                 let _ = say(&link.socket, &answer, &files);
             }
             (Message::Granted(granted), State::Up(rings)) => {
@@ -724,10 +724,10 @@ impl Links {
             }
             (Message::List { object, from }, State::Unknown | State::Looks) if link.peer.is_none() => {
                 let page = self.page(rnic, object, from).encode();
-                // Who does not read gets no more.
+                // A peer that does not read its pages gets no more.
                 group::send_bytes(&self.list[i].socket, &page, &[]).ok()?;
             }
-            // Over, or what is not to be said now.
+            // `Over`, or a message that is not allowed in this state.
             _ => return None,
         }
         Some(())
@@ -738,7 +738,7 @@ impl Links {
         self.met = true;
         self.waiting.retain(|(waits_for, qpn)| {
             let is_it = *waits_for == peer;
-            // It may have been reset meanwhile, and have another peer.
+            // The queue pair may have been reset meanwhile, and have another peer.
             if is_it && is_between(rnic, *qpn, peer) {
                 rnic.set_local(*qpn, true);
             }
@@ -746,13 +746,13 @@ impl Links {
         });
     }
 
-    /// A link has ended. When the peer has gone its connections end too, after all that it sent; else packets go by UDP.
+    /// Takes down a link. If the peer has gone, its connections end too, after all packets that it sent; else packets go by UDP.
     fn part(&mut self, rnic: &mut Port, now: Time, i: usize) {
         if self.capturing == Some(self.list[i].id) {
             self.capturing = None;
             rnic.end_capture();
             self.grants = !rnic.keeps_to_packets();
-            // Asked for anew.
+            // Queue pairs ask for their grants again.
             rnic.forget_grants();
         }
         let link = &mut self.list[i];
@@ -767,7 +767,7 @@ impl Links {
                 if alive {
                     self.refuse(peer, Why::GivenUp);
                 }
-                // As many as there can be: one that lives may go on.
+                // At most as many records as a ring holds: a peer that lives may keep sending.
                 for _ in 0..segment::SLOTS {
                     let Ok(Some(meta)) = rings.rx.pop(&mut self.buffer) else {
                         break;
@@ -779,7 +779,7 @@ impl Links {
                     rnic.cm().peer_gone(now, peer.0, had);
                 }
             }
-            // Given up by this side.
+            // This side gave the link up.
             State::Unknown => self.refuse(peer, Why::GivenUp),
             _ => {}
         }
@@ -788,16 +788,16 @@ impl Links {
         }
     }
 
-    /// The process of a peer has ended.
+    /// Notes on the queue pairs concerned that the process of their peer has ended.
     fn note_gone(rnic: &mut Rnic, now: Time, peer: IpAddr, had: impl Fn(Qpn) -> bool) {
         for qpn in rnic.qps_to(peer, had) {
             rnic.note(now, qpn, Note::PeerGone);
         }
     }
 
-    // Memory.
+    // Memory grants.
 
-    /// A queue pair does not get the memory that it asked for.
+    /// Records why a queue pair does not get the memory that it asked for.
     fn keep_reason(&mut self, rnic: &Rnic, by: Qpn, reason: NotDirect) {
         if self.not_direct.len() >= REASONS_MAX {
             self.not_direct.retain(|qpn, _| rnic.query_qp(*qpn).is_some());
@@ -815,22 +815,22 @@ impl Links {
         let up = |link: &&Link| link.peer == Some(peer) && matches!(link.state, State::Up(_));
         if let Some(link) = self.list.iter().find(up) {
             let of = info.dest_qpn;
-            // One that does not read its messages goes without.
+            // A peer that does not read its messages is not asked.
             let _ = say(&link.socket, &Message::Ask { rkey, of, by }, &[]);
         }
     }
 
-    /// Takes back what was granted for a queue pair.
+    /// Revokes the grants for a queue pair.
     pub(crate) fn revoke_qp(&mut self, qpn: Qpn) {
         self.revoke(|given| given.qpn == qpn);
     }
 
-    /// Peers that may still be inside of what was granted for a queue pair.
+    /// Returns the peers that may still be inside of memory that was granted for a queue pair.
     pub(in crate::soft) fn stays_of_qp(&self, qpn: Qpn) -> Vec<Arc<Stay>> {
         self.stays.of(|given| given.qpn == qpn)
     }
 
-    /// Takes back what was granted of a region. No peer reaches it any more when these stays are over.
+    /// Revokes the grants of a region. No peer can reach the region once the returned stays are over.
     #[must_use]
     pub(in crate::soft) fn revoke_region(&mut self, lkey: LKey) -> Vec<Arc<Stay>> {
         self.revoke(|given| given.lkey == lkey);
@@ -849,13 +849,13 @@ impl Links {
 }
 
 impl Link {
-    /// The peer broke the rules or does not answer. Our end of the connection ends, by which the rest is taken down.
+    /// Ends this side of the connection, since the peer broke the rules or does not answer. The end of the connection takes down the rest.
     fn give_up(&mut self) {
         self.leave();
         self.state = State::Unknown;
     }
 
-    /// Tells the peer that the link ends, but not because we have gone.
+    /// Tells the peer that the link ends, but not because this process has gone.
     fn leave(&mut self) {
         self.open.store(false, Ordering::Relaxed);
         self.alive = true;
@@ -866,7 +866,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // Closing is not enough: a child that was forked holds them too.
+        // Closing is not enough: a forked child holds the descriptors too.
         let _ = epoll::delete(&self.control, &self.socket);
         if let Ok(process) = &self.process {
             let _ = epoll::delete(&self.control, process.fd());
@@ -875,10 +875,10 @@ impl Drop for Link {
 }
 
 impl Bell {
-    /// From now on it wakes who waits for these.
+    /// Adds the bell to the epoll set on which sleepers wait.
     fn hang(&mut self, bells: &Arc<OwnedFd>) -> Result<(), Errno> {
         use rustix::net::sockopt::{socket_domain, socket_type};
-        // Anything may have come as one, and waiting for some things takes as long as their makers like.
+        // The peer may have sent any descriptor, and polling some of them takes as long as their makers like.
         let is_bell = socket_domain(&self.socket)? == AddressFamily::UNIX
             && socket_type(&self.socket)? == SocketType::SEQPACKET;
         if !is_bell {
@@ -889,7 +889,7 @@ impl Bell {
         Ok(())
     }
 
-    /// Takes what was rung.
+    /// Takes the pending rings.
     fn answer(&mut self) {
         for _ in 0..RINGS_PER_TURN {
             if !self.answer_one() {
@@ -898,7 +898,7 @@ impl Bell {
         }
     }
 
-    /// Takes one ring; false: there was none. One that the peer has closed rings no more.
+    /// Takes one ring; returns false if there was none. A bell that the peer has closed is taken down.
     fn answer_one(&mut self) -> bool {
         match rustix::net::recv(&self.socket, &mut [0; 64], RecvFlags::DONTWAIT) {
             Ok((_, n)) if n > 0 => true,
@@ -926,7 +926,7 @@ impl Drop for Bell {
 
 impl Drop for Rings {
     fn drop(&mut self) {
-        // A peer that has not heard of the link's end reaches nothing any more.
+        // A peer that has not noticed the end of the link can no longer reach any memory.
         self.take_back(|_| true);
     }
 }
@@ -1012,12 +1012,12 @@ impl Rings {
     #[inline]
     fn ring(&self, wake: Wake) {
         if wake == Wake::Peer {
-            // When it cannot be taken there are others that were not answered yet.
+            // If the socket is full, earlier rings in it are not taken yet.
             let _ = rustix::net::send(&self.bell.socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 
-    /// Takes grants back. Whether the peer may be inside of one: then that is among the stays.
+    /// Revokes grants. Returns whether the peer may be inside of one: then the stays include it.
     fn take_back(&mut self, is_it: impl Fn(&Given) -> bool) -> bool {
         let is_index = |index: &usize| self.given[*index].as_ref().is_some_and(&is_it);
         let indices: Vec<u32> = (0..self.given.len()).filter(is_index).map(|i| i as u32).collect();
@@ -1050,7 +1050,7 @@ impl Rings {
         is_inside
     }
 
-    /// The gate that calls of the peer go through for what it is granted from now on.
+    /// Returns the gate for the peer's calls under its next grants.
     fn open_gate(&mut self) -> Result<Arc<Gate>, Errno> {
         let gate = match self.gate.take().filter(|gate| !gate.is_closed()) {
             Some(gate) => gate,
@@ -1060,7 +1060,7 @@ impl Rings {
         Ok(gate)
     }
 
-    /// Grants a peer what it asks for, if that may be.
+    /// Grants a peer the memory that it asks for, if that is allowed.
     fn grant(
         &mut self,
         rnic: &mut Rnic,
@@ -1074,7 +1074,7 @@ impl Rings {
             return Err(Refusal::NotGranted);
         }
         let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
-        // A peer that has forgotten what it asked for gets the same again.
+        // A peer that has forgotten an earlier grant gets the same grant again.
         let is_it = |given: &Given| given.qpn == of && given.lkey == grantable.lkey;
         let before = self
             .given
@@ -1090,7 +1090,7 @@ impl Rings {
         let (address, file) = if let Some(memory) = memory.downcast_ref::<AnonymousMemory>() {
             let file = match memory.file() {
                 Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
-                // What cannot be opened for reading alone is left to calls.
+                // Memory that cannot be opened for reading alone is left to calls.
                 Some(file) => read_only(file),
                 None => None,
             };
@@ -1146,7 +1146,7 @@ impl Rings {
         Ok((granted, file))
     }
 
-    /// Takes what a peer grants, if it can be reached.
+    /// Accepts a grant by a peer, if this process can reach the memory.
     fn take(
         &self,
         granted: message::Granted,
@@ -1167,7 +1167,7 @@ impl Rings {
             }
             None => {
                 let process = process.as_ref().map_err(|reason| *reason)?;
-                // Whether the system lets us is found out now, not with the first request.
+                // This shows now, not with the first request, whether the system permits calls into the peer.
                 let tried = process.read(granted.offset, &mut [0]);
                 tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
                 (Reach::Process(Arc::clone(process)), granted.offset)
@@ -1192,7 +1192,7 @@ impl Rings {
     }
 }
 
-/// A train that came through a ring.
+/// Wraps a train that came through a ring.
 fn arrival(src: IpAddr, dst: IpAddr, meta: Meta, bytes: &[u8]) -> Arrival<'_> {
     Arrival {
         src,
@@ -1205,13 +1205,13 @@ fn arrival(src: IpAddr, dst: IpAddr, meta: Meta, bytes: &[u8]) -> Arrival<'_> {
     }
 }
 
-/// Whether a queue pair of ours has its peer in the process of a slot.
+/// Returns whether a queue pair of this device has its peer in the process of a slot.
 fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
     rnic.query_qp(qpn)
         .is_some_and(|info| peer_of(&info) == Some(peer))
 }
 
-/// Maps what a peer granted, from the page on that it begins in to its end.
+/// Maps the memory that a peer granted, from the page in which it begins to its end.
 fn map(file: &OwnedFd, granted: &message::Granted, end: u64) -> Option<Window> {
     if !is_safe_to_map(file, end) {
         return None;
@@ -1229,7 +1229,7 @@ fn errno_of(fault: Fault) -> Errno {
     }
 }
 
-/// Who is at the other end, if it is a process of this user.
+/// Returns the number of the process at the other end, if it is a process of this user.
 pub(in crate::soft) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
     let (uid, pid) = udp::peer_credentials(socket)
         .map_err(|error| Why::System(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
@@ -1240,14 +1240,14 @@ pub(in crate::soft) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
     }
 }
 
-/// A second descriptor of a file, by which it can only be read.
+/// Opens a second descriptor of a file, which can only read.
 fn read_only(file: BorrowedFd<'_>) -> Option<OwnedFd> {
     use std::os::fd::AsRawFd;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     Some(std::fs::File::open(path).ok()?.into())
 }
 
-/// Why a peer closed the connection before it heard anything.
+/// Returns why a peer closed the connection before it received anything.
 fn last_word(socket: &OwnedFd) -> Why {
     let mut buffer = [0; message::LEN_MAX];
     match group::receive_with_descriptors(socket, &mut buffer).map(|(len, _)| Message::decode(&buffer[..len]))

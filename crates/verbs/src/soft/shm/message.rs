@@ -1,4 +1,4 @@
-//! What two engines say to each other besides packets, one message a packet of a `SOCK_SEQPACKET` connection.
+//! Messages between two engines besides packets, one message per packet of a `SOCK_SEQPACKET` connection.
 //!
 //! Both ends are processes of one user on one host, so numbers have the host's byte order; that does not mean that they are
 //! trusted: a message that is not understood ends the link, and no call here waits.
@@ -10,32 +10,32 @@ use rdmux_rnic::{Access, Qpn, RKey};
 use super::report::Object;
 use crate::soft::capture::Filter;
 
-/// Both ends must have the same.
+/// Version of the protocol; both ends must have the same.
 pub(crate) const VERSION: u16 = 3;
 
-/// Longer than any message, so that a longer one shows.
+/// Longer than any message, so that a longer one is noticed.
 pub(in crate::soft) const LEN_MAX: usize = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::soft) enum Message {
-    /// Who asks for a link, with its segment and its bell.
+    /// Asks for a link. Carries the segment and the bell.
     Hello { address: IpAddr, slot: u8 },
-    /// The link stands.
+    /// The link is up.
     Welcome,
-    /// There is to be no link.
+    /// The sender refuses a link.
     Refused(Refusal),
-    /// The link is given up; whoever says it goes on without.
+    /// The sender gives up the link, and lives on without it.
     Over,
-    /// Asks for memory: the key, the QP that is to serve it, and the one that asks.
+    /// Asks for memory: its key, the QP that is to serve it, and the QP that asks.
     Ask { rkey: RKey, of: Qpn, by: Qpn },
-    /// Grants it. Memory that can be mapped comes as a descriptor.
+    /// Grants the memory. Memory that can be mapped comes as a descriptor.
     Granted(Granted),
-    /// Does not grant it.
+    /// Refuses to grant the memory.
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
-    /// Asks which objects of a kind there are, from a number on: from who wants no link. Answered by a [`super::report::Page`].
+    /// Asks for the objects of a kind from a number on; the sender wants no link. Answered by a [`super::report::Page`].
     List { object: Object, from: u64 },
-    /// Captures the device as long as the connection lasts, to a file that comes with it; the second descriptor is told of the end. From
-    /// who wants no link. Answered by Welcome, or by Refused.
+    /// Captures the device as long as the connection lasts, to a file that comes with the message; the second descriptor is notified of
+    /// the end. The sender wants no link. Answered by Welcome, or by Refused.
     Capture { filter: Filter },
 }
 
@@ -45,34 +45,34 @@ pub(in crate::soft) struct Granted {
     pub(super) rkey: RKey,
     /// The QP that asked.
     pub(super) by: Qpn,
-    /// The word of the segment that holds [`Granted::generation`] as long as the grant lasts.
+    /// Index of the word in the segment that holds [`Granted::generation`] as long as the grant lasts.
     pub(super) index: u32,
     pub(super) generation: u32,
     pub(super) access: Access,
     pub(super) iova: u64,
     pub(super) length: u64,
-    /// Where the region begins: in the descriptor's memory, or without one in the address space of its process.
+    /// Start of the region: in the descriptor's memory, or without a descriptor in the address space of the granting process.
     pub(super) offset: u64,
-    /// Without a descriptor: addresses in its process through which calls go, as [`crate::mapping::Passage`] has them.
+    /// Without a descriptor: addresses in the granting process to which calls also write, see [`crate::mapping::Passage`].
     pub(super) gate: u64,
     pub(super) left: u64,
 }
 
-/// Why two engines do not share memory. The numbers travel.
+/// Reason why two engines do not share memory. The numbers are part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Refusal {
     /// The peer speaks another version of this protocol.
     Version = 1,
-    /// One of the two has it switched off.
+    /// One of the two ends has shared memory switched off.
     Off = 2,
     /// The peer has as many links or grants as it can.
     Full = 3,
-    /// The QP or the key is not there, or not to be granted.
+    /// The QP or the key does not exist, or may not be granted.
     NotGranted = 4,
-    /// The memory is neither shareable, nor may its process be reached by the peer.
+    /// The memory is not shareable, and the peer may not access its process.
     NotShareable = 5,
-    /// Users that this user namespace has no numbers for look alike, and so may the peer's.
+    /// The peer's user may be another one: users without a number in this user namespace look alike.
     UnknownUser = 6,
 }
 
@@ -99,7 +99,7 @@ const GRANTED: u8 = 5;
 const DENIED: u8 = 6;
 const OVER: u8 = 7;
 const LIST: u8 = 8;
-/// No message: the answer to one.
+/// Kind of a page, which is no message but the answer to one.
 pub(super) const PAGE: u8 = 9;
 const CAPTURE: u8 = 10;
 
@@ -167,11 +167,11 @@ impl Message {
         }
     }
 
-    /// `None` for what no encoder makes.
+    /// Returns `None` for bytes that no encoder produces.
     pub(in crate::soft) fn decode(packet: &[u8]) -> Option<Message> {
         let (&kind, rest) = packet.split_first()?;
         if let HELLO | WELCOME | REFUSED | OVER | LIST | CAPTURE = kind {
-            // The version comes first: all else may differ with it.
+            // The version comes first: everything else may depend on it.
             let (version, rest) = rest.split_first_chunk()?;
             if u16::from_ne_bytes(*version) != VERSION {
                 return Some(Message::Refused(Refusal::Version));

@@ -1,4 +1,4 @@
-//! The path between engines of one host: rings in shared memory for packets, and grants of memory that need none.
+//! Shared-memory path between engines of one host: rings for packets, and grants of memory that need no packets.
 
 mod gate;
 mod grant;

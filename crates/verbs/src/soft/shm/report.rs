@@ -1,31 +1,31 @@
-//! What an engine tells of its objects to who asks: pages of records.
+//! Reports of an engine's objects to clients: pages of records.
 //!
-//! The answer to [`Message::List`](super::message::Message::List) is one page: the first objects of a kind from the number named there
-//! on, in the order of their numbers. Who wants more asks again. So the engine keeps nothing for who asks, and what one question
-//! costs is bounded.
+//! The answer to [`Message::List`](super::message::Message::List) is one page: the first objects of a kind from the requested number on,
+//! in the order of their numbers. A client that wants more asks again. So the engine keeps no state for clients, and the cost of one
+//! request is bounded.
 //!
-//! A record is a number, a name that most have not, and words whose meaning is their kind's
-//! ([`crate::soft::resources::Item`]). All numbers have the host's byte order.
+//! A record is a number, a name (most records have none), and words whose meaning depends on the kind ([`crate::soft::resources::Item`]).
+//! All numbers have the host's byte order.
 
 use super::message::{PAGE, VERSION};
 
-/// Records of a page at most.
+/// Most records of a page.
 pub(crate) const RECORDS_MAX: usize = 256;
-/// Words of a record at most.
+/// Most words of a record.
 pub(in crate::soft) const WORDS_MAX: usize = 48;
-/// Bytes of a record's name at most.
+/// Most bytes of a record's name.
 const NAME_BYTES_MAX: usize = 64;
-/// Longer than any page, so that a longer one shows.
+/// Longer than any page, so that a longer one is noticed.
 pub(in crate::soft) const PAGE_BYTES_MAX: usize =
     HEADER_BYTES + RECORDS_MAX * (10 + NAME_BYTES_MAX + 8 * WORDS_MAX) + 1;
 
 const HEADER_BYTES: usize = 5;
 
-/// Kinds of objects. The numbers travel.
+/// Kinds of objects. The numbers are part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Object {
-    /// The device itself: always one.
+    /// The device itself: always one record.
     Device = 1,
     /// Queue pairs.
     Qp = 2,
@@ -35,7 +35,7 @@ pub enum Object {
     Mr = 4,
     /// Protection domains.
     Pd = 5,
-    /// Connections, and who listens for them.
+    /// Connections and listeners.
     CmId = 6,
     /// Shared receive queues.
     Srq = 7,
@@ -65,12 +65,12 @@ impl Object {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::soft) struct Page {
     pub(in crate::soft) object: Object,
-    /// There are more behind these.
+    /// Set when more objects follow.
     pub(in crate::soft) more: bool,
     pub(in crate::soft) records: Vec<Record>,
 }
 
-/// What is told of an object.
+/// Report of one object.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::soft) struct Record {
     pub(in crate::soft) number: u64,
@@ -79,7 +79,7 @@ pub(in crate::soft) struct Record {
 }
 
 impl Page {
-    /// What is more than a page or a record holds is left out.
+    /// Encodes the page. Omits whatever exceeds the limits of a page or a record.
     pub(in crate::soft) fn encode(&self) -> Vec<u8> {
         let mut out = vec![PAGE];
         out.extend(VERSION.to_ne_bytes());
@@ -96,7 +96,7 @@ impl Page {
         out
     }
 
-    /// `None` for what no encoder makes.
+    /// Returns `None` for bytes that no encoder produces.
     pub(in crate::soft) fn decode(packet: &[u8]) -> Option<Page> {
         let (header, mut rest) = packet.split_first_chunk::<HEADER_BYTES>()?;
         let [PAGE, low, high, object, more] = *header else {
@@ -125,7 +125,7 @@ impl Page {
 }
 
 impl Record {
-    /// Takes one off the front.
+    /// Parses one record from the front of `bytes`.
     fn parse(bytes: &[u8]) -> Option<(Record, &[u8])> {
         let (number, rest) = bytes.split_first_chunk()?;
         let ([name_len, n_words], rest) = rest.split_first_chunk()?;
@@ -153,7 +153,7 @@ impl Record {
         Some((record, rest))
     }
 
-    /// A word, or 0 behind the last.
+    /// Returns a word, or 0 beyond the last.
     pub(in crate::soft) fn word(&self, at: usize) -> u64 {
         self.words.get(at).copied().unwrap_or(0)
     }

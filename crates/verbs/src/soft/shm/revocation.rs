@@ -1,17 +1,17 @@
-//! The words by which a grant is taken back while its holder may be writing.
+//! Words that revoke a grant while its holder may be writing.
 //!
-//! The owner of a grant has a word per grant, which holds the grant's generation as long as it lasts. The holder has one word,
-//! `inside`: even, or an *entry*, which names the grant and is odd. The holder stores the entry, then looks at the grant; the owner
-//! clears the grant, then looks at `inside`. A `SeqCst` fence stands between the two steps on both sides, so at least one of them
-//! sees the other: the holder does not write, or the owner knows the entry that it has to wait for.
+//! The owner of a grant has a word per grant, which holds the grant's generation as long as the grant lasts. The holder has one word,
+//! `inside`: even, or an *entry*, which names the grant and is odd. The holder stores the entry, then looks at the grant; the owner clears
+//! the grant, then looks at `inside`. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other:
+//! either the holder does not write, or the owner knows the entry that it has to wait for.
 //!
-//! READs enter nothing: they look at the grant again behind the copy, and discard what they copied where it has ended.
+//! READs enter nothing: they check the grant again after the copy, and discard the copied bytes if the grant has ended.
 
 use std::sync::atomic::Ordering;
 
 use super::segment::GRANTS;
 
-/// The words, as one end sees them. Tests put others below the same steps.
+/// The words, as one end sees them. Tests implement them with other memory.
 pub(super) trait Words {
     fn inside(&self, order: Ordering) -> u32;
     fn set_inside(&self, value: u32, order: Ordering);
@@ -20,12 +20,12 @@ pub(super) trait Words {
     fn fence(&self, order: Ordering);
 }
 
-/// Entries count in these bits; below are the grant's index and the bit that says inside.
+/// Unit of the count in an entry; the bits below hold the grant's index and the bit for "inside".
 const COUNT_ONE: u32 = 2 * GRANTS;
 
 const _: () = assert!(GRANTS.is_power_of_two());
 
-/// Enters a grant in order to write: the entry to give to [`leave`], or `None` when the grant has ended.
+/// Enters a grant in order to write. Returns the entry for [`leave`], or `None` if the grant has ended.
 #[inline]
 pub(super) fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u32> {
     let before = words.inside(Ordering::Relaxed);
@@ -41,7 +41,7 @@ pub(super) fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u
     None
 }
 
-/// Ends an entry: all that was written is there.
+/// Ends an entry: all bytes of the write are in place.
 #[inline]
 pub(super) fn leave(words: &impl Words, entry: u32) {
     words.set_inside(entry & !1, Ordering::Release);
@@ -54,7 +54,7 @@ pub(super) fn still_holds(words: &impl Words, index: u32, generation: u32) -> bo
     words.grant(index, Ordering::Acquire) == generation
 }
 
-/// Takes grants back; the entry by which the holder may be writing to one of them, and the index of that.
+/// Revokes grants. Returns the entry under which the holder may be writing to one of them, and the index of that grant.
 pub(super) fn take_back(words: &impl Words, grants: &[u32]) -> Option<(u32, u32)> {
     for index in grants {
         words.set_grant(*index, 0, Ordering::Relaxed);

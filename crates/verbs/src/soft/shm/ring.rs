@@ -1,40 +1,39 @@
 //! One direction between two engines: a ring of records in shared memory, for one [`Producer`] and one [`Consumer`].
 //!
-//! The other process is not trusted: it may write anything at any time. So each side steers by private copies of its
-//! positions, reads a word of the other side once and checks what it has read; what cannot be is [`Corrupt`], and the caller
-//! gives the link up. No call waits, and none does more work than one record asks for.
+//! The other process is not trusted: it may write anything at any time. So each side works with private copies of its positions, reads a
+//! word of the other side once and checks the value. An impossible value is [`Corrupt`], and the caller gives the link up. No call waits,
+//! and none does more work than one record requires.
 //!
 //! # Memory
-//! Three words on lines of their own, then slots of 64 bytes, a power of two of them; all of it zero at first. A record
-//! begins with a slot: its header, then its bytes, in one piece up to the end of the ring at most. What does not fit there
-//! begins at slot 0, and a record of kind `SKIP` tells of the rest that is left out. Positions count slots, for ever,
+//! The memory begins with three words on cache lines of their own. Slots of 64 bytes follow, a power of two of them. All of it is zero at
+//! first. A record begins at the start of a slot: its header, then its bytes, in one piece that ends with the ring at the latest. A record
+//! that does not fit there begins at slot 0, and a record of kind `SKIP` marks the rest that is left out. Positions count slots, for ever,
 //! modulo 2^32.
 //!
 //! # Publishing
-//! There is no index of the producer's. The consumer looks at one word, the stamp of the slot at its head, so a small record
-//! reaches it with one cache line. For that no other bytes may ever be taken for a stamp, neither those of an earlier lap nor
-//! payload that has stood in that place:
+//! The producer shares no index. The consumer looks at one word, the stamp of the slot at its head, so a small record reaches it with one
+//! cache line. For that, no other bytes may ever be taken for a stamp, neither those of an earlier lap nor payload that was stored in that
+//! place:
 //!
-//! - Before a record's stamp is stored (`Release`), the stamp of the slot behind it is set to 0. Who has seen the former
-//!   (`Acquire`) and goes on to the slot behind finds that 0, or what the producer stored there since. That is nothing but
-//!   the stamp of the next record: it begins there, and a header's fields and payload lie beyond the stamp.
-//! - Behind a record that ends with the ring is slot 0, and the same holds there. Behind a `SKIP` is slot 0 too; its record is
-//!   put there first, and the stamp of the `SKIP` is stored last. So the consumer finds both or none: a stamp that is there
-//!   always leads to a record.
-//! - It holds for the first record, since the memory is zero at first.
-//! - The slot behind a record has to be the producer's, so a record finds room only where one more slot is free. Hence the ring
-//!   is never quite full, and what is set to 0 is never the slot that the consumer looks at.
+//! - Before the producer stores a record's stamp (`Release`), it sets the stamp of the slot behind the record to 0. A consumer that has
+//!   seen the former (`Acquire`) and goes on to the slot behind finds that 0, or whatever the producer stored there since. That is
+//!   nothing but the stamp of the next record: the next record begins there, and a header's fields and payload lie beyond the stamp.
+//! - Behind a record that ends with the ring is slot 0, and the same holds there. Behind a `SKIP` is slot 0 too; the producer writes the
+//!   record there first, and stores the stamp of the `SKIP` last. So the consumer finds both or none: a stamp always leads to a record.
+//! - The argument holds for the first record, since the memory is zero at first.
+//! - The slot behind a record must belong to the producer, so a record finds room only if one more slot is free. Hence the ring is never
+//!   quite full, and the stamp that is set to 0 is never the one that the consumer looks at.
 //!
-//! A stamp depends on the position, which is not needed for the above: it makes sides that disagree notice.
+//! A stamp depends on the position. The argument above does not need that: it lets sides that disagree notice.
 //!
 //! # Sleeping and waking
-//! Who sleeps says so in a word, and then looks once more; who has something for it stores that, and then looks at the word.
-//! A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other's. (Fences, not
-//! `SeqCst` accesses: only those are what loom checks.)
+//! A sleeper announces its sleep in a word, and then looks once more. A side that has something for the sleeper stores it, and then looks
+//! at the word. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other's. (Fences, not
+//! `SeqCst` accesses: loom checks only fences.)
 //!
-//! Who wakes sets the word to 0 before it rings, so that a sleeper is rung once, not once per record until it runs. A plain
-//! store does. It may overwrite the word of a later sleep, if the sleeper was woken by something else in between; but a ring
-//! follows it, and ends that sleep. And a ring that the sleeper has taken orders the store before its next sleep.
+//! The waking side sets the word to 0 before it rings, so that it rings a sleeper once, not once per record until the sleeper runs. A
+//! plain store suffices. It may overwrite the word of a later sleep, if something else woke the sleeper in between; but a ring follows it,
+//! and ends that sleep. And a ring that the sleeper has taken orders the store before its next sleep.
 
 use std::sync::atomic::Ordering;
 
@@ -47,7 +46,7 @@ mod tests;
 pub(crate) const SLOT_BYTES: usize = 64;
 /// Bytes of a record's header: stamp, bytes, form (a word each), and 4 that keep payload aligned to 8.
 pub(crate) const HEADER_BYTES: usize = 16;
-/// The fewest slots that take every train.
+/// Smallest number of slots with room for every train.
 pub(crate) const SLOTS_MIN: u32 = 2048;
 
 // Two lines apart, because processors fetch lines in pairs.
@@ -56,7 +55,7 @@ const SLEEPING_OFFSET: usize = 128;
 const WANTS_ROOM_OFFSET: usize = 256;
 const SLOTS_OFFSET: usize = 384;
 
-// Kinds of record. 0 is none, so that zeroed memory is none.
+// Kinds of record. 0 is no kind, so that zeroed memory holds no record.
 const DATA: u8 = 1;
 const SKIP: u8 = 2;
 
@@ -66,12 +65,12 @@ const _: () = assert!(
     "a segment's size has 16 bits"
 );
 
-/// Bytes of a ring's memory; it begins at a multiple of 128.
+/// Returns the bytes of a ring's memory, which must begin at a multiple of 128.
 pub(crate) const fn area_bytes(slots: u32) -> usize {
     SLOTS_OFFSET + slots as usize * SLOT_BYTES
 }
 
-/// Offset of the payload of a record that begins with `slot`.
+/// Returns the offset of the payload of a record that begins with `slot`.
 pub(crate) const fn payload_offset(slot: u32) -> usize {
     slot_offset(slot) + HEADER_BYTES
 }
@@ -80,13 +79,13 @@ const fn slot_offset(slot: u32) -> usize {
     SLOTS_OFFSET + slot as usize * SLOT_BYTES
 }
 
-/// Slots of a record.
+/// Returns the number of slots of a record.
 const fn record_slots(bytes: usize) -> u32 {
     (HEADER_BYTES + bytes).div_ceil(SLOT_BYTES) as u32
 }
 
-/// Most bytes of a record. It takes half of the ring at most, so that it fits an empty one wherever the head is: behind a rest
-/// that is too small for it, and with a free slot behind it.
+/// Returns the most bytes of a record. A record takes at most half of the ring, so that it fits an empty ring wherever the head is: behind
+/// a rest that is too small for the record, and with a free slot behind the record.
 pub(crate) const fn bytes_max(slots: u32) -> usize {
     let half = slots as usize / 2 * SLOT_BYTES - HEADER_BYTES;
     if half < TRAIN_BYTES_MAX {
@@ -96,7 +95,7 @@ pub(crate) const fn bytes_max(slots: u32) -> usize {
     }
 }
 
-/// The stamp of a record at a position: never 0, and another one in the next lap, since a lap is an even number.
+/// Returns the stamp of a record at a position: never 0, and a different one in the next lap, since a lap is an even number.
 const fn stamp(position: u32) -> u32 {
     position | 1
 }
@@ -104,22 +103,22 @@ const fn stamp(position: u32) -> u32 {
 /// A word that both sides use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// Up to where the consumer has taken records: a position.
+    /// Position up to which the consumer has taken records.
     Head,
-    /// Not 0: the consumer sleeps.
+    /// Not 0 while the consumer sleeps.
     Sleeping,
-    /// Not 0: the producer sleeps until there is room.
+    /// Not 0 while the producer sleeps until there is room.
     WantsRoom,
-    /// Of the record that begins with this slot: [`stamp`] of its position once it is complete.
+    /// Stamp of the record that begins with this slot: [`stamp`] of its position once the record is complete.
     Stamp(u32),
-    /// The record's payload bytes.
+    /// Number of the record's payload bytes.
     Bytes(u32),
     /// Segment size, traffic class and kind: 16, 8 and 8 bits from the lowest.
     Form(u32),
 }
 
 impl Word {
-    /// Where in the ring's memory it is.
+    /// Returns the offset of the word in the ring's memory.
     pub(crate) const fn offset(self) -> usize {
         match self {
             Word::Head => HEAD_OFFSET,
@@ -132,8 +131,8 @@ impl Word {
     }
 }
 
-/// The memory of a ring, as one side has it. Slots are below [`RingMemory::slots`], and payload ends with the last slot at the
-/// latest: the ring has checked that. Tests put other memory below the same ring.
+/// The memory of a ring, as one side sees it. Callers pass slots below [`RingMemory::slots`], and payload that ends with the last slot at
+/// the latest: the ring has checked that. Tests implement it with other memory.
 pub(crate) trait RingMemory {
     /// Slots of the ring: a power of two, the same at every call, and private to this side.
     fn slots(&self) -> u32;
@@ -146,7 +145,7 @@ pub(crate) trait RingMemory {
     fn read(&self, slot: u32, bytes: usize, out: &mut Vec<u8>);
 }
 
-/// What a record says of its bytes, a train of packets as [`rdmux_rnic::Arrival`] has it.
+/// Description of a record's bytes, which are a train of packets as in [`rdmux_rnic::Arrival`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Meta {
     /// Bytes of each packet; the last may be shorter. Not 0.
@@ -156,7 +155,7 @@ pub(crate) struct Meta {
 }
 
 impl Meta {
-    /// Whether so many bytes are one train: the bound on the work that a record makes for its receiver.
+    /// Returns whether a number of bytes is one train: this bounds the work that a record causes for its receiver.
     fn is_train_of(self, bytes: usize) -> bool {
         self.segment_bytes > 0 && bytes <= TRAIN_PACKETS_MAX * usize::from(self.segment_bytes)
     }
@@ -177,7 +176,7 @@ impl Meta {
     }
 }
 
-/// Whom the caller has to wake, by the descriptor that the two sides agreed on. It has to: the other side is rung once.
+/// The side to wake, by the descriptor that the two sides agreed on. The caller must wake it: the other side is rung only once.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wake {
@@ -185,12 +184,12 @@ pub(crate) enum Wake {
     Peer,
 }
 
-/// The other side has written what it never writes.
+/// The other side has written a value that it never writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the peer wrote nonsense into the shared ring")]
 pub(crate) struct Corrupt;
 
-/// Why a record was not taken.
+/// Reason why a record was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PushError {
     /// There is no room now.
@@ -200,7 +199,7 @@ pub(crate) enum PushError {
     Corrupt(#[from] Corrupt),
 }
 
-/// Looks for a sleeper after something was stored for it.
+/// Looks for a sleeper after the caller has stored something for it.
 #[inline]
 fn wake<M: RingMemory>(memory: &M, sleeper: Word) -> Wake {
     memory.fence(Ordering::SeqCst);
@@ -211,21 +210,21 @@ fn wake<M: RingMemory>(memory: &M, sleeper: Word) -> Wake {
     Wake::Peer
 }
 
-/// The side that puts records in.
+/// The side that puts records into the ring.
 #[derive(Debug)]
 pub(crate) struct Producer<M> {
     memory: M,
     slots: u32,
-    /// Where the next record goes.
+    /// Position of the next record.
     tail: u32,
     /// The consumer's head as last seen; `tail - head` is below `slots`.
     head: u32,
-    /// Slots that the last record which found no room asks for.
+    /// Slots that the last record without room requires.
     wanted: u32,
 }
 
 impl<M: RingMemory> Producer<M> {
-    /// Of memory that is zero.
+    /// Creates the producer of memory that is zero.
     pub(crate) fn new(memory: M) -> Self {
         let slots = memory.slots();
         assert!(slots.is_power_of_two() && slots > 1);
@@ -238,14 +237,14 @@ impl<M: RingMemory> Producer<M> {
         }
     }
 
-    /// Puts a train of [`bytes_max`] bytes at most in.
+    /// Puts a train of at most [`bytes_max`] bytes into the ring.
     #[inline]
     pub(crate) fn push(&mut self, meta: Meta, bytes: &[u8]) -> Result<Wake, PushError> {
         assert!(meta.is_train_of(bytes.len()) && bytes.len() <= bytes_max(self.slots));
         let slots = record_slots(bytes.len());
         let rest = self.slots - self.slot(self.tail);
         let skipped = if slots > rest { rest } else { 0 };
-        // One more for the stamp behind the record.
+        // One slot more for the stamp behind the record.
         let needed = skipped + slots + 1;
         if needed > self.free() {
             self.look_for_room()?;
@@ -254,7 +253,7 @@ impl<M: RingMemory> Producer<M> {
                 return Err(PushError::Full);
             }
         }
-        // First, so that the line is on its way here while the record is written.
+        // This store comes first, so that its cache line is on its way here while the record is written.
         let first = self.tail;
         self.tail = first.wrapping_add(skipped).wrapping_add(slots);
         self.memory
@@ -266,8 +265,8 @@ impl<M: RingMemory> Producer<M> {
         Ok(wake(&self.memory, Word::Sleeping))
     }
 
-    /// Prepares to sleep after [`PushError::Full`]: whether the consumer will wake this side when it has made room, enough or
-    /// not. Otherwise there is room now.
+    /// Prepares to sleep after [`PushError::Full`]. Returns whether the consumer will wake this side when it has made room, enough or not.
+    /// If not, there is room now.
     pub(crate) fn wants_room(&mut self) -> Result<bool, Corrupt> {
         self.memory.store(Word::WantsRoom, 1, Ordering::Relaxed);
         self.memory.fence(Ordering::SeqCst);
@@ -279,16 +278,16 @@ impl<M: RingMemory> Producer<M> {
         Ok(full)
     }
 
-    /// Up to where the consumer has taken records, as it says, and whether that is all of them.
+    /// Returns the position up to which the consumer has taken records, as it reports it, and whether that is all of them.
     pub(crate) fn taken(&self) -> (u32, bool) {
         let head = self.memory.load(Word::Head, Ordering::Relaxed);
         (head, head == self.tail)
     }
 
     fn look_for_room(&mut self) -> Result<(), Corrupt> {
-        // The consumer has read what is before its head, so the place may be written again.
+        // The consumer has read the slots before its head, so they may be written again.
         let head = self.memory.load(Word::Head, Ordering::Acquire);
-        // It goes forward, to the tail at most.
+        // The head moves forward, to the tail at most.
         if self.tail.wrapping_sub(head) > self.tail.wrapping_sub(self.head) {
             return Err(Corrupt);
         }
@@ -316,19 +315,19 @@ impl<M: RingMemory> Producer<M> {
     }
 }
 
-/// The side that takes records out.
+/// The side that takes records out of the ring.
 #[derive(Debug)]
 pub(crate) struct Consumer<M> {
     memory: M,
     slots: u32,
-    /// Where the next record is.
+    /// Position of the next record.
     head: u32,
-    /// The head that the producer knows.
+    /// Head that the producer knows.
     released: u32,
 }
 
 impl<M: RingMemory> Consumer<M> {
-    /// Of memory that is zero.
+    /// Creates the consumer of memory that is zero.
     pub(crate) fn new(memory: M) -> Self {
         let slots = memory.slots();
         assert!(slots.is_power_of_two() && slots > 1);
@@ -340,19 +339,19 @@ impl<M: RingMemory> Consumer<M> {
         }
     }
 
-    /// Whether [`Consumer::pop`] is worth calling. One load.
+    /// Returns whether [`Consumer::pop`] is worth calling. Costs one load.
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
         let slot = self.head & (self.slots - 1);
         self.memory.load(Word::Stamp(slot), Ordering::Relaxed) != 0
     }
 
-    /// Takes the next record, if there is one, and puts its bytes in place of what is in `out`. The producer cannot use the
-    /// place again before [`Consumer::release`].
+    /// Takes the next record, if there is one, and replaces the contents of `out` by its bytes. The producer cannot use the slots again
+    /// before [`Consumer::release`].
     #[inline]
     pub(crate) fn pop(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
         let mut position = self.head;
-        // Two turns at most: a SKIP leads to slot 0, and there it is refused.
+        // At most two iterations: a SKIP leads to slot 0, where another SKIP is refused.
         loop {
             let slot = position & (self.slots - 1);
             let found = self.memory.load(Word::Stamp(slot), Ordering::Acquire);
@@ -382,7 +381,7 @@ impl<M: RingMemory> Consumer<M> {
         }
     }
 
-    /// Gives the place of all records that were taken back to the producer. Once per batch: it costs a fence.
+    /// Returns the slots of all popped records to the producer. Called once per batch: it costs a fence.
     #[inline]
     pub(crate) fn release(&mut self) -> Wake {
         if self.head == self.released {
@@ -393,8 +392,8 @@ impl<M: RingMemory> Consumer<M> {
         wake(&self.memory, Word::WantsRoom)
     }
 
-    /// Prepares to sleep: whether the producer will wake this side for the next record. Otherwise it is there already.
-    /// [`Consumer::awake`] ends the sleep, whatever ended it, also one that did not begin: others may sleep on this side.
+    /// Prepares to sleep. Returns whether the producer will wake this side for the next record. If not, that record is there already.
+    /// [`Consumer::awake`] ends the sleep, whatever ended it, and also a sleep that did not begin: others may sleep on this side.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         assert_eq!(
             self.head, self.released,
@@ -405,7 +404,7 @@ impl<M: RingMemory> Consumer<M> {
         !self.is_ready()
     }
 
-    /// Spares the producer from waking a side that is awake. Whether it has rung meanwhile, or is about to.
+    /// Stops the producer from waking a side that is awake. Returns whether the producer has rung meanwhile, or is about to.
     pub(crate) fn awake(&mut self) -> bool {
         let rung = self.memory.load(Word::Sleeping, Ordering::Relaxed) == 0;
         self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);

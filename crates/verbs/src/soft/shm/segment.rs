@@ -1,7 +1,7 @@
-//! The memory that two engines share: a ring each way, and the words by which grants are taken back.
+//! Memory that two engines share: a ring each way, and the words that revoke grants.
 //!
-//! Whoever asks for a link makes it: a sealed file in memory, which can neither shrink nor grow. Both ends may write all of it at
-//! any time, so nothing that is read here is relied on.
+//! The side that asks for a link creates it: a sealed file in memory, which can neither shrink nor grow. Both ends may write all of it at
+//! any time, so nothing that is read from it is trusted.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,12 +14,12 @@ use super::revocation::Words;
 use super::ring::{RingMemory, SLOTS_MIN, Word, area_bytes, payload_offset};
 use crate::mapping::{Mapping, is_safe_to_map, sealed_file};
 
-/// Slots of a ring: a few of the longest trains, and not more than the caches keep.
+/// Slots of a ring: enough for a few of the longest trains, but not more than the caches hold.
 pub(super) const SLOTS: u32 = 4096;
-/// Grants of one end to the other at a time.
+/// Largest number of grants of one end to the other at a time.
 pub(super) const GRANTS: u32 = 1024;
 
-/// Each end's words: a page, of which each word has a pair of cache lines.
+/// Bytes of each end's words: a page, in which each word has a pair of cache lines.
 const WORDS_BYTES: usize = 4096;
 const LINE_BYTES: usize = 128;
 const GRANTS_BYTES: usize = 4 * GRANTS as usize;
@@ -27,7 +27,7 @@ const GRANTS_BYTES: usize = 4 * GRANTS as usize;
 /// The two ends of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// Who asked for the link, and made the segment.
+    /// The side that asked for the link, and created the segment.
     Asking,
     Answering,
 }
@@ -56,7 +56,7 @@ impl Segment {
         2 * (WORDS_BYTES + GRANTS_BYTES + area_bytes(SLOTS))
     }
 
-    /// Makes one, with the file by which the other end maps it.
+    /// Creates a segment; returns it with the file by which the other end maps it.
     pub(super) fn create() -> Result<(Arc<Segment>, OwnedFd), Errno> {
         let file = sealed_file("rdmux-link", Segment::bytes() as u64)?;
         let segment =
@@ -64,7 +64,7 @@ impl Segment {
         Ok((segment, file))
     }
 
-    /// Maps the one that the other end made.
+    /// Maps the segment that the other end created.
     pub(super) fn from_file(file: BorrowedFd<'_>) -> io::Result<Arc<Segment>> {
         if !is_safe_to_map(file, Segment::bytes() as u64) {
             return Err(io::ErrorKind::InvalidData.into());
@@ -77,7 +77,7 @@ impl Segment {
         Ok(Arc::new(Segment { mapping }))
     }
 
-    /// The ring in which `from` puts records.
+    /// Returns the ring into which `from` puts records.
     pub(super) fn ring(self: &Arc<Segment>, from: Side) -> Area {
         let area = 2 * (WORDS_BYTES + GRANTS_BYTES) + from.index() * area_bytes(SLOTS);
         Area {
@@ -90,32 +90,32 @@ impl Segment {
         self.mapping.word(side.index() * WORDS_BYTES + line * LINE_BYTES)
     }
 
-    /// Says of which of its grants that end writes the memory: [`super::revocation`].
+    /// Returns the word that shows to which of its grants that end is writing: [`super::revocation`].
     pub(super) fn inside(&self, side: Side) -> &AtomicU32 {
         self.word(side, 0)
     }
 
-    /// Holds the last entry whose copy that end has finished by calls into the other end's process: [`super::gate`].
+    /// Returns the word for the last entry whose copy that end has finished by calls into the other end's process: [`super::gate`].
     pub(super) fn left(&self, side: Side) -> &AtomicU32 {
         self.word(side, 2)
     }
 
-    /// Address of [`Segment::left`] in this process.
+    /// Returns the address of [`Segment::left`] in this process.
     pub(super) fn left_address(&self, side: Side) -> u64 {
         std::ptr::from_ref(self.left(side)).addr() as u64
     }
 
-    /// The CPU on which that end last looked for packets, plus 1.
+    /// Returns the word for the CPU on which that end last looked for packets, plus 1.
     pub(super) fn cpu(&self, side: Side) -> &AtomicU32 {
         self.word(side, 1)
     }
 
-    /// Not 0 when that end loses packets on purpose, as a bad network would.
+    /// Returns a word that is not 0 if that end loses packets on purpose, as a bad network would.
     pub(super) fn loses(&self, side: Side) -> &AtomicU32 {
         self.word(side, 3)
     }
 
-    /// The generation of a grant that `by` gave, as long as it lasts; 0 is none.
+    /// Returns the word that holds the generation of a grant by `by` as long as the grant lasts; 0 means none.
     pub(super) fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
         let index = (index % GRANTS) as usize;
         self.mapping
@@ -123,7 +123,7 @@ impl Segment {
     }
 }
 
-/// The words of the grants that one end holds.
+/// Words of the grants that one end holds.
 #[derive(Debug)]
 pub(super) struct GrantWords<'a> {
     pub(super) segment: &'a Segment,
@@ -163,7 +163,7 @@ impl Words for GrantWords<'_> {
 #[derive(Debug)]
 pub(crate) struct Area {
     segment: Arc<Segment>,
-    /// Offset of the area.
+    /// Offset of the area in the segment.
     begin: usize,
 }
 
@@ -197,7 +197,7 @@ impl RingMemory for Area {
     #[inline]
     fn write(&self, slot: u32, bytes: &[u8]) {
         let at = self.begin + payload_offset(slot);
-        // The ring has checked that it is inside.
+        // The ring has checked that the range is inside.
         let _ = self.segment.mapping.copy_in(at as u64, bytes);
     }
 

@@ -1,12 +1,12 @@
-//! Peers that may still be writing to memory that was taken back from them.
+//! Peers that may still be writing to memory that was revoked from them.
 //!
-//! A peer whose grant is taken back while it writes is waited for only briefly under the engine's lock. Where it does not leave,
-//! because the system has stopped it or runs something else on its CPU, its *stay* is kept. Whoever gives the memory back to the program
-//! (deregistration, the end of a queue pair) waits for the stays that concern it, without the lock.
+//! The engine waits only briefly, under its lock, for a peer whose grant is revoked while the peer writes. If the peer does not leave,
+//! because the system has stopped it or runs something else on its CPU, the engine keeps its *stay*. Whoever gives the memory back to the
+//! program (deregistration, the end of a queue pair) waits for the stays that concern it, without the lock.
 //!
-//! A stay ends when the peer leaves or its process ends. One in a call of the kernel also ends by its gate: that is closed, and then the kernel tells
-//! whether the call is over or will fail, however long the peer is stopped ([`super::gate`]). A peer that has mapped the
-//! memory copies in user space; nothing but its own progress, or its death, ends that.
+//! A stay ends when the peer leaves or its process ends. The gate also ends the stay of a peer in a call of the kernel: once the gate is
+//! closed, the kernel shows whether the call is over or will fail, however long the peer is stopped ([`super::gate`]). A peer that has
+//! mapped the memory copies in user space; only its own progress, or its death, ends that.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -21,9 +21,9 @@ use super::grant::Process;
 use super::revocation;
 use super::segment::{GrantWords, Segment, Side};
 
-/// For how long the engine waits for a peer that runs: it copies a mebibyte at a time.
+/// Time for which the engine waits for a running peer, which copies a mebibyte at a time.
 const BRIEFLY: Duration = Duration::from_micros(100);
-/// How long a stopped peer is left alone between two looks; its death is noticed at once.
+/// Interval between two checks of a stopped peer; its death is noticed at once.
 const LOOK_AGAIN: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 1_000_000,
@@ -35,12 +35,11 @@ pub(super) struct Given {
     pub(super) qpn: Qpn,
     pub(super) lkey: LKey,
     pub(super) generation: u32,
-    /// The gate that the peer's calls go through, whose address stays taken as long as the grant lasts; `None`: the peer maps the
-    /// memory.
+    /// Gate of the peer's calls, whose address stays reserved as long as the grant lasts; `None` if the peer maps the memory.
     pub(super) gate: Option<Arc<Gate>>,
 }
 
-/// A peer that was inside of a grant when that was taken back.
+/// A peer that was inside of a grant when that was revoked.
 #[derive(Debug)]
 pub(in crate::soft) struct Stay {
     pub(super) given: Given,
@@ -88,7 +87,7 @@ impl Stay {
     }
 
     fn wait(&self) {
-        // Most peers run, and have left by now. Closing a gate ends all grants that go through it.
+        // Most peers run, and have left by this time. Closing a gate ends all grants that use it.
         if self.has_left() {
             return;
         }
@@ -97,7 +96,7 @@ impl Stay {
         }
         while !self.is_over() && !self.peer_has_ended(&LOOK_AGAIN) {
             if let Some(gate) = self.given.gate.as_ref().filter(|gate| !gate.is_closed()) {
-                // The system had no room for it.
+                // The system had no room to close it.
                 gate.close();
             }
         }
@@ -109,14 +108,14 @@ const NOT_AT_ALL: Timespec = Timespec {
     tv_nsec: 0,
 };
 
-/// Waits until each of them is over. Not to be called with the engine locked.
+/// Waits until each of the stays is over. The caller must not hold the engine's lock.
 pub(in crate::soft) fn wait(stays: &[Arc<Stay>]) {
     for stay in stays {
         stay.wait();
     }
 }
 
-/// The stays of an engine's peers.
+/// Stays of an engine's peers.
 #[derive(Debug, Default)]
 pub(super) struct Stays {
     list: Mutex<Vec<Arc<Stay>>>,
@@ -125,7 +124,7 @@ pub(super) struct Stays {
 impl Stays {
     pub(super) fn add(&self, stay: Stay) {
         let mut list = self.list();
-        // An entry is of one grant: one that was given later at the same index has nothing to do with it.
+        // An entry belongs to one grant: a later grant at the same index has nothing to do with it.
         let is_known =
             |known: &Arc<Stay>| known.entry == stay.entry && Arc::ptr_eq(&known.segment, &stay.segment);
         if !list.iter().any(is_known) {
@@ -133,17 +132,17 @@ impl Stays {
         }
     }
 
-    /// Those of some grants whose peers have not left. (Whether they are over by their gates is the waiter's to ask: the kernel may
-    /// take its time to answer.)
+    /// Returns the stays of some grants whose peers have not left. (The waiter checks whether the gates have ended them: the kernel may be
+    /// slow to answer.)
     pub(super) fn of(&self, is_it: impl Fn(&Given) -> bool) -> Vec<Arc<Stay>> {
         let mut list = self.list();
-        // A call that is still to come writes to the gate's address, so that stays taken until the peer leaves.
+        // A later call writes to the gate's address, so the address stays reserved until the peer leaves.
         list.retain(|stay| !stay.has_left());
         let concerns = |stay: &&Arc<Stay>| is_it(&stay.given);
         list.iter().filter(concerns).cloned().collect()
     }
 
-    /// Waits a moment for the peers of some grants, if they run.
+    /// Waits a moment for the peers of some grants to leave, as running peers do.
     pub(super) fn wait_briefly(&self, is_it: impl Fn(&Given) -> bool) {
         let since = Instant::now();
         while !self.of(&is_it).is_empty() && since.elapsed() < BRIEFLY {
@@ -160,7 +159,7 @@ impl Drop for Stays {
     fn drop(&mut self) {
         for stay in self.list().drain(..) {
             if !stay.has_left() {
-                // Keeps the gate's address taken, as above.
+                // Keeps the gate's address reserved, as above.
                 std::mem::forget(stay);
             }
         }

@@ -1,4 +1,4 @@
-//! Why something does not go the shortest way: reasons, as a person reads them and as they travel to who asks.
+//! Reasons why data does not take the shortest way, as text for people and as codes in reports.
 
 use std::fmt;
 use std::io;
@@ -7,22 +7,22 @@ use rustix::io::Errno;
 
 use super::message::Refusal;
 
-/// Why packets to a peer go by UDP.
+/// Reason why packets to a peer go by UDP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Why {
     /// Nobody in this network namespace answers for the peer.
     NotHere,
-    /// It belongs to this user.
+    /// The peer belongs to this user.
     OtherUser(u32),
-    /// Users that this user namespace has no numbers for look alike, and so may the peer's.
+    /// The peer's user may be another one: users without a number in this user namespace look alike.
     UnknownUser,
-    /// This side has it switched off.
+    /// This side has shared memory switched off.
     Off,
     /// The peer has not answered yet.
     NotYet,
     /// There was a link, and one side gave it up.
     GivenUp,
-    /// The peer wants none.
+    /// The peer refuses a link.
     Refused(Refusal),
     /// A system call failed.
     System(Errno),
@@ -54,7 +54,7 @@ impl fmt::Display for Why {
 }
 
 impl Why {
-    /// As two numbers; 0 and 255 are left for others.
+    /// Encodes the reason as two numbers; 0 and 255 are left for other uses.
     pub(in crate::soft) fn to_code(self) -> (u8, u32) {
         match self {
             Why::NotHere => (1, 0),
@@ -83,18 +83,18 @@ impl Why {
     }
 }
 
-/// Why a peer's memory is not reached without packets.
+/// Reason why a peer's memory is not reached without packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotDirect {
     /// The peer does not grant it.
     Denied(Refusal),
-    /// Calls into its process need a number of it, and there is none here.
+    /// Calls into the peer's process need its number, and the process has none in this PID namespace.
     OtherPidNamespace,
     /// The system refuses calls into its process.
     Calls(Errno),
-    /// What was granted cannot be mapped here.
+    /// The granted memory cannot be mapped here.
     Unmappable,
-    /// This device keeps to packets.
+    /// This device is restricted to packets.
     KeptToPackets,
 }
 
@@ -122,7 +122,7 @@ impl fmt::Display for NotDirect {
 }
 
 impl NotDirect {
-    /// As two numbers; 0 is left for none.
+    /// Encodes the reason as two numbers; 0 is left for no reason.
     pub(in crate::soft) fn to_code(self) -> (u8, u32) {
         match self {
             NotDirect::Denied(refusal) => (1, refusal as u32),
@@ -150,7 +150,7 @@ fn refusal_of(number: u32) -> Option<Refusal> {
 }
 
 fn errno_of(number: u32) -> Option<Errno> {
-    // The numbers that the kernel has for errors.
+    // The range of the kernel's error numbers.
     let number = u16::try_from(number).ok().filter(|n| (1..4096).contains(n))?;
     Some(Errno::from_raw_os_error(number.into()))
 }

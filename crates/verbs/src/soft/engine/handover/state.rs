@@ -1,31 +1,31 @@
-//! What each says, and what it looks at then.
+//! The announcement of each party, and its look at the others'.
 
 use super::sync::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
-/// How long after its last call a caller that polls, or that waited and drove, is trusted to come back.
+/// Time after its last call for which a caller that polls, or that waited and drove, is trusted to come back.
 pub(in super::super) const POLLER_LEASE_NS: u64 = 2_000_000;
 
-/// Since when a caller polls that sits in the thread's place: always.
+/// Time of the last poll of a caller in the thread's place: it never expires.
 const SEATED: u64 = u64::MAX;
 
-/// Who is to be woken.
+/// The party to wake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in super::super) enum Wake {
     Nobody,
     Thread,
-    /// Who sits in its place.
+    /// The caller in the thread's place.
     Seat,
 }
 
 #[derive(Debug)]
 pub(in super::super) struct HandOver {
-    /// When a caller polled last, or [`SEATED`]; 0: the thread is to look out.
+    /// Time at which a caller polled last, or [`SEATED`]; 0: the thread must watch.
     polled_at_ns: AtomicU64,
-    /// The thread does not look at the sockets: a caller does.
+    /// Set while the thread does not look at the sockets, since a caller does.
     leased: AtomicBool,
-    /// It sleeps until it is told, because that caller sits in its place.
+    /// Set while the thread sleeps until it is woken, since that caller sits in its place.
     parked: AtomicBool,
-    /// Who sleeps and relies on somebody else.
+    /// Callers that sleep and rely on somebody else.
     sleepers: AtomicUsize,
 }
 
@@ -48,7 +48,7 @@ impl HandOver {
         self.polled_at_ns.load(Ordering::Relaxed) == SEATED
     }
 
-    /// Whom to wake when something is to be done earlier than whoever looks out will wake.
+    /// Returns whom to wake when something is due before the watcher's next wake-up.
     pub(in super::super) fn driver(&self) -> Wake {
         if self.is_seated() {
             Wake::Seat
@@ -59,14 +59,14 @@ impl HandOver {
 
     // A caller that polls.
 
-    /// The caller looks out from now on. Only in a turn that finds no completion queue armed: whoever arms one arms it first and
-    /// calls [`HandOver::hand_over`] behind its next turn, so either this caller sees it armed, or its lease ends there.
+    /// Makes the caller the watcher. Allowed only in a turn that finds no completion queue armed: a caller arms a queue first and calls
+    /// [`HandOver::hand_over`] after its next turn, so either this caller sees the queue armed, or its lease ends there.
     #[inline]
     pub(in super::super) fn polls(&self, now_ns: u64) {
         self.polled_at_ns.store(now_ns.max(1), Ordering::Relaxed);
     }
 
-    /// Whether the thread leaves the sockets to callers.
+    /// Returns whether the thread leaves the sockets to callers.
     #[inline]
     pub(in super::super) fn is_leased(&self) -> bool {
         self.leased.load(Ordering::Relaxed)
@@ -74,7 +74,7 @@ impl HandOver {
 
     // A caller that goes to sleep.
 
-    /// From now on a caller sleeps and relies on others; [`HandOver::hand_over`] comes next.
+    /// Announces a caller that sleeps and relies on others; [`HandOver::hand_over`] comes next.
     pub(in super::super) fn rely(&self) {
         self.sleepers.fetch_add(1, Ordering::Relaxed);
     }
@@ -83,8 +83,8 @@ impl HandOver {
         self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// The caller looks out no more. Somebody sits in the thread's place, and does so as long as somebody relies on it, or the
-    /// thread looks out from now on.
+    /// Ends the caller's watch. Either somebody sits in the thread's place, and watches as long as somebody relies on it, or the thread
+    /// watches from here on.
     pub(in super::super) fn hand_over(&self) -> Wake {
         fence(Ordering::SeqCst);
         if self.is_seated() {
@@ -105,13 +105,13 @@ impl HandOver {
 
     // A caller that waits in the thread's place.
 
-    /// From now on it looks out. Its next turn makes others see so.
+    /// Makes the caller in the thread's place the watcher. Its next turn makes this visible to others.
     pub(in super::super) fn sit(&self) {
         self.polled_at_ns.store(SEATED, Ordering::Relaxed);
     }
 
-    /// It goes about its business, and will soon be back: until then nobody looks out, unless others sleep and rely on it, or
-    /// may do so since they have armed a completion queue.
+    /// Ends the caller's stay in the thread's place. The caller will soon be back: until then nobody watches, unless others sleep and rely
+    /// on it, or may do so since they have armed a completion queue.
     pub(in super::super) fn leave_seat(&self, now_ns: u64, is_any_armed: impl FnOnce() -> bool) -> Wake {
         self.polls(now_ns);
         fence(Ordering::SeqCst);
@@ -126,7 +126,7 @@ impl HandOver {
 
     // The thread.
 
-    /// Whether a caller looks out, so that the thread may sleep until it is woken, or for [`POLLER_LEASE_NS`].
+    /// Returns whether a caller watches, so that the thread may sleep until it is woken, or for [`POLLER_LEASE_NS`].
     pub(in super::super) fn lease(&self, now_ns: u64) -> bool {
         if !self.is_polled(now_ns) {
             return false;
@@ -136,14 +136,14 @@ impl HandOver {
         self.is_polled(now_ns)
     }
 
-    /// Whether, that time being over, it may sleep until it is woken: who sits in its place says when it leaves.
+    /// Returns whether the thread may sleep until it is woken when that time is over: the caller in its place wakes it on leaving.
     pub(in super::super) fn park(&self) -> bool {
         self.parked.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.is_seated()
     }
 
-    /// The thread is awake.
+    /// Records that the thread is awake.
     pub(in super::super) fn unpark(&self) {
         self.parked.store(false, Ordering::Relaxed);
         self.leased.store(false, Ordering::Relaxed);

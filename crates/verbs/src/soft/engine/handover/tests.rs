@@ -1,5 +1,5 @@
-//! The hand-over under loom, which tries the orders in which threads may run and every value that a load may return. What
-//! nobody looks out for makes a model hang, which loom reports. The models hold as they are, and fail without any one fence.
+//! The hand-over under loom, which tries the orders in which threads may run and every value that a load may return. A packet that nobody
+//! watches for makes a model hang, which loom reports. The models hold as the code is, and fail without any single fence.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::sync::{Condvar, Mutex, MutexGuard};
 use loom::thread;
 
-/// The state once more, on loom's atomics.
+/// The state again, on loom's atomics.
 #[path = "state.rs"]
 #[expect(dead_code, reason = "the models do not wake who sits for timers")]
 mod state;
@@ -21,7 +21,7 @@ mod sync {
     pub(super) use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
     thread_local! {
-        /// The function that goes without its fence.
+        /// The function whose fence is left out.
         pub(super) static WITHOUT: Cell<Option<&'static str>> = const { Cell::new(None) };
     }
 
@@ -38,18 +38,18 @@ use sync::WITHOUT;
 
 const STATE: &str = include_str!("state.rs");
 
-/// The function that a line of `state.rs` stands in.
+/// Returns the name of the function that contains a line of `state.rs`.
 fn function_at(line: u32) -> &'static str {
     let name = |line: &'static str| Some(line.split_once("fn ")?.1.split_once('(')?.0);
     let before = STATE.lines().take(line as usize);
     before.filter_map(name).last().unwrap_or_default()
 }
 
-/// What two callers wait for, by number.
+/// Numbers of the datagrams that the two callers wait for.
 const OF_SEAT: usize = 0;
 const OF_OTHER: usize = 1;
 
-/// Sockets and wakers, as the kernel keeps them, and what was taken in.
+/// Sockets and wakers, as the kernel keeps them, and the datagrams that were taken in.
 #[derive(Debug, Default)]
 struct World {
     /// A datagram lies in the socket.
@@ -61,7 +61,7 @@ struct World {
 }
 
 impl World {
-    /// Takes in what has arrived.
+    /// Takes in the datagrams that have arrived.
     fn drive(&mut self) {
         for (arrived, taken_in) in self.arrived.iter_mut().zip(&mut self.taken_in) {
             *taken_in |= std::mem::take(arrived);
@@ -76,7 +76,7 @@ struct Model {
     changed: Condvar,
     /// Completion queues that are armed.
     armed: AtomicUsize,
-    /// Whether the thread looks again by itself when the lease is over. Where it does not, nobody may rely on that.
+    /// Set if the thread looks again by itself when the lease is over. Where it is not set, nobody may rely on that.
     lease_ends: bool,
 }
 
@@ -101,7 +101,7 @@ impl Model {
         result
     }
 
-    /// Sleeps until this is so.
+    /// Sleeps until the condition holds.
     fn wait(&self, until: impl Fn(&World) -> bool) -> MutexGuard<'_, World> {
         let mut world = self.world();
         while !until(&world) {
@@ -154,10 +154,10 @@ impl Model {
         });
     }
 
-    /// A caller that arms a completion queue, polls it until it is empty, and sleeps until a descriptor tells it.
+    /// A caller that arms a completion queue, polls it until it is empty, and sleeps until a descriptor notifies it.
     fn sleep_armed(&self) {
         self.armed.fetch_add(1, Ordering::Relaxed);
-        // Its turn.
+        // The caller's turn.
         drop(self.world());
         self.wake(self.hand_over.hand_over());
         self.poll();
@@ -167,14 +167,14 @@ impl Model {
     /// A caller that sleeps and relies on others.
     fn sleep(&self) {
         self.hand_over.rely();
-        // Its turn before it sleeps.
+        // The caller's turn before it sleeps.
         drop(self.world());
         self.wake(self.hand_over.hand_over());
         drop(self.wait(|world| world.taken_in[OF_OTHER]));
         self.hand_over.rely_no_more();
     }
 
-    /// A caller that waits in the thread's place, until what it waits for is there.
+    /// A caller that waits in the thread's place until its datagram is taken in.
     fn sit(&self) {
         loop {
             self.hand_over.sit();
@@ -182,7 +182,7 @@ impl Model {
             if self.world().taken_in[OF_SEAT] {
                 break;
             }
-            // Its completion queue is armed: others who take in what it waits for wake it.
+            // Its completion queue is armed: others that take in its datagram wake it.
             let something =
                 |world: &World| world.seat_kick || world.arrived.contains(&true) || world.taken_in[OF_SEAT];
             self.wait(something).seat_kick = false;
@@ -200,7 +200,7 @@ fn spawn(model: &Rc<Model>, run: impl FnOnce(&Model) + 'static) -> thread::JoinH
     thread::spawn(move || run(&model))
 }
 
-/// A caller polls, and then sleeps: the thread looks out at once, not when the lease is over.
+/// A caller polls, and then sleeps: the thread watches at once, not when the lease is over.
 fn poller_sleeps() {
     let model = Model::new(false);
     let thread = spawn(&model, Model::run);
@@ -228,7 +228,7 @@ fn poller_arms() {
     thread.join().unwrap();
 }
 
-/// One has armed a queue and sleeps; another polls a queue that is not armed, and does not come back.
+/// One caller has armed a queue and sleeps; another polls a queue that is not armed, and does not come back.
 fn poller_leaves_beside_armed() {
     let model = Model::new(false);
     let thread = spawn(&model, Model::run);
@@ -243,12 +243,12 @@ fn poller_leaves_beside_armed() {
     thread.join().unwrap();
 }
 
-/// One sleeps and relies on who sits in the thread's place, who leaves.
+/// One caller sleeps and relies on the caller in the thread's place, which leaves.
 fn seat_is_relied_on() {
     sleeper_beside_seat(Model::sleep);
 }
 
-/// The same, of one that has armed a queue.
+/// The same with a sleeper that has armed a queue.
 fn seat_is_relied_on_by_armed() {
     sleeper_beside_seat(Model::sleep_armed);
 }
@@ -267,7 +267,7 @@ fn sleeper_beside_seat(sleep: fn(&Model)) {
     thread.join().unwrap();
 }
 
-/// Who sat in the thread's place leaves and does not come back: the thread takes in what a peer asks of this host.
+/// The caller in the thread's place leaves and does not come back: the thread takes in the requests of a peer.
 fn seat_is_left() {
     let model = Model::new(true);
     let thread = spawn(&model, Model::run);
@@ -279,7 +279,7 @@ fn seat_is_left() {
     thread.join().unwrap();
 }
 
-/// Whether all models hold, without one fence.
+/// Returns whether all models hold, without one fence if one is given.
 fn hold(without: Option<&'static str>) -> bool {
     let models = [
         poller_sleeps,

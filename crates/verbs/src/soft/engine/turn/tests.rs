@@ -1,5 +1,5 @@
-//! Turns under loom, which tries the orders in which threads may run and every value that a load may return. A model holds as it
-//! is, and fails with each ordering that it rests on weakened by itself.
+//! Turns under loom, which tries the orders in which threads may run and every value that a load may return. Each model holds as the code
+//! is, and fails when any single ordering that it relies on is weakened.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,21 +9,21 @@ use loom::cell::UnsafeCell;
 use loom::sync::Mutex;
 use loom::thread;
 
-/// What is weaker than the word asks for.
+/// The step that is weaker than in the code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Weak {
     Nothing,
     /// The ordering of the step on this line of `word.rs`.
     Step(u32),
-    /// Who has ended a turn does not look whether the word was rung.
+    /// A thread that has ended a turn does not check whether the word was rung.
     NoLookBehind,
-    /// Who leaves something does not take a turn that is free.
+    /// A thread that leaves an item does not take a turn that is free.
     NoTurnOfOnesOwn,
-    /// Who let go does not wake.
+    /// A thread that lets go wakes nobody.
     NoWake,
 }
 
-/// The word once more, on loom's atomics.
+/// The word again, on loom's atomics.
 #[path = "word.rs"]
 mod word;
 
@@ -42,7 +42,7 @@ mod sync {
     }
 
     thread_local! {
-        /// Lines of `word.rs` with steps that order anything.
+        /// Lines of `word.rs` with operations that order anything.
         pub(super) static STEPS: RefCell<BTreeSet<u32>> = RefCell::default();
     }
 
@@ -59,7 +59,7 @@ mod sync {
         }
     }
 
-    /// With who sleeps on it, as a futex has.
+    /// An atomic with its sleepers, as a futex has them.
     #[derive(Debug)]
     pub(super) struct AtomicU32 {
         value: loom::sync::atomic::AtomicU32,
@@ -121,7 +121,7 @@ mod sync {
 
     pub(super) fn wait(word: &AtomicU32, value: u32) {
         let mut sleepers = word.sleepers.lock().unwrap();
-        // As the kernel does: looked at again under the lock that who wakes takes.
+        // As in the kernel: checks again under the lock that the waking thread takes.
         if word.value.load(Ordering::Relaxed) == value {
             *sleepers += 1;
             drop(word.woken.wait(sleepers).unwrap());
@@ -145,7 +145,7 @@ use word::Word;
 
 struct Shared {
     word: Word,
-    /// What is reached in turns: how much was taken in. Loom watches the cell beside it.
+    /// The state that the turn protects: number of items taken in. Loom watches the cell beside it.
     taken_in: Cell<u32>,
     watch: UnsafeCell<()>,
     left: Mutex<u32>,
@@ -161,7 +161,7 @@ impl Shared {
         })
     }
 
-    /// What the engine does in its turn, and behind it.
+    /// Does the same as the engine in its turn and after it.
     fn drive(&self) {
         loop {
             self.watch.with_mut(|_| ());
@@ -187,7 +187,7 @@ impl Shared {
     }
 }
 
-/// Runs a model with something weakened; whether it holds.
+/// Runs a model with one step weakened; returns whether the model holds.
 fn holds(weak: Weak, model: fn()) -> bool {
     let run = move || {
         let mut builder = loom::model::Builder::new();
@@ -202,7 +202,7 @@ fn holds(weak: Weak, model: fn()) -> bool {
     held
 }
 
-/// Two want the turn, one at a time; who sleeps for it is woken.
+/// Two threads want the turn, one at a time; one that sleeps for it is woken.
 fn two_drive() {
     let shared = Shared::new();
     let other = thread::spawn({
@@ -217,7 +217,7 @@ fn two_drive() {
     other.join().unwrap();
 }
 
-/// One drives, two leave something: all of it is taken in once all have gone.
+/// One thread drives, two leave an item each: both items are taken in once all threads have gone.
 fn two_leave() {
     let shared = Shared::new();
     let others = [(); 2].map(|()| {

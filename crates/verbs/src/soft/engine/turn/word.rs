@@ -1,15 +1,15 @@
-//! The word that turns go by.
+//! The atomic word behind the turns.
 
 use super::sync::{AtomicU32, LOOKS, Ordering, pause, wait, wake_one};
 
 /// Somebody has the turn.
 const HELD: u32 = 1;
-/// Somebody sleeps until it is free.
+/// Somebody sleeps until the turn is free.
 const WAITED_FOR: u32 = 2;
 /// Something was left.
 const RUNG: u32 = 4;
 
-/// See [`super`]. What is reached in turns is ordered by `let_go` and the next `hold`; what was left, by its queue's own lock.
+/// See [`super`]. `let_go` and the next `hold` order the accesses to the protected state; the queue of left items has its own lock.
 #[derive(Debug)]
 pub(super) struct Word(pub(super) AtomicU32);
 
@@ -47,7 +47,7 @@ impl Word {
             }
             pause();
         }
-        // Who has slept says that there may be others: only one is woken.
+        // A thread that has slept sets the bit for possible other sleepers: only one is woken.
         while !self.mark(HELD | WAITED_FOR) {
             let word = self.0.fetch_or(WAITED_FOR, Ordering::Relaxed);
             if word & HELD != 0 {
@@ -56,7 +56,7 @@ impl Word {
         }
     }
 
-    /// Ends a turn. Whoever ends one looks at [`Word::is_rung`] behind it.
+    /// Ends a turn. The caller must check [`Word::is_rung`] afterwards.
     #[inline]
     pub(super) fn let_go(&self) {
         let quiet = self
@@ -70,7 +70,7 @@ impl Word {
         }
     }
 
-    /// Something was left. Whether somebody has the turn: it sees so when it lets go at the latest.
+    /// Marks that an item was left. Returns whether somebody has the turn: that holder sees the mark at the latest when it lets go.
     pub(super) fn ring(&self) -> bool {
         self.0.fetch_or(RUNG, Ordering::Relaxed) & HELD != 0
     }
@@ -80,7 +80,7 @@ impl Word {
         self.0.load(Ordering::Relaxed) & RUNG != 0
     }
 
-    /// Whoever has the turn is about to take what was left.
+    /// Clears the mark: the holder of the turn is about to take the items that were left.
     pub(super) fn answer(&self) {
         self.0.fetch_and(!RUNG, Ordering::Relaxed);
     }

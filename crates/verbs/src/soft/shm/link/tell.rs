@@ -1,4 +1,4 @@
-//! What the device is made of, told to who asks.
+//! The objects of the device, reported to clients that ask.
 
 use rdmux_rnic::Qpn;
 
@@ -11,7 +11,7 @@ use crate::soft::resources::items::{
 use crate::soft::resources::node_guid;
 
 impl Links {
-    /// The objects of a kind from a number on.
+    /// Returns the objects of a kind from a number on.
     pub(super) fn page(&self, rnic: &Port, object: Object, from: u64) -> Page {
         fn records<T>((list, more): (Vec<T>, bool), item: impl Fn(T) -> Item) -> (Vec<Record>, bool) {
             (
@@ -89,7 +89,7 @@ impl Links {
     }
 }
 
-/// Those of the engine, then those of the faults at its port, when it has any.
+/// Returns the counters of the engine, then those of the faults at its port, if it has any.
 fn counters(rnic: &Port, from: u64) -> Vec<Record> {
     let own = rnic.counters().iter().map(|(name, value, _)| (name, value));
     let faults = rnic.fault_counts().map(|counts| {

@@ -1,5 +1,5 @@
-//! A peer that is a process of the same user and breaks every rule: what it has a link to goes on with others, and is neither
-//! hurt nor held up.
+//! A hostile peer: a process of the same user that breaks every rule. A device that it has a link to goes on with others, and is neither
+//! damaged nor delayed.
 
 use std::thread;
 use std::time::SystemTime;
@@ -44,7 +44,7 @@ impl Random {
     }
 }
 
-/// Says what is drawn, unless the environment chooses.
+/// Returns a generator and prints its seed, which the environment may choose.
 fn random() -> Random {
     let seed = std::env::var("RDMUX_HOSTILE_SEED").ok();
     let seed = seed.map_or_else(
@@ -71,7 +71,7 @@ fn links(device: &Device) -> usize {
     device.engine().lock().links.list.len()
 }
 
-/// Links to others than an address.
+/// Returns the number of links to other addresses than the given one.
 fn links_but_to(device: &Device, address: IpAddr) -> usize {
     let core = device.engine().lock();
     let others = |link: &&Link| link.peer.is_none_or(|peer| peer.0 != address);
@@ -127,7 +127,7 @@ impl End {
         let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
         let qp = pd.create_qp(&QpOptions::new(&cq)).unwrap();
         let memory = Arc::new(AnonymousMemory::shareable(3 * AREA_BYTES).unwrap());
-        // In the middle, between canaries.
+        // The region is in the middle, between canaries.
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
         let (offset, length) = (AREA_BYTES as u64, AREA_BYTES as u64);
         let mr = pd.reg_mr(memory.clone(), offset, length, 0, access).unwrap();
@@ -172,7 +172,7 @@ impl End {
     }
 }
 
-/// A victim, and somebody honest it is connected to.
+/// A victim, and the honest peer that it is connected to.
 struct Honest {
     victim: End,
     other: End,
@@ -201,7 +201,7 @@ impl Honest {
             .all(|end| end.qp.carrier() == Some(Carrier::SharedMemory))
     }
 
-    /// Bytes go both ways, by WRITE and SEND, and come as they were sent.
+    /// Checks that bytes go both ways, by WRITE and SEND, and arrive as they were sent.
     fn check(&mut self) {
         let ends = [&self.victim, &self.other];
         for (from, to) in ends.into_iter().zip(ends.into_iter().rev()) {
@@ -227,13 +227,13 @@ impl Honest {
         &self.victim.device
     }
 
-    /// Links of the victim to others than the honest one.
+    /// Returns the number of the victim's links to peers other than the honest one.
     fn others(&self) -> usize {
         links_but_to(self.device(), self.other.device.address())
     }
 }
 
-/// A process that has a slot, and no engine.
+/// A process that has a slot, but no engine.
 struct Forger {
     address: IpAddr,
     slot: u8,
@@ -274,7 +274,7 @@ impl Forger {
         Qpn::new(u32::from(self.slot) << 16 | 9)
     }
 
-    /// A connection, and nothing said.
+    /// Returns a connection on which nothing has been sent.
     fn reach(victim: &Device) -> OwnedFd {
         let mut socket = None;
         until("a connection", || {
@@ -291,9 +291,9 @@ impl Forger {
         }
     }
 
-    /// A link that the victim takes for one.
+    /// Returns a link that the victim accepts.
     fn link(&self, victim: &Device) -> Forged {
-        // Who asked for one at our name meets nobody.
+        // Drop connections to the forger's name: nobody answers them.
         while rustix::net::accept(&self.listener).is_ok() {}
         let [bell, theirs] = bells();
         let socket = Forger::reach(victim);
@@ -309,7 +309,7 @@ impl Forger {
         forged
     }
 
-    /// A queue pair of the victim's that is connected to us.
+    /// Returns a queue pair of the victim that is connected to the forger.
     fn queue_pair(&self, victim: &Device) -> End {
         let end = End::new(victim);
         connect(victim, &end.qp, (self.address, self.qpn()));
@@ -318,7 +318,7 @@ impl Forger {
 }
 
 impl Forged {
-    /// What the victim says next; `None`: it has ended the link.
+    /// Returns the next message of the victim; `None` if it has ended the link.
     fn hear(&self) -> Option<Message> {
         let mut buffer = [0; message::LEN_MAX];
         let mut heard = None;
@@ -340,7 +340,7 @@ impl Forged {
     }
 }
 
-/// A file of so many bytes.
+/// Returns a file of `bytes` bytes.
 fn file(bytes: u64, seals: SealFlags) -> OwnedFd {
     let file = memfd_create("forged", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&file, bytes).unwrap();
@@ -364,7 +364,7 @@ fn receive__anything_in_the_segment() {
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut random = Random(seed);
-                // Everything, or here and there, or what looks like records.
+                // Writes everything, or here and there, or bytes that look like records.
                 while !stop.load(Ordering::Relaxed) {
                     match round % 3 {
                         0 => whole.copy_in(0, &random.bytes(len)).unwrap(),
@@ -409,7 +409,7 @@ fn receive__anything_in_the_segment() {
                     flags: WrFlags::SIGNALED,
                     to: Target::Connected,
                 };
-                // It takes no more once its queue is full.
+                // The queue refuses requests once it is full.
                 let _ = end.qp.post_send(request);
                 honest.check();
             }
@@ -438,7 +438,7 @@ fn part__of_a_peer_that_goes_on_sending() {
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            // A ring without end: what was never taken is put over anew.
+            // A ring without end: records that were never taken are overwritten.
             let meta = Meta {
                 segment_bytes: 64,
                 traffic_class: 0,
@@ -552,7 +552,7 @@ fn hear__nonsense_ends_the_link_and_no_connection() {
             .create_qp(&QpOptions::new(&honest.victim.cq));
         (device.clone(), qp)
     });
-    // Both ends of a connection that connection management knows.
+    // The two ends of a connection that connection management knows.
     let (pd, cq) = (y.0.alloc_pd().unwrap(), y.0.create_cq(16).unwrap());
     let listener = y.0.listen(7174).unwrap();
     let params = ConnectParams::default();
@@ -569,7 +569,7 @@ fn hear__nonsense_ends_the_link_and_no_connection() {
         let connection = x.0.connect(&asking, peer, &params, &[]).unwrap();
         (connection, accepting.join().unwrap())
     });
-    // Each may have asked the other, so there may be two.
+    // Each side may have asked the other, so there may be two links.
     let garbage = [&[0xff; 20][..], &[0; 200]];
     let mut turn = garbage.iter().cycle();
     until("the end of the links", || {
@@ -592,7 +592,7 @@ fn answer_bells__of_no_use() {
         let mut fds = [PollFd::new(&core.links.bells, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
     };
-    // What is no bell is refused.
+    // The victim refuses descriptors that are no bells.
     let (pipe, other) = rustix::pipe::pipe().unwrap();
     let stream = rustix::net::socketpair(
         AddressFamily::UNIX,
@@ -614,7 +614,7 @@ fn answer_bells__of_no_use() {
     }
     drop(other);
     until("peace", || !ready());
-    // One that has ended, or is kept beyond the link's end, is not looked at for ever.
+    // The victim does not keep looking at a bell that has ended, or that the peer keeps beyond the link's end.
     for kept in [false, true] {
         let [bell, theirs] = bells();
         let socket = Forger::reach(honest.device());
@@ -686,17 +686,17 @@ fn ask__ten_thousand_times_and_read_nothing() {
     });
     assert!(given.sum::<usize>() <= 1, "what is granted is not granted again");
     drop(core);
-    // Other tests of this process have their own.
+    // Other tests of this process have descriptors of their own.
     assert!(descriptors() < before + 200);
     assert!(honest.have_link());
 }
 
-/// A queue pair of an honest device whose peer is forged, and was granted its region.
+/// A queue pair of an honest device whose peer is forged, and has a grant of the device's region.
 struct GrantedTo {
     qp: QueuePair,
     link: Forged,
     granted: message::Granted,
-    /// As a peer that writes has it.
+    /// The entry, as a writing peer has it.
     entry: u32,
 }
 
@@ -731,7 +731,7 @@ impl GrantedTo {
         revocation::enter(&self.words(), self.granted.index, self.granted.generation)
     }
 
-    /// A call as the peer makes it once it has entered.
+    /// Makes a call as the peer does once it has entered.
     fn call(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
         let passage = Passage {
             gate: self.granted.gate,
@@ -752,7 +752,7 @@ impl GrantedTo {
     }
 }
 
-/// An end whose peers reach its memory by calls, where the system lets them.
+/// Returns an end whose memory peers reach by calls, where the system permits that.
 fn end_by_calls(device: &Device) -> End {
     let mut end = End::new(device);
     end.memory = Arc::new(AnonymousMemory::new(3 * AREA_BYTES).unwrap());
@@ -776,11 +776,11 @@ fn revoke__of_peers_stopped_before_they_write() {
         .map(|forger| GrantedTo::new(forger, &end))
         .collect();
     let End { mr, memory, .. } = end;
-    // They have entered and copy nothing yet: the deregistration does not wait for them.
+    // The peers have entered and copy nothing yet: the deregistration does not wait for them.
     drop(mr);
     for peer in &granted {
         assert!(peer.has_ended());
-        // They go on.
+        // The peers go on.
         for bytes in [1, 8, 5000] {
             assert_eq!(peer.call(memory.address(), &vec![1; bytes]), Err(Fault::Unmapped));
         }
@@ -802,7 +802,7 @@ fn revoke__of_peers_stopped_before_they_write() {
     );
 }
 
-/// Deregisters while a peer is inside, which lets go when `leave` is called; meanwhile others go on.
+/// Deregisters while a peer is inside, which leaves when `leave` is called; meanwhile others go on.
 fn revoke_while_inside(honest: &mut Honest, end: End, peer: &GrantedTo, leave: impl FnOnce()) {
     let device = honest.device().clone();
     let over = AtomicBool::new(false);
@@ -832,7 +832,7 @@ fn revoke__waits_for_a_call_under_way() {
     let forger = Forger::new([127, 0, 1, 144], 3);
     let end = end_by_calls(honest.device());
     let peer = GrantedTo::new(&forger, &end);
-    // The call is through the gate, and has not told that it is over.
+    // The call has passed the gate, and has not signalled its end.
     peer.call(1, &[1]).unwrap_err();
     revoke_while_inside(&mut honest, end, &peer, || {
         peer.link
@@ -866,7 +866,7 @@ fn revoke__waits_for_a_peer_whose_link_has_ended() {
     });
 }
 
-/// Asks for a region, which is granted.
+/// Asks for a region, and returns the grant.
 fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> message::Granted {
     let (of, by) = (peer.qp.qpn(), forger.qpn());
     peer.link.say(&Message::Ask { rkey, of, by });
@@ -876,14 +876,14 @@ fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> message::Granted {
     }
 }
 
-/// Two regions that one peer was granted through one gate, and a third to ask for.
+/// A peer with grants of two regions through one gate, and a third region to ask for.
 struct ByOneGate {
     honest: Honest,
     forger: Forger,
     end: End,
     second: MemoryRegion,
     third: MemoryRegion,
-    /// Inside of the region of `end`.
+    /// The peer is inside of the region of `end`.
     peer: GrantedTo,
     /// The grant of `second`.
     granted: message::Granted,
@@ -918,7 +918,7 @@ impl ByOneGate {
     }
 }
 
-/// A gate that was closed for one region's sake is still that of the regions that were granted through it.
+/// A gate that was closed for one region still serves the regions that were granted through it.
 #[test]
 fn revoke__through_a_gate_that_the_link_uses_no_more() {
     if !allows_calls_into_processes() {
@@ -933,7 +933,7 @@ fn revoke__through_a_gate_that_the_link_uses_no_more() {
         mut peer,
         granted,
     } = ByOneGate::new([159, 160, 161]);
-    // The peer is inside of the first region, which is taken back. It leaves, and is in a call to the second before the gate is closed.
+    // The peer is inside of the first region, which is revoked. It leaves, and is in a call to the second before the gate is closed.
     let revoke = |mr: &MemoryRegion| honest.device().engine().lock().links.revoke_region(mr.lkey());
     let stays = revoke(&end.mr);
     assert_eq!(stays.len(), 1);
@@ -942,7 +942,7 @@ fn revoke__through_a_gate_that_the_link_uses_no_more() {
     peer.entry = peer.enter().unwrap();
     peer.call(1, &[1]).unwrap_err();
     stays[0].given.gate.as_ref().unwrap().close();
-    // The link has another gate from now on.
+    // The link uses another gate for later grants.
     assert_ne!(ask_for(&peer, &forger, third.rkey()).gate, granted.gate);
     let stays = revoke(&second);
     assert_eq!(stays.len(), 1);
@@ -954,7 +954,7 @@ fn revoke__through_a_gate_that_the_link_uses_no_more() {
     until("the end of the call", || stays[0].is_over());
 }
 
-/// The address of a closed gate is given to nobody else while a grant names it.
+/// Nothing else gets the address of a closed gate while a grant names it.
 #[test]
 fn revoke__keeps_the_address_of_a_closed_gate() {
     if !allows_calls_into_processes() {
@@ -969,7 +969,7 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
         mut peer,
         granted,
     } = ByOneGate::new([162, 163, 164]);
-    // Deregistered while the peer is inside, who then leaves.
+    // Deregisters the region while the peer is inside; the peer then leaves.
     let End { mr, memory, .. } = end;
     drop(mr);
     ask_for(&peer, &forger, third.rkey());
@@ -978,18 +978,18 @@ fn revoke__keeps_the_address_of_a_closed_gate() {
     assert_eq!(peer.stays(honest.device()), 0);
     let pages: Vec<Mapping> = (0..1024).map(|_| Mapping::anonymous(4096).unwrap()).collect();
     assert!(pages.iter().all(|page| page.address() != granted.gate));
-    // The second region is granted as before, through the closed gate.
+    // The second region keeps its grant, through the closed gate.
     peer.granted = granted;
     peer.entry = peer.enter().unwrap();
     assert_eq!(peer.call(memory.address(), &[1]), Err(Fault::Unmapped));
     revocation::leave(&peer.words(), peer.entry);
-    // Asked for anew, it is granted through the open one.
+    // A new grant of the region goes through the open gate.
     peer.granted = ask_for(&peer, &forger, second.rkey());
     peer.entry = peer.enter().unwrap();
     assert_eq!(peer.call(memory.address(), &[1]), Ok(()));
 }
 
-/// A grant entry that is used again gets another generation.
+/// A grant index that is used again gets another generation.
 #[test]
 fn grant__generations_differ() {
     let honest = Honest::new([127, 0, 1, 151], [127, 0, 1, 152]);
@@ -1011,7 +1011,7 @@ fn grant__generations_differ() {
     assert_eq!(first.enter(), None);
 }
 
-/// A region that is registered anew with fewer rights is not written by who wrote to it directly before.
+/// A peer that wrote directly to a region cannot do so after the region was registered anew with fewer rights.
 #[test]
 fn rereg__takes_back_what_was_granted() {
     let mut honest = Honest::new([127, 0, 1, 154], [127, 0, 1, 155]);
@@ -1039,7 +1039,7 @@ fn granted__by_somebody_else() {
     let honest = Honest::new([127, 0, 1, 134], [127, 0, 1, 135]);
     let forger = Forger::new([127, 0, 1, 136], 3);
     let forged = forger.link(honest.device());
-    // The first WRITE asks; it goes by packets. The answer is forged before the next one.
+    // The first WRITE asks for a grant, and goes by packets. The test forges the answer before the next WRITE.
     let (victim, other) = (&honest.victim, &honest.other);
     let (va, rkey) = (other.mr.iova(), other.mr.rkey());
     let memory = file(1 << 20, SealFlags::SHRINK);
@@ -1066,14 +1066,14 @@ fn granted__by_somebody_else() {
         if say(&forged.socket, &granted, &[memory.as_fd()]).is_err() {
             break;
         }
-        // It has been heard when what follows it has.
+        // The victim has processed the grant once it answers the message after it.
         let (of, by) = (victim.qp.qpn(), forger.qpn());
         forged.say(&Message::Ask { rkey, of, by });
         assert!(matches!(forged.hear(), Some(Message::Denied { .. })));
     }
 }
 
-/// Whoever accepts is in RTS at once, and sends by a link that is up: its SEND may be there before its peer is in RTR.
+/// The accepting side is in RTS at once, and sends by a link that is up: its SEND may arrive before its peer is in RTR.
 #[test]
 fn accept__and_speak_first() {
     let honest = Honest::new([127, 0, 1, 173], [127, 0, 1, 174]);
@@ -1084,7 +1084,7 @@ fn accept__and_speak_first() {
         let pd = device.alloc_pd().unwrap();
         (pd.create_qp(&QpOptions::new(&cq)).unwrap(), cq)
     };
-    // 69 s: who waits for the timer waits for too long.
+    // 69 s: a request that waits for the timer waits too long.
     let params = ConnectParams {
         ack_timeout: Some(24),
         ..ConnectParams::default()
@@ -1122,7 +1122,7 @@ fn accept__and_speak_first() {
 fn accept__hundreds_of_connections() {
     let mut honest = Honest::new([127, 0, 1, 137], [127, 0, 1, 138]);
     let silent: Vec<OwnedFd> = (0..300).map(|_| Forger::reach(honest.device())).collect();
-    // The first have made room for the last.
+    // The first connections have made room for the last.
     until("room", || {
         let mut fds = [PollFd::new(
             &silent[silent.len() - 2 * LINKS_MAX],
@@ -1132,7 +1132,7 @@ fn accept__hundreds_of_connections() {
     });
     assert!(links(honest.device()) <= LINKS_MAX);
     honest.check();
-    // Somebody honest still finds room.
+    // An honest device still finds room.
     let third = End::new(&Device::open([127, 0, 1, 139].into()).unwrap());
     let end = End::new(honest.device());
     for (end, peer) in [(&third, &end), (&end, &third)] {
@@ -1146,7 +1146,7 @@ fn accept__hundreds_of_connections() {
     assert!(honest.have_link());
 }
 
-/// Packets that a peer sent before it died arrive, although it rang no bell for them.
+/// Packets that a peer sent before it died arrive, although the peer rang no bell for them.
 #[test]
 fn part__takes_what_is_in_the_ring() {
     let mut honest = Honest::new([127, 0, 1, 156], [127, 0, 1, 157]);
@@ -1157,7 +1157,7 @@ fn part__takes_what_is_in_the_ring() {
     };
     for _ in 0..20 {
         let forged = forger.link(honest.device());
-        // Between two turns of the engine, so that it finds both at the same time.
+        // Between two turns of the engine, so that the engine finds both at the same time.
         let core = honest.device().engine().lock();
         let before = core.rnic.counters().rcvd_pkts_local;
         let mut ring = Producer::new(forged.segment.ring(Side::Asking));
@@ -1235,7 +1235,7 @@ fn take__memory_that_cannot_be_relied_on() {
     }
     let unsealed = file(64 << 10, SealFlags::GROW);
     assert!(take(granted(0, 4096), Some(&unsealed)).is_none());
-    // Pages of these are a signal where the system runs out of them.
+    // Pages of such a file cause a signal where the system runs out of them.
     if let Ok(huge) = memfd_create(
         "forged",
         MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB,
@@ -1244,7 +1244,7 @@ fn take__memory_that_cannot_be_relied_on() {
         fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
         assert!(take(granted(0, 2 << 20), Some(&huge)).is_none());
     }
-    // Of a process: whatever ends beyond all addresses.
+    // In the memory of a process: a region that ends beyond all addresses.
     let address = std::ptr::from_ref(&open).addr() as u64;
     assert!(take(granted(address, 8), None).is_some());
     assert!(take(granted(address, u64::MAX), None).is_none());
@@ -1272,7 +1272,7 @@ fn of_file__so_many_and_no_more() {
 fn serve__a_process_whose_socket_outlives_it() {
     let honest = Honest::new([127, 0, 1, 140], [127, 0, 1, 141]);
     let mut process = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
-    // The other end is here, as in a child that it forked.
+    // The test holds the other end, as a forked child would.
     let [socket, _held] = bells();
     let mut core = honest.device().engine().lock();
     let pid = process.id() as i32;

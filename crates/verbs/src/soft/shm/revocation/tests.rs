@@ -1,5 +1,5 @@
-//! The steps under loom, which tries the orders in which two threads may run and every value that a load may return. The model
-//! holds as it is, and fails with each ordering or fence weakened by itself.
+//! The steps under loom, which tries the orders in which two threads may run and every value that a load may return. The model holds as
+//! the code is, and fails when any single ordering or fence is weakened.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -77,7 +77,7 @@ impl Words for End {
     }
 }
 
-/// A holder writes twice while the owner takes the grant back and writes then.
+/// A holder writes twice while the owner revokes the grant and then writes.
 fn take_back_while_written(weak: Weak) {
     let shared = Shared {
         grant: AtomicU32::new(1),
@@ -138,7 +138,7 @@ fn take_back__with_any_step_weakened() {
     }
 }
 
-/// Plain words.
+/// Words as plain atomics.
 #[derive(Debug, Default)]
 struct Plain {
     inside: std::sync::atomic::AtomicU32,

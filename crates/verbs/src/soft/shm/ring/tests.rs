@@ -77,7 +77,7 @@ fn ring_at(slots: u32, position: u32) -> (Heap, Producer<Heap>, Consumer<Heap>) 
     (memory, producer, consumer)
 }
 
-/// Both sides of memory whose head is at `position`.
+/// Both sides of a memory whose head is at `position`.
 fn sides<M: RingMemory + Clone>(memory: M, position: u32) -> (Producer<M>, Consumer<M>) {
     let mut producer = Producer::new(memory.clone());
     (producer.tail, producer.head) = (position, position);
@@ -102,7 +102,7 @@ impl Dice {
     }
 }
 
-/// A record that shows which one it is.
+/// Returns the metadata and bytes of record `number`, which differ from those of other records.
 fn record(number: u64, bytes: usize) -> (Meta, Vec<u8>) {
     let meta = Meta {
         segment_bytes: bytes.div_ceil(TRAIN_PACKETS_MAX).max(1) as u16,
@@ -117,7 +117,7 @@ fn push<M: RingMemory>(producer: &mut Producer<M>, number: u64, bytes: usize) ->
     producer.push(meta, &bytes)
 }
 
-/// Takes record `number` and asserts that it is that one.
+/// Takes the next record and asserts that it is record `number`.
 fn pop(consumer: &mut Consumer<Heap>, number: u64, bytes: usize) {
     let mut out = vec![1, 2, 3];
     let meta = consumer.pop(&mut out).unwrap().expect("a record");
@@ -221,7 +221,7 @@ fn push__full_until_released() {
 #[test]
 fn pop__payload_of_an_earlier_lap_is_no_stamp() {
     let (_, mut producer, mut consumer) = ring(4);
-    // Slot 1 holds, where its stamp goes, the stamp of the position that it has in the next lap.
+    // Slot 1 holds payload in the place of its stamp that equals the stamp of its position in the next lap.
     let meta = record(0, 0).0;
     let bytes: Vec<u8> = stamp(5).to_ne_bytes().repeat(28);
     for bytes in [&bytes[..112], &bytes[..112], &bytes[..48]] {
@@ -373,7 +373,7 @@ fn pop__any_bytes_give_a_train_or_corrupt() {
         let mut dice = Dice(seed);
         let (memory, mut producer, mut consumer) = ring_at(SLOTS, dice.next() as u32);
         let mut out = Vec::new();
-        // Pure noise is refused at the first word, so part of the memory stays as a producer left it.
+        // The consumer refuses pure noise at the first word, so part of the memory stays as a producer left it.
         for _ in 0..16 {
             let _ = push(&mut producer, seed, dice.below(bytes_max(SLOTS) + 1));
             for _ in 0..dice.below(4) {
@@ -425,7 +425,7 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
         }
         let _ = consumer.prepare_sleep();
         consumer.awake();
-        // Both begin anew, or they would find nothing but Corrupt.
+        // Both sides begin anew; otherwise they would find nothing but Corrupt.
         if popped == Err(Corrupt) || pushed == Err(PushError::Corrupt(Corrupt)) {
             memory.store(Word::Head, round, Relaxed);
             memory.store(Word::Stamp(round % 16), 0, Relaxed);
@@ -436,14 +436,14 @@ fn pop__beside_a_process_that_writes_anything_anywhere() {
     vandal.join().unwrap();
 }
 
-/// Two threads, each of which sleeps when there is nothing to do, until the other one unparks it.
+/// Two threads, each of which sleeps when it has nothing to do, until the other one unparks it.
 #[test]
 fn soak__two_threads() {
     const RECORDS: u64 = 100_000;
     const SLOTS: u32 = 64;
     const SEED: u64 = 3;
     let deadline = Instant::now() + Duration::from_secs(60);
-    // Parking returns without cause now and then; it never may for lack of one.
+    // A parked thread may return without cause now and then, but must never miss an unpark.
     let sleep = move || {
         thread::park_timeout(deadline.saturating_duration_since(Instant::now()));
         assert!(Instant::now() < deadline, "a wake-up was lost");

@@ -1,7 +1,7 @@
 //! The ring under loom, which tries the orders in which two threads may run, up to a number of preemptions, and every value that
 //! a load may return.
 //!
-//! A model holds as it is, and fails with each ordering or fence weakened by itself.
+//! A model holds as the code is, and fails when any single ordering or fence is weakened.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +16,7 @@ use loom::thread;
 use super::super::{Consumer, Producer, RingMemory, SLOT_BYTES, Wake, Word, payload_offset, slot_offset};
 use super::{push, record, sides};
 
-/// What is weaker than the ring asks for.
+/// The step that is weaker than in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Weak {
     Nothing,
@@ -33,8 +33,8 @@ enum Weak {
     FenceOfWantsRoom,
 }
 
-/// A slot. Its bytes are one cell, which loom watches for races. The stamp has values of its own as every loom atomic has, so
-/// payload that lies there is stored in it.
+/// A slot. Its bytes are one cell, which loom watches for races. The stamp has values of its own like every loom atomic, so payload in its
+/// place is stored in it.
 #[derive(Debug, Default)]
 struct Slot {
     stamp: AtomicU32,
@@ -73,7 +73,7 @@ struct Shared {
 struct Side {
     shared: Rc<Shared>,
     weak: Weak,
-    /// What was stored last: it tells the fences apart.
+    /// The word that was stored last: it tells the fences apart.
     stored: Cell<Word>,
 }
 
@@ -93,7 +93,7 @@ impl Side {
         }
     }
 
-    /// Slot and word of each word of a payload.
+    /// Returns slot and word index for each word of a payload.
     fn payload(&self, slot: u32, bytes: usize) -> impl Iterator<Item = (&Slot, usize)> {
         let first = (payload_offset(slot) - slot_offset(0)) / 4;
         let per_slot = SLOT_BYTES / 4;
@@ -163,7 +163,7 @@ impl RingMemory for Side {
     }
 }
 
-/// What a side sleeps on: an eventfd.
+/// The object on which a side sleeps: an eventfd.
 #[derive(Debug)]
 struct Bell {
     rung: Mutex<bool>,
@@ -205,7 +205,7 @@ fn ring(slots: u32, position: u32, weak: Weak) -> (Producer<Side>, Consumer<Side
     sides(side, position)
 }
 
-/// Takes record `number`, if it is there.
+/// Takes record `number` if it is there.
 fn try_pop(consumer: &mut Consumer<Side>, number: u64, bytes: usize) -> bool {
     let mut out = Vec::new();
     let found = consumer.pop(&mut out).unwrap();
@@ -215,11 +215,10 @@ fn try_pop(consumer: &mut Consumer<Side>, number: u64, bytes: usize) -> bool {
     found.is_some()
 }
 
-/// Sizes of records of one, two and one slots.
+/// Payload bytes of records of one, two and one slots.
 const HANDED: [usize; 3] = [48, 112, 48];
 
-/// Three records from the third slot of four, so that the second skips the last slot. Both sides look until they find what
-/// they want.
+/// Hands over three records from the third slot of four, so that the second skips the last slot. Both sides retry until they succeed.
 fn hand_over(weak: Weak) {
     let (mut producer, mut consumer) = ring(4, 2, weak);
     let other = thread::spawn(move || {
@@ -239,8 +238,8 @@ fn hand_over(weak: Weak) {
     other.join().unwrap();
 }
 
-/// Two records, and both sides sleep when they cannot go on. With `rung`, something else ends their first sleep; with `more`, while
-/// the consumer sleeps somebody else is about to sleep on its side.
+/// Hands over two records; both sides sleep when they cannot go on. With `rung`, something else ends their first sleep. With `more`,
+/// somebody else is about to sleep on the consumer's side while the consumer sleeps.
 fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
     let (mut producer, mut consumer) = ring(slots, 0, weak);
     let (records, room) = (Bell::new(rung), Bell::new(rung));
@@ -279,7 +278,7 @@ fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
     other.join().unwrap();
 }
 
-/// With this many preemptions the models take seconds, not minutes; `LOOM_MAX_PREEMPTIONS` takes its place.
+/// Default limit of preemptions, with which the models take seconds, not minutes; `LOOM_MAX_PREEMPTIONS` overrides it.
 const PREEMPTIONS: usize = 4;
 
 fn check(weak: Weak, model: fn(Weak)) {
@@ -288,7 +287,7 @@ fn check(weak: Weak, model: fn(Weak)) {
     builder.check(move || model(weak));
 }
 
-/// Asserts that the model panics with a message that has `how` in it.
+/// Asserts that the model panics with a message that contains `how`.
 fn fails(weak: Weak, how: &str, model: fn(Weak)) {
     let outcome = catch_unwind(AssertUnwindSafe(|| check(weak, model)));
     let Err(panic) = outcome else {
