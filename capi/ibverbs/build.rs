@@ -1,4 +1,4 @@
-//! What the linker is told: the library's name, that it stays, and the versions of its symbols.
+//! Passes the linker the library's name, the flag that keeps the library loaded, and the versions of its symbols.
 
 use std::env;
 use std::path::PathBuf;

@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const BYTES: usize = 1 << 20;
 const BREAK_TIMEOUT: Duration = Duration::from_millis(400);
 
-/// The part of the client process: what it is to do comes on its command line and its standard input.
+/// The client process: its environment holds its plan, and its standard input says when to go on.
 #[test]
 fn stopped__part_of_the_client() {
     let Ok(plan) = std::env::var("PUSH_STOPPED_CLIENT") else {

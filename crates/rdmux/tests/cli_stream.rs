@@ -66,7 +66,7 @@ fn stream__copies_what_was_there_when_the_writer_was_paused() {
             let (mut count, mut has_paused) = (0u64, false);
             while !end.load(Ordering::Relaxed) {
                 count += 1;
-                // A few pages, so that rounds get shorter, and never the same.
+                // A few pages, so that rounds get shorter, and other bytes each time.
                 let at = count.wrapping_mul(0x9e37_79b9_7f4a_7c15) % 64 * 4096 + count % 512 * 8;
                 memory.write_all_at(&count.to_le_bytes(), at).unwrap();
                 if !has_paused && pause.exists() {

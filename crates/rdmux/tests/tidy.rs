@@ -72,7 +72,7 @@ fn files_in(folder: &str) -> Vec<(String, String)> {
     found
 }
 
-/// The line without comments and strings' contents, roughly.
+/// Returns the line up to its comment.
 fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or("")
 }

@@ -13,7 +13,7 @@ pub struct Backlog {
     pub answers: usize,
     /// Messages of the connection manager that wait to be sent.
     pub cm_messages: usize,
-    /// Connections and requests at rest.
+    /// Connections in TimeWait.
     pub cm_resting: usize,
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Add;
 use std::time::Duration;
 
-/// A moment, in nanoseconds since the driver's own start.
+/// A moment, in nanoseconds since a moment that the driver chose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(pub u64);
 

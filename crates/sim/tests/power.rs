@@ -183,7 +183,7 @@ fn run_log__every_defect_shows() {
     }
 }
 
-/// A run over loss-free links on a server of one's choice.
+/// Returns the settings of a run on a given platform.
 fn on(platform: Platform, seed: u64) -> Settings {
     Settings {
         platform,

@@ -2,7 +2,7 @@
 //! [`Listener`] and [`Connection`] to connect them, [`DatagramListener`] and [`DatagramService`] where there are no connections.
 //! The words and their meaning are those of the InfiniBand verbs.
 //!
-//! Its provider is [`soft`]: an RNIC in user space that speaks RoCEv2 over UDP.
+//! Its providers are [`soft`], an RNIC in user space that speaks RoCEv2 over UDP, and `hw`, an RNIC of the host ([`Provider`]).
 //!
 //! ```no_run
 //! use rdmux_verbs::{

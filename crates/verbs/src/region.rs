@@ -80,8 +80,8 @@ impl ProtectionDomain {
 
 /// Registered memory. Registration neither pins pages nor touches them, whatever their number: each access finds its own pages, or
 /// is a fault ([`Access::ON_DEMAND`] asks for what is always so). Dropping the region unbinds its windows and deregisters it: when
-/// the drop returns, no peer reaches the memory. (One on this host that was stopped amid a copy, and does not go on within
-/// a second, ends that copy later.)
+/// the drop returns, no peer reaches the memory. The drop waits for a peer on this host that has *mapped* the memory and was
+/// stopped while it copies (docs/shared-memory.md).
 #[derive(Debug)]
 pub struct MemoryRegion {
     provided: Provided<soft::region::MemoryRegion, hw::region::MemoryRegion>,

@@ -179,7 +179,7 @@ fn death__of_one_after_the_other() {
     let address = [127, 0, 1, 95].into();
     let mut servers: Vec<Server> = (7001..7005).map(|port| Server::start(address, port)).collect();
     let connections: Vec<Connection> = servers.iter().map(|server| client.connect(server)).collect();
-    // The second dies while the first is being buried, by the one that would do it.
+    // The new holder dies while it ends the connections of the first process.
     servers[0].kill();
     servers[1].kill();
     servers[2].kill();

@@ -291,7 +291,7 @@ fn start_members(addr: IpAddr, count: usize) -> Vec<Member> {
         .collect()
 }
 
-/// A server and three clients; then holders and others are killed, one after the other.
+/// Six members, of which holders and others are killed one after the other.
 fn share_and_survive(addr: IpAddr) {
     let sender = Sender::new(addr);
     let mut members = start_members(addr, 6);

@@ -472,7 +472,7 @@ impl Session {
         let deadline = Instant::now() + TOLD_TIME;
         while self.recvs > 0 || !self.posted.is_empty() {
             let Some(wc) = self.cq.wait(Duration::from_millis(50)).unwrap() else {
-                // A request has failed, and nobody tells of the peer's end: this side ends it too.
+                // Everything posted must complete soon after the end of the connection.
                 if Instant::now() > deadline {
                     let (recvs, posted) = (self.recvs, self.posted.len());
                     return Err(format!("{recvs} receives and {posted} requests never complete").into());

@@ -89,7 +89,7 @@ fn int_of(value: &[u8]) -> Result<c_int, c_int> {
 }
 
 impl State {
-    /// Whether buffers and queues can still be chosen.
+    /// Returns whether the socket has its buffers and queues: then their sizes are fixed.
     fn is_open(&self) -> bool {
         matches!(self.role, Role::Opening(_) | Role::Stream(_))
             || matches!(&self.role, Role::Datagram(d) if d.is_open())

@@ -220,7 +220,7 @@ fn of_qp(trace: &Trace, qpn: Qpn) -> Vec<Entry> {
         .collect()
 }
 
-/// The last events, of the queue pair itself where there are any.
+/// Returns the last events of the queue pair and its device.
 fn last(found: &Found) -> &[Entry] {
     &found.entries[found.entries.len().saturating_sub(EVENTS_MAX)..]
 }

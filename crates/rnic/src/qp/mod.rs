@@ -663,8 +663,8 @@ impl Qp {
         }
     }
 
-    /// Returns the rights that the peer may be granted on regions that allow them; `None` when the QP takes no requests, or none
-    /// that order themselves.
+    /// Returns the rights that the peer may be granted on regions that allow them; `None` when the QP is not reliable or takes no
+    /// requests.
     pub(crate) fn grants(&self) -> Option<Access> {
         let takes = matches!(self.head.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
         let Halves::Reliable(_, responder) = &self.halves else {

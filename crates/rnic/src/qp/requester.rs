@@ -138,7 +138,7 @@ pub(crate) struct Requester {
     next: Psn,
     /// First PSN that was never sent.
     high: Psn,
-    /// READ requests and FLUSHes that were sent and have no response: first PSN and number of PSNs. A retransmission must lie
+    /// READ requests, atomics and FLUSHes that were sent and have no response: first PSN and number of PSNs. A retransmission must lie
     /// inside of one request that the peer may know, so these ranges are only ever divided.
     resources: VecDeque<(Psn, u32)>,
     since_ack_req: u32,
@@ -166,7 +166,7 @@ pub(crate) struct Requester {
     heard: Option<Time>,
     /// Time since which no response has made progress, once something was retransmitted for that.
     stuck_since: Time,
-    /// Set when a hole before `una` was seen and retransmitted; the next retransmission waits for the timer.
+    /// Set when a gap at `una` was reported and retransmitted; the next retransmission waits for the timer.
     gap_resent: bool,
     /// Set when the QP went to SQD and its user was not notified yet that the send queue has drained.
     draining: bool,

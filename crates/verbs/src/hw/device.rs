@@ -419,13 +419,13 @@ impl Device {
         Ok(0)
     }
 
-    /// The path MTU of the device's link.
-    /// IBV_PORT_ACTIVE; a port that cannot be asked is not.
+    /// Returns whether the port is in IBV_PORT_ACTIVE; false when it cannot be queried.
     pub(crate) fn is_active(&self) -> bool {
         let port = self.0.context.query_port(self.0.port);
         port.is_ok_and(|port| port.state == 4)
     }
 
+    /// Returns the path MTU of the device's link.
     pub(crate) fn active_mtu(&self) -> io::Result<PathMtu> {
         let port = self.0.context.query_port(self.0.port)?;
         Ok(PathMtu::from_code(port.active_mtu as u8).unwrap_or(PathMtu::Bytes256))

@@ -544,7 +544,7 @@ impl QueuePair {
         posted
     }
 
-    /// Changes state and attributes.
+    /// Puts the queue pair in Error for good.
     pub(crate) fn retire(&self) {
         // A connection cannot bring up a queue pair that is in Error.
         for state in [QpState::Reset, QpState::Error] {
@@ -552,6 +552,7 @@ impl QueuePair {
         }
     }
 
+    /// Changes state and attributes.
     pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         let qp = &self.0.qp;
         let failed = |error: Errno| ModifyError::Refused(error.raw_os_error());

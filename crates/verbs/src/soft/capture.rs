@@ -257,7 +257,7 @@ mod tests {
         assert_eq!(std::fs::read(&name).unwrap(), b"theirs");
         drop(first);
         assert_eq!(create(&name).unwrap().metadata().unwrap().len(), 0);
-        // Neither a device nor a pipe is emptied.
+        // A device is not truncated.
         create(FilePath::new("/dev/null")).unwrap();
     }
 }

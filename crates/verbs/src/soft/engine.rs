@@ -278,7 +278,7 @@ impl Engine {
             None => faults::of_process()?,
             some => some,
         };
-        // The group's thread may hear of a connection before the engine stands: it waits for the slot here.
+        // The group's thread may receive a message before the engine exists. It drops such a message, and the peer repeats it.
         let slot: Arc<Mutex<Weak<Engine>>> = Arc::default();
         let deliver = {
             let slot = slot.clone();

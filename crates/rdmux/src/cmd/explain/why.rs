@@ -150,7 +150,7 @@ impl Case<'_> {
         let Some((at, failure)) = went else {
             return unknown("it is in error, and nothing is noted of how it got there");
         };
-        // What happened until then; of a peer that is gone the news may come after its last word.
+        // Later events explain nothing: the end of a peer may be noted after the failure that it caused.
         let before: Vec<&Entry> = life.iter().filter(|entry| entry.number <= at).copied().collect();
         let peer = before.iter().rev().find_map(|entry| match entry.note {
             Note::Peer { address, qpn, .. } => Some((address, qpn)),

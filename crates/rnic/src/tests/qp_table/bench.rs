@@ -858,7 +858,6 @@ impl Bench {
         match event {
             "ACK again" => self.ack(ASKED - 1, Syndrome::ACK),
             "ACK of nothing" => self.ack(100, Syndrome::ACK),
-            // A READ of two packets is acknowledged by what is behind it; so are the others here.
             "ACK" | "ACK for SEND" | "ACK for FETCH ADD" | "ACK for ATOMIC WRITE" | "ACK for FLUSH" => {
                 self.ack(ASKED, Syndrome::ACK);
             }

@@ -490,7 +490,7 @@ fn poll__of_an_armed_queue_takes_no_lease() {
     assert_eq!(pair.engine().overslept.load(Ordering::Relaxed), 0);
 }
 
-/// The same while another thread polls a queue of the same device that is not armed, for a while, and then does something else.
+/// The same after many polls of another queue of the device that is not armed, before and after the queue is armed.
 #[test]
 fn poll__beside_an_armed_queue_takes_no_lease() {
     const ROUNDS: u64 = 20;

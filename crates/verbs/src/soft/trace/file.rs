@@ -795,7 +795,7 @@ mod tests {
             std::fs::remove_dir(base.join(&name)).unwrap();
             assert_eq!(found, [], "{name}");
         }
-        // What follows is no number, or too large for a user's.
+        // The rest of the name must be a number and no more.
         assert!(below("rdmux-").iter().all(|(path, _)| *path != folder.0));
     }
 

@@ -2,7 +2,7 @@
 //!
 //! | word | what |
 //! |---|---|
-//! | 0 | number, from 1; the record's place in its ring is the number's there |
+//! | 0 | number, from 1, over both rings |
 //! | 1 | time, ns since 1970 |
 //! | 2 | kind (8 bits), QPN (24 bits), checksum of all other words (32 bits) |
 //! | 3 to 7 | contents that depend on the kind |

@@ -530,7 +530,7 @@ fn hear__anything_in_messages() {
                 break;
             }
         }
-        // Sealed after it was given, or shortened.
+        // Truncated after it was given.
         let _ = ftruncate(&unsealed, 0);
         let _ = ftruncate(&sealed, 0);
         if round % 10 == 0 {
