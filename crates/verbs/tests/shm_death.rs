@@ -1008,8 +1008,8 @@ fn kill__leaves_nothing_behind_in_who_survives() {
     let [early, late] = &figures[..] else {
         unreachable!()
     };
-    // One or two may belong to a link that is being closed.
-    assert!(late[0] <= early[0] + 2, "descriptors are left");
+    // Some may belong to links that are being made or closed; a leak would leave one for each kill.
+    assert!(late[0] <= early[0] + kills / 4, "descriptors are left");
     // The process keeps a socket for each slot that it ever sent to.
     assert!(
         late[6] <= early[6] + kills && late[6] < 140,
