@@ -150,8 +150,8 @@ scenarios() {
 }
 peer_at() {
   case $1 in
-    hw@*) echo rdmux lab-peer --provider hw ;;
-    *2) echo in_n2 rdmux lab-peer ;;
+    hw@*) echo rdmux-lab-peer --provider hw ;;
+    *2) echo in_n2 rdmux-lab-peer ;;
     *) echo lab-peer ;;
   esac
 }

@@ -62,10 +62,6 @@ enum Command {
     /// Write man pages and completions below a folder, as ./install and packages need them.
     #[command(hide = true)]
     Generate(cmd::generate::Args),
-    #[command(hide = true)]
-    LabPeer(cmd::lab_peer::Args),
-    #[command(hide = true)]
-    Bench(cmd::bench::Args),
 }
 
 /// Returns the program's version and the versions of the protocols that it speaks: two programs that do not work together are compared by
@@ -118,8 +114,6 @@ fn main() -> ExitCode {
         Command::Doctor(args) => cmd::doctor::run(&args),
         Command::Ddio(args) => cmd::ddio::run(&args),
         Command::Generate(args) => cmd::generate::run(&args, Cli::command()),
-        Command::LabPeer(args) => cmd::lab_peer::run(&args),
-        Command::Bench(args) => cmd::bench::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -71,6 +71,20 @@ pub struct Device {
 }
 
 impl Device {
+    /// Returns the local address from which a peer is reached, by the host's routes.
+    ///
+    /// # Errors
+    /// Those of `connect(2)` on a UDP socket, as `ENETUNREACH`.
+    pub fn address_to(peer: SocketAddr) -> io::Result<IpAddr> {
+        let any: IpAddr = match peer {
+            SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let probe = UdpSocket::bind((any, 0))?;
+        probe.connect(peer)?;
+        Ok(probe.local_addr()?.ip())
+    }
+
     /// Opens the device of a local address: the soft RNIC, unless the process is to use the host's ([`Options::provider`]).
     pub fn open(address: IpAddr) -> Result<Device, OpenError> {
         Device::open_with(address, Options::default())

@@ -6,6 +6,8 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::thread::{Builder, JoinHandle};
 
+use rustix::thread::{CpuSet, sched_setaffinity};
+
 /// Signals that an instruction of the thread itself causes: a blocked one would kill, and no handler that reports or repairs the
 /// fault would be called.
 const FAULTS: [libc::c_int; 6] = [
@@ -30,6 +32,16 @@ pub fn spawn<T: Send + 'static>(
     // SAFETY: the mask is one that this thread had, and is set for this thread alone.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
     thread
+}
+
+/// Keeps this thread, and threads that it starts later, on one CPU.
+///
+/// # Errors
+/// Those of `sched_setaffinity(2)`: `EINVAL` where there is no such CPU.
+pub fn pin(cpu: usize) -> io::Result<()> {
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    Ok(sched_setaffinity(None, &set)?)
 }
 
 /// Blocks, for this thread, all signals that can be blocked, except `FAULTS`; a thread that it starts inherits that. Returns the

@@ -1,6 +1,5 @@
 //! The commands, one module each: `Args` for the command line, `run` for the work.
 
-pub(crate) mod bench;
 pub(crate) mod capture;
 pub(crate) mod ddio;
 pub(crate) mod demo;
@@ -9,7 +8,6 @@ pub(crate) mod device;
 pub(crate) mod doctor;
 pub(crate) mod explain;
 pub(crate) mod generate;
-pub(crate) mod lab_peer;
 pub(crate) mod log;
 pub(crate) mod notes;
 pub(crate) mod objects;

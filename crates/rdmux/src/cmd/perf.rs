@@ -15,7 +15,7 @@ mod push;
 
 use std::cell::Cell;
 use std::io::Write;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -256,7 +256,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     args.device.apply()?;
     if let Some(cpu) = args.pin {
-        super::bench::pin(cpu)?;
+        rdmux_verbs::thread::pin(cpu).with_context(|| format!("cannot run on CPU {cpu}"))?;
     }
     if matches!(args.test, Test::PushRead | Test::PushWrite) {
         let common = push::Common {
@@ -703,20 +703,6 @@ fn params() -> ConnectParams {
     ConnectParams::default()
 }
 
-/// Returns the own address on the route to a peer.
-pub(crate) fn route_to(peer: SocketAddr) -> Result<IpAddr> {
-    let any: SocketAddr = if peer.is_ipv4() {
-        ([0, 0, 0, 0], 0).into()
-    } else {
-        ([0u16; 8], 0).into()
-    };
-    let probe = UdpSocket::bind(any).context("UDP socket")?;
-    probe
-        .connect(peer)
-        .with_context(|| format!("no route to {}", peer.ip()))?;
-    Ok(probe.local_addr()?.ip())
-}
-
 /// Connects, measures every requested size, and prints the results unless JSON is requested.
 fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     let peer = (host, args.port)
@@ -726,7 +712,7 @@ fn client(args: &Args, host: &str) -> Result<(Vec<Row>, Counters)> {
     let peer = peer.with_context(|| format!("{host} has no address"))?;
     let address = match args.bind {
         Some(address) => address,
-        None => route_to(peer)?,
+        None => Device::address_to(peer).with_context(|| format!("no route to {}", peer.ip()))?,
     };
     let device = Device::open(address)?;
     let sizes: Vec<u32> = if args.all {

@@ -1,4 +1,4 @@
-//! `rdmux bench`: compares rdmux with the machine's floor and with its peers, in one run. `bench/run` calls it.
+//! `rdmux-bench`: compares rdmux with the machine's floor and with its peers, in one run. `bench/run` calls it.
 //!
 //! Every round measures every row once, so that a noisy moment hits all of them; the tables show medians over the rounds.
 
@@ -17,8 +17,7 @@ use std::path::PathBuf;
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
-use clap::ValueEnum;
-use rustix::thread::{CpuSet, sched_setaffinity};
+use clap::{Parser, ValueEnum};
 
 use self::table::Suite;
 
@@ -27,8 +26,8 @@ const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const CPUS: [usize; 2] = [0, 1];
 
 /// Measure rdmux beside the floors of this machine, UCX and libfabric.
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {
+#[derive(clap::Parser, Debug)]
+struct Args {
     /// Rounds; the tables show their medians.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
@@ -57,7 +56,15 @@ enum Which {
     All,
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
+/// Returns the path of `rdmux`, which stands beside this program.
+fn rdmux() -> Result<PathBuf> {
+    let path = std::env::current_exe()?.with_file_name("rdmux");
+    ensure!(path.is_file(), "no {}: cargo build --release -p rdmux", path.display());
+    Ok(path)
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
     ensure!(
         thread::available_parallelism().is_ok_and(|n| n.get() >= 2),
         "the bench needs two CPUs: both sides of a pair spin"
@@ -115,8 +122,6 @@ fn megabytes(mebibytes: f64) -> f64 {
 }
 
 /// Keeps this thread, and threads that it starts later, on one CPU.
-pub(crate) fn pin(cpu: usize) -> Result<()> {
-    let mut set = CpuSet::new();
-    set.set(cpu);
-    sched_setaffinity(None, &set).with_context(|| format!("cannot run on CPU {cpu}"))
+fn pin(cpu: usize) -> Result<()> {
+    rdmux_verbs::thread::pin(cpu).with_context(|| format!("cannot run on CPU {cpu}"))
 }

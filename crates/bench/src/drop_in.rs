@@ -126,8 +126,8 @@ fn bandwidth() -> Table {
 /// Runs one of perftest's programs on the drop-in, with the options on both sides; returns a figure.
 fn perftest(program: &str, size: usize, iterations: u32, column: usize, options: &[&str]) -> Result<f64> {
     installed(program)?;
-    let rdmux = std::env::current_exe()?;
-    let rdmux = rdmux.to_str().context("the name of this program is no text")?;
+    let rdmux = super::rdmux()?;
+    let rdmux = rdmux.to_str().context("the path of rdmux is no text")?;
     let (port, size, iterations) = (free_port()?, size.to_string(), iterations.to_string());
     let common = [
         "run",

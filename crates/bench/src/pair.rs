@@ -122,7 +122,7 @@ impl Perf {
     }
 
     fn command(&self, side: usize) -> Result<Command> {
-        let exe = std::env::current_exe()?;
+        let exe = super::rdmux()?;
         let mut command = match self.cpus {
             Some(cpus) => {
                 let mut command = Command::new(exe);

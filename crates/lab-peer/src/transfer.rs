@@ -53,7 +53,7 @@ fn accept_one(listener: &Listener, bytes: u32) -> Result<(End, Connection)> {
 }
 
 pub(super) fn client(peer: SocketAddr, bytes: u32) -> Result<()> {
-    client_on(&Device::open(crate::cmd::perf::route_to(peer)?)?, peer, bytes)
+    client_on(&Device::open(Device::address_to(peer)?)?, peer, bytes)
 }
 
 fn client_on(device: &Device, peer: SocketAddr, bytes: u32) -> Result<()> {
@@ -74,7 +74,7 @@ fn client_on(device: &Device, peer: SocketAddr, bytes: u32) -> Result<()> {
 }
 
 pub(super) fn refused(peer: SocketAddr) -> Result<()> {
-    refused_on(&Device::open(crate::cmd::perf::route_to(peer)?)?, peer)
+    refused_on(&Device::open(Device::address_to(peer)?)?, peer)
 }
 
 fn refused_on(device: &Device, peer: SocketAddr) -> Result<()> {

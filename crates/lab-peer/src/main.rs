@@ -1,4 +1,6 @@
-//! `rdmux lab-peer`: the peer of lab/peer, whose sources describe the protocols.
+//! `rdmux-lab-peer`: the peer of the lab's C program, by rdmux's own API. The sources of that program, lab/peer, describe the protocols.
+
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 mod cm;
 mod side;
@@ -11,17 +13,20 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
-use rdmux_verbs::{Features, Status, WorkCompletion};
+use clap::Parser;
+use rdmux_verbs::{Features, Provider, Status, WorkCompletion, set_process_provider};
 
 use side::Side;
 
 /// Longest wait for the peer.
 const WAIT: Duration = Duration::from_secs(20);
 
-#[derive(clap::Args, Debug)]
-pub(crate) struct Args {
-    #[command(flatten)]
-    device: super::device::DeviceArgs,
+/// Serves or asks the lab's peer.
+#[derive(clap::Parser, Debug)]
+struct Args {
+    /// Provider of the device, soft or hw [default: soft].
+    #[arg(long)]
+    provider: Option<Provider>,
     #[command(subcommand)]
     role: Role,
 }
@@ -61,8 +66,11 @@ enum Role {
     },
 }
 
-pub(crate) fn run(args: &Args) -> Result<()> {
-    args.device.apply()?;
+fn main() -> Result<()> {
+    let args = Args::parse();
+    if let Some(provider) = args.provider {
+        set_process_provider(provider);
+    }
     match &args.role {
         Role::Server {
             address,
