@@ -59,7 +59,11 @@ enum Which {
 /// Returns the path of `rdmux`, which stands beside this program.
 fn rdmux() -> Result<PathBuf> {
     let path = std::env::current_exe()?.with_file_name("rdmux");
-    ensure!(path.is_file(), "no {}: cargo build --release -p rdmux", path.display());
+    ensure!(
+        path.is_file(),
+        "no {}: cargo build --release -p rdmux",
+        path.display()
+    );
     Ok(path)
 }
 

@@ -1,6 +1,6 @@
 //! Asynchronous events: changes of objects that no completion of their own requests reports. IBTA Vol 1, 11.6.3.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::sync::Arc;
 
@@ -8,11 +8,8 @@ use rdmux_rnic::{Cause, Cqn, Qpn, Srqn, Status};
 
 use crate::soft::engine::Waker;
 
-/// Events kept for a program that does not take them; the oldest are dropped.
-const KEPT_MAX: usize = 1024;
-
 /// An asynchronous event. The names are those of `enum ibv_event_type`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AsyncEvent {
     /// A completion queue overran; its queue pairs are in error.
     CqError(Cqn),
@@ -49,38 +46,82 @@ impl AsyncEvent {
     }
 }
 
-/// Events that the program has not taken yet.
+/// An object that has events.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Object {
+    Cq(Cqn),
+    Qp(Qpn),
+    Srq(Srqn),
+}
+
+impl Object {
+    /// Returns all events that the object may have.
+    fn events(self) -> Vec<AsyncEvent> {
+        match self {
+            Object::Cq(cqn) => vec![AsyncEvent::CqError(cqn)],
+            Object::Qp(qpn) => vec![
+                AsyncEvent::QpFatal(qpn),
+                AsyncEvent::QpRequestError(qpn),
+                AsyncEvent::QpAccessError(qpn),
+                AsyncEvent::CommunicationEstablished(qpn),
+                AsyncEvent::SqDrained(qpn),
+                AsyncEvent::LastWqeReached(qpn),
+            ],
+            Object::Srq(srqn) => vec![AsyncEvent::SrqLimitReached(srqn)],
+        }
+    }
+}
+
+/// Events that the program has not taken yet. None is dropped while its object exists, and their number is bounded by that of the
+/// objects: an event that occurs again before it was taken is kept once, as the youngest.
 #[derive(Debug)]
 pub(crate) struct AsyncEvents {
-    queue: VecDeque<AsyncEvent>,
+    by_age: BTreeMap<u64, AsyncEvent>,
+    ages: HashMap<AsyncEvent, u64>,
+    /// Number of the next event.
+    next: u64,
     waker: Arc<Waker>,
 }
 
 impl AsyncEvents {
     pub(crate) fn new() -> io::Result<AsyncEvents> {
         Ok(AsyncEvents {
-            queue: VecDeque::new(),
+            by_age: BTreeMap::new(),
+            ages: HashMap::new(),
+            next: 0,
             waker: Arc::new(Waker::new()?),
         })
     }
 
     pub(crate) fn push(&mut self, event: AsyncEvent) {
-        if self.queue.len() == KEPT_MAX {
-            self.queue.pop_front();
+        if let Some(before) = self.ages.insert(event, self.next) {
+            self.by_age.remove(&before);
         }
-        self.queue.push_back(event);
+        self.by_age.insert(self.next, event);
+        self.next += 1;
         self.waker.wake();
     }
 
     pub(crate) fn take(&mut self) -> Option<AsyncEvent> {
-        self.queue.pop_front()
+        let (_, event) = self.by_age.pop_first()?;
+        self.ages.remove(&event);
+        Some(event)
+    }
+
+    /// Removes the events of an object that is destroyed, as `ibv_destroy_qp(3)` does.
+    pub(crate) fn forget(&mut self, object: Object) {
+        for event in object.events() {
+            if let Some(age) = self.ages.remove(&event) {
+                self.by_age.remove(&age);
+            }
+        }
     }
 
     /// Takes the oldest event for a waiting thread. One wake-up can stand for several events: while there are more, this wakes the
     /// next waiting thread.
     pub(crate) fn take_and_pass_on(&mut self) -> Option<AsyncEvent> {
         let event = self.take();
-        if !self.queue.is_empty() {
+        if !self.by_age.is_empty() {
             self.waker.wake();
         }
         event
@@ -93,6 +134,8 @@ impl AsyncEvents {
 
 #[cfg(test)]
 mod tests {
+    #![allow(non_snake_case, reason = "tests are named function__case")]
+
     use std::time::Duration;
 
     use super::*;
@@ -109,5 +152,43 @@ mod tests {
         assert!(is_woken(), "one more is there");
         assert_eq!(events.take_and_pass_on(), Some(AsyncEvent::PortActive));
         assert!(!is_woken(), "none is there");
+    }
+    fn all(events: &mut AsyncEvents) -> Vec<AsyncEvent> {
+        std::iter::from_fn(|| events.take()).collect()
+    }
+
+    #[test]
+    fn push__keeps_the_events_of_any_number_of_objects() {
+        let mut events = AsyncEvents::new().unwrap();
+        let pushed: Vec<AsyncEvent> = (0..5000).map(|n| AsyncEvent::QpFatal(Qpn::new(n))).collect();
+        pushed.iter().for_each(|event| events.push(*event));
+        assert_eq!(all(&mut events), pushed);
+    }
+
+    #[test]
+    fn push__again_keeps_it_once_as_the_youngest() {
+        let mut events = AsyncEvents::new().unwrap();
+        let (down, up) = (AsyncEvent::PortError, AsyncEvent::PortActive);
+        for event in [down, up, down] {
+            events.push(event);
+        }
+        assert_eq!(all(&mut events), [up, down]);
+        events.push(up);
+        assert_eq!(all(&mut events), [up]);
+    }
+
+    #[test]
+    fn forget__takes_the_events_of_one_object() {
+        let mut events = AsyncEvents::new().unwrap();
+        let [one, other] = [1, 2].map(Qpn::new);
+        events.push(AsyncEvent::QpFatal(one));
+        events.push(AsyncEvent::LastWqeReached(other));
+        events.push(AsyncEvent::LastWqeReached(one));
+        events.push(AsyncEvent::CqError(Cqn(1)));
+        events.forget(Object::Qp(one));
+        assert_eq!(
+            all(&mut events),
+            [AsyncEvent::LastWqeReached(other), AsyncEvent::CqError(Cqn(1))]
+        );
     }
 }

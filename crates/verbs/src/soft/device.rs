@@ -17,7 +17,7 @@ use super::faults::FaultCounts;
 use crate::cm::deadline_after;
 use crate::cq::ResizeError;
 use crate::device::CreateError;
-use crate::event::AsyncEvent;
+use crate::event::{AsyncEvent, Object};
 
 /// Handle that closes the engine when the last object of the device is dropped.
 #[derive(Debug)]
@@ -168,6 +168,7 @@ impl Drop for CompletionQueue {
     fn drop(&mut self) {
         let mut core = self.device.lock();
         core.rnic.destroy_cq(self.cqn);
+        core.async_events.forget(Object::Cq(self.cqn));
         core.cq_wakers.remove(&self.cqn);
     }
 }

@@ -11,6 +11,7 @@ use super::device::{Device, ProtectionDomain};
 use super::engine::{AttachError, Core};
 use super::shm::stay;
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
+use crate::event::Object;
 
 #[derive(Debug)]
 pub(crate) struct QueuePair {
@@ -28,6 +29,7 @@ impl Drop for QueuePair {
         self.device.with(|core, now| {
             core.say_last(now, self.qpn);
             core.rnic.destroy_qp(self.qpn);
+            core.async_events.forget(Object::Qp(self.qpn));
             core.leave_groups();
             core.qp_errors.remove(&self.qpn);
         });

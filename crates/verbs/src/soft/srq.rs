@@ -6,6 +6,7 @@ use rdmux_rnic::{
 
 use super::device::{Device, ProtectionDomain};
 use crate::device::CreateError;
+use crate::event::Object;
 
 #[derive(Debug)]
 pub(crate) struct SharedReceiveQueue {
@@ -17,7 +18,9 @@ pub(crate) struct SharedReceiveQueue {
 impl Drop for SharedReceiveQueue {
     fn drop(&mut self) {
         // Queue pairs hold their shared receive queue, so none of them is left.
-        let _ = self.device.lock().rnic.destroy_srq(self.srqn);
+        let mut core = self.device.lock();
+        let _ = core.rnic.destroy_srq(self.srqn);
+        core.async_events.forget(Object::Srq(self.srqn));
     }
 }
 
