@@ -543,7 +543,7 @@ impl Engine {
             found = look();
         }
         if met {
-            self.wake_driver();
+            self.wake_sleepers();
         }
         if received > 0 && comes_back && !self.hand_over.is_leased() {
             // The caller may never come back for the acknowledgements that it left pending: let the thread begin to watch it.
@@ -670,7 +670,7 @@ impl Engine {
             met
         });
         if met {
-            self.wake_driver();
+            self.wake_sleepers();
         }
     }
 

@@ -74,16 +74,17 @@ impl Waiter {
 }
 
 impl Engine {
-    /// Wakes the sleeping driver: the caller in the seat, else the thread.
-    pub(super) fn wake_driver(&self) {
-        self.wake(self.hand_over.driver());
+    /// Wakes the thread and the caller in the seat after a link has come up: its peer rings only for those that announce their sleep after
+    /// that. The caller may leave the seat without sleeping, so the thread has to know of the link, too.
+    pub(super) fn wake_sleepers(&self) {
+        self.kick.wake();
+        self.seat_kick.wake();
     }
 
-    fn wake(&self, who: Wake) {
+    pub(super) fn wake(&self, who: Wake) {
         match who {
             Wake::Nobody => {}
             Wake::Thread => self.kick.wake(),
-            Wake::Seat => self.seat_kick.wake(),
         }
     }
 

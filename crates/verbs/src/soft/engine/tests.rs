@@ -549,11 +549,12 @@ fn poll__of_an_idle_device_looks_at_the_sockets_seldom() {
     assert!(looked <= most, "{looked} looks, {most} at most");
 }
 
-/// While a caller looks, nobody wakes the thread; after its last look the caller is notified of every arrival.
-#[test]
-fn look_before_sleep__loses_no_wake_up() {
-    const MESSAGES: u64 = 2_000;
-    let ends = [19, 20].map(|host| {
+/// A device with a completion queue and a queue pair.
+type End = (Device, CompletionQueue, QueuePair);
+
+/// Returns an end on each of two addresses.
+fn ends(hosts: [u8; 2]) -> [End; 2] {
+    hosts.map(|host| {
         let device = Device::open(IpAddr::from([127, 0, 14, host])).unwrap();
         let cq = device.create_cq(64).unwrap();
         let qp = device
@@ -562,7 +563,11 @@ fn look_before_sleep__loses_no_wake_up() {
             .create_qp(&QpOptions::new(&cq))
             .unwrap();
         (device, cq, qp)
-    });
+    })
+}
+
+/// Brings up the queue pairs of two ends towards each other.
+fn bring_up(ends: &[End; 2]) {
     for ((device, _, qp), (peer, _, peer_qp)) in [(&ends[0], &ends[1]), (&ends[1], &ends[0])] {
         let (init, mut rtr, rts) = steps(device, peer_qp.qpn());
         rtr.path = rtr.path.map(|path| Path {
@@ -573,6 +578,46 @@ fn look_before_sleep__loses_no_wake_up() {
             qp.modify(to, &attr).unwrap();
         }
     }
+}
+
+/// Waits until a condition on the engine's state holds.
+fn until(engine: &Engine, holds: impl Fn(&Core) -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !holds(&engine.lock()) {
+        assert!(Instant::now() < deadline);
+        thread::yield_now();
+    }
+}
+
+/// A link comes up while the thread sleeps and a caller sits in its place, which leaves without sleeping. The thread must then know of the
+/// link: its peer would not wake it.
+#[test]
+fn link__that_comes_up_while_a_caller_sits_wakes_the_thread_too() {
+    let ends = ends([21, 22]);
+    let engine = ends[0].0.engine();
+    until(engine, |core| core.thread_asleep);
+    engine.hand_over.sit();
+    bring_up(&ends);
+    let [own, peer] = [0, 1].map(|i| (ends[i].0.address(), ends[i].0.engine().lock().rnic.config().slot));
+    until(engine, |core| core.links.reach(peer));
+    until(ends[1].0.engine(), |core| core.links.reach(own));
+    engine.wake(engine.hand_over.leave_seat(engine.now().0, || false));
+    until(engine, |core| core.thread_asleep);
+    let (_, cq, qp) = &ends[0];
+    let sges = SgeList::EMPTY;
+    qp.post_recv(RecvRequest { wr_id: 2, sges }).unwrap();
+    cq.arm(Arm::Next);
+    ends[1].2.post_send(send()).unwrap();
+    assert_eq!(ends[1].1.wait(LONG).unwrap().unwrap().status, Status::Success);
+    assert!(is_told(cq));
+}
+
+/// While a caller looks, nobody wakes the thread; after its last look the caller is notified of every arrival.
+#[test]
+fn look_before_sleep__loses_no_wake_up() {
+    const MESSAGES: u64 = 2_000;
+    let ends = ends([19, 20]);
+    bring_up(&ends);
     // Each side answers the other, and waits for events of both requests.
     let side = |(device, cq, qp): &(Device, CompletionQueue, QueuePair), first: bool| {
         let engine = device.engine();

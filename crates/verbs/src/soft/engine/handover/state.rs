@@ -13,8 +13,6 @@ const SEATED: u64 = u64::MAX;
 pub(in super::super) enum Wake {
     Nobody,
     Thread,
-    /// The caller in the thread's place.
-    Seat,
 }
 
 #[derive(Debug)]
@@ -46,15 +44,6 @@ impl HandOver {
 
     fn is_seated(&self) -> bool {
         self.polled_at_ns.load(Ordering::Relaxed) == SEATED
-    }
-
-    /// Returns whom to wake when something is due before the watcher's next wake-up.
-    pub(in super::super) fn driver(&self) -> Wake {
-        if self.is_seated() {
-            Wake::Seat
-        } else {
-            Wake::Thread
-        }
     }
 
     // A caller that polls.

@@ -12,7 +12,6 @@ use loom::thread;
 
 /// The state again, on loom's atomics.
 #[path = "state.rs"]
-#[expect(dead_code, reason = "the models do not wake who sits for timers")]
 mod state;
 
 mod sync {
@@ -56,7 +55,6 @@ struct World {
     arrived: [bool; 2],
     taken_in: [bool; 2],
     kick: bool,
-    seat_kick: bool,
     stop: bool,
 }
 
@@ -114,7 +112,6 @@ impl Model {
         match who {
             Wake::Nobody => {}
             Wake::Thread => self.change(|world| world.kick = true),
-            Wake::Seat => self.change(|world| world.seat_kick = true),
         }
     }
 
@@ -183,9 +180,7 @@ impl Model {
                 break;
             }
             // Its completion queue is armed: others that take in its datagram wake it.
-            let something =
-                |world: &World| world.seat_kick || world.arrived.contains(&true) || world.taken_in[OF_SEAT];
-            self.wait(something).seat_kick = false;
+            drop(self.wait(|world| world.arrived.contains(&true) || world.taken_in[OF_SEAT]));
         }
         self.wake(self.hand_over.leave_seat(1, || self.is_any_armed()));
     }
