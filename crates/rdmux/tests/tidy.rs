@@ -33,7 +33,7 @@ const UNSAFE_FILES: [&str; 15] = [
     "crates/verbs/src/mapping.rs",
     "crates/verbs/src/memory/application.rs",
     "crates/verbs/src/persist.rs",
-    "crates/verbs/src/soft/engine/turn.rs",
+    "crates/verbs/src/soft/engine/lock.rs",
     "crates/verbs/src/soft/udp.rs",
     "crates/verbs/src/thread.rs",
 ];

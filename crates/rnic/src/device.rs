@@ -20,7 +20,6 @@ use crate::cq::{Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooS
 use crate::dcqcn::Parameters;
 use crate::faults::{Line, Spec, Stream};
 use crate::flush::{FlushId, FlushJob, Flushes};
-use crate::graveyard::Graveyard;
 use crate::histogram::Latencies;
 use crate::mcast::{Groups, McastError};
 use crate::memory::Memory;
@@ -29,6 +28,7 @@ use crate::qp::requester::direct::{Grant, Grantable, NotGranted};
 use crate::qp::{Cause, Env, Event, ModifyError, Qp, QpAttributes, QpInit, QpState, QpType, Wants};
 use crate::queue::{Place, ReceiveQueue, SendQueue};
 use crate::region::{NumberMap, Pd, RegionSpec, Regions, RegisterError, WindowType};
+use crate::retired::RetiredMemories;
 use crate::sched::{CLASSES, Policy, Scheduler, TURN_BYTES};
 use crate::srq::{SharedReceiveQueue, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 use crate::time::Time;
@@ -205,7 +205,7 @@ pub struct Rnic {
     events: VecDeque<Event>,
     /// Queues that overran during the current call, each with the QP whose completion was lost.
     overrun: Vec<(Cqn, Qpn)>,
-    graveyard: Graveyard,
+    retired: RetiredMemories,
     counters: Counters,
     latencies: Latencies,
     id_bases: Vec<Option<Box<IdBasis>>>,
@@ -245,11 +245,11 @@ impl Rnic {
         let mut rng = ChaCha12Rng::from_seed(config.seed);
         let cm = Cm::new(&config, ChaCha12Rng::from_rng(&mut rng));
         let gsi_psn = Psn::new(rng.next_u32());
-        let graveyard = Graveyard::default();
+        let retired = RetiredMemories::default();
         Rnic {
             config,
             rng,
-            regions: Regions::new(graveyard.clone()),
+            regions: Regions::new(retired.clone()),
             cqs: NumberMap::default(),
             next_cqn: 0,
             armed_queues: ArmedQueues::default(),
@@ -264,10 +264,10 @@ impl Rnic {
             moderated: BTreeSet::new(),
             times_completions: false,
             gathering: Vec::new(),
-            flushes: Flushes::new(graveyard.clone()),
+            flushes: Flushes::new(retired.clone()),
             events: VecDeque::new(),
             overrun: Vec::new(),
-            graveyard,
+            retired,
             counters: Counters::default(),
             latencies: Latencies::default(),
             id_bases: vec![None; PACKET_BYTES_MAX],
@@ -652,8 +652,8 @@ impl Rnic {
 
     /// Posts a send request. IBTA Vol 1, 11.4.1.1.
     pub fn post_send(&mut self, now: Time, qpn: Qpn, request: SendRequest) -> Result<(), PostError> {
-        // If the request is refused or completes at once, its memory moves to the graveyard here.
-        let _memory = self.graveyard.hold(&request.operation);
+        // If the request is refused or completes at once, its memory is retired here.
+        let _memory = self.retired.hold(&request.operation);
         self.with_qp(now, qpn, |qp, env| qp.post_send(env, request, Place::Wanted))
             .unwrap_or(Err(PostError::NoQp))
     }
@@ -661,7 +661,7 @@ impl Rnic {
     /// Posts a send request whose place in the queue is reserved ([`SendQueue::reserve`]). If the QP does not take such a request
     /// any longer, the outcome is the same as if the request had been posted before the change of the QP.
     pub fn post_reserved(&mut self, now: Time, qpn: Qpn, request: SendRequest) {
-        let _memory = self.graveyard.hold(&request.operation);
+        let _memory = self.retired.hold(&request.operation);
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
             let begins = matches!(qp.head.state, QpState::Rts | QpState::Sqd);
             if begins && !qp.head.sends.takes(&request) {
@@ -721,7 +721,7 @@ impl Rnic {
         request: SendRequest,
         buf: &mut TransmitBuf,
     ) -> Result<(), PostError> {
-        let _memory = self.graveyard.hold(&request.operation);
+        let _memory = self.retired.hold(&request.operation);
         let alone = buf.is_empty() && !self.has_urgent_transmit();
         let before = buf.bytes().len();
         let post = |qp: &mut Qp, env: &mut Env<'_>| {
@@ -1309,7 +1309,7 @@ impl Rnic {
     /// Returns memories that a work request, a packet or the destruction of a QP ended. The caller drops them where the code that
     /// this runs does no harm.
     pub fn poll_ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
-        self.graveyard.take()
+        self.retired.take()
     }
 
     /// Returns the next event for the application.

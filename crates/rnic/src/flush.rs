@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use rdmux_wire::{Psn, Qpn};
 
-use crate::graveyard::Graveyard;
 use crate::memory::{Memory, Placement};
+use crate::retired::RetiredMemories;
 
 /// Identifier of a flush that the driver carries out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,13 +33,13 @@ pub(crate) struct Flushes {
     next: u64,
     jobs: VecDeque<FlushJob>,
     waiting: HashMap<FlushId, (Qpn, Psn)>,
-    graveyard: Graveyard,
+    retired: RetiredMemories,
 }
 
 impl Flushes {
-    pub(crate) fn new(graveyard: Graveyard) -> Flushes {
+    pub(crate) fn new(retired: RetiredMemories) -> Flushes {
         Flushes {
-            graveyard,
+            retired,
             ..Flushes::default()
         }
     }
@@ -83,7 +83,7 @@ impl Flushes {
             if self.waiting.contains_key(&job.id) {
                 self.jobs.push_back(job);
             } else {
-                self.graveyard.bury(job.memory);
+                self.retired.retire(job.memory);
             }
         }
     }

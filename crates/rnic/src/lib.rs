@@ -19,7 +19,6 @@ pub mod dcqcn;
 mod device;
 pub mod faults;
 mod flush;
-mod graveyard;
 mod histogram;
 mod mcast;
 mod memory;
@@ -27,6 +26,7 @@ mod pacer;
 mod qp;
 mod queue;
 mod region;
+mod retired;
 pub mod sched;
 mod srq;
 #[cfg(test)]

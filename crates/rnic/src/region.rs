@@ -8,8 +8,8 @@ use rand_core::RngCore;
 use rdmux_wire::{LKey, Qpn, RKey};
 
 use crate::device::RegionDetail;
-use crate::graveyard::Graveyard;
 use crate::memory::{Access, Memory};
+use crate::retired::RetiredMemories;
 use crate::trace::Denial;
 use crate::work::{Bind, Registration};
 
@@ -221,16 +221,16 @@ pub(crate) struct Regions {
     bound_on: BTreeSet<(Qpn, u32)>,
     pds: Vec<bool>,
     /// Receives the memories that work requests and packets take away from keys.
-    pub(crate) graveyard: Graveyard,
+    pub(crate) retired: RetiredMemories,
 }
 
 /// Maximum number of entries. All other keys stay free, so that a free one is soon found and a guess seldom hits.
 const ENTRIES_MAX: usize = 1 << 20;
 
 impl Regions {
-    pub(crate) fn new(graveyard: Graveyard) -> Regions {
+    pub(crate) fn new(retired: RetiredMemories) -> Regions {
         Regions {
-            graveyard,
+            retired,
             ..Regions::default()
         }
     }
@@ -586,7 +586,7 @@ impl Regions {
         match &mut entry.kind {
             Kind::Fast { spec, .. } if entry.windows == 0 => {
                 let ended = spec.take().ok_or(KeyError)?;
-                self.graveyard.bury(ended.memory);
+                self.retired.retire(ended.memory);
             }
             Kind::Window {
                 kind: WindowType::Two,

@@ -642,7 +642,7 @@ impl Pair {
                     remote_qpn: Qpn::new(9),
                 };
                 side.cm_begins(peering.id);
-                side.rnic.cm().bury(now, &peering);
+                side.rnic.cm().disconnect_orphan(now, &peering);
             }
         }
     }

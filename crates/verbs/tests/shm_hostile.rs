@@ -50,7 +50,7 @@ fn ask(victim: (Ipv4Addr, u8), somebody: (Ipv4Addr, u8)) -> (OwnedFd, Option<u8>
     let segment = memfd_create("segment", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&segment, SEGMENT_BYTES).unwrap();
     fcntl_add_seals(&segment, SealFlags::SHRINK).unwrap();
-    let (_bell, theirs) = socketpair(
+    let (_doorbell, theirs) = socketpair(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
         SocketFlags::CLOEXEC,

@@ -173,8 +173,8 @@ fn wait__is_ended_by_every_answer() {
     });
 }
 
-/// Two threads wait for one queue. The first message ends one wait; the second ends the other, though the thread that sat in the
-/// device's seat has left.
+/// Two threads wait for one queue. The first message ends one wait; the second ends the other, though the thread that was the
+/// leader has left.
 #[test]
 fn wait__of_another_thread_is_ended_when_the_first_has_left() {
     let address = IpAddr::from([127, 0, 74, 4]);

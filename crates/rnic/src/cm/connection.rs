@@ -276,9 +276,9 @@ impl Cm {
         }
     }
 
-    /// Ends a connection of another device of this address that has gone without ending it: the peer gets a DREQ as if from that
+    /// Ends an orphan, a connection of another device of this address that has gone without ending it: the peer gets a DREQ as if from that
     /// device. [`CmEvent::Disconnected`] follows.
-    pub fn bury(&mut self, now: Time, peering: &Peering) {
+    pub fn disconnect_orphan(&mut self, now: Time, peering: &Peering) {
         let id = peering.id;
         if self.len() >= CONNECTIONS_MAX || self.connections.contains_key(&id.0) {
             return;

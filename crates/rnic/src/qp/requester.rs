@@ -30,7 +30,6 @@ use rdmux_wire::sack::Sack;
 
 use crate::cq::Status;
 use crate::device::LinkProgress;
-use crate::graveyard::Held;
 use crate::qp::flush_icrc::FlushIcrc;
 use crate::qp::message::{
     data_operation, gather, gathers, note_failed, opcode_of, packets_of, perform_local, position_of, scatter,
@@ -41,6 +40,7 @@ use crate::qp::{
     bare_completion, earlier,
 };
 use crate::queue::Place;
+use crate::retired::Held;
 use crate::srq::Srqn;
 use crate::time::Time;
 use crate::trace::Note;
@@ -300,7 +300,7 @@ impl Requester {
         }
         let packets = packets_of(&request.operation, bytes, head.mtu);
         let wqe = Wqe {
-            _memory: env.regions.graveyard.hold(&request.operation),
+            _memory: env.regions.retired.hold(&request.operation),
             request,
             bytes,
             packets,

@@ -7,12 +7,12 @@ use rdmux_wire::roce::{Bth, Deth, Reth};
 use rdmux_wire::{Psn, Qpn};
 
 use crate::cq::Status;
-use crate::graveyard::Held;
 use crate::qp::message::{
     data_operation, gather, note_failed, opcode_of, packets_of, perform_local, position_of,
 };
 use crate::qp::{Env, Event, Head, QpAttributes, QpState, QpType, bare_completion};
 use crate::queue::Place;
+use crate::retired::Held;
 use crate::sched::class_of;
 use crate::transmit::TransmitBuf;
 use crate::work::{Operation, PostError, SendFlags, SendRequest, Target};
@@ -84,7 +84,7 @@ impl Sender {
         }
         let packets = packets_of(&request.operation, bytes, head.mtu);
         self.queue.push_back(Wqe {
-            _memory: env.regions.graveyard.hold(&request.operation),
+            _memory: env.regions.retired.hold(&request.operation),
             request,
             bytes,
             packets,

@@ -1227,15 +1227,15 @@ fn resolve__takes_so_many_requests_and_again_as_many_as_are_answered() {
 }
 
 #[test]
-fn bury__ends_the_connection_of_a_device_that_has_gone() {
+fn disconnect_orphan__ends_the_connection_of_a_device_that_has_gone() {
     let mut pair = Pair::new();
     let (active, passive) = established(&mut pair);
     let peering = pair.sides[0].rnic.cm().peering(active).unwrap();
     pair.sides[0].rnic.cm().destroy(active);
     lose(&mut pair, DREQ, 2);
     let now = pair.now;
-    pair.sides[0].rnic.cm().bury(now, &peering);
-    pair.sides[0].rnic.cm().bury(now, &peering);
+    pair.sides[0].rnic.cm().disconnect_orphan(now, &peering);
+    pair.sides[0].rnic.cm().disconnect_orphan(now, &peering);
     pair.run();
     assert_eq!(event(&mut pair, 1), Some(CmEvent::Disconnected { id: passive }));
     assert_eq!(event(&mut pair, 0), Some(CmEvent::Disconnected { id: active }));

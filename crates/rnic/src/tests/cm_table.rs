@@ -58,7 +58,7 @@ disconnect             | TimeWait REJ4 -           | TimeWait REJ4 -         | D
 answer                 | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 answer, too much       | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 unlisten               | .                         | .                       | .                          | .                          | .                          | 12.6.7
-bury                   | .                         | .                       | .                          | .                          | .                          | 12.9.8
+orphan                 | .                         | .                       | .                          | .                          | .                          | 12.9.8
 destroy                | gone - -                  | gone - -                | gone - -                   | gone - -                   | gone - -                   | -
 ";
 
@@ -100,7 +100,7 @@ disconnect             | TimeWait REJ28 -                  | TimeWait REJ28 -   
 answer                 | = - !NoSuchRequest                | = - !NoSuchRequest                | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 answer, too much       | = - !NoSuchRequest                | = - !NoSuchRequest                | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 unlisten               | TimeWait REJ8 -                   | TimeWait REJ8 -                   | .                          | .                          | .                          | 12.6.7
-bury                   | .                                 | .                                 | .                          | .                          | .                          | 12.9.8
+orphan                 | .                                 | .                                 | .                          | .                          | .                          | 12.9.8
 destroy                | gone - -                          | gone - -                          | gone - -                   | gone - -                   | gone - -                   | -
 ";
 
@@ -142,7 +142,7 @@ disconnect             | .                          | .                       | 
 answer                 | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.11.2
 answer, too much       | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.11.2
 unlisten               | .                          | .                       | .                       | 12.6.7
-bury                   | .                          | .                       | DreqSent DREQ -         | 12.9.8
+orphan                 | .                          | .                       | DreqSent DREQ -         | 12.9.8
 destroy                | gone - -                   | gone - -                | .                       | -
 ";
 
@@ -184,7 +184,7 @@ disconnect             | TimeWait - -            | TimeWait SIDR_REP2 -         
 answer                 | = - !NoSuchRequest      | TimeWait SIDR_REP0 -            | = - !NoSuchRequest      | 12.11.2
 answer, too much       | = - !NoSuchRequest      | = - !PrivateDataTooLong         | = - !NoSuchRequest      | 12.11.2
 unlisten               | .                       | TimeWait SIDR_REP1 -            | .                       | 12.6.7
-bury                   | .                       | .                               | .                       | 12.9.8
+orphan                 | .                       | .                               | .                       | 12.9.8
 destroy                | gone - -                | gone - -                        | gone - -                | -
 ";
 
@@ -520,7 +520,7 @@ impl Bench {
                 let answered = self.cm.answer(now, id, status, OUR_QPN, 1, &[0; MAD_LEN]);
                 return answered.err();
             }
-            "bury" => {
+            "orphan" => {
                 let peering = Peering {
                     id,
                     local_qpn: OUR_QPN,
@@ -528,7 +528,7 @@ impl Bench {
                     remote_id: THEIR_ID,
                     remote_qpn: THEIR_QPN,
                 };
-                self.cm.bury(now, &peering);
+                self.cm.disconnect_orphan(now, &peering);
             }
             "unlisten" => self.cm.unlisten(now, SERVICE),
             "destroy" => self.cm.destroy(id),
@@ -649,7 +649,7 @@ const EVENTS: [&str; 37] = [
     "answer",
     "answer, too much",
     "unlisten",
-    "bury",
+    "orphan",
     "destroy",
 ];
 

@@ -54,7 +54,7 @@ pub(super) enum Tag {
     /// An InvalidatedLate server performs a pending deregistration.
     Owed(u64),
     /// The server destroys a connection that failed.
-    Bury(u64),
+    Free(u64),
     /// A client performs an action.
     Act(u64),
     /// A client handles what has arrived.
@@ -74,7 +74,7 @@ impl Tag {
             Tag::Timeout => (1, 0),
             Tag::Job(n) => (2, n),
             Tag::Owed(n) => (3, n),
-            Tag::Bury(n) => (4, n),
+            Tag::Free(n) => (4, n),
             Tag::Act(n) => (5, n),
             Tag::Hear(n) => (6, n),
             Tag::GoOn(n) => (7, n),
@@ -91,7 +91,7 @@ impl Tag {
             1 => Tag::Timeout,
             2 => Tag::Job(number),
             3 => Tag::Owed(number),
-            4 => Tag::Bury(number),
+            4 => Tag::Free(number),
             5 => Tag::Act(number),
             6 => Tag::Hear(number),
             7 => Tag::GoOn(number),
@@ -162,7 +162,7 @@ pub(super) struct Hands {
     /// Time at which the last job ends: jobs run in order.
     busy_until_ns: u64,
     owed: BTreeMap<u64, (LKey, Uid)>,
-    buried: BTreeMap<u64, End>,
+    lingering: BTreeMap<u64, End>,
     next: u64,
     /// Requests without an answer, by client and slot.
     asked: BTreeMap<(u64, usize), Asked>,
@@ -209,7 +209,7 @@ impl Hands {
             late: BTreeMap::new(),
             busy_until_ns: 0,
             owed: BTreeMap::new(),
-            buried: BTreeMap::new(),
+            lingering: BTreeMap::new(),
             next: 0,
             asked: BTreeMap::new(),
             names: BTreeMap::new(),
@@ -337,7 +337,7 @@ impl Hands {
         self.jobs.clear();
         self.late.clear();
         self.owed.clear();
-        self.buried.clear();
+        self.lingering.clear();
         self.asked.clear();
         self.names.clear();
         self.made_up.clear();
@@ -426,8 +426,8 @@ impl Hands {
         }
     }
 
-    pub(super) fn bury(&mut self, number: u64) {
-        if let Some(end) = self.buried.remove(&number) {
+    pub(super) fn free(&mut self, number: u64) {
+        if let Some(end) = self.lingering.remove(&number) {
             self.destroy(SERVER, &end);
         }
     }
@@ -609,8 +609,8 @@ impl Driver for Hands {
         self.ground.client_over(client, "its connection had ended");
         if failed {
             let number = self.number();
-            self.buried.insert(number, link.end);
-            self.later(LINGER_NS, Tag::Bury(number));
+            self.lingering.insert(number, link.end);
+            self.later(LINGER_NS, Tag::Free(number));
         } else {
             self.destroy(SERVER, &link.end);
         }

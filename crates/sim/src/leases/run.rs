@@ -235,7 +235,7 @@ impl Run<'_> {
                 }
             }
             Tag::Owed(number) => self.hands().owed(number),
-            Tag::Bury(number) => self.hands().bury(number),
+            Tag::Free(number) => self.hands().free(number),
             Tag::Act(at) => self.act(at as usize),
             Tag::Hear(at) => self.hear(at as usize)?,
             Tag::GoOn(at) => self.go_on(at as usize)?,

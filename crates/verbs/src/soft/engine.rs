@@ -1,20 +1,20 @@
 //! The engine's driver: it moves datagrams between sockets and the [`Rnic`], runs its timers, carries out its flushes and wakes
 //! waiting callers.
 //!
-//! Whoever holds the engine's turn ([`turn`]) drives the engine. Normally that is the engine's thread, which sleeps in epoll until a
+//! Whoever holds the engine's lock ([`lock`]) drives the engine. Normally that is the engine's thread, which sleeps in epoll until a
 //! datagram arrives, a timer expires or it is kicked. A caller that polls a completion queue drives as well, and meanwhile the thread
 //! leaves the socket to it ([`handover`]): two programs on two CPUs are two spinners, not four. A caller that goes to sleep gives the
-//! socket back at once, and a caller that waits takes the thread's place ([`seat`]). A caller that only posts, and finds the turn
-//! taken, leaves its request to the holder of the turn.
+//! socket back at once, and a caller that waits takes the thread's place ([`leader`]). A caller that only posts, and finds the lock
+//! held, leaves its request to the holder of the lock.
 
 mod flush;
 mod handover;
+mod leader;
+mod lock;
 mod looks;
 mod open;
-mod seat;
 mod sleep;
 mod sockets;
-mod turn;
 mod waker;
 
 use std::collections::HashMap;
@@ -47,13 +47,13 @@ use crate::waiting::{Plan, WaitMode};
 
 use self::flush::Flushers;
 use self::handover::{HandOver, POLLER_LEASE_NS};
+use self::leader::{Leader, Waiter};
+use self::lock::{EngineGuard, EngineLock};
 use self::looks::Looks;
 pub use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
-use self::seat::{Seat, Waiter};
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
-use self::turn::{Turn, Turns};
 pub(crate) use self::waker::{CmQueue, CmSink, Waker};
 use super::capture;
 use super::faults::{self, Leaving};
@@ -73,12 +73,13 @@ const LOOKS_PER_LOOK_AROUND: u32 = 64;
 /// Polls that find nothing after a completion queue was last armed, after which the engine assumes that the caller polls until it
 /// finds something. Programs that sleep poll a few times, and then arm.
 const POLLS_OF_SPINNER: u32 = 64;
-/// Consecutive turns that a caller takes for requests that others left.
-const TURNS_FOR_OTHERS: u32 = 16;
+/// Times in a row that a caller takes the lock for requests that others left.
+const ROUNDS_FOR_OTHERS: u32 = 16;
 /// Receive calls of the engine's thread in a row before transmission and timers. A polling caller receives once per call: another
 /// receive after a hit would delay the caller's result by a system call.
 const RECEIVES_PER_TURN: usize = 8;
-/// Attempts of an ending process to take the turn for its last acknowledgements: it must not wait for a thread that makes no progress.
+/// Attempts of an ending process to take the engine's lock for its last acknowledgements: it must not wait for a thread that makes no
+/// progress.
 const LAST_TRIES: usize = 1_000;
 /// Interval at which a polling caller serves the messages of other engines. These messages have a thread of their own, which may wait
 /// long for a CPU that a caller spins on.
@@ -126,12 +127,11 @@ pub(crate) struct ConnectionEntry {
     pub(crate) record: Option<Record>,
 }
 
-/// Times in ns of the engine's clock at which the sleeping thread and the caller in the seat wake at the latest; 0: awake, or looks
-/// again by itself.
+/// Times in ns of the engine's clock at which the sleeping thread and the leader wake at the latest; 0: awake, or looks again by itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sleeps {
     thread_ns: u64,
-    seat_ns: u64,
+    leader_ns: u64,
 }
 
 /// State that the engine's lock protects.
@@ -145,10 +145,10 @@ pub(crate) struct Core {
     sleeps: Sleeps,
     /// True while the thread sleeps in epoll.
     thread_asleep: bool,
-    /// True while a caller polls for a moment before it sleeps: peers need not ring for a sleeping thread meanwhile.
+    /// True while a caller polls for a moment before it sleeps: peers need not ring the doorbell of a sleeping thread meanwhile.
     caller_looks: bool,
-    /// True while peers ring for the thread.
-    bells: bool,
+    /// True while peers ring their doorbells for the thread.
+    doorbells: bool,
     /// Number of wake-ups that completion queues sent to their waiters.
     told: Arc<AtomicU64>,
     /// Polls by callers: all of them, and those since a completion queue was armed.
@@ -192,18 +192,18 @@ impl std::fmt::Debug for Core {
     }
 }
 
-/// A send request that was posted while somebody else held the turn, with its place in the queue of its queue pair.
+/// A send request that was posted while somebody else held the engine's lock, with its place in the queue of its queue pair.
 type Left = (Qpn, SendRequest);
 
-/// A turn at the engine. Memories that end during the turn are dropped after it: dropping one may unmap, close, or run its owner's
+/// The locked engine. Memories that end while it is locked are dropped after unlocking: dropping one may unmap, close, or run its owner's
 /// code, which may use the device.
 pub(crate) struct Locked<'a> {
     // Fields are dropped in this order.
-    core: Turn<'a, Core>,
+    core: EngineGuard<'a, Core>,
     behind: Behind<'a>,
 }
 
-/// Work to do after the end of a turn.
+/// Work to do after unlocking.
 struct Behind<'a> {
     engine: &'a Engine,
     ended: Vec<Arc<dyn Memory>>,
@@ -219,8 +219,8 @@ impl Drop for Locked<'_> {
 impl Drop for Behind<'_> {
     #[inline]
     fn drop(&mut self) {
-        if self.engine.core.is_rung() {
-            self.engine.take_turn();
+        if self.engine.core.has_left() {
+            self.engine.serve_left();
         }
     }
 }
@@ -242,7 +242,7 @@ impl DerefMut for Locked<'_> {
 /// A device's engine, shared by all its objects.
 #[derive(Debug)]
 pub(crate) struct Engine {
-    core: Turns<Core, Left>,
+    core: EngineLock<Core, Left>,
     kick: Waker,
     /// Zero of the engine's clock.
     start: Instant,
@@ -252,11 +252,11 @@ pub(crate) struct Engine {
     /// See [`Core::told`].
     told: Arc<AtomicU64>,
     stop: AtomicBool,
-    /// Seat of the caller that waits and drives, one at a time, with the policies learnt from earlier waits.
-    seat: Mutex<Seat>,
-    /// Wakes the caller in the seat.
-    seat_kick: Waker,
-    /// The sockets and bells, for the caller in the seat.
+    /// Locked by the leader, the one caller that waits and drives. Holds the policies learnt from earlier waits.
+    leader: Mutex<Leader>,
+    /// Wakes the leader.
+    leader_kick: Waker,
+    /// The sockets and doorbells, for the leader.
     watch: OwnedFd,
     waiting: Option<WaitMode>,
     group: Mutex<Option<Group>>,
@@ -289,14 +289,14 @@ impl Engine {
                 }
             }
         };
-        let bury = {
+        let disconnect_orphans = {
             let slot = slot.clone();
             move |dead: Vec<Peering>| {
                 let engine = slot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
                 if let Some(engine) = engine {
                     engine.with(|core, now| {
                         for peering in &dead {
-                            core.rnic.cm().bury(now, peering);
+                            core.rnic.cm().disconnect_orphan(now, peering);
                         }
                     });
                 }
@@ -317,7 +317,7 @@ impl Engine {
             address,
             Calls {
                 deliver: Box::new(deliver),
-                bury: Box::new(bury),
+                disconnect_orphans: Box::new(disconnect_orphans),
                 aside: Some((aside, Box::new(serve))),
             },
         )?;
@@ -384,7 +384,7 @@ impl Engine {
             sleeps: Sleeps::default(),
             thread_asleep: false,
             caller_looks: false,
-            bells: false,
+            doorbells: false,
             told: Arc::default(),
             polls: 0,
             polls_unarmed: 0,
@@ -411,19 +411,19 @@ impl Engine {
             ended: Vec::new(),
         };
         let waiting = options.waiting.or_else(WaitMode::of_environment);
-        let watch = watch_all([core.rx.as_fd(), core.memberships.as_fd(), core.links.bells()]);
+        let watch = watch_all([core.rx.as_fd(), core.memberships.as_fd(), core.links.doorbells()]);
         let watch = watch.map_err(|errno| io("epoll")(errno.into()))?;
         let engine = Arc::new(Engine {
             async_waker: core.async_events.waker(),
             armed_queues: core.rnic.armed_queues(),
             told: core.told.clone(),
-            core: Turns::new(core),
+            core: EngineLock::new(core),
             kick: Waker::new().map_err(io("eventfd"))?,
             start,
             hand_over: HandOver::new(),
             stop: AtomicBool::new(false),
-            seat: Mutex::new(Seat::new(waiting)),
-            seat_kick: Waker::new().map_err(io("eventfd"))?,
+            leader: Mutex::new(Leader::new(waiting)),
+            leader_kick: Waker::new().map_err(io("eventfd"))?,
             watch,
             waiting,
             group: Mutex::new(Some(group)),
@@ -452,17 +452,17 @@ impl Engine {
     }
 
     pub(crate) fn lock(&self) -> Locked<'_> {
-        self.begin(self.core.take())
+        self.begin(self.core.lock())
     }
 
-    /// Takes the turn, unless somebody holds it.
+    /// Takes the lock, unless somebody holds it.
     fn try_lock(&self) -> Option<Locked<'_>> {
-        Some(self.begin(self.core.try_take()?))
+        Some(self.begin(self.core.try_lock()?))
     }
 
     #[inline]
-    fn begin<'a>(&'a self, mut core: Turn<'a, Core>) -> Locked<'a> {
-        if self.core.is_rung() {
+    fn begin<'a>(&'a self, mut core: EngineGuard<'a, Core>) -> Locked<'a> {
+        if self.core.has_left() {
             self.post_left(&mut core);
         }
         let behind = Behind {
@@ -475,7 +475,7 @@ impl Engine {
     /// Posts the requests that others left.
     #[cold]
     fn post_left(&self, core: &mut Core) {
-        let (left, now) = (self.core.left(), self.now());
+        let (left, now) = (self.core.take_left(), self.now());
         for (qpn, request) in left {
             core.rnic.post_reserved(now, qpn, request);
         }
@@ -483,15 +483,15 @@ impl Engine {
         self.wake_early(core);
     }
 
-    /// Takes a turn to post the requests that others left, unless somebody holds the turn and will post them. A caller does not do so
-    /// for ever: after some turns it leaves them to the thread.
+    /// Takes the lock to post the requests that others left, unless somebody holds the lock and will post them. A caller does not do so
+    /// for ever: after some rounds it leaves them to the thread.
     #[cold]
-    fn take_turn(&self) {
-        for _ in 0..TURNS_FOR_OTHERS {
-            if !self.core.is_rung() {
+    fn serve_left(&self) {
+        for _ in 0..ROUNDS_FOR_OTHERS {
+            if !self.core.has_left() {
                 return;
             }
-            let Some(mut core) = self.core.try_take() else {
+            let Some(mut core) = self.core.try_lock() else {
                 return;
             };
             self.post_left(&mut core);
@@ -563,8 +563,8 @@ impl Engine {
         }
     }
 
-    /// Posts a send request, and sends the resulting packets. Where somebody else holds the turn, and the queue is sure to accept the
-    /// request, the request is left to the holder.
+    /// Posts a send request, and sends the resulting packets. Where somebody else holds the engine's lock, and the queue is sure to accept
+    /// the request, the request is left to the holder.
     pub(crate) fn post_send(
         &self,
         queue: &SendQueue,
@@ -575,7 +575,7 @@ impl Engine {
             Some(core) => core,
             None if queue.reserve(&request) => {
                 if self.core.leave((qpn, request)) {
-                    self.take_turn();
+                    self.serve_left();
                 }
                 return Ok(());
             }
@@ -646,8 +646,8 @@ impl Engine {
         if due < core.sleeps.thread_ns {
             self.kick.wake();
         }
-        if due < core.sleeps.seat_ns {
-            self.seat_kick.wake();
+        if due < core.sleeps.leader_ns {
+            self.leader_kick.wake();
         }
     }
 
@@ -722,8 +722,8 @@ impl Engine {
         // Time since which nothing has arrived, and whether the thread has slept since.
         let mut idle: Option<(Time, bool)> = None;
         while !self.stop.load(Ordering::Acquire) {
-            if self.core.is_rung() {
-                self.take_turn();
+            if self.core.has_left() {
+                self.serve_left();
             }
             if self.waiting != Some(WaitMode::Running) && self.hand_over.lease(self.now().0) {
                 // Look again when the lease is over, or when the caller announces that it sleeps.
@@ -822,7 +822,7 @@ fn fill_random(seed: &mut [u8]) -> io::Result<()> {
 }
 
 impl Core {
-    /// Returns the memories that have ended, for the caller to drop after its turn.
+    /// Returns the memories that have ended, for the caller to drop after unlocking.
     fn ended_memories(&mut self) -> Vec<Arc<dyn Memory>> {
         let mut ended = self.rnic.poll_ended_memories();
         ended.append(&mut self.ended);
@@ -839,17 +839,17 @@ impl Core {
         received
     }
 
-    /// Makes peers ring while the thread sleeps and no caller looks. Returns false if packets wait already.
-    fn set_bells(&mut self) -> bool {
+    /// Makes peers ring their doorbells while the thread sleeps and no caller looks. Returns false if packets wait already.
+    fn set_doorbells(&mut self) -> bool {
         let wanted = self.thread_asleep && !self.caller_looks;
-        if wanted == self.bells {
+        if wanted == self.doorbells {
             return true;
         }
         if wanted {
-            self.bells = self.links.prepare_sleep();
-            self.bells
+            self.doorbells = self.links.prepare_sleep();
+            self.doorbells
         } else {
-            self.bells = false;
+            self.doorbells = false;
             self.links.awake();
             true
         }
@@ -879,10 +879,10 @@ impl Core {
     }
 
     /// Processes arrived packets; returns how many datagrams and trains.
-    fn receive(&mut self, now: Time, turns: usize) -> usize {
+    fn receive(&mut self, now: Time, calls: usize) -> usize {
         let linked = self.links.receive(&mut self.rnic, now);
         let mut total = self.receive_multicast(now);
-        for _ in 0..turns {
+        for _ in 0..calls {
             // An error belongs to another datagram (an ICMP message); the next receive succeeds.
             let n = self.rx.recv_batch(&mut self.batch).unwrap_or(0);
             if n == 0 {
@@ -978,8 +978,8 @@ impl Core {
         }
     }
 
-    /// Serves the messages of other engines on this host. Returns whether a link has come up: its peer does not ring for those who
-    /// sleep already.
+    /// Serves the messages of other engines on this host. Returns whether a link has come up: its peer does not ring the doorbell
+    /// for those who sleep already.
     fn serve_links(&mut self, now: Time) -> bool {
         self.served_at = now;
         self.links.serve(&mut self.rnic, now)

@@ -194,12 +194,12 @@ pub type Deliver = Box<dyn Fn(MadDatagram) + Send>;
 
 /// Receives the connections of a process that has gone, on the same thread and with the same restrictions: the holder of the address ends
 /// them in the place of that process.
-pub(crate) type Bury = Box<dyn Fn(Vec<Peering>) + Send>;
+pub(crate) type DisconnectOrphans = Box<dyn Fn(Vec<Peering>) + Send>;
 
 /// Work that the group's thread does for an engine.
 pub(crate) struct Calls {
     pub(crate) deliver: Deliver,
-    pub(crate) bury: Bury,
+    pub(crate) disconnect_orphans: DisconnectOrphans,
     /// Another descriptor to wait for, and the function to call when it is readable, under the same restrictions.
     pub(crate) aside: Option<(OwnedFd, Box<dyn Fn() + Send>)>,
 }
@@ -297,7 +297,7 @@ impl Group {
     pub fn join(addr: IpAddr, deliver: Deliver) -> Result<Group, GroupError> {
         let calls = Calls {
             deliver,
-            bury: Box::new(|_| {}),
+            disconnect_orphans: Box::new(|_| {}),
             aside: None,
         };
         Self::join_with(addr, calls)

@@ -15,8 +15,8 @@ pub(super) struct Epoll {
 const SOCKET: u64 = 0;
 const KICK: u64 = 1;
 const GROUPS: u64 = 2;
-/// Peers that ring: [`Links::awake`] answers them.
-const BELLS: u64 = 3;
+/// Doorbells of peers: [`Links::awake`] answers them.
+const DOORBELLS: u64 = 3;
 
 impl Epoll {
     pub(super) fn new(engine: &Engine) -> io::Result<Epoll> {
@@ -36,8 +36,8 @@ impl Epoll {
         )?;
         epoll::add(
             &epoll,
-            core.links.bells(),
-            epoll::EventData::new_u64(BELLS),
+            core.links.doorbells(),
+            epoll::EventData::new_u64(DOORBELLS),
             epoll::EventFlags::IN,
         )?;
         epoll::add(
@@ -54,7 +54,7 @@ impl Epoll {
         let timeout_ns = {
             let mut core = engine.lock();
             core.thread_asleep = true;
-            if !core.set_bells() {
+            if !core.set_doorbells() {
                 core.thread_asleep = false;
                 return false;
             }
@@ -97,11 +97,11 @@ impl Epoll {
         let mut core = engine.lock();
         core.sleeps.thread_ns = 0;
         core.thread_asleep = false;
-        if core.caller_looks && happened(BELLS) {
-            // A bell that came late would also end the next sleep.
+        if core.caller_looks && happened(DOORBELLS) {
+            // A doorbell that was rung late would also end the next sleep.
             core.links.awake();
         }
-        core.set_bells();
+        core.set_doorbells();
         true
     }
 }

@@ -1,4 +1,4 @@
-//! The driver without its thread: each test takes every turn itself.
+//! The driver without its thread: each test drives the engine itself.
 
 use std::cell::Cell;
 use std::sync::mpsc;
@@ -54,18 +54,18 @@ impl Pair {
 
     /// Keeps the engine's thread from the socket for good, as a polling caller does.
     fn take_over(&self) {
-        self.engine().hand_over.sit();
+        self.engine().hand_over.lead();
         self.engine().kick.wake();
         while !self.engine().hand_over.is_leased() {
             thread::yield_now();
         }
     }
 
-    /// Calls `turn` until it receives the sent packets. Nobody looks at the socket after that: pending acknowledgements stay pending.
-    fn take_in(&self, turn: impl Fn()) {
+    /// Calls `drive` until it receives the sent packets. Nobody looks at the socket after that: pending acknowledgements stay pending.
+    fn take_in(&self, drive: impl Fn()) {
         let deadline = Instant::now() + LONG;
         while self.device.counters().rcvd_pkts == 0 && Instant::now() < deadline {
-            turn();
+            drive();
         }
     }
 
@@ -331,10 +331,10 @@ fn memory__whose_flush_outlives_its_region_is_dropped_when_the_engine_is_unlocke
     }
 }
 
-/// Two threads post while a third has the turn: neither waits for it. Once the turn has ended, all their requests are sent, in the order
-/// of each thread.
+/// Two threads post while a third holds the engine's lock: neither waits for it. Once the lock is released, all their requests are sent,
+/// in the order of each thread.
 #[test]
-fn post_send__leaves_the_request_to_who_has_the_turn() {
+fn post_send__leaves_the_request_to_the_holder_of_the_lock() {
     const EACH: u64 = 32;
     let pair = Pair::new([127, 0, 14, 12]);
     for wr_id in 0..2 * EACH {
@@ -342,8 +342,8 @@ fn post_send__leaves_the_request_to_who_has_the_turn() {
         pair.qps[1].post_recv(RecvRequest { wr_id, sges }).unwrap();
     }
     pair.take_over();
-    let turn = pair.engine().lock();
-    let sent_before = turn.rnic.counters().sent_pkts;
+    let locked = pair.engine().lock();
+    let sent_before = locked.rnic.counters().sent_pkts;
     thread::scope(|scope| {
         for thread in 0..2 {
             let qp = &pair.qps[0];
@@ -360,16 +360,16 @@ fn post_send__leaves_the_request_to_who_has_the_turn() {
                     };
                     qp.post_send(request).unwrap();
                 }
-                // Posting a receive does not wait for the turn either.
+                // Posting a receive does not wait for the lock either.
                 let sges = SgeList::EMPTY;
                 qp.post_recv(RecvRequest { wr_id: 0, sges }).unwrap();
             });
         }
     });
-    assert_eq!(turn.rnic.counters().sent_pkts, sent_before);
-    drop(turn);
-    // Takes the turn directly: `Engine::lock` would post the requests that were left.
-    let sent = pair.engine().core.take().rnic.counters().sent_pkts;
+    assert_eq!(locked.rnic.counters().sent_pkts, sent_before);
+    drop(locked);
+    // Takes the lock directly: `Engine::lock` would post the requests that were left.
+    let sent = pair.engine().core.lock().rnic.counters().sent_pkts;
     assert_eq!(sent - sent_before, 2 * EACH);
     let mut next = [0; 2];
     for _ in 0..2 * EACH {
@@ -394,10 +394,10 @@ fn is_told(cq: &CompletionQueue) -> bool {
     poll(&mut [PollFd::new(cq, PollFlags::IN)], Some(&timeout)).is_ok_and(|n| n > 0)
 }
 
-/// Waits until a caller sleeps in the thread's place, or the thread itself sleeps.
+/// Waits until the leader sleeps, or the thread.
 fn until_asleep(engine: &Engine, who: impl Fn(Sleeps) -> u64) {
     let deadline = Instant::now() + LONG;
-    while who(engine.core.take().sleeps) == 0 {
+    while who(engine.core.lock().sleeps) == 0 {
         assert!(Instant::now() < deadline, "nobody sleeps");
         thread::yield_now();
     }
@@ -431,11 +431,11 @@ fn wake_early__a_timer_after_a_wait_that_ended() {
 }
 
 #[test]
-fn fmt__takes_no_turn() {
+fn fmt__takes_no_lock() {
     let pair = Pair::new([127, 0, 14, 14]);
-    let _turn = pair.engine().lock();
+    let _locked = pair.engine().lock();
     let text = format!("{:?}", pair.qps[0]);
-    assert!(text.contains("Turns") && !text.contains("locked"), "{text}");
+    assert!(text.contains("EngineLock") && !text.contains("locked"), "{text}");
 }
 
 #[test]
@@ -447,7 +447,7 @@ fn arm__while_another_waits_for_the_queue() {
     }
     thread::scope(|scope| {
         let waiter = scope.spawn(|| pair.cqs[1].wait(LONG).unwrap().map(|wc| wc.wr_id));
-        until_asleep(pair.engine(), |sleeps| sleeps.seat_ns);
+        until_asleep(pair.engine(), |sleeps| sleeps.leader_ns);
         pair.cqs[1].arm(Arm::Next);
         pair.post(Operation::Send { imm: None });
         assert_eq!(waiter.join().unwrap(), Some(0));
@@ -589,19 +589,19 @@ fn until(engine: &Engine, holds: impl Fn(&Core) -> bool) {
     }
 }
 
-/// A link comes up while the thread sleeps and a caller sits in its place, which leaves without sleeping. The thread must then know of the
+/// A link comes up while the thread sleeps and a leader is there, which stops leading without sleeping. The thread must then know of the
 /// link: its peer would not wake it.
 #[test]
-fn link__that_comes_up_while_a_caller_sits_wakes_the_thread_too() {
+fn link__that_comes_up_beside_a_leader_wakes_the_thread_too() {
     let ends = ends([21, 22]);
     let engine = ends[0].0.engine();
     until(engine, |core| core.thread_asleep);
-    engine.hand_over.sit();
+    engine.hand_over.lead();
     bring_up(&ends);
     let [own, peer] = [0, 1].map(|i| (ends[i].0.address(), ends[i].0.engine().lock().rnic.config().slot));
     until(engine, |core| core.links.reach(peer));
     until(ends[1].0.engine(), |core| core.links.reach(own));
-    engine.wake(engine.hand_over.leave_seat(engine.now().0, || false));
+    engine.wake(engine.hand_over.stop_leading(engine.now().0, || false));
     until(engine, |core| core.thread_asleep);
     let (_, cq, qp) = &ends[0];
     let sges = SgeList::EMPTY;

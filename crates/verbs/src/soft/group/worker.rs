@@ -64,7 +64,7 @@ impl Role {
             peers: Vec::new(),
             settle_until: None,
             inspect_until: None,
-            buried: Vec::new(),
+            orphaned: Vec::new(),
         })
     }
 }
@@ -77,7 +77,7 @@ pub(super) struct Holder {
     /// Set when a process has ended: end of the time in which this thread searches the slots for its connections.
     inspect_until: Option<Instant>,
     /// Slots whose connections are being ended, and the times at which their rest is over.
-    buried: Vec<(u8, Instant)>,
+    orphaned: Vec<(u8, Instant)>,
 }
 
 struct Peer {
@@ -164,7 +164,7 @@ impl Worker {
                 }
                 if holder.inspect_until.is_some() {
                     timeout = Some(LOOK_AGAIN);
-                } else if let Some(end) = holder.buried.iter().map(|(_, end)| *end).min() {
+                } else if let Some(end) = holder.orphaned.iter().map(|(_, end)| *end).min() {
                     let left = end.saturating_duration_since(Instant::now());
                     timeout = Some(timeout.map_or(left, |t| t.min(left)));
                 }
@@ -201,7 +201,7 @@ impl Worker {
             // The former holder has ended, and others may have died with it.
             holder.inspect_until = Some(Instant::now() + INSPECTION_TIME);
         }
-        self.bury_the_dead();
+        self.disconnect_orphans();
         match self.cm_socket.recv_batch(&mut self.batch) {
             Ok(0) | Err(_) => return,
             Ok(_) => {}
@@ -261,22 +261,22 @@ impl Worker {
     }
 
     /// Ends the connections of processes that did not end them, and lets their slots rest meanwhile.
-    fn bury_the_dead(&mut self) {
+    fn disconnect_orphans(&mut self) {
         let Role::Holder(holder) = &mut self.role else {
             return;
         };
         let (now, names, ledger) = (Instant::now(), &self.shared.names, &self.ledger);
         if let Some(until) = holder.inspect_until {
             for slot in (1..SLOTS as u8).filter(|slot| *slot != self.slot) {
-                let is_buried = holder.buried.iter().any(|(buried, _)| *buried == slot);
-                if !is_buried && ledger.is_dirty(slot) && !names.is_slot_claimed(slot) {
-                    holder.buried.push((slot, now + REST_TIME));
-                    (self.calls.bury)(ledger.read(slot));
+                let is_orphaned = holder.orphaned.iter().any(|(orphaned, _)| *orphaned == slot);
+                if !is_orphaned && ledger.is_dirty(slot) && !names.is_slot_claimed(slot) {
+                    holder.orphaned.push((slot, now + REST_TIME));
+                    (self.calls.disconnect_orphans)(ledger.read(slot));
                 }
             }
             holder.inspect_until = Some(until).filter(|until| now < *until);
         }
-        holder.buried.retain(|(slot, end)| {
+        holder.orphaned.retain(|(slot, end)| {
             if now < *end {
                 return true;
             }
@@ -352,7 +352,7 @@ impl Worker {
                         if peer.slot != Some(slot) {
                             self.next_slot = after(slot);
                             // The slot's new process has cleared it.
-                            holder.buried.retain(|(buried, _)| *buried != slot);
+                            holder.orphaned.retain(|(orphaned, _)| *orphaned != slot);
                         }
                         peer.slot = Some(slot);
                         peer.services = services;
@@ -424,7 +424,7 @@ impl Worker {
                     peers: Vec::new(),
                     settle_until,
                     inspect_until: None,
-                    buried: Vec::new(),
+                    orphaned: Vec::new(),
                 });
             }
             return;

@@ -45,7 +45,7 @@ const LINKS_MAX: usize = 64;
 const BACKLOG: i32 = 64;
 /// Messages read from one peer per turn.
 const MESSAGES_PER_TURN: usize = 64;
-/// Rings taken from one peer per turn.
+/// Rings of one peer's doorbell taken per turn.
 const RINGS_PER_TURN: usize = 64;
 /// Records taken from one link per turn.
 const RECORDS_PER_TURN: usize = 16;
@@ -90,11 +90,11 @@ struct Rings {
     side: Side,
     tx: Producer<Area>,
     rx: Consumer<Area>,
-    bell: Bell,
+    doorbell: Doorbell,
     /// Trains that wait for room, and their bytes.
     waiting: VecDeque<(Meta, Box<[u8]>)>,
     waiting_bytes: usize,
-    /// Set when the peer will ring as soon as there is room.
+    /// Set when the peer will ring the doorbell as soon as there is room.
     wants_room: bool,
     /// Regions granted to the peer, by the grants' indices.
     given: Vec<Option<Given>>,
@@ -108,10 +108,10 @@ struct Rings {
 /// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
 /// block.)
 #[derive(Debug)]
-struct Bell {
+struct Doorbell {
     socket: Arc<OwnedFd>,
     /// The epoll set that contains the socket, once it rings for this process.
-    bells: Option<Arc<OwnedFd>>,
+    doorbells: Option<Arc<OwnedFd>>,
 }
 
 #[derive(Debug)]
@@ -141,8 +141,8 @@ pub(crate) struct Links {
     listener: Option<OwnedFd>,
     /// Readable when there is work for [`Links::serve`].
     control: Arc<OwnedFd>,
-    /// Readable when a peer has rung: see [`Links::awake`].
-    bells: Arc<OwnedFd>,
+    /// Readable when a peer has rung its doorbell: see [`Links::awake`].
+    doorbells: Arc<OwnedFd>,
     list: Vec<Link>,
     next_id: u64,
     /// Peers without a link, with the reason and the time of the last attempt.
@@ -151,7 +151,7 @@ pub(crate) struct Links {
     waiting: Vec<((IpAddr, u8), Qpn)>,
     /// Reasons why queue pairs did not get the memory that they asked for last.
     not_direct: HashMap<Qpn, NotDirect>,
-    /// Number of sleepers that wait for a peer to ring.
+    /// Number of sleepers that wait for a peer to ring its doorbell.
     asleep: u32,
     /// The link from which the last train came.
     heard_last: u64,
@@ -184,14 +184,14 @@ impl Links {
         control: OwnedFd,
         on: bool,
     ) -> Result<Links, Errno> {
-        let bells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let doorbells = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         Ok(Links {
             address,
             slot,
             on,
             listener,
             control: Arc::new(control),
-            bells: Arc::new(bells),
+            doorbells: Arc::new(doorbells),
             list: Vec::new(),
             next_id: LISTENER + 1,
             refused: HashMap::new(),
@@ -252,8 +252,8 @@ impl Links {
         self.list.clear();
     }
 
-    pub(crate) fn bells(&self) -> BorrowedFd<'_> {
-        self.bells.as_fd()
+    pub(crate) fn doorbells(&self) -> BorrowedFd<'_> {
+        self.doorbells.as_fd()
     }
 
     fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Rings)> {
@@ -343,8 +343,8 @@ impl Links {
         total
     }
 
-    /// Prepares for the sleep of a caller or thread: peers ring for packets that they send, and for room that trains wait for. Returns
-    /// false if something is there already; then nobody sleeps. [`Links::awake`] ends the sleep.
+    /// Prepares for the sleep of a caller or thread: peers ring their doorbells for packets that they send, and for room that trains wait
+    /// for. Returns false if something is there already; then nobody sleeps. [`Links::awake`] ends the sleep.
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         self.asleep += 1;
         for link in &mut self.list {
@@ -363,7 +363,7 @@ impl Links {
         true
     }
 
-    /// Ends the sleep of one sleeper. The last one stops the peers from ringing, and takes the rings that have come.
+    /// Ends the sleep of one sleeper. The last one stops the peers from ringing their doorbells, and answers those that were rung.
     pub(crate) fn awake(&mut self) {
         self.asleep = self.asleep.saturating_sub(1);
         if self.asleep > 0 {
@@ -373,12 +373,12 @@ impl Links {
         for (_, rings) in self.up() {
             let wanted_room = std::mem::take(&mut rings.wants_room);
             if rings.rx.awake() || wanted_room {
-                rung |= rings.bell.answer_one();
+                rung |= rings.doorbell.answer_one();
             }
         }
         if !rung {
-            // Something else woke the sleeper, or a bell came late.
-            self.up().for_each(|(_, rings)| rings.bell.answer());
+            // Something else woke the sleeper, or a doorbell was rung late.
+            self.up().for_each(|(_, rings)| rings.doorbell.answer());
         }
     }
 
@@ -468,8 +468,9 @@ impl Links {
         let pid = check_user(&socket)?;
         let (segment, file) = Segment::create().map_err(Why::System)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let (bell, theirs) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-            .map_err(Why::System)?;
+        let (doorbell, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+                .map_err(Why::System)?;
         let hello = Message::Hello {
             address: self.address,
             slot: self.slot,
@@ -481,7 +482,7 @@ impl Links {
             errno => Why::System(errno),
         })?;
         let process = Process::of(pid, socket.as_fd());
-        let rings = Rings::new(segment, Side::Asking, bell, process.clone().ok(), &self.stays);
+        let rings = Rings::new(segment, Side::Asking, doorbell, process.clone().ok(), &self.stays);
         self.add(socket, pid, process, Some(peer), State::Asked(Box::new(rings)))
             .map_err(Why::System)?;
         // The peer's earlier answer says nothing about the present.
@@ -647,11 +648,11 @@ impl Links {
                     let _ = say(&link.socket, &Message::Refused(Refusal::Off), &[]);
                     return None;
                 }
-                let [file, bell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
+                let [file, doorbell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
                 let segment = Segment::from_file(file.as_fd()).ok()?;
                 let process = link.process.clone().ok();
-                let mut rings = Rings::new(segment, Side::Answering, bell, process, &self.stays);
-                rings.bell.hang(&self.bells).ok()?;
+                let mut rings = Rings::new(segment, Side::Answering, doorbell, process, &self.stays);
+                rings.doorbell.add_to(&self.doorbells).ok()?;
                 let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
                 // Any process can claim this name: the sender must be the process that listens under it.
                 let named = group::connect_slot(address, slot).ok()?;
@@ -670,7 +671,7 @@ impl Links {
                 let State::Asked(mut rings) = std::mem::replace(&mut link.state, State::Over) else {
                     return None;
                 };
-                rings.bell.hang(&self.bells).ok()?;
+                rings.doorbell.add_to(&self.doorbells).ok()?;
                 link.state = State::Up(rings);
                 self.tell_waiting(rnic, peer);
             }
@@ -874,22 +875,22 @@ impl Drop for Link {
     }
 }
 
-impl Bell {
-    /// Adds the bell to the epoll set on which sleepers wait.
-    fn hang(&mut self, bells: &Arc<OwnedFd>) -> Result<(), Errno> {
+impl Doorbell {
+    /// Adds the doorbell to the epoll set on which sleepers wait.
+    fn add_to(&mut self, doorbells: &Arc<OwnedFd>) -> Result<(), Errno> {
         use rustix::net::sockopt::{socket_domain, socket_type};
         // The peer may have sent any descriptor, and polling some of them takes as long as their makers like.
-        let is_bell = socket_domain(&self.socket)? == AddressFamily::UNIX
+        let is_doorbell = socket_domain(&self.socket)? == AddressFamily::UNIX
             && socket_type(&self.socket)? == SocketType::SEQPACKET;
-        if !is_bell {
+        if !is_doorbell {
             return Err(Errno::INVAL);
         }
-        watch(bells, self.socket.as_fd(), 0)?;
-        self.bells = Some(Arc::clone(bells));
+        watch(doorbells, self.socket.as_fd(), 0)?;
+        self.doorbells = Some(Arc::clone(doorbells));
         Ok(())
     }
 
-    /// Takes the pending rings.
+    /// Takes the pending rings of the doorbell.
     fn answer(&mut self) {
         for _ in 0..RINGS_PER_TURN {
             if !self.answer_one() {
@@ -898,29 +899,29 @@ impl Bell {
         }
     }
 
-    /// Takes one ring; returns false if there was none. A bell that the peer has closed is taken down.
+    /// Takes one ring of the doorbell; returns false if there was none. A doorbell that the peer has closed leaves the epoll set.
     fn answer_one(&mut self) -> bool {
         match rustix::net::recv(&self.socket, &mut [0; 64], RecvFlags::DONTWAIT) {
             Ok((_, n)) if n > 0 => true,
             Err(Errno::AGAIN) => false,
             _ => {
-                self.take_down();
+                self.remove();
                 false
             }
         }
     }
 
-    fn take_down(&mut self) {
-        if let Some(bells) = self.bells.take() {
-            let _ = epoll::delete(&bells, &self.socket);
+    fn remove(&mut self) {
+        if let Some(doorbells) = self.doorbells.take() {
+            let _ = epoll::delete(&doorbells, &self.socket);
         }
     }
 }
 
-impl Drop for Bell {
+impl Drop for Doorbell {
     fn drop(&mut self) {
         // Closing it is not enough: a peer may hold this end too.
-        self.take_down();
+        self.remove();
     }
 }
 
@@ -935,7 +936,7 @@ impl Rings {
     fn new(
         segment: Arc<Segment>,
         side: Side,
-        bell: OwnedFd,
+        doorbell: OwnedFd,
         process: Option<Arc<Process>>,
         stays: &Arc<Stays>,
     ) -> Rings {
@@ -944,9 +945,9 @@ impl Rings {
             rx: Consumer::new(segment.ring(side.other())),
             segment,
             side,
-            bell: Bell {
-                socket: Arc::new(bell),
-                bells: None,
+            doorbell: Doorbell {
+                socket: Arc::new(doorbell),
+                doorbells: None,
             },
             waiting: VecDeque::new(),
             waiting_bytes: 0,
@@ -1013,7 +1014,11 @@ impl Rings {
     fn ring(&self, wake: Wake) {
         if wake == Wake::Peer {
             // If the socket is full, earlier rings in it are not taken yet.
-            let _ = rustix::net::send(&self.bell.socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            let _ = rustix::net::send(
+                &self.doorbell.socket,
+                &[0],
+                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+            );
         }
     }
 
@@ -1044,7 +1049,7 @@ impl Rings {
                 segment: Arc::clone(&self.segment),
                 holder,
                 process: self.process.clone(),
-                bell: Arc::clone(&self.bell.socket),
+                doorbell: Arc::clone(&self.doorbell.socket),
             });
         }
         is_inside

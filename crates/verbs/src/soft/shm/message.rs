@@ -18,7 +18,7 @@ pub(in crate::soft) const LEN_MAX: usize = 128;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::soft) enum Message {
-    /// Asks for a link. Carries the segment and the bell.
+    /// Asks for a link. Carries the segment and the doorbell.
     Hello { address: IpAddr, slot: u8 },
     /// The link is up.
     Welcome,

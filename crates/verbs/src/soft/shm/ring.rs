@@ -31,9 +31,9 @@
 //! at the word. A `SeqCst` fence stands between the two steps on both sides, so at least one of them sees the other's. (Fences, not
 //! `SeqCst` accesses: loom checks only fences.)
 //!
-//! The waking side sets the word to 0 before it rings, so that it rings a sleeper once, not once per record until the sleeper runs. A
-//! plain store suffices. It may overwrite the word of a later sleep, if something else woke the sleeper in between; but a ring follows it,
-//! and ends that sleep. And a ring that the sleeper has taken orders the store before its next sleep.
+//! The waking side sets the word to 0 before it rings the doorbell, so that it does so once for a sleeper, not once per record until the
+//! sleeper runs. A plain store suffices. It may overwrite the word of a later sleep, if something else woke the sleeper in between; but
+//! the doorbell follows it, and ends that sleep. And a doorbell that the sleeper has answered orders the store before its next sleep.
 
 use std::sync::atomic::Ordering;
 
@@ -176,7 +176,8 @@ impl Meta {
     }
 }
 
-/// The side to wake, by the descriptor that the two sides agreed on. The caller must wake it: the other side is rung only once.
+/// The side to wake, by the descriptor that the two sides agreed on. The caller must wake it: the other side's doorbell is rung only
+/// once.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wake {
@@ -404,7 +405,7 @@ impl<M: RingMemory> Consumer<M> {
         !self.is_ready()
     }
 
-    /// Stops the producer from waking a side that is awake. Returns whether the producer has rung meanwhile, or is about to.
+    /// Stops the producer from waking a side that is awake. Returns whether the producer has rung the doorbell meanwhile, or is about to.
     pub(crate) fn awake(&mut self) -> bool {
         let rung = self.memory.load(Word::Sleeping, Ordering::Relaxed) == 0;
         self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);

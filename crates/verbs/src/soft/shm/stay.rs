@@ -49,7 +49,7 @@ pub(in crate::soft) struct Stay {
     pub(super) holder: Side,
     pub(super) process: Option<Arc<Process>>,
     /// Hangs up when the peer ends.
-    pub(super) bell: Arc<OwnedFd>,
+    pub(super) doorbell: Arc<OwnedFd>,
 }
 
 impl Stay {
@@ -81,7 +81,7 @@ impl Stay {
     fn peer_has_ended(&self, within: &Timespec) -> bool {
         let (fd, flags) = match &self.process {
             Some(process) => (process.fd(), PollFlags::IN),
-            None => (self.bell.as_fd(), PollFlags::RDHUP),
+            None => (self.doorbell.as_fd(), PollFlags::RDHUP),
         };
         poll(&mut [PollFd::from_borrowed_fd(fd, flags)], Some(within)).is_ok_and(|n| n > 0)
     }

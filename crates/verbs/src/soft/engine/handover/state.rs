@@ -5,8 +5,8 @@ use super::sync::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 /// Time after its last call for which a caller that polls, or that waited and drove, is trusted to come back.
 pub(in super::super) const POLLER_LEASE_NS: u64 = 2_000_000;
 
-/// Time of the last poll of a caller in the thread's place: it never expires.
-const SEATED: u64 = u64::MAX;
+/// Time of the last poll while there is a leader: it never expires.
+const LEADING: u64 = u64::MAX;
 
 /// The party to wake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,14 +17,14 @@ pub(in super::super) enum Wake {
 
 #[derive(Debug)]
 pub(in super::super) struct HandOver {
-    /// Time at which a caller polled last, or [`SEATED`]; 0: the thread must watch.
+    /// Time at which a caller polled last, or [`LEADING`]; 0: the thread must watch.
     polled_at_ns: AtomicU64,
     /// Set while the thread does not look at the sockets, since a caller does.
     leased: AtomicBool,
-    /// Set while the thread sleeps until it is woken, since that caller sits in its place.
+    /// Set while the thread sleeps until it is woken, since the leader is in its place.
     parked: AtomicBool,
-    /// Callers that sleep and rely on somebody else.
-    sleepers: AtomicUsize,
+    /// Number of callers that sleep and rely on somebody else.
+    followers: AtomicUsize,
 }
 
 impl HandOver {
@@ -33,23 +33,24 @@ impl HandOver {
             polled_at_ns: AtomicU64::new(0),
             leased: AtomicBool::new(false),
             parked: AtomicBool::new(false),
-            sleepers: AtomicUsize::new(0),
+            followers: AtomicUsize::new(0),
         }
     }
 
     fn is_polled(&self, now_ns: u64) -> bool {
         let at = self.polled_at_ns.load(Ordering::Relaxed);
-        at == SEATED || at != 0 && now_ns.saturating_sub(at) < POLLER_LEASE_NS
+        at == LEADING || at != 0 && now_ns.saturating_sub(at) < POLLER_LEASE_NS
     }
 
-    fn is_seated(&self) -> bool {
-        self.polled_at_ns.load(Ordering::Relaxed) == SEATED
+    fn has_leader(&self) -> bool {
+        self.polled_at_ns.load(Ordering::Relaxed) == LEADING
     }
 
     // A caller that polls.
 
-    /// Makes the caller the watcher. Allowed only in a turn that finds no completion queue armed: a caller arms a queue first and calls
-    /// [`HandOver::hand_over`] after its next turn, so either this caller sees the queue armed, or its lease ends there.
+    /// Makes the caller the watcher. Allowed only to a holder of the engine's lock that finds no completion queue armed: a caller arms a
+    /// queue first and calls [`HandOver::hand_over`] after it has held the lock again, so either this caller sees the queue armed, or
+    /// its lease ends there.
     #[inline]
     pub(in super::super) fn polls(&self, now_ns: u64) {
         self.polled_at_ns.store(now_ns.max(1), Ordering::Relaxed);
@@ -65,18 +66,18 @@ impl HandOver {
 
     /// Announces a caller that sleeps and relies on others; [`HandOver::hand_over`] comes next.
     pub(in super::super) fn rely(&self) {
-        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        self.followers.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(in super::super) fn rely_no_more(&self) {
-        self.sleepers.fetch_sub(1, Ordering::Relaxed);
+        self.followers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Ends the caller's watch. Either somebody sits in the thread's place, and watches as long as somebody relies on it, or the thread
-    /// watches from here on.
+    /// Ends the caller's watch. Either there is a leader, which watches as long as somebody relies on it, or the thread watches from here
+    /// on.
     pub(in super::super) fn hand_over(&self) -> Wake {
         fence(Ordering::SeqCst);
-        if self.is_seated() {
+        if self.has_leader() {
             return Wake::Nobody;
         }
         self.give_to_thread()
@@ -92,19 +93,19 @@ impl HandOver {
         }
     }
 
-    // A caller that waits in the thread's place.
+    // The leader.
 
-    /// Makes the caller in the thread's place the watcher. Its next turn makes this visible to others.
-    pub(in super::super) fn sit(&self) {
-        self.polled_at_ns.store(SEATED, Ordering::Relaxed);
+    /// Makes the leader the watcher. Others see this once the leader has held the engine's lock again.
+    pub(in super::super) fn lead(&self) {
+        self.polled_at_ns.store(LEADING, Ordering::Relaxed);
     }
 
-    /// Ends the caller's stay in the thread's place. The caller will soon be back: until then nobody watches, unless others sleep and rely
-    /// on it, or may do so since they have armed a completion queue.
-    pub(in super::super) fn leave_seat(&self, now_ns: u64, is_any_armed: impl FnOnce() -> bool) -> Wake {
+    /// Ends the leader's watch. The caller will soon be back: until then nobody watches, unless followers sleep and rely on it, or others
+    /// may do so since they have armed a completion queue.
+    pub(in super::super) fn stop_leading(&self, now_ns: u64, is_any_armed: impl FnOnce() -> bool) -> Wake {
         self.polls(now_ns);
         fence(Ordering::SeqCst);
-        if self.sleepers.load(Ordering::Relaxed) > 0 || is_any_armed() {
+        if self.followers.load(Ordering::Relaxed) > 0 || is_any_armed() {
             self.give_to_thread()
         } else if self.parked.load(Ordering::Relaxed) {
             Wake::Thread
@@ -125,11 +126,11 @@ impl HandOver {
         self.is_polled(now_ns)
     }
 
-    /// Returns whether the thread may sleep until it is woken when that time is over: the caller in its place wakes it on leaving.
+    /// Returns whether the thread may sleep until it is woken when that time is over: the leader wakes it when it stops leading.
     pub(in super::super) fn park(&self) -> bool {
         self.parked.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        self.is_seated()
+        self.has_leader()
     }
 
     /// Records that the thread is awake.

@@ -45,7 +45,7 @@ fn function_at(line: u32) -> &'static str {
 }
 
 /// Numbers of the datagrams that the two callers wait for.
-const OF_SEAT: usize = 0;
+const OF_LEADER: usize = 0;
 const OF_OTHER: usize = 1;
 
 /// Sockets and wakers, as the kernel keeps them, and the datagrams that were taken in.
@@ -154,35 +154,35 @@ impl Model {
     /// A caller that arms a completion queue, polls it until it is empty, and sleeps until a descriptor notifies it.
     fn sleep_armed(&self) {
         self.armed.fetch_add(1, Ordering::Relaxed);
-        // The caller's turn.
+        // The caller holds the engine's lock.
         drop(self.world());
         self.wake(self.hand_over.hand_over());
         self.poll();
         drop(self.wait(|world| world.taken_in[OF_OTHER]));
     }
 
-    /// A caller that sleeps and relies on others.
+    /// A follower: a caller that sleeps and relies on others.
     fn sleep(&self) {
         self.hand_over.rely();
-        // The caller's turn before it sleeps.
+        // The caller holds the engine's lock before it sleeps.
         drop(self.world());
         self.wake(self.hand_over.hand_over());
         drop(self.wait(|world| world.taken_in[OF_OTHER]));
         self.hand_over.rely_no_more();
     }
 
-    /// A caller that waits in the thread's place until its datagram is taken in.
-    fn sit(&self) {
+    /// A leader that waits until its datagram is taken in.
+    fn lead(&self) {
         loop {
-            self.hand_over.sit();
+            self.hand_over.lead();
             self.change(World::drive);
-            if self.world().taken_in[OF_SEAT] {
+            if self.world().taken_in[OF_LEADER] {
                 break;
             }
             // Its completion queue is armed: others that take in its datagram wake it.
-            drop(self.wait(|world| world.arrived.contains(&true) || world.taken_in[OF_SEAT]));
+            drop(self.wait(|world| world.arrived.contains(&true) || world.taken_in[OF_LEADER]));
         }
-        self.wake(self.hand_over.leave_seat(1, || self.is_any_armed()));
+        self.wake(self.hand_over.stop_leading(1, || self.is_any_armed()));
     }
 
     fn end(&self) {
@@ -238,36 +238,36 @@ fn poller_leaves_beside_armed() {
     thread.join().unwrap();
 }
 
-/// One caller sleeps and relies on the caller in the thread's place, which leaves.
-fn seat_is_relied_on() {
-    sleeper_beside_seat(Model::sleep);
+/// A follower sleeps and relies on the leader, which stops leading.
+fn leader_is_relied_on() {
+    follower_beside_leader(Model::sleep);
 }
 
-/// The same with a sleeper that has armed a queue.
-fn seat_is_relied_on_by_armed() {
-    sleeper_beside_seat(Model::sleep_armed);
+/// The same with a caller that has armed a queue and sleeps.
+fn leader_is_relied_on_by_armed() {
+    follower_beside_leader(Model::sleep_armed);
 }
 
-fn sleeper_beside_seat(sleep: fn(&Model)) {
+fn follower_beside_leader(sleep: fn(&Model)) {
     let model = Model::new(false);
     let thread = spawn(&model, Model::run);
-    let seated = spawn(&model, |model| {
-        model.sit();
+    let leader = spawn(&model, |model| {
+        model.lead();
         model.change(|world| world.arrived[OF_OTHER] = true);
     });
-    model.change(|world| world.arrived[OF_SEAT] = true);
+    model.change(|world| world.arrived[OF_LEADER] = true);
     sleep(&model);
     model.end();
-    seated.join().unwrap();
+    leader.join().unwrap();
     thread.join().unwrap();
 }
 
-/// The caller in the thread's place leaves and does not come back: the thread takes in the requests of a peer.
-fn seat_is_left() {
+/// The leader stops leading, and its caller does not come back: the thread takes in the requests of a peer.
+fn leader_stops() {
     let model = Model::new(true);
     let thread = spawn(&model, Model::run);
-    model.change(|world| world.arrived[OF_SEAT] = true);
-    model.sit();
+    model.change(|world| world.arrived[OF_LEADER] = true);
+    model.lead();
     model.change(|world| world.arrived[OF_OTHER] = true);
     drop(model.wait(|world| world.taken_in[OF_OTHER]));
     model.end();
@@ -280,9 +280,9 @@ fn hold(without: Option<&'static str>) -> bool {
         poller_sleeps,
         poller_arms,
         poller_leaves_beside_armed,
-        seat_is_relied_on,
-        seat_is_relied_on_by_armed,
-        seat_is_left,
+        leader_is_relied_on,
+        leader_is_relied_on_by_armed,
+        leader_stops,
     ];
     models.into_iter().all(|model| {
         let run = || {

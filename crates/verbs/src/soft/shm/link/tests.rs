@@ -244,10 +244,10 @@ struct Forged {
     socket: OwnedFd,
     segment: Arc<Segment>,
     file: OwnedFd,
-    bell: OwnedFd,
+    doorbell: OwnedFd,
 }
 
-fn bells() -> [OwnedFd; 2] {
+fn doorbells() -> [OwnedFd; 2] {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     [a, b]
@@ -295,7 +295,7 @@ impl Forger {
     fn link(&self, victim: &Device) -> Forged {
         // Drop connections to the forger's name: nobody answers them.
         while rustix::net::accept(&self.listener).is_ok() {}
-        let [bell, theirs] = bells();
+        let [doorbell, theirs] = doorbells();
         let socket = Forger::reach(victim);
         let (segment, file) = Segment::create().unwrap();
         say(&socket, &self.hello(), &[file.as_fd(), theirs.as_fd()]).unwrap();
@@ -303,7 +303,7 @@ impl Forger {
             socket,
             segment,
             file,
-            bell,
+            doorbell,
         };
         assert_eq!(forged.hear(), Some(Message::Welcome));
         forged
@@ -384,7 +384,7 @@ fn receive__anything_in_the_segment() {
                                     traffic_class: 0,
                                 };
                                 let pushed = ring.push(meta, &bytes);
-                                let _ = rustix::net::send(&forged.bell, &[0], SendFlags::DONTWAIT);
+                                let _ = rustix::net::send(&forged.doorbell, &[0], SendFlags::DONTWAIT);
                                 if pushed.is_err() || stop.load(Ordering::Relaxed) {
                                     break;
                                 }
@@ -392,7 +392,7 @@ fn receive__anything_in_the_segment() {
                             stop.store(true, Ordering::Relaxed);
                         }
                     }
-                    let _ = rustix::net::send(&forged.bell, &[0], SendFlags::DONTWAIT);
+                    let _ = rustix::net::send(&forged.doorbell, &[0], SendFlags::DONTWAIT);
                 }
             });
             for _ in 0..8 {
@@ -432,7 +432,7 @@ fn part__of_a_peer_that_goes_on_sending() {
     let Forged {
         socket,
         segment,
-        bell,
+        doorbell,
         ..
     } = forged;
     let stop = AtomicBool::new(false);
@@ -451,7 +451,7 @@ fn part__of_a_peer_that_goes_on_sending() {
                 area.store(Word::Head, position, Ordering::Release);
                 assert!(ring.push(meta, &[0; 40]).is_ok(), "room was made");
                 position = position.wrapping_add(1);
-                let _ = rustix::net::send(&bell, &[0], SendFlags::DONTWAIT);
+                let _ = rustix::net::send(&doorbell, &[0], SendFlags::DONTWAIT);
             }
         });
         drop(socket);
@@ -468,13 +468,13 @@ fn hear__anything_in_messages() {
     let end = forger.queue_pair(honest.device());
     let mut random = random();
     for round in 0..300 {
-        let [bell, theirs] = bells();
+        let [doorbell, theirs] = doorbells();
         let (pipe, _other) = rustix::pipe::pipe().unwrap();
         let unsealed = file(1 << 20, SealFlags::empty());
         let short = file(4096, SealFlags::SHRINK);
         let sealed = file(16 << 20, SealFlags::SHRINK);
         let folder = OwnedFd::from(std::fs::File::open("/").unwrap());
-        let files = [&bell, &theirs, &pipe, &unsealed, &short, &sealed, &folder];
+        let files = [&doorbell, &theirs, &pipe, &unsealed, &short, &sealed, &folder];
         let linked = (round % 2 == 0).then(|| forger.link(honest.device()));
         let fresh = linked.is_none().then(|| Forger::reach(honest.device()));
         let socket = linked
@@ -583,16 +583,16 @@ fn hear__nonsense_ends_the_link_and_no_connection() {
 }
 
 #[test]
-fn answer_bells__of_no_use() {
+fn answer_doorbells__of_no_use() {
     let mut honest = Honest::new([127, 0, 1, 122], [127, 0, 1, 123]);
     let forger = Forger::new([127, 0, 1, 124], 3);
     let (segment, file) = Segment::create().unwrap();
     let ready = || {
         let core = honest.victim.device.engine().lock();
-        let mut fds = [PollFd::new(&core.links.bells, PollFlags::IN)];
+        let mut fds = [PollFd::new(&core.links.doorbells, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
     };
-    // The victim refuses descriptors that are no bells.
+    // The victim refuses descriptors that are no doorbells.
     let (pipe, other) = rustix::pipe::pipe().unwrap();
     let stream = rustix::net::socketpair(
         AddressFamily::UNIX,
@@ -601,38 +601,38 @@ fn answer_bells__of_no_use() {
         None,
     )
     .unwrap();
-    for no_bell in [&pipe, &other, &stream.0] {
+    for no_doorbell in [&pipe, &other, &stream.0] {
         let socket = Forger::reach(honest.device());
-        say(&socket, &forger.hello(), &[file.as_fd(), no_bell.as_fd()]).unwrap();
+        say(&socket, &forger.hello(), &[file.as_fd(), no_doorbell.as_fd()]).unwrap();
         let forged = Forged {
             socket,
             segment: Arc::clone(&segment),
             file: file.try_clone().unwrap(),
-            bell: other.try_clone().unwrap(),
+            doorbell: other.try_clone().unwrap(),
         };
         assert_ne!(forged.hear(), Some(Message::Welcome));
     }
     drop(other);
     until("peace", || !ready());
-    // The victim does not keep looking at a bell that has ended, or that the peer keeps beyond the link's end.
+    // The victim does not keep looking at a doorbell that has ended, or that the peer keeps beyond the link's end.
     for kept in [false, true] {
-        let [bell, theirs] = bells();
+        let [doorbell, theirs] = doorbells();
         let socket = Forger::reach(honest.device());
         say(&socket, &forger.hello(), &[file.as_fd(), theirs.as_fd()]).unwrap();
         let forged = Forged {
             socket,
             segment: Arc::clone(&segment),
             file: file.try_clone().unwrap(),
-            bell: bell.try_clone().unwrap(),
+            doorbell: doorbell.try_clone().unwrap(),
         };
         assert_eq!(forged.hear(), Some(Message::Welcome));
         if kept {
             drop(forged);
             until("the end of the link", || honest.others() == 0);
-            let _ = rustix::net::send(&bell, &[0], SendFlags::DONTWAIT);
+            let _ = rustix::net::send(&doorbell, &[0], SendFlags::DONTWAIT);
             until("peace", || !ready());
         } else {
-            drop((forged.bell, bell, theirs));
+            drop((forged.doorbell, doorbell, theirs));
             until("peace", || !ready());
         }
     }
@@ -640,7 +640,7 @@ fn answer_bells__of_no_use() {
 }
 
 #[test]
-fn answer_bells__without_end() {
+fn answer_doorbells__without_end() {
     let mut honest = Honest::new([127, 0, 1, 125], [127, 0, 1, 126]);
     let forger = Forger::new([127, 0, 1, 127], 3);
     let forged = forger.link(honest.device());
@@ -649,7 +649,7 @@ fn answer_bells__without_end() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
-                    let _ = rustix::net::send(&forged.bell, &[0], SendFlags::DONTWAIT);
+                    let _ = rustix::net::send(&forged.doorbell, &[0], SendFlags::DONTWAIT);
                 }
             });
         }
@@ -1146,7 +1146,7 @@ fn accept__hundreds_of_connections() {
     assert!(honest.have_link());
 }
 
-/// Packets that a peer sent before it died arrive, although the peer rang no bell for them.
+/// Packets that a peer sent before it died arrive, although the peer rang no doorbell for them.
 #[test]
 fn part__takes_what_is_in_the_ring() {
     let mut honest = Honest::new([127, 0, 1, 156], [127, 0, 1, 157]);
@@ -1157,14 +1157,14 @@ fn part__takes_what_is_in_the_ring() {
     };
     for _ in 0..20 {
         let forged = forger.link(honest.device());
-        // Between two turns of the engine, so that the engine finds both at the same time.
+        // Under the engine's lock, so that the engine finds both at the same time.
         let core = honest.device().engine().lock();
         let before = core.rnic.counters().rcvd_pkts_local;
         let mut ring = Producer::new(forged.segment.ring(Side::Asking));
         for _ in 0..3 {
             let _ = ring.push(meta, &[0; 64]).unwrap();
         }
-        drop((forged.socket, forged.bell));
+        drop((forged.socket, forged.doorbell));
         drop(core);
         until("the end of the link", || honest.others() == 0);
         let after = honest.device().counters().rcvd_pkts_local;
@@ -1176,8 +1176,8 @@ fn part__takes_what_is_in_the_ring() {
 #[test]
 fn send__to_a_peer_that_takes_nothing() {
     let (segment, _file) = Segment::create().unwrap();
-    let [bell, _theirs] = bells();
-    let mut rings = Rings::new(segment, Side::Asking, bell, None, &Arc::default());
+    let [doorbell, _theirs] = doorbells();
+    let mut rings = Rings::new(segment, Side::Asking, doorbell, None, &Arc::default());
     let meta = Meta {
         segment_bytes: 1024,
         traffic_class: 0,
@@ -1196,8 +1196,8 @@ fn send__to_a_peer_that_takes_nothing() {
 #[test]
 fn take__memory_that_cannot_be_relied_on() {
     let (segment, _file) = Segment::create().unwrap();
-    let [bell, _theirs] = bells();
-    let rings = Rings::new(segment, Side::Asking, bell, None, &Arc::default());
+    let [doorbell, _theirs] = doorbells();
+    let rings = Rings::new(segment, Side::Asking, doorbell, None, &Arc::default());
     let open = Arc::new(AtomicBool::new(true));
     let granted = |offset, length| message::Granted {
         rkey: RKey(1),
@@ -1211,7 +1211,7 @@ fn take__memory_that_cannot_be_relied_on() {
         gate: 0,
         left: 0,
     };
-    let [own, _end] = bells();
+    let [own, _end] = doorbells();
     let process = Process::of(std::process::id() as i32, own.as_fd());
     let take = |granted, file: Option<&OwnedFd>| {
         let files = file.map(|file| file.try_clone().unwrap()).into_iter().collect();
@@ -1273,7 +1273,7 @@ fn serve__a_process_whose_socket_outlives_it() {
     let honest = Honest::new([127, 0, 1, 140], [127, 0, 1, 141]);
     let mut process = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     // The test holds the other end, as a forked child would.
-    let [socket, _held] = bells();
+    let [socket, _held] = doorbells();
     let mut core = honest.device().engine().lock();
     let pid = process.id() as i32;
     let other = Process::of(pid, socket.as_fd());

@@ -165,16 +165,16 @@ impl RingMemory for Side {
 
 /// The object on which a side sleeps: an eventfd.
 #[derive(Debug)]
-struct Bell {
+struct Doorbell {
     rung: Mutex<bool>,
     changed: Condvar,
 }
 
-impl Bell {
-    fn new(rung: bool) -> Rc<Bell> {
+impl Doorbell {
+    fn new(rung: bool) -> Rc<Doorbell> {
         let rung = Mutex::new(rung);
         let changed = Condvar::new();
-        Rc::new(Bell { rung, changed })
+        Rc::new(Doorbell { rung, changed })
     }
 
     fn ring(&self) {
@@ -242,7 +242,7 @@ fn hand_over(weak: Weak) {
 /// somebody else is about to sleep on the consumer's side while the consumer sleeps.
 fn sleepers(weak: Weak, slots: u32, rung: bool, more: bool) {
     let (mut producer, mut consumer) = ring(slots, 0, weak);
-    let (records, room) = (Bell::new(rung), Bell::new(rung));
+    let (records, room) = (Doorbell::new(rung), Doorbell::new(rung));
     let other = thread::spawn({
         let (records, room) = (Rc::clone(&records), Rc::clone(&room));
         move || {

@@ -1,4 +1,4 @@
-//! Turns under loom, which tries the orders in which threads may run and every value that a load may return. Each model holds as the code
+//! The lock under loom, which tries the orders in which threads may run and every value that a load may return. Each model holds as the code
 //! is, and fails when any single ordering that it relies on is weakened.
 
 use std::cell::Cell;
@@ -15,11 +15,11 @@ enum Weak {
     Nothing,
     /// The ordering of the step on this line of `word.rs`.
     Step(u32),
-    /// A thread that has ended a turn does not check whether the word was rung.
+    /// A thread that has unlocked does not check whether an item was left.
     NoLookBehind,
-    /// A thread that leaves an item does not take a turn that is free.
-    NoTurnOfOnesOwn,
-    /// A thread that lets go wakes nobody.
+    /// A thread that leaves an item does not take a lock that is free.
+    NoLockOfOnesOwn,
+    /// A thread that unlocks wakes nobody.
     NoWake,
 }
 
@@ -145,7 +145,7 @@ use word::Word;
 
 struct Shared {
     word: Word,
-    /// The state that the turn protects: number of items taken in. Loom watches the cell beside it.
+    /// The state that the lock protects: number of items taken in. Loom watches the cell beside it.
     taken_in: Cell<u32>,
     watch: UnsafeCell<()>,
     left: Mutex<u32>,
@@ -161,18 +161,18 @@ impl Shared {
         })
     }
 
-    /// Does the same as the engine in its turn and after it.
+    /// Does the same as the holder of the engine's lock, and what it does after unlocking.
     fn drive(&self) {
         loop {
             self.watch.with_mut(|_| ());
-            if self.word.is_rung() {
-                self.word.answer();
+            if self.word.has_left() {
+                self.word.clear_left();
                 let left = std::mem::take(&mut *self.left.lock().unwrap());
                 self.taken_in.set(self.taken_in.get() + left);
             }
-            self.word.let_go();
-            let again = self.word.is_rung() && WEAK.get() != Weak::NoLookBehind;
-            if !again || !self.word.try_hold() {
+            self.word.unlock();
+            let again = self.word.has_left() && WEAK.get() != Weak::NoLookBehind;
+            if !again || !self.word.try_lock() {
                 return;
             }
         }
@@ -180,8 +180,8 @@ impl Shared {
 
     fn leave(&self) {
         *self.left.lock().unwrap() += 1;
-        let held = self.word.ring();
-        if !held && WEAK.get() != Weak::NoTurnOfOnesOwn && self.word.try_hold() {
+        let held = self.word.mark_left();
+        if !held && WEAK.get() != Weak::NoLockOfOnesOwn && self.word.try_lock() {
             self.drive();
         }
     }
@@ -202,17 +202,17 @@ fn holds(weak: Weak, model: fn()) -> bool {
     held
 }
 
-/// Two threads want the turn, one at a time; one that sleeps for it is woken.
+/// Two threads take the lock, one at a time; one that sleeps for it is woken.
 fn two_drive() {
     let shared = Shared::new();
     let other = thread::spawn({
         let shared = shared.clone();
         move || {
-            shared.word.hold();
+            shared.word.lock();
             shared.drive();
         }
     });
-    shared.word.hold();
+    shared.word.lock();
     shared.drive();
     other.join().unwrap();
 }
@@ -224,7 +224,7 @@ fn two_leave() {
         let shared = shared.clone();
         thread::spawn(move || shared.leave())
     });
-    shared.word.hold();
+    shared.word.lock();
     shared.drive();
     for other in others {
         other.join().unwrap();
@@ -233,7 +233,7 @@ fn two_leave() {
 }
 
 #[test]
-fn hold__one_at_a_time_and_sleepers_are_woken() {
+fn lock__one_at_a_time_and_sleepers_are_woken() {
     assert!(holds(Weak::Nothing, two_drive));
     assert!(!holds(Weak::NoWake, two_drive));
 }
@@ -253,7 +253,7 @@ fn word__needs_each_ordering() {
 #[test]
 fn leave__is_taken_in_before_the_lock_rests() {
     assert!(holds(Weak::Nothing, two_leave));
-    for weak in [Weak::NoLookBehind, Weak::NoTurnOfOnesOwn] {
+    for weak in [Weak::NoLookBehind, Weak::NoLockOfOnesOwn] {
         assert!(!holds(weak, two_leave), "{weak:?} does no harm");
     }
 }

@@ -1,5 +1,6 @@
-//! Waiting for a completion. A waiting caller takes the thread's place, one caller at a time: it looks or sleeps as the policy decides,
-//! and arriving packets wake it directly, not through the thread. Other callers that wait meanwhile sleep beside it, and rely on it.
+//! Waiting for a completion, by the Leader/Followers pattern. One waiting caller at a time is the *leader* and takes the thread's place: it
+//! looks or sleeps as the policy decides, and arriving packets wake it directly, not through the thread. Other callers that wait meanwhile
+//! are *followers*: they sleep and rely on the leader.
 
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
@@ -14,25 +15,25 @@ use super::{Core, Engine, RECEIVES_PER_TURN, SOCKET_RETRY_NS, Waker};
 use crate::soft::load::{conditions, current_cpu, wake_cost_ns};
 use crate::waiting::{Conditions, Plan, Policy, WaitMode};
 
-/// Way in which a driver waits: the caller in the seat, or the thread.
+/// Way in which a driver waits: the leader, or the thread.
 #[derive(Debug)]
 pub(super) struct Waiter {
     policy: Policy,
 }
 
-/// Ways of waiting of the callers that sit in the thread's place, one at a time.
+/// Ways of waiting of the leader. The caller that holds the lock around this is the leader.
 #[derive(Debug)]
-pub(super) struct Seat {
-    /// A caller that sleeps in the thread's place.
-    sitting: Waiter,
-    /// A caller that looks once in the thread's place and then sleeps on descriptors.
+pub(super) struct Leader {
+    /// A leader that sleeps in the thread's place.
+    leading: Waiter,
+    /// A leader that looks in the thread's place for a moment and then sleeps on descriptors.
     looking: Waiter,
 }
 
-impl Seat {
-    pub(super) fn new(pinned: Option<WaitMode>) -> Seat {
-        Seat {
-            sitting: Waiter::new(pinned),
+impl Leader {
+    pub(super) fn new(pinned: Option<WaitMode>) -> Leader {
+        Leader {
+            leading: Waiter::new(pinned),
             // A packet wakes the thread, and the thread wakes the caller.
             looking: Waiter::woken_by(2, pinned),
         }
@@ -74,11 +75,11 @@ impl Waiter {
 }
 
 impl Engine {
-    /// Wakes the thread and the caller in the seat after a link has come up: its peer rings only for those that announce their sleep after
-    /// that. The caller may leave the seat without sleeping, so the thread has to know of the link, too.
+    /// Wakes the thread and the leader after a link has come up: its peer rings the doorbell only for those that announce their sleep after
+    /// that. The leader may stop leading without sleeping, so the thread has to know of the link, too.
     pub(super) fn wake_sleepers(&self) {
         self.kick.wake();
-        self.seat_kick.wake();
+        self.leader_kick.wake();
     }
 
     pub(super) fn wake(&self, who: Wake) {
@@ -121,8 +122,8 @@ impl Engine {
         if self.waiting == Some(WaitMode::Running) {
             return None;
         }
-        let mut seat = self.seat.try_lock().ok()?;
-        let waiter = &mut seat.looking;
+        let mut leader = self.leader.try_lock().ok()?;
+        let waiter = &mut leader.looking;
         let began = self.now();
         let mut looks = None;
         loop {
@@ -152,8 +153,11 @@ impl Engine {
 
     /// Records that a caller slept on descriptors from `since` until something came.
     pub(crate) fn slept(&self, since: Instant) {
-        if let Ok(mut seat) = self.seat.try_lock() {
-            seat.looking.policy.woke(since.elapsed().as_nanos() as u64, None);
+        if let Ok(mut leader) = self.leader.try_lock() {
+            leader
+                .looking
+                .policy
+                .woke(since.elapsed().as_nanos() as u64, None);
         }
     }
 
@@ -171,13 +175,13 @@ impl Engine {
         if let Some(found) = self.poll(&mut look) {
             return Some(found);
         }
-        let seat = match self.seat.try_lock() {
+        let leader = match self.leader.try_lock() {
             Err(TryLockError::WouldBlock) => None,
-            // The caller in the seat panicked and has left it; the record of its waits is still valid.
-            Err(TryLockError::Poisoned(seat)) => Some(seat.into_inner()),
-            Ok(seat) => Some(seat),
+            // An earlier leader panicked and leads no more; the record of its waits is still valid.
+            Err(TryLockError::Poisoned(leader)) => Some(leader.into_inner()),
+            Ok(leader) => Some(leader),
         };
-        let Some(mut seat) = seat else {
+        let Some(mut leader) = leader else {
             loop {
                 cq.arm(Arm::Next);
                 if let Some(found) = look() {
@@ -189,16 +193,15 @@ impl Engine {
                 }
             }
         };
-        // Leaves the seat, however this wait ends, before anybody else can take it: others may have come to rely on the caller in the
-        // seat.
-        let _leaves = Leaves(self);
-        self.wait_in_seat(&mut seat.sitting, deadline, waker, cq, look)
+        // Stops leading, however this wait ends, before anybody else can lead: followers may rely on this caller.
+        let _leads = Leads(self);
+        self.wait_as_leader(&mut leader.leading, deadline, waker, cq, look)
     }
 
-    /// Part of [`Engine::wait`] of the caller that has the seat.
-    fn wait_in_seat<R>(
+    /// Part of [`Engine::wait`] of the leader.
+    fn wait_as_leader<R>(
         &self,
-        seat: &mut Waiter,
+        waiter: &mut Waiter,
         deadline: Option<Instant>,
         waker: &Waker,
         cq: &CompletionQueue,
@@ -213,35 +216,35 @@ impl Engine {
         };
         loop {
             let now = self.now();
-            match seat.plan(now.since_ns(began), now, peer_cpu) {
+            match waiter.plan(now.since_ns(began), now, peer_cpu) {
                 Plan::Sleep => break,
                 Plan::Yield => thread::yield_now(),
                 Plan::Spin { .. } => std::hint::spin_loop(),
             }
             if let Some(found) = self.poll(&mut look) {
-                seat.policy.came(self.now().since_ns(began));
+                waiter.policy.came(self.now().since_ns(began));
                 return Some(found);
             }
             if is_over(left()) {
-                seat.policy.gave_up(self.now().since_ns(began));
+                waiter.policy.gave_up(self.now().since_ns(began));
                 return None;
             }
         }
         let mut slept = false;
         loop {
-            self.hand_over.sit();
+            self.hand_over.lead();
             let mut core = self.lock();
             let now = self.now();
-            core.receive_seated(now, slept);
+            core.receive_as_leader(now, slept);
             core.finish(now, true);
             self.wake_early(&core);
             if let Some(found) = look() {
-                seat.policy.woke(now.since_ns(began), None);
+                waiter.policy.woke(now.since_ns(began), None);
                 return Some(found);
             }
             let left = left();
             if is_over(left) {
-                seat.policy.gave_up(now.since_ns(began));
+                waiter.policy.gave_up(now.since_ns(began));
                 return None;
             }
             if !core.links.prepare_sleep() {
@@ -251,13 +254,13 @@ impl Engine {
             cq.watch(true);
             let due = core.rnic.poll_timeout();
             let blocked = core.blocked.is_some().then_some(SOCKET_RETRY_NS);
-            core.sleeps.seat_ns = due.map_or(u64::MAX, |at| at.0);
+            core.sleeps.leader_ns = due.map_or(u64::MAX, |at| at.0);
             drop(core);
             let due_ns = due.map(|at| at.since_ns(now));
             let timeout_ns = [left.map(|left| left.as_nanos() as u64), due_ns, blocked];
-            self.sleep_in_seat(waker, timeout_ns.into_iter().flatten().min());
+            self.sleep_as_leader(waker, timeout_ns.into_iter().flatten().min());
             let mut core = self.lock();
-            core.sleeps.seat_ns = 0;
+            core.sleeps.leader_ns = 0;
             core.links.awake();
             cq.watch(false);
             slept = true;
@@ -265,19 +268,19 @@ impl Engine {
     }
 
     /// Sleeps until something arrives, somebody wakes this caller, or the time is over.
-    fn sleep_in_seat(&self, waker: &Waker, timeout_ns: Option<u64>) {
+    fn sleep_as_leader(&self, waker: &Waker, timeout_ns: Option<u64>) {
         let timeout = timeout_ns.map(|ns| Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as _,
         });
         let mut fds = [
             PollFd::new(&self.watch, PollFlags::IN),
-            PollFd::new(self.seat_kick.fd(), PollFlags::IN),
+            PollFd::new(self.leader_kick.fd(), PollFlags::IN),
             PollFd::new(waker.fd(), PollFlags::IN),
         ];
         if poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n > 0) {
             if !fds[1].revents().is_empty() {
-                self.seat_kick.reset();
+                self.leader_kick.reset();
             }
             if !fds[2].revents().is_empty() {
                 waker.reset();
@@ -286,14 +289,14 @@ impl Engine {
     }
 }
 
-/// Leaves the seat when it is dropped, also while a panic of a caller's memory unwinds.
-struct Leaves<'a>(&'a Engine);
+/// Stops leading when it is dropped, also while a panic of a caller's memory unwinds.
+struct Leads<'a>(&'a Engine);
 
-impl Drop for Leaves<'_> {
+impl Drop for Leads<'_> {
     fn drop(&mut self) {
-        let Leaves(engine) = self;
+        let Leads(engine) = self;
         let is_any_armed = || engine.armed_queues.any();
-        engine.wake(engine.hand_over.leave_seat(engine.now().0, is_any_armed));
+        engine.wake(engine.hand_over.stop_leading(engine.now().0, is_any_armed));
     }
 }
 
@@ -308,7 +311,7 @@ impl LooksOut<'_> {
         let mut core = engine.lock();
         core.links.tell_cpu(current_cpu());
         core.caller_looks = true;
-        core.set_bells();
+        core.set_doorbells();
         let peer_cpu = core.links.peer_cpu();
         LooksOut { engine, peer_cpu }
     }
@@ -320,13 +323,13 @@ impl Drop for LooksOut<'_> {
         let engine = self.engine;
         let mut core = engine.lock();
         core.caller_looks = false;
-        if !core.set_bells() {
+        if !core.set_doorbells() {
             core.receive(engine.now(), RECEIVES_PER_TURN);
         }
         core.finish(engine.now(), true);
         engine.wake_early(&core);
         // A peer that keeps sending would keep this caller here for ever: the thread processes the rest.
-        if !core.set_bells() {
+        if !core.set_doorbells() {
             engine.kick.wake();
         }
     }
@@ -343,7 +346,7 @@ fn is_over(left: Option<Duration>) -> bool {
 
 impl Core {
     /// Processes arrived packets, for a caller that is about to sleep, or was woken: packets that remain in a socket wake it again.
-    fn receive_seated(&mut self, now: Time, woken: bool) {
+    fn receive_as_leader(&mut self, now: Time, woken: bool) {
         if self.links.receive(&mut self.rnic, now) == 0 && woken {
             self.receive(now, RECEIVES_PER_TURN);
         } else {

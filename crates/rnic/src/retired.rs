@@ -9,17 +9,17 @@ use crate::work::Operation;
 /// Handles of memories that work requests, packets or errors ended. Dropping the last handle of a memory unmaps or closes it, or
 /// runs its owner's code, which may call the device. So the engine drops none of them itself, but keeps them for its caller.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Graveyard(Arc<Graves>);
+pub(crate) struct RetiredMemories(Arc<Retired>);
 
 #[derive(Debug, Default)]
-struct Graves {
+struct Retired {
     memories: Mutex<Vec<Arc<dyn Memory>>>,
     /// Set when `memories` may hold some: the driver asks after every call of the device.
     any: AtomicBool,
 }
 
-impl Graveyard {
-    pub(crate) fn bury(&self, memory: Arc<dyn Memory>) {
+impl RetiredMemories {
+    pub(crate) fn retire(&self, memory: Arc<dyn Memory>) {
         let mut memories = self.0.memories.lock().unwrap_or_else(PoisonError::into_inner);
         memories.push(memory);
         self.0.any.store(true, Ordering::Relaxed);
@@ -40,22 +40,22 @@ impl Graveyard {
         match operation {
             Operation::Register(registration) => Some(Box::new(Held {
                 memory: registration.spec.memory.clone(),
-                graveyard: self.clone(),
+                retired: self.clone(),
             })),
             _ => None,
         }
     }
 }
 
-/// A memory that moves to the graveyard when this guard is dropped.
+/// A memory that is retired when this guard is dropped.
 #[derive(Debug)]
 pub(crate) struct Held {
     memory: Arc<dyn Memory>,
-    graveyard: Graveyard,
+    retired: RetiredMemories,
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.graveyard.bury(self.memory.clone());
+        self.retired.retire(self.memory.clone());
     }
 }
