@@ -128,6 +128,22 @@ pub struct WorkCompletion {
     pub src_qpn: Option<Qpn>,
 }
 
+impl Default for WorkCompletion {
+    /// Returns a placeholder, for a slice that is polled into: a request that was not carried out.
+    fn default() -> WorkCompletion {
+        WorkCompletion {
+            wr_id: 0,
+            status: Status::Flushed,
+            opcode: WcOpcode::Send,
+            byte_len: 0,
+            imm: None,
+            qpn: Qpn::new(0),
+            invalidated: None,
+            src_qpn: None,
+        }
+    }
+}
+
 /// Completion at which an armed queue notifies its waiter. IBTA Vol 1, 11.4.2.2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arm {
@@ -359,6 +375,16 @@ impl CompletionQueue {
         let mut queue = self.lock();
         let n = max.min(queue.completions.len());
         into.extend(queue.take(n));
+        n
+    }
+
+    /// Takes completions, oldest first, into the slice's first elements; returns how many.
+    pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+        let mut queue = self.lock();
+        let n = into.len().min(queue.completions.len());
+        for (to, wc) in into.iter_mut().zip(queue.take(n)) {
+            *to = wc;
+        }
         n
     }
 

@@ -45,6 +45,11 @@ const RDMUX_IP_ID_MAX: u16 = 127;
 /// Longest packet: BTH, the longest extension headers, 4,096 bytes of payload, pad, ICRC; rounded up.
 const PACKET_BYTES_MAX: usize = 4_096 + 128;
 
+/// Maximum number of QPs of a device. The device chooses 16 bits of a QPN; half of these numbers stay free, so that a number stays
+/// unused for a while after its QP was destroyed.
+pub const QPS_MAX: usize = 1 << 15;
+/// Maximum number of shared receive queues of a device.
+pub const SRQS_MAX: usize = 1 << 15;
 /// Random numbers tried for a QPN. At least half of all numbers belong to no QP, and connections whose QPs were destroyed hold few
 /// of those.
 const QPN_TRIES: u32 = 1_000;
@@ -389,11 +394,12 @@ impl Rnic {
         self.xrcds.get(xrcd.0 as usize).copied().unwrap_or(false)
     }
 
-    /// Creates a shared receive queue. Returns `None` when the PD, the XRC domain or its CQ does not exist, or when there are 2^15
-    /// such queues already. IBTA Vol 1, 11.2.9.1.
+    /// Creates a shared receive queue. Returns `None` when the PD, the XRC domain or its CQ does not exist, or when there are
+    /// [`SRQS_MAX`] such queues already. IBTA Vol 1, 11.2.9.1.
     pub fn create_srq(&mut self, init: SrqInit) -> Option<Srqn> {
         let xrc_is_there = |(xrcd, cq): (Xrcd, Cqn)| self.has_xrcd(xrcd) && self.cqs.contains_key(&cq.0);
-        if !self.regions.has_pd(init.pd) || !init.xrc.is_none_or(xrc_is_there) || self.srqs.len() >= 1 << 15 {
+        let is_full = self.srqs.len() >= SRQS_MAX;
+        if is_full || !self.regions.has_pd(init.pd) || !init.xrc.is_none_or(xrc_is_there) {
             return None;
         }
         let srqn = loop {
@@ -491,15 +497,13 @@ impl Rnic {
     }
 
     /// Creates a QP. Returns `None` when the PD, a CQ, the shared receive queue or the XRC domain does not exist or does not match
-    /// the transport service, or all QPNs are taken. IBTA Vol 1, 11.2.4.1.
+    /// the transport service, or when there are [`QPS_MAX`] QPs already. IBTA Vol 1, 11.2.4.1.
     pub fn create_qp(&mut self, init: QpInit) -> Option<Qpn> {
         let cqs = [init.send_cq, init.recv_cq];
-        // The device chooses 16 bits of a QPN; half of these numbers stay free, so that a number stays unused for a while after its
-        // QP was destroyed.
         if !self.regions.has_pd(init.pd)
             || cqs.iter().any(|cq| !self.cqs.contains_key(&cq.0))
             || !self.receives_from_exist(&init)
-            || self.qps.len() >= 1 << 15
+            || self.qps.len() >= QPS_MAX
         {
             return None;
         }

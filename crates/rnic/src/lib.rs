@@ -26,6 +26,7 @@ mod pacer;
 mod qp;
 mod queue;
 mod region;
+mod remote;
 mod retired;
 pub mod sched;
 mod srq;
@@ -42,8 +43,8 @@ pub use cq::{
     Arm, ArmedQueues, CompletionQueue, Cqn, Moderation, Status, TooShort, WcOpcode, WorkCompletion,
 };
 pub use device::{
-    Arrival, CmDetail, Config, CqDetail, LinkProgress, Links, Paged, PdDetail, QpDetail, QpInfo,
-    RegionDetail, Rnic, SRQ_QPS_MAX, SrqDetail, Traffic,
+    Arrival, CmDetail, Config, CqDetail, LinkProgress, Links, Paged, PdDetail, QPS_MAX, QpDetail, QpInfo,
+    RegionDetail, Rnic, SRQ_QPS_MAX, SRQS_MAX, SrqDetail, Traffic,
 };
 pub use flush::{FlushId, FlushJob};
 pub use histogram::{Histogram, Latencies};
@@ -54,7 +55,8 @@ pub use qp::{AttrMask, Cause, Event, ModifyError, QpAttributes, QpInit, QpState,
 pub use queue::{NotPosted, ReceiveQueue, SendQueue};
 pub use rdmux_wire::roce::Selectivity;
 pub use rdmux_wire::{LKey, Psn, Qpn, RKey};
-pub use region::{Pd, RegionKind, RegionSpec, RegisterError, WindowType};
+pub use region::{Pd, REGIONS_MAX, RegionKind, RegionSpec, RegisterError, WindowType};
+pub use remote::RemoteBuffer;
 pub use srq::{SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 pub use time::Time;
 pub use transmit::{ECN_CAPABLE, ECN_MARKED, Path, TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX, Train, TransmitBuf};

@@ -224,8 +224,9 @@ pub(crate) struct Regions {
     pub(crate) retired: RetiredMemories,
 }
 
-/// Maximum number of entries. All other keys stay free, so that a free one is soon found and a guess seldom hits.
-const ENTRIES_MAX: usize = 1 << 20;
+/// Maximum number of regions and windows of a device. All other keys stay free, so that a free one is soon found and a guess seldom
+/// hits.
+pub const REGIONS_MAX: usize = 1 << 20;
 
 impl Regions {
     pub(crate) fn new(retired: RetiredMemories) -> Regions {
@@ -268,7 +269,7 @@ impl Regions {
         if !self.has_pd(pd) {
             return Err(RegisterError::NoPd);
         }
-        if self.entries.len() >= ENTRIES_MAX {
+        if self.entries.len() >= REGIONS_MAX {
             return Err(RegisterError::NoResources);
         }
         let key = loop {

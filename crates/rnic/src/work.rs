@@ -6,6 +6,7 @@ use rdmux_wire::{LKey, Qpn, RKey};
 
 use crate::memory::Access;
 use crate::region::RegionSpec;
+use crate::remote::RemoteBuffer;
 use crate::srq::Srqn;
 use crate::transmit::Path;
 
@@ -296,6 +297,136 @@ pub struct SendRequest {
 }
 
 impl SendRequest {
+    /// Returns a request for an operation, for the QP's peer, with `wr_id` 0 and without flags.
+    pub fn new(operation: Operation, sges: impl Into<SgeList>) -> SendRequest {
+        SendRequest {
+            wr_id: 0,
+            operation,
+            sges: sges.into(),
+            flags: SendFlags::empty(),
+            to: Target::Connected,
+        }
+    }
+
+    /// Returns a SEND of the list's bytes.
+    pub fn send(sges: impl Into<SgeList>) -> SendRequest {
+        SendRequest::new(Operation::Send { imm: None }, sges)
+    }
+
+    /// Returns a WRITE of the bytes of `local` to the start of `remote`. `local` alone determines the length, as in every request
+    /// that has bytes: the peer checks it against the region, not against `remote`. [`RemoteBuffer::slice`] checks a length.
+    pub fn write(local: impl Into<SgeList>, remote: RemoteBuffer) -> SendRequest {
+        let RemoteBuffer {
+            address: va, rkey, ..
+        } = remote;
+        SendRequest::new(Operation::Write { va, rkey, imm: None }, local)
+    }
+
+    /// Returns a READ of the start of `remote` into `local`, which determines the length.
+    pub fn read(local: impl Into<SgeList>, remote: RemoteBuffer) -> SendRequest {
+        let RemoteBuffer {
+            address: va, rkey, ..
+        } = remote;
+        SendRequest::new(Operation::Read { va, rkey }, local)
+    }
+
+    /// Returns a compare-and-swap of the first 8 bytes of `remote`. `local` receives their previous value.
+    pub fn compare_swap(
+        local: impl Into<SgeList>,
+        remote: RemoteBuffer,
+        compare: u64,
+        swap: u64,
+    ) -> SendRequest {
+        let RemoteBuffer {
+            address: va, rkey, ..
+        } = remote;
+        let operation = Operation::CompareSwap {
+            va,
+            rkey,
+            compare,
+            swap,
+        };
+        SendRequest::new(operation, local)
+    }
+
+    /// Returns a fetch-and-add to the first 8 bytes of `remote`. `local` receives their previous value.
+    pub fn fetch_add(local: impl Into<SgeList>, remote: RemoteBuffer, add: u64) -> SendRequest {
+        let RemoteBuffer {
+            address: va, rkey, ..
+        } = remote;
+        SendRequest::new(Operation::FetchAdd { va, rkey, add }, local)
+    }
+
+    /// Returns an ATOMIC WRITE of the 8 bytes of `local` to the first 8 bytes of `remote`.
+    pub fn atomic_write(local: impl Into<SgeList>, remote: RemoteBuffer) -> SendRequest {
+        let RemoteBuffer {
+            address: va, rkey, ..
+        } = remote;
+        SendRequest::new(Operation::AtomicWrite { va, rkey }, local)
+    }
+
+    /// Returns a FLUSH of `remote`. The length of a FLUSH has 32 bits: a longer buffer flushes the whole region of its key.
+    pub fn flush(remote: RemoteBuffer, placement: Placement) -> SendRequest {
+        let (length, selectivity) = match u32::try_from(remote.length) {
+            Ok(length) => (length, Selectivity::Range),
+            Err(_) => (0, Selectivity::MemoryRegion),
+        };
+        let operation = Operation::Flush {
+            va: remote.address,
+            rkey: remote.rkey,
+            length,
+            placement,
+            selectivity,
+        };
+        SendRequest::new(operation, SgeList::EMPTY)
+    }
+
+    /// Sets the number that the completion returns.
+    #[must_use]
+    pub fn wr_id(mut self, wr_id: u64) -> SendRequest {
+        self.wr_id = wr_id;
+        self
+    }
+
+    /// Sets [`SendFlags::SIGNALED`]: the request completes also on success.
+    #[must_use]
+    pub fn signaled(self) -> SendRequest {
+        self.with(SendFlags::SIGNALED)
+    }
+
+    /// Sets [`SendFlags::SOLICITED`].
+    #[must_use]
+    pub fn solicited(self) -> SendRequest {
+        self.with(SendFlags::SOLICITED)
+    }
+
+    /// Sets [`SendFlags::FENCE`]: the request begins only when all earlier READs and atomics are complete.
+    #[must_use]
+    pub fn fence(self) -> SendRequest {
+        self.with(SendFlags::FENCE)
+    }
+
+    fn with(mut self, flags: SendFlags) -> SendRequest {
+        self.flags |= flags;
+        self
+    }
+
+    /// Sets the immediate data of a SEND or WRITE. The other operations carry none: their requests stay unchanged.
+    #[must_use]
+    pub fn imm(mut self, data: u32) -> SendRequest {
+        if let Operation::Send { imm } | Operation::Write { imm, .. } = &mut self.operation {
+            *imm = Some(data);
+        }
+        self
+    }
+
+    /// Sets the destination: of a UD QP or an XRC initiator.
+    #[must_use]
+    pub fn to(mut self, target: Target) -> SendRequest {
+        self.to = target;
+        self
+    }
+
     /// Checks the properties that do not depend on the QP's state; returns the message length in bytes.
     pub fn check(&self) -> Result<u32, PostError> {
         if self.sges.as_slice().len() > SGE_MAX {
@@ -334,6 +465,12 @@ pub struct RecvRequest {
 }
 
 impl RecvRequest {
+    /// Returns a request for one message.
+    pub fn new(wr_id: u64, sges: impl Into<SgeList>) -> RecvRequest {
+        let sges = sges.into();
+        RecvRequest { wr_id, sges }
+    }
+
     /// Checks the properties that do not depend on the queue.
     pub fn check(&self) -> Result<(), PostError> {
         if self.sges.as_inline().is_some() {
@@ -382,4 +519,111 @@ pub enum PostError {
     /// The device refused the request; the number is the system's errno.
     #[error("the device refused the request: {}", std::io::Error::from_raw_os_error(*.0))]
     Refused(i32),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOCAL: Sge = Sge::new(0x1000, 8, LKey(5));
+    const REMOTE: RemoteBuffer = RemoteBuffer {
+        address: 0x2000,
+        length: 100,
+        rkey: RKey(7),
+    };
+
+    /// Returns what a request is, without its flags and numbers.
+    fn parts(request: &SendRequest) -> (String, usize) {
+        (format!("{:?}", request.operation), request.sges.as_slice().len())
+    }
+
+    #[test]
+    fn send_request__each_constructor() {
+        let (va, rkey) = (REMOTE.address, REMOTE.rkey);
+        let all = [
+            (SendRequest::send(LOCAL), Operation::Send { imm: None }),
+            (
+                SendRequest::write(LOCAL, REMOTE),
+                Operation::Write { va, rkey, imm: None },
+            ),
+            (SendRequest::read(LOCAL, REMOTE), Operation::Read { va, rkey }),
+            (
+                SendRequest::compare_swap(LOCAL, REMOTE, 3, 4),
+                Operation::CompareSwap {
+                    va,
+                    rkey,
+                    compare: 3,
+                    swap: 4,
+                },
+            ),
+            (
+                SendRequest::fetch_add(LOCAL, REMOTE, 9),
+                Operation::FetchAdd { va, rkey, add: 9 },
+            ),
+            (
+                SendRequest::atomic_write(LOCAL, REMOTE),
+                Operation::AtomicWrite { va, rkey },
+            ),
+        ];
+        for (request, operation) in all {
+            assert_eq!(parts(&request), (format!("{operation:?}"), 1));
+            assert_eq!(request.sges.as_slice(), [LOCAL]);
+            assert_eq!(
+                (request.wr_id, request.flags, request.to),
+                (0, SendFlags::empty(), Target::Connected)
+            );
+            assert_eq!(request.check(), Ok(8));
+        }
+    }
+
+    #[test]
+    fn flush__range_or_region() {
+        let of_length = |length| SendRequest::flush(RemoteBuffer { length, ..REMOTE }, Placement::PERSISTENT);
+        let expected = |length, selectivity| Operation::Flush {
+            va: 0x2000,
+            rkey: RKey(7),
+            length,
+            placement: Placement::PERSISTENT,
+            selectivity,
+        };
+        for (bytes, length, selectivity) in [
+            (100, 100, Selectivity::Range),
+            (0xffff_ffff, u32::MAX, Selectivity::Range),
+            (1 << 32, 0, Selectivity::MemoryRegion),
+        ] {
+            let request = of_length(bytes);
+            assert_eq!(
+                parts(&request),
+                (format!("{:?}", expected(length, selectivity)), 0)
+            );
+            assert_eq!(request.check(), Ok(0));
+        }
+    }
+
+    #[test]
+    fn send_request__setters_add_to_each_other() {
+        let srq = Target::Srq(Srqn(3));
+        let request = SendRequest::send(LOCAL)
+            .wr_id(7)
+            .signaled()
+            .solicited()
+            .fence()
+            .imm(5)
+            .to(srq);
+        assert_eq!(
+            (request.wr_id, request.flags, request.to),
+            (7, SendFlags::all(), srq)
+        );
+        assert!(matches!(request.operation, Operation::Send { imm: Some(5) }));
+        let write = SendRequest::write(LOCAL, REMOTE).imm(6);
+        assert!(matches!(write.operation, Operation::Write { imm: Some(6), .. }));
+        let read = SendRequest::read(LOCAL, REMOTE);
+        assert_eq!(parts(&read.clone().imm(6)), parts(&read));
+    }
+
+    #[test]
+    fn recv_request__new() {
+        let request = RecvRequest::new(4, LOCAL);
+        assert_eq!((request.wr_id, request.sges.as_slice()), (4, &[LOCAL][..]));
+    }
 }

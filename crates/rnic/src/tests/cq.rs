@@ -154,6 +154,25 @@ fn times__stay_with_their_completions() {
 }
 
 #[test]
+fn poll_into__takes_the_oldest_and_their_times() {
+    let mut bed = Bed::new();
+    let (cq, now) = (bed.cq, bed.pair.now);
+    bed.rnic().keep_cq_times(cq);
+    let queue = bed.rnic().cq(cq).unwrap();
+    for wr_id in 1..6 {
+        bed.complete(wr_id * 100, wr_id);
+    }
+    let mut taken = [WorkCompletion::default(); 3];
+    assert_eq!(queue.poll_into(&mut taken), 3);
+    assert_eq!(taken.map(|wc| wc.wr_id), [1, 2, 3]);
+    let next = queue.poll_with_time().map(|(wc, came)| (wc.wr_id, came));
+    assert_eq!(next, Some((4, now + 400)));
+    assert_eq!(queue.poll_into(&mut taken), 1);
+    assert_eq!(taken.map(|wc| wc.wr_id), [5, 2, 3], "the rest of the slice stays");
+    assert_eq!(queue.poll_into(&mut taken), 0);
+}
+
+#[test]
 fn armed_queues__any_until_told_or_destroyed() {
     let mut bed = Bed::new();
     let armed = bed.rnic().armed_queues();
