@@ -17,6 +17,7 @@ use rdmux_wire::roce::PathMtu;
 use crate::event::AsyncEvent;
 use crate::features::Features;
 use crate::hw;
+use crate::limits::Limits;
 use crate::memory::Pages;
 use crate::provider::Provided;
 use crate::provider::Provider;
@@ -107,6 +108,32 @@ impl Device {
             }
         };
         Ok(Device { provided, address })
+    }
+
+    /// Returns the local addresses on which this process can open a device, of the provider that [`Device::open`] takes: those of
+    /// the interfaces that are up, loopback last, or those of the host's RDMA devices. A soft device can also be opened on every
+    /// other address of 127.0.0.0/8, which hosts have without a list.
+    pub fn addresses() -> io::Result<Vec<IpAddr>> {
+        match Provider::of_process() {
+            Provider::Soft => soft::udp::local_addresses(),
+            Provider::Hw => {
+                let mut addresses = Vec::new();
+                for (_, address) in hw::device::devices() {
+                    if !addresses.contains(&address) {
+                        addresses.push(address);
+                    }
+                }
+                Ok(addresses)
+            }
+        }
+    }
+
+    /// Returns the limits of the device.
+    pub fn limits(&self) -> Limits {
+        match &self.provided {
+            Provided::Soft(_) => Limits::SOFT,
+            Provided::Hw(device) => device.limits(),
+        }
     }
 
     /// Returns the kind of the device.
@@ -396,6 +423,15 @@ impl CompletionQueue {
         match &self.0.provided {
             Provided::Soft(cq) => cq.poll_many(max, into),
             Provided::Hw(cq) => cq.poll_many(max, into),
+        }
+    }
+
+    /// Takes completions, oldest first, into the first elements of a slice; returns how many. Drives the device if there is none.
+    /// Allocates nothing: a loop polls into the same slice again and again.
+    pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+        match &self.0.provided {
+            Provided::Soft(cq) => cq.poll_into(into),
+            Provided::Hw(cq) => cq.poll_into(into),
         }
     }
 

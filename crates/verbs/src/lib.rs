@@ -6,7 +6,7 @@
 //!
 //! ```no_run
 //! use rdmux_verbs::{
-//!     Access, AnonymousMemory, ConnectParams, Device, Operation, QpOptions, RecvRequest, SendFlags, SendRequest, Target,
+//!     Access, AnonymousMemory, ConnectParams, Device, QpOptions, RecvRequest, SendRequest,
 //! };
 //! use std::{sync::Arc, time::Duration};
 //!
@@ -17,15 +17,10 @@
 //! let memory = Arc::new(AnonymousMemory::new(4096)?);
 //! let mr = pd.reg_mr_all(memory.clone(), memory.address(), Access::LOCAL_WRITE)?;
 //! qp.init()?;
-//! qp.post_recv(RecvRequest { wr_id: 0, sges: mr.sge(64, 64).into() })?;
+//! let (send, receive) = (mr.slice(..64).ok_or("too short")?, mr.slice(64..128).ok_or("too short")?);
+//! qp.post_recv(RecvRequest::new(0, receive))?;
 //! let connection = device.connect(&qp, "127.0.0.1:7174".parse()?, &ConnectParams::default(), b"hello")?;
-//! qp.post_send(SendRequest {
-//!     wr_id: 1,
-//!     operation: Operation::Send { imm: None },
-//!     sges: mr.sge(0, 64).into(),
-//!     flags: SendFlags::SIGNALED,
-//!     to: Target::Connected,
-//! })?;
+//! qp.post_send(SendRequest::send(send).wr_id(1).signaled())?;
 //! let completion = cq.wait(Duration::from_secs(1))?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -48,6 +43,7 @@ mod event;
 mod features;
 pub mod hw;
 mod lease;
+mod limits;
 mod mapping;
 pub mod memory;
 mod persist;
@@ -76,6 +72,7 @@ pub use device::{
 pub use event::AsyncEvent;
 pub use features::{Features, Unsupported};
 pub use lease::{FileWatch, Wanted};
+pub use limits::Limits;
 pub use memory::{AnonymousMemory, ApplicationMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
 pub use provider::{Provider, set_process_provider};
 pub use rdmux_rnic::cm::{CmState, Endpoint};
@@ -83,9 +80,9 @@ pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,
     INLINE_BYTES_MAX, LKey, Latencies, MCAST_GROUPS_MAX, MCAST_QPS_MAX, McastError, Memory, Moderation,
     ModifyError, Operation, Path, PdDetail, Placement, PostError, Psn, QpAttributes, QpInfo, QpState, QpType,
-    Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, SGE_MAX,
-    Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status, Target,
-    Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
+    Qpn, RKey, RecvRequest, RegionDetail, RegionKind, RegionSpec, RegisterError, Registration, RemoteBuffer,
+    SGE_MAX, Selectivity, SendFlags, SendRequest, Sge, SgeList, SrqDetail, SrqError, SrqInfo, Srqn, Status,
+    Target, Traffic, WcOpcode, WindowType, WorkCompletion, dcqcn, faults, sched,
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};

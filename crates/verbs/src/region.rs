@@ -1,8 +1,9 @@
 //! Memory regions and windows. Each ends when it is dropped.
 
+use std::ops::RangeBounds;
 use std::sync::Arc;
 
-use rdmux_rnic::{Access, LKey, Memory, RKey, RegionSpec, RegisterError, Sge, WindowType};
+use rdmux_rnic::{Access, LKey, Memory, RKey, RegionSpec, RegisterError, RemoteBuffer, Sge, WindowType};
 
 use crate::device::ProtectionDomain;
 use crate::hw;
@@ -35,6 +36,7 @@ impl ProtectionDomain {
             pd: self.clone(),
             iova,
             length,
+            zero_based: access.contains(Access::ZERO_BASED),
         })
     }
 
@@ -64,6 +66,7 @@ impl ProtectionDomain {
             pd: self.clone(),
             iova: 0,
             length: 0,
+            zero_based: false,
         })
     }
 
@@ -88,6 +91,8 @@ pub struct MemoryRegion {
     pd: ProtectionDomain,
     iova: u64,
     length: u64,
+    /// Registered with [`Access::ZERO_BASED`].
+    zero_based: bool,
 }
 
 impl MemoryRegion {
@@ -173,12 +178,36 @@ impl MemoryRegion {
         }
         self.pd = pd.clone();
         (self.iova, self.length) = (iova, length);
+        self.zero_based = access.contains(Access::ZERO_BASED);
         Ok(())
     }
 
     /// A scatter/gather element: `length` bytes at `offset` of the region.
     pub fn sge(&self, offset: u64, length: u32) -> Sge {
         Sge::new(self.iova.wrapping_add(offset), length, self.lkey())
+    }
+
+    /// Returns a scatter/gather element of the bytes in `range`, counted from the start of the region. `None`: the range exceeds the
+    /// region, or has 4 GiB or more, which no element holds.
+    pub fn slice(&self, range: impl RangeBounds<u64>) -> Option<Sge> {
+        let part = self.remote(range)?;
+        Some(Sge::new(
+            part.address,
+            u32::try_from(part.length).ok()?,
+            self.lkey(),
+        ))
+    }
+
+    /// Returns the bytes in `range`, counted from the start of the region, as a peer names them in its requests. The peer's rights
+    /// are those that the region and the queue pair give. `None`: the range exceeds the region. (A region of
+    /// [`ProtectionDomain::alloc_mr`] has no bytes here: a work request gives it memory.)
+    pub fn remote(&self, range: impl RangeBounds<u64>) -> Option<RemoteBuffer> {
+        let whole = RemoteBuffer {
+            address: if self.zero_based { 0 } else { self.iova },
+            length: self.length,
+            rkey: self.rkey(),
+        };
+        whole.slice(range)
     }
 }
 

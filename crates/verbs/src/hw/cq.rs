@@ -116,6 +116,24 @@ impl CompletionQueue {
         total
     }
 
+    /// Takes completions, oldest first, into the slice's first elements; returns how many.
+    pub(crate) fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+        let mut taken = [abi::Wc::default(); POLL_MAX];
+        let mut total = 0;
+        while total < into.len() {
+            let left = &mut into[total..];
+            let count = self.0.cq.poll(&mut taken, left.len());
+            for (to, wc) in left.iter_mut().zip(&taken[..count]) {
+                *to = self.completion(wc);
+            }
+            total += count;
+            if count < POLL_MAX {
+                break;
+            }
+        }
+        total
+    }
+
     fn completion(&self, wc: &abi::Wc) -> WorkCompletion {
         let completion = completion(wc, self.0.with_inv);
         if completion.status != Status::Success {

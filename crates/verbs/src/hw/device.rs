@@ -1,6 +1,7 @@
 //! Devices: found by their address, opened once for each [`Device`], so that each has its own asynchronous events.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ffi::c_int;
 use std::fs;
 use std::io;
 use std::net::IpAddr;
@@ -27,6 +28,7 @@ use crate::abi;
 use crate::device::CreateError;
 use crate::event::AsyncEvent;
 use crate::features::{Features, Unsupported};
+use crate::limits::Limits;
 use crate::soft::faults::FaultCounts;
 use crate::soft::resources::answer::Answering;
 use crate::waiting::WaitMode;
@@ -262,6 +264,25 @@ impl Device {
     /// Returns its features. The first call tries those that devices do not report.
     pub(crate) fn features(&self) -> Features {
         *self.0.features.get_or_init(|| self.find_features())
+    }
+
+    /// Returns its limits. A queue pair gets fewer elements and inline bytes where the device has no room for so many.
+    pub(crate) fn limits(&self) -> Limits {
+        let attr = &self.0.attr.orig_attr;
+        let number = |value: c_int| u32::try_from(value).unwrap_or(0);
+        let port = self.0.context.query_port(self.0.port);
+        Limits {
+            queue_pairs: number(attr.max_qp),
+            shared_receive_queues: number(attr.max_srq),
+            memory_regions: number(attr.max_mr),
+            work_requests: Some(number(attr.max_qp_wr)),
+            completions: Some(number(attr.max_cqe)),
+            sges: number(attr.max_sge).min(Limits::SOFT.sges),
+            inline_bytes: Limits::SOFT.inline_bytes,
+            message_bytes: port.map_or(0, |port| port.max_msg_sz.min(Limits::SOFT.message_bytes)),
+            mcast_groups: number(attr.max_mcast_grp),
+            mcast_queue_pairs: number(attr.max_mcast_qp_attach),
+        }
     }
 
     /// Returns the error that it lacks a feature.

@@ -188,6 +188,11 @@ impl CompletionQueue {
         self.device.poll(look).unwrap_or(0)
     }
 
+    pub(crate) fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+        let look = || Some(self.queue.poll_into(into)).filter(|n| *n > 0);
+        self.device.poll(look).unwrap_or(0)
+    }
+
     pub(crate) fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
         let (wc, came) = self.device.poll(|| self.queue.poll_with_time())?;
         Some((wc, self.device.instant(came)))
