@@ -3,7 +3,8 @@
 use std::io;
 use std::net::IpAddr;
 
-use rdmux_rnic::{McastError, ModifyError, Path, Qpn, Target};
+use rdmux_rnic::{ECN_MARKED, McastError, ModifyError, Path, Qpn, Target};
+use rdmux_wire::grh::{GRH_LEN, source};
 
 use crate::device::{Device, QueuePair};
 use crate::provider::Provided;
@@ -25,6 +26,17 @@ impl Device {
             address: address.to_canonical(),
             traffic_class,
         }
+    }
+
+    /// Makes an address handle of the sender of a datagram that this device received. `grh` is the first bytes of the receive, and
+    /// gives the traffic class too; [`WorkCompletion::src_qpn`] is the sender's queue pair. `None` if the bytes are no such header.
+    /// IBTA Vol 1, 11.2.2.1, and `ibv_create_ah_from_wc(3)`.
+    ///
+    /// [`WorkCompletion::src_qpn`]: rdmux_rnic::WorkCompletion::src_qpn
+    pub fn create_ah_from_grh(&self, grh: &[u8; GRH_LEN]) -> Option<AddressHandle> {
+        let (address, traffic_class) = source(grh)?;
+        // The other bits are marks of the way that the datagram took.
+        Some(self.create_ah(address, traffic_class & !ECN_MARKED))
     }
 }
 

@@ -107,11 +107,16 @@ fn ud__there_and_back() {
     assert_eq!((bytes[20], bytes[21]), (0x45, 0x40));
     assert_eq!(bytes[32..40], [127, 0, 30, 1, 127, 0, 30, 2]);
     assert_eq!(bytes[40..], *b"ping");
-    let back = b.device.create_ah(a.device.address(), 0);
+    let back = b.device.create_ah_from_grh(bytes.first_chunk().unwrap()).unwrap();
     let back = back.to(wc.src_qpn.unwrap(), QKEY).unwrap();
     b.send_text(back, b"pong");
     let wc = a.next();
-    assert_eq!(a.bytes(&wc)[40..], *b"pong");
+    let bytes = a.bytes(&wc);
+    assert_eq!(bytes[40..], *b"pong");
+    assert_eq!(
+        bytes[21], 0x40,
+        "the answer has the traffic class of the question"
+    );
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The 40 bytes before a received datagram: the global route header, which on RoCEv2 is the IP header. IBTA Vol 1, 11.4.2.1 and
 //! A17.4.5. The 20 bytes of an IPv4 header are the last ones, and the bytes before them are zero.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::icrc::Flow;
 
@@ -49,6 +49,19 @@ pub fn grh(flow: &Flow, traffic_class: u8, udp_payload: usize) -> [u8; GRH_LEN] 
     grh
 }
 
+/// Returns the source address and the traffic class of a header; `None` if it is neither IPv4 nor IPv6. The bytes before an IPv4 header
+/// may have any value, so a correct IPv4 checksum decides.
+pub fn source(grh: &[u8; GRH_LEN]) -> Option<(IpAddr, u8)> {
+    let head = &grh[GRH_LEN - IPV4_HEADER..];
+    // The checksum of a header together with its own checksum is 0.
+    if head[0] == 0x45 && checksum(head) == 0 {
+        return Some((Ipv4Addr::from(*head[12..].first_chunk::<4>()?).into(), head[1]));
+    }
+    let is_ipv6 = grh[0] >> 4 == 6;
+    let source = Ipv6Addr::from(*grh[8..].first_chunk::<16>()?);
+    is_ipv6.then_some((source.into(), grh[0] << 4 | grh[1] >> 4))
+}
+
 /// Returns the Internet checksum of a header whose checksum field is zero. RFC 1071.
 fn checksum(head: &[u8]) -> u16 {
     let words = head
@@ -70,6 +83,30 @@ mod tests {
             src_port: 0xc000,
             dst_port: 4791,
         }
+    }
+
+    #[test]
+    fn source__of_each_family() {
+        for (src, dst) in [("192.0.2.1", "192.0.2.9"), ("2001:db8::1", "2001:db8::9")] {
+            for traffic_class in [0, 0xb8, 0xff] {
+                let mut header = grh(&flow(src, dst), traffic_class, 100);
+                let expected = Some((src.parse().unwrap(), traffic_class));
+                assert_eq!(source(&header), expected);
+                if src.contains('.') {
+                    // An RNIC may leave anything there.
+                    header[..20].fill(0x60);
+                    assert_eq!(source(&header), expected);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn source__of_something_else_is_none() {
+        assert_eq!(source(&[0; GRH_LEN]), None);
+        let mut header = grh(&flow("192.0.2.1", "192.0.2.9"), 0, 100);
+        header[39] ^= 1;
+        assert_eq!(source(&header), None, "the checksum is wrong");
     }
 
     #[test]
