@@ -251,6 +251,52 @@ fn resize__of_a_completion_queue() {
     });
 }
 
+/// More completions than the provider takes from the library at a time.
+#[test]
+fn poll_into__fills_the_slice_in_order() {
+    with_the_library("poll_into__fills_the_slice_in_order", || {
+        let (_device, a, b) = pair();
+        let remote = b.mr.remote(..8).unwrap();
+        let local = a.mr.slice(..8).unwrap();
+        for wr_id in 0..40 {
+            let request = SendRequest::write(local, remote).wr_id(wr_id).signaled();
+            a.qp.post_send(request).unwrap();
+        }
+        let begin = Instant::now();
+        let mut taken = [WorkCompletion::default(); 35];
+        let mut ids = Vec::new();
+        while ids.len() < 40 {
+            assert!(begin.elapsed() < LONG, "{ids:?}");
+            let count = a.cq.poll_into(&mut taken);
+            ids.extend(taken[..count].iter().map(|wc| (wc.wr_id, wc.status)));
+        }
+        let expected: Vec<_> = (0..40).map(|wr_id| (wr_id, Status::Success)).collect();
+        assert_eq!(ids, expected);
+    });
+}
+
+#[test]
+fn limits__are_those_that_the_library_reports() {
+    with_the_library("limits__are_those_that_the_library_reports", || {
+        let limits = device().limits();
+        assert_eq!(
+            (limits.queue_pairs, limits.shared_receive_queues),
+            (1 << 15, 1 << 15)
+        );
+        assert_eq!(
+            (limits.work_requests, limits.completions),
+            (Some(1 << 14), Some(1 << 20))
+        );
+        assert_eq!(
+            (limits.sges, limits.inline_bytes),
+            (SGE_MAX as u32, INLINE_BYTES_MAX as u32)
+        );
+        assert_eq!((limits.memory_regions, limits.message_bytes), (1 << 16, 1 << 31));
+        assert_eq!(limits.mcast_groups as usize, MCAST_GROUPS_MAX);
+        assert_eq!(limits.mcast_queue_pairs as usize, MCAST_QPS_MAX);
+    });
+}
+
 #[test]
 fn post_send_list__is_posted_up_to_the_first_that_is_refused() {
     with_the_library(
