@@ -98,3 +98,77 @@ fn queue(all: &[OwnedFd]) -> io::Result<OwnedFd> {
     }
     Ok(queued)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(non_snake_case, reason = "tests are named function__case")]
+
+    use std::net::UdpSocket;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::soft::udp::RxBatch;
+
+    const ADDR: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(127, 0, 0, 73));
+
+    fn given(sockets: &Sockets) -> Vec<OwnedFd> {
+        let descriptors = sockets.descriptors().into_iter();
+        descriptors.map(|fd| fd.try_clone_to_owned().unwrap()).collect()
+    }
+
+    /// Sends a datagram whose destination QPN lies in a slot, and waits until the socket has it.
+    fn expect_datagram(socket: &RxSocket, slot: u8) {
+        let sender = UdpSocket::bind((ADDR, 0)).unwrap();
+        let mut bytes = [0; 16];
+        bytes[5] = slot;
+        sender.send_to(&bytes, (ADDR, ROCE_PORT)).unwrap();
+        let (mut batch, deadline) = (RxBatch::new(), Instant::now() + Duration::from_secs(60));
+        while socket.recv_batch(&mut batch).unwrap() == 0 {
+            assert!(Instant::now() < deadline, "slot {slot}");
+        }
+    }
+
+    #[test]
+    fn open__gives_the_sockets_of_the_slots_however_they_are_kept() {
+        let queued = Sockets::bind(ADDR).unwrap();
+        let open = Sockets::Open(queued.all().unwrap());
+        for (sockets, count) in [(queued, 1), (open, SLOTS)] {
+            assert_eq!(sockets.descriptors().len(), count);
+            let taken = Sockets::from_descriptors(ADDR, given(&sockets)).unwrap();
+            drop(sockets);
+            let [last, first] = taken.open([SLOTS as u8 - 1, 0]).unwrap();
+            expect_datagram(&last, SLOTS as u8 - 1);
+            expect_datagram(&first, 0);
+            // A slot can be opened again.
+            let [again] = taken.open([SLOTS as u8 - 1]).unwrap();
+            expect_datagram(&again, SLOTS as u8 - 1);
+        }
+    }
+
+    #[test]
+    fn from_descriptors__of_anything_else() {
+        let [one, other] = [74, 75].map(|host| IpAddr::from([127, 0, 0, host]));
+        let sockets = Sockets::bind(one).unwrap();
+        assert!(
+            Sockets::from_descriptors(other, given(&sockets)).is_none(),
+            "another address"
+        );
+        let mut all = sockets.all().unwrap();
+        all.pop();
+        assert!(Sockets::from_descriptors(one, all).is_none(), "too few");
+        let (_sender, empty) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )
+        .unwrap();
+        assert!(
+            Sockets::from_descriptors(one, vec![empty]).is_none(),
+            "no message"
+        );
+        let file = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        assert!(Sockets::from_descriptors(one, vec![file]).is_none(), "no socket");
+        assert!(Sockets::from_descriptors(one, Vec::new()).is_none(), "nothing");
+    }
+}
