@@ -158,8 +158,15 @@ fn lab_peers(environment: &[(&str, &str)], addresses: [&str; 2], port: &str) -> 
     let folder = folder().keep();
     let files = ["answer.pcapng", "ask.pcapng"].map(|name| folder.join(name));
     let start = |args: &[&str], file: &Path| {
-        let mut command = rdmux(&[&["lab-peer"], args].concat());
+        let program = Path::new(RDMUX).with_file_name("rdmux-lab-peer");
+        assert!(
+            program.is_file(),
+            "no {}: cargo build -p rdmux-lab-peer",
+            program.display()
+        );
+        let mut command = Command::new(program);
         command
+            .args(args)
             .envs(environment.iter().copied())
             .env("RDMUX_CAPTURE", file);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());

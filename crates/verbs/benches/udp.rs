@@ -1,4 +1,4 @@
-//! Cost on this host of each of the system calls under the `soft` provider. `rdmux bench` measures what UDP carries. `cargo bench
+//! Cost on this host of each of the system calls under the `soft` provider. `rdmux-bench` measures what UDP carries. `cargo bench
 //! -p rdmux-verbs --bench udp [-- ADDRESS]`
 
 use std::error::Error;
