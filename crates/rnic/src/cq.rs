@@ -204,6 +204,8 @@ struct Queue {
     depth: usize,
     armed: Option<Arm>,
     armed_queues: ArmedQueues,
+    /// Set once the user who armed the queue is to be notified, until the user takes the notification or arms the queue again.
+    notified: bool,
     /// Set while a driver sleeps and has to be notified of the next completion that another driver causes.
     watched: bool,
     overrun: bool,
@@ -217,6 +219,7 @@ struct Queue {
 
 impl Queue {
     fn arm(&mut self, arm: Arm) {
+        self.notified = false;
         if self.armed.replace(arm).is_none() {
             self.armed_queues.0.fetch_add(1, Ordering::Relaxed);
         }
@@ -252,6 +255,7 @@ impl CompletionQueue {
             depth,
             armed: None,
             armed_queues,
+            notified: false,
             watched: false,
             overrun: false,
             came: None,
@@ -302,6 +306,7 @@ impl CompletionQueue {
             _ => {}
         }
         let told = tell && queue.armed.is_none();
+        queue.notified |= told;
         if std::mem::take(&mut queue.watched) || told {
             Pushed::Tell
         } else {
@@ -315,6 +320,7 @@ impl CompletionQueue {
         let is_due = queue.tell_at == Some(at);
         if is_due {
             queue.disarm();
+            queue.notified = true;
         }
         is_due
     }
@@ -407,6 +413,16 @@ impl CompletionQueue {
         if queue.armed != Some(Arm::Next) {
             queue.arm(arm);
         }
+    }
+
+    /// Returns whether a notification is pending: the user who armed the queue was notified, and has not taken it or armed the queue again.
+    pub fn is_notified(&self) -> bool {
+        self.lock().notified
+    }
+
+    /// Records that the user has taken the notification.
+    pub fn take_notification(&self) {
+        self.lock().notified = false;
     }
 
     /// Sets whether a sleeping driver waits for the next completion, in addition to what the queue is armed for. A driver needs no

@@ -212,6 +212,7 @@ impl CompletionQueue {
     }
 
     pub(crate) fn take_event(&self) -> bool {
+        self.queue.take_notification();
         self.waker.reset_if_woken()
     }
 
@@ -240,8 +241,9 @@ impl CompletionQueue {
         let found = self
             .device
             .wait(deadline_after(timeout), &self.waker, &self.queue, look);
-        if self.waiters.fetch_sub(1, Ordering::SeqCst) > 1 {
-            // The wake-up, and the event for which the queue was armed, may have been meant for all waiters: they poll and arm again.
+        if self.waiters.fetch_sub(1, Ordering::SeqCst) > 1 || self.queue.is_notified() {
+            // The wake-up, and the event for which the queue was armed, may have been meant for all waiters, and for a user who sleeps on
+            // the descriptor: they poll and arm again.
             self.waker.wake();
         }
         Ok(found)

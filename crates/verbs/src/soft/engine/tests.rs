@@ -464,6 +464,26 @@ fn arm__while_another_waits_for_the_queue() {
     assert_eq!(second.wr_id, 1);
 }
 
+/// A pending notification belongs to the user who armed the queue: a wait beside it leaves the descriptor readable.
+#[test]
+fn wait__leaves_the_notification_of_another_user() {
+    let pair = Pair::new([127, 0, 14, 23]);
+    let cq = &pair.cqs[1];
+    let sges = SgeList::EMPTY;
+    pair.qps[1].post_recv(RecvRequest { wr_id: 0, sges }).unwrap();
+    cq.arm(Arm::Next);
+    pair.post(Operation::Send { imm: None });
+    assert!(is_told(cq));
+    assert_eq!(cq.poll().unwrap().wr_id, 0);
+    for _ in 0..3 {
+        assert_eq!(cq.wait(Duration::from_millis(5)).unwrap(), None);
+        assert!(is_told(cq), "the notification is gone");
+    }
+    assert!(cq.take_event());
+    assert_eq!(cq.wait(Duration::from_millis(5)).unwrap(), None);
+    assert!(!cq.take_event(), "it was taken before");
+}
+
 /// A program arms its queue, polls until the queue is empty, and sleeps on the descriptor: the engine's thread watches meanwhile, and
 /// never sleeps for the time for which it trusts a polling caller.
 #[test]
