@@ -115,6 +115,9 @@ impl AsyncEvents {
                 self.by_age.remove(&age);
             }
         }
+        if self.by_age.is_empty() {
+            self.waker.reset_if_woken();
+        }
     }
 
     /// Takes the oldest event for a waiting thread. One wake-up can stand for several events: while there are more, this wakes the
@@ -153,6 +156,7 @@ mod tests {
         assert_eq!(events.take_and_pass_on(), Some(AsyncEvent::PortActive));
         assert!(!is_woken(), "none is there");
     }
+
     fn all(events: &mut AsyncEvents) -> Vec<AsyncEvent> {
         std::iter::from_fn(|| events.take()).collect()
     }
@@ -190,5 +194,14 @@ mod tests {
             all(&mut events),
             [AsyncEvent::LastWqeReached(other), AsyncEvent::CqError(Cqn(1))]
         );
+    }
+
+    #[test]
+    fn forget__of_the_last_event_leaves_nothing_to_wake_for() {
+        let mut events = AsyncEvents::new().unwrap();
+        let qpn = Qpn::new(1);
+        events.push(AsyncEvent::QpFatal(qpn));
+        events.forget(Object::Qp(qpn));
+        assert!(!events.waker().wait(Some(Duration::ZERO)));
     }
 }
