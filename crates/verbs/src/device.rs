@@ -115,7 +115,13 @@ impl Device {
     /// other address of 127.0.0.0/8, which hosts have without a list.
     pub fn addresses() -> io::Result<Vec<IpAddr>> {
         match Provider::of_process() {
-            Provider::Soft => soft::udp::local_addresses(),
+            // An IPv6 address may be there and not yet, or no more, be usable.
+            Provider::Soft => {
+                let all = soft::udp::local_addresses()?.into_iter();
+                Ok(all
+                    .filter(|address| UdpSocket::bind((*address, 0)).is_ok())
+                    .collect())
+            }
             Provider::Hw => {
                 let mut addresses = Vec::new();
                 for (_, address) in hw::device::devices() {
