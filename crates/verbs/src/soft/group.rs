@@ -3,7 +3,7 @@
 //! The first process of an address binds [`SLOTS`] sockets to the port, all at once, and a filter that chooses among
 //! them by the top byte of the destination QPN. Every later process of the same user gets all of them, so that none is
 //! ever closed while one process lives: closing one would move live QPs to other sockets. Each process reads the socket
-//! of its own slot and no other, and keeps the others open by one descriptor (`sockets.rs`).
+//! of its own slot and no other.
 //!
 //! Connection management uses QPN 1, which lies in slot 0. One process, the *holder*, reads that socket and hands each message to the
 //! process concerned: the one with the slot in the top byte of the communication id, or the one that offers the requested service. The
@@ -56,8 +56,9 @@ use self::worker::{Role, Worker};
 use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
 use super::user::{User, user_of};
 
-/// Sockets of a group. Slot 0 carries connection management alone, so 127 processes can share an address.
-pub const SLOTS: usize = 128;
+/// Sockets of a group. Slot 0 carries connection management alone, so 31 processes can share an address. Each process has a descriptor for
+/// each socket.
+pub const SLOTS: usize = 32;
 
 /// Services that one process may offer on one address.
 pub const SERVICES_MAX: usize = 512;
@@ -385,9 +386,8 @@ impl Group {
             .claim_a_slot(first_slot, |slot| ledger.is_dirty(slot))
             .map_err(|e| io("bind an abstract Unix socket")(e.into()))?
             .ok_or(GroupError::Full { addr })?;
-        let [socket, cm_socket] = sockets
-            .open([slot, CM_SLOT])
-            .map_err(io("open the sockets of UDP port 4791"))?;
+        let open = |slot| sockets.of_slot(slot).map_err(io("duplicate a descriptor"));
+        let (socket, cm_socket) = (open(slot)?, open(CM_SLOT)?);
         discard_queue(&socket).map_err(io("read UDP port 4791"))?;
 
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)

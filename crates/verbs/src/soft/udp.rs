@@ -108,11 +108,6 @@ impl RxSocket {
         Self::from_fd(fd)
     }
 
-    /// Returns the descriptor, which stays bound.
-    pub(super) fn into_fd(self) -> OwnedFd {
-        self.fd
-    }
-
     /// Takes a bound, non-blocking UDP socket that [`RxSocket::bind`] set up here or in another process.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use super::{SERVICES_MAX, SLOTS};
 /// Version of the protocol; both ends must have the same.
 pub(crate) const VERSION: u16 = 3;
 
-/// Descriptors of a welcome at most: all sockets and the ledger.
+/// Descriptors of a welcome: all sockets and the ledger.
 pub(super) const DESCRIPTORS: usize = SLOTS + 1;
 
 /// A datagram of connection management is shorter: BTH, DETH, 256 bytes, ICRC.
@@ -183,20 +183,9 @@ pub(in crate::soft) fn receive_with_descriptors(
     fd: impl AsFd,
     buffer: &mut [u8],
 ) -> Result<(usize, Vec<OwnedFd>), Errno> {
-    receive_by(fd, buffer, RecvFlags::DONTWAIT)
-}
-
-/// Makes descriptors of those that came with the first message, which stays in the queue.
-pub(super) fn peek_with_descriptors(fd: impl AsFd) -> Result<Vec<OwnedFd>, Errno> {
-    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
-    let (_, descriptors) = receive_by(fd, &mut [0], flags)?;
-    Ok(descriptors)
-}
-
-fn receive_by(fd: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> Result<(usize, Vec<OwnedFd>), Errno> {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
-    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = recvmsg(fd, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
     let mut descriptors = Vec::new();
     for item in control.drain() {
@@ -204,9 +193,8 @@ fn receive_by(fd: impl AsFd, buffer: &mut [u8], flags: RecvFlags) -> Result<(usi
             descriptors.extend(fds);
         }
     }
-    // There is room for all that a message may carry: the process may not have more descriptors.
     if received.flags.contains(ReturnFlags::CTRUNC) {
-        return Err(Errno::MFILE);
+        return Err(Errno::MSGSIZE);
     }
     Ok((received.bytes, descriptors))
 }
