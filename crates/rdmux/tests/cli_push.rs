@@ -799,7 +799,8 @@ fn serve__idle_with_100_connections_sleeps() {
     let (woken, used) = activity(serve.pid());
     let (woken, used) = (woken - before.0, used - before.1);
     println!("woken {woken} times in 10 s, {used:?}");
-    assert!(woken < 100, "woken {woken} times in 10 s");
+    // Waking each connection once a second would be 1,000 times. On a busy machine threads also sleep for each other's locks.
+    assert!(woken < 400, "woken {woken} times in 10 s");
     // The cost of a wake-up depends on the load of the machine; a server that never sleeps uses far more.
     assert!(used < Duration::from_millis(200), "{used:?} in 10 s");
     for client in &mut clients {
