@@ -129,7 +129,7 @@ pub struct WorkCompletion {
 }
 
 impl Default for WorkCompletion {
-    /// Returns a placeholder, for a slice that is polled into: a request that was not carried out.
+    /// Returns a flushed request 0, to fill a slice that completions are polled into.
     fn default() -> WorkCompletion {
         WorkCompletion {
             wr_id: 0,
