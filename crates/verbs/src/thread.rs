@@ -1,12 +1,15 @@
 //! Threads of the library, which leave signals to the program. The system may deliver a signal to any thread that has it unblocked,
 //! and a program that waits for the signal with `sigwait(3)` or a `signalfd(2)` would then not receive it.
-#![allow(unsafe_code, reason = "masks of signals, which rustix lacks")]
+#![allow(
+    unsafe_code,
+    reason = "masks of signals and scheduling policies, which rustix lacks"
+)]
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::thread::{Builder, JoinHandle};
 
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::thread::{CpuSet, Pid, sched_setaffinity};
 
 /// Signals that an instruction of the thread itself causes: a blocked one would kill, and no handler that reports or repairs the
 /// fault would be called.
@@ -42,6 +45,46 @@ pub fn pin(cpu: usize) -> io::Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu);
     Ok(sched_setaffinity(None, &set)?)
+}
+
+/// Scheduling policy of a thread: sched(7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Policy {
+    /// `SCHED_OTHER`.
+    Other,
+    /// `SCHED_BATCH`: when it wakes, it does not take the CPU from a running thread.
+    Batch,
+    /// Any other policy, which this library leaves alone.
+    Foreign,
+}
+
+/// Returns the scheduling policy of a thread of this process.
+pub(crate) fn policy(thread: Pid) -> io::Result<Policy> {
+    // SAFETY: no memory is passed.
+    match unsafe { libc::sched_getscheduler(thread.as_raw_nonzero().get()) } {
+        -1 => Err(io::Error::last_os_error()),
+        libc::SCHED_OTHER => Ok(Policy::Other),
+        libc::SCHED_BATCH => Ok(Policy::Batch),
+        _ => Ok(Policy::Foreign),
+    }
+}
+
+/// Sets the scheduling policy of a thread of this process. Needs no privilege; the nice value stays.
+///
+/// # Errors
+/// `EINVAL` for [`Policy::Foreign`]; `EPERM` or `ENOSYS` where a filter of system calls refuses; `ESRCH` where the thread has ended.
+pub(crate) fn set_policy(thread: Pid, policy: Policy) -> io::Result<()> {
+    let policy = match policy {
+        Policy::Other => libc::SCHED_OTHER,
+        Policy::Batch => libc::SCHED_BATCH,
+        Policy::Foreign => return Err(io::ErrorKind::InvalidInput.into()),
+    };
+    let param = libc::sched_param { sched_priority: 0 };
+    // SAFETY: the call reads `param`, which lives until it returns.
+    match unsafe { libc::sched_setscheduler(thread.as_raw_nonzero().get(), policy, &raw const param) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
 }
 
 /// Blocks, for this thread, all signals that can be blocked, except `FAULTS`; a thread that it starts inherits that. Returns the

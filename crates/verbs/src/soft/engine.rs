@@ -15,6 +15,7 @@ mod looks;
 mod open;
 mod sleep;
 mod sockets;
+mod standby;
 mod waker;
 
 use std::collections::HashMap;
@@ -54,6 +55,7 @@ pub use self::open::check_environment;
 pub use self::open::{OpenError, Options, SharedMemory};
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
+use self::standby::Standby;
 pub(crate) use self::waker::{CmQueue, CmSink, Waker};
 use super::capture;
 use super::faults::{self, Leaving};
@@ -147,6 +149,7 @@ pub(crate) struct Core {
     thread_asleep: bool,
     /// True while a caller polls for a moment before it sleeps: peers need not ring the doorbell of a sleeping thread meanwhile.
     caller_looks: bool,
+    standby: Standby,
     /// True while peers ring their doorbells for the thread.
     doorbells: bool,
     /// Number of wake-ups that completion queues sent to their waiters.
@@ -384,6 +387,7 @@ impl Engine {
             sleeps: Sleeps::default(),
             thread_asleep: false,
             caller_looks: false,
+            standby: Standby::default(),
             doorbells: false,
             told: Arc::default(),
             polls: 0,
@@ -718,6 +722,7 @@ impl Engine {
     fn run(self: Arc<Engine>, epoll: &Epoll) {
         // Pacing needs timers that fire on time; the engine works without them where the system refuses.
         let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
+        self.lock().standby.started();
         let mut waiter = Waiter::new(self.waiting);
         // Time since which nothing has arrived, and whether the thread has slept since.
         let mut idle: Option<(Time, bool)> = None;

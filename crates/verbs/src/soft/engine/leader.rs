@@ -130,11 +130,11 @@ impl Engine {
             let now = self.now();
             let peer_cpu = looks.as_ref().and_then(|looks: &LooksOut<'_>| looks.peer_cpu);
             match waiter.plan(now.since_ns(began), now, peer_cpu) {
-                Plan::Sleep => return None,
+                Plan::Sleep => break,
                 Plan::Yield => thread::yield_now(),
                 Plan::Spin { .. } => std::hint::spin_loop(),
             }
-            looks.get_or_insert_with(|| LooksOut::begin(self));
+            let looks = looks.get_or_insert_with(|| LooksOut::begin(self));
             if let Some(mut core) = self.try_lock() {
                 let now = self.now();
                 let received = core.receive_polled(now);
@@ -146,9 +146,12 @@ impl Engine {
                 && let Some(found) = look()
             {
                 waiter.policy.came(self.now().since_ns(began));
+                looks.found = true;
                 return Some(found);
             }
         }
+        self.lock().standby.caller_sleeps();
+        None
     }
 
     /// Records that a caller slept on descriptors from `since` until something came.
@@ -304,6 +307,7 @@ impl Drop for Leads<'_> {
 struct LooksOut<'a> {
     engine: &'a Engine,
     peer_cpu: Option<u32>,
+    found: bool,
 }
 
 impl LooksOut<'_> {
@@ -313,7 +317,11 @@ impl LooksOut<'_> {
         core.caller_looks = true;
         core.set_doorbells();
         let peer_cpu = core.links.peer_cpu();
-        LooksOut { engine, peer_cpu }
+        LooksOut {
+            engine,
+            peer_cpu,
+            found: false,
+        }
     }
 }
 
@@ -323,6 +331,9 @@ impl Drop for LooksOut<'_> {
         let engine = self.engine;
         let mut core = engine.lock();
         core.caller_looks = false;
+        if self.found {
+            core.standby.caller_found();
+        }
         if !core.set_doorbells() {
             core.receive(engine.now(), RECEIVES_PER_TURN);
         }

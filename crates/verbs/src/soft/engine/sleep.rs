@@ -97,6 +97,7 @@ impl Epoll {
         let mut core = engine.lock();
         core.sleeps.thread_ns = 0;
         core.thread_asleep = false;
+        core.standby.woke();
         if core.caller_looks && happened(DOORBELLS) {
             // A doorbell that was rung late would also end the next sleep.
             core.links.awake();

@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::*;
 use crate::device::{CompletionQueue, Device, QpOptions, QueuePair};
 use crate::region::MemoryRegion;
+use crate::thread::{Policy, policy};
 
 thread_local! {
     /// Flushes that this thread drives get no thread.
@@ -678,4 +679,43 @@ fn look_before_sleep__loses_no_wake_up() {
         scope.spawn(|| side(&ends[0], true));
         scope.spawn(|| side(&ends[1], false));
     });
+}
+
+/// The thread does not take the CPU from a caller that looks and finds, but takes it from anybody once the caller sleeps.
+#[test]
+fn look_before_sleep__thread_stands_by_while_callers_find() {
+    let options = Options {
+        waiting: Some(WaitMode::Interrupted),
+        ..Options::default()
+    };
+    let device = Device::open_with(IpAddr::from([127, 0, 14, 23]), options).unwrap();
+    let engine = device.engine();
+    until(engine, |core| core.thread_asleep);
+    let thread = engine.lock().standby.thread.unwrap();
+    let is_batch = || policy(thread).unwrap() == Policy::Batch;
+    // A caller that loses its CPU may run out of time before its first look.
+    let finds = || {
+        let mut looks = 0;
+        engine.look_before_sleep(|| {
+            looks += 1;
+            engine.told.fetch_add(1, Ordering::Relaxed);
+            (looks > 1).then_some(())
+        })
+    };
+    let find = || while finds().is_none() {};
+
+    assert!(!is_batch());
+    find();
+    assert!(is_batch());
+    assert_eq!(engine.look_before_sleep(|| None::<()>), None);
+    assert!(!is_batch(), "the caller sleeps");
+
+    // The caller does not come back.
+    find();
+    let deadline = Instant::now() + LONG;
+    while is_batch() {
+        assert!(Instant::now() < deadline);
+        until(engine, |core| core.thread_asleep);
+        engine.kick.wake();
+    }
 }
