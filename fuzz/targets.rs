@@ -1,15 +1,15 @@
 //! What is fuzzed: one function a parser. Each panics when something is wrong.
 //!
-//! Two programs share this file: the coverage-guided targets in `fuzz_targets/`, and `crates/wire/tests/fuzz.rs`, which runs
+//! Two programs share this file: the coverage-guided targets in `fuzz_targets/`, and `crates/capture/tests/fuzz.rs`, which runs
 //! on stable Rust in every test run.
 #![allow(dead_code, reason = "each coverage-guided target uses one of them")]
 
 use std::net::IpAddr;
 
-use rdmux_wire::check::Checker;
+use rdmux_capture::check::Checker;
+use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, IpAddressing, MAD_LEN, Message};
 use rdmux_wire::icrc::{Flow, IdBasis};
-use rdmux_wire::pcapng::{self, LinkType, Reader};
 use rdmux_wire::push;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet};
 use rdmux_wire::rsocket::{self, ConnData, DatagramHeader, UdpHeader};

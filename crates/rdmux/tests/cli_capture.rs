@@ -116,7 +116,7 @@ fn interfaces(file: &Path) -> Vec<String> {
 /// Returns the comments of a capture's packets.
 fn comments(file: &Path) -> Vec<String> {
     let bytes = std::fs::read(file).unwrap();
-    let packets = rdmux_wire::pcapng::Reader::new(&bytes).unwrap();
+    let packets = rdmux_capture::pcapng::Reader::new(&bytes).unwrap();
     let packets = packets.map(|packet| packet.unwrap());
     packets
         .filter_map(|packet| packet.comment.map(str::to_owned))

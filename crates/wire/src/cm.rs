@@ -18,8 +18,9 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
+use crate::bytes::{be16, be24, be32, be64, need, put, put24};
 use crate::roce::{PathMtu, Transport};
-use crate::{Malformed, Psn, Qpn, be16, be24, be32, be64, need, put, put24};
+use crate::{Malformed, Psn, Qpn};
 
 /// Bytes of a MAD.
 pub const MAD_LEN: usize = 256;

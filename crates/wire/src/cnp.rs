@@ -2,8 +2,9 @@
 //!
 //! Their opcode belongs to no transport service, so a receiver identifies them before it calls [`crate::roce::Packet`].
 
+use crate::bytes::{be16, be24, be32, need, put, put24};
 use crate::roce::{Bth, ICRC_LEN, PKEY_DEFAULT};
-use crate::{Malformed, Qpn, be16, be24, be32, need, put, put24};
+use crate::{Malformed, Qpn};
 
 /// A congestion notification: a packet that this QP sent was marked in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

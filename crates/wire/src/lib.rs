@@ -10,13 +10,15 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
-pub mod check;
+#[cfg(test)]
+extern crate self as rdmux_wire;
+
+pub mod bytes;
 pub mod cm;
 pub mod cnp;
 pub mod grh;
 pub mod icrc;
 mod id;
-pub mod pcapng;
 pub mod push;
 pub mod roce;
 pub mod rsocket;
@@ -47,40 +49,4 @@ pub enum Malformed {
         /// Value of the field.
         value: u64,
     },
-}
-
-/// Checks that `bytes` has at least `min` bytes, so that fixed fields can be read.
-pub(crate) fn need(what: &'static str, bytes: &[u8], min: usize) -> Result<(), Malformed> {
-    if bytes.len() < min {
-        return Err(Malformed::Truncated {
-            what,
-            len: bytes.len(),
-            min,
-        });
-    }
-    Ok(())
-}
-
-pub(crate) fn be16(b: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([b[at], b[at + 1]])
-}
-
-pub(crate) fn be24(b: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([0, b[at], b[at + 1], b[at + 2]])
-}
-
-pub(crate) fn be32(b: &[u8], at: usize) -> u32 {
-    u32::from_be_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
-}
-
-pub(crate) fn be64(b: &[u8], at: usize) -> u64 {
-    (u64::from(be32(b, at)) << 32) | u64::from(be32(b, at + 4))
-}
-
-pub(crate) fn put(b: &mut [u8], at: usize, bytes: &[u8]) {
-    b[at..at + bytes.len()].copy_from_slice(bytes);
-}
-
-pub(crate) fn put24(b: &mut [u8], at: usize, value: u32) {
-    b[at..at + 3].copy_from_slice(&value.to_be_bytes()[1..]);
 }

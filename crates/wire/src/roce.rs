@@ -8,7 +8,8 @@ use std::fmt;
 
 use bitflags::bitflags;
 
-use crate::{Malformed, Psn, Qpn, RKey, be16, be24, be32, be64, need, put, put24};
+use crate::bytes::{be16, be24, be32, be64, need, put, put24};
+use crate::{Malformed, Psn, Qpn, RKey};
 
 /// UDP destination port of RoCEv2. IBTA Vol 1, A17.4.
 pub const UDP_PORT: u16 = 4791;

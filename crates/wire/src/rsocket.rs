@@ -3,7 +3,8 @@
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
-use crate::{Malformed, Qpn, be16, be32, be64, need, put};
+use crate::bytes::{be16, be32, be64, need, put};
+use crate::{Malformed, Qpn};
 
 /// Byte order of a side's tables in memory; a peer that writes to them must use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Packets for tests, built by scapy 2.8.0 (`scapy.contrib.roce`): the ICRCs are those of an independent implementation.
 
-use crate::icrc::Flow;
+use rdmux_wire::icrc::Flow;
 
 /// A packet and the parameters of its ICRC.
 pub(crate) struct Vector {

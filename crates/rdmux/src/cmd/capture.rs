@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use rdmux_capture::check::{Checker, Report};
 use rdmux_verbs::soft::capture::{Filter, start};
 use rdmux_verbs::soft::resources::{DeviceAt, Object, ask, devices};
-use rdmux_wire::check::{Checker, Report};
 use rdmux_wire::roce::Opcode;
 use serde_json::{Value, json};
 
@@ -230,7 +230,7 @@ fn to_json(file: &Path, report: &Report) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rdmux_wire::pcapng::{self, LinkType};
+    use rdmux_capture::pcapng::{self, LinkType};
 
     #[test]
     fn to_json__has_every_field_of_the_report() {

@@ -1,7 +1,7 @@
 //! Conversion of messages to and from bytes.
 
 use super::*;
-use crate::{be16, be32, be64, need};
+use crate::bytes::{be16, be32, be64, need};
 
 impl Message {
     /// Reads a message: returns its request id and the message. `bytes` are those of one SEND.

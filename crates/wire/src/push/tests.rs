@@ -1,5 +1,5 @@
 use super::*;
-use crate::be16;
+use crate::bytes::be16;
 
 fn name(s: &str) -> Name {
     Name::new(s).unwrap()

@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, TryRecvError, channel, sync_
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use rdmux_wire::check::Checker;
+use rdmux_capture::check::Checker;
+use rdmux_capture::pcapng::{self, LinkType};
 use rdmux_wire::icrc::{Flow, IdBasis};
-use rdmux_wire::pcapng::{self, LinkType};
 use rdmux_wire::roce::{Bth, ICRC_LEN, NakCode, Packet, Syndrome, UDP_PORT, rnr_timer_ns};
 use rustix::net::SendFlags;
 

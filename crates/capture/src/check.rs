@@ -19,15 +19,15 @@ use std::fmt;
 use std::mem;
 use std::net::IpAddr;
 
-use crate::cm::Message;
-use crate::cnp::Cnp;
 use crate::pcapng::{Captured, LinkType, NoUdp, Reader, UdpDatagram, ip_udp};
-use crate::roce::{
+use rdmux_wire::cm::Message;
+use rdmux_wire::cnp::Cnp;
+use rdmux_wire::roce::{
     Bth, GSI_QKEY, ICRC_LEN, Opcode, Operation, Packet, PathMtu, Position, Reth, Syndrome, Transport,
     UDP_PORT,
 };
-use crate::sack::Sack;
-use crate::{Malformed, Psn, Qpn};
+use rdmux_wire::sack::Sack;
+use rdmux_wire::{Malformed, Psn, Qpn};
 
 /// Maximum length of a packet: the largest path MTU, and the maximum of headers, pad and ICRC.
 const PACKET_LEN_MAX: usize = 4096 + 100;
@@ -67,7 +67,7 @@ pub struct Report {
     pub rnr_naks: u64,
     /// FLUSHes with the ICRC that rxe gives them ([`Flow::rxe_flush_icrc`]) instead of the specification's.
     ///
-    /// [`Flow::rxe_flush_icrc`]: crate::icrc::Flow::rxe_flush_icrc
+    /// [`Flow::rxe_flush_icrc`]: rdmux_wire::icrc::Flow::rxe_flush_icrc
     pub rxe_flushes: u64,
     /// Responses to requests that are not in the capture, for example because it begins in the middle of a connection.
     pub unmatched: u64,
@@ -545,7 +545,7 @@ impl Checker {
             operation,
             length: packet.reth().map_or(0, |reth| reth.length),
         };
-        if packet.bth.opcode.ext().intersects(crate::roce::Ext::ATOMIC)
+        if packet.bth.opcode.ext().intersects(rdmux_wire::roce::Ext::ATOMIC)
             || matches!(
                 operation,
                 Operation::ReadRequest | Operation::Flush | Operation::AtomicWrite

@@ -12,8 +12,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use crate::icrc::Flow;
-use crate::{Malformed, be16, be32, need};
+use rdmux_wire::Malformed;
+use rdmux_wire::bytes::{be16, be32, need};
+use rdmux_wire::icrc::Flow;
 
 const SECTION_HEADER: u32 = 0x0a0d_0d0a;
 const INTERFACE: u32 = 1;
@@ -168,8 +169,8 @@ pub fn write_ip_udp(out: &mut Vec<u8>, flow: &Flow, ip_id: u16, tos: u8, payload
             out.extend_from_slice(&(6 << 28 | u32::from(tos) << 20).to_be_bytes());
             out.extend_from_slice(&udp_len.to_be_bytes());
             out.extend_from_slice(&[17, 64]);
-            out.extend_from_slice(&crate::cm::to_gid(src).octets());
-            out.extend_from_slice(&crate::cm::to_gid(dst).octets());
+            out.extend_from_slice(&rdmux_wire::cm::to_gid(src).octets());
+            out.extend_from_slice(&rdmux_wire::cm::to_gid(dst).octets());
             pseudo += sum(&out[start + 8..]);
             start + 40
         }

@@ -1,4 +1,4 @@
-//! Fuzzing of the parsers with a stable toolchain: mutates the seeds of `fuzz/corpus/TARGET/` and passes them to the target.
+//! Fuzzing of the parsers of `wire` and `capture` with a stable toolchain: mutates the seeds of `fuzz/corpus/TARGET/` and passes them to the target.
 //! `fuzz/stable.rs` documents how long this runs, and how to run one input again.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
