@@ -9,11 +9,11 @@ use std::net::IpAddr;
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType, Reader};
 use rdmux_wire::cm::{self, IpAddressing, MAD_LEN, Message};
-use rdmux_wire::icrc::{Flow, IdBasis};
 use rdmux_wire::push;
+use rdmux_wire::roce::icrc::{Flow, IdBasis};
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Bth, ICRC_LEN, Packet};
 use rdmux_wire::rsocket::{self, ConnData, DatagramHeader, UdpHeader};
-use rdmux_wire::sack::Sack;
 
 fn flow(v6: bool, forth: bool) -> Flow {
     let [a, b]: [IpAddr; 2] = if v6 {

@@ -21,12 +21,12 @@ use std::net::IpAddr;
 
 use crate::pcapng::{Captured, LinkType, NoUdp, Reader, UdpDatagram, ip_udp};
 use rdmux_wire::cm::Message;
-use rdmux_wire::cnp::Cnp;
+use rdmux_wire::roce::cnp::Cnp;
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{
     Bth, GSI_QKEY, ICRC_LEN, Opcode, Operation, Packet, PathMtu, Position, Reth, Syndrome, Transport,
     UDP_PORT,
 };
-use rdmux_wire::sack::Sack;
 use rdmux_wire::{Malformed, Psn, Qpn};
 
 /// Maximum length of a packet: the largest path MTU, and the maximum of headers, pad and ICRC.
@@ -67,7 +67,7 @@ pub struct Report {
     pub rnr_naks: u64,
     /// FLUSHes with the ICRC that rxe gives them ([`Flow::rxe_flush_icrc`]) instead of the specification's.
     ///
-    /// [`Flow::rxe_flush_icrc`]: rdmux_wire::icrc::Flow::rxe_flush_icrc
+    /// [`Flow::rxe_flush_icrc`]: rdmux_wire::roce::icrc::Flow::rxe_flush_icrc
     pub rxe_flushes: u64,
     /// Responses to requests that are not in the capture, for example because it begins in the middle of a connection.
     pub unmatched: u64,

@@ -14,7 +14,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use rdmux_wire::Malformed;
 use rdmux_wire::bytes::{be16, be32, need};
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 
 const SECTION_HEADER: u32 = 0x0a0d_0d0a;
 const INTERFACE: u32 = 1;

@@ -22,7 +22,7 @@ impl Backlog {
     pub fn is_bounded(&self, qps: usize) -> bool {
         // A SACK bitmap reports every packet that a responder keeps; a requester does not ask for more READ data ahead of a gap
         // either.
-        let kept_max = 2 * 8 * rdmux_wire::sack::Sack::BYTES_MAX;
+        let kept_max = 2 * 8 * rdmux_wire::roce::sack::Sack::BYTES_MAX;
         // A replayed response may be inserted in front of one that is pending already.
         let answers_max = ANSWERS_MAX + 1;
         self.kept_packets <= qps * kept_max

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use rand_chacha::ChaCha12Rng;
 use rand_core::{RngCore, SeedableRng};
-use rdmux_wire::cnp::Cnp;
-use rdmux_wire::icrc::{Flow, IdBasis};
+use rdmux_wire::roce::cnp::Cnp;
+use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, Deth, GSI_QKEY, ICRC_LEN, Opcode, Operation as Op, Packet, Transport, UDP_PORT};
 use rdmux_wire::{LKey, Psn, Qpn, RKey};
 
@@ -962,7 +962,7 @@ impl Rnic {
         }
     }
 
-    /// Returns whether the ICRC is right; see `rdmux_wire::icrc` for the IPv4 identification. `narrow`: the peer is known to be
+    /// Returns whether the ICRC is right; see `rdmux_wire::roce::icrc` for the IPv4 identification. `narrow`: the peer is known to be
     /// rdmux.
     fn icrc_is_right(&mut self, flow: &Flow, bytes: &[u8], icrc: u32, narrow: bool) -> bool {
         let difference = flow.icrc(&bytes[..bytes.len() - ICRC_LEN], 0) ^ icrc;

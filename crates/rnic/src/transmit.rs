@@ -7,7 +7,7 @@
 use std::net::IpAddr;
 use std::ops::Range;
 
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN, UDP_PORT};
 
 use crate::probes::word24;

@@ -12,7 +12,7 @@ use rdmux_rnic::{
 
 use rdmux_rnic::ECN_MARKED;
 use rdmux_wire::Qpn;
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN, Operation, UDP_PORT};
 
 use crate::dice::Dice;

@@ -4,7 +4,7 @@ use std::io;
 use std::net::IpAddr;
 
 use rdmux_rnic::{ECN_MARKED, McastError, ModifyError, Path, Qpn, Target};
-use rdmux_wire::grh::{GRH_LEN, source};
+use rdmux_wire::roce::grh::{GRH_LEN, source};
 
 use crate::device::{Device, QueuePair};
 use crate::provider::Provided;

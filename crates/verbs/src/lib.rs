@@ -86,7 +86,7 @@ pub use rdmux_rnic::{
 };
 pub use rdmux_rnic::{Cause, trace};
 pub use rdmux_wire::cm::{Extensions, RejReason, ServiceId, SidrStatus};
-pub use rdmux_wire::grh::GRH_LEN;
+pub use rdmux_wire::roce::grh::GRH_LEN;
 pub use rdmux_wire::roce::{PathMtu, Transport};
 pub use region::{MemoryRegion, MemoryWindow};
 pub use sidr::{

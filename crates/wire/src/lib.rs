@@ -6,7 +6,7 @@
 //! panic. `emit` writes into a buffer that the caller made large enough (each value documents the size) and panics if the buffer is too
 //! small: that is a bug of the caller, never of the peer.
 //!
-//! Begin with [`roce::Packet`], [`icrc::Flow`] and [`cm::Message`].
+//! Begin with [`roce::Packet`], [`roce::icrc::Flow`] and [`cm::Message`].
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
@@ -15,14 +15,10 @@ extern crate self as rdmux_wire;
 
 pub mod bytes;
 pub mod cm;
-pub mod cnp;
-pub mod grh;
-pub mod icrc;
 mod id;
 pub mod push;
 pub mod roce;
 pub mod rsocket;
-pub mod sack;
 #[cfg(test)]
 mod vectors;
 

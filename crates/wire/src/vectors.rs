@@ -1,6 +1,6 @@
 //! Packets for tests, built by scapy 2.8.0 (`scapy.contrib.roce`): the ICRCs are those of an independent implementation.
 
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 
 /// A packet and the parameters of its ICRC.
 pub(crate) struct Vector {

@@ -3,7 +3,7 @@ use crate::pcapng::{write_interface, write_ip_udp, write_packet, write_section};
 use Operation::*;
 use rdmux_wire::RKey;
 use rdmux_wire::cm::{MAD_LEN, PrivateData, Rep, Req, Rtu, ServiceId, to_gid};
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Aeth, Deth, Feth, NakCode, Placement, Selectivity};
 
 /// A requester at .1 (QPN 0x11) and a responder at .2 (QPN 0x22), and a checker of the packets captured between them.

@@ -5,7 +5,7 @@ mod denial;
 
 use std::sync::Arc;
 
-use rdmux_wire::grh::GRH_LEN;
+use rdmux_wire::roce::grh::GRH_LEN;
 use rdmux_wire::roce::{AtomicEth, Feth, MESSAGE_BYTES_MAX, Placement, Position, Reth, Selectivity};
 use rdmux_wire::{Qpn, RKey};
 

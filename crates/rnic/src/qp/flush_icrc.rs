@@ -4,7 +4,7 @@
 //! over whenever it retransmits a FLUSH. A FLUSH that was answered without retransmission settles the variant. One that was
 //! answered after a retransmission does not, since that response may have been a late one to the FLUSH with the previous ICRC.
 //!
-//! [`Flow::rxe_flush_icrc`]: rdmux_wire::icrc::Flow::rxe_flush_icrc
+//! [`Flow::rxe_flush_icrc`]: rdmux_wire::roce::icrc::Flow::rxe_flush_icrc
 
 /// State of a requester's knowledge of the ICRC that its peer expects on FLUSHes.
 #[derive(Clone, Copy, Debug, Default)]

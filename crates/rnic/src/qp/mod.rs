@@ -1,8 +1,8 @@
 //! Queue pairs. One half sends requests, the other executes them: [`requester`] and [`responder`] where delivery is reliable,
 //! [`unreliable`] and [`uc`] or [`ud`] where it is not. Only [`execute`] carries out a peer's requests.
 
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Opcode, Operation, Packet, Transport};
-use rdmux_wire::sack::Sack;
 use rdmux_wire::{Psn, Qpn, RKey};
 
 use crate::backlog::Backlog;
@@ -142,7 +142,7 @@ pub struct QpAttributes {
     /// UD: the Q_Key that incoming datagrams must carry. IBTA Vol 1, 10.2.5.
     pub qkey: Option<u32>,
     /// Set when both ends agreed to retransmit selectively: the responder keeps packets after a gap, and reports them by
-    /// [`rdmux_wire::sack::Sack`].
+    /// [`rdmux_wire::roce::sack::Sack`].
     pub selective: Option<bool>,
 }
 

@@ -21,12 +21,12 @@ mod selective;
 use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{
     Aeth, AtomicEth, Bth, Feth, NakCode, Operation as Op, Packet, Reth, Syndrome, ack_timeout_ns,
     rnr_timer_ns,
 };
-use rdmux_wire::sack::Sack;
 
 use crate::cq::Status;
 use crate::device::LinkProgress;

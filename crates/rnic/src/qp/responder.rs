@@ -7,8 +7,8 @@
 use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Aeth, Bth, NakCode, Operation as Op, Packet, Reth, Syndrome};
-use rdmux_wire::sack::Sack;
 
 use crate::cq::Status;
 use crate::memory::Access;

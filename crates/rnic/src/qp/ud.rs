@@ -1,7 +1,7 @@
 //! The receiving half of a UD QP: each packet is a message, from any sender that knows the Q_Key. IBTA Vol 1, 9.8.3.
 
-use rdmux_wire::grh::grh;
 use rdmux_wire::roce::Packet;
+use rdmux_wire::roce::grh::grh;
 
 use crate::cq::Status;
 use crate::device::Arrival;

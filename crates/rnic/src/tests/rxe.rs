@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use rdmux_wire::cm::Message;
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Opcode, Operation as Op};
 
 use super::util::*;

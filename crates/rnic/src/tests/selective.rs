@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{Bth, NakCode, Opcode, Operation as Op, Packet, Reth, Syndrome};
-use rdmux_wire::sack::Sack;
 
 use super::util::*;
 use crate::*;

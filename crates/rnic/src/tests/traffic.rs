@@ -2,8 +2,8 @@
 
 use std::net::IpAddr;
 
-use rdmux_wire::cnp::Cnp;
 use rdmux_wire::roce::Bth;
+use rdmux_wire::roce::cnp::Cnp;
 
 use super::util::*;
 use crate::sched::{CLASSES, Policy, TURN_BYTES};

@@ -2,7 +2,7 @@
 //! correct ICRC.
 
 use rdmux_rnic::{Psn, Qpn, RKey};
-use rdmux_wire::cnp::Cnp;
+use rdmux_wire::roce::cnp::Cnp;
 use rdmux_wire::roce::{Bth, Deth, Ext, GSI_QKEY, Opcode, Operation as Op, Transport};
 
 use super::input::Input;

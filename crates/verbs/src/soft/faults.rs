@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rdmux_rnic::faults::{Fate, LATE_NS_MAX, Line, Spec, SpecError, Stream, damage, dest_qpn, late_ns};
 use rdmux_rnic::{Arrival, Path, Qpn, Time};
-use rdmux_wire::icrc::Flow;
+use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Bth, ICRC_LEN};
 
 use super::udp::ROCE_PORT;

@@ -1,5 +1,5 @@
 //! Selective retransmission: the packets known to be missing, the times of their retransmission, and probes for losses of which no
-//! response tells. Only for peers that agreed to it; see [`rdmux_wire::sack`] for their reports.
+//! response tells. Only for peers that agreed to it; see [`rdmux_wire::roce::sack`] for their reports.
 //!
 //! A *hole* is a request packet that the peer misses, or data of a READ that we miss. Both are filled by sending the request packet
 //! again; for a READ it requests only the missing part. Holes come from three sources: a bitmap, READ data behind a gap or an
@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 
 use rdmux_wire::Psn;
 use rdmux_wire::roce::Packet;
-use rdmux_wire::sack::Sack;
+use rdmux_wire::roce::sack::Sack;
 
 use super::rtt::Rtt;
 use super::{Broken, Cursor, Requester, Wqe};

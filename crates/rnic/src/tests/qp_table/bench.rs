@@ -2,11 +2,11 @@
 
 use std::net::IpAddr;
 
-use rdmux_wire::cnp::Cnp;
+use rdmux_wire::roce::cnp::Cnp;
+use rdmux_wire::roce::sack::Sack;
 use rdmux_wire::roce::{
     Aeth, AtomicEth, Bth, Deth, Feth, NakCode, Opcode, Operation as Op, Packet, Reth, Syndrome, Transport,
 };
-use rdmux_wire::sack::Sack;
 
 use crate::tests::util::*;
 use crate::*;

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::str::FromStr;
 
 use rdmux_rnic::{Qpn, Rnic};
-use rdmux_wire::cnp::Cnp;
+use rdmux_wire::roce::cnp::Cnp;
 use rdmux_wire::roce::{Opcode, Operation};
 
 /// Filter for the packets that a capture takes: all items must hold. The default takes all packets.

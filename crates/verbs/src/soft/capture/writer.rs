@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use rdmux_capture::check::Checker;
 use rdmux_capture::pcapng::{self, LinkType};
-use rdmux_wire::icrc::{Flow, IdBasis};
+use rdmux_wire::roce::icrc::{Flow, IdBasis};
 use rdmux_wire::roce::{Bth, ICRC_LEN, NakCode, Packet, Syndrome, UDP_PORT, rnr_timer_ns};
 use rustix::net::SendFlags;
 

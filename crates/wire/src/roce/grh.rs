@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use crate::icrc::Flow;
+use crate::roce::icrc::Flow;
 
 /// Bytes before the payload in the receive buffer of a UD QP.
 pub const GRH_LEN: usize = 40;
