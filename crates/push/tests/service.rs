@@ -8,7 +8,7 @@ mod skip;
 use std::time::Instant;
 
 use common::*;
-use rdmux_push::client::Handshake;
+use rdmux_push::client::{Handshake, Kind};
 use rdmux_push::server::EndReason;
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Key, Options, Placement, Region, Server};
 use rdmux_verbs::{ConnectParams, Device, FileMemory, Operation, QpOptions, Status};
@@ -39,6 +39,41 @@ fn write_flush_read__round_trip() {
     client.unmap(mapping).unwrap();
     client.close();
     assert_eq!(server.end(), (EndReason::Goodbye, 0));
+}
+
+#[test]
+fn post__a_buffer_may_be_dropped_before_its_requests_are_done() {
+    for kind in [Kind::Read, Kind::Write] {
+        let disk = Disk::new(true);
+        let server = Running::start("127.0.9.24:7174", vec![disk.region()], LONG);
+        let mut client = server.client();
+        let mapping = client.map(&name("disk"), RW, 0, 0, 0).unwrap();
+        // Answers come in order, so nothing more is done while the flush is held; and of so many bytes not all have left.
+        client
+            .post_flush(&mapping, 0, 8, Placement::PERSISTENT, 0)
+            .unwrap();
+        let bytes = 1 << 20;
+        let buffer = client.buffer(bytes).unwrap();
+        for token in 1..=64 {
+            match kind {
+                Kind::Read => client.post_read(&mapping, 0, &buffer, 0, bytes as u32, token),
+                _ => client.post_write(&mapping, 0, &buffer, 0, bytes as u32, token),
+            }
+            .unwrap();
+        }
+        disk.wait_until_held();
+        drop(buffer);
+        disk.set(|gate| gate.shut = false);
+        for token in 0..=64 {
+            assert_eq!(
+                client.next_done().map(|done| done.token).unwrap(),
+                token,
+                "{kind:?}"
+            );
+        }
+        client.close();
+        assert_eq!(server.end(), (EndReason::Goodbye, 1));
+    }
 }
 
 #[test]

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use rdmux_verbs::{
-    AnonymousMemory, Memory, Operation, Placement, PostError, Selectivity, SendFlags, SendRequest, SgeList,
-    Target,
+    AnonymousMemory, Memory, MemoryRegion, Operation, Placement, PostError, Selectivity, SendFlags,
+    SendRequest, SgeList, Target,
 };
 use rdmux_wire::push::{Access, Conflict, DATA_LEN_MAX, Message, Name};
 
@@ -43,8 +43,9 @@ pub(super) struct Entry {
 
 #[derive(Debug)]
 enum State {
-    /// An RDMA request, through the mapping of this number.
-    Posted(u64),
+    /// An RDMA request, through the mapping of this number, and the registration of its buffer, which the device uses until the
+    /// request is done: it reads a write's bytes when it sends them, and again when it repeats them.
+    Posted(u64, Option<Arc<MemoryRegion>>),
     /// A request by message, of which `left` messages have no answer.
     Told {
         left: usize,
@@ -113,7 +114,7 @@ impl Client {
         }
         let operation = Operation::Write { va, rkey, imm: None };
         let sges = buffer.mr.sge(from, length).into();
-        self.post(mapping, operation, sges, token, Kind::Write)
+        self.post(mapping, operation, sges, Some(buffer), token, Kind::Write)
     }
 
     /// Reads `length` bytes at `offset` of the region to `to` of `buffer`.
@@ -134,13 +135,8 @@ impl Client {
             return self.post_ordinary_read(&region, offset, buffer, to, length, token);
         }
         let operation = Operation::Read { va, rkey };
-        self.post(
-            mapping,
-            operation,
-            buffer.mr.sge(to, length).into(),
-            token,
-            Kind::Read,
-        )
+        let sges = buffer.mr.sge(to, length).into();
+        self.post(mapping, operation, sges, Some(buffer), token, Kind::Read)
     }
 
     /// Brings earlier writes to where `placement` says, by the way of [`super::Options::way`] or the best that the mapping
@@ -205,7 +201,7 @@ impl Client {
                 return self.tell(message, Asked::Entry(entry, None));
             }
         };
-        self.post(mapping, operation, sges, token, Kind::Flush)
+        self.post(mapping, operation, sges, None, token, Kind::Flush)
     }
 
     /// Writes by message: without a mapping, through the server's processor. With a `placement`, the bytes are there when the
@@ -335,6 +331,7 @@ impl Client {
         mapping: &Mapping,
         operation: Operation,
         sges: SgeList,
+        buffer: Option<&Buffer>,
         token: u64,
         kind: Kind,
     ) -> Result<(), Error> {
@@ -356,7 +353,8 @@ impl Client {
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
         })?;
-        self.enter(token, kind, State::Posted(mapping.id))?;
+        let mr = buffer.map(|buffer| buffer.mr.clone());
+        self.enter(token, kind, State::Posted(mapping.id, mr))?;
         if let Some(leased) = self.leased.get_mut(&mapping.id) {
             leased.in_flight += 1;
         }
@@ -373,7 +371,8 @@ impl Client {
         let Some(entry) = self.entry(number) else {
             return Ok(());
         };
-        if let State::Posted(mapping) = std::mem::replace(&mut entry.state, State::Done) {
+        if let State::Posted(mapping, mr) = std::mem::replace(&mut entry.state, State::Done) {
+            drop(mr);
             self.one_less(mapping)?;
         }
         Ok(())

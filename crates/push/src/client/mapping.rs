@@ -216,10 +216,10 @@ impl Mapping {
     }
 }
 
-/// Own memory, from which requests take bytes and into which they put bytes.
+/// Own memory, from which requests take bytes and into which they put bytes. It may be dropped before they are done.
 #[derive(Debug)]
 pub struct Buffer {
-    pub(super) mr: MemoryRegion,
+    pub(super) mr: Arc<MemoryRegion>,
     pub(super) memory: Arc<AnonymousMemory>,
 }
 

@@ -408,7 +408,7 @@ impl Client {
     /// Allocates memory to write from and read into.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer, Error> {
         let memory = Arc::new(AnonymousMemory::new(bytes)?);
-        let mr = self.pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?;
+        let mr = Arc::new(self.pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?);
         Ok(Buffer { mr, memory })
     }
 
