@@ -3,6 +3,9 @@
 
 mod common;
 
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
 use common::*;
 use rdmux_push::Target;
 use rdmux_push::log::{Log, Options, agree, look};
@@ -44,4 +47,37 @@ fn open__finds_all_of_a_log_larger_than_the_buffer_of_requests() {
     for (number, bytes) in &read.records {
         assert!(*bytes == record(*number), "record {number}");
     }
+}
+
+#[test]
+fn close__does_not_wait_for_a_replica_whose_disk_hangs() {
+    let disk = Disk::new(false);
+    let servers = [
+        Running::start("127.0.9.92:7174", vec![memory_region("disk", 1 << 20)], LONG),
+        Running::start("127.0.9.93:7174", vec![memory_region("disk", 1 << 20)], LONG),
+        Running::start("127.0.9.94:7174", vec![disk.region()], LONG),
+    ];
+    let targets = servers
+        .each_ref()
+        .map(|server| format!("rdmux://{}/disk", server.address).parse().unwrap());
+    let options = Options {
+        create: true,
+        drop_oldest: true,
+        ..Options::default()
+    };
+    let mut log = Log::open(&targets, &key(), &options).unwrap();
+    disk.set(|gate| gate.shut = true);
+    // A majority is enough to open the log: the third replica may join later.
+    while disk.gate.lock().unwrap().waiting == 0 {
+        let next = log.append(&record(1)).unwrap();
+        log.wait_for(next).unwrap();
+        log.sleep(None::<OwnedFd>, Duration::from_millis(10)).unwrap();
+    }
+    for _ in 0..4 {
+        let next = log.append(&record(1)).unwrap();
+        log.wait_for(next).unwrap();
+    }
+    // The disk hangs until this has returned.
+    log.close().unwrap();
+    disk.set(|gate| gate.shut = false);
 }

@@ -5,7 +5,7 @@ mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::*;
 use rdmux_push::client::{Handshake, Kind};
@@ -74,6 +74,32 @@ fn post__a_buffer_may_be_dropped_before_its_requests_are_done() {
         client.close();
         assert_eq!(server.end(), (EndReason::Goodbye, 1));
     }
+}
+
+#[test]
+fn close__says_goodbye_behind_a_flush_that_takes_long() {
+    let disk = Disk::new(true);
+    let server = Running::start("127.0.9.25:7174", vec![disk.region()], LONG);
+    let mut client = server.client();
+    let mapping = client.map(&name("disk"), RW, 0, 0, 0).unwrap();
+    client
+        .post_flush(&mapping, 0, 8, Placement::PERSISTENT, 1)
+        .unwrap();
+    // More bytes than leave before the flush is acknowledged, so that the goodbye has to wait.
+    let bytes = 1 << 20;
+    let buffer = client.buffer(bytes).unwrap();
+    for token in 2..=9 {
+        client
+            .post_write(&mapping, 0, &buffer, 0, bytes as u32, token)
+            .unwrap();
+    }
+    disk.wait_until_held();
+    let closing = std::thread::spawn(|| client.close());
+    // Time must pass here, more than all retries of the transport take: a client that gives up disconnects in it.
+    std::thread::sleep(Duration::from_secs(4));
+    disk.set(|gate| gate.shut = false);
+    closing.join().unwrap();
+    assert_eq!(server.end(), (EndReason::Goodbye, 1));
 }
 
 #[test]

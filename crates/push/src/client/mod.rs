@@ -412,26 +412,24 @@ impl Client {
         Ok(Buffer { mr, memory })
     }
 
-    /// Says goodbye and ends the connection.
+    /// Says goodbye and ends the connection. The goodbye arrives behind the RDMA requests in flight, so that this waits for
+    /// them: for a flush, as long as the server's disk takes. Dropping the client ends the connection at once.
     pub fn close(mut self) {
         // Disconnecting at once would overtake a goodbye that has not arrived.
-        let _ = self.say_goodbye(Instant::now() + Duration::from_secs(1));
+        let _ = self.say_goodbye();
         self.link.connection.disconnect_and_wait(Duration::from_secs(1));
     }
 
-    fn say_goodbye(&mut self, deadline: Instant) -> Result<(), Error> {
+    /// Sends a goodbye and waits until it has arrived. The error is a lost connection, of which the transport takes care: a
+    /// server that is dead acknowledges nothing, and its retries are limited.
+    fn say_goodbye(&mut self) -> Result<(), Error> {
         while self.link.free_sends.is_empty() {
-            let Some(wc) = self.poll(Some(deadline))? else {
-                break;
-            };
-            self.handle(&wc)?;
+            self.turn()?;
         }
         self.link.last_request += 1;
         self.link.send(self.link.last_request, &Message::Goodbye)?;
-        while self.link.free_sends.len() < SENDS
-            && let Some(wc) = self.poll(Some(deadline))?
-        {
-            self.handle(&wc)?;
+        while self.link.free_sends.len() < SENDS {
+            self.turn()?;
         }
         Ok(())
     }

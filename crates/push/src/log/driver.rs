@@ -274,13 +274,17 @@ impl Log {
         Ok(first)
     }
 
-    /// Waits until everything is acknowledged, records that in the replicas' headers, and ends the connections.
+    /// Waits until everything is acknowledged, records that in the replicas' headers, and ends the connections: with a goodbye
+    /// where no request is in flight.
     pub fn close(mut self) -> Result<(), LogError> {
         self.wait(|log| !log.is_behind())?;
         self.writer.mark();
         self.settle()?;
         for (_, (_, link)) in self.links.drain() {
-            link.client.close();
+            // A goodbye would wait for a replica that is behind, and for ever for one whose disk hangs.
+            if link.client.in_flight() == 0 {
+                link.client.close();
+            }
         }
         Ok(())
     }
