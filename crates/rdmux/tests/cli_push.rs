@@ -161,14 +161,15 @@ impl Serve {
     /// Returns the next line of the log with this text, and the time at which it came.
     fn logged(&self, text: &str) -> (Instant, String) {
         let deadline = Instant::now() + LONG;
+        let mut others = Vec::new();
         loop {
             match self
                 .log
                 .recv_timeout(deadline.saturating_duration_since(Instant::now()))
             {
                 Ok((at, line)) if line.contains(text) => return (at, line),
-                Ok(_) => {}
-                Err(_) => panic!("serve did not say '{text}'"),
+                Ok((_, line)) => others.push(line),
+                Err(_) => panic!("serve did not say '{text}', but {others:#?}"),
             }
         }
     }
