@@ -81,6 +81,7 @@ impl Cm {
         connection.transport = local.transport;
         connection.local_qpn = local.qpn;
         connection.rest = local.ack_timeout.clamp(REST_MIN, REST_MAX);
+        connection.decide_by = now + DECISION_NS;
         connection.message = emit(&Message::Req(req), tid);
         self.qpns.insert((local.qpn, id));
         self.connections.insert(id, connection);
@@ -130,6 +131,7 @@ impl Cm {
         c.message = emit(&Message::Rep(rep), c.tid);
         c.state = State::RepSent;
         c.local_qpn = local.qpn;
+        c.decide_by = now + DECISION_NS;
         let service = c.service;
         self.qpns.insert((local.qpn, id.0));
         self.decided(service);
@@ -568,7 +570,8 @@ impl Cm {
         }
         c.tries = c.tries.saturating_sub(1);
         let wait = nanoseconds(mra.service_timeout.min(24)).max(FIRST_WAIT_NS);
-        self.set_deadline(id, Some(now + wait));
+        let until = (now + wait).min(c.decide_by);
+        self.set_deadline(id, Some(until));
     }
 
     pub(super) fn handle_dreq(&mut self, now: Time, peer: IpAddr, tid: u64, dreq: &Dreq) {

@@ -42,7 +42,7 @@ const TRIES: u8 = 7;
 const CONNECTIONS_MAX: usize = 1 << 16;
 /// Maximum requests of one service that its user has not decided on. Further requests are dropped, and the peer repeats them.
 pub(crate) const BACKLOG_MAX: usize = 128;
-/// Time that a user has to decide on a request. No peer keeps requesting for that long.
+/// Time that a user, or a peer that asks for more time again and again, has to decide on a request. No peer keeps requesting for that long.
 const DECISION_NS: u64 = 60_000_000_000;
 /// Maximum connections in TimeWait, and separately maximum requests: when full, the entry whose TimeWait ends first is forgotten.
 pub(crate) const RESTING_MAX: usize = 4_096;
@@ -313,7 +313,7 @@ struct Connection {
     peer_response: u8,
     /// Timeout code of TimeWait, for which ids and QPNs are not reused. 12.9.8.4.
     rest: u8,
-    /// Time until which the user may decide on a request.
+    /// Time until which the user may decide on a request, or the peer that was asked.
     decide_by: Time,
     deadline: Option<Time>,
 }
@@ -559,6 +559,7 @@ impl Cm {
             State::ReqSent | State::RepSent | State::DreqSent | State::SidrReqSent => {
                 self.send_again(now, id);
             }
+            State::MraReqReceived | State::MraRepReceived if now >= c.decide_by => self.give_up(now, id),
             // The time that the peer asked for is over.
             State::MraReqReceived => {
                 c.state = State::ReqSent;
@@ -612,7 +613,9 @@ impl Cm {
             _ => CmEvent::Unreachable { id: CmId(id) },
         });
         match c.state {
-            State::ReqSent | State::RepSent => self.withdraw(now, id),
+            State::ReqSent | State::MraReqReceived | State::RepSent | State::MraRepReceived => {
+                self.withdraw(now, id);
+            }
             _ => self.rest(now, id, None),
         }
     }

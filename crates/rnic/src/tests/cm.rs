@@ -579,6 +579,32 @@ fn mra__makes_the_active_side_wait_as_long_as_it_says() {
 }
 
 #[test]
+fn mra__again_and_again_does_not_hold_the_active_side_for_ever() {
+    let mut pair = Pair::new();
+    pair.deliver = Box::new(|_, _| false);
+    let id = connect(&mut pair);
+    let mra = Mra {
+        local_comm_id: 99,
+        remote_comm_id: id.0,
+        answered: Answered::Req,
+        service_timeout: 20,
+        private_data: PrivateData::default(),
+    };
+    let mut seconds = 0;
+    let event = loop {
+        mad(&mut pair, &Message::Mra(mra));
+        pair.pass(SECOND);
+        seconds += 1;
+        match event(&mut pair, 0) {
+            None => assert!(seconds < 61, "the attempt goes on"),
+            Some(event) => break event,
+        }
+    };
+    assert_eq!(event, CmEvent::Unreachable { id });
+    assert_eq!(seconds, 60);
+}
+
+#[test]
 fn unknown__messages_make_no_connection_and_no_event() {
     let mut pair = Pair::new();
     let id = connect(&mut pair);
