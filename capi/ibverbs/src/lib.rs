@@ -10,6 +10,7 @@ mod address;
 mod buffer;
 mod channel;
 mod cm;
+mod cm_thread;
 mod completions;
 mod context;
 mod device;

@@ -445,6 +445,83 @@ fn rereg__other_memory_in_another_domain() {
     });
 }
 
+/// One thread has both ends.
+#[test]
+fn start_connect__is_reported_by_events() {
+    with_the_library("start_connect__is_reported_by_events", || {
+        const LISTENER: u64 = 1;
+        const CONNECTING: u64 = 2;
+        const ACCEPTED: u64 = 3;
+        const LONG: Duration = Duration::from_secs(60);
+        let device = device();
+        let [asking, asked] = [(); 2].map(|()| End::new(&device));
+        let events = ConnectionEvents::new().unwrap();
+        let listener = device.listen(7174).unwrap();
+        listener.notify(&events, LISTENER);
+        let peer = (ADDRESS.parse::<IpAddr>().unwrap(), 7174).into();
+        let start = || {
+            let pair = ConnectPair::Own(&asking.qp);
+            let connecting = device.start_connect(pair, peer, &ConnectParams::default(), b"hello");
+            let connecting = connecting.unwrap();
+            connecting.notify(&events, CONNECTING);
+            connecting
+        };
+        // The events of the way to the peer are those of the attempt, which moves on only when it is asked.
+        let until_request = |connecting: &mut Connecting| loop {
+            match events.wait(LONG).unwrap() {
+                LISTENER => match listener.accept(Duration::ZERO) {
+                    Some(request) => return request,
+                    None => continue,
+                },
+                token => assert_eq!(token, CONNECTING),
+            }
+            assert!(connecting.poll().is_none());
+        };
+        let result_of = |mut connecting: Connecting| loop {
+            if let Some(result) = connecting.poll() {
+                return result;
+            }
+            events.wait(LONG).unwrap();
+        };
+
+        let mut refused = start();
+        until_request(&mut refused).reject(b"no");
+        let refused = result_of(refused);
+        assert!(
+            matches!(&refused, Err(ConnectError::Rejected { private_data, .. }) if private_data.starts_with(b"no")),
+            "{refused:?}"
+        );
+
+        let mut connecting = start();
+        let request = until_request(&mut connecting);
+        assert!(request.private_data().starts_with(b"hello"));
+        let accepted = request
+            .accept(&asked.qp, &ConnectParams::default(), b"yes")
+            .unwrap();
+        accepted.notify(&events, ACCEPTED);
+        let connection = result_of(connecting).unwrap();
+        assert!(connection.private_data().starts_with(b"yes"));
+        while accepted.progress().established.is_none() {
+            events.wait(LONG).unwrap();
+        }
+        connection.disconnect();
+        while !(accepted.is_ended() && connection.is_ended()) {
+            events.wait(LONG).unwrap();
+        }
+
+        // Nobody serves datagrams there.
+        let mut resolving = device.start_resolve(0, peer, b"").unwrap();
+        resolving.notify(&events, CONNECTING);
+        let found = loop {
+            if let Some(found) = resolving.poll() {
+                break found;
+            }
+            events.wait(LONG).unwrap();
+        };
+        assert!(matches!(found, Err(ResolveError::Refused { .. })), "{found:?}");
+    });
+}
+
 #[test]
 fn what_the_system_does_not_have__is_said_before_it_is_used() {
     with_the_library("what_the_system_does_not_have__is_said_before_it_is_used", || {

@@ -11,7 +11,7 @@ use rdmux_rnic::{Access, ModifyError, QpAttributes, QpState, QpType, Qpn};
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
-use crate::cancel::Cancel;
+use crate::connection_events::ConnectionEvents;
 use crate::device::{Device, QueuePair};
 #[cfg(doc)]
 use crate::features::Features;
@@ -170,9 +170,9 @@ pub enum ConnectError {
     /// The queue pair was not made on the device that is to connect it.
     #[error("the queue pair belongs to another device")]
     OtherDevice,
-    /// Another thread has cancelled the attempt.
-    #[error("the connection was given up")]
-    Cancelled,
+    /// The attempt has given its result before.
+    #[error("the attempt to connect is over")]
+    Over,
     /// The queue pair cannot be connected in its state.
     #[error("queue pair: {0}")]
     Modify(#[from] ModifyError),
@@ -278,23 +278,22 @@ impl Device {
         params: &ConnectParams,
         private_data: &[u8],
     ) -> Result<Connection, ConnectError> {
-        self.connect_pair(ConnectPair::Own(qp), peer, params, private_data, &Cancel::new())
+        self.start_connect(ConnectPair::Own(qp), peer, params, private_data)?
+            .wait()
     }
 
-    /// Connects either kind of queue pair as [`Device::connect`] does, until another thread cancels it. The peer of an external one
-    /// waits until [`Connection::establish`].
+    /// Starts to connect either kind of queue pair as [`Device::connect`] does, and does not wait for the answer. The peer of an external
+    /// queue pair waits until [`Connection::establish`].
     ///
     /// # Errors
-    /// Errors of [`Device::connect`], and [`ConnectError::Cancelled`]. Provider `hw` connects no external queue pairs
-    /// ([`io::ErrorKind::Unsupported`]).
-    pub fn connect_pair(
+    /// Provider `hw` connects no external queue pairs ([`io::ErrorKind::Unsupported`]).
+    pub fn start_connect(
         &self,
         pair: ConnectPair<'_>,
         peer: SocketAddr,
         params: &ConnectParams,
         private_data: &[u8],
-        cancel: &Cancel,
-    ) -> Result<Connection, ConnectError> {
+    ) -> Result<Connecting, ConnectError> {
         let local = self.address();
         if local.is_ipv4() != peer.is_ipv4() {
             return Err(ConnectError::Family {
@@ -309,12 +308,9 @@ impl Device {
         if qp_type == QpType::XrcRecv || transport_of(qp_type).is_none() {
             return Err(ConnectError::QpType(qp_type));
         }
-        if cancel.is_cancelled() {
-            return Err(ConnectError::Cancelled);
-        }
         let provided = match &self.provided {
             Provided::Soft(device) => {
-                Provided::Soft(device.connect(&pair.soft()?, peer, params, private_data, cancel)?)
+                Provided::Soft(device.start_connect(pair.soft()?, peer, params, private_data)?)
             }
             Provided::Hw(device) => {
                 let qp = pair.hw()?;
@@ -322,11 +318,66 @@ impl Device {
                 if params.service.is_some_and(|service| service != port) {
                     return Err(ConnectError::Io(io::ErrorKind::Unsupported.into()));
                 }
-                Provided::Hw(device.connect(qp, peer, params, private_data)?)
+                Provided::Hw(device.start_connect(qp, peer, params, private_data)?)
             }
         };
-        let (qp, peer) = (pair.own().cloned(), peer.ip());
-        Ok(Connection { provided, qp, peer })
+        Ok(Connecting {
+            provided: Some(provided),
+            qp: pair.own().cloned(),
+            peer: peer.ip(),
+        })
+    }
+}
+
+/// An attempt to connect, which waits for the peer's answer. Dropping it withdraws the request. An attempt whose peer does not answer
+/// ends by itself.
+#[derive(Debug)]
+pub struct Connecting {
+    /// `None` once it has given its result.
+    provided: Option<Provided<soft::cm::Connecting, hw::cm::Connecting>>,
+    /// `None` if the owner of the queue pair brings it up.
+    qp: Option<QueuePair>,
+    peer: IpAddr,
+}
+
+impl Connecting {
+    /// Moves the attempt on, which only this call and [`Connecting::wait`] do. Returns the result, once, and `None` before and after that.
+    /// The queue pair of a connection is ready from then on, unless its owner brings it up; that of a refused attempt can be connected
+    /// again.
+    pub fn poll(&mut self) -> Option<Result<Connection, ConnectError>> {
+        let result = match self.provided.as_mut()? {
+            Provided::Soft(connecting) => connecting.poll()?.map(Provided::Soft),
+            Provided::Hw(connecting) => connecting.poll()?.map(Provided::Hw),
+        };
+        self.provided = None;
+        Some(result.map(|provided| self.connection(provided)))
+    }
+
+    /// Waits for the result.
+    ///
+    /// # Errors
+    /// [`ConnectError::Over`] if [`Connecting::poll`] has returned the result.
+    pub fn wait(mut self) -> Result<Connection, ConnectError> {
+        let provided = match self.provided.take().ok_or(ConnectError::Over)? {
+            Provided::Soft(connecting) => Provided::Soft(connecting.wait()?),
+            Provided::Hw(connecting) => Provided::Hw(connecting.wait()?),
+        };
+        Ok(self.connection(provided))
+    }
+
+    /// Reports to a queue, under a token, when [`Connecting::poll`] may have a result. The connection that comes of the attempt goes on
+    /// reporting there.
+    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+        match &self.provided {
+            Some(Provided::Soft(connecting)) => connecting.events().notify(events, token),
+            Some(Provided::Hw(connecting)) => connecting.events().notify(events, token),
+            None => {}
+        }
+    }
+
+    fn connection(&mut self, provided: Provided<soft::cm::Connection, hw::cm::Connection>) -> Connection {
+        let (qp, peer) = (self.qp.take(), self.peer);
+        Connection { provided, qp, peer }
     }
 }
 
@@ -374,6 +425,14 @@ impl Listener {
             provided,
             device: self.device.clone(),
         })
+    }
+
+    /// Reports to a queue, under a token, when a request may have arrived.
+    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+        match &self.provided {
+            Provided::Soft(service) => service.events().notify(events, token),
+            Provided::Hw(service) => service.events().notify(events, token),
+        }
     }
 
     /// The device.
@@ -475,7 +534,7 @@ impl ConnectionRequest {
     /// brought it up.
     ///
     /// # Errors
-    /// Errors of [`Device::connect_pair`]. The request stays: it can be accepted in another way, or refused.
+    /// Errors of [`Device::start_connect`]. The request stays: it can be accepted in another way, or refused.
     pub fn accept_pair(
         &mut self,
         pair: ConnectPair<'_>,
@@ -579,7 +638,7 @@ impl Connection {
         }
     }
 
-    /// Reports that the queue pair that its owner brings up is ready. After [`Device::connect_pair`] this notifies the peer; on the
+    /// Reports that the queue pair that its owner brings up is ready. After [`Device::start_connect`] this notifies the peer; on the
     /// passive side it means that the queue pair received something before the peer's last message arrived. Does nothing to other
     /// connections.
     pub fn establish(&self) {
@@ -594,6 +653,14 @@ impl Connection {
         match &self.provided {
             Provided::Soft(connection) => connection.wait_established(),
             Provided::Hw(connection) => connection.wait_established(),
+        }
+    }
+
+    /// Reports to a queue, under a token, when [`Connection::progress`] may have changed.
+    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+        match &self.provided {
+            Provided::Soft(connection) => connection.events().notify(events, token),
+            Provided::Hw(connection) => connection.events().notify(events, token),
         }
     }
 

@@ -34,8 +34,8 @@
 )]
 
 pub mod abi;
-mod cancel;
 mod cm;
+mod connection_events;
 mod cq;
 mod datagram;
 mod device;
@@ -58,11 +58,11 @@ mod srq;
 pub mod thread;
 pub mod waiting;
 
-pub use cancel::Cancel;
 pub use cm::{
-    Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest,
-    ExternalPair, ListenError, Listener, Progress,
+    Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
+    ConnectionRequest, ExternalPair, ListenError, Listener, Progress,
 };
+pub use connection_events::ConnectionEvents;
 pub use cq::ResizeError;
 pub use datagram::AddressHandle;
 pub use device::{
@@ -90,7 +90,7 @@ pub use rdmux_wire::roce::grh::GRH_LEN;
 pub use rdmux_wire::roce::{PathMtu, Transport};
 pub use region::{MemoryRegion, MemoryWindow};
 pub use sidr::{
-    AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError,
+    AnswerError, DatagramListener, DatagramService, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError, Resolving,
     ServiceRequest,
 };
 pub use soft::engine::{AttachError, check_environment};

@@ -9,8 +9,8 @@ use rdmux_rnic::cm::CmError;
 use rdmux_rnic::{Qpn, Target};
 use rdmux_wire::cm::SidrStatus;
 
-use crate::cancel::Cancel;
 use crate::cm::{Arrival, ListenError};
+use crate::connection_events::ConnectionEvents;
 use crate::device::{Device, QueuePair};
 use crate::hw;
 use crate::provider::Provided;
@@ -47,9 +47,9 @@ pub enum ResolveError {
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
-    /// Another thread has cancelled the request.
-    #[error("looking for the service was given up")]
-    Cancelled,
+    /// The request has given its result before.
+    #[error("the request is over")]
+    Over,
     /// A system call failed, or there are too many connections.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -133,35 +133,33 @@ impl Device {
     /// Asks a peer which queue pair serves datagrams on an address and port (RDMA_PS_UDP), and waits for the answer. Private data:
     /// [`RESOLVE_DATA_MAX`] bytes.
     pub fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<DatagramService, ResolveError> {
-        self.resolve_from(0, peer, private_data, &Cancel::new())
+        self.start_resolve(0, peer, private_data)?.wait()
     }
 
-    /// Asks as [`Device::resolve`] does, until another thread cancels it, and sends the peer a source port; 0: none.
+    /// Asks as [`Device::resolve`] does, and does not wait for the answer. Sends the peer a source port; 0: none.
     ///
     /// # Errors
-    /// Errors of [`Device::resolve`], and [`ResolveError::Cancelled`]. Provider `hw` sends a source port of its own.
-    pub fn resolve_from(
+    /// Errors of [`Device::resolve`]. Provider `hw` sends a source port of its own.
+    pub fn start_resolve(
         &self,
         source_port: u16,
         peer: SocketAddr,
         private_data: &[u8],
-        cancel: &Cancel,
-    ) -> Result<DatagramService, ResolveError> {
+    ) -> Result<Resolving, ResolveError> {
         let (local, address) = (self.address(), peer.ip());
-        if cancel.is_cancelled() {
-            return Err(ResolveError::Cancelled);
-        }
         if local.is_ipv4() != address.is_ipv4() {
             return Err(ResolveError::Family { local, peer: address });
         }
-        let found = match &self.provided {
-            Provided::Soft(device) => device.resolve(source_port, peer, private_data, cancel)?,
-            Provided::Hw(device) => device.resolve(peer, private_data)?,
+        let provided = match &self.provided {
+            Provided::Soft(device) => {
+                Provided::Soft(device.start_resolve(source_port, peer, private_data)?)
+            }
+            Provided::Hw(device) => Provided::Hw(device.start_resolve(peer, private_data)?),
         };
-        Ok(DatagramService {
+        Ok(Resolving {
+            provided: Some(provided),
             device: self.clone(),
             address,
-            found,
         })
     }
 
@@ -174,6 +172,57 @@ impl Device {
         };
         let device = self.clone();
         Ok(DatagramListener { provided, device })
+    }
+}
+
+/// A request for a datagram service, which waits for the peer's answer. Dropping it ends it. A request that the peer does not answer ends
+/// by itself.
+#[derive(Debug)]
+pub struct Resolving {
+    /// `None` once it has given its result.
+    provided: Option<Provided<soft::sidr::Resolving, hw::sidr::Resolving>>,
+    device: Device,
+    address: IpAddr,
+}
+
+impl Resolving {
+    /// Moves the request on, which only this call and [`Resolving::wait`] do. Returns the result, once, and `None` before and after that.
+    pub fn poll(&mut self) -> Option<Result<DatagramService, ResolveError>> {
+        let result = match self.provided.as_mut()? {
+            Provided::Soft(resolving) => resolving.poll()?,
+            Provided::Hw(resolving) => resolving.poll()?,
+        };
+        self.provided = None;
+        Some(result.map(|found| self.service(found)))
+    }
+
+    /// Waits for the result.
+    ///
+    /// # Errors
+    /// [`ResolveError::Over`] if [`Resolving::poll`] has returned the result.
+    pub fn wait(mut self) -> Result<DatagramService, ResolveError> {
+        let found = match self.provided.take().ok_or(ResolveError::Over)? {
+            Provided::Soft(resolving) => resolving.wait()?,
+            Provided::Hw(resolving) => resolving.wait()?,
+        };
+        Ok(self.service(found))
+    }
+
+    /// Reports to a queue, under a token, when [`Resolving::poll`] may have a result.
+    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+        match &self.provided {
+            Some(Provided::Soft(resolving)) => resolving.events().notify(events, token),
+            Some(Provided::Hw(resolving)) => resolving.events().notify(events, token),
+            None => {}
+        }
+    }
+
+    fn service(&self, found: Found) -> DatagramService {
+        DatagramService {
+            device: self.device.clone(),
+            address: self.address,
+            found,
+        }
     }
 }
 
@@ -193,6 +242,14 @@ impl DatagramListener {
         };
         let device = self.device.clone();
         Some(ServiceRequest { provided, device })
+    }
+
+    /// Reports to a queue, under a token, when a request may have arrived.
+    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+        match &self.provided {
+            Provided::Soft(service) => service.events().notify(events, token),
+            Provided::Hw(service) => service.events().notify(events, token),
+        }
     }
 
     /// The device.

@@ -534,33 +534,63 @@ fn connect__with_a_queue_pair_that_is_not_for_it() {
 }
 
 #[test]
-fn connect_pair__given_up_is_withdrawn() {
+fn connecting__dropped_is_withdrawn() {
     let address: IpAddr = "127.0.0.59".parse().unwrap();
     let (client, server) = (end(address, 4096), end(address, 4096));
     let listener = server._device.listen(7174).unwrap();
-    let (params, cancel) = (ConnectParams::default(), Cancel::new());
-    let connect = || {
-        let (pair, peer) = (ConnectPair::Own(&client.qp), SocketAddr::new(address, 7174));
-        client._device.connect_pair(pair, peer, &params, b"", &cancel)
-    };
-    std::thread::scope(|scope| {
-        let asks = scope.spawn(connect);
-        let mut request = listener.accept(LONG).unwrap();
-        cancel.cancel();
-        let given_up = asks.join().unwrap();
-        assert!(matches!(given_up, Err(ConnectError::Cancelled)), "{given_up:?}");
-        // The peer may not have learnt of it yet.
-        if let Ok(connection) = request.accept_pair(ConnectPair::Own(&server.qp), &params, b"") {
-            assert!(!connection.wait_established());
-        }
-    });
-    // No peer is asked after the cancellation.
-    assert!(matches!(connect(), Err(ConnectError::Cancelled)));
-    let resolved = client
+    let params = ConnectParams::default();
+    let connecting = start_connect(&client, address);
+    let mut request = listener.accept(LONG).unwrap();
+    drop(connecting);
+    // The peer may not have learnt of it yet.
+    if let Ok(connection) = request.accept_pair(ConnectPair::Own(&server.qp), &params, b"") {
+        assert!(!connection.wait_established());
+    }
+    assert_eq!(client.qp.query().unwrap().state, QpState::Reset);
+    // A request for a datagram service.
+    let service = client._device.listen_datagram(7174).unwrap();
+    let resolving = client
         ._device
-        .resolve_from(0, SocketAddr::new(address, 7174), b"", &cancel);
-    assert!(matches!(resolved, Err(ResolveError::Cancelled)));
-    assert!(listener.accept(Duration::ZERO).is_none() && cancel.wait(LONG));
+        .start_resolve(0, SocketAddr::new(address, 7174), b"");
+    let request = service.accept(LONG);
+    drop(resolving);
+    assert!(request.is_some());
+}
+
+fn start_connect(end: &End, address: IpAddr) -> Connecting {
+    let (pair, peer) = (ConnectPair::Own(&end.qp), SocketAddr::new(address, 7174));
+    end._device
+        .start_connect(pair, peer, &ConnectParams::default(), b"")
+        .unwrap()
+}
+
+#[test]
+fn connecting__refused_reports_why() {
+    let address = IpAddr::from([127, 0, 14, 31]);
+    let (client, server) = (end(address, 4096), end(address, 4096));
+    let events = ConnectionEvents::new().unwrap();
+    let result_of = |mut connecting: Connecting| loop {
+        if let Some(result) = connecting.poll() {
+            return result.map(drop);
+        }
+        assert_eq!(events.wait(LONG), Some(3));
+    };
+    // Nobody listens.
+    let connecting = start_connect(&client, address);
+    connecting.notify(&events, 3);
+    let result = result_of(connecting);
+    assert!(
+        matches!(result, Err(ConnectError::Rejected { reason, .. }) if reason == RejReason::INVALID_SERVICE_ID)
+    );
+    let listener = server._device.listen(7174).unwrap();
+    let connecting = start_connect(&client, address);
+    connecting.notify(&events, 3);
+    listener.accept(LONG).unwrap().reject(b"no");
+    let result = result_of(connecting);
+    assert!(
+        matches!(result, Err(ConnectError::Rejected { reason, private_data }) if reason == RejReason::CONSUMER && private_data.starts_with(b"no"))
+    );
+    assert_eq!(client.qp.query().unwrap().state, QpState::Reset);
 }
 
 #[test]

@@ -105,13 +105,8 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
     let connection = if active {
         let connection = client
             .device
-            .connect_pair(
-                ConnectPair::External(&client.pair()),
-                peer,
-                &params,
-                b"may I",
-                &Cancel::new(),
-            )
+            .start_connect(ConnectPair::External(&client.pair()), peer, &params, b"may I")
+            .and_then(Connecting::wait)
             .unwrap();
         assert_eq!(client.qp.query().unwrap().state, QpState::Reset);
         client.bring_up(|to| connection.attributes(to).unwrap());
@@ -137,12 +132,12 @@ fn connect(address: [u8; 4], active: bool, passive: bool) {
 }
 
 #[test]
-fn connect_pair__external_both() {
+fn start_connect__external_both() {
     connect([127, 0, 14, 21], true, true);
 }
 
 #[test]
-fn connect_pair__external_towards_one_that_is_brought_up() {
+fn start_connect__external_towards_one_that_is_brought_up() {
     connect([127, 0, 14, 22], true, false);
 }
 
@@ -153,7 +148,7 @@ fn accept_pair__external_of_one_that_is_brought_up() {
 
 /// Checks that a connection that is never established ends when its owner leaves it, and that its peer is notified.
 #[test]
-fn connect_pair__external_left_before_it_stands() {
+fn start_connect__external_left_before_it_stands() {
     let address = IpAddr::from([127, 0, 14, 24]);
     let (server, client) = (Side::new(address), Side::new(address));
     let listener = server.device.listen(PORT).unwrap();
@@ -166,13 +161,10 @@ fn connect_pair__external_left_before_it_stands() {
         assert!(connection.wait_ended(LONG));
     });
     let (peer, params) = (SocketAddr::new(address, PORT), ConnectParams::default());
-    let connection = client.device.connect_pair(
-        ConnectPair::External(&client.pair()),
-        peer,
-        &params,
-        b"",
-        &Cancel::new(),
-    );
-    drop(connection.unwrap());
+    let pair = client.pair();
+    let connecting = client
+        .device
+        .start_connect(ConnectPair::External(&pair), peer, &params, b"");
+    drop(connecting.and_then(Connecting::wait).unwrap());
     there.join().unwrap();
 }

@@ -117,7 +117,7 @@ pub(super) struct Happened {
     pub(super) tell: Box<dyn FnOnce()>,
 }
 
-/// A connection or a listener: each has a thread that waits for what happens there.
+/// A connection or a listener, of whose events the thread of all connections learns in any order.
 pub(super) trait Source: Send + Sync {
     /// Takes everything that has happened and was not taken yet.
     fn take(self: Arc<Self>) -> Vec<Happened>;
@@ -162,7 +162,7 @@ impl Events {
         self.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reports what has happened at all sources, in the order in which it happened, because their threads run in any order.
+    /// Reports what has happened at all sources, in the order in which it happened: their events are handled in any order.
     /// Calls `last` after that, before another thread reports what happens later.
     pub(super) fn tell_happened<T>(&self, last: impl FnOnce() -> T) -> T {
         let mut sources = self.sources();

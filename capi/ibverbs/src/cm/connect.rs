@@ -1,16 +1,17 @@
 //! Queue pairs of ids, and their connections.
 
 use std::ffi::{c_int, c_void};
+use std::net::SocketAddr;
 use std::ptr;
 use std::slice;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use rdmux_verbs::{
-    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connection, Endpoint, ExternalPair,
-    QpAttributes, QpState, Qpn, QueuePair, RESOLVE_DATA_MAX, RejReason,
+    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection, ConnectionEvents,
+    Device, Endpoint, ExternalPair, QpAttributes, QpState, Qpn, QueuePair, RESOLVE_DATA_MAX, RejReason,
 };
 
+use super::ask::{Question, asking};
 use super::bring_up::{attributes, show};
 use super::channel::{Event, Happened, Source};
 use super::datagram;
@@ -20,10 +21,6 @@ use crate::{abi, channel, context, minus_one, queue_pair, warn};
 
 /// Capacity of a completion queue that the library makes for an id that has no requests of that kind.
 const DEPTH_MIN: u32 = 1;
-
-/// Time between two tries to reach a peer that does not listen yet.
-const LISTENS_SOON: Duration = Duration::from_millis(50);
-const LISTENS_SOON_TRIES: u32 = 6;
 
 /// Makes the queues that the program left out, each with a channel of its own; the queue's context is the id.
 pub(super) unsafe fn queue_of(
@@ -283,20 +280,6 @@ pub(super) fn source_of(shared: &Arc<Shared>) -> Weak<dyn Source> {
     source
 }
 
-/// Waits until a connection ends, and reports that. Later it reports that the connection's numbers no longer rest, unless the
-/// id is gone by then.
-fn watch(shared: &Shared, connection: &Connection) {
-    use abi::cm_event::TIMEWAIT_EXIT;
-    while !connection.wait_ended(Duration::from_secs(3_600)) {}
-    shared.events().tell_happened(|| ());
-    while let Some(rest) = connection.rests_for() {
-        if shared.gone.wait(rest) {
-            return;
-        }
-    }
-    shared.tell(|id, of| Event::new(id, of, TIMEWAIT_EXIT, 0));
-}
-
 fn tell_connection(shared: &Arc<Shared>, event: u32, connection: &Arc<Connection>, private_data: &[u8]) {
     let conn = connection.remote().map(told);
     shared.tell(|id, of| {
@@ -372,37 +355,54 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     if own.is_datagram() {
         return datagram::connect(own, device, peer, data);
     }
-    let (pair, params) = (Pair::of(own, asked)?, parameters(own, asked));
-    let (shared, verbs) = (own.shared.clone(), own.shown.verbs.expose_provenance());
-    let thread = crate::spawn("rdmux-connect", move || {
-        let connect = || device.connect_pair(pair.get(), peer, &params, &data, &shared.gone);
-        let nobody = |error: &ConnectError| matches!(error, ConnectError::Rejected { reason, .. } if *reason == RejReason::INVALID_SERVICE_ID);
-        match soon(&shared, connect, nobody) {
-            Ok(connection) => {
-                let connection = Arc::new(connection);
-                if !shared.keep(&connection) {
-                    return;
-                }
-                for state in [QpState::Rtr, QpState::Rts] {
-                    pair.show(verbs, &connection, state);
-                }
-                let event = match pair {
-                    Pair::Own(_) => abi::cm_event::ESTABLISHED,
-                    Pair::External(_) => abi::cm_event::CONNECT_RESPONSE,
-                };
-                let events = shared.events();
-                events.watch(source_of(&shared));
-                events.tell_happened(|| {
-                    tell_connection(&shared, event, &connection, connection.private_data());
-                    shared.follow(true);
-                });
-                watch(&shared, &connection);
-            }
+    own.shared.ask(asking(ConnectQuestion {
+        pair: Pair::of(own, asked)?,
+        params: parameters(own, asked),
+        device,
+        peer,
+        data,
+        verbs: own.shown.verbs.expose_provenance(),
+    }))
+}
+
+/// Asks a peer for a connection.
+struct ConnectQuestion {
+    device: Device,
+    pair: Pair,
+    peer: SocketAddr,
+    params: ConnectParams,
+    data: Vec<u8>,
+    /// Address of the context of its device.
+    verbs: usize,
+}
+
+impl Question for ConnectQuestion {
+    type Pending = Connecting;
+    type Answer = Connection;
+    type Error = ConnectError;
+
+    fn ask(&self) -> Result<Connecting, ConnectError> {
+        self.device
+            .start_connect(self.pair.get(), self.peer, &self.params, &self.data)
+    }
+
+    fn notify(pending: &Connecting, events: &ConnectionEvents, token: u64) {
+        pending.notify(events, token);
+    }
+
+    fn poll(pending: &mut Connecting) -> Option<Result<Connection, ConnectError>> {
+        pending.poll()
+    }
+
+    fn nobody_listens(error: &ConnectError) -> bool {
+        matches!(error, ConnectError::Rejected { reason, .. } if *reason == RejReason::INVALID_SERVICE_ID)
+    }
+
+    fn report(&self, shared: &Arc<Shared>, result: Result<Connection, ConnectError>) {
+        match result {
+            Ok(connection) => self.tell_connected(shared, &Arc::new(connection)),
             Err(error) => {
-                pair.fail();
-                if shared.gone.is_cancelled() {
-                    return;
-                }
+                self.pair.fail();
                 let (event, status, private_data) = refused(&error);
                 shared.tell(|id, of| {
                     // SAFETY: numbers and pointers, all of which may be zero.
@@ -410,34 +410,36 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
                     Event::new(id, of, event, status).with(conn, private_data)
                 });
                 if event == abi::cm_event::CONNECT_ERROR {
-                    warn(format_args!("connecting to {peer}: {error}"));
+                    warn(format_args!("connecting to {}: {error}", self.peer));
                 }
             }
-        }
-    });
-    thread.map(drop)
-}
-
-/// Asks a peer. While nobody listens, which `nobody` tells, asks again for a moment, as long as the id exists. Programs that
-/// start together rely on resolving an address to take longer than listening, as it does where it asks the network; here it
-/// does not.
-pub(super) fn soon<T, E>(
-    shared: &Shared,
-    ask: impl Fn() -> Result<T, E>,
-    nobody: impl Fn(&E) -> bool,
-) -> Result<T, E> {
-    for _ in 0..LISTENS_SOON_TRIES {
-        match ask() {
-            // There is no notification when a peer begins to listen.
-            Err(error) if nobody(&error) => {
-                if shared.gone.wait(LISTENS_SOON) {
-                    return Err(error);
-                }
-            }
-            answer => return answer,
         }
     }
-    ask()
+
+    fn withdrawn(&self) {
+        self.pair.fail();
+    }
+}
+
+impl ConnectQuestion {
+    fn tell_connected(&self, shared: &Arc<Shared>, connection: &Arc<Connection>) {
+        if !shared.keep(connection) {
+            return;
+        }
+        for state in [QpState::Rtr, QpState::Rts] {
+            self.pair.show(self.verbs, connection, state);
+        }
+        let event = match self.pair {
+            Pair::Own(_) => abi::cm_event::ESTABLISHED,
+            Pair::External(_) => abi::cm_event::CONNECT_RESPONSE,
+        };
+        let events = shared.events();
+        events.watch(source_of(shared));
+        events.tell_happened(|| {
+            tell_connection(shared, event, connection, connection.private_data());
+            shared.follow(true);
+        });
+    }
 }
 
 /// Returns the event of a connection that was not established.
@@ -502,6 +504,8 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     let Some(Request::Connection(request)) = &mut own.request else {
         return Err(libc::EINVAL);
     };
+    // Without the thread nobody would learn how the connection goes on.
+    let (queue, token) = own.shared.queue()?;
     let (events, verbs) = (own.shared.events(), own.shown.verbs.expose_provenance());
     events.watch(source_of(&own.shared));
     // The peer may answer, and send another request, before this returns: the answer is reported first.
@@ -524,17 +528,8 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
         _ => libc::EINVAL,
     })?;
     own.request = None;
-    let shared = own.shared.clone();
-    let waits = connection.clone();
-    let thread = crate::spawn("rdmux-accept", move || {
-        let connection = waits;
-        // If it is not established now, it may have been, and has ended, and only the message that said so was lost.
-        let _ = connection.wait_established();
-        shared.events().tell_happened(|| ());
-        watch(&shared, &connection);
-    });
-    // Without the thread nobody would learn how the connection goes on.
-    thread.map(drop).inspect_err(|_| connection.disconnect())
+    connection.notify(queue, token);
+    Ok(())
 }
 
 #[unsafe(no_mangle)]

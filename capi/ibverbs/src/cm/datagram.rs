@@ -3,12 +3,15 @@
 
 use std::ffi::c_int;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
-use rdmux_verbs::{DatagramService, Device, QueuePair, ResolveError, SidrStatus};
+use rdmux_verbs::{
+    ConnectionEvents, DatagramService, Device, QueuePair, ResolveError, Resolving, SidrStatus,
+};
 
+use super::ask::{Question, asking};
 use super::channel::Event;
-use super::connect::soon;
-use super::id::Id;
+use super::id::{Id, Shared};
 use crate::address::vector_to;
 use crate::{abi, queue_pair};
 
@@ -40,13 +43,47 @@ pub(super) fn connect(
     peer: SocketAddr,
     private_data: Vec<u8>,
 ) -> Result<(), c_int> {
-    use abi::cm_event::{CONNECT_ERROR, ESTABLISHED, UNREACHABLE};
-    let (shared, traffic_class) = (own.shared.clone(), own.traffic_class);
-    let source_port = own.local.map_or(0, |local| local.port());
-    let thread = crate::spawn("rdmux-resolve", move || {
-        let nobody = |error: &ResolveError| matches!(error, ResolveError::Refused { status, .. } if *status == SidrStatus::UNSUPPORTED);
-        let ask = || device.resolve_from(source_port, peer, &private_data, &shared.gone);
-        let found = soon(&shared, ask, nobody);
+    own.shared.ask(asking(ServiceQuestion {
+        device,
+        source_port: own.local.map_or(0, |local| local.port()),
+        peer,
+        traffic_class: own.traffic_class,
+        private_data,
+    }))
+}
+
+struct ServiceQuestion {
+    device: Device,
+    source_port: u16,
+    peer: SocketAddr,
+    traffic_class: u8,
+    private_data: Vec<u8>,
+}
+
+impl Question for ServiceQuestion {
+    type Pending = Resolving;
+    type Answer = DatagramService;
+    type Error = ResolveError;
+
+    fn ask(&self) -> Result<Resolving, ResolveError> {
+        self.device
+            .start_resolve(self.source_port, self.peer, &self.private_data)
+    }
+
+    fn notify(pending: &Resolving, events: &ConnectionEvents, token: u64) {
+        pending.notify(events, token);
+    }
+
+    fn poll(pending: &mut Resolving) -> Option<Result<DatagramService, ResolveError>> {
+        pending.poll()
+    }
+
+    fn nobody_listens(error: &ResolveError) -> bool {
+        matches!(error, ResolveError::Refused { status, .. } if *status == SidrStatus::UNSUPPORTED)
+    }
+
+    fn report(&self, shared: &Arc<Shared>, found: Result<DatagramService, ResolveError>) {
+        use abi::cm_event::{CONNECT_ERROR, ESTABLISHED, UNREACHABLE};
         let (event, status) = match &found {
             Ok(_) => (ESTABLISHED, 0),
             // When the peer refuses, the status of the event is that of its answer.
@@ -60,11 +97,10 @@ pub(super) fn connect(
             // SAFETY: numbers and pointers, all of which may be zero.
             let nothing = || unsafe { std::mem::zeroed() };
             match &found {
-                Ok(service) => event.with_ud(told(service, traffic_class), service.private_data()),
+                Ok(service) => event.with_ud(told(service, self.traffic_class), service.private_data()),
                 Err(ResolveError::Refused { private_data, .. }) => event.with_ud(nothing(), private_data),
                 Err(_) => event.with_ud(nothing(), &[]),
             }
         });
-    });
-    thread.map(drop)
+    }
 }

@@ -4,16 +4,19 @@ use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
 
 use rdmux_verbs::{
-    Arrival, Cancel, Connection, ConnectionRequest, Progress, QpType, ServiceId, ServiceRequest,
+    Arrival, Connection, ConnectionEvents, ConnectionRequest, Progress, QpType, ServiceId, ServiceRequest,
 };
 
+use super::ask::Ask;
 use super::channel::{Channel, Event, Events, Source, UserContext, take_back};
 use super::connect::source_of;
 use super::listen::{Listening, free_port, some_port};
 use super::multicast::Membership;
 use super::socket_address::{read, route, storage};
+use crate::cm_thread::{Handled, Handler};
 use crate::context::{self, Context};
 use crate::device::Device;
 use crate::events::Given;
@@ -91,13 +94,14 @@ impl Request {
     }
 }
 
-/// State that an id shares with the threads that wait for it.
+/// State that an id shares with the thread that handles its events.
 pub(super) struct Shared {
     state: Mutex<State>,
+    /// The question that it asks its peer. Locked before the sources of a channel, and before `state`.
+    question: Mutex<Option<Box<dyn Ask>>>,
     /// Events that the program has and has not acknowledged.
     pub(super) given: Arc<Given>,
-    /// Cancelled when the program has destroyed the id: nobody asks, or waits, for it any more.
-    pub(super) gone: Cancel,
+    handled: Handled,
 }
 
 struct State {
@@ -115,6 +119,8 @@ struct State {
 struct Told {
     established: bool,
     ended: bool,
+    /// Set when the connection's numbers no longer rest.
+    rested: bool,
 }
 
 // SAFETY: the pointers are the program's, and not followed.
@@ -152,8 +158,54 @@ impl Shared {
     /// Starts reporting the connection's progress: that it is established, unless the program was told so, and that it has
     /// ended.
     pub(super) fn follow(&self, established: bool) {
-        let ended = false;
-        self.state().told = Some(Told { established, ended });
+        self.state().told = Some(Told {
+            established,
+            ended: false,
+            rested: false,
+        });
+    }
+
+    /// Returns the queue, and the token, to which objects of the id report what happens, so that the thread handles it.
+    ///
+    /// # Errors
+    /// The system refuses the thread.
+    pub(super) fn queue(self: &Arc<Self>) -> Result<(&ConnectionEvents, u64), c_int> {
+        self.handled.queue(|| {
+            let handler: Weak<Shared> = Arc::downgrade(self);
+            handler
+        })
+    }
+
+    fn question(&self) -> MutexGuard<'_, Option<Box<dyn Ask>>> {
+        self.question.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks the peer. An event reports the result.
+    ///
+    /// # Errors
+    /// The system refuses the thread that takes the answer.
+    pub(super) fn ask(self: &Arc<Self>, mut question: Box<dyn Ask>) -> Result<(), c_int> {
+        let queue = self.queue()?;
+        let mut place = self.question();
+        question.advance(self, queue);
+        *place = Some(question);
+        Ok(())
+    }
+
+    /// Reports that the numbers of an ended connection no longer rest; returns the time at which to look again if they do.
+    fn end_rest(&self) -> Option<Instant> {
+        let mut state = self.state();
+        let told = state.told.as_ref()?;
+        if !told.ended || told.rested {
+            return None;
+        }
+        if let Some(rest) = state.connection.as_ref()?.rests_for() {
+            return Some(Instant::now() + rest);
+        }
+        state.told.as_mut()?.rested = true;
+        drop(state);
+        self.tell(|id, of| Event::new(id, of, abi::cm_event::TIMEWAIT_EXIT, 0));
+        None
     }
 
     /// Returns the connection and its progress that was not reported yet: the caller reports it.
@@ -182,6 +234,19 @@ impl Shared {
     }
 }
 
+impl Handler for Shared {
+    fn handle(self: Arc<Self>) -> Option<Instant> {
+        let queue = self.queue().ok()?;
+        let mut question = self.question();
+        let asks_at = question
+            .as_mut()
+            .and_then(|question| question.advance(&self, queue));
+        drop(question);
+        self.events().tell_happened(|| ());
+        asks_at.or_else(|| self.end_rest())
+    }
+}
+
 impl Id {
     /// Makes an id; without a channel it gets one of its own for these events.
     pub(super) fn new(
@@ -206,8 +271,9 @@ impl Id {
         };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
+            question: Mutex::default(),
             given: Arc::default(),
-            gone: Cancel::new(),
+            handled: Handled::default(),
         });
         let id = Box::into_raw(Box::new(Id {
             shown,
@@ -451,7 +517,10 @@ impl Id {
         let events = state.events.take_of(id);
         let connection = state.connection.take();
         drop(state);
-        self.shared.gone.cancel();
+        // The thread reports nothing of it from here on.
+        if let Some(question) = self.shared.question().take() {
+            question.withdraw();
+        }
         drop(events);
         if let Some(connection) = connection {
             connection.disconnect();

@@ -3,17 +3,13 @@
 use std::ffi::c_int;
 use std::iter;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
-use std::thread;
 use std::time::Duration;
 
 use rdmux_verbs::soft::group::GroupError;
-use rdmux_verbs::{DatagramListener, ListenError, Listener};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::io::Errno;
+use rdmux_verbs::{ConnectionEvents, DatagramListener, ListenError, Listener};
 
 use super::channel::{Event, Happened, Source, UserContext};
 use super::connect::told;
@@ -29,32 +25,26 @@ const BACKLOG_MAX: usize = 1_024;
 
 /// Receives requests on an address, until it is dropped.
 pub(super) struct Listening {
-    stop: Arc<OwnedFd>,
-    thread: Option<thread::JoinHandle<()>>,
     shared: Arc<Shared>,
-    hearing: Weak<Hearing>,
+    hearing: Arc<Hearing>,
 }
 
 impl Listening {
     /// Returns the source of events that its channel watches.
     pub(super) fn source(&self) -> Weak<dyn Source> {
-        let source: Weak<Hearing> = self.hearing.clone();
+        let source: Weak<Hearing> = Arc::downgrade(&self.hearing);
         source
     }
 }
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-        // The port is free after this.
+        // Nobody else holds the service after this: the port is free once it is dropped.
         self.shared.events().forget(&self.source());
     }
 }
 
-/// The listening id, as its threads know it: requests are reported to it.
+/// The listening id, as those know it who report requests to it.
 struct On {
     shared: Arc<Shared>,
     /// The program's pointer: reported in events, and not followed.
@@ -79,21 +69,19 @@ enum Service {
     Datagrams(DatagramListener),
 }
 
-impl AsFd for Service {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Service::Connections(listener) => listener.as_fd(),
-            Service::Datagrams(listener) => listener.as_fd(),
-        }
-    }
-}
-
 impl Service {
     /// Returns the next request that has arrived.
     fn next(&self) -> Option<Request> {
         match self {
             Service::Connections(listener) => listener.accept(Duration::ZERO).map(Request::Connection),
             Service::Datagrams(listener) => listener.accept(Duration::ZERO).map(Request::Service),
+        }
+    }
+
+    fn notify(&self, events: &ConnectionEvents, token: u64) {
+        match self {
+            Service::Connections(listener) => listener.notify(events, token),
+            Service::Datagrams(listener) => listener.notify(events, token),
         }
     }
 }
@@ -113,19 +101,6 @@ impl Source for Hearing {
             Happened { at, tell }
         });
         happened.collect()
-    }
-}
-
-fn hear(hearing: &Hearing, stop: &OwnedFd) {
-    loop {
-        let mut fds = [
-            PollFd::new(&hearing.service, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
-        ];
-        if poll(&mut fds, None).is_err_and(|errno| errno != Errno::INTR) || !fds[1].revents().is_empty() {
-            return;
-        }
-        hearing.on.shared.events().tell_happened(|| ());
     }
 }
 
@@ -275,10 +250,9 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
     let asked = usize::try_from(backlog).ok().filter(|backlog| *backlog > 0);
     let backlog = asked.map_or(BACKLOG_MAX, |backlog| backlog.min(BACKLOG_MAX));
     let bound = own.local.unwrap_or((Ipv4Addr::UNSPECIFIED, 0).into());
+    let (queue, token) = own.shared.queue()?;
     let (port, services) = services(Some(bound), own.own_family, offer(own))?;
-    let mut ready = Vec::new();
-    for (address, service) in services {
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(Errno::raw_os_error)?);
+    let hears = |(address, service)| {
         let on = On {
             shared: own.shared.clone(),
             id,
@@ -289,24 +263,18 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
             port: Port::at(address)?,
             backlog,
         };
-        ready.push((service, stop, on));
-    }
+        Ok(Hearing { service, on })
+    };
     // If the id cannot listen on one of several addresses, it listens on none.
-    let mut listening = Vec::new();
-    for (service, stop, on) in ready {
-        let (stopped, shared) = (stop.clone(), own.shared.clone());
-        let heard = Arc::new(Hearing { service, on });
-        let hearing = Arc::downgrade(&heard);
-        shared.events().watch(hearing.clone());
-        let thread = crate::spawn("rdmux-listen", move || hear(&heard, &stopped))?;
-        listening.push(Listening {
-            stop,
-            thread: Some(thread),
-            shared,
-            hearing,
-        });
-    }
-    own.listening = listening;
+    let hearings: Vec<Hearing> = services.into_iter().map(hears).collect::<Result<_, c_int>>()?;
+    let listening = hearings.into_iter().map(|hearing| {
+        let (shared, hearing) = (own.shared.clone(), Arc::new(hearing));
+        let listening = Listening { shared, hearing };
+        own.shared.events().watch(listening.source());
+        listening.hearing.service.notify(queue, token);
+        listening
+    });
+    own.listening = listening.collect();
     own.set_addresses(SocketAddr::new(bound.ip(), port), None);
     Ok(())
 }

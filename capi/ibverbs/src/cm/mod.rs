@@ -1,10 +1,11 @@
 //! `librdmacm.so.1`: connections by address and port. It is the same file as `libibverbs.so.1` under another name: an id and its queue
 //! pair, device and events belong together, and two libraries would have to hand them to each other.
 //!
-//! Everything that waits (a connection that is being made, one that may end) has a thread of its own, which reports to the id's
-//! channel.
+//! No call of an id with a channel waits: one thread of the process handles what happens to all connections
+//! ([`cm_thread`](crate::cm_thread)), and reports it to the channels of their ids.
 
 mod address_info;
+mod ask;
 mod bring_up;
 mod channel;
 mod connect;

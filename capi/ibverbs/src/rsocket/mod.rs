@@ -2,7 +2,7 @@
 //! are peers.
 //!
 //! A socket is a number in the table below, with a [`State`] under one lock behind it. The calling thread moves the protocol on
-//! ([`State::progress`]), as in rdma-core: there is no thread for that. A call that waits for a stream drives the device for a
+//! ([`State::progress`]), as in rdma-core: there is no thread for that, once it is connected. A call that waits for a stream drives the device for a
 //! while ([`Socket::drive`]), which one call at a time does. Then, like all others, it leaves a [`Waker`] in the socket and
 //! sleeps, because another thread's call may take the completion that it waits for.
 
@@ -21,18 +21,19 @@ use std::ffi::c_int;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::{Cancel, CompletionQueue};
+use rdmux_verbs::{CompletionQueue, ConnectionEvents};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use datagram::Datagram;
-use open::Listening;
+use open::{Listening, Opening};
 use options::Options;
 use stream::Stream;
 
+use crate::cm_thread::Handled;
 use crate::wait;
 
 /// Time for which a call looks before it sleeps: an immediate response from the peer then needs no wake-up. The same as
@@ -71,8 +72,8 @@ enum Role {
     New,
     /// Has a port.
     Bound(Listening),
-    /// A thread connects it, unless the connection attempt is cancelled.
-    Opening(Arc<Cancel>),
+    /// Waits for its peer's answer.
+    Opening(Box<Opening>),
     /// Connecting failed.
     Failed,
     Stream(Box<Stream>),
@@ -151,6 +152,7 @@ struct Socket {
     process: u32,
     nonblocking: AtomicBool,
     state: Mutex<State>,
+    handled: Handled,
 }
 
 /// Time for which a call waits.
@@ -179,6 +181,7 @@ impl Socket {
                 closed: false,
                 waiters: Vec::new(),
             }),
+            handled: Handled::default(),
         });
         let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
         table
@@ -213,6 +216,14 @@ impl Socket {
 
     fn number(&self) -> RawFd {
         self.number.as_raw_fd()
+    }
+
+    /// Returns the queue, and the token, to which its connection reports what happens.
+    fn queue(self: &Arc<Socket>) -> Result<(&ConnectionEvents, u64), c_int> {
+        self.handled.queue(|| {
+            let handler: Weak<Socket> = Arc::downgrade(self);
+            handler
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

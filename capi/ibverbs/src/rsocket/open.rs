@@ -4,11 +4,12 @@ use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
-use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rdmux_verbs::{
-    Access, Cancel, ConnectError, ConnectPair, ConnectParams, Connection, ConnectionRequest, Device, Listener,
+    Access, ConnectError, ConnectPair, ConnectParams, Connecting, Connection, ConnectionRequest, Device,
+    Listener,
 };
 use rdmux_wire::rsocket::ConnData;
 
@@ -16,6 +17,7 @@ use super::resources::Resources;
 use super::stream::Stream;
 use super::{Role, Socket, State};
 use crate::cm::{device_at, route, services, some_port};
+use crate::cm_thread::Handler;
 
 /// A port of streams. The socket holds it from `rbind` on; only then is it certain that no other socket has it.
 pub(super) struct Listening {
@@ -131,39 +133,27 @@ fn answer(on: &Socket, state: &State, asked: Request) -> Result<Arc<Socket>, c_i
     let local = SocketAddr::new(local, state.local.map_or(0, |local| local.port()));
     let own = Resources::new(&device, &state.options)?;
     let remote = SocketAddr::new(request.peer(), request.peer_port());
-    let said = own.conn_data();
-    let no_room = |_| ConnectError::Io(std::io::ErrorKind::OutOfMemory.into());
-    let accepted = request.accept_after(&own.qp, &parameters(0), &said, || {
-        own.post_receives().map_err(no_room)
+    let socket = Socket::new(on.domain, Role::New, state.options.clone())?;
+    let accepted = socket.queue().and_then(|(queue, token)| {
+        // Locked until the socket has the stream to which the events belong.
+        let mut made = socket.lock();
+        let stream = accept_stream(own, &mut request, peer)?;
+        stream.connection.notify(queue, token);
+        (made.local, made.remote) = (Some(local), Some(remote));
+        made.role = Role::Stream(Box::new(stream));
+        Ok(())
     });
-    let connection = Arc::new(accepted.map_err(|_| libc::ECONNABORTED)?);
-    let stream = Stream::new(own, connection.clone(), peer, false);
-    let socket = Socket::new(on.domain, Role::Stream(Box::new(stream)), state.options.clone())?;
-    let mut made = socket.lock();
-    (made.local, made.remote) = (Some(local), Some(remote));
-    drop(made);
-    let waits = Arc::downgrade(&socket);
-    let thread = crate::spawn("rdmux-accept", move || establish(&waits, &connection));
-    if let Err(errno) = thread {
-        socket.lock().close();
-        let _ = Socket::take(socket.number());
-        return Err(errno);
-    }
+    accepted.inspect_err(|_| drop(Socket::take(socket.number())))?;
     Ok(socket)
 }
 
-/// Waits until an accepted connection is established, and wakes the threads that wait for that.
-fn establish(socket: &Weak<Socket>, connection: &Connection) {
-    let stands = connection.wait_established();
-    if let Some(socket) = socket.upgrade() {
-        let mut state = socket.lock();
-        if let Role::Stream(stream) = &mut state.role
-            && !stands
-        {
-            stream.fail();
-        }
-        state.wake();
-    }
+fn accept_stream(own: Resources, request: &mut ConnectionRequest, peer: ConnData) -> Result<Stream, c_int> {
+    let no_room = |_| ConnectError::Io(std::io::ErrorKind::OutOfMemory.into());
+    let accepted = request.accept_after(&own.qp, &parameters(0), &own.conn_data(), || {
+        own.post_receives().map_err(no_room)
+    });
+    let connection = accepted.map_err(|_| libc::ECONNABORTED)?;
+    Ok(Stream::new(own, connection, peer, false))
 }
 
 /// Returns the device from which a peer is reached.
@@ -176,7 +166,7 @@ pub(super) fn device_towards(peer: SocketAddr, bound: Option<SocketAddr>) -> Res
     device_at(local).or_else(|_| device_at(peer.ip()))
 }
 
-/// Begins to connect: a thread does everything that has to wait.
+/// Begins to connect.
 pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_int> {
     let mut state = socket.lock();
     match &state.role {
@@ -189,56 +179,78 @@ pub(super) fn connect(socket: &Arc<Socket>, peer: SocketAddr) -> Result<(), c_in
     let device = device_towards(peer, state.local)?;
     let own = Resources::new(&device, &state.options)?;
     let port = state.local.map_or_else(some_port, |local| local.port());
-    let local = SocketAddr::new(device.address(), port);
-    let opens = socket.clone();
-    let cancel = Arc::new(Cancel::new());
-    let cancelled = cancel.clone();
-    // The thread waits for the lock before it reports the result.
-    crate::spawn("rdmux-connect", move || {
-        let connected = open(&device, own, port, peer, &cancelled);
-        let mut state = opens.lock();
-        match connected {
-            // The socket was closed meanwhile: the connection ends.
-            Ok(_) if state.closed => (state.role, state.error) = (Role::Failed, libc::EBADF),
-            Ok(stream) => state.role = Role::Stream(Box::new(stream)),
-            Err(errno) => (state.role, state.error) = (Role::Failed, errno),
-        }
-        state.wake();
-    })?;
-    state.local = Some(local);
+    let (queue, token) = socket.queue()?;
+    let pair = ConnectPair::Own(&own.qp);
+    let connecting = device
+        .start_connect(pair, peer, &parameters(port), &own.conn_data())
+        .map_err(|error| errno_of(&error))?;
+    connecting.notify(queue, token);
+    state.local = Some(SocketAddr::new(device.address(), port));
     state.remote = Some(peer);
     state.error = 0;
-    state.role = Role::Opening(cancel);
+    state.role = Role::Opening(Box::new(Opening { connecting, own }));
     Ok(())
 }
 
-fn open(
-    device: &Device,
+/// A stream that is being connected.
+pub(super) struct Opening {
+    connecting: Connecting,
     own: Resources,
-    port: u16,
-    peer: SocketAddr,
-    cancel: &Cancel,
-) -> Result<Stream, c_int> {
-    let (pair, said) = (ConnectPair::Own(&own.qp), own.conn_data());
-    let connected = device.connect_pair(pair, peer, &parameters(port), &said, cancel);
-    let connection = connected.map_err(|error| match error {
+}
+
+impl Opening {
+    /// Makes the stream of its connection.
+    fn stream(self, connection: Connection) -> Result<Stream, c_int> {
+        let said = parse(connection.private_data())?;
+        self.own.post_receives()?;
+        Ok(Stream::new(self.own, connection, said, true))
+    }
+}
+
+fn errno_of(error: &ConnectError) -> c_int {
+    match error {
         ConnectError::Rejected { .. } => libc::ECONNREFUSED,
         ConnectError::Unreachable(_) => libc::ETIMEDOUT,
         ConnectError::Family { .. } => libc::ENETUNREACH,
         ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EIO),
         _ => libc::EIO,
-    })?;
-    let said = parse(connection.private_data())?;
-    own.post_receives()?;
-    Ok(Stream::new(own, Arc::new(connection), said, true))
+    }
+}
+
+impl Handler for Socket {
+    fn handle(self: Arc<Socket>) -> Option<Instant> {
+        let mut state = self.lock();
+        match &mut state.role {
+            Role::Opening(opening) => {
+                let result = opening.connecting.poll()?;
+                let Role::Opening(opening) = std::mem::replace(&mut state.role, Role::Failed) else {
+                    return None;
+                };
+                let result = result.map_err(|error| errno_of(&error));
+                match result.and_then(|connection| opening.stream(connection)) {
+                    Ok(stream) => state.role = Role::Stream(Box::new(stream)),
+                    Err(errno) => state.error = errno,
+                }
+            }
+            Role::Stream(stream) => {
+                let progress = stream.connection.progress();
+                if progress.established.is_none() && progress.ended.is_some() {
+                    stream.fail();
+                }
+            }
+            Role::New | Role::Bound(_) | Role::Failed | Role::Datagram(_) => {}
+        }
+        state.wake();
+        None
+    }
 }
 
 impl State {
     /// Ends the connection, which nobody uses any more.
     pub(super) fn close(&mut self) {
         self.closed = true;
-        if let Role::Opening(cancel) = &self.role {
-            cancel.cancel();
+        if let Role::Opening(_) = &self.role {
+            (self.role, self.error) = (Role::Failed, libc::EBADF);
         }
         if let Role::Stream(stream) = &mut self.role {
             stream.connection.disconnect();

@@ -6,7 +6,6 @@
 use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
-use std::sync::Arc;
 
 use rdmux_verbs::{
     Arm, CompletionQueue, Connection, INLINE_BYTES_MAX, Memory, Operation, QpState, RKey, SendFlags,
@@ -43,7 +42,7 @@ enum End {
 
 pub(super) struct Stream {
     pub(super) own: Resources,
-    pub(super) connection: Arc<Connection>,
+    pub(super) connection: Connection,
     pub(super) peer: ConnData,
     /// Set when the peer's last message of connecting has arrived: the queue pair can send.
     established: bool,
@@ -86,12 +85,7 @@ pub(super) struct Stream {
 
 impl Stream {
     /// Makes the stream of a connection.
-    pub(super) fn new(
-        own: Resources,
-        connection: Arc<Connection>,
-        peer: ConnData,
-        established: bool,
-    ) -> Stream {
+    pub(super) fn new(own: Resources, connection: Connection, peer: ConnData, established: bool) -> Stream {
         Stream {
             established,
             end: None,

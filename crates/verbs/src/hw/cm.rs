@@ -1,7 +1,7 @@
 //! Connection establishment. One thread of a device takes the events of all its connections, so that a queue pair whose peer has
 //! gone is in Error whether its program looks or not; the thread sleeps while there are no events.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,8 +23,8 @@ use super::objects::Qp;
 use super::qp::QueuePair;
 use crate::abi::{self, cm_event, port_space};
 use crate::cm::{ACK_TIMEOUT, Arrival, CONNECT_DATA_MAX, ConnectError, ConnectParams, ListenError, Progress};
+use crate::connection_events::{ConnectionEvents, Inbox};
 use crate::features::Features;
-use crate::soft::engine::Waker;
 
 /// Longest wait for the peer's answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -63,8 +63,7 @@ struct Lines {
 pub(super) struct Line {
     pub(super) id: Id,
     shared: Arc<Shared>,
-    events: Mutex<VecDeque<Taken>>,
-    waker: Waker,
+    events: Inbox<Taken>,
     /// Set when its last event has arrived, under the lock of the lines and before the queue pair is looked for.
     ended: AtomicBool,
     /// The queue pair that goes to Error when the connection ends. Emptied when either side ends the connection: from then on the
@@ -113,9 +112,7 @@ impl Shared {
             // Answers the peer, if the peer ended the connection.
             let _ = line.id.disconnect();
         }
-        if line.queue(taken) {
-            line.waker.wake();
-        }
+        line.queue(taken);
     }
 }
 
@@ -150,18 +147,16 @@ impl Cm {
     }
 
     /// Makes an id whose events are delivered.
-    pub(super) fn open(&self, space: u32) -> Result<Arc<Line>, Errno> {
-        self.adopt(Id::new(&self.shared.channel, space)?)
+    pub(super) fn open(&self, space: u32, events: Inbox<Taken>) -> Result<Arc<Line>, Errno> {
+        Ok(self.adopt(Id::new(&self.shared.channel, space)?, events))
     }
 
     /// Adopts an id, so that its events are delivered.
-    fn adopt(&self, id: Id) -> Result<Arc<Line>, Errno> {
-        let waker = Waker::new().map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+    fn adopt(&self, id: Id, events: Inbox<Taken>) -> Arc<Line> {
         let line = Arc::new(Line {
             id,
             shared: self.shared.clone(),
-            events: Mutex::default(),
-            waker,
+            events,
             ended: AtomicBool::new(false),
             qp: Mutex::default(),
         });
@@ -169,7 +164,7 @@ impl Cm {
             .lines()
             .by_number
             .insert(line.id.number(), Arc::downgrade(&line));
-        Ok(line)
+        line
     }
 }
 
@@ -186,23 +181,19 @@ impl Drop for Cm {
 }
 
 impl Line {
-    fn events(&self) -> MutexGuard<'_, VecDeque<Taken>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn events(&self) -> &Inbox<Taken> {
+        &self.events
     }
 
-    /// Queues an event; returns whether there was room. The kernel stops counting a request once the event is taken, so one request
-    /// too many is refused here, by its drop.
-    fn queue(&self, taken: Taken) -> bool {
-        let mut events = self.events();
-        let has_room = taken.request.is_none() || events.len() < BACKLOG as usize;
-        if has_room {
-            events.push_back(taken);
-        }
-        has_room
-    }
-
-    pub(super) fn poll(&self) -> Option<Taken> {
-        self.events().pop_front()
+    /// Queues an event. The kernel stops counting a request once the event is taken, so one request too many is refused here, by its
+    /// drop.
+    fn queue(&self, taken: Taken) {
+        let max = if taken.request.is_some() {
+            BACKLOG as usize
+        } else {
+            usize::MAX
+        };
+        self.events.push_below(max, taken);
     }
 
     fn has_ended(&self) -> bool {
@@ -229,59 +220,91 @@ impl Line {
         }
     }
 
-    /// Returns the next event; sleeps until there is one. `None`: the deadline has passed.
-    pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<Taken> {
+    /// Sleeps until `look` finds something. `None`: the deadline has passed.
+    pub(super) fn wait<T>(
+        &self,
+        deadline: Option<Instant>,
+        mut look: impl FnMut() -> Option<T>,
+    ) -> Option<T> {
         loop {
-            if let Some(taken) = self.poll() {
-                return Some(taken);
+            let seen = self.events.seen();
+            if let Some(found) = look() {
+                return Some(found);
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if !self.waker.wait(left) {
-                return self.poll();
+            if left.is_some_and(|left| left.is_zero()) || !self.events.wait(seen, left) {
+                return look();
+            }
+        }
+    }
+}
+
+/// An id on its way to a peer.
+#[derive(Debug)]
+pub(super) struct Approach {
+    pub(super) line: Arc<Line>,
+    /// Event that it waits for.
+    awaited: u32,
+    /// Event that ends the way.
+    last: u32,
+    deadline: Option<Instant>,
+}
+
+impl Approach {
+    /// Starts to resolve the address of a peer.
+    pub(super) fn start(
+        line: Arc<Line>,
+        own: IpAddr,
+        peer: SocketAddr,
+        last: u32,
+    ) -> Result<Approach, Failure> {
+        let resolves = line.id.resolve_addr(SocketAddr::new(own, 0), peer, RESOLVE_MS);
+        resolves.map_err(|error| Failure::of(error.into()))?;
+        Ok(Approach {
+            line,
+            awaited: cm_event::ADDR_RESOLVED,
+            last,
+            deadline: Instant::now().checked_add(CONNECT_TIMEOUT),
+        })
+    }
+
+    /// Takes the steps that the events allow; `connect` sends the request once the route is known. Returns what the last event says, or
+    /// why it will not come.
+    pub(super) fn poll(
+        &mut self,
+        connect: impl Fn(&Id) -> Result<(), Errno>,
+    ) -> Option<Result<Told, Failure>> {
+        loop {
+            let Some(taken) = self.line.events.poll() else {
+                let is_late = self.deadline.is_some_and(|at| at <= Instant::now());
+                return is_late.then_some(Err(Failure::Silence));
+            };
+            let failed = |error: Errno| Failure::of(error.into());
+            let step = match taken.kind {
+                kind if kind != self.awaited => match Failure::of_event(taken) {
+                    Some(failure) => Err(failure),
+                    None => continue,
+                },
+                kind if kind == self.last => return Some(Ok(taken.told)),
+                cm_event::ADDR_RESOLVED => {
+                    self.awaited = cm_event::ROUTE_RESOLVED;
+                    self.line.id.resolve_route(RESOLVE_MS).map_err(failed)
+                }
+                _ => {
+                    self.awaited = self.last;
+                    connect(&self.line.id).map_err(|error| Failure::Other(error.into()))
+                }
+            };
+            if let Err(failure) = step {
+                return Some(Err(failure));
             }
         }
     }
 
-    /// Returns a descriptor that is readable when there may be an event.
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.waker.fd().as_fd()
-    }
-
-    /// Waits for an event of a kind, and skips events that say nothing about it.
-    pub(super) fn expect(&self, kind: u32, deadline: Option<Instant>) -> Result<Told, Failure> {
-        loop {
-            let taken = self.wait(deadline).ok_or(Failure::Silence)?;
-            return match taken.kind {
-                found if found == kind => Ok(taken.told),
-                cm_event::REJECTED => Err(Failure::Rejected(taken.status, taken.told.private_data)),
-                cm_event::UNREACHABLE if taken.status > 0 => {
-                    Err(Failure::Rejected(taken.status, taken.told.private_data))
-                }
-                cm_event::UNREACHABLE => Err(Failure::Silence),
-                cm_event::ADDR_ERROR | cm_event::ROUTE_ERROR => Err(Failure::of(status_error(taken.status))),
-                cm_event::CONNECT_ERROR | cm_event::DEVICE_REMOVAL | cm_event::DISCONNECTED => {
-                    Err(Failure::Other(status_error(taken.status)))
-                }
-                _ => continue,
-            };
-        }
-    }
-
-    /// Resolves the address of a peer and the route to it.
-    pub(super) fn resolve(
-        &self,
-        own: IpAddr,
-        peer: SocketAddr,
-        deadline: Option<Instant>,
-    ) -> Result<(), Failure> {
-        let failed = |error: Errno| Failure::of(error.into());
-        self.id
-            .resolve_addr(SocketAddr::new(own, 0), peer, RESOLVE_MS)
-            .map_err(failed)?;
-        self.expect(cm_event::ADDR_RESOLVED, deadline)?;
-        self.id.resolve_route(RESOLVE_MS).map_err(failed)?;
-        self.expect(cm_event::ROUTE_RESOLVED, deadline)?;
-        Ok(())
+    /// Waits until [`Approach::poll`] returns something.
+    pub(super) fn wait<T>(&mut self, mut poll: impl FnMut(&mut Approach) -> Option<T>) -> Option<T> {
+        let (line, deadline) = (self.line.clone(), self.deadline);
+        line.wait(deadline, || poll(self))
     }
 }
 
@@ -320,6 +343,22 @@ impl Failure {
         }
     }
 
+    /// Returns the reason that an event names; `None` if it names none.
+    fn of_event(taken: Taken) -> Option<Failure> {
+        Some(match taken.kind {
+            cm_event::REJECTED => Failure::Rejected(taken.status, taken.told.private_data),
+            cm_event::UNREACHABLE if taken.status > 0 => {
+                Failure::Rejected(taken.status, taken.told.private_data)
+            }
+            cm_event::UNREACHABLE => Failure::Silence,
+            cm_event::ADDR_ERROR | cm_event::ROUTE_ERROR => Failure::of(status_error(taken.status)),
+            cm_event::CONNECT_ERROR | cm_event::DEVICE_REMOVAL | cm_event::DISCONNECTED => {
+                Failure::Other(status_error(taken.status))
+            }
+            _ => return None,
+        })
+    }
+
     fn connect_error(self, peer: IpAddr) -> ConnectError {
         match self {
             Failure::Rejected(reason, private_data) => ConnectError::Rejected {
@@ -336,8 +375,13 @@ fn io_error(error: Errno) -> ConnectError {
     ConnectError::Io(error.into())
 }
 
-/// Binds an id to a port and listens on it.
-pub(super) fn listen(device: &Device, space: u32, port: u16) -> Result<Arc<Line>, ListenError> {
+/// Binds an id to a port and listens on it. Its events make the descriptor of `own` readable.
+pub(super) fn listen(
+    device: &Device,
+    space: u32,
+    port: u16,
+    own: &ConnectionEvents,
+) -> Result<Arc<Line>, ListenError> {
     let failed = |error: Errno| {
         let error = io::Error::from(error);
         let why = match error.kind() {
@@ -346,7 +390,11 @@ pub(super) fn listen(device: &Device, space: u32, port: u16) -> Result<Arc<Line>
         };
         ListenError::Io(io::Error::new(error.kind(), why))
     };
-    let line = device.cm().and_then(|cm| cm.open(space)).map_err(failed)?;
+    let events = Inbox::with_events(own);
+    let line = device
+        .cm()
+        .and_then(|cm| cm.open(space, events))
+        .map_err(failed)?;
     line.id
         .bind(SocketAddr::new(device.address(), port))
         .map_err(failed)?;
@@ -365,62 +413,49 @@ impl Device {
         if qp_types.iter().any(|qp_type| *qp_type != QpType::Rc) {
             return Err(ListenError::Io(self.lacks(Features::CONNECT_ANY).into()));
         }
+        let own = ConnectionEvents::new()?;
         Ok(Listener {
             device: self.clone(),
-            line: listen(self, port_space::TCP, port)?,
+            line: listen(self, port_space::TCP, port, &own)?,
+            own,
         })
     }
 
-    /// Connects a new queue pair of RC to the listener on an address and port. The path MTU is that of the links.
-    pub(crate) fn connect(
+    /// Starts to connect a new queue pair of RC to the listener on an address and port. The path MTU is that of the links.
+    pub(crate) fn start_connect(
         &self,
         qp: &QueuePair,
         peer: SocketAddr,
         params: &ConnectParams,
         private_data: &[u8],
-    ) -> Result<Connection, ConnectError> {
+    ) -> Result<Connecting, ConnectError> {
         if qp.qp_type() != QpType::Rc {
             return Err(ConnectError::Io(self.lacks(Features::CONNECT_ANY).into()));
         }
         if private_data.len() > CONNECT_DATA_MAX {
             return Err(ConnectError::PrivateData);
         }
-        let deadline = Instant::now().checked_add(CONNECT_TIMEOUT);
         let line = self
             .cm()
-            .and_then(|cm| cm.open(port_space::TCP))
+            .and_then(|cm| cm.open(port_space::TCP, Inbox::new()))
             .map_err(io_error)?;
-        let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
         // Older kernels do not have the second option; then only the queue pair has the timeout.
         line.id
             .set_option(abi::cm_option::TOS, params.traffic_class)
             .map_err(io_error)?;
+        let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
         let _ = line.id.set_option(abi::cm_option::ACK_TIMEOUT, ack_timeout);
-        let failed = |failure: Failure| failure.connect_error(peer.ip());
-        line.resolve(self.address(), peer, deadline).map_err(failed)?;
-        let tell = Tell {
-            private_data,
-            responder_resources: self.responder_resources(params),
-            initiator_depth: self.initiator_depth(params),
-            retry_count: params.retry_count.min(7),
-            rnr_retry_count: params.rnr_retry.min(7),
-            srq: qp.has_srq(),
-            qpn: qp.qpn().value(),
-        };
-        line.id.connect(&tell).map_err(io_error)?;
-        let told = line
-            .expect(cm_event::CONNECT_RESPONSE, deadline)
-            .map_err(failed)?;
-        let depth = tell.initiator_depth.min(told.initiator_depth);
-        let up = bring_up(&line.id, qp, params, depth, Some(ack_timeout)).and_then(|(rtr, rts)| {
-            line.set_qp(qp);
-            line.id.establish().map_err(io_error)?;
-            Ok(endpoint(&told, &rtr, &rts))
-        });
-        let remote = up.inspect_err(|_| QueuePair::fail(qp.object()))?;
-        let connection = Connection::new(self, line, remote, told.private_data);
-        connection.known().establish(Arrival::next());
-        Ok(connection)
+        let approach = Approach::start(line, self.address(), peer, cm_event::CONNECT_RESPONSE);
+        Ok(Connecting {
+            approach: approach.map_err(|failure| failure.connect_error(peer.ip()))?,
+            request: Request {
+                device: self.clone(),
+                qp: qp.clone(),
+                peer: peer.ip(),
+                params: params.clone(),
+                private_data: private_data.to_vec(),
+            },
+        })
     }
 
     /// Returns how many READs of a peer this device answers at a time.
@@ -447,6 +482,79 @@ impl Device {
             }
         }
         access
+    }
+}
+
+/// An attempt to connect. Dropping it withdraws it.
+#[derive(Debug)]
+pub(crate) struct Connecting {
+    approach: Approach,
+    request: Request,
+}
+
+/// What an attempt asks for.
+#[derive(Debug)]
+struct Request {
+    device: Device,
+    qp: QueuePair,
+    peer: IpAddr,
+    params: ConnectParams,
+    private_data: Vec<u8>,
+}
+
+impl Connecting {
+    /// Moves the attempt on; returns its result, once.
+    pub(crate) fn poll(&mut self) -> Option<Result<Connection, ConnectError>> {
+        self.request.poll(&mut self.approach)
+    }
+
+    pub(crate) fn wait(mut self) -> Result<Connection, ConnectError> {
+        let request = &self.request;
+        let result = self.approach.wait(|approach| request.poll(approach));
+        result.unwrap_or(Err(ConnectError::Unreachable(request.peer)))
+    }
+
+    pub(crate) fn events(&self) -> &Inbox<Taken> {
+        self.approach.line.events()
+    }
+}
+
+impl Request {
+    fn tell(&self) -> Tell<'_> {
+        let Request {
+            device, qp, params, ..
+        } = self;
+        Tell {
+            private_data: &self.private_data,
+            responder_resources: device.responder_resources(params),
+            initiator_depth: device.initiator_depth(params),
+            retry_count: params.retry_count.min(7),
+            rnr_retry_count: params.rnr_retry.min(7),
+            srq: qp.has_srq(),
+            qpn: qp.qpn().value(),
+        }
+    }
+
+    fn poll(&self, approach: &mut Approach) -> Option<Result<Connection, ConnectError>> {
+        let answer = approach.poll(|id| id.connect(&self.tell()))?;
+        let answer = answer.map_err(|failure| failure.connect_error(self.peer));
+        Some(answer.and_then(|told| self.answered(&approach.line, told)))
+    }
+
+    /// Brings up the queue pair after the peer's answer.
+    fn answered(&self, line: &Arc<Line>, told: Told) -> Result<Connection, ConnectError> {
+        let Request { qp, params, .. } = self;
+        let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
+        let depth = self.tell().initiator_depth.min(told.initiator_depth);
+        let up = bring_up(&line.id, qp, params, depth, Some(ack_timeout)).and_then(|(rtr, rts)| {
+            line.set_qp(qp);
+            line.id.establish().map_err(io_error)?;
+            Ok(endpoint(&told, &rtr, &rts))
+        });
+        let remote = up.inspect_err(|_| QueuePair::fail(qp.object()))?;
+        let connection = Connection::new(&self.device, line.clone(), remote, told.private_data);
+        connection.known().establish(Arrival::next());
+        Ok(connection)
     }
 }
 
@@ -502,6 +610,8 @@ fn endpoint(told: &Told, rtr: &abi::QpAttr, rts: &abi::QpAttr) -> Endpoint {
 pub(crate) struct Listener {
     device: Device,
     line: Arc<Line>,
+    /// Reports only this listener's events, for its descriptor.
+    own: ConnectionEvents,
 }
 
 impl Listener {
@@ -509,7 +619,7 @@ impl Listener {
     pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
-            let taken = self.line.wait(deadline)?;
+            let taken = self.line.wait(deadline, || self.line.events.poll())?;
             // Dropping a request of another type refuses it.
             let Some(id) = taken.request.filter(|_| qp_types.contains(&QpType::Rc)) else {
                 continue;
@@ -533,7 +643,11 @@ impl Listener {
 
     /// Returns a descriptor that is readable when a request may have arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.line.fd()
+        self.own.as_fd()
+    }
+
+    pub(crate) fn events(&self) -> &Inbox<Taken> {
+        self.line.events()
     }
 }
 
@@ -584,12 +698,9 @@ impl ConnectionRequest {
             srq: qp.has_srq(),
             qpn: qp.qpn().value(),
         };
-        let line = cm.adopt(id).and_then(|line| {
-            line.set_qp(qp);
-            line.id.accept(&tell)?;
-            Ok(line)
-        });
-        let line = line.map_err(|error| {
+        let line = cm.adopt(id, Inbox::new());
+        line.set_qp(qp);
+        line.id.accept(&tell).map_err(|error| {
             QueuePair::fail(qp.object());
             io_error(error)
         })?;
@@ -642,30 +753,27 @@ impl Connection {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn note(&self, taken: &Taken) {
-        match taken.kind {
-            cm_event::ESTABLISHED => self.known().establish(Arrival::next()),
-            kind if ends(kind) => self.known().end(Arrival::next()),
-            _ => {}
-        }
-    }
-
     /// Returns the progress that is known so far.
     pub(crate) fn progress(&self) -> Progress {
-        while let Some(taken) = self.line.poll() {
-            self.note(&taken);
+        // Locked while events are taken, so that another thread that finds none left sees their effect.
+        let mut known = self.known();
+        while let Some(taken) = self.line.events.poll() {
+            match taken.kind {
+                cm_event::ESTABLISHED => known.establish(Arrival::next()),
+                kind if ends(kind) => known.end(Arrival::next()),
+                _ => {}
+            }
         }
-        *self.known()
+        *known
+    }
+
+    pub(crate) fn events(&self) -> &Inbox<Taken> {
+        self.line.events()
     }
 
     fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
-        while !done(self.progress()) {
-            match self.line.wait(deadline) {
-                Some(taken) => self.note(&taken),
-                None => return done(self.progress()),
-            }
-        }
-        true
+        let is_done = || done(self.progress()).then_some(());
+        self.line.wait(deadline, is_done).is_some()
     }
 
     /// Passive side: waits for the peer's last message. Returns false if it does not arrive: then the connection is over.
@@ -700,6 +808,7 @@ impl Connection {
         if progress.established.is_none() {
             // No further event will arrive.
             self.known().end(Arrival::next());
+            self.line.events.wake();
         }
     }
 }

@@ -106,7 +106,7 @@ pub(super) struct Told {
 
 /// An event that was taken and acknowledged.
 #[derive(Debug)]
-pub(super) struct Taken {
+pub(crate) struct Taken {
     /// Number of the id that it belongs to ([`Id::number`]); for a request, that of the listener.
     pub(super) of: usize,
     pub(super) kind: u32,

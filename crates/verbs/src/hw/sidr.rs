@@ -2,23 +2,22 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_rnic::{QpState, QpType, Qpn};
 use rdmux_wire::cm::SidrStatus;
 
-use super::cm::{Failure, Line, listen};
-use super::cma::{Id, Tell};
+use super::cm::{Approach, Failure, Line, listen};
+use super::cma::{Id, Taken, Tell, Told};
 use super::device::Device;
 use super::qp::QueuePair;
 use crate::abi::{cm_event, port_space};
 use crate::cm::{Arrival, ListenError};
+use crate::connection_events::{ConnectionEvents, Inbox};
 use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError};
 
-/// Longest wait for the peer's answer.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Most private data of a SIDR_REP. IBTA Vol 1, 12.11.
 const REP_DATA_MAX: usize = 136;
 
@@ -36,44 +35,91 @@ fn tell(private_data: &[u8], qpn: u32) -> Tell<'_> {
 
 impl Device {
     /// Asks a peer which queue pair serves datagrams on an address and port (RDMA_PS_UDP).
-    pub(crate) fn resolve(&self, peer: SocketAddr, private_data: &[u8]) -> Result<Found, ResolveError> {
+    pub(crate) fn start_resolve(
+        &self,
+        peer: SocketAddr,
+        private_data: &[u8],
+    ) -> Result<Resolving, ResolveError> {
         if private_data.len() > RESOLVE_DATA_MAX {
             return Err(ResolveError::PrivateData);
         }
-        let failed = |failure: Failure| match failure {
-            Failure::Rejected(status, private_data) => ResolveError::Refused {
-                status: SidrStatus(u8::try_from(status).unwrap_or(SidrStatus::UNSUPPORTED.0)),
-                private_data,
-            },
-            Failure::Silence => ResolveError::Unreachable(peer.ip()),
-            Failure::Other(error) => ResolveError::Io(error),
-        };
-        let deadline = Instant::now().checked_add(RESOLVE_TIMEOUT);
         let line = self
             .cm()
-            .and_then(|cm| cm.open(port_space::UDP))
+            .and_then(|cm| cm.open(port_space::UDP, Inbox::new()))
             .map_err(io::Error::from)?;
-        line.resolve(self.address(), peer, deadline).map_err(failed)?;
-        line.id.connect(&tell(private_data, 0)).map_err(io::Error::from)?;
-        let told = line.expect(cm_event::ESTABLISHED, deadline).map_err(failed)?;
-        Ok(Found {
-            qpn: Qpn::new(told.qpn),
-            qkey: told.qkey,
-            private_data: told.private_data,
+        let approach = Approach::start(line, self.address(), peer, cm_event::ESTABLISHED);
+        Ok(Resolving {
+            approach: approach.map_err(|failure| resolve_error(failure, peer.ip()))?,
+            address: peer.ip(),
+            private_data: private_data.to_vec(),
+            _device: self.clone(),
         })
     }
 
     /// Listens on a port (RDMA_PS_UDP) for requests for datagram services.
     pub(crate) fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
-        let line = listen(self, port_space::UDP, port)?;
-        Ok(DatagramListener { line })
+        let own = ConnectionEvents::new()?;
+        let line = listen(self, port_space::UDP, port, &own)?;
+        Ok(DatagramListener { line, own })
     }
+}
+
+fn resolve_error(failure: Failure, peer: IpAddr) -> ResolveError {
+    match failure {
+        Failure::Rejected(status, private_data) => ResolveError::Refused {
+            status: SidrStatus(u8::try_from(status).unwrap_or(SidrStatus::UNSUPPORTED.0)),
+            private_data,
+        },
+        Failure::Silence => ResolveError::Unreachable(peer),
+        Failure::Other(error) => ResolveError::Io(error),
+    }
+}
+
+/// A request for a datagram service. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Resolving {
+    approach: Approach,
+    address: IpAddr,
+    private_data: Vec<u8>,
+    /// Keeps alive the thread that takes its events.
+    _device: Device,
+}
+
+impl Resolving {
+    /// Moves the request on; returns its result, once.
+    pub(crate) fn poll(&mut self) -> Option<Result<Found, ResolveError>> {
+        poll(&mut self.approach, self.address, &self.private_data)
+    }
+
+    pub(crate) fn wait(mut self) -> Result<Found, ResolveError> {
+        let (address, private_data) = (self.address, &self.private_data);
+        let result = self
+            .approach
+            .wait(|approach| poll(approach, address, private_data));
+        result.unwrap_or(Err(ResolveError::Unreachable(address)))
+    }
+
+    pub(crate) fn events(&self) -> &Inbox<Taken> {
+        self.approach.line.events()
+    }
+}
+
+fn poll(approach: &mut Approach, peer: IpAddr, private_data: &[u8]) -> Option<Result<Found, ResolveError>> {
+    let answer = approach.poll(|id| id.connect(&tell(private_data, 0)))?;
+    let found = |told: Told| Found {
+        qpn: Qpn::new(told.qpn),
+        qkey: told.qkey,
+        private_data: told.private_data,
+    };
+    Some(answer.map(found).map_err(|failure| resolve_error(failure, peer)))
 }
 
 /// A port on which requests for datagram services arrive.
 #[derive(Debug)]
 pub(crate) struct DatagramListener {
     line: Arc<Line>,
+    /// Reports only this listener's events, for its descriptor.
+    own: ConnectionEvents,
 }
 
 impl DatagramListener {
@@ -81,7 +127,7 @@ impl DatagramListener {
     pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
-            let taken = self.line.wait(deadline)?;
+            let taken = self.line.wait(deadline, || self.line.events().poll())?;
             if let Some(id) = taken.request {
                 return Some(ServiceRequest {
                     peer: id.peer()?,
@@ -95,7 +141,11 @@ impl DatagramListener {
 
     /// Returns a descriptor that is readable when a request may have arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.line.fd()
+        self.own.as_fd()
+    }
+
+    pub(crate) fn events(&self) -> &Inbox<Taken> {
+        self.line.events()
     }
 }
 

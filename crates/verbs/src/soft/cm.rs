@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::cm::{CmEvent, CmId, Endpoint};
+use rdmux_rnic::cm::{CmError, CmEvent, CmId, Endpoint};
 use rdmux_rnic::{Path, Psn, QpAttributes, QpState, QpType, Qpn};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
@@ -15,200 +15,204 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use super::device::Device;
 use super::engine::{CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
 use super::qp::QueuePair;
-use crate::cancel::Cancel;
 use crate::cm::{
     ACK_TIMEOUT, Arrival, ConnectError, ConnectParams, ExternalPair, ListenError, Progress, accepting_type,
     deadline_after, transport_of,
 };
+use crate::connection_events::{ConnectionEvents, Seen};
 
 /// Window towards a peer that is not rdmux and so does not announce how much it can receive.
 const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
-/// Longest wait for the peer's answer, MRAs included.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest wait for the peer's last message.
 const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Events of one connection or listener, with a waker.
-#[derive(Debug)]
-pub(super) struct Events(Arc<CmQueue>);
-
-impl Events {
-    pub(super) fn new() -> io::Result<(CmSink, Events)> {
-        let queue = Arc::new(CmQueue::new()?);
-        Ok((CmSink(Arc::downgrade(&queue)), Events(queue)))
-    }
-
-    /// Returns a descriptor that is readable when there may be an event.
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.0.waker().fd().as_fd()
-    }
-
-    /// Returns the next event; sleeps until there is one. Returns `None` at the deadline. Only one thread may wait at a time.
-    pub(super) fn wait(&self, device: &Device, deadline: Option<Instant>) -> Option<(Arrival, CmEvent)> {
-        self.wait_while(|| true, device, deadline)
-    }
-
-    /// Does the same, but returns `None` also when the wait is cancelled.
-    pub(super) fn wait_unless(
-        &self,
-        cancel: &Cancel,
-        device: &Device,
-        deadline: Option<Instant>,
-    ) -> Option<(Arrival, CmEvent)> {
-        self.wait_while(|| cancel.wakes(&self.0), device, deadline)
-    }
-
-    fn wait_while(
-        &self,
-        wanted: impl Fn() -> bool,
-        device: &Device,
-        deadline: Option<Instant>,
-    ) -> Option<(Arrival, CmEvent)> {
-        loop {
-            if let Some(event) = self.0.poll() {
-                return Some(event);
-            }
-            if !wanted() {
-                return None;
-            }
-            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !device.sleep(self.0.waker(), left) {
-                self.0.waker().reset_if_woken();
-                return self.0.poll();
-            }
-        }
-    }
-}
 
 impl Device {
     pub(crate) fn listen(&self, service: ServiceId) -> Result<Service, ListenError> {
         Service::offer(self, service, false)
     }
 
-    pub(crate) fn connect(
+    pub(crate) fn start_connect(
         &self,
-        pair: &Pair,
+        pair: Pair,
         peer: SocketAddr,
         params: &ConnectParams,
         private_data: &[u8],
-        cancel: &Cancel,
-    ) -> Result<Connection, ConnectError> {
-        let mut path_mtu = path_mtu_to(self.address(), peer.ip())?.min(params.path_mtu_max);
+    ) -> Result<Connecting, ConnectError> {
+        let path_mtu = path_mtu_to(self.address(), peer.ip())?.min(params.path_mtu_max);
+        let mut connecting = Connecting {
+            device: self.clone(),
+            pair,
+            peer,
+            params: params.clone(),
+            private_data: private_data.to_vec(),
+            path_mtu,
+            events: Arc::new(CmQueue::new()),
+            id: None,
+            starting_psn: Psn::new(0),
+        };
+        connecting.request()?;
+        Ok(connecting)
+    }
+
+    /// Sleeps until an inbox has changed since a moment. Returns false at the deadline.
+    pub(super) fn wait_changed(&self, events: &CmQueue, since: Seen, deadline: Option<Instant>) -> bool {
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        !left.is_some_and(|left| left.is_zero()) && self.sleep_while(|| events.wait(since, left))
+    }
+}
+
+/// An attempt to connect. Dropping it withdraws it.
+#[derive(Debug)]
+pub(crate) struct Connecting {
+    device: Device,
+    pair: Pair,
+    peer: SocketAddr,
+    params: ConnectParams,
+    private_data: Vec<u8>,
+    path_mtu: PathMtu,
+    events: Arc<CmQueue>,
+    /// The request; `None` once it is decided.
+    id: Option<CmId>,
+    starting_psn: Psn,
+}
+
+impl Connecting {
+    /// Sends a request.
+    fn request(&mut self) -> Result<(), ConnectError> {
+        let Connecting {
+            pair, peer, params, ..
+        } = &*self;
+        let addressing = IpAddressing {
+            src_port: params.source_port,
+            src: self.device.address(),
+            dst: peer.ip(),
+        };
+        let service = params.service.unwrap_or(ServiceId::tcp(peer.port()));
+        let (id, starting_psn) = self.device.with(|core, now| {
+            let starting_psn = Psn::new(core.rnic.random());
+            let endpoint = local_endpoint(pair, starting_psn, params, self.path_mtu);
+            let (peer, cm) = (peer.ip(), core.rnic.cm());
+            let id = cm.connect(
+                now,
+                peer,
+                service,
+                Some(addressing),
+                &endpoint,
+                &self.private_data,
+            )?;
+            let (sink, qpn, record) = (CmSink::of(&self.events), pair.managed(), None);
+            core.connections.insert(id, ConnectionEntry { sink, qpn, record });
+            Ok::<_, CmError>((id, starting_psn))
+        })?;
+        (self.id, self.starting_psn) = (Some(id), starting_psn);
+        Ok(())
+    }
+
+    /// Moves the attempt on; returns its result, once.
+    pub(crate) fn poll(&mut self) -> Option<Result<Connection, ConnectError>> {
         loop {
-            match self.connect_at(pair, peer, params, private_data, path_mtu, cancel) {
-                // The peer's link carries smaller packets than ours: ask for a smaller path MTU.
-                Err(ConnectError::Rejected {
-                    reason: RejReason::INVALID_PATH_MTU,
-                    ..
-                }) if path_mtu > PathMtu::Bytes256 => {
-                    path_mtu = PathMtu::from_bytes(path_mtu.bytes() / 2).unwrap_or(PathMtu::Bytes256);
+            let (arrival, event) = self.events.poll()?;
+            let result = match event {
+                CmEvent::Reply {
+                    remote, private_data, ..
+                } => self.answered(arrival, remote, private_data),
+                CmEvent::Rejected {
+                    reason, private_data, ..
+                } => self.rejected(reason, private_data),
+                CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. } => {
+                    self.id = None;
+                    Err(ConnectError::Unreachable(self.peer.ip()))
                 }
-                result => return result,
-            }
+                _ => continue,
+            };
+            return match result {
+                Ok(None) => continue,
+                Ok(Some(connection)) => Some(Ok(connection)),
+                Err(error) => Some(Err(error)),
+            };
         }
     }
 
-    fn connect_at(
-        &self,
-        pair: &Pair,
-        peer: SocketAddr,
-        params: &ConnectParams,
-        private_data: &[u8],
-        path_mtu: PathMtu,
-        cancel: &Cancel,
-    ) -> Result<Connection, ConnectError> {
-        let local = self.address();
-        let (sink, events) = Events::new()?;
-        let addressing = IpAddressing {
-            src_port: params.source_port,
-            src: local,
-            dst: peer.ip(),
+    /// Handles a rejection. The queue pair is as it was: it can be connected again.
+    fn rejected(
+        &mut self,
+        reason: RejReason,
+        private_data: Vec<u8>,
+    ) -> Result<Option<Connection>, ConnectError> {
+        self.id = None;
+        if reason != RejReason::INVALID_PATH_MTU || self.path_mtu == PathMtu::Bytes256 {
+            return Err(ConnectError::Rejected { reason, private_data });
+        }
+        // The peer's link carries smaller packets than ours: ask for a smaller path MTU.
+        self.path_mtu = PathMtu::from_bytes(self.path_mtu.bytes() / 2).unwrap_or(PathMtu::Bytes256);
+        self.request().map(|()| None)
+    }
+
+    /// Brings up the queue pair after the peer's answer.
+    fn answered(
+        &mut self,
+        arrival: Arrival,
+        remote: Endpoint,
+        private_data: Vec<u8>,
+    ) -> Result<Option<Connection>, ConnectError> {
+        let Some(id) = self.id.take() else {
+            return Ok(None);
         };
-        let (id, starting_psn) = self.with(|core, now| {
-            let starting_psn = Psn::new(core.rnic.random());
-            let endpoint = local_endpoint(pair, starting_psn, params, path_mtu);
-            let service = params.service.unwrap_or(ServiceId::tcp(peer.port()));
-            let id =
-                core.rnic
-                    .cm()
-                    .connect(now, peer.ip(), service, Some(addressing), &endpoint, private_data);
-            if let Ok(id) = id {
-                core.connections.insert(
-                    id,
-                    ConnectionEntry {
-                        sink,
-                        qpn: pair.managed(),
-                        record: None,
-                    },
-                );
+        let Connecting { pair, params, .. } = &*self;
+        let (peer, path_mtu) = (self.peer.ip(), self.path_mtu);
+        // From here on an error ends the connection, which the peer may regard as established.
+        let mut connection = Connection::new(&self.device, pair.qpn, id, self.events.clone());
+        let agreed = self.device.with(|core, now| {
+            let remote = Endpoint {
+                path_mtu,
+                traffic_class: params.traffic_class,
+                ..remote
+            };
+            let retries = (params.ack_timeout.unwrap_or(ACK_TIMEOUT), params.retry_count);
+            let agreed = Agreed::new(core, pair, peer, params, &remote, self.starting_psn, retries)?;
+            if pair.external {
+                return Ok(agreed);
             }
-            id.map(|id| (id, starting_psn)).map_err(ConnectError::from)
+            // The connection has ended since the peer answered, which moved the queue pair to Error.
+            if !core.connections.contains_key(&id) {
+                return Err(ConnectError::Unreachable(peer));
+            }
+            bring_up(core, now, &agreed)?;
+            core.rnic.cm().establish(id);
+            Ok(agreed)
         })?;
-        let mut connection = Connection::new(self, pair.qpn, id, events);
+        if !pair.external {
+            connection.known().establish(arrival);
+        }
+        connection.remote = Some(remote);
+        connection.private_data = private_data;
+        connection.agreed = Some(agreed);
+        Ok(Some(connection))
+    }
+
+    /// Waits for the result. The engine ends an attempt that the peer does not answer.
+    pub(crate) fn wait(mut self) -> Result<Connection, ConnectError> {
         loop {
-            match connection
-                .events
-                .wait_unless(cancel, self, deadline_after(CONNECT_TIMEOUT))
-            {
-                Some((
-                    arrival,
-                    CmEvent::Reply {
-                        remote, private_data, ..
-                    },
-                )) => {
-                    connection.remote = Some(remote);
-                    connection.private_data = private_data;
-                    let remote = Endpoint {
-                        path_mtu,
-                        traffic_class: params.traffic_class,
-                        ..remote
-                    };
-                    let retries = (params.ack_timeout.unwrap_or(ACK_TIMEOUT), params.retry_count);
-                    let agreed = self.with(|core, now| {
-                        let agreed =
-                            Agreed::new(core, pair, peer.ip(), params, &remote, starting_psn, retries)?;
-                        if pair.external {
-                            return Ok(agreed);
-                        }
-                        // The connection has ended since the peer answered, which moved the queue pair to Error.
-                        if !core.connections.contains_key(&id) {
-                            return Err(ConnectError::Unreachable(peer.ip()));
-                        }
-                        bring_up(core, now, &agreed)?;
-                        core.rnic.cm().establish(id);
-                        Ok::<_, ConnectError>(agreed)
-                    })?;
-                    connection.agreed = Some(agreed);
-                    if pair.external {
-                        return Ok(connection);
-                    }
-                    connection.known().establish(arrival);
-                    return Ok(connection);
-                }
-                // The queue pair stays as it was: it can be connected again.
-                Some((
-                    _,
-                    CmEvent::Rejected {
-                        reason, private_data, ..
-                    },
-                )) => {
-                    connection.left.store(true, Ordering::Release);
-                    return Err(ConnectError::Rejected { reason, private_data });
-                }
-                Some((_, CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. })) | None => {
-                    connection.left.store(true, Ordering::Release);
-                    self.with(|core, now| {
-                        core.rnic.cm().disconnect(now, id);
-                        core.connections.remove(&id);
-                    });
-                    return Err(if cancel.is_cancelled() {
-                        ConnectError::Cancelled
-                    } else {
-                        ConnectError::Unreachable(peer.ip())
-                    });
-                }
-                Some(_) => {}
+            let seen = self.events.seen();
+            if let Some(result) = self.poll() {
+                return result;
             }
+            self.device.wait_changed(&self.events, seen, None);
+        }
+    }
+
+    pub(crate) fn events(&self) -> &CmQueue {
+        &self.events
+    }
+}
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.device.with(|core, now| {
+                core.rnic.cm().disconnect(now, id);
+                core.connections.remove(&id);
+            });
         }
     }
 }
@@ -381,30 +385,50 @@ fn bring_up(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> Result<(
 pub(crate) struct Service {
     pub(super) device: Device,
     id: ServiceId,
-    events: Events,
+    events: Arc<CmQueue>,
+    /// Reports only this service's events, for its descriptor.
+    own: ConnectionEvents,
 }
 
 impl Service {
     pub(super) fn offer(device: &Device, id: ServiceId, datagrams: bool) -> Result<Service, ListenError> {
-        let (sink, events) = Events::new()?;
+        let own = ConnectionEvents::new()?;
+        let events = Arc::new(CmQueue::with_events(&own));
+        let sink = CmSink::of(&events);
         // Registered last of all steps that can fail: dropping a complete service unregisters it, and nothing else does.
         device.register_service(id)?;
         let mut core = device.lock();
         core.listeners.insert(id, ListenerEntry { sink, datagrams });
         core.rnic.cm().listen(id);
         drop(core);
-        let device = device.clone();
-        Ok(Service { device, id, events })
+        Ok(Service {
+            device: device.clone(),
+            id,
+            events,
+            own,
+        })
     }
 
     /// Returns the next request; `None` at the deadline.
     pub(super) fn wait(&self, deadline: Option<Instant>) -> Option<(Arrival, CmEvent)> {
-        self.events.wait(&self.device, deadline)
+        loop {
+            let seen = self.events.seen();
+            if let Some(event) = self.events.poll() {
+                return Some(event);
+            }
+            if !self.device.wait_changed(&self.events, seen, deadline) {
+                return self.events.poll();
+            }
+        }
     }
 
     /// Returns a descriptor that is readable when a request may have arrived.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.events.fd()
+        self.own.as_fd()
+    }
+
+    pub(crate) fn events(&self) -> &CmQueue {
+        &self.events
     }
 }
 
@@ -488,7 +512,8 @@ impl ConnectionRequest {
                 private_data: Vec::new(),
             });
         }
-        let (sink, events) = Events::new()?;
+        let events = Arc::new(CmQueue::new());
+        let sink = CmSink::of(&events);
         let (id, psn, remote) = (self.id, self.starting_psn, self.remote);
         let agreed = self.device.with(|core, now| {
             let agreed = self.agree(core, pair, params)?;
@@ -578,7 +603,7 @@ pub(crate) struct Connection {
     device: Device,
     qpn: Qpn,
     id: CmId,
-    events: Events,
+    events: Arc<CmQueue>,
     pub(crate) remote: Option<Endpoint>,
     agreed: Option<Agreed>,
     pub(crate) private_data: Vec<u8>,
@@ -589,7 +614,7 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    fn new(device: &Device, qpn: Qpn, id: CmId, events: Events) -> Connection {
+    fn new(device: &Device, qpn: Qpn, id: CmId, events: Arc<CmQueue>) -> Connection {
         Connection {
             device: device.clone(),
             qpn,
@@ -611,7 +636,7 @@ impl Connection {
     pub(crate) fn progress(&self) -> Progress {
         // Locked while events are taken, so that another thread that finds none left sees their effect.
         let mut known = self.known();
-        while let Some((arrival, event)) = self.events.0.poll() {
+        while let Some((arrival, event)) = self.events.poll() {
             match event {
                 CmEvent::Established { .. } => known.establish(arrival),
                 CmEvent::Disconnected { .. } | CmEvent::Unreachable { .. } | CmEvent::Rejected { .. } => {
@@ -625,16 +650,19 @@ impl Connection {
 
     /// Waits until `done` holds; returns false at the deadline.
     fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
-        let waker = self.events.0.waker();
-        while !done(self.progress()) {
-            // Another thread may have taken the event that wakes this one.
-            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) || !self.device.sleep(waker, left) {
-                waker.reset_if_woken();
+        loop {
+            let seen = self.events.seen();
+            if done(self.progress()) {
+                return true;
+            }
+            if !self.device.wait_changed(&self.events, seen, deadline) {
                 return done(self.progress());
             }
         }
-        true
+    }
+
+    pub(crate) fn events(&self) -> &CmQueue {
+        &self.events
     }
 
     pub(crate) fn attributes(&self, to: QpState) -> Option<QpAttributes> {
@@ -693,7 +721,7 @@ impl Connection {
         });
         if !established {
             self.known().end(Arrival::next());
-            self.events.0.waker().wake();
+            self.events.wake();
         }
     }
 }

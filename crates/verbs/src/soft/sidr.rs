@@ -1,84 +1,112 @@
 //! Datagram services of a soft device.
 
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_rnic::cm::{CmError, CmEvent, CmId};
 use rdmux_rnic::{QpState, QpType};
 use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId, SidrStatus};
 
-use super::cm::{Events, Service};
+use super::cm::Service;
 use super::device::Device;
-use super::engine::ConnectionEntry;
+use super::engine::{CmQueue, CmSink, ConnectionEntry};
 use super::qp::QueuePair;
-use crate::cancel::Cancel;
 use crate::cm::{Arrival, ListenError, deadline_after};
 use crate::sidr::{AnswerError, Found, ResolveError};
 
-/// Longest wait for the peer's answer. Without an answer the device gives up its requests sooner.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(60);
-
 impl Device {
-    pub(crate) fn resolve(
+    pub(crate) fn start_resolve(
         &self,
         src_port: u16,
         peer: SocketAddr,
         private_data: &[u8],
-        cancel: &Cancel,
-    ) -> Result<Found, ResolveError> {
-        let (local, address) = (self.address(), peer.ip());
-        let (sink, events) = Events::new()?;
+    ) -> Result<Resolving, ResolveError> {
+        let (address, events) = (peer.ip(), Arc::new(CmQueue::new()));
         let addressing = IpAddressing {
             src_port,
-            src: local,
+            src: self.address(),
             dst: address,
         };
         let id = self.with(|core, now| {
             let service = ServiceId::udp(peer.port());
             let cm = core.rnic.cm();
             let id = cm.resolve(now, address, service, Some(addressing), private_data)?;
-            let (qpn, record) = (None, None);
+            let (sink, qpn, record) = (CmSink::of(&events), None, None);
             core.connections.insert(id, ConnectionEntry { sink, qpn, record });
             Ok::<_, CmError>(id)
         })?;
-        let deadline = deadline_after(RESOLVE_TIMEOUT);
-        match events.wait_unless(cancel, self, deadline) {
-            Some((
-                _,
-                CmEvent::SidrReply {
-                    status: SidrStatus::VALID,
-                    qpn,
-                    qkey,
-                    private_data,
-                    ..
-                },
-            )) => Ok(Found {
-                qpn,
-                qkey,
-                private_data,
-            }),
-            Some((
-                _,
-                CmEvent::SidrReply {
-                    status, private_data, ..
-                },
-            )) => Err(ResolveError::Refused { status, private_data }),
-            _ => {
-                self.with(|core, now| {
-                    core.rnic.cm().disconnect(now, id);
-                    core.connections.remove(&id);
-                });
-                Err(if cancel.is_cancelled() {
-                    ResolveError::Cancelled
-                } else {
-                    ResolveError::Unreachable(address)
-                })
-            }
-        }
+        Ok(Resolving {
+            device: self.clone(),
+            address,
+            events,
+            id: Some(id),
+        })
     }
 
     pub(crate) fn listen_datagram(&self, port: u16) -> Result<Service, ListenError> {
         Service::offer(self, ServiceId::udp(port), true)
+    }
+}
+
+/// A request for a datagram service. Dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Resolving {
+    device: Device,
+    address: IpAddr,
+    events: Arc<CmQueue>,
+    /// `None` once it is decided.
+    id: Option<CmId>,
+}
+
+impl Resolving {
+    /// Returns the result, once.
+    pub(crate) fn poll(&mut self) -> Option<Result<Found, ResolveError>> {
+        let (_, event) = self.events.poll()?;
+        self.id = None;
+        Some(match event {
+            CmEvent::SidrReply {
+                status: SidrStatus::VALID,
+                qpn,
+                qkey,
+                private_data,
+                ..
+            } => Ok(Found {
+                qpn,
+                qkey,
+                private_data,
+            }),
+            CmEvent::SidrReply {
+                status, private_data, ..
+            } => Err(ResolveError::Refused { status, private_data }),
+            _ => Err(ResolveError::Unreachable(self.address)),
+        })
+    }
+
+    /// Waits for the result. The engine ends a request that the peer does not answer.
+    pub(crate) fn wait(mut self) -> Result<Found, ResolveError> {
+        loop {
+            let seen = self.events.seen();
+            if let Some(result) = self.poll() {
+                return result;
+            }
+            self.device.wait_changed(&self.events, seen, None);
+        }
+    }
+
+    pub(crate) fn events(&self) -> &CmQueue {
+        &self.events
+    }
+}
+
+impl Drop for Resolving {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.device.with(|core, now| {
+                core.rnic.cm().disconnect(now, id);
+                core.connections.remove(&id);
+            });
+        }
     }
 }
 

@@ -101,9 +101,14 @@ impl Engine {
 
     /// Sleeps until woken, while others drive. Returns false if the time is over first.
     pub(crate) fn sleep(&self, waker: &Waker, left: Option<Duration>) -> bool {
+        self.sleep_while(|| waker.wait(left))
+    }
+
+    /// Sleeps as `sleep` does, while others drive.
+    pub(crate) fn sleep_while<R>(&self, sleep: impl FnOnce() -> R) -> R {
         self.hand_over.rely();
         self.hand_over();
-        let woken = waker.wait(left);
+        let woken = sleep();
         self.hand_over.rely_no_more();
         woken
     }

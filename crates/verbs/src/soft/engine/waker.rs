@@ -1,16 +1,16 @@
 //! Wakers of those who wait for the engine, and the connection events that they wait for.
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rdmux_rnic::cm::{CmEvent, CmId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::cm::Arrival;
+use crate::connection_events::Inbox;
 
 /// A sleeper that the engine can wake. Its descriptor is pollable, so that programs can wait for other things too.
 #[derive(Debug)]
@@ -68,35 +68,12 @@ impl Waker {
 }
 
 /// Events of a connection, or requests for a service, until its user takes them.
-#[derive(Debug)]
-pub(crate) struct CmQueue {
-    events: Mutex<VecDeque<(Arrival, CmEvent)>>,
-    waker: Waker,
-}
+pub(crate) type CmQueue = Inbox<(Arrival, CmEvent)>;
 
 impl CmQueue {
-    pub(crate) fn new() -> io::Result<CmQueue> {
-        Ok(CmQueue {
-            events: Mutex::default(),
-            waker: Waker::new()?,
-        })
-    }
-
-    fn events(&self) -> MutexGuard<'_, VecDeque<(Arrival, CmEvent)>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn poll(&self) -> Option<(Arrival, CmEvent)> {
-        self.events().pop_front()
-    }
-
-    pub(crate) fn waker(&self) -> &Waker {
-        &self.waker
-    }
-
     /// Removes a request that has ended: the user can no longer decide on it.
     pub(super) fn withdraw(&self, ended: CmId) {
-        self.events().retain(|(_, event)| {
+        self.retain(|(_, event)| {
             let (CmEvent::Request { id, .. } | CmEvent::SidrRequest { id, .. }) = event else {
                 return true;
             };
@@ -107,16 +84,19 @@ impl CmQueue {
 
 /// The engine's side of a [`CmQueue`].
 #[derive(Clone, Debug)]
-pub(crate) struct CmSink(pub(crate) Weak<CmQueue>);
+pub(crate) struct CmSink(pub(super) Weak<CmQueue>);
 
 impl CmSink {
+    pub(crate) fn of(queue: &Arc<CmQueue>) -> CmSink {
+        CmSink(Arc::downgrade(queue))
+    }
+
     /// Queues an event and wakes its user; returns whether the user still exists.
     pub(super) fn tell(&self, event: CmEvent) -> bool {
         let Some(queue) = self.0.upgrade() else {
             return false;
         };
-        queue.events().push_back((Arrival::next(), event));
-        queue.waker.wake();
+        queue.push((Arrival::next(), event));
         true
     }
 }
