@@ -1,6 +1,6 @@
 # Sourced by run, test and lab/bare in the repository's root. Finds what they need, and installs what is missing.
 #
-#   bootstrap WHAT...          build: a Rust toolchain and linkers; test; programs; pyverbs; lab; bench; bare; container
+#   bootstrap WHAT...          build: a Rust toolchain and linkers; test; programs; pyverbs; lab; aarch64; bench; bare; container
 #   bootstrap_missing WHAT...  prints the packages that bootstrap would install
 
 rust_wanted=$(sed -n 's/^rust-version = "\(.*\)"$/\1/p' Cargo.toml)
@@ -78,6 +78,9 @@ bootstrap_missing() {
         have qemu-system-x86_64 || echo qemu-system-x86
         have xz || echo xz-utils
         [ -n "${RDMUX_LAB_KEYRING:-}" ] || [ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || echo debian-archive-keyring ;;
+      aarch64)
+        have qemu-aarch64 || echo qemu-user
+        have aarch64-linux-gnu-gcc || echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross ;;
       bench)
         have ucx_perftest || echo ucx-utils
         have fi_pingpong || echo libfabric-bin ;;

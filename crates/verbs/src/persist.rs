@@ -19,6 +19,10 @@ pub(crate) const LINE: usize = 64;
 const CACHED_MAX: usize = 1024;
 
 /// Instruction that writes a line back, the best first. Only the last is on every x86-64, and it waits for each line.
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "only `detect` makes them")
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum WriteBack {
     /// Keeps the line in the cache.
@@ -30,6 +34,10 @@ pub(crate) enum WriteBack {
 }
 
 /// Stores that bypass the caches.
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "only `detect` makes them")
+)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stream {
     /// 64 bytes at once.

@@ -203,7 +203,7 @@ impl Library {
 pub(super) fn text(field: &[c_char]) -> String {
     let bytes: Vec<u8> = field
         .iter()
-        .map(|c| c.cast_unsigned())
+        .map(|c| c.to_ne_bytes()[0])
         .take_while(|b| *b != 0)
         .collect();
     String::from_utf8_lossy(&bytes).into_owned()
