@@ -5,6 +5,8 @@ mod common;
 #[path = "../../skip.rs"]
 mod skip;
 
+use std::collections::BTreeSet;
+use std::hash::{BuildHasher, RandomState};
 use std::io::Write;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
@@ -376,6 +378,106 @@ fn group__newcomers_while_the_holder_dies() {
     assert_eq!(members.len(), 7);
 }
 
+/// Returns the count of UDP sockets that a process has on the port.
+fn sockets_of(member: &Member) -> usize {
+    let inodes: BTreeSet<String> = std::fs::read_to_string("/proc/self/net/udp")
+        .unwrap()
+        .lines()
+        .filter(|line| {
+            line.split_whitespace()
+                .nth(1)
+                .is_some_and(|local| local.ends_with(":12B7"))
+        })
+        .filter_map(|line| Some(format!("socket:[{}]", line.split_whitespace().nth(9)?)))
+        .collect();
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", member.pid())).unwrap();
+    let links = fds.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    let links: BTreeSet<String> = links.map(|link| link.to_string_lossy().into_owned()).collect();
+    links.intersection(&inodes).count()
+}
+
+#[test]
+fn group__grows_as_processes_join() {
+    let addr = IpAddr::from([127, 0, 0, 55]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 1);
+    assert_eq!(sockets_of(&members[0]), 16);
+    members.extend(start_members(addr, 39));
+    // Low slots are taken first, and a process other than the holder has the sockets of its own block and of the lower ones.
+    for (i, member) in members.iter().enumerate().skip(1) {
+        let block = usize::from(member.slot / 16);
+        assert_eq!(block, (i + 1) / 16);
+        assert_eq!(sockets_of(member), (block + 1) * 16, "slot {}", member.slot);
+    }
+    check_all(&sender, &mut members, "start");
+    for round in ["first", "second", "third"] {
+        take_holder(addr, &mut members).kill();
+        check_all(&sender, &mut members, round);
+        // The new holder gets the higher blocks from those who have them, or binds them when none is left.
+        members.extend(start_members(addr, 10));
+        assert!(members.iter().any(|member| member.slot / 16 == 2));
+        check_all(&sender, &mut members, "more");
+        let holder = take_holder(addr, &mut members);
+        members.sort_by_key(|member| member.slot);
+        members.drain(28..).for_each(Member::kill);
+        check_all(&sender, &mut members, "fewer");
+        members.push(holder);
+    }
+}
+
+#[test]
+fn join__as_many_as_there_are_slots() {
+    let addr = IpAddr::from([127, 0, 0, 56]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, SLOTS - 1);
+    for round in ["start", "holder killed"] {
+        let Err(full) = Member::start(addr, NOBODY) else {
+            panic!("there was room for one more")
+        };
+        assert!(full.starts_with("Full"), "{full}");
+        check_all(&sender, &mut members, round);
+        let freed = take_holder(addr, &mut members);
+        let slot = freed.slot;
+        freed.kill();
+        let mut member = Member::start(addr, NOBODY).unwrap();
+        assert_eq!(member.slot, slot);
+        member.register(service_of(slot));
+        members.push(member);
+    }
+    check_all(&sender, &mut members, "end");
+}
+
+#[test]
+fn group__holder_is_killed_while_it_grows() {
+    let addr = IpAddr::from([127, 0, 0, 57]);
+    let sender = Sender::new(addr);
+    let seed = RandomState::new().hash_one(0);
+    println!("seed {seed}");
+    let mut members = start_members(addr, 15);
+    for round in 0..20 {
+        // The first block is full, and no process has a second one.
+        let newcomers = [(); 2].map(|()| thread::spawn(move || Member::start(addr, NOBODY).unwrap()));
+        let holder = take_holder(addr, &mut members);
+        // It is killed at any moment from before they ask until they have joined.
+        let pause = (seed ^ round).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 50;
+        thread::sleep(Duration::from_micros(pause));
+        holder.kill();
+        for newcomer in newcomers {
+            let mut newcomer = newcomer.join().unwrap();
+            newcomer.register(service_of(newcomer.slot));
+            members.push(newcomer);
+        }
+        check_all(&sender, &mut members, &format!("round {round}"));
+        let holder = take_holder(addr, &mut members);
+        let above = members.extract_if(.., |member| member.slot >= 16);
+        above.for_each(Member::kill);
+        holder.kill();
+        check_all(&sender, &mut members, &format!("survivors of round {round}"));
+        members.extend(start_members(addr, 15 - members.len()));
+        assert!(members.iter().all(|member| member.slot < 16));
+    }
+}
+
 #[test]
 fn register_service__one_process_at_a_time() {
     let addr = IpAddr::from([127, 0, 0, 43]);
@@ -485,19 +587,18 @@ fn join(addr: IpAddr) -> (Group, Receiver<MadDatagram>) {
 }
 
 #[test]
-fn join__as_many_as_there_are_slots_in_one_process() {
-    // Each group holds all sockets: more descriptors than many systems let a process have at first.
+fn join__many_times_in_one_process() {
+    // Each of the groups holds the sockets of up to three blocks: more descriptors than many systems let a process have at first.
     let limit = getrlimit(Resource::Nofile);
-    if limit.maximum.is_some_and(|maximum| maximum < 2048) {
-        return skip("this process may not have 2,048 descriptors");
+    if limit.maximum.is_some_and(|maximum| maximum < 4096) {
+        return skip("this process may not have 4,096 descriptors");
     }
-    let current = limit.current.map(|current| current.max(2048));
+    let current = limit.current.map(|current| current.max(4096));
     setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
     let addr = IpAddr::from([127, 0, 0, 47]);
     let sender = Sender::new(addr);
-    let mut groups: Vec<_> = (1..SLOTS).map(|_| join(addr)).collect();
-    let full = Group::join(addr, Box::new(|_| {})).unwrap_err();
-    assert!(matches!(full, GroupError::Full { .. }), "{full:?}");
+    // Three full blocks: only a slot that is left is free.
+    let mut groups: Vec<_> = (1..48).map(|_| join(addr)).collect();
     // The holder leaves first: the others have to find the new one.
     for _ in 0..3 {
         let (left, _) = groups.remove(0);
@@ -537,9 +638,9 @@ fn holder__unread_and_broken_connections_do_no_harm() {
         }
     };
     let mut broken = Vec::new();
-    for i in 0..100_u8 {
+    for i in 0..300 {
         let fd = connect_when_there_is_room();
-        let junk = vec![i; usize::from(i) * 40];
+        let junk = vec![i as u8; i * 13];
         let _ = rustix::net::send(&fd, &junk, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         broken.push(fd);
     }

@@ -1,5 +1,5 @@
-//! As many processes of one user as an address has room for, but one; each exchanges messages with three others. Some are killed: the rest
-//! goes on.
+//! A hundred processes of one user on one address, or many on several addresses; each exchanges messages with three others. Some are killed
+//! at random times: the rest goes on.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 mod common;
@@ -10,7 +10,7 @@ use std::io::{Write, stdin};
 use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -18,17 +18,18 @@ use rdmux_verbs::*;
 
 use common::LONG;
 
-const PROCESSES: usize = 30;
-const KILLED: usize = 8;
 const FIRST_PORT: u16 = 20_000;
 const BYTES: usize = 64;
 
-/// In the environment of [`child`]: the address and its index.
+/// The killed ones die within this time.
+const KILL_TIME: Duration = Duration::from_secs(2);
+
+/// In the environment of [`child`]: the address, the count of processes there, and its index.
 const CHILD: &str = "RDMUX_MANY";
 
-/// The processes that a process connects to.
-fn peers_of(index: usize) -> [usize; 3] {
-    [1, 7, 13].map(|step| (index + step) % PROCESSES)
+/// The processes of `count` that a process connects to.
+fn peers_of(index: usize, count: usize) -> [usize; 3] {
+    [1, 7, 13].map(|step| (index + step) % count)
 }
 
 fn port_of(index: usize) -> u16 {
@@ -135,8 +136,9 @@ fn exchange(end: &End, cq: &CompletionQueue, lost: &mut BTreeSet<Qpn>, bytes: [u
 #[test]
 fn child() {
     let Ok(who) = std::env::var(CHILD) else { return };
-    let (address, index) = who.split_once(' ').unwrap();
-    let (address, index): (IpAddr, usize) = (address.parse().unwrap(), index.parse().unwrap());
+    let [address, count, index] = who.split(' ').collect::<Vec<_>>().try_into().unwrap();
+    let address: IpAddr = address.parse().unwrap();
+    let [count, index] = [count, index].map(|number| number.parse::<usize>().unwrap());
     let device = Device::open(address).unwrap();
     let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(256).unwrap());
     serve(&device, &pd, port_of(index));
@@ -164,7 +166,7 @@ fn child() {
     while let Ok(line) = told.recv() {
         match line.as_str() {
             "connect" => {
-                for peer in peers_of(index) {
+                for peer in peers_of(index, count) {
                     let end = End::new(&pd, &cq);
                     let to = SocketAddr::new(address, port_of(peer));
                     let connection = device.connect(&end.qp, to, &ConnectParams::default(), b"");
@@ -198,10 +200,15 @@ struct Process {
 }
 
 impl Process {
-    fn start(address: IpAddr, index: usize) -> Process {
-        let mut process = Command::new("/proc/self/exe")
-            .args(["--exact", "child", "--nocapture", "--test-threads=1"])
-            .env(CHILD, format!("{address} {index}"))
+    fn start(address: IpAddr, count: usize, index: usize) -> Process {
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["--exact", "child", "--nocapture", "--test-threads=1"]);
+        command.env(CHILD, format!("{address} {count} {index}"));
+        // About half of the connections use shared memory, the others UDP.
+        if index % 4 == 3 {
+            command.env("RDMUX_SHM", "off");
+        }
+        let mut process = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -241,70 +248,139 @@ impl Drop for Process {
     }
 }
 
-/// Starts processes, and connects each once all of them listen.
-fn start(address: IpAddr, indexes: impl Iterator<Item = usize>) -> Vec<Process> {
-    let mut processes: Vec<Process> = indexes.map(|index| Process::start(address, index)).collect();
-    for process in &processes {
-        assert_eq!(process.next(), "ready");
-    }
-    for process in &mut processes {
-        process.tell("connect");
-    }
-    for process in &processes {
-        assert_eq!(process.next(), "connected");
-    }
-    processes
+/// The processes of an address.
+struct Group {
+    address: IpAddr,
+    /// Their count, killed ones included.
+    count: usize,
+    processes: Vec<Process>,
+    killed: BTreeSet<usize>,
 }
 
-/// Lets processes exchange messages; returns once each has done so.
-fn run(processes: &mut [Process]) {
-    for process in &mut *processes {
-        process.tell("exchange");
+impl Group {
+    /// Starts processes, which then listen.
+    fn start(address: IpAddr, count: usize, indexes: impl Iterator<Item = usize>) -> Group {
+        let start = |index| Process::start(address, count, index);
+        let processes: Vec<Process> = indexes.map(start).collect();
+        Group {
+            address,
+            count,
+            processes,
+            killed: BTreeSet::new(),
+        }
     }
-    for process in processes {
-        assert_eq!(process.next(), "runs", "process {}", process.index);
+
+    /// Connects each process once all of them listen.
+    fn connect(&mut self) {
+        for process in &self.processes {
+            assert_eq!(process.next(), "ready");
+        }
+        for process in &mut self.processes {
+            process.tell("connect");
+        }
+        for process in &self.processes {
+            assert_eq!(process.next(), "connected");
+        }
+    }
+
+    /// Lets the processes exchange messages; returns once each has done so.
+    fn run(&mut self) {
+        for process in &mut self.processes {
+            process.tell("exchange");
+        }
+        for process in &self.processes {
+            assert_eq!(process.next(), "runs", "process {}", process.index);
+        }
+    }
+
+    /// Stops that; returns the peers that each process has lost.
+    fn stop(&mut self) -> Vec<(usize, BTreeSet<usize>)> {
+        for process in &mut self.processes {
+            process.tell("stop");
+        }
+        let lost = self.processes.iter().map(|p| (p.index, p.lost()));
+        lost.collect()
+    }
+
+    fn kill(&mut self, i: usize) {
+        self.killed.insert(self.processes.swap_remove(i).index);
+    }
+
+    /// Checks that each process goes on with all peers that live, and with no other.
+    fn check(&mut self) {
+        self.run();
+        for (index, lost) in self.stop() {
+            let mut dead = BTreeSet::from(peers_of(index, self.count));
+            dead.retain(|peer| self.killed.contains(peer));
+            assert_eq!(lost, dead, "process {index}");
+        }
     }
 }
 
-/// Stops that; returns the peers that each process has lost.
-fn stop(processes: &mut [Process]) -> Vec<BTreeSet<usize>> {
-    for process in &mut *processes {
-        process.tell("stop");
+/// Random numbers.
+struct Dice(u64);
+
+impl Dice {
+    fn new() -> Dice {
+        let seed = RandomState::new().hash_one(0);
+        println!("seed {seed}");
+        Dice(seed)
     }
-    processes.iter().map(|process| process.lost()).collect()
+
+    fn below(&mut self, bound: usize) -> usize {
+        // Knuth's MMIX generator.
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % bound
+    }
+}
+
+/// Kills `kills` of the processes on each address, at random times, while all exchange messages.
+fn kill_some(addresses: &[IpAddr], count: usize, kills: usize) {
+    let mut dice = Dice::new();
+    let start = |address: &IpAddr| Group::start(*address, count, 0..count);
+    let mut groups: Vec<Group> = addresses.iter().map(start).collect();
+    groups.iter_mut().for_each(Group::connect);
+    groups.iter_mut().for_each(Group::check);
+    groups.iter_mut().for_each(Group::run);
+    let mut left = kills * groups.len();
+    let pause_max = (KILL_TIME / left as u32).as_micros() as usize;
+    while left > 0 {
+        let group = dice.below(groups.len());
+        let group = &mut groups[group];
+        if group.killed.len() < kills {
+            group.kill(dice.below(group.processes.len()));
+            left -= 1;
+            thread::sleep(Duration::from_micros(dice.below(2 * pause_max) as u64));
+        }
+    }
+    for group in &mut groups {
+        for (index, lost) in group.stop() {
+            assert!(lost.is_subset(&group.killed), "process {index}: {lost:?}");
+        }
+    }
+    groups.iter_mut().for_each(Group::check);
+    // Others take the ports of the killed ones.
+    let start = |group: &Group| Group::start(group.address, count, group.killed.iter().copied());
+    let mut newcomers: Vec<Group> = groups.iter().map(start).collect();
+    newcomers.iter_mut().for_each(Group::connect);
+    newcomers.iter_mut().for_each(Group::check);
+}
+
+/// The tests have many processes each, so one runs at a time.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+#[test]
+fn kill__of_some_of_a_hundred_on_one_address() {
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    kill_some(&[[127, 0, 1, 171].into()], 100, 25);
 }
 
 #[test]
-fn kill__of_some_while_all_exchange_messages() {
-    let address = [127, 0, 1, 171].into();
-    let seed = RandomState::new().hash_one(0);
-    println!("seed {seed}");
-    let hasher = |index: usize| {
-        seed.rotate_left(index as u32 % 64)
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ index as u64)
-    };
-    let mut processes = start(address, 0..PROCESSES);
-    run(&mut processes);
-    for lost in stop(&mut processes) {
-        assert_eq!(lost, BTreeSet::new());
-    }
-    run(&mut processes);
-    processes.sort_by_key(|process| hasher(process.index));
-    let killed: BTreeSet<usize> = processes.drain(..KILLED).map(|process| process.index).collect();
-    for lost in stop(&mut processes) {
-        assert!(lost.is_subset(&killed), "{lost:?}");
-    }
-    run(&mut processes);
-    let lost = stop(&mut processes);
-    for (process, lost) in processes.iter().zip(lost) {
-        let peers = peers_of(process.index).into_iter();
-        let dead: BTreeSet<usize> = peers.filter(|peer| killed.contains(peer)).collect();
-        assert_eq!(lost, dead, "process {}", process.index);
-    }
-    // Others take the ports of the killed ones.
-    let mut newcomers = start(address, killed.iter().copied());
-    run(&mut newcomers);
-    for lost in stop(&mut newcomers) {
-        assert_eq!(lost, BTreeSet::new());
-    }
+fn kill__of_some_on_each_of_several_addresses() {
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let addresses: [IpAddr; 6] = [1, 2, 3, 4, 5, 6].map(|host| [127, 0, 2, host].into());
+    kill_some(&addresses, 20, 5);
 }

@@ -1,9 +1,9 @@
 //! The group of processes that share UDP port 4791 of one local address.
 //!
-//! The first process of an address binds [`SLOTS`] sockets to the port, all at once, and a filter that chooses among
-//! them by the top byte of the destination QPN. Every later process of the same user gets all of them, so that none is
-//! ever closed while one process lives: closing one would move live QPs to other sockets. Each process reads the socket
-//! of its own slot and no other.
+//! The first process of an address binds a block of [`BLOCK`] sockets to the port, and a filter that chooses among all sockets there by
+//! the top byte of the destination QPN. When all slots of the existing blocks are taken, the holder (below) binds one more. Every process of
+//! the same user gets the blocks up to that of its own slot, so that none of these is closed while it lives: closing a socket would move
+//! live QPs of higher slots to other sockets. Each process reads the socket of its own slot and no other.
 //!
 //! Connection management uses QPN 1, which lies in slot 0. One process, the *holder*, reads that socket and hands each message to the
 //! process concerned: the one with the slot in the top byte of the communication id, or the one that offers the requested service. The
@@ -56,9 +56,14 @@ use self::worker::{Role, Worker};
 use super::udp::{self, ROCE_PORT, RxBatch, RxSocket};
 use super::user::{User, user_of};
 
-/// Sockets of a group. Slot 0 carries connection management alone, so 31 processes can share an address. Each process has a descriptor for
-/// each socket.
-pub const SLOTS: usize = 32;
+/// Slots of a group. Slot 0 carries connection management alone, so 127 processes can share an address.
+pub const SLOTS: usize = BLOCK as usize * BLOCKS as usize;
+
+/// Sockets by which a group grows.
+const BLOCK: u8 = 16;
+
+/// Most blocks of a group.
+const BLOCKS: u8 = 8;
 
 /// Services that one process may offer on one address.
 pub const SERVICES_MAX: usize = 512;
@@ -123,6 +128,19 @@ pub enum GroupError {
     Full {
         /// The local address.
         addr: IpAddr,
+    },
+    /// The process that holds the port could not bind more sockets, or get those of another process.
+    #[error(
+        "{addr}: process {pid}, which holds UDP port {ROCE_PORT}, could not add a place: {source}. If the address is in use, sockets of a \
+         stopped process or of another program are in the way (see `ss -ulnp`)"
+    )]
+    NotGrown {
+        /// The local address.
+        addr: IpAddr,
+        /// The process; 0 when it is in another PID namespace.
+        pid: i32,
+        /// Error that the system returned to it.
+        source: io::Error,
     },
     /// The process that holds the port does not answer: it is stopped, gets no CPU, or is not rdmux.
     #[error(
@@ -232,8 +250,18 @@ pub struct Group {
     _slot_claim: OwnedFd,
 }
 
-/// Objects that all processes of a group hold.
-type Shares = (Sockets, Arc<Ledger>);
+/// A process's part of the group's objects.
+struct Place {
+    slot: u8,
+    slot_claim: OwnedFd,
+    sockets: Sockets,
+    ledger: Arc<Ledger>,
+}
+
+/// Returns the block of a slot.
+fn block_of(slot: u8) -> u8 {
+    slot / BLOCK
+}
 
 /// State that the group's thread and its user share.
 struct Shared {
@@ -321,49 +349,19 @@ impl Group {
         let give_up = Instant::now() + ANSWER_TIMEOUT;
         let mut pause = Duration::from_millis(1);
         loop {
-            let failure = match names.claim_holder() {
-                Ok(listener) => match Sockets::bind(addr) {
-                    Ok(sockets) => {
-                        rustix::net::listen(&listener, worker::BACKLOG)
-                            .map_err(io("listen on a Unix socket"))?;
-                        // Starts at random, so that the slots of processes that ended a moment ago are not the first to be reused.
-                        let start = (names::random() % (SLOTS as u64 - 1)) as u8 + 1;
-                        let ledger = Ledger::create().map_err(|source| GroupError::Io {
-                            addr,
-                            what: "make a file in memory",
-                            source,
-                        })?;
-                        let shares = (sockets, Arc::new(ledger));
-                        return Self::start(names, shares, start, Role::holder(listener), calls);
-                    }
-                    Err(e) if e.kind() == io::ErrorKind::AddrInUse => GroupError::PortInUse { addr },
-                    Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => {
-                        return Err(GroupError::NotLocal { addr });
-                    }
-                    Err(source) => {
-                        return Err(GroupError::Io {
-                            addr,
-                            what: "bind UDP port 4791",
-                            source,
-                        });
-                    }
-                },
-                Err(Errno::ADDRINUSE) => match enter(&names, give_up)? {
-                    Entry::Welcome {
-                        link,
-                        shares,
-                        next_slot,
-                    } => {
-                        return Self::start(names, shares, next_slot, Role::Member(link), calls);
-                    }
-                    Entry::NoHolder(failure) => failure,
-                    Entry::HolderLeft(failure) => {
-                        // The time for the holder's survivors begins here.
-                        deadline = give_up.min(Instant::now() + JOIN_TIMEOUT);
-                        failure
-                    }
-                },
+            let entry = match names.claim_holder() {
+                Ok(listener) => found(&names, listener)?,
+                Err(Errno::ADDRINUSE) => enter(&names, give_up)?,
                 Err(e) => return Err(io("bind an abstract Unix socket")(e)),
+            };
+            let failure = match entry {
+                Entry::Place(role, place) => return Self::start(names, place, role, calls),
+                Entry::NotYet(failure) => failure,
+                Entry::HolderLeft(failure) => {
+                    // The time for the holder's survivors begins here.
+                    deadline = give_up.min(Instant::now() + JOIN_TIMEOUT);
+                    failure
+                }
             };
             if Instant::now() >= deadline {
                 return Err(failure);
@@ -373,19 +371,15 @@ impl Group {
         }
     }
 
-    fn start(
-        names: Names,
-        (sockets, ledger): Shares,
-        first_slot: u8,
-        role: Role,
-        calls: Calls,
-    ) -> Result<Group, GroupError> {
+    fn start(names: Names, place: Place, role: Role, calls: Calls) -> Result<Group, GroupError> {
         let addr = names.addr();
         let io = |what| move |source| GroupError::Io { addr, what, source };
-        let (slot, slot_claim) = names
-            .claim_a_slot(first_slot, |slot| ledger.is_dirty(slot))
-            .map_err(|e| io("bind an abstract Unix socket")(e.into()))?
-            .ok_or(GroupError::Full { addr })?;
+        let Place {
+            slot,
+            slot_claim,
+            sockets,
+            ledger,
+        } = place;
         let open = |slot| sockets.of_slot(slot).map_err(io("duplicate a descriptor"));
         let (socket, cm_socket) = (open(slot)?, open(CM_SLOT)?);
         discard_queue(&socket).map_err(io("read UDP port 4791"))?;
@@ -586,20 +580,46 @@ pub fn route(payload: &[u8]) -> Option<Route> {
     })
 }
 
-/// Outcome of an attempt to become a member.
+/// Outcome of an attempt to take a place.
 enum Entry {
-    Welcome {
-        link: OwnedFd,
-        shares: Shares,
-        next_slot: u8,
-    },
-    /// Nobody listens; with the error to report when the time is over.
-    NoHolder(GroupError),
+    Place(Role, Place),
+    /// Nobody listens, or the group cannot grow at the moment; with the error to report when the time is over.
+    NotYet(GroupError),
     /// A holder was there a moment ago, and may come back; with the error to report when the time is over.
     HolderLeft(GroupError),
 }
 
-/// Asks the holder for the sockets.
+/// Becomes the first process of an address, if no process there has sockets.
+fn found(names: &Names, listener: OwnedFd) -> Result<Entry, GroupError> {
+    let addr = names.addr();
+    let io = |what| move |source| GroupError::Io { addr, what, source };
+    let sockets = match Sockets::bind(addr) {
+        Ok(sockets) => sockets,
+        Err(e) if e.kind() == io::ErrorKind::AddrInUse => {
+            return Ok(Entry::NotYet(GroupError::PortInUse { addr }));
+        }
+        Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => return Err(GroupError::NotLocal { addr }),
+        Err(source) => return Err(io("bind UDP port 4791")(source)),
+    };
+    let ledger = Ledger::create().map_err(io("make a file in memory"))?;
+    // Starts at random, so that the slots of processes that ended a moment ago are not the first to be reused.
+    let claim = names.claim_a_slot(names::random() as u8, |_| false);
+    let claim = claim.map_err(|e| io("bind an abstract Unix socket")(e.into()))?;
+    // Processes that are about to end may still have all names of the first block, though no socket.
+    let Some((slot, slot_claim)) = claim.filter(|(slot, _)| block_of(*slot) < sockets.blocks()) else {
+        return Ok(Entry::NotYet(GroupError::PortInUse { addr }));
+    };
+    rustix::net::listen(&listener, worker::BACKLOG).map_err(|e| io("listen on a Unix socket")(e.into()))?;
+    let place = Place {
+        slot,
+        slot_claim,
+        sockets,
+        ledger: Arc::new(ledger),
+    };
+    Ok(Entry::Place(Role::holder(listener), place))
+}
+
+/// Takes a slot, and asks the holder for the sockets of its block and the blocks below.
 fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     let addr = names.addr();
     let io = |what| {
@@ -612,7 +632,7 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
     let link = match names.connect_holder() {
         Ok(link) => link,
         // The holder is between its bind and its listen, or has gone.
-        Err(Errno::CONNREFUSED) => return Ok(Entry::NoHolder(GroupError::PortInUse { addr })),
+        Err(Errno::CONNREFUSED) => return Ok(Entry::NotYet(GroupError::PortInUse { addr })),
         // The holder's backlog is full.
         Err(Errno::AGAIN) => return Ok(Entry::HolderLeft(GroupError::PortInUse { addr })),
         Err(e) => return Err(io("connect to the holder of the port")(e)),
@@ -627,32 +647,67 @@ fn enter(names: &Names, deadline: Instant) -> Result<Entry, GroupError> {
         User::Other => return Err(GroupError::OtherUser { addr, uid, pid }),
         User::Unknown => return Err(GroupError::UnknownUser { addr, uid }),
     }
-    let no_answer = GroupError::NoAnswer { addr, pid };
-    if !message::wait_readable(link.as_fd(), deadline).map_err(io("poll"))? {
-        return Err(no_answer);
-    }
+    let no_answer = || GroupError::NoAnswer { addr, pid };
     let mut buffer = [0; message::LEN_MAX];
-    let Ok((len, mut descriptors)) = receive_with_descriptors(&link, &mut buffer) else {
-        return Ok(Entry::HolderLeft(no_answer));
-    };
-    match Message::decode(&buffer[..len]) {
-        Some(Message::Welcome {
-            version: message::VERSION,
-            next_slot,
-        }) => {
-            let ledger = descriptors.pop().and_then(Ledger::from_fd);
-            match Sockets::from_descriptors(addr, descriptors).zip(ledger) {
-                Some((sockets, ledger)) => Ok(Entry::Welcome {
-                    link,
-                    shares: (sockets, Arc::new(ledger)),
+    let mut place = None;
+    loop {
+        if !message::wait_readable(link.as_fd(), deadline).map_err(io("poll"))? {
+            return Err(no_answer());
+        }
+        let (len, descriptors) = match receive_with_descriptors(&link, &mut buffer) {
+            Ok(received) => received,
+            // This process has too many.
+            Err(Errno::MSGSIZE) => return Err(io("receive descriptors of the group")(Errno::MFILE)),
+            Err(_) => return Ok(Entry::HolderLeft(no_answer())),
+        };
+        let taking = match (Message::decode(&buffer[..len]), &mut place) {
+            (
+                Some(Message::Welcome {
+                    version: message::VERSION,
                     next_slot,
                 }),
-                None => Err(no_answer),
+                None,
+            ) => {
+                let ledger = descriptors.into_iter().next().and_then(Ledger::from_fd);
+                let ledger = ledger.ok_or_else(no_answer)?;
+                let claim = names.claim_a_slot(next_slot, |slot| ledger.is_dirty(slot));
+                let claim = claim.map_err(io("bind an abstract Unix socket"))?;
+                let (slot, slot_claim) = claim.ok_or(GroupError::Full { addr })?;
+                place.insert(Place {
+                    slot,
+                    slot_claim,
+                    sockets: Sockets::new(addr),
+                    ledger: Arc::new(ledger),
+                })
             }
+            (Some(Message::Welcome { .. }), None) => return Err(GroupError::OtherVersion { addr, pid }),
+            (Some(Message::Block(block)), Some(place)) if block == place.sockets.blocks() => {
+                if !place.sockets.add(descriptors) {
+                    return Err(no_answer());
+                }
+                place
+            }
+            (Some(Message::NoBlock(errno)), Some(_)) => {
+                let source = io::Error::from_raw_os_error(errno);
+                return Ok(Entry::NotYet(GroupError::NotGrown { addr, pid, source }));
+            }
+            // Messages to all processes.
+            (Some(Message::NextSlot(_) | Message::Mad { .. }), Some(_)) => continue,
+            _ if len == 0 => return Ok(Entry::HolderLeft(no_answer())),
+            _ => return Err(no_answer()),
+        };
+        let next = taking.sockets.blocks();
+        if next <= block_of(taking.slot) {
+            let want = Message::Want {
+                slot: taking.slot,
+                block: next,
+            };
+            if message::send(&link, &want).is_err() {
+                return Ok(Entry::HolderLeft(no_answer()));
+            }
+        } else if let Some(place) = place {
+            return Ok(Entry::Place(Role::Member(link), place));
         }
-        Some(Message::Welcome { .. }) => Err(GroupError::OtherVersion { addr, pid }),
-        _ if len == 0 => Ok(Entry::HolderLeft(no_answer)),
-        _ => Err(no_answer),
     }
 }
 

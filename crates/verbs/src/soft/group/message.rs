@@ -4,6 +4,7 @@
 //! are trusted: a message that is not understood ends the connection, and no call here waits.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6};
+use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
@@ -15,13 +16,13 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::{SERVICES_MAX, SLOTS};
+use super::{BLOCKS, SERVICES_MAX, SLOTS};
 
 /// Version of the protocol; both ends must have the same.
-pub(crate) const VERSION: u16 = 3;
+pub(crate) const VERSION: u16 = 4;
 
-/// Descriptors of a welcome: all sockets and the ledger.
-pub(super) const DESCRIPTORS: usize = SLOTS + 1;
+/// Most descriptors of a message: a block's sockets are fewer, the welcome of an older version has 33.
+const DESCRIPTORS_MAX: usize = 64;
 
 /// A datagram of connection management is shorter: BTH, DETH, 256 bytes, ICRC.
 pub(super) const MAD_BYTES_MAX: usize = 512;
@@ -29,14 +30,20 @@ pub(super) const MAD_BYTES_MAX: usize = 512;
 /// Bytes of the longest message, and of one byte more, by which a longer one is noticed.
 pub(super) const LEN_MAX: usize = 2 + 8 * SERVICES_MAX + 1;
 
+/// Error numbers of Linux.
+const ERRNOS: RangeInclusive<i32> = 1..=4095;
+
 const WELCOME: u8 = 1;
 const ANNOUNCE: u8 = 2;
 const NEXT_SLOT: u8 = 3;
 const MAD: u8 = 4;
+const WANT: u8 = 5;
+const BLOCK_OF_SOCKETS: u8 = 6;
+const NO_BLOCK: u8 = 7;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Message<'a> {
-    /// Holder to new connection. Carries the group's sockets and its ledger.
+    /// Holder to new connection. Carries the group's ledger.
     Welcome { version: u16, next_slot: u8 },
     /// Member to holder: its slot and its services; sent again at each change.
     Announce { slot: u8, services: Vec<ServiceId> },
@@ -44,6 +51,12 @@ pub(super) enum Message<'a> {
     NextSlot(u8),
     /// Holder to member: a datagram for it.
     Mad { src: SocketAddr, bytes: &'a [u8] },
+    /// A joining process to the holder, or the holder to a member: its slot, and the block whose sockets it asks for.
+    Want { slot: u8, block: u8 },
+    /// The answer. Carries the sockets.
+    Block(u8),
+    /// The other answer: they cannot be had, with the system's error number.
+    NoBlock(i32),
 }
 
 impl<'a> Message<'a> {
@@ -71,12 +84,23 @@ impl<'a> Message<'a> {
                 out.extend(*bytes);
                 out
             }
+            Message::Want { slot, block } => vec![WANT, *slot, *block],
+            Message::Block(block) => vec![BLOCK_OF_SOCKETS, *block],
+            Message::NoBlock(errno) => {
+                let mut out = vec![NO_BLOCK];
+                out.extend(errno.to_ne_bytes());
+                out
+            }
         }
     }
 
     /// Returns `None` for bytes that no encoder produces.
     pub(super) fn decode(packet: &'a [u8]) -> Option<Self> {
         let slot_of = |slot: u8| (1..SLOTS as u8).contains(&slot).then_some(slot);
+        let block_of = |rest: &[u8]| match rest {
+            [block] if *block < BLOCKS => Some(*block),
+            _ => None,
+        };
         let (&kind, rest) = packet.split_first()?;
         match kind {
             WELCOME => {
@@ -127,6 +151,18 @@ impl<'a> Message<'a> {
                 };
                 (bytes.len() <= MAD_BYTES_MAX).then_some(Message::Mad { src, bytes })
             }
+            WANT => {
+                let (&slot, rest) = rest.split_first()?;
+                Some(Message::Want {
+                    slot: slot_of(slot)?,
+                    block: block_of(rest)?,
+                })
+            }
+            BLOCK_OF_SOCKETS => block_of(rest).map(Message::Block),
+            NO_BLOCK => {
+                let errno = i32::from_ne_bytes(rest.try_into().ok()?);
+                ERRNOS.contains(&errno).then_some(Message::NoBlock(errno))
+            }
             _ => None,
         }
     }
@@ -147,13 +183,13 @@ pub(super) fn send_with_descriptors(
     send_bytes(fd, &message.encode(), descriptors)
 }
 
-/// Sends one packet with at most [`DESCRIPTORS`] descriptors, without waiting.
+/// Sends one packet with at most [`DESCRIPTORS_MAX`] descriptors, without waiting.
 pub(in crate::soft) fn send_bytes(
     fd: impl AsFd,
     bytes: &[u8],
     descriptors: &[BorrowedFd<'_>],
 ) -> Result<(), Errno> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
         return Err(Errno::INVAL);
@@ -178,12 +214,13 @@ pub(super) fn receive(fd: impl AsFd, buffer: &mut [u8]) -> Result<usize, Errno> 
     }
 }
 
-/// Receives one message and at most [`DESCRIPTORS`] descriptors, without waiting.
+/// Receives one message and at most [`DESCRIPTORS_MAX`] descriptors, without waiting. `MSGSIZE` if there were more, or this process may
+/// have no more.
 pub(in crate::soft) fn receive_with_descriptors(
     fd: impl AsFd,
     buffer: &mut [u8],
 ) -> Result<(usize, Vec<OwnedFd>), Errno> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     let received = recvmsg(fd, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
@@ -245,6 +282,9 @@ mod tests {
                 src: v6,
                 bytes: &[2; MAD_BYTES_MAX],
             },
+            Message::Want { slot: 1, block: 0 },
+            Message::Block(BLOCKS - 1),
+            Message::NoBlock(24),
         ]
     }
 
@@ -274,6 +314,16 @@ mod tests {
         for slot in [0, SLOTS as u8, 255] {
             assert_eq!(Message::decode(&[NEXT_SLOT, slot]), None);
             assert_eq!(Message::decode(&[ANNOUNCE, slot]), None);
+        }
+        assert_eq!(Message::decode(&[WANT, 1, BLOCKS]), None);
+        assert_eq!(Message::decode(&[WANT, 0, 1]), None);
+        assert_eq!(Message::decode(&[BLOCK_OF_SOCKETS, BLOCKS]), None);
+    }
+
+    #[test]
+    fn decode__number_of_no_error() {
+        for errno in [i32::MIN, -1, 0, 4096, i32::MAX] {
+            assert_eq!(Message::decode(&Message::NoBlock(errno).encode()), None);
         }
     }
 

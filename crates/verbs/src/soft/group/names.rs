@@ -10,10 +10,13 @@ use rdmux_wire::cm::ServiceId;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, socket_with};
 
-use super::SLOTS;
+use super::{BLOCK, CM_SLOT, SLOTS};
 
 /// Places of devices of RNICs, for which only tools look: no QPN of a soft device begins with these bytes.
 pub(super) const RNIC_SLOTS: RangeInclusive<u8> = 128..=255;
+
+/// Slots of a small group: all of these are used before others.
+const SMALL: u8 = 2 * BLOCK;
 
 /// Prefix of all names.
 const PREFIX: &str = "rdmux-4791-";
@@ -47,21 +50,24 @@ impl Names {
         Ok(fd)
     }
 
-    /// Takes the first free slot from `first` on, in a circle; `None` if there is none. Slots for which `rests` is true come last.
+    /// Takes a free slot of the lowest block that has one; `None` if there is none. Within a block the search begins after the place of
+    /// `first` and goes round. A slot for which `rests` is true is taken only to keep a small group small, or if no other is free.
     pub(super) fn claim_a_slot(
         &self,
         first: u8,
         rests: impl Fn(u8) -> bool,
     ) -> Result<Option<(u8, OwnedFd)>, Errno> {
-        let processes = SLOTS as u8 - 1;
-        let slot_at = |i| first.wrapping_sub(1).wrapping_add(i) % processes + 1;
-        let mut slots: Vec<u8> = (0..processes).map(slot_at).collect();
-        slots.sort_by_key(|slot| rests(*slot));
-        for slot in slots {
-            match self.claim_slot(slot) {
-                Ok(claim) => return Ok(Some((slot, claim))),
-                Err(Errno::ADDRINUSE) => {}
-                Err(e) => return Err(e),
+        let slot_at = |i: u8| i / BLOCK * BLOCK + first.wrapping_add(i) % BLOCK;
+        for range in [0..SMALL, SMALL..SLOTS as u8] {
+            for resting in [false, true] {
+                let slots = range.clone().map(slot_at).filter(|slot| *slot != CM_SLOT);
+                for slot in slots.filter(|slot| rests(*slot) == resting) {
+                    match self.claim_slot(slot) {
+                        Ok(claim) => return Ok(Some((slot, claim))),
+                        Err(Errno::ADDRINUSE) => {}
+                        Err(e) => return Err(e),
+                    }
+                }
             }
         }
         Ok(None)

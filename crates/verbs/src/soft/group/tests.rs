@@ -81,9 +81,9 @@ fn slots_of_sockets__takes_the_names_of_slots_alone() {
 0000000000000000: 00000002 00000000 00010000 0005 01 20001 @rdmux-4791-127.0.0.1-slot-3
 0000000000000000: 00000003 00000000 00000000 0005 03 20002 @rdmux-4791-127.0.0.1-slot-3
 0000000000000000: 00000002 00000000 00000000 0002 01 20003 @rdmux-4791-127.0.0.1-slot-4
-0000000000000000: 00000002 00000000 00010000 0005 01 20004 @rdmux-4791-fe80::1-slot-31
+0000000000000000: 00000002 00000000 00010000 0005 01 20004 @rdmux-4791-fe80::1-slot-127
 0000000000000000: 00000002 00000000 00010000 0005 01 20005 @rdmux-4791-127.0.0.1
-0000000000000000: 00000002 00000000 00010000 0005 01 20006 @rdmux-4791-127.0.0.1-slot-32
+0000000000000000: 00000002 00000000 00010000 0005 01 20006 @rdmux-4791-127.0.0.1-slot-256
 0000000000000000: 00000002 00000000 00010000 0005 01 20007 @rdmux-4791-127.0.0.1-slot-0
 0000000000000000: 00000002 00000000 00010000 0005 01 20008 @rdmux-4791-127.0.0.1-slot-+5
 0000000000000000: 00000002 00000000 00010000 0005 01 20009 @rdmux-4791-here-slot-5
@@ -96,7 +96,47 @@ garbage
         found,
         [
             (IpAddr::from([127, 0, 0, 1]), 3),
-            ("fe80::1".parse().unwrap(), 31)
+            ("fe80::1".parse().unwrap(), 127)
         ]
     );
+}
+
+/// A process that joins takes the slot of one that has died, before the holder knows of the death.
+#[test]
+fn join__ends_the_connections_of_the_former_process_first() {
+    let addr = IpAddr::from([127, 0, 0, 78]);
+    let (tell, told) = std::sync::mpsc::channel();
+    let calls = Calls {
+        deliver: Box::new(|_| {}),
+        disconnect_orphans: Box::new(move |peerings| tell.send(peerings).unwrap()),
+        aside: None,
+    };
+    let holder = Group::join_with(addr, calls).unwrap();
+    let names = Names::new(addr);
+    let link = names.connect_holder().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let next = || {
+        assert!(message::wait_readable(link.as_fd(), deadline).unwrap());
+        let mut buffer = [0; message::LEN_MAX];
+        let (len, descriptors) = receive_with_descriptors(&link, &mut buffer).unwrap();
+        (buffer[..len].to_vec(), descriptors)
+    };
+    let (_, mut descriptors) = next();
+    let ledger = Arc::new(Ledger::from_fd(descriptors.pop().unwrap()).unwrap());
+    let slot = holder.slot() % (BLOCK - 1) + 1;
+    let _claim = names.claim_slot(slot).unwrap();
+    let left = Peering {
+        id: rdmux_rnic::cm::CmId(u32::from(slot) << 24 | 1),
+        local_qpn: Qpn::new(2),
+        peer: [10, 0, 0, 1].into(),
+        remote_id: 3,
+        remote_qpn: Qpn::new(4),
+    };
+    let records = Arc::new(OwnRecords::new(ledger, slot));
+    std::mem::forget(records.record(&left).unwrap());
+    message::send(&link, &Message::Want { slot, block: 0 }).unwrap();
+    let (bytes, descriptors) = next();
+    assert_eq!(Message::decode(&bytes), Some(Message::Block(0)));
+    assert_eq!(descriptors.len(), usize::from(BLOCK));
+    assert_eq!(told.try_recv(), Ok(vec![left]));
 }

@@ -12,9 +12,9 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 
 use super::ledger::Ledger;
-use super::message::{self, Message};
-use super::sockets::Sockets;
-use super::{Calls, MadDatagram, Route, SLOTS, Shared, Shares, route};
+use super::message::{self, Message, receive_with_descriptors};
+use super::sockets::{Grown, Growth, Sockets};
+use super::{Calls, MadDatagram, Route, SLOTS, Shared, block_of, route};
 use crate::soft::udp::{self, RxBatch, RxSocket};
 use crate::soft::user::{User, user_of};
 
@@ -23,6 +23,12 @@ pub(super) const BACKLOG: i32 = 64;
 
 /// Most connections of a holder: one per slot, and as many again that have not announced themselves.
 const PEERS_MAX: usize = 2 * SLOTS;
+
+/// Most joining processes to whom sockets are under way at a time: the kernel limits the descriptors of a user in messages.
+const GIVEN_MAX: usize = 4;
+
+/// Time that a process has to take sockets, or to give those that the holder has asked for. Then others have their turn.
+const BLOCK_TIME: Duration = Duration::from_secs(1);
 
 /// Most messages taken from one connection at a time, so that no peer delays the others: more than its queue holds.
 const MESSAGES_PER_TURN: usize = 512;
@@ -65,6 +71,7 @@ impl Role {
             settle_until: None,
             inspect_until: None,
             orphaned: Vec::new(),
+            growth: None,
         })
     }
 }
@@ -78,6 +85,30 @@ pub(super) struct Holder {
     inspect_until: Option<Instant>,
     /// Slots whose connections are being ended, and the times at which their rest is over.
     orphaned: Vec<(u8, Instant)>,
+    /// The next block, while this process binds it.
+    growth: Option<Box<Growth>>,
+}
+
+impl Holder {
+    /// Ends the connections that the former process of a slot has left, unless that has been done.
+    fn disconnect_orphan(&mut self, slot: u8, ledger: &Ledger, calls: &Calls) {
+        let is_orphaned = self.orphaned.iter().any(|(orphaned, _)| *orphaned == slot);
+        if !is_orphaned && ledger.is_dirty(slot) {
+            self.orphaned.push((slot, Instant::now() + REST_TIME));
+            (calls.disconnect_orphans)(ledger.read(slot));
+        }
+    }
+
+    /// Tells the joining processes that wait for a block, or for one above, that there is none. They may ask again.
+    fn refuse_blocks(&mut self, block: u8, errno: Errno) {
+        for peer in &mut self.peers {
+            peer.asked = None;
+            if peer.wants.take_if(|wanted| *wanted >= block).is_some() {
+                // One that does not read finds out by the end of its patience.
+                let _ = message::send(&peer.fd, &Message::NoBlock(errno.raw_os_error()));
+            }
+        }
+    }
 }
 
 struct Peer {
@@ -85,8 +116,30 @@ struct Peer {
     /// `None` until the peer announces itself.
     slot: Option<u8>,
     services: Vec<ServiceId>,
+    /// The slot that a joining process has claimed, and the block that it waits for.
+    joins: Option<u8>,
+    wants: Option<u8>,
+    /// Set when sockets have been sent: the end of the time to take them. Cleared by the next message.
+    given: Option<Instant>,
+    /// Set when the holder has asked for sockets: the end of the time to give them. Cleared by the answer.
+    asked: Option<Instant>,
     /// Set when the connection has ended, or the peer broke the rules.
     gone: bool,
+}
+
+impl Peer {
+    fn new(fd: OwnedFd) -> Peer {
+        Peer {
+            fd,
+            slot: None,
+            services: Vec::new(),
+            joins: None,
+            wants: None,
+            given: None,
+            asked: None,
+            gone: false,
+        }
+    }
 }
 
 pub(super) struct Worker {
@@ -105,7 +158,7 @@ pub(super) struct Worker {
 impl Worker {
     pub(super) fn new(
         shared: Arc<Shared>,
-        (sockets, ledger): Shares,
+        (sockets, ledger): (Sockets, Arc<Ledger>),
         (slot, cm_socket): (u8, RxSocket),
         role: Role,
         calls: Calls,
@@ -157,12 +210,21 @@ impl Worker {
             Role::Holder(holder) => {
                 fds.push(input(holder.listener.as_fd()));
                 fds.extend(holder.peers.iter().map(|p| input(p.fd.as_fd())));
+                fds.extend(
+                    holder
+                        .growth
+                        .iter()
+                        .flat_map(|growth| growth.descriptors())
+                        .map(input),
+                );
                 match holder.settle_until {
                     None => fds.push(input(self.cm_socket.as_fd())),
                     // A member that the holder waits for may also die, which nothing signals.
                     Some(_) => timeout = Some(LOOK_AGAIN),
                 }
-                if holder.inspect_until.is_some() {
+                // A growth repeats its datagrams, and who has been given or asked for sockets has a limited time.
+                let waits = holder.peers.iter().any(|p| p.wants.is_some());
+                if holder.inspect_until.is_some() || waits {
                     timeout = Some(LOOK_AGAIN);
                 } else if let Some(end) = holder.orphaned.iter().map(|(_, end)| *end).min() {
                     let left = end.saturating_duration_since(Instant::now());
@@ -185,13 +247,14 @@ impl Worker {
 
     fn hold(&mut self) {
         self.serve_peers();
+        while self.give_blocks() && self.obtain_block() {}
         let Role::Holder(holder) = &mut self.role else {
             return;
         };
         if let Some(until) = holder.settle_until {
             let missing = |slot| {
                 slot != self.slot
-                    && !holder.peers.iter().any(|p| p.slot == Some(slot))
+                    && !holder.peers.iter().any(|p| p.slot.or(p.joins) == Some(slot))
                     && self.shared.names.is_slot_claimed(slot)
             };
             if Instant::now() < until && (1..SLOTS as u8).any(missing) {
@@ -265,13 +328,12 @@ impl Worker {
         let Role::Holder(holder) = &mut self.role else {
             return;
         };
-        let (now, names, ledger) = (Instant::now(), &self.shared.names, &self.ledger);
+        let (names, ledger) = (&self.shared.names, &self.ledger);
+        let now = Instant::now();
         if let Some(until) = holder.inspect_until {
             for slot in (1..SLOTS as u8).filter(|slot| *slot != self.slot) {
-                let is_orphaned = holder.orphaned.iter().any(|(orphaned, _)| *orphaned == slot);
-                if !is_orphaned && ledger.is_dirty(slot) && !names.is_slot_claimed(slot) {
-                    holder.orphaned.push((slot, now + REST_TIME));
-                    (self.calls.disconnect_orphans)(ledger.read(slot));
+                if ledger.is_dirty(slot) && !names.is_slot_claimed(slot) {
+                    holder.disconnect_orphan(slot, ledger, &self.calls);
                 }
             }
             holder.inspect_until = Some(until).filter(|until| now < *until);
@@ -313,19 +375,12 @@ impl Worker {
                 };
                 holder.peers.remove(i);
             }
-            let mut descriptors = self.sockets.descriptors();
-            descriptors.push(self.ledger.as_fd());
             let welcome = Message::Welcome {
                 version: message::VERSION,
                 next_slot: self.next_slot,
             };
-            if message::send_with_descriptors(&fd, &welcome, &descriptors).is_ok() {
-                holder.peers.push(Peer {
-                    fd,
-                    slot: None,
-                    services: Vec::new(),
-                    gone: false,
-                });
+            if message::send_with_descriptors(&fd, &welcome, &[self.ledger.as_fd()]).is_ok() {
+                holder.peers.push(Peer::new(fd));
             }
         }
         self.read_peers();
@@ -336,17 +391,28 @@ impl Worker {
             return;
         };
         let next_slot = self.next_slot;
+        let (mut refusal, mut taken) = (None, Vec::new());
         for i in 0..holder.peers.len() {
             for _ in 0..MESSAGES_PER_TURN {
                 let peer = &mut holder.peers[i];
-                let len = match message::receive(&peer.fd, &mut self.buffer) {
+                let received = match peer.asked {
+                    Some(_) => receive_with_descriptors(&peer.fd, &mut self.buffer),
+                    None => message::receive(&peer.fd, &mut self.buffer).map(|len| (len, Vec::new())),
+                };
+                let (len, descriptors) = match received {
                     Err(Errno::AGAIN) => break,
-                    Err(_) | Ok(0) => {
+                    // This process has too many descriptors.
+                    Err(Errno::MSGSIZE) => {
+                        refusal = Some(Errno::MFILE);
+                        break;
+                    }
+                    Err(_) | Ok((0, _)) => {
                         peer.gone = true;
                         break;
                     }
-                    Ok(len) => len,
+                    Ok(received) => received,
                 };
+                peer.given = None;
                 match Message::decode(&self.buffer[..len]) {
                     Some(Message::Announce { slot, services }) if slot != self.slot => {
                         if peer.slot != Some(slot) {
@@ -361,12 +427,36 @@ impl Worker {
                             other.1.gone |= other.1.slot == Some(slot);
                         }
                     }
+                    Some(Message::Want { slot, block }) if peer.slot.is_none() => {
+                        (peer.joins, peer.wants) = (Some(slot), Some(block));
+                        taken.push(slot);
+                    }
+                    // An answer that comes late, after the block came from another process, is of no use.
+                    Some(Message::Block(block)) if peer.slot.is_some() => {
+                        if peer.asked.take().is_some() && block == self.sockets.blocks() {
+                            peer.gone = !self.sockets.add(descriptors);
+                        }
+                    }
+                    Some(Message::NoBlock(errno)) if peer.slot.is_some() => {
+                        refusal = peer
+                            .asked
+                            .take()
+                            .map(|_| Errno::from_raw_os_error(errno))
+                            .or(refusal);
+                    }
                     _ => {
                         peer.gone = true;
                         break;
                     }
                 }
             }
+        }
+        // A joining process clears the records of its slot as soon as it has sockets.
+        for slot in taken {
+            holder.disconnect_orphan(slot, &self.ledger, &self.calls);
+        }
+        if let Some(errno) = refusal {
+            holder.refuse_blocks(self.sockets.blocks(), errno);
         }
         if holder.peers.iter().any(|p| p.gone && p.slot.is_some()) {
             holder.inspect_until = Some(Instant::now() + INSPECTION_TIME);
@@ -376,6 +466,90 @@ impl Worker {
             for peer in &holder.peers {
                 // A member that does not read misses a hint.
                 let _ = message::send(&peer.fd, &Message::NextSlot(self.next_slot));
+            }
+        }
+    }
+
+    /// Gives the joining processes the sockets that they wait for. Returns whether one waits for sockets that this process does not have.
+    fn give_blocks(&mut self) -> bool {
+        let Role::Holder(holder) = &mut self.role else {
+            return false;
+        };
+        let now = Instant::now();
+        let under_way = |p: &&Peer| p.given.is_some_and(|until| now < until);
+        let mut given = holder.peers.iter().filter(under_way).count();
+        let mut lacks = false;
+        for peer in &mut holder.peers {
+            let Some(block) = peer.wants else { continue };
+            let Some(sockets) = self.sockets.block(block) else {
+                lacks = true;
+                continue;
+            };
+            if given >= GIVEN_MAX {
+                continue;
+            }
+            match message::send_with_descriptors(&peer.fd, &Message::Block(block), &sockets) {
+                Ok(()) => {
+                    (peer.wants, peer.given) = (None, Some(now + BLOCK_TIME));
+                    given += 1;
+                }
+                // Too many descriptors of this user are in messages that nobody has received: this is repeated.
+                Err(Errno::TOOMANYREFS) => {}
+                Err(_) => (peer.wants, peer.gone) = (None, true),
+            }
+        }
+        holder.growth.take_if(|_| !lacks);
+        lacks
+    }
+
+    /// Gets the next block from a member that has it, or else binds it. Returns whether this process has it now.
+    fn obtain_block(&mut self) -> bool {
+        let Role::Holder(holder) = &mut self.role else {
+            return false;
+        };
+        let (now, block) = (Instant::now(), self.sockets.blocks());
+        if holder
+            .peers
+            .iter()
+            .any(|p| !p.gone && p.asked.is_some_and(|until| now < until))
+        {
+            return false;
+        }
+        let has_it = |p: &&mut Peer| {
+            !p.gone && p.asked.is_none() && p.slot.is_some_and(|slot| block_of(slot) >= block)
+        };
+        if let Some(peer) = holder.peers.iter_mut().find(has_it) {
+            peer.asked = Some(now + BLOCK_TIME);
+            // One that does not read does not answer either.
+            let _ = message::send(
+                &peer.fd,
+                &Message::Want {
+                    slot: self.slot,
+                    block,
+                },
+            );
+            return false;
+        }
+        // A member that has it may not have found this process yet.
+        if holder.settle_until.is_some() {
+            return false;
+        }
+        let growth = match holder.growth.take() {
+            Some(growth) => Ok(growth),
+            None => self.sockets.grow(),
+        };
+        match growth.and_then(|growth| growth.proceed(&mut self.batch)) {
+            Ok(Grown::Block(sockets)) => {
+                self.sockets.add_grown(sockets);
+                true
+            }
+            Ok(Grown::NotYet(growth)) => {
+                holder.growth = Some(growth);
+                false
+            }
+            Err(e) => {
+                holder.refuse_blocks(block, Errno::from_io_error(&e).unwrap_or(Errno::IO));
+                false
             }
         }
     }
@@ -394,6 +568,17 @@ impl Worker {
                     bytes: bytes.to_vec(),
                 }),
                 Some(Message::NextSlot(slot)) => self.next_slot = slot,
+                Some(Message::Want { block, .. }) => {
+                    let sent = match self.sockets.block(block) {
+                        Some(sockets) => {
+                            message::send_with_descriptors(link, &Message::Block(block), &sockets)
+                        }
+                        None => Err(Errno::NOENT),
+                    };
+                    if let Err(errno) = sent {
+                        let _ = message::send(link, &Message::NoBlock(errno.raw_os_error()));
+                    }
+                }
                 // The greeting of a new holder, whose sockets this process already has.
                 Some(Message::Welcome {
                     version: message::VERSION,
@@ -425,6 +610,7 @@ impl Worker {
                     settle_until,
                     inspect_until: None,
                     orphaned: Vec::new(),
+                    growth: None,
                 });
             }
             return;

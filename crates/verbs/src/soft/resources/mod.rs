@@ -533,7 +533,7 @@ mod tests {
 
     #[test]
     fn device_at__as_it_is_printed() {
-        for device in ["127.0.0.1/3", "fd00::1/31"] {
+        for device in ["127.0.0.1/3", "fd00::1/127"] {
             let parsed: DeviceAt = device.parse().unwrap();
             assert_eq!(parsed.to_string(), device);
         }
@@ -542,7 +542,7 @@ mod tests {
             "127.0.0.1",
             "127.0.0.1/",
             "127.0.0.1/0",
-            "127.0.0.1/32",
+            "127.0.0.1/256",
             "eth0/1",
         ] {
             let refused = nonsense.parse::<DeviceAt>().unwrap_err();
