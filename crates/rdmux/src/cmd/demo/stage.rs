@@ -1,6 +1,6 @@
 //! The folder and the processes of a demo, all of which end with it, also on Ctrl-C.
 
-use std::fs::DirBuilder;
+use std::fs::{self, DirBuilder, File};
 use std::io::{BufRead, BufReader, Read};
 use std::net::IpAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -14,6 +14,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::measure::Cell;
+
+/// File in the folder.
+const SERVER_LOG: &str = "serve.log";
 
 /// Processes and folder that Ctrl-C has to clean up.
 #[derive(Debug)]
@@ -36,7 +39,7 @@ fn clean_up(litter: &mut Litter) {
         let _ = kill_process(pid, Signal::KILL);
     }
     if let Some(folder) = litter.folder.take() {
-        let _ = std::fs::remove_dir_all(folder);
+        let _ = fs::remove_dir_all(folder);
     }
 }
 
@@ -152,7 +155,7 @@ impl Stage {
         Ok(path.to_owned())
     }
 
-    fn spawn(&self, prefix: &[String], args: &[&str]) -> Result<Actor> {
+    fn spawn(&self, prefix: &[String], args: &[&str], stderr: Stdio) -> Result<Actor> {
         let mut words: Vec<&std::ffi::OsStr> = prefix.iter().map(AsRef::as_ref).collect();
         words.push(self.exe.as_ref());
         words.extend(args.iter().map(AsRef::<std::ffi::OsStr>::as_ref));
@@ -161,7 +164,7 @@ impl Stage {
             .args(&words[1..])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(stderr)
             .spawn()
             .with_context(|| format!("cannot start {}", words[0].display()))?;
         litter.children.push(Pid::from_child(&child));
@@ -171,17 +174,29 @@ impl Stage {
     /// Starts a server and waits until it listens.
     pub(super) fn serve(&self, args: &[&str], ip: IpAddr) -> Result<Actor> {
         let (key, ip) = (self.arg("key")?, ip.to_string());
-        let mut all = vec!["serve", "--json", "--quiet", "--key", &key, "--listen", &ip];
+        let mut all = vec!["serve", "--json", "--key", &key, "--listen", &ip];
         all.extend(args);
-        let mut server = self.spawn(&self.prefix, &all)?;
-        first_line(&mut server).context("the server did not start")?;
+        let log = File::create(self.path(SERVER_LOG)).context("no log of the server")?;
+        let mut server = self.spawn(&self.prefix, &all, log.into())?;
+        if first_line(&mut server)?.is_empty() {
+            bail!("the server did not start: {}", self.server_log());
+        }
         Ok(server)
+    }
+
+    /// Returns the last line that the server wrote to stderr.
+    fn server_log(&self) -> String {
+        let text = fs::read_to_string(self.path(SERVER_LOG)).unwrap_or_default();
+        text.lines().last().unwrap_or_default().to_owned()
     }
 
     /// Starts a server over TCP; returns its address too.
     pub(super) fn tcp_serve(&self, args: &[&str]) -> Result<(Actor, String)> {
-        let mut server = self.spawn(&self.prefix, args)?;
-        let address = first_line(&mut server).context("the TCP server did not start")?;
+        let mut server = self.spawn(&self.prefix, args, Stdio::piped())?;
+        let address = first_line(&mut server)?;
+        if address.is_empty() {
+            bail!("the TCP server did not start: {}", server.complaint());
+        }
         Ok((server, address))
     }
 
@@ -190,7 +205,7 @@ impl Stage {
         let key = self.arg("key")?;
         let mut all = args.to_vec();
         all.extend(["--key", &key]);
-        self.spawn(&[], &all)
+        self.spawn(&[], &all, Stdio::piped())
     }
 
     /// Runs a client to its end; returns its report.
@@ -213,7 +228,12 @@ impl Stage {
         client.stdout()?.read_to_string(&mut text)?;
         let status = client.0.wait()?;
         if !status.success() {
-            bail!("{}: {}", args[0], client.complaint());
+            bail!(
+                "{}: {} (last of the server: {})",
+                args[0],
+                client.complaint(),
+                self.server_log()
+            );
         }
         Ok(text)
     }
@@ -224,8 +244,9 @@ impl Stage {
         let status = server.0.wait()?;
         ensure!(
             status.success(),
-            "the server ended with {status}: {}",
-            server.complaint()
+            "the server ended with {status}: {}{}",
+            server.complaint(),
+            self.server_log()
         );
         Ok(())
     }
@@ -240,9 +261,6 @@ impl Drop for Stage {
 fn first_line(actor: &mut Actor) -> Result<String> {
     let mut line = String::new();
     BufReader::new(actor.stdout()?).read_line(&mut line)?;
-    if line.is_empty() {
-        bail!("{}", actor.complaint());
-    }
     Ok(line.trim_end().to_owned())
 }
 
