@@ -107,6 +107,19 @@ impl Member {
         self.process.id() as i32
     }
 
+    fn signal(&self, signal: Signal) {
+        let pid = rustix::process::Pid::from_raw(self.pid()).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Stops all of its threads.
+    fn stop(&self) {
+        self.signal(Signal::STOP);
+        let pid = rustix::process::Pid::from_raw(self.pid());
+        let told = rustix::process::waitpid(pid, rustix::process::WaitOptions::UNTRACED).unwrap();
+        assert!(told.is_some_and(|(_, status)| status.stopped()));
+    }
+
     fn kill(mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
@@ -160,7 +173,9 @@ fn child() {
         loop {
             poll(&mut [PollFd::new(&socket, PollFlags::IN)], None).unwrap();
             socket.recv_batch(&mut batch).unwrap();
-            for bytes in batch.iter().flat_map(|d| d.segments().collect::<Vec<_>>()) {
+            // But for what a growing group sends to find out where it arrives.
+            let packets = batch.iter().flat_map(|d| d.segments().collect::<Vec<_>>());
+            for bytes in packets.filter(|bytes| bytes[0] != 0xff) {
                 println!("@ data {} {}", bytes[5], String::from_utf8_lossy(&bytes[12..]));
             }
         }
@@ -448,6 +463,37 @@ fn join__as_many_as_there_are_slots() {
 }
 
 #[test]
+fn join__block_that_only_a_stopped_process_has() {
+    let addr = IpAddr::from([127, 0, 0, 58]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 16);
+    let above = members.iter().position(|member| member.slot >= 16).unwrap();
+    let above = members.remove(above);
+    above.stop();
+    take_holder(addr, &mut members).kill();
+    // The first takes the killed one's slot. The second needs a block that the new holder lacks and cannot bind.
+    members.extend(start_members(addr, 1));
+    let Err(refused) = Member::start(addr, NOBODY) else {
+        panic!("a block without its sockets")
+    };
+    assert!(refused.starts_with("NotGrown"), "{refused}");
+    check_all(&sender, &mut members, "stopped");
+    above.signal(Signal::CONT);
+    members.push(above);
+    let start = Instant::now();
+    let mut member = loop {
+        match Member::start(addr, NOBODY) {
+            Ok(member) => break member,
+            Err(e) => assert!(start.elapsed() < DEADLINE, "{e}"),
+        }
+    };
+    assert!(member.slot >= 16);
+    member.register(service_of(member.slot));
+    members.push(member);
+    check_all(&sender, &mut members, "continued");
+}
+
+#[test]
 fn group__holder_is_killed_while_it_grows() {
     let addr = IpAddr::from([127, 0, 0, 57]);
     let sender = Sender::new(addr);
@@ -705,18 +751,13 @@ fn join__waits_for_a_holder_that_gets_no_cpu() {
     let addr = IpAddr::from([127, 0, 0, 54]);
     for dies in [false, true] {
         let holder = Member::start(addr, NOBODY).unwrap();
-        let pid = rustix::process::Pid::from_raw(holder.pid()).unwrap();
-        let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
-        signal(Signal::STOP);
-        // The call returns when all of its threads have stopped.
-        let told = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
-        assert!(told.is_some_and(|(_, status)| status.stopped()));
+        holder.stop();
         thread::scope(|scope| {
             let joining = scope.spawn(|| Member::start(addr, NOBODY));
             // The test needs time to pass, not a condition: a joiner that gives up on a stopped holder does so within 3 s.
             thread::sleep(Duration::from_secs(3));
             assert!(!joining.is_finished());
-            signal(if dies { Signal::KILL } else { Signal::CONT });
+            holder.signal(if dies { Signal::KILL } else { Signal::CONT });
             joining.join().unwrap().unwrap();
         });
     }
