@@ -21,7 +21,7 @@ use rdmux_verbs::soft::udp::{ROCE_PORT, RxBatch, RxSocket};
 use rdmux_wire::cm::ServiceId;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
-use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, prlimit, setrlimit};
 use skip::skip;
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -308,14 +308,14 @@ fn start_members(addr: IpAddr, count: usize) -> Vec<Member> {
         .collect()
 }
 
-/// Six members, of which holders and others are killed one after the other.
-fn share_and_survive(addr: IpAddr) {
+/// Holders and others are killed one after the other.
+fn share_and_survive(addr: IpAddr, count: usize) {
     let sender = Sender::new(addr);
-    let mut members = start_members(addr, 6);
+    let mut members = start_members(addr, count);
     let mut slots: Vec<u8> = members.iter().map(|m| m.slot).collect();
     slots.sort_unstable();
     slots.dedup();
-    assert_eq!(slots.len(), 6);
+    assert_eq!(slots.len(), count);
     assert!(slots.iter().all(|s| (1..SLOTS as u8).contains(s)));
     check_all(&sender, &mut members, "start");
 
@@ -361,7 +361,7 @@ fn group__everyone_hears_of_a_rejection_without_an_id() {
 
 #[test]
 fn group__survives_its_holders_ipv4() {
-    share_and_survive([127, 0, 0, 41].into());
+    share_and_survive([127, 0, 0, 41].into(), 6);
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn group__survives_its_holders_ipv6() {
     if UdpSocket::bind((addr, 0)).is_err() {
         return skip("this host has no IPv6 loopback");
     }
-    share_and_survive(addr);
+    share_and_survive(addr, 20);
 }
 
 #[test]
@@ -393,36 +393,39 @@ fn group__newcomers_while_the_holder_dies() {
     assert_eq!(members.len(), 7);
 }
 
-/// Returns the count of UDP sockets that a process has on the port.
-fn sockets_of(member: &Member) -> usize {
-    let inodes: BTreeSet<String> = std::fs::read_to_string("/proc/self/net/udp")
-        .unwrap()
-        .lines()
-        .filter(|line| {
-            line.split_whitespace()
-                .nth(1)
-                .is_some_and(|local| local.ends_with(":12B7"))
-        })
-        .filter_map(|line| Some(format!("socket:[{}]", line.split_whitespace().nth(9)?)))
-        .collect();
+/// Returns the sockets on the port of an address, as links in `/proc` name them.
+fn sockets_on(addr: [u8; 4]) -> BTreeSet<String> {
+    let local = format!("{:08X}:{ROCE_PORT:04X}", u32::from_ne_bytes(addr));
+    let inode = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        (fields[1] == local).then(|| format!("socket:[{}]", fields[9]))
+    };
+    let sockets = std::fs::read_to_string("/proc/self/net/udp").unwrap();
+    sockets.lines().filter_map(inode).collect()
+}
+
+/// Returns the count of those of them that a process has.
+fn sockets_of(member: &Member, addr: [u8; 4]) -> usize {
     let fds = std::fs::read_dir(format!("/proc/{}/fd", member.pid())).unwrap();
     let links = fds.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
     let links: BTreeSet<String> = links.map(|link| link.to_string_lossy().into_owned()).collect();
-    links.intersection(&inodes).count()
+    links.intersection(&sockets_on(addr)).count()
 }
 
 #[test]
 fn group__grows_as_processes_join() {
-    let addr = IpAddr::from([127, 0, 0, 55]);
+    let octets = [127, 0, 0, 55];
+    let addr = IpAddr::from(octets);
     let sender = Sender::new(addr);
     let mut members = start_members(addr, 1);
-    assert_eq!(sockets_of(&members[0]), 16);
+    assert_eq!(sockets_of(&members[0], octets), 16);
     members.extend(start_members(addr, 39));
     // Low slots are taken first, and a process other than the holder has the sockets of its own block and of the lower ones.
     for (i, member) in members.iter().enumerate().skip(1) {
         let block = usize::from(member.slot / 16);
         assert_eq!(block, (i + 1) / 16);
-        assert_eq!(sockets_of(member), (block + 1) * 16, "slot {}", member.slot);
+        let sockets = sockets_of(member, octets);
+        assert_eq!(sockets, (block + 1) * 16, "slot {}", member.slot);
     }
     check_all(&sender, &mut members, "start");
     for round in ["first", "second", "third"] {
@@ -463,6 +466,34 @@ fn join__as_many_as_there_are_slots() {
 }
 
 #[test]
+fn join__holder_that_may_have_no_more_descriptors() {
+    let addr = IpAddr::from([127, 0, 0, 59]);
+    let sender = Sender::new(addr);
+    let mut members = start_members(addr, 15);
+    let holder = take_holder(addr, &mut members);
+    let pid = rustix::process::Pid::from_raw(holder.pid());
+    let fds = std::fs::read_dir(format!("/proc/{}/fd", holder.pid())).unwrap();
+    let number = |fd: std::fs::DirEntry| fd.file_name().to_string_lossy().parse::<u64>().unwrap();
+    let numbers: BTreeSet<u64> = fds.flatten().map(number).collect();
+    let limit = getrlimit(Resource::Nofile);
+    // Room for some of the sockets of a block.
+    let current = (0..).filter(|number| !numbers.contains(number)).nth(8);
+    prlimit(pid, Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+    let Err(refused) = Member::start(addr, NOBODY) else {
+        panic!("the holder had room for 16 sockets")
+    };
+    assert!(
+        refused.starts_with("NotGrown") && refused.contains("open files"),
+        "{refused}"
+    );
+    members.push(holder);
+    check_all(&sender, &mut members, "refused");
+    prlimit(pid, Resource::Nofile, limit).unwrap();
+    members.extend(start_members(addr, 2));
+    check_all(&sender, &mut members, "grown");
+}
+
+#[test]
 fn join__block_that_only_a_stopped_process_has() {
     let addr = IpAddr::from([127, 0, 0, 58]);
     let sender = Sender::new(addr);
@@ -495,7 +526,8 @@ fn join__block_that_only_a_stopped_process_has() {
 
 #[test]
 fn group__holder_is_killed_while_it_grows() {
-    let addr = IpAddr::from([127, 0, 0, 57]);
+    let octets = [127, 0, 0, 57];
+    let addr = IpAddr::from(octets);
     let sender = Sender::new(addr);
     let seed = RandomState::new().hash_one(0);
     println!("seed {seed}");
@@ -504,9 +536,18 @@ fn group__holder_is_killed_while_it_grows() {
         // The first block is full, and no process has a second one.
         let newcomers = [(); 2].map(|()| thread::spawn(move || Member::start(addr, NOBODY).unwrap()));
         let holder = take_holder(addr, &mut members);
-        // It is killed at any moment from before they ask until they have joined.
-        let pause = (seed ^ round).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 50;
-        thread::sleep(Duration::from_micros(pause));
+        let random = (seed ^ round).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        if round % 2 == 0 {
+            // It is killed at any moment from before they ask until they have joined.
+            thread::sleep(Duration::from_micros(random >> 50));
+        } else {
+            // It is killed when it has bound some of the sockets, or all of them a moment ago.
+            let bound = 17 + (random >> 60) as usize;
+            let start = Instant::now();
+            while sockets_on(octets).len() < bound {
+                assert!(start.elapsed() < DEADLINE, "the group does not grow");
+            }
+        }
         holder.kill();
         for newcomer in newcomers {
             let mut newcomer = newcomer.join().unwrap();
