@@ -91,7 +91,7 @@ static void many(int connections, int own_queues)
 	struct count one = count();
 	for (int i = 1; i < connections; i++)
 		open_both(ends[i], own_queues);
-	int channels = own_queues ? 12 * (connections - 1) : 0;
+	int channels = own_queues ? 4 * (connections - 1) : 0;
 	struct count all = count();
 	printf("%d connections, %s queues: %d threads and %d descriptors more than one\n", connections, own_queues ? "own" : "shared", all.threads - one.threads, all.descriptors - one.descriptors);
 	/* The device opens some for a moment, when it meets another one. */

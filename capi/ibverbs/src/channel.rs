@@ -1,15 +1,16 @@
 //! Completion channels and completion queues.
 
 use std::cell::UnsafeCell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_void};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::ptr;
+use std::iter;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use rdmux_verbs::{Arm, CompletionQueue, CreateError, Status, WcOpcode, WorkCompletion};
-use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rdmux_verbs::{Arm, CompletionQueue, CreateError, EventQueue, Status, WcOpcode, WorkCompletion};
+use rustix::fs::{OFlags, fcntl_setfl};
 use rustix::io::Errno;
 
 use crate::completions::Poller;
@@ -23,13 +24,10 @@ use crate::{abi, made, minus_one, wait};
 #[repr(C)]
 struct Channel {
     shown: UnsafeCell<abi::CompChannel>,
-    /// Readable when one of its queues has an event, or when `again` is readable.
-    epoll: OwnedFd,
-    /// Readable when `earlier` is not empty: both change together, under its lock.
-    again: OwnedFd,
-    /// Queues that were armed again before the program had asked for their event. The lock is held while events are given and
-    /// while queues leave the channel: a queue that has given an event is not destroyed before the event is acknowledged.
-    earlier: Mutex<VecDeque<*mut Queue>>,
+    events: EventQueue,
+    /// Its queues, by their tokens. The lock is held while events are given and while queues leave the channel: a queue that has
+    /// given an event is not destroyed before the event is acknowledged.
+    queues: Mutex<HashMap<u64, *mut Queue>>,
 }
 
 impl Channel {
@@ -42,10 +40,12 @@ impl Channel {
         unsafe { &*channel.cast::<Channel>() }
     }
 
-    /// Counts a queue that begins to use the channel, or stops. The caller holds the lock.
-    fn count(&self, change: c_int) {
+    /// Changes its queues, and shows the program how many there are.
+    fn change(&self, change: impl FnOnce(&mut HashMap<u64, *mut Queue>)) {
+        let mut queues = lock(&self.queues);
+        change(&mut queues);
         // SAFETY: only the holder of the lock writes it.
-        unsafe { (*self.shown.get()).refcnt += change };
+        unsafe { (*self.shown.get()).refcnt = queues.len() as c_int };
     }
 }
 
@@ -54,6 +54,8 @@ impl Channel {
 pub(crate) struct Queue {
     pub(crate) shown: UnsafeCell<abi::CqEx>,
     pub(crate) queue: CompletionQueue,
+    /// Its token in its channel.
+    token: u64,
     /// Meaning of a datagram's `sl`: see [`Queue::shown`].
     packet_type: u8,
     /// State of polling one completion after another, for a queue made for that.
@@ -87,18 +89,9 @@ impl Queue {
         }
         // SAFETY: the queue holds its channel.
         let channel = unsafe { Channel::of(channel) };
-        let mut earlier = lock(&channel.earlier);
-        let _ = epoll::delete(&channel.epoll, &self.queue);
-        earlier.retain(|earlier| !ptr::eq(*earlier, self));
-        if earlier.is_empty() {
-            let _ = rustix::io::read(&channel.again, &mut [0; 8]);
-        }
-        channel.count(-1);
-    }
-
-    /// Takes the event that made its descriptor readable, if there is one. The descriptor is readable, or was a moment ago.
-    fn take_event(&self) -> bool {
-        self.queue.take_event() || rustix::io::read(&self.queue, &mut [0; 8]).is_ok()
+        channel.change(|queues| {
+            queues.remove(&self.token);
+        });
     }
 
     /// Returns a completion as programs read it. There is no service level on Ethernet: as with mlx5, `sl` says which headers a
@@ -136,24 +129,18 @@ impl Queue {
 }
 
 pub(crate) fn create_channel(context: *mut abi::Context) -> Result<*mut abi::CompChannel, c_int> {
-    let again = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Errno::raw_os_error)?;
-    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Errno::raw_os_error)?;
-    epoll::add(
-        &epoll,
-        &again,
-        epoll::EventData::new_u64(0),
-        epoll::EventFlags::IN,
-    )
-    .map_err(Errno::raw_os_error)?;
+    let errno = |error: std::io::Error| error.raw_os_error().unwrap_or(libc::EMFILE);
+    let events = EventQueue::new().map_err(errno)?;
+    // Programs expect a call that blocks, unless they say otherwise.
+    fcntl_setfl(&events, OFlags::empty()).map_err(Errno::raw_os_error)?;
     let channel = Box::new(Channel {
         shown: UnsafeCell::new(abi::CompChannel {
             context,
-            fd: epoll.as_raw_fd(),
+            fd: events.as_fd().as_raw_fd(),
             refcnt: 0,
         }),
-        epoll,
-        again,
-        earlier: Mutex::default(),
+        events,
+        queues: Mutex::default(),
     });
     Ok(Box::into_raw(channel).cast())
 }
@@ -171,12 +158,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut abi::Comp
     }
     // SAFETY: a channel that was made, says the caller.
     let own = unsafe { Channel::of(channel) };
-    let held = lock(&own.earlier);
-    // SAFETY: only the holder of the lock writes it.
-    if unsafe { (*own.shown.get()).refcnt } > 0 {
+    if !lock(&own.queues).is_empty() {
         return libc::EBUSY;
     }
-    drop(held);
     // SAFETY: made by a Box in `create_channel`; no queue uses it, and the caller does not any more.
     drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
     0
@@ -214,7 +198,15 @@ pub(crate) unsafe fn create_cq_with(
     }
     // SAFETY: an open context, says the caller.
     let device = unsafe { &Context::of(context).device };
-    let queue = device.create_cq(cqe as u32).map_err(|error| errno_of(&error))?;
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let token = NEXT.fetch_add(1, Ordering::Relaxed);
+    // SAFETY: null, or a channel that was made, says the caller.
+    let of = (!channel.is_null()).then(|| unsafe { Channel::of(channel) });
+    let queue = match of {
+        Some(channel) => device.create_cq_reporting(cqe as u32, &channel.events, token),
+        None => device.create_cq(cqe as u32),
+    };
+    let queue = queue.map_err(|error| errno_of(&error))?;
     let packet_type = if device.address().is_ipv4() { 0xa } else { 0x9 };
     // SAFETY: all of it may be zero: numbers, null pointers, and functions that are none.
     let mut shown: abi::CqEx = unsafe { std::mem::zeroed() };
@@ -225,6 +217,7 @@ pub(crate) unsafe fn create_cq_with(
     let made = Box::into_raw(Box::new(Queue {
         shown: UnsafeCell::new(shown),
         queue,
+        token,
         packet_type,
         poller,
         buffer: Mutex::default(),
@@ -232,20 +225,10 @@ pub(crate) unsafe fn create_cq_with(
         errors: Given::default(),
         uses: Uses::default(),
     }));
-    if !channel.is_null() {
-        // SAFETY: a channel that was made, says the caller.
-        let channel = unsafe { Channel::of(channel) };
-        let held = lock(&channel.earlier);
-        // SAFETY: just made.
-        let fd = unsafe { (*made).queue.as_fd() };
-        let data = epoll::EventData::new_ptr(made.cast());
-        if let Err(errno) = epoll::add(&channel.epoll, fd, data, epoll::EventFlags::IN) {
-            // SAFETY: made by a Box just now.
-            drop(unsafe { Box::from_raw(made) });
-            return Err(errno.raw_os_error());
-        }
-        channel.count(1);
-        drop(held);
+    if let Some(channel) = of {
+        channel.change(|queues| {
+            queues.insert(token, made);
+        });
     }
     // SAFETY: just made; an open context, says the caller.
     unsafe {
@@ -328,7 +311,7 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
 ) -> c_int {
     // SAFETY: a channel that was made, of a context that is open as long, says the caller.
     let (device, channel) = unsafe { (&Context::of((*channel).context).device, Channel::of(channel)) };
-    let fd = channel.epoll.as_raw_fd();
+    let fd = channel.events.as_fd().as_raw_fd();
     let mut slept_since = None;
     let found = loop {
         let found = match wait::is_blocking(fd) {
@@ -359,30 +342,14 @@ unsafe extern "C-unwind" fn ibv_get_cq_event(
 
 /// Returns the queue that has an event. The event has been given when this returns.
 fn next_event(channel: &Channel) -> Option<*mut Queue> {
-    let mut earlier = lock(&channel.earlier);
-    if let Some(found) = earlier.pop_front() {
-        if earlier.is_empty() {
-            let _ = rustix::io::read(&channel.again, &mut [0; 8]);
-        }
-        // SAFETY: a queue of the channel, which it leaves under the lock.
-        unsafe { &*found }.given.give();
-        return Some(found);
-    }
-    let mut events = [epoll::Event {
-        flags: epoll::EventFlags::empty(),
-        data: epoll::EventData::new_u64(0),
-    }; 16];
-    let at_once = Timespec::try_from(Duration::ZERO).ok();
-    let n = epoll::wait(&channel.epoll, &mut events[..], at_once.as_ref()).unwrap_or(0);
-    events[..n].iter().find_map(|event| {
-        let queue = event.data.ptr().cast::<Queue>();
-        // SAFETY: null, or a queue of the channel, which it leaves under the lock.
-        let own = unsafe { queue.as_ref() }?;
-        own.take_event().then(|| {
-            own.given.give();
-            queue
-        })
-    })
+    let queues = lock(&channel.queues);
+    // A queue that has left the channel may have reported after that.
+    let queue = iter::from_fn(|| channel.events.poll()).find_map(|token| queues.get(&token).copied())?;
+    // SAFETY: a queue of the channel, which it leaves under the lock.
+    let own = unsafe { &*queue };
+    own.queue.take_event();
+    own.given.give();
+    Some(queue)
 }
 
 #[unsafe(no_mangle)]
@@ -393,15 +360,7 @@ unsafe extern "C" fn ibv_ack_cq_events(queue: *mut abi::Cq, count: u32) {
 
 pub(crate) unsafe extern "C" fn req_notify_cq(queue: *mut abi::Cq, solicited_only: c_int) -> c_int {
     // SAFETY: a queue that was made, says the caller.
-    let (channel, own) = unsafe { ((*queue).channel, Queue::of(queue)) };
-    if !channel.is_null() && own.queue.take_event() {
-        // The program has yet to ask for the event that the descriptor reported.
-        // SAFETY: the queue holds its channel.
-        let channel = unsafe { Channel::of(channel) };
-        let mut earlier = lock(&channel.earlier);
-        earlier.push_back(queue.cast());
-        let _ = rustix::io::write(&channel.again, &1u64.to_ne_bytes());
-    }
+    let own = unsafe { Queue::of(queue) };
     let arm = if solicited_only != 0 {
         Arm::Solicited
     } else {

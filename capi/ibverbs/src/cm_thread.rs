@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::ConnectionEvents;
+use rdmux_verbs::EventQueue;
 
 /// Owner of objects whose events the thread handles.
 pub(crate) trait Handler: Send + Sync {
@@ -15,7 +15,7 @@ pub(crate) trait Handler: Send + Sync {
 }
 
 struct CmThread {
-    events: ConnectionEvents,
+    events: EventQueue,
     handlers: Mutex<HashMap<u64, Weak<dyn Handler>>>,
     process: u32,
 }
@@ -38,7 +38,7 @@ impl CmThread {
         if let Some(thread) = thread.as_ref().filter(|thread| thread.process == process) {
             return Ok(thread.clone());
         }
-        let events = ConnectionEvents::new().map_err(|error| error.raw_os_error().unwrap_or(libc::EMFILE))?;
+        let events = EventQueue::new().map_err(|error| error.raw_os_error().unwrap_or(libc::EMFILE))?;
         let made = Arc::new(CmThread {
             events,
             handlers: Mutex::default(),
@@ -81,7 +81,7 @@ impl Handled {
     pub(crate) fn queue(
         &self,
         handler: impl FnOnce() -> Weak<dyn Handler>,
-    ) -> Result<(&ConnectionEvents, u64), c_int> {
+    ) -> Result<(&EventQueue, u64), c_int> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let registration = match self.0.get() {
             Some(registration) => registration,

@@ -455,7 +455,7 @@ fn start_connect__is_reported_by_events() {
         const LONG: Duration = Duration::from_secs(60);
         let device = device();
         let [asking, asked] = [(); 2].map(|()| End::new(&device));
-        let events = ConnectionEvents::new().unwrap();
+        let events = EventQueue::new().unwrap();
         let listener = device.listen(7174).unwrap();
         listener.notify(&events, LISTENER);
         let peer = (ADDRESS.parse::<IpAddr>().unwrap(), 7174).into();

@@ -11,8 +11,8 @@ use rdmux_rnic::{Access, ModifyError, QpAttributes, QpState, QpType, Qpn};
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 
-use crate::connection_events::ConnectionEvents;
 use crate::device::{Device, QueuePair};
+use crate::event_queue::EventQueue;
 #[cfg(doc)]
 use crate::features::Features;
 use crate::hw;
@@ -367,7 +367,7 @@ impl Connecting {
 
     /// Reports to a queue, under a token, when [`Connecting::poll`] may have a result. The connection that comes of the attempt goes on
     /// reporting there.
-    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+    pub fn notify(&self, events: &EventQueue, token: u64) {
         match &self.provided {
             Some(Provided::Soft(connecting)) => connecting.events().notify(events, token),
             Some(Provided::Hw(connecting)) => connecting.events().notify(events, token),
@@ -428,7 +428,7 @@ impl Listener {
     }
 
     /// Reports to a queue, under a token, when a request may have arrived.
-    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+    pub fn notify(&self, events: &EventQueue, token: u64) {
         match &self.provided {
             Provided::Soft(service) => service.events().notify(events, token),
             Provided::Hw(service) => service.events().notify(events, token),
@@ -657,7 +657,7 @@ impl Connection {
     }
 
     /// Reports to a queue, under a token, when [`Connection::progress`] may have changed.
-    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+    pub fn notify(&self, events: &EventQueue, token: u64) {
         match &self.provided {
             Provided::Soft(connection) => connection.events().notify(events, token),
             Provided::Hw(connection) => connection.events().notify(events, token),

@@ -15,6 +15,7 @@ use rdmux_rnic::{
 use rdmux_wire::roce::PathMtu;
 
 use crate::event::AsyncEvent;
+use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::hw;
 use crate::limits::Limits;
@@ -206,6 +207,28 @@ impl Device {
         let provided = match &self.provided {
             Provided::Soft(device) => Provided::Soft(device.create_cq(depth)?),
             Provided::Hw(device) => Provided::Hw(device.create_cq(depth)?),
+        };
+        let device = self.clone();
+        Ok(CompletionQueue(Arc::new(CqInner { provided, device })))
+    }
+
+    /// Makes a completion queue that opens no descriptor: it reports to a queue, under a token, each time that it has a completion after it
+    /// was armed. [`CompletionQueue::as_fd`] returns the descriptor of that queue.
+    ///
+    /// # Errors
+    /// Provider `hw` does not support it ([`io::ErrorKind::Unsupported`]).
+    pub fn create_cq_reporting(
+        &self,
+        depth: u32,
+        events: &EventQueue,
+        token: u64,
+    ) -> Result<CompletionQueue, CreateError> {
+        let provided = match &self.provided {
+            Provided::Soft(device) => {
+                let waker = soft::engine::CqWaker::reporting(events, token);
+                Provided::Soft(device.create_cq_with(depth, waker)?)
+            }
+            Provided::Hw(_) => return Err(CreateError::Io(io::ErrorKind::Unsupported.into())),
         };
         let device = self.clone();
         Ok(CompletionQueue(Arc::new(CqInner { provided, device })))

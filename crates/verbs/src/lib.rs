@@ -35,13 +35,14 @@
 
 pub mod abi;
 mod cm;
-mod connection_events;
 mod cq;
 mod datagram;
 mod device;
 mod event;
+mod event_queue;
 mod features;
 pub mod hw;
+mod inbox;
 mod lease;
 mod limits;
 mod mapping;
@@ -62,7 +63,6 @@ pub use cm::{
     Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection,
     ConnectionRequest, ExternalPair, ListenError, Listener, Progress,
 };
-pub use connection_events::ConnectionEvents;
 pub use cq::ResizeError;
 pub use datagram::AddressHandle;
 pub use device::{
@@ -70,6 +70,7 @@ pub use device::{
     QpOptions, QueuePair, Reach, SharedMemory,
 };
 pub use event::AsyncEvent;
+pub use event_queue::EventQueue;
 pub use features::{Features, Unsupported};
 pub use lease::{FileWatch, Wanted};
 pub use limits::Limits;

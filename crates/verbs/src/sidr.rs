@@ -10,8 +10,8 @@ use rdmux_rnic::{Qpn, Target};
 use rdmux_wire::cm::SidrStatus;
 
 use crate::cm::{Arrival, ListenError};
-use crate::connection_events::ConnectionEvents;
 use crate::device::{Device, QueuePair};
+use crate::event_queue::EventQueue;
 use crate::hw;
 use crate::provider::Provided;
 use crate::soft;
@@ -209,7 +209,7 @@ impl Resolving {
     }
 
     /// Reports to a queue, under a token, when [`Resolving::poll`] may have a result.
-    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+    pub fn notify(&self, events: &EventQueue, token: u64) {
         match &self.provided {
             Some(Provided::Soft(resolving)) => resolving.events().notify(events, token),
             Some(Provided::Hw(resolving)) => resolving.events().notify(events, token),
@@ -245,7 +245,7 @@ impl DatagramListener {
     }
 
     /// Reports to a queue, under a token, when a request may have arrived.
-    pub fn notify(&self, events: &ConnectionEvents, token: u64) {
+    pub fn notify(&self, events: &EventQueue, token: u64) {
         match &self.provided {
             Provided::Soft(service) => service.events().notify(events, token),
             Provided::Hw(service) => service.events().notify(events, token),

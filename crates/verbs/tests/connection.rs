@@ -568,7 +568,7 @@ fn start_connect(end: &End, address: IpAddr) -> Connecting {
 fn connecting__refused_reports_why() {
     let address = IpAddr::from([127, 0, 14, 31]);
     let (client, server) = (end(address, 4096), end(address, 4096));
-    let events = ConnectionEvents::new().unwrap();
+    let events = EventQueue::new().unwrap();
     let result_of = |mut connecting: Connecting| loop {
         if let Some(result) = connecting.poll() {
             return result.map(drop);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::ConnectionEvents;
+use rdmux_verbs::EventQueue;
 
 use super::id::Shared;
 
@@ -20,7 +20,7 @@ pub(super) trait Question: Send + 'static {
 
     fn ask(&self) -> Result<Self::Pending, Self::Error>;
 
-    fn notify(pending: &Self::Pending, events: &ConnectionEvents, token: u64);
+    fn notify(pending: &Self::Pending, events: &EventQueue, token: u64);
 
     fn poll(pending: &mut Self::Pending) -> Option<Result<Self::Answer, Self::Error>>;
 
@@ -53,7 +53,7 @@ struct Asking<Q: Question> {
 /// A question of any kind.
 pub(super) trait Ask: Send {
     /// Takes the steps that are possible now. Returns the time of the next one if it needs no event.
-    fn advance(&mut self, shared: &Arc<Shared>, queue: (&ConnectionEvents, u64)) -> Option<Instant>;
+    fn advance(&mut self, shared: &Arc<Shared>, queue: (&EventQueue, u64)) -> Option<Instant>;
 
     fn withdraw(self: Box<Self>);
 }
@@ -69,7 +69,7 @@ pub(super) fn asking<Q: Question>(question: Q) -> Box<dyn Ask> {
 }
 
 impl<Q: Question> Ask for Asking<Q> {
-    fn advance(&mut self, shared: &Arc<Shared>, queue: (&ConnectionEvents, u64)) -> Option<Instant> {
+    fn advance(&mut self, shared: &Arc<Shared>, queue: (&EventQueue, u64)) -> Option<Instant> {
         let result = match &mut self.step {
             Step::Asked(pending) => Q::poll(pending)?,
             Step::AsksAt(at) if *at > Instant::now() => return Some(*at),

@@ -7,8 +7,8 @@ use std::slice;
 use std::sync::{Arc, Weak};
 
 use rdmux_verbs::{
-    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection, ConnectionEvents,
-    Device, Endpoint, ExternalPair, QpAttributes, QpState, Qpn, QueuePair, RESOLVE_DATA_MAX, RejReason,
+    CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, Connecting, Connection, Device, Endpoint,
+    EventQueue, ExternalPair, QpAttributes, QpState, Qpn, QueuePair, RESOLVE_DATA_MAX, RejReason,
 };
 
 use super::ask::{Question, asking};
@@ -386,7 +386,7 @@ impl Question for ConnectQuestion {
             .start_connect(self.pair.get(), self.peer, &self.params, &self.data)
     }
 
-    fn notify(pending: &Connecting, events: &ConnectionEvents, token: u64) {
+    fn notify(pending: &Connecting, events: &EventQueue, token: u64) {
         pending.notify(events, token);
     }
 

@@ -5,9 +5,7 @@ use std::ffi::c_int;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use rdmux_verbs::{
-    ConnectionEvents, DatagramService, Device, QueuePair, ResolveError, Resolving, SidrStatus,
-};
+use rdmux_verbs::{DatagramService, Device, EventQueue, QueuePair, ResolveError, Resolving, SidrStatus};
 
 use super::ask::{Question, asking};
 use super::channel::Event;
@@ -70,7 +68,7 @@ impl Question for ServiceQuestion {
             .start_resolve(self.source_port, self.peer, &self.private_data)
     }
 
-    fn notify(pending: &Resolving, events: &ConnectionEvents, token: u64) {
+    fn notify(pending: &Resolving, events: &EventQueue, token: u64) {
         pending.notify(events, token);
     }
 

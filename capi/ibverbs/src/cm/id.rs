@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use rdmux_verbs::{
-    Arrival, Connection, ConnectionEvents, ConnectionRequest, Progress, QpType, ServiceId, ServiceRequest,
+    Arrival, Connection, ConnectionRequest, EventQueue, Progress, QpType, ServiceId, ServiceRequest,
 };
 
 use super::ask::Ask;
@@ -169,7 +169,7 @@ impl Shared {
     ///
     /// # Errors
     /// The system refuses the thread.
-    pub(super) fn queue(self: &Arc<Self>) -> Result<(&ConnectionEvents, u64), c_int> {
+    pub(super) fn queue(self: &Arc<Self>) -> Result<(&EventQueue, u64), c_int> {
         self.handled.queue(|| {
             let handler: Weak<Shared> = Arc::downgrade(self);
             handler

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use rdmux_verbs::soft::group::GroupError;
-use rdmux_verbs::{ConnectionEvents, DatagramListener, ListenError, Listener};
+use rdmux_verbs::{DatagramListener, EventQueue, ListenError, Listener};
 
 use super::channel::{Event, Happened, Source, UserContext};
 use super::connect::told;
@@ -78,7 +78,7 @@ impl Service {
         }
     }
 
-    fn notify(&self, events: &ConnectionEvents, token: u64) {
+    fn notify(&self, events: &EventQueue, token: u64) {
         match self {
             Service::Connections(listener) => listener.notify(events, token),
             Service::Datagrams(listener) => listener.notify(events, token),

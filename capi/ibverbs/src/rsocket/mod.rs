@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::{CompletionQueue, ConnectionEvents};
+use rdmux_verbs::{CompletionQueue, EventQueue};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
@@ -219,7 +219,7 @@ impl Socket {
     }
 
     /// Returns the queue, and the token, to which its connection reports what happens.
-    fn queue(self: &Arc<Socket>) -> Result<(&ConnectionEvents, u64), c_int> {
+    fn queue(self: &Arc<Socket>) -> Result<(&EventQueue, u64), c_int> {
         self.handled.queue(|| {
             let handler: Weak<Socket> = Arc::downgrade(self);
             handler

@@ -23,8 +23,9 @@ use super::objects::Qp;
 use super::qp::QueuePair;
 use crate::abi::{self, cm_event, port_space};
 use crate::cm::{ACK_TIMEOUT, Arrival, CONNECT_DATA_MAX, ConnectError, ConnectParams, ListenError, Progress};
-use crate::connection_events::{ConnectionEvents, Inbox};
+use crate::event_queue::EventQueue;
 use crate::features::Features;
+use crate::inbox::Inbox;
 
 /// Longest wait for the peer's answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -380,7 +381,7 @@ pub(super) fn listen(
     device: &Device,
     space: u32,
     port: u16,
-    own: &ConnectionEvents,
+    own: &EventQueue,
 ) -> Result<Arc<Line>, ListenError> {
     let failed = |error: Errno| {
         let error = io::Error::from(error);
@@ -413,7 +414,7 @@ impl Device {
         if qp_types.iter().any(|qp_type| *qp_type != QpType::Rc) {
             return Err(ListenError::Io(self.lacks(Features::CONNECT_ANY).into()));
         }
-        let own = ConnectionEvents::new()?;
+        let own = EventQueue::new()?;
         Ok(Listener {
             device: self.clone(),
             line: listen(self, port_space::TCP, port, &own)?,
@@ -611,7 +612,7 @@ pub(crate) struct Listener {
     device: Device,
     line: Arc<Line>,
     /// Reports only this listener's events, for its descriptor.
-    own: ConnectionEvents,
+    own: EventQueue,
 }
 
 impl Listener {

@@ -15,7 +15,8 @@ use super::device::Device;
 use super::qp::QueuePair;
 use crate::abi::{cm_event, port_space};
 use crate::cm::{Arrival, ListenError};
-use crate::connection_events::{ConnectionEvents, Inbox};
+use crate::event_queue::EventQueue;
+use crate::inbox::Inbox;
 use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError};
 
 /// Most private data of a SIDR_REP. IBTA Vol 1, 12.11.
@@ -58,7 +59,7 @@ impl Device {
 
     /// Listens on a port (RDMA_PS_UDP) for requests for datagram services.
     pub(crate) fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
-        let own = ConnectionEvents::new()?;
+        let own = EventQueue::new()?;
         let line = listen(self, port_space::UDP, port, &own)?;
         Ok(DatagramListener { line, own })
     }
@@ -119,7 +120,7 @@ fn poll(approach: &mut Approach, peer: IpAddr, private_data: &[u8]) -> Option<Re
 pub(crate) struct DatagramListener {
     line: Arc<Line>,
     /// Reports only this listener's events, for its descriptor.
-    own: ConnectionEvents,
+    own: EventQueue,
 }
 
 impl DatagramListener {

@@ -19,7 +19,8 @@ use crate::cm::{
     ACK_TIMEOUT, Arrival, ConnectError, ConnectParams, ExternalPair, ListenError, Progress, accepting_type,
     deadline_after, transport_of,
 };
-use crate::connection_events::{ConnectionEvents, Seen};
+use crate::event_queue::EventQueue;
+use crate::inbox::Seen;
 
 /// Window towards a peer that is not rdmux and so does not announce how much it can receive.
 const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
@@ -387,12 +388,12 @@ pub(crate) struct Service {
     id: ServiceId,
     events: Arc<CmQueue>,
     /// Reports only this service's events, for its descriptor.
-    own: ConnectionEvents,
+    own: EventQueue,
 }
 
 impl Service {
     pub(super) fn offer(device: &Device, id: ServiceId, datagrams: bool) -> Result<Service, ListenError> {
-        let own = ConnectionEvents::new()?;
+        let own = EventQueue::new()?;
         let events = Arc::new(CmQueue::with_events(&own));
         let sink = CmSink::of(&events);
         // Registered last of all steps that can fail: dropping a complete service unregisters it, and nothing else does.

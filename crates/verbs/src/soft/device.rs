@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::{Arm, Counters, Cqn, Moderation, Pd, Qpn, TooShort, WorkCompletion};
 use rdmux_wire::roce::PathMtu;
 
-use super::engine::{Engine, OpenError, Options, Waker, path_mtu_to};
+use super::engine::{CqWaker, Engine, OpenError, Options, path_mtu_to};
 use super::faults::FaultCounts;
 use crate::cm::deadline_after;
 use crate::cq::ResizeError;
@@ -66,7 +66,11 @@ impl Device {
     }
 
     pub(crate) fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        let waker = Arc::new(Waker::new()?);
+        self.create_cq_with(depth, CqWaker::new()?)
+    }
+
+    pub(crate) fn create_cq_with(&self, depth: u32, waker: CqWaker) -> Result<CompletionQueue, CreateError> {
+        let waker = Arc::new(waker);
         let mut core = self.lock();
         let cqn = core.rnic.create_cq(depth);
         let queue = core.rnic.cq(cqn).ok_or(CreateError::NoRoom)?;
@@ -159,7 +163,7 @@ pub(crate) struct CompletionQueue {
     device: Device,
     cqn: Cqn,
     queue: rdmux_rnic::CompletionQueue,
-    waker: Arc<Waker>,
+    waker: Arc<CqWaker>,
     /// Number of threads in [`CompletionQueue::wait`].
     waiters: AtomicUsize,
 }
@@ -223,11 +227,12 @@ impl CompletionQueue {
     }
 
     pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
+        let waker = self.waker.own()?;
         let look = || {
             let (wc, left) = self.queue.poll_and_count()?;
             if left > 0 {
                 // Another thread may wait for the rest: one wake-up can stand for several completions.
-                self.waker.wake();
+                waker.wake();
             }
             Some(wc)
         };
@@ -240,7 +245,7 @@ impl CompletionQueue {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         let found = self
             .device
-            .wait(deadline_after(timeout), &self.waker, &self.queue, look);
+            .wait(deadline_after(timeout), waker, &self.queue, look);
         if self.waiters.fetch_sub(1, Ordering::SeqCst) > 1 || self.queue.is_notified() {
             // The wake-up, and the event for which the queue was armed, may have been meant for all waiters, and for a user who sleeps on
             // the descriptor: they poll and arm again.
@@ -250,6 +255,6 @@ impl CompletionQueue {
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.waker.fd().as_fd()
+        self.waker.fd()
     }
 }

@@ -56,7 +56,7 @@ pub use self::open::{OpenError, Options, SharedMemory};
 use self::sleep::Epoll;
 use self::sockets::TxSockets;
 use self::standby::Standby;
-pub(crate) use self::waker::{CmQueue, CmSink, Waker};
+pub(crate) use self::waker::{CmQueue, CmSink, CqWaker, Waker};
 use super::capture;
 use super::faults::{self, Leaving};
 use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record};
@@ -170,7 +170,7 @@ pub(crate) struct Core {
     blocked: Option<Time>,
     gso: bool,
     address: IpAddr,
-    pub(crate) cq_wakers: HashMap<Cqn, Weak<Waker>>,
+    pub(crate) cq_wakers: HashMap<Cqn, Weak<CqWaker>>,
     pub(crate) qp_errors: HashMap<Qpn, rdmux_rnic::Status>,
     pub(crate) async_events: AsyncEvents,
     pub(crate) connections: HashMap<CmId, ConnectionEntry>,

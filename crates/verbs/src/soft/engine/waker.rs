@@ -1,16 +1,17 @@
 //! Wakers of those who wait for the engine, and the connection events that they wait for.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use rdmux_rnic::cm::{CmEvent, CmId};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::cm::Arrival;
-use crate::connection_events::Inbox;
+use crate::event_queue::{EventQueue, Registration};
+use crate::inbox::Inbox;
 
 /// A sleeper that the engine can wake. Its descriptor is pollable, so that programs can wait for other things too.
 #[derive(Debug)]
@@ -64,6 +65,82 @@ impl Waker {
 
     pub(crate) fn fd(&self) -> &OwnedFd {
         &self.fd
+    }
+}
+
+/// Wakes those who wait for a completion queue.
+#[derive(Debug)]
+pub(crate) enum CqWaker {
+    /// By a descriptor of its own.
+    Own(Waker),
+    /// By the queue to which it reports.
+    Reports {
+        registration: Registration,
+        /// Set when it was woken since [`CqWaker::reset_if_woken`]: one report for each arming.
+        woken: AtomicBool,
+        /// For threads that wait for this queue alone.
+        own: OnceLock<Waker>,
+    },
+}
+
+impl CqWaker {
+    pub(crate) fn new() -> io::Result<CqWaker> {
+        Ok(CqWaker::Own(Waker::new()?))
+    }
+
+    pub(crate) fn reporting(queue: &EventQueue, token: u64) -> CqWaker {
+        CqWaker::Reports {
+            registration: Registration::new(queue, token),
+            woken: AtomicBool::new(false),
+            own: OnceLock::new(),
+        }
+    }
+
+    pub(crate) fn wake(&self) {
+        match self {
+            CqWaker::Own(waker) => waker.wake(),
+            CqWaker::Reports {
+                registration,
+                woken,
+                own,
+            } => {
+                if let Some(waker) = own.get() {
+                    waker.wake();
+                }
+                if !woken.swap(true, Ordering::AcqRel) {
+                    registration.announce_again();
+                }
+            }
+        }
+    }
+
+    /// Ends the effect of earlier wake-ups on a descriptor of its own; a report stays where it is. Returns whether there were any.
+    pub(crate) fn reset_if_woken(&self) -> bool {
+        match self {
+            CqWaker::Own(waker) => waker.reset_if_woken(),
+            CqWaker::Reports { woken, .. } => woken.swap(false, Ordering::AcqRel),
+        }
+    }
+
+    /// Returns the waker for threads that wait for this queue alone. A wake-up before it was made is no wake-up of such a thread.
+    pub(crate) fn own(&self) -> io::Result<&Waker> {
+        match self {
+            CqWaker::Own(waker) => Ok(waker),
+            CqWaker::Reports { own, .. } => match own.get() {
+                Some(waker) => Ok(waker),
+                None => {
+                    let made = Waker::new()?;
+                    Ok(own.get_or_init(|| made))
+                }
+            },
+        }
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        match self {
+            CqWaker::Own(waker) => waker.fd().as_fd(),
+            CqWaker::Reports { registration, .. } => registration.queue().as_fd(),
+        }
     }
 }
 

@@ -25,7 +25,7 @@ struct Sides {
     qps: ProtectionDomain,
     options: QpOptions,
     listener: Listener,
-    events: ConnectionEvents,
+    events: EventQueue,
     /// By their tokens: the odd ones are of the side that asks.
     connecting: HashMap<u64, Connecting>,
     connections: HashMap<u64, Connection>,
@@ -35,7 +35,7 @@ impl Sides {
     fn new(address: IpAddr) -> Sides {
         let device = Device::open(address).unwrap();
         let options = QpOptions::new(&device.create_cq(256).unwrap());
-        let events = ConnectionEvents::new().unwrap();
+        let events = EventQueue::new().unwrap();
         let listener = device.listen(PORT).unwrap();
         listener.notify(&events, LISTENER);
         Sides {
@@ -112,7 +112,7 @@ impl Sides {
 }
 
 #[test]
-fn connection_events__many_connections_in_one_thread() {
+fn event_queue__many_connections_in_one_thread() {
     let mut sides = Sides::new([127, 0, 14, 30].into());
     sides.open(1);
     let one = threads_and_descriptors();
