@@ -52,9 +52,11 @@ static struct rdma_cm_id *requested(void)
 	return id;
 }
 
-static void open_both(struct rdma_cm_id *ends[2], int own_queues)
+static struct rdma_conn_param param = {.retry_count = 7, .rnr_retry_count = 7};
+
+/* Makes an id that asks for a connection, and the one that is asked. */
+static void ask(struct rdma_cm_id *ends[2], int own_queues)
 {
-	struct rdma_conn_param param = {.retry_count = 7, .rnr_retry_count = 7};
 	CHECK(!rdma_create_id(connects, &ends[0], NULL, RDMA_PS_TCP));
 	CHECK(!rdma_resolve_addr(ends[0], NULL, rdma_get_local_addr(listener), 2000));
 	expect(connects, RDMA_CM_EVENT_ADDR_RESOLVED);
@@ -64,6 +66,11 @@ static void open_both(struct rdma_cm_id *ends[2], int own_queues)
 	CHECK(!rdma_connect(ends[0], &param));
 	ends[1] = requested();
 	give_qp(ends[1], own_queues);
+}
+
+static void open_both(struct rdma_cm_id *ends[2], int own_queues)
+{
+	ask(ends, own_queues);
 	CHECK(!rdma_accept(ends[1], &param));
 	expect(connects, RDMA_CM_EVENT_ESTABLISHED);
 	expect(listens, RDMA_CM_EVENT_ESTABLISHED);
@@ -107,6 +114,20 @@ static void many(int connections, int own_queues)
 	free(ends);
 }
 
+/* Ids that are destroyed while one waits for the other: either end may go first. Nothing of them stays. */
+static void abandoned(int connections)
+{
+	struct rdma_cm_id *ends[2];
+	struct count before = count();
+	for (int i = 0; i < connections; i++) {
+		ask(ends, 0);
+		leave(ends[i % 2]);
+		leave(ends[!(i % 2)]);
+	}
+	for (double end = now() + LONG; count().threads > before.threads || count().descriptors > before.descriptors;)
+		CHECK(now() < end);
+}
+
 int main(int argc, char **argv)
 {
 	int connections = argc > 2 ? atoi(argv[2]) : 50;
@@ -119,6 +140,7 @@ int main(int argc, char **argv)
 	CHECK(!rdma_bind_addr(listener, (struct sockaddr *)&address) && !rdma_listen(listener, 0));
 	for (int own_queues = 0; own_queues < 2; own_queues++)
 		many(connections, own_queues);
+	abandoned(connections);
 	CHECK(!ibv_destroy_cq(cq));
 	leave(listener);
 	rdma_destroy_event_channel(connects);
