@@ -11,11 +11,11 @@ use std::sync::LazyLock;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-/// RDMA for every process on every Linux box: remote memory over RoCEv2, on a NIC in user space.
+/// RDMA for every process on every Linux host: remote memory over RoCEv2, by an RNIC in user space.
 #[derive(Parser, Debug)]
 #[command(name = "rdmux", version, long_version = long_version(), arg_required_else_help = true, max_term_width = 100)]
 struct Cli {
-    #[command(flatten, next_help_heading = "Of dev, link, stat and res")]
+    #[command(flatten, next_help_heading = "Options of dev, link, stat and res")]
     objects: cmd::objects::Options,
     #[command(subcommand)]
     command: Command,
@@ -23,7 +23,7 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Offer files and memory to be pushed to and pulled from.
+    /// Serve files and memory to push and pull.
     Serve(cmd::serve::Args),
     /// Write a file into a remote region and make it durable there.
     Push(cmd::push::Args),
@@ -33,11 +33,11 @@ enum Command {
     Log(cmd::log::Args),
     /// Measure latency or bandwidth, as perftest does.
     Perf(cmd::perf::Args),
-    /// Run a program for RDMA, unmodified, where there is no RNIC.
+    /// Run an unmodified RDMA program on a host without an RNIC.
     Run(cmd::run::Args),
-    /// Show running devices, as rdma(8) does the kernel's.
+    /// Show running devices, in the format of rdma(8).
     Dev(cmd::dev::DevArgs),
-    /// Show the ports of running devices: their state, and the network interface.
+    /// Show the port of each running device: its state and network interface.
     Link(cmd::dev::LinkArgs),
     /// Show the counters of running devices.
     #[command(aliases = ["statistic", "stats"])]
@@ -45,19 +45,19 @@ enum Command {
     /// Show the objects of running devices: queue pairs, regions, connections and so on.
     #[command(alias = "resource")]
     Res(cmd::res::Args),
-    /// Say why a queue pair is as it is, also after the end of its process.
+    /// Explain the state of a queue pair, also after its process has ended.
     Explain(cmd::explain::Args),
-    /// Print what devices noted of themselves, also after the end of their processes.
+    /// Print the events that devices recorded, also after their processes have ended.
     Trace(cmd::trace::Args),
-    /// Show what rdmux does, end to end, on this host.
+    /// Demonstrate rdmux end to end on this host.
     Demo(cmd::demo::Args),
     /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
     Sim(cmd::sim::Args),
-    /// Capture a device of yours that runs, or look at captures.
+    /// Capture the packets of a running device, or check captures.
     Capture(cmd::capture::Args),
-    /// Look at this host: what stands in the way, what is not known, and what to do about it.
+    /// Check this host: report each limit or obstacle, and its remedy.
     Doctor(cmd::doctor::Args),
-    /// Switch whether what a device writes goes to the processor's cache first.
+    /// Switch DDIO on or off: whether the writes of a device go to the processor's cache first.
     Ddio(cmd::ddio::Args),
     /// Write man pages and completions below a folder, as ./install and packages need them.
     #[command(hide = true)]
@@ -92,7 +92,7 @@ fn main() -> ExitCode {
     );
     if before.is_any() && !shows_objects {
         cmd::objects::wrong_usage(
-            "--json, --pretty and --details before the command are for dev, link, stat and res: give it behind the others",
+            "only dev, link, stat and res take --json, --pretty and --details before the command: put --json after any other command",
         );
     }
     let result = match cli.command {

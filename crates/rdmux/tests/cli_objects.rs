@@ -351,7 +351,7 @@ fn usage__what_is_wrong_is_said() {
             &["res", "show", "qp", "127.0.0.1", "link", "127.0.0.2"],
             "more than one device",
         ),
-        (&["-j", "perf", "read-lat"], "give it behind the others"),
+        (&["-j", "perf", "read-lat"], "put --json after"),
         (&["stat", "show", "qp", "3"], "there are link, dev"),
         (&["dev", "show", "eth0"], "ADDRESS/SLOT"),
     ] {

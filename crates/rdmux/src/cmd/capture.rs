@@ -23,37 +23,38 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// Capture what a device of this user sends and receives, shared memory included, until Ctrl-C; or check captures.
 ///
-/// The file is pcapng, with whole Ethernet frames, for Wireshark, tshark and `rdmux capture check`. The device's own process writes it
-/// and never waits for it; what is dropped is counted. Only devices of one's own user can be captured. See docs/capture.md; the
+/// The file is pcapng, with whole Ethernet frames, for Wireshark, tshark and `rdmux capture check`. The device's own process writes it and
+/// never waits for the file; it counts the packets that it drops. Only devices of the same user can be captured. See docs/capture.md. The
 /// environment variable RDMUX_CAPTURE captures any program from its start.
 #[derive(clap::Args, Debug)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Option<Command>,
-    /// The file, which is replaced.
+    /// File to write; an existing file is replaced.
     #[arg(short, long, value_name = "FILE", required = true)]
     write: Option<PathBuf>,
-    /// The device, as `rdmux dev show` names it [default: the only one there is].
+    /// Device to capture, as `rdmux dev show` names it [default: the only device].
     #[arg(long, value_name = "ADDRESS/SLOT")]
     device: Option<DeviceAt>,
-    /// End after so long.
+    /// Stop after this time.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     seconds: Option<u32>,
     /// Print JSON: {"file", "device", "packets", "dropped"}.
     #[arg(long)]
     json: bool,
-    /// Which packets: qp=N (of this queue pair, both ways), peer=ADDR, opcode=send|write|read|atomic|flush|ack|cm|cnp; all must hold.
+    /// Packets to capture: qp=N (of this queue pair, both directions), peer=ADDR, opcode=send|write|read|atomic|flush|ack|cm|cnp. A packet
+    /// must match all filters.
     #[arg(value_name = "FILTER")]
     filter: Vec<String>,
 }
 
 #[derive(clap::Subcommand, Debug)]
 enum Command {
-    /// Verify every packet's ICRC, PSN and length: what a peer would drop without a word.
+    /// Verify the ICRC, PSN and length of every packet: errors for which a peer drops a packet silently.
     ///
-    /// Exit status 1 when a file has errors or no RoCEv2 packets. Let tcpdump capture whole packets on both ways, as by
-    /// `tcpdump -s 0 -w FILE udp port 4791`. A train that the link carried unsplit (GSO) is split here.
+    /// The exit status is 1 when a file has errors or no RoCEv2 packets. Let tcpdump capture whole packets in both directions: `tcpdump -s
+    /// 0 -w FILE udp port 4791`. The check splits a train that the link carried unsplit (GSO).
     Check {
         /// Captures in pcap or pcapng format.
         #[arg(required = true, value_name = "FILE")]

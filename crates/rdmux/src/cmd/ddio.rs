@@ -34,13 +34,14 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand, Debug)]
 enum Command {
-    /// Let what a device writes pass by the cache. Needs root; lasts until the next boot.
+    /// Let the writes of a device bypass the cache. Needs root; lasts until the next boot.
     ///
-    /// Then a READ behind a WRITE proves that it is durable, on a platform with ADR and persistent memory. It holds for every device
-    /// behind the same PCI root port, and costs those that want the cache. `rdmux doctor ddio` shows what is set.
+    /// Then a READ after a WRITE proves that the WRITE is durable, on a platform with ADR and persistent memory. The setting applies to
+    /// every device behind the same PCI root port, and slows down devices that benefit from the cache. `rdmux doctor ddio` shows the
+    /// setting.
     #[command(after_help = JSON)]
     Off(Target),
-    /// Undo that.
+    /// Let the writes of a device go to the cache again.
     #[command(after_help = JSON)]
     On(Target),
 }
@@ -52,7 +53,7 @@ struct Target {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// Where the file system of the host begins.
+    /// Root of the host's file system.
     #[arg(long, hide = true, default_value = "/")]
     root: PathBuf,
 }

@@ -22,7 +22,7 @@ const MEASURED_BYTES: u64 = 64 << 20;
 const FILE_BYTES_WANTED: u64 = 64 << 20;
 const FILE_BYTES_MAX: u64 = 512 << 20;
 
-/// Show what rdmux does, end to end, on this host.
+/// Demonstrate rdmux end to end on this host.
 #[derive(clap::Args, Debug)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
 pub(crate) struct Args {
@@ -32,7 +32,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand, Debug)]
 enum Demo {
-    /// Push a file into another process, kill the client halfway, resume, pull it back, and measure beside TCP.
+    /// Push a file to another process, kill the client halfway, resume, pull the file back, and compare with TCP.
     Push(PushArgs),
     #[command(hide = true)]
     Measure(measure::Args),
@@ -46,18 +46,18 @@ JSON: one object: file, bytes, file_system, durable, killed_at (bytes), resumed 
 wait, client_cpu, server_cpu, and cells: an array of system (rdmux or tcp), operation, bytes, depth, gigabytes_per_second,
 p50_us, p99_us, and CPU seconds per GB as client_app, client_nic, server_app, server_nic.")]
 struct PushArgs {
-    /// The file [default: a large one that this machine has].
+    /// File to push [default: a large file of this host].
     file: Option<PathBuf>,
     /// Report in JSON.
     #[arg(long)]
     json: bool,
-    /// Wait by spinning or asleep, on both sides, rdmux and TCP alike [default: poll with two CPUs or more, else block].
+    /// How both sides wait, for rdmux and TCP alike [default: poll with two CPUs or more, else block].
     #[arg(long, value_enum)]
     wait: Option<Wait>,
     /// Keep the served file in this folder [default: $TMPDIR or /var/tmp, whichever is on a disk].
     #[arg(long, value_name = "FOLDER")]
     dir: Option<PathBuf>,
-    /// Address that the server listens on [default: one of the loopback interface that nobody uses].
+    /// Address that the server listens on [default: an unused address of the loopback interface].
     #[arg(long, value_name = "ADDR")]
     listen: Option<IpAddr>,
     /// Words before the server's command, such as `ip netns exec NAME`.

@@ -21,16 +21,18 @@ const CAPABILITIES: [&str; 11] = [
 ];
 
 const DEV_JSON: &str = "\
-JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), provider (hw, of an
-RNIC's alone), node_type, fw, node_guid, sys_image_guid, caps (not of an RNIC's), pid, comm; or error, where a device does not answer.";
+JSON: an array of objects: ifindex (the current index among all devices), ifname (the address), port (the
+slot), provider (hw; only for an RNIC), node_type, fw, node_guid, sys_image_guid, caps (not for an RNIC), pid, comm; or error for a device
+that does not answer.";
 
 const LINK_JSON: &str = "\
-JSON: an array of objects: ifindex (the place among all devices now), ifname (the address), port (the slot), provider (hw, of an
-RNIC's alone), state, physical_state, active_mtu (bytes), netdev, netdev_index, pid, comm; or error, where a device does not answer.";
+JSON: an array of objects: ifindex (the current index among all devices), ifname (the address), port (the
+slot), provider (hw; only for an RNIC), state, physical_state, active_mtu (bytes), netdev, netdev_index, pid, comm; or error for a device
+that does not answer.";
 
 const STAT_JSON: &str = "\
-JSON: an array of objects: ifname (the address), port (the slot), provider (hw, of an RNIC's alone), a count by the name of each
-counter, pid, comm; or error, where a device does not answer.";
+JSON: an array of objects: ifname (the address), port (the slot), provider (hw; only for an RNIC), each counter under its
+name, pid, comm; or error for a device that does not answer.";
 
 /// Keys by which counters can be chosen.
 const STAT_KEYS: [(&str, Kind); 2] = [("pid", Kind::Number), ("comm", Kind::Word)];
@@ -46,12 +48,13 @@ pub(crate) struct DevArgs {
 
 #[derive(clap::Subcommand, Debug)]
 enum DevCommand {
-    /// Show devices (the default): each is a process's place on an address, named ADDRESS/SLOT.
+    /// Show devices (the default), one for each process on an address, named ADDRESS/SLOT.
     ///
-    /// The devices of this user's processes in this network namespace; root sees everybody's. With --details their capabilities too.
+    /// The list has the devices of this user's processes in this network namespace; root sees those of all users. --details adds their
+    /// capabilities.
     #[command(visible_alias = "list", after_help = DEV_JSON)]
     Show {
-        /// ADDRESS/SLOT, or ADDRESS for all on it [default: all].
+        /// Device ADDRESS/SLOT, or ADDRESS for all devices on it [default: all].
         #[arg(value_name = "DEVICE")]
         named: Option<Named>,
     },
@@ -68,10 +71,10 @@ pub(crate) struct LinkArgs {
 
 #[derive(clap::Subcommand, Debug)]
 enum LinkCommand {
-    /// Show the port of each device (the default): its state, and the network interface that it is on.
+    /// Show the port of each device (the default): its state and network interface.
     #[command(visible_alias = "list", after_help = LINK_JSON)]
     Show {
-        /// ADDRESS/SLOT, or ADDRESS for all on it [default: all].
+        /// Device ADDRESS/SLOT, or ADDRESS for all devices on it [default: all].
         #[arg(value_name = "DEVICE")]
         named: Option<Named>,
     },
@@ -90,11 +93,11 @@ pub(crate) struct StatArgs {
 enum StatCommand {
     /// Show the counters of each device since it was opened (the default).
     ///
-    /// Their names are those of the kernel's drivers where these count the same; docs/observability.md has them all. A device with
-    /// faults counts what they did too (`fault_...`).
+    /// A counter has the name that the kernel's drivers give it, where they have the same counter; docs/observability.md lists all. A
+    /// device with injected faults counts them too (`fault_...`).
     #[command(visible_alias = "list", after_help = STAT_JSON)]
     Show {
-        /// A device, ADDRESS/SLOT or ADDRESS, with `link` before it or not, and names and values: `pid 7`, `comm perf` [default: all].
+        /// A device, ADDRESS/SLOT or ADDRESS, optionally after `link`, and filters of name and value: `pid 7`, `comm perf` [default: all].
         #[arg(value_name = "FILTER VALUE")]
         filter: Vec<String>,
     },

@@ -15,19 +15,21 @@ use crate::metrics;
 #[derive(clap::Args, Debug, Clone)]
 #[command(next_help_heading = "Device")]
 pub(crate) struct DeviceArgs {
-    /// What the device is: `soft`, the RNIC in user space, or `hw`, the RNIC of the host that has the address, through the system's
-    /// libibverbs and librdmacm: docs/hardware.md. The environment variable RDMUX_PROVIDER does the same for any program. [default: soft]
+    /// Provider of the device: `soft`, the RNIC in user space, or `hw`, the host's RNIC that has the address, through the system's
+    /// libibverbs and librdmacm (docs/hardware.md). The environment variable RDMUX_PROVIDER does the same for any program. [default: soft]
     #[arg(long, value_name = "PROVIDER", value_parser = parse_provider)]
     provider: Option<Provider>,
-    /// Let the device's port misbehave, both ways, as loss=1%,delay=5ms,seed=7. Kinds are loss, dup, reorder, corrupt, delay, rate,
-    /// rnr, down, qp-error, only and seed: docs/bad-network.md. The environment variable RDMUX_FAULT does the same for any program.
+    /// Inject faults at the device's port, in both directions, such as loss=1%,delay=5ms,seed=7. The kinds are loss, dup, reorder, corrupt,
+    /// delay, rate, rnr, down, qp-error, only and seed (docs/bad-network.md). The environment variable RDMUX_FAULT does the same for any
+    /// program.
     #[arg(long, value_name = "SPEC")]
     fault: Option<Spec>,
-    /// Capture what the device sends and receives to a pcapng file: docs/capture.md. The environment variable RDMUX_CAPTURE does the same
-    /// for any program.
+    /// Capture the device's packets, sent and received, to a pcapng file (docs/capture.md). The environment variable RDMUX_CAPTURE does the
+    /// same for any program.
     #[arg(long, value_name = "FILE")]
     capture: Option<PathBuf>,
-    /// Offer metrics for Prometheus by HTTP while it runs, as 127.0.0.1:9791; a PORT alone is on the loopback interface: docs/metrics.md.
+    /// Serve metrics for Prometheus over HTTP, for example at 127.0.0.1:9791, while the command runs; a PORT alone is on the loopback
+    /// interface (docs/metrics.md).
     #[arg(long, value_name = "ADDR[:PORT]", value_parser = metrics::parse_address)]
     metrics: Option<SocketAddr>,
 }

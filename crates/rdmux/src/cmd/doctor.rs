@@ -31,24 +31,24 @@ const CHECKS: [Check; 13] = [
     ("ddio", ddio::findings),
 ];
 
-/// Look at this host: what stands in the way, what is not known, and what to do about it.
+/// Check this host: report each limit or obstacle, and its remedy.
 ///
-/// A verdict is `ok`; `limit`, where rdmux works but slower or with less; `blocked`, where something does not work; or `unknown`. The
-/// exit status is 1 when anything is blocked or unknown.
+/// The verdict of a check is `ok`; `limit`: rdmux works, but more slowly or with restrictions; `blocked`: something does not work; or
+/// `unknown`: the check could not find out. The exit status is 1 when a verdict is blocked or unknown.
 ///
-/// `ddio` finds the PCI root port above each RNIC and says whether what it writes goes to the processor's cache, where a power cut
-/// loses it; `rdmux ddio` changes that.
+/// `ddio` finds the PCI root port above each RNIC and reports whether the RNIC's writes go to the processor's cache, where a power cut
+/// loses them; `rdmux ddio` changes that.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 JSON: an array of objects: check, subject, verdict (ok, limit, blocked or unknown), what, advice (or null), details (by check, or null).")]
 pub(crate) struct Args {
-    /// Only this check [default: all].
+    /// Run only this check [default: all].
     #[arg(value_parser = clap::builder::PossibleValuesParser::new(CHECKS.map(|(name, _)| name)))]
     check: Option<String>,
-    /// Print JSON: a list of objects.
+    /// Print JSON: an array of objects.
     #[arg(long)]
     json: bool,
-    /// Where the file system of the host begins.
+    /// Root of the host's file system.
     #[arg(long, hide = true, default_value = "/")]
     root: PathBuf,
 }

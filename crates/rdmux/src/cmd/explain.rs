@@ -29,18 +29,18 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand, Debug)]
 enum Command {
-    /// Say in which state a queue pair is, why, and what can be done.
+    /// Show the state of a queue pair, its cause, and the remedy.
     ///
-    /// From the last events of its device, which stay for a while when its process has ended, however that was. Its peer's, on the same
-    /// host, are looked at too: there it stands why a request was refused.
+    /// The command reads the last events of the queue pair's device; they remain for a while after its process has ended, even by a crash.
+    /// It also reads the events of a peer on the same host, which tell why the peer refused a request.
     #[command(after_help = "\
-JSON: an array, since several devices may have had a queue pair of that number, of objects: ifname (the address), port (the slot), pid,
-comm, alive, lqpn, state, since, peer, rqpn, cause (a word of docs/observability.md), why, peer-says, next, events: as of `trace dump`.")]
+JSON: an array of objects, one for each device that has or had a queue pair with this number: ifname (the address), port (the slot), pid,
+comm, alive, lqpn, state, since, peer, rqpn, cause (a word of docs/observability.md), why, peer-says, next, events: as in `trace dump`.")]
     Qp {
-        /// Its number, decimal or 0x...
+        /// Number of the queue pair, decimal or 0x...
         #[arg(value_parser = parse_qpn)]
         number: u32,
-        /// Its device, where several have one of that number [default: all].
+        /// Device of the queue pair, if several devices have one with this number [default: all].
         #[arg(long, value_name = "ADDRESS/SLOT")]
         device: Option<DeviceAt>,
         #[command(flatten)]

@@ -8,7 +8,7 @@ use clap_complete::Shell;
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// Below this folder, as below a prefix: share/man, share/bash-completion, share/zsh, share/fish.
+    /// Prefix folder: the files go to share/man, share/bash-completion, share/zsh and share/fish below it.
     #[arg(value_name = "DIR")]
     into: PathBuf,
 }

@@ -23,8 +23,8 @@ const AHEAD: usize = 4096;
 /// Keep an append-only log in regions of several servers.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-A record is acknowledged when a majority of the regions hold it, each as durable as it can. Name all regions of the log each time; \
-serve each with `rdmux serve --file PATH,size=N`. A new writer ends the one before. JSON: see `rdmux log COMMAND --help`.")]
+A record is acknowledged when a majority of the regions hold it, each as durably as it can. Name all regions of the log in each command;
+serve each with `rdmux serve --file PATH,size=N`. A new writer fences the previous one. JSON: see `rdmux log COMMAND --help`.")]
 pub(crate) struct Args {
     #[command(subcommand)]
     command: Command,
@@ -32,23 +32,25 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand, Debug)]
 enum Command {
-    /// Append each line of standard input; print the number of each record that is acknowledged.
+    /// Append each line of standard input; print the number of each acknowledged record.
     #[command(
-        after_help = "JSON: one object a record: record, line; at the end one with records, seconds, durable."
+        after_help = "JSON: one object for each record: record, line; at the end one with records, seconds, durable."
     )]
     Append(Append),
-    /// Print the records, those that are known to be acknowledged; disturbs no writer.
-    #[command(after_help = "JSON: one object a record: record, text or hex, acknowledged (true or false).")]
+    /// Print the acknowledged records; does not disturb a writer.
+    #[command(
+        after_help = "JSON: one object for each record: record, text or hex, acknowledged (true or false)."
+    )]
     Read(Read),
-    /// Show what each region holds; disturbs no writer.
+    /// Show the contents of each region; does not disturb a writer.
     #[command(after_help = "\
-JSON: one object: complete (a majority answers), regions (how many the log has), acknowledged, replicas: target, state, domain, term, first, last, acknowledged, \
+JSON: one object: complete (a majority answers), regions (number of regions of the log), acknowledged, replicas: target, state, domain, term, first, last, acknowledged, \
 bytes_used, bytes.")]
     Status(Status),
-    /// Drop the records below a number; ends the writer.
+    /// Drop the records below a number; fences the current writer.
     #[command(after_help = "JSON: one object: first (the first record left), last.")]
     Trim(Trim),
-    /// Measure how long a record takes; ends the writer, and drops the oldest records when there is no room.
+    /// Measure the latency of appends; fences the current writer, and drops the oldest records when the log is full.
     #[command(after_help = "\
 JSON: one object: records, bytes, depth, wait, domains, cpu, microseconds (min, p50, p90, p99, p999, max), records_per_second, durable.")]
     Bench(Bench),
@@ -69,10 +71,10 @@ struct Common {
 
 #[derive(clap::Args, Debug)]
 struct Writing {
-    /// Own address to send from [default: the one that the route to each host takes].
+    /// Local address to send from [default: the source address of the route to each host].
     #[arg(long, value_name = "ADDR")]
     from: Option<IpAddr>,
-    /// Give up when no majority answers for so many seconds.
+    /// Give up when no majority has answered for this time.
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = parse_seconds)]
     patience: Duration,
     /// Spin while waiting: lowest latency, one CPU always busy.
@@ -88,10 +90,10 @@ struct Append {
     common: Common,
     #[command(flatten)]
     writing: Writing,
-    /// Do not create the log where all regions are blank.
+    /// Fail if all regions are blank, instead of creating the log.
     #[arg(long)]
     existing: bool,
-    /// When there is no room, drop the oldest records that are acknowledged.
+    /// When the log is full, drop the oldest acknowledged records.
     #[arg(long)]
     drop_oldest: bool,
     /// Print nothing but errors.
@@ -103,10 +105,10 @@ struct Append {
 struct Read {
     #[command(flatten)]
     common: Common,
-    /// Begin at this record.
+    /// First record to print.
     #[arg(long, value_name = "N", default_value = "0")]
     first: u64,
-    /// Records too that are not known to be acknowledged: a next writer may keep them or not.
+    /// Also print records that are not known to be acknowledged; the next writer may keep or discard them.
     #[arg(long)]
     all: bool,
 }
@@ -123,7 +125,7 @@ struct Trim {
     common: Common,
     #[command(flatten)]
     writing: Writing,
-    /// The first record to keep; the last one and 1 drops all.
+    /// First record to keep; the number after the last record drops all.
     #[arg(long, value_name = "N")]
     below: u64,
 }
@@ -134,13 +136,13 @@ struct Bench {
     common: Common,
     #[command(flatten)]
     writing: Writing,
-    /// How many records.
+    /// Number of records.
     #[arg(short = 'n', long, default_value = "10000", value_parser = clap::value_parser!(u64).range(1..))]
     records: u64,
-    /// Bytes of a record.
+    /// Size of a record.
     #[arg(short = 's', long, default_value = "4K", value_parser = parse_record)]
     size: usize,
-    /// Records that are not acknowledged at a time.
+    /// Number of unacknowledged records in flight.
     #[arg(short = 'd', long, default_value = "1", value_parser = clap::value_parser!(u64).range(1..=4096))]
     depth: u64,
     /// Run on this CPU.

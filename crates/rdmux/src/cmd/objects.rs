@@ -25,10 +25,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How objects are printed.
 #[derive(clap::Args, Clone, Copy, Debug, Default)]
 pub(crate) struct Output {
-    /// Print JSON, with the keys of rdma(8): an array of objects.
+    /// Print JSON with the keys of rdma(8): an array of objects.
     #[arg(short, long)]
     pub(crate) json: bool,
-    /// Print JSON, where that is asked for, with a line for each value.
+    /// With --json, print each value on a line of its own.
     #[arg(short, long)]
     pub(crate) pretty: bool,
 }
@@ -38,7 +38,7 @@ pub(crate) struct Output {
 pub(crate) struct Options {
     #[command(flatten)]
     output: Output,
-    /// Show more of each object; JSON has all in any case.
+    /// Show more of each object; JSON always has everything.
     #[arg(short, long, action = ArgAction::Count)]
     details: u8,
 }

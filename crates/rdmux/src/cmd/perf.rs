@@ -56,9 +56,9 @@ pub(crate) enum Test {
     SendBw,
     FlushLat,
     FlushBw,
-    /// Reads of a region of `rdmux serve`, by message and by RDMA: a table by size and depth.
+    /// Reads of a region of `rdmux serve`, by message and by RDMA; prints a table by size and depth.
     PushRead,
-    /// Writes to a region of `rdmux serve` until they are durable, by each way: a table by size and depth.
+    /// Writes to a region of `rdmux serve` until they are durable, by each method; prints a table by size and depth.
     PushWrite,
 }
 
@@ -118,11 +118,11 @@ impl Test {
 
 /// Measure latency or bandwidth, as perftest does.
 ///
-/// Run it without a host on the server, and with the server's name or address on the client. WRITE and SEND latency is half
-/// a round trip; READ and FLUSH latency a whole one (WRITE, then FLUSH with global visibility). Both ends poll, so each
-/// keeps one CPU busy, unless `-e` is given.
+/// Run it without HOST on the server, and with the server's name or address on the client. WRITE and SEND latency is half a round trip;
+/// READ and FLUSH latency is a whole one (WRITE, then FLUSH with global visibility). Both ends poll, so each keeps one CPU busy, unless
+/// `-e` is given.
 ///
-/// push-read and push-write measure the push service: the host is rdmux://HOST[:PORT]/REGION; without one, a server is started.
+/// push-read and push-write measure the push service: HOST is rdmux://HOST[:PORT]/REGION; without it, the command starts a server.
 #[derive(Parser, Debug, Clone)]
 #[command(after_help = "\
 JSON: one object, of the client: test, results (array of MsgSize, n_iterations, and for latency in us t_min, t_max, t_typical, t_avg, t_stdev,
@@ -131,12 +131,12 @@ device, those above 0).
 JSON of push-read and push-write: one object: test, domain, durable, carrier, client_cpu, server_cpu, client_waits, server_waits, cells
 (array of method, bytes, depth, requests, p50_us, p99_us, mean_us, server_application_us, server_nic_us).")]
 pub(crate) struct Args {
-    /// What to measure.
+    /// Test to run.
     #[arg(value_enum)]
     pub(crate) test: Test,
-    /// The server's name or address; without it this is the server.
+    /// Name or address of the server; without it, this process is the server.
     pub(crate) host: Option<String>,
-    /// Bytes of a message, with K, M or G if wanted [default: 2 for latency, 65536 for bandwidth].
+    /// Bytes of a message, optionally with K, M or G [default: 2 for latency, 65536 for bandwidth].
     #[arg(short, long, value_name = "BYTES", value_parser = parse_message_size)]
     pub(crate) size: Option<u32>,
     /// Iterations [default: 1000 for latency, 5000 for bandwidth].
@@ -145,27 +145,27 @@ pub(crate) struct Args {
     /// Run for this many seconds instead of a number of iterations.
     #[arg(short = 'D', long, value_name = "SECONDS", conflicts_with = "iters", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) duration: Option<u32>,
-    /// Round trips timed together (latency): where each takes little longer than reading the clock does. Percentiles are then
-    /// those of means of so many.
+    /// Number of round trips in one time measurement (latency), for round trips hardly longer than a reading of the clock. Percentiles are
+    /// then those of the means of N round trips.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) group: u32,
-    /// Queue pairs (bandwidth).
+    /// Number of queue pairs (bandwidth).
     #[arg(short, long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=128))]
     pub(crate) qp: u16,
-    /// All sizes from 2 bytes to 8 MiB.
+    /// Measure all sizes from 2 bytes to 8 MiB.
     #[arg(short, long)]
     pub(crate) all: bool,
-    /// Requests under way on each queue pair (bandwidth).
+    /// Requests in flight on each queue pair (bandwidth).
     #[arg(short, long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) tx_depth: u32,
-    /// Sleep on completion events instead of polling, both ends: what the client says counts. A WRITE makes no event at its
-    /// target, so write-lat takes none.
+    /// Sleep on completion events instead of polling, at both ends; the client's choice holds for both. A WRITE generates no event at its
+    /// target, so write-lat does not support this.
     #[arg(short, long)]
     pub(crate) events: bool,
-    /// What the buffers are made of, on this side.
+    /// Kind of memory for the buffers of this side.
     #[arg(long, value_enum, default_value_t = MemoryKind::Shared)]
     pub(crate) memory: MemoryKind,
-    /// Taken for perftest's sake: CPU frequency is never looked at.
+    /// Accepted for compatibility with perftest; CPU frequency is never checked.
     #[arg(short = 'F', long = "CPU-freq")]
     pub(crate) ignore_cpu_frequency: bool,
     /// Report Gb/sec instead of MiB/sec.
@@ -174,7 +174,7 @@ pub(crate) struct Args {
     /// Port of the service.
     #[arg(short, long, default_value_t = 18515)]
     pub(crate) port: u16,
-    /// Own address to use [default: 127.0.0.1 for the server, the route's for the client].
+    /// Local address to use [default: 127.0.0.1 for the server, the source address of the route for the client].
     #[arg(short, long, value_name = "ADDRESS")]
     pub(crate) bind: Option<IpAddr>,
     /// Run on this CPU.
@@ -192,9 +192,9 @@ pub(crate) struct Args {
 /// What buffers are made of.
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemoryKind {
-    /// Memory that a peer on this host may map and write itself.
+    /// Memory that a peer on this host may map and write directly.
     Shared,
-    /// Memory of this process alone, as `malloc` gives it.
+    /// Private memory of this process, as from `malloc`.
     Private,
 }
 

@@ -21,12 +21,12 @@ use crate::output;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "JSON: one object: bytes, seconds, gigabytes_per_second, crc64.")]
 pub(crate) struct Args {
-    /// Where from: rdmux://HOST[:PORT]/REGION[@OFFSET].
+    /// Source: rdmux://HOST[:PORT]/REGION[@OFFSET].
     #[arg(value_name = "SOURCE")]
     source: Target,
-    /// The file; it is replaced when all is there.
+    /// File to write; it is replaced when all bytes have arrived.
     file: PathBuf,
-    /// Read so many bytes [default: to the region's end].
+    /// Number of bytes to read [default: to the end of the region].
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     bytes: Option<u64>,
     #[command(flatten)]

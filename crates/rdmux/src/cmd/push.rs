@@ -29,18 +29,18 @@ const FLUSH: u64 = 1 << 62;
 /// Write a file into a remote region and make it durable there.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object: bytes, resumed_from (bytes that were there), seconds, gigabytes_per_second, durable (true or false), crc64; \
+JSON: one object: bytes, resumed_from (bytes that the region had already), seconds, gigabytes_per_second, durable (true or false), crc64; \
 with --stream also paused_seconds and rounds: bytes, seconds, paused.")]
 pub(crate) struct Args {
-    /// The file.
+    /// File to push.
     file: PathBuf,
-    /// Where to: rdmux://HOST[:PORT]/REGION[@OFFSET].
+    /// Destination: rdmux://HOST[:PORT]/REGION[@OFFSET].
     #[arg(value_name = "TARGET")]
     target: Target,
-    /// Go on where an earlier push of the same file ended.
+    /// Resume an earlier push of the same file where it ended.
     #[arg(long)]
     resume: bool,
-    /// Flush after so many bytes; an interrupted push resumes at a flush.
+    /// Flush each time after this number of bytes; an interrupted push resumes at a flush.
     #[arg(long, value_name = "BYTES", default_value = "32M", value_parser = parse_flush_every)]
     flush_every: u64,
     #[command(flatten)]
@@ -61,13 +61,13 @@ pub(super) struct Common {
     /// Bytes of a request.
     #[arg(long, value_name = "BYTES", default_value = "1M", value_parser = parse_chunk)]
     pub(super) chunk: u32,
-    /// Requests under way at a time.
+    /// Maximum number of requests in flight.
     #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u16).range(1..=DEPTH_MAX as i64 / 2))]
     pub(super) depth: u16,
     /// File with the server's key [default: your own, made on first use].
     #[arg(long, value_name = "FILE")]
     pub(super) key: Option<PathBuf>,
-    /// Own address to send from [default: the one that the route to the host takes].
+    /// Local address to send from [default: the source address of the route to the host].
     #[arg(long, value_name = "ADDR")]
     pub(super) from: Option<IpAddr>,
     /// Report in JSON.

@@ -14,8 +14,8 @@ use super::objects::{self, Answer, Filter, Kind, Named, Options, Row, answers};
 use crate::output::Align;
 
 const JSON: &str = "\
-JSON: an array of objects: ifname, port, provider (hw, of an RNIC's alone), pid, comm, and of
-  (none)  pd, cq, qp, cm_id, mr, ctx, srq: how many
+JSON: an array of objects: ifname, port, provider (hw; only for an RNIC), pid, comm, and for
+  (none)  pd, cq, qp, cm_id, mr, ctx, srq: the number of each
   qp      lqpn, rqpn, type, state, rq-psn, sq-psn, path-mig-state, peer, path-mtu, carrier, carrier-why, direct (mapped, process,
           why-not, by-packets), pdn, scqn, rcqn, srqn, sends, receives
   cq      cqn, cqe, users, waiting, overrun, ctxn
@@ -24,7 +24,7 @@ JSON: an array of objects: ifname, port, provider (hw, of an RNIC's alone), pid,
   cm_id   cm-idn, lqpn, rqpn, state, phase, ps, src-addr, src-port, dst-addr, dst-port, service
   srq     srqn, type, lqpn, pdn, cqn, max-wr, posted, limit, users
   ctx     ctxn
-or error, where a device does not answer.";
+or error for a device that does not answer.";
 
 #[derive(clap::Args, Debug)]
 #[command(mut_args(|arg| arg.global(true)), after_help = JSON)]
@@ -39,19 +39,19 @@ pub(crate) struct Args {
 enum Command {
     /// Show how many objects each device has (the default), or each object of a kind.
     ///
-    /// Devices are those of this user's processes in this network namespace, and root sees everybody's; each is named ADDRESS/SLOT, where
-    /// the slot is the top byte of a process's QPNs. A device can be named alone, or after `link` or `dev`. A filter is a name and a value,
-    /// and all must hold: `pid 7`, `state RTS,RTR`, `lqpn 3,7-9`, `rkey 0x2a`; of one that is given again, either. A name that there is
-    /// not is answered by those that there are. On a terminal queue pairs are columns; elsewhere, and with --details, a line each, of
-    /// names and values as rdma(8) prints them. `carrier` is `shm` or `udp` with the reason, `direct` how many regions of the peer are
-    /// reached without packets, mapped or by calls into its process, with the reason for the last one that is not, and how many WRITEs and
-    /// READs went by packets all the same.
+    /// The command shows the devices of this user's processes in this network namespace; root sees those of all users. A device is named
+    /// ADDRESS/SLOT, where the slot is the top byte of the process's QPNs. Name a device alone, or after `link` or `dev`. A filter is a
+    /// name and a value: `pid 7`, `state RTS,RTR`, `lqpn 3,7-9`, `rkey 0x2a`. An object must match all filters; of a filter that is given
+    /// twice, it must match one value. An unknown filter name prints the list of names. On a terminal the command prints queue pairs as a
+    /// table; elsewhere, and with --details, it prints a line for each, with names and values as rdma(8) prints them. `carrier` is `shm` or
+    /// `udp`, with the reason. `direct` is the number of regions of the peer that are reached without packets, mapped or by system calls
+    /// into its process; the reason for the last region that is not; and the number of WRITEs and READs that went as packets all the same.
     #[command(visible_alias = "list", after_help = JSON)]
     Show {
-        /// What to show of each device [default: how many there are of all].
+        /// Kind of object to show [default: the number of objects of each kind].
         #[arg(value_parser = ObjectWord)]
         object: Option<String>,
-        /// A device, and names and values in turn.
+        /// A device, and pairs of filter name and value.
         #[arg(value_name = "FILTER VALUE")]
         filter: Vec<String>,
     },
@@ -89,7 +89,7 @@ enum Object {
     Mr,
     /// Protection domains.
     Pd,
-    /// Connections, and who listens for them.
+    /// Connections and listeners.
     #[value(name = "cm_id")]
     CmId,
     /// Shared receive queues.

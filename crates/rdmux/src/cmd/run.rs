@@ -42,26 +42,26 @@ const LIBRARIES: [(&str, &str); 3] = [
 /// How a program finds the devices where the kernel shows them.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum Sysfs {
-    /// By a library that is preloaded.
+    /// A preloaded library.
     Preload,
-    /// By a mount namespace of its own.
+    /// A mount namespace for the program.
     Namespace,
-    /// Not at all.
+    /// The program does not see them.
     None,
 }
 
 #[derive(clap::Args, Debug)]
 pub(crate) struct Args {
-    /// Local addresses that the program sees devices for, in this order: rdmux0, rdmux1, ... Else those of all interfaces that are up.
+    /// Local address of a device; repeat it for rdmux0, rdmux1, ... in this order [default: the addresses of all interfaces that are up].
     #[arg(long, value_name = "ADDRESS", value_delimiter = ',')]
     device: Vec<IpAddr>,
-    /// How /sys/class/infiniband and /dev/infiniband show the program its devices: preload where nothing is said.
+    /// How the program sees its devices in /sys/class/infiniband and /dev/infiniband [default: preload].
     #[arg(long, value_name = "HOW", value_enum)]
     sysfs: Option<Sysfs>,
-    /// Start a shell whose programs all run so.
+    /// Start a shell with this environment for all its programs.
     #[arg(long, conflicts_with = "command")]
     shell: bool,
-    /// Print the environment that makes programs run so, as a shell reads it: eval "$(rdmux run --env)".
+    /// Print the environment for a shell to evaluate: eval "$(rdmux run --env)".
     #[arg(long, conflicts_with_all = ["command", "shell"])]
     env: bool,
     /// The program and its arguments.
@@ -71,10 +71,10 @@ pub(crate) struct Args {
         required_unless_present_any = ["shell", "env"]
     )]
     command: Vec<OsString>,
-    /// Let the devices' ports misbehave, both ways, as loss=1%,delay=5ms,seed=7: docs/bad-network.md.
+    /// Inject faults at the devices' ports, in both directions, such as loss=1%,delay=5ms,seed=7 (docs/bad-network.md).
     #[arg(long, value_name = "SPEC")]
     fault: Option<Spec>,
-    /// Capture what its devices send and receive to a pcapng file, %p standing for a process's number: docs/capture.md.
+    /// Capture the packets of its devices, sent and received, to a pcapng file; %p stands for the process id (docs/capture.md).
     #[arg(long, value_name = "FILE")]
     capture: Option<PathBuf>,
 }

@@ -15,21 +15,21 @@ use serde_json::json;
 
 use crate::output::{self, Align};
 
-/// Offer files and memory to be pushed to and pulled from, until Ctrl-C.
+/// Serve files and memory to push and pull, until Ctrl-C.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object when it listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
+JSON: one object when the server listens: listen (array of addresses), regions (array of name, bytes, path, file_system, domain, flush,
 durable_by, read_only, direct, reach, mapped; path and file_system are null for memory, file_system
-for a device; reach is direct, on demand or by message). Another when it ends, if bytes came or went by message: by_message (bytes,
+for a device; reach is direct, on demand or by message). Another one at the end, if clients transferred bytes by message: by_message (bytes,
 cpu_seconds, cpu_seconds_per_gib: processor time of the server's threads).")]
 #[command(group(clap::ArgGroup::new("regions").required(true).multiple(true).args(["files", "memories"])))]
 pub(crate) struct Args {
-    /// Address to listen on, any number of times: only the loopback interface unless another address is given.
+    /// Address to listen on; may be repeated. The default serves only this host.
     #[arg(long, value_name = "ADDR[:PORT]", default_value = "127.0.0.1", value_parser = parse_listen)]
     listen: Vec<SocketAddr>,
-    /// Offer a file or a DAX device, under its base name unless `name=` gives another; `size=` creates a file or grows it, `ro` lets
-    /// nobody write. Persistent memory is found; `domain=adr`, `eadr` or `system` (the whole system, as by a battery) declares what
-    /// survives a loss of power where the system does not say it.
+    /// Serve a file or a DAX device under its base name, or under NAME with `name=`. `size=` creates the file or extends it; `ro` makes it
+    /// read-only. rdmux detects persistent memory; `domain=adr`, `eadr` or `system` (the whole system, as with a battery) declares what
+    /// survives a loss of power where the system does not report it.
     #[arg(
         long = "file",
         id = "files",
@@ -37,22 +37,22 @@ pub(crate) struct Args {
         value_parser = FileSpec::parse
     )]
     files: Vec<FileSpec>,
-    /// Offer memory of this process, zero at first and gone at its end.
+    /// Serve memory of this process: zeroed at the start, lost at its exit.
     #[arg(long = "mem", id = "memories", value_name = "NAME,size=N", value_parser = MemorySpec::parse)]
     memories: Vec<MemorySpec>,
     /// File with the key that clients need [default: your own, made on first use].
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
-    /// Take a client for dead that does not answer for so long; its mappings end.
+    /// Consider a client dead when it has not answered for this time; its mappings end.
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = parse_keepalive)]
     keepalive: Duration,
-    /// Take a mapping from a client that does not release it for so long, though somebody else needs its range.
+    /// Revoke a mapping when another client needs its range and the holder has not released it for this time.
     #[arg(long, value_name = "SECONDS", default_value = "35", value_parser = parse_keepalive)]
     break_timeout: Duration,
     /// Describe the regions in JSON.
     #[arg(long)]
     json: bool,
-    /// Report nothing about clients.
+    /// Do not report events of clients.
     #[arg(short, long)]
     quiet: bool,
     #[command(flatten)]

@@ -10,68 +10,69 @@ use serde_json::json;
 
 /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
 ///
-/// The run is a function of its seed: the same options give the same output, always. Every byte at both ends is compared with
-/// a model; a violation is printed with the seed that shows it.
+/// A run is a function of its seed: the same options always give the same output. The simulation compares every byte at both ends with a
+/// model, and prints each violation with the seed that shows it.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
-JSON: one object a run: seed, violation (null where there is none), address_family, path_mtu, window_bytes, latency_ns, done (of
+JSON: one object for each run: seed, violation (null if there is none), address_family, path_mtu, window_bytes, latency_ns, done (of
 send, write, read, flush, atomic, atomic_write and local each operations and bytes), packets, packet_bytes, lost, duplicated, reordered,
 corrupted, discarded, retransmitted, timeouts, sequence_naks, rnr_naks, duplicate_requests, direct, links_broken, virtual_ns.
-JSON with --power or --leases: one object a run: seed, defect, violation, counts (by name), and with --power platform, rely.")]
+JSON with --power or --leases: one object for each run: seed, defect, violation, counts (by name), and with --power platform, rely.")]
 pub(crate) struct Args {
-    /// Seed of everything that is drawn [default: 1].
+    /// Seed of all random choices [default: 1].
     #[arg(long)]
     seed: Option<u64>,
-    /// What the links do, in the syntax of docs/bad-network.md: loss, dup, reorder, corrupt and seed, as loss=1%,reorder=2%,seed=7
+    /// Faults of the links, in the syntax of docs/bad-network.md: loss, dup, reorder, corrupt and seed, such as loss=1%,reorder=2%,seed=7
     /// [default: loss=1%].
     #[arg(long, value_name = "SPEC", value_parser = parse_fault)]
     fault: Option<Spec>,
-    /// As --fault loss=PERCENT.
+    /// Same as --fault loss=PERCENT.
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     loss: Option<f64>,
-    /// As --fault dup=PERCENT.
+    /// Same as --fault dup=PERCENT.
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     dup: Option<f64>,
-    /// As --fault reorder=PERCENT.
+    /// Same as --fault reorder=PERCENT.
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     reorder: Option<f64>,
-    /// As --fault corrupt=PERCENT.
+    /// Same as --fault corrupt=PERCENT.
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     corrupt: Option<f64>,
-    /// Operations over all queue pairs.
+    /// Number of operations over all queue pairs.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     operations: u32,
-    /// Queue pairs.
+    /// Number of queue pairs.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     qps: u32,
-    /// Both hosts are processes of one machine: packets go through memory, and each grants the other memory of its own. Now and
-    /// then the link between them breaks, and packets take the network.
+    /// Simulate both hosts as processes of one machine: packets go through shared memory, and each side grants the other direct access to
+    /// its memory. Now and then the link between them breaks, and packets take the network.
     #[arg(long)]
     one_machine: bool,
-    /// Cut the power of a server that clients write, flush and read, and look at what is left. The server and the faults of
-    /// the links are drawn from the seed.
+    /// Cut the power of a server while clients write, flush and read it, and check the bytes that survive. The seed determines the server
+    /// and the faults of the links.
     #[arg(long, group = "kind", conflicts_with_all = ["fault", "loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
     power: bool,
-    /// Run clients of the push service that take ranges from each other, connect again, stop and die, and look at each byte
-    /// that lands whether it still may. The faults of the links are drawn from the seed.
+    /// Run clients of the push service that take ranges from each other, reconnect, stop and die, and check for each byte placed that its
+    /// writer still had the right to write it. The seed determines the faults of the links.
     #[arg(long, group = "kind", conflicts_with_all = ["fault", "loss", "dup", "reorder", "corrupt", "operations", "qps", "one_machine"])]
     leases: bool,
-    /// What the server's memory is behind: none, file, adr, adr-direct, adr-stores, eadr, battery or battery-early-ack.
+    /// Persistence domain of the server's memory: none, file, adr, adr-direct, adr-stores, eadr, battery or battery-early-ack.
     #[arg(long, requires = "power")]
     platform: Option<power::Platform>,
-    /// Rely on this alone, whether it holds or not: write, read, flush-global, flush-persistent or software-flush.
+    /// Let the clients rely on this method alone, whether it is durable on the platform or not: write, read, flush-global, flush-persistent
+    /// or software-flush.
     #[arg(long, requires = "power", value_name = "METHOD")]
     rely: Option<power::Method>,
-    /// What is cut is the replica of a log: its real writer appends, its real reader looks at what is left.
+    /// Cut the power of a replica of a log instead: the real writer appends, the real reader checks the records that survive.
     #[arg(long, requires = "power")]
     log: bool,
-    /// A defect of the server, or of the log, which the run must show; an unknown name lists them.
+    /// Inject a defect of the server, or of the log, that the run must detect; an unknown name prints the list.
     #[arg(long, requires = "kind")]
     defect: Option<String>,
-    /// Runs, each with the next seed.
+    /// Number of runs, each with the next seed.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     runs: u64,
-    /// Print JSON, one object a run.
+    /// Print JSON, one object for each run.
     #[arg(long)]
     json: bool,
 }

@@ -20,15 +20,15 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand, Debug)]
 enum Command {
-    /// Print what devices noted: changes of state, errors and what led to them, connections, faults; newest last.
+    /// Print the recorded events of devices: state changes, errors and their causes, connections, faults; newest last.
     ///
-    /// Each device of this user keeps its last events, and those of ended processes stay for a while. The environment variable
-    /// RDMUX_TRACE says how much a program notes: off, events (the default) or packets. See docs/observability.md.
+    /// Each device of this user keeps its last events; those of ended processes remain for a while. The environment variable RDMUX_TRACE
+    /// sets how much a program records: off, events (the default) or packets. See docs/observability.md.
     #[command(after_help = "\
 JSON: an array of objects, the newest device first: ifname (the address), port (the slot), pid, comm, uid, alive, opened, events: each
 number, time (UTC), time_ns, lqpn (0: the device), event, text.")]
     Dump {
-        /// ADDRESS/SLOT, ADDRESS or the number of a process [default: all].
+        /// ADDRESS/SLOT, ADDRESS or a process id [default: all].
         #[arg(value_name = "DEVICE|PID")]
         which: Option<Which>,
         #[command(flatten)]

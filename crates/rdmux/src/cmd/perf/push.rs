@@ -36,20 +36,20 @@ const STARTING: Duration = Duration::from_secs(10);
 /// What only these two tests take.
 #[derive(clap::Args, Debug, Clone)]
 pub(crate) struct PushArgs {
-    /// push tests, without a host: what the server that is started serves, as in `rdmux serve --file` [default: a file in
-    /// /dev/shm that is declared to be persistent memory (ADR)].
+    /// Push tests without HOST: file that the started server serves, as in `rdmux serve --file` [default: a file in /dev/shm that is
+    /// declared to be persistent memory (ADR)].
     #[arg(long, value_name = "SPEC", help_heading = "push-read, push-write")]
     serve: Option<String>,
-    /// push tests, without a host: the CPU of the server that is started.
+    /// Push tests without HOST: CPU of the started server.
     #[arg(long, value_name = "CPU", help_heading = "push-read, push-write")]
     server_pin: Option<usize>,
-    /// push tests: file with the server's key [default: your own].
+    /// Push tests: file with the server's key [default: your own].
     #[arg(long, value_name = "FILE", help_heading = "push-read, push-write")]
     key: Option<PathBuf>,
-    /// push tests: print the table in markdown.
+    /// Push tests: print the table in Markdown.
     #[arg(long, conflicts_with = "json", help_heading = "push-read, push-write")]
     markdown: bool,
-    /// push tests: draw the table into a file.
+    /// Push tests: draw the table as SVG into a file.
     #[arg(long, value_name = "FILE", help_heading = "push-read, push-write")]
     svg: Option<PathBuf>,
 }

@@ -26,8 +26,8 @@ const ROUNDS_MAX: usize = 30;
 /// What only streaming takes.
 #[derive(clap::Args, Debug)]
 pub(super) struct StreamArgs {
-    /// The file is memory that another process is writing to (a memfd: /proc/PID/fd/N): copy it in rounds of what changed, pause
-    /// the writer for the last one, and let it go on.
+    /// Stream memory that another process is writing (FILE is a memfd: /proc/PID/fd/N): copy the changed bytes in rounds, pause the writer
+    /// for the last round, and let it continue.
     #[arg(
         long,
         conflicts_with = "resume",
@@ -38,7 +38,7 @@ pub(super) struct StreamArgs {
     /// Pause this process for the last round (SIGSTOP, SIGCONT).
     #[arg(long, value_name = "PID", group = "pausing", requires = "stream", help_heading = "Streaming", value_parser = clap::value_parser!(i32).range(1..))]
     pause_pid: Option<i32>,
-    /// Pause the writer by this command, which must return when nothing is written any more.
+    /// Command that pauses the writer; it must return only when the writer writes no more.
     #[arg(
         long,
         value_name = "COMMAND",
@@ -47,10 +47,10 @@ pub(super) struct StreamArgs {
         help_heading = "Streaming"
     )]
     pause: Option<String>,
-    /// Let the writer go on by this command.
+    /// Command that lets the writer continue.
     #[arg(long, value_name = "COMMAND", requires = "pause", help_heading = "Streaming")]
     unpause: Option<String>,
-    /// Pause when no more than so many bytes changed in a round.
+    /// Pause the writer when at most this number of bytes changed in a round.
     #[arg(long, value_name = "BYTES", default_value = "1M", requires = "stream", value_parser = super::parse_flush_every, help_heading = "Streaming")]
     pause_below: u64,
 }
