@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let mapping = client.map_as(&target.region, &range)?;
     if !mapping.placement().contains(Placement::PERSISTENT) {
-        return Err(format!("{target} keeps nothing over a loss of power").into());
+        return Err(format!("{target} does not survive a loss of power").into());
     }
 
     let buffer = client.buffer(DEPTH * CHUNK)?;

@@ -28,8 +28,8 @@ pub enum KeyError {
     },
     /// The file does not exist, and was named explicitly.
     #[error(
-        "key file {} does not exist: copy the server's key file to it, or make a new one for both ends with \
-         `(umask 077; openssl rand -hex 32 > FILE)`",
+        "key file {} does not exist: copy the server's key file to it, or create a new one for both ends with `(umask 077; openssl rand \
+         -hex 32 > FILE)`",
         path.display()
     )]
     Missing {
@@ -38,7 +38,7 @@ pub enum KeyError {
     },
     /// Other users could have read the file.
     #[error(
-        "key file {} can be read by others (mode {mode:03o}): make a new one, or `chmod 600` it if nobody has",
+        "key file {} can be read by others (mode {mode:03o}): create a new one, or run `chmod 600` on it if nobody has read it",
         path.display()
     )]
     Open {
@@ -58,13 +58,13 @@ pub enum KeyError {
         user: u32,
     },
     /// The file does not hold 64 hexadecimal digits.
-    #[error("key file {} does not hold a key: it needs 64 hexadecimal digits, 32 random bytes", path.display())]
+    #[error("key file {} does not contain a key: it needs 64 hexadecimal digits (32 random bytes)", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
     },
     /// There is no home folder to keep it in.
-    #[error("no place for the key file: set HOME or XDG_CONFIG_HOME, or name a file with --key FILE")]
+    #[error("no folder for the key file: set HOME or XDG_CONFIG_HOME, or give a file with --key FILE")]
     NoHome,
 }
 

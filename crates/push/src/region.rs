@@ -87,7 +87,7 @@ impl Region {
             },
         };
         if matches!(declared, Some(Domain::None | Domain::File)) {
-            let why = "only persistent memory is declared: ADR, eADR or the whole system";
+            let why = "only ADR, eADR or the whole system can be declared as persistence domain";
             return Err(failed(io::Error::new(io::ErrorKind::InvalidInput, why)));
         }
         let declared = declared.map(|domain| match domain {
@@ -105,11 +105,13 @@ impl Region {
         if is_block_device || kind.is_some_and(|kind| kind.is_char_device()) {
             let refused = |why: &str| failed(io::Error::new(io::ErrorKind::InvalidInput, why));
             if size.is_some() {
-                return Err(refused("a device has the size that it has: leave out size="));
+                return Err(refused("a device cannot be resized: leave out size="));
             }
             if is_block_device {
                 if declared.is_some() {
-                    return Err(refused("what survives can be declared of mapped memory only"));
+                    return Err(refused(
+                        "a persistence domain can be declared only for mapped memory",
+                    ));
                 }
                 let memory = FileMemory::device(path, read_only).map_err(failed)?;
                 let domain = domain_of(memory.domain());
@@ -150,7 +152,7 @@ impl Region {
             }
             Err(why) if declared.is_some() => {
                 let why = format!(
-                    "what survives can be declared of mapped memory only, and this is not mapped: {why}"
+                    "a persistence domain can be declared only for mapped memory, and this is not mapped: {why}"
                 );
                 return Err(failed(io::Error::new(io::ErrorKind::Unsupported, why)));
             }
@@ -662,8 +664,8 @@ fn check_space(path: &Path, size: u64, missing: u64) -> io::Result<()> {
         return Ok(());
     }
     let why = format!(
-        "No space left: it needs {missing} bytes more for size={size}, and {free} bytes are free on its file system: give a \
-         smaller size, or make room"
+        "No space left: size={size} needs {missing} more bytes, and {free} bytes are free on the file system: use a smaller size, or free \
+         space"
     );
     Err(io::Error::new(io::ErrorKind::StorageFull, why))
 }

@@ -14,7 +14,7 @@ pub const DEFAULT_PORT: u16 = 7174;
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The text does not have the form.
-    #[error("'{text}' is not rdmux://HOST[:PORT]/REGION[@OFFSET]: {why}")]
+    #[error("'{text}' is not of the form rdmux://HOST[:PORT]/REGION[@OFFSET]: {why}")]
     Malformed {
         /// The text.
         text: String,
@@ -82,7 +82,7 @@ impl std::str::FromStr for Target {
         let (authority, path) = rest
             .split_once('/')
             .ok_or_else(|| malformed("the region is missing"))?;
-        let (host, port) = split_port(authority).ok_or_else(|| malformed("host or port is wrong"))?;
+        let (host, port) = split_port(authority).ok_or_else(|| malformed("the host or port is invalid"))?;
         // A region may have an @ in its name: only a number after the last @ is an offset.
         let (region, offset) = match path.rsplit_once('@').map(|(name, at)| (name, parse_size(at))) {
             Some((name, Some(offset))) => (name, offset),

@@ -25,7 +25,7 @@ fn flush__persistent_of_memory_is_refused() {
     );
     let error = client.flush(&mapping, 0, 8, Placement::PERSISTENT).unwrap_err();
     assert!(
-        error.to_string().contains("keeps nothing over a loss of power"),
+        error.to_string().contains("does not survive a loss of power"),
         "{error}"
     );
     client.flush(&mapping, 0, 8, Placement::GLOBAL).unwrap();

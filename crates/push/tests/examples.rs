@@ -62,7 +62,7 @@ fn push_file__is_in_the_servers_file_at_its_offset() {
             "bytes beside it"
         );
     } else {
-        assert!(error.contains("keeps nothing over a loss of power"), "{error}");
+        assert!(error.contains("does not survive a loss of power"), "{error}");
     }
 
     for (target, message) in [

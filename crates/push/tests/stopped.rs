@@ -184,7 +184,7 @@ fn stopped__amid_a_flood_of_writes_again_and_again() {
         let said = stopped.line();
         println!("round {round}: {said}");
         assert!(
-            said.contains("the server") || said.contains("somebody else needed it"),
+            said.contains("the server") || said.contains("somebody else needed the range"),
             "round {round}: {said}"
         );
         assert!(holds(&server, 0x22), "round {round}: something late landed");

@@ -391,7 +391,7 @@ fn capture__with_faults_says_what_they_did() {
             "fault: lost",
             "fault: corrupted",
             "fault: duplicated",
-            "fault: held back",
+            "fault: reordered",
             "retransmission",
         ] {
             assert!(
@@ -410,7 +410,7 @@ fn capture__errors_are_one_line() {
     for (args, line) in [
         (
             vec!["-w", file, "--device", "127.0.44.1/3"],
-            "rdmux: 127.0.44.1/3 is not captured: there is no such device",
+            "rdmux: cannot capture 127.0.44.1/3: there is no such device",
         ),
         (
             vec!["-w", "/nowhere/x", "--device", "127.0.44.1/3"],

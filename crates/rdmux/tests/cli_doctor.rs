@@ -88,19 +88,19 @@ fn doctor__nothing_in_the_way() {
     let text = String::from_utf8(output.stdout).unwrap();
     let expected = "\
 check        subject   verdict  what
-cpu          -         ok       clwb for memory that lasts, pclmulqdq for checksums
+cpu          -         ok       clwb for persistent memory, pclmulqdq for checksums
 port         4791      ok       UDP port 4791 is free
 mtu          lo        ok       MTU 65536 carries path MTU 4096
 gso          -         ok       Linux 6.1.0-rc1 has UDP GSO and GRO
 buffers      rmem_max  ok       receive buffers of 16 MiB
-memlock      -         ok       8 MiB, of which rdmux needs nothing: its own NIC locks no memory
+memlock      -         ok       8 MiB; rdmux needs none: its soft RNIC locks no memory
 hugepages    -         ok       transparent huge pages: madvise
-userns       -         ok       an ordinary user can make them
-ptrace       -         ok       processes of one user reach each other's private memory by process_vm calls
+userns       -         ok       an ordinary user can create them
+ptrace       -         ok       processes of one user can access each other's private memory by process_vm calls
 io_uring     -         ok       switched off; rdmux does not rely on it
-userfaultfd  -         ok       for root alone, but for faults in user mode; rdmux does not rely on it
-rnic         -         ok       none: rdmux brings its own
-ddio         -         ok       no RDMA device: rdmux places by the processor, where DDIO plays no part
+userfaultfd  -         ok       for root only, except for faults in user mode; rdmux does not rely on it
+rnic         -         ok       none: rdmux uses its soft RNIC
+ddio         -         ok       no RDMA device: rdmux places data with the processor, which does not use DDIO
 ";
     assert_eq!(text, expected);
 }
@@ -179,7 +179,7 @@ fn doctor__who_holds_the_port() {
         // The kernel's sockets have no inode.
         (udp("00000000", 0, 0), "blocked", "rdma link delete"),
         (udp("00000000", 1001, 77), "blocked", "wireguard (process 42)"),
-        (udp("0100007F", 1000, 78), "ok", "processes of yours"),
+        (udp("0100007F", 1000, 78), "ok", "processes of this user"),
         (udp("0100007F", 1001, 79), "limit", "user 1001"),
     ];
     for (table, verdict, says) in cases {
@@ -195,7 +195,7 @@ fn doctor__who_holds_the_port() {
         assert_eq!(whole.status.success(), verdict != "blocked", "{whole:?}");
         if verdict == "blocked" {
             let why = String::from_utf8(whole.stderr).unwrap();
-            assert_eq!(why, "rdmux: something stands in the way: port 4791\n");
+            assert_eq!(why, "rdmux: these checks found an obstacle: port 4791\n");
         }
     }
 }
@@ -227,7 +227,10 @@ fn doctor__garbage_is_no_panic() {
     let output = host.doctor(&[]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let why = String::from_utf8(output.stderr).unwrap();
-    assert!(why.starts_with("rdmux: not everything could be told: "), "{why}");
+    assert!(
+        why.starts_with("rdmux: these checks could not find out: "),
+        "{why}"
+    );
 }
 
 #[test]

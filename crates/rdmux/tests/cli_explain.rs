@@ -742,8 +742,8 @@ fn explain__remote_access_at_both_ends() {
         &[
             "remote access error",
             "WRITE of 10 bytes",
-            "its peer says",
-            "lies outside of",
+            "peer says",
+            "lies outside the key's range",
             "(4096 bytes)",
         ],
     );
@@ -756,7 +756,12 @@ fn explain__remote_access_at_both_ends() {
         "peer-access",
         "ERR",
         "peer-access",
-        &["WRITE of 10 bytes", "rkey 0x", "lies outside of", "(4096 bytes)"],
+        &[
+            "WRITE of 10 bytes",
+            "rkey 0x",
+            "lies outside the key's range",
+            "(4096 bytes)",
+        ],
     );
     explains(
         42,
@@ -780,7 +785,7 @@ fn explain__remote_access_at_both_ends() {
         &[
             "local length error",
             "SEND of 13 bytes",
-            "receive that it found is shorter",
+            "posted receive is shorter",
         ],
     );
 }
@@ -792,7 +797,7 @@ fn explain__local_protection() {
         "local-protection",
         "ERR",
         "local-protection",
-        &["WRITE of 64 bytes with own memory", "lkey 0x", "wr_id 77"],
+        &["WRITE of 64 bytes with local memory", "lkey 0x", "wr_id 77"],
     );
 }
 
@@ -807,7 +812,7 @@ fn explain__retries_that_got_no_answer() {
             "transport retry counter exceeded",
             "3 retries (6 resends) of PSN",
             "towards 127.0.46.2 qp",
-            "last heard from the peer",
+            "last packet from the peer",
         ],
     );
     explains(
@@ -815,7 +820,7 @@ fn explain__retries_that_got_no_answer() {
         "retry-silent",
         "ERR",
         "retry-exceeded",
-        &["nothing was ever heard from the peer"],
+        &["the peer never sent a packet"],
     );
     explains(
         48,
@@ -826,7 +831,7 @@ fn explain__retries_that_got_no_answer() {
             "RNR retry counter exceeded",
             "the peer (127.0.48.2 qp",
             "had no receive posted for PSN",
-            "post receives",
+            "post enough receives",
         ],
     );
 }
@@ -848,7 +853,7 @@ fn explain__flush_that_failed_at_both_ends() {
         &[
             "FLUSH of 64 bytes",
             "not durable",
-            "its peer says: a flush failed: Input/output error",
+            "peer says: a flush failed: Input/output error",
         ],
     );
 }
@@ -861,7 +866,7 @@ fn explain__its_own_device() {
         "injected",
         "ERR",
         "injected",
-        &["a fault that was asked for", "qp-error"],
+        &["an injected fault", "qp-error"],
     );
 }
 
@@ -872,15 +877,21 @@ fn explain__end_of_a_connection() {
         "disconnected",
         "ERR",
         "disconnected",
-        &["ended by its peer (DREQ)"],
+        &["the peer disconnected (DREQ)"],
     );
-    explains(54, "own-move", "ERR", "own-move", &["its own program moved it"]);
+    explains(
+        54,
+        "own-move",
+        "ERR",
+        "own-move",
+        &["the local program moved the queue pair"],
+    );
     explains(
         55,
         "peer-gone",
         "ERR",
         "peer-gone",
-        &["the process of its peer, on this host, has ended"],
+        &["the peer's process, on this host, ended"],
     );
     explains(
         83,
@@ -890,8 +901,8 @@ fn explain__end_of_a_connection() {
         &[
             "transport retry counter exceeded",
             "(0 resends)",
-            "nothing was lost",
-            "took nothing of what was sent",
+            "no packet was lost",
+            "did not receive the packets",
         ],
     );
 }
@@ -919,7 +930,7 @@ fn explain__what_the_peers_request_met() {
         (
             "remote-invalid-request",
             "remote-invalid-request",
-            &["WRITE of 1 bytes", "its peer says", "does not allow remote-write"],
+            &["WRITE of 1 bytes", "peer says", "does not allow remote-write"],
         ),
     );
     both(
@@ -927,12 +938,12 @@ fn explain__what_the_peers_request_met() {
         (
             "memory-failed",
             "memory-failed",
-            &["the memory behind the key failed"],
+            &["the memory of the key failed"],
         ),
         (
             "remote-operation",
             "remote-operation",
-            &["failed while it did the WRITE of 1 bytes", "its peer says"],
+            &["failed to execute the WRITE of 1 bytes", "peer says"],
         ),
     );
     explains(
@@ -965,7 +976,7 @@ fn explain__own_requests() {
         "send-queue",
         "SQE",
         "local-protection",
-        &["WRITE of 64 bytes with own memory"],
+        &["WRITE of 64 bytes with local memory"],
     );
 }
 
@@ -1005,7 +1016,7 @@ fn explain__retries_that_go_on() {
         "{found:#}"
     );
     assert!(
-        found["why"].as_str().unwrap().contains("no answer after"),
+        found["why"].as_str().unwrap().contains("no response after"),
         "{found:#}"
     );
     // A process that has ended does not retry.
@@ -1054,7 +1065,7 @@ fn explain__connection_that_does_not_come_about() {
         "unreachable",
         "RESET",
         "unreachable",
-        &["no answer when the connection was asked for"],
+        &["did not answer the connection request"],
     );
 }
 

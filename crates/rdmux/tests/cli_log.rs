@@ -299,7 +299,7 @@ fn append__no_majority_is_no_acknowledgement() {
     assert!(!output.status.success());
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
-        text.contains("only 1 of 3 regions were read, no majority"),
+        text.contains("only 1 of 3 regions could be read, no majority"),
         "{text}"
     );
     place.start(0);
@@ -329,7 +329,7 @@ fn append__no_majority_says_who_does_not_answer() {
         text[begin..].split("; ").next().unwrap().to_owned()
     };
     assert!(
-        said(live).ends_with("connected, and waits for the others"),
+        said(live).ends_with("connected, waiting for the others"),
         "{text}"
     );
     for target in [dead, dead_too] {
@@ -410,14 +410,14 @@ fn append__servers_that_refuse_for_good_are_not_waited_for() {
     std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
     let errors = fail(&[&a, &b, &c, "--key", key.to_str().unwrap()]);
     assert!(
-        errors.contains("no majority of the 3 replicas can be had: rdmux://127.0.87.")
+        errors.contains("no majority of the 3 replicas is possible: rdmux://127.0.87.")
             && errors.contains("has another key"),
         "{errors}"
     );
     let [b, c] = [b, c].map(|target| target + "s");
     let errors = fail(&[&a, &b, &c]);
     assert!(
-        errors.contains("can be had: rdmux://127.0.87.2:7174/logs") && errors.contains("no region 'logs'"),
+        errors.contains("is possible: rdmux://127.0.87.2:7174/logs") && errors.contains("no region 'logs'"),
         "{errors}"
     );
 }
@@ -436,10 +436,7 @@ fn trim__drops_what_is_below_and_numbers_go_on() {
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
-    assert_eq!(
-        String::from_utf8_lossy(&output.stdout),
-        "records 3 to 3 are left\n"
-    );
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "records 3 to 3 remain\n");
     let mut writer = Writer::start(&place);
     assert_eq!(writer.append("d"), 4);
     assert!(writer.finish());
@@ -447,14 +444,14 @@ fn trim__drops_what_is_below_and_numbers_go_on() {
     assert_eq!(output.status.code(), Some(1));
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(
-        errors.contains("no record below 6 can be dropped: the last is 4; below 5 drops all there are"),
+        errors.contains("cannot drop records below 6: the last is 4; 5 drops all"),
         "{errors}"
     );
     assert_eq!(place.records(), ["c", "d"]);
     let output = place.log("trim", &["--below", "5"]);
     assert_eq!(
         String::from_utf8_lossy(&output.stdout),
-        "no record is left; the next is 5\n"
+        "no record remains; the next is 5\n"
     );
 }
 
@@ -493,6 +490,6 @@ fn log__given_more_or_fewer_regions_than_it_has_says_so() {
         0,
         "the log has 3 regions but 2 were given: 1 is missing",
     );
-    has("read", 1..=1, 1, "only 1 of 3 regions were read, no majority");
+    has("read", 1..=1, 1, "only 1 of 3 regions could be read, no majority");
     assert_eq!(place.records(), ["a"]);
 }

@@ -461,7 +461,7 @@ fn metrics__an_address_that_is_taken_is_said() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1));
     let expected = format!(
-        "rdmux: cannot offer metrics at {} (choose another port with --metrics ADDR:PORT): Address already in use (os error 98)\n",
+        "rdmux: cannot serve metrics at {} (choose another port with --metrics ADDR:PORT): Address already in use (os error 98)\n",
         serving.at
     );
     assert_eq!(said, expected);

@@ -339,7 +339,7 @@ fn json__of_one_line_unless_it_is_to_be_pretty() {
 fn usage__what_is_wrong_is_said() {
     for (args, expected) in [
         (&["res", "show", "qp", "lqpn"][..], "has no value"),
-        (&["res", "show", "qp", "qpn", "3"], "there are link, dev, lqpn"),
+        (&["res", "show", "qp", "qpn", "3"], "filters are link, dev, lqpn"),
         (&["res", "show", "qp", "lqpn", "x"], "takes numbers"),
         (&["res", "show", "qp", "link", "eth0"], "ADDRESS/SLOT"),
         (
@@ -352,7 +352,7 @@ fn usage__what_is_wrong_is_said() {
             "more than one device",
         ),
         (&["-j", "perf", "read-lat"], "put --json after"),
-        (&["stat", "show", "qp", "3"], "there are link, dev"),
+        (&["stat", "show", "qp", "3"], "filters are link, dev"),
         (&["dev", "show", "eth0"], "ADDRESS/SLOT"),
     ] {
         let output = rdmux_by(&[], args);
@@ -430,7 +430,7 @@ fn res__root_sees_everybodys_and_others_their_own() {
     ] {
         let output = rdmux_by(&AS_NOBODY, args);
         let (shown, notes) = (text(&output.stdout), text(&output.stderr));
-        let expected = format!("rdmux: {} is not shown: it belongs to user 0\n", roots.name);
+        let expected = format!("rdmux: cannot show {}: it belongs to user 0\n", roots.name);
         assert!(notes.contains(&expected), "{args:?}: {notes}");
         for secret in [&roots.name, &key, &guid] {
             assert!(!shown.contains(secret.as_str()), "{args:?}: {shown}");

@@ -218,7 +218,7 @@ fn perf__sleeps_on_events_where_there_are_some() {
         .unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(
-        text(&output.stderr).contains("write-lat has no events"),
+        text(&output.stderr).contains("write-lat does not support -e"),
         "{}",
         text(&output.stderr)
     );

@@ -353,7 +353,7 @@ fn capture__another_user_is_refused() {
             &device,
         ];
         let output = by(by_whom, RDMUX, &args).output().unwrap();
-        let expected = format!("rdmux: {device} is not captured: it belongs to user {uid}\n");
+        let expected = format!("rdmux: cannot capture {device}: it belongs to user {uid}\n");
         assert_eq!(text(&output.stderr), expected);
         assert_eq!(output.status.code(), Some(1));
         assert_eq!(

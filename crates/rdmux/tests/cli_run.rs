@@ -128,7 +128,7 @@ fn run__links_of_another_user_are_not_trusted() {
     fs::set_permissions(&own, fs::Permissions::from_mode(0o755)).unwrap();
     let why = libraries(&[], build.path(), runtime.path()).unwrap_err();
     assert!(
-        why.contains("no folder for links") && why.lines().count() == 1,
+        why.contains("cannot create a folder for links") && why.lines().count() == 1,
         "{why}"
     );
 }
@@ -197,7 +197,7 @@ fn run__name_that_nothing_can_be_preloaded_by() {
     };
     let (passed, out, said) = run(&[]);
     assert!(passed && out == "preloaded: \n", "{out}{said}");
-    assert!(said.contains("does not show the devices"), "{said}");
+    assert!(said.contains("will not show the devices"), "{said}");
     assert!(said.contains("space") && said.lines().count() == 1, "{said}");
     let (passed, _, said) = run(&["--sysfs", "preload"]);
     assert!(!passed && said.contains("space"), "{said}");
@@ -209,12 +209,12 @@ fn usage__what_the_program_could_not_use_is_said() {
         (
             &["--device", "192.0.2.1"][..],
             ("RDMUX_FAULT", ""),
-            "192.0.2.1: no address of this host",
+            "192.0.2.1: not an address of this host",
         ),
         (
             &["--capture", "/nonexistent/c"],
             ("RDMUX_FAULT", ""),
-            "there is no folder /nonexistent",
+            "folder /nonexistent does not exist",
         ),
         (&[], ("RDMUX_FAULT", "loss=2"), "RDMUX_FAULT: 'loss=2'"),
         (&[], ("RDMUX_SHM", "of"), "RDMUX_SHM=of: it takes on or off"),
@@ -304,8 +304,8 @@ fn run__program_that_cannot_be_started() {
     let [orphan, plain] =
         ["orphan", "plain"].map(|name| build.path().join(name).to_str().unwrap().to_owned());
     for (program, status, why) in [
-        ("/nonexistent/program", 127, "there is no such program"),
-        ("no-such-program-here", 127, "there is no such program"),
+        ("/nonexistent/program", 127, "program not found"),
+        ("no-such-program-here", 127, "program not found"),
         (&orphan, 127, "No such file or directory"),
         (&plain, 126, "Permission denied"),
         (build.path().to_str().unwrap(), 126, "Permission denied"),

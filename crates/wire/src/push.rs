@@ -234,7 +234,7 @@ impl Region {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum ErrorCode {
-    /// Client and server have no version in common.
+    /// Client and server have no common protocol version.
     BadVersion = 1,
     /// The proof does not match the key.
     BadKey = 2,

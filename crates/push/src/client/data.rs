@@ -385,7 +385,7 @@ impl Client {
         received: Option<Received>,
         message: Message,
     ) -> Result<(), Error> {
-        let unexpected = self.protocol("another answer than to what was asked");
+        let unexpected = self.protocol("the answer does not match the request");
         let Some(entry) = self.entry(number) else {
             return Ok(());
         };

@@ -49,7 +49,7 @@ pub enum Error {
         why: String,
     },
     /// The server violates the protocol.
-    #[error("{peer} does not speak the push protocol as it should: {why}")]
+    #[error("{peer} violates the push protocol: {why}")]
     Protocol {
         /// The server's address.
         peer: SocketAddr,
@@ -57,7 +57,7 @@ pub enum Error {
         why: String,
     },
     /// The range lies outside of the mapping; nothing was sent.
-    #[error("{length} bytes at {offset} lie outside of the mapping of {region}")]
+    #[error("{length} bytes at {offset} are outside the mapping of {region}")]
     OutOfRange {
         /// The region.
         region: Name,
@@ -67,7 +67,7 @@ pub enum Error {
         length: u64,
     },
     /// The mapping was made without the right; nothing was sent.
-    #[error("the mapping of {region} was made without the right to {right}")]
+    #[error("the mapping of {region} does not have the right to {right}")]
     NoRight {
         /// The region.
         region: Name,
@@ -76,8 +76,8 @@ pub enum Error {
     },
     /// A persistent flush of a region that keeps nothing; nothing was sent.
     #[error(
-        "region {region} keeps nothing over a loss of power: a persistent flush is refused; flush for visibility, or serve a \
-         file on a disk"
+        "region {region} does not survive a loss of power, so a persistent flush is refused: flush for visibility, or serve a file on a \
+         disk"
     )]
     NotPersistent {
         /// The region.
@@ -85,7 +85,7 @@ pub enum Error {
     },
     /// That way to durability is not offered; nothing was sent.
     #[error(
-        "region {region} cannot be made durable by {way}: leave the way to the client, or choose among {offered}"
+        "region {region} cannot be made durable by {way}: let the client choose the method, or use one of {offered}"
     )]
     NoWay {
         /// The region.
@@ -98,14 +98,14 @@ pub enum Error {
     /// Somebody else needed the range, and the mapping's lease is over; nothing was sent. Requests that were acknowledged
     /// before remain in effect; the mapping can still be flushed.
     #[error(
-        "the mapping of {region} is over, because somebody else needed it: map it again, or use ordinary reads and writes"
+        "the mapping of {region} was revoked because somebody else needed the range: map it again, or use ordinary reads and writes"
     )]
     LeaseBroken {
         /// The region.
         region: Name,
     },
     /// The mapping belongs to an earlier connection; nothing was sent.
-    #[error("the mapping of {region} ended with the connection that it was made on: map it again")]
+    #[error("the mapping of {region} ended with its connection: map it again")]
     MappingEnded {
         /// The region.
         region: Name,

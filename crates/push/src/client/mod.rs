@@ -235,7 +235,7 @@ impl Client {
                 }
                 Err(Failure::WrongKey) => return Err(Error::WrongKey(self.peer)),
                 Err(Failure::Refused(code, text)) => return Err(Error::Refused { code, text }),
-                Err(Failure::Protocol) => return Err(self.protocol("the handshake goes another way")),
+                Err(Failure::Protocol) => return Err(self.protocol("unexpected handshake message")),
             }
         }
     }
@@ -344,7 +344,7 @@ impl Client {
                 self.leased_now(&mapping);
                 Ok(mapping)
             }
-            _ => Err(self.protocol("another answer than to Map")),
+            _ => Err(self.protocol("unexpected answer to Map")),
         }
     }
 
@@ -368,7 +368,7 @@ impl Client {
                 self.leased.remove(&mapping.id);
                 Ok(())
             }
-            _ => Err(self.protocol("another answer than to Unmap")),
+            _ => Err(self.protocol("unexpected answer to Unmap")),
         }
     }
 
@@ -380,7 +380,7 @@ impl Client {
         };
         match self.ask(request)? {
             Message::Region(region) => Ok(region),
-            _ => Err(self.protocol("another answer than to Stat")),
+            _ => Err(self.protocol("unexpected answer to Stat")),
         }
     }
 
@@ -388,7 +388,7 @@ impl Client {
     pub fn list(&mut self) -> Result<(Vec<push::Region>, u32), Error> {
         match self.ask(Message::List)? {
             Message::Regions { total, regions } => Ok((regions, total)),
-            _ => Err(self.protocol("another answer than to List")),
+            _ => Err(self.protocol("unexpected answer to List")),
         }
     }
 
@@ -401,7 +401,7 @@ impl Client {
         };
         match self.ask(request)? {
             Message::Checksummed { crc } => Ok(crc),
-            _ => Err(self.protocol("another answer than to Checksum")),
+            _ => Err(self.protocol("unexpected answer to Checksum")),
         }
     }
 
@@ -453,7 +453,7 @@ impl Client {
             if let Some(wc) = self.poll(deadline)? {
                 self.handle(&wc)?;
             } else if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Err(self.lost("no answer in time"));
+                return Err(self.lost("no answer within the timeout"));
             }
         }
     }
@@ -560,7 +560,7 @@ impl Client {
 
     fn handle_message(&mut self, request: u64, message: Message) -> Result<(), Error> {
         let message = match message {
-            Message::Goodbye => return Err(self.lost("the server said goodbye")),
+            Message::Goodbye => return Err(self.lost("the server closed the connection")),
             Message::Notice { changes } => {
                 self.link.noticed = Some(request);
                 return changes.iter().try_for_each(|change| self.changed(change));
@@ -571,7 +571,7 @@ impl Client {
             Some(Asked::Caller) => self.link.answer = Some(message),
             Some(Asked::Entry(entry, received)) => self.entry_answered(entry, received, message)?,
             Some(Asked::Release(mapping)) => self.released(mapping),
-            None => return Err(self.protocol("an answer to what was not asked")),
+            None => return Err(self.protocol("an answer without a request")),
         }
         Ok(())
     }
@@ -582,13 +582,13 @@ impl Client {
             other => other,
         };
         self.lost(match status {
-            Status::Flushed => "the server ended it",
-            Status::RetryExceeded => "the server does not answer any more",
+            Status::Flushed => "the server disconnected",
+            Status::RetryExceeded => "the server no longer answers",
             Status::RemoteAccess => {
-                "the server refused an access: the mapping ended, or the region's file was truncated"
+                "the server refused an access because the mapping ended or the region's file was truncated"
             }
             Status::RemoteOperation => {
-                "the region's file failed at the server: what was not acknowledged is not durable"
+                "the region's file failed at the server: unacknowledged bytes are not durable"
             }
             _ => return self.lost(&status.to_string()),
         })

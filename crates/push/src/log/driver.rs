@@ -75,7 +75,7 @@ pub enum LogError {
         states: String,
     },
     /// No majority of the replicas is available, and waiting does not help: too many of the servers refuse.
-    #[error("no majority of the {replicas} replicas can be had: {states}")]
+    #[error("no majority of the {replicas} replicas is possible: {states}")]
     Refused {
         /// Number of replicas.
         replicas: usize,
@@ -328,7 +328,7 @@ impl Log {
                 let replicas = self.replicas().zip(&self.connected);
                 let states = replicas.map(|((target, state, _), connected)| {
                     let state = match (connected, &*state) {
-                        (true, _) if !self.writer.is_ready() => "connected, and waits for the others",
+                        (true, _) if !self.writer.is_ready() => "connected, waiting for the others",
                         (true, "") => "connected",
                         (false, "") => "no answer",
                         (_, state) => state,

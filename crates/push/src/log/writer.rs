@@ -97,10 +97,10 @@ pub enum What {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Over {
     /// Another writer took over.
-    #[error("another writer took over, with epoch {0}")]
+    #[error("another writer took over with epoch {0}")]
     Fenced(Epoch),
     /// Nobody has created the log.
-    #[error("no log there: all replicas are blank")]
+    #[error("there is no log: all replicas are blank")]
     NoLog,
     /// The log cannot be opened with these settings.
     #[error("{0}")]
@@ -148,13 +148,13 @@ pub enum AppendError {
     #[error("the log is not open yet")]
     NotReady,
     /// Records that are not acknowledged take all the room: wait for acknowledgements.
-    #[error("the log has no room until more is acknowledged")]
+    #[error("the log has no room until more records are acknowledged")]
     Busy,
     /// The log has no room.
     #[error("the log is full: drop old records with `rdmux log trim`, or append with --drop-oldest")]
     Full,
     /// Too long for any log, or for this one.
-    #[error("a record of {bytes} bytes is too long: this log takes {max}")]
+    #[error("a record of {bytes} bytes is too long: the maximum of this log is {max}")]
     TooLong {
         /// Size of the record.
         bytes: usize,
@@ -265,7 +265,7 @@ impl Writer {
         r.phase = Phase::Peeking;
         if region_bytes < AREA_AT + AREA_MIN {
             let why = format!(
-                "a region of {region_bytes} bytes is too small for a log: {} at least",
+                "a region of {region_bytes} bytes is too small for a log: it needs at least {}",
                 AREA_AT + AREA_MIN
             );
             return self.unusable(replica, why);

@@ -146,7 +146,7 @@ impl std::fmt::Display for Event {
             Event::Closed { region } => write!(f, "no other program has the file of region {region} open"),
             Event::Unwatched { region, why } => write!(
                 f,
-                "region {region}: programs of this host that change its file are not noticed: {why}"
+                "region {region}: rdmux cannot detect programs of this host that change the file: {why}"
             ),
             Event::Released { client, mapping } => write!(f, "client {client} releases mapping {mapping}"),
             Event::Revoked { client, mapping } => write!(

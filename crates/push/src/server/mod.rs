@@ -342,7 +342,7 @@ impl Server {
             let refusal = if self.service.driver.endpoints[at].connections >= CONNECTIONS_MAX {
                 Some("too many connections")
             } else if self.service.half_open() >= HALF_OPEN_MAX {
-                Some("too many clients that have not shown their key")
+                Some("too many unauthenticated clients")
             } else {
                 None
             };

@@ -66,7 +66,10 @@ impl<D: Driver> Service<D> {
             return;
         }
         if self.welcoming.iter().any(|welcoming| welcoming.client() == key) {
-            return self.end(key, EndReason::Protocol("a message before it was welcome".into()));
+            return self.end(
+                key,
+                EndReason::Protocol("a message before the end of the handshake".into()),
+            );
         }
         let (request, action) = client.session.handle(message);
         let ticket = Ticket {
@@ -293,7 +296,7 @@ impl<D: Driver> Service<D> {
             "is reading"
         };
         let text = format!(
-            "{holder} {does} region {region} there: wait until it ends; one that died ends within {} s",
+            "{holder} {does} this range of region {region}: wait until it ends; the mapping of a dead client ends within {} s",
             f64::from(self.shared.keepalive_ms) / 1e3
         );
         let failure = (ErrorCode::Busy, text);
@@ -322,7 +325,7 @@ impl<D: Driver> Service<D> {
                 if !client.is_some_and(|client| client.session.is_live(map.mapping)) {
                     // The mapping was ended before it was made.
                     self.leases.release(self.now, lease);
-                    let text = format!("mapping {} was ended before it was made", map.mapping);
+                    let text = format!("mapping {} ended before it was established", map.mapping);
                     return self.fail(Pending::Map(ticket, map), (ErrorCode::Revoked, text));
                 }
                 if let Err(failure) = self.check_outside(&map) {

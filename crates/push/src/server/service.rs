@@ -405,7 +405,7 @@ impl Client {
             None if !self.session.is_ready() => EndReason::LeftHandshake,
             None => EndReason::Disconnected,
             Some(Status::RetryExceeded) => EndReason::Dead,
-            Some(Status::RemoteAccess) => EndReason::Failed("access outside of its mappings".into()),
+            Some(Status::RemoteAccess) => EndReason::Failed("access outside its mappings".into()),
             Some(other) => EndReason::Failed(other.to_string()),
         }
     }

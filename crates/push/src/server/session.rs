@@ -151,17 +151,19 @@ impl std::fmt::Display for EndReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             EndReason::Goodbye => f.write_str("goodbye"),
-            EndReason::LeftHandshake => f.write_str("it left during the handshake: it may have another key"),
+            EndReason::LeftHandshake => {
+                f.write_str("the client disconnected during the handshake: it may have another key")
+            }
             EndReason::WrongKey => f.write_str("wrong key"),
-            EndReason::Version => f.write_str("no version in common"),
+            EndReason::Version => f.write_str("no common protocol version"),
             EndReason::Protocol(why) => write!(f, "protocol error: {why}"),
             EndReason::HandshakeTimeout => f.write_str("handshake not finished in time"),
             EndReason::Disconnected => f.write_str("client disconnected without a goodbye, or died"),
             EndReason::Dead => f.write_str("client is dead: no answer within the keep-alive time"),
             EndReason::Failed(why) => f.write_str(why),
-            EndReason::TakenOver => f.write_str("another connection goes on with its upload"),
-            EndReason::ConnectedAgain => f.write_str("the client connected again"),
-            EndReason::Shutdown => f.write_str("server ends"),
+            EndReason::TakenOver => f.write_str("another connection continues its upload"),
+            EndReason::ConnectedAgain => f.write_str("the client reconnected"),
+            EndReason::Shutdown => f.write_str("the server is shutting down"),
         }
     }
 }
@@ -249,7 +251,7 @@ impl Session {
             return out_of_turn();
         };
         if !(version_min..=version_max).contains(&VERSION) {
-            let text = format!("this server speaks version {VERSION} of the push protocol");
+            let text = format!("this server supports version {VERSION} of the push protocol");
             return Action::End(Some(error(ErrorCode::BadVersion, text)), EndReason::Version);
         }
         let transcript = Transcript {
@@ -383,11 +385,14 @@ impl Session {
             return Ok(out_of_turn());
         };
         if access.is_empty() {
-            return Err(error(ErrorCode::Protocol, "a mapping for nothing".into()));
+            return Err(error(
+                ErrorCode::Protocol,
+                "a mapping without read or write access".into(),
+            ));
         }
         let (number, region) = self.writable(&name, access)?;
         if self.mappings.len() >= self.shared.mappings_max as usize {
-            let text = format!("no more than {} mappings for a client", self.shared.mappings_max);
+            let text = format!("a client may have at most {} mappings", self.shared.mappings_max);
             return Err(error(ErrorCode::Busy, text));
         }
         let length = match length {
@@ -433,7 +438,8 @@ impl Session {
                 return Err(error(ErrorCode::ReadOnly, format!("region {name} is read-only")));
             }
             if let Some(fault) = region.failed() {
-                let text = format!("region {name}: its file failed before and takes no more writes: {fault}");
+                let text =
+                    format!("region {name}: its file failed before and accepts no more writes: {fault}");
                 return Err(error(ErrorCode::Io, text));
             }
         }
@@ -444,13 +450,16 @@ impl Session {
         let known = self.mappings.get(&mapping).ok_or_else(|| no_mapping(mapping))?;
         let region = &self.shared.regions[known.number];
         if !known.access.contains(Access::WRITE) {
-            let text = format!("mapping {mapping} of region {} is not for writing", region.name());
+            let text = format!(
+                "mapping {mapping} of region {} has no write access",
+                region.name()
+            );
             return Err(error(ErrorCode::ReadOnly, text));
         }
         let end = offset.checked_add(length);
         if offset < known.offset || end.is_none_or(|end| end > known.offset + known.length) {
             let text = format!(
-                "{length} bytes at {offset} lie outside of mapping {mapping}, which has {} at {}",
+                "{length} bytes at {offset} are outside mapping {mapping}, which has {} at {}",
                 known.length, known.offset
             );
             return Err(error(ErrorCode::OutOfRange, text));
@@ -539,14 +548,14 @@ fn no_mapping(mapping: u64) -> Message {
 
 fn keeps_nothing(region: &Name) -> Message {
     let text = format!(
-        "region {region} keeps nothing over a loss of power: a persistent flush is refused; flush for visibility"
+        "region {region} does not survive a loss of power, so a persistent flush is refused: flush for visibility"
     );
     error(ErrorCode::NotSupported, text)
 }
 
 fn out_of_turn() -> Action {
-    let message = error(ErrorCode::Protocol, "message out of turn".into());
-    Action::End(Some(message), EndReason::Protocol("message out of turn".into()))
+    let message = error(ErrorCode::Protocol, "unexpected message".into());
+    Action::End(Some(message), EndReason::Protocol("unexpected message".into()))
 }
 
 fn range(region: &Region, offset: u64, length: u64) -> Result<(), Message> {

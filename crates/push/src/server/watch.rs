@@ -38,7 +38,7 @@ pub(super) fn watch(
         }
         let Some(file) = memory.and_then(|memory| memory.downcast_ref::<FileMemory>()) else {
             if matches!(region.place(), Place::File(..)) {
-                let why = "its memory does not tell".to_owned();
+                let why = "its memory does not report them".to_owned();
                 let region = region.name().clone();
                 events.push(Event::Unwatched { region, why });
             }
@@ -49,7 +49,7 @@ pub(super) fn watch(
             Err(error) => {
                 let why = match error.kind() {
                     std::io::ErrorKind::WouldBlock => "another program has it open".to_owned(),
-                    std::io::ErrorKind::PermissionDenied => "it is another user's".to_owned(),
+                    std::io::ErrorKind::PermissionDenied => "it belongs to another user".to_owned(),
                     _ => format!("its file system has no leases ({error})"),
                 };
                 let region = region.name().clone();
@@ -111,8 +111,7 @@ impl<D: Driver> Service<D> {
             return Ok(());
         }
         let text = format!(
-            "a program of the server's host has the file of region {} open: wait until it has closed it, or share the region \
-             with it",
+            "a program of the server's host has the file of region {} open: wait until it closes the file, or map the region with sharing",
             map.region.name()
         );
         Err((ErrorCode::Busy, text))

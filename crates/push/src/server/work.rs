@@ -148,7 +148,7 @@ impl Workers {
             Some(thread) => thread.clone(),
             None => {
                 let Ok(thread) = self.spawn() else {
-                    return Some(job.failed("the server has no thread for this"));
+                    return Some(job.failed("the server cannot start a thread for this request"));
                 };
                 self.threads.insert(which, thread.clone());
                 thread

@@ -70,7 +70,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     match (&args.command, &args.write) {
         (Some(Command::Check { files, json }), _) => check(files, *json),
         (None, Some(file)) => capture(args, file),
-        (None, None) => bail!("name a file: rdmux capture -w FILE.pcapng"),
+        (None, None) => bail!("no file given: use rdmux capture -w FILE.pcapng"),
     }
 }
 
@@ -92,12 +92,12 @@ fn capture(args: &Args, path: &Path) -> Result<()> {
         );
     }
     let file = File::create(path).with_context(cannot)?;
-    let capturing = start(device, &file, &filter).with_context(|| format!("{device} is not captured"))?;
+    let capturing = start(device, &file, &filter).with_context(|| format!("cannot capture {device}"))?;
     if !args.json {
         // Nobody reads a closed stderr: ignore the failure.
         let _ = writeln!(
             std::io::stderr(),
-            "capturing {device} to {}; end by Ctrl-C",
+            "capturing {device} to {}; end with Ctrl-C",
             path.display()
         );
     }
@@ -143,14 +143,14 @@ fn only_device() -> Result<DeviceAt> {
         .collect();
     ensure!(
         !own.is_empty(),
-        "there is no device of this user to capture: `rdmux dev show` lists them"
+        "this user has no device to capture (`rdmux dev show` lists devices)"
     );
     match own[..] {
         [device] => Ok(device),
         _ => {
             let names: Vec<String> = own.iter().map(DeviceAt::to_string).collect();
             bail!(
-                "there are several devices: name one by --device: {}",
+                "there are several devices, choose one with --device: {}",
                 names.join(", ")
             )
         }
@@ -193,7 +193,7 @@ fn check_file(file: &Path) -> Result<Report> {
     let mut checker = Checker::new();
     checker
         .file(&bytes)
-        .with_context(|| format!("{} is no pcap or pcapng file", file.display()))?;
+        .with_context(|| format!("{} is not a pcap or pcapng file", file.display()))?;
     Ok(checker.report().clone())
 }
 
@@ -250,6 +250,9 @@ mod tests {
     #[test]
     fn check_file__another_kind_of_file_is_an_error() {
         let error = check_file(Path::new("/proc/self/exe")).unwrap_err();
-        assert!(error.to_string().contains("is no pcap or pcapng file"), "{error}");
+        assert!(
+            error.to_string().contains("is not a pcap or pcapng file"),
+            "{error}"
+        );
     }
 }

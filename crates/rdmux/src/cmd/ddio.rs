@@ -68,7 +68,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let port = host.root_port(&device)?;
     let cpu = host.cpu();
     port.check_known(&cpu)
-        .with_context(|| format!("{} is left as it is", port.address))?;
+        .with_context(|| format!("the DDIO setting of {} is unchanged", port.address))?;
     let change = host.change(&port, on)?;
     let behind = port.behind();
     if target.json {
@@ -88,8 +88,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if change.before != change.after {
         output::error(&anyhow!(
-            "warning: the register is known to be right on {KNOWN} alone, here {}; it holds for every device behind {} until \
-             the next boot",
+            "warning: the register is verified only on {KNOWN}, this is {}; the setting applies to every device behind {} until the next \
+             boot",
             cpu.generation().unwrap_or("unknown"),
             port.address
         ));
@@ -106,12 +106,12 @@ pub(crate) fn findings(root: &Path) -> Vec<Finding> {
             return vec![Finding::new(
                 "-",
                 Verdict::Unknown,
-                format!("RDMA devices are not to be listed: {error}"),
+                format!("cannot list RDMA devices: {error}"),
             )];
         }
     };
     if names.is_empty() {
-        let what = "no RDMA device: rdmux places by the processor, where DDIO plays no part";
+        let what = "no RDMA device: rdmux places data with the processor, which does not use DDIO";
         return vec![Finding::new("-", Verdict::Ok, what.to_owned())];
     }
     names.iter().map(|name| host.finding(name)).collect()
@@ -165,7 +165,7 @@ impl Change {
     fn describe(self, device: &str, port: &RootPort, cpu: &Cpu) -> String {
         let Change { before, after } = self;
         let what = if before == after {
-            format!("{:#04x}, left as it is", before.0)
+            format!("{:#04x}, unchanged", before.0)
         } else {
             format!("{:#04x} -> {:#04x}, read back", before.0, after.0)
         };
@@ -249,7 +249,7 @@ impl std::fmt::Display for RootPort {
 impl RootPort {
     fn check_known(&self, cpu: &Cpu) -> Result<()> {
         if self.vendor != INTEL || !ROOT_PORTS.contains(&self.device) {
-            bail!("root port {self} is not one whose DDIO register is known; known are those of {KNOWN}");
+            bail!("the DDIO register of root port {self} is unknown; rdmux knows those of {KNOWN}");
         }
         if cpu.generation().is_none() {
             bail!("the DDIO register of root port {self} is known on {KNOWN}, not on {cpu}");
@@ -268,7 +268,7 @@ impl RootPort {
         // Ordinary users see only the first 64 bytes of a configuration space.
         match file.read_at(&mut byte, REGISTER) {
             Ok(0) if rustix::process::geteuid().is_root() => {
-                bail!("{self} has no extended configuration space, which byte {REGISTER:#x} is in")
+                bail!("{self} has no extended configuration space, so no byte {REGISTER:#x}")
             }
             Ok(0) => bail!("only root may read byte {REGISTER:#x} of {self}: use sudo"),
             Ok(_) if byte[0] == 0xff => bail!("{self} does not answer (byte {REGISTER:#x} reads 0xff)"),
@@ -339,7 +339,7 @@ fn is_pci_address(name: &str) -> bool {
 fn hex(path: &Path) -> Result<u32> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let digits = text.trim().trim_start_matches("0x");
-    u32::from_str_radix(digits, 16).with_context(|| format!("{}: {digits:?} is no number", path.display()))
+    u32::from_str_radix(digits, 16).with_context(|| format!("{}: {digits:?} is not a number", path.display()))
 }
 
 /// A host's files, below a folder that stands for `/`.
@@ -393,7 +393,7 @@ impl Host {
         }
         let device = path.join("device");
         device.canonicalize().map_err(|error| match error.kind() {
-            ErrorKind::NotFound => anyhow!("{name} is a software device, without a PCI device"),
+            ErrorKind::NotFound => anyhow!("{name} is a software device without a PCI device"),
             _ => anyhow!("{}: {error}", device.display()),
         })
     }
@@ -402,7 +402,7 @@ impl Host {
     fn root_port(&self, device: &Path) -> Result<RootPort> {
         let names: Vec<&str> = device.iter().filter_map(|part| part.to_str()).collect();
         let root_bus = |name: &&str| name.starts_with("pci") && name.contains(':');
-        let none = || anyhow!("{} is no PCI device", device.display());
+        let none = || anyhow!("{} is not a PCI device", device.display());
         let at = names.iter().rposition(root_bus).ok_or_else(none)? + 1;
         let address = *names
             .get(at)
@@ -410,7 +410,9 @@ impl Host {
             .ok_or_else(none)?;
         let folder: PathBuf = device.iter().take(at + 1).collect();
         if !is_bridge(&folder) {
-            bail!("there is no root port above {address}: if this is a virtual machine, ask its host");
+            bail!(
+                "there is no root port above {address}: in a virtual machine, run this command on the host"
+            );
         }
         Ok(RootPort {
             address: address.to_owned(),
@@ -447,14 +449,14 @@ impl Host {
             let folder = saved.parent().unwrap_or(&saved);
             fs::create_dir_all(folder)
                 .and_then(|()| fs::write(&saved, format!("{:02x}\n", before.0)))
-                .with_context(|| format!("{} is to keep what is set now", saved.display()))?;
+                .with_context(|| format!("cannot save the current setting to {}", saved.display()))?;
         }
         file.write_all_at(&[after.0], REGISTER)
             .with_context(|| format!("byte {REGISTER:#x} of {port}"))?;
         let found = port.read()?;
         if found != after {
             bail!(
-                "{port} does not take it: byte {REGISTER:#x} reads {:#04x} after {:#04x} was written (locked by the firmware?)",
+                "{port} did not accept the setting: byte {REGISTER:#x} reads {:#04x} after a write of {:#04x} (locked by the firmware?)",
                 found.0,
                 after.0
             );
@@ -465,7 +467,7 @@ impl Host {
     fn finding(&self, name: &str) -> Finding {
         let link = self.root.join("sys/class/infiniband").join(name).join("device");
         if link.symlink_metadata().is_err() {
-            let what = "a software device, without a PCI device: its writes go to the cache first";
+            let what = "a software device without a PCI device: its writes go to the cache first";
             return Finding::new(name, Verdict::Ok, what.to_owned());
         }
         let unknown = |error: anyhow::Error| Finding::new(name, Verdict::Unknown, format!("{error:#}"));
@@ -497,10 +499,10 @@ impl Host {
         );
         let advice = if register.is_on() {
             format!(
-                "a READ behind a WRITE proves no durability; use FLUSH or a software flush, or rdmux ddio off {name}"
+                "a READ after a WRITE does not prove durability: use FLUSH or a software flush, or run rdmux ddio off {name}"
             )
         } else {
-            "with ADR, a READ behind a WRITE proves that it is durable".to_owned()
+            "with ADR, a READ after a WRITE proves that the WRITE is durable".to_owned()
         };
         Finding::new(name, Verdict::Ok, what)
             .with_advice(advice)

@@ -101,7 +101,7 @@ fn push(args: &PushArgs) -> Result<()> {
         "served  {} on {kind}: {}",
         stage.path("region").display(),
         if durable {
-            "durable once it is flushed"
+            "durable after a flush"
         } else {
             "NOT DURABLE, the file system is in memory"
         }
@@ -135,7 +135,7 @@ fn push(args: &PushArgs) -> Result<()> {
     let pulled = stage.report(&["pull", &url, &stage.arg("back")?, "--json"])?;
     ensure!(
         same(&source, &back)?,
-        "what was pulled differs from {}",
+        "the pulled file differs from {}",
         source.display()
     );
     std::fs::remove_file(&back)?;
@@ -180,12 +180,12 @@ fn push(args: &PushArgs) -> Result<()> {
     output::say("");
     output::say(&table(&cells));
     output::say(if durable {
-        "flush = write, then made durable with fdatasync before the answer; latencies in µs"
+        "flush = write, then fdatasync before the response; latencies in µs"
     } else {
-        "flush = write, then FLUSH for visibility: this file system is in memory, nothing is durable; latencies in µs"
+        "flush = write, then FLUSH for visibility: the file system is in memory, nothing is durable; latencies in µs"
     });
     output::say(
-        "CPU seconds per GB: app = the program's threads, NIC = the soft NIC's; s.app of TCP = its server",
+        "CPU seconds per GB: app = threads of the program, NIC = threads of the soft RNIC; s.app of TCP = its server",
     );
     output::say("");
     output::say(
@@ -222,12 +222,12 @@ fn push_and_kill(stage: &mut Stage, source: &Path, length: u64, url: &str) -> Re
     let mut acknowledged = 0;
     while acknowledged < length.div_ceil(2) {
         let Some(line) = lines.next() else {
-            bail!("the client ended early: {}", client.complaint());
+            bail!("the client exited early: {}", client.complaint());
         };
         acknowledged = line?
             .strip_prefix("ACK ")
             .and_then(|n| n.parse().ok())
-            .context("the client said something odd")?;
+            .context("cannot parse the client's output")?;
     }
     client.kill();
     Ok(acknowledged)
@@ -289,7 +289,7 @@ fn unused_loopback() -> IpAddr {
 
 /// Returns this program, or a larger file among the system's programs and libraries.
 fn find_file() -> Result<PathBuf> {
-    let exe = std::env::current_exe().context("cannot find this program's own file: name a file")?;
+    let exe = std::env::current_exe().context("cannot find the executable of this program: give a FILE")?;
     let mut best = (std::fs::metadata(&exe)?.len(), exe.clone());
     let folders = [
         "/usr/bin",
@@ -406,5 +406,5 @@ fn table(cells: &[Cell]) -> String {
 
 /// Parses a line of JSON that a child printed.
 fn parse(line: &str) -> Result<Value> {
-    serde_json::from_str(line).with_context(|| format!("'{line}' is not a report"))
+    serde_json::from_str(line).with_context(|| format!("'{line}' is not a JSON report"))
 }

@@ -180,10 +180,10 @@ fn verdict(found: &[(&str, Finding)]) -> Result<()> {
     };
     let (blocked, unknown) = (of(Verdict::Blocked), of(Verdict::Unknown));
     if !blocked.is_empty() {
-        bail!("something stands in the way: {blocked}");
+        bail!("these checks found an obstacle: {blocked}");
     }
     if !unknown.is_empty() {
-        bail!("not everything could be told: {unknown}");
+        bail!("these checks could not find out: {unknown}");
     }
     Ok(())
 }

@@ -54,7 +54,7 @@ fn parse_qpn(text: &str) -> Result<u32, String> {
         None => text.parse(),
     };
     let number = parsed.ok().filter(|number| (2..1 << 24).contains(number));
-    number.ok_or_else(|| "a queue pair's number is one from 2 to 16777215, or hexadecimal with 0x".into())
+    number.ok_or_else(|| "give a queue pair number from 2 to 16777215, decimal or hexadecimal with 0x".into())
 }
 
 /// A queue pair and everything known of it.
@@ -85,8 +85,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let found = find(qpn, *device, &traces);
     let rnics = on_an_rnic(qpn, *device).map(|at| {
         format!(
-            "queue pair {number} of {at} is an RNIC's (provider hw), of which no notes are kept: `rdmux res show qp link {at} lqpn {number}` \
-             shows its state"
+            "queue pair {number} of {at} belongs to an RNIC (provider hw), which records no events: `rdmux res show qp link {at} lqpn \
+             {number}` shows its state"
         )
     });
     if let Some(rnics) = rnics {
@@ -97,8 +97,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     if found.is_empty() {
         bail!(
-            "no queue pair {number} is known here: `rdmux res show qp` lists those there are, `rdmux trace dump` what was noted of those \
-             that are gone, in {}; a process with another XDG_RUNTIME_DIR has its notes there",
+            "no queue pair {number} is known here: `rdmux res show qp` lists existing queue pairs, `rdmux trace dump` the recorded events \
+             of past ones, from {}; a process with another XDG_RUNTIME_DIR records its events there",
             places()
         );
     }
@@ -239,7 +239,7 @@ fn text(qpn: Qpn, found: &Found, verdict: &Verdict) -> String {
     };
     let ended = match (found.alive, &found.live) {
         (false, _) => ", which has ended",
-        (true, None) if found.silent => "; it does not answer, so this is what it had noted",
+        (true, None) if found.silent => "; it does not answer, so this is its last recorded state",
         (true, None) => "; the queue pair has been destroyed",
         (true, Some(_)) => "",
     };
@@ -259,7 +259,7 @@ fn text(qpn: Qpn, found: &Found, verdict: &Verdict) -> String {
     }
     lines.push(format!("why    {}", verdict.why));
     if let Some(says) = &verdict.peer_says {
-        lines.push(format!("       its peer says: {says}"));
+        lines.push(format!("       peer says: {says}"));
     }
     for (i, step) in verdict.next.iter().enumerate() {
         lines.push(format!("{:<7}{step}", if i == 0 { "next" } else { "" }));

@@ -187,9 +187,9 @@ impl Common {
         for (at, target) in self.targets.iter().enumerate() {
             ensure!(
                 target.offset == 0,
-                "{target}: a log takes a region from its beginning"
+                "{target}: a log begins at the start of its region: leave out @OFFSET"
             );
-            ensure!(!self.targets[..at].contains(target), "{target} is named twice");
+            ensure!(!self.targets[..at].contains(target), "{target} is given twice");
         }
         load_key(self.key.as_deref())
     }
@@ -212,7 +212,7 @@ fn warn_of_few(common: &Common) {
     if replicas < 3 {
         let _ = writeln!(
             std::io::stderr(),
-            "rdmux log: {replicas} region{} can lose none: name 3 to go on when one fails",
+            "rdmux log: {replicas} region{} cannot tolerate a failure: use 3 to survive the loss of one",
             if replicas == 1 { "" } else { "s" }
         );
     }
@@ -332,7 +332,7 @@ fn append(args: &Append) -> Result<()> {
                 idle = false;
                 let at = line_of(log.last() + 1);
                 let record = log.append(&line).with_context(|| format!("line {at}"))?;
-                ensure!(record >= first, "the log went on without this writer");
+                ensure!(record >= first, "another writer has taken over the log");
                 report(&log, &line_of);
             }
             ensure!(!interrupted(), "interrupted after line {}", line_of(log.last()));
@@ -371,7 +371,7 @@ fn append(args: &Append) -> Result<()> {
     result.with_context(|| match unknown {
         0 => format!("records up to {acknowledged} are acknowledged"),
         _ => format!(
-            "records up to {acknowledged} are acknowledged, {unknown} more may be there or not: `rdmux log status` tells"
+            "records up to {acknowledged} are acknowledged, {unknown} more may or may not be in the log: see `rdmux log status`"
         ),
     })?;
     if common.json {
@@ -384,7 +384,7 @@ fn append(args: &Append) -> Result<()> {
     } else if !args.quiet && !durable {
         let _ = writeln!(
             std::io::stderr(),
-            "rdmux log: not all regions survive a loss of power"
+            "rdmux log: warning: not all regions survive a loss of power"
         );
     }
     Ok(())
@@ -400,9 +400,9 @@ fn look_at_all(common: &Common, records: bool) -> Result<Vec<Result<Option<View>
         threads
             .into_iter()
             .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|_| Err(std::io::Error::other("the look failed").into()))
+                thread.join().unwrap_or_else(|_| {
+                    Err(std::io::Error::other("the thread that reads the region failed").into())
+                })
             })
             .collect()
     }))
@@ -415,11 +415,14 @@ fn read(args: &Read) -> Result<()> {
     for (target, look) in common.targets.iter().zip(looks) {
         match look {
             Ok(Some(view)) => views.push(view),
-            Ok(None) => drop(writeln!(std::io::stderr(), "rdmux log: {target}: holds no log")),
+            Ok(None) => drop(writeln!(
+                std::io::stderr(),
+                "rdmux log: {target}: the region holds no log"
+            )),
             Err(error) => drop(writeln!(std::io::stderr(), "rdmux log: {target}: {error}")),
         }
     }
-    let read = agree(&views).ok_or_else(|| anyhow!("none of the regions holds a log that can be read"))?;
+    let read = agree(&views).ok_or_else(|| anyhow!("none of the regions holds a readable log"))?;
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     for (record, bytes) in &read.records {
         let acknowledged = *record <= read.acknowledged;
@@ -452,17 +455,17 @@ fn read(args: &Read) -> Result<()> {
     if last > read.acknowledged && !args.all && !common.json {
         let _ = writeln!(
             std::io::stderr(),
-            "rdmux log: {} more are there of which nobody knows whether they are acknowledged: --all shows them",
+            "rdmux log: {} more records exist, not known to be acknowledged: --all prints them",
             last - read.acknowledged
         );
     }
     ensure!(
         read.complete || views.iter().all(|view| view.whole),
-        "the writer drops records faster than they are read: acknowledged records may be missing at the end"
+        "the writer drops records faster than this command reads them: acknowledged records may be missing at the end"
     );
     ensure!(
         read.complete,
-        "only {} of {} regions were read, no majority: acknowledged records may be missing at the end",
+        "only {} of {} regions could be read, no majority: acknowledged records may be missing at the end",
         read.seen,
         read.replicas
     );
@@ -542,7 +545,7 @@ fn status(args: &Status) -> Result<()> {
         let words = log::count_words(replicas, common.targets.len());
         let _ = writeln!(std::io::stderr(), "rdmux log: the log {words}");
     }
-    ensure!(complete, "no majority of the regions holds the log and answers");
+    ensure!(complete, "no majority of the regions answers and holds the log");
     Ok(())
 }
 
@@ -559,9 +562,9 @@ fn trim(args: &Trim) -> Result<()> {
     if common.json {
         output::say(&json!({ "first": first, "last": last }).to_string());
     } else if first > last {
-        output::say(&format!("no record is left; the next is {first}"));
+        output::say(&format!("no record remains; the next is {first}"));
     } else {
-        output::say(&format!("records {first} to {last} are left"));
+        output::say(&format!("records {first} to {last} remain"));
     }
     Ok(())
 }

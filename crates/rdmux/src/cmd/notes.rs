@@ -83,8 +83,8 @@ pub(crate) fn words(note: &Note) -> String {
         Note::Failed { status, cause, from } => {
             use rdmux_verbs::Cause;
             let whose = match cause {
-                Cause::OwnRequest => "a request of its own",
-                Cause::PeerRequest => "a request of its peer",
+                Cause::OwnRequest => "a local request",
+                Cause::PeerRequest => "a request of the peer",
                 Cause::QueueOverrun => "its completion queue",
                 Cause::Injected => "an injected fault",
             };
@@ -106,12 +106,12 @@ pub(crate) fn words(note: &Note) -> String {
             resends,
             retry_count,
         } => format!(
-            "no answer to PSN {} in time; sent again {resends} times of {} before",
+            "no response to PSN {} before the timeout; retransmitted {resends} of {} times so far",
             psn.value(),
             2 * u32::from(*retry_count)
         ),
         Note::PeerStalled { psn } => format!(
-            "the peer's process, on this host, has not taken PSN {} yet: it does not run, and nothing was sent again",
+            "the peer's process, on this host, has not received PSN {} yet: the process is not running, so nothing was retransmitted",
             psn.value()
         ),
         Note::RetriesUsed {
@@ -121,7 +121,7 @@ pub(crate) fn words(note: &Note) -> String {
             heard_ns,
             ..
         } => format!(
-            "PSN {} was sent again {resends} times over {}; {}",
+            "PSN {} was retransmitted {resends} times over {}; {}",
             psn.value(),
             duration(*stuck_ns),
             heard(*heard_ns)
@@ -134,21 +134,21 @@ pub(crate) fn words(note: &Note) -> String {
             is_last,
         } => {
             let of = if *rnr_retry == 7 {
-                "without end".to_owned()
+                "unlimited".to_owned()
             } else {
                 format!("of {rnr_retry}")
             };
             let then = if *is_last {
-                "no retry is left".to_owned()
+                "no retries are left".to_owned()
             } else {
-                format!("again in {}", duration(*wait_ns))
+                format!("retry in {}", duration(*wait_ns))
             };
             format!(
-                "the peer was not ready for PSN {}: {then} ({tries} tries {of})",
+                "the peer had no receive for PSN {} (RNR NAK): {then} ({tries} tries {of})",
                 psn.value()
             )
         }
-        Note::GapNak { psn } => format!("the peer lacks PSN {}", psn.value()),
+        Note::GapNak { psn } => format!("the peer reports a missing packet: NAK for PSN {}", psn.value()),
         Note::FatalNak { psn, code } => {
             let why = match code {
                 NakCode::PsnSequence => "PSN sequence error",
@@ -162,7 +162,7 @@ pub(crate) fn words(note: &Note) -> String {
         Note::NotReady { psn } => format!("no receive for the peer's PSN {}: RNR NAK", psn.value()),
         Note::Missing { expected, psn } => {
             format!(
-                "the peer's PSN {} is missing, {} came",
+                "PSN {} from the peer is missing: PSN {} arrived",
                 expected.value(),
                 psn.value()
             )
@@ -178,15 +178,15 @@ pub(crate) fn words(note: &Note) -> String {
             let what = match what {
                 Injection::Lost => "lost",
                 Injection::Corrupted => "damaged",
-                Injection::Duplicated => "doubled",
-                Injection::Reordered => "held back",
-                Injection::QpError => "its queue pair failed",
+                Injection::Duplicated => "duplicated",
+                Injection::Reordered => "reordered",
+                Injection::QpError => "moved its queue pair to the error state",
             };
             format!("a packet {}: {what}", if *sent { "sent" } else { "received" })
         }
-        Note::Port { active: true } => "the network takes packets again".into(),
-        Note::Port { active: false } => "the network takes no packets".into(),
-        Note::Skipped { notes } => format!("{notes} events were left out: too many at a time"),
+        Note::Port { active: true } => "the network accepts packets again".into(),
+        Note::Port { active: false } => "the network accepts no packets".into(),
+        Note::Skipped { notes } => format!("{notes} events were dropped: too many at a time"),
         Note::Packet {
             sent,
             local,
@@ -209,8 +209,8 @@ pub(crate) fn words(note: &Note) -> String {
 /// Says when the last packet came from the peer.
 pub(crate) fn heard(heard_ns: Option<u64>) -> String {
     match heard_ns {
-        Some(ns) => format!("last heard from the peer {} before", duration(ns)),
-        None => "nothing was ever heard from the peer".into(),
+        Some(ns) => format!("last packet from the peer {} earlier", duration(ns)),
+        None => "the peer never sent a packet".into(),
     }
 }
 
@@ -231,7 +231,7 @@ pub(crate) fn request(opcode: WcOpcode, va: u64, key: u32, length: u32, own: boo
     };
     let at = match (own, key) {
         (_, 0) => String::new(),
-        (true, _) => format!(" with own memory at {va:#x}, lkey {key:#010x}"),
+        (true, _) => format!(" with local memory at {va:#x}, lkey {key:#010x}"),
         (false, _) => format!(" at {va:#x}, rkey {key:#010x}"),
     };
     format!("{name} of {length} bytes{at}")
@@ -262,14 +262,18 @@ pub(crate) fn denied(refused: &Refused) -> String {
     };
     let rights = |access: Access| access_words(access).join(", ");
     let why = match refused.why {
-        Denial::NoKey => "no memory region or window has that key (any more)".into(),
-        Denial::OtherDomain => "the key is one of another protection domain than the queue pair's".into(),
+        Denial::NoKey => "no memory region or window has that key, or it no longer exists".into(),
+        Denial::OtherDomain => "the key belongs to another protection domain than the queue pair".into(),
         Denial::NoRight { needs, has } => {
-            format!("the key does not grant {}, only {}", rights(needs), or_nothing(rights(has)))
+            format!(
+                "the key does not grant {}, only {}",
+                rights(needs),
+                or_nothing(rights(has))
+            )
         }
         Denial::OutOfRange { begin, length } => {
             let end = begin.saturating_add(length);
-            format!("that lies outside of the key's {begin:#x} to {end:#x} ({length} bytes)")
+            format!("the range lies outside the key's range {begin:#x} to {end:#x} ({length} bytes)")
         }
         Denial::OtherWindow => "the window was bound by another queue pair".into(),
         Denial::NoRightOnQp { needs, has } => format!(
@@ -277,12 +281,12 @@ pub(crate) fn denied(refused: &Refused) -> String {
             rights(needs),
             or_nothing(rights(has))
         ),
-        Denial::Memory => "the memory behind the key failed, or is not there any more".into(),
-        Denial::TooLong => "the receive that it found is shorter".into(),
-        Denial::Receive(status) => format!("the receive that it found failed: {status}"),
-        Denial::Invalidation => "the key that it is to end cannot be ended".into(),
+        Denial::Memory => "the memory of the key failed or no longer exists".into(),
+        Denial::TooLong => "the posted receive is shorter".into(),
+        Denial::Receive(status) => format!("the posted receive failed: {status}"),
+        Denial::Invalidation => "the key to invalidate cannot be invalidated".into(),
         Denial::Invalid => {
-            "it does not fit: opcode, order, length, alignment, or more READs, atomics and FLUSHes than were promised"
+            "invalid opcode, order, length or alignment, or more READs, atomics and FLUSHes than were agreed"
                 .into()
         }
     };

@@ -83,7 +83,7 @@ impl FromStr for Named {
             return Ok(Named::Of(address));
         }
         text.parse().map(Named::One).map_err(|_| {
-            format!("{text:?} names no device: give ADDRESS/SLOT or ADDRESS, as `rdmux dev show` prints it")
+            format!("{text:?} is not a device: give ADDRESS/SLOT or ADDRESS, as `rdmux dev show` prints it")
         })
     }
 }
@@ -128,7 +128,7 @@ pub(crate) fn answers(named: Named, object: Object) -> Result<(Vec<Answer>, Vec<
             Ok(told) => (told.pid, Ok(told.items)),
             Err(AskError::NotThere) => continue,
             Err(error @ (AskError::OtherUser { .. } | AskError::UnknownUser)) => {
-                hidden.push(anyhow::Error::new(error).context(format!("{at} is not shown")));
+                hidden.push(anyhow::Error::new(error).context(format!("cannot show {at}")));
                 continue;
             }
             Err(error @ (AskError::NoAnswer { pid } | AskError::Ended { pid })) => {
@@ -377,8 +377,11 @@ impl Test {
         match kind {
             Kind::Number => {
                 let ranges = value.split(',').map(range).collect::<Option<_>>();
-                let why =
-                    || format!("{name} takes numbers, ranges and lists such as 1,4-9 or 0x2a: not {value:?}");
+                let why = || {
+                    format!(
+                        "filter {name} takes numbers, ranges and lists such as 1,4-9 or 0x2a, not {value:?}"
+                    )
+                };
                 Ok(Test::Numbers(ranges.ok_or_else(why)?))
             }
             Kind::Word => Ok(Test::Words(words)),
@@ -387,7 +390,7 @@ impl Test {
                 match words.iter().find(|word| !is_known(word)) {
                     None => Ok(Test::Words(words)),
                     Some(word) => Err(format!(
-                        "{name} takes {}, and lists of these: not {word:?}",
+                        "filter {name} takes {}, or a list of these, not {word:?}",
                         all.join(", ")
                     )),
                 }
@@ -455,13 +458,13 @@ impl Filter {
             if let (Ok(_), _) | (_, "link" | "dev") = (&device, name.as_str()) {
                 devices += 1;
                 if devices > 1 {
-                    return Err("more than one device is named: give one, or none for all".into());
+                    return Err("more than one device given: give one, or none for all".into());
                 }
                 filter.named = device.or_else(|_| value()?.parse())?;
                 continue;
             }
             let Some((key, kind)) = keys.iter().find(|(key, _)| *key == name) else {
-                return Err(format!("there is no filter {name:?}: there are {}", names(keys)));
+                return Err(format!("unknown filter {name:?}: filters are {}", names(keys)));
             };
             let test = Test::parse(name, *kind, value()?)?;
             match filter.tests.iter_mut().find(|(known, _)| known == key) {
@@ -613,35 +616,35 @@ mod tests {
             ("lqpn", "the filter \"lqpn\" has no value"),
             (
                 "qpn 3",
-                "there is no filter \"qpn\": there are link, dev, lqpn, state, pid, rkey, dst-addr, comm",
+                "unknown filter \"qpn\": filters are link, dev, lqpn, state, pid, rkey, dst-addr, comm",
             ),
             (
                 "lqpn x",
-                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"x\"",
+                "filter lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a, not \"x\"",
             ),
             (
                 "lqpn 9-3",
-                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"9-3\"",
+                "filter lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a, not \"9-3\"",
             ),
             (
                 "lqpn -",
-                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"-\"",
+                "filter lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a, not \"-\"",
             ),
             (
                 "lqpn 0x",
-                "lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a: not \"0x\"",
+                "filter lqpn takes numbers, ranges and lists such as 1,4-9 or 0x2a, not \"0x\"",
             ),
             (
                 "state RTS,FOO",
-                "state takes RTS, RTR, ERR, and lists of these: not \"FOO\"",
+                "filter state takes RTS, RTR, ERR, or a list of these, not \"FOO\"",
             ),
             (
                 "127.0.0.1 link 127.0.0.1/3",
-                "more than one device is named: give one, or none for all",
+                "more than one device given: give one, or none for all",
             ),
             (
                 "link eth0",
-                "\"eth0\" names no device: give ADDRESS/SLOT or ADDRESS, as `rdmux dev show` prints it",
+                "\"eth0\" is not a device: give ADDRESS/SLOT or ADDRESS, as `rdmux dev show` prints it",
             ),
         ] {
             assert_eq!(Filter::parse(&words(text), &KEYS), Err(expected.into()), "{text}");

@@ -38,8 +38,7 @@ const ALL_SIZES_MAX: u32 = 1 << 23;
 /// Largest message.
 const SIZE_MAX: u32 = 1 << 30;
 /// Reason for the refusal of `-e`.
-const NO_EVENTS: &str =
-    "write-lat has no events: a WRITE completes nothing at its target, which polls the memory; send-lat has";
+const NO_EVENTS: &str = "write-lat does not support -e: a WRITE generates no completion at its target, which polls the memory; use send-lat";
 /// Number of WRITEs of which one is completed, which keeps the queue from filling up.
 const COMPLETED_EVERY: u8 = 64;
 /// Maximum number of checks of a byte between two calls that drive the device.
@@ -326,7 +325,7 @@ impl Request {
     fn parse(b: &[u8]) -> Result<Request> {
         ensure!(
             b.len() >= Request::LEN && b[..4] == *b"RDPF",
-            "the client is no `rdmux perf`"
+            "the client is not `rdmux perf`"
         );
         ensure!(
             b[4] == VERSION,
@@ -338,7 +337,7 @@ impl Request {
         let request = Request {
             test: *Test::ALL
                 .get(usize::from(b[5]))
-                .context("the client asks for a test that the server lacks")?,
+                .context("the client requests a test that the server does not have")?,
             qps: u16::from_be_bytes([b[6], b[7]]),
             bytes: word(8),
             depth: word(16),
@@ -346,17 +345,17 @@ impl Request {
         };
         ensure!(
             (1..=128).contains(&request.qps),
-            "the client asks for {} queue pairs; 1 to 128 are served",
+            "the client requests {} queue pairs; the server supports 1 to 128",
             request.qps
         );
         ensure!(
             (1..=SIZE_MAX).contains(&request.bytes),
-            "the client asks for messages of {} bytes; 1 to 1 GiB are served",
+            "the client requests messages of {} bytes; the server supports 1 to 1 GiB",
             request.bytes
         );
         ensure!(
             (1..=4096).contains(&request.depth),
-            "the client asks for depth {}; 1 to 4096 are served",
+            "the client requests depth {}; the server supports 1 to 4096",
             request.depth
         );
         ensure!(request.test.has_events() || !request.events, "{NO_EVENTS}");
@@ -392,7 +391,7 @@ fn side(device: &Device, request: &Request, kind: MemoryKind) -> Result<Side> {
     let entries = u32::from(request.qps) * (request.depth + 8) * 2;
     let cq = device.create_cq(entries)?;
     let half = slot_bytes(request) * u64::from(request.qps);
-    let memory = Arc::new(memory(kind, 2 * half as usize).context("memory for the buffers")?);
+    let memory = Arc::new(memory(kind, 2 * half as usize).context("allocating the buffers")?);
     // Touch it now: the first access of a page costs a fault.
     for at in (0..2 * half).step_by(4096) {
         memory.write(at, &[0]).ok();
@@ -474,7 +473,7 @@ fn serve(args: &Args) -> Result<()> {
                 Some(one) => one,
                 None => listener
                     .accept(PATIENCE)
-                    .context("the client made fewer connections than it said")?,
+                    .context("the client made fewer connections than it announced")?,
             };
             let receives = if matches!(request.test, Test::SendLat | Test::SendBw) {
                 2 * request.depth
@@ -495,7 +494,7 @@ fn serve(args: &Args) -> Result<()> {
         for connection in &connections {
             ensure!(
                 connection.wait_established(),
-                "the client went away while connecting"
+                "the client disconnected while connecting"
             );
         }
         answer_client(&request, &device, &side, &connections, sink)?;
@@ -673,7 +672,7 @@ impl Watch<'_> {
         let broken = self.connections.iter().find_map(|c| c.qp()?.error());
         ensure!(
             broken.is_none(),
-            "the connection broke: {}",
+            "the connection failed: {}",
             broken.unwrap_or(Status::Flushed)
         );
         let packets = self.device.counters().rcvd_pkts;
@@ -769,7 +768,7 @@ fn measure(
         connections.push(connection);
     }
     let answer = connections[0].private_data();
-    let short = "the server's answer is too short";
+    let short = "the server's reply is too short";
     let va = u64::from_be_bytes(*answer.first_chunk().context(short)?);
     let rkey = answer.get(8..).and_then(<[u8]>::first_chunk).context(short)?;
     let rkey = RKey(u32::from_be_bytes(*rkey));
@@ -808,11 +807,11 @@ fn not_connected(error: ConnectError, peer: SocketAddr, test: Test) -> anyhow::E
             .filter(|c| !c.is_control())
             .collect();
         if !said.is_empty() {
-            return anyhow::anyhow!("the server at {peer} refused: {said}");
+            return anyhow::anyhow!("the server at {peer} refused the test: {said}");
         }
     }
     anyhow::Error::new(error).context(format!(
-        "no server at {peer}, start `rdmux perf {}` there first",
+        "no server at {peer}: start `rdmux perf {}` there first",
         test.name()
     ))
 }
@@ -849,7 +848,7 @@ impl Run<'_> {
         let wc = wc.with_context(silent)?;
         ensure!(
             wc.status == Status::Success,
-            "the connection broke: {}",
+            "the connection failed: {}",
             wc.status
         );
         Ok(())
@@ -884,7 +883,7 @@ impl Run<'_> {
             if spins.is_multiple_of(1 << 16) {
                 let deadline = deadline.get_or_insert_with(|| Instant::now() + PATIENCE);
                 ensure!(Instant::now() < *deadline, silent());
-                ensure!(self.side.qps[0].error().is_none(), "the connection broke");
+                ensure!(self.side.qps[0].error().is_none(), "the connection failed");
             }
         }
     }
@@ -1036,7 +1035,7 @@ impl Run<'_> {
             for wc in completions.drain(..) {
                 ensure!(
                     wc.status == Status::Success,
-                    "the connection broke: {}",
+                    "the connection failed: {}",
                     wc.status
                 );
                 if let Some(i) = index_of.get(&wc.qpn) {

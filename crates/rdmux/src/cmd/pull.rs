@@ -55,13 +55,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
     common.device.apply()?;
     ensure!(
         !args.file.is_dir(),
-        "{}: is a folder: name a file in it",
+        "{} is a folder: give a file in it",
         args.file.display()
     );
     // An existing file is replaced at the end, in one step; anything but a file is refused.
     let existing = match fs::metadata(&args.file) {
         Ok(meta) if !meta.is_file() => {
-            bail!("{} is not a regular file: pull into a file", args.file.display())
+            bail!(
+                "{} is not a regular file: pull into a regular file",
+                args.file.display()
+            )
         }
         Ok(meta) => Some(meta),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
@@ -76,13 +79,17 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let mut name = target
         .file_name()
         .map(OsString::from)
-        .with_context(|| format!("{}: not the name of a file", args.file.display()))?;
+        .with_context(|| format!("{} is not a file name", args.file.display()))?;
     name.push(".part");
     let part_path = target.with_file_name(name);
     // Check this before the server is asked, which may take long to answer.
     let folder = folder_of(&target);
     if !folder.is_dir() {
-        bail!("{}: there is no folder {}", args.file.display(), folder.display());
+        bail!(
+            "{}: folder {} does not exist",
+            args.file.display(),
+            folder.display()
+        );
     }
     take_interrupts()?;
     let mut client = connect(&args.source, common)?;
@@ -115,7 +122,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         Ok(crc) => crc,
         Err(error) => {
             client.close();
-            return Err(error.context("nothing was kept"));
+            return Err(error.context("no bytes were kept"));
         }
     };
     file.sync_all().with_context(|| part_path.display().to_string())?;
@@ -123,7 +130,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let there = client.checksum(&args.source.region, offset, length)?;
     ensure!(
         there == crc,
-        "{} changed while it was pulled (CRC-64 {there:016x} there, {crc:016x} here): pull it again",
+        "{} changed during the pull (CRC-64 {there:016x} at the server, {crc:016x} here): pull it again",
         args.source
     );
     client.close();
@@ -145,7 +152,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
             args.source,
             elapsed.as_secs_f64()
         ));
-        output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
+        output::say(&format!("CRC-64/NVME {crc:016x} at both ends"));
     }
     Ok(())
 }

@@ -102,7 +102,7 @@ pub(super) fn take_interrupts() -> Result<()> {
             std::process::exit(130);
         }
     })
-    .context("cannot take signals")
+    .context("cannot install signal handlers")
 }
 
 /// Returns whether the user wants to end.
@@ -136,7 +136,7 @@ pub(super) fn connect(target: &Target, common: &Common) -> Result<Client> {
             }
         }
     }
-    Err(first.map_or_else(|| anyhow!("{}: no address", target.host), Into::into))
+    Err(first.map_or_else(|| anyhow!("{} has no address", target.host), Into::into))
 }
 
 /// Returns a bar on a terminal, a hidden one elsewhere.
@@ -155,7 +155,7 @@ pub(super) fn progress_bar(bytes: u64, common: &Common) -> ProgressBar {
 /// Describes the guarantee of an acknowledged flush of such memory.
 pub(super) fn durability_words(domain: Domain) -> &'static str {
     match domain {
-        Domain::None => "visible, not durable: memory or a file in memory",
+        Domain::None => "visible, not durable: memory, or a file in memory",
         Domain::File => "durable: file, written through to its disk",
         Domain::Adr | Domain::Eadr => "durable: persistent memory",
         Domain::WholeSystem => "durable: the whole system survives a loss of power",
@@ -246,16 +246,16 @@ pub(crate) fn run(args: Args) -> Result<()> {
         }
         return if lost {
             Err(anyhow!(
-                "{error}; {state} by its last answer: go on with the same command and --resume, which asks what it still has"
+                "{error}; {state} according to its last answer: continue with the same command and --resume, which queries the server"
             ))
         } else if broken {
             Err(anyhow!(
-                "somebody else needed {}, which ended this push; {state}: go on with the same command and --resume",
+                "somebody else needed {}, which ended this push; {state}: continue with the same command and --resume",
                 args.target
             ))
         } else if interrupted() {
             Err(anyhow!(
-                "{error}; {state}: go on with the same command and --resume"
+                "{error}; {state}: continue with the same command and --resume"
             ))
         } else {
             Err(error.context(state))
@@ -266,12 +266,12 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let now = upload.file.metadata()?;
     ensure!(
         (now.len(), now.mtime(), now.mtime_nsec()) == (meta.len(), meta.mtime(), meta.mtime_nsec()),
-        "{} changed while it was pushed: push it again",
+        "{} changed during the push: push it again",
         args.file.display()
     );
     ensure!(
         there == crc,
-        "what {} holds differs from {} (CRC-64 {there:016x} there, {crc:016x} here): another writer? push it again",
+        "{} differs from {} (CRC-64 {there:016x} at the server, {crc:016x} here), perhaps by another writer: push it again",
         args.target,
         args.file.display()
     );
@@ -295,7 +295,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
             elapsed.as_secs_f64()
         ));
         output::say(durability_words(mapping.domain()));
-        output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
+        output::say(&format!("CRC-64/NVME {crc:016x} at both ends"));
     }
     Ok(())
 }
@@ -326,7 +326,7 @@ fn push_stream(
     let there = client.checksum(&args.target.region, args.target.offset, upload.length)?;
     ensure!(
         there == crc,
-        "what {} holds differs from what was sent (CRC-64 {there:016x} there, {crc:016x} here): another writer? stream it again",
+        "{} differs from the bytes sent (CRC-64 {there:016x} at the server, {crc:016x} here), perhaps by another writer: stream it again",
         args.target
     );
     let durable = mapping.strongest() == Placement::PERSISTENT;
@@ -356,7 +356,7 @@ fn push_stream(
             stream.paused_seconds * 1e3
         ));
         output::say(durability_words(domain));
-        output::say(&format!("CRC-64/NVME {crc:016x} here and there"));
+        output::say(&format!("CRC-64/NVME {crc:016x} at both ends"));
     }
     Ok(())
 }
@@ -387,7 +387,7 @@ impl Upload {
             at += chunk.len() as u64;
         }
         if crc.value() == there {
-            tell(&format!("going on at {durable} of {} bytes", self.length));
+            tell(&format!("resuming at {durable} of {} bytes", self.length));
             self.crc = crc;
             self.acknowledged = durable;
         } else {

@@ -125,7 +125,7 @@ fn object_and_filter(words: &[String]) -> Result<(Option<Object>, Filter), Strin
                 .filter_map(Object::to_possible_value);
             let all: Vec<String> = all.map(|value| value.get_name().to_owned()).collect();
             return Err(format!(
-                "{word:?} is no object, device or filter: objects are {}, a device is ADDRESS/SLOT or ADDRESS, filters are {}",
+                "{word:?} is not an object, device or filter: objects are {}, a device is ADDRESS/SLOT or ADDRESS, filters are {}",
                 all.join(", "),
                 objects::names(keys)
             ));

@@ -82,11 +82,11 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> Result<()> {
     for (i, address) in args.device.iter().enumerate() {
         if args.device[..i].contains(address) {
-            bail!("--device {address}: it is named twice");
+            bail!("--device {address} is given twice");
         }
         // Otherwise the program would see no device, or fail when it opens one.
         if let Err(why) = UdpSocket::bind((*address, 0)) {
-            bail!("--device {address}: no address of this host, `ip address` lists those there are: {why}");
+            bail!("--device {address}: not an address of this host (`ip address` lists them): {why}");
         }
     }
     if let Some(file) = &args.capture
@@ -94,7 +94,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         && !folder.is_dir()
     {
         bail!(
-            "--capture {}: there is no folder {}",
+            "--capture {}: folder {} does not exist",
             file.display(),
             folder.display()
         );
@@ -111,7 +111,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let shell = || env::var_os("SHELL").unwrap_or_else(|| "/bin/sh".into());
     let command = if args.shell { vec![shell()] } else { args.command };
     let Some((program, arguments)) = command.split_first() else {
-        bail!("no program to run: rdmux run -- COMMAND")
+        bail!("no program given: use rdmux run -- COMMAND")
     };
     if let Some(tree) = tree {
         sysfs::enter(&tree)?;
@@ -122,7 +122,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     let error = starting.exec();
     let is_missing = error.kind() == ErrorKind::NotFound;
     output::error(&match is_missing && !Path::new(program).exists() {
-        true => anyhow!("{}: there is no such program", program.to_string_lossy()),
+        true => anyhow!("{}: program not found", program.to_string_lossy()),
         // A script may exist while its interpreter does not.
         false => anyhow::Error::new(error).context(format!("starting {}", program.to_string_lossy())),
     });
@@ -152,7 +152,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
     }
     let devices = devices(&args.device)?;
     let tree = runtime_folder()
-        .context("no folder of this user's alone: set XDG_RUNTIME_DIR to one")
+        .context("no private folder of this user: set XDG_RUNTIME_DIR to one")
         .and_then(|runtime| sysfs::folder(&runtime, &devices))
         .and_then(|tree| {
             let is_preloaded = how == Sysfs::Preload;
@@ -163,7 +163,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
         });
     match tree {
         Ok(_) if how == Sysfs::Namespace && args.env => {
-            bail!("--env: a mount namespace is nothing that variables say: use --sysfs preload, or none")
+            bail!("--env cannot describe a mount namespace: use --sysfs preload or --sysfs none")
         }
         Ok((tree, None)) => return Ok((variables, Some(tree))),
         Ok((tree, Some(list))) => {
@@ -172,7 +172,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
         }
         // Most programs do not need it.
         Err(error) if args.sysfs.is_none() => {
-            eprintln!("rdmux: /sys/class/infiniband does not show the devices: {error:#}");
+            eprintln!("rdmux: /sys/class/infiniband will not show the devices: {error:#}");
         }
         Err(error) => return Err(error),
     }
@@ -183,7 +183,7 @@ fn environment(args: &Args) -> Result<(Variables, Option<PathBuf>)> {
 fn quoted(value: &OsStr) -> Result<String> {
     let value = value
         .to_str()
-        .with_context(|| format!("{} is no text", value.display()))?;
+        .with_context(|| format!("{} is not valid UTF-8", value.display()))?;
     Ok(format!("'{}'", value.replace('\'', r"'\''")))
 }
 
@@ -193,7 +193,8 @@ fn devices(wanted: &[IpAddr]) -> Result<Vec<IpAddr>> {
         return Ok(wanted.to_vec());
     }
     let list = env::var(DEVICES).ok();
-    visible_addresses(list.as_deref()).map_err(|word| anyhow!("{DEVICES}: {word} is no IPv4 or IPv6 address"))
+    visible_addresses(list.as_deref())
+        .map_err(|word| anyhow!("{DEVICES}: {word} is not an IPv4 or IPv6 address"))
 }
 
 /// Returns a variable's search path with a folder in front.
@@ -201,7 +202,7 @@ fn in_front(folder: &Path, variable: &str) -> Result<OsString> {
     let before = env::var_os(variable).unwrap_or_default();
     let rest = env::split_paths(&before).filter(|path| !path.as_os_str().is_empty() && path != folder);
     let all: Vec<PathBuf> = std::iter::once(folder.to_owned()).chain(rest).collect();
-    env::join_paths(all).with_context(|| format!("{} cannot stand in {variable}", folder.display()))
+    env::join_paths(all).with_context(|| format!("{} cannot be part of {variable}", folder.display()))
 }
 
 /// Returns the list of preloaded libraries with a library in front.
@@ -214,7 +215,7 @@ fn preloaded(library: &Path) -> Result<OsString> {
         .any(|byte| byte.is_ascii_whitespace() || *byte == b':')
     {
         bail!(
-            "{} cannot be preloaded, as there is a space or a colon in its name: --sysfs namespace needs no preloading",
+            "cannot preload {}: its name has a space or a colon; --sysfs namespace needs no preloading",
             library.display()
         );
     }
@@ -223,7 +224,7 @@ fn preloaded(library: &Path) -> Result<OsString> {
 
 /// Returns the folder with the libraries: beside the program where it is installed, or made in the build's folder.
 fn libraries() -> Result<PathBuf> {
-    let program = env::current_exe().context("where this program is")?;
+    let program = env::current_exe().context("the path of this program")?;
     let folder = program.parent().unwrap_or(Path::new("/"));
     let has_all = |folder: &Path| LIBRARIES.iter().all(|(_, name)| folder.join(name).exists());
     let installed = folder.join("../lib/rdmux");
@@ -234,7 +235,8 @@ fn libraries() -> Result<PathBuf> {
     for (built, _) in LIBRARIES {
         if !folder.join(built).exists() {
             bail!(
-                "{built} is neither in {} nor, of a build, in {}: reinstall rdmux, or cargo build --release -p rdmux-ibverbs -p rdmux-sysfs",
+                "{built} is neither in {} nor in the build folder {}: reinstall rdmux, or run cargo build --release -p rdmux-ibverbs -p \
+                 rdmux-sysfs",
                 installed.display(),
                 folder.display()
             );
@@ -259,8 +261,8 @@ fn check_trust(program: &Path, folder: &Path, names: [&str; 3]) -> Result<()> {
             let others = if is_same_group { 0o002 } else { 0o022 };
             if !is_theirs(&found, &users, others) {
                 bail!(
-                    "{} is another user's, or others may write there, and programs would load what they put there: reinstall rdmux in a \
-                     folder of root's or this user's, or chmod go-w",
+                    "{} belongs to another user or is writable by others, who could replace the libraries that programs load: reinstall \
+                     rdmux in a folder of root or of this user, or run chmod go-w",
                     path.display()
                 );
             }
@@ -289,7 +291,7 @@ fn links(built: &Path) -> Result<PathBuf> {
     };
     make().map_err(|why: io::Error| {
         anyhow!(
-            "no folder for links to the libraries can be made, neither {} nor one in XDG_RUNTIME_DIR or /tmp: {why}",
+            "cannot create a folder for links to the libraries, neither {} nor one in XDG_RUNTIME_DIR or /tmp: {why}",
             beside.display()
         )
     })

@@ -91,7 +91,7 @@ impl FileSpec {
                     "adr" => Domain::Adr,
                     "eadr" => Domain::Eadr,
                     "system" => Domain::WholeSystem,
-                    other => return Err(format!("'{other}' is no domain: give adr, eadr or system")),
+                    other => return Err(format!("'{other}' is not a domain: give adr, eadr or system")),
                 });
             } else if option == "ro" {
                 read_only = true;
@@ -101,7 +101,7 @@ impl FileSpec {
             path = rest;
         }
         if read_only && size.is_some() {
-            return Err("a read-only file cannot get a size: leave out ro or size=".into());
+            return Err("a read-only file cannot be resized: leave out ro or size=".into());
         }
         let path = PathBuf::from(path);
         let name = match name {
@@ -132,7 +132,9 @@ struct MemorySpec {
 
 impl MemorySpec {
     fn parse(text: &str) -> Result<MemorySpec, String> {
-        let (name, size) = text.rsplit_once(",size=").ok_or("it needs a size: NAME,size=N")?;
+        let (name, size) = text
+            .rsplit_once(",size=")
+            .ok_or("no size given: use NAME,size=N")?;
         Ok(MemorySpec {
             name: parse_name(name)?,
             size: parse_positive(size)?,
@@ -185,7 +187,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
         if let Some(why) = region.not_mapped() {
             let _ = writeln!(
                 std::io::stderr(),
-                "rdmux: {} is on persistent memory and yet served as an ordinary file: {why}",
+                "rdmux: {} is on persistent memory but served as an ordinary file: {why}",
                 spec.path.display()
             );
         }
@@ -201,7 +203,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     if args.unsafe_no_flush {
         let _ = writeln!(
             std::io::stderr(),
-            "rdmux: WARNING: --unsafe-no-flush: flushes are acknowledged and NOT done; nothing here is durable"
+            "rdmux: WARNING: --unsafe-no-flush: flushes are acknowledged but NOT executed; nothing is durable"
         );
     }
     let server = Server::bind(server::Config {
@@ -218,13 +220,13 @@ pub(crate) fn run(args: Args) -> Result<()> {
     })?;
     crate::metrics::show_server(server.metrics());
     let stopper = server.stopper();
-    ctrlc::set_handler(move || stopper.stop()).context("cannot take signals")?;
+    ctrlc::set_handler(move || stopper.stop()).context("cannot install signal handlers")?;
     for region in server.regions() {
         if server.reach(region) == Reach::Processor {
             let _ = writeln!(
                 std::io::stderr(),
-                "rdmux: region {}: an RNIC without on-demand paging does not reach files: clients' bytes come by message, and this \
-                 processor copies them; what that costs is said at the end, and by --metrics",
+                "rdmux: region {}: an RNIC without on-demand paging cannot access files: clients send bytes by message, and this \
+                 processor copies them; the server reports the cost at its end and with --metrics",
                 region.name()
             );
         }
@@ -237,7 +239,7 @@ pub(crate) fn run(args: Args) -> Result<()> {
     });
     // Does nothing unless systemd asked for it.
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
-        output::error(&anyhow::Error::new(error).context("cannot tell systemd that it listens"));
+        output::error(&anyhow::Error::new(error).context("cannot notify systemd that the server listens"));
     }
     server.run(|event| {
         if !args.quiet {

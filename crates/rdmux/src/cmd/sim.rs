@@ -90,7 +90,7 @@ fn up_to_half(kind: &str, percent: f64) -> Result<f64, String> {
         return Ok(percent);
     }
     Err(format!(
-        "{kind}={percent}%: give 0% to 50%: beyond, connections end"
+        "{kind}={percent}%: give 0% to 50%: with more, connections fail"
     ))
 }
 
@@ -115,7 +115,7 @@ fn parse_fault(text: &str) -> Result<Spec, String> {
     };
     if spec != taken {
         return Err(
-            "the simulation takes loss, dup, reorder, corrupt and seed: it draws delays, rates and outages from the seed".into(),
+            "the simulation takes loss, dup, reorder, corrupt and seed; it draws delays, rates and outages from the seed".into(),
         );
     }
     for (kind, percent) in [
@@ -286,7 +286,7 @@ fn cut_log(args: &Args) -> Result<()> {
             ..drawn
         };
         if settings.platform.domain == power::Domain::None {
-            bail!("nothing survives on platform none, and no log does: choose another");
+            bail!("nothing survives on platform none: choose another for a log");
         }
         let report = power::run_log(&settings, of_log);
         let named = of_log.map(power::LogDefect::name);

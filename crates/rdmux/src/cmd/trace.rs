@@ -74,8 +74,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         .collect();
     if found.is_empty() && which.is_some() {
         bail!(
-            "no device of that name or process has left notes in {}: `rdmux trace dump` prints all there are; RDMUX_TRACE=off makes \
-             none, and another XDG_RUNTIME_DIR puts them elsewhere",
+            "no device of that name or process has recorded events in {}: `rdmux trace dump` prints all recorded events; a process with \
+             RDMUX_TRACE=off records none, one with another XDG_RUNTIME_DIR records them there",
             places()
         );
     }

@@ -201,7 +201,7 @@ fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>>
             answer(
                 "431 Request Header Fields Too Large",
                 "",
-                "the request is too long\n",
+                "request too long\n",
                 true,
             )
         });
@@ -210,14 +210,14 @@ fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>>
     let line = request.split(|byte| *byte == b'\n').next().unwrap_or_default();
     let line = line.strip_suffix(b"\r").unwrap_or(line);
     let Ok(line) = std::str::from_utf8(line) else {
-        return bad("the request is not text\n");
+        return bad("request is not text\n");
     };
     let words: Vec<&str> = line.split(' ').collect();
     let [method, target, version] = words[..] else {
-        return bad("the request has no method, target and version\n");
+        return bad("request has no method, target and version\n");
     };
     if !version.starts_with("HTTP/1.") {
-        return bad("this is HTTP/1.1\n");
+        return bad("only HTTP/1.1 is supported\n");
     }
     // A proxy may name the host as well.
     let target = match target.strip_prefix("http://") {
@@ -232,7 +232,7 @@ fn answer_to(request: &[u8], render: impl FnOnce() -> String) -> Option<Vec<u8>>
             return Some(answer(
                 "405 Method Not Allowed",
                 "Allow: GET, HEAD\r\n",
-                "only GET and HEAD\n",
+                "only GET and HEAD are supported\n",
                 true,
             ));
         }
@@ -317,27 +317,27 @@ mod tests {
             (
                 b"POST /metrics HTTP/1.1\r\n\r\n",
                 "405 Method Not Allowed",
-                "only GET and HEAD\n",
+                "only GET and HEAD are supported\n",
             ),
             (
                 b"GET /metrics HTTP/2\r\n\r\n",
                 "400 Bad Request",
-                "this is HTTP/1.1\n",
+                "only HTTP/1.1 is supported\n",
             ),
             (
                 b"GET /metrics\r\n\r\n",
                 "400 Bad Request",
-                "the request has no method, target and version\n",
+                "request has no method, target and version\n",
             ),
             (
                 b"\r\n\r\n",
                 "400 Bad Request",
-                "the request has no method, target and version\n",
+                "request has no method, target and version\n",
             ),
             (
                 b"\xff / HTTP/1.1\r\n\r\n",
                 "400 Bad Request",
-                "the request is not text\n",
+                "request is not text\n",
             ),
         ] {
             let answer = ask(address, request);

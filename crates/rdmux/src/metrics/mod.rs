@@ -45,7 +45,7 @@ pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
         .or(only_port)
         .map_err(|_| "give ADDR, ADDR:PORT (an IPv6 address in brackets) or PORT".to_owned())?;
     if address.ip().is_multicast() {
-        return Err(format!("{} is no address of this host", address.ip()));
+        return Err(format!("{} is not an address of this host", address.ip()));
     }
     Ok(address)
 }
@@ -53,11 +53,11 @@ pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, String> {
 /// Serves metrics at this address until the process ends, and prints their URL to standard error.
 pub(crate) fn serve_at(address: SocketAddr) -> Result<()> {
     let listener = TcpListener::bind(address).with_context(|| {
-        format!("cannot offer metrics at {address} (choose another port with --metrics ADDR:PORT)")
+        format!("cannot serve metrics at {address} (choose another port with --metrics ADDR:PORT)")
     })?;
-    let at = listener.local_addr().context("cannot offer metrics")?;
+    let at = listener.local_addr().context("cannot serve metrics")?;
     http::serve(listener, PATIENCE, || render(&devices(), &rnics(), SERVER.get()))
-        .context("cannot offer metrics")?;
+        .context("cannot serve metrics")?;
     // Nobody may read standard error: ignore a failure.
     let _ = std::io::Write::write_fmt(
         &mut std::io::stderr(),

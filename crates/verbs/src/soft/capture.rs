@@ -227,7 +227,7 @@ fn note(fate: &Fate) -> Option<String> {
         (fate.lost, "lost"),
         (fate.corrupted.is_some(), "corrupted"),
         (fate.duplicated.is_some(), "duplicated"),
-        (fate.reordered.is_some(), "held back"),
+        (fate.reordered.is_some(), "reordered"),
     ];
     let kinds: Vec<_> = kinds
         .iter()

@@ -155,7 +155,7 @@ fn handle_done__bytes_of_another_number_are_not_taken_as_the_log() {
         let mut writer = writer_of_one();
         serve(&mut writer, &mut memory, extra);
         assert_eq!(writer.is_ready(), extra == 0, "{}", writer.describe(0));
-        assert_eq!(writer.describe(0).contains("were asked for"), extra > 0);
+        assert_eq!(writer.describe(0).contains("arrived instead of"), extra > 0);
     }
 }
 

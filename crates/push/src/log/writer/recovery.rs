@@ -13,8 +13,7 @@ impl Writer {
         let found = Header::find(bytes);
         let header = match found {
             Found::Other => {
-                let why =
-                    "holds something else than a log, or a damaged one: serve a new file or new memory there";
+                let why = "the region holds other data or a damaged log: serve a new file or new memory";
                 return self.unusable(at, why.into());
             }
             Found::Blank => None,
@@ -67,10 +66,10 @@ impl Writer {
             return Err(format!("its log {}", count_words(has, given)));
         }
         if self.log.is_some_and(|log| log != (h.log, h.area)) {
-            return Err("it holds another log than the others".into());
+            return Err("it holds a different log than the others".into());
         }
         if h.area > self.replicas[at].region_bytes - AREA_AT {
-            return Err("the region is smaller than the log in it: it was cut".into());
+            return Err("the region is smaller than its log: it was truncated".into());
         }
         let same = |r: &Replica| r.header.is_some_and(|other| other.replica == h.replica);
         let twin = (0..self.replicas.len()).find(|other| *other != at && same(&self.replicas[*other]));
@@ -167,7 +166,7 @@ impl Writer {
                 self.raise = true;
                 self.awaited = Some(at);
             }
-            return self.tell(at, "waits: it lost what it held");
+            return self.tell(at, "waiting: it lost its contents");
         }
         let tail = self.tail.position;
         let r = &mut self.replicas[at];
@@ -243,10 +242,7 @@ impl Writer {
     pub(super) fn log_read(&mut self, at: usize, length: u64, bytes: &[u8], now: Duration) {
         // Bytes of another length would seem to end the log where it continues.
         if bytes.len() as u64 != length {
-            let why = format!(
-                "{} bytes of its log came where {length} were asked for",
-                bytes.len()
-            );
+            let why = format!("{} bytes of its log arrived instead of {length}", bytes.len());
             return self.down(at, &why, now);
         }
         let r = &mut self.replicas[at];
@@ -419,7 +415,7 @@ impl Writer {
             let last = self.tail.sequence;
             if below > last + 1 {
                 return self.end(Over::Unusable(format!(
-                    "no record below {below} can be dropped: the last is {last}; below {} drops all there are",
+                    "cannot drop records below {below}: the last is {last}; {} drops all",
                     last + 1
                 )));
             }
@@ -502,9 +498,9 @@ impl Writer {
         // Without a common position, the replica's header must first say where the log begins.
         r.room_from = from.and(r.header.map(|h| h.head.position));
         let state = if r.joining.is_some() {
-            "joins: it gets all there is"
+            "joining: receives all records"
         } else {
-            "catches up"
+            "catching up"
         };
         self.tell(at, state);
         self.pump(at);
@@ -614,7 +610,7 @@ impl Writer {
             match r.phase {
                 Phase::Unusable => {}
                 _ => {
-                    self.down(at, "looked at again", now);
+                    self.down(at, "reading it again", now);
                     self.replicas[at].phase = Phase::Down { until: now + wait };
                 }
             }

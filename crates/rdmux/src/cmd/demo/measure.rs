@@ -125,7 +125,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let mut subject: Box<dyn Subject> = match (&args.rdmux, args.tcp) {
         (Some(target), _) => Box::new(Rdma::connect(target, &args.key, args.wait)?),
         (None, Some(address)) => Box::new(Tcp::connect(address, args.wait)?),
-        (None, None) => bail!("measure what?"),
+        (None, None) => bail!("no target to measure: give --rdmux or --tcp"),
     };
     for operation in OPERATIONS {
         for bytes in SIZES {
@@ -354,7 +354,7 @@ impl Subject for Tcp {
     }
 
     fn complete(&mut self) -> Result<()> {
-        let bytes = self.answers.pop_front().context("nothing was asked")?;
+        let bytes = self.answers.pop_front().context("no request given")?;
         self.stream.read_exact(&mut self.data[..bytes])
     }
 }
@@ -421,7 +421,7 @@ pub(super) fn tcp_serve(args: &TcpServeArgs) -> Result<()> {
             u64::from_be_bytes(offset),
         );
         let (Some(operation), Some(data)) = (Operation::of(code), data.get_mut(..bytes)) else {
-            bail!("a request that is none");
+            bail!("invalid request");
         };
         if operation == Operation::Read {
             file.read_exact_at(data, offset)?;

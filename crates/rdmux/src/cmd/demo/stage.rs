@@ -53,7 +53,10 @@ impl Actor {
     }
 
     pub(super) fn stdout(&mut self) -> Result<ChildStdout> {
-        self.0.stdout.take().context("its output was taken before")
+        self.0
+            .stdout
+            .take()
+            .context("the output of this process was taken before")
     }
 
     pub(super) fn kill(mut self) {
@@ -101,7 +104,7 @@ impl Stage {
             clean_up(&mut litter);
             std::process::exit(130);
         })
-        .context("cannot take signals")?;
+        .context("cannot install signal handlers")?;
         let candidates = match parent {
             Some(parent) => vec![parent.to_owned()],
             None => {
@@ -112,7 +115,7 @@ impl Stage {
                 all
             }
         };
-        let exe = std::env::current_exe().context("cannot find this program's own file")?;
+        let exe = std::env::current_exe().context("cannot find the executable of this program")?;
         let mut failure = None;
         for parent in candidates {
             let folder = parent.join(format!("rdmux-demo-{}", std::process::id()));
@@ -132,7 +135,10 @@ impl Stage {
                 Err(error) => failure = Some(format!("{}: {error}", parent.display())),
             }
         }
-        bail!("no folder for the served file: {}", failure.unwrap_or_default())
+        bail!(
+            "cannot create a folder for the served file: {}",
+            failure.unwrap_or_default()
+        )
     }
 
     pub(super) fn folder(&self) -> &Path {

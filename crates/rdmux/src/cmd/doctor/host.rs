@@ -12,7 +12,7 @@ use super::{Finding, Verdict, number, text};
 pub(super) fn cpu(root: &Path) -> Vec<Finding> {
     let info = text(root, "proc/cpuinfo").unwrap_or_default();
     let Some(flags) = info.lines().find_map(|line| line.strip_prefix("flags")) else {
-        let what = "no x86 processor: rdmux was never tried on another, and takes memory that lasts for a plain file";
+        let what = "no x86 processor: rdmux is untested on other processors, and treats persistent memory as a plain file";
         return vec![Finding::new("-", Verdict::Limit, what.to_owned())];
     };
     let has = |flag: &str| flags.split_whitespace().any(|word| word == flag);
@@ -25,20 +25,20 @@ pub(super) fn cpu(root: &Path) -> Vec<Finding> {
         Some(flush @ ("clwb" | "clflushopt")) if crc => Finding::new(
             "-",
             Verdict::Ok,
-            format!("{flush} for memory that lasts, pclmulqdq for checksums"),
+            format!("{flush} for persistent memory, pclmulqdq for checksums"),
         ),
         _ if !crc => Finding::new(
             "-",
             Verdict::Limit,
             "no pclmulqdq: each packet's checksum takes several times as long".to_owned(),
         )
-        .with_advice("in a virtual machine, pass the host's processor through (qemu: -cpu host)".to_owned()),
+        .with_advice("in a virtual machine, expose the host's processor (qemu: -cpu host)".to_owned()),
         _ => Finding::new(
             "-",
             Verdict::Limit,
-            "neither clwb nor clflushopt: flushing memory that lasts waits for each cache line".to_owned(),
+            "neither clwb nor clflushopt: a flush of persistent memory waits for each cache line".to_owned(),
         )
-        .with_advice("in a virtual machine, pass the host's processor through (qemu: -cpu host)".to_owned()),
+        .with_advice("in a virtual machine, expose the host's processor (qemu: -cpu host)".to_owned()),
     };
     vec![finding.with_details(details)]
 }
@@ -50,7 +50,7 @@ pub(super) fn memlock(root: &Path) -> Vec<Finding> {
         .lines()
         .find_map(|line| line.strip_prefix("Max locked memory"));
     let Some(soft) = line.and_then(|line| line.split_whitespace().next()) else {
-        return vec![Finding::new("-", Verdict::Unknown, "cannot be told".to_owned())];
+        return vec![Finding::new("-", Verdict::Unknown, "cannot find out".to_owned())];
     };
     let finding = match soft.parse::<u64>() {
         Err(_) => Finding::new("-", Verdict::Ok, "unlimited".to_owned()),
@@ -61,13 +61,13 @@ pub(super) fn memlock(root: &Path) -> Vec<Finding> {
                 Finding::new(
                     "-",
                     Verdict::Ok,
-                    format!("{size}, of which rdmux needs nothing: its own NIC locks no memory"),
+                    format!("{size}; rdmux needs none: its soft RNIC locks no memory"),
                 )
             } else {
                 Finding::new(
                     "-",
                     Verdict::Limit,
-                    format!("no more than {size} can be registered with an RNIC"),
+                    format!("at most {size} can be registered with an RNIC"),
                 )
                 .with_advice("ulimit -l unlimited, or LimitMEMLOCK=infinity in a systemd unit".to_owned())
             }
@@ -126,11 +126,11 @@ pub(super) fn user_namespaces(root: &Path) -> Vec<Finding> {
         .iter()
         .find(|(file, refused, _)| number(root, file) == Some(*refused));
     vec![match refused {
-        None => Finding::new("-", Verdict::Ok, "an ordinary user can make them".to_owned()),
+        None => Finding::new("-", Verdict::Ok, "an ordinary user can create them".to_owned()),
         Some((_, _, advice)) => Finding::new(
             "-",
             Verdict::Limit,
-            "only root can make them: no network namespaces of one's own to try things in".to_owned(),
+            "only root can create them: an ordinary user has no network namespaces for tests".to_owned(),
         )
         .with_advice(format!("sysctl -w {advice}")),
     }]
@@ -144,20 +144,20 @@ pub(super) fn ptrace(root: &Path) -> Vec<Finding> {
         _ if refused => Finding::new(
             "-",
             Verdict::Limit,
-            "a filter of system calls refuses process_vm calls: programs' own memory is copied twice, and that of a peer on this host is \
-             reached by packets, through a ring"
+            "a seccomp filter denies process_vm calls: rdmux copies a program's private memory twice, and reaches that of a peer on this \
+             host by packets through a ring"
                 .to_owned(),
         )
         .with_advice("allow process_vm_readv and process_vm_writev in the container's seccomp profile".to_owned()),
         None | Some(0) => Finding::new(
             "-",
             Verdict::Ok,
-            "processes of one user reach each other's private memory by process_vm calls".to_owned(),
+            "processes of one user can access each other's private memory by process_vm calls".to_owned(),
         ),
         Some(_) => Finding::new(
             "-",
             Verdict::Limit,
-            "private memory of a peer on this host is reached by packets, through a ring: memory made for sharing is not concerned".to_owned(),
+            "rdmux reaches private memory of a peer on this host by packets through a ring; shareable memory is not affected".to_owned(),
         )
         .with_advice("sysctl -w kernel.yama.ptrace_scope=0".to_owned()),
     };
@@ -169,7 +169,7 @@ pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
     let disabled = number(root, "proc/sys/kernel/io_uring_disabled");
     let what = match disabled {
         None | Some(0) => "allowed; rdmux does not rely on it",
-        Some(1) => "for root alone; rdmux does not rely on it",
+        Some(1) => "for root only; rdmux does not rely on it",
         Some(_) => "switched off; rdmux does not rely on it",
     };
     vec![Finding::new("-", Verdict::Ok, what.to_owned()).with_details(json!({ "disabled": disabled }))]
@@ -179,7 +179,7 @@ pub(super) fn io_uring(root: &Path) -> Vec<Finding> {
 pub(super) fn userfaultfd(root: &Path) -> Vec<Finding> {
     let everyone = number(root, "proc/sys/vm/unprivileged_userfaultfd");
     let what = match everyone {
-        Some(0) => "for root alone, but for faults in user mode; rdmux does not rely on it",
+        Some(0) => "for root only, except for faults in user mode; rdmux does not rely on it",
         Some(_) => "allowed; rdmux does not rely on it",
         None => "not in this kernel; rdmux does not rely on it",
     };
@@ -193,7 +193,7 @@ pub(super) fn rnic(root: &Path) -> Vec<Finding> {
         return vec![Finding::new(
             "-",
             Verdict::Ok,
-            "none: rdmux brings its own".to_owned(),
+            "none: rdmux uses its soft RNIC".to_owned(),
         )];
     }
     names
@@ -215,7 +215,7 @@ pub(super) fn rnic(root: &Path) -> Vec<Finding> {
             };
             let addresses = addresses(root, name);
             let use_it = match addresses.as_slice() {
-                [] => "no address of this host's is on it".to_owned(),
+                [] => "it has no address of this host".to_owned(),
                 list => format!("use it with --provider hw on {}", list.join(", ")),
             };
             let what = format!("port 1 is {state}; {use_it}");

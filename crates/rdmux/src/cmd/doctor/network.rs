@@ -78,13 +78,14 @@ pub(super) fn port(root: &Path) -> Vec<Finding> {
                 (_, socket) if Some(socket.uid) == own => Finding::new(
                     "4791",
                     Verdict::Ok,
-                    "held by processes of yours, who let others of yours join".to_owned(),
+                    "held by processes of this user, which share it with other processes of this user"
+                        .to_owned(),
                 ),
                 (_, socket) => Finding::new(
                     "4791",
                     Verdict::Limit,
                     format!(
-                        "held by user {} on some address: nobody else can use that address",
+                        "held by user {} on at least one address, which no other user can use",
                         socket.uid
                     ),
                 )
@@ -125,7 +126,7 @@ pub(super) fn mtu(root: &Path) -> Vec<Finding> {
         return vec![Finding::new(
             "-",
             Verdict::Unknown,
-            "interfaces are not to be listed".to_owned(),
+            "cannot list the interfaces".to_owned(),
         )];
     };
     let mut names: Vec<String> = entries
@@ -146,11 +147,12 @@ pub(super) fn mtu(root: &Path) -> Vec<Finding> {
                 Some(path) => Finding::new(
                     name,
                     Verdict::Limit,
-                    format!("MTU {mtu} carries path MTU {}, the largest is 4096", path.bytes()),
+                    format!(
+                        "MTU {mtu} carries path MTU {}; the largest path MTU is 4096",
+                        path.bytes()
+                    ),
                 )
-                .with_advice(format!(
-                    "ip link set {name} mtu 4200, where the network allows it"
-                )),
+                .with_advice(format!("ip link set {name} mtu 4200, if the network supports it")),
                 None => Finding::new(
                     name,
                     Verdict::Blocked,
@@ -175,15 +177,15 @@ pub(super) fn gso(root: &Path) -> Vec<Finding> {
         (0, _) => Finding::new(
             "-",
             Verdict::Unknown,
-            "the kernel does not say its version".to_owned(),
+            "cannot read the kernel's version".to_owned(),
         ),
         v if v >= (5, 0) => Finding::new("-", Verdict::Ok, format!("Linux {release} has UDP GSO and GRO")),
         _ => Finding::new(
             "-",
             Verdict::Limit,
-            format!("Linux {release} takes UDP datagrams one by one: a fraction of the bandwidth"),
+            format!("Linux {release} has no UDP GSO: it sends datagrams one by one, at a fraction of the bandwidth"),
         )
-        .with_advice("a kernel from 5.0 on".to_owned()),
+        .with_advice("use Linux 5.0 or newer".to_owned()),
     }]
 }
 
@@ -193,7 +195,7 @@ pub(super) fn buffers(root: &Path) -> Vec<Finding> {
         return vec![Finding::new(
             "rmem_max",
             Verdict::Unknown,
-            "cannot be told".to_owned(),
+            "cannot find out".to_owned(),
         )];
     };
     let size = crate::output::bytes(max);
@@ -203,7 +205,7 @@ pub(super) fn buffers(root: &Path) -> Vec<Finding> {
         Finding::new(
             "rmem_max",
             Verdict::Limit,
-            format!("receive buffers of no more than {size}: bursts overflow them and are sent again"),
+            format!("receive buffers of at most {size}: bursts overflow them and are retransmitted"),
         )
         .with_advice(format!("sysctl -w net.core.rmem_max={SOCKET_BUFFER_BYTES}"))
     };

@@ -58,7 +58,7 @@ impl Answer {
     }
 }
 
-const AGAIN: &str = "connect again with a fresh queue pair, or move this one to RESET: what was posted has completed as flushed";
+const AGAIN: &str = "connect again with a new queue pair, or move this one to RESET; its posted requests have completed as flushed";
 
 impl Case<'_> {
     pub(super) fn judge(&self) -> Verdict {
@@ -98,9 +98,9 @@ impl Case<'_> {
             Some(QpState::Error) => self.of_error(&life),
             Some(QpState::Sqe) => self
                 .of_request(&life, peer)
-                .unwrap_or_else(|| unknown("its send queue is in error")),
+                .unwrap_or_else(|| unknown("the send queue is in error")),
             Some(state) => self.of_health(state, &life),
-            None => unknown("nothing is noted of its state"),
+            None => unknown("no event records its state"),
         };
         let since_ns = noted
             .filter(|(noted, _)| Some(*noted) == state)
@@ -148,7 +148,7 @@ impl Case<'_> {
             _ => None,
         });
         let Some((at, failure)) = went else {
-            return unknown("it is in error, and nothing is noted of how it got there");
+            return unknown("the queue pair is in error, and no event records the cause");
         };
         // Later events explain nothing: the end of a peer may be noted after the failure that it caused.
         let before: Vec<&Entry> = life.iter().filter(|entry| entry.number <= at).copied().collect();
@@ -159,13 +159,13 @@ impl Case<'_> {
         match failure {
             Some((_, Cause::OwnRequest)) => self
                 .of_request(&before, peer)
-                .unwrap_or_else(|| unknown("a request of its own failed")),
+                .unwrap_or_else(|| unknown("a request of this side failed")),
             Some((status, Cause::PeerRequest)) => self.of_peers_request(&before, status),
             Some((_, Cause::QueueOverrun)) => of_overrun(&before),
             Some((_, Cause::Injected)) => Answer::new(
                 "injected",
-                "a fault that was asked for put it in error (qp-error of RDMUX_FAULT, --fault or Options::faults)".into(),
-                &["run without that fault, or see whether the program takes it as docs/bad-network.md says"],
+                "an injected fault moved the queue pair to error (qp-error of RDMUX_FAULT, --fault or Options::faults)".into(),
+                &["run without that fault, or check that the program handles it as docs/bad-network.md describes"],
             ),
             None => self.of_move(&before),
         }
@@ -224,8 +224,8 @@ impl Case<'_> {
                     "rnr-retry-exceeded",
                     format!("RNR retry counter exceeded: {who} had no receive posted{detail}; {what}"),
                     &[
-                        "post receives at the peer before this side sends, and enough of them",
-                        "or set rnr_retry to 7, which waits without end, or a longer min_rnr_timer at the peer",
+                        "post enough receives at the peer before this side sends",
+                        "or set rnr_retry to 7 (unlimited retries), or a longer min_rnr_timer at the peer",
                         AGAIN,
                     ],
                 )
@@ -234,9 +234,9 @@ impl Case<'_> {
                 "remote-access",
                 format!("remote access error: {who} did not allow the {what}"),
                 &[
-                    "compare address, length and rkey with what the peer registered, and the right (remote write, read, atomic, flush) \
-                     with what its region or window grants",
-                    "a key ends with its region or window: ask the peer for the present one",
+                    "compare the address, length and rkey with the region that the peer registered, and the operation with the rights \
+                     (remote write, read, atomic, flush) of its region or window",
+                    "a key becomes invalid with its region or window: ask the peer for the current key",
                     AGAIN,
                 ],
             ),
@@ -244,8 +244,8 @@ impl Case<'_> {
                 "remote-invalid-request",
                 format!("remote invalid request error: {who} found the {what} invalid"),
                 &[
-                    "look at the rights on the peer's queue pair (qp access flags), its max_dest_rd_atomic, and the length of the \
-                     receive that a SEND found",
+                    "check the rights of the peer's queue pair (qp access flags), its max_dest_rd_atomic, and, for a SEND, the length of \
+                     its posted receive",
                     AGAIN,
                 ],
             ),
@@ -255,53 +255,53 @@ impl Case<'_> {
                     "remote operation error: {who} could not carry out the {what}: the bytes are not durable"
                 ),
                 &[
-                    "look at the peer's file or disk: a failed flush is final for that memory (docs/persistence.md)",
+                    "check the peer's file or disk; a failed flush is final for that memory (docs/persistence.md)",
                     AGAIN,
                 ],
             ),
             Status::RemoteOperation => Answer::new(
                 "remote-operation",
-                format!("remote operation error: {who} failed while it did the {what}"),
+                format!("remote operation error: {who} failed to execute the {what}"),
                 &[
-                    "look at the peer's memory: a full disk, a failed medium, a receive whose own memory is wrong",
+                    "check the peer's memory: a full disk, a failed medium, a receive with invalid local memory",
                     AGAIN,
                 ],
             ),
             Status::LocalProtection => Answer::new(
                 "local-protection",
-                format!("local protection error: {what} names memory of its own that its key does not allow"),
+                format!("local protection error: {what} names local memory that its lkey does not cover"),
                 &[
-                    "look at the scatter/gather list: lkey of a region that still exists, in the queue pair's protection domain, the \
-                     range inside of it, local write for what is received or read",
+                    "check the scatter/gather list: the lkey must be of an existing region in the queue pair's protection domain, the \
+                     range must lie inside the region, and a receive or READ needs local write",
                     AGAIN,
                 ],
             ),
             Status::LocalLength => Answer::new(
                 "local-length",
                 format!("local length error: {what}"),
-                &["give it a buffer as long as the message", AGAIN],
+                &["provide a buffer as long as the message", AGAIN],
             ),
             Status::LocalQpOperation => Answer::new(
                 "local-operation",
                 format!(
-                    "local QP operation error: {what} failed in this device: its own memory failed, or its key was in no state for it"
+                    "local QP operation error: {what} failed in this device: local memory failed, or the key was in the wrong state"
                 ),
-                &["look at the memory or the file below its region", AGAIN],
+                &["check the memory or the file of the region", AGAIN],
             ),
             Status::MemoryBind => Answer::new(
                 "memory-bind",
                 format!("memory window bind error: {what}"),
                 &[
-                    "bind inside of a region that grants MW_BIND and the rights asked for, in the same protection domain",
+                    "bind the window inside a region of the same protection domain that grants MW_BIND and the requested rights",
                     AGAIN,
                 ],
             ),
             Status::BadResponse => Answer::new(
                 "bad-response",
-                format!("bad response error: the peer's answer does not fit the {what}"),
+                format!("bad response error: the peer's response does not match the {what}"),
                 &[
                     "compare the path MTU of both queue pairs: they must be the same (rdmux res show qp)",
-                    "capture what the peer sends (rdmux capture) and check it (rdmux capture check)",
+                    "capture the peer's packets (rdmux capture) and check them (rdmux capture check)",
                     AGAIN,
                 ],
             ),
@@ -328,7 +328,7 @@ impl Case<'_> {
             });
         let mut why = match used {
             Some((psn, resends, retry_count, stuck_ns, heard_ns)) => format!(
-                "transport retry counter exceeded: {retry_count} retries ({resends} resends) of PSN {} over {}{to} got no answer; {}",
+                "transport retry counter exceeded: {retry_count} retries ({resends} resends) of PSN {} over {}{to} got no response; {}",
                 psn.value(),
                 duration(stuck_ns),
                 heard(heard_ns)
@@ -339,7 +339,7 @@ impl Case<'_> {
         let has = |is_it: &dyn Fn(&Note) -> bool| before.iter().any(|entry| is_it(&entry.note));
         if has(&|note| *note == Note::PeerGone) {
             why += "; the peer's process on this host has ended";
-            return Answer::new("peer-gone", why, &["start the peer again", AGAIN]);
+            return Answer::new("peer-gone", why, &["restart the peer", AGAIN]);
         }
         // Kind of its last timeout, whose note stands before that of the retries.
         let last = before.iter().rev().filter(of_qp).map(|entry| entry.note);
@@ -349,13 +349,14 @@ impl Case<'_> {
             _ => None,
         };
         if last.into_iter().find_map(|note| stalled(&note)) == Some(true) {
-            why += "; nothing was lost: the peer's process, on this host, took nothing of what was sent, so it was stopped or got no CPU";
+            why += "; no packet was lost: the peer's process, on this host, did not receive the packets because it was stopped or got no \
+                    CPU";
             return Answer::new(
                 "peer-stalled",
                 why,
                 &[
-                    "see what stops the peer's process (a debugger, a freezer, a busy machine)",
-                    "give the connection a longer timeout or more retries where the peer may be stopped for so long",
+                    "find out what stops the peer's process (a debugger, a cgroup freezer, a busy machine)",
+                    "give the connection a longer timeout or more retries if the peer may be stopped for that long",
                     AGAIN,
                 ],
             );
@@ -365,12 +366,12 @@ impl Case<'_> {
             _ => None,
         });
         if port == Some(false) {
-            why += "; this host's network takes no packets";
+            why += "; this host's network accepts no packets";
             return Answer::new(
                 "retry-exceeded",
                 why,
                 &[
-                    "bring up the interface that `rdmux link show` names, or give it its address back",
+                    "bring up the interface that `rdmux link show` names, or restore its address",
                     AGAIN,
                 ],
             );
@@ -385,15 +386,15 @@ impl Case<'_> {
             )
         });
         if injected {
-            why += "; packets are lost on purpose (RDMUX_FAULT, --fault)";
+            why += "; packets are dropped by injected faults (RDMUX_FAULT, --fault)";
         }
         Answer::new(
             "retry-exceeded",
             why,
             &[
-                "see whether the peer runs and is reached: ping, `rdmux doctor` on both hosts, UDP port 4791 in both directions in \
-                 every firewall between",
-                "a network that loses much needs a larger timeout or retry_count (docs/bad-network.md)",
+                "check that the peer runs and is reachable: ping, `rdmux doctor` on both hosts, and UDP port 4791 in both directions in \
+                 every firewall between them",
+                "a network with high loss needs a larger timeout or retry_count (docs/bad-network.md)",
                 AGAIN,
             ],
         )
@@ -409,15 +410,15 @@ impl Case<'_> {
                 Note::Refused(refused) => Some(Answer::new(cause_of(&refused), refused_words(&refused), next_of(&refused))),
                 Note::FlushFailed { fault, .. } => Some(Answer::new(
                     "flush-failed",
-                    format!("a FLUSH that its peer asked for could not be carried out: {}", fault_words(fault)),
+                    format!("a FLUSH requested by the peer failed: {}", fault_words(fault)),
                     &[
-                        "look at the disk below the file: what the kernel could not write back it has forgotten",
-                        "serve the file anew: a failed flush is final for its memory (docs/persistence.md)",
+                        "check the disk of the file; the kernel has discarded the data that it could not write back",
+                        "serve the file again: a failed flush is final for its memory (docs/persistence.md)",
                     ],
                 )),
                 _ => None,
             });
-        last.unwrap_or_else(|| unknown(&format!("a request of its peer failed: {status}")))
+        last.unwrap_or_else(|| unknown(&format!("a request of the peer failed: {status}")))
     }
 
     /// Explains a move to error for which no failure is noted.
@@ -427,10 +428,9 @@ impl Case<'_> {
                 Note::PeerGone => {
                     return Answer::new(
                         "peer-gone",
-                        "the process of its peer, on this host, has ended without ending the connection"
-                            .into(),
+                        "the peer's process, on this host, ended without disconnecting".into(),
                         &[
-                            "see why that process ended (its log, dmesg, the system's journal)",
+                            "find out why that process ended (its log, dmesg, the system's journal)",
                             AGAIN,
                         ],
                     );
@@ -446,10 +446,10 @@ impl Case<'_> {
                         }
                         return Answer::new(
                             "disconnected",
-                            "the connection was ended by its peer (DREQ), or in its name because its process has ended; or this side \
-                             did not take the answer within a minute"
+                            "the peer disconnected (DREQ), or its host disconnected for it because its process had ended; or this side \
+                             did not accept the reply within a minute"
                                 .into(),
-                            &["see at the peer why it ended the connection", AGAIN],
+                            &["check at the peer why it disconnected", AGAIN],
                         );
                     }
                     ConnectionNote::Rejected | ConnectionNote::Unreachable => {
@@ -462,8 +462,8 @@ impl Case<'_> {
         }
         Answer::new(
             "own-move",
-            "its own program moved it to ERR, or ended its connection".into(),
-            &["nothing is wrong with it: a connection that is over ends so"],
+            "the local program moved the queue pair to ERR or disconnected it".into(),
+            &["this is normal: a queue pair is in ERR after its connection has ended"],
         )
     }
 
@@ -480,9 +480,8 @@ impl Case<'_> {
         if gone {
             return Answer::new(
                 "peer-gone",
-                "the process of its peer, on this host, has ended; what is sent now will get no answer"
-                    .into(),
-                &["end the connection, and start the peer again"],
+                "the peer's process, on this host, has ended; further requests will get no response".into(),
+                &["disconnect, and restart the peer"],
             );
         }
         // An idle queue pair has since received what these notes waited for.
@@ -505,24 +504,24 @@ impl Case<'_> {
             (QpState::Rts, Some(Note::TimedOut { psn, resends, .. })) if self.alive => Answer::new(
                 "retrying",
                 format!(
-                    "nothing is broken yet, but PSN {} has no answer after {} resends",
+                    "no failure yet, but PSN {} has no response after {} retransmissions",
                     psn.value(),
                     u32::from(resends) + 1
                 ),
-                &["see whether the peer runs and is reached; `rdmux capture` shows what goes by"],
+                &["check that the peer runs and is reachable; `rdmux capture` shows the packets"],
             ),
             (QpState::Rts, Some(Note::PeerStalled { psn })) if self.alive => Answer::new(
                 "peer-stalled",
                 format!(
-                    "nothing is lost, but the peer's process, on this host, has not taken PSN {} yet: it does not run",
+                    "no packet is lost, but the peer's process, on this host, has not received PSN {} yet: the process is not running",
                     psn.value()
                 ),
-                &["see what stops the peer's process (a debugger, a freezer, a busy machine)"],
+                &["find out what stops the peer's process (a debugger, a cgroup freezer, a busy machine)"],
             ),
             (QpState::Rts, Some(Note::RnrNak { psn, wait_ns, .. })) if self.alive => Answer::new(
                 "rnr-wait",
                 format!(
-                    "the peer had no receive for PSN {}: sent again after {}",
+                    "the peer had no receive for PSN {} (RNR NAK): retransmitted after {}",
                     psn.value(),
                     duration(wait_ns)
                 ),
@@ -530,15 +529,15 @@ impl Case<'_> {
             ),
             (QpState::Reset | QpState::Init | QpState::Rtr, _) => Answer::new(
                 "not-ready",
-                "it is not connected yet: it sends nothing in this state".into(),
+                "the queue pair is not connected yet: it sends nothing in this state".into(),
                 &["connect it, or move it to RTR and RTS with its peer's address, QPN and PSN"],
             ),
             _ if !self.alive => Answer::new(
                 "process-ended",
-                "it was in order when its process ended".into(),
-                &["see why that process ended (its log, dmesg, the system's journal)"],
+                "the queue pair had no error when its process ended".into(),
+                &["find out why that process ended (its log, dmesg, the system's journal)"],
             ),
-            _ => Answer::new("none", "nothing is wrong with it".into(), &[]),
+            _ => Answer::new("none", "the queue pair has no error".into(), &[]),
         }
     }
 
@@ -570,13 +569,15 @@ fn of_refusal(what: ConnectionNote, reason: u16) -> Answer {
         return Answer::new(
             "rejected",
             format!("the peer refused the connection: {}", RejReason(reason)),
-            &["see whether the peer listens on that port, and takes what was asked for"],
+            &["check that the peer listens on that port and accepts the requested parameters"],
         );
     }
     Answer::new(
         "unreachable",
-        "the peer gave no answer when the connection was asked for".into(),
-        &["see whether it runs and is reached: ping, `rdmux doctor`, UDP port 4791 in every firewall"],
+        "the peer did not answer the connection request".into(),
+        &[
+            "check that the peer runs and is reachable: ping, `rdmux doctor`, and UDP port 4791 in every firewall",
+        ],
     )
 }
 
@@ -586,14 +587,14 @@ fn of_overrun(before: &[&Entry]) -> Answer {
         _ => None,
     });
     let which = cqn.map_or_else(
-        || "its completion queue".to_owned(),
+        || "the completion queue".to_owned(),
         |cqn| format!("completion queue {cqn}"),
     );
     Answer::new(
         "cq-overrun",
-        format!("{which} overran: more completed than it holds, and completions are lost"),
+        format!("{which} overran: it received more completions than it holds, and completions are lost"),
         &[
-            "make the queue deeper than all that is posted to its queue pairs, or poll it more often",
+            "make the queue deeper than the total of requests posted to its queue pairs, or poll it more often",
             AGAIN,
         ],
     )
@@ -604,13 +605,13 @@ fn without_notes() -> Answer {
     Answer::new(
         "unknown",
         format!(
-            "it is in error, and its device has no notes in {}: RDMUX_TRACE=off, a folder that could not be written, or its process has \
-             another XDG_RUNTIME_DIR",
+            "the queue pair is in error, and its device has no recorded events in {}: RDMUX_TRACE=off, a folder that is not writable, or \
+             a process with another XDG_RUNTIME_DIR",
             places()
         ),
         &[
-            "ask with the XDG_RUNTIME_DIR that the process has: it stands in /proc/PID/environ",
-            "or let it happen again with RDMUX_TRACE=events, or capture it (rdmux capture)",
+            "run this command with the XDG_RUNTIME_DIR of the process (see /proc/PID/environ)",
+            "or reproduce the error with RDMUX_TRACE=events or under rdmux capture",
         ],
     )
 }
@@ -619,9 +620,9 @@ fn unknown(why: &str) -> Answer {
     Answer::new(
         "unknown",
         format!(
-            "{why}: RDMUX_TRACE=off, its runtime folder could not be written, or the event was overwritten by younger ones"
+            "{why}: RDMUX_TRACE=off, a runtime folder that is not writable, or newer events overwrote it"
         ),
-        &["let it happen again with RDMUX_TRACE=events, or capture it (rdmux capture)"],
+        &["reproduce the error with RDMUX_TRACE=events or under rdmux capture"],
     )
 }
 
@@ -644,16 +645,13 @@ fn refused_words(refused: &Refused) -> String {
     if refused.why == Denial::TooLong {
         return format!("local length error at its receive: {}", denied(refused));
     }
-    format!(
-        "its peer asked for what it may not have, and was refused: {}",
-        denied(refused)
-    )
+    format!("this side refused a request of the peer: {}", denied(refused))
 }
 
 fn next_of(refused: &Refused) -> &'static [&'static str] {
     match refused.why {
         Denial::NoKey => &[
-            "tell the peer the key that its region has now, and deregister only what no peer uses",
+            "send the peer the current key of its region, and deregister a region only when no peer uses it",
             AGAIN,
         ],
         Denial::OtherDomain => &[
@@ -661,11 +659,11 @@ fn next_of(refused: &Refused) -> &'static [&'static str] {
             AGAIN,
         ],
         Denial::NoRight { .. } => &[
-            "register the region, or bind the window, with the right that is missing",
+            "register the region, or bind the window, with the missing right",
             AGAIN,
         ],
         Denial::OutOfRange { .. } => &[
-            "correct the address or length that the peer uses, or register more",
+            "correct the address or length that the peer uses, or register a larger region",
             AGAIN,
         ],
         Denial::OtherWindow => &[
@@ -673,24 +671,24 @@ fn next_of(refused: &Refused) -> &'static [&'static str] {
             AGAIN,
         ],
         Denial::NoRightOnQp { .. } => &[
-            "give the queue pair that right (access flags) when it goes to INIT",
+            "set that right in the queue pair's access flags in the transition to INIT",
             AGAIN,
         ],
         Denial::TooLong => &["post receives as long as the longest message", AGAIN],
         Denial::Receive(_) => &[
-            "look at the scatter/gather list of the receive: lkey, range, local write",
+            "check the scatter/gather list of the receive: lkey, range, local write",
             AGAIN,
         ],
         Denial::Memory => &[
-            "look at the file or memory below the region: truncated, full disk, failed medium",
+            "check the file or memory of the region: truncated, full disk, failed medium",
             AGAIN,
         ],
         Denial::Invalidation => &[
-            "let the peer invalidate only keys of this queue pair's own windows or fast regions",
+            "let the peer invalidate only keys of this queue pair's windows or fast-registered regions",
             AGAIN,
         ],
         Denial::Invalid => &[
-            "capture what the peer sends and check it: rdmux capture, rdmux capture check",
+            "capture the peer's packets (rdmux capture) and check them (rdmux capture check)",
             AGAIN,
         ],
     }

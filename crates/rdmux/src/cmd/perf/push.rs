@@ -253,7 +253,7 @@ pub(super) fn run(args: &PushArgs, common: &Common) -> Result<()> {
     let largest = sizes.iter().copied().max().unwrap_or(0);
     ensure!(
         u64::from(largest) * DEPTHS[2] as u64 <= mapping.region_bytes(),
-        "{target} has {} bytes: too few for {} requests of {largest}",
+        "{target} has {} bytes, too few for {} requests of {largest}",
         mapping.region_bytes(),
         DEPTHS[2]
     );
@@ -311,7 +311,7 @@ pub(super) fn run(args: &PushArgs, common: &Common) -> Result<()> {
         carrier: match (&server, shared) {
             (Some(_), true) => "shared memory",
             (_, false) => "UDP",
-            (None, true) => "shared memory where the server is of this host and user, else UDP",
+            (None, true) => "shared memory if the server is on this host and of the same user, else UDP",
         },
         client_cpu: common.pin,
         server_cpu: args.server_pin,
@@ -334,7 +334,7 @@ pub(super) fn run(args: &PushArgs, common: &Common) -> Result<()> {
     };
     output::say(&text);
     if domain == Domain::None && common.writes {
-        eprintln!("rdmux perf: the region keeps nothing over a loss of power: flushes were for visibility");
+        eprintln!("rdmux perf: the region does not survive a loss of power: the flushes were for visibility");
     }
     Ok(())
 }

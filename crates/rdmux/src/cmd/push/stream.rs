@@ -71,7 +71,7 @@ impl<'a> Paused<'a> {
     fn new(args: &'a StreamArgs) -> Result<Paused<'a>> {
         let paused = Paused(args, Instant::now());
         if let Some(pid) = args.pause_pid {
-            let process = Pid::from_raw(pid).context("no process has that number")?;
+            let process = Pid::from_raw(pid).context("there is no such process")?;
             kill_process(process, Signal::STOP).with_context(|| format!("cannot stop process {pid}"))?;
             wait_stopped(pid)?;
         }

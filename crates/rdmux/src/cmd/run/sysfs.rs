@@ -156,12 +156,12 @@ pub(super) fn enter(folder: &Path) -> Result<()> {
             fs::write("/proc/self/uid_map", format!("{uid} {uid} 1", uid = uid.as_raw()))?;
             fs::write("/proc/self/gid_map", format!("{gid} {gid} 1", gid = gid.as_raw()))
         })
-        .context("this system refuses a mount namespace of one's own: --sysfs preload needs none")?;
+        .context("this system denies a private mount namespace: --sysfs preload needs none")?;
     mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE)
-        .context("mounts of one's own")?;
+        .context("private mounts")?;
     for parent in ["/sys/class", "/dev"] {
         beside(Path::new(parent), folder)
-            .with_context(|| format!("{parent} in a mount namespace of one's own"))?;
+            .with_context(|| format!("{parent} in a private mount namespace"))?;
     }
     Ok(())
 }
