@@ -1,9 +1,9 @@
-# Sourced by the scripts in lab/tests, which run as root in the guest. Status 77 says that a test was skipped.
+# Sourced by the scripts in lab/tests, which run as root in the guest. Status 77 means that a test was skipped.
 set -euo pipefail
 
 skip() { echo "skipped: $*"; exit 77; }
 
-# Runs a command until it succeeds: for servers that do not say when they listen, and under emulation need seconds to.
+# Runs a command until it succeeds: for servers that do not report when they listen, and that need seconds under emulation.
 retry() {
   local tries=0
   until "$@"; do

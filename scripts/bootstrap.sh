@@ -1,4 +1,4 @@
-# Sourced by run, test and lab/bare in the repository's root. Finds what they need, and installs what is missing.
+# Sourced by run, test and lab/bare in the repository's root. Finds their dependencies, and installs the missing ones.
 #
 #   bootstrap WHAT...          build: a Rust toolchain and linkers; test; programs; pyverbs; lab; aarch64; bench; bare; container
 #   bootstrap_missing WHAT...  prints the packages that bootstrap would install
@@ -23,7 +23,7 @@ find_rust() {
 
 candidate() { apt-cache policy "$1" 2>/dev/null | sed -n 's/^  Candidate: \([^(].*\)$/\1/p'; }
 
-# The distribution's own pair, if one is new enough, else nothing: then rustup's installer is the way.
+# Prints the distribution's own pair, if one is new enough, else nothing: then rustup's installer is used.
 rust_packages() {
   local pair number
   for pair in "rustc cargo" "rustc-web cargo-web" \

@@ -110,7 +110,7 @@ static socklen_t parse_address(const char *host, const char *port, struct sockad
     v6->sin6_port = htons(atoi(port));
     return sizeof *v6;
   }
-  fail("%s is no IPv4 or IPv6 address", host);
+  fail("%s is not an IPv4 or IPv6 address", host);
 }
 
 // Finds the device and the index of the GID that is this address.

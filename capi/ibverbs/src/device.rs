@@ -108,7 +108,7 @@ fn addresses() -> Vec<IpAddr> {
     let list = LIST.get_or_init(|| std::env::var(ADDRESSES).ok());
     visible_addresses(list.as_deref()).unwrap_or_else(|word| {
         warn(format_args!(
-            "{ADDRESSES}: {word} is no IPv4 or IPv6 address: no device is shown"
+            "{ADDRESSES}: {word} is not an IPv4 or IPv6 address: no device is shown"
         ));
         Vec::new()
     })

@@ -187,7 +187,7 @@ fn flush__read_after_write_needs_the_right_to_read() {
     let mapping = client.map(&name("disk"), Access::WRITE, 0, 0, 0).unwrap();
     let error = client.flush(&mapping, 0, 8, PERSISTENT).unwrap_err();
     assert!(
-        error.to_string().contains("choose among FLUSH, software flush"),
+        error.to_string().contains("use one of FLUSH, software flush"),
         "{error}"
     );
     let mapping = client.map(&name("disk"), RW, 0, 0, 0).unwrap();

@@ -418,7 +418,7 @@ fn capture__errors_are_one_line() {
         ),
         (
             vec!["-w", file, "--device", "127.0.44.1/3", "qp=x"],
-            "rdmux: 'qp=x': give a queue pair's number",
+            "rdmux: 'qp=x': give a queue pair number",
         ),
     ] {
         let output = rdmux(&[&["capture"], &args[..]].concat()).output().unwrap();

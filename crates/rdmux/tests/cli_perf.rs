@@ -357,7 +357,7 @@ fn fault__is_one_syntax_and_one_line_when_wrong() {
         ),
         (
             ["pull", "rdmux://h/r", "--fault", "lose=1%"],
-            "'lose=1%': there is no such kind; kinds are loss, dup",
+            "'lose=1%': unknown kind; kinds are loss, dup",
         ),
         (
             ["sim", "--runs=1", "--fault", "rate=1Mbit"],

@@ -33,7 +33,10 @@ fn provider__misspelt() {
     let output = perf(&["--provider", "hard"], none);
     assert!(!output.status.success());
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(text.contains("'hard' is no provider: give soft or hw"), "{text}");
+    assert!(
+        text.contains("'hard' is not a provider: give soft or hw"),
+        "{text}"
+    );
 
     let output = Command::new(env!("CARGO_BIN_EXE_rdmux"))
         .args(["perf", "write-lat", "127.0.0.1"])
@@ -78,7 +81,7 @@ fn provider_hw__own_drop_in_and_old_library() {
     fs::copy(&library, folder.path().join("librdmacm.so.1")).unwrap();
     let text = line(&perf(&["--provider", "hw"], folder.path()));
     assert!(
-        text.contains("a newer libibverbs.so.1: this one has no ibv_get_device_list"),
+        text.contains("a newer libibverbs.so.1: this one lacks ibv_get_device_list"),
         "{text}"
     );
 }
@@ -87,12 +90,12 @@ fn provider_hw__own_drop_in_and_old_library() {
 fn provider_hw__faults_and_captures_are_softs() {
     let none = Path::new("/nonexistent");
     let text = line(&perf(&["--provider", "hw", "--fault", "loss=1%"], none));
-    assert!(text.contains("faults are the soft device's"), "{text}");
+    assert!(text.contains("faults exist only for soft devices"), "{text}");
     let text = line(&perf(
         &["--provider", "hw", "--capture", "/nonexistent/file"],
         none,
     ));
-    assert!(text.contains("captures are the soft device's"), "{text}");
+    assert!(text.contains("captures exist only for soft devices"), "{text}");
 }
 
 #[test]

@@ -28,17 +28,17 @@ counters! {
     sent_bytes,
     /// RoCEv2 packets received through memory of this host; these are in `rcvd_pkts` too.
     rcvd_pkts_local,
-    /// WRITEs and READs done in memory that a peer on this host granted, without packets.
+    /// WRITEs and READs executed in memory that a peer on this host granted, without packets.
     direct_requests,
     /// Bytes written and read in memory that a peer on this host granted, without packets.
     direct_bytes,
-    /// WRITEs with immediate data to a peer on this host: they go by packets, since they take a receive.
+    /// WRITEs with immediate data to a peer on this host, which go as packets because they consume a receive.
     by_packets_immediate,
-    /// WRITEs and READs to a peer on this host that went by packets because their QP sends at a limited rate.
+    /// WRITEs and READs to a peer on this host that went as packets because their QP sends at a limited rate.
     by_packets_rate_limited,
-    /// WRITEs and READs to a peer on this host that went by packets because it had not granted the memory.
+    /// WRITEs and READs to a peer on this host that went as packets because it had not granted the memory.
     by_packets_not_granted,
-    /// WRITEs and READs to a peer on this host that went by packets because requests before them were not answered yet.
+    /// WRITEs and READs to a peer on this host that went as packets because requests before them were not answered yet.
     by_packets_behind_others,
     /// Regions granted to peers on this host.
     grants,
@@ -46,33 +46,33 @@ counters! {
     malformed,
     /// Packets dropped because their ICRC is wrong.
     rx_icrc_encapsulated,
-    /// Packets dropped because no QP has their number, or one of another transport.
+    /// Packets dropped because no QP of their transport has their number.
     no_qp,
     /// Packets dropped because their addresses are not those of the QP's peer.
     wrong_peer,
     /// Packets dropped because their partition key does not match.
     bad_pkey,
-    /// Packets dropped because the QP's state takes none.
+    /// Packets dropped because the QP's state does not accept packets.
     wrong_state,
     /// Datagrams dropped because their Q_Key is not that of the QP. IBTA Vol 1, 10.2.5.
     bad_qkey,
     /// Messages of UC and UD dropped because no receive was posted.
     resources_dropped,
-    /// Messages of UC dropped because a packet is missing, does not fit in its place, or may not do what it asks for.
+    /// Messages of UC dropped because a packet is missing, has the wrong length, or requests an operation without the right to it.
     dropped_messages,
-    /// Requests dropped because the peer has more of them open than it may.
+    /// Requests dropped because the peer exceeds its limit of open requests.
     dropped_busy,
     /// Requests that had been executed before.
     duplicate_request,
     /// Requests after a gap.
     out_of_sequence,
-    /// Requests after a gap that were kept for their turn.
+    /// Requests after a gap that were kept for later execution.
     kept_requests,
-    /// READ responses after a gap that were kept for their turn.
+    /// READ responses after a gap that were kept for later execution.
     kept_responses,
-    /// Packets sent to hear of losses when no answer came.
+    /// Packets sent to detect losses when no response arrived.
     tail_probes,
-    /// Answers to requests that are no longer, or were never, open.
+    /// Responses to requests that are not open.
     stale_responses,
     /// READ responses after a gap.
     out_of_seq_responses,
@@ -86,11 +86,11 @@ counters! {
     sent_naks,
     /// Timeouts of the local ACK timer.
     local_ack_timeout_err,
-    /// Timeouts of the local ACK timer at which a peer on this host had yet to take what was sent; nothing was sent again.
+    /// Timeouts of the local ACK timer at which a peer on this host had not yet received the packets; nothing was retransmitted.
     local_stalls,
-    /// Packets sent again.
+    /// Packets retransmitted.
     retransmitted_packets,
-    /// Requests that ended because no retry was left.
+    /// Requests that failed because no retry was left.
     retry_exceeded_err,
     /// Packets of connections received that a switch had marked (ECN).
     np_ecn_marked_roce_packets,
@@ -98,11 +98,11 @@ counters! {
     np_cnp_sent,
     /// Congestion notification packets received that slowed a QP down.
     rp_cnp_handled,
-    /// Send requests that completed with an error of their own.
+    /// Send requests that completed with an error other than a flush.
     req_cqe_error,
     /// Send requests flushed because their QP was in error.
     req_cqe_flush_error,
-    /// Receive requests that completed with an error of their own.
+    /// Receive requests that completed with an error other than a flush.
     resp_cqe_error,
     /// Receive requests flushed because their QP was in error.
     resp_cqe_flush_error,

@@ -165,7 +165,7 @@ pub struct Moderation {
 
 /// The completion queue cannot be made that short: it holds more completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the completion queue has more completions than that")]
+#[error("the completion queue holds more completions than the new size")]
 pub struct TooShort;
 
 /// Effect of a completion on its queue.

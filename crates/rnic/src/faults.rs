@@ -147,9 +147,9 @@ impl FromStr for Spec {
             };
             let (kind, value) = (kind.trim(), value.trim());
             if seen.contains(&kind) {
-                return Err(bad(&format!("{kind} is there twice")));
+                return Err(bad(&format!("{kind} is given twice")));
             }
-            let percent = || percent(value).ok_or_else(|| bad("give 0% to 100%, as loss=0.5%"));
+            let percent = || percent(value).ok_or_else(|| bad("give 0% to 100%, such as loss=0.5%"));
             match kind {
                 "loss" => spec.loss = percent()?,
                 "dup" => spec.dup = percent()?,
@@ -168,7 +168,9 @@ impl FromStr for Spec {
                 "rate" => {
                     let rate = number(value, &RATES).filter(|bps| *bps >= 1_000);
                     spec.rate_bps =
-                        Some(rate.ok_or_else(|| bad("give bits a second, as rate=100Mbit, from 1kbit on"))?);
+                        Some(rate.ok_or_else(|| {
+                            bad("give bits per second, at least 1kbit, such as rate=100Mbit")
+                        })?);
                 }
                 "down" => {
                     let window = value.split_once("..").and_then(|(from, to)| {
@@ -176,8 +178,8 @@ impl FromStr for Spec {
                         Some((time(from)?, to?))
                     });
                     let window = window.filter(|(from, to)| from < to);
-                    spec.down_ns =
-                        window.ok_or_else(|| bad("give when, as down=2s..5s, or down=2s.. for good"))?;
+                    spec.down_ns = window
+                        .ok_or_else(|| bad("give a period, such as down=2s..5s, or down=2s.. without end"))?;
                 }
                 "qp-error" => {
                     let error = if value.ends_with('%') {
@@ -186,17 +188,21 @@ impl FromStr for Spec {
                         value.parse().ok().filter(|n| *n > 0).map(QpError::At)
                     };
                     spec.qp_error = Some(error.ok_or_else(|| {
-                        bad("give the packet's number or a percentage, as qp-error=1000 or qp-error=0.1%")
+                        bad("give a packet number or a percentage, such as qp-error=1000 or qp-error=0.1%")
                     })?);
                 }
                 "only" => {
                     spec.only = match value {
                         "cm" => Only::Cm,
-                        _ => return Err(bad("give only=cm, for CM messages alone")),
+                        _ => return Err(bad("give only=cm, for only CM messages")),
                     }
                 }
-                "seed" => spec.seed = value.parse().map_err(|_| bad("give a whole number, as seed=7"))?,
-                _ => return Err(bad(&format!("there is no such kind; kinds are {KINDS}"))),
+                "seed" => {
+                    spec.seed = value
+                        .parse()
+                        .map_err(|_| bad("give a whole number, such as seed=7"))?
+                }
+                _ => return Err(bad(&format!("unknown kind; kinds are {KINDS}"))),
             }
             seen.push(kind);
         }

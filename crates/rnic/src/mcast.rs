@@ -20,7 +20,7 @@ pub enum McastError {
     #[error("only UD QPs can be attached to a multicast group")]
     NotUd,
     /// The address is no multicast address of the device's own family.
-    #[error("the address is no multicast address of the device's address family")]
+    #[error("the address is not a multicast address of the device's address family")]
     BadAddress,
     /// The device already has [`MCAST_GROUPS_MAX`] groups.
     #[error("the device has no room for another multicast group")]

@@ -24,7 +24,7 @@ pub enum RegisterError {
     #[error("the region lies outside of its memory")]
     OutOfRange,
     /// The caller requested flush rights that this memory cannot honour.
-    #[error("this memory cannot honour the flush asked for: it keeps nothing over a loss of power")]
+    #[error("this memory cannot execute a persistent flush: it does not survive a loss of power")]
     FlushNotSupported,
     /// Remote write and atomic rights need local write rights. IBTA Vol 1, 10.6.3.1.
     #[error("remote write and remote atomics need local write")]
@@ -36,14 +36,14 @@ pub enum RegisterError {
     #[error("no such memory region")]
     NoRegion,
     /// Memory windows are bound to the region: it cannot be deregistered or get other memory until they are unbound. IBTA Vol 1, 10.6.7.2.
-    #[error("memory windows are bound to the region")]
+    #[error("memory windows are still bound to the region")]
     WindowsBound,
     /// The device already has the maximum number of regions and windows.
     #[error("too many memory regions and windows")]
     NoResources,
     /// The device accesses memory by its pages, and this memory has no lasting pages: a file, for example, which needs on-demand paging.
     #[error(
-        "an RNIC without on-demand paging reaches memory that stays mapped only, and not files: copy through registered memory"
+        "an RNIC without on-demand paging can access only memory that stays mapped, not files: copy through registered memory"
     )]
     NotMapped,
     /// The device does not support it.

@@ -493,7 +493,7 @@ pub enum PostError {
     #[error("no such QP")]
     NoQp,
     /// The QP does not accept this request in its state. IBTA Vol 1, 10.3.1.
-    #[error("the QP's state does not take this request")]
+    #[error("the QP's state does not accept this request")]
     WrongState,
     /// The queue is full.
     #[error("the work queue is full")]
@@ -505,10 +505,10 @@ pub enum PostError {
     #[error("the message is too long")]
     TooLong,
     /// The QP's transport does not have the operation, or its operands contradict each other.
-    #[error("the QP does not take this operation")]
+    #[error("the QP does not support this operation")]
     Invalid,
     /// The QP takes its receives from a shared receive queue.
-    #[error("the QP takes its receives from a shared receive queue")]
+    #[error("the QP uses a shared receive queue for its receives")]
     HasSrq,
     /// No such shared receive queue.
     #[error("no such shared receive queue")]

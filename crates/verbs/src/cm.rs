@@ -150,7 +150,7 @@ pub enum ConnectError {
     },
     /// No answer.
     #[error(
-        "no answer from {0}: is the address right, is rdmux running there, does UDP port 4791 get through?"
+        "no answer from {0}: check the address, that rdmux runs there, and that firewalls pass UDP port 4791"
     )]
     Unreachable(IpAddr),
     /// The peer is of the other address family.
@@ -165,7 +165,7 @@ pub enum ConnectError {
     #[error("too much private data")]
     PrivateData,
     /// No connection of this kind can be made with such a queue pair: RC and UC connect to their like, XRC initiators to targets.
-    #[error("a {0:?} queue pair cannot be connected so")]
+    #[error("a {0:?} queue pair does not support this kind of connection")]
     QpType(QpType),
     /// The queue pair was not made on the device that is to connect it.
     #[error("the queue pair belongs to another device")]
@@ -382,7 +382,7 @@ impl Connecting {
 }
 
 fn no_external() -> ConnectError {
-    let why = "provider hw brings up the queue pairs that it connects by itself";
+    let why = "provider hw brings up the queue pairs of its connections itself";
     ConnectError::Io(io::Error::new(io::ErrorKind::Unsupported, why))
 }
 

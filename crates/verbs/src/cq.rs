@@ -12,7 +12,7 @@ use crate::features::{Features, Unsupported};
 #[derive(Debug, thiserror::Error)]
 pub enum ResizeError {
     /// The queue holds more completions than it would have room for.
-    #[error("the completion queue has more completions than it would have room for")]
+    #[error("the completion queue holds more completions than the new size")]
     TooShort,
     /// The device refuses.
     #[error(transparent)]

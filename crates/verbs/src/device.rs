@@ -33,7 +33,7 @@ use crate::srq::{SharedReceiveQueue, XrcDomain};
 #[derive(Debug, thiserror::Error)]
 pub enum CreateError {
     /// The device has no room for another.
-    #[error("the device has no room for another object, or what it is to use does not fit it")]
+    #[error("the device has no room for another object, or the objects that it uses do not match")]
     NoRoom,
     /// An object that it is to use belongs to another device.
     #[error("a completion queue, shared receive queue or XRC domain of another device")]

@@ -43,7 +43,7 @@ impl FromStr for Provider {
         match name {
             "soft" => Ok(Provider::Soft),
             "hw" => Ok(Provider::Hw),
-            other => Err(format!("'{other}' is no provider: give soft or hw")),
+            other => Err(format!("'{other}' is not a provider: give soft or hw")),
         }
     }
 }

@@ -122,8 +122,8 @@ impl MemoryRegion {
         self.length
     }
 
-    /// Returns whether memory windows are bound to the region; with an RNIC, whether they were by the last known state. Dropping
-    /// the region unbinds them.
+    /// Returns whether memory windows are still bound to the region; with an RNIC, whether they were by the last known state. Dropping the
+    /// region unbinds them.
     pub fn has_windows(&self) -> bool {
         match &self.provided {
             Provided::Soft(mr) => mr.has_windows(),

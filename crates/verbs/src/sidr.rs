@@ -24,7 +24,7 @@ pub const RDMA_UDP_QKEY: u32 = 0x0123_4567;
 #[derive(Debug, thiserror::Error)]
 pub enum ResolveError {
     /// The peer refused the request.
-    #[error("the peer does not serve this: {status}")]
+    #[error("the peer does not offer the service: {status}")]
     Refused {
         /// Reason.
         status: SidrStatus,
@@ -33,7 +33,7 @@ pub enum ResolveError {
     },
     /// No answer.
     #[error(
-        "no answer from {0}: is the address right, is rdmux running there, does UDP port 4791 get through?"
+        "no answer from {0}: check the address, that rdmux runs there, and that firewalls pass UDP port 4791"
     )]
     Unreachable(IpAddr),
     /// The peer is of the other address family.
@@ -68,13 +68,13 @@ impl From<CmError> for ResolveError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AnswerError {
     /// Only a UD queue pair that takes datagrams serves them: [`QueuePair::ready_datagram`].
-    #[error("the queue pair takes no datagrams here: it is not UD, not ready, or of another device")]
+    #[error("the queue pair cannot receive these datagrams: it is not UD, not ready, or of another device")]
     NotReady,
     /// More private data than the message holds.
     #[error("too much private data")]
     PrivateData,
     /// The request was not answered in time.
-    #[error("there is no such request any more")]
+    #[error("the request no longer exists")]
     Expired,
 }
 

@@ -71,7 +71,7 @@ pub struct ServerMetrics {
     pub refused: u64,
     /// Connections that ended, including those in their handshake.
     pub ended: u64,
-    /// Mappings that were made.
+    /// Mappings created.
     pub mapped: u64,
     /// Breaks: holders of mappings that were asked to release them.
     pub breaks: u64,

@@ -124,7 +124,7 @@ fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metr
     text.family(
         "rdmux_build_info",
         Kind::Gauge,
-        "The version that runs; always 1.",
+        "Version of the program; always 1.",
     );
     text.sample("", &[("version", env!("CARGO_PKG_VERSION"))], 1);
     // Without a device there are no samples, and a family without samples says nothing.
@@ -175,25 +175,22 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
             text.sample("", &port.labels(), value(metrics));
         }
     };
-    let state = "State of the port (1: down, the network took no packets the last time; 4: active).";
+    let state = "State of the port (1: down, the network did not accept the last packets; 4: active).";
     gauge(text, "rdmux_state_id", state, |m| if m.is_up { 4 } else { 1 });
     let state = "Physical state of the port (2: polling; 5: link up).";
     gauge(text, "rdmux_physical_state_id", state, |m| {
         if m.is_up { 5 } else { 2 }
     });
-    gauge(text, "rdmux_queue_pairs", "Queue pairs that there are.", |m| {
+    gauge(text, "rdmux_queue_pairs", "Number of queue pairs.", |m| {
         m.queue_pairs as u64
+    });
+    gauge(text, "rdmux_memory_regions", "Number of memory regions.", |m| {
+        m.regions as u64
     });
     gauge(
         text,
-        "rdmux_memory_regions",
-        "Memory regions that there are.",
-        |m| m.regions as u64,
-    );
-    gauge(
-        text,
         "rdmux_completion_queues",
-        "Completion queues that there are.",
+        "Number of completion queues.",
         |m| m.completion_queues as u64,
     );
 
@@ -222,8 +219,8 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
     }
     render_faults(text, &ports, devices);
 
-    let help = "Time from posting a request on a reliable transport to its completion with success, unless it was done without packets where \
-                it was posted (rdmux_direct_requests_total).";
+    let help = "Time from posting a request on a reliable transport to its successful completion, except for requests executed without \
+                packets at the post (rdmux_direct_requests_total).";
     text.family("rdmux_wr_latency_seconds", Kind::Histogram, help);
     for (port, metrics) in each() {
         let [device, number] = port.labels();
@@ -235,8 +232,7 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
             }
         }
     }
-    let help =
-        "Time of flushes of memory that peers asked for by FLUSH, where they had to wait for a medium.";
+    let help = "Duration of memory flushes for FLUSHes of peers that had to wait for a medium.";
     text.family("rdmux_flush_duration_seconds", Kind::Histogram, help);
     for (port, metrics) in each() {
         text.histogram(&port.labels(), &metrics.flushes);
@@ -259,16 +255,16 @@ fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
             text.sample("", &port.labels(), value(rnic));
         }
     };
-    let help = "Queue pairs that this process has on the RNIC.";
+    let help = "Number of this process's queue pairs on the RNIC.";
     gauge("rdmux_hw_queue_pairs", help, |rnic| rnic.queue_pairs);
-    let help = "Memory regions that this process has on the RNIC.";
+    let help = "Number of this process's memory regions on the RNIC.";
     gauge("rdmux_hw_memory_regions", help, |rnic| rnic.regions);
-    let help = "Completion queues that this process has on the RNIC.";
+    let help = "Number of this process's completion queues on the RNIC.";
     gauge("rdmux_hw_completion_queues", help, |rnic| rnic.completion_queues);
     if rnics.iter().all(|rnic| rnic.counters.is_empty()) {
         return;
     }
-    let help = "What the RNIC's driver counted, for all programs, under the driver's names.";
+    let help = "Counters of the RNIC's driver, for all programs, under the driver's names.";
     text.family("rdmux_hw_counter_total", Kind::Counter, help);
     for (port, rnic) in each() {
         let [device, number] = port.labels();
@@ -287,11 +283,7 @@ fn render_faults(text: &mut Text, ports: &[Port], devices: &[DeviceMetrics]) {
     if faulty().next().is_none() {
         return;
     }
-    text.family(
-        "rdmux_faults_total",
-        Kind::Counter,
-        "Faults injected because that was asked for, by kind.",
-    );
+    text.family("rdmux_faults_total", Kind::Counter, "Injected faults, by kind.");
     for (port, counts) in faulty() {
         let [device, number] = port.labels();
         for (kind, count) in [
@@ -324,9 +316,9 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
         (
             "connections",
             server.connections,
-            "Connections that there are, those included whose client has not shown its key.",
+            "Number of connections, including those of unauthenticated clients.",
         ),
-        ("mappings", server.mappings, "Mappings that clients reach."),
+        ("mappings", server.mappings, "Number of mappings in use."),
     ] {
         text.family(&format!("rdmux_push_{name}"), Kind::Gauge, help);
         text.sample("", &[], value as u64);
@@ -335,7 +327,7 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
         (
             "clients",
             server.connected,
-            "Clients that connected and showed the key.",
+            "Clients that connected and authenticated.",
         ),
         (
             "refused_connections",
@@ -345,18 +337,18 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
         (
             "ended_connections",
             server.ended,
-            "Connections that ended, those in their handshake included.",
+            "Connections that ended, including those in their handshake.",
         ),
-        ("mapped", server.mapped, "Mappings that were made."),
+        ("mapped", server.mapped, "Mappings created."),
         (
             "lease_breaks",
             server.breaks,
-            "Holders of mappings that were asked to let go.",
+            "Mappings whose holder was asked to release them.",
         ),
         (
             "lease_revocations",
             server.revoked,
-            "Mappings taken away because their holder did not let go in time.",
+            "Mappings revoked because their holder did not release them in time.",
         ),
         (
             "request_errors",
@@ -366,7 +358,7 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
         (
             "message_bytes",
             server.message_bytes,
-            "Bytes that came or went by message, past no device: the processor copied them.",
+            "Bytes transferred by message, which the processor copied.",
         ),
     ] {
         text.family(&format!("rdmux_push_{name}_total"), Kind::Counter, help);
@@ -375,7 +367,7 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
     let help = "Processor time of the server's threads for bytes by message.";
     text.family("rdmux_push_message_cpu_seconds_total", Kind::Counter, help);
     text.sample("", &[], server.message_cpu_ns as f64 * 1e-9);
-    let help = "Time from a request by message to its answer, where that is no error; for map, waiting for those who had to let go included.";
+    let help = "Time from a request by message to its successful answer; for map, including the wait for the release of other mappings.";
     text.family("rdmux_push_request_duration_seconds", Kind::Histogram, help);
     for kind in RequestKind::ALL {
         text.histogram(&[("request", request_name(kind))], server.requests(kind));
@@ -511,8 +503,8 @@ mod tests {
     #[test]
     fn render__without_devices() {
         let expected = format!(
-            "# HELP rdmux_build_info The version that runs; always 1.\n# TYPE rdmux_build_info gauge\n\
-             rdmux_build_info{{version=\"{}\"}} 1\n",
+            "# HELP rdmux_build_info Version of the program; always 1.\n# TYPE rdmux_build_info gauge\nrdmux_build_info{{version=\"{}\"}} \
+             1\n",
             env!("CARGO_PKG_VERSION")
         );
         assert_eq!(render(&[], &[], None), expected);

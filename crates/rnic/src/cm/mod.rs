@@ -59,7 +59,7 @@ pub struct CmId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CmError {
     /// There is no such request, or it has gone: withdrawn, expired, or already decided on.
-    #[error("there is no such connection request any more")]
+    #[error("the connection request no longer exists")]
     NoSuchRequest,
     /// More private data than the message holds.
     #[error("too much private data for the message")]

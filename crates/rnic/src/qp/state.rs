@@ -159,7 +159,7 @@ pub enum ModifyError {
     #[error("no such QP")]
     NoQp,
     /// The specification has no such transition.
-    #[error("a QP does not go from {from:?} to {to:?}")]
+    #[error("a QP cannot move from {from:?} to {to:?}")]
     Transition {
         /// Current state.
         from: QpState,
@@ -177,7 +177,7 @@ pub enum ModifyError {
         missing: AttrMask,
     },
     /// The transition does not take attributes that were given.
-    #[error("{from:?} to {to:?} does not take {extra:?}")]
+    #[error("{from:?} to {to:?} does not accept {extra:?}")]
     Extra {
         /// Current state.
         from: QpState,
@@ -187,7 +187,7 @@ pub enum ModifyError {
         extra: AttrMask,
     },
     /// A value outside of what the specification allows.
-    #[error("{0} has a value that is not allowed")]
+    #[error("{0} has an invalid value")]
     Value(&'static str),
     /// The device refused it; the number is the system's errno.
     #[error("the device refused it: {}", std::io::Error::from_raw_os_error(*.0))]

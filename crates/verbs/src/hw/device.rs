@@ -41,7 +41,7 @@ pub enum OpenError {
     Library(#[from] LibraryError),
     /// The system has no RDMA device at all.
     #[error(
-        "this host has no RDMA device ({0}): rdma link lists them; without one leave out --provider hw and RDMUX_PROVIDER"
+        "this host has no RDMA device ({0}): `rdma link` lists them; without one omit --provider hw and RDMUX_PROVIDER"
     )]
     NoDevices(io::Error),
     /// The address belongs to no RDMA device.
@@ -64,7 +64,7 @@ pub enum OpenError {
 
 fn list(others: &[(String, IpAddr)]) -> String {
     if others.is_empty() {
-        return ": rdma link lists the devices, ip address their addresses".into();
+        return ": `rdma link` lists the devices, `ip address` their addresses".into();
     }
     let list: Vec<String> = others
         .iter()

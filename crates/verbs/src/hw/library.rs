@@ -31,7 +31,7 @@ pub enum LibraryError {
         why: String,
     },
     /// They are older than required.
-    #[error("provider hw needs a newer {name}: this one has no {symbol}; rdma-core 34 has it")]
+    #[error("provider hw needs a newer {name}: this one lacks {symbol}, which rdma-core 34 has")]
     TooOld {
         /// The file.
         name: &'static str,

@@ -27,10 +27,10 @@ pub enum DaxError {
     #[error("its file system offers no direct access to persistent memory (mount -o dax)")]
     NotDax,
     /// It was opened for reading only.
-    #[error("it is open for reading only")]
+    #[error("it is open only for reading")]
     ReadOnly,
     /// The system does not know what survives, and nobody declared it.
-    #[error("the system does not say what of this memory survives a loss of power: declare it")]
+    #[error("the system does not report the persistence domain of this memory: declare it")]
     UnknownDomain,
     /// Another process could shorten it at any time.
     #[error("another process has it open")]
@@ -39,7 +39,7 @@ pub enum DaxError {
     #[error("it belongs to another user")]
     NotOwner,
     /// This processor has no instructions that bring bytes out of its caches, or none that rdmux knows.
-    #[error("the processor cannot write its caches back")]
+    #[error("the processor has no instruction to write back cache lines")]
     Processor,
     /// A call of the system failed.
     #[error("mapping it failed: {0}")]

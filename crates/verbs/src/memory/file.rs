@@ -94,7 +94,7 @@ impl FileMemory {
         if len == 0 {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "the file is empty; give it a size",
+                "the file is empty: give it a size",
             ));
         }
         if read_only && len > meta.len() {

@@ -89,8 +89,7 @@ fn create(name: &FilePath) -> io::Result<File> {
         .open(name)?;
     match flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Err(Errno::WOULDBLOCK) => {
-            let what =
-                "another process captures to it: put %p in the name, which stands for a process's number";
+            let what = "another process captures to it: put %p, the process id, in the name";
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, what));
         }
         // Anything but a regular file may not support locks.
@@ -198,10 +197,10 @@ impl Capture {
             return;
         }
         let because = match cause {
-            Cause::OwnRequest => "of a request of its own",
-            Cause::PeerRequest => "of a request of its peer",
+            Cause::OwnRequest => "of a local request",
+            Cause::PeerRequest => "of a request of the peer",
             Cause::QueueOverrun => "a completion queue overran",
-            Cause::Injected => "a fault was asked for",
+            Cause::Injected => "of an injected fault",
         };
         let text = format!(
             "queue pair {} (0x{:06x}) goes to error: completion with status {status:?}, because {because}",

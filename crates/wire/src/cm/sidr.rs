@@ -46,10 +46,10 @@ impl fmt::Display for SidrStatus {
         let text = match *self {
             SidrStatus::VALID => "it is served",
             SidrStatus::UNSUPPORTED => "no such service",
-            SidrStatus::REJECT => "its program refused",
+            SidrStatus::REJECT => "the program refused",
             SidrStatus::NO_QP => "no queue pair is available",
             SidrStatus::REDIRECT => "the service is elsewhere",
-            SidrStatus::UNSUPPORTED_VERSION => "another version of the message is wanted",
+            SidrStatus::UNSUPPORTED_VERSION => "it needs another version of the message",
             SidrStatus(_) => "resolution refused",
         };
         write!(f, "{text} (status {})", self.0)

@@ -70,7 +70,7 @@ impl FromStr for Filter {
         let mut filter = Filter::default();
         for item in text.split([',', ' ']).filter(|item| !item.is_empty()) {
             let bad = |allowed: &str| FilterError(format!("'{item}': {allowed}"));
-            let twice = || bad("it is there twice");
+            let twice = || bad("it is given twice");
             match item.split_once('=') {
                 Some(("qp", value)) => {
                     let number = match value.strip_prefix("0x") {
@@ -79,7 +79,7 @@ impl FromStr for Filter {
                     };
                     let qpn = number.filter(|n| *n < 1 << 24).map(Qpn::new);
                     let qpn =
-                        qpn.ok_or_else(|| bad("give a queue pair's number, as qp=196634 or qp=0x3001a"))?;
+                        qpn.ok_or_else(|| bad("give a queue pair number, such as qp=196634 or qp=0x3001a"))?;
                     if filter.qp.replace(qpn).is_some() {
                         return Err(twice());
                     }
@@ -87,7 +87,7 @@ impl FromStr for Filter {
                 Some(("peer", value)) => {
                     let peer = value
                         .parse()
-                        .map_err(|_| bad("give an address, as peer=10.0.0.2"))?;
+                        .map_err(|_| bad("give an address, such as peer=10.0.0.2"))?;
                     if filter.peer.replace(peer).is_some() {
                         return Err(twice());
                     }
@@ -190,7 +190,7 @@ mod tests {
             ("qp=0x1000000", "'qp=0x1000000': give a queue pair's number"),
             ("peer=host", "'peer=host': give an address"),
             ("opcode=WRITE", "'opcode=WRITE': give send, write, read"),
-            ("qp=1 qp=2", "'qp=2': it is there twice"),
+            ("qp=1 qp=2", "'qp=2': it is given twice"),
         ] {
             let error = text.parse::<Filter>().unwrap_err().to_string();
             assert!(error.starts_with(line), "{error}");

@@ -66,7 +66,7 @@ pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing
     match answer.ok().and_then(|(len, _)| Message::decode(&buffer[..len])) {
         Some(Message::Welcome) => Ok(Capturing { socket, done, pid }),
         Some(Message::Refused(message::Refusal::Full)) => {
-            let busy = "somebody else captures it already";
+            let busy = "another capture of it is running";
             Err(AskError::Io(io::Error::new(io::ErrorKind::AddrInUse, busy)))
         }
         _ => Err(AskError::Ended { pid }),

@@ -102,7 +102,7 @@ impl Writer {
         pcapng::write_section(&mut out.pending);
         out.flush();
         if out.failed {
-            return Err(io::Error::other("the capture's file cannot be written"));
+            return Err(io::Error::other("cannot write the capture file"));
         }
         crate::thread::spawn("rdmux-capture", move || {
             out.run(&records);
@@ -363,12 +363,12 @@ fn refusal(packet: &[u8]) -> Option<String> {
         Syndrome::Ack { .. } => return None,
         Syndrome::RnrNak { timer } => {
             let us = rnr_timer_ns(timer) / 1_000;
-            format!("RNR NAK: PSN {psn} finds no receive, again in {us} us")
+            format!("RNR NAK: PSN {psn} found no receive, retry in {us} us")
         }
         Syndrome::Nak(NakCode::PsnSequence) => format!("NAK: PSN {psn} is missing"),
         Syndrome::Nak(NakCode::InvalidRequest) => format!("NAK: PSN {psn} is an invalid request"),
         Syndrome::Nak(NakCode::RemoteAccess) => {
-            format!("NAK: PSN {psn} has no access: key, bounds or rights")
+            format!("NAK: PSN {psn} was denied: key, bounds or rights")
         }
         Syndrome::Nak(NakCode::RemoteOperation) => format!("NAK: PSN {psn} failed at the responder"),
     })

@@ -85,7 +85,7 @@ impl SharedMemory {
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The address stands for several hosts, or for any host: peers could not send to it.
-    #[error("{0} is not the address of one host: open a device on each address that peers are to use")]
+    #[error("{0} is not the address of one host: open a device on each address that peers use")]
     NotOneHost(IpAddr),
     /// The address cannot be used, its port is taken, or another user has it.
     #[error(transparent)]
@@ -94,7 +94,7 @@ pub enum OpenError {
     #[error(transparent)]
     Hw(#[from] crate::hw::OpenError),
     /// The options ask an RNIC for a feature that only the soft device has.
-    #[error("{0} are the soft device's: an RNIC of provider hw has none")]
+    #[error("{0} exist only for soft devices, not for an RNIC of provider hw")]
     SoftOnly(&'static str),
     /// An environment variable has a value that it does not take.
     #[error("{name}={value}: it takes {takes}")]

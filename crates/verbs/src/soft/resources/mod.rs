@@ -76,7 +76,7 @@ impl FromStr for DeviceAt {
 
 /// A text that names no device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} names no device: give ADDRESS/SLOT, as `rdmux dev show` prints it")]
+#[error("{0:?} is not a device: give ADDRESS/SLOT, as `rdmux dev show` prints it")]
 pub struct BadName(String);
 
 /// The objects of a kind that a device has.
@@ -104,7 +104,7 @@ pub enum AskError {
         uid: u32,
     },
     /// It may belong to another user: this user namespace has numbers for some users only, and shows the others as one.
-    #[error("its user may be another one: this user namespace does not tell")]
+    #[error("its user is unknown in this user namespace and may be another one")]
     UnknownUser,
     /// It did not answer in time: its process is stopped, or gets no CPU.
     #[error("it does not answer")]

@@ -32,20 +32,20 @@ impl fmt::Display for Why {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Why::NotHere => f.write_str(
-                "no process of this network namespace answers for the peer: it is elsewhere, or has ended",
+                "no process of this network namespace answers for the peer: it runs elsewhere, or has ended",
             ),
             Why::OtherUser(uid) => write!(f, "the peer belongs to user {uid}"),
             Why::UnknownUser => {
-                f.write_str("the peer's user may be another one: this user namespace does not tell")
+                f.write_str("the peer's user is unknown in this user namespace and may be another one")
             }
             Why::Off => f.write_str("switched off"),
             Why::NotYet => f.write_str("the peer has not answered yet"),
-            Why::GivenUp => f.write_str("the link broke"),
+            Why::GivenUp => f.write_str("the link failed"),
             Why::Refused(Refusal::Version) => f.write_str("the peer runs another version of rdmux"),
             Why::Refused(Refusal::Off) => f.write_str("switched off at the peer"),
             Why::Refused(Refusal::Full) => f.write_str("too many links"),
             Why::Refused(Refusal::UnknownUser) => {
-                f.write_str("this user may be another one to the peer, whose user namespace does not tell")
+                f.write_str("this user is unknown in the peer's user namespace and may be another one")
             }
             Why::Refused(Refusal::NotGranted | Refusal::NotShareable) => f.write_str("refused"),
             Why::System(errno) => write!(f, "{}", io::Error::from(*errno)),
@@ -102,20 +102,20 @@ impl fmt::Display for NotDirect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             NotDirect::Denied(Refusal::NotShareable) => f.write_str("not shareable"),
-            NotDirect::Denied(Refusal::Off) => f.write_str("the peer keeps to packets"),
-            NotDirect::Denied(Refusal::Full) => f.write_str("the peer grants no more"),
+            NotDirect::Denied(Refusal::Off) => f.write_str("the peer uses only packets"),
+            NotDirect::Denied(Refusal::Full) => f.write_str("the peer grants no more regions"),
             NotDirect::Denied(_) => f.write_str("not granted by the peer"),
             NotDirect::OtherPidNamespace => {
                 f.write_str("not shareable, and the peer is in another PID namespace")
             }
             NotDirect::Calls(Errno::PERM) => {
-                f.write_str("not shareable, and calls into the process are refused by the system: ptrace")
+                f.write_str("not shareable, and the system denies process_vm calls (ptrace)")
             }
             NotDirect::Calls(errno) => {
                 let error = io::Error::from(*errno);
-                write!(f, "not shareable, and calls into the process fail: {error}")
+                write!(f, "not shareable, and process_vm calls fail: {error}")
             }
-            NotDirect::Unmappable => f.write_str("what the peer shares cannot be mapped"),
+            NotDirect::Unmappable => f.write_str("the peer's shared memory cannot be mapped"),
             NotDirect::KeptToPackets => f.write_str("kept to packets"),
         }
     }

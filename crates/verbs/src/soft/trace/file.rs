@@ -252,7 +252,7 @@ fn open_folder(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     let others = Mode::RWXG | Mode::RWXO;
     let is_private = !Mode::from_raw_mode(stat.st_mode).intersects(others);
     if owner.is_some_and(|owner| stat.st_uid != owner || !is_private) {
-        let what = format!("{} is not this user's alone", path.display());
+        let what = format!("{} is not private to this user", path.display());
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
     }
     Ok(folder)
