@@ -498,7 +498,7 @@ mod tests {
             ("loss=101%", "'loss=101%'", "0% to 100%"),
             ("dup=nan%", "'dup=nan%'", "0% to 100%"),
             ("loss=1%,,seed=2", "''", "give KIND=VALUE"),
-            ("loss=1%,loss=2%", "'loss=2%'", "loss is there twice"),
+            ("loss=1%,loss=2%", "'loss=2%'", "loss is given twice"),
             ("seed=1,delay=5", "'delay=5'", "delay=5ms"),
             ("delay=5ms..1ms", "'delay=5ms..1ms'", "delay=1ms..20ms"),
             ("rate=10", "'rate=10'", "rate=100Mbit"),
@@ -507,7 +507,7 @@ mod tests {
             ("qp-error=0", "'qp-error=0'", "qp-error=1000"),
             ("only=rtu", "'only=rtu'", "only=cm"),
             ("seed=-1", "'seed=-1'", "a whole number"),
-            ("lose=1%", "'lose=1%'", "no such kind; kinds are loss"),
+            ("lose=1%", "'lose=1%'", "unknown kind; kinds are loss"),
         ] {
             let error = text.parse::<Spec>().unwrap_err().to_string();
             assert!(

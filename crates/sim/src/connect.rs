@@ -230,13 +230,13 @@ impl Run {
             let (left, resting) = (rnic.cm().len(), rnic.cm().resting());
             if left + resting > 0 || rnic.poll_timeout().is_some() {
                 return Err(format!(
-                    "host {host}: left over: {left} connections, {resting} at rest, timer at {:?}",
+                    "host {host}: leftovers: {left} connections, {resting} idle, timer at {:?}",
                     rnic.poll_timeout()
                 ));
             }
         }
         match self.sides.iter().find(|(_, side)| side.seen != Seen::Over) {
-            Some((at, side)) => Err(format!("{at:?}: {side:?}: never told how it ended")),
+            Some((at, side)) => Err(format!("{at:?}: {side:?}: got no event for its end")),
             None => Ok(()),
         }
     }
@@ -255,7 +255,7 @@ impl Run {
                 }
             }
             if self.world.steps > 200_000 + 40_000 * self.plans.len() as u64 {
-                return Err("connections do not come to rest".to_owned());
+                return Err("connections do not become idle".to_owned());
             }
         }
     }
@@ -263,7 +263,7 @@ impl Run {
     /// Checks that, once nothing is in flight, every connection is open at both ends or at neither.
     fn check_opinions(&self) -> Result<(), String> {
         if let Some((at, side)) = self.sides.iter().find(|(_, side)| side.seen == Seen::Asked) {
-            return Err(format!("{at:?}: {side:?}: nothing came of it"));
+            return Err(format!("{at:?}: {side:?}: the connection request had no result"));
         }
         for connection in (0..self.plans.len()).filter(|n| self.is_calm(*n)) {
             let open = |side: &&Side| side.connection == connection && side.seen == Seen::Open;
@@ -487,7 +487,7 @@ impl Run {
         let number = |data: &[u8]| data.first_chunk().map_or(0, |n| u32::from_be_bytes(*n));
         let connection = number(told.1) as usize;
         let Some(plan) = self.plans.get(connection).copied() else {
-            return Err("a request that nobody made".to_owned());
+            return Err("a request without a requester".to_owned());
         };
         let carrier = if resolution {
             Carrier::SidrReq
@@ -501,7 +501,7 @@ impl Run {
             || told.0 != addressing
             || told.1 != private_data(connection, carrier, told.1.len());
         if differs {
-            return Err("a request that differs from what was asked".to_owned());
+            return Err("a request with other parameters than the requester's".to_owned());
         }
         // A repeated request may arrive after its connection has ended, but never while the connection lives.
         let alive = |side: &&Side| side.connection == connection && side.passive && side.seen != Seen::Over;
@@ -538,7 +538,7 @@ impl Run {
             } => {
                 let plan = self.requested(host, *id, false, (*addressing, private_data))?;
                 if *service != SERVICE || !self.is_told(remote, &plan, 0) {
-                    return Err("a request that differs from what was asked".to_owned());
+                    return Err("a request with other parameters than the requester's".to_owned());
                 }
                 return Ok(());
             }
@@ -628,7 +628,7 @@ impl Run {
         match is_right {
             true => Ok(()),
             false => Err(format!(
-                "connection {connection}: not what its users did: {plan:?}"
+                "connection {connection}: does not match the actions of its users: {plan:?}"
             )),
         }
     }

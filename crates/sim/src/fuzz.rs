@@ -778,7 +778,7 @@ impl Pair {
             machine.revoke_qp(i, qpn);
         }
         if let Some(machine) = &self.machine {
-            assert_eq!(machine.outlived(i, rnic), None, "what it granted is open");
+            assert_eq!(machine.outlived(i, rnic), None, "its grants are still open");
         }
     }
 
@@ -855,7 +855,7 @@ impl Pair {
             self.fire(0);
             self.fire(1);
         }
-        panic!("what is open does not come to an end");
+        panic!("open requests do not complete");
     }
 
     /// Delivers nothing more: every retry runs out and no timer is left.

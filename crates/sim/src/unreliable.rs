@@ -312,7 +312,7 @@ impl Run {
             }
             self.take_completions()?;
             if self.world.steps > limit {
-                return Err(format!("no rest after {limit} steps"));
+                return Err(format!("not idle after {limit} steps"));
             }
         }
         self.check_rest()

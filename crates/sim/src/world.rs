@@ -707,7 +707,7 @@ impl World {
         if let Some(machine) = &self.machine
             && let Some(qpn) = machine.outlived(host, rnic)
         {
-            let what = || format!("host {host}: {qpn:?} takes no requests, and what it granted is open");
+            let what = || format!("host {host}: {qpn:?} takes no requests, and its grants are still open");
             self.tap.violation.get_or_insert_with(what);
         }
     }

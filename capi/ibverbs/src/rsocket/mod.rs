@@ -239,13 +239,13 @@ impl Socket {
         }
     }
 
-    /// Waits at the completion queue of a stream, for a call that has taken its seat there. Returns whether anything arrived.
+    /// Waits at the completion queue of a stream, for a call that has started a wait there. Returns whether anything arrived.
     fn drive(&self, cq: &CompletionQueue, limit: Duration) -> bool {
         let found = cq.wait(limit).ok().flatten();
         let came = found.is_some();
         let mut state = self.lock();
         if let Role::Stream(stream) = &mut state.role {
-            stream.stand_up(found);
+            stream.end_wait(found);
         }
         // No other call has seen, or was notified of, what arrived meanwhile.
         state.wake();
@@ -281,7 +281,7 @@ impl Socket {
             };
             if drives
                 && let Role::Stream(stream) = &mut state.role
-                && let Some(cq) = stream.sit()
+                && let Some(cq) = stream.start_wait()
             {
                 drop(state);
                 drives = self.drive(&cq, left.min(DRIVES));

@@ -54,13 +54,13 @@ impl Polled<'_> {
         };
         let mut state = socket.lock();
         let is_ready = state.events() & (fd.events | ALWAYS) != 0;
-        let seat = match &mut state.role {
-            Role::Stream(stream) if !is_ready => stream.sit(),
+        let queue = match &mut state.role {
+            Role::Stream(stream) if !is_ready => stream.start_wait(),
             _ => return is_ready,
         };
         drop(state);
         let limit = left.map_or(DRIVES, |left| left.min(DRIVES));
-        seat.is_some_and(|cq| socket.drive(&cq, limit))
+        queue.is_some_and(|cq| socket.drive(&cq, limit))
     }
 
     /// Polls the other descriptors, together with `more`, for no longer than `left`.

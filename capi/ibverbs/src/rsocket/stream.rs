@@ -49,7 +49,7 @@ pub(super) struct Stream {
     end: Option<End>,
     completions: VecDeque<WorkCompletion>,
     /// Set while a call waits at the completion queue: it alone takes completions.
-    is_seated: bool,
+    has_waiter: bool,
 
     posted: VecDeque<Posted>,
     controls: u32,
@@ -90,7 +90,7 @@ impl Stream {
             established,
             end: None,
             completions: VecDeque::new(),
-            is_seated: false,
+            has_waiter: false,
             posted: VecDeque::new(),
             controls: 0,
             target: peer.data,
@@ -117,14 +117,14 @@ impl Stream {
     }
 
     /// Lets a call wait at the completion queue, without the socket's lock. Returns `None` while another call does.
-    pub(super) fn sit(&mut self) -> Option<CompletionQueue> {
-        let is_free = !std::mem::replace(&mut self.is_seated, true);
+    pub(super) fn start_wait(&mut self) -> Option<CompletionQueue> {
+        let is_free = !std::mem::replace(&mut self.has_waiter, true);
         is_free.then(|| self.own.cq.clone())
     }
 
     /// Ends that wait, with the completion that the call took.
-    pub(super) fn stand_up(&mut self, found: Option<WorkCompletion>) {
-        self.is_seated = false;
+    pub(super) fn end_wait(&mut self, found: Option<WorkCompletion>) {
+        self.has_waiter = false;
         if let Some(wc) = found {
             self.complete(&wc);
         }
@@ -132,7 +132,7 @@ impl Stream {
 
     /// Arms the completion queue, and adds its descriptor. While a call waits at the queue, that call notifies the others.
     pub(super) fn arm(&self, fds: &mut Vec<RawFd>) {
-        if self.is_seated {
+        if self.has_waiter {
             return;
         }
         self.own.cq.arm(Arm::Next);
@@ -141,8 +141,8 @@ impl Stream {
 
     /// Takes completions in, and sends what is pending. Returns whether anything arrived.
     pub(super) fn progress(&mut self) -> bool {
-        self.send_owed();
-        if self.is_seated {
+        self.send_pending();
+        if self.has_waiter {
             return false;
         }
         let mut completions = std::mem::take(&mut self.completions);
@@ -152,7 +152,7 @@ impl Stream {
         }
         self.completions = completions;
         if came {
-            self.send_owed();
+            self.send_pending();
         }
         came
     }
@@ -270,7 +270,7 @@ impl Stream {
     }
 
     /// Sends credits and control messages that are due, as far as there is room.
-    fn send_owed(&mut self) {
+    fn send_pending(&mut self) {
         while self.end.is_none() && self.controls < CONTROLS && self.is_established() {
             let half = self.own.half();
             let free = 2 * half - (self.granted - self.read);
@@ -492,7 +492,7 @@ impl Stream {
             self.messages.pop_front();
             self.taken = self.taken.wrapping_add(1);
         }
-        self.send_owed();
+        self.send_pending();
     }
 
     /// Ends reading, or sending, or both: `SHUT_RD`, `SHUT_WR`, `SHUT_RDWR`.
@@ -506,7 +506,7 @@ impl Stream {
             (true, false) => self.owed.push_back(Message::Shutdown),
             (false, false) => self.owed.push_back(Message::Disconnect),
         }
-        self.send_owed();
+        self.send_pending();
     }
 
     /// Returns whether the connection was lost.

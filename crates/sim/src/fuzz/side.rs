@@ -345,7 +345,7 @@ impl Side {
             }
             if let Event::CqError(cq) = event {
                 *self.overrun.entry(cq.0).or_default() += 1;
-                assert_eq!(self.overrun[&cq.0], 1, "an overrun is told once");
+                assert_eq!(self.overrun[&cq.0], 1, "an overrun is reported once");
             }
         }
         for cq in self.cqs {
@@ -353,7 +353,7 @@ impl Side {
                 self.completed(&wc);
             }
             let told = self.overrun.contains_key(&cq.0);
-            assert_eq!(self.is_overrun(cq), told, "an overrun is told");
+            assert_eq!(self.is_overrun(cq), told, "an overrun is reported");
         }
         while let Some(event) = self.rnic.cm().poll_event() {
             self.cm_event(&event);
@@ -492,7 +492,7 @@ impl Side {
             let is_answered = !matches!(queue.kind, Kind::Uc | Kind::Ud);
             assert!(
                 !waits || is_answered && !queue.times_out,
-                "{:?}: a request hangs",
+                "{:?}: a request never completes",
                 queue.kind
             );
         }

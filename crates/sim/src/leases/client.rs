@@ -11,8 +11,8 @@ use rdmux_rnic::{
 };
 use rdmux_wire::push::{ChangeKind, Message};
 
-use super::ground::{UNIT, Uid};
-use super::hands::{CLIENT, End, RECV, SERVER, SLOTS, Tag};
+use super::checker::{UNIT, Uid};
+use super::driver::{CLIENT, End, RECV, SERVER, SLOTS, Tag};
 use super::run::{REGION_BYTES, Run};
 use crate::pair::{Terms, bring_up};
 
@@ -114,17 +114,17 @@ impl Run<'_> {
     pub(super) fn client_completes(&mut self, wc: &WorkCompletion) {
         let success = wc.status == Status::Success;
         if wc.wr_id & PUSH != 0 && success {
-            self.hands().counts.acknowledged += 1;
-            self.ground.acknowledged(wc.wr_id & NUMBER);
+            self.driver().counts.acknowledged += 1;
+            self.checker.acknowledged(wc.wr_id & NUMBER);
         }
         if wc.wr_id & FLUSH != 0
             && let Some(pushes) = self.flushes.remove(&(wc.wr_id & NUMBER))
             && success
         {
-            self.hands().counts.flushes += 1;
-            self.ground.flushed(&pushes);
+            self.driver().counts.flushes += 1;
+            self.checker.flushed(&pushes);
         }
-        self.hands().counts.refused += u64::from(wc.status == Status::RemoteAccess);
+        self.driver().counts.refused += u64::from(wc.status == Status::RemoteAccess);
         let Some(at) = self.by_qpn.get(&wc.qpn).copied() else {
             return;
         };
@@ -134,7 +134,7 @@ impl Run<'_> {
             connection.inbox.push_back(*wc);
             if first {
                 let delay = self.dice.log_uniform(50_000);
-                self.hands().later(delay, Tag::Hear(at as u64));
+                self.driver().later(delay, Tag::Hear(at as u64));
             }
         }
     }
@@ -152,8 +152,8 @@ impl Run<'_> {
             } else if wc.wr_id & RECV != 0 {
                 let slot = (wc.wr_id & 0xffff) as usize;
                 let message = connection.end.message(slot, wc.byte_len as usize);
-                let hands = self.service.driver_mut();
-                hands.ready(CLIENT, &connection.end, slot);
+                let driver = self.service.driver_mut();
+                driver.ready(CLIENT, &connection.end, slot);
                 let (request, message) = Message::parse(&message).map_err(|error| error.to_string())?;
                 self.hears(at, request, message)?;
             } else {
@@ -203,7 +203,7 @@ impl Run<'_> {
                 };
                 let number = connection.number;
                 // If the server has restarted, the mapping belongs to nobody.
-                let Some(uid) = self.ground.uid(number, mapping) else {
+                let Some(uid) = self.checker.uid(number, mapping) else {
                     return Ok(());
                 };
                 connection.held.push(Held {
@@ -219,7 +219,7 @@ impl Run<'_> {
                 });
             }
             _ => match connection.requests.remove(&request) {
-                Some(Request::Write(push)) if message == Message::Written => self.ground.acknowledged(push),
+                Some(Request::Write(push)) if message == Message::Written => self.checker.acknowledged(push),
                 Some(Request::Release(mapping)) => connection.held.retain(|held| held.mapping != mapping),
                 _ => {}
             },
@@ -256,7 +256,7 @@ impl Run<'_> {
         let Some((qpn, _)) = self.clients[at].connected() else {
             return false;
         };
-        self.hands().send_message(CLIENT, qpn, MESSAGE, request, message)
+        self.driver().send_message(CLIENT, qpn, MESSAGE, request, message)
     }
 
     fn ask(&mut self, at: usize, request: Request, message: &Message) {
@@ -280,7 +280,7 @@ impl Run<'_> {
         }
         client.acts_left -= 1;
         let delay = self.dice.log_uniform(self.break_ns / 2);
-        self.hands().later(delay, Tag::Act(at as u64));
+        self.driver().later(delay, Tag::Act(at as u64));
         if self.clients[at].stopped {
             return;
         }
@@ -307,18 +307,18 @@ impl Run<'_> {
             41..44 => self.write(at),
             44..46 => self.read(at),
             46 => {
-                self.hands().counts.stopped += 1;
+                self.driver().counts.stopped += 1;
                 for _ in 0..self.dice.between(0, 4) {
                     self.push(at);
                 }
                 self.clients[at].stopped = true;
                 let delay = self.dice.log_uniform(3 * self.break_ns);
-                self.hands().later(delay, Tag::GoOn(at as u64));
+                self.driver().later(delay, Tag::GoOn(at as u64));
             }
             47 => {
-                self.hands().counts.died += 1;
+                self.driver().counts.died += 1;
                 if let Some(connection) = self.clients[at].connection.take() {
-                    self.hands().destroy(CLIENT, &connection.end);
+                    self.driver().destroy(CLIENT, &connection.end);
                 }
             }
             _ => {
@@ -338,25 +338,25 @@ impl Run<'_> {
 
     /// Connects, for the first time or again. The client forgets its previous connection without ending it.
     fn connect(&mut self, at: usize) {
-        let hands = self.service.driver_mut();
-        let (server, end) = (hands.make_end(SERVER), hands.make_end(CLIENT));
+        let driver = self.service.driver_mut();
+        let (server, end) = (driver.make_end(SERVER), driver.make_end(CLIENT));
         let terms = Terms {
-            mtu: hands.mtu,
-            window_bytes: hands.window_bytes,
+            mtu: driver.mtu,
+            window_bytes: driver.window_bytes,
             src_port: 0xc000 + (self.connections % 1024) as u16,
         };
         self.connections += 1;
-        bring_up(&mut hands.world, &mut self.dice, [server.qpn, end.qpn], terms);
+        bring_up(&mut driver.world, &mut self.dice, [server.qpn, end.qpn], terms);
         for slot in 0..SLOTS {
-            hands.ready(CLIENT, &end, slot);
+            driver.ready(CLIENT, &end, slot);
         }
         let (mut nonce, mut server_nonce) = ([0; 32], [0; 32]);
         self.dice.fill(&mut nonce);
         self.dice.fill(&mut server_nonce);
-        let peer = hands.world.hosts[CLIENT].address;
+        let peer = driver.world.hosts[CLIENT].address;
         let now = self.now();
         let number = self.service.handle_connected(now, peer, server_nonce);
-        self.hands().connected(number, server);
+        self.driver().connected(number, server);
         self.by_qpn.insert(end.qpn, at);
         let handshake = Handshake::new(Key::new([7; 32]), nonce, self.clients[at].name);
         let hello = handshake.hello();
@@ -453,7 +453,7 @@ impl Run<'_> {
             flags: SendFlags::SIGNALED,
             to: Target::Connected,
         };
-        let posted = self.hands().world.post_send(CLIENT, qpn, request).is_ok();
+        let posted = self.driver().world.post_send(CLIENT, qpn, request).is_ok();
         if let Some(connection) = self.clients[at].ready().filter(|_| posted) {
             let mapping = connection.held[nth].mapping;
             connection.under_way.insert(wr_id, mapping);
@@ -469,7 +469,7 @@ impl Run<'_> {
         let held = &connection.held[nth];
         let (all, uid, rkey, va) = (held.range.clone(), held.uid, held.rkey, held.va);
         let range = self.part_of(&all);
-        let push = self.ground.posted(Some(uid), range.clone());
+        let push = self.checker.posted(Some(uid), range.clone());
         let bytes = bytes_of(push, &range);
         let operation = Operation::Write {
             va: va + (range.start - all.start),
@@ -477,7 +477,7 @@ impl Run<'_> {
             imm: None,
         };
         if self.post(at, nth, PUSH | push, operation, &bytes) {
-            self.hands().counts.pushes += 1;
+            self.driver().counts.pushes += 1;
             if let Some(connection) = self.clients[at].ready() {
                 connection.held[nth].pushes.push(push);
             }
@@ -533,7 +533,7 @@ impl Run<'_> {
         let mut range = self.part_of(&whole);
         // A message has its own header.
         range.end = range.end.min(range.start + PUSH_BYTES_MAX / 2);
-        let push = self.ground.posted(None, range.clone());
+        let push = self.checker.posted(None, range.clone());
         let message = Message::Write {
             region: self.name.clone(),
             offset: range.start,

@@ -3,7 +3,7 @@
 //!
 //! The engines of both sides and the push service's own state machines ([`rdmux_push::server::Service`]) run. The simulation
 //! replaces the machine: the network, the path from the device to the memory, on which accepted bytes may wait, and the
-//! clients. A judge sits at the memory: it knows from outside which party was notified of what, and checks each byte that
+//! clients. A checker observes the memory: it knows from outside which party was notified of what, and checks each byte that
 //! lands.
 //!
 //! Invariants:
@@ -13,9 +13,9 @@
 //! - what was acknowledged before that point is there, once;
 //! - a request waits at most the break timeout for each request made before it.
 
+mod checker;
 mod client;
-mod ground;
-mod hands;
+mod driver;
 mod run;
 
 use std::fmt;

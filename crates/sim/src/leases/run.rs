@@ -8,9 +8,9 @@ use rdmux_push::server::{Event, Service, Shared};
 use rdmux_push::{Access, Domain, Key, Name, Region};
 use rdmux_rnic::{Qpn, Status};
 
+use super::checker::{Checker, Right};
 use super::client::Client;
-use super::ground::{Ground, Right};
-use super::hands::{CLIENT, Came, Hands, OWN_NS_MAX, SERVER, Tag, WAKE_NS_MAX};
+use super::driver::{CLIENT, Came, OWN_NS_MAX, SERVER, SimDriver, Tag, WAKE_NS_MAX};
 use super::{Defect, Report, Settings};
 use crate::dice::Dice;
 use crate::world::{Faults, Shape, Step, World};
@@ -37,8 +37,8 @@ struct Own {
 pub(super) struct Run<'a> {
     settings: &'a Settings,
     pub(super) dice: Dice,
-    pub(super) service: Service<Hands>,
-    pub(super) ground: Arc<Ground>,
+    pub(super) service: Service<SimDriver>,
+    pub(super) checker: Arc<Checker>,
     pub(super) name: Name,
     pub(super) break_ns: u64,
     pub(super) clients: Vec<Client>,
@@ -78,11 +78,11 @@ impl Run<'_> {
         };
         let window_bytes = dice.pick(&[4 << 10, 16 << 10, 256 << 10]);
         let world = World::new(settings.seed, shape, faults, window_bytes);
-        let ground = Arc::new(Ground::new(REGION_BYTES));
+        let checker = Arc::new(Checker::new(REGION_BYTES));
         let name = Name::new("r").expect("a name");
         // With a domain that waits for a medium, ordinary operations take time.
         let domain = dice.pick(&[Domain::File, Domain::File, Domain::WholeSystem]);
-        let region = Region::new(name.clone(), ground.clone(), domain, false);
+        let region = Region::new(name.clone(), checker.clone(), domain, false);
         let break_ns = dice.pick(&BREAK_NS);
         let shared = Arc::new(Shared {
             key: Key::new([7; 32]),
@@ -91,15 +91,15 @@ impl Run<'_> {
             mappings_max: MAPPINGS_MAX,
             messages_max: MESSAGES_MAX,
         });
-        let hands = Hands::new(
+        let driver = SimDriver::new(
             world,
-            ground.clone(),
+            checker.clone(),
             Dice::new(settings.seed, 11),
             settings.defect,
             break_ns,
             window_bytes,
         );
-        let service = Service::new(hands, shared, Duration::from_nanos(break_ns));
+        let service = Service::new(driver, shared, Duration::from_nanos(break_ns));
         let stirs = dice.pick(&[1, 10, 100]);
         let clients = (0..dice.between(2, 4)).map(|n| {
             let mut name = [n as u8; 16];
@@ -111,7 +111,7 @@ impl Run<'_> {
             settings,
             dice,
             service,
-            ground,
+            checker,
             name,
             break_ns,
             clients,
@@ -127,7 +127,7 @@ impl Run<'_> {
         }
     }
 
-    pub(super) fn hands(&mut self) -> &mut Hands {
+    pub(super) fn driver(&mut self) -> &mut SimDriver {
         self.service.driver_mut()
     }
 
@@ -137,16 +137,16 @@ impl Run<'_> {
 
     pub(super) fn run(mut self) -> Report {
         let violation = self.lives().err();
-        let hands = self.service.driver();
-        let mut counts = hands.counts;
-        counts.drained = self.ground.drained();
-        counts.strangers += hands.world.hosts[SERVER].rnic.counters().no_qp;
-        let carried = hands.world.carried;
+        let driver = self.service.driver();
+        let mut counts = driver.counts;
+        counts.drained = self.checker.drained();
+        counts.strangers += driver.world.hosts[SERVER].rnic.counters().no_qp;
+        let carried = driver.world.carried;
         counts.packets = carried.packets;
         counts.lost = carried.lost;
         counts.duplicated = carried.duplicated;
         counts.reordered = carried.reordered;
-        counts.steps = hands.world.steps;
+        counts.steps = driver.world.steps;
         Report {
             settings: *self.settings,
             violation,
@@ -157,39 +157,39 @@ impl Run<'_> {
     fn lives(&mut self) -> Result<(), String> {
         for at in 0..self.clients.len() as u64 {
             let delay = self.dice.log_uniform(self.break_ns);
-            self.hands().later(delay, Tag::Act(at));
+            self.driver().later(delay, Tag::Act(at));
         }
         let delay = self.dice.log_uniform(4 * self.break_ns);
-        self.hands().later(delay, Tag::Fault);
+        self.driver().later(delay, Tag::Fault);
         while self.step()? {}
-        self.ground.drain_all();
-        self.ground.finish();
+        self.checker.drain_all();
+        self.checker.finish();
         self.look()?;
         if !self.own.is_empty() || !self.service.driver().is_quiet() {
-            return Err("somebody waits for ever".to_owned());
+            return Err("a request waits without end".to_owned());
         }
         Ok(())
     }
 
     fn step(&mut self) -> Result<bool, String> {
-        let step = self.hands().world.step();
+        let step = self.driver().world.step();
         if let Step::User(tag) = step {
             self.user(Tag::unpack(tag))?;
         }
         if self.dice.one_in(self.stirs) {
-            self.ground.stir(&mut self.dice);
+            self.checker.stir(&mut self.dice);
         }
-        let cqs = self.hands().cqs;
+        let cqs = self.driver().cqs;
         let mut came = false;
-        while let Some(wc) = self.hands().world.poll_cq(SERVER, cqs[SERVER]) {
+        while let Some(wc) = self.driver().world.poll_cq(SERVER, cqs[SERVER]) {
             came |= self.inbox.is_empty();
             self.inbox.push(wc);
         }
         if came {
             let delay = self.dice.log_uniform(WAKE_NS_MAX);
-            self.hands().later(delay, Tag::Wake);
+            self.driver().later(delay, Tag::Wake);
         }
-        while let Some(wc) = self.hands().world.poll_cq(CLIENT, cqs[CLIENT]) {
+        while let Some(wc) = self.driver().world.poll_cq(CLIENT, cqs[CLIENT]) {
             self.client_completes(&wc);
         }
         self.look()?;
@@ -198,25 +198,25 @@ impl Run<'_> {
 
     /// Looks for violations.
     fn look(&mut self) -> Result<(), String> {
-        if let Some(what) = self.ground.violation() {
+        if let Some(what) = self.checker.violation() {
             return Err(what);
         }
-        let hands = self.service.driver_mut();
-        hands.check_waits();
-        let now = hands.world.now.0;
+        let driver = self.service.driver_mut();
+        driver.check_waits();
+        let now = driver.world.now.0;
         if let Some(own) = self.own.iter().find(|own| own.until_ns < now) {
             return Err(format!(
-                "an operation of the server's own waits for {} ms longer than all breaks before it take",
+                "an operation of the server waits {} ms longer than the breaks before it",
                 (now - own.until_ns) / 1_000_000
             ));
         }
-        if let Some(what) = hands.violation.take() {
+        if let Some(what) = driver.violation.take() {
             return Err(what);
         }
-        if hands.world.steps > STEPS_MAX {
-            return Err("it does not come to rest".to_owned());
+        if driver.world.steps > STEPS_MAX {
+            return Err("the run does not become idle".to_owned());
         }
-        hands.world.tap.violation.take().map_or(Ok(()), Err)
+        driver.world.tap.violation.take().map_or(Ok(()), Err)
     }
 
     fn user(&mut self, tag: Tag) -> Result<(), String> {
@@ -225,17 +225,17 @@ impl Run<'_> {
             Tag::Wake => self.wake(),
             Tag::Timeout => {
                 let due = self.service.poll_timeout().is_some_and(|at| at <= now);
-                if due && !self.hands().has(Defect::TimeNeverUp) {
+                if due && !self.driver().has(Defect::TimeNeverUp) {
                     self.service.handle_timeout(now);
                 }
             }
             Tag::Job(number) => {
-                if let Some(finished) = self.hands().job(number) {
+                if let Some(finished) = self.driver().job(number) {
                     self.service.finished(now, finished);
                 }
             }
-            Tag::Owed(number) => self.hands().owed(number),
-            Tag::Free(number) => self.hands().free(number),
+            Tag::Owed(number) => self.driver().owed(number),
+            Tag::Free(number) => self.driver().free(number),
             Tag::Act(at) => self.act(at as usize),
             Tag::Hear(at) => self.hear(at as usize)?,
             Tag::GoOn(at) => self.go_on(at as usize)?,
@@ -243,8 +243,8 @@ impl Run<'_> {
             Tag::OwnEnds(number) => {
                 if number >> 32 == self.life {
                     let number = number & u64::from(u32::MAX);
-                    self.hands().own -= 1;
-                    self.ground.end_own(number);
+                    self.driver().own -= 1;
+                    self.checker.end_own(number);
                     self.service.handle_local_end(now, number);
                 }
             }
@@ -257,7 +257,7 @@ impl Run<'_> {
     fn wake(&mut self) {
         let now = self.now();
         for wc in std::mem::take(&mut self.inbox) {
-            let Some((client, came)) = self.hands().what(&wc) else {
+            let Some((client, came)) = self.driver().what(&wc) else {
                 continue;
             };
             if wc.status != Status::Success {
@@ -267,7 +267,7 @@ impl Run<'_> {
             }
             match came {
                 Came::Message(slot, bytes) => {
-                    if let Some(message) = self.hands().take(client, slot, bytes) {
+                    if let Some(message) = self.driver().take(client, slot, bytes) {
                         self.service.handle_message(now, client, slot, &message);
                     }
                 }
@@ -281,7 +281,7 @@ impl Run<'_> {
     /// Does what follows each call of the service.
     fn after(&mut self) {
         let now = self.now();
-        while let Some((client, message)) = self.hands().made_up.pop_front() {
+        while let Some((client, message)) = self.driver().made_up.pop_front() {
             self.service
                 .handle_message(now, client, usize::from(u16::MAX), &message);
         }
@@ -300,15 +300,15 @@ impl Run<'_> {
                 access,
                 share,
             };
-            self.ground.begin_own(number, right);
+            self.checker.begin_own(number, right);
             let delay = self.dice.log_uniform(OWN_NS_MAX);
             let tag = Tag::OwnEnds(self.life << 32 | number);
-            let hands = self.hands();
-            hands.counts.local += 1;
-            hands.later(delay, tag);
+            let driver = self.driver();
+            driver.counts.local += 1;
+            driver.later(delay, tag);
         }
         let events: Vec<Event> = self.service.poll_events().collect();
-        let counts = &mut self.hands().counts;
+        let counts = &mut self.driver().counts;
         for event in events {
             match event {
                 Event::Breaking { .. } => counts.breaks += 1,
@@ -322,7 +322,7 @@ impl Run<'_> {
             self.timeout_planned = timeout;
             if let Some(at) = timeout {
                 let delay = at.saturating_sub(now).as_nanos() as u64;
-                self.hands().later(delay, Tag::Timeout);
+                self.driver().later(delay, Tag::Timeout);
             }
         }
     }
@@ -333,33 +333,33 @@ impl Run<'_> {
         }
         let delay = self.dice.log_uniform(4 * self.break_ns);
         let long = self.dice.log_uniform(4 * self.break_ns);
-        let hands = self.service.driver_mut();
-        hands.later(delay, Tag::Fault);
+        let driver = self.service.driver_mut();
+        driver.later(delay, Tag::Fault);
         match self.dice.below(16) {
             0 | 1 => {
-                hands.counts.faults += 1;
-                hands.world.break_link(self.dice.below(2) as usize, long);
+                driver.counts.faults += 1;
+                driver.world.break_link(self.dice.below(2) as usize, long);
             }
             2 | 3 => {
-                hands.counts.faults += 1;
-                hands.world.lose_more(long);
+                driver.counts.faults += 1;
+                driver.world.lose_more(long);
             }
             4 => {
-                hands.counts.faults += 1;
+                driver.counts.faults += 1;
                 let latency_ns = self.dice.log_uniform(1_000_000);
-                hands.world.change_latency(latency_ns);
+                driver.world.change_latency(latency_ns);
             }
             5..10 => {
                 let n = self.dice.below(self.clients.len() as u64) as usize;
                 if let Some((qpn, number)) = self.clients[n].connected() {
-                    hands.counts.cut += 1;
+                    driver.counts.cut += 1;
                     // In one direction, the other, or both.
                     let ways = self.dice.between(1, 3);
                     if ways & 1 != 0 {
-                        hands.world.cut_off(CLIENT, qpn, long);
+                        driver.world.cut_off(CLIENT, qpn, long);
                     }
-                    if let Some(qpn) = hands.server_qpn(number).filter(|_| ways & 2 != 0) {
-                        hands.world.cut_off(SERVER, qpn, long);
+                    if let Some(qpn) = driver.server_qpn(number).filter(|_| ways & 2 != 0) {
+                        driver.world.cut_off(SERVER, qpn, long);
                     }
                 }
             }
@@ -374,9 +374,9 @@ impl Run<'_> {
         let access = self.dice.pick(&[Access::READ, Access::WRITE]);
         let share = self.dice.pick(&[Access::empty(), Access::READ]);
         let now = self.now();
-        let hands = self.service.driver_mut();
-        let until_ns = hands.longest_wait();
-        hands.own += 1;
+        let driver = self.service.driver_mut();
+        let until_ns = driver.longest_wait();
+        driver.own += 1;
         self.own.push(Own {
             granted,
             access,
@@ -395,8 +395,8 @@ impl Run<'_> {
         self.timeout_planned = None;
         // The new server has the same memory and no leases.
         self.service.forget();
-        let hands = self.hands();
-        hands.counts.restarts += 1;
-        hands.restart();
+        let driver = self.driver();
+        driver.counts.restarts += 1;
+        driver.restart();
     }
 }

@@ -307,7 +307,7 @@ impl LogRun {
             scan(self.bytes, rdmux_push::Domain::Adr, true, &mut read).map_err(|error| error.to_string())?;
         let Some(view) = view else {
             return match self.open {
-                true => Err("there is no log any more".to_owned()),
+                true => Err("the log no longer exists".to_owned()),
                 false => Ok(None),
             };
         };
@@ -389,7 +389,7 @@ impl LogRun {
         }
         self.drive()?;
         if self.bed.steps() > STEPS_MAX {
-            return Err("the log does not get on".to_owned());
+            return Err("the log makes no progress".to_owned());
         }
         Ok(())
     }

@@ -186,7 +186,7 @@ impl Run<'_> {
             }
         }
         if self.bed.steps() > STEPS_MAX {
-            return Err("operations do not come to rest".to_owned());
+            return Err("operations do not complete".to_owned());
         }
         Ok(moved)
     }

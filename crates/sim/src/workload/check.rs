@@ -65,10 +65,10 @@ impl Workload {
         }
         // A completion that came after the event may have been polled already.
         if any && !told && self.world.hosts[host].completed.is_empty() {
-            return Err(format!("host {host}: nobody was told of a solicited message"));
+            return Err(format!("host {host}: no event for a solicited message"));
         }
         if told && !any {
-            return Err(format!("host {host}: told of a message that was not solicited"));
+            return Err(format!("host {host}: event for an unsolicited message"));
         }
         Ok(())
     }
@@ -386,7 +386,7 @@ impl Workload {
         let silent = self.flows[qp][host].outstanding.iter().all(|op| !op.signaled);
         if !silent || info.is_none_or(|info| info.send_outstanding > 0) {
             return Err(format!(
-                "QP {qp} host {host} is stuck at rest; {}",
+                "QP {qp} host {host} is idle with open operations; {}",
                 self.what_is_open()
             ));
         }
@@ -398,12 +398,12 @@ impl Workload {
 
     pub(super) fn check_rest(&mut self) -> Checked {
         if self.world.flushes_running != 0 {
-            return Err("flushes are left over".to_owned());
+            return Err("flushes remain".to_owned());
         }
         for qp in 0..self.flows.len() {
             for host in 0..2 {
                 self.check_end(qp, host)
-                    .map_err(|what| format!("QP {qp} host {host} at rest: {what}"))?;
+                    .map_err(|what| format!("QP {qp} host {host} idle: {what}"))?;
             }
         }
         self.forget_affected();
@@ -455,7 +455,7 @@ impl Workload {
             let lost = shared.recvs.len().saturating_sub(posted);
             if posted > shared.recvs.len() || lost > 0 && !self.ended {
                 return Err(format!(
-                    "host {host}: {posted} receives are left in a shared queue, of {}",
+                    "host {host}: {posted} of {} receives remain in a shared queue",
                     shared.recvs.len()
                 ));
             }
@@ -470,7 +470,7 @@ impl Workload {
         let narrow: Vec<_> = ends.filter_map(|end| end.narrow).collect();
         for cq in [objects.cq, objects.lazy_cq] {
             if self.world.hosts[host].rnic.cq_state(cq) != Some((0, false)) {
-                return Err(format!("host {host}: the completion queue is not at rest"));
+                return Err(format!("host {host}: the completion queue is not idle"));
             }
         }
         let ends = side.ends.iter().filter(|end| !end.gone);
@@ -492,7 +492,7 @@ impl Workload {
             Ok::<_, String>((rnic.object_counts(), rnic.poll_timeout()))
         })?;
         if left != ((0, 0, 0), None) {
-            return Err(format!("host {host}: objects or timers are left over: {left:?}"));
+            return Err(format!("host {host}: objects or timers remain: {left:?}"));
         }
         Ok(())
     }
@@ -529,7 +529,7 @@ impl Workload {
                 ));
             }
             if end.srq.is_some() && end.last_wqe != 1 {
-                return Err("in error, and nobody was told of the last receive".to_owned());
+                return Err("in error, without an event for the last receive".to_owned());
             }
         } else if !affected && (recv.recv_posted != 0 || !recvs.recvs.is_empty()) {
             return Err(format!("{} receives are left over", recv.recv_posted));
@@ -538,10 +538,10 @@ impl Workload {
         let failed = [send.state, recv.state].map(|state| state == QpState::Error);
         let errors = u32::from(failed[0]) + u32::from(failed[1] && end.xrc);
         if end.errors != errors && !by_user {
-            return Err(format!("{errors} QPs are in error, told were {}", end.errors));
+            return Err(format!("{errors} QPs are in error, {} events", end.errors));
         }
         if recv.state == QpState::Rtr && u32::from(end.served) > end.established {
-            return Err("nobody was told that requests came in".to_owned());
+            return Err("no event for the arrival of requests".to_owned());
         }
         if !affected && send.state != QpState::Rts {
             return Err(format!("in {:?}", send.state));
@@ -553,7 +553,7 @@ impl Workload {
             return Err(format!("an operation failed, yet the QP is in {:?}", send.state));
         }
         if end.narrow_unpolled && !end.overrun && flow.failed.is_none() {
-            return Err("more completed than the queue takes, and nobody was told".to_owned());
+            return Err("the queue overran without an event".to_owned());
         }
         let trespasses = end.reg.door.trespasses.load(Ordering::Relaxed);
         if trespasses != 0 {

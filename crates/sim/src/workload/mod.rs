@@ -437,7 +437,7 @@ impl Workload {
                 self.end_something()?;
             }
             if self.world.steps > limit {
-                return Err(format!("no rest after {limit} steps; {}", self.what_is_open()));
+                return Err(format!("not idle after {limit} steps; {}", self.what_is_open()));
             }
         }
         self.check_rest()

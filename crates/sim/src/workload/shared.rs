@@ -102,8 +102,8 @@ impl Shared {
         let left = rnic.query_srq(self.srqn).map_or(0, |info| info.posted);
         match self.armed.take() {
             Some(limit) if left < limit as usize => Ok(()),
-            Some(limit) => Err(format!("{left} receives are left, and the limit is {limit}")),
-            None => Err("told of a limit that is not armed".to_owned()),
+            Some(limit) => Err(format!("{left} receives remain, and the limit is {limit}")),
+            None => Err("event for a limit that is not armed".to_owned()),
         }
     }
 
@@ -113,7 +113,7 @@ impl Shared {
         let before = std::mem::replace(&mut self.left, left);
         match self.armed {
             Some(limit) if left < before && left < limit as usize => Err(format!(
-                "{left} receives are left of a limit of {limit}, and nobody was told"
+                "{left} receives remain below a limit of {limit}, without an event"
             )),
             _ => Ok(()),
         }

@@ -52,7 +52,7 @@ impl Workload {
                 .world
                 .with(host, |rnic, now| rnic.skip_psns(now, qpn, sent, received));
             if !skipped {
-                return Err(format!("host {host}, {qpn:?}: does not rest any more"));
+                return Err(format!("host {host}, {qpn:?}: no longer idle"));
             }
         }
         Ok(())

@@ -187,7 +187,7 @@ mod tests {
         assert_eq!("".parse(), Ok(Filter::default()));
         for (text, line) in [
             ("qp", "'qp': give qp=N, peer=ADDR or opcode=KIND"),
-            ("qp=0x1000000", "'qp=0x1000000': give a queue pair's number"),
+            ("qp=0x1000000", "'qp=0x1000000': give a queue pair number"),
             ("peer=host", "'peer=host': give an address"),
             ("opcode=WRITE", "'opcode=WRITE': give send, write, read"),
             ("qp=1 qp=2", "'qp=2': it is given twice"),

@@ -1,4 +1,4 @@
-//! The region's bytes and the judge beside them, which checks what mapping or operation each byte came from and whether that
+//! The region's bytes and their checker, which verifies the mapping or operation that each byte came from and whether that
 //! still may write.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -87,15 +87,15 @@ struct State {
 
 /// A region's memory.
 #[derive(Debug)]
-pub(super) struct Ground {
+pub(super) struct Checker {
     state: Mutex<State>,
     writer: Mutex<Writer>,
     len: u64,
 }
 
-impl Ground {
-    pub(super) fn new(len: u64) -> Ground {
-        Ground {
+impl Checker {
+    pub(super) fn new(len: u64) -> Checker {
+        Checker {
             state: Mutex::new(State {
                 bytes: vec![0; len as usize],
                 ..State::default()
@@ -263,7 +263,7 @@ impl Ground {
         self.write_as(Writer::Operation(client), f)
     }
 
-    /// Runs `f` for a client, but leaves its writes to [`Ground::land_late`].
+    /// Runs `f` for a client, but leaves its writes to [`Checker::land_late`].
     pub(super) fn pretend<R>(&self, client: u64, f: impl FnOnce() -> R) -> (R, Vec<(u64, Vec<u8>)>) {
         self.lock().held_back = Some(Vec::new());
         let result = self.operate(client, f);
@@ -431,7 +431,7 @@ impl State {
     }
 }
 
-impl Memory for Ground {
+impl Memory for Checker {
     fn len(&self) -> u64 {
         self.len
     }
@@ -481,25 +481,25 @@ impl Memory for Ground {
 
 /// Memory that a mapping's region is registered over: the region, behind the device's buffers.
 #[derive(Debug)]
-pub(super) struct Door {
-    pub(super) ground: Arc<Ground>,
+pub(super) struct MappedMemory {
+    pub(super) checker: Arc<Checker>,
     pub(super) memory: Arc<Mapped>,
     pub(super) uid: Uid,
 }
 
-impl Memory for Door {
+impl Memory for MappedMemory {
     fn len(&self) -> u64 {
         self.memory.len()
     }
 
     fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
         // A READ pushes the posted writes of its queue pair ahead of itself. PCI Express, transaction ordering.
-        self.ground.drain(self.uid);
+        self.checker.drain(self.uid);
         self.memory.read(offset, out)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        let mut state = self.ground.lock();
+        let mut state = self.checker.lock();
         let lane = &mut state.mappings[self.uid.0].lane;
         lane.0.push_back((offset, bytes.to_vec()));
         Ok(())
@@ -518,7 +518,7 @@ impl Memory for Door {
     }
 
     fn flush(&self, offset: u64, length: u64, placement: Placement) -> Result<(), Fault> {
-        self.ground.drain(self.uid);
+        self.checker.drain(self.uid);
         self.memory.flush(offset, length, placement)
     }
 }

@@ -1,4 +1,4 @@
-//! Driver that carries out the service's decisions: the engine of the server, jobs that take time, and the judge that watches.
+//! Driver that carries out the service's decisions: the engine of the server, jobs that take time, and the checker that watches.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use rdmux_rnic::{
 };
 use rdmux_wire::push::{ChangeKind, Extent, Message};
 
-use super::ground::{Door, Ground, Right, Uid};
+use super::checker::{Checker, MappedMemory, Right, Uid};
 use super::{Counts, Defect};
 use crate::dice::Dice;
 use crate::world::World;
@@ -141,9 +141,9 @@ struct Asked {
 
 /// Both engines, the network, and the server's side except for its decisions.
 #[derive(Debug)]
-pub(super) struct Hands {
+pub(super) struct SimDriver {
     pub(super) world: World,
-    pub(super) ground: Arc<Ground>,
+    pub(super) checker: Arc<Checker>,
     pub(super) dice: Dice,
     pub(super) counts: Counts,
     /// Messages that a defect makes up.
@@ -182,19 +182,19 @@ impl std::fmt::Debug for World {
     }
 }
 
-impl Hands {
+impl SimDriver {
     pub(super) fn new(
         mut world: World,
-        ground: Arc<Ground>,
+        checker: Arc<Checker>,
         mut dice: Dice,
         defect: Option<Defect>,
         break_ns: u64,
         window_bytes: u32,
-    ) -> Hands {
+    ) -> SimDriver {
         let cqs = [0, 1].map(|host: usize| world.hosts[host].rnic.create_cq(1 << 16));
-        Hands {
+        SimDriver {
             world,
-            ground,
+            checker,
             counts: Counts::default(),
             made_up: VecDeque::new(),
             cqs,
@@ -331,7 +331,7 @@ impl Hands {
         self.counts.strangers += self.world.hosts[SERVER].rnic.counters().no_qp;
         self.world.restart(SERVER);
         self.cqs[SERVER] = self.world.hosts[SERVER].rnic.create_cq(1 << 16);
-        self.ground.restarted();
+        self.checker.restarted();
         self.links.clear();
         self.by_qpn.clear();
         self.jobs.clear();
@@ -358,10 +358,10 @@ impl Hands {
         ))
     }
 
-    /// Takes a message for the service, and tells the judge what it has to know about it.
+    /// Takes a message for the service, and tells the checker what it has to know about it.
     pub(super) fn take(&mut self, client: u64, slot: usize, bytes: usize) -> Option<Vec<u8>> {
         // A completion arrives behind the writes before it.
-        self.ground.drain_client(client);
+        self.checker.drain_client(client);
         let message = self.links.get(&client)?.end.message(slot, bytes);
         if let Ok((_, parsed)) = Message::parse(&message) {
             let ends = match parsed {
@@ -398,7 +398,7 @@ impl Hands {
         if let Some(((client, _), asked)) = late {
             let by_ms = (now - asked.until_ns) / 1_000_000;
             self.wrong(format!(
-                "a request of client {client} waits for {by_ms} ms longer than all breaks before it take"
+                "a request of client {client} waits {by_ms} ms longer than the breaks before it"
             ));
         }
     }
@@ -411,18 +411,18 @@ impl Hands {
     /// Runs a job whose time is over.
     pub(super) fn job(&mut self, number: u64) -> Option<Finished> {
         if let Some((client, writes)) = self.late.remove(&number) {
-            self.ground.land_late(client, &writes);
+            self.checker.land_late(client, &writes);
         }
         let job = self.jobs.remove(&number)?;
         let client = job.client();
-        Some(self.ground.operate(client, || job.run()))
+        Some(self.checker.operate(client, || job.run()))
     }
 
     /// Performs a deregistration that should have been done before.
     pub(super) fn owed(&mut self, number: u64) {
         if let Some((lkey, uid)) = self.owed.remove(&number) {
             let _ = self.world.with(SERVER, |rnic, _| rnic.dereg_mr(lkey));
-            self.ground.drain(uid);
+            self.checker.drain(uid);
         }
     }
 
@@ -437,7 +437,7 @@ impl Hands {
         self.next
     }
 
-    /// Tells the judge what a message says to its recipient.
+    /// Tells the checker what a message says to its recipient.
     fn told(&mut self, client: u64, slot: Slot, message: &Message) {
         if let Slot::Answer(slot) = slot
             && let Some(asked) = self.asked.remove(&(client, slot))
@@ -445,7 +445,7 @@ impl Hands {
             let now = self.world.now.0;
             self.counts.waited += u64::from(now > asked.since_ns + SLACK_NS);
             if let (Some(mapping), Message::Released | Message::Unmapped) = (asked.ends, message) {
-                self.ground.over(client, mapping, "its release was acknowledged");
+                self.checker.over(client, mapping, "its release was acknowledged");
             }
         }
         match message {
@@ -456,7 +456,7 @@ impl Hands {
                 let earlier: Vec<u64> = earlier.map(|(n, _)| *n).collect();
                 self.counts.reconnects += u64::from(!earlier.is_empty());
                 for client in earlier {
-                    self.ground.succeeded(client);
+                    self.checker.succeeded(client);
                 }
             }
             Message::Written | Message::Bytes { .. } => self.counts.ordinary += 1,
@@ -467,7 +467,8 @@ impl Hands {
                             self.assume_acknowledged(client, change.mapping);
                         }
                         ChangeKind::Revoked => {
-                            self.ground.over(client, change.mapping, "its holder was told so");
+                            self.checker
+                                .over(client, change.mapping, "its holder was told so");
                         }
                     }
                 }
@@ -506,7 +507,7 @@ pub(super) enum Came {
     Nothing,
 }
 
-impl Driver for Hands {
+impl Driver for SimDriver {
     fn register(
         &mut self,
         client: u64,
@@ -520,15 +521,15 @@ impl Driver for Hands {
             access: map.access,
             share: map.share,
         };
-        let uid = self.ground.begin((client, map.mapping), right, memory.clone());
-        let door = Door {
-            ground: self.ground.clone(),
+        let uid = self.checker.begin((client, map.mapping), right, memory.clone());
+        let memory = MappedMemory {
+            checker: self.checker.clone(),
             memory,
             uid,
         };
         let link = self.links.get_mut(&client).ok_or("no such client")?;
         let spec = RegionSpec {
-            memory: Arc::new(door),
+            memory: Arc::new(memory),
             memory_offset: map.offset,
             length: map.length,
             iova: map.offset,
@@ -571,7 +572,7 @@ impl Driver for Hands {
         let ended = self.world.with(SERVER, |rnic, _| rnic.dereg_mr(lkey).is_ok());
         assert!(ended, "no window is bound to it");
         if !self.has(Defect::NotDrained) {
-            self.ground.drain_last(uid);
+            self.checker.drain_last(uid);
         }
     }
 
@@ -606,7 +607,7 @@ impl Driver for Hands {
         if self.has(Defect::OldConnectionLives) && self.has_successor(client) {
             return;
         }
-        self.ground.client_over(client, "its connection had ended");
+        self.checker.client_over(client, "its connection had ended");
         if failed {
             let number = self.number();
             self.lingering.insert(number, link.end);
@@ -619,7 +620,7 @@ impl Driver for Hands {
     fn work(&mut self, job: Job) -> Option<Finished> {
         let client = job.client();
         if job.is_immediate() {
-            return Some(self.ground.operate(client, || job.run()));
+            return Some(self.checker.operate(client, || job.run()));
         }
         let number = self.number();
         // Jobs are done in order.
@@ -628,7 +629,7 @@ impl Driver for Hands {
         self.busy_until_ns = ends;
         self.later(ends - self.world.now.0, Tag::Job(number));
         if self.has(Defect::WriteReportedEarly) {
-            let (finished, writes) = self.ground.pretend(client, || job.run());
+            let (finished, writes) = self.checker.pretend(client, || job.run());
             self.late.insert(number, (client, writes));
             return Some(finished);
         }
