@@ -355,14 +355,17 @@ unsafe fn connect(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_
     if own.is_datagram() {
         return datagram::connect(own, device, peer, data);
     }
-    own.shared.ask(asking(ConnectQuestion {
+    let question = asking(ConnectQuestion {
         pair: Pair::of(own, asked)?,
         params: parameters(own, asked),
         device,
         peer,
         data,
         verbs: own.shown.verbs.expose_provenance(),
-    }))
+    });
+    // Once the result is reported, another thread of the program may destroy the id.
+    let shared = own.shared.clone();
+    shared.ask(question)
 }
 
 /// Asks a peer for a connection.
@@ -500,36 +503,41 @@ unsafe fn accept(own: &mut Id, asked: Option<&abi::ConnParam>) -> Result<(), c_i
     }
     let pair = Pair::of(own, asked)?;
     let params = parameters(own, asked);
-    // If this fails, the program can still accept the request otherwise, or refuse it.
-    let Some(Request::Connection(request)) = &mut own.request else {
-        return Err(libc::EINVAL);
-    };
+    let shared = own.shared.clone();
     // Without the thread nobody would learn how the connection goes on.
-    let (queue, token) = own.shared.queue()?;
-    let (events, verbs) = (own.shared.events(), own.shown.verbs.expose_provenance());
-    events.watch(source_of(&own.shared));
-    // The peer may answer, and send another request, before this returns: the answer is reported first.
-    let accepted = events.tell_happened(|| {
-        let connection = request.accept_pair(pair.get(), &params, &data).map(Arc::new);
-        if let Ok(connection) = &connection {
-            // A program that gets ESTABLISHED finds the queue pair in RTS.
-            for state in [QpState::Rtr, QpState::Rts] {
-                pair.show(verbs, connection, state);
-            }
-            // The id exists: the caller has it.
-            let _ = own.shared.keep(connection);
-            own.shared.follow(false);
+    let (queue, token) = shared.queue()?;
+    let mut request = match own.request.take() {
+        Some(Request::Connection(request)) => request,
+        other => {
+            own.request = other;
+            return Err(libc::EINVAL);
         }
-        connection
+    };
+    let (events, verbs) = (shared.events(), own.shown.verbs.expose_provenance());
+    events.watch(source_of(&shared));
+    // The peer may answer, and send another request, before this returns: the answer is reported first. Once that is reported, another
+    // thread of the program may destroy the id.
+    let accepted = events.tell_happened(|| {
+        let connection = Arc::new(request.accept_pair(pair.get(), &params, &data)?);
+        // A program that gets ESTABLISHED finds the queue pair in RTS.
+        for state in [QpState::Rtr, QpState::Rts] {
+            pair.show(verbs, &connection, state);
+        }
+        // The id exists: the caller has it.
+        let _ = shared.keep(&connection);
+        shared.follow(false);
+        connection.notify(queue, token);
+        Ok(())
     });
-    let connection = accepted.map_err(|error| match error {
-        ConnectError::Rejected { .. } => libc::ECONNREFUSED,
-        ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EINVAL),
-        _ => libc::EINVAL,
-    })?;
-    own.request = None;
-    connection.notify(queue, token);
-    Ok(())
+    accepted.map_err(|error| {
+        // The program can still accept the request otherwise, or refuse it.
+        own.request = Some(Request::Connection(request));
+        match error {
+            ConnectError::Rejected { .. } => libc::ECONNREFUSED,
+            ConnectError::Io(error) => error.raw_os_error().unwrap_or(libc::EINVAL),
+            _ => libc::EINVAL,
+        }
+    })
 }
 
 #[unsafe(no_mangle)]

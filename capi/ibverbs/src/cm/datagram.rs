@@ -41,13 +41,16 @@ pub(super) fn connect(
     peer: SocketAddr,
     private_data: Vec<u8>,
 ) -> Result<(), c_int> {
-    own.shared.ask(asking(ServiceQuestion {
+    let question = asking(ServiceQuestion {
         device,
         source_port: own.local.map_or(0, |local| local.port()),
         peer,
         traffic_class: own.traffic_class,
         private_data,
-    }))
+    });
+    // Once the result is reported, another thread of the program may destroy the id.
+    let shared = own.shared.clone();
+    shared.ask(question)
 }
 
 struct ServiceQuestion {
