@@ -11,8 +11,8 @@ use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
 
 use super::{
     ANSWER_KEPT, BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint,
-    FIRST_WAIT_NS, Peering, RESPONSE_TIMEOUT, SERVICE_TIMEOUT, State, TRIES, cut, emit, nanoseconds, rej,
-    rej_with, with_addressing, without_addressing,
+    FIRST_WAIT_NS, Peering, RESPONSE_TIMEOUT, RequestKey, SERVICE_TIMEOUT, State, TRIES, cut, emit,
+    nanoseconds, rej, rej_with, with_addressing, without_addressing,
 };
 use crate::time::Time;
 use crate::transmit::ECN_MARKED;
@@ -338,7 +338,7 @@ impl Cm {
 
     pub(super) fn handle_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &Req) {
         let key = (peer, Some(req.ca_guid), req.local_comm_id);
-        let known = self.by_request.get(&key).copied();
+        let known = self.repeated(&key, tid);
         if let Some(id) = known.filter(|_| !mutant!(RequestTaken)) {
             return self.handle_req_again(id);
         }
@@ -419,6 +419,19 @@ impl Cm {
         } else {
             self.disconnect(now, CmId(id));
         }
+    }
+
+    /// Returns the connection, or the resolution, of a request that the peer repeats. A peer draws its communication ids at random, so
+    /// another request may have the id of one whose answer is still kept: its transaction id tells them apart. 13.4.6.4.
+    pub(super) fn repeated(&mut self, key: &RequestKey, tid: u64) -> Option<u32> {
+        let id = self.by_request.get(key).copied()?;
+        let c = self.connections.get_mut(&id)?;
+        if c.state == State::TimeWait && c.request_tid != tid {
+            c.request = None;
+            self.by_request.remove(key);
+            return None;
+        }
+        Some(id)
     }
 
     /// Answers a repeated request: repeats the earlier answer, or sends an MRA if there is none yet.

@@ -296,8 +296,9 @@ struct Connection {
     service: ServiceId,
     transport: Transport,
     peer: IpAddr,
-    /// Passive: the request that the connection came from.
+    /// Passive: the request that the connection came from, and its transaction id.
     request: Option<RequestKey>,
+    request_tid: u64,
     local_qpn: Qpn,
     remote_id: u32,
     remote_guid: u64,
@@ -326,6 +327,7 @@ impl Connection {
             transport: Transport::Rc,
             peer,
             request: None,
+            request_tid: tid,
             local_qpn: NO_QPN,
             remote_id: 0,
             remote_guid: 0,

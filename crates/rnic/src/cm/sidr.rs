@@ -71,7 +71,7 @@ impl Cm {
 
     pub(super) fn handle_sidr_req(&mut self, now: Time, peer: IpAddr, tid: u64, req: &SidrReq) {
         let key = (peer, None, req.request_id);
-        if let Some(id) = self.by_request.get(&key).copied() {
+        if let Some(id) = self.repeated(&key, tid) {
             // A repeated request: send the answer again if there is one yet.
             if self
                 .connections

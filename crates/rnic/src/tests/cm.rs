@@ -605,6 +605,25 @@ fn mra__again_and_again_does_not_hold_the_active_side_for_ever() {
 }
 
 #[test]
+fn request__with_the_id_of_an_answered_one_is_another() {
+    let (mut pair, _, req) = listening();
+    let ask = |pair: &mut Pair, tid| {
+        let mut bytes = [0; MAD_LEN];
+        Message::Req(req).emit(tid, &mut bytes);
+        let (src, now) = (address(pair, 1), pair.now);
+        pair.sides[0].rnic.cm().handle_mad(now, src, &bytes);
+        event(pair, 0)
+    };
+    let Some(CmEvent::Request { id, .. }) = ask(&mut pair, 1) else {
+        panic!("no request came");
+    };
+    let now = pair.now;
+    pair.sides[0].rnic.cm().reject(now, id, RejReason::CONSUMER, &[]);
+    assert_eq!(ask(&mut pair, 1), None, "the same one gets the same answer");
+    assert!(matches!(ask(&mut pair, 2), Some(CmEvent::Request { .. })));
+}
+
+#[test]
 fn unknown__messages_make_no_connection_and_no_event() {
     let mut pair = Pair::new();
     let id = connect(&mut pair);
