@@ -11,8 +11,8 @@ use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
 
 use super::{
     ANSWER_KEPT, BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint,
-    FIRST_WAIT_NS, Peering, RESPONSE_TIMEOUT, RequestKey, SERVICE_TIMEOUT, State, TRIES, cut, emit,
-    nanoseconds, rej, rej_with, with_addressing, without_addressing,
+    FIRST_WAIT_NS, PEER_DECISION_NS, Peering, RESPONSE_TIMEOUT, RequestKey, SERVICE_TIMEOUT, State, TRIES,
+    cut, emit, nanoseconds, rej, rej_with, with_addressing, without_addressing,
 };
 use crate::time::Time;
 use crate::transmit::ECN_MARKED;
@@ -81,7 +81,7 @@ impl Cm {
         connection.transport = local.transport;
         connection.local_qpn = local.qpn;
         connection.rest = local.ack_timeout.clamp(REST_MIN, REST_MAX);
-        connection.decide_by = now + DECISION_NS;
+        connection.decide_by = now + PEER_DECISION_NS;
         connection.message = emit(&Message::Req(req), tid);
         self.qpns.insert((local.qpn, id));
         self.connections.insert(id, connection);
@@ -131,7 +131,7 @@ impl Cm {
         c.message = emit(&Message::Rep(rep), c.tid);
         c.state = State::RepSent;
         c.local_qpn = local.qpn;
-        c.decide_by = now + DECISION_NS;
+        c.decide_by = now + PEER_DECISION_NS;
         let service = c.service;
         self.qpns.insert((local.qpn, id.0));
         self.decided(service);

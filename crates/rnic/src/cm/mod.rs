@@ -42,8 +42,10 @@ const TRIES: u8 = 7;
 const CONNECTIONS_MAX: usize = 1 << 16;
 /// Maximum requests of one service that its user has not decided on. Further requests are dropped, and the peer repeats them.
 pub(crate) const BACKLOG_MAX: usize = 128;
-/// Time that a user, or a peer that asks for more time again and again, has to decide on a request. No peer keeps requesting for that long.
+/// Time that a user has to decide on a request. No peer keeps requesting for that long.
 const DECISION_NS: u64 = 60_000_000_000;
+/// Time that a peer has which asks for more time again and again. A peer whose user does not decide rejects before that.
+const PEER_DECISION_NS: u64 = DECISION_NS + 15_000_000_000;
 /// Maximum connections in TimeWait, and separately maximum requests: when full, the entry whose TimeWait ends first is forgotten.
 pub(crate) const RESTING_MAX: usize = 4_096;
 /// Timeout code of the time for which an answer is kept in case the request is repeated: the kernel repeats after 4.3 s.

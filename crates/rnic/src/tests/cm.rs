@@ -596,12 +596,12 @@ fn mra__again_and_again_does_not_hold_the_active_side_for_ever() {
         pair.pass(SECOND);
         seconds += 1;
         match event(&mut pair, 0) {
-            None => assert!(seconds < 61, "the attempt goes on"),
+            None => assert!(seconds < 76, "the attempt goes on"),
             Some(event) => break event,
         }
     };
     assert_eq!(event, CmEvent::Unreachable { id });
-    assert_eq!(seconds, 60);
+    assert_eq!(seconds, 75);
 }
 
 #[test]

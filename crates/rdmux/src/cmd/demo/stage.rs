@@ -161,11 +161,19 @@ impl Stage {
         Ok(path.to_owned())
     }
 
-    fn spawn(&self, prefix: &[String], args: &[&str], stderr: Stdio) -> Result<Actor> {
+    /// Starts a process. `log`: the file that its stderr goes to.
+    fn spawn(&self, prefix: &[String], args: &[&str], log: Option<&str>) -> Result<Actor> {
         let mut words: Vec<&std::ffi::OsStr> = prefix.iter().map(AsRef::as_ref).collect();
         words.push(self.exe.as_ref());
         words.extend(args.iter().map(AsRef::<std::ffi::OsStr>::as_ref));
+        // Ctrl-C removes the folder while it has this lock: nobody adds a file meanwhile.
         let mut litter = litter();
+        let stderr = match log {
+            Some(name) => File::create(self.path(name))
+                .context("no log of the server")?
+                .into(),
+            None => Stdio::piped(),
+        };
         let child = Command::new(words[0])
             .args(&words[1..])
             .stdin(Stdio::null())
@@ -182,8 +190,7 @@ impl Stage {
         let (key, ip) = (self.arg("key")?, ip.to_string());
         let mut all = vec!["serve", "--json", "--key", &key, "--listen", &ip];
         all.extend(args);
-        let log = File::create(self.path(SERVER_LOG)).context("no log of the server")?;
-        let mut server = self.spawn(&self.prefix, &all, log.into())?;
+        let mut server = self.spawn(&self.prefix, &all, Some(SERVER_LOG))?;
         if first_line(&mut server)?.is_empty() {
             bail!("the server did not start: {}", self.server_log());
         }
@@ -198,7 +205,7 @@ impl Stage {
 
     /// Starts a server over TCP; returns its address too.
     pub(super) fn tcp_serve(&self, args: &[&str]) -> Result<(Actor, String)> {
-        let mut server = self.spawn(&self.prefix, args, Stdio::piped())?;
+        let mut server = self.spawn(&self.prefix, args, None)?;
         let address = first_line(&mut server)?;
         if address.is_empty() {
             bail!("the TCP server did not start: {}", server.complaint());
@@ -211,7 +218,7 @@ impl Stage {
         let key = self.arg("key")?;
         let mut all = args.to_vec();
         all.extend(["--key", &key]);
-        self.spawn(&[], &all, Stdio::piped())
+        self.spawn(&[], &all, None)
     }
 
     /// Runs a client to its end; returns its report.
