@@ -97,7 +97,7 @@ impl Device {
 pub(crate) fn put(field: &mut [c_char], text: &str) {
     let room = field.len() - 1;
     for (to, from) in field.iter_mut().zip(text.bytes().take(room)) {
-        *to = from.cast_signed();
+        *to = c_char::from_ne_bytes([from]);
     }
 }
 
