@@ -118,7 +118,12 @@ fn event_queue__many_connections_in_one_thread() {
     let one = threads_and_descriptors();
     sides.end();
     sides.open(50);
-    assert_eq!(threads_and_descriptors(), one);
+    // Fewer where the measurement of a wake-up, which takes a thread for a moment, had not ended before.
+    let all = threads_and_descriptors();
+    assert!(
+        all.0 <= one.0 && all.1 <= one.1,
+        "one connection {one:?}, 50 {all:?}"
+    );
     sides.end();
     while sides.events.poll().is_some() {}
 }
