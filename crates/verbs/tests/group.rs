@@ -545,7 +545,7 @@ fn group__holder_is_killed_while_it_grows() {
         let holder = take_holder(addr, &mut members);
         let random = (seed ^ round).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         if round % 2 == 0 {
-            // It is killed at any moment from before they ask until they have joined.
+            // It is killed at any moment from before they ask until they have joined: a random pause, whose length decides nothing.
             thread::sleep(Duration::from_micros(random >> 50));
         } else {
             // It is killed when it has bound some of the sockets, or all of them a moment ago.

@@ -353,6 +353,7 @@ fn kill_some(addresses: &[IpAddr], count: usize, kills: usize) {
         if group.killed.len() < kills {
             group.kill(dice.below(group.processes.len()));
             left -= 1;
+            // Kills at random moments are what this tests; nothing below depends on the length of the pause.
             thread::sleep(Duration::from_micros(dice.below(2 * pause_max) as u64));
         }
     }

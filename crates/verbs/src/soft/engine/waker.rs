@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -17,23 +17,23 @@ use crate::inbox::Inbox;
 #[derive(Debug)]
 pub(crate) struct Waker {
     fd: OwnedFd,
-    /// Set when the waker was woken since [`Waker::reset_if_woken`]. Stored after the write to the descriptor, so that a readable
-    /// descriptor is not overlooked for good.
-    woken: AtomicBool,
+    /// Number of writes to the descriptor, begun ones too, that were not read. Counted before the write, which may wake a thread that
+    /// takes the writer's CPU: it must not overlook that the descriptor is readable.
+    unread: AtomicU64,
 }
 
 impl Waker {
     pub(crate) fn new() -> io::Result<Waker> {
         Ok(Waker {
             fd: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?,
-            woken: AtomicBool::new(false),
+            unread: AtomicU64::new(0),
         })
     }
 
     pub(crate) fn wake(&self) {
+        self.unread.fetch_add(1, Ordering::Relaxed);
         // Fails only if it was woken 2^64 times without a reset.
         let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
-        self.woken.store(true, Ordering::Release);
     }
 
     /// Sleeps until woken; returns false if the time is over first.
@@ -55,12 +55,18 @@ impl Waker {
 
     /// Resets the waker. Returns whether it was woken since the last reset.
     pub(crate) fn reset(&self) -> bool {
-        rustix::io::read(&self.fd, &mut [0u8; 8]).is_ok()
+        let mut writes = [0; 8];
+        let was_woken = rustix::io::read(&self.fd, &mut writes).is_ok();
+        if was_woken {
+            self.unread
+                .fetch_sub(u64::from_ne_bytes(writes), Ordering::Relaxed);
+        }
+        was_woken
     }
 
     /// Does the same, without a system call if nobody woke it.
     pub(crate) fn reset_if_woken(&self) -> bool {
-        self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::Acquire) && self.reset()
+        self.unread.load(Ordering::Relaxed) > 0 && self.reset()
     }
 
     pub(crate) fn fd(&self) -> &OwnedFd {
