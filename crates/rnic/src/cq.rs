@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_wire::{Qpn, RKey};
+use strum::VariantArray;
 
 use crate::time::Time;
 
@@ -13,7 +14,7 @@ use crate::time::Time;
 pub struct Cqn(pub u32);
 
 /// Outcome of a work request. The names are those of `enum ibv_wc_status`; IBTA Vol 1, 11.6.2.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error, VariantArray)]
 pub enum Status {
     /// The request succeeded.
     #[error("success")]
@@ -53,26 +54,8 @@ pub enum Status {
     MemoryBind,
 }
 
-impl Status {
-    /// All values.
-    pub const ALL: [Status; 12] = [
-        Status::Success,
-        Status::LocalLength,
-        Status::LocalProtection,
-        Status::LocalQpOperation,
-        Status::Flushed,
-        Status::BadResponse,
-        Status::RemoteInvalidRequest,
-        Status::RemoteAccess,
-        Status::RemoteOperation,
-        Status::RetryExceeded,
-        Status::RnrRetryExceeded,
-        Status::MemoryBind,
-    ];
-}
-
 /// Kind of a completed work request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, VariantArray)]
 #[expect(missing_docs, reason = "the names are the verbs' own")]
 pub enum WcOpcode {
     Send,
@@ -87,24 +70,6 @@ pub enum WcOpcode {
     LocalInvalidate,
     Recv,
     RecvRdmaWithImm,
-}
-
-impl WcOpcode {
-    /// All values.
-    pub const ALL: [WcOpcode; 12] = [
-        WcOpcode::Send,
-        WcOpcode::Write,
-        WcOpcode::Read,
-        WcOpcode::CompareSwap,
-        WcOpcode::FetchAdd,
-        WcOpcode::AtomicWrite,
-        WcOpcode::Flush,
-        WcOpcode::BindWindow,
-        WcOpcode::Register,
-        WcOpcode::LocalInvalidate,
-        WcOpcode::Recv,
-        WcOpcode::RecvRdmaWithImm,
-    ];
 }
 
 /// A work completion. IBTA Vol 1, 11.4.2.1.

@@ -1,5 +1,7 @@
 //! Histograms of durations with buckets of powers of two: cheap enough to record every request, fine enough to locate outliers.
 
+use strum::VariantArray;
+
 use std::ops::Index;
 
 use crate::cq::WcOpcode;
@@ -53,7 +55,7 @@ impl Histogram {
 /// passed to these calls. Only successful requests on a reliable transport are counted, except those that the device completed
 /// within the post ([`crate::Event::WantsGrant`]): they take none of the driver's time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Latencies(Box<[Histogram; WcOpcode::ALL.len()]>);
+pub struct Latencies(Box<[Histogram; WcOpcode::VARIANTS.len()]>);
 
 impl Latencies {
     #[inline]
@@ -115,10 +117,10 @@ mod tests {
     #[test]
     fn latencies__one_of_each_opcode() {
         let mut latencies = Latencies::default();
-        for (i, opcode) in WcOpcode::ALL.into_iter().enumerate() {
+        for (i, opcode) in WcOpcode::VARIANTS.iter().copied().enumerate() {
             (0..=i).for_each(|_| latencies.record(opcode, 1000));
         }
-        for (i, opcode) in WcOpcode::ALL.into_iter().enumerate() {
+        for (i, opcode) in WcOpcode::VARIANTS.iter().copied().enumerate() {
             assert_eq!(latencies[opcode].count(), i as u64 + 1);
         }
     }

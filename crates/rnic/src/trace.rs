@@ -8,6 +8,7 @@ use std::net::IpAddr;
 
 use rdmux_wire::roce::{NakCode, Operation, Reth};
 use rdmux_wire::{Psn, Qpn};
+use strum::{FromRepr, VariantArray};
 
 use crate::cq::{Cqn, Status, WcOpcode};
 use crate::memory::{Access, Fault};
@@ -260,7 +261,7 @@ pub enum Denial {
 }
 
 /// Change of a connection's state. IBTA Vol 1, 12.9.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromRepr, VariantArray)]
 #[repr(u8)]
 pub enum ConnectionNote {
     /// The peer accepted the connection.
@@ -275,19 +276,8 @@ pub enum ConnectionNote {
     Disconnected = 5,
 }
 
-impl ConnectionNote {
-    /// All values.
-    pub const ALL: [ConnectionNote; 5] = [
-        ConnectionNote::Accepted,
-        ConnectionNote::Established,
-        ConnectionNote::Rejected,
-        ConnectionNote::Unreachable,
-        ConnectionNote::Disconnected,
-    ];
-}
-
 /// Fault that was injected into a packet on request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromRepr, VariantArray)]
 #[repr(u8)]
 pub enum Injection {
     /// The packet is lost.
@@ -300,17 +290,6 @@ pub enum Injection {
     Reordered = 4,
     /// A QP fails instead of receiving the packet.
     QpError = 5,
-}
-
-impl Injection {
-    /// All values.
-    pub const ALL: [Injection; 5] = [
-        Injection::Lost,
-        Injection::Corrupted,
-        Injection::Duplicated,
-        Injection::Reordered,
-        Injection::QpError,
-    ];
 }
 
 impl Note {

@@ -23,6 +23,7 @@ use crate::machine::Machine;
 use input::Input;
 pub use input::Reach;
 use side::{FENCED, IOVA, Kind, PSN, QKEY, REGION, Side};
+use strum::VariantArray;
 
 /// Maximum number of packets that wait on the link.
 const LINK_PACKETS: usize = 512;
@@ -84,7 +85,7 @@ impl Pair {
         let (shape, focus) = (input.byte(), input.byte());
         let sides = [1u8, 2].map(|n| Side::new(n, shape & 1 != 0, focus & 1 != 0));
         // Few QPs, so that each of them makes progress.
-        let first = usize::from(focus >> 1) % Kind::ALL.len();
+        let first = usize::from(focus >> 1) % Kind::VARIANTS.len();
         let (second, ends) = (usize::from(focus >> 5), input.byte());
         let mut pair = Pair {
             now: Time(1),
@@ -92,12 +93,12 @@ impl Pair {
             links: Default::default(),
             buf: TransmitBuf::new(64 << 10, shape & 2 != 0),
             shape,
-            focus: vec![first, peer_of(first), second % Kind::ALL.len()],
+            focus: vec![first, peer_of(first), second % Kind::VARIANTS.len()],
             connects: ends & 3 == 3,
             heals: ends & 4 != 0,
             machine: (ends >> 3 & 7 == 7).then(|| Machine::new(0, 1).0),
         };
-        for at in 0..Kind::ALL.len() {
+        for at in 0..Kind::VARIANTS.len() {
             pair.connect(0, at, shape, QpState::Rts);
             pair.connect(1, at, shape, QpState::Rts);
         }
@@ -875,7 +876,7 @@ impl Pair {
 
 /// Returns the index of a QP's peer among the QPs of the other side.
 fn peer_of(at: usize) -> usize {
-    Kind::ALL[at].of_peer() as usize
+    Kind::VARIANTS[at].of_peer() as usize
 }
 
 fn group(shape: u8) -> IpAddr {

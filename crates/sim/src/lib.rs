@@ -26,9 +26,10 @@ mod world;
 
 pub use report::{Counted, KINDS, Report};
 pub use seen::Seen;
+use strum::VariantArray;
 
 /// Event that ends something early in a run, at a random moment.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, VariantArray)]
 pub enum Ending {
     /// Nothing: every operation succeeds.
     #[default]
@@ -73,26 +74,16 @@ pub enum Ending {
 
 impl Ending {
     /// All endings but none.
-    pub const ALL: [Ending; 18] = [
-        Ending::PeerVanishes,
-        Ending::UserError,
-        Ending::Deregister,
-        Ending::OutOfBounds,
-        Ending::NoRight,
-        Ending::EndedKey,
-        Ending::ShortReceive,
-        Ending::NoReceive,
-        Ending::Misaligned,
-        Ending::BadLocalKey,
-        Ending::BadBind,
-        Ending::BadInvalidate,
-        Ending::MemoryFails,
-        Ending::DestroyQp,
-        Ending::Restart,
-        Ending::LinkDown,
-        Ending::Overrun,
-        Ending::FalseAnswer,
-    ];
+    pub const ALL: &[Ending] = Ending::VARIANTS.split_at(1).1;
+}
+
+/// Returns the element of `all` that has this name.
+fn named<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T, String> {
+    let found = all.iter().find(|one| name(**one) == text);
+    found.copied().ok_or_else(|| {
+        let names: Vec<&str> = all.iter().map(|one| name(*one)).collect();
+        format!("{text:?} is none of {}", names.join(", "))
+    })
 }
 
 /// Settings of a run. Everything else (path MTU, windows, depths, address family, latency, starting PSNs, ...) is drawn from

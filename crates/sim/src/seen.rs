@@ -6,6 +6,7 @@ use std::fmt;
 use rdmux_rnic::cm::CmEvent;
 use rdmux_rnic::{Cause, Counters, Event, Status, WcOpcode};
 use rdmux_wire::roce::Opcode;
+use strum::VariantArray;
 
 use crate::Ending;
 
@@ -186,8 +187,16 @@ fn all() -> BTreeSet<Name> {
     let mut all = BTreeSet::new();
     all.extend((0..=u8::MAX).filter_map(|code| Some((PACKET, packet_name(code)?))));
     all.extend(CM_MESSAGES.map(|name| (MESSAGE, name.to_owned())));
-    all.extend(WcOpcode::ALL.map(|opcode| (COMPLETED, format!("{opcode:?}"))));
-    all.extend(Status::ALL.map(|status| (STATUS, format!("{status:?}"))));
+    all.extend(
+        WcOpcode::VARIANTS
+            .iter()
+            .map(|&opcode| (COMPLETED, format!("{opcode:?}"))),
+    );
+    all.extend(
+        Status::VARIANTS
+            .iter()
+            .map(|&status| (STATUS, format!("{status:?}"))),
+    );
     all.extend(EVENTS.map(|name| (EVENT, name.to_owned())));
     all.extend(CM_EVENTS.map(|name| (CM_EVENT, name.to_owned())));
     let counters = Counters::default();
@@ -195,7 +204,7 @@ fn all() -> BTreeSet<Name> {
     let counted = names.filter(|name| !OF_OTHERS.contains(name));
     all.extend(counted.map(|name| (COUNTER, name.to_owned())));
     all.extend(HAPPENED.map(|name| (RUN, name.to_owned())));
-    all.extend(Ending::ALL.map(|ending| (RUN, format!("{ending:?}"))));
+    all.extend(Ending::ALL.iter().map(|&ending| (RUN, format!("{ending:?}"))));
     all
 }
 

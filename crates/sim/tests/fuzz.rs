@@ -8,6 +8,7 @@ mod stable;
 use rdmux_rnic::{Counters, Status, WcOpcode};
 use rdmux_sim::fuzz::Reach;
 use stable::{Rng, corpus, mutate};
+use strum::VariantArray;
 
 /// Number of random inputs that, together with the corpus, must reach every part of the engine.
 const JUDGED_INPUTS: u64 = 2_000;
@@ -91,8 +92,9 @@ fn fuzz__reaches_every_part_of_the_engine() {
         let done = |(_, of, status): &(u8, u8, u8)| *of == *opcode as u8 && *status == Status::Success as u8;
         reach.completions.iter().any(done)
     };
-    let never_done: Vec<WcOpcode> = WcOpcode::ALL
-        .into_iter()
+    let never_done: Vec<WcOpcode> = WcOpcode::VARIANTS
+        .iter()
+        .copied()
         .filter(|opcode| !succeeds(opcode))
         .collect();
     assert!(never_done.is_empty(), "{never_done:?}");
@@ -100,7 +102,11 @@ fn fuzz__reaches_every_part_of_the_engine() {
         let ended = |(_, _, with): &(u8, u8, u8)| *with == *status as u8;
         reach.completions.iter().any(ended)
     };
-    let never_seen: Vec<Status> = Status::ALL.into_iter().filter(|status| !ends(status)).collect();
+    let never_seen: Vec<Status> = Status::VARIANTS
+        .iter()
+        .copied()
+        .filter(|status| !ends(status))
+        .collect();
     assert!(never_seen.is_empty(), "{never_seen:?}");
     assert!(reach.packets.len() >= PACKETS_MIN && reach.completions.len() >= COMPLETIONS_MIN);
 }

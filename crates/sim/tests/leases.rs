@@ -8,6 +8,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rdmux_sim::leases::{Counts, Defect, Report, Settings, run};
+use strum::VariantArray;
 
 /// Number of runs in release.
 const RUNS: u64 = 8_000;
@@ -82,7 +83,7 @@ fn run__is_a_function_of_its_seed() {
 
 #[test]
 fn run__every_defect_shows() {
-    for defect in Defect::ALL {
+    for &defect in Defect::VARIANTS {
         let found = (0..DEFECT_SEEDS).find_map(|seed| {
             let settings = Settings {
                 defect: Some(defect),

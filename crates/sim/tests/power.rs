@@ -10,6 +10,7 @@ use rdmux_sim::power::{
     Counted, Defect, Domain, LogDefect, Method, Platform, Report, Settings, Verdict, run, run_log,
     run_log_everywhere,
 };
+use strum::VariantArray;
 
 /// Minimum number of power cuts of all random runs in release.
 const CUTS_MIN: u64 = 10_000;
@@ -165,7 +166,7 @@ fn run_log__every_defect_shows() {
     ] {
         controls.push((defect.name(), cached(Some(defect)), None));
     }
-    for defect in LogDefect::ALL {
+    for &defect in LogDefect::VARIANTS {
         controls.push((defect.name(), cached(None), Some(defect)));
     }
     for (name, control, defect) in controls {
@@ -198,7 +199,7 @@ fn run__every_defect_shows() {
         ..on(Platform::ADR_CACHED, 0)
     };
     let mut controls = vec![("read on ADR, cached".to_owned(), relied)];
-    for defect in Defect::ALL {
+    for &defect in Defect::VARIANTS {
         let settings = Settings {
             defect: Some(defect),
             ..on(defect.platform(), 0)
@@ -255,14 +256,14 @@ fn cell(platform: Platform, method: Method) -> Verdict {
 #[test]
 fn table__each_cell_is_as_stated() {
     print!("{:<18}", "");
-    Method::ALL
+    Method::VARIANTS
         .iter()
         .for_each(|method| print!(" {:<16}", method.name()));
     println!();
     let mut wrong = Vec::new();
     for platform in Platform::ALL {
         print!("{:<18}", platform.name());
-        for method in Method::ALL {
+        for &method in Method::VARIANTS {
             let (stated, shown) = (platform.verdict(method), cell(platform, method));
             print!(" {shown:<16}");
             if stated != shown {
@@ -286,7 +287,9 @@ fn table__is_that_of_the_docs() {
         let row = page.lines().find(|line| line.starts_with(&begin));
         let row = row.unwrap_or_else(|| panic!("no row of {}", platform.name()));
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).skip(2).collect();
-        let stated = Method::ALL.map(|method| platform.verdict(method).to_string());
-        assert_eq!(cells, stated, "{}", platform.name());
+        let stated = Method::VARIANTS
+            .iter()
+            .map(|&method| platform.verdict(method).to_string());
+        assert_eq!(cells, stated.collect::<Vec<_>>(), "{}", platform.name());
     }
 }

@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use rdmux_verbs::Histogram;
 use rdmux_wire::push::Message;
+use strum::VariantArray;
 
 use super::Event;
 
 /// Kind of a client's request by message; WRITE, READ and FLUSH bypass the server, and the device measures them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub enum RequestKind {
     /// Mapping of a range.
     Map,
@@ -30,18 +31,6 @@ pub enum RequestKind {
 }
 
 impl RequestKind {
-    /// All kinds.
-    pub const ALL: [RequestKind; 8] = [
-        RequestKind::Map,
-        RequestKind::Unmap,
-        RequestKind::Release,
-        RequestKind::Flush,
-        RequestKind::Write,
-        RequestKind::Read,
-        RequestKind::Checksum,
-        RequestKind::Stat,
-    ];
-
     /// Returns the kind of request that an answer without an error belongs to.
     fn answered_by(answer: &Message) -> Option<RequestKind> {
         Some(match answer {
@@ -85,7 +74,7 @@ pub struct ServerMetrics {
     /// mappings and the wait before each message. The time of the device's own threads and of the kernel's interrupts is not
     /// included.
     pub message_cpu_ns: u64,
-    requests: [Histogram; RequestKind::ALL.len()],
+    requests: [Histogram; RequestKind::VARIANTS.len()],
 }
 
 impl ServerMetrics {

@@ -7,6 +7,7 @@ use anyhow::{Result, anyhow, bail};
 use rdmux_sim::{Settings, leases, power};
 use rdmux_verbs::faults::{Spec, SpecError};
 use serde_json::json;
+use strum::VariantArray;
 
 /// Run the engine over simulated links that lose, duplicate, reorder and corrupt packets.
 ///
@@ -273,8 +274,8 @@ fn cut_log(args: &Args) -> Result<()> {
     let of_server = match of_log {
         Some(_) => None,
         None => defect(args).map_err(|why| {
-            let names = power::LogDefect::ALL.map(power::LogDefect::name).join(", ");
-            anyhow!("{why}; of the log: {names}")
+            let names: Vec<&str> = power::LogDefect::VARIANTS.iter().map(|one| one.name()).collect();
+            anyhow!("{why}; of the log: {}", names.join(", "))
         })?,
     };
     each_run(args, 1, |seed| {

@@ -15,6 +15,7 @@ use rdmux_verbs::hw::metrics::{RnicMetrics, devices as rnics};
 use rdmux_verbs::soft::metrics::{DeviceMetrics, devices};
 
 use self::text::{Kind, Text};
+use strum::VariantArray;
 
 /// Port of the metrics where only an address is given.
 pub(crate) const PORT_DEFAULT: u16 = 9791;
@@ -369,7 +370,7 @@ fn render_server(text: &mut Text, server: &ServerMetrics) {
     text.sample("", &[], server.message_cpu_ns as f64 * 1e-9);
     let help = "Time from a request by message to its successful answer; for map, including the wait for the release of other mappings.";
     text.family("rdmux_push_request_duration_seconds", Kind::Histogram, help);
-    for kind in RequestKind::ALL {
+    for &kind in RequestKind::VARIANTS {
         text.histogram(&[("request", request_name(kind))], server.requests(kind));
     }
 }

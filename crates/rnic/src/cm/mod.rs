@@ -25,6 +25,7 @@ use rdmux_wire::cm::{
 };
 use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
+use strum::VariantArray;
 
 use crate::backlog::Backlog;
 use crate::device::{CmDetail, Config};
@@ -202,7 +203,7 @@ pub enum CmEvent {
 }
 
 /// State of a connection as inspection shows it. IBTA Vol 1, 12.9.7.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub enum CmState {
     /// A listener waits for connections to a service.
     Listen,

@@ -40,12 +40,13 @@ use requester::direct::{ByPackets, Grant};
 use requester::{Broken, Requester};
 use responder::Responder;
 pub use state::{AttrMask, ModifyError, QpState};
+use strum::VariantArray;
 use uc::UcReceiver;
 use ud::UdReceiver;
 use unreliable::Sender;
 
 /// Transport services. IBTA Vol 1, 9.7 to 9.8 and A14; the names are those of `enum ibv_qp_type`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, VariantArray)]
 pub enum QpType {
     /// Reliable connected.
     Rc,
@@ -194,7 +195,7 @@ impl QpAttributes {
 }
 
 /// Cause that put a QP in error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub enum Cause {
     /// A send request of its own, whose completion says so.
     OwnRequest,

@@ -1,11 +1,12 @@
 //! QP states as a table. IBTA Vol 1, 10.3.1 and 11.2.4.2.
 
 use bitflags::bitflags;
+use strum::VariantArray;
 
 use crate::qp::QpType;
 
 /// State of a QP.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, VariantArray)]
 pub enum QpState {
     /// Created, nothing set.
     Reset,
@@ -221,23 +222,6 @@ pub(crate) fn check(qp_type: QpType, from: QpState, to: QpState, given: AttrMask
 mod tests {
     use super::*;
 
-    const STATES: [QpState; 7] = [
-        QpState::Reset,
-        QpState::Init,
-        QpState::Rtr,
-        QpState::Rts,
-        QpState::Sqd,
-        QpState::Sqe,
-        QpState::Error,
-    ];
-    const TYPES: [QpType; 5] = [
-        QpType::Rc,
-        QpType::Uc,
-        QpType::Ud,
-        QpType::XrcSend,
-        QpType::XrcRecv,
-    ];
-
     /// Returns the attributes that a transition needs.
     fn needs(qp_type: QpType, from: QpState, to: QpState) -> AttrMask {
         let rows = qp_type.transitions();
@@ -247,16 +231,16 @@ mod tests {
 
     #[test]
     fn check__every_pair_of_states() {
-        // Rows: from; columns: to, both in the order of STATES; u: UC and UD alone. IBTA Vol 1, figure 124 (10.3.1).
+        // Rows: from; columns: to, both in the order of `QpState`; u: UC and UD alone. IBTA Vol 1, figure 124 (10.3.1).
         let allowed = [
             //   Reset Init RTR RTS SQD SQE Error
             /* Reset */ "yy....y",
             /* Init  */ "yyy...y", /* RTR   */ "y..y..y", /* RTS   */ "y..yy.y",
             /* SQD   */ "y..yy.y", /* SQE   */ "y..u..y", /* Error */ "y.....y",
         ];
-        for qp_type in TYPES {
-            for (from, row) in STATES.into_iter().zip(allowed) {
-                for (to, cell) in STATES.into_iter().zip(row.chars()) {
+        for &qp_type in QpType::VARIANTS {
+            for (&from, row) in QpState::VARIANTS.iter().zip(allowed) {
+                for (&to, cell) in QpState::VARIANTS.iter().zip(row.chars()) {
                     let may = cell == 'y' || cell == 'u' && matches!(qp_type, QpType::Uc | QpType::Ud);
                     let got = check(qp_type, from, to, needs(qp_type, from, to));
                     assert_eq!(got.is_ok(), may, "{qp_type:?}: {from:?} to {to:?}");

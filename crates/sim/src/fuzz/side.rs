@@ -11,6 +11,7 @@ use rdmux_rnic::{
     WorkCompletion, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
+use strum::VariantArray;
 
 use super::Reach;
 use crate::memory::{Door, SimMemory};
@@ -35,7 +36,7 @@ pub(super) const PSN: u32 = 0xff_fff8;
 pub(super) const QKEY: u32 = 0x33;
 
 /// Kind of a QP. XRC targets and initiators are each other's peers; the peer of any other QP is of the same kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 pub(super) enum Kind {
     Rc,
     /// Retransmits selectively.
@@ -49,16 +50,6 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    pub(super) const ALL: [Kind; 7] = [
-        Kind::Rc,
-        Kind::Selective,
-        Kind::Shared,
-        Kind::Uc,
-        Kind::Ud,
-        Kind::XrcSend,
-        Kind::XrcRecv,
-    ];
-
     pub(super) fn qp_type(self) -> QpType {
         match self {
             Kind::Rc | Kind::Selective | Kind::Shared => QpType::Rc,
@@ -222,7 +213,7 @@ impl Side {
             wanted: Vec::new(),
             reach: Reach::default(),
         };
-        for kind in Kind::ALL {
+        for &kind in Kind::VARIANTS {
             let (qpn, cq) = side.create(kind);
             let mut queue = Queue {
                 kind,

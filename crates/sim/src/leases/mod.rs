@@ -18,13 +18,16 @@ mod client;
 mod driver;
 mod run;
 
+use strum::{IntoStaticStr, VariantArray};
+
 use std::fmt;
 use std::str::FromStr;
 
 use crate::dice::Dice;
 
 /// A deliberate defect in carrying out the service's decisions, which runs must reveal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Defect {
     /// The operation goes on before what the device had accepted has landed.
     NotDrained,
@@ -43,28 +46,9 @@ pub enum Defect {
 }
 
 impl Defect {
-    /// All of them.
-    pub const ALL: [Defect; 7] = [
-        Defect::NotDrained,
-        Defect::InvalidatedLate,
-        Defect::NeverInvalidated,
-        Defect::AcknowledgementAssumed,
-        Defect::OldConnectionLives,
-        Defect::WriteReportedEarly,
-        Defect::TimeNeverUp,
-    ];
-
     /// Its name.
     pub fn name(self) -> &'static str {
-        match self {
-            Defect::NotDrained => "not-drained",
-            Defect::InvalidatedLate => "invalidated-late",
-            Defect::NeverInvalidated => "never-invalidated",
-            Defect::AcknowledgementAssumed => "acknowledgement-assumed",
-            Defect::OldConnectionLives => "old-connection-lives",
-            Defect::WriteReportedEarly => "write-reported-early",
-            Defect::TimeNeverUp => "time-never-up",
-        }
+        self.into()
     }
 }
 
@@ -72,11 +56,7 @@ impl FromStr for Defect {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Defect, String> {
-        let found = Defect::ALL.into_iter().find(|defect| defect.name() == text);
-        found.ok_or_else(|| {
-            let names = Defect::ALL.map(Defect::name).join(", ");
-            format!("{text:?} is none of {names}")
-        })
+        crate::named(Defect::VARIANTS, Defect::name, text)
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rdmux_push::log::{Action, AppendError, Event, View, What, Writer, scan};
 use rdmux_rnic::Placement;
+use strum::{IntoStaticStr, VariantArray};
 
 use super::bed::{Ask, Bed, BedSettings, Done, Ended, Link};
 use super::platform::{Defect, Domain, Method, Platform, Verdict};
@@ -24,7 +25,8 @@ const STEPS_MAX: u64 = 400_000;
 const RECORD_BYTES_MAX: [u64; 3] = [30, 200, 900];
 
 /// Defect of a log, or of its reader, that power cuts must reveal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum LogDefect {
     /// A WRITE counts as durable once it is answered.
     Unflushed,
@@ -35,20 +37,9 @@ pub enum LogDefect {
 }
 
 impl LogDefect {
-    /// All of them.
-    pub const ALL: [LogDefect; 3] = [
-        LogDefect::Unflushed,
-        LogDefect::FlushShort,
-        LogDefect::ChecksumIgnored,
-    ];
-
     /// Its name.
     pub fn name(self) -> &'static str {
-        match self {
-            LogDefect::Unflushed => "unflushed",
-            LogDefect::FlushShort => "flush-short",
-            LogDefect::ChecksumIgnored => "checksum-ignored",
-        }
+        self.into()
     }
 }
 
@@ -56,7 +47,7 @@ impl FromStr for LogDefect {
     type Err = String;
 
     fn from_str(text: &str) -> Result<LogDefect, String> {
-        super::platform::named(&LogDefect::ALL, LogDefect::name, text)
+        crate::named(LogDefect::VARIANTS, LogDefect::name, text)
     }
 }
 
@@ -220,7 +211,7 @@ impl LogRun {
         let durable = |method: &Method| settings.platform.verdict(*method) == Verdict::Durable;
         let methods: Vec<Method> = match settings.rely {
             Some(method) => vec![method],
-            None => Method::ALL.into_iter().filter(durable).collect(),
+            None => Method::VARIANTS.iter().copied().filter(durable).collect(),
         };
         let record_bytes_max = dice.pick(&RECORD_BYTES_MAX);
         let writer = new_writer(&mut dice);

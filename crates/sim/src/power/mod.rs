@@ -49,6 +49,8 @@ mod shadow;
 #[cfg(test)]
 mod tests;
 
+use strum::VariantArray;
+
 use std::fmt;
 
 pub use bed::{Ask, Bed, BedSettings, Done, Ended, Link, REQUEST_BYTES_MAX};
@@ -157,7 +159,7 @@ pub struct Report {
     pub done: u64,
     /// Flushes that the server refused, as it had to.
     pub refused: u64,
-    /// Answers by each of [`Method::ALL`]; none for the WRITEs themselves.
+    /// Answers by each of [`Method::VARIANTS`]; none for the WRITEs themselves.
     pub answers: [u64; 5],
     /// Counts of the memory.
     pub passed: Passed,
@@ -198,7 +200,7 @@ impl Report {
             ("done", self.done),
             ("refused", self.refused),
         ];
-        let answers = Method::ALL.iter().zip(self.answers).skip(1);
+        let answers = Method::VARIANTS.iter().zip(self.answers).skip(1);
         counts.extend(answers.map(|(method, count)| (method.name(), count)));
         counts.extend([
             ("drained lines", self.passed.drained),

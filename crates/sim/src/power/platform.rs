@@ -1,5 +1,7 @@
 //! Properties of a server, the ways to durability, and the table of which way holds on which server.
 
+use strum::{IntoStaticStr, VariantArray};
+
 use std::fmt;
 use std::str::FromStr;
 
@@ -42,7 +44,8 @@ pub struct Platform {
 }
 
 /// Way in which a client makes sure that a WRITE is durable.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Method {
     /// The WRITE's own acknowledgement.
     Write,
@@ -57,24 +60,9 @@ pub enum Method {
 }
 
 impl Method {
-    /// All of them, in the order of the table's columns.
-    pub const ALL: [Method; 5] = [
-        Method::Write,
-        Method::Read,
-        Method::FlushGlobal,
-        Method::FlushPersistent,
-        Method::SoftwareFlush,
-    ];
-
     /// Its name.
     pub fn name(self) -> &'static str {
-        match self {
-            Method::Write => "write",
-            Method::Read => "read",
-            Method::FlushGlobal => "flush-global",
-            Method::FlushPersistent => "flush-persistent",
-            Method::SoftwareFlush => "software-flush",
-        }
+        self.into()
     }
 }
 
@@ -162,7 +150,8 @@ impl Platform {
 }
 
 /// Deliberate defect of the server or of what a client relies on, which power cuts must reveal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "kebab-case")]
 pub enum Defect {
     /// A persistent flush does not write back the cache.
     WriteBackDropped,
@@ -181,17 +170,6 @@ pub enum Defect {
 }
 
 impl Defect {
-    /// All of them.
-    pub const ALL: [Defect; 7] = [
-        Defect::WriteBackDropped,
-        Defect::WriteBackBeforeDrain,
-        Defect::AckBeforeFence,
-        Defect::LineShort,
-        Defect::MessageTooEarly,
-        Defect::RevokedUndrained,
-        Defect::ReadUnfenced,
-    ];
-
     /// Returns a platform on which the defect shows.
     pub fn platform(self) -> Platform {
         match self {
@@ -202,32 +180,15 @@ impl Defect {
 
     /// Its name.
     pub fn name(self) -> &'static str {
-        match self {
-            Defect::WriteBackDropped => "write-back-dropped",
-            Defect::WriteBackBeforeDrain => "write-back-before-drain",
-            Defect::AckBeforeFence => "ack-before-fence",
-            Defect::LineShort => "line-short",
-            Defect::MessageTooEarly => "message-too-early",
-            Defect::RevokedUndrained => "revoked-undrained",
-            Defect::ReadUnfenced => "read-unfenced",
-        }
+        self.into()
     }
-}
-
-/// Returns the element of `all` that has this name.
-pub(super) fn named<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T, String> {
-    let found = all.iter().find(|one| name(**one) == text);
-    found.copied().ok_or_else(|| {
-        let names: Vec<&str> = all.iter().map(|one| name(*one)).collect();
-        format!("{text:?} is none of {}", names.join(", "))
-    })
 }
 
 impl FromStr for Platform {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Platform, String> {
-        named(&Platform::ALL, Platform::name, text)
+        crate::named(&Platform::ALL, Platform::name, text)
     }
 }
 
@@ -235,7 +196,7 @@ impl FromStr for Method {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Method, String> {
-        named(&Method::ALL, Method::name, text)
+        crate::named(Method::VARIANTS, Method::name, text)
     }
 }
 
@@ -243,6 +204,6 @@ impl FromStr for Defect {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Defect, String> {
-        named(&Defect::ALL, Defect::name, text)
+        crate::named(Defect::VARIANTS, Defect::name, text)
     }
 }

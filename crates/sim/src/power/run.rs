@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use rdmux_rnic::{Placement, Status};
+use strum::VariantArray;
 
 use super::bed::{Ask, Bed, BedSettings, Done, Ended, Link};
 use super::ledger::Ledger;
@@ -530,7 +531,7 @@ impl Run<'_> {
         }
         if let Some(method) = asked.method {
             mapping.ledger.flushed(done.operation);
-            let of = Method::ALL.iter().position(|other| *other == method);
+            let of = Method::VARIANTS.iter().position(|other| *other == method);
             self.report.answers[of.unwrap_or_default()] += 1;
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! Base transport header and extension headers.
 
 use bitflags::bitflags;
+use strum::VariantArray;
 
 use crate::bytes::{be16, be24, be32, be64, need, put, put24};
 use crate::{Malformed, Psn, Qpn, RKey};
@@ -148,7 +149,7 @@ impl Deth {
 }
 
 /// Code of a negative acknowledgement. IBTA Vol 1, table 45 (9.7.5.2.1).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, VariantArray)]
 #[repr(u8)]
 pub enum NakCode {
     /// A packet before this one is missing.

@@ -8,6 +8,7 @@ use rdmux_rnic::{
     RegionKind, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
 };
 use rdmux_wire::cm::ServiceId;
+use strum::VariantArray;
 
 use crate::Carrier;
 use crate::soft::shm::report::{Object, Record};
@@ -141,36 +142,11 @@ pub(in crate::soft) struct Reached {
     pub(in crate::soft) not_direct: Option<NotDirect>,
 }
 
-const TYPES: [QpType; 5] = [
-    QpType::Rc,
-    QpType::Uc,
-    QpType::Ud,
-    QpType::XrcSend,
-    QpType::XrcRecv,
-];
-const STATES: [QpState; 7] = [
-    QpState::Reset,
-    QpState::Init,
-    QpState::Rtr,
-    QpState::Rts,
-    QpState::Sqd,
-    QpState::Sqe,
-    QpState::Error,
-];
 const KINDS: [RegionKind; 4] = [
     RegionKind::Memory,
     RegionKind::Fast,
     RegionKind::Window(WindowType::One),
     RegionKind::Window(WindowType::Two),
-];
-const CM_STATES: [CmState; 7] = [
-    CmState::Listen,
-    CmState::Connect,
-    CmState::Accept,
-    CmState::Established,
-    CmState::Disconnect,
-    CmState::TimeWait,
-    CmState::Resolve,
 ];
 const SHARED: u8 = 0;
 const NOWHERE: u8 = 255;
@@ -239,8 +215,8 @@ pub(in crate::soft) fn qp_record(qpn: Qpn, detail: &QpDetail, carried: Carried, 
     };
     let (why, why_value) = reached.not_direct.map_or((0, 0), NotDirect::to_code);
     let words = vec![
-        place(&TYPES, &info.qp_type),
-        place(&STATES, &info.state),
+        place(QpType::VARIANTS, &info.qp_type),
+        place(QpState::VARIANTS, &info.state),
         peer[0],
         peer[1],
         peer[2],
@@ -327,7 +303,7 @@ impl Item {
                 record(
                     cm.number,
                     &[
-                        place(&CM_STATES, &cm.state),
+                        place(CmState::VARIANTS, &cm.state),
                         cm.service.0,
                         peer[0],
                         peer[1],
@@ -412,7 +388,7 @@ impl Item {
                 };
                 Item::CmId(CmDetail {
                     number: record.number,
-                    state: at(&CM_STATES, word(0))?,
+                    state: at(CmState::VARIANTS, word(0))?,
                     service: ServiceId(word(1)),
                     peer: address_back([word(2), word(3), word(4)])?,
                     qpns: (qpn(5)?, qpn(6)?),
@@ -457,8 +433,8 @@ impl QpResource {
         let peer = address(self.peer.map(|(address, _)| address));
         let carrier = if self.carrier.is_some() { RNIC } else { NOWHERE };
         let words = vec![
-            place(&TYPES, &self.qp_type),
-            place(&STATES, &self.state),
+            place(QpType::VARIANTS, &self.qp_type),
+            place(QpState::VARIANTS, &self.state),
             peer[0],
             peer[1],
             peer[2],
@@ -506,8 +482,8 @@ impl QpResource {
         };
         Some(QpResource {
             qpn: qpn(record.number)?,
-            qp_type: at(&TYPES, word(0))?,
-            state: at(&STATES, word(1))?,
+            qp_type: at(QpType::VARIANTS, word(0))?,
+            state: at(QpState::VARIANTS, word(1))?,
             peer,
             path_mtu: short(6)?,
             carrier,
@@ -618,7 +594,7 @@ mod tests {
             items.push((Object::Mr, Item::Mr(region)));
         }
         let peers = [None, Some([10, 0, 0, 2].into()), Some(Ipv6Addr::LOCALHOST.into())];
-        for (state, peer) in CM_STATES.into_iter().zip(peers.into_iter().cycle()) {
+        for (&state, peer) in CmState::VARIANTS.iter().zip(peers.into_iter().cycle()) {
             let qpns = (peer.map(|_| Qpn::new(17)), Some(Qpn::new(0xff_ffff)));
             items.push((Object::CmId, cm(state, peer, qpns)));
         }
@@ -692,7 +668,8 @@ mod tests {
             .chain(whys.map(Carried::Udp));
         let peers = [None, Some([10, 0, 0, 2].into()), Some(Ipv6Addr::LOCALHOST.into())];
         for (i, carried) in carried.enumerate() {
-            let (qp_type, state) = (TYPES[i % TYPES.len()], STATES[i % STATES.len()]);
+            let qp_type = QpType::VARIANTS[i % QpType::VARIANTS.len()];
+            let state = QpState::VARIANTS[i % QpState::VARIANTS.len()];
             let not_direct = not_direct[i % not_direct.len()];
             let reached = Reached {
                 mapped: 2,
@@ -733,7 +710,7 @@ mod tests {
         };
         let mut understood = 0;
         for round in 0..100_000 {
-            let object = Object::ALL[round % Object::ALL.len()];
+            let object = Object::VARIANTS[round % Object::VARIANTS.len()];
             // Small numbers are words that have a meaning.
             let words = (0..next() % 30).map(|_| next() % (1 << (next() % 44))).collect();
             let record = Record {

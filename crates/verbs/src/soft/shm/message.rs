@@ -6,6 +6,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::{Access, Qpn, RKey};
+use strum::{FromRepr, VariantArray};
 
 use super::report::Object;
 use crate::soft::capture::Filter;
@@ -59,7 +60,7 @@ pub(in crate::soft) struct Granted {
 }
 
 /// Reason why two engines do not share memory. The numbers are part of the protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromRepr, VariantArray)]
 #[repr(u8)]
 pub(crate) enum Refusal {
     /// The peer speaks another version of this protocol.
@@ -74,21 +75,6 @@ pub(crate) enum Refusal {
     NotShareable = 5,
     /// The peer's user may be another one: users without a number in this user namespace look alike.
     UnknownUser = 6,
-}
-
-impl Refusal {
-    const ALL: [Refusal; 6] = [
-        Refusal::Version,
-        Refusal::Off,
-        Refusal::Full,
-        Refusal::NotGranted,
-        Refusal::NotShareable,
-        Refusal::UnknownUser,
-    ];
-
-    pub(super) fn from_byte(byte: u8) -> Option<Refusal> {
-        Refusal::ALL.into_iter().find(|refusal| *refusal as u8 == byte)
-    }
 }
 
 const HELLO: u8 = 1;
@@ -190,7 +176,7 @@ impl Message {
                 (WELCOME, []) => Some(Message::Welcome),
                 (OVER, []) => Some(Message::Over),
                 (LIST, [object, from @ ..]) => Some(Message::List {
-                    object: Object::from_byte(*object)?,
+                    object: Object::from_repr(*object)?,
                     from: u64::from_ne_bytes(from.try_into().ok()?),
                 }),
                 (CAPTURE, [len, text @ ..]) if usize::from(*len) == text.len() => {
@@ -198,7 +184,7 @@ impl Message {
                     let filter: Filter = text.parse().ok()?;
                     (filter.to_string() == text).then_some(Message::Capture { filter })
                 }
-                (REFUSED, [refusal]) => Refusal::from_byte(*refusal).map(Message::Refused),
+                (REFUSED, [refusal]) => Refusal::from_repr(*refusal).map(Message::Refused),
                 _ => None,
             };
         }
@@ -220,7 +206,7 @@ impl Message {
             (DENIED, 0, []) => Some(Message::Denied {
                 rkey: RKey(word(0)),
                 by: qpn(1)?,
-                reason: u8::try_from(word(2)).ok().and_then(Refusal::from_byte)?,
+                reason: u8::try_from(word(2)).ok().and_then(Refusal::from_repr)?,
             }),
             (GRANTED, 5, []) => Some(Message::Granted(Granted {
                 rkey: RKey(word(0)),
@@ -293,8 +279,12 @@ mod tests {
             Message::Ask { rkey, of, by },
             Message::Granted(granted),
         ];
-        all.extend(Refusal::ALL.map(Message::Refused));
-        all.extend(Refusal::ALL.map(|reason| Message::Denied { rkey, by, reason }));
+        all.extend(Refusal::VARIANTS.iter().map(|&reason| Message::Refused(reason)));
+        all.extend(
+            Refusal::VARIANTS
+                .iter()
+                .map(|&reason| Message::Denied { rkey, by, reason }),
+        );
         all
     }
 

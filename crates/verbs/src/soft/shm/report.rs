@@ -7,6 +7,8 @@
 //! A record is a number, a name (most records have none), and words whose meaning depends on the kind ([`crate::soft::resources::Item`]).
 //! All numbers have the host's byte order.
 
+use strum::{FromRepr, VariantArray};
+
 use super::message::{PAGE, VERSION};
 
 /// Most records of a page.
@@ -22,7 +24,7 @@ pub(in crate::soft) const PAGE_BYTES_MAX: usize =
 const HEADER_BYTES: usize = 5;
 
 /// Kinds of objects. The numbers are part of the protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, FromRepr, VariantArray)]
 #[repr(u8)]
 pub enum Object {
     /// The device itself: always one record.
@@ -41,24 +43,6 @@ pub enum Object {
     Srq = 7,
     /// Counters.
     Counter = 8,
-}
-
-impl Object {
-    /// All of them.
-    pub const ALL: [Object; 8] = [
-        Object::Device,
-        Object::Qp,
-        Object::Cq,
-        Object::Mr,
-        Object::Pd,
-        Object::CmId,
-        Object::Srq,
-        Object::Counter,
-    ];
-
-    pub(super) fn from_byte(byte: u8) -> Option<Object> {
-        Object::ALL.into_iter().find(|object| *object as u8 == byte)
-    }
 }
 
 /// A page.
@@ -102,7 +86,7 @@ impl Page {
         let [PAGE, low, high, object, more] = *header else {
             return None;
         };
-        let object = Object::from_byte(object)?;
+        let object = Object::from_repr(object)?;
         if u16::from_ne_bytes([low, high]) != VERSION || more > 1 {
             return None;
         }
@@ -184,7 +168,7 @@ mod tests {
 
     #[test]
     fn decode__inverts_encode() {
-        for object in Object::ALL {
+        for &object in Object::VARIANTS {
             let page = Page { object, ..page() };
             let bytes = page.encode();
             assert!(bytes.len() < PAGE_BYTES_MAX);

@@ -146,7 +146,7 @@ impl NotDirect {
 }
 
 fn refusal_of(number: u32) -> Option<Refusal> {
-    u8::try_from(number).ok().and_then(Refusal::from_byte)
+    u8::try_from(number).ok().and_then(Refusal::from_repr)
 }
 
 fn errno_of(number: u32) -> Option<Errno> {

@@ -15,6 +15,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use rdmux_rnic::trace::{ConnectionNote, Denial, Injection, Note, Refused};
 use rdmux_rnic::{Access, Cause, Cqn, Fault, Psn, QpState, QpType, Qpn, Status, WcOpcode};
 use rdmux_wire::roce::{NakCode, Opcode};
+use strum::VariantArray;
 
 /// Bytes of a record.
 pub(super) const RECORD_BYTES: usize = 8 * WORDS;
@@ -33,34 +34,6 @@ pub struct Entry {
     pub note: Note,
 }
 
-const TYPES: [QpType; 5] = [
-    QpType::Rc,
-    QpType::Uc,
-    QpType::Ud,
-    QpType::XrcSend,
-    QpType::XrcRecv,
-];
-const STATES: [QpState; 7] = [
-    QpState::Reset,
-    QpState::Init,
-    QpState::Rtr,
-    QpState::Rts,
-    QpState::Sqd,
-    QpState::Sqe,
-    QpState::Error,
-];
-const CAUSES: [Cause; 4] = [
-    Cause::OwnRequest,
-    Cause::PeerRequest,
-    Cause::QueueOverrun,
-    Cause::Injected,
-];
-const NAKS: [NakCode; 4] = [
-    NakCode::PsnSequence,
-    NakCode::InvalidRequest,
-    NakCode::RemoteAccess,
-    NakCode::RemoteOperation,
-];
 /// Word that stands for an absent number.
 const NONE: u64 = u64::MAX;
 
@@ -169,9 +142,9 @@ impl Entry {
         match self.note {
             Note::Moved { qp_type, from, to } => {
                 let states = [
-                    place(&TYPES, &qp_type),
-                    place(&STATES, &from),
-                    place(&STATES, &to),
+                    place(QpType::VARIANTS, &qp_type),
+                    place(QpState::VARIANTS, &from),
+                    place(QpState::VARIANTS, &to),
                 ];
                 (1, [states[0], states[1], states[2], 0, 0])
             }
@@ -185,10 +158,16 @@ impl Entry {
                 (2, [family, high, bits as u64, qpn.value().into(), mtu.into()])
             }
             Note::Failed { status, cause, from } => {
-                let from = place(&STATES, &from);
+                let from = place(QpState::VARIANTS, &from);
                 (
                     3,
-                    [place(&Status::ALL, &status), place(&CAUSES, &cause), from, 0, 0],
+                    [
+                        place(Status::VARIANTS, &status),
+                        place(Cause::VARIANTS, &cause),
+                        from,
+                        0,
+                        0,
+                    ],
                 )
             }
             Note::RequestFailed {
@@ -200,8 +179,8 @@ impl Entry {
                 length,
             } => {
                 let what = pack(&[
-                    (place(&Status::ALL, &status), 8),
-                    (place(&WcOpcode::ALL, &opcode), 8),
+                    (place(Status::VARIANTS, &status), 8),
+                    (place(WcOpcode::VARIANTS, &opcode), 8),
                 ]);
                 (4, [what, wr_id, va, key.into(), length.into()])
             }
@@ -250,7 +229,9 @@ impl Entry {
                 )
             }
             Note::GapNak { psn } => (8, [psn.value().into(), 0, 0, 0, 0]),
-            Note::FatalNak { psn, code } => (9, [psn.value().into(), place(&NAKS, &code), 0, 0, 0]),
+            Note::FatalNak { psn, code } => {
+                (9, [psn.value().into(), place(NakCode::VARIANTS, &code), 0, 0, 0])
+            }
             Note::Refused(refused) => (10, refused_words(&refused)),
             Note::NotReady { psn } => (11, [psn.value().into(), 0, 0, 0, 0]),
             Note::Missing { expected, psn } => (12, [expected.value().into(), psn.value().into(), 0, 0, 0]),
@@ -294,7 +275,7 @@ fn refused_words(refused: &Refused) -> [u64; 5] {
         Denial::NoRightOnQp { needs, has } => (5, [needs.bits().into(), has.bits().into()]),
         Denial::Memory => (6, [0; 2]),
         Denial::TooLong => (7, [0; 2]),
-        Denial::Receive(status) => (8, [place(&Status::ALL, &status), 0]),
+        Denial::Receive(status) => (8, [place(Status::VARIANTS, &status), 0]),
         Denial::Invalidation => (9, [0; 2]),
         Denial::Invalid => (10, [0; 2]),
     };
@@ -324,7 +305,7 @@ fn refused(words: [u64; 5]) -> Option<Refused> {
         },
         6 => Denial::Memory,
         7 => Denial::TooLong,
-        8 => Denial::Receive(at(&Status::ALL, first)?),
+        8 => Denial::Receive(at(Status::VARIANTS, first)?),
         9 => Denial::Invalidation,
         10 => Denial::Invalid,
         _ => return None,
@@ -344,9 +325,9 @@ fn note(kind: u64, words: [u64; 5]) -> Option<Note> {
     let short = |i: usize| u32::try_from(words[i]).ok();
     Some(match kind {
         1 => Note::Moved {
-            qp_type: at(&TYPES, words[0])?,
-            from: at(&STATES, words[1])?,
-            to: at(&STATES, words[2])?,
+            qp_type: at(QpType::VARIANTS, words[0])?,
+            from: at(QpState::VARIANTS, words[1])?,
+            to: at(QpState::VARIANTS, words[2])?,
         },
         2 => {
             let v6 = Ipv6Addr::from_bits(u128::from(words[1]) << 64 | u128::from(words[2]));
@@ -362,13 +343,13 @@ fn note(kind: u64, words: [u64; 5]) -> Option<Note> {
             }
         }
         3 => Note::Failed {
-            status: at(&Status::ALL, words[0])?,
-            cause: at(&CAUSES, words[1])?,
-            from: at(&STATES, words[2])?,
+            status: at(Status::VARIANTS, words[0])?,
+            cause: at(Cause::VARIANTS, words[1])?,
+            from: at(QpState::VARIANTS, words[2])?,
         },
         4 => Note::RequestFailed {
-            status: at(&Status::ALL, part(words[0], 0, 8))?,
-            opcode: at(&WcOpcode::ALL, part(words[0], 8, 8))?,
+            status: at(Status::VARIANTS, part(words[0], 0, 8))?,
+            opcode: at(WcOpcode::VARIANTS, part(words[0], 8, 8))?,
             wr_id: words[1],
             va: words[2],
             key: short(3)?,
@@ -396,7 +377,7 @@ fn note(kind: u64, words: [u64; 5]) -> Option<Note> {
         8 => Note::GapNak { psn: psn(words[0])? },
         9 => Note::FatalNak {
             psn: psn(words[0])?,
-            code: at(&NAKS, words[1])?,
+            code: at(NakCode::VARIANTS, words[1])?,
         },
         10 => Note::Refused(refused(words)?),
         11 => Note::NotReady { psn: psn(words[0])? },
@@ -417,14 +398,12 @@ fn note(kind: u64, words: [u64; 5]) -> Option<Note> {
         14 => Note::Overrun { cqn: Cqn(short(0)?) },
         15 => Note::Connection {
             id: short(0)?,
-            what: ConnectionNote::ALL
-                .into_iter()
-                .find(|what| *what as u64 == words[1])?,
+            what: ConnectionNote::from_repr(u8::try_from(words[1]).ok()?)?,
             reason: u16::try_from(words[2]).ok()?,
         },
         16 => Note::PeerGone,
         17 => Note::Injected {
-            what: Injection::ALL.into_iter().find(|what| *what as u64 == words[0])?,
+            what: Injection::from_repr(u8::try_from(words[0]).ok()?)?,
             sent: flag(words[1])?,
         },
         18 => Note::Port {
@@ -487,16 +466,20 @@ mod tests {
                 bytes: 4_200,
             },
         ];
-        for (from, to) in STATES.into_iter().zip(STATES.into_iter().rev()) {
-            notes.extend(TYPES.map(|qp_type| Note::Moved { qp_type, from, to }));
+        for (&from, &to) in QpState::VARIANTS.iter().zip(QpState::VARIANTS.iter().rev()) {
+            notes.extend(
+                QpType::VARIANTS
+                    .iter()
+                    .map(|&qp_type| Note::Moved { qp_type, from, to }),
+            );
         }
-        for status in Status::ALL {
-            notes.extend(CAUSES.map(|cause| Note::Failed {
+        for &status in Status::VARIANTS {
+            notes.extend(Cause::VARIANTS.iter().map(|&cause| Note::Failed {
                 status,
                 cause,
                 from: QpState::Rts,
             }));
-            notes.extend(WcOpcode::ALL.map(|opcode| Note::RequestFailed {
+            notes.extend(WcOpcode::VARIANTS.iter().map(|&opcode| Note::RequestFailed {
                 status,
                 opcode,
                 wr_id: u64::MAX,
@@ -523,15 +506,19 @@ mod tests {
                 is_last,
             });
         }
-        notes.extend(NAKS.map(|code| Note::FatalNak { psn, code }));
+        notes.extend(NakCode::VARIANTS.iter().map(|&code| Note::FatalNak { psn, code }));
         let faults = [Fault::Unmapped, Fault::NoSpace, Fault::Io(5), Fault::NotSupported];
         notes.extend(faults.map(|fault| Note::FlushFailed { psn, fault }));
-        notes.extend(ConnectionNote::ALL.map(|what| Note::Connection {
+        notes.extend(ConnectionNote::VARIANTS.iter().map(|&what| Note::Connection {
             id: 0xff00_0001,
             what,
             reason: 28,
         }));
-        notes.extend(Injection::ALL.map(|what| Note::Injected { what, sent: true }));
+        notes.extend(
+            Injection::VARIANTS
+                .iter()
+                .map(|&what| Note::Injected { what, sent: true }),
+        );
         let (needs, has) = (Access::REMOTE_WRITE, Access::LOCAL_WRITE | Access::REMOTE_READ);
         let denials = [
             Denial::NoKey,
