@@ -5,7 +5,8 @@ use std::ffi::{c_int, c_void};
 use std::slice;
 use std::sync::Arc;
 
-use rdmux_verbs::{Access, AnonymousMemory, Atomic, Fault, Memory, Placement};
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::{Access, Atomic, Fault, Memory, Placement};
 
 use crate::context::Context;
 use crate::{abi, made, memory, status};

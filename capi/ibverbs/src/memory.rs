@@ -4,9 +4,9 @@ use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rdmux_memory::ApplicationMemory;
 use rdmux_verbs::{
-    Access, ApplicationMemory, Memory, MemoryRegion, MemoryWindow, ProtectionDomain, RegisterError,
-    SendFlags, WindowType,
+    Access, Memory, MemoryRegion, MemoryWindow, ProtectionDomain, RegisterError, SendFlags, WindowType,
 };
 
 use crate::channel::errno_of;

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::{AnonymousMemory, FileMemory};
 use rdmux_verbs::soft::resources::{DeviceAt, Item, Object, ask, rnics};
 use rdmux_verbs::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

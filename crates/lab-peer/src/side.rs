@@ -7,10 +7,11 @@ use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, Device, Memory, MemoryRegion, Operation, Path, PathMtu,
-    ProtectionDomain, Provider, Psn, QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey,
-    RecvRequest, SendFlags, SendRequest, SgeList, SharedReceiveQueue, Status, Target, WorkCompletion,
+    Access, CompletionQueue, Device, Memory, MemoryRegion, Operation, Path, PathMtu, ProtectionDomain,
+    Provider, Psn, QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SendFlags,
+    SendRequest, SgeList, SharedReceiveQueue, Status, Target, WorkCompletion,
 };
 
 use super::{WAIT, expect, expect_status, pattern_bytes};

@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectParams, Connection, Device, Listener, Memory,
-    MemoryRegion, Operation, Placement, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
-    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, CompletionQueue, ConnectParams, Connection, Device, Listener, Memory, MemoryRegion, Operation,
+    Placement, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags,
+    SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 
 use super::{WAIT, pattern, say};

@@ -6,9 +6,10 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use rdmux_memory::DaxMemory;
 use rdmux_verbs::{
-    Access, Arm, AsyncEvent, Bind, DaxMemory, Memory, MemoryWindow, Operation, Placement, Provider, QpType,
-    Qpn, RKey, Selectivity, SendFlags, SendRequest, Status, Target, WindowType,
+    Access, Arm, AsyncEvent, Bind, Memory, MemoryWindow, Operation, Placement, Provider, QpType, Qpn, RKey,
+    Selectivity, SendFlags, SendRequest, Status, Target, WindowType,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 

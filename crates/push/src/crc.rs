@@ -70,7 +70,7 @@ pub fn transfer_id(name: &[u8], size: u64, modified_ns: i128, offset: u64) -> u6
 
 #[cfg(test)]
 mod tests {
-    use rdmux_verbs::AnonymousMemory;
+    use rdmux_memory::AnonymousMemory;
 
     use super::*;
 

@@ -6,10 +6,8 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rdmux_verbs::{
-    AnonymousMemory, Atomic, DaxError, DaxMemory, Device, Fault, Features, FileMemory, Memory,
-    PersistenceDomain, Placement, Provider, Reach,
-};
+use rdmux_memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
+use rdmux_verbs::{Atomic, Device, Fault, Features, Memory, Placement, Provider, Reach};
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
 

@@ -8,10 +8,11 @@ mod skip;
 use std::time::{Duration, Instant};
 
 use common::*;
+use rdmux_memory::FileMemory;
 use rdmux_push::client::{Handshake, Kind};
 use rdmux_push::server::EndReason;
 use rdmux_push::{Access, Client, Domain, Error, ErrorCode, Key, Options, Placement, Region, Server};
-use rdmux_verbs::{ConnectParams, Device, FileMemory, Operation, QpOptions, Status};
+use rdmux_verbs::{ConnectParams, Device, Operation, QpOptions, Status};
 use rdmux_wire::push::Message;
 use skip::skip;
 

@@ -16,6 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{AS_NOBODY, text};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use serde_json::Value;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{AS_NOBODY, text};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, Device, MemoryRegion, Options, QpOptions, QpType, QueuePair,
-    SharedReceiveQueue,
+    Access, CompletionQueue, Device, MemoryRegion, Options, QpOptions, QpType, QueuePair, SharedReceiveQueue,
 };
 use serde_json::Value;
 use skip::skip;

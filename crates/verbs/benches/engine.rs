@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, Carrier, CompletionQueue, ConnectParams, Device, MemoryRegion, Operation,
-    QpOptions, QueuePair, RecvRequest, SendFlags, SendRequest, Target,
+    Access, Carrier, CompletionQueue, ConnectParams, Device, MemoryRegion, Operation, QpOptions, QueuePair,
+    RecvRequest, SendFlags, SendRequest, Target,
 };
 
 const BYTES: usize = 4096;

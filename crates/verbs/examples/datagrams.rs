@@ -13,9 +13,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, Device, GRH_LEN, Memory, QpOptions, QpType, RDMA_UDP_QKEY, RecvRequest,
-    SendRequest, SgeList, Status, WcOpcode, WorkCompletion,
+    Access, Device, GRH_LEN, Memory, QpOptions, QpType, RDMA_UDP_QKEY, RecvRequest, SendRequest, SgeList,
+    Status, WcOpcode, WorkCompletion,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;

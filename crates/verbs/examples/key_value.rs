@@ -12,9 +12,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use rdmux_verbs::{
-    Access, AnonymousMemory, ConnectParams, Device, Memory, QpOptions, RemoteBuffer, SendRequest, Status,
-};
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::{Access, ConnectParams, Device, Memory, QpOptions, RemoteBuffer, SendRequest, Status};
 
 const PORT: u16 = 7176;
 /// Bytes of a key and of a value, padded with zeros. A slot of the table has both; a key of zeros alone is a free slot.

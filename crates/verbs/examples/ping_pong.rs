@@ -12,9 +12,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectParams, Device, Memory, QpOptions, QueuePair,
-    RecvRequest, SendRequest, Sge, Status, WcOpcode,
+    Access, CompletionQueue, ConnectParams, Device, Memory, QpOptions, QueuePair, RecvRequest, SendRequest,
+    Sge, Status, WcOpcode,
 };
 
 const PORT: u16 = 7175;

@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::Pages;
 use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
     Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
@@ -19,7 +20,6 @@ use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::hw;
 use crate::limits::Limits;
-use crate::memory::Pages;
 use crate::provider::Provided;
 use crate::provider::Provider;
 use crate::region::{MemoryRegion, MemoryWindow};

@@ -2,12 +2,12 @@
 //! [`Listener`] and [`Connection`] to connect them, [`DatagramListener`] and [`DatagramService`] where there are no connections.
 //! The words and their meaning are those of the InfiniBand verbs.
 //!
-//! Its providers are [`soft`], an RNIC in user space that speaks RoCEv2 over UDP, and `hw`, an RNIC of the host ([`Provider`]).
+//! Its providers are [`soft`], an RNIC in user space that speaks RoCEv2 over UDP, and `hw`, an RNIC of the host ([`Provider`]). The crate
+//! `rdmux_memory` has the memories over which regions are registered.
 //!
 //! ```no_run
-//! use rdmux_verbs::{
-//!     Access, AnonymousMemory, ConnectParams, Device, QpOptions, RecvRequest, SendRequest,
-//! };
+//! use rdmux_memory::AnonymousMemory;
+//! use rdmux_verbs::{Access, ConnectParams, Device, QpOptions, RecvRequest, SendRequest};
 //! use std::{sync::Arc, time::Duration};
 //!
 //! let device = Device::open("127.0.0.1".parse()?)?;
@@ -43,11 +43,7 @@ mod event_queue;
 mod features;
 pub mod hw;
 mod inbox;
-mod lease;
 mod limits;
-mod mapping;
-pub mod memory;
-mod persist;
 mod provider;
 mod region;
 mod sidr;
@@ -56,7 +52,6 @@ mod sidr;
 mod skip;
 pub mod soft;
 mod srq;
-pub mod thread;
 pub mod waiting;
 
 pub use cm::{
@@ -72,10 +67,9 @@ pub use device::{
 pub use event::AsyncEvent;
 pub use event_queue::EventQueue;
 pub use features::{Features, Unsupported};
-pub use lease::{FileWatch, Wanted};
 pub use limits::Limits;
-pub use memory::{AnonymousMemory, ApplicationMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
 pub use provider::{Provider, set_process_provider};
+pub use rdmux_memory::thread;
 pub use rdmux_rnic::cm::{CmState, Endpoint};
 pub use rdmux_rnic::{
     Access, Arm, Atomic, AttrMask, Bind, ByPackets, CmDetail, Counters, CqDetail, Cqn, Fault, Histogram,

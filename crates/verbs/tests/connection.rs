@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{LONG, connect};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 
 struct End {

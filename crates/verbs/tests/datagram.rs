@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 
 const LONG: Duration = Duration::from_secs(60);

@@ -10,6 +10,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use common::{LONG, connect};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 use skip::skip;
 

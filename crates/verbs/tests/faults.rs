@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{LONG, connect};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::faults::{Line, Spec, Stream};
 use rdmux_verbs::*;
 

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 
 use common::LONG;

@@ -15,6 +15,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 use rustix::process::{Pid, Signal, kill_process};
 

@@ -12,6 +12,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::*;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 

@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectParams, Device, MemoryRegion, Operation, Options,
-    PostError, QpOptions, QueuePair, RecvRequest, SendFlags, SendRequest, SharedMemory, Status, Target,
+    Access, CompletionQueue, ConnectParams, Device, MemoryRegion, Operation, Options, PostError, QpOptions,
+    QueuePair, RecvRequest, SendFlags, SendRequest, SharedMemory, Status, Target,
 };
 
 const POSTERS: u64 = 4;

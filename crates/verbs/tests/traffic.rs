@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{LONG, connect};
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::soft::udp::{ROCE_PORT, RxBatch, RxSocket};
 use rdmux_verbs::*;
 

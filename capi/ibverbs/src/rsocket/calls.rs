@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::{Access, ApplicationMemory};
+use rdmux_memory::ApplicationMemory;
+use rdmux_verbs::Access;
 
 use super::buffers::Buffers;
 use super::datagram::Datagram;

@@ -2,7 +2,8 @@
 
 use std::ffi::c_int;
 
-use rdmux_verbs::{AnonymousMemory, Memory, MemoryRegion};
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::{Memory, MemoryRegion};
 use rdmux_wire::rsocket::{Iomap, Order, Target};
 
 use super::resources::BUFFERS;

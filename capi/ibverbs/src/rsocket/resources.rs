@@ -3,9 +3,10 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, CreateError, Device, MemoryRegion, ProtectionDomain, QpOptions,
-    QueuePair, RecvRequest, RegisterError, SgeList,
+    Access, CompletionQueue, CreateError, Device, MemoryRegion, ProtectionDomain, QpOptions, QueuePair,
+    RecvRequest, RegisterError, SgeList,
 };
 use rdmux_wire::rsocket::{ConnData, Iomap, Order, Target};
 

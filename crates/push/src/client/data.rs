@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    AnonymousMemory, Memory, MemoryRegion, Operation, Placement, PostError, Selectivity, SendFlags,
-    SendRequest, SgeList, Target,
+    Memory, MemoryRegion, Operation, Placement, PostError, Selectivity, SendFlags, SendRequest, SgeList,
+    Target,
 };
 use rdmux_wire::push::{Access, Conflict, DATA_LEN_MAX, Message, Name};
 

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use rdmux_verbs::{AnonymousMemory, MemoryRegion, Placement, RKey};
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::{MemoryRegion, Placement, RKey};
 use rdmux_wire::push::{Access, Conflict, Domain, Extent, Name, Ways};
 
 use super::Error;

@@ -20,10 +20,11 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Features,
-    Memory, MemoryRegion, Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
-    RejReason, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Features, Memory, MemoryRegion,
+    Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RejReason, SendFlags,
+    SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 use rdmux_wire::push::{self, CONTROL_LEN_MAX, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
 

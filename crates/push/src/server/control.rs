@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc;
 
-use rdmux_verbs::Wanted;
+use rdmux_memory::Wanted;
 use rdmux_wire::push::{Access, Name};
 
 use super::{Done, wake};

@@ -20,11 +20,12 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use rdmux_memory::{AnonymousMemory, FileWatch};
 use rdmux_verbs::{
-    Access, AnonymousMemory, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest,
-    CreateError, Device, Features, FileWatch, ListenError, Listener, Memory, MemoryRegion, OpenError,
-    Operation, ProtectionDomain, QpOptions, QueuePair, RKey, Reach, RecvRequest, RegisterError, SendFlags,
-    SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest, CreateError, Device,
+    Features, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation, ProtectionDomain, QpOptions,
+    QueuePair, RKey, Reach, RecvRequest, RegisterError, SendFlags, SendRequest, SgeList, Status, Target,
+    WorkCompletion,
 };
 use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
 use rustix::event::{EventfdFlags, eventfd};

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use rdmux_verbs::{DaxMemory, FileMemory, FileWatch, Wanted};
+use rdmux_memory::{DaxMemory, FileMemory, FileWatch, Wanted};
 use rdmux_wire::push::{Access, Conflict, ErrorCode};
 
 use super::control::Local;

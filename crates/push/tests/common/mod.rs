@@ -10,15 +10,15 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_push::client::{Handshake, Next};
 use rdmux_push::server::{self, Config, Control, EndReason, Event, Stopper};
 use rdmux_push::{
     Access, Client, Conflict, Crc64, Domain, Key, MapRequest, Name, Options, Placement, Region, Server,
 };
 use rdmux_verbs::{
-    AnonymousMemory, Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, Memory, MemoryRegion,
-    Operation, QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status,
-    Target,
+    Atomic, CompletionQueue, ConnectParams, Connection, Device, Fault, Memory, MemoryRegion, Operation,
+    QpOptions, QueuePair, RKey, RecvRequest, Selectivity, SendFlags, SendRequest, SgeList, Status, Target,
 };
 use rdmux_wire::push::{MESSAGE_LEN_MAX, Message};
 

@@ -21,11 +21,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{CommandFactory, Parser, ValueEnum};
+use rdmux_memory::AnonymousMemory;
 use rdmux_push::parse_size;
 use rdmux_verbs::{
-    Access, AnonymousMemory, Carrier, CompletionQueue, ConnectError, ConnectParams, Connection, Counters,
-    Device, Memory, MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason,
-    Selectivity, SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, Carrier, CompletionQueue, ConnectError, ConnectParams, Connection, Counters, Device, Memory,
+    MemoryRegion, Operation, Placement, QpOptions, QueuePair, RKey, RecvRequest, RejReason, Selectivity,
+    SendFlags, SendRequest, SgeList, Status, Target, WorkCompletion,
 };
 use serde::Serialize;
 

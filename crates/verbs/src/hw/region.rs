@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rdmux_memory::Pages;
 use rdmux_rnic::{Access, Bind, LKey, PostError, RKey, RegionSpec, RegisterError, SgeList, WindowType};
 use rustix::io::Errno;
 
@@ -12,7 +13,6 @@ use super::device::{Listed, ProtectionDomain};
 use super::objects::{Mr, Mw};
 use super::resources::Entry;
 use crate::features::Features;
-use crate::memory::Pages;
 
 /// Bits of a type 2 window's key that the program chooses.
 const OWN_BITS: u32 = 0xff;

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 use std::path::Path;
 
-use rdmux_verbs::memory::allows_calls_into_processes;
+use rdmux_memory::allows_calls_into_processes;
 use serde_json::json;
 
 use super::{Finding, Verdict, number, text};

@@ -4,12 +4,12 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use rdmux_memory::mapped_at;
 use rdmux_rnic::{Fault, Memory};
 use rustix::io::Errno;
 
 use super::{Pd, done, made};
 use crate::abi;
-use crate::memory::mapped_at;
 
 shared! { Mr Mw }
 
@@ -37,7 +37,7 @@ impl Mr {
         let address = mapped_at(&*memory, offset, length)?;
         let address = std::ptr::with_exposed_provenance_mut(address as usize);
         // SAFETY: the bytes lie inside of a mapping that lives as long as the memory, which is held until they are deregistered, and of
-        // which there are no references (`crate::mapping`).
+        // which there are no references (`rdmux_memory::mapping`).
         let pointer = unsafe {
             (pd.context.library.ibv_reg_mr_iova2)(pd.pointer.as_ptr(), address, length as usize, iova, access)
         };

@@ -375,13 +375,13 @@ mod tests {
 
     use std::sync::Arc;
 
+    use rdmux_memory::AnonymousMemory;
     use rdmux_rnic::{
         Access, Operation, Path, Psn, QpAttributes, QpState, QpType, RKey, SendFlags, SendRequest, SgeList,
         Target,
     };
 
     use super::*;
-    use crate::memory::AnonymousMemory;
     use crate::{Carrier, Device, QpOptions, QueuePair};
 
     const LONG: Duration = Duration::from_secs(60);

@@ -18,10 +18,9 @@
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rdmux_memory::mapping::Mapping;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::{Errno, pread};
-
-use crate::mapping::Mapping;
 
 /// A page that each call of one peer writes first.
 #[derive(Debug)]
@@ -87,10 +86,10 @@ impl Gate {
 mod tests {
     #![allow(non_snake_case, reason = "names of tests are function__case")]
 
-    use super::*;
+    use rdmux_memory::mapping::{Order, Passage, allows_calls_into_processes};
     use rdmux_rnic::Fault;
 
-    use crate::mapping::{Order, Passage, allows_calls_into_processes};
+    use super::*;
     use crate::skip::skip;
 
     /// Writes by a call into this process.

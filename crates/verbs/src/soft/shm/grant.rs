@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use rdmux_memory::mapping::{CopyError, Mapping, Order, Passage, Way};
+use rdmux_memory::{AnonymousMemory, ApplicationMemory};
 use rdmux_rnic::{Fault, Memory, PeerFault, PeerMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -14,8 +16,6 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use super::revocation::{self, Words};
 use super::segment::{GrantWords, Segment, Side};
 use super::why::NotDirect;
-use crate::mapping::{CopyError, Mapping, Order, Passage, Way};
-use crate::memory::{AnonymousMemory, ApplicationMemory};
 
 /// Bytes copied between two checks of the grant: a revocation waits for a copy of this size.
 const PIECE_BYTES: u64 = 1 << 20;

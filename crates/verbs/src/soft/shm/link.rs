@@ -12,6 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use rdmux_memory::mapping::is_safe_to_map;
+use rdmux_memory::{AnonymousMemory, ApplicationMemory};
 use rdmux_rnic::trace::Note;
 use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
 use rustix::event::{Timespec, epoll};
@@ -26,8 +28,6 @@ use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
 use super::segment::{self, Area, GRANTS, GrantWords, Segment, Side};
 use super::stay::{Given, Stay, Stays};
 use super::why::{NotDirect, Why};
-use crate::mapping::is_safe_to_map;
-use crate::memory::{AnonymousMemory, ApplicationMemory};
 use crate::soft::capture::Capture;
 use crate::soft::group::{self, SLOTS};
 use crate::soft::port::Port;

@@ -54,7 +54,7 @@ pub(in crate::soft) struct Granted {
     pub(super) length: u64,
     /// Start of the region: in the descriptor's memory, or without a descriptor in the address space of the granting process.
     pub(super) offset: u64,
-    /// Without a descriptor: addresses in the granting process to which calls also write, see [`crate::mapping::Passage`].
+    /// Without a descriptor: addresses in the granting process to which calls also write, see [`rdmux_memory::mapping::Passage`].
     pub(super) gate: u64,
     pub(super) left: u64,
 }

@@ -8,11 +8,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
+use rdmux_memory::mapping::{Mapping, is_safe_to_map, sealed_file};
 use rustix::io::Errno;
 
 use super::revocation::Words;
 use super::ring::{RingMemory, SLOTS_MIN, Word, area_bytes, payload_offset};
-use crate::mapping::{Mapping, is_safe_to_map, sealed_file};
 
 /// Slots of a ring: enough for a few of the longest trains, but not more than the caches hold.
 pub(super) const SLOTS: u32 = 4096;

@@ -4,6 +4,7 @@
 use std::thread;
 use std::time::SystemTime;
 
+use rdmux_memory::mapping::{Mapping, Order, Passage, allows_calls_into_processes};
 use rdmux_rnic::{
     Fault, Memory, Operation, Path, Psn, QpAttributes, QpState, RecvRequest, SendFlags as WrFlags,
     SendRequest, SgeList, Status, Target,
@@ -17,7 +18,6 @@ use super::super::revocation::Words;
 use super::*;
 use crate::cm::ConnectParams;
 use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
-use crate::mapping::{Mapping, Order, Passage, allows_calls_into_processes};
 use crate::region::MemoryRegion;
 use crate::skip::skip;
 

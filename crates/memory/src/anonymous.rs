@@ -51,12 +51,14 @@ impl AnonymousMemory {
         self.mapping.byte(offset).load(Ordering::Acquire)
     }
 
-    pub(crate) fn mapping(&self) -> &Mapping {
+    /// Returns its pages.
+    #[inline]
+    pub fn mapping(&self) -> &Mapping {
         &self.mapping
     }
 
     /// The file that peers may map.
-    pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.file.as_ref().map(AsFd::as_fd)
     }
 }

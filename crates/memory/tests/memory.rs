@@ -7,7 +7,8 @@ mod skip;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use rdmux_verbs::*;
+use rdmux_memory::{AnonymousMemory, FileMemory, PersistenceDomain};
+use rdmux_rnic::{Fault, Memory, Placement};
 use skip::skip;
 
 /// A folder that is removed with the value.

@@ -1,4 +1,4 @@
-//! Cost of bringing bytes out of the processor's caches: `cargo bench -p rdmux-verbs --bench persist`. It measures every way into
+//! Cost of bringing bytes out of the processor's caches: `cargo bench -p rdmux-memory --bench persist`. It measures every way into
 //! random slots of 256 MiB of memory, as a peer's WRITEs would come; medians in ns, with the fence that an answer to FLUSH waits
 //! for (`sfence`), and after the slash until the bytes are out (`mfence`, `lfence`). Then it measures the same through the memory
 //! kinds, with a file in memory in place of persistent memory.
@@ -14,7 +14,8 @@ use std::time::Instant;
 #[path = "../src/persist.rs"]
 mod persist;
 
-use rdmux_verbs::{AnonymousMemory, Atomic, DaxMemory, FileMemory, Memory, PersistenceDomain, Placement};
+use rdmux_memory::{AnonymousMemory, DaxMemory, FileMemory, PersistenceDomain};
+use rdmux_rnic::{Atomic, Memory, Placement};
 
 use persist::{Cpu, Stream, WriteBack, cpu, fence, place, place_cached, place_past, write_back};
 

@@ -28,7 +28,7 @@ use crate::persist::{self, Cpu, place_cached};
 
 /// A mapping, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub struct Mapping {
     base: NonNull<u8>,
     len: usize,
     writable: bool,
@@ -42,7 +42,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `len` bytes, rounded up to whole pages, of the process's own; zero at first.
-    pub(crate) fn anonymous(len: usize) -> io::Result<Mapping> {
+    pub fn anonymous(len: usize) -> io::Result<Mapping> {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
         // The kernel provides pages when they are touched, and does not account for them before.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -60,7 +60,7 @@ impl Mapping {
 
     /// Maps `len` bytes of a file at `offset`, a multiple of the page size. The file must never be shortened below their end:
     /// touching the missing bytes would raise a signal.
-    pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
+    pub fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         Mapping::of_file_as(file, offset, len, writable, flags)
     }
@@ -105,12 +105,14 @@ impl Mapping {
         Ok(Mapping { base, len, writable })
     }
 
-    pub(crate) fn len(&self) -> usize {
+    #[expect(clippy::len_without_is_empty, reason = "no mapping is empty")]
+    /// Returns its length in bytes.
+    pub fn len(&self) -> usize {
         self.len
     }
 
     /// Returns its start address in this process.
-    pub(crate) fn address(&self) -> u64 {
+    pub fn address(&self) -> u64 {
         self.base.as_ptr() as u64
     }
 
@@ -134,7 +136,7 @@ impl Mapping {
 
     /// Copies `out.len()` bytes at `offset` out.
     #[inline]
-    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), Fault> {
         let from = self.at(offset, out.len() as u64)?;
         // SAFETY: `at` checked that `out.len()` bytes from there lie inside of the mapping; `out` is a reference of the
         // caller's and so does not overlap it. A racing write makes the copy old, new or mixed, as on a real RNIC; the module's
@@ -145,7 +147,7 @@ impl Mapping {
 
     /// Appends `len` bytes at `offset` to a vector.
     #[inline]
-    pub(crate) fn append_to(&self, offset: u64, len: usize, out: &mut Vec<u8>) -> Result<(), Fault> {
+    pub fn append_to(&self, offset: u64, len: usize, out: &mut Vec<u8>) -> Result<(), Fault> {
         let from = self.at(offset, len as u64)?;
         out.reserve(len);
         // SAFETY: `at` checked the source; `reserve` made room behind the vector's bytes, which are initialised by the copy before
@@ -159,7 +161,7 @@ impl Mapping {
 
     /// Copies bytes in, in any order: the reader learns by other means that they are there.
     #[inline]
-    pub(crate) fn copy_in(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+    pub fn copy_in(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let to = self.at_writable(offset, bytes.len() as u64)?;
         // SAFETY: as for `write`.
         unsafe { copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
@@ -168,7 +170,7 @@ impl Mapping {
 
     /// Places bytes in ascending order, the last word with release semantics: a program may poll it.
     #[inline]
-    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         let to = self.at_writable(offset, bytes.len() as u64)?;
         // SAFETY: `at_writable` checked that `bytes.len()` bytes from there lie inside of the mapping; `bytes` is a reference
         // of the caller's and so does not overlap it. Racing accesses are as for `read`.
@@ -203,14 +205,14 @@ impl Mapping {
     }
 
     /// Keeps the mapping out of children that are forked.
-    pub(crate) fn keep_from_children(&self) -> io::Result<()> {
+    pub fn keep_from_children(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping's own, and the advice changes nothing of it in this process.
         Ok(unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxDontFork) }?)
     }
 
     /// Removes the pages and keeps the addresses: from then on the kernel answers accesses from other processes with an error, and
     /// nothing else is mapped there as long as the value lives.
-    pub(crate) fn take_away(&self) -> io::Result<()> {
+    pub fn take_away(&self) -> io::Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: replaces exactly the range that is this mapping's own. Its methods hand out no reference that outlives a copy, except
         // those to words, whose users do not call this.
@@ -219,7 +221,7 @@ impl Mapping {
     }
 
     /// Places `len` bytes of another mapping as [`Mapping::write`] does, in one pass.
-    pub(crate) fn write_from(
+    pub fn write_from(
         &self,
         offset: u64,
         from: &Mapping,
@@ -273,7 +275,7 @@ impl Mapping {
     /// # Panics
     /// If it lies outside of the mapping, is not aligned, or the mapping is not writable.
     #[inline]
-    pub(crate) fn word(&self, offset: usize) -> &AtomicU32 {
+    pub fn word(&self, offset: usize) -> &AtomicU32 {
         let at = self.at_writable(offset as u64, 4).expect("a word of the mapping");
         assert!(offset.is_multiple_of(4));
         // SAFETY: four bytes inside of the mapping (checked by `at_writable`), which lives as long as `self`; the mapping begins
@@ -282,7 +284,7 @@ impl Mapping {
     }
 
     /// Copies from or to memory of another process, as its owner granted: `len` bytes at `offset` here, at `address` there.
-    pub(crate) fn copy_process(
+    pub fn copy_process(
         &self,
         offset: u64,
         pid: i32,
@@ -300,7 +302,7 @@ impl Mapping {
     }
 
     /// Copies between addresses of two processes, this one's and another's: the kernel checks both.
-    pub(crate) fn copy_between(own: u64, pid: i32, address: u64, len: u64, way: Way) -> Result<(), Fault> {
+    pub fn copy_between(own: u64, pid: i32, address: u64, len: u64, way: Way) -> Result<(), Fault> {
         let here = std::ptr::without_provenance_mut(own as usize);
         // SAFETY: the kernel copies only from or to addresses that this process may access; the bytes there are the program's,
         // which knows that they are written.
@@ -308,7 +310,7 @@ impl Mapping {
     }
 
     /// Copies bytes at addresses of this process, which the kernel checks, into the mapping.
-    pub(crate) fn copy_from_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
+    pub fn copy_from_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
         let there = self.at_writable(offset, len)?;
         let pid = std::process::id().cast_signed();
         // SAFETY: `len` bytes from there lie inside of the mapping; the other side is the kernel's to check.
@@ -324,7 +326,7 @@ impl Mapping {
     }
 
     /// Copies bytes of the mapping to addresses of this process, which the kernel checks.
-    pub(crate) fn copy_to_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
+    pub fn copy_to_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
         let here = self.at(offset, len)?;
         let pid = std::process::id().cast_signed();
         // SAFETY: as for `copy_from_addresses`.
@@ -340,7 +342,7 @@ impl Mapping {
     }
 
     /// Places bytes in memory of another process.
-    pub(crate) fn write_process(
+    pub fn write_process(
         pid: i32,
         address: u64,
         bytes: &[u8],
@@ -353,7 +355,7 @@ impl Mapping {
     }
 
     /// Copies bytes out of memory of another process.
-    pub(crate) fn read_process(pid: i32, address: u64, out: &mut [u8]) -> Result<(), Fault> {
+    pub fn read_process(pid: i32, address: u64, out: &mut [u8]) -> Result<(), Fault> {
         // SAFETY: the bytes are an exclusive reference's.
         unsafe {
             copy_process(
@@ -523,14 +525,16 @@ unsafe fn copy_by_file(from: *const u8, to: *mut u8, len: usize) -> Result<usize
 
 /// The direction of a copy between processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
+    /// Into the other process.
     ToProcess(Order, Option<Passage>),
+    /// Out of the other process.
     FromProcess(Order),
 }
 
 /// The order in which bytes are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Order {
+pub enum Order {
     /// Ascending, the last word after all others: a program may poll it.
     LastWordLast,
     /// Any: the reader learns by other means that the bytes are there.
@@ -538,19 +542,20 @@ pub(crate) enum Order {
 }
 
 /// The words that a copy into the memory of another process writes beside the bytes. The owner of the memory closes the gate to make
-/// the copy fail: see `soft/shm/gate.rs`.
+/// the copy fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Passage {
+pub struct Passage {
     /// Address in the other process, to which the entry is copied before the bytes.
-    pub(crate) gate: u64,
+    pub gate: u64,
     /// Address to which the entry is copied after the bytes.
-    pub(crate) left: u64,
-    pub(crate) entry: u32,
+    pub left: u64,
+    /// The entry, which tells this copy from others.
+    pub entry: u32,
 }
 
 /// Side of a copy that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CopyError {
+pub enum CopyError {
     /// The source; in a copy with another process, the side in this process.
     From(Fault),
     /// The other side.
@@ -559,7 +564,7 @@ pub(crate) enum CopyError {
 
 impl CopyError {
     /// Returns the same error, seen from the other side.
-    pub(crate) fn swapped(self) -> CopyError {
+    pub fn swapped(self) -> CopyError {
         match self {
             CopyError::From(fault) => CopyError::To(fault),
             CopyError::To(fault) => CopyError::From(fault),
@@ -575,7 +580,7 @@ impl Drop for Mapping {
 }
 
 /// Makes a file in memory that no process can shorten, lengthen, or seal further. Readers and writers may map it.
-pub(crate) fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
+pub fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
     let file = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&file, len)?;
@@ -585,7 +590,7 @@ pub(crate) fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
 
 /// Returns whether a file from another process can be mapped safely: memory of at least `len` bytes that cannot shrink, and not of
 /// huge pages. The system may have no huge page left when one is touched, which raises a signal too.
-pub(crate) fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
+pub fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
     const TMPFS: i64 = 0x0102_1994;
     // This check comes first: a file that is not in memory may have a server, and any other question to that may wait for ever.

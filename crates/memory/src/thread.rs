@@ -49,7 +49,7 @@ pub fn pin(cpu: usize) -> io::Result<()> {
 
 /// Scheduling policy of a thread: sched(7).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Policy {
+pub enum Policy {
     /// `SCHED_OTHER`.
     Other,
     /// `SCHED_BATCH`: when it wakes, it does not take the CPU from a running thread.
@@ -59,7 +59,7 @@ pub(crate) enum Policy {
 }
 
 /// Returns the scheduling policy of a thread of this process.
-pub(crate) fn policy(thread: Pid) -> io::Result<Policy> {
+pub fn policy(thread: Pid) -> io::Result<Policy> {
     // SAFETY: no memory is passed.
     match unsafe { libc::sched_getscheduler(thread.as_raw_nonzero().get()) } {
         -1 => Err(io::Error::last_os_error()),
@@ -73,7 +73,7 @@ pub(crate) fn policy(thread: Pid) -> io::Result<Policy> {
 ///
 /// # Errors
 /// `EINVAL` for [`Policy::Foreign`]; `EPERM` or `ENOSYS` where a filter of system calls refuses; `ESRCH` where the thread has ended.
-pub(crate) fn set_policy(thread: Pid, policy: Policy) -> io::Result<()> {
+pub fn set_policy(thread: Pid, policy: Policy) -> io::Result<()> {
     let policy = match policy {
         Policy::Other => libc::SCHED_OTHER,
         Policy::Batch => libc::SCHED_BATCH,

@@ -11,7 +11,8 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_verbs::*;
+use rdmux_memory::{DaxError, DaxMemory, FileMemory, PersistenceDomain, Wanted};
+use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 use skip::skip;
 
 const PATIENCE: Duration = Duration::from_secs(60);

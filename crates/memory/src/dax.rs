@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
-use super::PersistenceDomain;
-use super::domain::{device_folder, domain_of, is_in_memory};
-use super::file::FileMemory;
+use crate::PersistenceDomain;
+use crate::domain::{device_folder, domain_of, is_in_memory};
+use crate::file::FileMemory;
 use crate::lease::{FileWatch, Held, Lease, Wanted};
 use crate::mapping::Mapping;
 use crate::persist::{self, Cpu};
@@ -162,7 +162,7 @@ impl DaxMemory {
     }
 
     /// Returns the mapping, for an RNIC.
-    pub(super) fn hand_out(&self) -> &Mapping {
+    pub(crate) fn hand_out(&self) -> &Mapping {
         self.written_past.store(true, Ordering::Release);
         &self.mapping
     }

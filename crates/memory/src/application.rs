@@ -42,7 +42,7 @@ impl ApplicationMemory {
     }
 
     /// Returns the address of `len` bytes at an offset.
-    pub(crate) fn range(&self, offset: u64, len: u64) -> Result<u64, Fault> {
+    pub fn range(&self, offset: u64, len: u64) -> Result<u64, Fault> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len);
         end.and_then(|_| self.address.checked_add(offset))
             .filter(|at| at.checked_add(len).is_some())

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{fstatfs, major, minor};
 
-use super::PersistenceDomain;
+use crate::PersistenceDomain;
 
 const TMPFS: i64 = 0x0102_1994;
 
 /// Returns whether a file's bytes are in memory alone, on no device: tmpfs, ramfs, hugetlbfs.
-pub(super) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
+pub(crate) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
     const RAMFS: i64 = 0x8584_58f6;
     const HUGETLBFS: i64 = 0x9584_58f6;
     Ok([TMPFS, RAMFS, HUGETLBFS].contains(&fstatfs(file)?.f_type))
@@ -21,7 +21,7 @@ pub(super) fn is_in_memory(file: impl AsFd) -> io::Result<bool> {
 /// Returns whether a file keeps its blocks until somebody truncates it or punches a hole. On ext2 to ext4, XFS, btrfs and tmpfs
 /// `st_blocks` counts allocated blocks, and no write lowers it. Elsewhere a write may: ZFS counts blocks after compression, and the server
 /// of a network file system or FUSE may count in any way.
-pub(super) fn keeps_its_blocks(file: impl AsFd) -> io::Result<bool> {
+pub(crate) fn keeps_its_blocks(file: impl AsFd) -> io::Result<bool> {
     Ok(counts_what_is_allocated(fstatfs(file)?.f_type))
 }
 
@@ -34,7 +34,7 @@ fn counts_what_is_allocated(file_system: i64) -> bool {
 }
 
 /// Returns whether a block device, given by its folder, keeps its bytes in memory alone.
-pub(super) fn is_ram_disk(device: &Path) -> bool {
+pub(crate) fn is_ram_disk(device: &Path) -> bool {
     let name = device
         .file_name()
         .and_then(|name| name.to_str())
@@ -43,14 +43,14 @@ pub(super) fn is_ram_disk(device: &Path) -> bool {
 }
 
 /// Returns the folder of a device in sysfs. `kind` is `block` or `char`.
-pub(super) fn device_folder(kind: &str, number: u64) -> io::Result<PathBuf> {
+pub(crate) fn device_folder(kind: &str, number: u64) -> io::Result<PathBuf> {
     let path = format!("/sys/dev/{kind}/{}:{}", major(number), minor(number));
     Path::new(&path).canonicalize()
 }
 
 /// Returns the persistence domain that the system reports for a device, given by its folder; `None` if the system reports none, or
 /// does not know it. For a device that is made of others, the weakest report holds.
-pub(super) fn domain_of(device: &Path) -> Option<PersistenceDomain> {
+pub(crate) fn domain_of(device: &Path) -> Option<PersistenceDomain> {
     let word = device
         .ancestors()
         .find_map(|folder| fs::read_to_string(folder.join("persistence_domain")).ok());

@@ -12,8 +12,8 @@ use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 use rustix::fs::{FallocateFlags, OFlags, Stat, fallocate, fdatasync, fstat};
 use rustix::io::Errno;
 
-use super::PersistenceDomain;
-use super::domain::{device_folder, is_in_memory, is_ram_disk, keeps_its_blocks};
+use crate::PersistenceDomain;
+use crate::domain::{device_folder, is_in_memory, is_ram_disk, keeps_its_blocks};
 use crate::lease::{FileWatch, Wanted};
 use crate::mapping::Mapping;
 
@@ -147,13 +147,13 @@ impl FileMemory {
         self.read_only
     }
 
-    pub(super) fn file(&self) -> &Arc<File> {
+    pub(crate) fn file(&self) -> &Arc<File> {
         &self.file
     }
 
     /// Returns a mapping for an RNIC that asks the kernel for each page when it needs it. The kernel then allocates pages, marks
     /// them as changed and takes them back as for any mapping, so that `fdatasync` knows what the device wrote.
-    pub(super) fn hand_out(&self) -> Option<&Mapping> {
+    pub(crate) fn hand_out(&self) -> Option<&Mapping> {
         if self.mapping.get().is_none() {
             let mapping = Mapping::of_file(&*self.file, 0, usize::try_from(self.len).ok()?, !self.read_only);
             // A mapping that another thread set serves as well.
@@ -164,7 +164,7 @@ impl FileMemory {
 
     /// Checks that `len` bytes at `offset` are there. Another process may truncate the file at any time: each access checks this
     /// first, and each flush checks it again before it promises anything.
-    pub(super) fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
+    pub(crate) fn check(&self, offset: u64, len: u64) -> Result<(), Fault> {
         let end = offset
             .checked_add(len)
             .filter(|end| *end <= self.len)
@@ -263,7 +263,7 @@ impl Memory for FileMemory {
 
 impl FileMemory {
     /// Flushes persistently, whatever the domain.
-    pub(super) fn flush_to_medium(&self, offset: u64, length: u64) -> Result<(), Fault> {
+    pub(crate) fn flush_to_medium(&self, offset: u64, length: u64) -> Result<(), Fault> {
         self.check(offset, length)?;
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         if *failed {

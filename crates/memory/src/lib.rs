@@ -1,5 +1,9 @@
-//! Memory kinds: anonymous pages, of this process alone or shareable with peers on the host; addresses of the program's own; files,
-//! reached through the kernel; and persistent memory (DAX files and devices), mapped.
+//! Memories over which a program registers regions: [`AnonymousMemory`], of this process alone or shareable with peers on the host;
+//! [`ApplicationMemory`], addresses of the program's own; [`FileMemory`], reached through the kernel; and [`DaxMemory`], persistent
+//! memory (DAX files and devices), mapped. Each implements [`Memory`], the trait by which a device accesses bytes.
+//!
+//! This crate knows no device. [`mapping`] has what the memories stand on: mapped pages, and copies between processes.
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
 
 use rdmux_rnic::Memory;
 
@@ -8,16 +12,24 @@ mod application;
 mod dax;
 mod domain;
 mod file;
+mod lease;
+pub mod mapping;
+mod persist;
+#[cfg(test)]
+#[path = "../../skip.rs"]
+mod skip;
+pub mod thread;
 
-pub use self::anonymous::AnonymousMemory;
-pub use self::application::ApplicationMemory;
-pub use self::dax::{DaxError, DaxMemory};
-pub use self::file::FileMemory;
-pub use crate::mapping::allows_calls_into_processes;
+pub use anonymous::AnonymousMemory;
+pub use application::ApplicationMemory;
+pub use dax::{DaxError, DaxMemory};
+pub use file::FileMemory;
+pub use lease::{FileWatch, Wanted};
+pub use mapping::allows_calls_into_processes;
 
 /// Permanence of a memory's pages: a device may hold on to pages that stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pages {
+pub enum Pages {
     /// They stay as long as the memory lives.
     Stay,
     /// They come and go: pages of a file, which belong to the page cache and end where somebody shortens the file.
@@ -26,7 +38,7 @@ pub(crate) enum Pages {
 
 impl Pages {
     /// Returns the permanence of a memory's pages; `None`: a device cannot reach them by itself.
-    pub(crate) fn of(memory: &dyn Memory) -> Option<Pages> {
+    pub fn of(memory: &dyn Memory) -> Option<Pages> {
         let pages = memory.pages()?;
         match pages.downcast_ref::<FileMemory>() {
             Some(_) => Some(Pages::ComeAndGo),
@@ -36,7 +48,7 @@ impl Pages {
 }
 
 /// Returns the address in this process of `length` bytes at an offset of a memory. The bytes keep it as long as the memory lives.
-pub(crate) fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
+pub fn mapped_at(memory: &dyn Memory, offset: u64, length: u64) -> Option<u64> {
     let pages = memory.pages()?;
     let mapping = if let Some(anonymous) = pages.downcast_ref::<AnonymousMemory>() {
         anonymous.mapping()
