@@ -21,7 +21,7 @@ const ACKS_PER_WINDOW: u64 = 8;
 /// Returns the median half round trip, in nanoseconds, of `bytes`-byte datagrams between two spinning threads on `cpus`, by `sendto` and
 /// `recvfrom` and nothing else.
 pub(super) fn raw_udp_latency(ip: IpAddr, cpus: [usize; 2], bytes: usize, rounds: usize) -> Result<u64> {
-    let (near, far) = (End::new(ip)?, End::new(ip)?);
+    let (near, far) = (SocketPair::new(ip)?, SocketPair::new(ip)?);
     let (near_addr, far_addr) = (near.rx.local_addr(), far.rx.local_addr());
     let warm_up = rounds / 10 + 1;
     let mut half_ns = thread::scope(|scope| {
@@ -66,7 +66,7 @@ pub(super) fn raw_udp_bandwidth(
 ) -> Result<f64> {
     let segments = (GSO_BYTES_MAX / usize::from(segment_bytes).max(1)).clamp(1, GSO_SEGMENTS_MAX);
     let train_bytes = segments * usize::from(segment_bytes);
-    let (near, far) = (End::new(ip)?, End::new(ip)?);
+    let (near, far) = (SocketPair::new(ip)?, SocketPair::new(ip)?);
     let (near_addr, far_addr) = (near.rx.local_addr(), far.rx.local_addr());
     let window = (far.rx.buffer_bytes()? / 4).max(train_bytes) as u64;
     let stop = AtomicBool::new(false);
@@ -143,15 +143,15 @@ pub(super) fn raw_udp_bandwidth(
 }
 
 /// One side of a measurement.
-struct End {
+struct SocketPair {
     rx: RxSocket,
     tx: TxSocket,
     buffer: Vec<u8>,
 }
 
-impl End {
-    fn new(ip: IpAddr) -> io::Result<End> {
-        Ok(End {
+impl SocketPair {
+    fn new(ip: IpAddr) -> io::Result<SocketPair> {
+        Ok(SocketPair {
             rx: RxSocket::bind(SocketAddr::new(ip, 0), false)?,
             tx: TxSocket::bind(ip)?,
             buffer: vec![0; GSO_BYTES_MAX],

@@ -229,7 +229,7 @@ struct There {
 }
 
 /// A queue pair that is connected by hand.
-pub(super) struct End<'a> {
+pub(super) struct ManualQp<'a> {
     side: &'a Side,
     pub(super) cq: CompletionQueue,
     pub(super) qp: QueuePair,
@@ -237,9 +237,9 @@ pub(super) struct End<'a> {
     there: Option<There>,
 }
 
-impl<'a> End<'a> {
-    pub(super) fn new(side: &'a Side, qp_type: QpType, rights: Access) -> Result<End<'a>> {
-        End::with_srq(side, qp_type, rights, None)
+impl<'a> ManualQp<'a> {
+    pub(super) fn new(side: &'a Side, qp_type: QpType, rights: Access) -> Result<ManualQp<'a>> {
+        ManualQp::with_srq(side, qp_type, rights, None)
     }
 
     pub(super) fn with_srq(
@@ -247,7 +247,7 @@ impl<'a> End<'a> {
         qp_type: QpType,
         rights: Access,
         srq: Option<SharedReceiveQueue>,
-    ) -> Result<End<'a>> {
+    ) -> Result<ManualQp<'a>> {
         let cq = side.device.create_cq(64)?;
         let qp = side.pd.create_qp(&QpOptions {
             qp_type,
@@ -263,7 +263,7 @@ impl<'a> End<'a> {
             ..Default::default()
         };
         qp.modify(QpState::Init, &init)?;
-        Ok(End {
+        Ok(ManualQp {
             side,
             cq,
             qp,

@@ -35,9 +35,9 @@ pub(super) fn server(address: SocketAddr, bytes: u32, connections: u32) -> Resul
     Ok(())
 }
 
-fn accept_one(listener: &Listener, bytes: u32) -> Result<(End, Connection)> {
+fn accept_one(listener: &Listener, bytes: u32) -> Result<(TransferEnd, Connection)> {
     let mut request = listener.accept(WAIT).context("no client came")?;
-    let end = End::new(listener.device(), bytes)?;
+    let end = TransferEnd::new(listener.device(), bytes)?;
     let connection = request.accept_after(&end.qp, &params(), &end.told_memory(), || {
         let sges = end.message_mr.sge(0, MESSAGE as u32).into();
         end.qp
@@ -116,8 +116,12 @@ fn refused_on(device: &Device, peer: SocketAddr) -> Result<()> {
     say("ok REFUSED")
 }
 
-fn connect_to(device: &Device, peer: SocketAddr, bytes: u32) -> Result<(End, Connection, PeerMemory)> {
-    let end = End::new(device, bytes)?;
+fn connect_to(
+    device: &Device,
+    peer: SocketAddr,
+    bytes: u32,
+) -> Result<(TransferEnd, Connection, PeerMemory)> {
+    let end = TransferEnd::new(device, bytes)?;
     let connection = device.connect(&end.qp, peer, &params(), &end.told_memory())?;
     let there = PeerMemory::parse(connection.private_data())?;
     Ok((end, connection, there))
@@ -169,7 +173,7 @@ impl PeerMemory {
 }
 
 /// One end of a connection. The message has memory of its own, which no peer may reach.
-struct End {
+struct TransferEnd {
     cq: CompletionQueue,
     qp: QueuePair,
     /// Memory that the peer may reach; the client's READ lands here.
@@ -182,8 +186,8 @@ struct End {
     bytes: u32,
 }
 
-impl End {
-    fn new(device: &Device, bytes: u32) -> Result<End> {
+impl TransferEnd {
+    fn new(device: &Device, bytes: u32) -> Result<TransferEnd> {
         let pd = device.alloc_pd()?;
         let cq = device.create_cq(16)?;
         let qp = pd.create_qp(&QpOptions {
@@ -197,7 +201,7 @@ impl End {
         let pattern: Vec<u8> = (0..bytes).map(pattern).collect();
         source.write(0, &pattern)?;
         let (message, message_mr) = region(&pd, MESSAGE as u32, Access::LOCAL_WRITE)?;
-        Ok(End {
+        Ok(TransferEnd {
             cq,
             qp,
             memory,

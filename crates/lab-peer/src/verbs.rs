@@ -13,7 +13,7 @@ use rdmux_verbs::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::side::{End, GRH, MEMORY, SETTLE, Side, all_rights, expect_imm};
+use super::side::{GRH, MEMORY, ManualQp, SETTLE, Side, all_rights, expect_imm};
 use super::{Scenario, WAIT, expect, expect_pattern, expect_status, pattern_bytes, say};
 
 /// A key that nobody has.
@@ -44,7 +44,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
 
 fn send(s: &Side) -> Result<()> {
     const LENGTHS: [u32; 5] = [0, 1, 4096, 12289, 1000];
-    let mut e = End::new(s, QpType::Rc, Access::empty())?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::empty())?;
     if s.asks {
         s.put_pattern(0, 20000)?;
     } else {
@@ -69,13 +69,13 @@ fn send(s: &Side) -> Result<()> {
     e.close()
 }
 
-fn has_event(e: &End<'_>, timeout: Duration) -> Result<bool> {
+fn has_event(e: &ManualQp<'_>, timeout: Duration) -> Result<bool> {
     let mut fds = [PollFd::new(&e.cq, PollFlags::IN)];
     Ok(poll(&mut fds, Some(&Timespec::try_from(timeout)?))? > 0)
 }
 
 fn solicited(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, Access::empty())?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::empty())?;
     if !s.asks {
         for i in 0..2 {
             e.post_receive(i, 0, 64)?;
@@ -108,7 +108,7 @@ fn solicited(s: &Side) -> Result<()> {
 }
 
 fn not_ready(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, Access::empty())?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::empty())?;
     if s.asks {
         s.put_pattern(0, 100)?;
     }
@@ -130,7 +130,7 @@ fn not_ready(s: &Side) -> Result<()> {
 }
 
 fn write(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, Access::REMOTE_WRITE)?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::REMOTE_WRITE)?;
     if s.asks {
         s.put_pattern(0, 30000)?;
     } else {
@@ -162,7 +162,7 @@ fn expect_zeroes(bytes: &[u8]) -> Result<()> {
 }
 
 fn read(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, Access::REMOTE_READ)?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::REMOTE_READ)?;
     if !s.asks {
         s.memory.write(0, &pattern_bytes(0, 40000))?;
     }
@@ -186,7 +186,7 @@ fn read(s: &Side) -> Result<()> {
 }
 
 fn atomics(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, Access::REMOTE_ATOMIC)?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::REMOTE_ATOMIC)?;
     s.memory.write(8, &1000u64.to_ne_bytes())?;
     e.join(&s.memory_mr)?;
     if s.asks {
@@ -222,7 +222,7 @@ fn atomics(s: &Side) -> Result<()> {
 }
 
 fn atomic_write(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, Access::REMOTE_WRITE | Access::REMOTE_READ)?;
+    let mut e = ManualQp::new(s, QpType::Rc, Access::REMOTE_WRITE | Access::REMOTE_READ)?;
     e.join(&s.memory_mr)?;
     if s.asks {
         s.put_pattern(0, 64)?;
@@ -247,12 +247,12 @@ fn atomic_write(s: &Side) -> Result<()> {
     e.close()
 }
 
-fn flush_request(e: &End<'_>, rkey: RKey, length: u32, selectivity: Selectivity) -> SendRequest {
+fn flush_request(e: &ManualQp<'_>, rkey: RKey, length: u32, selectivity: Selectivity) -> SendRequest {
     flush_to(e, Placement::GLOBAL, rkey, 0, length, selectivity)
 }
 
 fn flush_to(
-    e: &End<'_>,
+    e: &ManualQp<'_>,
     placement: Placement,
     rkey: RKey,
     at: u32,
@@ -271,7 +271,7 @@ fn flush_to(
 
 fn flush(s: &Side) -> Result<()> {
     let rights = Access::REMOTE_WRITE | Access::REMOTE_READ | Access::FLUSH_GLOBAL;
-    let mut e = End::new(s, QpType::Rc, rights)?;
+    let mut e = ManualQp::new(s, QpType::Rc, rights)?;
     if s.asks {
         s.put_pattern(0, 10000)?;
     }
@@ -311,7 +311,7 @@ fn flush_dax(s: &Side) -> Result<()> {
         }
         None => None,
     };
-    let mut e = End::new(s, QpType::Rc, rights)?;
+    let mut e = ManualQp::new(s, QpType::Rc, rights)?;
     if s.asks {
         s.put_pattern(0, 10000)?;
     }
@@ -349,7 +349,7 @@ fn window_rights() -> Access {
 }
 
 /// Binds `length` bytes at 4096 of the memory to a window; returns its new key.
-fn bind_1(s: &Side, e: &End<'_>, window: &MemoryWindow, length: u64) -> Result<RKey> {
+fn bind_1(s: &Side, e: &ManualQp<'_>, window: &MemoryWindow, length: u64) -> Result<RKey> {
     let from = s.memory_mr.iova() + 4096;
     let flags = SendFlags::SIGNALED;
     let key = e.qp.bind_mw(
@@ -364,7 +364,7 @@ fn bind_1(s: &Side, e: &End<'_>, window: &MemoryWindow, length: u64) -> Result<R
     Ok(key)
 }
 
-fn bind_2(s: &Side, e: &End<'_>, window: &MemoryWindow) -> Result<RKey> {
+fn bind_2(s: &Side, e: &ManualQp<'_>, window: &MemoryWindow) -> Result<RKey> {
     let key = window.rkey().next();
     let bind = Bind {
         window: key,
@@ -386,7 +386,7 @@ fn make_window(s: &Side, window_type: WindowType) -> Result<Option<MemoryWindow>
 }
 
 /// Accesses, as the asker, a window that the answerer has bound.
-fn use_window(s: &Side, e: &End<'_>, key: RKey) -> Result<()> {
+fn use_window(s: &Side, e: &ManualQp<'_>, key: RKey) -> Result<()> {
     s.put_pattern(0, 4096)?;
     let list = vec![
         e.write(key, 4096, 0, 4096),
@@ -404,9 +404,9 @@ fn use_window(s: &Side, e: &End<'_>, key: RKey) -> Result<()> {
 
 fn window_1(s: &Side) -> Result<()> {
     let window = make_window(s, WindowType::One)?;
-    let mut e = End::new(s, QpType::Rc, window_rights())?;
+    let mut e = ManualQp::new(s, QpType::Rc, window_rights())?;
     e.join(&s.memory_mr)?;
-    let bind = |e: &End<'_>, length| match &window {
+    let bind = |e: &ManualQp<'_>, length| match &window {
         Some(window) => s.swap_key(bind_1(s, e, window, length)?),
         None => s.swap_key(RKey(0)),
     };
@@ -422,7 +422,7 @@ fn window_1(s: &Side) -> Result<()> {
         e.fails("WRITE by a window's old key", request, Status::RemoteAccess)?;
     }
     e.close()?;
-    let mut e = End::new(s, QpType::Rc, window_rights())?;
+    let mut e = ManualQp::new(s, QpType::Rc, window_rights())?;
     e.join(&s.memory_mr)?;
     if s.asks {
         e.run(
@@ -441,9 +441,9 @@ fn window_1(s: &Side) -> Result<()> {
 
 fn window_2(s: &Side) -> Result<()> {
     let window = make_window(s, WindowType::Two)?;
-    let mut other = End::new(s, QpType::Rc, window_rights())?;
+    let mut other = ManualQp::new(s, QpType::Rc, window_rights())?;
     other.join(&s.memory_mr)?;
-    let mut e = End::new(s, QpType::Rc, window_rights())?;
+    let mut e = ManualQp::new(s, QpType::Rc, window_rights())?;
     e.join(&s.memory_mr)?;
     let own = window.as_ref().map(|window| bind_2(s, &e, window)).transpose()?;
     let key = s.swap_key(own.unwrap_or(RKey(0)))?;
@@ -472,7 +472,7 @@ fn window_2(s: &Side) -> Result<()> {
 
 fn send_invalidate(s: &Side) -> Result<()> {
     let window = make_window(s, WindowType::Two)?;
-    let mut e = End::new(s, QpType::Rc, window_rights())?;
+    let mut e = ManualQp::new(s, QpType::Rc, window_rights())?;
     if s.asks {
         s.put_pattern(0, 5000)?;
     } else {
@@ -510,7 +510,7 @@ fn shared_receives(s: &Side) -> Result<()> {
     };
     let mut ends = Vec::new();
     for _ in 0..2 {
-        ends.push(End::with_srq(s, QpType::Rc, Access::empty(), srq.clone())?);
+        ends.push(ManualQp::with_srq(s, QpType::Rc, Access::empty(), srq.clone())?);
     }
     if let Some(srq) = &srq {
         for i in 0..5 {
@@ -557,7 +557,13 @@ fn shared_receives(s: &Side) -> Result<()> {
 }
 
 /// A request that a responder must refuse: name, rights that the QP lacks, rights that the region lacks, expected status, request.
-type Refusal = (&'static str, Access, Access, Status, fn(&End<'_>) -> SendRequest);
+type Refusal = (
+    &'static str,
+    Access,
+    Access,
+    Status,
+    fn(&ManualQp<'_>) -> SendRequest,
+);
 
 /// Line by line as in verbs.c.
 #[rustfmt::skip]
@@ -599,7 +605,7 @@ fn refusals(s: &Side) -> Result<()> {
 fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Result<()> {
     let rights = all_rights() - *mr_lacks;
     let mr = s.pd.reg_mr_all(s.memory.clone(), s.memory.address(), rights)?;
-    let mut e = End::new(s, QpType::Rc, all_rights() - *qp_lacks)?;
+    let mut e = ManualQp::new(s, QpType::Rc, all_rights() - *qp_lacks)?;
     if !s.asks {
         for i in 0..2 {
             e.post_receive(i, 0, 64)?;
@@ -647,7 +653,7 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
 }
 
 fn wrong_invalidate(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Rc, all_rights())?;
+    let mut e = ManualQp::new(s, QpType::Rc, all_rights())?;
     if !s.asks {
         for i in 0..2 {
             e.post_receive(i, 0, 64)?;
@@ -669,7 +675,7 @@ fn wrong_invalidate(s: &Side) -> Result<()> {
 }
 
 fn unreliable(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Uc, Access::REMOTE_WRITE)?;
+    let mut e = ManualQp::new(s, QpType::Uc, Access::REMOTE_WRITE)?;
     if s.asks {
         s.put_pattern(0, 20000)?;
     } else {
@@ -721,7 +727,7 @@ fn header_addresses(header: &[u8]) -> Result<(IpAddr, IpAddr)> {
     }
 }
 
-fn expect_header(s: &Side, e: &End<'_>, at: u32) -> Result<()> {
+fn expect_header(s: &Side, e: &ManualQp<'_>, at: u32) -> Result<()> {
     let (from, to) = header_addresses(&s.local(at, GRH)?)?;
     ensure!(
         from == e.peer_address() && to == s.device.address(),
@@ -731,7 +737,7 @@ fn expect_header(s: &Side, e: &End<'_>, at: u32) -> Result<()> {
 }
 
 fn datagrams(s: &Side) -> Result<()> {
-    let mut e = End::new(s, QpType::Ud, Access::empty())?;
+    let mut e = ManualQp::new(s, QpType::Ud, Access::empty())?;
     for i in 0..3 {
         e.post_receive(i.into(), 2000 * i, GRH + 1000)?;
     }
@@ -768,7 +774,7 @@ fn datagrams(s: &Side) -> Result<()> {
 }
 
 /// Sends an answer to the source address of the last datagram.
-fn answer_datagram(s: &Side, e: &End<'_>, qpn: Option<Qpn>) -> Result<()> {
+fn answer_datagram(s: &Side, e: &ManualQp<'_>, qpn: Option<Qpn>) -> Result<()> {
     let qpn = qpn.context("a datagram without a source QP")?;
     let (from, _) = header_addresses(&s.local(4000, GRH)?)?;
     let mut request = e.send(8003, 500);
@@ -783,7 +789,7 @@ fn multicast(s: &Side) -> Result<()> {
         IpAddr::V4(_) => [239, 9, 0, 9].into(),
         IpAddr::V6(_) => [0xff05, 0, 0, 0, 0, 0, 0, 0x909].into(),
     };
-    let mut e = End::new(s, QpType::Ud, Access::empty())?;
+    let mut e = ManualQp::new(s, QpType::Ud, Access::empty())?;
     e.post_receive(0, 0, GRH + 1000)?;
     s.put_pattern(8000, 2000)?;
     e.join(&s.memory_mr)?;
@@ -826,7 +832,7 @@ fn multicast(s: &Side) -> Result<()> {
 
 fn many(s: &Side, qp_type: QpType, length: u32) -> Result<()> {
     let header = if qp_type == QpType::Ud { GRH } else { 0 };
-    let mut e = End::new(s, qp_type, Access::empty())?;
+    let mut e = ManualQp::new(s, qp_type, Access::empty())?;
     if s.asks {
         s.put_pattern(0, MEMORY)?;
     } else {

@@ -167,16 +167,16 @@ impl View<'_> {
 
 /// The object that a key names.
 #[derive(Debug)]
-struct Entry {
+struct KeyEntry {
     key: u32,
     pd: Pd,
-    kind: Kind,
+    kind: Keyed,
     /// Number of windows bound to this region. While there are any, the region does not change.
     windows: u32,
 }
 
 #[derive(Debug)]
-enum Kind {
+enum Keyed {
     Region(RegionSpec),
     /// A region that gets and loses its memory by work requests.
     Fast {
@@ -198,12 +198,12 @@ struct Bound {
     qpn: Qpn,
 }
 
-impl Entry {
+impl KeyEntry {
     fn spec(&self) -> Option<&RegionSpec> {
         match &self.kind {
-            Kind::Region(spec) => Some(spec),
-            Kind::Fast { spec, .. } => spec.as_ref(),
-            Kind::Window { .. } => None,
+            Keyed::Region(spec) => Some(spec),
+            Keyed::Fast { spec, .. } => spec.as_ref(),
+            Keyed::Window { .. } => None,
         }
     }
 }
@@ -216,7 +216,7 @@ pub(crate) struct KeyError;
 #[derive(Debug, Default)]
 pub(crate) struct Regions {
     /// Entries by the high 24 bits of their keys: the user may change the low 8 bits.
-    entries: NumberMap<Entry>,
+    entries: NumberMap<KeyEntry>,
     /// Type 2 windows by the QP that bound them; each window is named by its key without the low 8 bits.
     bound_on: BTreeSet<(Qpn, u32)>,
     pds: Vec<bool>,
@@ -265,7 +265,7 @@ impl Regions {
 
     /// Adds an entry with a new key. All 32 bits are random, so that a peer cannot guess a key. Key 0 stays free, as peers use it for
     /// "none".
-    fn insert(&mut self, rng: &mut impl RngCore, pd: Pd, kind: Kind) -> Result<u32, RegisterError> {
+    fn insert(&mut self, rng: &mut impl RngCore, pd: Pd, kind: Keyed) -> Result<u32, RegisterError> {
         if !self.has_pd(pd) {
             return Err(RegisterError::NoPd);
         }
@@ -278,7 +278,7 @@ impl Regions {
                 break key;
             }
         };
-        let entry = Entry {
+        let entry = KeyEntry {
             key,
             pd,
             kind,
@@ -295,7 +295,7 @@ impl Regions {
         spec: RegionSpec,
     ) -> Result<(LKey, RKey), RegisterError> {
         let spec = spec.checked()?;
-        let key = self.insert(rng, pd, Kind::Region(spec))?;
+        let key = self.insert(rng, pd, Keyed::Region(spec))?;
         Ok((LKey(key), RKey(key)))
     }
 
@@ -305,7 +305,7 @@ impl Regions {
         pd: Pd,
         length_max: u64,
     ) -> Result<(LKey, RKey), RegisterError> {
-        let fast = Kind::Fast {
+        let fast = Keyed::Fast {
             length_max,
             spec: None,
         };
@@ -319,7 +319,7 @@ impl Regions {
         pd: Pd,
         kind: WindowType,
     ) -> Result<RKey, RegisterError> {
-        let window = Kind::Window {
+        let window = Keyed::Window {
             kind,
             bound: None,
             posted: RKey(0),
@@ -340,7 +340,7 @@ impl Regions {
             return Err(RegisterError::NoPd);
         }
         let entry = self.exact_mut(lkey.0).ok_or(RegisterError::NoRegion)?;
-        let Kind::Region(spec) = &mut entry.kind else {
+        let Keyed::Region(spec) = &mut entry.kind else {
             return Err(RegisterError::NoRegion);
         };
         if entry.windows > 0 {
@@ -361,8 +361,8 @@ impl Regions {
     pub(crate) fn plain(&self, rkey: u32, pd: Pd) -> Option<&RegionSpec> {
         let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
         match &entry.kind {
-            Kind::Region(spec) => Some(spec),
-            Kind::Fast { .. } | Kind::Window { .. } => None,
+            Keyed::Region(spec) => Some(spec),
+            Keyed::Fast { .. } | Keyed::Window { .. } => None,
         }
     }
 
@@ -370,10 +370,10 @@ impl Regions {
     pub(crate) fn deregister(&mut self, lkey: LKey) -> Result<Option<Arc<dyn Memory>>, RegisterError> {
         let entry = self.entries.get(&(lkey.0 >> 8)).ok_or(RegisterError::NoRegion)?;
         let named = match entry.kind {
-            Kind::Region(_) => entry.key == lkey.0,
+            Keyed::Region(_) => entry.key == lkey.0,
             // The region's key has changed with each registration.
-            Kind::Fast { .. } => true,
-            Kind::Window { .. } => false,
+            Keyed::Fast { .. } => true,
+            Keyed::Window { .. } => false,
         };
         if !named || mutant!(DeregisterForgotten) {
             return Err(RegisterError::NoRegion);
@@ -389,7 +389,7 @@ impl Regions {
         let is_window = self
             .entries
             .get(&(rkey.0 >> 8))
-            .is_some_and(|entry| matches!(entry.kind, Kind::Window { .. }));
+            .is_some_and(|entry| matches!(entry.kind, Keyed::Window { .. }));
         if is_window {
             self.rebind(rkey.0 >> 8, None);
             self.entries.remove(&(rkey.0 >> 8));
@@ -410,9 +410,9 @@ impl Regions {
         if self.entries.get(&region).is_none_or(|entry| entry.windows == 0) {
             return;
         }
-        let is_bound_to_it = |entry: &Entry| match entry.kind {
-            Kind::Window { bound, .. } => bound.is_some_and(|bound| bound.bind.region.0 >> 8 == region),
-            Kind::Region(_) | Kind::Fast { .. } => false,
+        let is_bound_to_it = |entry: &KeyEntry| match entry.kind {
+            Keyed::Window { bound, .. } => bound.is_some_and(|bound| bound.bind.region.0 >> 8 == region),
+            Keyed::Region(_) | Keyed::Fast { .. } => false,
         };
         let windows = self.entries.iter().filter(|(_, entry)| is_bound_to_it(entry));
         let windows: Vec<u32> = windows.map(|(window, _)| *window).collect();
@@ -431,7 +431,7 @@ impl Regions {
     /// Changes the binding of a window, which is named by its key without the low 8 bits.
     fn rebind(&mut self, window: u32, to: Option<Bound>) {
         let entry = self.entries.get_mut(&window);
-        let Some(Kind::Window { kind, bound, .. }) = entry.map(|entry| &mut entry.kind) else {
+        let Some(Keyed::Window { kind, bound, .. }) = entry.map(|entry| &mut entry.kind) else {
             return;
         };
         let of_qp = *kind == WindowType::Two;
@@ -454,12 +454,12 @@ impl Regions {
         }
     }
 
-    fn exact(&self, key: u32) -> Option<&Entry> {
-        let exact = |entry: &&Entry| entry.key == key || mutant!(TagIgnored);
+    fn exact(&self, key: u32) -> Option<&KeyEntry> {
+        let exact = |entry: &&KeyEntry| entry.key == key || mutant!(TagIgnored);
         self.entries.get(&(key >> 8)).filter(exact)
     }
 
-    fn exact_mut(&mut self, key: u32) -> Option<&mut Entry> {
+    fn exact_mut(&mut self, key: u32) -> Option<&mut KeyEntry> {
         self.entries.get_mut(&(key >> 8)).filter(|entry| entry.key == key)
     }
 
@@ -475,7 +475,7 @@ impl Regions {
     /// Returns the region or window of a remote key if it grants `access` to requests that arrive on this QP. IBTA Vol 1, 10.6.7.
     pub(crate) fn remote(&self, rkey: u32, pd: Pd, qpn: Qpn, access: Access) -> Option<View<'_>> {
         let entry = self.exact(rkey).filter(|entry| entry.pd == pd)?;
-        let Kind::Window { kind, bound, .. } = &entry.kind else {
+        let Keyed::Window { kind, bound, .. } = &entry.kind else {
             return entry
                 .spec()
                 .filter(|spec| spec.access.contains(access))
@@ -511,7 +511,7 @@ impl Regions {
         let remote = Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
         if bind.length > 0 {
             let region = self.exact(bind.region.0).filter(|entry| entry.pd == pd);
-            let spec = region.and_then(Entry::spec).ok_or(KeyError)?;
+            let spec = region.and_then(KeyEntry::spec).ok_or(KeyError)?;
             let writes = rights.intersects(Access::REMOTE_WRITE | Access::REMOTE_ATOMIC);
             // A window cannot grant a flush that the region does not.
             let flushes = spec.access & (Access::FLUSH_GLOBAL | Access::FLUSH_PERSISTENT);
@@ -524,7 +524,7 @@ impl Regions {
             }
         }
         let entry = self.entries.get_mut(&(bind.window.0 >> 8)).ok_or(KeyError)?;
-        let Kind::Window { kind, bound, .. } = &mut entry.kind else {
+        let Keyed::Window { kind, bound, .. } = &mut entry.kind else {
             return Err(KeyError);
         };
         // A type 2 window must be invalidated before it is bound again, and the new key must differ, so that the old key grants nothing.
@@ -546,7 +546,7 @@ impl Regions {
     pub(crate) fn next_window_key(&self, window: RKey) -> Option<RKey> {
         let entry = self.entries.get(&(window.0 >> 8))?;
         match entry.kind {
-            Kind::Window {
+            Keyed::Window {
                 kind: WindowType::One,
                 posted,
                 ..
@@ -558,7 +558,7 @@ impl Regions {
     /// Records the key of a type 1 window whose binding was posted.
     pub(crate) fn keep_window_key(&mut self, window: RKey) {
         let entry = self.entries.get_mut(&(window.0 >> 8));
-        if let Some(Kind::Window { posted, .. }) = entry.map(|entry| &mut entry.kind) {
+        if let Some(Keyed::Window { posted, .. }) = entry.map(|entry| &mut entry.kind) {
             *posted = window;
         }
     }
@@ -568,7 +568,7 @@ impl Regions {
         let key = registration.key.0;
         let entry = self.entries.get_mut(&(key >> 8)).filter(|entry| entry.pd == pd);
         let entry = entry.ok_or(KeyError)?;
-        let Kind::Fast { length_max, spec } = &mut entry.kind else {
+        let Keyed::Fast { length_max, spec } = &mut entry.kind else {
             return Err(KeyError);
         };
         if spec.is_some() || registration.spec.length > *length_max {
@@ -585,11 +585,11 @@ impl Regions {
         let entry = self.exact_mut(rkey.0).filter(|entry| entry.pd == pd);
         let entry = entry.ok_or(KeyError)?;
         match &mut entry.kind {
-            Kind::Fast { spec, .. } if entry.windows == 0 => {
+            Keyed::Fast { spec, .. } if entry.windows == 0 => {
                 let ended = spec.take().ok_or(KeyError)?;
                 self.retired.retire(ended.memory);
             }
-            Kind::Window {
+            Keyed::Window {
                 kind: WindowType::Two,
                 bound,
                 ..
@@ -636,14 +636,14 @@ impl Regions {
             return Denial::OtherDomain;
         }
         let has = match &entry.kind {
-            Kind::Window { kind, bound, .. } => match bound {
+            Keyed::Window { kind, bound, .. } => match bound {
                 None => return Denial::NoKey,
                 Some(bound) if *kind == WindowType::Two && bound.qpn != qpn => return Denial::OtherWindow,
                 Some(bound) => bound.bind.access,
             },
-            Kind::Region(spec) => spec.access,
-            Kind::Fast { spec: Some(spec), .. } => spec.access,
-            Kind::Fast { spec: None, .. } => return Denial::NoKey,
+            Keyed::Region(spec) => spec.access,
+            Keyed::Fast { spec: Some(spec), .. } => spec.access,
+            Keyed::Fast { spec: None, .. } => return Denial::NoKey,
         };
         if !has.contains(needs) {
             return Denial::NoRight { needs, has };
@@ -663,9 +663,9 @@ impl Regions {
         let of_spec = |spec: &RegionSpec| (spec.view().iova, spec.length, spec.access);
         let nothing = (0, 0, Access::empty());
         let (kind, (iova, length, access)) = match &entry.kind {
-            Kind::Region(spec) => (RegionKind::Memory, of_spec(spec)),
-            Kind::Fast { spec, .. } => (RegionKind::Fast, spec.as_ref().map_or(nothing, of_spec)),
-            Kind::Window { kind, bound, .. } => {
+            Keyed::Region(spec) => (RegionKind::Memory, of_spec(spec)),
+            Keyed::Fast { spec, .. } => (RegionKind::Fast, spec.as_ref().map_or(nothing, of_spec)),
+            Keyed::Window { kind, bound, .. } => {
                 let bound = bound.map(|Bound { bind, .. }| (bind.va, bind.length, bind.access));
                 (RegionKind::Window(*kind), bound.unwrap_or(nothing))
             }

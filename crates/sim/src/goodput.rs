@@ -8,7 +8,7 @@ use rdmux_rnic::{
 };
 
 use crate::network::Network;
-pub use crate::network::{Link, Marking, Switched};
+pub use crate::network::{LinkProperties, Marking, Switched};
 
 /// Address by which each host names its memory.
 const IOVA: u64 = 1 << 40;
@@ -51,7 +51,7 @@ pub struct Goodput {
 
 impl Goodput {
     /// Payload of all senders, as a share of what `link` carries in the time measured.
-    pub fn share_of(&self, link: &Link, streams: &Streams) -> f64 {
+    pub fn share_of(&self, link: &LinkProperties, streams: &Streams) -> f64 {
         let carried = link.bits_per_second as f64 / 8.0 * streams.measured_ns as f64 / 1e9;
         self.bytes.iter().sum::<u64>() as f64 / carried
     }
@@ -64,7 +64,7 @@ impl Goodput {
     }
 }
 
-struct End {
+struct StreamEnd {
     qpn: Qpn,
     cq: Cqn,
     lkey: LKey,
@@ -75,7 +75,7 @@ struct End {
 ///
 /// # Panics
 /// When a WRITE fails: nothing here can be lost for good.
-pub fn measure(link: &Link, streams: &Streams) -> Goodput {
+pub fn measure(link: &LinkProperties, streams: &Streams) -> Goodput {
     let senders = usize::from(streams.senders);
     let mut network = Network::new(streams.seed, *link, streams.senders + 1);
     let ends = connect(&mut network, streams);
@@ -111,7 +111,7 @@ pub fn measure(link: &Link, streams: &Streams) -> Goodput {
     }
 }
 
-fn post(network: &mut Network, host: usize, own: &End, rkey: RKey, bytes: u32) {
+fn post(network: &mut Network, host: usize, own: &StreamEnd, rkey: RKey, bytes: u32) {
     let request = SendRequest {
         wr_id: 0,
         operation: Operation::Write {
@@ -128,7 +128,7 @@ fn post(network: &mut Network, host: usize, own: &End, rkey: RKey, bytes: u32) {
 }
 
 /// Connects every sender to the last host. Returns each sender's own end and the one at the last host.
-fn connect(network: &mut Network, streams: &Streams) -> Vec<(End, End)> {
+fn connect(network: &mut Network, streams: &Streams) -> Vec<(StreamEnd, StreamEnd)> {
     let sink = usize::from(streams.senders);
     let pairs = (0..sink).map(|sender| {
         let ends = [sender, sink].map(|host| make_end(network, host, streams));
@@ -147,7 +147,7 @@ fn connect(network: &mut Network, streams: &Streams) -> Vec<(End, End)> {
     pairs.collect()
 }
 
-fn make_end(network: &mut Network, host: usize, streams: &Streams) -> End {
+fn make_end(network: &mut Network, host: usize, streams: &Streams) -> StreamEnd {
     network.with(host, |rnic, _| {
         let pd = rnic.alloc_pd();
         let spec = RegionSpec {
@@ -167,11 +167,11 @@ fn make_end(network: &mut Network, host: usize, streams: &Streams) -> End {
             ..QpInit::new(pd, cq)
         };
         let qpn = rnic.create_qp(init).expect("PD and CQ were just made");
-        End { qpn, cq, lkey, rkey }
+        StreamEnd { qpn, cq, lkey, rkey }
     })
 }
 
-fn bring_up(network: &mut Network, host: usize, own: &End, peer: Qpn, path: Path, streams: &Streams) {
+fn bring_up(network: &mut Network, host: usize, own: &StreamEnd, peer: Qpn, path: Path, streams: &Streams) {
     let init = QpAttributes {
         access: Some(Access::REMOTE_WRITE),
         ..Default::default()

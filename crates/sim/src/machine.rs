@@ -115,7 +115,7 @@ struct Given {
 
 /// Message between the hosts, besides packets.
 #[derive(Clone, Debug)]
-pub(crate) enum Message {
+pub(crate) enum GrantMessage {
     /// `by` asks to reach what `rkey` names at its peer `of`.
     Ask { of: Qpn, by: Qpn, rkey: RKey },
     /// The answer.
@@ -143,7 +143,7 @@ pub(crate) enum Change {
 
 /// One end of the link.
 #[derive(Debug, Default)]
-struct End {
+struct LinkEnd {
     /// True while its packets go through memory.
     up: bool,
     /// Arrival time of the youngest packet sent to it.
@@ -155,7 +155,7 @@ struct End {
     asked: Vec<(Qpn, RKey)>,
 }
 
-impl End {
+impl LinkEnd {
     fn take_back(&self, is_it: impl Fn(&Given) -> bool) {
         for given in self.given.iter().filter(|given| is_it(given)) {
             given.memory.take_back();
@@ -165,7 +165,7 @@ impl End {
 
 #[derive(Debug)]
 pub(crate) struct Machine {
-    ends: [End; 2],
+    ends: [LinkEnd; 2],
     /// Number of the link.
     link: u32,
     /// True while nobody reads what goes into the link.

@@ -16,7 +16,7 @@ const INTERFACE_BYTES: usize = 32 << 10;
 
 /// Properties of all wires and ports.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Link {
+pub struct LinkProperties {
     /// Rate of every wire.
     pub bits_per_second: u64,
     /// Round-trip time over idle wires, without the time that sending a packet takes.
@@ -41,7 +41,7 @@ pub struct Marking {
     pub percent_max: f64,
 }
 
-impl Link {
+impl LinkProperties {
     fn wire_ns(&self, udp_payload_bytes: usize) -> u64 {
         (WIRE_BYTES + udp_payload_bytes as u64) * 8 * 1_000_000_000 / self.bits_per_second
     }
@@ -94,7 +94,7 @@ pub(crate) struct Network {
     pub(crate) now: Time,
     pub(crate) hosts: Vec<Host>,
     pub(crate) switched: Switched,
-    link: Link,
+    link: LinkProperties,
     agenda: BTreeMap<(Time, u64), Happening>,
     next: u64,
     dice: Dice,
@@ -102,7 +102,7 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    pub(crate) fn new(seed: u64, link: Link, hosts: u8) -> Network {
+    pub(crate) fn new(seed: u64, link: LinkProperties, hosts: u8) -> Network {
         let mut dice = Dice::new(seed, 4);
         let traffic = Traffic {
             congestion: Some(Parameters {

@@ -16,7 +16,7 @@ use rdmux_wire::roce::icrc::Flow;
 use rdmux_wire::roce::{Aeth, Bth, ICRC_LEN, Operation, UDP_PORT};
 
 use crate::dice::Dice;
-use crate::machine::{Change, Machine, Message};
+use crate::machine::{Change, GrantMessage, Machine};
 use crate::seen::{self, Seen};
 use crate::tap::Tap;
 
@@ -71,10 +71,10 @@ enum Happening {
     },
     /// The link of two hosts on one machine changes, or carries a message.
     Change(Change),
-    Message {
+    GrantMessage {
         to: usize,
         link: u32,
-        message: Message,
+        message: GrantMessage,
     },
     FlushRuns(usize, FlushJob),
     FlushEnds(usize, FlushId, Result<(), rdmux_rnic::Fault>),
@@ -363,7 +363,7 @@ impl World {
                 }
             }
             Happening::Change(change) => self.change(change),
-            Happening::Message { to, link, message } => self.say(to, link, message),
+            Happening::GrantMessage { to, link, message } => self.say(to, link, message),
             Happening::FlushRuns(host, job) => {
                 // A flush may have done its work long before it reports that.
                 let result = job.memory.flush(job.offset, job.length, job.placement);
@@ -725,20 +725,20 @@ impl World {
         };
         self.tap.violation = self.tap.violation.take().or(wrong);
         let of = info.dest_qpn;
-        self.tell(1 - host, Message::Ask { of, by, rkey });
+        self.tell(1 - host, GrantMessage::Ask { of, by, rkey });
     }
 
     /// Sends a message on the link.
-    fn tell(&mut self, to: usize, message: Message) {
+    fn tell(&mut self, to: usize, message: GrantMessage) {
         if let Some(machine) = &mut self.machine
             && let Some(link) = machine.link()
         {
             let at = self.now + machine.message_ns();
-            self.plan(at, Happening::Message { to, link, message });
+            self.plan(at, Happening::GrantMessage { to, link, message });
         }
     }
 
-    fn say(&mut self, to: usize, link: u32, message: Message) {
+    fn say(&mut self, to: usize, link: u32, message: GrantMessage) {
         let heard = self
             .machine
             .as_mut()
@@ -748,13 +748,13 @@ impl World {
         };
         let rnic = &mut self.hosts[to].rnic;
         match message {
-            Message::Ask { of, by, rkey } if machine.answers() => {
+            GrantMessage::Ask { of, by, rkey } if machine.answers() => {
                 let granted = rnic.grantable(of, rkey).ok();
                 let grant = granted.map(|granted| machine.give(to, of, by, rkey, granted));
-                self.tell(1 - to, Message::Answer { by, rkey, grant });
+                self.tell(1 - to, GrantMessage::Answer { by, rkey, grant });
             }
-            Message::Ask { .. } => {}
-            Message::Answer { by, rkey, grant } => {
+            GrantMessage::Ask { .. } => {}
+            GrantMessage::Answer { by, rkey, grant } => {
                 rnic.set_grant(self.now, by, rkey, grant);
                 self.settle(to);
             }

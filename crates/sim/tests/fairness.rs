@@ -1,10 +1,10 @@
 //! Flows that share a bottleneck whose switch marks packets: DCQCN keeps the queue short and the shares equal.
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
-use rdmux_sim::goodput::{Goodput, Link, Marking, Streams, measure};
+use rdmux_sim::goodput::{Goodput, LinkProperties, Marking, Streams, measure};
 
 /// The link of the DCQCN paper, 40 Gbit/s, with its marking thresholds.
-const LINK: Link = Link {
+const LINK: LinkProperties = LinkProperties {
     bits_per_second: 40_000_000_000,
     round_trip_ns: 10_000,
     loss_percent: 0.0,
@@ -19,7 +19,7 @@ const FLOWS: u8 = 8;
 const WINDOW_BYTES: u32 = 512 << 10;
 
 /// Returns Jain's index, the share of the link, and the measurement.
-fn flows(link: &Link, seed: u64) -> (f64, f64, Goodput) {
+fn flows(link: &LinkProperties, seed: u64) -> (f64, f64, Goodput) {
     let streams = Streams {
         seed,
         senders: FLOWS,
@@ -54,7 +54,7 @@ fn marking_bottleneck__eight_flows_share_equally_over_a_short_queue() {
 #[test]
 fn bottleneck_without_marks__the_queue_is_as_long_as_the_windows() {
     // Shows the benefit of the marks.
-    let unmarked = Link {
+    let unmarked = LinkProperties {
         marking: None,
         ..LINK
     };

@@ -5,14 +5,14 @@
 
 use std::fmt::Write;
 
-use rdmux_sim::goodput::{Goodput, Link, Streams, measure};
+use rdmux_sim::goodput::{Goodput, LinkProperties, Streams, measure};
 
 const LOSSES_PERCENT: [f64; 4] = [0.0, 0.1, 1.0, 5.0];
 const ROUND_TRIPS_NS: [u64; 3] = [10_000, 100_000, 1_000_000];
 const MESSAGES: [(u32, &str); 2] = [(4 << 10, "4 KiB"), (1 << 20, "1 MiB")];
 
-fn link(loss_percent: f64, round_trip_ns: u64) -> Link {
-    Link {
+fn link(loss_percent: f64, round_trip_ns: u64) -> LinkProperties {
+    LinkProperties {
         bits_per_second: 10_000_000_000,
         round_trip_ns,
         loss_percent,

@@ -2,7 +2,7 @@
 #![allow(non_snake_case, reason = "tests are named function__case")]
 
 use rdmux_rnic::{Placement, QpState, Status};
-use rdmux_sim::power::{Ask, Bed, BedSettings, Done, Ended, Ledger, Link, Platform};
+use rdmux_sim::power::{Ask, Bed, BedSettings, Done, Ended, Ledger, MappedConnection, Platform};
 
 const MILLISECOND_NS: u64 = 1_000_000;
 
@@ -52,7 +52,7 @@ fn until_done(bed: &mut Bed, operations: &[u64]) -> Vec<Done> {
     all
 }
 
-fn ask_all(bed: &mut Bed, link: Link, asks: &[Ask]) -> Vec<u64> {
+fn ask_all(bed: &mut Bed, link: MappedConnection, asks: &[Ask]) -> Vec<u64> {
     let asked = asks.iter().map(|ask| bed.ask(link, ask).expect("there is room"));
     asked.collect()
 }

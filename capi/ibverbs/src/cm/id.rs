@@ -63,18 +63,18 @@ pub(super) struct Id {
 
 /// A local address as ids have it: the objects that all ids there share, which stay.
 #[derive(Clone, Copy)]
-pub(super) struct Port {
+pub(super) struct LocalAddress {
     verbs: *mut abi::Context,
     pd: *mut abi::Pd,
     gid: abi::Gid,
 }
 
-impl Port {
-    pub(super) fn at(address: IpAddr) -> Result<Port, c_int> {
+impl LocalAddress {
+    pub(super) fn at(address: IpAddr) -> Result<LocalAddress, c_int> {
         let device = Device::at(address).ok_or(libc::ENODEV)?;
         let verbs = context::shared(device)?;
         let (pd, gid) = (context::shared_domain(verbs)?, device.gid());
-        Ok(Port { verbs, pd, gid })
+        Ok(LocalAddress { verbs, pd, gid })
     }
 }
 
@@ -390,11 +390,11 @@ impl Id {
 
     /// Sets the id's device to that of a local address.
     fn take_device(&mut self, address: IpAddr) -> Result<(), c_int> {
-        self.take_port(Port::at(address)?);
+        self.take_port(LocalAddress::at(address)?);
         Ok(())
     }
 
-    pub(super) fn take_port(&mut self, port: Port) {
+    pub(super) fn take_port(&mut self, port: LocalAddress) {
         (self.shown.verbs, self.shown.pd) = (port.verbs, port.pd);
         (self.shown.port_num, self.shown.sgid) = (1, port.gid);
     }

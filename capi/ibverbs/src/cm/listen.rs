@@ -13,7 +13,7 @@ use rdmux_verbs::{DatagramListener, EventQueue, ListenError, Listener};
 
 use super::channel::{Event, Happened, Source, UserContext};
 use super::connect::told;
-use super::id::{Id, Port, Request, Shared, Stage};
+use super::id::{Id, LocalAddress, Request, Shared, Stage};
 use crate::device::Device;
 use crate::{abi, context, minus_one};
 
@@ -53,7 +53,7 @@ struct On {
     ps: u32,
     qp_type: u32,
     local: SocketAddr,
-    port: Port,
+    port: LocalAddress,
     /// Maximum number of requests that wait to be taken.
     backlog: usize,
 }
@@ -260,7 +260,7 @@ fn listen(id: *mut abi::CmId, own: &mut Id, backlog: c_int) -> Result<(), c_int>
             ps: own.shown.ps,
             qp_type: own.shown.qp_type,
             local: SocketAddr::new(address, port),
-            port: Port::at(address)?,
+            port: LocalAddress::at(address)?,
             backlog,
         };
         Ok(Hearing { service, on })

@@ -17,7 +17,7 @@ use rdmux_wire::rsocket::{DatagramHeader, UdpHeader};
 use super::buffers::Buffers;
 use super::open::device_towards;
 use super::options::Options;
-use super::resources::{RECEIVE, Region, create_errno};
+use super::resources::{LibraryMemory, RECEIVE, create_errno};
 use crate::udp::Udp;
 
 /// Bytes of a datagram with its header: the size of rdma-core's buffers.
@@ -32,19 +32,19 @@ const PEERS_MAX: usize = 4_096;
 const BATCH: usize = 256;
 
 /// A queue pair on a device.
-struct Port {
+struct DatagramQp {
     device: Device,
     qp: QueuePair,
     cq: CompletionQueue,
-    send: Region,
-    receive: Region,
+    send: LibraryMemory,
+    receive: LibraryMemory,
     /// Free slots in the send buffer.
     free: Vec<u64>,
     sends: usize,
 }
 
-impl Port {
-    fn new(device: Device, options: &Options) -> Result<Port, c_int> {
+impl DatagramQp {
+    fn new(device: Device, options: &Options) -> Result<DatagramQp, c_int> {
         let errno = |error| create_errno(&error);
         let slots = |bytes: u32, queue: u16| (bytes / DATAGRAM_MAX as u32).clamp(1, queue.into());
         let sends = slots(options.send_bytes, options.sq_size);
@@ -56,9 +56,9 @@ impl Port {
         (of_qp.max_send_wr, of_qp.max_recv_wr) = (sends, receives);
         let qp = pd.create_qp(&of_qp).map_err(errno)?;
         let bytes = u64::from(sends) * DATAGRAM_MAX as u64;
-        let port = Port {
-            send: Region::new(&pd, bytes, Access::LOCAL_WRITE)?,
-            receive: Region::new(&pd, u64::from(receives) * SLOT, Access::LOCAL_WRITE)?,
+        let port = DatagramQp {
+            send: LibraryMemory::new(&pd, bytes, Access::LOCAL_WRITE)?,
+            receive: LibraryMemory::new(&pd, u64::from(receives) * SLOT, Access::LOCAL_WRITE)?,
             free: (0..u64::from(sends)).collect(),
             sends: sends as usize,
             device,
@@ -113,7 +113,7 @@ struct Peer {
 
 pub(super) struct Datagram {
     udp: Option<Udp>,
-    ports: Vec<Port>,
+    ports: Vec<DatagramQp>,
     peers: HashMap<SocketAddr, Peer>,
     pub(super) connected: Option<SocketAddr>,
     queue: VecDeque<(SocketAddr, Vec<u8>)>,
@@ -165,11 +165,11 @@ impl Datagram {
             }
             let device = device_towards(address, self.name())?;
             let mtu = device.path_mtu_to(address.ip()).map_err(|error| errno(&error))?;
-            let at = |port: &Port| port.device.address() == device.address();
+            let at = |port: &DatagramQp| port.device.address() == device.address();
             let port = match self.ports.iter().position(at) {
                 Some(port) => port,
                 None => {
-                    self.ports.push(Port::new(device, &self.options)?);
+                    self.ports.push(DatagramQp::new(device, &self.options)?);
                     self.ports.len() - 1
                 }
             };

@@ -20,21 +20,21 @@ pub(super) const BUFFERS: u64 = 2;
 pub(super) const RECEIVE: u64 = 1 << 63;
 
 /// Registered memory of the library itself.
-pub(super) struct Region {
+pub(super) struct LibraryMemory {
     pub(super) memory: Arc<AnonymousMemory>,
     pub(super) mr: MemoryRegion,
     pub(super) length: u64,
 }
 
-impl Region {
-    pub(super) fn new(pd: &ProtectionDomain, length: u64, access: Access) -> Result<Region, c_int> {
+impl LibraryMemory {
+    pub(super) fn new(pd: &ProtectionDomain, length: u64, access: Access) -> Result<LibraryMemory, c_int> {
         let bytes = usize::try_from(length).map_err(|_| libc::ENOMEM)?;
         let memory = Arc::new(AnonymousMemory::new(bytes.max(1)).map_err(|_| libc::ENOMEM)?);
         let address = memory.address();
         let mr = pd
             .reg_mr(memory.clone(), 0, length.max(1), address, access)
             .map_err(|error| register_errno(&error))?;
-        Ok(Region { memory, mr, length })
+        Ok(LibraryMemory { memory, mr, length })
     }
 
     /// Returns a part of it as a peer knows it, or so many entries of a table.
@@ -62,11 +62,11 @@ pub(super) struct Resources {
     pub(super) qp: QueuePair,
     pub(super) cq: CompletionQueue,
     /// Bytes in flight.
-    pub(super) send: Region,
+    pub(super) send: LibraryMemory,
     /// Memory that the peer writes: two halves, one of which is being filled while the other is read.
-    pub(super) receive: Region,
+    pub(super) receive: LibraryMemory,
     /// The peer's entries about its buffers, followed by those about its mappings.
-    pub(super) tables: Region,
+    pub(super) tables: LibraryMemory,
     pub(super) iomaps: u16,
     pub(super) sq_size: u32,
     pub(super) rq_size: u16,
@@ -87,9 +87,9 @@ impl Resources {
         let from_peer = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let tables = BUFFERS * Target::LEN as u64 + u64::from(options.iomaps) * Iomap::LEN as u64;
         Ok(Resources {
-            send: Region::new(&pd, options.send_bytes.into(), Access::LOCAL_WRITE)?,
-            receive: Region::new(&pd, options.receive_bytes.into(), from_peer)?,
-            tables: Region::new(&pd, tables, from_peer)?,
+            send: LibraryMemory::new(&pd, options.send_bytes.into(), Access::LOCAL_WRITE)?,
+            receive: LibraryMemory::new(&pd, options.receive_bytes.into(), from_peer)?,
+            tables: LibraryMemory::new(&pd, tables, from_peer)?,
             iomaps: options.iomaps,
             inline: options.inline.into(),
             qp,

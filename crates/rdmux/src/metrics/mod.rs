@@ -142,14 +142,14 @@ fn render(devices: &[DeviceMetrics], rnics: &[RnicMetrics], server: Option<&Metr
 }
 
 /// Labels that identify a device's port, as node_exporter has them. `rdmux res` shows the port as `DEVICE/PORT`.
-struct Port {
+struct DevicePort {
     device: String,
     port: String,
 }
 
-impl Port {
-    fn of(metrics: &DeviceMetrics) -> Port {
-        Port {
+impl DevicePort {
+    fn of(metrics: &DeviceMetrics) -> DevicePort {
+        DevicePort {
             device: metrics.address.to_string(),
             port: metrics.slot.to_string(),
         }
@@ -161,7 +161,7 @@ impl Port {
 }
 
 fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
-    let ports: Vec<Port> = devices.iter().map(Port::of).collect();
+    let ports: Vec<DevicePort> = devices.iter().map(DevicePort::of).collect();
     let each = || ports.iter().zip(devices);
 
     text.family("rdmux_info", Kind::Gauge, "A device; always 1.");
@@ -242,9 +242,9 @@ fn render_devices(text: &mut Text, devices: &[DeviceMetrics]) {
 
 /// Writes the metrics of the host's RNICs that this process uses through provider `hw`.
 fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
-    let ports: Vec<Port> = rnics
+    let ports: Vec<DevicePort> = rnics
         .iter()
-        .map(|rnic| Port {
+        .map(|rnic| DevicePort {
             device: rnic.device.clone(),
             port: rnic.port.to_string(),
         })
@@ -276,7 +276,7 @@ fn render_rnics(text: &mut Text, rnics: &[RnicMetrics]) {
 }
 
 /// Writes the faults that devices injected on purpose (`--fault`).
-fn render_faults(text: &mut Text, ports: &[Port], devices: &[DeviceMetrics]) {
+fn render_faults(text: &mut Text, ports: &[DevicePort], devices: &[DeviceMetrics]) {
     let faulty = || {
         let both = ports.iter().zip(devices);
         both.filter_map(|(port, metrics)| Some((port, metrics.faults?)))

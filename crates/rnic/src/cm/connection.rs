@@ -10,9 +10,9 @@ use rdmux_wire::cm::{
 use rdmux_wire::roce::{PKEY_DEFAULT, PathMtu, Transport};
 
 use super::{
-    ANSWER_KEPT, BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, Endpoint,
-    FIRST_WAIT_NS, PEER_DECISION_NS, Peering, RESPONSE_TIMEOUT, RequestKey, SERVICE_TIMEOUT, State, TRIES,
-    cut, emit, nanoseconds, rej, rej_with, with_addressing, without_addressing,
+    ANSWER_KEPT, BACKLOG_MAX, CONNECTIONS_MAX, Cm, CmError, CmEvent, CmId, Connection, ConnectionState,
+    DECISION_NS, Endpoint, FIRST_WAIT_NS, PEER_DECISION_NS, Peering, RESPONSE_TIMEOUT, RequestKey,
+    SERVICE_TIMEOUT, TRIES, cut, emit, nanoseconds, rej, rej_with, with_addressing, without_addressing,
 };
 use crate::time::Time;
 use crate::transmit::ECN_MARKED;
@@ -77,7 +77,7 @@ impl Cm {
             local_ack_timeout: local.ack_timeout,
             private_data,
         };
-        let mut connection = Connection::new(State::ReqSent, service, peer, tid);
+        let mut connection = Connection::new(ConnectionState::ReqSent, service, peer, tid);
         connection.transport = local.transport;
         connection.local_qpn = local.qpn;
         connection.rest = local.ack_timeout.clamp(REST_MIN, REST_MAX);
@@ -101,7 +101,12 @@ impl Cm {
         let c = self
             .connections
             .get_mut(&id.0)
-            .filter(|c| matches!(c.state, State::ReqReceived | State::MraReqSent))
+            .filter(|c| {
+                matches!(
+                    c.state,
+                    ConnectionState::ReqReceived | ConnectionState::MraReqSent
+                )
+            })
             .ok_or(CmError::NoSuchRequest)?;
         let private_data = PrivateData::new(private_data).ok_or(CmError::PrivateDataTooLong)?;
         let rep = Rep {
@@ -129,7 +134,7 @@ impl Cm {
             private_data,
         };
         c.message = emit(&Message::Rep(rep), c.tid);
-        c.state = State::RepSent;
+        c.state = ConnectionState::RepSent;
         c.local_qpn = local.qpn;
         c.decide_by = now + PEER_DECISION_NS;
         let service = c.service;
@@ -152,16 +157,16 @@ impl Cm {
         };
         let answered = match c.state {
             // If the rejection is lost, the peer repeats its request; after an MRA it does so only when the MRA's time is over.
-            State::ReqReceived => {
+            ConnectionState::ReqReceived => {
                 c.rest = ANSWER_KEPT;
                 Answered::Req
             }
-            State::MraReqSent => {
+            ConnectionState::MraReqSent => {
                 c.rest = SERVICE_TIMEOUT + 1;
                 Answered::Req
             }
-            State::RepReceived | State::MraRepSent => Answered::Rep,
-            State::SidrReqReceived => {
+            ConnectionState::RepReceived | ConnectionState::MraRepSent => Answered::Rep,
+            ConnectionState::SidrReqReceived => {
                 let status = match reason {
                     RejReason::INVALID_SERVICE_ID => SidrStatus::UNSUPPORTED,
                     _ => SidrStatus::REJECT,
@@ -185,18 +190,18 @@ impl Cm {
             return;
         };
         match c.state {
-            State::RepReceived | State::MraRepSent => {
+            ConnectionState::RepReceived | ConnectionState::MraRepSent => {
                 let rtu = Rtu {
                     local_comm_id: id.0,
                     remote_comm_id: c.remote_id,
                     private_data: PrivateData::default(),
                 };
                 c.message = emit(&Message::Rtu(rtu), c.tid);
-                c.state = State::Established;
+                c.state = ConnectionState::Established;
                 self.repeat(id.0);
             }
-            State::RepSent | State::MraRepReceived => {
-                c.state = State::Established;
+            ConnectionState::RepSent | ConnectionState::MraRepReceived => {
+                c.state = ConnectionState::Established;
                 if !mutant!(CmEstablishedUntold) {
                     self.events.push_back(CmEvent::Established { id });
                 }
@@ -214,11 +219,11 @@ impl Cm {
             return;
         };
         match c.state {
-            State::RepReceived
-            | State::MraRepSent
-            | State::RepSent
-            | State::MraRepReceived
-            | State::Established => {
+            ConnectionState::RepReceived
+            | ConnectionState::MraRepSent
+            | ConnectionState::RepSent
+            | ConnectionState::MraRepReceived
+            | ConnectionState::Established => {
                 let dreq = Dreq {
                     local_comm_id: id.0,
                     remote_comm_id: c.remote_id,
@@ -227,16 +232,16 @@ impl Cm {
                 };
                 c.tid = tid;
                 c.message = emit(&Message::Dreq(dreq), tid);
-                c.state = State::DreqSent;
+                c.state = ConnectionState::DreqSent;
                 c.tries = 0;
                 self.send_again(now, id.0);
             }
-            State::ReqReceived | State::MraReqSent | State::SidrReqReceived => {
+            ConnectionState::ReqReceived | ConnectionState::MraReqSent | ConnectionState::SidrReqReceived => {
                 self.reject(now, id, RejReason::CONSUMER, &[]);
             }
-            State::ReqSent | State::MraReqReceived => self.withdraw(now, id.0),
-            State::SidrReqSent => self.rest(now, id.0, None),
-            State::DreqSent | State::TimeWait => {}
+            ConnectionState::ReqSent | ConnectionState::MraReqReceived => self.withdraw(now, id.0),
+            ConnectionState::SidrReqSent => self.rest(now, id.0, None),
+            ConnectionState::DreqSent | ConnectionState::TimeWait => {}
         }
     }
 
@@ -245,12 +250,12 @@ impl Cm {
         let c = self.connections.get(&id.0)?;
         matches!(
             c.state,
-            State::RepReceived
-                | State::MraRepSent
-                | State::RepSent
-                | State::MraRepReceived
-                | State::Established
-                | State::DreqSent
+            ConnectionState::RepReceived
+                | ConnectionState::MraRepSent
+                | ConnectionState::RepSent
+                | ConnectionState::MraRepReceived
+                | ConnectionState::Established
+                | ConnectionState::DreqSent
         )
         .then_some(Peering {
             id,
@@ -285,7 +290,7 @@ impl Cm {
         if self.len() >= CONNECTIONS_MAX || self.connections.contains_key(&id.0) {
             return;
         }
-        let mut connection = Connection::new(State::Established, ServiceId(0), peering.peer, 0);
+        let mut connection = Connection::new(ConnectionState::Established, ServiceId(0), peering.peer, 0);
         connection.local_qpn = peering.local_qpn;
         connection.remote_id = peering.remote_id;
         connection.remote_qpn = peering.remote_qpn;
@@ -319,8 +324,12 @@ impl Cm {
             return;
         };
         let (answered, state) = match c.state {
-            State::ReqReceived | State::MraReqSent => (Answered::Req, State::MraReqSent),
-            State::RepReceived | State::MraRepSent => (Answered::Rep, State::MraRepSent),
+            ConnectionState::ReqReceived | ConnectionState::MraReqSent => {
+                (Answered::Req, ConnectionState::MraReqSent)
+            }
+            ConnectionState::RepReceived | ConnectionState::MraRepSent => {
+                (Answered::Rep, ConnectionState::MraRepSent)
+            }
             _ => return,
         };
         c.state = state;
@@ -368,7 +377,7 @@ impl Cm {
         };
         let (addressing, private_data) = without_addressing(req.service_id, req.private_data.bytes());
         let extensions = req.ece.and_then(Extensions::from_ece);
-        let mut connection = Connection::new(State::ReqReceived, req.service_id, peer, tid);
+        let mut connection = Connection::new(ConnectionState::ReqReceived, req.service_id, peer, tid);
         connection.transport = req.transport;
         connection.request = Some(key);
         connection.remote_id = req.local_comm_id;
@@ -426,7 +435,7 @@ impl Cm {
     pub(super) fn repeated(&mut self, key: &RequestKey, tid: u64) -> Option<u32> {
         let id = self.by_request.get(key).copied()?;
         let c = self.connections.get_mut(&id)?;
-        if c.state == State::TimeWait && c.request_tid != tid {
+        if c.state == ConnectionState::TimeWait && c.request_tid != tid {
             c.request = None;
             self.by_request.remove(key);
             return None;
@@ -437,9 +446,9 @@ impl Cm {
     /// Answers a repeated request: repeats the earlier answer, or sends an MRA if there is none yet.
     fn handle_req_again(&mut self, id: u32) {
         match self.connections.get(&id).map(|c| c.state) {
-            Some(State::ReqReceived | State::MraReqSent) => self.send_mra(id),
-            Some(State::TimeWait) if mutant!(CmAnswerNotRepeated) => {}
-            Some(State::RepSent | State::TimeWait) => self.repeat(id),
+            Some(ConnectionState::ReqReceived | ConnectionState::MraReqSent) => self.send_mra(id),
+            Some(ConnectionState::TimeWait) if mutant!(CmAnswerNotRepeated) => {}
+            Some(ConnectionState::RepSent | ConnectionState::TimeWait) => self.repeat(id),
             _ => {}
         }
     }
@@ -449,19 +458,19 @@ impl Cm {
         let Some(c) = self
             .connections
             .get(&id)
-            .filter(|c| c.peer == peer && c.state != State::TimeWait)
+            .filter(|c| c.peer == peer && c.state != ConnectionState::TimeWait)
         else {
             // Name the id that the peer used for us, so that the peer recognizes its connection.
             let ids = (id, rep.local_comm_id);
             return self.send(peer, rej(tid, ids, Answered::Rep, RejReason::INVALID_COMM_ID));
         };
         match c.state {
-            State::ReqSent | State::MraReqReceived => self.handle_first_rep(now, id, rep),
+            ConnectionState::ReqSent | ConnectionState::MraReqReceived => self.handle_first_rep(now, id, rep),
             _ if c.remote_id != rep.local_comm_id || c.request.is_some() => {}
-            State::RepReceived | State::MraRepSent => self.send_mra(id),
-            State::Established if mutant!(RtuNotRepeated) => {}
+            ConnectionState::RepReceived | ConnectionState::MraRepSent => self.send_mra(id),
+            ConnectionState::Established if mutant!(RtuNotRepeated) => {}
             // The RTU was lost.
-            State::Established => self.repeat(id),
+            ConnectionState::Established => self.repeat(id),
             _ => {}
         }
     }
@@ -477,7 +486,7 @@ impl Cm {
         c.remote_id = rep.local_comm_id;
         c.remote_guid = rep.ca_guid;
         c.remote_qpn = qpn;
-        c.state = State::RepReceived;
+        c.state = ConnectionState::RepReceived;
         c.decide_by = now + DECISION_NS;
         let key = c.qp_key();
         // As with a request: the peer has forgotten the earlier connection of this QP. 12.9.8.3.1.
@@ -517,7 +526,7 @@ impl Cm {
     pub(super) fn handle_rtu(&mut self, peer: IpAddr, tid: u64, rtu: &Rtu) {
         let id = rtu.remote_comm_id;
         match self.known(id, peer, rtu.local_comm_id).map(|c| c.state) {
-            Some(State::RepSent | State::MraRepReceived) => self.establish(CmId(id)),
+            Some(ConnectionState::RepSent | ConnectionState::MraRepReceived) => self.establish(CmId(id)),
             Some(_) => {}
             // The peer considers a connection established that this side has given up.
             None => {
@@ -546,13 +555,20 @@ impl Cm {
             return;
         };
         // The peer's id is unknown until the peer has answered. After that, a REJ with another id is stale or forged.
-        let unknown = matches!(c.state, State::ReqSent | State::MraReqReceived);
+        let unknown = matches!(
+            c.state,
+            ConnectionState::ReqSent | ConnectionState::MraReqReceived
+        );
         if !unknown && c.remote_id != rej.local_comm_id {
             return;
         }
         let event = match c.state {
-            State::TimeWait | State::SidrReqSent | State::SidrReqReceived => return,
-            State::Established | State::DreqSent => CmEvent::Disconnected { id: CmId(id) },
+            ConnectionState::TimeWait | ConnectionState::SidrReqSent | ConnectionState::SidrReqReceived => {
+                return;
+            }
+            ConnectionState::Established | ConnectionState::DreqSent => {
+                CmEvent::Disconnected { id: CmId(id) }
+            }
             _ => CmEvent::Rejected {
                 id: CmId(id),
                 reason: rej.reason,
@@ -572,12 +588,14 @@ impl Cm {
         };
         match (c.state, mra.answered) {
             _ if mutant!(MraIgnored) => return,
-            (State::ReqSent | State::MraReqReceived, Answered::Req) => {
-                c.state = State::MraReqReceived;
+            (ConnectionState::ReqSent | ConnectionState::MraReqReceived, Answered::Req) => {
+                c.state = ConnectionState::MraReqReceived;
                 c.remote_id = mra.local_comm_id;
             }
-            (State::RepSent | State::MraRepReceived, Answered::Rep) if c.remote_id == mra.local_comm_id => {
-                c.state = State::MraRepReceived;
+            (ConnectionState::RepSent | ConnectionState::MraRepReceived, Answered::Rep)
+                if c.remote_id == mra.local_comm_id =>
+            {
+                c.state = ConnectionState::MraRepReceived;
             }
             _ => return,
         }
@@ -600,12 +618,12 @@ impl Cm {
         let ends = known.is_some_and(|c| {
             matches!(
                 c.state,
-                State::RepReceived
-                    | State::MraRepSent
-                    | State::RepSent
-                    | State::MraRepReceived
-                    | State::Established
-                    | State::DreqSent
+                ConnectionState::RepReceived
+                    | ConnectionState::MraRepSent
+                    | ConnectionState::RepSent
+                    | ConnectionState::MraRepReceived
+                    | ConnectionState::Established
+                    | ConnectionState::DreqSent
             )
         });
         let drep = Drep {
@@ -626,7 +644,7 @@ impl Cm {
     pub(super) fn handle_drep(&mut self, now: Time, peer: IpAddr, drep: &Drep) {
         let id = drep.remote_comm_id;
         let known = self.known(id, peer, drep.local_comm_id);
-        if known.is_some_and(|c| c.state == State::DreqSent) {
+        if known.is_some_and(|c| c.state == ConnectionState::DreqSent) {
             self.rest(now, id, None);
             self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
         }
@@ -636,7 +654,7 @@ impl Cm {
     pub(super) fn handle_lap(&mut self, peer: IpAddr, tid: u64, lap: &Lap) {
         let id = lap.remote_comm_id;
         let status = match self.known(id, peer, lap.local_comm_id).map(|c| c.state) {
-            Some(State::Established) => AprStatus::UNSUPPORTED,
+            Some(ConnectionState::Established) => AprStatus::UNSUPPORTED,
             Some(_) => return,
             None => AprStatus::INVALID_COMM_ID,
         };

@@ -226,7 +226,7 @@ pub(crate) const LISTENER: u64 = 1 << 63;
 
 /// States of a connection. IBTA Vol 1, 12.9.6 and 12.9.7; of a resolution, 12.11.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum ConnectionState {
     /// Active: REQ sent, waits for REP.
     ReqSent,
     /// Active: the peer needs more time for its REP.
@@ -255,30 +255,32 @@ pub(crate) enum State {
     SidrReqReceived,
 }
 
-impl State {
+impl ConnectionState {
     fn to_public(self) -> CmState {
         match self {
-            State::ReqSent | State::MraReqReceived | State::RepReceived | State::MraRepSent => {
-                CmState::Connect
-            }
-            State::ReqReceived | State::MraReqSent | State::RepSent | State::MraRepReceived => {
-                CmState::Accept
-            }
-            State::Established => CmState::Established,
-            State::DreqSent => CmState::Disconnect,
-            State::TimeWait => CmState::TimeWait,
-            State::SidrReqSent | State::SidrReqReceived => CmState::Resolve,
+            ConnectionState::ReqSent
+            | ConnectionState::MraReqReceived
+            | ConnectionState::RepReceived
+            | ConnectionState::MraRepSent => CmState::Connect,
+            ConnectionState::ReqReceived
+            | ConnectionState::MraReqSent
+            | ConnectionState::RepSent
+            | ConnectionState::MraRepReceived => CmState::Accept,
+            ConnectionState::Established => CmState::Established,
+            ConnectionState::DreqSent => CmState::Disconnect,
+            ConnectionState::TimeWait => CmState::TimeWait,
+            ConnectionState::SidrReqSent | ConnectionState::SidrReqReceived => CmState::Resolve,
         }
     }
 
     #[cfg(test)]
-    pub(crate) const COUNT: usize = State::SidrReqReceived as usize + 1;
+    pub(crate) const COUNT: usize = ConnectionState::SidrReqReceived as usize + 1;
 
     /// Returns whether the user has yet to decide on a request.
     fn is_undecided(self) -> bool {
         matches!(
             self,
-            State::ReqReceived | State::MraReqSent | State::SidrReqReceived
+            ConnectionState::ReqReceived | ConnectionState::MraReqSent | ConnectionState::SidrReqReceived
         )
     }
 }
@@ -295,7 +297,7 @@ type Mad = Box<[u8; MAD_LEN]>;
 
 #[derive(Debug)]
 struct Connection {
-    state: State,
+    state: ConnectionState,
     service: ServiceId,
     transport: Transport,
     peer: IpAddr,
@@ -323,7 +325,7 @@ struct Connection {
 }
 
 impl Connection {
-    fn new(state: State, service: ServiceId, peer: IpAddr, tid: u64) -> Connection {
+    fn new(state: ConnectionState, service: ServiceId, peer: IpAddr, tid: u64) -> Connection {
         Connection {
             state,
             service,
@@ -522,7 +524,7 @@ impl Cm {
 
     /// Returns the state of a connection, for tests.
     #[cfg(test)]
-    pub(crate) fn state(&self, id: CmId) -> Option<State> {
+    pub(crate) fn state(&self, id: CmId) -> Option<ConnectionState> {
         self.connections.get(&id.0).map(|c| c.state)
     }
 
@@ -552,7 +554,7 @@ impl Cm {
     fn known(&mut self, id: u32, peer: IpAddr, remote_id: u32) -> Option<&mut Connection> {
         self.connections
             .get_mut(&id)
-            .filter(|c| c.peer == peer && c.remote_id == remote_id && c.state != State::TimeWait)
+            .filter(|c| c.peer == peer && c.remote_id == remote_id && c.state != ConnectionState::TimeWait)
     }
 
     /// Handles an expired deadline.
@@ -561,32 +563,42 @@ impl Cm {
             return;
         };
         match c.state {
-            State::ReqSent | State::RepSent | State::DreqSent | State::SidrReqSent => {
+            ConnectionState::ReqSent
+            | ConnectionState::RepSent
+            | ConnectionState::DreqSent
+            | ConnectionState::SidrReqSent => {
                 self.send_again(now, id);
             }
-            State::MraReqReceived | State::MraRepReceived if now >= c.decide_by => self.give_up(now, id),
+            ConnectionState::MraReqReceived | ConnectionState::MraRepReceived if now >= c.decide_by => {
+                self.give_up(now, id)
+            }
             // The time that the peer asked for is over.
-            State::MraReqReceived => {
-                c.state = State::ReqSent;
+            ConnectionState::MraReqReceived => {
+                c.state = ConnectionState::ReqSent;
                 self.send_again(now, id);
             }
-            State::MraRepReceived => {
-                c.state = State::RepSent;
+            ConnectionState::MraRepReceived => {
+                c.state = ConnectionState::RepSent;
                 self.send_again(now, id);
             }
-            State::ReqReceived | State::RepReceived if now < c.decide_by => self.send_mra(id),
-            State::ReqReceived | State::MraReqSent | State::RepReceived | State::MraRepSent => {
+            ConnectionState::ReqReceived | ConnectionState::RepReceived if now < c.decide_by => {
+                self.send_mra(id)
+            }
+            ConnectionState::ReqReceived
+            | ConnectionState::MraReqSent
+            | ConnectionState::RepReceived
+            | ConnectionState::MraRepSent => {
                 self.reject(now, CmId(id), RejReason::TIMEOUT, &[]);
                 self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
             }
-            State::SidrReqReceived => {
+            ConnectionState::SidrReqReceived => {
                 self.reject(now, CmId(id), RejReason::TIMEOUT, &[]);
                 self.events.push_back(CmEvent::Disconnected { id: CmId(id) });
             }
-            State::TimeWait => {
+            ConnectionState::TimeWait => {
                 self.forget(id);
             }
-            State::Established => {}
+            ConnectionState::Established => {}
         }
     }
 
@@ -614,11 +626,14 @@ impl Cm {
             return;
         };
         self.events.push_back(match c.state {
-            State::DreqSent => CmEvent::Disconnected { id: CmId(id) },
+            ConnectionState::DreqSent => CmEvent::Disconnected { id: CmId(id) },
             _ => CmEvent::Unreachable { id: CmId(id) },
         });
         match c.state {
-            State::ReqSent | State::MraReqReceived | State::RepSent | State::MraRepReceived => {
+            ConnectionState::ReqSent
+            | ConnectionState::MraReqReceived
+            | ConnectionState::RepSent
+            | ConnectionState::MraRepReceived => {
                 self.withdraw(now, id);
             }
             _ => self.rest(now, id, None),
@@ -657,7 +672,7 @@ impl Cm {
             return;
         };
         let (undecided, service, key) = (c.state.is_undecided(), c.service, c.qp_key());
-        c.state = State::TimeWait;
+        c.state = ConnectionState::TimeWait;
         c.message = answer.unwrap_or_else(|| {
             rej(
                 c.tid,

@@ -7,7 +7,7 @@ use rdmux_wire::cm::{IpAddressing, Message, PrivateData, ServiceId, SidrRep, Sid
 use rdmux_wire::roce::PKEY_DEFAULT;
 
 use super::{
-    BACKLOG_MAX, Cm, CmError, CmEvent, CmId, Connection, DECISION_NS, State, emit, with_addressing,
+    BACKLOG_MAX, Cm, CmError, CmEvent, CmId, Connection, ConnectionState, DECISION_NS, emit, with_addressing,
     without_addressing,
 };
 use crate::time::Time;
@@ -32,7 +32,7 @@ impl Cm {
             service_id: service,
             private_data,
         };
-        let mut resolution = Connection::new(State::SidrReqSent, service, peer, tid);
+        let mut resolution = Connection::new(ConnectionState::SidrReqSent, service, peer, tid);
         resolution.message = emit(&Message::SidrReq(req), tid);
         self.connections.insert(id, resolution);
         self.send_again(now, id);
@@ -52,7 +52,7 @@ impl Cm {
         let c = self
             .connections
             .get(&id.0)
-            .filter(|c| c.state == State::SidrReqReceived)
+            .filter(|c| c.state == ConnectionState::SidrReqReceived)
             .ok_or(CmError::NoSuchRequest)?;
         let private_data = PrivateData::new(private_data).ok_or(CmError::PrivateDataTooLong)?;
         let rep = SidrRep {
@@ -76,7 +76,7 @@ impl Cm {
             if self
                 .connections
                 .get(&id)
-                .is_some_and(|c| c.state == State::TimeWait)
+                .is_some_and(|c| c.state == ConnectionState::TimeWait)
                 && !mutant!(SidrAnswerNotRepeated)
             {
                 self.repeat(id);
@@ -105,7 +105,7 @@ impl Cm {
             return self.send(peer, refusal(SidrStatus::NO_QP));
         };
         let (addressing, private_data) = without_addressing(req.service_id, req.private_data.bytes());
-        let mut request = Connection::new(State::SidrReqReceived, req.service_id, peer, tid);
+        let mut request = Connection::new(ConnectionState::SidrReqReceived, req.service_id, peer, tid);
         request.request = Some(key);
         request.remote_id = req.request_id;
         self.by_request.insert(key, id);
@@ -123,7 +123,7 @@ impl Cm {
 
     pub(super) fn handle_sidr_rep(&mut self, now: Time, peer: IpAddr, rep: &SidrRep) {
         let id = rep.request_id;
-        let asked = |c: &Connection| c.peer == peer && c.state == State::SidrReqSent;
+        let asked = |c: &Connection| c.peer == peer && c.state == ConnectionState::SidrReqSent;
         if !self.connections.get(&id).is_some_and(asked) {
             return;
         }

@@ -174,7 +174,7 @@ impl From<Fault> for Refusal {
 #[derive(Debug)]
 pub(crate) struct Execution {
     pub(crate) recv: ReceiveQueue,
-    message: Option<Message>,
+    message: Option<Incoming>,
     gathered: Gathered,
 }
 
@@ -213,7 +213,7 @@ impl Gathered {
 }
 
 #[derive(Debug)]
-enum Message {
+enum Incoming {
     Send {
         recv: RecvRequest,
         received: u64,
@@ -405,13 +405,13 @@ impl Execution {
         self.begins(position.begins())?;
         if position.begins() {
             let recv = self.take_recv(env, scope.srq).ok_or(Refusal::NotReady)?;
-            self.message = Some(Message::Send {
+            self.message = Some(Incoming::Send {
                 recv,
                 received: 0,
                 scope,
             });
         }
-        let Some(Message::Send {
+        let Some(Incoming::Send {
             recv,
             received,
             scope,
@@ -514,7 +514,7 @@ impl Execution {
     /// Ends the message in progress: the receive of a SEND completes with this status.
     pub(crate) fn end_receive(&mut self, env: &mut Env<'_>, status: Status) {
         self.gathered.forget();
-        if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
+        if let Some(Incoming::Send { recv, scope, .. }) = self.message.take() {
             let wc = bare_completion(scope.qpn, recv.wr_id, status, WcOpcode::Recv);
             env.complete(scope.recv_cq, wc, true);
         }
@@ -522,7 +522,7 @@ impl Execution {
 
     /// Gives up the message in progress: the next one takes its receive. IBTA Vol 1, 9.8.2.2.
     pub(crate) fn give_up_message(&mut self) {
-        if let Some(Message::Send { recv, .. }) = self.message.take()
+        if let Some(Incoming::Send { recv, .. }) = self.message.take()
             && !mutant!(UcDropUsesReceive)
         {
             self.recv.put_back(recv);
@@ -550,7 +550,7 @@ impl Execution {
             if reth.length > 0 {
                 found = Some(region(env, scope.pd, scope.qpn, reth, Access::REMOTE_WRITE)?);
             }
-            self.message = Some(Message::Write {
+            self.message = Some(Incoming::Write {
                 va: reth.va,
                 rkey: reth.rkey,
                 left: reth.length,
@@ -558,7 +558,7 @@ impl Execution {
                 scope,
             });
         }
-        let Some(Message::Write {
+        let Some(Incoming::Write {
             va,
             rkey,
             left,
@@ -636,14 +636,14 @@ impl Execution {
     pub(crate) fn place_gathered(&mut self, env: &mut Env<'_>) -> Result<(), Refusal> {
         let bytes = &self.gathered.bytes;
         let placed = match (self.gathered.place, &self.message) {
-            (Some(GatheredPlace::Region { va, rkey, pd }), Some(Message::Write { scope, .. })) => {
+            (Some(GatheredPlace::Region { va, rkey, pd }), Some(Incoming::Write { scope, .. })) => {
                 let length = bytes.len() as u32;
                 let reth = Reth { va, rkey, length };
                 // The region is looked up again: it may have been deregistered since the packet came.
                 region(env, pd, scope.qpn, reth, Access::REMOTE_WRITE)
                     .and_then(|(memory, offset)| Ok(memory.write(offset, bytes)?))
             }
-            (Some(GatheredPlace::Receive(at)), Some(Message::Send { recv, scope, .. })) => {
+            (Some(GatheredPlace::Receive(at)), Some(Incoming::Send { recv, scope, .. })) => {
                 scatter(env, scope.recv_pd, &recv.sges, at, bytes).map_err(Refusal::Receive)
             }
             _ => Ok(()),
@@ -659,7 +659,7 @@ impl Execution {
     pub(crate) fn flush(&mut self, env: &mut Env<'_>, head: &Head) {
         self.gathered.forget();
         let mut recv_cq = head.init.recv_cq;
-        if let Some(Message::Send { recv, scope, .. }) = self.message.take() {
+        if let Some(Incoming::Send { recv, scope, .. }) = self.message.take() {
             self.recv.put_back(recv);
             recv_cq = scope.recv_cq;
         }

@@ -17,7 +17,7 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 
 use super::table::{check, parse};
-use crate::cm::{Cm, CmError, CmEvent, CmId, Endpoint, Peering, State};
+use crate::cm::{Cm, CmError, CmEvent, CmId, ConnectionState, Endpoint, Peering};
 use crate::{Config, Time};
 
 /// The active side, from the request on. EstablishedA: established by its reply.
@@ -683,7 +683,7 @@ fn table__has_every_state() {
         .into_iter()
         .map(|column| Bench::in_state(column).state())
         .collect();
-    assert_eq!(states.len(), State::COUNT + 1, "{states:?}");
+    assert_eq!(states.len(), ConnectionState::COUNT + 1, "{states:?}");
 }
 
 #[test]

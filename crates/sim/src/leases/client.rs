@@ -12,7 +12,7 @@ use rdmux_rnic::{
 use rdmux_wire::push::{ChangeKind, Message};
 
 use super::checker::{UNIT, Uid};
-use super::driver::{CLIENT, End, RECV, SERVER, SLOTS, Tag};
+use super::driver::{CLIENT, MessageQp, RECV, SERVER, SLOTS, Tag};
 use super::run::{REGION_BYTES, Run};
 use crate::pair::{Terms, bring_up};
 
@@ -58,7 +58,7 @@ enum Request {
 struct Connection {
     /// The client's number at the server.
     number: u64,
-    end: End,
+    end: MessageQp,
     handshake: Option<Handshake>,
     failed: bool,
     /// Completions that the client has not looked at.

@@ -103,14 +103,14 @@ impl Tag {
 
 /// One end of a connection: a queue pair, and room for the messages that come to it.
 #[derive(Debug)]
-pub(super) struct End {
+pub(super) struct MessageQp {
     pub(super) qpn: Qpn,
     pd: Pd,
     lkey: LKey,
     memory: Arc<HeapMemory>,
 }
 
-impl End {
+impl MessageQp {
     /// Returns the message in a slot.
     pub(super) fn message(&self, slot: usize, bytes: usize) -> Vec<u8> {
         let at = slot * SLOT_BYTES as usize;
@@ -121,8 +121,8 @@ impl End {
 
 /// A client's connection, at the server.
 #[derive(Debug)]
-struct Link {
-    end: End,
+struct ServerConnection {
+    end: MessageQp,
     mappings: BTreeMap<u64, (LKey, Uid)>,
 }
 
@@ -152,7 +152,7 @@ pub(super) struct SimDriver {
     pub(super) mtu: u32,
     pub(super) window_bytes: u32,
     defect: Option<Defect>,
-    links: BTreeMap<u64, Link>,
+    links: BTreeMap<u64, ServerConnection>,
     by_qpn: BTreeMap<Qpn, u64>,
     /// QPNs that were used. None is used twice, because old packets would fit.
     used: [BTreeSet<Qpn>; 2],
@@ -162,7 +162,7 @@ pub(super) struct SimDriver {
     /// Time at which the last job ends: jobs run in order.
     busy_until_ns: u64,
     owed: BTreeMap<u64, (LKey, Uid)>,
-    lingering: BTreeMap<u64, End>,
+    lingering: BTreeMap<u64, MessageQp>,
     next: u64,
     /// Requests without an answer, by client and slot.
     asked: BTreeMap<(u64, usize), Asked>,
@@ -232,7 +232,7 @@ impl SimDriver {
     }
 
     /// Makes an end of a connection, with receives.
-    pub(super) fn make_end(&mut self, host: usize) -> End {
+    pub(super) fn make_end(&mut self, host: usize) -> MessageQp {
         let rnic = &mut self.world.hosts[host].rnic;
         let pd = rnic.alloc_pd();
         let memory = Arc::new(HeapMemory::new(SLOTS * SLOT_BYTES as usize));
@@ -254,7 +254,7 @@ impl SimDriver {
             rnic.destroy_qp(qpn);
             qpn = rnic.create_qp(init).expect("there are QPNs");
         }
-        End {
+        MessageQp {
             qpn,
             pd,
             lkey,
@@ -275,7 +275,7 @@ impl SimDriver {
         posted.is_ok()
     }
 
-    pub(super) fn ready(&mut self, host: usize, end: &End, slot: usize) -> bool {
+    pub(super) fn ready(&mut self, host: usize, end: &MessageQp, slot: usize) -> bool {
         self.post_recv(host, (end.qpn, end.lkey), slot)
     }
 
@@ -300,7 +300,7 @@ impl SimDriver {
     }
 
     /// Destroys a queue pair and what belongs to it.
-    pub(super) fn destroy(&mut self, host: usize, end: &End) {
+    pub(super) fn destroy(&mut self, host: usize, end: &MessageQp) {
         self.world.with(host, |rnic, _| {
             rnic.destroy_qp(end.qpn);
             drop(rnic.dealloc_pd(end.pd));
@@ -308,14 +308,14 @@ impl SimDriver {
     }
 
     /// Records that a client has connected.
-    pub(super) fn connected(&mut self, client: u64, end: End) {
+    pub(super) fn connected(&mut self, client: u64, end: MessageQp) {
         for slot in 0..SLOTS {
             self.ready(SERVER, &end, slot);
         }
         self.by_qpn.insert(end.qpn, client);
         self.links.insert(
             client,
-            Link {
+            ServerConnection {
                 end,
                 mappings: BTreeMap::new(),
             },

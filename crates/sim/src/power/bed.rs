@@ -38,7 +38,7 @@ const SERVER_NS_MAX: u64 = 200_000;
 
 /// A connection and the mapping that it reaches. It is never used again once it is revoked or a power cut has happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Link(usize);
+pub struct MappedConnection(usize);
 
 /// Request of a client. Offsets are those of the server's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,7 +106,7 @@ pub enum Ended {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
     /// Its connection.
-    pub link: Link,
+    pub link: MappedConnection,
     /// The operation's number.
     pub operation: u64,
     /// Its outcome.
@@ -145,7 +145,7 @@ struct Operated {
 
 /// One end of a connection.
 #[derive(Debug)]
-struct End {
+struct ConnectionEnd {
     qpn: Qpn,
     lkey: LKey,
 }
@@ -153,10 +153,10 @@ struct End {
 #[derive(Debug)]
 struct Connection {
     range: Range<u64>,
-    client: End,
+    client: ConnectionEnd,
     own: Arc<HeapMemory>,
     space: Space,
-    server: End,
+    server: ConnectionEnd,
     lane: Lane,
     mailbox: Arc<Mailbox>,
     mapping: Option<Mapping>,
@@ -311,7 +311,7 @@ impl Bed {
     ///
     /// # Panics
     /// When the range is outside of the memory.
-    pub fn map(&mut self, range: Range<u64>) -> Link {
+    pub fn map(&mut self, range: Range<u64>) -> MappedConnection {
         let number = self.connections.len();
         let lane = self.shadow.lane();
         let mailbox = Arc::new(lane.mailbox(SLOTS, MESSAGE_BYTES));
@@ -346,7 +346,7 @@ impl Bed {
             gone: false,
             answers: 0,
         });
-        Link(number)
+        MappedConnection(number)
     }
 
     /// Gives a QP a range of the memory, by a region of its own or by a window.
@@ -397,7 +397,7 @@ impl Bed {
         (Mapping::Window(window.next()), window.next())
     }
 
-    fn make_end(&mut self, host: usize, memory: Arc<dyn Memory>) -> (End, Pd) {
+    fn make_end(&mut self, host: usize, memory: Arc<dyn Memory>) -> (ConnectionEnd, Pd) {
         let rnic = &mut self.world.hosts[host].rnic;
         let pd = rnic.alloc_pd();
         let length = memory.len();
@@ -419,7 +419,7 @@ impl Bed {
             rnic.destroy_qp(qpn);
             qpn = rnic.create_qp(init).expect("there are QPNs");
         }
-        (End { qpn, lkey }, pd)
+        (ConnectionEnd { qpn, lkey }, pd)
     }
 
     /// Posts a request. Returns its number, by which it will be [`Done`], or `None` when there is no room now or the connection
@@ -430,7 +430,7 @@ impl Bed {
     ///
     /// # Panics
     /// When a WRITE or READ is longer than [`REQUEST_BYTES_MAX`].
-    pub fn ask(&mut self, link: Link, ask: &Ask) -> Option<u64> {
+    pub fn ask(&mut self, link: MappedConnection, ask: &Ask) -> Option<u64> {
         let connection = &mut self.connections[link.0];
         let number = self.next;
         // An offset before the mapping wraps to an address that is out of the mapping too.
@@ -586,27 +586,27 @@ impl Bed {
     }
 
     /// Returns whether a connection may still be used.
-    pub fn is_up(&self, link: Link) -> bool {
+    pub fn is_up(&self, link: MappedConnection) -> bool {
         let connection = &self.connections[link.0];
         let info = self.world.hosts[CLIENT].rnic.query_qp(connection.client.qpn);
         !connection.gone && info.is_some_and(|info| info.state == QpState::Rts)
     }
 
     /// Returns the state of the server's end of a connection; `None` when that QP no longer exists.
-    pub fn server_state(&self, link: Link) -> Option<QpState> {
+    pub fn server_state(&self, link: MappedConnection) -> Option<QpState> {
         let connection = &self.connections[link.0];
         let info = self.world.hosts[SERVER].rnic.query_qp(connection.server.qpn);
         info.filter(|_| !connection.gone).map(|info| info.state)
     }
 
     /// Returns whether bytes of a connection are on their way to the server's caches.
-    pub fn is_draining(&self, link: Link) -> bool {
+    pub fn is_draining(&self, link: MappedConnection) -> bool {
         self.connections[link.0].lane.waits()
     }
 
     /// Revokes a mapping at the server: its key ends, and what the server had accepted drains. From then on nothing may change
     /// through it.
-    pub fn revoke(&mut self, link: Link) {
+    pub fn revoke(&mut self, link: MappedConnection) {
         let connection = &mut self.connections[link.0];
         if let Some(mapping) = connection.mapping.take() {
             let ended = self.world.with(SERVER, |rnic, _| match mapping {
@@ -727,7 +727,7 @@ impl Bed {
             Ended::Done
         };
         self.done.push_back(Done {
-            link: Link(link),
+            link: MappedConnection(link),
             operation: wc.wr_id,
             ended,
             bytes,
@@ -742,7 +742,7 @@ impl Bed {
             let ends = one.by_message && one.link == link;
             if ends {
                 done.push_back(Done {
-                    link: Link(link),
+                    link: MappedConnection(link),
                     operation: *operation,
                     ended: Ended::Failed(Status::Flushed),
                     bytes: Vec::new(),
@@ -768,7 +768,7 @@ impl Bed {
         }
         let ended = if done != 0 { Ended::Done } else { Ended::Refused };
         self.done.push_back(Done {
-            link: Link(link),
+            link: MappedConnection(link),
             operation,
             ended,
             bytes: Vec::new(),
@@ -786,7 +786,7 @@ fn slot_of(wc: &WorkCompletion) -> Option<u64> {
 }
 
 /// Posts the receive of a slot, unless the QP has ended.
-fn post_recv(world: &mut World, host: usize, end: &End, slot: u64) {
+fn post_recv(world: &mut World, host: usize, end: &ConnectionEnd, slot: u64) {
     let bytes = if host == SERVER {
         MESSAGE_BYTES
     } else {

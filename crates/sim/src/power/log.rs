@@ -10,7 +10,7 @@ use rdmux_push::log::{Action, AppendError, Event, View, What, Writer, scan};
 use rdmux_rnic::Placement;
 use strum::{IntoStaticStr, VariantArray};
 
-use super::bed::{Ask, Bed, BedSettings, Done, Ended, Link};
+use super::bed::{Ask, Bed, BedSettings, Done, Ended, MappedConnection};
 use super::platform::{Defect, Domain, Method, Platform, Verdict};
 use super::shadow::{LINE, Passed};
 use super::{Counted, Settings};
@@ -179,7 +179,7 @@ pub(super) struct LogRun {
     record_bytes_max: u64,
     writer: Writer,
     now: Duration,
-    link: Option<Link>,
+    link: Option<MappedConnection>,
     session: u64,
     /// Actions for which there is no room yet.
     backlog: VecDeque<What>,

@@ -53,7 +53,7 @@ use strum::VariantArray;
 
 use std::fmt;
 
-pub use bed::{Ask, Bed, BedSettings, Done, Ended, Link, REQUEST_BYTES_MAX};
+pub use bed::{Ask, Bed, BedSettings, Done, Ended, MappedConnection, REQUEST_BYTES_MAX};
 pub use ledger::Ledger;
 pub use log::{LogDefect, LogReport};
 pub use platform::{Defect, Domain, Inbound, Method, Platform, Verdict};

@@ -6,7 +6,7 @@ use std::ops::Range;
 use rdmux_rnic::{Placement, Status};
 use strum::VariantArray;
 
-use super::bed::{Ask, Bed, BedSettings, Done, Ended, Link};
+use super::bed::{Ask, Bed, BedSettings, Done, Ended, MappedConnection};
 use super::ledger::Ledger;
 use super::platform::{Domain, Method, Verdict};
 use super::shadow::UNIT;
@@ -41,7 +41,7 @@ struct Asked {
 #[derive(Debug)]
 struct Mapping {
     ledger: Ledger,
-    link: Link,
+    link: MappedConnection,
     /// Set when the server ended it.
     revoked: bool,
     /// Set when the connection fails, or was reported to have failed.

@@ -77,7 +77,7 @@ impl Reg {
 
 /// One end of a connection: an RC QP, or an XRC initiator and the target of the peer's initiator.
 #[derive(Debug)]
-pub(super) struct End {
+pub(super) struct ConnectionEnd {
     pub(super) send_qpn: Qpn,
     pub(super) recv_qpn: Qpn,
     pub(super) xrc: bool,
@@ -100,7 +100,7 @@ pub(super) struct End {
     pub(super) served: bool,
 }
 
-impl End {
+impl ConnectionEnd {
     pub(super) fn has(&self, qpn: Qpn) -> bool {
         !self.gone && (self.send_qpn == qpn || self.recv_qpn == qpn)
     }
@@ -130,7 +130,7 @@ pub(super) struct Side {
     pub(super) words: Words,
     /// Bytes that failed operations may or may not have changed.
     pub(super) unknown: Vec<Piece>,
-    pub(super) ends: Vec<End>,
+    pub(super) ends: Vec<ConnectionEnd>,
     /// Doors of regions that ended.
     pub(super) shut: Vec<Arc<Door>>,
     pub(super) lazy_poll_planned: bool,
@@ -248,7 +248,7 @@ impl Side {
             }
         };
         let keys = Key::some(rnic, pd, dice, kind);
-        self.ends.push(End {
+        self.ends.push(ConnectionEnd {
             send_qpn,
             recv_qpn,
             xrc: kind == Service::Xrc,

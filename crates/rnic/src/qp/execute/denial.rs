@@ -2,7 +2,7 @@
 
 use rdmux_wire::roce::{Operation as Op, Packet};
 
-use super::{Execution, Message, Refusal, Scope};
+use super::{Execution, Incoming, Refusal, Scope};
 use crate::memory::Access;
 use crate::qp::{Env, Head};
 use crate::trace::{Denial, Refused};
@@ -20,7 +20,7 @@ impl Execution {
         let (va, key, length) = match (packet.reth(), packet.atomic(), &self.message) {
             (Some(reth), ..) => (reth.va, reth.rkey.0, reth.length),
             (None, Some(eth), _) => (eth.va, eth.rkey.0, 8),
-            (None, None, Some(Message::Write { va, rkey, .. })) => {
+            (None, None, Some(Incoming::Write { va, rkey, .. })) => {
                 (*va, rkey.0, packet.payload().len() as u32)
             }
             _ => (0, 0, packet.payload().len() as u32),
