@@ -1,13 +1,12 @@
 //! The server's own operations on a region, which break leases as a client's do.
 
-use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::mpsc;
 
 use rdmux_memory::Wanted;
+use rdmux_runtime::Mailbox;
 use rdmux_wire::push::{Access, Name};
 
-use super::{Done, wake};
+use super::Mail;
 
 /// A request from the program that runs the server.
 #[derive(Debug)]
@@ -31,10 +30,7 @@ pub struct ServerEnded;
 
 /// A handle for operations on a server's regions from another thread: to truncate a file, rename it, copy it.
 #[derive(Clone, Debug)]
-pub struct Control {
-    pub(super) server: mpsc::Sender<Done>,
-    pub(super) wake: Arc<OwnedFd>,
-}
+pub struct Control(pub(super) Mailbox<Mail>);
 
 impl Control {
     /// Waits until no lease on the region conflicts with `access` and `share`: with [`Access::WRITE`] and nothing shared, until
@@ -42,23 +38,17 @@ impl Control {
     /// timeout at most for each.
     pub fn exclusive(&self, region: &Name, access: Access, share: Access) -> Result<Exclusive, ServerEnded> {
         let (reply, granted) = mpsc::channel();
-        let begin = Local::Begin {
+        self.0.send(Mail::Local(Local::Begin {
             region: region.clone(),
             access,
             share,
             reply,
-        };
-        self.send(begin);
+        }));
         let number = granted.recv().map_err(|_| ServerEnded)?;
         Ok(Exclusive {
             control: self.clone(),
             number,
         })
-    }
-
-    fn send(&self, local: Local) {
-        let _ = self.server.send(Done::Local(local));
-        wake(&self.wake);
     }
 }
 
@@ -71,6 +61,6 @@ pub struct Exclusive {
 
 impl Drop for Exclusive {
     fn drop(&mut self) {
-        self.control.send(Local::End(self.number));
+        self.control.0.send(Mail::Local(Local::End(self.number)));
     }
 }

@@ -1,41 +1,38 @@
-//! The server: one thread for all its sessions, which polls or sleeps according to [`rdmux_verbs::waiting`]; the data path
-//! belongs to the device alone. [`Service`] makes the decisions; this module carries them out.
+//! The server: one thread for all its sessions, which a [`Reactor`] wakes; the data path belongs to the device alone. [`Service`]
+//! makes the decisions; this module carries them out.
 
 mod control;
-mod drive;
 mod event;
 mod lease;
 mod metrics;
-mod probes;
 mod requests;
 mod service;
 mod session;
 mod watch;
 mod work;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
-use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, mpsc};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_memory::{AnonymousMemory, FileWatch};
+use rdmux_memory::FileWatch;
+use rdmux_runtime::{
+    self as runtime, Completed, ConnectionId, End, Limits, ListenAtError, Mailbox, MessageConnection,
+    Reactor, Request, SIGNAL_EVERY, SendSlot, Sizes,
+};
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest, CreateError, Device,
-    Features, ListenError, Listener, Memory, MemoryRegion, OpenError, Operation, ProtectionDomain, QpOptions,
-    QueuePair, RKey, Reach, RecvRequest, RegisterError, SendFlags, SendRequest, SgeList, Status, Target,
-    WorkCompletion,
+    Access, ConnectParams, CreateError, Device, Features, ListenError, MemoryRegion, OpenError, RKey, Reach,
+    RegisterError,
 };
 use rdmux_wire::push::{self, Extent, MESSAGE_LEN_MAX, Message, Ways};
-use rustix::event::{EventfdFlags, eventfd};
 
+use self::control::Local;
 pub use self::control::{Control, Exclusive, ServerEnded};
-use self::drive::Waiting;
 pub use self::event::Event;
 pub use self::lease::{Answer, Claim, Effect, Kind, LeaseId, Leases};
 pub use self::metrics::{Metrics, RequestKind, ServerMetrics};
-use self::probes::Probes;
 pub use self::service::{Driver, Registered, Service, Slot};
 pub use self::session::{Action, EndReason, Map, Ordinary, Session, Shared};
 use self::work::Workers;
@@ -59,20 +56,23 @@ pub const MAPPINGS_MAX_DEFAULT: u32 = 16384;
 const RECEIVES: usize = 16;
 /// Of these, messages that need an answer: one receive is left for a notice's receipt, and one for a goodbye.
 const MESSAGES_MAX: u16 = RECEIVES as u16 - 2;
-/// Maximum number of messages of a client whose answers it has not acknowledged. Each message has a slot, and the server posts
-/// a receive only if its message would get a slot: a client cannot make the server hold more. There are three times as many
-/// slots as receives, since a client that continues at once acknowledges many answers together (IBTA Vol 1, 9.7.5.1.2), and its
-/// next message must still find a receive.
-const SLOTS: usize = 3 * RECEIVES;
-/// Work requests that a connection may have completions for: receives, sends, a notice, a probe.
-const COMPLETIONS_PER_CONNECTION: usize = RECEIVES + SLOTS + 2;
+/// Maximum number of messages of a client whose answers it has not acknowledged. There are more than three times as many as receives, since
+/// a client that continues at once acknowledges many answers together (IBTA Vol 1, 9.7.5.1.2), and its next message must still
+/// find a receive.
+const SLOTS: usize = 3 * RECEIVES + SIGNAL_EVERY;
+/// A client's connection. The slot that is no answer's is for notices.
+const SIZES: Sizes = Sizes {
+    message_bytes: MESSAGE_LEN_MAX,
+    receives: RECEIVES,
+    answers: SLOTS,
+    own: 1,
+    operations: 0,
+};
+/// Maximum number of events handled before timers.
+const EVENTS_MAX: usize = 256;
 /// Time for a holder to release a lease that somebody else needs. MS-SMB2 3.3.2.5 has the same value; it is less than the 45 s
 /// after which Linux takes a file lease away (proc_sys_fs(5), `lease-break-time`).
 pub const BREAK_TIMEOUT_DEFAULT: Duration = Duration::from_secs(35);
-
-const SEND: u64 = 1 << 32;
-const PROBE: u64 = 2 << 32;
-const NOTICE: u64 = 3 << 32;
 
 /// Settings of a server.
 #[derive(Debug)]
@@ -127,71 +127,39 @@ pub enum ServeError {
 
 /// A handle that ends a server from another thread.
 #[derive(Clone, Debug)]
-pub struct Stopper(mpsc::Sender<Done>, Arc<OwnedFd>);
+pub struct Stopper(Mailbox<Mail>);
 
 impl Stopper {
     /// Makes [`Server::run`] return.
     pub fn stop(&self) {
-        let _ = self.0.send(Done::Stop);
-        wake(&self.1);
+        self.0.send(Mail::Stop);
     }
-}
-
-fn wake(fd: &OwnedFd) {
-    // The write fails only after 2^64 wake-ups that nobody read.
-    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
 /// A message from another thread to the server's thread.
 #[derive(Debug)]
-enum Done {
+enum Mail {
     Stop,
     Finished(Finished),
-    Local(control::Local),
+    Local(Local),
 }
 
-/// Index of the endpoint, and the QP's number there.
-type ConnectionKey = (usize, u32);
-
-#[derive(Debug)]
-struct Endpoint {
-    address: SocketAddr,
-    device: Device,
-    cq: CompletionQueue,
-    listener: Listener,
-    connections: usize,
-}
-
-/// A client's connection. The fields are in the order in which they must be dropped.
+/// The driver's record of a client.
 #[derive(Debug)]
 struct Link {
-    key: ConnectionKey,
     /// Registered mappings, by number of the mapping.
     mappings: HashMap<u64, MemoryRegion>,
-    connection: Connection,
-    qp: QueuePair,
-    /// Places for incoming messages, then one for each slot's answer, and one for a notice.
-    buffers: Arc<AnonymousMemory>,
-    buffers_mr: MemoryRegion,
-    free_slots: Vec<usize>,
     /// Arrival time of the message in each slot.
     began: [Option<Instant>; SLOTS],
-    /// Places for which no receive is posted until a slot is free.
-    idle_receives: Vec<usize>,
-    pd: ProtectionDomain,
-    probing: bool,
+    notice: SendSlot,
 }
 
-/// The driver, which carries out what the service decides.
+/// The driver, which carries out what the service decides. A client has the number of its connection.
 #[derive(Debug)]
-struct Hands {
-    endpoints: Vec<Endpoint>,
-    /// Connections, by number of the client.
+struct ServerDriver {
+    /// Records of the clients, by number. They are dropped before the connections.
     links: HashMap<u64, Link>,
-    /// Numbers of the clients, by connection.
-    numbers: HashMap<ConnectionKey, u64>,
-    /// Failed connections, and when each is dropped. The oldest is first.
-    lingering: VecDeque<(Instant, Link)>,
+    reactor: Reactor<Mail>,
     workers: Workers,
     /// Watches of files, by number of the region.
     files: HashMap<usize, FileWatch>,
@@ -203,16 +171,8 @@ struct Hands {
 /// A server. [`Server::bind`], then [`Server::run`].
 #[derive(Debug)]
 pub struct Server {
-    service: Service<Hands>,
+    service: Service<ServerDriver>,
     began: Instant,
-    /// The endpoint to poll next.
-    next_endpoint: usize,
-    /// Schedule for probing live clients.
-    probes: Probes,
-    wake: Arc<OwnedFd>,
-    done_tx: mpsc::Sender<Done>,
-    done_rx: mpsc::Receiver<Done>,
-    waiting: Waiting,
     /// Processor time of the server's thread at the last booking.
     booked_ns: u64,
     stop: bool,
@@ -236,55 +196,42 @@ impl Server {
             mappings_max: config.mappings_max,
             messages_max: MESSAGES_MAX,
         });
-        let mut endpoints: Vec<Endpoint> = Vec::new();
+        let limits = Limits {
+            connections: CONNECTIONS_MAX,
+            keepalive: config.keepalive,
+        };
+        let mut reactor = Reactor::new(SIZES, limits, config.device.waiting)?;
         for address in config.listen {
             // Several ports of an address share one device.
-            let known = endpoints.iter().find(|e| e.address.ip() == address.ip());
+            let known = reactor.devices().find(|device| device.address() == address.ip());
             let device = match known {
-                Some(endpoint) => endpoint.device.clone(),
+                Some(device) => device.clone(),
                 None => Device::open_with(address.ip(), config.device)
                     .map_err(|source| ServeError::Open { address, source })?,
             };
-            let depth = CONNECTIONS_MAX * COMPLETIONS_PER_CONNECTION;
-            let cq = device.create_cq(depth as u32)?;
-            let listener = device
-                .listen(address.port())
-                .map_err(|source| ServeError::Listen { address, source })?;
-            endpoints.push(Endpoint {
-                address,
-                device,
-                cq,
-                listener,
-                connections: 0,
-            });
+            reactor
+                .listen(&device, address.port())
+                .map_err(|error| match error {
+                    ListenAtError::Listen(source) => ServeError::Listen { address, source },
+                    ListenAtError::Create(source) => source.into(),
+                })?;
         }
-        let wake =
-            Arc::new(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(io::Error::from)?);
-        let (done_tx, done_rx) = mpsc::channel();
+        let mailbox = reactor.mailbox();
         let mut events = Vec::new();
-        let files = watch::watch(&shared.regions, &done_tx, &wake, &mut events);
-        let hands = Hands {
-            endpoints,
+        let files = watch::watch(&shared.regions, &mailbox, &mut events);
+        let driver = ServerDriver {
             links: HashMap::new(),
-            numbers: HashMap::new(),
-            lingering: VecDeque::new(),
-            workers: Workers::new(done_tx.clone(), wake.clone()),
+            reactor,
+            workers: Workers::new(mailbox),
             files,
             metrics: Metrics::default(),
             jobs_by_message: 0,
         };
-        let mut service = Service::new(hands, shared, config.break_timeout);
+        let mut service = Service::new(driver, shared, config.break_timeout);
         service.events = events;
-        let began = Instant::now();
         Ok(Server {
             service,
-            began,
-            next_endpoint: 0,
-            probes: Probes::new(config.keepalive / 2),
-            wake,
-            done_tx,
-            done_rx,
-            waiting: Waiting::new(config.device.waiting),
+            began: Instant::now(),
             booked_ns: 0,
             stop: false,
         })
@@ -302,12 +249,7 @@ impl Server {
 
     /// Returns the ways to durability that the server offers to clients of a region.
     pub fn ways(&self, region: &Region) -> Ways {
-        let device = self
-            .service
-            .driver
-            .endpoints
-            .first()
-            .map(|endpoint| &endpoint.device);
+        let device = self.service.driver.reactor.devices().next();
         device.map_or_else(
             || region.ways(),
             |device| region.ways_on(device, region.reach(device)),
@@ -321,15 +263,12 @@ impl Server {
 
     /// Returns a handle for operations on the regions from another thread.
     pub fn control(&self) -> Control {
-        Control {
-            server: self.done_tx.clone(),
-            wake: self.wake.clone(),
-        }
+        Control(self.service.driver.reactor.mailbox())
     }
 
     /// Returns a handle that ends this server from another thread.
     pub fn stopper(&self) -> Stopper {
-        Stopper(self.done_tx.clone(), self.wake.clone())
+        Stopper(self.service.driver.reactor.mailbox())
     }
 
     /// Returns the service's time.
@@ -337,111 +276,120 @@ impl Server {
         self.began.elapsed()
     }
 
-    fn accept(&mut self, at: usize) {
-        while let Some(request) = self.service.driver.endpoints[at].listener.accept(Duration::ZERO) {
-            let peer = request.peer();
-            let refusal = if self.service.driver.endpoints[at].connections >= CONNECTIONS_MAX {
-                Some("too many connections")
-            } else if self.service.half_open() >= HALF_OPEN_MAX {
-                Some("too many unauthenticated clients")
-            } else {
-                None
-            };
-            if let Some(why) = refusal {
-                request.reject(why.as_bytes());
-                self.refused(peer, why.into());
-                continue;
+    /// Serves until stopped. Passes each event to `log`.
+    pub fn run(mut self, mut log: impl FnMut(&Event)) -> io::Result<()> {
+        let metrics = self.metrics();
+        let mut tell = |event: Event| {
+            metrics.count(&event);
+            log(&event);
+        };
+        self.booked_ns = work::thread_cpu_ns();
+        while !self.stop {
+            self.service.handle_timeout(self.now());
+            self.service.poll_events().for_each(&mut tell);
+            let next = self.service.poll_timeout().map(|at| self.began + at);
+            let mut event = self.service.driver.reactor.next(next)?;
+            // Timers and events also concern clients that send nothing.
+            for _ in 0..EVENTS_MAX {
+                let Some(happened) = event.take() else {
+                    break;
+                };
+                self.handle(happened);
+                event = self.service.driver.reactor.poll();
             }
-            if let Err(why) = self.accept_one(at, request) {
-                self.refused(peer, why.to_string());
-            }
+            event.into_iter().for_each(|event| self.handle(event));
         }
-    }
-
-    fn refused(&mut self, peer: std::net::IpAddr, why: String) {
-        self.service.events.push(Event::Refused { peer, why });
-    }
-
-    fn accept_one(
-        &mut self,
-        at: usize,
-        mut request: ConnectionRequest,
-    ) -> Result<(), Box<dyn std::error::Error>> {
-        let nonce = random_nonce()?;
-        let endpoint = &mut self.service.driver.endpoints[at];
-        // Each client has its own domain: no key of one client is valid for another.
-        let pd = endpoint.device.alloc_pd()?;
-        let mut options = QpOptions::new(&endpoint.cq);
-        options.max_send_wr = SLOTS as u32 + 2;
-        options.max_recv_wr = RECEIVES as u32;
-        let qp = pd.create_qp(&options)?;
-        let buffers = Arc::new(AnonymousMemory::new((RECEIVES + SLOTS + 1) * MESSAGE_LEN_MAX)?);
-        let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
-        let prepare = || {
-            for place in 0..RECEIVES {
-                qp.post_recv(receive(&buffers_mr, place))
-                    .map_err(io::Error::other)?;
-            }
-            Ok::<(), ConnectError>(())
-        };
-        let connection = request.accept_after(&qp, &ConnectParams::default(), &[], prepare)?;
-        endpoint.connections += 1;
-        let link = Link {
-            key: (at, qp.qpn().value()),
-            mappings: HashMap::new(),
-            connection,
-            buffers,
-            buffers_mr,
-            free_slots: (0..SLOTS).collect(),
-            began: [None; SLOTS],
-            idle_receives: Vec::new(),
-            pd,
-            probing: false,
-            qp,
-        };
-        let now = self.now();
-        let client = self.service.handle_connected(now, link.connection.peer(), nonce);
-        let hands = &mut self.service.driver;
-        hands.numbers.insert(link.key, client);
-        hands.links.insert(client, link);
-        hands.metrics.lock().connections = hands.links.len();
+        self.service.shut_down(self.now());
+        self.service.poll_events().for_each(&mut tell);
         Ok(())
     }
 
-    fn completed(&mut self, at: usize, wc: &WorkCompletion) {
+    fn handle(&mut self, event: runtime::Event<Mail>) {
         let now = self.now();
-        let hands = &mut self.service.driver;
-        let Some(client) = hands.numbers.get(&(at, wc.qpn.value())).copied() else {
-            return;
-        };
-        let Some(link) = hands.links.get_mut(&client) else {
-            return;
-        };
-        if wc.status != Status::Success {
-            let status = match wc.status {
-                Status::Flushed => link.qp.error(),
-                other => Some(other),
-            };
-            self.service.handle_disconnected(now, client, status);
-        } else if wc.wr_id == PROBE {
-            link.probing = false;
-        } else if wc.wr_id == NOTICE {
-            // The notice's place stays in use until the client says that it has taken the notice.
-        } else if wc.wr_id & SEND != 0 {
-            let slot = (wc.wr_id & !SEND) as usize;
-            self.service.handle_sent(now, client, slot);
-        } else {
-            let place = wc.wr_id as usize;
-            let mut message = vec![0; (wc.byte_len as usize).min(MESSAGE_LEN_MAX)];
-            let at = (place * MESSAGE_LEN_MAX) as u64;
-            if link.buffers.read(at, &mut message).is_ok()
-                && let Some(slot) = link.take_slot(place)
-            {
-                let jobs = hands.jobs_by_message;
-                self.service.handle_message(now, client, slot, &message);
-                self.book(self.service.driver.jobs_by_message != jobs, 0);
-            }
+        match event {
+            runtime::Event::Request(request) => self.accept(now, request),
+            runtime::Event::Completed(ConnectionId(client), completed) => match completed {
+                Completed::Message {
+                    slot: Some(slot),
+                    bytes,
+                } => self.message(now, client, slot, &bytes),
+                Completed::Sent(slot) if slot.index() < SLOTS => {
+                    self.service.handle_sent(now, client, slot.index());
+                }
+                // The slot of a notice stays in use until the client says that it has taken the notice.
+                _ => {}
+            },
+            runtime::Event::Ended(ConnectionId(client), end) => match end {
+                End::Disconnected => self.service.handle_disconnected(now, client, None),
+                End::Failed(status) => self.service.handle_disconnected(now, client, Some(status)),
+                End::Silent => self.service.handle_dead(now, client),
+                End::Lost => self.service.handle_lost(now, client),
+            },
+            runtime::Event::Mail(mail) => self.mail(now, mail),
         }
+    }
+
+    fn mail(&mut self, now: Duration, mail: Mail) {
+        match mail {
+            Mail::Stop => self.stop = true,
+            Mail::Finished(finished) => {
+                let (by_message, cpu_ns) = (finished.by_message, finished.cpu_ns);
+                self.service.finished(now, finished);
+                self.book(by_message, cpu_ns);
+            }
+            Mail::Local(Local::Begin {
+                region,
+                access,
+                share,
+                reply,
+            }) => self.service.handle_local(now, &region, access, share, reply),
+            Mail::Local(Local::End(number)) => self.service.handle_local_end(now, number),
+            Mail::Local(Local::Wanted(number, wanted)) => self.service.handle_wanted(now, number, wanted),
+        }
+    }
+
+    fn accept(&mut self, now: Duration, request: Request) {
+        let peer = request.peer();
+        if self.service.half_open() >= HALF_OPEN_MAX {
+            let why = "too many unauthenticated clients";
+            request.refuse(why);
+            self.refused(peer, why.into());
+        } else if let Err(why) = self.accept_one(now, request) {
+            self.refused(peer, why.to_string());
+        }
+    }
+
+    fn refused(&mut self, peer: IpAddr, why: String) {
+        self.service.events.push(Event::Refused { peer, why });
+    }
+
+    fn accept_one(&mut self, now: Duration, request: Request) -> Result<(), Box<dyn std::error::Error>> {
+        let (nonce, peer) = (random_nonce()?, request.peer());
+        let driver = &mut self.service.driver;
+        let id = driver.reactor.accept(request, &ConnectParams::default())?;
+        let connection = driver.reactor.connection(id);
+        let Some(notice) = connection.and_then(MessageConnection::take_slot) else {
+            return Ok(());
+        };
+        let link = Link {
+            mappings: HashMap::new(),
+            began: [None; SLOTS],
+            notice,
+        };
+        driver.links.insert(id.0, link);
+        driver.metrics.lock().connections = driver.links.len();
+        self.service.handle_connected(now, id.0, peer, nonce);
+        Ok(())
+    }
+
+    fn message(&mut self, now: Duration, client: u64, slot: SendSlot, message: &[u8]) {
+        let driver = &mut self.service.driver;
+        let jobs = driver.jobs_by_message;
+        if let Some(link) = driver.links.get_mut(&client) {
+            link.began[slot.index()] = Some(Instant::now());
+        }
+        self.service.handle_message(now, client, slot.index(), message);
+        self.book(self.service.driver.jobs_by_message != jobs, 0);
     }
 
     /// Books the processor time of this thread since the last booking, and `others_ns` of other threads, on bytes by message,
@@ -453,42 +401,6 @@ impl Server {
             self.service.driver.metrics.lock().message_cpu_ns += own_ns + others_ns;
         }
         self.booked_ns = now_ns;
-    }
-
-    /// Does what is due; returns when to call again if nothing happens before, or `None` if no call is needed.
-    fn handle_timers(&mut self, now: Instant) -> Option<Instant> {
-        let since = now.saturating_duration_since(self.began);
-        let is_anybody_there = !self.service.driver.links.is_empty();
-        if self.probes.are_due(now, is_anybody_there) {
-            // Probes all clients at once, so that the machine wakes up once. The peer's NIC alone answers an empty WRITE. A
-            // client that has not answered the last probe by now has been silent for half of the keep-alive time, and before it
-            // for no more than that.
-            let clients: Vec<u64> = self.service.driver.links.keys().copied().collect();
-            for client in clients {
-                if !self.service.is_ready(client) {
-                    continue;
-                }
-                let Some(link) = self.service.driver.links.get_mut(&client) else {
-                    continue;
-                };
-                if link.probing {
-                    self.service.handle_dead(since, client);
-                    continue;
-                }
-                link.probing = true;
-                if link.qp.post_send(probe()).is_err() {
-                    self.service.handle_lost(since, client);
-                }
-            }
-        }
-        self.service.handle_timeout(since);
-        let lingering = &mut self.service.driver.lingering;
-        while lingering.front().is_some_and(|(until, _)| *until <= now) {
-            lingering.pop_front();
-        }
-        let lingering = lingering.front().map(|(until, _)| *until);
-        let service = self.service.poll_timeout().map(|at| self.began + at);
-        lingering.into_iter().chain(service).chain(self.probes.next).min()
     }
 }
 
@@ -519,12 +431,9 @@ fn is_out_of_reach(error: &RegisterError) -> bool {
     }
 }
 
-impl Hands {
+impl ServerDriver {
     fn reach(&self, region: &Region) -> Reach {
-        let reaches = self
-            .endpoints
-            .iter()
-            .map(|endpoint| region.reach(&endpoint.device));
+        let reaches = self.reactor.devices().map(|device| region.reach(device));
         // The costlier of two.
         let worst = |a: Reach, b: Reach| match (a, b) {
             (Reach::Processor, _) | (_, Reach::Processor) => Reach::Processor,
@@ -535,7 +444,7 @@ impl Hands {
     }
 }
 
-impl Driver for Hands {
+impl Driver for ServerDriver {
     fn register(
         &mut self,
         client: u64,
@@ -543,10 +452,12 @@ impl Driver for Hands {
         memory: Arc<Mapped>,
         rights: Access,
     ) -> Result<Registered, String> {
-        let Some(link) = self.links.get_mut(&client) else {
+        let connection = self.reactor.connection(ConnectionId(client));
+        let (Some(link), Some(connection)) = (self.links.get_mut(&client), connection) else {
             return Err("the connection has ended".into());
         };
-        let device = link.pd.device();
+        let pd = connection.pd();
+        let device = pd.device();
         let reach = map.region.reach(device);
         let mut possible = rights_on(device);
         // A device's own FLUSH does not bring bytes that it wrote to the page cache to the medium.
@@ -555,9 +466,7 @@ impl Driver for Hands {
             possible.contains(Access::FLUSH_PERSISTENT) && reach == Reach::Direct,
         );
         // The address is the offset in the region, so that both ends use the same numbers.
-        let registered = link
-            .pd
-            .reg_mr(memory, map.offset, map.length, map.offset, rights & possible);
+        let registered = pd.reg_mr(memory, map.offset, map.length, map.offset, rights & possible);
         let mr = match registered {
             Ok(mr) => mr,
             Err(error) if is_out_of_reach(&error) => {
@@ -595,39 +504,43 @@ impl Driver for Hands {
     }
 
     fn send(&mut self, client: u64, slot: Slot, request: u64, message: &Message) -> bool {
-        let (place, wr_id) = match slot {
-            Slot::Answer(slot) => (RECEIVES + slot, SEND | slot as u64),
-            Slot::Notice => (RECEIVES + SLOTS, NOTICE),
-        };
-        let Some(link) = self.links.get_mut(&client) else {
+        let connection = self.reactor.connection(ConnectionId(client));
+        let (Some(link), Some(connection)) = (self.links.get_mut(&client), connection) else {
             return false;
         };
-        let sent = link.emit(place, wr_id, request, message);
-        if let Slot::Answer(slot) = slot {
+        let mut bytes = Vec::with_capacity(256);
+        message.emit(request, &mut bytes);
+        let sent = match slot {
+            Slot::Answer(slot) => connection.send(SendSlot::new(slot), &bytes),
+            Slot::Last(slot) => connection.send_reported(SendSlot::new(slot), &bytes),
+            Slot::Notice => connection.send_reported(link.notice, &bytes),
+        };
+        if let Slot::Answer(slot) | Slot::Last(slot) = slot {
             self.metrics.answered(link.began[slot].take(), message);
         }
-        sent
+        if matches!(message, Message::Welcome { .. }) {
+            self.reactor.watch(ConnectionId(client));
+        }
+        sent.is_ok()
     }
 
     fn receive(&mut self, client: u64, slot: usize) -> bool {
-        self.links
-            .get_mut(&client)
-            .is_some_and(|link| link.give_back(slot))
+        let connection = self.reactor.connection(ConnectionId(client));
+        connection
+            .map(|connection| connection.give_back(SendSlot::new(slot)))
+            .is_some()
     }
 
     fn disconnect(&mut self, client: u64, failed: bool) {
         let Some(link) = self.links.remove(&client) else {
             return;
         };
-        self.numbers.remove(&link.key);
-        self.endpoints[link.key.0].connections -= 1;
         let mut metrics = self.metrics.lock();
         metrics.connections = self.links.len();
         metrics.mappings -= link.mappings.len();
         drop(metrics);
-        if failed && self.lingering.len() < CONNECTIONS_MAX {
-            self.lingering.push_back((Instant::now() + LINGER, link));
-        }
+        drop(link);
+        self.reactor.close(ConnectionId(client), failed.then_some(LINGER));
     }
 
     fn work(&mut self, mut job: Job) -> Option<Finished> {
@@ -647,75 +560,5 @@ impl Driver for Hands {
 
     fn is_alone(&mut self, region: usize) -> bool {
         self.files.get(&region).is_some_and(FileWatch::is_alone)
-    }
-}
-
-impl Link {
-    /// Takes a slot for the message that came in at `place`, and posts receives again as long as there is a slot for each.
-    fn take_slot(&mut self, place: usize) -> Option<usize> {
-        let slot = self.free_slots.pop();
-        if let Some(slot) = slot {
-            self.began[slot] = Some(Instant::now());
-        }
-        self.idle_receives.push(place);
-        // If a receive is refused, the connection is at its end, as its completions will say.
-        self.post_receives();
-        slot
-    }
-
-    /// Frees a slot whose answer was acknowledged. Returns false if the connection accepts nothing more.
-    fn give_back(&mut self, slot: usize) -> bool {
-        self.free_slots.push(slot);
-        self.post_receives()
-    }
-
-    fn post_receives(&mut self) -> bool {
-        while RECEIVES - self.idle_receives.len() < self.free_slots.len() {
-            let Some(place) = self.idle_receives.pop() else {
-                break;
-            };
-            if self.qp.post_recv(receive(&self.buffers_mr, place)).is_err() {
-                return false;
-            }
-        }
-        true
-    }
-
-    /// Sends a message from a place in the buffers.
-    fn emit(&self, place: usize, wr_id: u64, request: u64, message: &Message) -> bool {
-        let mut bytes = Vec::with_capacity(256);
-        message.emit(request, &mut bytes);
-        let at = (place * MESSAGE_LEN_MAX) as u64;
-        let request = SendRequest {
-            wr_id,
-            operation: Operation::Send { imm: None },
-            sges: self.buffers_mr.sge(at, bytes.len() as u32).into(),
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        };
-        self.buffers.write(at, &bytes).is_ok() && self.qp.post_send(request).is_ok()
-    }
-}
-
-fn probe() -> SendRequest {
-    SendRequest {
-        wr_id: PROBE,
-        operation: Operation::Write {
-            va: 0,
-            rkey: RKey(0),
-            imm: None,
-        },
-        sges: SgeList::EMPTY,
-        flags: SendFlags::SIGNALED,
-        to: Target::Connected,
-    }
-}
-
-fn receive(buffers: &MemoryRegion, place: usize) -> RecvRequest {
-    RecvRequest {
-        wr_id: place as u64,
-        sges: buffers
-            .sge((place * MESSAGE_LEN_MAX) as u64, MESSAGE_LEN_MAX as u32)
-            .into(),
     }
 }

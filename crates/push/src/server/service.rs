@@ -17,11 +17,13 @@ use super::work::{Finished, Job, Task, Ticket};
 use super::{Event, HANDSHAKE_TIMEOUT};
 use crate::region::Mapped;
 
-/// The place that an outgoing message takes, and so what the driver reports when the message has left.
+/// The place that an outgoing message takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slot {
-    /// The answer to the message that came into this slot.
+    /// The answer to the message that came into this slot, which takes the next message once this one has left.
     Answer(usize),
+    /// The same of the last message to a client: the driver reports that it has left ([`Service::handle_sent`]).
+    Last(usize),
     /// A notice, of which one is in flight at a time.
     Notice,
 }
@@ -120,7 +122,6 @@ pub struct Service<D> {
     /// Time of the call in progress.
     pub(super) now: Duration,
     pub(super) clients: BTreeMap<u64, Client>,
-    clients_so_far: u64,
     pub(super) leases: Leases,
     pub(super) carrying_out: bool,
     /// Client and number of each mapping, by lease.
@@ -146,7 +147,6 @@ impl<D: Driver> Service<D> {
             shared,
             now: Duration::ZERO,
             clients: BTreeMap::new(),
-            clients_so_far: 0,
             leases: Leases::new(break_timeout),
             carrying_out: false,
             leased: HashMap::new(),
@@ -160,10 +160,9 @@ impl<D: Driver> Service<D> {
         }
     }
 
-    /// Handles a new connection; `nonce` is random. Returns the client's number, which no other client gets.
-    pub fn handle_connected(&mut self, now: Duration, peer: IpAddr, nonce: [u8; 32]) -> u64 {
+    /// Handles a new connection, of a client with a number that no other client gets; `nonce` is random.
+    pub fn handle_connected(&mut self, now: Duration, number: u64, peer: IpAddr, nonce: [u8; 32]) {
         self.now = now;
-        self.clients_so_far += 1;
         let client = Client {
             peer,
             session: Session::new(self.shared.clone(), nonce),
@@ -176,11 +175,10 @@ impl<D: Driver> Service<D> {
             notices_so_far: 0,
             gone: Arc::default(),
         };
-        self.clients.insert(self.clients_so_far, client);
-        self.clients_so_far
+        self.clients.insert(number, client);
     }
 
-    /// Handles an answer that has left: its slot can take the next message.
+    /// Handles the last message of a client that has left. A driver may report other answers too: their slots take the next message.
     pub fn handle_sent(&mut self, now: Duration, client: u64, slot: usize) {
         self.now = now;
         let Some(known) = self.clients.get_mut(&client) else {
@@ -287,15 +285,15 @@ impl<D: Driver> Service<D> {
             .count()
     }
 
-    /// Returns the number of clients so far.
-    pub fn clients_so_far(&self) -> u64 {
-        self.clients_so_far
-    }
-
     pub(super) fn send(&mut self, client: u64, slot: usize, request: u64, message: &Message) {
-        if self.clients.contains_key(&client)
-            && !self.driver.send(client, Slot::Answer(slot), request, message)
-        {
+        let Some(known) = self.clients.get(&client) else {
+            return;
+        };
+        let slot = match known.closing {
+            None => Slot::Answer(slot),
+            Some(_) => Slot::Last(slot),
+        };
+        if !self.driver.send(client, slot, request, message) {
             self.end(client, EndReason::Failed("connection lost".into()));
         }
     }

@@ -3,33 +3,31 @@
 //! conflicts.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rdmux_memory::{DaxMemory, FileMemory, FileWatch, Wanted};
+use rdmux_runtime::Mailbox;
 use rdmux_wire::push::{Access, Conflict, ErrorCode};
 
 use super::control::Local;
 use super::requests::Pending;
 use super::service::{Driver, Service};
 use super::session::Map;
-use super::{Done, Event, wake};
+use super::{Event, Mail};
 use crate::region::{Place, Region};
 
 /// Watches the files of regions. Returns the watches by number of the region, and adds an event for each file that has none.
 pub(super) fn watch(
     regions: &[Arc<Region>],
-    server: &mpsc::Sender<Done>,
-    wake_fd: &Arc<OwnedFd>,
+    server: &Mailbox<Mail>,
     events: &mut Vec<Event>,
 ) -> HashMap<usize, FileWatch> {
     let mut files = HashMap::new();
     for (number, region) in regions.iter().enumerate() {
-        let (server, wake_fd) = (server.clone(), wake_fd.clone());
+        let server = server.clone();
         let tell = move |wanted| {
-            let _ = server.send(Done::Local(Local::Wanted(number, wanted)));
-            wake(&wake_fd);
+            server.send(Mail::Local(Local::Wanted(number, wanted)));
         };
         let memory = region.memory().as_any();
         if let Some(mapped) = memory.and_then(|memory| memory.downcast_ref::<DaxMemory>()) {

@@ -2,16 +2,16 @@
 //! reads, writes and flushes in order; checksums, which take long, have another.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 
+use rdmux_runtime::Mailbox;
 use rdmux_verbs::{Fault, Memory, Placement, Reach};
 use rdmux_wire::push::{ErrorCode, Message};
 
+use super::Mail;
 use super::lease::LeaseId;
-use super::{Done, wake};
 use crate::crc::crc64_while;
 use crate::region::{Mapped, Region};
 
@@ -123,17 +123,15 @@ pub struct Finished {
 /// The threads, each started when it is first needed.
 #[derive(Debug)]
 pub(super) struct Workers {
-    done: mpsc::Sender<Done>,
-    wake: Arc<OwnedFd>,
+    server: Mailbox<Mail>,
     /// Queues by number of the region, and whether the thread is the one for checksums.
     threads: HashMap<(usize, bool), mpsc::Sender<Job>>,
 }
 
 impl Workers {
-    pub(super) fn new(done: mpsc::Sender<Done>, wake: Arc<OwnedFd>) -> Workers {
+    pub(super) fn new(server: Mailbox<Mail>) -> Workers {
         Workers {
-            done,
-            wake,
+            server,
             threads: HashMap::new(),
         }
     }
@@ -161,7 +159,7 @@ impl Workers {
 
     fn spawn(&self) -> std::io::Result<mpsc::Sender<Job>> {
         let (tx, rx) = mpsc::channel::<Job>();
-        let (done, wake_fd) = (self.done.clone(), self.wake.clone());
+        let server = self.server.clone();
         thread::Builder::new().name("push-work".into()).spawn(move || {
             while let Ok(first) = rx.recv() {
                 let mut batch = vec![first];
@@ -187,11 +185,10 @@ impl Workers {
                         cpu_ns: 0,
                     });
                     for finished in std::iter::once(finished).chain(others) {
-                        if done.send(Done::Finished(finished)).is_err() {
+                        if !server.send(Mail::Finished(finished)) {
                             return;
                         }
                     }
-                    wake(&wake_fd);
                 }
             }
         })?;

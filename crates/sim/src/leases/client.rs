@@ -355,7 +355,8 @@ impl Run<'_> {
         self.dice.fill(&mut server_nonce);
         let peer = driver.world.hosts[CLIENT].address;
         let now = self.now();
-        let number = self.service.handle_connected(now, peer, server_nonce);
+        let number = self.connections;
+        self.service.handle_connected(now, number, peer, server_nonce);
         self.driver().connected(number, server);
         self.by_qpn.insert(end.qpn, at);
         let handshake = Handshake::new(Key::new([7; 32]), nonce, self.clients[at].name);

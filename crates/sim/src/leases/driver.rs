@@ -439,7 +439,7 @@ impl SimDriver {
 
     /// Tells the checker what a message says to its recipient.
     fn told(&mut self, client: u64, slot: Slot, message: &Message) {
-        if let Slot::Answer(slot) = slot
+        if let Slot::Answer(slot) | Slot::Last(slot) = slot
             && let Some(asked) = self.asked.remove(&(client, slot))
         {
             let now = self.world.now.0;
@@ -582,7 +582,7 @@ impl Driver for SimDriver {
         };
         self.told(client, slot, message);
         let wr_id = match slot {
-            Slot::Answer(slot) => ANSWER | slot as u64,
+            Slot::Answer(slot) | Slot::Last(slot) => ANSWER | slot as u64,
             Slot::Notice => NOTICE,
         };
         self.send_message(SERVER, qpn, wr_id, request, message)

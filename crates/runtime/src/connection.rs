@@ -1,0 +1,412 @@
+//! A connection that carries messages, and RDMA operations beside them.
+
+use std::collections::VecDeque;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdmux_memory::AnonymousMemory;
+use rdmux_verbs::{
+    Access, CompletionQueue, ConnectError, ConnectParams, Connection, ConnectionRequest, CreateError, Fault,
+    Memory, MemoryRegion, Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest,
+    RegisterError, SendFlags, SendRequest, SgeList, Status, WorkCompletion,
+};
+
+use crate::work_id::WorkId;
+
+/// At the latest every so many messages, one has a completion, which frees the slots of all messages before it as well. So many slots
+/// more than there are unacknowledged messages let a connection go on as if each had a completion.
+pub const SIGNAL_EVERY: usize = 8;
+
+/// The sizes of a connection's queues, which must fit those that the protocol gives its peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Bytes of the longest message.
+    pub message_bytes: usize,
+    /// Messages of the peer that may arrive before they are handled.
+    pub receives: usize,
+    /// Slots for answers. Each message takes one when it arrives, and a receive is posted only if its message would get one: a peer
+    /// that does not acknowledge answers cannot make this side hold more. With 0, messages take none, and the protocol limits them.
+    pub answers: usize,
+    /// Slots for messages that are no answers.
+    pub own: usize,
+    /// RDMA operations in flight at a time.
+    pub operations: usize,
+}
+
+impl Sizes {
+    const fn slots(&self) -> usize {
+        self.answers + self.own
+    }
+
+    /// Returns the number of requests that the send queue holds: one is a probe.
+    const fn sends(&self) -> usize {
+        self.slots() + self.operations + 1
+    }
+
+    /// Returns the number of completions that a connection may have at a time.
+    pub const fn completions(&self) -> usize {
+        self.receives + self.sends()
+    }
+
+    const fn buffers(&self) -> usize {
+        self.receives + self.slots()
+    }
+}
+
+/// The buffer that one message is sent from. Those for answers come first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SendSlot(u32);
+
+impl SendSlot {
+    /// Returns the slot with an index.
+    pub fn new(index: usize) -> SendSlot {
+        SendSlot(index as u32)
+    }
+
+    /// Returns its index among the connection's slots.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum EstablishError {
+    /// An object could not be created.
+    #[error(transparent)]
+    Create(#[from] CreateError),
+    /// The buffers could not be registered.
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    /// The queue pair was not connected.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// A receive was not posted.
+    #[error(transparent)]
+    Post(#[from] PostError),
+    /// A system call failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Why a message was not sent.
+#[derive(Debug, thiserror::Error)]
+pub enum SendError {
+    /// It is longer than [`Sizes::message_bytes`].
+    #[error("the message is too long")]
+    TooLong,
+    /// The buffer could not be written.
+    #[error(transparent)]
+    Memory(#[from] Fault),
+    /// The queue pair did not accept it.
+    #[error(transparent)]
+    Post(#[from] PostError),
+}
+
+/// What a completion means.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Completed {
+    /// A message has arrived.
+    Message {
+        /// The slot for its answer, if messages take one: to be sent, or given back.
+        slot: Option<SendSlot>,
+        /// The message.
+        bytes: Vec<u8>,
+    },
+    /// The peer's device has acknowledged a message that was sent by [`MessageConnection::send_reported`]. Its slot is the caller's.
+    Sent(SendSlot),
+    /// The RDMA operation with this number is done.
+    Operation(u64),
+    /// Nothing that concerns the caller; slots may have become free.
+    Nothing,
+}
+
+/// A connection that carries messages, and RDMA operations beside them, which take effect at the peer in the order in which both were
+/// posted. It does not wait: its owner passes each completion of its queue pair to [`MessageConnection::handle`]. A failure of any
+/// request ends the connection. Dropping it ends it at once.
+// The fields are in the order in which they must be dropped.
+#[derive(Debug)]
+pub struct MessageConnection {
+    connection: Connection,
+    qp: QueuePair,
+    buffers_mr: MemoryRegion,
+    /// One buffer for each receive, then one for each slot.
+    buffers: Arc<AnonymousMemory>,
+    sizes: Sizes,
+    /// Buffers for which no receive is posted until a slot is free.
+    idle_receives: Vec<u32>,
+    free_answers: Vec<SendSlot>,
+    free_own: Vec<SendSlot>,
+    /// Messages without a completion so far, in the order in which they were posted.
+    in_flight: VecDeque<Posted>,
+    probing: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Posted {
+    slot: SendSlot,
+    signaled: bool,
+    reported: bool,
+}
+
+/// The objects of a connection before it is established.
+struct Parts {
+    qp: QueuePair,
+    buffers_mr: MemoryRegion,
+    buffers: Arc<AnonymousMemory>,
+}
+
+impl Parts {
+    fn new(pd: &ProtectionDomain, cq: &CompletionQueue, sizes: &Sizes) -> Result<Parts, EstablishError> {
+        let mut options = QpOptions::new(cq);
+        options.max_send_wr = sizes.sends() as u32;
+        options.max_recv_wr = sizes.receives as u32;
+        let qp = pd.create_qp(&options)?;
+        let buffers = Arc::new(AnonymousMemory::new(sizes.buffers() * sizes.message_bytes)?);
+        let buffers_mr = pd.reg_mr_all(buffers.clone(), 0, Access::LOCAL_WRITE)?;
+        Ok(Parts {
+            qp,
+            buffers_mr,
+            buffers,
+        })
+    }
+
+    fn post_receives(&self, sizes: &Sizes) -> Result<(), PostError> {
+        (0..sizes.receives as u32)
+            .try_for_each(|index| post_receive(&self.qp, &self.buffers_mr, sizes.message_bytes, index))
+    }
+
+    fn connected(self, connection: Connection, sizes: &Sizes) -> MessageConnection {
+        let slots = |range: std::ops::Range<usize>| range.map(SendSlot::new).collect();
+        MessageConnection {
+            connection,
+            qp: self.qp,
+            buffers_mr: self.buffers_mr,
+            buffers: self.buffers,
+            sizes: *sizes,
+            idle_receives: Vec::new(),
+            free_answers: slots(0..sizes.answers),
+            free_own: slots(sizes.answers..sizes.slots()),
+            in_flight: VecDeque::new(),
+            probing: false,
+        }
+    }
+}
+
+impl MessageConnection {
+    /// Connects to a listener, and waits for its answer. The peer must not send before it has received something.
+    pub fn connect(
+        pd: &ProtectionDomain,
+        cq: &CompletionQueue,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        sizes: &Sizes,
+    ) -> Result<MessageConnection, EstablishError> {
+        let parts = Parts::new(pd, cq, sizes)?;
+        let connection = pd.device().connect(&parts.qp, peer, params, &[])?;
+        parts.post_receives(sizes)?;
+        Ok(parts.connected(connection, sizes))
+    }
+
+    /// Accepts a request. `pd` and `cq` are of the device on which it has arrived.
+    pub fn accept(
+        request: &mut ConnectionRequest,
+        pd: &ProtectionDomain,
+        cq: &CompletionQueue,
+        params: &ConnectParams,
+        sizes: &Sizes,
+    ) -> Result<MessageConnection, EstablishError> {
+        let parts = Parts::new(pd, cq, sizes)?;
+        let prepare = || Ok(parts.post_receives(sizes).map_err(io::Error::other)?);
+        let connection = request.accept_after(&parts.qp, params, &[], prepare)?;
+        Ok(parts.connected(connection, sizes))
+    }
+
+    /// Returns the queue pair.
+    pub fn qp(&self) -> &QueuePair {
+        &self.qp
+    }
+
+    /// Returns the protection domain.
+    pub fn pd(&self) -> &ProtectionDomain {
+        self.qp.pd()
+    }
+
+    /// Returns the peer's address.
+    pub fn peer(&self) -> IpAddr {
+        self.connection.peer()
+    }
+
+    /// Takes a slot for a message that is no answer.
+    pub fn take_slot(&mut self) -> Option<SendSlot> {
+        self.free_own.pop()
+    }
+
+    /// Returns whether [`MessageConnection::take_slot`] has a slot.
+    pub fn has_slot(&self) -> bool {
+        !self.free_own.is_empty()
+    }
+
+    /// Sends a message from a slot, which becomes free once the peer's device has acknowledged it.
+    pub fn send(&mut self, slot: SendSlot, message: &[u8]) -> Result<(), SendError> {
+        // Each completion wakes its thread. If slots run short, however, nothing else frees them.
+        let (left, needed) = match slot.index() < self.sizes.answers {
+            true => (self.free_answers.len(), self.sizes.receives),
+            false => (self.free_own.len(), 1),
+        };
+        let since = self.in_flight.iter().rev().take_while(|posted| !posted.signaled);
+        let signaled = left < needed || since.count() + 1 >= SIGNAL_EVERY;
+        self.post_message(slot, message, signaled, false)
+    }
+
+    /// Sends a message from a slot, which stays the caller's: [`Completed::Sent`] reports that the peer's device has acknowledged it.
+    pub fn send_reported(&mut self, slot: SendSlot, message: &[u8]) -> Result<(), SendError> {
+        self.post_message(slot, message, true, true)
+    }
+
+    fn post_message(
+        &mut self,
+        slot: SendSlot,
+        message: &[u8],
+        signaled: bool,
+        reported: bool,
+    ) -> Result<(), SendError> {
+        if message.len() > self.sizes.message_bytes || slot.index() >= self.sizes.slots() {
+            return Err(SendError::TooLong);
+        }
+        let at = ((self.sizes.receives + slot.index()) * self.sizes.message_bytes) as u64;
+        self.buffers.write(at, message)?;
+        let mut request =
+            SendRequest::send(self.buffers_mr.sge(at, message.len() as u32)).wr_id(WorkId::Send(slot).into());
+        request.flags.set(SendFlags::SIGNALED, signaled);
+        self.qp.post_send(request)?;
+        self.in_flight.push_back(Posted {
+            slot,
+            signaled,
+            reported,
+        });
+        Ok(())
+    }
+
+    /// Frees a slot that was taken: by a message that gets no answer, or after [`Completed::Sent`].
+    pub fn give_back(&mut self, slot: SendSlot) {
+        if slot.index() < self.sizes.answers {
+            self.free_answers.push(slot);
+            self.post_receives();
+        } else {
+            self.free_own.push(slot);
+        }
+    }
+
+    /// Posts an RDMA operation. Its completion is [`Completed::Operation`] with `number`, of which the low 62 bits count.
+    pub fn post(&mut self, number: u64, operation: Operation, sges: SgeList) -> Result<(), PostError> {
+        let request = SendRequest::new(operation, sges).wr_id(WorkId::Operation(number).into());
+        self.qp.post_send(request.signaled())
+    }
+
+    /// Sends a probe, which the peer's device answers without its program: an empty WRITE, for which the peer must allow remote writes.
+    /// Returns false if it has not answered the last one.
+    pub fn probe(&mut self) -> Result<bool, PostError> {
+        if self.probing {
+            return Ok(false);
+        }
+        let empty = Operation::Write {
+            va: 0,
+            rkey: RKey(0),
+            imm: None,
+        };
+        let request = SendRequest::new(empty, SgeList::EMPTY).wr_id(WorkId::Probe.into());
+        self.qp.post_send(request.signaled())?;
+        self.probing = true;
+        Ok(true)
+    }
+
+    /// Handles a completion of the queue pair.
+    ///
+    /// # Errors
+    /// The connection is over, for this reason; [`Status::Flushed`]: the peer has ended it.
+    pub fn handle(&mut self, wc: &WorkCompletion) -> Result<Completed, Status> {
+        match wc.status {
+            Status::Success => {}
+            Status::Flushed => return Err(self.qp.error().unwrap_or(Status::Flushed)),
+            failed => return Err(failed),
+        }
+        Ok(match WorkId::from(wc.wr_id) {
+            WorkId::Receive(index) => {
+                let mut bytes = vec![0; (wc.byte_len as usize).min(self.sizes.message_bytes)];
+                let at = u64::from(index) * self.sizes.message_bytes as u64;
+                let read = self.buffers.read(at, &mut bytes);
+                read.map_err(|_| Status::LocalQpOperation)?;
+                let slot = self.free_answers.pop();
+                self.idle_receives.push(index);
+                self.post_receives();
+                Completed::Message { slot, bytes }
+            }
+            WorkId::Send(_) => self.sent(),
+            WorkId::Operation(number) => Completed::Operation(number),
+            WorkId::Probe => {
+                self.probing = false;
+                Completed::Nothing
+            }
+        })
+    }
+
+    /// Frees the slots of the messages up to the first with a completion, which this is: completions come in order.
+    fn sent(&mut self) -> Completed {
+        while let Some(posted) = self.in_flight.pop_front() {
+            if posted.reported {
+                return Completed::Sent(posted.slot);
+            }
+            self.give_back(posted.slot);
+            if posted.signaled {
+                break;
+            }
+        }
+        Completed::Nothing
+    }
+
+    /// Posts receives as long as there is a slot for the answer of each. One that is refused is of a connection that is over, as its
+    /// completions say.
+    fn post_receives(&mut self) {
+        while let Some(index) = self.idle_receives.last() {
+            let posted = self.sizes.receives - self.idle_receives.len();
+            let is_limited = self.sizes.answers > 0;
+            if is_limited && posted >= self.free_answers.len()
+                || post_receive(&self.qp, &self.buffers_mr, self.sizes.message_bytes, *index).is_err()
+            {
+                return;
+            }
+            self.idle_receives.pop();
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn posted_receives(&self) -> usize {
+        self.sizes.receives - self.idle_receives.len()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_probing(&self) -> bool {
+        self.probing
+    }
+
+    /// Ends the connection, and waits until the peer has agreed.
+    pub fn close(self, timeout: Duration) {
+        self.connection.disconnect_and_wait(timeout);
+    }
+}
+
+fn post_receive(
+    qp: &QueuePair,
+    buffers: &MemoryRegion,
+    message_bytes: usize,
+    index: u32,
+) -> Result<(), PostError> {
+    let at = u64::from(index) * message_bytes as u64;
+    qp.post_recv(RecvRequest {
+        wr_id: WorkId::Receive(index).into(),
+        sges: buffers.sge(at, message_bytes as u32).into(),
+    })
+}

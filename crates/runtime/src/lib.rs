@@ -1,0 +1,47 @@
+//! What a service with many connections needs once, and not once a service: a [`Reactor`], which is the loop of one thread, and
+//! [`MessageConnection`], which sends and receives messages beside RDMA operations. It knows no service's protocol.
+//!
+//! A service is a state machine without I/O. Its server's thread asks the reactor for the next [`Event`], passes it to the state
+//! machine, and carries out what that decides:
+//!
+//! ```no_run
+//! use rdmux_runtime::{Completed, Event, Limits, Reactor, Sizes};
+//! use rdmux_verbs::{ConnectParams, Device};
+//!
+//! let sizes = Sizes { message_bytes: 4096, receives: 16, answers: 48, own: 0, operations: 0 };
+//! let limits = Limits { connections: 100, keepalive: std::time::Duration::from_secs(20) };
+//! let mut reactor = Reactor::<()>::new(sizes, limits, None)?;
+//! reactor.listen(&Device::open("127.0.0.1".parse()?)?, 7174)?;
+//! loop {
+//!     match reactor.next(None)? {
+//!         Some(Event::Request(request)) => drop(reactor.accept(request, &ConnectParams::default())),
+//!         Some(Event::Completed(id, Completed::Message { slot: Some(slot), bytes })) => {
+//!             if let Some(connection) = reactor.connection(id) {
+//!                 let _ = connection.send(slot, &bytes);
+//!             }
+//!         }
+//!         Some(Event::Ended(id, _)) => reactor.close(id, None),
+//!         Some(Event::Completed(..) | Event::Mail(())) | None => {}
+//!     }
+//! }
+//! # #[allow(unreachable_code)]
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(non_snake_case, reason = "tests are named function__case"))]
+
+mod connection;
+mod keepalive;
+mod mailbox;
+mod reactor;
+#[cfg(test)]
+mod tests;
+mod waiting;
+mod work_id;
+
+pub use connection::{
+    Completed, EstablishError, MessageConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
+};
+pub use mailbox::{Inbox, Mailbox, mailbox};
+pub use reactor::{AcceptError, ConnectionId, End, Event, Limits, ListenAtError, Reactor, Request};
+pub use work_id::WorkId;

@@ -1,0 +1,419 @@
+//! Reactors and connections over the soft device.
+
+use std::net::SocketAddr;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rdmux_verbs::{
+    Access, CompletionQueue, ConnectParams, Device, Operation, RKey, SgeList, Status, WorkCompletion,
+};
+
+use crate::{
+    Completed, ConnectionId, End, Event, Limits, Mailbox, MessageConnection, Reactor, Sizes, WorkId,
+};
+
+/// Time for what happens at once unless something is wrong.
+const LONG: Duration = Duration::from_secs(60);
+
+const SIZES: Sizes = Sizes {
+    message_bytes: 64,
+    receives: 4,
+    answers: 12,
+    own: 0,
+    operations: 0,
+};
+const PEER_SIZES: Sizes = Sizes {
+    message_bytes: 64,
+    receives: 8,
+    answers: 0,
+    own: 8,
+    operations: 4,
+};
+
+fn reactor<M>(address: SocketAddr, connections: usize) -> Reactor<M> {
+    let limits = Limits {
+        connections,
+        keepalive: 2 * LONG,
+    };
+    let mut reactor = Reactor::new(SIZES, limits, None).unwrap();
+    reactor
+        .listen(&Device::open(address.ip()).unwrap(), address.port())
+        .unwrap();
+    reactor
+}
+
+/// A peer of a reactor, which has a queue and thread of its own.
+#[derive(Debug)]
+struct Peer {
+    cq: CompletionQueue,
+    link: MessageConnection,
+    /// Number of completions of messages.
+    sent: usize,
+}
+
+impl Peer {
+    fn connect(to: SocketAddr) -> Result<Peer, crate::EstablishError> {
+        let device = Device::open(to.ip()).unwrap();
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(64).unwrap());
+        let params = ConnectParams::default();
+        let link = MessageConnection::connect(&pd, &cq, to, &params, &PEER_SIZES)?;
+        Ok(Peer { cq, link, sent: 0 })
+    }
+
+    fn wait(&mut self) -> Result<Completed, Status> {
+        let wc: WorkCompletion = self.cq.wait(LONG).unwrap().expect("a completion");
+        self.sent += usize::from(matches!(WorkId::from(wc.wr_id), WorkId::Send(_)));
+        self.link.handle(&wc)
+    }
+
+    /// Sends a message, and returns it if a slot was free.
+    fn send(&mut self, message: &[u8]) -> bool {
+        let slot = self.link.take_slot();
+        slot.is_some_and(|slot| self.link.send(slot, message).is_ok())
+    }
+
+    /// Sends a message, once a slot is free.
+    fn send_soon(&mut self, message: &[u8]) {
+        while !self.send(message) {
+            assert_eq!(self.wait(), Ok(Completed::Nothing));
+        }
+    }
+
+    fn message(&mut self) -> Result<Vec<u8>, Status> {
+        loop {
+            if let Completed::Message { slot, bytes } = self.wait()? {
+                assert_eq!(slot, None);
+                return Ok(bytes);
+            }
+        }
+    }
+}
+
+/// A reactor on a thread of its own that sends each message back, until it is stopped. The thread returns the ends of connections.
+struct Echo {
+    stop: Mailbox<()>,
+    thread: JoinHandle<Vec<(ConnectionId, End)>>,
+}
+
+impl Echo {
+    fn start(address: SocketAddr, connections: usize) -> Echo {
+        let mut reactor = reactor(address, connections);
+        Echo {
+            stop: reactor.mailbox(),
+            thread: std::thread::spawn(move || {
+                let mut ends = Vec::new();
+                loop {
+                    match reactor.next(None).unwrap() {
+                        Some(Event::Mail(())) => return ends,
+                        Some(event) => echo(&mut reactor, event, &mut ends),
+                        None => {}
+                    }
+                }
+            }),
+        }
+    }
+
+    fn stop(self) -> Vec<(ConnectionId, End)> {
+        self.stop.send(());
+        self.thread.join().unwrap()
+    }
+}
+
+fn echo<M>(reactor: &mut Reactor<M>, event: Event<M>, ends: &mut Vec<(ConnectionId, End)>) {
+    match event {
+        Event::Request(request) => drop(reactor.accept(request, &ConnectParams::default())),
+        Event::Completed(id, Completed::Message { slot, bytes }) => {
+            let connection = reactor.connection(id).unwrap();
+            let _ = connection.send(slot.unwrap(), &bytes);
+        }
+        Event::Ended(id, end) => {
+            ends.push((id, end));
+            reactor.close(id, None);
+        }
+        Event::Completed(..) | Event::Mail(_) => {}
+    }
+}
+
+#[test]
+fn next__messages_of_several_connections_are_answered_in_order() {
+    let address = "127.0.12.1:7174".parse().unwrap();
+    let server = Echo::start(address, 8);
+    let mut peers: Vec<Peer> = (0..3).map(|_| Peer::connect(address).unwrap()).collect();
+    for round in 0..100u32 {
+        for (at, peer) in (0u32..).zip(&mut peers) {
+            peer.send_soon(&[at.to_be_bytes(), round.to_be_bytes()].concat());
+        }
+        for (at, peer) in (0u32..).zip(&mut peers) {
+            let answer = peer.message().unwrap();
+            assert_eq!(answer, [at.to_be_bytes(), round.to_be_bytes()].concat());
+        }
+    }
+    assert_eq!(server.stop(), []);
+}
+
+#[test]
+fn send__slots_become_free_though_few_messages_have_a_completion() {
+    let address = "127.0.12.2:7174".parse().unwrap();
+    let server = Echo::start(address, 1);
+    let mut peer = Peer::connect(address).unwrap();
+    for round in 0..400u32 {
+        peer.send_soon(&round.to_be_bytes());
+        assert_eq!(peer.message().unwrap(), round.to_be_bytes());
+    }
+    assert!(
+        (1..=400 / 8).contains(&peer.sent),
+        "{} completions of messages",
+        peer.sent
+    );
+    server.stop();
+}
+
+#[test]
+fn send__the_last_free_slot_comes_back() {
+    let address = "127.0.12.3:7174".parse().unwrap();
+    let server = Echo::start(address, 1);
+    let mut peer = Peer::connect(address).unwrap();
+    for _ in 0..20 {
+        let count = (0..).take_while(|_| peer.send(b"all at once")).count();
+        assert!(count > 0);
+        for _ in 0..count {
+            peer.message().unwrap();
+        }
+        while !peer.link.has_slot() {
+            peer.wait().unwrap();
+        }
+    }
+    server.stop();
+}
+
+#[test]
+fn send_reported__the_slot_stays_with_the_caller() {
+    let address = "127.0.12.4:7174".parse().unwrap();
+    let server = Echo::start(address, 1);
+    let mut peer = Peer::connect(address).unwrap();
+    let slot = peer.link.take_slot().unwrap();
+    for round in 0..20u32 {
+        peer.link.send_reported(slot, &round.to_be_bytes()).unwrap();
+        let (mut sent, mut answered) = (false, false);
+        while !(sent && answered) {
+            match peer.wait().unwrap() {
+                Completed::Sent(of) => sent = of == slot,
+                Completed::Message { bytes, .. } => answered = bytes == round.to_be_bytes(),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    let too_long = peer.link.send(slot, &[0; PEER_SIZES.message_bytes + 1]);
+    assert!(matches!(too_long, Err(crate::SendError::TooLong)));
+    peer.link.give_back(slot);
+    server.stop();
+}
+
+#[test]
+fn handle__no_receive_without_a_slot_for_the_answer() {
+    let address: SocketAddr = "127.0.12.5:7174".parse().unwrap();
+    let mut reactor = reactor::<Peer>(address, 1);
+    let mailbox = reactor.mailbox();
+    // The peer sends as much as it can, and waits for no answer.
+    let connecting = std::thread::spawn(move || {
+        let mut peer = Peer::connect(address).unwrap();
+        for round in 0..SIZES.answers as u32 + 2 {
+            while !peer.send(&round.to_be_bytes()) {
+                peer.wait().unwrap();
+            }
+        }
+        mailbox.send(peer);
+    });
+    let (mut slots, mut link, mut peer) = (Vec::new(), None, None);
+    while peer.is_none() || slots.len() < SIZES.answers {
+        match reactor.next(None).unwrap() {
+            Some(Event::Request(request)) => {
+                link = Some(reactor.accept(request, &ConnectParams::default()).unwrap());
+            }
+            Some(Event::Completed(_, Completed::Message { slot, .. })) => slots.push(slot.unwrap()),
+            Some(Event::Mail(came)) => peer = Some(came),
+            Some(other) => panic!("{other:?}"),
+            None => {}
+        }
+    }
+    connecting.join().unwrap();
+    let id = link.unwrap();
+    assert_eq!(
+        reactor.connection(id).unwrap().posted_receives(),
+        0,
+        "all slots are taken: the peer's last messages wait at the peer"
+    );
+    reactor.connection(id).unwrap().give_back(slots.pop().unwrap());
+    let next = loop {
+        match reactor.next(None).unwrap() {
+            Some(Event::Completed(_, Completed::Message { bytes, .. })) => break bytes,
+            Some(other) => panic!("{other:?}"),
+            None => {}
+        }
+    };
+    assert_eq!(next, (SIZES.answers as u32).to_be_bytes());
+}
+
+#[test]
+fn accept__more_connections_than_allowed_are_refused() {
+    let address = "127.0.12.6:7174".parse().unwrap();
+    let server = Echo::start(address, 1);
+    let mut first = Peer::connect(address).unwrap();
+    let refused = Peer::connect(address).map(drop).unwrap_err();
+    assert!(refused.to_string().contains("refused"), "{refused}");
+    assert!(first.send(b"still there"));
+    assert_eq!(first.message().unwrap(), b"still there");
+    first.link.close(LONG);
+    // The place is free once the reactor has noticed the end.
+    let mut again = loop {
+        if let Ok(peer) = Peer::connect(address) {
+            break peer;
+        }
+    };
+    assert!(again.send(b"next"));
+    assert_eq!(again.message().unwrap(), b"next");
+    server.stop();
+}
+
+#[test]
+fn ended__a_connection_killed_at_any_moment_ends_alone_and_leaves_nothing() {
+    let address: SocketAddr = "127.0.12.7:7174".parse().unwrap();
+    let mut reactor = reactor::<Option<Peer>>(address, 8);
+    let mailbox = reactor.mailbox();
+    let peers = std::thread::spawn(move || {
+        let mut lasting = Peer::connect(address).unwrap();
+        for messages in 0..24 {
+            let mut victim = Peer::connect(address).unwrap();
+            // Some are killed with messages in flight, some with answers, some in the middle of their operations.
+            for step in 0..messages {
+                victim.send(b"last words");
+                if step % 3 == 2 {
+                    let _ = victim.message();
+                }
+            }
+            drop(victim);
+            lasting.send_soon(b"unharmed");
+            assert_eq!(lasting.message().unwrap(), b"unharmed");
+        }
+        mailbox.send(Some(lasting));
+    });
+    let (mut ends, mut lasting) = (Vec::new(), None);
+    while lasting.is_none() || ends.len() < 24 {
+        match reactor.next(None).unwrap() {
+            Some(Event::Mail(peer)) => lasting = peer,
+            Some(event) => echo(&mut reactor, event, &mut ends),
+            None => {}
+        }
+    }
+    peers.join().unwrap();
+    let mut victims: Vec<u64> = ends.iter().map(|(ConnectionId(number), _)| *number).collect();
+    victims.sort_unstable();
+    assert_eq!(victims, (2..=25).collect::<Vec<_>>());
+    assert_eq!(reactor.connections(), 1);
+    let device = reactor.devices().next().unwrap();
+    let (qps, ..) = device.object_counts();
+    assert_eq!(qps, 1, "of the connection that lasts");
+}
+
+#[test]
+fn ended__a_failed_request_has_its_status() {
+    let address: SocketAddr = "127.0.12.8:7174".parse().unwrap();
+    let server = Echo::start(address, 1);
+    let mut peer = Peer::connect(address).unwrap();
+    let write = Operation::Write {
+        va: 0,
+        rkey: RKey(0x1234_5678),
+        imm: None,
+    };
+    let pd = peer.link.pd().clone();
+    let memory = std::sync::Arc::new(rdmux_memory::AnonymousMemory::new(8).unwrap());
+    let mr = pd.reg_mr_all(memory, 0, Access::LOCAL_WRITE).unwrap();
+    peer.link.post(7, write, mr.sge(0, 8).into()).unwrap();
+    assert_eq!(peer.wait(), Err(Status::RemoteAccess));
+    let empty = Operation::Write {
+        va: 0,
+        rkey: RKey(0),
+        imm: None,
+    };
+    drop(peer);
+    let mut peer = loop {
+        if let Ok(peer) = Peer::connect(address) {
+            break peer;
+        }
+    };
+    peer.link.post(7, empty, SgeList::EMPTY).unwrap();
+    assert_eq!(peer.wait(), Ok(Completed::Operation(7)));
+    assert_eq!(server.stop().len(), 1);
+}
+
+#[test]
+fn watch__a_peer_that_answers_no_probe_is_silent() {
+    let address: SocketAddr = "127.0.12.9:7174".parse().unwrap();
+    let mut reactor = reactor::<Peer>(address, 2);
+    let mailbox = reactor.mailbox();
+    let connecting = std::thread::spawn(move || {
+        mailbox.send(Peer::connect(address).unwrap());
+        mailbox.send(Peer::connect(address).unwrap());
+    });
+    let (mut ids, mut peers) = (Vec::new(), Vec::new());
+    while peers.len() < 2 {
+        match reactor.next(None).unwrap() {
+            Some(Event::Request(request)) => {
+                ids.push(reactor.accept(request, &ConnectParams::default()).unwrap());
+            }
+            Some(Event::Mail(peer)) => peers.push(peer),
+            _ => {}
+        }
+    }
+    connecting.join().unwrap();
+    reactor.watch(ids[0]);
+    let (period, mut now) = (LONG, Instant::now());
+    reactor.handle_timers(now);
+    for _ in 0..3 {
+        now += period;
+        reactor.handle_timers(now);
+        while reactor.connection(ids[0]).unwrap().is_probing() {
+            assert!(reactor.poll().is_none(), "the answer to a probe is no event");
+        }
+        assert!(!reactor.connection(ids[1]).unwrap().is_probing());
+    }
+    // The reactor does not take the answer to this probe.
+    now += period;
+    reactor.handle_timers(now);
+    now += period;
+    reactor.handle_timers(now);
+    let ended = reactor.poll_others();
+    assert!(
+        matches!(ended, Some(Event::Ended(id, End::Silent)) if id == ids[0]),
+        "{ended:?}"
+    );
+}
+
+#[test]
+fn close__a_lingering_connection_reports_nothing_and_goes_at_its_time() {
+    let address: SocketAddr = "127.0.12.10:7174".parse().unwrap();
+    let mut reactor = reactor::<Peer>(address, 1);
+    let mailbox = reactor.mailbox();
+    let connecting = std::thread::spawn(move || mailbox.send(Peer::connect(address).unwrap()));
+    let (mut id, mut peer) = (None, None);
+    while peer.is_none() {
+        match reactor.next(None).unwrap() {
+            Some(Event::Request(request)) => {
+                id = Some(reactor.accept(request, &ConnectParams::default()).unwrap());
+            }
+            Some(Event::Mail(came)) => peer = Some(came),
+            _ => {}
+        }
+    }
+    assert!(connecting.join().unwrap());
+    let mut peer = peer.unwrap();
+    let began = Instant::now();
+    reactor.close(id.unwrap(), Some(LONG));
+    assert_eq!(reactor.connections(), 0);
+    assert!(peer.send(b"nobody handles this"));
+    let due = reactor.handle_timers(began).expect("a time at which it goes");
+    assert!(due >= began + LONG);
+    reactor.handle_timers(due);
+    while peer.wait() != Err(Status::Flushed) {}
+    assert!(reactor.poll().is_none());
+}
