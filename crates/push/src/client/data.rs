@@ -3,14 +3,11 @@
 use std::sync::Arc;
 
 use rdmux_memory::AnonymousMemory;
-use rdmux_verbs::{
-    Memory, MemoryRegion, Operation, Placement, PostError, Selectivity, SendFlags, SendRequest, SgeList,
-    Target,
-};
+use rdmux_verbs::{Memory, MemoryRegion, Operation, Placement, PostError, Selectivity, SgeList};
 use rdmux_wire::push::{Access, Conflict, DATA_LEN_MAX, Message, Name};
 
 use super::lease::Path;
-use super::{Asked, Buffer, Client, Error, Mapping, Way};
+use super::{Asked, Buffer, Client, Error, Mapping, SCRATCH_BYTES, Way};
 
 /// Maximum number of data requests in flight.
 pub const DEPTH_MAX: usize = 256;
@@ -183,9 +180,9 @@ impl Client {
             // Any bytes will do: the READ is answered after everything before it was placed.
             Way::ReadAfterWrite if rdma => {
                 mapping.extent(offset, length)?;
-                let bytes = length.min(8) as u32;
+                let bytes = length.min(SCRATCH_BYTES as u64) as u32;
                 let (va, rkey) = mapping.locate(offset, bytes.into())?;
-                (Operation::Read { va, rkey }, self.link.scratch(bytes))
+                (Operation::Read { va, rkey }, self.scratch.mr.sge(0, bytes).into())
             }
             _ => {
                 mapping.extent(offset, length)?;
@@ -347,13 +344,7 @@ impl Client {
             return Err(PostError::QueueFull.into());
         }
         let number = self.first_entry + self.entries.len() as u64;
-        self.link.qp.post_send(SendRequest {
-            wr_id: number,
-            operation,
-            sges,
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        })?;
+        self.link.connection.post(number, operation, sges)?;
         let mr = buffer.map(|buffer| buffer.mr.clone());
         self.enter(token, kind, State::Posted(mapping.id, mr))?;
         if let Some(leased) = self.leased.get_mut(&mapping.id) {

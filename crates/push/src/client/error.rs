@@ -3,6 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
+use rdmux_runtime::SendError;
 use rdmux_verbs::{ConnectError, CreateError, Fault, OpenError, PostError, RegisterError};
 use rdmux_wire::push::{ErrorCode, Name};
 
@@ -125,4 +126,14 @@ pub enum Error {
     /// A system call failed.
     #[error(transparent)]
     Io(#[from] io::Error),
+}
+
+impl From<SendError> for Error {
+    fn from(error: SendError) -> Error {
+        match error {
+            SendError::TooLong => PostError::TooLong.into(),
+            SendError::Memory(fault) => fault.into(),
+            SendError::Post(error) => error.into(),
+        }
+    }
 }

@@ -21,12 +21,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rdmux_memory::AnonymousMemory;
+use rdmux_runtime::{Completed, EstablishError, MessageConnection, SIGNAL_EVERY, Sizes};
 use rdmux_verbs::{
-    Access, CompletionQueue, ConnectError, ConnectParams, Connection, Device, Features, Memory, MemoryRegion,
-    Operation, PostError, ProtectionDomain, QpOptions, QueuePair, RKey, RecvRequest, RejReason, SendFlags,
-    SendRequest, SgeList, Status, Target, WorkCompletion,
+    Access, CompletionQueue, ConnectError, ConnectParams, Device, Features, PostError, ProtectionDomain,
+    RKey, RejReason, Status, WorkCompletion,
 };
-use rdmux_wire::push::{self, CONTROL_LEN_MAX, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
+use rdmux_wire::push::{self, ErrorCode, Extent, MESSAGE_LEN_MAX, Message, Name, Ways};
 
 pub use self::data::{DEPTH_MAX, Done, Kind};
 use self::data::{Entry, Received};
@@ -40,14 +40,17 @@ use crate::target::local_address_towards;
 
 /// Maximum number of messages of this client without an answer, if the server allows so many.
 const MESSAGES_MAX: usize = 14;
-/// Receives: one for each answer, and one for a notice.
-const RECEIVES: usize = MESSAGES_MAX + 1;
-/// Places to send messages from: one for each message that has an answer, and two for those that have none.
-const SENDS: usize = MESSAGES_MAX + 2;
-/// Messages have work request ids from here on; data requests have lower ones.
-const CONTROL: u64 = 1 << 63;
-const CONTROL_SEND: u64 = CONTROL | 1 << 32;
-const PROBE: u64 = CONTROL | 2 << 32;
+const SIZES: Sizes = Sizes {
+    message_bytes: MESSAGE_LEN_MAX,
+    // One for each answer, and one for a notice.
+    receives: MESSAGES_MAX + 1,
+    answers: 0,
+    // One for each message that has an answer, and two for those that have none.
+    own: MESSAGES_MAX + 2 + SIGNAL_EVERY,
+    operations: DEPTH_MAX,
+};
+/// The longest READ whose bytes nobody wants.
+const SCRATCH_BYTES: usize = 8;
 /// Time for the handshake with a server that may be busy with others.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -121,27 +124,26 @@ pub struct Client {
     /// Number of ordinary reads and writes without an answer.
     ordinary: usize,
     leased: HashMap<u64, Leased>,
+    /// The place for the bytes of a READ that nobody wants.
+    scratch: Buffer,
 }
 
-/// Everything that ends with a connection. The fields are in the order in which they must be dropped.
+/// Everything that ends with a connection.
 #[derive(Debug)]
 struct Link {
-    connection: Connection,
-    qp: QueuePair,
-    slots_mr: MemoryRegion,
-    slots: Arc<AnonymousMemory>,
+    connection: MessageConnection,
     cq: CompletionQueue,
     /// Messages that have not been sent yet, for lack of room at the server.
     outbox: VecDeque<(Message, Asked)>,
     /// Receivers of the pending answers, by request.
     asked: HashMap<u64, Asked>,
     messages_max: usize,
-    free_sends: Vec<usize>,
     /// Number of a notice that the client has taken and not acknowledged.
     noticed: Option<u64>,
     /// The answer that the caller waits for.
     answer: Option<Message>,
-    probing: bool,
+    /// Set when the server's device has the goodbye.
+    has_left: bool,
     last_request: u64,
     keepalive: Duration,
 }
@@ -179,6 +181,7 @@ impl Client {
                 id
             }
         };
+        let scratch = buffer(&pd, SCRATCH_BYTES)?;
         let mut client = Client {
             link: Link::connect(&pd, peer)?,
             pd,
@@ -191,6 +194,7 @@ impl Client {
             first_entry: 0,
             ordinary: 0,
             leased: HashMap::new(),
+            scratch,
         };
         client.handshake()?;
         Ok(client)
@@ -408,9 +412,7 @@ impl Client {
 
     /// Allocates memory to write from and read into.
     pub fn buffer(&self, bytes: usize) -> Result<Buffer, Error> {
-        let memory = Arc::new(AnonymousMemory::new(bytes)?);
-        let mr = Arc::new(self.pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?);
-        Ok(Buffer { mr, memory })
+        buffer(&self.pd, bytes)
     }
 
     /// Says goodbye and ends the connection. The goodbye arrives behind the RDMA requests in flight, so that this waits for
@@ -418,18 +420,22 @@ impl Client {
     pub fn close(mut self) {
         // Disconnecting at once would overtake a goodbye that has not arrived.
         let _ = self.say_goodbye();
-        self.link.connection.disconnect_and_wait(Duration::from_secs(1));
+        self.link.connection.close(Duration::from_secs(1));
     }
 
     /// Sends a goodbye and waits until it has arrived. The error is a lost connection, of which the transport takes care: a
     /// server that is dead acknowledges nothing, and its retries are limited.
     fn say_goodbye(&mut self) -> Result<(), Error> {
-        while self.link.free_sends.is_empty() {
-            self.turn()?;
-        }
+        let slot = loop {
+            match self.link.connection.take_slot() {
+                Some(slot) => break slot,
+                None => self.turn()?,
+            }
+        };
         self.link.last_request += 1;
-        self.link.send(self.link.last_request, &Message::Goodbye)?;
-        while self.link.free_sends.len() < SENDS {
+        let goodbye = bytes_of(self.link.last_request, &Message::Goodbye);
+        self.link.connection.send_reported(slot, &goodbye)?;
+        while !self.link.has_left {
             self.turn()?;
         }
         Ok(())
@@ -466,7 +472,7 @@ impl Client {
     }
 
     fn send_outbox(&mut self) -> Result<(), Error> {
-        while !self.link.free_sends.is_empty() {
+        while self.link.connection.has_slot() {
             if let Some(number) = self.link.noticed.take() {
                 self.link.send(number, &Message::Noticed)?;
                 continue;
@@ -515,48 +521,25 @@ impl Client {
                 }
             }
         };
-        if wc.is_none() && !link.probing && Instant::now() >= silent {
-            link.probing = true;
-            link.qp.post_send(SendRequest {
-                wr_id: PROBE,
-                operation: Operation::Write {
-                    va: 0,
-                    rkey: RKey(0),
-                    imm: None,
-                },
-                sges: SgeList::EMPTY,
-                flags: SendFlags::SIGNALED,
-                to: Target::Connected,
-            })?;
+        if wc.is_none() && Instant::now() >= silent {
+            link.connection.probe()?;
         }
         Ok(wc)
     }
 
     fn handle(&mut self, wc: &WorkCompletion) -> Result<(), Error> {
-        if wc.status != Status::Success {
-            return Err(self.failed(wc.status));
-        }
-        match wc.wr_id {
-            PROBE => self.link.probing = false,
-            id if id & CONTROL_SEND == CONTROL_SEND => {
-                self.link.free_sends.push((id & !CONTROL_SEND) as usize);
-            }
-            id if id & CONTROL != 0 => {
-                let (request, message) = self.take_message((id & !CONTROL) as usize, wc.byte_len as usize)?;
+        match self.link.connection.handle(wc) {
+            Ok(Completed::Message { bytes, .. }) => {
+                let parsed = Message::parse(&bytes).map_err(|error| self.protocol(&error.to_string()));
+                let (request, message) = parsed?;
                 self.handle_message(request, message)?;
             }
-            entry => self.entry_done(entry)?,
+            Ok(Completed::Operation(entry)) => self.entry_done(entry)?,
+            Ok(Completed::Sent(_)) => self.link.has_left = true,
+            Ok(Completed::Nothing) => {}
+            Err(status) => return Err(self.failed(status)),
         }
         self.send_outbox()
-    }
-
-    fn take_message(&mut self, slot: usize, bytes: usize) -> Result<(u64, Message), Error> {
-        let mut message = vec![0; bytes.min(MESSAGE_LEN_MAX)];
-        self.link
-            .slots
-            .read((slot * MESSAGE_LEN_MAX) as u64, &mut message)?;
-        self.link.post_receive(slot)?;
-        Message::parse(&message).map_err(|error| self.protocol(&error.to_string()))
     }
 
     fn handle_message(&mut self, request: u64, message: Message) -> Result<(), Error> {
@@ -578,10 +561,6 @@ impl Client {
     }
 
     fn failed(&self, status: Status) -> Error {
-        let status = match status {
-            Status::Flushed => self.link.qp.error().unwrap_or(status),
-            other => other,
-        };
         self.lost(match status {
             Status::Flushed => "the server disconnected",
             Status::RetryExceeded => "the server no longer answers",
@@ -612,27 +591,19 @@ impl Client {
 
 impl Link {
     fn connect(pd: &ProtectionDomain, peer: SocketAddr) -> Result<Link, Error> {
-        let device = pd.device();
-        let cq = device.create_cq((DEPTH_MAX + RECEIVES + SENDS + 1) as u32)?;
-        let mut qp_options = QpOptions::new(&cq);
-        qp_options.max_send_wr = (DEPTH_MAX + SENDS + 1) as u32;
-        qp_options.max_recv_wr = RECEIVES as u32;
-        let qp = pd.create_qp(&qp_options)?;
-        let slots = Arc::new(AnonymousMemory::new((RECEIVES + SENDS + 1) * MESSAGE_LEN_MAX)?);
-        let slots_mr = pd.reg_mr_all(slots.clone(), 0, Access::LOCAL_WRITE)?;
+        let cq = pd.device().create_cq(SIZES.completions() as u32)?;
         let params = ConnectParams {
             // The server writes nothing here, but its probe, a WRITE of no bytes, needs the right.
             access: Access::LOCAL_WRITE | Access::REMOTE_WRITE,
             ..ConnectParams::default()
         };
-        let connection = device
-            .connect(&qp, peer, &params, &[])
-            .map_err(|source| match source {
-                ConnectError::Rejected {
+        let connection =
+            MessageConnection::connect(pd, &cq, peer, &params, &SIZES).map_err(|error| match error {
+                EstablishError::Connect(ConnectError::Rejected {
                     reason: RejReason::INVALID_SERVICE_ID,
                     ..
-                } => Error::NobodyListens(peer),
-                ConnectError::Rejected { private_data, .. }
+                }) => Error::NobodyListens(peer),
+                EstablishError::Connect(ConnectError::Rejected { private_data, .. })
                     if private_data.first().is_some_and(|b| *b != 0) =>
                 {
                     let end = private_data
@@ -648,60 +619,41 @@ impl Link {
                         text: format!("{peer} refused the connection: {text}"),
                     }
                 }
-                source => Error::Connect { peer, source },
+                EstablishError::Connect(source) => Error::Connect { peer, source },
+                EstablishError::Create(error) => error.into(),
+                EstablishError::Register(error) => error.into(),
+                EstablishError::Post(error) => error.into(),
+                EstablishError::Io(error) => error.into(),
             })?;
-        let link = Link {
+        Ok(Link {
             connection,
-            qp,
-            slots_mr,
-            slots,
             cq,
             outbox: VecDeque::new(),
             asked: HashMap::new(),
             messages_max: 1,
-            free_sends: (0..SENDS).collect(),
             noticed: None,
             answer: None,
-            probing: false,
+            has_left: false,
             last_request: 0,
             keepalive: HANDSHAKE_TIMEOUT,
-        };
-        for slot in 0..RECEIVES {
-            link.post_receive(slot)?;
-        }
-        Ok(link)
+        })
     }
 
-    /// Sends a message. There must be a free place.
+    /// Sends a message. There must be a free slot.
     fn send(&mut self, request: u64, message: &Message) -> Result<(), Error> {
-        let place = self.free_sends.pop().ok_or(PostError::QueueFull)?;
-        let mut bytes = Vec::with_capacity(256);
-        message.emit(request, &mut bytes);
-        let at = ((RECEIVES + place) * MESSAGE_LEN_MAX) as u64;
-        self.slots.write(at, &bytes)?;
-        self.qp.post_send(SendRequest {
-            wr_id: CONTROL_SEND | place as u64,
-            operation: Operation::Send { imm: None },
-            sges: self.slots_mr.sge(at, bytes.len() as u32).into(),
-            flags: SendFlags::SIGNALED,
-            to: Target::Connected,
-        })?;
-        Ok(())
+        let slot = self.connection.take_slot().ok_or(PostError::QueueFull)?;
+        Ok(self.connection.send(slot, &bytes_of(request, message))?)
     }
+}
 
-    fn post_receive(&self, slot: usize) -> Result<(), Error> {
-        let at = (slot * MESSAGE_LEN_MAX) as u64;
-        self.qp.post_recv(RecvRequest {
-            wr_id: CONTROL | slot as u64,
-            sges: self.slots_mr.sge(at, MESSAGE_LEN_MAX as u32).into(),
-        })?;
-        Ok(())
-    }
+fn bytes_of(request: u64, message: &Message) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(256);
+    message.emit(request, &mut bytes);
+    bytes
+}
 
-    /// Returns the place for the bytes of a READ that nobody wants.
-    fn scratch(&self, length: u32) -> SgeList {
-        const { assert!(CONTROL_LEN_MAX <= MESSAGE_LEN_MAX) };
-        let at = ((RECEIVES + SENDS) * MESSAGE_LEN_MAX) as u64;
-        self.slots_mr.sge(at, length).into()
-    }
+fn buffer(pd: &ProtectionDomain, bytes: usize) -> Result<Buffer, Error> {
+    let memory = Arc::new(AnonymousMemory::new(bytes)?);
+    let mr = Arc::new(pd.reg_mr_all(memory.clone(), 0, Access::LOCAL_WRITE)?);
+    Ok(Buffer { mr, memory })
 }
