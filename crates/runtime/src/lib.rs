@@ -38,10 +38,13 @@ mod reactor;
 mod tests;
 mod waiting;
 mod work_id;
+mod workers;
 
 pub use connection::{
     Completed, EstablishError, MessageConnection, SIGNAL_EVERY, SendError, SendSlot, Sizes,
 };
 pub use mailbox::{Inbox, Mailbox, mailbox};
 pub use reactor::{AcceptError, ConnectionId, End, Event, Limits, ListenAtError, Reactor, Request};
+pub use waiting::Waiting;
 pub use work_id::WorkId;
+pub use workers::{Run, SubmitError, Workers};

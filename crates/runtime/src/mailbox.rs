@@ -1,10 +1,11 @@
 //! Messages from other threads to a thread that may be asleep.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
+use std::time::Instant;
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 /// Sends messages to the [`Inbox`] of one thread, and wakes that thread. Clones send to the same inbox.
 #[derive(Debug)]
@@ -45,16 +46,27 @@ impl<M> Inbox<M> {
         self.receiver.try_recv().ok()
     }
 
-    /// Makes the descriptor unreadable. Messages may be there already: take them afterwards.
-    pub fn reset(&self) {
-        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
-    }
-}
-
-impl<M> AsFd for Inbox<M> {
-    /// Returns a descriptor that is readable when a message was sent after the last [`Inbox::reset`].
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+    /// Sleeps until a message arrives, another descriptor is readable, a signal comes, or the deadline. Returns false if it was the
+    /// deadline. Messages that are there already may not end the sleep: take them before, after the last sleep.
+    pub fn sleep(&self, others: &[BorrowedFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
+        fds.extend(others.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let timeout = deadline.map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            Timespec {
+                tv_sec: left.as_secs().min(3600) as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            }
+        });
+        let ready = match poll(&mut fds, timeout.as_ref()) {
+            Ok(ready) => ready > 0,
+            Err(rustix::io::Errno::INTR) => true,
+            Err(error) => return Err(error.into()),
+        };
+        if fds.first().is_some_and(|wake| !wake.revents().is_empty()) {
+            let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
+        }
+        Ok(ready)
     }
 }
 
@@ -74,27 +86,41 @@ pub fn mailbox<M>() -> io::Result<(Mailbox<M>, Inbox<M>)> {
 
 #[cfg(test)]
 mod tests {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use std::os::fd::AsFd;
 
     use super::*;
 
-    fn is_readable(inbox: &Inbox<u32>) -> bool {
-        let at_once = Timespec::default();
-        poll(&mut [PollFd::new(inbox, PollFlags::IN)], Some(&at_once)).unwrap() == 1
+    fn is_woken(inbox: &Inbox<u32>) -> bool {
+        inbox.sleep(&[], Some(Instant::now())).unwrap()
     }
 
     #[test]
-    fn take__messages_in_order_and_the_descriptor_until_reset() {
+    fn sleep__ends_once_for_the_messages_before_it() {
         let (mailbox, inbox) = mailbox().unwrap();
-        assert!(!is_readable(&inbox));
+        assert!(!is_woken(&inbox));
         assert!(mailbox.send(1) && mailbox.clone().send(2));
-        assert!(is_readable(&inbox));
-        inbox.reset();
-        assert!(!is_readable(&inbox));
+        assert!(is_woken(&inbox) && !is_woken(&inbox));
         assert_eq!(
             [inbox.take(), inbox.take(), inbox.take()],
             [Some(1), Some(2), None]
         );
+    }
+
+    #[test]
+    fn sleep__another_descriptor_ends_it() {
+        let (_mailbox, inbox) = mailbox::<u32>().unwrap();
+        let other = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
+        assert!(inbox.sleep(&[other.as_fd()], None).unwrap());
+    }
+
+    #[test]
+    fn sleep__a_message_of_another_thread_ends_it() {
+        let (mailbox, inbox) = mailbox().unwrap();
+        let sender = std::thread::spawn(move || mailbox.send(7));
+        while inbox.take() != Some(7) {
+            assert!(inbox.sleep(&[], None).unwrap());
+        }
+        assert!(sender.join().unwrap());
     }
 
     #[test]

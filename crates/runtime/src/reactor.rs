@@ -3,6 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::IpAddr;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use rdmux_verbs::waiting::WaitMode;
@@ -10,7 +11,6 @@ use rdmux_verbs::{
     CompletionQueue, ConnectParams, ConnectionRequest, CreateError, Device, EventQueue, ListenError,
     Listener, Qpn, Status, WorkCompletion,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::connection::{Completed, EstablishError, MessageConnection, Sizes};
 use crate::keepalive::KeepAlive;
@@ -353,35 +353,11 @@ impl<M> Reactor<M> {
                 }
             }
         }
-        let woken = self.sleep(deadline)?;
+        let mut fds = vec![self.requests.as_fd()];
+        fds.extend(self.ports.iter().map(|port| port.cq.as_fd()));
+        let woken = self.inbox.sleep(&fds, deadline)?;
         self.waiting.slept(began, woken);
         Ok(self.poll())
-    }
-
-    /// Sleeps; returns whether something woke the thread.
-    fn sleep(&self, deadline: Option<Instant>) -> io::Result<bool> {
-        let mut fds = vec![
-            PollFd::new(&self.inbox, PollFlags::IN),
-            PollFd::new(&self.requests, PollFlags::IN),
-        ];
-        fds.extend(self.ports.iter().map(|port| PollFd::new(&port.cq, PollFlags::IN)));
-        let timeout = deadline.map(|deadline| {
-            let left = deadline.saturating_duration_since(Instant::now());
-            Timespec {
-                tv_sec: left.as_secs().min(3600) as i64,
-                tv_nsec: left.subsec_nanos().into(),
-            }
-        });
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let is_woken = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        if fds.first().is_some_and(is_woken) {
-            // The others are reset by what takes their events.
-            self.inbox.reset();
-        }
-        Ok(fds.iter().any(is_woken))
     }
 }
 

@@ -5,9 +5,10 @@ use std::time::Instant;
 use rdmux_verbs::waiting::{Conditions, Plan, Policy, WaitMode};
 use rdmux_verbs::{Load, wake_cost_ns};
 
-/// Decides whether its thread polls or sleeps ([`rdmux_verbs::waiting`]).
+/// Decides whether its thread polls or sleeps ([`rdmux_verbs::waiting`]): [`Waiting::pause`] between two polls of a wait, and one of the
+/// other calls at its end. What the first poll finds was no wait.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub struct Waiting {
     policy: Policy,
     load: Load,
     since: Instant,
@@ -15,7 +16,7 @@ pub(crate) struct Waiting {
 
 impl Waiting {
     /// Makes a policy, pinned to a mode or, with `None`, to that of the environment, if there is one.
-    pub(crate) fn new(pinned: Option<WaitMode>) -> Waiting {
+    pub fn new(pinned: Option<WaitMode>) -> Waiting {
         let mut policy = Policy::new(wake_cost_ns());
         policy.pin(pinned.or_else(WaitMode::of_environment));
         Waiting {
@@ -26,7 +27,7 @@ impl Waiting {
     }
 
     /// Pauses between two polls of a wait that began at `began`. Returns false once the thread should sleep.
-    pub(crate) fn pause(&mut self, began: Instant) -> bool {
+    pub fn pause(&mut self, began: Instant) -> bool {
         match self.plan(elapsed_ns(began)) {
             Plan::Sleep => return false,
             Plan::Yield => std::thread::yield_now(),
@@ -45,12 +46,12 @@ impl Waiting {
     }
 
     /// Records a wait that found something without sleeping.
-    pub(crate) fn came(&mut self, began: Instant) {
+    pub fn came(&mut self, began: Instant) {
         self.policy.came(elapsed_ns(began));
     }
 
     /// Records a wait that slept, and what ended it: something that came, or its deadline.
-    pub(crate) fn slept(&mut self, began: Instant, woken: bool) {
+    pub fn slept(&mut self, began: Instant, woken: bool) {
         match woken {
             true => self.policy.woke(elapsed_ns(began), None),
             false => self.policy.gave_up(elapsed_ns(began)),
@@ -58,7 +59,7 @@ impl Waiting {
     }
 
     /// Records a wait that polled until its deadline.
-    pub(crate) fn gave_up(&mut self, began: Instant) {
+    pub fn gave_up(&mut self, began: Instant) {
         self.policy.gave_up(elapsed_ns(began));
     }
 }

@@ -3,22 +3,21 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use rdmux_runtime::{Inbox, Waiting, mailbox};
 use rdmux_verbs::soft::group::GroupError;
+use rdmux_verbs::waiting::WaitMode;
 use rdmux_verbs::{Device, OpenError};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::link::{Came, Dial, Link, acquire};
 use super::writer::{Action, AppendError, Event, Over, Settings, What, Writer};
 use crate::key::random_nonce;
 use crate::target::local_address_towards;
 use crate::{Domain, Error, ErrorCode, Key, Target};
-
-/// Time to poll before sleeping: polling for this long costs less than a wake-up.
-const SPIN: Duration = Duration::from_micros(40);
 
 /// Settings for opening a log.
 #[derive(Clone, Debug)]
@@ -90,17 +89,6 @@ pub enum LogError {
     Io(#[from] io::Error),
 }
 
-/// Wakes the log's thread.
-#[derive(Debug)]
-pub(super) struct Waker(OwnedFd);
-
-impl Waker {
-    pub(super) fn wake(&self) {
-        // The write fails only after 2^64 wake-ups that nobody read.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
-    }
-}
-
 /// Devices by their own address: all clients on an address share its device.
 #[derive(Debug, Default)]
 pub(super) struct Devices(Mutex<HashMap<IpAddr, Device>>);
@@ -133,7 +121,8 @@ pub struct Log {
     sessions: Vec<Option<u64>>,
     links: HashMap<usize, (u64, Link)>,
     dial: Dial,
-    came: mpsc::Receiver<Came>,
+    came: Inbox<Came>,
+    waiting: Waiting,
     start: Instant,
     changes: Vec<(usize, String)>,
     /// Error of each replica whose server refused for good at the last attempt.
@@ -169,9 +158,7 @@ impl Log {
             drop_oldest: options.drop_oldest,
             trim: options.trim,
         };
-        let (tx, came) = mpsc::channel();
-        let waker =
-            Waker(eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC).map_err(io::Error::from)?);
+        let (mailbox, came) = mailbox()?;
         let mut log = Log {
             writer: Writer::new(settings),
             targets: targets.to_vec(),
@@ -181,10 +168,10 @@ impl Log {
                 key: key.clone(),
                 options: options.clone(),
                 devices: Arc::default(),
-                came: tx,
-                waker: Arc::new(waker),
+                came: mailbox,
             },
             came,
+            waiting: Waiting::new(options.polled.then_some(WaitMode::Running)),
             start: Instant::now(),
             changes: Vec::new(),
             refused: vec![None; targets.len()],
@@ -364,7 +351,7 @@ impl Log {
     fn turn(&mut self) -> Result<(), LogError> {
         loop {
             let mut busy = false;
-            while let Ok(came) = self.came.try_recv() {
+            while let Some(came) = self.came.take() {
                 busy = true;
                 self.arrived(came);
             }
@@ -480,22 +467,25 @@ impl Log {
         self.writer.handle_lost(replica, session, &error.to_string(), now);
     }
 
-    fn sleep_on(&mut self, fd: Option<std::os::fd::BorrowedFd>, timeout: Duration) -> Result<(), LogError> {
-        let before = (self.acknowledged(), self.writer.is_ready());
-        let begin = Instant::now();
-        loop {
+    fn sleep_on(&mut self, fd: Option<BorrowedFd<'_>>, timeout: Duration) -> Result<(), LogError> {
+        let before = self.state();
+        self.turn()?;
+        if self.state() != before {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let end = began.checked_add(timeout);
+        while self.waiting.pause(began) {
             self.turn()?;
-            let waited = begin.elapsed();
-            if (self.acknowledged(), self.writer.is_ready()) != before || waited >= timeout {
+            if self.state() != before {
+                self.waiting.came(began);
                 return Ok(());
             }
-            if !self.options.polled && waited >= SPIN {
-                break;
-            }
-            if self.options.polled && fd.is_some_and(is_readable) {
+            let is_over = end.is_some_and(|end| Instant::now() >= end);
+            if is_over || self.options.polled && fd.is_some_and(is_readable) {
+                self.waiting.gave_up(began);
                 return Ok(());
             }
-            std::hint::spin_loop();
         }
         let mut failed = Vec::new();
         for (replica, (session, link)) in &mut self.links {
@@ -508,35 +498,21 @@ impl Log {
         }
         // Handles completions from before the clients were armed.
         self.turn()?;
-        if (self.acknowledged(), self.writer.is_ready()) != before {
+        if self.state() != before {
+            self.waiting.came(began);
             return Ok(());
         }
-        let mut until = timeout.saturating_sub(begin.elapsed());
-        if let Some(due) = self.writer.poll_timeout() {
-            until = until.min(due.saturating_sub(self.now()));
-        }
-        let waker = self.dial.waker.clone();
-        let mut fds = vec![PollFd::new(&waker.0, PollFlags::IN)];
-        for (_, link) in self.links.values() {
-            fds.push(PollFd::new(&link.client, PollFlags::IN));
-        }
-        if let Some(fd) = &fd {
-            fds.push(PollFd::new(fd, PollFlags::IN));
-        }
-        let timeout = Timespec {
-            tv_sec: until.as_secs().min(3600) as i64,
-            tv_nsec: until.subsec_nanos().into(),
-        };
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(io::Error::from(error).into()),
-        }
-        if !fds[0].revents().is_empty() {
-            // The next `arm` resets the clients' descriptors.
-            let _ = rustix::io::read(&waker.0, &mut [0u8; 8]);
-        }
-        drop(fds);
+        let due = self.writer.poll_timeout().map(|due| self.start + due);
+        let mut fds: Vec<_> = self.links.values().map(|(_, link)| link.client.as_fd()).collect();
+        fds.extend(fd);
+        let woken = self.came.sleep(&fds, due.into_iter().chain(end).min())?;
+        self.waiting.slept(began, woken);
         self.turn()
+    }
+
+    /// Returns what a caller that waits may wait for.
+    fn state(&self) -> (u64, bool) {
+        (self.acknowledged(), self.writer.is_ready())
     }
 }
 
@@ -552,7 +528,7 @@ fn is_final(error: &Error) -> bool {
     }
 }
 
-fn is_readable(fd: std::os::fd::BorrowedFd) -> bool {
+fn is_readable(fd: BorrowedFd<'_>) -> bool {
     let none = Timespec {
         tv_sec: 0,
         tv_nsec: 0,

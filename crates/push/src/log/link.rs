@@ -1,11 +1,12 @@
 //! The driver's state for one replica: a session with its server, and the requests in flight.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
+use rdmux_runtime::Mailbox;
 use rdmux_verbs::Memory;
 
-use super::driver::{Options, Waker};
+use super::driver::Options;
 use super::writer::What;
 use crate::client::{Buffer, MapRequest};
 use crate::{Access, Client, Error, Key, Mapping, Target};
@@ -29,8 +30,7 @@ pub(super) struct Dial {
     pub(super) key: Key,
     pub(super) options: Options,
     pub(super) devices: Arc<super::driver::Devices>,
-    pub(super) came: mpsc::Sender<Came>,
-    pub(super) waker: Arc<Waker>,
+    pub(super) came: Mailbox<Came>,
 }
 
 impl Dial {
@@ -71,13 +71,12 @@ impl Dial {
         let run = move || {
             let result = work(&dial);
             // Nobody receives it if the log was closed meanwhile.
-            let _ = dial.came.send(Came {
+            dial.came.send(Came {
                 replica,
                 session,
                 acquired,
                 result,
             });
-            dial.waker.wake();
         };
         std::thread::Builder::new()
             .name("log-connect".into())

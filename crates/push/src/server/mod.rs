@@ -222,7 +222,7 @@ impl Server {
         let driver = ServerDriver {
             links: HashMap::new(),
             reactor,
-            workers: Workers::new(mailbox),
+            workers: work::workers(mailbox),
             files,
             metrics: Metrics::default(),
             jobs_by_message: 0,
@@ -549,7 +549,7 @@ impl Driver for ServerDriver {
             self.jobs_by_message += 1;
             self.metrics.lock().message_bytes += bytes;
         }
-        self.workers.submit(job)
+        work::submit(&mut self.workers, job)
     }
 
     fn let_others(&mut self, region: usize) {

@@ -1,19 +1,20 @@
 //! Jobs that may wait for a medium run on threads, so that no client waits for another's disk. One thread per region runs its
 //! reads, writes and flushes in order; checksums, which take long, have another.
 
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
-use std::thread;
 
 use rdmux_runtime::Mailbox;
 use rdmux_verbs::{Fault, Memory, Placement, Reach};
 use rdmux_wire::push::{ErrorCode, Message};
 
-use super::Mail;
 use super::lease::LeaseId;
+use super::{CONNECTIONS_MAX, Mail, RECEIVES};
 use crate::crc::crc64_while;
 use crate::region::{Mapped, Region};
+
+/// Maximum number of jobs that wait for one region: more than the messages of all clients of an address.
+const JOBS_MAX: usize = CONNECTIONS_MAX * RECEIVES;
 
 /// A job's client, and where the answer goes.
 #[derive(Clone, Debug)]
@@ -120,79 +121,49 @@ pub struct Finished {
     pub(super) cpu_ns: u64,
 }
 
-/// The threads, each started when it is first needed.
-#[derive(Debug)]
-pub(super) struct Workers {
-    server: Mailbox<Mail>,
-    /// Queues by number of the region, and whether the thread is the one for checksums.
-    threads: HashMap<(usize, bool), mpsc::Sender<Job>>,
+/// Threads for jobs. A lane is the number of a region, and whether it is the one for checksums.
+pub(super) type Workers = rdmux_runtime::Workers<(usize, bool), Job, Mail>;
+
+pub(super) fn workers(server: Mailbox<Mail>) -> Workers {
+    Workers::new("push-work", JOBS_MAX, run_all, server)
 }
 
-impl Workers {
-    pub(super) fn new(server: Mailbox<Mail>) -> Workers {
-        Workers {
-            server,
-            threads: HashMap::new(),
-        }
+/// Runs a job: at once if it waits for nothing, otherwise on a thread.
+pub(super) fn submit(workers: &mut Workers, job: Job) -> Option<Finished> {
+    if job.at_once {
+        return Some(job.run());
     }
+    let lane = (job.region, job.task.is_checksum());
+    let (job, error) = workers.submit(lane, job).err()?;
+    Some(job.failed(&format!("the server cannot take this request now: {error}")))
+}
 
-    /// Runs a job: at once if it waits for nothing, otherwise on a thread.
-    pub(super) fn submit(&mut self, job: Job) -> Option<Finished> {
-        if job.at_once {
-            return Some(job.run());
+fn run_all(jobs: Vec<Job>, report: &mut dyn FnMut(Mail) -> bool) {
+    let mut jobs = jobs.into_iter().peekable();
+    while let Some(mut job) = jobs.next() {
+        // Flushes of one mapping that wait together become one: the bytes that each covers were placed before.
+        let mut others = Vec::new();
+        while let Some(other) = jobs.next_if(|next| job.task.absorb(&next.task)) {
+            others.push((other.ticket, other.counted));
         }
-        let which = (job.region, job.task.is_checksum());
-        let thread = match self.threads.get(&which) {
-            Some(thread) => thread.clone(),
-            None => {
-                let Ok(thread) = self.spawn() else {
-                    return Some(job.failed("the server cannot start a thread for this request"));
-                };
-                self.threads.insert(which, thread.clone());
-                thread
+        let began_ns = thread_cpu_ns();
+        let mut finished = job.run();
+        if finished.by_message {
+            finished.cpu_ns = thread_cpu_ns().saturating_sub(began_ns);
+        }
+        let (answer, by_message) = (finished.answer.clone(), finished.by_message);
+        let others = others.into_iter().map(|(ticket, counted)| Finished {
+            ticket,
+            answer: answer.clone(),
+            counted,
+            by_message,
+            cpu_ns: 0,
+        });
+        for finished in std::iter::once(finished).chain(others) {
+            if !report(Mail::Finished(finished)) {
+                return;
             }
-        };
-        // The thread lives as long as its queue.
-        let _ = thread.send(job);
-        None
-    }
-
-    fn spawn(&self) -> std::io::Result<mpsc::Sender<Job>> {
-        let (tx, rx) = mpsc::channel::<Job>();
-        let server = self.server.clone();
-        thread::Builder::new().name("push-work".into()).spawn(move || {
-            while let Ok(first) = rx.recv() {
-                let mut batch = vec![first];
-                batch.extend(rx.try_iter());
-                let mut batch = batch.into_iter().peekable();
-                while let Some(mut job) = batch.next() {
-                    // Flushes of one mapping that wait together become one: the bytes that each covers were placed before.
-                    let mut others = Vec::new();
-                    while let Some(other) = batch.next_if(|next| job.task.absorb(&next.task)) {
-                        others.push((other.ticket, other.counted));
-                    }
-                    let began_ns = thread_cpu_ns();
-                    let mut finished = job.run();
-                    if finished.by_message {
-                        finished.cpu_ns = thread_cpu_ns().saturating_sub(began_ns);
-                    }
-                    let (answer, by_message) = (finished.answer.clone(), finished.by_message);
-                    let others = others.into_iter().map(|(ticket, counted)| Finished {
-                        ticket,
-                        answer: answer.clone(),
-                        counted,
-                        by_message,
-                        cpu_ns: 0,
-                    });
-                    for finished in std::iter::once(finished).chain(others) {
-                        if !server.send(Mail::Finished(finished)) {
-                            return;
-                        }
-                    }
-                }
-            }
-        })?;
-        Ok(tx)
+        }
     }
 }
 
