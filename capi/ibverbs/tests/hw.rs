@@ -70,7 +70,7 @@ fn with_the_library(name: &str, test: impl FnOnce()) {
 fn device() -> Device {
     let address: IpAddr = ADDRESS.parse().unwrap();
     let options = Options {
-        provider: Some(Provider::Hw),
+        provider: Some("hw"),
         ..Options::default()
     };
     Device::open_with(address, options).unwrap()

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use clap::Parser;
-use rdmux_verbs::{Features, Provider, Status, WorkCompletion, set_process_provider};
+use rdmux_verbs::{Features, Status, WorkCompletion, set_process_provider};
 
 use side::Side;
 
@@ -26,7 +26,7 @@ const WAIT: Duration = Duration::from_secs(20);
 struct Args {
     /// Provider of the device, soft or hw [default: soft].
     #[arg(long)]
-    provider: Option<Provider>,
+    provider: Option<String>,
     #[command(subcommand)]
     role: Role,
 }
@@ -68,8 +68,8 @@ enum Role {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    if let Some(provider) = args.provider {
-        set_process_provider(provider);
+    if let Some(provider) = &args.provider {
+        set_process_provider(provider)?;
     }
     match &args.role {
         Role::Server {

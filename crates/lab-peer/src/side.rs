@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use rdmux_memory::AnonymousMemory;
 use rdmux_verbs::{
-    Access, CompletionQueue, Device, Memory, MemoryRegion, Operation, Path, PathMtu, ProtectionDomain,
-    Provider, Psn, QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SendFlags,
-    SendRequest, SgeList, SharedReceiveQueue, Status, Target, WorkCompletion,
+    Access, CompletionQueue, Device, Memory, MemoryRegion, Operation, Path, PathMtu, ProtectionDomain, Psn,
+    QpAttributes, QpOptions, QpState, QpType, Qpn, QueuePair, RKey, RecvRequest, SendFlags, SendRequest,
+    SgeList, SharedReceiveQueue, Status, Target, WorkCompletion,
 };
 
 use super::{WAIT, expect, expect_status, pattern_bytes};
@@ -289,7 +289,7 @@ impl<'a> ManualQp<'a> {
             mtu.code().into(),
             memory.iova(),
             memory.rkey().0.into(),
-            u64::from(side.device.provider() == Provider::Soft),
+            u64::from(side.device.provider() == "soft"),
         ])?;
         let address = Ipv6Addr::from(u128::from(told[2]) << 64 | u128::from(told[3])).to_canonical();
         let qpn = Qpn::new(told[0] as u32);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rdmux_memory::DaxMemory;
 use rdmux_verbs::{
-    Access, Arm, AsyncEvent, Bind, Memory, MemoryWindow, Operation, Placement, Provider, QpType, Qpn, RKey,
+    Access, Arm, AsyncEvent, Bind, Memory, MemoryWindow, Operation, Placement, QpType, Qpn, RKey,
     Selectivity, SendFlags, SendRequest, Status, Target, WindowType,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -615,7 +615,7 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
     let is_send = *what == "SEND longer than the receive";
     if s.asks {
         let behind = || e.write(e.rkey(), 0, 0, 8);
-        let own_refuses = s.device.provider() == Provider::Hw && what.contains("misaligned");
+        let own_refuses = s.device.provider() == "hw" && what.contains("misaligned");
         if own_refuses && e.post(vec![request(&e)]).is_err() {
             // The library refused the request. The peer expects the queue pair to fail, so it gets another request to refuse.
             say("refused here")?;
@@ -639,7 +639,7 @@ fn refuse(s: &Side, (what, qp_lacks, mr_lacks, wanted, request): &Refusal) -> Re
     } else {
         let wc = e.completion()?;
         // rxe reports this status for a receive that is too short.
-        let is_rxe = s.device.provider() == Provider::Hw && wc.status == Status::LocalQpOperation;
+        let is_rxe = s.device.provider() == "hw" && wc.status == Status::LocalQpOperation;
         match is_send {
             true if is_rxe => {}
             true => expect_status(what, &wc, Status::LocalLength)?,

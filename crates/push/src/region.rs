@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rdmux_memory::{AnonymousMemory, DaxError, DaxMemory, FileMemory, PersistenceDomain};
-use rdmux_verbs::{Atomic, Device, Fault, Features, Memory, Placement, Provider, Reach};
+use rdmux_verbs::{Atomic, Device, Fault, Features, Memory, Placement, Reach};
 pub use rdmux_wire::push::Ways;
 use rdmux_wire::push::{self, Domain, Name};
 
@@ -248,7 +248,7 @@ impl Region {
     /// Returns the ways to durability on a device that accesses the region's bytes by `reach`.
     pub fn ways_on(&self, device: &Device, reach: Reach) -> Ways {
         let mut ways = self.ways();
-        if device.provider() == Provider::Soft {
+        if device.writes_by_processor() {
             return ways;
         }
         // The platform determines where an RNIC's writes are placed (docs/persistence-model.md).

@@ -15,9 +15,7 @@ use crate::device::{Device, QueuePair};
 use crate::event_queue::EventQueue;
 #[cfg(doc)]
 use crate::features::Features;
-use crate::hw;
-use crate::provider::Provided;
-use crate::soft;
+use crate::provider;
 use crate::soft::group::GroupError;
 
 /// Default of [`ConnectParams::ack_timeout`].
@@ -100,7 +98,8 @@ pub enum ConnectPair<'a> {
 }
 
 impl<'a> ConnectPair<'a> {
-    fn own(self) -> Option<&'a QueuePair> {
+    /// Returns the queue pair that its connection brings up.
+    pub fn own(self) -> Option<&'a QueuePair> {
         match self {
             ConnectPair::Own(qp) => Some(qp),
             ConnectPair::External(_) => None,
@@ -117,23 +116,6 @@ impl<'a> ConnectPair<'a> {
     /// Returns whether it may belong to `device`.
     fn is_of(self, device: &Device) -> bool {
         self.own().is_none_or(|qp| qp.device().is(device))
-    }
-
-    fn soft(self) -> Result<soft::cm::Pair, ConnectError> {
-        match self {
-            ConnectPair::Own(qp) => match qp.provided() {
-                Provided::Soft(qp) => Ok(soft::cm::Pair::of(qp)),
-                Provided::Hw(_) => Err(ConnectError::OtherDevice),
-            },
-            ConnectPair::External(pair) => Ok(soft::cm::Pair::external(pair)),
-        }
-    }
-
-    fn hw(self) -> Result<&'a hw::qp::QueuePair, ConnectError> {
-        match self.own().ok_or_else(no_external)?.provided() {
-            Provided::Hw(qp) => Ok(qp),
-            Provided::Soft(_) => Err(ConnectError::OtherDevice),
-        }
     }
 }
 
@@ -255,13 +237,7 @@ impl Device {
     /// # Errors
     /// Provider `hw` supports the ports of RDMA_PS_TCP alone ([`io::ErrorKind::Unsupported`]).
     pub fn listen_service(&self, service: ServiceId, qp_types: &[QpType]) -> Result<Listener, ListenError> {
-        let provided = match &self.provided {
-            Provided::Soft(device) => Provided::Soft(device.listen(service)?),
-            Provided::Hw(device) => match service.port().filter(|port| ServiceId::tcp(*port) == service) {
-                Some(port) => Provided::Hw(device.listen(port, qp_types)?),
-                None => return Err(ListenError::Io(io::ErrorKind::Unsupported.into())),
-            },
-        };
+        let provided = self.provided().listen(service, qp_types)?;
         Ok(Listener {
             provided,
             device: self.clone(),
@@ -308,19 +284,7 @@ impl Device {
         if qp_type == QpType::XrcRecv || transport_of(qp_type).is_none() {
             return Err(ConnectError::QpType(qp_type));
         }
-        let provided = match &self.provided {
-            Provided::Soft(device) => {
-                Provided::Soft(device.start_connect(pair.soft()?, peer, params, private_data)?)
-            }
-            Provided::Hw(device) => {
-                let qp = pair.hw()?;
-                let port = ServiceId::tcp(peer.port());
-                if params.service.is_some_and(|service| service != port) {
-                    return Err(ConnectError::Io(io::ErrorKind::Unsupported.into()));
-                }
-                Provided::Hw(device.start_connect(qp, peer, params, private_data)?)
-            }
-        };
+        let provided = self.provided().start_connect(pair, peer, params, private_data)?;
         Ok(Connecting {
             provided: Some(provided),
             qp: pair.own().cloned(),
@@ -334,7 +298,7 @@ impl Device {
 #[derive(Debug)]
 pub struct Connecting {
     /// `None` once it has given its result.
-    provided: Option<Provided<soft::cm::Connecting, hw::cm::Connecting>>,
+    provided: Option<Box<dyn provider::Connecting>>,
     /// `None` if the owner of the queue pair brings it up.
     qp: Option<QueuePair>,
     peer: IpAddr,
@@ -345,10 +309,7 @@ impl Connecting {
     /// The queue pair of a connection is ready from then on, unless its owner brings it up; that of a refused attempt can be connected
     /// again.
     pub fn poll(&mut self) -> Option<Result<Connection, ConnectError>> {
-        let result = match self.provided.as_mut()? {
-            Provided::Soft(connecting) => connecting.poll()?.map(Provided::Soft),
-            Provided::Hw(connecting) => connecting.poll()?.map(Provided::Hw),
-        };
+        let result = self.provided.as_mut()?.poll()?;
         self.provided = None;
         Some(result.map(|provided| self.connection(provided)))
     }
@@ -358,31 +319,28 @@ impl Connecting {
     /// # Errors
     /// [`ConnectError::Over`] if [`Connecting::poll`] has returned the result.
     pub fn wait(mut self) -> Result<Connection, ConnectError> {
-        let provided = match self.provided.take().ok_or(ConnectError::Over)? {
-            Provided::Soft(connecting) => Provided::Soft(connecting.wait()?),
-            Provided::Hw(connecting) => Provided::Hw(connecting.wait()?),
-        };
+        let mut connecting = self.provided.take().ok_or(ConnectError::Over)?;
+        let provided = connecting.wait()?;
         Ok(self.connection(provided))
     }
 
     /// Reports to a queue, under a token, when [`Connecting::poll`] may have a result. The connection that comes of the attempt goes on
     /// reporting there.
     pub fn notify(&self, events: &EventQueue, token: u64) {
-        match &self.provided {
-            Some(Provided::Soft(connecting)) => connecting.events().notify(events, token),
-            Some(Provided::Hw(connecting)) => connecting.events().notify(events, token),
-            None => {}
+        if let Some(connecting) = &self.provided {
+            connecting.notify(events, token);
         }
     }
 
-    fn connection(&mut self, provided: Provided<soft::cm::Connection, hw::cm::Connection>) -> Connection {
+    fn connection(&mut self, provided: Box<dyn provider::Connection>) -> Connection {
         let (qp, peer) = (self.qp.take(), self.peer);
         Connection { provided, qp, peer }
     }
 }
 
-fn no_external() -> ConnectError {
-    let why = "provider hw brings up the queue pairs of its connections itself";
+/// Returns the error of a provider that brings up the queue pairs of its connections itself, for one that its owner is to bring up.
+pub(crate) fn no_external() -> ConnectError {
+    let why = "the device brings up the queue pairs of its connections itself";
     ConnectError::Io(io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
@@ -409,7 +367,7 @@ pub(crate) fn accepting_type(transport: Transport) -> QpType {
 /// A port on which connection requests arrive.
 #[derive(Debug)]
 pub struct Listener {
-    provided: Provided<soft::cm::Service, hw::cm::Listener>,
+    provided: Box<dyn provider::Listener>,
     device: Device,
     qp_types: Vec<QpType>,
 }
@@ -417,10 +375,7 @@ pub struct Listener {
 impl Listener {
     /// Waits for a request. Returns `None` if the timeout expires.
     pub fn accept(&self, timeout: Duration) -> Option<ConnectionRequest> {
-        let provided = match &self.provided {
-            Provided::Soft(service) => Provided::Soft(service.accept(&self.qp_types, timeout)?),
-            Provided::Hw(service) => Provided::Hw(service.accept(&self.qp_types, timeout)?),
-        };
+        let provided = self.provided.accept(&self.qp_types, timeout)?;
         Some(ConnectionRequest {
             provided,
             device: self.device.clone(),
@@ -429,10 +384,7 @@ impl Listener {
 
     /// Reports to a queue, under a token, when a request may have arrived.
     pub fn notify(&self, events: &EventQueue, token: u64) {
-        match &self.provided {
-            Provided::Soft(service) => service.events().notify(events, token),
-            Provided::Hw(service) => service.events().notify(events, token),
-        }
+        self.provided.notify(events, token);
     }
 
     /// The device.
@@ -444,10 +396,7 @@ impl Listener {
 impl AsFd for Listener {
     /// Returns a descriptor that is readable when a request may have arrived, until [`Listener::accept`] finds none.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.provided {
-            Provided::Soft(service) => service.fd(),
-            Provided::Hw(service) => service.fd(),
-        }
+        self.provided.fd()
     }
 }
 
@@ -457,33 +406,24 @@ const REP_DATA_MAX: usize = 196;
 /// A peer's request to connect. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub struct ConnectionRequest {
-    provided: Provided<soft::cm::ConnectionRequest, hw::cm::ConnectionRequest>,
+    provided: Box<dyn provider::ConnectionRequest>,
     device: Device,
 }
 
 impl ConnectionRequest {
     /// The peer's address.
     pub fn peer(&self) -> IpAddr {
-        match &self.provided {
-            Provided::Soft(request) => request.peer,
-            Provided::Hw(request) => request.peer,
-        }
+        self.provided.peer()
     }
 
     /// Returns the source port that the peer sent; 0: the peer sent none, or provider `hw`, which does not report it.
     pub fn peer_port(&self) -> u16 {
-        match &self.provided {
-            Provided::Soft(request) => request.peer_port,
-            Provided::Hw(_) => 0,
-        }
+        self.provided.peer_port()
     }
 
     /// Returns when the request arrived.
     pub fn arrival(&self) -> Arrival {
-        match &self.provided {
-            Provided::Soft(request) => request.arrival,
-            Provided::Hw(request) => request.arrival,
-        }
+        self.provided.arrival()
     }
 
     /// Returns the type of the queue pair that can accept the request.
@@ -493,18 +433,12 @@ impl ConnectionRequest {
 
     /// Returns the peer's endpoint.
     pub fn remote(&self) -> &Endpoint {
-        match &self.provided {
-            Provided::Soft(request) => &request.remote,
-            Provided::Hw(request) => &request.remote,
-        }
+        self.provided.remote()
     }
 
     /// Returns the private data that the peer's user sent, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
-        match &self.provided {
-            Provided::Soft(request) => &request.private_data,
-            Provided::Hw(request) => &request.private_data,
-        }
+        self.provided.private_data()
     }
 
     /// Accepts with a new queue pair, whose receives may already be posted: [`QueuePair::init`]. Both ends may send at once:
@@ -561,14 +495,8 @@ impl ConnectionRequest {
             return Err(ConnectError::PrivateData);
         }
         let (qp, peer) = (pair.own().cloned(), self.peer());
-        let provided = match &mut self.provided {
-            Provided::Soft(request) => {
-                Provided::Soft(request.accept_after(&pair.soft()?, params, private_data, prepare)?)
-            }
-            Provided::Hw(request) => {
-                Provided::Hw(request.accept_after(pair.hw()?, params, private_data, prepare)?)
-            }
-        };
+        let prepare = Box::new(prepare);
+        let provided = self.provided.accept(pair, params, private_data, prepare)?;
         Ok(Connection { provided, qp, peer })
     }
 
@@ -578,25 +506,19 @@ impl ConnectionRequest {
     /// # Errors
     /// Errors of creating a socket; provider `hw` has no such connections.
     pub fn attributes(&self, to: QpState, params: &ConnectParams) -> Result<QpAttributes, ConnectError> {
-        match &self.provided {
-            Provided::Soft(request) => Ok(request.attributes(to, params)?),
-            Provided::Hw(_) => Err(no_external()),
-        }
+        self.provided.attributes(to, params)
     }
 
     /// Refuses the request.
     pub fn reject(mut self, private_data: &[u8]) {
-        match &mut self.provided {
-            Provided::Soft(request) => request.reject(private_data),
-            Provided::Hw(request) => request.reject(private_data),
-        }
+        self.provided.reject(private_data);
     }
 }
 
 /// A connection of a queue pair. Dropping it ends it.
 #[derive(Debug)]
 pub struct Connection {
-    provided: Provided<soft::cm::Connection, hw::cm::Connection>,
+    provided: Box<dyn provider::Connection>,
     /// `None` if the owner of the queue pair brings it up.
     qp: Option<QueuePair>,
     peer: IpAddr,
@@ -610,18 +532,12 @@ impl Connection {
 
     /// Returns the peer's endpoint.
     pub fn remote(&self) -> Option<&Endpoint> {
-        match &self.provided {
-            Provided::Soft(connection) => connection.remote.as_ref(),
-            Provided::Hw(connection) => connection.remote.as_ref(),
-        }
+        self.provided.remote()
     }
 
     /// Returns the private data that the peer's user sent when connecting, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
-        match &self.provided {
-            Provided::Soft(connection) => &connection.private_data,
-            Provided::Hw(connection) => &connection.private_data,
-        }
+        self.provided.private_data()
     }
 
     /// The queue pair, unless its owner brings it up.
@@ -632,44 +548,32 @@ impl Connection {
     /// Returns the attributes for Init, RTR or RTS of a queue pair that its owner brings up. `None`: only the provider brings up
     /// queue pairs.
     pub fn attributes(&self, to: QpState) -> Option<QpAttributes> {
-        match &self.provided {
-            Provided::Soft(connection) => connection.attributes(to),
-            Provided::Hw(_) => None,
-        }
+        self.provided.attributes(to)
     }
 
     /// Reports that the queue pair that its owner brings up is ready. After [`Device::start_connect`] this notifies the peer; on the
     /// passive side it means that the queue pair received something before the peer's last message arrived. Does nothing to other
     /// connections.
     pub fn establish(&self) {
-        if let (Provided::Soft(connection), None) = (&self.provided, &self.qp) {
-            connection.establish();
+        if self.qp.is_none() {
+            self.provided.establish();
         }
     }
 
     /// Passive side: waits for the peer's last message, or for its first request, which implies it. Returns false if neither
     /// arrives: then the connection is over.
     pub fn wait_established(&self) -> bool {
-        match &self.provided {
-            Provided::Soft(connection) => connection.wait_established(),
-            Provided::Hw(connection) => connection.wait_established(),
-        }
+        self.provided.wait_established()
     }
 
     /// Reports to a queue, under a token, when [`Connection::progress`] may have changed.
     pub fn notify(&self, events: &EventQueue, token: u64) {
-        match &self.provided {
-            Provided::Soft(connection) => connection.events().notify(events, token),
-            Provided::Hw(connection) => connection.events().notify(events, token),
-        }
+        self.provided.notify(events, token);
     }
 
     /// Returns the progress that is known so far.
     pub fn progress(&self) -> Progress {
-        match &self.provided {
-            Provided::Soft(connection) => connection.progress(),
-            Provided::Hw(connection) => connection.progress(),
-        }
+        self.provided.progress()
     }
 
     /// Returns whether the peer has ended the connection. The queue pair is then in Error and its requests are flushed.
@@ -680,27 +584,18 @@ impl Connection {
     /// Returns for how much longer, at most, the numbers of an ended connection are not reused, since its packets may still be in
     /// flight: ask again after that. `None`: that time is over, or provider `hw`, which does not report it. IBTA Vol 1, 12.9.8.4.
     pub fn rests_for(&self) -> Option<Duration> {
-        match &self.provided {
-            Provided::Soft(connection) => connection.rests_for(),
-            Provided::Hw(_) => None,
-        }
+        self.provided.rests_for()
     }
 
     /// Waits until the peer has ended the connection. Returns false if the timeout expires.
     pub fn wait_ended(&self, timeout: Duration) -> bool {
-        match &self.provided {
-            Provided::Soft(connection) => connection.wait_ended(timeout),
-            Provided::Hw(connection) => connection.wait_ended(timeout),
-        }
+        self.provided.wait_ended(timeout)
     }
 
     /// Ends the connection: sends what is pending for the peer, moves the queue pair to Error and notifies the peer. Does nothing
     /// the second time.
     pub fn disconnect(&self) {
-        match &self.provided {
-            Provided::Soft(connection) => connection.disconnect(),
-            Provided::Hw(connection) => connection.disconnect(),
-        }
+        self.provided.disconnect()
     }
 
     /// Ends the connection and waits until the peer has agreed, or does not answer.

@@ -22,11 +22,7 @@ pub enum ResizeError {
 impl CompletionQueue {
     /// Makes room for `depth` completions; completions that are in the queue stay. IBTA Vol 1, 11.2.8.3.
     pub fn resize(&self, depth: u32) -> Result<(), ResizeError> {
-        match (self.soft(), self.hw()) {
-            (Some(cq), _) => cq.resize(depth),
-            (_, Some(cq)) => cq.resize(depth),
-            (None, None) => Ok(()),
-        }
+        self.provided().resize(depth)
     }
 
     /// Lets several completions arrive before an armed queue raises its event; `None`: the first completion raises it.
@@ -34,7 +30,8 @@ impl CompletionQueue {
     /// # Errors
     /// [`Unsupported`] unless the device has [`Features::CQ_MODERATION`].
     pub fn moderate(&self, moderation: Option<Moderation>) -> Result<(), Unsupported> {
-        self.soft_only(Features::CQ_MODERATION)?.moderate(moderation);
+        self.needs(Features::CQ_MODERATION)?;
+        self.provided().moderate(moderation);
         Ok(())
     }
 
@@ -43,23 +40,26 @@ impl CompletionQueue {
     /// # Errors
     /// [`Unsupported`] unless the device has [`Features::CQ_TIMES`].
     pub fn keep_times(&self) -> Result<(), Unsupported> {
-        self.soft_only(Features::CQ_TIMES)?.keep_times();
+        self.needs(Features::CQ_TIMES)?;
+        self.provided().keep_times();
         Ok(())
     }
 
     /// Polls as [`CompletionQueue::poll`] does, and also returns when the completion arrived: the present time if the queue did not
     /// record it.
     pub fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
-        match self.soft() {
-            Some(cq) => cq.poll_with_time(),
-            None => Some((self.poll()?, Instant::now())),
-        }
+        self.provided().poll_with_time()
     }
 
-    fn soft_only(&self, feature: Features) -> Result<&crate::soft::device::CompletionQueue, Unsupported> {
-        self.soft().ok_or_else(|| Unsupported {
+    /// Checks that the device has a feature.
+    fn needs(&self, feature: Features) -> Result<(), Unsupported> {
+        let device = self.device();
+        if device.features().contains(feature) {
+            return Ok(());
+        }
+        Err(Unsupported {
             feature,
-            device: self.device().address().to_string(),
+            device: device.address().to_string(),
         })
     }
 }

@@ -7,7 +7,6 @@ use rdmux_rnic::{ECN_MARKED, McastError, ModifyError, Path, Qpn, Target};
 use rdmux_wire::roce::grh::{GRH_LEN, source};
 
 use crate::device::{Device, QueuePair};
-use crate::provider::Provided;
 use crate::soft::engine::AttachError;
 
 /// Address of a host or a multicast group. IBTA Vol 1, 11.2.2.1.
@@ -67,26 +66,17 @@ impl AddressHandle {
 impl QueuePair {
     /// Makes a UD queue pair ready to receive and send; the datagrams that it receives must carry `qkey`.
     pub fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.ready_datagram(qkey),
-            Provided::Hw(qp) => qp.ready_datagram(qkey),
-        }
+        self.provided().ready_datagram(qkey)
     }
 
     /// Attaches a UD queue pair to a multicast group: it then also receives what is sent to the group, including what it sends
     /// itself. IPv6 groups of link-local scope are those of the link that has the device's address.
     pub fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.attach_mcast(group),
-            Provided::Hw(qp) => qp.attach_mcast(group),
-        }
+        self.provided().attach_mcast(group)
     }
 
     /// Detaches a UD queue pair from a multicast group.
     pub fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.detach_mcast(group),
-            Provided::Hw(qp) => qp.detach_mcast(group),
-        }
+        self.provided().detach_mcast(group)
     }
 }

@@ -1,5 +1,6 @@
 //! Devices and their objects. Dropping an object destroys its part of the device.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -8,7 +9,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdmux_memory::Pages;
 use rdmux_rnic::{
     Access, Arm, Bind, Counters, Cqn, Memory, ModifyError, PostError, QpAttributes, QpInfo, QpState, QpType,
     Qpn, RKey, RecvRequest, SendFlags, SendRequest, Status, WorkCompletion,
@@ -18,12 +18,9 @@ use rdmux_wire::roce::PathMtu;
 use crate::event::AsyncEvent;
 use crate::event_queue::EventQueue;
 use crate::features::Features;
-use crate::hw;
 use crate::limits::Limits;
-use crate::provider::Provided;
-use crate::provider::Provider;
+use crate::provider::{self, Provided};
 use crate::region::{MemoryRegion, MemoryWindow};
-use crate::soft;
 use crate::soft::engine::check_environment;
 pub use crate::soft::engine::{OpenError, Options, SharedMemory};
 use crate::soft::faults::FaultCounts;
@@ -67,9 +64,19 @@ pub enum Reach {
 
 /// An RDMA device with one address (GID).
 #[derive(Clone, Debug)]
-pub struct Device {
-    pub(crate) provided: Provided<soft::device::Device, hw::device::Device>,
+pub struct Device(Arc<DeviceInner>);
+
+#[derive(Debug)]
+struct DeviceInner {
+    provided: Box<dyn provider::Device>,
+    provider: &'static str,
     address: IpAddr,
+}
+
+impl Provided for Device {
+    fn object(&self) -> &dyn Any {
+        &*self.0.provided
+    }
 }
 
 impl Device {
@@ -87,7 +94,7 @@ impl Device {
         Ok(probe.local_addr()?.ip())
     }
 
-    /// Opens the device of a local address: the soft RNIC, unless the process is to use the host's ([`Options::provider`]).
+    /// Opens the device of a local address, of the provider that the process uses ([`Options::provider`]).
     pub fn open(address: IpAddr) -> Result<Device, OpenError> {
         Device::open_with(address, Options::default())
     }
@@ -96,120 +103,78 @@ impl Device {
     pub fn open_with(address: IpAddr, options: Options) -> Result<Device, OpenError> {
         let address = address.to_canonical();
         check_environment()?;
-        let provided = match options.provider.unwrap_or_else(Provider::of_process) {
-            Provider::Soft => Provided::Soft(soft::device::Device::open(address, options)?),
-            Provider::Hw => {
-                if options.faults.is_some() || soft::faults::of_process()?.is_some() {
-                    return Err(OpenError::SoftOnly("faults"));
-                }
-                if soft::capture::is_asked_for() {
-                    return Err(OpenError::SoftOnly("captures"));
-                }
-                Provided::Hw(hw::device::Device::open(address, options.waiting)?)
-            }
-        };
-        Ok(Device { provided, address })
+        let provider = provider::chosen(options.provider)?;
+        Ok(Device(Arc::new(DeviceInner {
+            provided: provider.open(address, &options)?,
+            provider: provider.name(),
+            address,
+        })))
     }
 
     /// Returns the local addresses on which this process can open a device, of the provider that [`Device::open`] takes: those of
     /// the interfaces that are up, loopback last, or those of the host's RDMA devices. A soft device can also be opened on every
     /// other address of 127.0.0.0/8, which hosts have without a list.
     pub fn addresses() -> io::Result<Vec<IpAddr>> {
-        match Provider::of_process() {
-            // An IPv6 address may be there and not yet, or no more, be usable.
-            Provider::Soft => {
-                let all = soft::udp::local_addresses()?.into_iter();
-                Ok(all
-                    .filter(|address| UdpSocket::bind((*address, 0)).is_ok())
-                    .collect())
-            }
-            Provider::Hw => {
-                let mut addresses = Vec::new();
-                for (_, address) in hw::device::devices() {
-                    if !addresses.contains(&address) {
-                        addresses.push(address);
-                    }
-                }
-                Ok(addresses)
-            }
-        }
+        let provider = provider::chosen(None).map_err(io::Error::other)?;
+        provider.addresses()
+    }
+
+    pub(crate) fn provided(&self) -> &dyn provider::Device {
+        &*self.0.provided
     }
 
     /// Returns the limits of the device.
     pub fn limits(&self) -> Limits {
-        match &self.provided {
-            Provided::Soft(_) => Limits::SOFT,
-            Provided::Hw(device) => device.limits(),
-        }
+        self.provided().limits()
     }
 
-    /// Returns the kind of the device.
-    pub fn provider(&self) -> Provider {
-        match &self.provided {
-            Provided::Soft(_) => Provider::Soft,
-            Provided::Hw(_) => Provider::Hw,
-        }
+    /// Returns the name of its provider.
+    pub fn provider(&self) -> &'static str {
+        self.0.provider
     }
 
     /// Returns the features of the device. The soft device has all; it pins no memory, and so needs no paging on demand to register
     /// it.
     pub fn features(&self) -> Features {
-        match &self.provided {
-            Provided::Soft(_) => Features::all(),
-            Provided::Hw(device) => device.features(),
-        }
+        self.provided().features()
+    }
+
+    /// Returns whether a processor writes what peers send, and not a device by DMA: then their bytes are where its own stores are.
+    pub fn writes_by_processor(&self) -> bool {
+        self.provided().writes_by_processor()
     }
 
     /// Returns how the device accesses the bytes of a memory.
     pub fn reach(&self, memory: &dyn Memory) -> Reach {
-        if self.provider() == Provider::Soft {
-            return Reach::Direct;
-        }
-        match Pages::of(memory) {
-            Some(Pages::Stay) => Reach::Direct,
-            Some(Pages::ComeAndGo) if self.features().contains(Features::ON_DEMAND) => Reach::OnDemand,
-            Some(Pages::ComeAndGo) | None => Reach::Processor,
-        }
+        self.provided().reach(memory)
     }
 
     /// The engine of a soft device.
     #[cfg(test)]
-    pub(crate) fn engine(&self) -> &soft::engine::Engine {
-        self.provided.soft().expect("a soft device")
+    pub(crate) fn engine(&self) -> &crate::soft::engine::Engine {
+        provider::own::<crate::soft::device::Device>(self).expect("a soft device")
     }
 
     /// Returns whether both are the same device, opened once: objects of different ones cannot be combined.
     pub(crate) fn is(&self, other: &Device) -> bool {
-        match (&self.provided, &other.provided) {
-            (Provided::Soft(device), Provided::Soft(other)) => device.is(other),
-            (Provided::Hw(device), Provided::Hw(other)) => device.is(other),
-            _ => false,
-        }
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// The device's address.
     pub fn address(&self) -> IpAddr {
-        self.address
+        self.0.address
     }
 
     /// Makes a protection domain.
     pub fn alloc_pd(&self) -> Result<ProtectionDomain, CreateError> {
-        let provided = match &self.provided {
-            Provided::Soft(device) => Provided::Soft(device.alloc_pd()),
-            Provided::Hw(device) => Provided::Hw(device.alloc_pd()?),
-        };
+        let provided = self.provided().alloc_pd()?;
         let device = self.clone();
         Ok(ProtectionDomain(Arc::new(PdInner { provided, device })))
     }
 
     /// Makes a completion queue for `depth` completions.
     pub fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        let provided = match &self.provided {
-            Provided::Soft(device) => Provided::Soft(device.create_cq(depth)?),
-            Provided::Hw(device) => Provided::Hw(device.create_cq(depth)?),
-        };
-        let device = self.clone();
-        Ok(CompletionQueue(Arc::new(CqInner { provided, device })))
+        Ok(self.completion_queue(self.provided().create_cq(depth)?))
     }
 
     /// Makes a completion queue that opens no descriptor: it reports to a queue, under a token, each time that it has a completion after it
@@ -223,147 +188,109 @@ impl Device {
         events: &EventQueue,
         token: u64,
     ) -> Result<CompletionQueue, CreateError> {
-        let provided = match &self.provided {
-            Provided::Soft(device) => {
-                let waker = soft::engine::CqWaker::reporting(events, token);
-                Provided::Soft(device.create_cq_with(depth, waker)?)
-            }
-            Provided::Hw(_) => return Err(CreateError::Io(io::ErrorKind::Unsupported.into())),
-        };
-        let device = self.clone();
-        Ok(CompletionQueue(Arc::new(CqInner { provided, device })))
+        let provided = self.provided().create_cq_reporting(depth, events, token)?;
+        Ok(self.completion_queue(provided))
+    }
+
+    fn completion_queue(&self, provided: Box<dyn provider::CompletionQueue>) -> CompletionQueue {
+        CompletionQueue(Arc::new(CqInner {
+            queue: provided.queue().cloned(),
+            provided,
+            device: self.clone(),
+        }))
     }
 
     /// Lets the caller drive the device, unless another thread does: receives packets that have arrived and sends packets that are
     /// pending. A program that polls memory instead of a completion queue calls this in its loop.
     pub fn progress(&self) {
-        match &self.provided {
-            Provided::Soft(device) => device.progress(),
-            Provided::Hw(device) => device.progress(),
-        }
+        self.provided().progress()
     }
 
     /// For a caller that is about to sleep until a descriptor of its completion queues is readable. Calls `look`; while that finds
     /// nothing, drives the device, and calls `look` again when a queue has raised an event. Goes on as long as that is expected to
     /// cost less than a wake-up. `None`: the caller is to sleep, and then to call [`Device::slept`].
     pub fn look_before_sleep<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
-        match &self.provided {
-            Provided::Soft(device) => device.look_before_sleep(look),
-            Provided::Hw(_) => look(),
-        }
+        let mut found = None;
+        self.provided().look_before_sleep(&mut || {
+            found = look();
+            found.is_some()
+        });
+        found
     }
 
     /// Reports that the caller has slept on descriptors since `since`, when it called [`Device::look_before_sleep`], until
     /// something arrived.
     pub fn slept(&self, since: Instant) {
-        if let Provided::Soft(device) = &self.provided {
-            device.slept(since);
-        }
+        self.provided().slept(since);
     }
 
     /// Sends the delayed acknowledgements, which an RNIC would have sent long ago. It is for a process that ends without dropping
     /// its queue pairs, whose peers would take them for lost. Does nothing while another thread drives the device for long.
     pub fn acknowledge(&self) {
-        match &self.provided {
-            Provided::Soft(device) => device.acknowledge(),
-            Provided::Hw(_) => {}
-        }
+        self.provided().acknowledge();
     }
 
     /// Returns how many datagram trains the system refused to send; the protocol took them for lost.
     pub fn send_errors(&self) -> u64 {
-        match &self.provided {
-            Provided::Soft(device) => device.send_errors(),
-            Provided::Hw(device) => device.send_errors(),
-        }
+        self.provided().send_errors()
     }
 
     /// Returns the path MTU towards a peer: the largest that the interface's MTU carries.
     pub fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
-        match &self.provided {
-            Provided::Soft(device) => device.path_mtu_to(peer),
-            Provided::Hw(device) => device.active_mtu(),
-        }
+        self.provided().path_mtu_to(peer)
     }
 
     /// Returns the UDP source port of packets to a queue pair of a peer, for programs that bring up their queue pairs themselves
     /// ([`rdmux_rnic::Path::src_port`]).
     pub fn source_port(&self, peer: Qpn) -> io::Result<u16> {
-        match &self.provided {
-            Provided::Soft(device) => device.source_port(peer),
-            Provided::Hw(device) => device.source_port(peer),
-        }
+        self.provided().source_port(peer)
     }
 
     /// Returns the counters of the device.
     pub fn counters(&self) -> Counters {
-        match &self.provided {
-            Provided::Soft(device) => device.counters(),
-            Provided::Hw(device) => device.counters(),
-        }
+        self.provided().counters()
     }
 
     /// Returns the counts of faults that were injected into its packets, if it was opened with faults ([`Options::faults`]).
     pub fn fault_counts(&self) -> Option<FaultCounts> {
-        match &self.provided {
-            Provided::Soft(device) => device.fault_counts(),
-            Provided::Hw(device) => device.fault_counts(),
-        }
+        self.provided().fault_counts()
     }
 
     /// Takes the oldest asynchronous event. IBTA Vol 1, 11.6.3.
     pub fn poll_async_event(&self) -> Option<AsyncEvent> {
-        match &self.provided {
-            Provided::Soft(device) => device.poll_async_event(),
-            Provided::Hw(device) => device.poll_async_event(),
-        }
+        self.provided().poll_async_event()
     }
 
     /// Returns a descriptor that is readable when there may be an asynchronous event, until [`Device::poll_async_event`] finds
     /// none.
     pub fn async_event_fd(&self) -> BorrowedFd<'_> {
-        match &self.provided {
-            Provided::Soft(device) => device.async_event_fd(),
-            Provided::Hw(device) => device.async_event_fd(),
-        }
+        self.provided().async_event_fd()
     }
 
     /// Returns the largest path MTU that the device's link carries, whatever the peer.
     pub fn active_mtu(&self) -> PathMtu {
-        match &self.provided {
-            Provided::Soft(device) => soft::engine::device_mtu(device.address()),
-            Provided::Hw(device) => device.active_mtu().unwrap_or(PathMtu::Bytes256),
-        }
+        self.provided().active_mtu()
     }
 
     /// Returns whether its port is active. [`AsyncEvent::PortError`] and [`AsyncEvent::PortActive`] report changes.
     pub fn is_active(&self) -> bool {
-        match &self.provided {
-            Provided::Soft(device) => device.is_active(),
-            Provided::Hw(device) => device.is_active(),
-        }
+        self.provided().is_active()
     }
 
     /// Takes the oldest asynchronous event; sleeps until there is one. Returns `None` if the timeout expires.
     pub fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
-        match &self.provided {
-            Provided::Soft(device) => device.wait_async_event(timeout),
-            Provided::Hw(device) => device.wait_async_event(timeout),
-        }
+        self.provided().wait_async_event(timeout)
     }
 
     /// Returns the numbers of queue pairs, memory regions and completion queues.
     pub fn object_counts(&self) -> (usize, usize, usize) {
-        match &self.provided {
-            Provided::Soft(device) => device.object_counts(),
-            Provided::Hw(device) => device.object_counts(),
-        }
+        self.provided().object_counts()
     }
 }
 
 #[derive(Debug)]
 struct PdInner {
-    provided: Provided<soft::device::ProtectionDomain, hw::device::ProtectionDomain>,
+    provided: Box<dyn provider::ProtectionDomain>,
     device: Device,
 }
 
@@ -371,9 +298,15 @@ struct PdInner {
 #[derive(Clone, Debug)]
 pub struct ProtectionDomain(Arc<PdInner>);
 
+impl Provided for ProtectionDomain {
+    fn object(&self) -> &dyn Any {
+        &*self.0.provided
+    }
+}
+
 impl ProtectionDomain {
-    pub(crate) fn provided(&self) -> &Provided<soft::device::ProtectionDomain, hw::device::ProtectionDomain> {
-        &self.0.provided
+    pub(crate) fn provided(&self) -> &dyn provider::ProtectionDomain {
+        &*self.0.provided
     }
 
     /// The device.
@@ -394,12 +327,8 @@ impl ProtectionDomain {
         if !ours {
             return Err(CreateError::OtherDevice);
         }
-        let provided = match self.provided() {
-            Provided::Soft(pd) => Provided::Soft(pd.create_qp(options)?),
-            Provided::Hw(pd) => Provided::Hw(pd.create_qp(options)?),
-        };
         Ok(QueuePair(Arc::new(QpInner {
-            provided,
+            provided: self.provided().create_qp(options)?,
             pd: self.clone(),
             options: options.clone(),
         })))
@@ -408,7 +337,9 @@ impl ProtectionDomain {
 
 #[derive(Debug)]
 struct CqInner {
-    provided: Provided<soft::device::CompletionQueue, hw::cq::CompletionQueue>,
+    /// See [`provider::CompletionQueue::queue`].
+    queue: Option<rdmux_rnic::CompletionQueue>,
+    provided: Box<dyn provider::CompletionQueue>,
     device: Device,
 }
 
@@ -416,90 +347,69 @@ struct CqInner {
 #[derive(Clone, Debug)]
 pub struct CompletionQueue(Arc<CqInner>);
 
+impl Provided for CompletionQueue {
+    fn object(&self) -> &dyn Any {
+        &*self.0.provided
+    }
+}
+
 impl CompletionQueue {
     pub(crate) fn device(&self) -> &Device {
         &self.0.device
     }
 
-    pub(crate) fn soft(&self) -> Option<&soft::device::CompletionQueue> {
-        self.0.provided.soft()
-    }
-
-    pub(crate) fn hw(&self) -> Option<&hw::cq::CompletionQueue> {
-        self.0.provided.hw()
+    pub(crate) fn provided(&self) -> &dyn provider::CompletionQueue {
+        &*self.0.provided
     }
 
     /// Returns its number, by which [`AsyncEvent::CqError`] names it.
     pub fn cqn(&self) -> Cqn {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.cqn(),
-            Provided::Hw(cq) => cq.cqn(),
-        }
+        self.provided().cqn()
     }
 
     /// Takes the oldest completion, driving the device if there is none. Never sleeps, and does not wait for another thread that
     /// drives.
     #[inline]
     pub fn poll(&self) -> Option<WorkCompletion> {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.poll(),
-            Provided::Hw(cq) => cq.poll(),
-        }
+        let taken = self.0.queue.as_ref().and_then(|queue| queue.poll());
+        taken.or_else(|| self.provided().poll())
     }
 
     /// Takes up to `max` completions, oldest first, into `into`; returns how many. Drives the device if there is none.
     pub fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.poll_many(max, into),
-            Provided::Hw(cq) => cq.poll_many(max, into),
-        }
+        self.provided().poll_many(max, into)
     }
 
     /// Takes completions, oldest first, into the first elements of a slice; returns how many. Drives the device if there is none.
     /// Allocates nothing: a loop polls into the same slice again and again.
     pub fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.poll_into(into),
-            Provided::Hw(cq) => cq.poll_into(into),
-        }
+        self.provided().poll_into(into)
     }
 
     /// Requests a wake-up through [`CompletionQueue::as_fd`], which is not readable until then. A completion that is there already
     /// causes no wake-up: poll after arming.
     pub fn arm(&self, arm: Arm) {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.arm(arm),
-            Provided::Hw(cq) => cq.arm(arm),
-        }
+        self.provided().arm(arm)
     }
 
     /// Takes the event that [`CompletionQueue::as_fd`] reports, so that the descriptor is no longer readable. Returns false if
     /// there is no event, or one that arrives at this moment.
     pub fn take_event(&self) -> bool {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.take_event(),
-            Provided::Hw(cq) => cq.take_event(),
-        }
+        self.provided().take_event()
     }
 
     /// Takes the oldest completion; waits until there is one, as the device waits ([`Options::waiting`]). Returns `None` if the
     /// timeout expires. A timeout of zero arms the queue for any completion and polls once more: a later completion makes
     /// [`CompletionQueue::as_fd`] readable.
     pub fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.wait(timeout),
-            Provided::Hw(cq) => cq.wait(timeout),
-        }
+        self.provided().wait(timeout)
     }
 }
 
 impl AsFd for CompletionQueue {
     /// Returns a descriptor that is readable when the armed queue has a completion, until it is armed again.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.0.provided {
-            Provided::Soft(cq) => cq.fd(),
-            Provided::Hw(cq) => cq.fd(),
-        }
+        self.provided().fd()
     }
 }
 
@@ -550,7 +460,7 @@ impl QpOptions {
 
 #[derive(Debug)]
 struct QpInner {
-    provided: Provided<soft::qp::QueuePair, hw::qp::QueuePair>,
+    provided: Box<dyn provider::QueuePair>,
     pd: ProtectionDomain,
     /// Keeps alive the objects that the queue pair uses.
     options: QpOptions,
@@ -560,13 +470,16 @@ struct QpInner {
 #[derive(Clone, Debug)]
 pub struct QueuePair(Arc<QpInner>);
 
+impl Provided for QueuePair {
+    fn object(&self) -> &dyn Any {
+        &*self.0.provided
+    }
+}
+
 impl QueuePair {
     /// Its number.
     pub fn qpn(&self) -> Qpn {
-        match self.provided() {
-            Provided::Soft(qp) => qp.qpn(),
-            Provided::Hw(qp) => qp.qpn(),
-        }
+        self.provided().qpn()
     }
 
     /// Transport service.
@@ -583,16 +496,13 @@ impl QueuePair {
         self.0.pd.device()
     }
 
-    pub(crate) fn provided(&self) -> &Provided<soft::qp::QueuePair, hw::qp::QueuePair> {
-        &self.0.provided
+    pub(crate) fn provided(&self) -> &dyn provider::QueuePair {
+        &*self.0.provided
     }
 
     /// Posts a send request and sends what the window allows.
     pub fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.post_send(request),
-            Provided::Hw(qp) => qp.post_send(request),
-        }
+        self.provided().post_send(request)
     }
 
     /// Posts send requests in order, as one doorbell. Fails at the first that cannot be posted; those before it are posted.
@@ -602,10 +512,7 @@ impl QueuePair {
     ) -> Result<(), PostListError> {
         // The iterator is the caller's code, and may use the device: it runs before the engine is locked.
         let requests: Vec<SendRequest> = requests.into_iter().collect();
-        match self.provided() {
-            Provided::Soft(qp) => qp.post_send_list(requests),
-            Provided::Hw(qp) => qp.post_send_list(requests),
-        }
+        self.provided().post_send_list(requests)
     }
 
     /// Posts the binding of a type 1 window to a range of addresses of a region, and returns the key by which peers reach them once
@@ -628,10 +535,7 @@ impl QueuePair {
             length: range.end.saturating_sub(range.start),
             access,
         };
-        let key = match self.provided() {
-            Provided::Soft(qp) => qp.bind_mw(wr_id, bind, flags)?,
-            Provided::Hw(qp) => qp.bind_mw(wr_id, bind, flags)?,
-        };
+        let key = self.provided().bind_mw(wr_id, bind, flags)?;
         window.set_rkey(key);
         Ok(key)
     }
@@ -649,51 +553,33 @@ impl QueuePair {
 
     /// Posts a receive request. A new queue pair takes none before [`QueuePair::init`], or before it is connected.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.post_recv(request),
-            Provided::Hw(qp) => qp.post_recv(request),
-        }
+        self.provided().post_recv(request)
     }
 
     /// Changes state and attributes. Programs that connect through [`Device::connect`] need not call it.
     pub fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.modify(to, attributes),
-            Provided::Hw(qp) => qp.modify(to, attributes),
-        }
+        self.provided().modify(to, attributes)
     }
 
     /// Retires the queue pair: its owner uses it no more, while others, such as a connection that is being established, may still
     /// hold it. It discards requests that were posted and completions, and nobody brings it up again. Changing its state is from
     /// then on an error ([`ModifyError`]).
     pub fn retire(&self) {
-        match self.provided() {
-            Provided::Soft(qp) => qp.retire(),
-            Provided::Hw(qp) => qp.retire(),
-        }
+        self.provided().retire()
     }
 
     /// Returns what is known about it.
     pub fn query(&self) -> Option<QpInfo> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.query(),
-            Provided::Hw(qp) => qp.query(),
-        }
+        self.provided().query()
     }
 
     /// Returns the carrier of its packets; `None` before it has a peer.
     pub fn carrier(&self) -> Option<Carrier> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.carrier(),
-            Provided::Hw(qp) => qp.carrier(),
-        }
+        self.provided().carrier()
     }
 
     /// Returns why it went to Error on its own, if it did since it was made or reset.
     pub fn error(&self) -> Option<Status> {
-        match self.provided() {
-            Provided::Soft(qp) => qp.error(),
-            Provided::Hw(qp) => qp.error(),
-        }
+        self.provided().error()
     }
 }

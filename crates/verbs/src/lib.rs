@@ -44,7 +44,7 @@ mod features;
 pub mod hw;
 mod inbox;
 mod limits;
-mod provider;
+pub mod provider;
 mod region;
 mod sidr;
 #[cfg(test)]

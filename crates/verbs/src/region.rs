@@ -6,9 +6,7 @@ use std::sync::Arc;
 use rdmux_rnic::{Access, LKey, Memory, RKey, RegionSpec, RegisterError, RemoteBuffer, Sge, WindowType};
 
 use crate::device::ProtectionDomain;
-use crate::hw;
-use crate::provider::Provided;
-use crate::soft;
+use crate::provider;
 
 impl ProtectionDomain {
     /// Registers `length` bytes at `offset` of a memory under the address `iova`.
@@ -27,10 +25,7 @@ impl ProtectionDomain {
             iova,
             access,
         };
-        let provided = match self.provided() {
-            Provided::Soft(pd) => Provided::Soft(pd.reg_mr(spec)?),
-            Provided::Hw(pd) => Provided::Hw(pd.reg_mr(spec)?),
-        };
+        let provided = self.provided().reg_mr(spec)?;
         Ok(MemoryRegion {
             provided,
             pd: self.clone(),
@@ -57,10 +52,7 @@ impl ProtectionDomain {
     /// [`Operation::Register`]: rdmux_rnic::Operation::Register
     /// [`Operation::LocalInvalidate`]: rdmux_rnic::Operation::LocalInvalidate
     pub fn alloc_mr(&self, length_max: u64) -> Result<MemoryRegion, RegisterError> {
-        let provided = match self.provided() {
-            Provided::Soft(pd) => Provided::Soft(pd.alloc_mr(length_max)?),
-            Provided::Hw(pd) => Provided::Hw(pd.alloc_mr(length_max)?),
-        };
+        let provided = self.provided().alloc_mr(length_max)?;
         Ok(MemoryRegion {
             provided,
             pd: self.clone(),
@@ -72,10 +64,7 @@ impl ProtectionDomain {
 
     /// Makes a memory window.
     pub fn alloc_mw(&self, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
-        let provided = match self.provided() {
-            Provided::Soft(pd) => Provided::Soft(pd.alloc_mw(window_type)?),
-            Provided::Hw(pd) => Provided::Hw(pd.alloc_mw(window_type)?),
-        };
+        let provided = self.provided().alloc_mw(window_type)?;
         let _pd = self.clone();
         Ok(MemoryWindow { provided, _pd })
     }
@@ -87,7 +76,7 @@ impl ProtectionDomain {
 /// stopped while it copies (docs/shared-memory.md).
 #[derive(Debug)]
 pub struct MemoryRegion {
-    provided: Provided<soft::region::MemoryRegion, hw::region::MemoryRegion>,
+    provided: Box<dyn provider::MemoryRegion>,
     pd: ProtectionDomain,
     iova: u64,
     length: u64,
@@ -98,18 +87,12 @@ pub struct MemoryRegion {
 impl MemoryRegion {
     /// Returns the key for local requests.
     pub fn lkey(&self) -> LKey {
-        match &self.provided {
-            Provided::Soft(mr) => mr.lkey(),
-            Provided::Hw(mr) => mr.lkey(),
-        }
+        self.provided.lkey()
     }
 
     /// Returns the key for peers' requests.
     pub fn rkey(&self) -> RKey {
-        match &self.provided {
-            Provided::Soft(mr) => mr.rkey(),
-            Provided::Hw(mr) => mr.rkey(),
-        }
+        self.provided.rkey()
     }
 
     /// The address of the first byte.
@@ -125,10 +108,7 @@ impl MemoryRegion {
     /// Returns whether memory windows are still bound to the region; with an RNIC, whether they were by the last known state. Dropping the
     /// region unbinds them.
     pub fn has_windows(&self) -> bool {
-        match &self.provided {
-            Provided::Soft(mr) => mr.has_windows(),
-            Provided::Hw(mr) => mr.has_windows(),
-        }
+        self.provided.has_windows()
     }
 
     /// Replaces the memory of the region, or changes its rights. A soft device keeps the keys of the region; an RNIC changes them.
@@ -169,13 +149,7 @@ impl MemoryRegion {
             iova,
             access,
         };
-        match (&mut self.provided, pd.provided()) {
-            (Provided::Soft(mr), Provided::Soft(pd)) => mr.rereg(pd, spec)?,
-            (Provided::Hw(mr), Provided::Hw(pd)) => mr.rereg(pd, spec)?,
-            (Provided::Soft(_), Provided::Hw(_)) | (Provided::Hw(_), Provided::Soft(_)) => {
-                return Err(RegisterError::NoPd);
-            }
-        }
+        self.provided.rereg(pd, spec)?;
         self.pd = pd.clone();
         (self.iova, self.length) = (iova, length);
         self.zero_based = access.contains(Access::ZERO_BASED);
@@ -214,7 +188,7 @@ impl MemoryRegion {
 /// Memory window: a key for a part of a region. Dropping the window deallocates it.
 #[derive(Debug)]
 pub struct MemoryWindow {
-    provided: Provided<soft::region::MemoryWindow, hw::region::MemoryWindow>,
+    provided: Box<dyn provider::MemoryWindow>,
     _pd: ProtectionDomain,
 }
 
@@ -222,16 +196,10 @@ impl MemoryWindow {
     /// Returns its key. For a type 1 window this is the key of the last binding; for a type 2 window it is the first key, from
     /// which the user makes others by [`RKey::next`].
     pub fn rkey(&self) -> RKey {
-        match &self.provided {
-            Provided::Soft(mw) => mw.rkey(),
-            Provided::Hw(mw) => mw.rkey(),
-        }
+        self.provided.rkey()
     }
 
     pub(crate) fn set_rkey(&self, rkey: RKey) {
-        match &self.provided {
-            Provided::Soft(mw) => mw.set_rkey(rkey),
-            Provided::Hw(mw) => mw.set_rkey(rkey),
-        }
+        self.provided.set_rkey(rkey)
     }
 }

@@ -12,9 +12,7 @@ use rdmux_wire::cm::SidrStatus;
 use crate::cm::{Arrival, ListenError};
 use crate::device::{Device, QueuePair};
 use crate::event_queue::EventQueue;
-use crate::hw;
-use crate::provider::Provided;
-use crate::soft;
+use crate::provider;
 
 /// Q_Key of queue pairs that serve datagrams on a port of RDMA_PS_UDP. Programs on `rdma_cm` give theirs this one, and refuse an
 /// answer with another one.
@@ -80,10 +78,13 @@ pub enum AnswerError {
 
 /// A peer's answer.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
-    pub(crate) qpn: Qpn,
-    pub(crate) qkey: u32,
-    pub(crate) private_data: Vec<u8>,
+pub struct Found {
+    /// The queue pair that serves.
+    pub qpn: Qpn,
+    /// The Q_Key that it demands.
+    pub qkey: u32,
+    /// Private data from the peer's user, padded with zeros.
+    pub private_data: Vec<u8>,
 }
 
 /// A queue pair of a peer that serves datagrams.
@@ -150,12 +151,7 @@ impl Device {
         if local.is_ipv4() != address.is_ipv4() {
             return Err(ResolveError::Family { local, peer: address });
         }
-        let provided = match &self.provided {
-            Provided::Soft(device) => {
-                Provided::Soft(device.start_resolve(source_port, peer, private_data)?)
-            }
-            Provided::Hw(device) => Provided::Hw(device.start_resolve(peer, private_data)?),
-        };
+        let provided = self.provided().start_resolve(source_port, peer, private_data)?;
         Ok(Resolving {
             provided: Some(provided),
             device: self.clone(),
@@ -166,10 +162,7 @@ impl Device {
     /// Listens on a port (RDMA_PS_UDP) for peers that ask which queue pair serves datagrams. Connections ([`Device::listen`]) have
     /// ports of their own.
     pub fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
-        let provided = match &self.provided {
-            Provided::Soft(device) => Provided::Soft(device.listen_datagram(port)?),
-            Provided::Hw(device) => Provided::Hw(device.listen_datagram(port)?),
-        };
+        let provided = self.provided().listen_datagram(port)?;
         let device = self.clone();
         Ok(DatagramListener { provided, device })
     }
@@ -180,7 +173,7 @@ impl Device {
 #[derive(Debug)]
 pub struct Resolving {
     /// `None` once it has given its result.
-    provided: Option<Provided<soft::sidr::Resolving, hw::sidr::Resolving>>,
+    provided: Option<Box<dyn provider::Resolving>>,
     device: Device,
     address: IpAddr,
 }
@@ -188,10 +181,7 @@ pub struct Resolving {
 impl Resolving {
     /// Moves the request on, which only this call and [`Resolving::wait`] do. Returns the result, once, and `None` before and after that.
     pub fn poll(&mut self) -> Option<Result<DatagramService, ResolveError>> {
-        let result = match self.provided.as_mut()? {
-            Provided::Soft(resolving) => resolving.poll()?,
-            Provided::Hw(resolving) => resolving.poll()?,
-        };
+        let result = self.provided.as_mut()?.poll()?;
         self.provided = None;
         Some(result.map(|found| self.service(found)))
     }
@@ -201,19 +191,15 @@ impl Resolving {
     /// # Errors
     /// [`ResolveError::Over`] if [`Resolving::poll`] has returned the result.
     pub fn wait(mut self) -> Result<DatagramService, ResolveError> {
-        let found = match self.provided.take().ok_or(ResolveError::Over)? {
-            Provided::Soft(resolving) => resolving.wait()?,
-            Provided::Hw(resolving) => resolving.wait()?,
-        };
+        let mut provided = self.provided.take().ok_or(ResolveError::Over)?;
+        let found = provided.wait()?;
         Ok(self.service(found))
     }
 
     /// Reports to a queue, under a token, when [`Resolving::poll`] may have a result.
     pub fn notify(&self, events: &EventQueue, token: u64) {
-        match &self.provided {
-            Some(Provided::Soft(resolving)) => resolving.events().notify(events, token),
-            Some(Provided::Hw(resolving)) => resolving.events().notify(events, token),
-            None => {}
+        if let Some(resolving) = &self.provided {
+            resolving.notify(events, token);
         }
     }
 
@@ -229,27 +215,21 @@ impl Resolving {
 /// A port on which requests for datagram services arrive.
 #[derive(Debug)]
 pub struct DatagramListener {
-    provided: Provided<soft::cm::Service, hw::sidr::DatagramListener>,
+    provided: Box<dyn provider::DatagramListener>,
     device: Device,
 }
 
 impl DatagramListener {
     /// Waits for a request. Returns `None` if the timeout expires.
     pub fn accept(&self, timeout: Duration) -> Option<ServiceRequest> {
-        let provided = match &self.provided {
-            Provided::Soft(service) => Provided::Soft(service.accept_datagram(timeout)?),
-            Provided::Hw(service) => Provided::Hw(service.accept_datagram(timeout)?),
-        };
+        let provided = self.provided.accept(timeout)?;
         let device = self.device.clone();
         Some(ServiceRequest { provided, device })
     }
 
     /// Reports to a queue, under a token, when a request may have arrived.
     pub fn notify(&self, events: &EventQueue, token: u64) {
-        match &self.provided {
-            Provided::Soft(service) => service.events().notify(events, token),
-            Provided::Hw(service) => service.events().notify(events, token),
-        }
+        self.provided.notify(events, token);
     }
 
     /// The device.
@@ -261,51 +241,36 @@ impl DatagramListener {
 impl AsFd for DatagramListener {
     /// Returns a descriptor that is readable when a request may have arrived, until [`DatagramListener::accept`] finds none.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        match &self.provided {
-            Provided::Soft(service) => service.fd(),
-            Provided::Hw(service) => service.fd(),
-        }
+        self.provided.fd()
     }
 }
 
 /// A peer's request for a datagram service. Dropping it undecided refuses it.
 #[derive(Debug)]
 pub struct ServiceRequest {
-    provided: Provided<soft::sidr::ServiceRequest, hw::sidr::ServiceRequest>,
+    provided: Box<dyn provider::ServiceRequest>,
     device: Device,
 }
 
 impl ServiceRequest {
     /// The peer's address.
     pub fn peer(&self) -> IpAddr {
-        match &self.provided {
-            Provided::Soft(request) => request.peer,
-            Provided::Hw(request) => request.peer,
-        }
+        self.provided.peer()
     }
 
     /// Returns when the request arrived.
     pub fn arrival(&self) -> Arrival {
-        match &self.provided {
-            Provided::Soft(request) => request.arrival,
-            Provided::Hw(request) => request.arrival,
-        }
+        self.provided.arrival()
     }
 
     /// Returns the source port that the peer sent; 0: the peer sent none, or provider `hw`, which does not report it.
     pub fn peer_port(&self) -> u16 {
-        match &self.provided {
-            Provided::Soft(request) => request.peer_port,
-            Provided::Hw(_) => 0,
-        }
+        self.provided.peer_port()
     }
 
     /// Returns the private data that the peer's user sent, padded with zeros.
     pub fn private_data(&self) -> &[u8] {
-        match &self.provided {
-            Provided::Soft(request) => &request.private_data,
-            Provided::Hw(request) => &request.private_data,
-        }
+        self.provided.private_data()
     }
 
     /// Answers with a UD queue pair that is ready, and may serve many peers; post receives to it before. Private data: 136 bytes.
@@ -314,18 +279,11 @@ impl ServiceRequest {
         if !qp.device().is(&self.device) {
             return Err(AnswerError::NotReady);
         }
-        match (&mut self.provided, qp.provided()) {
-            (Provided::Soft(request), Provided::Soft(qp)) => request.accept(qp, private_data),
-            (Provided::Hw(request), Provided::Hw(qp)) => request.accept(qp, private_data),
-            _ => Err(AnswerError::NotReady),
-        }
+        self.provided.accept(qp, private_data)
     }
 
     /// Refuses the request. Private data beyond 136 bytes is cut off.
     pub fn reject(mut self, private_data: &[u8]) {
-        match &mut self.provided {
-            Provided::Soft(request) => request.refuse(private_data),
-            Provided::Hw(request) => request.refuse(private_data),
-        }
+        self.provided.reject(private_data);
     }
 }

@@ -1,17 +1,16 @@
 //! Shared receive queues and XRC domains. Each ends when it is dropped.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use rdmux_rnic::{PostError, RecvRequest, SrqError, SrqInfo, Srqn};
 
 use crate::device::{CompletionQueue, CreateError, Device, ProtectionDomain};
-use crate::hw;
-use crate::provider::Provided;
-use crate::soft;
+use crate::provider::{self, Provided};
 
 #[derive(Debug)]
 struct SrqInner {
-    provided: Provided<soft::srq::SharedReceiveQueue, hw::srq::SharedReceiveQueue>,
+    provided: Box<dyn provider::SharedReceiveQueue>,
     pd: ProtectionDomain,
     /// Keeps alive the objects that an XRC queue uses.
     _xrc: Option<(XrcDomain, CompletionQueue)>,
@@ -20,6 +19,12 @@ struct SrqInner {
 /// Shared receive queue: receives for many queue pairs. IBTA Vol 1, 10.2.9.
 #[derive(Clone, Debug)]
 pub struct SharedReceiveQueue(Arc<SrqInner>);
+
+impl Provided for SharedReceiveQueue {
+    fn object(&self) -> &dyn Any {
+        &*self.0.provided
+    }
+}
 
 impl ProtectionDomain {
     /// Makes a shared receive queue for up to `max_wr` receives.
@@ -48,20 +53,9 @@ impl ProtectionDomain {
         if !xrc.as_ref().is_none_or(is_ours) {
             return Err(CreateError::OtherDevice);
         }
-        let provided = match self.provided() {
-            Provided::Soft(pd) => {
-                let number = |(xrcd, cq): &(XrcDomain, CompletionQueue)| {
-                    Some((xrcd.soft()?.number(), cq.soft()?.cqn()))
-                };
-                Provided::Soft(pd.create_srq(max_wr, xrc.as_ref().and_then(number))?)
-            }
-            Provided::Hw(pd) => {
-                let object = |(xrcd, cq): &'_ (XrcDomain, CompletionQueue)| {
-                    Some((xrcd.hw()?.clone(), cq.hw()?.clone()))
-                };
-                Provided::Hw(pd.create_srq(max_wr, xrc.as_ref().and_then(object))?)
-            }
-        };
+        let provided = self
+            .provided()
+            .create_srq(max_wr, xrc.as_ref().map(|(xrcd, cq)| (xrcd, cq)))?;
         Ok(SharedReceiveQueue(Arc::new(SrqInner {
             provided,
             pd: self.clone(),
@@ -71,28 +65,18 @@ impl ProtectionDomain {
 }
 
 impl SharedReceiveQueue {
-    pub(crate) fn hw(&self) -> Option<&hw::srq::SharedReceiveQueue> {
-        self.0.provided.hw()
-    }
-
     pub(crate) fn device(&self) -> &Device {
         self.0.pd.device()
     }
 
     /// Returns its number, by which XRC peers name it.
     pub fn srqn(&self) -> Srqn {
-        match &self.0.provided {
-            Provided::Soft(srq) => srq.srqn(),
-            Provided::Hw(srq) => srq.srqn(),
-        }
+        self.0.provided.srqn()
     }
 
     /// Posts a receive request.
     pub fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        match &self.0.provided {
-            Provided::Soft(srq) => srq.post_recv(request),
-            Provided::Hw(srq) => srq.post_recv(request),
-        }
+        self.0.provided.post_recv(request)
     }
 
     /// Resizes it, or arms its limit: when fewer receives are left, the device raises [`AsyncEvent::SrqLimitReached`] once. 0
@@ -100,24 +84,18 @@ impl SharedReceiveQueue {
     ///
     /// [`AsyncEvent::SrqLimitReached`]: crate::AsyncEvent::SrqLimitReached
     pub fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
-        match &self.0.provided {
-            Provided::Soft(srq) => srq.modify(max_wr, limit),
-            Provided::Hw(srq) => srq.modify(max_wr, limit),
-        }
+        self.0.provided.modify(max_wr, limit)
     }
 
     /// Returns what is known about it.
     pub fn query(&self) -> Option<SrqInfo> {
-        match &self.0.provided {
-            Provided::Soft(srq) => srq.query(),
-            Provided::Hw(srq) => srq.query(),
-        }
+        self.0.provided.query()
     }
 }
 
 #[derive(Debug)]
 struct XrcdInner {
-    provided: Provided<soft::srq::XrcDomain, hw::device::XrcDomain>,
+    provided: Box<dyn provider::XrcDomain>,
     device: Device,
 }
 
@@ -125,13 +103,16 @@ struct XrcdInner {
 #[derive(Clone, Debug)]
 pub struct XrcDomain(Arc<XrcdInner>);
 
+impl Provided for XrcDomain {
+    fn object(&self) -> &dyn Any {
+        &*self.0.provided
+    }
+}
+
 impl Device {
     /// Makes an XRC domain.
     pub fn alloc_xrcd(&self) -> Result<XrcDomain, CreateError> {
-        let provided = match &self.provided {
-            Provided::Soft(device) => Provided::Soft(device.alloc_xrcd()),
-            Provided::Hw(device) => Provided::Hw(device.alloc_xrcd()?),
-        };
+        let provided = self.provided().alloc_xrcd()?;
         let device = self.clone();
         Ok(XrcDomain(Arc::new(XrcdInner { provided, device })))
     }
@@ -140,13 +121,5 @@ impl Device {
 impl XrcDomain {
     pub(crate) fn device(&self) -> &Device {
         &self.0.device
-    }
-
-    pub(crate) fn soft(&self) -> Option<&soft::srq::XrcDomain> {
-        self.0.provided.soft()
-    }
-
-    pub(crate) fn hw(&self) -> Option<&hw::device::XrcDomain> {
-        self.0.provided.hw()
     }
 }

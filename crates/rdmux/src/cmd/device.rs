@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use rdmux_verbs::faults::Spec;
+use rdmux_verbs::provider::{self, UnknownProvider};
+use rdmux_verbs::set_process_provider;
 use rdmux_verbs::soft::capture::set_process_capture;
 use rdmux_verbs::soft::faults::set_process_faults;
-use rdmux_verbs::{Provider, set_process_provider};
 
 use crate::metrics;
 
@@ -18,7 +19,7 @@ pub(crate) struct DeviceArgs {
     /// Provider of the device: `soft`, the RNIC in user space, or `hw`, the host's RNIC that has the address, through the system's
     /// libibverbs and librdmacm (docs/hardware.md). The environment variable RDMUX_PROVIDER does the same for any program. [default: soft]
     #[arg(long, value_name = "PROVIDER", value_parser = parse_provider)]
-    provider: Option<Provider>,
+    provider: Option<&'static str>,
     /// Inject faults at the device's port, in both directions, such as loss=1%,delay=5ms,seed=7. The kinds are loss, dup, reorder, corrupt,
     /// delay, rate, rnr, down, qp-error, only and seed (docs/bad-network.md). The environment variable RDMUX_FAULT does the same for any
     /// program.
@@ -34,15 +35,15 @@ pub(crate) struct DeviceArgs {
     metrics: Option<SocketAddr>,
 }
 
-fn parse_provider(name: &str) -> Result<Provider, String> {
-    name.parse()
+fn parse_provider(name: &str) -> Result<&'static str, UnknownProvider> {
+    Ok(provider::named(name)?.name())
 }
 
 impl DeviceArgs {
     /// Applies the options to this process. Must be called before a device is opened.
     pub(crate) fn apply(&self) -> Result<()> {
         if let Some(provider) = self.provider {
-            set_process_provider(provider);
+            set_process_provider(provider)?;
         }
         if let Some(spec) = self.fault {
             set_process_faults(spec);

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rdmux_rnic::cm::Endpoint;
 use rdmux_rnic::{Access, Psn, QpState, QpType, Qpn};
-use rdmux_wire::cm::RejReason;
+use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::{PathMtu, Transport};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
@@ -22,10 +22,14 @@ use super::device::{Device, poll_until};
 use super::objects::Qp;
 use super::qp::QueuePair;
 use crate::abi::{self, cm_event, port_space};
-use crate::cm::{ACK_TIMEOUT, Arrival, CONNECT_DATA_MAX, ConnectError, ConnectParams, ListenError, Progress};
+use crate::cm::{
+    ACK_TIMEOUT, Arrival, CONNECT_DATA_MAX, ConnectError, ConnectPair, ConnectParams, ListenError, Progress,
+    no_external,
+};
 use crate::event_queue::EventQueue;
 use crate::features::Features;
 use crate::inbox::Inbox;
+use crate::provider::{self, Connection as _, ConnectionRequest as _, QueuePair as _, own};
 
 /// Longest wait for the peer's answer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -409,56 +413,6 @@ impl Device {
         cm.as_ref().map_err(|error| *error)
     }
 
-    /// Listens on a port (RDMA_PS_TCP) for connections of RC, the only ones that the system's RDMA CM makes there.
-    pub(crate) fn listen(&self, port: u16, qp_types: &[QpType]) -> Result<Listener, ListenError> {
-        if qp_types.iter().any(|qp_type| *qp_type != QpType::Rc) {
-            return Err(ListenError::Io(self.lacks(Features::CONNECT_ANY).into()));
-        }
-        let own = EventQueue::new()?;
-        Ok(Listener {
-            device: self.clone(),
-            line: listen(self, port_space::TCP, port, &own)?,
-            own,
-        })
-    }
-
-    /// Starts to connect a new queue pair of RC to the listener on an address and port. The path MTU is that of the links.
-    pub(crate) fn start_connect(
-        &self,
-        qp: &QueuePair,
-        peer: SocketAddr,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connecting, ConnectError> {
-        if qp.qp_type() != QpType::Rc {
-            return Err(ConnectError::Io(self.lacks(Features::CONNECT_ANY).into()));
-        }
-        if private_data.len() > CONNECT_DATA_MAX {
-            return Err(ConnectError::PrivateData);
-        }
-        let line = self
-            .cm()
-            .and_then(|cm| cm.open(port_space::TCP, Inbox::new()))
-            .map_err(io_error)?;
-        // Older kernels do not have the second option; then only the queue pair has the timeout.
-        line.id
-            .set_option(abi::cm_option::TOS, params.traffic_class)
-            .map_err(io_error)?;
-        let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
-        let _ = line.id.set_option(abi::cm_option::ACK_TIMEOUT, ack_timeout);
-        let approach = Approach::start(line, self.address(), peer, cm_event::CONNECT_RESPONSE);
-        Ok(Connecting {
-            approach: approach.map_err(|failure| failure.connect_error(peer.ip()))?,
-            request: Request {
-                device: self.clone(),
-                qp: qp.clone(),
-                peer: peer.ip(),
-                params: params.clone(),
-                private_data: private_data.to_vec(),
-            },
-        })
-    }
-
     /// Returns how many READs of a peer this device answers at a time.
     fn responder_resources(&self, params: &ConnectParams) -> u8 {
         let max = u8::try_from(self.0.attr.orig_attr.max_qp_rd_atom).unwrap_or(u8::MAX);
@@ -503,20 +457,69 @@ struct Request {
     private_data: Vec<u8>,
 }
 
+/// Returns the queue pair that is to be connected: it has to be one that the connection brings up.
+fn own_qp(pair: ConnectPair<'_>) -> Result<&QueuePair, ConnectError> {
+    let qp = pair.own().ok_or_else(no_external)?;
+    own::<QueuePair>(qp).ok_or(ConnectError::OtherDevice)
+}
+
 impl Connecting {
-    /// Moves the attempt on; returns its result, once.
-    pub(crate) fn poll(&mut self) -> Option<Result<Connection, ConnectError>> {
+    /// Starts to connect a new queue pair of RC to the listener on an address and port. The path MTU is that of the links.
+    pub(super) fn start(
+        device: &Device,
+        pair: ConnectPair<'_>,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connecting, ConnectError> {
+        let qp = own_qp(pair)?;
+        let port = ServiceId::tcp(peer.port());
+        if params.service.is_some_and(|service| service != port) {
+            return Err(ConnectError::Io(io::ErrorKind::Unsupported.into()));
+        }
+        if qp.qp_type() != QpType::Rc {
+            return Err(ConnectError::Io(device.lacks(Features::CONNECT_ANY).into()));
+        }
+        if private_data.len() > CONNECT_DATA_MAX {
+            return Err(ConnectError::PrivateData);
+        }
+        let line = device
+            .cm()
+            .and_then(|cm| cm.open(port_space::TCP, Inbox::new()))
+            .map_err(io_error)?;
+        // Older kernels do not have the second option; then only the queue pair has the timeout.
+        line.id
+            .set_option(abi::cm_option::TOS, params.traffic_class)
+            .map_err(io_error)?;
+        let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
+        let _ = line.id.set_option(abi::cm_option::ACK_TIMEOUT, ack_timeout);
+        let approach = Approach::start(line, device.address(), peer, cm_event::CONNECT_RESPONSE);
+        Ok(Connecting {
+            approach: approach.map_err(|failure| failure.connect_error(peer.ip()))?,
+            request: Request {
+                device: device.clone(),
+                qp: qp.clone(),
+                peer: peer.ip(),
+                params: params.clone(),
+                private_data: private_data.to_vec(),
+            },
+        })
+    }
+}
+
+impl provider::Connecting for Connecting {
+    fn poll(&mut self) -> Option<Result<Box<dyn provider::Connection>, ConnectError>> {
         self.request.poll(&mut self.approach)
     }
 
-    pub(crate) fn wait(mut self) -> Result<Connection, ConnectError> {
+    fn wait(&mut self) -> Result<Box<dyn provider::Connection>, ConnectError> {
         let request = &self.request;
         let result = self.approach.wait(|approach| request.poll(approach));
         result.unwrap_or(Err(ConnectError::Unreachable(request.peer)))
     }
 
-    pub(crate) fn events(&self) -> &Inbox<Taken> {
-        self.approach.line.events()
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.approach.line.events().notify(events, token);
     }
 }
 
@@ -536,14 +539,14 @@ impl Request {
         }
     }
 
-    fn poll(&self, approach: &mut Approach) -> Option<Result<Connection, ConnectError>> {
+    fn poll(&self, approach: &mut Approach) -> Option<Result<Box<dyn provider::Connection>, ConnectError>> {
         let answer = approach.poll(|id| id.connect(&self.tell()))?;
         let answer = answer.map_err(|failure| failure.connect_error(self.peer));
         Some(answer.and_then(|told| self.answered(&approach.line, told)))
     }
 
     /// Brings up the queue pair after the peer's answer.
-    fn answered(&self, line: &Arc<Line>, told: Told) -> Result<Connection, ConnectError> {
+    fn answered(&self, line: &Arc<Line>, told: Told) -> Result<Box<dyn provider::Connection>, ConnectError> {
         let Request { qp, params, .. } = self;
         let ack_timeout = params.ack_timeout.unwrap_or(ACK_TIMEOUT);
         let depth = self.tell().initiator_depth.min(told.initiator_depth);
@@ -555,7 +558,7 @@ impl Request {
         let remote = up.inspect_err(|_| QueuePair::fail(qp.object()))?;
         let connection = Connection::new(&self.device, line.clone(), remote, told.private_data);
         connection.known().establish(Arrival::next());
-        Ok(connection)
+        Ok(Box::new(connection))
     }
 }
 
@@ -616,8 +619,28 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// Waits for a request. Returns `None` if the timeout expires.
-    pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
+    /// Listens on a port (RDMA_PS_TCP) for connections of RC, the only ones that the system's RDMA CM makes there.
+    pub(super) fn new(
+        device: &Device,
+        service: ServiceId,
+        qp_types: &[QpType],
+    ) -> Result<Listener, ListenError> {
+        let port = service.port().filter(|port| ServiceId::tcp(*port) == service);
+        let port = port.ok_or(ListenError::Io(io::ErrorKind::Unsupported.into()))?;
+        if qp_types.iter().any(|qp_type| *qp_type != QpType::Rc) {
+            return Err(ListenError::Io(device.lacks(Features::CONNECT_ANY).into()));
+        }
+        let own = EventQueue::new()?;
+        Ok(Listener {
+            device: device.clone(),
+            line: listen(device, port_space::TCP, port, &own)?,
+            own,
+        })
+    }
+}
+
+impl provider::Listener for Listener {
+    fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<Box<dyn provider::ConnectionRequest>> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let taken = self.line.wait(deadline, || self.line.events.poll())?;
@@ -630,7 +653,7 @@ impl Listener {
                     .map_or_else(|_| abi::QpAttr::default(), |(attr, _)| attr)
             };
             let remote = endpoint(&taken.told, &attributes(QpState::Rtr), &attributes(QpState::Rts));
-            return Some(ConnectionRequest {
+            return Some(Box::new(ConnectionRequest {
                 device: self.device.clone(),
                 peer: id.peer()?,
                 id: Some(id),
@@ -638,17 +661,16 @@ impl Listener {
                 remote,
                 private_data: taken.told.private_data,
                 depth: taken.told.initiator_depth,
-            });
+            }));
         }
     }
 
-    /// Returns a descriptor that is readable when a request may have arrived.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+    fn fd(&self) -> BorrowedFd<'_> {
         self.own.as_fd()
     }
 
-    pub(crate) fn events(&self) -> &Inbox<Taken> {
-        self.line.events()
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.line.events().notify(events, token);
     }
 }
 
@@ -658,23 +680,39 @@ pub(crate) struct ConnectionRequest {
     device: Device,
     /// `None` once the request is decided.
     id: Option<Id>,
-    pub(crate) arrival: Arrival,
-    pub(crate) peer: IpAddr,
-    pub(crate) remote: Endpoint,
-    pub(crate) private_data: Vec<u8>,
+    arrival: Arrival,
+    peer: IpAddr,
+    remote: Endpoint,
+    private_data: Vec<u8>,
     /// READs that the peer answers at a time.
     depth: u8,
 }
 
-impl ConnectionRequest {
-    /// Accepts; calls `prepare` once the queue pair takes receives and before the peer gets the answer.
-    pub(crate) fn accept_after(
+impl provider::ConnectionRequest for ConnectionRequest {
+    fn peer(&self) -> IpAddr {
+        self.peer
+    }
+
+    fn arrival(&self) -> Arrival {
+        self.arrival
+    }
+
+    fn remote(&self) -> &Endpoint {
+        &self.remote
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn accept(
         &mut self,
-        qp: &QueuePair,
+        pair: ConnectPair<'_>,
         params: &ConnectParams,
         private_data: &[u8],
-        prepare: impl FnOnce() -> Result<(), ConnectError>,
-    ) -> Result<Connection, ConnectError> {
+        prepare: provider::Prepare<'_>,
+    ) -> Result<Box<dyn provider::Connection>, ConnectError> {
+        let qp = own_qp(pair)?;
         if qp.qp_type() != QpType::Rc {
             return Err(ConnectError::QpType(qp.qp_type()));
         }
@@ -706,11 +744,12 @@ impl ConnectionRequest {
             io_error(error)
         })?;
         let private_data = std::mem::take(&mut self.private_data);
-        Ok(Connection::new(&device, line, self.remote, private_data))
+        let connection = Connection::new(&device, line, self.remote, private_data);
+        Ok(Box::new(connection))
     }
 
-    /// Refuses the request. The reason is always that of the consumer: the system's RDMA CM sends no other.
-    pub(crate) fn reject(&mut self, private_data: &[u8]) {
+    /// The reason is always that of the consumer: the system's RDMA CM sends no other.
+    fn reject(&mut self, private_data: &[u8]) {
         if let Some(id) = self.id.take() {
             // A request that has been withdrawn needs no answer.
             let _ = id.reject(&private_data[..private_data.len().min(REJ_DATA_MAX)]);
@@ -728,8 +767,8 @@ impl Drop for ConnectionRequest {
 #[derive(Debug)]
 pub(crate) struct Connection {
     line: Arc<Line>,
-    pub(crate) remote: Option<Endpoint>,
-    pub(crate) private_data: Vec<u8>,
+    remote: Option<Endpoint>,
+    private_data: Vec<u8>,
     /// Progress by the events that were taken.
     known: Mutex<Progress>,
     /// Set once this side has ended it.
@@ -754,8 +793,26 @@ impl Connection {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the progress that is known so far.
-    pub(crate) fn progress(&self) -> Progress {
+    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
+        let is_done = || done(self.progress()).then_some(());
+        self.line.wait(deadline, is_done).is_some()
+    }
+}
+
+impl provider::Connection for Connection {
+    fn remote(&self) -> Option<&Endpoint> {
+        self.remote.as_ref()
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.line.events().notify(events, token);
+    }
+
+    fn progress(&self) -> Progress {
         // Locked while events are taken, so that another thread that finds none left sees their effect.
         let mut known = self.known();
         while let Some(taken) = self.line.events.poll() {
@@ -768,17 +825,7 @@ impl Connection {
         *known
     }
 
-    pub(crate) fn events(&self) -> &Inbox<Taken> {
-        self.line.events()
-    }
-
-    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
-        let is_done = || done(self.progress()).then_some(());
-        self.line.wait(deadline, is_done).is_some()
-    }
-
-    /// Passive side: waits for the peer's last message. Returns false if it does not arrive: then the connection is over.
-    pub(crate) fn wait_established(&self) -> bool {
+    fn wait_established(&self) -> bool {
         let deadline = Instant::now().checked_add(ESTABLISH_TIMEOUT);
         self.wait_until(deadline, |progress| {
             progress.established.or(progress.ended).is_some()
@@ -790,14 +837,13 @@ impl Connection {
         established
     }
 
-    pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
+    fn wait_ended(&self, timeout: Duration) -> bool {
         self.wait_until(Instant::now().checked_add(timeout), |progress| {
             progress.ended.is_some()
         })
     }
 
-    /// Ends the connection: moves the queue pair to Error and notifies the peer. Does nothing the second time.
-    pub(crate) fn disconnect(&self) {
+    fn disconnect(&self) {
         if self.left.swap(true, Ordering::AcqRel) {
             return;
         }

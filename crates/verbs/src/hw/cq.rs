@@ -18,6 +18,7 @@ use crate::abi::{self, wc_flags, wc_opcode, wc_status};
 use crate::cq::ResizeError;
 use crate::device::CreateError;
 use crate::features::Features;
+use crate::provider::{self, CompletionQueue as _};
 use crate::soft::load::{conditions, wake_cost_ns};
 use crate::waiting::{Plan, Policy, WaitMode};
 
@@ -88,52 +89,6 @@ impl CompletionQueue {
         &self.0.cq
     }
 
-    /// Returns its number, by which events name it.
-    pub(crate) fn cqn(&self) -> Cqn {
-        Cqn(self.0.number)
-    }
-
-    /// Takes the oldest completion. Never sleeps.
-    #[inline]
-    pub(crate) fn poll(&self) -> Option<WorkCompletion> {
-        let mut taken = [abi::Wc::default(); POLL_MAX];
-        let count = self.0.cq.poll(&mut taken, 1);
-        (count > 0).then(|| self.completion(&taken[0]))
-    }
-
-    /// Takes up to `max` completions, oldest first, into `into`; returns how many.
-    pub(crate) fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
-        let mut taken = [abi::Wc::default(); POLL_MAX];
-        let mut total = 0;
-        while total < max {
-            let count = self.0.cq.poll(&mut taken, max - total);
-            into.extend(taken[..count].iter().map(|wc| self.completion(wc)));
-            total += count;
-            if count < POLL_MAX {
-                break;
-            }
-        }
-        total
-    }
-
-    /// Takes completions, oldest first, into the slice's first elements; returns how many.
-    pub(crate) fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
-        let mut taken = [abi::Wc::default(); POLL_MAX];
-        let mut total = 0;
-        while total < into.len() {
-            let left = &mut into[total..];
-            let count = self.0.cq.poll(&mut taken, left.len());
-            for (to, wc) in left.iter_mut().zip(&taken[..count]) {
-                *to = self.completion(wc);
-            }
-            total += count;
-            if count < POLL_MAX {
-                break;
-            }
-        }
-        total
-    }
-
     fn completion(&self, wc: &abi::Wc) -> WorkCompletion {
         let completion = completion(wc, self.0.with_inv);
         if completion.status != Status::Success {
@@ -142,51 +97,11 @@ impl CompletionQueue {
         completion
     }
 
-    /// Makes room for `depth` completions.
-    pub(crate) fn resize(&self, depth: u32) -> Result<(), ResizeError> {
-        self.0.cq.resize(depth).map_err(|errno| match errno {
-            // A device answers so to a depth that is too short.
-            Errno::INVAL => ResizeError::TooShort,
-            other => ResizeError::Io(other.into()),
-        })
-    }
-
-    /// Requests a wake-up through the descriptor.
-    pub(crate) fn arm(&self, arm: Arm) {
-        if self.rearm(arm) {
-            // The event was also for threads that sleep.
-            self.wake_others(0);
-        }
-    }
-
-    pub(crate) fn take_event(&self) -> bool {
-        self.0.cq.take_events()
-    }
-
     /// Arms the queue. Returns whether there was an event, which the next thread that polls handles.
     fn rearm(&self, arm: Arm) -> bool {
         let came = self.0.cq.take_events();
         self.0.cq.arm(arm == Arm::Solicited);
         came
-    }
-
-    /// Takes the oldest completion; waits until there is one. Returns `None` if the timeout expires. A timeout of zero arms the
-    /// queue and polls once more.
-    pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
-        if let Some(wc) = self.poll() {
-            self.wake_others(0);
-            return Ok(Some(wc));
-        }
-        if timeout.is_zero() {
-            self.arm(Arm::Next);
-            return Ok(self.poll());
-        }
-        self.0.waiters.fetch_add(1, Ordering::SeqCst);
-        let found = self.wait_until(Instant::now().checked_add(timeout));
-        self.0.waiters.fetch_sub(1, Ordering::SeqCst);
-        // The event may have been for all waiting threads, and so may the arming: they poll and arm again.
-        self.wake_others(0);
-        found
     }
 
     fn wake_others(&self, but: usize) {
@@ -240,9 +155,87 @@ impl CompletionQueue {
             }
         }
     }
+}
 
-    /// Returns a descriptor that is readable when the armed queue has a completion, until it is armed again.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+impl provider::CompletionQueue for CompletionQueue {
+    fn cqn(&self) -> Cqn {
+        Cqn(self.0.number)
+    }
+
+    fn poll(&self) -> Option<WorkCompletion> {
+        let mut taken = [abi::Wc::default(); POLL_MAX];
+        let count = self.0.cq.poll(&mut taken, 1);
+        (count > 0).then(|| self.completion(&taken[0]))
+    }
+
+    fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
+        let mut taken = [abi::Wc::default(); POLL_MAX];
+        let mut total = 0;
+        while total < max {
+            let count = self.0.cq.poll(&mut taken, max - total);
+            into.extend(taken[..count].iter().map(|wc| self.completion(wc)));
+            total += count;
+            if count < POLL_MAX {
+                break;
+            }
+        }
+        total
+    }
+
+    fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+        let mut taken = [abi::Wc::default(); POLL_MAX];
+        let mut total = 0;
+        while total < into.len() {
+            let left = &mut into[total..];
+            let count = self.0.cq.poll(&mut taken, left.len());
+            for (to, wc) in left.iter_mut().zip(&taken[..count]) {
+                *to = self.completion(wc);
+            }
+            total += count;
+            if count < POLL_MAX {
+                break;
+            }
+        }
+        total
+    }
+
+    fn resize(&self, depth: u32) -> Result<(), ResizeError> {
+        self.0.cq.resize(depth).map_err(|errno| match errno {
+            // A device answers so to a depth that is too short.
+            Errno::INVAL => ResizeError::TooShort,
+            other => ResizeError::Io(other.into()),
+        })
+    }
+
+    fn arm(&self, arm: Arm) {
+        if self.rearm(arm) {
+            // The event was also for threads that sleep.
+            self.wake_others(0);
+        }
+    }
+
+    fn take_event(&self) -> bool {
+        self.0.cq.take_events()
+    }
+
+    fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
+        if let Some(wc) = self.poll() {
+            self.wake_others(0);
+            return Ok(Some(wc));
+        }
+        if timeout.is_zero() {
+            self.arm(Arm::Next);
+            return Ok(self.poll());
+        }
+        self.0.waiters.fetch_add(1, Ordering::SeqCst);
+        let found = self.wait_until(Instant::now().checked_add(timeout));
+        self.0.waiters.fetch_sub(1, Ordering::SeqCst);
+        // The event may have been for all waiting threads, and so may the arming: they poll and arm again.
+        self.wake_others(0);
+        found
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
         self.0.ready.as_fd()
     }
 }

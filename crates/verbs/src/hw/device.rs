@@ -4,32 +4,39 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_int;
 use std::fs;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{Counters, Cqn, Qpn, Srqn, Status};
-use rdmux_wire::cm::to_gid;
+use rdmux_memory::Pages;
+use rdmux_rnic::{Counters, Cqn, Memory, QpType, Qpn, RegionSpec, RegisterError, Srqn, Status, WindowType};
+use rdmux_wire::cm::{ServiceId, to_gid};
 use rdmux_wire::roce::PathMtu;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::cm::Cm;
+use super::cm::{Cm, Connecting, Listener};
 use super::cma;
-use super::cq;
+use super::cq::CompletionQueue;
 use super::library::{Library, LibraryError};
 use super::metrics;
 use super::objects::{Context, Cq, Pd, Qp, QpInit, Xrcd};
+use super::qp::QueuePair;
+use super::region::{MemoryRegion, MemoryWindow};
 use super::resources::{self, Entry};
+use super::sidr::{DatagramListener, Resolving};
+use super::srq::SharedReceiveQueue;
 use crate::abi;
-use crate::device::CreateError;
+use crate::cm::{ConnectError, ConnectPair, ConnectParams, ListenError};
+use crate::device::{CreateError, QpOptions, Reach};
 use crate::event::AsyncEvent;
 use crate::features::{Features, Unsupported};
 use crate::limits::Limits;
-use crate::soft::faults::FaultCounts;
+use crate::provider;
+use crate::sidr::ResolveError;
 use crate::soft::resources::answer::Answering;
 use crate::waiting::WaitMode;
 
@@ -256,33 +263,9 @@ impl Device {
         self.0.context.name()
     }
 
-    /// Returns whether both are the same device, opened once.
-    pub(crate) fn is(&self, other: &Device) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
     /// Returns its features. The first call tries those that devices do not report.
     pub(crate) fn features(&self) -> Features {
         *self.0.features.get_or_init(|| self.find_features())
-    }
-
-    /// Returns its limits. A queue pair gets fewer elements and inline bytes where the device has no room for so many.
-    pub(crate) fn limits(&self) -> Limits {
-        let attr = &self.0.attr.orig_attr;
-        let number = |value: c_int| u32::try_from(value).unwrap_or(0);
-        let port = self.0.context.query_port(self.0.port);
-        Limits {
-            queue_pairs: number(attr.max_qp),
-            shared_receive_queues: number(attr.max_srq),
-            memory_regions: number(attr.max_mr),
-            work_requests: Some(number(attr.max_qp_wr)),
-            completions: Some(number(attr.max_cqe)),
-            sges: number(attr.max_sge).min(Limits::SOFT.sges),
-            inline_bytes: Limits::SOFT.inline_bytes,
-            message_bytes: port.map_or(0, |port| port.max_msg_sz.min(Limits::SOFT.message_bytes)),
-            mcast_groups: number(attr.max_mcast_grp),
-            mcast_queue_pairs: number(attr.max_mcast_qp_attach),
-        }
     }
 
     /// Returns the error that it lacks a feature.
@@ -404,57 +387,138 @@ impl Device {
         })
     }
 
-    pub(crate) fn alloc_pd(&self) -> Result<ProtectionDomain, CreateError> {
-        let pd = Pd::new(&self.0.context).map_err(|error| self.create_error(error, Features::empty()))?;
-        let listed = Listed::new(self, Entry::Pd);
-        Ok(ProtectionDomain {
-            device: self.clone(),
-            pd: Arc::new(pd),
-            listed: Arc::new(listed),
-            registry: Arc::default(),
-        })
-    }
-
-    pub(crate) fn alloc_xrcd(&self) -> Result<XrcDomain, CreateError> {
-        let xrcd = Xrcd::new(&self.0.context).map_err(|error| self.create_error(error, Features::XRC))?;
-        Ok(XrcDomain(Arc::new(xrcd)))
-    }
-
-    pub(crate) fn create_cq(&self, depth: u32) -> Result<cq::CompletionQueue, CreateError> {
-        cq::CompletionQueue::new(self, depth)
-    }
-
-    /// Does nothing: devices drive themselves.
-    pub(crate) fn progress(&self) {}
-
-    pub(crate) fn send_errors(&self) -> u64 {
-        0
-    }
-
-    pub(crate) fn fault_counts(&self) -> Option<FaultCounts> {
-        None
-    }
-
-    /// Returns 0: the device chooses its own source port.
-    pub(crate) fn source_port(&self, _peer: Qpn) -> io::Result<u16> {
-        Ok(0)
-    }
-
-    /// Returns whether the port is in IBV_PORT_ACTIVE; false when it cannot be queried.
-    pub(crate) fn is_active(&self) -> bool {
-        let port = self.0.context.query_port(self.0.port);
-        port.is_ok_and(|port| port.state == 4)
-    }
-
     /// Returns the path MTU of the device's link.
-    pub(crate) fn active_mtu(&self) -> io::Result<PathMtu> {
+    fn link_mtu(&self) -> io::Result<PathMtu> {
         let port = self.0.context.query_port(self.0.port)?;
         Ok(PathMtu::from_code(port.active_mtu as u8).unwrap_or(PathMtu::Bytes256))
     }
 
+    fn errors(&self) -> MutexGuard<'_, HashMap<u32, Status>> {
+        self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records why a queue pair went to error: the status of the first completion that gives a reason.
+    pub(super) fn note_error(&self, qpn: u32, status: Status) {
+        if status != Status::Flushed {
+            self.errors().entry(qpn).or_insert(status);
+        }
+    }
+
+    pub(super) fn error_of(&self, qpn: u32) -> Option<Status> {
+        self.errors().get(&qpn).copied()
+    }
+
+    pub(super) fn forget_error(&self, qpn: u32) {
+        self.errors().remove(&qpn);
+    }
+}
+
+impl provider::Device for Device {
+    /// Returns its limits. A queue pair gets fewer elements and inline bytes where the device has no room for so many.
+    fn limits(&self) -> Limits {
+        let attr = &self.0.attr.orig_attr;
+        let number = |value: c_int| u32::try_from(value).unwrap_or(0);
+        let port = self.0.context.query_port(self.0.port);
+        Limits {
+            queue_pairs: number(attr.max_qp),
+            shared_receive_queues: number(attr.max_srq),
+            memory_regions: number(attr.max_mr),
+            work_requests: Some(number(attr.max_qp_wr)),
+            completions: Some(number(attr.max_cqe)),
+            sges: number(attr.max_sge).min(Limits::SOFT.sges),
+            inline_bytes: Limits::SOFT.inline_bytes,
+            message_bytes: port.map_or(0, |port| port.max_msg_sz.min(Limits::SOFT.message_bytes)),
+            mcast_groups: number(attr.max_mcast_grp),
+            mcast_queue_pairs: number(attr.max_mcast_qp_attach),
+        }
+    }
+
+    fn features(&self) -> Features {
+        Device::features(self)
+    }
+
+    fn reach(&self, memory: &dyn Memory) -> Reach {
+        match Pages::of(memory) {
+            Some(Pages::Stay) => Reach::Direct,
+            Some(Pages::ComeAndGo) if self.features().contains(Features::ON_DEMAND) => Reach::OnDemand,
+            Some(Pages::ComeAndGo) | None => Reach::Processor,
+        }
+    }
+
+    fn alloc_pd(&self) -> Result<Box<dyn provider::ProtectionDomain>, CreateError> {
+        let pd = Pd::new(&self.0.context).map_err(|error| self.create_error(error, Features::empty()))?;
+        let listed = Listed::new(self, Entry::Pd);
+        Ok(Box::new(ProtectionDomain {
+            device: self.clone(),
+            pd: Arc::new(pd),
+            listed: Arc::new(listed),
+            registry: Arc::default(),
+        }))
+    }
+
+    fn alloc_xrcd(&self) -> Result<Box<dyn provider::XrcDomain>, CreateError> {
+        let xrcd = Xrcd::new(&self.0.context).map_err(|error| self.create_error(error, Features::XRC))?;
+        Ok(Box::new(XrcDomain(Arc::new(xrcd))))
+    }
+
+    fn create_cq(&self, depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+        Ok(Box::new(CompletionQueue::new(self, depth)?))
+    }
+
+    fn listen(
+        &self,
+        service: ServiceId,
+        qp_types: &[QpType],
+    ) -> Result<Box<dyn provider::Listener>, ListenError> {
+        Ok(Box::new(Listener::new(self, service, qp_types)?))
+    }
+
+    fn start_connect(
+        &self,
+        pair: ConnectPair<'_>,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Box<dyn provider::Connecting>, ConnectError> {
+        Ok(Box::new(Connecting::start(
+            self,
+            pair,
+            peer,
+            params,
+            private_data,
+        )?))
+    }
+
+    fn listen_datagram(&self, port: u16) -> Result<Box<dyn provider::DatagramListener>, ListenError> {
+        Ok(Box::new(DatagramListener::new(self, port)?))
+    }
+
+    fn start_resolve(
+        &self,
+        _source_port: u16,
+        peer: SocketAddr,
+        private_data: &[u8],
+    ) -> Result<Box<dyn provider::Resolving>, ResolveError> {
+        Ok(Box::new(Resolving::start(self, peer, private_data)?))
+    }
+
+    /// Returns whether the port is in IBV_PORT_ACTIVE; false when it cannot be queried.
+    fn is_active(&self) -> bool {
+        let port = self.0.context.query_port(self.0.port);
+        port.is_ok_and(|port| port.state == 4)
+    }
+
+    fn path_mtu_to(&self, _peer: IpAddr) -> io::Result<PathMtu> {
+        self.link_mtu()
+    }
+
+    fn active_mtu(&self) -> PathMtu {
+        self.link_mtu().unwrap_or(PathMtu::Bytes256)
+    }
+
     /// Returns the counters of the device, as far as its driver reports them under these names. They count for all programs that
     /// use the device.
-    pub(crate) fn counters(&self) -> Counters {
+    fn counters(&self) -> Counters {
         let folder = format!(
             "/sys/class/infiniband/{}/ports/{}/hw_counters",
             self.name(),
@@ -487,8 +551,7 @@ impl Device {
         }
     }
 
-    /// Takes the oldest asynchronous event.
-    pub(crate) fn poll_async_event(&self) -> Option<AsyncEvent> {
+    fn poll_async_event(&self) -> Option<AsyncEvent> {
         use abi::event_type as t;
         loop {
             let event = self.0.context.take_event()?;
@@ -510,12 +573,11 @@ impl Device {
         }
     }
 
-    /// Returns a descriptor that is readable when there may be an asynchronous event.
-    pub(crate) fn async_event_fd(&self) -> BorrowedFd<'_> {
+    fn async_event_fd(&self) -> BorrowedFd<'_> {
         self.0.context.async_fd()
     }
 
-    pub(crate) fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
+    fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             if let Some(event) = self.poll_async_event() {
@@ -527,29 +589,9 @@ impl Device {
         }
     }
 
-    /// Returns the numbers of queue pairs, memory regions and completion queues.
-    pub(crate) fn object_counts(&self) -> (usize, usize, usize) {
+    fn object_counts(&self) -> (usize, usize, usize) {
         let counts = resources::counts(&self.0);
         (counts.qps as usize, counts.mrs as usize, counts.cqs as usize)
-    }
-
-    fn errors(&self) -> MutexGuard<'_, HashMap<u32, Status>> {
-        self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Records why a queue pair went to error: the status of the first completion that gives a reason.
-    pub(super) fn note_error(&self, qpn: u32, status: Status) {
-        if status != Status::Flushed {
-            self.errors().entry(qpn).or_insert(status);
-        }
-    }
-
-    pub(super) fn error_of(&self, qpn: u32) -> Option<Status> {
-        self.errors().get(&qpn).copied()
-    }
-
-    pub(super) fn forget_error(&self, qpn: u32) {
-        self.errors().remove(&qpn);
     }
 }
 
@@ -597,9 +639,33 @@ impl ProtectionDomain {
     }
 }
 
+impl provider::ProtectionDomain for ProtectionDomain {
+    fn create_qp(&self, options: &QpOptions) -> Result<Box<dyn provider::QueuePair>, CreateError> {
+        Ok(Box::new(QueuePair::new(self, options)?))
+    }
+
+    fn create_srq(
+        &self,
+        max_wr: u32,
+        xrc: Option<(&crate::XrcDomain, &crate::CompletionQueue)>,
+    ) -> Result<Box<dyn provider::SharedReceiveQueue>, CreateError> {
+        Ok(Box::new(SharedReceiveQueue::new(self, max_wr, xrc)?))
+    }
+
+    fn reg_mr(&self, spec: RegionSpec) -> Result<Box<dyn provider::MemoryRegion>, RegisterError> {
+        Ok(Box::new(MemoryRegion::new(self, spec)?))
+    }
+
+    fn alloc_mw(&self, window_type: WindowType) -> Result<Box<dyn provider::MemoryWindow>, RegisterError> {
+        Ok(Box::new(MemoryWindow::new(self, window_type)?))
+    }
+}
+
 /// XRC domain.
 #[derive(Clone, Debug)]
 pub(crate) struct XrcDomain(Arc<Xrcd>);
+
+impl provider::XrcDomain for XrcDomain {}
 
 impl XrcDomain {
     pub(super) fn object(&self) -> &Arc<Xrcd> {

@@ -19,3 +19,42 @@ pub(crate) mod srq;
 
 pub use device::OpenError;
 pub use library::LibraryError;
+
+use std::io;
+use std::net::IpAddr;
+
+use crate::provider::{self, Provider};
+
+/// Provider of the RNICs of the host, and of its kernel's software RNICs, through the system's libraries.
+#[derive(Debug)]
+pub struct Hw;
+
+impl Provider for Hw {
+    fn name(&self) -> &'static str {
+        "hw"
+    }
+
+    fn open(
+        &self,
+        address: IpAddr,
+        options: &crate::Options,
+    ) -> Result<Box<dyn provider::Device>, crate::OpenError> {
+        if options.faults.is_some() || crate::soft::faults::of_process()?.is_some() {
+            return Err(crate::OpenError::SoftOnly("faults"));
+        }
+        if crate::soft::capture::is_asked_for() {
+            return Err(crate::OpenError::SoftOnly("captures"));
+        }
+        Ok(Box::new(device::Device::open(address, options.waiting)?))
+    }
+
+    fn addresses(&self) -> io::Result<Vec<IpAddr>> {
+        let mut addresses = Vec::new();
+        for (_, address) in device::devices() {
+            if !addresses.contains(&address) {
+                addresses.push(address);
+            }
+        }
+        Ok(addresses)
+    }
+}

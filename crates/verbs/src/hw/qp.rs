@@ -13,12 +13,15 @@ use rdmux_wire::cm::{from_gid, to_gid};
 use rdmux_wire::roce::PathMtu;
 use rustix::io::Errno;
 
-use super::device::{Device, Listed, ProtectionDomain};
+use super::cq::CompletionQueue;
+use super::device::{Device, Listed, ProtectionDomain, XrcDomain};
 use super::objects::{Ah, BindRange, ExtendedRequest, Mr, Qp, QpInit, Request, Work};
 use super::resources;
+use super::srq::SharedReceiveQueue;
 use crate::abi::{self, qp_attr, qp_type as types, wr_opcode};
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::features::Features;
+use crate::provider::{self, CompletionQueue as _, SharedReceiveQueue as _, own};
 use crate::soft::engine::AttachError;
 
 /// Sizes that a queue pair is asked to hold of one request, the largest first: elements, and bytes inline. Some devices have room
@@ -104,86 +107,6 @@ fn refused(error: Errno) -> PostError {
     }
 }
 
-impl ProtectionDomain {
-    pub(crate) fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
-        let device = self.device();
-        let qp_type = options.qp_type;
-        let feature = match qp_type {
-            QpType::Rc => Features::empty(),
-            QpType::Uc => Features::UC,
-            QpType::Ud => Features::UD,
-            QpType::XrcSend | QpType::XrcRecv => Features::XRC,
-        };
-        if !device.features().contains(feature) {
-            return Err(CreateError::Io(device.lacks(feature).into()));
-        }
-        let send_cq = options.send_cq.hw().ok_or(CreateError::OtherDevice)?;
-        let recv_cq = options.recv_cq.hw().ok_or(CreateError::OtherDevice)?;
-        let srq = options.srq.as_ref().and_then(|srq| srq.hw());
-        let xrcd = options.xrcd.as_ref().and_then(|xrcd| xrcd.hw());
-        let reliable = matches!(qp_type, QpType::Rc | QpType::XrcSend);
-        let sges_max = u32::try_from(device.0.attr.orig_attr.max_sge)
-            .unwrap_or(1)
-            .clamp(1, SGE_MAX as u32);
-        let mut made = Err(Errno::INVAL);
-        for (sges, inline) in SIZES {
-            let sges = sges.min(sges_max);
-            let has_srq = srq.is_some();
-            let init = QpInit {
-                qp_type: type_number(qp_type),
-                send_cq: send_cq.object().clone(),
-                recv_cq: recv_cq.object().clone(),
-                srq: srq.map(|srq| srq.object().clone()),
-                xrcd: xrcd.map(|xrcd| xrcd.object().clone()),
-                cap: abi::QpCap {
-                    max_send_wr: options.max_send_wr.max(1),
-                    max_recv_wr: if has_srq { 0 } else { options.max_recv_wr.max(1) },
-                    max_send_sge: sges,
-                    max_recv_sge: if has_srq { 0 } else { sges },
-                    max_inline_data: inline,
-                },
-                extended: if reliable { device.extended_operations() } else { 0 },
-            };
-            made = Qp::new(self.object(), init);
-            // A device refuses sizes that it has no room for as invalid or as too much memory.
-            if !matches!(made, Err(Errno::INVAL | Errno::NOMEM | Errno::TOOBIG)) {
-                break;
-            }
-        }
-        let qp = made.map_err(|error| match error {
-            Errno::INVAL => CreateError::NoRoom,
-            other => device.create_error(other, feature),
-        })?;
-        // A number that is used again begins without the error that was recorded for it.
-        device.forget_error(qp.number());
-        let qp = Arc::new(qp);
-        let entry = resources::Entry::Qp {
-            number: qp.number(),
-            qp: Arc::downgrade(&qp),
-            qp_type,
-            pdn: self.number(),
-            send_cqn: send_cq.cqn().0,
-            recv_cqn: recv_cq.cqn().0,
-            srqn: srq.map(|srq| srq.srqn().0),
-        };
-        let capacity = (qp.cap().max_send_wr as usize + 1).max(HANDLES_MIN);
-        Ok(QueuePair(Arc::new(Inner {
-            device: device.clone(),
-            pd: self.clone(),
-            qp,
-            qp_type,
-            takes_from_srq: srq.is_some() || qp_type == QpType::XrcRecv,
-            handles: Mutex::new(Handles {
-                by_way: HashMap::new(),
-                capacity,
-                uses: 0,
-            }),
-            groups: Mutex::default(),
-            _listed: Listed::new(device, entry),
-        })))
-    }
-}
-
 fn type_number(qp_type: QpType) -> u32 {
     match qp_type {
         QpType::Rc => types::RC,
@@ -219,8 +142,83 @@ pub(super) fn state_of(number: u32) -> QpState {
 }
 
 impl QueuePair {
-    pub(crate) fn qpn(&self) -> Qpn {
-        Qpn::new(self.0.qp.number())
+    /// Makes a queue pair in a protection domain.
+    pub(super) fn new(pd: &ProtectionDomain, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let device = pd.device();
+        let qp_type = options.qp_type;
+        let feature = match qp_type {
+            QpType::Rc => Features::empty(),
+            QpType::Uc => Features::UC,
+            QpType::Ud => Features::UD,
+            QpType::XrcSend | QpType::XrcRecv => Features::XRC,
+        };
+        if !device.features().contains(feature) {
+            return Err(CreateError::Io(device.lacks(feature).into()));
+        }
+        let send_cq = own::<CompletionQueue>(&options.send_cq).ok_or(CreateError::OtherDevice)?;
+        let recv_cq = own::<CompletionQueue>(&options.recv_cq).ok_or(CreateError::OtherDevice)?;
+        let srq = options.srq.as_ref().and_then(own::<SharedReceiveQueue>);
+        let xrcd = options.xrcd.as_ref().and_then(own::<XrcDomain>);
+        let reliable = matches!(qp_type, QpType::Rc | QpType::XrcSend);
+        let sges_max = u32::try_from(device.0.attr.orig_attr.max_sge)
+            .unwrap_or(1)
+            .clamp(1, SGE_MAX as u32);
+        let mut made = Err(Errno::INVAL);
+        for (sges, inline) in SIZES {
+            let sges = sges.min(sges_max);
+            let has_srq = srq.is_some();
+            let init = QpInit {
+                qp_type: type_number(qp_type),
+                send_cq: send_cq.object().clone(),
+                recv_cq: recv_cq.object().clone(),
+                srq: srq.map(|srq| srq.object().clone()),
+                xrcd: xrcd.map(|xrcd| xrcd.object().clone()),
+                cap: abi::QpCap {
+                    max_send_wr: options.max_send_wr.max(1),
+                    max_recv_wr: if has_srq { 0 } else { options.max_recv_wr.max(1) },
+                    max_send_sge: sges,
+                    max_recv_sge: if has_srq { 0 } else { sges },
+                    max_inline_data: inline,
+                },
+                extended: if reliable { device.extended_operations() } else { 0 },
+            };
+            made = Qp::new(pd.object(), init);
+            // A device refuses sizes that it has no room for as invalid or as too much memory.
+            if !matches!(made, Err(Errno::INVAL | Errno::NOMEM | Errno::TOOBIG)) {
+                break;
+            }
+        }
+        let qp = made.map_err(|error| match error {
+            Errno::INVAL => CreateError::NoRoom,
+            other => device.create_error(other, feature),
+        })?;
+        // A number that is used again begins without the error that was recorded for it.
+        device.forget_error(qp.number());
+        let qp = Arc::new(qp);
+        let entry = resources::Entry::Qp {
+            number: qp.number(),
+            qp: Arc::downgrade(&qp),
+            qp_type,
+            pdn: pd.number(),
+            send_cqn: send_cq.cqn().0,
+            recv_cqn: recv_cq.cqn().0,
+            srqn: srq.map(|srq| srq.srqn().0),
+        };
+        let capacity = (qp.cap().max_send_wr as usize + 1).max(HANDLES_MIN);
+        Ok(QueuePair(Arc::new(Inner {
+            device: device.clone(),
+            pd: pd.clone(),
+            qp,
+            qp_type,
+            takes_from_srq: srq.is_some() || qp_type == QpType::XrcRecv,
+            handles: Mutex::new(Handles {
+                by_way: HashMap::new(),
+                capacity,
+                uses: 0,
+            }),
+            groups: Mutex::default(),
+            _listed: Listed::new(device, entry),
+        })))
     }
 
     pub(crate) fn qp_type(&self) -> QpType {
@@ -241,14 +239,6 @@ impl QueuePair {
 
     fn handles(&self) -> MutexGuard<'_, Handles<Ah>> {
         self.0.handles.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Posts a send request.
-    pub(crate) fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
-        self.check(&request)?;
-        let mut handles = self.handles();
-        self.post_locked(&mut handles, &request)
-            .map_err(|error| self.by_state(error))
     }
 
     /// Adds the state to the library's error, which does not say which rule was broken: programs can do something about a wrong
@@ -280,46 +270,6 @@ impl QueuePair {
             return Err(PostError::TooLong);
         }
         self.check_target(request)
-    }
-
-    /// Posts send requests in order. Fails at the first that is not taken; those before it are posted.
-    pub(crate) fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
-        let mut handles = self.handles();
-        let mut at = 0;
-        while at < requests.len() {
-            // Requests that one call takes. Those that name windows or handles, or belong to the extended interface, are posted one
-            // by one.
-            let chained = |request| self.check(request).and_then(|()| self.plain(request));
-            let chain = requests[at..].iter().map(chained);
-            let chain: Vec<Request<'_>> = chain.map_while(|request| request.ok().flatten()).collect();
-            let (taken, posted) = if chain.is_empty() {
-                let request = &requests[at];
-                let posted = self.check(request);
-                (
-                    1,
-                    posted
-                        .and_then(|()| self.post_locked(&mut handles, request))
-                        .map_err(|why| (0, why)),
-                )
-            } else {
-                let posted = self.0.qp.post_send_chain(&chain);
-                (
-                    chain.len(),
-                    posted.map_err(|(place, error)| (place, refused(error))),
-                )
-            };
-            posted.map_err(|(place, why)| PostListError {
-                index: at + place,
-                source: self.by_state(why),
-            })?;
-            at += taken;
-        }
-        Ok(())
-    }
-
-    /// Returns the carrier of its packets; `None` before it has a peer.
-    pub(crate) fn carrier(&self) -> Option<Carrier> {
-        self.query()?.path.map(|_| Carrier::Rnic)
     }
 
     fn sends(&self) -> bool {
@@ -511,65 +461,6 @@ impl QueuePair {
             .ok_or(PostError::Unsupported(feature.first_name()))
     }
 
-    /// Posts the binding of a type 1 window; returns the key by which peers reach the range.
-    pub(crate) fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
-        self.needs(Features::MW_TYPE_1)?;
-        let registry = &self.0.pd.registry;
-        let _one_at_a_time = self.handles();
-        let key = registry.bind(&bind, |window, region| {
-            let bound = self
-                .0
-                .qp
-                .bind_mw(wr_id, flags.bits(), window, range_of(&bind, region));
-            bound.map_err(refused)
-        })?;
-        registry.rekey_window(bind.window.0, key);
-        Ok(RKey(key))
-    }
-
-    /// Posts a receive request.
-    pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
-        request.check()?;
-        if self.0.takes_from_srq {
-            return Err(PostError::HasSrq);
-        }
-        if request.sges.as_slice().len() > self.0.qp.cap().max_recv_sge as usize {
-            return Err(PostError::TooManySges);
-        }
-        let posted = self.0.qp.post_recv(request.wr_id, &request.sges).map_err(refused);
-        if posted == Err(PostError::Invalid) && self.query().is_some_and(|info| info.state == QpState::Reset)
-        {
-            return Err(PostError::WrongState);
-        }
-        posted
-    }
-
-    /// Puts the queue pair in Error for good.
-    pub(crate) fn retire(&self) {
-        // A connection cannot bring up a queue pair that is in Error.
-        for state in [QpState::Reset, QpState::Error] {
-            let _ = self.modify(state, &QpAttributes::default());
-        }
-    }
-
-    /// Changes state and attributes.
-    pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
-        let qp = &self.0.qp;
-        let failed = |error: Errno| ModifyError::Refused(error.raw_os_error());
-        let from = state_of(qp.query(qp_attr::STATE).map_err(failed)?.qp_state);
-        attributes.check(self.0.qp_type, from, to)?;
-        let (attr, mask) = self.attributes(from, to, attributes)?;
-        qp.modify(attr, mask).map_err(failed)?;
-        if let Some(bps) = attributes.rate_limit_bps {
-            let rate = u32::try_from(bps.div_ceil(1000)).unwrap_or(u32::MAX);
-            qp.limit_rate(rate).map_err(failed)?;
-        }
-        if to == QpState::Reset {
-            self.0.device.forget_error(qp.number());
-        }
-        Ok(())
-    }
-
     /// Returns the attributes in the library's form. Those that only two ends that are both rdmux agree on have no meaning here.
     fn attributes(
         &self,
@@ -626,8 +517,120 @@ impl QueuePair {
         let _ = qp.modify(attr, qp_attr::STATE);
     }
 
+    fn groups(&self) -> MutexGuard<'_, HashMap<IpAddr, UdpSocket>> {
+        self.0.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl provider::QueuePair for QueuePair {
+    fn qpn(&self) -> Qpn {
+        Qpn::new(self.0.qp.number())
+    }
+
+    fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+        self.check(&request)?;
+        let mut handles = self.handles();
+        self.post_locked(&mut handles, &request)
+            .map_err(|error| self.by_state(error))
+    }
+
+    fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
+        let mut handles = self.handles();
+        let mut at = 0;
+        while at < requests.len() {
+            // Requests that one call takes. Those that name windows or handles, or belong to the extended interface, are posted one
+            // by one.
+            let chained = |request| self.check(request).and_then(|()| self.plain(request));
+            let chain = requests[at..].iter().map(chained);
+            let chain: Vec<Request<'_>> = chain.map_while(|request| request.ok().flatten()).collect();
+            let (taken, posted) = if chain.is_empty() {
+                let request = &requests[at];
+                let posted = self.check(request);
+                (
+                    1,
+                    posted
+                        .and_then(|()| self.post_locked(&mut handles, request))
+                        .map_err(|why| (0, why)),
+                )
+            } else {
+                let posted = self.0.qp.post_send_chain(&chain);
+                (
+                    chain.len(),
+                    posted.map_err(|(place, error)| (place, refused(error))),
+                )
+            };
+            posted.map_err(|(place, why)| PostListError {
+                index: at + place,
+                source: self.by_state(why),
+            })?;
+            at += taken;
+        }
+        Ok(())
+    }
+
+    fn carrier(&self) -> Option<Carrier> {
+        self.query()?.path.map(|_| Carrier::Rnic)
+    }
+
+    /// Posts the binding of a type 1 window; returns the key by which peers reach the range.
+    fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
+        self.needs(Features::MW_TYPE_1)?;
+        let registry = &self.0.pd.registry;
+        let _one_at_a_time = self.handles();
+        let key = registry.bind(&bind, |window, region| {
+            let bound = self
+                .0
+                .qp
+                .bind_mw(wr_id, flags.bits(), window, range_of(&bind, region));
+            bound.map_err(refused)
+        })?;
+        registry.rekey_window(bind.window.0, key);
+        Ok(RKey(key))
+    }
+
+    fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+        request.check()?;
+        if self.0.takes_from_srq {
+            return Err(PostError::HasSrq);
+        }
+        if request.sges.as_slice().len() > self.0.qp.cap().max_recv_sge as usize {
+            return Err(PostError::TooManySges);
+        }
+        let posted = self.0.qp.post_recv(request.wr_id, &request.sges).map_err(refused);
+        if posted == Err(PostError::Invalid) && self.query().is_some_and(|info| info.state == QpState::Reset)
+        {
+            return Err(PostError::WrongState);
+        }
+        posted
+    }
+
+    /// Puts the queue pair in Error for good.
+    fn retire(&self) {
+        // A connection cannot bring up a queue pair that is in Error.
+        for state in [QpState::Reset, QpState::Error] {
+            let _ = self.modify(state, &QpAttributes::default());
+        }
+    }
+
+    fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
+        let qp = &self.0.qp;
+        let failed = |error: Errno| ModifyError::Refused(error.raw_os_error());
+        let from = state_of(qp.query(qp_attr::STATE).map_err(failed)?.qp_state);
+        attributes.check(self.0.qp_type, from, to)?;
+        let (attr, mask) = self.attributes(from, to, attributes)?;
+        qp.modify(attr, mask).map_err(failed)?;
+        if let Some(bps) = attributes.rate_limit_bps {
+            let rate = u32::try_from(bps.div_ceil(1000)).unwrap_or(u32::MAX);
+            qp.limit_rate(rate).map_err(failed)?;
+        }
+        if to == QpState::Reset {
+            self.0.device.forget_error(qp.number());
+        }
+        Ok(())
+    }
+
     /// Returns what is known about it. Devices do not report how many requests are in flight.
-    pub(crate) fn query(&self) -> Option<QpInfo> {
+    fn query(&self) -> Option<QpInfo> {
         let mask = qp_attr::STATE | qp_attr::DEST_QPN | qp_attr::AV | qp_attr::PATH_MTU | qp_attr::QKEY;
         let attr = self.0.qp.query(mask).ok()?;
         let state = state_of(attr.qp_state);
@@ -651,12 +654,11 @@ impl QueuePair {
     }
 
     /// Returns why it went to Error on its own, as far as its completions reported it.
-    pub(crate) fn error(&self) -> Option<Status> {
+    fn error(&self) -> Option<Status> {
         self.0.device.error_of(self.0.qp.number())
     }
 
-    /// Makes a UD queue pair ready to receive and send.
-    pub(crate) fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+    fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
         let init = QpAttributes {
             qkey: Some(qkey),
             ..Default::default()
@@ -670,12 +672,8 @@ impl QueuePair {
         self.modify(QpState::Rts, &rts)
     }
 
-    fn groups(&self) -> MutexGuard<'_, HashMap<IpAddr, UdpSocket>> {
-        self.0.groups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Attaches it to a multicast group; the host joins it on the device's interface.
-    pub(crate) fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+    fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
         let address = self.0.device.address();
         if !group.is_multicast() || group.is_ipv4() != address.is_ipv4() {
             return Err(McastError::BadAddress.into());
@@ -698,8 +696,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Detaches it from a multicast group.
-    pub(crate) fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
+    fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
         let socket = self.groups().remove(&group).ok_or(McastError::NotAttached)?;
         let detached = self.0.qp.detach_mcast(to_gid(group).octets());
         drop(socket);

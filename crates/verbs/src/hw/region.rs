@@ -13,6 +13,7 @@ use super::device::{Listed, ProtectionDomain};
 use super::objects::{Mr, Mw};
 use super::resources::Entry;
 use crate::features::Features;
+use crate::provider::{self, MemoryWindow as _, own};
 
 /// Bits of a type 2 window's key that the program chooses.
 const OWN_BITS: u32 = 0xff;
@@ -105,8 +106,25 @@ impl Registry {
     }
 }
 
-impl ProtectionDomain {
-    pub(crate) fn reg_mr(&self, spec: RegionSpec) -> Result<MemoryRegion, RegisterError> {
+fn refused(error: Errno) -> RegisterError {
+    match error {
+        Errno::NOMEM | Errno::NOSPC => RegisterError::NoResources,
+        other => RegisterError::Refused(other.raw_os_error()),
+    }
+}
+
+/// Registered memory, whose pages the device holds. Dropping it ends its windows and deregisters it.
+#[derive(Debug)]
+pub(crate) struct MemoryRegion {
+    pd: ProtectionDomain,
+    lkey: LKey,
+    rkey: RKey,
+    _listed: Listed,
+}
+
+impl MemoryRegion {
+    /// Registers memory in a protection domain.
+    pub(super) fn new(pd: &ProtectionDomain, spec: RegionSpec) -> Result<MemoryRegion, RegisterError> {
         let RegionSpec {
             memory,
             memory_offset: offset,
@@ -118,7 +136,7 @@ impl ProtectionDomain {
         if !inside || iova.checked_add(length).is_none() {
             return Err(RegisterError::OutOfRange);
         }
-        let device = self.device();
+        let device = pd.device();
         let flush = [
             (Access::FLUSH_GLOBAL, Features::FLUSH_GLOBAL),
             (Access::FLUSH_PERSISTENT, Features::FLUSH_PERSISTENT),
@@ -152,90 +170,48 @@ impl ProtectionDomain {
             }
             access |= Access::ON_DEMAND;
         }
-        let made = Mr::new(self.object(), memory, offset, length, iova, access.bits());
+        let made = Mr::new(pd.object(), memory, offset, length, iova, access.bits());
         let mr = made.ok_or(RegisterError::NotMapped)?.map_err(refused)?;
         let (lkey, rkey) = mr.keys();
         let entry = Entry::Mr {
-            pdn: self.number(),
+            pdn: pd.number(),
             rkey,
             iova,
             length,
             access,
         };
         let region = Region { mr, iova };
-        self.registry.regions().insert(lkey, region);
+        pd.registry.regions().insert(lkey, region);
         Ok(MemoryRegion {
-            pd: self.clone(),
+            pd: pd.clone(),
             lkey: LKey(lkey),
             rkey: RKey(rkey),
             _listed: Listed::new(device, entry),
         })
     }
-
-    /// Regions without memory are for registration by work requests, which user programs cannot post.
-    pub(crate) fn alloc_mr(&self, _length_max: u64) -> Result<MemoryRegion, RegisterError> {
-        Err(RegisterError::Unsupported(Features::FAST_REGISTER.first_name()))
-    }
-
-    /// Makes a memory window.
-    pub(crate) fn alloc_mw(&self, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
-        let (number, feature) = match window_type {
-            WindowType::One => (1, Features::MW_TYPE_1),
-            WindowType::Two => (2, Features::MW_TYPE_2),
-        };
-        if !self.device().features().contains(feature) {
-            return Err(RegisterError::Unsupported(feature.first_name()));
-        }
-        let mw = Mw::new(self.object(), number).map_err(refused)?;
-        let rkey = mw.rkey();
-        let window = Window {
-            mw: Some(mw),
-            region: None,
-        };
-        self.registry.windows().insert(rkey & !OWN_BITS, window);
-        Ok(MemoryWindow {
-            pd: self.clone(),
-            rkey: AtomicU32::new(rkey),
-        })
-    }
 }
 
-fn refused(error: Errno) -> RegisterError {
-    match error {
-        Errno::NOMEM | Errno::NOSPC => RegisterError::NoResources,
-        other => RegisterError::Refused(other.raw_os_error()),
-    }
-}
-
-/// Registered memory, whose pages the device holds. Dropping it ends its windows and deregisters it.
-#[derive(Debug)]
-pub(crate) struct MemoryRegion {
-    pd: ProtectionDomain,
-    lkey: LKey,
-    rkey: RKey,
-    _listed: Listed,
-}
-
-impl MemoryRegion {
-    pub(crate) fn lkey(&self) -> LKey {
+impl provider::MemoryRegion for MemoryRegion {
+    fn lkey(&self) -> LKey {
         self.lkey
     }
 
-    pub(crate) fn rkey(&self) -> RKey {
+    fn rkey(&self) -> RKey {
         self.rkey
     }
 
-    pub(crate) fn has_windows(&self) -> bool {
+    fn has_windows(&self) -> bool {
         self.pd.registry.is_bound(self.lkey.0)
     }
 
     /// Registers a new region, after which the old one ends. `ibv_rereg_mr` is not used: what it changes differs between drivers,
     /// and after it has failed there is neither region.
-    pub(crate) fn rereg(&mut self, pd: &ProtectionDomain, spec: RegionSpec) -> Result<(), RegisterError> {
+    fn rereg(&mut self, pd: &crate::ProtectionDomain, spec: RegionSpec) -> Result<(), RegisterError> {
+        let pd = own::<ProtectionDomain>(pd).ok_or(RegisterError::NoPd)?;
         if self.has_windows() {
             return Err(RegisterError::WindowsBound);
         }
-        *self = pd.reg_mr(spec)?;
+        *self = MemoryRegion::new(pd, spec)?;
         Ok(())
     }
 }
@@ -266,12 +242,34 @@ pub(crate) struct MemoryWindow {
 }
 
 impl MemoryWindow {
-    /// Returns its key.
-    pub(crate) fn rkey(&self) -> RKey {
+    pub(super) fn new(pd: &ProtectionDomain, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
+        let (number, feature) = match window_type {
+            WindowType::One => (1, Features::MW_TYPE_1),
+            WindowType::Two => (2, Features::MW_TYPE_2),
+        };
+        if !pd.device().features().contains(feature) {
+            return Err(RegisterError::Unsupported(feature.first_name()));
+        }
+        let mw = Mw::new(pd.object(), number).map_err(refused)?;
+        let rkey = mw.rkey();
+        let window = Window {
+            mw: Some(mw),
+            region: None,
+        };
+        pd.registry.windows().insert(rkey & !OWN_BITS, window);
+        Ok(MemoryWindow {
+            pd: pd.clone(),
+            rkey: AtomicU32::new(rkey),
+        })
+    }
+}
+
+impl provider::MemoryWindow for MemoryWindow {
+    fn rkey(&self) -> RKey {
         RKey(self.rkey.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn set_rkey(&self, rkey: RKey) {
+    fn set_rkey(&self, rkey: RKey) {
         self.rkey.store(rkey.0, Ordering::Relaxed);
     }
 }

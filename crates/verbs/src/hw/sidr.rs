@@ -10,13 +10,13 @@ use rdmux_rnic::{QpState, QpType, Qpn};
 use rdmux_wire::cm::SidrStatus;
 
 use super::cm::{Approach, Failure, Line, listen};
-use super::cma::{Id, Taken, Tell, Told};
+use super::cma::{Id, Tell, Told};
 use super::device::Device;
-use super::qp::QueuePair;
 use crate::abi::{cm_event, port_space};
 use crate::cm::{Arrival, ListenError};
 use crate::event_queue::EventQueue;
 use crate::inbox::Inbox;
+use crate::provider::{self, ServiceRequest as _};
 use crate::sidr::{AnswerError, Found, RDMA_UDP_QKEY, RESOLVE_DATA_MAX, ResolveError};
 
 /// Most private data of a SIDR_REP. IBTA Vol 1, 12.11.
@@ -31,37 +31,6 @@ fn tell(private_data: &[u8], qpn: u32) -> Tell<'_> {
         rnr_retry_count: 0,
         srq: false,
         qpn,
-    }
-}
-
-impl Device {
-    /// Asks a peer which queue pair serves datagrams on an address and port (RDMA_PS_UDP).
-    pub(crate) fn start_resolve(
-        &self,
-        peer: SocketAddr,
-        private_data: &[u8],
-    ) -> Result<Resolving, ResolveError> {
-        if private_data.len() > RESOLVE_DATA_MAX {
-            return Err(ResolveError::PrivateData);
-        }
-        let line = self
-            .cm()
-            .and_then(|cm| cm.open(port_space::UDP, Inbox::new()))
-            .map_err(io::Error::from)?;
-        let approach = Approach::start(line, self.address(), peer, cm_event::ESTABLISHED);
-        Ok(Resolving {
-            approach: approach.map_err(|failure| resolve_error(failure, peer.ip()))?,
-            address: peer.ip(),
-            private_data: private_data.to_vec(),
-            _device: self.clone(),
-        })
-    }
-
-    /// Listens on a port (RDMA_PS_UDP) for requests for datagram services.
-    pub(crate) fn listen_datagram(&self, port: u16) -> Result<DatagramListener, ListenError> {
-        let own = EventQueue::new()?;
-        let line = listen(self, port_space::UDP, port, &own)?;
-        Ok(DatagramListener { line, own })
     }
 }
 
@@ -87,12 +56,35 @@ pub(crate) struct Resolving {
 }
 
 impl Resolving {
-    /// Moves the request on; returns its result, once.
-    pub(crate) fn poll(&mut self) -> Option<Result<Found, ResolveError>> {
+    /// Asks a peer which queue pair serves datagrams on an address and port (RDMA_PS_UDP).
+    pub(super) fn start(
+        device: &Device,
+        peer: SocketAddr,
+        private_data: &[u8],
+    ) -> Result<Resolving, ResolveError> {
+        if private_data.len() > RESOLVE_DATA_MAX {
+            return Err(ResolveError::PrivateData);
+        }
+        let line = device
+            .cm()
+            .and_then(|cm| cm.open(port_space::UDP, Inbox::new()))
+            .map_err(io::Error::from)?;
+        let approach = Approach::start(line, device.address(), peer, cm_event::ESTABLISHED);
+        Ok(Resolving {
+            approach: approach.map_err(|failure| resolve_error(failure, peer.ip()))?,
+            address: peer.ip(),
+            private_data: private_data.to_vec(),
+            _device: device.clone(),
+        })
+    }
+}
+
+impl provider::Resolving for Resolving {
+    fn poll(&mut self) -> Option<Result<Found, ResolveError>> {
         poll(&mut self.approach, self.address, &self.private_data)
     }
 
-    pub(crate) fn wait(mut self) -> Result<Found, ResolveError> {
+    fn wait(&mut self) -> Result<Found, ResolveError> {
         let (address, private_data) = (self.address, &self.private_data);
         let result = self
             .approach
@@ -100,8 +92,8 @@ impl Resolving {
         result.unwrap_or(Err(ResolveError::Unreachable(address)))
     }
 
-    pub(crate) fn events(&self) -> &Inbox<Taken> {
-        self.approach.line.events()
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.approach.line.events().notify(events, token);
     }
 }
 
@@ -124,29 +116,36 @@ pub(crate) struct DatagramListener {
 }
 
 impl DatagramListener {
-    /// Waits for a request. Returns `None` if the timeout expires.
-    pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
+    /// Listens on a port (RDMA_PS_UDP) for requests for datagram services.
+    pub(super) fn new(device: &Device, port: u16) -> Result<DatagramListener, ListenError> {
+        let own = EventQueue::new()?;
+        let line = listen(device, port_space::UDP, port, &own)?;
+        Ok(DatagramListener { line, own })
+    }
+}
+
+impl provider::DatagramListener for DatagramListener {
+    fn accept(&self, timeout: Duration) -> Option<Box<dyn provider::ServiceRequest>> {
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let taken = self.line.wait(deadline, || self.line.events().poll())?;
             if let Some(id) = taken.request {
-                return Some(ServiceRequest {
+                return Some(Box::new(ServiceRequest {
                     peer: id.peer()?,
                     id: Some(id),
                     arrival: Arrival::next(),
                     private_data: taken.told.private_data,
-                });
+                }));
             }
         }
     }
 
-    /// Returns a descriptor that is readable when a request may have arrived.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+    fn fd(&self) -> BorrowedFd<'_> {
         self.own.as_fd()
     }
 
-    pub(crate) fn events(&self) -> &Inbox<Taken> {
-        self.line.events()
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.line.events().notify(events, token);
     }
 }
 
@@ -155,15 +154,27 @@ impl DatagramListener {
 pub(crate) struct ServiceRequest {
     /// `None` once the request is decided.
     id: Option<Id>,
-    pub(crate) arrival: Arrival,
-    pub(crate) peer: IpAddr,
-    pub(crate) private_data: Vec<u8>,
+    arrival: Arrival,
+    peer: IpAddr,
+    private_data: Vec<u8>,
 }
 
-impl ServiceRequest {
+impl provider::ServiceRequest for ServiceRequest {
+    fn peer(&self) -> IpAddr {
+        self.peer
+    }
+
+    fn arrival(&self) -> Arrival {
+        self.arrival
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
     /// Answers with a UD queue pair that is ready. The system's RDMA CM sends peers [`RDMA_UDP_QKEY`], so the queue pair must have
     /// that one.
-    pub(crate) fn accept(&mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
+    fn accept(&mut self, qp: &crate::QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
         let serves = |state| matches!(state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
         let info = qp
             .query()
@@ -178,8 +189,7 @@ impl ServiceRequest {
             .map_err(|_| AnswerError::Expired)
     }
 
-    /// Refuses the request.
-    pub(crate) fn refuse(&mut self, private_data: &[u8]) {
+    fn reject(&mut self, private_data: &[u8]) {
         if let Some(id) = self.id.take() {
             // A request that has been withdrawn needs no answer.
             let _ = id.reject(&private_data[..private_data.len().min(REP_DATA_MAX)]);
@@ -189,6 +199,6 @@ impl ServiceRequest {
 
 impl Drop for ServiceRequest {
     fn drop(&mut self) {
-        self.refuse(&[]);
+        self.reject(&[]);
     }
 }

@@ -10,19 +10,20 @@ use super::device::{ProtectionDomain, XrcDomain};
 use super::objects::Srq;
 use crate::device::CreateError;
 use crate::features::Features;
+use crate::provider::{self, own};
 
 /// Shared receive queue.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedReceiveQueue(Arc<Srq>);
 
-impl ProtectionDomain {
-    /// Makes a shared receive queue for up to `max_wr` receives; for XRC with its domain and the queue for its completions.
-    pub(crate) fn create_srq(
-        &self,
+impl SharedReceiveQueue {
+    /// Makes a shared receive queue; for XRC with its domain and the queue for its completions.
+    pub(super) fn new(
+        pd: &ProtectionDomain,
         max_wr: u32,
-        xrc: Option<(XrcDomain, CompletionQueue)>,
+        xrc: Option<(&crate::XrcDomain, &crate::CompletionQueue)>,
     ) -> Result<SharedReceiveQueue, CreateError> {
-        let device = self.device();
+        let device = pd.device();
         let feature = if xrc.is_some() {
             Features::XRC
         } else {
@@ -31,31 +32,37 @@ impl ProtectionDomain {
         if !device.features().contains(feature) {
             return Err(CreateError::Io(device.lacks(feature).into()));
         }
-        let xrc = xrc.map(|(xrcd, cq)| (xrcd.object().clone(), cq.object().clone()));
+        let object = |(xrcd, cq)| {
+            let cq = own::<CompletionQueue>(cq)?.object().clone();
+            Some((own::<XrcDomain>(xrcd)?.object().clone(), cq))
+        };
+        let xrc = match xrc {
+            Some(xrc) => Some(object(xrc).ok_or(CreateError::OtherDevice)?),
+            None => None,
+        };
         let sges = u32::try_from(device.0.attr.orig_attr.max_srq_sge)
             .unwrap_or(1)
             .clamp(1, SGE_MAX as u32);
-        let srq = Srq::new(self.object(), max_wr.max(1), sges, device.next_number(), xrc);
+        let srq = Srq::new(pd.object(), max_wr.max(1), sges, device.next_number(), xrc);
         let srq = srq.map_err(|error| match error {
             Errno::INVAL => CreateError::NoRoom,
             other => device.create_error(other, feature),
         })?;
         Ok(SharedReceiveQueue(Arc::new(srq)))
     }
-}
 
-impl SharedReceiveQueue {
     pub(super) fn object(&self) -> &Arc<Srq> {
         &self.0
     }
+}
 
+impl provider::SharedReceiveQueue for SharedReceiveQueue {
     /// Returns its number: for XRC the one by which peers name it; else the one by which events name it.
-    pub(crate) fn srqn(&self) -> Srqn {
+    fn srqn(&self) -> Srqn {
         Srqn(self.0.number())
     }
 
-    /// Posts a receive request.
-    pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+    fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         request.check()?;
         if request.sges.as_slice().len() > self.0.max_sge() {
             return Err(PostError::TooManySges);
@@ -69,14 +76,13 @@ impl SharedReceiveQueue {
             })
     }
 
-    /// Resizes it, or arms its limit.
-    pub(crate) fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
+    fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
         let refused = |error: Errno| SrqError::Refused(error.raw_os_error());
         self.0.modify(max_wr, limit).map_err(refused)
     }
 
     /// Returns what is known about it. Devices do not report how many receives are posted.
-    pub(crate) fn query(&self) -> Option<SrqInfo> {
+    fn query(&self) -> Option<SrqInfo> {
         let attr = self.0.query().ok()?;
         Some(SrqInfo {
             max_wr: attr.max_wr,

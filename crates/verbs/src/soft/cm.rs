@@ -16,11 +16,12 @@ use super::device::Device;
 use super::engine::{CmQueue, CmSink, ConnectionEntry, Core, ListenerEntry, path_mtu_to};
 use super::qp::QueuePair;
 use crate::cm::{
-    ACK_TIMEOUT, Arrival, ConnectError, ConnectParams, ExternalPair, ListenError, Progress, accepting_type,
+    ACK_TIMEOUT, Arrival, ConnectError, ConnectPair, ConnectParams, ListenError, Progress, accepting_type,
     deadline_after, transport_of,
 };
 use crate::event_queue::EventQueue;
 use crate::inbox::Seen;
+use crate::provider::{self, Connection as _, own};
 
 /// Window towards a peer that is not rdmux and so does not announce how much it can receive.
 const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
@@ -28,33 +29,6 @@ const FOREIGN_WINDOW_BYTES: u32 = 64 << 10;
 const ESTABLISH_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Device {
-    pub(crate) fn listen(&self, service: ServiceId) -> Result<Service, ListenError> {
-        Service::offer(self, service, false)
-    }
-
-    pub(crate) fn start_connect(
-        &self,
-        pair: Pair,
-        peer: SocketAddr,
-        params: &ConnectParams,
-        private_data: &[u8],
-    ) -> Result<Connecting, ConnectError> {
-        let path_mtu = path_mtu_to(self.address(), peer.ip())?.min(params.path_mtu_max);
-        let mut connecting = Connecting {
-            device: self.clone(),
-            pair,
-            peer,
-            params: params.clone(),
-            private_data: private_data.to_vec(),
-            path_mtu,
-            events: Arc::new(CmQueue::new()),
-            id: None,
-            starting_psn: Psn::new(0),
-        };
-        connecting.request()?;
-        Ok(connecting)
-    }
-
     /// Sleeps until an inbox has changed since a moment. Returns false at the deadline.
     pub(super) fn wait_changed(&self, events: &CmQueue, since: Seen, deadline: Option<Instant>) -> bool {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -78,6 +52,30 @@ pub(crate) struct Connecting {
 }
 
 impl Connecting {
+    pub(super) fn start(
+        device: &Device,
+        pair: ConnectPair<'_>,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Connecting, ConnectError> {
+        let pair = Pair::of(pair)?;
+        let path_mtu = path_mtu_to(device.address(), peer.ip())?.min(params.path_mtu_max);
+        let mut connecting = Connecting {
+            device: device.clone(),
+            pair,
+            peer,
+            params: params.clone(),
+            private_data: private_data.to_vec(),
+            path_mtu,
+            events: Arc::new(CmQueue::new()),
+            id: None,
+            starting_psn: Psn::new(0),
+        };
+        connecting.request()?;
+        Ok(connecting)
+    }
+
     /// Sends a request.
     fn request(&mut self) -> Result<(), ConnectError> {
         let Connecting {
@@ -107,31 +105,6 @@ impl Connecting {
         })?;
         (self.id, self.starting_psn) = (Some(id), starting_psn);
         Ok(())
-    }
-
-    /// Moves the attempt on; returns its result, once.
-    pub(crate) fn poll(&mut self) -> Option<Result<Connection, ConnectError>> {
-        loop {
-            let (arrival, event) = self.events.poll()?;
-            let result = match event {
-                CmEvent::Reply {
-                    remote, private_data, ..
-                } => self.answered(arrival, remote, private_data),
-                CmEvent::Rejected {
-                    reason, private_data, ..
-                } => self.rejected(reason, private_data),
-                CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. } => {
-                    self.id = None;
-                    Err(ConnectError::Unreachable(self.peer.ip()))
-                }
-                _ => continue,
-            };
-            return match result {
-                Ok(None) => continue,
-                Ok(Some(connection)) => Some(Ok(connection)),
-                Err(error) => Some(Err(error)),
-            };
-        }
     }
 
     /// Handles a rejection. The queue pair is as it was: it can be connected again.
@@ -190,9 +163,35 @@ impl Connecting {
         connection.agreed = Some(agreed);
         Ok(Some(connection))
     }
+}
 
-    /// Waits for the result. The engine ends an attempt that the peer does not answer.
-    pub(crate) fn wait(mut self) -> Result<Connection, ConnectError> {
+impl provider::Connecting for Connecting {
+    fn poll(&mut self) -> Option<Result<Box<dyn provider::Connection>, ConnectError>> {
+        loop {
+            let (arrival, event) = self.events.poll()?;
+            let result = match event {
+                CmEvent::Reply {
+                    remote, private_data, ..
+                } => self.answered(arrival, remote, private_data),
+                CmEvent::Rejected {
+                    reason, private_data, ..
+                } => self.rejected(reason, private_data),
+                CmEvent::Unreachable { .. } | CmEvent::Disconnected { .. } => {
+                    self.id = None;
+                    Err(ConnectError::Unreachable(self.peer.ip()))
+                }
+                _ => continue,
+            };
+            return match result {
+                Ok(None) => continue,
+                Ok(Some(connection)) => Some(Ok(Box::new(connection))),
+                Err(error) => Some(Err(error)),
+            };
+        }
+    }
+
+    // The engine ends an attempt that the peer does not answer.
+    fn wait(&mut self) -> Result<Box<dyn provider::Connection>, ConnectError> {
         loop {
             let seen = self.events.seen();
             if let Some(result) = self.poll() {
@@ -202,8 +201,8 @@ impl Connecting {
         }
     }
 
-    pub(crate) fn events(&self) -> &CmQueue {
-        &self.events
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.events.notify(events, token);
     }
 }
 
@@ -220,7 +219,7 @@ impl Drop for Connecting {
 
 /// A queue pair as a connection knows it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pair {
+struct Pair {
     qpn: Qpn,
     qp_type: QpType,
     srq: bool,
@@ -229,22 +228,24 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    pub(crate) fn of(qp: &QueuePair) -> Pair {
-        Pair {
-            qpn: qp.qpn,
-            qp_type: qp.qp_type,
-            srq: qp.has_srq,
-            external: false,
-        }
-    }
-
-    pub(crate) fn external(pair: &ExternalPair) -> Pair {
-        Pair {
-            qpn: pair.qpn,
-            qp_type: pair.qp_type,
-            srq: pair.srq,
-            external: true,
-        }
+    fn of(pair: ConnectPair<'_>) -> Result<Pair, ConnectError> {
+        Ok(match pair {
+            ConnectPair::Own(qp) => {
+                let qp = own::<QueuePair>(qp).ok_or(ConnectError::OtherDevice)?;
+                Pair {
+                    qpn: qp.qpn,
+                    qp_type: qp.qp_type,
+                    srq: qp.has_srq,
+                    external: false,
+                }
+            }
+            ConnectPair::External(pair) => Pair {
+                qpn: pair.qpn,
+                qp_type: pair.qp_type,
+                srq: pair.srq,
+                external: true,
+            },
+        })
     }
 
     /// Returns its number, if the connection brings it up and takes it down.
@@ -386,9 +387,9 @@ fn bring_up(core: &mut Core, now: rdmux_rnic::Time, agreed: &Agreed) -> Result<(
 pub(crate) struct Service {
     pub(super) device: Device,
     id: ServiceId,
-    events: Arc<CmQueue>,
+    pub(super) events: Arc<CmQueue>,
     /// Reports only this service's events, for its descriptor.
-    own: EventQueue,
+    pub(super) own: EventQueue,
 }
 
 impl Service {
@@ -422,15 +423,6 @@ impl Service {
             }
         }
     }
-
-    /// Returns a descriptor that is readable when a request may have arrived.
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.own.as_fd()
-    }
-
-    pub(crate) fn events(&self) -> &CmQueue {
-        &self.events
-    }
 }
 
 impl Drop for Service {
@@ -443,9 +435,8 @@ impl Drop for Service {
     }
 }
 
-impl Service {
-    /// Returns the next request for a connection to a queue pair of one of these types; rejects others.
-    pub(crate) fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<ConnectionRequest> {
+impl provider::Listener for Service {
+    fn accept(&self, qp_types: &[QpType], timeout: Duration) -> Option<Box<dyn provider::ConnectionRequest>> {
         let deadline = deadline_after(timeout);
         loop {
             let (
@@ -475,10 +466,18 @@ impl Service {
                 decided: false,
             };
             if qp_types.contains(&accepting_type(remote.transport)) {
-                return Some(request);
+                return Some(Box::new(request));
             }
             request.reject_with(RejReason::INVALID_TRANSPORT, &[], &[]);
         }
+    }
+
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.events.notify(events, token);
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.own.as_fd()
     }
 }
 
@@ -487,24 +486,61 @@ impl Service {
 pub(crate) struct ConnectionRequest {
     device: Device,
     id: CmId,
-    pub(crate) arrival: Arrival,
-    pub(crate) peer: IpAddr,
-    pub(crate) peer_port: u16,
-    pub(crate) remote: Endpoint,
-    pub(crate) private_data: Vec<u8>,
+    arrival: Arrival,
+    peer: IpAddr,
+    peer_port: u16,
+    remote: Endpoint,
+    private_data: Vec<u8>,
     /// PSN at which the peer is to start sending.
     starting_psn: Psn,
     decided: bool,
 }
 
 impl ConnectionRequest {
-    pub(crate) fn accept_after(
+    fn agree(&self, core: &mut Core, pair: &Pair, params: &ConnectParams) -> io::Result<Agreed> {
+        let (peer, remote) = (self.peer, &self.remote);
+        let ack_timeout = params.ack_timeout.unwrap_or(remote.ack_timeout.max(1));
+        let retries = (ack_timeout, remote.retry_count);
+        Agreed::new(core, pair, peer, params, remote, self.starting_psn, retries)
+    }
+
+    fn reject_with(&mut self, reason: RejReason, ari: &[u8], private_data: &[u8]) {
+        self.decided = true;
+        let id = self.id;
+        self.device
+            .with(|core, now| core.rnic.cm().reject_with(now, id, reason, ari, private_data));
+    }
+}
+
+impl provider::ConnectionRequest for ConnectionRequest {
+    fn peer(&self) -> IpAddr {
+        self.peer
+    }
+
+    fn peer_port(&self) -> u16 {
+        self.peer_port
+    }
+
+    fn arrival(&self) -> Arrival {
+        self.arrival
+    }
+
+    fn remote(&self) -> &Endpoint {
+        &self.remote
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn accept(
         &mut self,
-        pair: &Pair,
+        pair: ConnectPair<'_>,
         params: &ConnectParams,
         private_data: &[u8],
-        prepare: impl FnOnce() -> Result<(), ConnectError>,
-    ) -> Result<Connection, ConnectError> {
+        prepare: provider::Prepare<'_>,
+    ) -> Result<Box<dyn provider::Connection>, ConnectError> {
+        let pair = &Pair::of(pair)?;
         let local_mtu = path_mtu_to(self.device.address(), self.peer)?.min(params.path_mtu_max);
         if self.remote.path_mtu > local_mtu {
             self.reject_with(RejReason::INVALID_PATH_MTU, &[local_mtu.code()], &[]);
@@ -557,17 +593,10 @@ impl ConnectionRequest {
         connection.remote = Some(remote);
         connection.agreed = Some(agreed);
         connection.private_data = std::mem::take(&mut self.private_data);
-        Ok(connection)
+        Ok(Box::new(connection))
     }
 
-    fn agree(&self, core: &mut Core, pair: &Pair, params: &ConnectParams) -> io::Result<Agreed> {
-        let (peer, remote) = (self.peer, &self.remote);
-        let ack_timeout = params.ack_timeout.unwrap_or(remote.ack_timeout.max(1));
-        let retries = (ack_timeout, remote.retry_count);
-        Agreed::new(core, pair, peer, params, remote, self.starting_psn, retries)
-    }
-
-    pub(crate) fn attributes(&self, to: QpState, params: &ConnectParams) -> io::Result<QpAttributes> {
+    fn attributes(&self, to: QpState, params: &ConnectParams) -> Result<QpAttributes, ConnectError> {
         let pair = Pair {
             qpn: Qpn::new(0),
             qp_type: accepting_type(self.remote.transport),
@@ -578,15 +607,8 @@ impl ConnectionRequest {
         Ok(agreed.attributes(to))
     }
 
-    pub(crate) fn reject(&mut self, private_data: &[u8]) {
+    fn reject(&mut self, private_data: &[u8]) {
         self.reject_with(RejReason::CONSUMER, &[], private_data);
-    }
-
-    fn reject_with(&mut self, reason: RejReason, ari: &[u8], private_data: &[u8]) {
-        self.decided = true;
-        let id = self.id;
-        self.device
-            .with(|core, now| core.rnic.cm().reject_with(now, id, reason, ari, private_data));
     }
 }
 
@@ -605,9 +627,9 @@ pub(crate) struct Connection {
     qpn: Qpn,
     id: CmId,
     events: Arc<CmQueue>,
-    pub(crate) remote: Option<Endpoint>,
+    remote: Option<Endpoint>,
     agreed: Option<Agreed>,
-    pub(crate) private_data: Vec<u8>,
+    private_data: Vec<u8>,
     /// Progress according to the events that were taken.
     known: Mutex<Progress>,
     /// Set when this side has ended it.
@@ -633,8 +655,34 @@ impl Connection {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns how far it has come, after taking all pending events.
-    pub(crate) fn progress(&self) -> Progress {
+    /// Waits until `done` holds; returns false at the deadline.
+    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
+        loop {
+            let seen = self.events.seen();
+            if done(self.progress()) {
+                return true;
+            }
+            if !self.device.wait_changed(&self.events, seen, deadline) {
+                return done(self.progress());
+            }
+        }
+    }
+}
+
+impl provider::Connection for Connection {
+    fn remote(&self) -> Option<&Endpoint> {
+        self.remote.as_ref()
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.events.notify(events, token);
+    }
+
+    fn progress(&self) -> Progress {
         // Locked while events are taken, so that another thread that finds none left sees their effect.
         let mut known = self.known();
         while let Some((arrival, event)) = self.events.poll() {
@@ -649,33 +697,16 @@ impl Connection {
         *known
     }
 
-    /// Waits until `done` holds; returns false at the deadline.
-    fn wait_until(&self, deadline: Option<Instant>, done: impl Fn(Progress) -> bool) -> bool {
-        loop {
-            let seen = self.events.seen();
-            if done(self.progress()) {
-                return true;
-            }
-            if !self.device.wait_changed(&self.events, seen, deadline) {
-                return done(self.progress());
-            }
-        }
-    }
-
-    pub(crate) fn events(&self) -> &CmQueue {
-        &self.events
-    }
-
-    pub(crate) fn attributes(&self, to: QpState) -> Option<QpAttributes> {
+    fn attributes(&self, to: QpState) -> Option<QpAttributes> {
         Some(self.agreed.as_ref()?.attributes(to))
     }
 
-    pub(crate) fn establish(&self) {
+    fn establish(&self) {
         self.device.with(|core, _| core.rnic.cm().establish(self.id));
         self.known().establish(Arrival::next());
     }
 
-    pub(crate) fn wait_established(&self) -> bool {
+    fn wait_established(&self) -> bool {
         self.wait_until(deadline_after(ESTABLISH_TIMEOUT), |progress| {
             progress.established.or(progress.ended).is_some()
         });
@@ -686,7 +717,7 @@ impl Connection {
         established
     }
 
-    pub(crate) fn rests_for(&self) -> Option<Duration> {
+    fn rests_for(&self) -> Option<Duration> {
         self.device.with(|core, now| {
             let until = core.rnic.cm().next_deadline(self.id)?;
             // The engine may handle the deadline a moment later.
@@ -694,11 +725,11 @@ impl Connection {
         })
     }
 
-    pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
+    fn wait_ended(&self, timeout: Duration) -> bool {
         self.wait_until(deadline_after(timeout), |progress| progress.ended.is_some())
     }
 
-    pub(crate) fn disconnect(&self) {
+    fn disconnect(&self) {
         if self.left.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -747,8 +778,8 @@ mod tests {
             .unwrap()
             .create_qp(&QpOptions::new(&cq))
             .unwrap();
-        let qp = qp.provided().soft().unwrap();
-        let (pair, params) = (Pair::of(qp), ConnectParams::default());
+        let (pair, params) = (Pair::of(ConnectPair::Own(&qp)).unwrap(), ConnectParams::default());
+        let qp = own::<QueuePair>(&qp).unwrap();
         for (resources, depth) in [(0, 0), (4, 4), (255, params.initiator_depth)] {
             let remote = Endpoint {
                 responder_resources: resources,

@@ -2,22 +2,36 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::{Arm, Counters, Cqn, Moderation, Pd, Qpn, TooShort, WorkCompletion};
+use rdmux_rnic::{
+    Arm, Counters, Cqn, Memory, Moderation, Pd, QpType, Qpn, RegionSpec, RegisterError, TooShort, WindowType,
+    WorkCompletion,
+};
+use rdmux_wire::cm::ServiceId;
 use rdmux_wire::roce::PathMtu;
 
-use super::engine::{CqWaker, Engine, OpenError, Options, path_mtu_to};
+use super::cm::{Connecting, Service};
+use super::engine::{CqWaker, Engine, OpenError, Options, device_mtu, path_mtu_to};
 use super::faults::FaultCounts;
-use crate::cm::deadline_after;
+use super::qp::QueuePair;
+use super::region::{MemoryRegion, MemoryWindow};
+use super::sidr::Resolving;
+use super::srq::{SharedReceiveQueue, XrcDomain};
+use crate::cm::{ConnectError, ConnectPair, ConnectParams, ListenError, deadline_after};
 use crate::cq::ResizeError;
-use crate::device::CreateError;
+use crate::device::{CreateError, QpOptions, Reach};
 use crate::event::{AsyncEvent, Object};
+use crate::event_queue::EventQueue;
+use crate::features::Features;
+use crate::limits::Limits;
+use crate::provider;
+use crate::sidr::ResolveError;
 
 /// Handle that closes the engine when the last object of the device is dropped.
 #[derive(Debug)]
@@ -54,22 +68,7 @@ impl Device {
         self.0.address
     }
 
-    /// Returns whether both are the same opened device.
-    pub(crate) fn is(&self, other: &Device) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
-    pub(crate) fn alloc_pd(&self) -> ProtectionDomain {
-        let pd = self.lock().rnic.alloc_pd();
-        let device = self.clone();
-        ProtectionDomain { device, pd }
-    }
-
-    pub(crate) fn create_cq(&self, depth: u32) -> Result<CompletionQueue, CreateError> {
-        self.create_cq_with(depth, CqWaker::new()?)
-    }
-
-    pub(crate) fn create_cq_with(&self, depth: u32, waker: CqWaker) -> Result<CompletionQueue, CreateError> {
+    fn create_cq_with(&self, depth: u32, waker: CqWaker) -> Result<CompletionQueue, CreateError> {
         let waker = Arc::new(waker);
         let mut core = self.lock();
         let cqn = core.rnic.create_cq(depth);
@@ -84,36 +83,131 @@ impl Device {
             waiters: AtomicUsize::new(0),
         })
     }
+}
 
-    pub(crate) fn progress(&self) {
+impl provider::Device for Device {
+    fn limits(&self) -> Limits {
+        Limits::SOFT
+    }
+
+    fn features(&self) -> Features {
+        Features::all()
+    }
+
+    fn writes_by_processor(&self) -> bool {
+        true
+    }
+
+    fn reach(&self, _memory: &dyn Memory) -> Reach {
+        Reach::Direct
+    }
+
+    fn alloc_pd(&self) -> Result<Box<dyn provider::ProtectionDomain>, CreateError> {
+        let pd = self.lock().rnic.alloc_pd();
+        let device = self.clone();
+        Ok(Box::new(ProtectionDomain { device, pd }))
+    }
+
+    fn create_cq(&self, depth: u32) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+        Ok(Box::new(self.create_cq_with(depth, CqWaker::new()?)?))
+    }
+
+    fn create_cq_reporting(
+        &self,
+        depth: u32,
+        events: &EventQueue,
+        token: u64,
+    ) -> Result<Box<dyn provider::CompletionQueue>, CreateError> {
+        let waker = CqWaker::reporting(events, token);
+        Ok(Box::new(self.create_cq_with(depth, waker)?))
+    }
+
+    fn alloc_xrcd(&self) -> Result<Box<dyn provider::XrcDomain>, CreateError> {
+        Ok(Box::new(XrcDomain::new(self)))
+    }
+
+    fn listen(
+        &self,
+        service: ServiceId,
+        _qp_types: &[QpType],
+    ) -> Result<Box<dyn provider::Listener>, ListenError> {
+        Ok(Box::new(Service::offer(self, service, false)?))
+    }
+
+    fn start_connect(
+        &self,
+        pair: ConnectPair<'_>,
+        peer: SocketAddr,
+        params: &ConnectParams,
+        private_data: &[u8],
+    ) -> Result<Box<dyn provider::Connecting>, ConnectError> {
+        Ok(Box::new(Connecting::start(
+            self,
+            pair,
+            peer,
+            params,
+            private_data,
+        )?))
+    }
+
+    fn listen_datagram(&self, port: u16) -> Result<Box<dyn provider::DatagramListener>, ListenError> {
+        Ok(Box::new(Service::offer(self, ServiceId::udp(port), true)?))
+    }
+
+    fn start_resolve(
+        &self,
+        source_port: u16,
+        peer: SocketAddr,
+        private_data: &[u8],
+    ) -> Result<Box<dyn provider::Resolving>, ResolveError> {
+        Ok(Box::new(Resolving::start(self, source_port, peer, private_data)?))
+    }
+
+    fn look_before_sleep(&self, look: &mut dyn FnMut() -> bool) -> bool {
+        Engine::look_before_sleep(self, || look().then_some(())).is_some()
+    }
+
+    fn slept(&self, since: Instant) {
+        Engine::slept(self, since);
+    }
+
+    fn acknowledge(&self) {
+        Engine::acknowledge(self);
+    }
+
+    fn active_mtu(&self) -> PathMtu {
+        device_mtu(self.address())
+    }
+
+    fn progress(&self) {
         self.poll(|| None::<()>);
     }
 
-    pub(crate) fn is_active(&self) -> bool {
+    fn is_active(&self) -> bool {
         !self.lock().rnic.is_down()
     }
 
-    pub(crate) fn send_errors(&self) -> u64 {
+    fn send_errors(&self) -> u64 {
         self.lock().send_errors
     }
 
-    pub(crate) fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
+    fn path_mtu_to(&self, peer: IpAddr) -> io::Result<PathMtu> {
         path_mtu_to(self.address(), peer)
     }
 
-    pub(crate) fn source_port(&self, peer: Qpn) -> io::Result<u16> {
+    fn source_port(&self, peer: Qpn) -> io::Result<u16> {
         self.lock().source_port(peer)
     }
 
-    pub(crate) fn counters(&self) -> Counters {
+    fn counters(&self) -> Counters {
         Engine::counters(self)
     }
 
-    pub(crate) fn fault_counts(&self) -> Option<FaultCounts> {
+    fn fault_counts(&self) -> Option<FaultCounts> {
         self.lock().rnic.fault_counts()
     }
 
-    pub(crate) fn poll_async_event(&self) -> Option<AsyncEvent> {
+    fn poll_async_event(&self) -> Option<AsyncEvent> {
         let take = || self.lock().async_events.take();
         take().or_else(|| {
             self.async_waker.reset_if_woken();
@@ -121,11 +215,11 @@ impl Device {
         })
     }
 
-    pub(crate) fn async_event_fd(&self) -> BorrowedFd<'_> {
+    fn async_event_fd(&self) -> BorrowedFd<'_> {
         self.async_waker.fd().as_fd()
     }
 
-    pub(crate) fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
+    fn wait_async_event(&self, timeout: Duration) -> Option<AsyncEvent> {
         let deadline = deadline_after(timeout);
         let take = || self.lock().async_events.take_and_pass_on();
         loop {
@@ -139,7 +233,7 @@ impl Device {
         }
     }
 
-    pub(crate) fn object_counts(&self) -> (usize, usize, usize) {
+    fn object_counts(&self) -> (usize, usize, usize) {
         self.lock().rnic.object_counts()
     }
 }
@@ -148,6 +242,32 @@ impl Device {
 pub(crate) struct ProtectionDomain {
     pub(super) device: Device,
     pub(super) pd: Pd,
+}
+
+impl provider::ProtectionDomain for ProtectionDomain {
+    fn create_qp(&self, options: &QpOptions) -> Result<Box<dyn provider::QueuePair>, CreateError> {
+        Ok(Box::new(QueuePair::new(self, options)?))
+    }
+
+    fn create_srq(
+        &self,
+        max_wr: u32,
+        xrc: Option<(&crate::XrcDomain, &crate::CompletionQueue)>,
+    ) -> Result<Box<dyn provider::SharedReceiveQueue>, CreateError> {
+        Ok(Box::new(SharedReceiveQueue::new(self, max_wr, xrc)?))
+    }
+
+    fn reg_mr(&self, spec: RegionSpec) -> Result<Box<dyn provider::MemoryRegion>, RegisterError> {
+        Ok(Box::new(MemoryRegion::new(self, spec)?))
+    }
+
+    fn alloc_mr(&self, length_max: u64) -> Result<Box<dyn provider::MemoryRegion>, RegisterError> {
+        Ok(Box::new(MemoryRegion::without_memory(self, length_max)?))
+    }
+
+    fn alloc_mw(&self, window_type: WindowType) -> Result<Box<dyn provider::MemoryWindow>, RegisterError> {
+        Ok(Box::new(MemoryWindow::new(self, window_type)?))
+    }
 }
 
 impl Drop for ProtectionDomain {
@@ -177,56 +297,59 @@ impl Drop for CompletionQueue {
     }
 }
 
-impl CompletionQueue {
-    pub(crate) fn cqn(&self) -> Cqn {
+impl provider::CompletionQueue for CompletionQueue {
+    fn cqn(&self) -> Cqn {
         self.cqn
     }
 
-    #[inline]
-    pub(crate) fn poll(&self) -> Option<WorkCompletion> {
-        self.device.poll(|| self.queue.poll())
+    fn queue(&self) -> Option<&rdmux_rnic::CompletionQueue> {
+        Some(&self.queue)
     }
 
-    pub(crate) fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
+    fn poll(&self) -> Option<WorkCompletion> {
+        self.device.drive_and_look(|| self.queue.poll())
+    }
+
+    fn poll_many(&self, max: usize, into: &mut VecDeque<WorkCompletion>) -> usize {
         let look = || Some(self.queue.poll_many(max, into)).filter(|n| *n > 0);
         self.device.poll(look).unwrap_or(0)
     }
 
-    pub(crate) fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
+    fn poll_into(&self, into: &mut [WorkCompletion]) -> usize {
         let look = || Some(self.queue.poll_into(into)).filter(|n| *n > 0);
         self.device.poll(look).unwrap_or(0)
     }
 
-    pub(crate) fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
+    fn poll_with_time(&self) -> Option<(WorkCompletion, Instant)> {
         let (wc, came) = self.device.poll(|| self.queue.poll_with_time())?;
         Some((wc, self.device.instant(came)))
     }
 
-    pub(crate) fn resize(&self, depth: u32) -> Result<(), ResizeError> {
+    fn resize(&self, depth: u32) -> Result<(), ResizeError> {
         let resized = self.device.lock().rnic.resize_cq(self.cqn, depth);
         resized.map_err(|TooShort| ResizeError::TooShort)
     }
 
-    pub(crate) fn moderate(&self, moderation: Option<Moderation>) {
+    fn moderate(&self, moderation: Option<Moderation>) {
         self.device.lock().rnic.moderate_cq(self.cqn, moderation);
     }
 
-    pub(crate) fn keep_times(&self) {
+    fn keep_times(&self) {
         self.device.lock().rnic.keep_cq_times(self.cqn);
     }
 
-    pub(crate) fn take_event(&self) -> bool {
+    fn take_event(&self) -> bool {
         self.queue.take_notification();
         self.waker.reset_if_woken()
     }
 
-    pub(crate) fn arm(&self, arm: Arm) {
+    fn arm(&self, arm: Arm) {
         self.waker.reset_if_woken();
         self.queue.arm(arm);
         self.device.hand_over();
     }
 
-    pub(crate) fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
+    fn wait(&self, timeout: Duration) -> io::Result<Option<WorkCompletion>> {
         let waker = self.waker.own()?;
         let look = || {
             let (wc, left) = self.queue.poll_and_count()?;
@@ -254,7 +377,7 @@ impl CompletionQueue {
         Ok(found)
     }
 
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+    fn fd(&self) -> BorrowedFd<'_> {
         self.waker.fd()
     }
 }

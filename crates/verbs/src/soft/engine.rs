@@ -515,13 +515,18 @@ impl Engine {
         Time(self.start.elapsed().as_nanos() as u64)
     }
 
-    /// Calls `look`. If it finds nothing, drives on behalf of the polling caller, unless somebody drives already, and calls it again.
-    /// The thread keeps watching the sockets beside a caller that may sleep without further notice. For a caller that comes back, the
-    /// thread stays idle, and acknowledgements wait while requests keep coming in.
+    /// Calls `look`. If it finds nothing, drives on behalf of the polling caller, and calls it again.
     pub(crate) fn poll<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
-        if let Some(found) = look() {
-            return Some(found);
+        match look() {
+            None => self.drive_and_look(look),
+            found => found,
         }
+    }
+
+    /// Drives on behalf of a polling caller who has found nothing, unless somebody drives already, and calls `look`. The thread keeps
+    /// watching the sockets beside a caller that may sleep without further notice. For a caller that comes back, the thread stays idle,
+    /// and acknowledgements wait while requests keep coming in.
+    pub(crate) fn drive_and_look<R>(&self, mut look: impl FnMut() -> Option<R>) -> Option<R> {
         let mut core = self.try_lock()?;
         let now = self.now();
         core.polls = core.polls.wrapping_add(1);

@@ -22,8 +22,35 @@ pub mod trace;
 pub mod udp;
 mod user;
 
+use std::io;
+use std::net::{IpAddr, UdpSocket};
+
+use crate::device::{OpenError, Options};
+use crate::provider::{self, Provider};
+
 /// Protocols between the processes of one host, with their versions. Processes with different versions do not work together, and say so.
 pub const LOCAL_PROTOCOLS: [(&str, u16); 2] = [
     ("group of processes", group::message::VERSION),
     ("shared memory", shm::message::VERSION),
 ];
+
+/// Provider of devices in user space, which every host has.
+#[derive(Debug)]
+pub struct Soft;
+
+impl Provider for Soft {
+    fn name(&self) -> &'static str {
+        "soft"
+    }
+
+    fn open(&self, address: IpAddr, options: &Options) -> Result<Box<dyn provider::Device>, OpenError> {
+        Ok(Box::new(device::Device::open(address, *options)?))
+    }
+
+    fn addresses(&self) -> io::Result<Vec<IpAddr>> {
+        // An IPv6 address may be there and not yet, or no more, be usable.
+        let is_usable = |address: &IpAddr| UdpSocket::bind((*address, 0)).is_ok();
+        let all = udp::local_addresses()?.into_iter();
+        Ok(all.filter(is_usable).collect())
+    }
+}

@@ -7,11 +7,13 @@ use rdmux_rnic::{
     Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
 };
 
-use super::device::{Device, ProtectionDomain};
+use super::device::{CompletionQueue, Device, ProtectionDomain};
 use super::engine::{AttachError, Core};
 use super::shm::stay;
+use super::srq::XrcDomain;
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::event::Object;
+use crate::provider::{self, CompletionQueue as _, own};
 
 #[derive(Debug)]
 pub(crate) struct QueuePair {
@@ -37,30 +39,29 @@ impl Drop for QueuePair {
     }
 }
 
-impl ProtectionDomain {
-    pub(crate) fn create_qp(&self, options: &QpOptions) -> Result<QueuePair, CreateError> {
-        let send_cq = options.send_cq.soft().ok_or(CreateError::OtherDevice)?;
-        let recv_cq = options.recv_cq.soft().ok_or(CreateError::OtherDevice)?;
+impl QueuePair {
+    /// Makes a queue pair in a protection domain.
+    pub(super) fn new(pd: &ProtectionDomain, options: &QpOptions) -> Result<QueuePair, CreateError> {
+        let cqn = |cq| own::<CompletionQueue>(cq).map(|cq| cq.cqn());
+        let send_cqn = cqn(&options.send_cq).ok_or(CreateError::OtherDevice)?;
+        let recv_cqn = cqn(&options.recv_cq).ok_or(CreateError::OtherDevice)?;
+        let xrcd = options.xrcd.as_ref().and_then(own::<XrcDomain>);
         let init = QpInit {
             qp_type: options.qp_type,
             srq: options.srq.as_ref().map(|srq| srq.srqn()),
-            xrcd: options
-                .xrcd
-                .as_ref()
-                .and_then(|xrcd| xrcd.soft())
-                .map(|xrcd| xrcd.number()),
+            xrcd: xrcd.map(XrcDomain::number),
             max_send_wr: options.max_send_wr,
             max_recv_wr: options.max_recv_wr,
-            recv_cq: recv_cq.cqn(),
-            ..QpInit::new(self.pd, send_cq.cqn())
+            recv_cq: recv_cqn,
+            ..QpInit::new(pd.pd, send_cqn)
         };
-        let mut core = self.device.lock();
+        let mut core = pd.device.lock();
         let qpn = core.rnic.create_qp(init).ok_or(CreateError::NoRoom)?;
         let sends = core.rnic.send_queue(qpn).ok_or(CreateError::NoRoom)?;
         let receives = core.rnic.receive_queue(qpn).ok_or(CreateError::NoRoom)?;
         drop(core);
         Ok(QueuePair {
-            device: self.device.clone(),
+            device: pd.device.clone(),
             qpn,
             qp_type: options.qp_type,
             has_srq: options.srq.is_some() || options.qp_type == QpType::XrcRecv,
@@ -68,27 +69,33 @@ impl ProtectionDomain {
             receives,
         })
     }
+
+    /// Waits until no peer accesses memory that was granted for the queue pair.
+    fn wait_for_stays(&self) {
+        let stays = self.device.lock().links.stays_of_qp(self.qpn);
+        stay::wait(&stays);
+    }
 }
 
-impl QueuePair {
-    pub(crate) fn qpn(&self) -> Qpn {
+impl provider::QueuePair for QueuePair {
+    fn qpn(&self) -> Qpn {
         self.qpn
     }
 
-    pub(crate) fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
+    fn post_send(&self, request: SendRequest) -> Result<(), PostError> {
         self.device.post_send(&self.sends, self.qpn, request)
     }
 
-    pub(crate) fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
+    fn post_send_list(&self, requests: Vec<SendRequest>) -> Result<(), PostListError> {
         self.device.post_send_list(&self.sends, self.qpn, requests)
     }
 
-    pub(crate) fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
+    fn bind_mw(&self, wr_id: u64, bind: Bind, flags: SendFlags) -> Result<RKey, PostError> {
         self.device
             .with(|core, now| core.rnic.bind_mw(now, self.qpn, wr_id, bind, flags))
     }
 
-    pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+    fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         match self.receives.post(request) {
             Ok(()) => Ok(()),
             Err(NotPosted::Refused(error)) => Err(error),
@@ -100,7 +107,7 @@ impl QueuePair {
         }
     }
 
-    pub(crate) fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
+    fn modify(&self, to: QpState, attributes: &QpAttributes) -> Result<(), ModifyError> {
         self.device.with(|core, now| {
             if matches!(to, QpState::Reset | QpState::Error) {
                 core.say_last(now, self.qpn);
@@ -120,13 +127,7 @@ impl QueuePair {
         Ok(())
     }
 
-    /// Waits until no peer accesses memory that was granted for the queue pair.
-    fn wait_for_stays(&self) {
-        let stays = self.device.lock().links.stays_of_qp(self.qpn);
-        stay::wait(&stays);
-    }
-
-    pub(crate) fn retire(&self) {
+    fn retire(&self) {
         self.device.with(|core, now| {
             core.say_last(now, self.qpn);
             core.rnic.retire_qp(now, self.qpn);
@@ -135,11 +136,11 @@ impl QueuePair {
         self.wait_for_stays();
     }
 
-    pub(crate) fn query(&self) -> Option<QpInfo> {
+    fn query(&self) -> Option<QpInfo> {
         self.device.lock().rnic.query_qp(self.qpn)
     }
 
-    pub(crate) fn carrier(&self) -> Option<Carrier> {
+    fn carrier(&self) -> Option<Carrier> {
         let core = self.device.lock();
         let info = core.rnic.query_qp(self.qpn).filter(|info| info.path.is_some())?;
         Some(match core.links.why_not(&info) {
@@ -148,11 +149,11 @@ impl QueuePair {
         })
     }
 
-    pub(crate) fn error(&self) -> Option<Status> {
+    fn error(&self) -> Option<Status> {
         self.device.lock().qp_errors.get(&self.qpn).copied()
     }
 
-    pub(crate) fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
+    fn ready_datagram(&self, qkey: u32) -> Result<(), ModifyError> {
         self.device.with(|core, now| {
             let init = QpAttributes {
                 qkey: Some(qkey),
@@ -172,11 +173,11 @@ impl QueuePair {
         })
     }
 
-    pub(crate) fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
+    fn attach_mcast(&self, group: IpAddr) -> Result<(), AttachError> {
         self.device.with(|core, _| core.attach_mcast(self.qpn, group))
     }
 
-    pub(crate) fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
+    fn detach_mcast(&self, group: IpAddr) -> Result<(), McastError> {
         let mut core = self.device.lock();
         core.rnic.detach_mcast(self.qpn, group)?;
         core.leave_groups();

@@ -6,6 +6,7 @@ use rdmux_rnic::{LKey, RKey, RegionSpec, RegisterError, WindowType};
 
 use super::device::{Device, ProtectionDomain};
 use super::shm::stay;
+use crate::provider::{self, MemoryWindow as _, own};
 
 #[derive(Debug)]
 pub(crate) struct MemoryRegion {
@@ -20,48 +21,52 @@ pub(crate) struct MemoryWindow {
     rkey: AtomicU32,
 }
 
-impl ProtectionDomain {
-    pub(crate) fn reg_mr(&self, spec: RegionSpec) -> Result<MemoryRegion, RegisterError> {
+impl MemoryRegion {
+    /// Registers memory in a protection domain.
+    pub(super) fn new(pd: &ProtectionDomain, spec: RegionSpec) -> Result<MemoryRegion, RegisterError> {
         // A second handle, so that memory that is refused is not dropped while the engine is locked.
         let _memory = spec.memory.clone();
-        let (lkey, rkey) = self.device.lock().rnic.reg_mr(self.pd, spec)?;
-        let device = self.device.clone();
+        let (lkey, rkey) = pd.device.lock().rnic.reg_mr(pd.pd, spec)?;
+        let device = pd.device.clone();
         Ok(MemoryRegion { device, lkey, rkey })
     }
 
-    pub(crate) fn alloc_mr(&self, length_max: u64) -> Result<MemoryRegion, RegisterError> {
-        let (lkey, rkey) = self.device.lock().rnic.alloc_mr(self.pd, length_max)?;
-        let device = self.device.clone();
+    /// Makes a region without memory.
+    pub(super) fn without_memory(
+        pd: &ProtectionDomain,
+        length_max: u64,
+    ) -> Result<MemoryRegion, RegisterError> {
+        let (lkey, rkey) = pd.device.lock().rnic.alloc_mr(pd.pd, length_max)?;
+        let device = pd.device.clone();
         Ok(MemoryRegion { device, lkey, rkey })
     }
+}
 
-    pub(crate) fn alloc_mw(&self, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
-        let rkey = self.device.lock().rnic.alloc_mw(self.pd, window_type)?;
+impl MemoryWindow {
+    pub(super) fn new(pd: &ProtectionDomain, window_type: WindowType) -> Result<MemoryWindow, RegisterError> {
+        let rkey = pd.device.lock().rnic.alloc_mw(pd.pd, window_type)?;
         Ok(MemoryWindow {
-            device: self.device.clone(),
+            device: pd.device.clone(),
             rkey: AtomicU32::new(rkey.0),
         })
     }
 }
 
-impl MemoryRegion {
-    pub(crate) fn lkey(&self) -> LKey {
+impl provider::MemoryRegion for MemoryRegion {
+    fn lkey(&self) -> LKey {
         self.lkey
     }
 
-    pub(crate) fn rkey(&self) -> RKey {
+    fn rkey(&self) -> RKey {
         self.rkey
     }
 
-    pub(crate) fn has_windows(&self) -> bool {
+    fn has_windows(&self) -> bool {
         self.device.lock().rnic.has_mws(self.lkey)
     }
 
-    pub(crate) fn rereg(
-        &mut self,
-        pd: &ProtectionDomain,
-        replacement: RegionSpec,
-    ) -> Result<(), RegisterError> {
+    fn rereg(&mut self, pd: &crate::ProtectionDomain, replacement: RegionSpec) -> Result<(), RegisterError> {
+        let pd = own::<ProtectionDomain>(pd).ok_or(RegisterError::NoPd)?;
         // A second handle, so that memory that is refused is not dropped while the engine is locked.
         let _memory = replacement.memory.clone();
         let mut core = self.device.lock();
@@ -90,12 +95,12 @@ impl Drop for MemoryRegion {
     }
 }
 
-impl MemoryWindow {
-    pub(crate) fn rkey(&self) -> RKey {
+impl provider::MemoryWindow for MemoryWindow {
+    fn rkey(&self) -> RKey {
         RKey(self.rkey.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn set_rkey(&self, rkey: RKey) {
+    fn set_rkey(&self, rkey: RKey) {
         self.rkey.store(rkey.0, Ordering::Relaxed);
     }
 }

@@ -1,6 +1,7 @@
 //! Datagram services of a soft device.
 
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,43 +12,10 @@ use rdmux_wire::cm::{IpAddressing, RejReason, ServiceId, SidrStatus};
 use super::cm::Service;
 use super::device::Device;
 use super::engine::{CmQueue, CmSink, ConnectionEntry};
-use super::qp::QueuePair;
-use crate::cm::{Arrival, ListenError, deadline_after};
+use crate::cm::{Arrival, deadline_after};
+use crate::event_queue::EventQueue;
+use crate::provider::{self, ServiceRequest as _};
 use crate::sidr::{AnswerError, Found, ResolveError};
-
-impl Device {
-    pub(crate) fn start_resolve(
-        &self,
-        src_port: u16,
-        peer: SocketAddr,
-        private_data: &[u8],
-    ) -> Result<Resolving, ResolveError> {
-        let (address, events) = (peer.ip(), Arc::new(CmQueue::new()));
-        let addressing = IpAddressing {
-            src_port,
-            src: self.address(),
-            dst: address,
-        };
-        let id = self.with(|core, now| {
-            let service = ServiceId::udp(peer.port());
-            let cm = core.rnic.cm();
-            let id = cm.resolve(now, address, service, Some(addressing), private_data)?;
-            let (sink, qpn, record) = (CmSink::of(&events), None, None);
-            core.connections.insert(id, ConnectionEntry { sink, qpn, record });
-            Ok::<_, CmError>(id)
-        })?;
-        Ok(Resolving {
-            device: self.clone(),
-            address,
-            events,
-            id: Some(id),
-        })
-    }
-
-    pub(crate) fn listen_datagram(&self, port: u16) -> Result<Service, ListenError> {
-        Service::offer(self, ServiceId::udp(port), true)
-    }
-}
 
 /// A request for a datagram service. Dropping it ends it.
 #[derive(Debug)]
@@ -60,8 +28,37 @@ pub(crate) struct Resolving {
 }
 
 impl Resolving {
-    /// Returns the result, once.
-    pub(crate) fn poll(&mut self) -> Option<Result<Found, ResolveError>> {
+    pub(super) fn start(
+        device: &Device,
+        src_port: u16,
+        peer: SocketAddr,
+        private_data: &[u8],
+    ) -> Result<Resolving, ResolveError> {
+        let (address, events) = (peer.ip(), Arc::new(CmQueue::new()));
+        let addressing = IpAddressing {
+            src_port,
+            src: device.address(),
+            dst: address,
+        };
+        let id = device.with(|core, now| {
+            let service = ServiceId::udp(peer.port());
+            let cm = core.rnic.cm();
+            let id = cm.resolve(now, address, service, Some(addressing), private_data)?;
+            let (sink, qpn, record) = (CmSink::of(&events), None, None);
+            core.connections.insert(id, ConnectionEntry { sink, qpn, record });
+            Ok::<_, CmError>(id)
+        })?;
+        Ok(Resolving {
+            device: device.clone(),
+            address,
+            events,
+            id: Some(id),
+        })
+    }
+}
+
+impl provider::Resolving for Resolving {
+    fn poll(&mut self) -> Option<Result<Found, ResolveError>> {
         let (_, event) = self.events.poll()?;
         self.id = None;
         Some(match event {
@@ -83,8 +80,8 @@ impl Resolving {
         })
     }
 
-    /// Waits for the result. The engine ends a request that the peer does not answer.
-    pub(crate) fn wait(mut self) -> Result<Found, ResolveError> {
+    // The engine ends a request that the peer does not answer.
+    fn wait(&mut self) -> Result<Found, ResolveError> {
         loop {
             let seen = self.events.seen();
             if let Some(result) = self.poll() {
@@ -94,8 +91,8 @@ impl Resolving {
         }
     }
 
-    pub(crate) fn events(&self) -> &CmQueue {
-        &self.events
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.events.notify(events, token);
     }
 }
 
@@ -110,9 +107,8 @@ impl Drop for Resolving {
     }
 }
 
-impl Service {
-    /// Returns the next request of a peer that looks for a datagram service.
-    pub(crate) fn accept_datagram(&self, timeout: Duration) -> Option<ServiceRequest> {
+impl provider::DatagramListener for Service {
+    fn accept(&self, timeout: Duration) -> Option<Box<dyn provider::ServiceRequest>> {
         let deadline = deadline_after(timeout);
         loop {
             if let (
@@ -126,7 +122,7 @@ impl Service {
                 },
             ) = self.wait(deadline)?
             {
-                return Some(ServiceRequest {
+                return Some(Box::new(ServiceRequest {
                     device: self.device.clone(),
                     id,
                     arrival,
@@ -134,9 +130,17 @@ impl Service {
                     peer_port: addressing.map_or(0, |from| from.src_port),
                     private_data,
                     decided: false,
-                });
+                }));
             }
         }
+    }
+
+    fn notify(&self, events: &EventQueue, token: u64) {
+        self.events.notify(events, token);
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.own.as_fd()
     }
 }
 
@@ -145,22 +149,38 @@ impl Service {
 pub(crate) struct ServiceRequest {
     device: Device,
     id: CmId,
-    pub(crate) arrival: Arrival,
-    pub(crate) peer: IpAddr,
-    pub(crate) peer_port: u16,
-    pub(crate) private_data: Vec<u8>,
+    arrival: Arrival,
+    peer: IpAddr,
+    peer_port: u16,
+    private_data: Vec<u8>,
     decided: bool,
 }
 
-impl ServiceRequest {
-    pub(crate) fn accept(&mut self, qp: &QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
+impl provider::ServiceRequest for ServiceRequest {
+    fn peer(&self) -> IpAddr {
+        self.peer
+    }
+
+    fn peer_port(&self) -> u16 {
+        self.peer_port
+    }
+
+    fn arrival(&self) -> Arrival {
+        self.arrival
+    }
+
+    fn private_data(&self) -> &[u8] {
+        &self.private_data
+    }
+
+    fn accept(&mut self, qp: &crate::QueuePair, private_data: &[u8]) -> Result<(), AnswerError> {
         let serves = |state| matches!(state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
         let info = qp
             .query()
             .filter(|info| info.qp_type == QpType::Ud && serves(info.state))
             .ok_or(AnswerError::NotReady)?;
         let answered = self.device.with(|core, now| {
-            let (valid, qpn) = (SidrStatus::VALID, qp.qpn);
+            let (valid, qpn) = (SidrStatus::VALID, qp.qpn());
             let cm = core.rnic.cm();
             cm.answer(now, self.id, valid, qpn, info.qkey, private_data)
         });
@@ -171,7 +191,7 @@ impl ServiceRequest {
         })
     }
 
-    pub(crate) fn refuse(&mut self, private_data: &[u8]) {
+    fn reject(&mut self, private_data: &[u8]) {
         self.decided = true;
         let id = self.id;
         self.device.with(|core, now| {
@@ -184,7 +204,7 @@ impl ServiceRequest {
 impl Drop for ServiceRequest {
     fn drop(&mut self) {
         if !self.decided {
-            self.refuse(&[]);
+            self.reject(&[]);
         }
     }
 }

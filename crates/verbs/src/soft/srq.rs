@@ -1,12 +1,11 @@
 //! Shared receive queues and XRC domains of a soft device.
 
-use rdmux_rnic::{
-    Cqn, NotPosted, PostError, ReceiveQueue, RecvRequest, SrqError, SrqInfo, SrqInit, Srqn, Xrcd,
-};
+use rdmux_rnic::{NotPosted, PostError, ReceiveQueue, RecvRequest, SrqError, SrqInfo, SrqInit, Srqn, Xrcd};
 
-use super::device::{Device, ProtectionDomain};
+use super::device::{CompletionQueue, Device, ProtectionDomain};
 use crate::device::CreateError;
 use crate::event::Object;
+use crate::provider::{self, CompletionQueue as _, own};
 
 #[derive(Debug)]
 pub(crate) struct SharedReceiveQueue {
@@ -24,32 +23,44 @@ impl Drop for SharedReceiveQueue {
     }
 }
 
-impl ProtectionDomain {
-    pub(crate) fn create_srq(
-        &self,
+impl SharedReceiveQueue {
+    /// Makes a shared receive queue; for XRC with its domain and the queue for its completions.
+    pub(super) fn new(
+        pd: &ProtectionDomain,
         max_wr: u32,
-        xrc: Option<(Xrcd, Cqn)>,
+        xrc: Option<(&crate::XrcDomain, &crate::CompletionQueue)>,
     ) -> Result<SharedReceiveQueue, CreateError> {
-        let pd = self.pd;
-        let mut core = self.device.lock();
-        let srqn = core.rnic.create_srq(SrqInit { pd, max_wr, xrc });
+        let number = |(xrcd, cq)| {
+            let cqn = own::<CompletionQueue>(cq).map(|cq| cq.cqn());
+            own::<XrcDomain>(xrcd).map(XrcDomain::number).zip(cqn)
+        };
+        let xrc = match xrc {
+            Some(xrc) => Some(number(xrc).ok_or(CreateError::OtherDevice)?),
+            None => None,
+        };
+        let mut core = pd.device.lock();
+        let srqn = core.rnic.create_srq(SrqInit {
+            pd: pd.pd,
+            max_wr,
+            xrc,
+        });
         let srqn = srqn.ok_or(CreateError::NoRoom)?;
         let receives = core.rnic.srq_receives(srqn).ok_or(CreateError::NoRoom)?;
         drop(core);
         Ok(SharedReceiveQueue {
-            device: self.device.clone(),
+            device: pd.device.clone(),
             srqn,
             receives,
         })
     }
 }
 
-impl SharedReceiveQueue {
-    pub(crate) fn srqn(&self) -> Srqn {
+impl provider::SharedReceiveQueue for SharedReceiveQueue {
+    fn srqn(&self) -> Srqn {
         self.srqn
     }
 
-    pub(crate) fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
+    fn post_recv(&self, request: RecvRequest) -> Result<(), PostError> {
         self.receives.post(request).map_err(|why| match why {
             NotPosted::Refused(error) => error,
             // The queue is closed when it is destroyed, and never before.
@@ -57,11 +68,11 @@ impl SharedReceiveQueue {
         })
     }
 
-    pub(crate) fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
+    fn modify(&self, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), SrqError> {
         self.device.lock().rnic.modify_srq(self.srqn, max_wr, limit)
     }
 
-    pub(crate) fn query(&self) -> Option<SrqInfo> {
+    fn query(&self) -> Option<SrqInfo> {
         self.device.lock().rnic.query_srq(self.srqn)
     }
 }
@@ -78,15 +89,15 @@ impl Drop for XrcDomain {
     }
 }
 
-impl Device {
-    pub(crate) fn alloc_xrcd(&self) -> XrcDomain {
-        let xrcd = self.lock().rnic.alloc_xrcd();
-        let device = self.clone();
-        XrcDomain { device, xrcd }
-    }
-}
+impl provider::XrcDomain for XrcDomain {}
 
 impl XrcDomain {
+    pub(super) fn new(device: &Device) -> XrcDomain {
+        let xrcd = device.lock().rnic.alloc_xrcd();
+        let device = device.clone();
+        XrcDomain { device, xrcd }
+    }
+
     pub(crate) fn number(&self) -> Xrcd {
         self.xrcd
     }

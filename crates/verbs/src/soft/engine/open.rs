@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use rdmux_rnic::Traffic;
 use rdmux_rnic::faults::{Spec, SpecError};
 
-use crate::provider::Provider;
+use crate::provider::{self, UnknownProvider};
 use crate::soft::capture::CaptureError;
 use crate::soft::faults;
 use crate::soft::group::GroupError;
@@ -28,9 +28,9 @@ pub struct Options {
     /// Faults of the device's port, in both directions and over all carriers; `None`: as [`crate::soft::faults::set_process_faults`] or
     /// the environment variable `RDMUX_FAULT` says, else none. With faults, WRITE and READ within the host go by packets too.
     pub faults: Option<Spec>,
-    /// Kind of the device; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else soft. Of the
-    /// other options, an RNIC uses [`Options::waiting`] alone.
-    pub provider: Option<Provider>,
+    /// Name of the provider; `None`: as [`crate::set_process_provider`] or the environment variable `RDMUX_PROVIDER` says, else the first
+    /// that was registered. Of the other options, an RNIC uses [`Options::waiting`] alone.
+    pub provider: Option<&'static str>,
 }
 
 /// Use of shared memory between devices of one user on one host.
@@ -44,8 +44,7 @@ pub enum SharedMemory {
 }
 
 /// Environment variables that take one of a few words: name, words, description.
-const VARIABLES: [(&str, &[&str], &str); 4] = [
-    ("RDMUX_PROVIDER", &Provider::NAMES, "soft or hw"),
+const VARIABLES: [(&str, &[&str], &str); 3] = [
     ("RDMUX_SHM", &["on", "off"], "on or off"),
     (
         "RDMUX_TRACE",
@@ -68,6 +67,14 @@ pub fn check_environment() -> Result<(), OpenError> {
         };
         let value = value.to_string_lossy().into_owned();
         if !value.is_empty() && !words.contains(&value.as_str()) {
+            let takes = takes.into();
+            return Err(OpenError::Environment { name, value, takes });
+        }
+    }
+    if let Some(value) = std::env::var_os("RDMUX_PROVIDER").filter(|value| !value.is_empty()) {
+        let (name, value) = ("RDMUX_PROVIDER", value.to_string_lossy().into_owned());
+        if provider::named(&value).is_err() {
+            let takes = provider::names();
             return Err(OpenError::Environment { name, value, takes });
         }
     }
@@ -93,6 +100,14 @@ pub enum OpenError {
     /// The RNIC cannot be used.
     #[error(transparent)]
     Hw(#[from] crate::hw::OpenError),
+    /// No provider is registered.
+    #[error(
+        "this process has no provider of devices: call `register` of a provider's crate before it opens a device"
+    )]
+    NoProvider,
+    /// No provider of the chosen name is registered.
+    #[error(transparent)]
+    UnknownProvider(#[from] UnknownProvider),
     /// The options ask an RNIC for a feature that only the soft device has.
     #[error("{0} exist only for soft devices, not for an RNIC of provider hw")]
     SoftOnly(&'static str),
@@ -104,7 +119,7 @@ pub enum OpenError {
         /// Its value.
         value: String,
         /// The values that it takes.
-        takes: &'static str,
+        takes: String,
     },
     /// `RDMUX_FAULT` is not a valid fault specification.
     #[error("RDMUX_FAULT: {0}")]
