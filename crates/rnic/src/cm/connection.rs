@@ -355,7 +355,7 @@ impl Cm {
             let ids = (0, req.local_comm_id);
             cm.send(peer, rej_with(tid, ids, Answered::Req, reason, ari, &[]));
         };
-        let Some(undecided) = self.listeners.get(&req.service_id).copied() else {
+        let Some(listener) = self.listeners.get(&req.service_id).copied() else {
             return refuse(self, RejReason::INVALID_SERVICE_ID, &[]);
         };
         let gid = to_gid(self.address);
@@ -369,7 +369,7 @@ impl Cm {
             return self.end_stale(now, id);
         }
         // Drop the request without an answer, as TCP does: the peer repeats it, and there may be room then.
-        if undecided >= BACKLOG_MAX {
+        if listener.undecided >= BACKLOG_MAX {
             return;
         }
         let Some(id) = self.new_id() else {
@@ -388,13 +388,14 @@ impl Cm {
         connection.peer_response = req.local_response_timeout;
         connection.rest = req.local_ack_timeout.clamp(REST_MIN, REST_MAX);
         connection.decide_by = now + DECISION_NS;
+        connection.message = emit(&Message::Req(*req), tid);
         // An MRA must reach the peer within the response timeout that the peer gave.
         let half = now + nanoseconds(req.remote_response_timeout) / 2;
         let deadline = half.min(connection.decide_by);
         self.by_request.insert(key, id);
         self.by_qp.insert(connection.qp_key(), id);
         self.connections.insert(id, connection);
-        self.listeners.insert(req.service_id, undecided + 1);
+        self.requested(req.service_id);
         self.set_deadline(id, Some(deadline));
         self.events.push_back(CmEvent::Request {
             id: CmId(id),
@@ -430,12 +431,11 @@ impl Cm {
         }
     }
 
-    /// Returns the connection, or the resolution, of a request that the peer repeats. A peer draws its communication ids at random, so
-    /// another request may have the id of one whose answer is still kept: its transaction id tells them apart. 13.4.6.4.
+    /// Returns the connection, or the resolution, of a request that the peer repeats.
     pub(super) fn repeated(&mut self, key: &RequestKey, tid: u64) -> Option<u32> {
         let id = self.by_request.get(key).copied()?;
         let c = self.connections.get_mut(&id)?;
-        if c.state == ConnectionState::TimeWait && c.request_tid != tid {
+        if !c.is_of(tid) {
             c.request = None;
             self.by_request.remove(key);
             return None;

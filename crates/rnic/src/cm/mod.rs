@@ -8,11 +8,14 @@
 //! A datagram service has no connection. Its clients ask only for its QPN and Q_Key: [`Cm::resolve`], [`CmEvent::SidrRequest`],
 //! [`Cm::answer`], [`CmEvent::SidrReply`]. 12.11.
 //!
+//! Several devices of one address can listen for the same service: their user places the requests ([`Cm::defer_requests`]).
+//!
 //! Both sides exchange what rdmux needs to know in the ECE fields, never in the user's private data.
 //!
 //! `tests/cm_table.rs` has a table of every state and every event.
 
 mod connection;
+mod placement;
 mod sidr;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -27,6 +30,7 @@ use rdmux_wire::roce::{PathMtu, Transport};
 use rdmux_wire::{Psn, Qpn};
 use strum::VariantArray;
 
+pub use self::placement::{ListenerLoad, Request};
 use crate::backlog::Backlog;
 use crate::device::{CmDetail, Config};
 use crate::time::Time;
@@ -311,7 +315,8 @@ struct Connection {
     /// Passive: set when the REQ had our extensions.
     extended: bool,
     tid: u64,
-    /// The message that is repeated until it is answered, or when the peer repeats the message that caused it.
+    /// The message that is repeated until it is answered, or when the peer repeats the message that caused it. While the user has yet to
+    /// decide on a request: the request.
     message: Mad,
     tries: u8,
     tries_max: u8,
@@ -354,6 +359,15 @@ impl Connection {
     }
 }
 
+/// A service for which the user listens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Listener {
+    /// Requests that the user has not decided on.
+    undecided: usize,
+    /// All requests.
+    requests: u64,
+}
+
 /// The connections of a device.
 #[derive(Debug)]
 pub struct Cm {
@@ -363,8 +377,10 @@ pub struct Cm {
     window_log2: u8,
     rng: ChaCha12Rng,
     next_tid: u64,
-    /// Services with a listener, each with the number of requests that the user has not decided on.
-    listeners: HashMap<ServiceId, usize>,
+    listeners: HashMap<ServiceId, Listener>,
+    /// Set when the user places requests, and the requests to place.
+    defers: bool,
+    deferred: Vec<Request>,
     connections: HashMap<u32, Connection>,
     /// Passive side: connections by their requests.
     by_request: HashMap<RequestKey, u32>,
@@ -393,6 +409,8 @@ impl Cm {
             next_tid: rng.next_u64(),
             rng,
             listeners: HashMap::new(),
+            defers: false,
+            deferred: Vec::new(),
             connections: HashMap::new(),
             by_request: HashMap::new(),
             by_qp: HashMap::new(),
@@ -408,21 +426,12 @@ impl Cm {
 
     /// Starts accepting requests for a service: connections to it and resolutions of it.
     pub fn listen(&mut self, service: ServiceId) {
-        self.listeners.entry(service).or_insert(0);
+        self.listeners.entry(service).or_default();
     }
 
     /// Starts refusing requests for a service, and refuses those that the user has not decided on.
     pub fn unlisten(&mut self, now: Time, service: ServiceId) {
-        let undecided = |c: &Connection| c.state.is_undecided() && c.service == service;
-        let mut ids: Vec<u32> = self
-            .connections
-            .iter()
-            .filter(|(_, c)| undecided(c))
-            .map(|(id, _)| *id)
-            .collect();
-        // The outcome must not depend on the order of a hash map.
-        ids.sort_unstable();
-        for id in ids {
+        for id in self.undecided(service) {
             self.reject(now, CmId(id), RejReason::INVALID_SERVICE_ID, &[]);
         }
         self.listeners.remove(&service);
@@ -535,7 +544,7 @@ impl Cm {
             return;
         };
         match message {
-            Message::Req(req) => self.handle_req(now, peer, tid, &req),
+            Message::Req(req) => self.receive_request(now, Request::connect(peer, tid, req)),
             Message::Rep(rep) => self.handle_rep(now, peer, tid, &rep),
             Message::Rtu(rtu) => self.handle_rtu(peer, tid, &rtu),
             Message::Rej(rej) => self.handle_rej(now, peer, &rej),
@@ -545,7 +554,7 @@ impl Cm {
             Message::Lap(lap) => self.handle_lap(peer, tid, &lap),
             // An APR answers a LAP, and this side never sends one.
             Message::Apr(_) => {}
-            Message::SidrReq(req) => self.handle_sidr_req(now, peer, tid, &req),
+            Message::SidrReq(req) => self.receive_request(now, Request::resolve(peer, tid, req)),
             Message::SidrRep(rep) => self.handle_sidr_rep(now, peer, &rep),
         }
     }
@@ -729,8 +738,16 @@ impl Cm {
 
     /// Counts one undecided request of a service less.
     fn decided(&mut self, service: ServiceId) {
-        if let Some(undecided) = self.listeners.get_mut(&service) {
-            *undecided = undecided.saturating_sub(1);
+        if let Some(listener) = self.listeners.get_mut(&service) {
+            listener.undecided = listener.undecided.saturating_sub(1);
+        }
+    }
+
+    /// Counts a request of a service, which the user has yet to decide on.
+    fn requested(&mut self, service: ServiceId) {
+        if let Some(listener) = self.listeners.get_mut(&service) {
+            listener.undecided += 1;
+            listener.requests += 1;
         }
     }
 

@@ -94,11 +94,11 @@ impl Cm {
             };
             emit(&Message::SidrRep(rep), tid)
         };
-        let Some(undecided) = self.listeners.get(&req.service_id).copied() else {
+        let Some(listener) = self.listeners.get(&req.service_id).copied() else {
             return self.send(peer, refusal(SidrStatus::UNSUPPORTED));
         };
         // Drop the request without an answer: the peer repeats it, and there may be room then.
-        if undecided >= BACKLOG_MAX {
+        if listener.undecided >= BACKLOG_MAX {
             return;
         }
         let Some(id) = self.new_id() else {
@@ -108,9 +108,10 @@ impl Cm {
         let mut request = Connection::new(ConnectionState::SidrReqReceived, req.service_id, peer, tid);
         request.request = Some(key);
         request.remote_id = req.request_id;
+        request.message = emit(&Message::SidrReq(*req), tid);
         self.by_request.insert(key, id);
         self.connections.insert(id, request);
-        self.listeners.insert(req.service_id, undecided + 1);
+        self.requested(req.service_id);
         self.set_deadline(id, Some(now + DECISION_NS));
         self.events.push_back(CmEvent::SidrRequest {
             id: CmId(id),

@@ -58,6 +58,7 @@ disconnect             | TimeWait REJ4 -           | TimeWait REJ4 -         | D
 answer                 | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 answer, too much       | = - !NoSuchRequest        | = - !NoSuchRequest      | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 unlisten               | .                         | .                       | .                          | .                          | .                          | 12.6.7
+release                | .                         | .                       | .                          | .                          | .                          | -
 orphan                 | .                         | .                       | .                          | .                          | .                          | 12.9.8
 destroy                | gone - -                  | gone - -                | gone - -                   | gone - -                   | gone - -                   | -
 ";
@@ -100,6 +101,7 @@ disconnect             | TimeWait REJ28 -                  | TimeWait REJ28 -   
 answer                 | = - !NoSuchRequest                | = - !NoSuchRequest                | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 answer, too much       | = - !NoSuchRequest                | = - !NoSuchRequest                | = - !NoSuchRequest         | = - !NoSuchRequest         | = - !NoSuchRequest         | 12.11.2
 unlisten               | TimeWait REJ8 -                   | TimeWait REJ8 -                   | .                          | .                          | .                          | 12.6.7
+release                | gone - -                          | gone - -                          | .                          | .                          | .                          | -
 orphan                 | .                                 | .                                 | .                          | .                          | .                          | 12.9.8
 destroy                | gone - -                          | gone - -                          | gone - -                   | gone - -                   | gone - -                   | -
 ";
@@ -142,6 +144,7 @@ disconnect             | .                          | .                       | 
 answer                 | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.11.2
 answer, too much       | = - !NoSuchRequest         | = - !NoSuchRequest      | = - !NoSuchRequest      | 12.11.2
 unlisten               | .                          | .                       | .                       | 12.6.7
+release                | .                          | .                       | .                       | -
 orphan                 | .                          | .                       | DreqSent DREQ -         | 12.9.8
 destroy                | gone - -                   | gone - -                | .                       | -
 ";
@@ -184,6 +187,7 @@ disconnect             | TimeWait - -            | TimeWait SIDR_REP2 -         
 answer                 | = - !NoSuchRequest      | TimeWait SIDR_REP0 -            | = - !NoSuchRequest      | 12.11.2
 answer, too much       | = - !NoSuchRequest      | = - !PrivateDataTooLong         | = - !NoSuchRequest      | 12.11.2
 unlisten               | .                       | TimeWait SIDR_REP1 -            | .                       | 12.6.7
+release                | .                       | gone - -                        | .                       | -
 orphan                 | .                       | .                               | .                       | 12.9.8
 destroy                | gone - -                | gone - -                        | gone - -                | -
 ";
@@ -531,6 +535,7 @@ impl Bench {
                 self.cm.disconnect_orphan(now, &peering);
             }
             "unlisten" => self.cm.unlisten(now, SERVICE),
+            "release" => drop(self.cm.release_all(SERVICE)),
             "destroy" => self.cm.destroy(id),
             other => panic!("no event {other}"),
         }
@@ -613,7 +618,7 @@ fn observed(column: &str, event: &str) -> String {
 }
 
 /// Every event, in the order of the rows.
-const EVENTS: [&str; 37] = [
+const EVENTS: [&str; 38] = [
     "REQ",
     "REQ same QP",
     "REQ other service",
@@ -649,6 +654,7 @@ const EVENTS: [&str; 37] = [
     "answer",
     "answer, too much",
     "unlisten",
+    "release",
     "orphan",
     "destroy",
 ];

@@ -2,6 +2,7 @@
 
 mod basic;
 mod cm;
+mod cm_placement;
 mod cm_table;
 mod counted;
 mod cq;
