@@ -509,6 +509,16 @@ impl ConnectionRequest {
         self.provided.attributes(to, params)
     }
 
+    /// Passes the request to another engine of the device ([`Device::open_engine`]). The engine's listener gets it as if it had arrived there;
+    /// an engine that does not listen for the service refuses it.
+    ///
+    /// # Errors
+    /// [`ConnectError::OtherDevice`] if `engine` is none of this device: the request is refused.
+    pub fn pass_to(mut self, engine: &Device) -> Result<(), ConnectError> {
+        let is_passed = self.provided.pass_to(engine);
+        is_passed.then_some(()).ok_or(ConnectError::OtherDevice)
+    }
+
     /// Refuses the request.
     pub fn reject(mut self, private_data: &[u8]) {
         self.provided.reject(private_data);

@@ -111,6 +111,21 @@ impl Device {
         })))
     }
 
+    /// Opens another engine of the device, with the same options. It has objects, a thread, a slot and sockets of its own, which it does not
+    /// share with the others on the path of data, and counts as a process among those that share the address. Objects of different engines
+    /// cannot be combined. Engines listen for a service together: each request goes to the listener with the fewest requests that are not
+    /// decided, and of those to the one whose engine has the fewest connections.
+    ///
+    /// # Errors
+    /// Errors of [`Device::open`]. Provider `hw` has no engines ([`OpenError::SoftOnly`]).
+    pub fn open_engine(&self) -> Result<Device, OpenError> {
+        Ok(Device(Arc::new(DeviceInner {
+            provided: self.provided().open_engine()?,
+            provider: self.provider(),
+            address: self.address(),
+        })))
+    }
+
     /// Returns the local addresses on which this process can open a device, of the provider that [`Device::open`] takes: those of
     /// the interfaces that are up, loopback last, or those of the host's RDMA devices. A soft device can also be opened on every
     /// other address of 127.0.0.0/8, which hosts have without a list.

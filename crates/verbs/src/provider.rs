@@ -65,6 +65,11 @@ pub fn own<T: Any>(object: &impl Provided) -> Option<&T> {
 
 /// See [`crate::Device`].
 pub trait Device: Any + Debug + Send + Sync {
+    /// See [`crate::Device::open_engine`].
+    fn open_engine(&self) -> Result<Box<dyn Device>, OpenError> {
+        Err(OpenError::SoftOnly("engines"))
+    }
+
     /// See [`crate::Device::limits`].
     fn limits(&self) -> Limits;
 
@@ -389,6 +394,11 @@ pub trait ConnectionRequest: Any + Debug + Send + Sync {
     /// See [`crate::ConnectionRequest::attributes`].
     fn attributes(&self, _to: QpState, _params: &ConnectParams) -> Result<QpAttributes, ConnectError> {
         Err(no_external())
+    }
+
+    /// See [`crate::ConnectionRequest::pass_to`]: returns whether `engine` is one of this device.
+    fn pass_to(&mut self, _engine: &crate::Device) -> bool {
+        false
     }
 
     /// See [`crate::ConnectionRequest::reject`].

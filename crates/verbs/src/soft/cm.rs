@@ -398,7 +398,7 @@ impl Service {
         let events = Arc::new(CmQueue::with_events(&own));
         let sink = CmSink::of(&events);
         // Registered last of all steps that can fail: dropping a complete service unregisters it, and nothing else does.
-        device.register_service(id)?;
+        device.engines.register(device, id, datagrams)?;
         let mut core = device.lock();
         core.listeners.insert(id, ListenerEntry { sink, datagrams });
         core.rnic.cm().listen(id);
@@ -427,11 +427,7 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        self.device.with(|core, now| {
-            core.rnic.cm().unlisten(now, self.id);
-            core.listeners.remove(&self.id);
-        });
-        self.device.unregister_service(self.id);
+        self.device.engines.unregister(&self.device, self.id);
     }
 }
 
@@ -605,6 +601,16 @@ impl provider::ConnectionRequest for ConnectionRequest {
         };
         let agreed = self.device.with(|core, _| self.agree(core, &pair, params))?;
         Ok(agreed.attributes(to))
+    }
+
+    fn pass_to(&mut self, engine: &crate::Device) -> bool {
+        let engine = own::<Device>(engine);
+        let Some(engine) = engine.filter(|engine| Arc::ptr_eq(&self.device.engines, &engine.engines)) else {
+            return false;
+        };
+        self.decided = true;
+        engine.engines.pass(&self.device, self.id, engine);
+        true
     }
 
     fn reject(&mut self, private_data: &[u8]) {

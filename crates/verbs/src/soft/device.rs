@@ -18,6 +18,7 @@ use rdmux_wire::roce::PathMtu;
 
 use super::cm::{Connecting, Service};
 use super::engine::{CqWaker, Engine, OpenError, Options, device_mtu, path_mtu_to};
+use super::engines::Engines;
 use super::faults::FaultCounts;
 use super::qp::QueuePair;
 use super::region::{MemoryRegion, MemoryWindow};
@@ -38,6 +39,7 @@ use crate::sidr::ResolveError;
 struct Handle {
     engine: Arc<Engine>,
     address: IpAddr,
+    options: Options,
 }
 
 impl Drop for Handle {
@@ -46,7 +48,7 @@ impl Drop for Handle {
     }
 }
 
-/// A device. Each of its objects holds a clone.
+/// A device with one of its engines. Each object of the engine holds a clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Device(Arc<Handle>);
 
@@ -60,8 +62,16 @@ impl Deref for Device {
 
 impl Device {
     pub(crate) fn open(address: IpAddr, options: Options) -> Result<Device, OpenError> {
-        let engine = Engine::open(address, options)?;
-        Ok(Device(Arc::new(Handle { engine, address })))
+        Device::with_engine(address, options, Arc::default())
+    }
+
+    fn with_engine(address: IpAddr, options: Options, engines: Arc<Engines>) -> Result<Device, OpenError> {
+        let engine = Engine::open(address, options, engines)?;
+        Ok(Device(Arc::new(Handle {
+            engine,
+            address,
+            options,
+        })))
     }
 
     pub(crate) fn address(&self) -> IpAddr {
@@ -86,6 +96,16 @@ impl Device {
 }
 
 impl provider::Device for Device {
+    fn open_engine(&self) -> Result<Box<dyn provider::Device>, OpenError> {
+        let Handle {
+            engine,
+            address,
+            options,
+        } = &*self.0;
+        let device = Device::with_engine(*address, *options, engine.engines.clone())?;
+        Ok(Box::new(device))
+    }
+
     fn limits(&self) -> Limits {
         Limits::SOFT
     }

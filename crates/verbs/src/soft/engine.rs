@@ -31,7 +31,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rdmux_rnic::cm::{CmEvent, CmId, Peering};
+use rdmux_rnic::cm::{CmEvent, CmId, Peering, Request};
 use rdmux_rnic::trace::{ConnectionNote, Note};
 use rdmux_rnic::{
     ArmedQueues, Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path,
@@ -58,8 +58,9 @@ use self::sockets::TxSockets;
 use self::standby::Standby;
 pub(crate) use self::waker::{CmQueue, CmSink, CqWaker, Waker};
 use super::capture;
+use super::engines::Engines;
 use super::faults::{self, Leaving};
-use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record};
+use super::group::{Calls, Group, GroupError, MadDatagram, OwnRecords, Record, ServiceClaim};
 use super::load::{conditions, current_cpu};
 use super::mcast::Memberships;
 use super::metrics::{self, DeviceMetrics};
@@ -210,12 +211,15 @@ pub(crate) struct Locked<'a> {
 struct Behind<'a> {
     engine: &'a Engine,
     ended: Vec<Arc<dyn Memory>>,
+    /// Requests to place. They arrive only while the engine is locked in this way.
+    requests: Vec<Request>,
 }
 
 impl Drop for Locked<'_> {
     #[inline]
     fn drop(&mut self) {
         self.behind.ended = self.core.ended_memories();
+        self.behind.requests = self.core.rnic.cm().take_deferred();
     }
 }
 
@@ -224,6 +228,9 @@ impl Drop for Behind<'_> {
     fn drop(&mut self) {
         if self.engine.core.has_left() {
             self.engine.serve_left();
+        }
+        if !self.requests.is_empty() {
+            self.engine.engines.place(self.engine, &self.requests);
         }
     }
 }
@@ -242,7 +249,7 @@ impl DerefMut for Locked<'_> {
     }
 }
 
-/// A device's engine, shared by all its objects.
+/// An engine of a device, shared by all its objects.
 #[derive(Debug)]
 pub(crate) struct Engine {
     core: EngineLock<Core, Left>,
@@ -262,6 +269,8 @@ pub(crate) struct Engine {
     /// The sockets and doorbells, for the leader.
     watch: OwnedFd,
     waiting: Option<WaitMode>,
+    /// The engines of this device.
+    pub(super) engines: Arc<Engines>,
     group: Mutex<Option<Group>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Leases that the thread slept through to their end while a completion queue was armed.
@@ -272,7 +281,12 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    pub(crate) fn open(address: IpAddr, options: Options) -> Result<Arc<Engine>, OpenError> {
+    /// Opens a further engine of the device that has `engines`.
+    pub(crate) fn open(
+        address: IpAddr,
+        options: Options,
+        engines: Arc<Engines>,
+    ) -> Result<Arc<Engine>, OpenError> {
         let io = |what| move |source| OpenError::Io { what, source };
         if address.is_unspecified() || address.is_multicast() || is_broadcast(address) {
             return Err(OpenError::NotOneHost(address));
@@ -430,6 +444,7 @@ impl Engine {
             leader_kick: Waker::new().map_err(io("eventfd"))?,
             watch,
             waiting,
+            engines,
             group: Mutex::new(Some(group)),
             thread: Mutex::new(None),
             #[cfg(test)]
@@ -452,6 +467,7 @@ impl Engine {
         .map_err(io("engine thread"))?;
         *engine.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         metrics::enlist(&engine);
+        engine.engines.add(&engine);
         Ok(engine)
     }
 
@@ -472,6 +488,7 @@ impl Engine {
         let behind = Behind {
             engine: self,
             ended: Vec::new(),
+            requests: Vec::new(),
         };
         Locked { core, behind }
     }
@@ -683,15 +700,29 @@ impl Engine {
         }
     }
 
-    /// Reserves a service id for this process among those that share the address.
-    pub(crate) fn register_service(&self, service: ServiceId) -> Result<(), GroupError> {
+    /// Handles a request that the device has placed here.
+    pub(super) fn handle_request(&self, request: &Request) {
+        self.with(|core, now| core.rnic.cm().handle_request(now, request));
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        !self.stop.load(Ordering::Acquire)
+    }
+
+    /// Offers a service under a reservation, or reserves it for this process among those that share the address. Returns the reservation;
+    /// `None` when the engine is closed.
+    pub(super) fn register_service(
+        &self,
+        service: ServiceId,
+        shared: Option<Arc<ServiceClaim>>,
+    ) -> Result<Option<Arc<ServiceClaim>>, GroupError> {
         match &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(group) => group.register_service(service),
-            None => Ok(()),
+            Some(group) => group.offer(service, shared).map(Some),
+            None => Ok(None),
         }
     }
 
-    pub(crate) fn unregister_service(&self, service: ServiceId) {
+    pub(super) fn unregister_service(&self, service: ServiceId) {
         if let Some(group) = &*self.group.lock().unwrap_or_else(PoisonError::into_inner) {
             group.unregister_service(service);
         }
@@ -703,7 +734,7 @@ impl Engine {
 
     /// Returns the device's metrics; `None` when it is closed.
     pub(crate) fn metrics(&self) -> Option<DeviceMetrics> {
-        if self.stop.load(Ordering::Acquire) {
+        if !self.is_open() {
             return None;
         }
         let core = self.lock();

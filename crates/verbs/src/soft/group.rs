@@ -258,6 +258,10 @@ struct Place {
     ledger: Arc<Ledger>,
 }
 
+/// The reservation of a service for a process, which its places on the address share.
+#[derive(Debug)]
+pub(crate) struct ServiceClaim(#[expect(dead_code, reason = "the name is bound while it is open")] OwnedFd);
+
 /// Returns the block of a slot.
 fn block_of(slot: u8) -> u8 {
     slot / BLOCK
@@ -275,8 +279,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     slot: u8,
-    /// Services of this process, with the names that reserve them.
-    services: Vec<(ServiceId, OwnedFd)>,
+    /// Services of this place, with the names that reserve them.
+    services: Vec<(ServiceId, Arc<ServiceClaim>)>,
     /// The connection to the holder, in a member.
     link: Option<OwnedFd>,
 }
@@ -448,22 +452,41 @@ impl Group {
     /// # Errors
     /// [`GroupError::ServiceInUse`], and those of making the socket whose name reserves the service.
     pub fn register_service(&self, service: ServiceId) -> Result<(), GroupError> {
+        self.offer(service, None).map(drop)
+    }
+
+    /// Offers `service` as [`Group::register_service`] does, beside the places of this process that share its reservation, if there are any.
+    /// A request for it comes to one of them. Returns the reservation.
+    pub(crate) fn offer(
+        &self,
+        service: ServiceId,
+        shared: Option<Arc<ServiceClaim>>,
+    ) -> Result<Arc<ServiceClaim>, GroupError> {
         let addr = self.addr();
         let mut state = self.shared.state();
+        if state.services.iter().any(|(id, _)| *id == service) {
+            return Err(GroupError::ServiceInUse { addr, service });
+        }
         if state.services.len() >= SERVICES_MAX {
             return Err(GroupError::TooManyServices { addr });
         }
-        let claim = self.shared.names.claim_service(service).map_err(|e| match e {
-            Errno::ADDRINUSE => GroupError::ServiceInUse { addr, service },
-            e => GroupError::Io {
-                addr,
-                what: "bind an abstract Unix socket",
-                source: e.into(),
-            },
-        })?;
-        state.services.push((service, claim));
+        let claim = match shared {
+            Some(claim) => claim,
+            None => {
+                let claim = self.shared.names.claim_service(service).map_err(|e| match e {
+                    Errno::ADDRINUSE => GroupError::ServiceInUse { addr, service },
+                    e => GroupError::Io {
+                        addr,
+                        what: "bind an abstract Unix socket",
+                        source: e.into(),
+                    },
+                })?;
+                Arc::new(ServiceClaim(claim))
+            }
+        };
+        state.services.push((service, claim.clone()));
         state.announce();
-        Ok(())
+        Ok(claim)
     }
 
     /// Withdraws an offered service; ignores a service that is not offered.

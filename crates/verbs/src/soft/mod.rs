@@ -4,6 +4,7 @@ pub mod capture;
 pub(crate) mod cm;
 pub(crate) mod device;
 pub(crate) mod engine;
+mod engines;
 pub mod faults;
 #[doc(hidden)]
 pub mod fuzz;
