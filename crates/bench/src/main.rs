@@ -34,7 +34,7 @@ struct Args {
     /// What to measure.
     #[arg(long, value_enum, default_value_t = Which::All)]
     table: Which,
-    /// The program of `crates/verbs/benches/shm.rs`, which measures the floors of shared memory.
+    /// The program of `crates/shm/benches/shm.rs`, which measures the floors of shared memory.
     #[arg(long, value_name = "PROGRAM")]
     floors: Option<PathBuf>,
     /// Print JSON.

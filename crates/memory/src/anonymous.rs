@@ -33,7 +33,7 @@ impl AnonymousMemory {
         let len = len.max(1).next_multiple_of(rustix::param::page_size());
         let file = sealed_file("rdmux-memory", len as u64)?;
         Ok(AnonymousMemory {
-            mapping: Mapping::of_file(&file, 0, len, true)?,
+            mapping: Mapping::of_sealed_file(&file, 0, len, true)?,
             file: Some(file),
         })
     }

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rdmux_rnic::{Atomic, Fault, Memory, Placement};
 
-use crate::mapping::{Mapping, Order};
+use crate::mapping::{Mapping, Order, Way};
 
 /// Locked during an atomic operation: those of all devices of the process are atomic to each other, though not to the CPUs
 /// (`IBV_ATOMIC_HCA`).
@@ -41,8 +41,37 @@ impl ApplicationMemory {
         self.address
     }
 
+    /// Copies `len` bytes at an offset to a mapping, as [`Mapping::write`] does.
+    pub fn copy_to(&self, offset: u64, to: &Mapping, to_offset: u64, len: u64) -> Result<(), Fault> {
+        to.copy_from_addresses(to_offset, self.range(offset, len)?, len)
+    }
+
+    /// Copies `len` bytes of a mapping to an offset, as [`Memory::write`] does.
+    pub fn copy_from(&self, offset: u64, from: &Mapping, from_offset: u64, len: u64) -> Result<(), Fault> {
+        let own = self.range(offset, len)?;
+        // SAFETY: the maker of this value promised that the bytes may be written.
+        unsafe { from.copy_to_addresses(from_offset, own, len) }
+    }
+
+    /// Copies `len` bytes at an offset to or from an address of another process, without a buffer.
+    ///
+    /// # Safety
+    /// As for [`Mapping::copy_process`].
+    pub unsafe fn copy_process(
+        &self,
+        offset: u64,
+        pid: i32,
+        address: u64,
+        len: u64,
+        way: Way,
+    ) -> Result<(), Fault> {
+        let own = self.range(offset, len)?;
+        // SAFETY: the maker of this value promised that the bytes here may be written; those there are as the caller says.
+        unsafe { Mapping::copy_between(own, pid, address, len, way) }
+    }
+
     /// Returns the address of `len` bytes at an offset.
-    pub fn range(&self, offset: u64, len: u64) -> Result<u64, Fault> {
+    fn range(&self, offset: u64, len: u64) -> Result<u64, Fault> {
         let end = offset.checked_add(len).filter(|end| *end <= self.len);
         end.and_then(|_| self.address.checked_add(offset))
             .filter(|at| at.checked_add(len).is_some())
@@ -51,7 +80,8 @@ impl ApplicationMemory {
 
     fn place(&self, offset: u64, bytes: &[u8], order: Order) -> Result<(), Fault> {
         let at = self.range(offset, bytes.len() as u64)?;
-        Mapping::write_process(self.pid, at, bytes, order, None)
+        // SAFETY: the maker of this value promised that the bytes may be written.
+        unsafe { Mapping::write_process(self.pid, at, bytes, order, None) }
     }
 }
 

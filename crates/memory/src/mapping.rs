@@ -58,9 +58,22 @@ impl Mapping {
         Mapping::from_base(base.cast(), len, true)
     }
 
+    /// Maps `len` bytes of a file in memory at `offset`, a multiple of the page size. The file may come from another process.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if touching the bytes could raise a signal: the file is not in memory, is too short, is not
+    /// sealed against shrinking, or consists of huge pages, of which the system may have none left when one is touched.
+    pub fn of_sealed_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
+        let end = offset.checked_add(len as u64);
+        if !end.is_some_and(|end| is_safe_to_map(&file, end)) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Mapping::of_file(file, offset, len, writable)
+    }
+
     /// Maps `len` bytes of a file at `offset`, a multiple of the page size. The file must never be shortened below their end:
     /// touching the missing bytes would raise a signal.
-    pub fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
+    pub(crate) fn of_file(file: impl AsFd, offset: u64, len: usize, writable: bool) -> io::Result<Mapping> {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         Mapping::of_file_as(file, offset, len, writable, flags)
     }
@@ -212,10 +225,12 @@ impl Mapping {
 
     /// Removes the pages and keeps the addresses: from then on the kernel answers accesses from other processes with an error, and
     /// nothing else is mapped there as long as the value lives.
-    pub fn take_away(&self) -> io::Result<()> {
+    ///
+    /// # Safety
+    /// No reference into the mapping is left, and none of its methods that touch the pages is called from now on.
+    pub unsafe fn take_away(&self) -> io::Result<()> {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
-        // SAFETY: replaces exactly the range that is this mapping's own. Its methods hand out no reference that outlives a copy, except
-        // those to words, whose users do not call this.
+        // SAFETY: replaces exactly the range that is this mapping's own, which nobody touches any more, as the caller says.
         unsafe { mmap_anonymous(self.base.as_ptr().cast(), self.len, ProtFlags::empty(), flags) }?;
         Ok(())
     }
@@ -284,7 +299,10 @@ impl Mapping {
     }
 
     /// Copies from or to memory of another process, as its owner granted: `len` bytes at `offset` here, at `address` there.
-    pub fn copy_process(
+    ///
+    /// # Safety
+    /// A copy to the process writes only what its owner granted: the kernel does not know that, and the process may be this one.
+    pub unsafe fn copy_process(
         &self,
         offset: u64,
         pid: i32,
@@ -297,20 +315,28 @@ impl Mapping {
             Way::FromProcess(_) => self.at_writable(offset, len),
         };
         let here = here.map_err(CopyError::From)?;
-        // SAFETY: `len` bytes from there lie inside of the mapping.
+        // SAFETY: `len` bytes from there lie inside of the mapping; the other side is as the caller says.
         unsafe { copy_process(here, pid, address, len as usize, way) }.map_err(CopyError::To)
     }
 
     /// Copies between addresses of two processes, this one's and another's: the kernel checks both.
-    pub fn copy_between(own: u64, pid: i32, address: u64, len: u64, way: Way) -> Result<(), Fault> {
+    ///
+    /// # Safety
+    /// As for [`Mapping::copy_process`], on both sides.
+    pub(crate) unsafe fn copy_between(
+        own: u64,
+        pid: i32,
+        address: u64,
+        len: u64,
+        way: Way,
+    ) -> Result<(), Fault> {
         let here = std::ptr::without_provenance_mut(own as usize);
-        // SAFETY: the kernel copies only from or to addresses that this process may access; the bytes there are the program's,
-        // which knows that they are written.
+        // SAFETY: as the caller says; the kernel copies only from or to addresses that this process may access.
         unsafe { copy_process(here, pid, address, len as usize, way) }
     }
 
     /// Copies bytes at addresses of this process, which the kernel checks, into the mapping.
-    pub fn copy_from_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
+    pub(crate) fn copy_from_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
         let there = self.at_writable(offset, len)?;
         let pid = std::process::id().cast_signed();
         // SAFETY: `len` bytes from there lie inside of the mapping; the other side is the kernel's to check.
@@ -326,10 +352,13 @@ impl Mapping {
     }
 
     /// Copies bytes of the mapping to addresses of this process, which the kernel checks.
-    pub fn copy_to_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
+    ///
+    /// # Safety
+    /// No reference to the bytes at these addresses contradicts that they are written.
+    pub(crate) unsafe fn copy_to_addresses(&self, offset: u64, own: u64, len: u64) -> Result<(), Fault> {
         let here = self.at(offset, len)?;
         let pid = std::process::id().cast_signed();
-        // SAFETY: as for `copy_from_addresses`.
+        // SAFETY: `len` bytes from `here` lie inside of the mapping; the other side is as the caller says.
         unsafe {
             copy_process(
                 here,
@@ -342,7 +371,10 @@ impl Mapping {
     }
 
     /// Places bytes in memory of another process.
-    pub fn write_process(
+    ///
+    /// # Safety
+    /// As for [`Mapping::copy_process`].
+    pub unsafe fn write_process(
         pid: i32,
         address: u64,
         bytes: &[u8],
@@ -350,7 +382,7 @@ impl Mapping {
         passage: Option<Passage>,
     ) -> Result<(), Fault> {
         let (from, way) = (bytes.as_ptr().cast_mut(), Way::ToProcess(order, passage));
-        // SAFETY: the bytes are a reference's, and only read.
+        // SAFETY: the bytes are a reference's, and only read; the other side is as the caller says.
         unsafe { copy_process(from, pid, address, bytes.len(), way) }
     }
 
@@ -376,8 +408,8 @@ const LAST_WORD: usize = 8;
 /// signal.
 ///
 /// # Safety
-/// No reference to the `len` bytes at `here` contradicts that they are read, and written when the bytes come from the process.
-/// The kernel checks on this side too that they are there.
+/// No reference to the `len` bytes on the side that is written contradicts that. The kernel checks on both sides that the bytes are
+/// there.
 unsafe fn copy_process(here: *mut u8, pid: i32, address: u64, len: usize, way: Way) -> Result<(), Fault> {
     let own = pid == std::process::id().cast_signed();
     let mut done = 0;
@@ -590,7 +622,7 @@ pub fn sealed_file(name: &str, len: u64) -> Result<OwnedFd, Errno> {
 
 /// Returns whether a file from another process can be mapped safely: memory of at least `len` bytes that cannot shrink, and not of
 /// huge pages. The system may have no huge page left when one is touched, which raises a signal too.
-pub fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
+fn is_safe_to_map(file: impl AsFd, len: u64) -> bool {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
     const TMPFS: i64 = 0x0102_1994;
     // This check comes first: a file that is not in memory may have a server, and any other question to that may wait for ever.
@@ -637,7 +669,9 @@ mod tests {
         for len in [1, 8, 9, 4096, 8192] {
             for order in [Order::LastWordLast, Order::Any] {
                 let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + len) as u8).collect();
-                let write = || Mapping::write_process(pid, memory.address(), &bytes, order, None).unwrap();
+                let address = memory.address();
+                // SAFETY: the bytes are this test's, and there are no references to them.
+                let write = || unsafe { Mapping::write_process(pid, address, &bytes, order, None) }.unwrap();
                 assert_eq!(calls(write), 1, "{len} bytes");
                 let mut seen = vec![0; len];
                 memory.read(0, &mut seen).unwrap();
@@ -666,7 +700,9 @@ mod tests {
                     let words = std::iter::repeat_n(turn.to_ne_bytes(), LEN / 8);
                     let bytes: Vec<u8> = words.flatten().collect();
                     let order = Order::LastWordLast;
-                    Mapping::write_process(pid, memory.address(), &bytes, order, None).unwrap();
+                    let address = memory.address();
+                    // SAFETY: the bytes are this test's, and there are no references to them.
+                    unsafe { Mapping::write_process(pid, address, &bytes, order, None) }.unwrap();
                 }
             });
             let (mut seen, mut bytes) = (0, vec![0; LEN - 8]);

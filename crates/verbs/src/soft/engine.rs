@@ -37,6 +37,7 @@ use rdmux_rnic::{
     ArmedQueues, Arrival, Config, Counters, Cqn, Event, Fault, Histogram, McastError, Memory, Path,
     PostError, QpAttributes, QpInfo, QpState, QpType, Qpn, Rnic, SendQueue, SendRequest, Time, TransmitBuf,
 };
+use rdmux_shm::Meta;
 use rdmux_wire::cm::{RejReason, ServiceId};
 use rdmux_wire::roce::PathMtu;
 use rustix::event::epoll;
@@ -67,7 +68,6 @@ use super::metrics::{self, DeviceMetrics};
 use super::port::Port;
 use super::resources::DeviceAt;
 use super::shm::link::{Links, slot_of};
-use super::shm::ring::Meta;
 use super::trace::Level;
 use super::udp::{Datagram, Outgoing, ROCE_PORT, RxBatch, RxSocket, TxSocket, interface_of};
 

@@ -6,10 +6,10 @@ use rdmux_rnic::{
     Bind, McastError, ModifyError, NotPosted, PostError, Psn, QpAttributes, QpInfo, QpInit, QpState, QpType,
     Qpn, RKey, ReceiveQueue, RecvRequest, SendFlags, SendQueue, SendRequest, Status,
 };
+use rdmux_shm::stay;
 
 use super::device::{CompletionQueue, Device, ProtectionDomain};
 use super::engine::{AttachError, Core};
-use super::shm::stay;
 use super::srq::XrcDomain;
 use crate::device::{Carrier, CreateError, PostListError, QpOptions};
 use crate::event::Object;

@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rdmux_rnic::{LKey, RKey, RegionSpec, RegisterError, WindowType};
+use rdmux_shm::stay;
 
 use super::device::{Device, ProtectionDomain};
-use super::shm::stay;
 use crate::provider::{self, MemoryWindow as _, own};
 
 #[derive(Debug)]

@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use rdmux_shm::Refusal;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, socketpair};
@@ -65,7 +66,7 @@ pub fn start(device: DeviceAt, file: &File, filter: &Filter) -> Result<Capturing
     let answer = group::receive_with_descriptors(&socket, &mut buffer);
     match answer.ok().and_then(|(len, _)| Message::decode(&buffer[..len])) {
         Some(Message::Welcome) => Ok(Capturing { socket, done, pid }),
-        Some(Message::Refused(message::Refusal::Full)) => {
+        Some(Message::Refused(Refusal::Full)) => {
             let busy = "another capture of it is running";
             Err(AskError::Io(io::Error::new(io::ErrorKind::AddrInUse, busy)))
         }

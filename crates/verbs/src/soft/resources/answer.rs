@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::thread::{self, JoinHandle};
 
+use rdmux_shm::Why;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, listen};
@@ -15,7 +16,6 @@ use crate::soft::shm::link::{ROOT, check_user};
 use crate::soft::shm::message::{self, Message};
 pub(crate) use crate::soft::shm::report::RECORDS_MAX;
 use crate::soft::shm::report::{Object, Page, Record};
-use crate::soft::shm::why::Why;
 
 /// Largest number of clients at a time; for one more, the oldest connection is closed.
 const OPEN_MAX: usize = 16;

@@ -7,12 +7,12 @@ use rdmux_rnic::{
     Access, ByPackets, CmDetail, CqDetail, Cqn, Pd, PdDetail, QpDetail, QpState, QpType, Qpn, RegionDetail,
     RegionKind, SrqDetail, SrqInfo, Srqn, WindowType, Xrcd,
 };
+use rdmux_shm::{NotDirect, Why};
 use rdmux_wire::cm::ServiceId;
 use strum::VariantArray;
 
 use crate::Carrier;
 use crate::soft::shm::report::{Object, Record};
-use crate::soft::shm::why::{NotDirect, Why};
 
 /// An object of a device, as the device reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -513,10 +513,10 @@ impl QpResource {
 #[cfg(test)]
 mod tests {
     use rdmux_rnic::{Path, Psn, QpInfo};
+    use rdmux_shm::Refusal;
     use rustix::io::Errno;
 
     use super::*;
-    use crate::soft::shm::message::Refusal;
 
     fn items() -> Vec<(Object, Item)> {
         let srq = |xrc, limit, n| {

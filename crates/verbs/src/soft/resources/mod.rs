@@ -25,6 +25,7 @@ use std::os::fd::OwnedFd;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
+use rdmux_shm::Why;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -35,7 +36,6 @@ pub use super::shm::report::Object;
 use super::shm::link::{ROOT, check_user};
 use super::shm::message::Message;
 use super::shm::report::{PAGE_BYTES_MAX, Page};
-use super::shm::why::Why;
 use super::udp;
 
 /// Largest number of objects of a kind that a device can have: regions and windows are the most.

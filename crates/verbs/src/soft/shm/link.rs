@@ -5,29 +5,24 @@
 //! need no agreement: a sender may change from one to the other at any packet, and when a link breaks nothing is lost but speed. The
 //! link's connection ends with the peer, however the peer dies.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rdmux_memory::mapping::is_safe_to_map;
-use rdmux_memory::{AnonymousMemory, ApplicationMemory};
 use rdmux_rnic::trace::Note;
-use rdmux_rnic::{Access, Arrival, Fault, Grant, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_rnic::{Arrival, LKey, LinkProgress, QpInfo, Qpn, RKey, Rnic, Time};
+use rdmux_shm::{
+    Channel, Corrupt, Given, Meta, NotDirect, Offer, Process, Refusal, Segment, Side, Stay, Stays, Why,
+    segment,
+};
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, accept_with};
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, accept_with};
 
-use super::gate::Gate;
-use super::grant::{Granted, MAPPED, Process, Reach, Window};
-use super::message::{self, Message, Refusal};
-use super::revocation;
-use super::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
-use super::segment::{self, Area, GRANTS, GrantWords, Segment, Side};
-use super::stay::{Given, Stay, Stays};
-use super::why::{NotDirect, Why};
+use super::message::{self, Message};
 use crate::soft::capture::Capture;
 use crate::soft::group::{self, SLOTS};
 use crate::soft::port::Port;
@@ -45,14 +40,8 @@ const LINKS_MAX: usize = 64;
 const BACKLOG: i32 = 64;
 /// Messages read from one peer per turn.
 const MESSAGES_PER_TURN: usize = 64;
-/// Rings of one peer's doorbell taken per turn.
-const RINGS_PER_TURN: usize = 64;
 /// Records taken from one link per turn.
 const RECORDS_PER_TURN: usize = 16;
-/// Most bytes that wait for room in a ring; trains beyond that count as lost on a network.
-const WAITING_BYTES_MAX: usize = 16 << 20;
-/// Cost of a waiting train besides its bytes: its place in the queue, which may be twice as long as needed, and the allocator's overhead.
-const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
 /// Queue pairs whose reasons for using packets are kept; beyond that, reasons of destroyed queue pairs are discarded.
 const REASONS_MAX: usize = 1024;
 /// Time for which this side does not ask a peer again after it could not link to the peer.
@@ -77,41 +66,11 @@ enum State {
     Unknown,
     /// A root process, while this process belongs to another user: it may list the objects, and nothing else.
     Looks,
-    /// Asked for by this side, without an answer yet; with its rings.
-    Asked(Box<Rings>),
-    Up(Box<Rings>),
+    /// Asked for by this side, without an answer yet; with its channel.
+    Asked(Box<Channel>),
+    Up(Box<Channel>),
     /// To be removed.
     Over,
-}
-
-#[derive(Debug)]
-struct Rings {
-    segment: Arc<Segment>,
-    side: Side,
-    tx: Producer<Area>,
-    rx: Consumer<Area>,
-    doorbell: Doorbell,
-    /// Trains that wait for room, and their bytes.
-    waiting: VecDeque<(Meta, Box<[u8]>)>,
-    waiting_bytes: usize,
-    /// Set when the peer will ring the doorbell as soon as there is room.
-    wants_room: bool,
-    /// Regions granted to the peer, by the grants' indices.
-    given: Vec<Option<Given>>,
-    generation: u32,
-    /// Gate of the next grants that need one; `None` before the first of them.
-    gate: Option<Arc<Gate>>,
-    process: Option<Arc<Process>>,
-    stays: Arc<Stays>,
-}
-
-/// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
-/// block.)
-#[derive(Debug)]
-struct Doorbell {
-    socket: Arc<OwnedFd>,
-    /// The epoll set that contains the socket, once it rings for this process.
-    doorbells: Option<Arc<OwnedFd>>,
 }
 
 #[derive(Debug)]
@@ -238,11 +197,10 @@ impl Links {
     /// Returns how far a peer has come with the data sent to it; `None` where packets may get lost.
     pub(crate) fn progress(&self, peer: (IpAddr, u8)) -> Option<LinkProgress> {
         let link = self.list.iter().find(|link| link.peer == Some(peer))?;
-        let State::Up(rings) = &link.state else {
+        let State::Up(channel) = &link.state else {
             return None;
         };
-        let peer_loses = rings.segment.loses(rings.side.other()).load(Ordering::Relaxed) != 0;
-        (!self.loses && !peer_loses).then(|| rings.progress())
+        (!self.loses && !channel.peer_loses()).then(|| channel.progress())
     }
 
     /// Ends all links, and releases the slot's name.
@@ -256,11 +214,11 @@ impl Links {
         self.doorbells.as_fd()
     }
 
-    fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Rings)> {
+    fn up(&mut self) -> impl Iterator<Item = ((IpAddr, u8), &mut Channel)> {
         self.list
             .iter_mut()
             .filter_map(|link| match (&mut link.state, link.peer) {
-                (State::Up(rings), Some(peer)) => Some((peer, &mut **rings)),
+                (State::Up(channel), Some(peer)) => Some((peer, &mut **channel)),
                 _ => None,
             })
     }
@@ -276,7 +234,7 @@ impl Links {
     /// Returns whether trains wait for room of which the peer may notify nobody.
     #[inline]
     pub(crate) fn have_waiting(&self) -> bool {
-        let waits = |link: &Link| matches!(&link.state, State::Up(rings) if !rings.waiting.is_empty());
+        let waits = |link: &Link| matches!(&link.state, State::Up(channel) if channel.has_waiting());
         self.list.iter().any(waits)
     }
 
@@ -285,9 +243,9 @@ impl Links {
     pub(crate) fn send(&mut self, peer: (IpAddr, u8), meta: Meta, bytes: &[u8]) -> bool {
         for link in &mut self.list {
             if link.peer == Some(peer)
-                && let State::Up(rings) = &mut link.state
+                && let State::Up(channel) = &mut link.state
             {
-                let sent = rings.send(meta, bytes);
+                let sent = channel.send(meta, bytes);
                 if sent.is_err() {
                     link.give_up();
                 }
@@ -308,19 +266,19 @@ impl Links {
     pub(crate) fn receive(&mut self, rnic: &mut Port, now: Time) -> usize {
         let mut total = 0;
         for link in &mut self.list {
-            let (State::Up(rings), Some((peer, _))) = (&mut link.state, link.peer) else {
+            let (State::Up(channel), Some((peer, _))) = (&mut link.state, link.peer) else {
                 continue;
             };
-            if !rings.waiting.is_empty() && rings.send_waiting().is_err() {
+            if channel.has_waiting() && channel.send_waiting().is_err() {
                 link.give_up();
                 continue;
             }
-            if !rings.rx.is_ready() {
+            if !channel.is_ready() {
                 continue;
             }
             let mut taken = 0;
             let result = loop {
-                match rings.rx.pop(&mut self.buffer) {
+                match channel.receive(&mut self.buffer) {
                     Ok(Some(meta)) => {
                         rnic.handle_arrival(now, &arrival(peer, self.address, meta, &self.buffer));
                     }
@@ -334,8 +292,7 @@ impl Links {
             };
             total += taken;
             self.heard_last = link.id;
-            let wake = rings.rx.release();
-            rings.ring(wake);
+            channel.release();
             if result.is_err() {
                 link.give_up();
             }
@@ -348,10 +305,10 @@ impl Links {
     pub(crate) fn prepare_sleep(&mut self) -> bool {
         self.asleep += 1;
         for link in &mut self.list {
-            let State::Up(rings) = &mut link.state else {
+            let State::Up(channel) = &mut link.state else {
                 continue;
             };
-            match rings.prepare_sleep() {
+            match channel.prepare_sleep() {
                 Ok(true) => {}
                 Ok(false) => {
                     self.awake();
@@ -370,15 +327,12 @@ impl Links {
             return;
         }
         let mut rung = false;
-        for (_, rings) in self.up() {
-            let wanted_room = std::mem::take(&mut rings.wants_room);
-            if rings.rx.awake() || wanted_room {
-                rung |= rings.doorbell.answer_one();
-            }
+        for (_, channel) in self.up() {
+            rung |= channel.awake();
         }
         if !rung {
             // Something else woke the sleeper, or a doorbell was rung late.
-            self.up().for_each(|(_, rings)| rings.doorbell.answer());
+            self.up().for_each(|(_, channel)| channel.answer_doorbell());
         }
     }
 
@@ -386,20 +340,16 @@ impl Links {
     #[inline]
     pub(crate) fn peer_cpu(&self) -> Option<u32> {
         let link = self.list.iter().find(|link| link.id == self.heard_last)?;
-        let State::Up(rings) = &link.state else {
+        let State::Up(channel) = &link.state else {
             return None;
         };
-        let cpu = rings.segment.cpu(rings.side.other());
-        cpu.load(Ordering::Relaxed).checked_sub(1)
+        channel.peer_cpu()
     }
 
     /// Shows peers the CPU on which this process looks for their packets.
     pub(crate) fn tell_cpu(&mut self, cpu: u32) {
-        for (_, rings) in self.up() {
-            let word = rings.segment.cpu(rings.side);
-            if word.load(Ordering::Relaxed) != cpu + 1 {
-                word.store(cpu + 1, Ordering::Relaxed);
-            }
+        for (_, channel) in self.up() {
+            channel.tell_cpu(cpu);
         }
     }
 
@@ -475,15 +425,14 @@ impl Links {
             address: self.address,
             slot: self.slot,
         };
-        let loses = u32::from(self.loses);
-        segment.loses(Side::Asking).store(loses, Ordering::Relaxed);
+        let process = Process::of(pid, socket.as_fd());
+        let channel = Channel::new(segment, Side::Asking, doorbell, process.clone().ok(), &self.stays);
+        channel.tell_loses(self.loses);
         say(&socket, &hello, &[file.as_fd(), theirs.as_fd()]).map_err(|errno| match errno {
             Errno::PIPE | Errno::CONNRESET => last_word(&socket),
             errno => Why::System(errno),
         })?;
-        let process = Process::of(pid, socket.as_fd());
-        let rings = Rings::new(segment, Side::Asking, doorbell, process.clone().ok(), &self.stays);
-        self.add(socket, pid, process, Some(peer), State::Asked(Box::new(rings)))
+        self.add(socket, pid, process, Some(peer), State::Asked(Box::new(channel)))
             .map_err(Why::System)?;
         // The peer's earlier answer says nothing about the present.
         self.refused.remove(&peer);
@@ -651,28 +600,27 @@ impl Links {
                 let [file, doorbell] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
                 let segment = Segment::from_file(file.as_fd()).ok()?;
                 let process = link.process.clone().ok();
-                let mut rings = Rings::new(segment, Side::Answering, doorbell, process, &self.stays);
-                rings.doorbell.add_to(&self.doorbells).ok()?;
+                let mut channel = Channel::new(segment, Side::Answering, doorbell, process, &self.stays);
+                channel.add_doorbell_to(&self.doorbells).ok()?;
                 let slot = (1..SLOTS as u8).contains(&slot).then_some(slot)?;
                 // Any process can claim this name: the sender must be the process that listens under it.
                 let named = group::connect_slot(address, slot).ok()?;
                 if check_user(&named) != Ok(link.pid) {
                     return None;
                 }
-                let loses = u32::from(self.loses);
-                rings.segment.loses(rings.side).store(loses, Ordering::Relaxed);
+                channel.tell_loses(self.loses);
                 say(&link.socket, &Message::Welcome, &[]).ok()?;
                 link.peer = Some((address, slot));
-                link.state = State::Up(Box::new(rings));
+                link.state = State::Up(Box::new(channel));
                 self.tell_waiting(rnic, (address, slot));
             }
             (Message::Welcome, State::Asked(_)) => {
                 let peer = link.peer?;
-                let State::Asked(mut rings) = std::mem::replace(&mut link.state, State::Over) else {
+                let State::Asked(mut channel) = std::mem::replace(&mut link.state, State::Over) else {
                     return None;
                 };
-                rings.doorbell.add_to(&self.doorbells).ok()?;
-                link.state = State::Up(rings);
+                channel.add_doorbell_to(&self.doorbells).ok()?;
+                link.state = State::Up(channel);
                 self.tell_waiting(rnic, peer);
             }
             (Message::Refused(refusal), State::Asked(_)) => {
@@ -680,28 +628,28 @@ impl Links {
                 self.refuse(peer, Why::Refused(refusal));
                 return None;
             }
-            (Message::Ask { rkey, of, by }, State::Up(rings)) => {
+            (Message::Ask { rkey, of, by }, State::Up(channel)) => {
                 let peer = link.peer?;
                 let granted = if self.grants {
-                    rings.grant(rnic, peer, rkey, of, by)
+                    grant(channel, rnic, peer, rkey, of, by)
                 } else {
                     Err(Refusal::Off)
                 };
                 let (answer, file) = match granted {
-                    Ok((granted, file)) => (Message::Granted(granted), file),
+                    Ok((offer, file)) => (Message::Granted(offer), file),
                     Err(reason) => (Message::Denied { rkey, by, reason }, None),
                 };
                 let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
                 // A peer that does not read its messages gets no answer.
                 let _ = say(&link.socket, &answer, &files);
             }
-            (Message::Granted(granted), State::Up(rings)) => {
-                if !is_between(rnic, granted.by, link.peer?) {
+            (Message::Granted(offer), State::Up(channel)) => {
+                if !is_between(rnic, offer.by, link.peer?) {
                     return Some(());
                 }
-                match rings.take(granted, descriptors, &link.process, &link.open) {
-                    Ok(grant) => rnic.set_grant(now, granted.by, granted.rkey, Some(grant)),
-                    Err(reason) => self.keep_reason(rnic, granted.by, reason),
+                match channel.take(&offer, descriptors, &link.process, &link.open) {
+                    Ok(grant) => rnic.set_grant(now, offer.by, offer.rkey, Some(grant)),
+                    Err(reason) => self.keep_reason(rnic, offer.by, reason),
                 }
             }
             (Message::Denied { by, reason, .. }, State::Up(_)) => {
@@ -764,13 +712,13 @@ impl Links {
         let had = |qpn| slot_of(qpn) == peer.1;
         match state {
             State::Asked(_) if !self.refused.contains_key(&peer) => self.refuse(peer, Why::NotHere),
-            State::Up(mut rings) => {
+            State::Up(mut channel) => {
                 if alive {
                     self.refuse(peer, Why::GivenUp);
                 }
                 // At most as many records as a ring holds: a peer that lives may keep sending.
                 for _ in 0..segment::SLOTS {
-                    let Ok(Some(meta)) = rings.rx.pop(&mut self.buffer) else {
+                    let Ok(Some(meta)) = channel.receive(&mut self.buffer) else {
                         break;
                     };
                     rnic.handle_arrival(now, &arrival(peer.0, self.address, meta, &self.buffer));
@@ -840,8 +788,8 @@ impl Links {
 
     fn revoke(&mut self, is_it: impl Fn(&Given) -> bool) {
         let mut inside = false;
-        for (_, rings) in self.up() {
-            inside |= rings.take_back(&is_it);
+        for (_, channel) in self.up() {
+            inside |= channel.take_back(&is_it);
         }
         if inside {
             self.stays.wait_briefly(is_it);
@@ -875,326 +823,21 @@ impl Drop for Link {
     }
 }
 
-impl Doorbell {
-    /// Adds the doorbell to the epoll set on which sleepers wait.
-    fn add_to(&mut self, doorbells: &Arc<OwnedFd>) -> Result<(), Errno> {
-        use rustix::net::sockopt::{socket_domain, socket_type};
-        // The peer may have sent any descriptor, and polling some of them takes as long as their makers like.
-        let is_doorbell = socket_domain(&self.socket)? == AddressFamily::UNIX
-            && socket_type(&self.socket)? == SocketType::SEQPACKET;
-        if !is_doorbell {
-            return Err(Errno::INVAL);
-        }
-        watch(doorbells, self.socket.as_fd(), 0)?;
-        self.doorbells = Some(Arc::clone(doorbells));
-        Ok(())
+/// Grants a peer the memory that it asks for, if that is allowed.
+fn grant(
+    channel: &mut Channel,
+    rnic: &mut Rnic,
+    peer: (IpAddr, u8),
+    rkey: RKey,
+    of: Qpn,
+    by: Qpn,
+) -> Result<(Offer, Option<OwnedFd>), Refusal> {
+    let asks_its_peer = rnic.query_qp(of).is_some_and(|info| info.dest_qpn == by);
+    if !asks_its_peer || !is_between(rnic, of, peer) {
+        return Err(Refusal::NotGranted);
     }
-
-    /// Takes the pending rings of the doorbell.
-    fn answer(&mut self) {
-        for _ in 0..RINGS_PER_TURN {
-            if !self.answer_one() {
-                return;
-            }
-        }
-    }
-
-    /// Takes one ring of the doorbell; returns false if there was none. A doorbell that the peer has closed leaves the epoll set.
-    fn answer_one(&mut self) -> bool {
-        match rustix::net::recv(&self.socket, &mut [0; 64], RecvFlags::DONTWAIT) {
-            Ok((_, n)) if n > 0 => true,
-            Err(Errno::AGAIN) => false,
-            _ => {
-                self.remove();
-                false
-            }
-        }
-    }
-
-    fn remove(&mut self) {
-        if let Some(doorbells) = self.doorbells.take() {
-            let _ = epoll::delete(&doorbells, &self.socket);
-        }
-    }
-}
-
-impl Drop for Doorbell {
-    fn drop(&mut self) {
-        // Closing it is not enough: a peer may hold this end too.
-        self.remove();
-    }
-}
-
-impl Drop for Rings {
-    fn drop(&mut self) {
-        // A peer that has not noticed the end of the link can no longer reach any memory.
-        self.take_back(|_| true);
-    }
-}
-
-impl Rings {
-    fn new(
-        segment: Arc<Segment>,
-        side: Side,
-        doorbell: OwnedFd,
-        process: Option<Arc<Process>>,
-        stays: &Arc<Stays>,
-    ) -> Rings {
-        Rings {
-            tx: Producer::new(segment.ring(side)),
-            rx: Consumer::new(segment.ring(side.other())),
-            segment,
-            side,
-            doorbell: Doorbell {
-                socket: Arc::new(doorbell),
-                doorbells: None,
-            },
-            waiting: VecDeque::new(),
-            waiting_bytes: 0,
-            wants_room: false,
-            given: Vec::new(),
-            generation: 0,
-            gate: None,
-            process,
-            stays: Arc::clone(stays),
-        }
-    }
-
-    #[inline]
-    fn send(&mut self, meta: Meta, bytes: &[u8]) -> Result<(), Corrupt> {
-        if self.waiting.is_empty() {
-            match self.tx.push(meta, bytes) {
-                Ok(wake) => {
-                    self.ring(wake);
-                    return Ok(());
-                }
-                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
-                Err(PushError::Full) => {}
-            }
-        }
-        if self.waiting_bytes + WAITING_ENTRY_BYTES + bytes.len() <= WAITING_BYTES_MAX {
-            self.waiting_bytes += WAITING_ENTRY_BYTES + bytes.len();
-            self.waiting.push_back((meta, bytes.into()));
-        }
-        Ok(())
-    }
-
-    fn send_waiting(&mut self) -> Result<(), Corrupt> {
-        while let Some((meta, bytes)) = self.waiting.front() {
-            match self.tx.push(*meta, bytes) {
-                Ok(wake) => self.ring(wake),
-                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
-                Err(PushError::Full) => return Ok(()),
-            }
-            self.waiting_bytes -= WAITING_ENTRY_BYTES + bytes.len();
-            self.waiting.pop_front();
-        }
-        Ok(())
-    }
-
-    fn progress(&self) -> LinkProgress {
-        let (taken, all) = self.tx.taken();
-        LinkProgress {
-            taken,
-            all: all && self.waiting.is_empty() && !self.rx.is_ready(),
-        }
-    }
-
-    fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
-        while !self.waiting.is_empty() && !self.wants_room {
-            self.wants_room = self.tx.wants_room()?;
-            if !self.wants_room {
-                self.send_waiting()?;
-            }
-        }
-        Ok(self.rx.prepare_sleep())
-    }
-
-    #[inline]
-    fn ring(&self, wake: Wake) {
-        if wake == Wake::Peer {
-            // If the socket is full, earlier rings in it are not taken yet.
-            let _ = rustix::net::send(
-                &self.doorbell.socket,
-                &[0],
-                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
-            );
-        }
-    }
-
-    /// Revokes grants. Returns whether the peer may be inside of one: then the stays include it.
-    fn take_back(&mut self, is_it: impl Fn(&Given) -> bool) -> bool {
-        let is_index = |index: &usize| self.given[*index].as_ref().is_some_and(&is_it);
-        let indices: Vec<u32> = (0..self.given.len()).filter(is_index).map(|i| i as u32).collect();
-        if indices.is_empty() {
-            return false;
-        }
-        let holder = self.side.other();
-        let words = GrantWords {
-            segment: &self.segment,
-            holder,
-        };
-        let inside = revocation::take_back(&words, &indices);
-        let taken: Vec<_> = indices.iter().map(|i| self.given[*i as usize].take()).collect();
-        let Some((entry, index)) = inside else {
-            return false;
-        };
-        let at = indices.iter().position(|i| *i == index);
-        let given = at.and_then(|at| taken[at].clone());
-        let is_inside = given.is_some();
-        if let Some(given) = given {
-            self.stays.add(Stay {
-                given,
-                entry,
-                segment: Arc::clone(&self.segment),
-                holder,
-                process: self.process.clone(),
-                doorbell: Arc::clone(&self.doorbell.socket),
-            });
-        }
-        is_inside
-    }
-
-    /// Returns the gate for the peer's calls under its next grants.
-    fn open_gate(&mut self) -> Result<Arc<Gate>, Errno> {
-        let gate = match self.gate.take().filter(|gate| !gate.is_closed()) {
-            Some(gate) => gate,
-            None => Arc::new(Gate::new()?),
-        };
-        self.gate = Some(Arc::clone(&gate));
-        Ok(gate)
-    }
-
-    /// Grants a peer the memory that it asks for, if that is allowed.
-    fn grant(
-        &mut self,
-        rnic: &mut Rnic,
-        peer: (IpAddr, u8),
-        rkey: RKey,
-        of: Qpn,
-        by: Qpn,
-    ) -> Result<(message::Granted, Option<OwnedFd>), Refusal> {
-        let asks_its_peer = rnic.query_qp(of).is_some_and(|info| info.dest_qpn == by);
-        if !asks_its_peer || !is_between(rnic, of, peer) {
-            return Err(Refusal::NotGranted);
-        }
-        let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
-        // A peer that has forgotten an earlier grant gets the same grant again.
-        let is_it = |given: &Given| given.qpn == of && given.lkey == grantable.lkey;
-        let before = self
-            .given
-            .iter()
-            .position(|given| given.as_ref().is_some_and(is_it));
-        let free = || self.given.iter().position(Option::is_none);
-        let index = before.or_else(free).unwrap_or(self.given.len());
-        if index >= GRANTS as usize {
-            return Err(Refusal::Full);
-        }
-        let memory = grantable.memory.as_any().ok_or(Refusal::NotShareable)?;
-        let writable = grantable.access.contains(Access::REMOTE_WRITE);
-        let (address, file) = if let Some(memory) = memory.downcast_ref::<AnonymousMemory>() {
-            let file = match memory.file() {
-                Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
-                // Memory that cannot be opened for reading alone is left to calls.
-                Some(file) => read_only(file),
-                None => None,
-            };
-            (memory.address(), file)
-        } else if let Some(memory) = memory.downcast_ref::<ApplicationMemory>() {
-            (memory.address(), None)
-        } else {
-            return Err(Refusal::NotShareable);
-        };
-        let offset = match file {
-            Some(_) => grantable.memory_offset,
-            None => address.wrapping_add(grantable.memory_offset),
-        };
-        let gate = match file {
-            Some(_) => None,
-            None => Some(self.open_gate().map_err(|_| Refusal::Full)?),
-        };
-        let is_open = |given: &Given| given.gate.as_ref().is_none_or(|gate| !gate.is_closed());
-        let before = self.given.get(index).cloned().flatten().filter(is_open);
-        let given = before.unwrap_or_else(|| {
-            self.generation = self.generation.wrapping_add(1).max(1);
-            Given {
-                qpn: of,
-                lkey: grantable.lkey,
-                generation: self.generation,
-                gate,
-            }
-        });
-        let (generation, gate) = (
-            given.generation,
-            given.gate.as_ref().map_or(0, |gate| gate.address()),
-        );
-        if index == self.given.len() {
-            self.given.push(Some(given));
-        } else {
-            self.given[index] = Some(given);
-        }
-        let index = index as u32;
-        let word = self.segment.grant(self.side, index);
-        word.store(generation, Ordering::Release);
-        let granted = message::Granted {
-            rkey,
-            by,
-            index,
-            generation,
-            access: grantable.access,
-            iova: grantable.iova,
-            length: grantable.length,
-            offset,
-            gate,
-            left: self.segment.left_address(self.side.other()),
-        };
-        Ok((granted, file))
-    }
-
-    /// Accepts a grant by a peer, if this process can reach the memory.
-    fn take(
-        &self,
-        granted: message::Granted,
-        descriptors: Vec<OwnedFd>,
-        process: &Result<Arc<Process>, NotDirect>,
-        open: &Arc<AtomicBool>,
-    ) -> Result<Grant, NotDirect> {
-        if granted.index >= GRANTS || granted.length == 0 {
-            return Err(NotDirect::Unmappable);
-        }
-        let end = granted.offset.checked_add(granted.length);
-        let end = end.ok_or(NotDirect::Unmappable)?;
-        let (reach, memory_offset) = match descriptors.first() {
-            Some(file) => {
-                let window = map(file, &granted, end).ok_or(NotDirect::Unmappable)?;
-                let in_page = granted.offset % rustix::param::page_size() as u64;
-                (Reach::Mapped(window), in_page)
-            }
-            None => {
-                let process = process.as_ref().map_err(|reason| *reason)?;
-                // This shows now, not with the first request, whether the system permits calls into the peer.
-                let tried = process.read(granted.offset, &mut [0]);
-                tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
-                (Reach::Process(Arc::clone(process)), granted.offset)
-            }
-        };
-        Ok(Grant {
-            memory: Arc::new(Granted {
-                reach,
-                segment: Arc::clone(&self.segment),
-                side: self.side,
-                index: granted.index,
-                generation: granted.generation,
-                gate: granted.gate,
-                left: granted.left,
-                open: Arc::clone(open),
-            }),
-            memory_offset,
-            iova: granted.iova,
-            length: granted.length,
-            access: granted.access,
-        })
-    }
+    let grantable = rnic.grantable(of, rkey).map_err(|_| Refusal::NotGranted)?;
+    channel.grant(&grantable, rkey, of, by)
 }
 
 /// Wraps a train that came through a ring.
@@ -1216,24 +859,6 @@ fn is_between(rnic: &Rnic, qpn: Qpn, peer: (IpAddr, u8)) -> bool {
         .is_some_and(|info| peer_of(&info) == Some(peer))
 }
 
-/// Maps the memory that a peer granted, from the page in which it begins to its end.
-fn map(file: &OwnedFd, granted: &message::Granted, end: u64) -> Option<Window> {
-    if !is_safe_to_map(file, end) {
-        return None;
-    }
-    let begin = granted.offset - granted.offset % rustix::param::page_size() as u64;
-    let len = usize::try_from(end - begin).ok()?;
-    let writable = granted.access.contains(Access::REMOTE_WRITE);
-    Window::of_file(&MAPPED, file.as_fd(), begin, len, writable)
-}
-
-fn errno_of(fault: Fault) -> Errno {
-    match fault {
-        Fault::Io(errno) => Errno::from_raw_os_error(errno),
-        _ => Errno::FAULT,
-    }
-}
-
 /// Returns the number of the process at the other end, if it is a process of this user.
 pub(in crate::soft) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
     let (uid, pid) = udp::peer_credentials(socket)
@@ -1243,13 +868,6 @@ pub(in crate::soft) fn check_user(socket: &OwnedFd) -> Result<i32, Why> {
         User::Other => Err(Why::OtherUser(uid)),
         User::Unknown => Err(Why::UnknownUser),
     }
-}
-
-/// Opens a second descriptor of a file, which can only read.
-fn read_only(file: BorrowedFd<'_>) -> Option<OwnedFd> {
-    use std::os::fd::AsRawFd;
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    Some(std::fs::File::open(path).ok()?.into())
 }
 
 /// Returns why a peer closed the connection before it received anything.

@@ -6,7 +6,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use rdmux_rnic::{Access, Qpn, RKey};
-use strum::{FromRepr, VariantArray};
+use rdmux_shm::{Offer, Refusal};
 
 use super::report::Object;
 use crate::soft::capture::Filter;
@@ -30,7 +30,7 @@ pub(in crate::soft) enum Message {
     /// Asks for memory: its key, the QP that is to serve it, and the QP that asks.
     Ask { rkey: RKey, of: Qpn, by: Qpn },
     /// Grants the memory. Memory that can be mapped comes as a descriptor.
-    Granted(Granted),
+    Granted(Offer),
     /// Refuses to grant the memory.
     Denied { rkey: RKey, by: Qpn, reason: Refusal },
     /// Asks for the objects of a kind from a number on; the sender wants no link. Answered by a [`super::report::Page`].
@@ -38,43 +38,6 @@ pub(in crate::soft) enum Message {
     /// Captures the device as long as the connection lasts, to a file that comes with the message; the second descriptor is notified of
     /// the end. The sender wants no link. Answered by Welcome, or by Refused.
     Capture { filter: Filter },
-}
-
-/// A region that a peer may reach itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::soft) struct Granted {
-    pub(super) rkey: RKey,
-    /// The QP that asked.
-    pub(super) by: Qpn,
-    /// Index of the word in the segment that holds [`Granted::generation`] as long as the grant lasts.
-    pub(super) index: u32,
-    pub(super) generation: u32,
-    pub(super) access: Access,
-    pub(super) iova: u64,
-    pub(super) length: u64,
-    /// Start of the region: in the descriptor's memory, or without a descriptor in the address space of the granting process.
-    pub(super) offset: u64,
-    /// Without a descriptor: addresses in the granting process to which calls also write, see [`rdmux_memory::mapping::Passage`].
-    pub(super) gate: u64,
-    pub(super) left: u64,
-}
-
-/// Reason why two engines do not share memory. The numbers are part of the protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, FromRepr, VariantArray)]
-#[repr(u8)]
-pub(crate) enum Refusal {
-    /// The peer speaks another version of this protocol.
-    Version = 1,
-    /// One of the two ends has shared memory switched off.
-    Off = 2,
-    /// The peer has as many links or grants as it can.
-    Full = 3,
-    /// The QP or the key does not exist, or may not be granted.
-    NotGranted = 4,
-    /// The memory is not shareable, and the peer may not access its process.
-    NotShareable = 5,
-    /// The peer's user may be another one: users without a number in this user namespace look alike.
-    UnknownUser = 6,
 }
 
 const HELLO: u8 = 1;
@@ -208,7 +171,7 @@ impl Message {
                 by: qpn(1)?,
                 reason: u8::try_from(word(2)).ok().and_then(Refusal::from_repr)?,
             }),
-            (GRANTED, 5, []) => Some(Message::Granted(Granted {
+            (GRANTED, 5, []) => Some(Message::Granted(Offer {
                 rkey: RKey(word(0)),
                 by: qpn(1)?,
                 index: word(2),
@@ -235,11 +198,13 @@ fn words(kind: u8, words: &[u32]) -> Vec<u8> {
 mod tests {
     #![allow(non_snake_case, reason = "names of tests are function__case")]
 
+    use strum::VariantArray;
+
     use super::*;
 
     fn all() -> Vec<Message> {
         let (rkey, by, of) = (RKey(0x1234_5678), Qpn::new(0x01_0002), Qpn::new(0x02_0003));
-        let granted = Granted {
+        let granted = Offer {
             rkey,
             by,
             index: 3,

@@ -1,12 +1,5 @@
-//! Shared-memory path between engines of one host: rings for packets, and grants of memory that need no packets.
+//! Links between engines of one host, which share memory (`rdmux_shm`): who meets whom, and what they say to each other.
 
-mod gate;
-mod grant;
 pub(crate) mod link;
 pub(in crate::soft) mod message;
 pub(in crate::soft) mod report;
-mod revocation;
-pub(crate) mod ring;
-mod segment;
-pub(in crate::soft) mod stay;
-pub(in crate::soft) mod why;

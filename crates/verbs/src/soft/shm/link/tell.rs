@@ -1,9 +1,10 @@
 //! The objects of the device, reported to clients that ask.
 
 use rdmux_rnic::Qpn;
+use rdmux_shm::Granted;
 
 use super::super::report::{Object, Page, RECORDS_MAX, Record};
-use super::{Granted, Links, Reach};
+use super::Links;
 use crate::soft::port::Port;
 use crate::soft::resources::items::{
     Carried, CounterResource, Counts, DeviceResource, Item, Reached, qp_record,
@@ -76,12 +77,9 @@ impl Links {
                 .memory
                 .as_any()
                 .and_then(|any| any.downcast_ref::<Granted>());
-            let reach = granted
-                .filter(|granted| granted.holds())
-                .map(|granted| &granted.reach);
-            match reach {
-                Some(Reach::Mapped(_)) => reached.mapped += 1,
-                Some(Reach::Process(_)) => reached.by_calls += 1,
+            match granted.filter(|granted| granted.holds()) {
+                Some(granted) if granted.is_mapped() => reached.mapped += 1,
+                Some(_) => reached.by_calls += 1,
                 None => {}
             }
         }

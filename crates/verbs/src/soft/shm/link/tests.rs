@@ -1,20 +1,23 @@
 //! A hostile peer: a process of the same user that breaks every rule. A device that it has a link to goes on with others, and is neither
 //! damaged nor delayed.
+#![allow(unsafe_code, reason = "the peer's calls into this process")]
 
 use std::thread;
 use std::time::SystemTime;
 
+use rdmux_memory::AnonymousMemory;
 use rdmux_memory::mapping::{Mapping, Order, Passage, allows_calls_into_processes};
 use rdmux_rnic::{
-    Fault, Memory, Operation, Path, Psn, QpAttributes, QpState, RecvRequest, SendFlags as WrFlags,
+    Access, Fault, Memory, Operation, Path, Psn, QpAttributes, QpState, RecvRequest, SendFlags as WrFlags,
     SendRequest, SgeList, Status, Target,
 };
+use rdmux_shm::revocation::{self, Words};
+use rdmux_shm::ring::{Producer, RingMemory, Word};
+use rdmux_shm::segment::GrantWords;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::net::SocketAddrUnix;
+use rustix::net::{SendFlags, SocketAddrUnix};
 
-use super::super::grant;
-use super::super::revocation::Words;
 use super::*;
 use crate::cm::ConnectParams;
 use crate::device::{Carrier, CompletionQueue, Device, QpOptions, QueuePair};
@@ -357,8 +360,8 @@ fn receive__anything_in_the_segment() {
     let mut ended = 0;
     for round in 0..60 {
         let forged = forger.link(honest.device());
-        let len = 2 * (4096 + 4 * GRANTS as usize + super::super::ring::area_bytes(segment::SLOTS));
-        let whole = Mapping::of_file(&forged.file, 0, len, true).unwrap();
+        let len = Segment::bytes();
+        let whole = Mapping::of_sealed_file(&forged.file, 0, len, true).unwrap();
         let stop = AtomicBool::new(false);
         let seed = random.next();
         thread::scope(|scope| {
@@ -447,7 +450,6 @@ fn part__of_a_peer_that_goes_on_sending() {
             let mut ring = Producer::new(segment.ring(Side::Asking));
             let mut position = 0u32;
             while !stop.load(Ordering::Relaxed) {
-                use super::super::ring::{RingMemory, Word};
                 area.store(Word::Head, position, Ordering::Release);
                 assert!(ring.push(meta, &[0; 40]).is_ok(), "room was made");
                 position = position.wrapping_add(1);
@@ -492,7 +494,7 @@ fn hear__anything_in_messages() {
                     reason: Refusal::Full,
                 },
                 5 => Message::Refused(Refusal::Off),
-                _ => Message::Granted(message::Granted {
+                _ => Message::Granted(Offer {
                     gate: 0,
                     left: 0,
                     rkey,
@@ -681,7 +683,7 @@ fn ask__ten_thousand_times_and_read_nothing() {
     honest.check();
     let core = honest.device().engine().lock();
     let given = core.links.list.iter().filter_map(|link| match &link.state {
-        State::Up(rings) if link.peer == Some((forger.address, forger.slot)) => Some(rings.given.len()),
+        State::Up(channel) if link.peer == Some((forger.address, forger.slot)) => Some(channel.grant_words()),
         _ => None,
     });
     assert!(given.sum::<usize>() <= 1, "what is granted is not granted again");
@@ -695,7 +697,7 @@ fn ask__ten_thousand_times_and_read_nothing() {
 struct GrantedTo {
     qp: QueuePair,
     link: Forged,
-    granted: message::Granted,
+    granted: Offer,
     /// The entry, as a writing peer has it.
     entry: u32,
 }
@@ -739,7 +741,8 @@ impl GrantedTo {
             entry: self.entry,
         };
         let pid = std::process::id().cast_signed();
-        Mapping::write_process(pid, address, bytes, Order::LastWordLast, Some(passage))
+        // SAFETY: the tests' memory, which they read by copies alone.
+        unsafe { Mapping::write_process(pid, address, bytes, Order::LastWordLast, Some(passage)) }
     }
 
     /// Returns whether the owner has revoked the grant.
@@ -867,7 +870,7 @@ fn revoke__waits_for_a_peer_whose_link_has_ended() {
 }
 
 /// Asks for a region, and returns the grant.
-fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> message::Granted {
+fn ask_for(peer: &GrantedTo, forger: &Forger, rkey: RKey) -> Offer {
     let (of, by) = (peer.qp.qpn(), forger.qpn());
     peer.link.say(&Message::Ask { rkey, of, by });
     match peer.link.hear() {
@@ -886,7 +889,7 @@ struct ByOneGate {
     /// The peer is inside of the region of `end`.
     peer: GrantedTo,
     /// The grant of `second`.
-    granted: message::Granted,
+    granted: Offer,
 }
 
 impl ByOneGate {
@@ -941,7 +944,7 @@ fn revoke__through_a_gate_that_the_link_uses_no_more() {
     peer.granted = granted;
     peer.entry = peer.enter().unwrap();
     peer.call(1, &[1]).unwrap_err();
-    stays[0].given.gate.as_ref().unwrap().close();
+    stays[0].close_gate();
     // The link uses another gate for later grants.
     assert_ne!(ask_for(&peer, &forger, third.rkey()).gate, granted.gate);
     let stays = revoke(&second);
@@ -1044,7 +1047,7 @@ fn granted__by_somebody_else() {
     let (va, rkey) = (other.mr.iova(), other.mr.rkey());
     let memory = file(1 << 20, SealFlags::SHRINK);
     forged.segment.grant(Side::Asking, 7).store(5, Ordering::SeqCst);
-    let granted = Message::Granted(message::Granted {
+    let granted = Message::Granted(Offer {
         rkey,
         by: victim.qp.qpn(),
         index: 7,
@@ -1171,101 +1174,6 @@ fn part__takes_what_is_in_the_ring() {
         assert_eq!(after - before, 3);
     }
     honest.check();
-}
-
-#[test]
-fn send__to_a_peer_that_takes_nothing() {
-    let (segment, _file) = Segment::create().unwrap();
-    let [doorbell, _theirs] = doorbells();
-    let mut rings = Rings::new(segment, Side::Asking, doorbell, None, &Arc::default());
-    let meta = Meta {
-        segment_bytes: 1024,
-        traffic_class: 0,
-    };
-    for bytes in [20, 1000, 60_000] {
-        for _ in 0..2 * WAITING_BYTES_MAX / bytes {
-            rings.send(meta, &vec![0; bytes]).unwrap();
-        }
-        let entry = size_of::<(Meta, Box<[u8]>)>();
-        let held: usize = rings.waiting.iter().map(|(_, bytes)| bytes.len() + entry).sum();
-        assert!(held <= WAITING_BYTES_MAX, "{held}");
-        assert!(rings.prepare_sleep().unwrap(), "it is not waited for");
-    }
-}
-
-#[test]
-fn take__memory_that_cannot_be_relied_on() {
-    let (segment, _file) = Segment::create().unwrap();
-    let [doorbell, _theirs] = doorbells();
-    let rings = Rings::new(segment, Side::Asking, doorbell, None, &Arc::default());
-    let open = Arc::new(AtomicBool::new(true));
-    let granted = |offset, length| message::Granted {
-        rkey: RKey(1),
-        by: Qpn::new(1),
-        index: 0,
-        generation: 1,
-        access: Access::REMOTE_WRITE,
-        iova: 0,
-        length,
-        offset,
-        gate: 0,
-        left: 0,
-    };
-    let [own, _end] = doorbells();
-    let process = Process::of(std::process::id() as i32, own.as_fd());
-    let take = |granted, file: Option<&OwnedFd>| {
-        let files = file.map(|file| file.try_clone().unwrap()).into_iter().collect();
-        rings.take(granted, files, &process, &open).ok()
-    };
-    let good = file(64 << 10, SealFlags::SHRINK);
-    assert!(take(granted(0, 64 << 10), Some(&good)).is_some());
-    assert!(take(granted(5000, 7), Some(&good)).is_some());
-    for (offset, length) in [
-        (0, 0),
-        (0, (64 << 10) + 1),
-        (64 << 10, 1),
-        (u64::MAX, 1),
-        (1, u64::MAX),
-        (1 << 63, 1 << 62),
-    ] {
-        assert!(
-            take(granted(offset, length), Some(&good)).is_none(),
-            "{offset} {length}"
-        );
-    }
-    let unsealed = file(64 << 10, SealFlags::GROW);
-    assert!(take(granted(0, 4096), Some(&unsealed)).is_none());
-    // Pages of such a file cause a signal where the system runs out of them.
-    if let Ok(huge) = memfd_create(
-        "forged",
-        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB,
-    ) && ftruncate(&huge, 2 << 20).is_ok()
-    {
-        fcntl_add_seals(&huge, SealFlags::SHRINK).unwrap();
-        assert!(take(granted(0, 2 << 20), Some(&huge)).is_none());
-    }
-    // In the memory of a process: a region that ends beyond all addresses.
-    let address = std::ptr::from_ref(&open).addr() as u64;
-    assert!(take(granted(address, 8), None).is_some());
-    assert!(take(granted(address, u64::MAX), None).is_none());
-}
-
-#[test]
-fn of_file__so_many_and_no_more() {
-    static COUNTED: grant::Mapped = grant::Mapped::new();
-    let file = file(4096, SealFlags::SHRINK);
-    let map = || Window::of_file(&COUNTED, file.as_fd(), 0, 4096, true);
-    for _ in 0..2 {
-        let windows: Vec<Window> = (0..16_384).map(|_| map().unwrap()).collect();
-        assert!(map().is_none());
-        drop(windows);
-    }
-    let size = |log2: u32| Window::of_file(&COUNTED, file.as_fd(), 0, 1 << log2, false);
-    assert!(size(46).is_none());
-    let [first, second] = [size(44), size(44)];
-    assert!(first.is_some() && second.is_some() && size(12).is_none());
-    drop(first);
-    assert!(size(12).is_some());
 }
 
 #[test]

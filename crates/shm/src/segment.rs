@@ -8,16 +8,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
-use rdmux_memory::mapping::{Mapping, is_safe_to_map, sealed_file};
+use rdmux_memory::mapping::{Mapping, sealed_file};
 use rustix::io::Errno;
 
-use super::revocation::Words;
-use super::ring::{RingMemory, SLOTS_MIN, Word, area_bytes, payload_offset};
+use crate::revocation::Words;
+use crate::ring::{RingMemory, SLOTS_MIN, Word, area_bytes, payload_offset};
 
 /// Slots of a ring: enough for a few of the longest trains, but not more than the caches hold.
-pub(super) const SLOTS: u32 = 4096;
+pub const SLOTS: u32 = 4096;
 /// Largest number of grants of one end to the other at a time.
-pub(super) const GRANTS: u32 = 1024;
+pub const GRANTS: u32 = 1024;
 
 /// Bytes of each end's words: a page, in which each word has a pair of cache lines.
 const WORDS_BYTES: usize = 4096;
@@ -26,14 +26,16 @@ const GRANTS_BYTES: usize = 4 * GRANTS as usize;
 
 /// The two ends of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
+pub enum Side {
     /// The side that asked for the link, and created the segment.
     Asking,
+    /// The other side.
     Answering,
 }
 
 impl Side {
-    pub(super) fn other(self) -> Side {
+    /// Returns the other end.
+    pub fn other(self) -> Side {
         match self {
             Side::Asking => Side::Answering,
             Side::Answering => Side::Asking,
@@ -47,17 +49,18 @@ impl Side {
 
 /// The memory of a link.
 #[derive(Debug)]
-pub(crate) struct Segment {
+pub struct Segment {
     mapping: Mapping,
 }
 
 impl Segment {
-    fn bytes() -> usize {
+    /// Bytes of a segment.
+    pub fn bytes() -> usize {
         2 * (WORDS_BYTES + GRANTS_BYTES + area_bytes(SLOTS))
     }
 
     /// Creates a segment; returns it with the file by which the other end maps it.
-    pub(super) fn create() -> Result<(Arc<Segment>, OwnedFd), Errno> {
+    pub fn create() -> Result<(Arc<Segment>, OwnedFd), Errno> {
         let file = sealed_file("rdmux-link", Segment::bytes() as u64)?;
         let segment =
             Segment::map(&file).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::NOMEM))?;
@@ -65,20 +68,17 @@ impl Segment {
     }
 
     /// Maps the segment that the other end created.
-    pub(super) fn from_file(file: BorrowedFd<'_>) -> io::Result<Arc<Segment>> {
-        if !is_safe_to_map(file, Segment::bytes() as u64) {
-            return Err(io::ErrorKind::InvalidData.into());
-        }
+    pub fn from_file(file: BorrowedFd<'_>) -> io::Result<Arc<Segment>> {
         Segment::map(file)
     }
 
     fn map(file: impl AsFd) -> io::Result<Arc<Segment>> {
-        let mapping = Mapping::of_file(file, 0, Segment::bytes(), true)?;
+        let mapping = Mapping::of_sealed_file(file, 0, Segment::bytes(), true)?;
         Ok(Arc::new(Segment { mapping }))
     }
 
     /// Returns the ring into which `from` puts records.
-    pub(super) fn ring(self: &Arc<Segment>, from: Side) -> Area {
+    pub fn ring(self: &Arc<Segment>, from: Side) -> Area {
         let area = 2 * (WORDS_BYTES + GRANTS_BYTES) + from.index() * area_bytes(SLOTS);
         Area {
             segment: Arc::clone(self),
@@ -90,33 +90,33 @@ impl Segment {
         self.mapping.word(side.index() * WORDS_BYTES + line * LINE_BYTES)
     }
 
-    /// Returns the word that shows to which of its grants that end is writing: [`super::revocation`].
-    pub(super) fn inside(&self, side: Side) -> &AtomicU32 {
+    /// Returns the word that shows to which of its grants that end is writing: [`crate::revocation`].
+    pub fn inside(&self, side: Side) -> &AtomicU32 {
         self.word(side, 0)
     }
 
-    /// Returns the word for the last entry whose copy that end has finished by calls into the other end's process: [`super::gate`].
-    pub(super) fn left(&self, side: Side) -> &AtomicU32 {
+    /// Returns the word for the last entry whose copy that end has finished by calls into the other end's process.
+    pub fn left(&self, side: Side) -> &AtomicU32 {
         self.word(side, 2)
     }
 
     /// Returns the address of [`Segment::left`] in this process.
-    pub(super) fn left_address(&self, side: Side) -> u64 {
+    pub fn left_address(&self, side: Side) -> u64 {
         std::ptr::from_ref(self.left(side)).addr() as u64
     }
 
     /// Returns the word for the CPU on which that end last looked for packets, plus 1.
-    pub(super) fn cpu(&self, side: Side) -> &AtomicU32 {
+    pub fn cpu(&self, side: Side) -> &AtomicU32 {
         self.word(side, 1)
     }
 
     /// Returns a word that is not 0 if that end loses packets on purpose, as a bad network would.
-    pub(super) fn loses(&self, side: Side) -> &AtomicU32 {
+    pub fn loses(&self, side: Side) -> &AtomicU32 {
         self.word(side, 3)
     }
 
     /// Returns the word that holds the generation of a grant by `by` as long as the grant lasts; 0 means none.
-    pub(super) fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
+    pub fn grant(&self, by: Side, index: u32) -> &AtomicU32 {
         let index = (index % GRANTS) as usize;
         self.mapping
             .word(2 * WORDS_BYTES + by.index() * GRANTS_BYTES + 4 * index)
@@ -125,9 +125,11 @@ impl Segment {
 
 /// Words of the grants that one end holds.
 #[derive(Debug)]
-pub(super) struct GrantWords<'a> {
-    pub(super) segment: &'a Segment,
-    pub(super) holder: Side,
+pub struct GrantWords<'a> {
+    /// The segment.
+    pub segment: &'a Segment,
+    /// The end that holds the grants.
+    pub holder: Side,
 }
 
 impl Words for GrantWords<'_> {
@@ -161,7 +163,7 @@ impl Words for GrantWords<'_> {
 
 /// One ring of a segment.
 #[derive(Debug)]
-pub(crate) struct Area {
+pub struct Area {
     segment: Arc<Segment>,
     /// Offset of the area in the segment.
     begin: usize,

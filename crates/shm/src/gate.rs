@@ -13,7 +13,12 @@
 //! Closing takes the page away, so later calls fail before they copy anything. Some calls have the page already (the kernel holds it while
 //! it copies). The contents of the page tell about those. They are final once the file of the page can be sealed against writing, which
 //! the kernel permits when no mapping and no call holds the page. Then the gate names the last entry that passed it: if that is the entry
-//! to wait for, its call is over when [`super::segment::Segment::left`] holds the entry too.
+//! to wait for, its call is over when [`crate::Segment::left`] holds the entry too.
+
+#![allow(
+    unsafe_code,
+    reason = "the page is taken away from calls that the compiler does not see"
+)]
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +29,7 @@ use rustix::io::{Errno, pread};
 
 /// A page that each call of one peer writes first.
 #[derive(Debug)]
-pub(super) struct Gate {
+pub(crate) struct Gate {
     /// A closed gate keeps its addresses, so that nothing else is mapped where a late call writes.
     page: Mapping,
     file: OwnedFd,
@@ -33,12 +38,13 @@ pub(super) struct Gate {
 }
 
 impl Gate {
-    pub(super) fn new() -> Result<Gate, Errno> {
+    pub(crate) fn new() -> Result<Gate, Errno> {
         let file = memfd_create("rdmux-gate", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         let bytes = rustix::param::page_size();
         ftruncate(&file, bytes as u64)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK)?;
         let errno_of = |error: std::io::Error| Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
-        let page = Mapping::of_file(&file, 0, bytes, true).map_err(errno_of)?;
+        let page = Mapping::of_sealed_file(&file, 0, bytes, true).map_err(errno_of)?;
         // A child's mapping would keep the file from being sealed.
         page.keep_from_children().map_err(errno_of)?;
         Ok(Gate {
@@ -49,24 +55,25 @@ impl Gate {
         })
     }
 
-    pub(super) fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.page.address()
     }
 
-    pub(super) fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
     /// Closes the gate: no further call passes it. Calls that have passed it may go on.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         // If the system refuses, somebody calls this again; `last_through` returns `None` until then.
-        if !self.is_closed() && self.page.take_away().is_ok() {
+        // SAFETY: only calls of peers access the page; this process reads its file.
+        if !self.is_closed() && unsafe { self.page.take_away() }.is_ok() {
             self.closed.store(true, Ordering::Release);
         }
     }
 
     /// Returns the last entry that passed a closed gate, 0 if none did; `None` while that may still change.
-    pub(super) fn last_through(&self) -> Option<u32> {
+    pub(crate) fn last_through(&self) -> Option<u32> {
         if !self.is_closed() {
             return None;
         }
@@ -84,8 +91,6 @@ impl Gate {
 
 #[cfg(test)]
 mod tests {
-    #![allow(non_snake_case, reason = "names of tests are function__case")]
-
     use rdmux_memory::mapping::{Order, Passage, allows_calls_into_processes};
     use rdmux_rnic::Fault;
 
@@ -100,7 +105,8 @@ mod tests {
             entry,
         };
         let pid = std::process::id().cast_signed();
-        Mapping::write_process(pid, at, bytes, Order::LastWordLast, Some(passage))
+        // SAFETY: the tests' own mappings, into which there are no references but to atomic words.
+        unsafe { Mapping::write_process(pid, at, bytes, Order::LastWordLast, Some(passage)) }
     }
 
     /// Returns a region of this process, and the mapping with the word for the end of calls.
@@ -153,7 +159,8 @@ mod tests {
         }
         let gate = Gate::new().unwrap();
         let (memory, words) = region();
-        memory.take_away().unwrap();
+        // SAFETY: only the call below accesses it.
+        unsafe { memory.take_away() }.unwrap();
         let written = write(memory.address(), &[1; 100], &gate, &words, 3);
         assert_eq!(written, Err(Fault::Unmapped));
         gate.close();

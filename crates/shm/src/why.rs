@@ -4,12 +4,29 @@ use std::fmt;
 use std::io;
 
 use rustix::io::Errno;
+use strum::{FromRepr, VariantArray};
 
-use super::message::Refusal;
+/// Reason why two devices do not share memory. The numbers are part of the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromRepr, VariantArray)]
+#[repr(u8)]
+pub enum Refusal {
+    /// The peer runs another version of rdmux.
+    Version = 1,
+    /// One of the two ends has shared memory switched off.
+    Off = 2,
+    /// The peer has as many links or grants as it can.
+    Full = 3,
+    /// The QP or the key does not exist, or may not be granted.
+    NotGranted = 4,
+    /// The memory is not shareable, and the peer may not access its process.
+    NotShareable = 5,
+    /// The peer's user may be another one: users without a number in this user namespace look alike.
+    UnknownUser = 6,
+}
 
-/// Reason why packets to a peer go by UDP.
+/// Reason why there is no channel to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
+pub enum Why {
     /// Nobody in this network namespace answers for the peer.
     NotHere,
     /// The peer belongs to this user.
@@ -55,7 +72,7 @@ impl fmt::Display for Why {
 
 impl Why {
     /// Encodes the reason as two numbers; 0 and 255 are left for other uses.
-    pub(in crate::soft) fn to_code(self) -> (u8, u32) {
+    pub fn to_code(self) -> (u8, u32) {
         match self {
             Why::NotHere => (1, 0),
             Why::OtherUser(uid) => (2, uid),
@@ -68,7 +85,8 @@ impl Why {
         }
     }
 
-    pub(in crate::soft) fn from_code(code: (u8, u32)) -> Option<Why> {
+    /// Inverts [`Why::to_code`].
+    pub fn from_code(code: (u8, u32)) -> Option<Why> {
         Some(match code {
             (1, 0) => Why::NotHere,
             (2, uid) => Why::OtherUser(uid),
@@ -85,7 +103,7 @@ impl Why {
 
 /// Reason why a peer's memory is not reached without packets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NotDirect {
+pub enum NotDirect {
     /// The peer does not grant it.
     Denied(Refusal),
     /// Calls into the peer's process need its number, and the process has none in this PID namespace.
@@ -123,7 +141,7 @@ impl fmt::Display for NotDirect {
 
 impl NotDirect {
     /// Encodes the reason as two numbers; 0 is left for no reason.
-    pub(in crate::soft) fn to_code(self) -> (u8, u32) {
+    pub fn to_code(self) -> (u8, u32) {
         match self {
             NotDirect::Denied(refusal) => (1, refusal as u32),
             NotDirect::OtherPidNamespace => (2, 0),
@@ -133,7 +151,8 @@ impl NotDirect {
         }
     }
 
-    pub(in crate::soft) fn from_code(code: (u8, u32)) -> Option<NotDirect> {
+    /// Inverts [`NotDirect::to_code`].
+    pub fn from_code(code: (u8, u32)) -> Option<NotDirect> {
         Some(match code {
             (1, refusal) => NotDirect::Denied(refusal_of(refusal)?),
             (2, 0) => NotDirect::OtherPidNamespace,

@@ -1,6 +1,11 @@
 //! Memory of a peer that this process reaches itself.
+#![allow(
+    unsafe_code,
+    reason = "copies to addresses of a peer's process, as the peer granted"
+)]
 
 use std::any::Any;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -13,9 +18,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::revocation::{self, Words};
-use super::segment::{GrantWords, Segment, Side};
-use super::why::NotDirect;
+use crate::revocation::{self, Words};
+use crate::segment::{GrantWords, Segment, Side};
+use crate::why::NotDirect;
 
 /// Bytes copied between two checks of the grant: a revocation waits for a copy of this size.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -32,25 +37,25 @@ const SEEN_TIME: Duration = Duration::from_millis(10);
 
 /// Way to reach a peer's memory.
 #[derive(Debug)]
-pub(super) enum Reach {
+pub(crate) enum Reach {
     /// The memory is mapped in this process too.
     Mapped(Window),
-    /// The kernel copies between the processes; offsets are the peer's addresses.
-    Process(Arc<Process>),
+    /// The kernel copies between the processes; offsets are the peer's addresses, of which it granted these.
+    Process(Arc<Process>, Range<u64>),
 }
 
 /// Count of the mappings of peers' memory, and of their bytes.
 #[derive(Debug)]
-pub(super) struct Mapped {
+pub(crate) struct Mapped {
     windows: AtomicUsize,
     bytes: AtomicUsize,
 }
 
 /// Mappings in this process, by all its devices.
-pub(super) static MAPPED: Mapped = Mapped::new();
+pub(crate) static MAPPED: Mapped = Mapped::new();
 
 impl Mapped {
-    pub(super) const fn new() -> Mapped {
+    pub(crate) const fn new() -> Mapped {
         Mapped {
             windows: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
@@ -82,14 +87,14 @@ impl Mapped {
 
 /// Memory of a peer that is mapped here.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(crate) struct Window {
     mapping: Mapping,
     counted: &'static Mapped,
 }
 
 impl Window {
-    /// Maps as [`Mapping::of_file`] does. `None`: the file cannot be mapped, or too much is mapped already.
-    pub(super) fn of_file(
+    /// Maps as [`Mapping::of_sealed_file`] does. `None`: the file cannot be mapped, or too much is mapped already.
+    pub(crate) fn of_file(
         counted: &'static Mapped,
         file: BorrowedFd<'_>,
         offset: u64,
@@ -99,7 +104,7 @@ impl Window {
         if !counted.take(len) {
             return None;
         }
-        match Mapping::of_file(file, offset, len, writable) {
+        match Mapping::of_sealed_file(file, offset, len, writable) {
             Ok(mapping) => Some(Window { mapping, counted }),
             Err(_) => {
                 counted.give_back(len);
@@ -118,7 +123,7 @@ impl Drop for Window {
 /// The process of a peer. Some time after its death, another process gets its number. The end of the link shows the death late or, if the
 /// process has forked, never; so this process checks that the peer lives before it accesses the peer.
 #[derive(Debug)]
-pub(super) struct Process {
+pub struct Process {
     pid: i32,
     /// Readable when the process has ended.
     fd: OwnedFd,
@@ -129,7 +134,7 @@ pub(super) struct Process {
 
 impl Process {
     /// Opens the process at the other end of a connection.
-    pub(super) fn of(pid: i32, socket: BorrowedFd<'_>) -> Result<Arc<Process>, NotDirect> {
+    pub fn of(pid: i32, socket: BorrowedFd<'_>) -> Result<Arc<Process>, NotDirect> {
         // The system reports 0 for a process that has no number in this PID namespace.
         let number = Pid::from_raw(pid).ok_or(NotDirect::OtherPidNamespace)?;
         let fd = pidfd_open(number, PidfdFlags::empty()).map_err(NotDirect::Calls)?;
@@ -146,7 +151,8 @@ impl Process {
         }))
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    /// Returns a descriptor that is readable when the process has ended.
+    pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
@@ -165,42 +171,40 @@ impl Process {
         Ok(self.pid)
     }
 
-    pub(super) fn lives(&self) -> bool {
+    /// Returns whether the process has not ended.
+    pub fn lives(&self) -> bool {
         let mut ended = [PollFd::new(&self.fd, PollFlags::IN)];
         poll(&mut ended, Some(&Timespec::default())) == Ok(0)
     }
 
-    pub(super) fn read(&self, address: u64, out: &mut [u8]) -> Result<(), Fault> {
+    /// Copies bytes at an address of the process out.
+    pub fn read(&self, address: u64, out: &mut [u8]) -> Result<(), Fault> {
         Mapping::read_process(self.pid()?, address, out)
-    }
-
-    fn write(&self, address: u64, bytes: &[u8], passage: Passage) -> Result<(), Fault> {
-        Mapping::write_process(self.pid()?, address, bytes, Order::LastWordLast, Some(passage))
-    }
-
-    fn copy(&self, own: &Mapping, own_at: u64, address: u64, len: u64, way: Way) -> Result<(), CopyError> {
-        own.copy_process(own_at, self.pid().map_err(CopyError::To)?, address, len, way)
-    }
-
-    fn copy_addresses(&self, own: u64, address: u64, len: u64, way: Way) -> Result<(), Fault> {
-        Mapping::copy_between(own, self.pid()?, address, len, way)
     }
 }
 
-/// A grant by a peer. Used under the engine's lock alone: one end of a link is inside of one grant at a time.
+/// Returns whether bytes at an address were granted.
+#[inline]
+fn check(granted: &Range<u64>, address: u64, len: u64) -> Result<(), Fault> {
+    let end = address.checked_add(len).ok_or(Fault::Unmapped)?;
+    let is_inside = granted.start <= address && end <= granted.end;
+    is_inside.then_some(()).ok_or(Fault::Unmapped)
+}
+
+/// A grant by a peer. The user serializes the requests of one end: an end is inside of one grant at a time.
 #[derive(Debug)]
-pub(super) struct Granted {
-    pub(super) reach: Reach,
-    pub(super) segment: Arc<Segment>,
+pub struct Granted {
+    pub(crate) reach: Reach,
+    pub(crate) segment: Arc<Segment>,
     /// This process's side of the link.
-    pub(super) side: Side,
-    pub(super) index: u32,
-    pub(super) generation: u32,
+    pub(crate) side: Side,
+    pub(crate) index: u32,
+    pub(crate) generation: u32,
     /// Addresses in the peer's process to which calls into it also write, see [`Passage`].
-    pub(super) gate: u64,
-    pub(super) left: u64,
+    pub(crate) gate: u64,
+    pub(crate) left: u64,
     /// Set while the link is up.
-    pub(super) open: Arc<AtomicBool>,
+    pub(crate) open: Arc<AtomicBool>,
 }
 
 /// The direction of a copy.
@@ -218,9 +222,14 @@ impl Granted {
         }
     }
 
+    /// Returns whether this process has mapped the memory; if not, the kernel copies between the processes.
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.reach, Reach::Mapped(_))
+    }
+
     /// Returns whether the grant has not been revoked.
     #[inline]
-    pub(super) fn holds(&self) -> bool {
+    pub fn holds(&self) -> bool {
         let grant = self.words().grant(self.index, Ordering::Acquire);
         grant == self.generation && self.open.load(Ordering::Relaxed)
     }
@@ -290,7 +299,13 @@ impl Granted {
                 (Reach::Mapped(theirs), Direction::FromPeer) => own
                     .write_from(own_at, &theirs.mapping, at, n)
                     .map_err(CopyError::swapped),
-                (Reach::Process(process), _) => process.copy(own, own_at, at, n, way),
+                (Reach::Process(process, granted), _) => check(granted, at, n)
+                    .and_then(|()| process.pid())
+                    .map_err(CopyError::To)
+                    .and_then(|pid| {
+                        // SAFETY: the peer granted these addresses to be written by this process, also where both are one process.
+                        unsafe { own.copy_process(own_at, pid, at, n, way) }
+                    }),
             };
             copied.map_err(|error| match error {
                 CopyError::From(fault) => PeerFault::Own(fault),
@@ -309,18 +324,19 @@ impl Granted {
         length: u64,
         direction: Direction,
     ) -> bool {
-        let application = own
-            .as_any()
-            .and_then(|any| any.downcast_ref::<ApplicationMemory>());
-        let Some(own) = application.and_then(|own| own.range(own_at, length).ok()) else {
+        let any = own.as_any();
+        let Some(own) = any.and_then(|any| any.downcast_ref::<ApplicationMemory>()) else {
             return false;
         };
         let copied = self.by_pieces(length, direction, |done, n, way| {
-            let (at, own) = (at + done, own + done);
+            let (at, own_at) = (at + done, own_at + done);
             let copied = match (&self.reach, direction) {
-                (Reach::Mapped(theirs), Direction::ToPeer) => theirs.mapping.copy_from_addresses(at, own, n),
-                (Reach::Mapped(theirs), Direction::FromPeer) => theirs.mapping.copy_to_addresses(at, own, n),
-                (Reach::Process(process), _) => process.copy_addresses(own, at, n, way),
+                (Reach::Mapped(theirs), Direction::ToPeer) => own.copy_to(own_at, &theirs.mapping, at, n),
+                (Reach::Mapped(theirs), Direction::FromPeer) => own.copy_from(own_at, &theirs.mapping, at, n),
+                (Reach::Process(process, granted), _) => check(granted, at, n)
+                    .and_then(|()| process.pid())
+                    // SAFETY: as for `copy`.
+                    .and_then(|pid| unsafe { own.copy_process(own_at, pid, at, n, way) }),
             };
             copied.map_err(PeerFault::Own)
         });
@@ -347,7 +363,7 @@ impl Granted {
         let ended = |_: Fault| PeerFault::Ended;
         self.reading(|| match &self.reach {
             Reach::Mapped(theirs) => theirs.mapping.read(at, out).map_err(ended),
-            Reach::Process(process) => process.read(at, out).map_err(ended),
+            Reach::Process(process, _) => process.read(at, out).map_err(ended),
         })
     }
 }
@@ -369,7 +385,14 @@ impl PeerMemory for Granted {
         let ended = |_: Fault| PeerFault::Ended;
         self.writing(|passage| match &self.reach {
             Reach::Mapped(theirs) => theirs.mapping.write(offset, bytes).map_err(ended),
-            Reach::Process(process) => process.write(offset, bytes, passage).map_err(ended),
+            Reach::Process(process, granted) => check(granted, offset, bytes.len() as u64)
+                .and_then(|()| process.pid())
+                .and_then(|pid| {
+                    let order = Order::LastWordLast;
+                    // SAFETY: as for `copy`.
+                    unsafe { Mapping::write_process(pid, offset, bytes, order, Some(passage)) }
+                })
+                .map_err(ended),
         })
     }
 

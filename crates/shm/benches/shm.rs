@@ -1,5 +1,5 @@
 //! Throughput and latency of shared memory and futexes between two processes on CPU 0 and CPU 1: the floor of the path between
-//! peers of one host. `cargo bench -p rdmux-verbs --bench shm`; with the name of one figure it prints that alone, as `rdmux-bench`
+//! peers of one host. `cargo bench -p rdmux-shm --bench shm`; with the name of one figure it prints that alone, as `rdmux-bench`
 //! needs it.
 //!
 //! The program starts itself as the other process, with the shared memory as its standard input.

@@ -5,7 +5,7 @@
 //! program (deregistration, the end of a queue pair) waits for the stays that concern it, without the lock.
 //!
 //! A stay ends when the peer leaves or its process ends. The gate also ends the stay of a peer in a call of the kernel: once the gate is
-//! closed, the kernel shows whether the call is over or will fail, however long the peer is stopped ([`super::gate`]). A peer that has
+//! closed, the kernel shows whether the call is over or will fail, however long the peer is stopped (`gate.rs`). A peer that has
 //! mapped the memory copies in user space; only its own progress, or its death, ends that.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use rdmux_rnic::{LKey, Qpn};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::gate::Gate;
-use super::grant::Process;
-use super::revocation;
-use super::segment::{GrantWords, Segment, Side};
+use crate::gate::Gate;
+use crate::grant::Process;
+use crate::revocation;
+use crate::segment::{GrantWords, Segment, Side};
 
 /// Time for which the engine waits for a running peer, which copies a mebibyte at a time.
 const BRIEFLY: Duration = Duration::from_micros(100);
@@ -31,30 +31,32 @@ const LOOK_AGAIN: Timespec = Timespec {
 
 /// A region that was granted to the peer of a queue pair.
 #[derive(Clone, Debug)]
-pub(super) struct Given {
-    pub(super) qpn: Qpn,
-    pub(super) lkey: LKey,
-    pub(super) generation: u32,
+pub struct Given {
+    /// The queue pair, whose peer has the grant.
+    pub qpn: Qpn,
+    /// The region.
+    pub lkey: LKey,
+    pub(crate) generation: u32,
     /// Gate of the peer's calls, whose address stays reserved as long as the grant lasts; `None` if the peer maps the memory.
-    pub(super) gate: Option<Arc<Gate>>,
+    pub(crate) gate: Option<Arc<Gate>>,
 }
 
 /// A peer that was inside of a grant when that was revoked.
 #[derive(Debug)]
-pub(in crate::soft) struct Stay {
-    pub(super) given: Given,
-    pub(super) entry: u32,
-    pub(super) segment: Arc<Segment>,
+pub struct Stay {
+    pub(crate) given: Given,
+    pub(crate) entry: u32,
+    pub(crate) segment: Arc<Segment>,
     /// The peer's side.
-    pub(super) holder: Side,
-    pub(super) process: Option<Arc<Process>>,
+    pub(crate) holder: Side,
+    pub(crate) process: Option<Arc<Process>>,
     /// Hangs up when the peer ends.
-    pub(super) doorbell: Arc<OwnedFd>,
+    pub(crate) doorbell: Arc<OwnedFd>,
 }
 
 impl Stay {
     /// Returns whether the peer can no longer reach the memory, whatever it does.
-    pub(super) fn is_over(&self) -> bool {
+    pub fn is_over(&self) -> bool {
         self.is_past_the_gate() || self.has_left()
     }
 
@@ -91,14 +93,17 @@ impl Stay {
         if self.has_left() {
             return;
         }
+        self.close_gate();
+        while !self.is_over() && !self.peer_has_ended(&LOOK_AGAIN) {
+            // The system may have had no room to close it.
+            self.close_gate();
+        }
+    }
+
+    /// Closes the gate of the peer's calls, if there is one.
+    pub fn close_gate(&self) {
         if let Some(gate) = &self.given.gate {
             gate.close();
-        }
-        while !self.is_over() && !self.peer_has_ended(&LOOK_AGAIN) {
-            if let Some(gate) = self.given.gate.as_ref().filter(|gate| !gate.is_closed()) {
-                // The system had no room to close it.
-                gate.close();
-            }
         }
     }
 }
@@ -109,7 +114,7 @@ const NOT_AT_ALL: Timespec = Timespec {
 };
 
 /// Waits until each of the stays is over. The caller must not hold the engine's lock.
-pub(in crate::soft) fn wait(stays: &[Arc<Stay>]) {
+pub fn wait(stays: &[Arc<Stay>]) {
     for stay in stays {
         stay.wait();
     }
@@ -117,12 +122,12 @@ pub(in crate::soft) fn wait(stays: &[Arc<Stay>]) {
 
 /// Stays of an engine's peers.
 #[derive(Debug, Default)]
-pub(super) struct Stays {
+pub struct Stays {
     list: Mutex<Vec<Arc<Stay>>>,
 }
 
 impl Stays {
-    pub(super) fn add(&self, stay: Stay) {
+    pub(crate) fn add(&self, stay: Stay) {
         let mut list = self.list();
         // An entry belongs to one grant: a later grant at the same index has nothing to do with it.
         let is_known =
@@ -134,7 +139,7 @@ impl Stays {
 
     /// Returns the stays of some grants whose peers have not left. (The waiter checks whether the gates have ended them: the kernel may be
     /// slow to answer.)
-    pub(super) fn of(&self, is_it: impl Fn(&Given) -> bool) -> Vec<Arc<Stay>> {
+    pub fn of(&self, is_it: impl Fn(&Given) -> bool) -> Vec<Arc<Stay>> {
         let mut list = self.list();
         // A later call writes to the gate's address, so the address stays reserved until the peer leaves.
         list.retain(|stay| !stay.has_left());
@@ -143,7 +148,7 @@ impl Stays {
     }
 
     /// Waits a moment for the peers of some grants to leave, as running peers do.
-    pub(super) fn wait_briefly(&self, is_it: impl Fn(&Given) -> bool) {
+    pub fn wait_briefly(&self, is_it: impl Fn(&Given) -> bool) {
         let since = Instant::now();
         while !self.of(&is_it).is_empty() && since.elapsed() < BRIEFLY {
             std::hint::spin_loop();

@@ -9,14 +9,19 @@
 
 use std::sync::atomic::Ordering;
 
-use super::segment::GRANTS;
+use crate::segment::GRANTS;
 
 /// The words, as one end sees them. Tests implement them with other memory.
-pub(super) trait Words {
+pub trait Words {
+    /// Loads `inside`.
     fn inside(&self, order: Ordering) -> u32;
+    /// Stores `inside`.
     fn set_inside(&self, value: u32, order: Ordering);
+    /// Loads the word of a grant.
     fn grant(&self, index: u32, order: Ordering) -> u32;
+    /// Stores the word of a grant.
     fn set_grant(&self, index: u32, generation: u32, order: Ordering);
+    /// Orders the accesses before it and after it.
     fn fence(&self, order: Ordering);
 }
 
@@ -27,7 +32,7 @@ const _: () = assert!(GRANTS.is_power_of_two());
 
 /// Enters a grant in order to write. Returns the entry for [`leave`], or `None` if the grant has ended.
 #[inline]
-pub(super) fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u32> {
+pub fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u32> {
     let before = words.inside(Ordering::Relaxed);
     let count = before.wrapping_add(COUNT_ONE) & !(COUNT_ONE - 1);
     let entry = count | (index % GRANTS) << 1 | 1;
@@ -43,19 +48,19 @@ pub(super) fn enter(words: &impl Words, index: u32, generation: u32) -> Option<u
 
 /// Ends an entry: all bytes of the write are in place.
 #[inline]
-pub(super) fn leave(words: &impl Words, entry: u32) {
+pub fn leave(words: &impl Words, entry: u32) {
     words.set_inside(entry & !1, Ordering::Release);
 }
 
 /// Returns whether a grant has held during a copy out of it: call it after the copy.
 #[inline]
-pub(super) fn still_holds(words: &impl Words, index: u32, generation: u32) -> bool {
+pub fn still_holds(words: &impl Words, index: u32, generation: u32) -> bool {
     words.fence(Ordering::Acquire);
     words.grant(index, Ordering::Acquire) == generation
 }
 
 /// Revokes grants. Returns the entry under which the holder may be writing to one of them, and the index of that grant.
-pub(super) fn take_back(words: &impl Words, grants: &[u32]) -> Option<(u32, u32)> {
+pub fn take_back(words: &impl Words, grants: &[u32]) -> Option<(u32, u32)> {
     for index in grants {
         words.set_grant(*index, 0, Ordering::Relaxed);
     }
@@ -66,7 +71,7 @@ pub(super) fn take_back(words: &impl Words, grants: &[u32]) -> Option<(u32, u32)
 }
 
 /// Returns whether the holder has left since `entry` was seen.
-pub(super) fn has_left(words: &impl Words, entry: u32) -> bool {
+pub fn has_left(words: &impl Words, entry: u32) -> bool {
     words.inside(Ordering::Acquire) != entry
 }
 

@@ -43,11 +43,11 @@ use rdmux_rnic::{TRAIN_BYTES_MAX, TRAIN_PACKETS_MAX};
 mod tests;
 
 /// Bytes of a slot.
-pub(crate) const SLOT_BYTES: usize = 64;
+pub const SLOT_BYTES: usize = 64;
 /// Bytes of a record's header: stamp, bytes, form (a word each), and 4 that keep payload aligned to 8.
-pub(crate) const HEADER_BYTES: usize = 16;
+pub const HEADER_BYTES: usize = 16;
 /// Smallest number of slots with room for every train.
-pub(crate) const SLOTS_MIN: u32 = 2048;
+pub const SLOTS_MIN: u32 = 2048;
 
 // Two lines apart, because processors fetch lines in pairs.
 const HEAD_OFFSET: usize = 0;
@@ -66,12 +66,12 @@ const _: () = assert!(
 );
 
 /// Returns the bytes of a ring's memory, which must begin at a multiple of 128.
-pub(crate) const fn area_bytes(slots: u32) -> usize {
+pub const fn area_bytes(slots: u32) -> usize {
     SLOTS_OFFSET + slots as usize * SLOT_BYTES
 }
 
 /// Returns the offset of the payload of a record that begins with `slot`.
-pub(crate) const fn payload_offset(slot: u32) -> usize {
+pub const fn payload_offset(slot: u32) -> usize {
     slot_offset(slot) + HEADER_BYTES
 }
 
@@ -86,7 +86,7 @@ const fn record_slots(bytes: usize) -> u32 {
 
 /// Returns the most bytes of a record. A record takes at most half of the ring, so that it fits an empty ring wherever the head is: behind
 /// a rest that is too small for the record, and with a free slot behind the record.
-pub(crate) const fn bytes_max(slots: u32) -> usize {
+pub const fn bytes_max(slots: u32) -> usize {
     let half = slots as usize / 2 * SLOT_BYTES - HEADER_BYTES;
     if half < TRAIN_BYTES_MAX {
         half
@@ -102,7 +102,7 @@ const fn stamp(position: u32) -> u32 {
 
 /// A word that both sides use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Word {
+pub enum Word {
     /// Position up to which the consumer has taken records.
     Head,
     /// Not 0 while the consumer sleeps.
@@ -119,7 +119,7 @@ pub(crate) enum Word {
 
 impl Word {
     /// Returns the offset of the word in the ring's memory.
-    pub(crate) const fn offset(self) -> usize {
+    pub const fn offset(self) -> usize {
         match self {
             Word::Head => HEAD_OFFSET,
             Word::Sleeping => SLEEPING_OFFSET,
@@ -133,11 +133,14 @@ impl Word {
 
 /// The memory of a ring, as one side sees it. Callers pass slots below [`RingMemory::slots`], and payload that ends with the last slot at
 /// the latest: the ring has checked that. Tests implement it with other memory.
-pub(crate) trait RingMemory {
+pub trait RingMemory {
     /// Slots of the ring: a power of two, the same at every call, and private to this side.
     fn slots(&self) -> u32;
+    /// Loads a word.
     fn load(&self, word: Word, order: Ordering) -> u32;
+    /// Stores a word.
     fn store(&self, word: Word, value: u32, order: Ordering);
+    /// Orders the accesses before it and after it.
     fn fence(&self, order: Ordering);
     /// Copies `bytes` to [`payload_offset`] of `slot`.
     fn write(&self, slot: u32, bytes: &[u8]);
@@ -147,11 +150,11 @@ pub(crate) trait RingMemory {
 
 /// Description of a record's bytes, which are a train of packets as in [`rdmux_rnic::Arrival`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Meta {
+pub struct Meta {
     /// Bytes of each packet; the last may be shorter. Not 0.
-    pub(crate) segment_bytes: u16,
+    pub segment_bytes: u16,
     /// IPv4 TOS or IPv6 traffic class.
-    pub(crate) traffic_class: u8,
+    pub traffic_class: u8,
 }
 
 impl Meta {
@@ -180,22 +183,25 @@ impl Meta {
 /// once.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wake {
+pub enum Wake {
+    /// Nobody sleeps.
     Nobody,
+    /// The other side.
     Peer,
 }
 
 /// The other side has written a value that it never writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the peer wrote nonsense into the shared ring")]
-pub(crate) struct Corrupt;
+pub struct Corrupt;
 
 /// Reason why a record was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum PushError {
+pub enum PushError {
     /// There is no room now.
     #[error("the shared ring is full")]
     Full,
+    /// The other side has written a value that it never writes.
     #[error(transparent)]
     Corrupt(#[from] Corrupt),
 }
@@ -213,7 +219,7 @@ fn wake<M: RingMemory>(memory: &M, sleeper: Word) -> Wake {
 
 /// The side that puts records into the ring.
 #[derive(Debug)]
-pub(crate) struct Producer<M> {
+pub struct Producer<M> {
     memory: M,
     slots: u32,
     /// Position of the next record.
@@ -226,7 +232,7 @@ pub(crate) struct Producer<M> {
 
 impl<M: RingMemory> Producer<M> {
     /// Creates the producer of memory that is zero.
-    pub(crate) fn new(memory: M) -> Self {
+    pub fn new(memory: M) -> Self {
         let slots = memory.slots();
         assert!(slots.is_power_of_two() && slots > 1);
         Producer {
@@ -240,7 +246,7 @@ impl<M: RingMemory> Producer<M> {
 
     /// Puts a train of at most [`bytes_max`] bytes into the ring.
     #[inline]
-    pub(crate) fn push(&mut self, meta: Meta, bytes: &[u8]) -> Result<Wake, PushError> {
+    pub fn push(&mut self, meta: Meta, bytes: &[u8]) -> Result<Wake, PushError> {
         assert!(meta.is_train_of(bytes.len()) && bytes.len() <= bytes_max(self.slots));
         let slots = record_slots(bytes.len());
         let rest = self.slots - self.slot(self.tail);
@@ -268,7 +274,7 @@ impl<M: RingMemory> Producer<M> {
 
     /// Prepares to sleep after [`PushError::Full`]. Returns whether the consumer will wake this side when it has made room, enough or not.
     /// If not, there is room now.
-    pub(crate) fn wants_room(&mut self) -> Result<bool, Corrupt> {
+    pub fn wants_room(&mut self) -> Result<bool, Corrupt> {
         self.memory.store(Word::WantsRoom, 1, Ordering::Relaxed);
         self.memory.fence(Ordering::SeqCst);
         self.look_for_room()?;
@@ -280,7 +286,7 @@ impl<M: RingMemory> Producer<M> {
     }
 
     /// Returns the position up to which the consumer has taken records, as it reports it, and whether that is all of them.
-    pub(crate) fn taken(&self) -> (u32, bool) {
+    pub fn taken(&self) -> (u32, bool) {
         let head = self.memory.load(Word::Head, Ordering::Relaxed);
         (head, head == self.tail)
     }
@@ -318,7 +324,7 @@ impl<M: RingMemory> Producer<M> {
 
 /// The side that takes records out of the ring.
 #[derive(Debug)]
-pub(crate) struct Consumer<M> {
+pub struct Consumer<M> {
     memory: M,
     slots: u32,
     /// Position of the next record.
@@ -329,7 +335,7 @@ pub(crate) struct Consumer<M> {
 
 impl<M: RingMemory> Consumer<M> {
     /// Creates the consumer of memory that is zero.
-    pub(crate) fn new(memory: M) -> Self {
+    pub fn new(memory: M) -> Self {
         let slots = memory.slots();
         assert!(slots.is_power_of_two() && slots > 1);
         Consumer {
@@ -342,7 +348,7 @@ impl<M: RingMemory> Consumer<M> {
 
     /// Returns whether [`Consumer::pop`] is worth calling. Costs one load.
     #[inline]
-    pub(crate) fn is_ready(&self) -> bool {
+    pub fn is_ready(&self) -> bool {
         let slot = self.head & (self.slots - 1);
         self.memory.load(Word::Stamp(slot), Ordering::Relaxed) != 0
     }
@@ -350,7 +356,7 @@ impl<M: RingMemory> Consumer<M> {
     /// Takes the next record, if there is one, and replaces the contents of `out` by its bytes. The producer cannot use the slots again
     /// before [`Consumer::release`].
     #[inline]
-    pub(crate) fn pop(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
+    pub fn pop(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
         let mut position = self.head;
         // At most two iterations: a SKIP leads to slot 0, where another SKIP is refused.
         loop {
@@ -384,7 +390,7 @@ impl<M: RingMemory> Consumer<M> {
 
     /// Returns the slots of all popped records to the producer. Called once per batch: it costs a fence.
     #[inline]
-    pub(crate) fn release(&mut self) -> Wake {
+    pub fn release(&mut self) -> Wake {
         if self.head == self.released {
             return Wake::Nobody;
         }
@@ -395,7 +401,7 @@ impl<M: RingMemory> Consumer<M> {
 
     /// Prepares to sleep. Returns whether the producer will wake this side for the next record. If not, that record is there already.
     /// [`Consumer::awake`] ends the sleep, whatever ended it, and also a sleep that did not begin: others may sleep on this side.
-    pub(crate) fn prepare_sleep(&mut self) -> bool {
+    pub fn prepare_sleep(&mut self) -> bool {
         assert_eq!(
             self.head, self.released,
             "a producer without room would sleep too"
@@ -406,7 +412,7 @@ impl<M: RingMemory> Consumer<M> {
     }
 
     /// Stops the producer from waking a side that is awake. Returns whether the producer has rung the doorbell meanwhile, or is about to.
-    pub(crate) fn awake(&mut self) -> bool {
+    pub fn awake(&mut self) -> bool {
         let rung = self.memory.load(Word::Sleeping, Ordering::Relaxed) == 0;
         self.memory.store(Word::Sleeping, 0, Ordering::Relaxed);
         rung

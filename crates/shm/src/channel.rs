@@ -1,0 +1,513 @@
+//! One end of the memory that two devices share.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rdmux_memory::{AnonymousMemory, ApplicationMemory};
+use rdmux_rnic::{Access, Fault, Grant, Grantable, LinkProgress, Qpn, RKey};
+use rustix::event::epoll;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType};
+
+use crate::gate::Gate;
+use crate::grant::{Granted, MAPPED, Process, Reach, Window};
+use crate::revocation;
+use crate::ring::{Consumer, Corrupt, Meta, Producer, PushError, Wake};
+use crate::segment::{Area, GRANTS, GrantWords, Segment, Side};
+use crate::stay::{Given, Stay, Stays};
+use crate::why::{NotDirect, Refusal};
+
+/// Cost of a waiting train besides its bytes: its place in the queue, which may be twice as long as needed, and the allocator's overhead.
+const WAITING_ENTRY_BYTES: usize = 2 * size_of::<(Meta, Box<[u8]>)>() + 16;
+/// Most bytes that wait for room in a ring; trains beyond that count as lost on a network.
+pub const WAITING_BYTES_MAX: usize = 16 << 20;
+/// Rings of one peer's doorbell taken per turn.
+const RINGS_PER_TURN: usize = 64;
+
+/// A grant, as its owner describes it to the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Key of the region.
+    pub rkey: RKey,
+    /// The QP that asked.
+    pub by: Qpn,
+    /// Index of the word in the segment that holds [`Offer::generation`] as long as the grant lasts.
+    pub index: u32,
+    /// Tells this grant from others at the same index.
+    pub generation: u32,
+    /// Rights of the peer.
+    pub access: Access,
+    /// Address of the region's first byte in requests.
+    pub iova: u64,
+    /// Length of the region in bytes.
+    pub length: u64,
+    /// Start of the region: in the descriptor's memory, or without a descriptor in the address space of the granting process.
+    pub offset: u64,
+    /// Without a descriptor: address in the granting process to which calls write first, see [`rdmux_memory::mapping::Passage`].
+    pub gate: u64,
+    /// The same: address to which they write last.
+    pub left: u64,
+}
+
+/// One end of the memory that two devices share: a ring each way, the doorbell, and the grants to the peer. Dropping it revokes them.
+#[derive(Debug)]
+pub struct Channel {
+    segment: Arc<Segment>,
+    side: Side,
+    tx: Producer<Area>,
+    rx: Consumer<Area>,
+    doorbell: Doorbell,
+    /// Trains that wait for room, and their bytes.
+    waiting: VecDeque<(Meta, Box<[u8]>)>,
+    waiting_bytes: usize,
+    /// Set when the peer will ring the doorbell as soon as there is room.
+    wants_room: bool,
+    /// Regions granted to the peer, by the grants' indices.
+    given: Vec<Option<Given>>,
+    generation: u32,
+    /// Gate of the next grants that need one; `None` before the first of them.
+    gate: Option<Arc<Gate>>,
+    process: Option<Arc<Process>>,
+    stays: Arc<Stays>,
+}
+
+/// This process's end of a pair of sockets; a byte sent wakes the peer. (Not an eventfd: any other holder of one can make its writers
+/// block.)
+#[derive(Debug)]
+struct Doorbell {
+    socket: Arc<OwnedFd>,
+    /// The epoll set that contains the socket, once it rings for this process.
+    doorbells: Option<Arc<OwnedFd>>,
+}
+
+impl Channel {
+    /// Makes an end of a segment that both ends have, with its end of a pair of `SOCK_SEQPACKET` sockets as the doorbell. `process` is that
+    /// of the peer; without it, the end of the doorbell stands for the end of the process. `stays` collects the peers that were inside of a
+    /// grant when it was revoked.
+    pub fn new(
+        segment: Arc<Segment>,
+        side: Side,
+        doorbell: OwnedFd,
+        process: Option<Arc<Process>>,
+        stays: &Arc<Stays>,
+    ) -> Channel {
+        Channel {
+            tx: Producer::new(segment.ring(side)),
+            rx: Consumer::new(segment.ring(side.other())),
+            segment,
+            side,
+            doorbell: Doorbell {
+                socket: Arc::new(doorbell),
+                doorbells: None,
+            },
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            wants_room: false,
+            given: Vec::new(),
+            generation: 0,
+            gate: None,
+            process,
+            stays: Arc::clone(stays),
+        }
+    }
+
+    /// Returns the CPU on which the peer last looked for packets, if it is known.
+    #[inline]
+    pub fn peer_cpu(&self) -> Option<u32> {
+        let cpu = self.segment.cpu(self.side.other());
+        cpu.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// Shows the peer the CPU on which this process looks for its packets.
+    pub fn tell_cpu(&self, cpu: u32) {
+        let word = self.segment.cpu(self.side);
+        if word.load(Ordering::Relaxed) != cpu + 1 {
+            word.store(cpu + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Shows the peer whether packets get lost on purpose at this end.
+    pub fn tell_loses(&self, loses: bool) {
+        let word = self.segment.loses(self.side);
+        word.store(u32::from(loses), Ordering::Relaxed);
+    }
+
+    /// Returns whether packets get lost on purpose at the peer's end.
+    pub fn peer_loses(&self) -> bool {
+        self.segment.loses(self.side.other()).load(Ordering::Relaxed) != 0
+    }
+
+    /// Puts a train of packets into the ring, or makes it wait for room. A train beyond [`WAITING_BYTES_MAX`] is lost.
+    #[inline]
+    pub fn send(&mut self, meta: Meta, bytes: &[u8]) -> Result<(), Corrupt> {
+        if self.waiting.is_empty() {
+            match self.tx.push(meta, bytes) {
+                Ok(wake) => {
+                    self.ring(wake);
+                    return Ok(());
+                }
+                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
+                Err(PushError::Full) => {}
+            }
+        }
+        if self.waiting_bytes + WAITING_ENTRY_BYTES + bytes.len() <= WAITING_BYTES_MAX {
+            self.waiting_bytes += WAITING_ENTRY_BYTES + bytes.len();
+            self.waiting.push_back((meta, bytes.into()));
+        }
+        Ok(())
+    }
+
+    /// Returns whether trains wait for room.
+    #[inline]
+    pub fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Puts the trains that wait into the ring, as far as there is room.
+    pub fn send_waiting(&mut self) -> Result<(), Corrupt> {
+        while let Some((meta, bytes)) = self.waiting.front() {
+            match self.tx.push(*meta, bytes) {
+                Ok(wake) => self.ring(wake),
+                Err(PushError::Corrupt(corrupt)) => return Err(corrupt),
+                Err(PushError::Full) => return Ok(()),
+            }
+            self.waiting_bytes -= WAITING_ENTRY_BYTES + bytes.len();
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Returns whether [`Channel::receive`] is worth calling. Costs one load.
+    #[inline]
+    pub fn is_ready(&self) -> bool {
+        self.rx.is_ready()
+    }
+
+    /// Takes the next train of the peer, if there is one, and replaces the contents of `out` by its bytes. [`Channel::release`] returns the
+    /// room to the peer.
+    #[inline]
+    pub fn receive(&mut self, out: &mut Vec<u8>) -> Result<Option<Meta>, Corrupt> {
+        self.rx.pop(out)
+    }
+
+    /// Returns the room of all received trains to the peer.
+    #[inline]
+    pub fn release(&mut self) {
+        let wake = self.rx.release();
+        self.ring(wake);
+    }
+
+    /// Returns how far the peer has come with the data sent to it.
+    pub fn progress(&self) -> LinkProgress {
+        let (taken, all) = self.tx.taken();
+        LinkProgress {
+            taken,
+            all: all && self.waiting.is_empty() && !self.rx.is_ready(),
+        }
+    }
+
+    /// Prepares for a sleep on the doorbell: the peer rings it for packets, and for room that trains wait for. Returns false if something is
+    /// there already.
+    pub fn prepare_sleep(&mut self) -> Result<bool, Corrupt> {
+        while !self.waiting.is_empty() && !self.wants_room {
+            self.wants_room = self.tx.wants_room()?;
+            if !self.wants_room {
+                self.send_waiting()?;
+            }
+        }
+        Ok(self.rx.prepare_sleep())
+    }
+
+    /// Ends a sleep: the peer stops ringing the doorbell. Returns whether it had rung, and takes one ring then.
+    pub fn awake(&mut self) -> bool {
+        let wanted_room = std::mem::take(&mut self.wants_room);
+        (self.rx.awake() || wanted_room) && self.doorbell.answer_one()
+    }
+
+    /// Takes the pending rings of the doorbell.
+    pub fn answer_doorbell(&mut self) {
+        self.doorbell.answer();
+    }
+
+    /// Adds the doorbell to the epoll set on which sleepers wait.
+    ///
+    /// # Errors
+    /// `EINVAL` if the peer's descriptor is no doorbell.
+    pub fn add_doorbell_to(&mut self, doorbells: &Arc<OwnedFd>) -> Result<(), Errno> {
+        self.doorbell.add_to(doorbells)
+    }
+
+    #[inline]
+    fn ring(&self, wake: Wake) {
+        if wake == Wake::Peer {
+            // If the socket is full, earlier rings in it are not taken yet.
+            let _ = rustix::net::send(
+                &self.doorbell.socket,
+                &[0],
+                SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+            );
+        }
+    }
+
+    /// Returns the number of words in the segment that grants to the peer have used so far.
+    pub fn grant_words(&self) -> usize {
+        self.given.len()
+    }
+
+    /// Revokes grants. Returns whether the peer may be inside of one: then the stays include it.
+    pub fn take_back(&mut self, is_it: impl Fn(&Given) -> bool) -> bool {
+        let is_index = |index: &usize| self.given[*index].as_ref().is_some_and(&is_it);
+        let indices: Vec<u32> = (0..self.given.len()).filter(is_index).map(|i| i as u32).collect();
+        if indices.is_empty() {
+            return false;
+        }
+        let holder = self.side.other();
+        let words = GrantWords {
+            segment: &self.segment,
+            holder,
+        };
+        let inside = revocation::take_back(&words, &indices);
+        let taken: Vec<_> = indices.iter().map(|i| self.given[*i as usize].take()).collect();
+        let Some((entry, index)) = inside else {
+            return false;
+        };
+        let at = indices.iter().position(|i| *i == index);
+        let given = at.and_then(|at| taken[at].clone());
+        let is_inside = given.is_some();
+        if let Some(given) = given {
+            self.stays.add(Stay {
+                given,
+                entry,
+                segment: Arc::clone(&self.segment),
+                holder,
+                process: self.process.clone(),
+                doorbell: Arc::clone(&self.doorbell.socket),
+            });
+        }
+        is_inside
+    }
+
+    /// Returns the gate for the peer's calls under its next grants.
+    fn open_gate(&mut self) -> Result<Arc<Gate>, Errno> {
+        let gate = match self.gate.take().filter(|gate| !gate.is_closed()) {
+            Some(gate) => gate,
+            None => Arc::new(Gate::new()?),
+        };
+        self.gate = Some(Arc::clone(&gate));
+        Ok(gate)
+    }
+
+    /// Grants the peer a region of queue pair `of`, for which its queue pair `by` has asked. Returns the offer, and the descriptor that goes
+    /// with it. The caller has checked that the two queue pairs are connected.
+    pub fn grant(
+        &mut self,
+        grantable: &Grantable,
+        rkey: RKey,
+        of: Qpn,
+        by: Qpn,
+    ) -> Result<(Offer, Option<OwnedFd>), Refusal> {
+        // A peer that has forgotten an earlier grant gets the same grant again.
+        let is_it = |given: &Given| given.qpn == of && given.lkey == grantable.lkey;
+        let before = self
+            .given
+            .iter()
+            .position(|given| given.as_ref().is_some_and(is_it));
+        let free = || self.given.iter().position(Option::is_none);
+        let index = before.or_else(free).unwrap_or(self.given.len());
+        if index >= GRANTS as usize {
+            return Err(Refusal::Full);
+        }
+        let memory = grantable.memory.as_any().ok_or(Refusal::NotShareable)?;
+        let writable = grantable.access.contains(Access::REMOTE_WRITE);
+        let (address, file) = if let Some(memory) = memory.downcast_ref::<AnonymousMemory>() {
+            let file = match memory.file() {
+                Some(file) if writable => Some(file.try_clone_to_owned().map_err(|_| Refusal::Full)?),
+                // Memory that cannot be opened for reading alone is left to calls.
+                Some(file) => read_only(file),
+                None => None,
+            };
+            (memory.address(), file)
+        } else if let Some(memory) = memory.downcast_ref::<ApplicationMemory>() {
+            (memory.address(), None)
+        } else {
+            return Err(Refusal::NotShareable);
+        };
+        let offset = match file {
+            Some(_) => grantable.memory_offset,
+            None => address.wrapping_add(grantable.memory_offset),
+        };
+        let gate = match file {
+            Some(_) => None,
+            None => Some(self.open_gate().map_err(|_| Refusal::Full)?),
+        };
+        let is_open = |given: &Given| given.gate.as_ref().is_none_or(|gate| !gate.is_closed());
+        let before = self.given.get(index).cloned().flatten().filter(is_open);
+        let given = before.unwrap_or_else(|| {
+            self.generation = self.generation.wrapping_add(1).max(1);
+            Given {
+                qpn: of,
+                lkey: grantable.lkey,
+                generation: self.generation,
+                gate,
+            }
+        });
+        let (generation, gate) = (
+            given.generation,
+            given.gate.as_ref().map_or(0, |gate| gate.address()),
+        );
+        if index == self.given.len() {
+            self.given.push(Some(given));
+        } else {
+            self.given[index] = Some(given);
+        }
+        let index = index as u32;
+        let word = self.segment.grant(self.side, index);
+        word.store(generation, Ordering::Release);
+        let offer = Offer {
+            rkey,
+            by,
+            index,
+            generation,
+            access: grantable.access,
+            iova: grantable.iova,
+            length: grantable.length,
+            offset,
+            gate,
+            left: self.segment.left_address(self.side.other()),
+        };
+        Ok((offer, file))
+    }
+
+    /// Accepts a grant by the peer, if this process can reach the memory. The grant holds while `open` is set.
+    pub fn take(
+        &self,
+        offer: &Offer,
+        descriptors: Vec<OwnedFd>,
+        process: &Result<Arc<Process>, NotDirect>,
+        open: &Arc<AtomicBool>,
+    ) -> Result<Grant, NotDirect> {
+        if offer.index >= GRANTS || offer.length == 0 {
+            return Err(NotDirect::Unmappable);
+        }
+        let end = offer.offset.checked_add(offer.length);
+        let end = end.ok_or(NotDirect::Unmappable)?;
+        let (reach, memory_offset) = match descriptors.first() {
+            Some(file) => {
+                let window = map(file, offer, end).ok_or(NotDirect::Unmappable)?;
+                let in_page = offer.offset % rustix::param::page_size() as u64;
+                (Reach::Mapped(window), in_page)
+            }
+            None => {
+                let process = process.as_ref().map_err(|reason| *reason)?;
+                // This shows now, not with the first request, whether the system permits calls into the peer.
+                let tried = process.read(offer.offset, &mut [0]);
+                tried.map_err(|fault| NotDirect::Calls(errno_of(fault)))?;
+                (
+                    Reach::Process(Arc::clone(process), offer.offset..end),
+                    offer.offset,
+                )
+            }
+        };
+        Ok(Grant {
+            memory: Arc::new(Granted {
+                reach,
+                segment: Arc::clone(&self.segment),
+                side: self.side,
+                index: offer.index,
+                generation: offer.generation,
+                gate: offer.gate,
+                left: offer.left,
+                open: Arc::clone(open),
+            }),
+            memory_offset,
+            iova: offer.iova,
+            length: offer.length,
+            access: offer.access,
+        })
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // A peer that has not noticed the end of the link can no longer reach any memory.
+        self.take_back(|_| true);
+    }
+}
+
+impl Doorbell {
+    /// Adds the doorbell to the epoll set on which sleepers wait.
+    fn add_to(&mut self, doorbells: &Arc<OwnedFd>) -> Result<(), Errno> {
+        use rustix::net::sockopt::{socket_domain, socket_type};
+        // The peer may have sent any descriptor, and polling some of them takes as long as their makers like.
+        let is_doorbell = socket_domain(&self.socket)? == AddressFamily::UNIX
+            && socket_type(&self.socket)? == SocketType::SEQPACKET;
+        if !is_doorbell {
+            return Err(Errno::INVAL);
+        }
+        let data = epoll::EventData::new_u64(0);
+        epoll::add(doorbells, &self.socket, data, epoll::EventFlags::IN)?;
+        self.doorbells = Some(Arc::clone(doorbells));
+        Ok(())
+    }
+
+    /// Takes the pending rings of the doorbell.
+    fn answer(&mut self) {
+        for _ in 0..RINGS_PER_TURN {
+            if !self.answer_one() {
+                return;
+            }
+        }
+    }
+
+    /// Takes one ring of the doorbell; returns false if there was none. A doorbell that the peer has closed leaves the epoll set.
+    fn answer_one(&mut self) -> bool {
+        match rustix::net::recv(&self.socket, &mut [0; 64], RecvFlags::DONTWAIT) {
+            Ok((_, n)) if n > 0 => true,
+            Err(Errno::AGAIN) => false,
+            _ => {
+                self.remove();
+                false
+            }
+        }
+    }
+
+    fn remove(&mut self) {
+        if let Some(doorbells) = self.doorbells.take() {
+            let _ = epoll::delete(&doorbells, &self.socket);
+        }
+    }
+}
+
+impl Drop for Doorbell {
+    fn drop(&mut self) {
+        // Closing it is not enough: a peer may hold this end too.
+        self.remove();
+    }
+}
+
+/// Maps the memory that a peer granted, from the page in which it begins to its end.
+fn map(file: &OwnedFd, offer: &Offer, end: u64) -> Option<Window> {
+    let begin = offer.offset - offer.offset % rustix::param::page_size() as u64;
+    let len = usize::try_from(end - begin).ok()?;
+    let writable = offer.access.contains(Access::REMOTE_WRITE);
+    Window::of_file(&MAPPED, file.as_fd(), begin, len, writable)
+}
+
+fn errno_of(fault: Fault) -> Errno {
+    match fault {
+        Fault::Io(errno) => Errno::from_raw_os_error(errno),
+        _ => Errno::FAULT,
+    }
+}
+
+/// Opens a second descriptor of a file, which can only read.
+fn read_only(file: BorrowedFd<'_>) -> Option<OwnedFd> {
+    use std::os::fd::AsRawFd;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Some(std::fs::File::open(path).ok()?.into())
+}
+
+#[cfg(test)]
+mod tests;
