@@ -109,7 +109,7 @@ pub enum Word {
     Sleeping,
     /// Not 0 while the producer sleeps until there is room.
     WantsRoom,
-    /// Stamp of the record that begins with this slot: [`stamp`] of its position once the record is complete.
+    /// Stamp of the record that begins with this slot: a number made of its position once the record is complete.
     Stamp(u32),
     /// Number of the record's payload bytes.
     Bytes(u32),
